@@ -1,0 +1,78 @@
+# A room is a folder plumb/NAME. Its sources are every *.cpp but *_test.cpp; its tests are the *_test.cpp, in one
+# binary plumb_NAME_test. A room may add settings (options of single files) in plumb/NAME/room.cmake.
+
+set(PLUMB_ROOMS "" CACHE INTERNAL "")
+
+add_library(plumb_pch OBJECT "${CMAKE_CURRENT_SOURCE_DIR}/cmake/pch.cpp")
+target_link_libraries(plumb_pch PUBLIC torch_wheel nlohmann_json::nlohmann_json)
+target_include_directories(plumb_pch PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
+target_precompile_headers(plumb_pch PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/cmake/pch.h")
+
+function(plumb_room NAME)
+  cmake_parse_arguments(ROOM "NO_TORCH" "" "" ${ARGN})
+  set(dir "${CMAKE_CURRENT_SOURCE_DIR}/plumb/${NAME}")
+  file(GLOB sources CONFIGURE_DEPENDS "${dir}/*.cpp")
+  list(FILTER sources EXCLUDE REGEX "_test\\.cpp$")
+  if(NOT sources)
+    return()
+  endif()
+  add_library(plumb_${NAME} OBJECT ${sources})
+  target_include_directories(plumb_${NAME} PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
+  target_compile_options(plumb_${NAME} PRIVATE -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers)
+  target_link_libraries(plumb_${NAME} PUBLIC nlohmann_json::nlohmann_json Threads::Threads)
+  if(NOT ROOM_NO_TORCH)
+    target_link_libraries(plumb_${NAME} PUBLIC torch_wheel)
+    target_precompile_headers(plumb_${NAME} REUSE_FROM plumb_pch)
+  endif()
+  set(PLUMB_ROOMS "${PLUMB_ROOMS};${NAME}" CACHE INTERNAL "")
+  if(EXISTS "${dir}/room.cmake")
+    include("${dir}/room.cmake")
+  endif()
+endfunction()
+
+function(plumb_library)
+  set(objects "")
+  foreach(room IN LISTS PLUMB_ROOMS)
+    if(room)
+      list(APPEND objects $<TARGET_OBJECTS:plumb_${room}>)
+    endif()
+  endforeach()
+  add_library(plumb SHARED ${objects})
+  add_library(plumb::plumb ALIAS plumb)
+  target_include_directories(plumb PUBLIC
+    $<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+  target_link_libraries(plumb PUBLIC $<BUILD_INTERFACE:torch_wheel> $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
+                        PRIVATE Threads::Threads)
+  set_target_properties(plumb PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}"
+    BUILD_RPATH "${TORCH_WHEEL_DIR}/lib" INSTALL_RPATH "${TORCH_WHEEL_DIR}/lib")
+endfunction()
+
+function(plumb_tests)
+  find_package(GTest REQUIRED)
+  find_library(RAPIDCHECK rapidcheck)
+  foreach(room IN LISTS PLUMB_ROOMS)
+    if(NOT room)
+      continue()
+    endif()
+    file(GLOB tests CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/plumb/${room}/*_test.cpp")
+    if(NOT tests)
+      continue()
+    endif()
+    add_executable(plumb_${room}_test ${tests})
+    target_link_libraries(plumb_${room}_test PRIVATE plumb torch_wheel nlohmann_json::nlohmann_json
+                          GTest::gmock GTest::gtest GTest::gtest_main Threads::Threads)
+    if(RAPIDCHECK)
+      target_link_libraries(plumb_${room}_test PRIVATE ${RAPIDCHECK})
+    endif()
+    if(NOT room MATCHES "^(core|schedule)$")
+      target_precompile_headers(plumb_${room}_test REUSE_FROM plumb_pch)
+    endif()
+    target_compile_definitions(plumb_${room}_test PRIVATE
+      PLUMB_SOURCE_DIR="${CMAKE_SOURCE_DIR}" PLUMB_BINARY_DIR="${CMAKE_BINARY_DIR}"
+      PLUMB_TEST_PYTHON="${PLUMB_PYTHON}")
+    set_target_properties(plumb_${room}_test PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests"
+      BUILD_RPATH "${TORCH_WHEEL_DIR}/lib;${CMAKE_BINARY_DIR}")
+    add_test(NAME ${room} COMMAND plumb_${room}_test)
+    set_tests_properties(${room} PROPERTIES ENVIRONMENT "OMP_WAIT_POLICY=PASSIVE" TIMEOUT 900)
+  endforeach()
+endfunction()

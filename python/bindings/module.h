@@ -1,0 +1,23 @@
+// Each file of bindings adds its own part to the one extension module:
+//
+//   static plumb::python::Register part([](py::module_& m) { m.def("name", ...); });
+#pragma once
+
+#include <torch/extension.h>
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace plumb::python {
+
+inline std::vector<std::function<void(py::module_&)>>& bindings() {
+  static std::vector<std::function<void(py::module_&)>> all;
+  return all;
+}
+
+struct Register {
+  explicit Register(std::function<void(py::module_&)> bind) { bindings().push_back(std::move(bind)); }
+};
+
+}  // namespace plumb::python

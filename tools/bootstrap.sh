@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Makes .venv (torch and the build tools) and installs missing distribution packages. Quick when all is there.
+#
+#   TORCH_PYTHON=/path/to/python   use the torch (2.11 or newer) of that Python instead of installing one
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'plumb: %s\n' "$*"; }
+die() { printf 'plumb: %s\n' "$*" >&2; exit 1; }
+
+stamp_text=$(cat tools/bootstrap.sh tools/requirements.txt 2>/dev/null | cksum; echo "${TORCH_PYTHON:-}"; pwd)
+stamp=.venv/.plumb-stamp
+if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$stamp_text" ]; then exit 0; fi
+
+# --- distribution packages -------------------------------------------------------------------------------------
+packages="g++ make ccache git libgtest-dev libgmock-dev libbenchmark-dev librapidcheck-dev nlohmann-json3-dev
+  libcli11-dev libtomlplusplus-dev libexpected-dev python3-dev python3-venv chromium"
+missing=""
+if command -v dpkg-query >/dev/null; then
+  for p in $packages; do
+    dpkg-query -W -f='${Status}' "$p" 2>/dev/null | grep -q 'install ok installed' || missing="$missing $p"
+  done
+  if [ -n "$missing" ]; then
+    if [ "$(id -u)" = 0 ]; then as_root=""
+    elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then as_root="sudo"
+    else die "these packages are missing; install them and run make again:
+  sudo apt-get install -y$missing"; fi
+    say "installing$missing"
+    $as_root env DEBIAN_FRONTEND=noninteractive apt-get update -qq
+    $as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null \
+      || die "apt-get could not install:$missing"
+  fi
+else
+  say "not a Debian-like system: make sure these (or their like) are installed: $packages"
+fi
+
+# --- Python environment ----------------------------------------------------------------------------------------
+base=${TORCH_PYTHON:-python3}
+command -v "$base" >/dev/null || die "no Python at '$base'; set TORCH_PYTHON to one that has torch 2.11 or newer."
+rm -f "$stamp"
+if [ ! -x .venv/bin/python ]; then
+  say "making .venv"
+  "$base" -m venv .venv || die "could not make .venv with '$base'"
+fi
+site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+if [ -n "${TORCH_PYTHON:-}" ]; then
+  found=$("$TORCH_PYTHON" -c '
+import importlib.util, os, sys
+s = importlib.util.find_spec("torch")
+print(os.path.dirname(os.path.dirname(s.origin)) if s else "")')
+  [ -n "$found" ] || die "TORCH_PYTHON='$TORCH_PYTHON' has no torch; install torch 2.11 or newer there, or leave TORCH_PYTHON out."
+  echo "$found" > "$site/_plumb_torch.pth"
+else
+  rm -f "$site/_plumb_torch.pth"
+  if ! .venv/bin/python -c 'import importlib.metadata as m; v = m.version("torch").split("."); assert (int(v[0]), int(v[1])) >= (2, 11)' 2>/dev/null; then
+    say "installing torch 2.13.0 into .venv"
+    .venv/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+  fi
+fi
+# A constraint keeps every other package from pulling in another build of torch.
+.venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > .venv/constraints.txt
+say "installing the build tools into .venv"
+.venv/bin/python -m pip install -q --disable-pip-version-check -c .venv/constraints.txt -r tools/requirements.txt
+pwd | sed 's,$,/python,' > "$site/plumb-dev.pth"
+printf '%s' "$stamp_text" > "$stamp"
