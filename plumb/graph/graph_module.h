@@ -1,0 +1,62 @@
+// A graph with its state: a module that runs. What capture makes, transforms change, `.pt2` files hold, a pipeline cuts.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/graph/graph.h"
+#include "plumb/graph/plan.h"
+#include "plumb/graph/state.h"
+#include "plumb/graph/tree_spec.h"
+
+namespace plumb {
+
+// A torch::nn::Module: parameters(), named_parameters(), train(), to() work, names as in the original model
+// ("layers.0.fc.weight": nested modules are made for the dots).
+class GraphModule : public torch::nn::Module {
+ public:
+  GraphModule() = default;
+  GraphModule(Graph graph, State state, TreeSpec in_spec, TreeSpec out_spec);
+
+  const Graph& graph() const { return graph_; }
+  Graph& graph() { return graph_; }
+  const State& state() const { return state_; }
+  // After editing the state call sync_module() so that parameters() shows it.
+  State& state() { return state_; }
+  const TreeSpec& in_spec() const { return in_spec_; }    // of (args tuple, kwargs dict)
+  const TreeSpec& out_spec() const { return out_spec_; }
+  void set_specs(TreeSpec in_spec, TreeSpec out_spec);
+
+  // Flat inputs in placeholder order -> flat outputs. Checks number, dtype, shape and device of tensors against the
+  // graph's signature and names the input that differs. Thread-safe as long as the graph is not edited.
+  std::vector<c10::IValue> run(std::vector<c10::IValue> inputs);
+  // Structured: positional arguments (and keyword ones by name) as in the original call.
+  c10::IValue forward(std::vector<c10::IValue> args, std::vector<std::pair<std::string, c10::IValue>> kwargs = {});
+  // Tensors in, one tensor out.
+  template <typename... Tensors>
+  at::Tensor operator()(const Tensors&... inputs) {
+    return forward({c10::IValue(inputs)...}).toTensor();
+  }
+
+  // The compiled plan, made again when graph or state changed.
+  const Plan& plan();
+
+  // Registers every parameter and buffer of the state as torch::nn::Module members.
+  void sync_module();
+  // Deep copy of graph and state (aliases kept).
+  std::shared_ptr<GraphModule> deep_copy() const;
+  // lint(graph) and: every get_attr has an entry of the state, placeholders and output fit the specs.
+  void lint() const;
+
+ private:
+  Graph graph_;
+  State state_;
+  TreeSpec in_spec_, out_spec_;
+  std::unique_ptr<Plan> plan_;
+  uint64_t plan_version_ = 0;
+};
+
+}  // namespace plumb

@@ -1,0 +1,36 @@
+// A graph compiled for execution: registers instead of maps, operator handles resolved, constants boxed, every value
+// dropped after its last use. Running it is a loop over boxed dispatcher calls, with autograd as in eager.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "plumb/graph/graph.h"
+#include "plumb/graph/state.h"
+
+namespace plumb {
+
+class Plan {
+ public:
+  // The plan refers to the state's tensors as they are now (the tensor objects, so in-place updates are seen).
+  Plan(const Graph& graph, const State& state);
+  ~Plan();
+  Plan(Plan&&) noexcept;
+  Plan& operator=(Plan&&) noexcept;
+
+  // Flat inputs in placeholder order -> flat outputs. An operator's exception comes back as an Error that names the
+  // node, its module path and source line.
+  std::vector<c10::IValue> run(std::vector<c10::IValue> inputs) const;
+
+  size_t num_inputs() const;
+  size_t num_instructions() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace plumb
