@@ -1,0 +1,99 @@
+// torch's CSV form of a time table.
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <utility>
+
+#include "plumb/core/error.h"
+#include "plumb/schedule/schedule.h"
+
+namespace plumb {
+namespace {
+
+bool blank(std::string_view text) { return text.find_first_not_of(" \t\r") == std::string_view::npos; }
+
+std::vector<Action> parse_row(std::string_view line, const std::string& where, int line_number, int rank) {
+  std::vector<Action> row;
+  for (int column = 1;; ++column) {
+    auto comma = line.find(',');
+    std::string_view cell = line.substr(0, comma);
+    try {
+      row.push_back(parse_action(cell));
+    } catch (const Error& error) {
+      throw Error(ErrorKind::BadFile, error.message(),
+                  (where.empty() ? "" : where + ", ") + "line " + std::to_string(line_number) + " (rank " +
+                      std::to_string(rank) + "), column " + std::to_string(column),
+                  error.remedy());
+    }
+    if (comma == std::string_view::npos) return row;
+    line.remove_prefix(comma + 1);
+  }
+}
+
+}  // namespace
+
+std::string to_csv(const Schedule& schedule) {
+  std::string text;
+  for (const auto& row : schedule.rows) {
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      if (i) text += ',';
+      text += to_string(row[i]);
+    }
+    text += '\n';
+  }
+  return text;
+}
+
+Schedule parse_csv(std::string_view text, const std::string& where) {
+  Schedule schedule;
+  std::size_t num_cells = 0;
+  for (int line_number = 1; !text.empty(); ++line_number) {
+    auto end = text.find('\n');
+    std::string_view line = text.substr(0, end);
+    text.remove_prefix(end == std::string_view::npos ? text.size() : end + 1);
+    line = line.substr(0, line.find('#'));
+    if (blank(line)) continue;
+    schedule.rows.push_back(parse_row(line, where, line_number, schedule.num_ranks()));
+    num_cells += schedule.rows.back().size();
+  }
+  if (schedule.rows.empty()) throw Error(ErrorKind::BadFile, "the schedule has no rows", where);
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    const auto& row = schedule.rows[rank];
+    for (std::size_t column = 0; column < row.size(); ++column) {
+      int largest =
+          std::max({row[column].stage, row[column].microbatch, row[column].other_stage, row[column].other_microbatch});
+      // Every stage and every microbatch has at least one action: a number beyond is a slip, and must not size
+      // anything.
+      if (largest >= 0 && static_cast<std::size_t>(largest) >= num_cells) {
+        throw Error(ErrorKind::BadFile,
+                    "'" + to_string(row[column]) + "' names number " + std::to_string(largest) +
+                        ", but the whole table has only " + std::to_string(num_cells) + " cells",
+                    (where.empty() ? "" : where + ", ") + "rank " + std::to_string(rank) + ", column " +
+                        std::to_string(column + 1));
+      }
+      for (const Action& part : {row[column].first_part(), row[column].second_part()}) {
+        if (part.is_compute()) schedule.num_microbatches = std::max(schedule.num_microbatches, part.microbatch + 1);
+      }
+    }
+  }
+  schedule.placement = infer_placement(schedule.rows);
+  if (schedule.num_stages() == 0) throw Error(ErrorKind::BadFile, "the schedule computes nothing", where);
+  return schedule;
+}
+
+Schedule read_csv(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw Error(ErrorKind::BadFile, "the schedule cannot be opened", path);
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  if (file.bad()) throw Error(ErrorKind::BadFile, "the schedule cannot be read", path);
+  return parse_csv(text, path);
+}
+
+void write_csv(const Schedule& schedule, const std::string& path) {
+  std::ofstream file(path, std::ios::binary);
+  file << to_csv(schedule);
+  file.close();
+  if (!file) throw Error(ErrorKind::BadFile, "the schedule cannot be written", path);
+}
+
+}  // namespace plumb

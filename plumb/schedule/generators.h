@@ -1,0 +1,61 @@
+// The known pipeline schedules, as tables.
+//
+// All take the number of ranks p and of microbatches n, both from 1 on, and raise Error(InvalidArgument) otherwise.
+// Tables only compute; they hold no idle entries. Unless its comment says otherwise, a table adds weight gradients up
+// in microbatch order in every stage (CheckReport::weights_in_microbatch_order).
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plumb/schedule/schedule.h"
+
+namespace plumb {
+
+// One stage a rank: all forwards, then all backwards.
+Schedule gpipe_schedule(int num_ranks, int num_microbatches);
+
+// One stage a rank: forwards until the first backward can come, then one forward, one backward (arXiv 2006.09503).
+Schedule one_f_one_b_schedule(int num_ranks, int num_microbatches);
+
+// v stages a rank, looped, microbatches in rounds of about p that go through all of a rank's stages (arXiv 2104.04473).
+// Any n: the rounds, max(1, n / p) of them, differ by at most one microbatch.
+Schedule interleaved_1f1b_schedule(int num_ranks, int num_microbatches, int stages_per_rank = 2);
+
+// v stages a rank, looped, all microbatches through one stage before the next (arXiv 2211.05953). As published the
+// backwards run from the last microbatch to the first, so weight gradients add up in falling order; `ascending` turns
+// that round at the same cost and memory.
+Schedule looped_bfs_schedule(int num_ranks, int num_microbatches, int stages_per_rank = 2, bool ascending = false);
+
+// Interleaved 1F1B with the backward halved and weight backwards put off to where a rank would wait (arXiv 2401.10241).
+Schedule interleaved_zero_bubble_schedule(int num_ranks, int num_microbatches, int stages_per_rank = 2);
+
+// Two stages a rank in a V; no bubble by the paper's definition if F = I = W (arXiv 2401.10241, section 6).
+Schedule zbv_schedule(int num_ranks, int num_microbatches);
+
+// Two stages a rank in a V, forwards and backwards of different microbatches overlapped (DeepSeek's DualPipe cut in
+// half). Made for n >= 2p; fewer microbatches get that table less the ones that are not there.
+Schedule dual_pipe_v_schedule(int num_ranks, int num_microbatches);
+
+// Names as in torch, upper and lower case alike: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
+// ZBVZeroBubble, DualPipeV, and those of schedule_names().
+const std::vector<std::string>& schedule_names();
+
+struct ScheduleTraits {
+  std::string name;
+  bool v_shape = false;         // placement
+  bool two_way = false;         // every stage on two ranks
+  int min_stages_per_rank = 1;  // the numbers of stages a rank it can be made for
+  int max_stages_per_rank = 1;
+  bool splits_backward = false;  // uses I and W
+};
+
+// Raises Error(InvalidArgument) that lists the names for one that is unknown.
+const ScheduleTraits& schedule_traits(std::string_view name);
+
+// The table of that name. stages_per_rank 0 takes the least the schedule can be made for (two for the interleaved
+// ones); a number it cannot be made for raises Error(InvalidArgument).
+Schedule make_schedule(std::string_view name, int num_ranks, int num_microbatches, int stages_per_rank = 0);
+
+}  // namespace plumb

@@ -1,0 +1,239 @@
+#include "plumb/schedule/lower.h"
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+#include <utility>
+
+#include "plumb/core/error.h"
+#include "plumb/schedule/check.h"
+#include "plumb/schedule/walk.h"
+
+namespace plumb {
+namespace {
+
+using schedule_internal::StageGraph;
+using schedule_internal::Walk;
+
+// A message and where its ends go: into the rows of both ranks at one instant.
+struct Message {
+  double time;
+  std::int32_t from_rank, to_rank;
+  std::int32_t from_position;  // of the action that makes the value
+  std::int32_t edge, microbatch;
+  bool backward;
+
+  // The order all ranks agree on.
+  auto key() const { return std::tie(time, from_rank, from_position, backward, edge, microbatch); }
+};
+
+std::vector<Message> find_messages(const Schedule& schedule, const StageGraph& graph, const Walk& walk) {
+  std::vector<Message> messages;
+  const Placement& placement = schedule.placement;
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    for (std::size_t i = 0; i < schedule.rows[rank].size(); ++i) {
+      const Action& action = schedule.rows[rank][i];
+      auto add = [&](int edge, int other, int microbatch, bool backward) {
+        int peer = placement.rank_of(other, microbatch);
+        if (peer == rank) return;
+        messages.push_back(
+            {walk.spans[rank][i].end, rank, peer, static_cast<std::int32_t>(i), edge, microbatch, backward});
+      };
+      for (const Action& part : {action.first_part(), action.second_part()}) {
+        if (part.kind == ActionKind::Forward) {
+          for (int edge : graph.out[part.stage]) add(edge, graph.edges[edge].to, part.microbatch, false);
+        } else if (part.kind == ActionKind::BackwardInput || part.kind == ActionKind::FullBackward) {
+          for (int edge : graph.in[part.stage]) {
+            if (graph.edges[edge].gradient) add(edge, graph.edges[edge].from, part.microbatch, true);
+          }
+        }
+      }
+    }
+  }
+  std::sort(messages.begin(), messages.end(), [](const Message& a, const Message& b) { return a.key() < b.key(); });
+  return messages;
+}
+
+bool is_backward(const Action& action) {
+  return action.kind == ActionKind::BackwardInput || action.kind == ActionKind::BackwardWeight ||
+         action.kind == ActionKind::FullBackward || action.kind == ActionKind::Overlap;
+}
+
+bool makes_weight_gradient(const Action& action) {
+  return action.kind == ActionKind::BackwardWeight || action.kind == ActionKind::FullBackward;
+}
+
+void split_pairs(Schedule& schedule) {
+  for (auto& row : schedule.rows) {
+    std::vector<Action> parts;
+    parts.reserve(row.size());
+    for (const Action& action : row) {
+      parts.push_back(action.first_part());
+      if (action.kind == ActionKind::Overlap) parts.push_back(action.second_part());
+    }
+    row = std::move(parts);
+  }
+}
+
+// What surrounds the computing of one rank: UNSHARD and RESHARD before an action, REDUCE_GRAD after it.
+class Surroundings {
+ public:
+  Surroundings(const std::vector<Action>& row, int num_stages, const LowerOptions& options)
+      : row_(row), options_(options) {
+    if (options.reduce_grad) {
+      weights_left_.assign(static_cast<std::size_t>(num_stages), 0);
+      for (const Action& action : row) {
+        for (const Action& part : {action.first_part(), action.second_part()}) {
+          if (makes_weight_gradient(part)) ++weights_left_[part.stage];
+        }
+      }
+    }
+  }
+
+  void before(std::size_t i, std::vector<Action>& out) {
+    if (options_.max_unsharded < 1) return;
+    std::vector<int> wanted = next_stages(i);
+    std::erase_if(whole_, [&](int stage) {
+      bool keep = std::find(wanted.begin(), wanted.end(), stage) != wanted.end();
+      if (!keep) out.push_back(Action::of_stage(ActionKind::Reshard, stage));
+      return !keep;
+    });
+    for (int stage : wanted) {
+      if (std::find(whole_.begin(), whole_.end(), stage) != whole_.end()) continue;
+      whole_.push_back(stage);
+      out.push_back(Action::of_stage(ActionKind::Unshard, stage));
+    }
+  }
+
+  void after(const Action& action, std::vector<Action>& out) {
+    if (!options_.reduce_grad) return;
+    for (const Action& part : {action.first_part(), action.second_part()}) {
+      if (makes_weight_gradient(part) && --weights_left_[part.stage] == 0) {
+        out.push_back(Action::of_stage(ActionKind::ReduceGrad, part.stage));
+      }
+    }
+  }
+
+  void finish(std::vector<Action>& out) const {
+    for (int stage : whole_) out.push_back(Action::of_stage(ActionKind::Reshard, stage));
+  }
+
+ private:
+  // The stages used next, soonest first; both of an overlapped pair even if that is one more than allowed.
+  std::vector<int> next_stages(std::size_t i) const {
+    std::vector<int> stages;
+    for (; i < row_.size() && static_cast<int>(stages.size()) < options_.max_unsharded; ++i) {
+      for (const Action& part : {row_[i].first_part(), row_[i].second_part()}) {
+        if (part.is_compute() && std::find(stages.begin(), stages.end(), part.stage) == stages.end()) {
+          stages.push_back(part.stage);
+        }
+      }
+      // A rank holds few stages: past a while nothing new comes.
+      if (stages.size() == num_held()) break;
+    }
+    return stages;
+  }
+  std::size_t num_held() const {
+    if (!held_) {
+      std::vector<int> stages;
+      for (const Action& action : row_) {
+        for (const Action& part : {action.first_part(), action.second_part()}) {
+          if (part.is_compute()) stages.push_back(part.stage);
+        }
+      }
+      std::sort(stages.begin(), stages.end());
+      held_ = static_cast<std::size_t>(std::unique(stages.begin(), stages.end()) - stages.begin());
+    }
+    return held_;
+  }
+
+  const std::vector<Action>& row_;
+  const LowerOptions& options_;
+  std::vector<int> weights_left_;
+  std::vector<int> whole_;
+  mutable std::size_t held_ = 0;
+};
+
+}  // namespace
+
+Schedule lower_schedule(const Schedule& given, const StageEdges& edges, const LowerOptions& options) {
+  if (given.has_messages()) {
+    throw Error(ErrorKind::Schedule, "the schedule " + given.name + " has sends or receives already", "",
+                "lower the table that only computes, or run this one as it is");
+  }
+  CheckOptions check;
+  check.forward_only = std::none_of(given.rows.begin(), given.rows.end(),
+                                    [](const auto& row) { return std::any_of(row.begin(), row.end(), is_backward); });
+  require_runnable(given, edges, check);
+  Schedule schedule = without_idle(given);
+  if (!options.keep_pairs) split_pairs(schedule);
+  StageGraph graph(edges, schedule.num_stages());
+  Walk walk(schedule, graph, Costs{}.for_stages(schedule.num_stages(), schedule.num_ranks()));
+
+  std::vector<Message> messages = find_messages(schedule, graph, walk);
+  std::vector<std::vector<std::size_t>> of_rank(schedule.rows.size());
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    of_rank[messages[i].from_rank].push_back(i);
+    of_rank[messages[i].to_rank].push_back(i);
+  }
+  Schedule lowered = schedule;
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    const auto& row = schedule.rows[rank];
+    std::vector<Action>& out = lowered.rows[rank];
+    out.clear();
+    out.reserve(row.size() + of_rank[rank].size());
+    Surroundings surroundings(row, schedule.num_stages(), options);
+    std::size_t next = 0;
+    auto place_until = [&](double time) {
+      for (; next < of_rank[rank].size() && messages[of_rank[rank][next]].time <= time; ++next) {
+        const Message& message = messages[of_rank[rank][next]];
+        const StageEdge& edge = graph.edges[message.edge];
+        bool sends = message.from_rank == rank;
+        int here = sends != message.backward ? edge.from : edge.to, there = edge.from + edge.to - here;
+        ActionKind kind = message.backward ? (sends ? ActionKind::SendBackward : ActionKind::RecvBackward)
+                                           : (sends ? ActionKind::SendForward : ActionKind::RecvForward);
+        out.push_back(Action::message(kind, here, message.microbatch, there));
+      }
+    };
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      place_until(walk.spans[rank][i].start);
+      surroundings.before(i, out);
+      out.push_back(row[i]);
+      surroundings.after(row[i], out);
+    }
+    place_until(std::numeric_limits<double>::infinity());
+    surroundings.finish(out);
+  }
+  return lowered;
+}
+
+Schedule merge_backwards(const Schedule& given) {
+  Schedule schedule = without_idle(given);
+  for (auto& row : schedule.rows) {
+    std::vector<Action> merged;
+    for (const Action& action : row) {
+      bool joins = action.kind == ActionKind::BackwardWeight && !merged.empty() &&
+                   merged.back() == Action::input(action.stage, action.microbatch);
+      if (joins)
+        merged.back() = Action::backward(action.stage, action.microbatch);
+      else
+        merged.push_back(action);
+    }
+    row = std::move(merged);
+  }
+  return schedule;
+}
+
+Schedule forward_only(const Schedule& given) {
+  Schedule schedule = given;
+  for (auto& row : schedule.rows) {
+    std::vector<Action> forwards;
+    for (const Action& action : row) {
+      if (action.first_part().kind == ActionKind::Forward) forwards.push_back(action.first_part());
+    }
+    row = std::move(forwards);
+  }
+  return schedule;
+}
+
+}  // namespace plumb

@@ -1,0 +1,36 @@
+// From a table that only computes to one that a rank can follow line by line: sends, receives, and what surrounds a
+// step.
+#pragma once
+
+#include "plumb/schedule/schedule.h"
+
+namespace plumb {
+
+struct LowerOptions {
+  // OVERLAP_F_B stays one action (its messages before and after it); otherwise it becomes its forward and its backward,
+  // and the forward's value leaves before the backward runs.
+  bool keep_pairs = false;
+  bool reduce_grad = false;  // REDUCE_GRAD of a stage right after its last weight gradient
+  int max_unsharded = 0;     // > 0: UNSHARD / RESHARD around use, at most so many stages of a rank whole at a time
+};
+
+// Puts SEND_x behind every action whose value another rank needs and RECV_x into the row of the stage that needs it:
+// one message for every microbatch and edge that crosses ranks, straight from the stage that makes the value to each
+// that uses it. Idle entries go.
+//
+// All rows follow one order in time (that of the table with F = I = W = 1, B = 2, a message standing in both its rows
+// at the instant its value is made), so the result runs without deadlock even where sends and receives block until both
+// ends are there and messages between two ranks may not overtake each other.
+//
+// Raises Error(Schedule) for a table that cannot run or has messages already. A table without any backward (evaluation)
+// is taken as such.
+Schedule lower_schedule(const Schedule& schedule, const StageEdges& edges = {}, const LowerOptions& options = {});
+
+// Joins an I directly followed by its own W into a B (idle entries between them go); one pass through the engine is
+// cheaper than two.
+Schedule merge_backwards(const Schedule& schedule);
+
+// The forwards of a table alone, for evaluation.
+Schedule forward_only(const Schedule& schedule);
+
+}  // namespace plumb

@@ -1,0 +1,116 @@
+#include "plumb/schedule/schedule.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+
+StageEdges chain_edges(int num_stages) {
+  StageEdges edges;
+  for (int stage = 0; stage + 1 < num_stages; ++stage) edges.push_back({stage, stage + 1, true});
+  return edges;
+}
+
+std::vector<int> Placement::stages_of(int rank) const {
+  std::vector<int> stages;
+  for (int stage = 0; stage < num_stages(); ++stage) {
+    if (ranks[stage] == rank || (!reverse_ranks.empty() && reverse_ranks[stage] == rank)) stages.push_back(stage);
+  }
+  return stages;
+}
+
+namespace {
+
+void check_counts(int num_ranks, int stages_per_rank) {
+  if (num_ranks < 1 || stages_per_rank < 1) {
+    throw Error(ErrorKind::InvalidArgument, "a placement needs at least one rank and one stage a rank, not " +
+                                                std::to_string(num_ranks) + " and " + std::to_string(stages_per_rank));
+  }
+}
+
+}  // namespace
+
+Placement loop_placement(int num_ranks, int stages_per_rank) {
+  check_counts(num_ranks, stages_per_rank);
+  Placement placement;
+  for (int stage = 0; stage < num_ranks * stages_per_rank; ++stage) placement.ranks.push_back(stage % num_ranks);
+  return placement;
+}
+
+Placement v_placement(int num_ranks, int stages_per_rank) {
+  check_counts(num_ranks, stages_per_rank);
+  Placement placement;
+  for (int pass = 0; pass < stages_per_rank; ++pass) {
+    for (int i = 0; i < num_ranks; ++i) placement.ranks.push_back(pass % 2 == 0 ? i : num_ranks - 1 - i);
+  }
+  return placement;
+}
+
+std::size_t Schedule::num_actions() const {
+  std::size_t count = 0;
+  for (const auto& row : rows) {
+    count += static_cast<std::size_t>(
+        std::count_if(row.begin(), row.end(), [](const Action& action) { return !action.is_idle(); }));
+  }
+  return count;
+}
+
+bool Schedule::has_messages() const {
+  return std::any_of(rows.begin(), rows.end(), [](const auto& row) {
+    return std::any_of(row.begin(), row.end(), [](const Action& action) { return action.is_message(); });
+  });
+}
+
+Schedule without_idle(Schedule schedule) {
+  for (auto& row : schedule.rows) std::erase_if(row, [](const Action& action) { return action.is_idle(); });
+  return schedule;
+}
+
+Placement infer_placement(const std::vector<std::vector<Action>>& rows) {
+  struct Seen {
+    int stage, microbatch, rank;
+  };
+  std::vector<Seen> forwards;
+  int num_stages = 0;
+  for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank) {
+    for (const Action& action : rows[rank]) {
+      if (!action.is_compute()) continue;
+      for (const Action& part : {action.first_part(), action.second_part()}) {
+        if (part.is_idle()) continue;
+        num_stages = std::max(num_stages, part.stage + 1);
+        if (part.kind == ActionKind::Forward) forwards.push_back({part.stage, part.microbatch, rank});
+      }
+    }
+  }
+  Placement placement;
+  placement.ranks.assign(static_cast<std::size_t>(num_stages), -1);
+  // The rank of a stage's first and last microbatch: they differ only in a two-way table.
+  std::vector<Seen> first(placement.ranks.size(), {-1, -1, -1}), last = first;
+  for (const Seen& seen : forwards) {
+    if (first[seen.stage].rank < 0 || seen.microbatch < first[seen.stage].microbatch) first[seen.stage] = seen;
+    if (last[seen.stage].rank < 0 || seen.microbatch > last[seen.stage].microbatch) last[seen.stage] = seen;
+  }
+  bool two_way = false;
+  for (std::size_t stage = 0; stage < first.size(); ++stage) {
+    placement.ranks[stage] = first[stage].rank;
+    two_way |= first[stage].rank != last[stage].rank;
+  }
+  if (!two_way) return placement;
+  Placement candidate = placement;
+  candidate.reverse_from = -1;
+  for (const Seen& seen : forwards) {
+    if (seen.rank == placement.ranks[seen.stage]) continue;
+    if (candidate.reverse_from < 0 || seen.microbatch < candidate.reverse_from) {
+      candidate.reverse_from = seen.microbatch;
+    }
+  }
+  for (const Seen& seen : last) candidate.reverse_ranks.push_back(seen.rank);
+  for (const Seen& seen : forwards) {
+    if (candidate.rank_of(seen.stage, seen.microbatch) != seen.rank) return placement;  // just misplaced actions
+  }
+  return candidate;
+}
+
+}  // namespace plumb

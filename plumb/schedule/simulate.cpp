@@ -1,0 +1,152 @@
+#include "plumb/schedule/simulate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
+
+#include "plumb/core/error.h"
+#include "plumb/schedule/check.h"
+#include "plumb/schedule/walk.h"
+
+namespace plumb {
+namespace {
+
+std::vector<double> spread(const std::vector<double>& values, int num_stages, const char* what) {
+  std::size_t count = static_cast<std::size_t>(num_stages);
+  if (values.size() != 1 && values.size() != count) {
+    throw Error(ErrorKind::InvalidArgument,
+                std::string("the ") + what + " costs have " + std::to_string(values.size()) + " entries for " +
+                    std::to_string(num_stages) + " stages",
+                "", "give one for all stages or one a stage");
+  }
+  for (double value : values) {
+    if (!std::isfinite(value) || value < 0) {
+      throw Error(ErrorKind::InvalidArgument,
+                  std::string("the ") + what + " cost " + std::to_string(value) + " is not a duration");
+    }
+  }
+  return values.size() == count ? values : std::vector<double>(count, values.front());
+}
+
+void check_share(double share, const char* what) {
+  if (!(share >= 0 && share <= 1)) {
+    throw Error(ErrorKind::InvalidArgument,
+                std::string(what) + " is " + std::to_string(share) + ", not between 0 and 1");
+  }
+}
+
+bool has_backward(const Schedule& schedule) {
+  return std::any_of(schedule.rows.begin(), schedule.rows.end(), [](const auto& row) {
+    return std::any_of(row.begin(), row.end(),
+                       [](const Action& action) { return action.is_compute() && action.kind != ActionKind::Forward; });
+  });
+}
+
+double max_of(const std::vector<double>& values) {
+  return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
+}
+
+double mean_of(const std::vector<double>& values) {
+  return values.empty() ? 0 : std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
+
+double longest_step(const Simulation& simulation) {
+  double longest = 0;
+  for (std::size_t rank = 0; rank < simulation.first.size(); ++rank) {
+    longest = std::max(longest, simulation.last[rank] - simulation.first[rank]);
+  }
+  return longest;
+}
+
+}  // namespace
+
+namespace schedule_internal {
+
+// Time plays no part: a rank does one thing after the other.
+std::pair<double, int> peak_activations(const std::vector<Action>& row, const Costs& costs) {
+  double held = 0, peak = 0;
+  int where = -1;
+  for (std::size_t i = 0; i < row.size(); ++i) {
+    for (const Action& part : {row[i].first_part(), row[i].second_part()}) {
+      if (!part.is_compute()) continue;
+      double size = costs.activation[part.stage];
+      switch (part.kind) {
+        case ActionKind::Forward: held += size; break;
+        case ActionKind::BackwardInput: held -= size * (1 - costs.held_for_weight); break;
+        case ActionKind::BackwardWeight: held -= size * costs.held_for_weight; break;
+        default: held -= size; break;
+      }
+      if (held > peak) {
+        peak = held;
+        where = static_cast<int>(i);
+      }
+    }
+  }
+  return {peak, where};
+}
+
+}  // namespace schedule_internal
+
+Costs Costs::for_stages(int num_stages, int num_ranks) const {
+  Costs result = *this;
+  result.forward = spread(forward, num_stages, "forward");
+  result.input = spread(input, num_stages, "input backward");
+  result.weight = spread(weight, num_stages, "weight backward");
+  result.communication = spread(communication, num_stages, "communication");
+  if (full.empty()) {
+    result.full.resize(result.input.size());
+    std::transform(result.input.begin(), result.input.end(), result.weight.begin(), result.full.begin(), std::plus<>());
+  } else {
+    result.full = spread(full, num_stages, "full backward");
+  }
+  double share = static_cast<double>(num_ranks) / std::max(num_stages, 1);
+  result.activation = spread(activation.empty() ? std::vector<double>{share} : activation, num_stages, "activation");
+  check_share(overlap, "the overlap of forward and backward");
+  check_share(held_for_weight, "the share of activations held for the weight backward");
+  return result;
+}
+
+double Simulation::bubble_rate() const { return makespan > 0 ? 1 - mean_of(busy) / makespan : 0; }
+
+double Simulation::zero_bubble_rate() const {
+  double cost = longest_step(*this);
+  return cost > 0 ? 1 - mean_of(busy) / cost : 0;
+}
+
+double Simulation::bubble_time() const { return makespan - max_of(busy); }
+
+double Simulation::zero_bubble_time() const { return longest_step(*this) - max_of(busy); }
+
+double Simulation::max_peak_memory() const { return max_of(peak_memory); }
+
+Simulation simulate_schedule(const Schedule& schedule, const Costs& given, const StageEdges& edges) {
+  CheckOptions check;
+  check.forward_only = !has_backward(schedule);
+  check.blocking_receives = false;
+  require_runnable(schedule, edges, check);
+  Costs costs = given.for_stages(schedule.num_stages(), schedule.num_ranks());
+  schedule_internal::StageGraph graph(edges, schedule.num_stages());
+  schedule_internal::Walk walk(schedule, graph, costs, {.pairs_at_once = false});
+  Simulation result;
+  result.spans = std::move(walk.spans);
+  result.busy = std::move(walk.busy);
+  for (std::size_t rank = 0; rank < schedule.rows.size(); ++rank) {
+    double first = 0, last = 0;
+    bool seen = false;
+    for (std::size_t i = 0; i < schedule.rows[rank].size(); ++i) {
+      if (!schedule.rows[rank][i].is_compute()) continue;
+      const Span& span = result.spans[rank][i];
+      if (!seen) first = span.start;
+      seen = true;
+      last = span.end;
+    }
+    result.first.push_back(first);
+    result.last.push_back(last);
+    result.makespan = std::max(result.makespan, last);
+    result.peak_memory.push_back(schedule_internal::peak_activations(schedule.rows[rank], costs).first);
+  }
+  return result;
+}
+
+}  // namespace plumb

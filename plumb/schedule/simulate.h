@@ -1,0 +1,62 @@
+// The time line, bubble and memory of a time table, from the costs of its stages.
+#pragma once
+
+#include <vector>
+
+#include "plumb/schedule/schedule.h"
+
+namespace plumb {
+
+// What a stage costs, in any one unit of time. Every list is by stage, or has one entry that holds for all stages.
+struct Costs {
+  std::vector<double> forward = {1};
+  std::vector<double> input = {1};   // backward with respect to the input
+  std::vector<double> weight = {1};  // backward with respect to the weights
+  std::vector<double> full = {};     // full backward; empty: input + weight
+  // Of a message that leaves the stage for another rank, and of the gradient that comes back for it. Messages travel
+  // while both ranks compute; between stages of one rank they cost nothing.
+  std::vector<double> communication = {0};
+  // OVERLAP_F_B: so much of the shorter of the two is hidden behind the other if the backward's input comes in time; 0:
+  // one after the other.
+  double overlap = 0;
+  // Memory that one microbatch's saved activations take, by stage, in any unit; empty: 1 / (stages a rank), so that
+  // memory reads in microbatches of a whole rank.
+  std::vector<double> activation = {};
+  // The share of it that is held from the input backward until the weight backward.
+  double held_for_weight = 1;
+
+  // The same costs with one entry a stage; raises Error(InvalidArgument) for a list of another length, or a value that
+  // is negative or not finite.
+  Costs for_stages(int num_stages, int num_ranks) const;
+};
+
+struct Span {
+  double start = 0, end = 0;
+  bool operator==(const Span&) const = default;
+};
+
+struct Simulation {
+  // Beside the table's rows: when every entry runs (messages and idle entries: no length).
+  std::vector<std::vector<Span>> spans;
+  double makespan = 0;              // from 0 to the end of the last action
+  std::vector<double> busy;         // by rank: time spent computing
+  std::vector<double> first, last;  // by rank: start of its first and end of its last computation
+  std::vector<double> peak_memory;  // by rank, in the unit of Costs::activation
+
+  // The ranks' idle share of the makespan: 1 - mean(busy) / makespan.
+  double bubble_rate() const;
+  // The Zero Bubble paper's (arXiv 2401.10241, section 4): every rank may start its step when its first work comes and
+  // end with its last, as the optimiser's step needs no common instant. cost = max over ranks of last - first; 1 -
+  // mean(busy) / cost.
+  double zero_bubble_rate() const;
+  // Those in time: makespan - max(busy), and cost - max(busy).
+  double bubble_time() const;
+  double zero_bubble_time() const;
+  double max_peak_memory() const;
+};
+
+// Raises Error(Schedule) for a table that cannot run to its end (check.h tells why), Error(InvalidArgument) for bad
+// costs.
+Simulation simulate_schedule(const Schedule& schedule, const Costs& costs = {}, const StageEdges& edges = {});
+
+}  // namespace plumb

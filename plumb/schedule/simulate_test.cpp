@@ -1,0 +1,97 @@
+#include "plumb/schedule/simulate.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "plumb/core/error.h"
+#include "plumb/schedule/generators.h"
+#include "plumb/schedule/lower.h"
+
+namespace plumb {
+namespace {
+
+using ::testing::DoubleEq;
+using ::testing::ElementsAre;
+
+TEST(Simulate, GivesTheTimeOfEveryAction) {
+  Simulation simulation = simulate_schedule(one_f_one_b_schedule(2, 2));
+  EXPECT_THAT(simulation.spans[0], ElementsAre(Span{0, 1}, Span{1, 2}, Span{4, 6}, Span{7, 9}));
+  EXPECT_THAT(simulation.spans[1], ElementsAre(Span{1, 2}, Span{2, 4}, Span{4, 5}, Span{5, 7}));
+  EXPECT_EQ(simulation.makespan, 9);
+  EXPECT_THAT(simulation.busy, ElementsAre(6, 6));
+  EXPECT_THAT(simulation.first, ElementsAre(0, 1));
+  EXPECT_THAT(simulation.last, ElementsAre(9, 7));
+  EXPECT_THAT(simulation.bubble_rate(), DoubleEq(3.0 / 9));
+  EXPECT_EQ(simulation.bubble_time(), 3);
+}
+
+TEST(Simulate, TakesCostsByStageAndMessagesBetweenRanks) {
+  Costs costs;
+  costs.forward = {1, 2};
+  costs.full = {3, 4};
+  costs.communication = {10, 99};
+  Simulation simulation = simulate_schedule(gpipe_schedule(2, 1), costs);
+  EXPECT_THAT(simulation.spans[0], ElementsAre(Span{0, 1}, Span{27, 30}));
+  EXPECT_THAT(simulation.spans[1], ElementsAre(Span{11, 13}, Span{13, 17}));
+  EXPECT_EQ(simulate_schedule(lower_schedule(gpipe_schedule(2, 1)), costs).makespan, 30);
+}
+
+TEST(Simulate, MessagesWithinARankCostNothing) {
+  Costs costs;
+  costs.communication = {10};
+  EXPECT_EQ(simulate_schedule(interleaved_1f1b_schedule(1, 3, 2), costs).makespan, 18);
+}
+
+// (p - 1)(F + I + W) of 1F1B, in the paper's appendix, for costs that differ.
+TEST(Simulate, OneForwardOneBackwardHasTheBubbleOfItsFormula) {
+  for (int p : {2, 4, 8}) {
+    Costs costs;
+    costs.forward = {3};
+    costs.input = {4};
+    costs.weight = {2};
+    Simulation simulation = simulate_schedule(one_f_one_b_schedule(p, 3 * p), costs);
+    EXPECT_DOUBLE_EQ(simulation.bubble_time(), (p - 1) * (3 + 4 + 2));
+    EXPECT_DOUBLE_EQ(simulation.max_peak_memory(), p);
+  }
+}
+
+TEST(Simulate, APairHidesTheShorterHalfIfAsked) {
+  Schedule schedule = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n");
+  Costs costs;
+  EXPECT_EQ(simulate_schedule(schedule, costs).makespan, 6);
+  costs.overlap = 1;
+  EXPECT_EQ(simulate_schedule(schedule, costs).makespan, 5);
+  EXPECT_THAT(simulate_schedule(schedule, costs).busy, ElementsAre(5));
+  costs.overlap = 0.5;
+  EXPECT_EQ(simulate_schedule(schedule, costs).makespan, 5.5);
+}
+
+TEST(Simulate, ActivationsAreHeldUntilTheWeightBackwardUnlessSaidOtherwise) {
+  Schedule schedule = parse_csv("0F0,0I0,0F1,0I1,0W0,0W1\n");
+  Costs costs;
+  EXPECT_EQ(simulate_schedule(schedule, costs).max_peak_memory(), 2);
+  costs.held_for_weight = 0.25;
+  EXPECT_EQ(simulate_schedule(schedule, costs).max_peak_memory(), 1.25);
+  costs.activation = {100};
+  EXPECT_EQ(simulate_schedule(schedule, costs).max_peak_memory(), 125);
+}
+
+TEST(Simulate, TakesForwardOnlyTables) { EXPECT_EQ(simulate_schedule(forward_only(gpipe_schedule(3, 4))).makespan, 6); }
+
+TEST(Simulate, RefusesCostsThatAreNone) {
+  Schedule schedule = gpipe_schedule(2, 1);
+  EXPECT_THROW(simulate_schedule(schedule, {.forward = {1, 2, 3}}), Error);
+  EXPECT_THROW(simulate_schedule(schedule, {.forward = {}}), Error);
+  EXPECT_THROW(simulate_schedule(schedule, {.input = {-1}}), Error);
+  EXPECT_THROW(simulate_schedule(schedule, {.weight = {std::nan("")}}), Error);
+  EXPECT_THROW(simulate_schedule(schedule, {.overlap = 2}), Error);
+}
+
+TEST(Simulate, RefusesATableThatCannotRun) {
+  EXPECT_THROW(simulate_schedule(parse_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")), Error);
+}
+
+}  // namespace
+}  // namespace plumb

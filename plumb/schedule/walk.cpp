@@ -1,0 +1,287 @@
+#include "plumb/schedule/walk.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "plumb/core/error.h"
+
+namespace plumb::schedule_internal {
+
+StageGraph::StageGraph(const StageEdges& given, int num_stages)
+    : edges(given.empty() ? chain_edges(num_stages) : given),
+      in(static_cast<std::size_t>(num_stages)),
+      out(static_cast<std::size_t>(num_stages)) {
+  auto fail = [](const StageEdge& edge, const char* why) {
+    throw Error(ErrorKind::InvalidArgument,
+                "the stage edge " + std::to_string(edge.from) + " -> " + std::to_string(edge.to) + " " + why);
+  };
+  for (std::size_t i = 0; i < edges.size(); ++i) {
+    const StageEdge& edge = edges[i];
+    if (edge.from < 0 || edge.to >= num_stages) fail(edge, "names a stage that is not there");
+    if (edge.from >= edge.to) fail(edge, "does not lead to a later stage");
+    if (find(edge.from, edge.to) >= 0) fail(edge, "is given twice");
+    in[edge.to].push_back(static_cast<int>(i));
+    out[edge.from].push_back(static_cast<int>(i));
+  }
+  for (auto& list : out) {
+    std::sort(list.begin(), list.end(), [this](int a, int b) { return edges[a].to < edges[b].to; });
+  }
+}
+
+int StageGraph::find(int from, int to) const {
+  if (from < 0 || from >= static_cast<int>(out.size())) return -1;
+  for (int edge : out[from]) {
+    if (edges[edge].to == to) return edge;
+  }
+  return -1;
+}
+
+namespace {
+
+constexpr double kNever = -1;  // times are not negative
+
+class Walker {
+ public:
+  Walker(const Schedule& schedule, const StageGraph& graph, const Costs& costs, WalkOptions options, Walk& walk)
+      : schedule_(schedule),
+        graph_(graph),
+        costs_(costs),
+        options_(options),
+        walk_(walk),
+        messages_(schedule.has_messages()),
+        stages_(schedule.num_stages()),
+        microbatches_(schedule.num_microbatches) {
+    std::size_t rows = 3 * static_cast<std::size_t>(stages_);
+    if (messages_) rows += (options.blocking_sends ? 4 : 2) * graph.edges.size();
+    times_.assign(rows * static_cast<std::size_t>(microbatches_), kNever);
+    walk.positions.assign(schedule.rows.size(), 0);
+    walk.missing.assign(schedule.rows.size(), Event{});
+    walk.busy.assign(schedule.rows.size(), 0);
+    clock_.assign(schedule.rows.size(), 0);
+    waiting_.resize(schedule.rows.size() + 1);
+    if (options.keep_spans) {
+      walk.spans.resize(schedule.rows.size());
+      for (std::size_t rank = 0; rank < schedule.rows.size(); ++rank)
+        walk.spans[rank].resize(schedule.rows[rank].size());
+    }
+  }
+
+  void run() {
+    std::vector<int> ready;
+    for (int rank = schedule_.num_ranks() - 1; rank >= 0; --rank) ready.push_back(rank);
+    while (!ready.empty()) {
+      int rank = ready.back();
+      ready.pop_back();
+      advance(rank, ready);
+    }
+    for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
+      if (walk_.positions[rank] < schedule_.rows[rank].size()) walk_.stuck_ranks.push_back(rank);
+    }
+  }
+
+ private:
+  double& time_of(EventKind kind, int index, int microbatch) {
+    std::size_t row = static_cast<std::size_t>(index);
+    std::size_t stages = static_cast<std::size_t>(stages_), edges = graph_.edges.size();
+    switch (kind) {
+      case EventKind::Forward: break;
+      case EventKind::Gradient: row += stages; break;
+      case EventKind::Weight: row += 2 * stages; break;
+      case EventKind::SentForward: row += 3 * stages; break;
+      case EventKind::SentBackward: row += 3 * stages + edges; break;
+      case EventKind::PostedForward: row += 3 * stages + 2 * edges; break;
+      case EventKind::PostedBackward: row += 3 * stages + 3 * edges; break;
+    }
+    return times_[row * static_cast<std::size_t>(microbatches_) + static_cast<std::size_t>(microbatch)];
+  }
+
+  // Moves `start` to when the event's outcome is there; false if it has not happened.
+  bool wait_for(int rank, EventKind kind, int index, int microbatch, double delay, double& start) {
+    double time = time_of(kind, index, microbatch);
+    if (time == kNever) {
+      walk_.missing[rank] = {kind, index, microbatch};
+      return false;
+    }
+    start = std::max(start, time + delay);
+    return true;
+  }
+
+  bool wait_for_edge(int rank, int edge, int microbatch, bool forward, double& start) {
+    const StageEdge& e = graph_.edges[edge];
+    int producer = forward ? e.from : e.to;
+    bool crosses = schedule_.placement.rank_of(producer, microbatch) != rank;
+    double delay = crosses ? costs_.communication[e.from] : 0;
+    if (crosses && messages_) {
+      return wait_for(rank, forward ? EventKind::SentForward : EventKind::SentBackward, edge, microbatch, delay, start);
+    }
+    return wait_for(rank, forward ? EventKind::Forward : EventKind::Gradient, producer, microbatch, delay, start);
+  }
+
+  bool inputs_there(int rank, const Action& action, double& start) {
+    if (action.kind == ActionKind::Forward) {
+      for (int edge : graph_.in[action.stage]) {
+        if (!wait_for_edge(rank, edge, action.microbatch, true, start)) return false;
+      }
+    } else if (action.kind == ActionKind::BackwardWeight) {
+      return wait_for(rank, EventKind::Gradient, action.stage, action.microbatch, 0, start);
+    } else if (action.kind == ActionKind::BackwardInput || action.kind == ActionKind::FullBackward) {
+      if (!wait_for(rank, EventKind::Forward, action.stage, action.microbatch, 0, start)) return false;
+      for (int edge : graph_.out[action.stage]) {
+        if (graph_.edges[edge].gradient && !wait_for_edge(rank, edge, action.microbatch, false, start)) return false;
+      }
+    }
+    return true;
+  }
+
+  double duration(const Action& action) const {
+    switch (action.kind) {
+      case ActionKind::Forward: return costs_.forward[action.stage];
+      case ActionKind::BackwardInput: return costs_.input[action.stage];
+      case ActionKind::BackwardWeight: return costs_.weight[action.stage];
+      case ActionKind::FullBackward: return costs_.full[action.stage];
+      case ActionKind::Overlap: {
+        double first = duration(action.first_part()), second = duration(action.second_part());
+        return first + second - costs_.overlap * std::min(first, second);
+      }
+      default: return 0;
+    }
+  }
+
+  void happened(int rank, const Action& action, double end) {
+    switch (action.kind) {
+      case ActionKind::Forward: fire(rank, EventKind::Forward, action.stage, action.microbatch, end); break;
+      case ActionKind::BackwardInput: fire(rank, EventKind::Gradient, action.stage, action.microbatch, end); break;
+      case ActionKind::FullBackward:
+        fire(rank, EventKind::Gradient, action.stage, action.microbatch, end);
+        [[fallthrough]];
+      case ActionKind::BackwardWeight: fire(rank, EventKind::Weight, action.stage, action.microbatch, end); break;
+      default: break;
+    }
+  }
+
+  void fire(int rank, EventKind kind, int index, int microbatch, double time) {
+    time_of(kind, index, microbatch) = time;
+    auto& waiting = waiting_[rank];
+    for (std::size_t i = 0; i < waiting.size();) {
+      const Event& event = walk_.missing[waiting[i]];
+      if (event.kind == kind && event.index == index && event.microbatch == microbatch) {
+        ready_->push_back(waiting[i]);
+        waiting[i] = waiting.back();
+        waiting.pop_back();
+      } else {
+        ++i;
+      }
+    }
+  }
+
+  int edge_of(const Action& message) const {
+    bool up = message.kind == ActionKind::SendForward || message.kind == ActionKind::RecvBackward;
+    return up ? graph_.find(message.stage, message.other_stage) : graph_.find(message.other_stage, message.stage);
+  }
+
+  // Messages: whether the rank may go on past one.
+  bool pass_message(int rank, const Action& action, double& start) {
+    bool forward = action.kind == ActionKind::SendForward || action.kind == ActionKind::RecvForward;
+    int edge = edge_of(action);
+    auto sent = forward ? EventKind::SentForward : EventKind::SentBackward;
+    auto posted = forward ? EventKind::PostedForward : EventKind::PostedBackward;
+    if (action.is_send()) {
+      if (!wait_for(rank, forward ? EventKind::Forward : EventKind::Gradient, action.stage, action.microbatch, 0,
+                    start)) {
+        return false;
+      }
+      if (options_.blocking_sends && !wait_for(rank, posted, edge, action.microbatch, 0, start)) return false;
+      fire(rank, sent, edge, action.microbatch, start);
+      return true;
+    }
+    if (options_.blocking_sends && time_of(posted, edge, action.microbatch) == kNever) {
+      fire(rank, posted, edge, action.microbatch, start);
+    }
+    return !options_.blocking_receives ||
+           wait_for(rank, sent, edge, action.microbatch, costs_.communication[graph_.edges[edge].from], start);
+  }
+
+  // The rank that makes an event happen.
+  int owner_of(const Event& event) const {
+    if (event.kind <= EventKind::Weight) return schedule_.placement.rank_of(event.index, event.microbatch);
+    const StageEdge& edge = graph_.edges[event.index];
+    bool at_from = event.kind == EventKind::SentForward || event.kind == EventKind::PostedBackward;
+    return schedule_.placement.rank_of(at_from ? edge.from : edge.to, event.microbatch);
+  }
+
+  void advance(int rank, std::vector<int>& ready) {
+    ready_ = &ready;
+    const auto& row = schedule_.rows[rank];
+    std::size_t& position = walk_.positions[rank];
+    for (; position < row.size(); ++position) {
+      const Action& action = row[position];
+      double start = clock_[rank];
+      double end = start;
+      bool goes = action.is_message()                                             ? pass_message(rank, action, end)
+                  : action.kind == ActionKind::Overlap && !options_.pairs_at_once ? run_pair(rank, action, start, end)
+                                                                                  : run_whole(rank, action, start, end);
+      if (!goes) {
+        int owner = owner_of(walk_.missing[rank]);
+        // Nobody will make it happen: keep the rank where it is counted as stuck.
+        waiting_[owner >= 0 && owner < schedule_.num_ranks() ? owner : schedule_.num_ranks()].push_back(rank);
+        return;
+      }
+      if (action.is_message()) start = end;
+      if (options_.keep_spans) walk_.spans[rank][position] = {start, end};
+      if (action.is_compute() || (action.is_message() && options_.blocking_receives)) clock_[rank] = end;
+    }
+  }
+
+  // An action, or a pair taken as one: all it needs before it starts, all it makes when it ends.
+  bool run_whole(int rank, const Action& action, double& start, double& end) {
+    if (!inputs_there(rank, action.first_part(), start) || !inputs_there(rank, action.second_part(), start))
+      return false;
+    end = start + duration(action);
+    walk_.busy[rank] += end - start;
+    happened(rank, action.first_part(), end);
+    happened(rank, action.second_part(), end);
+    return true;
+  }
+
+  // A pair as two: the backward may start when its own input is there, and what may be hidden behind the forward is
+  // left of it. A rank can stop between the two.
+  bool run_pair(int rank, const Action& action, double& start, double& end) {
+    double first = duration(action.first_part()), second = duration(action.second_part());
+    if (half_done_.empty()) half_done_.assign(schedule_.rows.size(), kNever);
+    if (half_done_[rank] == kNever) {
+      if (!inputs_there(rank, action.first_part(), start)) return false;
+      half_done_[rank] = start;
+      happened(rank, action.first_part(), start + first);
+    }
+    start = half_done_[rank];
+    double free = start + first, resume = free - costs_.overlap * std::min(first, second);
+    if (!inputs_there(rank, action.second_part(), resume)) return false;
+    end = std::max(free, resume + second);
+    walk_.busy[rank] += first + second - std::max(0.0, free - resume);
+    happened(rank, action.second_part(), resume + second);
+    half_done_[rank] = kNever;
+    return true;
+  }
+
+  const Schedule& schedule_;
+  const StageGraph& graph_;
+  const Costs& costs_;
+  WalkOptions options_;
+  Walk& walk_;
+  bool messages_;
+  int stages_, microbatches_;
+  std::vector<double> times_;
+  std::vector<double> clock_;              // by rank: when it is free
+  std::vector<double> half_done_;          // by rank: start of a pair whose forward has run
+  std::vector<std::vector<int>> waiting_;  // by rank: the ranks that wait for it
+  std::vector<int>* ready_ = nullptr;
+};
+
+}  // namespace
+
+Walk::Walk(const Schedule& schedule, const StageGraph& graph, const Costs& costs, WalkOptions options) {
+  Walker(schedule, graph, costs, options, *this).run();
+}
+
+}  // namespace plumb::schedule_internal
