@@ -119,7 +119,7 @@ class Node {
   // One entry a return of the schema: -1 for a single value, else the number of elements of a list.
   const std::vector<int32_t>& result_layout() const { return layout_; }
 
-  NodeMeta& meta() { return meta_; }
+  NodeMeta& meta();  // counts as an edit
   const NodeMeta& meta() const { return meta_; }
 
   // CallModule: the nested graph.

@@ -30,6 +30,7 @@ class Plan {
 
  private:
   struct Impl;
+  friend class PlanCompiler;
   std::unique_ptr<Impl> impl_;
 };
 

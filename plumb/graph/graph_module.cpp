@@ -1,0 +1,173 @@
+#include "plumb/graph/graph_module.h"
+
+#include <torch/nn/cloneable.h>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/names.h"
+
+namespace plumb {
+namespace {
+
+// A module with nothing of its own: the "layers" and "3" of "layers.3.weight".
+class Scope : public torch::nn::Module {
+ public:
+  using torch::nn::Module::Module;
+};
+
+std::string show(const TensorMeta& m) {
+  std::string text = short_name(m.dtype) + "[";
+  for (size_t i = 0; i < m.sizes.size(); ++i) {
+    if (i) text += ", ";
+    text += i < m.symbols.size() && !m.symbols[i].empty() ? m.symbols[i] : std::to_string(m.sizes[i]);
+  }
+  return text + "]" + (m.device == at::Device(at::kCPU) ? "" : "@" + m.device.str());
+}
+
+bool fits(const TensorMeta& want, const at::Tensor& got) {
+  if (got.scalar_type() != want.dtype || got.device().type() != want.device.type()) return false;
+  if (got.dim() != static_cast<int64_t>(want.sizes.size())) return false;
+  for (size_t i = 0; i < want.sizes.size(); ++i) {
+    const bool dynamic = i < want.symbols.size() && !want.symbols[i].empty();
+    if (!dynamic && got.size(static_cast<int64_t>(i)) != want.sizes[i]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+GraphModule::GraphModule(Graph graph, State state, TreeSpec in_spec, TreeSpec out_spec)
+    : torch::nn::Module("GraphModule"),
+      graph_(std::move(graph)),
+      state_(std::move(state)),
+      in_spec_(std::move(in_spec)),
+      out_spec_(std::move(out_spec)) {
+  sync_module();
+}
+
+void GraphModule::set_specs(TreeSpec in_spec, TreeSpec out_spec) {
+  in_spec_ = std::move(in_spec);
+  out_spec_ = std::move(out_spec);
+}
+
+const Plan& GraphModule::plan() {
+  if (!plan_ || plan_version_ != graph_.version()) {
+    plan_ = std::make_unique<Plan>(graph_, state_);
+    plan_version_ = graph_.version();
+  }
+  return *plan_;
+}
+
+std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
+  const Plan& compiled = plan();
+  size_t i = 0;
+  for (const Node* node : graph_.nodes()) {
+    if (node->kind() != NodeKind::Placeholder) break;
+    const auto& want = node->result()->meta();
+    if (i < inputs.size() && want) {
+      if (!inputs[i].isTensor() || !inputs[i].toTensor().defined() || !fits(*want, inputs[i].toTensor())) {
+        throw Error(ErrorKind::InvalidArgument,
+                    "input '" + node->target() + "' should be " + show(*want) + ", got " +
+                        (inputs[i].isTensor() && inputs[i].toTensor().defined() ? show(TensorMeta::of(inputs[i].toTensor()))
+                                                                                : inputs[i].tagKind()),
+                    "", "a graph is made for one signature: capture the model again on inputs like these");
+      }
+    }
+    ++i;
+  }
+  return compiled.run(std::move(inputs));
+}
+
+c10::IValue GraphModule::forward(std::vector<c10::IValue> args, std::vector<std::pair<std::string, c10::IValue>> kwargs) {
+  if (in_spec_.children.size() != 2) {
+    throw Error(ErrorKind::InvalidArgument, "the module has no structured inputs: " + in_spec_.to_string(), "", "call run()");
+  }
+  const TreeSpec& want_args = in_spec_.children[0];
+  const TreeSpec& want_kwargs = in_spec_.children[1];
+  const auto names = want_kwargs.children.empty() ? std::vector<std::string>{} : want_kwargs.keys();
+  // A keyword input given by position follows the positional ones, in order.
+  if (args.size() < want_args.children.size() || args.size() > want_args.children.size() + names.size()) {
+    throw Error(ErrorKind::InvalidArgument, "the module takes " + std::to_string(want_args.children.size()) +
+                                                " positional inputs, got " + std::to_string(args.size()), "",
+                "its inputs are " + in_spec_.to_string());
+  }
+  std::vector<c10::IValue> leaves;
+  auto add = [&](const c10::IValue& value, const TreeSpec& want, const std::string& what) {
+    TreeSpec got;
+    auto flat = flatten(value, &got);
+    if (!(got == want) && got.num_leaves() != want.num_leaves()) {
+      throw Error(ErrorKind::InvalidArgument, what + " should have the structure " + want.to_string() + ", got " + got.to_string());
+    }
+    leaves.insert(leaves.end(), flat.begin(), flat.end());
+  };
+  for (size_t i = 0; i < want_args.children.size(); ++i) add(args[i], want_args.children[i], "input " + std::to_string(i));
+  for (size_t k = 0; k < names.size(); ++k) {
+    const c10::IValue* value = nullptr;
+    if (want_args.children.size() + k < args.size()) value = &args[want_args.children.size() + k];
+    for (const auto& [name, v] : kwargs) {
+      if (name == names[k]) value = &v;
+    }
+    if (!value) throw Error(ErrorKind::InvalidArgument, "keyword input '" + names[k] + "' is missing");
+    add(*value, want_kwargs.children[k], "keyword input '" + names[k] + "'");
+  }
+  for (const auto& [name, v] : kwargs) {
+    if (std::find(names.begin(), names.end(), name) == names.end()) {
+      throw Error(ErrorKind::InvalidArgument, "the module has no keyword input '" + name + "'", "",
+                  "its inputs are " + in_spec_.to_string());
+    }
+  }
+  return unflatten(out_spec_, run(std::move(leaves)));
+}
+
+void GraphModule::sync_module() {
+  for (const auto& child : named_children()) unregister_module(child.key());
+  parameters_.clear();
+  std::unordered_map<std::string, std::shared_ptr<torch::nn::Module>> scopes;
+  for (const Attr& attr : state_) {
+    if (attr.kind == AttrKind::Constant || !attr.tensor.defined()) continue;
+    torch::nn::Module* owner = this;
+    size_t start = 0;
+    for (size_t dot; (dot = attr.name.find('.', start)) != std::string::npos; start = dot + 1) {
+      auto& scope = scopes[attr.name.substr(0, dot)];
+      if (!scope) {
+        scope = std::make_shared<Scope>("Scope");
+        owner->register_module(attr.name.substr(start, dot - start), scope);
+      }
+      owner = scope.get();
+    }
+    const std::string leaf = attr.name.substr(start);
+    if (attr.kind == AttrKind::Parameter) {
+      owner->register_parameter(leaf, attr.tensor, attr.tensor.requires_grad());
+    } else if (at::Tensor* known = owner->named_buffers(false).find(leaf)) {
+      // A buffer of the root itself cannot be taken out again: it shares the new memory instead.
+      if (!known->is_same(attr.tensor)) at::Tensor(*known).set_data(attr.tensor);
+    } else {
+      owner->register_buffer(leaf, attr.tensor);
+    }
+  }
+  plan_.reset();
+}
+
+std::shared_ptr<GraphModule> GraphModule::deep_copy() const {
+  auto copy = std::make_shared<GraphModule>(graph_.clone(), state_.deep_copy(), in_spec_, out_spec_);
+  copy->train(is_training());
+  return copy;
+}
+
+void GraphModule::lint() const {
+  plumb::lint(graph_);
+  for (const Node* node : graph_.attributes()) {
+    if (!state_.contains(node->target())) {
+      throw Error(ErrorKind::InvalidGraph, node->describe() + ": the state has no such tensor", node->meta().where());
+    }
+  }
+  if (in_spec_.num_leaves() != graph_.placeholders().size()) {
+    throw Error(ErrorKind::InvalidGraph, "the input structure " + in_spec_.to_string() + " does not fit the graph's " +
+                                             std::to_string(graph_.placeholders().size()) + " inputs");
+  }
+  if (out_spec_.num_leaves() != graph_.output_node()->args().size()) {
+    throw Error(ErrorKind::InvalidGraph, "the output structure " + out_spec_.to_string() + " does not fit the graph's " +
+                                             std::to_string(graph_.output_node()->args().size()) + " outputs");
+  }
+}
+
+}  // namespace plumb

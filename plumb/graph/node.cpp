@@ -1,0 +1,284 @@
+#include <algorithm>
+#include <string_view>
+#include <unordered_set>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/graph.h"
+#include "plumb/graph/schema_fit.h"
+
+namespace plumb {
+namespace {
+
+// Operators that write an argument without saying so in their schema: running statistics.
+struct QuietWriter {
+  std::string_view name, flag;  // writes only when the bool argument `flag` is true
+  std::string_view written[2];
+};
+constexpr QuietWriter kQuietWriters[] = {
+    {"aten::batch_norm", "training", {"running_mean", "running_var"}},
+    {"aten::native_batch_norm", "training", {"running_mean", "running_var"}},
+    {"aten::_batch_norm_impl_index", "training", {"running_mean", "running_var"}},
+    {"aten::cudnn_batch_norm", "training", {"running_mean", "running_var"}},
+    {"aten::miopen_batch_norm", "training", {"running_mean", "running_var"}},
+    {"aten::instance_norm", "use_input_stats", {"running_mean", "running_var"}},
+    {"plumb::batch_norm", "training", {"running_mean", "running_var"}},
+};
+
+// Operators that may hand an input back without saying so in their schema.
+const std::unordered_set<std::string_view>& quiet_aliases() {
+  static const std::unordered_set<std::string_view> names = {
+      "aten::dropout",       "aten::feature_dropout",   "aten::alpha_dropout", "aten::feature_alpha_dropout",
+      "aten::einsum",        "aten::meshgrid",          "aten::atleast_1d",    "aten::atleast_2d",
+      "aten::atleast_3d",    "aten::broadcast_tensors", "aten::pad",           "aten::rms_norm",
+      "aten::type_as",       "aten::flatten_dense_tensors"};
+  return names;
+}
+
+const bool* bool_arg(const Node& node, std::string_view name, bool& storage) {
+  const Arg* arg = node.try_arg(name);
+  if (!arg || !arg->is_constant() || !arg->constant().isBool()) return nullptr;
+  storage = arg->constant().toBool();
+  return &storage;
+}
+
+double number_arg(const Node& node, std::string_view name, double fallback) {
+  const Arg* arg = node.try_arg(name);
+  if (!arg || !arg->is_constant()) return fallback;
+  const auto& v = arg->constant();
+  return v.isDouble() ? v.toDouble() : v.isInt() ? static_cast<double>(v.toInt()) : fallback;
+}
+
+void collect_values(const Arg& arg, std::vector<Value*>& out) {
+  if (arg.is_value()) out.push_back(arg.value());
+  if (arg.is_list()) {
+    for (const Arg& e : arg.list()) collect_values(e, out);
+  }
+}
+
+}  // namespace
+
+std::vector<Node*> Value::users() const {
+  std::vector<Node*> nodes;
+  nodes.reserve(uses_.size());
+  for (const Use& use : uses_) nodes.push_back(use.user);
+  std::sort(nodes.begin(), nodes.end(), [](const Node* a, const Node* b) { return a != b && a->is_before(b); });
+  nodes.erase(std::unique(nodes.begin(), nodes.end()), nodes.end());
+  return nodes;
+}
+
+std::string Node::describe() const {
+  std::string text = "node";
+  if (!results_.empty()) text += " %" + results_[0]->name();
+  switch (kind_) {
+    case NodeKind::Placeholder: return text + " (input '" + target_ + "')";
+    case NodeKind::GetAttr: return text + " (get_attr '" + target_ + "')";
+    case NodeKind::Output: return "the output node";
+    default: return text + " (" + target_ + ")";
+  }
+}
+
+const c10::OperatorHandle& Node::op() const {
+  if (!op_) throw Error(ErrorKind::InvalidArgument, describe() + " is not an operator call");
+  return *op_;
+}
+
+std::string_view Node::op_name() const {
+  std::string_view name = target_;
+  if (kind_ != NodeKind::CallFunction) return name;
+  return name.substr(0, name.find('.'));
+}
+
+bool Node::is_op(std::string_view name) const {
+  if (kind_ != NodeKind::CallFunction) return false;
+  return target_ == name || op_name() == name;
+}
+
+const Arg& Node::arg(size_t i) const {
+  if (i >= args_.size()) {
+    throw Error(ErrorKind::InvalidArgument, describe() + " has " + std::to_string(args_.size()) + " arguments, not " +
+                                                std::to_string(i + 1), meta_.where());
+  }
+  return args_[i];
+}
+
+const Arg* Node::try_arg(std::string_view schema_name) const {
+  if (!op_) return nullptr;
+  const auto& arguments = op_->schema().arguments();
+  for (size_t i = 0; i < arguments.size() && i < args_.size(); ++i) {
+    if (arguments[i].name() == schema_name) return &args_[i];
+  }
+  return nullptr;
+}
+
+const Arg& Node::arg(std::string_view schema_name) const {
+  if (const Arg* found = try_arg(schema_name)) return *found;
+  throw Error(ErrorKind::InvalidArgument, describe() + " has no argument '" + std::string(schema_name) + "'",
+              meta_.where());
+}
+
+void Node::set_arg(size_t i, Arg arg) {
+  this->arg(i);  // bounds
+  if (op_) arg = fit_argument(op_->schema(), i, std::move(arg));
+  detach_inputs();
+  args_[i] = std::move(arg);
+  attach_inputs();
+  ++graph_->version_;
+}
+
+void Node::set_arg(std::string_view schema_name, Arg arg) {
+  const Arg& slot = this->arg(schema_name);
+  set_arg(static_cast<size_t>(&slot - args_.data()), std::move(arg));
+}
+
+std::vector<Value*> Node::inputs() const {
+  std::vector<Value*> values;
+  values.reserve(inputs_.size());
+  for (const Input& in : inputs_) values.push_back(in.value);
+  return values;
+}
+
+void Node::set_input(size_t i, Value* value) {
+  if (i >= inputs_.size()) throw Error(ErrorKind::InvalidArgument, describe() + " has no input " + std::to_string(i));
+  remove_use(i);
+  Input& in = inputs_[i];
+  in.value = value;
+  in.slot->data_ = value;
+  in.use_index = static_cast<uint32_t>(value->uses_.size());
+  value->uses_.push_back({this, static_cast<uint32_t>(i)});
+  ++graph_->version_;
+}
+
+Value* Node::result(size_t i) const {
+  if (i >= results_.size()) {
+    throw Error(ErrorKind::InvalidArgument, describe() + " has " + std::to_string(results_.size()) +
+                                                " results, not " + std::to_string(i + 1), meta_.where());
+  }
+  return results_[i].get();
+}
+
+std::vector<Value*> Node::results() const {
+  std::vector<Value*> values;
+  values.reserve(results_.size());
+  for (const auto& v : results_) values.push_back(v.get());
+  return values;
+}
+
+NodeMeta& Node::meta() {
+  ++graph_->version_;  // grad_enabled changes what running means
+  return meta_;
+}
+
+bool Node::is_before(const Node* other) const { return position_ < other->position_; }
+
+void Node::attach_inputs() {
+  // Nested argument lists are as deep as schemas nest lists: two levels at most, so recursion is bounded.
+  auto attach = [this](auto&& self, Arg& arg) -> void {
+    if (arg.is_value()) {
+      Value* value = arg.value();
+      inputs_.push_back({value, &arg, static_cast<uint32_t>(value->uses_.size())});
+      value->uses_.push_back({this, static_cast<uint32_t>(inputs_.size() - 1)});
+    } else if (arg.is_list()) {
+      for (Arg& e : std::get<Arg::List>(arg.data_)) self(self, e);
+    }
+  };
+  for (Arg& arg : args_) attach(attach, arg);
+}
+
+void Node::remove_use(size_t input) {
+  const Input& in = inputs_[input];
+  auto& uses = in.value->uses_;
+  const uint32_t at = in.use_index;
+  if (at + 1 != uses.size()) {
+    uses[at] = uses.back();
+    uses[at].user->inputs_[uses[at].index].use_index = at;
+  }
+  uses.pop_back();
+}
+
+void Node::detach_inputs() {
+  for (size_t i = inputs_.size(); i-- > 0;) remove_use(i);
+  inputs_.clear();
+}
+
+std::vector<Value*> Node::written_inputs() const {
+  std::vector<Value*> written;
+  if (kind_ == NodeKind::CallModule) {
+    // The nested graph's placeholders correspond to our arguments by position.
+    const auto inner = subgraph_->placeholders();
+    std::unordered_set<const Value*> inner_written;
+    for (const Node* node : subgraph_->nodes()) {
+      for (Value* v : node->written_inputs()) inner_written.insert(v);
+    }
+    for (size_t i = 0; i < inner.size() && i < args_.size(); ++i) {
+      if (inner_written.count(inner[i]->result())) collect_values(args_[i], written);
+    }
+    return written;
+  }
+  if (!op_) return written;
+  const auto& arguments = op_->schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) collect_values(args_[i], written);
+  }
+  for (const QuietWriter& quiet : kQuietWriters) {
+    if (!is_op(quiet.name)) continue;
+    bool flag = false;
+    const bool* known = bool_arg(*this, quiet.flag, flag);
+    if (known && !flag) continue;
+    for (std::string_view name : quiet.written) {
+      if (const Arg* arg = try_arg(name)) collect_values(*arg, written);
+    }
+  }
+  return written;
+}
+
+bool Node::writes() const { return !written_inputs().empty(); }
+
+bool Node::result_aliases_input() const {
+  if (kind_ == NodeKind::CallModule) return true;
+  if (!op_) return false;
+  if (quiet_aliases().count(op_name())) return true;
+  for (const auto& r : op_->schema().returns()) {
+    if (r.alias_info()) return true;
+  }
+  return false;
+}
+
+bool Node::is_random() const {
+  if (kind_ == NodeKind::CallModule) {
+    for (const Node* node : subgraph_->nodes()) {
+      if (node->is_random()) return true;
+    }
+    return false;
+  }
+  if (!op_) return false;
+  bool train = true;
+  const std::string_view name = op_name();
+  if (name == "aten::lstm" || name == "aten::gru" || name == "aten::rnn_tanh" || name == "aten::rnn_relu") {
+    return number_arg(*this, "dropout", 1.0) > 0 && (!bool_arg(*this, "train", train) || train);
+  }
+  if (const Arg* p = try_arg("dropout_p"); p && number_arg(*this, "dropout_p", 1.0) == 0.0) return false;
+  if (name == "plumb::dropout" || name == "aten::dropout" || name == "aten::feature_dropout" ||
+      name == "aten::alpha_dropout" || name == "aten::feature_alpha_dropout" || name == "aten::dropout_" ||
+      name == "aten::native_dropout" || name == "aten::rrelu") {
+    if (bool_arg(*this, "train", train) || bool_arg(*this, "training", train)) return train;
+    return true;
+  }
+  return op_->hasTag(at::Tag::nondeterministic_seeded);
+}
+
+bool Node::has_side_effects() const {
+  if (kind_ == NodeKind::Output || kind_ == NodeKind::Placeholder) return true;
+  if (kind_ == NodeKind::GetAttr) return false;
+  if (kind_ == NodeKind::CallModule) {
+    for (const Node* node : subgraph_->nodes()) {
+      if (node->is_call() && node->has_side_effects()) return true;
+    }
+    return false;
+  }
+  if (op_->schema().returns().empty()) return true;
+  const std::string_view name = op_name();
+  if (name == "plumb::python_function" || name.starts_with("plumb::track")) return true;
+  return writes() || is_random();
+}
+
+}  // namespace plumb

@@ -1,0 +1,501 @@
+// Text -> Graph: the inverse of print.cpp. The text may come from anywhere: whatever is wrong ends in an Error that names
+// line and column.
+#include <cctype>
+#include <charconv>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/graph.h"
+#include "plumb/graph/names.h"
+#include "plumb/graph/schema_fit.h"
+
+namespace plumb {
+namespace {
+
+constexpr int kMaxNesting = 64;              // of nested graphs and lists: no recursion without bound
+constexpr size_t kMaxListResults = 1 << 20;  // of one node
+
+class Parser {
+ public:
+  explicit Parser(std::string_view text) : text_(text) {}
+
+  Graph parse() {
+    expect_word("graph");
+    Graph graph = body(0);
+    skip_space();
+    if (at_ < text_.size()) fail("text after the graph's closing brace");
+    return graph;
+  }
+
+ private:
+  struct Result {
+    std::string name;
+    ValueType type = ValueType::Tensor;
+    std::optional<TensorMeta> meta;
+  };
+
+  [[noreturn]] void fail(const std::string& message) const { fail_at(at_, message); }
+  [[noreturn]] void fail_at(size_t at, const std::string& message) const {
+    size_t line = 1, column = 1;
+    for (size_t i = 0; i < at && i < text_.size(); ++i) {
+      if (text_[i] == '\n') {
+        ++line;
+        column = 1;
+      } else {
+        ++column;
+      }
+    }
+    throw Error(ErrorKind::InvalidGraph,
+                "line " + std::to_string(line) + ", column " + std::to_string(column) + ": " + message);
+  }
+
+  // --- tokens ---
+  void skip_space() {
+    while (at_ < text_.size()) {
+      if (std::isspace(static_cast<unsigned char>(text_[at_]))) {
+        ++at_;
+      } else if (text_[at_] == '#') {
+        while (at_ < text_.size() && text_[at_] != '\n') ++at_;
+      } else {
+        return;
+      }
+    }
+  }
+  bool peek(char c) {
+    skip_space();
+    return at_ < text_.size() && text_[at_] == c;
+  }
+  bool accept(char c) {
+    if (!peek(c)) return false;
+    ++at_;
+    return true;
+  }
+  void expect(char c) {
+    if (!accept(c)) fail(std::string("expected '") + c + "'" + found());
+  }
+  std::string found() const {
+    if (at_ >= text_.size()) return ", found the end of the text";
+    return std::string(", found '") + text_[at_] + "'";
+  }
+  static bool word_char(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
+  std::string_view word() {
+    skip_space();
+    size_t start = at_;
+    while (at_ < text_.size() && word_char(text_[at_])) ++at_;
+    return text_.substr(start, at_ - start);
+  }
+  std::string_view peek_word() {
+    size_t start = (skip_space(), at_);
+    auto w = word();
+    at_ = start;
+    return w;
+  }
+  void expect_word(std::string_view w) {
+    skip_space();
+    size_t start = at_;
+    if (word() != w) fail_at(start, "expected '" + std::string(w) + "'");
+  }
+  bool accept_word(std::string_view w) {
+    if (peek_word() != w) return false;
+    word();
+    return true;
+  }
+  std::string value_name() {
+    expect('%');
+    size_t start = at_;
+    while (at_ < text_.size() && word_char(text_[at_])) ++at_;
+    if (at_ == start) fail("expected a value's name after '%'");
+    return std::string(text_.substr(start, at_ - start));
+  }
+  std::string quoted() {
+    expect('"');
+    std::string result;
+    while (true) {
+      if (at_ >= text_.size()) fail("a string is not closed");
+      char c = text_[at_++];
+      if (c == '"') return result;
+      if (c != '\\') {
+        result += c;
+        continue;
+      }
+      if (at_ >= text_.size()) fail("a string is not closed");
+      char e = text_[at_++];
+      if (e == 'x') {
+        unsigned code = 0;
+        if (at_ + 2 > text_.size() ||
+            std::from_chars(text_.data() + at_, text_.data() + at_ + 2, code, 16).ptr != text_.data() + at_ + 2)
+          fail("\\x takes two hexadecimal digits");
+        at_ += 2;
+        result += static_cast<char>(code);
+      } else if (e == '"' || e == '\\') {
+        result += e;
+      } else {
+        fail(std::string("unknown escape '\\") + e + "'");
+      }
+    }
+  }
+  int64_t integer() {
+    skip_space();
+    int64_t v = 0;
+    auto [end, error] = std::from_chars(text_.data() + at_, text_.data() + text_.size(), v);
+    if (error != std::errc()) fail("expected an integer" + found());
+    at_ = static_cast<size_t>(end - text_.data());
+    return v;
+  }
+
+  // --- structure ---
+  Graph body(int depth) {
+    if (depth > kMaxNesting) fail("graphs nested deeper than " + std::to_string(kMaxNesting));
+    expect('{');
+    Graph graph;
+    while (!accept('}')) {
+      if (graph.output_node()) fail("a node after the output");
+      line(graph, depth);
+    }
+    return graph;
+  }
+
+  void line(Graph& graph, int depth) {
+    skip_space();
+    const size_t start = at_;
+    std::vector<Result> results;
+    std::vector<int32_t> list_sizes;
+    std::vector<int32_t> layout;
+    if (peek('%') || peek('[')) {
+      do {
+        if (accept('[')) {
+          int32_t n = 0;
+          while (!accept(']')) {
+            if (n) expect(',');
+            results.push_back(result());
+            if (results.size() > kMaxListResults) fail("too many results");
+            ++n;
+          }
+          list_sizes.push_back(n);
+          layout.push_back(n);
+        } else {
+          results.push_back(result());
+          layout.push_back(-1);
+        }
+      } while (accept(','));
+      expect('=');
+    }
+    Node* node = nullptr;
+    try {
+      node = operation(graph, depth, results, list_sizes);
+    } catch (const Error& e) {
+      if (e.message().starts_with("line ")) throw;  // has its place already
+      std::string message = e.message();
+      if (!e.remedy().empty()) message += " (" + e.remedy() + ")";
+      fail_at(start, message);
+    }
+    if (node->kind() != NodeKind::Output && node->result_layout() != layout) {
+      fail_at(start, node->describe() + " has " + std::to_string(node->num_results()) + " results in another arrangement");
+    }
+    name_results(graph, node, results, start);
+    suffix(node);
+  }
+
+  void name_results(Graph& graph, Node* node, std::vector<Result>& results, size_t start) {
+    for (size_t i = 0; i < results.size(); ++i) {
+      Value* v = node->result(i);
+      Result& r = results[i];
+      if (Value* taken = graph.find_value(r.name); taken && taken != v) {
+        // Only a name that this very node was given on the way can be moved aside.
+        if (taken->producer() != node) fail_at(start, "the name %" + r.name + " is used twice");
+        taken->rename(graph.unique_name("aside"));
+      }
+      try {
+        v->rename(r.name);
+      } catch (const Error& e) {
+        fail_at(start, e.message());
+      }
+      v->set_type(r.type);
+      v->set_meta(std::move(r.meta));
+    }
+  }
+
+  Node* operation(Graph& graph, int depth, const std::vector<Result>& results, const std::vector<int32_t>& list_sizes) {
+    skip_space();
+    const size_t start = at_;
+    std::string_view head = word();
+    if (head == "placeholder" || head == "get_attr") {
+      std::string target = quoted();
+      if (results.size() != 1) fail_at(start, std::string(head) + " has one result");
+      if (head == "get_attr") return graph.get_attr(std::move(target));
+      auto here = graph.inserting_before(nullptr);
+      return graph.placeholder(std::move(target), std::nullopt, results[0].type);
+    }
+    if (head == "call_module") {
+      std::string name = quoted();
+      auto args = plain_args(graph);
+      auto inner = std::make_shared<Graph>(body(depth + 1));
+      return graph.call_module(std::move(name), std::move(inner), std::move(args), results.size());
+    }
+    if (head == "output") return graph.output(plain_args(graph));
+    at_ = start;
+    return call(graph, list_sizes);
+  }
+
+  Node* call(Graph& graph, const std::vector<int32_t>& list_sizes) {
+    skip_space();
+    const size_t start = at_;
+    while (at_ < text_.size() && (word_char(text_[at_]) || text_[at_] == ':' || text_[at_] == '.')) ++at_;
+    std::string name(text_.substr(start, at_ - start));
+    if (name.empty()) fail("expected an operator" + found());
+    auto op = try_find_operator(name);
+    if (!op) {
+      try {
+        find_operator(name);
+      } catch (const Error& e) {
+        fail_at(start, e.message() + " (" + e.remedy() + ")");
+      }
+    }
+    const auto& arguments = op->schema().arguments();
+    std::vector<std::optional<Arg>> given(arguments.size());
+    expect('(');
+    bool named = false;
+    for (size_t position = 0; !accept(')'); ++position) {
+      if (position) expect(',');
+      skip_space();
+      const size_t here = at_;
+      size_t index = position;
+      std::string_view key = peek_word();
+      if (!key.empty() && (std::isalpha(static_cast<unsigned char>(key[0])) || key[0] == '_')) {
+        word();
+        if (accept('=')) {
+          named = true;
+          index = arguments.size();
+          for (size_t i = 0; i < arguments.size(); ++i) {
+            if (arguments[i].name() == key) index = i;
+          }
+          if (index == arguments.size()) fail_at(here, name + " has no argument '" + std::string(key) + "'");
+        } else {
+          at_ = here;
+          if (named) fail("a positional argument after a named one");
+        }
+      } else if (named) {
+        fail("a positional argument after a named one");
+      }
+      if (index >= arguments.size()) fail_at(here, name + " takes " + std::to_string(arguments.size()) + " arguments");
+      if (given[index]) fail_at(here, "argument '" + arguments[index].name() + "' is given twice");
+      given[index] = arg(graph, int_meaning(arguments[index]), 0);
+    }
+    std::vector<Arg> args;
+    args.reserve(arguments.size());
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      args.push_back(given[i] ? std::move(*given[i]) : default_argument(op->schema(), i));
+    }
+    return graph.call(*op, std::move(args), list_sizes);
+  }
+
+  Result result() {
+    Result r;
+    r.name = value_name();
+    if (accept(':')) {
+      skip_space();
+      const size_t start = at_;
+      std::string_view type = word();
+      if (type == "int") {
+        r.type = ValueType::Int;
+      } else if (type == "float") {
+        r.type = ValueType::Float;
+      } else if (type == "bool") {
+        r.type = ValueType::Bool;
+      } else if (type == "other") {
+        r.type = ValueType::Other;
+      } else {
+        auto dtype = dtype_from_short_name(type);
+        if (!dtype) fail_at(start, "unknown type '" + std::string(type) + "'");
+        r.meta = tensor_type(*dtype);
+      }
+    }
+    return r;
+  }
+
+  TensorMeta tensor_type(at::ScalarType dtype) {
+    TensorMeta m;
+    m.dtype = dtype;
+    expect('[');
+    while (!accept(']')) {
+      if (!m.sizes.empty()) expect(',');
+      std::string symbol;
+      if (peek('"')) {
+        symbol = quoted();
+        expect('=');
+      }
+      if (!symbol.empty() && m.symbols.empty()) m.symbols.resize(m.sizes.size());
+      m.sizes.push_back(integer());
+      if (!symbol.empty() || !m.symbols.empty()) m.symbols.push_back(std::move(symbol));
+      if (m.sizes.size() > 64) fail("a tensor of more than 64 dimensions");
+    }
+    m.strides = contiguous_strides(m.sizes);
+    if (accept('{')) {
+      m.strides.clear();
+      while (!accept('}')) {
+        if (!m.strides.empty()) expect(',');
+        m.strides.push_back(integer());
+        if (m.strides.size() > 64) fail("a tensor of more than 64 dimensions");
+      }
+    }
+    if (accept('@')) {
+      size_t start = at_;
+      while (at_ < text_.size() && (word_char(text_[at_]) || text_[at_] == ':')) ++at_;
+      m.device = device(std::string(text_.substr(start, at_ - start)), start);
+    }
+    if (accept_word("grad")) m.requires_grad = true;
+    return m;
+  }
+
+  at::Device device(const std::string& name, size_t at) {
+    try {
+      return at::Device(name);
+    } catch (const std::exception&) {
+      fail_at(at, "unknown device '" + name + "'");
+    }
+  }
+
+  std::vector<Arg> plain_args(Graph& graph) {
+    std::vector<Arg> args;
+    expect('(');
+    while (!accept(')')) {
+      if (!args.empty()) expect(',');
+      args.push_back(arg(graph, IntMeaning::Plain, 0));
+    }
+    return args;
+  }
+
+  Arg arg(Graph& graph, IntMeaning meaning, int depth) {
+    if (depth > kMaxNesting) fail("lists nested deeper than " + std::to_string(kMaxNesting));
+    skip_space();
+    const size_t start = at_;
+    if (peek('%')) {
+      std::string name = value_name();
+      if (Value* v = graph.find_value(name)) return v;
+      fail_at(start, "%" + name + " is used before it is produced");
+    }
+    if (accept('[')) {
+      Arg::List elements;
+      bool values = false;
+      while (!accept(']')) {
+        if (!elements.empty()) expect(',');
+        elements.push_back(arg(graph, meaning, depth + 1));
+        values = values || elements.back().has_values();
+      }
+      return elements;
+    }
+    if (peek('"')) return quoted();
+    if (at_ < text_.size() && (std::isdigit(static_cast<unsigned char>(text_[at_])) || text_[at_] == '-')) return number();
+    std::string_view w = word();
+    if (w == "None") return std::nullopt;
+    if (w == "True") return true;
+    if (w == "False") return false;
+    if (w == "inf" || w == "nan") {
+      at_ = start;
+      return number();
+    }
+    if (w == "complex") {
+      expect('(');
+      double re = real();
+      expect(',');
+      double im = real();
+      expect(')');
+      return c10::IValue(c10::complex<double>(re, im));
+    }
+    if (w == "device") {
+      expect('(');
+      std::string name = quoted();
+      expect(')');
+      return c10::IValue(device(name, start));
+    }
+    if (w == "torch" && accept('.')) return torch_constant(word(), meaning, start);
+    fail_at(start, "expected an argument" + found());
+  }
+
+  Arg torch_constant(std::string_view name, IntMeaning meaning, size_t at) {
+    if (meaning == IntMeaning::Layout && name == "strided") return static_cast<int64_t>(at::kStrided);
+    if (meaning == IntMeaning::MemoryFormat) {
+      int64_t i = 0;
+      for (std::string_view format : {"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"}) {
+        if (name == format) return i;
+        ++i;
+      }
+    }
+    if (meaning == IntMeaning::ScalarType) {
+      if (auto dtype = dtype_from_torch_name(name)) return static_cast<int64_t>(*dtype);
+    }
+    fail_at(at, "torch." + std::string(name) + " does not fit this argument");
+  }
+
+  double real() {
+    Arg a = number();
+    const auto& v = a.constant();
+    return v.isInt() ? static_cast<double>(v.toInt()) : v.toDouble();
+  }
+
+  Arg number() {
+    skip_space();
+    const size_t start = at_;
+    size_t end = at_;
+    if (end < text_.size() && text_[end] == '-') ++end;
+    bool floating = false;
+    if (text_.substr(end).starts_with("inf") || text_.substr(end).starts_with("nan")) {
+      end += 3;
+      floating = true;
+    } else {
+      while (end < text_.size() && (std::isdigit(static_cast<unsigned char>(text_[end])) || text_[end] == '.' ||
+                                    text_[end] == 'e' || ((text_[end] == '-' || text_[end] == '+') && text_[end - 1] == 'e'))) {
+        floating = floating || text_[end] == '.' || text_[end] == 'e';
+        ++end;
+      }
+    }
+    if (!floating) return integer();
+    double v = 0;
+    auto [stop, error] = std::from_chars(text_.data() + start, text_.data() + end, v);
+    if (error != std::errc() || stop != text_.data() + end) fail("a number that cannot be read");
+    at_ = end;
+    return v;
+  }
+
+  void suffix(Node* node) {
+    if (accept_word("no_grad")) node->meta().grad_enabled = false;
+    if (peek_word() == "in") {
+      word();
+      ModuleStack stack;
+      while (peek('"')) {
+        ModuleFrame frame;
+        frame.path = quoted();
+        expect(':');
+        frame.type = quoted();
+        stack.push_back(std::move(frame));
+      }
+      if (stack.empty()) fail("'in' needs a module path");
+      // Thousands of nodes share a stack: keep one object for equal neighbours.
+      if (!last_modules_ || *last_modules_ != stack) last_modules_ = std::make_shared<const ModuleStack>(std::move(stack));
+      node->meta().modules = last_modules_;
+    }
+    if (peek_word() == "at") {
+      word();
+      SourceLocation source;
+      source.file = quoted();
+      expect(':');
+      const int64_t line = integer();
+      if (line < 0 || line > INT32_MAX) fail("a line number out of range");
+      source.line = static_cast<int>(line);
+      expect(':');
+      source.function = quoted();
+      if (!last_source_ || *last_source_ != source) last_source_ = std::make_shared<const SourceLocation>(std::move(source));
+      node->meta().source = last_source_;
+    }
+  }
+
+  std::string_view text_;
+  size_t at_ = 0;
+  std::shared_ptr<const ModuleStack> last_modules_;
+  std::shared_ptr<const SourceLocation> last_source_;
+};
+
+}  // namespace
+
+Graph parse_graph(std::string_view text) { return Parser(text).parse(); }
+
+}  // namespace plumb

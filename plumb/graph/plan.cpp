@@ -1,0 +1,317 @@
+#include "plumb/graph/plan.h"
+
+#include <ATen/ScalarOps.h>
+#include <ATen/core/List.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+using c10::IValue;
+
+// How one argument gets onto the stack.
+struct Slot {
+  enum Kind : uint8_t { Const, Copy, Move, Wrap, List };
+  Kind kind = Const;
+  uint32_t index = 0;  // Const: of constants; Copy, Move, Wrap: register; List: of lists
+};
+
+struct ListSlot {
+  c10::TypePtr element;
+  std::vector<Slot> elements;
+};
+
+struct Instruction {
+  c10::OperatorHandle op;
+  uint32_t first_slot, num_slots;
+  uint32_t first_out, num_outs;    // into outs
+  uint32_t first_drop, num_drops;  // into drops: registers to release although no argument moved them
+  int32_t nested;                  // CallModule: index of nested plans, else -1
+  bool grad;
+};
+
+// What a return of the schema becomes.
+struct Out {
+  int32_t count;      // -1: one value; n: a list of n
+  uint32_t reg;       // first register
+};
+
+struct GradModeScope {
+  bool saved = c10::GradMode::is_enabled();
+  ~GradModeScope() { c10::GradMode::set_enabled(saved); }
+};
+
+}  // namespace
+
+struct Plan::Impl {
+  std::vector<Instruction> instructions;
+  std::vector<Slot> slots;
+  std::vector<ListSlot> lists;
+  std::vector<IValue> constants;
+  std::vector<Out> outs;
+  std::vector<uint32_t> drops;
+  std::vector<uint32_t> inputs;                     // registers of placeholders
+  std::vector<std::pair<uint32_t, IValue>> attrs;   // registers of get_attr nodes
+  std::vector<Slot> outputs;
+  std::vector<Impl> nested;
+  uint32_t num_registers = 0;
+  // For messages only: they must not keep the graph alive.
+  struct Label {
+    std::string node, where;
+  };
+  std::vector<Label> labels;
+
+  IValue fetch(const Slot& slot, std::vector<IValue>& regs) const {
+    switch (slot.kind) {
+      case Slot::Const: return constants[slot.index];
+      case Slot::Copy: return regs[slot.index];
+      case Slot::Move: return std::move(regs[slot.index]);
+      case Slot::Wrap: {
+        const IValue& v = regs[slot.index];
+        if (v.isTensor() || v.isNone()) return v;
+        return at::native::wrapped_scalar_tensor(v.toScalar());
+      }
+      case Slot::List: {
+        const ListSlot& list = lists[slot.index];
+        c10::impl::GenericList values(list.element);
+        values.reserve(list.elements.size());
+        for (const Slot& e : list.elements) values.push_back(fetch(e, regs));
+        return values;
+      }
+    }
+    return {};
+  }
+
+  std::vector<IValue> run(std::vector<IValue> given) const {
+    std::vector<IValue> regs(num_registers);
+    for (size_t i = 0; i < inputs.size(); ++i) regs[inputs[i]] = std::move(given[i]);
+    given.clear();
+    for (const auto& [reg, value] : attrs) regs[reg] = value;
+    torch::jit::Stack stack;
+    stack.reserve(32);
+    const bool caller_grad = c10::GradMode::is_enabled();
+    bool grad = caller_grad;
+    GradModeScope restore;
+    const Instruction* now = nullptr;
+    try {
+      for (const Instruction& in : instructions) {
+        now = &in;
+        if ((caller_grad && in.grad) != grad) c10::GradMode::set_enabled(grad = !grad);
+        const Slot* slot = slots.data() + in.first_slot;
+        for (uint32_t i = 0; i < in.num_slots; ++i, ++slot) {
+          if (slot->kind == Slot::Move) {
+            stack.emplace_back(std::move(regs[slot->index]));
+          } else if (slot->kind == Slot::Copy) {
+            stack.emplace_back(regs[slot->index]);
+          } else {
+            stack.emplace_back(fetch(*slot, regs));
+          }
+        }
+        if (in.nested < 0) {
+          in.op.callBoxed(stack);
+        } else {
+          stack = nested[static_cast<size_t>(in.nested)].run(std::move(stack));
+        }
+        store(in, stack, regs);
+        stack.clear();
+        for (uint32_t i = 0; i < in.num_drops; ++i) regs[drops[in.first_drop + i]] = IValue();
+      }
+    } catch (const c10::Error& e) {
+      const Label& label = labels[static_cast<size_t>(now - instructions.data())];
+      throw Error(ErrorKind::InvalidArgument, label.node + ": " + e.what_without_backtrace(), label.where);
+    }
+    std::vector<IValue> results;
+    results.reserve(outputs.size());
+    for (const Slot& slot : outputs) results.push_back(fetch(slot, regs));
+    return results;
+  }
+
+  void store(const Instruction& in, torch::jit::Stack& stack, std::vector<IValue>& regs) const {
+    for (uint32_t i = 0; i < in.num_outs; ++i) {
+      const Out& out = outs[in.first_out + i];
+      if (out.count < 0) {
+        regs[out.reg] = std::move(stack[i]);
+        continue;
+      }
+      auto list = stack[i].toListRef();
+      if (list.size() != static_cast<size_t>(out.count)) {
+        const Label& label = labels[static_cast<size_t>(&in - instructions.data())];
+        throw Error(ErrorKind::InvalidArgument,
+                    label.node + " returned a list of " + std::to_string(list.size()) + ", the graph was made for " +
+                        std::to_string(out.count),
+                    label.where, "capture the model again on inputs like these");
+      }
+      for (size_t k = 0; k < list.size(); ++k) regs[out.reg + k] = list[k];
+    }
+  }
+};
+
+// Compiles one graph. Registers are given in graph order, so a node's results are neighbours.
+class PlanCompiler {
+ public:
+  PlanCompiler(const Graph& graph, const State& state) : graph_(graph), state_(state) {}
+
+  Plan::Impl compile();
+
+ private:
+  using Impl = Plan::Impl;
+  uint32_t reg(const Value* v) const { return registers_.at(v); }
+  Slot constant(IValue v) {
+    plan_.constants.push_back(std::move(v));
+    return {Slot::Const, static_cast<uint32_t>(plan_.constants.size() - 1)};
+  }
+  Slot slot(const Node& node, const Arg& arg, const c10::TypePtr& type);
+  Slot use(const Node& node, const Value* v, bool wrap);
+  IValue wrapped_number(const Node& node, const IValue& number) const;
+  void instruction(const Node& node);
+  void find_last_uses();
+
+  const Graph& graph_;
+  const State& state_;
+  Plan::Impl plan_;
+  std::unordered_map<const Value*, uint32_t> registers_;
+  std::unordered_map<const Value*, std::pair<const Node*, uint32_t>> last_;  // last user, and how often it still reads it
+};
+
+void PlanCompiler::find_last_uses() {
+  for (const Node* node : graph_.nodes()) {
+    for (const Value* v : node->inputs()) {
+      auto& entry = last_[v];
+      entry = entry.first == node ? std::pair{node, entry.second + 1} : std::pair{node, 1u};
+    }
+  }
+}
+
+Slot PlanCompiler::use(const Node& node, const Value* v, bool wrap) {
+  auto& [last, reads] = last_[v];
+  const bool final_read = last == &node && --reads == 0 && node.kind() != NodeKind::Output;
+  if (wrap) {
+    if (final_read) plan_.drops.push_back(reg(v));
+    return {Slot::Wrap, reg(v)};
+  }
+  // Attributes may be moved like anything else: a run fetches them afresh.
+  return {final_read || (last == &node && reads == 0) ? Slot::Move : Slot::Copy, reg(v)};
+}
+
+static bool takes_tensor(c10::TypePtr type) {
+  if (type->kind() == c10::TypeKind::OptionalType) type = type->castRaw<c10::OptionalType>()->getElementType();
+  return type->kind() == c10::TypeKind::TensorType;
+}
+
+// A Python number next to a tensor is a 0-dim double tensor that TensorIterator casts at every call. For float32
+// arithmetic the cast can be done once: bit for bit the same. Not for half types, whose kernels compute with the
+// double itself.
+IValue PlanCompiler::wrapped_number(const Node& node, const IValue& number) const {
+  at::Tensor tensor = at::native::wrapped_scalar_tensor(number.toScalar());
+  const std::string_view name = node.op_name();
+  const bool simple = name == "aten::mul" || name == "aten::add" || name == "aten::sub" || name == "aten::div" ||
+                      name == "aten::mul_" || name == "aten::add_" || name == "aten::sub_" || name == "aten::div_";
+  if (!simple || !node.target().ends_with(".Tensor") || node.num_inputs() != 1) return tensor;
+  const auto& meta = node.input(0)->meta();
+  if (!meta || meta->dtype != at::kFloat || !(number.isDouble() || number.isInt())) return tensor;
+  at::Tensor cast = tensor.to(at::kFloat);
+  cast.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return cast;
+}
+
+Slot PlanCompiler::slot(const Node& node, const Arg& arg, const c10::TypePtr& type) {
+  const bool tensor = type && takes_tensor(type);
+  if (arg.is_value()) return use(node, arg.value(), tensor && !arg.value()->is_tensor());
+  if (arg.is_constant()) {
+    const IValue& v = arg.constant();
+    if (tensor && (v.isInt() || v.isDouble() || v.isBool() || v.isComplexDouble())) return constant(wrapped_number(node, v));
+    if (v.isNone() && type && type->kind() == c10::TypeKind::TensorType) return constant(at::Tensor());
+    return constant(v);
+  }
+  c10::TypePtr list_type = type;
+  if (list_type && list_type->kind() == c10::TypeKind::OptionalType)
+    list_type = list_type->castRaw<c10::OptionalType>()->getElementType();
+  ListSlot list;
+  const auto* as_list = list_type ? list_type->castRaw<c10::ListType>() : nullptr;
+  c10::TypePtr element = as_list ? as_list->getElementType() : c10::TypePtr(c10::AnyType::get());
+  list.element = element->kind() == c10::TypeKind::SymIntType ? c10::TypePtr(c10::IntType::get()) : element;
+  for (const Arg& e : arg.list()) list.elements.push_back(slot(node, e, as_list ? element : nullptr));
+  plan_.lists.push_back(std::move(list));
+  return {Slot::List, static_cast<uint32_t>(plan_.lists.size() - 1)};
+}
+
+void PlanCompiler::instruction(const Node& node) {
+  static const c10::OperatorHandle any = find_operator("aten::relu");  // stands in where there is no operator
+  Instruction in{node.is_call() ? node.op() : any, 0, 0, 0, 0, 0, 0, -1, node.meta().grad_enabled};
+  in.first_drop = static_cast<uint32_t>(plan_.drops.size());
+  std::vector<Slot> slots;
+  for (size_t i = 0; i < node.args().size(); ++i) {
+    slots.push_back(slot(node, node.arg(i), node.is_call() ? node.schema().arguments()[i].type() : nullptr));
+  }
+  in.first_slot = static_cast<uint32_t>(plan_.slots.size());
+  in.num_slots = static_cast<uint32_t>(slots.size());
+  plan_.slots.insert(plan_.slots.end(), slots.begin(), slots.end());
+  if (node.kind() == NodeKind::CallModule) {
+    in.nested = static_cast<int32_t>(plan_.nested.size());
+    plan_.nested.push_back(PlanCompiler(*node.subgraph(), state_).compile());
+  }
+  in.first_out = static_cast<uint32_t>(plan_.outs.size());
+  size_t next = 0;
+  for (int32_t count : node.result_layout()) {
+    const uint32_t first = next < node.num_results() ? reg(node.result(next)) : 0;
+    plan_.outs.push_back({count, first});
+    next += count < 0 ? 1 : static_cast<size_t>(count);
+  }
+  in.num_outs = static_cast<uint32_t>(plan_.outs.size()) - in.first_out;
+  for (const Value* v : node.results()) {
+    if (!v->has_uses()) plan_.drops.push_back(reg(v));
+  }
+  in.num_drops = static_cast<uint32_t>(plan_.drops.size()) - in.first_drop;
+  plan_.instructions.push_back(in);
+  plan_.labels.push_back({node.describe(), node.meta().where()});
+}
+
+Plan::Impl PlanCompiler::compile() {
+  uint32_t next = 0;
+  registers_.reserve(graph_.size());
+  for (const Node* node : graph_.nodes()) {
+    for (const Value* v : node->results()) registers_.emplace(v, next++);
+  }
+  plan_.num_registers = next;
+  find_last_uses();
+  plan_.instructions.reserve(graph_.size());
+  for (const Node* node : graph_.nodes()) {
+    switch (node->kind()) {
+      case NodeKind::Placeholder: plan_.inputs.push_back(reg(node->result())); break;
+      case NodeKind::GetAttr:
+        if (node->result()->has_uses()) plan_.attrs.emplace_back(reg(node->result()), state_.get(node->target()).tensor);
+        break;
+      case NodeKind::Output:
+        for (const Arg& arg : node->args()) plan_.outputs.push_back(slot(*node, arg, nullptr));
+        break;
+      default: instruction(*node);
+    }
+  }
+  if (!graph_.output_node()) throw Error(ErrorKind::InvalidGraph, "the graph has no output node");
+  return std::move(plan_);
+}
+
+Plan::Plan(const Graph& graph, const State& state) : impl_(std::make_unique<Impl>(PlanCompiler(graph, state).compile())) {}
+Plan::~Plan() = default;
+Plan::Plan(Plan&&) noexcept = default;
+Plan& Plan::operator=(Plan&&) noexcept = default;
+
+std::vector<IValue> Plan::run(std::vector<IValue> inputs) const {
+  if (inputs.size() != impl_->inputs.size()) {
+    throw Error(ErrorKind::InvalidArgument, "the graph takes " + std::to_string(impl_->inputs.size()) + " inputs, got " +
+                                                std::to_string(inputs.size()));
+  }
+  // Autocast was captured as explicit casts: the caller's must not add others.
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return impl_->run(std::move(inputs));
+}
+
+size_t Plan::num_inputs() const { return impl_->inputs.size(); }
+size_t Plan::num_instructions() const { return impl_->instructions.size(); }
+
+}  // namespace plumb

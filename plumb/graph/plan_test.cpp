@@ -1,0 +1,214 @@
+#include "plumb/graph/plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/graph_module.h"
+
+namespace plumb {
+namespace {
+
+using testing::HasSubstr;
+
+at::Tensor run1(const std::string& text, const State& state, std::vector<c10::IValue> inputs) {
+  Graph g = parse_graph(text);
+  lint(g);
+  return Plan(g, state).run(std::move(inputs))[0].toTensor();
+}
+
+TEST(Plan, RunsWithGradientsEqualToEagers) {
+  at::manual_seed(0);
+  State state;
+  at::Tensor w = at::randn({4, 3}).requires_grad_(), b = at::randn({4}).requires_grad_();
+  state.add({"fc.weight", AttrKind::Parameter, w});
+  state.add({"fc.bias", AttrKind::Parameter, b});
+  at::Tensor x = at::randn({5, 3}).requires_grad_();
+  at::Tensor y = run1(R"(graph {
+    %x = placeholder "x"
+    %w = get_attr "fc.weight"
+    %b = get_attr "fc.bias"
+    %l = aten::linear(%x, %w, %b)
+    %g = aten::gelu(%l)
+    %m = aten::mul.Tensor(%g, %l)
+    output(%m)
+  })", state, {x});
+  y.sum().backward();
+  at::Tensor gx = x.grad().clone(), gw = w.grad().clone(), gb = b.grad().clone();
+  x.mutable_grad() = w.mutable_grad() = b.mutable_grad() = at::Tensor();
+  at::Tensor l = at::linear(x, w, b);
+  at::Tensor eager = at::gelu(l) * l;
+  eager.sum().backward();
+  EXPECT_TRUE(at::equal(y, eager));
+  EXPECT_TRUE(at::equal(gx, x.grad()) && at::equal(gw, w.grad()) && at::equal(gb, b.grad()));
+}
+
+TEST(Plan, TreatsANumberForATensorAsEagerTreatsAPythonNumber) {
+  const std::string text = "graph { %x = placeholder \"x\" %m = aten::mul.Tensor(%x, 1.1) %a = aten::add.Tensor(%m, 3) output(%a) }";
+  for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong}) {
+    at::Tensor x = at::arange(7).to(dtype);
+    at::Tensor y = run1(text, State(), {x}), eager = x * 1.1 + 3;
+    EXPECT_EQ(y.scalar_type(), eager.scalar_type());
+    EXPECT_TRUE(at::equal(y, eager)) << dtype;
+  }
+}
+
+TEST(Plan, CastsANumberOnceForFloatsAndStaysEqual) {
+  at::manual_seed(3);
+  Graph g = parse_graph(R"(graph { %x: f32[100000] = placeholder "x"
+    %a: f32[100000] = aten::mul.Tensor(%x, 1.0001) %b: f32[100000] = aten::div.Tensor(%a, 0.3)
+    %c: f32[100000] = aten::sub.Tensor(%b, 1e-3, alpha=2) %d = aten::add.Tensor(%c, 7) output(%d) })");
+  at::Tensor x = at::randn({100000}).requires_grad_();
+  at::Tensor y = Plan(g, State()).run({x})[0].toTensor();
+  y.backward(at::ones_like(y));
+  at::Tensor grad = x.grad().clone();
+  x.mutable_grad() = at::Tensor();
+  at::Tensor eager = at::sub(x * 1.0001 / 0.3, 1e-3, 2) + 7;
+  eager.backward(at::ones_like(y));
+  EXPECT_TRUE(at::equal(y, eager));
+  EXPECT_TRUE(at::equal(grad, x.grad()));
+}
+
+TEST(Plan, HonoursNoGradPerNodeAndTheCallersMode) {
+  const std::string text = R"(graph { %x = placeholder "x" %a = aten::neg(%x) no_grad %b = aten::relu(%x) output(%a, %b) })";
+  at::Tensor x = at::ones({2}).requires_grad_();
+  Graph g = parse_graph(text);
+  auto out = Plan(g, State()).run({x});
+  EXPECT_FALSE(out[0].toTensor().requires_grad());
+  EXPECT_TRUE(out[1].toTensor().requires_grad());
+  at::NoGradGuard guard;
+  out = Plan(g, State()).run({x});
+  EXPECT_FALSE(out[1].toTensor().requires_grad());
+  EXPECT_FALSE(at::GradMode::is_enabled());
+}
+
+TEST(Plan, DropsEveryValueAfterItsLastUse) {
+  // Ten times 4 MiB in a row: only neighbours may live at once.
+  Graph g;
+  Value* v = g.placeholder("x")->result();
+  for (int i = 0; i < 10; ++i) v = g.call("aten::neg", {v})->result();
+  g.output({g.call("aten::sum", {v})->result()});
+  at::NoGradGuard guard;
+  at::Tensor x = at::ones({1 << 20});
+  auto weak = c10::weak_intrusive_ptr<c10::StorageImpl>(
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(x.storage().unsafeGetStorageImpl()));
+  std::vector<c10::IValue> in{std::move(x)};
+  x = at::Tensor();
+  auto out = Plan(g, State()).run(std::move(in));
+  EXPECT_TRUE(weak.expired()) << "the plan kept its input alive";
+  EXPECT_EQ(out[0].toTensor().item<float>(), 1 << 20);
+}
+
+TEST(Plan, UsesOneValueTwiceInOneNode) {
+  EXPECT_EQ(run1("graph { %x = placeholder \"x\" %r = aten::neg(%x) %a = aten::mul.Tensor(%r, %r) output(%a) }", State(),
+                 {at::full({}, 3.0)}).item<double>(), 9.0);
+  EXPECT_EQ(run1("graph { %x = placeholder \"x\" %r = aten::neg(%x) %c = aten::cat([%r, %x, %r]) %s = aten::sum(%c) output(%s) }",
+                 State(), {at::ones({2})}).item<double>(), -2.0);
+}
+
+TEST(Plan, RunsNestedGraphs) {
+  EXPECT_EQ(run1(R"(graph { %x = placeholder "x" %p, %q = call_module "inner" (%x, 2) {
+      %a = placeholder "a" %b: int = placeholder "b" %m = aten::mul.Tensor(%a, %b) output(%m, %a) }
+    %s = aten::sub.Tensor(%p, %q) output(%s) })", State(), {at::full({}, 5.0)}).item<double>(), 5.0);
+}
+
+TEST(Plan, ReturnsInputsAndConstantsAsTheyAre) {
+  Graph g = parse_graph("graph { %x = placeholder \"x\" output(%x, None, 3, %x) }");
+  at::Tensor x = at::ones({2});
+  auto out = Plan(g, State()).run({x});
+  EXPECT_TRUE(out[0].toTensor().is_same(x) && out[3].toTensor().is_same(x));
+  EXPECT_TRUE(out[1].isNone());
+  EXPECT_EQ(out[2].toInt(), 3);
+}
+
+TEST(Plan, NamesTheNodeAndLineOfAFailure) {
+  Graph g = parse_graph(R"(graph { %x = placeholder "x" %w = get_attr "fc.weight"
+    %l = aten::linear(%x, %w) in "fc":"Linear" at "model.py":12:"forward" output(%l) })");
+  State state;
+  state.add({"fc.weight", AttrKind::Parameter, at::ones({4, 3})});
+  try {
+    Plan(g, state).run({at::ones({5, 7})});
+    FAIL() << "no error";
+  } catch (const Error& e) {
+    EXPECT_THAT(e.what(), HasSubstr("node %l (aten::linear)"));
+    EXPECT_THAT(e.where(), HasSubstr("fc (model.py:12)"));
+  }
+  try {
+    Plan(g, State());
+    FAIL() << "no error";
+  } catch (const Error& e) {
+    EXPECT_THAT(e.what(), HasSubstr("'fc.weight'"));
+  }
+}
+
+TEST(GraphModule, ShowsParametersUnderTheirFullNames) {
+  State state;
+  at::Tensor tied = at::ones({2, 2}).requires_grad_();
+  state.add({"embed.weight", AttrKind::Parameter, tied});
+  state.add({"layers.0.bias", AttrKind::Parameter, at::zeros({2}).requires_grad_()});
+  state.add({"layers.0.mean", AttrKind::Buffer, at::zeros({2})});
+  state.add({"head.weight", AttrKind::Parameter, tied});
+  state.add({"scale", AttrKind::Parameter, at::ones({}).requires_grad_()});
+  GraphModule m(parse_graph("graph { %x = placeholder \"x\" %w = get_attr \"scale\" %y = aten::mul.Tensor(%x, %w) output(%y) }"),
+                state, TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  auto params = m.named_parameters();
+  EXPECT_EQ(params.size(), 4u);
+  ASSERT_TRUE(params.contains("layers.0.bias"));
+  EXPECT_TRUE(params["embed.weight"].is_same(params["head.weight"]));
+  EXPECT_TRUE(m.named_buffers().contains("layers.0.mean"));
+  EXPECT_EQ(m(at::full({}, 3.0f)).item<float>(), 3);
+  auto copy = m.deep_copy();
+  EXPECT_FALSE(copy->named_parameters()["embed.weight"].is_same(tied));
+  EXPECT_TRUE(copy->named_parameters()["embed.weight"].is_same(copy->named_parameters()["head.weight"]));
+  EXPECT_NO_THROW(m.lint());
+}
+
+TEST(GraphModule, RefusesInputsOfAnotherSignature) {
+  GraphModule m(parse_graph("graph { %x: f32[\"s0\"=2, 3] = placeholder \"x\" %y = aten::neg(%x) output(%y) }"), State(),
+                TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  EXPECT_NO_THROW(m(at::ones({7, 3})));
+  for (const at::Tensor& wrong : {at::ones({2, 4}), at::ones({2, 3}).to(at::kDouble), at::ones({3})}) {
+    try {
+      m(wrong);
+      FAIL() << "no error";
+    } catch (const Error& e) {
+      EXPECT_THAT(e.what(), HasSubstr("input 'x' should be f32[s0, 3]"));
+    }
+  }
+}
+
+TEST(GraphModule, TakesKeywordsAndReturnsStructure) {
+  TreeSpec in = TreeSpec::tuple({TreeSpec::tuple({TreeSpec::leaf()}), TreeSpec::dict({"scale"}, {TreeSpec::leaf()})});
+  GraphModule m(parse_graph(R"(graph { %x = placeholder "x" %s = placeholder "scale" %y = aten::mul.Tensor(%x, %s) output(%y, %x) })"),
+                State(), in, TreeSpec::dict({"y", "x"}, {TreeSpec::leaf(), TreeSpec::leaf()}));
+  auto out = m.forward({at::ones({2})}, {{"scale", at::full({}, 4.0)}}).toGenericDict();
+  EXPECT_EQ(out.at("y").toTensor().sum().item<double>(), 8.0);
+  EXPECT_THROW(m.forward({at::ones({2})}), Error);
+  EXPECT_THROW(m.forward({at::ones({2})}, {{"scale", at::ones({})}, {"typo", at::ones({})}}), Error);
+}
+
+TEST(TreeSpec, IsTorchsOwnJsonBothWays) {
+  // Written by torch.utils._pytree.treespec_dumps.
+  const std::string text = R"x([1,{"children_spec":[{"children_spec":[],"context":null,"type":null},{"children_spec":[{"children_spec":[],"context":null,"type":null}],"context":"[\"k\"]","type":"builtins.dict"}],"context":"null","type":"builtins.tuple"}])x";
+  TreeSpec spec = TreeSpec::from_json(text);
+  EXPECT_EQ(spec.to_string(), "(*, {k: *})");
+  EXPECT_EQ(spec.to_json(), text);
+  EXPECT_THROW(TreeSpec::from_json("[2, {}]"), Error);
+  EXPECT_THROW(TreeSpec::from_json("nonsense"), Error);
+}
+
+TEST(TreeSpec, FlattensAndRestoresNestedValues) {
+  c10::impl::GenericDict d(c10::StringType::get(), c10::AnyType::get());
+  d.insert("a", at::ones({1}));
+  d.insert("b", c10::ivalue::Tuple::create({c10::IValue(3), c10::IValue()}));
+  TreeSpec spec;
+  auto leaves = flatten(d, &spec);
+  EXPECT_EQ(spec.to_string(), "{a: *, b: (*, *)}");
+  ASSERT_EQ(leaves.size(), 3u);
+  auto back = unflatten(spec, leaves).toGenericDict();
+  EXPECT_EQ(back.at("b").toTupleRef().elements()[0].toInt(), 3);
+  EXPECT_THROW(unflatten(spec, {c10::IValue(1)}), Error);
+}
+
+}  // namespace
+}  // namespace plumb

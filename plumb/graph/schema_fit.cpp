@@ -1,0 +1,176 @@
+#include "plumb/graph/schema_fit.h"
+
+#include <ATen/core/jit_type.h>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+namespace {
+
+using c10::IValue;
+using c10::TypeKind;
+using c10::TypePtr;
+
+[[noreturn]] void misfit(const c10::FunctionSchema& schema, size_t index, const std::string& got) {
+  const auto& argument = schema.arguments()[index];
+  throw Error(ErrorKind::InvalidArgument,
+              "operator " + toString(schema.operator_name()) + ": argument '" + argument.name() + "' takes " +
+                  argument.type()->str() + ", got " + got,
+              "", "see the operator's schema: " + toString(schema));
+}
+
+std::string kind_of(const Arg& arg) {
+  if (arg.is_value()) return "value %" + arg.value()->name();
+  if (arg.is_list()) return "a list";
+  const IValue& v = arg.constant();
+  if (v.isNone()) return "None";
+  return v.tagKind();
+}
+
+bool is_number(const IValue& v) { return v.isInt() || v.isDouble() || v.isBool() || v.isComplexDouble(); }
+
+struct Fitter {
+  const c10::FunctionSchema& schema;
+  size_t index;
+
+  [[noreturn]] void fail(const Arg& arg) const { misfit(schema, index, kind_of(arg)); }
+
+  Arg constant(const TypePtr& type, const IValue& v, const Arg& original) const {
+    switch (type->kind()) {
+      case TypeKind::TensorType:
+        // A number is a wrapped number; None is an undefined tensor.
+        if (v.isNone() || is_number(v)) return v;
+        if (v.isTensor() && !v.toTensor().defined()) return IValue();
+        fail(original);
+      case TypeKind::IntType:
+      case TypeKind::SymIntType:
+        if (v.isInt()) return v;
+        if (v.isBool()) return IValue(static_cast<int64_t>(v.toBool()));
+        if (v.isSymInt()) {
+          if (auto plain = v.toSymInt().maybe_as_int()) return IValue(*plain);
+        }
+        fail(original);
+      case TypeKind::FloatType:
+      case TypeKind::SymFloatType:
+        if (v.isDouble()) return v;
+        if (v.isInt()) return IValue(static_cast<double>(v.toInt()));
+        if (v.isSymFloat() && !v.toSymFloat().is_symbolic()) return IValue(v.toSymFloat().as_float_unchecked());
+        fail(original);
+      case TypeKind::BoolType:
+      case TypeKind::SymBoolType:
+        if (v.isBool()) return v;
+        if (v.isInt()) return IValue(v.toInt() != 0);
+        fail(original);
+      case TypeKind::NumberType:
+        if (is_number(v)) return v;
+        fail(original);
+      case TypeKind::ComplexType:
+        if (v.isComplexDouble()) return v;
+        fail(original);
+      case TypeKind::StringType:
+        if (v.isString()) return v;
+        fail(original);
+      case TypeKind::DeviceObjType:
+        if (v.isDevice()) return v;
+        if (v.isString()) {
+          try {
+            return IValue(c10::Device(v.toStringRef()));
+          } catch (const c10::Error&) {
+            fail(original);
+          }
+        }
+        fail(original);
+      case TypeKind::GeneratorType:
+        if (v.isGenerator() || v.isNone()) return v;
+        fail(original);
+      default:
+        return v;  // Any, custom classes, streams: the operator checks them
+    }
+  }
+
+  Arg fit(const TypePtr& type, const Arg& arg) const {
+    if (type->kind() == TypeKind::OptionalType) {
+      if (arg.is_none()) return arg;
+      return fit(type->castRaw<c10::OptionalType>()->getElementType(), arg);
+    }
+    if (arg.is_value()) {
+      const ValueType have = arg.value()->type();
+      const bool wants_tensor = type->kind() == TypeKind::TensorType;
+      if (wants_tensor && have != ValueType::Tensor && have != ValueType::Int && have != ValueType::Float &&
+          have != ValueType::Bool && have != ValueType::Other)
+        fail(arg);
+      if (type->kind() == TypeKind::ListType && have == ValueType::Tensor) fail(arg);
+      return arg;
+    }
+    if (type->kind() == TypeKind::ListType) return fit_list(type, arg);
+    if (arg.is_list()) {
+      if (type->kind() == TypeKind::AnyType) return arg;
+      fail(arg);
+    }
+    return constant(type, arg.constant(), arg);
+  }
+
+  Arg fit_list(const TypePtr& type, const Arg& arg) const {
+    const TypePtr element = type->castRaw<c10::ListType>()->getElementType();
+    Arg::List fitted;
+    if (arg.is_list()) {
+      fitted.reserve(arg.list().size());
+      for (const Arg& e : arg.list()) fitted.push_back(fit(element, e));
+    } else if (arg.constant().isList()) {
+      for (const IValue& e : arg.constant().toListRef()) fitted.push_back(fit(element, Arg(e)));
+    } else if (is_number(arg.constant()) && schema.arguments()[index].N().has_value()) {
+      // int[2] takes a single int for both, as torch does.
+      const Arg one = fit(element, arg);
+      fitted.assign(static_cast<size_t>(*schema.arguments()[index].N()), one);
+    } else {
+      fail(arg);
+    }
+    for (const Arg& e : fitted) {
+      if (e.has_values() || e.is_list()) return Arg(std::move(fitted));
+    }
+    // No values: a typed constant list. (A list of Tensor? with only None, or numbers for tensors, stays a list of args.)
+    if (element->kind() == TypeKind::TensorType || element->kind() == TypeKind::OptionalType) {
+      if (!fitted.empty()) return Arg(std::move(fitted));
+      return IValue(c10::impl::GenericList(element));
+    }
+    const bool ints = element->kind() == TypeKind::IntType || element->kind() == TypeKind::SymIntType;
+    c10::impl::GenericList list(ints ? TypePtr(c10::IntType::get()) : element);
+    list.reserve(fitted.size());
+    for (const Arg& e : fitted) list.push_back(e.constant());
+    return IValue(std::move(list));
+  }
+};
+
+}  // namespace
+
+Arg fit_argument(const c10::FunctionSchema& schema, size_t index, Arg arg) {
+  return Fitter{schema, index}.fit(schema.arguments()[index].type(), arg);
+}
+
+bool has_default(const c10::FunctionSchema& schema, size_t index) {
+  return schema.arguments()[index].default_value().has_value();
+}
+
+Arg default_argument(const c10::FunctionSchema& schema, size_t index) {
+  const auto& argument = schema.arguments()[index];
+  if (!argument.default_value()) {
+    throw Error(ErrorKind::InvalidArgument,
+                "operator " + toString(schema.operator_name()) + ": argument '" + argument.name() + "' is missing", "",
+                "see the operator's schema: " + toString(schema));
+  }
+  return fit_argument(schema, index, Arg(*argument.default_value()));
+}
+
+IntMeaning int_meaning(const c10::Argument& argument) {
+  TypePtr real = argument.real_type();
+  if (real->kind() == TypeKind::OptionalType) real = real->castRaw<c10::OptionalType>()->getElementType();
+  switch (real->kind()) {
+    case TypeKind::ScalarTypeType: return IntMeaning::ScalarType;
+    case TypeKind::LayoutType: return IntMeaning::Layout;
+    case TypeKind::MemoryFormatType: return IntMeaning::MemoryFormat;
+    default: return IntMeaning::Plain;
+  }
+}
+
+}  // namespace plumb
