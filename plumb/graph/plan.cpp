@@ -168,6 +168,7 @@ class PlanCompiler {
   Slot slot(const Node& node, const Arg& arg, const c10::TypePtr& type);
   Slot use(const Node& node, const Value* v, bool wrap);
   IValue wrapped_number(const Node& node, const IValue& number) const;
+  static std::optional<c10::OperatorHandle> faster_overload(const Node& node);
   void instruction(const Node& node);
   void find_last_uses();
 
@@ -211,12 +212,24 @@ IValue PlanCompiler::wrapped_number(const Node& node, const IValue& number) cons
   const std::string_view name = node.op_name();
   const bool simple = name == "aten::mul" || name == "aten::add" || name == "aten::sub" || name == "aten::div" ||
                       name == "aten::mul_" || name == "aten::add_" || name == "aten::sub_" || name == "aten::div_";
-  if (!simple || !node.target().ends_with(".Tensor") || node.num_inputs() != 1) return tensor;
+  if (!simple || node.num_inputs() != 1) return tensor;
   const auto& meta = node.input(0)->meta();
   if (!meta || meta->dtype != at::kFloat || !(number.isDouble() || number.isInt())) return tensor;
   at::Tensor cast = tensor.to(at::kFloat);
   cast.unsafeGetTensorImpl()->set_wrapped_number(true);
   return cast;
+}
+
+// x.mul(Scalar) makes a tensor of the number at every call: the overload for tensors with the number made once is the
+// same arithmetic, forward and backward.
+std::optional<c10::OperatorHandle> PlanCompiler::faster_overload(const Node& node) {
+  if (!node.is_call() || !node.target().ends_with(".Scalar") || node.num_inputs() != 1) return std::nullopt;
+  const std::string_view name = node.op_name();
+  if (name != "aten::mul" && name != "aten::add" && name != "aten::sub" && name != "aten::div") return std::nullopt;
+  const auto& meta = node.input(0)->meta();
+  if (!meta || meta->dtype != at::kFloat || !node.arg(1).is_constant()) return std::nullopt;
+  if (!node.arg(1).constant().isDouble() && !node.arg(1).constant().isInt()) return std::nullopt;
+  return find_operator(std::string(name) + ".Tensor");
 }
 
 Slot PlanCompiler::slot(const Node& node, const Arg& arg, const c10::TypePtr& type) {
@@ -244,9 +257,10 @@ void PlanCompiler::instruction(const Node& node) {
   static const c10::OperatorHandle any = find_operator("aten::relu");  // stands in where there is no operator
   Instruction in{node.is_call() ? node.op() : any, 0, 0, 0, 0, 0, 0, -1, node.meta().grad_enabled};
   in.first_drop = static_cast<uint32_t>(plan_.drops.size());
+  if (auto tensor_overload = faster_overload(node)) in.op = *tensor_overload;
   std::vector<Slot> slots;
   for (size_t i = 0; i < node.args().size(); ++i) {
-    slots.push_back(slot(node, node.arg(i), node.is_call() ? node.schema().arguments()[i].type() : nullptr));
+    slots.push_back(slot(node, node.arg(i), node.is_call() ? in.op.schema().arguments()[i].type() : nullptr));
   }
   in.first_slot = static_cast<uint32_t>(plan_.slots.size());
   in.num_slots = static_cast<uint32_t>(slots.size());

@@ -1,0 +1,174 @@
+#include "plumb/capture/session.h"
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+class Builder {
+ public:
+  Builder(Session& session, const CaptureOptions& options) : session_(session), options_(options) {}
+
+  std::shared_ptr<GraphModule> build(const std::vector<c10::IValue>& outputs, TreeSpec out_spec) {
+    std::vector<Arg> results;
+    std::vector<int> output_values;
+    for (const c10::IValue& v : outputs) {
+      output_values.push_back(v.isTensor() && v.toTensor().defined() ? session_.look_up(v.toTensor(), "the model's output") : -1);
+    }
+    find_used(output_values);
+    inputs();
+    attributes();
+    for (const Record& record : session_.records) {
+      if (live_[static_cast<size_t>(&record - session_.records.data())]) call(record);
+    }
+    for (auto [attribute, value] : session_.write_backs) write_back(attribute, value);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (output_values[i] >= 0) {
+        results.push_back(value(output_values[i]));
+      } else {
+        results.push_back(outputs[i].isTensor() ? c10::IValue() : outputs[i]);
+      }
+    }
+    graph_.output(std::move(results));
+    refuse_unwritten_reads(graph_);
+    State state;
+    for (size_t i = 0; i < session_.attributes.size(); ++i) {
+      // A constant that nothing reads was made on the way and dropped.
+      if (i < session_.num_state || graph_.find_value(names_[i])) state.add(session_.attributes[i]);
+    }
+    auto module = std::make_shared<GraphModule>(std::move(graph_), std::move(state), session_.request.in_spec, std::move(out_spec));
+    module->train(session_.request.training);
+    return module;
+  }
+
+ private:
+  static void collect(const RecordedArg& arg, std::vector<int>& values) {
+    if (const int* v = std::get_if<int>(&arg.data)) values.push_back(*v);
+    if (const auto* list = std::get_if<std::vector<RecordedArg>>(&arg.data)) {
+      for (const RecordedArg& e : *list) collect(e, values);
+    }
+  }
+
+  // Which records stay: all, but the `empty`, `to` and views that torch.tensor(..) leaves behind before lift_fresh.
+  void find_used(const std::vector<int>& outputs) {
+    std::vector<char> used(session_.values.size(), 0);
+    for (int v : outputs) {
+      if (v >= 0) used[static_cast<size_t>(v)] = 1;
+    }
+    for (auto [attribute, v] : session_.write_backs) {
+      used[static_cast<size_t>(v)] = 1;
+      used[static_cast<size_t>(session_.attribute_values[static_cast<size_t>(attribute)])] = 1;
+    }
+    live_.assign(session_.records.size(), 1);
+    for (size_t i = session_.records.size(); i-- > 0;) {
+      const Record& record = session_.records[i];
+      bool wanted = false;
+      for (int v : record.results) wanted = wanted || used[static_cast<size_t>(v)];
+      const std::string& name = record.op.schema().name();
+      const bool scrap = name == "aten::empty" || name == "aten::to" || name == "aten::alias" || name == "aten::detach" ||
+                         name == "aten::resolve_conj" || name == "aten::resolve_neg" || name == "aten::_to_copy";
+      if (!wanted && scrap) {
+        live_[i] = 0;
+        continue;
+      }
+      std::vector<int> read;
+      for (const RecordedArg& arg : record.args) collect(arg, read);
+      for (int v : read) used[static_cast<size_t>(v)] = 1;
+    }
+    used_ = std::move(used);
+  }
+
+  void inputs() {
+    for (size_t i = 0; i < session_.input_values.size(); ++i) {
+      const int v = session_.input_values[i];
+      std::string name = i < options_.input_names.size() ? options_.input_names[i] : "x" + std::to_string(i);
+      if (v >= 0) {
+        bind(v, graph_.placeholder(std::move(name), session_.values[static_cast<size_t>(v)].meta)->result());
+      } else {
+        graph_.placeholder(std::move(name), std::nullopt, ValueType::Other);
+      }
+    }
+  }
+
+  void attributes() {
+    names_.resize(session_.attributes.size());
+    for (size_t i = 0; i < session_.attributes.size(); ++i) {
+      const int v = session_.attribute_values[i];
+      if (v < 0 || !used_[static_cast<size_t>(v)]) continue;
+      Node* node = graph_.get_attr(session_.attributes[i].name, session_.values[static_cast<size_t>(v)].meta);
+      names_[i] = node->result()->name();
+      bind(v, node->result());
+    }
+  }
+
+  void bind(int number, Value* v) {
+    if (static_cast<size_t>(number) >= bound_.size()) bound_.resize(session_.values.size(), nullptr);
+    bound_[static_cast<size_t>(number)] = v;
+  }
+
+  Value* value(int number) const {
+    Value* v = static_cast<size_t>(number) < bound_.size() ? bound_[static_cast<size_t>(number)] : nullptr;
+    if (!v) throw Error(ErrorKind::Internal, "capture lost track of value " + std::to_string(number));
+    return v;
+  }
+
+  Arg arg(const RecordedArg& recorded) const {
+    if (const int* v = std::get_if<int>(&recorded.data)) return value(*v);
+    if (const auto* constant = std::get_if<c10::IValue>(&recorded.data)) return *constant;
+    Arg::List list;
+    for (const RecordedArg& e : std::get<std::vector<RecordedArg>>(recorded.data)) list.push_back(arg(e));
+    return list;
+  }
+
+  void call(const Record& record) {
+    std::vector<Arg> args;
+    args.reserve(record.args.size());
+    for (const RecordedArg& a : record.args) args.push_back(arg(a));
+    std::vector<int32_t> lists;
+    for (int32_t n : record.layout) {
+      if (n >= 0) lists.push_back(n);
+    }
+    Node* node = graph_.call(record.op, std::move(args), std::move(lists));
+    NodeMeta& meta = node->meta();
+    meta.grad_enabled = record.grad_enabled;
+    meta.modules = record.modules;
+    meta.source = record.source;
+    for (size_t i = 0; i < record.results.size(); ++i) {
+      const int v = record.results[i];
+      if (node->result(i)->is_tensor()) node->result(i)->set_meta(session_.values[static_cast<size_t>(v)].meta);
+      bind(v, node->result(i));
+    }
+  }
+
+  // The model reads the old contents, and autograd may have saved them: they are read from a copy, and the buffer is
+  // written at the very end.
+  void write_back(int attribute, int number) {
+    Value* buffer = value(session_.attribute_values[static_cast<size_t>(attribute)]);
+    Value* fresh = value(number);
+    if (buffer->has_uses()) {
+      auto here = graph_.inserting_after(buffer->producer());
+      Node* copy = graph_.call("aten::clone", {buffer});
+      copy->result()->set_meta(buffer->meta());
+      graph_.replace_all_uses_with(buffer, copy->result(), copy);
+      if (fresh == buffer) fresh = copy->result();
+    }
+    Node* write = graph_.call("aten::copy_", {buffer, fresh});
+    write->meta().grad_enabled = false;
+    write->result()->set_meta(buffer->meta());
+  }
+
+  Session& session_;
+  const CaptureOptions& options_;
+  Graph graph_;
+  std::vector<Value*> bound_;
+  std::vector<char> used_, live_;
+  std::vector<std::string> names_;
+};
+
+}  // namespace
+
+std::shared_ptr<GraphModule> build_graph(Session& session, const std::vector<c10::IValue>& outputs, TreeSpec out_spec,
+                                         const CaptureOptions& options) {
+  return Builder(session, options).build(outputs, std::move(out_spec));
+}
+
+}  // namespace plumb

@@ -1,0 +1,138 @@
+// A live module -> a graph, by watching one forward through torch's dispatcher.
+//
+//   auto graph = plumb::capture(model, x);            // model: a torch::nn::ModuleHolder, shared_ptr or reference
+//   at::Tensor y = (*graph)(x);                       // bit for bit model->forward(x), gradients too
+//
+// The graph is made for the inputs' dtypes, shapes and devices and for the model's training mode. It shares the model's
+// parameters and buffers under their names. The model is afterwards as it was before: buffers, gradients, random state.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "plumb/graph/graph_module.h"
+
+namespace plumb {
+
+struct CaptureOptions {
+  // Capture twice on different input values, compare, and replay against eager, forward and gradients: the only way to
+  // notice values that leave torch unseen (raw memory, tensor hooks). Costs four forwards.
+  bool verify = false;
+  // Names for the inputs, in order; "x0", "x1", ... where missing.
+  std::vector<std::string> input_names;
+  // If not null, receives what was noticed: constants kept, buffers re-assigned, values baked in.
+  std::vector<std::string>* notes = nullptr;
+};
+
+// The general form, for any callable and any front end.
+struct CaptureRequest {
+  State state;                      // parameters and buffers by name
+  std::vector<c10::IValue> inputs;  // flat; tensors become inputs of the graph, other values are part of its signature
+  TreeSpec in_spec;                 // of (args, kwargs)
+  // Runs the model on these flat inputs; answers flat outputs and sets out_spec.
+  std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>& inputs, TreeSpec& out_spec)> call;
+  // Where the caller's code stands now (file, line); may be empty.
+  std::function<std::shared_ptr<const SourceLocation>()> locate;
+  // Called after `call`: buffers as they are now, to find re-assigned ones; may be empty. Puts back the old ones.
+  std::function<std::vector<std::pair<std::string, at::Tensor>>()> buffers_after;
+  bool training = false;
+};
+std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const CaptureOptions& options = {});
+
+// While a capture runs on this thread: enter and leave a module (its path and class name). No effect otherwise.
+void push_module(std::string path, std::string type);
+void pop_module();
+bool is_capturing();
+
+// A Python or C++ function that a graph cannot look into, kept as one node that calls it. Ids live as long as the process.
+using OpaqueFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
+int64_t register_opaque(OpaqueFunction function, std::string name);
+std::string opaque_name(int64_t id);
+
+namespace capture_detail {
+
+inline torch::nn::Module& module_of(torch::nn::Module& m) { return m; }
+template <typename M>
+torch::nn::Module& module_of(const torch::nn::ModuleHolder<M>& m) { return *m.ptr(); }
+template <typename M>
+torch::nn::Module& module_of(const std::shared_ptr<M>& m) { return *m; }
+
+template <typename M, typename... Inputs>
+decltype(auto) call_forward(M& m, Inputs&&... inputs) {
+  if constexpr (std::is_base_of_v<torch::nn::Module, M>) {
+    return m.forward(std::forward<Inputs>(inputs)...);
+  } else {
+    return m->forward(std::forward<Inputs>(inputs)...);
+  }
+}
+
+inline c10::IValue to_ivalue(const at::Tensor& t) { return t; }
+inline c10::IValue to_ivalue(const std::vector<at::Tensor>& v) { return v; }
+template <typename... T>
+c10::IValue to_ivalue(const std::tuple<T...>& t) {
+  return std::apply([](const auto&... e) { return c10::ivalue::Tuple::create({to_ivalue(e)...}); }, t);
+}
+template <typename A, typename B>
+c10::IValue to_ivalue(const std::pair<A, B>& p) { return c10::ivalue::Tuple::create({to_ivalue(p.first), to_ivalue(p.second)}); }
+template <typename V>
+c10::IValue to_ivalue(const std::map<std::string, V>& m) {
+  c10::impl::GenericDict d(c10::StringType::get(), c10::AnyType::get());
+  for (const auto& [k, v] : m) d.insert(k, to_ivalue(v));
+  return d;
+}
+template <typename V>
+c10::IValue to_ivalue(const std::unordered_map<std::string, V>& m) {
+  return to_ivalue(std::map<std::string, V>(m.begin(), m.end()));
+}
+
+}  // namespace capture_detail
+
+// Parameters and buffers of a C++ module under their full names; a tied tensor under each of its names.
+State state_of(const torch::nn::Module& module);
+
+// Any callable over a module's parameters: capture_call(module, [&](at::Tensor x) { return ...; }, x).
+template <typename F, typename... Inputs>
+std::shared_ptr<GraphModule> capture_call(torch::nn::Module& module, F&& function, const CaptureOptions& options,
+                                          const Inputs&... inputs) {
+  CaptureRequest request;
+  request.state = state_of(module);
+  request.inputs = {c10::IValue(inputs)...};
+  request.in_spec = TreeSpec::positional_inputs(sizeof...(Inputs));
+  request.training = module.is_training();
+  request.call = [&](const std::vector<c10::IValue>& flat, TreeSpec& out_spec) {
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+      return flatten(capture_detail::to_ivalue(function(flat[I].template to<std::decay_t<Inputs>>()...)), &out_spec);
+    }(std::index_sequence_for<Inputs...>{});
+  };
+  // A module may put a new tensor where a buffer was: found by looking again.
+  request.buffers_after = [&module] {
+    std::vector<std::pair<std::string, at::Tensor>> now;
+    for (const auto& b : module.named_buffers()) now.emplace_back(b.key(), b.value());
+    return now;
+  };
+  return capture(request, options);
+}
+
+template <typename M, typename... Inputs>
+  requires(std::is_convertible_v<Inputs, at::Tensor> && ...)
+std::shared_ptr<GraphModule> capture(M& model, const Inputs&... inputs) {
+  return capture_call(capture_detail::module_of(model),
+                      [&](auto&&... in) { return capture_detail::call_forward(model, in...); }, {}, at::Tensor(inputs)...);
+}
+template <typename M, typename... Inputs>
+  requires(std::is_convertible_v<Inputs, at::Tensor> && ...)
+std::shared_ptr<GraphModule> capture(const CaptureOptions& options, M& model, const Inputs&... inputs) {
+  return capture_call(capture_detail::module_of(model),
+                      [&](auto&&... in) { return capture_detail::call_forward(model, in...); }, options, at::Tensor(inputs)...);
+}
+
+}  // namespace plumb

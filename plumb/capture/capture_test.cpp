@@ -1,0 +1,351 @@
+#include "plumb/capture/capture.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "plumb/core/error.h"
+#include "tests/zoo.h"
+
+namespace plumb {
+namespace {
+
+using at::Tensor;
+using testing::HasSubstr;
+
+std::vector<Tensor> tensors_of(const c10::IValue& v) {
+  std::vector<Tensor> found;
+  for (const auto& leaf : flatten(v, nullptr)) {
+    if (leaf.isTensor()) found.push_back(leaf.toTensor());
+  }
+  return found;
+}
+
+void expect_same(const std::vector<Tensor>& a, const std::vector<Tensor>& b, const std::string& what) {
+  ASSERT_EQ(a.size(), b.size()) << what;
+  for (size_t i = 0; i < a.size(); ++i) {
+    ASSERT_EQ(a[i].defined(), b[i].defined()) << what << " " << i;
+    if (a[i].defined()) EXPECT_TRUE(at::equal(a[i], b[i])) << what << " " << i;
+  }
+}
+
+struct Ran {
+  std::vector<Tensor> outputs, input_grads, grads, buffers;
+};
+
+// Runs, goes backward through every output with fixed weights, and answers everything that can differ.
+Ran run_all(torch::nn::Module& module, const std::function<c10::IValue(const std::vector<Tensor>&)>& call,
+            const std::vector<Tensor>& inputs) {
+  Ran ran;
+  std::vector<Tensor> leaves;
+  for (const Tensor& t : inputs) leaves.push_back(t.is_floating_point() ? t.detach().clone().requires_grad_() : t);
+  module.zero_grad();
+  torch::manual_seed(7);
+  ran.outputs = tensors_of(call(leaves));
+  Tensor loss;
+  torch::manual_seed(8);
+  for (const Tensor& y : ran.outputs) {
+    if (!y.requires_grad()) continue;
+    Tensor term = (y * torch::randn_like(y)).sum();
+    loss = loss.defined() ? loss + term : term;
+  }
+  loss.backward();
+  for (const Tensor& t : leaves) ran.input_grads.push_back(t.grad());
+  for (const auto& p : module.named_parameters()) ran.grads.push_back(p.value().grad().defined() ? p.value().grad().clone() : Tensor());
+  for (const auto& b : module.named_buffers()) ran.buffers.push_back(b.value().clone());
+  return ran;
+}
+
+// Captured with verify, replayed, held against eager: outputs, all gradients, buffers; and the model is as before.
+template <typename Model, typename... Inputs>
+std::shared_ptr<GraphModule> check(Model model, const Inputs&... inputs) {
+  auto& module = *model;
+  std::vector<Tensor> before;
+  for (const auto& p : module.named_parameters()) before.push_back(p.value().detach().clone());
+  for (const auto& b : module.named_buffers()) before.push_back(b.value().clone());
+  const std::vector<Tensor> buffers_before(before.end() - static_cast<std::ptrdiff_t>(module.named_buffers().size()), before.end());
+  Tensor rng = at::globalContext().defaultGenerator(at::kCPU).get_state();
+  CaptureOptions options;
+  options.verify = true;
+  auto graph = capture(options, model, inputs...);
+  EXPECT_TRUE(at::equal(rng, at::globalContext().defaultGenerator(at::kCPU).get_state()));
+  std::vector<Tensor> after;
+  for (const auto& p : module.named_parameters()) {
+    after.push_back(p.value().detach());
+    EXPECT_FALSE(p.value().grad().defined());
+  }
+  for (const auto& b : module.named_buffers()) after.push_back(b.value());
+  expect_same(before, after, "state after capture");
+  graph->lint();
+  EXPECT_EQ(to_string(parse_graph(to_string(graph->graph()))), to_string(graph->graph()));
+
+  const std::vector<Tensor> in{inputs...};
+  auto restore = [&] {
+    torch::NoGradGuard guard;
+    size_t i = 0;
+    for (auto& b : module.named_buffers()) b.value().copy_(buffers_before[i++]);
+  };
+  Ran eager = run_all(module, [&](const std::vector<Tensor>& x) {
+    return [&]<size_t... I>(std::index_sequence<I...>) { return capture_detail::to_ivalue(model->forward(x[I]...)); }
+    (std::index_sequence_for<Inputs...>{});
+  }, in);
+  restore();
+  Ran replay = run_all(module, [&](const std::vector<Tensor>& x) {
+    return graph->forward(std::vector<c10::IValue>(x.begin(), x.end()));
+  }, in);
+  restore();
+  expect_same(eager.outputs, replay.outputs, "output");
+  expect_same(eager.input_grads, replay.input_grads, "input gradient");
+  expect_same(eager.grads, replay.grads, "gradient");
+  expect_same(eager.buffers, replay.buffers, "buffer");
+  return graph;
+}
+
+Tensor ids(int64_t b, int64_t t, int64_t vocab) { return torch::randint(vocab, {b, t}, at::kLong); }
+
+TEST(Zoo, GPTUntied) {
+  torch::manual_seed(0);
+  auto g = check(zoo::GPT(50, 16, 2, 4, 32, false), ids(2, 8, 50));
+  EXPECT_TRUE(g->named_parameters().contains("blocks.1.qkv.weight"));
+}
+TEST(Zoo, GPTTied) {
+  torch::manual_seed(0);
+  auto g = check(zoo::GPT(50, 16, 2, 4, 32, true), ids(2, 8, 50));
+  EXPECT_TRUE(g->state().get("tok.weight").tensor.is_same(g->state().get("head.weight").tensor));
+}
+TEST(Zoo, GPTWithDropout) { torch::manual_seed(0); check(zoo::GPT(50, 16, 2, 4, 32, false, 0.2), ids(2, 8, 50)); }
+TEST(Zoo, TransformerEncoderLayer) { torch::manual_seed(0); check(zoo::EncoderLayer(0.1), torch::randn({5, 2, 16})); }
+TEST(Zoo, TransformerEncoderLayerEval) {
+  torch::manual_seed(0);
+  zoo::EncoderLayer m(0.1);
+  m->eval();
+  check(m, torch::randn({5, 2, 16}));
+}
+TEST(Zoo, MultiheadAttention) { torch::manual_seed(0); check(zoo::Attention(), torch::randn({5, 2, 16}), torch::randn({7, 2, 16})); }
+TEST(Zoo, LlamaBlock) { torch::manual_seed(0); check(zoo::LlamaBlock(16, 4), torch::randn({2, 6, 16})); }
+TEST(Zoo, ViT) { torch::manual_seed(0); check(zoo::ViT(), torch::randn({2, 3, 16, 16})); }
+TEST(Zoo, ConvNetWithBatchNormTraining) { torch::manual_seed(0); check(zoo::ConvNet(), torch::randn({2, 3, 12, 12})); }
+TEST(Zoo, ConvNetWithBatchNormEval) {
+  torch::manual_seed(0);
+  zoo::ConvNet m;
+  m->eval();
+  check(m, torch::randn({2, 3, 12, 12}));
+}
+TEST(Zoo, UNet) { torch::manual_seed(0); check(zoo::UNet(), torch::randn({2, 2, 8, 8})); }
+TEST(Zoo, LSTM) { torch::manual_seed(0); check(zoo::Recurrent(false), torch::randn({2, 5, 6})); }
+TEST(Zoo, GRU) { torch::manual_seed(0); check(zoo::Recurrent(true), torch::randn({2, 5, 6})); }
+TEST(Zoo, MixtureOfExpertsWithDictOutput) { torch::manual_seed(0); check(zoo::MoE(), torch::randn({3, 8})); }
+TEST(Zoo, InPlaceAndViewWrites) { torch::manual_seed(0); check(zoo::InPlace(), torch::randn({3, 6})); }
+TEST(Zoo, SharedModuleCalledTwice) { torch::manual_seed(0); check(zoo::Shared(), torch::randn({3, 5}), torch::randn({2, 5})); }
+TEST(Zoo, Autocast) { torch::manual_seed(0); check(zoo::Autocast(), torch::randn({3, 8})); }
+TEST(Zoo, BFloat16) {
+  torch::manual_seed(0);
+  zoo::GPT m(50, 16, 1, 4, 32, false);
+  m->to(at::kBFloat16);
+  check(m, ids(2, 8, 50));
+}
+
+// --- the rules, each with its trap ---
+
+struct Fn : torch::nn::Module {
+  explicit Fn(std::function<Tensor(Tensor)> f) : f(std::move(f)) {}
+  Tensor forward(Tensor x) { return f(x); }
+  std::function<Tensor(Tensor)> f;
+};
+
+std::shared_ptr<GraphModule> capture_fn(std::function<Tensor(Tensor)> f, Tensor x = torch::randn({4, 4}), bool verify = true,
+                                        std::vector<std::string>* notes = nullptr) {
+  auto m = std::make_shared<Fn>(std::move(f));
+  CaptureOptions options;
+  options.verify = verify;
+  options.notes = notes;
+  return capture(options, m, x);
+}
+
+std::string refusal(std::function<Tensor(Tensor)> f, bool verify = false) {
+  try {
+    capture_fn(std::move(f), torch::randn({4, 4}), verify);
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::Capture);
+    return e.what();
+  }
+  return "captured";
+}
+
+TEST(Capture, FactoriesKeepTheirIdentity) {
+  auto g = capture_fn([](Tensor x) {
+    return x + torch::zeros({4, 4}) + torch::ones({4}) * torch::arange(4) + torch::full({4}, 2.0) + torch::eye(4) + torch::rand({4});
+  });
+  EXPECT_TRUE(g->state().names(AttrKind::Constant).empty());
+}
+
+TEST(Capture, RandomDrawsAreDrawnAgain) {
+  auto g = capture_fn([](Tensor x) { return x + torch::rand({4}); }, torch::zeros({4, 4}));
+  torch::manual_seed(1);
+  Tensor a = (*g)(torch::zeros({4, 4}));
+  Tensor b = (*g)(torch::zeros({4, 4}));
+  EXPECT_FALSE(at::equal(a, b));
+}
+
+TEST(Capture, NumbersStayNumbers) {
+  auto g = capture_fn([](Tensor x) { return at::mul(x, 2.5) + 3; });
+  EXPECT_THAT(to_string(g->graph()), HasSubstr("aten::mul.Scalar(%x0, 2.5)"));
+  for (auto dtype : {at::kHalf, at::kBFloat16, at::kLong}) {
+    capture_fn([](Tensor x) { return at::mul(x, 2) + 3; }, torch::arange(4).to(dtype), dtype != at::kLong);
+  }
+}
+
+TEST(Capture, KeepsAConstantMadeOutsideAndListsIt) {
+  Tensor outside = torch::randn({4});
+  std::vector<std::string> notes;
+  auto g = capture_fn([=](Tensor x) { return x + outside; }, torch::randn({4, 4}), true, &notes);
+  EXPECT_TRUE(g->state().get("_constant_0").tensor.is_same(outside));
+  ASSERT_EQ(notes.size(), 1u);
+  EXPECT_THAT(notes[0], HasSubstr("constant _constant_0"));
+}
+
+TEST(Capture, CTorchTensorIsFilledElementByElement) {
+  auto g = capture_fn([](Tensor x) { return x + torch::tensor({1.f, 2.f, 3.f, 4.f}); });
+  EXPECT_TRUE(at::equal((*g)(torch::zeros({4, 4}))[0], torch::tensor({1.f, 2.f, 3.f, 4.f})));
+}
+
+TEST(Capture, CutsWhereDataWasTaken) {
+  auto g = capture_fn([](Tensor x) { return x * x.variable_data(); }, torch::randn({4, 4}), false);
+  Tensor x = torch::full({4, 4}, 3.0).requires_grad_();
+  (*g)(x).sum().backward();
+  EXPECT_EQ(x.grad()[0][0].item<float>(), 3.0f);
+  EXPECT_THAT(to_string(g->graph()), HasSubstr("aten::detach"));
+}
+
+TEST(Capture, RecordsGradModePerNode) {
+  auto g = capture_fn([](Tensor x) {
+    Tensor a;
+    {
+      torch::NoGradGuard guard;
+      a = x * 2;
+    }
+    return a * x;
+  });
+  EXPECT_THAT(to_string(g->graph()), HasSubstr("no_grad"));
+}
+
+TEST(Capture, KeepsRepeatedInputsApart) {
+  zoo::Shared m;
+  Tensor x = torch::randn({3, 5});
+  auto g = capture(m, x, x);
+  EXPECT_EQ(g->graph().placeholders().size(), 2u);
+  Tensor y = torch::randn({3, 5});
+  auto out = tensors_of(g->forward({x, y}));
+  EXPECT_TRUE(at::equal(out[1], m->fc(y)));
+}
+
+TEST(Capture, RefusesValuesTakenOutOfTensors) {
+  EXPECT_THAT(refusal([](Tensor x) { return x * x.sum().item<double>(); }), HasSubstr("aten::item takes a value out of a tensor"));
+  EXPECT_THAT(refusal([](Tensor x) { return x.sum().is_nonzero() ? x : -x; }), HasSubstr("aten::is_nonzero"));
+  EXPECT_THAT(refusal([](Tensor x) { return at::allclose(x, x) ? x : -x; }), HasSubstr("aten::allclose"));
+}
+
+TEST(Capture, ChecksInEveryRunThatTensorsAreStillEqualOrNot) {
+  auto same = capture_fn([](Tensor x) { return at::equal(x, x) ? x * 2 : -x; });
+  EXPECT_EQ(same->graph().size(), 3u) << "one tensor is equal to itself: nothing to check";
+  zoo::Shared pair;
+  auto g = capture_call(*pair, [](Tensor a, Tensor b) { return at::equal(a, b) ? a : b; }, {}, torch::ones({3}), torch::zeros({3}));
+  EXPECT_EQ(g->forward({torch::ones({3}), torch::full({3}, 5.0)}).toTensor()[0].item<float>(), 5);
+  EXPECT_THROW(g->forward({torch::ones({3}), torch::ones({3})}), Error);
+}
+
+TEST(Capture, ReadsValuesOfConstantsAlone) {
+  std::vector<std::string> notes;
+  auto g = capture_fn([](Tensor x) { return x * torch::arange(5)[3].item<int64_t>(); }, torch::randn({4, 4}), true, &notes);
+  EXPECT_EQ(g->forward({torch::ones({4, 4})}).toTensor().sum().item<float>(), 48);
+  ASSERT_EQ(notes.size(), 1u);
+  EXPECT_THAT(notes[0], HasSubstr("depends on constants alone"));
+}
+
+TEST(Capture, RefusesTensorsWithAnUnknownPast) {
+  Tensor w = torch::randn({4}).requires_grad_();
+  Tensor past = w * 2;
+  EXPECT_THAT(refusal([=](Tensor x) { return x + past; }), HasSubstr("unknown origin that carries a gradient"));
+}
+
+TEST(Capture, RefusesCustomFunctionsWhoseBackwardWouldBeLost) {
+  struct Cube : torch::autograd::Function<Cube> {
+    static Tensor forward(torch::autograd::AutogradContext*, Tensor x) { return x * 3; }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list g) { return {g[0] * 100}; }
+  };
+  EXPECT_THAT(refusal([](Tensor x) { return Cube::apply(x) + 1; }), HasSubstr("custom autograd function"));
+}
+
+TEST(Capture, RefusesMemoryFilledByRawPointer) {
+  EXPECT_THAT(refusal([](Tensor x) {
+    Tensor e = torch::empty({4, 4});
+    std::fill_n(static_cast<float*>(e.data_ptr()), 16, 3.f);
+    return e * x;
+  }), HasSubstr("memory made by torch.empty"));
+  EXPECT_EQ(refusal([](Tensor x) { return torch::empty({4, 4}).copy_(x) * 2; }, true), "captured");
+  EXPECT_EQ(refusal([](Tensor x) { return torch::empty_like(x).fill_(1) + x; }, true), "captured");
+}
+
+TEST(Capture, VerifyFindsValuesThatLeaveTorchUnseen) {
+  auto leak = [](Tensor x) { return x * static_cast<const float*>(x.data_ptr())[0]; };
+  EXPECT_EQ(refusal(leak), "captured");
+  EXPECT_THAT(refusal(leak, true), HasSubstr("verify:"));
+}
+
+TEST(Capture, IsNotDisturbedByTheCallersModes) {
+  zoo::GPT m(50, 16, 1, 4, 32, false);
+  Tensor x = ids(2, 8, 50);
+  auto plain = to_string(capture(m, x)->graph());
+  torch::NoGradGuard guard;
+  EXPECT_EQ(to_string(capture(m, x)->graph()), plain);
+}
+
+TEST(Capture, ReplayIgnoresTheCallersAutocast) {
+  zoo::GPT m(50, 16, 1, 4, 32, false);
+  Tensor x = ids(2, 8, 50);
+  auto g = capture(m, x);
+  Tensor expected = (*g)(x);
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  Tensor under = (*g)(x);
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  EXPECT_TRUE(at::equal(expected, under));
+}
+
+TEST(Capture, EndsCleanlyWhenTheModelThrows) {
+  auto m = std::make_shared<Fn>([](Tensor) -> Tensor { throw std::runtime_error("mine"); });
+  EXPECT_THROW(capture(m, torch::randn({2})), std::runtime_error);
+  EXPECT_FALSE(is_capturing());
+  EXPECT_EQ(torch::ones({2}).sum().item<float>(), 2);
+}
+
+TEST(Capture, KeepsAnOpaqueFunctionAsOneNode) {
+  const int64_t id = register_opaque([](const std::vector<Tensor>& in) { return std::vector<Tensor>{in[0] * 2 + 1}; }, "mine");
+  auto g = capture_fn([=](Tensor x) {
+    static auto op = find_operator("plumb::python_function");
+    torch::jit::Stack stack{id, std::vector<Tensor>{x}};
+    op.callBoxed(stack);
+    return stack[0].toTensorVector()[0] * 3;
+  });
+  EXPECT_EQ(g->graph().size(), 4u);
+  EXPECT_EQ(opaque_name(id), "mine");
+}
+
+TEST(Capture, OfALargeModelOnMetaTakesNoMemory) {
+  auto options = torch::TensorOptions(at::kMeta);
+  struct Wide : torch::nn::Module {
+    explicit Wide(const torch::TensorOptions& o) {
+      for (int i = 0; i < 64; ++i) w.push_back(register_parameter("w" + std::to_string(i), torch::empty({10000, 10000}, o)));
+    }
+    Tensor forward(Tensor x) {
+      for (const Tensor& t : w) x = at::tanh(at::linear(x, t));
+      return x;
+    }
+    std::vector<Tensor> w;
+  };
+  auto m = std::make_shared<Wide>(options);
+  auto g = capture(m, torch::empty({4, 10000}, options));
+  EXPECT_EQ(g->graph().attributes().size(), 64u);
+  EXPECT_EQ((*g)(torch::empty({4, 10000}, options)).sizes(), (std::vector<int64_t>{4, 10000}));
+}
+
+}  // namespace
+}  // namespace plumb

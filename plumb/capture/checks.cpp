@@ -1,0 +1,47 @@
+#include <unordered_map>
+#include <unordered_set>
+
+#include "plumb/capture/session.h"
+#include "plumb/core/error.h"
+
+namespace plumb {
+
+void refuse_unwritten_reads(const Graph& graph) {
+  // Memory that is still as `empty` left it, and the views that show it.
+  std::unordered_map<const Value*, const Value*> base;
+  std::unordered_set<const Value*> unwritten;
+  auto base_of = [&](const Value* v) {
+    auto it = base.find(v);
+    return it == base.end() ? v : it->second;
+  };
+  for (const Node* node : graph.nodes()) {
+    if (!node->is_call()) continue;
+    const std::string_view name = node->op_name();
+    if (name == "aten::empty" || name == "aten::empty_like" || name == "aten::new_empty" || name == "aten::empty_strided" ||
+        name == "aten::new_empty_strided" || name == "aten::empty_permuted") {
+      const auto& meta = node->result()->meta();
+      if (!meta || meta->numel() > 0) unwritten.insert(node->result());
+      continue;
+    }
+    const auto written = node->writes() && name != "aten::detach_" && name != "aten::resize_" ? node->written_inputs()
+                                                                                              : std::vector<Value*>{};
+    for (const Value* v : written) unwritten.erase(base_of(v));
+    for (const Value* v : node->inputs()) {
+      const Value* root = base_of(v);
+      if (!unwritten.count(root)) continue;
+      if (node->result_aliases_input()) {
+        for (const Value* r : node->results()) base.emplace(r, root);
+        continue;
+      }
+      throw Error(ErrorKind::Capture,
+                  node->describe() + " reads memory made by torch.empty that no operator has written: it was filled outside of "
+                                     "torch's sight (numpy, raw pointer)",
+                  node->meta().where(), "fill it with torch operators, or make it with torch.tensor / torch.from_numpy");
+    }
+    if (!written.empty()) {
+      for (const Value* r : node->results()) base.emplace(r, base_of(written[0]));
+    }
+  }
+}
+
+}  // namespace plumb

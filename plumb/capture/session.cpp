@@ -1,0 +1,511 @@
+#include "plumb/capture/session.h"
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/library.h>
+
+#include <array>
+#include <typeinfo>
+#include <unordered_set>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+
+// A mode key above autograd, autocast and the composite operators that nothing else uses: calls are seen as written.
+constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+
+namespace {
+
+thread_local Session* current_session = nullptr;
+
+// Operators that hand a value out of a tensor to the program.
+const std::unordered_set<std::string_view>& value_readers() {
+  static const std::unordered_set<std::string_view> names = {
+      "aten::item",     "aten::_local_scalar_dense", "aten::is_nonzero",   "aten::equal",
+      "aten::allclose", "aten::q_scale",             "aten::q_zero_point", "aten::_nnz",
+      "aten::_choose_qparams_per_tensor"};
+  return names;
+}
+
+bool is_custom_function(const at::Tensor& t, std::string& name) {
+  if (!t.grad_fn()) return false;
+  const auto& node = *t.grad_fn();
+  const std::string_view type = typeid(node).name();
+  if (type.find("PyNode") == std::string_view::npos && type.find("CppNode") == std::string_view::npos) return false;
+  name = node.name();
+  return true;
+}
+
+bool has_tensor(const c10::IValue& v) {
+  if (v.isTensor()) return true;
+  if (!v.isList()) return false;
+  for (const c10::IValue& e : v.toListRef()) {
+    if (e.isTensor()) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+Session* Session::current() { return current_session; }
+
+Session::Session(const CaptureRequest& r) : request(r) {
+  for (const Attr& attr : request.state) {
+    attributes.push_back(attr);
+    attribute_values.push_back(-1);
+    if (!attr.tensor.defined()) continue;
+    const int index = static_cast<int>(attributes.size()) - 1;
+    // A tied tensor keeps the number of its first name.
+    auto known = by_impl_.find(attr.tensor.unsafeGetTensorImpl());
+    if (known != by_impl_.end()) continue;
+    const int value = new_value(attr.tensor, RecordedValue::Attribute);
+    values[static_cast<size_t>(value)].attribute = index;
+    attribute_values.back() = value;
+    bind(attr.tensor, value);
+    if (attr.tensor.has_storage()) {
+      attributes_by_storage_[attr.tensor.storage().unsafeGetStorageImpl()].push_back(index);
+    }
+    if (attr.kind == AttrKind::Parameter) grads_.emplace_back(attr.tensor, attr.tensor.grad());
+  }
+  num_state = attributes.size();
+  std::unordered_set<std::string> devices;
+  auto save_generator = [&](const at::Device& device) {
+    if (device.type() == at::kMeta || !devices.insert(device.str()).second) return;
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    generators_.emplace_back(generator, generator.get_state());
+  };
+  save_generator(at::Device(at::kCPU));
+  for (const Attr& attr : attributes) {
+    if (attr.tensor.defined() && attr.tensor.is_cuda()) save_generator(attr.tensor.device());
+  }
+  for (const auto& v : request.inputs) {
+    if (v.isTensor() && v.toTensor().defined() && v.toTensor().is_cuda()) save_generator(v.toTensor().device());
+  }
+}
+
+Session::~Session() {
+  stop();
+  // The model as it was: what was written is put back, random state too.
+  at::NoGradGuard no_grad;
+  for (auto& [index, contents] : saved_) attributes[static_cast<size_t>(index)].tensor.detach().copy_(contents);
+  for (auto& [parameter, grad] : grads_) {
+    if (!parameter.grad().is_same(grad)) parameter.mutable_grad() = grad;
+  }
+  for (auto& [generator, state] : generators_) {
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(state);
+  }
+}
+
+std::vector<c10::IValue> Session::feed() {
+  std::vector<c10::IValue> fed;
+  at::AutoGradMode grad(true);
+  for (const c10::IValue& v : request.inputs) {
+    if (!v.isTensor() || !v.toTensor().defined()) {
+      fed.push_back(v);
+      input_values.push_back(-1);
+      continue;
+    }
+    const at::Tensor& given = v.toTensor();
+    // Clones keep repeated inputs apart. They require grad, so that a custom autograd function is always noticed, and
+    // are no leaves, so that in-place operators may write them.
+    at::Tensor copy = given.detach();
+    if (copy.is_floating_point() || copy.is_complex()) copy.requires_grad_(true);
+    copy = copy.clone();
+    const int value = new_value(copy, RecordedValue::Input);
+    values[static_cast<size_t>(value)].meta.requires_grad = given.requires_grad();
+    bind(copy, value);
+    input_values.push_back(value);
+    fed.emplace_back(copy);
+  }
+  return fed;
+}
+
+void Session::start() {
+  // Weights cast by an autocast region that is already open would look like tensors of unknown origin.
+  at::autocast::clear_cache();
+  outer_ = current_session;
+  current_session = this;
+  active_ = true;
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
+}
+
+void Session::stop() {
+  if (!active_) return;
+  active_ = false;
+  current_session = outer_;
+  if (!outer_) c10::impl::tls_set_dispatch_key_included(kKey, false);
+  at::autocast::clear_cache();
+}
+
+std::optional<Session::AliasKey> Session::alias_key(const at::Tensor& t) {
+  if (!t.has_storage() || t.layout() != at::kStrided || t.is_nested()) return std::nullopt;
+  return AliasKey{t.storage().unsafeGetStorageImpl(), t.storage_offset(), t.sizes().vec(), t.strides().vec(), t.scalar_type()};
+}
+
+int Session::new_value(const at::Tensor& tensor, RecordedValue::Origin origin) {
+  RecordedValue value;
+  value.origin = origin;
+  if (tensor.defined()) {
+    value.meta = TensorMeta::of(tensor);
+    value.requires_grad = tensor.requires_grad();
+    value.grad_fn = tensor.grad_fn().get();
+  }
+  values.push_back(std::move(value));
+  return static_cast<int>(values.size()) - 1;
+}
+
+void Session::bind(const at::Tensor& tensor, int value) {
+  // Weak references: they keep an address from being used again and leave use_count alone, on which factories depend.
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  by_impl_.insert_or_assign(impl, ImplEntry{value, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
+                                                       tensor.getIntrusivePtr())});
+  if (auto key = alias_key(tensor)) {
+    auto storage = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl());
+    values_by_storage_[storage.get()].push_back(value);
+    by_memory_.insert_or_assign(std::move(*key), StorageEntry{value, c10::weak_intrusive_ptr<c10::StorageImpl>(storage)});
+  }
+}
+
+std::string Session::where() const {
+  NodeMeta meta;
+  if (!module_stack.empty()) meta.modules = std::make_shared<const ModuleStack>(module_stack);
+  if (request.locate) meta.source = request.locate();
+  return meta.where();
+}
+
+void Session::refuse(const std::string& what, const std::string& remedy) const {
+  throw Error(ErrorKind::Capture, what, where(), remedy);
+}
+
+void Session::check_tensor(const at::Tensor& t, const std::string& reader) const {
+  const auto keys = t.key_set();
+  if (keys.has(c10::DispatchKey::FuncTorchBatched) || keys.has(c10::DispatchKey::FuncTorchGradWrapper)) {
+    refuse(reader + " works on a tensor of torch.func (vmap, grad): its operators cannot be seen from outside",
+           "apply torch.func to the captured module instead, or write the model without it");
+  }
+  if (keys.has(c10::DispatchKey::Python)) {
+    refuse(reader + " works on a tensor subclass with __torch_dispatch__", "give the model plain tensors");
+  }
+}
+
+int Session::emit(std::string_view op, std::vector<RecordedArg> args, const at::Tensor& result, bool from_constants) {
+  Record record{find_operator(op), std::move(args), {-1}, {}, true, modules_now(), nullptr};
+  if (request.locate) record.source = request.locate();
+  const int value = new_value(result, RecordedValue::Result);
+  values[static_cast<size_t>(value)].from_constants = from_constants;
+  bind(result, value);
+  record.results.push_back(value);
+  records.push_back(std::move(record));
+  return value;
+}
+
+int Session::add_constant(const at::Tensor& tensor, const std::string& reader) {
+  const int value = new_value(tensor, RecordedValue::Attribute);
+  const std::string name = "_constant_" + std::to_string(attributes.size() - num_state);
+  values[static_cast<size_t>(value)].attribute = static_cast<int>(attributes.size());
+  values[static_cast<size_t>(value)].from_constants = true;
+  attributes.push_back({name, AttrKind::Constant, tensor, true});
+  attribute_values.push_back(value);
+  bind(tensor, value);
+  if (tensor.has_storage()) {
+    attributes_by_storage_[tensor.storage().unsafeGetStorageImpl()].push_back(static_cast<int>(attributes.size()) - 1);
+  }
+  std::ostringstream text;
+  text << "constant " << name << ": a " << tensor.scalar_type() << tensor.sizes() << " tensor made outside of the forward, first used by "
+       << reader;
+  const std::string at = where();
+  note(text.str() + (at.empty() ? "" : " at " + at));
+  return value;
+}
+
+int Session::look_up(const at::Tensor& t, const std::string& reader) {
+  check_tensor(t, reader);
+  std::string function;
+  const bool custom = is_custom_function(t, function);
+  int found = -1;
+  bool by_memory = false;
+  if (auto it = by_impl_.find(t.unsafeGetTensorImpl()); it != by_impl_.end()) found = it->second.value;
+  if (found >= 0 && values[static_cast<size_t>(found)].dead) found = -1;
+  if (found < 0) {
+    if (auto key = alias_key(t)) {
+      if (auto it = by_memory_.find(*key); it != by_memory_.end() && !values[static_cast<size_t>(it->second.value)].dead) {
+        found = it->second.value;
+        by_memory = true;
+      }
+    }
+  }
+  if (custom && (found < 0 || values[static_cast<size_t>(found)].grad_fn != t.grad_fn().get())) {
+    refuse("the result of the custom autograd function " + function + " reaches " + reader +
+               ": its own backward would be lost",
+           "call it through Function.apply inside the captured module (kept as one node), or write it with torch operators");
+  }
+  if (found >= 0) {
+    RecordedValue& known = values[static_cast<size_t>(found)];
+    if (known.written && !by_memory) known.requires_grad = t.requires_grad();
+    if (known.requires_grad == t.requires_grad()) return found;
+    if (known.requires_grad) {
+      // Same memory, cut from the graph without a call that could be seen (.data): say it by a detach.
+      return emit("aten::detach", {RecordedArg{found}}, t, known.from_constants);
+    }
+    if (by_memory || known.origin == RecordedValue::Result) {
+      refuse(reader + " uses a tensor that was made to require grad inside the forward (requires_grad_, nn.Parameter)",
+             "create parameters in the module's constructor and register them");
+    }
+    return found;
+  }
+  if (t.grad_fn()) {
+    refuse(reader + " uses a tensor of unknown origin that carries a gradient (" + t.grad_fn()->name() +
+               "): it was made before the capture, in another thread, or by code that torch's dispatcher does not see",
+           "compute it inside the forward, on the thread that called it");
+  }
+  return add_constant(t, reader);
+}
+
+RecordedArg Session::record_arg(const c10::IValue& v, const std::string& reader, bool& from_constants) {
+  if (v.isTensor()) {
+    const at::Tensor& t = v.toTensor();
+    if (!t.defined()) return {c10::IValue()};
+    if (t.unsafeGetTensorImpl()->is_wrapped_number()) {
+      const at::Scalar number = t.item();
+      return {c10::IValue(number)};
+    }
+    const int value = look_up(t, reader);
+    from_constants = from_constants && values[static_cast<size_t>(value)].from_constants;
+    return {value};
+  }
+  if (v.isList()) {
+    if (!has_tensor(v)) return {v.deepcopy()};
+    std::vector<RecordedArg> elements;
+    for (const c10::IValue& e : v.toListRef()) elements.push_back(record_arg(e, reader, from_constants));
+    return {std::move(elements)};
+  }
+  if (v.isGenerator()) {
+    refuse(reader + " is given a random generator of its own", "use torch's default generator (torch.manual_seed)");
+  }
+  if (v.isStorage()) {
+    refuse(reader + " works on raw storage", "use tensors");
+  }
+  return {v};
+}
+
+// torch.tensor([..]), x[[0, 2]] and from_numpy fill memory by raw pointer and then call lift_fresh: what it holds now is
+// a constant. The model may write into the result, so each call starts from a clone.
+void Session::lift_fresh(torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  const at::Tensor t = stack->back().toTensor();
+  at::Tensor copy;
+  {
+    at::NoGradGuard no_grad;
+    copy = t.detach().clone();
+  }
+  const int value = new_value(copy, RecordedValue::Attribute);
+  values[static_cast<size_t>(value)].attribute = static_cast<int>(attributes.size());
+  values[static_cast<size_t>(value)].from_constants = true;
+  attributes.push_back({"_constant_" + std::to_string(attributes.size() - num_state), AttrKind::Constant, copy, true});
+  attribute_values.push_back(value);
+  emit("aten::clone", {RecordedArg{value}, RecordedArg{c10::IValue()}}, t, true);
+}
+
+std::shared_ptr<const ModuleStack> Session::modules_now() {
+  if (module_stack.empty()) return nullptr;
+  if (!last_stack_ || *last_stack_ != module_stack) last_stack_ = std::make_shared<const ModuleStack>(module_stack);
+  return last_stack_;
+}
+
+void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto& schema = op.schema();
+  const auto given = torch::jit::last(stack, schema.arguments().size());
+  auto save = [&](const at::Tensor& t) {
+    if (!t.defined() || !t.has_storage()) return;
+    // Writing through a view can make its base require grad.
+    if (auto touched = values_by_storage_.find(t.storage().unsafeGetStorageImpl()); touched != values_by_storage_.end()) {
+      for (int v : touched->second) values[static_cast<size_t>(v)].written = true;
+      touched->second.clear();
+    }
+    auto it = attributes_by_storage_.find(t.storage().unsafeGetStorageImpl());
+    if (it == attributes_by_storage_.end()) return;
+    for (int index : it->second) {
+      if (saved_.count(index)) continue;
+      at::NoGradGuard no_grad;
+      saved_.emplace(index, attributes[static_cast<size_t>(index)].tensor.detach().clone());
+    }
+  };
+  const bool norm = schema.name() == "aten::batch_norm" || schema.name() == "aten::instance_norm" ||
+                    schema.name() == "aten::native_batch_norm" || schema.name() == "plumb::batch_norm";
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto& argument = schema.arguments()[i];
+    const bool writes = (argument.alias_info() && argument.alias_info()->isWrite()) ||
+                        (norm && argument.name().starts_with("running_"));
+    if (!writes) continue;
+    if (given[i].isTensor()) save(given[i].toTensor());
+    if (given[i].isTensorList()) {
+      for (const at::Tensor& t : given[i].toTensorVector()) save(t);
+    }
+  }
+}
+
+// Answers true if the call is not to be recorded.
+bool Session::refuse_or_skip_valueless(const c10::OperatorHandle& op, const std::string& name,
+                                       const std::vector<RecordedArg>& args, bool from_constants,
+                                       const torch::jit::Stack& stack) {
+  const auto& schema = op.schema();
+  if (schema.returns().empty()) return false;
+  for (const auto& r : schema.returns()) {
+    if (r.type()->isSubtypeOf(*c10::TensorType::get()) || r.type()->str().find("Tensor") != std::string::npos) return false;
+  }
+  const std::string_view base = std::string_view(name).substr(0, name.find('.'));
+  if (!value_readers().count(base)) return true;  // about shapes and dtypes: part of the signature
+  if (from_constants) {
+    const std::string at = where();
+    note(name + " read a value that depends on constants alone; it is part of the graph" + (at.empty() ? "" : ", at " + at));
+    return true;
+  }
+  if (base == "aten::equal") {
+    guard_equal(args, stack);
+    return true;
+  }
+  refuse(name + " takes a value out of a tensor, so the program would depend on the data",
+         "use torch.where or masks instead of branching on tensor values, or move the decision out of the module");
+}
+
+// torch::nn::MultiheadAttention asks whether query and key are equal to choose between two ways to the same numbers.
+// For one and the same tensor, or for other shapes, the answer is known; otherwise a node checks it in every run.
+void Session::guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack) {
+  const auto given = torch::jit::last(stack, 2);
+  const at::Tensor a = given[0].toTensor(), b = given[1].toTensor();
+  const int* x = std::get_if<int>(&args[0].data);
+  const int* y = std::get_if<int>(&args[1].data);
+  if (x && y && *x == *y) return;
+  if (a.sizes() != b.sizes()) return;
+  const bool expected = at::equal(a, b);
+  Record record{find_operator("plumb::guard_equal"), {args[0], args[1], RecordedArg{c10::IValue(expected)}}, {}, {}, true, modules_now(), nullptr};
+  if (request.locate) record.source = request.locate();
+  records.push_back(std::move(record));
+  const std::string at = where();
+  note(std::string("aten::equal answered ") + (expected ? "true" : "false") + " at capture: the graph checks that it still does" +
+       (at.empty() ? "" : ", at " + at));
+}
+
+bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite) {
+  const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  bool active = false;
+  for (auto [device, key] : {std::pair{at::kCPU, c10::DispatchKey::AutocastCPU}, std::pair{at::kCUDA, c10::DispatchKey::AutocastCUDA}}) {
+    if (!at::autocast::is_autocast_enabled(device) || excluded.has(key)) continue;
+    active = true;
+    if (keys.has(key) && op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key)) {
+      // With our key still on: the casts, and the operator on cast inputs, come back here as ordinary calls.
+      ++autocast_hits_;
+      op.callBoxedForDispatchKey(key, *stack);
+      return true;
+    }
+  }
+  composite = active && op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  return false;
+}
+
+void Session::bind_results(Record& record, const torch::jit::Stack& stack, bool from_constants) {
+  const auto& returns = record.op.schema().returns();
+  const auto results = torch::jit::last(stack, returns.size());
+  auto bind_one = [&](const at::Tensor& t) {
+    const int value = new_value(t, RecordedValue::Result);
+    values[static_cast<size_t>(value)].from_constants = from_constants;
+    if (t.defined()) bind(t, value);
+    record.results.push_back(value);
+  };
+  for (const c10::IValue& v : results) {
+    if (v.isTensor()) {
+      record.layout.push_back(-1);
+      bind_one(v.toTensor());
+    } else if (v.isTensorList()) {
+      const auto list = v.toTensorVector();
+      record.layout.push_back(static_cast<int32_t>(list.size()));
+      for (const at::Tensor& t : list) bind_one(t);
+    } else {
+      record.layout.push_back(-1);
+      record.results.push_back(new_value(at::Tensor(), RecordedValue::Result));
+    }
+  }
+}
+
+void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  bool composite = false;
+  if (autocast(op, keys, stack, composite)) return;
+  const auto& schema = op.schema();
+  const std::string name = operator_name(op);
+  if (name == "aten::lift_fresh") return lift_fresh(stack);
+  if (name == "aten::set_.source_Storage" || name == "aten::set_.source_Storage_storage_offset") {
+    refuse(name + ": the model works on raw storage", "use tensors");
+  }
+  Record record{op, {}, {}, {}, at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled(), modules_now(), nullptr};
+  if (request.locate) record.source = request.locate();
+  const size_t records_before = records.size();
+  const size_t values_before = values.size();
+  const size_t hits_before = autocast_hits_;
+  bool from_constants = true;
+  bool skip = false;
+  {
+    c10::impl::ExcludeDispatchKeyGuard below(kKey);
+    const auto args = torch::jit::last(*stack, schema.arguments().size());
+    for (const c10::IValue& v : args) record.args.push_back(record_arg(v, name, from_constants));
+    skip = refuse_or_skip_valueless(op, name, record.args, from_constants, *stack);
+    if (name == "aten::resolve_neg" && !records.empty() && operator_name(records.back().op) == "aten::resolve_conj" &&
+        !from_constants && args[0].isTensor() && !args[0].toTensor().is_neg() && !args[0].toTensor().is_complex()) {
+      refuse("numpy() or tolist() takes values out of a tensor, so the program would depend on the data",
+             "keep the computation in torch, or move it out of the module");
+    }
+    // Cutting a tensor that nothing hangs on changes nothing.
+    if (name == "aten::detach_" && args[0].isTensor() && !args[0].toTensor().requires_grad()) skip = true;
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) from_constants = false;
+    before_write(op, *stack);
+    if (!composite) {
+      op.callBoxed(*stack);
+      if (skip) return;
+      bind_results(record, *stack, from_constants);
+      records.push_back(std::move(record));
+      return;
+    }
+  }
+  // A composite under autocast, with our key on: if an operator inside has a cast, what was seen inside is what happened.
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  if (skip || autocast_hits_ != hits_before) return;
+  // Otherwise it is the one call that the user wrote.
+  records.erase(records.begin() + static_cast<std::ptrdiff_t>(records_before), records.end());
+  for (size_t i = values_before; i < values.size(); ++i) {
+    if (values[i].origin == RecordedValue::Result) values[i].dead = true;
+  }
+  c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  bind_results(record, *stack, from_constants);
+  records.push_back(std::move(record));
+}
+
+void Session::write_back(int attribute, const at::Tensor& value) {
+  c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  const Attr& attr = attributes[static_cast<size_t>(attribute)];
+  if (value.sizes() != attr.tensor.sizes() || value.scalar_type() != attr.tensor.scalar_type()) {
+    refuse("the buffer '" + attr.name + "' is re-assigned in the forward with another shape or dtype",
+           "keep a buffer's shape and dtype, or pass the state in and out of the forward");
+  }
+  write_backs.emplace_back(attribute, look_up(value, "the buffer '" + attr.name + "'"));
+  note("buffer '" + attr.name + "' is re-assigned in the forward: the graph writes it at its end");
+}
+
+void capture_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (Session* session = Session::current()) {
+    session->record(op, keys, stack);
+  } else {
+    c10::impl::ExcludeDispatchKeyGuard below(kKey);
+    op.callBoxed(*stack);
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&capture_fallback>());
+}
+
+}  // namespace plumb

@@ -1,0 +1,135 @@
+// One capture under way: the records of operator calls, and what each tensor that is met stands for.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+#include "plumb/capture/capture.h"
+
+namespace plumb {
+
+// An argument while recording: values are numbers, because records can still be thrown away.
+struct RecordedArg {
+  std::variant<int, c10::IValue, std::vector<RecordedArg>> data;
+};
+
+struct Record {
+  c10::OperatorHandle op;
+  std::vector<RecordedArg> args;
+  std::vector<int32_t> layout;  // as Node::result_layout()
+  std::vector<int> results;     // value numbers, flattened
+  bool grad_enabled;
+  std::shared_ptr<const ModuleStack> modules;
+  std::shared_ptr<const SourceLocation> source;
+};
+
+// What is known of a value number.
+struct RecordedValue {
+  enum Origin : uint8_t { Input, Attribute, Result } origin = Result;
+  TensorMeta meta;
+  bool requires_grad = false;
+  bool from_constants = false;  // made of constants alone: the same at every call
+  bool dead = false;            // its record was thrown away
+  bool written = false;         // its memory was written since: requires_grad may have changed
+  const void* grad_fn = nullptr;
+  int attribute = -1;           // index into Session::attributes
+};
+
+class Session {
+ public:
+  explicit Session(const CaptureRequest& request);
+  ~Session();
+  Session(const Session&) = delete;
+
+  // The session of this thread, or null.
+  static Session* current();
+
+  // Flat inputs to call the model with: clones, floating ones requiring grad.
+  std::vector<c10::IValue> feed();
+  // Sees every call between start() and stop().
+  void start();
+  void stop();
+
+  // The number of the value that this tensor is now; `reader` names who asks, for messages.
+  int look_up(const at::Tensor& tensor, const std::string& reader);
+  void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+  // Writes `value` into the buffer at the end of the graph (a buffer that the model re-assigned).
+  void write_back(int attribute, const at::Tensor& value);
+
+  [[noreturn]] void refuse(const std::string& what, const std::string& remedy) const;
+  void note(std::string text) { notes.push_back(std::move(text)); }
+
+  const CaptureRequest& request;
+  std::vector<Attr> attributes;          // of the state, then constants
+  size_t num_state = 0;                  // how many of them came with the request
+  std::vector<int> attribute_values;     // value number of each, -1 while unused
+  std::vector<Record> records;
+  std::vector<RecordedValue> values;
+  std::vector<int> input_values;         // -1 for inputs that are no tensors
+  std::vector<std::pair<int, int>> write_backs;  // (attribute, value)
+  std::vector<std::string> notes;
+  std::vector<ModuleFrame> module_stack;
+
+ private:
+  struct AliasKey {
+    const void* storage;
+    int64_t offset;
+    std::vector<int64_t> sizes, strides;
+    at::ScalarType dtype;
+    auto operator<=>(const AliasKey&) const = default;
+  };
+  struct ImplEntry {
+    int value;
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> keep;
+  };
+  struct StorageEntry {
+    int value;
+    c10::weak_intrusive_ptr<c10::StorageImpl> keep;
+  };
+
+  static std::optional<AliasKey> alias_key(const at::Tensor& tensor);
+  int new_value(const at::Tensor& tensor, RecordedValue::Origin origin);
+  void bind(const at::Tensor& tensor, int value);
+  int add_constant(const at::Tensor& tensor, const std::string& reader);
+  int emit(std::string_view op, std::vector<RecordedArg> args, const at::Tensor& result, bool from_constants);
+  RecordedArg record_arg(const c10::IValue& v, const std::string& reader, bool& from_constants);
+  void check_tensor(const at::Tensor& tensor, const std::string& reader) const;
+  bool refuse_or_skip_valueless(const c10::OperatorHandle& op, const std::string& name, const std::vector<RecordedArg>& args,
+                                bool from_constants, const torch::jit::Stack& stack);
+  void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+  void guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack);
+  void lift_fresh(torch::jit::Stack* stack);
+  bool autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite);
+  void bind_results(Record& record, const torch::jit::Stack& stack, bool from_constants);
+  std::shared_ptr<const ModuleStack> modules_now();
+  std::string where() const;
+
+  std::unordered_map<const c10::TensorImpl*, ImplEntry> by_impl_;
+  std::map<AliasKey, StorageEntry> by_memory_;
+  std::unordered_map<const void*, std::vector<int>> attributes_by_storage_;
+  std::unordered_map<const void*, std::vector<int>> values_by_storage_;  // bound since the storage was last written
+  std::map<int, at::Tensor> saved_;            // attribute -> its contents before the first write
+  std::vector<std::pair<at::Tensor, at::Tensor>> grads_;  // parameter, its gradient before
+  std::vector<std::pair<at::Generator, at::Tensor>> generators_;
+  std::shared_ptr<const ModuleStack> last_stack_;
+  size_t autocast_hits_ = 0;
+  bool active_ = false;
+  Session* outer_ = nullptr;
+  friend void capture_fallback(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*);
+};
+
+// records -> GraphModule
+std::shared_ptr<GraphModule> build_graph(Session& session, const std::vector<c10::IValue>& outputs, TreeSpec out_spec,
+                                         const CaptureOptions& options);
+
+// Refuses graphs in which memory made by `empty` is read before any recorded write: somebody filled it by raw pointer.
+void refuse_unwritten_reads(const Graph& graph);
+
+}  // namespace plumb
