@@ -1,0 +1,88 @@
+#include "plumb/numerics/carrier.h"
+
+#include <cmath>
+#include <limits>
+
+#include "plumb/core/error.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace plumb {
+namespace {
+
+struct CarrierRange {
+  int mantissa_bits;
+  double max;
+};
+constexpr CarrierRange kRanges[kernel::kCarriers] = {
+    {23, std::numeric_limits<float>::max()}, {52, std::numeric_limits<double>::max()}, {10, 65504.0}, {7, 0x1.fep127}};
+
+// The allocator maps blocks of this size on their own and gives them back whole, so the advice dies with them.
+constexpr size_t kHugePageBytes = size_t(33) << 20;
+
+}  // namespace
+
+kernel::Carrier carrier_of(at::ScalarType dtype, const char* what) {
+  switch (dtype) {
+    case at::kFloat: return kernel::kFloat32;
+    case at::kDouble: return kernel::kFloat64;
+    case at::kHalf: return kernel::kFloat16;
+    case at::kBFloat16: return kernel::kBFloat16;
+    default:
+      throw Error(ErrorKind::InvalidArgument, std::string(what) + " does not take tensors of " + c10::toString(dtype),
+                  "", "give float32, float64, float16 or bfloat16");
+  }
+}
+
+void check_tensor(const at::Tensor& x, const char* what) {
+  if (!x.defined()) throw Error(ErrorKind::InvalidArgument, std::string(what) + " was given an undefined tensor");
+  if (!x.device().is_cpu())
+    throw Error(ErrorKind::InvalidArgument, std::string(what) + " was given a tensor on " + x.device().str(), "",
+                "move it to the CPU first");
+  if (x.layout() != at::kStrided)
+    throw Error(ErrorKind::InvalidArgument, std::string(what) + " was given a tensor that is not strided", "",
+                "make it dense first (to_dense)");
+}
+
+kernel::RoundingSpec rounding_spec(const FPFormat& format, kernel::Carrier carrier) {
+  kernel::RoundingSpec spec;
+  switch (format.rounding) {
+    case Rounding::Nearest: spec.mode = kernel::RoundingSpec::Nearest; break;
+    case Rounding::Stochastic: spec.mode = kernel::RoundingSpec::Stochastic; break;
+    case Rounding::TowardZero: spec.mode = kernel::RoundingSpec::TowardZero; break;
+  }
+  spec.exponent_bits = format.exponent_bits;
+  spec.mantissa_bits = format.mantissa_bits;
+  spec.bias = format.bias();
+  spec.random_bits = format.srbits;
+  spec.saturate = format.saturate;
+  spec.negative_zero = format.has_negative_zero();
+  const CarrierRange& range = kRanges[carrier];
+  double max = std::min(format.max_absolute_value(), range.max);
+  int kept = std::min(format.mantissa_bits, range.mantissa_bits), exponent;
+  double fraction = std::frexp(max, &exponent);
+  spec.max = std::ldexp(std::floor(std::ldexp(fraction, kept + 1)), exponent - kept - 1);
+  spec.overflow = format.saturate         ? spec.max
+                  : format.has_infinity() ? std::numeric_limits<double>::infinity()
+                                          : std::numeric_limits<double>::quiet_NaN();
+  return spec;
+}
+
+bool is_dense(const at::Tensor& x) { return x.is_contiguous() || x.is_non_overlapping_and_dense(); }
+
+at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype) {
+  at::Tensor result = at::empty_like(x, x.options().dtype(dtype));
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  if (result.nbytes() >= kHugePageBytes) {
+    constexpr uintptr_t page = uintptr_t(2) << 20;
+    uintptr_t begin = reinterpret_cast<uintptr_t>(result.mutable_data_ptr());
+    uintptr_t from = (begin + page - 1) & ~(page - 1), to = (begin + result.nbytes()) & ~(page - 1);
+    if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+  }
+#endif
+  return result;
+}
+
+}  // namespace plumb

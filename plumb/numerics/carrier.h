@@ -1,0 +1,48 @@
+// Between tensors and kernels: dtype to carrier, format to RoundingSpec, and loops over blocks. Not for other rooms.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+
+#include "plumb/numerics/format.h"
+#include "plumb/numerics/kernels.h"
+
+namespace plumb {
+
+// Throws Error(InvalidArgument), naming `what`, for other dtypes.
+kernel::Carrier carrier_of(at::ScalarType dtype, const char* what);
+
+// Strided, on the CPU; else Error(InvalidArgument).
+void check_tensor(const at::Tensor& x, const char* what);
+
+kernel::RoundingSpec rounding_spec(const FPFormat& format, kernel::Carrier carrier);
+
+// x's elements are one run of memory.
+bool is_dense(const at::Tensor& x);
+
+// Like at::empty_like; a large one asks for huge pages, which halves the cost of touching fresh memory.
+at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype);
+
+// body(begin, end) over pieces of [0, n) that start at multiples of kernel::kRandomBlock, on torch's threads.
+template <class Body>
+void for_blocks(int64_t n, const Body& body);
+
+}  // namespace plumb
+
+#include <ATen/Parallel.h>
+
+namespace plumb {
+
+template <class Body>
+void for_blocks(int64_t n, const Body& body) {
+  constexpr int64_t block = kernel::kRandomBlock;
+  if (n <= 4 * block) {
+    if (n > 0) body(int64_t(0), n);
+    return;
+  }
+  at::parallel_for(0, (n + block - 1) / block, 4,
+                   [&](int64_t first, int64_t last) { body(first * block, std::min(n, last * block)); });
+}
+
+}  // namespace plumb

@@ -1,0 +1,144 @@
+#include "plumb/numerics/codes.h"
+
+#include <ATen/ops/empty_like.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "plumb/core/error.h"
+#include "plumb/numerics/carrier.h"
+#include "plumb/numerics/quantise.h"
+
+namespace plumb {
+namespace {
+
+kernel::CodeSpec code_spec(const FPFormat& format) {
+  if (format.bits() > 8)
+    throw Error(ErrorKind::InvalidArgument,
+                "format " + format.to_string() + " has " + std::to_string(format.bits()) + " bits, a code has 8", "",
+                "choose a format of at most 8 bits");
+  kernel::CodeSpec spec;
+  spec.mantissa_bits = format.mantissa_bits;
+  spec.bias = format.bias();
+  spec.bits = format.bits();
+  const int sign = 1 << (spec.bits - 1), top = ((1 << format.exponent_bits) - 1) << format.mantissa_bits;
+  spec.infinity_code = format.has_infinity() ? top : 0;
+  spec.negative_zero = true;
+  spec.nan_is_signed = true;
+  switch (format.encoding) {
+    case Encoding::Ieee: spec.nan_code = top | (format.mantissa_bits ? 1 << (format.mantissa_bits - 1) : 0); break;
+    case Encoding::Fn: spec.nan_code = sign - 1; break;
+    case Encoding::Fnuz:
+    case Encoding::Plain:
+    case Encoding::Finite:
+      spec.nan_is_signed = false;
+      spec.negative_zero = spec.bits < 8 && format.has_negative_zero();
+      spec.nan_code = spec.negative_zero ? 0xff : sign;
+  }
+  return spec;
+}
+
+// Every code's value in every carrier.
+struct ValueTables {
+  std::array<float, 256> float32;
+  std::array<double, 256> float64;
+  std::array<at::Half, 256> float16;
+  std::array<at::BFloat16, 256> bfloat16;
+
+  const void* of(kernel::Carrier carrier) const {
+    switch (carrier) {
+      case kernel::kFloat32: return float32.data();
+      case kernel::kFloat64: return float64.data();
+      case kernel::kFloat16: return float16.data();
+      default: return bfloat16.data();
+    }
+  }
+};
+
+const ValueTables& value_tables(const FPFormat& format) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, int, Encoding>, ValueTables> tables;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto [it, added] = tables.try_emplace({format.exponent_bits, format.mantissa_bits, format.encoding});
+  if (added) {
+    for (int code = 0; code < 256; ++code) {
+      const double value = decode_one(uint8_t(code), format);
+      it->second.float64[code] = value;
+      it->second.float32[code] = float(value);
+      it->second.float16[code] = at::Half(float(value));
+      it->second.bfloat16[code] = at::BFloat16(float(value));
+    }
+  }
+  return it->second;
+}
+
+}  // namespace
+
+double decode_one(uint8_t code, const FPFormat& format) {
+  const auto spec = code_spec(format);
+  const int sign_bit = 1 << (spec.bits - 1), magnitude = code & (sign_bit - 1);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  if (code >> spec.bits) return nan;
+  const double sign = code & sign_bit ? -1.0 : 1.0;
+  if (format.encoding == Encoding::Ieee) {
+    if (magnitude > spec.infinity_code) return nan;
+    if (magnitude == spec.infinity_code) return sign * std::numeric_limits<double>::infinity();
+  } else if (spec.nan_is_signed ? magnitude == spec.nan_code : code == spec.nan_code) {
+    return nan;
+  }
+  const int field = magnitude >> format.mantissa_bits, fraction = magnitude & ((1 << format.mantissa_bits) - 1);
+  if (field == 0) return sign * std::ldexp(double(fraction), format.min_exponent() - format.mantissa_bits);
+  return sign * std::ldexp(double(fraction + (1 << format.mantissa_bits)), field - spec.bias - format.mantissa_bits);
+}
+
+at::Tensor encode(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed) {
+  check_tensor(x, "encode");
+  const auto carrier = carrier_of(x.scalar_type(), "encode");
+  const auto codes_spec = code_spec(format);
+  const auto spec = rounding_spec(format, carrier);
+  const uint64_t stream = format.rounding != Rounding::Stochastic ? 0 : seed ? *seed : draw_seed();
+  at::NoGradGuard no_grad;
+  at::Tensor codes = fresh_like(x, at::kByte), source = x.resolve_neg();
+  if (!is_dense(source) || source.strides() != codes.strides()) {
+    source = at::empty_like(codes, x.options());
+    source.copy_(x);
+  }
+  const char* from = static_cast<const char*>(source.const_data_ptr());
+  uint8_t* to = codes.mutable_data_ptr<uint8_t>();
+  const size_t size = x.element_size();
+  const auto run = kernel::kernels().encode[carrier];
+  for_blocks(x.numel(), [&](int64_t begin, int64_t end) {
+    run(from + begin * size, to + begin, end - begin, spec, codes_spec, stream, begin / kernel::kRandomBlock);
+  });
+  return codes;
+}
+
+at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype) {
+  check_tensor(codes, "decode");
+  if (codes.scalar_type() != at::kByte)
+    throw Error(ErrorKind::InvalidArgument,
+                std::string("decode takes codes as uint8, not ") + c10::toString(codes.scalar_type()), "",
+                "give what encode returned");
+  const auto carrier = carrier_of(dtype, "decode");
+  code_spec(format);
+  at::NoGradGuard no_grad;
+  at::Tensor values = fresh_like(codes, dtype), source = codes;
+  if (!is_dense(codes) || codes.strides() != values.strides()) {
+    source = at::empty_like(values, codes.options());
+    source.copy_(codes);
+  }
+  const uint8_t* from = source.const_data_ptr<uint8_t>();
+  char* to = static_cast<char*>(values.mutable_data_ptr());
+  const size_t size = values.element_size();
+  const void* table = value_tables(format).of(carrier);
+  const auto run = kernel::kernels().decode[carrier];
+  for_blocks(codes.numel(),
+             [&](int64_t begin, int64_t end) { run(from + begin, to + begin * size, end - begin, table); });
+  return values;
+}
+
+}  // namespace plumb

@@ -1,0 +1,271 @@
+// One-pass statistics. Compiled once per CPU level; see kernel_base.h.
+//
+// A sub-block is summed in lanes, shifted by the mean so far (so that a large mean costs no digits), and merged in
+// double. A sub-block whose sums are not finite, or whose squares are too small for float, is done again in double: the
+// common case pays for none of that.
+#pragma once
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "plumb/numerics/kernel_base.h"
+
+namespace plumb::kernel {
+namespace {
+
+// Five accumulators of this many lanes fit the registers.
+#if defined(__AVX512F__)
+constexpr int kSumLanes = 64;
+#elif defined(__AVX2__)
+constexpr int kSumLanes = 16;
+#else
+constexpr int kSumLanes = 8;
+#endif
+constexpr int kSubBlock = 64 * kSumLanes;  // short sums: 64 additions a lane
+constexpr int kPrefetch = 2048;            // elements ahead: without it one stream does not fill the memory bus
+
+// The careful way: any values, two passes in double.
+template <class T>
+__attribute__((noinline)) void measure_carefully(const T* x, int64_t n, Partial& p) {
+  using F = FloatTraits<T>;
+  double sum = 0, sum_abs = 0, count = 0;
+  double largest = p.abs_max, least = p.abs_min;
+  for (int64_t i = 0; i < n; ++i) {
+    BitsOf<T> bits = to_bits(x[i]), magnitude = bits & ~F::sign;
+    if (magnitude > F::exponent) {
+      ++p.nans;
+    } else if (magnitude == F::exponent) {
+      ++(bits & F::sign ? p.negative_infinities : p.positive_infinities);
+    } else {
+      double a = from_bits(magnitude);
+      sum += double(x[i]);
+      sum_abs += a;
+      ++count;
+      largest = a > largest ? a : largest;
+      least = a < least ? a : least;
+      p.zeros += magnitude == 0;
+    }
+  }
+  p.abs_max = largest;
+  p.abs_min = least;
+  p.sum_abs += sum_abs;
+  if (count == 0) return;
+  double mean = sum / count, m2 = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if ((to_bits(x[i]) & F::exponent) == F::exponent) continue;
+    double d = double(x[i]) - mean;
+    m2 += d * d;
+  }
+  merge_moments(p, count, mean, m2);
+}
+
+template <class T>
+inline double sum_lanes(const T* lanes, int n) {
+  double sum = 0;
+  for (int j = 0; j < n; ++j) sum += double(lanes[j]);
+  return sum;
+}
+
+template <class T>
+inline void measure_sub_block(const T* x, int n, T shift, bool prefetch, Partial& p) {
+  constexpr int L = kSumLanes * 4 / int(sizeof(T));
+  T sum[L], square[L], absolute[L], largest[L], least[L];
+  for (int j = 0; j < L; ++j) {
+    sum[j] = square[j] = absolute[j] = largest[j] = T(0);
+    least[j] = T(__builtin_inf());
+  }
+  int i = 0;
+  auto take = [&](T v, int j) __attribute__((always_inline)) {
+    T d = v - shift, a = from_bits(BitsOf<T>(to_bits(v) & ~FloatTraits<T>::sign));
+    sum[j] += d;
+    square[j] += d * d;
+    absolute[j] += a;
+    largest[j] = largest[j] > a ? largest[j] : a;
+    least[j] = least[j] < a ? least[j] : a;
+  };
+  if (prefetch) {
+    for (; i + L <= n; i += L) {
+      for (int j = 0; j < L; j += 64 / int(sizeof(T))) __builtin_prefetch(x + i + j + kPrefetch);
+      for (int j = 0; j < L; ++j) take(x[i + j], j);
+    }
+  } else {
+    for (; i + L <= n; i += L)
+      for (int j = 0; j < L; ++j) take(x[i + j], j);
+  }
+  int used = n < L ? n : L;
+  for (int j = 0; i < n; ++i, ++j) take(x[i], j);
+  double sum_all = sum_lanes(sum, used), square_all = sum_lanes(square, used), absolute_all = sum_lanes(absolute, used);
+  T most = T(0), fewest = T(__builtin_inf());
+  for (int j = 0; j < used; ++j) {
+    most = largest[j] > most ? largest[j] : most;
+    fewest = least[j] < fewest ? least[j] : fewest;
+  }
+  // For float: squares overflow beyond 1e19 and vanish below 1e-19.
+  bool tiny = sizeof(T) == 4 && square_all < 1e-34 && most > 0 && most < T(1e-10);
+  if (!(absolute_all < 3e38 || (sizeof(T) == 8 && absolute_all < __builtin_inf())) || !(square_all < __builtin_inf()) ||
+      tiny) {
+    measure_carefully(x, n, p);
+    return;
+  }
+  if (fewest == 0) {
+    int zeros = 0;
+    for (int k = 0; k < n; ++k) zeros += x[k] == 0;
+    p.zeros += zeros;
+  }
+  merge_moments(p, n, double(shift) + sum_all / n, square_all - sum_all * sum_all / n);
+  p.sum_abs += absolute_all;
+  if (most > p.abs_max) p.abs_max = most;
+  if (fewest < p.abs_min) p.abs_min = fewest;
+}
+
+// --- the exponent histogram
+
+struct HistogramTables {
+  alignas(64) uint32_t counts[4][kHistogramBins];
+};
+
+inline void count_bytes(const uint8_t* bytes, int n, HistogramTables& tables) {
+  int i = 0;
+  for (; i + 4 <= n; i += 4) {
+    ++tables.counts[0][bytes[i]];
+    ++tables.counts[1][bytes[i + 1]];
+    ++tables.counts[2][bytes[i + 2]];
+    ++tables.counts[3][bytes[i + 3]];
+  }
+  for (; i < n; ++i) ++tables.counts[0][bytes[i]];
+}
+
+// How many of n (a multiple of 64, at most kChunk) bytes equal each of four.
+inline void count_four(const uint8_t* bytes, int n, uint8_t first, int counts[4]) {
+  uint8_t equal[4][64] = {};
+  for (int i = 0; i < n; i += 64)
+    for (int b = 0; b < 4; ++b)
+      for (int j = 0; j < 64; ++j) equal[b][j] += bytes[i + j] == uint8_t(first - b);
+  for (int b = 0; b < 4; ++b) {
+    int total = 0;
+    for (int j = 0; j < 64; ++j) total += equal[b][j];
+    counts[b] = total;
+  }
+}
+
+inline int count_equal(const uint8_t* bytes, int n, uint8_t value) {
+  uint8_t equal[64] = {};
+  for (int i = 0; i < n; i += 64)
+    for (int j = 0; j < 64; ++j) equal[j] += bytes[i + j] == value;
+  int total = 0;
+  for (int j = 0; j < 64; ++j) total += equal[j];
+  return total;
+}
+
+// Tensors' exponents cluster just below the largest: those bins by comparing whole vectors, the few values left one by
+// one, and by table when they are many.
+inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& tables, uint64_t* histogram) {
+  int whole = n & ~63;
+  if (whole < 512) {
+    for (int i = 0; i < n; ++i) ++histogram[exponents[i]];
+    return;
+  }
+  count_bytes(exponents + whole, n - whole, tables);
+  uint8_t top_lanes[64] = {};
+  uint8_t low_lanes[64];
+  for (int j = 0; j < 64; ++j) low_lanes[j] = 255;
+  for (int i = 0; i < whole; i += 64)
+    for (int j = 0; j < 64; ++j) {
+      uint8_t e = exponents[i + j];
+      top_lanes[j] = e > top_lanes[j] ? e : top_lanes[j];
+      low_lanes[j] = e < low_lanes[j] ? e : low_lanes[j];
+    }
+  int top = 0, low = 255;
+  for (int j = 0; j < 64; ++j) {
+    top = top_lanes[j] > top ? top_lanes[j] : top;
+    low = low_lanes[j] < low ? low_lanes[j] : low;
+  }
+  int left = whole;
+  int floor = 0;  // bins below it are counted
+  if (low == 0) {
+    int zeros = count_equal(exponents, whole, 0);
+    histogram[0] += zeros;
+    left -= zeros;
+    floor = 1;
+  }
+  int bin = top;  // bins above it are counted
+  for (int round = 0; round < 3 && left > 0 && bin - 3 >= floor; ++round, bin -= 4) {
+    int counts[4];
+    count_four(exponents, whole, uint8_t(bin), counts);
+    for (int b = 0; b < 4; ++b) {
+      histogram[bin - b] += counts[b];
+      left -= counts[b];
+    }
+  }
+  if (left == 0) return;
+#if defined(__AVX2__)
+  if (left <= whole / 8) {
+    const __m256i limit = _mm256_set1_epi8(char(bin)), zero = _mm256_setzero_si256();
+    for (int i = 0; i < whole; i += 32) {
+      __m256i e = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(exponents + i));
+      uint32_t rest = uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(e, limit), e)));
+      if (floor == 1) rest &= ~uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(e, zero)));
+      for (; rest; rest &= rest - 1) ++histogram[exponents[i + __builtin_ctz(rest)]];
+    }
+    return;
+  }
+#endif
+  for (int i = 0; i < whole; i += 4)
+    for (int k = 0; k < 4; ++k) {
+      int e = exponents[i + k];
+      tables.counts[k][e] += e <= bin && e >= floor;
+    }
+}
+
+inline void exponents_of(const float* x, int n, uint8_t* exponents) {
+  for (int i = 0; i < n; ++i) exponents[i] = uint8_t(to_bits(x[i]) >> 23);
+}
+inline void exponents_of(const double* x, int n, uint8_t* exponents) {
+  for (int i = 0; i < n; ++i) {
+    int e = int(to_bits(x[i]) >> 52 & 0x7ff);
+    int f = e - 896;  // float's bias for double's
+    f = f < 0 ? 0 : f;
+    f = f > 254 ? 254 : f;
+    exponents[i] = uint8_t(e == 0x7ff ? 255 : f);
+  }
+}
+
+// Gathers into one Partial, chunk after chunk; finish() folds the tables in.
+template <class T>
+struct Measurer {
+  Partial& p;
+  HistogramTables tables;
+
+  explicit Measurer(Partial& partial) : p(partial) {
+    if (p.histogram) __builtin_memset(&tables, 0, sizeof tables);
+  }
+
+  // At most kChunk values.
+  void chunk(const T* x, int n, bool prefetch) {
+    constexpr int step = kSubBlock * 4 / int(sizeof(T));
+    double mean = p.mean;
+    if (p.count == 0) {
+      int few = n < 16 ? n : 16;
+      mean = 0;
+      for (int i = 0; i < few; ++i) mean += double(x[i]);
+      mean /= few;
+    }
+    T shift = mean < 1e30 && mean > -1e30 ? T(mean) : T(0);
+    for (int i = 0; i < n; i += step) measure_sub_block(x + i, n - i < step ? n - i : step, shift, prefetch, p);
+    if (p.histogram) {
+      alignas(64) uint8_t exponents[kChunk];
+      exponents_of(x, n, exponents);
+      count_exponents(exponents, n, tables, p.histogram);
+    }
+  }
+
+  void finish() {
+    if (!p.histogram) return;
+    for (int i = 0; i < kHistogramBins; ++i)
+      for (int k = 0; k < 4; ++k) p.histogram[i] += tables.counts[k][i];
+  }
+};
+
+}  // namespace
+}  // namespace plumb::kernel

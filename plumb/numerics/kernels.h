@@ -1,0 +1,87 @@
+// The vector kernels, one table for each CPU level, and the choice among them. No torch here.
+#pragma once
+
+#include <cstdint>
+
+namespace plumb::kernel {
+
+// Element types that kernels read and write; the index into the tables below.
+enum Carrier { kFloat32, kFloat64, kFloat16, kBFloat16, kCarriers };
+
+constexpr int64_t kRandomBlock = 16384;  // values served by one seeding of the generator; splits go on its multiples
+constexpr int kHistogramBins = 256;
+
+// How to round to one format within one carrier: FPFormat, worked out in numbers.
+struct RoundingSpec {
+  enum Mode { Nearest, Stochastic, TowardZero };
+  Mode mode;
+  int exponent_bits, mantissa_bits;
+  int bias;
+  int random_bits;  // of stochastic rounding; 0 = as many as the generator gives
+  bool saturate;    // overflow == max
+  bool negative_zero;
+  double max;       // largest value that the format and the carrier both have
+  double overflow;  // what larger values become: max, infinity or NaN
+};
+
+// A format's one-byte codes.
+struct CodeSpec {
+  int mantissa_bits, bias, bits;
+  int nan_code, infinity_code;  // without sign
+  bool nan_is_signed;           // the sign is kept beside nan_code
+  bool negative_zero;
+};
+
+// What measuring gathers; merged in any order that the caller keeps fixed.
+struct Partial {
+  double count = 0;  // of finite values
+  double mean = 0, m2 = 0, sum_abs = 0;
+  double abs_max = 0, abs_min = __builtin_inf();
+  int64_t nans = 0, positive_infinities = 0, negative_infinities = 0, zeros = 0;
+  // Null, or kHistogramBins counters by biased float32 exponent: 0 for zeros and |x| < 2^-126, 255 for infinity and
+  // NaN.
+  uint64_t* histogram = nullptr;
+};
+
+// Chan, Golub and LeVeque's merge of means and squared deviations.
+static inline void merge_moments(Partial& into, double count, double mean, double m2) {
+  if (count == 0) return;
+  double total = into.count + count, delta = mean - into.mean;
+  into.mean += delta * count / total;
+  into.m2 += m2 + delta * delta * into.count * count / total;
+  into.count = total;
+}
+
+static inline void merge(Partial& into, const Partial& from) {
+  merge_moments(into, from.count, from.mean, from.m2);
+  into.sum_abs += from.sum_abs;
+  if (from.abs_max > into.abs_max) into.abs_max = from.abs_max;
+  if (from.abs_min < into.abs_min) into.abs_min = from.abs_min;
+  into.nans += from.nans;
+  into.positive_infinities += from.positive_infinities;
+  into.negative_infinities += from.negative_infinities;
+  into.zeros += from.zeros;
+  if (into.histogram && from.histogram)
+    for (int i = 0; i < kHistogramBins; ++i) into.histogram[i] += from.histogram[i];
+}
+
+struct KernelTable {
+  const char* level;
+  // y = x rounded; x == y is fine. Block b of kRandomBlock values uses the random stream (seed, first_block + b).
+  // before and after, where not null, measure x and y on the way.
+  void (*round[kCarriers])(const void* x, void* y, int64_t n, const RoundingSpec&, uint64_t seed, int64_t first_block,
+                           Partial* before, Partial* after);
+  void (*measure[kCarriers])(const void* x, int64_t n, Partial&);
+  void (*encode[kCarriers])(const void* x, uint8_t* codes, int64_t n, const RoundingSpec&, const CodeSpec&,
+                            uint64_t seed, int64_t first_block);
+  // values: 256 entries of the carrier.
+  void (*decode[kCarriers])(const uint8_t* codes, void* y, int64_t n, const void* values);
+};
+
+// The best table for this CPU; PLUMB_CPU=baseline|avx2|avx512 in the environment asks for a lower one.
+const KernelTable& kernels();
+
+// All that this CPU can run, best last. For tests and benchmarks.
+int runnable_kernels(const KernelTable* (&tables)[3]);
+
+}  // namespace plumb::kernel

@@ -1,0 +1,162 @@
+#include "plumb/numerics/metrics.h"
+
+#include <cmath>
+#include <limits>
+
+#include "plumb/core/error.h"
+#include "plumb/numerics/carrier.h"
+#include "plumb/numerics/metrics_gather.h"
+
+namespace plumb {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int kBias = 127;
+
+void measure_dense(const at::Tensor& x, kernel::Partial& into, const MetricsOptions& options) {
+  const auto carrier = carrier_of(x.scalar_type(), "measure");
+  const char* data = static_cast<const char*>(x.const_data_ptr());
+  const size_t size = x.element_size();
+  const auto run = kernel::kernels().measure[carrier];
+  const int64_t numel = x.numel();
+  if (numel <= MetricsGatherer::kPiece) {
+    if (numel > 0) run(data, numel, into);
+    return;
+  }
+  MetricsGatherer gatherer(numel, options);
+  MetricsGatherer::for_pieces(numel, [&](int64_t piece, int64_t begin, int64_t end) {
+    run(data + begin * size, end - begin, gatherer.piece(piece));
+  });
+  merge(into, gatherer.merged());
+}
+
+bool is_carrier(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+// Other strides and dtypes go through a copy, a piece at a time.
+void measure_any(const at::Tensor& x, kernel::Partial& into, const MetricsOptions& options) {
+  if (x.numel() == 0) return;
+  if (is_carrier(x.scalar_type()) && !x.is_neg() && is_dense(x)) {
+    measure_dense(x, into, options);
+    return;
+  }
+  if (x.numel() > MetricsGatherer::kPiece) {
+    int64_t longest = 0;
+    for (int64_t d = 1; d < x.dim(); ++d)
+      if (x.size(d) > x.size(longest)) longest = d;
+    if (int64_t half = x.size(longest) / 2; half > 0) {
+      measure_any(x.narrow(longest, 0, half), into, options);
+      measure_any(x.narrow(longest, half, x.size(longest) - half), into, options);
+      return;
+    }
+  }
+  const bool small_float = at::isFloatingType(x.scalar_type()) && !is_carrier(x.scalar_type());
+  at::Tensor copy = x.to(is_carrier(x.scalar_type()) ? x.scalar_type()
+                         : small_float               ? at::kFloat
+                                                     : at::kDouble,
+                         /*non_blocking=*/false, /*copy=*/false)
+                        .resolve_neg()
+                        .contiguous();
+  measure_dense(copy, into, options);
+}
+
+// Values spread evenly over [2^e, 2^(e+1)): the share above (or below) a limit.
+double share_above(int e, double limit) {
+  double low = std::ldexp(1.0, e);
+  return std::min(1.0, std::max(0.0, (2 * low - limit) / low));
+}
+
+const ExponentHistogram& need_histogram(const TensorMetrics& metrics) {
+  if (!metrics.histogram)
+    throw Error(ErrorKind::InvalidArgument, "these metrics have no exponent histogram", "",
+                "measure with MetricsOptions{.histogram = true}");
+  return *metrics.histogram;
+}
+
+template <class Weight>
+double weighted_share(const TensorMetrics& metrics, const Weight& weight) {
+  const auto& counts = need_histogram(metrics).counts;
+  if (metrics.numel == 0) return 0;
+  double sum = double(counts[0] - metrics.zero_count) * weight(-kBias);
+  for (int bin = 1; bin < 255; ++bin)
+    if (counts[bin]) sum += double(counts[bin]) * weight(bin - kBias);
+  return sum / double(metrics.numel);
+}
+
+// Values in [2^e, 2^(e+1)) that become zero.
+double becomes_zero(const FPFormat& format, int e) {
+  double smallest = format.min_absolute_subnormal(), low = std::ldexp(1.0, e);
+  switch (format.rounding) {
+    case Rounding::Nearest: return 1 - share_above(e, smallest / 2);
+    case Rounding::TowardZero: return 1 - share_above(e, smallest);
+    case Rounding::Stochastic: return std::max(0.0, 1 - 1.5 * low / smallest);
+  }
+  return 0;
+}
+
+}  // namespace
+
+TensorMetrics finish_metrics(const kernel::Partial& p, int64_t numel) {
+  TensorMetrics m;
+  m.numel = numel;
+  m.nan_count = p.nans;
+  m.inf_count = p.positive_infinities + p.negative_infinities;
+  m.zero_count = p.zeros;
+  if (numel == 0 || p.nans > 0) {
+    m.mean_abs = m.abs_mean = m.std = m.abs_max = m.abs_min = kNaN;
+  } else if (m.inf_count > 0) {
+    m.mean_abs = m.abs_max = kInfinity;
+    m.abs_mean = p.positive_infinities > 0 && p.negative_infinities > 0 ? kNaN : kInfinity;
+    m.std = kNaN;
+    m.abs_min = p.abs_min;
+  } else {
+    m.mean_abs = p.sum_abs / double(numel);
+    m.abs_mean = std::fabs(p.mean);
+    m.std = numel > 1 ? std::sqrt(std::max(0.0, p.m2) / double(numel - 1)) : kNaN;
+    m.abs_max = p.abs_max;
+    m.abs_min = p.abs_min;
+  }
+  if (p.histogram) {
+    m.histogram.emplace();
+    for (int i = 0; i < kernel::kHistogramBins; ++i) m.histogram->counts[i] = int64_t(p.histogram[i]);
+  }
+  return m;
+}
+
+double TensorMetrics::underflow_share(const FPFormat& format) const {
+  return weighted_share(*this, [&](int e) { return becomes_zero(format, e); });
+}
+
+double TensorMetrics::subnormal_share(const FPFormat& format) const {
+  return weighted_share(*this, [&](int e) {
+    return std::max(0.0, 1 - share_above(e, format.min_absolute_normal()) - becomes_zero(format, e));
+  });
+}
+
+double TensorMetrics::overflow_share(const FPFormat& format) const {
+  double limit = format.max_absolute_value();
+  if (format.rounding == Rounding::Nearest) limit += std::ldexp(0.5, format.max_exponent() - format.mantissa_bits);
+  need_histogram(*this);
+  if (abs_max <= limit) return 0;
+  return weighted_share(*this, [&](int e) { return share_above(e, limit); });
+}
+
+TensorMetrics measure(const at::Tensor& x, const MetricsOptions& options) {
+  check_tensor(x, "measure");
+  if (x.is_complex())
+    throw Error(ErrorKind::InvalidArgument, "measure does not take complex tensors", "",
+                "measure at::view_as_real(x), or x.abs()");
+  at::NoGradGuard no_grad;
+  kernel::Partial partial;
+  std::array<uint64_t, kernel::kHistogramBins> counts;
+  if (options.histogram) {
+    counts.fill(0);
+    partial.histogram = counts.data();
+  }
+  measure_any(x, partial, options);
+  return finish_metrics(partial, x.numel());
+}
+
+}  // namespace plumb

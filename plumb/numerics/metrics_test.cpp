@@ -1,0 +1,218 @@
+#include "plumb/numerics/metrics.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include "plumb/core/error.h"
+#include "plumb/numerics/carrier.h"
+#include "plumb/numerics/metrics_gather.h"
+#include "plumb/numerics/quantise.h"
+
+namespace plumb {
+namespace {
+
+const double kInf = std::numeric_limits<double>::infinity(), kNaN = std::numeric_limits<double>::quiet_NaN();
+
+std::vector<int64_t> slow_histogram(const at::Tensor& x) {
+  std::vector<int64_t> counts(256);
+  at::Tensor wide = x.to(at::kDouble).contiguous();
+  const double* v = wide.const_data_ptr<double>();
+  for (int64_t i = 0; i < wide.numel(); ++i) {
+    int bin = !std::isfinite(v[i]) ? 255 : v[i] == 0 ? 0 : std::clamp(std::ilogb(v[i]) + 127, 0, 254);
+    ++counts[size_t(bin)];
+  }
+  return counts;
+}
+
+void expect_close(double got, double expected, const char* name) {
+  if (std::isnan(expected))
+    EXPECT_TRUE(std::isnan(got)) << name << " " << got;
+  else if (std::isinf(expected))
+    EXPECT_EQ(got, expected) << name;
+  else
+    EXPECT_LE(std::fabs(got - expected), 1e-6 * std::fabs(expected)) << name << " " << got << " " << expected;
+}
+
+void expect_torch(const TensorMetrics& m, const at::Tensor& x) {
+  at::Tensor wide = x.to(at::kDouble);
+  expect_close(m.mean_abs, wide.abs().mean().item<double>(), "mean_abs");
+  // A mean near zero is a difference of large sums: its error is relative to what was summed.
+  double mean = wide.mean().abs().item<double>();
+  if (std::isfinite(mean))
+    EXPECT_NEAR(m.abs_mean, mean, 1e-6 * wide.abs().mean().item<double>());
+  else
+    expect_close(m.abs_mean, mean, "abs_mean");
+  if (x.numel() > 1)
+    expect_close(m.std, wide.std().item<double>(), "std");
+  else
+    EXPECT_TRUE(std::isnan(m.std));
+  expect_close(m.abs_max, wide.abs().max().item<double>(), "abs_max");
+  expect_close(m.abs_min, wide.abs().min().item<double>(), "abs_min");
+  EXPECT_EQ(m.numel, x.numel());
+  EXPECT_EQ(m.nan_count, at::isnan(wide).sum().item<int64_t>());
+  EXPECT_EQ(m.inf_count, at::isinf(wide).sum().item<int64_t>());
+  EXPECT_EQ(m.zero_count, (wide == 0).sum().item<int64_t>());
+  auto slow = slow_histogram(x);
+  ASSERT_TRUE(m.histogram);
+  for (int i = 0; i < 256; ++i) EXPECT_EQ(m.histogram->counts[size_t(i)], slow[size_t(i)]) << "bin " << i;
+}
+
+// On every level of the kernels.
+void expect_torch(const at::Tensor& x) {
+  expect_torch(measure(x, {.histogram = true}), x);
+  const kernel::KernelTable* tables[3];
+  const int n = kernel::runnable_kernels(tables);
+  at::Tensor dense = x.contiguous();
+  for (int i = 0; i < n; ++i) {
+    SCOPED_TRACE(tables[i]->level);
+    kernel::Partial partial;
+    std::array<uint64_t, 256> counts{};
+    partial.histogram = counts.data();
+    tables[i]->measure[carrier_of(x.scalar_type(), "test")](dense.const_data_ptr(), x.numel(), partial);
+    expect_torch(finish_metrics(partial, x.numel()), x);
+  }
+}
+
+TEST(Metrics, AgreeWithTorchForEverySizeUpToAFewBlocks) {
+  at::manual_seed(1);
+  for (int64_t n : {1, 2, 3, 7, 15, 16, 17, 31, 63, 64, 65, 100, 511, 512, 513, 1000, 1025, 4095, 4096, 4097, 10000})
+    for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+      SCOPED_TRACE(n);
+      expect_torch(at::randn({n}).to(dtype));
+    }
+}
+
+TEST(Metrics, AgreeWithTorchOnManyElements) {
+  at::manual_seed(2);
+  at::Tensor x = at::randn({1200000});
+  expect_torch(x);
+  expect_torch(at::relu(x));
+  expect_torch(x.to(at::kHalf));
+}
+
+TEST(Metrics, ALargeMeanCostsNoDigits) {
+  at::manual_seed(3);
+  for (double mean : {1e4, -1e4, 1e6}) expect_torch(at::randn({100000}) + mean);
+}
+
+TEST(Metrics, AnyRangeOfValues) {
+  at::manual_seed(4);
+  at::Tensor x = at::randn({20000});
+  for (double scale : {1e-12, 1e-18, 1e-20, 1e-25, 1e-38, 1e-44, 1e15, 1e19, 1e25, 1e37}) {
+    SCOPED_TRACE(scale);
+    expect_torch(x * scale);
+    at::Tensor mixed = x.clone();
+    mixed.slice(0, 5000, 9000).mul_(scale);
+    expect_torch(mixed);
+  }
+  expect_torch(x * at::exp2(at::randint(-120, 120, {20000}).to(at::kFloat)));
+  expect_torch(x.to(at::kDouble) * 1e100);
+  expect_torch(x.to(at::kDouble) * 1e-100);
+  expect_torch(at::full({5000}, 3.25));
+  expect_torch(at::full({5000}, 1e-30));
+  expect_torch(at::zeros({5000}));
+}
+
+TEST(Metrics, NaNAndInfinityGiveWhatTorchGivesAndAreCounted) {
+  at::manual_seed(5);
+  for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+    for (double special : {kNaN, kInf, -kInf})
+      for (int64_t place : {0, 5, 4095, 4999}) {
+        at::Tensor x = at::randn({5000}).to(dtype);
+        x[place] = special;
+        x[17] = 0;
+        expect_torch(x);
+      }
+    at::Tensor both = at::randn({300}).to(dtype);
+    both[3] = kInf;
+    both[9] = -kInf;
+    expect_torch(both);
+    both[200] = kNaN;
+    expect_torch(both);
+    expect_torch(at::full({70}, kInf).to(dtype));
+    expect_torch(at::full({70}, kNaN).to(dtype));
+  }
+}
+
+TEST(Metrics, EmptyAndScalarTensors) {
+  TensorMetrics empty = measure(at::empty({0, 4}), {.histogram = true});
+  EXPECT_EQ(empty.numel, 0);
+  for (double v : {empty.mean_abs, empty.abs_mean, empty.std, empty.abs_max, empty.abs_min}) EXPECT_TRUE(std::isnan(v));
+  EXPECT_EQ(empty.zero_share(), 0);
+  EXPECT_EQ(empty.underflow_share(FPFormat::parse("E4M3")), 0);
+  TensorMetrics scalar = measure(at::scalar_tensor(-3.0));
+  EXPECT_EQ(scalar.mean_abs, 3);
+  EXPECT_EQ(scalar.abs_mean, 3);
+  EXPECT_EQ(scalar.abs_max, 3);
+  EXPECT_EQ(scalar.abs_min, 3);
+  EXPECT_TRUE(std::isnan(scalar.std));
+  EXPECT_FALSE(scalar.histogram);
+}
+
+TEST(Metrics, AnyStrides) {
+  at::manual_seed(6);
+  at::Tensor x = at::randn({30, 40, 50});
+  for (const auto& view :
+       {x.permute({2, 0, 1}), x.slice(1, 0, 40, 3), x.select(2, 3), x.select(0, 0).t().slice(0, 1, 50, 7),
+        x.select(0, 0).unsqueeze(0).expand({300, 40, 50}), x.flip(1), at::_neg_view(x)})
+    expect_torch(view);
+  at::Tensor large = at::randn({1000, 700}).slice(1, 0, 700, 2);
+  expect_torch(large);
+  // Far more elements than memory: measured piece by piece.
+  EXPECT_EQ(measure(at::ones({1}).expand({1 << 22})).mean_abs, 1);
+}
+
+TEST(Metrics, OtherDtypes) {
+  at::Tensor x = at::arange(-50, 50);
+  for (auto dtype : {at::kInt, at::kLong, at::kShort, at::kChar})
+    expect_torch(measure(x.to(dtype), {.histogram = true}), x);
+  at::Tensor flags = x > 10;
+  expect_torch(measure(flags, {.histogram = true}), flags.to(at::kDouble));
+  at::Tensor fp8 = at::randn({1000}).to(at::kFloat8_e4m3fn);
+  expect_torch(measure(fp8, {.histogram = true}), fp8.to(at::kFloat));
+  EXPECT_THROW(measure(at::empty({3}, at::kComplexFloat)), Error);
+  EXPECT_THROW(measure(at::Tensor()), Error);
+  EXPECT_THROW(measure(at::empty({3}, at::kMeta)), Error);
+}
+
+TEST(Metrics, DoNotDependOnThreads) {
+  at::manual_seed(7);
+  at::Tensor x = at::randn({3000000});
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  TensorMetrics one = measure(x, {.histogram = true});
+  at::set_num_threads(4);
+  TensorMetrics four = measure(x, {.histogram = true});
+  at::set_num_threads(threads);
+  EXPECT_EQ(one.std, four.std);
+  EXPECT_EQ(one.mean_abs, four.mean_abs);
+  EXPECT_EQ(one.abs_mean, four.abs_mean);
+  EXPECT_EQ(one.histogram->counts, four.histogram->counts);
+}
+
+TEST(Metrics, SharesSayWhatAFormatWouldDo) {
+  at::manual_seed(8);
+  at::Tensor x = at::randn({400000}) * 0.01;
+  x.slice(0, 0, 1000).zero_();
+  x.slice(0, 2000, 3000).mul_(1e5);
+  TensorMetrics m = measure(x, {.histogram = true});
+  for (const char* text : {"E4M3-RN", "e5m2-RN", "E2M1-RN", "E4M3-RZ", "e4m3fn-RN", "fp16-RN", "E3M2-RZ"}) {
+    const FPFormat format = FPFormat::parse(text);
+    at::Tensor y = quantise(x, format);
+    const double under = ((y == 0) & (x != 0)).to(at::kDouble).mean().item<double>();
+    const double over = (x.abs() > format.max_absolute_value()).to(at::kDouble).mean().item<double>();
+    const double sub = ((x.abs() < format.min_absolute_normal()) & (y != 0)).to(at::kDouble).mean().item<double>();
+    EXPECT_NEAR(m.underflow_share(format), under, 1e-9) << text;
+    EXPECT_NEAR(m.overflow_share(format), over, 2e-4) << text;
+    EXPECT_NEAR(m.subnormal_share(format), sub, 1e-9) << text;
+  }
+  const FPFormat chance = FPFormat::parse("E4M3-SR");
+  at::Tensor y = quantise(x, chance, 1);
+  EXPECT_NEAR(m.underflow_share(chance), ((y == 0) & (x != 0)).to(at::kDouble).mean().item<double>(), 2e-3);
+  EXPECT_EQ(measure(at::full({8}, 240.0), {.histogram = true}).overflow_share(FPFormat::parse("E4M3")), 0);
+  EXPECT_THROW(measure(x).underflow_share(chance), Error);
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,314 @@
+#include "plumb/numerics/operators.h"
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/alias.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "plumb/core/error.h"
+#include "plumb/numerics/carrier.h"
+#include "plumb/numerics/codes.h"
+#include "plumb/numerics/quantise.h"
+
+namespace plumb {
+
+const FPFormat& cached_format(std::string_view text) {
+  struct Hash : std::hash<std::string_view> {
+    using is_transparent = void;
+  };
+  static std::shared_mutex mutex;
+  static std::unordered_map<std::string, FPFormat, Hash, std::equal_to<>> formats;
+  {
+    std::shared_lock lock(mutex);
+    if (auto it = formats.find(text); it != formats.end()) return it->second;
+  }
+  FPFormat format = FPFormat::parse(text);
+  std::unique_lock lock(mutex);
+  return formats.emplace(std::string(text), format).first->second;
+}
+
+TensorMetrics metrics_of_tensor(const at::Tensor& values) {
+  constexpr int64_t fields = 9, with_histogram = fields + 256;
+  if (values.dim() != 1 || values.scalar_type() != at::kDouble ||
+      (values.numel() != fields && values.numel() != with_histogram))
+    throw Error(ErrorKind::InvalidArgument, "this tensor was not written by plumb::tensor_metrics", "",
+                "give its float64 result of 9 or 265 values");
+  const at::Tensor flat = values.contiguous();
+  const double* v = flat.const_data_ptr<double>();
+  TensorMetrics m;
+  m.mean_abs = v[0], m.abs_mean = v[1], m.std = v[2], m.abs_max = v[3], m.abs_min = v[4];
+  m.numel = int64_t(v[5]), m.nan_count = int64_t(v[6]), m.inf_count = int64_t(v[7]), m.zero_count = int64_t(v[8]);
+  if (values.numel() == with_histogram) {
+    m.histogram.emplace();
+    for (int i = 0; i < 256; ++i) m.histogram->counts[i] = int64_t(v[fields + i]);
+  }
+  return m;
+}
+
+namespace {
+
+std::optional<uint64_t> as_seed(std::optional<int64_t> seed) {
+  return seed ? std::optional<uint64_t>(uint64_t(*seed)) : std::nullopt;
+}
+
+FPFormat chosen_format(std::string_view format, std::string_view rounding, int64_t srbits) {
+  const FPFormat& named = cached_format(format);
+  if (rounding.empty() && srbits == 0) return named;
+  const Rounding chosen = rounding.empty() ? named.rounding : parse_rounding(rounding);
+  const int kept = chosen == named.rounding ? named.srbits : 0;
+  return named.with_rounding(chosen, srbits != 0 ? int(srbits) : kept);
+}
+
+bool leaves_alone(std::string_view format) { return format == "none"; }
+
+// A seed for the backward pass that differs from the forward's.
+std::optional<int64_t> backward_seed(std::optional<int64_t> seed) {
+  return seed ? std::optional<int64_t>(int64_t(uint64_t(*seed) ^ 0x9E3779B97F4A7C15ull)) : std::nullopt;
+}
+
+// --- CPU
+
+at::Tensor quantise_cpu(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
+                        std::optional<int64_t> seed) {
+  return quantise(x, chosen_format(format, rounding, srbits), as_seed(seed));
+}
+
+at::Tensor simulate_format_cpu(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
+                               std::optional<int64_t> seed) {
+  if (!leaves_alone(bwd)) cached_format(bwd);
+  // The schema promises a tensor of its own.
+  if (leaves_alone(fwd)) return x.clone();
+  return quantise(x, cached_format(fwd), as_seed(seed));
+}
+
+at::Tensor encode_cpu(const at::Tensor& x, std::string_view format, std::optional<int64_t> seed) {
+  return encode(x, cached_format(format), as_seed(seed));
+}
+
+at::Tensor decode_cpu(const at::Tensor& codes, std::string_view format, at::ScalarType dtype) {
+  return decode(codes, cached_format(format), dtype);
+}
+
+at::Tensor tensor_metrics_cpu(const at::Tensor& x, bool histogram) {
+  const TensorMetrics m = measure(x, {histogram});
+  at::Tensor values = at::empty({histogram ? 265 : 9}, at::kDouble);
+  double* v = values.mutable_data_ptr<double>();
+  v[0] = m.mean_abs, v[1] = m.abs_mean, v[2] = m.std, v[3] = m.abs_max, v[4] = m.abs_min;
+  v[5] = double(m.numel), v[6] = double(m.nan_count), v[7] = double(m.inf_count), v[8] = double(m.zero_count);
+  if (histogram)
+    for (int i = 0; i < 256; ++i) v[9 + i] = double(m.histogram->counts[i]);
+  return values;
+}
+
+// --- Meta
+
+at::Tensor quantise_meta(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
+                         std::optional<int64_t>) {
+  chosen_format(format, rounding, srbits);
+  carrier_of(x.scalar_type(), "quantise");
+  return at::empty_like(x);
+}
+
+at::Tensor simulate_format_meta(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
+                                std::optional<int64_t>) {
+  if (!leaves_alone(fwd)) cached_format(fwd);
+  if (!leaves_alone(bwd)) cached_format(bwd);
+  if (!leaves_alone(fwd) || !leaves_alone(bwd)) carrier_of(x.scalar_type(), "simulate_format");
+  return at::empty_like(x);
+}
+
+at::Tensor encode_meta(const at::Tensor& x, std::string_view format, std::optional<int64_t>) {
+  cached_format(format);
+  carrier_of(x.scalar_type(), "encode");
+  return at::empty_like(x, x.options().dtype(at::kByte));
+}
+
+at::Tensor decode_meta(const at::Tensor& codes, std::string_view format, at::ScalarType dtype) {
+  cached_format(format);
+  carrier_of(dtype, "decode");
+  return at::empty_like(codes, codes.options().dtype(dtype));
+}
+
+at::Tensor tensor_metrics_meta(const at::Tensor& x, bool histogram) {
+  return at::empty({histogram ? 265 : 9}, x.options().dtype(at::kDouble));
+}
+
+// --- Autograd
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+using QuantiseSignature = at::Tensor(const at::Tensor&, std::string_view, std::string_view, int64_t,
+                                     std::optional<int64_t>);
+using SimulateSignature = at::Tensor(const at::Tensor&, std::string_view, std::string_view, std::optional<int64_t>);
+using EncodeSignature = at::Tensor(const at::Tensor&, std::string_view, std::optional<int64_t>);
+using DecodeSignature = at::Tensor(const at::Tensor&, std::string_view, at::ScalarType);
+using MetricsSignature = at::Tensor(const at::Tensor&, bool);
+
+bool needs_gradient(const at::Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
+
+struct StraightThrough : torch::autograd::Function<StraightThrough> {
+  static constexpr bool is_traceable = true;
+
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x, std::string format,
+                            std::string rounding, int64_t srbits, std::optional<int64_t> seed) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return ops::quantise(x, format, rounding, srbits, seed);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list& gradients) {
+    return {gradients[0], {}, {}, {}, {}};
+  }
+};
+
+at::Tensor quantise_autograd(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
+                             std::optional<int64_t> seed) {
+  if (needs_gradient(x)) return StraightThrough::apply(x, std::string(format), std::string(rounding), srbits, seed);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return ops::quantise(x, format, rounding, srbits, seed);
+}
+
+// Another tensor on x's memory. It is no view to autograd, which would forbid writing to it in place; the version
+// counter is shared, so that whoever saved x learns of such a write.
+at::Tensor same_memory(const at::Tensor& x) {
+  at::Tensor result = at::alias(x);
+  if (!x.is_inference() && !result.is_inference())
+    result.unsafeGetTensorImpl()->set_version_counter(x.unsafeGetTensorImpl()->version_counter());
+  return result;
+}
+
+// Nobody else can see the gradient, and nothing watches operators: it may be rounded where it lies.
+bool is_ours(const at::Tensor& gradient) {
+  return gradient.use_count() == 1 && gradient.device().is_cpu() && gradient.layout() == at::kStrided &&
+         !at::GradMode::is_enabled() && !at::isTensorSubclassLike(gradient) && !gradient.is_neg() &&
+         gradient.storage().use_count() == 1 && is_dense(gradient) && !c10::impl::dispatch_mode_enabled();
+}
+
+struct SimulateFormat : torch::autograd::Function<SimulateFormat> {
+  static constexpr bool is_traceable = true;
+
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::string fwd,
+                            std::string bwd, std::optional<int64_t> seed) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    context->saved_data["seed"] = seed;
+    at::Tensor result = leaves_alone(fwd) ? same_memory(x) : ops::quantise(x, fwd, "", 0, seed);
+    context->saved_data["format"] = std::move(bwd);
+    return result;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list& gradients) {
+    at::Tensor& gradient = gradients[0];
+    const std::string& format = context->saved_data["format"].toStringRef();
+    if (leaves_alone(format) || !gradient.defined()) return {gradient, {}, {}, {}};
+    const auto seed = backward_seed(context->saved_data["seed"].toOptional<int64_t>());
+    if (is_ours(gradient)) return {quantise_(gradient, cached_format(format), as_seed(seed)), {}, {}, {}};
+    return {ops::quantise(gradient, format, "", 0, seed), {}, {}, {}};
+  }
+};
+
+at::Tensor simulate_format_autograd(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
+                                    std::optional<int64_t> seed) {
+  if (!leaves_alone(fwd)) cached_format(fwd);
+  if (!leaves_alone(bwd)) cached_format(bwd);
+  if (!leaves_alone(fwd) || !leaves_alone(bwd)) carrier_of(x.scalar_type(), "simulate_format");
+  if (needs_gradient(x)) return SimulateFormat::apply(x, std::string(fwd), std::string(bwd), seed);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return ops::simulate_format(x, fwd, bwd, seed);
+}
+
+template <class Call>
+at::Tensor without_history(const Call& call) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call();
+}
+
+at::Tensor encode_autograd(const at::Tensor& x, std::string_view format, std::optional<int64_t> seed) {
+  return without_history([&] { return ops::encode(x, format, seed); });
+}
+at::Tensor decode_autograd(const at::Tensor& codes, std::string_view format, at::ScalarType dtype) {
+  return without_history([&] { return ops::decode(codes, format, dtype); });
+}
+at::Tensor tensor_metrics_autograd(const at::Tensor& x, bool histogram) {
+  return without_history([&] { return ops::tensor_metrics(x, histogram); });
+}
+
+}  // namespace
+
+namespace ops {
+
+at::Tensor quantise(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
+                    std::optional<int64_t> seed) {
+  static const auto op = find<QuantiseSignature>("plumb::quantise");
+  return op.call(x, format, rounding, srbits, seed);
+}
+
+at::Tensor simulate_format(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
+                           std::optional<int64_t> seed) {
+  static const auto op = find<SimulateSignature>("plumb::simulate_format");
+  return op.call(x, fwd, bwd, seed);
+}
+
+at::Tensor encode(const at::Tensor& x, std::string_view format, std::optional<int64_t> seed) {
+  static const auto op = find<EncodeSignature>("plumb::encode");
+  return op.call(x, format, seed);
+}
+
+at::Tensor decode(const at::Tensor& codes, std::string_view format, at::ScalarType dtype) {
+  static const auto op = find<DecodeSignature>("plumb::decode");
+  return op.call(codes, format, dtype);
+}
+
+at::Tensor tensor_metrics(const at::Tensor& x, bool histogram) {
+  static const auto op = find<MetricsSignature>("plumb::tensor_metrics");
+  return op.call(x, histogram);
+}
+
+}  // namespace ops
+}  // namespace plumb
+
+TORCH_LIBRARY_FRAGMENT(plumb, m) {
+  // Random when stochastic and without a seed: torch.compile must neither merge nor replay such calls.
+  const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
+  const std::vector<at::Tag> fixed = {at::Tag::pt2_compliant_tag};
+  m.def("quantise(Tensor x, str format, str rounding=\"\", int srbits=0, int? seed=None) -> Tensor", random);
+  m.def("simulate_format(Tensor x, str fwd, str bwd, int? seed=None) -> Tensor", random);
+  m.def("encode(Tensor x, str format, int? seed=None) -> Tensor", random);
+  m.def("decode(Tensor codes, str format, ScalarType dtype=float) -> Tensor", fixed);
+  m.def("tensor_metrics(Tensor x, bool histogram=False) -> Tensor", fixed);
+}
+
+TORCH_LIBRARY_IMPL(plumb, CPU, m) {
+  m.impl("quantise", plumb::quantise_cpu);
+  m.impl("simulate_format", plumb::simulate_format_cpu);
+  m.impl("encode", plumb::encode_cpu);
+  m.impl("decode", plumb::decode_cpu);
+  m.impl("tensor_metrics", plumb::tensor_metrics_cpu);
+}
+
+TORCH_LIBRARY_IMPL(plumb, Meta, m) {
+  m.impl("quantise", plumb::quantise_meta);
+  m.impl("simulate_format", plumb::simulate_format_meta);
+  m.impl("encode", plumb::encode_meta);
+  m.impl("decode", plumb::decode_meta);
+  m.impl("tensor_metrics", plumb::tensor_metrics_meta);
+}
+
+TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
+  m.impl("quantise", plumb::quantise_autograd);
+  m.impl("simulate_format", plumb::simulate_format_autograd);
+  m.impl("encode", plumb::encode_autograd);
+  m.impl("decode", plumb::decode_autograd);
+  m.impl("tensor_metrics", plumb::tensor_metrics_autograd);
+}

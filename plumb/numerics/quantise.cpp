@@ -1,0 +1,131 @@
+#include "plumb/numerics/quantise.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty_like.h>
+
+#include <mutex>
+
+#include "plumb/core/error.h"
+#include "plumb/numerics/carrier.h"
+#include "plumb/numerics/metrics_gather.h"
+
+namespace plumb {
+namespace {
+
+uint64_t seed_for(const FPFormat& format, std::optional<uint64_t> seed) {
+  if (format.rounding != Rounding::Stochastic) return 0;
+  return seed ? *seed : draw_seed();
+}
+
+// Both tensors one run of memory in the same order, or the same tensor.
+void round_dense(const at::Tensor& x, const at::Tensor& out, const FPFormat& format, std::optional<uint64_t> seed) {
+  auto carrier = carrier_of(x.scalar_type(), "quantise");
+  const auto spec = rounding_spec(format, carrier);
+  const uint64_t stream = seed_for(format, seed);
+  const auto run = kernel::kernels().round[carrier];
+  const size_t size = x.element_size();
+  const char* from = static_cast<const char*>(x.const_data_ptr());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  for_blocks(x.numel(), [&](int64_t begin, int64_t end) {
+    run(from + begin * size, to + begin * size, end - begin, spec, stream, begin / kernel::kRandomBlock, nullptr,
+        nullptr);
+  });
+}
+
+// Autograd must notice that memory it may have saved has changed.
+void bump_version(const at::Tensor& x) {
+  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+}
+
+}  // namespace
+
+uint64_t draw_seed() {
+  auto generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
+}
+
+at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed) {
+  check_tensor(x, "quantise");
+  carrier_of(x.scalar_type(), "quantise");
+  at::NoGradGuard no_grad;
+  at::Tensor out = fresh_like(x, x.scalar_type());
+  if (!x.is_neg() && is_dense(x) && out.strides() == x.strides()) {
+    round_dense(x, out, format, seed);
+  } else {
+    out.copy_(x);
+    round_dense(out, out, format, seed);
+  }
+  return out;
+}
+
+at::Tensor& quantise_out(at::Tensor& out, const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed) {
+  check_tensor(x, "quantise");
+  check_tensor(out, "quantise");
+  if (out.sizes() != x.sizes() || out.scalar_type() != x.scalar_type())
+    throw Error(ErrorKind::InvalidArgument,
+                "quantise: out is " + std::string(c10::toString(out.scalar_type())) + c10::str(out.sizes()) +
+                    ", x is " + c10::toString(x.scalar_type()) + c10::str(x.sizes()),
+                "", "give an out of the same sizes and dtype");
+  at::NoGradGuard no_grad;
+  if (out.is_same(x)) return quantise_(out, format, seed);
+  if (at::has_internal_overlap(out) == at::MemOverlap::Yes)
+    throw Error(ErrorKind::InvalidArgument, "quantise: several of out's elements are one place in memory", "",
+                "give an out with memory of its own");
+  const bool apart =
+      !x.storage().is_alias_of(out.storage()) || at::get_overlap_status(x, out) == at::MemOverlapStatus::Full;
+  if (apart && !x.is_neg() && !out.is_neg() && is_dense(x) && is_dense(out) && out.strides() == x.strides()) {
+    round_dense(x, out, format, seed);
+    bump_version(out);
+  } else {
+    out.copy_(quantise(x, format, seed));
+  }
+  return out;
+}
+
+at::Tensor& quantise_(at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed) {
+  check_tensor(x, "quantise_");
+  carrier_of(x.scalar_type(), "quantise_");
+  at::NoGradGuard no_grad;
+  if (!x.is_neg() && is_dense(x)) {
+    round_dense(x, x, format, seed);
+    bump_version(x);
+  } else if (at::has_internal_overlap(x) == at::MemOverlap::Yes) {
+    throw Error(ErrorKind::InvalidArgument, "quantise_: several of the tensor's elements are one place in memory", "",
+                "clone() it first");
+  } else {
+    x.copy_(quantise(x, format, seed));
+  }
+  return x;
+}
+
+at::Tensor quantise_and_measure(const at::Tensor& x, const FPFormat& format, TensorMetrics* before,
+                                TensorMetrics* after, const MetricsOptions& options, std::optional<uint64_t> seed) {
+  check_tensor(x, "quantise_and_measure");
+  auto carrier = carrier_of(x.scalar_type(), "quantise_and_measure");
+  at::NoGradGuard no_grad;
+  at::Tensor out = fresh_like(x, x.scalar_type());
+  at::Tensor source = x;
+  if (x.is_neg() || !is_dense(x) || out.strides() != x.strides()) {
+    out.copy_(x);
+    source = out;
+  }
+  const auto spec = rounding_spec(format, carrier);
+  const uint64_t stream = seed_for(format, seed);
+  const size_t size = x.element_size();
+  const char* from = static_cast<const char*>(source.const_data_ptr());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  const auto run = kernel::kernels().round[carrier];
+  MetricsGatherer gather_before(x.numel(), before ? options : MetricsOptions{});
+  MetricsGatherer gather_after(x.numel(), after ? options : MetricsOptions{});
+  MetricsGatherer::for_pieces(x.numel(), [&](int64_t piece, int64_t begin, int64_t end) {
+    run(from + begin * size, to + begin * size, end - begin, spec, stream, begin / kernel::kRandomBlock,
+        before ? &gather_before.piece(piece) : nullptr, after ? &gather_after.piece(piece) : nullptr);
+  });
+  if (before) *before = gather_before.finish();
+  if (after) *after = gather_after.finish();
+  return out;
+}
+
+}  // namespace plumb

@@ -1,0 +1,42 @@
+// Rounds a tensor's values to a number format's.
+//
+// All functions take strided CPU tensors of float32, float64, float16 or bfloat16 with any strides and any number of
+// elements, and never record autograd history (plumb::quantise and plumb::simulate_format in operators.cpp do).
+//   - NaN stays NaN; zeros keep their sign where the format has one; +-infinity is overflow.
+//   - Overflow: +-max_absolute_value where format.saturate, else infinity, or NaN in a format without infinities.
+//   - Values of the format that the tensor's dtype cannot hold (bf16's largest in a float16 tensor) count as overflow.
+//   - Subnormals of format and dtype are exact; the processor's flush-to-zero mode must be off, as it is by default.
+// Stochastic rounding adds `srbits` random bits below the last kept one; the result depends on the seed and on each
+// element's place in memory order, not on the number of threads, the CPU, or whether values are float16 or float64.
+// Without a seed one is drawn from torch's default CPU generator (torch.manual_seed).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "plumb/numerics/format.h"
+#include "plumb/numerics/metrics.h"
+
+namespace plumb {
+
+// A new tensor with x's sizes and dtype, and its strides where they are dense.
+at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed = std::nullopt);
+
+// Into `out`: same sizes and dtype, any strides; may be x itself or share memory with it.
+at::Tensor& quantise_out(at::Tensor& out, const at::Tensor& x, const FPFormat& format,
+                         std::optional<uint64_t> seed = std::nullopt);
+
+// In place.
+at::Tensor& quantise_(at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed = std::nullopt);
+
+// quantise() that measures x (before) and the result (after), either may be null, in the same pass over memory.
+at::Tensor quantise_and_measure(const at::Tensor& x, const FPFormat& format, TensorMetrics* before,
+                                TensorMetrics* after, const MetricsOptions& options = {},
+                                std::optional<uint64_t> seed = std::nullopt);
+
+// 64 bits of torch's default CPU generator.
+uint64_t draw_seed();
+
+}  // namespace plumb
