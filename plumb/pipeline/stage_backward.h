@@ -1,0 +1,93 @@
+// Backward of one pipeline stage on autograd's own graph: whole, or in an input half and a weight half.
+//
+// The gradients of both ways are bit for bit those of torch::autograd::backward() on the same outputs: the same nodes
+// run in the same order, each once. The input half takes, besides the inputs' gradients, the gradients that flow into
+// every node from which a path leaves towards the weights; the weight half starts from these, in one engine call.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+namespace plumb {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Where a stage begins, for autograd: gradients of the stage's inputs stop here.
+class InputBoundary {
+ public:
+  // One entry per input of the stage. `wants_gradient[i]` is ignored for undefined, integer and boolean values.
+  InputBoundary(const Tensors& values, const std::vector<bool>& wants_gradient);
+  InputBoundary(InputBoundary&&) noexcept;
+  InputBoundary& operator=(InputBoundary&&) noexcept;
+  ~InputBoundary();
+
+  // The tensors to call the stage with: the same memory as `values`. They are no leaves, so that a stage may begin with
+  // an in-place operator.
+  const Tensors& inputs() const;
+
+  struct State;
+
+ private:
+  std::unique_ptr<State> state_;
+  friend struct BackwardAccess;
+};
+
+// What the weight half still has to do; holds the part of the graph and the gradients it needs, nothing else.
+class DeferredWeights {
+ public:
+  DeferredWeights();
+  DeferredWeights(DeferredWeights&&) noexcept;
+  DeferredWeights& operator=(DeferredWeights&&) noexcept;
+  ~DeferredWeights();
+
+  // False once the weight half has run (or nothing was left to do).
+  bool pending() const;
+
+  struct State;
+
+ private:
+  std::unique_ptr<State> state_;
+  friend struct BackwardAccess;
+};
+
+struct InputHalf {
+  Tensors input_grads;  // one per input; undefined where the outputs do not depend on it or it has no gradient
+  DeferredWeights deferred;
+};
+
+// Accumulates the gradients of all leaves (the parameters' `.grad`) and returns those of the inputs: one per input,
+// undefined where there is none.
+//
+// outputs: tensors that require no gradient, or are undefined, are skipped with their gradients.
+// output_grads: empty means ones for every output; an undefined entry means ones for a one-element output and is an
+// error
+//   for any other. Sizes must be the output's.
+// inputs: leaf tensors (their `.grad` is unset afterwards) or an InputBoundary.
+// input_seeds: gradients the inputs already have from elsewhere (later users of the same value), summed first. Boundary
+//   form only; empty, or one entry per input, undefined for none.
+//
+// Raises Error(InvalidArgument) that describes outputs, gradients and inputs. The graph is used up.
+Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs);
+Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
+                       const Tensors& input_seeds = {});
+
+// The input half: the gradients of the inputs only. No `.grad` is touched. Arguments as for stage_backward; `inputs`
+// may be any tensors of the graph that require grad, leaves or not.
+//
+// A node that must not run twice (a custom autograd function not of plumb's own, a node with hooks) does all its work
+// in this half, weights included; only the accumulation into `.grad` waits. Where outputs do not depend on any input
+// (stage 0 with integer inputs) everything waits for the weight half.
+//
+// keep_graph: leave the graph whole, for another backward; otherwise what only this half needed is freed at once.
+InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs,
+                               bool keep_graph = false);
+InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
+                               const Tensors& input_seeds = {}, bool keep_graph = false);
+
+// The weight half: accumulates into the `.grad` of every leaf, as backward() would have. retain_graph keeps the saved
+// tensors and `deferred` usable again. Raises Error(InvalidArgument) if `deferred` has run already.
+void stage_backward_weight(DeferredWeights& deferred, bool retain_graph = false);
+
+}  // namespace plumb
