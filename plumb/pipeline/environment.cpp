@@ -1,0 +1,127 @@
+#include "plumb/pipeline/environment.h"
+
+#include <charconv>
+#include <cstdlib>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+int parse_number(const std::string& name, const std::string& text, int least, int most) {
+  int value = 0;
+  auto [end, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (failed != std::errc() || end != text.data() + text.size() || value < least || value > most) {
+    throw Error(ErrorKind::InvalidArgument,
+                "environment variable " + name + " is '" + text + "', not a whole number from " +
+                    std::to_string(least) + " to " + std::to_string(most));
+  }
+  return value;
+}
+
+class Reader {
+ public:
+  explicit Reader(const Variables& variables) : variables_(variables) {}
+  std::optional<std::string> text(const std::string& name) const { return variables_(name); }
+  bool has(const std::string& name) const { return variables_(name).has_value(); }
+  int number(const std::string& name, int least, int most) const {
+    auto value = variables_(name);
+    if (!value) throw Error(ErrorKind::InvalidArgument, "environment variable " + name + " is not set");
+    return parse_number(name, *value, least, most);
+  }
+  int number_or(const std::string& name, int otherwise, int least, int most) const {
+    return has(name) ? number(name, least, most) : otherwise;
+  }
+
+ private:
+  const Variables& variables_;
+};
+
+constexpr int kMostRanks = 1 << 24;
+
+// A port every rank of a job derives alike: FNV-1a of the job's id, in the range that IANA leaves to private use.
+int port_of_job(const std::string& id) {
+  std::uint32_t hash = 2166136261u;
+  for (unsigned char c : id) hash = (hash ^ c) * 16777619u;
+  return 49152 + static_cast<int>(hash % (65000 - 49152));
+}
+
+void read_ranks(const Reader& read, RankEnvironment& env, const char* rank, const char* size, const char* local) {
+  env.world_size = read.number(size, 1, kMostRanks);
+  env.rank = read.number(rank, 0, env.world_size - 1);
+  env.local_rank = read.number_or(local, 0, 0, kMostRanks);
+}
+
+}  // namespace
+
+std::optional<std::string> process_variable(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  if (value == nullptr || *value == '\0') return std::nullopt;
+  return std::string(value);
+}
+
+std::string first_slurm_host(const std::string& list) {
+  const auto open = list.find('[');
+  const auto comma = list.find(',');
+  if (open == std::string::npos || comma < open) return list.substr(0, comma);
+  const auto end = list.find_first_of("-,]", open);
+  if (end == std::string::npos) {
+    throw Error(ErrorKind::InvalidArgument, "the SLURM host list '" + list + "' has no closing bracket");
+  }
+  const auto close = list.find(']', open);
+  const auto tail_end = close == std::string::npos ? close : list.find(',', close);
+  std::string tail = close == std::string::npos ? "" : list.substr(close + 1, tail_end - close - 1);
+  return list.substr(0, open) + list.substr(open + 1, end - open - 1) + tail;
+}
+
+std::optional<RankEnvironment> discover_ranks(const Variables& variables) {
+  Reader read(variables);
+  RankEnvironment env;
+  std::string job;  // names this job among others on the host
+  bool one_host = false;
+  if (read.has("RANK") || (read.has("WORLD_SIZE") && read.has("MASTER_ADDR"))) {
+    env.launcher = "torchrun";
+    read_ranks(read, env, "RANK", "WORLD_SIZE", "LOCAL_RANK");
+    one_host = read.number_or("LOCAL_WORLD_SIZE", -1, 1, kMostRanks) == env.world_size || env.world_size == 1;
+    job = read.text("TORCHELASTIC_RUN_ID").value_or("");
+    if (read.text("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True") {
+      env.launcher_serves_store = true;
+      env.store_prefix = "plumb/attempt" + read.text("TORCHELASTIC_RESTART_COUNT").value_or("0");
+    }
+  } else if (read.has("OMPI_COMM_WORLD_RANK")) {
+    env.launcher = "Open MPI";
+    read_ranks(read, env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK");
+    one_host = read.number_or("OMPI_COMM_WORLD_LOCAL_SIZE", -1, 1, kMostRanks) == env.world_size;
+    job = read.text("PMIX_NAMESPACE").value_or(read.text("OMPI_MCA_ess_base_jobid").value_or(""));
+  } else if (read.has("PMI_RANK")) {
+    env.launcher = "MPICH";
+    read_ranks(read, env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID");
+    one_host = read.number_or("MPI_LOCALNRANKS", -1, 1, kMostRanks) == env.world_size;
+    job = read.text("PMI_JOBID").value_or(read.text("HYDRA_JOBID").value_or(""));
+  } else if (read.has("SLURM_PROCID") && read.has("SLURM_NTASKS")) {
+    env.launcher = "SLURM";
+    read_ranks(read, env, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID");
+    one_host = read.number_or("SLURM_NNODES", -1, 1, kMostRanks) == 1;
+    job = read.text("SLURM_JOB_ID").value_or("") + "." + read.text("SLURM_STEP_ID").value_or("");
+    for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"}) {
+      if (one_host || !read.has(name)) continue;
+      env.master_address = first_slurm_host(*read.text(name));
+      one_host = true;  // known well enough
+      break;
+    }
+  } else {
+    return std::nullopt;
+  }
+  if (auto address = read.text("MASTER_ADDR")) {
+    env.master_address = *address;
+  } else if (!one_host && env.world_size > 1) {
+    throw Error(ErrorKind::InvalidArgument,
+                env.launcher + " started " + std::to_string(env.world_size) +
+                    " ranks on more than one host and MASTER_ADDR does not say which host rank 0 is on",
+                "", "set MASTER_ADDR to the host of rank 0 for all ranks");
+  }
+  env.master_port = read.number_or("MASTER_PORT", job.empty() ? 29500 : port_of_job(job), 1, 65535);
+  return env;
+}
+
+}  // namespace plumb

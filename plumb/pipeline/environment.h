@@ -1,0 +1,36 @@
+// Which rank of how many this process is, as its launcher says in environment variables.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+
+namespace plumb {
+
+struct RankEnvironment {
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;
+  std::string master_address = "127.0.0.1";
+  int master_port = 29500;
+  // The launcher itself serves the store (torchrun's agent): no rank opens it, every rank connects.
+  bool launcher_serves_store = false;
+  std::string store_prefix;  // keeps restarts of a job apart in a store that outlives them
+  std::string launcher;      // "torchrun", "Open MPI", "MPICH", "SLURM"
+};
+
+// The value of an environment variable, none if unset or empty.
+using Variables = std::function<std::optional<std::string>(const std::string& name)>;
+std::optional<std::string> process_variable(const std::string& name);
+
+// Reads, in this order: RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT (torchrun, plumb's own launcher);
+// OMPI_COMM_WORLD_* (Open MPI); PMI_RANK / PMI_SIZE (MPICH, Intel MPI); SLURM_PROCID / SLURM_NTASKS (srun).
+// MASTER_ADDR and MASTER_PORT are honoured under all of them. Without them the address is loopback when all ranks are on
+// this host, SLURM's first host otherwise, and the port is derived from the job's id.
+// None when no launcher is seen. Raises Error(InvalidArgument) that names the variable for values that make no sense.
+std::optional<RankEnvironment> discover_ranks(const Variables& variables = process_variable);
+
+// The first host of a SLURM list: "node[007-010,12],gpu3" gives "node007".
+std::string first_slurm_host(const std::string& list);
+
+}  // namespace plumb

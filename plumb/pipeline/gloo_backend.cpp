@@ -1,0 +1,57 @@
+#include <sched.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "plumb/pipeline/group_state.h"
+
+namespace plumb {
+namespace {
+
+// Threads inherit the policy of the thread that starts them.
+class BatchPolicy {
+ public:
+  explicit BatchPolicy(bool wanted) {
+    policy_ = sched_getscheduler(0);
+    if (!wanted || policy_ != SCHED_OTHER || sched_getparam(0, &before_) != 0) return;
+    sched_param none{};
+    changed_ = sched_setscheduler(0, SCHED_BATCH, &none) == 0;
+  }
+  ~BatchPolicy() {
+    if (changed_) sched_setscheduler(0, policy_, &before_);
+  }
+
+ private:
+  int policy_ = 0;
+  sched_param before_{};
+  bool changed_ = false;
+};
+
+bool is_loopback(const std::string& address) {
+  return address == "localhost" || address == "::1" || address.rfind("127.", 0) == 0;
+}
+
+std::shared_ptr<::gloo::transport::Device> make_device(const std::string& master, const GlooOptions& options) {
+  using Gloo = c10d::ProcessGroupGloo;
+  if (!options.interface.empty()) {
+    try {
+      return Gloo::createDeviceForInterface(options.interface);
+    } catch (const std::exception&) {
+      return Gloo::createDeviceForHostname(options.interface);
+    }
+  }
+  if (is_loopback(master)) return Gloo::createDeviceForHostname("127.0.0.1");
+  if (auto name = process_variable("GLOO_SOCKET_IFNAME")) return Gloo::createDeviceForInterface(*name);
+  return Gloo::createDefaultDevice();
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    const std::string& master_address, const GlooOptions& options) {
+  BatchPolicy batch(options.batch_threads);
+  auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
+  gloo->devices.push_back(make_device(master_address, options));
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo);
+}
+
+}  // namespace plumb

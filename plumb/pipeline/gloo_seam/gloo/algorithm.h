@@ -1,0 +1,2 @@
+// c10d's Gloo header includes this file and uses nothing of it.
+#pragma once

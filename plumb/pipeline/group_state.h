@@ -1,0 +1,30 @@
+// Inside of ProcessGroup, for the files of this room only.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "plumb/pipeline/process_group.h"
+
+namespace plumb {
+
+struct ProcessGroup::State {
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);
+  RankEnvironment env;
+  GlooOptions options;
+  // Buffers of messages that were under way when the group failed: Gloo may still write into them, so they go after it.
+  std::vector<std::shared_ptr<void>> until_closed;
+  c10::intrusive_ptr<c10d::Store> store;
+  c10::intrusive_ptr<c10d::Backend> backend;
+  int tag_ranges = 0;      // handed out to transports
+  bool failed = false;     // a peer is lost: no more messages
+  std::string failure;
+};
+
+// gloo_backend.cpp
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    const std::string& master_address, const GlooOptions& options);
+
+}  // namespace plumb

@@ -1,0 +1,66 @@
+// A rank's place among the processes of a pipeline, and the c10d backend its messages go through.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/pipeline/environment.h"
+
+namespace c10d {
+class ProcessGroup;
+class Backend;
+class Store;
+}  // namespace c10d
+
+namespace plumb {
+
+class ProcessGroup {
+ public:
+  // One process alone: rank 0 of 1, no backend.
+  ProcessGroup();
+
+  int rank() const;
+  int size() const;
+  // How long a message, or a peer that starts up, is waited for.
+  std::chrono::milliseconds timeout() const;
+  void set_timeout(std::chrono::milliseconds timeout);
+
+  // The state behind; `group_state.h` for this room.
+  struct State;
+  explicit ProcessGroup(std::shared_ptr<State> state);
+  State& state() const { return *state_; }
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+struct GlooOptions {
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);
+  // The host name, address or network interface ("eth0") to listen on. Empty: loopback if the master is on loopback,
+  // GLOO_SOCKET_IFNAME if set, else what this host's name resolves to.
+  std::string interface;
+  // Runs Gloo's own threads under SCHED_BATCH: a woken thread then does not take the core from the one that computes,
+  // which halves a message's cost on busy cores. The calling thread keeps its own policy.
+  bool batch_threads = true;
+};
+
+// Connects all ranks of `env` over Gloo. Rank 0 serves the store unless the launcher does. Blocks until all are there.
+// `listening_socket`: a bound and listening socket for the store on rank 0 (-1: bind master_port).
+// Raises Error(Communication) that names the address, and the ranks that did not come, after the time-out.
+ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options = {}, int listening_socket = -1);
+
+// A group of some of the ranks of `group`, for data parallel beside pipeline and the like; ranks are renumbered in the
+// order given. All of `ranks` must call it with the same name and list; the caller must be one of them.
+ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, const std::vector<int>& ranks);
+
+// A group that exists already, such as torch.distributed's. `store` carries error texts between ranks; null: the group's own.
+ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
+                       std::chrono::milliseconds timeout = std::chrono::seconds(60));
+ProcessGroup use_backend(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
+                         std::chrono::milliseconds timeout = std::chrono::seconds(60));
+
+}  // namespace plumb

@@ -1,0 +1,66 @@
+// Messages of one step between the ranks of a pipeline.
+//
+// Both ends know beforehand which messages a step has and in which order each rank sends them to each other; sizes they
+// learn as they go. For every route (kind, from stage, to stage) the ends keep a capacity: the largest message so far.
+// Receives are posted ahead at that capacity. A larger message goes as a header that says "grow to n" and a second part
+// that the receiver posts n bytes for; from the next step on it fits. So shapes and types may change with every message,
+// the first step needs no special round, and Gloo never sees a message that is longer than its buffer (which would end
+// the process).
+//
+// Every fault becomes Error(Communication) on every rank that notices: who is at fault, what it said itself, and which
+// action waited for which message. After a fault the process group takes no more messages.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/pipeline/message.h"
+#include "plumb/pipeline/process_group.h"
+
+namespace plumb {
+
+struct PlannedMessage {
+  MessageId id;
+  int peer = 0;  // the rank at the other end
+};
+
+// The messages of this rank in a step. `receives`: for each peer in the order in which that peer sends; the order among
+// peers is free. `sends`: likewise, and send() must be called in this order for each peer.
+struct MessagePlan {
+  std::vector<PlannedMessage> sends, receives;
+};
+
+class Transport {
+ public:
+  explicit Transport(ProcessGroup group);
+  ~Transport();
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
+
+  const ProcessGroup& group() const;
+
+  // Every rank gives every other a text and gets theirs, by rank. Before the first step.
+  std::vector<std::string> exchange(const std::string& own);
+
+  // Begins a step and posts its first receives. The plan must live until end_step().
+  void begin_step(const MessagePlan& plan);
+  // Sends message `index` of the plan: copies the values and returns.
+  void send(int index, const std::vector<MessageValue>& values);
+  // Waits for message `index` of the plan. `action` is what needs it, for the error's text ("1F3").
+  std::vector<MessageValue> receive(int index, const std::string& action);
+  // Waits until everything sent has left.
+  void end_step();
+
+  // This rank has failed: tells the peers that still wait for messages of this rank, so that they name `reason`.
+  void tell_failure(const std::string& reason) noexcept;
+
+  // Messages that did not fit the buffer agreed on, so far.
+  std::int64_t grown() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace plumb
