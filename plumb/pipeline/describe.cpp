@@ -6,16 +6,19 @@
 
 namespace plumb {
 
-std::string describe(const at::Tensor& tensor) {
-  if (!tensor.defined()) return "none";
-  std::string name = c10::toString(tensor.scalar_type());
+std::string describe(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  std::string name = c10::toString(options.dtype().toScalarType());
   for (auto& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
   std::ostringstream out;
   out << name << '[';
-  for (int64_t i = 0; i < tensor.dim(); i++) out << (i ? ", " : "") << tensor.size(i);
+  for (size_t i = 0; i < sizes.size(); i++) out << (i ? ", " : "") << sizes[i];
   out << ']';
-  if (!tensor.device().is_cpu()) out << " on " << tensor.device();
+  if (!options.device().is_cpu()) out << " on " << options.device();
   return out.str();
+}
+
+std::string describe(const at::Tensor& tensor) {
+  return tensor.defined() ? describe(tensor.sizes(), tensor.options()) : "none";
 }
 
 std::string describe(const std::vector<at::Tensor>& tensors) {
@@ -25,5 +28,10 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
 }
 
 std::string first_line(std::string_view text) { return std::string(text.substr(0, text.find('\n'))); }
+
+std::string error_text(const std::exception& error) {
+  if (const auto* torch_error = dynamic_cast<const c10::Error*>(&error)) return torch_error->what_without_backtrace();
+  return error.what();
+}
 
 }  // namespace plumb

@@ -12,9 +12,9 @@ int parse_number(const std::string& name, const std::string& text, int least, in
   int value = 0;
   auto [end, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (failed != std::errc() || end != text.data() + text.size() || value < least || value > most) {
-    throw Error(ErrorKind::InvalidArgument,
-                "environment variable " + name + " is '" + text + "', not a whole number from " +
-                    std::to_string(least) + " to " + std::to_string(most));
+    throw Error(ErrorKind::InvalidArgument, "environment variable " + name + " is '" + text +
+                                                "', not a whole number from " + std::to_string(least) + " to " +
+                                                std::to_string(most));
   }
   return value;
 }
@@ -83,6 +83,10 @@ std::optional<RankEnvironment> discover_ranks(const Variables& variables) {
     env.launcher = "torchrun";
     read_ranks(read, env, "RANK", "WORLD_SIZE", "LOCAL_RANK");
     one_host = read.number_or("LOCAL_WORLD_SIZE", -1, 1, kMostRanks) == env.world_size || env.world_size == 1;
+    if (read.has("PLUMB_STORE_SOCKET")) {
+      env.launcher = "plumb";
+      if (env.rank == 0) env.listening_socket = read.number("PLUMB_STORE_SOCKET", 0, 1 << 20);
+    }
     job = read.text("TORCHELASTIC_RUN_ID").value_or("");
     if (read.text("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True") {
       env.launcher_serves_store = true;

@@ -18,8 +18,8 @@ struct ProcessGroup::State {
   std::vector<std::shared_ptr<void>> until_closed;
   c10::intrusive_ptr<c10d::Store> store;
   c10::intrusive_ptr<c10d::Backend> backend;
-  int tag_ranges = 0;      // handed out to transports
-  bool failed = false;     // a peer is lost: no more messages
+  int tag_ranges = 0;   // handed out to transports
+  bool failed = false;  // a peer is lost: no more messages
   std::string failure;
 };
 

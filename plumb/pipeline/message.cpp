@@ -169,8 +169,9 @@ std::vector<MessageValue> read_values(const at::Tensor& buffer, std::int64_t byt
     if (s.entry.dtype < 0) continue;
     if (at + s.bytes > end) raise_malformed("a value's bytes are cut off");
     // from_blob, not views: each value has a version counter of its own.
-    values[i].tensor = at::from_blob(const_cast<char*>(base) + at, s.sizes, s.strides, [buffer](void*) {},
-                                     at::TensorOptions(static_cast<at::ScalarType>(s.entry.dtype)));
+    values[i].tensor = at::from_blob(
+        const_cast<char*>(base) + at, s.sizes, s.strides, [buffer](void*) {},
+        at::TensorOptions(static_cast<at::ScalarType>(s.entry.dtype)));
     values[i].requires_grad = s.entry.requires_grad != 0;
     at += align(s.bytes);
   }

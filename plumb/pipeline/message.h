@@ -2,8 +2,8 @@
 //
 //   prologue (64 bytes) | an entry per value: dtype, flags, sizes, strides | values, each at a multiple of 64 bytes
 //
-// Received values are tensors over the received buffer itself. A message that is not what was agreed (another step, stage
-// or microbatch, or not plumb's at all) is an error that says so, never read as data.
+// Received values are tensors over the received buffer itself. A message that is not what was agreed (another step,
+// stage or microbatch, or not plumb's at all) is an error that says so, never read as data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -72,8 +72,8 @@ std::int64_t message_bytes(const std::vector<MessageValue>& values);
 // Error(InvalidArgument) for tensors that have no plain memory (sparse, quantised), naming the value.
 void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values);
 void check_sendable(const MessageId& id, const std::vector<MessageValue>& values);
-// The values of a message in `buffer` (a byte tensor), which stays alive as long as they do. Raises Error(Communication)
-// if its parts do not fit into `bytes`.
+// The values of a message in `buffer` (a byte tensor), which stays alive as long as they do. Raises
+// Error(Communication) if its parts do not fit into `bytes`.
 std::vector<MessageValue> read_values(const at::Tensor& buffer, std::int64_t bytes);
 
 }  // namespace wire

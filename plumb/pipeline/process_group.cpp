@@ -44,11 +44,11 @@ void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
   state_->timeout = timeout;
 }
 
-ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options, int listening_socket) {
+ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options) {
   check_timeout(options.timeout);
   if (env.rank < 0 || env.rank >= env.world_size) {
-    throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(env.rank) + " of " +
-                                                std::to_string(env.world_size) + " ranks does not exist");
+    throw Error(ErrorKind::InvalidArgument,
+                "rank " + std::to_string(env.rank) + " of " + std::to_string(env.world_size) + " ranks does not exist");
   }
   auto state = std::make_shared<ProcessGroup::State>();
   state->rank = env.rank;
@@ -65,11 +65,13 @@ ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& opti
     store.isServer = env.rank == 0 && !env.launcher_serves_store;
     store.timeout = options.timeout;
     store.waitWorkers = false;
-    if (store.isServer && listening_socket >= 0) store.masterListenFd = listening_socket;
+    if (store.isServer && env.listening_socket >= 0) store.masterListenFd = env.listening_socket;
     state->store = c10::make_intrusive<c10d::TCPStore>(env.master_address, store);
   } catch (const std::exception& e) {
     throw Error(ErrorKind::Communication,
-                me + (env.rank == 0 && !env.launcher_serves_store ? " cannot serve the store at " : " cannot reach the store of rank 0 at ") +
+                me +
+                    (env.rank == 0 && !env.launcher_serves_store ? " cannot serve the store at "
+                                                                 : " cannot reach the store of rank 0 at ") +
                     address + ": " + first_line(e.what()),
                 "", "check that rank 0 runs, and MASTER_ADDR and MASTER_PORT");
   }
@@ -88,8 +90,8 @@ ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& opti
     } catch (const std::exception&) {
       missing = "0 (its store is gone)";
     }
-    throw Error(ErrorKind::Communication,
-                me + " waited " + std::to_string(options.timeout.count()) + " ms at " + address + " for rank " + missing);
+    throw Error(ErrorKind::Communication, me + " waited " + std::to_string(options.timeout.count()) + " ms at " +
+                                              address + " for rank " + missing);
   }
   try {
     state->backend = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("plumb/gloo", state->store), env.rank,
@@ -99,6 +101,11 @@ ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& opti
                 "on several hosts set GLOO_SOCKET_IFNAME to the network interface to use");
   }
   return ProcessGroup(state);
+}
+
+ProcessGroup make_group_from_environment(const GlooOptions& options) {
+  const auto env = discover_ranks();
+  return env ? make_gloo_group(*env, options) : ProcessGroup();
 }
 
 ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, const std::vector<int>& ranks) {
@@ -144,9 +151,8 @@ ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrus
   try {
     backend = group->getBackend(c10::DeviceType::CPU);
   } catch (const std::exception& e) {
-    throw Error(ErrorKind::InvalidArgument,
-                "the process group has no backend for CPU tensors: " + first_line(e.what()), "",
-                "make it with init_process_group(\"gloo\") or \"cpu:gloo,cuda:nccl\"");
+    throw Error(ErrorKind::InvalidArgument, "the process group has no backend for CPU tensors: " + first_line(e.what()),
+                "", "make it with init_process_group(\"gloo\") or \"cpu:gloo,cuda:nccl\"");
   }
   return use_backend(std::move(backend), std::move(store), timeout);
 }

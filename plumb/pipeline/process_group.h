@@ -49,15 +49,18 @@ struct GlooOptions {
 };
 
 // Connects all ranks of `env` over Gloo. Rank 0 serves the store unless the launcher does. Blocks until all are there.
-// `listening_socket`: a bound and listening socket for the store on rank 0 (-1: bind master_port).
 // Raises Error(Communication) that names the address, and the ranks that did not come, after the time-out.
-ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options = {}, int listening_socket = -1);
+ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options = {});
+
+// The group the launcher made this process for (environment.h); one process alone if there is none.
+ProcessGroup make_group_from_environment(const GlooOptions& options = {});
 
 // A group of some of the ranks of `group`, for data parallel beside pipeline and the like; ranks are renumbered in the
 // order given. All of `ranks` must call it with the same name and list; the caller must be one of them.
 ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, const std::vector<int>& ranks);
 
-// A group that exists already, such as torch.distributed's. `store` carries error texts between ranks; null: the group's own.
+// A group that exists already, such as torch.distributed's. `store` carries error texts between ranks; null: the
+// group's own.
 ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
                        std::chrono::milliseconds timeout = std::chrono::seconds(60));
 ProcessGroup use_backend(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,

@@ -63,20 +63,24 @@ Roots collect_roots(const Tensors& outputs, const Tensors& output_grads) {
   for (size_t i = 0; i < outputs.size(); i++) {
     const auto& out = outputs[i];
     if (!out.defined() || !out.requires_grad()) continue;
+    auto edge = torch::autograd::impl::gradient_edge(out);
+    // Sizes are the node's, not the tensor's: a handle stands for a tensor that is gone.
+    const auto& meta = edge.function->input_metadata(edge.input_nr);
+    const auto sizes = C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector());
     at::Tensor grad = output_grads.empty() ? at::Tensor() : output_grads[i];
     if (!grad.defined()) {
-      if (!output_grads.empty() && out.numel() != 1) {
+      if (!output_grads.empty() && c10::multiply_integers(sizes) != 1) {
         throw Error(ErrorKind::InvalidArgument,
-                    "output " + std::to_string(i) + " of the stage, " + describe(out) +
+                    "output " + std::to_string(i) + " of the stage, " + describe(sizes, meta.options()) +
                         ", requires a gradient and got none; only a one-element output may go without",
                     "", "give a gradient of the same sizes, or leave the output out");
       }
-      grad = at::ones_like(out, at::MemoryFormat::Preserve);
-    } else if (!grad.is_same_size(out)) {
-      throw Error(ErrorKind::InvalidArgument, "output " + std::to_string(i) + " of the stage is " + describe(out) +
-                                                  ", its gradient " + describe(grad));
+      grad = at::ones(sizes, meta.options());
+    } else if (grad.sizes() != sizes) {
+      throw Error(ErrorKind::InvalidArgument, "output " + std::to_string(i) + " of the stage is " +
+                                                  describe(sizes, meta.options()) + ", its gradient " + describe(grad));
     }
-    roots.edges.push_back(torch::autograd::impl::gradient_edge(out));
+    roots.edges.push_back(std::move(edge));
     roots.grads.push_back(std::move(grad));
   }
   return roots;
@@ -285,6 +289,13 @@ struct BackwardAccess {
   }
   static std::unique_ptr<DeferredWeights::State>& state(DeferredWeights& d) { return d.state_; }
 };
+
+at::Tensor backward_handle(const at::Tensor& output) {
+  if (!output.defined() || !output.requires_grad()) return {};
+  at::Tensor handle = at::empty({0}, output.options());
+  torch::autograd::impl::set_gradient_edge(handle, torch::autograd::impl::gradient_edge(output));
+  return handle;
+}
 
 InputBoundary::InputBoundary(const Tensors& values, const std::vector<bool>& wants_gradient)
     : state_(std::make_unique<State>()) {

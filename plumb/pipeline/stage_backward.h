@@ -14,6 +14,10 @@ namespace plumb {
 
 using Tensors = std::vector<at::Tensor>;
 
+// A tensor without elements that stands for `output` in the functions below: it leads to the same place in autograd's
+// graph, and the output's own memory may go.
+at::Tensor backward_handle(const at::Tensor& output);
+
 // Where a stage begins, for autograd: gradients of the stage's inputs stop here.
 class InputBoundary {
  public:

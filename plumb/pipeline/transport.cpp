@@ -43,7 +43,7 @@ struct Posted {
 
 // Everything that goes one way between this rank and one peer.
 struct Incoming {
-  std::vector<int> order;   // indices into plan.receives
+  std::vector<int> order;      // indices into plan.receives
   std::vector<Posted> posted;  // by position in `order`
   size_t num_posted = 0;
   std::vector<char> done;      // by position: received and read
@@ -123,8 +123,7 @@ struct Transport::State {
     while (in.num_posted < in.order.size()) {
       const size_t ahead = in.num_posted - std::min(in.num_posted, needed);
       const auto capacity = receive_routes[in.order[in.num_posted]]->capacity;
-      if (in.num_posted > needed &&
-          (ahead >= kMostAhead || (ahead >= kLeastAhead && bytes + capacity > kBytesAhead))) {
+      if (in.num_posted > needed && (ahead >= kMostAhead || (ahead >= kLeastAhead && bytes + capacity > kBytesAhead))) {
         break;
       }
       bytes += capacity;
@@ -224,11 +223,11 @@ struct Transport::State {
     }
     if (!found) {
       cause.rank = peer;
-      cause.text = late ? "no answer within " + std::to_string(group.timeout().count()) + " ms"
-                        : "it is gone (" + text + ")";
+      cause.text =
+          late ? "no answer within " + std::to_string(group.timeout().count()) + " ms" : "it is gone (" + text + ")";
     }
-    const std::string message = me() + ", " + waiting + ": rank " + std::to_string(cause.rank) +
-                                (found ? " failed: " : ": ") + cause.text;
+    const std::string message =
+        me() + ", " + waiting + ": rank " + std::to_string(cause.rank) + (found ? " failed: " : ": ") + cause.text;
     fail(cause.rank, found ? cause.text : cause.text + ", noticed by " + me() + " " + waiting, message);
     throw Error(ErrorKind::Communication, message, "",
                 late && !found ? "look at rank " + std::to_string(cause.rank) +
@@ -348,7 +347,8 @@ void Transport::begin_step(const MessagePlan& plan) {
   s.check_usable();
   if (s.plan != nullptr) throw Error(ErrorKind::Internal, "a step began before the last one ended");
   if (!s.group.state().backend && !(plan.sends.empty() && plan.receives.empty())) {
-    throw Error(ErrorKind::InvalidArgument, "the step has messages between ranks and the process group has one process");
+    throw Error(ErrorKind::InvalidArgument,
+                "the step has messages between ranks and the process group has one process");
   }
   s.plan = &plan;
   s.step++;
@@ -453,8 +453,8 @@ std::vector<MessageValue> Transport::receive(int index, const std::string& actio
     s.check_agreed(p, m, route.capacity, action);
     if (p.content == Content::Grow) {
       if (p.total_bytes <= route.capacity || p.total_bytes > (std::int64_t{1} << 40)) {
-        throw Error(ErrorKind::Communication, to_string(m.id) + " asks for a buffer of " +
-                                                  std::to_string(p.total_bytes) + " bytes");
+        throw Error(ErrorKind::Communication,
+                    to_string(m.id) + " asks for a buffer of " + std::to_string(p.total_bytes) + " bytes");
       }
       message = s.post_receive(p.total_bytes, m.peer, s.second_part_tag(static_cast<int>(position)));
       message.work->wait(s.group.timeout());

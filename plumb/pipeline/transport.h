@@ -3,9 +3,9 @@
 // Both ends know beforehand which messages a step has and in which order each rank sends them to each other; sizes they
 // learn as they go. For every route (kind, from stage, to stage) the ends keep a capacity: the largest message so far.
 // Receives are posted ahead at that capacity. A larger message goes as a header that says "grow to n" and a second part
-// that the receiver posts n bytes for; from the next step on it fits. So shapes and types may change with every message,
-// the first step needs no special round, and Gloo never sees a message that is longer than its buffer (which would end
-// the process).
+// that the receiver posts n bytes for; from the next step on it fits. So shapes and types may change with every
+// message, the first step needs no special round, and Gloo never sees a message that is longer than its buffer (which
+// would end the process).
 //
 // Every fault becomes Error(Communication) on every rank that notices: who is at fault, what it said itself, and which
 // action waited for which message. After a fault the process group takes no more messages.

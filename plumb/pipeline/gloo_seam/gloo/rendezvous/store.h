@@ -1,4 +1,5 @@
-// The interface that c10d wraps its own store in for Gloo. The order of the methods is the order in Gloo's binary interface.
+// The interface that c10d wraps its own store in for Gloo. The order of the methods is the order in Gloo's binary
+// interface.
 #pragma once
 
 #include <chrono>

@@ -1,0 +1,47 @@
+// Starts the local processes of a pipeline and looks after them.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace plumb {
+
+struct LaunchOptions {
+  int num_processes = 1;
+  // The program and its arguments; empty program: this very program (its arguments are the caller's to give).
+  std::string program;
+  std::vector<std::string> arguments;
+  std::vector<std::pair<std::string, std::string>> environment;  // added to this process's own
+  // Takes every line a process prints (without the line break); none: stdout and stderr go where this process's go,
+  // with
+  // "[rank 1] " in front of the lines of stderr.
+  std::function<void(int rank, bool is_stderr, const std::string& line)> on_line;
+  // After the first process that failed, the others have this long to end by themselves (and print why).
+  std::chrono::milliseconds patience = std::chrono::seconds(5);
+  // Called between lines; true ends everything (a cancelled job).
+  std::function<bool()> cancelled;
+};
+
+struct ProcessEnd {
+  int exit_code = 0;  // 0 for success; 128 + signal for one that was killed
+  int signal = 0;     // the signal that ended it, or 0
+  bool stopped_by_launcher = false;
+  double seconds = 0;  // from start to end
+};
+
+struct LaunchResult {
+  std::vector<ProcessEnd> processes;  // by rank
+  int first_failed = -1;              // the rank that failed first; -1: none
+  // What the launching program should exit with: 0, or the first failed process's code.
+  int exit_code() const { return first_failed < 0 ? 0 : processes[first_failed].exit_code; }
+};
+
+// Runs `num_processes` copies with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT set (a free
+// port of loopback, held from the start) and waits for all of them. Children do not outlive this process. Raises
+// Error(InvalidArgument) if the program cannot be started.
+LaunchResult launch_local(const LaunchOptions& options);
+
+}  // namespace plumb

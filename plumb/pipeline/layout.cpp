@@ -1,0 +1,153 @@
+#include "plumb/pipeline/layout.h"
+
+#include <algorithm>
+#include <map>
+
+#include "plumb/core/error.h"
+#include "plumb/pipeline/wiring.h"
+
+namespace plumb {
+namespace {
+
+// Every value's users, ascending.
+std::map<ValueSource, std::vector<int>> users_of_values(const PipelineLayout& layout) {
+  std::map<ValueSource, std::vector<int>> users;
+  for (int s = 0; s < layout.num_stages(); s++) {
+    for (const auto& source : layout.stages[s].inputs) {
+      auto& list = users[source];
+      if (list.empty() || list.back() != s) list.push_back(s);
+    }
+  }
+  return users;
+}
+
+template <typename Bundles>
+auto& bundle_for(Bundles& bundles, int stage) {
+  for (auto& b : bundles) {
+    if (b.stage == stage) return b;
+  }
+  return bundles.emplace_back(typename Bundles::value_type{stage, {}});
+}
+
+}  // namespace
+
+PipelineLayout PipelineLayout::chain(int num_stages) {
+  PipelineLayout layout;
+  for (int s = 0; s < num_stages; s++) layout.stages.push_back({{{s - 1, 0}}, 1});
+  return layout;
+}
+
+StageEdges PipelineLayout::edges() const {
+  StageEdges edges;
+  auto add = [&](int from, int to) {
+    StageEdge edge{from, to};
+    if (std::find(edges.begin(), edges.end(), edge) == edges.end()) edges.push_back(edge);
+  };
+  for (const auto& [source, users] : users_of_values(*this)) {
+    if (source.stage < 0) continue;
+    int before = source.stage;
+    for (int user : users) {
+      add(source.stage, user);
+      if (before != source.stage) add(before, user);
+      before = user;
+    }
+  }
+  return edges;
+}
+
+std::string PipelineLayout::text() const {
+  std::string out = std::to_string(num_inputs) + " inputs\n";
+  for (int s = 0; s < num_stages(); s++) {
+    out += "stage " + std::to_string(s) + ":";
+    for (const auto& in : stages[s].inputs) {
+      out += in.stage < 0 ? " input" : " stage" + std::to_string(in.stage);
+      out += '.';
+      out += std::to_string(in.index);
+    }
+    out += " -> " + std::to_string(stages[s].num_outputs) + "\n";
+  }
+  for (const auto& group : tied) {
+    out += "tied:";
+    for (const auto& copy : group.copies) out += " stage" + std::to_string(copy.stage) + "." + copy.name;
+    out += "\n";
+  }
+  return out;
+}
+
+void PipelineLayout::check() const {
+  if (stages.empty()) throw Error(ErrorKind::InvalidArgument, "the pipeline has no stages");
+  for (int s = 0; s < num_stages(); s++) {
+    for (size_t i = 0; i < stages[s].inputs.size(); i++) {
+      const auto& in = stages[s].inputs[i];
+      const std::string what = "input " + std::to_string(i) + " of stage " + std::to_string(s);
+      if (in.stage == ValueSource::kModelInput) {
+        if (in.index < 0 || in.index >= num_inputs) {
+          throw Error(ErrorKind::InvalidArgument, what + " is the model's input " + std::to_string(in.index) +
+                                                      ", the model has " + std::to_string(num_inputs));
+        }
+      } else if (in.stage < 0 || in.stage >= s) {
+        throw Error(ErrorKind::InvalidArgument,
+                    what + " comes from stage " + std::to_string(in.stage) + ", which is not an earlier stage");
+      } else if (in.index < 0 || in.index >= stages[in.stage].num_outputs) {
+        throw Error(ErrorKind::InvalidArgument, what + " is output " + std::to_string(in.index) + " of stage " +
+                                                    std::to_string(in.stage) + ", which has " +
+                                                    std::to_string(stages[in.stage].num_outputs));
+      }
+    }
+  }
+  for (const auto& group : tied) {
+    for (const auto& copy : group.copies) {
+      if (copy.stage < 0 || copy.stage >= num_stages()) {
+        throw Error(ErrorKind::InvalidArgument, "tied parameter " + copy.name + " is in stage " +
+                                                    std::to_string(copy.stage) + ", there are " +
+                                                    std::to_string(num_stages()));
+      }
+    }
+  }
+}
+
+std::vector<StageWiring> connect_stages(const PipelineLayout& layout) {
+  layout.check();
+  std::vector<StageWiring> wiring(layout.stages.size());
+  for (int s = 0; s < layout.num_stages(); s++) {
+    auto& w = wiring[s];
+    w.output_used.assign(layout.stages[s].num_outputs, false);
+    for (const auto& in : layout.stages[s].inputs) {
+      auto at = std::find(w.sources.begin(), w.sources.end(), in);
+      w.source_of_input.push_back(static_cast<int>(at - w.sources.begin()));
+      if (at == w.sources.end()) w.sources.push_back(in);
+    }
+  }
+  const auto users = users_of_values(layout);
+  auto source_index = [&](int stage, const ValueSource& value) {
+    const auto& sources = wiring[stage].sources;
+    return static_cast<int>(std::find(sources.begin(), sources.end(), value) - sources.begin());
+  };
+  for (int s = 0; s < layout.num_stages(); s++) {
+    auto& w = wiring[s];
+    for (int i = 0; i < static_cast<int>(w.sources.size()); i++) {
+      const auto& value = w.sources[i];
+      if (value.stage < 0) continue;
+      auto& maker = wiring[value.stage];
+      maker.output_used[value.index] = true;
+      bundle_for(w.values_in, value.stage).indices.push_back(i);
+      bundle_for(maker.values_out, s).indices.push_back(value.index);
+      const auto& list = users.at(value);
+      const auto at = std::find(list.begin(), list.end(), s);
+      const int to = at == list.begin() ? value.stage : *(at - 1);
+      bundle_for(w.grads_out, to).indices.push_back(i);
+      bundle_for(wiring[to].grads_in, s)
+          .targets.push_back(to == value.stage ? StageWiring::GradBundle::Target{true, value.index}
+                                               : StageWiring::GradBundle::Target{false, source_index(to, value)});
+    }
+  }
+  auto ascending = [](const auto& a, const auto& b) { return a.stage < b.stage; };
+  for (auto& w : wiring) {
+    std::sort(w.values_out.begin(), w.values_out.end(), ascending);
+    std::sort(w.values_in.begin(), w.values_in.end(), ascending);
+    std::sort(w.grads_out.begin(), w.grads_out.end(), [](const auto& a, const auto& b) { return a.stage > b.stage; });
+  }
+  return wiring;
+}
+
+}  // namespace plumb

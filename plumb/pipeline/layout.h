@@ -1,0 +1,53 @@
+// What flows between the stages of a pipeline: known to every rank, the same on all.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "plumb/schedule/schedule.h"
+
+namespace plumb {
+
+// Where a value comes from: output `index` of a stage, or input `index` of the whole model.
+struct ValueSource {
+  static constexpr int kModelInput = -1;
+  int stage = kModelInput;
+  int index = 0;
+  auto operator<=>(const ValueSource&) const = default;
+};
+
+struct StageLayout {
+  std::vector<ValueSource> inputs;  // in the order of the stage's inputs; stages before this one, or the model's inputs
+  int num_outputs = 1;
+};
+
+// One parameter that several stages hold a copy of (or the same stage under two names). Its gradients are summed over
+// all copies at the end of every step.
+struct TiedParameter {
+  struct Copy {
+    int stage = 0;
+    std::string name;
+    auto operator<=>(const Copy&) const = default;
+  };
+  std::vector<Copy> copies;
+};
+
+// The outputs of the last stage are the model's. Parameters of the same name in several stages are tied without being
+// listed.
+struct PipelineLayout {
+  std::vector<StageLayout> stages;
+  int num_inputs = 1;
+  std::vector<TiedParameter> tied;
+
+  int num_stages() const { return static_cast<int>(stages.size()); }
+  // Stage s takes what stage s - 1 gives; stage 0 takes the model's one input.
+  static PipelineLayout chain(int num_stages);
+  // The edges between stages, for the schedule's checker: also those on which gradients of a value with several users
+  // go from a later user to the one before it (wiring.h).
+  StageEdges edges() const;
+  std::string text() const;
+  // Raises Error(InvalidArgument) that names the stage and input.
+  void check() const;
+};
+
+}  // namespace plumb

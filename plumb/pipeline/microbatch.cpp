@@ -1,0 +1,116 @@
+#include "plumb/pipeline/microbatch.h"
+
+#include <ATen/ATen.h>
+
+#include "plumb/core/error.h"
+#include "plumb/pipeline/describe.h"
+
+namespace plumb {
+
+Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSpec>& specs, int num) {
+  if (num < 1)
+    throw Error(ErrorKind::InvalidArgument, "a batch cannot be cut into " + std::to_string(num) + " microbatches");
+  if (specs.size() > tensors.size()) {
+    throw Error(ErrorKind::InvalidArgument,
+                std::to_string(specs.size()) + " chunk specs for " + std::to_string(tensors.size()) + " tensors");
+  }
+  auto spec_of = [&](size_t i) {
+    if (i < specs.size()) return specs[i];
+    return tensors[i].defined() && tensors[i].dim() == 0 ? TensorChunkSpec::whole() : TensorChunkSpec{};
+  };
+  int64_t shortest = -1;
+  for (size_t i = 0; i < tensors.size(); i++) {
+    const auto spec = spec_of(i);
+    if (!tensors[i].defined() || spec.replicated) continue;
+    const int64_t dims = tensors[i].dim();
+    if (spec.dim < -dims || spec.dim >= dims) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "tensor " + std::to_string(i) + " of the batch, " + describe(tensors[i]) + ", has no dimension " +
+                      std::to_string(spec.dim) + " to cut along",
+                  "", "give it TensorChunkSpec::whole()");
+    }
+    const int64_t length = tensors[i].size(spec.dim);
+    if (length < num) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "tensor " + std::to_string(i) + " of the batch, " + describe(tensors[i]) + ", has " +
+                      std::to_string(length) + " rows along dimension " + std::to_string(spec.dim) + ", too few for " +
+                      std::to_string(num) + " microbatches",
+                  "", "use fewer microbatches, or TensorChunkSpec::whole()");
+    }
+    if (shortest < 0 || length < shortest) shortest = length;
+  }
+  Microbatches result;
+  result.inputs.assign(num, Tensors(tensors.size()));
+  const int64_t base = shortest < 0 ? num : shortest;
+  for (int m = 0; m < num; m++) result.rows.push_back(base / num + (m < base % num ? 1 : 0));
+  for (size_t i = 0; i < tensors.size(); i++) {
+    if (!tensors[i].defined()) continue;
+    const auto spec = spec_of(i);
+    if (spec.replicated) {
+      for (int m = 0; m < num; m++) result.inputs[m][i] = tensors[i];
+      continue;
+    }
+    const int64_t length = tensors[i].size(spec.dim);
+    if (length % base != 0) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "tensor " + std::to_string(i) + " of the batch, " + describe(tensors[i]) +
+                      ", cannot be cut beside another of " + std::to_string(base) + " rows",
+                  "", "make the lengths equal or multiples, or use TensorChunkSpec::whole()");
+    }
+    int64_t at = 0;
+    for (int m = 0; m < num; m++) {
+      const int64_t rows = result.rows[m] * (length / base);
+      result.inputs[m][i] = tensors[i].narrow(spec.dim, at, rows);
+      at += rows;
+    }
+  }
+  return result;
+}
+
+Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vector<OutputMerge>& merges,
+                      const std::vector<int64_t>& rows) {
+  if (by_microbatch.empty()) return {};
+  Tensors merged;
+  for (size_t k = 0; k < by_microbatch[0].size(); k++) {
+    const OutputMerge merge = k < merges.size() ? merges[k] : OutputMerge{};
+    Tensors parts;
+    for (const auto& outputs : by_microbatch) {
+      if (outputs[k].defined()) parts.push_back(outputs[k]);
+    }
+    if (parts.empty()) {
+      merged.emplace_back();
+      continue;
+    }
+    try {
+      switch (merge.kind) {
+        case OutputMerge::Kind::Concatenate:
+          merged.push_back(parts[0].dim() == 0 ? at::stack(parts) : at::cat(parts, merge.dim));
+          break;
+        case OutputMerge::Kind::Sum:
+        case OutputMerge::Kind::Mean: {
+          int64_t total = 0;
+          for (auto n : rows) total += n;
+          at::Tensor sum;
+          for (size_t m = 0; m < parts.size(); m++) {
+            auto part = parts[m];
+            if (merge.kind == OutputMerge::Kind::Mean) {
+              part = part * (static_cast<double>(rows.at(m)) / static_cast<double>(total));
+            }
+            sum = sum.defined() ? sum + part : part;
+          }
+          merged.push_back(sum);
+          break;
+        }
+        case OutputMerge::Kind::Custom: merged.push_back(merge.reduce(parts)); break;
+      }
+    } catch (const c10::Error& e) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "output " + std::to_string(k) +
+                      " of the microbatches cannot be merged: " + first_line(e.what_without_backtrace()),
+                  describe(parts), "give the output an OutputMerge that fits its shape");
+    }
+  }
+  return merged;
+}
+
+}  // namespace plumb

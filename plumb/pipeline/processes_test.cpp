@@ -1,0 +1,77 @@
+#include "plumb/pipeline/processes_test.h"
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+
+namespace plumb::testing_processes {
+namespace {
+
+std::map<std::string, std::function<int()>>& roles() {
+  static std::map<std::string, std::function<int()>> all;
+  return all;
+}
+
+}  // namespace
+
+Role::Role(const std::string& name, std::function<int()> run) { roles()[name] = std::move(run); }
+
+std::string setting(const std::string& name, const std::string& otherwise) {
+  const char* value = std::getenv(("PLUMB_TEST_" + name).c_str());
+  return value == nullptr ? otherwise : value;
+}
+
+int number_setting(const std::string& name, int otherwise) {
+  const auto text = setting(name);
+  return text.empty() ? otherwise : std::stoi(text);
+}
+
+void report(const std::string& key, const std::string& value) {
+  std::printf("%s=%s\n", key.c_str(), value.c_str());
+  std::fflush(stdout);
+}
+
+Run run_role(const std::string& role, int num_processes, std::map<std::string, std::string> settings,
+             std::chrono::milliseconds patience) {
+  Run run;
+  run.reports.resize(num_processes);
+  run.errors.resize(num_processes);
+  LaunchOptions options;
+  options.num_processes = num_processes;
+  options.patience = patience;
+  options.environment = {{"PLUMB_TEST_ROLE", role}, {"OMP_NUM_THREADS", "1"}};
+  for (const auto& [key, value] : settings) options.environment.emplace_back("PLUMB_TEST_" + key, value);
+  options.on_line = [&](int rank, bool is_stderr, const std::string& line) {
+    const auto equals = line.find('=');
+    if (is_stderr) {
+      run.errors[rank] += line + "\n";
+    } else if (equals != std::string::npos) {
+      run.reports[rank][line.substr(0, equals)] = line.substr(equals + 1);
+    }
+  };
+  const auto begin = std::chrono::steady_clock::now();
+  run.result = launch_local(options);
+  run.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return run;
+}
+
+}  // namespace plumb::testing_processes
+
+int main(int argc, char** argv) {
+  using namespace plumb::testing_processes;
+  const auto role = setting("ROLE");
+  if (!role.empty()) {
+    at::set_num_threads(1);
+    try {
+      return roles().at(role)();
+    } catch (const std::exception& e) {
+      std::fprintf(stderr, "%s\n", e.what());
+      return 1;
+    }
+  }
+  testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

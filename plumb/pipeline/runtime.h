@@ -1,0 +1,96 @@
+// Runs a rank's part of a schedule: its stages' forwards and backwards over microbatches, and the messages between.
+//
+// The arithmetic does not depend on the schedule or on how stages are spread over ranks: gradients are accumulated in
+// the order of microbatches, the gradient of a value with several users in the order in which autograd sums it, and
+// gradients of tied parameters copy by copy, then over the copies from the last stage to the first. So losses and
+// gradients are bit for bit those of the same microbatches accumulated by one process: for untied models by plain
+// backward(), for tied ones by this runtime with all stages in one process. (Two-way tables, where a stage lives on two
+// ranks, sum the two ranks' shares at the end and are equal from run to run.)
+//
+// A stage's forwards run in the order of the table, so buffers (batch norm) are updated once per microbatch.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plumb/pipeline/layout.h"
+#include "plumb/pipeline/microbatch.h"
+#include "plumb/pipeline/process_group.h"
+#include "plumb/pipeline/stage.h"
+#include "plumb/pipeline/timeline.h"
+#include "plumb/schedule/schedule.h"
+
+namespace plumb {
+
+// A microbatch's loss from the model's outputs and the microbatch's targets: one number.
+using Loss = std::function<at::Tensor(const Tensors& outputs, const Tensors& targets)>;
+
+struct PipelineOptions {
+  // None: the model's outputs already hold the loss, as `loss_output`.
+  Loss loss;
+  int loss_output = 0;
+  // How inputs and targets of step() and eval() are cut, and outputs merged.
+  std::vector<TensorChunkSpec> input_chunks, target_chunks;
+  std::vector<OutputMerge> output_merges;
+  // The loss of the batch is the mean over its rows: every microbatch's loss counts by its rows, and gradients are
+  // divided by the number of microbatches at the end of a step. Gradients that were there before the step are kept and
+  // added to. Off: gradients are the sum over microbatches.
+  bool scale_grads = true;
+  bool return_outputs = true;  // step() keeps the outputs of all microbatches and merges them
+  bool record_timeline = false;
+  bool check_numerics = false;  // raise Error(Numerics) at the first NaN or infinity that leaves a stage
+  // Seeds the CPU generator for each forward from this, the step, the stage and the microbatch, so that dropout does
+  // not depend on the schedule either. The generator's own state is put back after the step.
+  std::optional<std::uint64_t> seed;
+};
+
+struct StepResult {
+  // On ranks that hold the last stage; empty elsewhere. By microbatch, detached.
+  Tensors losses;
+  at::Tensor loss;                      // their mean by rows
+  Tensors outputs;                      // merged
+  std::vector<TimelineEvent> timeline;  // of this rank
+};
+
+class Pipeline {
+ public:
+  // `stages`: the stages this rank holds in the schedule's placement, no more and no fewer. The schedule is taken
+  // without idle entries and messages (which follow from the layout). Blocks until all ranks have come and agree on
+  // layout, schedule and tied parameters. Raises Error(Schedule) if the table cannot run, Error(InvalidArgument) if
+  // stages, placement and group do not fit, Error(Communication).
+  Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
+           ProcessGroup group = {}, PipelineOptions options = {});
+  ~Pipeline();
+  Pipeline(Pipeline&&) noexcept;
+  Pipeline& operator=(Pipeline&&) noexcept;
+
+  // Trains on one batch: accumulates into the parameters' `.grad`. `inputs`: the model's; those that no stage of this
+  // rank uses may be undefined, and the list may be empty on a rank that uses none. `targets`: for the loss, on ranks
+  // that hold the last stage. Raises what a stage raised, as Error with rank and action; every other rank raises
+  // Error(Communication) that names this rank and its text.
+  StepResult step(const Tensors& inputs, const Tensors& targets = {});
+  // The same on a batch that is cut already; `rows` weighs the losses (empty: all alike).
+  StepResult step_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets = {},
+                               const std::vector<int64_t>& rows = {});
+  // Forwards only, without autograd. Losses where targets are given.
+  StepResult eval(const Tensors& inputs, const Tensors& targets = {});
+
+  // The time lines of the last step of all ranks, on every rank. All ranks must call it.
+  std::vector<TimelineEvent> gather_timeline();
+
+  // The groups of tied parameters, listed ones and those found by name.
+  const std::vector<TiedParameter>& tied() const;
+  const Schedule& schedule() const;
+  const PipelineLayout& layout() const;
+  int rank() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,43 @@
+// A stage as the runtime sees it: a callable on flat tensors, with named parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/pipeline/stage_backward.h"
+
+namespace plumb {
+
+struct NamedTensor {
+  std::string name;  // as in the whole model: "layers.3.attn.wq.weight"
+  at::Tensor tensor;
+};
+
+class StageFunction {
+ public:
+  virtual ~StageFunction() = default;
+  // One microbatch. Inputs and outputs in the order of the layout (layout.h).
+  virtual Tensors forward(const Tensors& inputs) = 0;
+  // Leaves whose gradients are accumulated; frozen ones may be among them. Asked for at the start of every step.
+  virtual std::vector<NamedTensor> parameters() const { return {}; }
+};
+
+// A stage from a function and its parameters.
+class LambdaStage : public StageFunction {
+ public:
+  using Function = std::function<Tensors(const Tensors&)>;
+  LambdaStage(Function function, std::vector<NamedTensor> parameters)
+      : function_(std::move(function)), parameters_(std::move(parameters)) {}
+  Tensors forward(const Tensors& inputs) override { return function_(inputs); }
+  std::vector<NamedTensor> parameters() const override { return parameters_; }
+
+ private:
+  Function function_;
+  std::vector<NamedTensor> parameters_;
+};
+
+}  // namespace plumb

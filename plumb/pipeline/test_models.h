@@ -1,0 +1,130 @@
+// Small models, cut into stages, for this room's tests.
+#pragma once
+
+#include <torch/torch.h>
+
+#include "plumb/pipeline/runtime.h"
+
+namespace plumb {
+
+struct TestStage : LambdaStage {
+  using LambdaStage::LambdaStage;
+  std::vector<NamedTensor> buffers;
+};
+
+struct TestModel {
+  PipelineLayout layout;
+  std::function<std::shared_ptr<TestStage>(int stage)> make_stage;
+  Loss loss;
+  std::function<std::pair<Tensors, Tensors>(int step)> batch;  // inputs, targets
+  std::optional<std::uint64_t> seed;
+};
+
+inline at::Tensor test_weight(std::uint64_t seed, at::IntArrayRef sizes) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  return (at::randn(sizes, generator) * 0.4).requires_grad_(true);
+}
+
+inline at::Tensor test_data(std::uint64_t seed, at::IntArrayRef sizes) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  return at::randn(sizes, generator);
+}
+
+// "mlp": a chain. "ragged": the same with a batch that does not divide and another size at every step. "skip": an early
+// value used by every later stage, more than once, and an integer mask beside it. "tied": the first stage's weight
+// again in the last. "norm": batch norm in training mode. "tokens": integers into the first stage, an embedding, a
+// transposed boundary. "inplace": every stage begins with an in-place operator. "half": bfloat16 between the stages.
+inline TestModel test_model(const std::string& name, int num_stages) {
+  constexpr int width = 6;
+  TestModel model;
+  model.layout = PipelineLayout::chain(num_stages);
+  model.loss = [](const Tensors& out, const Tensors& target) { return at::mse_loss(out[0].to(at::kFloat), target[0]); };
+  const bool ragged = name == "ragged";
+  model.batch = [=](int step) {
+    const int rows = ragged ? 5 + 6 * step : 8;
+    return std::pair<Tensors, Tensors>{{test_data(100 + step, {rows, width})}, {test_data(200 + step, {rows, width})}};
+  };
+  model.make_stage = [=](int s) {
+    auto w = test_weight(10 * s + 1, {width, width}), b = test_weight(10 * s + 2, {width});
+    auto forward = [=](const Tensors& in) -> Tensors { return {at::tanh(at::linear(in[0], w, b))}; };
+    const auto prefix = "layers." + std::to_string(s) + ".";
+    return std::make_shared<TestStage>(forward, std::vector<NamedTensor>{{prefix + "weight", w}, {prefix + "bias", b}});
+  };
+  if (name == "skip") {
+    model.layout.stages[0].num_outputs = 3;
+    for (int s = 1; s < num_stages; s++) {
+      model.layout.stages[s].inputs = {{s - 1, 0}, {0, 1}, {0, 2}};
+      if (s == 1) model.layout.stages[s].inputs[0] = {0, 0};
+    }
+    model.make_stage = [=](int s) {
+      auto w = test_weight(10 * s + 1, {width, width});
+      auto forward = [=](const Tensors& in) -> Tensors {
+        auto h = at::tanh(at::linear(in[0], w));
+        if (s == 0) return {h, at::sin(h) * 3, (h > 0).to(at::kLong)};
+        return {h + in[1] * in[1] + at::cos(in[1]) * in[2]};  // the skipped value three times
+      };
+      return std::make_shared<TestStage>(forward,
+                                         std::vector<NamedTensor>{{"blocks." + std::to_string(s) + ".weight", w}});
+    };
+    if (num_stages == 1) model.layout.stages[0].num_outputs = 3;
+  } else if (name == "tied") {
+    model.make_stage = [=](int s) {
+      auto w = test_weight(s == num_stages - 1 ? 1 : 10 * s + 1, {width, width});
+      auto forward = [=](const Tensors& in) -> Tensors { return {at::tanh(at::linear(in[0], w))}; };
+      const std::string own = s == num_stages - 1 ? "head.weight" : "layers." + std::to_string(s) + ".weight";
+      return std::make_shared<TestStage>(forward, std::vector<NamedTensor>{{own, w}});
+    };
+    if (num_stages > 1) model.layout.tied = {{{{0, "layers.0.weight"}, {num_stages - 1, "head.weight"}}}};
+  } else if (name == "norm") {
+    model.make_stage = [=](int s) {
+      auto w = test_weight(10 * s + 1, {width, width}), g = test_weight(10 * s + 2, {width});
+      auto mean = at::zeros({width}), var = at::ones({width});
+      auto forward = [=](const Tensors& in) -> Tensors {
+        return {at::batch_norm(at::linear(in[0], w), g, {}, mean, var, true, 0.1, 1e-5, false)};
+      };
+      const auto prefix = "layers." + std::to_string(s) + ".";
+      auto stage =
+          std::make_shared<TestStage>(forward, std::vector<NamedTensor>{{prefix + "weight", w}, {prefix + "gain", g}});
+      stage->buffers = {{prefix + "running_mean", mean}, {prefix + "running_var", var}};
+      return stage;
+    };
+  } else if (name == "tokens") {
+    model.batch = [=](int step) {
+      auto tokens = test_data(100 + step, {8, 5}).mul(100).to(at::kLong).remainder(11).abs();
+      return std::pair<Tensors, Tensors>{{tokens}, {tokens.roll(1, 1)}};
+    };
+    model.loss = [](const Tensors& out, const Tensors& target) {
+      return at::cross_entropy_loss(out[0].reshape({-1, out[0].size(-1)}), target[0].reshape({-1}));
+    };
+    model.make_stage = [=](int s) {
+      auto w = test_weight(10 * s + 1, {width, width}), table = test_weight(7, {11, width}),
+           head = test_weight(8, {11, width});
+      const bool first = s == 0, last = s == num_stages - 1;
+      auto forward = [=](const Tensors& in) -> Tensors {
+        auto x = first ? at::embedding(table, in[0]) : in[0].transpose(1, 2);
+        x = x + at::gelu(at::linear(x, w));
+        return {last ? at::linear(x, head) : x.transpose(1, 2)};  // not contiguous at the boundary
+      };
+      std::vector<NamedTensor> parameters{{"layers." + std::to_string(s) + ".weight", w}};
+      if (first) parameters.push_back({"embedding.weight", table});
+      if (last) parameters.push_back({"head.weight", head});
+      return std::make_shared<TestStage>(forward, parameters);
+    };
+  } else if (name == "inplace" || name == "half") {
+    const bool half = name == "half";
+    model.make_stage = [=](int s) {
+      auto w = test_weight(10 * s + 1, {width, width});
+      const bool first = s == 0;
+      auto forward = [=](const Tensors& in) -> Tensors {
+        auto x = first ? in[0] * 1.0 : in[0].mul_(1.5);
+        auto y = at::linear(x.to(at::kFloat), w).sin();
+        return {half ? y.to(at::kBFloat16) : y};
+      };
+      return std::make_shared<TestStage>(forward,
+                                         std::vector<NamedTensor>{{"layers." + std::to_string(s) + ".weight", w}});
+    };
+  }
+  return model;
+}
+
+}  // namespace plumb
