@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -108,6 +108,34 @@ inline void narrow(const float* from, int64_t n, Half* to) {
 #endif
   for (; i < n; ++i) to[i] = narrow_one(Half{}, from[i]);
 }
+
+// --- results too large for any cache: written past it, so that their lines are not read first
+
+constexpr int64_t kStreamBytes = int64_t(16) << 20;
+
+#if defined(__SSE2__)
+inline bool can_stream(const void* to) { return reinterpret_cast<uintptr_t>(to) % 64 == 0; }
+// `to` on a cache line's start. `next` is asked for meanwhile, as far as it will be read.
+inline void stream(const void* from_void, int64_t bytes, void* to_void, const char* next) {
+  const char* from = static_cast<const char*>(from_void);
+  char* to = static_cast<char*>(to_void);
+  int64_t i = 0;
+  for (; i + 64 <= bytes; i += 64) {
+    __builtin_prefetch(next + i);
+    for (int k = 0; k < 64; k += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + k),
+                       _mm_load_si128(reinterpret_cast<const __m128i*>(from + i + k)));
+  }
+  __builtin_memcpy(to + i, from + i, size_t(bytes - i));
+}
+inline void end_stream() { _mm_sfence(); }
+#else
+inline bool can_stream(const void*) { return false; }
+inline void stream(const void* from, int64_t bytes, void* to, const char*) {
+  __builtin_memcpy(to, from, size_t(bytes));
+}
+inline void end_stream() {}
+#endif
 
 // --- random numbers: xoshiro128++ (Blackman, Vigna) in 64 lanes, each lane's state one call of Philox4x32-10 (Salmon
 // et al., 2011) on (lane, block) under the seed. A block's numbers depend on seed and block only, so any split over

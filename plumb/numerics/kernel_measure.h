@@ -123,6 +123,13 @@ inline void measure_sub_block(const T* x, int n, T shift, bool prefetch, Partial
 
 struct HistogramTables {
   alignas(64) uint32_t counts[4][kHistogramBins];
+  bool used = false;
+
+  // Small tensors never need them, and clearing would cost more than measuring.
+  void need() {
+    if (!used) __builtin_memset(counts, 0, sizeof counts);
+    used = true;
+  }
 };
 
 inline void count_bytes(const uint8_t* bytes, int n, HistogramTables& tables) {
@@ -166,6 +173,7 @@ inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& ta
     for (int i = 0; i < n; ++i) ++histogram[exponents[i]];
     return;
   }
+  tables.need();
   count_bytes(exponents + whole, n - whole, tables);
   uint8_t top_lanes[64] = {};
   uint8_t low_lanes[64];
@@ -237,9 +245,7 @@ struct Measurer {
   Partial& p;
   HistogramTables tables;
 
-  explicit Measurer(Partial& partial) : p(partial) {
-    if (p.histogram) __builtin_memset(&tables, 0, sizeof tables);
-  }
+  explicit Measurer(Partial& partial) : p(partial) {}
 
   // At most kChunk values.
   void chunk(const T* x, int n, bool prefetch) {
@@ -261,7 +267,7 @@ struct Measurer {
   }
 
   void finish() {
-    if (!p.histogram) return;
+    if (!p.histogram || !tables.used) return;
     for (int i = 0; i < kHistogramBins; ++i)
       for (int k = 0; k < 4; ++k) p.histogram[i] += tables.counts[k][i];
   }

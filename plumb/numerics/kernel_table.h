@@ -29,9 +29,10 @@ void round_all(const void* x_void, void* y_void, int64_t n, const RoundingSpec& 
   const RoundingConstants<T> constants(spec);
   const RoundRun<T> run = choose_round<T>(spec);
   const bool chance = spec.mode == RoundingSpec::Stochastic;
+  const bool streams = kDirect<C> && n * int64_t(sizeof(C)) >= kStreamBytes && x_void != y_void && can_stream(y_void);
   Random random;
   if constexpr (kDirect<C>) {
-    if (!before && !after && !chance) {
+    if (!before && !after && !chance && !streams) {
       run(x, y, n, constants, nullptr);
       return;
     }
@@ -46,7 +47,7 @@ void round_all(const void* x_void, void* y_void, int64_t n, const RoundingSpec& 
     T* to;
     if constexpr (kDirect<C>) {
       from = x + i;
-      to = y + i;
+      to = streams ? wide : y + i;
     } else {
       widen(x + i, m, wide);
       from = to = wide;
@@ -54,8 +55,12 @@ void round_all(const void* x_void, void* y_void, int64_t n, const RoundingSpec& 
     if (before) measure_before.chunk(from, m, kDirect<C>);
     run(from, to, m, constants, &random);
     if (after) measure_after.chunk(to, m, false);
-    if constexpr (!kDirect<C>) narrow(wide, m, y + i);
+    if constexpr (!kDirect<C>)
+      narrow(wide, m, y + i);
+    else if (streams)
+      stream(wide, m * int64_t(sizeof(C)), y + i, reinterpret_cast<const char*>(x + i + m));
   }
+  if (streams) end_stream();
   if (before) measure_before.finish();
   if (after) measure_after.finish();
 }

@@ -245,6 +245,26 @@ TEST(Quantise, EmptyAndScalarTensors) {
   EXPECT_EQ(quantise(at::empty({0}), FPFormat(4, 3)).numel(), 0);
 }
 
+TEST(Quantise, ALargeTensorIsRoundedAsItsParts) {
+  at::manual_seed(9);
+  for (auto dtype : {at::kFloat, at::kDouble})
+    for (const char* text : {"E4M3-RN", "E4M3-RZ", "E4M3-SR"}) {
+      const FPFormat format = FPFormat::parse(text);
+      const int64_t n = (int64_t(4) << 20) + 12345, part = 16 * kernel::kRandomBlock;
+      at::Tensor x = at::randn({n}, dtype), whole = quantise(x, format, 5);
+      at::Tensor one_by_one = at::empty_like(x);
+      const auto carrier = carrier_of(dtype, "test");
+      const auto spec = rounding_spec(format, carrier);
+      for (int64_t i = 0; i < n; i += part)
+        kernel::kernels().round[carrier](
+            static_cast<const char*>(x.const_data_ptr()) + i * int64_t(x.element_size()),
+            static_cast<char*>(one_by_one.mutable_data_ptr()) + i * int64_t(x.element_size()), std::min(part, n - i),
+            spec, 5, i / kernel::kRandomBlock, nullptr, nullptr);
+      EXPECT_TRUE(at::equal(whole, one_by_one)) << text;
+      for (const auto& y : on_all_levels(x, format, 5)) EXPECT_TRUE(at::equal(y, whole)) << text;
+    }
+}
+
 TEST(Quantise, LeavesItsInputAlone) {
   at::Tensor x = at::randn({100}), kept = x.clone();
   quantise(x, FPFormat::parse("E2M1"));
