@@ -123,4 +123,20 @@ Schedule interleaved_zero_bubble_schedule(int num_ranks, int num_microbatches, i
   return schedule;
 }
 
+Schedule zb_h1_schedule(int num_ranks, int num_microbatches) {
+  Schedule schedule = new_table("ZBH1", num_ranks, num_microbatches, 1, false);
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    schedule.rows[rank] = interleaved_row(rank, num_ranks, num_microbatches, 1, 1, rank);
+  }
+  return schedule;
+}
+
+Schedule zb_h2_schedule(int num_ranks, int num_microbatches) {
+  Schedule schedule = new_table("ZBH2", num_ranks, num_microbatches, 1, false);
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    schedule.rows[rank] = interleaved_row(rank, num_ranks, num_microbatches, 1, 2, 2 * rank);
+  }
+  return schedule;
+}
+
 }  // namespace plumb

@@ -38,6 +38,21 @@ Schedule zbv_schedule(int num_ranks, int num_microbatches);
 // half). Made for n >= 2p; fewer microbatches get that table less the ones that are not there.
 Schedule dual_pipe_v_schedule(int num_ranks, int num_microbatches);
 
+// One stage a rank, backward halved. H1 keeps 1F1B's memory of p microbatches, with bubble (p - 1)(F + I - W); H2 takes
+// 2p - 1 for (p - 1)(F + I - 2W), by the paper's definition (arXiv 2401.10241, table 2). From 2p - 1 microbatches on.
+Schedule zb_h1_schedule(int num_ranks, int num_microbatches);
+Schedule zb_h2_schedule(int num_ranks, int num_microbatches);
+
+// Two stages a rank in a V, built by repeating one microbatch's block every six ticks (arXiv 2405.15362): about a half
+// and a third of 1F1B's memory.
+Schedule v_half_schedule(int num_ranks, int num_microbatches);
+Schedule v_min_schedule(int num_ranks, int num_microbatches);
+
+// Every stage on two ranks, s and p - 1 - s, which share its weights: the first half of the microbatches enters at rank
+// 0, the second at rank p - 1 (arXiv 2412.19437). Each copy adds up its own microbatches in order; the two sums have to
+// be added before the optimiser. p has to be even.
+Schedule dual_pipe_schedule(int num_ranks, int num_microbatches);
+
 // Names as in torch, upper and lower case alike: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
 // ZBVZeroBubble, DualPipeV, and those of schedule_names().
 const std::vector<std::string>& schedule_names();

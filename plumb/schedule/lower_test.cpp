@@ -87,7 +87,7 @@ TEST(Lower, RefusesLoweredAndBrokenTables) {
 TEST(Lower, AnyTableWithAnySkipConnectionsRunsEvenWithBlockingMessages) {
   EXPECT_TRUE(rc::check([] {
     const std::string& name = schedule_names()[*rc::gen::inRange<std::size_t>(0, schedule_names().size())];
-    Schedule schedule = make_schedule(name, *rc::gen::inRange(1, 6), *rc::gen::inRange(1, 12));
+    Schedule schedule = make_schedule(name, 2 * *rc::gen::inRange(1, 4), *rc::gen::inRange(1, 12));
     StageEdges edges = chain_edges(schedule.num_stages());
     for (int from = 0; from < schedule.num_stages(); ++from) {
       for (int to = from + 2; to < schedule.num_stages(); ++to) {

@@ -63,6 +63,11 @@ const std::vector<Entry>& entries() {
       {{"InterleavedZeroBubble", false, false, 1, kMany, true}, interleaved_zero_bubble_schedule},
       {{"ZBVZeroBubble", true, false, 2, 2, true}, [](int p, int n, int) { return zbv_schedule(p, n); }},
       {{"DualPipeV", true, false, 2, 2, true}, [](int p, int n, int) { return dual_pipe_v_schedule(p, n); }},
+      {{"ZBH1", false, false, 1, 1, true}, [](int p, int n, int) { return zb_h1_schedule(p, n); }},
+      {{"ZBH2", false, false, 1, 1, true}, [](int p, int n, int) { return zb_h2_schedule(p, n); }},
+      {{"VHalf", true, false, 2, 2, true}, [](int p, int n, int) { return v_half_schedule(p, n); }},
+      {{"VMin", true, false, 2, 2, true}, [](int p, int n, int) { return v_min_schedule(p, n); }},
+      {{"DualPipe", false, true, 1, 1, true}, [](int p, int n, int) { return dual_pipe_schedule(p, n); }},
   };
   return table;
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <deque>
 
+#include "plumb/core/error.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/generators_internal.h"
 
@@ -92,49 +93,97 @@ Schedule zbv_schedule(int num_ranks, int num_microbatches) {
   return schedule;
 }
 
+namespace {
+
+// One rank of a DualPipeV over `num_ranks` ranks: `stage0` on the way down the V, `stage1` on the way up.
+void dual_pipe_row(std::vector<Action>& actions, int rank, int num_ranks, int count, int stage0, int stage1) {
+  RowWriter row(actions, stage0, stage1);
+  int below = num_ranks - 1 - rank;
+  for (int i = 0; i < 2 * below; ++i) row.forward(0);
+  for (int i = 0; i < rank + 1; ++i) {
+    row.forward(0);
+    row.forward(1);
+  }
+  for (int i = 0; i < below; ++i) {
+    row.input(1);
+    row.weight();
+    row.forward(1);
+  }
+  for (int i = 0; i < count - 2 * num_ranks + rank + 1; ++i) {
+    if (i == 0 && below == 0) {
+      row.forward(0);  // at the turn of the V nothing is gained by overlapping the first pair
+      row.full(1);
+    } else {
+      row.overlapped(0, 1);
+    }
+    row.overlapped(1, 0);
+  }
+  for (int i = 0; i < below; ++i) {
+    row.full(1);
+    row.overlapped(1, 0);
+  }
+  // The backwards left over: the second half of them split, from chunk 1 on odd and chunk 0 on even ranks.
+  int left = rank + 1;
+  for (int i = 0; i < left; ++i) {
+    row.backward(1, i > left / 2 || (i == left / 2 && rank % 2 == 1));
+    row.backward(0, i >= left / 2);
+  }
+  for (int i = 0; i < below; ++i) {
+    row.weight();
+    row.input(0);
+  }
+  while (row.weight()) {
+  }
+}
+
+}  // namespace
+
 Schedule dual_pipe_v_schedule(int num_ranks, int num_microbatches) {
   Schedule schedule = new_table("DualPipeV", num_ranks, num_microbatches, 2, true);
   int count = std::max(2 * num_ranks, num_microbatches);
   for (int rank = 0; rank < num_ranks; ++rank) {
-    RowWriter row(schedule.rows[rank], rank, 2 * num_ranks - 1 - rank);
-    int below = num_ranks - 1 - rank;
-    for (int i = 0; i < 2 * below; ++i) row.forward(0);
-    for (int i = 0; i < rank + 1; ++i) {
-      row.forward(0);
-      row.forward(1);
-    }
-    for (int i = 0; i < below; ++i) {
-      row.input(1);
-      row.weight();
-      row.forward(1);
-    }
-    for (int i = 0; i < count - 2 * num_ranks + rank + 1; ++i) {
-      if (i == 0 && below == 0) {
-        row.forward(0);  // at the turn of the V nothing is gained by overlapping the first pair
-        row.full(1);
-      } else {
-        row.overlapped(0, 1);
-      }
-      row.overlapped(1, 0);
-    }
-    for (int i = 0; i < below; ++i) {
-      row.full(1);
-      row.overlapped(1, 0);
-    }
-    // The backwards left over: the second half of them split, from chunk 1 on odd and chunk 0 on even ranks.
-    int left = rank + 1;
-    for (int i = 0; i < left; ++i) {
-      row.backward(1, i > left / 2 || (i == left / 2 && rank % 2 == 1));
-      row.backward(0, i >= left / 2);
-    }
-    for (int i = 0; i < below; ++i) {
-      row.weight();
-      row.input(0);
-    }
-    while (row.weight()) {
-    }
+    dual_pipe_row(schedule.rows[rank], rank, num_ranks, count, rank, 2 * num_ranks - 1 - rank);
   }
   drop_microbatches(schedule, num_microbatches);
+  return schedule;
+}
+
+// A rank of the first half and its mirror image are one rank of a DualPipeV each: down the V with the microbatches that
+// enter at their own end, up with those that come from the other end.
+Schedule dual_pipe_schedule(int num_ranks, int num_microbatches) {
+  Schedule schedule = new_table("DualPipe", num_ranks, num_microbatches, 1, false);
+  if (num_ranks % 2 != 0) {
+    throw Error(ErrorKind::InvalidArgument,
+                "DualPipe pairs each rank with one at the other end, which " + std::to_string(num_ranks) +
+                    " ranks do not allow",
+                "", "use an even number of ranks, or DualPipeV");
+  }
+  int first_way = (num_microbatches + 1) / 2, other_way = num_microbatches - first_way;
+  schedule.placement.reverse_from = first_way;
+  for (int stage = 0; stage < num_ranks; ++stage) schedule.placement.reverse_ranks.push_back(num_ranks - 1 - stage);
+  int count = std::max(num_ranks, first_way);
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    int near = std::min(rank, num_ranks - 1 - rank), far = num_ranks - 1 - near;
+    std::vector<Action> row;
+    dual_pipe_row(row, near, num_ranks / 2, count, near, far);
+    // Of the near stage this rank takes the microbatches that enter at its own end, of the far stage the others.
+    bool low = rank == near;
+    auto kept = [&](Action part) {
+      bool first = (part.stage == near) == low;
+      if (part.microbatch >= (first ? first_way : other_way)) return Action::idle();
+      if (!first) part.microbatch += first_way;
+      return part;
+    };
+    for (const Action& action : row) {
+      Action one = kept(action.first_part());
+      Action two = action.kind == ActionKind::Overlap ? kept(action.second_part()) : Action::idle();
+      if (!one.is_idle() && !two.is_idle()) {
+        schedule.rows[rank].push_back(Action::overlap(one, two));
+      } else if (!one.is_idle() || !two.is_idle()) {
+        schedule.rows[rank].push_back(one.is_idle() ? two : one);
+      }
+    }
+  }
   return schedule;
 }
 

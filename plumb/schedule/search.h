@@ -1,0 +1,39 @@
+// Finds a time table for measured costs under a memory limit.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "plumb/schedule/simulate.h"
+
+namespace plumb {
+
+struct SearchOptions {
+  // The most activations a rank may hold, in the unit of Costs::activation (by default microbatches of a rank). 1F1B
+  // takes as many as there are ranks. At least one microbatch of every rank.
+  double memory_limit = std::numeric_limits<double>::infinity();
+  // About how many actions may be timed in all; a table has 3 * ranks * microbatches, and at most 40,000 are tried. The
+  // same numbers give the same table, whatever the machine.
+  double effort = 1e8;
+  std::uint64_t seed = 1;
+};
+
+struct SearchResult {
+  Schedule schedule;
+  Simulation simulation;  // of it, with the costs given
+  int tried = 0;          // tables compared
+};
+
+// One stage a rank; backwards halved. The Zero Bubble paper's heuristic (arXiv 2401.10241, section 3.1): every rank
+// takes what is ready, forwards first until it is warm, then input backwards before forwards, and weight backwards into
+// gaps or where memory has to be freed. What "warm" is, how large a gap has to be, and how many forwards a rank may be
+// ahead are tried on a grid for all ranks, then changed rank by rank as long as that helps; at last neighbours along
+// the critical path change places. Minimises the longest step of a rank (Simulation::zero_bubble_rate), then the
+// makespan. Weight gradients add up in microbatch order.
+//
+// costs.full and costs.overlap play no part; costs.held_for_weight does: what the input backward frees can hold further
+// forwards. Raises Error(InvalidArgument) for counts below one, costs that do not fit, or a limit under one microbatch.
+SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& costs,
+                             const SearchOptions& options = {});
+
+}  // namespace plumb
