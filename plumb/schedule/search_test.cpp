@@ -95,7 +95,7 @@ TEST(Search, ReachesThePaperWithinTheMemoryOf1F1BIfTheWeightBackwardHoldsAThird)
   for (const Measured& measured : kMeasured) {
     Costs costs = costs_of(measured, 1.0 / 3);
     SearchResult result = search_schedule(measured.ranks, 3 * measured.ranks, costs,
-                                          {.memory_limit = 1.0 * measured.ranks, .effort = 2e7});
+                                          {.memory_limit = 1.0 * measured.ranks, .effort = 5e6});
     EXPECT_LE(result.simulation.zero_bubble_rate(), measured.rate_1p) << measured.ranks;
     expect_within(result, measured.ranks, costs);
   }

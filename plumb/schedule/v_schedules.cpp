@@ -1,6 +1,5 @@
 // Schedules whose two stages a rank form a V: rank r holds stage r and stage 2p - 1 - r.
 #include <algorithm>
-#include <deque>
 
 #include "plumb/core/error.h"
 #include "plumb/schedule/generators.h"
@@ -20,7 +19,7 @@ class RowWriter {
 
   void forward(int chunk) { row_.push_back(Action::forward(stages_[chunk], forwards_[chunk]++)); }
   void input(int chunk) {
-    pending_.push_back(Action::weight(stages_[chunk], backwards_[chunk]));
+    inputs_[chunk].push_back({backwards_[chunk], turn_++});
     row_.push_back(Action::input(stages_[chunk], backwards_[chunk]++));
   }
   void full(int chunk) { row_.push_back(Action::backward(stages_[chunk], backwards_[chunk]++)); }
@@ -29,14 +28,18 @@ class RowWriter {
     row_.push_back(Action::overlap(Action::forward(stages_[forward_chunk], forwards_[forward_chunk]++),
                                    Action::backward(stages_[backward_chunk], backwards_[backward_chunk]++)));
   }
-  // The oldest weight backward that is due, of any chunk or of one.
-  bool weight(int chunk = -1) {
-    auto it = std::find_if(pending_.begin(), pending_.end(),
-                           [&](const Action& action) { return chunk < 0 || action.stage == stages_[chunk]; });
-    if (it == pending_.end()) return false;
-    row_.push_back(*it);
-    pending_.erase(it);
+  // The oldest weight backward that is due, of one chunk; false if there is none.
+  bool weight(int chunk) {
+    if (weights_[chunk] == inputs_[chunk].size()) return false;
+    row_.push_back(Action::weight(stages_[chunk], inputs_[chunk][weights_[chunk]++].microbatch));
     return true;
+  }
+  // Of either.
+  bool weight() {
+    bool due[2] = {weights_[0] < inputs_[0].size(), weights_[1] < inputs_[1].size()};
+    if (!due[0] && !due[1]) return false;
+    bool second = !due[0] || (due[1] && inputs_[1][weights_[1]].turn < inputs_[0][weights_[0]].turn);
+    return weight(second ? 1 : 0);
   }
   int forwards(int chunk) const { return forwards_[chunk]; }
 
@@ -44,7 +47,12 @@ class RowWriter {
   std::vector<Action>& row_;
   int stages_[2];
   int forwards_[2] = {0, 0}, backwards_[2] = {0, 0};
-  std::deque<Action> pending_;
+  struct Input {
+    int microbatch, turn;
+  };
+  std::vector<Input> inputs_[2];  // those that left a weight backward to do
+  std::size_t weights_[2] = {0, 0};
+  int turn_ = 0;
 };
 
 }  // namespace
