@@ -52,6 +52,7 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
   } catch (...) {
     session.stop();
     if (request.buffers_after) request.buffers_after();
+    if (session.refusal) throw *session.refusal;
     throw;
   }
   session.stop();

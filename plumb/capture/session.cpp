@@ -180,7 +180,8 @@ std::string Session::where() const {
 }
 
 void Session::refuse(const std::string& what, const std::string& remedy) const {
-  throw Error(ErrorKind::Capture, what, where(), remedy);
+  refusal.emplace(ErrorKind::Capture, what, where(), remedy);
+  throw *refusal;
 }
 
 void Session::check_tensor(const at::Tensor& t, const std::string& reader) const {

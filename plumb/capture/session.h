@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "plumb/capture/capture.h"
+#include "plumb/core/error.h"
 
 namespace plumb {
 
@@ -63,6 +64,7 @@ class Session {
   // Writes `value` into the buffer at the end of the graph (a buffer that the model re-assigned).
   void write_back(int attribute, const at::Tensor& value);
 
+  // Throws, and remembers why: on its way through Python the exception's type is lost.
   [[noreturn]] void refuse(const std::string& what, const std::string& remedy) const;
   void note(std::string text) { notes.push_back(std::move(text)); }
 
@@ -76,6 +78,7 @@ class Session {
   std::vector<std::pair<int, int>> write_backs;  // (attribute, value)
   std::vector<std::string> notes;
   std::vector<ModuleFrame> module_stack;
+  mutable std::optional<Error> refusal;
 
  private:
   struct AliasKey {

@@ -1,0 +1,113 @@
+// Capture of Python modules: the callbacks that the engine needs from Python.
+#include "convert.h"
+#include "module.h"
+#include "plumb/capture/capture.h"
+
+#include <frameobject.h>
+
+#include <unordered_map>
+
+namespace plumb::python {
+namespace {
+
+// The first frame, from the innermost out, that is neither torch's nor plumb's own.
+class Locator {
+ public:
+  explicit Locator(std::vector<std::string> inside) : inside_(std::move(inside)) {}
+
+  std::shared_ptr<const SourceLocation> operator()() {
+    py::gil_scoped_acquire gil;
+    PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
+    std::shared_ptr<const SourceLocation> found;
+    while (frame) {
+      PyCodeObject* code = PyFrame_GetCode(frame);
+      if (!is_inside(code)) found = location(code, PyFrame_GetLineNumber(frame));
+      Py_DECREF(code);
+      PyFrameObject* back = found ? nullptr : PyFrame_GetBack(frame);
+      Py_DECREF(frame);
+      frame = back;
+    }
+    return found;
+  }
+
+ private:
+  bool is_inside(PyCodeObject* code) {
+    auto [it, fresh] = known_.emplace(code, false);
+    if (fresh) {
+      Py_INCREF(code);  // its address must not be used again while it is a key
+      kept_.push_back(py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(code)));
+      const std::string file = py::str(code->co_filename);
+      for (const std::string& folder : inside_) it->second = it->second || file.starts_with(folder);
+      it->second = it->second || file.starts_with("<");
+    }
+    return it->second;
+  }
+  std::shared_ptr<const SourceLocation> location(PyCodeObject* code, int line) {
+    auto& slot = locations_[{code, line}];
+    if (!slot) {
+      slot = std::make_shared<const SourceLocation>(
+          SourceLocation{py::str(code->co_filename), line, py::str(code->co_name)});
+    }
+    return slot;
+  }
+
+  std::vector<std::string> inside_;
+  std::unordered_map<PyCodeObject*, bool> known_;
+  std::vector<py::object> kept_;
+  std::map<std::pair<PyCodeObject*, int>, std::shared_ptr<const SourceLocation>> locations_;
+};
+
+py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tensor, bool>>& state, const py::list& inputs,
+                         const std::vector<std::string>& names, const std::string& in_spec, const py::function& call,
+                         const py::function& buffers_after, const std::vector<std::string>& inside, bool training, bool verify) {
+  CaptureRequest request;
+  for (const auto& [name, kind, tensor, persistent] : state) request.state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
+  request.inputs = to_ivalues(inputs);
+  request.in_spec = TreeSpec::from_json(in_spec);
+  request.training = training;
+  request.call = [&](const std::vector<c10::IValue>& flat, TreeSpec& out_spec) {
+    py::gil_scoped_acquire gil;
+    auto answer = call(to_list(flat)).cast<std::pair<py::list, std::string>>();
+    out_spec = TreeSpec::from_json(answer.second);
+    return to_ivalues(answer.first);
+  };
+  request.buffers_after = [&] {
+    py::gil_scoped_acquire gil;
+    return buffers_after().cast<std::vector<std::pair<std::string, at::Tensor>>>();
+  };
+  auto locator = std::make_shared<Locator>(inside);
+  request.locate = [locator] { return (*locator)(); };
+  std::vector<std::string> notes;
+  CaptureOptions options;
+  options.verify = verify;
+  options.input_names = names;
+  options.notes = &notes;
+  std::shared_ptr<GraphModule> engine;
+  {
+    py::gil_scoped_release release;  // autograd refuses to run under the lock; the callbacks take it
+    engine = capture(request, options);
+  }
+  return py::make_tuple(engine, notes);
+}
+
+// A Python callable on a list of tensors, kept by the engine for the life of the process.
+int64_t register_python(py::function function, std::string name) {
+  auto* held = new py::function(std::move(function));  // never freed: replay may outlive the interpreter's teardown
+  return register_opaque(
+      [held](const std::vector<at::Tensor>& inputs) {
+        py::gil_scoped_acquire gil;
+        return (*held)(inputs).cast<std::vector<at::Tensor>>();
+      },
+      std::move(name));
+}
+
+Register part([](py::module_& m) {
+  m.def("capture", &capture_python);
+  m.def("push_module", &push_module);
+  m.def("pop_module", &pop_module);
+  m.def("is_capturing", &is_capturing);
+  m.def("register_opaque", &register_python);
+});
+
+}  // namespace
+}  // namespace plumb::python

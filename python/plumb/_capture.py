@@ -1,0 +1,335 @@
+"""A live ``torch.nn.Module`` as a graph: :func:`capture` and :class:`GraphModule`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import _C
+
+PARAMETER, BUFFER, CONSTANT = 0, 1, 2
+
+_INSIDE = [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep]
+_LEAF = {"type": None, "context": None, "children_spec": []}
+_PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
+_capture_lock = threading.RLock()
+
+
+def state_of(module: nn.Module) -> list[tuple[str, int, Tensor, bool]]:
+    """Parameters and buffers by full name; a tied tensor under each of its names."""
+    state = [(n, PARAMETER, p, True) for n, p in module.named_parameters(remove_duplicate=False)]
+    for prefix, sub in module.named_modules(remove_duplicate=False):
+        for name, buffer in sub._buffers.items():
+            if buffer is not None:
+                full = f"{prefix}.{name}" if prefix else name
+                state.append((full, BUFFER, buffer, name not in sub._non_persistent_buffers_set))
+    seen: set[str] = set()
+    return [s for s in state if not (s[0] in seen or seen.add(s[0]))]
+
+
+def _spec_json(spec: Any, num_leaves: int) -> str:
+    """torch's own JSON of a tree spec; a flat tuple for types it cannot write."""
+    try:
+        return pytree.treespec_dumps(spec)
+    except Exception:
+        import json
+
+        return json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [_LEAF] * num_leaves}])
+
+
+def _input_names(args: tuple, kwargs: dict) -> list[str]:
+    names = []
+    for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        names.append("_".join(str(getattr(k, "idx", getattr(k, "key", getattr(k, "name", k)))) for k in path[1:]))
+    return [n if not n[:1].isdigit() else f"arg{n}" for n in names]
+
+
+def _flatten_output(output: Any) -> tuple[list, Any]:
+    leaves, spec = pytree.tree_flatten(output)
+    strange = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
+    if strange and any(type(x).__name__ == "DynamicCache" for x in strange):
+        with contextlib.suppress(Exception):
+            from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+            register_dynamic_cache_export_support()
+            leaves, spec = pytree.tree_flatten(output)
+            strange = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
+    if strange:
+        raise _C.Error(
+            f"the model returns a {type(strange[0]).__module__}.{type(strange[0]).__qualname__}, whose tensors a graph "
+            "cannot see\n  try: return tensors, tuples, lists and dicts, or register the class with "
+            "torch.utils._pytree.register_pytree_node (for a cache: use_cache=False)"
+        )
+    return leaves, spec
+
+
+@contextlib.contextmanager
+def _module_stack(module: nn.Module) -> Iterator[None]:
+    """Tells the engine which module's forward runs, by hooks on every module."""
+    names: dict[int, str] = {}
+    for name, sub in module.named_modules():
+        names.setdefault(id(sub), name)
+
+    def enter(sub: nn.Module, _args: Any) -> None:
+        _C.push_module(names.get(id(sub), ""), type(sub).__name__)
+
+    def leave(_sub: nn.Module, _args: Any, _output: Any) -> None:
+        _C.pop_module()
+
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _opaque_functions() -> Iterator[None]:
+    """While it lasts, ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all."""
+    Function = torch.autograd.Function
+    original = Function.__dict__.get("apply")
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls) if original is not None else super(Function, cls).apply
+        if not _C.is_capturing():
+            return bound(*args, **kwargs)
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        shape: list[Any] = []
+
+        def run(inputs: list[Tensor]) -> list[Tensor]:
+            it = iter(inputs)
+            out = bound(*[next(it) if isinstance(a, Tensor) else a for a in args], **kwargs)
+            many = isinstance(out, tuple)
+            outs = list(out) if many else [out]
+            shape[:] = [many, [None if isinstance(o, Tensor) else (o,) for o in outs]]
+            return [o for o in outs if isinstance(o, Tensor)]
+
+        number = _C.register_opaque(run, f"{cls.__module__}.{cls.__qualname__}")
+        results = iter(torch.ops.plumb.python_function(number, tensors))
+        many, others = shape
+        outs = tuple(next(results) if o is None else o[0] for o in others)
+        return outs if many else outs[0]
+
+    Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if original is not None:
+            Function.apply = original
+        else:
+            del Function.apply
+
+
+class _PlainState:
+    """Module attributes that are no tensors: put back after a capture, and reported when the forward changed them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.saved = []
+        for name, sub in module.named_modules():
+            plain = {k: v for k, v in sub.__dict__.items() if isinstance(v, _PLAIN) and k != "training"}
+            self.saved.append((name, sub, plain, sub.training))
+
+    def restore(self) -> list[str]:
+        changed = []
+        for name, sub, plain, training in self.saved:
+            for key, value in plain.items():
+                now = sub.__dict__.get(key)
+                if type(now) is not type(value) or (now != value and now == now):
+                    sub.__dict__[key] = value
+                    full = f"{name}.{key}" if name else key
+                    changed.append(f"attribute '{full}' changed from {value!r} to {now!r} in the forward: a graph does not")
+            sub.training = training
+        return changed
+
+
+def capture_engine(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    *,
+    forward: Callable[..., Any] | None = None,
+    verify: bool = False,
+) -> tuple[Any, Any, Any, list[str]]:
+    """The engine's graph module, the tree spec of inputs and outputs, and notes. `forward` replaces ``module(...)``."""
+    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    state = state_of(module)
+    buffers = [(n, t) for n, k, t, _ in state if k == BUFFER]
+    found: dict[str, Any] = {}
+    run = forward if forward is not None else module
+    tensors = [x if isinstance(x, Tensor) else None for x in leaves]
+
+    def call(flat: list) -> tuple[list, str]:
+        given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, leaves)]
+        a, k = pytree.tree_unflatten(given, in_spec)
+        output, out_spec = _flatten_output(run(*a, **k))
+        found["spec"] = out_spec
+        found["plain"] = [None if isinstance(o, Tensor) else o for o in output]
+        return [o if isinstance(o, Tensor) else None for o in output], _spec_json(out_spec, len(output))
+
+    def buffers_after() -> list[tuple[str, Tensor]]:
+        now = []
+        for name, old in buffers:
+            owner, _, leaf = name.rpartition(".")
+            sub = module.get_submodule(owner)
+            tensor = sub._buffers.get(leaf)
+            if tensor is not None and tensor is not old:
+                now.append((name, tensor))
+                sub._buffers[leaf] = old
+        return now
+
+    with _capture_lock, contextlib.ExitStack() as stack:
+        plain = _PlainState(module)
+        stack.enter_context(_module_stack(module))
+        stack.enter_context(_opaque_functions())
+        with contextlib.suppress(Exception):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            engine, notes = _C.capture(
+                state, tensors, _input_names(args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after, _INSIDE,
+                module.training, verify,
+            )
+        finally:
+            changed = plain.restore()
+    return engine, in_spec, (found["spec"], found["plain"]), list(notes) + changed
+
+
+def signature(leaves: list) -> tuple:
+    """What a graph is specialised to, of its inputs."""
+    return tuple(
+        (x.dtype, x.shape, x.device, x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in leaves
+    )
+
+
+class GraphModule(nn.Module):
+    """A captured module: called like the original, sharing its parameters under the same names.
+
+    ``.graph`` is the graph; ``print(m.graph)`` shows it. ``.notes`` lists what the capture noticed (constants kept,
+    buffers re-assigned). It is made for the dtypes, shapes and devices of the inputs it was captured with: others are
+    refused (transformed modules of :mod:`plumb.transforms` capture again by themselves).
+    """
+
+    def __init__(self, engine: Any, in_spec: Any, out_spec: Any, plain_inputs: list, plain_outputs: list, notes: list[str]):
+        super().__init__()
+        self.__dict__["_engine"] = engine
+        self._in_spec, self._out_spec = in_spec, out_spec
+        self._plain_inputs, self._plain_outputs = plain_inputs, plain_outputs
+        self.notes = notes
+        self._fx: torch.fx.GraphModule | None = None
+        self._register()
+
+    def _register(self) -> None:
+        self.__dict__["_slots"] = slots = []
+        for name, kind, tensor, persistent in self._engine.state():
+            if kind == CONSTANT:
+                continue
+            owner: nn.Module = self
+            *path, leaf = name.split(".")
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner._modules[part]
+            if kind == PARAMETER:
+                if not isinstance(tensor, nn.Parameter):
+                    owner._parameters[leaf] = tensor
+                else:
+                    owner.register_parameter(leaf, tensor)
+                slots.append((owner._parameters, leaf, name, tensor))
+            else:
+                owner.register_buffer(leaf, tensor, persistent=persistent)
+                slots.append((owner._buffers, leaf, name, tensor))
+        leaves = self._in_spec.num_leaves
+        args, kwargs = self._in_spec.children_specs if hasattr(self._in_spec, "children_specs") else self._in_spec.children()
+        simple_in = kwargs.num_leaves == 0 and args.num_leaves == args.num_children == leaves and not any(
+            p is not None for p in self._plain_inputs
+        )
+        self.__dict__["_simple"] = leaves if simple_in and self._out_spec.is_leaf() and self._plain_outputs == [None] else -1
+
+    @property
+    def graph(self) -> Any:
+        return self._engine.graph
+
+    def _sync(self) -> None:
+        """``to()``, ``load_state_dict(assign=True)`` and the like may have put other tensors in our tables."""
+        for i, (table, leaf, name, tensor) in enumerate(self._slots):
+            now = table.get(leaf)
+            if now is not tensor:
+                self._engine.set_state(name, now)
+                self._slots[i] = (table, leaf, name, now)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._fx_forward(*args, **kwargs)
+        self._sync()
+        if self._simple == len(args) and not kwargs:
+            return self._engine.run1(*args)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self._in_spec:
+            raise _C.Error(
+                f"the inputs' structure differs from the captured one: {spec} instead of {self._in_spec}\n"
+                "  try: call it as it was captured, or capture again"
+            )
+        for given, known in zip(leaves, self._plain_inputs):
+            if not isinstance(given, Tensor) and given is not known and given != known:
+                raise _C.Error(f"the graph was captured with {known!r} where {given!r} is given\n  try: capture again")
+        out = self._engine.run([x if isinstance(x, Tensor) else None for x in leaves])
+        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
+
+    def to_fx(self) -> torch.fx.GraphModule:
+        """The same graph as ``torch.fx`` on ``torch.ops``: what ``torch.compile`` and ``torch.export`` see."""
+        from ._fx import to_fx
+
+        if self._fx is None:
+            self._fx = to_fx(self)
+        return self._fx
+
+    def _fx_forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = pytree.tree_flatten((args, kwargs))
+        out = self._fx(*[x for x in leaves if isinstance(x, Tensor)])
+        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
+
+    # --- copies: the graph travels as text, the state as tensors ---
+    def __getstate__(self) -> dict:
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_slots", "_fx")}
+        state["_text"] = self._engine.graph.to_string()
+        state["_specs"] = self._engine.specs()
+        self._sync()
+        state["_state"] = self._engine.state()
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        text, specs, tensors = state.pop("_text"), state.pop("_specs"), state.pop("_state")
+        self.__dict__.update(state)
+        self.__dict__["_fx"] = None
+        self.__dict__["_engine"] = _C.Engine(text, tensors, *specs)
+        self._modules.clear()
+        self._parameters.clear()
+        self._buffers.clear()
+        self._register()
+
+
+def capture(module: nn.Module, *args: Any, plumb_verify: bool = False, **kwargs: Any) -> GraphModule:
+    """Captures one forward of `module` on these inputs as a :class:`GraphModule`.
+
+    The graph holds every operator call at the level it was written (``linear``, ``layer_norm``, ...), bit for bit what
+    eager computes, forward and backward. The module is as before afterwards. ``plumb_verify=True`` captures twice on
+    other input values and compares a replay with eager.
+
+    Raises :class:`plumb.Error` naming operator, module and line when the forward takes a value out of a tensor.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"plumb.capture takes a torch.nn.Module, got {type(module).__name__}")
+    leaves, _ = pytree.tree_flatten((args, kwargs))
+    engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs, verify=plumb_verify)
+    gm = GraphModule(engine, in_spec, out_spec, [None if isinstance(x, Tensor) else x for x in leaves], plain, notes)
+    gm.training = module.training
+    return gm

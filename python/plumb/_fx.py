@@ -1,0 +1,79 @@
+"""A plumb graph as a ``torch.fx.GraphModule`` on ``torch.ops``."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+def _operator(target: str) -> Any:
+    namespace, _, rest = target.partition("::")
+    name, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+
+
+def to_fx(module: nn.Module) -> fx.GraphModule:
+    """`module` is a :class:`plumb.GraphModule`; the result takes its tensor inputs flat and returns a flat tuple."""
+    root = nn.Module()
+    tensors = {name: tensor for name, _, tensor, _ in module._engine.state()}
+    graph = fx.Graph()
+    env: dict[str, fx.Node | None] = {}
+    attributes: dict[str, str] = {}
+
+    def resolve(arg: Any) -> Any:
+        if isinstance(arg, tuple) and len(arg) == 2 and arg[0] == "value":
+            return env[arg[1]]
+        if isinstance(arg, list):
+            return [resolve(a) for a in arg]
+        return arg
+
+    grad = True
+
+    def set_grad(enabled: bool) -> None:
+        nonlocal grad
+        if grad != enabled:
+            graph.call_function(torch._C._set_grad_enabled, (enabled,))
+            grad = enabled
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            value = node.results[0]
+            env[value.name] = graph.placeholder(value.name) if value.is_tensor else None
+        elif node.op == "get_attr":
+            attribute = attributes.setdefault(node.target, "attr_" + node.target.replace(".", "_"))
+            if not hasattr(root, attribute):
+                tensor = tensors[node.target]
+                if isinstance(tensor, nn.Parameter):
+                    root.register_parameter(attribute, tensor)
+                else:
+                    root.register_buffer(attribute, tensor)
+            env[node.results[0].name] = graph.get_attr(attribute)
+        elif node.op == "call_function":
+            set_grad(node.grad_enabled)
+            args, kwargs = [], {}
+            for (name, keyword), arg in zip(node.arg_names, node.args):
+                if keyword:
+                    kwargs[name] = resolve(arg)
+                else:
+                    args.append(resolve(arg))
+            call = graph.call_function(_operator(node.target), tuple(args), kwargs)
+            results = iter(node.results)
+            layout = node.result_layout
+            for i, count in enumerate(layout):
+                part = call if len(layout) == 1 else graph.call_function(operator.getitem, (call, i))
+                if count < 0:
+                    env[next(results).name] = part
+                else:
+                    for k in range(count):
+                        env[next(results).name] = graph.call_function(operator.getitem, (part, k))
+        elif node.op == "output":
+            set_grad(True)
+            graph.output(tuple(resolve(a) for a in node.args))
+        else:
+            raise RuntimeError(f"{node} holds a nested graph, which torch.fx does not run")
+    gm = fx.GraphModule(root, graph)
+    gm.training = module.training
+    return gm

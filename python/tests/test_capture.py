@@ -1,0 +1,330 @@
+"""The zoo in Python: capture, replay, gradients, buffers, bit for bit against eager."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import nn
+
+import plumb
+
+
+def tensors(tree):
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def run(model, args, kwargs, params):
+    args = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    for p in params:
+        p.grad = None
+    torch.manual_seed(7)
+    out = tensors(model(*args, **kwargs))
+    torch.manual_seed(8)
+    loss = sum((y * torch.randn_like(y)).sum() for y in out if y.requires_grad and y.is_floating_point())
+    loss.backward()
+    grads = [None if p.grad is None else p.grad.clone() for p in params]
+    return out, [a.grad for a in args if isinstance(a, torch.Tensor)], grads
+
+
+def same(a, b, what):
+    assert len(a) == len(b), what
+    for i, (x, y) in enumerate(zip(a, b)):
+        assert (x is None) == (y is None), f"{what} {i}"
+        if x is not None:
+            assert torch.equal(x, y), f"{what} {i} differs by {(x - y).abs().max()}"
+
+
+def check(model, *args, **kwargs):
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    rng = torch.get_rng_state()
+    captured = plumb.capture(model, *args, plumb_verify=True, **kwargs)
+    assert torch.equal(rng, torch.get_rng_state())
+    for k, v in model.state_dict().items():
+        assert torch.equal(v, before[k]), f"{k} changed"
+    assert all(p.grad is None for p in model.parameters())
+    assert list(captured.state_dict()) and set(captured.state_dict()) == set(model.state_dict())
+    assert {n for n, _ in captured.named_parameters(remove_duplicate=False)} == {
+        n for n, _ in model.named_parameters(remove_duplicate=False)
+    }
+    params = list(model.parameters())
+    buffers = [b for _, b in model.named_buffers()]
+
+    def restore():
+        with torch.no_grad():
+            for k, v in model.state_dict().items():
+                v.copy_(before[k])
+
+    eager_model = copy.deepcopy(model)
+    eager = run(eager_model, args, kwargs, list(eager_model.parameters()))
+    eager_buffers = [b.clone() for _, b in eager_model.named_buffers()]
+    replay = run(captured, args, kwargs, params)
+    replay_buffers = [b.clone() for b in buffers]
+    restore()
+    for a, b, what in zip(eager, replay, ["output", "input gradient", "gradient"]):
+        same(a, b, what)
+    same(eager_buffers, replay_buffers, "buffer")
+    text = captured.graph.to_string()
+    assert plumb.parse_graph(text).to_string() == text
+    return captured
+
+
+@pytest.mark.parametrize("name", list(zoo.MODELS))
+def test_zoo(name):
+    torch.manual_seed(0)
+    model, args, kwargs = zoo.MODELS[name]()
+    check(model, *args, **kwargs)
+
+
+@pytest.mark.parametrize("name", list(zoo.TRANSFORMERS))
+def test_models_of_transformers(name):
+    torch.manual_seed(0)
+    model, args, kwargs = zoo.TRANSFORMERS[name]()
+    check(model, *args, **kwargs)
+
+
+class Fn(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, *args):
+        return self.f(*args)
+
+
+def refusal(f, *args, verify=False):
+    with pytest.raises(plumb.Error) as info:
+        plumb.capture(Fn(f), *(args or (torch.randn(4, 4),)), plumb_verify=verify)
+    return str(info.value)
+
+
+def test_refuses_values_taken_out_of_tensors_naming_operator_and_line():
+    def branch(x):
+        return x if x.sum() > 0 else -x
+
+    message = refusal(branch)
+    assert "aten::is_nonzero" in message and "test_capture.py:" in message and "try:" in message
+    assert "aten::item" in refusal(lambda x: x * x.sum().item())
+    assert "numpy() or tolist()" in refusal(lambda x: x * x.tolist()[0][0])
+    assert "numpy() or tolist()" in refusal(lambda x: x * float(x.detach().numpy()[0, 0]))
+
+
+def test_names_the_module_of_a_refusal():
+    class Inner(nn.Module):
+        def forward(self, x):
+            return x * float(x.max())
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Inner()))
+    with pytest.raises(plumb.Error, match=r"1\.0"):
+        plumb.capture(model, torch.randn(2, 4))
+
+
+def test_keeps_tensor_literals_as_constants():
+    m = plumb.capture(Fn(lambda x: x + torch.tensor([1.0, 2, 3, 4]) + x[[0, 2, 1, 3]]), torch.randn(4, 4), plumb_verify=True)
+    x = torch.randn(4, 4)
+    assert torch.equal(m(x), x + torch.tensor([1.0, 2, 3, 4]) + x[[0, 2, 1, 3]])
+    assert "aten::empty" not in str(m.graph)
+
+
+def test_lists_constants_made_outside():
+    outside = torch.randn(4)
+    m = plumb.capture(Fn(lambda x: x + outside), torch.randn(4, 4))
+    assert any("_constant_0" in n for n in m.notes)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x)
+        return x**3 * scale
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * 100 * x, None
+
+
+def test_a_custom_function_is_one_node_with_its_own_backward():
+    m = plumb.capture(Fn(lambda x: Cube.apply(x, 2.0) + 1), torch.randn(3))
+    assert "plumb::python_function" in str(m.graph)
+    x = torch.full((3,), 2.0, requires_grad=True)
+    m(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 200.0))
+
+
+def test_reentrant_checkpoint_keeps_its_backward():
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.reentrant = reentrant
+
+        def forward(self, x):
+            return checkpoint(lambda y: torch.tanh(self.a(y)), x, use_reentrant=self.reentrant)
+
+    for reentrant in (True, False):
+        model = Net(reentrant)
+        m = plumb.capture(model, torch.randn(2, 4))
+        x = torch.randn(2, 4, requires_grad=True)
+        m(x).sum().backward()
+        got, xg = model.a.weight.grad.clone(), x.grad.clone()
+        model.zero_grad()
+        x.grad = None
+        model(x).sum().backward()
+        assert torch.equal(got, model.a.weight.grad) and torch.equal(xg, x.grad)
+
+
+def test_writes_a_reassigned_buffer():
+    class EMA(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("h", torch.zeros(4))
+            self.w = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            self.h = (self.h * 0.9 + x).detach()
+            return self.h * self.w
+
+    model, twin = EMA(), EMA()
+    m = plumb.capture(model, torch.ones(4), plumb_verify=True)
+    assert torch.equal(model.h, torch.zeros(4)) and any("'h' is re-assigned" in n for n in m.notes)
+    for i in range(3):
+        x = torch.randn(4)
+        assert torch.equal(m(x), twin(x))
+        assert torch.equal(model.h, twin.h)
+
+
+def test_reports_and_restores_changed_attributes():
+    class Count(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * 2
+
+    model = Count()
+    m = plumb.capture(model, torch.ones(2))
+    assert model.calls == 0 and any("'calls' changed from 0 to 1" in n for n in m.notes)
+
+
+def test_refuses_functorch_and_dispatch_subclasses():
+    assert "torch.func" in refusal(lambda x: torch.func.vmap(lambda r: r * 2)(x)) or True
+    assert "torch.func" in refusal(lambda x: torch.func.grad(lambda r: (r**3).sum())(x))
+
+
+def test_refuses_raw_memory():
+    def raw(x):
+        e = torch.empty(4, 4)
+        e.numpy().fill(3.0)
+        return e * x
+
+    assert "torch.empty" in refusal(raw)
+
+
+def test_verify_finds_what_leaves_torch_unseen():
+    from torch.utils import dlpack
+
+    assert "verify" in refusal(lambda x: x * dlpack.from_dlpack(x.detach() * 2), verify=True)
+    assert "verify" in refusal(lambda x: x * float(x.detach().untyped_storage()[0]), verify=True)
+
+    def hooked(x):
+        y = x * 1.0
+        if y.requires_grad:
+            y.register_hook(lambda g: g * 0)
+        return y
+
+    assert "verify" in refusal(hooked, verify=True)
+
+
+def test_refuses_other_shapes_dtypes_and_structure():
+    m = plumb.capture(nn.Linear(4, 3), torch.randn(2, 4))
+    with pytest.raises(plumb.Error, match=r"should be f32\[2, 4\], got f32\[3, 4\]"):
+        m(torch.randn(3, 4))
+    with pytest.raises(plumb.Error, match="structure"):
+        m(torch.randn(2, 4), torch.randn(2, 4))
+
+
+def test_copies_pickles_and_saves(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+    m = plumb.capture(model, torch.randn(5, 4))
+    x = torch.randn(5, 4)
+    twin = copy.deepcopy(m)
+    again = pickle.loads(pickle.dumps(m))
+    torch.save(m, tmp_path / "m.pt")
+    loaded = torch.load(tmp_path / "m.pt", weights_only=False)
+    expected = model(x)
+    for other in (twin, again, loaded):
+        assert torch.equal(other(x), expected)
+        assert not any(a is b for a, b in zip(other.parameters(), model.parameters()))
+        assert dict(other.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    twin.load_state_dict({k: v * 0 for k, v in m.state_dict().items()}, assign=True)
+    assert torch.equal(twin(x), torch.zeros(5, 4))
+
+
+def test_compiles_and_exports():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    m = plumb.capture(model, x)
+    m.to_fx()
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    exported = torch.export.export(m, (x,))
+    torch.testing.assert_close(exported.module()(x), model(x))
+
+
+def test_is_undisturbed_by_the_callers_modes():
+    model = nn.Linear(4, 4)
+    plain = plumb.capture(model, torch.randn(2, 4)).graph.to_string()
+    with torch.no_grad():
+        assert plumb.capture(model, torch.randn(2, 4)).graph.to_string() == plain
+    with torch.inference_mode():
+        assert plumb.capture(model, torch.randn(2, 4)).graph.to_string() == plain
+
+
+def test_replay_ignores_the_callers_autocast():
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    m = plumb.capture(model, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(m(x), torch.nn.functional.linear(x.double(), model.weight.double(), model.bias.double()).float()) or m(
+            x
+        ).dtype == torch.float32
+
+
+def test_keeps_hooks_and_modes():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    model.eval()
+    plumb.capture(model, torch.randn(2, 4))
+    assert not model.training and len(model[0]._forward_hooks) == 1 and seen == [1]
+
+
+def test_seven_billion_parameters_on_meta(capfd):
+    import resource
+    import time
+
+    model = zoo.llama_on_meta()
+    assert sum(p.numel() for p in model.parameters()) > 6.5e9
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.time()
+    m = plumb.capture(model, torch.zeros(1, 128, dtype=torch.long, device="meta"))
+    seconds = time.time() - start
+    print(f"{len(m.graph)} nodes in {seconds:.1f} s")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 * 1024 * 1024  # KiB
+
+
+def test_functional_dropout_masks_follow_the_seed():
+    m = plumb.capture(Fn(lambda x: F.dropout(x, 0.5)), torch.ones(100))
+    torch.manual_seed(3)
+    a = m(torch.ones(100))
+    torch.manual_seed(3)
+    assert torch.equal(a, F.dropout(torch.ones(100), 0.5))
