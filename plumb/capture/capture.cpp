@@ -1,6 +1,7 @@
 #include "plumb/capture/capture.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
@@ -40,6 +41,7 @@ struct OneCapture {
 };
 
 OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& options) {
+  c10::InferenceMode normal(false);
   Session session(request);
   // With grad on, so that torch's fused inference paths do not hide the operators.
   at::AutoGradMode grad(true);

@@ -49,6 +49,21 @@ bool has_tensor(const c10::IValue& v) {
   return false;
 }
 
+bool is_wrapper(const at::Tensor& t) {
+  return t.defined() && (t.key_set().has(c10::DispatchKey::FuncTorchBatched) || t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper));
+}
+
+bool works_on_wrappers(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  for (const c10::IValue& v : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (v.isTensor() && is_wrapper(v.toTensor())) return true;
+    if (!v.isList() || v.isIntList() || v.isDoubleList()) continue;
+    for (const c10::IValue& e : v.toListRef()) {
+      if (e.isTensor() && is_wrapper(e.toTensor())) return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 Session* Session::current() { return current_session; }
@@ -114,7 +129,7 @@ std::vector<c10::IValue> Session::feed() {
     const at::Tensor& given = v.toTensor();
     // Clones keep repeated inputs apart. They require grad, so that a custom autograd function is always noticed, and
     // are no leaves, so that in-place operators may write them.
-    at::Tensor copy = given.detach();
+    at::Tensor copy = given.is_inference() ? given.clone() : given.detach();
     if (copy.is_floating_point() || copy.is_complex()) copy.requires_grad_(true);
     copy = copy.clone();
     const int value = new_value(copy, RecordedValue::Input);
@@ -435,6 +450,11 @@ void Session::bind_results(Record& record, const torch::jit::Stack& stack, bool 
 }
 
 void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  // Inside vmap or torch.func.grad the operator works on wrappers; what they do to plain tensors comes back here.
+  if (works_on_wrappers(op, *stack)) {
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+    return;
+  }
   bool composite = false;
   if (autocast(op, keys, stack, composite)) return;
   const auto& schema = op.schema();

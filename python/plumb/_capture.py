@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from typing import Any, Callable, Iterator
 
@@ -104,6 +105,11 @@ def _opaque_functions() -> Iterator[None]:
         if not _C.is_capturing():
             return bound(*args, **kwargs)
         tensors = [a for a in args if isinstance(a, Tensor)]
+        # Without a gradient to lose its operators may be seen; inside vmap the function has a rule of its own.
+        wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+        reentrant = cls.__name__ == "CheckpointFunction"
+        if wrapped or not (reentrant or any(t.requires_grad for t in tensors)):
+            return bound(*args, **kwargs)
         shape: list[Any] = []
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
@@ -128,6 +134,23 @@ def _opaque_functions() -> Iterator[None]:
             Function.apply = original
         else:
             del Function.apply
+
+
+@contextlib.contextmanager
+def _answer_compiling(*packages: str) -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` answers yes to these packages alone: they then take their own way without
+    branches on tensor values."""
+    original = torch.compiler.is_compiling
+
+    def is_compiling() -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return caller.partition(".")[0] in packages or original()
+
+    torch.compiler.is_compiling = is_compiling
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = original
 
 
 class _PlainState:
@@ -161,6 +184,20 @@ def capture_engine(
     verify: bool = False,
 ) -> tuple[Any, Any, Any, list[str]]:
     """The engine's graph module, the tree spec of inputs and outputs, and notes. `forward` replaces ``module(...)``."""
+    try:
+        return _capture_once(module, args, kwargs, forward, verify, None)
+    except _C.Error as error:
+        # transformers branches on mask values, but has a way without when it is told that a graph is made.
+        if f"{os.sep}transformers{os.sep}" not in str(error):
+            raise
+        engine, in_spec, out, notes = _capture_once(module, args, kwargs, forward, verify, "transformers")
+        note = "transformers was told that a graph is being made: its data-dependent shortcuts (all-ones masks) are not taken"
+        return engine, in_spec, out, [*notes, note]
+
+
+def _capture_once(
+    module: nn.Module, args: tuple, kwargs: dict, forward: Callable[..., Any] | None, verify: bool, package: str | None
+) -> tuple[Any, Any, Any, list[str]]:
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     state = state_of(module)
     buffers = [(n, t) for n, k, t, _ in state if k == BUFFER]
@@ -189,6 +226,8 @@ def capture_engine(
 
     with _capture_lock, contextlib.ExitStack() as stack:
         plain = _PlainState(module)
+        if package:
+            stack.enter_context(_answer_compiling(package))
         stack.enter_context(_module_stack(module))
         stack.enter_context(_opaque_functions())
         with contextlib.suppress(Exception):

@@ -213,9 +213,31 @@ def test_reports_and_restores_changed_attributes():
     assert model.calls == 0 and any("'calls' changed from 0 to 1" in n for n in m.notes)
 
 
-def test_refuses_functorch_and_dispatch_subclasses():
-    assert "torch.func" in refusal(lambda x: torch.func.vmap(lambda r: r * 2)(x)) or True
-    assert "torch.func" in refusal(lambda x: torch.func.grad(lambda r: (r**3).sum())(x))
+def test_sees_through_vmap():
+    m = plumb.capture(Fn(lambda x: torch.func.vmap(lambda r, k: (r * k).sum() + 1)(x, x + 1)), torch.randn(4, 4), plumb_verify=True)
+    x = torch.randn(4, 4)
+    assert torch.equal(m(x), torch.func.vmap(lambda r, k: (r * k).sum() + 1)(x, x + 1))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor subclass whose operators run in Python."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        unwrap = lambda z: z.inner if isinstance(z, Wrapped) else z  # noqa: E731
+        out = func(*torch.utils._pytree.tree_map(unwrap, args), **(kwargs or {}))
+        return torch.utils._pytree.tree_map(lambda z: Wrapped(z) if isinstance(z, torch.Tensor) else z, out)
+
+
+def test_refuses_dispatch_subclasses():
+    assert "__torch_dispatch__" in refusal(lambda x: (Wrapped(x) * 2).inner + x)
 
 
 def test_refuses_raw_memory():
@@ -231,7 +253,7 @@ def test_verify_finds_what_leaves_torch_unseen():
     from torch.utils import dlpack
 
     assert "verify" in refusal(lambda x: x * dlpack.from_dlpack(x.detach() * 2), verify=True)
-    assert "verify" in refusal(lambda x: x * float(x.detach().untyped_storage()[0]), verify=True)
+    assert "storage" in refusal(lambda x: x * float(x.detach().untyped_storage()[0]), verify=True)
 
     def hooked(x):
         y = x * 1.0
@@ -282,21 +304,24 @@ def test_compiles_and_exports():
 
 def test_is_undisturbed_by_the_callers_modes():
     model = nn.Linear(4, 4)
-    plain = plumb.capture(model, torch.randn(2, 4)).graph.to_string()
+
+    def text():
+        return plumb.capture(model, torch.randn(2, 4)).graph.to_string()
+
+    plain = text()
     with torch.no_grad():
-        assert plumb.capture(model, torch.randn(2, 4)).graph.to_string() == plain
+        assert text() == plain
     with torch.inference_mode():
-        assert plumb.capture(model, torch.randn(2, 4)).graph.to_string() == plain
+        assert text() == plain
 
 
 def test_replay_ignores_the_callers_autocast():
     model = nn.Linear(4, 4)
     x = torch.randn(2, 4)
     m = plumb.capture(model, x)
+    expected = model(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(m(x), torch.nn.functional.linear(x.double(), model.weight.double(), model.bias.double()).float()) or m(
-            x
-        ).dtype == torch.float32
+        assert torch.equal(m(x), expected)
 
 
 def test_keeps_hooks_and_modes():
