@@ -104,17 +104,29 @@ def _opaque_functions() -> Iterator[None]:
         bound = original.__get__(None, cls) if original is not None else super(Function, cls).apply
         if not _C.is_capturing():
             return bound(*args, **kwargs)
-        tensors = [a for a in args if isinstance(a, Tensor)]
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [a for a in leaves if isinstance(a, Tensor)]
         # Without a gradient to lose its operators may be seen; inside vmap the function has a rule of its own.
         wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
         reentrant = cls.__name__ == "CheckpointFunction"
-        if wrapped or not (reentrant or any(t.requires_grad for t in tensors)):
-            return bound(*args, **kwargs)
+        if not reentrant and not any(t.requires_grad for t in tensors):
+            if not wrapped:
+                return bound(*args, **kwargs)
+            # torch.func's own call for functions cannot run under the capture's key: the forward alone can.
+            if cls.setup_context is not Function.setup_context:
+                return cls.forward(*args, **kwargs)
+            return cls.forward(torch.autograd.function.FunctionCtx(), *args, **kwargs)
+        if wrapped:
+            raise _C.Error(
+                f"the custom autograd function {cls.__qualname__} is used inside torch.func (vmap, grad): a graph cannot hold "
+                "its backward\n  try: write it with torch operators there"
+            )
         shape: list[Any] = []
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
             it = iter(inputs)
-            out = bound(*[next(it) if isinstance(a, Tensor) else a for a in args], **kwargs)
+            a, k = pytree.tree_unflatten([next(it) if isinstance(x, Tensor) else x for x in leaves], spec)
+            out = bound(*a, **k)
             many = isinstance(out, tuple)
             outs = list(out) if many else [out]
             shape[:] = [many, [None if isinstance(o, Tensor) else (o,) for o in outs]]
