@@ -2,8 +2,29 @@
 
 import torch  # noqa: F401  (its libraries must be loaded before ours)
 
+from . import _modules, constraints, core, functional, nn, optim, parameter, scale
 from ._C import Error, Graph, parse_graph
 from ._capture import GraphModule, capture
+from ._modules import *  # noqa: F403
+from .core.functional import transformer_residual_scaling_rule
+from .parameter import MupType, Parameter
 
-__all__ = ["Error", "Graph", "GraphModule", "capture", "parse_graph"]
+__all__ = [
+    "Error",
+    "Graph",
+    "GraphModule",
+    "MupType",
+    "Parameter",
+    "capture",
+    "constraints",
+    "core",
+    "functional",
+    "nn",
+    "optim",
+    "parameter",
+    "parse_graph",
+    "scale",
+    "transformer_residual_scaling_rule",
+    *_modules.__all__,
+]
 __version__ = "0.1.0"

@@ -1,0 +1,50 @@
+// Constraints tie the scale factors of one operator together, so that its gradients stay those of one function.
+// Source: Unit Scaling (arXiv 2303.11257), section 4 and appendix E.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace plumb {
+
+// From an operator's own scales, output first and then one for each constrained input's gradient, the one scale to use.
+using ConstraintFn = std::function<double(std::span<const double> scales)>;
+
+double gmean(std::span<const double> scales);  // geometric mean
+double hmean(std::span<const double> scales);  // harmonic mean
+double amean(std::span<const double> scales);  // arithmetic mean
+
+// "gmean", "hmean", "amean", "to_output_scale", "to_grad_input_scale", "to_left_grad_scale", "to_right_grad_scale".
+const std::vector<std::string>& constraint_names();
+
+// The constraint of that name. Throws Error(InvalidArgument) for an unknown one.
+ConstraintFn find_constraint(std::string_view name);
+
+// What an operator is asked for: a constraint by name, none at all, or a function of the user's own.
+class Constraint {
+ public:
+  Constraint(std::nullopt_t) {}                                                // NOLINT: each scale as its rule says
+  Constraint(const char* name) : Constraint(std::string_view(name)) {}         // NOLINT
+  Constraint(const std::string& name) : Constraint(std::string_view(name)) {}  // NOLINT
+  Constraint(std::string_view name);                                           // NOLINT: "" means none
+  Constraint(ConstraintFn fn) : fn_(std::move(fn)) {}                          // NOLINT
+
+  // The name, where it has one; none for no constraint and for a user's function.
+  const std::optional<std::string>& name() const { return name_; }
+  bool is_user_function() const { return fn_ && !name_; }
+  // The scales after the constraint: all equal, or untouched when there is none.
+  std::vector<double> apply(std::vector<double> scales) const;
+
+ private:
+  std::optional<std::string> name_;
+  ConstraintFn fn_;
+};
+
+// Throws Error(InvalidArgument) for an unknown name, or one that does not fit the number of scales.
+std::vector<double> apply_constraint(std::optional<std::string_view> name, std::vector<double> scales);
+
+}  // namespace plumb

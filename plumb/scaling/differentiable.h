@@ -1,0 +1,41 @@
+// Autograd for an operator, read off two schemas.
+//
+// An operator plumb::X whose Autograd kernel is differentiable() needs, in the same library:
+//   X_backward   its gradient, as an operator of its own (opaque to tracing, like X itself);
+//   native_X     only if the gradient needs more of the forward than its result: X's arguments, X's result first, then
+//                the rest, by name.
+// X_backward's arguments say, by their names, what is saved:
+//   grad            the gradient of X's result
+//   <argument>      X's argument of that name
+//   <argument>_size the sizes of X's tensor argument of that name (the tensor itself is not kept)
+//   <return>        X's (or native_X's) return of that name
+//   mask            bool[n]: which of X_backward's returns are wanted
+// Its returns are named grad_<argument>: one for each argument of X that has a gradient. A return not wanted is
+// undefined.
+#pragma once
+
+#include <torch/library.h>
+
+#include <string>
+#include <vector>
+
+namespace plumb {
+
+// Declares an operator.
+void define(torch::Library& library, const std::string& schema, const std::vector<at::Tag>& tags = {});
+
+// The Autograd kernel of X. Refuses forward-mode tangents; an X_backward missing or misnamed is an Internal error.
+torch::CppFunction differentiable();
+
+// The Autograd kernel of X_backward. When a gradient of the gradient is asked for, its kernel runs with autograd
+// watching; it must then be made of differentiable operators (see recording()).
+torch::CppFunction differentiable_backward();
+
+// Whether autograd watches operators that are called on this tensor now. Kernels that write into their own results must
+// not then.
+bool recording(const at::Tensor& tensor);
+
+// t * s: in place where t is a fresh result nobody else holds and autograd does not watch.
+at::Tensor scaled(at::Tensor fresh, double s);
+
+}  // namespace plumb

@@ -1,0 +1,146 @@
+#include "plumb/scaling/modules.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "plumb/core/error.h"
+#include "plumb/scaling/optim.h"
+
+namespace plumb {
+namespace {
+
+using ::testing::HasSubstr;
+
+double std_of(const at::Tensor& t) { return t.detach().std().item<double>(); }
+
+struct Modules : ::testing::Test {
+  void SetUp() override { torch::manual_seed(1472); }
+};
+
+TEST_F(Modules, ATagGoesWithTheTensorAndNotWithItsMemory) {
+  auto p = make_parameter(torch::zeros({3}), MupType::Norm, 4);
+  EXPECT_TRUE(p.requires_grad());
+  auto handle = p;
+  EXPECT_EQ(parameter_data(handle), (ParameterData{MupType::Norm, 4}));
+  EXPECT_EQ(parameter_data(p.detach()), std::nullopt);
+  EXPECT_EQ(parameter_data(torch::zeros({3})), std::nullopt);
+}
+
+TEST_F(Modules, TagsOfTensorsThatAreGoneAreNeverSeenAgain) {
+  for (int i = 0; i < 1000; ++i) {
+    auto fresh = torch::zeros({1});
+    ASSERT_EQ(parameter_data(fresh), std::nullopt);
+    tag(fresh, {MupType::Bias, std::nullopt});
+  }
+}
+
+TEST_F(Modules, LearningRatesFollowTypeFanInAndDepth) {
+  const at::IntArrayRef sizes({4, 16});
+  using optim::lr_scale_func_adam;
+  EXPECT_DOUBLE_EQ(lr_scale_func_adam({MupType::Weight, std::nullopt}, sizes), 0.25);
+  EXPECT_DOUBLE_EQ(lr_scale_func_adam({MupType::Weight, 9}, sizes), 0.25 / 3);
+  EXPECT_DOUBLE_EQ(lr_scale_func_adam({MupType::Output, std::nullopt}, sizes), 1);
+  EXPECT_DOUBLE_EQ(lr_scale_func_adam({MupType::Weight, std::nullopt}, {8, 4, 2, 2}), 0.25);
+  auto constrained = optim::lr_scale_func_sgd("to_output_scale");
+  EXPECT_DOUBLE_EQ(constrained({MupType::Weight, std::nullopt}, sizes), 4);
+  EXPECT_DOUBLE_EQ(constrained({MupType::Bias, std::nullopt}, {16}), 16);
+  EXPECT_DOUBLE_EQ(constrained({MupType::Output, 4}, sizes), 0.5);
+  EXPECT_THROW(optim::lr_scale_func_sgd("gmean"), Error);
+}
+
+TEST_F(Modules, IndependentWeightDecayDoesNotDependOnTheRate) {
+  auto p = make_parameter(torch::zeros({4, 16}), MupType::Weight);
+  auto groups = optim::scaled_parameters(optim::with_names({p}), optim::lr_scale_func_adam,
+                                         torch::optim::AdamWOptions(0.1).weight_decay(0.001));
+  ASSERT_EQ(groups.size(), 1);
+  const auto& own = static_cast<const torch::optim::AdamWOptions&>(groups[0].options());
+  EXPECT_DOUBLE_EQ(own.lr(), 0.025);
+  EXPECT_DOUBLE_EQ(own.lr() * own.weight_decay(), 0.001);
+}
+
+TEST_F(Modules, UntaggedParametersAreRefusedByNameUnlessAllowed) {
+  torch::nn::Linear plain(3, 4);
+  optim::NamedParameters named;
+  for (const auto& item : plain->named_parameters()) named.emplace_back(item.key(), item.value());
+  try {
+    optim::Adam refused(named, torch::optim::AdamOptions(0.1));
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_THAT(e.what(), HasSubstr("Parameter weight, shape [4, 3]"));
+  }
+  optim::ScaledOptions allow;
+  allow.allow_non_unit_scaling_params = true;
+  EXPECT_EQ(optim::Adam(named, torch::optim::AdamOptions(0.1), allow).param_groups().size(), 2);
+}
+
+TEST_F(Modules, EveryOptimiserLowersALoss) {
+  auto x = torch::randn({10, 16}), y = torch::randn({10, 25});
+  auto lowers = [&](auto make) {
+    nn::Linear model(16, 25);
+    auto optimizer = make(model->parameters());
+    auto before = functional::mse_loss(model(x), y);
+    before.backward();
+    optimizer.step();
+    return functional::mse_loss(model(x), y).template item<double>() < before.template item<double>();
+  };
+  EXPECT_TRUE(lowers([](auto p) { return optim::SGD(p, torch::optim::SGDOptions(0.01)); }));
+  EXPECT_TRUE(lowers([](auto p) { return optim::Adam(p, torch::optim::AdamOptions(0.01)); }));
+  EXPECT_TRUE(lowers([](auto p) { return optim::AdamW(p, torch::optim::AdamWOptions(0.01)); }));
+}
+
+TEST_F(Modules, StacksTellTheirDepthOnce) {
+  nn::DepthSequential stack(nn::Linear(8, 8), nn::GELU(), nn::Linear(8, 8));
+  for (const auto& p : stack->parameters()) EXPECT_EQ(parameter_data(p)->scaling_depth, 3);
+  EXPECT_EQ(stack->forward(torch::randn({2, 8})).sizes(), at::IntArrayRef({2, 8}));
+  EXPECT_THROW(nn::DepthModuleList(stack), Error);
+  EXPECT_THROW(nn::DepthSequential(torch::nn::Linear(8, 8)), Error);
+}
+
+TEST_F(Modules, AClonedModuleIsTaggedAndItsDepthCanBeCopied) {
+  nn::TransformerDecoder model(nn::TransformerDecoderOptions(16, 32, 2, 2));
+  auto copy = std::dynamic_pointer_cast<nn::TransformerDecoderImpl>(model->clone());
+  nn::copy_tags(*model, *copy);
+  auto ids = torch::randint(32, {2, 5});
+  EXPECT_TRUE(torch::equal(model->forward(ids), copy->forward(ids)));
+  for (const auto& item : model->named_parameters()) {
+    EXPECT_EQ(parameter_data(copy->named_parameters()[item.key()]), parameter_data(item.value())) << item.key();
+  }
+}
+
+TEST_F(Modules, LayersKeepUnitScale) {
+  auto x = torch::randn({64, 32, 64}).requires_grad_();
+  auto check = [&](const at::Tensor& y, double tolerance) { EXPECT_NEAR(std_of(y), 1, tolerance); };
+  check(nn::Linear(64, 128)->forward(x), 0.1);
+  check(nn::GELU()->forward(x), 0.1);
+  check(nn::SiLU()->forward(x), 0.1);
+  check(nn::Dropout(0.3)->forward(x), 0.1);
+  check(nn::RMSNorm(std::vector<int64_t>{64})->forward(x), 0.1);
+  check(nn::LayerNorm(std::vector<int64_t>{64})->forward(x), 0.1);
+  check(nn::MLP(64)->forward(x), 0.2);
+  check(nn::TransformerLayer(nn::TransformerLayerOptions(64, 8, 0.1, 1.0, false))->forward(x), 0.1);
+  EXPECT_NEAR(std_of(nn::LinearReadout(64, 128)->forward(x)), 1 / 8., 0.02);
+}
+
+TEST_F(Modules, EvaluationDropsNothing) {
+  nn::TransformerLayerOptions options(16, 2, 0.5, 0.5, true);
+  options.dropout_p = 0.5;
+  nn::TransformerLayer layer(options);
+  layer->eval();
+  auto x = torch::randn({2, 4, 16});
+  EXPECT_TRUE(torch::equal(layer(x), layer(x)));
+}
+
+TEST_F(Modules, ADecodersGradientsHaveUnitScaleWithinAFactor) {
+  nn::TransformerDecoder model(nn::TransformerDecoderOptions(64, 512, 2, 4));
+  auto loss = model->loss(torch::randint(512, {64, 32}));
+  EXPECT_NEAR(loss.item<double>(), std::log(512.), 1);
+  loss.backward();
+  for (const auto& item : model->named_parameters()) {
+    EXPECT_GT(std_of(item.value().grad()), 0.2) << item.key();
+    EXPECT_LT(std_of(item.value().grad()), 5) << item.key();
+  }
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,253 @@
+// gelu, silu, silu_glu, softmax, dropout.
+#include <torch/library.h>
+
+#include "plumb/core/error.h"
+#include "plumb/scaling/differentiable.h"
+#include "plumb/scaling/kernels.h"
+#include "plumb/scaling/rules.h"
+
+namespace plumb {
+namespace {
+
+using at::Tensor;
+
+Tensor times(const Tensor& t, double s) { return s == 1 ? t : at::mul(t, s); }
+
+// ---- gelu: gelu(mult * x) / mult, whose slope is gelu'(mult * x)
+
+Tensor gelu(const Tensor& input, std::string_view approximate, double mult, OptionalName constraint,
+            OptionalScales scales) {
+  const double s = choose_scales("gelu", scales, constraint, 2, rules::gelu(mult))[0];
+  auto out = at::empty_like(input);
+  at::gelu_out(out, times(input, mult), approximate);
+  return scaled(out, s / mult);
+}
+
+std::tuple<Tensor> gelu_backward(const Tensor& grad, const Tensor& input, std::string_view approximate, double mult,
+                                 OptionalName constraint, OptionalScales scales, std::array<bool, 1> mask) {
+  if (!mask[0]) return {Tensor()};
+  const double s = choose_scales("gelu", scales, constraint, 2, rules::gelu(mult))[1];
+  if (recording(grad) || recording(input)) return {at::gelu_backward(grad, times(input, mult), approximate) * s};
+  auto out = at::empty_like(input);
+  at::gelu_backward_out(out, grad, times(input, mult), approximate);
+  return {out.mul_(s)};
+}
+
+// ---- silu: x * sigmoid(mult * x)
+
+Tensor silu_unscaled(const Tensor& x, double mult) { return mult == 1 ? at::silu(x) : x * at::sigmoid(x * mult); }
+
+// The slope: sigma + mult x sigma (1 - sigma), sigma = sigmoid(mult x).
+Tensor silu_slope(const Tensor& x, double mult) {
+  auto sigma = at::sigmoid(times(x, mult));
+  return sigma * (1 + x * (1 - sigma) * mult);
+}
+
+Tensor silu_backward_unscaled(const Tensor& grad, const Tensor& x, double mult) {
+  return mult == 1 ? at::silu_backward(grad, x) : grad * silu_slope(x, mult);
+}
+
+Tensor like(const Tensor& value, const Tensor& layout) {
+  if (recording(value) || value.strides() == layout.strides()) return value;
+  return at::empty_like(layout).copy_(value);
+}
+
+Tensor silu(const Tensor& input, double mult, OptionalName constraint, OptionalScales scales) {
+  const double s = choose_scales("silu", scales, constraint, 2, rules::silu(mult))[0];
+  return scaled(like(silu_unscaled(input, mult), input), s);
+}
+
+std::tuple<Tensor> silu_backward(const Tensor& grad, const Tensor& input, double mult, OptionalName constraint,
+                                 OptionalScales scales, std::array<bool, 1> mask) {
+  if (!mask[0]) return {Tensor()};
+  const double s = choose_scales("silu", scales, constraint, 2, rules::silu(mult))[1];
+  return {scaled(like(silu_backward_unscaled(grad, input, mult), input), s)};
+}
+
+// ---- silu_glu: input * silu(gate), one factor throughout
+
+double glu_scale(double mult, const OptionalScales& scales) {
+  return choose_scales("silu_glu", scales, std::nullopt, 0, {rules::silu_glu(mult)})[0];
+}
+
+void check_glu(const Tensor& input, const Tensor& gate) {
+  if (input.sizes() == gate.sizes()) return;
+  bad_shape("silu_glu", "input " + shape_text(input) + " and gate " + shape_text(gate) + " must have one shape.");
+}
+
+Tensor silu_glu(const Tensor& input, const Tensor& gate, double mult, OptionalScales scales) {
+  check_glu(input, gate);
+  return scaled(like(input * silu_unscaled(gate, mult), input), glu_scale(mult, scales));
+}
+
+std::tuple<Tensor, Tensor> silu_glu_backward(const Tensor& grad, const Tensor& input, const Tensor& gate, double mult,
+                                             OptionalScales scales, std::array<bool, 2> mask) {
+  const double s = glu_scale(mult, scales);
+  Tensor grad_input, grad_gate;
+  if (mask[0]) grad_input = scaled(like(grad * silu_unscaled(gate, mult), input), s);
+  if (mask[1]) grad_gate = scaled(like(silu_backward_unscaled(grad * input, gate, mult), gate), s);
+  return {grad_input, grad_gate};
+}
+
+// ---- softmax
+
+std::vector<double> softmax_rule(const Tensor& input, int64_t dim, double mult) {
+  if (input.dim() == 0) return rules::softmax(1, mult);
+  return rules::softmax(input.size(at::maybe_wrap_dim(dim, input.dim())), mult);
+}
+
+Tensor softmax(const Tensor& input, int64_t dim, std::optional<at::ScalarType> dtype, double mult,
+               OptionalName constraint, OptionalScales scales) {
+  const double s = choose_scales("softmax", scales, constraint, 2, softmax_rule(input, dim, mult))[0];
+  auto x = times(dtype ? input.to(*dtype) : input, mult);
+  return scaled(at::_softmax(x.contiguous(), dim, /*half_to_float=*/false), s);
+}
+
+std::tuple<Tensor> softmax_backward(const Tensor& grad, const Tensor& result, int64_t dim, double mult,
+                                    OptionalName constraint, OptionalScales scales, std::array<bool, 1> mask) {
+  if (!mask[0]) return {Tensor()};
+  const auto s = choose_scales("softmax", scales, constraint, 2, softmax_rule(result, dim, mult));
+  auto probabilities = at::mul(result, 1 / s[0]);
+  auto back = at::_softmax_backward_data(grad.contiguous(), probabilities, dim, result.scalar_type());
+  return {scaled(back, mult * s[1])};
+}
+
+// ---- dropout: a value is kept with probability 1 - p; the output has unit variance again, not the input's mean
+
+void check_dropout(double p) {
+  if (p >= 0 && p <= 1) return;
+  throw Error(ErrorKind::InvalidArgument, "dropout: p must be between 0 and 1, not " + std::to_string(p) + ".");
+}
+
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, bool train) {
+  check_dropout(p);
+  auto noise = at::empty_like(input);
+  if (!train || p == 0) {
+    noise.fill_(1);
+  } else if (p == 1) {
+    noise.zero_();
+  } else {
+    noise.bernoulli_(1 - p).mul_(rules::dropout(p) / (1 - p));
+  }
+  return {at::mul(input, noise), noise};
+}
+
+Tensor dropout(const Tensor& input, double p, bool train) {
+  check_dropout(p);
+  if (!train || p == 0) return at::empty_like(input).copy_(input);
+  return std::get<0>(native_dropout(input, p, train));
+}
+
+std::tuple<Tensor> dropout_backward(const Tensor& grad, const Tensor& noise, std::array<bool, 1> mask) {
+  if (!mask[0]) return {Tensor()};
+  return {like(grad * noise, noise)};
+}
+
+// ---- Meta
+
+Tensor like_meta(const Tensor& input) { return at::empty_like(input); }
+
+Tensor gelu_meta(const Tensor& input, std::string_view, double, OptionalName, OptionalScales) {
+  return like_meta(input);
+}
+std::tuple<Tensor> gelu_backward_meta(const Tensor& grad, const Tensor& input, std::string_view, double, OptionalName,
+                                      OptionalScales, std::array<bool, 1> mask) {
+  return {mask[0] ? like_meta(input) : Tensor()};
+}
+Tensor silu_meta(const Tensor& input, double, OptionalName, OptionalScales) { return like_meta(input); }
+std::tuple<Tensor> silu_backward_meta(const Tensor& grad, const Tensor& input, double, OptionalName, OptionalScales,
+                                      std::array<bool, 1> mask) {
+  return {mask[0] ? like_meta(input) : Tensor()};
+}
+Tensor silu_glu_meta(const Tensor& input, const Tensor& gate, double, OptionalScales) { return like_meta(input); }
+std::tuple<Tensor, Tensor> silu_glu_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& gate, double,
+                                                  OptionalScales, std::array<bool, 2> mask) {
+  return {mask[0] ? like_meta(input) : Tensor(), mask[1] ? like_meta(gate) : Tensor()};
+}
+Tensor softmax_meta(const Tensor& input, int64_t, std::optional<at::ScalarType> dtype, double, OptionalName,
+                    OptionalScales) {
+  return at::empty_like(input, input.options().dtype(dtype.value_or(input.scalar_type())),
+                        at::MemoryFormat::Contiguous);
+}
+std::tuple<Tensor> softmax_backward_meta(const Tensor& grad, const Tensor& result, int64_t, double, OptionalName,
+                                         OptionalScales, std::array<bool, 1> mask) {
+  return {mask[0] ? at::empty_like(result) : Tensor()};
+}
+std::tuple<Tensor, Tensor> native_dropout_meta(const Tensor& input, double, bool) {
+  return {like_meta(input), like_meta(input)};
+}
+Tensor dropout_meta(const Tensor& input, double, bool) { return like_meta(input); }
+std::tuple<Tensor> dropout_backward_meta(const Tensor& grad, const Tensor& noise, std::array<bool, 1> mask) {
+  return {mask[0] ? like_meta(noise) : Tensor()};
+}
+
+std::vector<double> softmax_scales(const Tensor& input, int64_t dim, double mult) {
+  return softmax_rule(input, dim, mult);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(plumb, m) {
+  const std::string tail = "str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor result";
+  define(m, "gelu(Tensor input, *, str approximate=\"none\", float mult=1.0, " + tail);
+  define(m,
+         "gelu_backward(Tensor grad, Tensor input, str approximate, float mult, str? constraint, float[]? scales, "
+         "bool[1] mask) -> (Tensor grad_input)");
+  define(m, "silu(Tensor input, *, float mult=1.0, " + tail);
+  define(m,
+         "silu_backward(Tensor grad, Tensor input, float mult, str? constraint, float[]? scales, bool[1] mask) -> "
+         "(Tensor grad_input)");
+  define(m, "silu_glu(Tensor input, Tensor gate, *, float mult=1.0, float[]? scales=None) -> Tensor");
+  define(m,
+         "silu_glu_backward(Tensor grad, Tensor input, Tensor gate, float mult, float[]? scales, bool[2] mask) -> "
+         "(Tensor grad_input, Tensor grad_gate)");
+  define(m, "softmax(Tensor input, int dim, ScalarType? dtype=None, *, float mult=1.0, " + tail);
+  define(m,
+         "softmax_backward(Tensor grad, Tensor result, int dim, float mult, str? constraint, float[]? scales, "
+         "bool[1] mask) -> (Tensor grad_input)");
+  define(m, "dropout(Tensor input, float p=0.5, bool train=True) -> Tensor", {at::Tag::nondeterministic_seeded});
+  define(m, "native_dropout(Tensor input, float p, bool train) -> (Tensor result, Tensor noise)",
+         {at::Tag::nondeterministic_seeded});
+  define(m, "dropout_backward(Tensor grad, Tensor noise, bool[1] mask) -> (Tensor grad_input)");
+  m.def("gelu_scales(float mult) -> float[]", rules::gelu);
+  m.def("silu_scales(float mult) -> float[]", rules::silu);
+  define(m, "softmax_scales(Tensor input, int dim, float mult) -> float[]");
+}
+
+TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
+  m.impl("gelu", gelu);
+  m.impl("gelu_backward", gelu_backward);
+  m.impl("silu", silu);
+  m.impl("silu_backward", silu_backward);
+  m.impl("silu_glu", silu_glu);
+  m.impl("silu_glu_backward", silu_glu_backward);
+  m.impl("softmax", softmax);
+  m.impl("softmax_backward", softmax_backward);
+  m.impl("dropout", dropout);
+  m.impl("native_dropout", native_dropout);
+  m.impl("dropout_backward", dropout_backward);
+  m.impl("softmax_scales", softmax_scales);
+}
+
+TORCH_LIBRARY_IMPL(plumb, Meta, m) {
+  m.impl("gelu", gelu_meta);
+  m.impl("gelu_backward", gelu_backward_meta);
+  m.impl("silu", silu_meta);
+  m.impl("silu_backward", silu_backward_meta);
+  m.impl("silu_glu", silu_glu_meta);
+  m.impl("silu_glu_backward", silu_glu_backward_meta);
+  m.impl("softmax", softmax_meta);
+  m.impl("softmax_backward", softmax_backward_meta);
+  m.impl("dropout", dropout_meta);
+  m.impl("native_dropout", native_dropout_meta);
+  m.impl("dropout_backward", dropout_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
+  for (const char* name : {"gelu", "silu", "silu_glu", "softmax", "dropout"}) {
+    m.impl(name, differentiable());
+    m.impl((std::string(name) + "_backward").c_str(), differentiable_backward());
+  }
+}
+
+}  // namespace plumb

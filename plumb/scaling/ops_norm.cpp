@@ -1,0 +1,230 @@
+// layer_norm, rms_norm, embedding: outputs have unit scale by themselves; only parameters' gradients need a factor.
+#include <ATen/ExpandUtils.h>
+#include <ATen/OpMathType.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "plumb/scaling/differentiable.h"
+#include "plumb/scaling/kernels.h"
+#include "plumb/scaling/rules.h"
+
+namespace plumb {
+namespace {
+
+using at::Tensor;
+
+void check_normalized(const char* op, const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight) {
+  const auto sizes = input.sizes();
+  if (shape.empty() || shape.size() > sizes.size() || sizes.slice(sizes.size() - shape.size()) != shape) {
+    bad_shape(op, "input " + shape_text(input) + " does not end in the normalized shape.");
+  }
+  if (present(weight) && weight->sizes() != shape) {
+    bad_shape(op, "weight " + shape_text(*weight) + " does not have the normalized shape.");
+  }
+}
+
+double grad_scale(const Tensor& input, at::IntArrayRef shape) {
+  return rules::norm_grad_weight(c10::multiply_integers(shape), input.numel());
+}
+
+// ---- layer_norm
+
+std::tuple<Tensor, Tensor, Tensor> native_layer_norm(const Tensor& input, at::IntArrayRef shape,
+                                                     const OptionalTensor& weight, const OptionalTensor& bias,
+                                                     double eps, bool) {
+  check_normalized("layer_norm", input, shape, weight);
+  return at::native_layer_norm(input.contiguous(), shape, weight, bias, eps);
+}
+
+Tensor layer_norm(const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias,
+                  double eps, bool cudnn_enable) {
+  return std::get<0>(native_layer_norm(input, shape, weight, bias, eps, cudnn_enable));
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
+                                                       const OptionalTensor& weight, const OptionalTensor& bias,
+                                                       const Tensor& mean, const Tensor& rstd,
+                                                       std::array<bool, 3> mask) {
+  auto [grad_input, grad_weight, grad_bias] =
+      at::native_layer_norm_backward(grad.contiguous(), input.contiguous(), shape, mean, rstd, weight, bias, mask);
+  const double s = grad_scale(input, shape);
+  return {grad_input, scaled(grad_weight, s), scaled(grad_bias, s)};
+}
+
+// ---- rms_norm
+
+at::ScalarType wide(const Tensor& t) { return at::toOpMathType(t.scalar_type()); }
+
+double rms_eps(const Tensor& input, std::optional<double> eps) {
+  if (eps) return *eps;
+  return wide(input) == at::kDouble ? std::numeric_limits<double>::epsilon() : std::numeric_limits<float>::epsilon();
+}
+
+std::vector<int64_t> last_dims(at::IntArrayRef shape) {
+  std::vector<int64_t> dims;
+  for (size_t i = 1; i <= shape.size(); ++i) dims.push_back(-static_cast<int64_t>(i));
+  return dims;
+}
+
+Tensor inverse_rms(const Tensor& wide_input, at::IntArrayRef shape, double eps) {
+  return (at::mean(wide_input * wide_input, last_dims(shape), /*keepdim=*/true) + eps).rsqrt();
+}
+
+std::tuple<Tensor, Tensor> native_rms_norm(const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight,
+                                           std::optional<double> eps) {
+  check_normalized("rms_norm", input, shape, weight);
+  auto x = input.to(wide(input)).contiguous();
+  auto rstd = inverse_rms(x, shape, rms_eps(input, eps));
+  auto out = x * rstd;
+  if (present(weight)) out.mul_(*weight);
+  return {out.to(input.scalar_type()), rstd};
+}
+
+Tensor rms_norm(const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight, std::optional<double> eps) {
+  return std::get<0>(native_rms_norm(input, shape, weight, eps));
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
+                                             const OptionalTensor& weight, std::optional<double> eps,
+                                             const Tensor& saved_rstd, std::array<bool, 2> mask) {
+  const auto type = wide(input);
+  auto x = input.to(type).contiguous();
+  auto g = grad.to(type).contiguous();
+  // The saved value does not know the input; a gradient of the gradient needs one that does.
+  auto rstd = recording(input) ? inverse_rms(x, shape, rms_eps(input, eps)) : saved_rstd;
+  auto normal = x * rstd;
+  Tensor grad_input, grad_weight;
+  if (mask[0]) {
+    auto inner = present(weight) ? g * *weight : g;
+    grad_input = ((inner - normal * at::mean(inner * normal, last_dims(shape), true)) * rstd).to(input.scalar_type());
+  }
+  if (mask[1]) {
+    grad_weight = scaled(at::sum_to(g * normal, shape, true), grad_scale(input, shape)).to(weight->scalar_type());
+  }
+  return {grad_input, grad_weight};
+}
+
+// ---- embedding
+
+Tensor embedding(const Tensor& weight, const Tensor& indices, int64_t padding_idx, bool scale_grad_by_freq,
+                 bool sparse) {
+  return at::embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse);
+}
+
+std::tuple<Tensor> embedding_backward(const Tensor& grad, at::IntArrayRef weight_size, const Tensor& indices,
+                                      int64_t padding_idx, bool scale_grad_by_freq, bool sparse,
+                                      std::array<bool, 1> mask) {
+  if (!mask[0]) return {Tensor()};
+  const int64_t rows = weight_size[0];
+  const double s = rules::embedding_grad_weight(rows, indices.numel());
+  const bool scale_grad = sparse || grad.numel() < rows * weight_size[1];
+  auto result =
+      at::embedding_backward(scale_grad ? grad * s : grad, indices, rows, padding_idx, scale_grad_by_freq, sparse);
+  return {scale_grad ? result : scaled(result, s)};
+}
+
+// ---- Meta
+
+c10::SymDimVector statistics_sizes(const Tensor& input, at::IntArrayRef shape) {
+  c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
+  for (size_t i = 0; i < shape.size(); ++i) sizes[sizes.size() - 1 - i] = 1;
+  return sizes;
+}
+
+Tensor dense(const Tensor& t) { return at::empty_like(t, {}, at::MemoryFormat::Contiguous); }
+
+Tensor layer_norm_meta(const Tensor& input, at::IntArrayRef, const OptionalTensor&, const OptionalTensor&, double,
+                       bool) {
+  return dense(input);
+}
+std::tuple<Tensor, Tensor, Tensor> native_layer_norm_meta(const Tensor& input, at::IntArrayRef shape,
+                                                          const OptionalTensor& weight, const OptionalTensor&, double,
+                                                          bool) {
+  // The statistics have the parameters' type where that is wider (half values, float parameters).
+  const auto type = present(weight) ? weight->scalar_type() : input.scalar_type();
+  auto statistics = [&] { return at::empty_symint(statistics_sizes(input, shape), input.options().dtype(type)); };
+  return {dense(input), statistics(), statistics()};
+}
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor&, const Tensor& input, at::IntArrayRef,
+                                                            const OptionalTensor& weight, const OptionalTensor& bias,
+                                                            const Tensor&, const Tensor&, std::array<bool, 3> mask) {
+  return {mask[0] ? dense(input) : Tensor(), mask[1] ? dense(*weight) : Tensor(), mask[2] ? dense(*bias) : Tensor()};
+}
+Tensor rms_norm_meta(const Tensor& input, at::IntArrayRef, const OptionalTensor&, std::optional<double>) {
+  return dense(input);
+}
+std::tuple<Tensor, Tensor> native_rms_norm_meta(const Tensor& input, at::IntArrayRef shape, const OptionalTensor&,
+                                                std::optional<double>) {
+  return {dense(input), at::empty_symint(statistics_sizes(input, shape), input.options().dtype(wide(input)))};
+}
+std::tuple<Tensor, Tensor> rms_norm_backward_meta(const Tensor&, const Tensor& input, at::IntArrayRef,
+                                                  const OptionalTensor& weight, std::optional<double>, const Tensor&,
+                                                  std::array<bool, 2> mask) {
+  return {mask[0] ? dense(input) : Tensor(), mask[1] ? dense(*weight) : Tensor()};
+}
+Tensor embedding_meta(const Tensor& weight, const Tensor& indices, c10::SymInt, bool, bool) {
+  auto sizes = indices.sym_sizes().vec();
+  sizes.push_back(weight.sym_size(1));
+  return weight.new_empty_symint(sizes);
+}
+std::tuple<Tensor> embedding_backward_meta(const Tensor& grad, c10::SymIntArrayRef weight_size, const Tensor&,
+                                           c10::SymInt, bool, bool, std::array<bool, 1> mask) {
+  return {mask[0] ? grad.new_empty_symint(weight_size) : Tensor()};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(plumb, m) {
+  const std::string layer =
+      "layer_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+      "bool cudnn_enable=True) -> ";
+  define(m, layer + "Tensor");
+  define(m, "native_" + layer + "(Tensor result, Tensor mean, Tensor rstd)");
+  define(m,
+         "layer_norm_backward(Tensor grad, Tensor input, int[] normalized_shape, Tensor? weight, Tensor? bias, "
+         "Tensor mean, Tensor rstd, bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  const std::string rms = "rms_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, float? eps=None) -> ";
+  define(m, rms + "Tensor");
+  define(m, "native_" + rms + "(Tensor result, Tensor rstd)");
+  define(m,
+         "rms_norm_backward(Tensor grad, Tensor input, int[] normalized_shape, Tensor? weight, float? eps, "
+         "Tensor rstd, bool[2] mask) -> (Tensor grad_input, Tensor grad_weight)");
+  define(m,
+         "embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, "
+         "bool sparse=False) -> Tensor");
+  define(m,
+         "embedding_backward(Tensor grad, SymInt[] weight_size, Tensor indices, SymInt padding_idx, "
+         "bool scale_grad_by_freq, bool sparse, bool[1] mask) -> (Tensor grad_weight)");
+}
+
+TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
+  m.impl("layer_norm", layer_norm);
+  m.impl("native_layer_norm", native_layer_norm);
+  m.impl("layer_norm_backward", layer_norm_backward);
+  m.impl("rms_norm", rms_norm);
+  m.impl("native_rms_norm", native_rms_norm);
+  m.impl("rms_norm_backward", rms_norm_backward);
+  m.impl("embedding", embedding);
+  m.impl("embedding_backward", embedding_backward);
+}
+
+TORCH_LIBRARY_IMPL(plumb, Meta, m) {
+  m.impl("layer_norm", layer_norm_meta);
+  m.impl("native_layer_norm", native_layer_norm_meta);
+  m.impl("layer_norm_backward", layer_norm_backward_meta);
+  m.impl("rms_norm", rms_norm_meta);
+  m.impl("native_rms_norm", native_rms_norm_meta);
+  m.impl("rms_norm_backward", rms_norm_backward_meta);
+  m.impl("embedding", embedding_meta);
+  m.impl("embedding_backward", embedding_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
+  for (const char* name : {"layer_norm", "rms_norm", "embedding"}) {
+    m.impl(name, differentiable());
+    m.impl((std::string(name) + "_backward").c_str(), differentiable_backward());
+  }
+}
+
+}  // namespace plumb

@@ -1,0 +1,73 @@
+#include "plumb/scaling/optim.h"
+
+#include <cmath>
+#include <sstream>
+
+#include "plumb/core/error.h"
+
+namespace plumb::optim {
+namespace {
+
+// Values that one output sums over; for an embedding, the size of a row.
+double fan_in(at::IntArrayRef sizes) {
+  if (sizes.empty()) return 1;
+  if (sizes.size() == 1) return static_cast<double>(sizes[0]);
+  return static_cast<double>(c10::multiply_integers(sizes.slice(1)));
+}
+
+}  // namespace
+
+double lr_scale_for_depth(const ParameterData& data) {
+  return data.scaling_depth ? 1 / std::sqrt(static_cast<double>(*data.scaling_depth)) : 1;
+}
+
+double lr_scale_func_adam(const ParameterData& data, at::IntArrayRef sizes) {
+  const double scale = lr_scale_for_depth(data);
+  return data.type == MupType::Weight ? scale / std::sqrt(fan_in(sizes)) : scale;
+}
+
+LrScale lr_scale_func_sgd(const std::optional<std::string>& readout_constraint) {
+  if (!readout_constraint) return lr_scale_func_adam;
+  if (*readout_constraint != "to_output_scale") {
+    throw Error(ErrorKind::InvalidArgument,
+                "SGD has no learning-rate rule for a readout with constraint '" + *readout_constraint + "'.", "",
+                "no constraint or to_output_scale");
+  }
+  return [](const ParameterData& data, at::IntArrayRef sizes) {
+    const double scale = lr_scale_for_depth(data);
+    switch (data.type) {
+      case MupType::Weight: return scale * std::sqrt(fan_in(sizes));
+      case MupType::Bias:
+      case MupType::Norm: return sizes.empty() ? scale : scale * static_cast<double>(sizes[0]);
+      case MupType::Output: return scale;
+    }
+    return scale;
+  };
+}
+
+Rates scaled_rates(const at::Tensor& parameter, const std::string& name, const LrScale& lr_scale, double lr,
+                   double weight_decay, const ScaledOptions& options) {
+  if (auto data = parameter_data(parameter)) {
+    lr *= lr_scale(*data, parameter.sizes());
+  } else if (!options.allow_non_unit_scaling_params) {
+    std::ostringstream text;
+    text << "Parameter " << name << ", shape " << parameter.sizes() << ", has no u-muP type.";
+    throw Error(ErrorKind::InvalidArgument, text.str(), "",
+                "plumb::tag(parameter, {type}), or allow_non_unit_scaling_params");
+  }
+  if (options.independent_weight_decay && weight_decay != 0) {
+    if (lr == 0) {
+      throw Error(ErrorKind::InvalidArgument, "Independent weight decay needs a learning rate other than 0.");
+    }
+    weight_decay /= lr;
+  }
+  return {lr, weight_decay};
+}
+
+NamedParameters with_names(const std::vector<at::Tensor>& parameters) {
+  NamedParameters named;
+  for (size_t i = 0; i < parameters.size(); ++i) named.emplace_back(std::to_string(i), parameters[i]);
+  return named;
+}
+
+}  // namespace plumb::optim

@@ -1,0 +1,79 @@
+#include "plumb/scaling/parameter.h"
+
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
+
+struct Entry {
+  Weak tensor;  // while this is held no other tensor can get the address
+  ParameterData data;
+};
+
+struct Table {
+  std::mutex mutex;
+  std::unordered_map<const c10::TensorImpl*, Entry> entries;
+  size_t sweep_at = 64;
+};
+
+Table& table() {
+  static auto* tags = new Table;  // outlives every tensor, those of other static objects too
+  return *tags;
+}
+
+constexpr std::pair<MupType, std::string_view> kNames[] = {
+    {MupType::Weight, "weight"}, {MupType::Bias, "bias"}, {MupType::Norm, "norm"}, {MupType::Output, "output"}};
+
+}  // namespace
+
+std::string_view to_string(MupType type) {
+  for (const auto& [value, name] : kNames) {
+    if (value == type) return name;
+  }
+  return "unknown";
+}
+
+MupType mup_type_from(std::string_view name) {
+  for (const auto& [value, known] : kNames) {
+    if (known == name) return value;
+  }
+  throw Error(ErrorKind::InvalidArgument, "There is no u-muP parameter type '" + std::string(name) + "'.", "",
+              "weight, bias, norm or output");
+}
+
+at::Tensor make_parameter(at::Tensor data, MupType type, std::optional<int64_t> scaling_depth) {
+  auto parameter = data.detach().requires_grad_();
+  tag(parameter, {type, scaling_depth});
+  return parameter;
+}
+
+void tag(const at::Tensor& parameter, ParameterData data) {
+  if (!parameter.defined()) throw Error(ErrorKind::InvalidArgument, "An undefined tensor cannot be tagged.");
+  if (data.scaling_depth && *data.scaling_depth < 1) {
+    throw Error(ErrorKind::InvalidArgument,
+                "A scaling depth is at least 1, not " + std::to_string(*data.scaling_depth) + ".");
+  }
+  auto& tags = table();
+  std::lock_guard lock(tags.mutex);
+  tags.entries.insert_or_assign(parameter.unsafeGetTensorImpl(), Entry{Weak(parameter.getIntrusivePtr()), data});
+  if (tags.entries.size() < tags.sweep_at) return;
+  std::erase_if(tags.entries, [](const auto& item) { return item.second.tensor.expired(); });
+  tags.sweep_at = 2 * tags.entries.size() + 64;
+}
+
+std::optional<ParameterData> parameter_data(const at::Tensor& parameter) {
+  if (!parameter.defined()) return std::nullopt;
+  auto& tags = table();
+  std::lock_guard lock(tags.mutex);
+  auto found = tags.entries.find(parameter.unsafeGetTensorImpl());
+  return found == tags.entries.end() ? std::nullopt : std::optional(found->second.data);
+}
+
+}  // namespace plumb

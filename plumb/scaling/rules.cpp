@@ -1,0 +1,135 @@
+#include "plumb/scaling/rules.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <string>
+
+#include "plumb/core/error.h"
+
+namespace plumb::rules {
+namespace {
+
+// An empty batch has no gradient to scale: any finite factor does.
+double at_least_one(int64_t n) { return static_cast<double>(std::max<int64_t>(n, 1)); }
+
+void require_positive(const char* what, double value) {
+  if (value > 0 && std::isfinite(value)) return;
+  throw Error(ErrorKind::InvalidArgument,
+              std::string(what) + " must be a positive number, not " + std::to_string(value) + ".");
+}
+
+void require_powers(const std::vector<double>& power) {
+  if (power.size() == 3) return;
+  throw Error(ErrorKind::InvalidArgument,
+              "scale_power needs three exponents (output, input gradient, weight gradient), not " +
+                  std::to_string(power.size()) + ".");
+}
+
+// The standard deviation of relu(x) for unit-normal x is sqrt((1 - 1/pi) / 2): where gelu and silu end for large mult.
+const double kReluLimit = std::sqrt(2 / (1 - 1 / std::numbers::pi));
+
+}  // namespace
+
+double logarithmic_interpolation(double alpha, double lower, double upper) {
+  return std::exp(alpha * std::log(upper) + (1 - alpha) * std::log(lower));
+}
+
+Scales gelu(double mult) {
+  require_positive("mult", mult);
+  const double alpha = 1 / (1 + 0.25 / (mult * mult));
+  return {logarithmic_interpolation(alpha, 2, kReluLimit), logarithmic_interpolation(alpha, 2, std::numbers::sqrt2)};
+}
+
+Scales silu(double mult) {
+  require_positive("mult", mult);
+  const double squared = mult * mult;
+  return {logarithmic_interpolation(1 / (1 + 0.25 / squared), 2, kReluLimit),
+          logarithmic_interpolation(1 / (1 + 1 / squared), 2, std::numbers::sqrt2)};
+}
+
+double silu_glu(double mult) {
+  require_positive("mult", mult);
+  return logarithmic_interpolation(1 / (1 + 1 / (mult * mult)), 2, std::numbers::sqrt2);
+}
+
+Scales softmax(int64_t dim_size, double mult) {
+  require_positive("mult", mult);
+  const double alpha = 1 / (1 + 4 / (mult * mult));
+  const double n = at_least_one(dim_size);
+  // From a flat distribution (small mult) to a one-hot one (large mult).
+  return {logarithmic_interpolation(alpha, n, std::sqrt(n)),
+          logarithmic_interpolation(alpha, n / mult, std::sqrt(n / mult))};
+}
+
+double dropout(double p) { return std::sqrt(1 - p); }
+
+Scales matmul(int64_t left, int64_t inner, int64_t right, int64_t left_repeats, int64_t right_repeats) {
+  return {1 / std::sqrt(at_least_one(inner)), 1 / std::sqrt(at_least_one(right * left_repeats)),
+          1 / std::sqrt(at_least_one(left * right_repeats))};
+}
+
+Scales linear(int64_t fan_in, int64_t fan_out, int64_t batch, const std::vector<double>& power) {
+  require_powers(power);
+  return {1 / std::pow(at_least_one(fan_in), power[0]), 1 / std::pow(at_least_one(fan_out), power[1]),
+          1 / std::pow(at_least_one(batch), power[2])};
+}
+
+Scales convolution(int64_t out_channels, int64_t in_channels_per_group, int64_t kernel, int64_t stride, int64_t groups,
+                   int64_t batch, const std::vector<double>& power) {
+  require_powers(power);
+  return {1 / std::pow(at_least_one(in_channels_per_group * kernel), power[0]),
+          std::pow(static_cast<double>(stride * groups) / at_least_one(out_channels * kernel), power[1]),
+          1 / std::pow(at_least_one(batch), power[2])};
+}
+
+Scales add(int64_t input_repeats, int64_t other_repeats, bool scalar) {
+  // Adding one number shifts a tensor and leaves its spread alone.
+  return {scalar ? 1.0 : 1 / std::numbers::sqrt2, 1 / std::sqrt(at_least_one(input_repeats)),
+          1 / std::sqrt(at_least_one(other_repeats))};
+}
+
+double norm_grad_weight(int64_t normalized, int64_t numel) {
+  return std::sqrt(static_cast<double>(normalized) / at_least_one(numel));
+}
+
+double embedding_grad_weight(int64_t num_embeddings, int64_t batch) {
+  return std::sqrt(static_cast<double>(num_embeddings) / at_least_one(batch));
+}
+
+double attention(int64_t seq_len, int64_t head_size, double mult, double dropout_p, bool is_causal) {
+  require_positive("mult", mult);
+  const double n = at_least_one(seq_len);
+  const double alpha = 1 / (1 + 4 * at_least_one(head_size) / (mult * mult));
+  // Flat attention averages n values (causal: row i averages i of them); sharp attention copies one. One position is
+  // a copy in both cases, where log(1) would say that nothing comes out.
+  const double flat = is_causal && seq_len > 1 ? std::sqrt(std::log(n) / n) : std::sqrt(1 / n);
+  return std::sqrt(1 - dropout_p) / logarithmic_interpolation(alpha, flat, 1.0);
+}
+
+double cross_entropy_grad(int64_t classes, double label_smoothing) {
+  // With one class, or smoothing all the way, the gradient is zero or has no one-hot part: nothing to scale.
+  if (classes < 2 || label_smoothing >= 1) return 1;
+  const double c = static_cast<double>(classes);
+  return c / std::sqrt(c - 1) / (1 - label_smoothing);
+}
+
+double mse_grad() { return 1 / std::sqrt(8.0); }
+
+Residual residual(double tau) {
+  const double norm = std::sqrt(1 + tau * tau);
+  return {tau / norm, 1 / norm};
+}
+
+ResidualScalingFn transformer_residual_scaling_rule(double residual_mult, double residual_attn_ratio) {
+  const double mlp = residual_mult * std::sqrt(2 / (1 + residual_attn_ratio * residual_attn_ratio));
+  const double attn = residual_attn_ratio * mlp;
+  return [mlp, attn](int64_t index, int64_t layers) {
+    const double attn_before = static_cast<double>((index + 1) / 2);
+    const double mlp_before = static_cast<double>(index / 2);
+    const double here = index % 2 == 0 ? attn : mlp;
+    return here / std::sqrt(static_cast<double>(layers) / 2 + attn_before * attn * attn + mlp_before * mlp * mlp);
+  };
+}
+
+}  // namespace plumb::rules

@@ -1,0 +1,354 @@
+"""Unit-scaled versions of functions in ``torch.nn.functional``.
+
+Inputs and incoming gradients of unit variance give outputs and gradients of unit variance, as far as the constraint lets
+them. All work is done by the operators ``torch.ops.plumb.*``.
+
+Common arguments:
+    mult: a factor inside a nonlinearity; it makes the function sharper without changing the scale of what comes out.
+    constraint: what ties the scales of the output and the input gradients; see :mod:`plumb.constraints`.
+    scale_power: exponents of the scales of output, input gradient, and weight and bias gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._ops import ops
+from .constraints import Constraint, _check_name, apply_constraint
+
+ScalePower = Tuple[float, float, float]
+_HALF: ScalePower = (0.5, 0.5, 0.5)
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def _tie(constraint: Constraint, count: int, rule: Callable[[], Sequence[float]]) -> dict:
+    """The operator's arguments for a constraint: its name, or the scales that a function of the user's makes."""
+    if constraint is None or isinstance(constraint, str):
+        if constraint:
+            _check_name(constraint)
+        return {"constraint": constraint}
+    scales = list(rule())
+    scales[:count] = apply_constraint(constraint, *scales[:count])
+    return {"constraint": None, "scales": scales}
+
+
+def _refuse(function: str, **arguments: object) -> None:
+    for name, value in arguments.items():
+        if value not in (None, False):
+            raise ValueError(f"{function} has no unit-scaled form with {name}={value!r}; leave {name} at its default.")
+
+
+def _reduction(function: str, reduction: str, size_average: Optional[bool], reduce: Optional[bool]) -> int:
+    _refuse(function, size_average=size_average, reduce=reduce)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{function}: reduction must be one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
+    return _REDUCTIONS[reduction]
+
+
+def gelu(
+    input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale", approximate: str = "none"
+) -> Tensor:
+    """``gelu(mult * input) / mult``."""
+    tied = _tie(constraint, 2, lambda: ops.gelu_scales(mult))
+    return ops.gelu(input, approximate=approximate, mult=mult, **tied)
+
+
+def silu(
+    input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale", inplace: bool = False
+) -> Tensor:
+    """``input * sigmoid(mult * input)``."""
+    _refuse("silu", inplace=inplace)
+    return ops.silu(input, mult=mult, **_tie(constraint, 2, lambda: ops.silu_scales(mult)))
+
+
+def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
+    """``input * silu(gate)``; one scale serves output and gradients."""
+    return ops.silu_glu(input, gate, mult=mult)
+
+
+def softmax(
+    input: Tensor,
+    dim: int,
+    dtype: Optional[torch.dtype] = None,
+    constraint: Constraint = "to_output_scale",
+    mult: float = 1.0,
+) -> Tensor:
+    """Softmax of ``mult * input`` over ``dim``; the values sum to a scale instead of 1."""
+    tied = _tie(constraint, 2, lambda: ops.softmax_scales(input, dim, mult))
+    return ops.softmax(input, dim, dtype, mult=mult, **tied)
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Zeroes values with probability ``p`` and restores the variance; without ``training`` the input itself."""
+    _refuse("dropout", inplace=inplace)
+    return ops.dropout(input, p, True) if training else input
+
+
+def matmul(left: Tensor, right: Tensor, constraint: Constraint = "to_output_scale") -> Tensor:
+    """Matrix product of all the ranks that ``torch.matmul`` takes."""
+    return ops.matmul(left, right, **_tie(constraint, 3, lambda: ops.matmul_scales(left, right)))
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    constraint: Constraint = "to_output_scale",
+    scale_power: ScalePower = _HALF,
+) -> Tensor:
+    """``input @ weight.T + bias``. The weight's and bias's gradients are scaled by the batch, under no constraint."""
+    tied = _tie(constraint, 2, lambda: ops.linear_scales(input, weight, scale_power=scale_power))
+    return ops.linear(input, weight, bias, scale_power=scale_power, **tied)
+
+
+def linear_readout(
+    input: Tensor, weight: Tensor, bias: Optional[Tensor] = None, constraint: Constraint = None
+) -> Tensor:
+    """The linear layer that makes a network's output: its scale is 1 / sqrt(fan-in), small at every width."""
+    power = (1.0, 0.5, 0.5)
+    tied = _tie(constraint, 2, lambda: ops.linear_scales(input, weight, scale_power=power))
+    return ops.linear_readout(input, weight, bias, **tied)
+
+
+_Size = Union[int, Sequence[int]]
+
+
+def _sizes(value: _Size) -> List[int]:
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _conv(
+    name: str,
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    stride: _Size,
+    padding: Union[str, _Size],
+    dilation: _Size,
+    groups: int,
+    constraint: Constraint,
+    scale_power: ScalePower,
+) -> Tensor:
+    stride, dilation = _sizes(stride), _sizes(dilation)
+    named = isinstance(padding, str)
+    padding = padding if named else _sizes(padding)
+
+    def rule() -> Sequence[float]:
+        around = [0] if named else padding
+        return getattr(ops, name + "_scales")(
+            input, weight, stride, around, dilation, groups, scale_power=scale_power
+        )
+
+    packet = getattr(ops, name)
+    op = packet.padding if named else packet.default
+    return op(
+        input, weight, bias, stride, padding, dilation, groups, scale_power=scale_power, **_tie(constraint, 2, rule)
+    )
+
+
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    stride: _Size = 1,
+    padding: Union[str, _Size] = 0,
+    dilation: _Size = 1,
+    groups: int = 1,
+    constraint: Constraint = "to_output_scale",
+    scale_power: ScalePower = _HALF,
+) -> Tensor:
+    """1-D convolution; sizes may be tuples, padding also ``"same"`` or ``"valid"``."""
+    return _conv("conv1d", input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    stride: _Size = 1,
+    padding: Union[str, _Size] = 0,
+    dilation: _Size = 1,
+    groups: int = 1,
+    constraint: Constraint = "to_output_scale",
+    scale_power: ScalePower = _HALF,
+) -> Tensor:
+    """2-D convolution; see :func:`conv1d`."""
+    return _conv("conv2d", input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
+
+
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    stride: _Size = 1,
+    padding: Union[str, _Size] = 0,
+    dilation: _Size = 1,
+    groups: int = 1,
+    constraint: Constraint = "to_output_scale",
+    scale_power: ScalePower = _HALF,
+) -> Tensor:
+    """3-D convolution; see :func:`conv1d`."""
+    return _conv("conv3d", input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Layer normalisation, with weight and bias gradients of unit scale."""
+    return ops.layer_norm(input, list(normalized_shape), weight, bias, eps)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Optional[Tensor] = None, eps: float = 1e-5
+) -> Tensor:
+    """Division by the root of the mean square over the last dimensions; see :class:`plumb.RMSNorm`."""
+    return ops.rms_norm(input, list(normalized_shape), weight, eps)
+
+
+def add(
+    input: Union[Tensor, int, float],
+    other: Union[Tensor, int, float],
+    constraint: Constraint = "to_output_scale",
+    alpha: int = 1,
+    out: Optional[Tensor] = None,
+) -> Tensor:
+    """``input + alpha * other``. A number, or a tensor of one value, shifts the other operand and scales nothing."""
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
+        return torch.add(input, other, alpha=alpha, out=out)
+    total = ops.add(input, other, alpha=alpha, **_tie(constraint, 3, lambda: ops.add_scales(input, other)))
+    return total if out is None else out.copy_(total)
+
+
+def residual_split(input: Tensor, tau: float = 1.0) -> Tuple[Tensor, Tensor]:
+    """``(residual, skip)`` around a residual branch that weighs ``tau`` times the skip; see :func:`residual_add`.
+
+    Gradients are weighed here and values in :func:`residual_add`, so both have unit scale inside the branch. While
+    autograd records, both results are views of the input and refuse in-place writes.
+    """
+    return ops.residual_split(input, tau)
+
+
+def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
+    """Closes what :func:`residual_split` opened, with the same ``tau``."""
+    return ops.residual_add(residual, skip, tau)
+
+
+def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0) -> Tensor:
+    """``fn`` as a residual branch of weight ``tau``."""
+    residual, skip = residual_split(input, tau)
+    return residual_add(fn(residual), skip, tau)
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: Optional[int] = None,
+    max_norm: Optional[float] = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of ``weight``; its gradient is scaled by how often a row is looked up on average."""
+    _refuse("embedding", scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    rows = weight.shape[0]
+    if padding_idx is not None and not -rows <= padding_idx < rows:
+        raise ValueError(f"embedding: padding_idx {padding_idx} is outside of a table of {rows} rows.")
+    if max_norm is not None:
+        with torch.no_grad():
+            torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
+    padding = -1 if padding_idx is None else padding_idx % rows
+    return ops.embedding(weight, input, padding)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    mult: float = 1.0,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with logits scaled by ``mult / head size``.
+
+    The scale for causal attention holds with ``is_causal``; what a mask hides is not looked into.
+    """
+    return ops.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, mult=mult, enable_gqa=enable_gqa
+    )
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor] = None,
+    size_average: Optional[bool] = None,
+    ignore_index: int = -100,
+    reduce: Optional[bool] = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    mult: float = 1.0,
+) -> Tensor:
+    """``torch``'s cross entropy of ``mult * input``; the gradient is the summed loss's, with unit variance."""
+    code = _reduction("cross_entropy", reduction, size_average, reduce)
+    return ops.cross_entropy(input, target, weight, code, ignore_index, label_smoothing, mult=mult)
+
+
+def mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: Optional[bool] = None,
+    reduce: Optional[bool] = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Squared error of tensors of one shape; the gradient is the summed loss's, with unit variance."""
+    if input.shape != target.shape:
+        raise ValueError(f"mse_loss: input {tuple(input.shape)} and target {tuple(target.shape)} must have one shape.")
+    return ops.mse_loss(input, target, _reduction("mse_loss", reduction, size_average, reduce))
+
+
+__all__ = [
+    "add",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "linear_readout",
+    "matmul",
+    "mse_loss",
+    "residual_add",
+    "residual_apply",
+    "residual_split",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "silu",
+    "silu_glu",
+    "softmax",
+]
+
+
+def _torch_functions() -> Dict[Callable, Callable]:
+    """Each torch function that has a unit-scaled version of the same name, and that version."""
+    pairs = {}
+    for name in __all__:
+        for namespace in (torch, F):
+            if hasattr(namespace, name):
+                pairs[getattr(namespace, name)] = globals()[name]
+    return pairs
+
+
+torch_map = _torch_functions()

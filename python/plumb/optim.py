@@ -1,0 +1,171 @@
+"""Optimisers with u-μP's learning rates: one rate serves every width and depth (arXiv 2407.17465, table 2).
+
+:class:`Adam`, :class:`AdamW` and :class:`SGD` are torch's own with scaled rates; :func:`scaled_parameters` makes the same
+parameter groups for any other optimiser.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Callable, Optional, Union
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .parameter import ParameterData, has_parameter_data
+
+LrScale = Callable[[ParameterData], float]
+
+
+def lr_scale_for_depth(param: ParameterData) -> float:
+    """1 / sqrt(depth) for a parameter inside a stack of layers, else 1."""
+    return 1 if param.mup_scaling_depth is None else param.mup_scaling_depth**-0.5
+
+
+def _fan_in(param: ParameterData) -> int:
+    """Values that one output sums over (for an embedding: the size of a row)."""
+    return param.shape[0] if len(param.shape) == 1 else prod(param.shape[1:])
+
+
+def lr_scale_func_adam(param: ParameterData) -> float:
+    """The factor on the learning rate for optimisers whose updates do not depend on the gradient's size."""
+    scale = lr_scale_for_depth(param)
+    if param.mup_type == "weight":
+        return scale * _fan_in(param) ** -0.5
+    return scale
+
+
+def _lr_scale_func_sgd_constrained(param: ParameterData) -> float:
+    scale = lr_scale_for_depth(param)
+    if param.mup_type == "weight":
+        return scale * _fan_in(param) ** 0.5
+    if param.mup_type in ("bias", "norm"):
+        return scale * param.shape[0]
+    return scale
+
+
+def lr_scale_func_sgd(readout_constraint: Optional[str]) -> LrScale:
+    """The factor for SGD. ``readout_constraint`` is the constraint of the network's :class:`plumb.LinearReadout`.
+
+    Without one gradients have unit scale and Adam's rule holds; with ``"to_output_scale"`` they shrink with the width.
+    """
+    if readout_constraint is None:
+        return lr_scale_func_adam
+    if readout_constraint == "to_output_scale":
+        return _lr_scale_func_sgd_constrained
+    raise ValueError(f"readout_constraint must be None or 'to_output_scale', not {readout_constraint!r}.")
+
+
+def scaled_parameters(
+    params: ParamsT,
+    lr_scale_func: LrScale,
+    lr: Union[None, float, Tensor] = None,
+    weight_decay: float = 0,
+    independent_weight_decay: bool = True,
+    allow_non_unit_scaling_params: bool = False,
+) -> ParamsT:
+    """Parameter groups, one a parameter, with scaled learning rates.
+
+    Args:
+        params: parameters, or groups of them (a group's own ``lr`` and ``weight_decay`` come first).
+        lr_scale_func: the rule, for example :func:`lr_scale_func_adam`.
+        independent_weight_decay: a step decays by ``weight_decay`` whatever the learning rate is at its peak.
+        allow_non_unit_scaling_params: let parameters without a tag pass, unscaled, instead of a ValueError.
+    """
+    result = []
+    for entry in params:
+        group = {"params": [entry]} if isinstance(entry, Tensor) else dict(entry)
+        rest = {k: v for k, v in group.items() if k not in ("params", "lr", "weight_decay")}
+        group_lr = group.get("lr", lr)
+        group_decay = group.get("weight_decay", weight_decay)
+        if group_lr is None:
+            raise ValueError("scaled_parameters needs lr, here or in every parameter group.")
+        members = group["params"]
+        for param in [members] if isinstance(members, Tensor) else members:
+            scale = 1.0
+            if has_parameter_data(param):
+                scale = lr_scale_func(param)
+            elif not allow_non_unit_scaling_params:
+                raise ValueError(
+                    f"A parameter of shape {tuple(param.shape)} has no mup_type: make it a plumb.Parameter, or pass"
+                    " allow_non_unit_scaling_params=True."
+                )
+            param_lr = group_lr * scale
+            decay = group_decay
+            if independent_weight_decay and decay:
+                if not float(param_lr):
+                    raise ValueError("Independent weight decay needs a learning rate other than 0.")
+                decay = decay / float(param_lr)
+            result.append({"params": [param], "lr": param_lr, "weight_decay": decay, **rest})
+    return result
+
+
+class SGD(torch.optim.SGD):
+    """``torch.optim.SGD`` with u-μP's learning rates; see :func:`lr_scale_func_sgd` and :func:`scaled_parameters`."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Union[float, Tensor] = 1e-3,
+        *args: Any,
+        weight_decay: float = 0,
+        independent_weight_decay: bool = True,
+        allow_non_unit_scaling_params: bool = False,
+        readout_constraint: Optional[str] = None,
+        **kwargs: Any,
+    ) -> None:
+        rule = lr_scale_func_sgd(readout_constraint)
+        groups = scaled_parameters(
+            params, rule, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params
+        )
+        super().__init__(groups, lr, *args, **kwargs)
+
+
+class Adam(torch.optim.Adam):
+    """``torch.optim.Adam`` with u-μP's learning rates; see :func:`scaled_parameters`."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Union[float, Tensor] = 1e-3,
+        *args: Any,
+        weight_decay: float = 0,
+        independent_weight_decay: bool = True,
+        allow_non_unit_scaling_params: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        groups = scaled_parameters(
+            params, lr_scale_func_adam, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params
+        )
+        super().__init__(groups, lr, *args, **kwargs)
+
+
+class AdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` with u-μP's learning rates; see :func:`scaled_parameters`."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Union[float, Tensor] = 1e-3,
+        *args: Any,
+        weight_decay: float = 0,
+        independent_weight_decay: bool = True,
+        allow_non_unit_scaling_params: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        groups = scaled_parameters(
+            params, lr_scale_func_adam, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params
+        )
+        super().__init__(groups, lr, *args, **kwargs)
+
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "lr_scale_for_depth",
+    "lr_scale_func_adam",
+    "lr_scale_func_sgd",
+    "scaled_parameters",
+]

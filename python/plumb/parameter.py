@@ -1,0 +1,70 @@
+"""Parameters that carry what u-μP's learning-rate rules need to know."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from types import MethodType
+from typing import Any, Dict, Literal, Optional, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import TypeGuard
+
+MupType = Literal["weight", "bias", "norm", "output"]
+
+
+class ParameterData(Protocol):
+    """What :func:`Parameter` adds to a ``torch.nn.Parameter``."""
+
+    mup_type: MupType
+    mup_scaling_depth: Optional[int]
+    shape: torch.Size
+
+
+def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:
+    """Whether the parameter is tagged."""
+    depth = getattr(parameter, "mup_scaling_depth", "missing")
+    return getattr(parameter, "mup_type", None) in get_args(MupType) and (depth is None or isinstance(depth, int))
+
+
+def Parameter(data: Tensor, mup_type: MupType, mup_scaling_depth: Optional[int] = None) -> nn.Parameter:
+    """A ``torch.nn.Parameter`` with ``mup_type`` and ``mup_scaling_depth``, kept by deep copies and pickling.
+
+    Args:
+        mup_type: ``"weight"``, ``"bias"``, ``"norm"`` or ``"output"``: the role, which decides the learning rate.
+        mup_scaling_depth: how many layers the parameter's stack has, where depth scales the learning rate.
+    """
+    return tag_parameter(nn.Parameter(data), mup_type, mup_scaling_depth)
+
+
+def tag_parameter(
+    parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth: Optional[int] = None
+) -> nn.Parameter:
+    """Tags a parameter that exists already, and returns it."""
+    if mup_type not in get_args(MupType):
+        raise ValueError(f"mup_type must be one of {', '.join(get_args(MupType))}, not {mup_type!r}.")
+    parameter.mup_type = mup_type
+    parameter.mup_scaling_depth = mup_scaling_depth
+    # copy and pickle look on the object first; nn.Parameter's own methods would drop the tags or keep these methods.
+    parameter.__deepcopy__ = MethodType(_deepcopy, parameter)
+    parameter.__reduce_ex__ = MethodType(_reduce_ex, parameter)
+    return parameter
+
+
+def _deepcopy(self: nn.Parameter, memo: Dict[int, Any]) -> nn.Parameter:
+    copy = nn.Parameter.__deepcopy__(self, memo)
+    return tag_parameter(copy, self.mup_type, self.mup_scaling_depth)
+
+
+def _reduce_ex(self: nn.Parameter, protocol: int) -> Any:
+    state = {k: v for k, v in vars(self).items() if k not in ("__deepcopy__", "__reduce_ex__")}
+    return _rebuild, (self.data, self.requires_grad, OrderedDict(), state)
+
+
+def _rebuild(data: Tensor, requires_grad: bool, hooks: OrderedDict, state: Dict[str, Any]) -> nn.Parameter:
+    parameter = torch._utils._rebuild_parameter(data, requires_grad, hooks)
+    vars(parameter).update(state)
+    return tag_parameter(parameter, state["mup_type"], state["mup_scaling_depth"])
+
+
+__all__ = ["MupType", "Parameter", "ParameterData", "has_parameter_data", "tag_parameter"]
