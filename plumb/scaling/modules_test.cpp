@@ -36,15 +36,16 @@ TEST_F(Modules, TagsOfTensorsThatAreGoneAreNeverSeenAgain) {
 }
 
 TEST_F(Modules, LearningRatesFollowTypeFanInAndDepth) {
-  const at::IntArrayRef sizes({4, 16});
+  const std::vector<int64_t> sizes{4, 16};
   using optim::lr_scale_func_adam;
   EXPECT_DOUBLE_EQ(lr_scale_func_adam({MupType::Weight, std::nullopt}, sizes), 0.25);
   EXPECT_DOUBLE_EQ(lr_scale_func_adam({MupType::Weight, 9}, sizes), 0.25 / 3);
   EXPECT_DOUBLE_EQ(lr_scale_func_adam({MupType::Output, std::nullopt}, sizes), 1);
-  EXPECT_DOUBLE_EQ(lr_scale_func_adam({MupType::Weight, std::nullopt}, {8, 4, 2, 2}), 0.25);
+  const std::vector<int64_t> kernel{8, 4, 2, 2}, shift{16};
+  EXPECT_DOUBLE_EQ(lr_scale_func_adam({MupType::Weight, std::nullopt}, kernel), 0.25);
   auto constrained = optim::lr_scale_func_sgd("to_output_scale");
   EXPECT_DOUBLE_EQ(constrained({MupType::Weight, std::nullopt}, sizes), 4);
-  EXPECT_DOUBLE_EQ(constrained({MupType::Bias, std::nullopt}, {16}), 16);
+  EXPECT_DOUBLE_EQ(constrained({MupType::Bias, std::nullopt}, shift), 16);
   EXPECT_DOUBLE_EQ(constrained({MupType::Output, 4}, sizes), 0.5);
   EXPECT_THROW(optim::lr_scale_func_sgd("gmean"), Error);
 }
@@ -93,7 +94,7 @@ TEST_F(Modules, StacksTellTheirDepthOnce) {
   nn::DepthSequential stack(nn::Linear(8, 8), nn::GELU(), nn::Linear(8, 8));
   for (const auto& p : stack->parameters()) EXPECT_EQ(parameter_data(p)->scaling_depth, 3);
   EXPECT_EQ(stack->forward(torch::randn({2, 8})).sizes(), at::IntArrayRef({2, 8}));
-  EXPECT_THROW(nn::DepthModuleList(stack), Error);
+  EXPECT_THROW(nn::DepthModuleList list(stack), Error);
   EXPECT_THROW(nn::DepthSequential(torch::nn::Linear(8, 8)), Error);
 }
 

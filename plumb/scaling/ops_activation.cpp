@@ -44,7 +44,9 @@ Tensor silu_slope(const Tensor& x, double mult) {
 }
 
 Tensor silu_backward_unscaled(const Tensor& grad, const Tensor& x, double mult) {
-  return mult == 1 ? at::silu_backward(grad, x) : grad * silu_slope(x, mult);
+  // torch's silu_backward has no derivative of its own.
+  const bool watched = recording(grad) || recording(x);
+  return mult == 1 && !watched ? at::silu_backward(grad, x) : grad * silu_slope(x, mult);
 }
 
 Tensor like(const Tensor& value, const Tensor& layout) {

@@ -4,7 +4,7 @@
 #include "plumb/core/error.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
-#include "plumb/scaling/rules.h"
+#include "plumb/scaling/rules_windows.h"
 
 namespace plumb {
 namespace {
@@ -52,15 +52,19 @@ std::vector<double> conv_rule(const Tensor& input, const Tensor& weight, const G
     bad_shape(op.c_str(), "input " + shape_text(input) + " does not fit weight " + shape_text(weight) + " with " +
                               std::to_string(g.groups) + " groups; weight is (out, in / groups, kernel).");
   }
-  int64_t kernel = 1, stride = 1, positions = input.dim() == dims + 2 ? input.size(0) : 1;
+  const int64_t examples = input.dim() == dims + 2 ? input.size(0) : 1;
+  rules::Taps taps;
   for (size_t i = 0; i < N; ++i) {
     const auto d = static_cast<int64_t>(i);
-    kernel *= weight.size(2 + d);
-    stride *= g.stride[i];
-    positions *=
-        (input.size(d - dims) + 2 * g.padding[i] - g.dilation[i] * (weight.size(2 + d) - 1) - 1) / g.stride[i] + 1;
+    rules::count_taps(taps, input.size(d - dims), weight.size(2 + d), g.stride[i], g.padding[i], g.dilation[i]);
   }
-  return rules::convolution(weight.size(0), weight.size(1), kernel, stride, g.groups, positions, scale_power.vec());
+  if (taps.outputs == 0) bad_shape(op.c_str(), "the kernel is larger than the padded input.");
+  if constexpr (N == 1) {
+    return rules::convolution(weight.size(0), weight.size(1), taps.kernel, g.stride[0], g.groups,
+                              examples * taps.outputs, scale_power.vec());
+  }
+  taps.examples = examples;
+  return rules::convolution_nd(weight.size(0), weight.size(1), g.groups, taps, scale_power.vec());
 }
 
 at::MemoryFormat conv_format(const Tensor& input, const Tensor& weight) {

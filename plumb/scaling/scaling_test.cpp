@@ -172,6 +172,56 @@ TEST_F(Scaling, EveryOperatorKeepsUnitScaleWithoutAConstraint) {
   check("embedding", U::embedding(torch::randint(1000, {4000}), table), {table});
 }
 
+TEST_F(Scaling, ConvolutionsKeepUnitScaleAtTheirBordersToo) {
+  U::ConvOptions options;
+  options.constraint = std::nullopt;
+  options.padding = std::vector<int64_t>{2};
+  options.stride = {2};
+  auto image = input({64, 16, 9, 9}), kernel = input({32, 8, 5, 5});
+  options.groups = 2;
+  auto y = U::conv2d(image, kernel, std::nullopt, options);
+  EXPECT_NEAR(std_of(y.detach()), 1, 0.05);
+  auto grads = torch::autograd::grad({y}, {image, kernel}, {torch::randn_like(y)});
+  EXPECT_NEAR(std_of(grads[0]), 1, 0.05);
+  EXPECT_NEAR(std_of(grads[1]), 1, 0.05);
+}
+
+// An operator of the registry by name, called with everything after its tensors at the default.
+Tensor call(const char* name, std::vector<c10::IValue> stack) {
+  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = stack.size(); i < arguments.size(); ++i) {
+    const bool constraint = arguments[i].name() == "constraint";
+    stack.push_back(constraint ? c10::IValue() : arguments[i].default_value().value());
+  }
+  op.callBoxed(stack);
+  return stack[0].toTensor();
+}
+
+TEST_F(Scaling, OperatorsBeyondThePapersKeepUnitScale) {
+  auto check = [](const char* name, const Tensor& y, std::vector<Tensor> xs) {
+    EXPECT_NEAR(std_of(y.detach()), 1, 0.1) << name << " output";
+    auto grads = torch::autograd::grad({y}, xs, {torch::randn_like(y)});
+    for (size_t i = 0; i < xs.size(); ++i) EXPECT_NEAR(std_of(grads[i]), 1, 0.1) << name << " gradient " << i;
+  };
+  auto x = input({16, 32, 24, 24});
+  auto ints = [](std::vector<int64_t> values) { return c10::IValue(c10::List<int64_t>(values)); };
+  check("relu", call("plumb::relu", {x}), {x});
+  check("tanh", call("plumb::tanh", {x}), {x});
+  check("sigmoid", call("plumb::sigmoid", {x}), {x});
+  check("avg_pool2d", call("plumb::avg_pool2d", {x, ints({3, 3})}), {x});
+  check("avg_pool2d overlapping", call("plumb::avg_pool2d", {x, ints({3, 3}), ints({1, 1}), ints({1, 1})}), {x});
+  check("max_pool2d", call("plumb::max_pool2d", {x, ints({2, 2})}), {x});
+  check("max_pool2d overlapping", call("plumb::max_pool2d", {x, ints({3, 3}), ints({2, 2})}), {x});
+  auto w = input({32, 16, 4, 4});
+  check("conv_transpose2d", call("plumb::conv_transpose2d", {x, w, c10::IValue(), ints({2, 2}), ints({1, 1})}), {x, w});
+  auto z = input({16, 512, 4, 4}), scale = torch::ones(512, torch::kDouble).requires_grad_(),
+       shift = torch::zeros(512, torch::kDouble).requires_grad_();
+  check("group_norm", call("plumb::group_norm", {z, 8, scale, shift}), {z, scale, shift});
+  auto y = call("plumb::batch_norm", {z, scale, shift, c10::IValue(), c10::IValue(), true, 0.1, 1e-5});
+  check("batch_norm", y, {z, scale, shift});
+}
+
 TEST_F(Scaling, LossesKeepTorchsValueAndGiveAUnitGradient) {
   auto logits = input({512, 64});
   auto labels = torch::randint(64, {512});

@@ -194,9 +194,7 @@ class RMSNorm(nn.Module):
         self, normalized_shape: Union[int, Sequence[int]], eps: float = 1e-5, elementwise_affine: bool = False
     ) -> None:
         super().__init__()
-        self.normalized_shape = (
-            (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        )
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.eps = eps
         self.weight = Parameter(torch.ones(self.normalized_shape), "norm") if elementwise_affine else None
 
@@ -257,9 +255,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         label_smoothing: float = 0.0,
     ) -> None:
         U._refuse("CrossEntropyLoss", size_average=size_average, reduce=reduce)
-        super().__init__(
-            weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-        )
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         self.mult = mult
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -316,9 +312,7 @@ class MHSA(nn.Module):
         heads = self.linear_qkv(input).unflatten(-1, (3, self.heads, -1))
         q, k, v = (t.transpose(-3, -2) for t in heads.unbind(-3))
         dropout_p = self.dropout_p if self.training else 0.0
-        mixed = U.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout_p, is_causal=self.is_causal, mult=self.mult
-        )
+        mixed = U.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=self.is_causal, mult=self.mult)
         return self.linear_o(mixed.transpose(-3, -2).flatten(-2))
 
 

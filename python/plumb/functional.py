@@ -57,9 +57,7 @@ def gelu(
     return ops.gelu(input, approximate=approximate, mult=mult, **tied)
 
 
-def silu(
-    input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale", inplace: bool = False
-) -> Tensor:
+def silu(input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale", inplace: bool = False) -> Tensor:
     """``input * sigmoid(mult * input)``."""
     _refuse("silu", inplace=inplace)
     return ops.silu(input, mult=mult, **_tie(constraint, 2, lambda: ops.silu_scales(mult)))
@@ -139,9 +137,7 @@ def _conv(
 
     def rule() -> Sequence[float]:
         around = [0] if named else padding
-        return getattr(ops, name + "_scales")(
-            input, weight, stride, around, dilation, groups, scale_power=scale_power
-        )
+        return getattr(ops, name + "_scales")(input, weight, stride, around, dilation, groups, scale_power=scale_power)
 
     packet = getattr(ops, name)
     op = packet.padding if named else packet.default
@@ -193,6 +189,191 @@ def conv3d(
 ) -> Tensor:
     """3-D convolution; see :func:`conv1d`."""
     return _conv("conv3d", input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
+
+
+def _conv_transpose(
+    name: str,
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    stride: _Size,
+    padding: _Size,
+    output_padding: _Size,
+    groups: int,
+    dilation: _Size,
+    constraint: Optional[str],
+    scale_power: ScalePower,
+) -> Tensor:
+    if constraint:
+        _check_name(constraint)
+    return getattr(ops, name)(
+        input,
+        weight,
+        bias,
+        _sizes(stride),
+        _sizes(padding),
+        _sizes(output_padding),
+        groups,
+        _sizes(dilation),
+        constraint=constraint,
+        scale_power=scale_power,
+    )
+
+
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    stride: _Size = 1,
+    padding: _Size = 0,
+    output_padding: _Size = 0,
+    groups: int = 1,
+    dilation: _Size = 1,
+    constraint: Optional[str] = "to_output_scale",
+    scale_power: ScalePower = _HALF,
+) -> Tensor:
+    """1-D transposed convolution; weight is ``(in, out / groups, kernel)``."""
+    return _conv_transpose(
+        "conv_transpose1d",
+        input,
+        weight,
+        bias,
+        stride,
+        padding,
+        output_padding,
+        groups,
+        dilation,
+        constraint,
+        scale_power,
+    )
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    stride: _Size = 1,
+    padding: _Size = 0,
+    output_padding: _Size = 0,
+    groups: int = 1,
+    dilation: _Size = 1,
+    constraint: Optional[str] = "to_output_scale",
+    scale_power: ScalePower = _HALF,
+) -> Tensor:
+    """2-D transposed convolution; see :func:`conv_transpose1d`."""
+    return _conv_transpose(
+        "conv_transpose2d",
+        input,
+        weight,
+        bias,
+        stride,
+        padding,
+        output_padding,
+        groups,
+        dilation,
+        constraint,
+        scale_power,
+    )
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    stride: _Size = 1,
+    padding: _Size = 0,
+    output_padding: _Size = 0,
+    groups: int = 1,
+    dilation: _Size = 1,
+    constraint: Optional[str] = "to_output_scale",
+    scale_power: ScalePower = _HALF,
+) -> Tensor:
+    """3-D transposed convolution; see :func:`conv_transpose1d`."""
+    return _conv_transpose(
+        "conv_transpose3d",
+        input,
+        weight,
+        bias,
+        stride,
+        padding,
+        output_padding,
+        groups,
+        dilation,
+        constraint,
+        scale_power,
+    )
+
+
+def relu(input: Tensor, constraint: Optional[str] = "to_output_scale") -> Tensor:
+    """``max(input, 0)``; the standard deviation is 1, the mean is not 0."""
+    return ops.relu(input, constraint=constraint)
+
+
+def tanh(input: Tensor, mult: float = 1.0, constraint: Optional[str] = "to_output_scale") -> Tensor:
+    """``tanh(mult * input)``."""
+    return ops.tanh(input, mult=mult, constraint=constraint)
+
+
+def sigmoid(input: Tensor, mult: float = 1.0, constraint: Optional[str] = "to_output_scale") -> Tensor:
+    """``sigmoid(mult * input)``; the standard deviation is 1, the mean is not 0."""
+    return ops.sigmoid(input, mult=mult, constraint=constraint)
+
+
+def avg_pool2d(
+    input: Tensor,
+    kernel_size: _Size,
+    stride: Optional[_Size] = None,
+    padding: _Size = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    constraint: Optional[str] = "to_output_scale",
+) -> Tensor:
+    """Mean over windows, which of k values has the scale 1 / sqrt(k)."""
+    step = [] if stride is None else _sizes(stride)
+    return ops.avg_pool2d(
+        input, _sizes(kernel_size), step, _sizes(padding), ceil_mode, count_include_pad, constraint=constraint
+    )
+
+
+def max_pool2d(
+    input: Tensor,
+    kernel_size: _Size,
+    stride: Optional[_Size] = None,
+    padding: _Size = 0,
+    dilation: _Size = 1,
+    ceil_mode: bool = False,
+    constraint: Optional[str] = "to_output_scale",
+) -> Tensor:
+    """Largest value of each window; the standard deviation is 1, the mean is not 0."""
+    step = [] if stride is None else _sizes(stride)
+    return ops.max_pool2d(
+        input, _sizes(kernel_size), step, _sizes(padding), _sizes(dilation), ceil_mode, constraint=constraint
+    )
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Group normalisation, with weight and bias gradients of unit scale."""
+    return ops.group_norm(input, num_groups, weight, bias, eps)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Optional[Tensor],
+    running_var: Optional[Tensor],
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Batch normalisation, with weight and bias gradients of unit scale."""
+    return ops.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
 def layer_norm(
@@ -318,26 +499,36 @@ def mse_loss(
 
 __all__ = [
     "add",
+    "avg_pool2d",
+    "batch_norm",
     "conv1d",
     "conv2d",
     "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "cross_entropy",
     "dropout",
     "embedding",
     "gelu",
+    "group_norm",
     "layer_norm",
     "linear",
     "linear_readout",
     "matmul",
+    "max_pool2d",
     "mse_loss",
+    "relu",
     "residual_add",
     "residual_apply",
     "residual_split",
     "rms_norm",
     "scaled_dot_product_attention",
+    "sigmoid",
     "silu",
     "silu_glu",
     "softmax",
+    "tanh",
 ]
 
 

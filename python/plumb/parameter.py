@@ -37,9 +37,7 @@ def Parameter(data: Tensor, mup_type: MupType, mup_scaling_depth: Optional[int] 
     return tag_parameter(nn.Parameter(data), mup_type, mup_scaling_depth)
 
 
-def tag_parameter(
-    parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth: Optional[int] = None
-) -> nn.Parameter:
+def tag_parameter(parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth: Optional[int] = None) -> nn.Parameter:
     """Tags a parameter that exists already, and returns it."""
     if mup_type not in get_args(MupType):
         raise ValueError(f"mup_type must be one of {', '.join(get_args(MupType))}, not {mup_type!r}.")

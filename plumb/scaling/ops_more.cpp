@@ -1,0 +1,222 @@
+// relu, tanh, sigmoid, pooling, transposed convolutions, group_norm, batch_norm: torch's operators between scale
+// factors. They dissolve into those when a program is decomposed; each rule is derived in rules_windows.h.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "plumb/core/error.h"
+#include "plumb/scaling/differentiable.h"
+#include "plumb/scaling/kernels.h"
+#include "plumb/scaling/rules_windows.h"
+
+namespace plumb {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// ---- rescale: x * forward, whose gradient is g * backward
+
+Tensor rescale(const Tensor& input, double forward, double) { return at::mul(input, forward); }
+
+const auto& rescale_operator() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("plumb::rescale", "")
+                             .typed<Tensor(const Tensor&, double, double)>();
+  return op;
+}
+
+struct Rescale : torch::autograd::Function<Rescale> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, double forward, double backward) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->saved_data["backward"] = backward;
+    return rescale_operator().call(input, forward, backward);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    return {grads[0].defined() ? grads[0] * ctx->saved_data["backward"].toDouble() : Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor rescale_autograd(const Tensor& input, double forward, double backward) {
+  return Rescale::apply(input, forward, backward);
+}
+
+Tensor rescaled(const Tensor& input, const std::vector<double>& scales) {
+  return rescale_operator().call(input, scales[0], scales[1]);
+}
+OptionalTensor gradient_scaled(const OptionalTensor& parameter, double s) {
+  return present(parameter) ? OptionalTensor(rescale_operator().call(*parameter, 1.0, s)) : std::nullopt;
+}
+
+// ---- activations
+
+Tensor relu(const Tensor& input, OptionalName constraint, OptionalScales scales) {
+  return rescaled(at::relu(input), choose_scales("relu", scales, constraint, 2, rules::relu()));
+}
+Tensor tanh(const Tensor& input, double mult, OptionalName constraint, OptionalScales scales) {
+  return rescaled(at::tanh(mult == 1 ? input : input * mult),
+                  choose_scales("tanh", scales, constraint, 2, rules::tanh(mult)));
+}
+Tensor sigmoid(const Tensor& input, double mult, OptionalName constraint, OptionalScales scales) {
+  return rescaled(at::sigmoid(mult == 1 ? input : input * mult),
+                  choose_scales("sigmoid", scales, constraint, 2, rules::sigmoid(mult)));
+}
+
+// ---- geometry of windows over the last n dimensions
+
+int64_t one_of(at::IntArrayRef values, size_t i, int64_t otherwise) {
+  if (values.empty()) return otherwise;
+  return values[values.size() == 1 ? 0 : i];
+}
+
+rules::Taps window_taps(const Tensor& input, size_t n, at::IntArrayRef kernel, at::IntArrayRef stride,
+                        at::IntArrayRef padding, at::IntArrayRef dilation) {
+  rules::Taps taps;
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t size = one_of(kernel, i, 1), step = one_of(stride, i, size);
+    if (size < 1 || step < 1 || input.dim() <= static_cast<int64_t>(n)) {
+      throw Error(ErrorKind::InvalidArgument, "pooling: kernel and stride are positive, and input " +
+                                                  shape_text(input) + " has channels before " + std::to_string(n) +
+                                                  " dimensions of positions.");
+    }
+    const auto d = static_cast<int64_t>(i) - static_cast<int64_t>(n);
+    rules::count_taps(taps, input.size(d), size, step, one_of(padding, i, 0), one_of(dilation, i, 1));
+  }
+  return taps;
+}
+
+template <size_t N>
+Tensor avg_pool(const Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride, at::IntArrayRef padding,
+                bool ceil_mode, bool count_include_pad, OptionalName constraint, OptionalScales scales) {
+  const auto taps = window_taps(input, N, kernel_size, stride, padding, {});
+  Tensor out;
+  if constexpr (N == 1) out = at::avg_pool1d(input, kernel_size, stride, padding, ceil_mode, count_include_pad);
+  if constexpr (N == 2) out = at::avg_pool2d(input, kernel_size, stride, padding, ceil_mode, count_include_pad);
+  if constexpr (N == 3) out = at::avg_pool3d(input, kernel_size, stride, padding, ceil_mode, count_include_pad);
+  return rescaled(out, choose_scales("avg_pool", scales, constraint, 2, rules::average_pool(taps)));
+}
+
+template <size_t N>
+Tensor max_pool(const Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride, at::IntArrayRef padding,
+                at::IntArrayRef dilation, bool ceil_mode, OptionalName constraint, OptionalScales scales) {
+  const auto taps = window_taps(input, N, kernel_size, stride, padding, dilation);
+  Tensor out;
+  if constexpr (N == 1) out = at::max_pool1d(input, kernel_size, stride, padding, dilation, ceil_mode);
+  if constexpr (N == 2) out = at::max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode);
+  if constexpr (N == 3) out = at::max_pool3d(input, kernel_size, stride, padding, dilation, ceil_mode);
+  return rescaled(out, choose_scales("max_pool", scales, constraint, 2, rules::max_pool(taps)));
+}
+
+// ---- transposed convolutions: weight (in, out / groups, kernel...)
+
+template <size_t N>
+Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, at::IntArrayRef stride,
+                      at::IntArrayRef padding, at::IntArrayRef output_padding, int64_t groups, at::IntArrayRef dilation,
+                      OptionalName constraint, at::ArrayRef<double> scale_power, OptionalScales scales) {
+  const auto n = static_cast<int64_t>(N);
+  const std::string op = "conv_transpose" + std::to_string(N) + "d";
+  if (weight.dim() != n + 2 || (input.dim() != n + 2 && input.dim() != n + 1) || groups < 1 ||
+      input.size(-n - 1) != weight.size(0)) {
+    bad_shape(op.c_str(), "input " + shape_text(input) + " does not fit weight " + shape_text(weight) +
+                              "; weight is (in, out / groups, kernel).");
+  }
+  rules::Taps taps;
+  taps.examples = input.dim() == n + 2 ? input.size(0) : 1;
+  // Counted as the convolution whose gradient this is: from the output's positions to the input's.
+  for (size_t i = 0; i < N; ++i) {
+    const auto d = static_cast<int64_t>(i);
+    const int64_t step = one_of(stride, i, 1), pad = one_of(padding, i, 0), spacing = one_of(dilation, i, 1);
+    const int64_t length = (input.size(d - n) - 1) * step - 2 * pad + spacing * (weight.size(2 + d) - 1) +
+                           one_of(output_padding, i, 0) + 1;
+    rules::count_taps(taps, length, weight.size(2 + d), step, pad, spacing);
+  }
+  const auto rule = rules::transposed_convolution(weight.size(0), weight.size(1), groups, taps, scale_power.vec());
+  const auto s = choose_scales(op.c_str(), scales, constraint, 2, rule);
+  auto x = rescale_operator().call(input, 1.0, s[1]);
+  auto w = rescale_operator().call(weight, 1.0, s[2]);
+  const auto b = gradient_scaled(bias, s[2]);
+  Tensor out;
+  if constexpr (N == 1) out = at::conv_transpose1d(x, w, b, stride, padding, output_padding, groups, dilation);
+  if constexpr (N == 2) out = at::conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation);
+  if constexpr (N == 3) out = at::conv_transpose3d(x, w, b, stride, padding, output_padding, groups, dilation);
+  return rescale_operator().call(out, s[0], 1.0);
+}
+
+// ---- norms over channels: a weight's gradient sums over everything but the channels
+
+double channel_scale(const char* op, const Tensor& input) {
+  if (input.dim() < 2) bad_shape(op, "input " + shape_text(input) + " has no channels.");
+  return rules::norm_grad_weight(input.size(1), input.numel());
+}
+
+Tensor group_norm(const Tensor& input, int64_t num_groups, const OptionalTensor& weight, const OptionalTensor& bias,
+                  double eps, bool cudnn_enabled) {
+  const double s = channel_scale("group_norm", input);
+  return at::group_norm(input, num_groups, gradient_scaled(weight, s), gradient_scaled(bias, s), eps, cudnn_enabled);
+}
+
+Tensor batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                  const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training, double momentum,
+                  double eps, bool cudnn_enabled) {
+  const double s = channel_scale("batch_norm", input);
+  return at::batch_norm(input, gradient_scaled(weight, s), gradient_scaled(bias, s), running_mean, running_var,
+                        training, momentum, eps, cudnn_enabled);
+}
+
+template <size_t N>
+void define_windows(torch::Library& m) {
+  const std::string n = std::to_string(N), list = "int[" + n + "] ";
+  const std::string tail = "str? constraint=\"to_output_scale\", ";
+  define(m, "avg_pool" + n + "d(Tensor input, " + list + "kernel_size, " + list + "stride=[], " + list +
+                "padding=0, bool ceil_mode=False, bool count_include_pad=True, *, " + tail +
+                "float[]? scales=None) -> Tensor");
+  define(m, "max_pool" + n + "d(Tensor input, " + list + "kernel_size, " + list + "stride=[], " + list + "padding=0, " +
+                list + "dilation=1, bool ceil_mode=False, *, " + tail + "float[]? scales=None) -> Tensor");
+  define(m, "conv_transpose" + n + "d(Tensor input, Tensor weight, Tensor? bias=None, " + list + "stride=1, " + list +
+                "padding=0, " + list + "output_padding=0, int groups=1, " + list + "dilation=1, *, " + tail +
+                "float[] scale_power=[0.5, 0.5, 0.5], float[]? scales=None) -> Tensor");
+}
+
+template <size_t N>
+void implement_windows(torch::Library& m) {
+  const std::string n = std::to_string(N);
+  m.impl(("avg_pool" + n + "d").c_str(), avg_pool<N>);
+  m.impl(("max_pool" + n + "d").c_str(), max_pool<N>);
+  m.impl(("conv_transpose" + n + "d").c_str(), conv_transpose<N>);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(plumb, m) {
+  const std::string tail = "str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor";
+  define(m, "rescale(Tensor input, float forward, float backward) -> Tensor");
+  define(m, "relu(Tensor input, *, " + tail);
+  define(m, "tanh(Tensor input, *, float mult=1.0, " + tail);
+  define(m, "sigmoid(Tensor input, *, float mult=1.0, " + tail);
+  define_windows<1>(m);
+  define_windows<2>(m);
+  define_windows<3>(m);
+  define(m,
+         "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+         "bool cudnn_enabled=True) -> Tensor");
+  define(m,
+         "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, "
+         "bool training, float momentum, float eps, bool cudnn_enabled=True) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("rescale", rescale); }
+TORCH_LIBRARY_IMPL(plumb, Meta, m) { m.impl("rescale", rescale); }
+TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("rescale", rescale_autograd); }
+
+TORCH_LIBRARY_IMPL(plumb, CompositeImplicitAutograd, m) {
+  m.impl("relu", relu);
+  m.impl("tanh", tanh);
+  m.impl("sigmoid", sigmoid);
+  implement_windows<1>(m);
+  implement_windows<2>(m);
+  implement_windows<3>(m);
+  m.impl("group_norm", group_norm);
+  m.impl("batch_norm", batch_norm);
+}
+
+}  // namespace plumb

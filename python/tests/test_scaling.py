@@ -1,0 +1,201 @@
+import copy
+import math
+import pickle
+
+import plumb
+import plumb.functional as U
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.library import opcheck
+
+ops = torch.ops.plumb
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(1472)
+
+
+def leaf(*size, dtype=torch.float64):
+    return torch.randn(size, dtype=dtype, requires_grad=True)
+
+
+def assert_scaled(fused, plain, inputs, output_scale, grad_scales):
+    y, reference = fused(*inputs), plain(*inputs)
+    grad = torch.randn_like(y)
+    torch.testing.assert_close(y, reference * output_scale)
+    got = torch.autograd.grad(y, inputs, grad)
+    expected = torch.autograd.grad(reference, inputs, grad)
+    for g, e, scale in zip(got, expected, grad_scales):
+        torch.testing.assert_close(g, e * scale)
+
+
+def test_linear_scales_by_its_fans_and_its_batch():
+    assert_scaled(
+        lambda x, w, b: U.linear(x, w, b, constraint=None),
+        F.linear,
+        [leaf(2, 3, 16), leaf(24, 16), leaf(24)],
+        16**-0.5,
+        [24**-0.5, 6**-0.5, 6**-0.5],
+    )
+
+
+def test_a_constraint_may_be_a_function_of_the_users():
+    assert_scaled(
+        lambda x, w: U.linear(x, w, constraint=min),
+        F.linear,
+        [leaf(6, 16), leaf(24, 16)],
+        24**-0.5,
+        [24**-0.5, 6**-0.5],
+    )
+    assert_scaled(lambda x: U.gelu(x, constraint=lambda out, grad: 3.0), F.gelu, [leaf(9)], 3.0, [3.0])
+
+
+@pytest.mark.parametrize("padding", [0, 2, (1,), "same", "valid"])
+def test_conv1d_takes_numbers_tuples_and_names_for_its_padding(padding):
+    x, w = leaf(2, 3, 20), leaf(4, 3, 4)
+    torch.testing.assert_close(U.conv1d(x, w, padding=padding), F.conv1d(x, w, padding=padding) * 12**-0.5)
+
+
+def test_convnet_functions_take_torchs_arguments():
+    x, w = leaf(2, 4, 8, 8), leaf(4, 3, 2, 2)
+    ratio = U.conv_transpose2d(x, w, stride=2) / F.conv_transpose2d(x, w, stride=2)
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 0.5))
+    torch.testing.assert_close(U.avg_pool2d(x, 2), F.avg_pool2d(x, 2) * 2)
+    assert U.max_pool2d(x, 3, stride=2, padding=1).shape == F.max_pool2d(x, 3, 2, 1).shape
+    mean, var = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    U.batch_norm(x, mean, var, training=True)
+    assert mean.abs().sum() > 0
+    torch.testing.assert_close(U.group_norm(x, 2), F.group_norm(x, 2))
+
+
+def test_cross_entropy_has_torchs_value_for_every_option():
+    x, target = leaf(8, 5, 3), torch.randint(5, (8, 3))
+    target[0, 0] = 2
+    weight = torch.rand(5, dtype=torch.float64) + 0.5
+    for reduction in ("mean", "sum", "none"):
+        options = dict(weight=weight, ignore_index=2, label_smoothing=0.1, reduction=reduction)
+        got = U.cross_entropy(x, target, mult=2.0, **options)
+        torch.testing.assert_close(got, F.cross_entropy(2 * x, target, **options))
+
+
+def test_dropout_leaves_evaluation_alone():
+    x = leaf(10)
+    assert U.dropout(x, 0.5, training=False) is x
+    assert torch.equal(U.dropout(x, 0.0), x)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: U.linear(torch.ones(2, 3), torch.ones(4, 3), constraint="median"),
+        lambda: U.dropout(torch.ones(3), inplace=True),
+        lambda: U.embedding(torch.tensor([0]), torch.ones(3, 2), sparse=True),
+        lambda: U.mse_loss(torch.ones(3), torch.ones(3), reduction="average"),
+        lambda: U.mse_loss(torch.ones(3), torch.ones(2)),
+        lambda: plumb.Parameter(torch.ones(3), "wait"),
+        lambda: plumb.MHSA(10, 3, False),
+        lambda: plumb.DepthSequential(nn.Linear(2, 2)),
+        lambda: plumb.optim.lr_scale_func_sgd("gmean"),
+    ],
+)
+def test_misuse_is_a_value_error(call):
+    with pytest.raises(ValueError):
+        call()
+
+
+def test_parameters_keep_their_tags_through_copies_and_pickles():
+    p = plumb.Parameter(torch.ones(3), "norm", 4)
+    p.requires_grad_(False)
+    for q in (copy.deepcopy(p), pickle.loads(pickle.dumps(p)), copy.deepcopy(pickle.loads(pickle.dumps(p)))):
+        assert (q.mup_type, q.mup_scaling_depth, q.requires_grad) == ("norm", 4, False)
+        assert torch.equal(q, p)
+    assert not plumb.parameter.has_parameter_data(nn.Parameter(torch.ones(3)))
+
+
+def test_learning_rates_follow_type_fan_in_and_depth():
+    model = nn.Sequential(
+        plumb.Embedding(64, 16), plumb.DepthSequential(plumb.Linear(16, 16, bias=True)), plumb.LinearReadout(16, 8)
+    )
+    groups = plumb.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.01).param_groups
+    assert [g["lr"] for g in groups] == pytest.approx([0.025, 0.025, 0.1, 0.1])
+    assert [g["lr"] * g["weight_decay"] for g in groups] == pytest.approx([0.01] * 4)
+
+
+def test_a_decoder_trains():
+    model = plumb.TransformerDecoder(32, 64, layers=2, heads=4, dropout_p=0.1)
+    optimizer = plumb.optim.Adam(model.parameters(), lr=0.2)
+    tokens = torch.arange(64).repeat(4, 1)
+    first = model.loss(tokens)
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = model.loss(tokens)
+        loss.backward()
+        optimizer.step()
+    assert first.item() == pytest.approx(math.log(64), abs=1)
+    assert loss < 0.7 * first
+
+
+def f32(*size):
+    return leaf(*size, dtype=torch.float32)
+
+
+CASES = {
+    "linear": lambda: (ops.linear, (f32(2, 3, 16), f32(24, 16), f32(24))),
+    "linear_readout": lambda: (ops.linear_readout, (f32(3, 16), f32(24, 16))),
+    "matmul": lambda: (ops.matmul, (f32(4, 8), f32(3, 8, 5))),
+    "gelu": lambda: (ops.gelu, (f32(5, 7).t(),)),
+    "silu": lambda: (ops.silu, (f32(5, 7),)),
+    "silu_glu": lambda: (ops.silu_glu, (f32(5, 7), f32(5, 7))),
+    "softmax": lambda: (ops.softmax, (f32(5, 7), -1)),
+    "layer_norm": lambda: (ops.layer_norm, (f32(3, 4, 16), [16], f32(16), f32(16))),
+    "rms_norm": lambda: (ops.rms_norm, (f32(3, 4, 16), [16], f32(16))),
+    "embedding": lambda: (ops.embedding, (f32(50, 6), torch.randint(50, (4, 7)))),
+    "add": lambda: (ops.add, (f32(4, 8), f32(8))),
+    "residual_split": lambda: (ops.residual_split, (f32(5, 7), 0.5)),
+    "residual_add": lambda: (ops.residual_add, (f32(5, 7), f32(5, 7), 0.5)),
+    "scale_fwd": lambda: (ops.scale_fwd, (f32(5), 0.5)),
+    "scale_bwd": lambda: (ops.scale_bwd, (f32(5), 0.5)),
+    "attention": lambda: (ops.scaled_dot_product_attention, tuple(f32(2, 3, 16, 8) for _ in range(3))),
+    "cross_entropy": lambda: (ops.cross_entropy, (f32(9, 11), torch.randint(11, (9,)))),
+    "mse_loss": lambda: (ops.mse_loss, (f32(9, 11), f32(9, 11))),
+    "conv1d": lambda: (ops.conv1d, (f32(3, 8, 30), f32(12, 8, 5), f32(12))),
+    "conv2d": lambda: (ops.conv2d, (f32(3, 8, 9, 9), f32(12, 8, 3, 3))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_finds_nothing_wrong_with_the_operator(name):
+    op, args = CASES[name]()
+    opcheck(op.default, args)
+
+
+def test_an_exported_program_keeps_the_operators_and_its_free_sizes():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mlp = plumb.RMSNorm(16, elementwise_affine=True), plumb.MLP(16)
+
+        def forward(self, x):
+            return U.residual_apply(lambda r: self.mlp(self.norm(r)), x, 0.5)
+
+    model = Model()
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(model, (torch.randn(3, 16),), dynamic_shapes=({0: batch},)).run_decompositions()
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert {"plumb.linear.default", "plumb.silu_glu.default", "plumb.rms_norm.default"} <= names
+    x = torch.randn(7, 16)
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_a_compiled_layer_has_the_same_gradients():
+    layer = plumb.TransformerLayer(16, 2, 0.5, 0.5, is_causal=True)
+    x = torch.randn(2, 8, 16)
+    layer(x).square().sum().backward()
+    expected = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    for p, e in zip(layer.parameters(), expected):
+        torch.testing.assert_close(p.grad, e)
