@@ -1,0 +1,271 @@
+#include "plumb/exported/sym_expr.h"
+
+#include <cctype>
+#include <charconv>
+
+#include "plumb/exported/sym_math.h"
+
+namespace plumb {
+namespace {
+
+constexpr int kMaxDepth = 64;
+
+class Parser {
+ public:
+  Parser(std::string_view text, std::map<std::string, std::string>* spelling) : text_(text), spelling_(spelling) {}
+
+  std::optional<SymExpr> parse() {
+    auto e = sum(0);
+    skip();
+    if (at_ != text_.size()) return std::nullopt;
+    return e;
+  }
+
+ private:
+  using Result = std::optional<SymExpr>;
+
+  void skip() {
+    while (at_ < text_.size() && text_[at_] == ' ') ++at_;
+  }
+  bool eat(std::string_view token) {
+    skip();
+    if (!text_.substr(at_).starts_with(token)) return false;
+    at_ += token.size();
+    return true;
+  }
+
+  Result sum(int depth) {
+    if (depth > kMaxDepth) return std::nullopt;
+    Result left = product(depth + 1);
+    while (left) {
+      const bool minus = eat("-");
+      if (!minus && !eat("+")) return left;
+      Result right = product(depth + 1);
+      if (!right) return std::nullopt;
+      if (minus) right = SymExpr::call("Mul", {SymExpr::integer(-1), *right});
+      left = append("Add", *left, *right);
+    }
+    return left;
+  }
+
+  Result product(int depth) {
+    Result left = power(depth + 1);
+    while (left) {
+      skip();
+      if (text_.substr(at_).starts_with("**") || !eat("*")) return left;
+      Result right = power(depth + 1);
+      if (!right) return std::nullopt;
+      left = append("Mul", *left, *right);
+    }
+    return left;
+  }
+
+  static SymExpr append(const std::string& name, const SymExpr& left, const SymExpr& right) {
+    std::vector<SymExpr> args;
+    if (left.kind() == SymExpr::Kind::Call && left.text() == name) {
+      args = left.args();
+    } else {
+      args.push_back(left);
+    }
+    args.push_back(right);
+    return SymExpr::call(name, std::move(args));
+  }
+
+  Result power(int depth) {
+    if (depth > kMaxDepth) return std::nullopt;
+    Result base = atom(depth + 1);
+    if (!base || !eat("**")) return base;
+    Result exponent = power(depth + 1);
+    if (!exponent) return std::nullopt;
+    return SymExpr::call("Pow", {*base, *exponent});
+  }
+
+  Result atom(int depth) {
+    skip();
+    if (at_ >= text_.size()) return std::nullopt;
+    if (eat("(")) {
+      Result inner = sum(depth + 1);
+      return inner && eat(")") ? inner : std::nullopt;
+    }
+    const char c = text_[at_];
+    if (c == '-' || std::isdigit(static_cast<unsigned char>(c))) return literal();
+    if (!std::isalpha(static_cast<unsigned char>(c)) && c != '_') return std::nullopt;
+    const size_t start = at_;
+    while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
+    std::string name(text_.substr(start, at_ - start));
+    if (!eat("(")) return SymExpr::symbol(std::move(name));
+    if (name == "Symbol") return symbol(start);
+    if (name == "Float") return number();
+    std::vector<SymExpr> args;
+    if (!eat(")")) {
+      do {
+        Result arg = sum(depth + 1);
+        if (!arg) return std::nullopt;
+        args.push_back(*arg);
+      } while (eat(","));
+      if (!eat(")")) return std::nullopt;
+    }
+    if (name == "Integer" && args.size() == 1 && args[0].kind() == SymExpr::Kind::Integer) return args[0];
+    return SymExpr::call(std::move(name), std::move(args));
+  }
+
+  Result literal() {
+    const size_t start = at_;
+    if (text_[at_] == '-') ++at_;
+    const size_t digits = at_;
+    while (at_ < text_.size() && std::isdigit(static_cast<unsigned char>(text_[at_]))) ++at_;
+    if (at_ == digits) return std::nullopt;
+    if (at_ < text_.size() && text_[at_] == '.') {
+      ++at_;
+      while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) ||
+                                    ((text_[at_] == '-' || text_[at_] == '+') && text_[at_ - 1] == 'e')))
+        ++at_;
+      return SymExpr::number(std::string(text_.substr(start, at_ - start)));
+    }
+    int64_t value = 0;
+    auto [end, error] = std::from_chars(text_.data() + start, text_.data() + at_, value);
+    if (error != std::errc() || end != text_.data() + at_) return std::nullopt;
+    return SymExpr::integer(value);
+  }
+
+  std::optional<std::string> quoted() {
+    if (!eat("'")) return std::nullopt;
+    const size_t start = at_;
+    while (at_ < text_.size() && text_[at_] != '\'') ++at_;
+    if (at_ >= text_.size()) return std::nullopt;
+    return std::string(text_.substr(start, at_++ - start));
+  }
+
+  // The rest of Symbol('name', positive=True, ...): assumptions are kept in the spelling only.
+  Result symbol(size_t start) {
+    auto name = quoted();
+    if (!name || name->empty()) return std::nullopt;
+    for (char c : *name) {
+      if (!std::isalnum(static_cast<unsigned char>(c)) && c != '_') return std::nullopt;
+    }
+    while (eat(",")) {
+      skip();
+      while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '=' || text_[at_] == '_'))
+        ++at_;
+    }
+    if (!eat(")")) return std::nullopt;
+    if (spelling_) spelling_->emplace(*name, std::string(text_.substr(start, at_ - start)));
+    return SymExpr::symbol(std::move(*name));
+  }
+
+  Result number() {
+    auto digits = quoted();
+    if (!digits || digits->empty()) return std::nullopt;
+    for (char c : *digits) {
+      if (!std::isalnum(static_cast<unsigned char>(c)) && c != '.' && c != '-' && c != '+') return std::nullopt;
+    }
+    while (at_ < text_.size() && text_[at_] != ')') ++at_;
+    if (!eat(")")) return std::nullopt;
+    return SymExpr::number(std::move(*digits));
+  }
+
+  std::string_view text_;
+  std::map<std::string, std::string>* spelling_;
+  size_t at_ = 0;
+};
+
+// Binding strength for brackets: sum 0, product 1, power 2, atom 3.
+int strength(const SymExpr& e) {
+  if (e.kind() == SymExpr::Kind::Integer) return e.value() < 0 ? 0 : 3;
+  if (e.kind() == SymExpr::Kind::Number) return e.text().starts_with("-") ? 0 : 3;
+  if (e.kind() != SymExpr::Kind::Call) return 3;
+  if (e.text() == "Add") return 0;
+  if (e.text() == "Mul") return 1;
+  if (e.text() == "Pow" && e.args().size() == 2) return 2;
+  return 3;
+}
+
+std::string bracketed(const SymExpr& e, int least) {
+  std::string text = e.to_infix();
+  return strength(e) < least ? "(" + text + ")" : text;
+}
+
+}  // namespace
+
+SymExpr::SymExpr(Kind kind, int64_t value, std::string text, std::vector<SymExpr> args)
+    : kind_(kind), value_(value), text_(std::move(text)), args_(std::make_shared<const std::vector<SymExpr>>(std::move(args))) {}
+SymExpr SymExpr::integer(int64_t value) { return {Kind::Integer, value, "", {}}; }
+SymExpr SymExpr::number(std::string text) { return {Kind::Number, 0, std::move(text), {}}; }
+SymExpr SymExpr::symbol(std::string name) { return {Kind::Symbol, 0, std::move(name), {}}; }
+SymExpr SymExpr::call(std::string name, std::vector<SymExpr> args) { return {Kind::Call, 0, std::move(name), std::move(args)}; }
+
+std::optional<SymExpr> SymExpr::parse(std::string_view text, std::map<std::string, std::string>* spelling) {
+  return Parser(text, spelling).parse();
+}
+
+std::string SymExpr::to_infix() const {
+  switch (kind_) {
+    case Kind::Integer: return std::to_string(value_);
+    case Kind::Number:
+    case Kind::Symbol: return text_;
+    case Kind::Call: break;
+  }
+  std::string out;
+  const bool add = text_ == "Add", mul = text_ == "Mul";
+  if ((add || mul) && args().size() > 1) {
+    for (size_t i = 0; i < args().size(); ++i) out += (i ? (add ? " + " : "*") : "") + bracketed(args()[i], add ? 1 : 2);
+    return out;
+  }
+  if (text_ == "Pow" && args().size() == 2) return bracketed(args()[0], 3) + "**" + bracketed(args()[1], 3);
+  out = text_ + "(";
+  for (size_t i = 0; i < args().size(); ++i) out += (i ? ", " : "") + args()[i].to_infix();
+  return out + ")";
+}
+
+std::string SymExpr::to_sympy(const std::map<std::string, std::string>& spelling) const {
+  switch (kind_) {
+    case Kind::Integer: return "Integer(" + std::to_string(value_) + ")";
+    case Kind::Number: return "Float('" + text_ + "', precision=53)";
+    case Kind::Symbol: {
+      auto known = spelling.find(text_);
+      if (known != spelling.end()) return known->second;
+      return "Symbol('" + text_ + (text_.starts_with("u") ? "', integer=True)" : "', positive=True, integer=True)");
+    }
+    case Kind::Call: break;
+  }
+  std::string out = text_ + "(";
+  for (size_t i = 0; i < args().size(); ++i) out += (i ? ", " : "") + args()[i].to_sympy(spelling);
+  return out + ")";
+}
+
+std::optional<int64_t> SymExpr::evaluate(const std::map<std::string, int64_t>& symbols) const {
+  if (kind_ == Kind::Integer) return value_;
+  if (kind_ == Kind::Number) return std::nullopt;
+  if (kind_ == Kind::Symbol) {
+    auto it = symbols.find(text_);
+    return it == symbols.end() ? std::nullopt : std::optional(it->second);
+  }
+  std::vector<int64_t> v;
+  for (const SymExpr& arg : args()) {
+    auto value = arg.evaluate(symbols);
+    if (!value) return std::nullopt;
+    v.push_back(*value);
+  }
+  if (v.empty()) return std::nullopt;
+  using Fold = std::optional<int64_t> (*)(int64_t, int64_t);
+  Fold fold = nullptr;
+  if (text_ == "Add") fold = sym_math::add;
+  if (text_ == "Mul") fold = sym_math::mul;
+  if (text_ == "Max") fold = [](int64_t a, int64_t b) -> std::optional<int64_t> { return a > b ? a : b; };
+  if (text_ == "Min") fold = [](int64_t a, int64_t b) -> std::optional<int64_t> { return a < b ? a : b; };
+  if (v.size() == 2) {
+    if (text_ == "FloorDiv" || text_ == "CleanDiv") fold = sym_math::floordiv;
+    if (text_ == "Mod" || text_ == "PythonMod") fold = sym_math::mod;
+    if (text_ == "Pow" || text_ == "PowByNatural") fold = sym_math::pow;
+  }
+  if (!fold) return std::nullopt;
+  int64_t value = v[0];
+  for (size_t i = 1; i < v.size(); ++i) {
+    auto next = fold(value, v[i]);
+    if (!next) return std::nullopt;
+    value = *next;
+  }
+  return value;
+}
+
+}  // namespace plumb

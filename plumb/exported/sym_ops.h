@@ -1,0 +1,18 @@
+// Arithmetic on sizes: Python's operators on symbolic numbers as operators of the graph.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+// The operator that stands for a Python function with a result of this type: ("_operator.add", Int) ->
+// "plumb::sym_add.int". Nothing for functions that are no arithmetic.
+std::optional<std::string> sym_operator(std::string_view python, ValueType result);
+// The inverse: "plumb::sym_add.int" -> "_operator.add".
+std::optional<std::string> python_function(std::string_view op);
+
+}  // namespace plumb
