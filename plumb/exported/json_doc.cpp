@@ -50,7 +50,8 @@ bool search(const Json& in, const Json* target, std::string* path) {
 }  // namespace
 
 JsonDoc::JsonDoc(std::string file, std::string_view text, int max_depth) : file_(std::move(file)) {
-  if (nesting(text) > max_depth) throw Error(ErrorKind::BadFile, file_ + ": is nested deeper than " + std::to_string(max_depth));
+  if (nesting(text) > max_depth)
+    throw Error(ErrorKind::BadFile, file_ + ": is nested deeper than " + std::to_string(max_depth));
   try {
     root_ = Json::parse(text.begin(), text.end());
   } catch (const Json::exception& e) {

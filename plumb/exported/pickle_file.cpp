@@ -25,23 +25,35 @@ constexpr int kMaxDepth = 64;
 // What stands on the pickle machine's stack. Owned by the machine, so cycles leak nothing.
 struct Object {
   enum Kind : uint8_t { Plain, Global, Storage, List, Tuple, Dict, Mark } kind = Plain;
-  c10::IValue value;            // Plain
-  std::string text;             // Global: "module name"
-  std::vector<Object*> items;   // List, Tuple; Dict: key, value, key, value, ...
-  at::Tensor bytes;             // Storage
+  c10::IValue value;           // Plain
+  std::string text;            // Global: "module name"
+  std::vector<Object*> items;  // List, Tuple; Dict: key, value, key, value, ...
+  at::Tensor bytes;            // Storage
   at::ScalarType dtype = at::kByte;
 };
 
 const std::unordered_map<std::string, at::ScalarType>& storage_types() {
   static const std::unordered_map<std::string, at::ScalarType> types = {
-      {"torch FloatStorage", at::kFloat},   {"torch DoubleStorage", at::kDouble}, {"torch HalfStorage", at::kHalf},
-      {"torch BFloat16Storage", at::kBFloat16}, {"torch LongStorage", at::kLong},  {"torch IntStorage", at::kInt},
-      {"torch ShortStorage", at::kShort},   {"torch CharStorage", at::kChar},     {"torch ByteStorage", at::kByte},
-      {"torch BoolStorage", at::kBool},     {"torch ComplexFloatStorage", at::kComplexFloat},
-      {"torch ComplexDoubleStorage", at::kComplexDouble}, {"torch.storage UntypedStorage", at::kByte},
-      {"torch uint16", at::kUInt16},        {"torch uint32", at::kUInt32},        {"torch uint64", at::kUInt64},
-      {"torch float8_e4m3fn", at::kFloat8_e4m3fn}, {"torch float8_e5m2", at::kFloat8_e5m2},
-      {"torch float8_e4m3fnuz", at::kFloat8_e4m3fnuz}, {"torch float8_e5m2fnuz", at::kFloat8_e5m2fnuz},
+      {"torch FloatStorage", at::kFloat},
+      {"torch DoubleStorage", at::kDouble},
+      {"torch HalfStorage", at::kHalf},
+      {"torch BFloat16Storage", at::kBFloat16},
+      {"torch LongStorage", at::kLong},
+      {"torch IntStorage", at::kInt},
+      {"torch ShortStorage", at::kShort},
+      {"torch CharStorage", at::kChar},
+      {"torch ByteStorage", at::kByte},
+      {"torch BoolStorage", at::kBool},
+      {"torch ComplexFloatStorage", at::kComplexFloat},
+      {"torch ComplexDoubleStorage", at::kComplexDouble},
+      {"torch.storage UntypedStorage", at::kByte},
+      {"torch uint16", at::kUInt16},
+      {"torch uint32", at::kUInt32},
+      {"torch uint64", at::kUInt64},
+      {"torch float8_e4m3fn", at::kFloat8_e4m3fn},
+      {"torch float8_e5m2", at::kFloat8_e5m2},
+      {"torch float8_e4m3fnuz", at::kFloat8_e4m3fnuz},
+      {"torch float8_e5m2fnuz", at::kFloat8_e5m2fnuz},
       {"torch float8_e8m0fnu", at::kFloat8_e8m0fnu},
   };
   return types;
@@ -55,7 +67,8 @@ class Machine {
     for (;;) {
       switch (const auto op = static_cast<unsigned char>(take(1)[0]); op) {
         case 0x80:
-          if (const int version = take(1)[0]; version != 2) fail("pickle protocol " + std::to_string(version) + ", 2 was expected");
+          if (const int version = take(1)[0]; version != 2)
+            fail("pickle protocol " + std::to_string(version) + ", 2 was expected");
           break;
         case '.': return finish(*pop());
         case 'N': push(c10::IValue()); break;
@@ -167,7 +180,8 @@ class Machine {
   }
   void extend(Object::Kind kind, std::vector<Object*> items) {
     Object* to = top();
-    if (to->kind != kind || (kind == Object::Dict && items.size() % 2)) fail("elements for something that is no container");
+    if (to->kind != kind || (kind == Object::Dict && items.size() % 2))
+      fail("elements for something that is no container");
     to->items.insert(to->items.end(), items.begin(), items.end());
   }
   void recall(uint64_t index) {
@@ -208,7 +222,8 @@ class Machine {
 
   // ("storage", type, key, device, elements)
   void storage(const Object& id) {
-    if (id.kind != Object::Tuple || id.items.size() < 5 || text(*id.items[0]) != "storage") fail("unknown kind of persistent object");
+    if (id.kind != Object::Tuple || id.items.size() < 5 || text(*id.items[0]) != "storage")
+      fail("unknown kind of persistent object");
     const Object& type = *id.items[1];
     auto known = storage_types().find(type.kind == Object::Global ? type.text : "");
     if (known == storage_types().end()) fail("unknown storage type '" + type.text + "'");
@@ -227,7 +242,8 @@ class Machine {
   void reduce() {
     Object* args = pop();
     Object* function = pop();
-    if (function->kind != Object::Global || args->kind != Object::Tuple) fail("a call of something that is no function");
+    if (function->kind != Object::Global || args->kind != Object::Tuple)
+      fail("a call of something that is no function");
     const std::string& name = function->text;
     const auto& items = args->items;
     if ((name == "torch._utils _rebuild_tensor_v2" || name == "torch._utils _rebuild_tensor") && items.size() >= 4) {
@@ -236,11 +252,13 @@ class Machine {
       auto dtype = storage_types().find(items[6]->kind == Object::Global ? items[6]->text : "");
       if (dtype == storage_types().end()) fail("unknown dtype '" + items[6]->text + "'");
       tensor(*items[0], items, dtype->second);
-    } else if (name == "torch._utils _rebuild_parameter" && items.size() >= 2 && items[0]->kind == Object::Plain && items[0]->value.isTensor()) {
+    } else if (name == "torch._utils _rebuild_parameter" && items.size() >= 2 && items[0]->kind == Object::Plain &&
+               items[0]->value.isTensor()) {
       const Object& grad = *items[1];
       at::Tensor parameter = items[0]->value.toTensor();
       if (grad.kind == Object::Plain && grad.value.isBool() && grad.value.toBool()) {
-        if (!parameter.is_floating_point() && !parameter.is_complex()) fail("an integer tensor cannot require gradients");
+        if (!parameter.is_floating_point() && !parameter.is_complex())
+          fail("an integer tensor cannot require gradients");
         parameter.set_requires_grad(true);
       }
       push(parameter);
@@ -260,7 +278,8 @@ class Machine {
     bool sound = offset >= 0 && sizes.size() == strides.size();
     for (int64_t v : sizes) sound = sound && v >= 0;
     for (int64_t v : strides) sound = sound && v >= 0;
-    if (!sound || !pt2::lies_inside(sizes, strides, offset, static_cast<int64_t>(at::elementSize(dtype)), storage.bytes.storage().nbytes()))
+    if (!sound || !pt2::lies_inside(sizes, strides, offset, static_cast<int64_t>(at::elementSize(dtype)),
+                                    storage.bytes.storage().nbytes()))
       fail("a tensor reaches outside of its storage");
     at::Tensor result = pt2::view_of_bytes(storage.bytes, dtype, offset, sizes, strides);
     if (items.size() > 4 && items[4]->kind == Object::Plain && items[4]->value.isBool() && items[4]->value.toBool()) {
@@ -295,7 +314,8 @@ class Machine {
         c10::impl::GenericDict items(c10::StringType::get(), c10::AnyType::get());
         for (size_t i = 0; i + 1 < o.items.size(); i += 2) {
           const Object& key = *o.items[i];
-          if (key.kind != Object::Plain || !(key.value.isString() || key.value.isInt())) fail("a dict key that is no string or integer");
+          if (key.kind != Object::Plain || !(key.value.isString() || key.value.isInt()))
+            fail("a dict key that is no string or integer");
           items.insert_or_assign(key.value.isString() ? key.value : c10::IValue(std::to_string(key.value.toInt())),
                                  finish(*o.items[i + 1], depth + 1));
         }
@@ -316,7 +336,8 @@ class Machine {
 
 c10::IValue unpickle(const ZipFile& zip) {
   const ZipEntry& pickle = zip.get("data.pkl");
-  if (pickle.size > kMaxPickle) throw Error(ErrorKind::BadFile, zip.path() + ": a pickle of " + std::to_string(pickle.size) + " bytes");
+  if (pickle.size > kMaxPickle)
+    throw Error(ErrorKind::BadFile, zip.path() + ": a pickle of " + std::to_string(pickle.size) + " bytes");
   if (const ZipEntry* order = zip.find("byteorder"); order && order->size < 16 && zip.read(*order) != "little")
     throw Error(ErrorKind::BadFile, zip.path() + ": was written on a big-endian machine");
   return Machine(zip, zip.read(pickle)).run();

@@ -16,11 +16,26 @@ struct DtypeRow {
   at::ScalarType dtype;
 };
 constexpr DtypeRow kDtypes[] = {
-    {1, at::kByte},          {2, at::kChar},           {3, at::kShort},           {4, at::kInt},
-    {5, at::kLong},          {6, at::kHalf},           {7, at::kFloat},           {8, at::kDouble},
-    {9, at::kComplexHalf},   {10, at::kComplexFloat},  {11, at::kComplexDouble},  {12, at::kBool},
-    {13, at::kBFloat16},     {28, at::kUInt16},        {29, at::kFloat8_e4m3fn},  {30, at::kFloat8_e5m2},
-    {31, at::kFloat8_e4m3fnuz}, {32, at::kFloat8_e5m2fnuz}, {33, at::kFloat8_e8m0fnu}, {34, at::kUInt32},
+    {1, at::kByte},
+    {2, at::kChar},
+    {3, at::kShort},
+    {4, at::kInt},
+    {5, at::kLong},
+    {6, at::kHalf},
+    {7, at::kFloat},
+    {8, at::kDouble},
+    {9, at::kComplexHalf},
+    {10, at::kComplexFloat},
+    {11, at::kComplexDouble},
+    {12, at::kBool},
+    {13, at::kBFloat16},
+    {28, at::kUInt16},
+    {29, at::kFloat8_e4m3fn},
+    {30, at::kFloat8_e5m2},
+    {31, at::kFloat8_e4m3fnuz},
+    {32, at::kFloat8_e5m2fnuz},
+    {33, at::kFloat8_e8m0fnu},
+    {34, at::kUInt32},
     {35, at::kUInt64},
 };
 
@@ -28,8 +43,9 @@ struct Row {
   int64_t number, torch;
 };
 constexpr Row kLayouts[] = {
-    {1, static_cast<int64_t>(at::kSparse)},    {2, static_cast<int64_t>(at::kSparseCsr)}, {3, static_cast<int64_t>(at::kSparseCsc)},
-    {4, static_cast<int64_t>(at::kSparseBsr)}, {5, static_cast<int64_t>(at::kSparseBsc)}, {6, static_cast<int64_t>(at::kMkldnn)},
+    {1, static_cast<int64_t>(at::kSparse)},    {2, static_cast<int64_t>(at::kSparseCsr)},
+    {3, static_cast<int64_t>(at::kSparseCsc)}, {4, static_cast<int64_t>(at::kSparseBsr)},
+    {5, static_cast<int64_t>(at::kSparseBsc)}, {6, static_cast<int64_t>(at::kMkldnn)},
     {7, static_cast<int64_t>(at::kStrided)},
 };
 constexpr Row kFormats[] = {
@@ -52,7 +68,8 @@ int64_t from_torch(const Row (&rows)[N], int64_t torch, const char* what) {
   for (const Row& row : rows) {
     if (row.torch == torch) return row.number;
   }
-  throw Error(ErrorKind::InvalidArgument, std::string("a .pt2 file has no number for ") + what + " " + std::to_string(torch));
+  throw Error(ErrorKind::InvalidArgument,
+              std::string("a .pt2 file has no number for ") + what + " " + std::to_string(torch));
 }
 
 // A size or stride: {"as_int": n} or {"as_expr": {"expr_str": ..., "hint": {"as_int": n}}}.
@@ -166,7 +183,8 @@ Json write_meta(const TensorMeta& meta, const Spelling& spelling) {
       if (meta.strides[*it] == expected) symbols[*it] = product;
       const int64_t inside = expected;
       if (__builtin_mul_overflow(expected, meta.sizes[*it], &expected)) break;
-      const std::string factor = meta.symbols[*it].empty() ? std::to_string(meta.sizes[*it]) : "(" + meta.symbols[*it] + ")";
+      const std::string factor =
+          meta.symbols[*it].empty() ? std::to_string(meta.sizes[*it]) : "(" + meta.symbols[*it] + ")";
       if (!product.empty()) {
         product += "*" + factor;
       } else if (!meta.symbols[*it].empty()) {
@@ -191,7 +209,8 @@ StoredMeta read_stored_meta(const JsonDoc& doc, const Json& j) {
   if (stored.storage_offset < 0) doc.fail(j, "a negative storage offset");
   if (stored.meta.strides.size() != stored.meta.sizes.size()) doc.fail(j, "as many strides as sizes are needed");
   if (const Json* layout = doc.find(j, "layout")) {
-    if (read_layout(doc, *layout) != static_cast<int64_t>(at::kStrided)) doc.fail(*layout, "stored tensors are strided");
+    if (read_layout(doc, *layout) != static_cast<int64_t>(at::kStrided))
+      doc.fail(*layout, "stored tensors are strided");
   }
   return stored;
 }

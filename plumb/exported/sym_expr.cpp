@@ -145,7 +145,8 @@ class Parser {
     }
     while (eat(",")) {
       skip();
-      while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '=' || text_[at_] == '_'))
+      while (at_ < text_.size() &&
+             (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '=' || text_[at_] == '_'))
         ++at_;
     }
     if (!eat(")")) return std::nullopt;
@@ -188,11 +189,16 @@ std::string bracketed(const SymExpr& e, int least) {
 }  // namespace
 
 SymExpr::SymExpr(Kind kind, int64_t value, std::string text, std::vector<SymExpr> args)
-    : kind_(kind), value_(value), text_(std::move(text)), args_(std::make_shared<const std::vector<SymExpr>>(std::move(args))) {}
+    : kind_(kind),
+      value_(value),
+      text_(std::move(text)),
+      args_(std::make_shared<const std::vector<SymExpr>>(std::move(args))) {}
 SymExpr SymExpr::integer(int64_t value) { return {Kind::Integer, value, "", {}}; }
 SymExpr SymExpr::number(std::string text) { return {Kind::Number, 0, std::move(text), {}}; }
 SymExpr SymExpr::symbol(std::string name) { return {Kind::Symbol, 0, std::move(name), {}}; }
-SymExpr SymExpr::call(std::string name, std::vector<SymExpr> args) { return {Kind::Call, 0, std::move(name), std::move(args)}; }
+SymExpr SymExpr::call(std::string name, std::vector<SymExpr> args) {
+  return {Kind::Call, 0, std::move(name), std::move(args)};
+}
 
 std::optional<SymExpr> SymExpr::parse(std::string_view text, std::map<std::string, std::string>* spelling) {
   return Parser(text, spelling).parse();
@@ -208,7 +214,8 @@ std::string SymExpr::to_infix() const {
   std::string out;
   const bool add = text_ == "Add", mul = text_ == "Mul";
   if ((add || mul) && args().size() > 1) {
-    for (size_t i = 0; i < args().size(); ++i) out += (i ? (add ? " + " : "*") : "") + bracketed(args()[i], add ? 1 : 2);
+    for (size_t i = 0; i < args().size(); ++i)
+      out += (i ? (add ? " + " : "*") : "") + bracketed(args()[i], add ? 1 : 2);
     return out;
   }
   if (text_ == "Pow" && args().size() == 2) return bracketed(args()[0], 3) + "**" + bracketed(args()[1], 3);

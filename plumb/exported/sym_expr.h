@@ -11,8 +11,8 @@
 
 namespace plumb {
 
-// An immutable expression over named symbols. Known calls: Add, Mul, Pow (printed as operators) and torch's FloorDiv, Mod,
-// PythonMod, Max, Min, ...; any other call is carried unread.
+// An immutable expression over named symbols. Known calls: Add, Mul, Pow (printed as operators) and torch's FloorDiv,
+// Mod, PythonMod, Max, Min, ...; any other call is carried unread.
 class SymExpr {
  public:
   enum class Kind : uint8_t { Integer, Number, Symbol, Call };

@@ -24,17 +24,39 @@ struct Name {
 };
 // The first row of an operator is the spelling it is written back with.
 constexpr Name kNames[] = {
-    {"_operator.add", "sym_add"},       {"_operator.sub", "sym_sub"},       {"_operator.mul", "sym_mul"},
-    {"_operator.floordiv", "sym_floordiv"}, {"_operator.truediv", "sym_truediv"}, {"_operator.mod", "sym_mod"},
-    {"_operator.pow", "sym_pow"},       {"_operator.neg", "sym_neg"},       {"_operator.pos", "sym_pos"},
-    {"_operator.abs", "sym_abs"},       {"_operator.eq", "sym_eq"},         {"_operator.ne", "sym_ne"},
-    {"_operator.lt", "sym_lt"},         {"_operator.le", "sym_le"},         {"_operator.gt", "sym_gt"},
-    {"_operator.ge", "sym_ge"},         {"_operator.and_", "sym_and"},      {"_operator.or_", "sym_or"},
-    {"_operator.lshift", "sym_lshift"}, {"_operator.rshift", "sym_rshift"}, {"_operator.not_", "sym_not"},
-    {"torch.sym_not", "sym_not"},       {"torch.sym_int", "sym_int"},       {"torch.sym_float", "sym_float"},
-    {"torch.sym_max", "sym_max"},       {"torch.sym_min", "sym_min"},       {"torch.sym_ite", "sym_ite"},
-    {"torch.sym_sqrt", "sym_sqrt"},     {"torch._sym_sqrt", "sym_sqrt"},    {"torch.sym_sum", "sym_sum"},
-    {"math.trunc", "sym_trunc"},        {"math.floor", "sym_floor"},        {"math.ceil", "sym_ceil"},
+    {"_operator.add", "sym_add"},
+    {"_operator.sub", "sym_sub"},
+    {"_operator.mul", "sym_mul"},
+    {"_operator.floordiv", "sym_floordiv"},
+    {"_operator.truediv", "sym_truediv"},
+    {"_operator.mod", "sym_mod"},
+    {"_operator.pow", "sym_pow"},
+    {"_operator.neg", "sym_neg"},
+    {"_operator.pos", "sym_pos"},
+    {"_operator.abs", "sym_abs"},
+    {"_operator.eq", "sym_eq"},
+    {"_operator.ne", "sym_ne"},
+    {"_operator.lt", "sym_lt"},
+    {"_operator.le", "sym_le"},
+    {"_operator.gt", "sym_gt"},
+    {"_operator.ge", "sym_ge"},
+    {"_operator.and_", "sym_and"},
+    {"_operator.or_", "sym_or"},
+    {"_operator.lshift", "sym_lshift"},
+    {"_operator.rshift", "sym_rshift"},
+    {"_operator.not_", "sym_not"},
+    {"torch.sym_not", "sym_not"},
+    {"torch.sym_int", "sym_int"},
+    {"torch.sym_float", "sym_float"},
+    {"torch.sym_max", "sym_max"},
+    {"torch.sym_min", "sym_min"},
+    {"torch.sym_ite", "sym_ite"},
+    {"torch.sym_sqrt", "sym_sqrt"},
+    {"torch._sym_sqrt", "sym_sqrt"},
+    {"torch.sym_sum", "sym_sum"},
+    {"math.trunc", "sym_trunc"},
+    {"math.floor", "sym_floor"},
+    {"math.ceil", "sym_ceil"},
 };
 
 [[noreturn]] void undefined(const char* op) {
@@ -165,8 +187,8 @@ void check_sizes(at::TensorList inputs, std::string_view spec) {
   }
   std::map<std::string, int64_t> values;
   auto mismatch = [](const Size& s, const std::string& should) {
-    throw Error(ErrorKind::InvalidArgument, s.what + " is " + std::to_string(s.have) + ", the program needs " + should, "",
-                "give inputs whose sizes fit the exported dynamic shapes, or export again");
+    throw Error(ErrorKind::InvalidArgument, s.what + " is " + std::to_string(s.have) + ", the program needs " + should,
+                "", "give inputs whose sizes fit the exported dynamic shapes, or export again");
   };
   std::vector<std::pair<const Size*, SymExpr>> derived;
   for (const Size& s : sizes) {
@@ -211,7 +233,8 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   m.def("sym_not.bool(bool a) -> bool", [](bool a) { return !a; });
   m.def("sym_eq.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) { return compare(a, b) == 0; });
   m.def("sym_ne.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) { return compare(a, b) != 0; });
-  m.def("sym_lt.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) { return compare(a, b) == -1; });
+  m.def("sym_lt.bool(Scalar a, Scalar b) -> bool",
+        [](const Scalar& a, const Scalar& b) { return compare(a, b) == -1; });
   m.def("sym_gt.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) { return compare(a, b) == 1; });
   m.def("sym_le.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) { return compare(a, b) <= 0; });
   m.def("sym_ge.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) {

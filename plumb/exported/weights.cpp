@@ -17,34 +17,36 @@ namespace {
 void check_device(const JsonDoc& doc, const Json& j, at::Device device) {
   const bool there = device.is_cpu() || device.is_meta() || (device.is_cuda() && at::hasCUDA());
   if (!there) {
-    doc.fail(j, "the tensor belongs on device '" + device.str() + "', which is not available here", "load the file onto another device, for example cpu");
+    doc.fail(j, "the tensor belongs on device '" + device.str() + "', which is not available here",
+             "load the file onto another device, for example cpu");
   }
 }
 
 }  // namespace
 
-bool lies_inside(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset, int64_t item_size,
-                 uint64_t bytes) {
+bool lies_inside(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset,
+                 int64_t item_size, uint64_t bytes) {
   int64_t last = offset;
   for (int64_t size : sizes) {
     if (size == 0) return true;
   }
   for (size_t i = 0; i < sizes.size(); ++i) {
     int64_t reach;
-    if (__builtin_mul_overflow(sizes[i] - 1, strides[i], &reach) || __builtin_add_overflow(last, reach, &last)) return false;
+    if (__builtin_mul_overflow(sizes[i] - 1, strides[i], &reach) || __builtin_add_overflow(last, reach, &last))
+      return false;
   }
   int64_t end;
   if (__builtin_add_overflow(last, 1, &end) || __builtin_mul_overflow(end, item_size, &end)) return false;
   return static_cast<uint64_t>(end) <= bytes;
 }
 
-at::Tensor view_of_bytes(const at::Tensor& bytes, at::ScalarType dtype, int64_t offset, const std::vector<int64_t>& sizes,
-                         const std::vector<int64_t>& strides) {
+at::Tensor view_of_bytes(const at::Tensor& bytes, at::ScalarType dtype, int64_t offset,
+                         const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   return at::empty({0}, bytes.options().dtype(dtype)).set_(bytes.storage(), offset, sizes, strides);
 }
 
-std::map<std::string, StoredTensor> read_stored(const ZipFile& zip, const std::string& config, const std::string& folder,
-                                                std::optional<at::Device> device) {
+std::map<std::string, StoredTensor> read_stored(const ZipFile& zip, const std::string& config,
+                                                const std::string& folder, std::optional<at::Device> device) {
   std::map<std::string, StoredTensor> found;
   const JsonDoc doc(zip.path() + "/" + config, zip.read(zip.get(config)));
   std::unordered_map<std::string, at::Tensor> storages;  // by record and device
@@ -54,7 +56,8 @@ std::map<std::string, StoredTensor> read_stored(const ZipFile& zip, const std::s
     const Json& entry = *it;
     const std::string& record = doc.string(doc.at(entry, "path_name"));
     const bool is_parameter = doc.boolean(doc.at(entry, "is_param"));
-    if (!doc.find(entry, "tensor_meta")) doc.fail(entry, "'" + it.key() + "' is no tensor but a custom object, which a graph cannot hold");
+    if (!doc.find(entry, "tensor_meta"))
+      doc.fail(entry, "'" + it.key() + "' is no tensor but a custom object, which a graph cannot hold");
     const StoredMeta stored = read_stored_meta(doc, doc.at(entry, "tensor_meta"));
     const TensorMeta& meta = stored.meta;
     const std::string identity = Json({record, doc.at(entry, "tensor_meta"), is_parameter}).dump();
@@ -77,8 +80,10 @@ std::map<std::string, StoredTensor> read_stored(const ZipFile& zip, const std::s
     } else {
       at::Tensor& bytes = storages[record + "@" + where.str()];
       const ZipEntry& data = zip.get(folder + record);
-      if (!lies_inside(meta.sizes, meta.strides, stored.storage_offset, static_cast<int64_t>(at::elementSize(meta.dtype)), data.size)) {
-        doc.fail(entry, "'" + it.key() + "' does not fit the " + std::to_string(data.size) + " bytes of its record " + record);
+      if (!lies_inside(meta.sizes, meta.strides, stored.storage_offset,
+                       static_cast<int64_t>(at::elementSize(meta.dtype)), data.size)) {
+        doc.fail(entry,
+                 "'" + it.key() + "' does not fit the " + std::to_string(data.size) + " bytes of its record " + record);
       }
       if (!bytes.defined()) {
         bytes = at::empty({static_cast<int64_t>(data.size)}, at::kByte);
@@ -88,7 +93,8 @@ std::map<std::string, StoredTensor> read_stored(const ZipFile& zip, const std::s
       result.tensor = view_of_bytes(bytes, meta.dtype, stored.storage_offset, meta.sizes, meta.strides);
     }
     if (is_parameter && meta.requires_grad) {
-      if (!at::isFloatingType(meta.dtype) && !at::isComplexType(meta.dtype)) doc.fail(entry, "an integer tensor cannot require gradients");
+      if (!at::isFloatingType(meta.dtype) && !at::isComplexType(meta.dtype))
+        doc.fail(entry, "an integer tensor cannot require gradients");
       result.tensor.set_requires_grad(true);
     }
     same.emplace(identity, result);
@@ -108,7 +114,8 @@ Json write_stored(const std::vector<ToStore>& tensors, const std::string& folder
                   "a .pt2 file holds strided tensors only");
     }
     auto& list = users[storage_of(item.tensor)];
-    if (std::find(list.begin(), list.end(), item.tensor.unsafeGetTensorImpl()) == list.end()) list.push_back(item.tensor.unsafeGetTensorImpl());
+    if (std::find(list.begin(), list.end(), item.tensor.unsafeGetTensorImpl()) == list.end())
+      list.push_back(item.tensor.unsafeGetTensorImpl());
   }
   struct Written {
     std::string record;
@@ -127,9 +134,11 @@ Json write_stored(const std::vector<ToStore>& tensors, const std::string& folder
       const bool compact = users[storage].size() == 1 && tensor.storage().nbytes() != own;
       if (compact && !tensor.is_meta()) tensor = tensor.clone();
       if (!tensor.is_cpu() && !tensor.is_meta()) {
-        at::Tensor all = at::empty({0}, tensor.options().dtype(at::kByte)).set_(tensor.storage(), 0, {static_cast<int64_t>(tensor.storage().nbytes())}, {1});
+        at::Tensor all = at::empty({0}, tensor.options().dtype(at::kByte))
+                             .set_(tensor.storage(), 0, {static_cast<int64_t>(tensor.storage().nbytes())}, {1});
         all = all.cpu();
-        tensor = view_of_bytes(all, tensor.scalar_type(), tensor.storage_offset(), tensor.sizes().vec(), tensor.strides().vec());
+        tensor = view_of_bytes(all, tensor.scalar_type(), tensor.storage_offset(), tensor.sizes().vec(),
+                               tensor.strides().vec());
       }
       Written w{prefix + std::to_string(written.size()), compact, tensor};
       const size_t bytes = tensor.is_meta() ? 0 : tensor.storage().nbytes();
@@ -141,7 +150,10 @@ Json write_stored(const std::vector<ToStore>& tensors, const std::string& folder
     Json meta = write_stored_meta(shape, shape.storage_offset());
     meta["device"] = write_device(item.tensor.device());
     meta["requires_grad"] = item.tensor.requires_grad();
-    config[item.name] = {{"path_name", w.record}, {"is_param", item.is_parameter}, {"use_pickle", false}, {"tensor_meta", std::move(meta)}};
+    config[item.name] = {{"path_name", w.record},
+                         {"is_param", item.is_parameter},
+                         {"use_pickle", false},
+                         {"tensor_meta", std::move(meta)}};
   }
   return {{"config", std::move(config)}};
 }

@@ -20,10 +20,10 @@ struct StoredTensor {
 };
 
 // Reads `config` ("data/weights/model_weights_config.json") and the tensors it lists, which lie in `folder`
-// ("data/weights/"), onto `device` (nothing: where they were). Two names of one tensor get one tensor; tensors that share
-// a storage share it again. Every size, stride and offset is checked against the bytes that are there.
-std::map<std::string, StoredTensor> read_stored(const ZipFile& zip, const std::string& config, const std::string& folder,
-                                                std::optional<at::Device> device);
+// ("data/weights/"), onto `device` (nothing: where they were). Two names of one tensor get one tensor; tensors that
+// share a storage share it again. Every size, stride and offset is checked against the bytes that are there.
+std::map<std::string, StoredTensor> read_stored(const ZipFile& zip, const std::string& config,
+                                                const std::string& folder, std::optional<at::Device> device);
 
 struct ToStore {
   std::string name;
@@ -36,10 +36,10 @@ Json write_stored(const std::vector<ToStore>& tensors, const std::string& folder
                   const std::function<void(const std::string&, const void*, size_t)>& write_record);
 
 // Checks that a strided view lies inside `bytes` bytes of storage, without overflow.
-bool lies_inside(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset, int64_t item_size,
-                 uint64_t bytes);
+bool lies_inside(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset,
+                 int64_t item_size, uint64_t bytes);
 // A tensor over the storage of `bytes` (a byte tensor). The caller has checked lies_inside.
-at::Tensor view_of_bytes(const at::Tensor& bytes, at::ScalarType dtype, int64_t offset, const std::vector<int64_t>& sizes,
-                         const std::vector<int64_t>& strides);
+at::Tensor view_of_bytes(const at::Tensor& bytes, at::ScalarType dtype, int64_t offset,
+                         const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 }  // namespace plumb::pt2

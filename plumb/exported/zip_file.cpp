@@ -63,8 +63,8 @@ uint32_t crc32(const void* data, uint64_t size, uint32_t start) {
   uint32_t c = ~start;
   for (; size >= 8; size -= 8, p += 8) {
     const uint32_t a = c ^ u32(p), b = u32(p + 4);
-    c = t[7][a & 0xFF] ^ t[6][a >> 8 & 0xFF] ^ t[5][a >> 16 & 0xFF] ^ t[4][a >> 24] ^ t[3][b & 0xFF] ^ t[2][b >> 8 & 0xFF] ^
-        t[1][b >> 16 & 0xFF] ^ t[0][b >> 24];
+    c = t[7][a & 0xFF] ^ t[6][a >> 8 & 0xFF] ^ t[5][a >> 16 & 0xFF] ^ t[4][a >> 24] ^ t[3][b & 0xFF] ^
+        t[2][b >> 8 & 0xFF] ^ t[1][b >> 16 & 0xFF] ^ t[0][b >> 24];
   }
   for (; size; --size, ++p) c = t[0][(c ^ *p) & 0xFF] ^ (c >> 8);
   return ~c;
@@ -95,7 +95,8 @@ void ZipFile::read_at(uint64_t offset, void* into, uint64_t size) const {
 ZipFile::ZipFile(std::string path, uint64_t max_inflated) : path_(std::move(path)) {
   fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd_ < 0) {
-    throw Error(ErrorKind::BadFile, path_ + ": cannot be opened: " + std::strerror(errno), "", "check the path and its permissions");
+    throw Error(ErrorKind::BadFile, path_ + ": cannot be opened: " + std::strerror(errno), "",
+                "check the path and its permissions");
   }
   struct Closer {
     int* fd;
@@ -110,7 +111,10 @@ ZipFile::ZipFile(std::string path, uint64_t max_inflated) : path_(std::move(path
   closer.fd = nullptr;
 }
 
-ZipFile::ZipFile(std::string name, std::string_view bytes) : path_(std::move(name)), file_size_(bytes.size()), memory_(bytes) { open(0); }
+ZipFile::ZipFile(std::string name, std::string_view bytes)
+    : path_(std::move(name)), file_size_(bytes.size()), memory_(bytes) {
+  open(0);
+}
 
 void ZipFile::open(uint64_t max_inflated) {
   const uint64_t tail_size = std::min<uint64_t>(file_size_, 22 + 65535 + 20);
@@ -148,10 +152,12 @@ void ZipFile::read_directory(uint64_t offset, uint64_t size, uint64_t count) {
   uint64_t at = 0;
   entries_.reserve(count);
   for (uint64_t i = 0; i < count; ++i) {
-    if (size - at < 46 || u32(&directory[at]) != kDirectoryEntry) fail("has a broken directory at entry " + std::to_string(i));
+    if (size - at < 46 || u32(&directory[at]) != kDirectoryEntry)
+      fail("has a broken directory at entry " + std::to_string(i));
     const unsigned char* d = &directory[at];
     const uint64_t name_size = u16(d + 28), extra_size = u16(d + 30), comment_size = u16(d + 32);
-    if (size - at - 46 < name_size + extra_size + comment_size) fail("has a broken directory at entry " + std::to_string(i));
+    if (size - at - 46 < name_size + extra_size + comment_size)
+      fail("has a broken directory at entry " + std::to_string(i));
     ZipEntry entry;
     entry.name.assign(reinterpret_cast<const char*>(d + 46), name_size);
     entry.crc = u32(d + 16);
@@ -184,13 +190,15 @@ void ZipFile::read_directory(uint64_t offset, uint64_t size, uint64_t count) {
     entry.deflated = method == 8;
     if (!entry.deflated && entry.size != entry.stored_size) fail("has two sizes for uncompressed data", entry.name);
     // Deflate makes at most 1032 bytes of one.
-    if (entry.deflated && entry.size / 1040 > entry.stored_size) fail("claims more data than its bytes can hold", entry.name);
+    if (entry.deflated && entry.size / 1040 > entry.stored_size)
+      fail("claims more data than its bytes can hold", entry.name);
     unsigned char local[30];
     if (header > file_size_ || file_size_ - header < sizeof local) fail("lies outside of the file", entry.name);
     read_at(header, local, sizeof local);
     if (u32(local) != kLocalHeader || u16(local + 26) != name_size) fail("has a broken header", entry.name);
     entry.offset = header + 30 + u16(local + 26) + u16(local + 28);
-    if (entry.offset > offset || entry.stored_size > offset - entry.offset) fail("lies outside of the file", entry.name);
+    if (entry.offset > offset || entry.stored_size > offset - entry.offset)
+      fail("lies outside of the file", entry.name);
     std::string local_name(name_size, '\0');
     read_at(header + 30, local_name.data(), name_size);
     if (local_name != entry.name) fail("has two names", entry.name);
@@ -214,8 +222,8 @@ void ZipFile::check_layout(uint64_t directory_offset, uint64_t max_inflated) {
     if (e.offset + e.stored_size > next) fail("overlaps with another entry", e.name);
     inflated += e.deflated ? e.size : 0;
     if (inflated > most) {
-      throw Error(ErrorKind::BadFile, path_ + ": inflates to more than " + std::to_string(most) + " bytes", "entry " + e.name,
-                  "raise the limit if the file is meant to be so");
+      throw Error(ErrorKind::BadFile, path_ + ": inflates to more than " + std::to_string(most) + " bytes",
+                  "entry " + e.name, "raise the limit if the file is meant to be so");
     }
   }
   const std::string& first = entries_.front().name;
@@ -249,8 +257,9 @@ void ZipFile::read_into(const ZipEntry& entry, void* into) const {
     std::vector<char> packed(entry.stored_size);
     read_at(entry.offset, packed.data(), packed.size());
     char none = 0;  // the inflater takes no null pointers
-    const size_t got = tinfl_decompress_mem_to_mem(entry.size ? into : &none, entry.size, packed.empty() ? &none : packed.data(),
-                                                   packed.size(), 4 /* output is not a ring */);
+    const size_t got =
+        tinfl_decompress_mem_to_mem(entry.size ? into : &none, entry.size, packed.empty() ? &none : packed.data(),
+                                    packed.size(), 4 /* output is not a ring */);
     if (got != entry.size) fail("does not inflate to its size", entry.name);
   } else {
     read_at(entry.offset, into, entry.size);

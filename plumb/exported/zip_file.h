@@ -10,7 +10,7 @@
 namespace plumb {
 
 struct ZipEntry {
-  std::string name;  // as in the archive, with its top folder
+  std::string name;     // as in the archive, with its top folder
   uint64_t offset = 0;  // of the data in the file
   uint64_t stored_size = 0;
   uint64_t size = 0;  // after inflating
@@ -20,8 +20,8 @@ struct ZipEntry {
 
 // Every number in the archive is checked against the file's size when it is opened: entries lie inside the file, do not
 // overlap, have distinct plain names (no "..", no absolute paths), and the sum of inflated sizes is bounded by
-// `max_inflated` (0: 64 MiB and 64 times the file), so a small file cannot ask for much memory. Checksums are verified on
-// reading. Zip64, stored and deflated entries; no encryption. Throws Error (BadFile).
+// `max_inflated` (0: 64 MiB and 64 times the file), so a small file cannot ask for much memory. Checksums are verified
+// on reading. Zip64, stored and deflated entries; no encryption. Throws Error (BadFile).
 class ZipFile {
  public:
   explicit ZipFile(std::string path, uint64_t max_inflated = 0);
@@ -53,8 +53,8 @@ class ZipFile {
 
   std::string path_;
   int fd_ = -1;
-  std::string_view memory_;  // when there is no file
   uint64_t file_size_ = 0;
+  std::string_view memory_;  // when there is no file
   std::string top_;
   std::vector<ZipEntry> entries_;
   std::unordered_map<std::string, size_t> by_name_;

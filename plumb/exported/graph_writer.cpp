@@ -1,0 +1,407 @@
+#include "plumb/exported/graph_writer.h"
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+
+#include "plumb/core/error.h"
+#include "plumb/exported/infer_types.h"
+#include "plumb/exported/sym_ops.h"
+
+namespace plumb::pt2 {
+namespace {
+
+// Names that Python code made of the graph could not use for a variable: keywords, and what that code itself refers to.
+bool usable_in_python(const std::string& name) {
+  static const std::unordered_set<std::string> reserved = {
+      "False",    "None",      "True",   "and",  "as",      "assert",   "async",   "await",  "break", "class",
+      "continue", "def",       "del",    "elif", "else",    "except",   "finally", "for",    "from",  "global",
+      "if",       "import",    "in",     "is",   "lambda",  "nonlocal", "not",     "or",     "pass",  "raise",
+      "return",   "try",       "while",  "with", "yield",   "self",     "torch",   "device", "inf",   "nan",
+      "NoneType", "fx_pytree", "pytree", "math", "as_none", "__debug__"};
+  return !reserved.count(name);
+}
+
+bool is_check(const Node& node) { return node.is_op("plumb::check_input") || node.is_op("plumb::check_sizes"); }
+
+}  // namespace
+
+Json GraphWriter::Level::finish() && {
+  return {{"inputs", std::move(inputs)},
+          {"outputs", std::move(outputs)},
+          {"nodes", std::move(nodes)},
+          {"tensor_values", std::move(tensors)},
+          {"sym_int_values", std::move(ints)},
+          {"sym_bool_values", std::move(bools)},
+          {"is_single_tensor_return", false},
+          {"custom_obj_values", Json::object()},
+          {"sym_float_values", std::move(floats)}};
+}
+
+GraphWriter::GraphWriter(const Graph& graph, const State& state, const ExportedProgram& program)
+    : graph_(graph), state_(state), program_(program), spelling_(program.symbol_spelling), ranges_(program.ranges) {}
+
+void GraphWriter::refuse(const Node& node, const std::string& why, const std::string& remedy) const {
+  throw Error(ErrorKind::InvalidArgument, node.describe() + " cannot be written to a .pt2 file: " + why,
+              node.meta().where(), remedy);
+}
+
+std::string GraphWriter::fresh_name(const std::string& hint) {
+  std::string name;
+  for (char c : hint) name += std::isalnum(static_cast<unsigned char>(c)) || c == '_' ? c : '_';
+  if (name.empty() || std::isdigit(static_cast<unsigned char>(name[0]))) name = "_" + name;
+  if (usable_in_python(name) && taken_.insert(name).second) return name;
+  for (size_t& i = counters_[name];;) {
+    std::string numbered = name + "_" + std::to_string(++i);
+    if (taken_.insert(numbered).second) return numbered;
+  }
+}
+
+void GraphWriter::name_values() {
+  // Inputs keep their names; everything else may be numbered. torch makes getitem nodes of its own for nested lists.
+  bool nested = false;
+  for (const Node* node : graph_.nodes()) {
+    const auto& layout = node->result_layout();
+    nested =
+        nested || (layout.size() > 1 && std::any_of(layout.begin(), layout.end(), [](int32_t n) { return n >= 0; }));
+    if (node->kind() == NodeKind::Placeholder) names_.emplace(node->result(), fresh_name(node->result()->name()));
+  }
+  for (const Node* node : graph_.nodes()) {
+    if (node->kind() == NodeKind::Placeholder) continue;
+    for (const Value* value : node->results()) {
+      const bool clash = nested && value->name().starts_with("getitem");
+      names_.emplace(value, fresh_name(clash ? "item" + value->name().substr(7) : value->name()));
+    }
+  }
+}
+
+// Constant inputs and ranges of sizes stand in the graph as check nodes; in the file they are its signature's.
+void GraphWriter::read_checks() {
+  for (const Node* node : graph_.nodes()) {
+    if (node->kind() == NodeKind::Placeholder) {
+      const auto& meta = node->result()->meta();
+      for (size_t i = 0; meta && i < meta->symbols.size(); ++i) {
+        if (!meta->symbols[i].empty()) hints_.emplace(meta->symbols[i], meta->sizes[i]);
+      }
+    }
+    if (node->is_op("plumb::check_input") && node->arg(0).is_value())
+      constant_inputs_.emplace(node->input(0), node->arg(1).constant());
+    if (!node->is_op("plumb::check_sizes")) continue;
+    std::istringstream spec(node->arg("spec").constant().toStringRef());
+    for (std::string line; std::getline(spec, line);) {
+      std::istringstream words(line);
+      std::string kind, name, min, max;
+      words >> kind >> name >> min >> max;
+      if (kind != "symbol" || ranges_.count(name)) continue;
+      SizeRange range;
+      if (min != "-") range.min = std::strtoll(min.c_str(), nullptr, 10);
+      if (max != "-") range.max = std::strtoll(max.c_str(), nullptr, 10);
+      ranges_.emplace(name, range);
+    }
+  }
+}
+
+void GraphWriter::write_state(Level& level, Json& specs) {
+  // Tied names are inputs of their own, as torch has it; the graph reads the tensor under the first name it uses.
+  std::unordered_set<std::string> read;
+  for (const Node* node : graph_.attributes()) {
+    if (!state_.contains(node->target())) refuse(*node, "the module has no tensor of that name");
+    read.insert(node->target());
+  }
+  std::unordered_map<const at::TensorImpl*, std::string> first;
+  for (const Attr& attr : state_) {
+    if (read.count(attr.name)) first.emplace(attr.tensor.unsafeGetTensorImpl(), attr.name);
+  }
+  std::unordered_map<std::string, std::vector<const Value*>> uses;
+  for (const Node* node : graph_.attributes()) {
+    uses[first.at(state_.get(node->target()).tensor.unsafeGetTensorImpl())].push_back(node->result());
+  }
+  for (AttrKind kind : {AttrKind::Parameter, AttrKind::Buffer, AttrKind::Constant}) {
+    for (const Attr& attr : state_) {
+      if (attr.kind != kind) continue;
+      const bool used = uses.count(attr.name) > 0;
+      if (kind == AttrKind::Constant && !used) continue;
+      auto& table =
+          kind == AttrKind::Constant || (kind == AttrKind::Buffer && !attr.persistent) ? constants_ : weights_;
+      table.push_back({attr.name, attr.tensor, kind == AttrKind::Parameter});
+      const char* prefix = kind == AttrKind::Parameter ? "p_" : kind == AttrKind::Buffer ? "b_" : "c_";
+      const std::string name = used ? name_of(uses[attr.name][0]) : fresh_name(prefix + attr.name);
+      for (const Value* value : uses[attr.name]) names_[value] = name;
+      const Json arg = {{"name", name}};
+      level.inputs.push_back({{"as_tensor", arg}});
+      level.tensors[name] = write_meta(TensorMeta::of(attr.tensor), spelling_);
+      if (kind == AttrKind::Parameter) specs.push_back({{"parameter", {{"arg", arg}, {"parameter_name", attr.name}}}});
+      if (kind == AttrKind::Buffer)
+        specs.push_back({{"buffer", {{"arg", arg}, {"buffer_name", attr.name}, {"persistent", attr.persistent}}}});
+      if (kind == AttrKind::Constant)
+        specs.push_back({{"tensor_constant", {{"arg", arg}, {"tensor_constant_name", attr.name}}}});
+    }
+  }
+}
+
+void GraphWriter::write_placeholder(const Node& node, Level& level, Json& specs) {
+  const Value* value = node.result();
+  auto only = constant_inputs_.find(value);
+  // A number that nothing reads may have any value, which the format cannot say: None stands for it.
+  const bool unread = !value->is_tensor() && value->type() != ValueType::Int && !value->has_uses();
+  if (only != constant_inputs_.end() || unread) {
+    Json constant_json = constant(node, only == constant_inputs_.end() ? c10::IValue() : only->second, nullptr);
+    level.inputs.push_back(constant_json);
+    specs.push_back({{"constant_input", {{"name", name_of(value)}, {"value", std::move(constant_json)}}}});
+    return;
+  }
+  if (value->is_tensor() && !value->meta()) refuse(node, "its shape and dtype are not known");
+  if (!value->is_tensor() && value->type() != ValueType::Int)
+    refuse(node, "an input is a tensor, an integer or a constant", "make it a tensor, or capture with its value fixed");
+  Json arg = define(value, level);
+  level.inputs.push_back(arg);
+  specs.push_back({{"user_input", {{"arg", std::move(arg)}}}});
+}
+
+void GraphWriter::write_output(const Node& node, Level& level, Json& specs) {
+  for (const Arg& arg : node.args()) {
+    Json out = arg.is_value()      ? reference(arg.value())
+               : arg.is_constant() ? constant(node, arg.constant(), nullptr)
+                                   : Json();
+    if (out.is_null()) refuse(node, "an output is a tensor, a number, a string or None");
+    level.outputs.push_back(out);
+    specs.push_back({{"user_output", {{"arg", std::move(out)}}}});
+  }
+}
+
+Json GraphWriter::write() {
+  if (!graph_.output_node()) throw Error(ErrorKind::InvalidGraph, "the graph has no output node");
+  name_values();
+  read_checks();
+  Level level;
+  Json inputs = Json::array(), outputs = Json::array();
+  write_state(level, inputs);
+  for (const Node* node : graph_.placeholders()) write_placeholder(*node, level, inputs);
+  std::vector<const Node*> region;
+  std::unordered_set<const Node*> inside;
+  auto close_region = [&] {
+    if (!region.empty()) write_region(region, level);
+    region.clear();
+    inside.clear();
+  };
+  for (const Node* node : graph_.nodes()) {
+    if (node->kind() == NodeKind::CallFunction && !is_check(*node)) {
+      // Grad mode means nothing to sizes, so they stay outside of regions: no expression has to cross their border.
+      const bool plain = node->meta().grad_enabled || node->is_op("aten::sym_size") || python_function(node->target());
+      if (!plain) {
+        region.push_back(node);
+        inside.insert(node);
+        continue;
+      }
+      const auto inputs_here = node->inputs();
+      const bool reads_region = std::any_of(inputs_here.begin(), inputs_here.end(),
+                                            [&](const Value* v) { return inside.count(v->producer()) > 0; });
+      if (node->meta().grad_enabled || reads_region) close_region();
+      write_node(*node, level);
+    } else if (node->kind() == NodeKind::Output) {
+      close_region();
+      write_output(*node, level, outputs);
+    }
+  }
+  return {{"graph", std::move(level).finish()},
+          {"signature", {{"input_specs", std::move(inputs)}, {"output_specs", std::move(outputs)}}}};
+}
+
+void GraphWriter::write_node(const Node& node, Level& level) {
+  if (node.is_op("plumb::python_function")) {
+    refuse(node, "it calls a Python autograd function",
+           "replace the function by a registered operator (torch.library)");
+  }
+  auto python = python_function(node.target());
+  std::string target = node.target();
+  if (python) {
+    target = *python;
+  } else {
+    target.replace(target.find("::"), 2, ".");
+    target = "torch.ops." + target + (node.schema().overload_name().empty() ? ".default" : "");
+  }
+  Json inputs = inputs_of(node);
+  Json outputs = outputs_of(node, level);
+  Json metadata = Json::object();
+  if (node.meta().modules) metadata["nn_module_stack"] = module_stack_text(*node.meta().modules);
+  if (node.meta().source) metadata["stack_trace"] = stack_trace_text(*node.meta().source);
+  const bool single = node.result_layout().size() == 1 && node.result_layout()[0] < 0;
+  level.nodes.push_back(
+      {{"target", std::move(target)},
+       {"inputs", std::move(inputs)},
+       {"outputs", std::move(outputs)},
+       {"metadata", std::move(metadata)},
+       {"is_hop_single_tensor_return", nullptr},
+       {"name", single ? name_of(node.result())
+                       : fresh_name(std::string(node.op_name().substr(node.op_name().find("::") + 2)))}});
+}
+
+// Nodes that run with gradients off, in a row: torch has a graph of their own for them.
+void GraphWriter::write_region(const std::vector<const Node*>& nodes, Level& level) {
+  const std::unordered_set<const Node*> inside(nodes.begin(), nodes.end());
+  std::vector<const Value*> takes, gives;
+  std::unordered_set<const Value*> seen;
+  for (const Node* node : nodes) {
+    for (const Value* value : node->inputs()) {
+      if (!inside.count(value->producer()) && seen.insert(value).second) takes.push_back(value);
+    }
+    for (const Value* value : node->results()) {
+      const auto uses = value->uses();
+      if (std::any_of(uses.begin(), uses.end(), [&](const Use& use) { return !inside.count(use.user); }))
+        gives.push_back(value);
+    }
+  }
+  // torch has no type for a region that returns nothing.
+  for (auto it = nodes.rbegin(); gives.empty() && it != nodes.rend(); ++it) {
+    for (const Value* value : (*it)->results()) {
+      if (value->is_tensor() && gives.empty()) gives.push_back(value);
+    }
+  }
+  Level inner;
+  std::set<std::string> given;  // one tensor under several get_attr nodes is one input
+  Json inputs = Json::array();
+  const std::string graph_name = fresh_name("submod");
+  inputs.push_back({{"name", ""}, {"arg", {{"as_bool", false}}}, {"kind", 1}});
+  inputs.push_back(nullptr);
+  for (const Value* value : takes) {
+    if (!given.insert(name_of(value)).second) continue;
+    inner.inputs.push_back(define(value, inner));
+    inputs.push_back({{"name", ""}, {"arg", reference(value)}, {"kind", 1}});
+  }
+  for (const Node* node : nodes) write_node(*node, inner);
+  Json outputs = Json::array();
+  for (const Value* value : gives) {
+    inner.outputs.push_back(reference(value));
+    outputs.push_back(define(value, level));
+  }
+  inputs[1] = {
+      {"name", ""}, {"arg", {{"as_graph", {{"name", graph_name}, {"graph", std::move(inner).finish()}}}}}, {"kind", 1}};
+  Json metadata = Json::object();
+  if (nodes[0]->meta().modules) metadata["nn_module_stack"] = module_stack_text(*nodes[0]->meta().modules);
+  level.nodes.push_back({{"target", "torch.ops.higher_order.wrap_with_set_grad_enabled"},
+                         {"inputs", std::move(inputs)},
+                         {"outputs", std::move(outputs)},
+                         {"metadata", std::move(metadata)},
+                         {"is_hop_single_tensor_return", false},
+                         {"name", fresh_name("wrap_with_set_grad_enabled")}});
+}
+
+Json GraphWriter::define(const Value* value, Level& level) {
+  const std::string& name = name_of(value);
+  if (value->is_tensor()) {
+    std::optional<TensorMeta> meta = value->meta();
+    const Node& producer = *value->producer();
+    if (!meta && producer.kind() == NodeKind::CallFunction) {
+      auto types = infer_types(producer.op(), {producer.args().begin(), producer.args().end()});
+      if (value->result_index() < types.size()) meta = types[value->result_index()];
+    }
+    if (!meta && producer.kind() == NodeKind::GetAttr) meta = TensorMeta::of(state_.get(producer.target()).tensor);
+    // Nobody computes with a stated type; a tensor of no known type is stated as a number.
+    level.tensors[name] = write_meta(meta.value_or(TensorMeta{}), spelling_);
+  } else {
+    Json& values = value->type() == ValueType::Int     ? level.ints
+                   : value->type() == ValueType::Float ? level.floats
+                                                       : level.bools;
+    values[name] = expression_json(value);
+  }
+  return reference(value);
+}
+
+Json GraphWriter::outputs_of(const Node& node, Level& level) {
+  Json outputs = Json::array();
+  size_t next = 0;
+  for (int32_t count : node.result_layout()) {
+    if (count >= 0) {
+      Json list = Json::array();
+      for (int32_t i = 0; i < count; ++i) list.push_back(define(node.result(next++), level).at("as_tensor"));
+      outputs.push_back({{"as_tensors", std::move(list)}});
+      continue;
+    }
+    const Value* value = node.result(next++);
+    // Several results, one never used and of no known type: undefined as far as anybody knows.
+    const bool none = value->is_tensor() && !value->meta() && !value->has_uses() && node.result_layout().size() > 1;
+    outputs.push_back(none ? Json{{"as_none", true}} : define(value, level));
+  }
+  return outputs;
+}
+
+Graph inline_modules(const Graph& graph) {
+  Graph flat;
+  std::unordered_map<const Value*, Arg> now;
+  auto copy = [&](auto&& self, const Graph& from, const Node* caller, int depth) -> std::vector<Arg> {
+    if (depth > 100) throw Error(ErrorKind::InvalidGraph, "graphs are nested deeper than 100");
+    auto translate = [&](auto&& again, const Arg& arg) -> Arg {
+      if (arg.is_value()) return now.at(arg.value());
+      if (!arg.is_list()) return arg;
+      Arg::List items;
+      for (const Arg& e : arg.list()) items.push_back(again(again, e));
+      return Arg(std::move(items));
+    };
+    std::vector<Arg> results;
+    size_t input = 0;
+    for (const Node* node : from.nodes()) {
+      std::vector<Arg> args;
+      for (const Arg& arg : node->args()) args.push_back(translate(translate, arg));
+      Node* made = nullptr;
+      switch (node->kind()) {
+        case NodeKind::Placeholder:
+          if (caller) {
+            now[node->result()] = translate(translate, caller->arg(input++));
+            continue;
+          }
+          made = flat.placeholder(node->target(), node->result()->meta(), node->result()->type());
+          break;
+        case NodeKind::GetAttr: made = flat.get_attr(node->target(), node->result()->meta()); break;
+        case NodeKind::CallFunction: {
+          std::vector<int32_t> lists;
+          for (int32_t n : node->result_layout()) {
+            if (n >= 0) lists.push_back(n);
+          }
+          made = flat.call(node->op(), std::move(args), std::move(lists));
+          break;
+        }
+        case NodeKind::CallModule: {
+          const std::vector<Arg> inner = self(self, *node->subgraph(), node, depth + 1);
+          for (size_t i = 0; i < node->num_results(); ++i) now[node->result(i)] = inner.at(i);
+          continue;
+        }
+        case NodeKind::Output:
+          if (!caller) flat.output(std::move(args));
+          results = std::move(args);
+          continue;
+      }
+      made->meta() = static_cast<const Node*>(node)->meta();
+      for (size_t i = 0; i < node->num_results(); ++i) {
+        Value* value = made->result(i);
+        const Value* old = node->result(i);
+        if (!flat.find_value(old->name())) value->rename(old->name());
+        if (value->type() != old->type()) value->set_type(old->type());
+        if (old->meta()) value->set_meta(old->meta());
+        now[old] = Arg(value);
+      }
+    }
+    return results;
+  };
+  copy(copy, graph, nullptr, 0);
+  return flat;
+}
+
+std::string module_stack_text(const ModuleStack& stack) {
+  auto plain = [](std::string text) {
+    std::replace_if(text.begin(), text.end(), [](char c) { return c == ',' || c == ';'; }, '_');
+    return text;
+  };
+  std::string text;
+  for (const ModuleFrame& frame : stack) {
+    text += (text.empty() ? "L__self__" : ";L__self__") + plain(frame.path) + "," + plain(frame.path) + "," +
+            plain(frame.type);
+  }
+  return text;
+}
+
+std::string stack_trace_text(const SourceLocation& source) {
+  return "File \"" + source.file + "\", line " + std::to_string(source.line) +
+         (source.function.empty() ? "" : ", in " + source.function);
+}
+
+}  // namespace plumb::pt2

@@ -1,0 +1,255 @@
+// Files that nobody vouches for end in an error that says what and where.
+#include <gmock/gmock.h>
+
+#include "plumb/exported/exported.h"
+#include "plumb/exported/json_doc.h"
+#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/zip_file.h"
+#include "tests/fuzz/mutate.h"
+
+namespace plumb {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+using namespace plumb::testing;  // NOLINT
+
+// A program's archive, to be taken apart and put together again.
+struct Archive {
+  explicit Archive(const std::string& name) {
+    const fs::path path = programs() / (name + ".pt2");
+    bytes = slurp(path);
+    ZipFile zip(path);
+    for (const ZipEntry& e : zip.entries()) entries.emplace_back(e.name, zip.read(e));
+  }
+  std::string& entry(const std::string& ending) {
+    for (auto& [name, data] : entries) {
+      if (name.ends_with(ending)) return data;
+    }
+    throw std::runtime_error("no entry " + ending);
+  }
+  // The model's JSON, changed by `edit`.
+  template <typename Edit>
+  Archive& model(Edit&& edit) {
+    Json j = Json::parse(entry("models/model.json"));
+    edit(j);
+    entry("models/model.json") = j.dump();
+    return *this;
+  }
+  std::string zip() const { return fuzz::make_zip(entries, crc32); }
+  std::string bytes;
+  std::vector<std::pair<std::string, std::string>> entries;
+};
+
+Error load_error(const std::string& bytes) {
+  const fs::path path = programs() / "hostile.pt2";
+  spill(path, bytes);
+  const Error error = error_of([&] { load_pt2(path); });
+  EXPECT_EQ(error.kind(), ErrorKind::BadFile);
+  EXPECT_THAT(error.what(), HasSubstr("hostile.pt2"));
+  return error;
+}
+
+TEST(HostileFiles, AnArchivePutTogetherAgainLoads) {
+  const fs::path path = programs() / "hostile.pt2";
+  spill(path, Archive("linear").zip());
+  EXPECT_EQ(load_pt2(path).module->parameters().size(), 4u);
+}
+
+TEST(HostileFiles, TruncatedAnywhereIsAnError) {
+  const std::string whole = Archive("linear").bytes;
+  for (size_t size = 0; size < whole.size(); size += 97) load_error(whole.substr(0, size));
+}
+
+TEST(HostileFiles, AFlippedBitInTheWeightsIsAnErrorThatNamesTheRecord) {
+  Archive archive("linear");
+  std::string bytes = archive.bytes;
+  const size_t at = bytes.find(archive.entry("data/weights/weight_0"));
+  ASSERT_NE(at, std::string::npos);
+  bytes[at + 5] ^= 4;
+  EXPECT_THAT(load_error(bytes).what(), AllOf(HasSubstr("checksum"), HasSubstr("weight_0")));
+}
+
+TEST(HostileFiles, OtherFilesAreToldFromPrograms) {
+  EXPECT_THAT(load_error("hello").what(), HasSubstr("not a zip"));
+  EXPECT_THAT(load_error(slurp(programs() / "linear.expect.pt")).what(),
+              AllOf(HasSubstr("no .pt2 file"), HasSubstr("torch.export.save")));
+  EXPECT_EQ(error_of([] { load_pt2("/no/such/file.pt2"); }).kind(), ErrorKind::BadFile);
+  EXPECT_EQ(error_of([] { load_pt2(programs()); }).kind(), ErrorKind::BadFile);
+}
+
+TEST(HostileFiles, UnknownVersionsAreNamed) {
+  EXPECT_THAT(load_error(Archive("linear").model([](Json& j) { j["schema_version"]["major"] = 9; }).zip()).what(),
+              HasSubstr("9."));
+  Archive archive("linear");
+  archive.entry("archive_version") = "7";
+  EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr("'7'"));
+}
+
+TEST(HostileFiles, UnknownOperatorsAreListedWithTheLibraryTheyNeed) {
+  const Error error = load_error(Archive("linear")
+                                     .model([](Json& j) {
+                                       j["graph_module"]["graph"]["nodes"][0]["target"] =
+                                           "torch.ops.mine.fast_linear.default";
+                                       j["graph_module"]["graph"]["nodes"][2]["target"] = "torch.ops.theirs.op.out";
+                                     })
+                                     .zip());
+  EXPECT_THAT(error.what(), AllOf(HasSubstr("mine::fast_linear"), HasSubstr("theirs::op.out"), HasSubstr("library"),
+                                  HasSubstr("nodes[0]")));
+}
+
+TEST(HostileFiles, WrongContentNamesItsPlace) {
+  auto broken = [](auto&& edit) { return load_error(Archive("linear").model(edit).zip()); };
+  EXPECT_THAT(broken([](Json& j) {
+                j["graph_module"]["graph"]["nodes"][1]["inputs"][0]["arg"]["as_tensor"]["name"] = "nowhere";
+              }).what(),
+              AllOf(HasSubstr("nowhere"), HasSubstr("graph_module.graph.nodes[1].inputs[0]")));
+  EXPECT_THAT(broken([](Json& j) { j["graph_module"]["graph"]["nodes"][1]["inputs"][0]["name"] = "elbow"; }).what(),
+              HasSubstr("elbow"));
+  EXPECT_THAT(broken([](Json& j) {
+                j["graph_module"]["graph"]["nodes"][1]["outputs"][0]["as_tensor"]["name"] = "linear";
+              }).what(),
+              HasSubstr("twice"));
+  EXPECT_THAT(broken([](Json& j) {
+                j["graph_module"]["graph"]["nodes"][0]["inputs"][0]["arg"] = {{"as_ints", {1, 2}}};
+              }).what(),
+              HasSubstr("nodes[0]"));
+  EXPECT_THAT(broken([](Json& j) { j["graph_module"].erase("signature"); }).what(),
+              HasSubstr("'signature' is missing"));
+  EXPECT_THAT(broken([](Json& j) { j["graph_module"]["graph"]["tensor_values"]["input"]["dtype"] = 99; }).what(),
+              HasSubstr("dtype 99"));
+  EXPECT_THAT(broken([](Json& j) {
+                j["graph_module"]["signature"]["input_specs"][0]["parameter"]["parameter_name"] = "../../etc";
+              }).what(),
+              HasSubstr("../../etc"));
+  EXPECT_THAT(
+      broken([](Json& j) { j["graph_module"]["module_call_graph"][0]["signature"]["in_spec"] = "[1, {"; }).what(),
+      HasSubstr("in_spec"));
+}
+
+TEST(HostileFiles, CustomObjectsTokensAndControlFlowAreRefusedByName) {
+  auto broken = [](auto&& edit) { return load_error(Archive("linear").model(edit).zip()); };
+  EXPECT_THAT(
+      broken([](Json& j) { j["graph_module"]["graph"]["nodes"][0]["target"] = "torch.ops.higher_order.cond"; }).what(),
+      HasSubstr("higher_order.cond"));
+  EXPECT_THAT(broken([](Json& j) { j["graph_module"]["graph"]["nodes"][0]["target"] = "os.system"; }).what(),
+              HasSubstr("os.system"));
+  EXPECT_THAT(broken([](Json& j) {
+                j["graph_module"]["signature"]["input_specs"][0] = {
+                    {"custom_obj", {{"arg", {{"name", "o"}, {"class_fqn", "c"}}}, {"custom_obj_name", "o"}}}};
+              }).what(),
+              HasSubstr("custom objects"));
+}
+
+TEST(HostileFiles, TensorsThatReachOutsideOfTheirRecordAreRefused) {
+  for (const auto& [what, value] :
+       {std::pair<const char*, Json>{"sizes", {{{"as_int", 5}}, {{"as_int", int64_t{1} << 62}}}},
+        {"strides", {{{"as_int", 6}}, {{"as_int", 7}}}},
+        {"sizes", {{{"as_int", 5}}, {{"as_int", -6}}}},
+        {"storage_offset", {{"as_int", 1}}},
+        {"storage_offset", {{"as_int", INT64_MAX}}},
+        {"dtype", 8}}) {
+    Archive archive("linear");
+    Json config = Json::parse(archive.entry("model_weights_config.json"));
+    config["config"]["0.weight"]["tensor_meta"][what] = value;
+    archive.entry("model_weights_config.json") = config.dump();
+    EXPECT_THAT(load_error(archive.zip()).what(),
+                AnyOf(HasSubstr("0.weight"), HasSubstr("negative"), HasSubstr("data/weights")))
+        << what;
+  }
+}
+
+TEST(HostileFiles, RecordsOutsideOfTheArchiveAreNotLookedFor) {
+  Archive archive("linear");
+  Json config = Json::parse(archive.entry("model_weights_config.json"));
+  config["config"]["0.weight"]["path_name"] = "../../../../etc/passwd";
+  archive.entry("model_weights_config.json") = config.dump();
+  EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr("has no entry"));
+}
+
+TEST(HostileFiles, NamesThatAreNoPlainPathsAreRefused) {
+  for (const char* name : {"../x", "/etc/passwd", "a/../../b", "a\\b", "."}) {
+    Archive archive("linear");
+    archive.entries.emplace_back(name, "x");
+    EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr("not a plain path")) << name;
+  }
+  Archive twice("linear");
+  twice.entries.push_back(twice.entries[0]);
+  EXPECT_THAT(load_error(twice.zip()).what(), HasSubstr("twice"));
+}
+
+TEST(HostileFiles, DeepNestingIsRefused) {
+  Archive archive("linear");
+  archive.entry("models/model.json") = std::string(1'000'000, '[');
+  EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr("deeper"));
+}
+
+TEST(HostileFiles, AZipBombIsRefusedWithoutInflatingIt) {
+  // One deflated entry that claims 3 GiB, a thousand times its bytes.
+  std::string zip = fuzz::make_zip({{"m/models/model.json", std::string(3 << 20, '\0')}}, crc32);
+  const size_t directory = zip.rfind("PK\x01\x02");
+  auto put = [&](size_t at, uint64_t v, int bytes) {
+    for (int i = 0; i < bytes; ++i) zip[at + static_cast<size_t>(i)] = static_cast<char>(v >> (8 * i));
+  };
+  put(directory + 10, 8, 2);                  // deflated
+  put(directory + 24, uint64_t{3} << 30, 4);  // its size
+  EXPECT_THAT(load_error(zip).what(), HasSubstr("inflates to more"));
+  put(directory + 24, 0xFFFFFFF0u, 4);
+  EXPECT_THAT(load_error(zip).what(), HasSubstr("claims more data"));
+}
+
+TEST(HostileFiles, BrokenCopiesEndInAnErrorOrAModule) {
+  std::vector<Archive> seeds;
+  for (const char* name : {"linear", "values", "sizes", "modes", "convnet_functional", "autocast", "recurrent"})
+    seeds.emplace_back(name);
+  const fs::path path = programs() / "broken.pt2";
+  size_t errors = 0;
+  for (uint64_t seed = 0; seed < 700; ++seed) {
+    fuzz::Random random(seed);
+    const Archive& archive = seeds[seed % seeds.size()];
+    spill(path, fuzz::mutate_archive(archive.bytes, archive.entries, random, crc32));
+    try {
+      ExportedProgram program = load_pt2(path);
+      const std::string text = to_string(program.module->graph());
+      EXPECT_EQ(to_string(parse_graph(text)), text) << "seed " << seed;
+    } catch (const Error& e) {
+      EXPECT_FALSE(e.message().empty());
+      ++errors;
+    } catch (const std::exception& e) {
+      ADD_FAILURE() << "seed " << seed << ": " << e.what();
+    }
+  }
+  EXPECT_GT(errors, 200u);
+}
+
+TEST(HostileFiles, BrokenGraphTextsEndInAnErrorOrAGraph) {
+  const std::string seed_text = to_string(load_pt2(programs() / "gpt.pt2").module->graph());
+  size_t errors = 0;
+  for (uint64_t seed = 0; seed < 500; ++seed) {
+    fuzz::Random random(seed);
+    std::string text = seed_text;
+    fuzz::mutate_bytes(text, random);
+    try {
+      const std::string printed = to_string(parse_graph(text));
+      EXPECT_EQ(to_string(parse_graph(printed)), printed) << "seed " << seed;
+    } catch (const Error&) {
+      ++errors;
+    } catch (const std::exception& e) {
+      ADD_FAILURE() << "seed " << seed << ": " << e.what();
+    }
+  }
+  EXPECT_GT(errors, 100u);
+}
+
+TEST(JsonDoc, NamesThePathOfWhatIsWrong) {
+  const JsonDoc doc("f.json", R"({"a": [{"b": 1}, {"b": "x"}], "big": 18446744073709551615})");
+  EXPECT_EQ(doc.path_of(doc.root()["a"][1]["b"]), "a[1].b");
+  EXPECT_THAT(error_of([&] { doc.integer(doc.root()["a"][1]["b"]); }).what(),
+              AllOf(HasSubstr("f.json"), HasSubstr("a[1].b")));
+  EXPECT_THAT(error_of([&] { doc.integer(doc.root()["big"]); }).what(), HasSubstr("64 bits"));
+  EXPECT_EQ(error_of([] { JsonDoc("f.json", "{"); }).kind(), ErrorKind::BadFile);
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,387 @@
+// Reads an archive: finds its parts, checks their versions, and builds the module.
+#include <set>
+
+#include "plumb/core/error.h"
+#include "plumb/exported/exported.h"
+#include "plumb/exported/json_doc.h"
+#include "plumb/exported/node_reader.h"
+#include "plumb/exported/sym_expr.h"
+#include "plumb/exported/weights.h"
+#include "plumb/exported/zip_file.h"
+
+namespace plumb {
+namespace {
+
+using pt2::NodeReader;
+
+constexpr int64_t kSchemaMajor = 8;
+
+// The name of the program to read: models/NAME.json.
+std::string choose_model(const ZipFile& zip, const std::string& wanted) {
+  std::vector<std::string> names;
+  const std::string prefix = zip.top_folder() + "models/";
+  for (const ZipEntry& entry : zip.entries()) {
+    if (entry.name.starts_with(prefix) && entry.name.ends_with(".json"))
+      names.push_back(entry.name.substr(prefix.size(), entry.name.size() - prefix.size() - 5));
+  }
+  std::string list;
+  for (const auto& name : names) list += (list.empty() ? "" : ", ") + name;
+  if (names.empty())
+    throw Error(ErrorKind::BadFile, zip.path() + ": holds no exported program", "", "save it with torch.export.save");
+  if (wanted.empty() && names.size() == 1) return names[0];
+  const std::string name = wanted.empty() ? "model" : wanted;
+  if (std::find(names.begin(), names.end(), name) != names.end()) return name;
+  throw Error(ErrorKind::BadFile, zip.path() + ": has no program '" + name + "'", "", "it has " + list);
+}
+
+void check_archive(const ZipFile& zip) {
+  auto text = [&](const char* name) {
+    const ZipEntry& entry = zip.get(name);
+    return entry.size < 64 ? zip.read(entry) : std::string("(" + std::to_string(entry.size) + " bytes)");
+  };
+  if (!zip.find("archive_format")) {
+    throw Error(ErrorKind::BadFile, zip.path() + ": is a zip archive, but no .pt2 file: it has no entry archive_format",
+                "",
+                zip.find("data.pkl") ? "this looks like a file of torch.save: export the model with torch.export.save"
+                                     : "save it with torch.export.save");
+  }
+  if (auto format = text("archive_format"); format != "pt2")
+    throw Error(ErrorKind::BadFile, zip.path() + ": is an archive of format '" + format + "', not pt2");
+  if (auto version = text("archive_version"); version != "0")
+    throw Error(ErrorKind::BadFile, zip.path() + ": has archive version '" + version + "', 0 is the one known");
+  if (const ZipEntry* order = zip.find("byteorder"); order && text("byteorder") != "little")
+    throw Error(ErrorKind::BadFile, zip.path() + ": was written on a big-endian machine");
+}
+
+class Loader {
+ public:
+  Loader(const ZipFile& zip, const JsonDoc& doc, std::string name, const LoadOptions& options)
+      : zip_(zip),
+        doc_(doc),
+        name_(std::move(name)),
+        options_(options),
+        nodes_(doc_, graph_, program_, options.device) {}
+
+  ExportedProgram load() {
+    read_versions();
+    const Json& module = doc_.at(doc_.root(), "graph_module");
+    const Json& graph = doc_.at(module, "graph");
+    const Json& signature = doc_.at(module, "signature");
+    nodes_.check_operators(graph);
+    read_ranges();
+    read_state();
+    read_calls(module);
+    read_inputs(graph, signature);
+    add_size_check();
+    nodes_.read_nodes(graph, scope_, {});
+    read_outputs(graph, signature);
+    if (const ZipEntry* samples = zip_.find("data/sample_inputs/" + name_ + ".pt"))
+      program_.sample_inputs = zip_.read(*samples);
+    program_.module = std::make_shared<GraphModule>(std::move(graph_), std::move(state_), in_spec_, out_spec_);
+    program_.module->lint();
+    return std::move(program_);
+  }
+
+ private:
+  void read_versions();
+  void read_ranges();
+  void read_state();
+  void read_calls(const Json& module);
+  void read_inputs(const Json& graph, const Json& signature);
+  void add_size_check();
+  void read_outputs(const Json& graph, const Json& signature);
+  void add_attribute(const Json& at, const std::string& value_name, const std::string& name, AttrKind kind,
+                     bool persistent, const Json& graph);
+  c10::IValue constant(const Json& j) const;
+  const Json& tensor_name(const Json& spec) const { return doc_.at(doc_.at(spec, "arg"), "name"); }
+
+  const ZipFile& zip_;
+  const JsonDoc& doc_;
+  std::string name_;
+  LoadOptions options_;
+  Graph graph_;
+  State state_;
+  TreeSpec in_spec_, out_spec_;
+  ExportedProgram program_;
+  NodeReader nodes_;
+  NodeReader::Scope scope_;
+  std::map<std::string, c10::IValue> constant_inputs_;  // by placeholder: the only value it may have
+  std::map<std::string, pt2::StoredTensor> weights_, constants_;
+};
+
+void Loader::read_versions() {
+  const Json& version = doc_.at(doc_.root(), "schema_version");
+  program_.schema_major = doc_.integer(doc_.at(version, "major"));
+  program_.schema_minor = doc_.integer(doc_.at(version, "minor"));
+  if (program_.schema_major != kSchemaMajor) {
+    doc_.fail(version,
+              "schema version " + std::to_string(program_.schema_major) + "." + std::to_string(program_.schema_minor) +
+                  ", 8.x is the one known",
+              "export the model again with a torch release from 2.11 on");
+  }
+  if (const Json* torch = doc_.find(doc_.root(), "torch_version")) program_.torch_version = doc_.string(*torch);
+  if (const Json* opsets = doc_.find(doc_.root(), "opset_version")) {
+    for (auto it = doc_.object(*opsets).begin(); it != opsets->end(); ++it)
+      program_.opset_versions[it.key()] = doc_.integer(*it);
+  }
+}
+
+void Loader::read_ranges() {
+  if (const Json* ranges = doc_.find(doc_.root(), "range_constraints")) {
+    for (auto it = doc_.object(*ranges).begin(); it != ranges->end(); ++it) {
+      if (!SymExpr::parse(it.key())) doc_.fail(*it, "'" + it.key() + "' is no size expression");
+      SizeRange range;
+      if (const Json* min = doc_.find(*it, "min_val")) range.min = doc_.integer(*min);
+      if (const Json* max = doc_.find(*it, "max_val")) range.max = doc_.integer(*max);
+      program_.ranges.emplace(it.key(), range);
+    }
+  }
+  if (const Json* guards = doc_.find(doc_.root(), "guards_code")) {
+    for (const Json& guard : doc_.array(*guards)) program_.guards.push_back(doc_.string(guard));
+  }
+}
+
+void Loader::read_state() {
+  weights_ = pt2::read_stored(zip_, "data/weights/" + name_ + "_weights_config.json", "data/weights/", options_.device);
+  constants_ =
+      pt2::read_stored(zip_, "data/constants/" + name_ + "_constants_config.json", "data/constants/", options_.device);
+}
+
+void Loader::read_calls(const Json& module) {
+  const Json& calls = doc_.array(doc_.at(module, "module_call_graph"));
+  bool root = false;
+  for (const Json& call : calls) {
+    const std::string& fqn = doc_.string(doc_.at(call, "fqn"));
+    const Json* signature = doc_.find(call, "signature");
+    if (!fqn.empty()) {
+      program_.submodules.push_back(fqn);
+      continue;
+    }
+    if (root || !signature) doc_.fail(call, "the program's own signature must be there once");
+    root = true;
+    for (auto [key, spec] : {std::pair{"in_spec", &in_spec_}, {"out_spec", &out_spec_}}) {
+      const Json& text = doc_.at(*signature, key);
+      try {
+        *spec = TreeSpec::from_json(doc_.string(text));
+      } catch (const Error& e) {
+        doc_.fail(text, e.message());
+      }
+    }
+    if (const Json* names = doc_.find(*signature, "forward_arg_names")) {
+      for (const Json& name : doc_.array(*names)) program_.argument_names.push_back(doc_.string(name));
+    }
+  }
+  if (!root) doc_.fail(calls, "the program's own signature is missing");
+  if (const Json* fields = doc_.find(module, "treespec_namedtuple_fields")) {
+    for (auto it = doc_.object(*fields).begin(); it != fields->end(); ++it) {
+      for (const Json& name : doc_.array(doc_.at(*it, "field_names")))
+        program_.namedtuple_fields[it.key()].push_back(doc_.string(name));
+    }
+  }
+}
+
+c10::IValue Loader::constant(const Json& j) const {
+  const auto [tag, value] = doc_.tagged(j);
+  if (tag == "as_none") return {};
+  if (tag == "as_int") return doc_.integer(value);
+  if (tag == "as_float") return doc_.number(value);
+  if (tag == "as_bool") return doc_.boolean(value);
+  if (tag == "as_string") return doc_.string(value);
+  doc_.fail(j, "unknown kind of constant '" + tag + "'");
+}
+
+void Loader::add_attribute(const Json& at, const std::string& value_name, const std::string& name, AttrKind kind,
+                           bool persistent, const Json& graph) {
+  auto& first = kind == AttrKind::Constant || !persistent ? constants_ : weights_;
+  auto& second = &first == &weights_ ? constants_ : weights_;
+  auto stored = first.find(name);
+  auto* table = &first;
+  if (stored == first.end()) {
+    stored = second.find(name);
+    table = &second;
+  }
+  if (stored == table->end()) doc_.fail(at, "no tensor '" + name + "' is stored in the file");
+  if (state_.contains(name)) doc_.fail(at, "'" + name + "' is given twice");
+  const at::Tensor& tensor = stored->second.tensor;
+  if (auto stated = nodes_.meta_of(graph, value_name);
+      stated && (stated->dtype != tensor.scalar_type() || stated->sizes != tensor.sizes().vec()))
+    doc_.fail(at, "the stored tensor '" + name + "' is of another dtype or shape than the graph says");
+  state_.add({name, kind, tensor, persistent});
+  Node* node = graph_.get_attr(name, TensorMeta::of(tensor));
+  nodes_.name_value(node->result(), value_name);
+  NodeReader::bind(doc_, at, scope_, value_name, node->result());
+}
+
+void Loader::read_inputs(const Json& graph, const Json& signature) {
+  const Json& inputs = doc_.array(doc_.at(graph, "inputs"));
+  const Json& specs = doc_.array(doc_.at(signature, "input_specs"));
+  if (inputs.size() != specs.size())
+    doc_.fail(specs, "the graph has " + std::to_string(inputs.size()) + " inputs, the signature " +
+                         std::to_string(specs.size()));
+  // Placeholders come first in the IR; in the file weights do.
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const auto [kind, spec] = doc_.tagged(specs[i]);
+    if (kind != "user_input" && kind != "constant_input") continue;
+    const auto [tag, value] = doc_.tagged(inputs[i]);
+    std::string name;
+    Node* node = nullptr;
+    if (tag == "as_tensor") {
+      name = doc_.string(doc_.at(value, "name"));
+      auto meta = nodes_.meta_of(graph, name);
+      if (!meta) doc_.fail(inputs[i], "the type of '" + name + "' is missing");
+      node = graph_.placeholder(name, std::move(meta));
+    } else if (tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool") {
+      name = doc_.string(doc_.at(value, "as_name"));
+      node = graph_.placeholder(name, std::nullopt,
+                                tag == "as_sym_int"     ? ValueType::Int
+                                : tag == "as_sym_float" ? ValueType::Float
+                                                        : ValueType::Bool);
+    } else {
+      const Json* given = kind == "constant_input" ? doc_.find(spec, "name") : nullptr;
+      name = given ? doc_.string(*given) : "arg" + std::to_string(i);
+      const c10::IValue only = constant(inputs[i]);
+      const ValueType type = only.isInt()      ? ValueType::Int
+                             : only.isDouble() ? ValueType::Float
+                             : only.isBool()   ? ValueType::Bool
+                                               : ValueType::Other;
+      node = graph_.placeholder(name, std::nullopt, type);
+      constant_inputs_.emplace(node->result()->name(), only);
+    }
+    nodes_.name_value(node->result(), name);
+    if (node->result()->type() != ValueType::Tensor && !constant_inputs_.count(node->result()->name()))
+      nodes_.note_expression(graph, node->result(), name);
+    NodeReader::bind(doc_, inputs[i], scope_, name, node->result());
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const auto [kind, spec] = doc_.tagged(specs[i]);
+    if (kind == "user_input" || kind == "constant_input") continue;
+    if (kind == "custom_obj") doc_.fail(specs[i], "custom objects cannot be held in a graph");
+    if (kind == "token") doc_.fail(specs[i], "operators with effect tokens cannot be held in a graph");
+    const auto [tag, value] = doc_.tagged(inputs[i]);
+    if (tag != "as_tensor") doc_.fail(inputs[i], "a tensor was expected");
+    const std::string& name = doc_.string(doc_.at(value, "name"));
+    if (kind == "parameter") {
+      add_attribute(specs[i], name, doc_.string(doc_.at(spec, "parameter_name")), AttrKind::Parameter, true, graph);
+    } else if (kind == "buffer") {
+      add_attribute(specs[i], name, doc_.string(doc_.at(spec, "buffer_name")), AttrKind::Buffer,
+                    doc_.boolean(doc_.at(spec, "persistent")), graph);
+    } else if (kind == "tensor_constant") {
+      add_attribute(specs[i], name, doc_.string(doc_.at(spec, "tensor_constant_name")), AttrKind::Constant, true,
+                    graph);
+    } else {
+      doc_.fail(specs[i], "unknown kind of input '" + kind + "'");
+    }
+  }
+  // Further names of tied weights: no inputs of the graph, but part of the state.
+  for (const auto& [name, stored] : weights_) {
+    if (!state_.contains(name))
+      state_.add({name, stored.is_parameter ? AttrKind::Parameter : AttrKind::Buffer, stored.tensor, true});
+  }
+  for (const auto& [name, only] : constant_inputs_) {
+    Value* value = graph_.find_value(name);
+    if (only.isString()) {
+      graph_.call("plumb::check_input.str", {value, only, Arg(name)});
+    } else {
+      graph_.call("plumb::check_input", {value, only, Arg(name)});
+    }
+  }
+}
+
+// One node that holds the inputs' dynamic sizes against the program's symbols and ranges.
+void Loader::add_size_check() {
+  Arg::List inputs;
+  std::string sizes;
+  std::set<std::string> symbols;
+  for (Node* node : graph_.placeholders()) {
+    const auto& meta = node->result()->meta();
+    if (!meta || meta->symbols.empty()) continue;
+    for (size_t dim = 0; dim < meta->symbols.size(); ++dim) {
+      if (meta->symbols[dim].empty()) continue;
+      sizes += "size " + std::to_string(inputs.size()) + " " + std::to_string(dim) + " " + node->result()->name() +
+               " " + meta->symbols[dim] + "\n";
+      symbols.insert(meta->symbols[dim]);
+    }
+    inputs.emplace_back(node->result());
+  }
+  if (inputs.empty()) return;
+  std::string spec;
+  for (const auto& [name, range] : program_.ranges) {
+    if (!symbols.count(name) || SymExpr::parse(name)->kind() != SymExpr::Kind::Symbol) continue;
+    auto bound = [](const std::optional<int64_t>& b) { return b ? std::to_string(*b) : std::string("-"); };
+    spec += "symbol " + name + " " + bound(range.min) + " " + bound(range.max) + "\n";
+  }
+  graph_.call("plumb::check_sizes", {Arg(std::move(inputs)), Arg(spec + sizes)});
+}
+
+void Loader::read_outputs(const Json& graph, const Json& signature) {
+  const Json& outputs = doc_.array(doc_.at(graph, "outputs"));
+  const Json& specs = doc_.array(doc_.at(signature, "output_specs"));
+  if (outputs.size() != specs.size())
+    doc_.fail(specs, "the graph has " + std::to_string(outputs.size()) + " outputs, the signature " +
+                         std::to_string(specs.size()));
+  // Mutations first, as torch does: a value that is also returned is returned as the thing it was written to.
+  std::unordered_map<Value*, Value*> written;
+  std::vector<Arg> results;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const auto [kind, spec] = doc_.tagged(specs[i]);
+    Value* target = nullptr;
+    if (kind == "buffer_mutation" || kind == "parameter_mutation") {
+      const std::string& name =
+          doc_.string(doc_.at(spec, kind == "buffer_mutation" ? "buffer_name" : "parameter_name"));
+      Node* attribute = graph_.find_attribute(name);
+      if (!attribute) doc_.fail(specs[i], "'" + name + "' is written to, but is no input of the graph");
+      target = attribute->result();
+    } else if (kind == "user_input_mutation") {
+      const std::string& name = doc_.string(doc_.at(spec, "user_input_name"));
+      auto it = scope_.find(name);
+      if (it == scope_.end() || !it->second.is_value() ||
+          it->second.value()->producer()->kind() != NodeKind::Placeholder)
+        doc_.fail(specs[i], "'" + name + "' is written to, but is no input of the graph");
+      target = it->second.value();
+    } else if (kind == "user_output" || kind == "loss_output") {
+      continue;
+    } else {
+      doc_.fail(specs[i], "outputs of kind '" + kind + "' cannot be held in a graph",
+                "export the forward pass: gradients come from autograd");
+    }
+    const Arg value = nodes_.read_argument(outputs[i], scope_);
+    if (!value.is_value() || !value.value()->is_tensor()) doc_.fail(outputs[i], "a tensor was expected");
+    if (value.value() == target) continue;
+    Node* copy = graph_.call("aten::copy_", {target, value});
+    copy->result()->set_meta(target->meta());
+    written.emplace(value.value(), copy->result());
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const auto kind = doc_.tagged(specs[i]).first;
+    if (kind != "user_output" && kind != "loss_output") continue;
+    Arg value = nodes_.read_argument(outputs[i], scope_);
+    if (value.is_list()) doc_.fail(outputs[i], "an output is a tensor, a number, a string or None");
+    if (auto it = written.find(value.value()); value.is_value() && it != written.end()) value = Arg(it->second);
+    results.push_back(std::move(value));
+  }
+  graph_.output(std::move(results));
+}
+
+}  // namespace
+
+ExportedProgram load_pt2(const std::string& path, const LoadOptions& options) {
+  try {
+    const ZipFile zip(path, options.max_inflated_bytes);
+    check_archive(zip);
+    const std::string name = choose_model(zip, options.model);
+    const std::string record = "models/" + name + ".json";
+    const JsonDoc doc(path + "/" + record, zip.read(zip.get(record)));
+    return Loader(zip, doc, name, options).load();
+  } catch (const Error& e) {
+    if (e.kind() == ErrorKind::BadFile) throw;
+    throw Error(ErrorKind::BadFile, path + ": " + e.message(), e.where(), e.remedy());
+  } catch (const c10::Error& e) {
+    throw Error(ErrorKind::BadFile, path + ": " + e.what_without_backtrace());
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorKind::BadFile, path + ": needs more memory than there is");
+  } catch (const std::exception& e) {
+    throw Error(ErrorKind::BadFile, path + ": " + e.what());
+  }
+}
+
+}  // namespace plumb

@@ -1,0 +1,355 @@
+#include "plumb/exported/tensor_file.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <caffe2/serialize/inline_container.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <unordered_map>
+
+#include "plumb/core/error.h"
+#include "plumb/exported/pickle_file.h"
+#include "plumb/exported/temporary_file.h"
+#include "plumb/exported/weights.h"
+
+namespace plumb {
+namespace {
+
+[[noreturn]] void bad(const std::string& path, const std::string& what, const std::string& remedy = "") {
+  throw Error(ErrorKind::BadFile, path + ": " + what, "", remedy);
+}
+
+// An open file that closes itself.
+struct File {
+  explicit File(const std::string& path) : fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+    if (fd < 0)
+      bad(path, std::string("cannot be opened: ") + std::strerror(errno), "check the path and its permissions");
+    struct stat info {};
+    if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
+      ::close(fd);
+      bad(path, "is not a regular file");
+    }
+    size = static_cast<uint64_t>(info.st_size);
+  }
+  ~File() { ::close(fd); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  bool read(void* into, uint64_t bytes) const {
+    auto* to = static_cast<char*>(into);
+    while (bytes) {
+      const ssize_t got = ::read(fd, to, std::min<uint64_t>(bytes, 1u << 30));
+      if (got < 0 && errno == EINTR) continue;
+      if (got <= 0) return false;
+      to += got;
+      bytes -= static_cast<uint64_t>(got);
+    }
+    return true;
+  }
+  int fd;
+  uint64_t size = 0;
+};
+
+struct NpyType {
+  const char* code;
+  at::ScalarType dtype;
+};
+constexpr NpyType kNpyTypes[] = {{"<f4", at::kFloat},        {"<f8", at::kDouble},        {"<f2", at::kHalf},
+                                 {"<i8", at::kLong},         {"<i4", at::kInt},           {"<i2", at::kShort},
+                                 {"|i1", at::kChar},         {"|u1", at::kByte},          {"|b1", at::kBool},
+                                 {"<u2", at::kUInt16},       {"<u4", at::kUInt32},        {"<u8", at::kUInt64},
+                                 {"<c8", at::kComplexFloat}, {"<c16", at::kComplexDouble}};
+
+// The value of a key in numpy's header, a Python dict: {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
+std::string header_field(const std::string& path, const std::string& header, const std::string& key) {
+  size_t at = header.find("'" + key + "'");
+  if (at != std::string::npos) at = header.find(':', at);
+  if (at == std::string::npos) bad(path, "its header has no '" + key + "'");
+  at = header.find_first_not_of(' ', at + 1);
+  if (at == std::string::npos) bad(path, "its header has no '" + key + "'");
+  const char open = header[at];
+  const size_t end = open == '('    ? header.find(')', at)
+                     : open == '\'' ? header.find('\'', at + 1)
+                                    : header.find_first_of(",}", at);
+  if (end == std::string::npos) bad(path, "its header is broken at '" + key + "'");
+  return open == '(' || open == '\'' ? header.substr(at + 1, end - at - 1) : header.substr(at, end - at);
+}
+
+// torch.save's pickle, protocol 2.
+class Pickler {
+ public:
+  void write(const c10::IValue& v, int depth = 0) {
+    if (depth > 60) throw Error(ErrorKind::InvalidArgument, "the value is nested too deeply to be saved");
+    if (v.isNone()) {
+      out_ += 'N';
+    } else if (v.isTensor()) {
+      tensor(v.toTensor());
+    } else if (v.isBool()) {
+      out_ += v.toBool() ? '\x88' : '\x89';
+    } else if (v.isInt()) {
+      out_ += std::string("\x8a\x08", 2);
+      little(static_cast<uint64_t>(v.toInt()), 8);
+    } else if (v.isDouble()) {
+      uint64_t bits;
+      const double d = v.toDouble();
+      std::memcpy(&bits, &d, 8);
+      out_ += 'G';
+      for (int i = 7; i >= 0; --i) out_ += static_cast<char>(bits >> (8 * i));
+    } else if (v.isString()) {
+      text(v.toStringRef());
+    } else if (v.isList()) {
+      out_ += "](";
+      for (const c10::IValue& e : v.toListRef()) write(e, depth + 1);
+      out_ += 'e';
+    } else if (v.isTuple()) {
+      out_ += '(';
+      for (const c10::IValue& e : v.toTupleRef().elements()) write(e, depth + 1);
+      out_ += 't';
+    } else if (v.isGenericDict()) {
+      out_ += "}(";
+      for (const auto& entry : v.toGenericDict()) {
+        write(entry.key(), depth + 1);
+        write(entry.value(), depth + 1);
+      }
+      out_ += 'u';
+    } else {
+      throw Error(ErrorKind::InvalidArgument, "a value of kind " + v.tagKind() + " cannot be saved", "",
+                  "save tensors, numbers, strings, and lists, tuples or dicts of them");
+    }
+  }
+  std::string finish() && { return "\x80\x02" + std::move(out_) + "."; }
+  const std::vector<at::Tensor>& storages() const { return storages_; }
+
+ private:
+  void little(uint64_t v, int bytes) {
+    for (int i = 0; i < bytes; ++i) out_ += static_cast<char>(v >> (8 * i));
+  }
+  void text(const std::string& s) {
+    out_ += 'X';
+    little(s.size(), 4);
+    out_ += s;
+  }
+  void integers(at::IntArrayRef values) {
+    out_ += '(';
+    for (int64_t v : values) write(v);
+    out_ += 't';
+  }
+  void global(const std::string& module, const std::string& name) { out_ += "c" + module + "\n" + name + "\n"; }
+
+  void tensor(const at::Tensor& given) {
+    if (!given.defined()) {
+      out_ += 'N';
+      return;
+    }
+    if (given.layout() != at::kStrided || given.is_quantized() || given.is_meta())
+      throw Error(ErrorKind::InvalidArgument, "a tensor that is not an ordinary dense one cannot be saved");
+    // A key by storage: tensors that share memory share it again. Slices of something larger are saved alone.
+    at::Tensor t = given.detach().resolve_conj().resolve_neg().cpu();
+    const void* storage = given.storage().unsafeGetStorageImpl();
+    auto known = keys_.find(storage);
+    if (known == keys_.end() || !t.is_alias_of(storages_[known->second])) {
+      known = keys_.insert_or_assign(storage, storages_.size()).first;
+      storages_.push_back(t);
+    }
+    // Every type goes as bytes with its dtype beside, as newer torch does for the types that have no storage class.
+    const bool classic = storage_class(t.scalar_type()) != nullptr;
+    global("torch._utils", classic ? "_rebuild_tensor_v2" : "_rebuild_tensor_v3");
+    out_ += "((";
+    text("storage");
+    if (classic) {
+      global("torch", storage_class(t.scalar_type()));
+    } else {
+      global("torch.storage", "UntypedStorage");
+    }
+    text(std::to_string(known->second));
+    text("cpu");
+    const int64_t bytes = static_cast<int64_t>(t.storage().nbytes());
+    write(classic ? bytes / static_cast<int64_t>(t.itemsize()) : bytes);
+    out_ += "tQ";
+    write(t.storage_offset());
+    integers(t.sizes());
+    integers(t.strides());
+    out_ += given.requires_grad() ? '\x88' : '\x89';
+    global("collections", "OrderedDict");
+    out_ += ")R";
+    if (!classic) global("torch", dtype_name(t.scalar_type()));
+    out_ += "tR";
+  }
+
+  static const char* storage_class(at::ScalarType dtype) {
+    switch (dtype) {
+      case at::kFloat: return "FloatStorage";
+      case at::kDouble: return "DoubleStorage";
+      case at::kHalf: return "HalfStorage";
+      case at::kBFloat16: return "BFloat16Storage";
+      case at::kLong: return "LongStorage";
+      case at::kInt: return "IntStorage";
+      case at::kShort: return "ShortStorage";
+      case at::kChar: return "CharStorage";
+      case at::kByte: return "ByteStorage";
+      case at::kBool: return "BoolStorage";
+      case at::kComplexFloat: return "ComplexFloatStorage";
+      case at::kComplexDouble: return "ComplexDoubleStorage";
+      default: return nullptr;
+    }
+  }
+  static std::string dtype_name(at::ScalarType dtype) {
+    switch (dtype) {
+      case at::kUInt16: return "uint16";
+      case at::kUInt32: return "uint32";
+      case at::kUInt64: return "uint64";
+      case at::kFloat8_e4m3fn: return "float8_e4m3fn";
+      case at::kFloat8_e5m2: return "float8_e5m2";
+      case at::kFloat8_e4m3fnuz: return "float8_e4m3fnuz";
+      case at::kFloat8_e5m2fnuz: return "float8_e5m2fnuz";
+      case at::kFloat8_e8m0fnu: return "float8_e8m0fnu";
+      default:
+        throw Error(ErrorKind::InvalidArgument,
+                    std::string("tensors of dtype ") + at::toString(dtype) + " cannot be saved");
+    }
+  }
+
+  std::string out_;
+  std::unordered_map<const void*, size_t> keys_;
+  std::vector<at::Tensor> storages_;
+};
+
+void save_pickle(const c10::IValue& value, const std::string& path) {
+  Pickler pickler;
+  pickler.write(value);
+  const auto storages = pickler.storages();
+  const std::string pickle = std::move(pickler).finish();
+  TemporaryFile file(path);
+  try {
+    caffe2::serialize::PyTorchStreamWriter zip([&](const void* data, size_t size) { return file.write(data, size); });
+    zip.writeRecord("data.pkl", pickle.data(), pickle.size());
+    zip.writeRecord("byteorder", "little", 6);
+    for (size_t i = 0; i < storages.size(); ++i) {
+      const size_t bytes = storages[i].storage().nbytes();
+      zip.writeRecord("data/" + std::to_string(i), bytes ? storages[i].storage().data() : "", bytes);
+    }
+    zip.writeEndOfFile();
+  } catch (const c10::Error& e) {
+    file.check();
+    bad(path, std::string("cannot be written: ") + e.what_without_backtrace());
+  }
+  file.commit();
+}
+
+bool is_npy(const std::string& path) { return path.ends_with(".npy"); }
+bool is_pickle(const std::string& path) { return path.ends_with(".pt") || path.ends_with(".pth"); }
+
+}  // namespace
+
+c10::IValue load_tensors(const std::string& path) {
+  if (is_npy(path)) return load_npy(path);
+  if (is_pickle(path)) return unpickle_file(path);
+  throw Error(ErrorKind::InvalidArgument, path + ": is no tensor file by its name", "",
+              "use a name that ends in .pt or .npy");
+}
+
+void save_tensors(const c10::IValue& value, const std::string& path) {
+  if (is_pickle(path)) return save_pickle(value, path);
+  if (!is_npy(path))
+    throw Error(ErrorKind::InvalidArgument, path + ": is no tensor file by its name", "",
+                "use a name that ends in .pt or .npy");
+  if (!value.isTensor())
+    throw Error(ErrorKind::InvalidArgument, path + ": a .npy file holds one tensor", "", "save to a .pt file");
+  save_npy(value.toTensor(), path);
+}
+
+at::Tensor load_npy(const std::string& path) {
+  const File file(path);
+  unsigned char start[12];
+  const bool whole = file.size >= 10 && file.read(start, 10);
+  if (!whole || std::memcmp(start, "\x93NUMPY", 6) != 0) bad(path, "is no .npy file");
+  uint64_t length = start[8] | start[9] << 8, header_end = 10;
+  if (start[6] >= 2) {
+    if (!file.read(start + 10, 2)) bad(path, "ends inside its header");
+    length |= static_cast<uint64_t>(start[10]) << 16 | static_cast<uint64_t>(start[11]) << 24;
+    header_end = 12;
+  }
+  if (start[6] < 1 || start[6] > 3)
+    bad(path, "has version " + std::to_string(start[6]) + " of the format, 1 to 3 are known");
+  if (length > file.size - header_end || length > (1u << 20)) bad(path, "ends inside its header");
+  std::string header(length, '\0');
+  if (!file.read(header.data(), length)) bad(path, "ends inside its header");
+  const std::string descr = header_field(path, header, "descr");
+  const NpyType* type = nullptr;
+  for (const NpyType& t : kNpyTypes) {
+    if (descr == t.code || (descr.size() == 3 && descr.substr(1) == std::string(t.code).substr(1) && t.code[0] == '|'))
+      type = &t;
+  }
+  if (!type) bad(path, "holds numbers of type '" + descr + "'", "save it as little-endian floats or integers");
+  if (header_field(path, header, "fortran_order") != "False")
+    bad(path, "is in Fortran order", "save numpy.ascontiguousarray of it");
+  std::vector<int64_t> sizes;
+  int64_t bytes = static_cast<int64_t>(at::elementSize(type->dtype));
+  const std::string shape = header_field(path, header, "shape");
+  for (size_t at = 0; at < shape.size();) {
+    const size_t digit = shape.find_first_not_of(", ", at);
+    if (digit == std::string::npos) break;
+    size_t end = digit;
+    int64_t size = 0;
+    while (end < shape.size() && std::isdigit(static_cast<unsigned char>(shape[end])) && size < (int64_t{1} << 56))
+      size = size * 10 + (shape[end++] - '0');
+    if (end == digit || sizes.size() >= 64 || __builtin_mul_overflow(bytes, size, &bytes))
+      bad(path, "has the shape (" + shape + ")");
+    sizes.push_back(size);
+    at = end;
+  }
+  if (static_cast<uint64_t>(bytes) != file.size - header_end - length)
+    bad(path, "has " + std::to_string(file.size - header_end - length) + " bytes of data, its shape (" + shape +
+                  ") needs " + std::to_string(bytes));
+  at::Tensor tensor = at::empty(sizes, at::dtype(type->dtype));
+  if (bytes && !file.read(tensor.data_ptr(), static_cast<uint64_t>(bytes))) bad(path, "ends inside its data");
+  // A byte that is neither 0 nor 1 is no bool, but C++ would take it for one.
+  if (type->dtype == at::kBool) tensor.view(at::kByte).ne_(0);
+  return tensor;
+}
+
+void save_npy(const at::Tensor& tensor, const std::string& path) {
+  const at::Tensor t = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
+  const NpyType* type = nullptr;
+  for (const NpyType& row : kNpyTypes) {
+    if (row.dtype == t.scalar_type()) type = &row;
+  }
+  if (!type)
+    throw Error(ErrorKind::InvalidArgument, path + ": numpy has no type for " + at::toString(t.scalar_type()), "",
+                "convert to float32, or save to a .pt file");
+  std::string shape;
+  for (int64_t size : t.sizes()) shape += std::to_string(size) + ", ";
+  std::string header =
+      "{'descr': '" + std::string(type->code) + "', 'fortran_order': False, 'shape': (" + shape + "), }";
+  header.append(63 - (10 + header.size()) % 64, ' ');
+  header += '\n';
+  std::string start("\x93NUMPY\x01\x00", 8);
+  start += static_cast<char>(header.size() & 0xFF);
+  start += static_cast<char>(header.size() >> 8);
+  TemporaryFile file(path);
+  file.write(start.data(), start.size());
+  file.write(header.data(), header.size());
+  file.write(t.numel() ? t.data_ptr() : "", t.nbytes());
+  file.commit();
+}
+
+at::Tensor map_tokens(const std::string& path, at::ScalarType dtype) {
+  if (dtype != at::kByte && dtype != at::kUInt16 && dtype != at::kInt)
+    throw Error(ErrorKind::InvalidArgument, path + ": tokens are uint8, uint16 or int32, not " + at::toString(dtype));
+  const File file(path);
+  const uint64_t item = at::elementSize(dtype);
+  if (file.size % item)
+    bad(path, "has " + std::to_string(file.size) + " bytes, no whole number of " + at::toString(dtype) + " tokens");
+  if (file.size == 0) return at::empty({0}, at::dtype(dtype));
+  void* memory = ::mmap(nullptr, file.size, PROT_READ | PROT_WRITE, MAP_PRIVATE, file.fd, 0);
+  if (memory == MAP_FAILED) bad(path, std::string("cannot be mapped: ") + std::strerror(errno));
+  const size_t size = file.size;
+  return at::from_blob(
+      memory, {static_cast<int64_t>(size / item)}, [size](void* p) { ::munmap(p, size); }, at::dtype(dtype));
+}
+
+}  // namespace plumb
