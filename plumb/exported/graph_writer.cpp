@@ -106,7 +106,7 @@ void GraphWriter::write_state(Level& level, Json& specs) {
   std::unordered_set<std::string> read;
   for (const Node* node : graph_.attributes()) {
     if (!state_.contains(node->target())) refuse(*node, "the module has no tensor of that name");
-    read.insert(node->target());
+    if (node->result()->has_uses()) read.insert(node->target());
   }
   std::unordered_map<const at::TensorImpl*, std::string> first;
   for (const Attr& attr : state_) {
@@ -114,7 +114,9 @@ void GraphWriter::write_state(Level& level, Json& specs) {
   }
   std::unordered_map<std::string, std::vector<const Value*>> uses;
   for (const Node* node : graph_.attributes()) {
-    uses[first.at(state_.get(node->target()).tensor.unsafeGetTensorImpl())].push_back(node->result());
+    const bool used = node->result()->has_uses();
+    uses[used ? first.at(state_.get(node->target()).tensor.unsafeGetTensorImpl()) : node->target()].push_back(
+        node->result());
   }
   for (AttrKind kind : {AttrKind::Parameter, AttrKind::Buffer, AttrKind::Constant}) {
     for (const Attr& attr : state_) {

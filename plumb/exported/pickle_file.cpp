@@ -99,6 +99,11 @@ class Machine {
         case 'h': recall(little(1)); break;
         case 'j': recall(little(4)); break;
         case 'Q': storage(*pop()); break;
+        case 0x81: {
+          pop();
+          const Object* type = pop();
+          fail("holds an object of '" + type->text + "'", "save tensors, or a dict, list or tuple of tensors");
+        }
         case 'R': reduce(); break;
         case 'b': build(); break;
         default: fail("pickle opcode " + std::to_string(op) + " at byte " + std::to_string(at_ - 1));

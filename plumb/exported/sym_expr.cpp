@@ -88,7 +88,14 @@ class Parser {
       return inner && eat(")") ? inner : std::nullopt;
     }
     const char c = text_[at_];
-    if (c == '-' || std::isdigit(static_cast<unsigned char>(c))) return literal();
+    const bool minus = c == '-';
+    if (minus && (at_ + 1 >= text_.size() || !std::isdigit(static_cast<unsigned char>(text_[at_ + 1])))) {
+      ++at_;
+      Result inner = depth < kMaxDepth ? atom(depth + 1) : std::nullopt;
+      if (!inner) return std::nullopt;
+      return SymExpr::call("Mul", {SymExpr::integer(-1), *inner});
+    }
+    if (minus || std::isdigit(static_cast<unsigned char>(c))) return literal();
     if (!std::isalpha(static_cast<unsigned char>(c)) && c != '_') return std::nullopt;
     const size_t start = at_;
     while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
