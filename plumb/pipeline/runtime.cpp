@@ -63,6 +63,35 @@ std::string first_not_finite(const at::Tensor& t) {
   return "[" + index + "] is " + std::to_string(value);
 }
 
+// What one rank can tell by itself of layout, schedule and stages.
+void check_parts(const PipelineLayout& layout, const Schedule& schedule,
+                 const std::map<int, std::shared_ptr<StageFunction>>& stages, int me, int size) {
+  layout.check();
+  if (schedule.num_stages() != layout.num_stages()) {
+    throw Error(ErrorKind::InvalidArgument, "the schedule '" + schedule.name + "' has " +
+                                                std::to_string(schedule.num_stages()) + " stages, the model " +
+                                                std::to_string(layout.num_stages()));
+  }
+  if (schedule.num_ranks() != size) {
+    throw Error(ErrorKind::InvalidArgument, "the schedule '" + schedule.name + "' is for " +
+                                                std::to_string(schedule.num_ranks()) + " ranks, the group has " +
+                                                std::to_string(size));
+  }
+  require_runnable(compute_only(schedule), layout.edges());
+  const auto mine = schedule.placement.stages_of(me);
+  for (int stage : mine) {
+    if (!stages.count(stage) || !stages.at(stage)) {
+      throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(me) + " runs stage " + std::to_string(stage) +
+                                                  " in the schedule '" + schedule.name + "' and was not given it");
+    }
+  }
+  if (stages.size() != mine.size()) {
+    throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(me) + " was given " +
+                                                std::to_string(stages.size()) + " stages, the schedule '" +
+                                                schedule.name + "' has " + std::to_string(mine.size()) + " there");
+  }
+}
+
 }  // namespace
 
 struct Pipeline::State {
@@ -185,6 +214,7 @@ struct Pipeline::State {
     if (stage.stage == last_stage()) finish_model(m, outputs, slot);
     send_values(run, stage, m, outputs);
     if (!training) return;
+    boundary->release_inputs();
     slot.boundary = std::move(boundary);
     if (stage.stage == last_stage()) return;  // only the loss goes backwards
     slot.outputs.resize(outputs.size());
@@ -490,38 +520,30 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
                    ProcessGroup group, PipelineOptions options)
     : state_(std::make_unique<State>(std::move(group))) {
   auto& s = *state_;
-  s.wiring = connect_stages(layout);
-  if (schedule.num_stages() != layout.num_stages()) {
-    throw Error(ErrorKind::InvalidArgument, "the schedule '" + schedule.name + "' has " +
-                                                std::to_string(schedule.num_stages()) + " stages, the model " +
-                                                std::to_string(layout.num_stages()));
-  }
-  const int me = s.rank(), size = s.transport.group().size();
-  if (schedule.num_ranks() != size) {
-    throw Error(ErrorKind::InvalidArgument, "the schedule '" + schedule.name + "' is for " +
-                                                std::to_string(schedule.num_ranks()) + " ranks, the group has " +
-                                                std::to_string(size));
-  }
-  s.schedule = compute_only(schedule);
-  require_runnable(s.schedule, layout.edges());
-  const auto mine = s.schedule.placement.stages_of(me);
-  for (int stage : mine) {
-    if (!stages.count(stage) || !stages[stage]) {
-      throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(me) + " runs stage " + std::to_string(stage) +
-                                                  " in the schedule '" + schedule.name + "' and was not given it");
+  const int me = s.rank();
+  try {
+    check_parts(layout, schedule, stages, me, s.transport.group().size());
+  } catch (const Error& e) {
+    // The others wait for this rank: they are told why it does not come.
+    try {
+      s.transport.exchange("!" + e.message());
+    } catch (const std::exception&) {
+      // Told as far as possible.
     }
+    throw;
   }
-  if (stages.size() != mine.size()) {
-    throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(me) + " was given " +
-                                                std::to_string(stages.size()) + " stages, the schedule '" +
-                                                schedule.name + "' has " + std::to_string(mine.size()) + " there");
-  }
+  s.wiring = connect_stages(layout);
+  s.schedule = compute_only(schedule);
   s.layout = std::move(layout);
   s.options = std::move(options);
   const std::string digest = digest_text(s.layout, s.schedule);
   const auto digests = s.transport.exchange(digest);
   for (size_t r = 0; r < digests.size(); r++) {
     if (digests[r] == digest) continue;
+    if (digests[r].substr(0, 1) == "!") {
+      throw Error(ErrorKind::Communication, "rank " + std::to_string(me) + " cannot start: rank " + std::to_string(r) +
+                                                " failed: " + digests[r].substr(1));
+    }
     throw Error(
         ErrorKind::Communication,
         "rank " + std::to_string(me) + " and rank " + std::to_string(r) + " were given different layouts or schedules",

@@ -116,16 +116,35 @@ Values train_eager(const TestModel& model, int microbatches, int steps) {
   return values;
 }
 
-Schedule schedule_for(const std::string& name, int ranks, int microbatches, int stages_per_rank) {
-  return make_schedule(name, ranks, microbatches, stages_per_rank);
+struct Case {
+  std::string model, schedule;
+  int ranks, microbatches, per_rank;
+  std::string text() const {
+    return model + "," + schedule + "," + std::to_string(ranks) + "," + std::to_string(microbatches) + "," +
+           std::to_string(per_rank);
+  }
+};
+
+Case parse_case(const std::string& text) {
+  std::istringstream in(text);
+  Case c;
+  char comma;
+  std::getline(in, c.model, ',');
+  std::getline(in, c.schedule, ',');
+  in >> c.ranks >> comma >> c.microbatches >> comma >> c.per_rank;
+  return c;
 }
 
+// Every case on one process group, one pipeline after the other.
 testing_processes::Role train_role("train", [] {
-  auto group = make_group_from_environment({std::chrono::seconds(30)});
-  const int per_rank = number_setting("PER_RANK", 1);
-  auto model = test_model(setting("MODEL"), group.size() * per_rank);
-  auto schedule = schedule_for(setting("SCHEDULE"), group.size(), number_setting("MICROBATCHES", 4), per_rank);
-  for (const auto& [k, v] : train_pipeline(model, schedule, group, 3)) report(k, v);
+  auto group = make_group_from_environment({std::chrono::seconds(120)});
+  std::istringstream cases(setting("CASES"));
+  for (std::string text; std::getline(cases, text, ';');) {
+    const Case c = parse_case(text);
+    auto model = test_model(c.model, c.ranks * c.per_rank);
+    auto schedule = make_schedule(c.schedule, c.ranks, c.microbatches, c.per_rank);
+    for (const auto& [k, v] : train_pipeline(model, schedule, group, 3)) report(text + ":" + k, v);
+  }
   return 0;
 });
 
@@ -135,30 +154,82 @@ void expect_equal_values(const Values& found, const Values& expected, const std:
     if (it == found.end()) {
       ADD_FAILURE() << what << ": nothing reported " << key;
     } else {
-      EXPECT_EQ(it->second.substr(0, 40), value.substr(0, 40)) << what << ": start of " << key;
-      EXPECT_TRUE(it->second == value) << what << ": " << key;
+      EXPECT_TRUE(it->second == value) << what << ": " << key << " is " << it->second.substr(0, 40) << ", expected "
+                                       << value.substr(0, 40);
     }
   }
 }
 
-void expect_processes_equal(const std::string& model, const std::string& schedule, int ranks, int microbatches,
-                            int per_rank, const Values& expected) {
-  const std::string what = model + ", " + schedule + " over " + std::to_string(ranks) + " ranks";
-  auto run = run_role("train", ranks,
-                      {{"MODEL", model},
-                       {"SCHEDULE", schedule},
-                       {"MICROBATCHES", std::to_string(microbatches)},
-                       {"PER_RANK", std::to_string(per_rank)}});
-  for (auto& e : run.errors) EXPECT_EQ(e, "") << what;
-  ASSERT_EQ(run.result.exit_code(), 0) << what;
+using Reference = std::function<Values(const Case&)>;
+
+Values eager_reference(const Case& c) {
+  return train_eager(test_model(c.model, c.ranks * c.per_rank), c.microbatches, 3);
+}
+
+// All stages in one process, under GPipe.
+Values one_process_reference(const Case& c) {
+  const int stages = c.ranks * c.per_rank;
+  auto schedule = make_schedule("LoopedBFS", 1, c.microbatches, stages);
+  return train_pipeline(test_model(c.model, stages), schedule, {}, 3);
+}
+
+void expect_processes_equal(const std::vector<Case>& cases, const Reference& reference) {
+  std::string list;
+  for (const auto& c : cases) list += c.text() + ";";
+  auto run = run_role("train", cases[0].ranks, {{"CASES", list}});
+  for (auto& e : run.errors) EXPECT_EQ(e, "");
+  ASSERT_EQ(run.result.exit_code(), 0);
   Values all;
   for (auto& r : run.reports) all.insert(r.begin(), r.end());
-  expect_equal_values(all, expected, what);
+  for (const auto& c : cases) {
+    Values expected;
+    for (const auto& [key, value] : reference(c)) expected[c.text() + ":" + key] = value;
+    expect_equal_values(all, expected, "over processes");
+  }
 }
 
 TEST(Pipeline, TwoProcessesEqualOneUnderGPipeAnd1F1B) {
-  const auto expected = train_eager(test_model("mlp", 2), 4, 3);
-  for (const char* schedule : {"GPipe", "1F1B"}) expect_processes_equal("mlp", schedule, 2, 4, 1, expected);
+  expect_processes_equal({{"mlp", "GPipe", 2, 4, 1}, {"mlp", "1F1B", 2, 4, 1}, {"mlp", "1F1B", 2, 1, 1}},
+                         eager_reference);
+}
+
+TEST(Pipeline, TwoProcessesEqualOneUnderEverySchedule) {
+  std::vector<Case> cases;
+  for (const char* name : {"Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}) {
+    for (const char* model : {"mlp", "skip"}) cases.push_back({model, name, 2, 4, 2});
+  }
+  expect_processes_equal(cases, eager_reference);
+}
+
+TEST(Pipeline, TwoProcessesEqualOneOnEveryModel) {
+  std::vector<Case> cases;
+  for (const char* model : {"ragged", "norm", "tokens", "inplace", "half"}) {
+    cases.push_back({model, "1F1B", 2, 4, 1});
+    cases.push_back({model, "InterleavedZeroBubble", 2, 4, 2});
+  }
+  expect_processes_equal(cases, eager_reference);
+}
+
+TEST(Pipeline, ThreeProcessesCarrySkippedValuesStraight) {
+  expect_processes_equal(
+      {{"skip", "GPipe", 3, 5, 1}, {"skip", "1F1B", 3, 5, 1}, {"skip", "InterleavedZeroBubble", 3, 6, 2}},
+      eager_reference);
+}
+
+TEST(Pipeline, SumsTiedWeightsOverProcessesAsInOne) {
+  expect_processes_equal({{"tied", "GPipe", 2, 4, 1}, {"tied", "1F1B", 2, 4, 1}, {"tied", "ZBVZeroBubble", 2, 4, 2}},
+                         one_process_reference);
+}
+
+TEST(Pipeline, SumsTiedWeightsAsEagerDoesForOneMicrobatch) {
+  // More microbatches are summed copy by copy, eager sums microbatch by microbatch.
+  auto model = test_model("tied", 3);
+  auto found = train_pipeline(model, make_schedule("LoopedBFS", 1, 1, 3), {}, 1);
+  auto eager = train_eager(model, 1, 1);
+  auto sum_of = [&](const Values& v, const std::string& k) { return v.at(k); };
+  EXPECT_EQ(sum_of(found, "stage0.layers.0.weight@0"), sum_of(found, "stage2.head.weight@0"));
+  EXPECT_NE(sum_of(found, "stage0.layers.0.weight@0"), sum_of(eager, "stage0.layers.0.weight@0"));
+  EXPECT_EQ(sum_of(found, "stage1.layers.1.weight@0"), sum_of(eager, "stage1.layers.1.weight@0"));
 }
 
 TEST(Pipeline, OneProcessEqualsEagerUnderEverySchedule) {
@@ -168,10 +239,258 @@ TEST(Pipeline, OneProcessEqualsEagerUnderEverySchedule) {
     const int per_rank = std::max(traits.min_stages_per_rank, traits.max_stages_per_rank > 1 ? 2 : 1);
     for (const char* model : {"mlp", "skip", "norm"}) {
       auto m = test_model(model, per_rank);
-      auto schedule = schedule_for(name, 1, 4, per_rank);
+      auto schedule = make_schedule(name, 1, 4, per_rank);
       expect_equal_values(train_pipeline(m, schedule, {}, 3), train_eager(m, 4, 3), name + ", " + model);
     }
   }
+}
+
+template <typename F>
+std::string message_of(const F& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "no error";
+}
+
+std::map<int, std::shared_ptr<StageFunction>> all_stages(const TestModel& model) {
+  std::map<int, std::shared_ptr<StageFunction>> stages;
+  for (int s = 0; s < model.layout.num_stages(); s++) stages[s] = model.make_stage(s);
+  return stages;
+}
+
+Pipeline one_process(const TestModel& model, PipelineOptions options, int microbatches = 4) {
+  if (!options.loss) options.loss = model.loss;
+  return Pipeline(model.layout, make_schedule("LoopedBFS", 1, microbatches, model.layout.num_stages()),
+                  all_stages(model), {}, options);
+}
+
+TEST(Pipeline, AddsToGradientsThatWereThere) {
+  for (const char* name : {"mlp", "tied"}) {
+    auto model = test_model(name, 2);
+    auto stages = all_stages(model);
+    PipelineOptions options;
+    options.loss = model.loss;
+    Pipeline pipeline(model.layout, make_schedule("LoopedBFS", 1, 4, 2), stages, {}, options);
+    auto [inputs, targets] = model.batch(0);
+    pipeline.step(inputs, targets);
+    Tensors once;
+    for (auto& [s, stage] : stages) {
+      for (auto& p : stage->parameters()) once.push_back(p.tensor.grad().clone());
+    }
+    pipeline.step(inputs, targets);
+    size_t i = 0;
+    for (auto& [s, stage] : stages) {
+      for (auto& p : stage->parameters()) {
+        EXPECT_TRUE(at::equal(p.tensor.grad(), once[i] + once[i])) << p.name;
+        i++;
+      }
+    }
+  }
+}
+
+TEST(Pipeline, SumsGradientsWhereScalingIsOff) {
+  auto model = test_model("mlp", 2);
+  auto scaled = all_stages(model), summed = all_stages(model);
+  auto [inputs, targets] = model.batch(0);
+  for (bool scale : {true, false}) {
+    PipelineOptions options;
+    options.loss = model.loss;
+    options.scale_grads = scale;
+    Pipeline(model.layout, make_schedule("LoopedBFS", 1, 4, 2), scale ? scaled : summed, {}, options)
+        .step(inputs, targets);
+  }
+  const auto a = scaled[0]->parameters()[0].tensor.grad(), b = summed[0]->parameters()[0].tensor.grad();
+  EXPECT_TRUE(at::equal(a * 4, b));
+}
+
+TEST(Pipeline, EvaluatesWithoutGradients) {
+  auto model = test_model("mlp", 2);
+  auto stages = all_stages(model);
+  PipelineOptions options;
+  options.loss = model.loss;
+  Pipeline pipeline(model.layout, make_schedule("InterleavedZeroBubble", 1, 4, 2), stages, {}, options);
+  auto [inputs, targets] = model.batch(0);
+  auto result = pipeline.eval(inputs, targets);
+  auto expected = stages[1]->forward(stages[0]->forward(inputs))[0].detach();
+  EXPECT_TRUE(at::allclose(result.outputs.at(0), expected, 1e-6, 1e-7));
+  EXPECT_EQ(result.losses.size(), 4u);
+  EXPECT_TRUE(at::allclose(result.loss, at::mse_loss(expected, targets[0])));
+  EXPECT_FALSE(stages[0]->parameters()[0].tensor.grad().defined());
+  EXPECT_FALSE(result.outputs[0].requires_grad());
+  EXPECT_TRUE(pipeline.eval(inputs).losses.empty());
+  EXPECT_EQ(pipeline.step(inputs, targets).losses.size(), 4u);
+}
+
+TEST(Pipeline, LeavesFrozenStagesWithoutGradient) {
+  auto model = test_model("mlp", 3);
+  auto stages = all_stages(model);
+  for (auto& p : stages[1]->parameters()) p.tensor.requires_grad_(false);
+  for (auto& p : stages[0]->parameters()) p.tensor.requires_grad_(false);
+  PipelineOptions options;
+  options.loss = model.loss;
+  for (const char* schedule : {"LoopedBFS", "InterleavedZeroBubble"}) {
+    Pipeline pipeline(model.layout, make_schedule(schedule, 1, 4, 3), stages, {}, options);
+    auto [inputs, targets] = model.batch(0);
+    pipeline.step(inputs, targets);
+    EXPECT_FALSE(stages[0]->parameters()[0].tensor.grad().defined());
+    EXPECT_FALSE(stages[1]->parameters()[0].tensor.grad().defined());
+    EXPECT_TRUE(stages[2]->parameters()[0].tensor.grad().defined());
+  }
+}
+
+TEST(Pipeline, DropsTheSameUnderEveryScheduleWhenSeeded) {
+  auto model = test_model("mlp", 2);
+  auto make = model.make_stage;
+  model.make_stage = [make](int s) {
+    auto inner = make(s);
+    return std::make_shared<TestStage>(
+        [inner](const Tensors& in) { return Tensors{at::dropout(inner->forward(in)[0], 0.5, true)}; },
+        inner->parameters());
+  };
+  model.seed = 7;
+  auto a = train_pipeline(model, make_schedule("LoopedBFS", 1, 4, 2), {}, 2);
+  at::manual_seed(99);
+  auto before = at::rand({3});
+  at::manual_seed(99);
+  auto b = train_pipeline(model, make_schedule("ZBVZeroBubble", 1, 4, 2), {}, 2);
+  EXPECT_TRUE(at::equal(at::rand({3}), before)) << "the generator was not put back";
+  expect_equal_values(b, a, "dropout");
+}
+
+TEST(Pipeline, RecordsItsTimeLine) {
+  auto model = test_model("mlp", 2);
+  PipelineOptions options;
+  options.record_timeline = true;
+  auto pipeline = one_process(model, options);
+  auto [inputs, targets] = model.batch(0);
+  auto result = pipeline.step(inputs, targets);
+  ASSERT_EQ(result.timeline.size(), pipeline.schedule().rows[0].size());
+  for (size_t i = 0; i < result.timeline.size(); i++) {
+    const auto& e = result.timeline[i];
+    EXPECT_EQ(to_string(e.action), to_string(pipeline.schedule().rows[0][i]));
+    EXPECT_LE(e.waiting, e.start);
+    EXPECT_LE(e.start, e.end);
+  }
+  auto gathered = pipeline.gather_timeline();
+  EXPECT_EQ(gathered.size(), result.timeline.size());
+  EXPECT_EQ(gathered[0].waiting, 0);
+  EXPECT_EQ(to_text(parse_timeline(to_text(gathered))), to_text(gathered));
+  EXPECT_GE(measured_bubble(gathered), 0);
+  EXPECT_LT(measured_bubble(gathered), 1);
+}
+
+TEST(Pipeline, NamesStageMicrobatchAndEntryOfABadNumber) {
+  auto model = test_model("mlp", 2);
+  PipelineOptions options;
+  options.check_numerics = true;
+  auto pipeline = one_process(model, options);
+  auto [inputs, targets] = model.batch(0);
+  EXPECT_EQ(pipeline.step(inputs, targets).losses.size(), 4u);
+  inputs[0] = inputs[0].clone();
+  inputs[0][5][0] = std::nan("");
+  EXPECT_THAT(message_of([&] { pipeline.step(inputs, targets); }),
+              testing::HasSubstr("output 0 of stage 0, microbatch 2: entry [1, 0] is nan"));
+}
+
+TEST(Pipeline, SaysWhatIsWrongWithItsParts) {
+  auto model = test_model("mlp", 2);
+  PipelineOptions options;
+  options.loss = model.loss;
+  auto stages = all_stages(model);
+  auto make = [&](const char* schedule, int ranks, int per_rank, auto given) {
+    return message_of([&] { Pipeline(model.layout, make_schedule(schedule, ranks, 4, per_rank), given, {}, options); });
+  };
+  EXPECT_THAT(make("1F1B", 2, 1, stages), testing::HasSubstr("is for 2 ranks, the group has 1"));
+  EXPECT_THAT(make("LoopedBFS", 1, 3, stages), testing::HasSubstr("has 3 stages, the model 2"));
+  auto missing = stages;
+  missing.erase(1);
+  EXPECT_THAT(make("LoopedBFS", 1, 2, missing), testing::HasSubstr("runs stage 1"));
+  auto more = stages;
+  more[5] = stages[0];
+  EXPECT_THAT(make("LoopedBFS", 1, 2, more), testing::HasSubstr("was given 3 stages"));
+  auto broken = make_schedule("LoopedBFS", 1, 4, 2);
+  broken.rows[0].pop_back();
+  EXPECT_THAT(message_of([&] { Pipeline(model.layout, broken, stages, {}, options); }),
+              testing::HasSubstr("missing on rank 0"));
+}
+
+TEST(Pipeline, SaysWhatIsWrongWithABatch) {
+  auto model = test_model("mlp", 2);
+  PipelineOptions options;
+  options.loss = [&](const Tensors& out, const Tensors& target) { return model.loss(out, {target.at(0)}); };
+  auto pipeline = one_process(model, options);
+  auto [inputs, targets] = model.batch(0);
+  EXPECT_THAT(message_of([&] { pipeline.step({}, targets); }), testing::HasSubstr("was not given it"));
+  EXPECT_THAT(message_of([&] { pipeline.step({inputs[0].narrow(0, 0, 3)}, targets); }),
+              testing::HasSubstr("too few for 4"));
+  EXPECT_THAT(message_of([&] { pipeline.step({inputs[0].clone().requires_grad_(true)}, targets); }),
+              testing::HasSubstr("requires a gradient"));
+  EXPECT_THAT(message_of([&] { pipeline.step(inputs, {}); }), testing::HasSubstr("rank 0 at 1F0"));
+  EXPECT_EQ(pipeline.step(inputs, targets).losses.size(), 4u);  // none of it left a trace
+}
+
+TEST(Pipeline, NamesAStageThatReturnsTooFewValues) {
+  auto model = test_model("mlp", 2);
+  model.layout.stages[0].num_outputs = 2;
+  auto pipeline = one_process(model, {});
+  auto [inputs, targets] = model.batch(0);
+  EXPECT_THAT(message_of([&] { pipeline.step(inputs, targets); }),
+              testing::HasSubstr("stage 0 returned 1 values, its layout says 2"));
+}
+
+TEST(Pipeline, RefusesAWriteThatAnotherStageWouldSee) {
+  auto model = test_model("skip", 3);
+  auto stages = all_stages(model);
+  auto inner = stages[1];
+  stages[1] = std::make_shared<LambdaStage>(
+      [inner](const Tensors& in) {
+        auto out = inner->forward(in);
+        in[1].mul_(2);
+        return out;
+      },
+      inner->parameters());
+  PipelineOptions options;
+  options.loss = model.loss;
+  Pipeline pipeline(model.layout, make_schedule("LoopedBFS", 1, 4, 3), stages, {}, options);
+  auto [inputs, targets] = model.batch(0);
+  EXPECT_THAT(message_of([&] { pipeline.step(inputs, targets); }),
+              testing::HasSubstr("stage 1 writes in place to output 1 of stage 0"));
+}
+
+TEST(Pipeline, RefusesTiedWeightsThatDiffer) {
+  auto model = test_model("tied", 2);
+  auto stages = all_stages(model);
+  at::NoGradGuard no_grad;
+  stages[1]->parameters()[0].tensor[0][0] += 1;
+  PipelineOptions options;
+  options.loss = model.loss;
+  EXPECT_THAT(message_of([&] { Pipeline(model.layout, make_schedule("LoopedBFS", 1, 4, 2), stages, {}, options); }),
+              testing::HasSubstr("hold different values"));
+  model.layout.tied[0].copies[1].name = "haed.weight";
+  EXPECT_THAT(message_of([&] { Pipeline(model.layout, make_schedule("LoopedBFS", 1, 4, 2), stages, {}, options); }),
+              testing::HasSubstr("'haed.weight' does not exist in stage 1"));
+}
+
+TEST(Pipeline, TiesOneTensorInTwoStages) {
+  auto w = test_weight(3, {6, 6});
+  auto stage = [&] {
+    return std::make_shared<LambdaStage>([w](const Tensors& in) { return Tensors{at::tanh(at::linear(in[0], w))}; },
+                                         std::vector<NamedTensor>{{"w", w}});
+  };
+  auto model = test_model("mlp", 2);
+  PipelineOptions options;
+  options.loss = model.loss;
+  Pipeline pipeline(model.layout, make_schedule("LoopedBFS", 1, 1, 2), {{0, stage()}, {1, stage()}}, {}, options);
+  ASSERT_EQ(pipeline.tied().size(), 1u);
+  auto [inputs, targets] = model.batch(0);
+  pipeline.step(inputs, targets);
+  auto found = w.grad().clone();
+  w.mutable_grad() = at::Tensor();
+  model.loss({at::tanh(at::linear(at::tanh(at::linear(inputs[0], w)), w))}, targets).backward();
+  EXPECT_TRUE(at::equal(found, w.grad()));
 }
 
 }  // namespace

@@ -325,6 +325,7 @@ InputBoundary::InputBoundary(InputBoundary&&) noexcept = default;
 InputBoundary& InputBoundary::operator=(InputBoundary&&) noexcept = default;
 InputBoundary::~InputBoundary() = default;
 const Tensors& InputBoundary::inputs() const { return state_->inputs; }
+void InputBoundary::release_inputs() { state_->inputs.clear(); }
 
 DeferredWeights::DeferredWeights() = default;
 DeferredWeights::DeferredWeights(DeferredWeights&&) noexcept = default;

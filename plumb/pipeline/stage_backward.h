@@ -30,6 +30,8 @@ class InputBoundary {
   // The tensors to call the stage with: the same memory as `values`. They are no leaves, so that a stage may begin with
   // an in-place operator.
   const Tensors& inputs() const;
+  // Lets go of the inputs; the boundary itself stays. What autograd saved of them it still holds.
+  void release_inputs();
 
   struct State;
 

@@ -500,8 +500,8 @@ void Transport::end_step() {
 
 void Transport::tell_failure(const std::string& reason) noexcept {
   auto& s = *state_;
-  if (s.group.size() == 1 || s.told) return;
-  s.fail(s.group.rank(), reason, s.me() + " failed: " + reason);
+  // A process alone has nobody to tell and may go on with the next step.
+  if (s.group.size() > 1) s.fail(s.group.rank(), reason, s.me() + " failed: " + reason);
   s.plan = nullptr;
 }
 

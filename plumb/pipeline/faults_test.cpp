@@ -1,0 +1,126 @@
+// What every rank does when one goes wrong: ends by itself, in time, and says which rank, which action and why.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include "plumb/core/error.h"
+#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/test_models.h"
+#include "plumb/schedule/generators.h"
+
+namespace plumb {
+namespace {
+
+using namespace testing_processes;
+using testing::HasSubstr;
+
+// Two good steps' worth of pipeline, of which rank FAULTY leaves the second one in the middle, by KIND.
+Role fault_role("fault", [] {
+  const std::string kind = setting("KIND");
+  auto group = make_group_from_environment({std::chrono::seconds(60)});
+  const bool faulty = group.rank() == number_setting("FAULTY", 1);
+  auto model = test_model("mlp", group.size());
+  auto stage = model.make_stage(group.rank());
+  int forwards = 0;
+  auto forward = [&](const Tensors& in) -> Tensors {
+    if (faulty && ++forwards == 7) {  // 1F1B, the second step's third microbatch
+      if (kind == "exit") ::_exit(3);
+      if (kind == "kill") ::raise(SIGKILL);
+      if (kind == "stop") ::raise(SIGSTOP);
+      if (kind == "raise") throw std::runtime_error("no more cheese");
+    }
+    return stage->forward(in);
+  };
+  const bool other_schedule = faulty && kind == "schedule";
+  std::map<int, std::shared_ptr<StageFunction>> stages{
+      {group.rank(), std::make_shared<LambdaStage>(forward, stage->parameters())}};
+  if (faulty && kind == "missing") stages.clear();
+  PipelineOptions options;
+  options.loss = model.loss;
+  Pipeline pipeline(model.layout, make_schedule(other_schedule ? "GPipe" : "1F1B", group.size(), 4), stages, group,
+                    options);
+  group.set_timeout(std::chrono::milliseconds(number_setting("TIMEOUT", 60000)));
+  for (int step = 0; step < 3; step++) {
+    auto [inputs, targets] = model.batch(step);
+    pipeline.step(inputs, targets);
+  }
+  report("finished", "yes");
+  return 0;
+});
+
+Run run_fault(const std::string& kind, int ranks, int faulty, int timeout = 60000) {
+  return run_role("fault", ranks,
+                  {{"KIND", kind}, {"FAULTY", std::to_string(faulty)}, {"TIMEOUT", std::to_string(timeout)}},
+                  std::chrono::seconds(kind == "stop" ? 4 : 30));
+}
+
+// Every other rank ended by itself with an error.
+void expect_others_ended(const Run& run, int faulty) {
+  for (int r = 0; r < static_cast<int>(run.result.processes.size()); r++) {
+    if (r == faulty) continue;
+    EXPECT_EQ(run.result.processes[r].exit_code, 1) << "rank " << r << ": " << run.errors[r];
+    EXPECT_FALSE(run.result.processes[r].stopped_by_launcher) << "rank " << r;
+    EXPECT_THAT(run.errors[r], HasSubstr("rank " + std::to_string(faulty)));
+    EXPECT_EQ(run.reports[r].count("finished"), 0u);
+  }
+}
+
+TEST(Faults, NameTheRankThatRaisedAndItsText) {
+  auto run = run_fault("raise", 3, 2);
+  expect_others_ended(run, 2);
+  EXPECT_THAT(run.errors[2], HasSubstr("rank 2 at 2F2: no more cheese"));
+  EXPECT_THAT(run.errors[1], HasSubstr("rank 2 failed: rank 2 at 2F2: no more cheese"));
+  EXPECT_THAT(run.errors[1], HasSubstr("waiting for 2SEND_B"));
+  EXPECT_THAT(run.errors[0], HasSubstr("rank 2 failed: rank 2 at 2F2: no more cheese")) << "told on by rank 1";
+  EXPECT_LT(run.seconds, 40);
+}
+
+TEST(Faults, NameTheRankThatExited) {
+  auto run = run_fault("exit", 3, 1);
+  expect_others_ended(run, 1);
+  EXPECT_EQ(run.result.first_failed, 1);
+  EXPECT_EQ(run.result.exit_code(), 3);
+  EXPECT_THAT(run.errors[0], HasSubstr("rank 1: it is gone"));
+  EXPECT_THAT(run.errors[2], HasSubstr("rank 1: it is gone"));
+  EXPECT_LT(run.seconds, 40) << "noticed by the closed connection, not by the time-out";
+}
+
+TEST(Faults, NameTheRankThatWasKilled) {
+  auto run = run_fault("kill", 2, 0);  // rank 0 serves the store, too
+  expect_others_ended(run, 0);
+  EXPECT_EQ(run.result.processes[0].signal, SIGKILL);
+  EXPECT_THAT(run.errors[1], HasSubstr("rank 0: it is gone"));
+  EXPECT_LT(run.seconds, 40);
+}
+
+TEST(Faults, NameTheRankThatWasStopped) {
+  auto run = run_fault("stop", 2, 1, 3000);
+  expect_others_ended(run, 1);
+  EXPECT_TRUE(run.result.processes[1].stopped_by_launcher);
+  EXPECT_THAT(run.errors[0], HasSubstr("rank 1: no answer within 3000 ms"));
+}
+
+TEST(Faults, FindDifferentSchedulesBeforeTheFirstStep) {
+  auto run = run_fault("schedule", 2, 1);
+  EXPECT_THAT(run.errors[0], HasSubstr("different layouts or schedules"));
+  EXPECT_THAT(run.errors[1], HasSubstr("different layouts or schedules"));
+}
+
+TEST(Faults, TellTheOthersThatARankCannotStart) {
+  auto run = run_fault("missing", 2, 1);
+  EXPECT_THAT(run.errors[1], HasSubstr("rank 1 runs stage 1 in the schedule '1F1B' and was not given it"));
+  EXPECT_THAT(run.errors[0], HasSubstr("rank 0 cannot start: rank 1 failed: rank 1 runs stage 1"));
+  EXPECT_LT(run.seconds, 40);
+}
+
+TEST(Faults, LeaveAHealthyRunAlone) {
+  auto run = run_fault("none", 2, 1);
+  EXPECT_EQ(run.result.exit_code(), 0) << run.errors[0] << run.errors[1];
+  for (auto& r : run.reports) EXPECT_EQ(r.count("finished"), 1u);
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,330 @@
+// Environment, microbatches, layouts, messages, launching: the parts that need no pipeline.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include "plumb/core/error.h"
+#include "plumb/pipeline/environment.h"
+#include "plumb/pipeline/message.h"
+#include "plumb/pipeline/microbatch.h"
+#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/transport.h"
+#include "plumb/pipeline/wiring.h"
+
+namespace plumb {
+namespace {
+
+using namespace testing_processes;
+using testing::HasSubstr;
+
+template <typename F>
+std::string message_of(const F& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "no error";
+}
+
+std::optional<RankEnvironment> discover(std::map<std::string, std::string> variables) {
+  return discover_ranks([&](const std::string& name) -> std::optional<std::string> {
+    auto it = variables.find(name);
+    return it == variables.end() ? std::nullopt : std::optional(it->second);
+  });
+}
+
+TEST(Environment, IsNoneWithoutALauncher) { EXPECT_FALSE(discover({{"PATH", "/bin"}, {"MASTER_PORT", "1"}})); }
+
+TEST(Environment, ReadsTorchrun) {
+  auto env = discover({{"RANK", "3"},
+                       {"WORLD_SIZE", "8"},
+                       {"LOCAL_RANK", "1"},
+                       {"MASTER_ADDR", "host7"},
+                       {"MASTER_PORT", "1234"},
+                       {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                       {"TORCHELASTIC_RESTART_COUNT", "2"}});
+  ASSERT_TRUE(env);
+  EXPECT_EQ(env->rank, 3);
+  EXPECT_EQ(env->world_size, 8);
+  EXPECT_EQ(env->local_rank, 1);
+  EXPECT_EQ(env->master_address, "host7");
+  EXPECT_EQ(env->master_port, 1234);
+  EXPECT_TRUE(env->launcher_serves_store);
+  EXPECT_EQ(env->store_prefix, "plumb/attempt2");
+}
+
+TEST(Environment, ReadsOpenMpiMpichAndSlurm) {
+  auto ompi = discover({{"OMPI_COMM_WORLD_RANK", "1"},
+                        {"OMPI_COMM_WORLD_SIZE", "2"},
+                        {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                        {"PMIX_NAMESPACE", "job1"}});
+  ASSERT_TRUE(ompi);
+  EXPECT_EQ(ompi->launcher, "Open MPI");
+  EXPECT_EQ(ompi->rank, 1);
+  EXPECT_EQ(ompi->master_address, "127.0.0.1");
+  auto same = discover({{"OMPI_COMM_WORLD_RANK", "0"},
+                        {"OMPI_COMM_WORLD_SIZE", "2"},
+                        {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                        {"PMIX_NAMESPACE", "job1"}});
+  EXPECT_EQ(ompi->master_port, same->master_port) << "every rank of a job derives the same port";
+  auto mpich = discover({{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}, {"MPI_LOCALNRANKS", "4"}, {"MPI_LOCALRANKID", "1"}});
+  ASSERT_TRUE(mpich);
+  EXPECT_EQ(mpich->local_rank, 1);
+  auto slurm = discover({{"SLURM_PROCID", "5"},
+                         {"SLURM_NTASKS", "8"},
+                         {"SLURM_LOCALID", "1"},
+                         {"SLURM_NNODES", "2"},
+                         {"SLURM_JOB_ID", "77"},
+                         {"SLURM_STEP_NODELIST", "node[03-04]"}});
+  ASSERT_TRUE(slurm);
+  EXPECT_EQ(slurm->rank, 5);
+  EXPECT_EQ(slurm->master_address, "node03");
+}
+
+TEST(Environment, ReadsSlurmHostLists) {
+  EXPECT_EQ(first_slurm_host("node[007-010,12],gpu3"), "node007");
+  EXPECT_EQ(first_slurm_host("gpu3,node[1-2]"), "gpu3");
+  EXPECT_EQ(first_slurm_host("a"), "a");
+  EXPECT_EQ(first_slurm_host("rack[2]-ib,x"), "rack2-ib");
+  EXPECT_THAT(message_of([] { first_slurm_host("node[7"); }), HasSubstr("closing bracket"));
+}
+
+TEST(Environment, NamesTheVariableThatIsWrong) {
+  EXPECT_THAT(message_of([] { discover({{"RANK", "two"}, {"WORLD_SIZE", "4"}}); }), HasSubstr("RANK is 'two'"));
+  EXPECT_THAT(message_of([] { discover({{"RANK", "4"}, {"WORLD_SIZE", "4"}}); }), HasSubstr("from 0 to 3"));
+  EXPECT_THAT(message_of([] { discover({{"RANK", "1"}}); }), HasSubstr("WORLD_SIZE is not set"));
+  EXPECT_THAT(message_of([] { discover({{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}}); }), HasSubstr("set MASTER_ADDR"));
+}
+
+TEST(Microbatches, GiveTheFirstOnesTheRowsThatAreOver) {
+  auto x = at::arange(14).view({7, 2}), tokens = at::arange(21), mask = at::ones({3});
+  auto cut =
+      split_batch({x, tokens, mask, at::Tensor(), at::scalar_tensor(2.0)}, {{}, {}, TensorChunkSpec::whole()}, 3);
+  EXPECT_THAT(cut.rows, testing::ElementsAre(3, 2, 2));
+  EXPECT_EQ(cut.inputs[0][0].size(0), 3);
+  EXPECT_EQ(cut.inputs[1][1].size(0), 6) << "three tokens a row, cut at the same places";
+  EXPECT_TRUE(at::equal(cut.inputs[2][2], mask));
+  EXPECT_FALSE(cut.inputs[0][3].defined());
+  EXPECT_EQ(cut.inputs[1][4].dim(), 0);
+  std::vector<Tensors> outputs;
+  for (auto& m : cut.inputs) outputs.push_back({m[0]});
+  EXPECT_TRUE(at::equal(merge_outputs(outputs, {}, cut.rows)[0], x));
+}
+
+TEST(Microbatches, MergeByWhatIsAskedFor) {
+  std::vector<Tensors> outputs{{at::full({2, 1}, 1.0), at::scalar_tensor(3.0), at::scalar_tensor(1.0), at::ones({1})},
+                               {at::full({2, 1}, 2.0), at::scalar_tensor(6.0), at::scalar_tensor(4.0), at::ones({1})}};
+  auto merged = merge_outputs(
+      outputs, {OutputMerge::concatenate(1), OutputMerge::mean(), {}, OutputMerge::custom([](const Tensors& t) {
+                  return t[0] + 10 * t[1];
+                })},
+      {2, 1});
+  EXPECT_EQ(merged[0].sizes(), at::IntArrayRef({2, 2}));
+  EXPECT_FLOAT_EQ(merged[1].item<float>(), 4);
+  EXPECT_EQ(merged[2].sizes(), at::IntArrayRef({2}));
+  EXPECT_FLOAT_EQ(merged[3].item<float>(), 11);
+  EXPECT_FLOAT_EQ(merge_outputs(outputs, {{}, OutputMerge::sum()}, {2, 1})[1].item<float>(), 9);
+}
+
+TEST(Microbatches, NameATensorThatCannotBeCut) {
+  EXPECT_THAT(message_of([] { split_batch({at::ones({2, 3})}, {}, 4); }),
+              HasSubstr("tensor 0 of the batch, float[2, 3], has 2 rows"));
+  EXPECT_THAT(message_of([] { split_batch({at::ones({4})}, {TensorChunkSpec::along(1)}, 2); }),
+              HasSubstr("no dimension 1"));
+  EXPECT_THAT(message_of([] { split_batch({at::ones({4}), at::ones({5})}, {}, 2); }),
+              HasSubstr("beside another of 4 rows"));
+  EXPECT_THAT(message_of([] { split_batch({at::ones({4})}, {}, 0); }), HasSubstr("0 microbatches"));
+  EXPECT_THAT(message_of([] { merge_outputs({{at::ones({2, 3})}, {at::ones({2, 4})}}, {}, {2, 2}); }),
+              HasSubstr("output 0"));
+}
+
+TEST(Layout, SendsTheGradientOfASkippedValueFromUserToUser) {
+  PipelineLayout layout = PipelineLayout::chain(4);
+  layout.stages[2].inputs.push_back({0, 0});
+  layout.stages[3].inputs.push_back({0, 0});
+  auto wiring = connect_stages(layout);
+  ASSERT_EQ(wiring[0].values_out.size(), 3u) << "straight to each of its users";
+  ASSERT_EQ(wiring[0].grads_in.size(), 1u) << "one sum comes back, from the first user";
+  EXPECT_EQ(wiring[0].grads_in[0].stage, 1);
+  ASSERT_EQ(wiring[3].grads_out.size(), 1u);
+  EXPECT_EQ(wiring[3].grads_out[0].stage, 2);
+  EXPECT_THAT(wiring[3].grads_out[0].indices, testing::ElementsAre(0, 1));
+}
+
+TEST(Layout, NamesAnInputThatCannotBe) {
+  auto layout = PipelineLayout::chain(2);
+  layout.stages[0].inputs = {{1, 0}};
+  EXPECT_THAT(message_of([&] { layout.check(); }), HasSubstr("input 0 of stage 0 comes from stage 1"));
+  layout.stages[0].inputs = {{-1, 4}};
+  EXPECT_THAT(message_of([&] { layout.check(); }), HasSubstr("the model's input 4"));
+  layout = PipelineLayout::chain(2);
+  layout.stages[1].inputs = {{0, 2}};
+  EXPECT_THAT(message_of([&] { layout.check(); }), HasSubstr("is output 2 of stage 0"));
+}
+
+at::Tensor pack(const std::vector<MessageValue>& values) {
+  auto buffer = at::empty({wire::message_bytes(values)}, at::kByte);
+  wire::write_message(static_cast<char*>(buffer.data_ptr()), {}, values);
+  return buffer;
+}
+
+TEST(Message, CarriesEveryTypeShapeAndStride) {
+  std::vector<MessageValue> values;
+  for (auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kByte, at::kBool,
+                    at::kComplexFloat, at::kFloat8_e4m3fn}) {
+    values.push_back({(at::rand({3, 5}) * 9).to(type), type == at::kFloat});
+  }
+  values.push_back({at::Tensor(), false});
+  values.push_back({at::rand({4, 6}).t(), true});
+  values.push_back({at::rand({4, 6}).narrow(1, 1, 2), false});
+  values.push_back({at::rand({3, 1}).expand({3, 4}), false});
+  values.push_back({at::scalar_tensor(2.5), false});
+  values.push_back({at::empty({0, 3}), false});
+  values.push_back({at::rand({1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2}), false});
+  auto buffer = pack(values);
+  auto back = wire::read_values(buffer, buffer.numel());
+  buffer = at::Tensor();
+  ASSERT_EQ(back.size(), values.size());
+  for (size_t i = 0; i < values.size(); i++) {
+    const auto &a = values[i].tensor, &b = back[i].tensor;
+    ASSERT_EQ(a.defined(), b.defined()) << i;
+    EXPECT_EQ(values[i].requires_grad, back[i].requires_grad);
+    if (!a.defined()) continue;
+    EXPECT_EQ(a.scalar_type(), b.scalar_type());
+    EXPECT_TRUE(a.sizes() == b.sizes() && at::equal(a.to(at::kComplexDouble), b.to(at::kComplexDouble))) << i;
+  }
+  EXPECT_EQ(back[10].tensor.strides(), values[10].tensor.strides()) << "dense values keep their strides";
+}
+
+TEST(Message, GivesEveryValueAVersionOfItsOwn) {
+  auto buffer = pack({{at::ones({4}), true}, {at::ones({4}), true}});
+  auto back = wire::read_values(buffer, buffer.numel());
+  back[0].tensor.mul_(2);
+  EXPECT_EQ(back[1].tensor._version(), 0u);
+  EXPECT_TRUE(at::equal(back[1].tensor, at::ones({4})));
+}
+
+TEST(Message, NeverReadsBeyondADamagedBuffer) {
+  const auto whole = pack({{at::rand({3, 5}), true}, {at::arange(7), false}, {at::Tensor(), false}});
+  for (int64_t i = 0; i < 160; i++) {
+    for (int flip : {0x01, 0x80, 0xff}) {
+      auto damaged = whole.clone();
+      static_cast<unsigned char*>(damaged.data_ptr())[i] ^= flip;
+      try {
+        for (auto& v : wire::read_values(damaged, damaged.numel())) {
+          if (v.tensor.defined()) v.tensor.clone();
+        }
+      } catch (const Error& e) {
+        EXPECT_EQ(e.kind(), ErrorKind::Communication) << e.what();
+      }
+    }
+  }
+}
+
+TEST(Message, RefusesTensorsWithoutPlainMemory) {
+  EXPECT_THAT(message_of([] { wire::check_sendable({MessageKind::Activation, 0, 1, 2}, {{at::eye(3).to_sparse()}}); }),
+              HasSubstr("value 0 of 0SEND_F2"));
+}
+
+Role transport_role("transport", [] {
+  auto group = make_group_from_environment({std::chrono::seconds(60)});
+  Transport transport(group);
+  const int me = group.rank(), other = 1 - me;
+  auto texts = transport.exchange(std::string(me == 0 ? 5 : 5000, static_cast<char>('a' + me)));
+  report("texts", std::to_string(texts[0].size()) + "," + std::to_string(texts[1].size()));
+  MessagePlan plan;
+  for (int m = 0; m < 6; m++) {
+    plan.sends.push_back({{MessageKind::Activation, me, other, m}, other});
+    plan.receives.push_back({{MessageKind::Activation, other, me, m}, other});
+  }
+  bool right = true;
+  std::string grown;
+  for (int64_t size : {100, 5000, 200, 5000, 9000}) {  // larger and smaller again; received from the last to the first
+    transport.begin_step(plan);
+    for (int m = 0; m < 6; m++) transport.send(m, {{at::full({size}, 10.0 * me + m)}});
+    for (int m = 5; m >= 0; m--) {
+      auto values = transport.receive(m, "the test");
+      right = right && at::equal(values[0].tensor, at::full({size}, 10.0 * other + m));
+    }
+    transport.end_step();
+    grown += std::to_string(transport.grown()) + ",";
+  }
+  report("right", right ? "yes" : "no");
+  report("grown", grown);
+  return 0;
+});
+
+TEST(Transport, FollowsSizesThatChange) {
+  auto run = run_role("transport", 2);
+  ASSERT_EQ(run.result.exit_code(), 0) << run.errors[0] << run.errors[1];
+  for (auto& r : run.reports) {
+    EXPECT_EQ(r["texts"], "5,5000");
+    EXPECT_EQ(r["right"], "yes");
+  }
+  // Counted on both ends: one text, then six messages each way the first time they are larger than ever before.
+  EXPECT_EQ(run.reports[0]["grown"], "1,13,13,13,25,");
+}
+
+Role subgroup_role("subgroup", [] {
+  auto group = make_group_from_environment({std::chrono::seconds(60)});
+  auto pair =
+      make_subgroup(group, group.rank() < 2 ? "low" : "high", group.rank() < 2 ? std::vector{0, 1} : std::vector{3, 2});
+  auto texts = Transport(pair).exchange("rank " + std::to_string(group.rank()));
+  report("texts", texts[0] + "," + texts[1]);
+  try {
+    make_subgroup(group, "none", {(group.rank() + 1) % 4});
+  } catch (const Error& e) {
+    report("refused", e.message());
+  }
+  return 0;
+});
+
+TEST(ProcessGroup, DividesIntoSubgroups) {
+  auto run = run_role("subgroup", 4);
+  ASSERT_EQ(run.result.exit_code(), 0) << run.errors[0] << run.errors[3];
+  EXPECT_EQ(run.reports[1]["texts"], "rank 0,rank 1");
+  EXPECT_EQ(run.reports[2]["texts"], "rank 3,rank 2");
+  EXPECT_EQ(run.reports[2]["refused"], "rank 2 is not in the subgroup 'none' it asks for");
+}
+
+Role alone_role("alone", [] {
+  if (std::getenv("RANK") == std::string("1")) return 0;  // never joins
+  make_group_from_environment({std::chrono::milliseconds(1500)});
+  return 0;
+});
+
+TEST(ProcessGroup, NamesTheRanksThatDidNotCome) {
+  auto run = run_role("alone", 2);
+  EXPECT_THAT(run.errors[0], HasSubstr("rank 0 of 2 waited 1500 ms"));
+  EXPECT_THAT(run.errors[0], HasSubstr("for rank 1"));
+}
+
+Role codes_role("codes", [] {
+  const auto rank = std::stoi(std::getenv("RANK"));
+  std::fprintf(stderr, "no line end from %d", rank);
+  if (rank == 1) return 7;
+  if (rank == 2) ::pause();
+  return 0;
+});
+
+TEST(Launch, GivesEveryExitCodeAndEndsTheRest) {
+  auto run = run_role("codes", 3, {}, std::chrono::milliseconds(300));
+  EXPECT_EQ(run.result.exit_code(), 7);
+  EXPECT_EQ(run.result.first_failed, 1);
+  EXPECT_EQ(run.result.processes[0].exit_code, 0);
+  EXPECT_EQ(run.result.processes[2].signal, SIGTERM);
+  EXPECT_TRUE(run.result.processes[2].stopped_by_launcher);
+  EXPECT_EQ(run.errors[1], "no line end from 1\n");
+}
+
+TEST(Launch, NamesAProgramThatCannotBeStarted) {
+  LaunchOptions options;
+  options.program = "/no/such/program";
+  EXPECT_THAT(message_of([&] { launch_local(options); }), HasSubstr("cannot start '/no/such/program'"));
+}
+
+}  // namespace
+}  // namespace plumb
