@@ -199,3 +199,15 @@ def test_a_compiled_layer_has_the_same_gradients():
     torch.compile(layer, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
     for p, e in zip(layer.parameters(), expected):
         torch.testing.assert_close(p.grad, e)
+
+
+def test_autocast_casts_what_it_casts_for_torch():
+    x, w = f32(4, 16), f32(8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = U.linear(x, w)
+        assert y.dtype == U.matmul(x, w.t()).dtype == torch.bfloat16
+        assert U.softmax(y, -1).dtype == U.mse_loss(y, y.detach()).dtype == torch.float32
+        assert U.gelu(y).dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == w.grad.dtype == torch.float32
+    torch.testing.assert_close(y.float(), U.linear(x, w), rtol=2e-2, atol=2e-2)
