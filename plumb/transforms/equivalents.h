@@ -1,0 +1,36 @@
+// Which operator is which one's unit-scaled equivalent, and how to call it with the same arguments.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+struct Equivalent {
+  std::string_view to;              // "plumb::linear"
+  std::vector<std::string_view> weights;  // arguments of the operator that may be weights
+  std::string_view bias;            // "" if there is none
+  bool any_weight = false;          // a matmul: an operand is a weight only if it is a parameter
+  bool norm = false;                // its weight is a gain, and stays as it is
+};
+
+// Null if there is none.
+const Equivalent* find_equivalent(const Node* node);
+
+// The entry of a node that is a unit-scaled operator already, if that operator has weights; else null.
+const Equivalent* find_unit_scaled(const Node* node);
+
+// Why this call cannot be replaced although its operator can; nothing if it can.
+std::optional<std::string> why_not(const Node* node);
+
+// Inserts the equivalent before the node, with its arguments; the caller replaces the node's uses.
+Node* build_equivalent(Graph& graph, const Node* node, const Equivalent& equivalent);
+
+// A call of `to` with the node's arguments in the same order. Throws if `to` cannot take them.
+Node* build_same_arguments(Graph& graph, const Node* node, std::string_view to);
+
+}  // namespace plumb

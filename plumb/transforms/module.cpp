@@ -1,0 +1,51 @@
+#include "plumb/transforms/module.h"
+
+#include "plumb/transforms/tracker.h"
+
+namespace plumb {
+
+std::string_view to_string(MupRole role) {
+  switch (role) {
+    case MupRole::Weight: return "weight";
+    case MupRole::Bias: return "bias";
+    case MupRole::Norm: return "norm";
+    case MupRole::Output: return "output";
+  }
+  return "unknown";
+}
+
+namespace {
+
+// A tracker like `original` for a copy of the graph that was tracked by it.
+void take_tracker(TransformedModule& copy, const std::shared_ptr<ScaleTracker>& original) {
+  if (!original) return;
+  copy.tracker = original->twin();
+  const Arg old(original->id());
+  for (Node* node : copy.graph().nodes()) {
+    if (node->is_op("plumb::track") && node->arg("tracker") == old) node->set_arg("tracker", copy.tracker->id());
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<TransformedModule> derive(const GraphModule& module) {
+  auto result = std::make_shared<TransformedModule>(module.graph().clone(), module.state(), module.in_spec(), module.out_spec());
+  result->train(module.is_training());
+  if (const auto* known = dynamic_cast<const TransformedModule*>(&module)) {
+    result->reports = known->reports;
+    result->mup = known->mup;
+    take_tracker(*result, known->tracker);
+  }
+  return result;
+}
+
+std::shared_ptr<TransformedModule> TransformedModule::deep_copy() const {
+  auto copy = std::make_shared<TransformedModule>(graph().clone(), state().deep_copy(), in_spec(), out_spec());
+  copy->train(is_training());
+  copy->reports = reports;
+  copy->mup = mup;
+  take_tracker(*copy, tracker);
+  return copy;
+}
+
+}  // namespace plumb

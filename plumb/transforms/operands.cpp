@@ -1,0 +1,137 @@
+#include "plumb/transforms/operands.h"
+
+#include <ATen/ops/amin.h>
+
+#include <string_view>
+
+namespace plumb {
+namespace {
+
+// Operators that hand on their first argument. Those that return lists do so in parts.
+const std::unordered_set<std::string_view>& rearranging() {
+  static const std::unordered_set<std::string_view> names = {
+      "aten::t", "aten::transpose", "aten::permute", "aten::numpy_T", "aten::matrix_H", "aten::mT", "aten::movedim",
+      "aten::swapaxes", "aten::swapdims", "aten::view", "aten::_unsafe_view", "aten::view_as", "aten::reshape",
+      "aten::reshape_as", "aten::flatten", "aten::unflatten", "aten::unsqueeze", "aten::squeeze", "aten::select",
+      "aten::slice", "aten::narrow", "aten::chunk", "aten::split", "aten::split_with_sizes", "aten::tensor_split",
+      "aten::unbind", "aten::expand", "aten::expand_as", "aten::contiguous", "aten::clone", "aten::detach", "aten::alias",
+      "aten::to", "aten::_to_copy", "aten::type_as", "aten::lift_fresh", "plumb::simulate_format", "plumb::quantise",
+      "plumb::track"};
+  return names;
+}
+
+std::optional<double> number(const Arg* arg) {
+  if (!arg || !arg->is_constant()) return std::nullopt;
+  const auto& v = arg->constant();
+  if (v.isDouble()) return v.toDouble();
+  if (v.isInt()) return static_cast<double>(v.toInt());
+  return std::nullopt;
+}
+
+constexpr double kBlocking = -1e4;  // added to a logit, no weight is left: exp(-1e4) is 0 in every type
+
+}  // namespace
+
+bool hands_on(const Node* node) { return node->is_call() && node->num_inputs() > 0 && rearranging().count(node->op_name()); }
+
+const Node* attribute_behind(const Value* value) {
+  while (value) {
+    const Node* node = value->producer();
+    if (node->kind() == NodeKind::GetAttr) return node;
+    if (!hands_on(node) || !node->args()[0].is_value()) return nullptr;
+    value = node->args()[0].value();
+  }
+  return nullptr;
+}
+
+std::vector<Use> uses_behind(const Value* value) {
+  std::vector<Use> found;
+  std::vector<const Value*> open{value};
+  while (!open.empty()) {
+    const Value* v = open.back();
+    open.pop_back();
+    for (const Use& use : v->uses()) {
+      if (hands_on(use.user)) {
+        // `x.view_as(w)` and the like look at w's shape or type only.
+        if (use.index != 0 || !use.user->args()[0].is_value()) continue;
+        for (const Value* result : use.user->results()) open.push_back(result);
+      } else {
+        found.push_back(use);
+      }
+    }
+  }
+  return found;
+}
+
+std::optional<at::ScalarType> dtype_of(const Value* value, const State& state) {
+  if (value->meta()) return value->meta()->dtype;
+  const Node* node = value->producer();
+  if (node->kind() == NodeKind::GetAttr) {
+    if (const Attr* attr = state.find(node->target()); attr && attr->tensor.defined()) return attr->tensor.scalar_type();
+  }
+  return std::nullopt;
+}
+
+bool may_be_float(const Value* value, const State& state) {
+  if (value->type() == ValueType::Int || value->type() == ValueType::Bool) return false;
+  const auto dtype = dtype_of(value, state);
+  return !dtype || at::isFloatingType(*dtype);
+}
+
+std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state) {
+  std::unordered_set<const Node*> found;
+  for (const Node* node : graph.nodes()) {
+    bool flows = false;
+    if (node->kind() == NodeKind::Placeholder) {
+      flows = node->result()->is_tensor() && may_be_float(node->result(), state);
+    } else if (node->kind() == NodeKind::GetAttr) {
+      const Attr* attr = state.find(node->target());
+      flows = attr && attr->kind == AttrKind::Parameter && may_be_float(node->result(), state);
+    } else if (!node->is_op("aten::detach")) {
+      for (size_t i = 0; i < node->num_inputs() && !flows; ++i) {
+        flows = found.count(node->input(i)->producer()) && may_be_float(node->input(i), state);
+      }
+    }
+    if (flows) found.insert(node);
+  }
+  return found;
+}
+
+bool looks_like_mask(const Value* value, const State& state) {
+  // A mask is made in a few steps; further away it is something else.
+  for (int step = 0; step < 12; ++step) {
+    const Node* node = value->producer();
+    if (node->kind() == NodeKind::GetAttr) {
+      const Attr* attr = state.find(node->target());
+      if (!attr || attr->kind == AttrKind::Parameter || !attr->tensor.defined() || attr->tensor.is_meta() ||
+          attr->tensor.numel() == 0 || !attr->tensor.is_floating_point())
+        return false;
+      return at::amin(attr->tensor.detach()).to(at::kDouble).item<double>() <= kBlocking;
+    }
+    if (!node->is_call()) return false;
+    const std::string_view name = node->op_name();
+    auto blocks = [&](std::string_view argument) {
+      const auto n = number(node->try_arg(argument));
+      return n && *n <= kBlocking;
+    };
+    if (name == "aten::full" || name == "aten::full_like" || name == "aten::new_full") return blocks("fill_value");
+    if (name == "aten::scalar_tensor") return blocks("s");
+    if (name == "aten::masked_fill" && blocks("value")) return true;
+    if (name == "aten::where" && (blocks("other") || blocks("self"))) return true;
+    if (name == "aten::mul" && blocks("other")) return true;
+    if (name == "aten::where") {
+      const Arg* other = node->try_arg("other");
+      if (!other || !other->value()) return false;
+      value = other->value();
+    } else if (hands_on(node) || name == "aten::masked_fill" || name == "aten::triu" || name == "aten::tril" ||
+               name == "aten::mul" || name == "aten::index" || name == "aten::index_select") {
+      if (!node->args()[0].is_value()) return false;
+      value = node->args()[0].value();
+    } else {
+      return false;
+    }
+  }
+  return false;
+}
+
+}  // namespace plumb

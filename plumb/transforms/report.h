@@ -1,0 +1,63 @@
+// What a transform did, node by node: what was replaced by what, which adds are residual with which tau, what was left
+// alone and why. Printable as text and as JSON.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+enum class ReportKind {
+  Replaced,       // an operator by another
+  Residual,       // an add by a residual layer with weight tau
+  Unconstrained,  // an operator's scales are no longer tied together
+  Weight,         // a parameter was divided by its standard deviation
+  Bias,           // a parameter was set to zero
+  Quantised,      // inputs rounded to a format, or the gradient of the output
+  Tracked,        // a value is measured
+  LeftAlone,      // nothing was done, and `reason` says why
+};
+std::string_view to_string(ReportKind kind);  // "replaced", ..., "left_alone"
+
+struct ReportEntry {
+  ReportKind kind = ReportKind::LeftAlone;
+  std::string node;    // the value's name; for Weight and Bias the parameter's full name
+  std::string module;  // path of the module that calls it, "" when unknown or the root
+  std::string source;  // "model.py:12", "" when unknown
+  std::string from;    // operator before, or the statistic that was changed
+  std::string to;      // operator after
+  std::optional<double> tau;
+  std::string reason;
+};
+
+class Report {
+ public:
+  explicit Report(std::string pass = "") : pass_(std::move(pass)) {}
+
+  const std::string& pass() const { return pass_; }
+  const std::vector<ReportEntry>& entries() const { return entries_; }
+  void add(ReportEntry entry) { entries_.push_back(std::move(entry)); }
+  // An entry about this node, with its name, module path and source line filled in.
+  ReportEntry& add(ReportKind kind, const Node* node, std::string from = "", std::string to = "", std::string reason = "");
+
+  size_t count(ReportKind kind) const;
+  std::vector<const ReportEntry*> of_kind(ReportKind kind) const;
+  // Null unless there is an entry of this kind for a node or parameter of this name.
+  const ReportEntry* find(ReportKind kind, std::string_view node) const;
+
+  // One line an entry, under a line of counts.
+  std::string to_text() const;
+  std::vector<std::string> lines() const;
+  // {"pass": ..., "entries": [{"kind": ..., "node": ..., ...}]}; empty fields are left out.
+  std::string to_json() const;
+
+ private:
+  std::string pass_;
+  std::vector<ReportEntry> entries_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,223 @@
+#include "plumb/transforms/scales_graph.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <unordered_set>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/names.h"
+
+namespace plumb {
+namespace {
+
+std::string_view kind_name(NodeKind kind) {
+  switch (kind) {
+    case NodeKind::Placeholder: return "placeholder";
+    case NodeKind::GetAttr: return "get_attr";
+    case NodeKind::CallFunction: return "call_function";
+    case NodeKind::CallModule: return "call_module";
+    case NodeKind::Output: return "output";
+  }
+  return "unknown";
+}
+
+nlohmann::ordered_json number(double value) {
+  return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json();
+}
+
+nlohmann::ordered_json json_of(const Metrics::Data& d) {
+  nlohmann::ordered_json out = {{"mean_abs", number(d.mean_abs)}, {"abs_mean", number(d.abs_mean)}, {"std", number(d.std)},
+                                {"abs_max", number(d.abs_max)},   {"abs_min", number(d.abs_min)},   {"numel", d.numel},
+                                {"nan_count", d.nan_count},       {"inf_count", d.inf_count},       {"zero_count", d.zero_count}};
+  if (d.histogram) {
+    // [exponent, count] of the bins that are not empty; exponent -127 holds zeros and subnormals, 128 infinities and NaN.
+    auto bins = nlohmann::ordered_json::array();
+    for (int i = 0; i < 256; ++i) {
+      if (d.histogram->counts[static_cast<size_t>(i)]) bins.push_back({i - 127, d.histogram->counts[static_cast<size_t>(i)]});
+    }
+    out["exponents"] = std::move(bins);
+  }
+  return out;
+}
+
+bool same_scale(const Metrics::Data& a, const Metrics::Data& b, double rtol) {
+  if (a.mean_abs == b.mean_abs) return true;
+  return std::isfinite(a.mean_abs) && std::isfinite(b.mean_abs) &&
+         std::fabs(a.mean_abs - b.mean_abs) <= rtol * std::max(std::fabs(a.mean_abs), std::fabs(b.mean_abs));
+}
+
+bool same_scale(const Metrics& a, const Metrics& b, double rtol) {
+  if (a.bwd.has_value() != b.bwd.has_value()) return false;
+  return same_scale(a.fwd, b.fwd, rtol) && (!a.bwd || same_scale(*a.bwd, *b.bwd, rtol));
+}
+
+// The nodes that are kept, renumbered.
+ScalesGraph compact(std::vector<ScaleNode> nodes, const std::vector<bool>& keep) {
+  std::vector<size_t> place(nodes.size());
+  ScalesGraph result;
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    if (!keep[i]) continue;
+    place[i] = result.nodes.size();
+    for (size_t& input : nodes[i].inputs) input = place[input];
+    result.nodes.push_back(std::move(nodes[i]));
+  }
+  return result;
+}
+
+// Removes nodes for which stand_in(node) answers which node stands for them (an index), or kNone for nobody.
+constexpr size_t kKeep = SIZE_MAX, kNone = SIZE_MAX - 1;
+template <class StandIn>
+ScalesGraph prune_to_one(const ScalesGraph& graph, const StandIn& stand_in) {
+  std::vector<ScaleNode> nodes = graph.nodes;
+  std::vector<bool> keep(nodes.size(), true);
+  std::vector<size_t> instead(nodes.size(), kKeep);
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    // Inputs come earlier, so what stands for them is settled.
+    std::vector<size_t> inputs;
+    for (size_t input : nodes[i].inputs) {
+      const size_t found = instead[input] == kKeep ? input : instead[input];
+      if (found != kNone) inputs.push_back(found);
+    }
+    nodes[i].inputs = std::move(inputs);
+    if (nodes[i].kind == NodeKind::Output) continue;
+    instead[i] = stand_in(nodes, i);
+    keep[i] = instead[i] == kKeep;
+  }
+  return compact(std::move(nodes), keep);
+}
+
+std::vector<size_t> float_inputs(const std::vector<ScaleNode>& nodes, size_t i) {
+  std::vector<size_t> found;
+  for (size_t input : nodes[i].inputs) {
+    if (nodes[input].is_float_tensor) found.push_back(input);
+  }
+  return found;
+}
+
+}  // namespace
+
+const ScaleNode* ScalesGraph::find(std::string_view name) const {
+  for (const ScaleNode& node : nodes) {
+    if (node.name == name) return &node;
+  }
+  return nullptr;
+}
+
+std::string ScalesGraph::to_text() const {
+  std::string text;
+  size_t width = 4, target_width = 6;
+  for (const auto& node : nodes) {
+    width = std::max(width, std::min<size_t>(node.name.size(), 40));
+    target_width = std::max(target_width, std::min<size_t>(node.target.size(), 40));
+  }
+  char line[512];
+  auto row = [&](const char* name, const char* target, const char* a, const char* b, const char* c, const char* d, const std::string& inputs) {
+    std::snprintf(line, sizeof line, "%-*s  %-*s  %10s  %10s  %10s  %10s  ", static_cast<int>(width), name,
+                  static_cast<int>(target_width), target, a, b, c, d);
+    text += line + inputs + "\n";
+  };
+  row("name", "target", "std", "max", "grad std", "grad max", "inputs");
+  for (const auto& node : nodes) {
+    std::string cells[4], inputs;
+    auto cell = [](double v) {
+      char out[32];
+      std::snprintf(out, sizeof out, "%.4g", v);
+      return std::string(out);
+    };
+    if (node.metrics) {
+      cells[0] = cell(node.metrics->fwd.std), cells[1] = cell(node.metrics->fwd.abs_max);
+      if (node.metrics->bwd) cells[2] = cell(node.metrics->bwd->std), cells[3] = cell(node.metrics->bwd->abs_max);
+    }
+    for (size_t i : node.inputs) inputs += (inputs.empty() ? "" : ", ") + nodes[i].name;
+    row(node.name.substr(0, 40).c_str(), node.target.substr(0, 40).c_str(), cells[0].c_str(), cells[1].c_str(), cells[2].c_str(),
+        cells[3].c_str(), inputs);
+  }
+  return text;
+}
+
+std::string ScalesGraph::to_json() const {
+  auto all = nlohmann::ordered_json::array();
+  for (const auto& node : nodes) {
+    nlohmann::ordered_json out = {{"name", node.name}, {"kind", std::string(kind_name(node.kind))}, {"target", node.target}};
+    auto inputs = nlohmann::ordered_json::array();
+    for (size_t i : node.inputs) inputs.push_back(nodes[i].name);
+    out["inputs"] = std::move(inputs);
+    if (node.result_index) out["result_index"] = node.result_index;
+    if (!node.module.empty()) out["module"] = node.module;
+    if (!node.source.empty()) out["source"] = node.source;
+    if (node.meta) out["sizes"] = node.meta->sizes, out["dtype"] = torch_name(node.meta->dtype);
+    out["is_float_tensor"] = node.is_float_tensor;
+    if (node.requires_grad) out["requires_grad"] = true;
+    if (node.metrics) {
+      out["fwd"] = json_of(node.metrics->fwd);
+      if (node.metrics->bwd) out["bwd"] = json_of(*node.metrics->bwd);
+    }
+    all.push_back(std::move(out));
+  }
+  return nlohmann::ordered_json{{"nodes", std::move(all)}}.dump(1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+ScalesGraph prune_non_float_tensors(const ScalesGraph& graph) {
+  return prune_to_one(graph, [](const std::vector<ScaleNode>& nodes, size_t i) {
+    if (nodes[i].is_float_tensor) return kKeep;
+    const auto floats = float_inputs(nodes, i);
+    return floats.size() == 1 ? floats[0] : kNone;
+  });
+}
+
+ScalesGraph prune_same_scale_tensors(const ScalesGraph& graph, double rtol) {
+  const bool measured = std::any_of(graph.nodes.begin(), graph.nodes.end(), [](const ScaleNode& n) { return n.metrics.has_value(); });
+  if (!measured) {
+    throw Error(ErrorKind::InvalidArgument, "nothing was measured in this graph", "",
+                "run the tracked module forward (and backward) before taking its scales_graph()");
+  }
+  return prune_to_one(graph, [rtol](const std::vector<ScaleNode>& nodes, size_t i) {
+    if (!nodes[i].is_float_tensor || !nodes[i].metrics) return kKeep;
+    const auto floats = float_inputs(nodes, i);
+    if (floats.size() != 1 || !nodes[floats[0]].metrics) return kKeep;
+    return same_scale(*nodes[i].metrics, *nodes[floats[0]].metrics, rtol) ? floats[0] : kKeep;
+  });
+}
+
+ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::vector<std::string>& targets) {
+  const std::unordered_set<std::string_view> wanted(targets.begin(), targets.end());
+  std::vector<ScaleNode> nodes = graph.nodes;
+  std::vector<bool> keep(nodes.size(), true);
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    if (nodes[i].kind == NodeKind::Output) continue;
+    const std::string_view target = nodes[i].target;
+    const bool operation = nodes[i].kind == NodeKind::CallFunction;
+    keep[i] = !wanted.count(target) && !(operation && wanted.count(target.substr(0, target.find('.'))));
+  }
+  // A kept node takes what it reaches over removed ones, each once. Every removed node is walked over once for each kept
+  // user of the removed part it belongs to.
+  std::vector<size_t> seen(nodes.size(), SIZE_MAX), open;
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    if (!keep[i]) continue;
+    std::vector<size_t> inputs;
+    for (size_t input : nodes[i].inputs) {
+      if (keep[input]) {
+        inputs.push_back(input);
+        continue;
+      }
+      open.assign(1, input);
+      while (!open.empty()) {
+        const size_t at = open.back();
+        open.pop_back();
+        if (seen[at] == i) continue;
+        seen[at] = i;
+        if (keep[at]) {
+          inputs.push_back(at);
+        } else {
+          open.insert(open.end(), graph.nodes[at].inputs.rbegin(), graph.nodes[at].inputs.rend());
+        }
+      }
+    }
+    nodes[i].inputs = std::move(inputs);
+  }
+  return compact(std::move(nodes), keep);
+}
+
+}  // namespace plumb

@@ -1,0 +1,296 @@
+#include "plumb/transforms/simulate_format.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/pass.h"
+#include "plumb/transforms/operands.h"
+
+namespace plumb {
+namespace {
+
+// Operator -> the arguments that are multiplied.
+const std::unordered_map<std::string_view, std::vector<std::string_view>>& products() {
+  static const std::unordered_map<std::string_view, std::vector<std::string_view>> table = {
+      {"aten::linear", {"input", "weight"}},
+      {"aten::matmul", {"self", "other"}},
+      {"aten::linalg_matmul", {"self", "other"}},
+      {"aten::mm", {"self", "mat2"}},
+      {"aten::bmm", {"self", "mat2"}},
+      {"aten::mv", {"self", "vec"}},
+      {"aten::addmm", {"mat1", "mat2"}},
+      {"aten::addbmm", {"batch1", "batch2"}},
+      {"aten::baddbmm", {"batch1", "batch2"}},
+      {"aten::bilinear", {"input1", "input2", "weight"}},
+      {"aten::einsum", {"tensors"}},
+      {"aten::scaled_dot_product_attention", {"query", "key", "value"}},
+      {"aten::conv1d", {"input", "weight"}},
+      {"aten::conv2d", {"input", "weight"}},
+      {"aten::conv3d", {"input", "weight"}},
+      {"aten::conv_transpose1d", {"input", "weight"}},
+      {"aten::conv_transpose2d", {"input", "weight"}},
+      {"aten::conv_transpose3d", {"input", "weight"}},
+      {"aten::convolution", {"input", "weight"}},
+      {"aten::_convolution", {"input", "weight"}},
+      {"aten::lstm_cell", {"input", "hx", "w_ih", "w_hh"}},
+      {"aten::gru_cell", {"input", "hx", "w_ih", "w_hh"}},
+      {"aten::rnn_tanh_cell", {"input", "hx", "w_ih", "w_hh"}},
+      {"aten::rnn_relu_cell", {"input", "hx", "w_ih", "w_hh"}},
+      {"plumb::linear", {"input", "weight"}},
+      {"plumb::linear_readout", {"input", "weight"}},
+      {"plumb::matmul", {"left", "right"}},
+      {"plumb::scaled_dot_product_attention", {"query", "key", "value"}},
+      {"plumb::conv1d", {"input", "weight"}},
+      {"plumb::conv2d", {"input", "weight"}},
+      {"plumb::conv3d", {"input", "weight"}},
+      {"plumb::conv_transpose1d", {"input", "weight"}},
+      {"plumb::conv_transpose2d", {"input", "weight"}},
+      {"plumb::conv_transpose3d", {"input", "weight"}},
+  };
+  return table;
+}
+
+bool is_cell(std::string_view name) { return name.ends_with("_cell"); }
+
+std::string_view bare(std::string_view name) { return name.substr(name.rfind(':') + 1); }
+
+// Why a product inside this operator is out of reach; nothing if it has none.
+std::optional<std::string> hidden_product(const Node* node) {
+  const std::string_view name = node->op_name();
+  if (name == "aten::lstm" || name == "aten::gru" || name == "aten::rnn_tanh" || name == "aten::rnn_relu")
+    return "one fused operator for all time steps: its products cannot be reached";
+  if (name == "aten::_native_multi_head_attention" || name == "aten::_transformer_encoder_layer_fwd")
+    return "a fused inference operator: capture with gradients enabled";
+  if (name.starts_with("aten::cudnn_") || name.starts_with("aten::mkldnn_")) return "an operator of one library only";
+  return std::nullopt;
+}
+
+FPFormat resolve(const std::string& text, const SimulateFormatOptions& options) {
+  FPFormat format = FPFormat::parse(text);
+  if (options.rounding) return format.with_rounding(*options.rounding, *options.rounding == Rounding::Stochastic ? options.srbits : 0);
+  if (options.srbits != 0) return format.with_rounding(Rounding::Stochastic, options.srbits);
+  return format;
+}
+
+class Simulator {
+ public:
+  Simulator(GraphModule& module, const SimulateFormatOptions& options, Report& report)
+      : graph_(module.graph()), state_(module.state()), options_(options), report_(report) {
+    fwd_ = options.fwd == "none" ? "none" : resolve(options.fwd, options).to_string();
+    bwd_ = options.bwd == "none" ? "none" : resolve(options.bwd, options).to_string();
+    for (const auto& name : options.operators) {
+      const auto known = matrix_product_operators();
+      if (std::none_of(known.begin(), known.end(), [&](const std::string& k) { return k == name || bare(k) == name; }))
+        throw Error(ErrorKind::InvalidArgument, "simulate_format: '" + name + "' is no matrix product", "",
+                    "leave the list of operators empty for all, or see matrix_product_operators()");
+    }
+  }
+
+  bool run() {
+    bool changed = false;
+    for (Node* node : graph_.nodes()) {
+      if (node->kind() == NodeKind::CallModule) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "", "a nested graph: transform the model before it is cut");
+      }
+      if (!node->is_call()) continue;
+      if (node->writes()) last_write_ = node;
+      if (auto why = hidden_product(node)) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+        continue;
+      }
+      auto product = products().find(node->op_name());
+      if (product == products().end()) continue;
+      if (auto why = obstacle(node)) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+        continue;
+      }
+      changed |= quantise(node, product->second);
+    }
+    return changed;
+  }
+
+ private:
+  std::optional<std::string> obstacle(const Node* node) const {
+    if (!options_.operators.empty()) {
+      bool wanted = false;
+      for (std::string_view name : options_.operators) wanted = wanted || bare(name) == bare(node->op_name());
+      if (!wanted) return "not among the operators asked for";
+    }
+    if (node->target().ends_with(".out")) return "it writes into a given tensor";
+    for (const auto& pattern : options_.exclude) {
+      auto excluded = [&](std::string_view text) { return matches_pattern(pattern, text); };
+      bool hit = excluded(node->result()->name()) || excluded(node->meta().module_path());
+      for (const Value* value : node->inputs()) {
+        if (const Node* attr = attribute_behind(value)) hit = hit || excluded(attr->target());
+      }
+      if (hit) return "excluded by '" + pattern + "'";
+    }
+    if (!may_be_float(node->result(), state_)) return "it is no floating-point computation";
+    return std::nullopt;
+  }
+
+  bool roundable(const Value* value) const {
+    if (!value->is_tensor() || !may_be_float(value, state_)) return false;
+    return !value->producer()->is_op("plumb::simulate_format") || value->producer()->arg("fwd") != Arg(fwd_);
+  }
+
+  // The value rounded forward: one node for all uses, as long as nothing is written in between.
+  Value* rounded(Value* value, const Node* user) {
+    auto [it, fresh] = rounded_.try_emplace(value, Made{nullptr, nullptr});
+    if (!fresh && it->second.last_write == last_write_ && it->second.grad_enabled == user->meta().grad_enabled) return it->second.value;
+    Node* node = graph_.call("plumb::simulate_format", {value, fwd_, "none"});
+    node->meta() = user->meta();
+    node->result()->set_meta(value->meta());
+    node->result()->rename(graph_.unique_name(value->name() + "_fwd"));
+    it->second = {node->result(), last_write_, user->meta().grad_enabled};
+    return node->result();
+  }
+
+  bool quantise(Node* node, const std::vector<std::string_view>& arguments) {
+    bool changed = false;
+    if (fwd_ != "none") {
+      auto here = graph_.inserting_before(node);
+      for (std::string_view name : arguments) {
+        const Arg arg = node->arg(name);
+        // A cell's hidden state h is multiplied, its cell state c is not.
+        size_t limit = name == "hx" && is_cell(node->op_name()) ? 1 : SIZE_MAX;
+        if (arg.is_value() && roundable(arg.value())) {
+          node->set_arg(name, rounded(arg.value(), node));
+          changed = true;
+        } else if (arg.is_list()) {
+          Arg::List list = arg.list();
+          for (size_t i = 0; i < std::min(limit, list.size()); ++i) {
+            if (list[i].is_value() && roundable(list[i].value())) list[i] = rounded(list[i].value(), node), changed = true;
+          }
+          node->set_arg(name, std::move(list));
+        }
+      }
+    }
+    if (bwd_ != "none") {
+      auto here = graph_.inserting_after(node);
+      for (Value* result : node->results()) {
+        if (!result->has_uses() || !result->is_tensor() || !may_be_float(result, state_)) continue;
+        Node* back = graph_.call("plumb::simulate_format", {result, "none", bwd_});
+        back->meta() = node->meta();
+        back->result()->set_meta(result->meta());
+        graph_.replace_all_uses_with(result, back->result(), back);
+        back->result()->rename(graph_.unique_name(result->name() + "_bwd"));
+        changed = true;
+      }
+    }
+    if (changed) report_.add(ReportKind::Quantised, node, node->target(), fwd_ + " forward, " + bwd_ + " backward");
+    return changed;
+  }
+
+  struct Made {
+    Value* value;
+    const Node* last_write;
+    bool grad_enabled = true;
+  };
+
+  Graph& graph_;
+  const State& state_;
+  const SimulateFormatOptions& options_;
+  Report& report_;
+  std::string fwd_, bwd_;
+  const Node* last_write_ = nullptr;
+  std::unordered_map<const Value*, Made> rounded_;
+};
+
+std::vector<std::string> split_list(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) {
+    if (!part.empty()) parts.push_back(part);
+  }
+  return parts;
+}
+
+const std::vector<PassOption> kOptions = {
+    {"fwd", "E4M3-SR", "format of inputs: E<e>M<m> or a standard name, with -RN, -SR, -SRn or -RZ; none"},
+    {"bwd", "E5M2-SR", "format of gradients"},
+    {"rounding", "", "nearest, stochastic or toward_zero, for both"},
+    {"srbits", "0", "random bits of stochastic rounding, 0 for all"},
+    {"operators", "", "only these, comma separated"},
+    {"exclude", "", "patterns of modules, parameters or values to leave alone, comma separated"}};
+
+bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
+  SimulateFormatOptions options;
+  for (const auto& [name, value] : given) {
+    if (name == "fwd") options.fwd = value;
+    if (name == "bwd") options.bwd = value;
+    if (name == "rounding") options.rounding = parse_rounding(value);
+    if (name == "operators") options.operators = split_list(value);
+    if (name == "exclude") options.exclude = split_list(value);
+    if (name == "srbits") {
+      try {
+        options.srbits = std::stoi(value);
+      } catch (const std::exception&) {
+        throw Error(ErrorKind::InvalidArgument, "option srbits takes a number, got '" + value + "'");
+      }
+    }
+  }
+  Report report("simulate_format");
+  const bool changed = simulate_format(module, options, &report);
+  if (lines) *lines = report.lines();
+  return changed;
+}
+
+const RegisterPass registered({"simulate_format",
+                               "Rounds the inputs of matrix products to a number format, and the gradients of their outputs to another.",
+                               kOptions, run_from_table});
+
+}  // namespace
+
+std::vector<std::string> matrix_product_operators() {
+  std::vector<std::string> names;
+  for (const auto& [name, arguments] : products()) names.emplace_back(name);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+bool matches_pattern(std::string_view pattern, std::string_view text) {
+  size_t p = 0, t = 0, star = std::string_view::npos, retry = 0;
+  while (t < text.size()) {
+    if (p < pattern.size() && (pattern[p] == '?' || pattern[p] == text[t]) && pattern[p] != '*') {
+      ++p, ++t;
+    } else if (p < pattern.size() && pattern[p] == '*') {
+      star = p++;
+      retry = t;
+    } else if (star != std::string_view::npos) {
+      p = star + 1;
+      t = ++retry;
+    } else {
+      return false;
+    }
+  }
+  while (p < pattern.size() && pattern[p] == '*') ++p;
+  return p == pattern.size();
+}
+
+bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, Report* report) {
+  Report own("simulate_format");
+  return Simulator(module, options, report ? *report : own).run();
+}
+
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const SimulateFormatOptions& options) {
+  auto result = derive(*module);
+  Report report("simulate_format");
+  simulate_format(*result, options, &report);
+  result->reports.push_back(std::move(report));
+  return result;
+}
+
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd, const FPFormat& bwd) {
+  SimulateFormatOptions options;
+  options.fwd = fwd.to_string();
+  options.bwd = bwd.to_string();
+  return simulate_format(module, options);
+}
+
+std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module, const SimulateFormatOptions& options) {
+  return simulate_format(module, options);
+}
+
+}  // namespace plumb

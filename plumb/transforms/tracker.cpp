@@ -1,0 +1,219 @@
+// The operator plumb::track and its tracker.
+//
+// A gradient is seen by a hook at the place where autograd has it complete: the tensor's own grad_fn. So an intermediate
+// tensor is handed on itself, with no copy and no node of its own. Leaves (parameters) and the caller's inputs must not get
+// hooks, which would outlive the graph: what is handed on is an alias of them.
+#include "plumb/transforms/tracker.h"
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ops/alias.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+#include <type_traits>
+#include <unordered_map>
+
+namespace plumb {
+
+Metrics::Data Metrics::Data::of(const TensorMetrics& m) {
+  Data d{m.mean_abs, m.abs_mean, m.std, m.abs_max, m.abs_min, m.numel, m.nan_count, m.inf_count, m.zero_count, nullptr};
+  if (m.histogram) d.histogram = std::make_shared<const ExponentHistogram>(*m.histogram);
+  return d;
+}
+
+TensorMetrics Metrics::Data::full() const {
+  TensorMetrics m;
+  m.mean_abs = mean_abs, m.abs_mean = abs_mean, m.std = std, m.abs_max = abs_max, m.abs_min = abs_min;
+  m.numel = numel, m.nan_count = nan_count, m.inf_count = inf_count, m.zero_count = zero_count;
+  if (histogram) m.histogram = *histogram;
+  return m;
+}
+
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  int64_t last = 0;
+  std::unordered_map<int64_t, std::weak_ptr<ScaleTracker>> trackers;
+};
+Registry& registry() {
+  static Registry* r = new Registry;  // never destroyed: trackers may die after static destruction began
+  return *r;
+}
+
+int64_t next_id() {
+  std::lock_guard lock(registry().mutex);
+  return ++registry().last;
+}
+
+}  // namespace
+
+ScaleTracker::ScaleTracker(MetricsOptions options) : id_(next_id()), options_(options) {}
+
+std::shared_ptr<ScaleTracker> ScaleTracker::create(MetricsOptions options) {
+  std::shared_ptr<ScaleTracker> tracker(new ScaleTracker(options));
+  std::lock_guard lock(registry().mutex);
+  registry().trackers[tracker->id_] = tracker;
+  return tracker;
+}
+
+ScaleTracker::~ScaleTracker() {
+  std::lock_guard lock(registry().mutex);
+  registry().trackers.erase(id_);
+}
+
+std::shared_ptr<ScaleTracker> ScaleTracker::find(int64_t id) {
+  // A graph's nodes ask for the same one again and again.
+  thread_local int64_t last_id = 0;
+  thread_local std::weak_ptr<ScaleTracker> last;
+  if (id <= 0) return nullptr;
+  if (id != last_id) {
+    std::lock_guard lock(registry().mutex);
+    auto it = registry().trackers.find(id);
+    if (it == registry().trackers.end()) return nullptr;
+    last = it->second;
+    last_id = id;
+  }
+  return last.lock();
+}
+
+int64_t ScaleTracker::add_slot(bool input) {
+  std::lock_guard lock(mutex_);
+  slots_.emplace_back().input = input;
+  return static_cast<int64_t>(slots_.size()) - 1;
+}
+
+size_t ScaleTracker::num_slots() const {
+  std::lock_guard lock(mutex_);
+  return slots_.size();
+}
+
+bool ScaleTracker::is_input(int64_t slot) const {
+  std::lock_guard lock(mutex_);
+  return slot >= 0 && static_cast<size_t>(slot) < slots_.size() && slots_[static_cast<size_t>(slot)].input;
+}
+
+std::optional<Metrics> ScaleTracker::metrics(int64_t slot) const {
+  std::lock_guard lock(mutex_);
+  if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return std::nullopt;
+  const Slot& s = slots_[static_cast<size_t>(slot)];
+  if (!s.has_fwd) return std::nullopt;
+  return Metrics{s.fwd, s.has_bwd ? std::optional(s.bwd) : std::nullopt};
+}
+
+void ScaleTracker::clear() {
+  std::lock_guard lock(mutex_);
+  for (Slot& slot : slots_) slot.has_fwd = slot.has_bwd = false;
+}
+
+std::shared_ptr<ScaleTracker> ScaleTracker::twin() const {
+  auto copy = create(options_);
+  std::lock_guard lock(mutex_);
+  for (const Slot& slot : slots_) copy->slots_.emplace_back().input = slot.input;
+  copy->enabled_ = enabled_.load();
+  return copy;
+}
+
+void ScaleTracker::record(int64_t slot, Direction direction, const at::Tensor& x) {
+  if (!x.defined() || !x.is_floating_point() || x.is_meta() || x.layout() != at::kStrided || at::isTensorSubclassLike(x)) return;
+  Metrics::Data data;
+  if (x.is_cpu()) {
+    data = Metrics::Data::of(measure(x, options_));
+  } else {
+    data = Metrics::Data::of(measure(x.detach().cpu(), options_));
+  }
+  std::lock_guard lock(mutex_);
+  if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return;
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  if (direction == Direction::Forward) {
+    s.fwd = std::move(data);
+    s.has_fwd = true;
+    s.has_bwd = false;
+  } else {
+    s.bwd = std::move(data);
+    s.has_bwd = true;
+  }
+}
+
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+struct TrackHook : torch::autograd::FunctionPreHook {
+  TrackHook(std::shared_ptr<ScaleTracker> tracker, int64_t slot, uint32_t output)
+      : tracker(std::move(tracker)), slot(slot), output(output) {}
+  variable_list operator()(const variable_list& grads) override {
+    if (output < grads.size()) tracker->record(slot, ScaleTracker::Direction::Backward, grads[output]);
+    return grads;
+  }
+  std::shared_ptr<ScaleTracker> tracker;
+  int64_t slot;
+  uint32_t output;
+};
+
+// Where a gradient ends that nobody asked for.
+struct InputProbe : Node {
+  variable_list apply(variable_list&&) override { return {}; }
+  std::string name() const override { return "plumb::track"; }
+};
+
+// Node handles are std::shared_ptr in older releases of torch and c10::intrusive_ptr in newer ones.
+template <class T, class Base = Node>
+auto make_node() {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Base>) {
+    return c10::make_intrusive<T>();
+  } else {
+    return std::make_shared<T>();
+  }
+}
+
+void watch(const at::Tensor& x, std::shared_ptr<ScaleTracker> tracker, int64_t slot) {
+  const auto output = static_cast<uint32_t>(x.output_nr());
+  x.grad_fn()->add_tensor_pre_hook(std::make_unique<TrackHook>(std::move(tracker), slot, output));
+}
+
+bool watched_already(const at::Tensor& x) {
+  for (const auto& hook : x.grad_fn()->tensor_pre_hooks()) {
+    if (const auto* known = dynamic_cast<const TrackHook*>(hook.get()); known && known->output == x.output_nr()) return true;
+  }
+  return false;
+}
+
+at::Tensor track(const at::Tensor& x, int64_t slot, int64_t id) {
+  if (auto tracker = ScaleTracker::find(id); tracker && tracker->enabled())
+    tracker->record(slot, ScaleTracker::Direction::Forward, x);
+  return x;
+}
+
+at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
+  auto tracker = ScaleTracker::find(id);
+  if (!tracker || !tracker->enabled()) return x;
+  tracker->record(slot, ScaleTracker::Direction::Forward, x);
+  if (!at::GradMode::is_enabled() || !x.is_floating_point() || x.is_inference()) return x;
+  const bool input = tracker->is_input(slot);
+  if (!x.requires_grad()) {
+    if (!input) return x;
+    at::Tensor alias = x.detach();
+    torch::autograd::set_history(alias, make_node<InputProbe>());
+    watch(alias, std::move(tracker), slot);
+    return alias;
+  }
+  if (!input && x.grad_fn() && !watched_already(x)) {
+    watch(x, std::move(tracker), slot);
+    return x;
+  }
+  // A leaf, the caller's tensor, or one that is measured under another name as well: an alias has a gradient of its own.
+  at::Tensor alias = at::alias(x);
+  watch(alias, std::move(tracker), slot);
+  return alias;
+}
+
+}  // namespace
+}  // namespace plumb
+
+TORCH_LIBRARY_FRAGMENT(plumb, m) { m.def("track(Tensor(a) x, int slot, int tracker=0) -> Tensor(a)"); }
+TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("track", plumb::track); }
+TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("track", plumb::track_autograd); }

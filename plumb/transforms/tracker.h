@@ -1,0 +1,79 @@
+// Where a tracked graph's measurements go: `plumb::track(x, slot, tracker)` nodes hand x on and write what they see into a slot
+// of the ScaleTracker of that number.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "plumb/numerics/metrics.h"
+
+namespace plumb {
+
+// Measurements of a tensor and of its gradient. The fields of TensorMetrics, with the histogram on the side, so that graphs
+// of many nodes stay small.
+struct Metrics {
+  struct Data {
+    double mean_abs = 0, abs_mean = 0, std = 0, abs_max = 0, abs_min = 0;
+    int64_t numel = 0, nan_count = 0, inf_count = 0, zero_count = 0;
+    std::shared_ptr<const ExponentHistogram> histogram;  // null unless asked for
+
+    static Data of(const TensorMetrics& metrics);
+    TensorMetrics full() const;
+  };
+  Data fwd;
+  std::optional<Data> bwd;  // nothing before backward, or where no gradient comes
+};
+
+// Thread-safe. Forward measurements replace earlier ones and drop the gradient's.
+class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
+ public:
+  static std::shared_ptr<ScaleTracker> create(MetricsOptions options = {});
+  ~ScaleTracker();
+  ScaleTracker(const ScaleTracker&) = delete;
+
+  // The number by which `plumb::track` nodes know it; unique in the process, never used again.
+  int64_t id() const { return id_; }
+  // The tracker of that number, or null when it is gone: its nodes then only hand their tensors on.
+  static std::shared_ptr<ScaleTracker> find(int64_t id);
+
+  // input: the value is the caller's own tensor. Its gradient is measured even if the caller asked for none, and it is not
+  // touched.
+  int64_t add_slot(bool input);
+  size_t num_slots() const;
+  bool is_input(int64_t slot) const;
+
+  // Switched off, the nodes do nothing but hand on. On at the start.
+  void set_enabled(bool enabled) { enabled_ = enabled; }
+  bool enabled() const { return enabled_; }
+
+  // Nothing if there is no such slot or it saw no tensor.
+  std::optional<Metrics> metrics(int64_t slot) const;
+  void clear();
+
+  // An empty tracker with the same slots and options.
+  std::shared_ptr<ScaleTracker> twin() const;
+
+  enum class Direction { Forward, Backward };
+  // Takes strided floating-point tensors on any device; others, and meta tensors, are passed over.
+  void record(int64_t slot, Direction direction, const at::Tensor& x);
+
+ private:
+  explicit ScaleTracker(MetricsOptions options);
+  struct Slot {
+    bool input = false, has_fwd = false, has_bwd = false;
+    Metrics::Data fwd, bwd;
+  };
+  const int64_t id_;
+  const MetricsOptions options_;
+  std::atomic<bool> enabled_ = true;
+  mutable std::mutex mutex_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,412 @@
+#include "plumb/transforms/unit_scale.h"
+
+#include <cmath>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/pass.h"
+#include "plumb/transforms/equivalents.h"
+#include "plumb/transforms/operands.h"
+#include "plumb/transforms/parameters.h"
+#include "plumb/transforms/residual.h"
+
+namespace plumb {
+namespace {
+
+constexpr const char* kSplit = "plumb::residual_split";
+constexpr const char* kResidualAdd = "plumb::residual_add";
+constexpr const char* kAdd = "plumb::add";
+
+bool is_attention(const Node* node) {
+  if (!node->is_call()) return false;
+  std::string_view name = node->op_name();
+  if (name.starts_with("aten::_scaled_dot_product")) return true;
+  name.remove_prefix(name.rfind(':') + 1);
+  return name == "scaled_dot_product_attention" || name == "softmax" || name == "_softmax" ||
+         name == "_native_multi_head_attention";
+}
+
+// Replaces `from` by `to`, which takes over its name.
+void replace(Graph& graph, Node* from, Node* to) {
+  const std::string name = from->num_results() == 1 ? from->result()->name() : "";
+  graph.replace_node(from, to);
+  if (!name.empty()) to->result()->rename(name);
+}
+
+class UnitScaler {
+ public:
+  UnitScaler(GraphModule& module, const UnitScaleOptions& options, Report& report, MupTable* mup)
+      : module_(module), graph_(module.graph()), options_(options), report_(report), mup_(mup) {}
+
+  bool run() {
+    for (const char* prepare : {"raise", "functionalise"}) {
+      for (const Pass* pass : all_passes()) {
+        if (pass->name == prepare) changed_ |= run_pass(*pass, module_, {}, nullptr, false);
+      }
+    }
+    replace_by_users_map();
+    differentiable_ = differentiable_nodes(graph_, module_.state());
+    roles_ = plan_parameters(graph_, module_.state(), [this](const Node* node) { return becomes(node); });
+    replace_by_equivalents();
+    replace_adds();
+    unconstrain();
+    if (options_.scale_parameters && scale_parameters(module_, roles_, report_)) changed_ = true;
+    if (mup_) tag_parameters(module_, roles_, depth_of_, *mup_);
+    return changed_;
+  }
+
+ private:
+  // --- stage 1
+
+  void replace_by_users_map() {
+    if (options_.replace.empty()) return;
+    for (const Replacement& r : options_.replace) {
+      if (r.from.find('.') != std::string::npos) find_operator(r.from);
+      if (r.to.empty() == !r.build)
+        throw Error(ErrorKind::InvalidArgument, "the replacement of " + r.from + " needs either an operator or a function");
+      if (!r.to.empty()) find_operator(r.to);
+    }
+    for (Node* node : graph_.nodes()) {
+      for (const Replacement& r : options_.replace) {
+        if (!node->is_op(r.from)) continue;
+        Node* made;
+        {
+          auto here = graph_.inserting_before(node);
+          made = r.to.empty() ? r.build(graph_, *node) : build_same_arguments(graph_, node, r.to);
+        }
+        if (!made) continue;
+        report_.add(ReportKind::Replaced, node, node->target(), made->target(), "as asked for");
+        replace(graph_, node, made);
+        users_choice_.insert(made);
+        changed_ = true;
+        break;
+      }
+    }
+  }
+
+  // --- stage 2
+
+  // Why it is left alone; nothing if it is to be replaced.
+  std::optional<std::string> obstacle(const Node* node) const {
+    if (users_choice_.count(node)) return "it is a replacement";
+    if (auto why = why_not(node)) return why;
+    if (!differentiable_.count(node)) return "no gradient flows through it";
+    const Value* first = node->num_results() ? node->result() : nullptr;
+    if (first && !may_be_float(first, module_.state())) return "it is no floating-point computation";
+    return std::nullopt;
+  }
+
+  const Equivalent* becomes(const Node* node) const {
+    if (users_choice_.count(node)) return find_unit_scaled(node);
+    const Equivalent* equivalent = find_equivalent(node);
+    return equivalent && !obstacle(node) ? equivalent : nullptr;
+  }
+
+  void replace_by_equivalents() {
+    for (Node* node : graph_.nodes()) {
+      const Equivalent* equivalent = find_equivalent(node);
+      if (!equivalent) {
+        report_without_equivalent(node);
+        continue;
+      }
+      if (users_choice_.count(node)) continue;
+      std::optional<std::string> why = obstacle(node);
+      if (!why) {
+        if (auto it = roles_.left_alone.find(node); it != roles_.left_alone.end()) why = it->second;
+      }
+      if (why) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+        continue;
+      }
+      Node* made;
+      {
+        auto here = graph_.inserting_before(node);
+        made = build_equivalent(graph_, node, *equivalent);
+      }
+      report_.add(ReportKind::Replaced, node, node->target(), made->target());
+      roles_.moved(node, made);
+      replace(graph_, node, made);
+      changed_ = true;
+    }
+  }
+
+  void report_without_equivalent(const Node* node) {
+    if (node->kind() == NodeKind::CallModule) {
+      report_.add(ReportKind::LeftAlone, node, node->target(), "", "a nested graph: scale the model before it is cut");
+      return;
+    }
+    if (!node->is_call() || node->num_results() == 0 || is_add(node) || users_choice_.count(node)) return;
+    std::string_view name = node->op_name();
+    if (name.starts_with("plumb::") || hands_on(node) || node->result_aliases_input()) return;
+    if (!differentiable_.count(node) || !may_be_float(node->result(), module_.state())) return;
+    std::string reason = "no unit-scaled equivalent";
+    if (name == "aten::lstm" || name == "aten::gru" || name.starts_with("aten::rnn_") || name.ends_with("_cell"))
+      reason = "one fused operator: its inner linears and gates cannot be reached, so its weights stay, too";
+    report_.add(ReportKind::LeftAlone, node, node->target(), "", reason);
+  }
+
+  // --- stage 3
+
+  bool is_add(const Node* node) const {
+    return node->target() == "aten::add.Tensor" || node->target() == "aten::add.Scalar" || node->target() == "aten::add_.Tensor" ||
+           node->target() == "aten::add_.Scalar";
+  }
+
+  // Why an add stays an add; nothing if it is one of two tensors.
+  std::optional<std::string> add_obstacle(const Node* node) const {
+    if (node->target().ends_with(".Scalar") || !node->args()[0].is_value() || !node->args()[1].is_value())
+      return "it adds a number";
+    if (node->target() == "aten::add_.Tensor") return "it writes in place, and something else sees the memory";
+    if (!may_be_float(node->result(), module_.state())) return "it is no floating-point computation";
+    const Value* left = node->input(0);
+    const Value* right = node->input(1);
+    if (!left->is_tensor() || !right->is_tensor()) return "it adds a number";
+    if (!may_be_float(left, module_.state()) && !may_be_float(right, module_.state()))
+      return "it is no floating-point computation";
+    const bool left_flows = differentiable_now_.count(left->producer());
+    const bool right_flows = differentiable_now_.count(right->producer());
+    if (!left_flows && !right_flows) return "no gradient flows through it";
+    if ((!left_flows && looks_like_mask(left, module_.state())) || (!right_flows && looks_like_mask(right, module_.state())))
+      return "it adds a mask";
+    return std::nullopt;
+  }
+
+  static bool plain_alpha(const Node* node) {
+    const Arg* arg = node->try_arg("alpha");
+    if (!arg || !arg->is_constant()) return false;
+    const c10::IValue& alpha = arg->constant();
+    return alpha.isInt() ? alpha.toInt() == 1 : alpha.isDouble() && alpha.toDouble() == 1.0;
+  }
+
+  void replace_adds() {
+    differentiable_now_ = differentiable_nodes(graph_, module_.state());
+    std::vector<Node*> adds, candidates;
+    for (Node* node : graph_.nodes()) {
+      if (!is_add(node) || users_choice_.count(node)) continue;
+      if (auto why = add_obstacle(node)) {
+        const bool integer = why->starts_with("it is no float") || why->starts_with("no gradient");
+        if (!integer) report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+        continue;
+      }
+      adds.push_back(node);
+      if (plain_alpha(node)) candidates.push_back(node);
+    }
+    const ResidualAnalysis found = find_residual_adds(
+        graph_, candidates, [](const Node* node) { return std::pair(node->input(0), node->input(1)); }, is_attention);
+    const std::vector<double> taus = choose_taus(found);
+    std::unordered_map<const Node*, size_t> residual;
+    for (size_t i = 0; i < found.adds.size(); ++i) residual.emplace(found.adds[i].add, i);
+    note_depths(found);
+    // Which operand is the skip, while values are still those of the analysis.
+    std::vector<size_t> skip_index(found.adds.size());
+    for (size_t i = 0; i < found.adds.size(); ++i) skip_index[i] = found.adds[i].add->input(0) == found.adds[i].skip ? 0 : 1;
+
+    split_skips(found, taus, skip_index);
+    for (Node* add : adds) {
+      auto it = residual.find(add);
+      Node* made;
+      auto here = graph_.inserting_before(add);
+      if (it != residual.end()) {
+        const size_t i = it->second;
+        made = graph_.call(kResidualAdd, {add->input(1 - skip_index[i]), add->input(skip_index[i]), taus[i]});
+        report_.add(ReportKind::Residual, add, add->target(), kResidualAdd,
+                    found.adds[i].attention ? "attention on the branch" : "no attention on the branch")
+            .tau = taus[i];
+      } else {
+        // Inside a residual branch the skip goes around the add: its gradient must keep the scale of its value.
+        const bool inside = found.inside.count(add);
+        made = graph_.call(kAdd, {add->input(0), add->input(1), add->arg("alpha")});
+        if (!inside) made->set_arg("constraint", std::nullopt);
+        report_.add(ReportKind::Replaced, add, add->target(), kAdd,
+                    plain_alpha(add) ? (inside ? "inside a residual branch" : "") : "its alpha is not 1: not taken for a residual add");
+      }
+      replace(graph_, add, made);
+      changed_ = true;
+    }
+  }
+
+  std::vector<double> choose_taus(const ResidualAnalysis& found) const {
+    std::vector<bool> attention;
+    for (const auto& add : found.adds) attention.push_back(add.attention);
+    if (options_.tau_rule == TauRule::Depth) return depth_taus(attention, options_.residual_mult, options_.residual_attn_ratio);
+    std::vector<double> taus;
+    for (bool a : attention) taus.push_back(a ? options_.tau_attention : options_.tau_mlp);
+    return taus;
+  }
+
+  // Parameters used inside a residual branch learn more slowly in a deeper network (u-muP, table 2).
+  void note_depths(const ResidualAnalysis& found) {
+    if (options_.tau_rule != TauRule::Depth) return;
+    const auto depth = static_cast<int64_t>(found.adds.size());
+    for (const Node* node : found.inside) {
+      for (const Value* value : node->inputs()) {
+        if (const Node* attr = attribute_behind(value)) depth_of_[attr->target()] = depth;
+      }
+    }
+  }
+
+  void split_skips(const ResidualAnalysis& found, const std::vector<double>& taus, const std::vector<size_t>& skip_index) {
+    // Outermost first: it ends last. Its branch side is then where the inner ones split off.
+    std::unordered_map<const Value*, Node*> last_split;
+    std::vector<Value*> branch(found.adds.size());
+    for (size_t i = found.adds.size(); i-- > 0;) {
+      const ResidualAdd& r = found.adds[i];
+      Value* from = r.parent >= 0 ? branch[static_cast<size_t>(r.parent)] : r.skip;
+      auto [after, first] = last_split.try_emplace(r.skip, r.skip->producer());
+      Node* before = after->second->next();
+      while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first
+      auto here = graph_.inserting_before(before);
+      Node* split = graph_.call(kSplit, {from, taus[i]});
+      split->meta() = r.add->meta();
+      for (size_t side = 0; side < 2; ++side) split->result(side)->set_meta(r.skip->meta());
+      split->result(0)->rename(graph_.unique_name(r.skip->name() + "_branch"));
+      split->result(1)->rename(graph_.unique_name(r.skip->name() + "_skip"));
+      after->second = split;
+      branch[i] = split->result(0);
+      r.add->set_input(skip_index[i], split->result(1));
+    }
+    std::unordered_map<const Node*, const Value*> own_skip;
+    for (const ResidualAdd& r : found.adds) own_skip.emplace(r.add, r.skip);
+    for (const auto& [skip, users] : found.branch_of) {
+      for (const auto& [user, index] : users) {
+        if (auto it = own_skip.find(user); it != own_skip.end() && it->second == skip) continue;
+        Node* node = const_cast<Node*>(user);
+        for (size_t k = 0; k < node->num_inputs(); ++k) {
+          if (node->input(k) == skip) node->set_input(k, branch[static_cast<size_t>(index)]);
+        }
+      }
+    }
+  }
+
+  // --- stage 4
+
+  void unconstrain() {
+    std::vector<Node*> order;
+    for (Node* node : graph_.nodes()) order.push_back(node);
+    std::unordered_set<const Node*> before_residual;
+    for (size_t i = order.size(); i-- > 0;) {
+      Node* node = order[i];
+      if (node->is_op(kResidualAdd) || before_residual.count(node)) {
+        for (size_t k = 0; k < node->num_inputs(); ++k) before_residual.insert(node->input(k)->producer());
+      }
+    }
+    for (Node* node : order) {
+      if (before_residual.count(node) || !node->is_call()) continue;
+      const Arg* constraint = node->try_arg("constraint");
+      if (!constraint || constraint->is_none()) continue;
+      node->set_arg("constraint", std::nullopt);
+      report_.add(ReportKind::Unconstrained, node, node->target(), "", "no residual add comes after it");
+      changed_ = true;
+    }
+  }
+
+  GraphModule& module_;
+  Graph& graph_;
+  const UnitScaleOptions& options_;
+  Report& report_;
+  MupTable* mup_;
+  bool changed_ = false;
+  std::unordered_set<const Node*> users_choice_, differentiable_, differentiable_now_;
+  ParameterRoles roles_;
+  std::unordered_map<std::string, int64_t> depth_of_;
+};
+
+double option_number(const PassOptions& options, const std::string& name, double fallback) {
+  auto it = options.find(name);
+  if (it == options.end()) return fallback;
+  try {
+    size_t used = 0;
+    const double value = std::stod(it->second, &used);
+    if (used == it->second.size()) return value;
+  } catch (const std::exception&) {
+  }
+  throw Error(ErrorKind::InvalidArgument, "option " + name + " of unit_scale takes a number, got '" + it->second + "'");
+}
+
+const RegisterPass registered({
+    "unit_scale",
+    "Replaces operators by unit-scaled ones, adds by residual layers where they are, and gives weights unit variance.",
+    {{"tau_attention", "0.01", "weight of residual branches with attention"},
+     {"tau_mlp", "0.5", "weight of other residual branches"},
+     {"tau_rule", "fixed", "fixed, or depth: the taus of u-muP"},
+     {"residual_mult", "1", "depth rule: weight of all branches together"},
+     {"residual_attn_ratio", "1", "depth rule: attention's weight over the others'"},
+     {"replace", "", "operators to replace first: from=to,from=to"},
+     {"scale_parameters", "true", "false: leave weights and biases as they are"}},
+    [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
+      UnitScaleOptions options;
+      options.tau_attention = option_number(given, "tau_attention", options.tau_attention);
+      options.tau_mlp = option_number(given, "tau_mlp", options.tau_mlp);
+      options.residual_mult = option_number(given, "residual_mult", options.residual_mult);
+      options.residual_attn_ratio = option_number(given, "residual_attn_ratio", options.residual_attn_ratio);
+      if (auto it = given.find("tau_rule"); it != given.end()) {
+        if (it->second != "fixed" && it->second != "depth")
+          throw Error(ErrorKind::InvalidArgument, "option tau_rule of unit_scale is fixed or depth, got '" + it->second + "'");
+        options.tau_rule = it->second == "depth" ? TauRule::Depth : TauRule::Fixed;
+      }
+      if (auto it = given.find("scale_parameters"); it != given.end()) {
+        if (it->second != "true" && it->second != "false")
+          throw Error(ErrorKind::InvalidArgument, "option scale_parameters of unit_scale is true or false, got '" + it->second + "'");
+        options.scale_parameters = it->second == "true";
+      }
+      if (auto it = given.find("replace"); it != given.end()) {
+        std::istringstream pairs(it->second);
+        for (std::string pair; std::getline(pairs, pair, ',');) {
+          const size_t equals = pair.find('=');
+          if (equals == std::string::npos)
+            throw Error(ErrorKind::InvalidArgument, "option replace of unit_scale takes from=to, got '" + pair + "'");
+          options.replace.push_back({pair.substr(0, equals), pair.substr(equals + 1), nullptr});
+        }
+      }
+      Report report("unit_scale");
+      const bool changed = unit_scale(module, options, &report);
+      if (lines) *lines = report.lines();
+      return changed;
+    },
+});
+
+}  // namespace
+
+std::vector<double> depth_taus(const std::vector<bool>& attention, double residual_mult, double residual_attn_ratio) {
+  // Variances that all branches of a kind add, for an input of variance 1 (appendix G.2.2, equations 30 and 31).
+  const double mlp = residual_mult * residual_mult * 2 / (1 + residual_attn_ratio * residual_attn_ratio);
+  const double attn = mlp * residual_attn_ratio * residual_attn_ratio;
+  const auto n_attn = static_cast<double>(std::count(attention.begin(), attention.end(), true));
+  const double n_mlp = static_cast<double>(attention.size()) - n_attn;
+  double so_far = 1;
+  std::vector<double> taus;
+  for (bool a : attention) {
+    const double here = a ? attn / n_attn : mlp / n_mlp;
+    taus.push_back(std::sqrt(here / so_far));
+    so_far += here;
+  }
+  return taus;
+}
+
+bool unit_scale(GraphModule& module, const UnitScaleOptions& options, Report* report, MupTable* mup) {
+  auto check = [](double value, const char* name) {
+    if (!(std::isfinite(value) && value > 0))
+      throw Error(ErrorKind::InvalidArgument, std::string("unit_scale: ") + name + " must be a positive number, got " + std::to_string(value));
+  };
+  check(options.tau_attention, "tau_attention");
+  check(options.tau_mlp, "tau_mlp");
+  check(options.residual_mult, "residual_mult");
+  check(options.residual_attn_ratio, "residual_attn_ratio");
+  Report own("unit_scale");
+  return UnitScaler(module, options, report ? *report : own, mup).run();
+}
+
+std::shared_ptr<TransformedModule> unit_scale(const std::shared_ptr<GraphModule>& module, const UnitScaleOptions& options) {
+  auto result = derive(*module);
+  if (options.scale_parameters) {
+    result->state() = result->state().deep_copy();
+    result->sync_module();
+  }
+  Report report("unit_scale");
+  unit_scale(*result, options, &report, &result->mup);
+  result->reports.push_back(std::move(report));
+  return result;
+}
+
+}  // namespace plumb
