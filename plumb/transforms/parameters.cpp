@@ -1,7 +1,6 @@
 #include "plumb/transforms/parameters.h"
 
 #include <ATen/ops/std.h>
-#include <c10/core/impl/InferenceMode.h>
 
 #include <cmath>
 

@@ -168,14 +168,23 @@ class Simulator {
       }
     }
     if (bwd_ != "none") {
-      auto here = graph_.inserting_after(node);
       for (Value* result : node->results()) {
         if (!result->has_uses() || !result->is_tensor() || !may_be_float(result, state_)) continue;
+        const std::string name = result->name();
+        // A measured value stays measured: the node goes behind its plumb::track.
+        for (const Use& use : result->uses()) {
+          if (use.user->is_op("plumb::track")) {
+            result = use.user->result();
+            break;
+          }
+        }
+        if (!result->has_uses()) continue;
+        auto here = graph_.inserting_after(result->producer());
         Node* back = graph_.call("plumb::simulate_format", {result, "none", bwd_});
         back->meta() = node->meta();
         back->result()->set_meta(result->meta());
         graph_.replace_all_uses_with(result, back->result(), back);
-        back->result()->rename(graph_.unique_name(result->name() + "_bwd"));
+        back->result()->rename(graph_.unique_name(name + "_bwd"));
         changed = true;
       }
     }

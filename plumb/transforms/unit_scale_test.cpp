@@ -1,0 +1,487 @@
+#include "plumb/transforms/unit_scale.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/pass.h"
+#include "plumb/transforms/simulate_format.h"
+#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/track_scales.h"
+
+namespace plumb {
+namespace {
+
+using testing::HasSubstr;
+using namespace testing_models;
+
+// The graph after the pass, for a text; `state` holds what its get_attr nodes name.
+std::string after(const std::string& text, State state = {}, const UnitScaleOptions& options = {}, Report* report = nullptr) {
+  auto module = module_of(text, std::move(state));
+  unit_scale(*module, options, report);
+  module->lint();
+  return to_string(module->graph());
+}
+
+std::string same(const std::string& text) { return to_string(parse_graph(text)); }
+
+State with(std::initializer_list<std::pair<const char*, std::vector<int64_t>>> parameters) {
+  State state;
+  for (const auto& [name, sizes] : parameters) parameter(state, name, at::randn(sizes) * 0.02 + 0.001);
+  return state;
+}
+
+TEST(UnitScale, ReplacesOperatorsByTheirEquivalents) {
+  EXPECT_EQ(after(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %t: i64[4] = placeholder "t"
+      %w = get_attr "w"
+      %b = get_attr "b"
+      %l = aten::linear(%x, %w, %b)
+      %g = aten::gelu(%l, approximate="tanh")
+      %s = aten::silu(%g)
+      %d = aten::dropout(%s, 0.1, True)
+      %n = aten::layer_norm(%d, [8])
+      %r = aten::rms_norm(%n, [8])
+      %m = aten::matmul(%r, %g)
+      %p = aten::softmax.int(%m, -1)
+      %q = aten::add.Tensor(%p, %m)
+      %c = aten::cross_entropy_loss(%q, %t, None, 1, -100, 0.1)
+      output(%c)
+    })", with({{"w", {8, 8}}, {"b", {8}}})), same(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %t: i64[4] = placeholder "t"
+      %w = get_attr "w"
+      %b = get_attr "b"
+      %l = plumb::linear(%x, %w, %b)
+      %g = plumb::gelu(%l, approximate="tanh")
+      %s = plumb::silu(%g)
+      %d = plumb::dropout(%s, 0.1)
+      %n = plumb::layer_norm(%d, [8])
+      %r = plumb::rms_norm(%n, [8])
+      %m = plumb::matmul(%r, %g)
+      %m_branch, %m_skip = plumb::residual_split(%m, 0.01)
+      %p = plumb::softmax(%m_branch, -1)
+      %q = plumb::residual_add(%p, %m_skip, 0.01)
+      %c = plumb::cross_entropy(%q, %t, None, 1, -100, 0.1)
+      output(%c)
+    })")) << "softmax lies on the branch, so its constraint stays";
+}
+
+TEST(UnitScale, SplitsASkipAndWeighsTheBranch) {
+  EXPECT_EQ(after(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %f = aten::gelu(%x)
+      %y = aten::add.Tensor(%f, %x)
+      %z = aten::gelu(%y)
+      output(%z)
+    })"), same(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %x_branch: f32[4, 8], %x_skip: f32[4, 8] = plumb::residual_split(%x, 0.5)
+      %f = plumb::gelu(%x_branch)
+      %y = plumb::residual_add(%f, %x_skip, 0.5)
+      %z = plumb::gelu(%y, constraint=None)
+      output(%z)
+    })"));
+}
+
+TEST(UnitScale, LeavesUsesBesideTheBranchOnTheSkipItself) {
+  const std::string text = after(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %f = aten::gelu(%x)
+      %h = aten::silu(%x)
+      %y = aten::add.Tensor(%x, %f)
+      output(%y, %h, %x)
+    })");
+  EXPECT_THAT(text, HasSubstr("plumb::gelu(%x_branch)"));
+  EXPECT_THAT(text, HasSubstr("plumb::silu(%x, constraint=None)"));
+  EXPECT_THAT(text, HasSubstr("output(%y, %h, %x)"));
+}
+
+TEST(UnitScale, NestsSplitsOfOneSkip) {
+  // z = x + g(x + f(x)): the outer split comes first, and the inner one takes its branch.
+  EXPECT_EQ(after(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %f = aten::gelu(%x)
+      %y = aten::add.Tensor(%x, %f)
+      %g = aten::silu(%y)
+      %z = aten::add.Tensor(%x, %g)
+      output(%z)
+    })"), same(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %x_branch: f32[4, 8], %x_skip: f32[4, 8] = plumb::residual_split(%x, 0.5)
+      %x_branch_1: f32[4, 8], %x_skip_1: f32[4, 8] = plumb::residual_split(%x_branch, 0.5)
+      %f = plumb::gelu(%x_branch_1)
+      %y = plumb::residual_add(%f, %x_skip_1, 0.5)
+      %g = plumb::silu(%y)
+      %z = plumb::residual_add(%g, %x_skip, 0.5)
+      output(%z)
+    })"));
+}
+
+TEST(UnitScale, TakesASumAsASkip) {
+  const std::string text = after(R"(graph {
+      %tok: f32[4, 8] = placeholder "tok"
+      %pos: f32[4, 8] = placeholder "pos"
+      %x = aten::add.Tensor(%tok, %pos)
+      %f = aten::gelu(%x)
+      %y = aten::add.Tensor(%x, %f)
+      output(%y)
+    })");
+  EXPECT_THAT(text, HasSubstr("%x = plumb::add(%tok, %pos, constraint=None)"));
+  EXPECT_THAT(text, HasSubstr("%x_branch, %x_skip = plumb::residual_split(%x, 0.5)"));
+  EXPECT_THAT(text, HasSubstr("%y = plumb::residual_add(%f, %x_skip, 0.5)"));
+}
+
+TEST(UnitScale, KeepsTheConstraintOfASumInsideABranch) {
+  const std::string text = after(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %a = aten::gelu(%x)
+      %b = aten::silu(%x)
+      %s = aten::add.Tensor(%a, %b)
+      %y = aten::add.Tensor(%x, %s)
+      output(%y)
+    })");
+  EXPECT_THAT(text, HasSubstr("%s = plumb::add(%a, %b)\n"));
+}
+
+TEST(UnitScale, LeavesAddsOfNumbersIntegersAndMasksAlone) {
+  State state;
+  state.add({"mask", AttrKind::Buffer, at::full({4, 4}, -INFINITY).triu(1)});
+  Report report;
+  const std::string text = after(R"(graph {
+      %x: f32[4, 4] = placeholder "x"
+      %i: i64[4] = placeholder "i"
+      %mask = get_attr "mask"
+      %a = aten::add.Tensor(%x, 1.0)
+      %j: i64[4] = aten::add.Tensor(%i, %i)
+      %m = aten::add.Tensor(%a, %mask)
+      %e = aten::eq.Scalar(%i, 0)
+      %f = aten::full([4, 4], 0.0)
+      %g = aten::masked_fill.Scalar(%f, %e, -1e9)
+      %n = aten::add.Tensor(%m, %g)
+      output(%n, %j)
+    })", std::move(state), {}, &report);
+  EXPECT_THAT(text, HasSubstr("%a = aten::add.Tensor(%x, 1.0)"));
+  EXPECT_THAT(text, HasSubstr("%j: i64[4] = aten::add.Tensor(%i, %i)"));
+  EXPECT_THAT(text, HasSubstr("%m = aten::add.Tensor(%a, %mask)"));
+  EXPECT_THAT(text, HasSubstr("%n = aten::add.Tensor(%m, %g)"));
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "a")->reason, "it adds a number");
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "m")->reason, "it adds a mask");
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "n")->reason, "it adds a mask");
+}
+
+TEST(UnitScale, SaysWhatItLeavesAlone) {
+  Report report;
+  after(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %p: f32[3] = get_attr "positions"
+      %angles = aten::matmul(%p, %p)
+      %r = aten::relu(%x)
+      %v = aten::view(%r, [8, 4])
+      output(%v, %angles)
+    })", [] {
+    State state;
+    state.add({"positions", AttrKind::Buffer, at::ones({3})});
+    return state;
+  }(), {}, &report);
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "angles")->reason, "no gradient flows through it");
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "r")->reason, "no unit-scaled equivalent");
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "v"), nullptr) << "a view changes no scale";
+}
+
+TEST(UnitScale, AnswersUnchangedForAGraphWithNothingToScale) {
+  auto module = module_of(R"(graph { %x: f32[2] = placeholder "x" %y = aten::neg(%x) output(%y) })");
+  const std::string before = to_string(module->graph());
+  EXPECT_FALSE(unit_scale(*module, {}));
+  EXPECT_EQ(to_string(module->graph()), before);
+}
+
+TEST(UnitScale, ReplacesWhatTheUserNamesFirst) {
+  UnitScaleOptions options;
+  options.replace.push_back({"aten::relu", "plumb::gelu", nullptr});
+  options.replace.push_back({"aten::gelu", "aten::tanh", nullptr});
+  options.replace.push_back({"aten::sigmoid", "", [](Graph& g, const Node& node) { return g.call("plumb::silu", {node.input(0)}); }});
+  Report report;
+  const std::string text = after(R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) %b = aten::sigmoid(%a) %c = aten::silu(%b)
+      %y = aten::add.Tensor(%c, %x) output(%y) })", {}, options, &report);
+  EXPECT_THAT(text, HasSubstr("%a = plumb::gelu("));
+  EXPECT_THAT(text, HasSubstr("%b = plumb::silu("));
+  EXPECT_THAT(text, HasSubstr("%c = plumb::silu("));
+  EXPECT_EQ(report.find(ReportKind::Replaced, "a")->reason, "as asked for");
+}
+
+TEST(UnitScale, DoesNotReplaceAReplacement) {
+  UnitScaleOptions options;
+  options.replace.push_back({"aten::relu", "aten::gelu", nullptr});
+  EXPECT_THAT(after(R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) output(%a) })", {}, options), HasSubstr("aten::gelu(%x)"));
+}
+
+TEST(UnitScale, RefusesAReplacementThatDoesNotExistOrFit) {
+  UnitScaleOptions options;
+  options.replace.push_back({"aten::relu", "plumb::no_such_operator", nullptr});
+  const char* text = R"(graph { %x: f32[2] = placeholder "x" %a = aten::leaky_relu(%x, 0.3) output(%a) })";
+  EXPECT_THROW(after(text, {}, options), Error);
+  options.replace[0] = {"aten::leaky_relu", "aten::relu", nullptr};
+  try {
+    after(text, {}, options);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_THAT(e.what(), HasSubstr("%a (aten::leaky_relu) cannot become aten::relu, which has no argument 'negative_slope'"));
+  }
+  UnitScaleOptions bad;
+  bad.tau_mlp = 0;
+  EXPECT_THROW(after(text, {}, bad), Error);
+}
+
+TEST(UnitScale, PutsAddmmBackToALinear) {
+  const std::string text = after(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %t = aten::t(%w)
+      %y = aten::addmm(%b, %x, %t) output(%y) })", with({{"w", {3, 8}}, {"b", {3}}}));
+  EXPECT_THAT(text, HasSubstr("%y = plumb::linear(%x, %w, %b, constraint=None)"));
+}
+
+// --- parameters
+
+TEST(UnitScale, GivesWeightsUnitVarianceAndZeroesBiasesInACopy) {
+  State state = with({{"w", {16, 8}}, {"b", {16}}, {"g", {16}}, {"gb", {16}}, {"other", {3, 3}}});
+  auto module = module_of(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %g = get_attr "g"
+      %gb = get_attr "gb" %o = get_attr "other" %y = aten::linear(%x, %w, %b) %n = aten::layer_norm(%y, [16], %g, %gb)
+      %s = aten::sum(%o) %m = aten::mul.Tensor(%n, %s) output(%m) })", std::move(state));
+  const State before = module->state().deep_copy();
+  auto scaled = unit_scale(module);
+  const State& now = scaled->state();
+  for (const Attr& attr : before) EXPECT_TRUE(at::equal(attr.tensor, module->state().get(attr.name).tensor)) << attr.name;
+  EXPECT_NEAR(now.get("w").tensor.std().item<double>(), 1.0, 1e-5);
+  EXPECT_TRUE(at::allclose(now.get("w").tensor, before.get("w").tensor / before.get("w").tensor.std()));
+  EXPECT_TRUE(at::equal(now.get("b").tensor, at::zeros({16})));
+  for (const char* name : {"g", "gb", "other"}) {
+    EXPECT_TRUE(at::equal(now.get(name).tensor, before.get(name).tensor)) << name;
+    EXPECT_FALSE(now.get(name).tensor.is_same(module->state().get(name).tensor)) << name;
+  }
+  for (const Attr& attr : now) EXPECT_TRUE(attr.tensor.requires_grad() && attr.tensor.is_leaf()) << attr.name;
+  EXPECT_EQ(scaled->mup.at("w").role, MupRole::Weight);
+  EXPECT_EQ(scaled->mup.at("b").role, MupRole::Bias);
+  EXPECT_EQ(scaled->mup.at("g").role, MupRole::Norm);
+  EXPECT_EQ(scaled->mup.at("gb").role, MupRole::Bias);
+  const Report& report = scaled->reports.back();
+  EXPECT_NE(report.find(ReportKind::Weight, "w"), nullptr);
+  EXPECT_NE(report.find(ReportKind::Bias, "b"), nullptr);
+  EXPECT_THAT(report.find(ReportKind::LeftAlone, "other")->reason, HasSubstr("aten::sum"));
+  bool found = false;
+  for (const auto& p : scaled->named_parameters()) found = found || (p.key() == "w" && p.value().is_same(now.get("w").tensor));
+  EXPECT_TRUE(found) << "named_parameters() shows the scaled tensor";
+}
+
+TEST(UnitScale, ScalesATiedWeightOnce) {
+  GptConfig config;
+  at::manual_seed(0);
+  auto module = gpt(config);
+  module->state().add({"head.weight", AttrKind::Parameter, module->state().get("wte.weight").tensor});
+  auto scaled = unit_scale(module);
+  EXPECT_NEAR(scaled->state().get("wte.weight").tensor.std().item<double>(), 1.0, 1e-5);
+  EXPECT_TRUE(scaled->state().get("head.weight").tensor.is_same(scaled->state().get("wte.weight").tensor));
+  EXPECT_EQ(scaled->reports.back().find(ReportKind::Weight, "wte.weight")->reason, "also named head.weight");
+}
+
+TEST(UnitScale, RescalesAWeightWithItsOperatorsOrNotAtAll) {
+  Report report;
+  State state = with({{"w", {8, 8}}, {"b", {8}}});
+  auto module = module_of(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %y = aten::linear(%x, %w, %b)
+      %z = aten::gelu(%y) %h = aten::hardtanh(%w) %q = aten::mul.Tensor(%z, %h) output(%q) })", std::move(state));
+  auto scaled = unit_scale(module);
+  EXPECT_THAT(to_string(scaled->graph()), HasSubstr("%y = aten::linear(%x, %w, %b)"));
+  EXPECT_TRUE(at::equal(scaled->state().get("w").tensor, module->state().get("w").tensor));
+  EXPECT_TRUE(at::equal(scaled->state().get("b").tensor, module->state().get("b").tensor));
+  EXPECT_THAT(scaled->reports.back().find(ReportKind::LeftAlone, "y")->reason, HasSubstr("its weight w is used by node %h (aten::hardtanh), too"));
+}
+
+TEST(UnitScale, SeesPackedAndCastWeights) {
+  auto module = module_of(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "in_proj" %b = get_attr "in_proj_bias"
+      [%q, %k, %v] = aten::chunk(%w, 3) [%qb, %kb, %vb] = aten::chunk(%b, 3) %c = aten::to.dtype(%q, torch.float32)
+      %a = aten::linear(%x, %c, %qb) %d = aten::linear(%x, %k, %kb) %e = aten::linear(%a, %v, %vb) output(%d, %e) })",
+                          with({{"in_proj", {24, 8}}, {"in_proj_bias", {24}}}));
+  auto scaled = unit_scale(module);
+  EXPECT_NEAR(scaled->state().get("in_proj").tensor.std().item<double>(), 1.0, 1e-5);
+  EXPECT_EQ(scaled->state().get("in_proj_bias").tensor.abs().max().item<double>(), 0.0);
+  EXPECT_EQ(scaled->reports.back().count(ReportKind::Weight), 1u);
+}
+
+TEST(UnitScale, LeavesTheWeightsOfFusedOperatorsAlone) {
+  State state;
+  for (const char* name : {"w_ih", "w_hh"}) parameter(state, name, at::randn({16, 4}) * 0.1);
+  for (const char* name : {"b_ih", "b_hh"}) parameter(state, name, at::randn({16}) * 0.1);
+  auto module = module_of(R"(graph { %x: f32[5, 2, 4] = placeholder "x" %h: f32[1, 2, 4] = placeholder "h" %a = get_attr "w_ih"
+      %b = get_attr "w_hh" %c = get_attr "b_ih" %d = get_attr "b_hh"
+      %y, %hn, %cn = aten::lstm.input(%x, [%h, %h], [%a, %b, %c, %d], True, 1, 0.0, False, False, False) output(%y) })", std::move(state));
+  auto scaled = unit_scale(module);
+  for (const Attr& attr : module->state()) EXPECT_TRUE(at::equal(attr.tensor, scaled->state().get(attr.name).tensor)) << attr.name;
+  EXPECT_THAT(scaled->reports.back().find(ReportKind::LeftAlone, "y")->reason, HasSubstr("one fused operator"));
+}
+
+TEST(UnitScale, LeavesAConstantWeightAlone) {
+  State state;
+  parameter(state, "w", at::ones({4, 4}));
+  auto scaled = unit_scale(module_of(R"(graph { %x: f32[4, 4] = placeholder "x" %w = get_attr "w" %y = aten::linear(%x, %w) output(%y) })", std::move(state)));
+  EXPECT_TRUE(at::equal(scaled->state().get("w").tensor, at::ones({4, 4})));
+  EXPECT_EQ(scaled->reports.back().find(ReportKind::LeftAlone, "w")->reason, "its standard deviation is no positive number");
+}
+
+TEST(UnitScale, KeepsParametersOfAGraphCapturedAgain) {
+  at::manual_seed(1);
+  auto module = gpt();
+  UnitScaleOptions options;
+  options.scale_parameters = false;
+  auto scaled = unit_scale(module, options);
+  for (const Attr& attr : module->state()) EXPECT_TRUE(attr.tensor.is_same(scaled->state().get(attr.name).tensor)) << attr.name;
+  EXPECT_EQ(scaled->mup.at("h.0.mlp.up.weight").role, MupRole::Weight);
+}
+
+// --- the whole
+
+TEST(UnitScale, FindsBothResidualLayersOfEveryBlock) {
+  auto scaled = unit_scale(gpt());
+  const Report& report = scaled->reports.back();
+  const auto residual = report.of_kind(ReportKind::Residual);
+  ASSERT_EQ(residual.size(), 4u);
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(*residual[i]->tau, i % 2 == 0 ? 0.01 : 0.5);
+  EXPECT_EQ(report.find(ReportKind::Replaced, "x0")->to, "plumb::add");
+  EXPECT_EQ(report.find(ReportKind::Replaced, "qkv0")->module, "h.0.attn.qkv");
+  EXPECT_NE(report.find(ReportKind::Unconstrained, "logits"), nullptr);
+  EXPECT_EQ(report.find(ReportKind::Unconstrained, "up1"), nullptr);
+  EXPECT_THAT(report.to_json(), HasSubstr("\"tau\": 0.01"));
+  EXPECT_THAT(report.to_text(), HasSubstr("residual mid0 aten::add.Tensor -> plumb::residual_add tau=0.01: attention on the branch"));
+}
+
+TEST(UnitScale, BringsEveryActivationAndGradientOfATransformerNearScaleOne) {
+  at::manual_seed(0);
+  GptConfig config;
+  config.width = 128, config.layers = 3, config.vocabulary = 128;
+  auto tracked = track_scales(unit_scale(gpt(config)));
+  tracked->run(gpt_inputs(config))[0].toTensor().backward();
+  const ScalesGraph graph = scales_graph(*tracked);
+  size_t seen = 0;
+  for (const ScaleNode& node : graph.nodes) {
+    if (node.kind != NodeKind::CallFunction || !node.metrics || node.target == "plumb::cross_entropy") continue;
+    EXPECT_GT(node.metrics->fwd.std, 0.25) << node.name << "\n" << graph.to_text();
+    EXPECT_LT(node.metrics->fwd.std, 3.0) << node.name;
+    ASSERT_TRUE(node.metrics->bwd) << node.name;
+    EXPECT_GT(node.metrics->bwd->std, 0.1) << node.name << "\n" << graph.to_text();
+    EXPECT_LT(node.metrics->bwd->std, 8.0) << node.name;
+    ++seen;
+  }
+  EXPECT_GT(seen, 40u);
+  for (const auto& p : tracked->named_parameters()) {
+    ASSERT_TRUE(p.value().grad().defined()) << p.key();
+    if (p.value().dim() < 2) continue;
+    const double std = p.value().grad().std().item<double>();
+    EXPECT_GT(std, 0.05) << p.key();
+    EXPECT_LT(std, 20.0) << p.key();
+  }
+}
+
+TEST(UnitScale, KeepsEveryGradientsDirection) {
+  // Whatever the scales, each parameter's gradient must point where the function's own derivative does. Derivatives by
+  // central differences, in double.
+  at::manual_seed(5);
+  State state;
+  for (const char* name : {"a", "b", "c", "d", "e"}) parameter(state, name, at::randn({3, 3}, at::kDouble));
+  auto module = module_of(R"(graph {
+      %x: f64[5, 3] = placeholder "x"
+      %target: f64[5, 3] = placeholder "target"
+      %a = get_attr "a"
+      %b = get_attr "b"
+      %c = get_attr "c"
+      %d = get_attr "d"
+      %e = get_attr "e"
+      %x0 = aten::linear(%x, %a)
+      %f = aten::linear(%x0, %b)
+      %f1 = aten::gelu(%f)
+      %g = aten::linear(%x0, %c)
+      %s = aten::add.Tensor(%f1, %g)
+      %y = aten::add.Tensor(%x0, %s)
+      %h = aten::linear(%y, %d)
+      %h1 = aten::silu(%h)
+      %z = aten::add.Tensor(%x0, %h1)
+      %o = aten::linear(%z, %e)
+      %loss = aten::mse_loss(%o, %target)
+      output(%loss)
+    })", std::move(state));
+  auto scaled = unit_scale(module);
+  ASSERT_EQ(scaled->reports.back().count(ReportKind::Residual), 2u);
+  const at::Tensor x = at::randn({5, 3}, at::kDouble), target = at::randn({5, 3}, at::kDouble);
+  scaled->run({x, target})[0].toTensor().backward();
+  at::NoGradGuard no_grad;
+  for (const char* name : {"a", "b", "c", "d", "e"}) {
+    at::Tensor p = scaled->state().get(name).tensor, by_differences = at::zeros_like(p);
+    for (int64_t i = 0; i < 9; ++i) {
+      auto loss_at = [&](double step) {
+        p.view(-1)[i].add_(step);
+        const double loss = scaled->run({x, target})[0].toTensor().item<double>();
+        p.view(-1)[i].sub_(step);
+        return loss;
+      };
+      by_differences.view(-1)[i].fill_((loss_at(1e-5) - loss_at(-1e-5)) / 2e-5);
+    }
+    const double cosine = (p.grad() * by_differences).sum().item<double>() /
+                          (p.grad().norm() * by_differences.norm()).item<double>();
+    EXPECT_GT(cosine, 1 - 1e-6) << name;
+  }
+}
+
+TEST(UnitScale, ChoosesTausByDepth) {
+  UnitScaleOptions options;
+  options.tau_rule = TauRule::Depth;
+  auto scaled = unit_scale(gpt(), options);
+  const auto residual = scaled->reports.back().of_kind(ReportKind::Residual);
+  ASSERT_EQ(residual.size(), 4u);
+  // Four branches, each with variance 1/2 next to what came before: tau^2 = (1/2) / (1 + i/2).
+  for (size_t i = 0; i < 4; ++i) EXPECT_NEAR(*residual[i]->tau, std::sqrt(0.5 / (1 + 0.5 * double(i))), 1e-12);
+  EXPECT_EQ(scaled->mup.at("h.0.mlp.up.weight").scaling_depth, 4);
+  EXPECT_EQ(scaled->mup.at("wte.weight").scaling_depth, std::nullopt);
+  const auto taus = depth_taus({true, false}, 2.0, 3.0);
+  EXPECT_NEAR(taus[0] / taus[1] * std::sqrt(1 / (1 + taus[0] * taus[0])), 3.0, 1e-12) << "the ratio of what both add";
+}
+
+TEST(UnitScale, GivesTheSameAfterSimulateFormatAsBefore) {
+  at::manual_seed(0);
+  auto module = gpt();
+  SimulateFormatOptions nearest;
+  nearest.fwd = "e4m3fn-RN", nearest.bwd = "e5m2-RN";
+  auto one = simulate_format(unit_scale(module), nearest);
+  auto other = unit_scale(simulate_format(module, nearest));
+  const auto inputs = gpt_inputs();
+  const at::Tensor a = one->run(inputs)[0].toTensor(), b = other->run(inputs)[0].toTensor();
+  EXPECT_TRUE(at::equal(a, b)) << a << b;
+  a.backward();
+  b.backward();
+  for (const auto& p : one->named_parameters()) {
+    EXPECT_TRUE(at::equal(p.value().grad(), other->named_parameters()[p.key()].grad())) << p.key();
+  }
+}
+
+TEST(UnitScale, ScalesAHundredThousandNodes) {
+  Graph graph;
+  Value* x = graph.placeholder("x", TensorMeta{at::kFloat, {4}, {1}})->result();
+  while (graph.size() < 100'000) {
+    Value* f = graph.call("aten::gelu", {graph.call("aten::silu", {x})->result()})->result();
+    x = graph.call("aten::add.Tensor", {x, f})->result();
+  }
+  graph.output({x});
+  GraphModule module(std::move(graph), {}, TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  Report report;
+  EXPECT_TRUE(unit_scale(module, {}, &report));
+  EXPECT_EQ(report.count(ReportKind::Residual), 33'333u);
+}
+
+TEST(UnitScale, RunsFromTheTableOfPasses) {
+  auto module = gpt();
+  std::vector<std::string> lines;
+  EXPECT_TRUE(run_pass(find_pass("unit_scale"), *module, {{"tau_mlp", "0.25"}, {"replace", "aten::gelu=plumb::silu"}}, &lines, true));
+  EXPECT_THAT(lines, testing::Contains(HasSubstr("tau=0.25")));
+  EXPECT_THAT(lines, testing::Contains(HasSubstr("act0 aten::gelu -> plumb::silu: as asked for")));
+  EXPECT_THROW(run_pass(find_pass("unit_scale"), *module, {{"tau_mlp", "big"}}), Error);
+  EXPECT_THROW(run_pass(find_pass("unit_scale"), *module, {{"no_such", "1"}}), Error);
+}
+
+}  // namespace
+}  // namespace plumb
