@@ -133,9 +133,10 @@ Node* build_same_arguments(Graph& graph, const Node* node, std::string_view to) 
     for (const auto& w : want) named = named || w.name() == have[i].name();
     if (taken || named) continue;
     if (has_default(node->schema(), i) && node->args()[i] == default_argument(node->schema(), i)) continue;
-    throw Error(ErrorKind::InvalidArgument,
-                node->describe() + " cannot become " + std::string(to) + ", which has no argument '" + have[i].name() + "'",
-                node->meta().where(), "give a replacement that takes the same arguments: " + toString(op.schema()));
+    throw Error(
+        ErrorKind::InvalidArgument,
+        node->describe() + " cannot become " + std::string(to) + ", which has no argument '" + have[i].name() + "'",
+        node->meta().where(), "give a replacement that takes the same arguments: " + toString(op.schema()));
   }
   std::vector<int32_t> lists;
   for (int32_t n : node->result_layout()) {
@@ -153,8 +154,8 @@ Node* build_equivalent(Graph& graph, const Node* node, const Equivalent& equival
   } else if (name == "aten::_softmax") {
     args.pop_back();
   } else if (name == "aten::scaled_dot_product_attention" && !node->arg("scale").is_none()) {
-    // torch's own logits have the scale 1 / sqrt(size) by default, unit-scaled ones mult / size: a scale that differs from
-    // the default differs by the same factor afterwards.
+    // torch's own logits have the scale 1 / sqrt(size) by default, unit-scaled ones mult / size: a scale that differs
+    // from the default differs by the same factor afterwards.
     const double mult = as_double(*constant(node, "scale")) * std::sqrt(static_cast<double>(head_size(node)));
     Node* call = graph.call(to, std::move(args));
     call->set_arg("scale", std::nullopt);

@@ -11,11 +11,11 @@
 namespace plumb {
 
 struct Equivalent {
-  std::string_view to;              // "plumb::linear"
+  std::string_view to;                    // "plumb::linear"
   std::vector<std::string_view> weights;  // arguments of the operator that may be weights
-  std::string_view bias;            // "" if there is none
-  bool any_weight = false;          // a matmul: an operand is a weight only if it is a parameter
-  bool norm = false;                // its weight is a gain, and stays as it is
+  std::string_view bias;                  // "" if there is none
+  bool any_weight = false;                // a matmul: an operand is a weight only if it is a parameter
+  bool norm = false;                      // its weight is a gain, and stays as it is
 };
 
 // Null if there is none.

@@ -4,16 +4,6 @@
 
 namespace plumb {
 
-std::string_view to_string(MupRole role) {
-  switch (role) {
-    case MupRole::Weight: return "weight";
-    case MupRole::Bias: return "bias";
-    case MupRole::Norm: return "norm";
-    case MupRole::Output: return "output";
-  }
-  return "unknown";
-}
-
 namespace {
 
 // A tracker like `original` for a copy of the graph that was tracked by it.
@@ -29,7 +19,8 @@ void take_tracker(TransformedModule& copy, const std::shared_ptr<ScaleTracker>& 
 }  // namespace
 
 std::shared_ptr<TransformedModule> derive(const GraphModule& module) {
-  auto result = std::make_shared<TransformedModule>(module.graph().clone(), module.state(), module.in_spec(), module.out_spec());
+  auto result =
+      std::make_shared<TransformedModule>(module.graph().clone(), module.state(), module.in_spec(), module.out_spec());
   result->train(module.is_training());
   if (const auto* known = dynamic_cast<const TransformedModule*>(&module)) {
     result->reports = known->reports;
@@ -44,6 +35,9 @@ std::shared_ptr<TransformedModule> TransformedModule::deep_copy() const {
   copy->train(is_training());
   copy->reports = reports;
   copy->mup = mup;
+  for (const auto& [name, data] : mup) {
+    if (const Attr* attr = copy->state().find(name)) tag(attr->tensor, data);
+  }
   take_tracker(*copy, tracker);
   return copy;
 }

@@ -3,34 +3,19 @@
 
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "plumb/graph/graph_module.h"
+#include "plumb/scaling/parameter.h"
 #include "plumb/transforms/report.h"
 
 namespace plumb {
 
 class ScaleTracker;
 
-// What an optimiser must know of a parameter to scale its learning rate (u-muP, arXiv 2407.17465, table 2).
-enum class MupRole {
-  Weight,  // of a linear, a convolution or an embedding
-  Bias,
-  Norm,    // gain of a normalisation
-  Output,  // of a readout
-};
-std::string_view to_string(MupRole role);  // "weight", "bias", "norm", "output": the names of mup_type
-
-struct MupTag {
-  MupRole role = MupRole::Weight;
-  // How many residual branches the network has, for a parameter inside of one, where the depth rule was chosen.
-  std::optional<int64_t> scaling_depth;
-  bool operator==(const MupTag&) const = default;
-};
-using MupTable = std::map<std::string, MupTag>;  // by the parameter's full name
+// What an optimiser must know of each parameter, by its full name (plumb/scaling/parameter.h).
+using MupTable = std::map<std::string, ParameterData>;
 
 class TransformedModule : public GraphModule {
  public:
@@ -38,7 +23,8 @@ class TransformedModule : public GraphModule {
 
   // One for each transform, in order.
   std::vector<Report> reports;
-  // Filled by unit_scale: every parameter.
+  // Filled by unit_scale: every parameter. The tensors themselves are tagged so, too: give them to plumb::optim as they
+  // are.
   MupTable mup;
   // Set by track_scales, else null.
   std::shared_ptr<ScaleTracker> tracker;

@@ -9,14 +9,45 @@ namespace {
 
 // Operators that hand on their first argument. Those that return lists do so in parts.
 const std::unordered_set<std::string_view>& rearranging() {
-  static const std::unordered_set<std::string_view> names = {
-      "aten::t", "aten::transpose", "aten::permute", "aten::numpy_T", "aten::matrix_H", "aten::mT", "aten::movedim",
-      "aten::swapaxes", "aten::swapdims", "aten::view", "aten::_unsafe_view", "aten::view_as", "aten::reshape",
-      "aten::reshape_as", "aten::flatten", "aten::unflatten", "aten::unsqueeze", "aten::squeeze", "aten::select",
-      "aten::slice", "aten::narrow", "aten::chunk", "aten::split", "aten::split_with_sizes", "aten::tensor_split",
-      "aten::unbind", "aten::expand", "aten::expand_as", "aten::contiguous", "aten::clone", "aten::detach", "aten::alias",
-      "aten::to", "aten::_to_copy", "aten::type_as", "aten::lift_fresh", "plumb::simulate_format", "plumb::quantise",
-      "plumb::track"};
+  static const std::unordered_set<std::string_view> names = {"aten::t",
+                                                             "aten::transpose",
+                                                             "aten::permute",
+                                                             "aten::numpy_T",
+                                                             "aten::matrix_H",
+                                                             "aten::mT",
+                                                             "aten::movedim",
+                                                             "aten::swapaxes",
+                                                             "aten::swapdims",
+                                                             "aten::view",
+                                                             "aten::_unsafe_view",
+                                                             "aten::view_as",
+                                                             "aten::reshape",
+                                                             "aten::reshape_as",
+                                                             "aten::flatten",
+                                                             "aten::unflatten",
+                                                             "aten::unsqueeze",
+                                                             "aten::squeeze",
+                                                             "aten::select",
+                                                             "aten::slice",
+                                                             "aten::narrow",
+                                                             "aten::chunk",
+                                                             "aten::split",
+                                                             "aten::split_with_sizes",
+                                                             "aten::tensor_split",
+                                                             "aten::unbind",
+                                                             "aten::expand",
+                                                             "aten::expand_as",
+                                                             "aten::contiguous",
+                                                             "aten::clone",
+                                                             "aten::detach",
+                                                             "aten::alias",
+                                                             "aten::to",
+                                                             "aten::_to_copy",
+                                                             "aten::type_as",
+                                                             "aten::lift_fresh",
+                                                             "plumb::simulate_format",
+                                                             "plumb::quantise",
+                                                             "plumb::track"};
   return names;
 }
 
@@ -32,7 +63,9 @@ constexpr double kBlocking = -1e4;  // added to a logit, no weight is left: exp(
 
 }  // namespace
 
-bool hands_on(const Node* node) { return node->is_call() && node->num_inputs() > 0 && rearranging().count(node->op_name()); }
+bool hands_on(const Node* node) {
+  return node->is_call() && node->num_inputs() > 0 && rearranging().count(node->op_name());
+}
 
 const Node* attribute_behind(const Value* value) {
   while (value) {
@@ -67,7 +100,8 @@ std::optional<at::ScalarType> dtype_of(const Value* value, const State& state) {
   if (value->meta()) return value->meta()->dtype;
   const Node* node = value->producer();
   if (node->kind() == NodeKind::GetAttr) {
-    if (const Attr* attr = state.find(node->target()); attr && attr->tensor.defined()) return attr->tensor.scalar_type();
+    if (const Attr* attr = state.find(node->target()); attr && attr->tensor.defined())
+      return attr->tensor.scalar_type();
   }
   return std::nullopt;
 }

@@ -12,7 +12,8 @@
 
 namespace plumb {
 
-// Hands one input on, rearranged, copied, cast, rounded or measured, but not computed with: views, `to`, plumb::simulate_format.
+// Hands one input on, rearranged, copied, cast, rounded or measured, but not computed with: views, `to`,
+// plumb::simulate_format.
 bool hands_on(const Node* node);
 
 // The get_attr node that this value comes from over nodes that hand it on; null if something is computed on the way.

@@ -97,7 +97,9 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
     open.pop_back();
     Candidate& c = candidates[name];
     if (c.weight_of.empty() || (c.other.empty() && c.bias_of.empty() && !c.norm && !c.norm_bias)) continue;
-    const std::string other = !c.other.empty() ? who(c.other[0]) : !c.bias_of.empty() ? who(c.bias_of[0]) + " as a bias" : "a normalisation";
+    const std::string other = !c.other.empty()     ? who(c.other[0])
+                              : !c.bias_of.empty() ? who(c.bias_of[0]) + " as a bias"
+                                                   : "a normalisation";
     std::vector<const Node*> taken_back;
     taken_back.swap(c.weight_of);
     for (const Node* node : taken_back) {
@@ -165,7 +167,8 @@ bool scale_parameters(GraphModule& module, const ParameterRoles& roles, Report& 
     }
     const double value = std.item<double>();
     if (!(std::isfinite(value) && value > 0)) {
-      entry(ReportKind::LeftAlone, name, "std " + std::to_string(value), "its standard deviation is no positive number");
+      entry(ReportKind::LeftAlone, name, "std " + std::to_string(value),
+            "its standard deviation is no positive number");
       continue;
     }
     set(role.names, (weight.to(wide) / std).to(weight.scalar_type()));
@@ -186,19 +189,19 @@ void tag_parameters(const GraphModule& module, const ParameterRoles& roles,
                     const std::unordered_map<std::string, int64_t>& depth_of, MupTable& tags) {
   for (const Attr& attr : module.state()) {
     if (attr.kind != AttrKind::Parameter || !attr.tensor.defined()) continue;
-    MupTag tag{MupRole::Norm, std::nullopt};
+    ParameterData data{MupType::Norm, std::nullopt};
     const bool one_dimensional = attr.tensor.dim() <= 1;
-    if (one_dimensional && !roles.norms.count(attr.name)) tag.role = MupRole::Bias;
-    if (auto it = depth_of.find(attr.name); it != depth_of.end()) tag.scaling_depth = it->second;
-    tags.emplace(attr.name, tag);
+    if (one_dimensional && !roles.norms.count(attr.name)) data.type = MupType::Bias;
+    if (auto it = depth_of.find(attr.name); it != depth_of.end()) data.scaling_depth = it->second;
+    tags.emplace(attr.name, data);
   }
   for (const auto& [name, role] : roles.weights) {
     bool readout = !role.operators.empty();
     for (const Node* node : role.operators) readout = readout && node->is_op("plumb::linear_readout");
-    for (const auto& n : role.names) tags[n].role = readout ? MupRole::Output : MupRole::Weight;
+    for (const auto& n : role.names) tags[n].type = readout ? MupType::Output : MupType::Weight;
   }
   for (const auto& [name, role] : roles.biases) {
-    for (const auto& n : role.names) tags[n].role = MupRole::Bias;
+    for (const auto& n : role.names) tags[n].type = MupType::Bias;
   }
 }
 

@@ -1,4 +1,5 @@
-// Which parameters are weights and biases of the operators that unit_scale replaces, and stage 5: giving them unit variance.
+// Which parameters are weights and biases of the operators that unit_scale replaces, and stage 5: giving them unit
+// variance.
 #pragma once
 
 #include <functional>
@@ -31,17 +32,18 @@ struct ParameterRoles {
   void moved(const Node* from, const Node* to);
 };
 
-// becomes: what the operator would be replaced by, null if it would not be. Where a tensor is an operator's weight and something else's operand,
-// neither the tensor nor the operators it is a weight of may change; that can take the ground from other tensors, and so on.
+// becomes: what the operator would be replaced by, null if it would not be. Where a tensor is an operator's weight and
+// something else's operand, neither the tensor nor the operators it is a weight of may change; that can take the ground
+// from other tensors, and so on.
 ParameterRoles plan_parameters(const Graph& graph, const State& state,
                                const std::function<const Equivalent*(const Node*)>& becomes);
 
-// Divides weights by their standard deviation, sets biases to zero. The state gets new tensors; those it had, which others
-// may share, stay as they are. True if anything changed.
+// Divides weights by their standard deviation, sets biases to zero. The state gets new tensors; those it had, which
+// others may share, stay as they are. True if anything changed.
 bool scale_parameters(GraphModule& module, const ParameterRoles& roles, Report& report);
 
-// Tags every parameter: by its role, else as before, else (no replaced operator uses it, so its learning rate does not depend
-// on the width) as Bias if it has one dimension or none, as Norm if more.
+// Tags every parameter: by its role, else as before, else (no replaced operator uses it, so its learning rate does not
+// depend on the width) as Bias if it has one dimension or none, as Norm if more.
 void tag_parameters(const GraphModule& module, const ParameterRoles& roles,
                     const std::unordered_map<std::string, int64_t>& depth_of, MupTable& tags);
 

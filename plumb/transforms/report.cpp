@@ -36,7 +36,8 @@ ReportEntry& Report::add(ReportKind kind, const Node* node, std::string from, st
   entry.module = node->meta().module_path();
   if (const auto& source = node->meta().source) {
     const size_t slash = source->file.rfind('/');
-    entry.source = (slash == std::string::npos ? source->file : source->file.substr(slash + 1)) + ":" + std::to_string(source->line);
+    entry.source = (slash == std::string::npos ? source->file : source->file.substr(slash + 1)) + ":" +
+                   std::to_string(source->line);
   }
   entry.from = std::move(from);
   entry.to = std::move(to);

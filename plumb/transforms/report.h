@@ -42,7 +42,8 @@ class Report {
   const std::vector<ReportEntry>& entries() const { return entries_; }
   void add(ReportEntry entry) { entries_.push_back(std::move(entry)); }
   // An entry about this node, with its name, module path and source line filled in.
-  ReportEntry& add(ReportKind kind, const Node* node, std::string from = "", std::string to = "", std::string reason = "");
+  ReportEntry& add(ReportKind kind, const Node* node, std::string from = "", std::string to = "",
+                   std::string reason = "");
 
   size_t count(ReportKind kind) const;
   std::vector<const ReportEntry*> of_kind(ReportKind kind) const;

@@ -1,17 +1,21 @@
-// The straightforward way keeps the set of ancestors of every value, which is quadratic in time and memory. But only one
-// question per add is asked: is operand l an ancestor of operand r? (Order tells which of the two can be.)
+// The straightforward way keeps the set of ancestors of every value, which is quadratic in time and memory. But only
+// one question per add is asked: is operand l an ancestor of operand r? (Order tells which of the two can be.)
 //
-// 1. A path from l to r visits nodes in graph order, so every node on it lies between l's producer and r's: the span of the
+// 1. A path from l to r visits nodes in graph order, so every node on it lies between l's producer and r's: the span of
+// the
 //    question. Nothing outside of the span can matter.
-// 2. 64 questions are answered in one sweep over the union of their spans: every value carries a word whose bit q says "l_q is
-//    this value or an ancestor of it"; a node's word is the OR of its inputs' words, and l_q's own bit is set where l_q is
-//    produced. Sweeping on from l_q meets every path out of l_q, so bit q of r_q is set exactly if l_q is an ancestor of r_q.
-//    A second word, "reached over an attention node", is made the same way; a third in the opposite direction from r_q says
-//    which nodes r_q depends on. A node is on branch q if the first and the third word have bit q.
-// 3. Cost. Questions are grouped by the power of two of their span's length, ordered by place, and taken 64 at a time. In the
-//    class of spans of length up to s, the unions of the groups cover at most N + 2 s (Q_s / 64) nodes: the groups' first
-//    places do not overlap, and each reaches at most 2 s further. Summed over the log N classes that is N log N + (the sum of
-//    all spans) / 16, and the sum of all spans is N times the mean number D of spans over one place.
+// 2. 64 questions are answered in one sweep over the union of their spans: every value carries a word whose bit q says
+// "l_q is
+//    this value or an ancestor of it"; a node's word is the OR of its inputs' words, and l_q's own bit is set where l_q
+//    is produced. Sweeping on from l_q meets every path out of l_q, so bit q of r_q is set exactly if l_q is an
+//    ancestor of r_q. A second word, "reached over an attention node", is made the same way; a third in the opposite
+//    direction from r_q says which nodes r_q depends on. A node is on branch q if the first and the third word have bit
+//    q.
+// 3. Cost. Questions are grouped by the power of two of their span's length, ordered by place, and taken 64 at a time.
+// In the
+//    class of spans of length up to s, the unions of the groups cover at most N + 2 s (Q_s / 64) nodes: the groups'
+//    first places do not overlap, and each reaches at most 2 s further. Summed over the log N classes that is N log N +
+//    (the sum of all spans) / 16, and the sum of all spans is N times the mean number D of spans over one place.
 #include "plumb/transforms/residual.h"
 
 #include <algorithm>
@@ -177,7 +181,9 @@ ResidualAnalysis find_residual_adds(const Graph& graph, const std::vector<Node*>
   for (Question& q : questions) {
     if (!q.answer) continue;
     q.index = static_cast<int>(result.adds.size());
-    auto value = [&](uint32_t v) { return arrays.nodes[arrays.producer[v]]->result(v - arrays.first_value[arrays.producer[v]]); };
+    auto value = [&](uint32_t v) {
+      return arrays.nodes[arrays.producer[v]]->result(v - arrays.first_value[arrays.producer[v]]);
+    };
     result.adds.push_back({q.add, value(q.from), value(q.to), q.attention, -1});
   }
   for (const auto& [skip, users] : users_of) {

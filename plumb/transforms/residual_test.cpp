@@ -61,7 +61,8 @@ void expect_as_defined(const Graph& graph) {
     if (definition.depends(l, r)) std::swap(l, r);
     if (!definition.depends(r, l)) continue;
     ResidualAdd e{add, l, r, false, -1};
-    for (const Node* node : graph.nodes()) e.attention |= node->is_op("aten::softmax") && definition.on_branch(node, l, r);
+    for (const Node* node : graph.nodes())
+      e.attention |= node->is_op("aten::softmax") && definition.on_branch(node, l, r);
     expected.push_back(e);
   }
   ASSERT_EQ(found.adds.size(), expected.size()) << to_string(graph);
@@ -72,7 +73,8 @@ void expect_as_defined(const Graph& graph) {
     EXPECT_EQ(found.adds[i].attention, expected[i].attention) << expected[i].add->describe() << to_string(graph);
     int parent = -1;
     for (size_t k = 0; k < expected.size() && parent < 0; ++k) {
-      if (expected[k].skip == expected[i].skip && definition.on_branch(expected[i].add, expected[k].skip, expected[k].residual))
+      if (expected[k].skip == expected[i].skip &&
+          definition.on_branch(expected[i].add, expected[k].skip, expected[k].residual))
         parent = static_cast<int>(k);
     }
     EXPECT_EQ(found.adds[i].parent, parent) << expected[i].add->describe() << to_string(graph);
@@ -84,7 +86,8 @@ void expect_as_defined(const Graph& graph) {
     for (const Value* input : node->inputs()) {
       int innermost = -1;
       for (size_t k = 0; k < expected.size() && innermost < 0; ++k) {
-        if (expected[k].skip == input && definition.on_branch(node, input, expected[k].residual)) innermost = static_cast<int>(k);
+        if (expected[k].skip == input && definition.on_branch(node, input, expected[k].residual))
+          innermost = static_cast<int>(k);
       }
       int got = -1;
       if (auto at = found.branch_of.find(input); at != found.branch_of.end()) {

@@ -28,14 +28,17 @@ nlohmann::ordered_json number(double value) {
 }
 
 nlohmann::ordered_json json_of(const Metrics::Data& d) {
-  nlohmann::ordered_json out = {{"mean_abs", number(d.mean_abs)}, {"abs_mean", number(d.abs_mean)}, {"std", number(d.std)},
-                                {"abs_max", number(d.abs_max)},   {"abs_min", number(d.abs_min)},   {"numel", d.numel},
-                                {"nan_count", d.nan_count},       {"inf_count", d.inf_count},       {"zero_count", d.zero_count}};
+  nlohmann::ordered_json out = {
+      {"mean_abs", number(d.mean_abs)}, {"abs_mean", number(d.abs_mean)}, {"std", number(d.std)},
+      {"abs_max", number(d.abs_max)},   {"abs_min", number(d.abs_min)},   {"numel", d.numel},
+      {"nan_count", d.nan_count},       {"inf_count", d.inf_count},       {"zero_count", d.zero_count}};
   if (d.histogram) {
-    // [exponent, count] of the bins that are not empty; exponent -127 holds zeros and subnormals, 128 infinities and NaN.
+    // [exponent, count] of the bins that are not empty; exponent -127 holds zeros and subnormals, 128 infinities and
+    // NaN.
     auto bins = nlohmann::ordered_json::array();
     for (int i = 0; i < 256; ++i) {
-      if (d.histogram->counts[static_cast<size_t>(i)]) bins.push_back({i - 127, d.histogram->counts[static_cast<size_t>(i)]});
+      if (d.histogram->counts[static_cast<size_t>(i)])
+        bins.push_back({i - 127, d.histogram->counts[static_cast<size_t>(i)]});
     }
     out["exponents"] = std::move(bins);
   }
@@ -113,7 +116,8 @@ std::string ScalesGraph::to_text() const {
     target_width = std::max(target_width, std::min<size_t>(node.target.size(), 40));
   }
   char line[512];
-  auto row = [&](const char* name, const char* target, const char* a, const char* b, const char* c, const char* d, const std::string& inputs) {
+  auto row = [&](const char* name, const char* target, const char* a, const char* b, const char* c, const char* d,
+                 const std::string& inputs) {
     std::snprintf(line, sizeof line, "%-*s  %-*s  %10s  %10s  %10s  %10s  ", static_cast<int>(width), name,
                   static_cast<int>(target_width), target, a, b, c, d);
     text += line + inputs + "\n";
@@ -131,8 +135,8 @@ std::string ScalesGraph::to_text() const {
       if (node.metrics->bwd) cells[2] = cell(node.metrics->bwd->std), cells[3] = cell(node.metrics->bwd->abs_max);
     }
     for (size_t i : node.inputs) inputs += (inputs.empty() ? "" : ", ") + nodes[i].name;
-    row(node.name.substr(0, 40).c_str(), node.target.substr(0, 40).c_str(), cells[0].c_str(), cells[1].c_str(), cells[2].c_str(),
-        cells[3].c_str(), inputs);
+    row(node.name.substr(0, 40).c_str(), node.target.substr(0, 40).c_str(), cells[0].c_str(), cells[1].c_str(),
+        cells[2].c_str(), cells[3].c_str(), inputs);
   }
   return text;
 }
@@ -140,7 +144,8 @@ std::string ScalesGraph::to_text() const {
 std::string ScalesGraph::to_json() const {
   auto all = nlohmann::ordered_json::array();
   for (const auto& node : nodes) {
-    nlohmann::ordered_json out = {{"name", node.name}, {"kind", std::string(kind_name(node.kind))}, {"target", node.target}};
+    nlohmann::ordered_json out = {
+        {"name", node.name}, {"kind", std::string(kind_name(node.kind))}, {"target", node.target}};
     auto inputs = nlohmann::ordered_json::array();
     for (size_t i : node.inputs) inputs.push_back(nodes[i].name);
     out["inputs"] = std::move(inputs);
@@ -156,7 +161,8 @@ std::string ScalesGraph::to_json() const {
     }
     all.push_back(std::move(out));
   }
-  return nlohmann::ordered_json{{"nodes", std::move(all)}}.dump(1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return nlohmann::ordered_json{{"nodes", std::move(all)}}.dump(1, ' ', false,
+                                                                nlohmann::json::error_handler_t::replace);
 }
 
 ScalesGraph prune_non_float_tensors(const ScalesGraph& graph) {
@@ -168,7 +174,8 @@ ScalesGraph prune_non_float_tensors(const ScalesGraph& graph) {
 }
 
 ScalesGraph prune_same_scale_tensors(const ScalesGraph& graph, double rtol) {
-  const bool measured = std::any_of(graph.nodes.begin(), graph.nodes.end(), [](const ScaleNode& n) { return n.metrics.has_value(); });
+  const bool measured =
+      std::any_of(graph.nodes.begin(), graph.nodes.end(), [](const ScaleNode& n) { return n.metrics.has_value(); });
   if (!measured) {
     throw Error(ErrorKind::InvalidArgument, "nothing was measured in this graph", "",
                 "run the tracked module forward (and backward) before taking its scales_graph()");
@@ -191,8 +198,8 @@ ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::vector<std
     const bool operation = nodes[i].kind == NodeKind::CallFunction;
     keep[i] = !wanted.count(target) && !(operation && wanted.count(target.substr(0, target.find('.'))));
   }
-  // A kept node takes what it reaches over removed ones, each once. Every removed node is walked over once for each kept
-  // user of the removed part it belongs to.
+  // A kept node takes what it reaches over removed ones, each once. Every removed node is walked over once for each
+  // kept user of the removed part it belongs to.
   std::vector<size_t> seen(nodes.size(), SIZE_MAX), open;
   for (size_t i = 0; i < nodes.size(); ++i) {
     if (!keep[i]) continue;

@@ -14,7 +14,7 @@ namespace plumb {
 
 // One value of the graph (an operator with several results is several nodes), or the output.
 struct ScaleNode {
-  std::string name;    // the value's; "output" for the output
+  std::string name;  // the value's; "output" for the output
   NodeKind kind = NodeKind::CallFunction;
   std::string target;  // "aten::linear", a parameter's full name, an input's name
   size_t result_index = 0;
@@ -34,8 +34,8 @@ class ScalesGraph {
   const ScaleNode* find(std::string_view name) const;  // null if there is none
   // A table for people: name, target, inputs, and std, abs_max of value and gradient.
   std::string to_text() const;
-  // {"nodes": [{"name", "kind", "target", "inputs": [names], "module", "source", "sizes", "dtype", "fwd": {...}, "bwd": {...}}]}
-  // NaN and infinities are null.
+  // {"nodes": [{"name", "kind", "target", "inputs": [names], "module", "source", "sizes", "dtype", "fwd": {...}, "bwd":
+  // {...}}]} NaN and infinities are null.
   std::string to_json() const;
 };
 
@@ -44,11 +44,13 @@ class ScalesGraph {
 // Removes what is no floating-point tensor. Users take its only floating-point input, if it has just one.
 ScalesGraph prune_non_float_tensors(const ScalesGraph& graph);
 
-// Removes nodes with exactly one floating-point input whose scale (mean absolute value) is the same, forward and backward,
-// within rtol: reshapes and the like. Users take that input. Throws Error(InvalidArgument) if nothing was measured yet.
+// Removes nodes with exactly one floating-point input whose scale (mean absolute value) is the same, forward and
+// backward, within rtol: reshapes and the like. Users take that input. Throws Error(InvalidArgument) if nothing was
+// measured yet.
 ScalesGraph prune_same_scale_tensors(const ScalesGraph& graph, double rtol = 0x1p-16);
 
-// Removes nodes by operator ("aten::add" stands for every overload), parameter name or input name. Users take its inputs.
+// Removes nodes by operator ("aten::add" stands for every overload), parameter name or input name. Users take its
+// inputs.
 ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::vector<std::string>& targets);
 
 }  // namespace plumb

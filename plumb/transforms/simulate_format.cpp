@@ -68,7 +68,8 @@ std::optional<std::string> hidden_product(const Node* node) {
 
 FPFormat resolve(const std::string& text, const SimulateFormatOptions& options) {
   FPFormat format = FPFormat::parse(text);
-  if (options.rounding) return format.with_rounding(*options.rounding, *options.rounding == Rounding::Stochastic ? options.srbits : 0);
+  if (options.rounding)
+    return format.with_rounding(*options.rounding, *options.rounding == Rounding::Stochastic ? options.srbits : 0);
   if (options.srbits != 0) return format.with_rounding(Rounding::Stochastic, options.srbits);
   return format;
 }
@@ -91,7 +92,8 @@ class Simulator {
     bool changed = false;
     for (Node* node : graph_.nodes()) {
       if (node->kind() == NodeKind::CallModule) {
-        report_.add(ReportKind::LeftAlone, node, node->target(), "", "a nested graph: transform the model before it is cut");
+        report_.add(ReportKind::LeftAlone, node, node->target(), "",
+                    "a nested graph: transform the model before it is cut");
       }
       if (!node->is_call()) continue;
       if (node->writes()) last_write_ = node;
@@ -138,7 +140,8 @@ class Simulator {
   // The value rounded forward: one node for all uses, as long as nothing is written in between.
   Value* rounded(Value* value, const Node* user) {
     auto [it, fresh] = rounded_.try_emplace(value, Made{nullptr, nullptr});
-    if (!fresh && it->second.last_write == last_write_ && it->second.grad_enabled == user->meta().grad_enabled) return it->second.value;
+    if (!fresh && it->second.last_write == last_write_ && it->second.grad_enabled == user->meta().grad_enabled)
+      return it->second.value;
     Node* node = graph_.call("plumb::simulate_format", {value, fwd_, "none"});
     node->meta() = user->meta();
     node->result()->set_meta(value->meta());
@@ -161,7 +164,8 @@ class Simulator {
         } else if (arg.is_list()) {
           Arg::List list = arg.list();
           for (size_t i = 0; i < std::min(limit, list.size()); ++i) {
-            if (list[i].is_value() && roundable(list[i].value())) list[i] = rounded(list[i].value(), node), changed = true;
+            if (list[i].is_value() && roundable(list[i].value()))
+              list[i] = rounded(list[i].value(), node), changed = true;
           }
           node->set_arg(name, std::move(list));
         }
@@ -246,9 +250,10 @@ bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<s
   return changed;
 }
 
-const RegisterPass registered({"simulate_format",
-                               "Rounds the inputs of matrix products to a number format, and the gradients of their outputs to another.",
-                               kOptions, run_from_table});
+const RegisterPass registered(
+    {"simulate_format",
+     "Rounds the inputs of matrix products to a number format, and the gradients of their outputs to another.",
+     kOptions, run_from_table});
 
 }  // namespace
 
@@ -283,7 +288,8 @@ bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, 
   return Simulator(module, options, report ? *report : own).run();
 }
 
-std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const SimulateFormatOptions& options) {
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module,
+                                                   const SimulateFormatOptions& options) {
   auto result = derive(*module);
   Report report("simulate_format");
   simulate_format(*result, options, &report);
@@ -291,14 +297,16 @@ std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphMo
   return result;
 }
 
-std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd, const FPFormat& bwd) {
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd,
+                                                   const FPFormat& bwd) {
   SimulateFormatOptions options;
   options.fwd = fwd.to_string();
   options.bwd = bwd.to_string();
   return simulate_format(module, options);
 }
 
-std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module, const SimulateFormatOptions& options) {
+std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module,
+                                                const SimulateFormatOptions& options) {
   return simulate_format(module, options);
 }
 

@@ -4,8 +4,8 @@
 //
 //   auto fp8 = plumb::simulate_fp8(plumb::unit_scale(module));
 //
-// A value that several products use is rounded once. Formats are texts as FPFormat::parse() reads them: "E4M3", "e4m3fn-RN",
-// "E5M2-SR8"; "none" leaves that direction alone.
+// A value that several products use is rounded once. Formats are texts as FPFormat::parse() reads them: "E4M3",
+// "e4m3fn-RN", "E5M2-SR8"; "none" leaves that direction alone.
 #pragma once
 
 #include <memory>
@@ -30,15 +30,19 @@ struct SimulateFormatOptions {
   std::vector<std::string> exclude;
 };
 
-// Throws Error(InvalidArgument) for formats, operators or rounding that make no sense. Answers whether anything changed.
+// Throws Error(InvalidArgument) for formats, operators or rounding that make no sense. Answers whether anything
+// changed.
 bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, Report* report = nullptr);
 
 // A new module that shares the tensors of `module`.
-std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const SimulateFormatOptions& options);
-std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd, const FPFormat& bwd);
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module,
+                                                   const SimulateFormatOptions& options);
+std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphModule>& module, const FPFormat& fwd,
+                                                   const FPFormat& bwd);
 // E4M3 forward, E5M2 backward, of the family without infinities, rounded stochastically: as unit-scaling 0.3.5 has it.
 // `options` may ask for another rounding, and for other formats ("e4m3fn-RN", "e5m2-RN" are the hardware's).
-std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module, const SimulateFormatOptions& options = {});
+std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModule>& module,
+                                                const SimulateFormatOptions& options = {});
 
 // Names of the operators that are matrix products, as `operators` takes them.
 std::vector<std::string> matrix_product_operators();

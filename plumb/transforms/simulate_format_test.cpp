@@ -22,7 +22,8 @@ SimulateFormatOptions nearest() {
   return options;
 }
 
-std::string after(const std::string& text, State state = {}, const SimulateFormatOptions& options = nearest(), Report* report = nullptr) {
+std::string after(const std::string& text, State state = {}, const SimulateFormatOptions& options = nearest(),
+                  Report* report = nullptr) {
   auto module = module_of(text, std::move(state));
   simulate_format(*module, options, report);
   module->lint();
@@ -37,7 +38,8 @@ State weights(std::initializer_list<std::pair<const char*, std::vector<int64_t>>
 
 TEST(SimulateFormat, RoundsInputsAndWeightsForwardAndTheOutputsGradient) {
   EXPECT_EQ(after(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b"
-      %y: f32[4, 3] = aten::linear(%x, %w, %b) %z = aten::relu(%y) output(%z) })", weights({{"w", {3, 8}}, {"b", {3}}})),
+      %y: f32[4, 3] = aten::linear(%x, %w, %b) %z = aten::relu(%y) output(%z) })",
+                  weights({{"w", {3, 8}}, {"b", {3}}})),
             to_string(parse_graph(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %w = get_attr "w"
@@ -54,7 +56,8 @@ TEST(SimulateFormat, RoundsInputsAndWeightsForwardAndTheOutputsGradient) {
 TEST(SimulateFormat, GivesTheValuesAndGradientsOfQuantisedOperands) {
   at::manual_seed(2);
   auto module = module_of(R"(graph { %x: f32[16, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b"
-      %y = aten::linear(%x, %w, %b) %q = aten::mul.Tensor(%y, %y) output(%q) })", weights({{"w", {3, 8}}, {"b", {3}}}));
+      %y = aten::linear(%x, %w, %b) %q = aten::mul.Tensor(%y, %y) output(%q) })",
+                          weights({{"w", {3, 8}}, {"b", {3}}}));
   auto simulated = simulate_format(module, nearest());
   at::Tensor x = at::randn({16, 8}).requires_grad_();
   const at::Tensor out = simulated->run({x})[0].toTensor();
@@ -75,14 +78,16 @@ TEST(SimulateFormat, GivesTheValuesAndGradientsOfQuantisedOperands) {
 
 TEST(SimulateFormat, RoundsAValueOnceForSeveralProducts) {
   const std::string text = after(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %v = get_attr "v"
-      %a = aten::linear(%x, %w) %b = aten::linear(%x, %v) %c = aten::linear(%a, %w) output(%b, %c) })", weights({{"w", {8, 8}}, {"v", {8, 8}}}));
+      %a = aten::linear(%x, %w) %b = aten::linear(%x, %v) %c = aten::linear(%a, %w) output(%b, %c) })",
+                                 weights({{"w", {8, 8}}, {"v", {8, 8}}}));
   size_t count = 0;
   for (size_t at = 0; (at = text.find("\"none\")", at)) != std::string::npos; ++at) ++count;
   EXPECT_EQ(count, 4u) << "x, w, v, a\n" << text;
 }
 
 TEST(SimulateFormat, RoundsAgainAfterAWrite) {
-  const std::string text = after(R"(graph { %x: f32[8, 8] = placeholder "x" %a = aten::mm(%x, %x) %y = aten::mul_.Tensor(%x, 2)
+  const std::string text =
+      after(R"(graph { %x: f32[8, 8] = placeholder "x" %a = aten::mm(%x, %x) %y = aten::mul_.Tensor(%x, 2)
       %b = aten::mm(%x, %x) output(%a, %b) })");
   EXPECT_THAT(text, HasSubstr("%a = aten::mm(%x_fwd, %x_fwd)"));
   EXPECT_THAT(text, HasSubstr("%b = aten::mm(%x_fwd_1, %x_fwd_1)"));
@@ -99,8 +104,10 @@ TEST(SimulateFormat, TreatsEveryProductOfBothFamilies) {
       %e = plumb::scaled_dot_product_attention(%d, %b, %a)
       %f = aten::einsum("bhij,bhjk->bhik", [%e, %d])
       output(%f)
-    })", weights({{"k", {2, 2, 3, 3}}}));
-  for (const char* call : {"%c = aten::conv2d(%x_fwd, %k_fwd,", "%a = aten::scaled_dot_product_attention(%c_bwd_fwd, %c_bwd_fwd, %c_bwd_fwd)",
+    })",
+                                 weights({{"k", {2, 2, 3, 3}}}));
+  for (const char* call : {"%c = aten::conv2d(%x_fwd, %k_fwd,",
+                           "%a = aten::scaled_dot_product_attention(%c_bwd_fwd, %c_bwd_fwd, %c_bwd_fwd)",
                            "%b = aten::matmul(%a_bwd_fwd, %c_bwd_fwd)", "%d = plumb::matmul(%b_bwd_fwd, %a_bwd_fwd)",
                            "%e = plumb::scaled_dot_product_attention(%d_bwd_fwd, %b_bwd_fwd, %a_bwd_fwd)",
                            "%f = aten::einsum(\"bhij,bhjk->bhik\", [%e_bwd_fwd, %d_bwd_fwd])", "output(%f_bwd)"}) {
@@ -136,8 +143,10 @@ TEST(SimulateFormat, HonoursExclusionsAndChosenOperators) {
 TEST(SimulateFormat, SaysThatARecurrentOperatorHidesItsProducts) {
   State state = weights({{"a", {16, 4}}, {"b", {16, 4}}});
   Report report;
-  after(R"(graph { %x: f32[5, 2, 4] = placeholder "x" %h: f32[1, 2, 4] = placeholder "h" %a = get_attr "a" %b = get_attr "b"
-      %y, %hn, %cn = aten::lstm.input(%x, [%h, %h], [%a, %b], False, 1, 0.0, False, False, False) output(%y) })", std::move(state), nearest(), &report);
+  after(
+      R"(graph { %x: f32[5, 2, 4] = placeholder "x" %h: f32[1, 2, 4] = placeholder "h" %a = get_attr "a" %b = get_attr "b"
+      %y, %hn, %cn = aten::lstm.input(%x, [%h, %h], [%a, %b], False, 1, 0.0, False, False, False) output(%y) })",
+      std::move(state), nearest(), &report);
   EXPECT_THAT(report.find(ReportKind::LeftAlone, "y")->reason, HasSubstr("cannot be reached"));
 }
 
@@ -203,7 +212,8 @@ TEST(SimulateFormat, MatchesPatterns) {
 
 TEST(SimulateFormat, RunsFromTheTableOfPasses) {
   auto module = gpt();
-  EXPECT_TRUE(run_pass(find_pass("simulate_format"), *module, {{"fwd", "e4m3fn"}, {"exclude", "h.0.*"}}, nullptr, true));
+  EXPECT_TRUE(
+      run_pass(find_pass("simulate_format"), *module, {{"fwd", "e4m3fn"}, {"exclude", "h.0.*"}}, nullptr, true));
   EXPECT_THROW(run_pass(find_pass("simulate_format"), *module, {{"srbits", "many"}}), Error);
 }
 

@@ -32,10 +32,13 @@ struct GptConfig {
 inline std::shared_ptr<GraphModule> gpt(const GptConfig& c = {}) {
   State state;
   const std::string b = std::to_string(c.batch), t = std::to_string(c.length), w = std::to_string(c.width),
-                    h = std::to_string(c.heads), d = std::to_string(c.width / c.heads), v = std::to_string(c.vocabulary);
-  auto uniform = [](at::IntArrayRef sizes, int64_t fan_in) { return (at::rand(sizes) * 2 - 1) / std::sqrt(double(fan_in)); };
-  std::string text = "graph {\n  %ids: i64[" + b + ", " + t + "] = placeholder \"ids\"\n  %targets: i64[" + b + ", " + t +
-                     "] = placeholder \"targets\"\n";
+                    h = std::to_string(c.heads), d = std::to_string(c.width / c.heads),
+                    v = std::to_string(c.vocabulary);
+  auto uniform = [](at::IntArrayRef sizes, int64_t fan_in) {
+    return (at::rand(sizes) * 2 - 1) / std::sqrt(double(fan_in));
+  };
+  std::string text = "graph {\n  %ids: i64[" + b + ", " + t + "] = placeholder \"ids\"\n  %targets: i64[" + b + ", " +
+                     t + "] = placeholder \"targets\"\n";
   auto attr = [&](const std::string& name) {
     std::string id = name;
     for (char& ch : id) {
@@ -55,7 +58,8 @@ inline std::shared_ptr<GraphModule> gpt(const GptConfig& c = {}) {
     parameter(state, name + ".weight", at::ones({c.width}));
     parameter(state, name + ".bias", at::zeros({c.width}));
     const std::string weight = attr(name + ".weight"), bias = attr(name + ".bias");
-    line(y + " = aten::layer_norm(" + x + ", [" + w + "], " + weight + ", " + bias + ") in \"\":\"Gpt\" \"" + name + "\":\"LayerNorm\"");
+    line(y + " = aten::layer_norm(" + x + ", [" + w + "], " + weight + ", " + bias + ") in \"\":\"Gpt\" \"" + name +
+         "\":\"LayerNorm\"");
   };
   parameter(state, "wte.weight", at::randn({c.vocabulary, c.width}) * 0.02);
   parameter(state, "wpe.weight", at::randn({c.length, c.width}) * 0.02);
@@ -75,7 +79,8 @@ inline std::shared_ptr<GraphModule> gpt(const GptConfig& c = {}) {
       line(id(name) + "v = aten::view(" + id(name) + ", [" + b + ", " + t + ", " + h + ", " + d + "])");
       line(id(name) + "h = aten::transpose.int(" + id(name) + "v, 1, 2)");
     }
-    line(id("att") + " = aten::scaled_dot_product_attention(" + id("q") + "h, " + id("k") + "h, " + id("v") + "h, None, 0.0, True)");
+    line(id("att") + " = aten::scaled_dot_product_attention(" + id("q") + "h, " + id("k") + "h, " + id("v") +
+         "h, None, 0.0, True)");
     line(id("att_t") + " = aten::transpose.int(" + id("att") + ", 1, 2)");
     line(id("att_r") + " = aten::reshape(" + id("att_t") + ", [" + b + ", " + t + ", " + w + "])");
     linear(p + "attn.out", c.width, c.width, id("att_r"), id("proj"));

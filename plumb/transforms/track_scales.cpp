@@ -25,7 +25,8 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
   for (Node* node : graph.nodes()) {
     if (node->kind() == NodeKind::Output || node->is_op(kTrack)) continue;
     for (Value* value : node->results()) {
-      if (!value->is_tensor() || !value->has_uses() || !may_be_float(value, module.state()) || is_tracked(value)) continue;
+      if (!value->is_tensor() || !value->has_uses() || !may_be_float(value, module.state()) || is_tracked(value))
+        continue;
       Node* before = node->next();
       while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first
       auto here = graph.inserting_before(before);
@@ -58,10 +59,12 @@ const RegisterPass registered({
 
 bool track_scales(GraphModule& module, ScaleTracker& tracker, Report* report) {
   Report own("track_scales");
-  return insert_tracking(module, tracker.id(), [&](bool input) { return tracker.add_slot(input); }, report ? *report : own);
+  return insert_tracking(
+      module, tracker.id(), [&](bool input) { return tracker.add_slot(input); }, report ? *report : own);
 }
 
-std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModule>& module, const MetricsOptions& options) {
+std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModule>& module,
+                                                const MetricsOptions& options) {
   auto result = derive(*module);
   if (!result->tracker) result->tracker = ScaleTracker::create(options);
   Report report("track_scales");
@@ -72,7 +75,8 @@ std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModul
 
 ScalesGraph scales_graph(const TransformedModule& module) {
   if (!module.tracker) {
-    throw Error(ErrorKind::InvalidArgument, "this module's scales are not tracked", "", "use the module that track_scales() returns");
+    throw Error(ErrorKind::InvalidArgument, "this module's scales are not tracked", "",
+                "use the module that track_scales() returns");
   }
   const Graph& graph = module.graph();
   ScalesGraph result;
@@ -109,7 +113,8 @@ ScalesGraph scales_graph(const TransformedModule& module) {
       one.is_float_tensor = dtype && at::isFloatingType(*dtype);
       if (node->kind() == NodeKind::GetAttr) {
         const Attr* attr = module.state().find(node->target());
-        one.requires_grad = attr && attr->kind == AttrKind::Parameter && attr->tensor.defined() && attr->tensor.requires_grad();
+        one.requires_grad =
+            attr && attr->kind == AttrKind::Parameter && attr->tensor.defined() && attr->tensor.requires_grad();
       }
       place.emplace(value, result.nodes.size());
       result.nodes.push_back(std::move(one));

@@ -4,8 +4,8 @@
 //   tracked->forward({x}).toTensor().sum().backward();
 //   std::cout << plumb::scales_graph(*tracked).to_text();
 //
-// Values and gradients are those of the module without it: the nodes hand their tensors on. The caller's input tensors are
-// not touched; the gradient of a floating-point input is measured whether it requires one or not.
+// Values and gradients are those of the module without it: the nodes hand their tensors on. The caller's input tensors
+// are not touched; the gradient of a floating-point input is measured whether it requires one or not.
 #pragma once
 
 #include <memory>
@@ -20,9 +20,10 @@ namespace plumb {
 // Values that are tracked already are not tracked again. Answers whether anything changed.
 bool track_scales(GraphModule& module, ScaleTracker& tracker, Report* report = nullptr);
 
-// A new module that shares the tensors of `module`, with a tracker of its own (TransformedModule::tracker). A module that is
-// tracked already keeps its tracker, and what has come new since is tracked too.
-std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModule>& module, const MetricsOptions& options = {});
+// A new module that shares the tensors of `module`, with a tracker of its own (TransformedModule::tracker). A module
+// that is tracked already keeps its tracker, and what has come new since is tracked too.
+std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModule>& module,
+                                                const MetricsOptions& options = {});
 
 // The module's graph as it is now, without the tracking nodes, and what was measured in the last run. Throws
 // Error(InvalidArgument) if the module is not tracked.

@@ -57,7 +57,8 @@ TEST(TrackScales, MeasuresEveryTensorAndGradientAsTorchDoes) {
   tracked->run({x, i})[0].toTensor().backward();
   const ScalesGraph graph = scales_graph(*tracked);
 
-  at::Tensor xe = x.detach().clone().requires_grad_(), w = module->state().get("w").tensor.detach().clone().requires_grad_();
+  at::Tensor xe = x.detach().clone().requires_grad_(),
+             w = module->state().get("w").tensor.detach().clone().requires_grad_();
   at::Tensor y = at::linear(xe, w);
   y.retain_grad();
   at::Tensor z = y.t();
@@ -69,7 +70,8 @@ TEST(TrackScales, MeasuresEveryTensorAndGradientAsTorchDoes) {
   at::Tensor o = s.sum();
   o.retain_grad();
   o.backward();
-  const std::pair<const char*, at::Tensor> all[] = {{"x", xe}, {"w", w}, {"y", y}, {"z", z}, {"a", parts[0]}, {"b", parts[1]}, {"s", s}, {"o", o}};
+  const std::pair<const char*, at::Tensor> all[] = {{"x", xe},       {"w", w},        {"y", y}, {"z", z},
+                                                    {"a", parts[0]}, {"b", parts[1]}, {"s", s}, {"o", o}};
   for (const auto& [name, tensor] : all) {
     const ScaleNode* node = graph.find(name);
     ASSERT_TRUE(node && node->metrics && node->metrics->bwd) << name;
@@ -115,7 +117,8 @@ TEST(TrackScales, GivesTheValuesAndGradientsOfTheModuleBitForBit) {
   const at::Tensor loss = tracked->run(inputs)[0].toTensor();
   loss.backward();
   EXPECT_TRUE(at::equal(plain, loss));
-  for (const auto& p : tracked->named_parameters()) EXPECT_TRUE(at::equal(p.value().grad(), gradients[p.key()])) << p.key();
+  for (const auto& p : tracked->named_parameters())
+    EXPECT_TRUE(at::equal(p.value().grad(), gradients[p.key()])) << p.key();
 }
 
 TEST(TrackScales, MeasuresForwardOnlyWithoutGradients) {
@@ -198,11 +201,14 @@ TEST(TrackScales, NestsWithTheOtherTransformsInEveryOrder) {
   SimulateFormatOptions options;
   options.fwd = "e4m3fn-RN", options.bwd = "e5m2-RN";
   auto u = [](const std::shared_ptr<GraphModule>& m) { return std::static_pointer_cast<GraphModule>(unit_scale(m)); };
-  auto s = [&](const std::shared_ptr<GraphModule>& m) { return std::static_pointer_cast<GraphModule>(simulate_format(m, options)); };
+  auto s = [&](const std::shared_ptr<GraphModule>& m) {
+    return std::static_pointer_cast<GraphModule>(simulate_format(m, options));
+  };
   auto t = [](const std::shared_ptr<GraphModule>& m) { return std::static_pointer_cast<GraphModule>(track_scales(m)); };
   const auto inputs = gpt_inputs();
   const at::Tensor expected = s(u(module))->run(inputs)[0].toTensor();
-  for (const auto& nested : {t(s(u(module))), s(t(u(module))), s(u(t(module))), t(u(s(module))), u(t(s(module))), u(s(t(module)))}) {
+  for (const auto& nested :
+       {t(s(u(module))), s(t(u(module))), s(u(t(module))), t(u(s(module))), u(t(s(module))), u(s(t(module)))}) {
     nested->lint();
     const at::Tensor loss = nested->run(inputs)[0].toTensor();
     EXPECT_TRUE(at::equal(loss, expected)) << to_string(nested->graph());

@@ -1,8 +1,8 @@
 // The operator plumb::track and its tracker.
 //
-// A gradient is seen by a hook at the place where autograd has it complete: the tensor's own grad_fn. So an intermediate
-// tensor is handed on itself, with no copy and no node of its own. Leaves (parameters) and the caller's inputs must not get
-// hooks, which would outlive the graph: what is handed on is an alias of them.
+// A gradient is seen by a hook at the place where autograd has it complete: the tensor's own grad_fn. So an
+// intermediate tensor is handed on itself, with no copy and no node of its own. Leaves (parameters) and the caller's
+// inputs must not get hooks, which would outlive the graph: what is handed on is an alias of them.
 #include "plumb/transforms/tracker.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -117,7 +117,9 @@ std::shared_ptr<ScaleTracker> ScaleTracker::twin() const {
 }
 
 void ScaleTracker::record(int64_t slot, Direction direction, const at::Tensor& x) {
-  if (!x.defined() || !x.is_floating_point() || x.is_meta() || x.layout() != at::kStrided || at::isTensorSubclassLike(x)) return;
+  if (!x.defined() || !x.is_floating_point() || x.is_meta() || x.layout() != at::kStrided ||
+      at::isTensorSubclassLike(x))
+    return;
   Metrics::Data data;
   if (x.is_cpu()) {
     data = Metrics::Data::of(measure(x, options_));
@@ -177,7 +179,8 @@ void watch(const at::Tensor& x, std::shared_ptr<ScaleTracker> tracker, int64_t s
 
 bool watched_already(const at::Tensor& x) {
   for (const auto& hook : x.grad_fn()->tensor_pre_hooks()) {
-    if (const auto* known = dynamic_cast<const TrackHook*>(hook.get()); known && known->output == x.output_nr()) return true;
+    if (const auto* known = dynamic_cast<const TrackHook*>(hook.get()); known && known->output == x.output_nr())
+      return true;
   }
   return false;
 }
@@ -205,7 +208,8 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
     watch(x, std::move(tracker), slot);
     return x;
   }
-  // A leaf, the caller's tensor, or one that is measured under another name as well: an alias has a gradient of its own.
+  // A leaf, the caller's tensor, or one that is measured under another name as well: an alias has a gradient of its
+  // own.
   at::Tensor alias = at::alias(x);
   watch(alias, std::move(tracker), slot);
   return alias;

@@ -1,5 +1,5 @@
-// Where a tracked graph's measurements go: `plumb::track(x, slot, tracker)` nodes hand x on and write what they see into a slot
-// of the ScaleTracker of that number.
+// Where a tracked graph's measurements go: `plumb::track(x, slot, tracker)` nodes hand x on and write what they see
+// into a slot of the ScaleTracker of that number.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@
 
 namespace plumb {
 
-// Measurements of a tensor and of its gradient. The fields of TensorMetrics, with the histogram on the side, so that graphs
-// of many nodes stay small.
+// Measurements of a tensor and of its gradient. The fields of TensorMetrics, with the histogram on the side, so that
+// graphs of many nodes stay small.
 struct Metrics {
   struct Data {
     double mean_abs = 0, abs_mean = 0, std = 0, abs_max = 0, abs_min = 0;
@@ -42,8 +42,8 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   // The tracker of that number, or null when it is gone: its nodes then only hand their tensors on.
   static std::shared_ptr<ScaleTracker> find(int64_t id);
 
-  // input: the value is the caller's own tensor. Its gradient is measured even if the caller asked for none, and it is not
-  // touched.
+  // input: the value is the caller's own tensor. Its gradient is measured even if the caller asked for none, and it is
+  // not touched.
   int64_t add_slot(bool input);
   size_t num_slots() const;
   bool is_input(int64_t slot) const;

@@ -52,7 +52,7 @@ class UnitScaler {
     replace_adds();
     unconstrain();
     if (options_.scale_parameters && scale_parameters(module_, roles_, report_)) changed_ = true;
-    if (mup_) tag_parameters(module_, roles_, depth_of_, *mup_);
+    tag();
     return changed_;
   }
 
@@ -64,7 +64,8 @@ class UnitScaler {
     for (const Replacement& r : options_.replace) {
       if (r.from.find('.') != std::string::npos) find_operator(r.from);
       if (r.to.empty() == !r.build)
-        throw Error(ErrorKind::InvalidArgument, "the replacement of " + r.from + " needs either an operator or a function");
+        throw Error(ErrorKind::InvalidArgument,
+                    "the replacement of " + r.from + " needs either an operator or a function");
       if (!r.to.empty()) find_operator(r.to);
     }
     for (Node* node : graph_.nodes()) {
@@ -149,8 +150,8 @@ class UnitScaler {
   // --- stage 3
 
   bool is_add(const Node* node) const {
-    return node->target() == "aten::add.Tensor" || node->target() == "aten::add.Scalar" || node->target() == "aten::add_.Tensor" ||
-           node->target() == "aten::add_.Scalar";
+    return node->target() == "aten::add.Tensor" || node->target() == "aten::add.Scalar" ||
+           node->target() == "aten::add_.Tensor" || node->target() == "aten::add_.Scalar";
   }
 
   // Why an add stays an add; nothing if it is one of two tensors.
@@ -167,7 +168,8 @@ class UnitScaler {
     const bool left_flows = differentiable_now_.count(left->producer());
     const bool right_flows = differentiable_now_.count(right->producer());
     if (!left_flows && !right_flows) return "no gradient flows through it";
-    if ((!left_flows && looks_like_mask(left, module_.state())) || (!right_flows && looks_like_mask(right, module_.state())))
+    if ((!left_flows && looks_like_mask(left, module_.state())) ||
+        (!right_flows && looks_like_mask(right, module_.state())))
       return "it adds a mask";
     return std::nullopt;
   }
@@ -200,7 +202,8 @@ class UnitScaler {
     note_depths(found);
     // Which operand is the skip, while values are still those of the analysis.
     std::vector<size_t> skip_index(found.adds.size());
-    for (size_t i = 0; i < found.adds.size(); ++i) skip_index[i] = found.adds[i].add->input(0) == found.adds[i].skip ? 0 : 1;
+    for (size_t i = 0; i < found.adds.size(); ++i)
+      skip_index[i] = found.adds[i].add->input(0) == found.adds[i].skip ? 0 : 1;
 
     split_skips(found, taus, skip_index);
     for (Node* add : adds) {
@@ -210,8 +213,9 @@ class UnitScaler {
       if (it != residual.end()) {
         const size_t i = it->second;
         made = graph_.call(kResidualAdd, {add->input(1 - skip_index[i]), add->input(skip_index[i]), taus[i]});
-        report_.add(ReportKind::Residual, add, add->target(), kResidualAdd,
-                    found.adds[i].attention ? "attention on the branch" : "no attention on the branch")
+        report_
+            .add(ReportKind::Residual, add, add->target(), kResidualAdd,
+                 found.adds[i].attention ? "attention on the branch" : "no attention on the branch")
             .tau = taus[i];
       } else {
         // Inside a residual branch the skip goes around the add: its gradient must keep the scale of its value.
@@ -219,7 +223,8 @@ class UnitScaler {
         made = graph_.call(kAdd, {add->input(0), add->input(1), add->arg("alpha")});
         if (!inside) made->set_arg("constraint", std::nullopt);
         report_.add(ReportKind::Replaced, add, add->target(), kAdd,
-                    plain_alpha(add) ? (inside ? "inside a residual branch" : "") : "its alpha is not 1: not taken for a residual add");
+                    plain_alpha(add) ? (inside ? "inside a residual branch" : "")
+                                     : "its alpha is not 1: not taken for a residual add");
       }
       replace(graph_, add, made);
       changed_ = true;
@@ -229,7 +234,8 @@ class UnitScaler {
   std::vector<double> choose_taus(const ResidualAnalysis& found) const {
     std::vector<bool> attention;
     for (const auto& add : found.adds) attention.push_back(add.attention);
-    if (options_.tau_rule == TauRule::Depth) return depth_taus(attention, options_.residual_mult, options_.residual_attn_ratio);
+    if (options_.tau_rule == TauRule::Depth)
+      return depth_taus(attention, options_.residual_mult, options_.residual_attn_ratio);
     std::vector<double> taus;
     for (bool a : attention) taus.push_back(a ? options_.tau_attention : options_.tau_mlp);
     return taus;
@@ -246,7 +252,8 @@ class UnitScaler {
     }
   }
 
-  void split_skips(const ResidualAnalysis& found, const std::vector<double>& taus, const std::vector<size_t>& skip_index) {
+  void split_skips(const ResidualAnalysis& found, const std::vector<double>& taus,
+                   const std::vector<size_t>& skip_index) {
     // Outermost first: it ends last. Its branch side is then where the inner ones split off.
     std::unordered_map<const Value*, Node*> last_split;
     std::vector<Value*> branch(found.adds.size());
@@ -301,6 +308,16 @@ class UnitScaler {
     }
   }
 
+  void tag() {
+    MupTable own;
+    MupTable& table = mup_ ? *mup_ : own;
+    tag_parameters(module_, roles_, depth_of_, table);
+    if (!options_.scale_parameters) return;  // they are somebody else's
+    for (const auto& [name, data] : table) {
+      if (const Attr* attr = module_.state().find(name); attr && attr->tensor.defined()) plumb::tag(attr->tensor, data);
+    }
+  }
+
   GraphModule& module_;
   Graph& graph_;
   const UnitScaleOptions& options_;
@@ -342,12 +359,14 @@ const RegisterPass registered({
       options.residual_attn_ratio = option_number(given, "residual_attn_ratio", options.residual_attn_ratio);
       if (auto it = given.find("tau_rule"); it != given.end()) {
         if (it->second != "fixed" && it->second != "depth")
-          throw Error(ErrorKind::InvalidArgument, "option tau_rule of unit_scale is fixed or depth, got '" + it->second + "'");
+          throw Error(ErrorKind::InvalidArgument,
+                      "option tau_rule of unit_scale is fixed or depth, got '" + it->second + "'");
         options.tau_rule = it->second == "depth" ? TauRule::Depth : TauRule::Fixed;
       }
       if (auto it = given.find("scale_parameters"); it != given.end()) {
         if (it->second != "true" && it->second != "false")
-          throw Error(ErrorKind::InvalidArgument, "option scale_parameters of unit_scale is true or false, got '" + it->second + "'");
+          throw Error(ErrorKind::InvalidArgument,
+                      "option scale_parameters of unit_scale is true or false, got '" + it->second + "'");
         options.scale_parameters = it->second == "true";
       }
       if (auto it = given.find("replace"); it != given.end()) {
@@ -387,7 +406,8 @@ std::vector<double> depth_taus(const std::vector<bool>& attention, double residu
 bool unit_scale(GraphModule& module, const UnitScaleOptions& options, Report* report, MupTable* mup) {
   auto check = [](double value, const char* name) {
     if (!(std::isfinite(value) && value > 0))
-      throw Error(ErrorKind::InvalidArgument, std::string("unit_scale: ") + name + " must be a positive number, got " + std::to_string(value));
+      throw Error(ErrorKind::InvalidArgument,
+                  std::string("unit_scale: ") + name + " must be a positive number, got " + std::to_string(value));
   };
   check(options.tau_attention, "tau_attention");
   check(options.tau_mlp, "tau_mlp");
@@ -397,7 +417,8 @@ bool unit_scale(GraphModule& module, const UnitScaleOptions& options, Report* re
   return UnitScaler(module, options, report ? *report : own, mup).run();
 }
 
-std::shared_ptr<TransformedModule> unit_scale(const std::shared_ptr<GraphModule>& module, const UnitScaleOptions& options) {
+std::shared_ptr<TransformedModule> unit_scale(const std::shared_ptr<GraphModule>& module,
+                                              const UnitScaleOptions& options) {
   auto result = derive(*module);
   if (options.scale_parameters) {
     result->state() = result->state().deep_copy();

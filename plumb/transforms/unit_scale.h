@@ -1,20 +1,23 @@
-// Unit scaling as a pass (Unit Scaling, arXiv 2303.11257; u-muP, arXiv 2407.17465): every operator that has a unit-scaled
-// equivalent becomes it, residual adds become weighted ones, and weights start with unit variance.
+// Unit scaling as a pass (Unit Scaling, arXiv 2303.11257; u-muP, arXiv 2407.17465): every operator that has a
+// unit-scaled equivalent becomes it, residual adds become weighted ones, and weights start with unit variance.
 //
 //   auto scaled = plumb::unit_scale(module);           // module: std::shared_ptr<GraphModule>
 //   std::cout << scaled->reports.back().to_text();
 //
 // Five stages:
 //   1. operators in `replace` become what is given there;
-//   2. linear, matmul, convolutions, embedding, gelu, silu, softmax, layer_norm, rms_norm, scaled_dot_product_attention,
+//   2. linear, matmul, convolutions, embedding, gelu, silu, softmax, layer_norm, rms_norm,
+//   scaled_dot_product_attention,
 //      dropout, cross_entropy, mse_loss and add become plumb::* operators;
 //   3. an add of which one operand is computed from the other is residual: plumb::residual_split at the skip, and
 //      plumb::residual_add with weight tau. Only uses on the residual branch see the split's branch side;
-//   4. operators with no residual_add after them lose their constraint: their scales are each as their rule says. An add
+//   4. operators with no residual_add after them lose their constraint: their scales are each as their rule says. An
+//   add
 //      inside a residual branch keeps its constraint, any other is unconstrained: nothing goes around it;
-//   5. weights of the replaced operators are divided by their standard deviation, biases become zero. A tensor is changed
-//      once, whatever its names; views of it (packed projections) count as it. If something else uses a weight, too, then
-//      the weight is left as it is, and so are the operators that use it.
+//   5. weights of the replaced operators are divided by their standard deviation, biases become zero. A tensor is
+//   changed
+//      once, whatever its names; views of it (packed projections) count as it. If something else uses a weight, too,
+//      then the weight is left as it is, and so are the operators that use it.
 //
 // In-place adds count as adds where nobody sees the difference (pass functionalise). Passes simulate_format and
 // track_scales may have been run before: the result is as if unit_scale had come first.
@@ -32,9 +35,9 @@
 
 namespace plumb {
 
-// Stage 1. `from`: "aten::gelu" (every overload) or "aten::add.Tensor". Either `to`, an operator given the same arguments in
-// the same order (those that it does not take must be at their defaults), or `build`, which makes a node with as many
-// results at the graph's insertion point, or returns null to leave this one to the later stages.
+// Stage 1. `from`: "aten::gelu" (every overload) or "aten::add.Tensor". Either `to`, an operator given the same
+// arguments in the same order (those that it does not take must be at their defaults), or `build`, which makes a node
+// with as many results at the graph's insertion point, or returns null to leave this one to the later stages.
 struct Replacement {
   std::string from;
   std::string to;
@@ -54,17 +57,22 @@ struct UnitScaleOptions {
   double tau_mlp = 0.5;
   double residual_mult = 1.0;
   double residual_attn_ratio = 1.0;
-  // Stage 5. Off for a graph that shares parameters that were scaled before (the model captured again for another shape).
+  // Stage 5. Off for a graph that shares parameters that were scaled before (the model captured again for another
+  // shape).
   bool scale_parameters = true;
 };
 
-// In place on the graph. The state becomes a copy before a tensor of it is changed. Answers whether anything changed.
-bool unit_scale(GraphModule& module, const UnitScaleOptions& options, Report* report = nullptr, MupTable* mup = nullptr);
+// In place on the graph. Parameters that change become new tensors of the state; the others stay shared with whoever
+// shares them. Answers whether anything changed. `mup` is added to.
+bool unit_scale(GraphModule& module, const UnitScaleOptions& options, Report* report = nullptr,
+                MupTable* mup = nullptr);
 
 // A new module with its own copy of parameters and buffers; `module` stays as it is.
-std::shared_ptr<TransformedModule> unit_scale(const std::shared_ptr<GraphModule>& module, const UnitScaleOptions& options = {});
+std::shared_ptr<TransformedModule> unit_scale(const std::shared_ptr<GraphModule>& module,
+                                              const UnitScaleOptions& options = {});
 
 // taus of residual branches in order, for TauRule::Depth: attention[i] says whether branch i has attention.
-std::vector<double> depth_taus(const std::vector<bool>& attention, double residual_mult = 1.0, double residual_attn_ratio = 1.0);
+std::vector<double> depth_taus(const std::vector<bool>& attention, double residual_mult = 1.0,
+                               double residual_attn_ratio = 1.0);
 
 }  // namespace plumb

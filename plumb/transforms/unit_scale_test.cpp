@@ -5,6 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
+#include "plumb/scaling/optim.h"
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/test_models.h"
 #include "plumb/transforms/track_scales.h"
@@ -16,7 +17,8 @@ using testing::HasSubstr;
 using namespace testing_models;
 
 // The graph after the pass, for a text; `state` holds what its get_attr nodes name.
-std::string after(const std::string& text, State state = {}, const UnitScaleOptions& options = {}, Report* report = nullptr) {
+std::string after(const std::string& text, State state = {}, const UnitScaleOptions& options = {},
+                  Report* report = nullptr) {
   auto module = module_of(text, std::move(state));
   unit_scale(*module, options, report);
   module->lint();
@@ -48,7 +50,9 @@ TEST(UnitScale, ReplacesOperatorsByTheirEquivalents) {
       %q = aten::add.Tensor(%p, %m)
       %c = aten::cross_entropy_loss(%q, %t, None, 1, -100, 0.1)
       output(%c)
-    })", with({{"w", {8, 8}}, {"b", {8}}})), same(R"(graph {
+    })",
+                  with({{"w", {8, 8}}, {"b", {8}}})),
+            same(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %t: i64[4] = placeholder "t"
       %w = get_attr "w"
@@ -65,7 +69,8 @@ TEST(UnitScale, ReplacesOperatorsByTheirEquivalents) {
       %q = plumb::residual_add(%p, %m_skip, 0.01)
       %c = plumb::cross_entropy(%q, %t, None, 1, -100, 0.1)
       output(%c)
-    })")) << "softmax lies on the branch, so its constraint stays";
+    })"))
+      << "softmax lies on the branch, so its constraint stays";
 }
 
 TEST(UnitScale, SplitsASkipAndWeighsTheBranch) {
@@ -75,7 +80,8 @@ TEST(UnitScale, SplitsASkipAndWeighsTheBranch) {
       %y = aten::add.Tensor(%f, %x)
       %z = aten::gelu(%y)
       output(%z)
-    })"), same(R"(graph {
+    })"),
+            same(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %x_branch: f32[4, 8], %x_skip: f32[4, 8] = plumb::residual_split(%x, 0.5)
       %f = plumb::gelu(%x_branch)
@@ -107,7 +113,8 @@ TEST(UnitScale, NestsSplitsOfOneSkip) {
       %g = aten::silu(%y)
       %z = aten::add.Tensor(%x, %g)
       output(%z)
-    })"), same(R"(graph {
+    })"),
+            same(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %x_branch: f32[4, 8], %x_skip: f32[4, 8] = plumb::residual_split(%x, 0.5)
       %x_branch_1: f32[4, 8], %x_skip_1: f32[4, 8] = plumb::residual_split(%x_branch, 0.5)
@@ -161,7 +168,8 @@ TEST(UnitScale, LeavesAddsOfNumbersIntegersAndMasksAlone) {
       %g = aten::masked_fill.Scalar(%f, %e, -1e9)
       %n = aten::add.Tensor(%m, %g)
       output(%n, %j)
-    })", std::move(state), {}, &report);
+    })",
+                                 std::move(state), {}, &report);
   EXPECT_THAT(text, HasSubstr("%a = aten::add.Tensor(%x, 1.0)"));
   EXPECT_THAT(text, HasSubstr("%j: i64[4] = aten::add.Tensor(%i, %i)"));
   EXPECT_THAT(text, HasSubstr("%m = aten::add.Tensor(%a, %mask)"));
@@ -173,18 +181,21 @@ TEST(UnitScale, LeavesAddsOfNumbersIntegersAndMasksAlone) {
 
 TEST(UnitScale, SaysWhatItLeavesAlone) {
   Report report;
-  after(R"(graph {
+  after(
+      R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %p: f32[3] = get_attr "positions"
       %angles = aten::matmul(%p, %p)
       %r = aten::relu(%x)
       %v = aten::view(%r, [8, 4])
       output(%v, %angles)
-    })", [] {
-    State state;
-    state.add({"positions", AttrKind::Buffer, at::ones({3})});
-    return state;
-  }(), {}, &report);
+    })",
+      [] {
+        State state;
+        state.add({"positions", AttrKind::Buffer, at::ones({3})});
+        return state;
+      }(),
+      {}, &report);
   EXPECT_EQ(report.find(ReportKind::LeftAlone, "angles")->reason, "no gradient flows through it");
   EXPECT_EQ(report.find(ReportKind::LeftAlone, "r")->reason, "no unit-scaled equivalent");
   EXPECT_EQ(report.find(ReportKind::LeftAlone, "v"), nullptr) << "a view changes no scale";
@@ -201,10 +212,13 @@ TEST(UnitScale, ReplacesWhatTheUserNamesFirst) {
   UnitScaleOptions options;
   options.replace.push_back({"aten::relu", "plumb::gelu", nullptr});
   options.replace.push_back({"aten::gelu", "aten::tanh", nullptr});
-  options.replace.push_back({"aten::sigmoid", "", [](Graph& g, const Node& node) { return g.call("plumb::silu", {node.input(0)}); }});
+  options.replace.push_back(
+      {"aten::sigmoid", "", [](Graph& g, const Node& node) { return g.call("plumb::silu", {node.input(0)}); }});
   Report report;
-  const std::string text = after(R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) %b = aten::sigmoid(%a) %c = aten::silu(%b)
-      %y = aten::add.Tensor(%c, %x) output(%y) })", {}, options, &report);
+  const std::string text =
+      after(R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) %b = aten::sigmoid(%a) %c = aten::silu(%b)
+      %y = aten::add.Tensor(%c, %x) output(%y) })",
+            {}, options, &report);
   EXPECT_THAT(text, HasSubstr("%a = plumb::gelu("));
   EXPECT_THAT(text, HasSubstr("%b = plumb::silu("));
   EXPECT_THAT(text, HasSubstr("%c = plumb::silu("));
@@ -214,7 +228,8 @@ TEST(UnitScale, ReplacesWhatTheUserNamesFirst) {
 TEST(UnitScale, DoesNotReplaceAReplacement) {
   UnitScaleOptions options;
   options.replace.push_back({"aten::relu", "aten::gelu", nullptr});
-  EXPECT_THAT(after(R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) output(%a) })", {}, options), HasSubstr("aten::gelu(%x)"));
+  EXPECT_THAT(after(R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) output(%a) })", {}, options),
+              HasSubstr("aten::gelu(%x)"));
 }
 
 TEST(UnitScale, RefusesAReplacementThatDoesNotExistOrFit) {
@@ -227,7 +242,8 @@ TEST(UnitScale, RefusesAReplacementThatDoesNotExistOrFit) {
     after(text, {}, options);
     FAIL();
   } catch (const Error& e) {
-    EXPECT_THAT(e.what(), HasSubstr("%a (aten::leaky_relu) cannot become aten::relu, which has no argument 'negative_slope'"));
+    EXPECT_THAT(e.what(),
+                HasSubstr("%a (aten::leaky_relu) cannot become aten::relu, which has no argument 'negative_slope'"));
   }
   UnitScaleOptions bad;
   bad.tau_mlp = 0;
@@ -235,8 +251,10 @@ TEST(UnitScale, RefusesAReplacementThatDoesNotExistOrFit) {
 }
 
 TEST(UnitScale, PutsAddmmBackToALinear) {
-  const std::string text = after(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %t = aten::t(%w)
-      %y = aten::addmm(%b, %x, %t) output(%y) })", with({{"w", {3, 8}}, {"b", {3}}}));
+  const std::string text =
+      after(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %t = aten::t(%w)
+      %y = aten::addmm(%b, %x, %t) output(%y) })",
+            with({{"w", {3, 8}}, {"b", {3}}}));
   EXPECT_THAT(text, HasSubstr("%y = plumb::linear(%x, %w, %b, constraint=None)"));
 }
 
@@ -244,13 +262,16 @@ TEST(UnitScale, PutsAddmmBackToALinear) {
 
 TEST(UnitScale, GivesWeightsUnitVarianceAndZeroesBiasesInACopy) {
   State state = with({{"w", {16, 8}}, {"b", {16}}, {"g", {16}}, {"gb", {16}}, {"other", {3, 3}}});
-  auto module = module_of(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %g = get_attr "g"
+  auto module =
+      module_of(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %g = get_attr "g"
       %gb = get_attr "gb" %o = get_attr "other" %y = aten::linear(%x, %w, %b) %n = aten::layer_norm(%y, [16], %g, %gb)
-      %s = aten::sum(%o) %m = aten::mul.Tensor(%n, %s) output(%m) })", std::move(state));
+      %s = aten::sum(%o) %m = aten::mul.Tensor(%n, %s) output(%m) })",
+                std::move(state));
   const State before = module->state().deep_copy();
   auto scaled = unit_scale(module);
   const State& now = scaled->state();
-  for (const Attr& attr : before) EXPECT_TRUE(at::equal(attr.tensor, module->state().get(attr.name).tensor)) << attr.name;
+  for (const Attr& attr : before)
+    EXPECT_TRUE(at::equal(attr.tensor, module->state().get(attr.name).tensor)) << attr.name;
   EXPECT_NEAR(now.get("w").tensor.std().item<double>(), 1.0, 1e-5);
   EXPECT_TRUE(at::allclose(now.get("w").tensor, before.get("w").tensor / before.get("w").tensor.std()));
   EXPECT_TRUE(at::equal(now.get("b").tensor, at::zeros({16})));
@@ -259,16 +280,20 @@ TEST(UnitScale, GivesWeightsUnitVarianceAndZeroesBiasesInACopy) {
     EXPECT_FALSE(now.get(name).tensor.is_same(module->state().get(name).tensor)) << name;
   }
   for (const Attr& attr : now) EXPECT_TRUE(attr.tensor.requires_grad() && attr.tensor.is_leaf()) << attr.name;
-  EXPECT_EQ(scaled->mup.at("w").role, MupRole::Weight);
-  EXPECT_EQ(scaled->mup.at("b").role, MupRole::Bias);
-  EXPECT_EQ(scaled->mup.at("g").role, MupRole::Norm);
-  EXPECT_EQ(scaled->mup.at("gb").role, MupRole::Bias);
+  EXPECT_EQ(scaled->mup.at("w").type, MupType::Weight);
+  EXPECT_EQ(scaled->mup.at("b").type, MupType::Bias);
+  EXPECT_EQ(scaled->mup.at("g").type, MupType::Norm);
+  EXPECT_EQ(scaled->mup.at("gb").type, MupType::Bias);
+  EXPECT_EQ(parameter_data(now.get("w").tensor), scaled->mup.at("w")) << "the tensors are tagged";
+  EXPECT_EQ(parameter_data(scaled->deep_copy()->state().get("w").tensor), scaled->mup.at("w"));
+  EXPECT_EQ(parameter_data(module->state().get("w").tensor), std::nullopt);
   const Report& report = scaled->reports.back();
   EXPECT_NE(report.find(ReportKind::Weight, "w"), nullptr);
   EXPECT_NE(report.find(ReportKind::Bias, "b"), nullptr);
   EXPECT_THAT(report.find(ReportKind::LeftAlone, "other")->reason, HasSubstr("aten::sum"));
   bool found = false;
-  for (const auto& p : scaled->named_parameters()) found = found || (p.key() == "w" && p.value().is_same(now.get("w").tensor));
+  for (const auto& p : scaled->named_parameters())
+    found = found || (p.key() == "w" && p.value().is_same(now.get("w").tensor));
   EXPECT_TRUE(found) << "named_parameters() shows the scaled tensor";
 }
 
@@ -286,20 +311,24 @@ TEST(UnitScale, ScalesATiedWeightOnce) {
 TEST(UnitScale, RescalesAWeightWithItsOperatorsOrNotAtAll) {
   Report report;
   State state = with({{"w", {8, 8}}, {"b", {8}}});
-  auto module = module_of(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %y = aten::linear(%x, %w, %b)
-      %z = aten::gelu(%y) %h = aten::hardtanh(%w) %q = aten::mul.Tensor(%z, %h) output(%q) })", std::move(state));
+  auto module = module_of(
+      R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %y = aten::linear(%x, %w, %b)
+      %z = aten::gelu(%y) %h = aten::hardtanh(%w) %q = aten::mul.Tensor(%z, %h) output(%q) })",
+      std::move(state));
   auto scaled = unit_scale(module);
   EXPECT_THAT(to_string(scaled->graph()), HasSubstr("%y = aten::linear(%x, %w, %b)"));
   EXPECT_TRUE(at::equal(scaled->state().get("w").tensor, module->state().get("w").tensor));
   EXPECT_TRUE(at::equal(scaled->state().get("b").tensor, module->state().get("b").tensor));
-  EXPECT_THAT(scaled->reports.back().find(ReportKind::LeftAlone, "y")->reason, HasSubstr("its weight w is used by node %h (aten::hardtanh), too"));
+  EXPECT_THAT(scaled->reports.back().find(ReportKind::LeftAlone, "y")->reason,
+              HasSubstr("its weight w is used by node %h (aten::hardtanh), too"));
 }
 
 TEST(UnitScale, SeesPackedAndCastWeights) {
-  auto module = module_of(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "in_proj" %b = get_attr "in_proj_bias"
+  auto module =
+      module_of(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "in_proj" %b = get_attr "in_proj_bias"
       [%q, %k, %v] = aten::chunk(%w, 3) [%qb, %kb, %vb] = aten::chunk(%b, 3) %c = aten::to.dtype(%q, torch.float32)
       %a = aten::linear(%x, %c, %qb) %d = aten::linear(%x, %k, %kb) %e = aten::linear(%a, %v, %vb) output(%d, %e) })",
-                          with({{"in_proj", {24, 8}}, {"in_proj_bias", {24}}}));
+                with({{"in_proj", {24, 8}}, {"in_proj_bias", {24}}}));
   auto scaled = unit_scale(module);
   EXPECT_NEAR(scaled->state().get("in_proj").tensor.std().item<double>(), 1.0, 1e-5);
   EXPECT_EQ(scaled->state().get("in_proj_bias").tensor.abs().max().item<double>(), 0.0);
@@ -310,20 +339,26 @@ TEST(UnitScale, LeavesTheWeightsOfFusedOperatorsAlone) {
   State state;
   for (const char* name : {"w_ih", "w_hh"}) parameter(state, name, at::randn({16, 4}) * 0.1);
   for (const char* name : {"b_ih", "b_hh"}) parameter(state, name, at::randn({16}) * 0.1);
-  auto module = module_of(R"(graph { %x: f32[5, 2, 4] = placeholder "x" %h: f32[1, 2, 4] = placeholder "h" %a = get_attr "w_ih"
+  auto module =
+      module_of(R"(graph { %x: f32[5, 2, 4] = placeholder "x" %h: f32[1, 2, 4] = placeholder "h" %a = get_attr "w_ih"
       %b = get_attr "w_hh" %c = get_attr "b_ih" %d = get_attr "b_hh"
-      %y, %hn, %cn = aten::lstm.input(%x, [%h, %h], [%a, %b, %c, %d], True, 1, 0.0, False, False, False) output(%y) })", std::move(state));
+      %y, %hn, %cn = aten::lstm.input(%x, [%h, %h], [%a, %b, %c, %d], True, 1, 0.0, False, False, False) output(%y) })",
+                std::move(state));
   auto scaled = unit_scale(module);
-  for (const Attr& attr : module->state()) EXPECT_TRUE(at::equal(attr.tensor, scaled->state().get(attr.name).tensor)) << attr.name;
+  for (const Attr& attr : module->state())
+    EXPECT_TRUE(at::equal(attr.tensor, scaled->state().get(attr.name).tensor)) << attr.name;
   EXPECT_THAT(scaled->reports.back().find(ReportKind::LeftAlone, "y")->reason, HasSubstr("one fused operator"));
 }
 
 TEST(UnitScale, LeavesAConstantWeightAlone) {
   State state;
   parameter(state, "w", at::ones({4, 4}));
-  auto scaled = unit_scale(module_of(R"(graph { %x: f32[4, 4] = placeholder "x" %w = get_attr "w" %y = aten::linear(%x, %w) output(%y) })", std::move(state)));
+  auto scaled = unit_scale(
+      module_of(R"(graph { %x: f32[4, 4] = placeholder "x" %w = get_attr "w" %y = aten::linear(%x, %w) output(%y) })",
+                std::move(state)));
   EXPECT_TRUE(at::equal(scaled->state().get("w").tensor, at::ones({4, 4})));
-  EXPECT_EQ(scaled->reports.back().find(ReportKind::LeftAlone, "w")->reason, "its standard deviation is no positive number");
+  EXPECT_EQ(scaled->reports.back().find(ReportKind::LeftAlone, "w")->reason,
+            "its standard deviation is no positive number");
 }
 
 TEST(UnitScale, KeepsParametersOfAGraphCapturedAgain) {
@@ -332,11 +367,29 @@ TEST(UnitScale, KeepsParametersOfAGraphCapturedAgain) {
   UnitScaleOptions options;
   options.scale_parameters = false;
   auto scaled = unit_scale(module, options);
-  for (const Attr& attr : module->state()) EXPECT_TRUE(attr.tensor.is_same(scaled->state().get(attr.name).tensor)) << attr.name;
-  EXPECT_EQ(scaled->mup.at("h.0.mlp.up.weight").role, MupRole::Weight);
+  for (const Attr& attr : module->state())
+    EXPECT_TRUE(attr.tensor.is_same(scaled->state().get(attr.name).tensor)) << attr.name;
+  EXPECT_EQ(scaled->mup.at("h.0.mlp.up.weight").type, MupType::Weight);
 }
 
 // --- the whole
+
+TEST(UnitScale, TrainsWithTheScaledOptimisersAsItIs) {
+  at::manual_seed(0);
+  auto scaled = unit_scale(gpt());
+  optim::AdamW optimizer(scaled->parameters(), torch::optim::AdamWOptions(0.1));
+  const auto inputs = gpt_inputs();
+  double first = 0, last = 0;
+  for (int step = 0; step < 8; ++step) {
+    optimizer.zero_grad();
+    const at::Tensor loss = scaled->run(inputs)[0].toTensor();
+    loss.backward();
+    optimizer.step();
+    last = loss.item<double>();
+    if (step == 0) first = last;
+  }
+  EXPECT_LT(last, 0.8 * first);
+}
 
 TEST(UnitScale, FindsBothResidualLayersOfEveryBlock) {
   auto scaled = unit_scale(gpt());
@@ -349,7 +402,8 @@ TEST(UnitScale, FindsBothResidualLayersOfEveryBlock) {
   EXPECT_NE(report.find(ReportKind::Unconstrained, "logits"), nullptr);
   EXPECT_EQ(report.find(ReportKind::Unconstrained, "up1"), nullptr);
   EXPECT_THAT(report.to_json(), HasSubstr("\"tau\": 0.01"));
-  EXPECT_THAT(report.to_text(), HasSubstr("residual mid0 aten::add.Tensor -> plumb::residual_add tau=0.01: attention on the branch"));
+  EXPECT_THAT(report.to_text(),
+              HasSubstr("residual mid0 aten::add.Tensor -> plumb::residual_add tau=0.01: attention on the branch"));
 }
 
 TEST(UnitScale, BringsEveryActivationAndGradientOfATransformerNearScaleOne) {
@@ -405,7 +459,8 @@ TEST(UnitScale, KeepsEveryGradientsDirection) {
       %o = aten::linear(%z, %e)
       %loss = aten::mse_loss(%o, %target)
       output(%loss)
-    })", std::move(state));
+    })",
+                          std::move(state));
   auto scaled = unit_scale(module);
   ASSERT_EQ(scaled->reports.back().count(ReportKind::Residual), 2u);
   const at::Tensor x = at::randn({5, 3}, at::kDouble), target = at::randn({5, 3}, at::kDouble);
@@ -422,8 +477,8 @@ TEST(UnitScale, KeepsEveryGradientsDirection) {
       };
       by_differences.view(-1)[i].fill_((loss_at(1e-5) - loss_at(-1e-5)) / 2e-5);
     }
-    const double cosine = (p.grad() * by_differences).sum().item<double>() /
-                          (p.grad().norm() * by_differences.norm()).item<double>();
+    const double cosine =
+        (p.grad() * by_differences).sum().item<double>() / (p.grad().norm() * by_differences.norm()).item<double>();
     EXPECT_GT(cosine, 1 - 1e-6) << name;
   }
 }
@@ -476,7 +531,8 @@ TEST(UnitScale, ScalesAHundredThousandNodes) {
 TEST(UnitScale, RunsFromTheTableOfPasses) {
   auto module = gpt();
   std::vector<std::string> lines;
-  EXPECT_TRUE(run_pass(find_pass("unit_scale"), *module, {{"tau_mlp", "0.25"}, {"replace", "aten::gelu=plumb::silu"}}, &lines, true));
+  EXPECT_TRUE(run_pass(find_pass("unit_scale"), *module, {{"tau_mlp", "0.25"}, {"replace", "aten::gelu=plumb::silu"}},
+                       &lines, true));
   EXPECT_THAT(lines, testing::Contains(HasSubstr("tau=0.25")));
   EXPECT_THAT(lines, testing::Contains(HasSubstr("act0 aten::gelu -> plumb::silu: as asked for")));
   EXPECT_THROW(run_pass(find_pass("unit_scale"), *module, {{"tau_mlp", "big"}}), Error);
