@@ -2,12 +2,15 @@
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <random>
 #include <set>
 
+#include "plumb/transforms/test_models.h"
+
 namespace plumb {
 namespace {
+
+using testing_models::random_graph;
 
 std::vector<Node*> adds_of(const Graph& graph) {
   std::vector<Node*> adds;
@@ -96,35 +99,6 @@ void expect_as_defined(const Graph& graph) {
       EXPECT_EQ(got, innermost) << node->describe() << " uses %" << input->name() << to_string(graph);
     }
   }
-}
-
-Graph random_graph(std::mt19937& random, int nodes, int reach) {
-  Graph graph;
-  std::vector<Value*> values;
-  for (int i = 0; i < 2; ++i) values.push_back(graph.placeholder("x")->result());
-  auto pick = [&] {
-    const int n = static_cast<int>(values.size());
-    const int back = random() % 4 == 0 ? n : std::min(n, reach);
-    return values[static_cast<size_t>(n - 1 - static_cast<int>(random() % static_cast<unsigned>(back)))];
-  };
-  for (int i = 0; i < nodes; ++i) {
-    switch (random() % 9) {
-      case 0: values.push_back(graph.call("aten::softmax.int", {pick(), -1})->result()); break;
-      case 1: {
-        Node* chunk = graph.call("aten::chunk", {pick(), 2, -1}, {2});
-        values.push_back(chunk->result(0));
-        values.push_back(chunk->result(1));
-        break;
-      }
-      case 2: values.push_back(graph.call("aten::mul.Tensor", {pick(), pick()})->result()); break;
-      case 3: values.push_back(graph.call("aten::zeros_like", {pick()})->result()); break;
-      case 4: values.push_back(graph.get_attr("w" + std::to_string(i))->result()); break;
-      case 5: values.push_back(graph.call("aten::relu", {pick()})->result()); break;
-      default: values.push_back(graph.call("aten::add.Tensor", {pick(), pick()})->result());
-    }
-  }
-  graph.output({values.back()});
-  return graph;
 }
 
 TEST(Residual, FindsOnRandomGraphsWhatTheDefinitionSays) {

@@ -40,11 +40,7 @@ class UnitScaler {
       : module_(module), graph_(module.graph()), options_(options), report_(report), mup_(mup) {}
 
   bool run() {
-    for (const char* prepare : {"raise", "functionalise"}) {
-      for (const Pass* pass : all_passes()) {
-        if (pass->name == prepare) changed_ |= run_pass(*pass, module_, {}, nullptr, false);
-      }
-    }
+    prepare();
     replace_by_users_map();
     differentiable_ = differentiable_nodes(graph_, module_.state());
     roles_ = plan_parameters(graph_, module_.state(), [this](const Node* node) { return becomes(node); });
@@ -57,6 +53,17 @@ class UnitScaler {
   }
 
  private:
+  // Brings operators that were spelled out (t + matmul + add_, x * sigmoid(x)) and writes in place into the form that
+  // the stages look for. The last bits may change: every operator changes anyway.
+  void prepare() {
+    for (const Pass* pass : all_passes()) {
+      if (pass->name == "raise") changed_ |= run_pass(*pass, module_, {{"inexact", "true"}}, nullptr, false);
+    }
+    for (const Pass* pass : all_passes()) {
+      if (pass->name == "functionalise") changed_ |= run_pass(*pass, module_, {}, nullptr, false);
+    }
+  }
+
   // --- stage 1
 
   void replace_by_users_map() {
