@@ -31,6 +31,20 @@ const std::unordered_map<std::string_view, Equivalent>& table() {
         {"aten::dropout", {"plumb::dropout", {}, ""}},
         {"aten::cross_entropy_loss", {"plumb::cross_entropy", {}, ""}},
         {"aten::mse_loss", {"plumb::mse_loss", {}, ""}},
+        {"aten::relu", {"plumb::relu", {}, ""}},
+        {"aten::tanh", {"plumb::tanh", {}, ""}},
+        {"aten::sigmoid", {"plumb::sigmoid", {}, ""}},
+        {"aten::avg_pool1d", {"plumb::avg_pool1d", {}, ""}},
+        {"aten::avg_pool2d", {"plumb::avg_pool2d", {}, ""}},
+        {"aten::avg_pool3d", {"plumb::avg_pool3d", {}, ""}},
+        {"aten::max_pool1d", {"plumb::max_pool1d", {}, ""}},
+        {"aten::max_pool2d", {"plumb::max_pool2d", {}, ""}},
+        {"aten::max_pool3d", {"plumb::max_pool3d", {}, ""}},
+        {"aten::conv_transpose1d", {"plumb::conv_transpose1d", {"weight"}, "bias"}},
+        {"aten::conv_transpose2d", {"plumb::conv_transpose2d", {"weight"}, "bias"}},
+        {"aten::conv_transpose3d", {"plumb::conv_transpose3d", {"weight"}, "bias"}},
+        {"aten::group_norm", {"plumb::group_norm", {}, "", false, true}},
+        {"aten::batch_norm", {"plumb::batch_norm", {}, "", false, true}},
     };
     // Only what is built into this library.
     std::erase_if(t, [](const auto& item) { return !try_find_operator(item.second.to); });
@@ -81,6 +95,9 @@ const Equivalent* find_unit_scaled(const Node* node) {
       {"plumb::conv1d", {"plumb::conv1d", {"weight"}, "bias"}},
       {"plumb::conv2d", {"plumb::conv2d", {"weight"}, "bias"}},
       {"plumb::conv3d", {"plumb::conv3d", {"weight"}, "bias"}},
+      {"plumb::conv_transpose1d", {"plumb::conv_transpose1d", {"weight"}, "bias"}},
+      {"plumb::conv_transpose2d", {"plumb::conv_transpose2d", {"weight"}, "bias"}},
+      {"plumb::conv_transpose3d", {"plumb::conv_transpose3d", {"weight"}, "bias"}},
       {"plumb::embedding", {"plumb::embedding", {"weight"}, ""}},
       {"plumb::matmul", {"plumb::matmul", {"left", "right"}, "", true}},
   };
@@ -105,6 +122,8 @@ std::optional<std::string> why_not(const Node* node) {
   if (name == "aten::_softmax") {
     if (const auto* half = constant(node, "half_to_float"); !half || half->toBool()) return "it converts half to float";
   }
+  if (const Arg* divisor = node->try_arg("divisor_override"); divisor && !divisor->is_none())
+    return "it has a divisor of its own";
   for (const Arg& arg : node->args()) {
     if (!arg.is_constant() || !arg.constant().isTensor()) continue;
     return "an operand is a constant";
@@ -150,10 +169,10 @@ Node* build_equivalent(Graph& graph, const Node* node, const Equivalent& equival
   std::vector<Arg> args(node->args().begin(), node->args().end());
   std::string to(equivalent.to);
   if (name == "aten::addmm") {
-    args = {node->arg("mat1"), transposed(graph, node->arg("mat2"), node), node->arg("self")};
-  } else if (name == "aten::_softmax") {
-    args.pop_back();
-  } else if (name == "aten::scaled_dot_product_attention" && !node->arg("scale").is_none()) {
+    return graph.call(to, {node->arg("mat1"), transposed(graph, node->arg("mat2"), node), node->arg("self")});
+  }
+  if (name == "aten::_softmax") return graph.call(to, {node->args()[0], node->args()[1]});
+  if (name == "aten::scaled_dot_product_attention" && !node->arg("scale").is_none()) {
     // torch's own logits have the scale 1 / sqrt(size) by default, unit-scaled ones mult / size: a scale that differs
     // from the default differs by the same factor afterwards.
     const double mult = as_double(*constant(node, "scale")) * std::sqrt(static_cast<double>(head_size(node)));
@@ -161,11 +180,9 @@ Node* build_equivalent(Graph& graph, const Node* node, const Equivalent& equival
     call->set_arg("scale", std::nullopt);
     call->set_arg("mult", std::abs(mult - 1) < 1e-9 ? 1.0 : mult);
     return call;
-  } else if (node->target().ends_with(".padding")) {
-    to += ".padding";
   }
-  // The others have the arguments of the operator they replace, in its order.
-  return graph.call(to, std::move(args));
+  if (node->target().ends_with(".padding")) to += ".padding";
+  return build_same_arguments(graph, node, to);
 }
 
 }  // namespace plumb

@@ -186,7 +186,7 @@ TEST(UnitScale, SaysWhatItLeavesAlone) {
       %x: f32[4, 8] = placeholder "x"
       %p: f32[3] = get_attr "positions"
       %angles = aten::matmul(%p, %p)
-      %r = aten::relu(%x)
+      %r = aten::hardtanh(%x)
       %v = aten::view(%r, [8, 4])
       output(%v, %angles)
     })",
@@ -495,6 +495,42 @@ TEST(UnitScale, ChoosesTausByDepth) {
   EXPECT_EQ(scaled->mup.at("wte.weight").scaling_depth, std::nullopt);
   const auto taus = depth_taus({true, false}, 2.0, 3.0);
   EXPECT_NEAR(taus[0] / taus[1] * std::sqrt(1 / (1 + taus[0] * taus[0])), 3.0, 1e-12) << "the ratio of what both add";
+}
+
+TEST(UnitScale, ScalesAConvolutionalNet) {
+  at::manual_seed(0);
+  State state;
+  parameter(state, "k", at::randn({8, 3, 3, 3}) * 0.05);
+  parameter(state, "g", at::ones({8}));
+  parameter(state, "h", at::zeros({8}));
+  parameter(state, "u", at::randn({8, 4, 2, 2}) * 0.05);
+  state.add({"mean", AttrKind::Buffer, at::zeros({8})});
+  state.add({"var", AttrKind::Buffer, at::ones({8})});
+  auto scaled = unit_scale(module_of(R"(graph {
+      %x: f32[4, 3, 8, 8] = placeholder "x"
+      %k = get_attr "k"
+      %g = get_attr "g"
+      %h = get_attr "h"
+      %u = get_attr "u"
+      %mean = get_attr "mean"
+      %var = get_attr "var"
+      %c = aten::conv2d.padding(%x, %k, None, 1, "same")
+      %n = aten::batch_norm(%c, %g, %h, %mean, %var, True, 0.1, 1e-05, True)
+      %r = aten::relu(%n)
+      %p = aten::max_pool2d(%r, [2, 2])
+      %a = aten::avg_pool2d(%p, [2, 2])
+      %d = aten::avg_pool2d(%p, [2, 2], [2, 2], 0, False, True, 3)
+      %t = aten::conv_transpose2d.input(%a, %u, None, 2)
+      output(%t, %d)
+    })",
+                                     std::move(state)));
+  const std::string text = to_string(scaled->graph());
+  for (const char* call : {"plumb::conv2d.padding(", "plumb::batch_norm(", "plumb::relu(", "plumb::max_pool2d(",
+                           "plumb::avg_pool2d(%p, [2, 2]", "aten::avg_pool2d(%p", "plumb::conv_transpose2d("}) {
+    EXPECT_THAT(text, HasSubstr(call));
+  }
+  EXPECT_NEAR(scaled->state().get("u").tensor.std().item<double>(), 1.0, 1e-5);
+  EXPECT_EQ(scaled->run({at::randn({4, 3, 8, 8})})[0].toTensor().size(1), 4);
 }
 
 TEST(UnitScale, GivesTheSameAfterSimulateFormatAsBefore) {
