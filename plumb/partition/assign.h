@@ -1,0 +1,38 @@
+// Inside of split(): which operator goes to which stage.
+#pragma once
+
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "plumb/graph/graph.h"
+#include "plumb/graph/state.h"
+#include "plumb/partition/memory_sets.h"
+#include "plumb/partition/split.h"
+
+namespace plumb::detail {
+
+struct Assignment {
+  int num_stages = 1;
+  std::vector<Node*> ops;                         // by stage, then in graph order
+  std::unordered_map<const Node*, int> stage;     // of every op; the output node counts to the last stage
+  std::unordered_set<const Node*> copied;         // nodes that every stage that needs them makes for itself
+  std::vector<std::string> notes;                 // cuts that were moved
+};
+
+// Nodes that depend on no input and no gradient, draw nothing, write nothing and are cheap enough to be made twice.
+std::unordered_set<const Node*> nodes_to_copy(const Graph& graph, const State& state, const MemorySets& memory);
+
+Assignment assign_stages(const Graph& graph, const State& state, const MemorySets& memory, const SplitOptions& options);
+
+// A place where a cut would change what a node sees.
+struct Conflict {
+  const MemorySets::Set* set = nullptr;
+  const Node* writer = nullptr;
+  const Node* other = nullptr;
+  std::string why;
+};
+std::optional<Conflict> find_conflict(const Graph& graph, const MemorySets& memory, const Assignment& assignment);
+
+}  // namespace plumb::detail

@@ -1,0 +1,78 @@
+#include "plumb/partition/backward.h"
+
+#include <ATen/ATen.h>
+
+#include <map>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+bool differentiable(ValueType type, const std::optional<TensorMeta>& meta) {
+  return type == ValueType::Tensor && (!meta || at::isFloatingType(meta->dtype) || at::isComplexType(meta->dtype));
+}
+
+std::string show(const std::optional<GradRef>& ref, const PipeTable& table) {
+  if (!ref) return "None";
+  return "%grad_" + std::to_string(ref->stage) + "_" + table.stages[ref->stage].inputs[ref->input].name;
+}
+
+}  // namespace
+
+SymbolicBackward make_backward(const PipeTable& table) {
+  if (!table.loss_output || !table.outputs.at(*table.loss_output).port) {
+    throw Error(ErrorKind::InvalidArgument, table.loss_output ? "the loss is a constant" : "the pipe has no loss", "",
+                "mark a tensor among the outputs as the loss");
+  }
+  SymbolicBackward backward;
+  backward.loss_port = *table.outputs[*table.loss_output].port;
+  std::map<PortSource, GradRef> newest;  // the gradient of a value from all users so far
+  auto look_up = [&](const PortSource& source) -> std::optional<GradRef> {
+    auto it = newest.find(source);
+    return it == newest.end() ? std::nullopt : std::optional(it->second);
+  };
+  for (int s = table.num_stages() - 1; s >= 0; --s) {
+    const StageIO& io = table.stages[s];
+    const bool last = s + 1 == table.num_stages();
+    StageBackwardStep step{s, {}, {}, {}};
+    for (size_t j = 0; j < io.outputs.size(); ++j) {
+      step.output_grads.push_back(look_up({s, j}));
+      if (step.output_grads.back() || (last && j == backward.loss_port)) step.outputs_with_grads.push_back(j);
+    }
+    if (step.outputs_with_grads.empty()) continue;
+    for (const StageInputPort& in : io.inputs) step.input_seeds.push_back(look_up(in.source));
+    for (size_t i = 0; i < io.inputs.size(); ++i) {
+      if (differentiable(io.inputs[i].type, io.inputs[i].meta)) newest[io.inputs[i].source] = {s, i};
+    }
+    backward.steps.push_back(std::move(step));
+  }
+  for (size_t k = 0; k < table.num_inputs; ++k) backward.input_grads.push_back(look_up({PortSource::kPipelineInput, k}));
+  return backward;
+}
+
+std::string SymbolicBackward::to_string(const PipeTable& table) const {
+  std::string text = "backward of %" + table.stages.back().outputs[loss_port].name + "\n";
+  for (const StageBackwardStep& step : steps) {
+    const StageIO& io = table.stages[step.stage];
+    text += "  ";
+    for (size_t i = 0; i < io.inputs.size(); ++i) {
+      const bool has = differentiable(io.inputs[i].type, io.inputs[i].meta);
+      text += (i ? ", " : "") + (has ? show(GradRef{step.stage, i}, table) : std::string("_"));
+    }
+    text += std::string(io.inputs.empty() ? "" : " = ") + "stage_backward(stage=" + std::to_string(step.stage) + ", stage_output=[";
+    for (size_t j = 0; j < io.outputs.size(); ++j) text += (j ? ", %" : "%") + io.outputs[j].name;
+    text += "], output_grads=[";
+    for (size_t j = 0; j < step.output_grads.size(); ++j) text += (j ? ", " : "") + show(step.output_grads[j], table);
+    text += "], input_values=[";
+    for (size_t i = 0; i < io.inputs.size(); ++i) text += (i ? ", %" : "%") + io.inputs[i].name;
+    text += "], input_seeds=[";
+    for (size_t i = 0; i < step.input_seeds.size(); ++i) text += (i ? ", " : "") + show(step.input_seeds[i], table);
+    text += "], outputs_with_grads=[";
+    for (size_t j = 0; j < step.outputs_with_grads.size(); ++j) text += (j ? ", " : "") + std::to_string(step.outputs_with_grads[j]);
+    text += "])\n";
+  }
+  return text;
+}
+
+}  // namespace plumb

@@ -1,0 +1,67 @@
+// The backward of a cut graph: as data that says which stage's gradients go where, and run in this process.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plumb/partition/stage_io.h"
+
+namespace plumb {
+
+class Pipe;
+
+// The gradient of a stage's input, as its backward gives it.
+struct GradRef {
+  int stage = 0;
+  size_t input = 0;
+  auto operator<=>(const GradRef&) const = default;
+};
+
+// One stage's backward, in the order of running.
+//
+// A value used by several stages gets its gradients in the order in which autograd would sum them in the undivided graph:
+// a user's backward starts from the sum so far (`input_seeds`) and adds its own uses one by one. A separate addition of the
+// stages' sums would round differently.
+struct StageBackwardStep {
+  int stage = 0;
+  std::vector<std::optional<GradRef>> output_grads;  // one an output; none where no gradient comes (or the loss itself)
+  std::vector<size_t> outputs_with_grads;            // the outputs that take part
+  std::vector<std::optional<GradRef>> input_seeds;   // one an input: gradient it already has from later stages
+};
+
+struct SymbolicBackward {
+  size_t loss_port = 0;  // output of the last stage that is the loss
+  std::vector<StageBackwardStep> steps;
+  // For every flat input of the whole graph: its gradient once all steps have run.
+  std::vector<std::optional<GradRef>> input_grads;
+  std::string to_string(const PipeTable& table) const;
+};
+
+// Stages that cannot contribute to the loss have no step. Throws Error(InvalidArgument) if the table has no loss or it is a
+// constant.
+SymbolicBackward make_backward(const PipeTable& table);
+
+// Runs a pipe with its stages apart for autograd, as on separate ranks: every value that enters a stage is cut off from what
+// made it and collects its gradient there. One microbatch at a time: forward, then backward.
+class DetachExecutor {
+ public:
+  explicit DetachExecutor(const Pipe& pipe);
+  ~DetachExecutor();
+  DetachExecutor(const DetachExecutor&) = delete;
+  DetachExecutor& operator=(const DetachExecutor&) = delete;
+
+  // Flat inputs -> flat outputs.
+  std::vector<c10::IValue> forward(std::vector<c10::IValue> inputs);
+  // Runs the pipe's symbolic backward on the last forward; gives the gradients of the flat inputs (undefined: none).
+  // Throws Error(InvalidArgument) without a forward before it, or if the loss is no one-element tensor that requires grad.
+  std::vector<at::Tensor> backward();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,282 @@
+#include "plumb/partition/balance.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "plumb/core/error.h"
+#include "plumb/partition/assign.h"
+#include "plumb/partition/memory_sets.h"
+#include "plumb/partition/pipe_split.h"
+
+namespace plumb {
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+// The graph as a row of operators with what a cut between two of them costs.
+struct Row {
+  std::vector<const Node*> ops;
+  std::vector<double> forward, backward;      // prefix sums, ops.size() + 1
+  std::vector<int64_t> activations;           // prefix sums
+  std::vector<int64_t> crossing;              // bytes over the place before op k
+  std::vector<int> messages;                  // values over it
+  std::vector<bool> closed;                   // no cut here: written memory
+  struct ParameterUse {
+    size_t op, previous;  // ops; previous + 1 == 0: first use
+    int64_t bytes;
+  };
+  std::vector<ParameterUse> parameters;  // by op
+};
+
+Row make_row(const GraphModule& module, const Graph& graph, const GraphCost& cost) {
+  const MemorySets memory(graph, module.state());
+  const auto copied = detail::nodes_to_copy(graph, module.state(), memory);
+  Row row;
+  std::unordered_map<const Node*, size_t> position;
+  std::vector<const NodeCost*> costs;
+  size_t index = 0;
+  for (const Node* node : graph.nodes()) {
+    const size_t i = index++;
+    if ((node->is_call() || node->kind() == NodeKind::CallModule) && !is_pipe_split(*node) && !copied.count(node)) {
+      position.emplace(node, row.ops.size());
+      row.ops.push_back(node);
+      costs.push_back(&cost.nodes[i]);
+    }
+  }
+  const size_t n = row.ops.size();
+  row.forward.assign(n + 1, 0);
+  row.backward.assign(n + 1, 0);
+  row.activations.assign(n + 1, 0);
+  std::vector<int64_t> bytes(n + 2, 0), closed(n + 2, 0);
+  std::vector<int> messages(n + 2, 0);
+  std::unordered_map<const void*, size_t> last_use;
+  for (size_t k = 0; k < n; ++k) {
+    row.forward[k + 1] = row.forward[k] + costs[k]->forward;
+    row.backward[k + 1] = row.backward[k] + costs[k]->backward;
+    row.activations[k + 1] = row.activations[k] + costs[k]->output_bytes;
+    for (const Value* v : row.ops[k]->results()) {
+      size_t last = k;
+      for (const Use& use : v->uses()) {
+        auto it = position.find(use.user);
+        last = std::max(last, it == position.end() ? n - 1 : it->second);  // the output counts to the last stage
+      }
+      if (last == k) continue;
+      // Over every place k + 1 .. last.
+      const int64_t size = v->meta() ? v->meta()->numel() * static_cast<int64_t>(c10::elementSize(v->meta()->dtype))
+                                     : costs[k]->output_bytes / static_cast<int64_t>(std::max<size_t>(row.ops[k]->num_results(), 1));
+      bytes[k + 1] += size, bytes[last + 1] -= size;
+      messages[k + 1] += 1, messages[last + 1] -= 1;
+    }
+    for (const Value* v : row.ops[k]->inputs()) {
+      if (v->producer()->kind() != NodeKind::GetAttr) continue;
+      const Attr* attr = module.state().find(v->producer()->target());
+      if (!attr || !attr->tensor.defined() || attr->kind != AttrKind::Parameter) continue;
+      auto [it, fresh] = last_use.emplace(attr->tensor.unsafeGetTensorImpl(), static_cast<size_t>(-1));
+      if (it->second == k) continue;
+      row.parameters.push_back({k, it->second, static_cast<int64_t>(attr->tensor.nbytes())});
+      it->second = k;
+    }
+  }
+  for (const auto& set : memory.written()) {
+    size_t first = n, last = 0;
+    auto touch = [&](const Node* node, bool low) {
+      auto it = position.find(node);
+      if (it == position.end()) return;
+      if (low) first = std::min(first, it->second);
+      last = std::max(last, it->second);
+    };
+    for (const Node* w : set.writers) touch(w, true);
+    // An in-place operator right at a boundary is fine; what else shares the memory stays with its writer.
+    if (set.has_state || set.has_input || set.values.size() > 2) {
+      for (const Value* v : set.values) {
+        touch(v->producer(), !set.has_input || set.has_state);
+        if (!set.has_state && !set.has_input) continue;
+        for (const Use& use : v->uses()) touch(use.user, set.has_state);
+      }
+    }
+    if (first < last) closed[first + 1] += 1, closed[last + 1] -= 1;
+  }
+  int64_t b = 0, c = 0;
+  int m = 0;
+  for (size_t k = 0; k <= n; ++k) {
+    row.crossing.push_back(b += bytes[k]);
+    row.messages.push_back(m += messages[k]);
+    row.closed.push_back((c += closed[k]) > 0);
+  }
+  return row;
+}
+
+// Places for cuts: ends first and last, in between those open ones that are cheap to cross, evenly by cost.
+std::vector<size_t> choose_places(const Row& row, size_t limit) {
+  const size_t n = row.ops.size();
+  std::vector<size_t> open;
+  for (size_t k = 1; k < n; ++k) {
+    if (!row.closed[k]) open.push_back(k);
+  }
+  if (open.size() > limit) {
+    const double total = row.forward[n] + row.backward[n];
+    std::vector<size_t> best(limit, 0);
+    for (size_t k : open) {
+      const double share = total > 0 ? (row.forward[k] + row.backward[k]) / total : static_cast<double>(k) / static_cast<double>(n);
+      size_t& b = best[std::min(limit - 1, static_cast<size_t>(share * static_cast<double>(limit)))];
+      if (b == 0 || row.crossing[k] < row.crossing[b]) b = k;
+    }
+    open.clear();
+    for (size_t b : best) {
+      if (b) open.push_back(b);
+    }
+  }
+  open.insert(open.begin(), 0);
+  open.push_back(n);
+  return open;
+}
+
+std::string megabytes(int64_t bytes) { return c10::str(std::round(static_cast<double>(bytes) / 1e5) / 10) + " MB"; }
+
+std::string padded(std::string text, size_t width) { return text.size() < width ? std::string(width - text.size(), ' ') + text : text; }
+
+std::string milliseconds(double s) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3f", s * 1e3);
+  return text;
+}
+
+}  // namespace
+
+double Balance::slowest() const {
+  double most = 0;
+  for (const BalancedStage& s : stages) most = std::max(most, s.seconds());
+  return most;
+}
+
+double Balance::total() const {
+  double sum = 0;
+  for (const BalancedStage& s : stages) sum += s.seconds();
+  return sum;
+}
+
+std::string Balance::report() const {
+  std::string text = "stage   operators  forward ms  backward ms  send ms   share    in         out        memory     from\n";
+  for (size_t s = 0; s < stages.size(); ++s) {
+    const BalancedStage& b = stages[s];
+    char share[16];
+    std::snprintf(share, sizeof share, "%.1f %%", total() > 0 ? 100 * b.seconds() / total() : 0);
+    text += padded(std::to_string(s), 5) + padded(std::to_string(b.num_ops), 12) + padded(milliseconds(b.forward), 12) + padded(milliseconds(b.backward), 13) +
+            padded(milliseconds(b.communication), 9) + padded(share, 9) + padded(megabytes(b.bytes_in), 11) + padded(megabytes(b.bytes_out), 11) +
+            padded(megabytes(b.memory), 12) + "  %" + b.first_node + "\n";
+  }
+  char even[96];
+  std::snprintf(even, sizeof even, "slowest stage %.3f ms; an even cut would have %.3f ms\n", slowest() * 1e3, total() * 1e3 / static_cast<double>(std::max<size_t>(stages.size(), 1)));
+  return text + even;
+}
+
+Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options) {
+  const int stages = options.stages;
+  auto wrong = [](const std::string& what, const std::string& remedy) { throw Error(ErrorKind::InvalidArgument, what, "", remedy); };
+  if (stages < 1) wrong("a pipeline has at least one stage, not " + std::to_string(stages), "");
+  if (cost.nodes.size() != module.graph().size()) {
+    wrong("the costs are of a graph with " + std::to_string(cost.nodes.size()) + " nodes, this one has " + std::to_string(module.graph().size()), "measure this graph");
+  }
+  const size_t limits = options.memory_limits.size();
+  if (limits > 1 && limits != static_cast<size_t>(stages)) {
+    wrong(std::to_string(limits) + " memory limits for " + std::to_string(stages) + " stages", "give one a stage, or one for all");
+  }
+  if (options.bytes_per_second <= 0) wrong("the rate of sending must be positive", "");
+  auto limit = [&](int s) { return limits == 0 ? std::numeric_limits<int64_t>::max() : options.memory_limits[limits == 1 ? 0 : s]; };
+  auto in_flight = [&](int s) { return static_cast<int64_t>(options.in_flight ? options.in_flight(s) : stages - s); };
+
+  Graph graph = module.graph().clone();  // as pipeline() sees it: uses after a write are uses of the writer's result
+  rename_after_writes(graph);
+  const Row row = make_row(module, graph, cost);
+  const std::vector<size_t> places = choose_places(row, std::max<size_t>(options.max_places, static_cast<size_t>(stages) + 1));
+  const size_t P = places.size();  // stages run from place i to place j
+  if (P < static_cast<size_t>(stages) + 1) {
+    wrong("the graph has " + std::to_string(P < 2 ? 0 : P - 2) + " places for a cut, " + std::to_string(stages) + " stages need " + std::to_string(stages - 1), "ask for fewer stages");
+  }
+  auto message = [&](size_t place) {
+    const size_t k = places[place];
+    if (k == 0 || k == row.ops.size()) return 0.0;
+    // Values forward, their gradients back.
+    return 2 * (row.messages[k] * options.seconds_per_message + static_cast<double>(row.crossing[k]) / options.bytes_per_second);
+  };
+  auto seconds = [&](size_t i, size_t j) {
+    return row.forward[places[j]] - row.forward[places[i]] + row.backward[places[j]] - row.backward[places[i]] + message(i) + message(j);
+  };
+  // Bytes of the parameters used from place i to each later place.
+  auto parameters_from = [&](size_t i) {
+    std::vector<int64_t> sums(P, 0);
+    auto use = std::lower_bound(row.parameters.begin(), row.parameters.end(), places[i], [](const auto& u, size_t k) { return u.op < k; });
+    int64_t sum = 0;
+    for (size_t j = i + 1; j < P; ++j) {
+      for (; use != row.parameters.end() && use->op < places[j]; ++use) {
+        if (use->previous == static_cast<size_t>(-1) || use->previous < places[i]) sum += use->bytes;
+      }
+      sums[j] = sum;
+    }
+    return sums;
+  };
+  auto memory = [&](int s, size_t i, size_t j, int64_t parameters) {
+    return static_cast<int64_t>(static_cast<double>(parameters) * options.bytes_per_parameter_byte) +
+           in_flight(s) * (row.activations[places[j]] - row.activations[places[i]]);
+  };
+  // best[s][j]: the slowest of the stages 0..s that end at place j. Ties go to the smaller sum, that is, less to send.
+  struct Best {
+    double slowest = kNever, sum = kNever;
+    size_t from = 0;
+  };
+  std::vector<std::vector<Best>> best(stages, std::vector<Best>(P));
+  for (size_t i = 0; i + 1 < P; ++i) {
+    // Places before i are complete when i is the start: best[s - 1][i] depends on earlier starts only.
+    const auto parameters = parameters_from(i);
+    for (int s = 0; s < stages; ++s) {
+      if ((s == 0) != (i == 0)) continue;
+      const Best before = s == 0 ? Best{0, 0, 0} : best[s - 1][i];
+      if (before.slowest == kNever) continue;
+      for (size_t j = i + 1; j < P; ++j) {
+        if (memory(s, i, j, parameters[j]) > limit(s)) break;  // grows with j
+        const double t = seconds(i, j);
+        const Best now{std::max(before.slowest, t), before.sum + t, i};
+        Best& b = best[s][j];
+        if (now.slowest < b.slowest || (now.slowest == b.slowest && now.sum < b.sum)) b = now;
+      }
+    }
+  }
+  if (best[stages - 1][P - 1].slowest == kNever) {
+    BalanceOptions free = options;
+    free.memory_limits.clear();
+    const Balance without = balance(module, cost, free);
+    std::string needs;
+    for (const BalancedStage& s : without.stages) needs += (needs.empty() ? "" : ", ") + megabytes(s.memory);
+    wrong("no cut into " + std::to_string(stages) + " stages keeps the memory limits; the fastest cut needs " + needs, "raise the limits, or use more stages or smaller microbatches");
+  }
+  std::vector<size_t> cuts{P - 1};
+  for (int s = stages - 1; s >= 0; --s) cuts.push_back(best[s][cuts.back()].from);
+  std::reverse(cuts.begin(), cuts.end());
+
+  Balance result;
+  std::unordered_map<std::string, int> stage_of;
+  for (int s = 0; s < stages; ++s) {
+    const size_t i = cuts[s], j = cuts[s + 1];
+    BalancedStage b;
+    b.first_op = places[i];
+    b.num_ops = places[j] - places[i];
+    const Node* first = b.num_ops ? row.ops[b.first_op] : nullptr;
+    b.first_node = first ? (first->num_results() ? first->result()->name() : first->target()) : "";
+    b.forward = row.forward[places[j]] - row.forward[places[i]];
+    b.backward = row.backward[places[j]] - row.backward[places[i]];
+    b.communication = message(i) + message(j);
+    b.parameter_bytes = parameters_from(i)[j];
+    b.activation_bytes = row.activations[places[j]] - row.activations[places[i]];
+    b.memory = memory(s, i, j, b.parameter_bytes);
+    b.bytes_in = s == 0 ? 0 : row.crossing[places[i]];
+    b.bytes_out = s + 1 == stages ? 0 : row.crossing[places[j]];
+    result.stages.push_back(std::move(b));
+    if (s > 0) result.options.cut_before.push_back(places[i]);
+  }
+  return result;
+}
+
+}  // namespace plumb

@@ -1,0 +1,55 @@
+// Where to cut a graph so that the slowest stage is as fast as can be.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "plumb/partition/cost.h"
+#include "plumb/partition/split.h"
+
+namespace plumb {
+
+struct BalanceOptions {
+  int stages = 2;
+  // What a boundary costs a stage and microbatch: seconds of latency and a rate; each stage pays for what enters and what
+  // leaves it, forward the values, backward their gradients.
+  double seconds_per_message = 0;
+  double bytes_per_second = 1e10;
+  // Bytes a stage may need; one entry a stage, or one for all; empty: no limit.
+  std::vector<int64_t> memory_limits;
+  // Bytes of a parameter, its gradient and the optimiser's state, as a multiple of the parameter's bytes (4: AdamW).
+  double bytes_per_parameter_byte = 4;
+  // Microbatches whose activations a stage holds at once; default: as in 1F1B, stages - stage.
+  std::function<int(int stage)> in_flight;
+  // Places considered for a cut, at most. Beyond, the cheapest boundary in each of so many equally costly stretches is taken.
+  size_t max_places = 1024;
+};
+
+struct BalancedStage {
+  size_t first_op = 0, num_ops = 0;  // among the graph's calls
+  std::string first_node;            // name of its first result
+  double forward = 0, backward = 0, communication = 0;  // seconds a microbatch
+  int64_t parameter_bytes = 0, activation_bytes = 0;    // one copy of the parameters; activations of one microbatch
+  int64_t memory = 0;                                   // all together, in bytes
+  int64_t bytes_in = 0, bytes_out = 0;                  // over its boundaries, forward
+  double seconds() const { return forward + backward + communication; }
+};
+
+struct Balance {
+  std::vector<BalancedStage> stages;
+  double slowest() const;
+  double total() const;
+  // A table, one stage a line, with each stage's share.
+  std::string report() const;
+  // Cuts there: options for pipeline().
+  SplitOptions options;
+};
+
+// Dynamic programming over the places between neighbouring operators: minimises the slowest stage's forward, backward and
+// communication within the memory limits. Never cuts through memory that is written (see split.h).
+// Throws Error(InvalidArgument) if there are fewer places than cuts, or no cut keeps the limits (says what the least is).
+Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options);
+
+}  // namespace plumb

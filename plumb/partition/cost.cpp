@@ -1,0 +1,294 @@
+#include "plumb/partition/cost.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <chrono>
+#include <numeric>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/plan.h"
+#include "plumb/partition/copy_node.h"
+#include "plumb/partition/pipe_split.h"
+
+namespace plumb {
+namespace {
+
+using c10::IValue;
+
+int64_t bytes_of(const std::optional<TensorMeta>& meta) {
+  return meta ? meta->numel() * static_cast<int64_t>(c10::elementSize(meta->dtype)) : 0;
+}
+
+bool moves_only(const Node& node) { return node.result_aliases_input() && !node.writes(); }
+
+using Metas = std::unordered_map<const Value*, TensorMeta>;
+
+double numel(const Metas& metas, const Value* v) {
+  auto it = v ? metas.find(v) : metas.end();
+  return it == metas.end() ? 0 : static_cast<double>(it->second.numel());
+}
+
+double last_size(const Metas& metas, const Value* v, int64_t from_end = 1) {
+  auto it = v ? metas.find(v) : metas.end();
+  if (it == metas.end() || static_cast<int64_t>(it->second.sizes.size()) < from_end) return 1;
+  return static_cast<double>(it->second.sizes[it->second.sizes.size() - from_end]);
+}
+
+// Floating point operations of one call. Everything that is no product of matrices counts one an element.
+double flops_of(const Node& node, const Metas& metas) {
+  const std::string_view op = node.op_name();
+  double out = 0;
+  for (const Value* v : node.results()) out += numel(metas, v);
+  auto input = [&](size_t i) -> const Value* { return i < node.num_inputs() ? node.input(i) : nullptr; };
+  if (op == "aten::linear" || op == "aten::matmul" || op == "aten::mm" || op == "aten::bmm" || op == "aten::mv" || op == "plumb::linear" || op == "plumb::matmul") {
+    return 2 * out * last_size(metas, input(0));
+  }
+  if (op == "aten::addmm" || op == "aten::baddbmm") return 2 * out * last_size(metas, input(1));
+  if (op.find("conv") != std::string_view::npos && input(1)) {
+    auto it = metas.find(input(1));
+    if (it == metas.end() || it->second.sizes.empty()) return out;
+    // Each output element is a sum over the weights of one output channel (of one input channel if transposed).
+    return 2 * out * static_cast<double>(it->second.numel()) / static_cast<double>(std::max<int64_t>(it->second.sizes[0], 1));
+  }
+  if (op.find("scaled_dot_product") != std::string_view::npos && input(1)) {
+    const double keys = last_size(metas, input(1), 2);
+    return 2 * numel(metas, input(0)) * keys + 2 * node.num_results() * out / std::max<double>(1, static_cast<double>(node.num_results())) * keys;
+  }
+  if (op == "aten::lstm" || op == "aten::gru" || op == "aten::rnn_tanh" || op == "aten::rnn_relu") {
+    double weights = 0;
+    for (size_t i = 1; i < node.num_inputs(); ++i) weights += numel(metas, node.input(i));
+    const double rows = numel(metas, input(0)) / std::max(1.0, last_size(metas, input(0)));
+    return 2 * rows * weights;
+  }
+  if (op == "aten::embedding" || moves_only(node)) return 0;
+  return out;
+}
+
+// Runs a graph node by node: each as a graph of its own, so that it can be run again.
+class Stepper {
+ public:
+  Stepper(const GraphModule& module, const State& state) : module_(module), state_(state) {}
+
+  // `visit` gets each call, its plan and its inputs, and returns its outputs.
+  using Visit = std::function<std::vector<IValue>(const Node&, const Plan&, std::vector<IValue>)>;
+  void run(const std::vector<IValue>& inputs, const Visit& visit) {
+    size_t next = 0;
+    for (const Node* node : module_.graph().nodes()) {
+      if (node->kind() == NodeKind::Placeholder) {
+        if (next >= inputs.size()) throw Error(ErrorKind::InvalidArgument, "the graph's input '" + node->target() + "' is missing");
+        values_[node->result()] = inputs[next++];
+      } else if (node->kind() == NodeKind::GetAttr) {
+        values_[node->result()] = state_.get(node->target()).tensor;
+      } else if (node->kind() != NodeKind::Output && !is_pipe_split(*node)) {
+        step(*node, visit);
+      }
+    }
+  }
+
+ private:
+  void step(const Node& node, const Visit& visit) {
+    Graph one;
+    std::unordered_map<const Value*, Value*> here;
+    std::vector<IValue> args;
+    for (Value* in : node.inputs()) {
+      if (here.count(in)) continue;
+      here[in] = one.placeholder(in->name(), std::nullopt, in->type())->result();
+      args.push_back(values_.at(in));
+    }
+    Node* twin = detail::copy_node(one, node, [&](Value* v) { return here.at(v); });
+    std::vector<Arg> outputs;
+    for (Value* v : twin->results()) outputs.push_back(v);
+    one.output(std::move(outputs));
+    const auto results = visit(node, Plan(one, state_), std::move(args));
+    for (size_t i = 0; i < node.num_results(); ++i) values_[node.result(i)] = results[i];
+    for (const Value* in : node.inputs()) {
+      if (++used_[in] == in->uses().size()) values_.erase(in);
+    }
+  }
+  const GraphModule& module_;
+  const State& state_;
+  std::unordered_map<const Value*, IValue> values_;
+  std::unordered_map<const Value*, size_t> used_;
+};
+
+Metas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs) {
+  Metas metas;
+  bool complete = true;
+  for (const Node* node : module.graph().nodes()) {
+    for (const Value* v : node->results()) {
+      if (v->meta()) {
+        metas[v] = *v->meta();
+      } else if (node->kind() == NodeKind::GetAttr && module.state().contains(node->target()) && module.state().get(node->target()).tensor.defined()) {
+        metas[v] = TensorMeta::of(module.state().get(node->target()).tensor);
+      } else if (v->is_tensor() && v->has_uses()) {
+        complete = false;
+      }
+    }
+  }
+  if (complete) return metas;
+  if (inputs.empty()) {
+    throw Error(ErrorKind::InvalidArgument, "the graph does not say the shapes of all its values", "", "give inputs, on which it is run on the meta device");
+  }
+  auto to_meta = [](const at::Tensor& t) { return t.defined() ? at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)) : t; };
+  State state;
+  for (const Attr& attr : module.state()) state.add({attr.name, attr.kind, to_meta(attr.tensor), attr.persistent});
+  std::vector<IValue> meta_inputs;
+  for (const IValue& v : inputs) meta_inputs.push_back(v.isTensor() ? IValue(to_meta(v.toTensor())) : v);
+  GraphModule twin(module.graph().clone(), std::move(state), module.in_spec(), module.out_spec());
+  // Factories make their tensors where they were told to: on the meta device here.
+  for (Node* node : twin.graph().nodes()) {
+    if (!node->is_call()) continue;
+    for (const auto& argument : node->schema().arguments()) {
+      if (argument.name() == "device") node->set_arg("device", IValue(at::Device(at::kMeta)));
+    }
+  }
+  at::NoGradGuard no_grad;
+  Stepper stepper(twin, twin.state());
+  stepper.run(meta_inputs, [&](const Node& node, const Plan& plan, std::vector<IValue> args) {
+    auto out = plan.run(std::move(args));
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (!out[i].isTensor() || !out[i].toTensor().defined()) continue;
+      if (const Value* v = module.graph().find_value(node.result(i)->name())) metas[v] = TensorMeta::of(out[i].toTensor());
+    }
+    return out;
+  });
+  size_t next = 0;
+  for (const Node* in : module.graph().placeholders()) {
+    if (meta_inputs[next].isTensor()) metas[in->result()] = TensorMeta::of(meta_inputs[next].toTensor());
+    ++next;
+  }
+  return metas;
+}
+
+NodeCost static_cost(const Node& node, const Metas& metas) {
+  NodeCost cost;
+  cost.flops = flops_of(node, metas);
+  auto bytes = [&](const Value* v) {
+    auto it = metas.find(v);
+    return it == metas.end() ? 0 : bytes_of(it->second);
+  };
+  if (moves_only(node)) return cost;
+  for (const Value* v : node.inputs()) cost.bytes += bytes(v);
+  for (const Value* v : node.results()) cost.bytes += bytes(v), cost.output_bytes += node.writes() && node.result_aliases_input() ? 0 : bytes(v);
+  return cost;
+}
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Seconds of one forward and one backward of a node, on leaves that want gradients as its inputs did.
+std::pair<double, double> time_once(const Plan& plan, const std::vector<IValue>& args) {
+  std::vector<IValue> leaves;
+  std::vector<at::Tensor> wanted;
+  for (const IValue& v : args) {
+    if (!v.isTensor() || !v.toTensor().defined()) {
+      leaves.push_back(v);
+      continue;
+    }
+    // A clone, because in-place operators change it; a product by one, because they may not change leaves.
+    at::Tensor leaf = v.toTensor().detach().clone().set_requires_grad(v.toTensor().requires_grad());
+    if (leaf.requires_grad()) wanted.push_back(leaf);
+    leaves.emplace_back(leaf.requires_grad() ? leaf.view_as(leaf).mul(1) : leaf);
+  }
+  auto start = std::chrono::steady_clock::now();
+  auto out = plan.run(std::move(leaves));
+  const double forward = seconds_since(start);
+  std::vector<at::Tensor> roots, grads;
+  for (const IValue& v : out) {
+    if (!v.isTensor() || !v.toTensor().defined() || !v.toTensor().requires_grad()) continue;
+    roots.push_back(v.toTensor());
+    grads.push_back(at::ones_like(v.toTensor()));
+  }
+  if (roots.empty() || wanted.empty()) return {forward, 0};
+  start = std::chrono::steady_clock::now();
+  torch::autograd::grad(roots, wanted, grads, std::nullopt, false, /*allow_unused=*/true);
+  return {forward, seconds_since(start)};
+}
+
+}  // namespace
+
+double GraphCost::forward() const {
+  return std::accumulate(nodes.begin(), nodes.end(), 0.0, [](double sum, const NodeCost& c) { return sum + c.forward; });
+}
+double GraphCost::backward() const {
+  return std::accumulate(nodes.begin(), nodes.end(), 0.0, [](double sum, const NodeCost& c) { return sum + c.backward; });
+}
+double GraphCost::flops() const {
+  return std::accumulate(nodes.begin(), nodes.end(), 0.0, [](double sum, const NodeCost& c) { return sum + c.flops; });
+}
+
+GraphCost estimate_cost(const GraphModule& module, const std::vector<IValue>& inputs, const Machine& machine) {
+  const Metas metas = collect_metas(module, inputs);
+  GraphCost cost;
+  for (const Node* node : module.graph().nodes()) {
+    NodeCost& c = cost.nodes.emplace_back();
+    if (!node->is_call() || is_pipe_split(*node)) continue;
+    c = static_cost(*node, metas);
+    c.forward = machine.seconds_per_operator + std::max(c.flops / machine.flops_per_second, static_cast<double>(c.bytes) / machine.bytes_per_second);
+    bool floating = false;
+    for (const Value* v : node->results()) {
+      auto it = metas.find(v);
+      floating = floating || (it != metas.end() && it->second.is_floating_point());
+    }
+    if (floating && node->num_inputs() > 0) c.backward = 2 * c.forward;
+  }
+  return cost;
+}
+
+GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, int repeats) {
+  if (repeats < 1) throw Error(ErrorKind::InvalidArgument, "a cost is measured at least once, not " + std::to_string(repeats) + " times");
+  auto copy = module.deep_copy();
+  auto generator = at::detail::getDefaultCPUGenerator();
+  const auto saved = generator.get_state();
+  GraphCost cost;
+  cost.measured = true;
+  Metas metas;
+  std::unordered_map<const Node*, size_t> position;
+  for (const Node* node : copy->graph().nodes()) position.emplace(node, position.size());
+  cost.nodes.resize(position.size());
+  for (IValue& v : inputs) {
+    if (v.isTensor() && v.toTensor().defined()) v = v.toTensor().detach().clone().set_requires_grad(v.toTensor().requires_grad());
+  }
+  size_t next = 0;
+  for (const Node* in : copy->graph().placeholders()) {
+    if (next < inputs.size() && inputs[next].isTensor() && inputs[next].toTensor().defined()) metas[in->result()] = TensorMeta::of(inputs[next].toTensor());
+    ++next;
+  }
+  for (const Node* node : copy->graph().attributes()) {
+    if (const Attr* attr = copy->state().find(node->target()); attr && attr->tensor.defined()) metas[node->result()] = TensorMeta::of(attr->tensor);
+  }
+  Stepper stepper(*copy, copy->state());
+  stepper.run(inputs, [&](const Node& node, const Plan& plan, std::vector<IValue> args) {
+    NodeCost c;
+    c.forward = c.backward = std::numeric_limits<double>::infinity();
+    for (int r = 0; r < repeats; ++r) {
+      const auto [forward, backward] = time_once(plan, args);
+      c.forward = std::min(c.forward, forward);
+      c.backward = std::min(c.backward, backward);
+    }
+    // Values go on cut off from their makers: only whether they want gradients matters.
+    auto out = [&] {
+      at::AutoGradMode mode(false);
+      return plan.run(args);
+    }();
+    bool wants = false;
+    for (const IValue& v : args) wants = wants || (v.isTensor() && v.toTensor().defined() && v.toTensor().requires_grad());
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (!out[i].isTensor() || !out[i].toTensor().defined()) continue;
+      at::Tensor t = out[i].toTensor();
+      metas[node.result(i)] = TensorMeta::of(t);
+      if (wants && node.meta().grad_enabled && at::isFloatingType(t.scalar_type()) && !t.requires_grad()) out[i] = t.detach().set_requires_grad(true);
+    }
+    const NodeCost fixed = static_cost(node, metas);
+    c.flops = fixed.flops, c.bytes = fixed.bytes, c.output_bytes = fixed.output_bytes;
+    cost.nodes[position.at(&node)] = c;
+    return out;
+  });
+  generator.set_state(saved);
+  return cost;
+}
+
+}  // namespace plumb

@@ -1,0 +1,91 @@
+// Moving stages to devices.
+#include <ATen/ATen.h>
+
+#include "plumb/core/error.h"
+#include "plumb/partition/pipe.h"
+
+namespace plumb {
+namespace {
+
+bool is_device(const c10::Argument& argument) {
+  c10::TypePtr type = argument.type();
+  if (type->kind() == c10::TypeKind::OptionalType) type = type->castRaw<c10::OptionalType>()->getElementType();
+  return type->kind() == c10::TypeKind::DeviceObjType;
+}
+
+bool takes_tensor(const Node& node) {
+  for (const Value* v : node.inputs()) {
+    if (v->is_tensor()) return true;
+  }
+  return false;
+}
+
+// Device arguments say where tracing happened. An operator that makes a tensor of nothing needs one even where it said
+// none; one that has a tensor input follows that.
+void rewrite(Graph& graph, at::Device device) {
+  for (Node* node : graph.nodes()) {
+    if (node->kind() == NodeKind::CallModule) rewrite(*node->subgraph(), device);
+    if (node->is_call()) {
+      const auto& arguments = node->schema().arguments();
+      for (size_t i = 0; i < arguments.size(); ++i) {
+        if (!is_device(arguments[i]) || !node->arg(i).is_constant()) continue;
+        if (node->arg(i).is_none() && (takes_tensor(*node) || device.is_cpu())) continue;
+        if (!node->arg(i).is_none() && node->arg(i).constant().toDevice() == device) continue;
+        node->set_arg(i, c10::IValue(device));
+      }
+    }
+    for (Value* v : node->results()) {
+      if (!v->meta() || v->meta()->device == device) continue;
+      TensorMeta meta = *v->meta();
+      meta.device = device;
+      v->set_meta(std::move(meta));
+    }
+  }
+}
+
+}  // namespace
+
+void Pipe::move_stage(int index, at::Device device) {
+  check_stage(index);
+  GraphModule& module = *stages_[index];
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> moved;
+  for (const Attr& attr : std::vector<Attr>(module.state().attrs())) {
+    if (!attr.tensor.defined()) continue;
+    at::Tensor& twin = moved[attr.tensor.unsafeGetTensorImpl()];
+    if (!twin.defined()) {
+      at::NoGradGuard no_grad;
+      try {
+        // From the meta device there is nothing to copy: the stage gets memory to load weights into.
+        twin = attr.tensor.is_meta() && !device.is_meta() ? at::empty_like(attr.tensor, attr.tensor.options().device(device))
+                                                          : attr.tensor.to(device);
+      } catch (const c10::Error& e) {
+        throw Error(ErrorKind::InvalidArgument, "stage " + std::to_string(index) + " cannot be moved to " + device.str() + ": '" +
+                                                    attr.name + "': " + std::string(e.what_without_backtrace()));
+      }
+      if (!twin.is_same(attr.tensor)) twin = twin.detach().set_requires_grad(attr.tensor.requires_grad());
+    }
+    module.state().set(attr.name, twin);
+  }
+  rewrite(module.graph(), device);
+  module.sync_module();
+  auto relabel = [&](std::optional<TensorMeta>& meta) {
+    if (meta) meta->device = device;
+  };
+  for (StageInputPort& in : table_.stages[index].inputs) relabel(in.meta);
+  for (StageOutputPort& out : table_.stages[index].outputs) relabel(out.meta);
+}
+
+void Pipe::to(at::Device device) {
+  for (int s = 0; s < num_stages(); ++s) move_stage(s, device);
+  rewrite(*whole_, device);
+  for (Origin& origin : origins_) {
+    if (origin.stage >= 0 || !origin.tensor.defined()) continue;
+    const bool grad = origin.tensor.requires_grad();
+    origin.tensor = origin.tensor.detach().to(device).set_requires_grad(grad);
+  }
+  for (auto& meta : input_metas_) {
+    if (meta) meta->device = device;
+  }
+}
+
+}  // namespace plumb

@@ -1,0 +1,213 @@
+#include "plumb/partition/pipe.h"
+
+#include <ATen/ATen.h>
+
+#include <unordered_set>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+// What each stage's inputs are, given the flat inputs and the earlier stages' outputs.
+std::vector<c10::IValue> gather(const StageIO& io, const std::vector<c10::IValue>& inputs,
+                                const std::vector<std::vector<c10::IValue>>& made) {
+  std::vector<c10::IValue> values;
+  values.reserve(io.inputs.size());
+  for (const StageInputPort& in : io.inputs) {
+    c10::IValue value = in.source.is_pipeline_input() ? inputs[in.source.index] : made[in.source.stage][in.source.index];
+    // Stages may live on different devices.
+    if (in.meta && value.isTensor() && value.toTensor().defined() && value.toTensor().device() != in.meta->device) {
+      value = value.toTensor().to(in.meta->device);
+    }
+    values.push_back(std::move(value));
+  }
+  return values;
+}
+
+std::shared_ptr<Graph> make_top(const Graph& whole, const PipeTable& table, const std::vector<std::shared_ptr<GraphModule>>& stages) {
+  auto top = std::make_shared<Graph>();
+  std::vector<Value*> inputs;
+  for (const Node* in : whole.placeholders()) {
+    inputs.push_back(top->placeholder(in->target(), in->result()->meta(), in->result()->type())->result());
+  }
+  std::vector<Node*> calls;
+  for (size_t s = 0; s < stages.size(); ++s) {
+    std::vector<Arg> args;
+    for (const StageInputPort& in : table.stages[s].inputs) {
+      args.push_back(in.source.is_pipeline_input() ? inputs[in.source.index] : calls[in.source.stage]->result(in.source.index));
+    }
+    // The nested graph is the stage's own, kept alive by its module.
+    std::shared_ptr<Graph> graph(stages[s], &stages[s]->graph());
+    calls.push_back(top->call_module("stage_" + std::to_string(s), std::move(graph), std::move(args), table.stages[s].outputs.size()));
+  }
+  std::vector<Arg> outputs;
+  for (const PipelineOutput& out : table.outputs) outputs.push_back(out.port ? Arg(calls.back()->result(*out.port)) : Arg(out.constant));
+  top->output(std::move(outputs));
+  return top;
+}
+
+}  // namespace
+
+Pipe::Pipe(std::vector<std::shared_ptr<GraphModule>> stages, PipeTable table, Graph whole, std::vector<Origin> origins,
+           TreeSpec in_spec, TreeSpec out_spec, std::vector<std::string> notes)
+    : stages_(std::move(stages)),
+      table_(std::move(table)),
+      whole_(std::make_shared<Graph>(std::move(whole))),
+      origins_(std::move(origins)),
+      in_spec_(std::move(in_spec)),
+      out_spec_(std::move(out_spec)),
+      notes_(std::move(notes)) {
+  for (const Node* in : whole_->placeholders()) {
+    input_names_.push_back(in->target());
+    input_metas_.push_back(in->result()->meta());
+  }
+  top_ = make_top(*whole_, table_, stages_);
+  if (table_.loss_output) backward_ = make_backward(table_);
+}
+
+void Pipe::check_stage(int index) const {
+  if (index >= 0 && index < num_stages()) return;
+  throw Error(ErrorKind::InvalidArgument, "the pipe has no stage " + std::to_string(index) + ", it has " + std::to_string(num_stages()), "",
+              "stages count from 0");
+}
+
+const std::shared_ptr<GraphModule>& Pipe::stage(int index) const {
+  check_stage(index);
+  return stages_[index];
+}
+
+const std::vector<StageInputPort>& Pipe::stage_inputs(int index) const {
+  check_stage(index);
+  return table_.stages[index].inputs;
+}
+
+const std::vector<StageOutputPort>& Pipe::stage_outputs(int index) const {
+  check_stage(index);
+  return table_.stages[index].outputs;
+}
+
+PipeInfo Pipe::info() const { return {top_, num_stages(), has_loss_and_backward()}; }
+
+std::vector<c10::IValue> Pipe::outputs_of(std::vector<c10::IValue>& last) const {
+  std::vector<c10::IValue> outputs;
+  for (const PipelineOutput& out : table_.outputs) outputs.push_back(out.port ? last[*out.port] : out.constant);
+  return outputs;
+}
+
+std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
+  if (inputs.size() != table_.num_inputs) {
+    throw Error(ErrorKind::InvalidArgument,
+                "the pipe takes " + std::to_string(table_.num_inputs) + " inputs, got " + std::to_string(inputs.size()));
+  }
+  std::vector<std::vector<c10::IValue>> made(stages_.size());
+  for (size_t s = 0; s < stages_.size(); ++s) {
+    made[s] = stages_[s]->run(gather(table_.stages[s], inputs, made));
+    // A value whose last user has run is of no use any more.
+    for (const StageInputPort& in : table_.stages[s].inputs) {
+      if (in.source.is_pipeline_input()) continue;
+      const auto& uses = table_.stages[in.source.stage].outputs[in.source.index].consumers;
+      if (uses.back().stage == static_cast<int>(s)) made[in.source.stage][in.source.index] = c10::IValue();
+    }
+  }
+  return outputs_of(made.back());
+}
+
+c10::IValue Pipe::forward(std::vector<c10::IValue> args, std::vector<std::pair<std::string, c10::IValue>> kwargs) const {
+  // A module that only hands its inputs on takes the structured call apart and checks it as every module does.
+  Graph graph;
+  std::vector<Arg> leaves;
+  for (size_t i = 0; i < input_names_.size(); ++i) leaves.push_back(graph.placeholder(input_names_[i], input_metas_[i])->result());
+  graph.output(std::move(leaves));
+  GraphModule taker(std::move(graph), State(), in_spec_, TreeSpec::tuple(std::vector<TreeSpec>(input_names_.size(), TreeSpec::leaf())));
+  return unflatten(out_spec_, run(taker.forward(std::move(args), std::move(kwargs)).toTupleRef().elements().vec()));
+}
+
+std::vector<at::Tensor> Pipe::parameters() const {
+  std::vector<at::Tensor> found;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& stage : stages_) {
+    for (const Attr& attr : stage->state()) {
+      if (attr.kind == AttrKind::Parameter && attr.tensor.defined() && seen.insert(attr.tensor.unsafeGetTensorImpl()).second) {
+        found.push_back(attr.tensor);
+      }
+    }
+  }
+  return found;
+}
+
+void Pipe::train(bool on) {
+  for (const auto& stage : stages_) stage->train(on);
+}
+
+const SymbolicBackward& Pipe::backward() const {
+  if (backward_) return *backward_;
+  throw Error(ErrorKind::InvalidArgument, "the pipe has no loss and so no backward", "", "give SplitOptions::loss_spec");
+}
+
+BackwardResult Pipe::run_with_backward(std::vector<c10::IValue> inputs) const {
+  backward();
+  DetachExecutor executor(*this);
+  BackwardResult result;
+  result.outputs = executor.forward(std::move(inputs));
+  result.input_grads = executor.backward();
+  return result;
+}
+
+State Pipe::merge_state_dict() const {
+  for (const ReplicatedParam& param : table_.replicated) {
+    const auto& [first_stage, first_name] = *param.begin();
+    const at::Tensor& first = stages_[first_stage]->state().get(first_name).tensor;
+    for (const auto& [s, name] : param) {
+      const at::Tensor& copy = stages_[s]->state().get(name).tensor;
+      if (first.is_meta() || copy.is_meta()) continue;
+      // Bytes, so that a NaN equals itself.
+      const auto a = first.detach().cpu().contiguous(), b = copy.detach().cpu().contiguous();
+      if (a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && (a.nbytes() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0)) continue;
+      throw Error(ErrorKind::InvalidArgument,
+                  "the copies of '" + first_name + "' in stage " + std::to_string(first_stage) + " and of '" + name + "' in stage " +
+                      std::to_string(s) + " differ",
+                  "", "sum the gradients of replicated_params() over their stages before every optimiser step");
+    }
+  }
+  State merged;
+  for (const Origin& origin : origins_) {
+    at::Tensor tensor = origin.stage < 0 ? origin.tensor : stages_[origin.stage]->state().get(origin.held_as).tensor;
+    merged.add({origin.name, origin.kind, std::move(tensor), origin.persistent});
+  }
+  return merged;
+}
+
+std::shared_ptr<GraphModule> Pipe::merge() const {
+  auto module = std::make_shared<GraphModule>(whole_->clone(), merge_state_dict(), in_spec_, out_spec_);
+  module->train(stages_.front()->is_training());
+  return module;
+}
+
+std::string Pipe::stage_text(int index) const {
+  check_stage(index);
+  return to_string(stages_[index]->graph());
+}
+
+std::string Pipe::print_readable() const {
+  // The top graph without the stages' bodies, which follow one by one.
+  std::string text = "pipe of " + std::to_string(num_stages()) + " stages\n";
+  for (const Node* node : top_->nodes()) {
+    if (node->kind() == NodeKind::CallModule) {
+      text += "  ";
+      for (const Value* v : node->results()) text += (v->result_index() ? ", %" : "%") + v->name();
+      text += (node->num_results() ? " = " : "") + node->target() + "(";
+      for (size_t i = 0; i < node->num_inputs(); ++i) text += (i ? ", %" : "%") + node->input(i)->name();
+      text += ")\n";
+    } else if (node->kind() == NodeKind::Placeholder) {
+      text += "  %" + node->result()->name() + " = placeholder \"" + node->target() + "\"\n";
+    }
+  }
+  text += table_.to_string();
+  if (backward_) text += backward_->to_string(table_);
+  for (const std::string& note : notes_) text += "note: " + note + "\n";
+  for (int s = 0; s < num_stages(); ++s) text += "stage " + std::to_string(s) + " " + stage_text(s);
+  return text;
+}
+
+}  // namespace plumb

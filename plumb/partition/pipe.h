@@ -1,0 +1,102 @@
+// A graph cut into stages: runs here as the reference, hands out its stages, moves them, and gives the whole model back.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plumb/graph/graph_module.h"
+#include "plumb/partition/backward.h"
+#include "plumb/partition/stage_io.h"
+
+namespace plumb {
+
+struct PipeInfo {
+  std::shared_ptr<const Graph> graph;  // the top graph: inputs, one call a stage, output
+  int num_stages = 0;
+  bool has_loss_and_backward = false;
+};
+
+struct BackwardResult {
+  std::vector<c10::IValue> outputs;      // flat
+  std::vector<at::Tensor> input_grads;   // one a flat input; undefined where it has none
+};
+
+class Pipe {
+ public:
+  // What pipeline() hands over. Of the original's state only what no stage uses is kept here.
+  struct Origin {
+    std::string name;
+    AttrKind kind;
+    bool persistent;
+    int stage;             // that holds it (the first one), or -1
+    std::string held_as;   // its name there; another name of the same tensor for tied weights
+    at::Tensor tensor;     // if no stage holds it
+  };
+  Pipe(std::vector<std::shared_ptr<GraphModule>> stages, PipeTable table, Graph whole, std::vector<Origin> origins,
+       TreeSpec in_spec, TreeSpec out_spec, std::vector<std::string> notes);
+
+  int num_stages() const { return table_.num_stages(); }
+  // Throws Error(InvalidArgument) if there is no such stage. Inputs and outputs are flat, as in stage_inputs/stage_outputs.
+  const std::shared_ptr<GraphModule>& stage(int index) const;
+  const std::vector<StageInputPort>& stage_inputs(int index) const;
+  const std::vector<StageOutputPort>& stage_outputs(int index) const;
+  const PipeTable& table() const { return table_; }
+  // The original's input names and structure.
+  const std::vector<std::string>& input_names() const { return input_names_; }
+  const TreeSpec& in_spec() const { return in_spec_; }
+  const TreeSpec& out_spec() const { return out_spec_; }
+  // What split() did that was not asked for: cuts it moved.
+  const std::vector<std::string>& notes() const { return notes_; }
+  PipeInfo info() const;
+
+  // Runs stage after stage in this process, with autograd through all of them. Arguments as the original's.
+  c10::IValue forward(std::vector<c10::IValue> args, std::vector<std::pair<std::string, c10::IValue>> kwargs = {}) const;
+  std::vector<c10::IValue> run(std::vector<c10::IValue> inputs) const;  // flat
+  // Every parameter of every stage, each tensor once.
+  std::vector<at::Tensor> parameters() const;
+  void train(bool on = true);
+
+  // --- loss and backward ---
+  bool has_loss_and_backward() const { return backward_.has_value(); }
+  // Throws Error(InvalidArgument) if the pipe has no loss.
+  const SymbolicBackward& backward() const;
+  // One microbatch: forward with stages apart (see DetachExecutor), then the symbolic backward. Accumulates into the parameters'
+  // `.grad`, replicated ones included: every copy gets the sum. Bit for bit what backward() of the undivided graph gives.
+  BackwardResult run_with_backward(std::vector<c10::IValue> inputs) const;
+
+  // --- state ---
+  const std::vector<ReplicatedParam>& replicated_params() const { return table_.replicated; }
+  // The whole model's state, names and order as in the original, tied names tied, tensors shared with the stages. Throws
+  // Error(InvalidArgument) naming the parameter and stages if copies of a replicated parameter differ.
+  State merge_state_dict() const;
+  // The undivided graph with that state.
+  std::shared_ptr<GraphModule> merge() const;
+
+  // Moves one stage, or all: state, shapes' devices, and the device arguments of operators that said where to
+  // make or move tensors at capture. Tensors are replaced: make optimisers afterwards.
+  void move_stage(int index, at::Device device);
+  void to(at::Device device);
+
+  // Top graph, ports, stages and backward as text.
+  std::string print_readable() const;
+  // The text of one stage's graph.
+  std::string stage_text(int index) const;
+
+ private:
+  friend class DetachExecutor;
+  void check_stage(int index) const;
+  std::vector<c10::IValue> outputs_of(std::vector<c10::IValue>& last) const;
+
+  std::vector<std::shared_ptr<GraphModule>> stages_;
+  PipeTable table_;
+  std::shared_ptr<Graph> top_, whole_;
+  std::vector<Origin> origins_;
+  TreeSpec in_spec_, out_spec_;
+  std::vector<std::string> notes_, input_names_;
+  std::vector<std::optional<TensorMeta>> input_metas_;
+  std::optional<SymbolicBackward> backward_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,88 @@
+// What flows into and out of the stages of a cut graph, as data: the same on every rank.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+// Where a value comes from: output `index` of a stage, or input `index` (flat) of the whole graph.
+struct PortSource {
+  static constexpr int kPipelineInput = -1;
+  int stage = kPipelineInput;
+  size_t index = 0;
+  bool is_pipeline_input() const { return stage == kPipelineInput; }
+  auto operator<=>(const PortSource&) const = default;
+};
+
+// One input of a stage; values come straight from the stage that makes them, however many stages lie between.
+struct StageInputPort {
+  PortSource source;
+  std::string name;  // the value's name in the whole graph
+  ValueType type = ValueType::Tensor;
+  std::optional<TensorMeta> meta;
+  bool written = false;  // the stage writes this input's memory: give it memory of its own
+  bool operator==(const StageInputPort&) const = default;
+};
+
+struct PortUse {
+  int stage;
+  size_t input;  // position among that stage's inputs
+  auto operator<=>(const PortUse&) const = default;
+};
+
+// One output of a stage. Consumers are later stages; for the last stage: the flat outputs of the whole graph that it is.
+struct StageOutputPort {
+  std::string name;
+  ValueType type = ValueType::Tensor;
+  std::optional<TensorMeta> meta;
+  std::vector<PortUse> consumers;
+  std::optional<size_t> pipeline_output;
+  bool operator==(const StageOutputPort&) const = default;
+};
+
+struct StageIO {
+  std::vector<StageInputPort> inputs;  // the whole graph's first, then by producing stage and port
+  std::vector<StageOutputPort> outputs;
+  bool operator==(const StageIO&) const = default;
+};
+
+// A flat output of the whole graph: an output of the last stage (values of earlier stages are handed through it), or a
+// constant (None, a number).
+struct PipelineOutput {
+  std::optional<size_t> port;  // of the last stage
+  c10::IValue constant;
+};
+
+// A parameter held by several stages: stage -> its name there (tied weights may have two names). Its gradients have to
+// be summed over the copies before the optimiser's step.
+using ReplicatedParam = std::map<int, std::string>;
+
+// The whole picture: what a rank has to know of the other stages.
+struct PipeTable {
+  std::vector<StageIO> stages;
+  size_t num_inputs = 0;  // flat inputs of the whole graph
+  std::vector<PipelineOutput> outputs;
+  std::vector<ReplicatedParam> replicated;
+  std::optional<size_t> loss_output;  // flat output that is the loss, if a loss spec was given
+
+  int num_stages() const { return static_cast<int>(stages.size()); }
+  // One line an input and output, for people.
+  std::string to_string() const;
+  // For sending; from_json throws Error(BadFile) that names what is wrong.
+  std::string to_json() const;
+  static PipeTable from_json(const std::string& text);
+};
+
+// Non-tensor values that cross between stages (symbolic sizes, flags) travel as 0-dim tensors on the CPU: int64, float64 or bool.
+// Raises Error(InvalidArgument) for a value that has no such form.
+at::Tensor pack_value(const c10::IValue& value);
+c10::IValue unpack_value(const at::Tensor& tensor, ValueType type);
+
+}  // namespace plumb

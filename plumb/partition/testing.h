@@ -1,0 +1,169 @@
+// Models as text for this room's tests, and the comparison of a split with the whole.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include "plumb/core/error.h"
+#include "plumb/partition/split.h"
+
+namespace plumb::partition_testing {
+
+inline void parameter(State& state, const std::string& name, at::IntArrayRef sizes) {
+  state.add({name, AttrKind::Parameter, (at::randn(sizes) * 0.3).requires_grad_()});
+}
+
+// A GPT: tokens and targets to a loss; `tied`: the head is the embedding. Marks before every layer but the first, and
+// before the head if `marks`; module stacks if `stacks`.
+inline std::shared_ptr<GraphModule> gpt(int layers, bool tied, bool marks, bool stacks = false, double dropout = 0.0) {
+  at::manual_seed(7);
+  State state;
+  parameter(state, "embed.weight", {11, 8});
+  parameter(state, "position.weight", {6, 8});
+  auto in = [&](const std::string& path, const std::string& type) { return stacks ? " in \"\":\"GPT\" \"" + path + "\":\"" + type + "\"\n" : std::string("\n"); };
+  std::string text = R"(graph {
+    %tokens: i64[3, 6] = placeholder "tokens"
+    %targets: i64[3, 6] = placeholder "targets"
+    %we = get_attr "embed.weight"
+    %e = aten::embedding(%we, %tokens))" + in("embed", "Embedding");
+  text += "%n: int = aten::sym_size.int(%tokens, 1)\n%ids = aten::arange(6)\n%wp = get_attr \"position.weight\"\n";
+  text += "%p = aten::embedding(%wp, %ids)" + in("position", "Embedding") + "%h0 = aten::add.Tensor(%e, %p)" + in("", "GPT");
+  for (int l = 0; l < layers; ++l) {
+    const std::string path = "layers." + std::to_string(l), i = std::to_string(l);
+    for (const char* norm : {"norm1", "norm2"}) {
+      state.add({path + "." + norm + ".weight", AttrKind::Parameter, at::ones({8}).requires_grad_()});
+      state.add({path + "." + norm + ".bias", AttrKind::Parameter, at::zeros({8}).requires_grad_()});
+    }
+    parameter(state, path + ".qkv.weight", {24, 8});
+    parameter(state, path + ".proj.weight", {8, 8});
+    parameter(state, path + ".up.weight", {16, 8});
+    parameter(state, path + ".up.bias", {16});
+    parameter(state, path + ".down.weight", {8, 16});
+    if (marks && l > 0) text += "plumb::pipe_split()\n";
+    auto get = [&](const std::string& v, const std::string& name) { text += "%" + v + i + " = get_attr \"" + path + "." + name + "\"\n"; };
+    get("n1w", "norm1.weight"), get("n1b", "norm1.bias");
+    text += "%a" + i + " = aten::layer_norm(%h" + i + ", [8], %n1w" + i + ", %n1b" + i + ")" + in(path + ".norm1", "LayerNorm");
+    get("qw", "qkv.weight");
+    text += "%q" + i + " = aten::linear(%a" + i + ", %qw" + i + ")" + in(path + ".qkv", "Linear");
+    text += "[%qq" + i + ", %qk" + i + ", %qv" + i + "] = aten::chunk(%q" + i + ", 3, -1)" + in(path, "Block");
+    text += "%s" + i + " = aten::scaled_dot_product_attention(%qq" + i + ", %qk" + i + ", %qv" + i + ", is_causal=True)" + in(path, "Block");
+    get("pw", "proj.weight");
+    text += "%o" + i + " = aten::linear(%s" + i + ", %pw" + i + ")" + in(path + ".proj", "Linear");
+    text += "%od" + i + " = aten::dropout(%o" + i + ", " + std::to_string(dropout) + ", True)" + in(path, "Block");
+    text += "%r" + i + " = aten::add.Tensor(%h" + i + ", %od" + i + ")" + in(path, "Block");
+    get("n2w", "norm2.weight"), get("n2b", "norm2.bias");
+    text += "%b" + i + " = aten::layer_norm(%r" + i + ", [8], %n2w" + i + ", %n2b" + i + ")" + in(path + ".norm2", "LayerNorm");
+    get("uw", "up.weight"), get("ub", "up.bias");
+    text += "%u" + i + " = aten::linear(%b" + i + ", %uw" + i + ", %ub" + i + ")" + in(path + ".up", "Linear");
+    text += "%g" + i + " = aten::gelu(%u" + i + ")" + in(path, "Block");
+    get("dw", "down.weight");
+    text += "%d" + i + " = aten::linear(%g" + i + ", %dw" + i + ")" + in(path + ".down", "Linear");
+    text += "%h" + std::to_string(l + 1) + " = aten::add.Tensor(%r" + i + ", %d" + i + ")" + in(path, "Block");
+  }
+  if (marks) text += "plumb::pipe_split()\n";
+  if (tied) {
+    state.add({"head.weight", AttrKind::Parameter, state.get("embed.weight").tensor});
+  } else {
+    parameter(state, "head.weight", {11, 8});
+  }
+  state.add({"unused.weight", AttrKind::Parameter, at::ones({2}).requires_grad_()});
+  const std::string last = std::to_string(layers);
+  text += "%wh = get_attr \"head.weight\"\n%logits = aten::linear(%h" + last + ", %wh)" + in("head", "Linear");
+  text += "%flat = aten::view(%logits, [-1, 11])\n%tf = aten::view(%targets, [-1])\n";
+  text += "%loss = aten::cross_entropy_loss(%flat, %tf)\noutput(%loss, %logits)\n}";
+  Graph graph = parse_graph(text);
+  return std::make_shared<GraphModule>(std::move(graph), std::move(state), TreeSpec::positional_inputs(2),
+                                       TreeSpec::tuple({TreeSpec::leaf(), TreeSpec::leaf()}));
+}
+
+inline std::vector<c10::IValue> gpt_inputs() {
+  at::manual_seed(11);
+  return {at::randint(11, {3, 6}, at::kLong), at::randint(11, {3, 6}, at::kLong)};
+}
+
+inline bool same(const at::Tensor& a, const at::Tensor& b) {
+  if (a.defined() != b.defined()) return false;
+  return !a.defined() || (a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && at::equal(a, b));
+}
+
+inline std::shared_ptr<GraphModule> model(const std::string& text, State state = {}) {
+  Graph graph = parse_graph(text);
+  const size_t inputs = graph.placeholders().size(), outputs = graph.output_node()->args().size();
+  return std::make_shared<GraphModule>(std::move(graph), std::move(state), TreeSpec::positional_inputs(inputs),
+                                       TreeSpec::tuple(std::vector<TreeSpec>(outputs, TreeSpec::leaf())));
+}
+
+inline std::vector<c10::IValue> fresh(const std::vector<c10::IValue>& inputs) {
+  std::vector<c10::IValue> copies;
+  for (const auto& v : inputs) {
+    if (v.isTensor()) {
+      at::Tensor t = v.toTensor();
+      copies.emplace_back(t.detach().clone().set_requires_grad(t.requires_grad()));
+    } else {
+      copies.push_back(v);
+    }
+  }
+  return copies;
+}
+
+// Output 0 is the loss. Steps twice (so that buffers go on from what the first step left). Compares outputs, gradients of
+// inputs and of every parameter, buffers: all bit for bit. Gives the pipe.
+inline std::shared_ptr<Pipe> expect_equals_whole(const GraphModule& module, SplitOptions options, const std::vector<c10::IValue>& inputs,
+                                                 int stages) {
+  auto whole = module.deep_copy();
+  auto cut = module.deep_copy();
+  const size_t num_outputs = module.graph().output_node()->args().size();
+  std::vector<c10::IValue> spec(num_outputs, false);
+  spec[0] = true;
+  options.loss_spec = c10::ivalue::Tuple::create(spec);
+  auto pipe = pipeline(*cut, options);
+  EXPECT_EQ(pipe->num_stages(), stages);
+  for (int step = 0; step < 2; ++step) {
+    auto in_whole = fresh(inputs), in_cut = fresh(inputs);
+    at::manual_seed(5 + step);
+    auto expected = whole->run(in_whole);
+    expected[0].toTensor().backward();
+    at::manual_seed(5 + step);
+    auto got = pipe->run_with_backward(in_cut);
+    for (size_t i = 0; i < num_outputs; ++i) {
+      if (expected[i].isTensor()) {
+        EXPECT_TRUE(same(expected[i].toTensor(), got.outputs[i].toTensor())) << "output " << i;
+      } else {
+        EXPECT_EQ(expected[i], got.outputs[i]) << "output " << i;
+      }
+    }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!inputs[i].isTensor()) continue;
+      EXPECT_TRUE(same(in_whole[i].toTensor().grad(), got.input_grads[i])) << "gradient of input " << i;
+      EXPECT_TRUE(same(in_whole[i].toTensor().detach(), in_cut[i].toTensor().detach())) << "input " << i << " after the step";
+    }
+    // The same without loss and detaching.
+    const State merged = pipe->merge_state_dict();
+    EXPECT_EQ(merged.size(), whole->state().size());
+    for (size_t a = 0; a < merged.size(); ++a) {
+      const Attr &want = whole->state().attrs()[a], &have = merged.attrs()[a];
+      EXPECT_EQ(want.name, have.name);
+      EXPECT_TRUE(same(want.tensor.detach(), have.tensor.detach())) << want.name;
+      EXPECT_TRUE(same(want.tensor.grad(), have.tensor.grad())) << "gradient of " << want.name;
+    }
+  }
+  for (int s = 0; s < pipe->num_stages(); ++s) EXPECT_NO_THROW(pipe->stage(s)->lint());
+  at::manual_seed(9);
+  auto expected = whole->run(fresh(inputs));
+  at::manual_seed(9);
+  auto got = pipe->run(fresh(inputs));
+  for (size_t i = 0; i < num_outputs; ++i) {
+    if (expected[i].isTensor()) EXPECT_TRUE(same(expected[i].toTensor(), got[i].toTensor())) << "output " << i;
+  }
+  return pipe;
+}
+
+inline std::string error_of(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "no error";
+}
+
+}  // namespace plumb::partition_testing
