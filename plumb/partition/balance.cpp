@@ -184,6 +184,9 @@ Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceO
   if (limits > 1 && limits != static_cast<size_t>(stages)) {
     wrong(std::to_string(limits) + " memory limits for " + std::to_string(stages) + " stages", "give one a stage, or one for all");
   }
+  for (const Node* node : module.graph().nodes()) {
+    if (node->kind() == NodeKind::CallModule) wrong(node->describe() + " is a nested graph, whose operators have no costs of their own", "balance the graph before it is nested");
+  }
   if (options.bytes_per_second <= 0) wrong("the rate of sending must be positive", "");
   auto limit = [&](int s) { return limits == 0 ? std::numeric_limits<int64_t>::max() : options.memory_limits[limits == 1 ? 0 : s]; };
   auto in_flight = [&](int s) { return static_cast<int64_t>(options.in_flight ? options.in_flight(s) : stages - s); };

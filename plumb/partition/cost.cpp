@@ -147,7 +147,21 @@ Metas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs
   at::NoGradGuard no_grad;
   Stepper stepper(twin, twin.state());
   stepper.run(meta_inputs, [&](const Node& node, const Plan& plan, std::vector<IValue> args) {
-    auto out = plan.run(std::move(args));
+    std::vector<IValue> out;
+    if (node.is_op("aten::embedding")) {
+      // Its meta kernel exists in Python only.
+      const at::Tensor table = args.at(0).toTensor();
+      auto sizes = (args.size() > 1 ? args[1] : args[0]).toTensor().sizes().vec();
+      sizes.push_back(table.size(-1));
+      out.emplace_back(at::empty(sizes, table.options()));
+    } else {
+      try {
+        out = plan.run(std::move(args));
+      } catch (const Error& e) {
+        throw Error(ErrorKind::InvalidArgument, "the shapes of " + node.describe() + " cannot be found on the meta device: " + e.message(),
+                    node.meta().where(), "measure_cost() runs the graph instead");
+      }
+    }
     for (size_t i = 0; i < out.size(); ++i) {
       if (!out[i].isTensor() || !out[i].toTensor().defined()) continue;
       if (const Value* v = module.graph().find_value(node.result(i)->name())) metas[v] = TensorMeta::of(out[i].toTensor());

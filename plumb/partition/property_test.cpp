@@ -1,4 +1,5 @@
 // Random cuts of random graphs equal the whole.
+#include <gtest/gtest.h>
 #include <rapidcheck.h>
 #include <rapidcheck/gtest.h>
 
@@ -28,7 +29,7 @@ std::shared_ptr<GraphModule> random_model() {
   const int n = *rc::gen::inRange(1, 30);
   for (int i = 0; i < n; ++i) {
     Value* v = pick();
-    switch (*rc::gen::inRange(0, 18)) {
+    switch (*rc::gen::inRange(0, 21)) {
       case 0: v = g.call("aten::add.Tensor", {v, pick()})->result(); break;
       case 1: v = g.call("aten::mul.Tensor", {v, pick()})->result(); break;
       case 2: v = g.call("aten::tanh", {v})->result(); break;
@@ -122,10 +123,10 @@ RC_GTEST_PROP(SplitProperty, RandomCutsOfRandomGraphsEqualTheWhole, ()) {
   auto module = random_model();
   SplitOptions options = random_options();
   auto probe = try_pipeline(*module, options);
-  RC_TAG(probe ? "split" : "refused");
+  RC_TAG(probe ? std::to_string(probe->num_stages()) + " stages" : "refused");
   if (!probe) return;
   if (trains(*module)) {
-    expect_equals_whole(*module, options, inputs(), probe->num_stages());
+    RC_ASSERT(difference(*module, options, inputs()) == "");
   } else {
     auto whole = module->deep_copy();
     at::NoGradGuard guard;
@@ -137,7 +138,6 @@ RC_GTEST_PROP(SplitProperty, RandomCutsOfRandomGraphsEqualTheWhole, ()) {
     RC_ASSERT(same(expected[0].toTensor(), got[0].toTensor()) && same(expected[1].toTensor(), got[1].toTensor()));
     RC_ASSERT(same(whole->state().get("norm.mean").tensor, pipe->merge_state_dict().get("norm.mean").tensor));
   }
-  RC_ASSERT(!testing::Test::HasFailure());
 }
 
 RC_GTEST_PROP(SplitProperty, AnyForwardPolicyGivesEqualOutputs, ()) {

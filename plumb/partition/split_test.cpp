@@ -199,7 +199,7 @@ TEST(Split, LeavesTheModuleAsItIs) {
   const auto hash = whole->graph().hash();
   pipeline(*whole);
   EXPECT_EQ(whole->graph().hash(), hash);
-  EXPECT_EQ(whole->state().size(), 23u);
+  EXPECT_EQ(whole->state().size(), 22u);
 }
 
 TEST(Split, NestedGraphsAreCutLikeOthers) {
