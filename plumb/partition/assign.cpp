@@ -78,7 +78,8 @@ std::vector<size_t> cuts_by_parameters(const std::vector<Node*>& ops, const std:
     some += (some.empty() ? "" : ", ") + name;
   }
   throw Error(ErrorKind::InvalidArgument, "no operator of the graph belongs to a module '" + path + "'", "",
-              some.empty() ? "mark the place with plumb::pipe_split() instead" : "modules of the graph: " + some + (known.size() > 12 ? ", ..." : ""));
+              some.empty() ? "mark the place with plumb::pipe_split() instead"
+                           : "modules of the graph: " + some + (known.size() > 12 ? ", ..." : ""));
 }
 
 std::vector<size_t> find_cuts(const Graph& graph, const State& state, const std::vector<Node*>& ops,
@@ -111,7 +112,8 @@ void sink_parameter_views(Assignment& a) {
     const Value* source = op->input(0);
     const bool of_parameter = source->producer()->kind() == NodeKind::GetAttr ||
                               (source->producer()->is_call() && source->producer()->result_aliases_input() &&
-                               source->producer()->num_inputs() == 1 && source->producer()->input(0)->producer()->kind() == NodeKind::GetAttr);
+                               source->producer()->num_inputs() == 1 &&
+                               source->producer()->input(0)->producer()->kind() == NodeKind::GetAttr);
     if (!of_parameter || source->uses().size() != 1 || !op->result()->has_uses()) continue;
     int first = a.num_stages, last = -1;
     for (const Use& use : op->result()->uses()) {
@@ -146,13 +148,16 @@ void sort_by_stage(Assignment& a) {
 }
 
 [[noreturn]] void refuse(const Conflict& c) {
-  throw Error(ErrorKind::InvalidArgument,
-              "the cut separates " + c.writer->describe() + ", which writes memory, from " + c.other->describe() + ": " + c.why,
-              c.writer->meta().where(), "move the cut so that both are in one stage, or use the operator that does not write in place");
+  throw Error(
+      ErrorKind::InvalidArgument,
+      "the cut separates " + c.writer->describe() + ", which writes memory, from " + c.other->describe() + ": " + c.why,
+      c.writer->meta().where(),
+      "move the cut so that both are in one stage, or use the operator that does not write in place");
 }
 
 // Where no cut may be because of a set: (first, last] in ops.
-std::pair<size_t, size_t> closed_range(const MemorySets::Set& set, const std::unordered_map<const Node*, size_t>& position, size_t end) {
+std::pair<size_t, size_t> closed_range(const MemorySets::Set& set,
+                                       const std::unordered_map<const Node*, size_t>& position, size_t end) {
   size_t first = end, last = 0;
   auto touch = [&](const Node* node, bool low, bool high) {
     auto it = position.find(node);
@@ -185,15 +190,17 @@ void assign_by_cuts(Assignment& a, const Graph& graph, const State& state, const
       if (cut <= first || cut > last) continue;
       cut = cut - first <= last + 1 - cut ? first : last + 1;
       a.notes.push_back("a cut was moved to before " +
-                        (cut < ops.size() ? ops[cut]->describe() : graph.output_node()->describe()) + ", because it separated " +
-                        conflict->writer->describe() + ", which writes memory, from " + conflict->other->describe());
+                        (cut < ops.size() ? ops[cut]->describe() : graph.output_node()->describe()) +
+                        ", because it separated " + conflict->writer->describe() + ", which writes memory, from " +
+                        conflict->other->describe());
     }
     apply_cuts(a, ops, cuts, graph);
     if (a.num_stages < wanted) refuse(*conflict);
   }
 }
 
-void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memory, const std::vector<Node*>& ops, const SplitOptions& options) {
+void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memory, const std::vector<Node*>& ops,
+                      const SplitOptions& options) {
   if (!options.points.empty() || !options.cut_before.empty()) {
     throw Error(ErrorKind::InvalidArgument, "split points and a split policy were given", "", "give one of them");
   }
@@ -201,8 +208,9 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
   for (Node* op : ops) {
     const int s = options.policy(*op);
     if (s < 0) {
-      throw Error(ErrorKind::InvalidArgument, "the split policy puts " + op->describe() + " into stage " + std::to_string(s),
-                  op->meta().where(), "stages count from 0");
+      throw Error(ErrorKind::InvalidArgument,
+                  "the split policy puts " + op->describe() + " into stage " + std::to_string(s), op->meta().where(),
+                  "stages count from 0");
     }
     a.stage[op] = s;
     dense.emplace(s, 0);
@@ -217,16 +225,18 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
     for (const Value* v : op->inputs()) {
       auto it = a.stage.find(v->producer());
       if (it != a.stage.end() && it->second > s) {
-        throw Error(ErrorKind::InvalidArgument, "the split policy puts " + op->describe() + " into stage " + std::to_string(s) +
-                                                    ", before stage " + std::to_string(it->second) + " of " + v->producer()->describe() + ", which it uses",
+        throw Error(ErrorKind::InvalidArgument,
+                    "the split policy puts " + op->describe() + " into stage " + std::to_string(s) + ", before stage " +
+                        std::to_string(it->second) + " of " + v->producer()->describe() + ", which it uses",
                     op->meta().where(), "give a node the stage of its inputs or a later one");
       }
     }
     if (!op->is_random()) continue;
     if (last_random && a.stage[last_random] > s) {
-      throw Error(ErrorKind::InvalidArgument, "the split policy puts " + op->describe() + " before " + last_random->describe() +
-                                                  ", but both draw random numbers, in the other order", op->meta().where(),
-                  "keep random operators in the order of the graph");
+      throw Error(ErrorKind::InvalidArgument,
+                  "the split policy puts " + op->describe() + " before " + last_random->describe() +
+                      ", but both draw random numbers, in the other order",
+                  op->meta().where(), "keep random operators in the order of the graph");
     }
     last_random = op;
   }
@@ -234,7 +244,6 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
   a.ops = ops;
   // Nodes around one written memory keep their order.
   for (const auto& set : memory.written()) {
-    std::set<std::pair<const Node*, const Node*>> none;
     std::vector<const Node*> touching;
     for (const Value* v : set.values) {
       if (a.stage.count(v->producer())) touching.push_back(v->producer());
@@ -244,7 +253,8 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
     }
     std::sort(touching.begin(), touching.end(), [](const Node* x, const Node* y) { return x != y && x->is_before(y); });
     for (size_t i = 1; i < touching.size(); ++i) {
-      if (a.stage[touching[i - 1]] > a.stage[touching[i]]) refuse({&set, touching[i - 1], touching[i], "their order would change"});
+      if (a.stage[touching[i - 1]] > a.stage[touching[i]])
+        refuse({&set, touching[i - 1], touching[i], "their order would change"});
     }
   }
   sink_parameter_views(a);
@@ -263,7 +273,8 @@ std::unordered_set<const Node*> nodes_to_copy(const Graph& graph, const State& s
       const Node* producer = v->producer();
       if (producer->kind() == NodeKind::GetAttr) {
         const Attr* attr = state.find(producer->target());
-        const bool fixed = attr && attr->kind != AttrKind::Parameter && attr->tensor.defined() && !attr->tensor.requires_grad();
+        const bool fixed =
+            attr && attr->kind != AttrKind::Parameter && attr->tensor.defined() && !attr->tensor.requires_grad();
         total = fixed && !memory.written_set(v) ? total : kCopyLimit + 1;
       } else {
         auto it = cost.find(producer);
@@ -289,13 +300,16 @@ std::optional<Conflict> find_conflict(const Graph& graph, const MemorySets& memo
     for (const Node* w : set.writers) writers.emplace(stage(w), w);
     if (set.has_state) {
       const auto& [home, writer] = *writers.begin();
-      if (writers.size() > 1) return Conflict{&set, writer, std::next(writers.begin())->second, "the state they both write can live in one stage only"};
+      if (writers.size() > 1)
+        return Conflict{&set, writer, std::next(writers.begin())->second,
+                        "the state they both write can live in one stage only"};
       for (const Value* v : set.values) {
         if (v->producer()->kind() != NodeKind::GetAttr) continue;
         for (const Use& use : v->uses()) {
           // Returning the buffer itself is no use of it by a stage.
           if (use.user->kind() == NodeKind::Output && a.num_stages - 1 == home) continue;
-          if (stage(use.user) != home) return Conflict{&set, writer, use.user, "'" + v->producer()->target() + "' can live in one stage only"};
+          if (stage(use.user) != home)
+            return Conflict{&set, writer, use.user, "'" + v->producer()->target() + "' can live in one stage only"};
         }
       }
     }
@@ -308,11 +322,13 @@ std::optional<Conflict> find_conflict(const Graph& graph, const MemorySets& memo
         if (to == from) continue;
         auto between = writers.upper_bound(from);
         if (between != writers.end() && between->first < to) {
-          return Conflict{&set, between->second, use.user, "it would see %" + v->name() + " as it was before the write"};
+          return Conflict{&set, between->second, use.user,
+                          "it would see %" + v->name() + " as it was before the write"};
         }
         auto [it, fresh] = entries.emplace(to, v);
         if (!fresh && it->second != v && writers.count(to)) {
-          return Conflict{&set, writers[to], use.user, "%" + v->name() + " and %" + it->second->name() + " share memory and would arrive apart"};
+          return Conflict{&set, writers[to], use.user,
+                          "%" + v->name() + " and %" + it->second->name() + " share memory and would arrive apart"};
         }
       }
     }
@@ -320,12 +336,14 @@ std::optional<Conflict> find_conflict(const Graph& graph, const MemorySets& memo
   return std::nullopt;
 }
 
-Assignment assign_stages(const Graph& graph, const State& state, const MemorySets& memory, const SplitOptions& options) {
+Assignment assign_stages(const Graph& graph, const State& state, const MemorySets& memory,
+                         const SplitOptions& options) {
   Assignment a;
   a.copied = nodes_to_copy(graph, state, memory);
   std::vector<Node*> ops;
   for (Node* node : graph.nodes()) {
-    if ((node->is_call() || node->kind() == NodeKind::CallModule) && !is_pipe_split(*node) && !a.copied.count(node)) ops.push_back(node);
+    if ((node->is_call() || node->kind() == NodeKind::CallModule) && !is_pipe_split(*node) && !a.copied.count(node))
+      ops.push_back(node);
   }
   if (options.policy) {
     assign_by_policy(a, graph, memory, ops, options);

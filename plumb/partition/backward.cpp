@@ -47,7 +47,8 @@ SymbolicBackward make_backward(const PipeTable& table) {
     }
     backward.steps.push_back(std::move(step));
   }
-  for (size_t k = 0; k < table.num_inputs; ++k) backward.input_grads.push_back(look_up({PortSource::kPipelineInput, k}));
+  for (size_t k = 0; k < table.num_inputs; ++k)
+    backward.input_grads.push_back(look_up({PortSource::kPipelineInput, k}));
   return backward;
 }
 
@@ -60,7 +61,8 @@ std::string SymbolicBackward::to_string(const PipeTable& table) const {
       const bool has = differentiable(io.inputs[i].type, io.inputs[i].meta);
       text += (i ? ", " : "") + (has ? show(GradRef{step.stage, i}, table) : std::string("_"));
     }
-    text += std::string(io.inputs.empty() ? "" : " = ") + "stage_backward(stage=" + std::to_string(step.stage) + ", stage_output=[";
+    text += std::string(io.inputs.empty() ? "" : " = ") + "stage_backward(stage=" + std::to_string(step.stage) +
+            ", stage_output=[";
     for (size_t j = 0; j < io.outputs.size(); ++j) text += (j ? ", %" : "%") + io.outputs[j].name;
     text += "], output_grads=[";
     for (size_t j = 0; j < step.output_grads.size(); ++j) text += (j ? ", " : "") + show(step.output_grads[j], table);
@@ -69,7 +71,8 @@ std::string SymbolicBackward::to_string(const PipeTable& table) const {
     text += "], input_seeds=[";
     for (size_t i = 0; i < step.input_seeds.size(); ++i) text += (i ? ", " : "") + show(step.input_seeds[i], table);
     text += "], outputs_with_grads=[";
-    for (size_t j = 0; j < step.outputs_with_grads.size(); ++j) text += (j ? ", " : "") + std::to_string(step.outputs_with_grads[j]);
+    for (size_t j = 0; j < step.outputs_with_grads.size(); ++j)
+      text += (j ? ", " : "") + std::to_string(step.outputs_with_grads[j]);
     text += "])\n";
   }
   return text;

@@ -22,9 +22,9 @@ struct GradRef {
 
 // One stage's backward, in the order of running.
 //
-// A value used by several stages gets its gradients in the order in which autograd would sum them in the undivided graph:
-// a user's backward starts from the sum so far (`input_seeds`) and adds its own uses one by one. A separate addition of the
-// stages' sums would round differently.
+// A value used by several stages gets its gradients in the order in which autograd would sum them in the undivided
+// graph: a user's backward starts from the sum so far (`input_seeds`) and adds its own uses one by one. A separate
+// addition of the stages' sums would round differently.
 struct StageBackwardStep {
   int stage = 0;
   std::vector<std::optional<GradRef>> output_grads;  // one an output; none where no gradient comes (or the loss itself)
@@ -40,12 +40,12 @@ struct SymbolicBackward {
   std::string to_string(const PipeTable& table) const;
 };
 
-// Stages that cannot contribute to the loss have no step. Throws Error(InvalidArgument) if the table has no loss or it is a
-// constant.
+// Stages that cannot contribute to the loss have no step. Throws Error(InvalidArgument) if the table has no loss or it
+// is a constant.
 SymbolicBackward make_backward(const PipeTable& table);
 
-// Runs a pipe with its stages apart for autograd, as on separate ranks: every value that enters a stage is cut off from what
-// made it and collects its gradient there. One microbatch at a time: forward, then backward.
+// Runs a pipe with its stages apart for autograd, as on separate ranks: every value that enters a stage is cut off from
+// what made it and collects its gradient there. One microbatch at a time: forward, then backward.
 class DetachExecutor {
  public:
   explicit DetachExecutor(const Pipe& pipe);
@@ -56,7 +56,8 @@ class DetachExecutor {
   // Flat inputs -> flat outputs.
   std::vector<c10::IValue> forward(std::vector<c10::IValue> inputs);
   // Runs the pipe's symbolic backward on the last forward; gives the gradients of the flat inputs (undefined: none).
-  // Throws Error(InvalidArgument) without a forward before it, or if the loss is no one-element tensor that requires grad.
+  // Throws Error(InvalidArgument) without a forward before it, or if the loss is no one-element tensor that requires
+  // grad.
   std::vector<at::Tensor> backward();
 
  private:

@@ -19,11 +19,11 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 // The graph as a row of operators with what a cut between two of them costs.
 struct Row {
   std::vector<const Node*> ops;
-  std::vector<double> forward, backward;      // prefix sums, ops.size() + 1
-  std::vector<int64_t> activations;           // prefix sums
-  std::vector<int64_t> crossing;              // bytes over the place before op k
-  std::vector<int> messages;                  // values over it
-  std::vector<bool> closed;                   // no cut here: written memory
+  std::vector<double> forward, backward;  // prefix sums, ops.size() + 1
+  std::vector<int64_t> activations;       // prefix sums
+  std::vector<int64_t> crossing;          // bytes over the place before op k
+  std::vector<int> messages;              // values over it
+  std::vector<bool> closed;               // no cut here: written memory
   struct ParameterUse {
     size_t op, previous;  // ops; previous + 1 == 0: first use
     int64_t bytes;
@@ -65,8 +65,9 @@ Row make_row(const GraphModule& module, const Graph& graph, const GraphCost& cos
       }
       if (last == k) continue;
       // Over every place k + 1 .. last.
-      const int64_t size = v->meta() ? v->meta()->numel() * static_cast<int64_t>(c10::elementSize(v->meta()->dtype))
-                                     : costs[k]->output_bytes / static_cast<int64_t>(std::max<size_t>(row.ops[k]->num_results(), 1));
+      const int64_t size =
+          v->meta() ? v->meta()->numel() * static_cast<int64_t>(c10::elementSize(v->meta()->dtype))
+                    : costs[k]->output_bytes / static_cast<int64_t>(std::max<size_t>(row.ops[k]->num_results(), 1));
       bytes[k + 1] += size, bytes[last + 1] -= size;
       messages[k + 1] += 1, messages[last + 1] -= 1;
     }
@@ -120,7 +121,8 @@ std::vector<size_t> choose_places(const Row& row, size_t limit) {
     const double total = row.forward[n] + row.backward[n];
     std::vector<size_t> best(limit, 0);
     for (size_t k : open) {
-      const double share = total > 0 ? (row.forward[k] + row.backward[k]) / total : static_cast<double>(k) / static_cast<double>(n);
+      const double share =
+          total > 0 ? (row.forward[k] + row.backward[k]) / total : static_cast<double>(k) / static_cast<double>(n);
       size_t& b = best[std::min(limit - 1, static_cast<size_t>(share * static_cast<double>(limit)))];
       if (b == 0 || row.crossing[k] < row.crossing[b]) b = k;
     }
@@ -136,7 +138,9 @@ std::vector<size_t> choose_places(const Row& row, size_t limit) {
 
 std::string megabytes(int64_t bytes) { return c10::str(std::round(static_cast<double>(bytes) / 1e5) / 10) + " MB"; }
 
-std::string padded(std::string text, size_t width) { return text.size() < width ? std::string(width - text.size(), ' ') + text : text; }
+std::string padded(std::string text, size_t width) {
+  return text.size() < width ? std::string(width - text.size(), ' ') + text : text;
+}
 
 std::string milliseconds(double s) {
   char text[32];
@@ -159,59 +163,77 @@ double Balance::total() const {
 }
 
 std::string Balance::report() const {
-  std::string text = "stage   operators  forward ms  backward ms  send ms   share    in         out        memory     from\n";
+  std::string text =
+      "stage   operators  forward ms  backward ms  send ms   share    in         out        memory     from\n";
   for (size_t s = 0; s < stages.size(); ++s) {
     const BalancedStage& b = stages[s];
     char share[16];
     std::snprintf(share, sizeof share, "%.1f %%", total() > 0 ? 100 * b.seconds() / total() : 0);
-    text += padded(std::to_string(s), 5) + padded(std::to_string(b.num_ops), 12) + padded(milliseconds(b.forward), 12) + padded(milliseconds(b.backward), 13) +
-            padded(milliseconds(b.communication), 9) + padded(share, 9) + padded(megabytes(b.bytes_in), 11) + padded(megabytes(b.bytes_out), 11) +
-            padded(megabytes(b.memory), 12) + "  %" + b.first_node + "\n";
+    text += padded(std::to_string(s), 5) + padded(std::to_string(b.num_ops), 12) + padded(milliseconds(b.forward), 12) +
+            padded(milliseconds(b.backward), 13) + padded(milliseconds(b.communication), 9) + padded(share, 9) +
+            padded(megabytes(b.bytes_in), 11) + padded(megabytes(b.bytes_out), 11) + padded(megabytes(b.memory), 12) +
+            "  %" + b.first_node + "\n";
   }
   char even[96];
-  std::snprintf(even, sizeof even, "slowest stage %.3f ms; an even cut would have %.3f ms\n", slowest() * 1e3, total() * 1e3 / static_cast<double>(std::max<size_t>(stages.size(), 1)));
+  std::snprintf(even, sizeof even, "slowest stage %.3f ms; an even cut would have %.3f ms\n", slowest() * 1e3,
+                total() * 1e3 / static_cast<double>(std::max<size_t>(stages.size(), 1)));
   return text + even;
 }
 
 Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options) {
   const int stages = options.stages;
-  auto wrong = [](const std::string& what, const std::string& remedy) { throw Error(ErrorKind::InvalidArgument, what, "", remedy); };
+  auto wrong = [](const std::string& what, const std::string& remedy) {
+    throw Error(ErrorKind::InvalidArgument, what, "", remedy);
+  };
   if (stages < 1) wrong("a pipeline has at least one stage, not " + std::to_string(stages), "");
   if (cost.nodes.size() != module.graph().size()) {
-    wrong("the costs are of a graph with " + std::to_string(cost.nodes.size()) + " nodes, this one has " + std::to_string(module.graph().size()), "measure this graph");
+    wrong("the costs are of a graph with " + std::to_string(cost.nodes.size()) + " nodes, this one has " +
+              std::to_string(module.graph().size()),
+          "measure this graph");
   }
   const size_t limits = options.memory_limits.size();
   if (limits > 1 && limits != static_cast<size_t>(stages)) {
-    wrong(std::to_string(limits) + " memory limits for " + std::to_string(stages) + " stages", "give one a stage, or one for all");
+    wrong(std::to_string(limits) + " memory limits for " + std::to_string(stages) + " stages",
+          "give one a stage, or one for all");
   }
   for (const Node* node : module.graph().nodes()) {
-    if (node->kind() == NodeKind::CallModule) wrong(node->describe() + " is a nested graph, whose operators have no costs of their own", "balance the graph before it is nested");
+    if (node->kind() == NodeKind::CallModule)
+      wrong(node->describe() + " is a nested graph, whose operators have no costs of their own",
+            "balance the graph before it is nested");
   }
   if (options.bytes_per_second <= 0) wrong("the rate of sending must be positive", "");
-  auto limit = [&](int s) { return limits == 0 ? std::numeric_limits<int64_t>::max() : options.memory_limits[limits == 1 ? 0 : s]; };
+  auto limit = [&](int s) {
+    return limits == 0 ? std::numeric_limits<int64_t>::max() : options.memory_limits[limits == 1 ? 0 : s];
+  };
   auto in_flight = [&](int s) { return static_cast<int64_t>(options.in_flight ? options.in_flight(s) : stages - s); };
 
   Graph graph = module.graph().clone();  // as pipeline() sees it: uses after a write are uses of the writer's result
   rename_after_writes(graph);
   const Row row = make_row(module, graph, cost);
-  const std::vector<size_t> places = choose_places(row, std::max<size_t>(options.max_places, static_cast<size_t>(stages) + 1));
+  const std::vector<size_t> places =
+      choose_places(row, std::max<size_t>(options.max_places, static_cast<size_t>(stages) + 1));
   const size_t P = places.size();  // stages run from place i to place j
   if (P < static_cast<size_t>(stages) + 1) {
-    wrong("the graph has " + std::to_string(P < 2 ? 0 : P - 2) + " places for a cut, " + std::to_string(stages) + " stages need " + std::to_string(stages - 1), "ask for fewer stages");
+    wrong("the graph has " + std::to_string(P < 2 ? 0 : P - 2) + " places for a cut, " + std::to_string(stages) +
+              " stages need " + std::to_string(stages - 1),
+          "ask for fewer stages");
   }
   auto message = [&](size_t place) {
     const size_t k = places[place];
     if (k == 0 || k == row.ops.size()) return 0.0;
     // Values forward, their gradients back.
-    return 2 * (row.messages[k] * options.seconds_per_message + static_cast<double>(row.crossing[k]) / options.bytes_per_second);
+    return 2 * (row.messages[k] * options.seconds_per_message +
+                static_cast<double>(row.crossing[k]) / options.bytes_per_second);
   };
   auto seconds = [&](size_t i, size_t j) {
-    return row.forward[places[j]] - row.forward[places[i]] + row.backward[places[j]] - row.backward[places[i]] + message(i) + message(j);
+    return row.forward[places[j]] - row.forward[places[i]] + row.backward[places[j]] - row.backward[places[i]] +
+           message(i) + message(j);
   };
   // Bytes of the parameters used from place i to each later place.
   auto parameters_from = [&](size_t i) {
     std::vector<int64_t> sums(P, 0);
-    auto use = std::lower_bound(row.parameters.begin(), row.parameters.end(), places[i], [](const auto& u, size_t k) { return u.op < k; });
+    auto use = std::lower_bound(row.parameters.begin(), row.parameters.end(), places[i],
+                                [](const auto& u, size_t k) { return u.op < k; });
     int64_t sum = 0;
     for (size_t j = i + 1; j < P; ++j) {
       for (; use != row.parameters.end() && use->op < places[j]; ++use) {
@@ -253,7 +275,8 @@ Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceO
     const Balance without = balance(module, cost, free);
     std::string needs;
     for (const BalancedStage& s : without.stages) needs += (needs.empty() ? "" : ", ") + megabytes(s.memory);
-    wrong("no cut into " + std::to_string(stages) + " stages keeps the memory limits; the fastest cut needs " + needs, "raise the limits, or use more stages or smaller microbatches");
+    wrong("no cut into " + std::to_string(stages) + " stages keeps the memory limits; the fastest cut needs " + needs,
+          "raise the limits, or use more stages or smaller microbatches");
   }
   std::vector<size_t> cuts{P - 1};
   for (int s = stages - 1; s >= 0; --s) cuts.push_back(best[s][cuts.back()].from);

@@ -13,8 +13,8 @@ namespace plumb {
 
 struct BalanceOptions {
   int stages = 2;
-  // What a boundary costs a stage and microbatch: seconds of latency and a rate; each stage pays for what enters and what
-  // leaves it, forward the values, backward their gradients.
+  // What a boundary costs a stage and microbatch: seconds of latency and a rate; each stage pays for what enters and
+  // what leaves it, forward the values, backward their gradients.
   double seconds_per_message = 0;
   double bytes_per_second = 1e10;
   // Bytes a stage may need; one entry a stage, or one for all; empty: no limit.
@@ -23,13 +23,14 @@ struct BalanceOptions {
   double bytes_per_parameter_byte = 4;
   // Microbatches whose activations a stage holds at once; default: as in 1F1B, stages - stage.
   std::function<int(int stage)> in_flight;
-  // Places considered for a cut, at most. Beyond, the cheapest boundary in each of so many equally costly stretches is taken.
+  // Places considered for a cut, at most. Beyond, the cheapest boundary in each of so many equally costly stretches is
+  // taken.
   size_t max_places = 1024;
 };
 
 struct BalancedStage {
-  size_t first_op = 0, num_ops = 0;  // among the graph's calls
-  std::string first_node;            // name of its first result
+  size_t first_op = 0, num_ops = 0;                     // among the graph's calls
+  std::string first_node;                               // name of its first result
   double forward = 0, backward = 0, communication = 0;  // seconds a microbatch
   int64_t parameter_bytes = 0, activation_bytes = 0;    // one copy of the parameters; activations of one microbatch
   int64_t memory = 0;                                   // all together, in bytes
@@ -47,9 +48,9 @@ struct Balance {
   SplitOptions options;
 };
 
-// Dynamic programming over the places between neighbouring operators: minimises the slowest stage's forward, backward and
-// communication within the memory limits. Never cuts through memory that is written (see split.h).
-// Throws Error(InvalidArgument) if there are fewer places than cuts, or no cut keeps the limits (says what the least is).
+// Dynamic programming over the places between neighbouring operators: minimises the slowest stage's forward, backward
+// and communication within the memory limits. Never cuts through memory that is written (see split.h). Throws
+// Error(InvalidArgument) if there are fewer places than cuts, or no cut keeps the limits (says what the least is).
 Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options);
 
 }  // namespace plumb

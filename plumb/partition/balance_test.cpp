@@ -22,7 +22,9 @@ Chain chain(const std::vector<double>& seconds, const std::vector<int64_t>& rows
   c.cost.nodes.resize(1);
   for (size_t i = 0; i < seconds.size(); ++i) {
     const int64_t n = rows.empty() ? 1 : rows[i];
-    if (i) text += " %v" + std::to_string(i) + ": f32[" + std::to_string(n) + "] = aten::neg(%v" + std::to_string(i - 1) + ")";
+    if (i)
+      text +=
+          " %v" + std::to_string(i) + ": f32[" + std::to_string(n) + "] = aten::neg(%v" + std::to_string(i - 1) + ")";
     c.cost.nodes.push_back({seconds[i], 2 * seconds[i], 0, 0, 4 * n});
   }
   text += " output(%v" + std::to_string(seconds.size() - 1) + ") }";
@@ -93,7 +95,8 @@ TEST(Balance, KeepsMemoryLimits) {
   options.memory_limits = {1000, 80};
   EXPECT_THAT(ops(balance(*c.module, c.cost, options)), testing::ElementsAre(2, 2));
   options.memory_limits = {50};
-  EXPECT_THAT(error_of([&] { balance(*c.module, c.cost, options); }), HasSubstr("no cut into 2 stages keeps the memory limits"));
+  EXPECT_THAT(error_of([&] { balance(*c.module, c.cost, options); }),
+              HasSubstr("no cut into 2 stages keeps the memory limits"));
   options.memory_limits = {1, 2, 3};
   EXPECT_THAT(error_of([&] { balance(*c.module, c.cost, options); }), HasSubstr("3 memory limits for 2 stages"));
   options = {};
@@ -110,7 +113,9 @@ TEST(Balance, CutsAGptByMeasuredAndByEstimatedCosts) {
   at::manual_seed(3);
   const GraphCost measured = measure_cost(*module, inputs, 2);
   EXPECT_TRUE(same(at::rand({1}), random)) << "measuring drew from the generator";
-  for (const Attr& attr : module->state()) EXPECT_TRUE(same(attr.tensor.detach(), before->state().get(attr.name).tensor.detach()) && !attr.tensor.grad().defined());
+  for (const Attr& attr : module->state())
+    EXPECT_TRUE(same(attr.tensor.detach(), before->state().get(attr.name).tensor.detach()) &&
+                !attr.tensor.grad().defined());
   EXPECT_GT(measured.forward(), 0);
   EXPECT_GT(measured.backward(), 0);
   const GraphCost estimated = estimate_cost(*module, gpt_inputs());
@@ -132,13 +137,18 @@ TEST(Balance, CountsFlopsOfProducts) {
   parameter(state, "w", {16, 8});
   parameter(state, "k", {4, 3, 3, 3});
   auto flops = [&](const std::string& text) { return estimate_cost(*model(text, state)).flops(); };
-  EXPECT_EQ(flops("graph { %x: f32[5, 8] = placeholder \"x\" %w = get_attr \"w\" %y: f32[5, 16] = aten::linear(%x, %w) output(%y) }"), 2.0 * 5 * 8 * 16);
-  EXPECT_EQ(flops("graph { %x: f32[2, 3, 8, 8] = placeholder \"x\" %k = get_attr \"k\" %y: f32[2, 4, 6, 6] = aten::conv2d(%x, %k) output(%y) }"), 2.0 * 2 * 4 * 36 * 27);
+  EXPECT_EQ(flops("graph { %x: f32[5, 8] = placeholder \"x\" %w = get_attr \"w\" %y: f32[5, 16] = aten::linear(%x, %w) "
+                  "output(%y) }"),
+            2.0 * 5 * 8 * 16);
+  EXPECT_EQ(flops("graph { %x: f32[2, 3, 8, 8] = placeholder \"x\" %k = get_attr \"k\" %y: f32[2, 4, 6, 6] = "
+                  "aten::conv2d(%x, %k) output(%y) }"),
+            2.0 * 2 * 4 * 36 * 27);
   EXPECT_EQ(flops("graph { %x: f32[5, 8] = placeholder \"x\" %y: f32[8, 5] = aten::t(%x) output(%y) }"), 0.0);
 }
 
 TEST(Balance, NeverCutsThroughWrittenMemory) {
-  const std::string text = R"(graph { %x: f32[4] = placeholder "x" %a: f32[4] = aten::mul.Tensor(%x, 3) %v: f32[2, 2] = aten::view(%a, [2, 2]) %b: f32[4] = aten::neg(%x)
+  const std::string text =
+      R"(graph { %x: f32[4] = placeholder "x" %a: f32[4] = aten::mul.Tensor(%x, 3) %v: f32[2, 2] = aten::view(%a, [2, 2]) %b: f32[4] = aten::neg(%x)
     %r: f32[4] = aten::mul_.Tensor(%a, 2) %m: f32[2, 2] = aten::mul.Tensor(%v, 2) %l: f32[] = aten::sum(%m) output(%l, %b, %r) })";
   auto module = model(text);
   BalanceOptions options;

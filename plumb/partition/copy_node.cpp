@@ -21,7 +21,8 @@ Node* copy_node(Graph& into, const Node& node, const ArgOf& map) {
     args.reserve(node.args().size());
     for (const Arg& arg : node.args()) args.push_back(map_arg(arg, map));
     if (node.kind() == NodeKind::CallModule) {
-      twin = into.call_module(node.target(), std::make_shared<Graph>(node.subgraph()->clone()), std::move(args), node.num_results());
+      twin = into.call_module(node.target(), std::make_shared<Graph>(node.subgraph()->clone()), std::move(args),
+                              node.num_results());
     } else {
       std::vector<int32_t> lists;
       for (int32_t count : node.result_layout()) {

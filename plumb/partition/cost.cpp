@@ -42,7 +42,8 @@ double flops_of(const Node& node, const Metas& metas) {
   double out = 0;
   for (const Value* v : node.results()) out += numel(metas, v);
   auto input = [&](size_t i) -> const Value* { return i < node.num_inputs() ? node.input(i) : nullptr; };
-  if (op == "aten::linear" || op == "aten::matmul" || op == "aten::mm" || op == "aten::bmm" || op == "aten::mv" || op == "plumb::linear" || op == "plumb::matmul") {
+  if (op == "aten::linear" || op == "aten::matmul" || op == "aten::mm" || op == "aten::bmm" || op == "aten::mv" ||
+      op == "plumb::linear" || op == "plumb::matmul") {
     return 2 * out * last_size(metas, input(0));
   }
   if (op == "aten::addmm" || op == "aten::baddbmm") return 2 * out * last_size(metas, input(1));
@@ -50,11 +51,13 @@ double flops_of(const Node& node, const Metas& metas) {
     auto it = metas.find(input(1));
     if (it == metas.end() || it->second.sizes.empty()) return out;
     // Each output element is a sum over the weights of one output channel (of one input channel if transposed).
-    return 2 * out * static_cast<double>(it->second.numel()) / static_cast<double>(std::max<int64_t>(it->second.sizes[0], 1));
+    return 2 * out * static_cast<double>(it->second.numel()) /
+           static_cast<double>(std::max<int64_t>(it->second.sizes[0], 1));
   }
   if (op.find("scaled_dot_product") != std::string_view::npos && input(1)) {
     const double keys = last_size(metas, input(1), 2);
-    return 2 * numel(metas, input(0)) * keys + 2 * node.num_results() * out / std::max<double>(1, static_cast<double>(node.num_results())) * keys;
+    return 2 * numel(metas, input(0)) * keys +
+           2 * node.num_results() * out / std::max<double>(1, static_cast<double>(node.num_results())) * keys;
   }
   if (op == "aten::lstm" || op == "aten::gru" || op == "aten::rnn_tanh" || op == "aten::rnn_relu") {
     double weights = 0;
@@ -77,7 +80,8 @@ class Stepper {
     size_t next = 0;
     for (const Node* node : module_.graph().nodes()) {
       if (node->kind() == NodeKind::Placeholder) {
-        if (next >= inputs.size()) throw Error(ErrorKind::InvalidArgument, "the graph's input '" + node->target() + "' is missing");
+        if (next >= inputs.size())
+          throw Error(ErrorKind::InvalidArgument, "the graph's input '" + node->target() + "' is missing");
         values_[node->result()] = inputs[next++];
       } else if (node->kind() == NodeKind::GetAttr) {
         values_[node->result()] = state_.get(node->target()).tensor;
@@ -120,7 +124,8 @@ Metas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs
     for (const Value* v : node->results()) {
       if (v->meta()) {
         metas[v] = *v->meta();
-      } else if (node->kind() == NodeKind::GetAttr && module.state().contains(node->target()) && module.state().get(node->target()).tensor.defined()) {
+      } else if (node->kind() == NodeKind::GetAttr && module.state().contains(node->target()) &&
+                 module.state().get(node->target()).tensor.defined()) {
         metas[v] = TensorMeta::of(module.state().get(node->target()).tensor);
       } else if (v->is_tensor() && v->has_uses()) {
         complete = false;
@@ -129,9 +134,12 @@ Metas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs
   }
   if (complete) return metas;
   if (inputs.empty()) {
-    throw Error(ErrorKind::InvalidArgument, "the graph does not say the shapes of all its values", "", "give inputs, on which it is run on the meta device");
+    throw Error(ErrorKind::InvalidArgument, "the graph does not say the shapes of all its values", "",
+                "give inputs, on which it is run on the meta device");
   }
-  auto to_meta = [](const at::Tensor& t) { return t.defined() ? at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)) : t; };
+  auto to_meta = [](const at::Tensor& t) {
+    return t.defined() ? at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)) : t;
+  };
   State state;
   for (const Attr& attr : module.state()) state.add({attr.name, attr.kind, to_meta(attr.tensor), attr.persistent});
   std::vector<IValue> meta_inputs;
@@ -156,15 +164,23 @@ Metas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs
       out.emplace_back(at::empty(sizes, table.options()));
     } else {
       try {
+        out = plan.run(args);
+      } catch (const Error&) {
+        // Some meta kernels exist in Python only (layer_norm's): run this one node on zeros.
+        for (IValue& v : args) {
+          if (v.isTensor() && v.toTensor().defined())
+            v = at::zeros(v.toTensor().sizes(), v.toTensor().options().device(at::kCPU));
+        }
         out = plan.run(std::move(args));
-      } catch (const Error& e) {
-        throw Error(ErrorKind::InvalidArgument, "the shapes of " + node.describe() + " cannot be found on the meta device: " + e.message(),
-                    node.meta().where(), "measure_cost() runs the graph instead");
+        for (IValue& v : out) {
+          if (v.isTensor()) v = to_meta(v.toTensor());
+        }
       }
     }
     for (size_t i = 0; i < out.size(); ++i) {
       if (!out[i].isTensor() || !out[i].toTensor().defined()) continue;
-      if (const Value* v = module.graph().find_value(node.result(i)->name())) metas[v] = TensorMeta::of(out[i].toTensor());
+      if (const Value* v = module.graph().find_value(node.result(i)->name()))
+        metas[v] = TensorMeta::of(out[i].toTensor());
     }
     return out;
   });
@@ -185,7 +201,8 @@ NodeCost static_cost(const Node& node, const Metas& metas) {
   };
   if (moves_only(node)) return cost;
   for (const Value* v : node.inputs()) cost.bytes += bytes(v);
-  for (const Value* v : node.results()) cost.bytes += bytes(v), cost.output_bytes += node.writes() && node.result_aliases_input() ? 0 : bytes(v);
+  for (const Value* v : node.results())
+    cost.bytes += bytes(v), cost.output_bytes += node.writes() && node.result_aliases_input() ? 0 : bytes(v);
   return cost;
 }
 
@@ -225,10 +242,12 @@ std::pair<double, double> time_once(const Plan& plan, const std::vector<IValue>&
 }  // namespace
 
 double GraphCost::forward() const {
-  return std::accumulate(nodes.begin(), nodes.end(), 0.0, [](double sum, const NodeCost& c) { return sum + c.forward; });
+  return std::accumulate(nodes.begin(), nodes.end(), 0.0,
+                         [](double sum, const NodeCost& c) { return sum + c.forward; });
 }
 double GraphCost::backward() const {
-  return std::accumulate(nodes.begin(), nodes.end(), 0.0, [](double sum, const NodeCost& c) { return sum + c.backward; });
+  return std::accumulate(nodes.begin(), nodes.end(), 0.0,
+                         [](double sum, const NodeCost& c) { return sum + c.backward; });
 }
 double GraphCost::flops() const {
   return std::accumulate(nodes.begin(), nodes.end(), 0.0, [](double sum, const NodeCost& c) { return sum + c.flops; });
@@ -241,7 +260,8 @@ GraphCost estimate_cost(const GraphModule& module, const std::vector<IValue>& in
     NodeCost& c = cost.nodes.emplace_back();
     if (!node->is_call() || is_pipe_split(*node)) continue;
     c = static_cost(*node, metas);
-    c.forward = machine.seconds_per_operator + std::max(c.flops / machine.flops_per_second, static_cast<double>(c.bytes) / machine.bytes_per_second);
+    c.forward = machine.seconds_per_operator +
+                std::max(c.flops / machine.flops_per_second, static_cast<double>(c.bytes) / machine.bytes_per_second);
     bool floating = false;
     for (const Value* v : node->results()) {
       auto it = metas.find(v);
@@ -253,7 +273,9 @@ GraphCost estimate_cost(const GraphModule& module, const std::vector<IValue>& in
 }
 
 GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, int repeats) {
-  if (repeats < 1) throw Error(ErrorKind::InvalidArgument, "a cost is measured at least once, not " + std::to_string(repeats) + " times");
+  if (repeats < 1)
+    throw Error(ErrorKind::InvalidArgument,
+                "a cost is measured at least once, not " + std::to_string(repeats) + " times");
   auto copy = module.deep_copy();
   auto generator = at::detail::getDefaultCPUGenerator();
   const auto saved = generator.get_state();
@@ -264,15 +286,18 @@ GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, in
   for (const Node* node : copy->graph().nodes()) position.emplace(node, position.size());
   cost.nodes.resize(position.size());
   for (IValue& v : inputs) {
-    if (v.isTensor() && v.toTensor().defined()) v = v.toTensor().detach().clone().set_requires_grad(v.toTensor().requires_grad());
+    if (v.isTensor() && v.toTensor().defined())
+      v = v.toTensor().detach().clone().set_requires_grad(v.toTensor().requires_grad());
   }
   size_t next = 0;
   for (const Node* in : copy->graph().placeholders()) {
-    if (next < inputs.size() && inputs[next].isTensor() && inputs[next].toTensor().defined()) metas[in->result()] = TensorMeta::of(inputs[next].toTensor());
+    if (next < inputs.size() && inputs[next].isTensor() && inputs[next].toTensor().defined())
+      metas[in->result()] = TensorMeta::of(inputs[next].toTensor());
     ++next;
   }
   for (const Node* node : copy->graph().attributes()) {
-    if (const Attr* attr = copy->state().find(node->target()); attr && attr->tensor.defined()) metas[node->result()] = TensorMeta::of(attr->tensor);
+    if (const Attr* attr = copy->state().find(node->target()); attr && attr->tensor.defined())
+      metas[node->result()] = TensorMeta::of(attr->tensor);
   }
   Stepper stepper(*copy, copy->state());
   stepper.run(inputs, [&](const Node& node, const Plan& plan, std::vector<IValue> args) {
@@ -289,12 +314,14 @@ GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, in
       return plan.run(args);
     }();
     bool wants = false;
-    for (const IValue& v : args) wants = wants || (v.isTensor() && v.toTensor().defined() && v.toTensor().requires_grad());
+    for (const IValue& v : args)
+      wants = wants || (v.isTensor() && v.toTensor().defined() && v.toTensor().requires_grad());
     for (size_t i = 0; i < out.size(); ++i) {
       if (!out[i].isTensor() || !out[i].toTensor().defined()) continue;
       at::Tensor t = out[i].toTensor();
       metas[node.result(i)] = TensorMeta::of(t);
-      if (wants && node.meta().grad_enabled && at::isFloatingType(t.scalar_type()) && !t.requires_grad()) out[i] = t.detach().set_requires_grad(true);
+      if (wants && node.meta().grad_enabled && at::isFloatingType(t.scalar_type()) && !t.requires_grad())
+        out[i] = t.detach().set_requires_grad(true);
     }
     const NodeCost fixed = static_cost(node, metas);
     c.flops = fixed.flops, c.bytes = fixed.bytes, c.output_bytes = fixed.output_bytes;

@@ -9,11 +9,11 @@
 namespace plumb {
 
 struct NodeCost {
-  double forward = 0;         // seconds
-  double backward = 0;        // seconds
-  double flops = 0;           // forward, a multiply and an add count as two; 0 for operators that only move data
-  int64_t bytes = 0;          // read and written by forward
-  int64_t output_bytes = 0;   // of results that are memory of their own (views count nothing)
+  double forward = 0;        // seconds
+  double backward = 0;       // seconds
+  double flops = 0;          // forward, a multiply and an add count as two; 0 for operators that only move data
+  int64_t bytes = 0;         // read and written by forward
+  int64_t output_bytes = 0;  // of results that are memory of their own (views count nothing)
 };
 
 // Costs of the operators of a graph, by position among its nodes (all kinds; others than calls cost nothing).
@@ -31,13 +31,15 @@ struct Machine {
   double seconds_per_operator = 5e-6;
 };
 
-// From shapes: the slower of arithmetic and memory traffic, plus a fixed share for each operator. Backward counts twice the
-// forward for operators with a gradient. Shapes come from the graph's own metadata; where those are missing, the graph is run
-// once on `inputs` made meta tensors. Throws Error(InvalidArgument) if shapes are missing and inputs too.
-GraphCost estimate_cost(const GraphModule& module, const std::vector<c10::IValue>& inputs = {}, const Machine& machine = {});
+// From shapes: the slower of arithmetic and memory traffic, plus a fixed share for each operator. Backward counts twice
+// the forward for operators with a gradient. Shapes come from the graph's own metadata; where those are missing, the
+// graph is run once on `inputs` made meta tensors (an operator without a meta kernel in C++ on zeros). Throws
+// Error(InvalidArgument) if shapes are missing and inputs too.
+GraphCost estimate_cost(const GraphModule& module, const std::vector<c10::IValue>& inputs = {},
+                        const Machine& machine = {});
 
-// Runs every node `repeats` times on the values it has in a run on `inputs`, forward and backward, and takes the fastest. Leaves
-// the module's state, gradients and the random generator as they were.
+// Runs every node `repeats` times on the values it has in a run on `inputs`, forward and backward, and takes the
+// fastest. Leaves the module's state, gradients and the random generator as they were.
 GraphCost measure_cost(const GraphModule& module, std::vector<c10::IValue> inputs, int repeats = 5);
 
 }  // namespace plumb

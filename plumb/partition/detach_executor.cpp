@@ -16,8 +16,8 @@ namespace {
 
 using FunctionPtr = decltype(torch::autograd::Edge::function);  // shared or intrusive, by torch's version
 
-// Stands where a stage's graph begins: the sum of what flows into it is the value's gradient. A tensor behind it is no leaf, so a
-// stage may begin with an in-place operator.
+// Stands where a stage's graph begins: the sum of what flows into it is the value's gradient. A tensor behind it is no
+// leaf, so a stage may begin with an in-place operator.
 struct StageEdge : torch::autograd::Node {
   at::Tensor grad;
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
@@ -80,7 +80,8 @@ std::vector<c10::IValue> DetachExecutor::forward(std::vector<c10::IValue> inputs
     StageRun run;
     std::vector<c10::IValue> values;
     for (const StageInputPort& in : table.stages[s].inputs) {
-      c10::IValue v = in.source.is_pipeline_input() ? inputs[in.source.index] : runs[in.source.stage].outputs[in.source.index];
+      c10::IValue v =
+          in.source.is_pipeline_input() ? inputs[in.source.index] : runs[in.source.stage].outputs[in.source.index];
       run.inputs.push_back(v.isTensor() ? enter(v.toTensor()) : Entry{});
       values.push_back(v.isTensor() ? c10::IValue(run.inputs.back().tensor) : std::move(v));
     }
@@ -97,12 +98,14 @@ std::vector<c10::IValue> DetachExecutor::forward(std::vector<c10::IValue> inputs
         if (attr.tensor.is_same(own)) with_edges.set(attr.name, entry.tensor);
       }
     }
-    run.outputs = run.shared.empty() ? stage.run(std::move(values)) : Plan(stage.graph(), with_edges).run(std::move(values));
+    run.outputs =
+        run.shared.empty() ? stage.run(std::move(values)) : Plan(stage.graph(), with_edges).run(std::move(values));
     runs.push_back(std::move(run));
   }
   state_->flat_inputs = std::move(inputs);
   std::vector<c10::IValue> outputs;
-  for (const PipelineOutput& out : table.outputs) outputs.push_back(out.port ? runs.back().outputs[*out.port] : out.constant);
+  for (const PipelineOutput& out : table.outputs)
+    outputs.push_back(out.port ? runs.back().outputs[*out.port] : out.constant);
   return outputs;
 }
 
@@ -110,14 +113,21 @@ std::vector<at::Tensor> DetachExecutor::backward() {
   const Pipe& pipe = state_->pipe;
   const SymbolicBackward& plan = pipe.backward();
   auto& runs = state_->runs;
-  if (runs.empty()) throw Error(ErrorKind::InvalidArgument, "backward without a forward before it", "", "call forward() first, once a backward");
+  if (runs.empty())
+    throw Error(ErrorKind::InvalidArgument, "backward without a forward before it", "",
+                "call forward() first, once a backward");
   const c10::IValue& loss = runs.back().outputs[plan.loss_port];
-  if (!loss.isTensor() || !loss.toTensor().defined() || !loss.toTensor().requires_grad() || loss.toTensor().numel() != 1) {
-    throw Error(ErrorKind::InvalidArgument, "the loss, output %" + pipe.table().stages.back().outputs[plan.loss_port].name +
+  if (!loss.isTensor() || !loss.toTensor().defined() || !loss.toTensor().requires_grad() ||
+      loss.toTensor().numel() != 1) {
+    throw Error(ErrorKind::InvalidArgument, "the loss, output %" +
+                                                pipe.table().stages.back().outputs[plan.loss_port].name +
                                                 ", is no tensor of one element that requires a gradient");
   }
-  auto grad_of = [&](const std::optional<GradRef>& ref) { return ref ? runs[ref->stage].inputs[ref->input].grad() : at::Tensor(); };
-  // A replicated parameter's gradient so far, handed from a later stage's copy to an earlier one's: see StageBackwardStep.
+  auto grad_of = [&](const std::optional<GradRef>& ref) {
+    return ref ? runs[ref->stage].inputs[ref->input].grad() : at::Tensor();
+  };
+  // A replicated parameter's gradient so far, handed from a later stage's copy to an earlier one's: see
+  // StageBackwardStep.
   std::vector<at::Tensor> replicated(pipe.replicated_params().size());
   for (const StageBackwardStep& step : plan.steps) {
     StageRun& run = runs[step.stage];
@@ -134,7 +144,8 @@ std::vector<at::Tensor> DetachExecutor::backward() {
     for (size_t p = 0; p < replicated.size(); ++p) {
       auto here = pipe.replicated_params()[p].find(step.stage);
       if (here == pipe.replicated_params()[p].end() || !replicated[p].defined()) continue;
-      if (auto it = run.shared.find(here->second); it != run.shared.end()) add_root({it->second.edge, 0}, replicated[p]);
+      if (auto it = run.shared.find(here->second); it != run.shared.end())
+        add_root({it->second.edge, 0}, replicated[p]);
     }
     for (size_t j : step.outputs_with_grads) {
       if (!run.outputs[j].isTensor()) continue;

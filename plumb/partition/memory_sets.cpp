@@ -14,7 +14,8 @@ void collect(const Arg& arg, std::vector<Value*>& out) {
   }
 }
 
-// The tensors of a node that may be one memory: annotated arguments and results; all of them where nothing is annotated.
+// The tensors of a node that may be one memory: annotated arguments and results; all of them where nothing is
+// annotated.
 std::vector<Value*> sharing(const Node& node) {
   std::vector<Value*> values;
   if (!node.result_aliases_input()) return values;

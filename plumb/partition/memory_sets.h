@@ -12,10 +12,10 @@ namespace plumb {
 class MemorySets {
  public:
   struct Set {
-    std::vector<Value*> values;   // in graph order
-    std::vector<Node*> writers;   // in graph order, each once
-    bool has_state = false;       // a parameter, buffer or constant is among them
-    bool has_input = false;       // an input of the graph is among them
+    std::vector<Value*> values;  // in graph order
+    std::vector<Node*> writers;  // in graph order, each once
+    bool has_state = false;      // a parameter, buffer or constant is among them
+    bool has_input = false;      // an input of the graph is among them
   };
 
   MemorySets(const Graph& graph, const State& state);

@@ -22,16 +22,18 @@ std::vector<c10::IValue> x34() {
 }
 
 TEST(Memory, AnInPlaceOperatorMayBeginAStage) {
-  auto pipe = expect_equals_whole(*model(R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) plumb::pipe_split()
+  auto pipe = expect_equals_whole(
+      *model(R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) plumb::pipe_split()
     %r = aten::relu_(%a) %m = aten::mul.Tensor(%r, %a) plumb::pipe_split() %n = aten::mul.Tensor(%a, %m) %l = aten::sum(%n) output(%l, %a) })"),
-                                  refuse(), x34(), 3);
+      refuse(), x34(), 3);
   EXPECT_TRUE(pipe->stage_inputs(1)[0].written);
   EXPECT_FALSE(pipe->stage_inputs(2)[0].written);
   EXPECT_EQ(pipe->stage_inputs(2)[0].source.stage, 1) << "after the write the value is the writer's";
 }
 
 TEST(Memory, RenamingAfterWritesFollowsChains) {
-  Graph g = parse_graph(R"(graph { %x = placeholder "x" %a = aten::neg(%x) %r = aten::relu_(%a) %s = aten::mul_.Tensor(%a, 2) %t = aten::add.Tensor(%a, %r) output(%t, %a) })");
+  Graph g = parse_graph(
+      R"(graph { %x = placeholder "x" %a = aten::neg(%x) %r = aten::relu_(%a) %s = aten::mul_.Tensor(%a, 2) %t = aten::add.Tensor(%a, %r) output(%t, %a) })");
   EXPECT_TRUE(rename_after_writes(g));
   EXPECT_EQ(g.find_value("s")->producer()->input(0)->name(), "r");
   EXPECT_EQ(g.find_value("t")->producer()->input(0)->name(), "s");
@@ -42,7 +44,8 @@ TEST(Memory, RenamingAfterWritesFollowsChains) {
 
 TEST(Memory, AViewOfWhatALaterStageWritesIsFound) {
   // %v shares %a's memory, stage 1 writes %a, stage 2 reads %v: it must see the write.
-  const std::string text = R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) %v = aten::view(%a, [12]) plumb::pipe_split()
+  const std::string text =
+      R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) %v = aten::view(%a, [12]) plumb::pipe_split()
     %r = aten::mul_.Tensor(%a, 2) %m = aten::mean(%r) plumb::pipe_split() %n = aten::mul.Tensor(%v, %m) %l = aten::sum(%n) output(%l) })";
   const std::string error = error_of([&] { pipeline(*model(text), refuse()); });
   EXPECT_THAT(error, HasSubstr("node %r (aten::mul_.Tensor), which writes memory, from node %n (aten::mul.Tensor)"));
@@ -51,27 +54,33 @@ TEST(Memory, AViewOfWhatALaterStageWritesIsFound) {
 }
 
 TEST(Memory, TwoViewsOfOneMemoryDoNotArriveApartWhereItIsWritten) {
-  const std::string text = R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) %v = aten::view(%a, [12]) %y = aten::neg(%x) plumb::pipe_split()
+  const std::string text =
+      R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) %v = aten::view(%a, [12]) %y = aten::neg(%x) plumb::pipe_split()
     %r = aten::mul_.Tensor(%a, 2) %n = aten::mul.Tensor(%v, 5) %m = aten::mean(%n) %l = aten::mul.Tensor(%m, %m) output(%l, %r, %y) })";
   EXPECT_THAT(error_of([&] { pipeline(*model(text), refuse()); }), HasSubstr("share memory and would arrive apart"));
 }
 
 TEST(Memory, ViewsNobodyWritesMayCross) {
-  auto pipe = expect_equals_whole(*model(R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) %t = aten::t(%a) [%c, %d] = aten::split.Tensor(%t, 2) plumb::pipe_split()
+  auto pipe = expect_equals_whole(
+      *model(
+          R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) %t = aten::t(%a) [%c, %d] = aten::split.Tensor(%t, 2) plumb::pipe_split()
     %m = aten::mul.Tensor(%c, %d) %mm = aten::mm(%m, %a) %l = aten::sum(%mm) output(%l, %t) })"),
-                                  refuse(), x34(), 2);
+      refuse(), x34(), 2);
   EXPECT_EQ(pipe->stage_inputs(1).size(), 4u);
 }
 
 TEST(Memory, WritesThroughAViewInOneStageAreFine) {
-  expect_equals_whole(*model(R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) %s = aten::select.int(%a, 0, 1) %w = aten::mul_.Tensor(%s, 2) plumb::pipe_split()
+  expect_equals_whole(
+      *model(
+          R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) %s = aten::select.int(%a, 0, 1) %w = aten::mul_.Tensor(%s, 2) plumb::pipe_split()
     %m = aten::mul.Tensor(%a, %a) %l = aten::sum(%m) output(%l) })"),
-                      refuse(), x34(), 2);
+      refuse(), x34(), 2);
 }
 
 TEST(Memory, AWrittenInputUsedLaterIsFound) {
   // Stage 0 writes the input through a view, stage 1 reads the input.
-  const std::string text = R"(graph { %x: f32[3, 4] = placeholder "x" %w: f32[3, 4] = placeholder "w" %s = aten::select.int(%x, 0, 1) %z = aten::zero_(%s) %a = aten::mul.Tensor(%w, 2)
+  const std::string text =
+      R"(graph { %x: f32[3, 4] = placeholder "x" %w: f32[3, 4] = placeholder "w" %s = aten::select.int(%x, 0, 1) %z = aten::zero_(%s) %a = aten::mul.Tensor(%w, 2)
     plumb::pipe_split() %m = aten::mul.Tensor(%a, %x) %l = aten::sum(%m) output(%l) })";
   EXPECT_THAT(error_of([&] { pipeline(*model(text), refuse()); }), HasSubstr("as it was before the write"));
   at::manual_seed(2);
@@ -91,15 +100,17 @@ State norm_state(const std::string& prefix) {
 
 std::string norm(const std::string& prefix, const std::string& in, const std::string& out) {
   const std::string p = "%" + out;
-  return p + "w = get_attr \"" + prefix + ".weight\" " + p + "b = get_attr \"" + prefix + ".bias\" " + p + "m = get_attr \"" + prefix + ".running_mean\" " + p +
-         "v = get_attr \"" + prefix + ".running_var\" " + p + "n = get_attr \"" + prefix + ".num_batches_tracked\" " + p + "n1 = aten::add_.Tensor(" + p + "n, 1) " + p +
+  return p + "w = get_attr \"" + prefix + ".weight\" " + p + "b = get_attr \"" + prefix + ".bias\" " + p +
+         "m = get_attr \"" + prefix + ".running_mean\" " + p + "v = get_attr \"" + prefix + ".running_var\" " + p +
+         "n = get_attr \"" + prefix + ".num_batches_tracked\" " + p + "n1 = aten::add_.Tensor(" + p + "n, 1) " + p +
          " = aten::batch_norm(%" + in + ", " + p + "w, " + p + "b, " + p + "m, " + p + "v, True, 0.1, 1e-5, False)\n";
 }
 
 TEST(Memory, BatchNormBuffersAreWrittenInTheirStage) {
   State state = norm_state("bn1");
   for (const Attr& attr : norm_state("bn2")) state.add(attr);
-  const std::string text = "graph { %x: f32[3, 4] = placeholder \"x\" " + norm("bn1", "x", "a") + "plumb::pipe_split() %r = aten::relu_(%a) " + norm("bn2", "r", "b") +
+  const std::string text = "graph { %x: f32[3, 4] = placeholder \"x\" " + norm("bn1", "x", "a") +
+                           "plumb::pipe_split() %r = aten::relu_(%a) " + norm("bn2", "r", "b") +
                            "%s = aten::mul.Tensor(%b, %b) %l = aten::sum(%s) output(%l) }";
   auto pipe = expect_equals_whole(*model(text, state), refuse(), x34(), 2);
   EXPECT_EQ(pipe->stage(0)->state().size(), 5u);
@@ -107,20 +118,24 @@ TEST(Memory, BatchNormBuffersAreWrittenInTheirStage) {
 }
 
 TEST(Memory, BatchNormUsedInTwoStagesIsRefused) {
-  const std::string text = "graph { %x: f32[3, 4] = placeholder \"x\" " + norm("bn", "x", "a") + "plumb::pipe_split() %r = aten::relu(%a) " + norm("bn", "r", "b") +
+  const std::string text = "graph { %x: f32[3, 4] = placeholder \"x\" " + norm("bn", "x", "a") +
+                           "plumb::pipe_split() %r = aten::relu(%a) " + norm("bn", "r", "b") +
                            "%s = aten::mul.Tensor(%b, %b) %l = aten::sum(%s) output(%l) }";
-  EXPECT_THAT(error_of([&] { pipeline(*model(text, norm_state("bn")), refuse()); }), HasSubstr("can live in one stage only"));
+  EXPECT_THAT(error_of([&] { pipeline(*model(text, norm_state("bn")), refuse()); }),
+              HasSubstr("can live in one stage only"));
 }
 
 TEST(Memory, ABufferThatIsSentIsSentAsItWas) {
   State state;
   state.add({"count", AttrKind::Buffer, at::zeros({4})});
-  const std::string text = R"(graph { %x: f32[3, 4] = placeholder "x" %c = get_attr "count" %c1 = aten::add_.Tensor(%c, 1) %a = aten::mul.Tensor(%x, %c1) plumb::pipe_split()
+  const std::string text =
+      R"(graph { %x: f32[3, 4] = placeholder "x" %c = get_attr "count" %c1 = aten::add_.Tensor(%c, 1) %a = aten::mul.Tensor(%x, %c1) plumb::pipe_split()
     %m = aten::mul.Tensor(%a, %c1) %l = aten::sum(%m) output(%l) })";
   auto pipe = expect_equals_whole(*model(text, state), refuse(), x34(), 2);
   const auto sent = pipe->stage(0)->run({at::ones({3, 4})});
   for (const auto& v : sent) {
-    EXPECT_FALSE(v.toTensor().is_alias_of(pipe->stage(0)->state().get("count").tensor)) << "the next microbatch would change it on its way";
+    EXPECT_FALSE(v.toTensor().is_alias_of(pipe->stage(0)->state().get("count").tensor))
+        << "the next microbatch would change it on its way";
   }
 }
 

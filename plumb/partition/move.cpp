@@ -56,11 +56,13 @@ void Pipe::move_stage(int index, at::Device device) {
       at::NoGradGuard no_grad;
       try {
         // From the meta device there is nothing to copy: the stage gets memory to load weights into.
-        twin = attr.tensor.is_meta() && !device.is_meta() ? at::empty_like(attr.tensor, attr.tensor.options().device(device))
-                                                          : attr.tensor.to(device);
+        twin = attr.tensor.is_meta() && !device.is_meta()
+                   ? at::empty_like(attr.tensor, attr.tensor.options().device(device))
+                   : attr.tensor.to(device);
       } catch (const c10::Error& e) {
-        throw Error(ErrorKind::InvalidArgument, "stage " + std::to_string(index) + " cannot be moved to " + device.str() + ": '" +
-                                                    attr.name + "': " + std::string(e.what_without_backtrace()));
+        throw Error(ErrorKind::InvalidArgument, "stage " + std::to_string(index) + " cannot be moved to " +
+                                                    device.str() + ": '" + attr.name +
+                                                    "': " + std::string(e.what_without_backtrace()));
       }
       if (!twin.is_same(attr.tensor)) twin = twin.detach().set_requires_grad(attr.tensor.requires_grad());
     }

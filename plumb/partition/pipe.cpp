@@ -15,7 +15,8 @@ std::vector<c10::IValue> gather(const StageIO& io, const std::vector<c10::IValue
   std::vector<c10::IValue> values;
   values.reserve(io.inputs.size());
   for (const StageInputPort& in : io.inputs) {
-    c10::IValue value = in.source.is_pipeline_input() ? inputs[in.source.index] : made[in.source.stage][in.source.index];
+    c10::IValue value =
+        in.source.is_pipeline_input() ? inputs[in.source.index] : made[in.source.stage][in.source.index];
     // Stages may live on different devices.
     if (in.meta && value.isTensor() && value.toTensor().defined() && value.toTensor().device() != in.meta->device) {
       value = value.toTensor().to(in.meta->device);
@@ -25,7 +26,8 @@ std::vector<c10::IValue> gather(const StageIO& io, const std::vector<c10::IValue
   return values;
 }
 
-std::shared_ptr<Graph> make_top(const Graph& whole, const PipeTable& table, const std::vector<std::shared_ptr<GraphModule>>& stages) {
+std::shared_ptr<Graph> make_top(const Graph& whole, const PipeTable& table,
+                                const std::vector<std::shared_ptr<GraphModule>>& stages) {
   auto top = std::make_shared<Graph>();
   std::vector<Value*> inputs;
   for (const Node* in : whole.placeholders()) {
@@ -35,14 +37,17 @@ std::shared_ptr<Graph> make_top(const Graph& whole, const PipeTable& table, cons
   for (size_t s = 0; s < stages.size(); ++s) {
     std::vector<Arg> args;
     for (const StageInputPort& in : table.stages[s].inputs) {
-      args.push_back(in.source.is_pipeline_input() ? inputs[in.source.index] : calls[in.source.stage]->result(in.source.index));
+      args.push_back(in.source.is_pipeline_input() ? inputs[in.source.index]
+                                                   : calls[in.source.stage]->result(in.source.index));
     }
     // The nested graph is the stage's own, kept alive by its module.
     std::shared_ptr<Graph> graph(stages[s], &stages[s]->graph());
-    calls.push_back(top->call_module("stage_" + std::to_string(s), std::move(graph), std::move(args), table.stages[s].outputs.size()));
+    calls.push_back(top->call_module("stage_" + std::to_string(s), std::move(graph), std::move(args),
+                                     table.stages[s].outputs.size()));
   }
   std::vector<Arg> outputs;
-  for (const PipelineOutput& out : table.outputs) outputs.push_back(out.port ? Arg(calls.back()->result(*out.port)) : Arg(out.constant));
+  for (const PipelineOutput& out : table.outputs)
+    outputs.push_back(out.port ? Arg(calls.back()->result(*out.port)) : Arg(out.constant));
   top->output(std::move(outputs));
   return top;
 }
@@ -68,7 +73,8 @@ Pipe::Pipe(std::vector<std::shared_ptr<GraphModule>> stages, PipeTable table, Gr
 
 void Pipe::check_stage(int index) const {
   if (index >= 0 && index < num_stages()) return;
-  throw Error(ErrorKind::InvalidArgument, "the pipe has no stage " + std::to_string(index) + ", it has " + std::to_string(num_stages()), "",
+  throw Error(ErrorKind::InvalidArgument,
+              "the pipe has no stage " + std::to_string(index) + ", it has " + std::to_string(num_stages()), "",
               "stages count from 0");
 }
 
@@ -97,8 +103,8 @@ std::vector<c10::IValue> Pipe::outputs_of(std::vector<c10::IValue>& last) const 
 
 std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
   if (inputs.size() != table_.num_inputs) {
-    throw Error(ErrorKind::InvalidArgument,
-                "the pipe takes " + std::to_string(table_.num_inputs) + " inputs, got " + std::to_string(inputs.size()));
+    throw Error(ErrorKind::InvalidArgument, "the pipe takes " + std::to_string(table_.num_inputs) + " inputs, got " +
+                                                std::to_string(inputs.size()));
   }
   std::vector<std::vector<c10::IValue>> made(stages_.size());
   for (size_t s = 0; s < stages_.size(); ++s) {
@@ -113,13 +119,16 @@ std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
   return outputs_of(made.back());
 }
 
-c10::IValue Pipe::forward(std::vector<c10::IValue> args, std::vector<std::pair<std::string, c10::IValue>> kwargs) const {
+c10::IValue Pipe::forward(std::vector<c10::IValue> args,
+                          std::vector<std::pair<std::string, c10::IValue>> kwargs) const {
   // A module that only hands its inputs on takes the structured call apart and checks it as every module does.
   Graph graph;
   std::vector<Arg> leaves;
-  for (size_t i = 0; i < input_names_.size(); ++i) leaves.push_back(graph.placeholder(input_names_[i], input_metas_[i])->result());
+  for (size_t i = 0; i < input_names_.size(); ++i)
+    leaves.push_back(graph.placeholder(input_names_[i], input_metas_[i])->result());
   graph.output(std::move(leaves));
-  GraphModule taker(std::move(graph), State(), in_spec_, TreeSpec::tuple(std::vector<TreeSpec>(input_names_.size(), TreeSpec::leaf())));
+  GraphModule taker(std::move(graph), State(), in_spec_,
+                    TreeSpec::tuple(std::vector<TreeSpec>(input_names_.size(), TreeSpec::leaf())));
   return unflatten(out_spec_, run(taker.forward(std::move(args), std::move(kwargs)).toTupleRef().elements().vec()));
 }
 
@@ -128,7 +137,8 @@ std::vector<at::Tensor> Pipe::parameters() const {
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& stage : stages_) {
     for (const Attr& attr : stage->state()) {
-      if (attr.kind == AttrKind::Parameter && attr.tensor.defined() && seen.insert(attr.tensor.unsafeGetTensorImpl()).second) {
+      if (attr.kind == AttrKind::Parameter && attr.tensor.defined() &&
+          seen.insert(attr.tensor.unsafeGetTensorImpl()).second) {
         found.push_back(attr.tensor);
       }
     }
@@ -142,7 +152,8 @@ void Pipe::train(bool on) {
 
 const SymbolicBackward& Pipe::backward() const {
   if (backward_) return *backward_;
-  throw Error(ErrorKind::InvalidArgument, "the pipe has no loss and so no backward", "", "give SplitOptions::loss_spec");
+  throw Error(ErrorKind::InvalidArgument, "the pipe has no loss and so no backward", "",
+              "give SplitOptions::loss_spec");
 }
 
 BackwardResult Pipe::run_with_backward(std::vector<c10::IValue> inputs) const {
@@ -163,10 +174,12 @@ State Pipe::merge_state_dict() const {
       if (first.is_meta() || copy.is_meta()) continue;
       // Bytes, so that a NaN equals itself.
       const auto a = first.detach().cpu().contiguous(), b = copy.detach().cpu().contiguous();
-      if (a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && (a.nbytes() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0)) continue;
+      if (a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
+          (a.nbytes() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0))
+        continue;
       throw Error(ErrorKind::InvalidArgument,
-                  "the copies of '" + first_name + "' in stage " + std::to_string(first_stage) + " and of '" + name + "' in stage " +
-                      std::to_string(s) + " differ",
+                  "the copies of '" + first_name + "' in stage " + std::to_string(first_stage) + " and of '" + name +
+                      "' in stage " + std::to_string(s) + " differ",
                   "", "sum the gradients of replicated_params() over their stages before every optimiser step");
     }
   }

@@ -1,4 +1,5 @@
-// A graph cut into stages: runs here as the reference, hands out its stages, moves them, and gives the whole model back.
+// A graph cut into stages: runs here as the reference, hands out its stages, moves them, and gives the whole model
+// back.
 #pragma once
 
 #include <memory>
@@ -19,8 +20,8 @@ struct PipeInfo {
 };
 
 struct BackwardResult {
-  std::vector<c10::IValue> outputs;      // flat
-  std::vector<at::Tensor> input_grads;   // one a flat input; undefined where it has none
+  std::vector<c10::IValue> outputs;     // flat
+  std::vector<at::Tensor> input_grads;  // one a flat input; undefined where it has none
 };
 
 class Pipe {
@@ -30,15 +31,16 @@ class Pipe {
     std::string name;
     AttrKind kind;
     bool persistent;
-    int stage;             // that holds it (the first one), or -1
-    std::string held_as;   // its name there; another name of the same tensor for tied weights
-    at::Tensor tensor;     // if no stage holds it
+    int stage;            // that holds it (the first one), or -1
+    std::string held_as;  // its name there; another name of the same tensor for tied weights
+    at::Tensor tensor;    // if no stage holds it
   };
   Pipe(std::vector<std::shared_ptr<GraphModule>> stages, PipeTable table, Graph whole, std::vector<Origin> origins,
        TreeSpec in_spec, TreeSpec out_spec, std::vector<std::string> notes);
 
   int num_stages() const { return table_.num_stages(); }
-  // Throws Error(InvalidArgument) if there is no such stage. Inputs and outputs are flat, as in stage_inputs/stage_outputs.
+  // Throws Error(InvalidArgument) if there is no such stage. Inputs and outputs are flat, as in
+  // stage_inputs/stage_outputs.
   const std::shared_ptr<GraphModule>& stage(int index) const;
   const std::vector<StageInputPort>& stage_inputs(int index) const;
   const std::vector<StageOutputPort>& stage_outputs(int index) const;
@@ -52,7 +54,8 @@ class Pipe {
   PipeInfo info() const;
 
   // Runs stage after stage in this process, with autograd through all of them. Arguments as the original's.
-  c10::IValue forward(std::vector<c10::IValue> args, std::vector<std::pair<std::string, c10::IValue>> kwargs = {}) const;
+  c10::IValue forward(std::vector<c10::IValue> args,
+                      std::vector<std::pair<std::string, c10::IValue>> kwargs = {}) const;
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs) const;  // flat
   // Every parameter of every stage, each tensor once.
   std::vector<at::Tensor> parameters() const;
@@ -62,14 +65,16 @@ class Pipe {
   bool has_loss_and_backward() const { return backward_.has_value(); }
   // Throws Error(InvalidArgument) if the pipe has no loss.
   const SymbolicBackward& backward() const;
-  // One microbatch: forward with stages apart (see DetachExecutor), then the symbolic backward. Accumulates into the parameters'
-  // `.grad`, replicated ones included: every copy gets the sum. Bit for bit what backward() of the undivided graph gives.
+  // One microbatch: forward with stages apart (see DetachExecutor), then the symbolic backward. Accumulates into the
+  // parameters'
+  // `.grad`, replicated ones included: every copy gets the sum. Bit for bit what backward() of the undivided graph
+  // gives.
   BackwardResult run_with_backward(std::vector<c10::IValue> inputs) const;
 
   // --- state ---
   const std::vector<ReplicatedParam>& replicated_params() const { return table_.replicated; }
-  // The whole model's state, names and order as in the original, tied names tied, tensors shared with the stages. Throws
-  // Error(InvalidArgument) naming the parameter and stages if copies of a replicated parameter differ.
+  // The whole model's state, names and order as in the original, tied names tied, tensors shared with the stages.
+  // Throws Error(InvalidArgument) naming the parameter and stages if copies of a replicated parameter differ.
   State merge_state_dict() const;
   // The undivided graph with that state.
   std::shared_ptr<GraphModule> merge() const;

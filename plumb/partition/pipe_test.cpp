@@ -16,15 +16,19 @@ using testing::HasSubstr;
 c10::IValue first_of_two() { return c10::ivalue::Tuple::create({c10::IValue(true), c10::IValue(false)}); }
 
 TEST(Pipe, TakesStructuredCallsAsTheWholeDoes) {
-  const TreeSpec in = TreeSpec::tuple({TreeSpec::tuple({TreeSpec::leaf()}), TreeSpec::dict({"scale"}, {TreeSpec::leaf()})});
-  GraphModule m(parse_graph(R"(graph { %x: f32[2] = placeholder "x" %s: f32[] = placeholder "scale" %a = aten::neg(%x) plumb::pipe_split() %y = aten::mul.Tensor(%a, %s) output(%y, %a) })"),
-                State(), in, TreeSpec::dict({"y", "a"}, {TreeSpec::leaf(), TreeSpec::leaf()}));
+  const TreeSpec in =
+      TreeSpec::tuple({TreeSpec::tuple({TreeSpec::leaf()}), TreeSpec::dict({"scale"}, {TreeSpec::leaf()})});
+  GraphModule m(
+      parse_graph(
+          R"(graph { %x: f32[2] = placeholder "x" %s: f32[] = placeholder "scale" %a = aten::neg(%x) plumb::pipe_split() %y = aten::mul.Tensor(%a, %s) output(%y, %a) })"),
+      State(), in, TreeSpec::dict({"y", "a"}, {TreeSpec::leaf(), TreeSpec::leaf()}));
   auto pipe = pipeline(m);
   EXPECT_EQ(pipe->num_stages(), 2);
   auto out = pipe->forward({at::ones({2})}, {{"scale", at::full({}, 4.0f)}}).toGenericDict();
   EXPECT_EQ(out.at("y").toTensor().sum().item<double>(), -8.0);
   EXPECT_THAT(error_of([&] { pipe->forward({at::ones({2})}); }), HasSubstr("'scale' is missing"));
-  EXPECT_THAT(error_of([&] { pipe->forward({at::ones({3})}, {{"scale", at::ones({})}}); }), HasSubstr("input 'x' should be f32[2]"));
+  EXPECT_THAT(error_of([&] { pipe->forward({at::ones({3})}, {{"scale", at::ones({})}}); }),
+              HasSubstr("input 'x' should be f32[2]"));
   EXPECT_THAT(error_of([&] { pipe->run({at::ones({2})}); }), HasSubstr("takes 2 inputs, got 1"));
   EXPECT_THAT(error_of([&] { pipe->stage(2); }), HasSubstr("no stage 2, it has 2"));
   EXPECT_THAT(error_of([&] { pipe->backward(); }), HasSubstr("no loss"));
@@ -53,18 +57,21 @@ TEST(Pipe, RunsTheWorkOfAnyCallerOfTheTable) {
   for (int s = 0; s < table.num_stages(); ++s) {
     std::vector<c10::IValue> in;
     for (const auto& port : table.stages[s].inputs) {
-      in.push_back(port.source.is_pipeline_input() ? inputs[port.source.index] : made[port.source.stage][port.source.index]);
+      in.push_back(port.source.is_pipeline_input() ? inputs[port.source.index]
+                                                   : made[port.source.stage][port.source.index]);
     }
     made.push_back(pipe->stage(s)->run(in));
   }
   const auto expected = whole->run(inputs);
-  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(same(expected[i].toTensor(), made.back()[*table.outputs[i].port].toTensor()));
+  for (size_t i = 0; i < expected.size(); ++i)
+    EXPECT_TRUE(same(expected[i].toTensor(), made.back()[*table.outputs[i].port].toTensor()));
 }
 
 TEST(Pipe, BackwardIsDataThatReadsWell) {
   SplitOptions options;
   options.loss_spec = first_of_two();
-  const std::string text = R"(graph { %x: f32[4] = placeholder "x" %a: f32[4] = aten::tanh(%x) %n: i64[4] = aten::to.dtype(%a, torch.int64) plumb::pipe_split()
+  const std::string text =
+      R"(graph { %x: f32[4] = placeholder "x" %a: f32[4] = aten::tanh(%x) %n: i64[4] = aten::to.dtype(%a, torch.int64) plumb::pipe_split()
     %b: f32[4] = aten::mul.Tensor(%a, %n) plumb::pipe_split() %c: f32[4] = aten::mul.Tensor(%a, %b) %l = aten::sum(%c) output(%l, %b) })";
   auto pipe = pipeline(*model(text), options);
   ASSERT_EQ(pipe->backward().steps.size(), 3u);
@@ -81,8 +88,11 @@ TEST(Pipe, BackwardIsDataThatReadsWell) {
 TEST(Pipe, StagesThatDoNotReachTheLossHaveNoBackward) {
   SplitOptions options;
   options.loss_spec = first_of_two();
-  auto pipe = pipeline(*model(R"(graph { %x: f32[4] = placeholder "x" %y: f32[4] = placeholder "y" %a: i64[4] = aten::to.dtype(%x, torch.int64) plumb::pipe_split()
-    %b = aten::mul.Tensor(%a, %y) %l = aten::sum(%b) output(%l, %b) })"), options);
+  auto pipe = pipeline(
+      *model(
+          R"(graph { %x: f32[4] = placeholder "x" %y: f32[4] = placeholder "y" %a: i64[4] = aten::to.dtype(%x, torch.int64) plumb::pipe_split()
+    %b = aten::mul.Tensor(%a, %y) %l = aten::sum(%b) output(%l, %b) })"),
+      options);
   EXPECT_EQ(pipe->backward().steps.size(), 1u);
   auto result = pipe->run_with_backward({at::ones({4}).requires_grad_(), at::ones({4}).requires_grad_()});
   EXPECT_FALSE(result.input_grads[0].defined());
@@ -99,7 +109,8 @@ TEST(Pipe, BackwardNeedsAForwardAndALoss) {
     at::NoGradGuard guard;
     executor.forward(gpt_inputs());
   }
-  EXPECT_THAT(error_of([&] { executor.backward(); }), HasSubstr("%loss, is no tensor of one element that requires a gradient"));
+  EXPECT_THAT(error_of([&] { executor.backward(); }),
+              HasSubstr("%loss, is no tensor of one element that requires a gradient"));
   auto constant = model("graph { %x = placeholder \"x\" output(3, %x) }");
   EXPECT_THAT(error_of([&] { pipeline(*constant, options); }), HasSubstr("the loss is a constant"));
 }
@@ -113,14 +124,16 @@ TEST(Pipe, GradientsAddToThoseThatAreThere) {
     whole->run(gpt_inputs())[0].toTensor().backward();
     pipe->run_with_backward(gpt_inputs());
   }
-  for (const Attr& attr : pipe->merge_state_dict()) EXPECT_TRUE(same(attr.tensor.grad(), whole->state().get(attr.name).tensor.grad())) << attr.name;
+  for (const Attr& attr : pipe->merge_state_dict())
+    EXPECT_TRUE(same(attr.tensor.grad(), whole->state().get(attr.name).tensor.grad())) << attr.name;
 }
 
 TEST(Pipe, MovesStagesWithTheirDeviceArguments) {
   State state;
   parameter(state, "w", {4, 4});
   state.add({"v", AttrKind::Parameter, state.get("w").tensor});
-  const std::string text = R"(graph { %x: f32[4, 4] = placeholder "x" %w = get_attr "w" %v = get_attr "v" %o = aten::rand([4, 4], device=device("cpu")) %z = aten::rand([4, 4])
+  const std::string text =
+      R"(graph { %x: f32[4, 4] = placeholder "x" %w = get_attr "w" %v = get_attr "v" %o = aten::rand([4, 4], device=device("cpu")) %z = aten::rand([4, 4])
     %like = aten::rand_like(%x) %a: f32[4, 4] = aten::linear(%x, %w) %b = aten::add.Tensor(%a, %o) %c = aten::add.Tensor(%b, %z) %d = aten::linear(%c, %v)
     %e = aten::to.device(%d, device("cpu"), torch.float32) %f = aten::add.Tensor(%e, %like) plumb::pipe_split() %l = aten::sum(%f) output(%l) })";
   auto pipe = pipeline(*model(text, state));
@@ -153,11 +166,14 @@ TEST(StageBytes, AStageComesBackWhole) {
     EXPECT_EQ(package.input_names, (std::vector<std::string>{"tokens", "targets"}));
     for (const Attr& attr : pipe->stage(s)->state()) {
       const Attr& back = package.module->state().get(attr.name);
-      EXPECT_TRUE(same(attr.tensor.detach(), back.tensor.detach()) && back.tensor.requires_grad() == attr.tensor.requires_grad()) << attr.name;
+      EXPECT_TRUE(same(attr.tensor.detach(), back.tensor.detach()) &&
+                  back.tensor.requires_grad() == attr.tensor.requires_grad())
+          << attr.name;
     }
     std::vector<c10::IValue> in;
     for (const auto& port : package.table.stages[s].inputs) {
-      in.push_back(port.source.is_pipeline_input() ? inputs[port.source.index] : made[port.source.stage][port.source.index]);
+      in.push_back(port.source.is_pipeline_input() ? inputs[port.source.index]
+                                                   : made[port.source.stage][port.source.index]);
     }
     made.push_back(package.module->run(in));
   }
@@ -173,7 +189,10 @@ TEST(StageBytes, KeepsTiesStridesAndTypes) {
   state.add({"e", AttrKind::Buffer, at::ones({2, 1}).expand({2, 3})});
   state.add({"i", AttrKind::Constant, at::arange(3)});
   state.add({"z", AttrKind::Buffer, at::zeros({0, 4}, at::kBFloat16)});
-  auto pipe = pipeline(*model("graph { %x = placeholder \"x\" %a = get_attr \"a\" %b = get_attr \"b\" %t = get_attr \"t\" %e = get_attr \"e\" %i = get_attr \"i\" %z = get_attr \"z\" output(%x, %a, %b, %t, %e, %i, %z, None, nan, inf) }", state));
+  auto pipe = pipeline(
+      *model("graph { %x = placeholder \"x\" %a = get_attr \"a\" %b = get_attr \"b\" %t = get_attr \"t\" %e = get_attr "
+             "\"e\" %i = get_attr \"i\" %z = get_attr \"z\" output(%x, %a, %b, %t, %e, %i, %z, None, nan, inf) }",
+             state));
   StagePackage back = deserialize_stage(serialize_stage(*pipe, 0));
   const State& s = back.module->state();
   EXPECT_TRUE(s.get("a").tensor.is_same(s.get("b").tensor));

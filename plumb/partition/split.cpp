@@ -21,7 +21,8 @@ const c10::TensorImpl* impl_of(const State& state, const std::string& name) {
 
 class Cutter {
  public:
-  Cutter(const GraphModule& module, const SplitOptions& options) : module_(module), options_(options), graph_(module.graph().clone()) {}
+  Cutter(const GraphModule& module, const SplitOptions& options)
+      : module_(module), options_(options), graph_(module.graph().clone()) {}
 
   std::shared_ptr<Pipe> cut();
 
@@ -89,7 +90,6 @@ void Cutter::unify_transmitted() {
     graph_.replace_all_uses_with(node->result(), it->second->result());
     graph_.erase(node);
   }
-  // Its first user may have stood before the node that stays? No: the first node of a tensor stays, and it came first.
 }
 
 int Cutter::stage_of(const Node* node) const {
@@ -164,7 +164,8 @@ void Cutter::add_placeholders(int stage) {
     if (const auto* set = memory_->written_set(v)) {
       for (const Node* w : set->writers) written = written || stage_of(w) == stage;
     }
-    if (!from.is_pipeline_input()) table_.stages[from.stage].outputs[from.index].consumers.push_back({stage, ports.size()});
+    if (!from.is_pipeline_input())
+      table_.stages[from.stage].outputs[from.index].consumers.push_back({stage, ports.size()});
     ports.push_back({from, v->name(), v->type(), v->meta(), written});
   }
 }
@@ -243,9 +244,11 @@ std::vector<std::shared_ptr<GraphModule>> Cutter::make_modules() {
       state.add(std::move(mine));
     }
     const size_t num_outputs = table_.stages[s].outputs.size();
-    TreeSpec out = num_outputs == 1 ? TreeSpec::leaf() : TreeSpec::tuple(std::vector<TreeSpec>(num_outputs, TreeSpec::leaf()));
-    auto module = std::make_shared<GraphModule>(std::move(draft.graph), std::move(state),
-                                                TreeSpec::positional_inputs(table_.stages[s].inputs.size()), std::move(out));
+    TreeSpec out =
+        num_outputs == 1 ? TreeSpec::leaf() : TreeSpec::tuple(std::vector<TreeSpec>(num_outputs, TreeSpec::leaf()));
+    auto module =
+        std::make_shared<GraphModule>(std::move(draft.graph), std::move(state),
+                                      TreeSpec::positional_inputs(table_.stages[s].inputs.size()), std::move(out));
     module->train(module_.is_training());
     modules.push_back(std::move(module));
   }
@@ -299,15 +302,18 @@ std::shared_ptr<Pipe> Cutter::cut() {
   if (options_.loss_spec) table_.loss_output = find_loss_output(module_.out_spec(), *options_.loss_spec);
   auto kept = origins();
   auto modules = make_modules();
-  return std::make_shared<Pipe>(std::move(modules), std::move(table_), module_.graph().clone(), std::move(kept), module_.in_spec(),
-                                module_.out_spec(), std::move(a_.notes));
+  return std::make_shared<Pipe>(std::move(modules), std::move(table_), module_.graph().clone(), std::move(kept),
+                                module_.in_spec(), module_.out_spec(), std::move(a_.notes));
 }
 
 // The leaves of a loss spec in the order of the outputs: false for all that it leaves out by a `false` over a subtree.
-void mark(const TreeSpec& outputs, const c10::IValue& spec, const std::string& where, size_t& leaf, std::vector<size_t>& found) {
+void mark(const TreeSpec& outputs, const c10::IValue& spec, const std::string& where, size_t& leaf,
+          std::vector<size_t>& found) {
   auto wrong = [&](const std::string& what) {
-    throw Error(ErrorKind::InvalidArgument, "the loss spec does not fit the outputs" + (where.empty() ? "" : " at " + where) + ": " + what, "",
-                "give it the structure of the outputs, " + outputs.to_string() + ", with true for the loss and false elsewhere");
+    throw Error(ErrorKind::InvalidArgument,
+                "the loss spec does not fit the outputs" + (where.empty() ? "" : " at " + where) + ": " + what, "",
+                "give it the structure of the outputs, " + outputs.to_string() +
+                    ", with true for the loss and false elsewhere");
   };
   if (spec.isBool()) {
     if (spec.toBool() && !outputs.is_leaf()) wrong("it says true for " + outputs.to_string());
@@ -325,7 +331,8 @@ void mark(const TreeSpec& outputs, const c10::IValue& spec, const std::string& w
     }
     if (outputs.type.ends_with("ict")) wrong("it is a sequence where the outputs are a dict");
     if (parts.size() != outputs.children.size()) wrong("it has " + std::to_string(parts.size()) + " entries");
-    for (size_t i = 0; i < parts.size(); ++i) mark(outputs.children[i], parts[i], where + "[" + std::to_string(i) + "]", leaf, found);
+    for (size_t i = 0; i < parts.size(); ++i)
+      mark(outputs.children[i], parts[i], where + "[" + std::to_string(i) + "]", leaf, found);
     return;
   }
   if (spec.isGenericDict()) {
@@ -349,7 +356,8 @@ size_t find_loss_output(const TreeSpec& outputs, const c10::IValue& loss_spec) {
   size_t leaf = 0;
   mark(outputs, loss_spec, "", leaf, found);
   if (found.size() == 1) return found[0];
-  throw Error(ErrorKind::InvalidArgument, "the loss spec marks " + (found.empty() ? "no output" : std::to_string(found.size()) + " outputs"), "",
+  throw Error(ErrorKind::InvalidArgument,
+              "the loss spec marks " + (found.empty() ? "no output" : std::to_string(found.size()) + " outputs"), "",
               "mark the one output that is the loss with true");
 }
 
@@ -364,6 +372,8 @@ std::optional<size_t> find_loss_by_name(const TreeSpec& outputs) {
   return std::nullopt;
 }
 
-std::shared_ptr<Pipe> pipeline(const GraphModule& module, const SplitOptions& options) { return Cutter(module, options).cut(); }
+std::shared_ptr<Pipe> pipeline(const GraphModule& module, const SplitOptions& options) {
+  return Cutter(module, options).cut();
+}
 
 }  // namespace plumb

@@ -1,12 +1,15 @@
 // Cuts a graph into pipeline stages: at `pipe_split` marks, at modules, or by a policy.
 //
 // Every split equals the whole bit for bit: outputs, gradients, buffers. To that end
-//   - a value used further than the next stage goes straight from the stage that makes it to each that uses it, an input of
+//   - a value used further than the next stage goes straight from the stage that makes it to each that uses it, an
+//   input of
 //     the graph straight to each stage that uses it; outputs of earlier stages are handed through the last stage;
-//   - parameters, buffers and constants are taken by each stage that uses them (see MultiUse); cheap deterministic nodes
+//   - parameters, buffers and constants are taken by each stage that uses them (see MultiUse); cheap deterministic
+//   nodes
 //     that depend on no input and no parameter (arange, full, masks made of them) are copied instead of sent;
 //   - a view of a parameter is taken in the stage that uses it;
-//   - memory that is written is cut only where every stage still sees what it would have seen in the whole; otherwise the
+//   - memory that is written is cut only where every stage still sees what it would have seen in the whole; otherwise
+//   the
 //     cut moves to the nearest place where that is so, or, if a stage would vanish, an Error names both nodes.
 #pragma once
 
@@ -38,15 +41,15 @@ enum class AtConflict {
 };
 
 struct SplitOptions {
-  // Module paths ("layers.3"), added to the graph's marks. A graph without module stacks is cut by its parameters' names:
-  // before the first node that uses a parameter under that path, or after the last.
+  // Module paths ("layers.3"), added to the graph's marks. A graph without module stacks is cut by its parameters'
+  // names: before the first node that uses a parameter under that path, or after the last.
   std::vector<std::pair<std::string, SplitPoint>> points;
-  // Cuts before these operators, counted among the graph's calls without marks and without nodes that are copied to every
-  // stage (as balance() counts them). The graph's marks are not looked at then.
+  // Cuts before these operators, counted among the graph's calls without marks and without nodes that are copied to
+  // every stage (as balance() counts them). The graph's marks are not looked at then.
   std::vector<size_t> cut_before;
   // Instead of marks and points: the stage of every operator, from 0. Values may only go to the same or a later stage.
-  // Numbers that no node has are closed up. If the stages are not runs of neighbouring nodes, outputs are still equal bit for
-  // bit, gradients up to the order in which the uses of one value are summed.
+  // Numbers that no node has are closed up. If the stages are not runs of neighbouring nodes, outputs are still equal
+  // bit for bit, gradients up to the order in which the uses of one value are summed.
   std::function<int(const Node&)> policy;
 
   MultiUse multi_use = MultiUse::Replicate;
@@ -61,8 +64,8 @@ struct SplitOptions {
 
 // Leaves the module as it is. The stages share its tensors, but for copies of replicated parameters.
 // Cuts before the first or after the last operator and cuts next to each other make no empty stages.
-// Throws Error(InvalidArgument): unknown module or parameter names, a policy that sends values back, memory conflicts, a
-// loss spec that fits no output.
+// Throws Error(InvalidArgument): unknown module or parameter names, a policy that sends values back, memory conflicts,
+// a loss spec that fits no output.
 std::shared_ptr<Pipe> pipeline(const GraphModule& module, const SplitOptions& options = {});
 
 // The flat output that a loss spec marks. Throws Error(InvalidArgument) if the structures differ or none is marked.

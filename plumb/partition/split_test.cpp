@@ -38,7 +38,9 @@ TEST(Split, GptAtMarksEqualsTheWhole) {
   EXPECT_EQ(pipe->stage(1)->state().size(), 9u);
 }
 
-TEST(Split, GptWithDropoutDrawsTheSameMasks) { expect_equals_whole(*gpt(2, false, true, false, 0.3), {}, gpt_inputs(), 3); }
+TEST(Split, GptWithDropoutDrawsTheSameMasks) {
+  expect_equals_whole(*gpt(2, false, true, false, 0.3), {}, gpt_inputs(), 3);
+}
 
 TEST(Split, TiedWeightsAreReplicatedWithSummedGradients) {
   auto pipe = expect_equals_whole(*gpt(2, true, true), {}, gpt_inputs(), 3);
@@ -52,7 +54,8 @@ TEST(Split, TiedWeightsAreReplicatedWithSummedGradients) {
   // Copies that were trained apart are no one model any more.
   at::NoGradGuard guard;
   second.add_(1);
-  EXPECT_THAT(error_of([&] { pipe->merge_state_dict(); }), HasSubstr("'embed.weight' in stage 0 and of 'head.weight' in stage 2 differ"));
+  EXPECT_THAT(error_of([&] { pipe->merge_state_dict(); }),
+              HasSubstr("'embed.weight' in stage 0 and of 'head.weight' in stage 2 differ"));
 }
 
 TEST(Split, TiedWeightsAreTransmittedOnRequest) {
@@ -80,7 +83,8 @@ TEST(Split, AtModuleNamesByStackOrByParameterNames) {
   }
   SplitOptions options;
   options.points = {{"layer.1", SplitPoint::Beginning}};
-  EXPECT_THAT(error_of([&] { pipeline(*gpt(1, false, false), options); }), HasSubstr("no operator of the graph belongs to a module 'layer.1'"));
+  EXPECT_THAT(error_of([&] { pipeline(*gpt(1, false, false), options); }),
+              HasSubstr("no operator of the graph belongs to a module 'layer.1'"));
   EXPECT_THAT(error_of([&] { pipeline(*gpt(1, false, false), options); }), HasSubstr("layers.0.down"));
 }
 
@@ -94,10 +98,15 @@ TEST(Split, ModuleNamesAreWholeNamesNotPrefixes) {
 
 TEST(Split, ByPolicy) {
   SplitOptions options;
-  options.policy = [](const Node& n) { return n.result()->name().starts_with("h1") || n.meta().module_path() == "head" ? 7 : n.is_op("aten::cross_entropy_loss") ? 9 : 0; };
+  options.policy = [](const Node& n) {
+    return n.result()->name().starts_with("h1") || n.meta().module_path() == "head" ? 7
+           : n.is_op("aten::cross_entropy_loss")                                    ? 9
+                                                                                    : 0;
+  };
   const std::string text = R"(graph { %x: f32[3, 3] = placeholder "x" %a = aten::neg(%x) %h1 = aten::mul.Tensor(%a, %x)
     %l = aten::sum(%h1) output(%l) })";
-  EXPECT_THAT(error_of([&] { pipeline(*model(text), options); }), HasSubstr("puts node %l (aten::sum) into stage 0, before stage 1 of node %h1"));
+  EXPECT_THAT(error_of([&] { pipeline(*model(text), options); }),
+              HasSubstr("puts node %l (aten::sum) into stage 0, before stage 1 of node %h1"));
   options.policy = [](const Node& n) { return n.is_op("aten::neg") ? 0 : 5; };
   auto pipe = expect_equals_whole(*model(text), options, {at::randn({3, 3}).requires_grad_()}, 2);
   EXPECT_EQ(pipe->stage_inputs(1).size(), 2u) << "the input goes to both stages";
@@ -106,7 +115,8 @@ TEST(Split, ByPolicy) {
 }
 
 TEST(Split, CutsThatLeaveNothingMakeNoStage) {
-  const std::string text = R"(graph { %x: f32[3] = placeholder "x" plumb::pipe_split() %a = aten::neg(%x) plumb::pipe_split()
+  const std::string text =
+      R"(graph { %x: f32[3] = placeholder "x" plumb::pipe_split() %a = aten::neg(%x) plumb::pipe_split()
     plumb::pipe_split() pippy::_pipe_split() %b = aten::exp(%a) %l = aten::sum(%b) plumb::pipe_split() output(%l) })";
   expect_equals_whole(*model(text), {}, {at::randn({3}).requires_grad_()}, 2);
   auto pipe = pipeline(*model("graph { %x = placeholder \"x\" plumb::pipe_split() output(%x, 3, None) }"));
@@ -135,7 +145,8 @@ TEST(Split, SkipConnectionsGoStraightToTheirUsers) {
 }
 
 TEST(Split, NumbersCrossBetweenStages) {
-  const std::string text = R"(graph { %x: f32["s0"=5, 4] = placeholder "x" %n: int = aten::sym_size.int(%x, 0) %a = aten::neg(%x) plumb::pipe_split()
+  const std::string text =
+      R"(graph { %x: f32["s0"=5, 4] = placeholder "x" %n: int = aten::sym_size.int(%x, 0) %a = aten::neg(%x) plumb::pipe_split()
     %v = aten::view(%a, [%n, 2, 2]) %s = aten::sum(%v) output(%s, %n) })";
   auto pipe = expect_equals_whole(*model(text), {}, {at::randn({5, 4}).requires_grad_()}, 2);
   EXPECT_EQ(pipe->stage_inputs(1)[0].type, ValueType::Int);
@@ -149,14 +160,17 @@ TEST(Split, NumbersCrossBetweenStages) {
 TEST(Split, ConstantsAndCheapNodesAreTakenNotSent) {
   State state;
   state.add({"c", AttrKind::Constant, at::randn({4})});
-  const std::string text = R"(graph { %x: f32[4] = placeholder "x" %c = get_attr "c" %k = aten::clone(%c) %i = aten::arange(4) %f = aten::add.Tensor(%i, %k)
+  const std::string text =
+      R"(graph { %x: f32[4] = placeholder "x" %c = get_attr "c" %k = aten::clone(%c) %i = aten::arange(4) %f = aten::add.Tensor(%i, %k)
     %a = aten::mul.Tensor(%x, %f) plumb::pipe_split() %b = aten::mul.Tensor(%a, %f) %l = aten::sum(%b) output(%l, %f) })";
   auto pipe = expect_equals_whole(*model(text, state), {}, {at::randn({4}).requires_grad_()}, 2);
   ASSERT_EQ(pipe->stage_inputs(1).size(), 1u);
   EXPECT_EQ(pipe->stage_inputs(1)[0].name, "a");
   // Random ones are drawn once and sent.
-  pipe = expect_equals_whole(*model(R"(graph { %x: f32[4] = placeholder "x" %r = aten::rand([4]) %a = aten::mul.Tensor(%x, %r)
-    plumb::pipe_split() %b = aten::mul.Tensor(%a, %r) %l = aten::sum(%b) output(%l) })"), {}, {at::randn({4}).requires_grad_()}, 2);
+  pipe = expect_equals_whole(
+      *model(R"(graph { %x: f32[4] = placeholder "x" %r = aten::rand([4]) %a = aten::mul.Tensor(%x, %r)
+    plumb::pipe_split() %b = aten::mul.Tensor(%a, %r) %l = aten::sum(%b) output(%l) })"),
+      {}, {at::randn({4}).requires_grad_()}, 2);
   EXPECT_EQ(pipe->stage_inputs(1).size(), 2u);
 }
 
@@ -164,7 +178,8 @@ TEST(Split, ParametersViewedInAnEarlierStageAreNotSent) {
   State state;
   parameter(state, "w", {3, 4});
   parameter(state, "b", {3});
-  const std::string text = R"(graph { %x: f32[5, 4] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %t = aten::t(%w) %y = aten::neg(%x)
+  const std::string text =
+      R"(graph { %x: f32[5, 4] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %t = aten::t(%w) %y = aten::neg(%x)
     plumb::pipe_split() %m = aten::addmm(%b, %y, %t) %l = aten::mean(%m) output(%l) })";
   auto pipe = expect_equals_whole(*model(text, state), {}, {at::randn({5, 4})}, 2);
   EXPECT_EQ(pipe->stage(0)->state().size(), 0u);
@@ -174,7 +189,8 @@ TEST(Split, ParametersViewedInAnEarlierStageAreNotSent) {
 TEST(Split, AModuleUsedInTwoStagesIsReplicated) {
   State state;
   parameter(state, "fc.weight", {4, 4});
-  const std::string text = R"(graph { %x: f32[5, 4] = placeholder "x" %w = get_attr "fc.weight" %a = aten::linear(%x, %w) %a1 = aten::linear(%a, %w) plumb::pipe_split()
+  const std::string text =
+      R"(graph { %x: f32[5, 4] = placeholder "x" %w = get_attr "fc.weight" %a = aten::linear(%x, %w) %a1 = aten::linear(%a, %w) plumb::pipe_split()
     %b = aten::linear(%a1, %w) %b1 = aten::linear(%b, %w) plumb::pipe_split() %w2 = get_attr "fc.weight" %c = aten::linear(%b1, %w2) %l = aten::mean(%c) output(%l) })";
   for (MultiUse use : {MultiUse::Replicate, MultiUse::Transmit}) {
     SplitOptions options;
@@ -191,7 +207,8 @@ TEST(Split, UnusedParametersComeBackWithTheWhole) {
   auto merged = pipe->merge();
   EXPECT_NO_THROW(merged->lint());
   EXPECT_EQ(to_string(merged->graph()), to_string(whole->graph()));
-  for (const Attr& attr : whole->state()) EXPECT_TRUE(merged->state().get(attr.name).tensor.is_same(attr.tensor)) << attr.name;
+  for (const Attr& attr : whole->state())
+    EXPECT_TRUE(merged->state().get(attr.name).tensor.is_same(attr.tensor)) << attr.name;
 }
 
 TEST(Split, LeavesTheModuleAsItIs) {
@@ -225,7 +242,8 @@ TEST(Split, FindsTheLossInEveryStructure) {
   EXPECT_THAT(error_of([&] { find_loss_output(pair, tuple({false, false})); }), HasSubstr("marks no output"));
   EXPECT_THAT(error_of([&] { find_loss_output(pair, tuple({true, true})); }), HasSubstr("marks 2 outputs"));
   EXPECT_THAT(error_of([&] { find_loss_output(pair, true); }), HasSubstr("says true for (*, *)"));
-  EXPECT_THAT(error_of([&] { find_loss_output(dict, tuple({true, false})); }), HasSubstr("a sequence where the outputs are a dict"));
+  EXPECT_THAT(error_of([&] { find_loss_output(dict, tuple({true, false})); }),
+              HasSubstr("a sequence where the outputs are a dict"));
   EXPECT_THAT(error_of([&] { find_loss_output(pair, tuple({true})); }), HasSubstr("1 entries"));
 }
 

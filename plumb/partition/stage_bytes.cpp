@@ -1,5 +1,5 @@
-// Format: "PLUMBSTG", u64 length of a JSON header, the header, then the tensors' bytes one after the other, each dense and
-// row-major in its own index order (strides are in the header). Little endian, as every machine torch runs on.
+// Format: "PLUMBSTG", u64 length of a JSON header, the header, then the tensors' bytes one after the other, each dense
+// and row-major in its own index order (strides are in the header). Little endian, as every machine torch runs on.
 #include "plumb/partition/stage_bytes.h"
 
 #include <ATen/ATen.h>
@@ -19,12 +19,16 @@ using nlohmann::json;
 constexpr std::string_view kMagic = "PLUMBSTG";
 static_assert(std::endian::native == std::endian::little);
 
-[[noreturn]] void bad(const std::string& what) { throw Error(ErrorKind::BadFile, "these bytes are no pipeline stage: " + what); }
+[[noreturn]] void bad(const std::string& what) {
+  throw Error(ErrorKind::BadFile, "these bytes are no pipeline stage: " + what);
+}
 
 at::Tensor dense(const Attr& attr) {
   const at::Tensor& t = attr.tensor;
   if (t.layout() != at::kStrided || t.is_meta()) {
-    throw Error(ErrorKind::InvalidArgument, "'" + attr.name + "' cannot be sent: " + (t.is_meta() ? "it is on the meta device and has no data" : "it has no dense layout"));
+    throw Error(ErrorKind::InvalidArgument,
+                "'" + attr.name + "' cannot be sent: " +
+                    (t.is_meta() ? "it is on the meta device and has no data" : "it has no dense layout"));
   }
   return t.detach().cpu().contiguous();
 }
@@ -37,7 +41,9 @@ AttrKind kind_of(const json& j) {
 
 // Takes `size` bytes from the front.
 std::string_view take(std::string_view& bytes, uint64_t size, const char* what) {
-  if (size > bytes.size()) bad(std::string(what) + " is cut off: " + std::to_string(size) + " bytes are promised, " + std::to_string(bytes.size()) + " are there");
+  if (size > bytes.size())
+    bad(std::string(what) + " is cut off: " + std::to_string(size) + " bytes are promised, " +
+        std::to_string(bytes.size()) + " are there");
   std::string_view front = bytes.substr(0, size);
   bytes.remove_prefix(size);
   return front;
@@ -62,7 +68,8 @@ at::Tensor read_tensor(const json& entry, std::string_view& bytes) {
   if (permuted.size() != sizes.size()) bad("a tensor with an impossible order of dimensions");
   std::vector<bool> seen(sizes.size(), false);
   for (int64_t d : permuted) {
-    if (d < 0 || d >= static_cast<int64_t>(sizes.size()) || seen[d]) bad("a tensor with an impossible order of dimensions");
+    if (d < 0 || d >= static_cast<int64_t>(sizes.size()) || seen[d])
+      bad("a tensor with an impossible order of dimensions");
     seen[d] = true;
   }
   std::vector<int64_t> inverse(sizes.size());
@@ -97,7 +104,8 @@ std::string serialize_stage(const Pipe& pipe, int index) {
   std::string data;
   std::unordered_map<const c10::TensorImpl*, size_t> known;
   for (const Attr& attr : module.state()) {
-    auto [it, fresh] = known.emplace(attr.tensor.defined() ? attr.tensor.unsafeGetTensorImpl() : nullptr, tensors.size());
+    auto [it, fresh] =
+        known.emplace(attr.tensor.defined() ? attr.tensor.unsafeGetTensorImpl() : nullptr, tensors.size());
     json entry{{"name", attr.name}, {"kind", static_cast<int>(attr.kind)}, {"persistent", attr.persistent}};
     entry["tensor"] = attr.tensor.defined() ? json(it->second) : json(nullptr);
     attrs.push_back(std::move(entry));
@@ -107,8 +115,11 @@ std::string serialize_stage(const Pipe& pipe, int index) {
     }
     if (!fresh) continue;
     const at::Tensor flat = dense(attr);
-    tensors.push_back({{"dtype", short_name(flat.scalar_type())}, {"sizes", flat.sizes().vec()}, {"strides", attr.tensor.strides().vec()},
-                       {"order", memory_order(attr.tensor)}, {"grad", attr.tensor.requires_grad()}});
+    tensors.push_back({{"dtype", short_name(flat.scalar_type())},
+                       {"sizes", flat.sizes().vec()},
+                       {"strides", attr.tensor.strides().vec()},
+                       {"order", memory_order(attr.tensor)},
+                       {"grad", attr.tensor.requires_grad()}});
     if (flat.nbytes()) data.append(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
   }
   header["attrs"] = std::move(attrs);
@@ -131,7 +142,8 @@ StagePackage deserialize_stage(std::string_view bytes) {
     StagePackage package;
     package.index = header.at("index").get<int>();
     package.table = PipeTable::from_json(header.at("table").get<std::string>());
-    if (package.index < 0 || package.index >= package.table.num_stages()) bad("it is stage " + std::to_string(package.index) + " of " + std::to_string(package.table.num_stages()));
+    if (package.index < 0 || package.index >= package.table.num_stages())
+      bad("it is stage " + std::to_string(package.index) + " of " + std::to_string(package.table.num_stages()));
     package.input_names = header.at("input_names").get<std::vector<std::string>>();
     package.in_spec = TreeSpec::from_json(header.at("whole_in_spec").get<std::string>());
     package.out_spec = TreeSpec::from_json(header.at("whole_out_spec").get<std::string>());
@@ -139,7 +151,8 @@ StagePackage deserialize_stage(std::string_view bytes) {
     for (const json& entry : header.at("tensors")) {
       at::Tensor t = read_tensor(entry, bytes);
       if (entry.at("grad").get<bool>()) {
-        if (!at::isFloatingType(t.scalar_type()) && !at::isComplexType(t.scalar_type())) bad("an integer tensor that requires a gradient");
+        if (!at::isFloatingType(t.scalar_type()) && !at::isComplexType(t.scalar_type()))
+          bad("an integer tensor that requires a gradient");
         t = t.detach().set_requires_grad(true);
       }
       tensors.push_back(std::move(t));
@@ -153,14 +166,16 @@ StagePackage deserialize_stage(std::string_view bytes) {
         if (i >= tensors.size()) bad("a tensor that is not there");
         tensor = tensors[i];
       }
-      state.add({entry.at("name").get<std::string>(), kind_of(entry.at("kind")), std::move(tensor), entry.at("persistent").get<bool>()});
+      state.add({entry.at("name").get<std::string>(), kind_of(entry.at("kind")), std::move(tensor),
+                 entry.at("persistent").get<bool>()});
     }
     package.module = std::make_shared<GraphModule>(parse_graph(header.at("graph").get<std::string>()), std::move(state),
                                                    TreeSpec::from_json(header.at("in_spec").get<std::string>()),
                                                    TreeSpec::from_json(header.at("out_spec").get<std::string>()));
     package.module->lint();
     const StageIO& io = package.table.stages[package.index];
-    if (io.inputs.size() != package.module->graph().placeholders().size() || io.outputs.size() != package.module->graph().output_node()->args().size()) {
+    if (io.inputs.size() != package.module->graph().placeholders().size() ||
+        io.outputs.size() != package.module->graph().output_node()->args().size()) {
       bad("its graph does not fit its table");
     }
     package.module->train(header.at("training").get<bool>());

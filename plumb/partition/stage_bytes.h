@@ -15,13 +15,14 @@ class Pipe;
 struct StagePackage {
   int index = 0;
   std::shared_ptr<GraphModule> module;
-  PipeTable table;  // of all stages
+  PipeTable table;                       // of all stages
   std::vector<std::string> input_names;  // of the whole graph
   TreeSpec in_spec, out_spec;            // of the whole graph
 };
 
-// Graph with metadata, state (names, kinds, ties, gradients' wanting; not the gradients) and the table. Tensors on other
-// devices than the CPU come back on the CPU. Throws Error(InvalidArgument) for tensors that have no data or no dense layout.
+// Graph with metadata, state (names, kinds, ties, gradients' wanting; not the gradients) and the table. Tensors on
+// other devices than the CPU come back on the CPU. Throws Error(InvalidArgument) for tensors that have no data or no
+// dense layout.
 std::string serialize_stage(const Pipe& pipe, int index);
 
 // Throws Error(BadFile) that says what is wrong; the bytes may come from anywhere.

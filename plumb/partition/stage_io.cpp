@@ -33,7 +33,7 @@ std::string shown(const std::optional<TensorMeta>& meta, ValueType type) {
 
 json write(const std::optional<TensorMeta>& meta) {
   if (!meta) return nullptr;
-  return {{"dtype", short_name(meta->dtype)}, {"sizes", meta->sizes},  {"strides", meta->strides},
+  return {{"dtype", short_name(meta->dtype)}, {"sizes", meta->sizes},        {"strides", meta->strides},
           {"device", meta->device.str()},     {"grad", meta->requires_grad}, {"symbols", meta->symbols}};
 }
 
@@ -62,8 +62,9 @@ json write(const c10::IValue& v) {
   if (v.isString()) return v.toStringRef();
   // As text: JSON has no NaN and infinities.
   if (v.isDouble()) return {{"float", c10::str(v.toDouble())}, {"bits", std::bit_cast<int64_t>(v.toDouble())}};
-  throw Error(ErrorKind::InvalidArgument, "the graph returns a constant " + std::string(v.tagKind()) + ", which cannot be sent",
-              "", "return tensors, numbers, strings or None");
+  throw Error(ErrorKind::InvalidArgument,
+              "the graph returns a constant " + std::string(v.tagKind()) + ", which cannot be sent", "",
+              "return tensors, numbers, strings or None");
 }
 
 c10::IValue read_constant(const json& j) {
@@ -76,20 +77,28 @@ c10::IValue read_constant(const json& j) {
 
 ValueType read_type(const json& j) {
   const int type = j.get<int>();
-  if (type < 0 || type > static_cast<int>(ValueType::Other)) throw Error(ErrorKind::BadFile, "a stage table names an unknown type");
+  if (type < 0 || type > static_cast<int>(ValueType::Other))
+    throw Error(ErrorKind::BadFile, "a stage table names an unknown type");
   return static_cast<ValueType>(type);
 }
 
 json write(const StageIO& io) {
   json inputs = json::array(), outputs = json::array();
   for (const StageInputPort& in : io.inputs) {
-    inputs.push_back({{"stage", in.source.stage}, {"index", in.source.index}, {"name", in.name},
-                      {"type", static_cast<int>(in.type)}, {"meta", write(in.meta)}, {"written", in.written}});
+    inputs.push_back({{"stage", in.source.stage},
+                      {"index", in.source.index},
+                      {"name", in.name},
+                      {"type", static_cast<int>(in.type)},
+                      {"meta", write(in.meta)},
+                      {"written", in.written}});
   }
   for (const StageOutputPort& out : io.outputs) {
     json uses = json::array();
     for (const PortUse& use : out.consumers) uses.push_back({use.stage, use.input});
-    outputs.push_back({{"name", out.name}, {"type", static_cast<int>(out.type)}, {"meta", write(out.meta)}, {"consumers", uses},
+    outputs.push_back({{"name", out.name},
+                       {"type", static_cast<int>(out.type)},
+                       {"meta", write(out.meta)},
+                       {"consumers", uses},
                        {"output", out.pipeline_output ? json(*out.pipeline_output) : json(nullptr)}});
   }
   return {{"inputs", inputs}, {"outputs", outputs}};
@@ -98,12 +107,17 @@ json write(const StageIO& io) {
 StageIO read_io(const json& j) {
   StageIO io;
   for (const json& in : j.at("inputs")) {
-    io.inputs.push_back({{in.at("stage").get<int>(), in.at("index").get<size_t>()}, in.at("name").get<std::string>(),
-                         read_type(in.at("type")), read_meta(in.at("meta")), in.at("written").get<bool>()});
+    io.inputs.push_back({{in.at("stage").get<int>(), in.at("index").get<size_t>()},
+                         in.at("name").get<std::string>(),
+                         read_type(in.at("type")),
+                         read_meta(in.at("meta")),
+                         in.at("written").get<bool>()});
   }
   for (const json& out : j.at("outputs")) {
-    StageOutputPort port{out.at("name").get<std::string>(), read_type(out.at("type")), read_meta(out.at("meta")), {}, {}};
-    for (const json& use : out.at("consumers")) port.consumers.push_back({use.at(0).get<int>(), use.at(1).get<size_t>()});
+    StageOutputPort port{
+        out.at("name").get<std::string>(), read_type(out.at("type")), read_meta(out.at("meta")), {}, {}};
+    for (const json& use : out.at("consumers"))
+      port.consumers.push_back({use.at(0).get<int>(), use.at(1).get<size_t>()});
     if (!out.at("output").is_null()) port.pipeline_output = out.at("output").get<size_t>();
     io.outputs.push_back(std::move(port));
   }
@@ -117,9 +131,10 @@ void check(const PipeTable& table) {
   };
   for (int s = 0; s < table.num_stages(); ++s) {
     for (const StageInputPort& in : table.stages[s].inputs) {
-      require(in.source.stage >= PortSource::kPipelineInput && in.source.stage < s, "an input of stage " + std::to_string(s) +
-                                                                                       " comes from stage " + std::to_string(in.source.stage));
-      const size_t ports = in.source.is_pipeline_input() ? table.num_inputs : table.stages[in.source.stage].outputs.size();
+      require(in.source.stage >= PortSource::kPipelineInput && in.source.stage < s,
+              "an input of stage " + std::to_string(s) + " comes from stage " + std::to_string(in.source.stage));
+      const size_t ports =
+          in.source.is_pipeline_input() ? table.num_inputs : table.stages[in.source.stage].outputs.size();
       require(in.source.index < ports, "'" + in.name + "' comes from a port that is not there");
     }
     for (const StageOutputPort& out : table.stages[s].outputs) {
@@ -130,7 +145,8 @@ void check(const PipeTable& table) {
     }
   }
   for (const PipelineOutput& out : table.outputs) {
-    require(!out.port || (!table.stages.empty() && *out.port < table.stages.back().outputs.size()), "an output that is not there");
+    require(!out.port || (!table.stages.empty() && *out.port < table.stages.back().outputs.size()),
+            "an output that is not there");
   }
   require(!table.loss_output || *table.loss_output < table.outputs.size(), "the loss is no output");
 }
@@ -152,7 +168,8 @@ std::string PipeTable::to_string() const {
         text += (&use == &out.consumers.front() ? " to stage " : ", ") + std::to_string(use.stage);
       }
       if (out.pipeline_output) {
-        text += std::string(loss_output == out.pipeline_output ? " is the loss," : " is") + " output " + std::to_string(*out.pipeline_output);
+        text += std::string(loss_output == out.pipeline_output ? " is the loss," : " is") + " output " +
+                std::to_string(*out.pipeline_output);
       }
       text += "\n";
     }
@@ -166,7 +183,11 @@ std::string PipeTable::to_string() const {
 }
 
 std::string PipeTable::to_json() const {
-  json j{{"version", 1}, {"num_inputs", num_inputs}, {"stages", json::array()}, {"outputs", json::array()}, {"replicated", json::array()}};
+  json j{{"version", 1},
+         {"num_inputs", num_inputs},
+         {"stages", json::array()},
+         {"outputs", json::array()},
+         {"replicated", json::array()}};
   for (const StageIO& io : stages) j["stages"].push_back(write(io));
   for (const PipelineOutput& out : outputs) {
     j["outputs"].push_back(out.port ? json{{"port", *out.port}} : json{{"constant", write(out.constant)}});
@@ -183,7 +204,8 @@ std::string PipeTable::to_json() const {
 PipeTable PipeTable::from_json(const std::string& text) {
   try {
     const json j = json::parse(text);
-    if (j.at("version") != 1) throw Error(ErrorKind::BadFile, "a stage table of the unknown version " + j.at("version").dump());
+    if (j.at("version") != 1)
+      throw Error(ErrorKind::BadFile, "a stage table of the unknown version " + j.at("version").dump());
     PipeTable table;
     table.num_inputs = j.at("num_inputs").get<size_t>();
     for (const json& io : j.at("stages")) table.stages.push_back(read_io(io));
@@ -214,8 +236,8 @@ at::Tensor pack_value(const c10::IValue& value) {
   if (value.isInt()) return at::scalar_tensor(value.toInt(), at::kLong);
   if (value.isBool()) return at::scalar_tensor(value.toBool(), at::kBool);
   if (value.isDouble()) return at::scalar_tensor(value.toDouble(), at::kDouble);
-  throw Error(ErrorKind::InvalidArgument, "a " + std::string(value.tagKind()) + " cannot cross between pipeline stages", "",
-              "move the cut so that its producer and users share a stage");
+  throw Error(ErrorKind::InvalidArgument, "a " + std::string(value.tagKind()) + " cannot cross between pipeline stages",
+              "", "move the cut so that its producer and users share a stage");
 }
 
 c10::IValue unpack_value(const at::Tensor& tensor, ValueType type) {

@@ -37,7 +37,8 @@ struct PortUse {
   auto operator<=>(const PortUse&) const = default;
 };
 
-// One output of a stage. Consumers are later stages; for the last stage: the flat outputs of the whole graph that it is.
+// One output of a stage. Consumers are later stages; for the last stage: the flat outputs of the whole graph that it
+// is.
 struct StageOutputPort {
   std::string name;
   ValueType type = ValueType::Tensor;
@@ -80,8 +81,8 @@ struct PipeTable {
   static PipeTable from_json(const std::string& text);
 };
 
-// Non-tensor values that cross between stages (symbolic sizes, flags) travel as 0-dim tensors on the CPU: int64, float64 or bool.
-// Raises Error(InvalidArgument) for a value that has no such form.
+// Non-tensor values that cross between stages (symbolic sizes, flags) travel as 0-dim tensors on the CPU: int64,
+// float64 or bool. Raises Error(InvalidArgument) for a value that has no such form.
 at::Tensor pack_value(const c10::IValue& value);
 c10::IValue unpack_value(const at::Tensor& tensor, ValueType type);
 

@@ -19,14 +19,18 @@ inline std::shared_ptr<GraphModule> gpt(int layers, bool tied, bool marks, bool 
   State state;
   parameter(state, "embed.weight", {11, 8});
   parameter(state, "position.weight", {6, 8});
-  auto in = [&](const std::string& path, const std::string& type) { return stacks ? " in \"\":\"GPT\" \"" + path + "\":\"" + type + "\"\n" : std::string("\n"); };
+  auto in = [&](const std::string& path, const std::string& type) {
+    return stacks ? " in \"\":\"GPT\" \"" + path + "\":\"" + type + "\"\n" : std::string("\n");
+  };
   std::string text = R"(graph {
     %tokens: i64[3, 6] = placeholder "tokens"
     %targets: i64[3, 6] = placeholder "targets"
     %we = get_attr "embed.weight"
-    %e = aten::embedding(%we, %tokens))" + in("embed", "Embedding");
+    %e = aten::embedding(%we, %tokens))" +
+                     in("embed", "Embedding");
   text += "%n: int = aten::sym_size.int(%tokens, 1)\n%ids = aten::arange(6)\n%wp = get_attr \"position.weight\"\n";
-  text += "%p = aten::embedding(%wp, %ids)" + in("position", "Embedding") + "%h0 = aten::add.Tensor(%e, %p)" + in("", "GPT");
+  text += "%p = aten::embedding(%wp, %ids)" + in("position", "Embedding") + "%h0 = aten::add.Tensor(%e, %p)" +
+          in("", "GPT");
   for (int l = 0; l < layers; ++l) {
     const std::string path = "layers." + std::to_string(l), i = std::to_string(l);
     for (const char* norm : {"norm1", "norm2"}) {
@@ -39,19 +43,24 @@ inline std::shared_ptr<GraphModule> gpt(int layers, bool tied, bool marks, bool 
     parameter(state, path + ".up.bias", {16});
     parameter(state, path + ".down.weight", {8, 16});
     if (marks && l > 0) text += "plumb::pipe_split()\n";
-    auto get = [&](const std::string& v, const std::string& name) { text += "%" + v + i + " = get_attr \"" + path + "." + name + "\"\n"; };
+    auto get = [&](const std::string& v, const std::string& name) {
+      text += "%" + v + i + " = get_attr \"" + path + "." + name + "\"\n";
+    };
     get("n1w", "norm1.weight"), get("n1b", "norm1.bias");
-    text += "%a" + i + " = aten::layer_norm(%h" + i + ", [8], %n1w" + i + ", %n1b" + i + ")" + in(path + ".norm1", "LayerNorm");
+    text += "%a" + i + " = aten::layer_norm(%h" + i + ", [8], %n1w" + i + ", %n1b" + i + ")" +
+            in(path + ".norm1", "LayerNorm");
     get("qw", "qkv.weight");
     text += "%q" + i + " = aten::linear(%a" + i + ", %qw" + i + ")" + in(path + ".qkv", "Linear");
     text += "[%qq" + i + ", %qk" + i + ", %qv" + i + "] = aten::chunk(%q" + i + ", 3, -1)" + in(path, "Block");
-    text += "%s" + i + " = aten::scaled_dot_product_attention(%qq" + i + ", %qk" + i + ", %qv" + i + ", is_causal=True)" + in(path, "Block");
+    text += "%s" + i + " = aten::scaled_dot_product_attention(%qq" + i + ", %qk" + i + ", %qv" + i +
+            ", is_causal=True)" + in(path, "Block");
     get("pw", "proj.weight");
     text += "%o" + i + " = aten::linear(%s" + i + ", %pw" + i + ")" + in(path + ".proj", "Linear");
     text += "%od" + i + " = aten::dropout(%o" + i + ", " + std::to_string(dropout) + ", True)" + in(path, "Block");
     text += "%r" + i + " = aten::add.Tensor(%h" + i + ", %od" + i + ")" + in(path, "Block");
     get("n2w", "norm2.weight"), get("n2b", "norm2.bias");
-    text += "%b" + i + " = aten::layer_norm(%r" + i + ", [8], %n2w" + i + ", %n2b" + i + ")" + in(path + ".norm2", "LayerNorm");
+    text += "%b" + i + " = aten::layer_norm(%r" + i + ", [8], %n2w" + i + ", %n2b" + i + ")" +
+            in(path + ".norm2", "LayerNorm");
     get("uw", "up.weight"), get("ub", "up.bias");
     text += "%u" + i + " = aten::linear(%b" + i + ", %uw" + i + ", %ub" + i + ")" + in(path + ".up", "Linear");
     text += "%g" + i + " = aten::gelu(%u" + i + ")" + in(path, "Block");
@@ -107,9 +116,10 @@ inline std::vector<c10::IValue> fresh(const std::vector<c10::IValue>& inputs) {
 }
 
 // Output 0 is the loss. Steps twice (so that buffers go on from what the first step left) and runs once more without
-// loss. Compares outputs, gradients of inputs and of every parameter, buffers, inputs written: all bit for bit. Names what
-// differs; "" if nothing does.
-inline std::string difference(const GraphModule& module, SplitOptions options, const std::vector<c10::IValue>& inputs, std::shared_ptr<Pipe>* made = nullptr) {
+// loss. Compares outputs, gradients of inputs and of every parameter, buffers, inputs written: all bit for bit. Names
+// what differs; "" if nothing does.
+inline std::string difference(const GraphModule& module, SplitOptions options, const std::vector<c10::IValue>& inputs,
+                              std::shared_ptr<Pipe>* made = nullptr) {
   auto whole = module.deep_copy();
   auto cut = module.deep_copy();
   const size_t num_outputs = module.graph().output_node()->args().size();
@@ -154,8 +164,8 @@ inline std::string difference(const GraphModule& module, SplitOptions options, c
   return found;
 }
 
-inline std::shared_ptr<Pipe> expect_equals_whole(const GraphModule& module, const SplitOptions& options, const std::vector<c10::IValue>& inputs,
-                                                 int stages) {
+inline std::shared_ptr<Pipe> expect_equals_whole(const GraphModule& module, const SplitOptions& options,
+                                                 const std::vector<c10::IValue>& inputs, int stages) {
   std::shared_ptr<Pipe> pipe;
   EXPECT_EQ(difference(module, options, inputs, &pipe), "");
   EXPECT_EQ(pipe->num_stages(), stages);
