@@ -46,8 +46,13 @@ std::shared_ptr<Graph> make_top(const Graph& whole, const PipeTable& table,
                                      table.stages[s].outputs.size()));
   }
   std::vector<Arg> outputs;
-  for (const PipelineOutput& out : table.outputs)
-    outputs.push_back(out.port ? Arg(calls.back()->result(*out.port)) : Arg(out.constant));
+  for (const PipelineOutput& out : table.outputs) {
+    if (out.port) {
+      outputs.emplace_back(calls.back()->result(*out.port));
+    } else {
+      outputs.emplace_back(out.constant);
+    }
+  }
   top->output(std::move(outputs));
   return top;
 }
