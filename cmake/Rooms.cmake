@@ -1,4 +1,4 @@
-# A room is a folder plumb/NAME. Its sources are every *.cpp but *_test.cpp; its tests are the *_test.cpp, in one
+# A room is a folder plumb/NAME. Its sources are every *.cpp but *_test.cpp, in it and in its folders; its tests are the *_test.cpp, in one
 # binary plumb_NAME_test. A room may add settings (options of single files) in plumb/NAME/room.cmake.
 
 set(PLUMB_ROOMS "" CACHE INTERNAL "")
@@ -11,7 +11,7 @@ target_precompile_headers(plumb_pch PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/cmake/p
 function(plumb_room NAME)
   cmake_parse_arguments(ROOM "NO_TORCH" "" "" ${ARGN})
   set(dir "${CMAKE_CURRENT_SOURCE_DIR}/plumb/${NAME}")
-  file(GLOB sources CONFIGURE_DEPENDS "${dir}/*.cpp")
+  file(GLOB sources CONFIGURE_DEPENDS "${dir}/*.cpp" "${dir}/*/*.cpp")
   list(FILTER sources EXCLUDE REGEX "_test\\.cpp$")
   if(NOT sources)
     return()
@@ -54,7 +54,8 @@ function(plumb_tests)
     if(NOT room)
       continue()
     endif()
-    file(GLOB tests CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/plumb/${room}/*_test.cpp")
+    set(dir "${CMAKE_CURRENT_SOURCE_DIR}/plumb/${room}")
+    file(GLOB tests CONFIGURE_DEPENDS "${dir}/*_test.cpp" "${dir}/*/*_test.cpp")
     if(NOT tests)
       continue()
     endif()

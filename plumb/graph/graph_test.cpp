@@ -183,5 +183,22 @@ TEST(Graph, IsBuiltCheckedPrintedAndParsedAtAHundredThousandNodes) {
   EXPECT_EQ(to_string(again), text);
 }
 
+TEST(Graph, SeesThatANestedGraphWritesItsInputThroughAView) {
+  Graph g = parse_graph(R"(graph {
+    %x = placeholder "x"
+    %y = placeholder "y"
+    %m = call_module "stage"(%x, %y) {
+      %a = placeholder "a"
+      %b = placeholder "b"
+      %v = aten::view(%a, [-1])
+      %w = aten::add_.Tensor(%v, 1)
+      %t = aten::t(%b)
+      output(%t)
+    }
+    output(%m)
+  })");
+  EXPECT_THAT(g.find_value("m")->producer()->written_inputs(), ElementsAre(g.find_value("x")));
+}
+
 }  // namespace
 }  // namespace plumb

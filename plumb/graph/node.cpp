@@ -3,6 +3,7 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/aliases.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/schema_fit.h"
 
@@ -30,7 +31,9 @@ const std::unordered_set<std::string_view>& quiet_aliases() {
       "aten::dropout",       "aten::feature_dropout",   "aten::alpha_dropout", "aten::feature_alpha_dropout",
       "aten::einsum",        "aten::meshgrid",          "aten::atleast_1d",    "aten::atleast_2d",
       "aten::atleast_3d",    "aten::broadcast_tensors", "aten::pad",           "aten::rms_norm",
-      "aten::type_as",       "aten::flatten_dense_tensors"};
+      "aten::type_as",       "aten::flatten_dense_tensors",
+      "aten::sum_to_size",   "aten::chain_matmul",      "aten::cartesian_prod", "aten::native_dropout",
+      "plumb::python_function"};
   return names;
 }
 
@@ -203,14 +206,11 @@ void Node::detach_inputs() {
 std::vector<Value*> Node::written_inputs() const {
   std::vector<Value*> written;
   if (kind_ == NodeKind::CallModule) {
-    // The nested graph's placeholders correspond to our arguments by position.
+    // The nested graph's placeholders correspond to our arguments by position; it may write them through views.
     const auto inner = subgraph_->placeholders();
-    std::unordered_set<const Value*> inner_written;
-    for (const Node* node : subgraph_->nodes()) {
-      for (Value* v : node->written_inputs()) inner_written.insert(v);
-    }
+    const Aliases aliases(*subgraph_, nullptr, Aliases::Inputs::Distinct);
     for (size_t i = 0; i < inner.size() && i < args_.size(); ++i) {
-      if (inner_written.count(inner[i]->result())) collect_values(args_[i], written);
+      if (aliases.is_written(aliases.memory(inner[i]->result()))) collect_values(args_[i], written);
     }
     return written;
   }

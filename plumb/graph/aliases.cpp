@@ -1,0 +1,313 @@
+#include "plumb/graph/aliases.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+using Memory = Aliases::Memory;
+
+void collect_values(const Arg& arg, std::vector<Value*>& out) {
+  if (arg.is_value()) out.push_back(arg.value());
+  if (arg.is_list()) {
+    for (const Arg& e : arg.list()) collect_values(e, out);
+  }
+}
+
+// The alias sets of an annotation, those of a list's elements too. Schemas nest two levels at most.
+void collect_sets(const c10::AliasInfo& info, std::set<c10::Symbol>& sets, bool& wildcard) {
+  if (info.isWildcardBefore()) wildcard = true;
+  for (const auto& s : info.beforeSets()) sets.insert(s);
+  for (const auto& inner : info.containedTypes()) collect_sets(inner, sets, wildcard);
+}
+
+bool is_python_function(const Node& node) { return node.is_op("plumb::python_function"); }
+
+// Conversions hand their input back unless dtype or device changes, which the types tell.
+bool is_conversion_with_copy(const Node& node) {
+  const std::string_view name = node.op_name();
+  if (name != "aten::to" && name != "aten::type_as" && name != "aten::_to_copy") return false;
+  if (node.num_inputs() == 0 || node.num_results() == 0) return false;
+  const auto& from = node.input(0)->meta();
+  const auto& to = node.result()->meta();
+  return from && to && (from->dtype != to->dtype || from->device.type() != to->device.type());
+}
+
+// Training dropout makes its result new; evaluation, or a probability of nought, hands the input back.
+bool is_drawn_anew(const Node& node) {
+  const Arg* p = node.is_random() ? node.try_arg("p") : nullptr;
+  return p && p->is_constant() && p->constant().isDouble() && p->constant().toDouble() > 0;
+}
+
+}  // namespace
+
+Memory Aliases::id(const Value* value) {
+  auto [it, fresh] = ids_.emplace(value, static_cast<Memory>(parent_.size()));
+  if (fresh) parent_.push_back(it->second);
+  return it->second;
+}
+
+Memory Aliases::attribute(const std::string& name) {
+  auto make = [&](auto& map, const auto& key) {
+    auto [it, fresh] = map.emplace(key, static_cast<Memory>(parent_.size()));
+    if (fresh) parent_.push_back(it->second);
+    return it->second;
+  };
+  const Attr* attr = state_ ? state_->find(name) : nullptr;
+  if (attr && attr->tensor.defined()) {
+    // Tensors without memory (meta) are told apart by the tensor object.
+    const void* key = attr->tensor.has_storage() ? attr->tensor.storage().unsafeGetStorageImpl() : nullptr;
+    return make(storages_, key ? key : static_cast<const void*>(attr->tensor.unsafeGetTensorImpl()));
+  }
+  return make(names_, name);
+}
+
+Memory Aliases::find(Memory m) const {
+  while (parent_[m] != m) m = parent_[m] = parent_[parent_[m]];
+  return m;
+}
+
+void Aliases::unite(Memory a, Memory b) { parent_[find(a)] = find(b); }
+
+void Aliases::add_node(const Node& node) {
+  for (const Value* v : node.results()) id(v);
+  if (node.kind() == NodeKind::GetAttr) return unite(id(node.result()), attribute(node.target()));
+  if (node.kind() == NodeKind::CallModule) {
+    const auto inner = node.subgraph()->placeholders();
+    std::vector<Value*> values;
+    for (size_t i = 0; i < inner.size() && i < node.args().size(); ++i) {
+      values.clear();
+      collect_values(node.arg(i), values);
+      for (const Value* v : values) unite(id(inner[i]->result()), id(v));
+    }
+    if (const Node* out = node.subgraph()->output_node()) {
+      for (size_t i = 0; i < out->args().size() && i < node.num_results(); ++i) {
+        if (const Value* v = out->arg(i).value()) unite(id(node.result(i)), id(v));
+      }
+    }
+    return;
+  }
+  if (!node.is_call() || !node.result_aliases_input() || is_conversion_with_copy(node)) return;
+  const auto& schema = node.schema();
+  bool annotated = false;
+  size_t next = 0;
+  for (size_t r = 0; r < schema.returns().size(); ++r) {
+    const int32_t count = node.result_layout()[r];
+    const size_t first = next;
+    next += count < 0 ? 1 : static_cast<size_t>(count);
+    const auto* info = schema.returns()[r].alias_info();
+    if (!info) continue;
+    annotated = true;
+    std::set<c10::Symbol> sets;
+    bool wildcard = false, matched = false;
+    collect_sets(*info, sets, wildcard);
+    for (int pass = 0; pass < 2 && !matched; ++pass) {
+      for (size_t i = 0; i < node.args().size(); ++i) {
+        bool shares = pass == 1;  // an annotation that names no argument: any of them
+        if (const auto* of = schema.arguments()[i].alias_info(); of && !shares) {
+          std::set<c10::Symbol> given;
+          bool any = wildcard;
+          collect_sets(*of, given, any);
+          shares = any || std::any_of(given.begin(), given.end(), [&](const auto& s) { return sets.count(s) > 0; });
+        }
+        if (!shares) continue;
+        std::vector<Value*> values;
+        collect_values(node.arg(i), values);
+        for (const Value* v : values) {
+          matched = true;
+          if (!v->is_tensor()) continue;
+          for (size_t k = first; k < next; ++k) unite(id(node.result(k)), id(v));
+        }
+      }
+    }
+  }
+  if (annotated || is_drawn_anew(node)) return;
+  for (const Value* v : node.inputs()) {
+    if (!v->is_tensor()) continue;
+    for (const Value* r : node.results()) unite(id(r), id(v));
+  }
+}
+
+void Aliases::add_graph(const Graph& graph) {
+  std::vector<const Graph*> todo{&graph};
+  std::unordered_map<const Graph*, bool> seen{{&graph, true}};
+  while (!todo.empty()) {
+    const Graph* g = todo.back();
+    todo.pop_back();
+    for (const Node* node : g->nodes()) {
+      add_node(*node);
+      if (node->subgraph() && seen.emplace(node->subgraph().get(), true).second) todo.push_back(node->subgraph().get());
+    }
+  }
+}
+
+void Aliases::tidy(std::vector<Memory>& list) const {
+  for (Memory& m : list) m = find(m);
+  std::sort(list.begin(), list.end());
+  list.erase(std::unique(list.begin(), list.end()), list.end());
+}
+
+// Recursion is as deep as graphs are nested, not as long as they are.
+const Aliases::Effects& Aliases::graph_effects(const Graph& graph) {
+  if (auto it = graphs_.find(&graph); it != graphs_.end()) return it->second;
+  Effects all;
+  for (const Node* node : graph.nodes()) {
+    if (node->kind() == NodeKind::GetAttr) {
+      all.state_read.push_back(id(node->result()));
+      continue;
+    }
+    Effects one = effects(*node);
+    all.written.insert(all.written.end(), one.written.begin(), one.written.end());
+    all.state_read.insert(all.state_read.end(), one.state_read.begin(), one.state_read.end());
+  }
+  tidy(all.written);
+  tidy(all.state_read);
+  return graphs_[&graph] = std::move(all);
+}
+
+Aliases::Effects Aliases::effects(const Node& node) {
+  if (node.kind() == NodeKind::CallModule) return graph_effects(*node.subgraph());
+  Effects e;
+  if (!node.is_call()) return e;
+  if (is_python_function(node)) {
+    for (const Value* v : node.inputs()) e.written.push_back(id(v));
+  } else {
+    for (const Value* v : node.written_inputs()) e.written.push_back(id(v));
+  }
+  tidy(e.written);
+  return e;
+}
+
+Aliases::Aliases(const Graph& graph, const State* state, Inputs inputs) : state_(state) {
+  ids_.reserve(graph.size() * 2);
+  parent_.reserve(graph.size() * 2);
+  add_graph(graph);
+  for (const Node* node : graph.nodes()) {
+    Effects e = effects(*node);
+    if (!e.written.empty() || node->kind() == NodeKind::CallModule) nodes_.emplace(node, std::move(e));
+  }
+  flags_.assign(parent_.size(), 0);
+  std::vector<Memory> external;
+  const auto placeholders = graph.placeholders();
+  for (const Node* node : placeholders) external.push_back(id(node->result()));
+  for (const auto& [key, m] : storages_) external.push_back(m);
+  for (const auto& [key, m] : names_) external.push_back(m);
+  if (inputs == Inputs::MayOverlapWritten && !placeholders.empty()) {
+    std::vector<bool> is_written(parent_.size());
+    for (const auto& [node, e] : nodes_) {
+      for (Memory m : e.written) is_written[find(m)] = true;
+    }
+    std::vector<Memory> shared;
+    for (Memory m : external) {
+      if (is_written[find(m)]) shared.push_back(m);
+    }
+    if (!shared.empty()) {
+      for (Memory m : shared) unite(m, id(placeholders[0]->result()));
+      for (const Node* node : placeholders) unite(id(node->result()), id(placeholders[0]->result()));
+    }
+  }
+  for (Memory m : external) flags_[find(m)] |= kExternal;
+  if (const Node* out = graph.output_node()) {
+    for (const Value* v : out->inputs()) flags_[find(id(v))] |= kReturned;
+  }
+  for (auto& [node, e] : nodes_) {
+    tidy(e.written);
+    tidy(e.state_read);
+    for (Memory m : e.written) {
+      flags_[m] |= kWritten;
+      const Node*& last = last_write_[m];
+      if (!last || last->is_before(node)) last = node;
+    }
+  }
+}
+
+Memory Aliases::memory(const Value* value) const {
+  auto it = ids_.find(value);
+  if (it == ids_.end()) throw Error(ErrorKind::Internal, "%" + value->name() + " was made after the alias analysis");
+  return find(it->second);
+}
+
+const Node* Aliases::last_write(Memory m) const {
+  auto it = last_write_.find(m);
+  return it == last_write_.end() ? nullptr : it->second;
+}
+
+const std::vector<Memory>& Aliases::written(const Node* node) const {
+  static const std::vector<Memory> none;
+  auto it = nodes_.find(node);
+  return it == nodes_.end() ? none : it->second.written;
+}
+
+std::vector<Memory> Aliases::read(const Node* node) const {
+  std::vector<Memory> list;
+  list.reserve(node->num_inputs());
+  for (size_t i = 0; i < node->num_inputs(); ++i) list.push_back(memory(node->input(i)));
+  if (auto it = nodes_.find(node); it != nodes_.end()) {
+    list.insert(list.end(), it->second.state_read.begin(), it->second.state_read.end());
+  }
+  tidy(list);
+  return list;
+}
+
+bool has_hidden_effects(const Node& node) {
+  if (node.kind() == NodeKind::CallModule) {
+    for (const Node* inner : node.subgraph()->nodes()) {
+      if (has_hidden_effects(*inner)) return true;
+    }
+    return false;
+  }
+  if (!node.is_call()) return false;
+  const std::string_view name = node.op_name();
+  if (is_python_function(node) || name.starts_with("plumb::track")) return true;
+  // A communication waits for the other ranks' part of it.
+  if (name.starts_with("c10d::") || name.starts_with("_c10d_functional")) return true;
+  return node.schema().returns().empty() && !node.writes();
+}
+
+bool is_uninitialised(const Node& node) {
+  const std::string_view name = node.op_name();
+  return name == "aten::empty" || name == "aten::new_empty" || name == "aten::empty_like" ||
+         name == "aten::empty_strided" || name == "aten::new_empty_strided" || name == "aten::empty_permuted" ||
+         name == "aten::empty_quantized" || name == "aten::resize_";
+}
+
+GradientFlow::GradientFlow(const Graph& graph, const Aliases& aliases, const State* state) : aliases_(aliases) {
+  auto differentiable = [](const Value* v) {
+    return v->is_tensor() &&
+           (!v->meta() || at::isFloatingType(v->meta()->dtype) || at::isComplexType(v->meta()->dtype));
+  };
+  for (const Node* node : graph.nodes()) {
+    bool flows = false;
+    switch (node->kind()) {
+      case NodeKind::Placeholder: flows = true; break;
+      case NodeKind::CallModule: flows = true; break;
+      case NodeKind::GetAttr: {
+        const Attr* attr = state ? state->find(node->target()) : nullptr;
+        flows = !attr || !attr->tensor.defined() || attr->tensor.requires_grad();
+        break;
+      }
+      default:
+        if (is_python_function(*node)) flows = true;
+        for (size_t i = 0; i < node->num_inputs() && !flows; ++i) flows = may_require_grad(node->input(i));
+        if (!node->meta().grad_enabled || node->is_op("aten::detach")) flows = false;
+        if (node->is_op("aten::requires_grad_")) flows = true;
+    }
+    if (!flows) continue;
+    for (const Value* r : node->results()) {
+      if (differentiable(r)) values_[r] = true;
+    }
+    for (Aliases::Memory m : aliases.written(node)) memories_[m] = true;
+  }
+}
+
+bool GradientFlow::may_require_grad(const Value* value) const {
+  return values_.count(value) || memories_.count(aliases_.memory(value));
+}
+
+}  // namespace plumb

@@ -1,0 +1,92 @@
+// Which values may share memory, and which nodes write which memory. Built once in near-linear time from the operators'
+// schemas; not kept up to date: build it again after an edit.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "plumb/graph/graph.h"
+#include "plumb/graph/state.h"
+
+namespace plumb {
+
+// Memory is divided in classes: values of different classes never share memory, values of one class may. Nested graphs
+// are looked through: their inputs are the arguments of the node that calls them.
+class Aliases {
+ public:
+  using Memory = uint32_t;
+
+  // What is taken for granted about memory that the graph does not make itself.
+  enum class Inputs : uint8_t {
+    MayOverlapWritten,  // inputs may overlap each other and the state, as soon as the graph writes any of them
+    Distinct,
+  };
+
+  // With `state`, names of one tensor or of tensors on one storage are one memory; without, every name is its own.
+  explicit Aliases(const Graph& graph, const State* state = nullptr, Inputs inputs = Inputs::MayOverlapWritten);
+
+  // Of a value of the graph or of a graph nested in it. Throws for others.
+  Memory memory(const Value* value) const;
+  bool may_alias(const Value* a, const Value* b) const { return memory(a) == memory(b); }
+
+  // Inputs and state: the caller sees writes to it.
+  bool is_external(Memory m) const { return flags_[m] & kExternal; }
+  // A value that the graph returns is in it.
+  bool is_returned(Memory m) const { return flags_[m] & kReturned; }
+  bool is_written(Memory m) const { return flags_[m] & kWritten; }
+  // The last node of the (outer) graph that writes it; null if none does.
+  const Node* last_write(Memory m) const;
+
+  // Memory that running the node writes; memory of its inputs, and of the state that a nested graph reads. Each once.
+  const std::vector<Memory>& written(const Node* node) const;
+  std::vector<Memory> read(const Node* node) const;
+
+ private:
+  enum Flag : uint8_t { kExternal = 1, kReturned = 2, kWritten = 4 };
+  struct Effects {
+    std::vector<Memory> written, state_read;
+  };
+
+  Memory id(const Value* value);
+  Memory attribute(const std::string& name);
+  Memory find(Memory m) const;
+  void unite(Memory a, Memory b);
+  void add_graph(const Graph& graph);
+  void add_node(const Node& node);
+  Effects effects(const Node& node);
+  const Effects& graph_effects(const Graph& graph);
+  void tidy(std::vector<Memory>& list) const;
+
+  const State* state_;
+  mutable std::vector<Memory> parent_;
+  std::vector<uint8_t> flags_;
+  std::unordered_map<const Value*, Memory> ids_;
+  std::unordered_map<const void*, Memory> storages_;
+  std::unordered_map<std::string, Memory> names_;
+  std::unordered_map<const Graph*, Effects> graphs_;
+  std::unordered_map<const Node*, Effects> nodes_;  // only nodes that write, or that call a graph
+  std::unordered_map<Memory, const Node*> last_write_;
+};
+
+// What running the node does beside its results, writes and random draws (a python function, a tracker, a
+// communication, an operator without results): it has to stay, and only once.
+bool has_hidden_effects(const Node& node);
+
+// True for operators whose result is not a function of their arguments: uninitialised memory.
+bool is_uninitialised(const Node& node);
+
+// Which values may carry a gradient back to an input or parameter. Floating inputs always may.
+class GradientFlow {
+ public:
+  GradientFlow(const Graph& graph, const Aliases& aliases, const State* state);
+  bool may_require_grad(const Value* value) const;
+
+ private:
+  const Aliases& aliases_;
+  std::unordered_map<const Value*, bool> values_;
+  std::unordered_map<Aliases::Memory, bool> memories_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,21 @@
+// Computes once, now, what is the same in every run: nodes whose inputs are all constants of the state (not parameters
+// or buffers) or that have none (`arange`, `full`). What the rest of the graph reads becomes a Constant of the state,
+// or the number itself where it is one. C++'s `torch::tensor({1, 2, 3})`, an `empty` filled one element at a time,
+// becomes one Constant; so does any memory that is written with constants only, and read only after its last write.
+//
+// The values are those of a run, bit for bit: the nodes are run. Left alone: what is random, uninitialised, written by
+// anything else, returned (the caller might write it), on the meta device, larger than the limit, or of unknown type.
+#pragma once
+
+#include "plumb/graph/graph_module.h"
+
+namespace plumb {
+
+struct ConstantFoldingOptions {
+  int64_t limit_bytes = 1 << 20;  // of any one tensor on the way
+};
+
+// Answers whether anything changed. Folded tensors are added to the state as "folded_NAME".
+bool constant_folding(Graph& graph, State& state, const ConstantFoldingOptions& options = {});
+
+}  // namespace plumb

@@ -1,0 +1,463 @@
+#include "plumb/graph/passes/functionalise.h"
+
+#include <algorithm>
+#include <string_view>
+#include <unordered_set>
+
+#include "plumb/graph/aliases.h"
+#include "plumb/graph/passes/tools.h"
+
+namespace plumb {
+namespace {
+
+using Memory = Aliases::Memory;
+
+constexpr size_t kMaxViewDepth = 8;  // a view is made again from the root: bounds the work for one use
+// A pure write through a view copies the whole memory: a table filled element by element is better filled in place.
+constexpr uint32_t kMaxScatters = 64;
+constexpr size_t kMaxViewResults = 16;  // of unbind, split, chunk
+
+// In-place operators whose pure twin computes and differentiates the same way. (elu_, celu_, selu_ do not: their
+// backward starts from the result, the pure one's from the input.)
+bool has_pure_twin(std::string_view in_place) {
+  static const std::unordered_set<std::string_view> names = {
+      "aten::add_",         "aten::sub_",         "aten::mul_",         "aten::div_",         "aten::neg_",
+      "aten::abs_",         "aten::exp_",         "aten::exp2_",        "aten::expm1_",       "aten::log_",
+      "aten::log1p_",       "aten::log2_",        "aten::log10_",       "aten::sqrt_",        "aten::rsqrt_",
+      "aten::reciprocal_",  "aten::square_",      "aten::sin_",         "aten::cos_",         "aten::tan_",
+      "aten::tanh_",        "aten::sinh_",        "aten::cosh_",        "aten::atan_",        "aten::sigmoid_",
+      "aten::relu_",        "aten::relu6_",       "aten::leaky_relu_",  "aten::silu_",        "aten::mish_",
+      "aten::gelu_",        "aten::hardtanh_",    "aten::hardswish_",   "aten::hardsigmoid_", "aten::threshold_",
+      "aten::clamp_",       "aten::clamp_min_",   "aten::clamp_max_",   "aten::pow_",         "aten::addcmul_",
+      "aten::addcdiv_",     "aten::addmm_",       "aten::addmv_",       "aten::addbmm_",      "aten::baddbmm_",
+      "aten::addr_",        "aten::lerp_",        "aten::masked_fill_", "aten::index_fill_",  "aten::index_add_",
+      "aten::index_copy_",  "aten::index_put_",   "aten::scatter_",     "aten::scatter_add_", "aten::fill_",
+      "aten::zero_",        "aten::floor_",       "aten::ceil_",        "aten::round_",       "aten::trunc_",
+      "aten::sign_",        "aten::erf_",         "aten::erfc_",        "aten::remainder_",   "aten::fmod_",
+      "aten::tril_",        "aten::triu_",        "aten::xlogy_",       "aten::atan2_",       "aten::hypot_",
+      "aten::nan_to_num_",  "aten::bitwise_and_", "aten::bitwise_or_",  "aten::bitwise_xor_", "aten::bitwise_not_",
+      "aten::floor_divide_"};
+  return names.count(in_place) > 0;
+}
+
+// Views that can be made again on other memory. (reshape, contiguous and the like may copy: not among them.)
+bool is_plain_view(const Node& node) {
+  static const std::unordered_set<std::string_view> names = {
+      "aten::select",  "aten::slice",   "aten::narrow",    "aten::diagonal",         "aten::t",      "aten::transpose",
+      "aten::permute", "aten::view",    "aten::unsqueeze", "aten::squeeze",          "aten::expand", "aten::alias",
+      "aten::detach",  "aten::movedim", "aten::swapaxes",  "aten::numpy_T",          "aten::mT",     "aten::view_as",
+      "aten::unbind",  "aten::split",   "aten::chunk",     "aten::split_with_sizes", "aten::unfold", "aten::expand_as"};
+  return node.is_call() && names.count(node.op_name()) && node.num_results() <= kMaxViewResults;
+}
+
+bool has_scatter(const Node& view) {
+  if (view.target() == "aten::narrow") return view.arg("start").is_constant() && view.arg("length").is_constant();
+  return view.target() == "aten::select.int" || view.target() == "aten::slice.Tensor" ||
+         view.target() == "aten::diagonal";
+}
+
+// The base with `piece` where the view looks: the inverse of the view.
+Node* scatter(Graph& g, const Node& view, Value* base, Value* piece) {
+  if (view.target() == "aten::select.int")
+    return g.call("aten::select_scatter", {base, piece, view.arg("dim"), view.arg("index")});
+  if (view.target() == "aten::diagonal") {
+    return g.call("aten::diagonal_scatter", {base, piece, view.arg("offset"), view.arg("dim1"), view.arg("dim2")});
+  }
+  if (view.target() == "aten::narrow") {
+    int64_t start = view.arg("start").constant().toInt();
+    // From the end counts the size: the meta's, as static here as in the schema of narrow.
+    if (start < 0 && base->meta()) {
+      int64_t dim = view.arg("dim").constant().toInt();
+      if (dim < 0) dim += static_cast<int64_t>(base->meta()->sizes.size());
+      start += base->meta()->sizes.at(static_cast<size_t>(dim));
+    }
+    return g.call("aten::slice_scatter",
+                  {base, piece, view.arg("dim"), start, start + view.arg("length").constant().toInt()});
+  }
+  return g.call("aten::slice_scatter",
+                {base, piece, view.arg("dim"), view.arg("start"), view.arg("end"), view.arg("step")});
+}
+
+std::optional<c10::OperatorHandle> pure_twin(const Node& node) {
+  if (!has_pure_twin(node.op_name())) return std::nullopt;
+  std::string name = node.target();
+  name.erase(node.op_name().size() - 1, 1);
+  auto op = try_find_operator(name);
+  if (!op) return std::nullopt;
+  const auto& a = node.schema();
+  const auto& b = op->schema();
+  if (a.arguments().size() != b.arguments().size() || b.returns().size() != 1) return std::nullopt;
+  for (size_t i = 0; i < a.arguments().size(); ++i) {
+    if (a.arguments()[i].name() != b.arguments()[i].name() || b.arguments()[i].alias_info()) return std::nullopt;
+  }
+  return op;
+}
+
+bool is_static(const TensorMeta& m) { return m.symbols.empty(); }
+
+class Functionaliser {
+ public:
+  Functionaliser(Graph& graph, const State* state, std::vector<std::string>* report)
+      : graph_(graph), aliases_(graph, state), flow_(graph, aliases_, state), report_(report) {}
+
+  bool run() {
+    survey();
+    if (std::none_of(areas_.begin(), areas_.end(), [](const auto& e) { return e.second.supported; })) return false;
+    for (Node* node = graph_.first(); node; node = node->next()) visit(node);
+    for (auto it = dead_.rbegin(); it != dead_.rend(); ++it) graph_.erase(*it);
+    for (auto& [value, name] : names_) value->rename(name);
+    erase_unused_views();
+    return true;
+  }
+
+ private:
+  // One written memory of the graph's own.
+  struct Area {
+    bool supported = true;
+    bool visited_root = false;
+    const Node* last_write = nullptr;
+    Value* root = nullptr;     // the one value that made the memory
+    Value* current = nullptr;  // what the root is now
+    uint32_t version = 0;      // writes turned so far
+    uint32_t scatters = 0;     // writes through views
+    std::vector<Node*> views;  // made before the last write
+  };
+  // How a value comes from another one of its memory.
+  struct Origin {
+    Node* view = nullptr;     // null: the very same tensor (result of a write)
+    Value* parent = nullptr;  // null: the root
+  };
+
+  Area* area(const Value* v) {
+    if (!v->is_tensor()) return nullptr;
+    // Values made by this pass belong to no area: only the originals are looked up.
+    auto it = area_of_.find(v);
+    return it == area_of_.end() ? nullptr : it->second;
+  }
+
+  void refuse(Area& a, const Node& node, const std::string& why) {
+    if (a.supported && report_) report_->push_back(node.describe() + " stays as it is: " + why);
+    a.supported = false;
+  }
+
+  // --- which memories can be turned ---
+  void survey() {
+    for (const Node* node : graph_.nodes()) {
+      for (Memory m : aliases_.written(node)) {
+        Area& a = areas_[m];
+        a.last_write = aliases_.last_write(m);
+        if (aliases_.is_external(m)) refuse(a, *node, "it writes an input, parameter or buffer");
+      }
+    }
+    for (Node* node = graph_.first(); node; node = node->next()) survey_node(node);
+  }
+
+  void survey_node(Node* node) {
+    for (Value* r : node->results()) {
+      auto found = areas_.find(aliases_.memory(r));
+      if (found == areas_.end()) continue;
+      Area& a = found->second;
+      area_of_[r] = &a;
+      if (!a.supported || a.last_write->is_before(node)) continue;  // nothing is written after it was made
+      survey_value(a, node, r);
+    }
+    for (Memory m : aliases_.written(node)) {
+      Area& a = areas_.at(m);
+      if (a.supported) survey_write(a, node);
+    }
+    for (size_t i = 0; i < node->num_inputs(); ++i) {
+      Value* v = node->input(i);
+      if (area(v)) last_user_[representative(v)] = node;
+    }
+  }
+
+  void survey_value(Area& a, Node* node, Value* r) {
+    Value* parent = nullptr;
+    size_t inside = 0;
+    for (size_t i = 0; i < node->num_inputs(); ++i) {
+      if (area(node->input(i)) == &a) parent = node->input(i), ++inside;
+    }
+    const bool makes_alias = node->kind() == NodeKind::CallModule || node->result_aliases_input();
+    if (inside == 0 || !makes_alias) {
+      if (a.root) return refuse(a, *node, "its memory may be that of %" + a.root->name() + " or not");
+      a.root = a.current = r;
+      return;
+    }
+    if (!aliases_.written(node).empty()) {
+      // A write's result is the tensor it wrote, its first argument; survey_write looks at the rest.
+      if (!node->is_call() || !node->arg(0).is_value() || area(node->arg(0).value()) != &a) {
+        return refuse(a, *node, "its result shares memory in a way that is not followed");
+      }
+      origins_[r] = {nullptr, node->arg(0).value()};
+      return;
+    }
+    if (inside != 1 || !is_plain_view(*node) || node->input(0) != parent) {
+      return refuse(a, *node, "its result may share the memory or not");
+    }
+    if (flow_.may_require_grad(parent) && !node->meta().grad_enabled)
+      return refuse(a, *node, "a view made without gradients");
+    origins_[r] = {node, parent};
+    if (path(r).size() > kMaxViewDepth) return refuse(a, *node, "views of views too deep");
+    if (r->result_index() == 0) a.views.push_back(node);
+  }
+
+  void survey_write(Area& a, Node* node) {
+    if (!node->is_call() || aliases_.written(node).size() != 1)
+      return refuse(a, *node, "it writes in a way that is not followed");
+    const bool copy = node->target() == "aten::copy_";
+    if (!copy && !pure_twin(*node)) return refuse(a, *node, "it has no pure form with the same bits");
+    Value* target = node->arg(0).is_value() ? node->arg(0).value() : nullptr;
+    const auto written = node->written_inputs();
+    if (!target || written.size() != 1 || written[0] != target || !a.root) {
+      return refuse(a, *node, "it writes in a way that is not followed");
+    }
+    Value* rep = representative(target);
+    if (rep != a.root && ++a.scatters > kMaxScatters)
+      return refuse(a, *node, "the memory is written through too many views");
+    for (const Node* view : path(rep)) {
+      if (!has_scatter(*view))
+        return refuse(a, *node, "it writes through " + view->describe() + ", which has no inverse");
+    }
+    if (!a.root->meta() || !rep->meta()) return refuse(a, *node, "the types of its values are not known");
+    if (!a.root->meta()->is_contiguous()) return refuse(a, *node, "it writes memory that is not contiguous");
+    if (!node->meta().grad_enabled && flow_.may_require_grad(target)) {
+      return refuse(a, *node, "it writes without gradients what has some");
+    }
+    copy ? survey_copy(a, node, rep) : survey_types(a, node, rep);
+  }
+
+  // The pure form's dtype is the written tensor's only if no other argument promotes it.
+  void survey_types(Area& a, Node* node, const Value* rep) {
+    const auto& arguments = node->schema().arguments();
+    for (size_t i = 1; i < node->args().size(); ++i) {
+      const std::string& name = arguments[i].name();
+      const bool index = name == "mask" || name == "index" || name == "indices";
+      Arg::List one{node->arg(i)};
+      const Arg::List& list = node->arg(i).is_list() ? node->arg(i).list() : one;
+      for (const Arg& e : list) {
+        if (!e.is_value() || !e.value()->is_tensor() || index) continue;
+        if (!e.value()->meta() || e.value()->meta()->dtype != rep->meta()->dtype) {
+          return refuse(a, *node, "%" + e.value()->name() + " is of another dtype");
+        }
+      }
+    }
+  }
+
+  void survey_copy(Area& a, Node* node, const Value* rep) {
+    const Value* source = node->arg("src").value();
+    if (!source || !source->meta()) return refuse(a, *node, "the type of what it copies is not known");
+    const TensorMeta &from = *source->meta(), &to = *rep->meta();
+    if (from.device != to.device) return refuse(a, *node, "it copies from another device");
+    if (!is_static(from) || !is_static(to)) return refuse(a, *node, "it copies between sizes that may change");
+    const bool cast = from.dtype != to.dtype, spread = from.sizes != to.sizes;
+    if (cast && spread) return refuse(a, *node, "it casts and broadcasts at once");
+    if (rep == a.root && to.sizes.empty() && flow_.may_require_grad(rep))
+      return refuse(a, *node, "it overwrites a scalar with a history");
+  }
+
+  // --- following values ---
+  // The value itself, for results of writes the value that was written.
+  Value* representative(Value* v) {
+    auto it = reps_.find(v);
+    if (it != reps_.end()) return it->second;
+    auto origin = origins_.find(v);
+    Value* rep = origin != origins_.end() && !origin->second.view ? representative_known(origin->second.parent) : v;
+    return reps_[v] = rep;
+  }
+  Value* representative_known(Value* v) {
+    // Parents were surveyed before their children: their entry is there, or they are their own.
+    auto it = reps_.find(v);
+    return it == reps_.end() ? v : it->second;
+  }
+
+  // The views from the root to the value, in order. Bounded: survey refuses deep ones.
+  std::vector<Node*> path(Value* v) {
+    std::vector<Node*> views;
+    for (v = representative(v); views.size() <= kMaxViewDepth;) {
+      auto it = origins_.find(v);
+      if (it == origins_.end()) break;
+      views.push_back(it->second.view);
+      v = representative(it->second.parent);
+    }
+    std::reverse(views.begin(), views.end());
+    return views;
+  }
+
+  // --- rewriting ---
+  void visit(Node* node) {
+    if (made_.count(node)) return;
+    const bool is_write = !aliases_.written(node).empty();
+    const size_t first = is_write && turns(node) ? 1 : 0;  // a write's own target is looked at in turn()
+    for (size_t i = first; i < node->num_inputs(); ++i) {
+      Value* v = node->input(i);
+      Area* a = area(v);
+      if (!a || !a->supported || a->version == 0) continue;
+      if (Value* now = current(*a, v, node); now != v) node->set_input(i, now);
+    }
+    for (Value* r : node->results()) {
+      if (Area* a = area(r); a && a->supported && r != a->root) made_at_[r] = {r, a->version};
+    }
+    if (first) turn(node);
+  }
+
+  bool turns(const Node* node) {
+    auto it = areas_.find(aliases_.written(node)[0]);
+    return it->second.supported;
+  }
+
+  // What `v` is now: the root's newest value, or its view of it, made at `use` if the one there is stale.
+  Value* current(Area& a, Value* v, Node* use) {
+    Value* rep = representative(v);
+    if (rep == a.root) return a.current;
+    auto it = made_at_.find(rep);
+    if (it != made_at_.end() && it->second.second == a.version) return it->second.first;
+    if (origins_.find(rep) == origins_.end()) return v;  // made after the last write
+    std::vector<Value*> chain = make_views(a, rep, use);
+    made_at_[rep] = {chain.back(), a.version};
+    return chain.back();
+  }
+
+  // The path of views again, on the root's newest value; the values from the root to `rep`.
+  std::vector<Value*> make_views(Area& a, Value* rep, Node* before) {
+    std::vector<std::pair<Node*, size_t>> steps;
+    for (Value* v = rep; v != a.root;) {
+      const Origin& origin = origins_.at(v);
+      steps.emplace_back(origin.view, v->result_index());
+      v = representative(origin.parent);
+    }
+    auto here = graph_.inserting_before(before);
+    std::vector<Value*> chain{a.current};
+    for (auto it = steps.rbegin(); it != steps.rend(); ++it) {
+      const Node& view = *it->first;
+      std::vector<Arg> args(view.args().begin(), view.args().end());
+      args[0] = chain.back();
+      std::vector<int32_t> sizes;
+      for (int32_t n : view.result_layout()) {
+        if (n >= 0) sizes.push_back(n);
+      }
+      Node* again = graph_.call(view.op(), std::move(args), std::move(sizes));
+      again->meta() = view.meta();
+      for (size_t i = 0; i < view.num_results(); ++i) again->result(i)->set_meta(view.result(i)->meta());
+      made_.insert(again);
+      views_.push_back(again);
+      chain.push_back(again->result(it->second));
+    }
+    return chain;
+  }
+
+  Node* adopt(Node* made, const Node& like, const std::optional<TensorMeta>& type) {
+    made->meta() = like.meta();
+    made->result()->set_meta(type);
+    made_.insert(made);
+    return made;
+  }
+
+  // The write becomes a pure operator, and the root a new value with its result in place.
+  void turn(Node* node) {
+    Value* target = node->arg(0).value();
+    Area& a = *area(target);
+    Value* rep = representative(target);
+    const std::vector<Node*> views = path(rep);
+    std::vector<Value*> chain = make_views(a, rep, node);
+    auto here = graph_.inserting_before(node);
+    Value* piece = nullptr;
+    if (node->target() == "aten::copy_") {
+      piece = copied(a, node, chain.back(), rep);
+    } else {
+      std::vector<Arg> args(node->args().begin(), node->args().end());
+      args[0] = chain.back();
+      piece = adopt(graph_.call(*pure_twin(*node), std::move(args)), *node, rep->meta())->result();
+      names_.emplace_back(piece, node->result()->name());
+    }
+    for (size_t i = views.size(); i-- > 0;) {
+      piece = adopt(scatter(graph_, *views[i], chain[i], piece), *node, chain[i]->meta())->result();
+    }
+    a.current = piece;
+    ++a.version;
+    dead_.push_back(node);
+    // Eager makes the written view's history anew at the write, any other view's where it is used next: the order in
+    // which gradients are summed depends on it.
+    if (rep != a.root && last_user_.at(rep) != node) current(a, rep, node);
+  }
+
+  // What copy_ leaves in its target: cast or broadcast, and new memory if nothing scatters it.
+  Value* copied(Area& a, Node* node, Value* target, const Value* rep) {
+    Value* source = node->arg("src").value();
+    const TensorMeta from = *source->meta(), to = *rep->meta();
+    if (from.dtype != to.dtype) {
+      source =
+          adopt(graph_.call("aten::to.dtype", {source, static_cast<int64_t>(to.dtype)}), *node, std::nullopt)->result();
+    }
+    if (from.sizes != to.sizes) {
+      source = adopt(graph_.call("aten::expand", {source, c10::IValue(to.sizes)}), *node, std::nullopt)->result();
+    }
+    if (rep != a.root) return source;
+    if (!flow_.may_require_grad(rep)) {
+      Node* twin = graph_.call("aten::clone", {source, static_cast<int64_t>(at::MemoryFormat::Contiguous)});
+      return adopt(twin, *node, to)->result();
+    }
+    // Gives the overwritten value's history zeros, as copy_ does.
+    return adopt(graph_.call("aten::slice_scatter", {target, source}), *node, to)->result();
+  }
+
+  void erase_unused_views() {
+    std::vector<Node*> views;
+    for (auto& [m, a] : areas_) {
+      if (a.supported) views.insert(views.end(), a.views.begin(), a.views.end());
+    }
+    views.insert(views.end(), views_.begin(), views_.end());
+    std::sort(views.begin(), views.end(), [](const Node* x, const Node* y) { return x != y && y->is_before(x); });
+    for (Node* node : views) {
+      const auto results = node->results();
+      if (std::none_of(results.begin(), results.end(), [](const Value* r) { return r->has_uses(); }))
+        graph_.erase(node);
+    }
+  }
+
+  Graph& graph_;
+  Aliases aliases_;
+  GradientFlow flow_;
+  std::vector<std::string>* report_;
+  std::unordered_map<Memory, Area> areas_;
+  std::unordered_map<const Value*, Area*> area_of_;
+  std::unordered_map<const Value*, Origin> origins_;
+  std::unordered_map<const Value*, Value*> reps_;
+  std::unordered_map<const Value*, const Node*> last_user_;
+  std::unordered_map<const Value*, std::pair<Value*, uint32_t>> made_at_;
+  std::unordered_set<const Node*> made_;
+  std::vector<Node*> views_, dead_;
+  std::vector<std::pair<Value*, std::string>> names_;
+};
+
+const RegisterPass registered({
+    "functionalise",
+    "Turns in-place operators and writes through views into pure ones where nothing else sees the memory.",
+    {},
+    [](GraphModule& module, const PassOptions&, std::vector<std::string>* report) {
+      return functionalise(module, report);
+    },
+});
+
+}  // namespace
+
+bool functionalise(Graph& graph, const State* state, std::vector<std::string>* report) {
+  bool changed = false;
+  for (Graph* g : every_graph(graph)) {
+    // What was turned may make it plain that something else has no gradient: again until nothing changes.
+    while (true) {
+      std::vector<std::string> notes;
+      const bool again = Functionaliser(*g, state, report ? &notes : nullptr).run();
+      changed = changed || again;
+      if (again) continue;
+      if (report) report->insert(report->end(), notes.begin(), notes.end());
+      break;
+    }
+  }
+  return changed;
+}
+
+bool functionalise(GraphModule& module, std::vector<std::string>* report) {
+  return functionalise(module.graph(), &module.state(), report);
+}
+
+}  // namespace plumb

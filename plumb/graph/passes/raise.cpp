@@ -1,0 +1,92 @@
+#include "plumb/graph/passes/raise.h"
+
+#include <map>
+#include <string_view>
+
+#include "plumb/graph/passes/raise_rules.h"
+#include "plumb/graph/passes/tools.h"
+
+namespace plumb {
+namespace {
+
+// Moving an operator later in the graph moves its gradient in the sum of all gradients of its input. The bits stay if
+// nobody else uses that input in between, or if there are but two to add.
+bool keeps_order_of_sums(const Match& match) {
+  std::unordered_map<const Value*, bool> watched;
+  for (const auto& [name, arg] : match.bound) {
+    if (arg.is_value() && arg.value()->uses().size() > 2) watched[arg.value()] = true;
+  }
+  if (watched.empty()) return true;
+  std::unordered_map<const Node*, bool> inside;
+  for (const Node* node : match.nodes) inside[node] = true;
+  for (const Node* node = match.nodes.front(); node != match.root; node = node->next()) {
+    if (inside.count(node)) continue;
+    for (size_t i = 0; i < node->num_inputs(); ++i) {
+      if (watched.count(node->input(i))) return false;
+    }
+  }
+  return true;
+}
+
+// Null, or the node that took the match's place.
+Node* apply(Graph& graph, const RaiseRule& rule, Node* root) {
+  auto match = rule.pattern.match(root);
+  if (!match || !is_private(*match) || (rule.exact && !keeps_order_of_sums(*match))) return nullptr;
+  Node* made = nullptr;
+  {
+    auto here = graph.inserting_before(root);
+    made = rule.build(graph, *match);
+  }
+  if (!made) return nullptr;
+  graph.replace_node(root, made);
+  // What fed the root and is not needed any more; another rule's piece may still be.
+  for (size_t i = match->nodes.size() - 1; i-- > 0;) {
+    Node* node = match->nodes[i];
+    bool used = false;
+    for (const Value* r : node->results()) used = used || r->has_uses();
+    if (!used) graph.erase(node);
+  }
+  return made;
+}
+
+const RegisterPass registered({
+    "raise",
+    "Puts high-level operators back where a program wrote them as several (t + addmm: linear).",
+    {{"inexact", "false", "also where the last bits change: bias of a matmul, silu, gelu, softmax, norms, attention"}},
+    [](GraphModule& module, const PassOptions& options, std::vector<std::string>* report) {
+      return raise_operators(module.graph(), {flag_option(options, "inexact", false)}, report);
+    },
+});
+
+}  // namespace
+
+bool raise_operators(Graph& graph, const RaiseOptions& options, std::vector<std::string>* report) {
+  std::unordered_map<std::string_view, std::vector<const RaiseRule*>> by_root;
+  for (const RaiseRule& rule : raise_rules()) {
+    if (rule.exact || options.inexact) by_root[rule.pattern.root_op()].push_back(&rule);
+  }
+  std::map<std::string, size_t> counts;
+  for (Graph* g : every_graph(graph)) {
+    for (Node* node = g->first(); node; node = node->next()) {
+      for (bool again = true; again;) {
+        again = false;
+        auto rules = node->is_call() ? by_root.find(node->op_name()) : by_root.end();
+        if (rules == by_root.end()) break;
+        for (const RaiseRule* rule : rules->second) {
+          Node* made = apply(*g, *rule, node);
+          if (!made) continue;
+          ++counts[rule->name];
+          node = made;
+          again = true;
+          break;
+        }
+      }
+    }
+  }
+  if (report) {
+    for (const auto& [name, n] : counts) report->push_back("raised " + name + " " + std::to_string(n) + " times");
+  }
+  return !counts.empty();
+}
+
+}  // namespace plumb

@@ -1,0 +1,26 @@
+// The table of pass `raise`: what an operator looks like when it was written as several.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "plumb/graph/pattern.h"
+
+namespace plumb {
+
+struct RaiseRule {
+  std::string name;
+  bool exact;  // the same bits, gradients too
+  Pattern pattern;
+  // Makes the operator at the insertion point, or answers null where the types do not fit it.
+  std::function<Node*(Graph&, const Match&)> build;
+};
+
+const std::vector<RaiseRule>& raise_rules();
+
+// Whether `x.matmul(w.t()) + b` and `linear(x, w, b)` are the same bits, gradients too, for tensors of these types:
+// both are run on random numbers (not the process's own). False where they cannot be run here.
+bool same_bits_with_bias(const TensorMeta& x, const TensorMeta& w);
+
+}  // namespace plumb

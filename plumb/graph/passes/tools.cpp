@@ -1,0 +1,43 @@
+#include "plumb/graph/passes/tools.h"
+
+#include <algorithm>
+#include <charconv>
+#include <unordered_set>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+
+bool flag_option(const PassOptions& options, std::string_view name, bool fallback) {
+  auto it = options.find(std::string(name));
+  if (it == options.end()) return fallback;
+  if (it->second == "true" || it->second == "1" || it->second.empty()) return true;
+  if (it->second == "false" || it->second == "0") return false;
+  throw Error(ErrorKind::InvalidArgument, "option " + it->first + " is true or false, got '" + it->second + "'");
+}
+
+int64_t number_option(const PassOptions& options, std::string_view name, int64_t fallback) {
+  auto it = options.find(std::string(name));
+  if (it == options.end()) return fallback;
+  int64_t v = 0;
+  const char* end = it->second.data() + it->second.size();
+  auto [stop, error] = std::from_chars(it->second.data(), end, v);
+  if (error != std::errc() || stop != end || v < 0) {
+    throw Error(ErrorKind::InvalidArgument, "option " + it->first + " is a number from 0, got '" + it->second + "'");
+  }
+  return v;
+}
+
+std::vector<Graph*> every_graph(Graph& graph) {
+  std::vector<Graph*> found{&graph};
+  std::unordered_set<Graph*> seen{&graph};
+  for (size_t i = 0; i < found.size(); ++i) {
+    for (Node* node : found[i]->nodes()) {
+      if (node->subgraph() && seen.insert(node->subgraph().get()).second) found.push_back(node->subgraph().get());
+    }
+  }
+  std::reverse(found.begin(), found.end());
+  return found;
+}
+
+}  // namespace plumb

@@ -1,0 +1,19 @@
+// What every pass needs: options as values, every nested graph once.
+#pragma once
+
+#include <functional>
+#include <string_view>
+#include <vector>
+
+#include "plumb/graph/pass.h"
+
+namespace plumb {
+
+// Options as given; the default where they are not. Throw an Error that names option and pass.
+bool flag_option(const PassOptions& options, std::string_view name, bool fallback);
+int64_t number_option(const PassOptions& options, std::string_view name, int64_t fallback);
+
+// The graph and every graph nested in it, inner ones first, each once.
+std::vector<Graph*> every_graph(Graph& graph);
+
+}  // namespace plumb

@@ -1,0 +1,143 @@
+#include "plumb/graph/pattern.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+// One attempt at a match. Patterns are a dozen nodes: recursion is as deep as the pattern.
+class Matcher {
+ public:
+  bool node(const Node* pattern, Node* candidate) {
+    if (auto it = nodes_.find(pattern); it != nodes_.end()) return it->second == candidate;
+    if (!candidate->is_call() || !same_operator(*pattern, *candidate)) return false;
+    if (candidate->result_layout() != pattern->result_layout()) return false;
+    const bool swaps = is_commutative(*pattern) && is_commutative(*candidate);
+    for (int order = 0; order < (swaps ? 2 : 1); ++order) {
+      Matcher saved = *this;
+      nodes_[pattern] = candidate;
+      bool fits = true;
+      for (size_t i = 0; i < pattern->args().size() && fits; ++i) {
+        fits = argument(pattern->arg(i), candidate->arg(order == 1 && i < 2 ? 1 - i : i));
+      }
+      if (fits) return true;
+      *this = std::move(saved);
+    }
+    return false;
+  }
+
+  std::unordered_map<const Node*, Node*> nodes_;
+  std::unordered_map<std::string, Arg> bound_;
+
+ private:
+  // A number beside a tensor has two spellings: mul.Tensor with a wrapped number, and mul.Scalar.
+  static bool same_operator(const Node& pattern, const Node& candidate) {
+    if (candidate.target() == pattern.target()) return true;
+    return candidate.target().ends_with(".Scalar") && pattern.target().ends_with(".Tensor") &&
+           candidate.op_name() == pattern.op_name() && candidate.args().size() == pattern.args().size();
+  }
+
+  static bool is_commutative(const Node& node) {
+    if (node.target() == "aten::mul.Tensor") return true;
+    if (node.target() != "aten::add.Tensor") return false;
+    const Arg& alpha = node.arg(2);
+    return alpha.is_constant() && alpha.constant().isInt() && alpha.constant().toInt() == 1;
+  }
+
+  bool argument(const Arg& pattern, const Arg& candidate) {
+    if (pattern.is_value()) {
+      const Value* v = pattern.value();
+      if (v->producer()->kind() == NodeKind::Placeholder) return bind(*v, candidate);
+      if (!candidate.is_value() || candidate.value()->result_index() != v->result_index()) return false;
+      return node(v->producer(), candidate.value()->producer());
+    }
+    if (pattern.is_list()) {
+      if (!candidate.is_list() || candidate.list().size() != pattern.list().size()) return false;
+      for (size_t i = 0; i < pattern.list().size(); ++i) {
+        if (!argument(pattern.list()[i], candidate.list()[i])) return false;
+      }
+      return true;
+    }
+    if (is_number(pattern) && is_number(candidate)) return number(pattern) == number(candidate);
+    return pattern == candidate;
+  }
+
+  static double number(const Arg& arg) {
+    const auto& v = arg.constant();
+    return v.isDouble() ? v.toDouble() : v.isInt() ? static_cast<double>(v.toInt()) : static_cast<double>(v.toBool());
+  }
+
+  bool bind(const Value& placeholder, const Arg& candidate) {
+    if (candidate.is_list() || candidate.is_none()) return false;
+    if (placeholder.is_tensor()) {
+      if (candidate.is_value() ? !candidate.value()->is_tensor() : !is_number(candidate)) return false;
+    } else if (candidate.is_value() ? candidate.value()->is_tensor() : !is_number(candidate)) {
+      return false;
+    }
+    auto [it, fresh] = bound_.emplace(placeholder.producer()->target(), candidate);
+    return fresh || it->second == candidate;
+  }
+
+  static bool is_number(const Arg& arg) {
+    return arg.is_constant() && (arg.constant().isInt() || arg.constant().isDouble() || arg.constant().isBool());
+  }
+};
+
+}  // namespace
+
+const Arg& Match::at(std::string_view name) const {
+  auto it = bound.find(std::string(name));
+  if (it == bound.end())
+    throw Error(ErrorKind::InvalidArgument, "the pattern has no placeholder '" + std::string(name) + "'");
+  return it->second;
+}
+
+Pattern::Pattern(std::string_view text) : graph_(parse_graph(text)) {
+  const Node* out = graph_.output_node();
+  if (!out || out->num_inputs() != 1 || !out->input(0)->producer()->is_call()) {
+    throw Error(ErrorKind::InvalidArgument, "a pattern has one output, the result of an operator");
+  }
+  root_ = out->input(0)->producer();
+}
+
+std::optional<Match> Pattern::match(Node* root) const {
+  Matcher matcher;
+  if (!matcher.node(root_, root)) return std::nullopt;
+  Match match;
+  match.root = root;
+  for (const auto& [pattern, node] : matcher.nodes_) match.nodes.push_back(node);
+  std::sort(match.nodes.begin(), match.nodes.end(),
+            [](const Node* a, const Node* b) { return a != b && a->is_before(b); });
+  match.nodes.erase(std::unique(match.nodes.begin(), match.nodes.end()), match.nodes.end());
+  match.bound = std::move(matcher.bound_);
+  return match;
+}
+
+bool is_private(const Match& match, size_t reach) {
+  const std::unordered_set<const Node*> inside(match.nodes.begin(), match.nodes.end());
+  const bool grad = match.root->meta().grad_enabled;
+  for (const Node* node : match.nodes) {
+    if (node->meta().grad_enabled != grad || node->is_random()) return false;
+    if (node == match.root) continue;
+    for (const Value* r : node->results()) {
+      for (const Use& use : r->uses()) {
+        if (!inside.count(use.user)) return false;
+      }
+    }
+    if (node->writes()) return false;
+  }
+  // Between first and last nothing may write, the root (an in-place sum) into its own inner value excepted.
+  for (const Node* node = match.nodes.front(); node != match.root; node = node->next()) {
+    if (reach-- == 0) return false;
+    if (!inside.count(node) && (node->writes() || node->kind() == NodeKind::CallModule)) return false;
+  }
+  for (const Value* v : match.root->written_inputs()) {
+    if (!inside.count(v->producer()) || v->producer()->result_aliases_input()) return false;
+  }
+  return true;
+}
+
+}  // namespace plumb

@@ -1,0 +1,57 @@
+// Patterns: small graphs that match pieces of larger ones. Shared by passes and tests.
+//
+//   Pattern p(R"(graph {
+//     %x = placeholder "x"
+//     %half: float = placeholder "half"
+//     %s = aten::sigmoid(%x)
+//     %y = aten::mul.Tensor(%x, %s)
+//     output(%y)
+//   })");
+//   if (auto m = p.match(node)) ... m->at("x")
+//
+// A placeholder stands for anything, the same thing wherever it is used: a tensor placeholder for a tensor value or a
+// wrapped number, one of another type for a number. Constants must be equal, numbers in value (2 and 2.0). Not told
+// apart: the order of the arguments of mul and of add without alpha; mul.Tensor with a number and mul.Scalar (and the
+// like). The pattern's one output names the node where matching starts.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+struct Match {
+  Node* root = nullptr;
+  std::vector<Node*> nodes;                    // all that the pattern's nodes stand for, the root too, in graph order
+  std::unordered_map<std::string, Arg> bound;  // by the placeholder's name
+  // Throws an Error if the pattern has no such placeholder.
+  const Arg& at(std::string_view name) const;
+};
+
+class Pattern {
+ public:
+  // Throws an Error if the text is no graph with one output that a node makes.
+  explicit Pattern(std::string_view text);
+
+  // The operator of the root without its overload: nodes of other operators need not be tried.
+  std::string_view root_op() const { return root_->op_name(); }
+
+  // Whether the nodes that lead to `root` have the pattern's form. Says nothing of what else uses or writes them.
+  std::optional<Match> match(Node* root) const;
+
+ private:
+  Graph graph_;
+  const Node* root_ = nullptr;
+};
+
+// Whether nothing but the match itself can see its inner values: no other use, all in one grad mode, no write into
+// their memory or that of the match's inputs between its first and last node (the root itself may write an inner
+// value). Looks at no more than `reach` nodes between the first and the last; a wider match is refused.
+bool is_private(const Match& match, size_t reach = 256);
+
+}  // namespace plumb
