@@ -13,9 +13,23 @@ bool must_stay(const Node& node, const DeadCodeOptions& options) {
   return has_hidden_effects(node) || (!options.remove_random && node.is_random());
 }
 
+// Reading a view whose memory was written since it was made lets eager make the view's history anew, there and then. If
+// the view is read again, the order in which its gradients are summed depends on the first read, dead or not.
+bool renews_history(const Node& node, const Aliases& aliases, const GradientFlow& flow) {
+  if (!node.meta().grad_enabled) return false;
+  for (size_t i = 0; i < node.num_inputs(); ++i) {
+    const Value* v = node.input(i);
+    if (v->uses().size() < 2 || !v->producer()->result_aliases_input() || !flow.may_require_grad(v)) continue;
+    const Node* last = aliases.last_write(aliases.memory(v));
+    if (last && v->producer()->is_before(last)) return true;
+  }
+  return false;
+}
+
 // One walk from the end: whether a node is live depends only on what comes after it.
 bool erase_dead(Graph& graph, const State* state, const DeadCodeOptions& options) {
   const Aliases aliases(graph, state);
+  const GradientFlow flow(graph, aliases, state);
   std::unordered_map<Aliases::Memory, bool> seen;  // memory that a later live node reads
   bool changed = false;
   for (Node* node = graph.last(); node;) {
@@ -26,7 +40,7 @@ bool erase_dead(Graph& graph, const State* state, const DeadCodeOptions& options
       if (live) break;
       live = aliases.is_external(m) || seen.count(m);
     }
-    if (live) {
+    if (live || renews_history(*node, aliases, flow)) {
       for (Aliases::Memory m : aliases.read(node)) seen[m] = true;
     } else {
       graph.erase(node);

@@ -114,6 +114,22 @@ TEST(DeadCode, KnowsThatADropoutOfNothingHandsItsInputBack) {
   EXPECT_TRUE(aliases.may_alias(g.find_value("c"), h));
 }
 
+TEST(DeadCode, LeavesTheReadAloneThatRenewsTheHistoryOfAWrittenView) {
+  const std::string text = R"(graph {
+  %w: f32[4, 4] grad = get_attr "w"
+  %t: f32[4, 4]{1, 4} grad = aten::t(%w)
+  %m: f32[4, 4]{1, 4} grad = aten::mul_.Tensor(%t, 2) no_grad
+  %first: f32[4, 4]{1, 4} grad = aten::neg(%t)
+  %y: f32[4, 4]{1, 4} grad = aten::sin(%t)
+  output(%y)
+}
+)";
+  expect_unchanged("dead_code", text);
+  std::string unwritten = text;
+  unwritten.erase(unwritten.find("  %m:"), unwritten.find("  %first:") - unwritten.find("  %m:"));
+  EXPECT_THAT(after(unwritten), testing::Not(testing::HasSubstr("aten::neg")));
+}
+
 TEST(DeadCode, LooksIntoNestedGraphs) {
   EXPECT_EQ(after(R"(graph {
   %x = placeholder "x"
