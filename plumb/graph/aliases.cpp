@@ -295,7 +295,12 @@ GradientFlow::GradientFlow(const Graph& graph, const Aliases& aliases, const Sta
       default:
         if (is_python_function(*node)) flows = true;
         for (size_t i = 0; i < node->num_inputs() && !flows; ++i) flows = may_require_grad(node->input(i));
-        if (!node->meta().grad_enabled || node->is_op("aten::detach")) flows = false;
+        if (node->is_op("aten::detach")) flows = false;
+        if (!node->meta().grad_enabled) {
+          // Eager's views keep requiring gradients when made without grad mode; a write changes nothing about it.
+          const Value* target = aliases.written(node).empty() || node->num_inputs() == 0 ? nullptr : node->input(0);
+          flows = flows && node->result_aliases_input() && (!target || may_require_grad(target));
+        }
         if (node->is_op("aten::requires_grad_")) flows = true;
     }
     if (!flows) continue;

@@ -251,7 +251,9 @@ class Maker {
   void again(Graph& graph) {
     const Entry a = pick();
     const Node* node = a.value->producer();
-    if (!node->is_call() || node->num_inputs() != 1 || node->num_results() != 1 || node->writes()) return;
+    if (!node->is_call() || node->num_inputs() != 1 || node->result_layout() != std::vector<int32_t>{-1} ||
+        node->writes())
+      return;
     for (const Entry& e : std::vector<Entry>(pool_)) {
       if (e.value != node->input(0)) continue;
       Node* copy = graph.call(node->op(), std::vector<Arg>(node->args().begin(), node->args().end()));

@@ -1,5 +1,7 @@
 #include "plumb/graph/passes/dead_code.h"
 
+#include <algorithm>
+#include <unordered_set>
 #include <vector>
 
 #include "plumb/graph/aliases.h"
@@ -13,43 +15,83 @@ bool must_stay(const Node& node, const DeadCodeOptions& options) {
   return has_hidden_effects(node) || (!options.remove_random && node.is_random());
 }
 
-// Reading a view whose memory was written since it was made lets eager make the view's history anew, there and then. If
-// the view is read again, the order in which its gradients are summed depends on the first read, dead or not.
-bool renews_history(const Node& node, const Aliases& aliases, const GradientFlow& flow) {
-  if (!node.meta().grad_enabled) return false;
-  for (size_t i = 0; i < node.num_inputs(); ++i) {
-    const Value* v = node.input(i);
-    if (v->uses().size() < 2 || !v->producer()->result_aliases_input() || !flow.may_require_grad(v)) continue;
-    const Node* last = aliases.last_write(aliases.memory(v));
-    if (last && v->producer()->is_before(last)) return true;
-  }
-  return false;
-}
-
 // One walk from the end: whether a node is live depends only on what comes after it.
-bool erase_dead(Graph& graph, const State* state, const DeadCodeOptions& options) {
-  const Aliases aliases(graph, state);
-  const GradientFlow flow(graph, aliases, state);
-  std::unordered_map<Aliases::Memory, bool> seen;  // memory that a later live node reads
-  bool changed = false;
-  for (Node* node = graph.last(); node;) {
-    Node* previous = node->prev();
-    bool live = must_stay(*node, options);
-    for (size_t i = 0; i < node->num_results() && !live; ++i) live = node->result(i)->has_uses();
-    for (Aliases::Memory m : aliases.written(node)) {
-      if (live) break;
-      live = aliases.is_external(m) || seen.count(m);
+class Sweep {
+ public:
+  Sweep(Graph& graph, const State* state, const DeadCodeOptions& options)
+      : graph_(graph), aliases_(graph, state), flow_(graph, aliases_, state), options_(options) {
+    for (const Node* node : graph.nodes()) {
+      positions_.emplace(node, positions_.size());
+      const auto& written = aliases_.written(node);
+      for (Aliases::Memory m : written) writes_[m].push_back(positions_.size() - 1);
+      if (!written.empty() && node->is_call() && node->num_results() == 1 && node->arg(0).is_value()) {
+        same_[node->result()] = same(node->arg(0).value());
+      }
     }
-    if (live || renews_history(*node, aliases, flow)) {
-      for (Aliases::Memory m : aliases.read(node)) seen[m] = true;
-    } else {
-      graph.erase(node);
-      changed = true;
-    }
-    node = previous;
   }
-  return changed;
-}
+
+  bool run() {
+    bool changed = false;
+    for (Node* node = graph_.last(); node;) {
+      Node* previous = node->prev();
+      if (is_live(*node)) {
+        for (Aliases::Memory m : aliases_.read(node)) seen_.insert(m);
+        for (size_t i = 0; i < node->num_inputs(); ++i) read_.insert(same(node->input(i)));
+      } else {
+        graph_.erase(node);
+        changed = true;
+      }
+      node = previous;
+    }
+    return changed;
+  }
+
+ private:
+  bool is_live(const Node& node) const {
+    if (must_stay(node, options_)) return true;
+    for (size_t i = 0; i < node.num_results(); ++i) {
+      if (node.result(i)->has_uses()) return true;
+    }
+    for (Aliases::Memory m : aliases_.written(&node)) {
+      if (aliases_.is_external(m) || seen_.count(m)) return true;
+    }
+    return renews_history(node);
+  }
+
+  // Reading a view whose memory was written since it was made lets eager make the view's history anew, there and then.
+  // If the view is read again, the order in which its gradients are summed depends on the first read, dead or not.
+  bool renews_history(const Node& node) const {
+    if (!node.meta().grad_enabled) return false;
+    for (size_t i = 0; i < node.num_inputs(); ++i) {
+      const Value* v = same(node.input(i));
+      const Node* maker = v->producer();
+      if (!read_.count(v) || !maker->result_aliases_input() || !flow_.may_require_grad(v)) continue;
+      auto found = writes_.find(aliases_.memory(v));
+      if (found == writes_.end()) continue;
+      // The writes before `node` are still there: the walk has not come to them.
+      const auto& all = found->second;
+      auto first = std::upper_bound(all.begin(), all.end(), positions_.at(maker));
+      if (first != all.end() && *first < positions_.at(&node)) return true;
+    }
+    return false;
+  }
+
+  // The result of a write is the tensor that was written.
+  const Value* same(const Value* v) const {
+    auto it = same_.find(v);
+    return it == same_.end() ? v : it->second;
+  }
+
+  Graph& graph_;
+  Aliases aliases_;
+  GradientFlow flow_;
+  DeadCodeOptions options_;
+  std::unordered_set<Aliases::Memory> seen_;  // memory that a later live node reads
+  std::unordered_set<const Value*> read_;     // values that one reads
+  std::unordered_map<const Value*, const Value*> same_;
+  std::unordered_map<const Node*, size_t> positions_;
+  std::unordered_map<Aliases::Memory, std::vector<size_t>> writes_;  // positions, ascending
+};
 
 const RegisterPass registered({
     "dead_code",
@@ -67,7 +109,10 @@ const RegisterPass registered({
 
 bool dead_code(Graph& graph, const State* state, const DeadCodeOptions& options) {
   bool changed = false;
-  for (Graph* g : every_graph(graph)) changed = erase_dead(*g, state, options) || changed;
+  for (Graph* g : every_graph(graph)) {
+    // What went may show that something else carries no gradient: again until nothing goes.
+    while (Sweep(*g, state, options).run()) changed = true;
+  }
   return changed;
 }
 

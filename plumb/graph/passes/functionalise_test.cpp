@@ -164,6 +164,17 @@ TEST(Functionalise, LeavesAWriteWithoutGradientsToWhatHasSomeAlone) {
   EXPECT_THAT(turned, testing::HasSubstr("aten::mul.Tensor(%h, 2) no_grad"));
 }
 
+TEST(Functionalise, KnowsThatAViewMadeWithoutGradModeStillHasGradients) {
+  expect_unchanged("functionalise", R"(graph {
+  %x: f32[4, 4] = placeholder "x"
+  %s: f32[2, 4] = aten::slice.Tensor(%x, 0, 0, 2) no_grad
+  %h: f32[2, 4] = aten::mul.Tensor(%s, 2)
+  %m: f32[2, 4] = aten::add_.Tensor(%h, 1) no_grad
+  output(%m)
+}
+)");
+}
+
 TEST(Functionalise, LeavesOperatorsWhoseBackwardDiffersAlone) {
   expect_unchanged("functionalise", R"(graph {
   %x: f32[4, 4] = placeholder "x"
