@@ -1,17 +1,25 @@
 # plumb: `make demo` sets everything up, builds and runs the main job; `make test` runs every test.
 #
-#   TORCH_PYTHON=/path/to/python   use an installed torch (2.11 or newer)
-#   JOBS=n                         compile jobs (default: one a core)
+#   make demo TEXT=file-or-folder    train on this text instead of Python's own sources
+#   make install PREFIX=/usr/local   headers, library, command and CMake package
+#   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers for FUZZ_SECONDS each
+#   make format | lint | clean       lint looks at what differs from BASE (main); ALL=1 at every file
+#
+#   TORCH_PYTHON=/path/to/python     use an installed torch (2.11 or newer)
+#   JOBS=n                           compile jobs (default: one a core)
 
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
 BUILD ?= build
+PREFIX ?= /usr/local
+FUZZ_SECONDS ?= 30
 export OMP_WAIT_POLICY ?= PASSIVE
 export TORCH_PYTHON
 PY := .venv/bin/python
 CMAKE := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
+CONFIGURE := $(CMAKE) -S . -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY)
 
-.PHONY: all setup configure demo test test-cpp test-python bench sanitize fuzz format lint install clean
+.PHONY: all setup configure demo test test-cpp test-python bench sanitize fuzz format lint rooms install clean
 
 all: configure
 	@$(CMAKE) --build $(BUILD) -j $(JOBS)
@@ -20,16 +28,43 @@ all: configure
 setup:
 	@tools/bootstrap.sh
 
+# Again when .venv was made anew: it may stand on another torch.
 configure: setup
-	@[ -f $(BUILD)/build.ninja ] || $(CMAKE) -S . -B $(BUILD) -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY)
+	@[ $(BUILD)/build.ninja -nt .venv/.plumb-stamp ] || $(CONFIGURE) -B $(BUILD)
+
+demo: all
+	@$(BUILD)/bin/plumb_demo $(if $(TEXT),--text "$(TEXT)") --out demo
 
 test: test-cpp test-python
 
 test-cpp: all
-	@$(CMAKE) -E env .venv/bin/ctest --test-dir $(BUILD) --output-on-failure
+	@.venv/bin/ctest --test-dir $(BUILD) --output-on-failure
 
 test-python: all
-	@$(PY) -m pytest -q python/tests
+	@PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q python/tests
+
+bench: configure
+	@$(CONFIGURE) -B $(BUILD) -DPLUMB_BENCHMARKS=ON
+	@JOBS=$(JOBS) tools/bench.sh $(BUILD) docs/benchmarks.md
+
+sanitize: setup
+	@JOBS=$(JOBS) tools/sanitize.sh build-sanitize
+
+fuzz: setup
+	@JOBS=$(JOBS) tools/fuzz.sh build-fuzz $(FUZZ_SECONDS)
+
+format: setup
+	@git ls-files -co --exclude-standard '*.h' '*.cpp' | xargs -r .venv/bin/clang-format -i
+	@$(PY) -m ruff check -q --fix .
+
+lint: configure rooms
+	@JOBS=$(JOBS) tools/lint.sh $(BUILD)
+
+rooms:
+	@python3 tools/check_rooms.py
+
+install: all
+	@$(CMAKE) --install $(BUILD) --prefix $(PREFIX)
 
 clean:
-	rm -rf build build-*
+	rm -rf build build-* demo

@@ -41,10 +41,10 @@ function(plumb_library)
   add_library(plumb::plumb ALIAS plumb)
   target_include_directories(plumb PUBLIC
     $<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
-  target_link_libraries(plumb PUBLIC $<BUILD_INTERFACE:torch_wheel> $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
-                        PRIVATE Threads::Threads)
+  target_compile_features(plumb PUBLIC cxx_std_20)
+  target_link_libraries(plumb PUBLIC torch_wheel nlohmann_json::nlohmann_json PRIVATE Threads::Threads)
   set_target_properties(plumb PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}"
-    BUILD_RPATH "${TORCH_WHEEL_DIR}/lib" INSTALL_RPATH "${TORCH_WHEEL_DIR}/lib")
+    BUILD_RPATH "${TORCH_WHEEL_DIR}/lib")
 endfunction()
 
 function(plumb_tests)

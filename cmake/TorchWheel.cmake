@@ -3,34 +3,42 @@
 # torch's own TorchConfig.cmake is not used: with a CUDA wheel it stops unless a CUDA toolkit of the same
 # version is installed, although host code needs nothing beyond the headers and libraries in the wheel.
 #
-# In:  PLUMB_PYTHON, a Python interpreter that can import torch.
+# In:  PLUMB_PYTHON, a Python interpreter that can import torch, or PLUMB_TORCH_DIR, torch's folder itself.
 # Out: target torch_wheel, TORCH_WHEEL_DIR, TORCH_WHEEL_VERSION, TORCH_WHEEL_CUDA (ON/OFF)
 
 if(TARGET torch_wheel)
   return()
 endif()
 
-if(NOT PLUMB_PYTHON)
-  find_program(PLUMB_PYTHON NAMES python3 python)
-endif()
-
-# Asking torch itself takes seconds (it imports the package): find its folder and version without importing it.
-execute_process(
-  COMMAND "${PLUMB_PYTHON}" -c "
+if(PLUMB_TORCH_DIR)
+  if(NOT EXISTS "${PLUMB_TORCH_DIR}/version.py")
+    message(FATAL_ERROR "plumb: PLUMB_TORCH_DIR='${PLUMB_TORCH_DIR}' is no torch folder (it has no version.py).")
+  endif()
+  set(TORCH_WHEEL_DIR "${PLUMB_TORCH_DIR}")
+  file(STRINGS "${PLUMB_TORCH_DIR}/version.py" _torch_line REGEX "^__version__ *=" LIMIT_COUNT 1)
+  string(REGEX REPLACE "^[^'\"]*['\"]([^'\"]*)['\"].*$" "\\1" TORCH_WHEEL_VERSION "${_torch_line}")
+else()
+  if(NOT PLUMB_PYTHON)
+    find_program(PLUMB_PYTHON NAMES python3 python)
+  endif()
+  # Asking torch itself takes seconds (it imports the package): find its folder and version without importing it.
+  execute_process(
+    COMMAND "${PLUMB_PYTHON}" -c "
 import importlib.util, os, runpy
 d = os.path.dirname(importlib.util.find_spec('torch').origin)
 v = runpy.run_path(os.path.join(d, 'version.py'))
 print(d, v['__version__'], sep=';', end='')"
-  OUTPUT_VARIABLE _torch_found RESULT_VARIABLE _torch_rc ERROR_QUIET)
-if(NOT _torch_rc EQUAL 0)
-  message(FATAL_ERROR "plumb needs torch 2.11 or newer: '${PLUMB_PYTHON}' has none. "
-                      "Set PLUMB_PYTHON to a Python that can import torch.")
+    OUTPUT_VARIABLE _torch_found RESULT_VARIABLE _torch_rc ERROR_QUIET)
+  if(NOT _torch_rc EQUAL 0)
+    message(FATAL_ERROR "plumb needs torch 2.11 or newer: '${PLUMB_PYTHON}' has none. "
+                        "Set PLUMB_PYTHON to a Python that can import torch.")
+  endif()
+  list(GET _torch_found 0 TORCH_WHEEL_DIR)
+  list(GET _torch_found 1 TORCH_WHEEL_VERSION)
 endif()
-list(GET _torch_found 0 TORCH_WHEEL_DIR)
-list(GET _torch_found 1 TORCH_WHEEL_VERSION)
 string(REGEX MATCH "^[0-9]+\\.[0-9]+(\\.[0-9]+)?" _torch_number "${TORCH_WHEEL_VERSION}")
 if(_torch_number VERSION_LESS 2.11)
-  message(FATAL_ERROR "plumb needs torch 2.11 or newer; '${PLUMB_PYTHON}' has ${TORCH_WHEEL_VERSION}.")
+  message(FATAL_ERROR "plumb needs torch 2.11 or newer; ${TORCH_WHEEL_DIR} is ${TORCH_WHEEL_VERSION}.")
 endif()
 
 set(TORCH_WHEEL_CUDA OFF)

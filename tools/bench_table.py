@@ -1,0 +1,67 @@
+"""Google Benchmark's JSON on standard input -> a Markdown table.
+
+Benchmarks whose names differ only in one part that holds "eager" against "plumb" stand beside each other in a row."""
+
+import json
+import re
+import sys
+
+
+def span(nanoseconds: float) -> str:
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if nanoseconds >= size:
+            return f"{nanoseconds / size:.3g} {unit}"
+    return f"{nanoseconds:.3g} ns"
+
+
+def rate(value: float, unit: str) -> str:
+    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def table(benchmarks: list[dict]) -> list[str]:
+    rows: dict[str, dict[str, dict]] = {}
+    for b in benchmarks:
+        if b.get("run_type") == "aggregate" and b.get("aggregate_name") != "median":
+            continue
+        parts = [p for p in b["name"].split("/") if not re.search("eager|^plumb$", p)]
+        who = next((p for p in b["name"].split("/") if "eager" in p), "plumb")
+        rows.setdefault("/".join(parts), {})[who] = b
+    others = sorted({who for row in rows.values() for who in row} - {"plumb"})
+    rated = any("bytes_per_second" in b or "items_per_second" in b for row in rows.values() for b in row.values())
+    head = ["benchmark", "plumb", *([] if not rated else ["rate"])]
+    for who in others:
+        head += [who, f"plumb / {who}"]
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    for name, row in rows.items():
+        ns = {
+            w: b["real_time"] * {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}[b["time_unit"]]
+            for w, b in row.items()
+            if "error_occurred" not in b
+        }
+        cells = [name, span(ns["plumb"]) if "plumb" in ns else ""]
+        if rated:
+            b = row.get("plumb", {})
+            cells.append(
+                rate(b["bytes_per_second"], "B/s")
+                if "bytes_per_second" in b
+                else rate(b["items_per_second"], "items/s")
+                if "items_per_second" in b
+                else ""
+            )
+        for who in others:
+            both = who in ns and "plumb" in ns
+            cells += [span(ns[who]) if who in ns else "", f"{ns['plumb'] / ns[who]:.2f}" if both else ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+if __name__ == "__main__":
+    text = sys.stdin.read()
+    measured = json.loads(text[text.index("{") :])["benchmarks"] if "{" in text else []
+    broken = [b["name"] for b in measured if b.get("error_occurred")]
+    print("\n".join(table(measured)))
+    if broken or not measured:
+        sys.exit("no result from " + (", ".join(broken) or "the benchmark"))
