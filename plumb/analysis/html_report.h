@@ -1,0 +1,52 @@
+// A page of results: one HTML file with everything in it, that opens from disk without network.
+//
+//   HtmlReport report("FP8 training", "byte-level GPT, 600 steps");
+//   report.section("Losses").prose("The plain model **diverges** in FP8.").add(loss_chart).add(table);
+//   report.write("demo/report.html");
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plumb/analysis/line_chart.h"
+#include "plumb/analysis/scale_chart.h"
+#include "plumb/analysis/table.h"
+#include "plumb/analysis/timeline_chart.h"
+
+namespace plumb {
+
+// A number that a page shows large.
+struct Figure {
+  std::string value;  // "2.10"
+  std::string label;  // "loss, unit-scaled FP8"
+  std::string note;   // small below; may be empty
+};
+
+// Everything given is escaped. Parts appear in the order they are added; parts before the first section stand on top.
+class HtmlReport {
+ public:
+  explicit HtmlReport(std::string title, std::string subtitle = "");
+
+  HtmlReport& section(std::string title);
+  // Paragraphs, parted by empty lines; lines that start with "- " are a list. **bold** and `code` are marked so.
+  HtmlReport& prose(std::string_view text);
+  // Text as it is, in one width: a command, a log, a graph.
+  HtmlReport& code(std::string_view text);
+  HtmlReport& figures(const std::vector<Figure>& figures);
+  HtmlReport& add(const Table& table);  // a click on a column's head sorts by it
+  HtmlReport& add(const LineChart& chart);
+  HtmlReport& add(const ScaleChart& chart);
+  HtmlReport& add(const TimelineChart& chart);
+
+  std::string html() const;
+  // Whole or not at all (write_file_atomically); Error(InvalidArgument) where that fails.
+  void write(const std::filesystem::path& path) const;
+
+ private:
+  std::string title_, subtitle_, body_;
+  std::vector<std::string> sections_;
+};
+
+}  // namespace plumb

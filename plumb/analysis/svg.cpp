@@ -1,0 +1,148 @@
+#include "plumb/analysis/svg.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+
+namespace plumb::svg {
+namespace {
+
+constexpr std::array<std::string_view, 8> kSeries = {"#2563eb", "#ea580c", "#16a34a", "#9333ea",
+                                                     "#0891b2", "#db2777", "#a16207", "#475569"};
+constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
+
+// Length of the UTF-8 character at the front, 0 if there is none.
+size_t character(std::string_view s) {
+  const auto at = [&](size_t i) { return static_cast<unsigned char>(s[i]); };
+  const unsigned char c = at(0);
+  const size_t n = c < 0x80 ? 1 : c >= 0xC2 && c < 0xE0 ? 2 : c >= 0xE0 && c < 0xF0 ? 3 : c >= 0xF0 && c < 0xF5 ? 4 : 0;
+  if (n == 0 || n > s.size()) return 0;
+  for (size_t i = 1; i < n; ++i) {
+    if ((at(i) & 0xC0) != 0x80) return 0;
+  }
+  // Overlong forms, surrogates, beyond U+10FFFF, and U+FFFE, U+FFFF.
+  if ((c == 0xE0 && at(1) < 0xA0) || (c == 0xED && at(1) >= 0xA0) || (c == 0xF0 && at(1) < 0x90) ||
+      (c == 0xF4 && at(1) >= 0x90) || (c == 0xEF && at(1) == 0xBF && at(2) >= 0xBE)) {
+    return 0;
+  }
+  return n;
+}
+
+}  // namespace
+
+std::string escaped(std::string_view text) {
+  std::string out;
+  out.reserve(text.size());
+  while (!text.empty()) {
+    const size_t n = character(text);
+    if (n > 1) {
+      out += text.substr(0, n);
+      text.remove_prefix(n);
+      continue;
+    }
+    switch (const char c = text.front(); c) {
+      case '&': out += "&amp;"; break;
+      case '<': out += "&lt;"; break;
+      case '>': out += "&gt;"; break;
+      case '"': out += "&quot;"; break;
+      case '\'': out += "&#39;"; break;
+      case '\n':
+      case '\t': out += c; break;
+      default:
+        if (n == 0 || static_cast<unsigned char>(c) < 0x20 || c == 0x7F) {
+          out += kReplacement;
+        } else {
+          out += c;
+        }
+    }
+    text.remove_prefix(1);
+  }
+  return out;
+}
+
+std::string number(double value) {
+  if (!std::isfinite(value)) return "0";
+  char text[48];
+  std::snprintf(text, sizeof text, "%.2f", std::clamp(value, -1e9, 1e9));
+  std::string out = text;
+  out.erase(out.find_last_not_of('0') + 1);
+  if (out.back() == '.') out.pop_back();
+  return out == "-0" ? "0" : out;
+}
+
+std::string script_json(const std::string& json) {
+  std::string out;
+  for (char c : json) {
+    if (c == '<') {
+      out += "\\u003c";
+    } else {
+      out += c;
+    }
+  }
+  return out;
+}
+
+std::string_view series_color(size_t i) { return kSeries[i % kSeries.size()]; }
+std::string series_class(size_t i) { return "s" + std::to_string(i % kSeries.size()); }
+
+std::string text(double x, double y, std::string_view content, const Text& style) {
+  std::string out = "<text x=\"" + number(x) + "\" y=\"" + number(y) + "\" class=\"" + std::string(style.kind) +
+                    "\" fill=\"" + (style.kind == "muted" ? "#64748b" : "#1e293b") + "\"";
+  if (style.size != 12) out += " font-size=\"" + number(style.size) + "\"";
+  if (style.anchor != "start") out += " text-anchor=\"" + std::string(style.anchor) + "\"";
+  if (style.bold) out += " font-weight=\"600\"";
+  if (style.mono) out += " font-family=\"ui-monospace,Menlo,Consolas,monospace\"";
+  return out + ">" + escaped(content) + "</text>";
+}
+
+std::string line(double x1, double y1, double x2, double y2, std::string_view kind) {
+  return "<line x1=\"" + number(x1) + "\" y1=\"" + number(y1) + "\" x2=\"" + number(x2) + "\" y2=\"" + number(y2) +
+         "\" class=\"" + std::string(kind) + "\" stroke=\"" + (kind == "axis" ? "#94a3b8" : "#e2e8f0") + "\"/>";
+}
+
+double text_width(std::string_view content, double size) {
+  const auto characters = std::count_if(content.begin(), content.end(), [](char c) { return (c & 0xC0) != 0x80; });
+  return static_cast<double>(characters) * size * 0.58;
+}
+
+std::string shortened(std::string_view content, double width, double size) {
+  if (text_width(content, size) <= width) return std::string(content);
+  auto keep = static_cast<size_t>(std::max(0.0, width / (size * 0.58) - 1));
+  size_t begin = content.size();
+  while (begin > 0 && keep > 0) {
+    --begin;
+    if ((content[begin] & 0xC0) != 0x80) --keep;
+  }
+  return "…" + std::string(content.substr(begin));
+}
+
+std::string picture(double width, double height, const std::string& body, bool standalone) {
+  const std::string w = number(width), h = number(height);
+  return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" + w + "\" height=\"" + h + "\" viewBox=\"0 0 " + w + " " +
+         h + "\" font-family=\"system-ui,-apple-system,'Segoe UI',Roboto,sans-serif\" font-size=\"12\">\n" +
+         (standalone ? "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n" : "") + body + "</svg>\n";
+}
+
+std::vector<double> ticks(double lo, double hi, int count) {
+  const double rough = (hi - lo) / std::max(1, count);
+  if (!(rough > 0) || !std::isfinite(rough)) return {lo};
+  const double power = std::pow(10, std::floor(std::log10(rough)));
+  double step = 10 * power;
+  for (double m : {1.0, 2.0, 5.0}) {
+    if (m * power >= rough * 0.999) {
+      step = m * power;
+      break;
+    }
+  }
+  std::vector<double> out;
+  // By index, so that a step too small to change the number cannot loop for ever.
+  for (int i = 0; i < 4 * count + 4; ++i) {
+    const double t = (std::ceil(lo / step - 1e-9) + i) * step;
+    if (t > hi + step * 1e-9) break;
+    out.push_back(std::fabs(t) < step * 1e-9 ? 0 : t);
+  }
+  return out;
+}
+
+}  // namespace plumb::svg

@@ -1,0 +1,46 @@
+// What the charts draw with. Colours are set twice: as attributes, which every SVG viewer and converter understands,
+// and as classes, by which a page gives them its own (light and dark): sN the Nth series' colour, "line" drawn in it,
+// "area" filled with it, "text", "muted", "grid", "axis".
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace plumb::svg {
+
+// For text and attributes of XML and HTML. Bytes that are not UTF-8 and characters XML cannot hold become U+FFFD.
+std::string escaped(std::string_view text);
+// A length or place, to a hundredth of a pixel.
+std::string number(double value);
+// JSON for inside a <script> element: no "<" that could end it.
+std::string script_json(const std::string& json);
+
+// The Nth series' colour on white; they repeat after eight.
+std::string_view series_color(size_t i);
+// "s3"
+std::string series_class(size_t i);
+
+struct Text {
+  std::string_view kind = "text";     // or "muted"
+  std::string_view anchor = "start";  // or "middle", "end"
+  double size = 12;
+  bool bold = false, mono = false;
+};
+// `content` is escaped.
+std::string text(double x, double y, std::string_view content, const Text& style = {});
+// kind: "grid" or "axis".
+std::string line(double x1, double y1, double x2, double y2, std::string_view kind);
+// About how wide text is drawn.
+double text_width(std::string_view content, double size = 12);
+// At most `width` wide, with an ellipsis at the front (the end of a module's path says more than its start).
+std::string shortened(std::string_view content, double width, double size = 12);
+
+// A whole picture: standalone, with a white ground; on a page, without.
+std::string picture(double width, double height, const std::string& body, bool standalone);
+
+// Round numbers that divide lo..hi in about `count` parts. lo < hi, both finite.
+std::vector<double> ticks(double lo, double hi, int count);
+
+}  // namespace plumb::svg

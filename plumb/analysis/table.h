@@ -1,0 +1,28 @@
+// A table for people: as aligned text for terminals here, as a sortable one on a page in html_report.h.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace plumb {
+
+struct Table {
+  std::vector<std::string> header;             // may be empty: rows only
+  std::vector<std::vector<std::string>> rows;  // shorter rows are filled with empty cells
+  std::string caption = {};
+
+  // Columns whose cells are all empty or numbers (with a sign, a unit or a percent sign after them) align right.
+  bool is_numeric(size_t column) const;
+  size_t num_columns() const;
+};
+
+// Columns two blanks apart, a rule under the header, no blanks at line ends; a character is a column wide. Line breaks
+// and other control characters in cells are shown as blanks.
+std::string to_text(const Table& table);
+
+// "0.0312", "1.5e+06": four significant digits, for cells.
+std::string short_number(double value);
+// A share as "12.5%".
+std::string percent(double share, int digits = 1);
+
+}  // namespace plumb

@@ -1,0 +1,43 @@
+// What every rank does when: measured runs next to simulated ones.
+#pragma once
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+namespace plumb {
+
+struct TimelineAction {
+  int rank = 0;
+  // "F", "I", "W", "B" have colours of their own; anything else is grey.
+  std::string kind;
+  int stage = 0, microbatch = -1;  // -1: none
+  double start = 0, end = 0;
+  double waiting = NAN;  // the action waited for its messages from here on; NaN: not known
+  // Of an overlapped pair each half has its own action at the same time: 0 full height, 1 upper half, 2 lower half.
+  int half = 0;
+};
+
+struct TimelineRun {
+  std::string name;  // "measured", "simulated"
+  std::string unit;  // "s" is shown as ms or µs where that reads better; "" has no unit
+  std::vector<TimelineAction> actions;
+  int num_ranks = 0;  // at least the actions'; ranks without actions get a row
+  std::string note;   // shown beside the name: "bubble 12%"
+};
+
+struct TimelineChart {
+  std::string title;
+  std::vector<TimelineRun> runs;  // below each other; runs of the same unit share their scale
+  int width = 1130;               // the longest run, with the ranks' names
+  int row_height = 26;
+};
+
+// A picture that stands alone. Raises Error(InvalidArgument) that names the run and the action for times that are not
+// finite or end before they start, negative ranks, and more than 200,000 actions.
+std::string to_svg(const TimelineChart& chart);
+
+// The same for a page; scrolls sideways where actions would be too narrow to see.
+std::string to_html(const TimelineChart& chart);
+
+}  // namespace plumb

@@ -1,0 +1,109 @@
+#include "plumb/core/file.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <csignal>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+namespace fs = std::filesystem;
+
+class File : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string name = (fs::temp_directory_path() / "plumb_file_XXXXXX").string();
+    ASSERT_NE(mkdtemp(name.data()), nullptr);
+    folder_ = name;
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  static std::string read(const fs::path& path) {
+    std::ifstream in(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
+  size_t files() const {
+    return static_cast<size_t>(std::distance(fs::directory_iterator(folder_), fs::directory_iterator()));
+  }
+  fs::path folder_;
+};
+
+TEST_F(File, HoldsEveryByteAndNothingIsLeftBeside) {
+  const std::string bytes("a\0b\n\xff", 5);
+  write_file_atomically(folder_ / "x", bytes);
+  EXPECT_EQ(read(folder_ / "x"), bytes);
+  write_file_atomically(folder_ / "x", "");
+  EXPECT_EQ(read(folder_ / "x"), "");
+  EXPECT_EQ(files(), 1u);
+}
+
+TEST_F(File, MakesTheFoldersOnTheWay) {
+  write_file_atomically(folder_ / "a" / "b" / "x", "1");
+  EXPECT_EQ(read(folder_ / "a" / "b" / "x"), "1");
+}
+
+TEST_F(File, KeepsALinkAndThePermissionsOfWhatItReplaces) {
+  write_file_atomically(folder_ / "x", "1");
+  ASSERT_EQ(chmod((folder_ / "x").c_str(), 0640), 0);
+  fs::create_symlink("x", folder_ / "link");
+  write_file_atomically(folder_ / "link", "2");
+  EXPECT_TRUE(fs::is_symlink(folder_ / "link"));
+  EXPECT_EQ(read(folder_ / "x"), "2");
+  EXPECT_EQ(fs::status(folder_ / "x").permissions(), fs::perms(0640));
+}
+
+TEST_F(File, SaysWhichPathCannotBeWrittenAndWhy) {
+  write_file_atomically(folder_ / "file", "1");
+  for (const fs::path& path : {folder_, folder_ / "file" / "x", fs::path("/proc/nowhere/x"), fs::path()}) {
+    try {
+      write_file_atomically(path, "2");
+      FAIL() << path;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::InvalidArgument);
+      EXPECT_NE(e.message().find(path.string()), std::string::npos) << e.what();
+    }
+  }
+  EXPECT_EQ(read(folder_ / "file"), "1");
+  EXPECT_EQ(files(), 1u);
+}
+
+TEST_F(File, AWriteThatFailsHalfWayLeavesTheOldFile) {
+  write_file_atomically(folder_ / "x", "old");
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = 4096;
+  auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  EXPECT_THROW(write_file_atomically(folder_ / "x", std::string(100000, 'n')), Error);
+  setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(read(folder_ / "x"), "old");
+  EXPECT_EQ(files(), 1u);
+}
+
+TEST_F(File, WritersAtTheSameTimeLeaveOneWholeFile) {
+  std::vector<std::thread> writers;
+  for (char c = 'a'; c < 'e'; ++c) {
+    writers.emplace_back([&, c] {
+      for (int i = 0; i < 20; ++i) write_file_atomically(folder_ / "x", std::string(20000, c));
+    });
+  }
+  for (auto& writer : writers) writer.join();
+  const std::string text = read(folder_ / "x");
+  ASSERT_EQ(text.size(), 20000u);
+  EXPECT_EQ(text, std::string(20000, text[0]));
+  EXPECT_EQ(files(), 1u);
+}
+
+}  // namespace
+}  // namespace plumb
