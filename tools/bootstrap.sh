@@ -37,19 +37,37 @@ fi
 # --- Python environment ----------------------------------------------------------------------------------------
 base=${TORCH_PYTHON:-python3}
 command -v "$base" >/dev/null || die "no Python at '$base'; set TORCH_PYTHON to one that has torch 2.11 or newer."
+torch_site=""
+if [ -n "${TORCH_PYTHON:-}" ]; then
+  found=$("$TORCH_PYTHON" -c '
+import importlib.util, os, runpy
+s = importlib.util.find_spec("torch")
+if s:
+    d = os.path.dirname(s.origin)
+    v = runpy.run_path(os.path.join(d, "version.py"))["__version__"]
+    n = tuple(int(x) for x in v.split("+")[0].split(".")[:2])
+    print("new" if n >= (2, 11) else "old", v, os.path.dirname(d))')
+  read -r age version torch_site <<<"$found"
+  case "$age" in
+    new) ;;
+    old) die "TORCH_PYTHON='$TORCH_PYTHON' has torch $version; plumb needs 2.11 or newer. Upgrade it there, or leave TORCH_PYTHON out." ;;
+    *) die "TORCH_PYTHON='$TORCH_PYTHON' has no torch; install torch 2.11 or newer there, or leave TORCH_PYTHON out." ;;
+  esac
+fi
+# A .venv stands on one Python and one torch: with another it is made anew.
+if [ -e .venv/.plumb-base ] && [ "$(cat .venv/.plumb-base)" != "$base" ]; then
+  say "making .venv anew for $base"
+  rm -rf .venv
+fi
 rm -f "$stamp"
 if [ ! -x .venv/bin/python ]; then
   say "making .venv"
   "$base" -m venv .venv || die "could not make .venv with '$base'"
 fi
+printf '%s\n' "$base" > .venv/.plumb-base
 site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-if [ -n "${TORCH_PYTHON:-}" ]; then
-  found=$("$TORCH_PYTHON" -c '
-import importlib.util, os, sys
-s = importlib.util.find_spec("torch")
-print(os.path.dirname(os.path.dirname(s.origin)) if s else "")')
-  [ -n "$found" ] || die "TORCH_PYTHON='$TORCH_PYTHON' has no torch; install torch 2.11 or newer there, or leave TORCH_PYTHON out."
-  echo "$found" > "$site/_plumb_torch.pth"
+if [ -n "$torch_site" ]; then
+  echo "$torch_site" > "$site/_plumb_torch.pth"
 else
   rm -f "$site/_plumb_torch.pth"
   if ! .venv/bin/python -c 'import importlib.metadata as m; v = m.version("torch").split("."); assert (int(v[0]), int(v[1])) >= (2, 11)' 2>/dev/null; then
