@@ -1,6 +1,5 @@
 #include "plumb/analysis/adapters.h"
 
-#include "plumb/analysis/table.h"
 #include "plumb/core/error.h"
 
 namespace plumb {
@@ -34,6 +33,41 @@ ScaleStats scale_stats(const TensorMetrics& m, const FPFormat* format) {
     s.overflow = m.overflow_share(*format);
   }
   return s;
+}
+
+ScaleVariant scale_variant(std::string name, const ScalesGraph& graph, const FPFormat* fwd, const FPFormat* bwd) {
+  ScaleVariant variant{std::move(name), {}};
+  for (const ScaleNode& node : graph.nodes) {
+    if (!node.metrics) continue;
+    ScaleRow row{node.name, node.module, node.target};
+    if (node.kind == NodeKind::Placeholder) row.op = "input";
+    if (node.kind == NodeKind::GetAttr) {
+      const size_t dot = node.target.rfind('.');
+      row.module_path = dot == std::string::npos ? "" : node.target.substr(0, dot);
+      row.name = node.target.substr(dot + 1);  // npos + 1 is 0
+      row.op = node.requires_grad ? "parameter" : "buffer";
+    }
+    row.fwd = scale_stats(node.metrics->fwd.full(), fwd);
+    if (node.metrics->bwd) row.bwd = scale_stats(node.metrics->bwd->full(), bwd);
+    variant.rows.push_back(std::move(row));
+  }
+  return variant;
+}
+
+ScaleChart scale_chart(std::string title, const std::vector<std::pair<std::string, const ScalesGraph*>>& graphs,
+                       const FPFormat& fwd, const FPFormat& bwd) {
+  ScaleChart chart{std::move(title), {}, band_of(fwd), band_of(bwd)};
+  for (const auto& [name, graph] : graphs) chart.variants.push_back(scale_variant(name, *graph, &fwd, &bwd));
+  return chart;
+}
+
+Table table_of(const Report& report) {
+  Table table{{"what", "node", "from", "to", "tau", "why", "module", "source"}, {}, report.pass()};
+  for (const ReportEntry& e : report.entries()) {
+    table.rows.push_back({std::string(to_string(e.kind)), e.node, e.from, e.to, e.tau ? short_number(*e.tau) : "",
+                          e.reason, e.module, e.source});
+  }
+  return table;
 }
 
 TimelineRun timeline_of(const Schedule& schedule, const Simulation& simulation, std::string name, std::string unit) {

@@ -9,11 +9,11 @@ std::string_view report_style() {
   --c0:#2563eb; --c1:#ea580c; --c2:#16a34a; --c3:#9333ea; --c4:#0891b2; --c5:#db2777; --c6:#a16207; --c7:#475569; color-scheme:light; }
 @media (prefers-color-scheme:dark) { :root:not([data-theme=light]) {
   --ground:#0f172a; --soft:#172135; --line:#2a3a52; --axis:#64748b; --text:#e2e8f0; --muted:#94a3b8; --accent:#7aa7ff;
-  --band-normal:#123a2a; --band-sub:#43360f; --band-lost:#46202a; --hover:rgba(122,167,255,.16); --bad:#f87171;
+  --band-normal:#12302a; --band-sub:#383016; --band-lost:#3a1e2a; --hover:rgba(122,167,255,.16); --bad:#f87171;
   --c0:#60a5fa; --c1:#fb923c; --c2:#4ade80; --c3:#c084fc; --c4:#22d3ee; --c5:#f472b6; --c6:#facc15; --c7:#a8b5c8; color-scheme:dark; } }
 :root[data-theme=dark] {
   --ground:#0f172a; --soft:#172135; --line:#2a3a52; --axis:#64748b; --text:#e2e8f0; --muted:#94a3b8; --accent:#7aa7ff;
-  --band-normal:#123a2a; --band-sub:#43360f; --band-lost:#46202a; --hover:rgba(122,167,255,.16); --bad:#f87171;
+  --band-normal:#12302a; --band-sub:#383016; --band-lost:#3a1e2a; --hover:rgba(122,167,255,.16); --bad:#f87171;
   --c0:#60a5fa; --c1:#fb923c; --c2:#4ade80; --c3:#c084fc; --c4:#22d3ee; --c5:#f472b6; --c6:#facc15; --c7:#a8b5c8; color-scheme:dark; }
 * { box-sizing:border-box; }
 html { scroll-behavior:smooth; }
@@ -53,6 +53,7 @@ th button::after { content:"\2195"; opacity:.3; padding-left:6px; font-size:11px
 th[aria-sort=ascending] button::after { content:"\2191"; opacity:1; }
 th[aria-sort=descending] button::after { content:"\2193"; opacity:1; }
 .number { text-align:right; }
+td:empty::after { content:"\00a0"; }
 tbody tr:hover { background:var(--hover); }
 .s0 { --c:var(--c0); } .s1 { --c:var(--c1); } .s2 { --c:var(--c2); } .s3 { --c:var(--c3); }
 .s4 { --c:var(--c4); } .s5 { --c:var(--c5); } .s6 { --c:var(--c6); } .s7 { --c:var(--c7); }

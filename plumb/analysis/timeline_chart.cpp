@@ -95,7 +95,7 @@ std::string action_of(const TimelineAction& a, const Laid& run, double scale, do
              "\"/>";
     }
   }
-  // Later stages of a rank are paler, so that chunks can be told apart.
+  // Later stages of a rank are fainter, so that chunks can be told apart.
   const auto& stages = run.stages.at(a.rank);
   const auto chunk = std::distance(stages.begin(), stages.find(a.stage));
   out += "<g><title>" + svg::escaped(title) + "</title><rect class=\"k" + std::to_string(look) + "\" fill=\"" +
@@ -156,7 +156,7 @@ std::string draw(const TimelineChart& chart, bool standalone) {
             svg::text(x + 23, y, "waits for a message");
     x += 150;
   }
-  if (chunks) body += svg::text(x, y, "paler: a rank's later stages", {"muted", "start", 12});
+  if (chunks) body += svg::text(x, y, "fainter: a rank's later stages", {"muted", "start", 12});
   y += 10;
 
   for (const Laid& run : runs) {

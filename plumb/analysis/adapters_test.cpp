@@ -1,0 +1,82 @@
+#include "plumb/analysis/adapters.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "plumb/analysis/html_report.h"
+#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/track_scales.h"
+#include "plumb/transforms/unit_scale.h"
+
+namespace plumb {
+namespace {
+
+using ::testing::HasSubstr;
+
+class TrackedGpt : public ::testing::Test {
+ protected:
+  static ScalesGraph measured(const std::shared_ptr<GraphModule>& module) {
+    auto tracked = track_scales(module, {.histogram = true});
+    at::manual_seed(2);
+    tracked->run(testing_models::gpt_inputs(small()))[0].toTensor().backward();
+    return scales_graph(*tracked);
+  }
+  static testing_models::GptConfig small() { return {.layers = 2, .width = 32, .heads = 2, .length = 16, .batch = 2}; }
+
+  std::shared_ptr<GraphModule> plain_ = testing_models::gpt(small());
+  const FPFormat e4m3_ = FPFormat::parse("e4m3fn"), e5m2_ = FPFormat::parse("e5m2");
+};
+
+const ScaleRow* find(const ScaleVariant& variant, const std::string& module, const std::string& name) {
+  for (const ScaleRow& row : variant.rows) {
+    if (row.module_path == module && row.name == name) return &row;
+  }
+  return nullptr;
+}
+
+TEST_F(TrackedGpt, IsARowForEveryMeasuredTensorWithParametersUnderTheirModules) {
+  const ScalesGraph graph = measured(plain_);
+  const ScaleVariant variant = scale_variant("plain", graph, &e4m3_, &e5m2_);
+  size_t with_metrics = 0;
+  for (const auto& node : graph.nodes) with_metrics += node.metrics.has_value();
+  EXPECT_GT(with_metrics, 20u);
+  EXPECT_EQ(variant.rows.size(), with_metrics);
+  const ScaleRow* weight = find(variant, "h.0.attn.qkv", "weight");
+  ASSERT_TRUE(weight && weight->fwd && weight->bwd);
+  EXPECT_EQ(weight->op, "parameter");
+  EXPECT_EQ(weight->fwd->numel, 3 * 32 * 32);
+  EXPECT_NEAR(weight->fwd->std, plain_->state().get("h.0.attn.qkv.weight").tensor.std().item<double>(), 1e-6);
+  EXPECT_FALSE(weight->fwd->exponents.empty());
+  EXPECT_GE(weight->bwd->underflow.value(), 0);
+  const ScaleRow* linear = find(variant, "h.0.attn.qkv", "qkv0");
+  ASSERT_TRUE(linear);
+  EXPECT_EQ(linear->op, "aten::linear");
+}
+
+TEST_F(TrackedGpt, ShowsUnitScalingBesideThePlainModel) {
+  const ScalesGraph before = measured(plain_);
+  auto scaled = unit_scale(plain_);
+  const ScalesGraph after = measured(scaled);
+  const ScaleChart chart =
+      scale_chart("Scales of a small GPT", {{"plain", &before}, {"unit-scaled", &after}}, e4m3_, e5m2_);
+  const std::string picture = to_svg(chart);
+  EXPECT_THAT(picture, HasSubstr("e5m2 normal"));
+  // The same tensor of both is one row: fewer rows than tensors of both.
+  size_t rows = 0, shared = 0;
+  for (size_t at = 0; (at = picture.find("class=\"row\"", at)) != std::string::npos; ++at) ++rows;
+  for (const ScaleRow& row : chart.variants[1].rows) {
+    shared += find(chart.variants[0], row.module_path, row.name) != nullptr;
+  }
+  EXPECT_GT(shared, chart.variants[0].rows.size() * 3 / 4);
+  EXPECT_EQ(rows, chart.variants[0].rows.size() + chart.variants[1].rows.size() - shared);
+
+  HtmlReport report("A small GPT");
+  report.section("Scales").add(chart).section("What was changed").add(table_of(scaled->reports.back()));
+  EXPECT_THAT(report.html(), HasSubstr("<td>residual</td>"));
+  if (const char* keep = std::getenv("PLUMB_KEEP_REPORT")) report.write(std::string(keep) + ".gpt.html");
+}
+
+}  // namespace
+}  // namespace plumb
