@@ -1,5 +1,7 @@
 #include "plumb/analysis/adapters.h"
 
+#include <algorithm>
+
 #include "plumb/core/error.h"
 
 namespace plumb {
@@ -62,10 +64,18 @@ ScaleChart scale_chart(std::string title, const std::vector<std::pair<std::strin
 }
 
 Table table_of(const Report& report) {
-  Table table{{"what", "node", "from", "to", "tau", "why", "module", "source"}, {}, report.pass()};
+  const std::vector<std::string> header = {"what", "node", "from", "to", "tau", "why", "module", "source"};
+  std::vector<std::vector<std::string>> rows;
   for (const ReportEntry& e : report.entries()) {
-    table.rows.push_back({std::string(to_string(e.kind)), e.node, e.from, e.to, e.tau ? short_number(*e.tau) : "",
-                          e.reason, e.module, e.source});
+    rows.push_back({std::string(to_string(e.kind)), e.node, e.from, e.to, e.tau ? short_number(*e.tau) : "", e.reason,
+                    e.module, e.source});
+  }
+  // Without the columns that say nothing.
+  Table table{{}, std::vector<std::vector<std::string>>(rows.size()), report.pass()};
+  for (size_t c = 0; c < header.size(); ++c) {
+    if (std::all_of(rows.begin(), rows.end(), [&](const auto& row) { return row[c].empty(); })) continue;
+    table.header.push_back(header[c]);
+    for (size_t r = 0; r < rows.size(); ++r) table.rows[r].push_back(std::move(rows[r][c]));
   }
   return table;
 }

@@ -30,7 +30,7 @@ ScaleVariant scale_variant(std::string name, const ScalesGraph& graph, const FPF
 ScaleChart scale_chart(std::string title, const std::vector<std::pair<std::string, const ScalesGraph*>>& graphs,
                        const FPFormat& fwd, const FPFormat& bwd);
 
-// What a transform did, a line a node.
+// What a transform did, a line a node; without columns that are empty throughout.
 Table table_of(const Report& report);
 
 // What was simulated; `unit` is that of the costs. Spans that do not fit the table: Error(InvalidArgument). Only

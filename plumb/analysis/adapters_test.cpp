@@ -78,5 +78,15 @@ TEST_F(TrackedGpt, ShowsUnitScalingBesideThePlainModel) {
   if (const char* keep = std::getenv("PLUMB_KEEP_REPORT")) report.write(std::string(keep) + ".gpt.html");
 }
 
+TEST(TableOfReport, LeavesOutWhatNoEntrySays) {
+  Report report("prune");
+  report.add({.kind = ReportKind::LeftAlone, .node = "x", .reason = "it is an output"});
+  report.add({.kind = ReportKind::Residual, .node = "y", .tau = 0.25});
+  const Table table = table_of(report);
+  EXPECT_EQ(table.header, (std::vector<std::string>{"what", "node", "tau", "why"}));
+  EXPECT_EQ(table.rows[1], (std::vector<std::string>{"residual", "y", "0.25", ""}));
+  EXPECT_EQ(table.caption, "prune");
+}
+
 }  // namespace
 }  // namespace plumb

@@ -180,6 +180,16 @@ TEST(ScaleChart, DrawsDegenerateTensors) {
   expect_well_formed(to_svg(ScaleChart{}));
 }
 
+TEST(ScaleChart, ABarEndsAtTheLargestElement) {
+  const ScaleStats s = scale_stats(measure(at::ones({64}), {.histogram = true}));
+  const std::string picture = to_svg({.variants = {{"a", {{"x", "", "", s}}}}});
+  const size_t bar = picture.find("stroke-width=\"5\"");
+  ASSERT_NE(bar, std::string::npos);
+  const size_t from = picture.find("x1=\"", bar) + 4, to = picture.find("x2=\"", bar) + 4;
+  EXPECT_EQ(picture.substr(from, picture.find('"', from + 1) - from),
+            picture.substr(to, picture.find('"', to + 1) - to));
+}
+
 TEST(ScaleChart, RefusesABandThatIsNoneAndAPageOfTooManyRows) {
   EXPECT_THAT(message_of([] { to_svg(ScaleChart{.fwd_band = FormatBand{"E9", 1, 0.5, 2}}); }), HasSubstr("\"E9\""));
   ScaleChart chart{.variants = {{"a", std::vector<ScaleRow>(20001)}}};

@@ -18,6 +18,7 @@ using svg::number;
 
 constexpr size_t kMostRows = 20000;
 constexpr double kLabel = 330, kPanel = 360, kLost = 46, kGap = 18;
+constexpr double kPitch = 9;          // from one variant to the next in a row
 constexpr double kLeastShare = 5e-3;  // of lost elements that is worth a word
 
 // One row of the picture: a tensor of each variant, or null.
@@ -89,7 +90,13 @@ std::optional<std::pair<double, double>> middle(const ScaleStats& s) {
     }
     return last;
   };
-  return std::pair{at(0.05), at(0.95)};
+  // A bin's far side may lie beyond all elements.
+  auto inside = [&](double e) {
+    if (s.abs_min > 0 && std::isfinite(s.abs_min)) e = std::max(e, std::log2(s.abs_min));
+    if (s.abs_max > 0 && std::isfinite(s.abs_max)) e = std::min(e, std::log2(s.abs_max));
+    return e;
+  };
+  return std::pair{inside(at(0.05)), inside(at(0.95))};
 }
 
 Panel panel_of(const std::vector<Line>& lines, bool bwd, const std::optional<FormatBand>& band) {
@@ -140,13 +147,13 @@ std::string header_of(const ScaleChart& chart, const std::vector<Panel>& panels,
       const double a = p.at(band->min_subnormal), b = p.at(band->min_normal), c = p.at(band->max);
       auto label = [&](double from, double to, const std::string& what) {
         // Words that do not fit are left out: the bands' colours are told in the page's key too.
-        if (svg::text_width(what, 10) < to - from + 6) {
+        if (svg::text_width(what, 10) <= to - from) {
           out += svg::text((from + to) / 2, 50, what, {"muted", "middle", 10});
         }
       };
       label(a, b, "subnormal");
       label(b, c, band->name + " normal");
-      if (p.at_exponent(p.e0) + 40 < a) label(p.at_exponent(p.e0), a, "becomes 0");
+      label(p.at_exponent(p.e0), a, "becomes 0");
     }
     const int step = std::max(1, static_cast<int>(std::ceil((p.e1 - p.e0) * 34 / kPanel)));
     for (int e = p.e0; e <= p.e1; ++e) {
@@ -261,7 +268,7 @@ std::string row_of(const ScaleChart& chart, const std::vector<Panel>& panels, co
   std::string marks;
   for (size_t v = 0; v < line.rows.size(); ++v) {
     if (!line.rows[v]) continue;
-    const double at = height * (static_cast<double>(v) + 1) / (static_cast<double>(line.rows.size()) + 1);
+    const double at = height / 2 + kPitch * (static_cast<double>(v) - (static_cast<double>(line.rows.size()) - 1) / 2);
     const std::string color(svg::series_color(v));
     marks += "<g class=\"" + svg::series_class(v) + "\">";
     for (const Panel& p : panels) {
@@ -310,7 +317,7 @@ std::string draw(const ScaleChart& chart, bool standalone, std::vector<Line>& li
   for (Panel& p : panels) p.left = width, width += kPanel + kLost + kGap;
   width -= kGap;
 
-  const double row_height = 13 + 8 * static_cast<double>(std::max<size_t>(1, chart.variants.size()) - 1);
+  const double row_height = 13 + kPitch * static_cast<double>(std::max<size_t>(1, chart.variants.size()) - 1);
   const double header_height = 72, title_height = standalone && !chart.title.empty() ? 26 : 0;
   const double height = row_height * static_cast<double>(lines.size());
   std::string rows;
