@@ -23,7 +23,7 @@ struct LineChart {
   // Above 1: a line is the mean of the last `smooth` values, and the values themselves are faint behind it.
   int smooth = 0;
   std::optional<double> y_min = {}, y_max = {};  // default: all that is drawn
-  int width = 1080, height = 400;
+  int width = 1160, height = 400;
 };
 
 // A picture that stands alone. Raises Error(InvalidArgument) that names the curve for steps of another number than
