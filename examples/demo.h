@@ -1,0 +1,61 @@
+// Parts of the demo: four training runs of one model on the same bytes, and a page about them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "gpt.h"
+#include "plumb/graph/graph_module.h"
+#include "plumb/pipeline/timeline.h"
+#include "plumb/transforms/scales_graph.h"
+#include "text_data.h"
+
+namespace example {
+
+struct DemoOptions {
+  std::string text;  // file or folder
+  std::string out = "demo";
+  GPTOptions model;
+  int steps = 300, batch = 16, microbatches = 4, stages = 2;
+  uint64_t seed = 1;
+  // Best of a sweep over powers of two around the optimum: examples/learning_rates.py.
+  double lr_fp32 = 1e-2, lr_plain = 1e-2, lr_scaled = 1e-1;
+};
+
+enum class Variant { FP32, PlainFP8, ScaledFP8 };
+std::string name_of(Variant variant);
+
+struct RunResult {
+  std::string name;
+  double lr = 0, seconds = 0;
+  std::vector<double> losses;  // nats a byte, by step
+  plumb::ScalesGraph scales;   // measured on one batch more, after training; empty for the pipeline
+  double tail() const;         // mean of the last tenth of the steps, 30 of 300
+};
+
+// Warm-up over the first tenth, then a cosine to zero: the factor on the learning rate.
+double schedule(int step, int steps);
+
+// The variant's graph for batches of `rows`, from the same start whoever asks.
+std::shared_ptr<plumb::GraphModule> make_module(const DemoOptions& options, Variant variant, int rows);
+TextBatches make_batches(const DemoOptions& options);
+
+// In this process. The batch goes through in `microbatches` parts whose gradients are accumulated.
+RunResult train(const DemoOptions& options, Variant variant, double lr);
+
+// The unit-scaled FP8 run again, over `stages` local processes that this program starts as "--worker".
+RunResult train_in_processes(const DemoOptions& options, const std::vector<std::string>& arguments,
+                             std::vector<plumb::TimelineEvent>& timeline);
+int worker(const DemoOptions& options);
+
+struct DemoResult {
+  std::vector<RunResult> runs;  // FP32, plain FP8, unit-scaled FP8, the same over two processes
+  std::vector<plumb::TimelineEvent> timeline;
+  bool equal = false;  // the last two, loss by loss
+};
+// The table, and what it shows; then demo/report.html.
+void print_table(const DemoResult& result);
+std::vector<std::string> findings(const DemoResult& result);
+void write_report(const DemoOptions& options, const DemoResult& result);
+
+}  // namespace example
