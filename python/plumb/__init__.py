@@ -2,12 +2,13 @@
 
 import torch  # noqa: F401  (its libraries must be loaded before ours)
 
-from . import _modules, constraints, core, functional, nn, optim, parameter, scale
+from . import _modules, constraints, core, functional, nn, optim, parameter, scale, transforms
 from ._C import Error, Graph, parse_graph
 from ._capture import GraphModule, capture
 from ._modules import *  # noqa: F403
 from .core.functional import transformer_residual_scaling_rule
 from .parameter import MupType, Parameter
+from .transforms import report
 
 __all__ = [
     "Error",
@@ -23,7 +24,9 @@ __all__ = [
     "optim",
     "parameter",
     "parse_graph",
+    "report",
     "scale",
+    "transforms",
     "transformer_residual_scaling_rule",
     *_modules.__all__,
 ]

@@ -1,0 +1,59 @@
+// The transforms, in place on an engine, with their reports as JSON.
+#include "convert.h"
+#include "module.h"
+#include "plumb/transforms/simulate_format.h"
+#include "plumb/transforms/track_scales.h"
+#include "plumb/transforms/unit_scale.h"
+
+namespace plumb::python {
+namespace {
+
+std::string scale(GraphModule& engine, const std::vector<std::pair<std::string, std::string>>& replace, double tau_attention,
+                  double tau_mlp, bool depth_rule, bool scale_parameters) {
+  UnitScaleOptions options;
+  for (const auto& [from, to] : replace) options.replace.push_back({from, to, {}});
+  options.tau_attention = tau_attention;
+  options.tau_mlp = tau_mlp;
+  options.tau_rule = depth_rule ? TauRule::Depth : TauRule::Fixed;
+  options.scale_parameters = scale_parameters;
+  Report report("unit_scale");
+  unit_scale(engine, options, &report);
+  engine.sync_module();
+  return report.to_json();
+}
+
+std::string simulate(GraphModule& engine, const std::string& fwd, const std::string& bwd,
+                     const std::vector<std::string>& operators, const std::vector<std::string>& exclude) {
+  SimulateFormatOptions options;
+  options.fwd = fwd;
+  options.bwd = bwd;
+  options.operators = operators;
+  options.exclude = exclude;
+  Report report("simulate_format");
+  simulate_format(engine, options, &report);
+  return report.to_json();
+}
+
+std::string scales(const GraphModule& engine, const std::shared_ptr<ScaleTracker>& tracker) {
+  auto module = derive(engine);
+  module->tracker = tracker;
+  return scales_graph(*module).to_json();
+}
+
+Register part([](py::module_& m) {
+  m.def("unit_scale", &scale);
+  m.def("simulate_format", &simulate);
+  py::class_<ScaleTracker, std::shared_ptr<ScaleTracker>>(m, "ScaleTracker")
+      .def(py::init([](bool histogram) { return ScaleTracker::create({.histogram = histogram}); }), py::arg("histogram") = false)
+      .def("clear", &ScaleTracker::clear)
+      .def("set_enabled", &ScaleTracker::set_enabled);
+  m.def("track_scales", [](GraphModule& engine, ScaleTracker& tracker) {
+    Report report("track_scales");
+    track_scales(engine, tracker, &report);
+    return report.to_json();
+  });
+  m.def("scales_graph", &scales);
+});
+
+}  // namespace
+}  // namespace plumb::python

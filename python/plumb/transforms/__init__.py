@@ -1,0 +1,25 @@
+"""Transforms of modules: unit scaling, simulated number formats, scale tracking. They nest in every order."""
+
+from ._apply import Report, report
+from ._simulate_format import simulate_format, simulate_fp8
+from ._track_scales import (
+    Metrics,
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    prune_selected_nodes,
+    track_scales,
+)
+from ._unit_scale import unit_scale
+
+__all__ = [
+    "Metrics",
+    "Report",
+    "prune_non_float_tensors",
+    "prune_same_scale_tensors",
+    "prune_selected_nodes",
+    "report",
+    "simulate_format",
+    "simulate_fp8",
+    "track_scales",
+    "unit_scale",
+]

@@ -1,0 +1,213 @@
+"""The scale of every tensor and gradient of a module."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from typing import Any, Iterable
+
+from torch import fx, nn
+
+from .. import _C
+from ._apply import Pass, apply_pass, forward_of, parse
+
+
+class Metrics:
+    """Measurements of a tensor (``fwd``) and of its gradient (``bwd``, None before backward)."""
+
+    @dataclass
+    class Data:
+        mean_abs: float
+        abs_mean: float
+        std: float
+        abs_max: float
+        abs_min: float
+        numel: int
+
+    def __init__(self, fwd: "Metrics.Data", bwd: "Metrics.Data | None" = None):
+        self.fwd, self.bwd = fwd, bwd
+
+    def __repr__(self) -> str:
+        return f"Metrics(fwd={self.fwd}, bwd={self.bwd})"
+
+    @staticmethod
+    def names() -> list[str]:
+        return list(Metrics.Data.__dataclass_fields__)
+
+    @staticmethod
+    def get_full_name(short_name: str) -> str:
+        return {
+            "mean_abs": "mean absolute value",
+            "abs_mean": "absolute mean value",
+            "std": "standard deviation",
+            "abs_max": "absolute maximum",
+            "abs_min": "absolute minimum",
+            "numel": "number of elements",
+        }[short_name]
+
+    @staticmethod
+    def full_names() -> list[str]:
+        return [Metrics.get_full_name(n) for n in Metrics.names()]
+
+
+class _Run:
+    def __init__(self, histogram: bool):
+        self.histogram = histogram
+        self.tracker = _C.ScaleTracker(histogram)
+
+    def __call__(self, engine: Any) -> dict:
+        # One tracker a graph: slots of another shape's graph would mix with these.
+        self.tracker = _C.ScaleTracker(self.histogram)
+        self.engine = engine
+        return parse(_C.track_scales(engine, self.tracker))
+
+    def __deepcopy__(self, memo: dict) -> "_Run":
+        return _Run(self.histogram)
+
+    def __reduce__(self) -> tuple:
+        return _Run, (self.histogram,)
+
+
+def _data(values: dict | None) -> Metrics.Data | None:
+    if not values:
+        return None
+    nan = float("nan")
+    return Metrics.Data(*[values.get(n) if values.get(n) is not None else nan for n in Metrics.names()])
+
+
+def _scales_graph(module: nn.Module) -> fx.Graph:
+    forward = forward_of(module)
+    run = next(p.run for p in forward.passes if p.name == "track_scales")
+    if forward.last is None:
+        raise _C.Error("the module has not run yet, so nothing was measured\n  try: call it, and backward() on its loss")
+    graph, env = fx.Graph(), {}
+    for n in json.loads(_C.scales_graph(run.engine, run.tracker))["nodes"]:
+        inputs = tuple(env[i] for i in n.get("inputs", []) if i in env)
+        if n["kind"] == "output":
+            node = graph.output(inputs)
+        elif n["kind"] == "placeholder":
+            node = graph.placeholder(n["name"])
+        elif n["kind"] == "get_attr":
+            node = graph.create_node("get_attr", n["target"], name=n["name"])
+        else:
+            node = graph.create_node("call_function", _operator(n["target"]), inputs, name=n["name"])
+        fwd = _data(n.get("fwd"))
+        node.meta.update(
+            clean_name=n["name"], outputs_float_tensor=fwd is not None, requires_grad=bool(n.get("requires_grad")),
+            module=n.get("module", ""), source=n.get("source", ""),
+        )  # fmt: skip
+        if fwd is not None:
+            node.meta["metrics"] = Metrics(fwd, _data(n.get("bwd")))
+        env[n["name"]] = node
+    return graph
+
+
+def _operator(target: str) -> Any:
+    from .._fx import _operator as resolve
+
+    try:
+        return resolve(target)
+    except (AttributeError, ValueError):
+
+        def unknown(*args: Any) -> Any:
+            raise RuntimeError(f"{target} is not an operator")
+
+        unknown.__name__ = target
+        return unknown
+
+
+def track_scales(module: nn.Module, *, histogram: bool = False) -> nn.Module:
+    """A copy of `module` that measures every floating-point tensor, and its gradient, when it runs.
+
+    ``module.scales_graph()`` then gives a :class:`torch.fx.Graph` whose nodes have ``node.meta["metrics"]``
+    (:class:`Metrics`). Values and gradients are those of the module without it; the caller's tensors are not touched.
+    """
+    tracked = apply_pass(module, Pass("track_scales", _Run(histogram)))
+    tracked.__dict__["scales_graph"] = _ScalesGraph(tracked)
+    return tracked
+
+
+class _ScalesGraph:
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self) -> fx.Graph:
+        return _scales_graph(self.module)
+
+    def __deepcopy__(self, memo: dict) -> "_ScalesGraph":
+        return _ScalesGraph(copy.deepcopy(self.module, memo))
+
+
+def _float_inputs(node: fx.Node) -> list[fx.Node]:
+    return [a for a in node.all_input_nodes if a.meta.get("outputs_float_tensor")]
+
+
+def _require_tracked(graph: fx.Graph) -> None:
+    first = next(iter(graph.nodes), None)
+    if first is None or "clean_name" not in first.meta:
+        raise RuntimeError("the graph is not a result of track_scales(module).scales_graph(), so it has nothing to prune by")
+
+
+def _remove(graph: fx.Graph, node: fx.Node, by: fx.Node | None) -> None:
+    """Users take `by` instead, or lose the argument."""
+    for user in list(node.users):
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, (tuple, list)):
+                return type(value)(s for s in map(swap, value) if s is not _GONE)
+            return (by if by is not None else _GONE) if value is node else value
+
+        user.args = swap(user.args)
+        user.kwargs = {k: v for k, v in ((k, swap(v)) for k, v in user.kwargs.items()) if v is not _GONE}
+    graph.erase_node(node)
+
+
+_GONE = object()
+
+
+def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
+    """A copy without nodes that are no floating-point tensors. Users take such a node's only float input, if it has one."""
+    _require_tracked(graph)
+    graph = copy.deepcopy(graph)
+    for node in list(graph.nodes):
+        if node.op != "output" and not node.meta.get("outputs_float_tensor"):
+            inputs = _float_inputs(node)
+            _remove(graph, node, inputs[0] if len(inputs) == 1 else None)
+    graph.lint()
+    return graph
+
+
+def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
+    """A copy without nodes whose one float input has the same scale (mean absolute value, forward and backward)."""
+    _require_tracked(graph)
+    graph = copy.deepcopy(graph)
+
+    def close(a: Metrics.Data | None, b: Metrics.Data | None) -> bool:
+        if a is None or b is None:
+            return a is b
+        return abs(a.mean_abs - b.mean_abs) <= rtol * max(abs(a.mean_abs), abs(b.mean_abs))
+
+    for node in list(graph.nodes):
+        if node.op == "output" or not node.meta.get("outputs_float_tensor"):
+            continue
+        inputs = _float_inputs(node)
+        if len(inputs) == 1:
+            mine, other = node.meta["metrics"], inputs[0].meta["metrics"]
+            if close(mine.fwd, other.fwd) and close(mine.bwd, other.bwd):
+                _remove(graph, node, inputs[0])
+    graph.lint()
+    return graph
+
+
+def prune_selected_nodes(graph: fx.Graph, targets: Iterable[Any]) -> fx.Graph:
+    """A copy without nodes of these targets; users take a removed node's first input."""
+    _require_tracked(graph)
+    graph = copy.deepcopy(graph)
+    wanted = set(targets)
+    for node in list(graph.nodes):
+        if node.op != "output" and (node.target in wanted or getattr(node.target, "overloadpacket", None) in wanted):
+            inputs = node.all_input_nodes
+            _remove(graph, node, inputs[0] if inputs else None)
+    graph.lint()
+    return graph

@@ -1,0 +1,154 @@
+"""Transforms of Python modules."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import plumb
+from plumb.transforms import (
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    report,
+    simulate_format,
+    simulate_fp8,
+    track_scales,
+    unit_scale,
+)
+
+
+def gpt():
+    torch.manual_seed(0)
+    return zoo.GPT(vocab=64, d=32, layers=2), torch.randint(64, (4, 16)), torch.randint(64, (4, 16))
+
+
+def loss_of(model, ids, targets):
+    return model(ids, targets)[1]
+
+
+def test_unit_scale_copies_rescales_and_reports():
+    model, ids, targets = gpt()
+    before = copy.deepcopy(model.state_dict())
+    scaled = unit_scale(model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), "the user's module is left alone"
+    assert type(scaled) is type(model) and scaled.state_dict().keys() == before.keys()
+    assert abs(scaled.blocks[0].qkv.weight.std() - 1) < 1e-5 and scaled.blocks[0].qkv.bias.abs().max() == 0
+    loss_of(scaled, ids, targets).backward()
+    text = str(report(scaled))
+    assert "aten::linear -> plumb::linear" in text and "tau=0.01" in text and "tau=0.5" in text
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in scaled.parameters())
+
+
+def test_a_root_linear_and_a_sequential_are_scaled_like_any_other():
+    x = torch.randn(256, 64)
+    for model in (nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))):
+        y = unit_scale(model)(x)
+        assert 0.8 < y.std() < 1.2
+
+
+def test_recaptures_for_other_shapes_and_modes_without_scaling_again():
+    model = unit_scale(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16)))
+    weights = [p.clone() for p in model.parameters()]
+    for n in (2, 3, 2):
+        model.train()(torch.randn(n, 16))
+        model.eval()(torch.randn(n, 16))
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
+    assert len(model.forward._cache) == 4
+    x = torch.randn(2, 16)
+    assert torch.equal(model(x), model(x)), "eval has no dropout"
+
+
+def test_trains():
+    model, ids, targets = gpt()
+    model = simulate_format(unit_scale(model), "e4m3fn-RN", "e5m2-RN")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    first = loss_of(model, ids, targets).item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = loss_of(model, ids, targets)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < first - 1
+
+
+def test_plumbs_optimizers_take_a_unit_scaled_model_as_it_is():
+    model, ids, targets = gpt()
+    model = unit_scale(model)
+    optimizer = plumb.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of(model, ids, targets).backward()
+    optimizer.step()
+
+
+def test_simulate_fp8_rounds_and_keeps_the_rest():
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8)
+    x = torch.randn(4, 16)
+    y = simulate_format(model, "e4m3fn-RN", "none")(x)
+    round_ = lambda t: torch.ops.plumb.quantise(t, "e4m3fn-RN")  # noqa: E731
+    assert torch.equal(y, nn.functional.linear(round_(x), round_(model.weight), model.bias))
+    assert torch.isfinite(simulate_fp8(model)(x)).all()
+
+
+@pytest.mark.parametrize("nest", range(6))
+def test_transforms_nest_in_every_order(nest):
+    import itertools
+
+    model, ids, targets = gpt()
+    fp8 = lambda m: simulate_format(m, "e4m3fn-RN", "e5m2-RN")  # noqa: E731
+    expected = loss_of(fp8(unit_scale(model)), ids, targets)
+    order = list(itertools.permutations([unit_scale, fp8, track_scales]))[nest]
+    for transform in order:
+        model = transform(model)
+    assert torch.equal(loss_of(model, ids, targets), expected)
+
+
+def test_track_scales_measures_tensors_and_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(16, 8)
+    tracked = track_scales(model)
+    y = tracked(x)
+    y.sum().backward()
+    assert not x.requires_grad and torch.equal(y, model(x))
+    graph = tracked.scales_graph()
+    relu = next(n for n in graph.nodes if "relu" in n.name)
+    hidden = torch.relu(model[0](x))
+    assert relu.meta["metrics"].fwd.std == pytest.approx(hidden.std().item(), rel=1e-5)
+    assert relu.meta["metrics"].bwd.abs_max == pytest.approx((torch.ones(16, 2) @ model[2].weight).abs().max().item(), rel=1e-5)
+    pruned = prune_same_scale_tensors(prune_non_float_tensors(graph))
+    assert 0 < len(pruned.nodes) <= len(graph.nodes)
+
+
+def test_transformed_modules_copy_pickle_save_and_move(tmp_path):
+    model, ids, targets = gpt()
+    scaled = track_scales(unit_scale(model))
+    expected = loss_of(scaled, ids, targets)
+    for other in (copy.deepcopy(scaled), pickle.loads(pickle.dumps(scaled))):
+        assert torch.equal(loss_of(other, ids, targets), expected)
+        assert other.blocks[0].qkv.weight is not scaled.blocks[0].qkv.weight
+    torch.save(scaled.state_dict(), tmp_path / "w.pt")
+    scaled.load_state_dict(torch.load(tmp_path / "w.pt"))
+    double = copy.deepcopy(scaled).double()
+    assert loss_of(double, ids, targets).dtype == torch.float64
+
+
+def test_replace_takes_functions_operators_and_names():
+    x = torch.randn(64, 32)
+    for key in (nn.functional.gelu, torch.ops.aten.gelu, "aten::gelu"):
+        model = unit_scale(nn.Sequential(nn.Linear(32, 32), nn.GELU()), replace={key: "aten::relu"})
+        assert (model(x) >= 0).all()
+
+
+@pytest.mark.parametrize("name", [*zoo.MODELS, *zoo.TRANSFORMERS])
+def test_every_model_of_the_zoo_takes_all_transforms(name):
+    torch.manual_seed(0)
+    model, args, kwargs = {**zoo.MODELS, **zoo.TRANSFORMERS}[name]()
+    tracked = track_scales(simulate_fp8(unit_scale(model)))
+    out = tracked(*args, **kwargs)
+    loss = sum(t.float().mean() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad)
+    loss.backward()
+    assert any(n.meta.get("metrics") for n in tracked.scales_graph().nodes)
+    assert len(report(tracked)) == 3
