@@ -1,0 +1,241 @@
+#include "plumb/cli/common.h"
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+
+#include "plumb/core/error.h"
+#include "plumb/exported/temporary_file.h"
+#include "plumb/exported/tensor_file.h"
+#include "plumb/graph/names.h"
+#include "plumb/partition/split.h"
+#include "plumb/partition/stage_io.h"
+
+namespace plumb::cli {
+namespace {
+
+bool ends_with(const std::string& text, const std::string& end) {
+  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+std::string read_text(const std::string& path) {
+  std::error_code ignored;
+  std::ifstream file(path, std::ios::binary);
+  if (!file || std::filesystem::is_directory(path, ignored)) {
+    throw Error(ErrorKind::BadFile, path + ": cannot be read", "", "check the name; the file has to be there");
+  }
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+std::shared_ptr<GraphModule> module_of_text(const std::string& path) {
+  const std::string text = read_text(path);
+  if (text.find('\0') != std::string::npos) {
+    throw Error(ErrorKind::BadFile, path + ": is neither a .pt2 file by its name nor a graph's text", "",
+                "give a file that ends in .pt2, or a text as `plumb show` prints it");
+  }
+  Graph graph = parse_graph(text);
+  const Node* output = graph.output_node();
+  if (output == nullptr) {
+    throw Error(ErrorKind::BadFile, path + ": the graph has no output", "", "end it with a line output(...)");
+  }
+  const TreeSpec in = TreeSpec::positional_inputs(graph.placeholders().size());
+  const TreeSpec out = TreeSpec::tuple(std::vector<TreeSpec>(output->args().size(), TreeSpec::leaf()));
+  return std::make_shared<GraphModule>(std::move(graph), State(), in, out);
+}
+
+// A constant in place of a file; none if it is not one.
+std::optional<c10::IValue> constant(const std::string& text) {
+  if (text == "none") return c10::IValue();
+  if (text == "true" || text == "false") return c10::IValue(text == "true");
+  char* end = nullptr;
+  const long long integer = std::strtoll(text.c_str(), &end, 10);
+  if (!text.empty() && *end == '\0') return c10::IValue(static_cast<int64_t>(integer));
+  const double number = std::strtod(text.c_str(), &end);
+  if (!text.empty() && *end == '\0') return c10::IValue(number);
+  return std::nullopt;
+}
+
+std::string list_inputs(const std::vector<Node*>& inputs) {
+  std::string text;
+  for (const Node* p : inputs) text += (text.empty() ? "" : ", ") + p->target() + ": " + type_text(p->result()->meta());
+  return text.empty() ? "none" : text;
+}
+
+}  // namespace
+
+bool is_pt2(const std::string& path) { return ends_with(path, ".pt2"); }
+
+Loaded load(const std::string& path) {
+  Loaded loaded;
+  loaded.is_text = !is_pt2(path);
+  if (loaded.is_text) {
+    loaded.program.module = module_of_text(path);
+  } else {
+    loaded.program = load_pt2(path);
+  }
+  return loaded;
+}
+
+void check_same_kind(const Loaded& loaded, const std::string& path) {
+  const bool to_stdout = path.empty() || path == "-";
+  if (loaded.is_text && is_pt2(path)) {
+    throw UsageError("-o " + path + ": a graph's text has no tensors to write to a .pt2 file",
+                     "give -o a name like OUT.txt");
+  }
+  if (!loaded.is_text && !is_pt2(path)) {
+    throw UsageError("-o " + (to_stdout ? "is missing" : path) + ": a .pt2 file is written to a .pt2 file",
+                     "give -o a name that ends in .pt2");
+  }
+}
+
+void save(const Loaded& loaded, const std::string& path) {
+  check_same_kind(loaded, path);
+  if (loaded.is_text) {
+    write_text(to_string(loaded.module().graph()), path);
+  } else {
+    save_pt2(loaded.program, path);
+  }
+}
+
+void need_tensors(const Loaded& loaded, const std::string& path) {
+  if (loaded.is_text) {
+    throw UsageError(path + ": a graph's text has no tensors to work on",
+                     "give a .pt2 file of torch.export.save or plumb");
+  }
+}
+
+void write_text(const std::string& text, const std::string& path) {
+  if (path.empty() || path == "-") {
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    if (!text.empty() && text.back() != '\n') std::fputc('\n', stdout);
+    if (std::fflush(stdout) != 0) throw Error(ErrorKind::BadFile, "cannot write to stdout");
+    return;
+  }
+  TemporaryFile file(path);
+  file.write(text.data(), text.size());
+  file.check();
+  file.commit();
+}
+
+std::vector<c10::IValue> read_inputs(const GraphModule& module, const std::vector<std::string>& texts) {
+  const std::vector<Node*> inputs = module.graph().placeholders();
+  std::vector<std::optional<c10::IValue>> given(inputs.size());
+  auto put = [&](size_t i, const c10::IValue& value) {
+    const Value* input = inputs[i]->result();
+    given[i] = value.isTensor() && !input->is_tensor() ? unpack_value(value.toTensor(), input->type()) : value;
+  };
+  auto put_named = [&](const std::string& name, const c10::IValue& value) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i]->target() == name || inputs[i]->result()->name() == name) return put(i, value);
+    }
+    throw UsageError("--input " + name + "=...: there is no such input", "the inputs are " + list_inputs(inputs));
+  };
+  auto put_next = [&](const std::string& text, const c10::IValue& value) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!given[i]) return put(i, value);
+    }
+    throw UsageError("--input " + text + ": more values than inputs", "the inputs are " + list_inputs(inputs));
+  };
+  for (const std::string& text : texts) {
+    const size_t equals = text.find('=');
+    const bool named = equals != std::string::npos;
+    const std::string name = named ? text.substr(0, equals) : "", source = named ? text.substr(equals + 1) : text;
+    const auto number = constant(source);
+    const c10::IValue value = number ? *number : load_tensors(source);
+    if (named) {
+      put_named(name, value);
+    } else if (value.isGenericDict()) {
+      for (const auto& item : value.toGenericDict()) {
+        put_named(item.key().isString() ? item.key().toStringRef() : "?", item.value());
+      }
+    } else if (value.isTuple() || value.isList()) {
+      for (const c10::IValue& leaf : flatten(value, nullptr)) put_next(text, leaf);
+    } else {
+      put_next(text, value);
+    }
+  }
+  std::vector<c10::IValue> values;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!given[i]) {
+      throw UsageError(
+          "--input: no value for input '" + inputs[i]->target() + "' (" + type_text(inputs[i]->result()->meta()) + ")",
+          "--input " + inputs[i]->target() + "=FILE.pt");
+    }
+    values.push_back(std::move(*given[i]));
+  }
+  return values;
+}
+
+std::vector<std::string> output_names(const GraphModule& module) {
+  std::vector<std::string> names;
+  const TreeSpec& spec = module.out_spec();
+  const auto args = module.graph().output_node()->args();
+  if (!spec.is_leaf() && spec.type.find("ict") != std::string::npos && spec.children.size() == args.size()) {
+    return spec.keys();
+  }
+  for (const Arg& arg : args) names.push_back(arg.is_value() ? arg.value()->name() : "constant");
+  return names;
+}
+
+at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IValue>& outputs) {
+  auto has_gradient = [](const c10::IValue& v) {
+    return v.isTensor() && v.toTensor().defined() && v.toTensor().requires_grad();
+  };
+  if (const auto loss = find_loss_by_name(module.out_spec()); loss && has_gradient(outputs.at(*loss))) {
+    return outputs[*loss].toTensor().sum();
+  }
+  at::Tensor sum;
+  for (const c10::IValue& v : outputs) {
+    if (has_gradient(v)) sum = sum.defined() ? sum + v.toTensor().sum() : v.toTensor().sum();
+  }
+  if (!sum.defined()) {
+    throw Error(ErrorKind::InvalidArgument, "no output depends on a parameter that has a gradient", "",
+                "leave --backward out, or export the model with parameters that require gradients");
+  }
+  return sum;
+}
+
+std::string type_text(const std::optional<TensorMeta>& meta) {
+  if (!meta) return "?";
+  std::string text = short_name(meta->dtype) + "[";
+  for (size_t i = 0; i < meta->sizes.size(); ++i) {
+    if (i) text += ", ";
+    text += i < meta->symbols.size() && !meta->symbols[i].empty() ? meta->symbols[i] : std::to_string(meta->sizes[i]);
+  }
+  return text + "]";
+}
+
+std::string type_text(const at::Tensor& tensor) { return type_text(TensorMeta::of(tensor)); }
+
+std::string columns(const std::vector<std::vector<std::string>>& rows) {
+  constexpr size_t kWidest = 60;
+  std::vector<size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], std::min(row[i].size(), kWidest));
+  }
+  std::string text;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    std::string line, under;
+    for (size_t i = 0; i < rows[r].size(); ++i) {
+      std::string cell = rows[r][i];
+      if (cell.size() > kWidest) cell.replace(kWidest - 3, std::string::npos, "...");
+      line += cell + std::string(widths[i] - cell.size() + 2, ' ');
+      under += std::string(widths[i], '-') + "  ";
+    }
+    text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
+    if (r == 0) text += under.substr(0, under.find_last_not_of(' ') + 1) + "\n";
+  }
+  return text;
+}
+
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.4g", value);
+  return text;
+}
+
+}  // namespace plumb::cli

@@ -1,0 +1,57 @@
+// What the subcommands share: reading programs and inputs, wrong use, printing.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "plumb/exported/exported.h"
+
+namespace plumb::cli {
+
+// Wrong use of the command line: exit code 2. Everything else that fails is an Error: exit code 1.
+class UsageError : public std::runtime_error {
+ public:
+  // message names the option; fix says what to give instead.
+  UsageError(const std::string& message, const std::string& fix) : std::runtime_error(message + "\n  try: " + fix) {}
+};
+
+// A `.pt2` file, or a graph as text (every other name). A text has no tensors: its module can be shown, cut and
+// rewritten, not run.
+struct Loaded {
+  ExportedProgram program;
+  bool is_text = false;
+  GraphModule& module() const { return *program.module; }
+};
+bool is_pt2(const std::string& path);
+Loaded load(const std::string& path);
+// `.pt2` or text, as `loaded` was. Throws UsageError if the ending of `path` says otherwise.
+void save(const Loaded& loaded, const std::string& path);
+void check_same_kind(const Loaded& loaded, const std::string& path);
+// Throws UsageError unless the file holds tensors.
+void need_tensors(const Loaded& loaded, const std::string& path);
+
+// Beside and renamed; "" and "-" are stdout.
+void write_text(const std::string& text, const std::string& path);
+
+// "--input [NAME=]x.pt" texts as the module's flat inputs. Files without a name fill the inputs in order (a dict by its
+// keys, a tuple as several); a number, true, false or none may stand instead of a file.
+std::vector<c10::IValue> read_inputs(const GraphModule& module, const std::vector<std::string>& texts);
+
+// The outputs' flat names: the keys of a dict, else the names of the values.
+std::vector<std::string> output_names(const GraphModule& module);
+// What a backward starts from: the output named "loss", else the sum of every floating-point output that has a
+// gradient.
+at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IValue>& outputs);
+
+// "f32[2, 3]", with symbols where a dimension has one.
+std::string type_text(const std::optional<TensorMeta>& meta);
+std::string type_text(const at::Tensor& tensor);
+
+// Columns padded to their widest cell, first row underlined; cells longer than 60 are cut.
+std::string columns(const std::vector<std::vector<std::string>>& rows);
+
+// Four significant digits.
+std::string number_text(double value);
+
+}  // namespace plumb::cli

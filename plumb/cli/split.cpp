@@ -1,0 +1,79 @@
+// plumb split: a `.pt2` file into one file a stage, and what flows between them.
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <iostream>
+
+#include "plumb/cli/commands.h"
+#include "plumb/cli/common.h"
+#include "plumb/cli/cut.h"
+#include "plumb/core/error.h"
+
+namespace plumb::cli {
+namespace {
+
+struct Options {
+  std::string file, out;
+  int stages = 0;
+  std::vector<std::string> at;
+  bool json = false;
+};
+
+void split(const Options& o) {
+  const Loaded loaded = load(o.file);
+  need_tensors(loaded, o.file);
+  const auto pipe = cut(loaded.module(), o.stages, o.at);
+  std::error_code failed;
+  std::filesystem::create_directories(o.out, failed);
+  if (failed) throw Error(ErrorKind::BadFile, o.out + ": cannot be made: " + failed.message(), "", "give -o a folder");
+  nlohmann::json manifest = {{"table", nlohmann::json::parse(pipe->table().to_json())},
+                             {"notes", pipe->notes()},
+                             {"stages", nlohmann::json::array()}};
+  std::vector<std::vector<std::string>> rows = {{"stage", "file", "operators", "parameters", "inputs", "outputs"}};
+  for (int s = 0; s < pipe->num_stages(); ++s) {
+    const GraphModule& stage = *pipe->stage(s);
+    const std::string name = "stage" + std::to_string(s) + ".pt2";
+    save_pt2(stage, (std::filesystem::path(o.out) / name).string());
+    size_t operators = 0;
+    for (const Node* node : stage.graph().nodes()) operators += node->is_call();
+    std::vector<std::string> in, out;
+    for (const StageInputPort& p : pipe->stage_inputs(s)) in.push_back(p.name);
+    for (const StageOutputPort& p : pipe->stage_outputs(s)) out.push_back(p.name);
+    const auto parameters = stage.state().names(AttrKind::Parameter);
+    manifest["stages"].push_back(
+        {{"file", name}, {"operators", operators}, {"parameters", parameters}, {"inputs", in}, {"outputs", out}});
+    auto join = [](const std::vector<std::string>& names) {
+      std::string text;
+      for (const std::string& n : names) text += (text.empty() ? "" : ", ") + n;
+      return text;
+    };
+    rows.push_back(
+        {std::to_string(s), name, std::to_string(operators), std::to_string(parameters.size()), join(in), join(out)});
+  }
+  // The manifest last: where it is, the stages are whole.
+  write_text(manifest.dump(1) + "\n", (std::filesystem::path(o.out) / "manifest.json").string());
+  if (o.json) {
+    std::cout << manifest.dump(1) << "\n";
+  } else {
+    std::cout << columns(rows);
+    for (const std::string& note : pipe->notes()) std::cout << "note: " << note << "\n";
+  }
+}
+
+}  // namespace
+
+void add_split(CLI::App& app) {
+  auto o = std::make_shared<Options>();
+  CLI::App* sub = app.add_subcommand("split", "Cuts a .pt2 file into stage files and a manifest");
+  sub->add_option("FILE", o->file, "A .pt2 file")->required();
+  sub->add_option("--stages", o->stages, "How many; without --at or marks the cuts are balanced")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--at", o->at, "Cut before these modules: --at layers.2,layers.4")
+      ->delimiter(',')
+      ->allow_extra_args(false);
+  sub->add_option("-o,--out", o->out, "The folder for stage0.pt2, stage1.pt2, ... and manifest.json")->required();
+  sub->add_flag("--json", o->json, "Print the manifest");
+  sub->footer("Example:\n  plumb split model.pt2 --stages 2 -o stages");
+  sub->callback([o] { split(*o); });
+}
+
+}  // namespace plumb::cli
