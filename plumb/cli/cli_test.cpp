@@ -105,7 +105,7 @@ class Command : public testing::Test {
 
 TEST_F(Command, SaysItsVersionAndAnExampleForEverySubcommand) {
   EXPECT_EQ(plumb("--version").out.rfind("plumb ", 0), 0u);
-  for (const char* name : {"show", "opt", "run", "scale", "track", "split"}) {
+  for (const char* name : {"show", "opt", "run", "train", "scale", "track", "split"}) {
     const Ended help = plumb(std::string(name) + " --help");
     EXPECT_EQ(help.code, 0);
     EXPECT_NE(help.out.find("plumb " + std::string(name) + " "), std::string::npos) << help.out;
@@ -175,6 +175,71 @@ TEST_F(Command, SplitsIntoStageFilesThatCompose) {
       "assert torch.equal(first(a), first(b))");
   EXPECT_EQ(plumb("split lm.pt2 --at layers.0,layers.1 -o three").code, 0);
   EXPECT_TRUE(fs::exists(folder() / "three" / "stage2.pt2"));
+}
+
+// The losses of `plumb train ... --json`, and what it said was saved.
+struct Training {
+  std::vector<double> losses;
+  std::string saved;
+};
+Training training(const Ended& run) {
+  Training t;
+  std::istringstream lines(run.out);
+  for (std::string line; std::getline(lines, line);) {
+    const Json event = Json::parse(line);
+    if (event.contains("loss")) t.losses.push_back(event["loss"]);
+    if (event.contains("saved")) t.saved = event["saved"];
+  }
+  return t;
+}
+
+const char* const kTrain =
+    "train lm.pt2 --data tokens.bin --steps 6 --lr 0.01 --microbatches 4 --threads 1 --seed 3 --json ";
+
+TEST_F(Command, TrainsInTwoProcessesBitForBitAsInOne) {
+  const Ended one = plumb(std::string(kTrain) + "--save one.pt2");
+  ASSERT_EQ(one.code, 0) << one.err;
+  const Training alone = training(one);
+  ASSERT_EQ(alone.losses.size(), 6u);
+  EXPECT_LT(alone.losses.back(), alone.losses.front());
+  EXPECT_EQ(alone.saved, "one.pt2");
+  for (const char* more : {"--stages 2 --save two.pt2", "--stages 2 --at layers.1 --schedule GPipe --save two.pt2"}) {
+    const Ended two = plumb(std::string(kTrain) + more);
+    ASSERT_EQ(two.code, 0) << two.err;
+    EXPECT_EQ(training(two).losses, alone.losses);
+    python(
+        "a, b, c = (torch.export.load(n).state_dict for n in ('one.pt2', 'two.pt2', 'lm.pt2'))\n"
+        "assert list(a) == list(b) and sorted(a) == sorted(c)\n"
+        "assert all(torch.equal(a[n], b[n]) and not torch.equal(a[n], c[n]) for n in a)");
+  }
+}
+
+TEST_F(Command, TrainsUnderTorchrun) {
+  const Ended run = shell(PLUMB_TEST_PYTHON
+                          " -m torch.distributed.run --standalone --nproc-per-node 2 --no-python " PLUMB_COMMAND " " +
+                          std::string(kTrain) + "--stages 2 --save run.pt2");
+  ASSERT_EQ(run.code, 0) << run.err;
+  EXPECT_EQ(training(run).losses, training(plumb(kTrain)).losses);
+}
+
+TEST_F(Command, TrainsOnTensorFilesAndPrintsPlainLines) {
+  const Ended run =
+      plumb("train mlp.pt2 --data rows.pt --targets targets.pt --loss mse --optimizer sgd --lr 0.1 --steps 3");
+  ASSERT_EQ(run.code, 0) << run.err;
+  EXPECT_EQ(run.out.rfind("step 1/3  loss ", 0), 0u) << run.out;
+  EXPECT_NE(run.out.find("step 3/3"), std::string::npos);
+  EXPECT_EQ(run.out.find('\r'), std::string::npos);
+}
+
+TEST_F(Command, WrongTrainingNamesTheOption) {
+  wrong("train lm.pt2", "--data");
+  wrong("train lm.pt2 --data tokens.bin --schedule nope", "--schedule");
+  wrong("train lm.pt2 --data tokens.bin --batch 7", "--batch");
+  wrong("train lm.pt2 --data tokens.bin --loss output", "--data");
+  wrong("train lm.pt2 --data tokens.bin --lr -1", "--lr");
+  wrong("train mlp.pt2 --data rows.pt --loss mse", "--targets");
+  wrong("train lm.pt2 --data tokens.bin --stages 2 --at layers.0,layers.1", "--stages");
+  EXPECT_EQ(plumb("train lm.pt2 --data missing.bin --stages 2").code, 1);
 }
 
 TEST_F(Command, WrongUseNamesTheOptionAndTheFix) {

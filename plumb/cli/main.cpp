@@ -6,12 +6,13 @@
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
+#include "plumb/cli/exit_code.h"
 #include "plumb/core/error.h"
 
 namespace {
 
 int run(int argc, char** argv) {
-  CLI::App app{"plumb: takes a PyTorch model as a graph, and rewrites, scales, and cuts it.", "plumb"};
+  CLI::App app{"plumb: takes a PyTorch model as a graph, and rewrites, scales, cuts and trains it.", "plumb"};
   app.set_version_flag("--version", "plumb " PLUMB_VERSION " (torch " TORCH_VERSION_TEXT ")");
   app.require_subcommand(1);
   app.footer(
@@ -20,6 +21,7 @@ int run(int argc, char** argv) {
   plumb::cli::add_show(app);
   plumb::cli::add_opt(app);
   plumb::cli::add_run(app);
+  plumb::cli::add_train(app);
   plumb::cli::add_scale(app);
   plumb::cli::add_track(app);
   plumb::cli::add_split(app);
@@ -45,6 +47,8 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     return run(argc, argv);
+  } catch (const plumb::cli::ExitCode& e) {
+    return e.code;
   } catch (const plumb::cli::UsageError& e) {
     std::cerr << "plumb: " << e.what() << "\n";
     return 2;

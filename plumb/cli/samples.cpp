@@ -1,0 +1,132 @@
+#include "plumb/cli/samples.h"
+
+#include <filesystem>
+
+#include "plumb/cli/common.h"
+#include "plumb/exported/tensor_file.h"
+
+namespace plumb::cli {
+namespace {
+
+const TensorMeta& first_input(const GraphModule& module) {
+  const auto inputs = module.graph().placeholders();
+  if (inputs.empty() || !inputs[0]->result()->meta() || inputs[0]->result()->meta()->sizes.empty()) {
+    throw UsageError("FILE: its first input is no tensor with rows", "export the model on a batch of samples");
+  }
+  return *inputs[0]->result()->meta();
+}
+
+bool is_dynamic(const TensorMeta& meta, size_t dim) { return dim < meta.symbols.size() && !meta.symbols[dim].empty(); }
+
+bool is_tensor_file(const std::string& path) {
+  const std::string end = std::filesystem::path(path).extension().string();
+  return end == ".pt" || end == ".pth" || end == ".npy";
+}
+
+class TokenWindows : public Samples {
+ public:
+  TokenWindows(const TrainOptions& o, const GraphModule& module, int64_t batch)
+      : batch_(batch), generator_(at::detail::createCPUGenerator(static_cast<uint64_t>(o.seed))) {
+    const size_t inputs = module.graph().placeholders().size();
+    targets_as_input_ = o.loss == "output";
+    const TensorMeta& ids = first_input(module);
+    if (inputs != (targets_as_input_ ? 2u : 1u) || ids.sizes.size() != 2 || ids.dtype != at::kLong) {
+      throw UsageError("--data " + o.data + ": raw tokens need a model of " +
+                           (targets_as_input_ ? "ids and targets" : "one input, the ids") + ", i64[batch, length]",
+                       "give a .pt or .npy file of the inputs, or another --loss");
+    }
+    if (o.loss == "mse") throw UsageError("--loss mse: tokens have no numbers to be near", "--loss cross_entropy");
+    if (!o.targets.empty()) throw UsageError("--targets: raw tokens are their own targets", "leave --targets out");
+    length_ = ids.sizes[1];
+    tokens_ = map_tokens(o.data, o.token_type == "u8" ? at::kByte : o.token_type == "u16" ? at::kUInt16 : at::kInt);
+    if (tokens_.numel() < length_ + 1) {
+      throw UsageError("--data " + o.data + ": has " + std::to_string(tokens_.numel()) + " tokens, one sample needs " +
+                           std::to_string(length_ + 1),
+                       "a longer file, or another --token-type");
+    }
+  }
+
+  Batch draw() override {
+    const at::Tensor starts = at::randint(tokens_.numel() - length_, {batch_}, generator_, at::kLong);
+    std::vector<at::Tensor> windows;
+    for (int64_t i = 0; i < batch_; ++i) {
+      windows.push_back(tokens_.narrow(0, starts[i].item<int64_t>(), length_ + 1).to(at::kLong));
+    }
+    const at::Tensor all = at::stack(windows);
+    const at::Tensor ids = all.narrow(1, 0, length_).contiguous(), next = all.narrow(1, 1, length_).contiguous();
+    return targets_as_input_ ? Batch{{ids, next}, {}} : Batch{{ids}, {next}};
+  }
+
+ private:
+  int64_t batch_, length_ = 0;
+  at::Generator generator_;
+  bool targets_as_input_ = false;
+  at::Tensor tokens_;
+};
+
+class Rows : public Samples {
+ public:
+  Rows(const TrainOptions& o, const GraphModule& module, int64_t batch)
+      : batch_(batch), generator_(at::detail::createCPUGenerator(static_cast<uint64_t>(o.seed))) {
+    for (const c10::IValue& v : read_inputs(module, {o.data})) {
+      if (!v.isTensor())
+        throw UsageError("--data " + o.data + ": holds what is no tensor", "tensors with a row a sample");
+      inputs_.push_back(v.toTensor());
+    }
+    if (o.loss != "output") {
+      if (o.targets.empty()) throw UsageError("--targets is missing", "--targets FILE.pt, or --loss output");
+      const c10::IValue targets = load_tensors(o.targets);
+      if (!targets.isTensor())
+        throw UsageError("--targets " + o.targets + ": is not one tensor", "one tensor, a row a sample");
+      targets_.push_back(targets.toTensor());
+    }
+    std::vector<at::Tensor> all = inputs_;
+    all.insert(all.end(), targets_.begin(), targets_.end());
+    for (const at::Tensor& t : all) {
+      if (t.dim() == 0 || t.size(0) == 0 || t.size(0) != all[0].size(0)) {
+        throw UsageError("--data and --targets: " + type_text(t) + " and " + type_text(all[0]) + " have other rows",
+                         "as many rows in each");
+      }
+    }
+    rows_ = all[0].size(0);
+  }
+
+  Batch draw() override {
+    const at::Tensor rows = at::randint(rows_, {batch_}, generator_, at::kLong);
+    Batch batch;
+    for (const at::Tensor& t : inputs_) batch.inputs.push_back(t.index_select(0, rows));
+    for (const at::Tensor& t : targets_) batch.targets.push_back(t.index_select(0, rows));
+    return batch;
+  }
+
+ private:
+  int64_t batch_, rows_ = 0;
+  at::Generator generator_;
+  std::vector<at::Tensor> inputs_, targets_;
+};
+
+}  // namespace
+
+std::unique_ptr<Samples> open_samples(const TrainOptions& options, const GraphModule& module, int64_t batch) {
+  if (is_tensor_file(options.data)) return std::make_unique<Rows>(options, module, batch);
+  return std::make_unique<TokenWindows>(options, module, batch);
+}
+
+int64_t rows_of_step(const TrainOptions& o, const GraphModule& module) {
+  const TensorMeta& meta = first_input(module);
+  const int64_t whole = meta.sizes[0] * o.microbatches;
+  if (o.batch == 0) return whole;
+  if (!is_dynamic(meta, 0) && o.batch != whole) {
+    throw UsageError("--batch " + std::to_string(o.batch) + ": the file was exported for microbatches of " +
+                         std::to_string(meta.sizes[0]) + " rows",
+                     "--batch " + std::to_string(whole) + " with --microbatches " + std::to_string(o.microbatches) +
+                         ", or export with a dynamic batch");
+  }
+  if (o.batch < o.microbatches) {
+    throw UsageError("--batch " + std::to_string(o.batch) + ": fewer rows than microbatches",
+                     "--microbatches of at most it");
+  }
+  return o.batch;
+}
+
+}  // namespace plumb::cli

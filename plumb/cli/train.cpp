@@ -1,0 +1,149 @@
+// plumb train: the command line, the local processes, and what is printed. The work of one process is in train_rank.
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <iostream>
+
+#include "plumb/cli/commands.h"
+#include "plumb/cli/common.h"
+#include "plumb/cli/exit_code.h"
+#include "plumb/cli/train_rank.h"
+#include "plumb/pipeline/environment.h"
+#include "plumb/pipeline/launch.h"
+#include "plumb/schedule/generators.h"
+
+namespace plumb::cli {
+namespace {
+
+// Prints events: JSON lines, a bar on a terminal, or plain lines.
+class Printer {
+ public:
+  explicit Printer(bool json) : json_(json), bar_(!json && ::isatty(STDOUT_FILENO) == 1) {}
+  ~Printer() { end_bar(); }
+
+  void operator()(const nlohmann::json& event) {
+    if (json_) {
+      std::cout << event.dump() << std::endl;
+      return;
+    }
+    if (event.contains("saved")) {
+      end_bar();
+      std::cout << "saved " << event["saved"].get<std::string>() << std::endl;
+      return;
+    }
+    if (!event.contains("step")) return;
+    const int step = event["step"], steps = event["steps"];
+    const std::string loss = event["loss"].is_number() ? number(event["loss"]) : "nan";
+    if (!bar_) {
+      std::cout << "step " << step << "/" << steps << "  loss " << loss << std::endl;
+      return;
+    }
+    constexpr int kWidth = 30;
+    const int full = kWidth * step / std::max(steps, 1);
+    std::cout << "\r[" << std::string(full, '#') << std::string(kWidth - full, ' ') << "] " << step << "/" << steps
+              << "  loss " << loss << "   " << std::flush;
+    open_ = true;
+  }
+
+ private:
+  static std::string number(double value) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.6f", value);
+    return text;
+  }
+  void end_bar() {
+    if (open_) std::cout << std::endl;
+    open_ = false;
+  }
+  const bool json_, bar_;
+  bool open_ = false;
+};
+
+// This process's own arguments.
+std::vector<std::string> own_arguments() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  std::vector<std::string> arguments;
+  for (std::string a; std::getline(file, a, '\0');) arguments.push_back(a);
+  if (!arguments.empty()) arguments.erase(arguments.begin());
+  return arguments;
+}
+
+int launch(const TrainOptions& o) {
+  Printer print(o.json);
+  LaunchOptions launch;
+  launch.num_processes = o.stages;
+  launch.arguments = own_arguments();
+  if (!o.json) launch.arguments.push_back("--json");
+  launch.on_line = [&](int rank, bool is_stderr, const std::string& line) {
+    const auto event = is_stderr ? nlohmann::json() : nlohmann::json::parse(line, nullptr, false);
+    if (event.is_object()) {
+      print(event);
+    } else {
+      std::cerr << "[rank " << rank << "] " << line << std::endl;
+    }
+  };
+  return launch_local(launch).exit_code();
+}
+
+int train(const TrainOptions& o) {
+  const auto environment = discover_ranks();
+  const int processes = environment ? environment->world_size : 1;
+  if (processes == 1 && o.stages > 1) {
+    check_train(o);  // wrong use is said once, not by every process
+    return launch(o);
+  }
+  if (processes > 1 && processes != o.stages) {
+    throw UsageError(
+        "--stages " + std::to_string(o.stages) + ": the launcher started " + std::to_string(processes) + " processes",
+        "--stages " + std::to_string(processes));
+  }
+  Printer print(o.json);
+  train_rank(o, std::ref(print));
+  return 0;
+}
+
+}  // namespace
+
+void add_train(CLI::App& app) {
+  auto o = std::make_shared<TrainOptions>();
+  CLI::App* sub = app.add_subcommand("train", "Trains a .pt2 file, in one process or as a pipeline of several");
+  sub->add_option("FILE", o->file, "A .pt2 file")->required();
+  sub->add_option("--data", o->data,
+                  "Raw tokens (every other name), or a .pt or .npy of the inputs, one row a sample (several: a dict, "
+                  "list or tuple)")
+      ->required();
+  sub->add_option("--token-type", o->token_type, "Of raw tokens: u8, u16 or i32")
+      ->check(CLI::IsMember({"u8", "u16", "i32"}));
+  sub->add_option("--targets", o->targets, "A .pt or .npy, one row a sample; raw tokens are their own targets");
+  sub->add_option("--loss", o->loss, "cross_entropy, mse, or output: the model returns its loss")
+      ->check(CLI::IsMember({"cross_entropy", "mse", "output"}));
+  sub->add_option("--optimizer", o->optimizer, "adamw, adam or sgd")->check(CLI::IsMember({"adamw", "adam", "sgd"}));
+  sub->add_option("--lr", o->lr, "Learning rate")->check(CLI::PositiveNumber);
+  sub->add_option("--steps", o->steps, "Optimiser steps")->check(CLI::PositiveNumber);
+  sub->add_option("--batch", o->batch, "Rows of a step (default: the file's batch times the microbatches)")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--microbatches", o->microbatches, "Parts of a batch, each as long as the file's own batch")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--stages", o->stages, "Pipeline processes; plumb starts them itself, or runs under torchrun")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--at", o->at, "Cut before these modules (default: marks, else balanced)")
+      ->delimiter(',')
+      ->allow_extra_args(false);
+  sub->add_option("--schedule", o->schedule, "1F1B, GPipe, ZBVZeroBubble, ...");
+  sub->add_option("--save", o->save, "The .pt2 file for the trained weights, under the same names");
+  sub->add_option("--seed", o->seed, "Of the draw of samples, and of dropout");
+  sub->add_option("--threads", o->threads,
+                  "Of each process (default: the cores shared out; losses are equal bit for "
+                  "bit whatever the stages if the threads are)")
+      ->check(CLI::PositiveNumber);
+  sub->add_flag("--json", o->json, "One JSON object a line: {\"step\", \"steps\", \"loss\", \"seconds\"}");
+  sub->footer(
+      "Example:\n  plumb train gpt.pt2 --data text.bin --loss cross_entropy --lr 1e-3 --steps 200 --microbatches 4 "
+      "--stages 2 --save trained.pt2");
+  sub->callback([o] {
+    if (const int code = train(*o); code != 0) throw ExitCode{code};
+  });
+}
+
+}  // namespace plumb::cli

@@ -1,0 +1,159 @@
+#include "plumb/cli/train_rank.h"
+
+#include <ATen/Parallel.h>
+
+#include <chrono>
+#include <thread>
+
+#include "plumb/cli/common.h"
+#include "plumb/cli/cut.h"
+#include "plumb/cli/samples.h"
+#include "plumb/core/error.h"
+#include "plumb/partition/split.h"
+#include "plumb/pipeline/graph_stage.h"
+#include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/runtime.h"
+#include "plumb/schedule/generators.h"
+
+namespace plumb::cli {
+namespace {
+
+struct Job {
+  Loaded loaded;
+  Schedule schedule;
+  std::shared_ptr<Pipe> pipe;
+  std::unique_ptr<Samples> samples;
+  PipelineOptions pipeline;
+};
+
+// The output that is the loss: the one named so, or the only floating-point number.
+int loss_output(const GraphModule& module) {
+  if (const auto named = find_loss_by_name(module.out_spec())) return static_cast<int>(*named);
+  const auto args = module.graph().output_node()->args();
+  for (size_t i = 0; i < args.size(); ++i) {
+    const auto* meta = args[i].is_value() && args[i].value()->meta() ? &*args[i].value()->meta() : nullptr;
+    if (meta != nullptr && meta->sizes.empty() && meta->is_floating_point()) return static_cast<int>(i);
+  }
+  throw UsageError("--loss output: the model returns no number",
+                   "--loss cross_entropy or mse, or a model that returns its loss");
+}
+
+at::Tensor cross_entropy(const Tensors& outputs, const Tensors& targets) {
+  const at::Tensor& logits = outputs.at(0);
+  if (logits.dim() < 2) {
+    throw Error(ErrorKind::InvalidArgument,
+                "--loss cross_entropy: the first output is " + type_text(logits) + ", no logits", "",
+                "a model that returns [rows, ..., classes], or another --loss");
+  }
+  return at::cross_entropy_loss(logits.reshape({-1, logits.size(-1)}), targets.at(0).reshape({-1}));
+}
+
+at::Tensor mse(const Tensors& outputs, const Tensors& targets) {
+  if (outputs.at(0).sizes() != targets.at(0).sizes()) {
+    throw Error(
+        ErrorKind::InvalidArgument,
+        "--loss mse: the first output is " + type_text(outputs[0]) + ", the targets are " + type_text(targets[0]), "",
+        "targets of the output's shape");
+  }
+  return at::mse_loss(outputs[0], targets[0]);
+}
+
+Job prepare(const TrainOptions& o) {
+  Job job;
+  // Wrong names before anything is read.
+  try {
+    const ScheduleTraits& traits = schedule_traits(o.schedule);
+    job.schedule = make_schedule(traits.name, o.stages, o.microbatches);
+  } catch (const Error& e) {
+    throw UsageError("--schedule " + o.schedule + ": " + e.message(),
+                     e.remedy().empty() ? "--schedule 1F1B" : e.remedy());
+  }
+  if (!o.save.empty() && !is_pt2(o.save)) throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
+  job.loaded = load(o.file);
+  need_tensors(job.loaded, o.file);
+  const GraphModule& module = job.loaded.module();
+  job.samples = open_samples(o, module, rows_of_step(o, module));
+  if (o.loss == "output") {
+    job.pipeline.loss_output = loss_output(module);
+  } else {
+    job.pipeline.loss = o.loss == "mse" ? mse : cross_entropy;
+  }
+  job.pipeline.return_outputs = false;
+  job.pipeline.seed = static_cast<uint64_t>(o.seed);
+  job.pipe = cut(module, job.schedule.num_stages(), job.schedule.num_stages() == 1 ? std::vector<std::string>() : o.at);
+  return job;
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o,
+                                                        const std::vector<at::Tensor>& parameters) {
+  if (o.optimizer == "sgd") return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(o.lr));
+  if (o.optimizer == "adam") return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(o.lr));
+  return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(o.lr));
+}
+
+// Gives every rank the trained tensors of every stage, from the rank that holds it.
+void share_state(const Job& job, const ProcessGroup& group) {
+  if (group.size() == 1) return;
+  at::NoGradGuard no_grad;
+  for (int s = 0; s < job.pipe->num_stages(); ++s) {
+    c10d::BroadcastOptions options;
+    options.rootRank = job.schedule.placement.rank_of(s, 0);
+    for (const Attr& attr : job.pipe->stage(s)->state()) {
+      if (attr.kind == AttrKind::Constant || attr.tensor.numel() == 0) continue;
+      at::Tensor whole = attr.tensor.detach().contiguous();
+      std::vector<at::Tensor> bytes = {whole.reshape({-1}).view(at::kByte)};
+      group.state().backend->broadcast(bytes, options)->wait();
+      if (whole.data_ptr() != attr.tensor.data_ptr()) attr.tensor.detach().copy_(whole);
+    }
+  }
+}
+
+void save(const TrainOptions& o, const Job& job) {
+  at::NoGradGuard no_grad;
+  const State trained = job.pipe->merge_state_dict();
+  for (const Attr& attr : job.loaded.module().state()) {
+    const Attr* now = trained.find(attr.name);
+    if (now != nullptr && now->tensor.data_ptr() != attr.tensor.data_ptr()) attr.tensor.detach().copy_(now->tensor);
+  }
+  save_pt2(job.loaded.program, o.save);
+}
+
+}  // namespace
+
+void check_train(const TrainOptions& options) { prepare(options).samples->draw(); }
+
+void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::json&)>& event) {
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  at::set_num_threads(o.threads > 0 ? o.threads : std::max(1, cores / o.stages));
+  at::manual_seed(static_cast<uint64_t>(o.seed));
+  Job job = prepare(o);
+  const ProcessGroup group = o.stages > 1 ? make_group_from_environment() : ProcessGroup();
+  const auto stages = stages_of_rank(*job.pipe, job.schedule, group.rank());
+  std::vector<at::Tensor> parameters;
+  for (const auto& [index, stage] : stages) {
+    for (const NamedTensor& p : stage->parameters()) {
+      if (p.tensor.requires_grad()) parameters.push_back(p.tensor);
+    }
+  }
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  if (!parameters.empty()) optimizer = make_optimizer(o, parameters);
+  Pipeline pipeline(make_layout(job.pipe->table()), job.schedule, stages, group, job.pipeline);
+  const auto begin = std::chrono::steady_clock::now();
+  for (int step = 1; step <= o.steps; ++step) {
+    const Batch batch = job.samples->draw();
+    for (const at::Tensor& p : parameters) p.mutable_grad().reset();
+    const StepResult result = pipeline.step(batch.inputs, batch.targets);
+    if (optimizer) optimizer->step();
+    if (!result.loss.defined()) continue;
+    const double loss = result.loss.item<double>();
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    event({{"step", step}, {"steps", o.steps}, {"loss", loss}, {"seconds", seconds}});
+  }
+  if (o.save.empty()) return;
+  share_state(job, group);
+  if (group.rank() != 0) return;
+  save(o, job);
+  event({{"saved", o.save}});
+}
+
+}  // namespace plumb::cli

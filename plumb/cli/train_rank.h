@@ -1,0 +1,30 @@
+// Training in one process: alone, or as a rank of a pipeline.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace plumb::cli {
+
+struct TrainOptions {
+  std::string file, data, targets, save;
+  std::string token_type = "u8", loss = "cross_entropy", optimizer = "adamw", schedule = "1F1B";
+  double lr = 1e-3;
+  int steps = 100, microbatches = 1, stages = 1, threads = 0;
+  int64_t batch = 0;
+  int64_t seed = 0;
+  std::vector<std::string> at;
+  bool json = false;
+};
+
+// Everything that can be wrong before the first step: throws UsageError or Error.
+void check_train(const TrainOptions& options);
+
+// The rank of this process is that of its launcher. `event` gets {"step", "steps", "loss", "seconds"} on the rank that
+// holds the last stage, and {"saved"} on rank 0.
+void train_rank(const TrainOptions& options, const std::function<void(const nlohmann::json&)>& event);
+
+}  // namespace plumb::cli
