@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs every benchmark and writes the tables: bench.sh BUILD OUTPUT.md. Programs are benchmarks/*_bench.cpp, scripts are
-# benchmarks/*.py, which print their own Markdown. One that fails is named at the end, and the answer is then 1.
+# benchmarks/*.py, which print their own Markdown and find benchmarks/*_cases.cpp, their libraries, under $PLUMB_BUILD.
+# One that fails is named at the end, and the answer is then 1.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=$1 output=$2
@@ -8,8 +9,10 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 programs=()
 for source in benchmarks/*_bench.cpp; do [ -e "$source" ] && programs+=("$(basename "$source" .cpp)"); done
+libraries=()
+for source in benchmarks/*_cases.cpp; do [ -e "$source" ] && libraries+=("$(basename "$source" .cpp)"); done
 # What scripts import is built too: the library, the Python module, the command.
-PATH="$PWD/.venv/bin:$PATH" cmake --build "$build" -j "${JOBS:-2}" --target all "${programs[@]}"
+PATH="$PWD/.venv/bin:$PATH" cmake --build "$build" -j "${JOBS:-2}" --target all "${programs[@]}" "${libraries[@]}"
 
 mkdir -p "$(dirname "$output")"
 draft=$(mktemp)
@@ -34,7 +37,7 @@ for script in benchmarks/*.py; do
   [ -e "$script" ] || continue
   printf '\n## %s\n\n' "$(basename "$script" .py)" >>"$draft"
   echo "bench: $script" >&2
-  if ! .venv/bin/python "$script" | tee -a "$draft"; then failed+=" $script"; fi
+  if ! PLUMB_BUILD="$build" .venv/bin/python "$script" | tee -a "$draft"; then failed+=" $script"; fi
 done
 if [ -n "$failed" ]; then
   echo "bench: failed:$failed; $output is left as it was" >&2

@@ -299,7 +299,8 @@ class GraphModule(nn.Module):
                 owner.register_buffer(leaf, tensor, persistent=persistent)
                 slots.append((owner._buffers, leaf, name, tensor))
         leaves = self._in_spec.num_leaves
-        args, kwargs = self._in_spec.children_specs if hasattr(self._in_spec, "children_specs") else self._in_spec.children()
+        # Older torch has the list alone, newer torch warns about it.
+        args, kwargs = self._in_spec.children() if hasattr(self._in_spec, "children") else self._in_spec.children_specs
         simple_in = kwargs.num_leaves == 0 and args.num_leaves == args.num_children == leaves and not any(
             p is not None for p in self._plain_inputs
         )
