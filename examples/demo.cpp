@@ -39,6 +39,7 @@ int main(int argc, char** argv) {
   app.add_option("--steps", options.steps, "Training steps")->check(CLI::Range(2, 1'000'000))->capture_default_str();
   app.add_option("--only", only, "One run: fp32, plain or scaled")->check(CLI::IsMember({"fp32", "plain", "scaled"}));
   app.add_option("--lr", lr, "The learning rate of --only");
+  app.add_option("--tau-attention", options.tau_attention, "Weight of attention in unit-scaled residual adds")->capture_default_str();
   app.add_option("--seed", options.seed, "Of weights and batches")->capture_default_str();
   app.add_flag("--small", small, "A tiny model, to see that everything runs");
   app.add_flag("--worker", is_worker, "")->group("");

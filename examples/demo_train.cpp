@@ -11,7 +11,6 @@
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/launch.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/scaling/optim.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
@@ -32,27 +31,19 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// AdamW whose rates follow the schedule. A unit-scaled model takes plumb's, which scales the rate of every weight by its
-// fan-in (u-muP); the transform has tagged the parameters.
+// AdamW whose rate follows the schedule.
 class Optimizer {
  public:
-  Optimizer(const std::vector<at::Tensor>& parameters, Variant variant, double lr) {
-    if (variant == Variant::ScaledFP8) {
-      adam_ = std::make_unique<plumb::optim::AdamW>(parameters, torch::optim::AdamWOptions(lr).weight_decay(0));
-    } else {
-      adam_ = std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(lr));
-    }
-    for (auto& group : adam_->param_groups()) rates_.push_back(group.options().get_lr());
-  }
-  void zero_grad() { adam_->zero_grad(); }
+  Optimizer(std::vector<at::Tensor> parameters, double lr) : adam_(std::move(parameters), torch::optim::AdamWOptions(lr)), lr_(lr) {}
+  void zero_grad() { adam_.zero_grad(); }
   void step(double factor) {
-    for (size_t i = 0; i < rates_.size(); ++i) adam_->param_groups()[i].options().set_lr(rates_[i] * factor);
-    adam_->step();
+    for (auto& group : adam_.param_groups()) group.options().set_lr(lr_ * factor);
+    adam_.step();
   }
 
  private:
-  std::unique_ptr<torch::optim::AdamW> adam_;
-  std::vector<double> rates_;
+  torch::optim::AdamW adam_;
+  double lr_;
 };
 
 void progress(const std::string& name, int step, int steps, double loss) {
@@ -99,7 +90,10 @@ std::shared_ptr<plumb::GraphModule> make_module(const DemoOptions& o, Variant va
   auto graph = plumb::capture(capture_options, gpt, ids, ids);
   if (variant == Variant::FP32) return graph;
   if (variant == Variant::PlainFP8) return plumb::simulate_fp8(graph, hardware_fp8());
-  return plumb::simulate_fp8(plumb::unit_scale(graph), hardware_fp8());
+  // The weight of attention against the skip; swept like the learning rates (the transform's own default is 0.01).
+  plumb::UnitScaleOptions scale;
+  scale.tau_attention = o.tau_attention;
+  return plumb::simulate_fp8(plumb::unit_scale(graph, scale), hardware_fp8());
 }
 
 TextBatches make_batches(const DemoOptions& o) { return TextBatches(read_text(o.text), o.batch, o.model.context, o.seed); }
@@ -110,7 +104,7 @@ RunResult train(const DemoOptions& o, Variant variant, double lr) {
   auto module = make_module(o, variant, o.batch / o.microbatches);
   auto batches = make_batches(o);
   auto parameters = module->parameters();
-  Optimizer optimizer(parameters, variant, lr);
+  Optimizer optimizer(parameters, lr);
   for (int step = 0; step < o.steps; ++step) {
     optimizer.zero_grad();
     const Batch batch = batches.next();
@@ -157,7 +151,7 @@ int worker(const DemoOptions& o) {
     for (const auto& p : stage->parameters()) parameters.push_back(p.tensor);
   }
   plumb::Pipeline pipeline(plumb::make_layout(pipe->table()), table, stages, group, options);
-  Optimizer optimizer(parameters, Variant::ScaledFP8, o.lr_scaled);
+  Optimizer optimizer(parameters, o.lr_scaled);
   auto batches = make_batches(o);
   std::vector<double> losses;
   for (int step = 0; step < o.steps; ++step) {
