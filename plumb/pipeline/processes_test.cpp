@@ -62,9 +62,10 @@ Run run_role(const std::string& role, int num_processes, std::map<std::string, s
 
 int main(int argc, char** argv) {
   using namespace plumb::testing_processes;
+  // One thread here as in the processes this starts: how a batch norm's sums are split over threads changes their bits.
+  at::set_num_threads(1);
   const auto role = setting("ROLE");
   if (!role.empty()) {
-    at::set_num_threads(1);
     try {
       return roles().at(role)();
     } catch (const std::exception& e) {

@@ -346,7 +346,7 @@ class GraphModule(nn.Module):
 
     def _fx_forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = pytree.tree_flatten((args, kwargs))
-        out = self._fx(*[x for x in leaves if isinstance(x, Tensor)])
+        out = self.to_fx()(*[x for x in leaves if isinstance(x, Tensor)])
         return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
 
     # --- copies: the graph travels as text, the state as tensors ---
