@@ -261,6 +261,12 @@ def signature(leaves: list) -> tuple:
     )
 
 
+def _member(module: nn.Module, name: str) -> Tensor:
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
 class GraphModule(nn.Module):
     """A captured module: called like the original, sharing its parameters under the same names.
 
@@ -275,8 +281,9 @@ class GraphModule(nn.Module):
         self._in_spec, self._out_spec = in_spec, out_spec
         self._plain_inputs, self._plain_outputs = plain_inputs, plain_outputs
         self.notes = notes
-        self._fx: torch.fx.GraphModule | None = None
+        self.__dict__["_fx"] = None
         self._register()
+        self._prepare_fx()
 
     def _register(self) -> None:
         self.__dict__["_slots"] = slots = []
@@ -340,13 +347,21 @@ class GraphModule(nn.Module):
         """The same graph as ``torch.fx`` on ``torch.ops``: what ``torch.compile`` and ``torch.export`` see."""
         from ._fx import to_fx
 
-        if self._fx is None:
-            self._fx = to_fx(self)
-        return self._fx
+        if self.__dict__.get("_fx") is None:
+            self.__dict__["_fx"] = to_fx(self)  # no submodule: names and state_dict stay as they are
+        return self.__dict__["_fx"]
+
+    def _prepare_fx(self) -> None:
+        """torch.compile cannot trace the making of it, so it is there before; very large graphs make it on demand."""
+        if len(self.graph) <= 10_000:
+            with contextlib.suppress(RuntimeError, AttributeError):  # nested graphs, operators of no Python namespace
+                self.to_fx()
 
     def _fx_forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = pytree.tree_flatten((args, kwargs))
-        out = self.to_fx()(*[x for x in leaves if isinstance(x, Tensor)])
+        gm = self.to_fx()
+        state = [_member(self, name) for name in gm.attributes]
+        out = gm(*state, *[x for x in leaves if isinstance(x, Tensor)])
         return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
 
     # --- copies: the graph travels as text, the state as tensors ---
@@ -367,6 +382,7 @@ class GraphModule(nn.Module):
         self._parameters.clear()
         self._buffers.clear()
         self._register()
+        self._prepare_fx()
 
 
 def capture(module: nn.Module, *args: Any, plumb_verify: bool = False, **kwargs: Any) -> GraphModule:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ._capture import CONSTANT
+
 
 def _operator(target: str) -> Any:
     namespace, _, rest = target.partition("::")
@@ -16,12 +18,18 @@ def _operator(target: str) -> Any:
 
 
 def to_fx(module: nn.Module) -> fx.GraphModule:
-    """`module` is a :class:`plumb.GraphModule`; the result takes its tensor inputs flat and returns a flat tuple."""
+    """`module` is a :class:`plumb.GraphModule`; the result takes the parameters and buffers named in its ``attributes``,
+    then the tensor inputs, and returns a flat tuple. They are inputs, not members, so that whoever traces the module sees
+    them as the module's own."""
     root = nn.Module()
-    tensors = {name: tensor for name, _, tensor, _ in module._engine.state()}
+    constants = {name: tensor for name, kind, tensor, _ in module._engine.state() if kind == CONSTANT}
     graph = fx.Graph()
     env: dict[str, fx.Node | None] = {}
-    attributes: dict[str, str] = {}
+    names: list[str] = []
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.target not in constants:
+            env[node.results[0].name] = graph.placeholder("p_" + node.target.replace(".", "_"))
+            names.append(node.target)
 
     def resolve(arg: Any) -> Any:
         if isinstance(arg, tuple) and len(arg) == 2 and arg[0] == "value":
@@ -43,14 +51,10 @@ def to_fx(module: nn.Module) -> fx.GraphModule:
             value = node.results[0]
             env[value.name] = graph.placeholder(value.name) if value.is_tensor else None
         elif node.op == "get_attr":
-            attribute = attributes.setdefault(node.target, "attr_" + node.target.replace(".", "_"))
-            if not hasattr(root, attribute):
-                tensor = tensors[node.target]
-                if isinstance(tensor, nn.Parameter):
-                    root.register_parameter(attribute, tensor)
-                else:
-                    root.register_buffer(attribute, tensor)
-            env[node.results[0].name] = graph.get_attr(attribute)
+            if node.target in constants:
+                attribute = node.target.replace(".", "_")
+                root.register_buffer(attribute, constants[node.target])
+                env[node.results[0].name] = graph.get_attr(attribute)
         elif node.op == "call_function":
             set_grad(node.grad_enabled)
             args, kwargs = [], {}
@@ -76,4 +80,5 @@ def to_fx(module: nn.Module) -> fx.GraphModule:
             raise RuntimeError(f"{node} holds a nested graph, which torch.fx does not run")
     gm = fx.GraphModule(root, graph)
     gm.training = module.training
+    gm.attributes = names
     return gm

@@ -295,11 +295,12 @@ def test_compiles_and_exports():
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
     x = torch.randn(3, 4)
     m = plumb.capture(model, x)
-    m.to_fx()
-    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), model(x))
     exported = torch.export.export(m, (x,))
     torch.testing.assert_close(exported.module()(x), model(x))
+    assert set(exported.state_dict) == set(model.state_dict()) == set(m.state_dict())
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert set(m.state_dict()) == set(model.state_dict())
 
 
 def test_is_undisturbed_by_the_callers_modes():
