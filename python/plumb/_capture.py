@@ -261,6 +261,16 @@ def signature(leaves: list) -> tuple:
     )
 
 
+def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
+    """Gives the engine the tensors that ``to()``, ``load_state_dict(assign=True)`` and the like have put in a module's
+    tables. A slot is (table, key, full name, tensor that the engine has)."""
+    for i, (table, leaf, name, tensor) in enumerate(slots):
+        now = table.get(leaf)
+        if now is not tensor:
+            engine.set_state(name, now)
+            slots[i] = (table, leaf, name, now)
+
+
 def _member(module: nn.Module, name: str) -> Tensor:
     for part in name.split("."):
         module = getattr(module, part)
@@ -317,18 +327,10 @@ class GraphModule(nn.Module):
     def graph(self) -> Any:
         return self._engine.graph
 
-    def _sync(self) -> None:
-        """``to()``, ``load_state_dict(assign=True)`` and the like may have put other tensors in our tables."""
-        for i, (table, leaf, name, tensor) in enumerate(self._slots):
-            now = table.get(leaf)
-            if now is not tensor:
-                self._engine.set_state(name, now)
-                self._slots[i] = (table, leaf, name, now)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._fx_forward(*args, **kwargs)
-        self._sync()
+        sync_state(self._engine, self._slots)
         if self._simple == len(args) and not kwargs:
             return self._engine.run1(*args)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -369,7 +371,7 @@ class GraphModule(nn.Module):
         state = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_slots", "_fx")}
         state["_text"] = self._engine.graph.to_string()
         state["_specs"] = self._engine.specs()
-        self._sync()
+        sync_state(self._engine, self._slots)
         state["_state"] = self._engine.state()
         return state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._capture import BUFFER, CONSTANT, capture_engine, signature
+from .._capture import BUFFER, CONSTANT, capture_engine, signature, sync_state
 
 
 @dataclass
@@ -22,7 +22,6 @@ class Pass:
     name: str
     run: Callable[[Any], dict]
     before: tuple[str, ...] = ()  # passes that this one must come before
-    extra: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -64,7 +63,7 @@ class TransformedForward:
         return type(self.module).forward.__get__(self.module)
 
     def _capture(self, args: tuple, kwargs: dict) -> _Captured:
-        engine, in_spec, (out_spec, plain), notes = capture_engine(self.module, args, kwargs, forward=self.original)
+        engine, _, (out_spec, plain), notes = capture_engine(self.module, args, kwargs, forward=self.original)
         reports = [p.run(engine) for p in self.passes]
         slots = []
         for name, kind, tensor, _ in engine.state():
@@ -73,7 +72,6 @@ class TransformedForward:
             owner, _, leaf = name.rpartition(".")
             sub = self.module.get_submodule(owner)
             slots.append((sub._buffers if kind == BUFFER else sub._parameters, leaf, name, tensor))
-        args_spec, kwargs_spec = in_spec.children_specs if hasattr(in_spec, "children_specs") else in_spec.children()
         simple = out_spec.is_leaf() and plain == [None]
         return _Captured(engine, out_spec, plain, slots, reports, notes, simple)
 
@@ -84,12 +82,7 @@ class TransformedForward:
         if captured is None:
             captured = self._cache[key] = self._capture(args, kwargs)
         self.last = captured
-        # to(), load_state_dict(assign=True) and the like may have put other tensors in the module's tables.
-        for i, (table, leaf, name, tensor) in enumerate(captured.slots):
-            now = table.get(leaf)
-            if now is not tensor:
-                captured.engine.set_state(name, now)
-                captured.slots[i] = (table, leaf, name, now)
+        sync_state(captured.engine, captured.slots)
         out = captured.engine.run([x if isinstance(x, Tensor) else None for x in leaves])
         if captured.simple:
             return out[0]
