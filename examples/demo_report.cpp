@@ -30,21 +30,9 @@ plumb::Table table_of(const DemoResult& result) {
   return table;
 }
 
-plumb::ScaleVariant variant(const std::string& name, const plumb::ScalesGraph& graph, const plumb::FPFormat& fwd,
-                            const plumb::FPFormat& bwd) {
-  plumb::ScaleVariant v{name, {}};
-  for (const auto& node : plumb::prune_same_scale_tensors(plumb::prune_non_float_tensors(graph)).nodes) {
-    if (!node.metrics) continue;
-    plumb::ScaleRow row;
-    // Parameters by their own names, values by the operator: so the same thing before and after stands in one row.
-    row.name = node.kind == plumb::NodeKind::GetAttr ? node.target : node.name;
-    row.module_path = node.module;
-    row.op = node.target;
-    row.fwd = plumb::scale_stats(node.metrics->fwd.full(), &fwd);
-    if (node.metrics->bwd) row.bwd = plumb::scale_stats(node.metrics->bwd->full(), &bwd);
-    v.rows.push_back(std::move(row));
-  }
-  return v;
+// Reshapes and the like say nothing of scales.
+plumb::ScalesGraph interesting(const plumb::ScalesGraph& graph) {
+  return plumb::prune_same_scale_tensors(plumb::prune_non_float_tensors(graph));
 }
 
 }  // namespace
@@ -82,12 +70,9 @@ void write_report(const DemoOptions& options, const DemoResult& result) {
   for (const RunResult& run : result.runs) losses.curves.push_back({run.name, run.losses, {}, &run == &result.runs.back()});
   report.section("Loss").prose("The two-process run lies on the one-process run: the numbers are equal.").add(losses);
 
-  plumb::ScaleChart scales;
-  scales.title = "Every tensor and its gradient after training";
-  scales.variants = {variant("before: plain FP8", result.runs[1].scales, fwd, bwd),
-                     variant("after: unit-scaled FP8", result.runs[2].scales, fwd, bwd)};
-  scales.fwd_band = plumb::band_of(fwd);
-  scales.bwd_band = plumb::band_of(bwd);
+  const auto before = interesting(result.runs[1].scales), after = interesting(result.runs[2].scales);
+  const auto scales = plumb::scale_chart("Every tensor and its gradient after training",
+                                         {{"before: plain FP8", &before}, {"after: unit-scaled FP8", &after}}, fwd, bwd);
   report.section("Scales")
       .prose("Left the tensors against E4M3, right their gradients against E5M2, in powers of two. Unit scaling keeps both near 1.")
       .add(scales);
