@@ -1,5 +1,5 @@
-// `make demo`: a byte-level GPT on real text in FP32, in plain FP8, in unit-scaled FP8, and the last one cut in two stages
-// over two processes. Prints a table and writes OUT/report.html.
+// `make demo`: a byte-level GPT on real text in FP32, in plain FP8, in unit-scaled FP8, and the last one cut in two
+// stages over two processes. Prints a table and writes OUT/report.html.
 //
 //   plumb_demo [--text FILE|FOLDER] [--out FOLDER] [--steps N]
 //   plumb_demo --only fp32|plain|scaled --lr RATE      one run, its losses as JSON: for the sweep of learning rates
@@ -39,7 +39,8 @@ int main(int argc, char** argv) {
   app.add_option("--steps", options.steps, "Training steps")->check(CLI::Range(2, 1'000'000))->capture_default_str();
   app.add_option("--only", only, "One run: fp32, plain or scaled")->check(CLI::IsMember({"fp32", "plain", "scaled"}));
   app.add_option("--lr", lr, "The learning rate of --only");
-  app.add_option("--tau-attention", options.tau_attention, "Weight of attention in unit-scaled residual adds")->capture_default_str();
+  app.add_option("--tau-attention", options.tau_attention, "Weight of attention in unit-scaled residual adds")
+      ->capture_default_str();
   app.add_option("--seed", options.seed, "Of weights and batches")->capture_default_str();
   app.add_flag("--small", small, "A tiny model, to see that everything runs");
   app.add_flag("--worker", is_worker, "")->group("");
@@ -55,7 +56,8 @@ int main(int argc, char** argv) {
       const Variant variant = only == "fp32" ? Variant::FP32 : only == "plain" ? Variant::PlainFP8 : Variant::ScaledFP8;
       const double standard = only == "fp32" ? options.lr_fp32 : only == "plain" ? options.lr_plain : options.lr_scaled;
       const RunResult run = train(options, variant, lr > 0 ? lr : standard);
-      std::printf("{\"run\": \"%s\", \"lr\": %g, \"tail\": %.6f, \"seconds\": %.1f}\n", run.name.c_str(), run.lr, run.tail(), run.seconds);
+      std::printf("{\"run\": \"%s\", \"lr\": %g, \"tail\": %.6f, \"seconds\": %.1f}\n", run.name.c_str(), run.lr,
+                  run.tail(), run.seconds);
       return 0;
     }
     std::cerr << "text: " << options.text << "\n";

@@ -24,7 +24,8 @@ plumb::Table table_of(const DemoResult& result) {
     std::snprintf(change, sizeof change, "%+.1f%%", 100 * (run.tail() / fp32 - 1));
     char lr[32];
     std::snprintf(lr, sizeof lr, "%g", run.lr);
-    table.rows.push_back({run.name, lr, number(run.losses.front()), number(run.tail()), change, number(run.seconds, 1)});
+    table.rows.push_back(
+        {run.name, lr, number(run.losses.front()), number(run.tail()), change, number(run.seconds, 1)});
   }
   table.caption = "Final loss: mean of the last tenth of the steps, nats a byte";
   return table;
@@ -40,10 +41,13 @@ plumb::ScalesGraph interesting(const plumb::ScalesGraph& graph) {
 std::vector<std::string> findings(const DemoResult& r) {
   const double fp32 = r.runs[0].tail(), plain = r.runs[1].tail(), scaled = r.runs[2].tail();
   std::vector<std::string> lines;
-  lines.push_back(plain > 1.05 * fp32 ? "Plain FP8 loses: it ends " + number(100 * (plain / fp32 - 1), 1) + "% above FP32."
-                                      : "Plain FP8 shows no clear harm here: it ends within 5% of FP32.");
-  lines.push_back(scaled <= 1.02 * fp32 ? "Unit-scaled FP8 ends " + number(100 * (scaled / fp32 - 1), 1) + "% from FP32 (within 2% or better)."
-                                        : "Unit-scaled FP8 ends " + number(100 * (scaled / fp32 - 1), 1) + "% above FP32: more than 2%.");
+  lines.push_back(plain > 1.05 * fp32
+                      ? "Plain FP8 loses: it ends " + number(100 * (plain / fp32 - 1), 1) + "% above FP32."
+                      : "Plain FP8 shows no clear harm here: it ends within 5% of FP32.");
+  lines.push_back(scaled <= 1.02 * fp32
+                      ? "Unit-scaled FP8 ends " + number(100 * (scaled / fp32 - 1), 1) +
+                            "% from FP32 (within 2% or better)."
+                      : "Unit-scaled FP8 ends " + number(100 * (scaled / fp32 - 1), 1) + "% above FP32: more than 2%.");
   lines.push_back(r.equal ? "Over two processes every loss is bit for bit the one-process loss."
                           : "The two-process losses DIFFER from the one-process losses: this is a bug.");
   return lines;
@@ -56,9 +60,10 @@ void print_table(const DemoResult& result) {
 
 void write_report(const DemoOptions& options, const DemoResult& result) {
   const auto fwd = plumb::FPFormat::parse("e4m3fn-RN"), bwd = plumb::FPFormat::parse("e5m2-RN");
-  plumb::HtmlReport report("FP8 training by unit scaling", "a byte-level GPT of " + std::to_string(options.model.layers) +
-                                                             " layers, width " + std::to_string(options.model.width) + ", " +
-                                                             std::to_string(options.steps) + " steps on real text");
+  plumb::HtmlReport report("FP8 training by unit scaling",
+                           "a byte-level GPT of " + std::to_string(options.model.layers) + " layers, width " +
+                               std::to_string(options.model.width) + ", " + std::to_string(options.steps) +
+                               " steps on real text");
   std::string prose;
   for (const std::string& line : findings(result)) prose += "- " + line + "\n";
   report.section("What came out").prose(prose).add(table_of(result));
@@ -67,14 +72,18 @@ void write_report(const DemoOptions& options, const DemoResult& result) {
   losses.title = "Training loss";
   losses.y_label = "nats a byte";
   losses.smooth = std::max(1, options.steps / 30);
-  for (const RunResult& run : result.runs) losses.curves.push_back({run.name, run.losses, {}, &run == &result.runs.back()});
+  for (const RunResult& run : result.runs)
+    losses.curves.push_back({run.name, run.losses, {}, &run == &result.runs.back()});
   report.section("Loss").prose("The two-process run lies on the one-process run: the numbers are equal.").add(losses);
 
   const auto before = interesting(result.runs[1].scales), after = interesting(result.runs[2].scales);
-  const auto scales = plumb::scale_chart("Every tensor and its gradient after training",
-                                         {{"before: plain FP8", &before}, {"after: unit-scaled FP8", &after}}, fwd, bwd);
+  const auto scales =
+      plumb::scale_chart("Every tensor and its gradient after training",
+                         {{"before: plain FP8", &before}, {"after: unit-scaled FP8", &after}}, fwd, bwd);
   report.section("Scales")
-      .prose("Left the tensors against E4M3, right their gradients against E5M2, in powers of two. Unit scaling keeps both near 1.")
+      .prose(
+          "Left the tensors against E4M3, right their gradients against E5M2, in powers of two. Unit scaling keeps "
+          "both near 1.")
       .add(scales);
 
   // The last step as it ran, beside the table's own time line.

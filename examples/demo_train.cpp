@@ -1,8 +1,8 @@
+#include <unistd.h>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <iostream>
-#include <unistd.h>
 
 #include "demo.h"
 #include "plumb/capture/capture.h"
@@ -34,7 +34,8 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 // AdamW whose rate follows the schedule.
 class Optimizer {
  public:
-  Optimizer(std::vector<at::Tensor> parameters, double lr) : adam_(std::move(parameters), torch::optim::AdamWOptions(lr)), lr_(lr) {}
+  Optimizer(std::vector<at::Tensor> parameters, double lr)
+      : adam_(std::move(parameters), torch::optim::AdamWOptions(lr)), lr_(lr) {}
   void zero_grad() { adam_.zero_grad(); }
   void step(double factor) {
     for (auto& group : adam_.param_groups()) group.options().set_lr(lr_ * factor);
@@ -96,7 +97,9 @@ std::shared_ptr<plumb::GraphModule> make_module(const DemoOptions& o, Variant va
   return plumb::simulate_fp8(plumb::unit_scale(graph, scale), hardware_fp8());
 }
 
-TextBatches make_batches(const DemoOptions& o) { return TextBatches(read_text(o.text), o.batch, o.model.context, o.seed); }
+TextBatches make_batches(const DemoOptions& o) {
+  return TextBatches(read_text(o.text), o.batch, o.model.context, o.seed);
+}
 
 RunResult train(const DemoOptions& o, Variant variant, double lr) {
   const auto start = std::chrono::steady_clock::now();
@@ -168,7 +171,8 @@ int worker(const DemoOptions& o) {
   if (group.rank() == 0) std::ofstream(file_of(o, "timeline.txt")) << plumb::to_text(timeline);
   if (group.rank() == o.stages - 1) {
     std::ofstream out(file_of(o, "pipeline_losses.bin"), std::ios::binary);
-    out.write(reinterpret_cast<const char*>(losses.data()), static_cast<std::streamsize>(losses.size() * sizeof(double)));
+    out.write(reinterpret_cast<const char*>(losses.data()),
+              static_cast<std::streamsize>(losses.size() * sizeof(double)));
   }
   return 0;
 }
@@ -182,7 +186,8 @@ RunResult train_in_processes(const DemoOptions& o, const std::vector<std::string
   launch.arguments.push_back("--worker");
   const auto ended = plumb::launch_local(launch);
   if (ended.exit_code() != 0) {
-    throw plumb::Error(plumb::ErrorKind::Communication, "process " + std::to_string(ended.first_failed) + " of the pipeline failed");
+    throw plumb::Error(plumb::ErrorKind::Communication,
+                       "process " + std::to_string(ended.first_failed) + " of the pipeline failed");
   }
   RunResult result{"the same in two processes", o.lr_scaled, seconds_since(start), {}, {}};
   std::ifstream in(file_of(o, "pipeline_losses.bin"), std::ios::binary);

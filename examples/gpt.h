@@ -31,8 +31,9 @@ struct BlockImpl : nn::Module {
     const auto b = x.size(0), t = x.size(1), d = x.size(2);
     auto parts = qkv(ln1(x)).split(d, -1);
     auto split_heads = [&](const at::Tensor& z) { return z.view({b, t, heads, d / heads}).transpose(1, 2); };
-    auto a = at::scaled_dot_product_attention(split_heads(parts[0]), split_heads(parts[1]), split_heads(parts[2]), {}, 0.0,
-                                              /*is_causal=*/true);
+    auto a =
+        at::scaled_dot_product_attention(split_heads(parts[0]), split_heads(parts[1]), split_heads(parts[2]), {}, 0.0,
+                                         /*is_causal=*/true);
     x = x + proj(a.transpose(1, 2).reshape({b, t, d}));
     return x + down(F::gelu(up(ln2(x))));
   }

@@ -33,13 +33,13 @@ int main() {
   at::Tensor loss;
   for (int step = 0; step < 10; ++step) {
     optimizer.zero_grad();
-    loss = ((*fp8)(x) - x.slice(1, 0, 4)).pow(2).mean();
+    loss = ((*fp8)(x)-x.slice(1, 0, 4)).pow(2).mean();
     loss.backward();
     optimizer.step();
   }
-  std::cout << fp8->reports[0].to_text();                    // what unit_scale replaced, and what it left alone
-  std::cout << plumb::scales_graph(*fp8).to_text();          // the scale of every tensor and gradient
-  plumb::save_pt2(*graph, "net.pt2");                        // torch.export.load opens it in Python
+  std::cout << fp8->reports[0].to_text();            // what unit_scale replaced, and what it left alone
+  std::cout << plumb::scales_graph(*fp8).to_text();  // the scale of every tensor and gradient
+  plumb::save_pt2(*graph, "net.pt2");                // torch.export.load opens it in Python
   auto again = plumb::load_pt2("net.pt2");
   return at::equal((*again.module)(x), net(x)) && loss.item<float>() < 1.0f ? 0 : 1;
 }

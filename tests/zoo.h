@@ -49,7 +49,10 @@ TORCH_MODULE(Block);
 
 struct GPTImpl : nn::Module {
   GPTImpl(int64_t vocab, int64_t width, int64_t layers, int64_t heads, int64_t context, bool tied, double dropout = 0.0)
-      : tok(vocab, width), pos(context, width), ln(nn::LayerNormOptions({width})), head(nn::LinearOptions(width, vocab).bias(false)) {
+      : tok(vocab, width),
+        pos(context, width),
+        ln(nn::LayerNormOptions({width})),
+        head(nn::LinearOptions(width, vocab).bias(false)) {
     register_module("tok", tok);
     register_module("pos", pos);
     register_module("blocks", blocks);
@@ -103,9 +106,24 @@ TORCH_MODULE(RMSNorm);
 
 struct LlamaBlockImpl : nn::Module {
   LlamaBlockImpl(int64_t d, int64_t h)
-      : heads(h), n1(d), n2(d), q(bare(d, d)), k(bare(d, d)), v(bare(d, d)), o(bare(d, d)), gate(bare(d, 2 * d)), up(bare(d, 2 * d)), down(bare(2 * d, d)) {
-    register_module("n1", n1); register_module("n2", n2); register_module("q", q); register_module("k", k);
-    register_module("v", v); register_module("o", o); register_module("gate", gate); register_module("up", up);
+      : heads(h),
+        n1(d),
+        n2(d),
+        q(bare(d, d)),
+        k(bare(d, d)),
+        v(bare(d, d)),
+        o(bare(d, d)),
+        gate(bare(d, 2 * d)),
+        up(bare(d, 2 * d)),
+        down(bare(2 * d, d)) {
+    register_module("n1", n1);
+    register_module("n2", n2);
+    register_module("q", q);
+    register_module("k", k);
+    register_module("v", v);
+    register_module("o", o);
+    register_module("gate", gate);
+    register_module("up", up);
     register_module("down", down);
     inv = register_buffer("inv_freq", 1.0 / at::pow(10000.0, at::arange(0, d / h, 2, at::kFloat) / double(d / h)));
   }
@@ -134,7 +152,9 @@ TORCH_MODULE(LlamaBlock);
 
 struct ViTImpl : nn::Module {
   ViTImpl() : patch(nn::Conv2dOptions(3, 16, 4).stride(4)), block(16, 4), head(16, 10) {
-    register_module("patch", patch); register_module("block", block); register_module("head", head);
+    register_module("patch", patch);
+    register_module("block", block);
+    register_module("head", head);
     cls = register_parameter("cls", torch::randn({1, 1, 16}));
     pos = register_parameter("pos", torch::randn({1, 17, 16}) * 0.02);
   }
@@ -151,8 +171,13 @@ struct ViTImpl : nn::Module {
 TORCH_MODULE(ViT);
 
 struct ConvNetImpl : nn::Module {
-  ConvNetImpl() : c1(nn::Conv2dOptions(3, 8, 3).padding(1)), c2(nn::Conv2dOptions(8, 8, 3).stride(2)), b1(8), b2(8), fc(8, 5) {
-    register_module("c1", c1); register_module("c2", c2); register_module("b1", b1); register_module("b2", b2); register_module("fc", fc);
+  ConvNetImpl()
+      : c1(nn::Conv2dOptions(3, 8, 3).padding(1)), c2(nn::Conv2dOptions(8, 8, 3).stride(2)), b1(8), b2(8), fc(8, 5) {
+    register_module("c1", c1);
+    register_module("c2", c2);
+    register_module("b1", b1);
+    register_module("b2", b2);
+    register_module("fc", fc);
   }
   Tensor forward(Tensor x) {
     x = b1(c1(x)).relu_();
@@ -167,7 +192,11 @@ TORCH_MODULE(ConvNet);
 
 struct UNetImpl : nn::Module {
   UNetImpl() : d1(o(2, 4)), d2(o(4, 8)), mid(o(8, 8)), u1(o(16, 4)), u2(o(8, 2)) {
-    register_module("d1", d1); register_module("d2", d2); register_module("mid", mid); register_module("u1", u1); register_module("u2", u2);
+    register_module("d1", d1);
+    register_module("d2", d2);
+    register_module("mid", mid);
+    register_module("u1", u1);
+    register_module("u2", u2);
   }
   static nn::Conv2dOptions o(int64_t i, int64_t c) { return nn::Conv2dOptions(i, c, 3).padding(1); }
   static Tensor twice(const Tensor& x) {
@@ -186,11 +215,14 @@ TORCH_MODULE(UNet);
 
 struct RecurrentImpl : nn::Module {
   explicit RecurrentImpl(bool gru)
-      : lstm(gru ? nn::LSTM(nullptr) : nn::LSTM(nn::LSTMOptions(6, 8).num_layers(2).bidirectional(true).batch_first(true).dropout(0.3))),
+      : lstm(gru ? nn::LSTM(nullptr)
+                 : nn::LSTM(nn::LSTMOptions(6, 8).num_layers(2).bidirectional(true).batch_first(true).dropout(0.3))),
         gru_(gru ? nn::GRU(nn::GRUOptions(6, 8).num_layers(2).batch_first(true)) : nn::GRU(nullptr)),
         fc(gru ? 8 : 16, 3) {
-    if (gru) register_module("gru", gru_);
-    else register_module("lstm", lstm);
+    if (gru)
+      register_module("gru", gru_);
+    else
+      register_module("lstm", lstm);
     register_module("fc", fc);
   }
   Tensor forward(Tensor x) { return fc(gru_.is_empty() ? std::get<0>(lstm(x)) : std::get<0>(gru_(x))); }
@@ -254,7 +286,9 @@ TORCH_MODULE(Shared);
 
 struct AutocastImpl : nn::Module {
   AutocastImpl() : a(8, 16), norm(nn::LayerNormOptions({16})), b(16, 4) {
-    register_module("a", a); register_module("norm", norm); register_module("b", b);
+    register_module("a", a);
+    register_module("norm", norm);
+    register_module("b", b);
   }
   Tensor forward(Tensor x) {
     const bool before = at::autocast::is_autocast_enabled(at::kCPU);

@@ -12,7 +12,8 @@ class Builder {
     std::vector<Arg> results;
     std::vector<int> output_values;
     for (const c10::IValue& v : outputs) {
-      output_values.push_back(v.isTensor() && v.toTensor().defined() ? session_.look_up(v.toTensor(), "the model's output") : -1);
+      output_values.push_back(
+          v.isTensor() && v.toTensor().defined() ? session_.look_up(v.toTensor(), "the model's output") : -1);
     }
     find_used(output_values);
     inputs();
@@ -35,7 +36,8 @@ class Builder {
       // A constant that nothing reads was made on the way and dropped.
       if (i < session_.num_state || graph_.find_value(names_[i])) state.add(session_.attributes[i]);
     }
-    auto module = std::make_shared<GraphModule>(std::move(graph_), std::move(state), session_.request.in_spec, std::move(out_spec));
+    auto module = std::make_shared<GraphModule>(std::move(graph_), std::move(state), session_.request.in_spec,
+                                                std::move(out_spec));
     module->train(session_.request.training);
     return module;
   }
@@ -64,8 +66,9 @@ class Builder {
       bool wanted = false;
       for (int v : record.results) wanted = wanted || used[static_cast<size_t>(v)];
       const std::string& name = record.op.schema().name();
-      const bool scrap = name == "aten::empty" || name == "aten::to" || name == "aten::alias" || name == "aten::detach" ||
-                         name == "aten::resolve_conj" || name == "aten::resolve_neg" || name == "aten::_to_copy";
+      const bool scrap = name == "aten::empty" || name == "aten::to" || name == "aten::alias" ||
+                         name == "aten::detach" || name == "aten::resolve_conj" || name == "aten::resolve_neg" ||
+                         name == "aten::_to_copy";
       if (!wanted && scrap) {
         live_[i] = 0;
         continue;

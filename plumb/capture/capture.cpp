@@ -27,7 +27,8 @@ const std::pair<OpaqueFunction, std::string>& opaque(int64_t id) {
   auto& table = opaque_table();
   std::lock_guard<std::mutex> lock(table.mutex);
   if (id < 0 || id >= static_cast<int64_t>(table.functions.size())) {
-    throw Error(ErrorKind::InvalidArgument, "plumb::python_function " + std::to_string(id) + " does not exist in this process", "",
+    throw Error(ErrorKind::InvalidArgument,
+                "plumb::python_function " + std::to_string(id) + " does not exist in this process", "",
                 "graphs that call Python functions cannot leave the process that captured them");
   }
   return table.functions[static_cast<size_t>(id)];
@@ -64,7 +65,8 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
       const Attr& attr = session.attributes[i];
       if (attr.kind != AttrKind::Buffer) continue;
       for (const auto& [name, tensor] : now) {
-        if (name == attr.name && tensor.defined() && !tensor.is_same(attr.tensor)) session.write_back(static_cast<int>(i), tensor);
+        if (name == attr.name && tensor.defined() && !tensor.is_same(attr.tensor))
+          session.write_back(static_cast<int>(i), tensor);
       }
     }
   }
@@ -95,8 +97,8 @@ bool equal_or_both_nan(const at::Tensor& a, const at::Tensor& b) {
 
 using Buffers = std::vector<std::pair<std::string, at::Tensor>>;
 
-// Runs with these inputs and answers outputs, gradients of inputs and parameters, and the buffers afterwards. `call` may
-// name buffers that it holds in other tensors than the state's.
+// Runs with these inputs and answers outputs, gradients of inputs and parameters, and the buffers afterwards. `call`
+// may name buffers that it holds in other tensors than the state's.
 std::vector<at::Tensor> run_with_gradients(
     const CaptureRequest& request, const std::vector<at::Tensor>& inputs,
     const std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>&, Buffers&)>& call) {
@@ -136,7 +138,8 @@ std::vector<at::Tensor> run_with_gradients(
     if (leaf.requires_grad()) sources.push_back(leaf);
   }
   if (!roots.empty() && !sources.empty()) {
-    for (auto& g : torch::autograd::grad(roots, sources, seeds, std::nullopt, false, /*allow_unused=*/true)) answer.push_back(g);
+    for (auto& g : torch::autograd::grad(roots, sources, seeds, std::nullopt, false, /*allow_unused=*/true))
+      answer.push_back(g);
   }
   at::NoGradGuard no_grad;
   for (const Attr& attr : request.state) {
@@ -165,15 +168,18 @@ void verify(const CaptureRequest& request, const CaptureOptions& options, const 
   }
   const OneCapture second = capture_once(other, options);
   auto differs = [](const std::string& what) {
-    throw Error(ErrorKind::Capture, "verify: " + what, "",
-                "the forward depends on tensor values in a way torch's dispatcher does not show (numpy, tolist, raw memory, "
-                "tensor hooks, data-dependent Python code)");
+    throw Error(
+        ErrorKind::Capture, "verify: " + what, "",
+        "the forward depends on tensor values in a way torch's dispatcher does not show (numpy, tolist, raw memory, "
+        "tensor hooks, data-dependent Python code)");
   };
-  if (to_string(first.module->graph()) != to_string(second.module->graph())) differs("two captures on different inputs gave different graphs");
+  if (to_string(first.module->graph()) != to_string(second.module->graph()))
+    differs("two captures on different inputs gave different graphs");
   for (const Attr& attr : first.module->state()) {
     if (attr.kind != AttrKind::Constant) continue;
     const Attr* twin = second.module->state().find(attr.name);
-    if (!twin || !equal_or_both_nan(attr.tensor, twin->tensor)) differs("the constant '" + attr.name + "' depends on the inputs");
+    if (!twin || !equal_or_both_nan(attr.tensor, twin->tensor))
+      differs("the constant '" + attr.name + "' depends on the inputs");
   }
   const auto eager = run_with_gradients(request, values, [&](const std::vector<c10::IValue>& in, Buffers& elsewhere) {
     TreeSpec spec;
@@ -185,7 +191,8 @@ void verify(const CaptureRequest& request, const CaptureOptions& options, const 
       request, values, [&](const std::vector<c10::IValue>& in, Buffers&) { return first.module->run(in); });
   if (eager.size() != replay.size()) differs("the graph has other gradients than eager");
   for (size_t i = 0; i < eager.size(); ++i) {
-    if (!equal_or_both_nan(eager[i], replay[i])) differs("replay on other inputs differs from eager in tensor " + std::to_string(i));
+    if (!equal_or_both_nan(eager[i], replay[i]))
+      differs("replay on other inputs differs from eager in tensor " + std::to_string(i));
   }
 }
 
@@ -194,8 +201,8 @@ void verify(const CaptureRequest& request, const CaptureOptions& options, const 
 void guard_equal(const at::Tensor& a, const at::Tensor& b, bool expected) {
   if (a.is_meta() || b.is_meta() || at::equal(a, b) == expected) return;
   throw Error(ErrorKind::InvalidArgument,
-              std::string("the model took the path for ") + (expected ? "equal" : "different") + " tensors when it was captured; these are " +
-                  (expected ? "different" : "equal"),
+              std::string("the model took the path for ") + (expected ? "equal" : "different") +
+                  " tensors when it was captured; these are " + (expected ? "different" : "equal"),
               "", "capture the model again on inputs like these");
 }
 

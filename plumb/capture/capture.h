@@ -53,7 +53,8 @@ void push_module(std::string path, std::string type);
 void pop_module();
 bool is_capturing();
 
-// A Python or C++ function that a graph cannot look into, kept as one node that calls it. Ids live as long as the process.
+// A Python or C++ function that a graph cannot look into, kept as one node that calls it. Ids live as long as the
+// process.
 using OpaqueFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 int64_t register_opaque(OpaqueFunction function, std::string name);
 std::string opaque_name(int64_t id);
@@ -62,9 +63,13 @@ namespace capture_detail {
 
 inline torch::nn::Module& module_of(torch::nn::Module& m) { return m; }
 template <typename M>
-torch::nn::Module& module_of(const torch::nn::ModuleHolder<M>& m) { return *m.ptr(); }
+torch::nn::Module& module_of(const torch::nn::ModuleHolder<M>& m) {
+  return *m.ptr();
+}
 template <typename M>
-torch::nn::Module& module_of(const std::shared_ptr<M>& m) { return *m; }
+torch::nn::Module& module_of(const std::shared_ptr<M>& m) {
+  return *m;
+}
 
 template <typename M, typename... Inputs>
 decltype(auto) call_forward(M& m, Inputs&&... inputs) {
@@ -82,7 +87,9 @@ c10::IValue to_ivalue(const std::tuple<T...>& t) {
   return std::apply([](const auto&... e) { return c10::ivalue::Tuple::create({to_ivalue(e)...}); }, t);
 }
 template <typename A, typename B>
-c10::IValue to_ivalue(const std::pair<A, B>& p) { return c10::ivalue::Tuple::create({to_ivalue(p.first), to_ivalue(p.second)}); }
+c10::IValue to_ivalue(const std::pair<A, B>& p) {
+  return c10::ivalue::Tuple::create({to_ivalue(p.first), to_ivalue(p.second)});
+}
 template <typename V>
 c10::IValue to_ivalue(const std::map<std::string, V>& m) {
   c10::impl::GenericDict d(c10::StringType::get(), c10::AnyType::get());
@@ -125,14 +132,16 @@ std::shared_ptr<GraphModule> capture_call(torch::nn::Module& module, F&& functio
 template <typename M, typename... Inputs>
   requires(std::is_convertible_v<Inputs, at::Tensor> && ...)
 std::shared_ptr<GraphModule> capture(M& model, const Inputs&... inputs) {
-  return capture_call(capture_detail::module_of(model),
-                      [&](auto&&... in) { return capture_detail::call_forward(model, in...); }, {}, at::Tensor(inputs)...);
+  return capture_call(
+      capture_detail::module_of(model), [&](auto&&... in) { return capture_detail::call_forward(model, in...); }, {},
+      at::Tensor(inputs)...);
 }
 template <typename M, typename... Inputs>
   requires(std::is_convertible_v<Inputs, at::Tensor> && ...)
 std::shared_ptr<GraphModule> capture(const CaptureOptions& options, M& model, const Inputs&... inputs) {
-  return capture_call(capture_detail::module_of(model),
-                      [&](auto&&... in) { return capture_detail::call_forward(model, in...); }, options, at::Tensor(inputs)...);
+  return capture_call(
+      capture_detail::module_of(model), [&](auto&&... in) { return capture_detail::call_forward(model, in...); },
+      options, at::Tensor(inputs)...);
 }
 
 }  // namespace plumb

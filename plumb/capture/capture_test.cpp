@@ -50,7 +50,8 @@ Ran run_all(torch::nn::Module& module, const std::function<c10::IValue(const std
   }
   loss.backward();
   for (const Tensor& t : leaves) ran.input_grads.push_back(t.grad());
-  for (const auto& p : module.named_parameters()) ran.grads.push_back(p.value().grad().defined() ? p.value().grad().clone() : Tensor());
+  for (const auto& p : module.named_parameters())
+    ran.grads.push_back(p.value().grad().defined() ? p.value().grad().clone() : Tensor());
   for (const auto& b : module.named_buffers()) ran.buffers.push_back(b.value().clone());
   return ran;
 }
@@ -62,7 +63,8 @@ std::shared_ptr<GraphModule> check(Model model, const Inputs&... inputs) {
   std::vector<Tensor> before;
   for (const auto& p : module.named_parameters()) before.push_back(p.value().detach().clone());
   for (const auto& b : module.named_buffers()) before.push_back(b.value().clone());
-  const std::vector<Tensor> buffers_before(before.end() - static_cast<std::ptrdiff_t>(module.named_buffers().size()), before.end());
+  const std::vector<Tensor> buffers_before(before.end() - static_cast<std::ptrdiff_t>(module.named_buffers().size()),
+                                           before.end());
   Tensor rng = at::globalContext().defaultGenerator(at::kCPU).get_state();
   CaptureOptions options;
   options.verify = true;
@@ -84,14 +86,18 @@ std::shared_ptr<GraphModule> check(Model model, const Inputs&... inputs) {
     size_t i = 0;
     for (auto& b : module.named_buffers()) b.value().copy_(buffers_before[i++]);
   };
-  Ran eager = run_all(module, [&](const std::vector<Tensor>& x) {
-    return [&]<size_t... I>(std::index_sequence<I...>) { return capture_detail::to_ivalue(model->forward(x[I]...)); }
-    (std::index_sequence_for<Inputs...>{});
-  }, in);
+  Ran eager = run_all(
+      module,
+      [&](const std::vector<Tensor>& x) {
+        return [&]<size_t... I>(std::index_sequence<I...>) {
+          return capture_detail::to_ivalue(model->forward(x[I]...));
+        }(std::index_sequence_for<Inputs...>{});
+      },
+      in);
   restore();
-  Ran replay = run_all(module, [&](const std::vector<Tensor>& x) {
-    return graph->forward(std::vector<c10::IValue>(x.begin(), x.end()));
-  }, in);
+  Ran replay = run_all(
+      module,
+      [&](const std::vector<Tensor>& x) { return graph->forward(std::vector<c10::IValue>(x.begin(), x.end())); }, in);
   restore();
   expect_same(eager.outputs, replay.outputs, "output");
   expect_same(eager.input_grads, replay.input_grads, "input gradient");
@@ -112,31 +118,70 @@ TEST(Zoo, GPTTied) {
   auto g = check(zoo::GPT(50, 16, 2, 4, 32, true), ids(2, 8, 50));
   EXPECT_TRUE(g->state().get("tok.weight").tensor.is_same(g->state().get("head.weight").tensor));
 }
-TEST(Zoo, GPTWithDropout) { torch::manual_seed(0); check(zoo::GPT(50, 16, 2, 4, 32, false, 0.2), ids(2, 8, 50)); }
-TEST(Zoo, TransformerEncoderLayer) { torch::manual_seed(0); check(zoo::EncoderLayer(0.1), torch::randn({5, 2, 16})); }
+TEST(Zoo, GPTWithDropout) {
+  torch::manual_seed(0);
+  check(zoo::GPT(50, 16, 2, 4, 32, false, 0.2), ids(2, 8, 50));
+}
+TEST(Zoo, TransformerEncoderLayer) {
+  torch::manual_seed(0);
+  check(zoo::EncoderLayer(0.1), torch::randn({5, 2, 16}));
+}
 TEST(Zoo, TransformerEncoderLayerEval) {
   torch::manual_seed(0);
   zoo::EncoderLayer m(0.1);
   m->eval();
   check(m, torch::randn({5, 2, 16}));
 }
-TEST(Zoo, MultiheadAttention) { torch::manual_seed(0); check(zoo::Attention(), torch::randn({5, 2, 16}), torch::randn({7, 2, 16})); }
-TEST(Zoo, LlamaBlock) { torch::manual_seed(0); check(zoo::LlamaBlock(16, 4), torch::randn({2, 6, 16})); }
-TEST(Zoo, ViT) { torch::manual_seed(0); check(zoo::ViT(), torch::randn({2, 3, 16, 16})); }
-TEST(Zoo, ConvNetWithBatchNormTraining) { torch::manual_seed(0); check(zoo::ConvNet(), torch::randn({2, 3, 12, 12})); }
+TEST(Zoo, MultiheadAttention) {
+  torch::manual_seed(0);
+  check(zoo::Attention(), torch::randn({5, 2, 16}), torch::randn({7, 2, 16}));
+}
+TEST(Zoo, LlamaBlock) {
+  torch::manual_seed(0);
+  check(zoo::LlamaBlock(16, 4), torch::randn({2, 6, 16}));
+}
+TEST(Zoo, ViT) {
+  torch::manual_seed(0);
+  check(zoo::ViT(), torch::randn({2, 3, 16, 16}));
+}
+TEST(Zoo, ConvNetWithBatchNormTraining) {
+  torch::manual_seed(0);
+  check(zoo::ConvNet(), torch::randn({2, 3, 12, 12}));
+}
 TEST(Zoo, ConvNetWithBatchNormEval) {
   torch::manual_seed(0);
   zoo::ConvNet m;
   m->eval();
   check(m, torch::randn({2, 3, 12, 12}));
 }
-TEST(Zoo, UNet) { torch::manual_seed(0); check(zoo::UNet(), torch::randn({2, 2, 8, 8})); }
-TEST(Zoo, LSTM) { torch::manual_seed(0); check(zoo::Recurrent(false), torch::randn({2, 5, 6})); }
-TEST(Zoo, GRU) { torch::manual_seed(0); check(zoo::Recurrent(true), torch::randn({2, 5, 6})); }
-TEST(Zoo, MixtureOfExpertsWithDictOutput) { torch::manual_seed(0); check(zoo::MoE(), torch::randn({3, 8})); }
-TEST(Zoo, InPlaceAndViewWrites) { torch::manual_seed(0); check(zoo::InPlace(), torch::randn({3, 6})); }
-TEST(Zoo, SharedModuleCalledTwice) { torch::manual_seed(0); check(zoo::Shared(), torch::randn({3, 5}), torch::randn({2, 5})); }
-TEST(Zoo, Autocast) { torch::manual_seed(0); check(zoo::Autocast(), torch::randn({3, 8})); }
+TEST(Zoo, UNet) {
+  torch::manual_seed(0);
+  check(zoo::UNet(), torch::randn({2, 2, 8, 8}));
+}
+TEST(Zoo, LSTM) {
+  torch::manual_seed(0);
+  check(zoo::Recurrent(false), torch::randn({2, 5, 6}));
+}
+TEST(Zoo, GRU) {
+  torch::manual_seed(0);
+  check(zoo::Recurrent(true), torch::randn({2, 5, 6}));
+}
+TEST(Zoo, MixtureOfExpertsWithDictOutput) {
+  torch::manual_seed(0);
+  check(zoo::MoE(), torch::randn({3, 8}));
+}
+TEST(Zoo, InPlaceAndViewWrites) {
+  torch::manual_seed(0);
+  check(zoo::InPlace(), torch::randn({3, 6}));
+}
+TEST(Zoo, SharedModuleCalledTwice) {
+  torch::manual_seed(0);
+  check(zoo::Shared(), torch::randn({3, 5}), torch::randn({2, 5}));
+}
+TEST(Zoo, Autocast) {
+  torch::manual_seed(0);
+  check(zoo::Autocast(), torch::randn({3, 8}));
+}
 TEST(Zoo, BFloat16) {
   torch::manual_seed(0);
   zoo::GPT m(50, 16, 1, 4, 32, false);
@@ -152,8 +197,8 @@ struct Fn : torch::nn::Module {
   std::function<Tensor(Tensor)> f;
 };
 
-std::shared_ptr<GraphModule> capture_fn(std::function<Tensor(Tensor)> f, Tensor x = torch::randn({4, 4}), bool verify = true,
-                                        std::vector<std::string>* notes = nullptr) {
+std::shared_ptr<GraphModule> capture_fn(std::function<Tensor(Tensor)> f, Tensor x = torch::randn({4, 4}),
+                                        bool verify = true, std::vector<std::string>* notes = nullptr) {
   auto m = std::make_shared<Fn>(std::move(f));
   CaptureOptions options;
   options.verify = verify;
@@ -173,7 +218,8 @@ std::string refusal(std::function<Tensor(Tensor)> f, bool verify = false) {
 
 TEST(Capture, FactoriesKeepTheirIdentity) {
   auto g = capture_fn([](Tensor x) {
-    return x + torch::zeros({4, 4}) + torch::ones({4}) * torch::arange(4) + torch::full({4}, 2.0) + torch::eye(4) + torch::rand({4});
+    return x + torch::zeros({4, 4}) + torch::ones({4}) * torch::arange(4) + torch::full({4}, 2.0) + torch::eye(4) +
+           torch::rand({4});
   });
   EXPECT_TRUE(g->state().names(AttrKind::Constant).empty());
 }
@@ -239,7 +285,8 @@ TEST(Capture, KeepsRepeatedInputsApart) {
 }
 
 TEST(Capture, RefusesValuesTakenOutOfTensors) {
-  EXPECT_THAT(refusal([](Tensor x) { return x * x.sum().item<double>(); }), HasSubstr("aten::item takes a value out of a tensor"));
+  EXPECT_THAT(refusal([](Tensor x) { return x * x.sum().item<double>(); }),
+              HasSubstr("aten::item takes a value out of a tensor"));
   EXPECT_THAT(refusal([](Tensor x) { return x.sum().is_nonzero() ? x : -x; }), HasSubstr("aten::is_nonzero"));
   EXPECT_THAT(refusal([](Tensor x) { return at::allclose(x, x) ? x : -x; }), HasSubstr("aten::allclose"));
 }
@@ -248,14 +295,16 @@ TEST(Capture, ChecksInEveryRunThatTensorsAreStillEqualOrNot) {
   auto same = capture_fn([](Tensor x) { return at::equal(x, x) ? x * 2 : -x; });
   EXPECT_EQ(same->graph().size(), 3u) << "one tensor is equal to itself: nothing to check";
   zoo::Shared pair;
-  auto g = capture_call(*pair, [](Tensor a, Tensor b) { return at::equal(a, b) ? a : b; }, {}, torch::ones({3}), torch::zeros({3}));
+  auto g = capture_call(
+      *pair, [](Tensor a, Tensor b) { return at::equal(a, b) ? a : b; }, {}, torch::ones({3}), torch::zeros({3}));
   EXPECT_EQ(g->forward({torch::ones({3}), torch::full({3}, 5.0)}).toTensor()[0].item<float>(), 5);
   EXPECT_THROW(g->forward({torch::ones({3}), torch::ones({3})}), Error);
 }
 
 TEST(Capture, ReadsValuesOfConstantsAlone) {
   std::vector<std::string> notes;
-  auto g = capture_fn([](Tensor x) { return x * torch::arange(5)[3].item<int64_t>(); }, torch::randn({4, 4}), true, &notes);
+  auto g =
+      capture_fn([](Tensor x) { return x * torch::arange(5)[3].item<int64_t>(); }, torch::randn({4, 4}), true, &notes);
   EXPECT_EQ(g->forward({torch::ones({4, 4})}).toTensor().sum().item<float>(), 48);
   ASSERT_EQ(notes.size(), 1u);
   EXPECT_THAT(notes[0], HasSubstr("depends on constants alone"));
@@ -270,17 +319,21 @@ TEST(Capture, RefusesTensorsWithAnUnknownPast) {
 TEST(Capture, RefusesCustomFunctionsWhoseBackwardWouldBeLost) {
   struct Cube : torch::autograd::Function<Cube> {
     static Tensor forward(torch::autograd::AutogradContext*, Tensor x) { return x * 3; }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list g) { return {g[0] * 100}; }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   torch::autograd::variable_list g) {
+      return {g[0] * 100};
+    }
   };
   EXPECT_THAT(refusal([](Tensor x) { return Cube::apply(x) + 1; }), HasSubstr("custom autograd function"));
 }
 
 TEST(Capture, RefusesMemoryFilledByRawPointer) {
   EXPECT_THAT(refusal([](Tensor x) {
-    Tensor e = torch::empty({4, 4});
-    std::fill_n(static_cast<float*>(e.data_ptr()), 16, 3.f);
-    return e * x;
-  }), HasSubstr("memory made by torch.empty"));
+                Tensor e = torch::empty({4, 4});
+                std::fill_n(static_cast<float*>(e.data_ptr()), 16, 3.f);
+                return e * x;
+              }),
+              HasSubstr("memory made by torch.empty"));
   EXPECT_EQ(refusal([](Tensor x) { return torch::empty({4, 4}).copy_(x) * 2; }, true), "captured");
   EXPECT_EQ(refusal([](Tensor x) { return torch::empty_like(x).fill_(1) + x; }, true), "captured");
 }
@@ -318,7 +371,8 @@ TEST(Capture, EndsCleanlyWhenTheModelThrows) {
 }
 
 TEST(Capture, KeepsAnOpaqueFunctionAsOneNode) {
-  const int64_t id = register_opaque([](const std::vector<Tensor>& in) { return std::vector<Tensor>{in[0] * 2 + 1}; }, "mine");
+  const int64_t id =
+      register_opaque([](const std::vector<Tensor>& in) { return std::vector<Tensor>{in[0] * 2 + 1}; }, "mine");
   auto g = capture_fn([=](Tensor x) {
     static auto op = find_operator("plumb::python_function");
     torch::jit::Stack stack{id, std::vector<Tensor>{x}};
@@ -333,7 +387,8 @@ TEST(Capture, OfALargeModelOnMetaTakesNoMemory) {
   auto options = torch::TensorOptions(at::kMeta);
   struct Wide : torch::nn::Module {
     explicit Wide(const torch::TensorOptions& o) {
-      for (int i = 0; i < 64; ++i) w.push_back(register_parameter("w" + std::to_string(i), torch::empty({10000, 10000}, o)));
+      for (int i = 0; i < 64; ++i)
+        w.push_back(register_parameter("w" + std::to_string(i), torch::empty({10000, 10000}, o)));
     }
     Tensor forward(Tensor x) {
       for (const Tensor& t : w) x = at::tanh(at::linear(x, t));

@@ -17,8 +17,8 @@ void refuse_unwritten_reads(const Graph& graph) {
   for (const Node* node : graph.nodes()) {
     if (!node->is_call()) continue;
     const std::string_view name = node->op_name();
-    if (name == "aten::empty" || name == "aten::empty_like" || name == "aten::new_empty" || name == "aten::empty_strided" ||
-        name == "aten::new_empty_strided" || name == "aten::empty_permuted") {
+    if (name == "aten::empty" || name == "aten::empty_like" || name == "aten::new_empty" ||
+        name == "aten::empty_strided" || name == "aten::new_empty_strided" || name == "aten::empty_permuted") {
       const auto& meta = node->result()->meta();
       if (!meta || meta->numel() > 0) unwritten.insert(node->result());
       continue;
@@ -34,9 +34,11 @@ void refuse_unwritten_reads(const Graph& graph) {
         continue;
       }
       throw Error(ErrorKind::Capture,
-                  node->describe() + " reads memory made by torch.empty that no operator has written: it was filled outside of "
-                                     "torch's sight (numpy, raw pointer)",
-                  node->meta().where(), "fill it with torch operators, or make it with torch.tensor / torch.from_numpy");
+                  node->describe() +
+                      " reads memory made by torch.empty that no operator has written: it was filled outside of "
+                      "torch's sight (numpy, raw pointer)",
+                  node->meta().where(),
+                  "fill it with torch operators, or make it with torch.tensor / torch.from_numpy");
     }
     if (!written.empty()) {
       for (const Value* r : node->results()) base.emplace(r, base_of(written[0]));

@@ -24,10 +24,15 @@ thread_local Session* current_session = nullptr;
 
 // Operators that hand a value out of a tensor to the program.
 const std::unordered_set<std::string_view>& value_readers() {
-  static const std::unordered_set<std::string_view> names = {
-      "aten::item",     "aten::_local_scalar_dense", "aten::is_nonzero",   "aten::equal",
-      "aten::allclose", "aten::q_scale",             "aten::q_zero_point", "aten::_nnz",
-      "aten::_choose_qparams_per_tensor"};
+  static const std::unordered_set<std::string_view> names = {"aten::item",
+                                                             "aten::_local_scalar_dense",
+                                                             "aten::is_nonzero",
+                                                             "aten::equal",
+                                                             "aten::allclose",
+                                                             "aten::q_scale",
+                                                             "aten::q_zero_point",
+                                                             "aten::_nnz",
+                                                             "aten::_choose_qparams_per_tensor"};
   return names;
 }
 
@@ -50,7 +55,8 @@ bool has_tensor(const c10::IValue& v) {
 }
 
 bool is_wrapper(const at::Tensor& t) {
-  return t.defined() && (t.key_set().has(c10::DispatchKey::FuncTorchBatched) || t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper));
+  return t.defined() && (t.key_set().has(c10::DispatchKey::FuncTorchBatched) ||
+                         t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper));
 }
 
 bool works_on_wrappers(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
@@ -160,7 +166,8 @@ void Session::stop() {
 
 std::optional<Session::AliasKey> Session::alias_key(const at::Tensor& t) {
   if (!t.has_storage() || t.layout() != at::kStrided || t.is_nested()) return std::nullopt;
-  return AliasKey{t.storage().unsafeGetStorageImpl(), t.storage_offset(), t.sizes().vec(), t.strides().vec(), t.scalar_type()};
+  return AliasKey{t.storage().unsafeGetStorageImpl(), t.storage_offset(), t.sizes().vec(), t.strides().vec(),
+                  t.scalar_type()};
 }
 
 int Session::new_value(const at::Tensor& tensor, RecordedValue::Origin origin) {
@@ -178,12 +185,14 @@ int Session::new_value(const at::Tensor& tensor, RecordedValue::Origin origin) {
 void Session::bind(const at::Tensor& tensor, int value) {
   // Weak references: they keep an address from being used again and leave use_count alone, on which factories depend.
   const auto* impl = tensor.unsafeGetTensorImpl();
-  by_impl_.insert_or_assign(impl, ImplEntry{value, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
-                                                       tensor.getIntrusivePtr())});
+  by_impl_.insert_or_assign(
+      impl,
+      ImplEntry{value, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(tensor.getIntrusivePtr())});
   if (auto key = alias_key(tensor)) {
     auto storage = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl());
     values_by_storage_[storage.get()].push_back(value);
-    by_memory_.insert_or_assign(std::move(*key), StorageEntry{value, c10::weak_intrusive_ptr<c10::StorageImpl>(storage)});
+    by_memory_.insert_or_assign(std::move(*key),
+                                StorageEntry{value, c10::weak_intrusive_ptr<c10::StorageImpl>(storage)});
   }
 }
 
@@ -233,8 +242,8 @@ int Session::add_constant(const at::Tensor& tensor, const std::string& reader) {
     attributes_by_storage_[tensor.storage().unsafeGetStorageImpl()].push_back(static_cast<int>(attributes.size()) - 1);
   }
   std::ostringstream text;
-  text << "constant " << name << ": a " << tensor.scalar_type() << tensor.sizes() << " tensor made outside of the forward, first used by "
-       << reader;
+  text << "constant " << name << ": a " << tensor.scalar_type() << tensor.sizes()
+       << " tensor made outside of the forward, first used by " << reader;
   const std::string at = where();
   note(text.str() + (at.empty() ? "" : " at " + at));
   return value;
@@ -250,7 +259,8 @@ int Session::look_up(const at::Tensor& t, const std::string& reader) {
   if (found >= 0 && values[static_cast<size_t>(found)].dead) found = -1;
   if (found < 0) {
     if (auto key = alias_key(t)) {
-      if (auto it = by_memory_.find(*key); it != by_memory_.end() && !values[static_cast<size_t>(it->second.value)].dead) {
+      if (auto it = by_memory_.find(*key);
+          it != by_memory_.end() && !values[static_cast<size_t>(it->second.value)].dead) {
         found = it->second.value;
         by_memory = true;
       }
@@ -259,7 +269,8 @@ int Session::look_up(const at::Tensor& t, const std::string& reader) {
   if (custom && (found < 0 || values[static_cast<size_t>(found)].grad_fn != t.grad_fn().get())) {
     refuse("the result of the custom autograd function " + function + " reaches " + reader +
                ": its own backward would be lost",
-           "call it through Function.apply inside the captured module (kept as one node), or write it with torch operators");
+           "call it through Function.apply inside the captured module (kept as one node), or write it with torch "
+           "operators");
   }
   if (found >= 0) {
     RecordedValue& known = values[static_cast<size_t>(found)];
@@ -310,8 +321,8 @@ RecordedArg Session::record_arg(const c10::IValue& v, const std::string& reader,
   return {v};
 }
 
-// torch.tensor([..]), x[[0, 2]] and from_numpy fill memory by raw pointer and then call lift_fresh: what it holds now is
-// a constant. The model may write into the result, so each call starts from a clone.
+// torch.tensor([..]), x[[0, 2]] and from_numpy fill memory by raw pointer and then call lift_fresh: what it holds now
+// is a constant. The model may write into the result, so each call starts from a clone.
 void Session::lift_fresh(torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard below(kKey);
   const at::Tensor t = stack->back().toTensor();
@@ -340,7 +351,8 @@ void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stac
   auto save = [&](const at::Tensor& t) {
     if (!t.defined() || !t.has_storage()) return;
     // Writing through a view can make its base require grad.
-    if (auto touched = values_by_storage_.find(t.storage().unsafeGetStorageImpl()); touched != values_by_storage_.end()) {
+    if (auto touched = values_by_storage_.find(t.storage().unsafeGetStorageImpl());
+        touched != values_by_storage_.end()) {
       for (int v : touched->second) values[static_cast<size_t>(v)].written = true;
       touched->second.clear();
     }
@@ -373,13 +385,15 @@ bool Session::refuse_or_skip_valueless(const c10::OperatorHandle& op, const std:
   const auto& schema = op.schema();
   if (schema.returns().empty()) return false;
   for (const auto& r : schema.returns()) {
-    if (r.type()->isSubtypeOf(*c10::TensorType::get()) || r.type()->str().find("Tensor") != std::string::npos) return false;
+    if (r.type()->isSubtypeOf(*c10::TensorType::get()) || r.type()->str().find("Tensor") != std::string::npos)
+      return false;
   }
   const std::string_view base = std::string_view(name).substr(0, name.find('.'));
   if (!value_readers().count(base)) return true;  // about shapes and dtypes: part of the signature
   if (from_constants) {
     const std::string at = where();
-    note(name + " read a value that depends on constants alone; it is part of the graph" + (at.empty() ? "" : ", at " + at));
+    note(name + " read a value that depends on constants alone; it is part of the graph" +
+         (at.empty() ? "" : ", at " + at));
     return true;
   }
   if (base == "aten::equal") {
@@ -400,18 +414,26 @@ void Session::guard_equal(const std::vector<RecordedArg>& args, const torch::jit
   if (x && y && *x == *y) return;
   if (a.sizes() != b.sizes()) return;
   const bool expected = at::equal(a, b);
-  Record record{find_operator("plumb::guard_equal"), {args[0], args[1], RecordedArg{c10::IValue(expected)}}, {}, {}, true, modules_now(), nullptr};
+  Record record{find_operator("plumb::guard_equal"),
+                {args[0], args[1], RecordedArg{c10::IValue(expected)}},
+                {},
+                {},
+                true,
+                modules_now(),
+                nullptr};
   if (request.locate) record.source = request.locate();
   records.push_back(std::move(record));
   const std::string at = where();
-  note(std::string("aten::equal answered ") + (expected ? "true" : "false") + " at capture: the graph checks that it still does" +
-       (at.empty() ? "" : ", at " + at));
+  note(std::string("aten::equal answered ") + (expected ? "true" : "false") +
+       " at capture: the graph checks that it still does" + (at.empty() ? "" : ", at " + at));
 }
 
-bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite) {
+bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
+                       bool& composite) {
   const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
   bool active = false;
-  for (auto [device, key] : {std::pair{at::kCPU, c10::DispatchKey::AutocastCPU}, std::pair{at::kCUDA, c10::DispatchKey::AutocastCUDA}}) {
+  for (auto [device, key] :
+       {std::pair{at::kCPU, c10::DispatchKey::AutocastCPU}, std::pair{at::kCUDA, c10::DispatchKey::AutocastCUDA}}) {
     if (!at::autocast::is_autocast_enabled(device) || excluded.has(key)) continue;
     active = true;
     if (keys.has(key) && op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key)) {
@@ -463,7 +485,8 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   if (name == "aten::set_.source_Storage" || name == "aten::set_.source_Storage_storage_offset") {
     refuse(name + ": the model works on raw storage", "use tensors");
   }
-  Record record{op, {}, {}, {}, at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled(), modules_now(), nullptr};
+  Record record{op,     {}, {}, {}, at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled(), modules_now(),
+                nullptr};
   if (request.locate) record.source = request.locate();
   const size_t records_before = records.size();
   const size_t values_before = values.size();
@@ -492,7 +515,8 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
       return;
     }
   }
-  // A composite under autocast, with our key on: if an operator inside has a cast, what was seen inside is what happened.
+  // A composite under autocast, with our key on: if an operator inside has a cast, what was seen inside is what
+  // happened.
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
   if (skip || autocast_hits_ != hits_before) return;
   // Otherwise it is the one call that the user wrote.

@@ -40,7 +40,7 @@ struct RecordedValue {
   bool dead = false;            // its record was thrown away
   bool written = false;         // its memory was written since: requires_grad may have changed
   const void* grad_fn = nullptr;
-  int attribute = -1;           // index into Session::attributes
+  int attribute = -1;  // index into Session::attributes
 };
 
 class Session {
@@ -69,12 +69,12 @@ class Session {
   void note(std::string text) { notes.push_back(std::move(text)); }
 
   const CaptureRequest& request;
-  std::vector<Attr> attributes;          // of the state, then constants
-  size_t num_state = 0;                  // how many of them came with the request
-  std::vector<int> attribute_values;     // value number of each, -1 while unused
+  std::vector<Attr> attributes;       // of the state, then constants
+  size_t num_state = 0;               // how many of them came with the request
+  std::vector<int> attribute_values;  // value number of each, -1 while unused
   std::vector<Record> records;
   std::vector<RecordedValue> values;
-  std::vector<int> input_values;         // -1 for inputs that are no tensors
+  std::vector<int> input_values;                 // -1 for inputs that are no tensors
   std::vector<std::pair<int, int>> write_backs;  // (attribute, value)
   std::vector<std::string> notes;
   std::vector<ModuleFrame> module_stack;
@@ -104,8 +104,9 @@ class Session {
   int emit(std::string_view op, std::vector<RecordedArg> args, const at::Tensor& result, bool from_constants);
   RecordedArg record_arg(const c10::IValue& v, const std::string& reader, bool& from_constants);
   void check_tensor(const at::Tensor& tensor, const std::string& reader) const;
-  bool refuse_or_skip_valueless(const c10::OperatorHandle& op, const std::string& name, const std::vector<RecordedArg>& args,
-                                bool from_constants, const torch::jit::Stack& stack);
+  bool refuse_or_skip_valueless(const c10::OperatorHandle& op, const std::string& name,
+                                const std::vector<RecordedArg>& args, bool from_constants,
+                                const torch::jit::Stack& stack);
   void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
   void guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack);
   void lift_fresh(torch::jit::Stack* stack);
@@ -118,7 +119,7 @@ class Session {
   std::map<AliasKey, StorageEntry> by_memory_;
   std::unordered_map<const void*, std::vector<int>> attributes_by_storage_;
   std::unordered_map<const void*, std::vector<int>> values_by_storage_;  // bound since the storage was last written
-  std::map<int, at::Tensor> saved_;            // attribute -> its contents before the first write
+  std::map<int, at::Tensor> saved_;                       // attribute -> its contents before the first write
   std::vector<std::pair<at::Tensor, at::Tensor>> grads_;  // parameter, its gradient before
   std::vector<std::pair<at::Generator, at::Tensor>> generators_;
   std::shared_ptr<const ModuleStack> last_stack_;

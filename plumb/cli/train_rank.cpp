@@ -1,6 +1,9 @@
 #include "plumb/cli/train_rank.h"
 
 #include <ATen/Parallel.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 
 #include <chrono>
 #include <thread>

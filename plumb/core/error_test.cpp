@@ -6,15 +6,14 @@ namespace plumb {
 namespace {
 
 TEST(Error, SaysWhatWhereAndRemedyOnLinesOfTheirOwn) {
-  Error error(ErrorKind::Capture, "aten::item takes a value out of a tensor", "net.gate (model.py:7)", "use torch.where");
+  Error error(ErrorKind::Capture, "aten::item takes a value out of a tensor", "net.gate (model.py:7)",
+              "use torch.where");
   EXPECT_STREQ(error.what(),
                "aten::item takes a value out of a tensor\n  at: net.gate (model.py:7)\n  try: use torch.where");
   EXPECT_EQ(error.kind(), ErrorKind::Capture);
 }
 
-TEST(Error, LeavesEmptyPartsOut) {
-  EXPECT_STREQ(Error(ErrorKind::BadFile, "truncated").what(), "truncated");
-}
+TEST(Error, LeavesEmptyPartsOut) { EXPECT_STREQ(Error(ErrorKind::BadFile, "truncated").what(), "truncated"); }
 
 }  // namespace
 }  // namespace plumb

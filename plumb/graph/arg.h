@@ -19,17 +19,17 @@ class Arg {
   using List = std::vector<Arg>;
 
   Arg() : data_(c10::IValue()) {}
-  Arg(Value* value) : data_(value) {}                                   // NOLINT: implicit by design
-  Arg(c10::IValue constant) : data_(std::move(constant)) {}             // NOLINT
-  Arg(c10::Scalar number) : data_(c10::IValue(std::move(number))) {}    // NOLINT
-  Arg(std::nullopt_t) : data_(c10::IValue()) {}                         // NOLINT
-  Arg(bool v) : data_(c10::IValue(v)) {}                                // NOLINT
-  Arg(int v) : data_(c10::IValue(static_cast<int64_t>(v))) {}           // NOLINT
-  Arg(int64_t v) : data_(c10::IValue(v)) {}                             // NOLINT
-  Arg(double v) : data_(c10::IValue(v)) {}                              // NOLINT
-  Arg(const char* v) : data_(c10::IValue(std::string(v))) {}            // NOLINT
-  Arg(std::string v) : data_(c10::IValue(std::move(v))) {}              // NOLINT
-  Arg(List elements) : data_(std::move(elements)) {}                    // NOLINT
+  Arg(Value* value) : data_(value) {}                                 // NOLINT: implicit by design
+  Arg(c10::IValue constant) : data_(std::move(constant)) {}           // NOLINT
+  Arg(c10::Scalar number) : data_(c10::IValue(std::move(number))) {}  // NOLINT
+  Arg(std::nullopt_t) : data_(c10::IValue()) {}                       // NOLINT
+  Arg(bool v) : data_(c10::IValue(v)) {}                              // NOLINT
+  Arg(int v) : data_(c10::IValue(static_cast<int64_t>(v))) {}         // NOLINT
+  Arg(int64_t v) : data_(c10::IValue(v)) {}                           // NOLINT
+  Arg(double v) : data_(c10::IValue(v)) {}                            // NOLINT
+  Arg(const char* v) : data_(c10::IValue(std::string(v))) {}          // NOLINT
+  Arg(std::string v) : data_(c10::IValue(std::move(v))) {}            // NOLINT
+  Arg(List elements) : data_(std::move(elements)) {}                  // NOLINT
 
   bool is_value() const { return std::holds_alternative<Value*>(data_); }
   bool is_list() const { return std::holds_alternative<List>(data_); }

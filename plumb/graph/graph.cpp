@@ -14,8 +14,7 @@ constexpr uint64_t kGap = uint64_t{1} << 32;
 
 bool is_identifier(std::string_view name) {
   if (name.empty() || std::isdigit(static_cast<unsigned char>(name[0]))) return false;
-  return std::all_of(name.begin(), name.end(),
-                     [](unsigned char c) { return std::isalnum(c) || c == '_'; });
+  return std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isalnum(c) || c == '_'; });
 }
 
 std::string make_identifier(std::string_view hint) {
@@ -60,7 +59,8 @@ void Value::set_type(ValueType type) {
 void Value::rename(std::string name) {
   if (name == name_) return;
   Graph& graph = *producer_->graph_;
-  if (!is_identifier(name)) throw Error(ErrorKind::InvalidArgument, "'" + name + "' is not a name: letters, digits and _");
+  if (!is_identifier(name))
+    throw Error(ErrorKind::InvalidArgument, "'" + name + "' is not a name: letters, digits and _");
   if (graph.names_.count(name)) throw Error(ErrorKind::InvalidArgument, "the graph has a value %" + name + " already");
   graph.names_.erase(name_);
   name_ = std::move(name);
@@ -89,8 +89,9 @@ c10::OperatorHandle find_operator(std::string_view name) {
     if (op.name == base) others += (others.empty() ? "" : ", ") + toString(op);
   }
   throw Error(ErrorKind::InvalidArgument, "no operator '" + std::string(name) + "' is registered", "",
-              others.empty() ? "load the library that registers '" + base.substr(0, base.find(':')) + "' operators first"
-                             : "one of its overloads: " + others);
+              others.empty()
+                  ? "load the library that registers '" + base.substr(0, base.find(':')) + "' operators first"
+                  : "one of its overloads: " + others);
 }
 
 Graph::Graph() = default;
@@ -239,10 +240,13 @@ void Graph::add_results(Node* node, const std::vector<int32_t>& list_sizes) {
   for (const auto& ret : node->schema().returns()) {
     if (const auto* list = expanded_list(ret)) {
       if (lists >= list_sizes.size()) {
-        throw Error(ErrorKind::InvalidArgument, "operator " + node->target_ + " returns a list: say how many elements it has");
+        throw Error(ErrorKind::InvalidArgument,
+                    "operator " + node->target_ + " returns a list: say how many elements it has");
       }
       const int32_t n = list_sizes[lists++];
-      if (n < 0) throw Error(ErrorKind::InvalidArgument, "operator " + node->target_ + ": a list cannot have " + std::to_string(n) + " elements");
+      if (n < 0)
+        throw Error(ErrorKind::InvalidArgument,
+                    "operator " + node->target_ + ": a list cannot have " + std::to_string(n) + " elements");
       node->layout_.push_back(n);
       for (int32_t i = 0; i < n; ++i) {
         node->results_.emplace_back(new Value(node, node->results_.size(), value_type(list->getElementType())));
@@ -268,9 +272,10 @@ Node* Graph::call(const c10::OperatorHandle& op, std::vector<Arg> args, std::vec
   node->target_ = operator_name(op);
   const auto& schema = op.schema();
   if (args.size() > schema.arguments().size()) {
-    throw Error(ErrorKind::InvalidArgument, "operator " + node->target_ + " takes " + std::to_string(schema.arguments().size()) +
-                                                " arguments, got " + std::to_string(args.size()), "",
-                "see the operator's schema: " + toString(schema));
+    throw Error(ErrorKind::InvalidArgument,
+                "operator " + node->target_ + " takes " + std::to_string(schema.arguments().size()) +
+                    " arguments, got " + std::to_string(args.size()),
+                "", "see the operator's schema: " + toString(schema));
   }
   node->args_.reserve(schema.arguments().size());
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
@@ -346,8 +351,10 @@ void Graph::replace_node(Node* from, Node* to) {
 void Graph::erase(Node* node) {
   for (const auto& value : node->results_) {
     if (value->has_uses()) {
-      throw Error(ErrorKind::InvalidArgument, "cannot erase " + node->describe() + ": %" + value->name() + " is used by " +
-                                                  value->uses_[0].user->describe(), node->meta_.where());
+      throw Error(ErrorKind::InvalidArgument,
+                  "cannot erase " + node->describe() + ": %" + value->name() + " is used by " +
+                      value->uses_[0].user->describe(),
+                  node->meta_.where());
     }
   }
   node->detach_inputs();

@@ -54,7 +54,8 @@ class Value {
   ValueType type() const { return type_; }
   bool is_tensor() const { return type_ == ValueType::Tensor; }
 
-  // Every use, a node as often as it uses the value. Order is deterministic for one sequence of edits, else unspecified.
+  // Every use, a node as often as it uses the value. Order is deterministic for one sequence of edits, else
+  // unspecified.
   std::span<const Use> uses() const { return uses_; }
   bool has_uses() const { return !uses_.empty(); }
   // The nodes that use it, each once, in graph order.
@@ -101,8 +102,8 @@ class Node {
   // Arguments in the schema's order, complete: defaults are filled in.
   std::span<const Arg> args() const { return args_; }
   const Arg& arg(size_t i) const;
-  const Arg& arg(std::string_view schema_name) const;         // throws if the schema has no such argument
-  const Arg* try_arg(std::string_view schema_name) const;     // null if it has not
+  const Arg& arg(std::string_view schema_name) const;      // throws if the schema has no such argument
+  const Arg* try_arg(std::string_view schema_name) const;  // null if it has not
   void set_arg(size_t i, Arg arg);
   void set_arg(std::string_view schema_name, Arg arg);
 
@@ -219,13 +220,14 @@ class Graph {
   Node* last() const { return last_; }
   size_t size() const { return size_; }
   std::vector<Node*> placeholders() const;
-  std::vector<Node*> attributes() const;      // get_attr nodes
-  Node* output_node() const { return output_; }  // null until output() was called
-  Value* find_value(std::string_view name) const;  // null if there is none
+  std::vector<Node*> attributes() const;                // get_attr nodes
+  Node* output_node() const { return output_; }         // null until output() was called
+  Value* find_value(std::string_view name) const;       // null if there is none
   Node* find_attribute(std::string_view target) const;  // first get_attr of that name, or null; linear
 
   // --- building: at the insertion point, by default before the output node or at the end ---
-  Node* placeholder(std::string name, std::optional<TensorMeta> meta = std::nullopt, ValueType type = ValueType::Tensor);
+  Node* placeholder(std::string name, std::optional<TensorMeta> meta = std::nullopt,
+                    ValueType type = ValueType::Tensor);
   Node* get_attr(std::string target, std::optional<TensorMeta> meta = std::nullopt);
   // Arguments by position; the rest take the schema's defaults. Throws if they do not fit the schema.
   // list_sizes: for every list among the returns, how many elements it has here.
@@ -238,7 +240,9 @@ class Graph {
   // New nodes go before/after `node` while the guard lives.
   class InsertGuard {
    public:
-    InsertGuard(Graph* graph, Node* before) : graph_(graph), saved_(graph->insert_before_) { graph->insert_before_ = before; }
+    InsertGuard(Graph* graph, Node* before) : graph_(graph), saved_(graph->insert_before_) {
+      graph->insert_before_ = before;
+    }
     ~InsertGuard() { graph_->insert_before_ = saved_; }
     InsertGuard(const InsertGuard&) = delete;
     InsertGuard& operator=(const InsertGuard&) = delete;
@@ -253,7 +257,8 @@ class Graph {
   // --- editing ---
   // O(uses). Does not touch uses by `except`.
   void replace_all_uses_with(Value* from, Value* to, const Node* except = nullptr);
-  // Replaces one node by another: same number of results, uses moved, meta copied where the new one has none, `from` erased.
+  // Replaces one node by another: same number of results, uses moved, meta copied where the new one has none, `from`
+  // erased.
   void replace_node(Node* from, Node* to);
   // Throws if a result still has uses.
   void erase(Node* node);

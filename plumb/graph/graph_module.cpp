@@ -65,11 +65,12 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
     const auto& want = node->result()->meta();
     if (i < inputs.size() && want) {
       if (!inputs[i].isTensor() || !inputs[i].toTensor().defined() || !fits(*want, inputs[i].toTensor())) {
-        throw Error(ErrorKind::InvalidArgument,
-                    "input '" + node->target() + "' should be " + show(*want) + ", got " +
-                        (inputs[i].isTensor() && inputs[i].toTensor().defined() ? show(TensorMeta::of(inputs[i].toTensor()))
-                                                                                : inputs[i].tagKind()),
-                    "", "a graph is made for one signature: capture the model again on inputs like these");
+        throw Error(
+            ErrorKind::InvalidArgument,
+            "input '" + node->target() + "' should be " + show(*want) + ", got " +
+                (inputs[i].isTensor() && inputs[i].toTensor().defined() ? show(TensorMeta::of(inputs[i].toTensor()))
+                                                                        : inputs[i].tagKind()),
+            "", "a graph is made for one signature: capture the model again on inputs like these");
       }
     }
     ++i;
@@ -77,29 +78,34 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
   return compiled.run(std::move(inputs));
 }
 
-c10::IValue GraphModule::forward(std::vector<c10::IValue> args, std::vector<std::pair<std::string, c10::IValue>> kwargs) {
+c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
+                                 std::vector<std::pair<std::string, c10::IValue>> kwargs) {
   if (in_spec_.children.size() != 2) {
-    throw Error(ErrorKind::InvalidArgument, "the module has no structured inputs: " + in_spec_.to_string(), "", "call run()");
+    throw Error(ErrorKind::InvalidArgument, "the module has no structured inputs: " + in_spec_.to_string(), "",
+                "call run()");
   }
   const TreeSpec& want_args = in_spec_.children[0];
   const TreeSpec& want_kwargs = in_spec_.children[1];
   const auto names = want_kwargs.children.empty() ? std::vector<std::string>{} : want_kwargs.keys();
   // A keyword input given by position follows the positional ones, in order.
   if (args.size() < want_args.children.size() || args.size() > want_args.children.size() + names.size()) {
-    throw Error(ErrorKind::InvalidArgument, "the module takes " + std::to_string(want_args.children.size()) +
-                                                " positional inputs, got " + std::to_string(args.size()), "",
-                "its inputs are " + in_spec_.to_string());
+    throw Error(ErrorKind::InvalidArgument,
+                "the module takes " + std::to_string(want_args.children.size()) + " positional inputs, got " +
+                    std::to_string(args.size()),
+                "", "its inputs are " + in_spec_.to_string());
   }
   std::vector<c10::IValue> leaves;
   auto add = [&](const c10::IValue& value, const TreeSpec& want, const std::string& what) {
     TreeSpec got;
     auto flat = flatten(value, &got);
     if (!(got == want) && got.num_leaves() != want.num_leaves()) {
-      throw Error(ErrorKind::InvalidArgument, what + " should have the structure " + want.to_string() + ", got " + got.to_string());
+      throw Error(ErrorKind::InvalidArgument,
+                  what + " should have the structure " + want.to_string() + ", got " + got.to_string());
     }
     leaves.insert(leaves.end(), flat.begin(), flat.end());
   };
-  for (size_t i = 0; i < want_args.children.size(); ++i) add(args[i], want_args.children[i], "input " + std::to_string(i));
+  for (size_t i = 0; i < want_args.children.size(); ++i)
+    add(args[i], want_args.children[i], "input " + std::to_string(i));
   for (size_t k = 0; k < names.size(); ++k) {
     const c10::IValue* value = nullptr;
     if (want_args.children.size() + k < args.size()) value = &args[want_args.children.size() + k];
@@ -165,7 +171,8 @@ void GraphModule::lint() const {
                                              std::to_string(graph_.placeholders().size()) + " inputs");
   }
   if (out_spec_.num_leaves() != graph_.output_node()->args().size()) {
-    throw Error(ErrorKind::InvalidGraph, "the output structure " + out_spec_.to_string() + " does not fit the graph's " +
+    throw Error(ErrorKind::InvalidGraph, "the output structure " + out_spec_.to_string() +
+                                             " does not fit the graph's " +
                                              std::to_string(graph_.output_node()->args().size()) + " outputs");
   }
 }

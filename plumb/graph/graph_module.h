@@ -1,4 +1,5 @@
-// A graph with its state: a module that runs. What capture makes, transforms change, `.pt2` files hold, a pipeline cuts.
+// A graph with its state: a module that runs. What capture makes, transforms change, `.pt2` files hold, a pipeline
+// cuts.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -26,7 +27,7 @@ class GraphModule : public torch::nn::Module {
   const State& state() const { return state_; }
   // After editing the state call sync_module() so that parameters() shows it.
   State& state() { return state_; }
-  const TreeSpec& in_spec() const { return in_spec_; }    // of (args tuple, kwargs dict)
+  const TreeSpec& in_spec() const { return in_spec_; }  // of (args tuple, kwargs dict)
   const TreeSpec& out_spec() const { return out_spec_; }
   void set_specs(TreeSpec in_spec, TreeSpec out_spec);
 

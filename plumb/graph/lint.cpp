@@ -29,23 +29,28 @@ void check_node(const Node& node, const Graph& graph) {
       if (use.index >= use.user->num_inputs() || use.user->input(use.index) != result)
         broken(node, "%" + result->name() + " lists a use that is not there");
     }
-    if (result->meta() && !result->is_tensor()) broken(node, "%" + result->name() + " is no tensor but has a tensor's type");
-    if (result->meta() && !result->meta()->symbols.empty() && result->meta()->symbols.size() != result->meta()->sizes.size())
+    if (result->meta() && !result->is_tensor())
+      broken(node, "%" + result->name() + " is no tensor but has a tensor's type");
+    if (result->meta() && !result->meta()->symbols.empty() &&
+        result->meta()->symbols.size() != result->meta()->sizes.size())
       broken(node, "%" + result->name() + " has as many symbols as no tensor of its rank");
   }
   if (node.kind() == NodeKind::CallFunction) {
     const auto& schema = node.schema();
-    if (node.args().size() != schema.arguments().size()) broken(node, "has too many or too few arguments for its schema");
+    if (node.args().size() != schema.arguments().size())
+      broken(node, "has too many or too few arguments for its schema");
     for (size_t i = 0; i < node.args().size(); ++i) {
       Arg fitted = fit_argument(schema, i, node.arg(i));
-      if (!(fitted == node.arg(i))) broken(node, "argument '" + schema.arguments()[i].name() + "' is not in the schema's form");
+      if (!(fitted == node.arg(i)))
+        broken(node, "argument '" + schema.arguments()[i].name() + "' is not in the schema's form");
     }
     if (node.result_layout().size() != schema.returns().size()) broken(node, "has other results than its schema");
   }
   if (node.kind() == NodeKind::CallModule) {
     if (!node.subgraph()) broken(node, "has no nested graph");
     const Node* out = node.subgraph()->output_node();
-    if (node.subgraph()->placeholders().size() != node.args().size()) broken(node, "does not give its nested graph every input");
+    if (node.subgraph()->placeholders().size() != node.args().size())
+      broken(node, "does not give its nested graph every input");
     if (!out || out->args().size() != node.num_results()) broken(node, "has other results than its nested graph");
   }
 }

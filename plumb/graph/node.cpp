@@ -27,13 +27,25 @@ constexpr QuietWriter kQuietWriters[] = {
 
 // Operators that may hand an input back without saying so in their schema.
 const std::unordered_set<std::string_view>& quiet_aliases() {
-  static const std::unordered_set<std::string_view> names = {
-      "aten::dropout",       "aten::feature_dropout",   "aten::alpha_dropout", "aten::feature_alpha_dropout",
-      "aten::einsum",        "aten::meshgrid",          "aten::atleast_1d",    "aten::atleast_2d",
-      "aten::atleast_3d",    "aten::broadcast_tensors", "aten::pad",           "aten::rms_norm",
-      "aten::type_as",       "aten::flatten_dense_tensors",
-      "aten::sum_to_size",   "aten::chain_matmul",      "aten::cartesian_prod", "aten::native_dropout",
-      "plumb::python_function"};
+  static const std::unordered_set<std::string_view> names = {"aten::dropout",
+                                                             "aten::feature_dropout",
+                                                             "aten::alpha_dropout",
+                                                             "aten::feature_alpha_dropout",
+                                                             "aten::einsum",
+                                                             "aten::meshgrid",
+                                                             "aten::atleast_1d",
+                                                             "aten::atleast_2d",
+                                                             "aten::atleast_3d",
+                                                             "aten::broadcast_tensors",
+                                                             "aten::pad",
+                                                             "aten::rms_norm",
+                                                             "aten::type_as",
+                                                             "aten::flatten_dense_tensors",
+                                                             "aten::sum_to_size",
+                                                             "aten::chain_matmul",
+                                                             "aten::cartesian_prod",
+                                                             "aten::native_dropout",
+                                                             "plumb::python_function"};
   return names;
 }
 
@@ -98,8 +110,9 @@ bool Node::is_op(std::string_view name) const {
 
 const Arg& Node::arg(size_t i) const {
   if (i >= args_.size()) {
-    throw Error(ErrorKind::InvalidArgument, describe() + " has " + std::to_string(args_.size()) + " arguments, not " +
-                                                std::to_string(i + 1), meta_.where());
+    throw Error(ErrorKind::InvalidArgument,
+                describe() + " has " + std::to_string(args_.size()) + " arguments, not " + std::to_string(i + 1),
+                meta_.where());
   }
   return args_[i];
 }
@@ -153,8 +166,9 @@ void Node::set_input(size_t i, Value* value) {
 
 Value* Node::result(size_t i) const {
   if (i >= results_.size()) {
-    throw Error(ErrorKind::InvalidArgument, describe() + " has " + std::to_string(results_.size()) +
-                                                " results, not " + std::to_string(i + 1), meta_.where());
+    throw Error(ErrorKind::InvalidArgument,
+                describe() + " has " + std::to_string(results_.size()) + " results, not " + std::to_string(i + 1),
+                meta_.where());
   }
   return results_[i].get();
 }

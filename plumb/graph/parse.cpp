@@ -1,5 +1,5 @@
-// Text -> Graph: the inverse of print.cpp. The text may come from anywhere: whatever is wrong ends in an Error that names
-// line and column.
+// Text -> Graph: the inverse of print.cpp. The text may come from anywhere: whatever is wrong ends in an Error that
+// names line and column.
 #include <cctype>
 #include <charconv>
 
@@ -189,7 +189,8 @@ class Parser {
       fail_at(start, message);
     }
     if (node->kind() != NodeKind::Output && node->result_layout() != layout) {
-      fail_at(start, node->describe() + " has " + std::to_string(node->num_results()) + " results in another arrangement");
+      fail_at(start,
+              node->describe() + " has " + std::to_string(node->num_results()) + " results in another arrangement");
     }
     name_results(graph, node, results, start);
     suffix(node);
@@ -384,7 +385,8 @@ class Parser {
       return elements;
     }
     if (peek('"')) return quoted();
-    if (at_ < text_.size() && (std::isdigit(static_cast<unsigned char>(text_[at_])) || text_[at_] == '-')) return number();
+    if (at_ < text_.size() && (std::isdigit(static_cast<unsigned char>(text_[at_])) || text_[at_] == '-'))
+      return number();
     std::string_view w = word();
     if (w == "None") return std::nullopt;
     if (w == "True") return true;
@@ -442,8 +444,9 @@ class Parser {
       end += 3;
       floating = true;
     } else {
-      while (end < text_.size() && (std::isdigit(static_cast<unsigned char>(text_[end])) || text_[end] == '.' ||
-                                    text_[end] == 'e' || ((text_[end] == '-' || text_[end] == '+') && text_[end - 1] == 'e'))) {
+      while (end < text_.size() &&
+             (std::isdigit(static_cast<unsigned char>(text_[end])) || text_[end] == '.' || text_[end] == 'e' ||
+              ((text_[end] == '-' || text_[end] == '+') && text_[end - 1] == 'e'))) {
         floating = floating || text_[end] == '.' || text_[end] == 'e';
         ++end;
       }
@@ -470,7 +473,8 @@ class Parser {
       }
       if (stack.empty()) fail("'in' needs a module path");
       // Thousands of nodes share a stack: keep one object for equal neighbours.
-      if (!last_modules_ || *last_modules_ != stack) last_modules_ = std::make_shared<const ModuleStack>(std::move(stack));
+      if (!last_modules_ || *last_modules_ != stack)
+        last_modules_ = std::make_shared<const ModuleStack>(std::move(stack));
       node->meta().modules = last_modules_;
     }
     if (peek_word() == "at") {
@@ -483,7 +487,8 @@ class Parser {
       source.line = static_cast<int>(line);
       expect(':');
       source.function = quoted();
-      if (!last_source_ || *last_source_ != source) last_source_ = std::make_shared<const SourceLocation>(std::move(source));
+      if (!last_source_ || *last_source_ != source)
+        last_source_ = std::make_shared<const SourceLocation>(std::move(source));
       node->meta().source = last_source_;
     }
   }

@@ -45,7 +45,8 @@ const Pass& find_pass(std::string_view name) {
   throw Error(ErrorKind::InvalidArgument, "no pass '" + std::string(name) + "'", "", "one of: " + names);
 }
 
-bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options, std::vector<std::string>* report, bool check) {
+bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options, std::vector<std::string>* report,
+              bool check) {
   for (const auto& [name, value] : options) {
     bool known = false;
     std::string names;
@@ -67,8 +68,10 @@ bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options,
       throw Error(ErrorKind::Internal, "after pass " + pass.name + ": " + e.message(), e.where());
     }
     const bool differs = fingerprint(module) != before;
-    if (differs && !changed) throw Error(ErrorKind::Internal, "pass " + pass.name + " answered 'unchanged' but the module changed");
-    if (!differs && changed) throw Error(ErrorKind::Internal, "pass " + pass.name + " answered 'changed' but the module is as before");
+    if (differs && !changed)
+      throw Error(ErrorKind::Internal, "pass " + pass.name + " answered 'unchanged' but the module changed");
+    if (!differs && changed)
+      throw Error(ErrorKind::Internal, "pass " + pass.name + " answered 'changed' but the module is as before");
   }
   return changed;
 }

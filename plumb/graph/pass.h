@@ -22,8 +22,8 @@ struct Pass {
   std::string name;     // "dead_code"
   std::string summary;  // one sentence
   std::vector<PassOption> options;
-  // Answers whether it changed anything. Notes for the user (what was changed, what was left alone and why) go to `report`
-  // if it is not null.
+  // Answers whether it changed anything. Notes for the user (what was changed, what was left alone and why) go to
+  // `report` if it is not null.
   std::function<bool(GraphModule&, const PassOptions&, std::vector<std::string>* report)> run;
 };
 

@@ -37,8 +37,8 @@ struct Instruction {
 
 // What a return of the schema becomes.
 struct Out {
-  int32_t count;      // -1: one value; n: a list of n
-  uint32_t reg;       // first register
+  int32_t count;  // -1: one value; n: a list of n
+  uint32_t reg;   // first register
 };
 
 struct GradModeScope {
@@ -55,8 +55,8 @@ struct Plan::Impl {
   std::vector<IValue> constants;
   std::vector<Out> outs;
   std::vector<uint32_t> drops;
-  std::vector<uint32_t> inputs;                     // registers of placeholders
-  std::vector<std::pair<uint32_t, IValue>> attrs;   // registers of get_attr nodes
+  std::vector<uint32_t> inputs;                    // registers of placeholders
+  std::vector<std::pair<uint32_t, IValue>> attrs;  // registers of get_attr nodes
   std::vector<Slot> outputs;
   std::vector<Impl> nested;
   uint32_t num_registers = 0;
@@ -176,7 +176,8 @@ class PlanCompiler {
   const State& state_;
   Plan::Impl plan_;
   std::unordered_map<const Value*, uint32_t> registers_;
-  std::unordered_map<const Value*, std::pair<const Node*, uint32_t>> last_;  // last user, and how often it still reads it
+  std::unordered_map<const Value*, std::pair<const Node*, uint32_t>>
+      last_;  // last user, and how often it still reads it
 };
 
 void PlanCompiler::find_last_uses() {
@@ -237,7 +238,8 @@ Slot PlanCompiler::slot(const Node& node, const Arg& arg, const c10::TypePtr& ty
   if (arg.is_value()) return use(node, arg.value(), tensor && !arg.value()->is_tensor());
   if (arg.is_constant()) {
     const IValue& v = arg.constant();
-    if (tensor && (v.isInt() || v.isDouble() || v.isBool() || v.isComplexDouble())) return constant(wrapped_number(node, v));
+    if (tensor && (v.isInt() || v.isDouble() || v.isBool() || v.isComplexDouble()))
+      return constant(wrapped_number(node, v));
     if (v.isNone() && type && type->kind() == c10::TypeKind::TensorType) return constant(at::Tensor());
     return constant(v);
   }
@@ -298,7 +300,8 @@ Plan::Impl PlanCompiler::compile() {
     switch (node->kind()) {
       case NodeKind::Placeholder: plan_.inputs.push_back(reg(node->result())); break;
       case NodeKind::GetAttr:
-        if (node->result()->has_uses()) plan_.attrs.emplace_back(reg(node->result()), state_.get(node->target()).tensor);
+        if (node->result()->has_uses())
+          plan_.attrs.emplace_back(reg(node->result()), state_.get(node->target()).tensor);
         break;
       case NodeKind::Output:
         for (const Arg& arg : node->args()) plan_.outputs.push_back(slot(*node, arg, nullptr));
@@ -310,15 +313,16 @@ Plan::Impl PlanCompiler::compile() {
   return std::move(plan_);
 }
 
-Plan::Plan(const Graph& graph, const State& state) : impl_(std::make_unique<Impl>(PlanCompiler(graph, state).compile())) {}
+Plan::Plan(const Graph& graph, const State& state)
+    : impl_(std::make_unique<Impl>(PlanCompiler(graph, state).compile())) {}
 Plan::~Plan() = default;
 Plan::Plan(Plan&&) noexcept = default;
 Plan& Plan::operator=(Plan&&) noexcept = default;
 
 std::vector<IValue> Plan::run(std::vector<IValue> inputs) const {
   if (inputs.size() != impl_->inputs.size()) {
-    throw Error(ErrorKind::InvalidArgument, "the graph takes " + std::to_string(impl_->inputs.size()) + " inputs, got " +
-                                                std::to_string(inputs.size()));
+    throw Error(ErrorKind::InvalidArgument, "the graph takes " + std::to_string(impl_->inputs.size()) +
+                                                " inputs, got " + std::to_string(inputs.size()));
   }
   // Autocast was captured as explicit casts: the caller's must not add others.
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

@@ -32,7 +32,8 @@ TEST(Plan, RunsWithGradientsEqualToEagers) {
     %g = aten::gelu(%l)
     %m = aten::mul.Tensor(%g, %l)
     output(%m)
-  })", state, {x});
+  })",
+                      state, {x});
   y.sum().backward();
   at::Tensor gx = x.grad().clone(), gw = w.grad().clone(), gb = b.grad().clone();
   x.mutable_grad() = w.mutable_grad() = b.mutable_grad() = at::Tensor();
@@ -44,7 +45,8 @@ TEST(Plan, RunsWithGradientsEqualToEagers) {
 }
 
 TEST(Plan, TreatsANumberForATensorAsEagerTreatsAPythonNumber) {
-  const std::string text = "graph { %x = placeholder \"x\" %m = aten::mul.Tensor(%x, 1.1) %a = aten::add.Tensor(%m, 3) output(%a) }";
+  const std::string text =
+      "graph { %x = placeholder \"x\" %m = aten::mul.Tensor(%x, 1.1) %a = aten::add.Tensor(%m, 3) output(%a) }";
   for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong}) {
     at::Tensor x = at::arange(7).to(dtype);
     at::Tensor y = run1(text, State(), {x}), eager = x * 1.1 + 3;
@@ -70,7 +72,8 @@ TEST(Plan, CastsANumberOnceForFloatsAndStaysEqual) {
 }
 
 TEST(Plan, HonoursNoGradPerNodeAndTheCallersMode) {
-  const std::string text = R"(graph { %x = placeholder "x" %a = aten::neg(%x) no_grad %b = aten::relu(%x) output(%a, %b) })";
+  const std::string text =
+      R"(graph { %x = placeholder "x" %a = aten::neg(%x) no_grad %b = aten::relu(%x) output(%a, %b) })";
   at::Tensor x = at::ones({2}).requires_grad_();
   Graph g = parse_graph(text);
   auto out = Plan(g, State()).run({x});
@@ -100,16 +103,24 @@ TEST(Plan, DropsEveryValueAfterItsLastUse) {
 }
 
 TEST(Plan, UsesOneValueTwiceInOneNode) {
-  EXPECT_EQ(run1("graph { %x = placeholder \"x\" %r = aten::neg(%x) %a = aten::mul.Tensor(%r, %r) output(%a) }", State(),
-                 {at::full({}, 3.0)}).item<double>(), 9.0);
-  EXPECT_EQ(run1("graph { %x = placeholder \"x\" %r = aten::neg(%x) %c = aten::cat([%r, %x, %r]) %s = aten::sum(%c) output(%s) }",
-                 State(), {at::ones({2})}).item<double>(), -2.0);
+  EXPECT_EQ(run1("graph { %x = placeholder \"x\" %r = aten::neg(%x) %a = aten::mul.Tensor(%r, %r) output(%a) }",
+                 State(), {at::full({}, 3.0)})
+                .item<double>(),
+            9.0);
+  EXPECT_EQ(run1("graph { %x = placeholder \"x\" %r = aten::neg(%x) %c = aten::cat([%r, %x, %r]) %s = aten::sum(%c) "
+                 "output(%s) }",
+                 State(), {at::ones({2})})
+                .item<double>(),
+            -2.0);
 }
 
 TEST(Plan, RunsNestedGraphs) {
   EXPECT_EQ(run1(R"(graph { %x = placeholder "x" %p, %q = call_module "inner" (%x, 2) {
       %a = placeholder "a" %b: int = placeholder "b" %m = aten::mul.Tensor(%a, %b) output(%m, %a) }
-    %s = aten::sub.Tensor(%p, %q) output(%s) })", State(), {at::full({}, 5.0)}).item<double>(), 5.0);
+    %s = aten::sub.Tensor(%p, %q) output(%s) })",
+                 State(), {at::full({}, 5.0)})
+                .item<double>(),
+            5.0);
 }
 
 TEST(Plan, ReturnsInputsAndConstantsAsTheyAre) {
@@ -149,8 +160,9 @@ TEST(GraphModule, ShowsParametersUnderTheirFullNames) {
   state.add({"layers.0.mean", AttrKind::Buffer, at::zeros({2})});
   state.add({"head.weight", AttrKind::Parameter, tied});
   state.add({"scale", AttrKind::Parameter, at::ones({}).requires_grad_()});
-  GraphModule m(parse_graph("graph { %x = placeholder \"x\" %w = get_attr \"scale\" %y = aten::mul.Tensor(%x, %w) output(%y) }"),
-                state, TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  GraphModule m(
+      parse_graph("graph { %x = placeholder \"x\" %w = get_attr \"scale\" %y = aten::mul.Tensor(%x, %w) output(%y) }"),
+      state, TreeSpec::positional_inputs(1), TreeSpec::leaf());
   auto params = m.named_parameters();
   EXPECT_EQ(params.size(), 4u);
   ASSERT_TRUE(params.contains("layers.0.bias"));
@@ -164,8 +176,8 @@ TEST(GraphModule, ShowsParametersUnderTheirFullNames) {
 }
 
 TEST(GraphModule, RefusesInputsOfAnotherSignature) {
-  GraphModule m(parse_graph("graph { %x: f32[\"s0\"=2, 3] = placeholder \"x\" %y = aten::neg(%x) output(%y) }"), State(),
-                TreeSpec::positional_inputs(1), TreeSpec::leaf());
+  GraphModule m(parse_graph("graph { %x: f32[\"s0\"=2, 3] = placeholder \"x\" %y = aten::neg(%x) output(%y) }"),
+                State(), TreeSpec::positional_inputs(1), TreeSpec::leaf());
   EXPECT_NO_THROW(m(at::ones({7, 3})));
   for (const at::Tensor& wrong : {at::ones({2, 4}), at::ones({2, 3}).to(at::kDouble), at::ones({3})}) {
     try {
@@ -179,8 +191,10 @@ TEST(GraphModule, RefusesInputsOfAnotherSignature) {
 
 TEST(GraphModule, TakesKeywordsAndReturnsStructure) {
   TreeSpec in = TreeSpec::tuple({TreeSpec::tuple({TreeSpec::leaf()}), TreeSpec::dict({"scale"}, {TreeSpec::leaf()})});
-  GraphModule m(parse_graph(R"(graph { %x = placeholder "x" %s = placeholder "scale" %y = aten::mul.Tensor(%x, %s) output(%y, %x) })"),
-                State(), in, TreeSpec::dict({"y", "x"}, {TreeSpec::leaf(), TreeSpec::leaf()}));
+  GraphModule m(
+      parse_graph(
+          R"(graph { %x = placeholder "x" %s = placeholder "scale" %y = aten::mul.Tensor(%x, %s) output(%y, %x) })"),
+      State(), in, TreeSpec::dict({"y", "x"}, {TreeSpec::leaf(), TreeSpec::leaf()}));
   auto out = m.forward({at::ones({2})}, {{"scale", at::full({}, 4.0)}}).toGenericDict();
   EXPECT_EQ(out.at("y").toTensor().sum().item<double>(), 8.0);
   EXPECT_THROW(m.forward({at::ones({2})}), Error);
@@ -189,7 +203,8 @@ TEST(GraphModule, TakesKeywordsAndReturnsStructure) {
 
 TEST(TreeSpec, IsTorchsOwnJsonBothWays) {
   // Written by torch.utils._pytree.treespec_dumps.
-  const std::string text = R"x([1,{"children_spec":[{"children_spec":[],"context":null,"type":null},{"children_spec":[{"children_spec":[],"context":null,"type":null}],"context":"[\"k\"]","type":"builtins.dict"}],"context":"null","type":"builtins.tuple"}])x";
+  const std::string text =
+      R"x([1,{"children_spec":[{"children_spec":[],"context":null,"type":null},{"children_spec":[{"children_spec":[],"context":null,"type":null}],"context":"[\"k\"]","type":"builtins.dict"}],"context":"null","type":"builtins.tuple"}])x";
   TreeSpec spec = TreeSpec::from_json(text);
   EXPECT_EQ(spec.to_string(), "(*, {k: *})");
   EXPECT_EQ(spec.to_json(), text);

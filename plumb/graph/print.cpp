@@ -220,7 +220,8 @@ class Printer {
     } else if (meaning == IntMeaning::Layout && v == static_cast<int64_t>(at::kStrided)) {
       out_ += "torch.strided";
     } else if (meaning == IntMeaning::MemoryFormat && v >= 0 && v <= 3) {
-      static constexpr const char* kFormats[] = {"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"};
+      static constexpr const char* kFormats[] = {"contiguous_format", "preserve_format", "channels_last",
+                                                 "channels_last_3d"};
       out_ += std::string("torch.") + kFormats[v];
     } else {
       out_ += std::to_string(v);

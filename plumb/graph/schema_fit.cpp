@@ -84,8 +84,7 @@ struct Fitter {
       case TypeKind::GeneratorType:
         if (v.isGenerator() || v.isNone()) return v;
         fail(original);
-      default:
-        return v;  // Any, custom classes, streams: the operator checks them
+      default: return v;  // Any, custom classes, streams: the operator checks them
     }
   }
 
@@ -129,7 +128,8 @@ struct Fitter {
     for (const Arg& e : fitted) {
       if (e.has_values() || e.is_list()) return Arg(std::move(fitted));
     }
-    // No values: a typed constant list. (A list of Tensor? with only None, or numbers for tensors, stays a list of args.)
+    // No values: a typed constant list. (A list of Tensor? with only None, or numbers for tensors, stays a list of
+    // args.)
     if (element->kind() == TypeKind::TensorType || element->kind() == TypeKind::OptionalType) {
       if (!fitted.empty()) return Arg(std::move(fitted));
       return IValue(c10::impl::GenericList(element));

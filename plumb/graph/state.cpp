@@ -49,7 +49,8 @@ const Attr& State::get(std::string_view name) const {
   std::string near;
   const std::string_view tail = name.substr(name.rfind('.') + 1);
   for (const Attr& attr : attrs_) {
-    if (near.size() < 200 && std::string_view(attr.name).ends_with(tail)) near += (near.empty() ? "" : ", ") + attr.name;
+    if (near.size() < 200 && std::string_view(attr.name).ends_with(tail))
+      near += (near.empty() ? "" : ", ") + attr.name;
   }
   throw Error(ErrorKind::InvalidArgument, "no parameter, buffer or constant '" + std::string(name) + "'", "",
               near.empty() ? "see state().attrs() for the names there are" : "names that end alike: " + near);

@@ -42,23 +42,26 @@ TEST(Text, ShowsEveryKindOfNodeAndReadsItBack) {
 )";
   EXPECT_THAT(parse_error(text), HasSubstr("line 16, column 3: no operator"));
   std::string good = text;
-  good.replace(good.find("  plumb_test_no_such\n"), 21, "  output(%chunk, %m, None, 1.5, \"a\\x0ab\", [1, 2], complex(1.0, -inf), nan, -0.0)\n");
+  good.replace(good.find("  plumb_test_no_such\n"), 21,
+               "  output(%chunk, %m, None, 1.5, \"a\\x0ab\", [1, 2], complex(1.0, -inf), nan, -0.0)\n");
   EXPECT_EQ(round_trip(good), good);
   EXPECT_NO_THROW(lint(parse_graph(good)));
 }
 
 TEST(Text, LeavesOutArgumentsThatEqualTheirDefaults) {
-  const std::string text = "graph {\n  %x = placeholder \"x\"\n  %add = aten::add.Tensor(%x, %x)\n"
-                           "  %add_1 = aten::add.Tensor(%x, 2, alpha=3)\n  output(%add_1)\n}\n";
+  const std::string text =
+      "graph {\n  %x = placeholder \"x\"\n  %add = aten::add.Tensor(%x, %x)\n"
+      "  %add_1 = aten::add.Tensor(%x, 2, alpha=3)\n  output(%add_1)\n}\n";
   EXPECT_EQ(round_trip(text), text);
   EXPECT_EQ(round_trip("graph { %x = placeholder \"x\" %add = aten::add.Tensor(%x, other=%x, alpha=1) output(%add) }"),
             "graph {\n  %x = placeholder \"x\"\n  %add = aten::add.Tensor(%x, %x)\n  output(%add)\n}\n");
 }
 
 TEST(Text, KeepsIntegersAndFloatsApart) {
-  const std::string text = "graph {\n  %x = placeholder \"x\"\n  %a = aten::mul.Tensor(%x, 2)\n"
-                           "  %b = aten::mul.Tensor(%x, 2.0)\n  %c = aten::mul.Tensor(%x, 1e+300)\n"
-                           "  %d = aten::mul.Tensor(%x, True)\n  output(%a, %b, %c, %d)\n}\n";
+  const std::string text =
+      "graph {\n  %x = placeholder \"x\"\n  %a = aten::mul.Tensor(%x, 2)\n"
+      "  %b = aten::mul.Tensor(%x, 2.0)\n  %c = aten::mul.Tensor(%x, 1e+300)\n"
+      "  %d = aten::mul.Tensor(%x, True)\n  output(%a, %b, %c, %d)\n}\n";
   EXPECT_EQ(round_trip(text), text);
 }
 
@@ -68,14 +71,18 @@ TEST(Text, IgnoresComments) {
 }
 
 TEST(Text, RefusesWrongTextWithLineAndColumn) {
-  EXPECT_THAT(parse_error("graph {\n  output(%x)\n}"), HasSubstr("line 2, column 10: %x is used before it is produced"));
+  EXPECT_THAT(parse_error("graph {\n  output(%x)\n}"),
+              HasSubstr("line 2, column 10: %x is used before it is produced"));
   EXPECT_THAT(parse_error("graph {\n  %y = aten::no_such(1)\n}"), HasSubstr("no operator 'aten::no_such'"));
   EXPECT_THAT(parse_error("graph { %x = placeholder \"x"), HasSubstr("a string is not closed"));
   EXPECT_THAT(parse_error("graph { %x: f99[2] = placeholder \"x\" }"), HasSubstr("unknown type 'f99'"));
   EXPECT_THAT(parse_error("graph { %x = placeholder \"x\" %x = placeholder \"y\" }"), HasSubstr("%x is used twice"));
-  EXPECT_THAT(parse_error("graph { %x = placeholder \"x\" %a, %b = aten::relu(%x) }"), HasSubstr("another arrangement"));
-  EXPECT_THAT(parse_error("graph { %x = placeholder \"x\" %a = aten::relu(nothing=%x) }"), HasSubstr("has no argument 'nothing'"));
-  EXPECT_THAT(parse_error("graph { %x = placeholder \"x\" %a = aten::add.Tensor(%x, 99999999999999999999) }"), HasSubstr("integer"));
+  EXPECT_THAT(parse_error("graph { %x = placeholder \"x\" %a, %b = aten::relu(%x) }"),
+              HasSubstr("another arrangement"));
+  EXPECT_THAT(parse_error("graph { %x = placeholder \"x\" %a = aten::relu(nothing=%x) }"),
+              HasSubstr("has no argument 'nothing'"));
+  EXPECT_THAT(parse_error("graph { %x = placeholder \"x\" %a = aten::add.Tensor(%x, 99999999999999999999) }"),
+              HasSubstr("integer"));
   EXPECT_THAT(parse_error("graph { output() } more"), HasSubstr("after the graph's closing brace"));
   EXPECT_THAT(parse_error("graph { output() %x = placeholder \"x\" }"), HasSubstr("a node after the output"));
   EXPECT_THAT(parse_error(""), HasSubstr("expected 'graph'"));

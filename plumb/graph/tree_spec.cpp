@@ -172,8 +172,9 @@ std::vector<c10::IValue> flatten(const c10::IValue& nested, TreeSpec* spec) {
 
 c10::IValue unflatten(const TreeSpec& spec, std::vector<c10::IValue> leaves) {
   if (leaves.size() != spec.num_leaves()) {
-    throw Error(ErrorKind::InvalidArgument, "the structure " + spec.to_string() + " has " + std::to_string(spec.num_leaves()) +
-                                                " leaves, got " + std::to_string(leaves.size()));
+    throw Error(ErrorKind::InvalidArgument, "the structure " + spec.to_string() + " has " +
+                                                std::to_string(spec.num_leaves()) + " leaves, got " +
+                                                std::to_string(leaves.size()));
   }
   size_t next = 0;
   return unflatten_from(spec, leaves, next);

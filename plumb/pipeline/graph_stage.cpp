@@ -26,7 +26,8 @@ PipelineLayout make_layout(const PipeTable& table) {
   return layout;
 }
 
-GraphStage::GraphStage(std::shared_ptr<GraphModule> module, StageIO io) : module_(std::move(module)), io_(std::move(io)) {}
+GraphStage::GraphStage(std::shared_ptr<GraphModule> module, StageIO io)
+    : module_(std::move(module)), io_(std::move(io)) {}
 
 Tensors GraphStage::forward(const Tensors& inputs) {
   if (inputs.size() != io_.inputs.size()) {
@@ -45,7 +46,8 @@ Tensors GraphStage::forward(const Tensors& inputs) {
     }
   }
   Tensors outputs;
-  for (const c10::IValue& v : module_->run(std::move(values))) outputs.push_back(v.isTensor() ? v.toTensor() : pack_value(v));
+  for (const c10::IValue& v : module_->run(std::move(values)))
+    outputs.push_back(v.isTensor() ? v.toTensor() : pack_value(v));
   return outputs;
 }
 
@@ -65,7 +67,8 @@ std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(const Pipe& pipe, c
   for (int s = 0; s < pipe.num_stages(); ++s) {
     bool here = false;
     for (int mb = 0; mb < schedule.num_microbatches && !here; ++mb) here = schedule.placement.rank_of(s, mb) == rank;
-    if (here) stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), pipe.table().stages[static_cast<size_t>(s)]));
+    if (here)
+      stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), pipe.table().stages[static_cast<size_t>(s)]));
   }
   return stages;
 }

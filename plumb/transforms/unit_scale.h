@@ -10,8 +10,9 @@
 //   scaled_dot_product_attention,
 //      dropout, cross_entropy, mse_loss and add become plumb::* operators;
 //   3. an add of which one operand is computed from the other is residual: plumb::residual_split at the skip, and
-//      plumb::residual_add with weight tau. Only uses on the residual branch see the split's branch side. (Two branches of one
-//      skip that share their first operators share the split of the one that ends first, for gradients can be weighted once.)
+//      plumb::residual_add with weight tau. Only uses on the residual branch see the split's branch side. (Two branches
+//      of one skip that share their first operators share the split of the one that ends first, for gradients can be
+//      weighted once.)
 //   4. operators with no residual_add after them lose their constraint: their scales are each as their rule says. An
 //   add
 //      inside a residual branch keeps its constraint, any other is unconstrained: nothing goes around it;

@@ -1,7 +1,7 @@
 // Capture of Python modules: the callbacks that the engine needs from Python.
+#include "plumb/capture/capture.h"
 #include "convert.h"
 #include "module.h"
-#include "plumb/capture/capture.h"
 
 #include <frameobject.h>
 
@@ -57,11 +57,13 @@ class Locator {
   std::map<std::pair<PyCodeObject*, int>, std::shared_ptr<const SourceLocation>> locations_;
 };
 
-py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tensor, bool>>& state, const py::list& inputs,
-                         const std::vector<std::string>& names, const std::string& in_spec, const py::function& call,
-                         const py::function& buffers_after, const std::vector<std::string>& inside, bool training, bool verify) {
+py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tensor, bool>>& state,
+                         const py::list& inputs, const std::vector<std::string>& names, const std::string& in_spec,
+                         const py::function& call, const py::function& buffers_after,
+                         const std::vector<std::string>& inside, bool training, bool verify) {
   CaptureRequest request;
-  for (const auto& [name, kind, tensor, persistent] : state) request.state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
+  for (const auto& [name, kind, tensor, persistent] : state)
+    request.state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
   request.inputs = to_ivalues(inputs);
   request.in_spec = TreeSpec::from_json(in_spec);
   request.training = training;

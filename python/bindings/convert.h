@@ -24,7 +24,8 @@ inline c10::IValue to_ivalue(py::handle h) {
     for (py::handle e : h) list.push_back(to_ivalue(e));
     return list;
   }
-  throw Error(ErrorKind::InvalidArgument, "a value of type " + py::str(py::type::of(h)).cast<std::string>() + " cannot be used here");
+  throw Error(ErrorKind::InvalidArgument,
+              "a value of type " + py::str(py::type::of(h)).cast<std::string>() + " cannot be used here");
 }
 
 inline py::object to_python(const c10::IValue& v) {
@@ -34,7 +35,8 @@ inline py::object to_python(const c10::IValue& v) {
   if (v.isInt()) return py::int_(v.toInt());
   if (v.isDouble()) return py::float_(v.toDouble());
   if (v.isString()) return py::str(v.toStringRef());
-  if (v.isComplexDouble()) return py::cast(std::complex<double>(v.toComplexDouble().real(), v.toComplexDouble().imag()));
+  if (v.isComplexDouble())
+    return py::cast(std::complex<double>(v.toComplexDouble().real(), v.toComplexDouble().imag()));
   if (v.isDevice()) return py::cast(v.toDevice());
   if (v.isList()) {
     py::list list;

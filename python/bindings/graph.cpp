@@ -31,10 +31,13 @@ py::object arg_to_python(const Arg& arg, IntMeaning meaning) {
   const c10::IValue& v = arg.constant();
   if (v.isInt()) {
     const auto as_py = [](PyObject* o) { return py::reinterpret_borrow<py::object>(o); };
-    if (meaning == IntMeaning::ScalarType) return as_py(reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<at::ScalarType>(v.toInt()))));
-    if (meaning == IntMeaning::Layout) return as_py(reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<at::Layout>(v.toInt()))));
+    if (meaning == IntMeaning::ScalarType)
+      return as_py(reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<at::ScalarType>(v.toInt()))));
+    if (meaning == IntMeaning::Layout)
+      return as_py(reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<at::Layout>(v.toInt()))));
     if (meaning == IntMeaning::MemoryFormat) {
-      static constexpr const char* kFormats[] = {"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"};
+      static constexpr const char* kFormats[] = {"contiguous_format", "preserve_format", "channels_last",
+                                                 "channels_last_3d"};
       return py::module_::import("torch").attr(kFormats[v.toInt() & 3]);
     }
   }
@@ -65,99 +68,126 @@ void bind(py::module_& m) {
   py::class_<Node, std::unique_ptr<Node, py::nodelete>>(m, "Node", "One operation of a graph.")
       .def_property_readonly("op", [](const Node& n) { return kind_name(n.kind()); })
       .def_property_readonly("target", &Node::target)
-      .def_property_readonly("name", [](const Node& n) { return n.num_results() ? n.result()->name() : std::string("output"); })
+      .def_property_readonly("name",
+                             [](const Node& n) { return n.num_results() ? n.result()->name() : std::string("output"); })
       .def_property_readonly("results", &Node::results, py::return_value_policy::reference_internal)
       .def_property_readonly("result_layout", &Node::result_layout)
       .def_property_readonly("inputs", &Node::inputs, py::return_value_policy::reference_internal)
-      .def_property_readonly("args", [](const Node& n) {
-        py::list args;
-        for (size_t i = 0; i < n.args().size(); ++i) {
-          args.append(arg_to_python(n.arg(i), n.is_call() ? int_meaning(n.schema().arguments()[i]) : IntMeaning::Plain));
-        }
-        return args;
-      })
-      .def_property_readonly("arg_names", [](const Node& n) {
-        std::vector<std::pair<std::string, bool>> names;
-        if (n.is_call()) {
-          for (const auto& a : n.schema().arguments()) names.emplace_back(a.name(), a.kwarg_only());
-        }
-        return names;
-      })
+      .def_property_readonly(
+          "args",
+          [](const Node& n) {
+            py::list args;
+            for (size_t i = 0; i < n.args().size(); ++i) {
+              args.append(
+                  arg_to_python(n.arg(i), n.is_call() ? int_meaning(n.schema().arguments()[i]) : IntMeaning::Plain));
+            }
+            return args;
+          })
+      .def_property_readonly("arg_names",
+                             [](const Node& n) {
+                               std::vector<std::pair<std::string, bool>> names;
+                               if (n.is_call()) {
+                                 for (const auto& a : n.schema().arguments())
+                                   names.emplace_back(a.name(), a.kwarg_only());
+                               }
+                               return names;
+                             })
       .def_property_readonly("grad_enabled", [](const Node& n) { return n.meta().grad_enabled; })
       .def_property_readonly("module_path", [](const Node& n) { return n.meta().module_path(); })
-      .def_property_readonly("module_stack", [](const Node& n) {
-        std::vector<std::pair<std::string, std::string>> stack;
-        if (n.meta().modules) {
-          for (const auto& f : *n.meta().modules) stack.emplace_back(f.path, f.type);
-        }
-        return stack;
-      })
-      .def_property_readonly("source", [](const Node& n) -> py::object {
-        if (!n.meta().source) return py::none();
-        return py::make_tuple(n.meta().source->file, n.meta().source->line, n.meta().source->function);
-      })
+      .def_property_readonly("module_stack",
+                             [](const Node& n) {
+                               std::vector<std::pair<std::string, std::string>> stack;
+                               if (n.meta().modules) {
+                                 for (const auto& f : *n.meta().modules) stack.emplace_back(f.path, f.type);
+                               }
+                               return stack;
+                             })
+      .def_property_readonly("source",
+                             [](const Node& n) -> py::object {
+                               if (!n.meta().source) return py::none();
+                               return py::make_tuple(n.meta().source->file, n.meta().source->line,
+                                                     n.meta().source->function);
+                             })
       .def("__repr__", &Node::describe);
 
   py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph", "SSA graph of ATen calls; print() shows its text form.")
-      .def_property_readonly("nodes", [](const Graph& g) {
-        std::vector<Node*> nodes;
-        for (Node* n : g.nodes()) nodes.push_back(n);
-        return nodes;
-      }, py::return_value_policy::reference_internal)
+      .def_property_readonly(
+          "nodes",
+          [](const Graph& g) {
+            std::vector<Node*> nodes;
+            for (Node* n : g.nodes()) nodes.push_back(n);
+            return nodes;
+          },
+          py::return_value_policy::reference_internal)
       .def("__len__", &Graph::size)
       .def("lint", [](const Graph& g) { lint(g); })
-      .def("to_string", [](const Graph& g, bool types, bool locations) { return to_string(g, {types, locations}); },
-           py::arg("types") = true, py::arg("locations") = true)
+      .def(
+          "to_string", [](const Graph& g, bool types, bool locations) { return to_string(g, {types, locations}); },
+          py::arg("types") = true, py::arg("locations") = true)
       .def("__str__", [](const Graph& g) { return to_string(g, {true, false}); })
       .def("clone", [](const Graph& g) { return std::make_shared<Graph>(g.clone()); });
-  m.def("parse_graph", [](const std::string& text) { return std::make_shared<Graph>(parse_graph(text)); }, py::arg("text"));
+  m.def(
+      "parse_graph", [](const std::string& text) { return std::make_shared<Graph>(parse_graph(text)); },
+      py::arg("text"));
 
   // Not a torch.nn.Module in Python: plumb.GraphModule wraps it.
   py::class_<GraphModule, std::shared_ptr<GraphModule>>(m, "Engine")
-      .def(py::init([](const std::string& text, const std::vector<std::tuple<std::string, int, at::Tensor, bool>>& state,
-                       const std::string& in_spec, const std::string& out_spec) {
-        State s;
-        for (const auto& [name, kind, tensor, persistent] : state) s.add({name, static_cast<AttrKind>(kind), tensor, persistent});
-        return std::make_shared<GraphModule>(parse_graph(text), std::move(s), TreeSpec::from_json(in_spec), TreeSpec::from_json(out_spec));
-      }))
-      .def("run", [](GraphModule& g, const py::list& inputs) {
-        auto values = to_ivalues(inputs);
-        {
-          py::gil_scoped_release release;
-          values = g.run(std::move(values));
-        }
-        return to_list(values);
-      })
-      .def("run1", [](GraphModule& g, const py::args& inputs) {  // tensors in, one tensor out
-        std::vector<c10::IValue> values;
-        values.reserve(inputs.size());
-        for (py::handle h : inputs) values.push_back(to_ivalue(h));
-        {
-          py::gil_scoped_release release;
-          values = g.run(std::move(values));
-        }
-        return values[0].toTensor();
-      })
-      .def_property_readonly("graph", [](GraphModule& g) { return &g.graph(); }, py::return_value_policy::reference_internal)
-      .def("state", [](const GraphModule& g) {
-        std::vector<std::tuple<std::string, int, at::Tensor, bool>> all;
-        for (const Attr& a : g.state()) all.emplace_back(a.name, static_cast<int>(a.kind), a.tensor, a.persistent);
-        return all;
-      })
-      .def("set_state", [](GraphModule& g, const std::string& name, const at::Tensor& t) {
-        g.state().set(name, t);
-        g.sync_module();
-      })
+      .def(
+          py::init([](const std::string& text, const std::vector<std::tuple<std::string, int, at::Tensor, bool>>& state,
+                      const std::string& in_spec, const std::string& out_spec) {
+            State s;
+            for (const auto& [name, kind, tensor, persistent] : state)
+              s.add({name, static_cast<AttrKind>(kind), tensor, persistent});
+            return std::make_shared<GraphModule>(parse_graph(text), std::move(s), TreeSpec::from_json(in_spec),
+                                                 TreeSpec::from_json(out_spec));
+          }))
+      .def("run",
+           [](GraphModule& g, const py::list& inputs) {
+             auto values = to_ivalues(inputs);
+             {
+               py::gil_scoped_release release;
+               values = g.run(std::move(values));
+             }
+             return to_list(values);
+           })
+      .def("run1",
+           [](GraphModule& g, const py::args& inputs) {  // tensors in, one tensor out
+             std::vector<c10::IValue> values;
+             values.reserve(inputs.size());
+             for (py::handle h : inputs) values.push_back(to_ivalue(h));
+             {
+               py::gil_scoped_release release;
+               values = g.run(std::move(values));
+             }
+             return values[0].toTensor();
+           })
+      .def_property_readonly(
+          "graph", [](GraphModule& g) { return &g.graph(); }, py::return_value_policy::reference_internal)
+      .def("state",
+           [](const GraphModule& g) {
+             std::vector<std::tuple<std::string, int, at::Tensor, bool>> all;
+             for (const Attr& a : g.state()) all.emplace_back(a.name, static_cast<int>(a.kind), a.tensor, a.persistent);
+             return all;
+           })
+      .def("set_state",
+           [](GraphModule& g, const std::string& name, const at::Tensor& t) {
+             g.state().set(name, t);
+             g.sync_module();
+           })
       .def("specs", [](const GraphModule& g) { return py::make_tuple(g.in_spec().to_json(), g.out_spec().to_json()); })
       .def("deep_copy", &GraphModule::deep_copy)
       .def("lint", &GraphModule::lint)
-      .def("run_pass", [](GraphModule& g, const std::string& name, const PassOptions& options) {
-        std::vector<std::string> report;
-        const bool changed = run_pass(find_pass(name), g, options, &report);
-        return py::make_tuple(changed, report);
-      }, py::arg("name"), py::arg("options") = PassOptions{});
+      .def(
+          "run_pass",
+          [](GraphModule& g, const std::string& name, const PassOptions& options) {
+            std::vector<std::string> report;
+            const bool changed = run_pass(find_pass(name), g, options, &report);
+            return py::make_tuple(changed, report);
+          },
+          py::arg("name"), py::arg("options") = PassOptions{});
   m.def("passes", [] {
-    std::vector<std::tuple<std::string, std::string, std::vector<std::tuple<std::string, std::string, std::string>>>> all;
+    std::vector<std::tuple<std::string, std::string, std::vector<std::tuple<std::string, std::string, std::string>>>>
+        all;
     for (const Pass* p : all_passes()) {
       std::vector<std::tuple<std::string, std::string, std::string>> options;
       for (const auto& o : p->options) options.emplace_back(o.name, o.default_value, o.summary);

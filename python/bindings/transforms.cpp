@@ -8,8 +8,8 @@
 namespace plumb::python {
 namespace {
 
-std::string scale(GraphModule& engine, const std::vector<std::pair<std::string, std::string>>& replace, double tau_attention,
-                  double tau_mlp, bool depth_rule, bool scale_parameters) {
+std::string scale(GraphModule& engine, const std::vector<std::pair<std::string, std::string>>& replace,
+                  double tau_attention, double tau_mlp, bool depth_rule, bool scale_parameters) {
   UnitScaleOptions options;
   for (const auto& [from, to] : replace) options.replace.push_back({from, to, {}});
   options.tau_attention = tau_attention;
@@ -44,7 +44,8 @@ Register part([](py::module_& m) {
   m.def("unit_scale", &scale);
   m.def("simulate_format", &simulate);
   py::class_<ScaleTracker, std::shared_ptr<ScaleTracker>>(m, "ScaleTracker")
-      .def(py::init([](bool histogram) { return ScaleTracker::create({.histogram = histogram}); }), py::arg("histogram") = false)
+      .def(py::init([](bool histogram) { return ScaleTracker::create({.histogram = histogram}); }),
+           py::arg("histogram") = false)
       .def("clear", &ScaleTracker::clear)
       .def("set_enabled", &ScaleTracker::set_enabled);
   m.def("track_scales", [](GraphModule& engine, ScaleTracker& tracker) {

@@ -2,13 +2,14 @@ import copy
 import math
 import pickle
 
-import plumb
 import plumb.functional as U
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.library import opcheck
+
+import plumb
 
 ops = torch.ops.plumb
 

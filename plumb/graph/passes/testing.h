@@ -108,7 +108,8 @@ inline Seen observe(GraphModule& module, const std::vector<at::Tensor>& inputs) 
         seen.tensors.emplace_back("gradient of input " + std::to_string(i), leaves[i].grad());
     }
     for (const Attr& attr : copy->state()) {
-      if (attr.tensor.requires_grad() && attr.tensor.is_leaf()) seen.tensors.emplace_back("gradient of " + attr.name, attr.tensor.grad());
+      if (attr.tensor.requires_grad() && attr.tensor.is_leaf())
+        seen.tensors.emplace_back("gradient of " + attr.name, attr.tensor.grad());
     }
   } catch (const c10::Error& e) {
     seen.error = e.what_without_backtrace();
