@@ -33,8 +33,8 @@ int main() {
   at::Tensor loss;
   for (int step = 0; step < 10; ++step) {
     optimizer.zero_grad();
-    at::Tensor error = fp8->forward(x) - x.slice(1, 0, 4);
-    loss = error.pow(2).mean();
+    at::Tensor y = (*fp8)(x);
+    loss = (y - x.slice(1, 0, 4)).pow(2).mean();
     loss.backward();
     optimizer.step();
   }
