@@ -95,6 +95,13 @@ std::shared_ptr<GraphModule> random_model() {
                                        TreeSpec::tuple({TreeSpec::leaf(), TreeSpec::leaf()}));
 }
 
+bool writes_in_place(const Graph& graph) {
+  for (const Node* node : graph.nodes()) {
+    if (node->target().ends_with("_") || node->target().find("_.") != std::string::npos) return true;
+  }
+  return false;
+}
+
 std::vector<c10::IValue> inputs() {
   at::manual_seed(17);
   return {at::randn({4, 4}).requires_grad_(), at::randn({4, 4}).requires_grad_()};
@@ -135,7 +142,10 @@ RC_GTEST_PROP(SplitProperty, RandomCutsOfRandomGraphsEqualTheWhole, ()) {
   const bool training = trains(*module);
   RC_CLASSIFY(training, "with gradients");
   if (training) {
-    RC_ASSERT(difference(*module, options, inputs()) == "");
+    // A value and a view of it that cross a boundary after writes through one of them bring their gradients home as two
+    // sums; autograd makes one in the order of uses. Three summands in another order: the last bit may differ.
+    const double slack = writes_in_place(module->graph()) ? 1e-6 : 0.0;
+    RC_ASSERT(difference(*module, options, inputs(), nullptr, slack) == "");
   } else {
     auto whole = module->deep_copy();
     at::NoGradGuard guard;
