@@ -37,6 +37,14 @@ PipelineLayout PipelineLayout::chain(int num_stages) {
   return layout;
 }
 
+PipelineLayout PipelineLayout::open_chain(int num_stages) {
+  PipelineLayout layout = chain(num_stages);
+  if (num_stages > 0) layout.stages[0].inputs.clear();
+  layout.num_inputs = 0;
+  layout.open = true;
+  return layout;
+}
+
 StageEdges PipelineLayout::edges() const {
   StageEdges edges;
   auto add = [&](int from, int to) {
@@ -56,7 +64,7 @@ StageEdges PipelineLayout::edges() const {
 }
 
 std::string PipelineLayout::text() const {
-  std::string out = std::to_string(num_inputs) + " inputs\n";
+  std::string out = std::to_string(num_inputs) + " inputs\n" + (open ? "open\n" : "");
   for (int s = 0; s < num_stages(); s++) {
     out += "stage " + std::to_string(s) + ":";
     for (const auto& in : stages[s].inputs) {
@@ -93,6 +101,12 @@ void PipelineLayout::check() const {
                                                     std::to_string(in.stage) + ", which has " +
                                                     std::to_string(stages[in.stage].num_outputs));
       }
+    }
+  }
+  for (int s = 0; open && s < num_stages(); s++) {
+    if (stages[s].inputs != open_chain(num_stages()).stages[s].inputs) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "stage " + std::to_string(s) + " of an open layout is no link of a chain");
     }
   }
   for (const auto& group : tied) {

@@ -29,6 +29,7 @@ struct Slot {
   Tensors seeds;  // gradients that sources have from later users
   Tensors source_grads;
   DeferredWeights deferred;
+  std::function<void()> own_weight_work;
   at::Tensor loss;
 };
 
@@ -119,10 +120,19 @@ struct Pipeline::State {
   int last_stage() const { return layout.num_stages() - 1; }
 
   void arrive(Slot& slot, const StageWiring::Bundle& bundle, std::vector<MessageValue> values) {
+    if (layout.open) {
+      slot.sources = std::move(values);
+      return;
+    }
     for (size_t i = 0; i < bundle.indices.size(); i++) slot.sources[bundle.indices[i]] = std::move(values.at(i));
   }
 
   void arrive(Slot& slot, const StageWiring::GradBundle& bundle, const std::vector<MessageValue>& values) {
+    if (layout.open) {
+      slot.output_grads.clear();
+      for (const auto& v : values) slot.output_grads.push_back(v.tensor);
+      return;
+    }
     for (size_t i = 0; i < bundle.targets.size(); i++) {
       const auto& target = bundle.targets[i];
       (target.output ? slot.output_grads : slot.seeds)[target.index] = values.at(i).tensor;
@@ -130,6 +140,7 @@ struct Pipeline::State {
   }
 
   void open(LocalStage& stage, Slot& slot) {
+    if (layout.open) return;  // sized by what arrives
     if (slot.sources.empty()) slot.sources.resize(stage.wiring->sources.size());
     if (training && slot.seeds.empty()) {
       slot.seeds.resize(stage.wiring->sources.size());
@@ -144,7 +155,7 @@ struct Pipeline::State {
       auto values = transport.receive(run.receives[i], to_string(run.action));
       const bool forward = run.action.kind == ActionKind::Forward;
       const size_t expected = forward ? w.values_in[i].indices.size() : w.grads_in[i].targets.size();
-      if (values.size() != expected) {
+      if (values.size() != expected && !layout.open) {
         throw Error(ErrorKind::Communication, "a message of " + std::to_string(values.size()) + " values came where " +
                                                   std::to_string(expected) + " were agreed");
       }
@@ -167,9 +178,9 @@ struct Pipeline::State {
     const int m = run.action.microbatch;
     Tensors values;
     std::vector<bool> wants;
-    for (size_t i = 0; i < w.sources.size(); i++) {
+    for (size_t i = 0; i < slot.sources.size(); i++) {
       auto& source = slot.sources[i];
-      if (w.sources[i].stage < 0) {
+      if (!layout.open && w.sources[i].stage < 0) {
         const int index = w.sources[i].index;
         if (inputs->empty() || (*inputs)[m].size() <= static_cast<size_t>(index) || !(*inputs)[m][index].defined()) {
           throw Error(ErrorKind::InvalidArgument,
@@ -187,17 +198,21 @@ struct Pipeline::State {
     std::vector<std::int64_t> versions;
     for (const auto& v : values) versions.push_back(v.defined() && !v.is_inference() ? v._version() : 0);
     Tensors in;
-    for (int source : w.source_of_input) in.push_back(boundary->inputs()[source]);
+    if (layout.open) {
+      in = boundary->inputs();
+    } else {
+      for (int source : w.source_of_input) in.push_back(boundary->inputs()[source]);
+    }
     if (options.seed) {
       cpu_generator().set_current_seed(((*options.seed * 1000003 + step_number) * 1000003 + stage.stage) * 1000003 + m);
     }
-    Tensors outputs = stage.function->forward(in);
-    if (static_cast<int>(outputs.size()) != stage.num_outputs) {
+    Tensors outputs = stage.function->run(in, m);
+    if (!layout.open && static_cast<int>(outputs.size()) != stage.num_outputs) {
       throw Error(ErrorKind::InvalidArgument, "stage " + std::to_string(stage.stage) + " returned " +
                                                   std::to_string(outputs.size()) + " values, its layout says " +
                                                   std::to_string(stage.num_outputs));
     }
-    for (size_t i = 0; i < values.size(); i++) {
+    for (size_t i = 0; !layout.open && i < values.size(); i++) {
       const auto& source = w.sources[i];
       if (source.stage < 0 || !values[i].defined() || values[i].is_inference()) continue;
       if (values[i]._version() == versions[i] || !shared_on_this_rank(source, stage.stage, m)) continue;
@@ -219,7 +234,7 @@ struct Pipeline::State {
     if (stage.stage == last_stage()) return;  // only the loss goes backwards
     slot.outputs.resize(outputs.size());
     for (size_t k = 0; k < outputs.size(); k++) {
-      if (w.output_used[k] && outputs[k].defined() && outputs[k].requires_grad()) {
+      if ((layout.open || w.output_used[k]) && outputs[k].defined() && outputs[k].requires_grad()) {
         slot.outputs[k] = backward_handle(outputs[k]);
       }
     }
@@ -264,9 +279,13 @@ struct Pipeline::State {
     const auto& bundles = stage.wiring->values_out;
     for (size_t i = 0; i < bundles.size(); i++) {
       std::vector<MessageValue> values;
-      for (int k : bundles[i].indices) {
-        const auto& t = outputs[k];
+      auto add = [&](const at::Tensor& t) {
         values.push_back({t.defined() ? t.detach() : t, t.defined() && t.requires_grad()});
+      };
+      if (layout.open) {
+        for (const auto& t : outputs) add(t);
+      } else {
+        for (int k : bundles[i].indices) add(outputs[k]);
       }
       if (run.sends[i] >= 0) {
         transport.send(run.sends[i], values);
@@ -285,7 +304,11 @@ struct Pipeline::State {
     const auto& bundles = stage.wiring->grads_out;
     for (size_t i = 0; i < bundles.size(); i++) {
       std::vector<MessageValue> values;
-      for (int k : bundles[i].indices) values.push_back({grads[k], false});
+      if (layout.open) {
+        for (const auto& g : grads) values.push_back({g, false});
+      } else {
+        for (int k : bundles[i].indices) values.push_back({grads[k], false});
+      }
       if (run.sends[i] >= 0) {
         transport.send(run.sends[i], values);
         continue;
@@ -305,6 +328,11 @@ struct Pipeline::State {
       grads.push_back(weights[m] == 1 ? at::ones_like(slot.loss) : at::full_like(slot.loss, weights[m]));
       return;
     }
+    if (slot.output_grads.size() != slot.outputs.size()) {
+      throw Error(ErrorKind::Communication, "stage " + std::to_string(stage.stage) + " handed on " +
+                                                std::to_string(slot.outputs.size()) + " values and got gradients for " +
+                                                std::to_string(slot.output_grads.size()));
+    }
     for (size_t k = 0; k < slot.outputs.size(); k++) {
       if (!slot.outputs[k].defined() || !slot.output_grads[k].defined()) continue;
       outputs.push_back(slot.outputs[k]);
@@ -317,6 +345,7 @@ struct Pipeline::State {
     if (run.action.kind == ActionKind::BackwardWeight) {
       stage.gradients->accumulate(m, [&] {
         if (slot.deferred.pending()) stage_backward_weight(slot.deferred);
+        if (slot.own_weight_work) slot.own_weight_work();
       });
       slot = Slot();
       return;
@@ -324,9 +353,18 @@ struct Pipeline::State {
     Tensors outputs, grads;
     collect(stage, slot, m, outputs, grads);
     Tensors input_grads;
+    const bool own_work = stage.function->has_own_weight_work();
     if (run.action.kind == ActionKind::FullBackward) {
-      stage.gradients->accumulate(m, [&] { input_grads = stage_backward(outputs, grads, *slot.boundary, slot.seeds); });
+      stage.gradients->accumulate(m, [&] {
+        input_grads = stage_backward(outputs, grads, *slot.boundary, slot.seeds);
+        if (!own_work) return;
+        if (auto work = stage.function->own_weight_work()) work();
+      });
       slot = Slot();
+    } else if (own_work) {
+      input_grads = stage_backward(outputs, grads, *slot.boundary, slot.seeds);
+      slot = Slot();
+      slot.own_weight_work = stage.function->own_weight_work();
     } else {
       auto half = stage_backward_input(outputs, grads, *slot.boundary, slot.seeds);
       input_grads = std::move(half.input_grads);
@@ -620,6 +658,11 @@ StepResult Pipeline::step(const Tensors& inputs, const Tensors& targets) {
 StepResult Pipeline::step_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets,
                                        const std::vector<int64_t>& rows) {
   return state_->run(inputs, targets, rows, true);
+}
+
+StepResult Pipeline::eval_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets,
+                                       const std::vector<int64_t>& rows) {
+  return state_->run(inputs, targets, rows, false);
 }
 
 StepResult Pipeline::eval(const Tensors& inputs, const Tensors& targets) {

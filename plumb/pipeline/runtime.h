@@ -78,6 +78,8 @@ class Pipeline {
                                const std::vector<int64_t>& rows = {});
   // Forwards only, without autograd. Losses where targets are given.
   StepResult eval(const Tensors& inputs, const Tensors& targets = {});
+  StepResult eval_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets = {},
+                               const std::vector<int64_t>& rows = {});
 
   // The time lines of the last step of all ranks, on every rank. All ranks must call it.
   std::vector<TimelineEvent> gather_timeline();

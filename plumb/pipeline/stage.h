@@ -22,8 +22,17 @@ class StageFunction {
   virtual ~StageFunction() = default;
   // One microbatch. Inputs and outputs in the order of the layout (layout.h).
   virtual Tensors forward(const Tensors& inputs) = 0;
+  // What the runtime calls; a stage that has inputs of its own needs to know which microbatch it is.
+  virtual Tensors run(const Tensors& inputs, int microbatch) {
+    (void)microbatch;
+    return forward(inputs);
+  }
   // Leaves whose gradients are accumulated; frozen ones may be among them. Asked for at the start of every step.
   virtual std::vector<NamedTensor> parameters() const { return {}; }
+  // A stage that does a part of its weight gradients by itself: the runtime then runs autograd's whole backward where
+  // the input half would be, asks for the work right after it, and does it where the weight half would be.
+  virtual bool has_own_weight_work() const { return false; }
+  virtual std::function<void()> own_weight_work() { return {}; }
 };
 
 // A stage from a function and its parameters.

@@ -207,6 +207,24 @@ Schedule lower_schedule(const Schedule& given, const StageEdges& edges, const Lo
   return lowered;
 }
 
+std::vector<Action> with_surroundings(const std::vector<Action>& given, const LowerOptions& options) {
+  std::vector<Action> row, out;
+  int num_stages = 0;
+  for (const Action& action : given) {
+    if (action.is_idle()) continue;
+    row.push_back(action);
+    num_stages = std::max({num_stages, action.stage + 1, action.other_stage + 1});
+  }
+  Surroundings surroundings(row, num_stages, options);
+  for (std::size_t i = 0; i < row.size(); ++i) {
+    surroundings.before(i, out);
+    out.push_back(row[i]);
+    surroundings.after(row[i], out);
+  }
+  surroundings.finish(out);
+  return out;
+}
+
 Schedule merge_backwards(const Schedule& given) {
   Schedule schedule = without_idle(given);
   for (auto& row : schedule.rows) {

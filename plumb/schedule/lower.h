@@ -26,6 +26,9 @@ struct LowerOptions {
 // is taken as such.
 Schedule lower_schedule(const Schedule& schedule, const StageEdges& edges = {}, const LowerOptions& options = {});
 
+// A row of a rank with UNSHARD, RESHARD and REDUCE_GRAD as the options say; idle entries go.
+std::vector<Action> with_surroundings(const std::vector<Action>& row, const LowerOptions& options);
+
 // Joins an I directly followed by its own W into a B (idle entries between them go); one pass through the engine is
 // cheaper than two.
 Schedule merge_backwards(const Schedule& schedule);

@@ -115,5 +115,18 @@ TEST(MergeBackwards, LeavesOthersAlone) {
   EXPECT_EQ(merge_backwards(schedule), schedule);
 }
 
+TEST(Lower, SurroundingsFollowUse) {
+  auto text = [](const std::vector<Action>& row) {
+    std::string out;
+    for (const Action& a : row) out += to_string(a) + " ";
+    return out;
+  };
+  const auto row = parse_csv("0F0,,2F0,4F0,4B0,2B0,0B0\n").rows[0];
+  EXPECT_EQ(text(with_surroundings(row, {.reduce_grad = true, .max_unsharded = 2})),
+            "0UNSHARD 2UNSHARD 0F0 0RESHARD 4UNSHARD 2F0 4F0 4B0 4REDUCE_GRAD 4RESHARD 0UNSHARD 2B0 2REDUCE_GRAD "
+            "2RESHARD 0B0 0REDUCE_GRAD 0RESHARD ");
+  EXPECT_EQ(text(with_surroundings(row, {})), "0F0 2F0 4F0 4B0 2B0 0B0 ");
+}
+
 }  // namespace
 }  // namespace plumb

@@ -1,0 +1,273 @@
+// Stages at work: the stage backward, and the runtime over Python stages and torch's process groups.
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <map>
+
+#include "module.h"
+#include "plumb/core/error.h"
+#include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/runtime.h"
+
+namespace plumb::python {
+namespace {
+
+at::Tensor to_tensor(py::handle h) {
+  if (h.is_none()) return {};
+  if (!THPVariable_Check(h.ptr())) {
+    throw Error(ErrorKind::InvalidArgument, "a value of type " + py::str(py::type::of(h)).cast<std::string>() +
+                                                " stands where a tensor or None belongs");
+  }
+  return THPVariable_Unpack(h.ptr());
+}
+
+Tensors to_tensors(const py::sequence& list) {
+  Tensors tensors;
+  tensors.reserve(py::len(list));
+  for (py::handle h : list) tensors.push_back(to_tensor(h));
+  return tensors;
+}
+
+py::list to_list(const Tensors& tensors) {
+  py::list list(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    list[i] = tensors[i].defined() ? py::cast(tensors[i]) : py::object(py::none());
+  }
+  return list;
+}
+
+// "ValueError: what it said".
+std::string error_text(const py::error_already_set& error) {
+  return py::str(error.type().attr("__name__")).cast<std::string>() + ": " + py::str(error.value()).cast<std::string>();
+}
+
+// Python's exceptions must not travel through code without the GIL.
+template <typename F>
+auto guarded(const F& f) {
+  try {
+    return f();
+  } catch (const py::error_already_set& error) {
+    throw Error(ErrorKind::InvalidArgument, error_text(error));
+  }
+}
+
+// A stage whose work is done in Python: an object with run(inputs, microbatch), parameters(), and weight_work() or
+// None.
+class PyStage : public StageFunction {
+ public:
+  explicit PyStage(const py::object& stage)
+      : run_(stage.attr("run")), parameters_(stage.attr("parameters")), weight_work_(stage.attr("weight_work")) {
+    own_work_ = !weight_work_.is_none();
+  }
+  ~PyStage() override {
+    py::gil_scoped_acquire gil;
+    run_ = parameters_ = weight_work_ = py::object();
+  }
+
+  Tensors forward(const Tensors& inputs) override { return run(inputs, -1); }
+
+  Tensors run(const Tensors& inputs, int microbatch) override {
+    py::gil_scoped_acquire gil;
+    return guarded([&] { return to_tensors(run_(to_list(inputs), microbatch).cast<py::sequence>()); });
+  }
+
+  std::vector<NamedTensor> parameters() const override {
+    py::gil_scoped_acquire gil;
+    return guarded([&] {
+      std::vector<NamedTensor> named;
+      for (py::handle pair : parameters_()) {
+        const auto tuple = py::reinterpret_borrow<py::tuple>(pair);
+        named.push_back({tuple[0].cast<std::string>(), to_tensor(tuple[1])});
+      }
+      return named;
+    });
+  }
+
+  bool has_own_weight_work() const override { return own_work_; }
+  std::function<void()> own_weight_work() override {
+    py::gil_scoped_acquire gil;
+    return guarded([&]() -> std::function<void()> {
+      // The last copy may be let go without the GIL.
+      std::shared_ptr<py::object> work(new py::object(weight_work_()), [](py::object* object) {
+        py::gil_scoped_acquire gil;
+        delete object;
+      });
+      return [work] {
+        py::gil_scoped_acquire gil;
+        guarded([&] { return (*work)().is_none(); });
+      };
+    });
+  }
+
+ private:
+  py::object run_, parameters_, weight_work_;
+  bool own_work_ = false;
+};
+
+// Transports of one backend share a state: each has its own range of tags, and what failed stays failed. How many
+// ranges were handed out is kept as long as the backend lives, as ranks may let go of their pipelines at different
+// times.
+ProcessGroup shared_group(const py::object& group, double timeout_seconds) {
+  if (group.is_none()) return {};
+  auto& process_group = group.cast<c10d::ProcessGroup&>();
+  const auto timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_seconds * 1000));
+  ProcessGroup fresh = use_group(c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(&process_group),
+                                 nullptr, timeout);
+  struct Known {
+    c10::weak_intrusive_ptr<c10d::Backend> backend;
+    std::weak_ptr<ProcessGroup::State> state;
+    std::shared_ptr<int> tag_ranges;
+  };
+  static auto& known = *new std::map<c10d::Backend*, Known>();
+  auto& backend = fresh.state().backend;
+  auto it = known.find(backend.get());
+  if (it != known.end() && it->second.backend.expired()) it = known.erase(it);
+  if (it == known.end()) {
+    it = known.emplace(backend.get(), Known{c10::weak_intrusive_ptr<c10d::Backend>(backend), {}, nullptr}).first;
+    it->second.tag_ranges = std::make_shared<int>(0);
+  }
+  auto state = it->second.state.lock();
+  if (!state) {
+    // The state's end writes down how many ranges it handed out. Buffers of a failed step stay with Gloo for good.
+    auto count = it->second.tag_ranges;
+    state = std::shared_ptr<ProcessGroup::State>(new ProcessGroup::State(fresh.state()), [count](auto* s) {
+      *count = s->tag_ranges;
+      if (!s->failed) delete s;
+    });
+    state->tag_ranges = *count;
+    it->second.state = state;
+  }
+  state->timeout = timeout;
+  return ProcessGroup(state);
+}
+
+PipelineLayout make_layout(const std::vector<std::pair<std::vector<std::pair<int, int>>, int>>& stages, int num_inputs,
+                           const std::vector<std::vector<std::pair<int, std::string>>>& tied) {
+  PipelineLayout layout;
+  layout.num_inputs = num_inputs;
+  for (const auto& [inputs, num_outputs] : stages) {
+    StageLayout stage;
+    for (const auto& [from, index] : inputs) stage.inputs.push_back({from, index});
+    stage.num_outputs = num_outputs;
+    layout.stages.push_back(std::move(stage));
+  }
+  for (const auto& group : tied) {
+    TiedParameter parameter;
+    for (const auto& [stage, name] : group) parameter.copies.push_back({stage, name});
+    layout.tied.push_back(std::move(parameter));
+  }
+  layout.check();
+  return layout;
+}
+
+py::list events_to_python(const std::vector<TimelineEvent>& events) {
+  py::list list;
+  for (const auto& e : events) list.append(py::make_tuple(e.rank, to_string(e.action), e.waiting, e.start, e.end));
+  return list;
+}
+
+class PyPipeline {
+ public:
+  PyPipeline(const PipelineLayout& layout, const Schedule& schedule, const std::map<int, py::object>& stages,
+             const py::object& group, double timeout, bool scale_grads, bool record_timeline, bool check_numerics,
+             std::optional<std::uint64_t> seed) {
+    PipelineOptions options;
+    options.scale_grads = scale_grads;
+    options.return_outputs = false;  // the stages keep them
+    options.record_timeline = record_timeline;
+    options.check_numerics = check_numerics;
+    options.seed = seed;
+    std::map<int, std::shared_ptr<StageFunction>> functions;
+    for (const auto& [index, stage] : stages) functions[index] = std::make_shared<PyStage>(stage);
+    auto ranks = shared_group(group, timeout);
+    py::gil_scoped_release free;
+    pipeline_ = std::make_unique<Pipeline>(layout, schedule, std::move(functions), std::move(ranks), options);
+  }
+
+  py::object run(const py::sequence& inputs, const std::vector<int64_t>& rows, bool train) {
+    std::vector<Tensors> by_microbatch;
+    for (py::handle h : inputs) by_microbatch.push_back(to_tensors(py::reinterpret_borrow<py::sequence>(h)));
+    StepResult result;
+    {
+      py::gil_scoped_release free;
+      result = train ? pipeline_->step_microbatches(by_microbatch, {}, rows)
+                     : pipeline_->eval_microbatches(by_microbatch, {}, rows);
+    }
+    return events_to_python(result.timeline);
+  }
+
+  py::object gather_timeline() {
+    std::vector<TimelineEvent> events;
+    {
+      py::gil_scoped_release free;
+      events = pipeline_->gather_timeline();
+    }
+    return events_to_python(events);
+  }
+
+ private:
+  std::unique_ptr<Pipeline> pipeline_;
+};
+
+std::vector<TimelineEvent> to_events(const py::sequence& list) {
+  std::vector<TimelineEvent> events;
+  for (py::handle h : list) {
+    const auto t = py::reinterpret_borrow<py::tuple>(h);
+    events.push_back({t[0].cast<int>(), parse_action(t[1].cast<std::string>()), t[2].cast<double>(),
+                      t[3].cast<double>(), t[4].cast<double>()});
+  }
+  return events;
+}
+
+Register part([](py::module_& m) {
+  py::class_<PipelineLayout>(m, "PipelineLayout", "What flows between the stages of a pipeline.")
+      // stages: ([(stage or -1 for the model's inputs, index), ...], number of outputs); tied: [[(stage, name), ...],
+      // ...]
+      .def(py::init(&make_layout), py::arg("stages"), py::arg("num_inputs") = 1,
+           py::arg("tied") = std::vector<std::vector<std::pair<int, std::string>>>())
+      .def_static("open_chain", &PipelineLayout::open_chain)
+      .def_property_readonly("num_stages", &PipelineLayout::num_stages)
+      .def_readonly("num_inputs", &PipelineLayout::num_inputs)
+      .def_readonly("open", &PipelineLayout::open)
+      .def("__str__", &PipelineLayout::text);
+  py::class_<PyPipeline>(m, "Pipeline", "Runs a rank's part of a schedule over Python stages.")
+      .def(py::init<const PipelineLayout&, const Schedule&, const std::map<int, py::object>&, const py::object&, double,
+                    bool, bool, bool, std::optional<std::uint64_t>>(),
+           py::arg("layout"), py::arg("schedule"), py::arg("stages"), py::arg("group") = py::none(),
+           py::arg("timeout") = 60.0, py::arg("scale_grads") = true, py::arg("record_timeline") = false,
+           py::arg("check_numerics") = false, py::arg("seed") = py::none())
+      .def("run", &PyPipeline::run)
+      .def("gather_timeline", &PyPipeline::gather_timeline);
+  m.def("measured_bubble", [](const py::sequence& events) { return measured_bubble(to_events(events)); });
+
+  py::class_<DeferredWeights>(m, "DeferredWeights", "What the weight half of a stage backward still has to do.")
+      .def_property_readonly("pending", &DeferredWeights::pending);
+  m.def("stage_backward", [](const py::sequence& outputs, const py::sequence& grads, const py::sequence& inputs) {
+    const auto o = to_tensors(outputs), g = to_tensors(grads), i = to_tensors(inputs);
+    Tensors result;
+    {
+      py::gil_scoped_release free;
+      result = stage_backward(o, g, i);
+    }
+    return to_list(result);
+  });
+  m.def("stage_backward_input", [](const py::sequence& outputs, const py::sequence& grads, const py::sequence& inputs) {
+    const auto o = to_tensors(outputs), g = to_tensors(grads), i = to_tensors(inputs);
+    InputHalf half;
+    {
+      py::gil_scoped_release free;
+      half = stage_backward_input(o, g, i);
+    }
+    return py::make_tuple(to_list(half.input_grads), std::move(half.deferred));
+  });
+  m.def(
+      "stage_backward_weight",
+      [](DeferredWeights& deferred, bool retain_graph) {
+        py::gil_scoped_release free;
+        stage_backward_weight(deferred, retain_graph);
+      },
+      py::arg("deferred"), py::arg("retain_graph") = false);
+});
+
+}  // namespace
+}  // namespace plumb::python

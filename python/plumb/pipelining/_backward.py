@@ -1,0 +1,206 @@
+"""The backward of one stage: whole, or an input half and a weight half. The work is in C++ (stage_backward.h)."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from .. import _C
+from .._C import Error
+
+
+def _get_grad_fn_or_grad_acc(t: torch.Tensor) -> Node | None:
+    """The node of autograd's graph that a gradient of `t` goes to; None if it has none."""
+    return get_gradient_edge(t).node if t.requires_grad else None
+
+
+def construct_reverse_graph(roots: list[Node]) -> dict[Node, list[Node]]:
+    """For every node below the roots the nodes whose gradients go to it."""
+    users: dict[Node, list[Node]] = collections.defaultdict(list)
+    queue = collections.deque(dict.fromkeys(node for node in roots if node is not None))
+    seen = set(queue)
+    while queue:
+        node = queue.popleft()
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            users[child].append(node)
+            if child not in seen:
+                seen.add(child)
+                queue.append(child)
+    return users
+
+
+def reverse_closure(
+    roots: list[Node], target_nodes: set[Node], reverse_edges_dict: dict[Node, list[Node]]
+) -> tuple[set[Node], set[Node]]:
+    """All nodes between the roots and the graph's outputs, not going past target nodes; and the target nodes met."""
+    closure = {node for node in roots if node is not None}
+    met: set[Node] = set()
+    queue = list(closure)
+    while queue:
+        for user in reverse_edges_dict.get(queue.pop(), ()):
+            if user in closure:
+                continue
+            if user in target_nodes:
+                met.add(user)
+            else:
+                closure.add(user)
+                queue.append(user)
+    return closure, met
+
+
+def get_param_groups(
+    inputs: list[Node], params: list[Node], reverse_edges_dict: dict[Node, list[Node]]
+) -> list[dict[str, Any]]:
+    """Parameters that meet the inputs' path in the same nodes, together: ``{"params": ..., "intermediates": ...}``."""
+    path, _ = reverse_closure(inputs, set(), reverse_edges_dict)
+    groups: list[dict[str, Any]] = []
+    for param in params:
+        _, met = reverse_closure([param], path, reverse_edges_dict)
+        if not met:
+            continue
+        group = {"params": {param}, "intermediates": met}
+        for other in [g for g in groups if g["intermediates"] & met]:
+            group["params"] |= other["params"]
+            group["intermediates"] |= other["intermediates"]
+            groups.remove(other)
+        groups.append(group)
+    return groups
+
+
+class _WeightHalf(dict):
+    """What the input half leaves to the weight half: one group for all weights, as one run of the engine does them."""
+
+    def __init__(self, deferred):
+        super().__init__()
+        self.deferred = deferred
+
+
+def _as_list(values) -> list:
+    return [values] if isinstance(values, torch.Tensor) else list(values)
+
+
+def stage_backward_input(
+    stage_outputs_or_loss: Iterable[torch.Tensor],
+    output_grads: Iterable[torch.Tensor | None] | None,
+    input_values: Iterable[Any],
+    weights: Iterator[torch.nn.Parameter],
+) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
+    """The input half: gradients of the inputs, which are also added to their ``.grad``; no weight's ``.grad`` changes.
+
+    `output_grads` None: ones. The answer's second part is for `stage_backward_weight`. The outputs leave autograd's
+    graph, so that what only this half needed is freed.
+    """
+    outputs = _as_list(stage_outputs_or_loss)
+    grads = [torch.ones_like(t) for t in outputs] if output_grads is None else _as_list(output_grads)
+    inputs = list(input_values)
+    tensors = [t if isinstance(t, torch.Tensor) and t.requires_grad else None for t in inputs]
+    input_grads, deferred = _C.stage_backward_input(outputs, grads, tensors)
+    with torch.no_grad():
+        for tensor, grad in zip(tensors, input_grads):
+            if tensor is not None and grad is not None:
+                tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
+    for output in outputs:
+        if output.grad_fn is not None and not output._is_view():  # a view cannot leave the graph in place
+            output.detach_()
+    return tuple(input_grads), [_WeightHalf(deferred)] if deferred.pending else []
+
+
+def stage_backward_weight(
+    weights: Iterator[torch.nn.Parameter], param_groups: list[dict[str, Any]], retain_graph: bool = False
+) -> tuple[torch.Tensor | None, ...]:
+    """The weight half: adds to the weights' ``.grad`` what a whole backward would have; answers these in order."""
+    weights = list(weights)
+    for group in param_groups:
+        if isinstance(group, _WeightHalf):
+            if "grads" in group:
+                raise Error("the weight half starts from gradients that the input half kept; they cannot be replaced")
+            _C.stage_backward_weight(group.deferred, retain_graph)
+        else:
+            _group_backward(weights, group, retain_graph)
+    return tuple(weight.grad for weight in weights)
+
+
+def _group_backward(weights: list[torch.nn.Parameter], group: dict[str, Any], retain_graph: bool) -> None:
+    """A group made by hand: nodes ("intermediates") with the gradients that came into each ("grads"), and weights."""
+    accumulators = {_get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+    params = [accumulators[node] for node in group["params"]]
+    starts = [
+        (GradientEdge(node, index), grad)
+        for node, grads in zip(group["intermediates"], group["grads"])
+        for index, grad in enumerate(grads)
+        if grad is not None
+    ]
+    if not starts or not params:
+        return
+    edges, grads = zip(*starts)
+    found = torch.autograd.grad(edges, params, grads, retain_graph=retain_graph, allow_unused=True)
+    with torch.no_grad():
+        for param, grad in zip(params, found):
+            if grad is not None:
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
+
+
+def _collect(output, grad, outputs: list, grads: list) -> None:
+    """Tensors of a nested output beside their gradients; where a whole part has no gradient it takes no part."""
+    if isinstance(output, torch.Tensor):
+        if output.requires_grad:
+            if grad is not None and not isinstance(grad, torch.Tensor):
+                raise Error(f"an output of the stage is a tensor and its gradient a {type(grad).__name__}")
+            outputs.append(output)
+            grads.append(grad)
+    elif grad is None:
+        return
+    elif isinstance(output, (tuple, list)):
+        if not isinstance(grad, (tuple, list)) or len(grad) != len(output):
+            raise Error(f"an output of the stage is a {type(output).__name__} of {len(output)}, its gradient {grad!r}")
+        for pair in zip(output, grad):
+            _collect(*pair, outputs, grads)
+    elif isinstance(output, dict):
+        if not isinstance(grad, dict) or grad.keys() != output.keys():
+            raise Error(f"an output of the stage is a dict with keys {list(output)}, its gradient {grad!r}")
+        for key in output:
+            _collect(output[key], grad[key], outputs, grads)
+
+
+def stage_backward(
+    stage_output, output_grads, input_values: Iterable[Any], outputs_with_grads_idxs: list[int] | None = None
+) -> tuple[torch.Tensor | None, ...]:
+    """Adds to the gradients of all leaves and answers those of the inputs, whose ``.grad`` is unset again.
+
+    Outputs and their gradients may be nested tuples, lists and dicts; a gradient may be None for a number, which then
+    counts once.
+    """
+    if outputs_with_grads_idxs is not None:
+        stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
+        output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
+    outputs: list[torch.Tensor] = []
+    grads: list[torch.Tensor | None] = []
+    _collect(stage_output, output_grads, outputs, grads)
+    inputs = list(input_values)
+    wanted = [isinstance(t, torch.Tensor) and t.requires_grad for t in inputs]
+    # Parts of a batch that retain their gradients are no leaves; autograd hands them theirs by itself.
+    leaves = [t if want and t.is_leaf else None for t, want in zip(inputs, wanted)]
+    kept = [want and not t.is_leaf for t, want in zip(inputs, wanted)]
+    for tensor, keep in zip(inputs, kept):
+        if keep and not tensor.retains_grad:
+            raise Error(
+                "an input of the stage is no leaf: detach it before the stage's forward, or retain its gradient"
+            )
+    result = _C.stage_backward(outputs, grads, leaves)
+    for i, keep in enumerate(kept):
+        if keep:
+            result[i], inputs[i].grad = inputs[i].grad, None
+    return tuple(result)
+
+
+def _null_coalesce_accumulate(lhs, rhs):
+    """The sum of two values, of which each may be None."""
+    if lhs is None:
+        return rhs
+    return lhs if rhs is None else torch.add(lhs, rhs)

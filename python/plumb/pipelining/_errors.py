@@ -1,0 +1,15 @@
+"""plumb's error, also as the built-in types that users of ``torch.distributed.pipelining`` catch."""
+
+from .._C import Error
+
+
+class InvalidSchedule(Error, AssertionError):
+    """A table that cannot run."""
+
+
+class InvalidValue(Error, ValueError):
+    """An argument with a value that makes no sense."""
+
+
+class InvalidType(Error, TypeError):
+    """An argument of a type that makes no sense."""

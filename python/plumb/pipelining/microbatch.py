@@ -1,0 +1,284 @@
+"""Batches to microbatches and back."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils import _pytree as pytree
+
+from ._errors import InvalidSchedule, InvalidValue
+
+__all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
+
+DEFAULT_CHUNK_DIM = 0
+# Every microbatch then is the whole batch with zeros outside its own rows: for numbers that do not depend on the sizes
+# operators see.
+_debug_mask_minibatches = False
+
+
+class TensorChunkSpec:
+    """A tensor that is cut along a dimension."""
+
+    def __init__(self, split_dim: int):
+        self.split_dim = split_dim
+
+    def __repr__(self):
+        return f"{type(self).__module__}.{type(self).__name__}({self.split_dim})"
+
+    def __str__(self):
+        return f"TensorChunkSpec({self.split_dim})"
+
+    def __eq__(self, other):
+        return isinstance(other, TensorChunkSpec) and self.split_dim == other.split_dim
+
+    def __hash__(self):
+        return hash((TensorChunkSpec, self.split_dim))
+
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[int, ...]) -> Any:
+        """``(0, 1)``: the first argument is cut along dimension 0, the second along 1. May be nested."""
+        return pytree.tree_map(TensorChunkSpec, chunk_dims)
+
+    @staticmethod
+    def from_dict(chunk_dims: dict[str, int]) -> Any:
+        """The same by the arguments' names."""
+        return pytree.tree_map(TensorChunkSpec, chunk_dims)
+
+
+class _Replicate:
+    """A value that every microbatch gets whole."""
+
+
+class _CustomReducer:
+    """Merges the values of all microbatches: ``reduce_fn(reduce_fn(init_value, first), second)`` and so on."""
+
+    def __init__(self, init_value, reduce_fn):
+        self.init_value = init_value
+        self.reduce_fn = reduce_fn
+
+
+class _LossReducer(_CustomReducer):
+    pass
+
+
+sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
+
+
+def _is_leaf(value) -> bool:
+    return isinstance(value, BlockMask)
+
+
+def _is_replicated(spec) -> bool:
+    return spec is _Replicate or isinstance(spec, _Replicate)
+
+
+def _default_spec(value):
+    cut = isinstance(value, BlockMask) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    return TensorChunkSpec(DEFAULT_CHUNK_DIM) if cut else _Replicate()
+
+
+def _bounds(length: int, chunks: int) -> list[tuple[int, int]]:
+    """Where `chunks` parts of a length begin and end; the first ones are one longer if it does not divide."""
+    quotient, rest = divmod(length, chunks)
+    starts = [i * quotient + min(i, rest) for i in range(chunks + 1)]
+    return list(zip(starts, starts[1:]))
+
+
+def _split_dtensor(tensor: DTensor, dim: int, chunks: int) -> list[torch.Tensor]:
+    # Every rank cuts what it holds: no communication, and the placements stay.
+    parts = []
+    for local, (start, end) in zip(
+        torch.tensor_split(tensor.to_local(), chunks, dim), _bounds(tensor.shape[dim], chunks)
+    ):
+        shape = list(tensor.shape)
+        shape[dim] = end - start
+        parts.append(
+            DTensor.from_local(
+                local,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=tensor.stride(),
+            )
+        )
+    return parts
+
+
+def _masked(tensor: torch.Tensor, dim: int, parts) -> list[torch.Tensor]:
+    wholes = []
+    for part, (start, end) in zip(parts, _bounds(tensor.shape[dim], len(parts))):
+        whole = torch.zeros_like(tensor)
+        whole.narrow(dim, start, end - start).copy_(part)
+        wholes.append(whole)
+    return wholes
+
+
+def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) -> list[torch.Tensor]:
+    """Views of a tensor. A leaf's parts keep their own gradients too, as parts of a batch are inputs of a stage."""
+    dim = spec.split_dim
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InvalidSchedule(f"a tensor of sizes {list(tensor.shape)} cannot be cut along dimension {dim}")
+    if tensor.shape[dim] < num_chunks:
+        raise InvalidSchedule(
+            f"a tensor of sizes {list(tensor.shape)} cannot be cut into {num_chunks} microbatches along dimension {dim}"
+        )
+    if isinstance(tensor, DTensor):
+        return _split_dtensor(tensor, dim, num_chunks)
+    parts = list(torch.tensor_split(tensor, num_chunks, dim))
+    if tensor.requires_grad and tensor.is_leaf:
+        for part in parts:
+            part.retain_grad()
+    return _masked(tensor, dim, parts) if _debug_mask_minibatches else parts
+
+
+def _split_block_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]:
+    batch = block_mask.kv_num_blocks.size(0)
+    if batch == 1:  # holds for any batch
+        return [block_mask] * num_chunks
+    if batch < num_chunks:
+        raise InvalidSchedule(f"a block mask for a batch of {batch} cannot be cut into {num_chunks} microbatches")
+
+    def cut(tensor):
+        return [None] * num_chunks if tensor is None else torch.tensor_split(tensor, num_chunks, 0)
+
+    def shifted(by: int):
+        return lambda b, h, q, kv: block_mask.mask_mod(b + by, h, q, kv)
+
+    parts = zip(
+        cut(block_mask.kv_num_blocks),
+        cut(block_mask.kv_indices),
+        cut(block_mask.full_kv_num_blocks),
+        cut(block_mask.full_kv_indices),
+        _bounds(batch, num_chunks),
+    )
+    return [
+        BlockMask.from_kv_blocks(
+            numbers,
+            indices,
+            full_numbers,
+            full_indices,
+            BLOCK_SIZE=block_mask.BLOCK_SIZE,
+            mask_mod=shifted(start),
+            seq_lengths=block_mask.seq_lengths,
+        )
+        for numbers, indices, full_numbers, full_indices, (start, _) in parts
+    ]
+
+
+def _length(value, spec) -> int | None:
+    """How many rows there are to cut; None for what goes to every microbatch whole."""
+    if _is_replicated(spec):
+        return None
+    if not isinstance(spec, TensorChunkSpec) or not isinstance(value, (torch.Tensor, BlockMask)):
+        raise InvalidValue(f"a value of type {type(value).__name__} cannot be cut as {spec} says")
+    if isinstance(value, torch.Tensor):
+        return value.size(spec.split_dim)
+    if spec.split_dim != 0:
+        raise InvalidSchedule("a block mask is cut along dimension 0")
+    return None if value.kv_num_blocks.size(0) == 1 else value.kv_num_blocks.size(0)
+
+
+def _split_value(value, spec, chunks: int) -> list:
+    if _is_replicated(spec):
+        return [value] * chunks
+    if isinstance(value, BlockMask):
+        return _split_block_mask(value, chunks)
+    return _split_tensor(value, spec, chunks)
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: tuple[Any, ...] | None = None,
+    kwargs_chunk_spec: dict[str, Any] | None = None,
+) -> tuple[list[tuple], list[dict]]:
+    """The arguments of every microbatch.
+
+    Specs have the structure of the arguments: a `TensorChunkSpec`, or `_Replicate` for what every microbatch gets
+    whole. Without specs tensors are cut along dimension 0 and everything else is replicated. Where the batch does not
+    divide the first microbatches get one row more. Fewer than `chunks` microbatches come back where a tensor has fewer
+    rows.
+    """
+    whole = (tuple(args), dict(kwargs or {}))
+    given = (args_chunk_spec if whole[0] else None, kwargs_chunk_spec if whole[1] else None)
+    specs = tuple(
+        pytree.tree_map(_default_spec, values, is_leaf=_is_leaf) if spec is None else spec
+        for values, spec in zip(whole, given)
+    )
+    # Dicts are told apart by their keys, not by the order in which these were written.
+    specs = (tuple(specs[0]), {key: specs[1][key] for key in whole[1] if key in specs[1]} | dict(specs[1]))
+    values, structure = pytree.tree_flatten(whole, is_leaf=_is_leaf)
+    flat_specs = pytree.tree_leaves(specs)
+    if len(flat_specs) != len(values) or len(specs[0]) != len(whole[0]) or specs[1].keys() != whole[1].keys():
+        raise InvalidSchedule(
+            f"the chunk specs {specs} do not fit the arguments: {len(whole[0])} positional, named {list(whole[1])}"
+        )
+    lengths = [length for value, spec in zip(values, flat_specs) if (length := _length(value, spec)) is not None]
+    real = min([chunks, *lengths])
+    if real < 1:
+        raise InvalidSchedule("an argument with no rows cannot be cut into microbatches")
+    parts = [_split_value(value, spec, real) for value, spec in zip(values, flat_specs)]
+    split = [pytree.tree_unflatten([part[i] for part in parts], structure) for i in range(real)]
+    return [args for args, _ in split], [kwargs for _, kwargs in split]
+
+
+def _concatenate(values: list, dim: int):
+    distributed = [isinstance(value, DTensor) for value in values]
+    if any(distributed):
+        first = values[0]
+        if not all(distributed) or any(value.placements != first.placements for value in values):
+            raise InvalidSchedule("the microbatches' outputs are distributed in different ways and cannot be merged")
+        shape = list(first.shape)
+        shape[dim] = sum(value.shape[dim] for value in values)
+        local = torch.cat([value.to_local() for value in values], dim)
+        return DTensor.from_local(
+            local, first.device_mesh, first.placements, run_check=False, shape=torch.Size(shape), stride=first.stride()
+        )
+    if _debug_mask_minibatches:
+        bounds = _bounds(values[0].shape[dim], len(values))
+        values = [value.narrow(dim, start, end - start) for value, (start, end) in zip(values, bounds)]
+    return torch.stack(values) if values[0].dim() == 0 else torch.cat(values, dim)
+
+
+def merge_chunks(chunks: list[Any], chunk_spec) -> Any:
+    """The microbatches' values as one.
+
+    `chunk_spec` has their structure: `TensorChunkSpec` concatenates (numbers are stacked), `_CustomReducer` reduces,
+    anything else stands for values that are equal in all microbatches. None: tensors are concatenated along dimension
+    0, and everything else has to be equal.
+    """
+    flat = [pytree.tree_flatten(chunk) for chunk in chunks]
+    if chunk_spec is None:
+        structure = flat[0][1]
+        specs = [TensorChunkSpec(DEFAULT_CHUNK_DIM) if isinstance(v, torch.Tensor) else None for v in flat[0][0]]
+    else:
+        specs, structure = pytree.tree_flatten(chunk_spec)
+    for values, _ in flat:
+        if len(values) != len(specs):
+            raise InvalidValue(f"a microbatch's value {values} does not fit the chunk spec {chunk_spec}")
+    merged = []
+    for spec, values in zip(specs, zip(*(values for values, _ in flat))):
+        if isinstance(spec, TensorChunkSpec):
+            merged.append(_concatenate(list(values), spec.split_dim))
+        elif isinstance(spec, _CustomReducer):
+            total = spec.init_value
+            for value in values:
+                total = spec.reduce_fn(total, value)
+            merged.append(total)
+        else:
+            if not all(_equal(value, values[0]) for value in values):
+                raise InvalidSchedule(f"the microbatches' values differ and nothing says how to merge them: {values}")
+            merged.append(values[0])
+    return pytree.tree_unflatten(merged, structure)
+
+
+def _equal(a, b) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)

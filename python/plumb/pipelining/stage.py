@@ -1,0 +1,219 @@
+"""A stage of a pipeline: a part of the model on one rank."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from .._C import Error
+from ._errors import InvalidValue
+
+__all__ = ["PipelineStage", "build_stage"]
+
+
+class _PipelineStageBase:
+    """What all stages have: a module, a place in the pipeline, and a process group."""
+
+    # Where values come from, for stages cut from a graph (`_C.PipelineLayout`); None: from the stage before.
+    layout = None
+
+    def __init__(
+        self,
+        submodule: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+    ):
+        if not 0 <= stage_index < num_stages:
+            raise InvalidValue(f"there is no stage {stage_index} among {num_stages} stages")
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self.group = group
+        self.dw_builder = dw_builder
+        together = dist.is_available() and dist.is_initialized()
+        self.group_rank = dist.get_rank(group) if together else 0
+        self.group_size = dist.get_world_size(group) if together else 1
+        if self.group_size > num_stages:
+            raise Error(f"{num_stages} stages cannot be spread over a group of {self.group_size} ranks")
+        self.has_backward = False
+        self.chunks: int | None = None
+        self.output_chunks: list[Any] = []
+        self.stage_index_to_group_rank = {i: i % self.group_size for i in range(num_stages)}
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    def clear_runtime_states(self) -> None:
+        self.output_chunks.clear()
+
+    def forward_maybe_with_nosync(self, *args, **kwargs):
+        """The module's output. Data parallel modules wait with their reduction until the step's end."""
+        if isinstance(self.submod, DistributedDataParallel):
+            with self.submod.no_sync():
+                return self.submod(*args, **kwargs)
+        return self.submod(*args, **kwargs)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divides the module's gradients. Schedules do that by themselves."""
+        if grad_scale_factor != 1:
+            for parameter in self.submod.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(grad_scale_factor)
+
+    def reduce_gradients(self) -> None:
+        """Means of the gradients over the replicas of a data parallel module, after a step."""
+        if not isinstance(self.submod, DistributedDataParallel):
+            return
+        group = self.submod.process_group
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in self.submod.parameters():
+            if parameter.grad is not None:
+                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for grads in by_dtype.values():
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            dist.all_reduce(flat, group=group)
+            flat.div_(dist.get_world_size(group))
+            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+                grad.copy_(part.view_as(grad))
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return list(self.submod.named_parameters()) if isinstance(self.submod, torch.nn.Module) else []
+
+
+class PipelineStage(_PipelineStageBase):
+    """A module as a stage of a pipeline whose stages follow each other.
+
+    What the module returns is what the next stage's module is called with: a tensor, a tuple or list of them, or any
+    nesting of tuples, lists, dicts, tensors, numbers, strings and None (a tuple or list is passed as positional
+    arguments, anything else as one). Keyword arguments come from every rank's own ``step(**kwargs)``. Shapes and dtypes
+    may change from microbatch to microbatch; nothing is run beforehand to learn them.
+
+    Args:
+        submodule: the module, or any callable.
+        stage_index, num_stages: its place.
+        device: where it runs.
+        input_args, output_args: example tensors; a warning says where the first microbatch differs from them.
+        output_grads, input_grads: taken for compatibility.
+        group: the ranks of the pipeline; None: all of them. A process alone needs no group.
+        dw_builder: called after a stage's backward, answers a callable that does the rest of the weight gradients; it
+            runs where the schedule has the weight half.
+        get_mesh: taken for compatibility.
+        tied: ``{"head.weight": "embedding"}``: parameters of this module that are copies of others; equal names on
+            other stages tie them. Their gradients are summed over the copies after every step.
+    """
+
+    def __init__(
+        self,
+        submodule: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        input_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        output_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        output_grads: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
+        input_grads: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+        get_mesh: Callable | None = None,
+        *,
+        tied: dict[str, str] | None = None,
+    ):
+        super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
+        self.tied = dict(tied or {})
+        unknown = self.tied.keys() - {name for name, _ in self.named_parameters()}
+        if unknown:
+            raise InvalidValue(f"stage {stage_index} has no parameter {sorted(unknown)} that could be tied")
+        self._expected = {"input": _metas(input_args), "output": _metas(output_args)}
+
+    def check_example(self, what: str, values) -> None:
+        """Warns once if the first microbatch's values are not like the examples."""
+        expected, self._expected[what] = self._expected.get(what), None
+        if expected is not None and expected != (actual := _metas(values)):
+            warnings.warn(
+                f"stage {self.stage_index}: the {what}s are {actual}, the examples said {expected}", stacklevel=2
+            )
+
+
+def _metas(values):
+    if values is None:
+        return None
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return tuple((list(v.shape), v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in values)
+
+
+def pack(output) -> list[torch.Tensor | None]:
+    """A stage's output as flat tensors. Unless it is a tensor or a tuple or list of them, None and the structure (as
+    text in a tensor) come first."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, (tuple, list)) and all(isinstance(v, torch.Tensor) for v in output):
+        return list(output)
+    leaves, spec = pytree.tree_flatten(output)
+    places = [None if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
+    try:
+        text = json.dumps([pytree.treespec_dumps(spec), places])
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise Error(f"a stage cannot hand on {type(output).__name__} {places}: {error}") from None
+    structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return [None, structure, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+
+
+def unpack(values: list[torch.Tensor | None]) -> tuple:
+    """The positional arguments that `pack` made flat."""
+    if not values or values[0] is not None:
+        return tuple(values)
+    spec, places = json.loads(bytes(values[1].numpy()).decode())
+    tensors = iter(values[2:])
+    leaves = [next(tensors) if place is None else place[0] for place in places]
+    output = pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
+    return tuple(output) if type(output) in (tuple, list) else (output,)
+
+
+def accepted(module, kwargs: dict[str, Any]) -> set[str]:
+    """The names among `kwargs` that a module's forward takes."""
+    try:
+        parameters = inspect.signature(module.forward if isinstance(module, torch.nn.Module) else module).parameters
+    except (TypeError, ValueError):
+        return set(kwargs)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return set(kwargs)
+    return kwargs.keys() & parameters.keys()
+
+
+def build_stage(
+    stage_module: torch.nn.Module,
+    stage_index: int,
+    pipe_info,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> _PipelineStageBase:
+    """The stage of a cut model (`Pipe.info()`) around `stage_module`, which may have been changed meanwhile."""
+    return _PipelineStage(stage_module, stage_index, pipe_info, device, group)
+
+
+class _PipelineStage(_PipelineStageBase):
+    """A stage cut from a graph: its inputs are model inputs and outputs of any stages before it."""
+
+    def __init__(self, stage_module, stage_index, pipe_info, device, group=None):
+        super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group)
+        self.pipe_info = pipe_info
+        self.layout = pipe_info.layout
+        if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
+            stage_module.to(self.device)

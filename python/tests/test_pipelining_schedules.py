@@ -1,0 +1,242 @@
+"""Schedules as data, beside torch's own."""
+
+import json
+
+import pytest
+from plumb.pipelining import ScheduleTable, _schedule_visualizer, schedules, search_schedule
+from plumb.pipelining._schedule_visualizer import get_schedule_ops
+from plumb.pipelining.schedules import (
+    RECV_F,
+    RESHARD,
+    SEND_B,
+    UNSHARD,
+    B,
+    F,
+    I,
+    W,
+    _Action,
+    _PipelineScheduleRuntime,
+    _validate_schedule,
+    get_schedule_class,
+)
+from torch.distributed.pipelining import _schedule_visualizer as torch_visualizer
+from torch.distributed.pipelining import schedules as torchs
+
+import plumb
+
+NAMES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+SIZES = [(2, 4), (4, 8), (4, 10), (8, 16)]
+OWN = ["ZBH1", "ZBH2", "VHalf", "VMin", "DualPipe"]
+
+
+def text(rows):
+    return [[str(a) for a in row if a is not None] for row in rows]
+
+
+def both(actions):
+    """A table as plumb's and as torch's actions."""
+    return (
+        {rank: [_Action.from_str(a) for a in row] for rank, row in actions.items()},
+        {rank: [torchs._Action.from_str(a) for a in row] for rank, row in actions.items()},
+    )
+
+
+def computing(rows):
+    return [[a for a in row if "REDUCE" not in a] for row in rows]
+
+
+@pytest.mark.parametrize("ranks, microbatches", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_are_torchs(name, ranks, microbatches):
+    theirs = {"ZBV": "ZBVZeroBubble"}.get(name, name)
+    ours = text(get_schedule_ops(name, ranks, microbatches))
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % max(1, microbatches // ranks):
+        with pytest.raises(ValueError):
+            torch_visualizer.get_schedule_ops(theirs, ranks, microbatches)
+    else:
+        expected = text(torch_visualizer.get_schedule_ops(theirs, ranks, microbatches))
+        if name == "1F1B":
+            # torch's last rank begins with microbatch 1 and never runs 0.
+            assert f"{ranks - 1}F0" not in expected.pop() and f"{ranks - 1}F0" in computing(ours).pop()
+            ours.pop()
+        assert ours == expected
+    assert get_schedule_class(name.lower()) is get_schedule_class(name.upper())
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_tables_can_run(name):
+    rows = get_schedule_ops(name, 4, 12)
+    lowered = get_schedule_ops(name, 4, 12, with_comms=True)
+    assert text(rows) == [
+        [a for a in row if "_" not in a or "OVERLAP" in a]
+        for row in [[a for a in row if "SHARD" not in a and "REDUCE" not in a] for row in text(lowered)]
+    ]
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "1F0",
+        "2B1",
+        "0W3",
+        "4I10",
+        "1UNSHARD",
+        "3RESHARD",
+        "2REDUCE_GRAD",
+        "0SEND_F1",
+        "1RECV_F0",
+        "1SEND_B2",
+        "0RECV_B0",
+        "(0F5;7B2)OVERLAP_F_B",
+        "(1F0;2I3)OVERLAP_F_B",
+    ],
+)
+def test_actions_have_torchs_text(action):
+    ours, theirs = _Action.from_str(f" {action}"), torchs._Action.from_str(action)
+    assert str(ours) == repr(ours) == action
+    assert tuple(ours[:3]) == tuple(theirs[:3]) and ours.is_compute_op == theirs.is_compute_op
+
+
+def test_an_action_is_a_tuple():
+    assert _Action.from_str("2F0") == _Action(2, F, 0) == (2, "F", 0, None)
+    assert _Action.from_str("1UNSHARD") == _Action(1, UNSHARD) and _Action.from_str("3RESHARD") == _Action(3, RESHARD)
+    assert _Action.from_str("  ") is None
+    assert _Action(1, RECV_F, 0) != _Action(1, SEND_B, 0)
+
+
+@pytest.mark.parametrize(
+    "bad", ["2F", "F0", "2X0", "2F0x", "2F0 1F0", "1UNSHARD3", "(0F1)OVERLAP_F_B", "-1F0", "0SEND_F2>3"]
+)
+def test_the_parser_is_strict(bad):
+    with pytest.raises(plumb.Error, match="."):
+        _Action.from_str(bad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lowering_is_torchs(name):
+    rows = dict(enumerate(text(get_schedule_ops(name, 4, 8))))
+    rows = {rank: [a for a in row if "REDUCE" not in a] for rank, row in rows.items()}
+    ours, theirs = both(rows)
+    mapping = _validate_schedule(ours, 4, 1 + max(a.stage_index for r in ours.values() for a in r), 8)
+    stages = len(mapping)
+    for rank in rows:
+        unsharded = schedules._add_unshard_reshard(ours[rank], 2)
+        assert text([unsharded]) == text([torchs._add_unshard_reshard(theirs[rank], 2)])
+        assert text([schedules._add_reduce_grad(ours[rank], 8)]) == text([torchs._add_reduce_grad(theirs[rank], 8)])
+        assert text([schedules._merge_bw(ours[rank])]) == text([torchs._merge_bw(list(theirs[rank]))])
+    lowered = schedules._add_send_recv(ours, mapping.__getitem__, stages)
+    expected = torchs._add_send_recv(theirs, mapping.__getitem__, stages)
+    assert text(lowered.values()) == text(expected.values())
+    late = schedules._defer_recv_ops(lowered, mapping.__getitem__)
+    assert text(late.values()) == text(torchs._defer_recv_ops(expected, mapping.__getitem__).values())
+    if name != "DualPipeV":  # torch does not simulate pairs
+        played = schedules._simulate_comms_compute(lowered, mapping.__getitem__, stages)
+        reference = torchs._simulate_comms_compute(expected, mapping.__getitem__, stages)
+        assert {r: list(map(str, row)) for r, row in played.items()} == {
+            r: list(map(str, row)) for r, row in reference.items()
+        }
+
+
+def test_a_table_as_text_is_torchs():
+    ours, theirs = both({0: ["0F0", "", "0F1", "0B0", "0B1"], 1: ["", "1F0", "1B0", "", "1RECV_F1", "1F1", "1B1"]})
+    for step in (None, 0, 5):
+        assert schedules._format_pipeline_order(ours, step) == torchs._format_pipeline_order(theirs, step)
+
+
+def parse(*rows):
+    return {rank: [_Action.from_str(a) for a in row.split(",")] for rank, row in enumerate(rows)}
+
+
+@pytest.mark.parametrize(
+    "rows", [("0F0,0B0", "1F0,1B0"), ("0F0,0I0,0W0", "1F0,,1I0,1W0"), ("0F0,,,0B0", "1F0,1I0,1W0")]
+)
+def test_a_complete_table_says_who_runs_what(rows):
+    assert _validate_schedule(parse(*rows), 2, 2, 1) == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize(
+    "ranks, microbatches, rows, says",
+    [
+        (2, 1, ("0F0,0B0",), "ranks"),
+        (2, 1, ("0F0,0B0", "1F0"), "1"),
+        (2, 2, ("0F0,0B0", "1F0,1B0"), "microbatch"),
+        (2, 1, ("0F0,0B0", "1B0,1F0"), "1B0"),
+        (2, 1, ("0F0,0W0,0I0", "1F0,1B0"), "0W0"),
+        (2, 1, ("0F0,0B0,1F0", "1F0,1B0"), "1F0"),
+        (2, 2, ("0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"), "."),
+    ],
+)
+def test_a_table_that_cannot_run_is_an_assertion_and_an_error(ranks, microbatches, rows, says):
+    with pytest.raises(AssertionError, match=says):
+        _validate_schedule(parse(*rows), ranks, 2, microbatches)
+    with pytest.raises(plumb.Error):
+        _validate_schedule(parse(*rows), ranks, 2, microbatches)
+
+
+def stand_ins(count, ranks):
+    return [_schedule_visualizer._StandIn(i, count * ranks, ranks) for i in range(count)]
+
+
+def test_csv_files_round_trip_and_take_comments(tmp_path):
+    made = get_schedule_class("ZBVZeroBubble")(stand_ins(2, 2), 4)
+    compute, comms = str(tmp_path / "compute.csv"), str(tmp_path / "comms.csv")
+    made._dump_csv(compute, format="compute_only")
+    made._dump_csv(comms)
+    for file, form in ((compute, "compute_only"), (comms, "compute_comms")):
+        with open(file) as f:
+            lines = f.read()
+        with open(file, "w") as f:
+            f.write(f"# a schedule\n\n{lines}# the end\n")
+        runtime = _PipelineScheduleRuntime(stand_ins(2, 2), 4)
+        runtime._load_csv(file, format=form)
+        assert runtime.pipeline_order_with_comms == made.pipeline_order_with_comms
+        assert runtime.stage_index_to_group_rank == made.stage_index_to_group_rank == {0: 0, 1: 1, 2: 1, 3: 0}
+    assert runtime._simulate() == made._simulate()
+    with pytest.raises(ValueError, match="Expected compute-only schedule"):
+        runtime._load_csv(comms)
+    with open(compute, "a") as f:
+        f.write("0Q0\n")
+    with pytest.raises(plumb.Error, match="compute.csv"):
+        runtime._load_csv(compute)
+
+
+def test_subclasses_give_their_own_tables():
+    class Loop(schedules.PipelineScheduleMulti):
+        def __init__(self, stages, n):
+            super().__init__(stages, n)
+            for rank in range(self.pp_group_size):
+                self.pipeline_order[rank] = [_Action(rank, F, m) for m in range(n)] + [
+                    _Action(rank, B, m) for m in range(n)
+                ]
+
+    assert text(get_schedule_ops(Loop, 2, 2, 1)) == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+
+
+def test_tables_are_refused_where_they_do_not_fit():
+    with pytest.raises(ValueError, match="2 stages on every rank"):
+        get_schedule_class("ZBVZeroBubble")(stand_ins(3, 2), 4)
+    with pytest.raises(ValueError, match="no schedule named"):
+        get_schedule_class("2F2B")
+    table = search_schedule(3, 6, {"forward": 2, "input": 2, "weight": 1, "communication": 0.1}, memory_limit=3)
+    assert ScheduleTable(stand_ins(1, 3), 6, table=table).stage_index_to_group_rank == {0: 0, 1: 1, 2: 2}
+    with pytest.raises(AssertionError, match="3 ranks"):
+        ScheduleTable(stand_ins(1, 2), 6, table=table)
+    assert table.simulate({"forward": 2, "input": 2, "weight": 1})["peak_memory"] <= [3, 3, 3]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_spacing_shows_where_ranks_wait(name, capsys):
+    ours = get_schedule_ops(name, 4, 8, add_spacing=True)
+    widths = {a: v.width for a, v in _schedule_visualizer.action_type_to_color_mapping.items()}
+    lengths = {sum(1 if a is None else widths[a.computation_type] for a in row) for row in ours}
+    assert len(lengths) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_pictures_and_traces_are_written(tmp_path):
+    ops = get_schedule_ops("DualPipeV", 2, 4, add_spacing=True)
+    _schedule_visualizer.visualize_schedule(ops, str(tmp_path / "a.svg"))
+    assert "<svg" in (tmp_path / "a.svg").read_text() and "OVERLAP_F_B" in (tmp_path / "a.svg").read_text()
+    schedules._dump_chrometrace({0: [_Action(0, F, 0), None, _Action(0, I, 0), _Action(0, W, 0)]}, str(tmp_path / "t"))
+    events = json.loads((tmp_path / "t").read_text())["traceEvents"]
+    assert [(e["name"], e["ts"]) for e in events] == [("0F0", 0), ("0I0", 2), ("0W0", 3)]
