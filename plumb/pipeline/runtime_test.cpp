@@ -493,5 +493,67 @@ TEST(Pipeline, TiesOneTensorInTwoStages) {
   EXPECT_TRUE(at::equal(found, w.grad()));
 }
 
+// Has inputs of its own by microbatch, and hands on as many values as the microbatch's number says.
+struct GrowingStage : StageFunction {
+  explicit GrowingStage(int s) : stage(s), weight(test_weight(s, {4, 4})) {}
+  Tensors forward(const Tensors&) override { throw std::logic_error("not called by the runtime"); }
+  Tensors run(const Tensors& inputs, int microbatch) override {
+    if (stage == 0) {
+      Tensors out;
+      for (int i = 0; i <= microbatch; i++) out.push_back(at::linear(test_data(10 * microbatch + i, {2, 4}), weight));
+      out.emplace_back();
+      return out;
+    }
+    EXPECT_EQ(inputs.size(), microbatch + 2u);
+    EXPECT_FALSE(inputs.back().defined());
+    auto sum = at::zeros({2, 4});
+    for (size_t i = 0; i + 1 < inputs.size(); i++) sum = sum + at::linear(inputs[i], weight).tanh();
+    return {sum.square().mean()};
+  }
+  std::vector<NamedTensor> parameters() const override { return {{"w" + std::to_string(stage), weight}}; }
+  int stage;
+  at::Tensor weight;
+};
+
+TEST(Pipeline, AnOpenChainHandsOnWhateverStagesReturn) {
+  for (const char* name : {"LoopedBFS", "ZBVZeroBubble", "InterleavedZeroBubble"}) {
+    const auto schedule = make_schedule(name, 1, 3, 2);
+    std::map<int, std::shared_ptr<StageFunction>> stages;
+    for (int s : {0, 1}) stages[s] = std::make_shared<GrowingStage>(s);
+    PipelineOptions options;
+    options.scale_grads = false;
+    Pipeline pipeline(PipelineLayout::open_chain(2), schedule, stages, {}, options);
+    auto losses = pipeline.step_microbatches({}).losses;
+    GrowingStage first(0), second(1);
+    for (int m = 0; m < 3; m++) {
+      auto loss = second.run(first.run({}, m), m)[0];
+      EXPECT_TRUE(at::equal(loss, losses[m]));
+      loss.backward();
+    }
+    EXPECT_TRUE(at::equal(stages[0]->parameters()[0].tensor.grad(), first.weight.grad()));
+    EXPECT_TRUE(at::equal(stages[1]->parameters()[0].tensor.grad(), second.weight.grad()));
+    EXPECT_TRUE(pipeline.eval_microbatches({}).losses.empty());
+  }
+}
+
+TEST(Pipeline, AStageMayDoPartOfItsWeightGradientsItself) {
+  struct OwnWork : GrowingStage {
+    using GrowingStage::GrowingStage;
+    bool has_own_weight_work() const override { return true; }
+    std::function<void()> own_weight_work() override {
+      log += "I";
+      return [this] { log += "W"; };
+    }
+    std::string log;
+  };
+  auto own = std::make_shared<OwnWork>(0);
+  auto plain = std::make_shared<GrowingStage>(1);
+  Schedule schedule = parse_csv("0F0,1F0,1B0,0I0,0F1,1F1,1B1,0I1,0W0,0W1\n");
+  Pipeline pipeline(PipelineLayout::open_chain(2), schedule, {{0, own}, {1, plain}});
+  pipeline.step_microbatches({});
+  EXPECT_EQ(own->log, "IIWW");
+  EXPECT_TRUE(own->weight.grad().defined());
+}
+
 }  // namespace
 }  // namespace plumb

@@ -107,10 +107,16 @@ bool may_run_twice(Node& node) {
       !node.retains_grad_hooks().empty()) {
     return false;
   }
-  if (node.is_traceable()) return true;
+  // By type: all of Python's functions are one, and asking them raises.
   static thread_local std::unordered_map<std::type_index, bool> known;
   auto [it, fresh] = known.try_emplace(std::type_index(typeid(node)), false);
-  if (fresh) it->second = node.name().find("CppNode<plumb::") != std::string::npos;
+  if (!fresh) return it->second;
+  try {
+    it->second = node.is_traceable();
+  } catch (const std::exception&) {
+    return false;
+  }
+  it->second = it->second || node.name().find("CppNode<plumb::") != std::string::npos;
   return it->second;
 }
 

@@ -30,6 +30,8 @@ constexpr int kTagsPerTransport = 1 << 20, kFirstTag = 1 << 10;
 
 at::Tensor byte_buffer(std::int64_t bytes) { return at::empty({bytes}, at::kByte); }
 
+std::vector<std::uint8_t> as_bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
 Prologue read_prologue(const at::Tensor& buffer) {
   Prologue p;
   std::memcpy(&p, buffer.const_data_ptr(), sizeof p);
@@ -209,9 +211,36 @@ struct Transport::State {
     return false;
   }
 
+  static std::string late_key(int rank) { return "plumb/late/" + std::to_string(rank); }
+
+  // Tells the others that this rank has waited for `peer` in vain.
+  void store_late(int peer) const noexcept {
+    try {
+      if (const auto& store = group.state().store) store->set(late_key(group.rank()), as_bytes(std::to_string(peer)));
+    } catch (const std::exception&) {
+      // Without the store the neighbour is named.
+    }
+  }
+
+  // Who keeps everybody waiting: the peer, or whom that one has waited for in vain, and so on.
+  int last_waited_for(int peer) const {
+    const auto& store = group.state().store;
+    int rank = peer;
+    try {
+      for (int k = 0; store && k < group.size() && store->check({late_key(rank)}); k++) {
+        const auto bytes = store->get(late_key(rank));
+        rank = std::atoi(std::string(bytes.begin(), bytes.end()).c_str());
+      }
+    } catch (const std::exception&) {
+      return peer;
+    }
+    return rank == group.rank() ? peer : rank;
+  }
+
   [[noreturn]] void raise_lost(int peer, const std::string& waiting, const std::exception& e) {
     const std::string text = first_line(e.what());
     const bool late = text.find("imed out") != std::string::npos;
+    if (late) store_late(peer);
     Cause cause;
     // The peer may have told its reason on another way, or be about to.
     const auto patience = late ? std::min(group.timeout() / 2, milliseconds(2000)) : milliseconds(700);
@@ -222,7 +251,7 @@ struct Transport::State {
       if (!found) std::this_thread::sleep_for(milliseconds(10));
     }
     if (!found) {
-      cause.rank = peer;
+      cause.rank = late ? last_waited_for(peer) : peer;
       cause.text =
           late ? "no answer within " + std::to_string(group.timeout().count()) + " ms" : "it is gone (" + text + ")";
     }
@@ -245,7 +274,7 @@ struct Transport::State {
     try {
       if (shared.store) {
         const std::string text = std::to_string(rank_at_fault) + ":" + cause;
-        shared.store->set(store_key(group.rank()), std::vector<std::uint8_t>(text.begin(), text.end()));
+        shared.store->set(store_key(group.rank()), as_bytes(text));
       }
     } catch (const std::exception&) {
       // Told on the other way below.

@@ -45,7 +45,8 @@ TEST(Turns, ATableThatStopsNamesTheEntries) {
 }
 
 TEST(Turns, LateReceivesStandBeforeTheirUserAndTheLowerRankReceivesFirst) {
-  const Schedule lowered = add_messages_in_turns(one_f_one_b_schedule(2, 2));
+  const Schedule lowered = parse_csv(
+      "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n");
   EXPECT_EQ(to_csv(defer_receives(lowered)),
             "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1\n"
             "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n");

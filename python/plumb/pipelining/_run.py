@@ -61,15 +61,16 @@ class _LocalStage:
         step, stage = self._run.current, self._stage
         try:
             if stage.layout is not None:
-                args, kwargs = tuple(inputs), {}
+                output = stage.forward_maybe_with_nosync(*inputs)
+                values = [output] if isinstance(output, torch.Tensor) else list(output)
             else:
                 args = step.args[microbatch] if stage.is_first else unpack(inputs)
                 kwargs = self._own(step.kwargs[microbatch])
                 stage.check_example("input", args)
-            output = stage.forward_maybe_with_nosync(*args, **kwargs)
-            if stage.layout is None:
+                output = stage.forward_maybe_with_nosync(*args, **kwargs)
                 stage.check_example("output", output)
-            return self._finish(step, output, microbatch) if stage.is_last else pack(output)
+                values = None if stage.is_last else pack(output)
+            return self._finish(step, output, microbatch) if stage.is_last else values
         except BaseException as error:
             step.failure = step.failure or error
             raise
@@ -126,7 +127,8 @@ class Run:
         for stage in self.stages:
             stage.chunks = len(args)
         try:
-            self._pipeline.run([], _rows(args if targets is None else targets), train)
+            inputs = self._model_inputs(args, kwargs)
+            self._pipeline.run(inputs, _rows(args if targets is None else targets), train)
             if train:
                 for stage in self.stages:
                     stage.reduce_gradients()
@@ -145,8 +147,27 @@ class Run:
                 stage.output_chunks = [step.outputs[m] for m in sorted(step.outputs)]
         return [step.losses[m] for m in sorted(step.losses)]
 
+    def _model_inputs(self, args, kwargs) -> list[list[torch.Tensor | None]]:
+        """What stages cut from a graph take as the model's inputs, by microbatch: None for what is not given here."""
+        if self.stages[0].layout is None:
+            return []
+        leaves = self.stages[0].pipe_info.input_names  # of each: the argument, and which leaf of it
+        names = list(dict.fromkeys(name for name, _ in leaves))
+        inputs = []
+        for positional, named in zip(args, kwargs):
+            given = dict(zip(names, positional)) | named
+            if len(positional) > len(names) or given.keys() - set(names):
+                raise Error(f"the model takes {names}, and got {len(positional)} positional and {list(named)}")
+            values = {name: pytree.tree_leaves(value) for name, value in given.items()}
+            inputs.append([_as_tensor(values[name][i]) if name in values else None for name, i in leaves])
+        return inputs
+
     def gather_timeline(self) -> list[tuple[int, str, float, float, float]]:
         return self._pipeline.gather_timeline()
+
+
+def _as_tensor(value) -> torch.Tensor | None:
+    return value if value is None or isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def _rows(microbatches: list) -> list[int]:

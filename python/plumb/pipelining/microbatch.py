@@ -217,7 +217,8 @@ def split_args_kwargs_into_chunks(
     flat_specs = pytree.tree_leaves(specs)
     if len(flat_specs) != len(values) or len(specs[0]) != len(whole[0]) or specs[1].keys() != whole[1].keys():
         raise InvalidSchedule(
-            f"the chunk specs {specs} do not fit the arguments: {len(whole[0])} positional, named {list(whole[1])}"
+            f"the chunk specs are for {len(specs[0])} positional arguments and {list(specs[1])}, and there are "
+            f"{len(whole[0])} and {list(whole[1])}"
         )
     lengths = [length for value, spec in zip(values, flat_specs) if (length := _length(value, spec)) is not None]
     real = min([chunks, *lengths])

@@ -118,6 +118,14 @@ class _PipelineSchedule:
         self._has_backward = loss_fn is not None
         self._run: Run | None = None
 
+    def _take_loss_of_model(self, stages: list[_PipelineStageBase]) -> None:
+        """A model that was cut with a loss in it needs no loss function."""
+        info = getattr(stages[0], "pipe_info", None)
+        if self._loss_fn is None and info is not None and info.has_loss_and_backward:
+            index = info.table.loss_output
+            self._loss_fn = lambda output, target: output if isinstance(output, torch.Tensor) else output[index]
+            self._has_backward = True
+
     @property
     def pipeline_order(self) -> Table | None:
         """For every rank its actions, None where it waits if every action took a tick."""
@@ -266,6 +274,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
     ):
         super().__init__(n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
         self._stage = stage
+        self._take_loss_of_model([stage])
         self._stages = [stage]
         self._num_stages = stage.num_stages
         if self._name is not None:
@@ -341,6 +350,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         super().__init__(n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
         if not isinstance(stages, (list, tuple)) or not stages:
             raise InvalidType("stages must be a list of the stages of this rank")
+        self._take_loss_of_model(stages)
         self._stages = list(stages)
         self._num_stages = stages[0].num_stages
         self.pp_group_size = stages[0].group_size

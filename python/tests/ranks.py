@@ -1,0 +1,90 @@
+"""Real processes over Gloo for tests: started from a server that has torch and plumb loaded already."""
+
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "plumb", "plumb.pipelining"])
+
+
+@dataclass
+class Ended:
+    """How a rank ended: its result, or the type and text of what it raised; nothing if it was killed."""
+
+    result: Any = None
+    error: str = ""
+    text: str = ""
+    seconds: float = 0
+    exit_code: int | None = None
+
+
+def _rank(fn, rank, size, store, pipe, timeout, args):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    ended, begin = Ended(), time.monotonic()
+    try:
+        ended.result = fn(rank, size, *args)
+    except BaseException as error:
+        ended.error, ended.text = type(error).__name__, f"{error}\n{traceback.format_exc()}"
+    ended.seconds = time.monotonic() - begin
+    buffer = io.BytesIO()
+    torch.save(ended, buffer)
+    pipe.send_bytes(buffer.getvalue())
+    pipe.close()
+    if not ended.error:
+        dist.destroy_process_group()
+    os._exit(1 if ended.error else 0)
+
+
+def start(fn, size, *args, timeout=60.0):
+    """`fn(rank, size, *args)` on every rank of a group; the processes and the pipes their ends come through."""
+    folder = tempfile.mkdtemp()
+    started = []
+    for rank in range(size):
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_rank, args=(fn, rank, size, os.path.join(folder, "store"), theirs, timeout, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    return started
+
+
+def finish(started, limit=120.0) -> list[Ended]:
+    """The ends of all ranks; those that do not end within `limit` seconds are killed."""
+    ends, until = [], time.monotonic() + limit
+    for process, pipe in started:
+        ended = Ended()
+        try:
+            if pipe.poll(max(0.0, until - time.monotonic())):
+                ended = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+        except EOFError:
+            pass
+        process.join(max(0.1, until - time.monotonic()) if ended.error or ended.result is not None else 0.5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        ended.exit_code = process.exitcode
+        ends.append(ended)
+    return ends
+
+
+def run(fn, size, *args, timeout=60.0):
+    """The results of all ranks; raises what a rank raised."""
+    ends = finish(start(fn, size, *args, timeout=timeout))
+    for rank, ended in enumerate(ends):
+        assert ended.exit_code == 0, f"rank {rank} ended with {ended.exit_code}: {ended.text}"
+    return [ended.result for ended in ends]

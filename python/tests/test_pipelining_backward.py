@@ -1,0 +1,278 @@
+"""The stage backward in two halves, beside backward()."""
+
+import copy
+
+import pytest
+import torch
+from plumb.pipelining import _backward
+from plumb.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    _null_coalesce_accumulate,
+    construct_reverse_graph,
+    get_param_groups,
+    reverse_closure,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from test_pipelining_run import Block, same
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining import _backward as torchs
+from torch.utils.checkpoint import checkpoint
+
+import plumb
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return torch.relu(x @ self.w) @ self.w
+
+
+class OffPath(nn.Module):
+    """A weight whose path does not meet the input's but at the end, and one that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.unused, self.linear = nn.Parameter(torch.randn(8)), nn.Parameter(torch.ones(1)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) + torch.sin(self.gain * self.gain)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return (x @ w) ** 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        inner = grad * 2 * (x @ w)
+        return inner @ w.t(), x.t() @ inner
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return Square.apply(x, self.w)
+
+
+class View(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x).view(4, 2, 4).transpose(1, 2)
+
+
+class Checkpointed(nn.Module):
+    calls = 0
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.block, self.reentrant = Block(), reentrant
+
+    def forward(self, x):
+        def block(x):
+            type(self).calls += 1
+            return self.block(x)
+
+        return checkpoint(block, x, use_reentrant=self.reentrant)
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.block.up.requires_grad_(False)
+
+    def forward(self, x):
+        return self.block(x)
+
+
+MODULES = [Block, Shared, OffPath, Custom, View, Frozen, lambda: Checkpointed(False), lambda: Checkpointed(True)]
+NAMES = ["block", "shared", "off_path", "custom", "view", "frozen", "checkpointed", "reentrant"]
+
+
+def case(make):
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(4, 8, requires_grad=True)
+    return module, x, copy.deepcopy(module), x.detach().clone().requires_grad_()
+
+
+def grads(module):
+    return [p.grad for p in module.parameters()]
+
+
+@pytest.mark.parametrize("make", MODULES, ids=NAMES)
+def test_whole_backward_is_backward(make):
+    module, x, reference, ref_x = case(make)
+    out = module(x)
+    grad = torch.randn_like(out)
+    found = stage_backward((out,), (grad,), (x, 3, None))
+    reference(ref_x).backward(grad)
+    assert same([found[0]], [ref_x.grad]) and found[1:] == (None, None) and x.grad is None
+    assert same(grads(module), grads(reference))
+
+
+@pytest.mark.parametrize("make", MODULES, ids=NAMES)
+def test_two_halves_are_backward(make):
+    module, x, reference, ref_x = case(make)
+    out = module(x)
+    grad = torch.randn_like(out)
+    reference(ref_x).backward(grad)
+    Checkpointed.calls = 0
+    found, groups = stage_backward_input((out,), [grad], [x, "text"], module.parameters())
+    assert same(found, [ref_x.grad, None]) and torch.equal(x.grad, ref_x.grad)
+    assert all(g is None for g in grads(module))
+    answer = stage_backward_weight(module.parameters(), groups)
+    assert same(grads(module), grads(reference)) and same(answer, grads(reference))
+    assert Checkpointed.calls <= 1  # computed again once, not once for every group of weights
+
+
+def test_halves_of_several_microbatches_add_up_in_any_order():
+    module, _, reference, _ = case(Block)
+    inputs = [torch.randn(4, 8, requires_grad=True) for _ in range(3)]
+    kept = []
+    for x in inputs:
+        _, groups = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+        kept.append(groups)
+    for groups in kept:
+        stage_backward_weight(module.parameters(), groups)
+    for x in inputs:
+        reference(x.detach().requires_grad_()).sum().backward()
+    assert same(grads(module), grads(reference))
+    with pytest.raises(plumb.Error, match="has run already"):
+        stage_backward_weight(module.parameters(), kept[0])
+
+
+def test_the_weight_half_may_run_again_if_the_graph_is_kept():
+    module, x, reference, ref_x = case(Block)
+    _, groups = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    stage_backward_weight(module.parameters(), groups, retain_graph=True)
+    stage_backward_weight(module.parameters(), groups)
+    for _ in range(2):
+        reference(ref_x).sum().backward()
+    assert same(grads(module), grads(reference))
+
+
+def test_integer_inputs_leave_everything_to_the_weight_half():
+    torch.manual_seed(0)
+    module = nn.Embedding(10, 4)
+    reference = copy.deepcopy(module)
+    tokens = torch.tensor([1, 2, 2])
+    found, groups = stage_backward_input([module(tokens).sum()], None, [tokens], module.parameters())
+    assert found == (None,) and module.weight.grad is None
+    stage_backward_weight(module.parameters(), groups)
+    reference(tokens).sum().backward()
+    assert same(grads(module), grads(reference))
+
+
+def test_outputs_and_gradients_may_be_nested():
+    module, x, reference, ref_x = case(Block)
+    out = module(x)
+    grad = torch.randn_like(out)
+    nested = {"a": [out, (out.sum(), 5)], "none": None, "left": (out * 2,), "index": torch.arange(3)}
+    gradients = {"a": [grad, (None, None)], "none": None, "left": None, "index": None}
+    (found,) = stage_backward(nested, gradients, (x,))
+    ref = reference(ref_x)
+    torch.autograd.backward([ref, ref.sum()], [grad, None])
+    torch.testing.assert_close(found, ref_x.grad)
+    (found,) = stage_backward([module(x), module(x)], [grad, grad], (x,), outputs_with_grads_idxs=[1])
+    reference.zero_grad()
+    ref_x.grad = None
+    reference(ref_x).backward(grad)
+    assert torch.equal(found, ref_x.grad)
+
+
+@pytest.mark.parametrize(
+    "grads_of",
+    [
+        lambda out: {"b": out},
+        lambda out: {"a": [out]},
+        lambda out: {"a": (out, "x")},
+        lambda out: {"a": (out[:1], out)},
+        lambda out: {"a": (None, out)},
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(grads_of):
+    module, x, _, _ = case(Block)
+    out = module(x)
+    with pytest.raises(RuntimeError):
+        stage_backward({"a": (out, out * 2)}, grads_of(torch.ones_like(out)), (x,))
+
+
+def test_parts_of_a_leaf_hand_their_gradients_on():
+    module, x, reference, ref_x = case(Block)
+    parts = x.chunk(2)
+    for part in parts:
+        part.retain_grad()
+        (grad,) = stage_backward(module(part).sum(), None, (part,))
+        assert grad.shape == (2, 8) and part.grad is None
+    for part in ref_x.chunk(2):
+        reference(part).sum().backward()
+    assert torch.equal(x.grad, ref_x.grad) and same(grads(module), grads(reference))
+    with pytest.raises(plumb.Error, match="no leaf"):
+        stage_backward(module(x * 2).sum(), None, (x * 2,))
+
+
+def edges_of(graph):
+    return {node: sorted(users, key=id) for node, users in graph.items()}
+
+
+@pytest.mark.parametrize("make", [Block, Shared, OffPath, Frozen], ids=["block", "shared", "off_path", "frozen"])
+def test_the_graphs_picture_is_torchs(make):
+    module, x, _, _ = case(make)
+    roots = [_get_grad_fn_or_grad_acc(module(x))]
+    inputs = [_get_grad_fn_or_grad_acc(x)]
+    params = [n for n in map(_get_grad_fn_or_grad_acc, module.parameters()) if n is not None]
+    ours, theirs = construct_reverse_graph(roots), torchs.construct_reverse_graph(roots)
+    assert edges_of(ours) == edges_of(theirs)
+    path, met = reverse_closure(inputs, set(), ours)
+    assert (path, met) == torchs.reverse_closure(inputs, set(), theirs)
+    assert reverse_closure(params, path, ours) == torchs.reverse_closure(params, path, theirs)
+    groups = get_param_groups(inputs, params, ours)
+    if make is not Shared:  # torch joins two groups by halves
+        key = lambda group: sorted(map(id, group["params"]))  # noqa: E731
+        expected = torchs.get_param_groups(inputs, params, theirs)
+        assert sorted(map(key, groups)) == sorted(map(key, expected))
+    assert set().union(*(g["params"] for g in groups)) <= set(params)
+
+
+def test_groups_made_by_hand_run_too():
+    module, x, reference, ref_x = case(Block)
+    out = module(x)
+    reverse = construct_reverse_graph([out.grad_fn])
+    params = [get_gradient_edge(p).node for p in module.parameters()]
+    groups = get_param_groups([get_gradient_edge(x).node], params, reverse)
+    for group in groups:
+        group["intermediates"] = list(group["intermediates"])
+        group["grads"] = [[None] * len(node.next_functions) for node in group["intermediates"]]
+        for node, kept in zip(group["intermediates"], group["grads"]):
+            node.register_prehook(lambda grads, kept=kept: kept.__setitem__(slice(None), grads))
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    stage_backward_weight(module.parameters(), groups, retain_graph=True)
+    reference(ref_x).sum().backward()
+    for ours, theirs in zip(grads(module), grads(reference)):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_small_things():
+    a = torch.ones(2)
+    assert _null_coalesce_accumulate(None, a) is a and _null_coalesce_accumulate(a, None) is a
+    assert torch.equal(_null_coalesce_accumulate(a, a), a + a)
+    assert _get_grad_fn_or_grad_acc(a) is None
+    w = nn.Parameter(a)
+    assert _get_grad_fn_or_grad_acc(w).variable is w
+    assert stage_backward_input([torch.ones(1)], None, [w], [w]) == ((None,), [])
+    assert _backward.stage_backward(torch.ones(1), None, [a]) == (None,)
