@@ -134,10 +134,12 @@ def test_two_halves_are_backward(make):
     Checkpointed.calls = 0
     found, groups = stage_backward_input((out,), [grad], [x, "text"], module.parameters())
     assert same(found, [ref_x.grad, None]) and torch.equal(x.grad, ref_x.grad)
-    assert all(g is None for g in grads(module))
+    # A re-entrant checkpoint runs a backward of its own, which adds to its weights' gradients then and there.
+    assert getattr(module, "reentrant", False) or all(g is None for g in grads(module))
     answer = stage_backward_weight(module.parameters(), groups)
     assert same(grads(module), grads(reference)) and same(answer, grads(reference))
-    assert Checkpointed.calls <= 1  # computed again once, not once for every group of weights
+    # Computed again once in each half (once in all if re-entrant), not once for every group of weights.
+    assert Checkpointed.calls == (0 if not isinstance(module, Checkpointed) else 1 if module.reentrant else 2)
 
 
 def test_halves_of_several_microbatches_add_up_in_any_order():

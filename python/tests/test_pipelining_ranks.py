@@ -1,11 +1,12 @@
 """Schedules over real processes, bit for bit beside one process."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import ranks
 import torch
-from plumb.pipelining import PipelineStage, TensorChunkSpec
+from plumb.pipelining import PipelineStage, TensorChunkSpec, build_stage
 from plumb.pipelining.schedules import get_schedule_class
 from test_pipelining_run import (
     LOOPED,
@@ -22,6 +23,8 @@ from test_pipelining_run import (
     same,
 )
 from torch import nn
+
+import plumb
 
 STEPS = 2
 
@@ -186,6 +189,87 @@ def test_two_processes_equal_one(two, name, model):
 @pytest.mark.parametrize("name, model", [case for case in CASES if case[1] in ("blocks", "nested")])
 def test_four_processes_equal_one(four, name, model):
     check(four, name, model, 4)
+
+
+class First(nn.Linear):
+    def forward(self, x):
+        h = super().forward(x)
+        return torch.tanh(h), torch.sin(h), (h > 0).long()
+
+
+class Middle(nn.Linear):
+    def forward(self, h):
+        return torch.tanh(super().forward(h))
+
+
+class Joins(nn.Linear):
+    def forward(self, h, skip, mask, gain=1.0):
+        return super().forward(h + skip * skip) * mask + torch.cos(skip) * gain
+
+
+# Two values of the first stage go to the third and the fourth, an input of the model to the fourth alone.
+SKIPS = SimpleNamespace(
+    num_stages=4,
+    has_loss_and_backward=False,
+    input_names=[("x", 0), ("gain", 0)],
+    layout=plumb._C.PipelineLayout(
+        [([(-1, 0)], 3), ([(0, 0)], 1), ([(1, 0), (0, 1), (0, 2)], 1), ([(2, 0), (0, 1), (0, 2), (-1, 1)], 1)], 2
+    ),
+)
+
+
+class Part(nn.Module):
+    """A part of a model: its parameters have the model's names, by which copies of one are told."""
+
+    def __init__(self, index, layer):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): layer})
+
+    def forward(self, *args):
+        return next(iter(self.layers.values()))(*args)
+
+
+def skip_modules():
+    torch.manual_seed(0)
+    return [Part(i, layer(8, 8)) for i, layer in enumerate([First, Middle, Joins, Joins])]
+
+
+def skip_work(rank, size, names):
+    x, target = batch()
+    gain = torch.linspace(0, 1, 12)[:, None]
+    found = {}
+    for name in names:
+        modules = skip_modules()
+        here, _ = stages_here(name, rank, size)
+        stages = [build_stage(modules[i], i, SKIPS, "cpu") for i in here]
+        schedule = get_schedule_class(name)(stages[0] if name in SINGLE else stages, 4, MSE)
+        out = schedule.step(
+            *([x] if 0 in here else []),
+            target=target if 3 in here else None,
+            **({"gain": gain} if 3 in here else {}),
+        )
+        grads = {(i, n): p.grad for i in here for n, p in modules[i].named_parameters()}
+        found[name] = grads, out
+    return found
+
+
+@pytest.mark.parametrize("size, names", [(2, LOOPED + V), (4, SINGLE)])
+def test_skip_connections_go_over_any_number_of_stages(size, names):
+    modules = skip_modules()
+    x, target = batch()
+    gain = torch.linspace(0, 1, 12)[:, None]
+    outs = []
+    for m in range(4):
+        h, skip, mask = modules[0](x.chunk(4)[m])
+        h = modules[2](modules[1](h), skip, mask)
+        outs.append(modules[3](h, skip, mask, gain.chunk(4)[m]))
+        MSE(outs[-1], target.chunk(4)[m]).backward()
+    for found in ranks.run(skip_work, size, names):
+        for name in names:
+            grads, out = found[name]
+            assert out is None or torch.equal(out, torch.cat(outs))
+            for (i, n), grad in grads.items():
+                assert torch.equal(grad, modules[i].get_parameter(n).grad / 4), (name, i, n)
 
 
 def tied_work(rank, size, tables):

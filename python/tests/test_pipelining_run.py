@@ -441,3 +441,13 @@ def test_nothing_is_kept_after_a_step():
     del schedule
     gc.collect()
     assert gone() is None
+
+
+def test_compiled_stages_run_with_whole_backwards_only():
+    compiled = torch.compile(nn.Linear(8, 8), backend="eager")
+    x, target = batch()
+    stages = [PipelineStage(compiled, 0, 2, "cpu"), PipelineStage(nn.Linear(8, 8), 1, 2, "cpu")]
+    with pytest.raises(plumb.Error, match="stage 0 is compiled"):
+        get_schedule_class("ZBVZeroBubble")(stages, 4, MSE)
+    get_schedule_class("LoopedBFS")(stages, 4, MSE).step(x, target=target)
+    assert compiled.weight.grad is not None

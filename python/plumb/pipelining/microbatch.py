@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from ._errors import InvalidSchedule, InvalidValue
@@ -68,8 +67,18 @@ class _LossReducer(_CustomReducer):
 sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
 
 
-def _is_leaf(value) -> bool:
-    return isinstance(value, BlockMask)
+def _is_of(value, module: str, name: str) -> bool:
+    """Whether a value is of a class whose module takes long to import: there is none before somebody has."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name, ()))
+
+
+def _is_block_mask(value) -> bool:
+    return _is_of(value, "torch.nn.attention.flex_attention", "BlockMask")
+
+
+def _is_distributed(value) -> bool:
+    return _is_of(value, "torch.distributed.tensor", "DTensor")
 
 
 def _is_replicated(spec) -> bool:
@@ -77,7 +86,7 @@ def _is_replicated(spec) -> bool:
 
 
 def _default_spec(value):
-    cut = isinstance(value, BlockMask) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    cut = _is_block_mask(value) or (isinstance(value, torch.Tensor) and value.dim() > 0)
     return TensorChunkSpec(DEFAULT_CHUNK_DIM) if cut else _Replicate()
 
 
@@ -88,7 +97,9 @@ def _bounds(length: int, chunks: int) -> list[tuple[int, int]]:
     return list(zip(starts, starts[1:]))
 
 
-def _split_dtensor(tensor: DTensor, dim: int, chunks: int) -> list[torch.Tensor]:
+def _split_dtensor(tensor, dim: int, chunks: int) -> list[torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+
     # Every rank cuts what it holds: no communication, and the placements stay.
     parts = []
     for local, (start, end) in zip(
@@ -127,7 +138,7 @@ def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) 
         raise InvalidSchedule(
             f"a tensor of sizes {list(tensor.shape)} cannot be cut into {num_chunks} microbatches along dimension {dim}"
         )
-    if isinstance(tensor, DTensor):
+    if _is_distributed(tensor):
         return _split_dtensor(tensor, dim, num_chunks)
     parts = list(torch.tensor_split(tensor, num_chunks, dim))
     if tensor.requires_grad and tensor.is_leaf:
@@ -136,7 +147,9 @@ def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) 
     return _masked(tensor, dim, parts) if _debug_mask_minibatches else parts
 
 
-def _split_block_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]:
+def _split_block_mask(block_mask, num_chunks: int) -> list:
+    from torch.nn.attention.flex_attention import BlockMask
+
     batch = block_mask.kv_num_blocks.size(0)
     if batch == 1:  # holds for any batch
         return [block_mask] * num_chunks
@@ -174,7 +187,7 @@ def _length(value, spec) -> int | None:
     """How many rows there are to cut; None for what goes to every microbatch whole."""
     if _is_replicated(spec):
         return None
-    if not isinstance(spec, TensorChunkSpec) or not isinstance(value, (torch.Tensor, BlockMask)):
+    if not isinstance(spec, TensorChunkSpec) or not (isinstance(value, torch.Tensor) or _is_block_mask(value)):
         raise InvalidValue(f"a value of type {type(value).__name__} cannot be cut as {spec} says")
     if isinstance(value, torch.Tensor):
         return value.size(spec.split_dim)
@@ -186,7 +199,7 @@ def _length(value, spec) -> int | None:
 def _split_value(value, spec, chunks: int) -> list:
     if _is_replicated(spec):
         return [value] * chunks
-    if isinstance(value, BlockMask):
+    if _is_block_mask(value):
         return _split_block_mask(value, chunks)
     return _split_tensor(value, spec, chunks)
 
@@ -208,12 +221,12 @@ def split_args_kwargs_into_chunks(
     whole = (tuple(args), dict(kwargs or {}))
     given = (args_chunk_spec if whole[0] else None, kwargs_chunk_spec if whole[1] else None)
     specs = tuple(
-        pytree.tree_map(_default_spec, values, is_leaf=_is_leaf) if spec is None else spec
+        pytree.tree_map(_default_spec, values, is_leaf=_is_block_mask) if spec is None else spec
         for values, spec in zip(whole, given)
     )
     # Dicts are told apart by their keys, not by the order in which these were written.
     specs = (tuple(specs[0]), {key: specs[1][key] for key in whole[1] if key in specs[1]} | dict(specs[1]))
-    values, structure = pytree.tree_flatten(whole, is_leaf=_is_leaf)
+    values, structure = pytree.tree_flatten(whole, is_leaf=_is_block_mask)
     flat_specs = pytree.tree_leaves(specs)
     if len(flat_specs) != len(values) or len(specs[0]) != len(whole[0]) or specs[1].keys() != whole[1].keys():
         raise InvalidSchedule(
@@ -230,8 +243,10 @@ def split_args_kwargs_into_chunks(
 
 
 def _concatenate(values: list, dim: int):
-    distributed = [isinstance(value, DTensor) for value in values]
+    distributed = [_is_distributed(value) for value in values]
     if any(distributed):
+        from torch.distributed.tensor import DTensor
+
         first = values[0]
         if not all(distributed) or any(value.placements != first.placements for value in values):
             raise InvalidSchedule("the microbatches' outputs are distributed in different ways and cannot be merged")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch._dynamo import OptimizedModule
 
 from .. import _C
 from .._C import Error
@@ -683,9 +683,10 @@ def _dump_chrometrace(schedule: Table, filename: str) -> None:
 
 
 def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedule_name: str) -> None:
-    for stage in stages:
+    dynamo = sys.modules.get("torch._dynamo")  # loaded once something was compiled
+    for stage in stages if dynamo is not None else []:
         module = getattr(stage, "submod", None)
-        if isinstance(module, torch.nn.Module) and any(isinstance(m, OptimizedModule) for m in module.modules()):
+        if isinstance(module, torch.nn.Module) and any(isinstance(m, dynamo.OptimizedModule) for m in module.modules()):
             raise Error(
                 f"{schedule_name} halves the backward, which torch.compile does not support; stage "
                 f"{stage.stage_index} is compiled: use a schedule with full backwards, such as 1F1B"
