@@ -117,6 +117,16 @@ def _widths() -> dict[str, int]:
     }
 
 
+def _width(action: _Action | None) -> int:
+    """Ticks; a pair takes as long as its halves."""
+    if action is None:
+        return 1
+    kinds = [part.computation_type for part in action.sub_actions or (action,)]
+    return sum(
+        action_type_to_color_mapping[kind].width if kind in action_type_to_color_mapping else 1 for kind in kinds
+    )
+
+
 def add_schedule_op_spacing(schedule: Rows) -> Rows:
     """The table with None for every tick in which a rank waits, and after its end until the last rank's."""
     if not any(schedule):
@@ -127,9 +137,9 @@ def add_schedule_op_spacing(schedule: Rows) -> Rows:
     spaced: Rows = []
     for row, times in zip(_table(table).values(), spans):
         line, now = [], 0.0
-        for action, (start, stop) in zip(row, times):
+        for action, (start, _) in zip(row, times):
             line += [None] * round(start - now) + [action]
-            now = stop
+            now = start + _width(action)  # a pair may last longer, its backward waiting for its gradient
         spaced.append(line + [None] * round(end - now))
     return spaced
 
@@ -153,9 +163,11 @@ def visualize_schedule(schedule: Rows, filename: str | None = None) -> None:
             visual = unknown if action is None else action_type_to_color_mapping.get(action.computation_type, unknown)
             if action is not None:
                 used[visual.text] = visual.color
-                axes.barh(rank, visual.width, height=1, left=at, color=visual.color, edgecolor="black")
-                axes.text(at + visual.width / 2, rank, str(action), ha="center", va="center", color="white", size=size)
-            at += visual.width
+                axes.barh(rank, _width(action), height=1, left=at, color=visual.color, edgecolor="black")
+                axes.text(
+                    at + _width(action) / 2, rank, str(action), ha="center", va="center", color="white", size=size
+                )
+            at += _width(action)
         end = max(end, at)
     axes.set_xlim(0, end)
     axes.set_ylim(len(schedule) - 0.5, -0.5)
