@@ -134,6 +134,11 @@ HtmlReport& HtmlReport::add(const TimelineChart& chart) {
   return *this;
 }
 
+HtmlReport& HtmlReport::add(const HistoryView& view) {
+  body_ += to_html(view);
+  return *this;
+}
+
 std::string HtmlReport::html() const {
   std::string out =
       "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
@@ -143,6 +148,7 @@ std::string HtmlReport::html() const {
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>" +
       escaped(title_) + "</title>\n<style>\n";
   out += report_style();
+  out += history_style();
   out +=
       "</style>\n</head>\n<body>\n<header>\n<button id=\"theme\" type=\"button\" title=\"light or "
       "dark\">◐</button>\n<h1>" +
@@ -158,6 +164,8 @@ std::string HtmlReport::html() const {
   out += "</header>\n<main>\n" + body_ + (sections_.empty() ? "" : "</section>\n") +
          "</main>\n<div id=\"tip\" hidden></div>\n<script>\n";
   out += report_script();
+  out += history_script();
+  out += report_script_end();
   return out + "</script>\n</body>\n</html>\n";
 }
 

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "plumb/analysis/history_view.h"
 #include "plumb/analysis/line_chart.h"
 #include "plumb/analysis/scale_chart.h"
 #include "plumb/analysis/table.h"
@@ -39,6 +40,7 @@ class HtmlReport {
   HtmlReport& add(const LineChart& chart);
   HtmlReport& add(const ScaleChart& chart);
   HtmlReport& add(const TimelineChart& chart);
+  HtmlReport& add(const HistoryView& view);
 
   std::string html() const;
   // Whole or not at all (write_file_atomically); Error(InvalidArgument) where that fails.

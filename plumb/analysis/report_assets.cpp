@@ -318,6 +318,11 @@ for (const figure of all(".scale-chart")) {
   const open = d.rows.findIndex(r => r.of.some(s => s && ["fwd", "bwd"].some(k => s[k] && s[k].exponents)));
   if (open >= 0) choose(open);
 }
+)js";
+}
+
+std::string_view report_script_end() {
+  return R"js(
 document.body.dataset.ready = "1";
 })();
 )js";

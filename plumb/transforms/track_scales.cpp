@@ -11,9 +11,11 @@ namespace {
 
 constexpr const char* kTrack = "plumb::track";
 
-bool is_tracked(const Value* value) {
+// By this tracker: several may measure one value.
+bool is_tracked(const Value* value, int64_t tracker) {
   for (const Use& use : value->uses()) {
-    if (use.user->is_op(kTrack)) return true;
+    if (!use.user->is_op(kTrack)) continue;
+    if (use.user->arg("tracker") == Arg(tracker) || is_tracked(use.user->result(), tracker)) return true;
   }
   return false;
 }
@@ -25,7 +27,8 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
   for (Node* node : graph.nodes()) {
     if (node->kind() == NodeKind::Output || node->is_op(kTrack)) continue;
     for (Value* value : node->results()) {
-      if (!value->is_tensor() || !value->has_uses() || !may_be_float(value, module.state()) || is_tracked(value))
+      if (!value->is_tensor() || !value->has_uses() || !may_be_float(value, module.state()) ||
+          is_tracked(value, tracker))
         continue;
       Node* before = node->next();
       while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first

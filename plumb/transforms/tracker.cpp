@@ -103,6 +103,25 @@ std::optional<Metrics> ScaleTracker::metrics(int64_t slot) const {
   return Metrics{s.fwd, s.has_bwd ? std::optional(s.bwd) : std::nullopt};
 }
 
+std::optional<Metrics::Data> ScaleTracker::measured(int64_t slot, Direction direction) const {
+  std::lock_guard lock(mutex_);
+  if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return std::nullopt;
+  const Slot& s = slots_[static_cast<size_t>(slot)];
+  if (direction == Direction::Forward) return s.has_fwd ? std::optional(s.fwd) : std::nullopt;
+  return s.has_bwd ? std::optional(s.bwd) : std::nullopt;
+}
+
+void ScaleTracker::want(int64_t slot, Wanted wanted) {
+  std::lock_guard lock(mutex_);
+  if (slot >= 0 && static_cast<size_t>(slot) < slots_.size()) slots_[static_cast<size_t>(slot)].wanted = wanted;
+}
+
+ScaleTracker::Wanted ScaleTracker::wanted(int64_t slot) const {
+  std::lock_guard lock(mutex_);
+  if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return {false, false, false};
+  return slots_[static_cast<size_t>(slot)].wanted;
+}
+
 void ScaleTracker::clear() {
   std::lock_guard lock(mutex_);
   for (Slot& slot : slots_) slot.has_fwd = slot.has_bwd = false;
@@ -111,7 +130,11 @@ void ScaleTracker::clear() {
 std::shared_ptr<ScaleTracker> ScaleTracker::twin() const {
   auto copy = create(options_);
   std::lock_guard lock(mutex_);
-  for (const Slot& slot : slots_) copy->slots_.emplace_back().input = slot.input;
+  for (const Slot& slot : slots_) {
+    Slot& made = copy->slots_.emplace_back();
+    made.input = slot.input;
+    made.wanted = slot.wanted;
+  }
   copy->enabled_ = enabled_.load();
   return copy;
 }
@@ -120,12 +143,8 @@ void ScaleTracker::record(int64_t slot, Direction direction, const at::Tensor& x
   if (!x.defined() || !x.is_floating_point() || x.is_meta() || x.layout() != at::kStrided ||
       at::isTensorSubclassLike(x))
     return;
-  Metrics::Data data;
-  if (x.is_cpu()) {
-    data = Metrics::Data::of(measure(x, options_));
-  } else {
-    data = Metrics::Data::of(measure(x.detach().cpu(), options_));
-  }
+  const MetricsOptions options{.histogram = options_.histogram || wanted(slot).histogram};
+  Metrics::Data data = Metrics::Data::of(measure(x.is_cpu() ? x : x.detach().cpu(), options));
   std::lock_guard lock(mutex_);
   if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return;
   Slot& s = slots_[static_cast<size_t>(slot)];
@@ -186,7 +205,7 @@ bool watched_already(const at::Tensor& x) {
 }
 
 at::Tensor track(const at::Tensor& x, int64_t slot, int64_t id) {
-  if (auto tracker = ScaleTracker::find(id); tracker && tracker->enabled())
+  if (auto tracker = ScaleTracker::find(id); tracker && tracker->enabled() && tracker->wanted(slot).forward)
     tracker->record(slot, ScaleTracker::Direction::Forward, x);
   return x;
 }
@@ -194,8 +213,9 @@ at::Tensor track(const at::Tensor& x, int64_t slot, int64_t id) {
 at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
   auto tracker = ScaleTracker::find(id);
   if (!tracker || !tracker->enabled()) return x;
-  tracker->record(slot, ScaleTracker::Direction::Forward, x);
-  if (!at::GradMode::is_enabled() || !x.is_floating_point() || x.is_inference()) return x;
+  const ScaleTracker::Wanted wanted = tracker->wanted(slot);
+  if (wanted.forward) tracker->record(slot, ScaleTracker::Direction::Forward, x);
+  if (!wanted.backward || !at::GradMode::is_enabled() || !x.is_floating_point() || x.is_inference()) return x;
   const bool input = tracker->is_input(slot);
   if (!x.requires_grad()) {
     if (!input) return x;

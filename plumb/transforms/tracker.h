@@ -52,14 +52,25 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   void set_enabled(bool enabled) { enabled_ = enabled; }
   bool enabled() const { return enabled_; }
 
+  enum class Direction { Forward, Backward };
+
+  // What is measured of a slot: everything at the start. Turned off, its node only hands on, or measures less.
+  struct Wanted {
+    bool forward = true, backward = true;
+    bool histogram = false;  // even if the options asked for none
+  };
+  void want(int64_t slot, Wanted wanted);
+  Wanted wanted(int64_t slot) const;  // nothing for a slot that is not there
+
   // Nothing if there is no such slot or it saw no tensor.
   std::optional<Metrics> metrics(int64_t slot) const;
+  // Of one direction alone; a slot may have a gradient's where the value itself was not wanted.
+  std::optional<Metrics::Data> measured(int64_t slot, Direction direction) const;
   void clear();
 
   // An empty tracker with the same slots and options.
   std::shared_ptr<ScaleTracker> twin() const;
 
-  enum class Direction { Forward, Backward };
   // Takes strided floating-point tensors on any device; others, and meta tensors, are passed over.
   void record(int64_t slot, Direction direction, const at::Tensor& x);
 
@@ -67,6 +78,7 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   explicit ScaleTracker(MetricsOptions options);
   struct Slot {
     bool input = false, has_fwd = false, has_bwd = false;
+    Wanted wanted;
     Metrics::Data fwd, bwd;
   };
   const int64_t id_;

@@ -6,6 +6,7 @@ from . import _modules, constraints, core, functional, nn, optim, parameter, sca
 from ._C import Error, Graph, parse_graph
 from ._capture import GraphModule, capture
 from ._modules import *  # noqa: F403
+from ._recorder import History, Recorder, read_history
 from .core.functional import transformer_residual_scaling_rule
 from .parameter import MupType, Parameter
 from .transforms import report
@@ -14,8 +15,10 @@ __all__ = [
     "Error",
     "Graph",
     "GraphModule",
+    "History",
     "MupType",
     "Parameter",
+    "Recorder",
     "capture",
     "constraints",
     "core",
@@ -24,6 +27,7 @@ __all__ = [
     "optim",
     "parameter",
     "parse_graph",
+    "read_history",
     "report",
     "scale",
     "transforms",

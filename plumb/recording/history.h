@@ -1,0 +1,114 @@
+// What a recorder measured, on disk: an append-only file of checked records. The format is docs/history.md.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "plumb/recording/statistic.h"
+#include "plumb/transforms/tracker.h"
+
+namespace plumb {
+
+struct HistoryTensor {
+  std::string name;       // a parameter's full name, an input's name, or the value's name under its module's path
+  std::string module;     // path, "" for the root
+  std::string operation;  // "aten::linear"; "parameter", "buffer", "input"
+  std::string dtype;      // "float32"
+  std::vector<int64_t> sizes;
+
+  bool operator==(const HistoryTensor&) const = default;
+};
+
+// One tensor, or its gradient, in one step. What was not asked for is NaN or 0 and has no bit in `present`
+// (Statistic::bits).
+struct HistoryRow {
+  uint32_t tensor = 0;  // index into History::tensors
+  bool backward = false;
+  bool by_condition = false;  // no rule without a condition asked for it
+  uint16_t present = 0;
+  Metrics::Data data;
+};
+
+struct HistoryStep {
+  int64_t step = 0;
+  std::vector<HistoryRow> rows;
+};
+
+struct HistoryScalars {
+  int64_t step = 0;
+  std::vector<std::pair<std::string, double>> values;  // "loss"
+};
+
+// A rule's condition held.
+struct HistoryEvent {
+  int64_t step = 0;
+  int64_t rule = 0;
+  std::string condition;  // "nan_count > 0"
+  int64_t count = 0;      // tensors and gradients for which it held
+  struct Case {
+    uint32_t tensor = 0;
+    bool backward = false;
+    double value = 0;
+  };
+  std::vector<Case> first;  // in graph order, sixteen at most
+};
+
+struct History {
+  std::vector<HistoryTensor> tensors;
+  std::vector<HistoryStep> steps;  // as written: ascending
+  std::vector<HistoryScalars> scalars;
+  std::vector<HistoryEvent> events;
+  std::vector<std::string> rules;  // of every run that wrote to the file
+  uint64_t torn_bytes = 0;         // of a last record that was not written whole; dropped
+
+  // The last step of anything in it; 0 if there is none.
+  int64_t last_step() const;
+};
+
+// Throws Error(BadFile) that names the file and the byte for what is no history or is damaged before its last record.
+History read_history(const std::filesystem::path& path);
+// From memory; `name` is for messages.
+History parse_history(std::string_view bytes, const std::string& name = "history");
+
+// Appends. Every record reaches the system in one write, so that a process that dies loses nothing it recorded. One
+// writer a file. A write that fails leaves the file as it was before and throws Error(InvalidArgument).
+class HistoryWriter {
+ public:
+  // A new file; with `append`, an existing one is read, a torn last record is cut off, and goes on. Throws
+  // Error(InvalidArgument) for a file that holds anything already (without `append`), that cannot be written, or that
+  // another writer has open, and Error(BadFile) for one to be appended to that is no history.
+  HistoryWriter(const std::filesystem::path& path, bool append);
+  ~HistoryWriter();
+  HistoryWriter(const HistoryWriter&) = delete;
+
+  // What the file held when it was opened, without the rows.
+  const std::vector<HistoryTensor>& tensors() const { return tensors_; }
+  int64_t last_step() const { return last_step_; }
+
+  void rules(const std::string& text);
+  // The index of this tensor, that of an equal one if there is one. Written before the next step.
+  uint32_t tensor(const HistoryTensor& tensor);
+  void step(const HistoryStep& step);
+  void scalars(const HistoryScalars& scalars);
+  void event(const HistoryEvent& event);
+
+ private:
+  void record(uint32_t kind, std::string_view payload);
+  void flush_tensors();
+  [[noreturn]] void fail(const std::string& reason) const;
+
+  std::filesystem::path path_;
+  int file_ = -1;
+  uint64_t end_ = 0;
+  int64_t last_step_ = 0;
+  std::vector<HistoryTensor> tensors_;
+  std::unordered_map<std::string, uint32_t> places_;
+  size_t written_ = 0;  // of tensors_
+};
+
+}  // namespace plumb

@@ -1,0 +1,44 @@
+// The bytes of a history file; docs/history.md says the same in words. Little-endian.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <string_view>
+
+namespace plumb::history_format {
+
+static_assert(std::endian::native == std::endian::little, "histories are written as memory holds them");
+
+inline constexpr std::string_view kMagic{"PLUMBHIS\x01\0\0\0\0\0\0\0", 16};
+
+struct Head {
+  uint32_t kind = 0;
+  uint32_t crc = 0;  // CRC-32 of kind, length and payload
+  uint64_t length = 0;
+};
+static_assert(sizeof(Head) == 16);
+
+enum Kind : uint32_t { kRules = 1, kTensors = 2, kStep = 3, kScalars = 4, kEvent = 5 };
+
+struct StepHead {
+  int64_t step = 0;
+  uint64_t rows = 0;
+};
+static_assert(sizeof(StepHead) == 16);
+
+struct Row {
+  uint32_t tensor = 0;
+  uint8_t backward = 0, by_condition = 0;
+  uint16_t present = 0;
+  uint32_t bins = 0, zero = 0;
+  double mean_abs = 0, abs_mean = 0, std = 0, abs_max = 0, abs_min = 0;
+  int64_t numel = 0, nan_count = 0, inf_count = 0, zero_count = 0;
+};
+static_assert(sizeof(Row) == 88);
+
+// A histogram's bin: its number in the top byte, the count below.
+inline constexpr int kBinShift = 56;
+
+uint32_t checksum(const Head& head, std::string_view payload);
+
+}  // namespace plumb::history_format

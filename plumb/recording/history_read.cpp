@@ -1,0 +1,191 @@
+#include <sys/stat.h>
+
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "plumb/core/error.h"
+#include "plumb/exported/zip_file.h"
+#include "plumb/recording/history.h"
+#include "plumb/recording/history_format.h"
+
+namespace plumb {
+
+uint32_t history_format::checksum(const Head& head, std::string_view payload) {
+  uint32_t crc = crc32(&head.kind, sizeof head.kind);
+  crc = crc32(&head.length, sizeof head.length, crc);
+  return crc32(payload.data(), payload.size(), crc);
+}
+
+namespace {
+
+namespace format = history_format;
+using nlohmann::json;
+
+double number_of(const json& value) {
+  if (value.is_number()) return value.get<double>();
+  const std::string text = value.get<std::string>();
+  const double infinity = std::numeric_limits<double>::infinity();
+  return text == "inf" ? infinity : text == "-inf" ? -infinity : std::nan("");
+}
+
+template <class T>
+T take(std::string_view& bytes) {
+  T out;
+  std::memcpy(&out, bytes.data(), sizeof out);
+  bytes.remove_prefix(sizeof out);
+  return out;
+}
+
+class Parser {
+ public:
+  Parser(std::string_view bytes, const std::string& name) : bytes_(bytes), name_(name) {}
+
+  History parse() {
+    if (bytes_.size() < format::kMagic.size()) {
+      // Even the first bytes of a file may be torn.
+      if (format::kMagic.starts_with(bytes_) || zeros(bytes_)) return drop(0);
+      fail(0, "is no history of plumb");
+    }
+    if (bytes_.substr(0, 8) != format::kMagic.substr(0, 8)) fail(0, "is no history of plumb");
+    if (bytes_.substr(0, 16) != format::kMagic) fail(8, "is of another version of the format");
+    size_t at = format::kMagic.size();
+    while (at < bytes_.size()) {
+      const std::string_view rest = bytes_.substr(at);
+      if (rest.size() < sizeof(format::Head)) return drop(at);
+      std::string_view head_bytes = rest;
+      const auto head = take<format::Head>(head_bytes);
+      if (head.length > head_bytes.size()) return drop(at);
+      const std::string_view payload = head_bytes.substr(0, head.length);
+      if (format::checksum(head, payload) != head.crc) {
+        // Only what was written last can be torn: the tail that a lost power leaves may read as zeros.
+        if (payload.size() == head_bytes.size() || zeros(rest)) return drop(at);
+        fail(at, "is damaged: a record's checksum does not match");
+      }
+      try {
+        record(head.kind, payload);
+      } catch (const json::exception& e) {
+        fail(at, std::string("holds a record that cannot be read: ") + e.what());
+      } catch (const std::string& what) {
+        fail(at, "holds a record that cannot be read: " + what);
+      }
+      at += sizeof head + payload.size();
+    }
+    return std::move(out_);
+  }
+
+ private:
+  [[noreturn]] void fail(size_t at, const std::string& what) const {
+    throw Error(ErrorKind::BadFile, name_ + " " + what, "byte " + std::to_string(at),
+                "give a file that a Recorder wrote");
+  }
+
+  static bool zeros(std::string_view bytes) { return bytes.find_first_not_of('\0') == std::string_view::npos; }
+
+  History drop(size_t at) {
+    out_.torn_bytes = bytes_.size() - at;
+    return std::move(out_);
+  }
+
+  uint32_t tensor_index(uint64_t index) const {
+    if (index >= out_.tensors.size()) throw "no tensor has number " + std::to_string(index);
+    return static_cast<uint32_t>(index);
+  }
+
+  // What is of a kind that is not known here was written by a newer plumb and is passed over.
+  void record(uint32_t kind, std::string_view payload) {
+    switch (kind) {
+      case format::kRules: out_.rules.push_back(json::parse(payload).at("rules").get<std::string>()); break;
+      case format::kTensors:
+        for (const json& each : json::parse(payload)) {
+          out_.tensors.push_back({each.at("name"), each.at("module"), each.at("operator"), each.at("dtype"),
+                                  each.at("sizes").get<std::vector<int64_t>>()});
+        }
+        break;
+      case format::kStep: step(payload); break;
+      case format::kScalars: {
+        const json doc = json::parse(payload);
+        HistoryScalars scalars{doc.at("step").get<int64_t>(), {}};
+        for (const auto& [key, value] : doc.at("values").items()) scalars.values.emplace_back(key, number_of(value));
+        out_.scalars.push_back(std::move(scalars));
+        break;
+      }
+      case format::kEvent: {
+        const json doc = json::parse(payload);
+        HistoryEvent event{doc.at("step").get<int64_t>(),
+                           doc.at("rule").get<int64_t>(),
+                           doc.at("condition").get<std::string>(),
+                           doc.at("count").get<int64_t>(),
+                           {}};
+        for (const json& each : doc.at("first")) {
+          event.first.push_back({tensor_index(each.at("tensor").get<uint64_t>()), each.at("backward").get<bool>(),
+                                 number_of(each.at("value"))});
+        }
+        out_.events.push_back(std::move(event));
+        break;
+      }
+      default: break;
+    }
+  }
+
+  void step(std::string_view payload) {
+    if (payload.size() < sizeof(format::StepHead)) throw std::string("a step is too short");
+    const auto head = take<format::StepHead>(payload);
+    if (head.rows > payload.size() / sizeof(format::Row)) throw std::string("a step ends before its rows");
+    HistoryStep step{head.step, {}};
+    step.rows.reserve(head.rows);
+    std::string_view rows = payload.substr(0, head.rows * sizeof(format::Row)), bins = payload.substr(rows.size());
+    while (!rows.empty()) {
+      const auto r = take<format::Row>(rows);
+      HistoryRow row{tensor_index(r.tensor), r.backward != 0, r.by_condition != 0, r.present, {}};
+      row.data = {r.mean_abs, r.abs_mean,  r.std,       r.abs_max,    r.abs_min,
+                  r.numel,    r.nan_count, r.inf_count, r.zero_count, nullptr};
+      if (r.bins > bins.size() / sizeof(uint64_t)) throw std::string("a step ends before its histograms");
+      if (r.present >> static_cast<unsigned>(StatisticKind::Histogram) & 1) {
+        auto histogram = std::make_shared<ExponentHistogram>();
+        for (uint32_t i = 0; i < r.bins; ++i) {
+          const auto bin = take<uint64_t>(bins);
+          histogram->counts[bin >> format::kBinShift] =
+              static_cast<int64_t>(bin & ((uint64_t{1} << format::kBinShift) - 1));
+        }
+        row.data.histogram = std::move(histogram);
+      } else {
+        bins.remove_prefix(r.bins * sizeof(uint64_t));
+      }
+      step.rows.push_back(std::move(row));
+    }
+    out_.steps.push_back(std::move(step));
+  }
+
+  std::string_view bytes_;
+  const std::string& name_;
+  History out_;
+};
+
+}  // namespace
+
+int64_t History::last_step() const {
+  int64_t last = 0;
+  if (!steps.empty()) last = std::max(last, steps.back().step);
+  if (!scalars.empty()) last = std::max(last, scalars.back().step);
+  if (!events.empty()) last = std::max(last, events.back().step);
+  return last;
+}
+
+History parse_history(std::string_view bytes, const std::string& name) { return Parser(bytes, name).parse(); }
+
+History read_history(const std::filesystem::path& path) {
+  std::error_code error;
+  std::ifstream in(path, std::ios::binary);
+  std::string bytes{std::istreambuf_iterator<char>(in), {}};
+  if (!in || std::filesystem::is_directory(path, error)) {
+    throw Error(ErrorKind::BadFile, "cannot read the history \"" + path.string() + "\"", "",
+                "name a file that a Recorder wrote");
+  }
+  return parse_history(bytes, path.string());
+}
+
+}  // namespace plumb

@@ -1,0 +1,184 @@
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "plumb/core/error.h"
+#include "plumb/recording/history.h"
+#include "plumb/recording/history_format.h"
+
+namespace plumb {
+namespace {
+
+namespace format = history_format;
+using nlohmann::json;
+
+json number(double value) {
+  if (std::isfinite(value)) return value;
+  return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
+}
+
+template <class T>
+void put(std::string& out, const T& value) {
+  out.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+std::string text_of(const json& value) { return value.dump(-1, ' ', false, json::error_handler_t::replace); }
+
+json json_of(const HistoryTensor& t) {
+  return {{"name", t.name}, {"module", t.module}, {"operator", t.operation}, {"dtype", t.dtype}, {"sizes", t.sizes}};
+}
+
+// Nothing at all, or what a recorder leaves that never came to a step.
+bool holds_nothing(const std::filesystem::path& path) {
+  try {
+    const History old = read_history(path);
+    return old.steps.empty() && old.scalars.empty() && old.events.empty() && old.torn_bytes == 0;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append) : path_(path) {
+  std::error_code error;
+  if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
+  file_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+  if (file_ < 0) fail(std::strerror(errno));
+  try {
+    if (flock(file_, LOCK_EX | LOCK_NB) != 0) fail("another recorder has it open");
+    if (!append) {
+      if (!holds_nothing(path)) {
+        throw Error(ErrorKind::InvalidArgument, "the history \"" + path.string() + "\" is there already", "",
+                    "name another file, or append to it");
+      }
+      if (ftruncate(file_, 0) != 0) fail(std::strerror(errno));
+    } else {
+      const History old = read_history(path);
+      tensors_ = old.tensors;
+      written_ = tensors_.size();
+      for (size_t i = 0; i < tensors_.size(); ++i) {
+        places_.emplace(text_of(json_of(tensors_[i])), static_cast<uint32_t>(i));
+      }
+      last_step_ = old.last_step();
+      end_ = std::filesystem::file_size(path) - old.torn_bytes;
+      if (old.torn_bytes > 0 && ftruncate(file_, static_cast<off_t>(end_)) != 0) fail(std::strerror(errno));
+    }
+    if (end_ == 0) {
+      if (pwrite(file_, format::kMagic.data(), format::kMagic.size(), 0) !=
+          static_cast<ssize_t>(format::kMagic.size())) {
+        fail(std::strerror(errno));
+      }
+      end_ = format::kMagic.size();
+    }
+  } catch (...) {
+    close(file_);
+    throw;
+  }
+}
+
+HistoryWriter::~HistoryWriter() { close(file_); }
+
+void HistoryWriter::fail(const std::string& reason) const {
+  throw Error(ErrorKind::InvalidArgument, "cannot write the history \"" + path_.string() + "\": " + reason, "",
+              "name a file in a folder that can be written and has room");
+}
+
+void HistoryWriter::record(uint32_t kind, std::string_view payload) {
+  format::Head head{kind, 0, payload.size()};
+  head.crc = format::checksum(head, payload);
+  std::string bytes;
+  bytes.reserve(sizeof head + payload.size());
+  put(bytes, head);
+  bytes += payload;
+  size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t n = pwrite(file_, bytes.data() + done, bytes.size() - done, static_cast<off_t>(end_ + done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) {
+      const int reason = n < 0 ? errno : ENOSPC;
+      // Half a record is worth nothing; should this fail too, readers drop it.
+      if (ftruncate(file_, static_cast<off_t>(end_)) != 0) errno = 0;
+      fail(std::strerror(reason));
+    }
+    done += static_cast<size_t>(n);
+  }
+  end_ += bytes.size();
+}
+
+void HistoryWriter::rules(const std::string& text) { record(format::kRules, text_of({{"rules", text}})); }
+
+uint32_t HistoryWriter::tensor(const HistoryTensor& tensor) {
+  const auto [place, is_new] = places_.try_emplace(text_of(json_of(tensor)), static_cast<uint32_t>(tensors_.size()));
+  if (is_new) tensors_.push_back(tensor);
+  return place->second;
+}
+
+void HistoryWriter::flush_tensors() {
+  if (written_ == tensors_.size()) return;
+  json list = json::array();
+  for (size_t i = written_; i < tensors_.size(); ++i) list.push_back(json_of(tensors_[i]));
+  record(format::kTensors, text_of(list));
+  written_ = tensors_.size();
+}
+
+void HistoryWriter::step(const HistoryStep& step) {
+  flush_tensors();
+  std::string payload, bins;
+  put(payload, format::StepHead{step.step, step.rows.size()});
+  for (const HistoryRow& row : step.rows) {
+    const Metrics::Data& d = row.data;
+    auto has = [&](StatisticKind kind) { return (row.present >> static_cast<unsigned>(kind) & 1) != 0; };
+    auto real = [&](StatisticKind kind, double value) { return has(kind) ? value : std::nan(""); };
+    auto whole = [&](StatisticKind kind, int64_t value) { return has(kind) ? value : 0; };
+    format::Row r;
+    r.tensor = row.tensor;
+    r.backward = row.backward, r.by_condition = row.by_condition;
+    r.present = row.present;
+    r.mean_abs = real(StatisticKind::MeanAbs, d.mean_abs), r.abs_mean = real(StatisticKind::AbsMean, d.abs_mean);
+    r.std = real(StatisticKind::Std, d.std);
+    r.abs_max = real(StatisticKind::AbsMax, d.abs_max), r.abs_min = real(StatisticKind::AbsMin, d.abs_min);
+    r.numel = whole(StatisticKind::Numel, d.numel), r.nan_count = whole(StatisticKind::NanCount, d.nan_count);
+    r.inf_count = whole(StatisticKind::InfCount, d.inf_count);
+    r.zero_count = whole(StatisticKind::ZeroCount, d.zero_count);
+    if (has(StatisticKind::Histogram) && d.histogram) {
+      for (size_t bin = 0; bin < d.histogram->counts.size(); ++bin) {
+        const int64_t n = d.histogram->counts[bin];
+        if (n == 0) continue;
+        put(bins, uint64_t{bin} << format::kBinShift | static_cast<uint64_t>(n));
+        ++r.bins;
+      }
+    }
+    put(payload, r);
+  }
+  record(format::kStep, payload + bins);
+  last_step_ = std::max(last_step_, step.step);
+}
+
+void HistoryWriter::scalars(const HistoryScalars& scalars) {
+  json values = json::object();
+  for (const auto& [name, value] : scalars.values) values[name] = number(value);
+  record(format::kScalars, text_of({{"step", scalars.step}, {"values", std::move(values)}}));
+  last_step_ = std::max(last_step_, scalars.step);
+}
+
+void HistoryWriter::event(const HistoryEvent& event) {
+  flush_tensors();
+  json first = json::array();
+  for (const auto& c : event.first) {
+    first.push_back({{"tensor", c.tensor}, {"backward", c.backward}, {"value", number(c.value)}});
+  }
+  record(format::kEvent, text_of({{"step", event.step},
+                                  {"rule", event.rule},
+                                  {"condition", event.condition},
+                                  {"count", event.count},
+                                  {"first", std::move(first)}}));
+  last_step_ = std::max(last_step_, event.step);
+}
+
+}  // namespace plumb

@@ -1,0 +1,224 @@
+#include "plumb/recording/recorder.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/names.h"
+#include "plumb/transforms/operands.h"
+#include "plumb/transforms/track_scales.h"
+
+namespace plumb {
+
+// A tracked value: its slot, its number in the history, the rules that mean it.
+struct Recorder::Place {
+  int64_t slot = 0;
+  uint32_t tensor = 0;
+  std::vector<uint32_t> rules;
+};
+
+struct Recorder::Part {
+  std::shared_ptr<ScaleTracker> tracker;
+  std::vector<Place> places;
+};
+
+namespace {
+
+using Direction = ScaleTracker::Direction;
+
+HistoryTensor describe(const Value* value, const State& state) {
+  const Node* node = value->producer();
+  HistoryTensor out;
+  out.module = node->meta().module_path();
+  if (node->kind() == NodeKind::GetAttr) {
+    const Attr* attr = state.find(node->target());
+    out.name = node->target();
+    const size_t dot = out.name.rfind('.');
+    out.module = dot == std::string::npos ? "" : out.name.substr(0, dot);
+    out.operation = attr && attr->kind == AttrKind::Parameter ? "parameter" : "buffer";
+    if (attr && attr->tensor.defined()) out.sizes = attr->tensor.sizes().vec();
+  } else {
+    out.name = out.module.empty() ? value->name() : out.module + "." + value->name();
+    out.operation = node->kind() == NodeKind::Placeholder ? "input" : node->target();
+  }
+  if (value->meta() && out.sizes.empty()) out.sizes = value->meta()->sizes;
+  if (const auto dtype = dtype_of(value, state)) out.dtype = torch_name(*dtype);
+  return out;
+}
+
+bool fits(const std::vector<std::string>& patterns, std::string_view text) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const auto& p) { return fits_pattern(p, text); });
+}
+
+bool fits(const RecordRule& rule, const HistoryTensor& t) {
+  if (!fits(rule.names, t.name)) return false;
+  return fits(rule.operators, t.operation) || fits(rule.operators, t.operation.substr(0, t.operation.find('.')));
+}
+
+// Some of the names or operators there are, for one who looks for the right one.
+std::string some(const std::vector<HistoryTensor>& tensors, std::string HistoryTensor::*what) {
+  std::vector<std::string> found;
+  for (const HistoryTensor& t : tensors) {
+    if (std::find(found.begin(), found.end(), t.*what) == found.end()) found.push_back(t.*what);
+    if (found.size() == 8) break;
+  }
+  std::string out;
+  for (const auto& each : found) out += (out.empty() ? "" : ", ") + each;
+  return out;
+}
+
+}  // namespace
+
+Recorder::Recorder(RecordRules rules, const std::filesystem::path& path, RecorderOptions options)
+    : rules_(std::move(rules)),
+      part_(options.part),
+      writer_(path, options.append),
+      fitted_(rules_.rules.size()),
+      recorded_(rules_.rules.size()),
+      due_(rules_.rules.size()),
+      step_(writer_.last_step() + 1) {
+  writer_.rules(rules_.text);
+}
+
+Recorder::Recorder(GraphModule& module, RecordRules rules, const std::filesystem::path& path, RecorderOptions options)
+    : Recorder(std::move(rules), path, options) {
+  attach(module);
+}
+
+Recorder::~Recorder() = default;
+
+void Recorder::attach(GraphModule& module) {
+  Part part{ScaleTracker::create(), {}};
+  std::vector<HistoryTensor> here;
+  track_scales(module, *part.tracker);
+  std::unordered_map<const Value*, const Value*> tracked;  // what a track node hands on -> the value itself
+  for (const Node* node : module.graph().nodes()) {
+    if (!node->is_op("plumb::track")) continue;
+    const Value* value = node->input(0);
+    if (auto it = tracked.find(value); it != tracked.end()) value = it->second;
+    tracked.emplace(node->result(), value);
+    if (node->arg("tracker") != Arg(part.tracker->id())) continue;
+    HistoryTensor tensor = describe(value, module.state());
+    Place place{node->arg("slot").constant().toInt(), 0, {}};
+    for (size_t r = 0; r < rules_.rules.size(); ++r) {
+      if (fits(rules_.rules[r], tensor)) place.rules.push_back(static_cast<uint32_t>(r)), fitted_[r] = true;
+    }
+    part.tracker->want(place.slot, {false, false, false});
+    if (!place.rules.empty()) {
+      place.tensor = writer_.tensor(tensor);
+      part.places.push_back(std::move(place));
+    }
+    here.push_back(std::move(tensor));
+  }
+  for (size_t r = 0; r < rules_.rules.size(); ++r) {
+    if (fitted_[r] || part_) continue;
+    const RecordRule& rule = rules_.rules[r];
+    const bool any_name =
+        std::any_of(here.begin(), here.end(), [&](const HistoryTensor& t) { return fits(rule.names, t.name); });
+    throw Error(ErrorKind::InvalidArgument,
+                rule.where + ": " + (any_name ? "operator" : "name") + " = \"" +
+                    (any_name ? rule.operators : rule.names).front() + "\" fits no tensor of the module",
+                "",
+                any_name ? "operators such as " + some(here, &HistoryTensor::operation)
+                         : "names such as " + some(here, &HistoryTensor::name));
+  }
+  parts_.push_back(std::move(part));
+  prepared_.clear();
+  prepare();
+}
+
+bool Recorder::due(size_t r) const {
+  const RecordRule& rule = rules_.rules[r];
+  if (rule.when && recorded_[r] >= rule.limit) return false;
+  return all_ || (step_ - 1) % rule.every == 0;
+}
+
+void Recorder::prepare() {
+  measuring_ = false;
+  for (size_t r = 0; r < due_.size(); ++r) {
+    due_[r] = due(r);
+    measuring_ = measuring_ || due_[r];
+  }
+  for (Part& part : parts_) part.tracker->set_enabled(enabled_ && measuring_);
+  if (!measuring_ || prepared_ == due_) return;
+  for (Part& part : parts_) {
+    for (const Place& place : part.places) {
+      ScaleTracker::Wanted wanted{false, false, false};
+      for (uint32_t r : place.rules) {
+        if (!due_[r]) continue;
+        const RecordRule& rule = rules_.rules[r];
+        wanted.forward |= rule.forward, wanted.backward |= rule.backward, wanted.histogram |= rule.histogram();
+      }
+      part.tracker->want(place.slot, wanted);
+    }
+  }
+  prepared_ = due_;
+}
+
+void Recorder::find_rows(HistoryStep& step, std::vector<HistoryEvent>& events) {
+  std::unordered_map<uint64_t, size_t> rows;  // a tensor and its direction -> its row
+  std::unordered_map<uint32_t, HistoryEvent> held;
+  for (const Part& part : parts_) {
+    for (const Place& place : part.places) {
+      for (const Direction direction : {Direction::Forward, Direction::Backward}) {
+        const bool backward = direction == Direction::Backward;
+        const auto data = part.tracker->measured(place.slot, direction);
+        if (!data) continue;
+        HistoryRow row{place.tensor, backward, true, 0, *data};
+        std::optional<TensorMetrics> full;
+        for (uint32_t r : place.rules) {
+          const RecordRule& rule = rules_.rules[r];
+          if (!due_[r] || !(backward ? rule.backward : rule.forward)) continue;
+          if (rule.when) {
+            if (!full) full = data->full();
+            const double value = rule.when->statistic.of(*full);
+            if (!rule.when->holds(value)) continue;
+            HistoryEvent& event = held.try_emplace(r, HistoryEvent{step.step, r, rule.when->to_string()}).first->second;
+            if (++event.count <= 16) event.first.push_back({place.tensor, backward, value});
+          } else {
+            row.by_condition = false;
+          }
+          row.present |= rule.statistics;
+        }
+        if (row.present == 0) continue;
+        const auto [at, is_new] = rows.try_emplace(uint64_t{place.tensor} << 1 | backward, step.rows.size());
+        if (is_new) {
+          step.rows.push_back(std::move(row));
+        } else {
+          step.rows[at->second] = std::move(row);
+        }
+      }
+    }
+  }
+  for (auto& [r, event] : held) events.push_back(std::move(event));
+  std::sort(events.begin(), events.end(), [](const auto& a, const auto& b) { return a.rule < b.rule; });
+}
+
+size_t Recorder::step(const Scalars& scalars) {
+  HistoryStep step{step_, {}};
+  std::vector<HistoryEvent> events;
+  if (measuring_) {
+    find_rows(step, events);
+    for (Part& part : parts_) part.tracker->clear();
+  }
+  ++step_;
+  all_ = false;
+  for (const HistoryEvent& event : events) {
+    const auto r = static_cast<size_t>(event.rule);
+    ++recorded_[r];
+    all_ = all_ || rules_.rules[r].then_all;
+  }
+  prepare();
+  // Last, as it may fail: the recorder then goes on with the next step.
+  if (!scalars.empty()) writer_.scalars({step.step, scalars});
+  if (!step.rows.empty()) writer_.step(step);
+  for (const HistoryEvent& event : events) writer_.event(event);
+  return step.rows.size();
+}
+
+void Recorder::set_enabled(bool enabled) {
+  enabled_ = enabled;
+  for (Part& part : parts_) part.tracker->set_enabled(enabled_ && measuring_);
+}
+
+}  // namespace plumb

@@ -1,0 +1,77 @@
+// Records what a model's tensors and gradients do while it trains, as rules say, into a history on disk.
+//
+//   plumb::Recorder recorder(*module, plumb::RecordRules::load("rules.toml"), "run.history");
+//   for (...) {
+//     loss.backward();
+//     optimizer.step();
+//     recorder.step({{"loss", loss.item<double>()}});
+//   }
+//
+// The module's graph gets plumb::track nodes; values and gradients stay what they were. In steps that no rule asks for
+// the nodes do nothing but hand on. When the recorder is gone they hand on for ever.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plumb/graph/graph_module.h"
+#include "plumb/recording/history.h"
+#include "plumb/recording/rules.h"
+#include "plumb/transforms/tracker.h"
+
+namespace plumb {
+
+struct RecorderOptions {
+  bool append = false;  // go on with a history that is there, after its last step
+  bool part = false;    // what is attached is a part of the model, a pipeline's stage: rules may fit nothing in it
+};
+
+// Not thread-safe: attach() and step() are called between steps of training.
+class Recorder {
+ public:
+  using Scalars = std::vector<std::pair<std::string, double>>;
+
+  // Errors: those of HistoryWriter and of attach().
+  Recorder(GraphModule& module, RecordRules rules, const std::filesystem::path& path, RecorderOptions options = {});
+  // For modules that are attached later.
+  Recorder(RecordRules rules, const std::filesystem::path& path, RecorderOptions options = {});
+  ~Recorder();
+
+  // Records this graph too: the same model for other shapes, or a part of a model. Tensors of the same name, operator
+  // and sizes are one. Throws Error(InvalidArgument) for a rule that fits no tensor of any module so far, with the
+  // names there are.
+  void attach(GraphModule& module);
+
+  // The step is over: writes what its rules ask for, and makes ready for the next. What ran last counts, where a module
+  // ran several times. Steps count from 1. Answers the number of rows written.
+  size_t step(const Scalars& scalars = {});
+  // The number of the step that runs now.
+  int64_t current_step() const { return step_; }
+
+  // Off, nothing is measured: for evaluation between steps.
+  void set_enabled(bool enabled);
+  bool enabled() const { return enabled_; }
+
+ private:
+  struct Place;
+  struct Part;
+  bool due(size_t rule) const;
+  void prepare();
+  void find_rows(HistoryStep& step, std::vector<HistoryEvent>& events);
+
+  const RecordRules rules_;
+  const bool part_;
+  HistoryWriter writer_;
+  std::vector<Part> parts_;
+  std::vector<bool> fitted_;          // rules that fit some tensor
+  std::vector<int64_t> recorded_;     // steps, of rules with a condition
+  std::vector<bool> due_, prepared_;  // rules: in this step; for which the trackers are set
+  int64_t step_ = 1;
+  bool enabled_ = true, all_ = false, measuring_ = false;
+};
+
+}  // namespace plumb

@@ -1,0 +1,469 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <random>
+
+#include "plumb/core/error.h"
+#include "plumb/recording/history_format.h"
+#include "plumb/recording/recorder.h"
+#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/track_scales.h"
+
+namespace plumb {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::AllOf;
+using testing::HasSubstr;
+using namespace testing_models;
+
+std::string message_of(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "no error";
+}
+
+std::string slurp(const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+void spill(const fs::path& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
+
+class Recording : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::string name = (fs::temp_directory_path() / "plumb_recording_XXXXXX").string();
+    ASSERT_NE(mkdtemp(name.data()), nullptr);
+    folder_ = name;
+    at::manual_seed(4);
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+  fs::path file(const std::string& name = "run.history") const { return folder_ / name; }
+  fs::path folder_;
+};
+
+const char* kModel = R"(graph {
+    %x: f32[16, 8] = placeholder "x"
+    %w = get_attr "fc.weight"
+    %y: f32[16, 8] = aten::linear(%x, %w) in "":"Net" "fc":"Linear"
+    %z: f32[16, 8] = aten::gelu(%y)
+    %s: f32[16, 8] = aten::mul.Tensor(%z, %y)
+    %o: f32[] = aten::sum(%s)
+    output(%o)
+  })";
+
+std::shared_ptr<GraphModule> model() {
+  State state;
+  parameter(state, "fc.weight", at::randn({8, 8}));
+  return module_of(kModel, std::move(state));
+}
+
+at::Tensor train_step(GraphModule& module, const at::Tensor& x) {
+  for (const Attr& attr : module.state()) attr.tensor.mutable_grad().reset();
+  at::Tensor loss = module.run({x})[0].toTensor();
+  loss.backward();
+  return loss;
+}
+
+// ---- rules ----
+
+TEST(RecordRules, ReadsWhatTheDocumentationShows) {
+  const RecordRules rules = RecordRules::parse(R"toml(
+every = 10
+[[rule]]
+name = "layers.*.attn*"
+operator = ["aten::linear", "parameter"]
+direction = "backward"
+statistics = ["std", "underflow(e5m2)"]
+every = 50
+
+[[rule]]
+when = { statistic = "underflow(e4m3fn)", above = 0.25 }
+then = "all"
+limit = 20
+)toml");
+  ASSERT_EQ(rules.rules.size(), 2u);
+  const RecordRule &a = rules.rules[0], &b = rules.rules[1];
+  EXPECT_EQ(a.names, std::vector<std::string>{"layers.*.attn*"});
+  EXPECT_EQ(a.operators, (std::vector<std::string>{"aten::linear", "parameter"}));
+  EXPECT_FALSE(a.forward);
+  EXPECT_TRUE(a.backward);
+  EXPECT_EQ(a.every, 50);
+  EXPECT_TRUE(a.histogram());
+  EXPECT_EQ(a.statistics & Statistic{StatisticKind::MeanAbs}.bits(), 0);
+  EXPECT_EQ(b.every, 10);
+  EXPECT_EQ(b.statistics, kAllStatistics);
+  EXPECT_TRUE(b.then_all);
+  EXPECT_EQ(b.limit, 20);
+  EXPECT_EQ(b.when->to_string(), "underflow(e4m3fn) > 0.25");
+}
+
+TEST(RecordRules, ErrorsNameFileLineKeyAndTheFix) {
+  const std::tuple<const char*, const char*, const char*> cases[] = {
+      {"[[rule]]\nnmae = \"a\"", "r.toml:2: \"nmae\"", "name, operator"},
+      {"[[rule]]\nevery = 0", "r.toml:2: every", "every = 10"},
+      {"[[rule]]\nevery = \"ten\"", "r.toml:2: every", "every = 10"},
+      {"every = 5\n[[rule]]\n\ndirection = \"back\"", "r.toml:4: direction is \"back\"", "\"backward\""},
+      {"[[rule]]\nstatistics = [\"std\",\n \"median\"]", "r.toml:3: statistics: \"median\"", "underflow(FORMAT)"},
+      {"[[rule]]\nstatistics = [\"underflow(e9m9)\"]", "r.toml:2: statistics:", "try:"},
+      {"[[rule]]\nstatistics = [\"underflow\"]", "r.toml:2: statistics: \"underflow\"", "underflow(e5m2)"},
+      {"[[rule]]\nstatistics = [\"std(e5m2)\"]", "r.toml:2: statistics:", "try:"},
+      {"[[rule]]\nstatistics = []", "r.toml:2: statistics", "[\"std\""},
+      {"[[rule]]\nname = []", "r.toml:2: name", "layers.*"},
+      {"[[rule]]\nname = 3", "r.toml:2: name", "layers.*"},
+      {"[[rule]]\nwhen = { statistic = \"std\" }", "r.toml:2: when", "above = 0"},
+      {"[[rule]]\nwhen = { above = 1 }", "r.toml:2: when has no statistic", "nan_count"},
+      {"[[rule]]\nwhen = { statistic = \"std\", above = nan }", "r.toml:2: above", "above = 0"},
+      {"[[rule]]\nwhen = { statistic = \"histogram\", above = 1 }", "r.toml:2: statistic", "nan_count"},
+      {"[[rule]]\nwhen = { statistic = \"std\", over = 1 }", "r.toml:2: \"over\"", "above"},
+      {"[[rule]]\nthen = \"all\"", "r.toml:2: then", "when"},
+      {"[[rule]]\nlimit = 3", "r.toml:2: limit", "when"},
+      {"[[rule]]\nwhen = { statistic = \"std\", above = 1 }\nthen = \"some\"", "r.toml:3: then", "\"all\""},
+      {"rule = 3", "r.toml:1: rule", "[[rule]]"},
+      {"every = 3", "r.toml: has no rule", "[[rule]]"},
+      {"", "r.toml: has no rule", "[[rule]]"},
+      {"[[rule]]\nname = layers", "r.toml:2: is no TOML", "quotes"},
+  };
+  for (const auto& [text, place, fix] : cases) {
+    EXPECT_THAT(message_of([&] { RecordRules::parse(text, "r.toml"); }), AllOf(HasSubstr(place), HasSubstr(fix)))
+        << text;
+  }
+  EXPECT_THAT(message_of([] { RecordRules::load("/none/r.toml"); }), HasSubstr("/none/r.toml"));
+}
+
+TEST(RecordRules, PatternsFitAsInAShell) {
+  EXPECT_TRUE(fits_pattern("*", ""));
+  EXPECT_TRUE(fits_pattern("layers.*.attn*", "layers.10.attn.qkv.weight"));
+  EXPECT_TRUE(fits_pattern("a?c", "abc"));
+  EXPECT_TRUE(fits_pattern("*a*a*", "banana"));
+  EXPECT_FALSE(fits_pattern("a?c", "ac"));
+  EXPECT_FALSE(fits_pattern("layers.*.attn", "layers.0.attn.qkv"));
+  EXPECT_FALSE(fits_pattern("", "a"));
+  EXPECT_FALSE(fits_pattern(std::string(2000, '*') + "b", std::string(2000, 'a')));
+}
+
+TEST(Statistic, NamesRoundTrip) {
+  for (const char* name : {"mean_abs", "numel", "histogram", "zero_share", "underflow(e5m2)", "overflow(e4m3fn-SR)"}) {
+    EXPECT_EQ(Statistic::parse(name).to_string(), name);
+  }
+}
+
+// ---- recorder ----
+
+TEST_F(Recording, RecordsWhatTorchComputesAndLeavesTheTrainingAlone) {
+  auto recorded = model();
+  auto plain = recorded->deep_copy();
+  Recorder recorder(*recorded, RecordRules::everything(2), file());
+  at::Tensor weight, gradient;
+  for (int step = 1; step <= 3; ++step) {
+    at::Tensor x = at::randn({16, 8});
+    EXPECT_TRUE(at::equal(train_step(*recorded, x), train_step(*plain, x)));
+    const at::Tensor a = recorded->state().get("fc.weight").tensor, b = plain->state().get("fc.weight").tensor;
+    EXPECT_TRUE(at::equal(a.grad(), b.grad()));
+    EXPECT_EQ(recorder.step({{"loss", step * 1.5}}), step == 2 ? 0u : 12u);
+    if (step == 3) weight = a.detach().clone(), gradient = a.grad().clone();
+    at::NoGradGuard none;
+    a.sub_(a.grad(), 0.01), b.sub_(b.grad(), 0.01);
+  }
+  const History history = read_history(file());
+  ASSERT_EQ(history.steps.size(), 2u);
+  EXPECT_EQ(history.steps[0].step, 1);
+  EXPECT_EQ(history.steps[1].step, 3);
+  ASSERT_EQ(history.tensors.size(), 6u);
+  EXPECT_EQ(history.tensors[1], (HistoryTensor{"fc.weight", "fc", "parameter", "float32", {8, 8}}));
+  EXPECT_EQ(history.tensors[2], (HistoryTensor{"fc.y", "fc", "aten::linear", "float32", {16, 8}}));
+  EXPECT_EQ(history.tensors[0].operation, "input");
+  ASSERT_EQ(history.scalars.size(), 3u);
+  EXPECT_EQ(history.scalars[1].values, (std::vector<std::pair<std::string, double>>{{"loss", 3.0}}));
+  int seen = 0;
+  for (const HistoryRow& row : history.steps[1].rows) {
+    if (row.tensor != 1) continue;
+    const at::Tensor& t = row.backward ? gradient : weight;
+    EXPECT_NEAR(row.data.std, t.std().item<double>(), 1e-6 * row.data.std);
+    EXPECT_EQ(row.data.abs_max, t.abs().max().item<double>());
+    EXPECT_EQ(row.data.numel, 64);
+    EXPECT_EQ(row.present, kAllStatistics);
+    int64_t counted = 0;
+    for (int64_t n : row.data.histogram->counts) counted += n;
+    EXPECT_EQ(counted, 64);
+    ++seen;
+  }
+  EXPECT_EQ(seen, 2);
+}
+
+TEST_F(Recording, KeepsToTheRules) {
+  auto module = model();
+  Recorder recorder(*module, RecordRules::parse(R"toml(
+[[rule]]
+name = "fc.*"
+operator = "parameter"
+direction = "backward"
+statistics = ["std"]
+every = 1
+[[rule]]
+operator = "aten::mul"
+direction = "forward"
+statistics = ["abs_max", "histogram"]
+every = 3
+)toml"),
+                    file());
+  for (int step = 1; step <= 4; ++step) {
+    train_step(*module, at::randn({16, 8}));
+    EXPECT_EQ(recorder.step(), step % 3 == 1 ? 2u : 1u);
+  }
+  const History history = read_history(file());
+  ASSERT_EQ(history.steps.size(), 4u);
+  const auto& rows = history.steps[0].rows;
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_TRUE(rows[0].backward);
+  EXPECT_EQ(history.tensors[rows[0].tensor].name, "fc.weight");
+  EXPECT_GT(rows[0].data.std, 0);
+  EXPECT_TRUE(std::isnan(rows[0].data.abs_max));
+  EXPECT_EQ(rows[0].data.histogram, nullptr);
+  EXPECT_EQ(history.tensors[rows[1].tensor].operation, "aten::mul.Tensor");
+  EXPECT_FALSE(rows[1].backward);
+  EXPECT_NE(rows[1].data.histogram, nullptr);
+}
+
+TEST_F(Recording, RecordsOnAConditionAndTheWholeNextStep) {
+  auto module = model();
+  Recorder recorder(*module, RecordRules::parse(R"toml(
+every = 1000
+[[rule]]
+direction = "forward"
+statistics = ["std"]
+[[rule]]
+name = "x"
+direction = "forward"
+statistics = ["nan_count"]
+when = { statistic = "nan_count", above = 0 }
+every = 1
+then = "all"
+limit = 2
+)toml"),
+                    file());
+  std::vector<size_t> rows;
+  for (int step = 1; step <= 8; ++step) {
+    at::Tensor x = at::randn({16, 8});
+    if (step == 3 || step == 5 || step == 7) x[0][0] = NAN;
+    train_step(*module, x);
+    rows.push_back(recorder.step());
+  }
+  // Step 1 by the first rule, 3 and 5 by the second, 4 and 6 as next steps; 7 is over the limit.
+  EXPECT_EQ(rows, (std::vector<size_t>{6, 0, 1, 6, 1, 6, 0, 0}));
+  const History history = read_history(file());
+  ASSERT_EQ(history.events.size(), 2u);
+  EXPECT_EQ(history.events[0].step, 3);
+  EXPECT_EQ(history.events[0].rule, 1);
+  EXPECT_EQ(history.events[0].condition, "nan_count > 0");
+  ASSERT_EQ(history.events[0].first.size(), 1u);
+  EXPECT_EQ(history.events[0].first[0].value, 1);
+  EXPECT_EQ(history.tensors[history.events[0].first[0].tensor].name, "x");
+  EXPECT_TRUE(history.steps[1].rows[0].by_condition);
+  EXPECT_FALSE(history.steps[2].rows[0].by_condition);
+}
+
+TEST_F(Recording, AnswersWhatAFormatWouldDoToAGradient) {
+  auto module = model();
+  const char* rules =
+      "[[rule]]\ndirection = \"backward\"\nwhen = { statistic = \"underflow(e4m3fn)\", above = 0.5 }\nevery = 1\n";
+  Recorder recorder(*module, RecordRules::parse(rules), file());
+  at::Tensor x = at::randn({16, 8});
+  module->run({x})[0].toTensor().backward();
+  EXPECT_EQ(recorder.step(), 0u);
+  // The same gradients, 2^-14 times as large: most are below half of E4M3's smallest value, 2^-9.
+  (module->run({x})[0].toTensor() * 0x1p-14).backward();
+  EXPECT_GT(recorder.step(), 0u);
+}
+
+TEST_F(Recording, MeasuresNothingBetweenStepsAndWhileSwitchedOff) {
+  auto module = model();
+  Recorder recorder(*module, RecordRules::everything(2), file());
+  recorder.set_enabled(false);
+  train_step(*module, at::randn({16, 8}));
+  EXPECT_EQ(recorder.step(), 0u);
+  recorder.set_enabled(true);
+  train_step(*module, at::randn({16, 8}));
+  EXPECT_EQ(recorder.step(), 0u);
+  train_step(*module, at::randn({16, 8}));
+  EXPECT_EQ(recorder.step(), 12u);
+}
+
+TEST_F(Recording, StandsBesideATrackerAndAnotherRecorder) {
+  auto tracked = track_scales(model());
+  Recorder a(*tracked, RecordRules::everything(1), file("a"));
+  Recorder b(*tracked, RecordRules::everything(1), file("b"));
+  train_step(*tracked, at::randn({16, 8}));
+  EXPECT_EQ(a.step(), 12u);
+  EXPECT_EQ(b.step(), 12u);
+  const ScalesGraph scales = scales_graph(*tracked);
+  const ScaleNode* y = scales.find("y");
+  ASSERT_TRUE(y != nullptr && y->metrics && y->metrics->bwd);
+  const History ha = read_history(file("a")), hb = read_history(file("b"));
+  for (size_t i = 0; i < 12; ++i) EXPECT_EQ(ha.steps[0].rows[i].data.abs_max, hb.steps[0].rows[i].data.abs_max);
+  EXPECT_EQ(ha.tensors, hb.tensors);
+}
+
+TEST_F(Recording, AGraphOutlivesItsRecorder) {
+  auto module = model();
+  { Recorder recorder(*module, RecordRules::everything(1), file()); }
+  EXPECT_NO_THROW(train_step(*module, at::randn({16, 8})));
+}
+
+TEST_F(Recording, ARuleThatFitsNothingIsRefusedWithTheNamesThereAre) {
+  auto module = model();
+  EXPECT_THAT(
+      message_of([&] { Recorder(*module, RecordRules::parse("[[rule]]\nname = \"layer.*\"", "r.toml"), file()); }),
+      AllOf(HasSubstr("r.toml:1: name = \"layer.*\""), HasSubstr("fc.weight")));
+  EXPECT_THAT(
+      message_of([&] { Recorder(*module, RecordRules::parse("[[rule]]\noperator = \"linear\"", "r.toml"), file()); }),
+      AllOf(HasSubstr("operator = \"linear\""), HasSubstr("aten::linear")));
+  // What they left behind is in nobody's way; a file of another kind is left alone.
+  EXPECT_NO_THROW(Recorder(*module, RecordRules::everything(), file()));
+  spill(file("other"), "mine");
+  EXPECT_THAT(message_of([&] { Recorder(*module, RecordRules::everything(), file("other")); }),
+              HasSubstr("there already"));
+  EXPECT_EQ(slurp(file("other")), "mine");
+}
+
+TEST_F(Recording, AppendsAfterTheLastStepAndRefusesToOverwrite) {
+  auto module = model();
+  {
+    Recorder recorder(*module, RecordRules::everything(1), file());
+    train_step(*module, at::randn({16, 8}));
+    recorder.step();
+    EXPECT_THAT(message_of([&] { Recorder(RecordRules::everything(1), file(), {.append = true}); }),
+                HasSubstr("another recorder"));
+  }
+  EXPECT_THAT(message_of([&] { Recorder(RecordRules::everything(1), file()); }), HasSubstr("append"));
+  spill(file(), slurp(file()) + "half a record");
+  {
+    auto again = model();
+    Recorder recorder(*again, RecordRules::everything(1), file(), {.append = true});
+    EXPECT_EQ(recorder.current_step(), 2);
+    train_step(*again, at::randn({16, 8}));
+    recorder.step();
+  }
+  const History history = read_history(file());
+  EXPECT_EQ(history.torn_bytes, 0u);
+  ASSERT_EQ(history.steps.size(), 2u);
+  EXPECT_EQ(history.steps[1].step, 2);
+  EXPECT_EQ(history.tensors.size(), 6u);
+  EXPECT_EQ(history.rules.size(), 2u);
+}
+
+TEST_F(Recording, SaysWhichFileCannotBeWritten) {
+  EXPECT_THAT(message_of([] { Recorder(RecordRules::everything(), "/proc/none/a.history"); }),
+              HasSubstr("/proc/none/a.history"));
+  EXPECT_THAT(message_of([] { read_history("/proc/none/a.history"); }), HasSubstr("/proc/none/a.history"));
+}
+
+// ---- the file ----
+
+std::string small_history(const fs::path& path) {
+  HistoryWriter writer(path, false);
+  writer.rules("[[rule]]");
+  HistoryStep step{1, {}};
+  for (int i = 0; i < 3; ++i) {
+    HistoryRow row{writer.tensor({"t" + std::to_string(i), "", "aten::add", "float32", {2, i}}),
+                   i == 1,
+                   false,
+                   kAllStatistics,
+                   {}};
+    row.data.std = i == 2 ? INFINITY : 0.5 * i;
+    auto histogram = std::make_shared<ExponentHistogram>();
+    histogram->counts[static_cast<size_t>(100 + i)] = 7;
+    row.data.histogram = histogram;
+    step.rows.push_back(row);
+  }
+  writer.step(step);
+  writer.scalars({1, {{"loss", NAN}, {"rate", -INFINITY}}});
+  writer.event({1, 0, "std > 1", 1, {{2, false, INFINITY}}});
+  step.step = 2;
+  writer.step(step);
+  return slurp(path);
+}
+
+TEST_F(Recording, WhatIsWrittenIsReadBack) {
+  const History history = parse_history(small_history(file()));
+  ASSERT_EQ(history.steps.size(), 2u);
+  EXPECT_EQ(history.steps[0].rows[2].data.std, INFINITY);
+  EXPECT_EQ(history.steps[0].rows[1].data.histogram->counts[101], 7);
+  EXPECT_TRUE(history.steps[0].rows[1].backward);
+  EXPECT_TRUE(std::isnan(history.scalars[0].values[0].second));
+  EXPECT_EQ(history.scalars[0].values[1].second, -INFINITY);
+  EXPECT_EQ(history.events[0].first[0].value, INFINITY);
+  EXPECT_EQ(history.last_step(), 2);
+}
+
+TEST_F(Recording, ATornLastRecordIsNoticedAndDroppedWhereverItTore) {
+  const std::string whole = small_history(file());
+  size_t steps = 99;
+  for (size_t size = whole.size(); size-- > 0;) {
+    const History history = parse_history(whole.substr(0, size));
+    EXPECT_LE(history.steps.size(), steps);
+    steps = history.steps.size();
+    if (size == whole.size() - 1) {
+      EXPECT_EQ(steps, 1u);
+      EXPECT_GT(history.torn_bytes, 0u);
+    }
+  }
+  EXPECT_EQ(steps, 0u);
+  // As a lost power may leave it: the length is there, the bytes are not.
+  const History zeros = parse_history(whole + std::string(4096, '\0'));
+  EXPECT_EQ(zeros.steps.size(), 2u);
+  EXPECT_EQ(zeros.torn_bytes, 4096u);
+}
+
+TEST_F(Recording, DamageBeforeTheLastRecordIsAnErrorThatNamesTheByte) {
+  std::string bytes = small_history(file());
+  bytes[60] ^= 1;
+  EXPECT_THAT(message_of([&] { parse_history(bytes, "a.history"); }), AllOf(HasSubstr("a.history"), HasSubstr("byte")));
+  EXPECT_THAT(message_of([] { parse_history("a file of another kind", "a"); }), HasSubstr("no history"));
+}
+
+TEST_F(Recording, HostileFilesEndInAnErrorOrInAHistory) {
+  const std::string whole = small_history(file());
+  std::mt19937 random(11);
+  for (int round = 0; round < 3000; ++round) {
+    std::string bytes = whole;
+    for (unsigned n = 1 + random() % 4; n > 0; --n) {
+      const size_t at = random() % bytes.size();
+      switch (random() % 3) {
+        case 0: bytes[at] = static_cast<char>(random()); break;
+        case 1: bytes.erase(at, random() % 32); break;
+        default: bytes.insert(at, random() % 32, static_cast<char>(random()));
+      }
+    }
+    // Broken records with a right checksum must be withstood as well.
+    for (size_t at = 16; at + 16 <= bytes.size();) {
+      uint64_t length = 0;
+      std::memcpy(&length, bytes.data() + at + 8, 8);
+      if (length > bytes.size() - at - 16) break;
+      uint32_t kind = 0;
+      std::memcpy(&kind, bytes.data() + at, 4);
+      const uint32_t crc = history_format::checksum({kind, 0, length}, std::string_view(bytes).substr(at + 16, length));
+      std::memcpy(bytes.data() + at + 4, &crc, 4);
+      at += 16 + length;
+    }
+    try {
+      const History history = parse_history(bytes);
+      for (const HistoryStep& step : history.steps) {
+        for (const HistoryRow& row : step.rows) ASSERT_LT(row.tensor, history.tensors.size());
+      }
+    } catch (const Error& e) {
+      ASSERT_EQ(e.kind(), ErrorKind::BadFile) << e.what();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace plumb

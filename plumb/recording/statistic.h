@@ -1,0 +1,54 @@
+// What can be measured of a tensor, by name: in rule files, conditions and tables.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "plumb/numerics/metrics.h"
+
+namespace plumb {
+
+enum class StatisticKind : uint8_t {
+  // The order is that of the bits of a history's rows (docs/history.md): it never changes.
+  MeanAbs,
+  AbsMean,
+  Std,
+  AbsMax,
+  AbsMin,
+  Numel,
+  NanCount,
+  InfCount,
+  ZeroCount,
+  Histogram,
+  // Follow from the ones above.
+  ZeroShare,
+  Underflow,
+  Overflow,
+  Subnormal,
+};
+
+// "std", "histogram", "underflow(e5m2)": the shares of elements that a format turns to zero, cannot reach, or holds
+// with fewer digits (TensorMetrics::underflow_share and so on).
+struct Statistic {
+  StatisticKind kind = StatisticKind::Std;
+  std::optional<FPFormat> format = {};  // of Underflow, Overflow and Subnormal
+
+  // Throws Error(InvalidArgument) that lists the names.
+  static Statistic parse(std::string_view text);
+  std::string to_string() const;
+
+  bool needs_histogram() const;
+  // The rows' bits it is computed from: 1 << kind of the first ten.
+  uint16_t bits() const;
+  // NaN for Histogram, which is no number.
+  double of(const TensorMetrics& metrics) const;
+
+  bool operator==(const Statistic&) const = default;
+};
+
+// All ten.
+inline constexpr uint16_t kAllStatistics = (1u << 10) - 1;
+
+}  // namespace plumb

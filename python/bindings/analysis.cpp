@@ -1,0 +1,127 @@
+// The recorder and its histories.
+#include <pybind11/numpy.h>
+
+#include "module.h"
+#include "plumb/recording/recorder.h"
+
+namespace plumb::python {
+namespace {
+
+// A column of all rows of all steps.
+template <class T, class Get>
+py::array_t<T> column(const History& history, const Get& get) {
+  size_t count = 0;
+  for (const HistoryStep& step : history.steps) count += step.rows.size();
+  py::array_t<T> out(static_cast<py::ssize_t>(count));
+  T* to = out.mutable_data();
+  for (const HistoryStep& step : history.steps) {
+    for (const HistoryRow& row : step.rows) *to++ = static_cast<T>(get(step, row));
+  }
+  return out;
+}
+
+py::dict columns(const History& h) {
+  using Row = const HistoryRow&;
+  using Step = const HistoryStep&;
+  py::dict out;
+  out["step"] = column<int64_t>(h, [](Step s, Row) { return s.step; });
+  out["tensor"] = column<int64_t>(h, [](Step, Row r) { return r.tensor; });
+  out["backward"] = column<bool>(h, [](Step, Row r) { return r.backward; });
+  out["by_condition"] = column<bool>(h, [](Step, Row r) { return r.by_condition; });
+  out["mean_abs"] = column<double>(h, [](Step, Row r) { return r.data.mean_abs; });
+  out["abs_mean"] = column<double>(h, [](Step, Row r) { return r.data.abs_mean; });
+  out["std"] = column<double>(h, [](Step, Row r) { return r.data.std; });
+  out["abs_max"] = column<double>(h, [](Step, Row r) { return r.data.abs_max; });
+  out["abs_min"] = column<double>(h, [](Step, Row r) { return r.data.abs_min; });
+  out["numel"] = column<int64_t>(h, [](Step, Row r) { return r.data.numel; });
+  out["nan_count"] = column<int64_t>(h, [](Step, Row r) { return r.data.nan_count; });
+  out["inf_count"] = column<int64_t>(h, [](Step, Row r) { return r.data.inf_count; });
+  out["zero_count"] = column<int64_t>(h, [](Step, Row r) { return r.data.zero_count; });
+  return out;
+}
+
+// [rows, 256]; rows without one are -1 throughout.
+py::array_t<int64_t> histograms(const History& history) {
+  size_t count = 0;
+  for (const HistoryStep& step : history.steps) count += step.rows.size();
+  py::array_t<int64_t> out({static_cast<py::ssize_t>(count), py::ssize_t{256}});
+  int64_t* to = out.mutable_data();
+  for (const HistoryStep& step : history.steps) {
+    for (const HistoryRow& row : step.rows) {
+      if (row.data.histogram) {
+        std::copy(row.data.histogram->counts.begin(), row.data.histogram->counts.end(), to);
+      } else {
+        std::fill(to, to + 256, -1);
+      }
+      to += 256;
+    }
+  }
+  return out;
+}
+
+py::array_t<double> statistic(const History& history, const std::string& name) {
+  const Statistic wanted = Statistic::parse(name);
+  return column<double>(history, [&](const HistoryStep&, const HistoryRow& row) {
+    if ((wanted.bits() & row.present) != wanted.bits()) return std::nan("");
+    return wanted.of(row.data.full());
+  });
+}
+
+py::list events(const History& history) {
+  py::list out;
+  for (const HistoryEvent& e : history.events) {
+    py::list first;
+    for (const auto& c : e.first) {
+      first.append(py::dict(py::arg("tensor") = history.tensors[c.tensor].name,
+                            py::arg("direction") = c.backward ? "backward" : "forward", py::arg("value") = c.value));
+    }
+    out.append(py::dict(py::arg("step") = e.step, py::arg("rule") = e.rule, py::arg("condition") = e.condition,
+                        py::arg("count") = e.count, py::arg("first") = first));
+  }
+  return out;
+}
+
+Register part([](py::module_& m) {
+  py::class_<RecordRules>(m, "RecordRules")
+      .def_static("load", [](const std::string& path) { return RecordRules::load(path); })
+      .def_static("everything", &RecordRules::everything)
+      .def_readonly("text", &RecordRules::text);
+  py::class_<Recorder>(m, "Recorder")
+      .def(py::init([](const RecordRules& rules, const std::string& path, bool append) {
+        return std::make_unique<Recorder>(rules, path, RecorderOptions{.append = append});
+      }))
+      .def("attach", &Recorder::attach)
+      .def("step", &Recorder::step)
+      .def("current_step", &Recorder::current_step)
+      .def("set_enabled", &Recorder::set_enabled)
+      .def("enabled", &Recorder::enabled);
+  py::class_<History>(m, "History")
+      .def_readonly("rules", &History::rules)
+      .def_readonly("torn_bytes", &History::torn_bytes)
+      .def("tensors",
+           [](const History& history) {
+             py::list out;
+             for (const HistoryTensor& t : history.tensors) {
+               out.append(py::dict(py::arg("name") = t.name, py::arg("module") = t.module,
+                                   py::arg("operator") = t.operation, py::arg("dtype") = t.dtype,
+                                   py::arg("sizes") = py::tuple(py::cast(t.sizes))));
+             }
+             return out;
+           })
+      .def("scalars",
+           [](const History& history) {
+             py::list out;
+             for (const HistoryScalars& s : history.scalars) {
+               for (const auto& [name, value] : s.values) out.append(py::make_tuple(s.step, name, value));
+             }
+             return out;
+           })
+      .def("columns", &columns)
+      .def("histograms", &histograms)
+      .def("statistic", &statistic)
+      .def("events", &events);
+  m.def("read_history", [](const std::string& path) { return read_history(path); });
+});
+
+}  // namespace
+}  // namespace plumb::python

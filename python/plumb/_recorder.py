@@ -1,0 +1,167 @@
+"""Records what a model's tensors and gradients do while it trains: :class:`Recorder`, :func:`read_history`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from . import _C
+from .transforms._apply import Pass, TransformedForward, forward_of
+
+
+class _RecordedForward(TransformedForward):
+    """Measures forwards that train: those with gradients on."""
+
+    def __init__(self, module: nn.Module, passes: list[Pass], recorder: _C.Recorder):
+        super().__init__(module, passes)
+        self._recorder = recorder
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        train = torch.is_grad_enabled()
+        if self._recorder.enabled() != train:
+            self._recorder.set_enabled(train)
+        return super().__call__(*args, **kwargs)
+
+    # A copy of the module is another model: nobody records it.
+    def __deepcopy__(self, memo: dict) -> TransformedForward:
+        return TransformedForward(self.module, self.passes[:-1]).__deepcopy__(memo)
+
+    def __getstate__(self) -> dict:
+        return {"module": self.module, "passes": self.passes[:-1]}
+
+    def __reduce__(self) -> tuple:
+        return TransformedForward, (self.module, self.passes[:-1])
+
+
+class Recorder:
+    """Records a module while it trains, as rules say, into a history on disk.
+
+    ::
+
+        recorder = plumb.Recorder(model, "rules.toml", "run.history")
+        for x, y in data:
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss=loss)
+
+    `module` stays the same object with the same parameters; its forward runs a captured graph from now on. `rules` is a
+    TOML file (``docs/history.md``), or a number N: everything, every N steps. Only forwards with gradients on are
+    measured; where a step has several, the last counts. `append` goes on with a history that is there.
+
+    Errors (:class:`plumb.Error`): rules that cannot be read or fit no tensor (when the module first runs), a file that
+    exists (without `append`) or cannot be written.
+    """
+
+    def __init__(
+        self, module: nn.Module, rules: str | os.PathLike | int, path: str | os.PathLike, *, append: bool = False
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"a Recorder takes a torch.nn.Module, got {type(module).__name__}")
+        if isinstance(rules, int):
+            if rules < 1:
+                raise _C.Error(f"every {rules} steps is no number of steps\n  try: 10, or a file of rules")
+            loaded = _C.RecordRules.everything(rules)
+        else:
+            loaded = _C.RecordRules.load(os.fspath(rules))
+        self._engine = _C.Recorder(loaded, os.fspath(path), append)
+        self._module, self._before = module, module.__dict__.get("forward")
+        known = forward_of(module)
+        passes = [*(known.passes if known else []), Pass("record", self._attach)]
+        self._forward = _RecordedForward(module, passes, self._engine)
+        module.__dict__["forward"] = self._forward
+
+    def _attach(self, engine: Any) -> dict:
+        self._engine.attach(engine)
+        return {"pass": "record", "entries": []}
+
+    def step(self, **scalars: float) -> int:
+        """The step is over: writes what its rules ask for, and numbers of your own (``loss=...``). Answers how many
+        tensors and gradients were recorded."""
+        if self._engine is None:
+            raise _C.Error("the recorder is closed\n  try: make another with append=True")
+        numbers = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
+        return self._engine.step([(name, float(value)) for name, value in numbers.items()])
+
+    @property
+    def current_step(self) -> int:
+        """The number of the step that runs now; the first is 1."""
+        return self._engine.current_step()
+
+    def close(self) -> None:
+        """Gives the module its own forward back and closes the file."""
+        if self._engine is None:
+            return
+        if self._module.__dict__.get("forward") is self._forward:
+            if self._before is None:
+                del self._module.__dict__["forward"]
+            else:
+                self._module.__dict__["forward"] = self._before
+        self._engine = self._forward = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class History:
+    """What a recorder wrote (:func:`read_history`). A row is a tensor, or its gradient, in one step.
+
+    - ``tensors``: a list of dicts: name, module, operator, dtype, sizes.
+    - ``columns``: numpy arrays by name, one entry a row: step, tensor (index into `tensors`), backward, by_condition,
+      mean_abs, abs_mean, std, abs_max, abs_min, numel, nan_count, inf_count, zero_count. NaN and 0 where no rule asked.
+    - ``events``: where a rule's condition held: step, rule, condition, count, first.
+    - ``rules``: the rules of each run that wrote to the file. ``torn_bytes``: of a last record not written whole.
+    """
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        self.tensors: list[dict] = engine.tensors()
+        self.columns: dict[str, np.ndarray] = engine.columns()
+        self.events: list[dict] = engine.events()
+        self.rules: list[str] = engine.rules
+        self.torn_bytes: int = engine.torn_bytes
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def statistic(self, name: str) -> np.ndarray:
+        """A statistic of every row, as in rule files: ``"std"``, ``"underflow(e5m2)"``; NaN where it was not recorded."""
+        return self._engine.statistic(name)
+
+    def histograms(self) -> np.ndarray:
+        """int64 [rows, 256]: elements by exponent. Bin b counts 2^(b-127) <= \\|x\\| < 2^(b-126), bin 0 zeros, bin 255
+        NaN and infinities; -1 throughout in rows without one."""
+        return self._engine.histograms()
+
+    def scalars(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """The numbers given to ``step()``: steps and values by name."""
+        found: dict[str, tuple[list, list]] = {}
+        for step, name, value in self._engine.scalars():
+            steps, values = found.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(value)
+        return {name: (np.array(s, dtype=np.int64), np.array(v)) for name, (s, v) in found.items()}
+
+    def to_dataframe(self, *statistics: str) -> Any:
+        """A pandas DataFrame, a row a tensor and step, with names instead of numbers. `statistics` are added as columns."""
+        import pandas as pd
+
+        columns = dict(self.columns)
+        place = columns.pop("tensor")
+        named = {"step": columns.pop("step")}
+        for key in ("name", "module", "operator"):
+            named[key] = np.array([t[key] for t in self.tensors], dtype=object)[place] if len(place) else []
+        named["direction"] = np.where(columns.pop("backward"), "backward", "forward")
+        return pd.DataFrame({**named, **columns, **{s: self.statistic(s) for s in statistics}})
+
+
+def read_history(path: str | os.PathLike) -> History:
+    """Reads what a :class:`Recorder` wrote, also while it still writes. :class:`plumb.Error` for anything else."""
+    return History(_C.read_history(os.fspath(path)))
