@@ -1,0 +1,247 @@
+"""Trains a byte-level GPT and a small convnet in several number formats, each at its best learning rate of a sweep and
+over batch sizes, and writes the tables and curves of docs/training.md.
+
+    python examples/training_comparison.py [--models gpt convnet] [--runs fp32 fp8 ...] [--out docs/data/training]
+
+Formats are simulated in the inputs of every matrix product and convolution, forward and backward (``simulate_format``);
+sums, norms, losses and the optimiser's weights stay in float32, as on hardware with such units. Results are kept in
+OUT/results.json run by run: what is there already is not run again, so an interrupted comparison goes on.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from plumb import optim
+from plumb.transforms import simulate_format, unit_scale
+
+# name -> (unit-scaled, forward format, backward format)
+RUNS = {
+    "FP32": (False, None, None),
+    "FP16": (False, "fp16-RN", "fp16-RN"),
+    "FP8 nearest": (False, "e4m3fn-RN", "e5m2-RN"),
+    "FP8 stochastic": (False, "e4m3fn-SR", "e5m2-SR"),
+    "unit-scaled FP32": (True, None, None),
+    "unit-scaled FP8 nearest": (True, "e4m3fn-RN", "e5m2-RN"),
+    "unit-scaled FP8 stochastic": (True, "e4m3fn-SR", "e5m2-SR"),
+}
+RATES = {
+    ("gpt", False): [0.001, 0.003, 0.01],
+    ("gpt", True): [0.2, 0.4, 0.8],
+    ("convnet", False): [0.003, 0.01, 0.03],
+    ("convnet", True): [0.3, 1.0, 2.0, 3.0, 5.0],
+}
+STEPS = {"gpt": 160, "convnet": 250}
+BATCHES = {"gpt": [4, 16, 64], "convnet": [16, 64, 256]}
+COLOURS = ["C7", "C0", "C1", "C1", "C4", "C2", "C2"]
+LENGTH, WIDTH, LAYERS, HEADS = 48, 64, 2, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = (y.view(b, t, HEADS, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, WIDTH))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)
+        self.register_buffer("places", torch.arange(LENGTH))
+
+    def forward(self, x, y):
+        h = self.token(x) + self.position(self.places)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(self.norm(h)).view(-1, 256), y.reshape(-1))
+
+
+class Convnet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 12, 3, padding=1), nn.Conv2d(12, 24, 3, padding=1, stride=2)
+        self.conv3 = nn.Conv2d(24, 48, 3, padding=1, stride=2)
+        self.head = nn.Linear(48 * 16, 10)
+
+    def forward(self, x, y):
+        for conv in (self.conv1, self.conv2, self.conv3):
+            x = F.gelu(conv(x))
+        return F.cross_entropy(self.head(x.flatten(1)), y)
+
+
+class Text:
+    """The bytes of the machine's own Python standard library."""
+
+    def __init__(self) -> None:
+        folder = Path(os.__file__).parent
+        files = sorted(folder.glob("*.py"))
+        self.bytes = torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+
+    def draw(self, batch, generator):
+        starts = torch.randint(len(self.bytes) - LENGTH - 1, (batch,), generator=generator)
+        rows = self.bytes[starts[:, None] + torch.arange(LENGTH + 1)].long()
+        return rows[:, :-1], rows[:, 1:]
+
+
+class Shapes:
+    """Drawn on the fly: ten outlines of 16 x 16 pixels (stars of 1 to 5 waves and polygons of 3 to 7 corners), turned,
+    moved, of any size, under noise."""
+
+    def draw(self, batch, generator):
+        label = torch.randint(10, (batch,), generator=generator)
+        u = torch.rand(batch, 4, 1, 1, generator=generator)
+        grid = torch.arange(16.0)
+        x = grid[None, None, :] - 7.5 - 3 * (u[:, 0] - 0.5)
+        y = grid[None, :, None] - 7.5 - 3 * (u[:, 1] - 0.5)
+        angle, distance = torch.atan2(y, x) + 6.2832 * u[:, 2], torch.hypot(x, y)
+        waves = (label % 5 + 1).view(-1, 1, 1).float()
+        star = 1 + 0.3 * torch.cos(waves * angle)
+        part = 6.2832 / (waves + 2)
+        polygon = math.cos(0.5) / torch.cos(torch.remainder(angle, part) - part / 2)
+        radius = (4 + 2 * u[:, 3]) * torch.where((label < 5).view(-1, 1, 1), star, polygon)
+        image = torch.exp(-((distance - radius) ** 2))
+        return (image + 0.15 * torch.randn(batch, 16, 16, generator=generator))[:, None], label
+
+
+def build(model: str, run: str):
+    scaled, fwd, bwd = RUNS[run]
+    torch.manual_seed(0)
+    net = Gpt() if model == "gpt" else Convnet()
+    if scaled:
+        net = unit_scale(net, tau_attention=0.2)
+    return net if fwd is None else simulate_format(net, fwd, bwd)
+
+
+def train(model: str, run: str, rate: float, batch: int, data) -> list[float]:
+    net = build(model, run)
+    steps, generator = STEPS[model], torch.Generator().manual_seed(1)
+    torch.manual_seed(2)
+    if RUNS[run][0]:
+        optimizer = optim.AdamW(net.parameters(), lr=rate, weight_decay=0)
+    else:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0)
+    warm = steps // 10
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * max(0, i - warm) / (steps - warm)))
+    )
+    losses = []
+    for _ in range(steps):
+        loss = net(*data.draw(batch, generator))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(round(loss.item(), 4))
+        if not math.isfinite(losses[-1]):
+            losses += [float("inf")] * (steps - len(losses))
+            break
+    return losses
+
+
+def tail(losses) -> float:
+    """Mean loss of the last 20 steps: what runs are compared by."""
+    return float(np.mean(losses[-20:]))
+
+
+def key(model, run, rate, batch) -> str:
+    return f"{model}/{run}/lr {rate:g}/batch {batch}"
+
+
+def tried(results: dict, model: str, run: str, batch: int) -> dict[float, float]:
+    """Rates and the losses they gave."""
+    rates = RATES[model, RUNS[run][0]]
+    return {r: tail(results[k]) for r in rates if (k := key(model, run, r, batch)) in results}
+
+
+def markdown(results: dict, model: str) -> str:
+    lines = ["| run | " + " | ".join(f"batch {b}" for b in BATCHES[model]) + " |", "|---|" + "---|" * len(BATCHES[model])]
+    for run in RUNS:
+        cells = []
+        for batch in BATCHES[model]:
+            losses = tried(results, model, run, batch)
+            best = min(losses.values(), default=None)
+            others = ", ".join(f"{r:g}: {v:.3f}" for r, v in losses.items())
+            cells.append(f"**{best:.3f}** ({others})" if losses else "")
+        if any(cells):
+            lines.append(f"| {run} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def picture(results: dict, model: str, batch: int, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "plumb", "svg.fonttype": "none"})
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    for i, run in enumerate(RUNS):
+        rates = tried(results, model, run, batch)
+        if not rates:
+            continue
+        rate = min(rates, key=lambda r: rates[r])
+        losses = results[key(model, run, rate, batch)]
+        smooth = [np.mean(losses[max(0, j - 9) : j + 1]) for j in range(len(losses))]
+        axes.plot(smooth, label=f"{run}, rate {rate:g}", color=COLOURS[i], ls="--" if "stoch" in run else "-", lw=1.5)
+    axes.set(xlabel="step", ylabel="loss in nats (mean of 10 steps)", title=f"{model}, batch {batch}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=["gpt", "convnet"], default=["gpt", "convnet"])
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "data" / "training")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    store = args.out / "results.json"
+    results = json.loads(store.read_text()) if store.exists() else {}
+
+    def run_once(model, run, rate, batch, data):
+        k = key(model, run, rate, batch)
+        if k in results:
+            return
+        start = time.perf_counter()
+        results[k] = train(model, run, rate, batch, data)
+        beside = store.with_suffix(".part")
+        beside.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(results.items())) + "\n}\n")
+        beside.replace(store)
+        print(f"{k}: {tail(results[k]):.3f} in {time.perf_counter() - start:.1f} s", flush=True)
+
+    for model in args.models:
+        data = Text() if model == "gpt" else Shapes()
+        for batch in BATCHES[model]:
+            for run in args.runs:
+                for rate in RATES[model, RUNS[run][0]]:
+                    run_once(model, run, rate, batch, data)
+            picture(results, model, batch, args.out / f"{model}_batch_{batch}.svg")
+        (args.out / f"{model}.md").write_text(markdown(results, model) + "\n")
+        print(markdown(results, model), flush=True)
+
+
+if __name__ == "__main__":
+    main()
