@@ -231,10 +231,22 @@ void pop_module() {
 
 bool is_capturing() { return Session::current() != nullptr; }
 
+namespace {
+
+// In the order of a state_dict: a module's own parameters, its own buffers, its children.
+void add_state(const torch::nn::Module& module, const std::string& prefix, State& state) {
+  for (const auto& p : module.named_parameters(false)) {
+    state.add({prefix + p.key(), AttrKind::Parameter, p.value(), true});
+  }
+  for (const auto& b : module.named_buffers(false)) state.add({prefix + b.key(), AttrKind::Buffer, b.value(), true});
+  for (const auto& child : module.named_children()) add_state(*child.value(), prefix + child.key() + ".", state);
+}
+
+}  // namespace
+
 State state_of(const torch::nn::Module& module) {
   State state;
-  for (const auto& p : module.named_parameters()) state.add({p.key(), AttrKind::Parameter, p.value(), true});
-  for (const auto& b : module.named_buffers()) state.add({b.key(), AttrKind::Buffer, b.value(), true});
+  add_state(module, "", state);
   return state;
 }
 

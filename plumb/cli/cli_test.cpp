@@ -58,12 +58,28 @@ m, x = Mlp(), torch.randn(6, 8)
 torch.export.save(torch.export.export(m, (x,)), "mlp.pt2")
 torch.save(x, "x.pt")
 torch.save(torch.randint(256, (2, 12)), "ids.pt")
+ids = torch.randint(256, (2, 12))
+torch.export.save(torch.export.export(Lm(), (ids,), dynamic_shapes=({0: torch.export.Dim("b", min=1)},)), "dynamic.pt2")
 y = m(x)
 y.sum().backward()
 torch.save({"y": y.detach(), "a": m.a.weight.grad}, "want.pt")
 torch.save(torch.randn(60, 8), "rows.pt")
 torch.save(torch.randn(60, 4), "targets.pt")
 open("tokens.bin", "wb").write(bytes(random.Random(0).choices(b"abcdefgh", k=4000)))
+class Dict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    def forward(self, parts, scale: float, *, shift=None):
+        self.calls += 1
+        y = self.fc(self.norm(parts["a"]) * scale + parts["b"])
+        return {"logits": y, "loss": y.pow(2).mean(), "first": y[0] if shift is None else y[0] + shift}
+parts = {"a": torch.randn(5, 4), "b": torch.randn(4)}
+torch.export.save(torch.export.export(Dict(), (parts, 2.0), {"shift": torch.tensor(0.5)}), "dict.pt2")
+torch.save(parts["a"], "a.pt")
+torch.save(parts["b"], "b.pt")
+torch.save(torch.randn(6, 8).double(), "double.pt")
 open("corrupt.pt2", "wb").write(open("mlp.pt2", "rb").read()[:1500])
 )py";
 
@@ -162,6 +178,31 @@ TEST_F(Command, TracksScales) {
   EXPECT_TRUE(has_gradient);
 }
 
+TEST_F(Command, TakesDictsNumbersAndBuffers) {
+  const char* arguments = "dict.pt2 --input a.pt --input b.pt --input 2.0 --input shift=0.5 --backward --json";
+  const Ended run = plumb(std::string("run ") + arguments);
+  ASSERT_EQ(run.code, 0) << run.err;
+  const Json outputs = Json::parse(run.out)["outputs"];
+  EXPECT_EQ(outputs[0]["name"], "logits");
+  EXPECT_EQ(outputs[1]["name"], "loss");
+  EXPECT_FALSE(Json::parse(run.out)["gradients"].empty());
+  EXPECT_EQ(plumb(std::string("track ") + arguments).code, 0);
+  wrong("run dict.pt2 --input a.pt --input b.pt --input 2.0", "input 'shift'");
+}
+
+TEST_F(Command, WritesPagesThatNeedNothingElse) {
+  ASSERT_EQ(plumb("track mlp.pt2 --input x.pt --backward --html track.html").code, 0);
+  ASSERT_EQ(plumb("scale lm.pt2 -o scaled.pt2 --html scale.html").code, 0);
+  for (const char* name : {"track.html", "scale.html"}) {
+    const std::string page = read(folder() / name);
+    EXPECT_NE(page.find("linear"), std::string::npos) << name;
+    for (const char* outside : {"src=\"http", "href=\"http", "@import"}) {
+      EXPECT_EQ(page.find(outside), std::string::npos) << name;
+    }
+  }
+  EXPECT_NE(read(folder() / "track.html").find("E5M2"), std::string::npos);
+}
+
 TEST_F(Command, SplitsIntoStageFilesThatCompose) {
   ASSERT_EQ(plumb("split lm.pt2 --stages 2 -o stages").code, 0);
   const Json manifest = Json::parse(read(folder() / "stages" / "manifest.json"));
@@ -209,7 +250,7 @@ TEST_F(Command, TrainsInTwoProcessesBitForBitAsInOne) {
     EXPECT_EQ(training(two).losses, alone.losses);
     python(
         "a, b, c = (torch.export.load(n).state_dict for n in ('one.pt2', 'two.pt2', 'lm.pt2'))\n"
-        "assert list(a) == list(b) and sorted(a) == sorted(c)\n"
+        "assert list(a) == list(b) == list(c) and list(a)[0] == 'wte.weight'\n"
         "assert all(torch.equal(a[n], b[n]) and not torch.equal(a[n], c[n]) for n in a)");
   }
 }
@@ -239,10 +280,93 @@ TEST_F(Command, WrongTrainingNamesTheOption) {
   wrong("train lm.pt2 --data tokens.bin --lr -1", "--lr");
   wrong("train mlp.pt2 --data rows.pt --loss mse", "--targets");
   wrong("train lm.pt2 --data tokens.bin --stages 2 --at layers.0,layers.1", "--stages");
+  wrong("train lm.pt2 --data tokens.bin --at layers.1", "--at");
+  wrong("train lm.pt2 --data tokens.bin --steps 0", "--steps");
+  wrong("train lm.pt2 --data tokens.bin --threads 1000000", "--threads");
+  wrong("train lm.pt2 --data tokens.bin --save weights.bin", "--save weights.bin");
+  wrong("train dynamic.pt2 --data tokens.bin --batch 99999999999999", "--batch");
   EXPECT_EQ(plumb("train lm.pt2 --data missing.bin --stages 2").code, 1);
 }
 
+TEST_F(Command, ChecksWhereItSavesBeforeItTrains) {
+  for (const char* stages : {"1", "2"}) {
+    const Ended run = plumb(std::string("train lm.pt2 --data tokens.bin --save no/such/a.pt2 --stages ") + stages);
+    EXPECT_EQ(run.code, 1);
+    EXPECT_EQ(run.out, "");
+    EXPECT_EQ(run.err.rfind("plumb: --save no/such/a.pt2", 0), 0u) << run.err;
+  }
+}
+
+TEST_F(Command, TrainsUnderEverySchedule) {
+  const Training alone = training(plumb(kTrain));
+  for (const char* schedule : {"ZBH1", "ZBVZeroBubble", "DualPipeV", "Interleaved1F1B", "VHalf"}) {
+    const Ended run = plumb(std::string(kTrain) + "--stages 2 --save s.pt2 --schedule " + schedule);
+    ASSERT_EQ(run.code, 0) << schedule << run.err;
+    EXPECT_EQ(training(run).losses, alone.losses) << schedule;
+  }
+  // Every stage is on two ranks, so gradients are summed in another order.
+  const Ended run = plumb(std::string(kTrain) + "--stages 2 --save s.pt2 --schedule DualPipe");
+  ASSERT_EQ(run.code, 0) << run.err;
+  const Training two_way = training(run);
+  ASSERT_EQ(two_way.losses.size(), alone.losses.size());
+  for (size_t i = 0; i < alone.losses.size(); ++i) EXPECT_NEAR(two_way.losses[i], alone.losses[i], 1e-4);
+}
+
+// Ends a training in the middle; says the exit code, what it printed, and what it left behind.
+const char* const kStop = R"py(
+import glob, os, signal, subprocess, sys, time
+who, number, stages = sys.argv[1], getattr(signal, sys.argv[2]), sys.argv[3]
+p = subprocess.Popen([COMMAND, "train", "lm.pt2", "--data", "tokens.bin", "--steps", "1000000", "--lr", "1e-6", "--stages", stages,
+                      "--threads", "1", "--save", "stopped.pt2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+p.stdout.readline()
+def parent(pid):
+    try:
+        return int(open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return 0
+children = sorted(int(d) for d in os.listdir("/proc") if d.isdigit() and parent(d) == p.pid)
+assert len(children) == (int(stages) if stages != "1" else 0), children
+os.kill(p.pid if who == "parent" else children[-1], number)
+out, err = p.communicate(timeout=60)
+end = time.time() + 10
+while any(os.path.exists(f"/proc/{c}") for c in children) and time.time() < end:
+    time.sleep(0.05)
+assert not any(os.path.exists(f"/proc/{c}") for c in children), "orphans"
+assert not glob.glob("stopped.pt2*"), glob.glob("stopped.pt2*")
+print(p.returncode)
+print(err)
+)py";
+
+TEST_F(Command, LeavesNothingBehindWhenItIsStopped) {
+  std::ofstream(folder() / "stop.py") << "COMMAND = '" PLUMB_COMMAND "'\n" << kStop;
+  auto stopped = [](const std::string& arguments) {
+    const Ended run = shell(PLUMB_TEST_PYTHON " stop.py " + arguments);
+    EXPECT_EQ(run.code, 0) << run.err;
+    return run.out;
+  };
+  EXPECT_EQ(stopped("parent SIGINT 1").rfind("-2\n\nplumb: interrupted", 0), 0u);
+  EXPECT_EQ(stopped("parent SIGINT 2").rfind("-2\n\nplumb: interrupted", 0), 0u);
+  EXPECT_EQ(stopped("parent SIGKILL 2").rfind("-9\n", 0), 0u);
+  const std::string killed = stopped("child SIGKILL 2");
+  EXPECT_EQ(killed.rfind("137\n", 0), 0u) << killed;
+  EXPECT_NE(killed.find("rank 1 was killed by signal 9"), std::string::npos) << killed;
+}
+
+TEST_F(Command, DrawsABarOnATerminalOnly) {
+  python(
+      "import os, pty, subprocess\n"
+      "read, write = pty.openpty()\n"
+      "subprocess.run(['" PLUMB_COMMAND
+      "', 'opt', 'lm.pt2', '--pass=dead_code', '-o', 'bar.pt2'], stderr=write, check=True)\n"
+      "said = os.read(read, 65536).decode()\n"
+      "assert '[' + '#' * 10 + ' ' * 20 + '] 1/3  dead_code' in said, said\n"
+      "assert said.endswith('\\r\\x1b[K'), said");
+  EXPECT_EQ(plumb("opt lm.pt2 --pass=dead_code -o bar.pt2").err, "dead_code: nothing to change\n");
+  EXPECT_EQ(plumb("show lm.pt2").err, "");
+}
+
 TEST_F(Command, WrongUseNamesTheOptionAndTheFix) {
+  ASSERT_EQ(plumb("show lm.pt2 -o lm.txt").code, 0);
   wrong("", "subcommand");
   wrong("nope", "nope");
   wrong("show", "FILE");
@@ -254,14 +378,32 @@ TEST_F(Command, WrongUseNamesTheOptionAndTheFix) {
   wrong("run mlp.pt2", "input 'x'");
   wrong("run mlp.pt2 --input y=x.pt", "y=");
   wrong("split lm.pt2 -o q", "--stages");
+  wrong("run mlp.pt2 --input ids.pt", "--input ids.pt: is i64[2, 12], input 'x' takes f32[6, 8]");
+  wrong("run mlp.pt2 --input x=double.pt", "x.to(torch.float32)");
+  wrong("run mlp.pt2 --input 3", "--input 3: is no tensor");
+  wrong("run mlp.pt2 --input 99999999999999999999", "64-bit");
+  wrong("run mlp.pt2 --input x.pt --input x.pt", "more values");
+  wrong("run mlp.pt2 --input x.pt -o y.txt", "-o y.txt");
+  wrong("run lm.txt --input x.pt", "FILE lm.txt");
+  wrong("track mlp.pt2 --input x.pt --html a.html --fwd E9000", "--fwd E9000");
+  wrong("scale lm.pt2 -o scaled.txt", "-o scaled.txt");
+  wrong("split lm.pt2 --stages 1 --at layers.1 -o q", "--at");
+  wrong("split lm.pt2 --stages -2 -o q", "--stages");
+  wrong("split lm.pt2 --stages 99999999999 -o q", "--stages");
+  wrong("opt lm.txt --pass=dead_code --json", "--json");
   EXPECT_FALSE(fs::exists(folder() / "a.pt2"));
   EXPECT_FALSE(fs::exists(folder() / "q"));
 }
 
 TEST_F(Command, FailsCleanlyOnMissingAndCorruptFiles) {
-  for (const char* arguments : {"show missing.pt2", "show missing.txt", "show corrupt.pt2", "show x.pt", "show /tmp",
-                                "run mlp.pt2 --input missing.pt", "run mlp.pt2 --input ids.pt",
-                                "split lm.pt2 --at nope -o q", "show mlp.pt2 -o /no/such/folder/a.txt"}) {
+  fs::create_directories(folder() / "folder.pt2");
+  for (const char* arguments :
+       {"show missing.pt2", "show missing.txt", "show corrupt.pt2", "show x.pt", "show /tmp",
+        "run mlp.pt2 --input missing.pt", "run mlp.pt2 --input /tmp", "split lm.pt2 --at nope -o q",
+        "show mlp.pt2 -o /no/such/folder/a.txt", "show folder.pt2", "run mlp.pt2 --input x.pt -o /no/such/y.pt",
+        "opt mlp.pt2 --pass=dead_code -o folder.pt2", "scale lm.pt2 -o /no/such/a.pt2",
+        "split lm.pt2 --stages 2 -o mlp.pt2", "track mlp.pt2 --input x.pt --html /no/such/a.html",
+        "train lm.pt2 --data tokens.bin --save folder.pt2"}) {
     const Ended run = plumb(arguments);
     EXPECT_EQ(run.code, 1) << arguments << "\n" << run.err;
     EXPECT_EQ(run.err.rfind("plumb: ", 0), 0u) << run.err;

@@ -3,21 +3,15 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <iostream>
+#include <sstream>
 
 #include "plumb/core/error.h"
 #include "plumb/exported/temporary_file.h"
-#include "plumb/exported/tensor_file.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/split.h"
-#include "plumb/partition/stage_io.h"
 
 namespace plumb::cli {
 namespace {
-
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
 
 std::string read_text(const std::string& path) {
   std::error_code ignored;
@@ -36,7 +30,13 @@ std::shared_ptr<GraphModule> module_of_text(const std::string& path) {
     throw Error(ErrorKind::BadFile, path + ": is neither a .pt2 file by its name nor a graph's text", "",
                 "give a file that ends in .pt2, or a text as `plumb show` prints it");
   }
-  Graph graph = parse_graph(text);
+  Graph graph = [&] {
+    try {
+      return parse_graph(text);
+    } catch (const Error& e) {
+      throw Error(e.kind(), path + ": " + e.message(), e.where(), e.remedy());
+    }
+  }();
   const Node* output = graph.output_node();
   if (output == nullptr) {
     throw Error(ErrorKind::BadFile, path + ": the graph has no output", "", "end it with a line output(...)");
@@ -46,27 +46,13 @@ std::shared_ptr<GraphModule> module_of_text(const std::string& path) {
   return std::make_shared<GraphModule>(std::move(graph), State(), in, out);
 }
 
-// A constant in place of a file; none if it is not one.
-std::optional<c10::IValue> constant(const std::string& text) {
-  if (text == "none") return c10::IValue();
-  if (text == "true" || text == "false") return c10::IValue(text == "true");
-  char* end = nullptr;
-  const long long integer = std::strtoll(text.c_str(), &end, 10);
-  if (!text.empty() && *end == '\0') return c10::IValue(static_cast<int64_t>(integer));
-  const double number = std::strtod(text.c_str(), &end);
-  if (!text.empty() && *end == '\0') return c10::IValue(number);
-  return std::nullopt;
-}
-
-std::string list_inputs(const std::vector<Node*>& inputs) {
-  std::string text;
-  for (const Node* p : inputs) text += (text.empty() ? "" : ", ") + p->target() + ": " + type_text(p->result()->meta());
-  return text.empty() ? "none" : text;
-}
-
 }  // namespace
 
-bool is_pt2(const std::string& path) { return ends_with(path, ".pt2"); }
+bool is_pt2(const std::string& path) { return path.ends_with(".pt2"); }
+
+bool is_tensor_file(const std::string& path) {
+  return path.ends_with(".pt") || path.ends_with(".pth") || path.ends_with(".npy");
+}
 
 Loaded load(const std::string& path) {
   Loaded loaded;
@@ -100,10 +86,25 @@ void save(const Loaded& loaded, const std::string& path) {
   }
 }
 
-void need_tensors(const Loaded& loaded, const std::string& path) {
-  if (loaded.is_text) {
-    throw UsageError(path + ": a graph's text has no tensors to work on",
+Loaded load_with_tensors(const std::string& path) {
+  // By its name, before anything is read.
+  if (!is_pt2(path) && std::filesystem::is_regular_file(path)) {
+    throw UsageError("FILE " + path + ": a graph's text has no tensors to work on",
                      "give a .pt2 file of torch.export.save or plumb");
+  }
+  return load(path);
+}
+
+void check_writable(const std::string& option, const std::string& path) {
+  if (path.empty() || path == "-") return;
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {
+    throw Error(ErrorKind::BadFile, option + " " + path + ": is a folder", "", "give a file's name in it");
+  }
+  try {
+    const TemporaryFile probe(path);
+  } catch (const Error& e) {
+    throw Error(e.kind(), option + " " + e.message(), "", e.remedy());
   }
 }
 
@@ -118,55 +119,6 @@ void write_text(const std::string& text, const std::string& path) {
   file.write(text.data(), text.size());
   file.check();
   file.commit();
-}
-
-std::vector<c10::IValue> read_inputs(const GraphModule& module, const std::vector<std::string>& texts) {
-  const std::vector<Node*> inputs = module.graph().placeholders();
-  std::vector<std::optional<c10::IValue>> given(inputs.size());
-  auto put = [&](size_t i, const c10::IValue& value) {
-    const Value* input = inputs[i]->result();
-    given[i] = value.isTensor() && !input->is_tensor() ? unpack_value(value.toTensor(), input->type()) : value;
-  };
-  auto put_named = [&](const std::string& name, const c10::IValue& value) {
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      if (inputs[i]->target() == name || inputs[i]->result()->name() == name) return put(i, value);
-    }
-    throw UsageError("--input " + name + "=...: there is no such input", "the inputs are " + list_inputs(inputs));
-  };
-  auto put_next = [&](const std::string& text, const c10::IValue& value) {
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      if (!given[i]) return put(i, value);
-    }
-    throw UsageError("--input " + text + ": more values than inputs", "the inputs are " + list_inputs(inputs));
-  };
-  for (const std::string& text : texts) {
-    const size_t equals = text.find('=');
-    const bool named = equals != std::string::npos;
-    const std::string name = named ? text.substr(0, equals) : "", source = named ? text.substr(equals + 1) : text;
-    const auto number = constant(source);
-    const c10::IValue value = number ? *number : load_tensors(source);
-    if (named) {
-      put_named(name, value);
-    } else if (value.isGenericDict()) {
-      for (const auto& item : value.toGenericDict()) {
-        put_named(item.key().isString() ? item.key().toStringRef() : "?", item.value());
-      }
-    } else if (value.isTuple() || value.isList()) {
-      for (const c10::IValue& leaf : flatten(value, nullptr)) put_next(text, leaf);
-    } else {
-      put_next(text, value);
-    }
-  }
-  std::vector<c10::IValue> values;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!given[i]) {
-      throw UsageError(
-          "--input: no value for input '" + inputs[i]->target() + "' (" + type_text(inputs[i]->result()->meta()) + ")",
-          "--input " + inputs[i]->target() + "=FILE.pt");
-    }
-    values.push_back(std::move(*given[i]));
-  }
-  return values;
 }
 
 std::vector<std::string> output_names(const GraphModule& module) {

@@ -24,19 +24,18 @@ struct Loaded {
   GraphModule& module() const { return *program.module; }
 };
 bool is_pt2(const std::string& path);
+bool is_tensor_file(const std::string& path);  // .pt, .pth or .npy
 Loaded load(const std::string& path);
 // `.pt2` or text, as `loaded` was. Throws UsageError if the ending of `path` says otherwise.
 void save(const Loaded& loaded, const std::string& path);
 void check_same_kind(const Loaded& loaded, const std::string& path);
-// Throws UsageError unless the file holds tensors.
-void need_tensors(const Loaded& loaded, const std::string& path);
+// The same, for commands that need tensors: throws UsageError for a text.
+Loaded load_with_tensors(const std::string& path);
 
+// Before work that takes long: throws Error naming the option if no file can be written to `path`. "" and "-" can.
+void check_writable(const std::string& option, const std::string& path);
 // Beside and renamed; "" and "-" are stdout.
 void write_text(const std::string& text, const std::string& path);
-
-// "--input [NAME=]x.pt" texts as the module's flat inputs. Files without a name fill the inputs in order (a dict by its
-// keys, a tuple as several); a number, true, false or none may stand instead of a file.
-std::vector<c10::IValue> read_inputs(const GraphModule& module, const std::vector<std::string>& texts);
 
 // The outputs' flat names: the keys of a dict, else the names of the values.
 std::vector<std::string> output_names(const GraphModule& module);

@@ -10,7 +10,9 @@
 namespace plumb::cli {
 
 // Cut before the named modules; without names at the graph's own marks, and without marks so that the slowest stage is
-// as fast as can be. `stages` 0: as many as the cuts give. Throws UsageError if that is not `stages`.
-std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const std::vector<std::string>& at);
+// as fast as can be. `stages` 0: as many as the cuts give; 1: not cut at all. Throws UsageError if that is not
+// `stages`, which is what `needed_by` ("--stages 2") asks for.
+std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const std::vector<std::string>& at,
+                          const std::string& needed_by);
 
 }  // namespace plumb::cli

@@ -1,5 +1,7 @@
 // The `plumb` command. Exit codes: 0 done, 1 the work failed, 2 wrong use.
 #include <c10/util/Exception.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <iostream>
@@ -8,8 +10,32 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/exit_code.h"
 #include "plumb/core/error.h"
+#include "plumb/exported/temporary_file.h"
+#include "plumb/pipeline/environment.h"
 
 namespace {
+
+// Ctrl-C and the like: no half of a file stays, and the shell sees which signal it was. The processes of a pipeline end
+// with the one that started them.
+extern "C" void end_by_signal(int signal) {
+  plumb::remove_temporary_files();
+  ::signal(signal, SIG_DFL);
+  ::raise(signal);
+}
+extern "C" void interrupted(int signal) {
+  constexpr char kText[] = "\nplumb: interrupted, nothing was saved\n";
+  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kText, sizeof kText - 1);
+  end_by_signal(signal);
+}
+
+void handle_signals() {
+  // Of several processes only the one that the user started speaks.
+  const bool speaks = !plumb::process_variable("PLUMB_STORE_SOCKET");
+  for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    const bool ignored = ::signal(signal, signal == SIGINT && speaks ? &interrupted : &end_by_signal) == SIG_IGN;
+    if (ignored) ::signal(signal, SIG_IGN);  // as nohup and a shell's background jobs have it
+  }
+}
 
 int run(int argc, char** argv) {
   CLI::App app{"plumb: takes a PyTorch model as a graph, and rewrites, scales, cuts and trains it.", "plumb"};
@@ -45,6 +71,7 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  handle_signals();
   try {
     return run(argc, argv);
   } catch (const plumb::cli::ExitCode& e) {

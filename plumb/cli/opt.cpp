@@ -1,9 +1,10 @@
 // plumb opt: passes of the table, in order, file to file.
 #include <CLI/CLI.hpp>
-#include <iostream>
+#include <sstream>
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
+#include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
 
@@ -78,22 +79,29 @@ void opt(const Options& o) {
   if (o.passes.empty()) throw UsageError("--pass is missing", "--pass=NAME; `plumb opt --list` shows them");
   std::vector<Step> steps;
   for (const std::string& text : o.passes) steps.push_back(parse_step(text));
+  Progress progress(static_cast<int>(steps.size()) + 2, o.json);
+  progress.next("reading " + o.file);
   const Loaded loaded = load(o.file);
   check_same_kind(loaded, o.out);
+  if (o.json && (o.out.empty() || o.out == "-")) {
+    throw UsageError("--json: the graph goes to stdout already", "-o OUT for the graph");
+  }
+  check_writable("-o", o.out);
   auto report = nlohmann::json::array();
   for (const Step& step : steps) {
+    progress.next(step.pass->name);
     std::vector<std::string> notes;
     // A text's module has no tensors, so only its graph is checked.
     const bool changed = run_pass(*step.pass, loaded.module(), step.options, &notes, !loaded.is_text);
     lint(loaded.module().graph());
     report.push_back({{"pass", step.pass->name}, {"changed", changed}, {"notes", notes}});
-    if (!o.json) {
-      std::cerr << step.pass->name << ": " << (changed ? "changed" : "nothing to change") << "\n";
-      for (const std::string& note : notes) std::cerr << "  " << note << "\n";
-    }
+    progress.say(step.pass->name + ": " + (changed ? "changed" : "nothing to change"));
+    for (const std::string& note : notes) progress.say("  " + note);
   }
+  progress.next("writing " + o.out);
   save(loaded, o.out);
-  if (o.json) std::cout << report.dump(1) << "\n";
+  progress.finish();
+  if (o.json) write_text(report.dump(1), "");
 }
 
 }  // namespace

@@ -3,18 +3,17 @@
 
 #include <CLI/CLI.hpp>
 #include <chrono>
-#include <iostream>
 
 #include "plumb/cli/commands.h"
-#include "plumb/cli/common.h"
+#include "plumb/cli/inputs.h"
 #include "plumb/exported/tensor_file.h"
 
 namespace plumb::cli {
 namespace {
 
 struct Options {
-  std::string file, out;
-  std::vector<std::string> inputs;
+  ModelOptions model;
+  std::string out;
   bool backward = false, json = false;
 };
 
@@ -59,10 +58,15 @@ std::string table(const nlohmann::json& entries) {
 }
 
 void run(const Options& o) {
-  const Loaded loaded = load(o.file);
-  need_tensors(loaded, o.file);
-  GraphModule& module = loaded.module();
-  std::vector<c10::IValue> inputs = read_inputs(module, o.inputs);
+  if (!o.out.empty() && !is_tensor_file(o.out)) {
+    throw UsageError("-o " + o.out + ": is no tensor file by its name", "-o OUT.pt or OUT.npy");
+  }
+  check_writable("-o", o.out);
+  Progress progress(3, o.json);
+  Model model = open_model(o.model, progress);
+  GraphModule& module = model.module();
+  std::vector<c10::IValue> inputs = std::move(model.inputs);
+  progress.next("running " + o.model.file);
   const auto begin = std::chrono::steady_clock::now();
   at::AutoGradMode gradients(o.backward);
   std::vector<c10::IValue> outputs = module.run(std::move(inputs));
@@ -82,6 +86,7 @@ void run(const Options& o) {
     }
   }
   if (!o.out.empty()) {
+    progress.next("writing " + o.out);
     for (c10::IValue& v : outputs) {
       if (v.isTensor() && v.toTensor().defined()) v = v.toTensor().detach();
     }
@@ -94,11 +99,11 @@ void run(const Options& o) {
     }
     save_tensors(value, o.out);
   }
+  progress.finish();
   if (o.json) {
-    std::cout << report.dump(1) << "\n";
+    write_text(report.dump(1), "");
   } else {
-    std::cout << table(report["outputs"]);
-    if (o.backward) std::cout << "\ngradients\n" << table(report["gradients"]);
+    write_text(table(report["outputs"]) + (o.backward ? "\ngradients\n" + table(report["gradients"]) : ""), "");
   }
 }
 
@@ -107,9 +112,7 @@ void run(const Options& o) {
 void add_run(CLI::App& app) {
   auto o = std::make_shared<Options>();
   CLI::App* sub = app.add_subcommand("run", "Runs a .pt2 file on inputs");
-  sub->add_option("FILE", o->file, "A .pt2 file")->required();
-  sub->add_option("--input", o->inputs, "[NAME=]FILE.pt or FILE.npy, or a number; one an input, in order if not named")
-      ->allow_extra_args(false);
+  add_model_options(sub, o->model);
   sub->add_option("-o,--out", o->out,
                   "Save the outputs to a .pt or .npy file (with --backward: outputs and gradients)");
   sub->add_flag("--backward", o->backward, "Also backward, from the output named loss or the sum of all outputs");

@@ -1,8 +1,8 @@
 #include "plumb/cli/samples.h"
 
-#include <filesystem>
+#include <unistd.h>
 
-#include "plumb/cli/common.h"
+#include "plumb/cli/inputs.h"
 #include "plumb/exported/tensor_file.h"
 
 namespace plumb::cli {
@@ -18,9 +18,15 @@ const TensorMeta& first_input(const GraphModule& module) {
 
 bool is_dynamic(const TensorMeta& meta, size_t dim) { return dim < meta.symbols.size() && !meta.symbols[dim].empty(); }
 
-bool is_tensor_file(const std::string& path) {
-  const std::string end = std::filesystem::path(path).extension().string();
-  return end == ".pt" || end == ".pth" || end == ".npy";
+// A step's rows that cannot be held are wrong use, not a machine that swaps.
+void check_memory(int64_t batch, double bytes_of_row) {
+  const double needs = static_cast<double>(batch) * bytes_of_row;
+  const double has = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGE_SIZE));
+  if (needs <= has) return;
+  auto gib = [](double bytes) { return number_text(bytes / (1 << 30)) + " GiB"; };
+  throw UsageError("--batch: the inputs of a step of " + std::to_string(batch) + " rows need " + gib(needs) +
+                       ", this machine has " + gib(has),
+                   "a smaller --batch, or fewer --microbatches");
 }
 
 class TokenWindows : public Samples {
@@ -38,6 +44,7 @@ class TokenWindows : public Samples {
     if (o.loss == "mse") throw UsageError("--loss mse: tokens have no numbers to be near", "--loss cross_entropy");
     if (!o.targets.empty()) throw UsageError("--targets: raw tokens are their own targets", "leave --targets out");
     length_ = ids.sizes[1];
+    check_memory(batch_, 16.0 * static_cast<double>(length_ + 1));
     tokens_ = map_tokens(o.data, o.token_type == "u8" ? at::kByte : o.token_type == "u16" ? at::kUInt16 : at::kInt);
     if (tokens_.numel() < length_ + 1) {
       throw UsageError("--data " + o.data + ": has " + std::to_string(tokens_.numel()) + " tokens, one sample needs " +
@@ -68,7 +75,7 @@ class Rows : public Samples {
  public:
   Rows(const TrainOptions& o, const GraphModule& module, int64_t batch)
       : batch_(batch), generator_(at::detail::createCPUGenerator(static_cast<uint64_t>(o.seed))) {
-    for (const c10::IValue& v : read_inputs(module, {o.data})) {
+    for (const c10::IValue& v : read_inputs(module, {o.data}, "--data", false)) {
       if (!v.isTensor())
         throw UsageError("--data " + o.data + ": holds what is no tensor", "tensors with a row a sample");
       inputs_.push_back(v.toTensor());
@@ -89,6 +96,9 @@ class Rows : public Samples {
       }
     }
     rows_ = all[0].size(0);
+    double bytes = 0;
+    for (const at::Tensor& t : all) bytes += static_cast<double>(t.nbytes()) / static_cast<double>(rows_);
+    check_memory(batch_, bytes);
   }
 
   Batch draw() override {

@@ -1,37 +1,46 @@
 // plumb scale: unit scaling of a `.pt2` file.
 #include <CLI/CLI.hpp>
-#include <iostream>
 
+#include "plumb/analysis/adapters.h"
+#include "plumb/analysis/html_report.h"
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
+#include "plumb/cli/progress.h"
 #include "plumb/transforms/unit_scale.h"
 
 namespace plumb::cli {
 namespace {
 
 struct Options {
-  std::string file, out;
+  std::string file, out, html;
   bool report = false, json = false, depth = false;
 };
 
 void scale(const Options& o) {
-  Loaded loaded = load(o.file);
-  need_tensors(loaded, o.file);
-  check_same_kind(loaded, o.out);
+  if (!is_pt2(o.out)) throw UsageError("-o " + o.out + ": is no .pt2 name", "-o OUT.pt2");
+  check_writable("-o", o.out);
+  check_writable("--html", o.html);
+  Progress progress(3, o.json);
+  progress.next("reading " + o.file);
+  Loaded loaded = load_with_tensors(o.file);
+  progress.next("scaling " + o.file);
   UnitScaleOptions options;
   if (o.depth) options.tau_rule = TauRule::Depth;
   const auto scaled = unit_scale(loaded.program.module, options);
   const Report& report = scaled->reports.back();
   loaded.program.module = scaled;
+  progress.next("writing " + o.out);
   save(loaded, o.out);
-  if (o.json) {
-    std::cout << report.to_json() << "\n";
-  } else if (o.report) {
-    std::cout << report.to_text();
-  } else {
-    std::cout << report.count(ReportKind::Replaced) << " operators replaced, " << report.count(ReportKind::Residual)
-              << " residual adds, " << report.count(ReportKind::Weight) << " weights scaled; --report says more\n";
+  if (!o.html.empty()) {
+    HtmlReport page("Unit scaling of " + o.file);
+    page.add(table_of(report));
+    write_text(page.html(), o.html);
   }
+  progress.finish();
+  const std::string counts = std::to_string(report.count(ReportKind::Replaced)) + " operators replaced, " +
+                             std::to_string(report.count(ReportKind::Residual)) + " residual adds, " +
+                             std::to_string(report.count(ReportKind::Weight)) + " weights scaled; --report says more";
+  write_text(o.json ? report.to_json() : o.report ? report.to_text() : counts, "");
 }
 
 }  // namespace
@@ -43,6 +52,7 @@ void add_scale(CLI::App& app) {
   sub->add_option("-o,--out", o->out, "The .pt2 file to write")->required();
   sub->add_flag("--depth-rule", o->depth, "Weigh residual branches by u-muP's rule for any depth");
   sub->add_flag("--report", o->report, "Say what was done, node by node");
+  sub->add_option("--html", o->html, "The report as a page");
   sub->add_flag("--json", o->json, "The report as JSON");
   sub->footer("Example:\n  plumb scale model.pt2 -o scaled.pt2 --report");
   sub->callback([o] { scale(*o); });

@@ -4,6 +4,8 @@
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/picture.h"
+#include "plumb/cli/progress.h"
+#include "plumb/graph/node_kind.h"
 
 namespace plumb::cli {
 namespace {
@@ -13,17 +15,6 @@ struct Options {
   bool json = false;
 };
 
-std::string kind_text(NodeKind kind) {
-  switch (kind) {
-    case NodeKind::Placeholder: return "input";
-    case NodeKind::GetAttr: return "get_attr";
-    case NodeKind::CallFunction: return "call";
-    case NodeKind::CallModule: return "module";
-    case NodeKind::Output: return "output";
-  }
-  return "";
-}
-
 struct Row {
   std::string node, kind, op, shape, module, source;
   std::vector<std::string> inputs;
@@ -32,7 +23,7 @@ struct Row {
 std::vector<Row> rows_of(const Graph& graph) {
   std::vector<Row> rows;
   for (const Node* node : graph.nodes()) {
-    Row row{"", kind_text(node->kind()), node->target(), "", node->meta().module_path(), "", {}};
+    Row row{"", std::string(to_string(node->kind())), node->target(), "", node->meta().module_path(), "", {}};
     for (const Value* v : node->results()) {
       row.node += (row.node.empty() ? "" : ", ") + v->name();
       const std::string shape = v->is_tensor() ? type_text(v->meta()) : v->type() == ValueType::Int ? "int" : "scalar";
@@ -72,13 +63,18 @@ std::string json(const Graph& graph) {
 }
 
 void show(const Options& o) {
+  check_writable("-o", o.out);
+  Progress progress(2, o.json);
+  progress.next("reading " + o.file);
   const Loaded loaded = load(o.file);
+  progress.next("showing " + o.file);
   const Graph& graph = loaded.module().graph();
   const std::string text = o.json              ? json(graph)
                            : o.as == "table"   ? table(graph)
                            : o.as == "picture" ? to_svg(graph)
                            : o.as == "dot"     ? to_dot(graph)
                                                : to_string(graph);
+  progress.finish();
   write_text(text, o.out);
 }
 

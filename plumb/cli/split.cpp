@@ -1,11 +1,11 @@
 // plumb split: a `.pt2` file into one file a stage, and what flows between them.
 #include <CLI/CLI.hpp>
 #include <filesystem>
-#include <iostream>
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/cut.h"
+#include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
 
 namespace plumb::cli {
@@ -19,12 +19,27 @@ struct Options {
 };
 
 void split(const Options& o) {
-  const Loaded loaded = load(o.file);
-  need_tensors(loaded, o.file);
-  const auto pipe = cut(loaded.module(), o.stages, o.at);
+  if (o.stages == 1 && !o.at.empty()) {
+    throw UsageError("--at: one stage has no cuts", "--stages " + std::to_string(o.at.size() + 1));
+  }
   std::error_code failed;
+  if (std::filesystem::exists(o.out, failed) && !std::filesystem::is_directory(o.out, failed)) {
+    throw Error(ErrorKind::BadFile, "-o " + o.out + ": is a file", "", "give -o a folder");
+  }
+  Progress progress(2 + std::max(o.stages, static_cast<int>(o.at.size()) + 1), o.json);
+  progress.next("reading " + o.file);
+  const Loaded loaded = load_with_tensors(o.file);
+  progress.next("cutting " + o.file);
+  const auto pipe = cut(loaded.module(), o.stages, o.at, "--stages " + std::to_string(o.stages));
   std::filesystem::create_directories(o.out, failed);
-  if (failed) throw Error(ErrorKind::BadFile, o.out + ": cannot be made: " + failed.message(), "", "give -o a folder");
+  const std::filesystem::path folder = o.out, manifest_file = folder / "manifest.json";
+  if (failed) {
+    throw Error(ErrorKind::BadFile, "-o " + o.out + ": cannot be made: " + failed.message(), "",
+                "give -o a folder that can be written to");
+  }
+  check_writable("-o", manifest_file.string());
+  // That of an earlier run does not describe the files from here on.
+  std::filesystem::remove(manifest_file, failed);
   nlohmann::json manifest = {{"table", nlohmann::json::parse(pipe->table().to_json())},
                              {"notes", pipe->notes()},
                              {"stages", nlohmann::json::array()}};
@@ -32,7 +47,8 @@ void split(const Options& o) {
   for (int s = 0; s < pipe->num_stages(); ++s) {
     const GraphModule& stage = *pipe->stage(s);
     const std::string name = "stage" + std::to_string(s) + ".pt2";
-    save_pt2(stage, (std::filesystem::path(o.out) / name).string());
+    progress.next("writing " + name);
+    save_pt2(stage, (folder / name).string());
     size_t operators = 0;
     for (const Node* node : stage.graph().nodes()) operators += node->is_call();
     std::vector<std::string> in, out;
@@ -50,13 +66,11 @@ void split(const Options& o) {
         {std::to_string(s), name, std::to_string(operators), std::to_string(parameters.size()), join(in), join(out)});
   }
   // The manifest last: where it is, the stages are whole.
-  write_text(manifest.dump(1) + "\n", (std::filesystem::path(o.out) / "manifest.json").string());
-  if (o.json) {
-    std::cout << manifest.dump(1) << "\n";
-  } else {
-    std::cout << columns(rows);
-    for (const std::string& note : pipe->notes()) std::cout << "note: " << note << "\n";
-  }
+  write_text(manifest.dump(1) + "\n", manifest_file.string());
+  progress.finish();
+  std::string text = columns(rows);
+  for (const std::string& note : pipe->notes()) text += "note: " + note + "\n";
+  write_text(o.json ? manifest.dump(1) : text, "");
 }
 
 }  // namespace
@@ -66,7 +80,7 @@ void add_split(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("split", "Cuts a .pt2 file into stage files and a manifest");
   sub->add_option("FILE", o->file, "A .pt2 file")->required();
   sub->add_option("--stages", o->stages, "How many; without --at or marks the cuts are balanced")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 1024));
   sub->add_option("--at", o->at, "Cut before these modules: --at layers.2,layers.4")
       ->delimiter(',')
       ->allow_extra_args(false);

@@ -1,4 +1,6 @@
 // plumb train: the command line, the local processes, and what is printed. The work of one process is in train_rank.
+#include <signal.h>
+#include <string.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -8,6 +10,7 @@
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/exit_code.h"
+#include "plumb/cli/progress.h"
 #include "plumb/cli/train_rank.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/launch.h"
@@ -21,6 +24,10 @@ class Printer {
  public:
   explicit Printer(bool json) : json_(json), bar_(!json && ::isatty(STDOUT_FILENO) == 1) {}
   ~Printer() { end_bar(); }
+  void end_bar() {
+    if (open_) std::cout << std::endl;
+    open_ = false;
+  }
 
   void operator()(const nlohmann::json& event) {
     if (json_) {
@@ -39,10 +46,7 @@ class Printer {
       std::cout << "step " << step << "/" << steps << "  loss " << loss << std::endl;
       return;
     }
-    constexpr int kWidth = 30;
-    const int full = kWidth * step / std::max(steps, 1);
-    std::cout << "\r[" << std::string(full, '#') << std::string(kWidth - full, ' ') << "] " << step << "/" << steps
-              << "  loss " << loss << "   " << std::flush;
+    std::cout << "\r" << bar_text(step, steps) << "  loss " << loss << "   " << std::flush;
     open_ = true;
   }
 
@@ -51,10 +55,6 @@ class Printer {
     char text[32];
     std::snprintf(text, sizeof text, "%.6f", value);
     return text;
-  }
-  void end_bar() {
-    if (open_) std::cout << std::endl;
-    open_ = false;
   }
   const bool json_, bar_;
   bool open_ = false;
@@ -83,7 +83,17 @@ int launch(const TrainOptions& o) {
       std::cerr << "[rank " << rank << "] " << line << std::endl;
     }
   };
-  return launch_local(launch).exit_code();
+  const LaunchResult result = launch_local(launch);
+  print.end_bar();
+  if (result.first_failed >= 0) {
+    const ProcessEnd& end = result.processes[result.first_failed];
+    const std::string how = end.signal != 0 ? std::string("was killed by signal ") + std::to_string(end.signal) + " (" +
+                                                  ::strsignal(end.signal) + ")"
+                                            : "failed with exit code " + std::to_string(end.exit_code);
+    std::cerr << "plumb: rank " << result.first_failed << " " << how << ": training ended, nothing was saved\n";
+    if (end.signal == SIGKILL) std::cerr << "  try: less memory a process: more --stages, or smaller microbatches\n";
+  }
+  return result.exit_code();
 }
 
 int train(const TrainOptions& o) {
@@ -107,6 +117,8 @@ int train(const TrainOptions& o) {
 
 void add_train(CLI::App& app) {
   auto o = std::make_shared<TrainOptions>();
+  std::string schedules;
+  for (const std::string& name : schedule_names()) schedules += (schedules.empty() ? "" : ", ") + name;
   CLI::App* sub = app.add_subcommand("train", "Trains a .pt2 file, in one process or as a pipeline of several");
   sub->add_option("FILE", o->file, "A .pt2 file")->required();
   sub->add_option("--data", o->data,
@@ -124,19 +136,20 @@ void add_train(CLI::App& app) {
   sub->add_option("--batch", o->batch, "Rows of a step (default: the file's batch times the microbatches)")
       ->check(CLI::PositiveNumber);
   sub->add_option("--microbatches", o->microbatches, "Parts of a batch, each as long as the file's own batch")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 65536));
   sub->add_option("--stages", o->stages, "Pipeline processes; plumb starts them itself, or runs under torchrun")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 1024));
   sub->add_option("--at", o->at, "Cut before these modules (default: marks, else balanced)")
       ->delimiter(',')
       ->allow_extra_args(false);
-  sub->add_option("--schedule", o->schedule, "1F1B, GPipe, ZBVZeroBubble, ...");
+  sub->add_option("--schedule", o->schedule, schedules);
   sub->add_option("--save", o->save, "The .pt2 file for the trained weights, under the same names");
   sub->add_option("--seed", o->seed, "Of the draw of samples, and of dropout");
   sub->add_option("--threads", o->threads,
-                  "Of each process (default: the cores shared out; losses are equal bit for "
-                  "bit whatever the stages if the threads are)")
-      ->check(CLI::PositiveNumber);
+                  "Of each process (default: the cores shared out). With the same number losses are equal bit for bit "
+                  "whatever the stages, but for dropout (each stage draws its own masks) and for weights tied across "
+                  "stages (gradients are summed in another order)")
+      ->check(CLI::Range(1, 1024));
   sub->add_flag("--json", o->json, "One JSON object a line: {\"step\", \"steps\", \"loss\", \"seconds\"}");
   sub->footer(
       "Example:\n  plumb train gpt.pt2 --data text.bin --loss cross_entropy --lr 1e-3 --steps 200 --microbatches 4 "

@@ -1,20 +1,24 @@
 #include "plumb/cli/train_rank.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include <chrono>
+#include <set>
 #include <thread>
 
 #include "plumb/cli/common.h"
 #include "plumb/cli/cut.h"
+#include "plumb/cli/progress.h"
 #include "plumb/cli/samples.h"
 #include "plumb/core/error.h"
 #include "plumb/partition/split.h"
+#include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/schedule/generators.h"
 
@@ -27,6 +31,7 @@ struct Job {
   std::shared_ptr<Pipe> pipe;
   std::unique_ptr<Samples> samples;
   PipelineOptions pipeline;
+  int64_t rows = 0;  // of a step
 };
 
 // The output that is the loss: the one named so, or the only floating-point number.
@@ -61,8 +66,11 @@ at::Tensor mse(const Tensors& outputs, const Tensors& targets) {
   return at::mse_loss(outputs[0], targets[0]);
 }
 
-Job prepare(const TrainOptions& o) {
+Job prepare(const TrainOptions& o, bool quiet) {
   Job job;
+  if (o.stages == 1 && !o.at.empty()) {
+    throw UsageError("--at: one process has no cuts", "--stages " + std::to_string(o.at.size() + 1));
+  }
   // Wrong names before anything is read.
   try {
     const ScheduleTraits& traits = schedule_traits(o.schedule);
@@ -72,10 +80,13 @@ Job prepare(const TrainOptions& o) {
                      e.remedy().empty() ? "--schedule 1F1B" : e.remedy());
   }
   if (!o.save.empty() && !is_pt2(o.save)) throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
-  job.loaded = load(o.file);
-  need_tensors(job.loaded, o.file);
+  check_writable("--save", o.save);
+  Progress progress(2, quiet);
+  progress.next("reading " + o.file);
+  job.loaded = load_with_tensors(o.file);
   const GraphModule& module = job.loaded.module();
-  job.samples = open_samples(o, module, rows_of_step(o, module));
+  job.rows = rows_of_step(o, module);
+  job.samples = open_samples(o, module, job.rows);
   if (o.loss == "output") {
     job.pipeline.loss_output = loss_output(module);
   } else {
@@ -83,7 +94,11 @@ Job prepare(const TrainOptions& o) {
   }
   job.pipeline.return_outputs = false;
   job.pipeline.seed = static_cast<uint64_t>(o.seed);
-  job.pipe = cut(module, job.schedule.num_stages(), job.schedule.num_stages() == 1 ? std::vector<std::string>() : o.at);
+  progress.next("cutting " + o.file);
+  const int stages = job.schedule.num_stages();
+  std::string needed_by = "--stages " + std::to_string(o.stages);
+  if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
+  job.pipe = cut(module, stages, o.at, needed_by);
   return job;
 }
 
@@ -96,19 +111,41 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o,
 
 // Gives every rank the trained tensors of every stage, from the rank that holds it.
 void share_state(const Job& job, const ProcessGroup& group) {
-  if (group.size() == 1) return;
-  at::NoGradGuard no_grad;
   for (int s = 0; s < job.pipe->num_stages(); ++s) {
-    c10d::BroadcastOptions options;
-    options.rootRank = job.schedule.placement.rank_of(s, 0);
     for (const Attr& attr : job.pipe->stage(s)->state()) {
-      if (attr.kind == AttrKind::Constant || attr.tensor.numel() == 0) continue;
-      at::Tensor whole = attr.tensor.detach().contiguous();
-      std::vector<at::Tensor> bytes = {whole.reshape({-1}).view(at::kByte)};
-      group.state().backend->broadcast(bytes, options)->wait();
-      if (whole.data_ptr() != attr.tensor.data_ptr()) attr.tensor.detach().copy_(whole);
+      if (attr.kind != AttrKind::Constant) broadcast(group, attr.tensor, job.schedule.placement.rank_of(s, 0));
     }
   }
+}
+
+// The loss of a batch, on the rank that says it. Where every stage is on two ranks, each has the losses of its own
+// microbatches only.
+at::Tensor whole_loss(const Job& job, const ProcessGroup& group, const StepResult& result, int64_t rows) {
+  const int last = job.schedule.num_stages() - 1, num = job.schedule.num_microbatches;
+  auto holder = [&](int m) { return job.schedule.placement.rank_of(last, m); };
+  std::set<int> holders;
+  for (int m = 0; m < num; ++m) holders.insert(holder(m));
+  if (holders.size() == 1) return result.loss;
+  at::Tensor losses = at::zeros({num}, at::kDouble);
+  size_t own = 0;
+  for (int m = 0; m < num; ++m) {
+    if (holder(m) == group.rank()) losses[m].copy_(result.losses.at(own++));
+  }
+  for (int rank : holders) {
+    const at::Tensor theirs = losses.clone();
+    broadcast(group, theirs, rank);
+    for (int m = 0; m < num; ++m) {
+      if (holder(m) == rank) losses[m].copy_(theirs[m]);
+    }
+  }
+  if (group.rank() != holder(0)) return {};
+  // By rows; where the batch does not divide, the first microbatches have one more.
+  double sum = 0;
+  for (int m = 0; m < num; ++m) {
+    const int64_t own_rows = rows / num + (m < rows % num ? 1 : 0);
+    sum += losses[m].item<double>() * static_cast<double>(own_rows) / static_cast<double>(rows);
+  }
+  return at::scalar_tensor(sum, at::kDouble);
 }
 
 void save(const TrainOptions& o, const Job& job) {
@@ -123,13 +160,13 @@ void save(const TrainOptions& o, const Job& job) {
 
 }  // namespace
 
-void check_train(const TrainOptions& options) { prepare(options).samples->draw(); }
+void check_train(const TrainOptions& options) { prepare(options, options.json).samples->draw(); }
 
 void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::json&)>& event) {
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   at::set_num_threads(o.threads > 0 ? o.threads : std::max(1, cores / o.stages));
   at::manual_seed(static_cast<uint64_t>(o.seed));
-  Job job = prepare(o);
+  Job job = prepare(o, o.json || o.stages > 1);
   const ProcessGroup group = o.stages > 1 ? make_group_from_environment() : ProcessGroup();
   const auto stages = stages_of_rank(*job.pipe, job.schedule, group.rank());
   std::vector<at::Tensor> parameters;
@@ -147,8 +184,9 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
     for (const at::Tensor& p : parameters) p.mutable_grad().reset();
     const StepResult result = pipeline.step(batch.inputs, batch.targets);
     if (optimizer) optimizer->step();
-    if (!result.loss.defined()) continue;
-    const double loss = result.loss.item<double>();
+    const at::Tensor step_loss = whole_loss(job, group, result, job.rows);
+    if (!step_loss.defined()) continue;
+    const double loss = step_loss.item<double>();
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     event({{"step", step}, {"steps", o.steps}, {"loss", loss}, {"seconds", seconds}});
   }

@@ -118,14 +118,16 @@ void GraphWriter::write_state(Level& level, Json& specs) {
     uses[used ? first.at(state_.get(node->target()).tensor.unsafeGetTensorImpl()) : node->target()].push_back(
         node->result());
   }
+  for (const Attr& attr : state_) {  // in the state's own order, which is that of a state_dict
+    if (attr.kind == AttrKind::Constant && !uses.count(attr.name)) continue;
+    const bool weight = attr.kind == AttrKind::Parameter || (attr.kind == AttrKind::Buffer && attr.persistent);
+    (weight ? weights_ : constants_).push_back({attr.name, attr.tensor, attr.kind == AttrKind::Parameter});
+  }
   for (AttrKind kind : {AttrKind::Parameter, AttrKind::Buffer, AttrKind::Constant}) {
     for (const Attr& attr : state_) {
       if (attr.kind != kind) continue;
       const bool used = uses.count(attr.name) > 0;
       if (kind == AttrKind::Constant && !used) continue;
-      auto& table =
-          kind == AttrKind::Constant || (kind == AttrKind::Buffer && !attr.persistent) ? constants_ : weights_;
-      table.push_back({attr.name, attr.tensor, kind == AttrKind::Parameter});
       const char* prefix = kind == AttrKind::Parameter ? "p_" : kind == AttrKind::Buffer ? "b_" : "c_";
       const std::string name = used ? name_of(uses[attr.name][0]) : fresh_name(prefix + attr.name);
       for (const Value* value : uses[attr.name]) names_[value] = name;
@@ -165,7 +167,10 @@ void GraphWriter::write_output(const Node& node, Level& level, Json& specs) {
     Json out = arg.is_value()      ? reference(arg.value())
                : arg.is_constant() ? constant(node, arg.constant(), nullptr)
                                    : Json();
-    if (out.is_null()) refuse(node, "an output is a tensor, a number, a string or None");
+    if (out.is_null()) refuse(node, "an output is a tensor, a number or None");
+    if (arg.is_constant() && arg.constant().isString()) {
+      refuse(node, "an output is a string, which torch.export.load cannot read", "leave it out of the outputs");
+    }
     level.outputs.push_back(out);
     specs.push_back({{"user_output", {{"arg", std::move(out)}}}});
   }

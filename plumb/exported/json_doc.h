@@ -11,6 +11,7 @@
 namespace plumb {
 
 using Json = nlohmann::json;
+using OrderedJson = nlohmann::ordered_json;  // members in the order they came
 
 // The accessors throw Error (BadFile) that names the file and the path to the element
 // ("graph_module.graph.nodes[3].inputs[0].arg").

@@ -106,7 +106,7 @@ class Loader {
   NodeReader nodes_;
   NodeReader::Scope scope_;
   std::map<std::string, c10::IValue> constant_inputs_;  // by placeholder: the only value it may have
-  std::map<std::string, pt2::StoredTensor> weights_, constants_;
+  pt2::StoredTensors weights_, constants_;
 };
 
 void Loader::read_versions() {
@@ -192,8 +192,8 @@ c10::IValue Loader::constant(const Json& j) const {
 
 void Loader::add_attribute(const Json& at, const std::string& value_name, const std::string& name, AttrKind kind,
                            bool persistent, const Json& graph) {
-  auto& first = kind == AttrKind::Constant || !persistent ? constants_ : weights_;
-  auto& second = &first == &weights_ ? constants_ : weights_;
+  auto& first = kind == AttrKind::Constant || !persistent ? constants_.by_name : weights_.by_name;
+  auto& second = &first == &weights_.by_name ? constants_.by_name : weights_.by_name;
   auto stored = first.find(name);
   auto* table = &first;
   if (stored == first.end()) {
@@ -273,10 +273,17 @@ void Loader::read_inputs(const Json& graph, const Json& signature) {
     }
   }
   // Further names of tied weights: no inputs of the graph, but part of the state.
-  for (const auto& [name, stored] : weights_) {
+  for (const auto& [name, stored] : weights_.by_name) {
     if (!state_.contains(name))
       state_.add({name, stored.is_parameter ? AttrKind::Parameter : AttrKind::Buffer, stored.tensor, true});
   }
+  // In the order of the state_dict, where the file's graph has parameters before buffers.
+  State ordered;
+  for (const std::string& name : weights_.order) ordered.add(state_.get(name));
+  for (const Attr& attr : state_) {
+    if (!ordered.contains(attr.name)) ordered.add(attr);
+  }
+  state_ = std::move(ordered);
   for (const auto& [name, only] : constant_inputs_) {
     Value* value = graph_.find_value(name);
     if (only.isString()) {

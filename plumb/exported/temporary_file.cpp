@@ -10,15 +10,39 @@
 
 namespace plumb {
 
+namespace {
+
+// What a signal handler may look at: one open file a slot. More files at once than slots are left out.
+constexpr int kSlots = 16;
+std::atomic<const char*> open_files[kSlots];
+
+int take_slot(const char* path) {
+  for (int i = 0; i < kSlots; ++i) {
+    const char* none = nullptr;
+    if (open_files[i].compare_exchange_strong(none, path)) return i;
+  }
+  return -1;
+}
+
+}  // namespace
+
+void remove_temporary_files() noexcept {
+  for (auto& slot : open_files) {
+    if (const char* path = slot.load()) ::unlink(path);
+  }
+}
+
 TemporaryFile::TemporaryFile(std::string path) : path_(std::move(path)) {
   static std::atomic<unsigned> counter{0};
   temporary_ = path_ + "." + std::to_string(::getpid()) + "." + std::to_string(counter++) + ".part";
   file_ = std::fopen(temporary_.c_str(), "wbxe");
   if (!file_) fail("cannot be written");
+  slot_ = take_slot(temporary_.c_str());
 }
 
 TemporaryFile::~TemporaryFile() {
   if (file_) std::fclose(file_);
+  if (slot_ >= 0) open_files[slot_] = nullptr;
   if (!temporary_.empty()) ::unlink(temporary_.c_str());
 }
 
@@ -49,6 +73,8 @@ void TemporaryFile::commit() {
     fail("cannot be written");
   }
   if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot be put in place");
+  if (slot_ >= 0) open_files[slot_] = nullptr;
+  slot_ = -1;
   temporary_.clear();
 }
 

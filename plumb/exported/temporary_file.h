@@ -24,7 +24,10 @@ class TemporaryFile {
   [[noreturn]] void fail(const char* what);
   std::string path_, temporary_;
   std::FILE* file_ = nullptr;
-  int error_ = 0;
+  int error_ = 0, slot_ = -1;
 };
+
+// Removes the files of this process that were not committed yet. Safe in a signal handler, before the process ends.
+void remove_temporary_files() noexcept;
 
 }  // namespace plumb

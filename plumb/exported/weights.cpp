@@ -45,10 +45,12 @@ at::Tensor view_of_bytes(const at::Tensor& bytes, at::ScalarType dtype, int64_t 
   return at::empty({0}, bytes.options().dtype(dtype)).set_(bytes.storage(), offset, sizes, strides);
 }
 
-std::map<std::string, StoredTensor> read_stored(const ZipFile& zip, const std::string& config,
-                                                const std::string& folder, std::optional<at::Device> device) {
-  std::map<std::string, StoredTensor> found;
-  const JsonDoc doc(zip.path() + "/" + config, zip.read(zip.get(config)));
+StoredTensors read_stored(const ZipFile& zip, const std::string& config, const std::string& folder,
+                          std::optional<at::Device> device) {
+  StoredTensors stored_tensors;
+  auto& found = stored_tensors.by_name;
+  const std::string config_text = zip.read(zip.get(config));
+  const JsonDoc doc(zip.path() + "/" + config, config_text);
   std::unordered_map<std::string, at::Tensor> storages;  // by record and device
   std::map<std::string, StoredTensor> same;              // by everything that makes two entries one tensor
   const Json& entries = doc.object(doc.at(doc.root(), "config"));
@@ -100,11 +102,13 @@ std::map<std::string, StoredTensor> read_stored(const ZipFile& zip, const std::s
     same.emplace(identity, result);
     found.emplace(it.key(), std::move(result));
   }
-  return found;
+  const OrderedJson ordered = OrderedJson::parse(config_text);
+  for (const auto& item : ordered.at("config").items()) stored_tensors.order.push_back(item.key());
+  return stored_tensors;
 }
 
-Json write_stored(const std::vector<ToStore>& tensors, const std::string& folder, const std::string& prefix,
-                  const std::function<void(const std::string&, const void*, size_t)>& write_record) {
+OrderedJson write_stored(const std::vector<ToStore>& tensors, const std::string& folder, const std::string& prefix,
+                         const std::function<void(const std::string&, const void*, size_t)>& write_record) {
   // How many different tensors look into a storage.
   std::unordered_map<const void*, std::vector<const at::TensorImpl*>> users;
   auto storage_of = [](const at::Tensor& t) -> const void* { return t.storage().unsafeGetStorageImpl(); };
@@ -123,7 +127,7 @@ Json write_stored(const std::vector<ToStore>& tensors, const std::string& folder
     at::Tensor tensor;
   };
   std::unordered_map<const void*, Written> written;
-  Json config = Json::object();
+  OrderedJson config = OrderedJson::object();  // torch's state_dict has this order
   for (const ToStore& item : tensors) {
     const void* storage = storage_of(item.tensor);
     auto known = written.find(storage);

@@ -19,21 +19,27 @@ struct StoredTensor {
   bool is_parameter = false;
 };
 
+struct StoredTensors {
+  std::map<std::string, StoredTensor> by_name;
+  std::vector<std::string> order;  // of the file: that of the program's state_dict
+};
+
 // Reads `config` ("data/weights/model_weights_config.json") and the tensors it lists, which lie in `folder`
 // ("data/weights/"), onto `device` (nothing: where they were). Two names of one tensor get one tensor; tensors that
 // share a storage share it again. Every size, stride and offset is checked against the bytes that are there.
-std::map<std::string, StoredTensor> read_stored(const ZipFile& zip, const std::string& config,
-                                                const std::string& folder, std::optional<at::Device> device);
+StoredTensors read_stored(const ZipFile& zip, const std::string& config, const std::string& folder,
+                          std::optional<at::Device> device);
 
 struct ToStore {
   std::string name;
   at::Tensor tensor;
   bool is_parameter = false;
 };
-// Hands every storage to `write_record` once ("data/weights/weight_0", bytes) and returns the config's JSON.
+// Hands every storage to `write_record` once ("data/weights/weight_0", bytes) and returns the config's JSON, in the
+// order given.
 // `prefix` is "weight_" or "tensor_".
-Json write_stored(const std::vector<ToStore>& tensors, const std::string& folder, const std::string& prefix,
-                  const std::function<void(const std::string&, const void*, size_t)>& write_record);
+OrderedJson write_stored(const std::vector<ToStore>& tensors, const std::string& folder, const std::string& prefix,
+                         const std::function<void(const std::string&, const void*, size_t)>& write_record);
 
 // Checks that a strided view lies inside `bytes` bytes of storage, without overflow.
 bool lies_inside(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset,

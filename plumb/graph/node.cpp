@@ -5,6 +5,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/graph.h"
+#include "plumb/graph/node_kind.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb {
@@ -71,6 +72,17 @@ void collect_values(const Arg& arg, std::vector<Value*>& out) {
 }
 
 }  // namespace
+
+std::string_view to_string(NodeKind kind) {
+  switch (kind) {
+    case NodeKind::Placeholder: return "placeholder";
+    case NodeKind::GetAttr: return "get_attr";
+    case NodeKind::CallFunction: return "call_function";
+    case NodeKind::CallModule: return "call_module";
+    case NodeKind::Output: return "output";
+  }
+  return "unknown";
+}
 
 std::vector<Node*> Value::users() const {
   std::vector<Node*> nodes;

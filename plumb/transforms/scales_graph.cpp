@@ -8,20 +8,10 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/names.h"
+#include "plumb/graph/node_kind.h"
 
 namespace plumb {
 namespace {
-
-std::string_view kind_name(NodeKind kind) {
-  switch (kind) {
-    case NodeKind::Placeholder: return "placeholder";
-    case NodeKind::GetAttr: return "get_attr";
-    case NodeKind::CallFunction: return "call_function";
-    case NodeKind::CallModule: return "call_module";
-    case NodeKind::Output: return "output";
-  }
-  return "unknown";
-}
 
 nlohmann::ordered_json number(double value) {
   return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json();
@@ -145,7 +135,7 @@ std::string ScalesGraph::to_json() const {
   auto all = nlohmann::ordered_json::array();
   for (const auto& node : nodes) {
     nlohmann::ordered_json out = {
-        {"name", node.name}, {"kind", std::string(kind_name(node.kind))}, {"target", node.target}};
+        {"name", node.name}, {"kind", std::string(to_string(node.kind))}, {"target", node.target}};
     auto inputs = nlohmann::ordered_json::array();
     for (size_t i : node.inputs) inputs.push_back(nodes[i].name);
     out["inputs"] = std::move(inputs);

@@ -3,22 +3,12 @@
 #include "module.h"
 #include "plumb/graph/graph_module.h"
 #include "plumb/graph/names.h"
+#include "plumb/graph/node_kind.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb::python {
 namespace {
-
-const char* kind_name(NodeKind kind) {
-  switch (kind) {
-    case NodeKind::Placeholder: return "placeholder";
-    case NodeKind::GetAttr: return "get_attr";
-    case NodeKind::CallFunction: return "call_function";
-    case NodeKind::CallModule: return "call_module";
-    case NodeKind::Output: return "output";
-  }
-  return "unknown";
-}
 
 // Values become ("value", name): Python code that rebuilds the graph (as torch.fx) resolves them.
 py::object arg_to_python(const Arg& arg, IntMeaning meaning) {
@@ -66,7 +56,7 @@ void bind(py::module_& m) {
       .def("__repr__", [](const Value& v) { return "%" + v.name(); });
 
   py::class_<Node, std::unique_ptr<Node, py::nodelete>>(m, "Node", "One operation of a graph.")
-      .def_property_readonly("op", [](const Node& n) { return kind_name(n.kind()); })
+      .def_property_readonly("op", [](const Node& n) { return to_string(n.kind()); })
       .def_property_readonly("target", &Node::target)
       .def_property_readonly("name",
                              [](const Node& n) { return n.num_results() ? n.result()->name() : std::string("output"); })

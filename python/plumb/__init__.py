@@ -5,6 +5,7 @@ import torch  # noqa: F401  (its libraries must be loaded before ours)
 from . import _modules, constraints, core, functional, nn, optim, parameter, scale, transforms
 from ._C import Error, Graph, parse_graph
 from ._capture import GraphModule, capture
+from ._exported import load_pt2, save_pt2
 from ._modules import *  # noqa: F403
 from ._recorder import History, Recorder, read_history
 from .core.functional import transformer_residual_scaling_rule
@@ -23,12 +24,14 @@ __all__ = [
     "constraints",
     "core",
     "functional",
+    "load_pt2",
     "nn",
     "optim",
     "parameter",
     "parse_graph",
     "read_history",
     "report",
+    "save_pt2",
     "scale",
     "transforms",
     "transformer_residual_scaling_rule",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
@@ -23,13 +24,14 @@ _capture_lock = threading.RLock()
 
 
 def state_of(module: nn.Module) -> list[tuple[str, int, Tensor, bool]]:
-    """Parameters and buffers by full name; a tied tensor under each of its names."""
-    state = [(n, PARAMETER, p, True) for n, p in module.named_parameters(remove_duplicate=False)]
+    """Parameters and buffers by full name, in the order of ``state_dict()``; a tied tensor under each of its names."""
+    state: list[tuple[str, int, Tensor, bool]] = []
     for prefix, sub in module.named_modules(remove_duplicate=False):
+        at = f"{prefix}." if prefix else ""
+        state += [(at + n, PARAMETER, p, True) for n, p in sub._parameters.items() if p is not None]
         for name, buffer in sub._buffers.items():
             if buffer is not None:
-                full = f"{prefix}.{name}" if prefix else name
-                state.append((full, BUFFER, buffer, name not in sub._non_persistent_buffers_set))
+                state.append((at + name, BUFFER, buffer, name not in sub._non_persistent_buffers_set))
     seen: set[str] = set()
     return [s for s in state if not (s[0] in seen or seen.add(s[0]))]
 
@@ -44,11 +46,21 @@ def _spec_json(spec: Any, num_leaves: int) -> str:
         return json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [_LEAF] * num_leaves}])
 
 
-def _input_names(args: tuple, kwargs: dict) -> list[str]:
+def _input_names(module: nn.Module, args: tuple, kwargs: dict) -> list[str]:
+    """As the forward calls its inputs: "x", "mask", and "parts_a_0" for what is inside of one."""
+    try:
+        positional = list(inspect.signature(module.forward).bind_partial(*args).arguments)
+    except (TypeError, ValueError):
+        positional = []
+    if len(positional) != len(args):  # *args
+        positional = [f"arg{i}" for i in range(len(args))]
     names = []
-    for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
-        names.append("_".join(str(getattr(k, "idx", getattr(k, "key", getattr(k, "name", k)))) for k in path[1:]))
-    return [n if not n[:1].isdigit() else f"arg{n}" for n in names]
+    for (first, *path), _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        keys = [str(getattr(k, "idx", getattr(k, "key", getattr(k, "name", k)))) for k in path]
+        if first.idx == 0:
+            keys[0] = positional[int(keys[0])]
+        names.append("_".join(keys))
+    return names
 
 
 def _flatten_output(output: Any) -> tuple[list, Any]:
@@ -246,7 +258,7 @@ def _capture_once(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             engine, notes = _C.capture(
-                state, tensors, _input_names(args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after, _INSIDE,
+                state, tensors, _input_names(module, args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after, _INSIDE,
                 module.training, verify,
             )
         finally:
@@ -285,9 +297,19 @@ class GraphModule(nn.Module):
     refused (transformed modules of :mod:`plumb.transforms` capture again by themselves).
     """
 
-    def __init__(self, engine: Any, in_spec: Any, out_spec: Any, plain_inputs: list, plain_outputs: list, notes: list[str]):
+    def __init__(
+        self,
+        engine: Any,
+        in_spec: Any,
+        out_spec: Any,
+        plain_inputs: list | None,  # what is no tensor, and None elsewhere; None altogether: the graph has every input
+        plain_outputs: list,
+        notes: list[str],
+        program: Any = None,  # what the file that it came from knows besides
+    ):
         super().__init__()
         self.__dict__["_engine"] = engine
+        self._program = program
         self._in_spec, self._out_spec = in_spec, out_spec
         self._plain_inputs, self._plain_outputs = plain_inputs, plain_outputs
         self.notes = notes
@@ -319,9 +341,12 @@ class GraphModule(nn.Module):
         # Older torch has the list alone, newer torch warns about it.
         args, kwargs = self._in_spec.children() if hasattr(self._in_spec, "children") else self._in_spec.children_specs
         simple_in = kwargs.num_leaves == 0 and args.num_leaves == args.num_children == leaves and not any(
-            p is not None for p in self._plain_inputs
+            p is not None for p in self._plain_inputs or []
         )
-        self.__dict__["_simple"] = leaves if simple_in and self._out_spec.is_leaf() and self._plain_outputs == [None] else -1
+        simple_out = self._out_spec.is_leaf() and self._plain_outputs == [None]
+        if self._plain_inputs is None:  # a file's only output may be a number
+            simple_out = simple_out and [v.is_tensor for v in self.graph.nodes[-1].inputs] == [True]
+        self.__dict__["_simple"] = leaves if simple_in and simple_out else -1
 
     @property
     def graph(self) -> Any:
@@ -333,17 +358,26 @@ class GraphModule(nn.Module):
         sync_state(self._engine, self._slots)
         if self._simple == len(args) and not kwargs:
             return self._engine.run1(*args)
+        leaves = self._leaves(args, kwargs)
+        if self._plain_inputs is not None:
+            for given, known in zip(leaves, self._plain_inputs):
+                if not isinstance(given, Tensor) and given is not known and given != known:
+                    raise _C.Error(f"the graph was captured with {known!r} where {given!r} is given\n  try: capture again")
+            leaves = [x if isinstance(x, Tensor) else None for x in leaves]
+        out = self._engine.run(leaves)
+        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
+
+    def _leaves(self, args: tuple, kwargs: dict) -> list:
+        known = self._in_spec.children()[1] if hasattr(self._in_spec, "children") else self._in_spec.children_specs[1]
+        if kwargs and known.type is dict and set(kwargs) == set(known.context):
+            kwargs = {name: kwargs[name] for name in known.context}  # keywords come in any order
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._in_spec:
             raise _C.Error(
-                f"the inputs' structure differs from the captured one: {spec} instead of {self._in_spec}\n"
-                "  try: call it as it was captured, or capture again"
+                f"the inputs' structure differs from the graph's: {spec} instead of {self._in_spec}\n"
+                "  try: call it as it was captured or exported, or capture again"
             )
-        for given, known in zip(leaves, self._plain_inputs):
-            if not isinstance(given, Tensor) and given is not known and given != known:
-                raise _C.Error(f"the graph was captured with {known!r} where {given!r} is given\n  try: capture again")
-        out = self._engine.run([x if isinstance(x, Tensor) else None for x in leaves])
-        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
+        return leaves
 
     def to_fx(self) -> torch.fx.GraphModule:
         """The same graph as ``torch.fx`` on ``torch.ops``: what ``torch.compile`` and ``torch.export`` see."""
@@ -360,7 +394,7 @@ class GraphModule(nn.Module):
                 self.to_fx()
 
     def _fx_forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, _ = pytree.tree_flatten((args, kwargs))
+        leaves = self._leaves(args, kwargs)
         gm = self.to_fx()
         state = [_member(self, name) for name in gm.attributes]
         out = gm(*state, *[x for x in leaves if isinstance(x, Tensor)])
@@ -387,6 +421,11 @@ class GraphModule(nn.Module):
         self._prepare_fx()
 
 
+def _as_captured(tensor: Tensor) -> Tensor:
+    """As the forward sees an input while it is captured."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
 def capture(module: nn.Module, *args: Any, plumb_verify: bool = False, **kwargs: Any) -> GraphModule:
     """Captures one forward of `module` on these inputs as a :class:`GraphModule`.
 
@@ -398,6 +437,10 @@ def capture(module: nn.Module, *args: Any, plumb_verify: bool = False, **kwargs:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"plumb.capture takes a torch.nn.Module, got {type(module).__name__}")
+    forward = module.__dict__.get("forward")
+    if hasattr(forward, "prepare"):  # a transformed module's own capture cannot run inside of this one
+        seen = pytree.tree_map_only(Tensor, _as_captured, (args, kwargs))
+        forward.prepare(*seen)
     leaves, _ = pytree.tree_flatten((args, kwargs))
     engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs, verify=plumb_verify)
     gm = GraphModule(engine, in_spec, out_spec, [None if isinstance(x, Tensor) else x for x in leaves], plain, notes)

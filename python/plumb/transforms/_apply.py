@@ -75,12 +75,17 @@ class TransformedForward:
         simple = out_spec.is_leaf() and plain == [None]
         return _Captured(engine, out_spec, plain, slots, reports, notes, simple)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare(self, args: tuple, kwargs: dict) -> tuple[_Captured, list]:
+        """The graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = _key(leaves, spec, self.module)
         captured = self._cache.get(key)
         if captured is None:
             captured = self._cache[key] = self._capture(args, kwargs)
+        return captured, leaves
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        captured, leaves = self.prepare(args, kwargs)
         self.last = captured
         sync_state(captured.engine, captured.slots)
         out = captured.engine.run([x if isinstance(x, Tensor) else None for x in leaves])

@@ -1,0 +1,15 @@
+// One rank's tensor to every rank of a group.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "plumb/pipeline/process_group.h"
+
+namespace plumb {
+
+// Writes the values that rank `root` has into `tensor` on every other rank: of any dtype and strides, of the same dtype
+// and sizes on all of them, on the CPU. Every rank calls it, in the same order. One process alone: nothing to do.
+// Raises Error(InvalidArgument) for a root that is no rank, Error(Communication) if a peer is lost.
+void broadcast(const ProcessGroup& group, const at::Tensor& tensor, int root);
+
+}  // namespace plumb

@@ -1,0 +1,72 @@
+"""``.pt2`` files: :func:`load_pt2` and :func:`save_pt2`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from . import _C
+from ._capture import PARAMETER, GraphModule, sync_state
+
+_IN_A_FILE = (int, float, bool, str, type(None))
+
+
+def _spec(text: str, module: str) -> Any:
+    try:
+        return pytree.treespec_loads(text)
+    except Exception as error:
+        raise _C.Error(
+            f"{module}: its inputs or outputs are of a type that this process does not know: {error}\n"
+            "  try: import what registers the type (torch.utils._pytree.register_pytree_node) first"
+        ) from error
+
+
+def load_pt2(path: str | os.PathLike, device: torch.device | str | None = None) -> GraphModule:
+    """The program of a ``.pt2`` file (``torch.export.save``, ``plumb.save_pt2``, C++ or the command) as a module.
+
+    It is called like the exported model, has its parameters and buffers under their names, and trains. Dynamic sizes are
+    checked against the file's ranges, constant inputs against their value. `device`: where its tensors go, if not where
+    they were.
+
+    Raises :class:`plumb.Error` naming the file, the place in it and the remedy.
+    """
+    path = os.fspath(path)
+    engine, program = _C.load_pt2(path, None if device is None else torch.device(device))
+    parameters: dict[int, nn.Parameter] = {}  # by tensor: a tied one is one
+    state = engine.state()  # held, so that no id is used twice
+    for name, kind, tensor, _ in state:
+        if kind == PARAMETER:
+            if id(tensor) not in parameters:
+                parameters[id(tensor)] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+            engine.set_state(name, parameters[id(tensor)])
+    in_spec, out_spec = (_spec(text, path) for text in engine.specs())
+    return GraphModule(engine, in_spec, out_spec, None, [None] * out_spec.num_leaves, [], program)
+
+
+def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:
+    """Writes a captured or loaded module to a ``.pt2`` file, whole or not at all.
+
+    ``torch.export.load`` opens it (after ``import plumb`` if the graph has plumb's operators), as do :func:`load_pt2`, C++
+    and the command. Inputs that are no tensors are written with the value they were captured with.
+
+    Raises :class:`plumb.Error` naming the node that a file cannot hold, or the reason why it cannot be written.
+    """
+    if not isinstance(module, GraphModule):
+        raise TypeError(
+            f"plumb.save_pt2 takes a plumb.GraphModule, got {type(module).__name__}\n"
+            "  try: plumb.save_pt2(plumb.capture(module, *inputs), path)"
+        )
+    inputs = module._plain_inputs or []
+    for what, values in (("input", inputs), ("output", module._plain_outputs)):
+        for i, value in enumerate(values):
+            if not isinstance(value, _IN_A_FILE):
+                raise _C.Error(
+                    f"{what} {i} is a {type(value).__name__}, which a .pt2 file cannot hold\n"
+                    f"  try: a tensor, a number, a string or None as {what}"
+                )
+    sync_state(module._engine, module._slots)
+    _C.save_pt2(module._engine, module._program, inputs, module._plain_outputs, os.fspath(path))

@@ -1,0 +1,218 @@
+"""`.pt2` files from Python: the zoo out of plumb into torch.export, and out of torch.export into plumb, bit for bit."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+import plumb
+
+NEAREST = "e4m3fn-RN"
+
+# What torch itself does not put into a file, and why.
+NOT_EXPORTED = {
+    "transformers GPT-2": "the mask it makes by vmap is no operator (flat_apply)",
+    "transformers Llama": "the mask it makes by vmap is no operator (flat_apply)",
+}
+
+
+def everything(module, args, kwargs):
+    """Outputs, gradients of inputs and parameters, buffers: by name, each bit."""
+    args = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    seen = {}
+    torch.manual_seed(7)
+    leaves = pytree.tree_leaves(module(*args, **kwargs))
+    torch.manual_seed(8)
+    loss = 0.0
+    for i, y in enumerate(leaves):
+        seen[f"output {i}"] = y.detach().clone() if isinstance(y, torch.Tensor) else y
+        if isinstance(y, torch.Tensor) and y.requires_grad:
+            loss = loss + (y * torch.randn_like(y)).sum()
+    loss.backward()
+    for i, a in enumerate(args):
+        seen[f"gradient of input {i}"] = a.grad if isinstance(a, torch.Tensor) else None
+    for name, p in module.named_parameters():  # a tied one under its first name, which torch's own modules untie
+        seen[f"gradient of {name}"] = p.grad
+    for name, b in module.named_buffers():
+        seen[f"buffer {name}"] = b.clone()
+    return seen
+
+
+def same(got, want):
+    # A shared module has its tensors under more names in eager than in a file.
+    assert set(got) <= set(want) or set(want) <= set(got)
+    assert sum(k.startswith("output") for k in got) == sum(k.startswith("output") for k in want)
+    for what in set(got) & set(want):
+        a, b = got[what], want[what]
+        if isinstance(b, torch.Tensor) and isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype and torch.equal(a, b), f"{what} differs by {(a.double() - b.double()).abs().max()}"
+        else:
+            assert type(a) is type(b) and a == b, what
+
+
+MODELS = {**zoo.MODELS, **{f"transformers {name}": make for name, make in zoo.TRANSFORMERS.items()}}
+models = pytest.mark.parametrize("name", list(MODELS))
+
+
+@models
+def test_captured_and_saved_runs_in_torch(name, tmp_path):
+    torch.manual_seed(0)
+    model, args, kwargs = MODELS[name]()
+    captured = plumb.capture(model, *args, **kwargs)
+    plumb.save_pt2(captured, tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2")
+    assert list(program.state_dict) == list(model.state_dict())
+    want = everything(copy.deepcopy(model), args, kwargs)
+    same(everything(program.module(), args, kwargs), want)
+    same(everything(plumb.load_pt2(tmp_path / "model.pt2"), args, kwargs), want)
+
+
+@models
+def test_exported_by_torch_runs_in_plumb(name, tmp_path):
+    torch.manual_seed(0)
+    model, args, kwargs = MODELS[name]()
+    if name in NOT_EXPORTED:
+        with pytest.raises(Exception, match="flat_apply"):
+            torch.export.save(torch.export.export(model, args, kwargs), tmp_path / "model.pt2")
+        return
+    torch.export.save(torch.export.export(copy.deepcopy(model), args, kwargs), tmp_path / "model.pt2")
+    loaded = plumb.load_pt2(tmp_path / "model.pt2")
+    assert set(loaded.state_dict()) == set(torch.export.load(tmp_path / "model.pt2").state_dict)
+    same(everything(loaded, args, kwargs), everything(model, args, kwargs))
+
+
+class Values(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x, count: int, *, scale=2.0, mask=None, name="a"):
+        y = self.fc(x) * scale * count
+        return {"y": y if mask is None else y * mask, "count": count, "none": None}
+
+
+def exported(tmp_path, model, args, kwargs=None, **options):
+    torch.export.save(torch.export.export(model, args, kwargs, **options), tmp_path / "model.pt2")
+    return tmp_path / "model.pt2"
+
+
+def test_numbers_text_and_none_are_checked_against_the_file(tmp_path):
+    x = torch.randn(2, 3)
+    model = Values()
+    given = {"scale": 3.0, "mask": torch.ones(2, 3), "name": "b"}
+    loaded = plumb.load_pt2(exported(tmp_path, model, (x, 4), given))
+    want = model(x, 4, **given)
+    got = loaded(x, 4, name="b", mask=given["mask"], scale=3.0)  # keywords in any order
+    assert torch.equal(got["y"], want["y"]) and got["count"] == 4 and got["none"] is None
+    with pytest.raises(plumb.Error, match="count"):
+        loaded(x, 5, **given)
+    with pytest.raises(plumb.Error, match="name"):
+        loaded(x, 4, **{**given, "name": "c"})
+    with pytest.raises(plumb.Error, match="structure"):
+        loaded(x)
+
+
+def test_what_a_capture_fixed_is_fixed_in_its_file(tmp_path):
+    x = torch.randn(2, 3)
+    model = Values()
+    plumb.save_pt2(plumb.capture(model, x, 4, name="b"), tmp_path / "m.pt2")
+    again = torch.export.load(tmp_path / "m.pt2").module()
+    got = again(x, 4, name="b")
+    assert torch.equal(got["y"], model(x, 4)["y"]) and got["count"] == 4 and got["none"] is None
+    with pytest.raises(plumb.Error, match="'count' is fixed to 4"):
+        plumb.load_pt2(tmp_path / "m.pt2")(x, 5, name="b")
+
+
+def test_dynamic_sizes_stay_dynamic_through_copies_and_files(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    path = exported(tmp_path, model, (torch.randn(4, 3),), dynamic_shapes=({0: Dim("batch", min=2, max=16)},))
+    loaded = plumb.load_pt2(path)
+    plumb.save_pt2(copy.deepcopy(loaded), tmp_path / "again.pt2")
+    for module in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded)), plumb.load_pt2(tmp_path / "again.pt2"),
+                   torch.export.load(tmp_path / "again.pt2").module()):  # fmt: skip
+        x = torch.randn(7, 3)
+        assert torch.equal(module(x), model(x))
+    with pytest.raises(plumb.Error, match="16"):
+        loaded(torch.randn(17, 3))
+    with pytest.raises(Exception, match="16"):
+        torch.export.load(tmp_path / "again.pt2").module()(torch.randn(17, 3))
+
+
+def test_trains_a_loaded_file_and_saves_it(tmp_path):
+    torch.manual_seed(0)
+    model = zoo.GPT(tied=True)
+    ids, targets = zoo.ids(2, 8), zoo.ids(2, 8)
+    loaded = plumb.load_pt2(exported(tmp_path, model, (ids, targets)))
+    for module in (model, loaded):
+        optimizer = torch.optim.AdamW(module.parameters(), 1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(ids, targets)[1].backward()
+            optimizer.step()
+    plumb.save_pt2(loaded, tmp_path / "trained.pt2")
+    trained = torch.export.load(tmp_path / "trained.pt2").state_dict
+    assert list(trained) == list(torch.export.load(tmp_path / "model.pt2").state_dict)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(trained[name], tensor), name
+
+
+def test_saves_the_tensors_that_the_module_has_now(tmp_path):
+    captured = plumb.capture(nn.Linear(3, 2), torch.randn(1, 3))
+    captured.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, assign=True)
+    plumb.save_pt2(captured, tmp_path / "m.pt2")
+    assert torch.equal(plumb.load_pt2(tmp_path / "m.pt2")(torch.ones(1, 3)), torch.full((1, 2), 3.0))
+
+
+def test_a_unit_scaled_model_in_fp8_goes_through_a_file(tmp_path):
+    x = torch.randn(4, 8)
+    torch.manual_seed(0)
+    scaled = plumb.transforms.simulate_format(plumb.transforms.unit_scale(nn.Sequential(nn.Linear(8, 8), nn.GELU())), NEAREST, NEAREST)
+    plumb.save_pt2(plumb.capture(scaled, x), tmp_path / "m.pt2")
+    assert torch.equal(plumb.load_pt2(tmp_path / "m.pt2")(x), scaled(x))
+    assert torch.equal(torch.export.load(tmp_path / "m.pt2").module()(x), scaled(x))
+
+
+def test_transforms_and_compiles_what_was_loaded(tmp_path):
+    x = torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    loaded = plumb.load_pt2(exported(tmp_path, model, (x,)))
+    simulated = [plumb.transforms.simulate_format(m, NEAREST, NEAREST) for m in (loaded, model)]
+    assert torch.equal(simulated[0](x), simulated[1](x)) and not torch.equal(simulated[0](x), model(x))
+    assert torch.equal(torch.export.export(loaded, (x,)).module()(x), model(x))
+
+
+def test_wrong_files_and_modules_say_what_to_do(tmp_path):
+    (tmp_path / "cut.pt2").write_bytes(exported(tmp_path, nn.Linear(2, 2), (torch.randn(1, 2),)).read_bytes()[:900])
+    torch.save({}, tmp_path / "other.pt2")
+    for path, says in ((tmp_path / "missing.pt2", "missing.pt2"), (tmp_path, "regular file"), (tmp_path / "cut.pt2", "cut.pt2"),
+                       (tmp_path / "other.pt2", "torch.export.save")):  # fmt: skip
+        with pytest.raises(plumb.Error, match=says):
+            plumb.load_pt2(path)
+    with pytest.raises(TypeError, match="plumb.capture"):
+        plumb.save_pt2(nn.Linear(2, 2), tmp_path / "m.pt2")
+    with pytest.raises(TypeError):
+        plumb.load_pt2(3)
+    captured = plumb.capture(nn.Linear(2, 2), torch.randn(1, 2))
+    with pytest.raises(plumb.Error, match="no/such"):
+        plumb.save_pt2(captured, tmp_path / "no/such/m.pt2")
+    with pytest.raises(RuntimeError):
+        plumb.load_pt2(tmp_path / "model.pt2", device="nonsense")
+
+    class OfDtype(nn.Module):
+        def forward(self, x, dtype):
+            return x.to(dtype)
+
+    class Text(nn.Module):
+        def forward(self, x):
+            return x * 2, "text"
+
+    with pytest.raises(plumb.Error, match="string"):  # torch writes such a file and cannot read it
+        plumb.save_pt2(plumb.capture(Text(), torch.randn(2)), tmp_path / "m.pt2")
+    with pytest.raises(plumb.Error, match="input 1 is a dtype"):
+        plumb.save_pt2(plumb.capture(OfDtype(), torch.randn(2), torch.float64), tmp_path / "m.pt2")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cut.pt2", "model.pt2", "other.pt2"]
