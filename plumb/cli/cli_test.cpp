@@ -277,7 +277,10 @@ TEST_F(Command, WrongTrainingNamesTheOption) {
   wrong("train lm.pt2 --data tokens.bin --schedule nope", "--schedule");
   wrong("train lm.pt2 --data tokens.bin --batch 7", "--batch");
   wrong("train lm.pt2 --data tokens.bin --loss output", "--data");
-  wrong("train lm.pt2 --data tokens.bin --lr -1", "--lr");
+  for (const char* rate : {"-1", "0", "nan", "1e400", "fast"}) {
+    wrong(std::string("train lm.pt2 --data tokens.bin --lr ") + rate, "--lr");
+  }
+  wrong("train lm.pt2 --data tokens.bin --stages 900", "--stages 900");
   wrong("train mlp.pt2 --data rows.pt --loss mse", "--targets");
   wrong("train lm.pt2 --data tokens.bin --stages 2 --at layers.0,layers.1", "--stages");
   wrong("train lm.pt2 --data tokens.bin --at layers.1", "--at");

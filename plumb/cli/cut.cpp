@@ -26,7 +26,11 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const std::vect
                        "--stages N, or --at MODULE,MODULE");
     BalanceOptions balanced;
     balanced.stages = stages;
-    options = balance(module, estimate_cost(module), balanced).options;
+    try {
+      options = balance(module, estimate_cost(module), balanced).options;
+    } catch (const Error& e) {
+      throw UsageError(needed_by + ": " + e.message(), e.remedy());
+    }
     where = "balancing gives";
   }
   auto pipe = [&] {

@@ -61,7 +61,10 @@ void track(const Options& o) {
   if (o.backward) backward_start(*tracked, outputs).backward();
   progress.next("writing");
   ScalesGraph scales = scales_graph(*tracked);
-  if (!o.html.empty()) write_text(page(o, scales, fwd, bwd), o.html);
+  if (!o.html.empty()) {
+    write_text(page(o, scales, fwd, bwd), o.html);
+    progress.say("wrote " + o.html);
+  }
   if (!o.all) scales = prune_non_float_tensors(scales);
   const std::string text = o.json ? scales.to_json() : scales.to_text();
   progress.finish();

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <cmath>
 #include <fstream>
 #include <iostream>
 
@@ -131,7 +132,10 @@ void add_train(CLI::App& app) {
   sub->add_option("--loss", o->loss, "cross_entropy, mse, or output: the model returns its loss")
       ->check(CLI::IsMember({"cross_entropy", "mse", "output"}));
   sub->add_option("--optimizer", o->optimizer, "adamw, adam or sgd")->check(CLI::IsMember({"adamw", "adam", "sgd"}));
-  sub->add_option("--lr", o->lr, "Learning rate")->check(CLI::PositiveNumber);
+  sub->add_option("--lr", o->lr, "Learning rate")->check([](const std::string& text) -> std::string {
+    const double rate = std::strtod(text.c_str(), nullptr);
+    return rate > 0 && std::isfinite(rate) ? "" : text + " is no positive, finite number";
+  });
   sub->add_option("--steps", o->steps, "Optimiser steps")->check(CLI::PositiveNumber);
   sub->add_option("--batch", o->batch, "Rows of a step (default: the file's batch times the microbatches)")
       ->check(CLI::PositiveNumber);

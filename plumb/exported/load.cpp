@@ -277,9 +277,18 @@ void Loader::read_inputs(const Json& graph, const Json& signature) {
     if (!state_.contains(name))
       state_.add({name, stored.is_parameter ? AttrKind::Parameter : AttrKind::Buffer, stored.tensor, true});
   }
-  // In the order of the state_dict, where the file's graph has parameters before buffers.
+  // Parameters and buffers as the file's state_dict mixes them, each kind in the graph's order: torch lists tied names
+  // side by side, wherever their modules stand.
+  std::map<AttrKind, std::vector<const Attr*>> of_kind;
+  for (const Attr& attr : state_) {
+    if (weights_.by_name.count(attr.name)) of_kind[attr.kind].push_back(&attr);
+  }
+  std::map<AttrKind, size_t> next;
   State ordered;
-  for (const std::string& name : weights_.order) ordered.add(state_.get(name));
+  for (const std::string& name : weights_.order) {
+    const AttrKind kind = state_.get(name).kind;
+    ordered.add(*of_kind[kind][next[kind]++]);
+  }
   for (const Attr& attr : state_) {
     if (!ordered.contains(attr.name)) ordered.add(attr);
   }
