@@ -154,6 +154,10 @@ void add_train(CLI::App& app) {
                   "whatever the stages, but for dropout (each stage draws its own masks) and for weights tied across "
                   "stages (gradients are summed in another order)")
       ->check(CLI::Range(1, 1024));
+  for (const char* name : {"--token-type", "--loss", "--optimizer", "--lr", "--steps", "--microbatches", "--stages",
+                           "--schedule", "--seed"}) {
+    sub->get_option(name)->capture_default_str();
+  }
   sub->add_flag("--json", o->json, "One JSON object a line: {\"step\", \"steps\", \"loss\", \"seconds\"}");
   sub->footer(
       "Example:\n  plumb train gpt.pt2 --data text.bin --loss cross_entropy --lr 1e-3 --steps 200 --microbatches 4 "
