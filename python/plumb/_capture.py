@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _C
+from ._calls import here
+from ._replace import replaced
 
 PARAMETER, BUFFER, CONSTANT = 0, 1, 2
 
@@ -46,21 +49,22 @@ def _spec_json(spec: Any, num_leaves: int) -> str:
         return json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [_LEAF] * num_leaves}])
 
 
-def _input_names(module: nn.Module, args: tuple, kwargs: dict) -> list[str]:
-    """As the forward calls its inputs: "x", "mask", and "parts_a_0" for what is inside of one."""
-    try:
-        positional = list(inspect.signature(module.forward).bind_partial(*args).arguments)
-    except (TypeError, ValueError):
-        positional = []
-    if len(positional) != len(args):  # *args
-        positional = [f"arg{i}" for i in range(len(args))]
+def _input_names(forward: Callable[..., Any], args: tuple, kwargs: dict) -> list[str]:
+    """Each input under the name of its parameter in the forward's signature, and its place inside of that."""
+    positional: list[str] = []
+    with contextlib.suppress(TypeError, ValueError):
+        function = forward.forward if isinstance(forward, nn.Module) else forward
+        for p in inspect.signature(function).parameters.values():
+            if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+                break
+            positional.append(p.name)
     names = []
-    for (first, *path), _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
+    for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
         keys = [str(getattr(k, "idx", getattr(k, "key", getattr(k, "name", k)))) for k in path]
-        if first.idx == 0:
-            keys[0] = positional[int(keys[0])]
-        names.append("_".join(keys))
-    return names
+        if keys[0] == "0" and int(keys[1]) < len(positional):
+            keys[1] = positional[int(keys[1])]
+        names.append("_".join(keys[1:]))
+    return [n if not n[:1].isdigit() else f"arg{n}" for n in names]
 
 
 def _flatten_output(output: Any) -> tuple[list, Any]:
@@ -206,21 +210,34 @@ def capture_engine(
     *,
     forward: Callable[..., Any] | None = None,
     verify: bool = False,
+    calls: list | None = None,
+    replace: dict | None = None,
 ) -> tuple[Any, Any, Any, list[str]]:
-    """The engine's graph module, the tree spec of inputs and outputs, and notes. `forward` replaces ``module(...)``."""
+    """The engine's graph module, the tree spec of inputs and outputs, and notes. `forward` replaces ``module(...)``.
+
+    `calls`, if given, receives (names of results, operator, :class:`plumb._calls.Call`) for every operator that Python
+    called. `replace`: functions whose calls go to others."""
+    once = functools.partial(_capture_once, module, args, kwargs, forward, verify, calls, replace or {})
     try:
-        return _capture_once(module, args, kwargs, forward, verify, None)
+        return once(None)
     except _C.Error as error:
         # transformers branches on mask values, but has a way without when it is told that a graph is made.
         if f"{os.sep}transformers{os.sep}" not in str(error):
             raise
-        engine, in_spec, out, notes = _capture_once(module, args, kwargs, forward, verify, "transformers")
+        engine, in_spec, out, notes = once("transformers")
         note = "transformers was told that a graph is being made: its data-dependent shortcuts (all-ones masks) are not taken"
         return engine, in_spec, out, [*notes, note]
 
 
 def _capture_once(
-    module: nn.Module, args: tuple, kwargs: dict, forward: Callable[..., Any] | None, verify: bool, package: str | None
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    forward: Callable[..., Any] | None,
+    verify: bool,
+    calls: list | None,
+    replace: dict,
+    package: str | None,
 ) -> tuple[Any, Any, Any, list[str]]:
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     state = state_of(module)
@@ -254,13 +271,16 @@ def _capture_once(
             stack.enter_context(_answer_compiling(package))
         stack.enter_context(_module_stack(module))
         stack.enter_context(_opaque_functions())
+        stack.enter_context(replaced(replace))
         with contextlib.suppress(Exception):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
-            engine, notes = _C.capture(
-                state, tensors, _input_names(module, args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after, _INSIDE,
-                module.training, verify,
+            engine, notes, found_calls = _C.capture(
+                state, tensors, _input_names(run, args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after,
+                _INSIDE, module.training, verify, here if calls is not None else None,
             )
+            if calls is not None:
+                calls[:] = found_calls
         finally:
             changed = plain.restore()
     return engine, in_spec, (found["spec"], found["plain"]), list(notes) + changed

@@ -11,22 +11,21 @@ from torch import fx, nn
 from ._capture import CONSTANT
 
 
-def _operator(target: str) -> Any:
+def find_operator(target: str) -> Any:
     namespace, _, rest = target.partition("::")
     name, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
-def to_fx(module: nn.Module) -> fx.GraphModule:
-    """`module` is a :class:`plumb.GraphModule`; the result takes the parameters and buffers named in its ``attributes``,
-    then the tensor inputs, and returns a flat tuple. They are inputs, not members, so that whoever traces the module sees
-    them as the module's own."""
+def engine_to_fx(engine: Any, training: bool) -> tuple[fx.GraphModule, list[str]]:
+    """The result takes the parameters and buffers that are named beside it, then the tensor inputs, and returns a flat
+    tuple. They are inputs, not members, so that whoever traces the module sees them as the module's own."""
     root = nn.Module()
-    constants = {name: tensor for name, kind, tensor, _ in module._engine.state() if kind == CONSTANT}
+    constants = {name: tensor for name, kind, tensor, _ in engine.state() if kind == CONSTANT}
     graph = fx.Graph()
     env: dict[str, fx.Node | None] = {}
     names: list[str] = []
-    for node in module.graph.nodes:
+    for node in engine.graph.nodes:
         if node.op == "get_attr" and node.target not in constants:
             env[node.results[0].name] = graph.placeholder("p_" + node.target.replace(".", "_"))
             names.append(node.target)
@@ -46,7 +45,7 @@ def to_fx(module: nn.Module) -> fx.GraphModule:
             graph.call_function(torch._C._set_grad_enabled, (enabled,))
             grad = enabled
 
-    for node in module.graph.nodes:
+    for node in engine.graph.nodes:
         if node.op == "placeholder":
             value = node.results[0]
             env[value.name] = graph.placeholder(value.name) if value.is_tensor else None
@@ -63,7 +62,7 @@ def to_fx(module: nn.Module) -> fx.GraphModule:
                     kwargs[name] = resolve(arg)
                 else:
                     args.append(resolve(arg))
-            call = graph.call_function(_operator(node.target), tuple(args), kwargs)
+            call = graph.call_function(find_operator(node.target), tuple(args), kwargs)
             results = iter(node.results)
             layout = node.result_layout
             for i, count in enumerate(layout):
@@ -79,6 +78,11 @@ def to_fx(module: nn.Module) -> fx.GraphModule:
         else:
             raise RuntimeError(f"{node} holds a nested graph, which torch.fx does not run")
     gm = fx.GraphModule(root, graph)
-    gm.training = module.training
-    gm.attributes = names
+    gm.training = training
+    return gm, names
+
+
+def to_fx(module: nn.Module) -> fx.GraphModule:
+    """Of a :class:`plumb.GraphModule`; the names are in ``attributes``."""
+    gm, gm.attributes = engine_to_fx(module._engine, module.training)
     return gm
