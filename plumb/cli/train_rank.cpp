@@ -20,6 +20,7 @@
 #include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/runtime.h"
+#include "plumb/recording/recorder.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb::cli {
@@ -81,6 +82,11 @@ Job prepare(const TrainOptions& o, bool quiet) {
   }
   if (!o.save.empty() && !is_pt2(o.save)) throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
   check_writable("--save", o.save);
+  if (o.record.empty() != o.history.empty()) {
+    throw UsageError(o.record.empty() ? "--history: nothing says what to record" : "--record: nothing says where to",
+                     "--record RULES.toml --history FILE");
+  }
+  if (!o.record.empty()) RecordRules::load(o.record);
   Progress progress(2, quiet);
   progress.next("reading " + o.file);
   job.loaded = load_with_tensors(o.file);
@@ -158,6 +164,11 @@ void save(const TrainOptions& o, const Job& job) {
   save_pt2(job.loaded.program, o.save);
 }
 
+// A process writes its own: a history has one writer.
+std::string history_file(const TrainOptions& o, int rank) {
+  return o.stages > 1 ? o.history + ".rank" + std::to_string(rank) : o.history;
+}
+
 }  // namespace
 
 void check_train(const TrainOptions& options) { prepare(options, options.json).samples->draw(); }
@@ -178,6 +189,13 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   if (!parameters.empty()) optimizer = make_optimizer(o, parameters);
   Pipeline pipeline(make_layout(job.pipe->table()), job.schedule, stages, group, job.pipeline);
+  std::unique_ptr<Recorder> recorder;
+  if (!o.record.empty()) {
+    const bool part = o.stages > 1;
+    recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, group.rank()),
+                                          RecorderOptions{.part = part});
+    for (const auto& [index, stage] : stages) recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module());
+  }
   const auto begin = std::chrono::steady_clock::now();
   for (int step = 1; step <= o.steps; ++step) {
     const Batch batch = job.samples->draw();
@@ -185,6 +203,9 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
     const StepResult result = pipeline.step(batch.inputs, batch.targets);
     if (optimizer) optimizer->step();
     const at::Tensor step_loss = whole_loss(job, group, result, job.rows);
+    if (recorder) {
+      recorder->step(step_loss.defined() ? Recorder::Scalars{{"loss", step_loss.item<double>()}} : Recorder::Scalars{});
+    }
     if (!step_loss.defined()) continue;
     const double loss = step_loss.item<double>();
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
