@@ -9,15 +9,15 @@ std::string_view history_style() {
 .stepper output { display:inline-block; min-width:6ch; font-variant-numeric:tabular-nums; font-weight:600; }
 .tools select { font:inherit; padding:4px 6px; border:1px solid var(--line); border-radius:7px; background:var(--soft); color:var(--text); }
 .history-view { overflow-x:auto; }
-.history-head { position:relative; height:46px; width:1180px; }
+.history-head { position:relative; height:46px; width:1136px; }
 .history-head button { all:unset; position:absolute; top:0; cursor:pointer; font-size:12.5px; font-weight:600; white-space:nowrap; }
 .history-head button.right { text-align:right; }
 .history-head button:focus-visible { outline:2px solid var(--accent); }
 .history-head button[aria-sort=ascending]::after { content:" \2191"; }
 .history-head button[aria-sort=descending]::after { content:" \2193"; }
 .history-head svg { position:absolute; left:0; bottom:0; }
-.history-scroll { max-height:640px; overflow-y:auto; width:1180px; border-bottom:1px solid var(--line); }
-.history-space { position:relative; width:1180px; }
+.history-scroll { max-height:640px; overflow-y:auto; width:1152px; border-bottom:1px solid var(--line); }
+.history-space { position:relative; width:1136px; }
 .history-space svg { position:absolute; left:0; }
 .history-view .detail .panels > div { max-width:560px; }
 )css";
@@ -84,7 +84,7 @@ for (const figure of all(".history-view")) {
     high = Math.ceil(high) + 1;
     return {low: Math.max(Math.floor(low) - 1, high - 64), high};
   });
-  const NAME = 250, OP = 118, PICTURE = 268, STD = 74, LOSS = 62;
+  const NAME = 232, OP = 118, PICTURE = 256, STD = 74, LOSS = 62;
   const left = [NAME + OP, NAME + OP + PICTURE + STD + LOSS];
   const x = (dir, e) => left[dir] + 4 + (Math.max(axis[dir].low, Math.min(axis[dir].high, e)) - axis[dir].low) / (axis[dir].high - axis[dir].low) * (PICTURE - 8);
 
@@ -159,7 +159,7 @@ for (const figure of all(".history-view")) {
     const first = Math.max(0, Math.floor(scroll.scrollTop / rowHeight) - 3);
     const last = Math.min(order.length, first + Math.ceil((scroll.clientHeight || 640) / rowHeight) + 6);
     const high = (last - first) * rowHeight;
-    picture = make("svg", {width: 1180, height: Math.max(1, high), viewBox: `0 0 1180 ${Math.max(1, high)}`});
+    picture = make("svg", {width: 1136, height: Math.max(1, high), viewBox: `0 0 1136 ${Math.max(1, high)}`});
     picture.style.top = first * rowHeight + "px";
     for (const dir of [0, 1]) {
       const f = band(dir), area = (a, b, kind) => x(dir, b) > x(dir, a) &&
@@ -174,10 +174,10 @@ for (const figure of all(".history-view")) {
     for (let p = first; p < last; ++p) {
       const i = order[p], t = d.tensors[i];
       const group = make("g", {class: "row" + (i === chosen ? " chosen" : ""), "data-tensor": i, transform: `translate(0 ${(p - first) * rowHeight})`}, picture);
-      make("rect", {class: "hit", width: 1180, height: rowHeight, fill: "none", "pointer-events": "all"}, group);
+      make("rect", {class: "hit", width: 1136, height: rowHeight, fill: "none", "pointer-events": "all"}, group);
       const mid = rowHeight / 2 + 4, name = cut(t[1], 24);
       word(group, NAME - 12, mid, name, "text", "end", 11.5);
-      word(group, 0, mid, cut(t[0], Math.max(4, 38 - name.length)), "muted", "start", 11);
+      word(group, 0, mid, cut(t[0], Math.max(4, 36 - name.length)), "muted", "start", 11);
       word(group, NAME, mid, cut(operator(i).replace("aten::", ""), 18), "muted", "start", 11);
       for (let r = 0; r < R; ++r) {
         const one = make("g", {class: "s" + r}, group), y = R > 1 ? 8 + 11 * r : rowHeight / 2;
@@ -193,7 +193,7 @@ for (const figure of all(".history-view")) {
     }
     space.append(picture);
   };
-  const scale = make("svg", {width: 1180, height: 22, viewBox: "0 0 1180 22", "font-size": 11});
+  const scale = make("svg", {width: 1136, height: 22, viewBox: "0 0 1136 22", "font-size": 11});
   for (const dir of [0, 1]) {
     const {low, high} = axis[dir], every = Math.max(1, Math.ceil((high - low) * 30 / PICTURE));
     for (let e = Math.ceil(low / every) * every; e <= high; e += every) {

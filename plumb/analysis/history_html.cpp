@@ -1,6 +1,5 @@
 // The page's part of history_view.h: the numbers, packed for the script that draws them.
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -99,12 +98,7 @@ std::string to_html(const HistoryView& view) {
     throw Error(ErrorKind::InvalidArgument,
                 "a page shows one run or two side by side, not " + std::to_string(view.runs.size()));
   }
-  for (const HistoryRun& run : view.runs) {
-    if (run.history.steps.empty()) {
-      throw Error(ErrorKind::InvalidArgument, "the history of \"" + run.name + "\" has no recorded step", "",
-                  "record with rules that fit some tensor, and call step() after each step");
-    }
-  }
+  check_recorded(view);
   const Lines lines = lines_of(view);
   const size_t n = lines.tensors.size(), fields = kFirst + kOfFormat * view.formats.size();
   const auto [low, high] = bins_of(view);

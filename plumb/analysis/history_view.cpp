@@ -22,7 +22,9 @@ std::vector<const HistoryRow*> rows_at(const History& history, int64_t step) {
   return found;
 }
 
-void need_steps(const HistoryView& view) {
+}  // namespace
+
+void check_recorded(const HistoryView& view) {
   for (const HistoryRun& run : view.runs) {
     if (run.history.steps.empty()) {
       throw Error(ErrorKind::InvalidArgument, "the history of \"" + run.name + "\" has no recorded step", "",
@@ -30,8 +32,6 @@ void need_steps(const HistoryView& view) {
     }
   }
 }
-
-}  // namespace
 
 History history_of(const ScalesGraph& graph, int64_t step) {
   History out;
@@ -63,7 +63,7 @@ History history_of(const ScalesGraph& graph, int64_t step) {
 }
 
 ScaleChart scale_chart(const HistoryView& view, int64_t step) {
-  need_steps(view);
+  check_recorded(view);
   ScaleChart chart{view.title, {}};
   const FPFormat* fwd = view.formats.empty() ? nullptr : &view.formats.front();
   const FPFormat* bwd = view.formats.size() > 1 ? &view.formats[1] : fwd;

@@ -26,6 +26,9 @@ struct HistoryView {
   size_t max_bytes = size_t{16} << 20;  // of numbers in the page: more recorded steps than fit are thinned evenly
 };
 
+// Throws Error(InvalidArgument) that names a run without a recorded step.
+void check_recorded(const HistoryView& view);
+
 // One measurement as a history of one step.
 History history_of(const ScalesGraph& graph, int64_t step = 1);
 

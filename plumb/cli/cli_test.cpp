@@ -171,6 +171,17 @@ TEST_F(Command, UnitScalesAFile) {
   EXPECT_NE(plumb("show scaled.pt2").out.find("plumb::linear"), std::string::npos);
 }
 
+TEST_F(Command, SaysWhatFormatsWouldDo) {
+  const Ended run = plumb("track mlp.pt2 --input x.pt --backward --formats e4m3fn,e2m1fn");
+  EXPECT_NE(run.out.find("e2m1fn to 0"), std::string::npos) << run.err;
+  EXPECT_NE(run.out.find("gradient"), std::string::npos);
+  const Json json = Json::parse(plumb("track mlp.pt2 --input x.pt --formats e5m2 --json").out);
+  EXPECT_TRUE(json["formats"][0].contains("e5m2 too large"));
+  ASSERT_EQ(plumb("track mlp.pt2 --input x.pt --backward --svg scales.svg").code, 0);
+  EXPECT_EQ(read(folder() / "scales.svg").rfind("<svg", 0), 0u);
+  wrong("track mlp.pt2 --input x.pt --formats e4m3fn,e9m9", "--formats e9m9");
+}
+
 TEST_F(Command, TracksScales) {
   EXPECT_NE(plumb("track mlp.pt2 --input x.pt --backward").out.find("a.weight"), std::string::npos);
   const Json json = Json::parse(plumb("track mlp.pt2 --input x.pt --backward --json").out);
@@ -478,6 +489,37 @@ TEST_F(Command, FailsCleanlyOnMissingAndCorruptFiles) {
     EXPECT_EQ(run.err.rfind("plumb: ", 0), 0u) << run.err;
     EXPECT_EQ(run.err.find("frame #"), std::string::npos) << run.err;
   }
+}
+
+TEST_F(Command, RecordsATrainingAndShowsItsHistory) {
+  const std::string train = "train lm.pt2 --data tokens.bin --steps 6 --microbatches 4 --threads 1 --seed 3 ";
+  std::ofstream(folder() / "rules.toml") << "every = 2\n[[rule]]\n";
+  const Ended one = plumb(train + "--json --record rules.toml --history one.history --save recorded.pt2");
+  ASSERT_EQ(one.code, 0) << one.err;
+  EXPECT_EQ(training(one).losses, training(plumb(train + "--json")).losses);
+  python("assert 'track' not in str(torch.export.load('recorded.pt2'))");
+  const Ended table = plumb("track --history one.history --formats e5m2 --step 3");
+  EXPECT_NE(table.out.find("e5m2 to 0"), std::string::npos) << table.err;
+  ASSERT_EQ(plumb(train + "--lr 0.02 --record rules.toml --history two.history").code, 0);
+  ASSERT_EQ(plumb("track --history one.history --compare two.history --html both.html --svg both.svg").code, 0);
+  EXPECT_NE(read(folder() / "both.html").find("two.history"), std::string::npos);
+  EXPECT_NE(read(folder() / "both.svg").find("two.history"), std::string::npos);
+  const Json rows = Json::parse(plumb("track --history one.history --json").out);
+  EXPECT_TRUE(rows[0].contains("e4m3fn to 0"));
+  // A pipeline's ranks write their own.
+  ASSERT_EQ(plumb(train + "--stages 2 --record rules.toml --history three.history").code, 0);
+  for (const char* name : {"three.history.rank0", "three.history.rank1"}) {
+    EXPECT_NE(plumb(std::string("track --history ") + name).out.find("gradient"), std::string::npos) << name;
+  }
+  wrong("train lm.pt2 --data tokens.bin --record rules.toml", "--record");
+  wrong("track --compare two.history", "--compare");
+  wrong("track mlp.pt2 --history one.history", "--history");
+  wrong("track", "FILE");
+  std::ofstream(folder() / "bad.toml") << "[[rule]]\nevry = 2\n";
+  const Ended bad = plumb("train lm.pt2 --data tokens.bin --record bad.toml --history bad.history");
+  EXPECT_EQ(bad.code, 1);
+  EXPECT_NE(bad.err.find("bad.toml:2: \"evry\""), std::string::npos) << bad.err;
+  EXPECT_EQ(plumb("track --history tokens.bin").code, 1);
 }
 
 }  // namespace

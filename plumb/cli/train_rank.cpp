@@ -21,6 +21,7 @@
 #include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/runtime.h"
+#include "plumb/recording/recorder.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb::cli {
@@ -99,6 +100,11 @@ Job prepare(const TrainOptions& o, bool quiet) {
   job.schedule = read_schedule(o);  // wrong names before anything is read
   if (!o.save.empty() && !is_pt2(o.save)) throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
   check_writable("--save", o.save);
+  if (o.record.empty() != o.history.empty()) {
+    throw UsageError(o.record.empty() ? "--history: nothing says what to record" : "--record: nothing says where to",
+                     "--record RULES.toml --history FILE");
+  }
+  if (!o.record.empty()) RecordRules::load(o.record);
   Progress progress(2, quiet);
   progress.next("reading " + o.file);
   job.loaded = load_with_tensors(o.file);
@@ -184,6 +190,11 @@ Batch part_of_replica(Batch batch, const ProcessGroup& replicas) {
           batch.targets.empty() ? batch.targets : split_batch(batch.targets, {}, replicas.size()).inputs[mine]};
 }
 
+// A process writes its own: a history has one writer.
+std::string history_file(const TrainOptions& o, int rank) {
+  return o.stages > 1 ? o.history + ".rank" + std::to_string(rank) : o.history;
+}
+
 }  // namespace
 
 void check_train(const TrainOptions& options) { prepare(options, options.json).samples->draw(); }
@@ -209,6 +220,13 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   if (!parameters.empty()) optimizer = make_optimizer(o, parameters);
   Pipeline pipeline(make_layout(job.pipe->table()), job.schedule, stages, group, job.pipeline);
+  std::unique_ptr<Recorder> recorder;
+  if (!o.record.empty() && groups.replicas.rank() == 0) {  // replicas have the same weights
+    const bool part = o.stages > 1;
+    recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, group.rank()),
+                                          RecorderOptions{.part = part});
+    for (const auto& [index, stage] : stages) recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module());
+  }
   const auto begin = std::chrono::steady_clock::now();
   for (int step = 1; step <= o.steps; ++step) {
     const Batch batch = part_of_replica(job.samples->draw(), groups.replicas);
@@ -216,6 +234,9 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
     const StepResult result = pipeline.step(batch.inputs, batch.targets);
     if (optimizer) optimizer->step();
     const at::Tensor step_loss = whole_loss(job, group, result, rows);
+    if (recorder) {
+      recorder->step(step_loss.defined() ? Recorder::Scalars{{"loss", step_loss.item<double>()}} : Recorder::Scalars{});
+    }
     if (!step_loss.defined() || groups.replicas.rank() != 0) continue;
     const double loss = step_loss.item<double>();
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();

@@ -11,6 +11,7 @@ namespace plumb::cli {
 
 struct TrainOptions {
   std::string file, data, targets, save;
+  std::string record, history;  // a file of rules, and the history to write; both or neither
   std::string token_type = "u8", loss = "cross_entropy", optimizer = "adamw", schedule = "1F1B";
   double lr = 1e-3;
   int steps = 100, microbatches = 1, stages = 1, replicas = 1, threads = 0;
