@@ -41,9 +41,15 @@ struct OneCapture {
   std::vector<std::string> notes;
 };
 
-OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& options) {
+struct Attempt {
+  bool may_stand_in = false;
+  bool stood_in = false;  // afterwards
+};
+
+OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& options, Attempt& attempt) {
   c10::InferenceMode normal(false);
   Session session(request);
+  session.may_stand_in = attempt.may_stand_in;
   // With grad on, so that torch's fused inference paths do not hide the operators.
   at::AutoGradMode grad(true);
   auto inputs = session.feed();
@@ -54,6 +60,7 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
     outputs = request.call(inputs, out_spec);
   } catch (...) {
     session.stop();
+    attempt.stood_in = session.stood_in;
     if (request.buffers_after) request.buffers_after();
     if (session.refusal) throw *session.refusal;
     throw;
@@ -74,6 +81,20 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
   result.module = build_graph(session, outputs, std::move(out_spec), options);
   result.notes = std::move(session.notes);
   return result;
+}
+
+// Without computing large products, whose values no graph needs, if it can be done so.
+OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& options) {
+  Attempt quick{!options.verify}, whole;
+  if (quick.may_stand_in) {
+    try {
+      return capture_once(request, options, quick);
+    } catch (...) {
+      if (!quick.stood_in) throw;
+      // A question about values, or a function that does not take zeros.
+    }
+  }
+  return capture_once(request, options, whole);
 }
 
 // Other values of the same dtype and shape. Integers are permuted: they stay valid indices.

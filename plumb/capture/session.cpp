@@ -11,6 +11,7 @@
 #include <typeinfo>
 #include <unordered_set>
 
+#include "plumb/capture/stand_in.h"
 #include "plumb/core/error.h"
 
 namespace plumb {
@@ -21,6 +22,18 @@ constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 namespace {
 
 thread_local Session* current_session = nullptr;
+
+// Indexing does by masks alone.
+bool shape_depends_on_values(const c10::OperatorHandle& op, const std::string& name, at::ArrayRef<c10::IValue> args) {
+  if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (name != "aten::index.Tensor" || !args[1].isList()) return true;
+  for (const c10::IValue& index : args[1].toListRef()) {
+    if (index.isTensor() && index.toTensor().defined() &&
+        (index.toTensor().scalar_type() == at::kBool || index.toTensor().scalar_type() == at::kByte))
+      return true;
+  }
+  return false;
+}
 
 // Operators that hand a value out of a tensor to the program.
 const std::unordered_set<std::string_view>& value_readers() {
@@ -413,6 +426,7 @@ void Session::guard_equal(const std::vector<RecordedArg>& args, const torch::jit
   const int* y = std::get_if<int>(&args[1].data);
   if (x && y && *x == *y) return;
   if (a.sizes() != b.sizes()) return;
+  if (stood_in) throw NeedsValues();
   const bool expected = at::equal(a, b);
   Record record{find_operator("plumb::guard_equal"),
                 {args[0], args[1], RecordedArg{c10::IValue(expected)}},
@@ -507,8 +521,12 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
     if (name == "aten::detach_" && args[0].isTensor() && !args[0].toTensor().requires_grad()) skip = true;
     if (op.hasTag(at::Tag::nondeterministic_seeded)) from_constants = false;
     before_write(op, *stack);
+    if (stood_in && shape_depends_on_values(op, name, args)) throw NeedsValues();
     if (!composite) {
-      op.callBoxed(*stack);
+      if (may_stand_in && !from_constants && stand_in(op, name, stack))
+        stood_in = true;
+      else
+        op.callBoxed(*stack);
       if (skip) return;
       bind_results(record, *stack, from_constants);
       records.push_back(std::move(record));

@@ -6,6 +6,7 @@
 
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <variant>
@@ -41,6 +42,11 @@ struct RecordedValue {
   bool written = false;         // its memory was written since: requires_grad may have changed
   const void* grad_fn = nullptr;
   int attribute = -1;  // index into Session::attributes
+};
+
+// A capture without values met a question that only values answer.
+struct NeedsValues : std::runtime_error {
+  NeedsValues() : std::runtime_error("the capture needs values") {}
 };
 
 class Session {
@@ -79,6 +85,8 @@ class Session {
   std::vector<std::string> notes;
   std::vector<ModuleFrame> module_stack;
   mutable std::optional<Error> refusal;
+  // Large products may be left out, and whether one was: then no value is what it will be.
+  bool may_stand_in = false, stood_in = false;
 
  private:
   struct AliasKey {

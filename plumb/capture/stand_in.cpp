@@ -1,0 +1,79 @@
+#include "plumb/capture/stand_in.h"
+
+#include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <type_traits>
+#include <unordered_set>
+#include <vector>
+
+namespace plumb {
+namespace {
+
+constexpr int64_t kLarge = 1 << 14;  // elements of an operand: below it computing costs no more than this does
+
+const std::unordered_set<std::string>& products() {
+  // Those whose strides on the CPU are those of the meta kernels.
+  static const std::unordered_set<std::string> names = {"aten::linear", "aten::matmul", "aten::mm", "aten::bmm",
+                                                        "aten::addmm"};
+  return names;
+}
+
+bool ordinary(const at::Tensor& t) {
+  return t.is_cpu() && t.layout() == at::kStrided && !at::isTensorSubclassLike(t) && !t.is_neg() && !t.is_conj() &&
+         !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !t._fw_grad(0).defined();
+}
+
+// Node handles are std::shared_ptr in older releases of torch and c10::intrusive_ptr in newer ones.
+template <class Base>
+auto never_run() {
+  const char* why = "a capture's stand-in for a product has no derivative";
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Base>) {
+    return c10::make_intrusive<torch::autograd::NotImplemented>(why);
+  } else {
+    return std::make_shared<torch::autograd::NotImplemented>(why);
+  }
+}
+
+}  // namespace
+
+bool stand_in(const c10::OperatorHandle& op, const std::string& name, torch::jit::Stack* stack) {
+  if (!products().count(name) || c10::impl::dispatch_mode_enabled()) return false;
+  const size_t count = op.schema().arguments().size(), first = stack->size() - count;
+  bool large = false, requires_grad = false;
+  for (size_t i = first; i < stack->size(); ++i) {
+    if (!(*stack)[i].isTensor() || !(*stack)[i].toTensor().defined()) continue;
+    const at::Tensor& t = (*stack)[i].toTensor();
+    if (!ordinary(t)) return false;
+    large |= t.numel() >= kLarge;
+    requires_grad |= t.requires_grad();
+  }
+  if (!large) return false;
+  at::Tensor result;
+  {
+    at::NoGradGuard no_grad;
+    torch::jit::Stack shapes;
+    for (size_t i = first; i < stack->size(); ++i) {
+      const c10::IValue& v = (*stack)[i];
+      if (v.isTensor() && v.toTensor().defined()) {
+        const at::Tensor& t = v.toTensor();
+        shapes.emplace_back(at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)));
+      } else {
+        shapes.push_back(v);
+      }
+    }
+    op.callBoxed(shapes);  // shapes that do not fit throw here as the real ones would
+    const at::Tensor shape = shapes.back().toTensor();
+    result = at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(at::kCPU)).zero_();
+  }
+  if (requires_grad && at::GradMode::is_enabled() && result.is_floating_point())
+    torch::autograd::set_history(result, never_run<torch::autograd::Node>());
+  stack->resize(first);
+  stack->emplace_back(std::move(result));
+  return true;
+}
+
+}  // namespace plumb
