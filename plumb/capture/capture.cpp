@@ -41,10 +41,15 @@ struct OneCapture {
   std::vector<std::string> notes;
 };
 
-OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& options) {
+struct Attempt {
+  bool may_stand_in = false;
+  bool stood_in = false;  // afterwards
+};
+
+OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& options, Attempt& attempt) {
   c10::InferenceMode normal(false);
   Session session(request);
-  session.shapes_only = options.shapes_only;
+  session.may_stand_in = attempt.may_stand_in;
   // With grad on, so that torch's fused inference paths do not hide the operators.
   at::AutoGradMode grad(true);
   auto inputs = session.feed();
@@ -55,6 +60,7 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
     outputs = request.call(inputs, out_spec);
   } catch (...) {
     session.stop();
+    attempt.stood_in = session.stood_in;
     if (request.buffers_after) request.buffers_after();
     if (session.refusal) throw *session.refusal;
     throw;
@@ -75,6 +81,20 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
   result.module = build_graph(session, outputs, std::move(out_spec), options);
   result.notes = std::move(session.notes);
   return result;
+}
+
+// Without computing large products, whose values no graph needs, if it can be done so.
+OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& options) {
+  Attempt quick{!options.verify}, whole;
+  if (quick.may_stand_in) {
+    try {
+      return capture_once(request, options, quick);
+    } catch (...) {
+      if (!quick.stood_in) throw;
+      // A question about values, or a function that does not take zeros.
+    }
+  }
+  return capture_once(request, options, whole);
 }
 
 // Other values of the same dtype and shape. Integers are permuted: they stay valid indices.
@@ -252,19 +272,7 @@ State state_of(const torch::nn::Module& module) {
 }
 
 std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const CaptureOptions& options) {
-  OneCapture first;
-  if (options.shapes_only && !options.verify) {
-    try {
-      first = capture_once(request, options);
-    } catch (...) {
-      first = {};  // whatever it was: with values it works, or says so again
-    }
-  }
-  if (!first.module) {
-    CaptureOptions with_values = options;
-    with_values.shapes_only = false;
-    first = capture_once(request, with_values);
-  }
+  OneCapture first = capture_once(request, options);
   if (options.verify) verify(request, options, first);
   if (options.notes) options.notes->insert(options.notes->end(), first.notes.begin(), first.notes.end());
   return first.module;

@@ -301,6 +301,26 @@ TEST(Capture, ChecksInEveryRunThatTensorsAreStillEqualOrNot) {
   EXPECT_THROW(g->forward({torch::ones({3}), torch::ones({3})}), Error);
 }
 
+TEST(Capture, LeavesLargeProductsOutWhereNoValueIsAskedFor) {
+  // The products are the same graph as ever; what is asked of values is answered by the values.
+  Tensor w = torch::randn({200, 200});
+  for (bool in_place : {false, true}) {
+    auto f = [=](Tensor x) {
+      Tensor y = torch::matmul(torch::linear(x, w), x.t());
+      return in_place ? y.add_(1).relu_() : at::relu(y + 1);
+    };
+    auto quick = capture_fn(f, torch::randn({200, 200}), false), whole = capture_fn(f, torch::randn({200, 200}), true);
+    EXPECT_EQ(to_string(quick->graph()), to_string(whole->graph()));
+    Tensor x = torch::randn({200, 200});
+    EXPECT_TRUE(at::equal(quick->forward({x}).toTensor(), f(x.clone())));
+  }
+  zoo::Shared pair;
+  auto g = capture_call(
+      *pair, [=](Tensor a, Tensor b) { return at::equal(at::mm(a, w), at::mm(b, w)) ? a : b; }, {},
+      torch::randn({200, 200}), torch::randn({200, 200}));
+  EXPECT_THROW(g->forward({torch::ones({200, 200}), torch::ones({200, 200})}), Error) << "they were different";
+}
+
 TEST(Capture, ReadsValuesOfConstantsAlone) {
   std::vector<std::string> notes;
   auto g =

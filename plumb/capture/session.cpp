@@ -23,6 +23,18 @@ namespace {
 
 thread_local Session* current_session = nullptr;
 
+// Indexing does by masks alone.
+bool shape_depends_on_values(const c10::OperatorHandle& op, const std::string& name, at::ArrayRef<c10::IValue> args) {
+  if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (name != "aten::index.Tensor" || !args[1].isList()) return true;
+  for (const c10::IValue& index : args[1].toListRef()) {
+    if (index.isTensor() && index.toTensor().defined() &&
+        (index.toTensor().scalar_type() == at::kBool || index.toTensor().scalar_type() == at::kByte))
+      return true;
+  }
+  return false;
+}
+
 // Operators that hand a value out of a tensor to the program.
 const std::unordered_set<std::string_view>& value_readers() {
   static const std::unordered_set<std::string_view> names = {"aten::item",
@@ -414,7 +426,7 @@ void Session::guard_equal(const std::vector<RecordedArg>& args, const torch::jit
   const int* y = std::get_if<int>(&args[1].data);
   if (x && y && *x == *y) return;
   if (a.sizes() != b.sizes()) return;
-  if (shapes_only) refuse("aten::equal depends on values", "capture with values");
+  if (stood_in) throw NeedsValues();
   const bool expected = at::equal(a, b);
   Record record{find_operator("plumb::guard_equal"),
                 {args[0], args[1], RecordedArg{c10::IValue(expected)}},
@@ -473,15 +485,6 @@ void Session::bind_results(Record& record, const torch::jit::Stack& stack, bool 
   }
 }
 
-void Session::call(const c10::OperatorHandle& op, const std::string& name, bool from_constants,
-                   torch::jit::Stack* stack) {
-  if (shapes_only && !from_constants) {
-    if (capture_detail::has_sizes_from_values(op)) refuse(name + " depends on values", "capture with values");
-    if (capture_detail::stand_in(op, stack)) return;
-  }
-  op.callBoxed(*stack);
-}
-
 void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   // Inside vmap or torch.func.grad the operator works on wrappers; what they do to plain tensors comes back here.
   if (works_on_wrappers(op, *stack)) {
@@ -518,8 +521,12 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
     if (name == "aten::detach_" && args[0].isTensor() && !args[0].toTensor().requires_grad()) skip = true;
     if (op.hasTag(at::Tag::nondeterministic_seeded)) from_constants = false;
     before_write(op, *stack);
+    if (stood_in && shape_depends_on_values(op, name, args)) throw NeedsValues();
     if (!composite) {
-      call(op, name, from_constants, stack);
+      if (may_stand_in && !from_constants && stand_in(op, name, stack))
+        stood_in = true;
+      else
+        op.callBoxed(*stack);
       if (skip) return;
       bind_results(record, *stack, from_constants);
       records.push_back(std::move(record));

@@ -6,6 +6,7 @@
 
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <variant>
@@ -43,6 +44,11 @@ struct RecordedValue {
   int attribute = -1;  // index into Session::attributes
 };
 
+// A capture without values met a question that only values answer.
+struct NeedsValues : std::runtime_error {
+  NeedsValues() : std::runtime_error("the capture needs values") {}
+};
+
 class Session {
  public:
   explicit Session(const CaptureRequest& request);
@@ -78,8 +84,9 @@ class Session {
   std::vector<std::pair<int, int>> write_backs;  // (attribute, value)
   std::vector<std::string> notes;
   std::vector<ModuleFrame> module_stack;
-  bool shapes_only = false;  // see CaptureOptions; a call that needs values throws then
   mutable std::optional<Error> refusal;
+  // Large products may be left out, and whether one was: then no value is what it will be.
+  bool may_stand_in = false, stood_in = false;
 
  private:
   struct AliasKey {
@@ -111,7 +118,6 @@ class Session {
   void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
   void guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack);
   void lift_fresh(torch::jit::Stack* stack);
-  void call(const c10::OperatorHandle& op, const std::string& name, bool from_constants, torch::jit::Stack* stack);
   bool autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite);
   void bind_results(Record& record, const torch::jit::Stack& stack, bool from_constants);
   std::shared_ptr<const ModuleStack> modules_now();

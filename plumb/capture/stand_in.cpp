@@ -1,82 +1,79 @@
 #include "plumb/capture/stand_in.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
-#include <string_view>
+#include <type_traits>
 #include <unordered_set>
+#include <vector>
 
-namespace plumb::capture_detail {
+namespace plumb {
 namespace {
 
-using FunctionPtr = decltype(torch::autograd::Edge::function);  // shared or intrusive, by torch's version
+constexpr int64_t kLarge = 1 << 14;  // elements of an operand: below it computing costs no more than this does
 
-// What a stand-in claims to come from: nobody goes backward through a capture.
-struct StandInNode : torch::autograd::Node {
-  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
-  std::string name() const override { return "plumb::StandIn"; }
-};
+const std::unordered_set<std::string>& products() {
+  // Those whose strides on the CPU are those of the meta kernels.
+  static const std::unordered_set<std::string> names = {"aten::linear", "aten::matmul", "aten::mm", "aten::bmm",
+                                                        "aten::addmm"};
+  return names;
+}
 
-template <typename Pointer>
-Pointer make_node() {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::make_shared<StandInNode>();
+bool ordinary(const at::Tensor& t) {
+  return t.is_cpu() && t.layout() == at::kStrided && !at::isTensorSubclassLike(t) && !t.is_neg() && !t.is_conj() &&
+         !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !t._fw_grad(0).defined();
+}
+
+// Node handles are std::shared_ptr in older releases of torch and c10::intrusive_ptr in newer ones.
+template <class Base>
+auto never_run() {
+  const char* why = "a capture's stand-in for a product has no derivative";
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Base>) {
+    return c10::make_intrusive<torch::autograd::NotImplemented>(why);
   } else {
-    return c10::make_intrusive<StandInNode>();
+    return std::make_shared<torch::autograd::NotImplemented>(why);
   }
-}
-
-// Those whose strides do not depend on the device: attention and convolutions choose other layouts on the CPU.
-bool is_matrix_product(std::string_view name) {
-  static const std::unordered_set<std::string_view> names = {"aten::linear", "aten::matmul", "aten::mm",
-                                                             "aten::bmm",    "aten::addmm",  "aten::baddbmm"};
-  return names.count(name) > 0;
-}
-
-bool is_plain(const at::Tensor& t) {
-  return t.is_cpu() && t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized() &&
-         !t.key_set().has(c10::DispatchKey::Python) && !t.key_set().has(c10::DispatchKey::FuncTorchBatched) &&
-         !t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
 }
 
 }  // namespace
 
-bool stand_in(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto& schema = op.schema();
-  if (!schema.overload_name().empty() || !is_matrix_product(schema.name())) return false;
-  torch::jit::Stack shapes;
-  for (const c10::IValue& v : torch::jit::last(*stack, schema.arguments().size())) {
-    if (!v.isTensor() || !v.toTensor().defined()) {
-      shapes.push_back(v);
-      continue;
+bool stand_in(const c10::OperatorHandle& op, const std::string& name, torch::jit::Stack* stack) {
+  if (!products().count(name) || c10::impl::dispatch_mode_enabled()) return false;
+  const size_t count = op.schema().arguments().size(), first = stack->size() - count;
+  bool large = false, requires_grad = false;
+  for (size_t i = first; i < stack->size(); ++i) {
+    if (!(*stack)[i].isTensor() || !(*stack)[i].toTensor().defined()) continue;
+    const at::Tensor& t = (*stack)[i].toTensor();
+    if (!ordinary(t)) return false;
+    large |= t.numel() >= kLarge;
+    requires_grad |= t.requires_grad();
+  }
+  if (!large) return false;
+  at::Tensor result;
+  {
+    at::NoGradGuard no_grad;
+    torch::jit::Stack shapes;
+    for (size_t i = first; i < stack->size(); ++i) {
+      const c10::IValue& v = (*stack)[i];
+      if (v.isTensor() && v.toTensor().defined()) {
+        const at::Tensor& t = v.toTensor();
+        shapes.emplace_back(at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)));
+      } else {
+        shapes.push_back(v);
+      }
     }
-    const at::Tensor& t = v.toTensor();
-    if (!is_plain(t)) return false;
-    at::Tensor shape = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta));
-    shapes.emplace_back(shape.set_requires_grad(t.requires_grad()));
+    op.callBoxed(shapes);  // shapes that do not fit throw here as the real ones would
+    const at::Tensor shape = shapes.back().toTensor();
+    result = at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(at::kCPU)).zero_();
   }
-  try {
-    op.callBoxed(shapes);
-  } catch (const c10::Error&) {
-    return false;  // the call itself says better what is wrong
-  }
-  const at::Tensor& shape = shapes.back().toTensor();
-  at::Tensor result =
-      at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(at::kCPU).requires_grad(false)).zero_();
-  if (shape.requires_grad()) {
-    // No leaf: the model may go on in place.
-    auto node = make_node<FunctionPtr>();
-    const uint32_t slot = node->add_input_metadata(result);
-    torch::autograd::impl::set_gradient_edge(result, {node, slot});
-  }
-  torch::jit::drop(*stack, schema.arguments().size());
+  if (requires_grad && at::GradMode::is_enabled() && result.is_floating_point())
+    torch::autograd::set_history(result, never_run<torch::autograd::Node>());
+  stack->resize(first);
   stack->emplace_back(std::move(result));
   return true;
 }
 
-bool has_sizes_from_values(const c10::OperatorHandle& op) {
-  return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
-}
-
-}  // namespace plumb::capture_detail
+}  // namespace plumb

@@ -1,17 +1,16 @@
-// Results of the shape a call would give, without its arithmetic: for captures that only want the graph.
+// Results of large matrix products that a capture does not need: it records calls, not values.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
-namespace plumb::capture_detail {
+#include <string>
 
-// Replaces the arguments of a matrix product on the stack by a tensor of zeros of the result's sizes, strides, dtype
-// and need of a gradient. Answers false, with the stack as it was, for all other operators and for tensors that are not
-// plain ones on the CPU.
-bool stand_in(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+namespace plumb {
 
-// Whether the sizes of the operator's results depend on values.
-bool has_sizes_from_values(const c10::OperatorHandle& op);
+// Where the operator is a large product of ordinary CPU tensors: takes its arguments from the stack and puts a result
+// of the right shape, strides, dtype and requires_grad there, filled with zeros. Otherwise false, and nothing has
+// happened.
+bool stand_in(const c10::OperatorHandle& op, const std::string& name, torch::jit::Stack* stack);
 
-}  // namespace plumb::capture_detail
+}  // namespace plumb

@@ -91,7 +91,7 @@ py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tens
                          const py::list& inputs, const std::vector<std::string>& names, const std::string& in_spec,
                          const py::function& call, const py::function& buffers_after,
                          const std::vector<std::string>& inside, bool training, bool verify,
-                         const py::object& describe, bool shapes_only) {
+                         const py::object& describe) {
   CaptureRequest request;
   for (const auto& [name, kind, tensor, persistent] : state)
     request.state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
@@ -113,7 +113,6 @@ py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tens
   std::vector<std::string> notes;
   CaptureOptions options;
   options.verify = verify;
-  options.shapes_only = shapes_only;
   options.input_names = names;
   options.notes = &notes;
   std::shared_ptr<GraphModule> engine;

@@ -212,14 +212,12 @@ def capture_engine(
     verify: bool = False,
     calls: list | None = None,
     replace: dict | None = None,
-    shapes_only: bool = False,
 ) -> tuple[Any, Any, Any, list[str]]:
     """The engine's graph module, the tree spec of inputs and outputs, and notes. `forward` replaces ``module(...)``.
 
     `calls`, if given, receives (names of results, operator, :class:`plumb._calls.Call`) for every operator that Python
-    called. `replace`: functions whose calls go to others. `shapes_only` leaves out the arithmetic of
-    matrix products where nothing depends on it."""
-    once = functools.partial(_capture_once, module, args, kwargs, forward, verify, calls, replace or {}, shapes_only)
+    called. `replace`: functions whose calls go to others."""
+    once = functools.partial(_capture_once, module, args, kwargs, forward, verify, calls, replace or {})
     try:
         return once(None)
     except _C.Error as error:
@@ -239,7 +237,6 @@ def _capture_once(
     verify: bool,
     calls: list | None,
     replace: dict,
-    shapes_only: bool,
     package: str | None,
 ) -> tuple[Any, Any, Any, list[str]]:
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
@@ -280,7 +277,7 @@ def _capture_once(
         try:
             engine, notes, found_calls = _C.capture(
                 state, tensors, _input_names(run, args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after,
-                _INSIDE, module.training, verify, here if calls is not None else None, shapes_only,
+                _INSIDE, module.training, verify, here if calls is not None else None,
             )
             if calls is not None:
                 calls[:] = found_calls

@@ -100,7 +100,7 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
     """Captures one forward, with marks around the modules of `spec`; the module is as before afterwards."""
     parameters = _parameters(module)
     with annotate_split_points(module, spec) if spec else contextlib.nullcontext():
-        engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs, shapes_only=True)
+        engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs)
     leaves = pytree.tree_leaves((args, kwargs))
     plain_inputs = [None if isinstance(x, Tensor) else x for x in leaves]
     arguments = _argument_names(in_spec, parameters)
