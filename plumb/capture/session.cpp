@@ -11,6 +11,7 @@
 #include <typeinfo>
 #include <unordered_set>
 
+#include "plumb/capture/stand_in.h"
 #include "plumb/core/error.h"
 
 namespace plumb {
@@ -413,6 +414,7 @@ void Session::guard_equal(const std::vector<RecordedArg>& args, const torch::jit
   const int* y = std::get_if<int>(&args[1].data);
   if (x && y && *x == *y) return;
   if (a.sizes() != b.sizes()) return;
+  if (shapes_only) refuse("aten::equal depends on values", "capture with values");
   const bool expected = at::equal(a, b);
   Record record{find_operator("plumb::guard_equal"),
                 {args[0], args[1], RecordedArg{c10::IValue(expected)}},
@@ -471,6 +473,15 @@ void Session::bind_results(Record& record, const torch::jit::Stack& stack, bool 
   }
 }
 
+void Session::call(const c10::OperatorHandle& op, const std::string& name, bool from_constants,
+                   torch::jit::Stack* stack) {
+  if (shapes_only && !from_constants) {
+    if (capture_detail::has_sizes_from_values(op)) refuse(name + " depends on values", "capture with values");
+    if (capture_detail::stand_in(op, stack)) return;
+  }
+  op.callBoxed(*stack);
+}
+
 void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   // Inside vmap or torch.func.grad the operator works on wrappers; what they do to plain tensors comes back here.
   if (works_on_wrappers(op, *stack)) {
@@ -508,7 +519,7 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
     if (op.hasTag(at::Tag::nondeterministic_seeded)) from_constants = false;
     before_write(op, *stack);
     if (!composite) {
-      op.callBoxed(*stack);
+      call(op, name, from_constants, stack);
       if (skip) return;
       bind_results(record, *stack, from_constants);
       records.push_back(std::move(record));

@@ -1,4 +1,5 @@
-// Moving stages to devices.
+#include "plumb/partition/move.h"
+
 #include <ATen/ATen.h>
 
 #include "plumb/core/error.h"
@@ -20,11 +21,13 @@ bool takes_tensor(const Node& node) {
   return false;
 }
 
+}  // namespace
+
 // Device arguments say where tracing happened. An operator that makes a tensor of nothing needs one even where it said
 // none; one that has a tensor input follows that.
-void rewrite(Graph& graph, at::Device device) {
+void rewrite_devices(Graph& graph, at::Device device) {
   for (Node* node : graph.nodes()) {
-    if (node->kind() == NodeKind::CallModule) rewrite(*node->subgraph(), device);
+    if (node->kind() == NodeKind::CallModule) rewrite_devices(*node->subgraph(), device);
     if (node->is_call()) {
       const auto& arguments = node->schema().arguments();
       for (size_t i = 0; i < arguments.size(); ++i) {
@@ -42,8 +45,6 @@ void rewrite(Graph& graph, at::Device device) {
     }
   }
 }
-
-}  // namespace
 
 void Pipe::move_stage(int index, at::Device device) {
   check_stage(index);
@@ -68,7 +69,7 @@ void Pipe::move_stage(int index, at::Device device) {
     }
     module.state().set(attr.name, twin);
   }
-  rewrite(module.graph(), device);
+  rewrite_devices(module.graph(), device);
   module.sync_module();
   auto relabel = [&](std::optional<TensorMeta>& meta) {
     if (meta) meta->device = device;
@@ -79,7 +80,7 @@ void Pipe::move_stage(int index, at::Device device) {
 
 void Pipe::to(at::Device device) {
   for (int s = 0; s < num_stages(); ++s) move_stage(s, device);
-  rewrite(*whole_, device);
+  rewrite_devices(*whole_, device);
   for (Origin& origin : origins_) {
     if (origin.stage >= 0 || !origin.tensor.defined()) continue;
     const bool grad = origin.tensor.requires_grad();

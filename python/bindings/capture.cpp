@@ -60,7 +60,7 @@ class Locator {
 py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tensor, bool>>& state,
                          const py::list& inputs, const std::vector<std::string>& names, const std::string& in_spec,
                          const py::function& call, const py::function& buffers_after,
-                         const std::vector<std::string>& inside, bool training, bool verify) {
+                         const std::vector<std::string>& inside, bool training, bool verify, bool shapes_only) {
   CaptureRequest request;
   for (const auto& [name, kind, tensor, persistent] : state)
     request.state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
@@ -82,6 +82,7 @@ py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tens
   std::vector<std::string> notes;
   CaptureOptions options;
   options.verify = verify;
+  options.shapes_only = shapes_only;
   options.input_names = names;
   options.notes = &notes;
   std::shared_ptr<GraphModule> engine;

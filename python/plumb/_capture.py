@@ -194,21 +194,24 @@ def capture_engine(
     *,
     forward: Callable[..., Any] | None = None,
     verify: bool = False,
+    shapes_only: bool = False,
 ) -> tuple[Any, Any, Any, list[str]]:
-    """The engine's graph module, the tree spec of inputs and outputs, and notes. `forward` replaces ``module(...)``."""
+    """The engine's graph module, the tree spec of inputs and outputs, and notes. `forward` replaces ``module(...)``;
+    `shapes_only` leaves out the arithmetic of matrix products where nothing depends on it."""
     try:
-        return _capture_once(module, args, kwargs, forward, verify, None)
+        return _capture_once(module, args, kwargs, forward, verify, shapes_only, None)
     except _C.Error as error:
         # transformers branches on mask values, but has a way without when it is told that a graph is made.
         if f"{os.sep}transformers{os.sep}" not in str(error):
             raise
-        engine, in_spec, out, notes = _capture_once(module, args, kwargs, forward, verify, "transformers")
+        engine, in_spec, out, notes = _capture_once(module, args, kwargs, forward, verify, shapes_only, "transformers")
         note = "transformers was told that a graph is being made: its data-dependent shortcuts (all-ones masks) are not taken"
         return engine, in_spec, out, [*notes, note]
 
 
 def _capture_once(
-    module: nn.Module, args: tuple, kwargs: dict, forward: Callable[..., Any] | None, verify: bool, package: str | None
+    module: nn.Module, args: tuple, kwargs: dict, forward: Callable[..., Any] | None, verify: bool, shapes_only: bool,
+    package: str | None,
 ) -> tuple[Any, Any, Any, list[str]]:
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     state = state_of(module)
@@ -247,7 +250,7 @@ def _capture_once(
         try:
             engine, notes = _C.capture(
                 state, tensors, _input_names(args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after, _INSIDE,
-                module.training, verify,
+                module.training, verify, shapes_only,
             )
         finally:
             changed = plain.restore()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,69 @@ def _operator(target: str) -> Any:
     namespace, _, rest = target.partition("::")
     name, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+
+
+def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], env: dict | None = None) -> None:
+    """Writes the nodes of a `plumb.Graph` into `graph`; `attribute` makes the node of a get_attr, unless `env`, from names
+    of values to nodes, has it already. Every node knows its value's name there as ``meta["plumb"]``."""
+    env = {} if env is None else env
+
+    def resolve(arg: Any) -> Any:
+        if isinstance(arg, tuple) and len(arg) == 2 and arg[0] == "value":
+            return env[arg[1]]
+        if isinstance(arg, list):
+            return [resolve(a) for a in arg]
+        return arg
+
+    grad = True
+
+    def set_grad(enabled: bool) -> None:
+        nonlocal grad
+        if grad != enabled:
+            graph.call_function(torch._C._set_grad_enabled, (enabled,)).meta["plumb"] = ""
+            grad = enabled
+
+    def note(value: Any, node: fx.Node) -> None:
+        env[value.name] = node
+        node.meta["plumb"] = value.name
+
+    for node in source.nodes:
+        if node.op == "placeholder":
+            value = node.results[0]
+            if value.is_tensor:
+                note(value, graph.placeholder(value.name))
+            else:
+                env[value.name] = None
+        elif node.op == "get_attr":
+            if node.results[0].name not in env:
+                note(node.results[0], attribute(node))
+        elif node.op == "call_function":
+            set_grad(node.grad_enabled)
+            args, kwargs = [], {}
+            for (name, keyword), arg in zip(node.arg_names, node.args):
+                if keyword:
+                    kwargs[name] = resolve(arg)
+                else:
+                    args.append(resolve(arg))
+            call = graph.call_function(_operator(node.target), tuple(args), kwargs)
+            call.meta["plumb"] = node.name if node.results else ""
+            results = iter(node.results)
+            layout = node.result_layout
+            for i, count in enumerate(layout):
+                part = call
+                if len(layout) > 1:
+                    part = graph.call_function(operator.getitem, (call, i))
+                    part.meta["plumb"] = ""
+                if count < 0:
+                    note(next(results), part)
+                else:
+                    for k in range(count):
+                        note(next(results), graph.call_function(operator.getitem, (part, k)))
+        elif node.op == "output":
+            set_grad(True)
+            graph.output(tuple(resolve(a) for a in node.args))
+        else:
+            raise RuntimeError(f"{node} holds a nested graph, which torch.fx does not run")
 
 
 def to_fx(module: nn.Module) -> fx.GraphModule:
@@ -31,53 +95,12 @@ def to_fx(module: nn.Module) -> fx.GraphModule:
             env[node.results[0].name] = graph.placeholder("p_" + node.target.replace(".", "_"))
             names.append(node.target)
 
-    def resolve(arg: Any) -> Any:
-        if isinstance(arg, tuple) and len(arg) == 2 and arg[0] == "value":
-            return env[arg[1]]
-        if isinstance(arg, list):
-            return [resolve(a) for a in arg]
-        return arg
+    def constant(node: Any) -> fx.Node:
+        attribute = node.target.replace(".", "_")
+        root.register_buffer(attribute, constants[node.target])
+        return graph.get_attr(attribute)
 
-    grad = True
-
-    def set_grad(enabled: bool) -> None:
-        nonlocal grad
-        if grad != enabled:
-            graph.call_function(torch._C._set_grad_enabled, (enabled,))
-            grad = enabled
-
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            value = node.results[0]
-            env[value.name] = graph.placeholder(value.name) if value.is_tensor else None
-        elif node.op == "get_attr":
-            if node.target in constants:
-                attribute = node.target.replace(".", "_")
-                root.register_buffer(attribute, constants[node.target])
-                env[node.results[0].name] = graph.get_attr(attribute)
-        elif node.op == "call_function":
-            set_grad(node.grad_enabled)
-            args, kwargs = [], {}
-            for (name, keyword), arg in zip(node.arg_names, node.args):
-                if keyword:
-                    kwargs[name] = resolve(arg)
-                else:
-                    args.append(resolve(arg))
-            call = graph.call_function(_operator(node.target), tuple(args), kwargs)
-            results = iter(node.results)
-            layout = node.result_layout
-            for i, count in enumerate(layout):
-                part = call if len(layout) == 1 else graph.call_function(operator.getitem, (call, i))
-                if count < 0:
-                    env[next(results).name] = part
-                else:
-                    for k in range(count):
-                        env[next(results).name] = graph.call_function(operator.getitem, (part, k))
-        elif node.op == "output":
-            set_grad(True)
-            graph.output(tuple(resolve(a) for a in node.args))
-        else:
-            raise RuntimeError(f"{node} holds a nested graph, which torch.fx does not run")
+    to_graph(module.graph, graph, constant, env)
     gm = fx.GraphModule(root, graph)
     gm.training = module.training
     gm.attributes = names

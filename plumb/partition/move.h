@@ -1,0 +1,14 @@
+// A graph made on one device, rewritten to run on another.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+// Device arguments of operators that make or move tensors, and the devices in the values' metadata, nested graphs too.
+// The state is the caller's to move: see Pipe::move_stage, which does both.
+void rewrite_devices(Graph& graph, at::Device device);
+
+}  // namespace plumb

@@ -1,0 +1,310 @@
+// Cutting graphs into stages: Pipe and what is known of its stages, balanced cuts, stages as bytes, `.pt2` files.
+#include "convert.h"
+#include "module.h"
+#include "plumb/exported/exported.h"
+#include "plumb/partition/backward.h"
+#include "plumb/partition/balance.h"
+#include "plumb/partition/describe_cut.h"
+#include "plumb/partition/move.h"
+#include "plumb/partition/pipe.h"
+#include "plumb/partition/pipe_split.h"
+#include "plumb/partition/split.h"
+#include "plumb/partition/stage_bytes.h"
+
+namespace plumb::python {
+namespace {
+
+py::object ref_to_python(const std::optional<GradRef>& ref) {
+  if (!ref) return py::none();
+  return py::make_tuple(ref->stage, ref->input);
+}
+
+py::object shape_of(const std::optional<TensorMeta>& m) {
+  if (!m) return py::none();
+  py::dict d;
+  d["dtype"] = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(m->dtype)));
+  d["shape"] = py::tuple(py::cast(m->sizes));
+  d["stride"] = py::tuple(py::cast(m->strides));
+  d["device"] = py::cast(m->device);
+  d["requires_grad"] = m->requires_grad;
+  return d;
+}
+
+// A loss spec: bools in tuples, lists and dicts.
+c10::IValue loss_spec(py::handle h) {
+  if (py::isinstance<py::bool_>(h)) return h.cast<bool>();
+  if (py::isinstance<py::tuple>(h) || py::isinstance<py::list>(h)) {
+    std::vector<c10::IValue> parts;
+    for (py::handle e : h) parts.push_back(loss_spec(e));
+    return c10::ivalue::Tuple::create(std::move(parts));
+  }
+  if (py::isinstance<py::dict>(h)) {
+    c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
+    for (const auto& [key, value] : h.cast<py::dict>()) dict.insert(py::str(key).cast<std::string>(), loss_spec(value));
+    return dict;
+  }
+  throw Error(ErrorKind::InvalidArgument,
+              "a " + py::str(py::type::of(h).attr("__name__")).cast<std::string>() + " is no part of a loss spec", "",
+              "give the structure of the outputs, with True for the loss and False elsewhere");
+}
+
+// The same module with marks before the nodes that make these values, and no others.
+std::shared_ptr<GraphModule> marked(const GraphModule& module, const std::vector<std::string>& values) {
+  auto copy =
+      std::make_shared<GraphModule>(module.graph().clone(), module.state(), module.in_spec(), module.out_spec());
+  copy->train(module.is_training());
+  Graph& graph = copy->graph();
+  for (Node* node : graph.nodes()) {
+    if (is_pipe_split(*node)) graph.erase(node);
+  }
+  for (const std::string& name : values) {
+    Value* value = graph.find_value(name);
+    if (!value) throw Error(ErrorKind::InvalidArgument, "the graph has no value %" + name + " to cut before");
+    auto here = graph.inserting_before(value->producer());
+    graph.call("plumb::pipe_split", {});
+  }
+  return copy;
+}
+
+std::shared_ptr<Pipe> cut(const GraphModule& module, const std::optional<std::vector<std::string>>& before_values,
+                          const std::vector<std::pair<std::string, bool>>& modules,
+                          const std::vector<size_t>& before_ops, const std::optional<py::function>& policy,
+                          bool transmit, const std::map<std::string, bool>& transmit_by_name, bool move_cuts,
+                          const py::object& loss) {
+  SplitOptions options;
+  for (const auto& [path, end] : modules)
+    options.points.emplace_back(path, end ? SplitPoint::End : SplitPoint::Beginning);
+  options.cut_before = before_ops;
+  if (policy) {
+    options.policy = [&policy](const Node& node) {
+      return (*policy)(py::cast(const_cast<Node*>(&node), py::return_value_policy::reference)).cast<int>();
+    };
+  }
+  options.multi_use = transmit ? MultiUse::Transmit : MultiUse::Replicate;
+  for (const auto& [name, send] : transmit_by_name)
+    options.multi_use_by_name[name] = send ? MultiUse::Transmit : MultiUse::Replicate;
+  options.at_conflict = move_cuts ? AtConflict::MoveCut : AtConflict::Refuse;
+  if (!loss.is_none()) options.loss_spec = loss_spec(loss);
+  return before_values ? pipeline(*marked(module, *before_values), options) : pipeline(module, options);
+}
+
+py::tuple balance_cuts(const GraphModule& module, int stages, const std::optional<py::list>& inputs, int repeats,
+                       double seconds_per_message, double bytes_per_second, const std::vector<int64_t>& memory_limits,
+                       double bytes_per_parameter_byte) {
+  BalanceOptions options;
+  options.stages = stages;
+  options.seconds_per_message = seconds_per_message;
+  options.bytes_per_second = bytes_per_second;
+  options.memory_limits = memory_limits;
+  options.bytes_per_parameter_byte = bytes_per_parameter_byte;
+  std::vector<c10::IValue> values;
+  if (inputs) values = to_ivalues(*inputs);
+  Balance found;
+  {
+    py::gil_scoped_release release;  // measuring runs autograd
+    const GraphCost cost =
+        inputs && repeats > 0 ? measure_cost(module, values, repeats) : estimate_cost(module, values);
+    found = balance(module, cost, options);
+  }
+  py::list rows;
+  for (const BalancedStage& s : found.stages) {
+    py::dict row;
+    row["first_node"] = s.first_node;
+    row["num_ops"] = s.num_ops;
+    row["forward"] = s.forward;
+    row["backward"] = s.backward;
+    row["communication"] = s.communication;
+    row["parameter_bytes"] = s.parameter_bytes;
+    row["activation_bytes"] = s.activation_bytes;
+    row["memory"] = s.memory;
+    row["bytes_in"] = s.bytes_in;
+    row["bytes_out"] = s.bytes_out;
+    rows.append(row);
+  }
+  return py::make_tuple(found.options.cut_before, rows, found.report());
+}
+
+void bind_table(py::module_& m) {
+  py::class_<PipeTable, std::shared_ptr<PipeTable>>(m, "PipeTable", "What flows between the stages of a cut graph.")
+      .def_property_readonly("num_stages", &PipeTable::num_stages)
+      .def_readonly("num_inputs", &PipeTable::num_inputs)
+      .def_readonly("loss_output", &PipeTable::loss_output)
+      .def_readonly("replicated", &PipeTable::replicated, "one dict a parameter: stage -> its name there")
+      .def(
+          "inputs",
+          [](const PipeTable& t, size_t stage) {
+            py::list ports;
+            for (const StageInputPort& p : t.stages.at(stage).inputs) {
+              py::dict d;
+              d["name"] = p.name;
+              d["stage"] = p.source.stage;
+              d["index"] = p.source.index;
+              d["is_tensor"] = p.type == ValueType::Tensor;
+              d["meta"] = shape_of(p.meta);
+              d["written"] = p.written;
+              ports.append(d);
+            }
+            return ports;
+          },
+          "name, where it comes from (stage -1: input `index` of the whole), meta, whether the stage writes it")
+      .def(
+          "outputs",
+          [](const PipeTable& t, size_t stage) {
+            py::list ports;
+            for (const StageOutputPort& p : t.stages.at(stage).outputs) {
+              py::list consumers;
+              for (const PortUse& use : p.consumers) consumers.append(py::make_tuple(use.stage, use.input));
+              py::dict d;
+              d["name"] = p.name;
+              d["is_tensor"] = p.type == ValueType::Tensor;
+              d["meta"] = shape_of(p.meta);
+              d["consumers"] = consumers;
+              d["pipeline_output"] = p.pipeline_output ? py::object(py::int_(*p.pipeline_output)) : py::none();
+              ports.append(d);
+            }
+            return ports;
+          },
+          "name, meta, consumers (stage, input), and which output of the whole it is")
+      .def_property_readonly("outputs_of_whole",
+                             [](const PipeTable& t) {
+                               py::list outputs;
+                               for (const PipelineOutput& o : t.outputs) {
+                                 outputs.append(py::make_tuple(o.port ? py::object(py::int_(*o.port)) : py::none(),
+                                                               to_python(o.constant)));
+                               }
+                               return outputs;
+                             })
+      .def("to_json", &PipeTable::to_json)
+      .def_static("from_json",
+                  [](const std::string& text) { return std::make_shared<PipeTable>(PipeTable::from_json(text)); })
+      .def("__str__", &PipeTable::to_string);
+}
+
+void bind_pipe(py::module_& m) {
+  py::class_<Pipe, std::shared_ptr<Pipe>>(m, "Pipe", "A graph cut into stages: plumb.pipelining.Pipe wraps it.")
+      .def_property_readonly("num_stages", &Pipe::num_stages)
+      .def_property_readonly("table", [](const Pipe& p) { return std::make_shared<PipeTable>(p.table()); })
+      .def_property_readonly("notes", &Pipe::notes)
+      .def_property_readonly("input_names", &Pipe::input_names)
+      .def("stage", &Pipe::stage)
+      .def("specs", [](const Pipe& p) { return py::make_tuple(p.in_spec().to_json(), p.out_spec().to_json()); })
+      .def("run",
+           [](const Pipe& p, const py::list& inputs) {
+             auto values = to_ivalues(inputs);
+             {
+               py::gil_scoped_release release;
+               values = p.run(std::move(values));
+             }
+             return to_list(values);
+           })
+      .def("run_with_backward",
+           [](const Pipe& p, const py::list& inputs) {
+             auto values = to_ivalues(inputs);
+             BackwardResult result;
+             {
+               py::gil_scoped_release release;
+               result = p.run_with_backward(std::move(values));
+             }
+             return py::make_tuple(to_list(result.outputs), result.input_grads);
+           })
+      .def("backward_steps",
+           [](const Pipe& p) {
+             py::list steps;
+             for (const StageBackwardStep& s : p.backward().steps) {
+               py::list grads, seeds;
+               for (const auto& ref : s.output_grads) grads.append(ref_to_python(ref));
+               for (const auto& ref : s.input_seeds) seeds.append(ref_to_python(ref));
+               py::dict d;
+               d["stage"] = s.stage;
+               d["output_grads"] = grads;
+               d["outputs_with_grads"] = s.outputs_with_grads;
+               d["input_seeds"] = seeds;
+               steps.append(d);
+             }
+             return steps;
+           })
+      .def_property_readonly("loss_port", [](const Pipe& p) { return p.backward().loss_port; })
+      .def("merged_state",
+           [](const Pipe& p) {
+             std::vector<std::tuple<std::string, int, at::Tensor, bool>> all;
+             const State merged = p.merge_state_dict();
+             for (const Attr& a : merged) all.emplace_back(a.name, static_cast<int>(a.kind), a.tensor, a.persistent);
+             return all;
+           })
+      .def("merge",
+           [](const Pipe& p) {
+             auto module = p.merge();
+             for (Node* node : module->graph().nodes()) {
+               if (is_pipe_split(*node)) module->graph().erase(node);
+             }
+             return module;
+           })
+      .def("move_stage", &Pipe::move_stage)
+      .def("print_readable", &Pipe::print_readable)
+      .def("cost_report", [](const Pipe& p) { return describe_cut(p).report(); })
+      .def("serialize_stage", [](const Pipe& p, int index) { return py::bytes(serialize_stage(p, index)); });
+  m.def("cut", &cut, py::arg("module"), py::kw_only(), py::arg("before_values") = py::none(),
+        py::arg("modules") = std::vector<std::pair<std::string, bool>>{}, py::arg("before_ops") = std::vector<size_t>{},
+        py::arg("policy") = py::none(), py::arg("transmit") = false,
+        py::arg("transmit_by_name") = std::map<std::string, bool>{}, py::arg("move_cuts") = true,
+        py::arg("loss") = py::none());
+  m.def("balance", &balance_cuts, py::arg("module"), py::arg("stages"), py::kw_only(), py::arg("inputs") = py::none(),
+        py::arg("repeats") = 5, py::arg("seconds_per_message") = 0.0, py::arg("bytes_per_second") = 1e10,
+        py::arg("memory_limits") = std::vector<int64_t>{}, py::arg("bytes_per_parameter_byte") = 4.0);
+  m.def("rewrite_devices",
+        [](GraphModule& module, const at::Device& device) { rewrite_devices(module.graph(), device); });
+  m.def("deserialize_stage", [](const std::string& bytes) {
+    StagePackage package = deserialize_stage(bytes);
+    py::dict d;
+    d["index"] = package.index;
+    d["engine"] = package.module;
+    d["training"] = package.module->is_training();
+    d["table"] = std::make_shared<PipeTable>(std::move(package.table));
+    d["input_names"] = package.input_names;
+    d["specs"] = py::make_tuple(package.in_spec.to_json(), package.out_spec.to_json());
+    return d;
+  });
+  py::class_<DetachExecutor>(m, "DetachExecutor", "One microbatch with the stages apart for autograd.")
+      .def(py::init<const Pipe&>(), py::keep_alive<1, 2>())
+      .def("forward",
+           [](DetachExecutor& e, const py::list& inputs) {
+             auto values = to_ivalues(inputs);
+             {
+               py::gil_scoped_release release;
+               values = e.forward(std::move(values));
+             }
+             return to_list(values);
+           })
+      .def("backward", [](DetachExecutor& e) {
+        py::gil_scoped_release release;
+        return e.backward();
+      });
+}
+
+// What only the file knows of a program that was read from it.
+struct SourceFile {
+  ExportedProgram program;
+};
+
+void bind_file(py::module_& m) {
+  py::class_<SourceFile, std::shared_ptr<SourceFile>>(m, "SourceFile", "A .pt2 file that is cut into stages.")
+      .def(py::init([](const std::string& path) { return std::make_shared<SourceFile>(SourceFile{load_pt2(path)}); }))
+      .def_property_readonly("engine", [](const SourceFile& f) { return f.program.module; })
+      .def_property_readonly("argument_names", [](const SourceFile& f) { return f.program.argument_names; })
+      .def_property_readonly("sample_inputs", [](const SourceFile& f) { return py::bytes(f.program.sample_inputs); })
+      .def("save", [](const SourceFile& f, const std::shared_ptr<GraphModule>& module, const std::string& path) {
+        ExportedProgram other = f.program;
+        other.module = module;
+        save_pt2(other, path);
+      });
+  m.def("save_graph", [](const GraphModule& module, const std::string& path) { save_pt2(module, path); });
+}
+
+Register part([](py::module_& m) {
+  bind_table(m);
+  bind_pipe(m);
+  bind_file(m);
+});
+
+}  // namespace
+}  // namespace plumb::python

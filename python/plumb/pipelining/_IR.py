@@ -1,0 +1,368 @@
+"""`pipeline`: a model cut into stages, and `Pipe`, what comes of it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any, Union
+
+import torch
+from torch import Tensor, fx, nn
+
+from .. import _C
+from .._capture import BUFFER, PARAMETER, GraphModule
+from ._errors import InvalidValue
+from ._marks import (  # noqa: F401  (known under this module's name)
+    PipeSplitWrapper,
+    SplitPoint,
+    annotate_split_points,
+    aten_pipe_split_alias,
+    pipe_split,
+)
+from ._policies import SplitPolicy, make_policy
+from ._sources import Source, from_exported, make_source
+from ._split_graph import (  # noqa: F401
+    PP_SUBMOD_PREFIX,
+    DetachExecutor,
+    get_submod_name,
+    split_module,
+    sync_stages,
+    top_graph,
+)
+from ._stage_module import StageModule
+from ._utils import PipeInfo
+from ._wrappers import LossWrapper, PipeSequential, TrivialLossWrapper  # noqa: F401
+
+
+class MultiUseParameterConfig(Enum):
+    """What becomes of a parameter that several stages use: the first stage owns it and sends it with every microbatch,
+    or each stage has a copy, whose gradients are summed before the optimiser's step."""
+
+    TRANSMIT = 1
+    REPLICATE = 2
+
+
+MultiUseParamSpec = Union[MultiUseParameterConfig, dict[str, MultiUseParameterConfig]]
+
+
+class Pipe(nn.Module):
+    """A model cut into stages. Made by `pipeline`.
+
+    Called like the model, it runs stage after stage in this process, bit for bit the model, and returns the model's
+    outputs as a flat tuple (``unflatten`` gives them the model's structure). With a loss a call also runs the
+    backward and adds to the parameters' ``.grad``.
+
+    Attributes: ``num_stages``; ``has_loss_and_backward``; ``loss_spec``; ``split_gm``, a ``torch.fx`` module whose
+    graph is the picture of the pipe and whose children ``submod_pp_0``, ... are the stages; ``replicated_params``, one
+    dict for every parameter with several copies, from ``submod_pp_N`` to its name there; ``notes``, what was not asked
+    for (cuts that were moved).
+    """
+
+    def __init__(self, engine: Any, source: Source, loss_spec: Any = None, cut_arguments: dict | None = None):
+        super().__init__()
+        table = engine.table
+        self.num_stages: int = engine.num_stages
+        self.has_loss_and_backward = table.loss_output is not None
+        self.loss_spec = loss_spec
+        self.notes: list[str] = [*source.notes, *engine.notes]
+        self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments)
+        stages = [
+            StageModule(engine.stage(s), s, table, source.arguments, source.training) for s in range(self.num_stages)
+        ]
+        self._devices = [stage.device for stage in stages]
+        self._make_split_gm(stages)
+        self.replicated_params: list[dict[str, str]] = [
+            {get_submod_name(s): name for s, name in sorted(copies.items())} for copies in table.replicated
+        ]
+        self.training = source.training
+
+    def _make_split_gm(self, stages: list[StageModule]) -> None:
+        engine = self._engine
+        steps = engine.backward_steps() if self.has_loss_and_backward else None
+        graph = top_graph(engine.input_names, engine.table, steps)
+        self.split_gm = split_module(graph, stages)
+        self.split_gm.__dict__["_pipe_ref"] = weakref.ref(self)
+
+    # --- running ---
+    def _sync(self) -> None:
+        sync_stages(self._stages(), self._engine, self._devices)
+
+    def _stages(self) -> list[StageModule]:
+        return [self.split_gm._modules[get_submod_name(s)] for s in range(self.num_stages)]
+
+    def _outputs(self, flat: list) -> tuple:
+        return tuple(o if p is None else p for o, p in zip(flat, self._source.plain_outputs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple:
+        flat = self._source.flatten(args, kwargs)
+        self._sync()
+        if self.has_loss_and_backward and torch.is_grad_enabled():
+            return self._outputs(self._engine.run_with_backward(flat)[0])
+        return self._outputs(self._engine.run(flat))
+
+    def unflatten(self, outputs: tuple) -> Any:
+        """A call's flat outputs in the structure that the model returns."""
+        return self._source.unflatten(list(outputs))
+
+    @property
+    def executor(self) -> DetachExecutor:
+        return DetachExecutor(self)
+
+    # --- stages ---
+    def get_stage_module(self, stage_idx: int) -> StageModule:
+        """A stage as a module. Raises `plumb.Error` (a ValueError too) if there is none of that number."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise InvalidValue(f"the pipe has no stage {stage_idx}, it has {self.num_stages}\n  try: stages count from 0")
+        return self.split_gm._modules[get_submod_name(stage_idx)]
+
+    def build_stage(self, stage_index: int, device: torch.device, group: Any = None) -> Any:
+        """The stage for a schedule to run, moved to `device` with its device arguments."""
+        from .stage import _PipelineStage
+
+        module = self.get_stage_module(stage_index).to(device)
+        return _PipelineStage(module, stage_index, self.info(), torch.device(device), group)
+
+    def info(self) -> PipeInfo:
+        """What every rank has to know. It keeps none of the stages alive."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.split_gm.graph, {}))
+        return PipeInfo(
+            graph, self.num_stages, self.has_loss_and_backward, self._engine.table, list(self._source.arguments)
+        )
+
+    def serialize_stage(self, stage_index: int) -> bytes:
+        """A stage with its weights and its place in the pipe as bytes: see `deserialize_stage`."""
+        self.get_stage_module(stage_index)
+        self._sync()
+        return self._engine.serialize_stage(stage_index)
+
+    # --- the whole model again ---
+    def _merged(self, stage_states: list[Mapping[str, Tensor]] | None) -> None:
+        for stage, state in zip(self._stages(), stage_states or []):
+            stage.load_state_dict(state)
+        self._sync()
+
+    def merge_state_dict(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> OrderedDict[str, Tensor]:
+        """The whole model's ``state_dict``: names and order as before the cut, tied names tied, tensors shared with the
+        stages. `stage_states`: the stages' ``state_dict`` as trained on their ranks, loaded first.
+
+        Raises `plumb.Error` naming a replicated parameter whose copies differ.
+        """
+        self._merged(stage_states)
+        state = self._engine.merged_state()
+        return OrderedDict((n, t) for n, kind, t, kept in state if kind == PARAMETER or (kind == BUFFER and kept))
+
+    def merge(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> GraphModule:
+        """The undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""
+        self._merged(stage_states)
+        source = self._source
+        engine = self._engine.merge()
+        merged = GraphModule(engine, source.in_spec, source.out_spec, source.plain_inputs, source.plain_outputs, [])
+        merged.training = self.training
+        return merged
+
+    def save_pt2(self, path: str | os.PathLike, stage_states: list[Mapping[str, Tensor]] | None = None) -> None:
+        """The undivided model as a ``.pt2`` file. What a file knew that it was cut from (ranges of sizes, sample
+        inputs) is kept."""
+        self._merged(stage_states)
+        engine, program = self._engine.merge(), self._source.program
+        if program is not None:
+            program.save(engine, os.fspath(path))
+        else:
+            _C.save_graph(engine, os.fspath(path))
+
+    # --- to look at ---
+    def print_readable(self, print_output: bool = True) -> str:
+        """Prints the top graph, what flows between the stages, the backward, and every stage's graph; answers the text."""
+        self._sync()
+        text = self._engine.print_readable()
+        if print_output:
+            print(text)
+        return text
+
+    def cost_report(self) -> str:
+        """A table of what every stage costs, estimated from shapes: time, messages, memory."""
+        return self._engine.cost_report()
+
+    def __str__(self) -> str:
+        return str(self.split_gm)
+
+    def __repr__(self) -> str:
+        return repr(self.split_gm)
+
+    # --- copies: the undivided model, where it was cut, and every stage's tensors ---
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        self._sync()
+        whole = self._source.engine
+        stages = [self._engine.stage(s).state() for s in range(self.num_stages)]
+        source = replace(self._source, engine=None, program=None, example=None)
+        parts = (whole.graph.to_string(), whole.state(), *whole.specs())
+        return _rebuild, (parts, source, self._cut_arguments, self.loss_spec, stages, self._devices, self.training)
+
+    # --- as torch's ---
+    @staticmethod
+    def from_tracing(
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any] | None = None,
+        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+        *,
+        multi_use_param_spec: MultiUseParamSpec | None = None,
+        output_loss_value_spec: Any = None,
+    ) -> Pipe:
+        """`pipeline` for a model that is marked already."""
+        return pipeline(
+            mod, example_args, example_kwargs, split_policy=split_policy, multi_use_param_spec=multi_use_param_spec,
+            output_loss_value_spec=output_loss_value_spec,
+        )  # fmt: skip
+
+    @staticmethod
+    def _from_traced(
+        mod: nn.Module | None,
+        exported_program: torch.export.ExportedProgram,
+        multi_use_param_spec: MultiUseParamSpec | None = None,
+        output_loss_value_spec: Any = None,
+        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    ) -> Pipe:
+        """Cuts an exported program; `mod` only says whether it is a `TrivialLossWrapper`."""
+        source = from_exported(exported_program, (), {})
+        loss = _loss_spec(mod, source, output_loss_value_spec)
+        return _cut(source, None, split_policy, None, multi_use_param_spec, loss, True)
+
+
+def _loss_spec(module: Any, source: Source, spec: Any) -> Any:
+    if spec is None:
+        return None
+    if isinstance(module, TrivialLossWrapper):
+        return TrivialLossWrapper.loss_spec
+    if spec != "auto":
+        return spec
+    keys = _keys(source.out_spec)
+    if "loss" not in keys:
+        raise InvalidValue(
+            "output_loss_value_spec='auto' finds no loss: the model returns no dict with a 'loss'\n"
+            "  try: the outputs' structure with True for the loss and False elsewhere"
+        )
+    return {key: key == "loss" for key in keys}
+
+
+def _keys(spec: Any) -> list:
+    """Keys of a dict, or of a class like transformers' outputs that is flattened as one."""
+    context = spec.context
+    for keys in (context, *(context if isinstance(context, tuple) else ())):
+        if isinstance(keys, list) and len(keys) == spec.num_children and all(isinstance(k, str) for k in keys):
+            return keys
+    return []
+
+
+def _plain_loss_spec(loss: Any, spec: Any) -> Any:
+    """Dicts as sequences where the model returns a class that only looks like a dict."""
+    children = spec.children() if hasattr(spec, "children") else spec.children_specs
+    if isinstance(loss, dict) and spec.type not in (dict, OrderedDict) and (keys := _keys(spec)):
+        if set(loss) != set(keys):
+            raise InvalidValue(f"the loss spec has the keys {sorted(loss)}, the outputs {sorted(keys)}")
+        loss = [loss[k] for k in keys]
+        return [_plain_loss_spec(part, child) for part, child in zip(loss, children)]
+    if isinstance(loss, dict) and set(loss) == set(spec.context or []):
+        return {k: _plain_loss_spec(loss[k], c) for k, c in zip(spec.context, children)}
+    if isinstance(loss, (tuple, list)) and len(loss) == len(children):
+        return type(loss)(_plain_loss_spec(part, child) for part, child in zip(loss, children))
+    return loss
+
+
+def _multi_use(spec: Any) -> dict[str, Any]:
+    def transmit(value: Any) -> bool:
+        name = getattr(value, "name", None)
+        if name not in ("TRANSMIT", "REPLICATE"):
+            raise InvalidValue(f"{value!r} is no MultiUseParameterConfig")
+        return name == "TRANSMIT"
+
+    if spec is None:
+        return {}
+    if isinstance(spec, Mapping):
+        return {"transmit_by_name": {name: transmit(value) for name, value in spec.items()}}
+    return {"transmit": transmit(spec)}
+
+
+def _cut(
+    source: Source, spec: Any, policy: Any, num_stages: int | None, multi_use: Any, loss: Any, move_cuts: bool
+) -> Pipe:
+    where: dict[str, Any] = {}
+    if policy is not None:
+        where = make_policy(policy, num_stages).cuts(source)
+    elif spec:
+        where = {"modules": [(name, SplitPoint[point.name] is SplitPoint.END) for name, point in spec.items()]}
+    plain = None if loss is None else _plain_loss_spec(loss, source.out_spec)
+    arguments = {**where, **_multi_use(multi_use), "move_cuts": move_cuts, "loss": plain}
+    return Pipe(_C.cut(source.engine, **arguments), source, loss, arguments)
+
+
+def _rebuild(
+    parts: tuple, source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool
+) -> Pipe:
+    """A pipe's copy: cut again at the same places, with the stages' own tensors."""
+    source.engine = _C.Engine(*parts)
+    engine = _C.cut(source.engine, **arguments)
+    for s, state in enumerate(stages):
+        for name, _, tensor, _ in state:
+            engine.stage(s).set_state(name, tensor)
+        if devices[s] is not None:
+            engine.move_stage(s, devices[s])
+    pipe = Pipe(engine, source, loss, arguments)
+    return pipe.train(training)
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...] = (),
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: dict[str, SplitPoint] | None = None,
+    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | SplitPolicy | str | None = None,
+    *,
+    num_stages: int | None = None,
+    multi_use_param_spec: MultiUseParamSpec | None = None,
+    output_loss_value_spec: Any = None,
+    move_cuts: bool = True,
+) -> Pipe:
+    """Cuts a model into stages.
+
+    Args:
+        module: a ``torch.nn.Module``, a `plumb.GraphModule`, an exported program, or the path of a ``.pt2`` file. It is
+            left as it is; the stages share its tensors.
+        mb_args, mb_kwargs: example inputs of one microbatch; a graph or file needs none (but a measured cut does).
+        split_spec: names of modules and where to cut there. Without it, at the `pipe_split` marks in the forward.
+        split_policy: a function that puts marks into the model's ``torch.fx`` graph, a policy object (`Balanced`,
+            `split_into_equal_size`, `split_on_size_threshold`, `StagePolicy`), or "balanced", "estimated", "equal_size".
+        num_stages: for policies by name; else checked, if given.
+        multi_use_param_spec: what becomes of a parameter that several stages use, for all or by full name. Default:
+            REPLICATE.
+        output_loss_value_spec: the outputs' structure with True for the loss and False elsewhere; "auto" for an output
+            "loss". The pipe then has a backward.
+        move_cuts: whether a cut through memory that is written may move to where it is right (said in ``notes``).
+
+    Cuts before the first and after the last operator, and cuts next to each other, make no empty stages. Raises
+    `plumb.Error`.
+    """
+    if split_spec is not None and split_policy is not None:
+        raise InvalidValue("split_spec and split_policy were both given\n  try: one of them")
+    source, spec = make_source(module, mb_args, mb_kwargs, split_spec)
+    loss = _loss_spec(module, source, output_loss_value_spec)
+    pipe = _cut(source, spec, split_policy, num_stages, multi_use_param_spec, loss, move_cuts)
+    if num_stages is not None and pipe.num_stages != num_stages:
+        raise InvalidValue(f"the cuts give {pipe.num_stages} stages instead of {num_stages}")
+    return pipe
+
+
+def deserialize_stage(data: bytes) -> tuple[StageModule, PipeInfo]:
+    """A stage from `Pipe.serialize_stage`, on the CPU, and the picture of its pipe. The bytes may come from anywhere:
+    damaged ones raise `plumb.Error`."""
+    parts = _C.deserialize_stage(data)
+    table = parts["table"]
+    names = [(name, 0) for name in parts["input_names"]]
+    stage = StageModule(parts["engine"], parts["index"], table, names, parts["training"])
+    info = PipeInfo(top_graph(parts["input_names"], table, None), table.num_stages, table.loss_output is not None, table)
+    return stage, info

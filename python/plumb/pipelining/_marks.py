@@ -1,0 +1,122 @@
+"""Where a model may be cut: marks in its forward, and marks put around its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .. import _C  # noqa: F401  (registers the operator)
+from .._C import Error
+from ._errors import InvalidValue
+
+aten_pipe_split_alias = torch.ops.plumb.pipe_split.default
+fx.has_side_effect(aten_pipe_split_alias)  # torch.export and torch.fx keep it although nothing uses it
+
+
+class NoSuchModule(Error, AttributeError):
+    """A split point names a module that the model does not have."""
+
+
+class SplitPoint(Enum):
+    """Where a named module is cut off from the rest: before or after each call of it."""
+
+    BEGINNING = 1
+    END = 2
+
+
+class PipeSplitWrapper:
+    """Where `SplitPoint` used to live."""
+
+    SplitPoint = SplitPoint
+
+
+def pipe_split() -> None:
+    """Marks the boundary of two stages in a model's forward. Does nothing when the model runs by itself."""
+    torch.ops.plumb.pipe_split()
+
+
+def is_mark(target: Any) -> bool:
+    """True for every form in which torch.fx may hold a mark: the operator or the function, plumb's or torch's."""
+    name = getattr(target, "_qualified_op_name", None) or getattr(target, "__name__", "")
+    return target is pipe_split or name in ("plumb::pipe_split", "pippy::_pipe_split", "pipe_split")
+
+
+def _point(value: Any) -> SplitPoint:
+    try:
+        return SplitPoint[value.name]  # torch's own enum too
+    except (AttributeError, KeyError):
+        raise InvalidValue(f"{value!r} is no split point: give SplitPoint.BEGINNING or SplitPoint.END") from None
+
+
+def _module(root: nn.Module, name: str) -> nn.Module:
+    module: Any = root
+    parts = name.split(".") if name else []
+    for i, part in enumerate(parts):
+        module = getattr(module, part, None)
+        if not isinstance(module, nn.Module):
+            raise NoSuchModule(
+                f"split point '{name}': the model has no module '{'.'.join(parts[: i + 1])}'\n"
+                "  try: a name of model.named_modules()"
+            )
+    return module
+
+
+def _forward_with_marks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    points = self._plumb_split_points
+    if SplitPoint.BEGINNING in points:
+        pipe_split()
+    output = self._orig_forward(*args, **kwargs)
+    if SplitPoint.END in points:
+        pipe_split()
+    return output
+
+
+class Marks:
+    """What `annotate_split_points` put on a model. ``remove()``, or the end of a ``with`` block, takes it off again."""
+
+    def __init__(self, added: list[tuple[nn.Module, SplitPoint]]):
+        self._added = added
+
+    def remove(self) -> None:
+        while self._added:
+            module, point = self._added.pop()
+            points = module.__dict__.get("_plumb_split_points", set())
+            points.discard(point)
+            if points or "_plumb_split_points" not in module.__dict__:
+                continue
+            original = module.__dict__.pop("_orig_forward")
+            del module.__dict__["_plumb_split_points"], module.__dict__["forward"]
+            if getattr(original, "__func__", None) is not type(module).forward:
+                module.__dict__["forward"] = original  # it had a forward of its own before
+
+    def __enter__(self) -> Marks:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+
+def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Marks:
+    """Marks cuts before or after the modules that `spec` names, at every call of them.
+
+    A mark that is there already is not put twice. The model stays marked until ``remove()`` of the answer, which may
+    also be used in a ``with`` statement; `pipeline(split_spec=...)` does all this by itself. Raises `plumb.Error` (an
+    AttributeError too) for a name that is no module, and changes nothing then.
+    """
+    wanted = [(_module(mod, name), _point(value)) for name, value in spec.items()]
+    added = []
+    for module, point in wanted:
+        points = module.__dict__.get("_plumb_split_points")
+        if points is None:
+            points = module.__dict__["_plumb_split_points"] = set()
+            module.__dict__["_orig_forward"] = module.forward
+            module.__dict__["forward"] = MethodType(_forward_with_marks, module)
+        if point not in points:
+            points.add(point)
+            added.append((module, point))
+    return Marks(added)

@@ -1,0 +1,192 @@
+"""Policies: where to cut a model that does not say it itself. `pipeline(split_policy=...)` takes any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _C
+from .._C import Error
+from .._fx import to_graph
+from ._errors import InvalidType, InvalidValue
+from ._marks import is_mark
+from ._sources import Source
+
+
+class SplitPolicy:
+    """Says where to cut a `Source`, as arguments of ``_C.cut``."""
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+@dataclass
+class Balanced(SplitPolicy):
+    """Cuts so that the slowest stage is as fast as can be, by dynamic programming over all places.
+
+    The cost of every operator is measured on the example inputs (``measure``), or else estimated from shapes and
+    FLOPs. Each stage pays for what crosses its boundaries: `seconds_per_message` and `bytes_per_second`, forward and
+    backward. `memory_limits`: bytes a stage may need, one a stage or one for all: `bytes_per_parameter_byte` (4: a
+    gradient and AdamW's state beside the parameter) and the activations of the microbatches that 1F1B holds there.
+    After a cut, `rows` has a dict a stage, and `report` is a table.
+    """
+
+    num_stages: int
+    measure: bool = True
+    repeats: int = 5
+    memory_limits: int | Sequence[int] | None = None
+    seconds_per_message: float = 0.0
+    bytes_per_second: float = 1e10
+    bytes_per_parameter_byte: float = 4.0
+    rows: list[dict] = field(default_factory=list, init=False, repr=False)
+    report: str = field(default="", init=False, repr=False)
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        limits = self.memory_limits
+        limits = [] if limits is None else [limits] if isinstance(limits, int) else list(limits)
+        before, self.rows, self.report = _C.balance(
+            source.engine, self.num_stages, inputs=source.example, repeats=self.repeats if self.measure else 0,
+            seconds_per_message=self.seconds_per_message, bytes_per_second=self.bytes_per_second,
+            memory_limits=limits, bytes_per_parameter_byte=self.bytes_per_parameter_byte,
+        )  # fmt: skip
+        return {"before_ops": before} if before else {"before_values": []}
+
+
+class _BySize(SplitPolicy):
+    """Cuts before the operator that takes the first parameters beyond a bound."""
+
+    def _bounds(self, total: int) -> Callable[[int, int, int], bool]:
+        raise NotImplementedError
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        sizes = {name: (t.data_ptr() if t.numel() else 0, t.nbytes) for name, _, t, _ in source.engine.state()}
+        total = sum(dict(sizes.values()).values())
+        begins = self._bounds(total)
+        attributes: dict[str, str] = {}
+        seen: set[int] = set()
+        values, before, here = [], 0, 0  # bytes in the stages before, in this one
+        for node in source.engine.graph.nodes:
+            if node.op == "get_attr":
+                attributes[node.name] = node.target
+            if node.op != "call_function" or not node.results:
+                continue
+            new = {sizes[attributes[v.name]] for v in node.inputs if v.name in attributes}
+            size = sum(n for key, n in new if key not in seen)
+            if size and here and begins(before, here, size):
+                values.append(node.name)
+                before, here = before + here, 0
+            seen.update(key for key, _ in new)
+            here += size
+        return {"before_values": values}
+
+
+@dataclass
+class split_into_equal_size(_BySize):
+    """So many stages of about the same size of parameters and buffers."""
+
+    nstages: int = 1
+
+    def _bounds(self, total: int) -> Callable[[int, int, int], bool]:
+        made = 1
+
+        def begins(before: int, here: int, size: int) -> bool:
+            nonlocal made
+            if made >= self.nstages or (before + here + size / 2) * self.nstages < total * made:
+                return False
+            made += 1
+            return True
+
+        return begins
+
+
+@dataclass
+class split_on_size_threshold(_BySize):
+    """Stages of at most so many bytes of parameters and buffers; one operator's own may be more."""
+
+    threshold: int
+
+    def _bounds(self, total: int) -> Callable[[int, int, int], bool]:
+        return lambda before, here, size: here + size > self.threshold
+
+
+@dataclass
+class StagePolicy(SplitPolicy):
+    """The stage of every operator, by a function of its node (`plumb.Graph`'s). Values may only go forward."""
+
+    stage_of: Callable[[Any], int]
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        return {"policy": self.stage_of}
+
+
+@dataclass
+class MarkingPolicy(SplitPolicy):
+    """A function that puts marks (`pipe_split`, or ``torch.ops.pippy._pipe_split``) into the model's ``torch.fx`` graph,
+    in place or in the module that it returns. It may add nothing else."""
+
+    mark: Callable[[fx.GraphModule], fx.GraphModule | None]
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        traced = fx_view(source)
+        marked = self.mark(traced)
+        marked = traced if marked is None else marked
+        if not isinstance(marked, fx.GraphModule):
+            raise InvalidType(f"the split policy returned a {type(marked).__name__} instead of a torch.fx.GraphModule")
+        values, pending = [], False
+        for node in marked.graph.nodes:
+            if node.op == "call_function" and is_mark(node.target):
+                pending = True
+            elif node.op in ("call_function", "call_module", "call_method") and "plumb" not in node.meta:
+                raise Error(f"the split policy put '{node.format_node()}' into the graph: it may put marks there only")
+            elif pending and node.meta.get("plumb") and node.op == "call_function":
+                values.append(node.meta["plumb"])
+                pending = False
+        return {"before_values": values}
+
+
+def fx_view(source: Source) -> fx.GraphModule:
+    """The graph as policies for torch's pipelining know it: parameters are members, nodes have ``meta["val"]``."""
+    root = torch.nn.Module()
+    state = {name: (kind, tensor) for name, kind, tensor, _ in source.engine.state()}
+    graph = fx.Graph()
+
+    def attribute(node: Any) -> fx.Node:
+        *path, leaf = node.target.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, torch.nn.Module())
+            owner = owner._modules[part]
+        tensor = state[node.target][1]
+        if isinstance(tensor, torch.nn.Parameter):
+            owner.register_parameter(leaf, tensor)
+        elif leaf not in owner._buffers:
+            owner.register_buffer(leaf, tensor)
+        return graph.get_attr(node.target)
+
+    to_graph(source.engine.graph, graph, attribute)
+    metas = {v.name: v.meta for node in source.engine.graph.nodes for v in node.results}
+    for node in graph.nodes:
+        if (meta := metas.get(node.meta.get("plumb"))) is not None:
+            node.meta["val"] = torch.empty_strided(meta["shape"], meta["stride"], dtype=meta["dtype"], device="meta")
+    return fx.GraphModule(root, graph)
+
+
+def make_policy(policy: Any, num_stages: int | None) -> SplitPolicy:
+    """From a policy, a function, or a name: "balanced" (measured), "estimated", "equal_size"."""
+    if isinstance(policy, SplitPolicy):
+        return policy
+    if isinstance(policy, str):
+        names = {"balanced": Balanced, "estimated": lambda n: Balanced(n, measure=False), "equal_size": split_into_equal_size}
+        if policy not in names:
+            raise InvalidValue(f"there is no split policy '{policy}'\n  try: one of {', '.join(names)}")
+        if num_stages is None:
+            raise InvalidValue(f"split_policy='{policy}' needs num_stages: how many stages to cut into")
+        return names[policy](num_stages)
+    if callable(policy):
+        return MarkingPolicy(policy)
+    raise InvalidType(f"a {type(policy).__name__} is no split policy: give a function, a policy object or its name")

@@ -1,0 +1,37 @@
+"""What a rank has to know of the whole pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from .. import _C
+
+
+@dataclass
+class PipeInfo:
+    """The picture of a cut model without the model: it keeps no stage alive, and may be sent to other ranks."""
+
+    graph: fx.Graph  # inputs, one call a stage, the backward if there is one, output
+    num_stages: int
+    has_loss_and_backward: bool
+    table: Any = field(default=None, repr=False)  # plumb._C.PipeTable: where every stage's inputs come from
+    input_names: list[tuple[str, int]] = field(default_factory=list, repr=False)  # of each flat input: argument, leaf
+
+    @property
+    def layout(self) -> Any:
+        """The table as the runtime takes it."""
+        stages = []
+        for s in range(self.num_stages):
+            inputs = [(port["stage"], port["index"]) for port in self.table.inputs(s)]
+            stages.append((inputs, len(self.table.outputs(s))))
+        tied = [sorted(copies.items()) for copies in self.table.replicated]
+        return _C.PipelineLayout(stages, self.table.num_inputs, tied)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "table": self.table.to_json()}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state, table=_C.PipeTable.from_json(state["table"]))
