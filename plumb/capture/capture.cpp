@@ -272,19 +272,7 @@ State state_of(const torch::nn::Module& module) {
 }
 
 std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const CaptureOptions& options) {
-  OneCapture first;
-  if (options.shapes_only && !options.verify) {
-    try {
-      first = capture_once(request, options);
-    } catch (...) {
-      first = {};  // whatever it was: with values it works, or says so again
-    }
-  }
-  if (!first.module) {
-    CaptureOptions with_values = options;
-    with_values.shapes_only = false;
-    first = capture_once(request, with_values);
-  }
+  OneCapture first = capture_once(request, options);
   if (options.verify) verify(request, options, first);
   if (options.notes) options.notes->insert(options.notes->end(), first.notes.begin(), first.notes.end());
   return first.module;

@@ -485,15 +485,6 @@ void Session::bind_results(Record& record, const torch::jit::Stack& stack, bool 
   }
 }
 
-void Session::call(const c10::OperatorHandle& op, const std::string& name, bool from_constants,
-                   torch::jit::Stack* stack) {
-  if (shapes_only && !from_constants) {
-    if (capture_detail::has_sizes_from_values(op)) refuse(name + " depends on values", "capture with values");
-    if (capture_detail::stand_in(op, stack)) return;
-  }
-  op.callBoxed(*stack);
-}
-
 void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   // Inside vmap or torch.func.grad the operator works on wrappers; what they do to plain tensors comes back here.
   if (works_on_wrappers(op, *stack)) {

@@ -84,7 +84,6 @@ class Session {
   std::vector<std::pair<int, int>> write_backs;  // (attribute, value)
   std::vector<std::string> notes;
   std::vector<ModuleFrame> module_stack;
-  bool shapes_only = false;  // see CaptureOptions; a call that needs values throws then
   mutable std::optional<Error> refusal;
   // Large products may be left out, and whether one was: then no value is what it will be.
   bool may_stand_in = false, stood_in = false;
@@ -119,7 +118,6 @@ class Session {
   void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
   void guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack);
   void lift_fresh(torch::jit::Stack* stack);
-  void call(const c10::OperatorHandle& op, const std::string& name, bool from_constants, torch::jit::Stack* stack);
   bool autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite);
   void bind_results(Record& record, const torch::jit::Stack& stack, bool from_constants);
   std::shared_ptr<const ModuleStack> modules_now();

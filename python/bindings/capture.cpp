@@ -113,7 +113,6 @@ py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tens
   std::vector<std::string> notes;
   CaptureOptions options;
   options.verify = verify;
-  options.shapes_only = shapes_only;
   options.input_names = names;
   options.notes = &notes;
   std::shared_ptr<GraphModule> engine;
