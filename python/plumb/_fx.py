@@ -23,10 +23,12 @@ def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], 
     of values to nodes, has it already. Every node knows its value's name there as ``meta["plumb"]``."""
     env = {} if env is None else env
 
-    def constant(node: Any) -> fx.Node:
-        attribute = node.target.replace(".", "_")
-        root.register_buffer(attribute, constants[node.target])
-        return graph.get_attr(attribute)
+    def resolve(arg: Any) -> Any:
+        if isinstance(arg, tuple) and len(arg) == 2 and arg[0] == "value":
+            return env[arg[1]]
+        if isinstance(arg, list):
+            return [resolve(a) for a in arg]
+        return arg
 
     grad = True
 
