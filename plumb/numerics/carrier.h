@@ -18,6 +18,9 @@ void check_tensor(const at::Tensor& x, const char* what);
 
 kernel::RoundingSpec rounding_spec(const FPFormat& format, kernel::Carrier carrier);
 
+// Of a format of at most 8 bits (its elements); else Error(InvalidArgument).
+kernel::CodeSpec code_spec_of(const FPFormat& format);
+
 // x's elements are one run of memory.
 bool is_dense(const at::Tensor& x);
 

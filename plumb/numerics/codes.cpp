@@ -3,6 +3,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -12,11 +13,11 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/numerics/saved_codes.h"
 
 namespace plumb {
-namespace {
 
-kernel::CodeSpec code_spec(const FPFormat& format) {
+kernel::CodeSpec code_spec_of(const FPFormat& format) {
   if (format.bits() > 8)
     throw Error(ErrorKind::InvalidArgument,
                 "format " + format.to_string() + " has " + std::to_string(format.bits()) + " bits, a code has 8", "",
@@ -42,6 +43,15 @@ kernel::CodeSpec code_spec(const FPFormat& format) {
   return spec;
 }
 
+namespace {
+
+kernel::CodeSpec code_spec(const FPFormat& format) {
+  if (format.has_blocks())
+    throw Error(ErrorKind::InvalidArgument, "the codes of " + format.to_string() + " need their blocks' scales", "",
+                "use encode_blocks and decode_blocks");
+  return code_spec_of(format);
+}
+
 // Every code's value in every carrier.
 struct ValueTables {
   std::array<float, 256> float32;
@@ -59,14 +69,16 @@ struct ValueTables {
   }
 };
 
-const ValueTables& value_tables(const FPFormat& format) {
+// signed_zero: the code that a format without NaN borrows for it is negative zero.
+const ValueTables& value_tables(const FPFormat& format, bool signed_zero = false) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, int, Encoding>, ValueTables> tables;
+  static std::map<std::tuple<int, int, Encoding, bool>, ValueTables> tables;
   std::lock_guard<std::mutex> lock(mutex);
-  auto [it, added] = tables.try_emplace({format.exponent_bits, format.mantissa_bits, format.encoding});
+  auto [it, added] = tables.try_emplace({format.exponent_bits, format.mantissa_bits, format.encoding, signed_zero});
   if (added) {
     for (int code = 0; code < 256; ++code) {
-      const double value = decode_one(uint8_t(code), format);
+      double value = decode_one(uint8_t(code), format);
+      if (signed_zero && code == 1 << (format.bits() - 1)) value = -0.0;
       it->second.float64[code] = value;
       it->second.float32[code] = float(value);
       it->second.float16[code] = at::Half(float(value));
@@ -79,7 +91,7 @@ const ValueTables& value_tables(const FPFormat& format) {
 }  // namespace
 
 double decode_one(uint8_t code, const FPFormat& format) {
-  const auto spec = code_spec(format);
+  const auto spec = code_spec_of(format);
   const int sign_bit = 1 << (spec.bits - 1), magnitude = code & (sign_bit - 1);
   const double nan = std::numeric_limits<double>::quiet_NaN();
   if (code >> spec.bits) return nan;
@@ -117,14 +129,15 @@ at::Tensor encode(const at::Tensor& x, const FPFormat& format, std::optional<uin
   return codes;
 }
 
-at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype) {
-  check_tensor(codes, "decode");
-  if (codes.scalar_type() != at::kByte)
-    throw Error(ErrorKind::InvalidArgument,
-                std::string("decode takes codes as uint8, not ") + c10::toString(codes.scalar_type()), "",
-                "give what encode returned");
+namespace {
+
+// Formats without a NaN have no code to spare for it.
+bool lacks_nan(const FPFormat& format) {
+  return format.encoding == Encoding::Plain || format.encoding == Encoding::Finite;
+}
+
+at::Tensor decode_by(const ValueTables& tables, const at::Tensor& codes, at::ScalarType dtype) {
   const auto carrier = carrier_of(dtype, "decode");
-  code_spec(format);
   at::NoGradGuard no_grad;
   at::Tensor values = fresh_like(codes, dtype), source = codes;
   if (!is_dense(codes) || codes.strides() != values.strides()) {
@@ -134,11 +147,48 @@ at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarTyp
   const uint8_t* from = source.const_data_ptr<uint8_t>();
   char* to = static_cast<char*>(values.mutable_data_ptr());
   const size_t size = values.element_size();
-  const void* table = value_tables(format).of(carrier);
+  const void* table = tables.of(carrier);
   const auto run = kernel::kernels().decode[carrier];
   for_blocks(codes.numel(),
              [&](int64_t begin, int64_t end) { run(from + begin, to + begin * size, end - begin, table); });
   return values;
+}
+
+}  // namespace
+
+at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype) {
+  check_tensor(codes, "decode");
+  if (codes.scalar_type() != at::kByte)
+    throw Error(ErrorKind::InvalidArgument,
+                std::string("decode takes codes as uint8, not ") + c10::toString(codes.scalar_type()), "",
+                "give what encode returned");
+  carrier_of(dtype, "decode");
+  code_spec(format);
+  return decode_by(value_tables(format), codes, dtype);
+}
+
+at::Tensor pack_codes(const at::Tensor& x, const FPFormat& format) {
+  const auto carrier = carrier_of(x.scalar_type(), "pack_codes");
+  auto spec = code_spec_of(format);
+  if (lacks_nan(format)) {
+    spec.negative_zero = true;
+    spec.nan_code = -1;
+  }
+  at::NoGradGuard no_grad;
+  at::Tensor codes = fresh_like(x, at::kByte);
+  const char* from = static_cast<const char*>(x.const_data_ptr());
+  uint8_t* to = codes.mutable_data_ptr<uint8_t>();
+  const size_t size = x.element_size();
+  const auto run = kernel::kernels().pack[carrier];
+  std::atomic<bool> fits = true;
+  for_blocks(x.numel(), [&](int64_t begin, int64_t end) {
+    if (!run(from + begin * size, to + begin, end - begin, spec)) fits = false;
+  });
+  return fits ? codes : at::Tensor();
+}
+
+at::Tensor unpack_codes(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype) {
+  return decode_by(value_tables(format, lacks_nan(format)), codes, dtype);
 }
 
 }  // namespace plumb

@@ -12,14 +12,33 @@ struct StandardFormat {
   std::string_view name;
   int exponent_bits, mantissa_bits;
   Encoding encoding;
+  BlockScale block_scale = BlockScale::None;
+  int block_size = 0;
 };
 
 constexpr StandardFormat kStandard[] = {
-    {"e4m3fn", 4, 3, Encoding::Fn},     {"e5m2", 5, 2, Encoding::Ieee},     {"e4m3fnuz", 4, 3, Encoding::Fnuz},
-    {"e5m2fnuz", 5, 2, Encoding::Fnuz}, {"e3m4", 3, 4, Encoding::Ieee},     {"e2m3fn", 2, 3, Encoding::Finite},
-    {"e3m2fn", 3, 2, Encoding::Finite}, {"e2m1fn", 2, 1, Encoding::Finite}, {"fp16", 5, 10, Encoding::Ieee},
-    {"bf16", 8, 7, Encoding::Ieee},     {"tf32", 8, 10, Encoding::Ieee},    {"fp32", 8, 23, Encoding::Ieee},
+    {"e4m3fn", 4, 3, Encoding::Fn},
+    {"e5m2", 5, 2, Encoding::Ieee},
+    {"e4m3fnuz", 4, 3, Encoding::Fnuz},
+    {"e5m2fnuz", 5, 2, Encoding::Fnuz},
+    {"e3m4", 3, 4, Encoding::Ieee},
+    {"e2m3fn", 2, 3, Encoding::Finite},
+    {"e3m2fn", 3, 2, Encoding::Finite},
+    {"e2m1fn", 2, 1, Encoding::Finite},
+    {"fp16", 5, 10, Encoding::Ieee},
+    {"bf16", 8, 7, Encoding::Ieee},
+    {"tf32", 8, 10, Encoding::Ieee},
+    {"fp32", 8, 23, Encoding::Ieee},
+    {"mxfp8e4m3", 4, 3, Encoding::Fn, BlockScale::PowerOfTwo, 32},
+    {"mxfp8e5m2", 5, 2, Encoding::Ieee, BlockScale::PowerOfTwo, 32},
+    {"mxfp6e2m3", 2, 3, Encoding::Finite, BlockScale::PowerOfTwo, 32},
+    {"mxfp6e3m2", 3, 2, Encoding::Finite, BlockScale::PowerOfTwo, 32},
+    {"mxfp4", 2, 1, Encoding::Finite, BlockScale::PowerOfTwo, 32},
+    {"nvfp4", 2, 1, Encoding::Finite, BlockScale::E4M3, 16},
 };
+
+constexpr std::pair<std::string_view, std::string_view> kOtherNames[] = {
+    {"mxfp8", "mxfp8e4m3"}, {"mxfp6", "mxfp6e2m3"}, {"mxfp4e2m1", "mxfp4"}};
 
 [[noreturn]] void bad_format(std::string_view text, std::string why) {
   throw Error(ErrorKind::InvalidArgument, "'" + std::string(text) + "' is not a number format: " + std::move(why), "",
@@ -106,12 +125,16 @@ FPFormat FPFormat::parse(std::string_view text) {
   };
   FPFormat format;
   auto name = next();
+  for (const auto& [other, standard] : kOtherNames)
+    if (name == other) name = standard;
   bool found = false;
   for (const auto& standard : kStandard) {
     if (standard.name != name) continue;
     format.exponent_bits = standard.exponent_bits;
     format.mantissa_bits = standard.mantissa_bits;
     format.encoding = standard.encoding;
+    format.block_scale = standard.block_scale;
+    format.block_size = standard.block_size;
     format.saturate = format.saturates_by_default();
     found = true;
   }
@@ -165,12 +188,19 @@ double FPFormat::min_absolute_normal() const { return std::ldexp(1.0, min_expone
 
 double FPFormat::min_absolute_subnormal() const { return std::ldexp(1.0, min_exponent() - mantissa_bits); }
 
+FPFormat FPFormat::element() const {
+  FPFormat result = *this;
+  result.block_scale = BlockScale::None;
+  result.block_size = 0;
+  return result;
+}
+
 bool FPFormat::saturates_by_default() const { return !(encoding == Encoding::Ieee && bits() > 8); }
 
 std::string FPFormat::name() const {
   for (const auto& standard : kStandard)
     if (standard.exponent_bits == exponent_bits && standard.mantissa_bits == mantissa_bits &&
-        standard.encoding == encoding)
+        standard.encoding == encoding && standard.block_scale == block_scale)
       return std::string(standard.name);
   return "E" + std::to_string(exponent_bits) + "M" + std::to_string(mantissa_bits);
 }

@@ -29,7 +29,19 @@ enum class Encoding {
   Finite,  // bias 2^(E-1)-1, every code finite: the elements of MXFP6 and MXFP4 (OCP MX 1.0, 5.3)
 };
 
-// A format with exponent_bits (2..8), mantissa_bits (0..23) and one sign bit.
+// A scale that a block of neighbouring values shares: their elements are the values divided by it.
+enum class BlockScale {
+  None,
+  // 2^(floor(log2(the block's largest)) - the largest element's exponent), within 2^-127..2^127: an E8M0 code
+  // (OCP MX 1.0, 5.3.1 and 6.3).
+  PowerOfTwo,
+  // Largest / largest element, in units of one float for the whole tensor (the tensor's largest / (448 * largest
+  // element)), rounded to the nearest e4m3fn: NVFP4.
+  E4M3,
+};
+
+// A format with exponent_bits (2..8), mantissa_bits (0..23) and one sign bit; of its elements, where blocks share
+// scales.
 struct FPFormat {
   int exponent_bits = 4;
   int mantissa_bits = 3;
@@ -37,6 +49,8 @@ struct FPFormat {
   int srbits = 0;  // random bits of stochastic rounding, 1..23-mantissa_bits; 0 with the other roundings
   Encoding encoding = Encoding::Plain;
   bool saturate = true;  // beyond max_absolute_value: true: +-max; false: infinity, or NaN where there is none
+  BlockScale block_scale = BlockScale::None;
+  int block_size = 0;  // neighbours along one dimension that share a scale; 0: none do
 
   // Member of the plain family. srbits 0 means all bits (23 - mantissa_bits). Throws Error(InvalidArgument) for bits
   // out of range and for srbits without stochastic rounding.
@@ -44,7 +58,8 @@ struct FPFormat {
   FPFormat(int exponent_bits, int mantissa_bits, std::string_view rounding, int srbits = 0);
 
   // Reads what to_string() writes: NAME[-RN|-SR|-SRn|-RZ][-sat|-inf], nearest when nothing is said. NAME is E<e>M<m>
-  // (capitals: the plain family) or one of standard_format_names(). Throws Error(InvalidArgument).
+  // (capitals: the plain family) or one of standard_format_names(); "mxfp8" and "mxfp6" stand for mxfp8e4m3 and
+  // mxfp6e2m3. Throws Error(InvalidArgument).
   static FPFormat parse(std::string_view text);
 
   int bits() const { return 1 + exponent_bits + mantissa_bits; }
@@ -54,6 +69,10 @@ struct FPFormat {
   double max_absolute_value() const;
   double min_absolute_normal() const;
   double min_absolute_subnormal() const;
+
+  bool has_blocks() const { return block_scale != BlockScale::None; }
+  // The format of the elements alone.
+  FPFormat element() const;
 
   bool has_infinity() const { return encoding == Encoding::Ieee; }
   bool has_negative_zero() const { return encoding != Encoding::Fnuz; }

@@ -109,6 +109,18 @@ inline void narrow(const float* from, int64_t n, Half* to) {
   for (; i < n; ++i) to[i] = narrow_one(Half{}, from[i]);
 }
 
+template <class C>
+struct ComputeOf {
+  using type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using type = double;
+};
+
+template <class C>
+constexpr bool kDirect = sizeof(C) >= 4;  // float and double are worked on where they lie
+
 // --- results too large for any cache: written past it, so that their lines are not read first
 
 constexpr int64_t kStreamBytes = int64_t(16) << 20;

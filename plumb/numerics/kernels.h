@@ -24,6 +24,16 @@ struct RoundingSpec {
   double overflow;  // what larger values become: max, infinity or NaN
 };
 
+// How blocks of neighbours share a scale.
+struct BlockSpec {
+  int size;              // 32 where scales are powers of two, else 16
+  bool power_of_two;     // else scales are rounded as scale_rounding says, in units of one number for the tensor
+  int element_exponent;  // of the largest element
+  double element_max;
+  double largest;  // the carrier's largest finite value: what infinity counts as
+  RoundingSpec scale_rounding;
+};
+
 // A format's one-byte codes.
 struct CodeSpec {
   int mantissa_bits, bias, bits;
@@ -74,6 +84,16 @@ struct KernelTable {
   void (*measure[kCarriers])(const void* x, int64_t n, Partial&);
   void (*encode[kCarriers])(const void* x, uint8_t* codes, int64_t n, const RoundingSpec&, const CodeSpec&,
                             uint64_t seed, int64_t first_block);
+  // Values [begin, end) of rows of `length`, each row cut into blocks; begin is a multiple of kRandomBlock. Whole
+  // blocks are read, beyond the range too. `spec` is the elements', in the type that is computed in. y may be x where
+  // rows are whole numbers of blocks, or null; codes of elements (n) and scales (rows times blocks a row) may be null.
+  void (*round_blocks[kCarriers])(const void* x, void* y, int64_t begin, int64_t end, int64_t length,
+                                  const RoundingSpec& spec, const BlockSpec&, double tensor_scale, uint64_t seed,
+                                  const CodeSpec*, uint8_t* codes, uint8_t* scales);
+  // The largest magnitude but NaN; 0 of nothing.
+  double (*largest[kCarriers])(const void* x, int64_t n);
+  // Codes of values that are the format's already, signed zeros kept; false if one is NaN and the format has none.
+  bool (*pack[kCarriers])(const void* x, uint8_t* codes, int64_t n, const CodeSpec&);
   // values: 256 entries of the carrier.
   void (*decode[kCarriers])(const uint8_t* codes, void* y, int64_t n, const void* values);
 };

@@ -85,9 +85,16 @@ double weighted_share(const TensorMetrics& metrics, const Weight& weight) {
   return sum / double(metrics.numel);
 }
 
+// What a format's elements are multiplied by: where blocks share scales, as if the whole tensor were one block.
+double element_scale(const TensorMetrics& metrics, const FPFormat& format) {
+  if (!format.has_blocks() || !(metrics.abs_max > 0) || !std::isfinite(metrics.abs_max)) return 1;
+  if (format.block_scale == BlockScale::E4M3) return metrics.abs_max / format.max_absolute_value();
+  return std::ldexp(1.0, std::ilogb(metrics.abs_max) - format.max_exponent());
+}
+
 // Values in [2^e, 2^(e+1)) that become zero.
-double becomes_zero(const FPFormat& format, int e) {
-  double smallest = format.min_absolute_subnormal(), low = std::ldexp(1.0, e);
+double becomes_zero(const FPFormat& format, double scale, int e) {
+  double smallest = format.min_absolute_subnormal() * scale, low = std::ldexp(1.0, e);
   switch (format.rounding) {
     case Rounding::Nearest: return 1 - share_above(e, smallest / 2);
     case Rounding::TowardZero: return 1 - share_above(e, smallest);
@@ -126,20 +133,21 @@ TensorMetrics finish_metrics(const kernel::Partial& p, int64_t numel) {
 }
 
 double TensorMetrics::underflow_share(const FPFormat& format) const {
-  return weighted_share(*this, [&](int e) { return becomes_zero(format, e); });
+  const double scale = element_scale(*this, format);
+  return weighted_share(*this, [&](int e) { return becomes_zero(format, scale, e); });
 }
 
 double TensorMetrics::subnormal_share(const FPFormat& format) const {
-  return weighted_share(*this, [&](int e) {
-    return std::max(0.0, 1 - share_above(e, format.min_absolute_normal()) - becomes_zero(format, e));
-  });
+  const double scale = element_scale(*this, format), least = format.min_absolute_normal() * scale;
+  return weighted_share(
+      *this, [&](int e) { return std::max(0.0, 1 - share_above(e, least) - becomes_zero(format, scale, e)); });
 }
 
 double TensorMetrics::overflow_share(const FPFormat& format) const {
   double limit = format.max_absolute_value();
   if (format.rounding == Rounding::Nearest) limit += std::ldexp(0.5, format.max_exponent() - format.mantissa_bits);
   need_histogram(*this);
-  if (abs_max <= limit) return 0;
+  if (format.has_blocks() || abs_max <= limit) return 0;  // shared scales follow the largest value
   return weighted_share(*this, [&](int e) { return share_above(e, limit); });
 }
 

@@ -17,6 +17,7 @@
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/numerics/saved_codes.h"
 
 namespace plumb {
 
@@ -77,16 +78,16 @@ std::optional<int64_t> backward_seed(std::optional<int64_t> seed) {
 // --- CPU
 
 at::Tensor quantise_cpu(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
-                        std::optional<int64_t> seed) {
-  return quantise(x, chosen_format(format, rounding, srbits), as_seed(seed));
+                        std::optional<int64_t> seed, int64_t dim) {
+  return quantise(x, chosen_format(format, rounding, srbits), as_seed(seed), dim);
 }
 
 at::Tensor simulate_format_cpu(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
-                               std::optional<int64_t> seed) {
+                               std::optional<int64_t> seed, int64_t dim) {
   if (!leaves_alone(bwd)) cached_format(bwd);
   // The schema promises a tensor of its own.
   if (leaves_alone(fwd)) return x.clone();
-  return quantise(x, cached_format(fwd), as_seed(seed));
+  return quantise(x, cached_format(fwd), as_seed(seed), dim);
 }
 
 at::Tensor encode_cpu(const at::Tensor& x, std::string_view format, std::optional<int64_t> seed) {
@@ -111,14 +112,14 @@ at::Tensor tensor_metrics_cpu(const at::Tensor& x, bool histogram) {
 // --- Meta
 
 at::Tensor quantise_meta(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
-                         std::optional<int64_t>) {
+                         std::optional<int64_t>, int64_t) {
   chosen_format(format, rounding, srbits);
   carrier_of(x.scalar_type(), "quantise");
   return at::empty_like(x);
 }
 
-at::Tensor simulate_format_meta(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
-                                std::optional<int64_t>) {
+at::Tensor simulate_format_meta(const at::Tensor& x, std::string_view fwd, std::string_view bwd, std::optional<int64_t>,
+                                int64_t) {
   if (!leaves_alone(fwd)) cached_format(fwd);
   if (!leaves_alone(bwd)) cached_format(bwd);
   if (!leaves_alone(fwd) || !leaves_alone(bwd)) carrier_of(x.scalar_type(), "simulate_format");
@@ -149,8 +150,9 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 }
 
 using QuantiseSignature = at::Tensor(const at::Tensor&, std::string_view, std::string_view, int64_t,
-                                     std::optional<int64_t>);
-using SimulateSignature = at::Tensor(const at::Tensor&, std::string_view, std::string_view, std::optional<int64_t>);
+                                     std::optional<int64_t>, int64_t);
+using SimulateSignature = at::Tensor(const at::Tensor&, std::string_view, std::string_view, std::optional<int64_t>,
+                                     int64_t);
 using EncodeSignature = at::Tensor(const at::Tensor&, std::string_view, std::optional<int64_t>);
 using DecodeSignature = at::Tensor(const at::Tensor&, std::string_view, at::ScalarType);
 using MetricsSignature = at::Tensor(const at::Tensor&, bool);
@@ -161,22 +163,23 @@ struct StraightThrough : torch::autograd::Function<StraightThrough> {
   static constexpr bool is_traceable = true;
 
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x, std::string format,
-                            std::string rounding, int64_t srbits, std::optional<int64_t> seed) {
+                            std::string rounding, int64_t srbits, std::optional<int64_t> seed, int64_t dim) {
     at::AutoDispatchBelowADInplaceOrView below;
-    return ops::quantise(x, format, rounding, srbits, seed);
+    return ops::quantise(x, format, rounding, srbits, seed, dim);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
                                                  const torch::autograd::variable_list& gradients) {
-    return {gradients[0], {}, {}, {}, {}};
+    return {gradients[0], {}, {}, {}, {}, {}};
   }
 };
 
 at::Tensor quantise_autograd(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
-                             std::optional<int64_t> seed) {
-  if (needs_gradient(x)) return StraightThrough::apply(x, std::string(format), std::string(rounding), srbits, seed);
+                             std::optional<int64_t> seed, int64_t dim) {
+  if (needs_gradient(x))
+    return StraightThrough::apply(x, std::string(format), std::string(rounding), srbits, seed, dim);
   at::AutoDispatchBelowADInplaceOrView below;
-  return ops::quantise(x, format, rounding, srbits, seed);
+  return ops::quantise(x, format, rounding, srbits, seed, dim);
 }
 
 // Another tensor on x's memory. It is no view to autograd, which would forbid writing to it in place; the version
@@ -199,10 +202,18 @@ struct SimulateFormat : torch::autograd::Function<SimulateFormat> {
   static constexpr bool is_traceable = true;
 
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::string fwd,
-                            std::string bwd, std::optional<int64_t> seed) {
+                            std::string bwd, std::optional<int64_t> seed, int64_t dim) {
     at::AutoDispatchBelowADInplaceOrView below;
     context->saved_data["seed"] = seed;
-    at::Tensor result = leaves_alone(fwd) ? same_memory(x) : ops::quantise(x, fwd, "", 0, seed);
+    context->saved_data["dim"] = dim;
+    at::Tensor result;
+    if (leaves_alone(fwd)) {
+      save_as_codes(x);
+      result = same_memory(x);
+    } else {
+      result = ops::quantise(x, fwd, "", 0, seed, dim);
+      remember_quantised(result, cached_format(fwd));
+    }
     context->saved_data["format"] = std::move(bwd);
     return result;
   }
@@ -211,21 +222,22 @@ struct SimulateFormat : torch::autograd::Function<SimulateFormat> {
                                                  torch::autograd::variable_list& gradients) {
     at::Tensor& gradient = gradients[0];
     const std::string& format = context->saved_data["format"].toStringRef();
-    if (leaves_alone(format) || !gradient.defined()) return {gradient, {}, {}, {}};
+    if (leaves_alone(format) || !gradient.defined()) return {gradient, {}, {}, {}, {}};
     const auto seed = backward_seed(context->saved_data["seed"].toOptional<int64_t>());
-    if (is_ours(gradient)) return {quantise_(gradient, cached_format(format), as_seed(seed)), {}, {}, {}};
-    return {ops::quantise(gradient, format, "", 0, seed), {}, {}, {}};
+    const int64_t dim = context->saved_data["dim"].toInt();
+    if (is_ours(gradient)) return {quantise_(gradient, cached_format(format), as_seed(seed), dim), {}, {}, {}, {}};
+    return {ops::quantise(gradient, format, "", 0, seed, dim), {}, {}, {}, {}};
   }
 };
 
 at::Tensor simulate_format_autograd(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
-                                    std::optional<int64_t> seed) {
+                                    std::optional<int64_t> seed, int64_t dim) {
   if (!leaves_alone(fwd)) cached_format(fwd);
   if (!leaves_alone(bwd)) cached_format(bwd);
   if (!leaves_alone(fwd) || !leaves_alone(bwd)) carrier_of(x.scalar_type(), "simulate_format");
-  if (needs_gradient(x)) return SimulateFormat::apply(x, std::string(fwd), std::string(bwd), seed);
+  if (needs_gradient(x)) return SimulateFormat::apply(x, std::string(fwd), std::string(bwd), seed, dim);
   at::AutoDispatchBelowADInplaceOrView below;
-  return ops::simulate_format(x, fwd, bwd, seed);
+  return ops::simulate_format(x, fwd, bwd, seed, dim);
 }
 
 template <class Call>
@@ -249,15 +261,15 @@ at::Tensor tensor_metrics_autograd(const at::Tensor& x, bool histogram) {
 namespace ops {
 
 at::Tensor quantise(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
-                    std::optional<int64_t> seed) {
+                    std::optional<int64_t> seed, int64_t dim) {
   static const auto op = find<QuantiseSignature>("plumb::quantise");
-  return op.call(x, format, rounding, srbits, seed);
+  return op.call(x, format, rounding, srbits, seed, dim);
 }
 
-at::Tensor simulate_format(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
-                           std::optional<int64_t> seed) {
+at::Tensor simulate_format(const at::Tensor& x, std::string_view fwd, std::string_view bwd, std::optional<int64_t> seed,
+                           int64_t dim) {
   static const auto op = find<SimulateSignature>("plumb::simulate_format");
-  return op.call(x, fwd, bwd, seed);
+  return op.call(x, fwd, bwd, seed, dim);
 }
 
 at::Tensor encode(const at::Tensor& x, std::string_view format, std::optional<int64_t> seed) {
@@ -282,8 +294,9 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   // Random when stochastic and without a seed: torch.compile must neither merge nor replay such calls.
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
   const std::vector<at::Tag> fixed = {at::Tag::pt2_compliant_tag};
-  m.def("quantise(Tensor x, str format, str rounding=\"\", int srbits=0, int? seed=None) -> Tensor", random);
-  m.def("simulate_format(Tensor x, str fwd, str bwd, int? seed=None) -> Tensor", random);
+  m.def("quantise(Tensor x, str format, str rounding=\"\", int srbits=0, int? seed=None, int dim=-1) -> Tensor",
+        random);
+  m.def("simulate_format(Tensor x, str fwd, str bwd, int? seed=None, int dim=-1) -> Tensor", random);
   m.def("encode(Tensor x, str format, int? seed=None) -> Tensor", random);
   m.def("decode(Tensor codes, str format, ScalarType dtype=float) -> Tensor", fixed);
   m.def("tensor_metrics(Tensor x, bool histogram=False) -> Tensor", fixed);

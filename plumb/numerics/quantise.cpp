@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/blocks.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/metrics_gather.h"
 
@@ -46,7 +47,8 @@ uint64_t draw_seed() {
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
 
-at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed) {
+at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed, int64_t dim) {
+  if (format.has_blocks()) return quantise_blocks(x, format, seed, dim);
   check_tensor(x, "quantise");
   carrier_of(x.scalar_type(), "quantise");
   at::NoGradGuard no_grad;
@@ -60,7 +62,8 @@ at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<u
   return out;
 }
 
-at::Tensor& quantise_out(at::Tensor& out, const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed) {
+at::Tensor& quantise_out(at::Tensor& out, const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed,
+                         int64_t dim) {
   check_tensor(x, "quantise");
   check_tensor(out, "quantise");
   if (out.sizes() != x.sizes() || out.scalar_type() != x.scalar_type())
@@ -69,40 +72,48 @@ at::Tensor& quantise_out(at::Tensor& out, const at::Tensor& x, const FPFormat& f
                     ", x is " + c10::toString(x.scalar_type()) + c10::str(x.sizes()),
                 "", "give an out of the same sizes and dtype");
   at::NoGradGuard no_grad;
-  if (out.is_same(x)) return quantise_(out, format, seed);
+  if (out.is_same(x)) return quantise_(out, format, seed, dim);
   if (at::has_internal_overlap(out) == at::MemOverlap::Yes)
     throw Error(ErrorKind::InvalidArgument, "quantise: several of out's elements are one place in memory", "",
                 "give an out with memory of its own");
   const bool apart =
       !x.storage().is_alias_of(out.storage()) || at::get_overlap_status(x, out) == at::MemOverlapStatus::Full;
-  if (apart && !x.is_neg() && !out.is_neg() && is_dense(x) && is_dense(out) && out.strides() == x.strides()) {
+  if (!format.has_blocks() && apart && !x.is_neg() && !out.is_neg() && is_dense(x) && is_dense(out) &&
+      out.strides() == x.strides()) {
     round_dense(x, out, format, seed);
     bump_version(out);
   } else {
-    out.copy_(quantise(x, format, seed));
+    out.copy_(quantise(x, format, seed, dim));
   }
   return out;
 }
 
-at::Tensor& quantise_(at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed) {
+at::Tensor& quantise_(at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed, int64_t dim) {
   check_tensor(x, "quantise_");
   carrier_of(x.scalar_type(), "quantise_");
   at::NoGradGuard no_grad;
-  if (!x.is_neg() && is_dense(x)) {
+  if (!format.has_blocks() && !x.is_neg() && is_dense(x)) {
     round_dense(x, x, format, seed);
     bump_version(x);
   } else if (at::has_internal_overlap(x) == at::MemOverlap::Yes) {
     throw Error(ErrorKind::InvalidArgument, "quantise_: several of the tensor's elements are one place in memory", "",
                 "clone() it first");
   } else {
-    x.copy_(quantise(x, format, seed));
+    x.copy_(quantise(x, format, seed, dim));
   }
   return x;
 }
 
 at::Tensor quantise_and_measure(const at::Tensor& x, const FPFormat& format, TensorMetrics* before,
-                                TensorMetrics* after, const MetricsOptions& options, std::optional<uint64_t> seed) {
+                                TensorMetrics* after, const MetricsOptions& options, std::optional<uint64_t> seed,
+                                int64_t dim) {
   check_tensor(x, "quantise_and_measure");
+  if (format.has_blocks()) {
+    at::Tensor out = quantise_blocks(x, format, seed, dim);
+    if (before) *before = measure(x, options);
+    if (after) *after = measure(out, options);
+    return out;
+  }
   auto carrier = carrier_of(x.scalar_type(), "quantise_and_measure");
   at::NoGradGuard no_grad;
   at::Tensor out = fresh_like(x, x.scalar_type());

@@ -9,6 +9,7 @@
 // Stochastic rounding adds `srbits` random bits below the last kept one; the result depends on the seed and on each
 // element's place in memory order, not on the number of threads, the CPU, or whether values are float16 or float64.
 // Without a seed one is drawn from torch's default CPU generator (torch.manual_seed).
+// `dim`: along which blocks share scales, in formats that have them (blocks.h); else it means nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,19 +23,21 @@
 namespace plumb {
 
 // A new tensor with x's sizes and dtype, and its strides where they are dense.
-at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed = std::nullopt);
+at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed = std::nullopt,
+                    int64_t dim = -1);
 
 // Into `out`: same sizes and dtype, any strides; may be x itself or share memory with it.
 at::Tensor& quantise_out(at::Tensor& out, const at::Tensor& x, const FPFormat& format,
-                         std::optional<uint64_t> seed = std::nullopt);
+                         std::optional<uint64_t> seed = std::nullopt, int64_t dim = -1);
 
 // In place.
-at::Tensor& quantise_(at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed = std::nullopt);
+at::Tensor& quantise_(at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed = std::nullopt,
+                      int64_t dim = -1);
 
 // quantise() that measures x (before) and the result (after), either may be null, in the same pass over memory.
 at::Tensor quantise_and_measure(const at::Tensor& x, const FPFormat& format, TensorMetrics* before,
                                 TensorMetrics* after, const MetricsOptions& options = {},
-                                std::optional<uint64_t> seed = std::nullopt);
+                                std::optional<uint64_t> seed = std::nullopt, int64_t dim = -1);
 
 // 64 bits of torch's default CPU generator.
 uint64_t draw_seed();

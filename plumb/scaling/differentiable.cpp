@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/saved_codes.h"
+#include "plumb/scaling/kernels.h"
 
 namespace plumb {
 namespace {
@@ -108,7 +110,7 @@ const at::Tensor* tensor_of(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() ? &value.toTensor() : nullptr;
 }
 
-struct OperatorNode : Node {
+struct OperatorNode : Node, SavesTensors {
   const Plan* plan = nullptr;
   // For each source its saved form; tensors in `saved`, everything else in `values`.
   std::vector<c10::IValue> values;
@@ -116,6 +118,12 @@ struct OperatorNode : Node {
   bool released = false;
 
   std::string name() const override { return plan->node_name; }
+
+  void visit_saved(const std::function<void(SavedVariable&)>& visit) override {
+    for (size_t i = 0; i < saved.size(); ++i) {
+      if (plan->sources[i].kind == Source::Tensor) visit(saved[i]);
+    }
+  }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -154,6 +162,8 @@ struct OperatorNode : Node {
 
 class DifferentiableKernel : public c10::OperatorKernel {
  public:
+  explicit DifferentiableKernel(HandsOn hands_on) : hands_on_(hands_on) {}
+
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     std::call_once(planned_, [&] { plan_ = make_plan(op); });
     const size_t count = op.schema().arguments().size(), first = stack->size() - count;
@@ -166,6 +176,13 @@ class DifferentiableKernel : public c10::OperatorKernel {
         throw Error(ErrorKind::InvalidArgument, op.operator_name().name + " has no forward-mode derivative.", "",
                     "reverse mode: backward() or torch.autograd.grad");
       }
+    }
+    if (hands_on_ && hands_on_(torch::jit::last(*stack, count)) && ordinary(argument(0).toTensor())) {
+      const at::Tensor& first_argument = argument(0).toTensor();
+      at::Tensor same = first_argument.view_as(first_argument);
+      stack->resize(first);
+      stack->emplace_back(std::move(same));
+      return;
     }
     for (size_t i : plan_.differentiable) {
       const auto* tensor = tensor_of(argument(i));
@@ -211,6 +228,13 @@ class DifferentiableKernel : public c10::OperatorKernel {
   }
 
  private:
+  // Watched by autograd alone.
+  static bool ordinary(const at::Tensor& tensor) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return plain(tensor);
+  }
+
+  const HandsOn hands_on_;
   std::once_flag planned_;
   Plan plan_;
 };
@@ -238,9 +262,9 @@ void define(torch::Library& library, const std::string& schema, const std::vecto
   library.def(torch::schema(schema.c_str()), tags);
 }
 
-torch::CppFunction differentiable() {
+torch::CppFunction differentiable(HandsOn hands_on) {
   return torch::CppFunction::makeFromBoxedKernel(
-      c10::BoxedKernel::makeFromFunctor(std::make_unique<DifferentiableKernel>()));
+      c10::BoxedKernel::makeFromFunctor(std::make_unique<DifferentiableKernel>(hands_on)));
 }
 
 torch::CppFunction differentiable_backward() { return torch::CppFunction::makeFromBoxedFunction<&backward_kernel>(); }

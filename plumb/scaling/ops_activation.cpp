@@ -123,10 +123,11 @@ void check_dropout(double p) {
 
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, bool train) {
   check_dropout(p);
-  auto noise = at::empty_like(input);
   if (!train || p == 0) {
-    noise.fill_(1);
-  } else if (p == 1) {
+    return {at::empty_like(input).copy_(input), at::ones({}, input.options()).expand(input.sizes())};
+  }
+  auto noise = at::empty_like(input);
+  if (p == 1) {
     noise.zero_();
   } else {
     noise.bernoulli_(1 - p).mul_(rules::dropout(p) / (1 - p));
@@ -138,6 +139,13 @@ Tensor dropout(const Tensor& input, double p, bool train) {
   check_dropout(p);
   if (!train || p == 0) return at::empty_like(input).copy_(input);
   return std::get<0>(native_dropout(input, p, train));
+}
+
+// Nothing is dropped.
+bool dropout_hands_on(at::ArrayRef<c10::IValue> arguments) {
+  const double p = arguments[1].toDouble();
+  check_dropout(p);
+  return !arguments[2].toBool() || p == 0;
 }
 
 std::tuple<Tensor> dropout_backward(const Tensor& grad, const Tensor& noise, std::array<bool, 1> mask) {
@@ -247,7 +255,7 @@ TORCH_LIBRARY_IMPL(plumb, Meta, m) {
 
 TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
   for (const char* name : {"gelu", "silu", "silu_glu", "softmax", "dropout"}) {
-    m.impl(name, differentiable());
+    m.impl(name, std::string_view(name) == "dropout" ? differentiable(dropout_hands_on) : differentiable());
     m.impl((std::string(name) + "_backward").c_str(), differentiable_backward());
   }
 }

@@ -1,6 +1,7 @@
 #include "plumb/transforms/simulate_format.h"
 
 #include <algorithm>
+#include <map>
 #include <unordered_map>
 
 #include "plumb/core/error.h"
@@ -10,44 +11,54 @@
 namespace plumb {
 namespace {
 
-// Operator -> the arguments that are multiplied.
-const std::unordered_map<std::string_view, std::vector<std::string_view>>& products() {
-  static const std::unordered_map<std::string_view, std::vector<std::string_view>> table = {
-      {"aten::linear", {"input", "weight"}},
-      {"aten::matmul", {"self", "other"}},
-      {"aten::linalg_matmul", {"self", "other"}},
-      {"aten::mm", {"self", "mat2"}},
-      {"aten::bmm", {"self", "mat2"}},
-      {"aten::mv", {"self", "vec"}},
-      {"aten::addmm", {"mat1", "mat2"}},
-      {"aten::addbmm", {"batch1", "batch2"}},
-      {"aten::baddbmm", {"batch1", "batch2"}},
-      {"aten::bilinear", {"input1", "input2", "weight"}},
-      {"aten::einsum", {"tensors"}},
-      {"aten::scaled_dot_product_attention", {"query", "key", "value"}},
-      {"aten::conv1d", {"input", "weight"}},
-      {"aten::conv2d", {"input", "weight"}},
-      {"aten::conv3d", {"input", "weight"}},
-      {"aten::conv_transpose1d", {"input", "weight"}},
-      {"aten::conv_transpose2d", {"input", "weight"}},
-      {"aten::conv_transpose3d", {"input", "weight"}},
-      {"aten::convolution", {"input", "weight"}},
-      {"aten::_convolution", {"input", "weight"}},
-      {"aten::lstm_cell", {"input", "hx", "w_ih", "w_hh"}},
-      {"aten::gru_cell", {"input", "hx", "w_ih", "w_hh"}},
-      {"aten::rnn_tanh_cell", {"input", "hx", "w_ih", "w_hh"}},
-      {"aten::rnn_relu_cell", {"input", "hx", "w_ih", "w_hh"}},
-      {"plumb::linear", {"input", "weight"}},
-      {"plumb::linear_readout", {"input", "weight"}},
-      {"plumb::matmul", {"left", "right"}},
-      {"plumb::scaled_dot_product_attention", {"query", "key", "value"}},
-      {"plumb::conv1d", {"input", "weight"}},
-      {"plumb::conv2d", {"input", "weight"}},
-      {"plumb::conv3d", {"input", "weight"}},
-      {"plumb::conv_transpose1d", {"input", "weight"}},
-      {"plumb::conv_transpose2d", {"input", "weight"}},
-      {"plumb::conv_transpose3d", {"input", "weight"}},
-  };
+// An argument that is multiplied, and the dimension that the product sums over: there blocks share scales.
+struct Factor {
+  std::string_view argument;
+  int64_t dim = -1;
+};
+
+struct Product {
+  std::vector<Factor> factors;
+  int64_t result_dim = -1;  // over which the gradient of the result is summed in the input's gradient
+};
+
+const std::unordered_map<std::string_view, Product>& products() {
+  static const std::unordered_map<std::string_view, Product> table = [] {
+    std::unordered_map<std::string_view, Product> all = {
+        {"aten::linear", {{{"input"}, {"weight"}}}},
+        {"aten::matmul", {{{"self"}, {"other", -2}}}},
+        {"aten::linalg_matmul", {{{"self"}, {"other", -2}}}},
+        {"aten::mm", {{{"self"}, {"mat2", -2}}}},
+        {"aten::bmm", {{{"self"}, {"mat2", -2}}}},
+        {"aten::mv", {{{"self"}, {"vec"}}}},
+        {"aten::addmm", {{{"mat1"}, {"mat2", -2}}}},
+        {"aten::addbmm", {{{"batch1"}, {"batch2", -2}}}},
+        {"aten::baddbmm", {{{"batch1"}, {"batch2", -2}}}},
+        {"aten::bilinear", {{{"input1"}, {"input2"}, {"weight"}}}},
+        {"aten::einsum", {{{"tensors"}}}},
+        {"aten::scaled_dot_product_attention", {{{"query"}, {"key"}, {"value", -2}}}},
+        {"aten::convolution", {{{"input", 1}, {"weight", 1}}, 1}},
+        {"aten::_convolution", {{{"input", 1}, {"weight", 1}}, 1}},
+        {"aten::lstm_cell", {{{"input"}, {"hx"}, {"w_ih"}, {"w_hh"}}}},
+        {"aten::gru_cell", {{{"input"}, {"hx"}, {"w_ih"}, {"w_hh"}}}},
+        {"aten::rnn_tanh_cell", {{{"input"}, {"hx"}, {"w_ih"}, {"w_hh"}}}},
+        {"aten::rnn_relu_cell", {{{"input"}, {"hx"}, {"w_ih"}, {"w_hh"}}}},
+        {"plumb::linear", {{{"input"}, {"weight"}}}},
+        {"plumb::linear_readout", {{{"input"}, {"weight"}}}},
+        {"plumb::matmul", {{{"left"}, {"right", -2}}}},
+        {"plumb::scaled_dot_product_attention", {{{"query"}, {"key"}, {"value", -2}}}},
+    };
+    // Channels stand before the places, with a batch or without.
+    static constexpr std::string_view kConvolutions[][4] = {
+        {"aten::conv1d", "plumb::conv1d", "aten::conv_transpose1d", "plumb::conv_transpose1d"},
+        {"aten::conv2d", "plumb::conv2d", "aten::conv_transpose2d", "plumb::conv_transpose2d"},
+        {"aten::conv3d", "plumb::conv3d", "aten::conv_transpose3d", "plumb::conv_transpose3d"}};
+    for (int64_t places = 1; places <= 3; ++places) {
+      const auto& names = kConvolutions[places - 1];
+      for (int i = 0; i < 4; ++i) all[names[i]] = {{{"input", -1 - places}, {"weight", i < 2 ? 1 : 0}}, -1 - places};
+    }
+    return all;
+  }();
   return table;
 }
 
@@ -80,6 +91,8 @@ class Simulator {
       : graph_(module.graph()), state_(module.state()), options_(options), report_(report) {
     fwd_ = options.fwd == "none" ? "none" : resolve(options.fwd, options).to_string();
     bwd_ = options.bwd == "none" ? "none" : resolve(options.bwd, options).to_string();
+    fwd_blocks_ = fwd_ != "none" && FPFormat::parse(fwd_).has_blocks();
+    bwd_blocks_ = bwd_ != "none" && FPFormat::parse(bwd_).has_blocks();
     for (const auto& name : options.operators) {
       const auto known = matrix_product_operators();
       if (std::none_of(known.begin(), known.end(), [&](const std::string& k) { return k == name || bare(k) == name; }))
@@ -138,11 +151,12 @@ class Simulator {
   }
 
   // The value rounded forward: one node for all uses, as long as nothing is written in between.
-  Value* rounded(Value* value, const Node* user) {
-    auto [it, fresh] = rounded_.try_emplace(value, Made{nullptr, nullptr});
+  Value* rounded(Value* value, int64_t dim, const Node* user) {
+    if (!fwd_blocks_) dim = -1;
+    auto [it, fresh] = rounded_.try_emplace({value, dim}, Made{nullptr, nullptr});
     if (!fresh && it->second.last_write == last_write_ && it->second.grad_enabled == user->meta().grad_enabled)
       return it->second.value;
-    Node* node = graph_.call("plumb::simulate_format", {value, fwd_, "none"});
+    Node* node = graph_.call("plumb::simulate_format", {value, fwd_, "none", c10::IValue(), dim});
     node->meta() = user->meta();
     node->result()->set_meta(value->meta());
     node->result()->rename(graph_.unique_name(value->name() + "_fwd"));
@@ -150,22 +164,22 @@ class Simulator {
     return node->result();
   }
 
-  bool quantise(Node* node, const std::vector<std::string_view>& arguments) {
+  bool quantise(Node* node, const Product& product) {
     bool changed = false;
     if (fwd_ != "none") {
       auto here = graph_.inserting_before(node);
-      for (std::string_view name : arguments) {
+      for (const auto& [name, dim] : product.factors) {
         const Arg arg = node->arg(name);
         // A cell's hidden state h is multiplied, its cell state c is not.
         size_t limit = name == "hx" && is_cell(node->op_name()) ? 1 : SIZE_MAX;
         if (arg.is_value() && roundable(arg.value())) {
-          node->set_arg(name, rounded(arg.value(), node));
+          node->set_arg(name, rounded(arg.value(), dim, node));
           changed = true;
         } else if (arg.is_list()) {
           Arg::List list = arg.list();
           for (size_t i = 0; i < std::min(limit, list.size()); ++i) {
             if (list[i].is_value() && roundable(list[i].value()))
-              list[i] = rounded(list[i].value(), node), changed = true;
+              list[i] = rounded(list[i].value(), dim, node), changed = true;
           }
           node->set_arg(name, std::move(list));
         }
@@ -184,7 +198,8 @@ class Simulator {
         }
         if (!result->has_uses()) continue;
         auto here = graph_.inserting_after(result->producer());
-        Node* back = graph_.call("plumb::simulate_format", {result, "none", bwd_});
+        Node* back = graph_.call("plumb::simulate_format",
+                                 {result, "none", bwd_, c10::IValue(), bwd_blocks_ ? product.result_dim : -1});
         back->meta() = node->meta();
         back->result()->set_meta(result->meta());
         graph_.replace_all_uses_with(result, back->result(), back);
@@ -208,7 +223,8 @@ class Simulator {
   Report& report_;
   std::string fwd_, bwd_;
   const Node* last_write_ = nullptr;
-  std::unordered_map<const Value*, Made> rounded_;
+  bool fwd_blocks_ = false, bwd_blocks_ = false;
+  std::map<std::pair<const Value*, int64_t>, Made> rounded_;
 };
 
 std::vector<std::string> split_list(const std::string& text) {
@@ -259,7 +275,7 @@ const RegisterPass registered(
 
 std::vector<std::string> matrix_product_operators() {
   std::vector<std::string> names;
-  for (const auto& [name, arguments] : products()) names.emplace_back(name);
+  for (const auto& [name, product] : products()) names.emplace_back(name);
   std::sort(names.begin(), names.end());
   return names;
 }

@@ -111,3 +111,63 @@ def test_compiled_without_a_break_and_with_the_same_values():
 def test_an_unknown_format_is_named():
     with pytest.raises(RuntimeError, match="'e4m3' is not a number format"):
         ops.quantise(torch.ones(2), "e4m3")
+
+
+MX = {
+    "mxfp8e4m3": (ml_dtypes.float8_e4m3fn, 448.0, 8),
+    "mxfp8e5m2": (ml_dtypes.float8_e5m2, 57344.0, 15),
+    "mxfp6e2m3": (ml_dtypes.float6_e2m3fn, 7.5, 2),
+    "mxfp6e3m2": (ml_dtypes.float6_e3m2fn, 28.0, 4),
+    "mxfp4": (ml_dtypes.float4_e2m1fn, 6.0, 2),
+}
+
+
+def many_scales(columns):
+    torch.manual_seed(1)
+    x = torch.randn(400, columns) * torch.logspace(-37, 37, 400, 10.0)[:, None]
+    x[7] = 0
+    return x
+
+
+@pytest.mark.parametrize("name", MX)
+def test_shared_scales_are_codes_of_ml_dtypes(name):
+    element, largest, exponent = MX[name]
+    x = many_scales(64)
+    blocks = x.numpy().reshape(400, 2, 32)
+    wanted = np.frexp(np.abs(blocks).max(-1, keepdims=True))[1] - 1 - exponent
+    wanted = np.where((blocks == 0).all(-1, keepdims=True), -127, np.clip(wanted, -127, 127))
+    scales = np.exp2(wanted.astype(np.float64))
+    codes = scales.astype(ml_dtypes.float8_e8m0fnu)
+    assert (codes.astype(np.float64) == scales).all()
+    elements = np.clip(blocks / scales, -largest, largest).astype(element)
+    expected = (elements.astype(np.float64) * scales).astype(np.float32).reshape(400, 64)
+    assert torch.equal(torch.ops.plumb.quantise(x, name), torch.from_numpy(expected))
+
+
+def test_nvfp4_is_codes_of_ml_dtypes():
+    x = many_scales(48)[150:250]
+    for part in (x, x[40:60]):
+        blocks = part.numpy().reshape(len(part), 3, 16)
+        unit = np.maximum(np.float32(float(np.abs(blocks).max()) / (6.0 * 448.0)), np.float32(2.0**-126))
+        scales = (np.abs(blocks).max(-1, keepdims=True) / np.float32(6) / unit).astype(ml_dtypes.float8_e4m3fn)
+        scales = scales.astype(np.float32) * unit
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(scales > 0, blocks / scales, 0 * blocks)
+        elements = np.clip(ratio, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+        expected = (elements.astype(np.float32) * scales).reshape(len(part), 48)
+        assert torch.equal(torch.ops.plumb.quantise(part.contiguous(), "nvfp4"), torch.from_numpy(expected))
+
+
+def test_shared_scales_run_along_a_dimension_and_in_a_model():
+    x = many_scales(64)[100:300]
+    for dim in (0, 1):
+        expected = torch.ops.plumb.quantise(x.movedim(dim, -1).contiguous(), "mxfp8").movedim(-1, dim)
+        assert torch.equal(torch.ops.plumb.quantise(x, "mxfp8", dim=dim), expected)
+    import plumb
+
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(40, 8), torch.randn(5, 40)
+    simulated = plumb.transforms.simulate_format(model, "mxfp8-RN", "mxfp8e5m2-RN")
+    q = torch.ops.plumb.quantise
+    y = torch.nn.functional.linear(q(x, "mxfp8"), q(model.weight, "mxfp8"), model.bias)
+    assert torch.equal(simulated(x), y)

@@ -1,0 +1,192 @@
+// Rounding to formats whose blocks share a scale. Compiled once per CPU level; see kernel_base.h.
+//
+// A chunk is divided by its blocks' scales, rounded as if it had none, and multiplied again; all three passes stay in
+// L1.
+#pragma once
+
+#include "plumb/numerics/kernel_base.h"
+#include "plumb/numerics/kernel_codes.h"
+#include "plumb/numerics/kernel_round.h"
+
+namespace plumb::kernel {
+namespace {
+
+inline float value_of(float x) { return x; }
+inline double value_of(double x) { return x; }
+inline float value_of(Half x) { return widen_one(x); }
+inline float value_of(BHalf x) { return widen_one(x); }
+
+// The largest magnitude as bits: infinity counts, NaN does not.
+template <class T>
+inline BitsOf<T> larger_magnitude(BitsOf<T> so_far, T value) {
+  using F = FloatTraits<T>;
+  BitsOf<T> magnitude = to_bits(value) & ~F::sign;
+  magnitude = magnitude > F::exponent ? 0 : magnitude;
+  return magnitude > so_far ? magnitude : so_far;
+}
+
+template <class T, int kSize>
+inline BitsOf<T> largest_of(const T* x) {
+  BitsOf<T> largest = 0;
+  for (int j = 0; j < kSize; ++j) largest = larger_magnitude(largest, x[j]);
+  return largest;
+}
+
+// What a block's largest value makes of its scale.
+template <class T>
+struct Scaler {
+  using F = FloatTraits<T>;
+  const BlockSpec spec;
+  const T unit;
+  const T element_max;
+  const RoundingConstants<T> round_scale;
+  BitsOf<T> limit;
+
+  Scaler(const BlockSpec& block, double tensor_scale)
+      : spec(block),
+        unit(T(tensor_scale)),
+        element_max(T(block.element_max)),
+        round_scale(block.scale_rounding),
+        limit(to_bits(T(block.largest))) {}
+
+  // Values are multiplied by `down` (divided by it, where scales are no powers of two) and later by `up`. Answers the
+  // scale's code.
+  inline uint8_t scale(BitsOf<T> largest, T& down, T& up) const {
+    if (largest > limit) largest = limit;
+    if (spec.power_of_two) {
+      int e = int(largest >> F::mantissa) - F::bias - spec.element_exponent;
+      e = e < -127 ? -127 : e;
+      e = e > 127 ? 127 : e;
+      down = power_of_two<T>(-e);
+      up = power_of_two<T>(e);
+      return uint8_t(e + 127);
+    }
+    const T wanted = from_bits(largest) / element_max / unit;
+    const T rounded = round_one<T, kNearestByAddition, true>(wanted, 0, round_scale);
+    up = rounded * unit;
+    down = up > 0 ? up : T(__builtin_inf());
+    // e4m3fn's code: 2^-9 is its smallest value.
+    if (rounded < T(0.015625)) return uint8_t(int(rounded * T(512)));
+    return uint8_t((to_bits(rounded) >> (F::mantissa - 3)) - (BitsOf<T>(F::bias - 7) << 3));
+  }
+};
+
+template <class T, int kSize, bool kDivide>
+inline void scale_blocks(const T* from, T* to, int blocks, const Scaler<T>& scaler, T* ups, uint8_t* codes) {
+  for (int b = 0; b < blocks; ++b) {
+    T down, up;
+    const uint8_t code = scaler.scale(largest_of<T, kSize>(from + b * kSize), down, up);
+    if (codes) codes[b] = code;
+    ups[b] = up;
+    for (int j = 0; j < kSize; ++j) {
+      const T x = from[b * kSize + j];
+      to[b * kSize + j] = kDivide ? x / down : x * down;
+    }
+  }
+}
+
+template <class T, int kSize>
+inline void unscale_blocks(const T* from, T* to, int blocks, const T* ups, T limit) {
+  for (int b = 0; b < blocks; ++b)
+    for (int j = 0; j < kSize; ++j) {
+      T y = from[b * kSize + j] * ups[b];
+      y = y > limit ? limit : y;
+      y = y < -limit ? -limit : y;
+      to[b * kSize + j] = y;
+    }
+}
+
+// Blocks as they come: rows need not be whole numbers of blocks, nor chunks of rows.
+template <class C, class T>
+inline void scale_ragged(const C* x, int64_t i, int m, int64_t length, const Scaler<T>& scaler, T* to, T* ups,
+                         uint8_t* codes) {
+  const int64_t size = scaler.spec.size, blocks_in_row = (length + size - 1) / size;
+  for (int done = 0; done < m;) {
+    const int64_t at = i + done, row = at / length, place = at % length, block = place / size;
+    const int64_t begin = row * length + block * size, end = row * length + smaller(length, (block + 1) * size);
+    BitsOf<T> largest = 0;
+    for (int64_t k = begin; k < end; ++k) largest = larger_magnitude<T>(largest, value_of(x[k]));
+    T down, up;
+    const uint8_t code = scaler.scale(largest, down, up);
+    if (codes) codes[row * blocks_in_row + block] = code;
+    for (; done < m && i + done < end; ++done) {
+      const T v = value_of(x[i + done]);
+      to[done] = scaler.spec.power_of_two ? v * down : v / down;
+      ups[done] = up;
+    }
+  }
+}
+
+template <class C>
+void round_blocks_all(const void* x_void, void* y_void, int64_t begin, int64_t end, int64_t length,
+                      const RoundingSpec& spec, const BlockSpec& block, double tensor_scale, uint64_t seed,
+                      const CodeSpec* code_spec, uint8_t* codes, uint8_t* scales) {
+  using T = typename ComputeOf<C>::type;
+  const C* x = static_cast<const C*>(x_void);
+  C* y = static_cast<C*>(y_void);
+  const RoundingConstants<T> constants(spec);
+  const RoundRun<T> run = choose_round<T>(spec);
+  const Scaler<T> scaler(block, tensor_scale);
+  // Powers of two cannot lead beyond the carrier, and infinity must be let through.
+  const T limit = block.power_of_two ? T(__builtin_inf()) : T(block.largest);
+  const bool whole = length % block.size == 0;
+  Random random;
+  alignas(64) T wide[kChunk];
+  alignas(64) T ups[kChunk];
+  for (int64_t i = begin; i < end; i += kChunk) {
+    if (spec.mode == RoundingSpec::Stochastic && i % kRandomBlock == 0) random.seed(seed, uint64_t(i / kRandomBlock));
+    const int m = int(smaller(end - i, kChunk));
+    if (!whole) {
+      scale_ragged<C, T>(x, i, m, length, scaler, wide, ups, scales);
+    } else {
+      const T* from = wide;
+      if constexpr (kDirect<C>)
+        from = x + i;
+      else
+        widen(x + i, m, wide);
+      uint8_t* here = scales ? scales + i / block.size : nullptr;
+      if (block.power_of_two)
+        scale_blocks<T, 32, false>(from, wide, m / 32, scaler, ups, here);
+      else
+        scale_blocks<T, 16, true>(from, wide, m / 16, scaler, ups, here);
+    }
+    run(wide, wide, m, constants, &random);
+    if (codes) codes_of(wide, codes + i, m, *code_spec);
+    if (!y) continue;
+    T* to = wide;
+    if constexpr (kDirect<C>) to = y + i;
+    if (!whole) {
+      for (int j = 0; j < m; ++j) {
+        T v = wide[j] * ups[j];
+        v = v > limit ? limit : v;
+        to[j] = v < -limit ? -limit : v;
+      }
+    } else if (block.power_of_two) {
+      unscale_blocks<T, 32>(wide, to, m / 32, ups, limit);
+    } else {
+      unscale_blocks<T, 16>(wide, to, m / 16, ups, limit);
+    }
+    if constexpr (!kDirect<C>) narrow(wide, m, y + i);
+  }
+}
+
+template <class C>
+double largest_all(const void* x_void, int64_t n) {
+  using T = typename ComputeOf<C>::type;
+  const C* x = static_cast<const C*>(x_void);
+  BitsOf<T> largest = 0;
+  alignas(64) T wide[kDirect<C> ? 1 : kChunk];
+  for (int64_t i = 0; i < n; i += kChunk) {
+    const int m = int(smaller(n - i, kChunk));
+    if constexpr (kDirect<C>) {
+      for (int j = 0; j < m; ++j) largest = larger_magnitude(largest, x[i + j]);
+    } else {
+      widen(x + i, m, wide);
+      for (int j = 0; j < m; ++j) largest = larger_magnitude(largest, wide[j]);
+    }
+  }
+  return double(from_bits(largest));
+}
+
+}  // namespace
+}  // namespace plumb::kernel
