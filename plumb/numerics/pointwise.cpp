@@ -1,0 +1,132 @@
+#include "plumb/numerics/pointwise.h"
+
+#include <array>
+#include <charconv>
+#include <sstream>
+#include <utility>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+struct Name {
+  std::string_view name;
+  PointwiseKind kind;
+};
+constexpr std::array kNames = {Name{"add", PointwiseKind::Add},
+                               Name{"sub", PointwiseKind::Sub},
+                               Name{"mul", PointwiseKind::Mul},
+                               Name{"div", PointwiseKind::Div},
+                               Name{"neg", PointwiseKind::Neg},
+                               Name{"relu", PointwiseKind::Relu},
+                               Name{"sigmoid", PointwiseKind::Sigmoid},
+                               Name{"tanh", PointwiseKind::Tanh},
+                               Name{"exp", PointwiseKind::Exp},
+                               Name{"sqrt", PointwiseKind::Sqrt},
+                               Name{"silu", PointwiseKind::Silu},
+                               Name{"gelu", PointwiseKind::Gelu},
+                               Name{"gelu_tanh", PointwiseKind::GeluTanh},
+                               Name{"scale", PointwiseKind::Scale}};
+
+[[noreturn]] void bad(std::string_view step, const std::string& why) {
+  throw Error(ErrorKind::InvalidArgument, "plumb::pointwise: step '" + std::string(step) + "': " + why, "",
+              "see plumb/numerics/pointwise.h for the steps");
+}
+
+std::vector<std::string_view> words(std::string_view text, char separator) {
+  std::vector<std::string_view> found;
+  while (!text.empty()) {
+    const size_t end = text.find(separator);
+    if (end != 0) found.push_back(text.substr(0, end));
+    text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
+  }
+  return found;
+}
+
+template <class T>
+T number(std::string_view step, std::string_view text) {
+  T value{};
+  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) bad(step, "'" + std::string(text) + "' is no number");
+  return value;
+}
+
+std::string exact(double value) {
+  std::array<char, 40> text;
+  auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
+  return {text.data(), end};
+}
+
+}  // namespace
+
+PointwiseProgram PointwiseProgram::parse(std::string_view text) {
+  PointwiseProgram program;
+  std::vector<int> uses;
+  auto argument = [&](std::string_view step, std::string_view word) {
+    PointwiseArg arg;
+    if (word[0] != '#' && word[0] != '$') {
+      arg.kind = PointwiseArg::Number;
+      arg.number = number<double>(step, word);
+      return arg;
+    }
+    arg.kind = word[0] == '#' ? PointwiseArg::Input : PointwiseArg::Step;
+    arg.index = number<int64_t>(step, word.substr(1));
+    if (arg.index < 0 || arg.index > 1000) bad(step, "'" + std::string(word) + "' is out of range");
+    if (arg.kind == PointwiseArg::Input) program.num_inputs = std::max(program.num_inputs, arg.index + 1);
+    if (arg.kind == PointwiseArg::Step) {
+      if (static_cast<size_t>(arg.index) >= program.steps.size()) bad(step, "'" + std::string(word) + "' comes later");
+      if (uses[static_cast<size_t>(arg.index)]++) bad(step, "'" + std::string(word) + "' is used twice");
+    }
+    return arg;
+  };
+  for (std::string_view step : words(text, ';')) {
+    const auto parts = words(step, ' ');
+    if (parts.size() < 2) bad(step, "it has no argument");
+    PointwiseStep made;
+    bool known = false;
+    for (const Name& name : kNames) {
+      if (name.name != parts[0]) continue;
+      made.kind = name.kind;
+      known = true;
+    }
+    if (!known) bad(step, "'" + std::string(parts[0]) + "' is not known");
+    const bool binary = made.kind <= PointwiseKind::Div, scale = made.kind == PointwiseKind::Scale;
+    if (parts.size() != (scale ? 4u : binary ? 3u : 2u)) bad(step, "it has another number of arguments");
+    made.a = argument(step, parts[1]);
+    if (made.a.kind == PointwiseArg::Number) bad(step, "its first argument is a number");
+    if (binary) made.b = argument(step, parts[2]);
+    if (scale) made.forward = number<double>(step, parts[2]), made.backward = number<double>(step, parts[3]);
+    program.steps.push_back(made);
+    uses.push_back(0);
+  }
+  if (program.steps.empty()) bad(text, "there is none");
+  for (size_t i = 0; i + 1 < uses.size(); ++i) {
+    if (uses[i] == 0) bad(text, "step " + std::to_string(i) + " is not used");
+  }
+  return program;
+}
+
+std::string PointwiseProgram::to_string() const {
+  std::string text;
+  auto put = [&](const PointwiseArg& arg) {
+    switch (arg.kind) {
+      case PointwiseArg::None: return;
+      case PointwiseArg::Input: text += " #" + std::to_string(arg.index); return;
+      case PointwiseArg::Step: text += " $" + std::to_string(arg.index); return;
+      case PointwiseArg::Number: text += " " + exact(arg.number); return;
+    }
+  };
+  for (const PointwiseStep& step : steps) {
+    if (!text.empty()) text += "; ";
+    for (const Name& name : kNames) {
+      if (name.kind == step.kind) text += name.name;
+    }
+    put(step.a);
+    put(step.b);
+    if (step.kind == PointwiseKind::Scale) text += " " + exact(step.forward) + " " + exact(step.backward);
+  }
+  return text;
+}
+
+}  // namespace plumb

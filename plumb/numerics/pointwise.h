@@ -1,0 +1,53 @@
+// Chains of pointwise operators as one: plumb::pointwise(Tensor[] inputs, str program) -> Tensor.
+//
+// A block of elements goes through all of the chain while it is in cache, forward and backward; between the steps
+// nothing is written to memory, and of the forward pass only the inputs are kept. Every step computes the bits that
+// torch's own operator (or plumb's scaling) would on one thread; how many threads there are changes nothing here.
+//
+//   program = step { ";" step }       the last step is the result; every other one is used exactly once
+//   step    = name arg [ arg ] [ number ] [ number ]
+//   arg     = "#" index of an input | "$" index of a step
+//   add a b | sub a b | mul a b | div a b       b may be a number
+//   neg a | relu a | sigmoid a | tanh a | exp a | sqrt a | silu a | gelu a | gelu_tanh a
+//   scale a f b                                 times f; the gradient times b
+//
+// Inputs are floating-point tensors of one dtype, device and shape. The gradient of the gradient is that of the
+// operators one by one.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace plumb {
+
+enum class PointwiseKind { Add, Sub, Mul, Div, Neg, Relu, Sigmoid, Tanh, Exp, Sqrt, Silu, Gelu, GeluTanh, Scale };
+
+struct PointwiseArg {
+  enum Kind { None, Input, Step, Number } kind = None;
+  int64_t index = 0;
+  double number = 0;
+};
+
+struct PointwiseStep {
+  PointwiseKind kind = PointwiseKind::Add;
+  PointwiseArg a, b;
+  double forward = 1, backward = 1;  // of Scale
+};
+
+struct PointwiseProgram {
+  std::vector<PointwiseStep> steps;
+  int64_t num_inputs = 0;
+  std::string to_string() const;
+  // Throws Error(InvalidArgument), naming the step, for what the grammar above has not.
+  static PointwiseProgram parse(std::string_view text);
+};
+
+namespace ops {
+// Throws Error(InvalidArgument) if program and inputs do not fit.
+at::Tensor pointwise(at::TensorList inputs, std::string_view program);
+}  // namespace ops
+
+}  // namespace plumb

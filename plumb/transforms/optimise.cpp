@@ -1,0 +1,366 @@
+#include "plumb/transforms/optimise.h"
+
+#include <cmath>
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/pass.h"
+#include "plumb/transforms/operands.h"
+#include "plumb/transforms/pointwise_steps.h"
+
+namespace plumb {
+namespace {
+
+constexpr size_t kMaxSteps = 32;    // a block of each has to stay in cache
+constexpr size_t kOrderedUses = 2;  // the sum of two gradients has no order
+
+// Where nodes stand relative to writes: nothing is written between two nodes of one number.
+std::unordered_map<const Node*, size_t> count_writes(const Graph& graph) {
+  std::unordered_map<const Node*, size_t> writes;
+  size_t count = 0;
+  for (const Node* node : graph.nodes()) {
+    const bool writes_memory = (node->is_call() && node->writes()) || node->kind() == NodeKind::CallModule;
+    count += writes_memory ? 1 : 0;
+    writes[node] = count;
+    count += writes_memory ? 1 : 0;
+  }
+  return writes;
+}
+
+// ---- factors into products
+
+struct Factor {
+  Value* value = nullptr;  // what is multiplied
+  double forward = 1, backward = 1;
+  bool exact() const { return is_power_of_two(forward) && is_power_of_two(backward); }
+  static bool is_power_of_two(double x) {
+    int exponent;
+    return std::isfinite(x) && x != 0 && std::fabs(std::frexp(x, &exponent)) == 0.5;
+  }
+};
+
+std::optional<Factor> factor_of(const Node* node) {
+  const auto lowered = lower_pointwise(node);
+  if (!lowered || lowered->operands.size() != 1 || lowered->steps.size() != 1) return std::nullopt;
+  const PointwiseStep& step = lowered->steps[0];
+  Factor factor{lowered->operands[0]};
+  if (step.kind == PointwiseKind::Scale) {
+    factor.forward = step.forward;
+    factor.backward = step.backward;
+  } else if (step.kind == PointwiseKind::Mul && step.b.kind == PointwiseArg::Number) {
+    factor.forward = factor.backward = step.b.number;
+  } else if (step.kind == PointwiseKind::Div && step.b.kind == PointwiseArg::Number && step.b.number != 0) {
+    factor.forward = factor.backward = 1 / step.b.number;
+  } else {
+    return std::nullopt;
+  }
+  if (!std::isfinite(factor.forward) || !std::isfinite(factor.backward)) return std::nullopt;
+  return factor;
+}
+
+// A product whose factors are constants: plumb::linear and plumb::matmul with explicit scales, or torch's with none.
+struct ScaledProduct {
+  bool linear = false;
+  Arg left, right, bias;
+  std::vector<double> scales = {1, 1, 1};
+};
+
+int64_t dims_of(const Arg& arg) {
+  return arg.is_value() && arg.value()->meta() ? static_cast<int64_t>(arg.value()->meta()->sizes.size()) : -1;
+}
+
+std::optional<ScaledProduct> product_of(const Node* node) {
+  if (!node->is_call() || node->num_results() != 1) return std::nullopt;
+  const std::string_view op = node->op_name();
+  ScaledProduct product;
+  if (op == "aten::linear" || op == "plumb::linear") {
+    product.linear = true;
+    product.left = node->arg("input");
+    product.right = node->arg("weight");
+    product.bias = node->arg("bias");
+    if (dims_of(product.left) < 1 || dims_of(product.right) != 2) return std::nullopt;
+  } else if (op == "aten::mm" || op == "aten::bmm" || op == "aten::matmul" || op == "plumb::matmul") {
+    if (node->args().size() < 2 || node->target().ends_with(".out") || node->target().ends_with(".dtype"))
+      return std::nullopt;
+    product.left = node->arg(size_t(0));
+    product.right = node->arg(1);
+    if (dims_of(product.left) < 2 || dims_of(product.right) < 2) return std::nullopt;
+  } else {
+    return std::nullopt;
+  }
+  if (op.starts_with("plumb::")) {
+    const Arg& scales = node->arg("scales");
+    if (!scales.is_constant() || !scales.constant().isDoubleList()) return std::nullopt;
+    product.scales = scales.constant().toDoubleVector();
+    if (product.scales.size() != 3) return std::nullopt;
+  }
+  const auto& meta = node->result()->meta();
+  if (!meta || !meta->is_floating_point() || !meta->symbols.empty()) return std::nullopt;
+  for (const Value* value : node->inputs()) {
+    if (!value->meta() || value->meta()->dtype != meta->dtype) return std::nullopt;
+  }
+  return product;
+}
+
+class Optimiser {
+ public:
+  Optimiser(GraphModule& module, const OptimiseOptions& options, Report& report)
+      : graph_(module.graph()), options_(options), report_(report), writes_(count_writes(graph_)) {}
+
+  bool run() {
+    bool changed = false;
+    if (options_.fold) changed |= fold();
+    if (options_.fuse) changed |= fuse();
+    return changed;
+  }
+
+ private:
+  bool alone_between(const Node* first, const Node* last) const {
+    return writes_.at(first) == writes_.at(last) && first->meta().grad_enabled == last->meta().grad_enabled;
+  }
+
+  bool takes(const Node* node, const Factor& factor) {
+    if (!options_.exact || factor.exact()) return true;
+    report_.add(ReportKind::LeftAlone, node, node->target(), "",
+                "its factor is no power of two: it would round once, not twice");
+    return false;
+  }
+
+  Node* put_product(Node* at, const ScaledProduct& product, const Node* meta_of) {
+    auto here = graph_.inserting_before(at);
+    Node* made =
+        product.linear
+            ? graph_.call("plumb::linear",
+                          {product.left, product.right, product.bias, std::nullopt,
+                           c10::IValue(std::vector<double>{0.5, 0.5, 0.5}), c10::IValue(product.scales)})
+            : graph_.call("plumb::matmul", {product.left, product.right, std::nullopt, c10::IValue(product.scales)});
+    made->meta() = meta_of->meta();
+    made->result()->set_meta(meta_of->result()->meta());
+    writes_[made] = writes_.at(at);
+    return made;
+  }
+
+  bool fold() {
+    bool changed = false;
+    for (Node* node : graph_.nodes()) {
+      changed |= fold_behind(node);
+    }
+    for (Node* node : graph_.nodes()) {
+      changed |= fold_before(node);
+    }
+    return changed;
+  }
+
+  // node multiplies a product.
+  bool fold_behind(Node* node) {
+    const auto factor = factor_of(node);
+    if (!factor) return false;
+    Node* inner = factor->value->producer();
+    auto product = product_of(inner);
+    if (!product || factor->value->uses().size() != 1 || !alone_between(inner, node) || !takes(node, *factor))
+      return false;
+    product->scales[0] *= factor->forward;
+    product->scales[1] *= factor->backward;
+    product->scales[2] *= factor->backward;
+    replace(node, inner, put_product(node, *product, node), *factor);
+    return true;
+  }
+
+  // node is a product of something multiplied.
+  bool fold_before(Node* node) {
+    bool changed = false;
+    for (int side = 0; side < 2; ++side) {
+      auto product = product_of(node);
+      if (!product || (product->linear && !product->bias.is_none())) return changed;
+      Arg& operand = side == 0 ? product->left : product->right;
+      if (!operand.is_value()) continue;
+      Node* inner = operand.value()->producer();
+      const auto factor = factor_of(inner);
+      if (!factor || operand.value()->uses().size() != 1 || !alone_between(inner, node) || !takes(inner, *factor))
+        continue;
+      // The other operand's gradient has the forward factor, this one's the backward factor.
+      product->scales[0] *= factor->forward;
+      product->scales[side == 0 ? 1 : 2] *= factor->backward;
+      product->scales[side == 0 ? 2 : 1] *= factor->forward;
+      operand = factor->value;
+      Node* made = put_product(node, *product, node);
+      replace(node, inner, made, *factor);
+      node = made;
+      changed = true;
+    }
+    return changed;
+  }
+
+  void replace(Node* node, Node* inner, Node* made, const Factor& factor) {
+    auto& entry = report_.add(ReportKind::Replaced, node, inner->target() + " and " + node->target(), made->target());
+    entry.reason = factor.exact() ? "the factor is part of the product"
+                                  : "the factor is part of the product: one rounding where there were two";
+    const std::string name = node->result()->name();
+    graph_.replace_all_uses_with(node->result(), made->result());
+    graph_.erase(node);
+    made->result()->rename(name);
+    if (!inner->result()->has_uses()) graph_.erase(inner);
+  }
+
+  // ---- pointwise chains
+
+  struct Tree {
+    std::vector<Node*> nodes;  // operands first
+    std::vector<Value*> inputs;
+    PointwiseProgram program;
+    size_t steps = 0;
+  };
+
+  const std::optional<LoweredNode>& lowered(const Node* node) {
+    auto [it, fresh] = lowered_.try_emplace(node);
+    if (fresh) it->second = lower_pointwise(node);
+    return it->second;
+  }
+
+  // Why the node that makes `value` is not taken into its user's chain; empty: it is.
+  std::string obstacle(const Value* value, const Node* root, size_t steps) {
+    const Node* node = value->producer();
+    if (value->uses().size() != 1) return "its result is used elsewhere";
+    if (node->meta().grad_enabled != root->meta().grad_enabled) return "another grad mode";
+    if (writes_.at(node) != writes_.at(root)) return "memory is written in between";
+    if (value->meta()->strides != root->result()->meta()->strides) return "another layout in memory";
+    if (steps + lowered(node)->steps.size() > kMaxSteps) return "the chain is long enough";
+    for (const Value* operand : lowered(node)->operands) {
+      if (operand->uses().size() > kOrderedUses && operand->meta()->requires_grad)
+        return "an operand has several more uses: gradients would be summed in another order";
+    }
+    return "";
+  }
+
+  PointwiseArg emit(Node* node, Node* root, Tree& tree) {
+    const LoweredNode& lower = *lowered(node);
+    std::vector<PointwiseArg> operands;
+    tree.steps += lower.steps.size();
+    for (Value* operand : lower.operands) {
+      Node* producer = operand->producer();
+      if (lowered(producer)) {
+        const std::string why = obstacle(operand, root, tree.steps);
+        if (why.empty()) {
+          operands.push_back(emit(producer, root, tree));
+          continue;
+        }
+        if (reported_.insert(producer).second)
+          report_.add(ReportKind::LeftAlone, producer, producer->target(), "", "not in the chain behind it: " + why);
+      }
+      operands.push_back({PointwiseArg::Input, static_cast<int64_t>(tree.inputs.size()), 0});
+      tree.inputs.push_back(operand);
+    }
+    const auto first = static_cast<int64_t>(tree.program.steps.size());
+    auto moved = [&](const PointwiseArg& arg) {
+      if (arg.kind == PointwiseArg::Input) return operands[static_cast<size_t>(arg.index)];
+      if (arg.kind == PointwiseArg::Step) return PointwiseArg{PointwiseArg::Step, arg.index + first, 0};
+      return arg;
+    };
+    for (PointwiseStep step : lower.steps) {
+      step.a = moved(step.a);
+      step.b = moved(step.b);
+      tree.program.steps.push_back(step);
+    }
+    tree.nodes.push_back(node);
+    return {PointwiseArg::Step, static_cast<int64_t>(tree.program.steps.size()) - 1, 0};
+  }
+
+  bool fuse() {
+    bool changed = false;
+    for (Node* root = graph_.last(); root;) {
+      Node* next = root->prev();
+      if (lowered(root)) {
+        Tree tree;
+        emit(root, root, tree);
+        if (tree.steps > 1) {
+          next = replace(root, tree);
+          changed = true;
+        }
+      }
+      root = next;
+    }
+    return changed;
+  }
+
+  // Answers the node before the chain's place.
+  Node* replace(Node* root, Tree& tree) {
+    tree.program.num_inputs = static_cast<int64_t>(tree.inputs.size());
+    std::map<std::string, size_t> counts;
+    for (const Node* node : tree.nodes) ++counts[std::string(node->op_name())];
+    std::string from;
+    for (const auto& [name, count] : counts) {
+      from += (from.empty() ? "" : ", ") + name + (count > 1 ? " x" + std::to_string(count) : "");
+    }
+    Node* made = nullptr;
+    {
+      auto here = graph_.inserting_before(root);
+      made = graph_.call("plumb::pointwise",
+                         {Arg::List(tree.inputs.begin(), tree.inputs.end()), tree.program.to_string()});
+    }
+    made->meta() = root->meta();
+    made->result()->set_meta(root->result()->meta());
+    writes_[made] = writes_.at(root);
+    report_.add(ReportKind::Replaced, root, from, "plumb::pointwise",
+                std::to_string(tree.steps) + " steps in one pass over memory");
+    const std::string name = root->result()->name();
+    graph_.replace_all_uses_with(root->result(), made->result());
+    for (auto it = tree.nodes.rbegin(); it != tree.nodes.rend(); ++it) {
+      lowered_.erase(*it);
+      graph_.erase(*it);
+    }
+    made->result()->rename(name);
+    lowered_[made] = std::nullopt;
+    return made->prev();
+  }
+
+  Graph& graph_;
+  const OptimiseOptions& options_;
+  Report& report_;
+  std::unordered_map<const Node*, size_t> writes_;
+  std::unordered_map<const Node*, std::optional<LoweredNode>> lowered_;
+  std::unordered_set<const Node*> reported_;
+};
+
+bool flag(const PassOptions& given, const std::string& name, bool otherwise) {
+  auto it = given.find(name);
+  if (it == given.end()) return otherwise;
+  if (it->second == "true" || it->second == "1") return true;
+  if (it->second == "false" || it->second == "0") return false;
+  throw Error(ErrorKind::InvalidArgument, "option " + name + " takes true or false, got '" + it->second + "'");
+}
+
+const RegisterPass registered({
+    "optimise",
+    "Folds factors into matrix products and runs chains of pointwise operators as one kernel.",
+    {{"fold", "true", "factors into products"},
+     {"fuse", "true", "chains of pointwise operators"},
+     {"exact", "false", "leave alone what would round once instead of twice"}},
+    [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
+      const OptimiseOptions options{flag(given, "fold", true), flag(given, "fuse", true), flag(given, "exact", false)};
+      Report report("optimise");
+      const bool changed = optimise(module, options, &report);
+      if (lines) *lines = report.lines();
+      return changed;
+    },
+});
+
+}  // namespace
+
+bool optimise(GraphModule& module, const OptimiseOptions& options, Report* report) {
+  Report own("optimise");
+  return Optimiser(module, options, report ? *report : own).run();
+}
+
+std::shared_ptr<TransformedModule> compile(const std::shared_ptr<GraphModule>& module, const OptimiseOptions& options) {
+  auto result = derive(*module);
+  Report report("optimise");
+  optimise(*result, options, &report);
+  result->reports.push_back(std::move(report));
+  return result;
+}
+
+}  // namespace plumb

@@ -1,0 +1,35 @@
+// Makes a graph faster without changing what it means.
+//
+//   auto fast = plumb::compile(plumb::unit_scale(module));
+//
+// fold: a factor (x * 3, x / 3, scale_fwd, scale_bwd) before or behind a linear layer or matrix product becomes part of
+//   the product. Powers of two keep every bit but for the order of the product's own sums; other factors round once
+//   where there were two roundings, and `exact` leaves those alone.
+// fuse: pointwise operators whose inner results nobody else sees become one plumb::pointwise (numerics/pointwise.h):
+//   add, sub, mul, div, neg, relu, sigmoid, tanh, exp, sqrt, silu, gelu, and the unit-scaled gelu, silu, silu_glu, add
+//   and residual_add of 32 and 64 bits, with their factors. Values and gradients keep every bit.
+//
+// Left alone: values of unknown type, broadcast operands, results used elsewhere, anything with a write in between, and
+// chains whose inner operands three or more nodes use: their gradients would be summed in another order.
+#pragma once
+
+#include <memory>
+
+#include "plumb/transforms/module.h"
+
+namespace plumb {
+
+struct OptimiseOptions {
+  bool fold = true;
+  bool fuse = true;
+  bool exact = false;
+};
+
+// Answers whether anything changed.
+bool optimise(GraphModule& module, const OptimiseOptions& options = {}, Report* report = nullptr);
+
+// A new module that shares the tensors of `module`, with what is known of it.
+std::shared_ptr<TransformedModule> compile(const std::shared_ptr<GraphModule>& module,
+                                           const OptimiseOptions& options = {});
+
+}  // namespace plumb

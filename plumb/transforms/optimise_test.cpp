@@ -1,0 +1,344 @@
+#include "plumb/transforms/optimise.h"
+
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/pass.h"
+#include "plumb/transforms/simulate_format.h"
+#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/track_scales.h"
+#include "plumb/transforms/unit_scale.h"
+
+namespace plumb {
+namespace {
+
+using namespace testing_models;
+using Tensors = std::vector<at::Tensor>;
+
+size_t count(const GraphModule& module, std::string_view op) {
+  size_t n = 0;
+  for (const Node* node : module.graph().nodes()) n += node->is_op(op);
+  return n;
+}
+
+Tensors run(GraphModule& module, const Tensors& inputs) {
+  std::vector<c10::IValue> values(inputs.begin(), inputs.end());
+  Tensors results;
+  for (const c10::IValue& v : module.run(std::move(values))) results.push_back(v.toTensor());
+  return results;
+}
+
+// Outputs, gradients of the inputs and of the parameters.
+Tensors outputs_and_gradients(GraphModule& module, Tensors inputs) {
+  Tensors wanted;
+  for (at::Tensor& x : inputs) {
+    if (!x.is_floating_point()) continue;
+    x = x.detach().requires_grad_();
+    wanted.push_back(x);
+  }
+  for (const Attr& attr : module.state()) {
+    if (attr.kind == AttrKind::Parameter) wanted.push_back(attr.tensor);
+  }
+  Tensors all = run(module, inputs);
+  at::manual_seed(9);
+  Tensors seeds;
+  for (const at::Tensor& y : all) seeds.push_back(at::randn_like(y));
+  Tensors roots, root_seeds;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (!all[i].requires_grad()) continue;
+    roots.push_back(all[i]);
+    root_seeds.push_back(seeds[i]);
+  }
+  for (const at::Tensor& g : torch::autograd::grad(roots, wanted, root_seeds, std::nullopt, false, true))
+    all.push_back(g.defined() ? g : at::zeros({}));
+  return all;
+}
+
+void expect_same_bits(GraphModule& a, GraphModule& b, const Tensors& inputs) {
+  const Tensors x = outputs_and_gradients(a, inputs), y = outputs_and_gradients(b, inputs);
+  ASSERT_EQ(x.size(), y.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    EXPECT_TRUE(at::equal(at::nan_to_num(x[i]), at::nan_to_num(y[i]))) << i << "\n"
+                                                                       << to_string(a.graph()) << to_string(b.graph());
+  }
+}
+
+void expect_close(GraphModule& a, GraphModule& b, const Tensors& inputs) {
+  const Tensors x = outputs_and_gradients(a, inputs), y = outputs_and_gradients(b, inputs);
+  ASSERT_EQ(x.size(), y.size());
+  for (size_t i = 0; i < x.size(); ++i) EXPECT_TRUE(at::allclose(x[i], y[i], 1e-5, 1e-5)) << i;
+}
+
+TEST(Optimise, RunsAChainOfPointwiseOperatorsAsOne) {
+  auto module = module_of(R"(graph {
+    %x: f32[30, 50] = placeholder "x"
+    %y: f32[30, 50] = placeholder "y"
+    %a: f32[30, 50] = aten::mul.Tensor(%x, 0.5)
+    %b: f32[30, 50] = aten::sigmoid(%a)
+    %c: f32[30, 50] = aten::mul.Tensor(%b, %y)
+    %d: f32[30, 50] = aten::gelu(%c)
+    output(%d)
+  })");
+  auto fast = compile(module);
+  EXPECT_EQ(to_string(fast->graph()), R"(graph {
+  %x: f32[30, 50] = placeholder "x"
+  %y: f32[30, 50] = placeholder "y"
+  %d: f32[30, 50] = plumb::pointwise([%x, %y], "mul #0 0.5; sigmoid $0; mul $1 #1; gelu $2")
+  output(%d)
+}
+)");
+  expect_same_bits(*module, *fast, {at::randn({30, 50}), at::randn({30, 50})});
+  EXPECT_NE(fast->reports.back().to_text().find("4 steps in one pass"), std::string::npos);
+}
+
+TEST(Optimise, KeepsTheBitsOfUnitScaledChains) {
+  auto module = module_of(R"(graph {
+    %x: f32[300, 50] = placeholder "x"
+    %y: f32[300, 50] = placeholder "y"
+    %g: f32[300, 50] = plumb::gelu(%x)
+    %s: f32[300, 50] = plumb::silu_glu(%g, %y)
+    %f: f32[300, 50] = plumb::scale_fwd(%s, 0.3)
+    %b: f32[300, 50] = plumb::scale_bwd(%f, 0.7)
+    %t: f32[300, 50] = plumb::silu(%b, constraint=None)
+    %r: f32[300, 50] = plumb::residual_add(%t, %y, 0.5)
+    output(%r)
+  })");
+  auto fast = compile(module);
+  EXPECT_EQ(count(*fast, "plumb::pointwise"), 1u) << to_string(fast->graph());
+  EXPECT_EQ(fast->graph().size(), 4u);
+  expect_same_bits(*module, *fast, {at::randn({300, 50}), at::randn({300, 50})});
+}
+
+TEST(Optimise, KeepsTheBitsInEveryFloatingType) {
+  for (const char* type : {"f32", "f64", "f16", "bf16"}) {
+    std::string text = R"(graph {
+      %x: T[40, 50] = placeholder "x"
+      %y: T[40, 50] = placeholder "y"
+      %a: T[40, 50] = aten::tanh(%x)
+      %b: T[40, 50] = aten::gelu(%a)
+      %c: T[40, 50] = aten::sub.Tensor(%b, %y)
+      %d: T[40, 50] = plumb::scale_fwd(%c, 1.7)
+      output(%d)
+    })";
+    for (size_t at; (at = text.find("T[")) != std::string::npos;) text.replace(at, 1, type);
+    auto module = module_of(text);
+    auto fast = compile(module);
+    EXPECT_EQ(count(*fast, "plumb::pointwise"), 1u);
+    const auto dtype = module->graph().find_value("x")->meta()->dtype;
+    expect_same_bits(*module, *fast, {at::randn({40, 50}).to(dtype), at::randn({40, 50}).to(dtype)});
+  }
+}
+
+TEST(Optimise, MakesFactorsPartOfTheProduct) {
+  State state;
+  parameter(state, "w", at::randn({16, 32}));
+  parameter(state, "b", at::randn({16}));
+  auto module = module_of(R"(graph {
+    %x: f32[8, 32] = placeholder "x"
+    %w: f32[16, 32] grad = get_attr "w"
+    %b: f32[16] grad = get_attr "b"
+    %y: f32[8, 16] = aten::linear(%x, %w, %b)
+    %z: f32[8, 16] = aten::mul.Tensor(%y, 0.25)
+    %s: f32[8, 16] = plumb::scale_bwd(%z, 3.0)
+    output(%s)
+  })",
+                          state);
+  auto fast = compile(module);
+  EXPECT_EQ(count(*fast, "plumb::linear"), 1u);
+  EXPECT_EQ(fast->graph().size(), 5u) << to_string(fast->graph());
+  expect_close(*module, *fast, {at::randn({8, 32})});
+}
+
+TEST(Optimise, MakesAnOperandsFactorPartOfTheProduct) {
+  auto module = module_of(R"(graph {
+    %x: f32[3, 8, 32] = placeholder "x"
+    %y: f32[3, 32, 5] = placeholder "y"
+    %a: f32[3, 8, 32] = aten::div.Tensor(%x, 5.0)
+    %b: f32[3, 32, 5] = plumb::scale_bwd(%y, 2.0)
+    %z: f32[3, 8, 5] = aten::matmul(%a, %b)
+    output(%z)
+  })");
+  auto fast = compile(module);
+  EXPECT_EQ(fast->graph().size(), 4u) << to_string(fast->graph());
+  expect_close(*module, *fast, {at::randn({3, 8, 32}), at::randn({3, 32, 5})});
+}
+
+TEST(Optimise, LeavesFactorsAloneThatWouldRoundOtherwiseWhenItMustBeExact) {
+  auto module = module_of(R"(graph {
+    %x: f32[8, 32] = placeholder "x"
+    %y: f32[32, 5] = placeholder "y"
+    %z: f32[8, 5] = aten::mm(%x, %y)
+    %t: f32[8, 5] = aten::mul.Tensor(%z, 0.3)
+    output(%t)
+  })");
+  auto exact = compile(module, {.exact = true});
+  EXPECT_EQ(to_string(exact->graph()), to_string(module->graph()));
+  EXPECT_EQ(exact->reports.back().count(ReportKind::LeftAlone), 1u);
+  EXPECT_EQ(count(*compile(module), "plumb::matmul"), 1u);
+}
+
+TEST(Optimise, LeavesALinearLayersInputAloneWhereABiasIsAdded) {
+  State state;
+  parameter(state, "w", at::randn({16, 32}));
+  parameter(state, "b", at::randn({16}));
+  auto module = module_of(R"(graph {
+    %x: f32[8, 32] = placeholder "x"
+    %w: f32[16, 32] grad = get_attr "w"
+    %b: f32[16] grad = get_attr "b"
+    %a: f32[8, 32] = aten::mul.Tensor(%x, 2.0)
+    %y: f32[8, 16] = aten::linear(%a, %w, %b)
+    output(%y)
+  })",
+                          state);
+  EXPECT_FALSE(optimise(*derive(*module)));
+}
+
+TEST(Optimise, LeavesValuesAloneThatOthersSee) {
+  auto module = module_of(R"(graph {
+    %x: f32[30] = placeholder "x"
+    %a: f32[30] = aten::mul.Tensor(%x, 3.0)
+    %b: f32[30] = aten::neg(%a)
+    output(%a, %b)
+  })");
+  auto same = derive(*module);
+  Report report("optimise");
+  EXPECT_FALSE(optimise(*same, {}, &report));
+  EXPECT_EQ(to_string(same->graph()), to_string(module->graph()));
+  ASSERT_EQ(report.count(ReportKind::LeftAlone), 1u);
+  EXPECT_NE(report.entries()[0].reason.find("used elsewhere"), std::string::npos);
+}
+
+TEST(Optimise, LeavesBroadcastsMixedTypesAndUnknownTypesAlone) {
+  for (const char* text : {R"(graph {
+    %x: f32[30, 4] = placeholder "x"  %y: f32[4] = placeholder "y"
+    %a: f32[30, 4] = aten::mul.Tensor(%x, %y)  %b: f32[30, 4] = aten::add.Tensor(%a, %y)
+    output(%b) })",
+                           R"(graph {
+    %x: f32[4] = placeholder "x"  %y: f64[4] = placeholder "y"
+    %a: f64[4] = aten::mul.Tensor(%x, %y)  %b: f64[4] = aten::add.Tensor(%x, %a)
+    output(%b) })",
+                           R"(graph {
+    %x = placeholder "x"  %a = aten::mul.Tensor(%x, 2.0)  %b = aten::neg(%a)
+    output(%b) })",
+                           R"(graph {
+    %x: f32[4] = placeholder "x"  %a: f32[4] = aten::add.Tensor(%x, %x, alpha=2)  %b: f32[4] = aten::neg(%a)
+    output(%b) })",
+                           R"(graph {
+    %x: i64[4] = placeholder "x"  %a: i64[4] = aten::mul.Tensor(%x, 2)  %b: i64[4] = aten::neg(%a)
+    output(%b) })"}) {
+    auto module = module_of(text);
+    EXPECT_FALSE(optimise(*derive(*module))) << text;
+  }
+}
+
+TEST(Optimise, DoesNotMoveReadsOverWrites) {
+  auto module = module_of(R"(graph {
+    %x: f32[30] = placeholder "x"
+    %c: f32[30] = aten::clone(%x)
+    %a: f32[30] = aten::mul.Tensor(%c, 3.0)
+    %w: f32[30] = aten::add_.Tensor(%c, 1.0)
+    %b: f32[30] = aten::neg(%a)
+    %d: f32[30] = aten::exp(%b)
+    output(%d, %w)
+  })");
+  auto fast = compile(module);
+  EXPECT_EQ(count(*fast, "aten::mul"), 1u);
+  EXPECT_EQ(count(*fast, "plumb::pointwise"), 1u);
+  expect_same_bits(*module, *fast, {at::randn({30})});
+}
+
+TEST(Optimise, CutsLongChainsAndStaysNearLinear) {
+  std::string text = "graph {\n  %v0: f32[8] = placeholder \"x\"\n";
+  for (int i = 0; i < 20000; ++i)
+    text += "  %v" + std::to_string(i + 1) + ": f32[8] = aten::mul.Tensor(%v" + std::to_string(i) + ", 1.0001)\n";
+  auto module = module_of(text + "  output(%v20000)\n}");
+  auto fast = compile(module);
+  EXPECT_EQ(fast->graph().size(), 2u + 20000 / 32);
+  const at::Tensor x = at::randn({8});
+  EXPECT_TRUE(at::equal(run(*module, {x})[0], run(*fast, {x})[0]));
+}
+
+TEST(Optimise, RandomGraphsKeepTheirBits) {
+  std::mt19937 random(5);
+  size_t fused = 0;
+  for (int round = 0; round < 200; ++round) {
+    std::string text = "graph {\n  %v0: f32[6, 7] = placeholder \"a\"\n  %v1: f32[6, 7] = placeholder \"b\"\n";
+    const int nodes = 3 + static_cast<int>(random() % 12);
+    auto any = [&](int below) {
+      return "%v" + std::to_string(static_cast<int>(random() % static_cast<unsigned>(below)));
+    };
+    std::string last;
+    for (int i = 0; i < nodes; ++i) {
+      static const char* kOps[] = {"aten::mul.Tensor(A, B)",
+                                   "aten::add.Tensor(A, B)",
+                                   "aten::sub.Tensor(A, B)",
+                                   "aten::neg(A)",
+                                   "aten::tanh(A)",
+                                   "aten::sigmoid(A)",
+                                   "aten::mul.Tensor(A, 1.7)",
+                                   "aten::gelu(A)",
+                                   "plumb::gelu(A)",
+                                   "plumb::residual_add(A, B, 0.3)",
+                                   "aten::cos(A)",
+                                   "plumb::scale_bwd(A, 0.9)",
+                                   "aten::relu(A)",
+                                   "plumb::add(A, B)",
+                                   "aten::silu(A)"};
+      std::string op = kOps[random() % std::size(kOps)];
+      if (auto at = op.find("A"); at != std::string::npos && op.find("(A") != std::string::npos)
+        op.replace(op.find("(A") + 1, 1, random() % 2 ? "%v" + std::to_string(i + 1) : any(i + 2));
+      if (auto at = op.find(" B"); at != std::string::npos) op.replace(at + 1, 1, any(i + 2));
+      last = "%v" + std::to_string(i + 2);
+      text += "  " + last + ": f32[6, 7] = " + op + "\n";
+    }
+    auto module = module_of(text + "  output(" + last + ")\n}");
+    auto fast = compile(module);
+    fast->lint();
+    fused += count(*fast, "plumb::pointwise");
+    const Tensors inputs = {at::randn({6, 7}), at::randn({6, 7})};
+    const Tensors x = outputs_and_gradients(*module, inputs), y = outputs_and_gradients(*fast, inputs);
+    EXPECT_TRUE(at::equal(x[0], y[0])) << text;
+    // Inner operands of unknown grad: only the order of three sums may differ.
+    for (size_t i = 1; i < x.size(); ++i) EXPECT_TRUE(at::allclose(x[i], y[i], 1e-5, 1e-6)) << text;
+    EXPECT_FALSE(optimise(*derive(*fast), {.fold = false})) << to_string(fast->graph());
+  }
+  EXPECT_GT(fused, 100u);
+}
+
+TEST(Optimise, WorksOnAWholeModelAfterTheTransforms) {
+  at::manual_seed(3);
+  auto model = gpt();
+  const Tensors inputs = {at::randint(96, {8, 32}), at::randint(96, {8, 32})};
+  SimulateFormatOptions nearest;
+  nearest.fwd = "E4M3-RN";
+  nearest.bwd = "E5M2-RN";
+  auto scaled = unit_scale(model);
+  for (auto module : {std::shared_ptr<GraphModule>(model), std::shared_ptr<GraphModule>(scaled),
+                      std::shared_ptr<GraphModule>(simulate_format(scaled, nearest)),
+                      std::shared_ptr<GraphModule>(track_scales(scaled))}) {
+    auto fast = compile(module, {.exact = true});
+    fast->lint();
+    const Tensors x = outputs_and_gradients(*module, inputs), y = outputs_and_gradients(*fast, inputs);
+    for (size_t i = 0; i < x.size(); ++i) EXPECT_TRUE(at::allclose(x[i], y[i], 1e-4, 1e-5)) << i;
+    EXPECT_TRUE(at::equal(x[0], y[0]));
+  }
+}
+
+TEST(Optimise, StandsInTheTableOfPasses) {
+  auto module = derive(*module_of(R"(graph {
+    %x: f32[30] = placeholder "x"
+    %a: f32[30] = aten::mul.Tensor(%x, 3.0)
+    %b: f32[30] = aten::neg(%a)
+    output(%b)
+  })"));
+  std::vector<std::string> lines;
+  EXPECT_FALSE(run_pass(find_pass("optimise"), *module, {{"fuse", "false"}}));
+  EXPECT_THROW(run_pass(find_pass("optimise"), *module, {{"fuse", "maybe"}}), Error);
+  EXPECT_TRUE(run_pass(find_pass("optimise"), *module, {}, &lines, true));
+  EXPECT_FALSE(lines.empty());
+  EXPECT_FALSE(run_pass(find_pass("optimise"), *module, {}, nullptr, true));
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,152 @@
+#include "plumb/transforms/pointwise_steps.h"
+
+#include <string_view>
+#include <unordered_map>
+
+#include "plumb/scaling/kernels.h"
+#include "plumb/scaling/rules.h"
+
+namespace plumb {
+namespace {
+
+using Kind = PointwiseKind;
+
+std::optional<double> number(const Arg& arg) {
+  if (!arg.is_constant()) return std::nullopt;
+  if (arg.constant().isDouble()) return arg.constant().toDouble();
+  if (arg.constant().isInt()) return static_cast<double>(arg.constant().toInt());
+  return std::nullopt;
+}
+
+bool is_number(const Node* node, std::string_view name, double wanted) {
+  const Arg* arg = node->try_arg(name);
+  return !arg || (number(*arg) && *number(*arg) == wanted);
+}
+
+PointwiseArg input(int64_t i) { return {PointwiseArg::Input, i, 0}; }
+PointwiseArg step(int64_t i) { return {PointwiseArg::Step, i, 0}; }
+PointwiseStep scale(PointwiseArg a, double f, double b) { return {Kind::Scale, a, {}, f, b}; }
+
+// The scales a unit-scaled node will choose when it runs.
+std::optional<std::vector<double>> scales_of(const Node* node, size_t constrained, std::vector<double> rule) {
+  const Arg* constraint = node->try_arg("constraint");
+  std::optional<std::string> name;
+  if (constraint && constraint->is_constant() && constraint->constant().isString())
+    name = constraint->constant().toStringRef();
+  std::optional<std::vector<double>> given;
+  const Arg& scales = node->arg("scales");
+  if (scales.is_list()) return std::nullopt;
+  if (scales.is_constant() && scales.constant().isDoubleList()) given = scales.constant().toDoubleVector();
+  OptionalScales explicit_scales;
+  if (given) explicit_scales = at::ArrayRef<double>(*given);
+  OptionalName constraint_name;
+  if (name) constraint_name = *name;
+  return choose_scales("optimise", explicit_scales, constraint_name, constrained, std::move(rule));
+}
+
+const std::unordered_map<std::string_view, Kind>& unary() {
+  static const std::unordered_map<std::string_view, Kind> table = {
+      {"aten::neg", Kind::Neg},   {"aten::relu", Kind::Relu}, {"aten::sigmoid", Kind::Sigmoid},
+      {"aten::tanh", Kind::Tanh}, {"aten::exp", Kind::Exp},   {"aten::sqrt", Kind::Sqrt},
+      {"aten::silu", Kind::Silu}};
+  return table;
+}
+
+const std::unordered_map<std::string_view, Kind>& binary() {
+  static const std::unordered_map<std::string_view, Kind> table = {
+      {"aten::add.Tensor", Kind::Add}, {"aten::sub.Tensor", Kind::Sub}, {"aten::mul.Tensor", Kind::Mul},
+      {"aten::div.Tensor", Kind::Div}, {"aten::add.Scalar", Kind::Add}, {"aten::sub.Scalar", Kind::Sub},
+      {"aten::mul.Scalar", Kind::Mul}, {"aten::div.Scalar", Kind::Div}};
+  return table;
+}
+
+std::optional<Kind> gelu_kind(const Node* node) {
+  const Arg& how = node->arg("approximate");
+  if (!how.is_constant() || !how.constant().isString()) return std::nullopt;
+  return how.constant().toStringRef() == "tanh" ? Kind::GeluTanh : Kind::Gelu;
+}
+
+std::vector<PointwiseStep> scaled_activation(Kind kind, double forward, double backward) {
+  return {scale(input(0), 1, backward), {kind, step(0), {}, 1, 1}, scale(step(1), forward, 1)};
+}
+
+std::vector<PointwiseStep> weighted(double a, double a_back, double b, double b_back) {
+  return {scale(input(0), a, a_back), scale(input(1), b, b_back), {Kind::Add, step(0), step(1), 1, 1}};
+}
+
+// `wide`: in 16-bit types sums of products are rounded once, and factors in place before they multiply: no steps.
+std::vector<PointwiseStep> steps_of(const Node* node, bool wide) {
+  const std::string_view op = node->op_name();
+  if (auto it = unary().find(op); it != unary().end()) return {{it->second, input(0), {}, 1, 1}};
+  if (auto it = binary().find(node->target()); it != binary().end()) {
+    if (!is_number(node, "alpha", 1)) return {};
+    const Arg& other = node->arg("other");
+    if (other.is_value()) return {{it->second, input(0), input(1), 1, 1}};
+    if (const auto n = number(other)) return {{it->second, input(0), {PointwiseArg::Number, 0, *n}, 1, 1}};
+    return {};
+  }
+  if (op == "aten::gelu") {
+    const auto kind = gelu_kind(node);
+    if (kind) return {{*kind, input(0), {}, 1, 1}};
+    return {};
+  }
+  if (op == "plumb::scale_fwd" || op == "plumb::scale_bwd") {
+    const auto s = number(node->arg("scale"));
+    if (!s) return {};
+    return {op == "plumb::scale_fwd" ? scale(input(0), *s, 1) : scale(input(0), 1, *s)};
+  }
+  if (wide && op == "plumb::residual_add") {
+    const auto tau = number(node->arg("tau"));
+    if (!tau) return {};
+    const auto weight = rules::residual(*tau);
+    return weighted(weight.residual, 1, weight.skip, 1);
+  }
+  if (!wide || !op.starts_with("plumb::") || !is_number(node, "mult", 1)) return {};
+  if (op == "plumb::gelu") {
+    const auto kind = gelu_kind(node);
+    const auto s = scales_of(node, 2, rules::gelu(1));
+    if (kind && s) return scaled_activation(*kind, (*s)[0], (*s)[1]);
+  } else if (op == "plumb::silu") {
+    if (const auto s = scales_of(node, 2, rules::silu(1))) return scaled_activation(Kind::Silu, (*s)[0], (*s)[1]);
+  } else if (op == "plumb::silu_glu") {
+    if (const auto s = scales_of(node, 0, {rules::silu_glu(1)})) {
+      const double f = (*s)[0];
+      return {scale(input(1), 1, f),
+              {Kind::Silu, step(0), {}, 1, 1},
+              scale(input(0), 1, f),
+              {Kind::Mul, step(2), step(1), 1, 1},
+              scale(step(3), f, 1)};
+    }
+  } else if (op == "plumb::add") {
+    const auto alpha = number(node->arg("alpha"));
+    const auto s = scales_of(node, 3, rules::add(1, 1, false));
+    if (alpha && s) return weighted((*s)[0], (*s)[1], (*s)[0] * *alpha, (*s)[2] * *alpha);
+  }
+  return {};
+}
+
+}  // namespace
+
+std::optional<LoweredNode> lower_pointwise(const Node* node) {
+  if (!node->is_call() || node->num_results() != 1 || !node->result()->is_tensor() || !node->result()->meta())
+    return std::nullopt;
+  const TensorMeta& meta = *node->result()->meta();
+  if (!at::isFloatingType(meta.dtype)) return std::nullopt;
+  LoweredNode lowered;
+  lowered.operands = node->inputs();
+  if (lowered.operands.empty()) return std::nullopt;
+  for (const Value* operand : lowered.operands) {
+    if (!operand->is_tensor() || !operand->meta() || operand->meta()->dtype != meta.dtype ||
+        operand->meta()->sizes != meta.sizes || operand->meta()->symbols != meta.symbols ||
+        operand->meta()->device != meta.device)
+      return std::nullopt;
+  }
+  // The first operand must be the node's first argument: numbers come second.
+  if (!node->args()[0].is_value()) return std::nullopt;
+  if (node->is_op("plumb::add") && meta.numel() == 1) return std::nullopt;  // another rule
+  lowered.steps = steps_of(node, meta.dtype == at::kFloat || meta.dtype == at::kDouble);
+  if (lowered.steps.empty()) return std::nullopt;
+  return lowered;
+}
+
+}  // namespace plumb
