@@ -1,0 +1,267 @@
+"""Transformed modules beside eager: training steps, first calls, memory, tracking of small operators, large graphs.
+
+Prints Markdown. One thread, the Python front end. Times are the thread's own processor time, every variant's step next to
+an eager one in turn in one process; what counts is the median of those ratios. A step is forward and backward. Peaks are
+exact: every allocation of torch's CPU allocator in a step is counted, parameters not. The oracle, the package
+unit-scaling, is measured in the same rounds where it can be imported.
+
+    transforms_bench.py [steps|chain|large] [--quick] [--only=NAME,...]
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import sys
+import warnings
+from typing import Any, Callable
+
+import torch
+from execution_bench import load_cases, table, timed, verdict
+from plumb.transforms._apply import Pass, apply_pass
+from torch import nn
+
+import plumb
+from plumb import transforms as T
+
+try:
+    from unit_scaling import transforms as oracle
+except ImportError:
+    oracle = None
+
+SIZE = dict(vocab=512, context=128, d=256, layers=4, h=4)
+BATCH = 8
+
+
+def without_positions() -> type:
+    """The oracle fails on `tok + pos`: its model has no such sum."""
+    from zoo import GPT
+
+    class Model(GPT):
+        def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple:
+            x = self.tok(ids)
+            for block in self.blocks:
+                x = block(x)
+            logits = self.head(self.ln(x))
+            return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return Model
+
+
+class Step:
+    def __init__(self, transform: Callable[[nn.Module], nn.Module] | None = None, positions: bool = True) -> None:
+        from zoo import GPT
+
+        torch.manual_seed(0)
+        self.model: nn.Module = (GPT if positions else without_positions())(**SIZE)
+        self.ids, self.targets = torch.randint(512, (2, BATCH, SIZE["context"]))
+        if transform:
+            self.model = transform(self.model)
+
+    def __call__(self) -> None:
+        loss = self.model(self.ids, self.targets)[1]
+        loss.backward()
+        self.model.zero_grad(set_to_none=True)
+
+
+def seconds_of_first_call(transform: Callable[[nn.Module], nn.Module], eager: float, positions: bool) -> float:
+    """What transforming and the first step take beyond an eager step."""
+
+    def first() -> None:
+        Step(transform, positions)()
+
+    build = timed(Step)
+    return timed(first) - build - eager
+
+
+def variants() -> dict[str, tuple[Callable[[nn.Module], nn.Module], float | None]]:
+    found: dict[str, tuple[Callable[[nn.Module], nn.Module], float | None]] = {
+        "captured": (_captured, None),
+        "unit_scale": (T.unit_scale, 1.05),
+        "optimise(unit_scale)": (lambda m: _optimised(T.unit_scale(m)), 1.05),
+        "simulate_fp8": (T.simulate_fp8, 1.20),
+        "simulate_fp8(unit_scale)": (lambda m: T.simulate_fp8(T.unit_scale(m)), 1.22),
+        "track_scales": (T.track_scales, 1.15),
+        "track_scales with histogram": (lambda m: T.track_scales(m, histogram=True), 1.22),
+    }
+    if oracle:
+        found["oracle: unit_scale"] = (oracle.unit_scale, None)
+        found["oracle: simulate_fp8"] = (oracle.simulate_fp8, None)
+        found["oracle: simulate_fp8(unit_scale)"] = (lambda m: oracle.simulate_fp8(oracle.unit_scale(m)), None)
+        found["oracle: track_scales"] = (oracle.track_scales, None)
+    return found
+
+
+def _optimised(model: nn.Module) -> nn.Module:
+    def run(engine: Any) -> dict:
+        engine.run_pass("optimise")
+        return {"pass": "optimise", "entries": []}
+
+    return apply_pass(model, Pass("optimise", run))
+
+
+def _captured(model: nn.Module) -> nn.Module:
+    ids = torch.zeros(BATCH, SIZE["context"], dtype=torch.long)
+    return plumb.capture(model, ids, ids)
+
+
+def steps(rounds: int, only: list[str]) -> None:
+    cases = load_cases()
+    eager = Step()
+    for _ in range(2):
+        eager()
+    base = statistics.median(timed(eager) for _ in range(3))
+    made, first = {}, {}
+    for name, (transform, bar) in variants().items():
+        if only and name not in only:
+            continue
+        ours = not name.startswith("oracle")
+        seconds_of_first_call(transform, base, ours)  # warm: libraries loaded, operators looked up
+        first[name] = min(seconds_of_first_call(transform, base, ours) for _ in range(3))
+        made[name] = (Step(transform, ours), bar)
+    ratios: dict[str, list[float]] = {name: [] for name in made}
+    for step, _ in made.values():
+        step()
+    times = []
+    for r in range(rounds):
+        for name, (step, _) in made.items():
+            if name.startswith("oracle") and r >= 5:
+                continue
+            if r % 2:
+                mine, other = timed(step), timed(eager)
+            else:
+                other, mine = timed(eager), timed(step)
+            times.append(other)
+            ratios[name].append(mine / other)
+    peaks = {}
+    for name, (step, _) in [("eager", (eager, None)), *made.items()]:
+        if name.startswith("oracle"):  # its autograd functions take the counter for a profiler
+            continue
+        cases.count_allocations()
+        step()
+        peaks[name] = cases.peak_of_allocations()
+    rows = []
+    for name, (_, bar) in made.items():
+        ratio, memory = statistics.median(ratios[name]), peaks.get(name, 0) / peaks["eager"]
+        rows.append(
+            [
+                name,
+                f"{ratio:.3f}",
+                f"{min(ratios[name]):.2f} to {max(ratios[name]):.2f}",
+                verdict(ratio, bar) if bar else "",
+                f"{first[name]:.3f}",
+                verdict(first[name], 0.1) if bar else "",
+                f"{memory - 1:+.1%}" if memory else "",
+                verdict(memory, 1.1) if bar else "",
+            ]
+        )
+    print(
+        f"\nStep of a GPT (4 layers, width 256, 4 heads, batch 8 x 128, vocabulary 512), over eager's"
+        f" {statistics.median(times) * 1e3:.0f} ms and {peaks['eager'] / 2**20:.1f} MiB; {rounds} pairs."
+    )
+    table(["", "ratio", "range", "bar", "first call, s", "bar", "peak memory", "bar"], rows)
+
+
+class Chain(nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.length):
+            x = x * 1.0001
+        return x
+
+
+def chain(rounds: int) -> None:
+    x = torch.ones(16, requires_grad=True)
+    eager = Chain(1000)
+    models = {"eager": eager, "captured": plumb.capture(eager, x), "tracked": T.track_scales(eager)}
+    models["tracked with histogram"] = T.track_scales(eager, histogram=True)
+    if oracle:
+        models["oracle: tracked"] = oracle.track_scales(copy.deepcopy(eager))
+    best = dict.fromkeys(models, (1e9, 1e9))
+    for r in range(rounds):
+        for name, model in models.items():
+            if name.startswith("oracle") and r >= 5:
+                continue
+            y = None
+
+            def forward(model: nn.Module = model) -> None:
+                nonlocal y
+                y = model(x)
+
+            f = timed(forward)
+            b = timed(y.sum().backward)
+            best[name] = (min(best[name][0], f), min(best[name][1], b))
+            x.grad = None
+    rows = []
+    for name, (f, b) in best.items():
+        over = "eager" if name.startswith("oracle") else "captured"
+        cost = [(one - other) * 1e3 for one, other in zip((f, b), best[over])]
+        tracked = "tracked" in name
+        rows.append(
+            [
+                name,
+                f"{f * 1e3:.2f}",
+                f"{b * 1e3:.2f}",
+                *(f"{c:.2f}" if tracked else "" for c in cost),
+                verdict(cost[0], 3, " us") if name.startswith("tracked") else "",
+            ]
+        )
+    print(
+        "\nChain of 1,000 `x * 1.0001` on 16 floats: microseconds a node, and what tracking adds to the untracked graph"
+    )
+    print("(the oracle's: to eager).")
+    table(["", "forward", "backward", "tracking, forward", "tracking, backward", "bar"], rows)
+
+
+def large(nodes: int) -> None:
+    x = torch.ones(16, requires_grad=True)
+    model = Chain(nodes)
+    rows = []
+
+    def work(name: str, run: Callable[[], Any]) -> Any:
+        result = None
+
+        def keep() -> None:
+            nonlocal result
+            result = run()
+
+        seconds = timed(keep)
+        rows.append([name, f"{seconds:.2f}", f"{seconds / nodes * 1e6:.1f}", verdict(seconds, 10, " s")])
+        return result
+
+    scaled = T.unit_scale(model)
+    work("unit_scale, with its first forward", lambda: scaled(x))
+    tracked = T.track_scales(model)
+    work("track_scales, with its first forward", lambda: tracked(x))
+    y = tracked(x)
+    work("backward of the tracked chain", lambda: y.sum().backward())
+    graph = work("scales_graph", tracked.scales_graph)
+    work("prune_non_float_tensors", lambda: T.prune_non_float_tensors(graph))
+    work("prune_same_scale_tensors", lambda: T.prune_same_scale_tensors(graph))
+    targets = [torch.ops.aten.mul.Tensor]
+    work("prune_selected_nodes", lambda: T.prune_selected_nodes(graph, targets))
+    print(f"\nChain of {nodes} nodes, seconds.")
+    table(["", "seconds", "us a node", "bar"], rows)
+
+
+def main(args: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    quick = "--quick" in args
+    only = next((a[7:].split(",") for a in args if a.startswith("--only=")), [])
+    chosen = [a for a in args if not a.startswith("-")]
+    parts: dict[str, Callable[[], None]] = {
+        "steps": lambda: steps(5 if quick else 21, only),
+        "chain": lambda: chain(20 if quick else 200),
+        "large": lambda: large(10_000 if quick else 100_000),
+    }
+    for name, part in parts.items():
+        if not chosen or name in chosen:
+            part()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
