@@ -27,7 +27,7 @@ struct CaptureOptions {
   // Capture twice on different input values, compare, and replay against eager, forward and gradients: the only way to
   // notice values that leave torch unseen (raw memory, tensor hooks). Costs four forwards.
   bool verify = false;
-  // Matrix products are not computed: their results are zeros of the right kind. Much quicker for large models, the
+  // Matrix products are not computed: their results are of the right kind, with other values. Much quicker, the
   // same graph. Where the forward needs values (torch.equal, sizes that depend on data, an error), it is run once more
   // with them.
   bool shapes_only = false;

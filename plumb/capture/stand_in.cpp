@@ -1,77 +1,52 @@
 #include "plumb/capture/stand_in.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <string_view>
-#include <unordered_set>
+#include <unordered_map>
 
 namespace plumb::capture_detail {
 namespace {
 
-using FunctionPtr = decltype(torch::autograd::Edge::function);  // shared or intrusive, by torch's version
-
-// What a stand-in claims to come from: nobody goes backward through a capture.
-struct StandInNode : torch::autograd::Node {
-  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
-  std::string name() const override { return "plumb::StandIn"; }
+struct Product {
+  size_t left, right;     // arguments
+  int64_t right_dim = 0;  // dimension of the right one that is summed over; of the left one it is the last
 };
 
-template <typename Pointer>
-Pointer make_node() {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::make_shared<StandInNode>();
-  } else {
-    return c10::make_intrusive<StandInNode>();
-  }
+const Product* find_product(const c10::FunctionSchema& schema) {
+  static const std::unordered_map<std::string_view, Product> products = {
+      {"aten::linear", {0, 1, -1}}, {"aten::matmul", {0, 1, -2}}, {"aten::mm", {0, 1, -2}},
+      {"aten::bmm", {0, 1, -2}},    {"aten::addmm", {1, 2, -2}},  {"aten::baddbmm", {1, 2, -2}}};
+  auto it = schema.overload_name().empty() ? products.find(schema.name()) : products.end();
+  return it == products.end() ? nullptr : &it->second;
 }
 
-// Those whose strides do not depend on the device: attention and convolutions choose other layouts on the CPU.
-bool is_matrix_product(std::string_view name) {
-  static const std::unordered_set<std::string_view> names = {"aten::linear", "aten::matmul", "aten::mm",
-                                                             "aten::bmm",    "aten::addmm",  "aten::baddbmm"};
-  return names.count(name) > 0;
-}
-
-bool is_plain(const at::Tensor& t) {
-  return t.is_cpu() && t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized() &&
-         !t.key_set().has(c10::DispatchKey::Python) && !t.key_set().has(c10::DispatchKey::FuncTorchBatched) &&
-         !t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
+bool is_plain(const c10::IValue& v) {
+  if (!v.isTensor() || !v.toTensor().defined()) return false;
+  const at::Tensor& t = v.toTensor();
+  return t.dim() >= 2 && t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized();
 }
 
 }  // namespace
 
 bool stand_in(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto& schema = op.schema();
-  if (!schema.overload_name().empty() || !is_matrix_product(schema.name())) return false;
-  torch::jit::Stack shapes;
-  for (const c10::IValue& v : torch::jit::last(*stack, schema.arguments().size())) {
-    if (!v.isTensor() || !v.toTensor().defined()) {
-      shapes.push_back(v);
-      continue;
-    }
-    const at::Tensor& t = v.toTensor();
-    if (!is_plain(t)) return false;
-    at::Tensor shape = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta));
-    shapes.emplace_back(shape.set_requires_grad(t.requires_grad()));
-  }
+  const Product* product = find_product(op.schema());
+  if (!product) return false;
+  const size_t count = op.schema().arguments().size();
+  const auto given = torch::jit::last(*stack, count);
+  if (!is_plain(given[product->left]) || !is_plain(given[product->right])) return false;
+  const at::Tensor &left = given[product->left].toTensor(), &right = given[product->right].toTensor();
+  if (left.size(-1) != right.size(product->right_dim)) return false;  // the call itself says what is wrong
+  torch::jit::Stack empty(given.begin(), given.end());
+  empty[product->left] = left.narrow(-1, 0, 0);
+  empty[product->right] = right.narrow(product->right_dim, 0, 0);
   try {
-    op.callBoxed(shapes);
+    op.callBoxed(empty);
   } catch (const c10::Error&) {
-    return false;  // the call itself says better what is wrong
+    return false;
   }
-  const at::Tensor& shape = shapes.back().toTensor();
-  at::Tensor result =
-      at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(at::kCPU).requires_grad(false)).zero_();
-  if (shape.requires_grad()) {
-    // No leaf: the model may go on in place.
-    auto node = make_node<FunctionPtr>();
-    const uint32_t slot = node->add_input_metadata(result);
-    torch::autograd::impl::set_gradient_edge(result, {node, slot});
-  }
-  torch::jit::drop(*stack, schema.arguments().size());
-  stack->emplace_back(std::move(result));
+  torch::jit::drop(*stack, count);
+  stack->push_back(std::move(empty.back()));
   return true;
 }
 

@@ -6,9 +6,8 @@
 
 namespace plumb::capture_detail {
 
-// Replaces the arguments of a matrix product on the stack by a tensor of zeros of the result's sizes, strides, dtype
-// and need of a gradient. Answers false, with the stack as it was, for all other operators and for tensors that are not
-// plain ones on the CPU.
+// Calls a matrix product on the stack with nothing to multiply: sums of no products have the sizes, strides, dtype and
+// need of a gradient of the real ones. Answers false, with the stack as it was, for all other operators.
 bool stand_in(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 // Whether the sizes of the operator's results depend on values.
