@@ -4,7 +4,9 @@
 
 #include <map>
 
+#include "costs.h"
 #include "module.h"
+#include "plumb/analysis/adapters.h"
 #include "plumb/core/error.h"
 #include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/runtime.h"
@@ -238,6 +240,15 @@ Register part([](py::module_& m) {
            py::arg("check_numerics") = false, py::arg("seed") = py::none())
       .def("run", &PyPipeline::run)
       .def("gather_timeline", &PyPipeline::gather_timeline);
+  // What was recorded as a picture, and below it the table as simulated with costs in seconds, if there are any.
+  m.def("timeline_svg", [](const py::sequence& events, const Schedule& schedule, const py::dict& costs) {
+    TimelineChart chart;
+    chart.title = schedule.name;
+    chart.runs.push_back(timeline_of(to_events(events)));
+    if (!costs.empty())
+      chart.runs.push_back(timeline_of(schedule, simulate_schedule(schedule, to_costs(costs)), "simulated", "s"));
+    return to_svg(chart);
+  });
   m.def("measured_bubble", [](const py::sequence& events) { return measured_bubble(to_events(events)); });
 
   py::class_<DeferredWeights>(m, "DeferredWeights", "What the weight half of a stage backward still has to do.")

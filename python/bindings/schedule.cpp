@@ -1,5 +1,6 @@
 // Schedules as data. An action is a tuple (stage, kind, microbatch or None, None or (forward, backward)) as Python's
 // _Action is, so that one may be given for the other.
+#include "costs.h"
 #include "module.h"
 #include "plumb/core/error.h"
 #include "plumb/schedule/check.h"
@@ -98,37 +99,6 @@ Schedule from_rows(const std::string& name, const py::sequence& rows, int num_mi
     schedule.placement.ranks = ranks;
   }
   return schedule;
-}
-
-Costs to_costs(const py::dict& given) {
-  Costs costs;
-  auto list = [](py::handle h) {
-    return py::isinstance<py::sequence>(h) ? h.cast<std::vector<double>>() : std::vector<double>{h.cast<double>()};
-  };
-  for (auto [key, value] : given) {
-    const auto name = key.cast<std::string>();
-    if (name == "forward") {
-      costs.forward = list(value);
-    } else if (name == "input") {
-      costs.input = list(value);
-    } else if (name == "weight") {
-      costs.weight = list(value);
-    } else if (name == "full") {
-      costs.full = list(value);
-    } else if (name == "communication") {
-      costs.communication = list(value);
-    } else if (name == "activation") {
-      costs.activation = list(value);
-    } else if (name == "overlap") {
-      costs.overlap = value.cast<double>();
-    } else if (name == "held_for_weight") {
-      costs.held_for_weight = value.cast<double>();
-    } else {
-      throw Error(ErrorKind::InvalidArgument, "there is no cost named '" + name + "'", "",
-                  "use forward, input, weight, full, communication, overlap, activation, held_for_weight");
-    }
-  }
-  return costs;
 }
 
 py::dict to_dict(const Simulation& s) {

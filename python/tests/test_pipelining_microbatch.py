@@ -109,3 +109,23 @@ def test_block_masks_are_cut_along_the_batch():
             assert torch.equal(a.to_dense(), b.to_dense())
             at = [torch.tensor(i) for i in (a.shape[0] - 1, 0, 10, 30)]
             assert torch.equal(torch.as_tensor(a.mask_mod(*at)), torch.as_tensor(b.mask_mod(*at)))
+
+
+def test_distributed_tensors_are_cut_where_they_are(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        x = distribute_tensor(torch.randn(5, 4), mesh, [Shard(1)])
+        args, _ = split_args_kwargs_into_chunks((x,), None, 2)
+        assert [a[0].shape for a in args] == [(3, 4), (2, 4)] and args[0][0].placements == (Shard(1),)
+        merged = merge_chunks([a[0] for a in args], None)
+        assert merged.placements == (Shard(1),) and torch.equal(merged.to_local(), x.to_local())
+        other = distribute_tensor(torch.randn(2, 4), mesh, [Replicate()])
+        for mixed in (other, torch.randn(2, 4)):
+            with pytest.raises(AssertionError, match="different ways"):
+                merge_chunks([args[0][0], mixed], None)
+    finally:
+        dist.destroy_process_group()

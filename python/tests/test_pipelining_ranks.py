@@ -1,6 +1,10 @@
 """Schedules over real processes, bit for bit beside one process."""
 
 import copy
+import os
+import pathlib
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -347,3 +351,11 @@ def data_parallel_work(rank, size):
     half = slice(8 * replica, 8 * replica + 8)
     schedule.step(*([x[half]] if index == 0 else []), target=target[half] if index == 1 else None)
     return [p.grad for p in module.parameters()]
+
+
+def test_the_example_trains_as_one_process_does(tmp_path):
+    script = pathlib.Path(__file__).resolve().parents[2] / "examples" / "pipeline.py"
+    env = {k: v for k, v in os.environ.items() if k != "RANK"}
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "the very same losses" in done.stdout and (tmp_path / "timeline.svg").stat().st_size

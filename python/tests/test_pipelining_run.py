@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import weakref
 
 import pytest
@@ -419,7 +420,7 @@ def test_the_first_bad_value_is_named_on_request():
         schedule.step(x, target=target)
 
 
-def test_time_lines_are_recorded():
+def test_time_lines_are_recorded_and_drawn(tmp_path):
     schedule = schedule_for("LoopedBFS", blocks(2), 3)
     schedule.record_timeline = True
     x, target = batch()
@@ -427,6 +428,15 @@ def test_time_lines_are_recorded():
     events = schedule.timeline()
     assert [e[1] for e in events][:3] == ["0F0", "0F1", "0F2"] and len(events) == 12
     assert 0 <= schedule.measured_bubble() < 1
+    schedule.draw_timeline(str(tmp_path / "t.json"))
+    traced = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [e["name"] for e in traced] == [e[1] for e in events] and traced[0]["dur"] > 0
+    schedule.draw_timeline(str(tmp_path / "t.svg"))
+    assert "measured" in (tmp_path / "t.svg").read_text() and "simulated" not in (tmp_path / "t.svg").read_text()
+    schedule.draw_timeline(str(tmp_path / "t.svg"), {"forward": 1e-4, "input": 1e-4, "weight": [1e-4, 2e-4]})
+    assert "simulated" in (tmp_path / "t.svg").read_text()
+    with pytest.raises(plumb.Error, match="record_timeline"):
+        schedule_for("LoopedBFS", blocks(2), 3).draw_timeline(None)
 
 
 def test_nothing_is_kept_after_a_step():

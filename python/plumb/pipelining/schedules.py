@@ -220,6 +220,24 @@ class _PipelineSchedule:
             raise Error("no time line was recorded: set record_timeline before the first step")
         return self._run.gather_timeline()
 
+    def draw_timeline(self, filename: str | None, costs: dict[str, Any] | None = None) -> None:
+        """Draws the last step: a name that ends in ".json" becomes a trace for Chrome and Perfetto, any other a picture
+        (SVG), with the table as simulated below it if `costs` in seconds are given (see `search_schedule`). All ranks
+        must ask; those with a file name write it."""
+        events = self.timeline()
+        if filename is None:
+            return
+        if os.fspath(filename).lower().endswith(".json"):
+            traced = [
+                {"name": a, "ph": "X", "pid": 0, "tid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6}
+                for rank, a, _, start, end in events
+            ]
+            text = json.dumps({"traceEvents": traced})
+        else:
+            text = _C.timeline_svg(events, self._table_to_run(), costs or {})
+        with open(filename, "w") as file:
+            file.write(text)
+
     def measured_bubble(self) -> float:
         """The share of the last step in which ranks did not compute. All ranks must ask."""
         return _C.measured_bubble(self.timeline())
