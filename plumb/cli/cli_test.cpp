@@ -105,7 +105,7 @@ class Command : public testing::Test {
 
 TEST_F(Command, SaysItsVersionAndAnExampleForEverySubcommand) {
   EXPECT_EQ(plumb("--version").out.rfind("plumb ", 0), 0u);
-  for (const char* name : {"show", "opt", "run", "train", "scale", "track", "split"}) {
+  for (const char* name : {"show", "opt", "run", "plan", "train", "scale", "track", "split"}) {
     const Ended help = plumb(std::string(name) + " --help");
     EXPECT_EQ(help.code, 0);
     EXPECT_NE(help.out.find("plumb " + std::string(name) + " "), std::string::npos) << help.out;
@@ -212,6 +212,52 @@ TEST_F(Command, TrainsInTwoProcessesBitForBitAsInOne) {
         "assert list(a) == list(b) and sorted(a) == sorted(c)\n"
         "assert all(torch.equal(a[n], b[n]) and not torch.equal(a[n], c[n]) for n in a)");
   }
+}
+
+TEST_F(Command, PlansAndTrainsByTheTableItWrites) {
+  const Ended plan = plumb("plan lm.pt2 --ranks 2 --microbatches 4 --json --csv best.csv --svg best.svg");
+  ASSERT_EQ(plan.code, 0) << plan.err;
+  const Json table = Json::parse(plan.out);
+  EXPECT_GE(table["schedules"].size(), 12u);
+  EXPECT_EQ(table["schedules"][0]["schedule"], table["taken"]);
+  EXPECT_GT(table["schedules"][0]["step"].get<double>(), 0);
+  EXPECT_NE(read(folder() / "best.svg").find("<svg"), std::string::npos);
+  const Ended planned = plumb(std::string(kTrain) + "--stages 2 --schedule best.csv --timeline step.svg");
+  ASSERT_EQ(planned.code, 0) << planned.err;
+  EXPECT_EQ(training(planned).losses, training(plumb(kTrain)).losses) << "a schedule changes no bit";
+  EXPECT_NE(read(folder() / "step.svg").find("simulated"), std::string::npos);
+  wrong("train lm.pt2 --data tokens.bin --stages 2 --microbatches 3 --schedule best.csv", "--microbatches 4");
+}
+
+TEST_F(Command, PlansForGivenCostsWithinAMemoryLimit) {
+  const std::string costs = "plan --ranks 4 --microbatches 8 --costs 1,1,1 ";
+  const Ended text = plumb(costs);
+  ASSERT_EQ(text.code, 0) << text.err;
+  EXPECT_NE(text.out.find("1F1B"), std::string::npos);
+  const Json table = Json::parse(plumb(costs + "--memory-limit 2.5 --json").out);
+  EXPECT_LE(table["schedules"][0]["memory"][0].get<double>(), 2.5);
+  for (const auto& row : table["schedules"]) {
+    if (row["schedule"] == "1F1B") EXPECT_FALSE(row["fits"].get<bool>());
+  }
+  EXPECT_EQ(plumb(costs + "--memory-limit 0.1").code, 1);
+  EXPECT_EQ(Json::parse(plumb(costs + "--take GPipe --json").out)["taken"], "GPipe");
+  wrong("plan --ranks 4 --microbatches 8", "--costs");
+  wrong("plan --ranks 4 --microbatches 8 --costs 1,1", "--costs");
+  wrong(costs + "--memory-limit much", "--memory-limit");
+  wrong(costs + "--schedules nope", "nope");
+}
+
+TEST_F(Command, TrainsSeveralPipelinesBesideEachOther) {
+  const char* job = "train lm.pt2 --data tokens.bin --steps 6 --lr 0.01 --threads 1 --seed 3 --json ";
+  const Ended one = plumb(std::string(job) + "--microbatches 4 --save one.pt2");
+  const Ended four = plumb(std::string(job) + "--microbatches 2 --stages 2 --data-parallel 2 --save four.pt2");
+  ASSERT_EQ(four.code, 0) << four.err;
+  const Training a = training(one), b = training(four);
+  ASSERT_EQ(b.losses.size(), 6u) << "printed once, not by every replica";
+  for (size_t i = 0; i < 6; ++i) EXPECT_NEAR(a.losses[i], b.losses[i], 1e-4);
+  EXPECT_EQ(b.saved, "four.pt2");
+  const Ended again = plumb(std::string(job) + "--microbatches 2 --data-parallel 2");
+  EXPECT_EQ(training(again).losses, b.losses) << "cut or whole";
 }
 
 TEST_F(Command, TrainsUnderTorchrun) {

@@ -10,6 +10,7 @@ namespace plumb::cli {
 void add_show(CLI::App& app);
 void add_opt(CLI::App& app);
 void add_run(CLI::App& app);
+void add_plan(CLI::App& app);
 void add_train(CLI::App& app);
 void add_scale(CLI::App& app);
 void add_track(CLI::App& app);

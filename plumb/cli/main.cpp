@@ -21,6 +21,7 @@ int run(int argc, char** argv) {
   plumb::cli::add_show(app);
   plumb::cli::add_opt(app);
   plumb::cli::add_run(app);
+  plumb::cli::add_plan(app);
   plumb::cli::add_train(app);
   plumb::cli::add_scale(app);
   plumb::cli::add_track(app);

@@ -114,7 +114,8 @@ std::unique_ptr<Samples> open_samples(const TrainOptions& options, const GraphMo
 
 int64_t rows_of_step(const TrainOptions& o, const GraphModule& module) {
   const TensorMeta& meta = first_input(module);
-  const int64_t whole = meta.sizes[0] * o.microbatches;
+  const int64_t parts = int64_t{o.microbatches} * o.replicas;
+  const int64_t whole = meta.sizes[0] * parts;
   if (o.batch == 0) return whole;
   if (!is_dynamic(meta, 0) && o.batch != whole) {
     throw UsageError("--batch " + std::to_string(o.batch) + ": the file was exported for microbatches of " +
@@ -122,7 +123,7 @@ int64_t rows_of_step(const TrainOptions& o, const GraphModule& module) {
                      "--batch " + std::to_string(whole) + " with --microbatches " + std::to_string(o.microbatches) +
                          ", or export with a dynamic batch");
   }
-  if (o.batch < o.microbatches) {
+  if (o.batch < parts) {
     throw UsageError("--batch " + std::to_string(o.batch) + ": fewer rows than microbatches",
                      "--microbatches of at most it");
   }

@@ -32,6 +32,11 @@ class Printer {
       std::cout << "saved " << event["saved"].get<std::string>() << std::endl;
       return;
     }
+    if (event.contains("drew")) {
+      end_bar();
+      std::cout << "drew " << event["drew"].get<std::string>() << "  bubble " << number(event["bubble"]) << std::endl;
+      return;
+    }
     if (!event.contains("step")) return;
     const int step = event["step"], steps = event["steps"];
     const std::string loss = event["loss"].is_number() ? number(event["loss"]) : "nan";
@@ -72,7 +77,7 @@ std::vector<std::string> own_arguments() {
 int launch(const TrainOptions& o) {
   Printer print(o.json);
   LaunchOptions launch;
-  launch.num_processes = o.stages;
+  launch.num_processes = o.processes();
   launch.arguments = own_arguments();
   if (!o.json) launch.arguments.push_back("--json");
   launch.on_line = [&](int rank, bool is_stderr, const std::string& line) {
@@ -89,14 +94,14 @@ int launch(const TrainOptions& o) {
 int train(const TrainOptions& o) {
   const auto environment = discover_ranks();
   const int processes = environment ? environment->world_size : 1;
-  if (processes == 1 && o.stages > 1) {
+  if (processes == 1 && o.processes() > 1) {
     check_train(o);  // wrong use is said once, not by every process
     return launch(o);
   }
-  if (processes > 1 && processes != o.stages) {
-    throw UsageError(
-        "--stages " + std::to_string(o.stages) + ": the launcher started " + std::to_string(processes) + " processes",
-        "--stages " + std::to_string(processes));
+  if (processes > 1 && processes != o.processes()) {
+    throw UsageError("--stages " + std::to_string(o.stages) + " --data-parallel " + std::to_string(o.replicas) +
+                         ": the launcher started " + std::to_string(processes) + " processes",
+                     "--stages times --data-parallel of " + std::to_string(processes));
   }
   Printer print(o.json);
   train_rank(o, std::ref(print));
@@ -130,7 +135,13 @@ void add_train(CLI::App& app) {
   sub->add_option("--at", o->at, "Cut before these modules (default: marks, else balanced)")
       ->delimiter(',')
       ->allow_extra_args(false);
-  sub->add_option("--schedule", o->schedule, "1F1B, GPipe, ZBVZeroBubble, ...");
+  sub->add_option("--schedule", o->schedule,
+                  "1F1B, GPipe, ZBVZeroBubble, ..., or a .csv table (plumb plan writes them)");
+  sub->add_option("--data-parallel", o->replicas,
+                  "So many pipelines beside each other, on parts of the batch of their own; gradients are summed")
+      ->check(CLI::PositiveNumber);
+  sub->add_option("--timeline", o->timeline,
+                  "Draw the last step beside its simulation (.svg), or write it for chrome://tracing (.json)");
   sub->add_option("--save", o->save, "The .pt2 file for the trained weights, under the same names");
   sub->add_option("--seed", o->seed, "Of the draw of samples, and of dropout");
   sub->add_option("--threads", o->threads,

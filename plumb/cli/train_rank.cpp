@@ -11,6 +11,7 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/cut.h"
 #include "plumb/cli/samples.h"
+#include "plumb/cli/timeline.h"
 #include "plumb/core/error.h"
 #include "plumb/partition/split.h"
 #include "plumb/pipeline/graph_stage.h"
@@ -61,16 +62,33 @@ at::Tensor mse(const Tensors& outputs, const Tensors& targets) {
   return at::mse_loss(outputs[0], targets[0]);
 }
 
+bool ends_with(const std::string& text, const std::string& end) {
+  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+// By name, or a table in a file.
+Schedule read_schedule(const TrainOptions& o) {
+  if (!ends_with(o.schedule, ".csv")) {
+    try {
+      return make_schedule(schedule_traits(o.schedule).name, o.stages, o.microbatches);
+    } catch (const Error& e) {
+      throw UsageError("--schedule " + o.schedule + ": " + e.message(),
+                       e.remedy().empty() ? "--schedule 1F1B" : e.remedy());
+    }
+  }
+  Schedule schedule = read_csv(o.schedule);
+  if (schedule.num_ranks() != o.stages || schedule.num_microbatches != o.microbatches) {
+    throw UsageError("--schedule " + o.schedule + ": is for " + std::to_string(schedule.num_ranks()) +
+                         " processes and " + std::to_string(schedule.num_microbatches) + " microbatches",
+                     "--stages " + std::to_string(schedule.num_ranks()) + " --microbatches " +
+                         std::to_string(schedule.num_microbatches));
+  }
+  return schedule;
+}
+
 Job prepare(const TrainOptions& o) {
   Job job;
-  // Wrong names before anything is read.
-  try {
-    const ScheduleTraits& traits = schedule_traits(o.schedule);
-    job.schedule = make_schedule(traits.name, o.stages, o.microbatches);
-  } catch (const Error& e) {
-    throw UsageError("--schedule " + o.schedule + ": " + e.message(),
-                     e.remedy().empty() ? "--schedule 1F1B" : e.remedy());
-  }
+  job.schedule = read_schedule(o);  // wrong names before anything is read
   if (!o.save.empty() && !is_pt2(o.save)) throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
   job.loaded = load(o.file);
   need_tensors(job.loaded, o.file);
@@ -121,16 +139,28 @@ void save(const TrainOptions& o, const Job& job) {
   save_pt2(job.loaded.program, o.save);
 }
 
+// The rows of a batch that this replica trains on.
+Batch part_of_replica(Batch batch, const ProcessGroup& replicas) {
+  if (replicas.size() == 1) return batch;
+  const auto mine = static_cast<size_t>(replicas.rank());
+  return {split_batch(batch.inputs, {}, replicas.size()).inputs[mine],
+          batch.targets.empty() ? batch.targets : split_batch(batch.targets, {}, replicas.size()).inputs[mine]};
+}
+
 }  // namespace
 
 void check_train(const TrainOptions& options) { prepare(options).samples->draw(); }
 
 void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::json&)>& event) {
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  at::set_num_threads(o.threads > 0 ? o.threads : std::max(1, cores / o.stages));
+  at::set_num_threads(o.threads > 0 ? o.threads : std::max(1, cores / o.processes()));
   at::manual_seed(static_cast<uint64_t>(o.seed));
   Job job = prepare(o);
-  const ProcessGroup group = o.stages > 1 ? make_group_from_environment() : ProcessGroup();
+  const ProcessGroup world = o.processes() > 1 ? make_group_from_environment() : ProcessGroup();
+  const ReplicatedGroups groups = divide_into_replicas(world, o.replicas);
+  const ProcessGroup& group = groups.pipeline;
+  job.pipeline.replicas = groups.replicas;
+  job.pipeline.record_timeline = !o.timeline.empty();
   const auto stages = stages_of_rank(*job.pipe, job.schedule, group.rank());
   std::vector<at::Tensor> parameters;
   for (const auto& [index, stage] : stages) {
@@ -143,16 +173,20 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
   Pipeline pipeline(make_layout(job.pipe->table()), job.schedule, stages, group, job.pipeline);
   const auto begin = std::chrono::steady_clock::now();
   for (int step = 1; step <= o.steps; ++step) {
-    const Batch batch = job.samples->draw();
+    const Batch batch = part_of_replica(job.samples->draw(), groups.replicas);
     for (const at::Tensor& p : parameters) p.mutable_grad().reset();
     const StepResult result = pipeline.step(batch.inputs, batch.targets);
     if (optimizer) optimizer->step();
-    if (!result.loss.defined()) continue;
+    if (!result.loss.defined() || groups.replicas.rank() != 0) continue;
     const double loss = result.loss.item<double>();
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     event({{"step", step}, {"steps", o.steps}, {"loss", loss}, {"seconds", seconds}});
   }
-  if (o.save.empty()) return;
+  if (!o.timeline.empty() && groups.replicas.rank() == 0) {
+    const auto events = pipeline.gather_timeline();
+    if (group.rank() == 0) event({{"drew", o.timeline}, {"bubble", draw_timeline(o.timeline, job.schedule, events)}});
+  }
+  if (o.save.empty() || groups.replicas.rank() != 0) return;
   share_state(job, group);
   if (group.rank() != 0) return;
   save(o, job);

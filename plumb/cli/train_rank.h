@@ -13,11 +13,14 @@ struct TrainOptions {
   std::string file, data, targets, save;
   std::string token_type = "u8", loss = "cross_entropy", optimizer = "adamw", schedule = "1F1B";
   double lr = 1e-3;
-  int steps = 100, microbatches = 1, stages = 1, threads = 0;
+  int steps = 100, microbatches = 1, stages = 1, replicas = 1, threads = 0;
   int64_t batch = 0;
   int64_t seed = 0;
   std::vector<std::string> at;
+  std::string timeline;
   bool json = false;
+
+  int processes() const { return stages * replicas; }
 };
 
 // Everything that can be wrong before the first step: throws UsageError or Error.

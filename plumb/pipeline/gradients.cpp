@@ -6,8 +6,8 @@
 
 namespace plumb {
 
-GradientKeeper::GradientKeeper(std::vector<int> order, std::set<int> shared, bool scaled)
-    : order_(std::move(order)), shared_(std::move(shared)), scaled_(scaled) {
+GradientKeeper::GradientKeeper(std::vector<int> order, std::set<int> shared, bool apart)
+    : order_(std::move(order)), shared_(std::move(shared)), apart_(apart) {
   in_order_ = std::is_sorted(order_.begin(), order_.end());
   std::sort(order_.begin(), order_.end());
 }
@@ -18,10 +18,9 @@ void GradientKeeper::begin_step(std::vector<NamedTensor> parameters) {
   early_.clear();
   before_.assign(parameters_.size(), {});
   own_.assign(parameters_.size(), {});
-  const bool divides = scaled_ && order_.size() > 1;
   for (size_t i = 0; i < parameters_.size(); i++) {
     const auto& p = parameters_[i].tensor;
-    if (!p.requires_grad() || !(divides || shared_.count(static_cast<int>(i)))) continue;
+    if (!p.requires_grad() || !(apart_ || shared_.count(static_cast<int>(i)))) continue;
     before_[i] = p.grad();
     p.mutable_grad() = at::Tensor();
   }
@@ -77,7 +76,11 @@ at::Tensor GradientKeeper::step_gradient(int index) const {
 }
 
 void GradientKeeper::set_step_gradient(int index, const at::Tensor& gradient) {
-  own_[index] = gradient.defined() ? gradient.clone() : gradient;
+  if (shared_.count(index)) {
+    own_[index] = gradient.defined() ? gradient.clone() : gradient;
+  } else {
+    parameters_[index].tensor.mutable_grad() = gradient;
+  }
 }
 
 void GradientKeeper::finish_step(int divisor) {

@@ -13,8 +13,9 @@ namespace plumb {
 class GradientKeeper {
  public:
   // `order`: the microbatches in the order in which the table accumulates them. `shared`: parameters (by index) whose
-  // step gradient is summed over copies. `scaled`: the step's gradients are divided at its end.
-  GradientKeeper(std::vector<int> order, std::set<int> shared, bool scaled);
+  // step gradient is summed over copies. `apart`: the step's gradients are not simply added to those that were there
+  // before, but divided, or summed over replicas, at its end.
+  GradientKeeper(std::vector<int> order, std::set<int> shared, bool apart);
 
   void begin_step(std::vector<NamedTensor> parameters);
   // Runs `backward`, which accumulates microbatch `m` into `.grad`. Microbatches that come too early are set aside and
@@ -34,7 +35,7 @@ class GradientKeeper {
   std::vector<int> order_;  // sorted: the order of accumulation
   bool in_order_;
   std::set<int> shared_;
-  bool scaled_;
+  bool apart_;
   std::vector<NamedTensor> parameters_;
   Tensors before_;  // by parameter, where it is kept apart
   Tensors own_;     // gradients of shared parameters of this stage: another stage here may hold the very same tensor

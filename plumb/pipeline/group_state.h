@@ -11,6 +11,7 @@ namespace plumb {
 struct ProcessGroup::State {
   int rank = 0;
   int size = 1;
+  std::vector<int> world;  // by rank: its number among all processes; empty: the same
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   RankEnvironment env;
   GlooOptions options;

@@ -18,6 +18,7 @@ enum class MessageKind : std::uint8_t {
   Activation = 1,  // a stage's outputs on their way to a later stage
   Gradient = 2,    // gradients on their way back
   Copies = 3,      // gradients of parameters that several ranks hold; stages are ranks here
+  Replicas = 5,    // gradients between replicas of a stage; `from` is a part of them, `to` 1 on the way to be summed
   Exchange = 4,    // what ranks tell each other before the first step; stages are ranks here
 };
 

@@ -38,6 +38,10 @@ ProcessGroup::ProcessGroup() : state_(std::make_shared<State>()) {}
 ProcessGroup::ProcessGroup(std::shared_ptr<State> state) : state_(std::move(state)) {}
 int ProcessGroup::rank() const { return state_->rank; }
 int ProcessGroup::size() const { return state_->size; }
+int ProcessGroup::world_rank(int rank) const {
+  const auto& world = state_->world;
+  return rank >= 0 && static_cast<size_t>(rank) < world.size() ? world[rank] : rank;
+}
 std::chrono::milliseconds ProcessGroup::timeout() const { return state_->timeout; }
 void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
   check_timeout(timeout);
@@ -124,6 +128,7 @@ ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, c
                 "rank " + std::to_string(parent.rank) + " is not in the subgroup '" + name + "' it asks for");
   }
   state->size = static_cast<int>(ranks.size());
+  for (int r : ranks) state->world.push_back(group.world_rank(r));
   state->timeout = parent.timeout;
   state->env = parent.env;
   state->options = parent.options;
@@ -141,6 +146,20 @@ ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, c
                                               "': " + first_line(e.what()));
   }
   return ProcessGroup(state);
+}
+
+ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas) {
+  if (replicas < 1 || group.size() % replicas != 0) {
+    throw Error(ErrorKind::InvalidArgument, std::to_string(group.size()) + " ranks cannot be divided into " +
+                                                std::to_string(replicas) + " replicas of a pipeline");
+  }
+  if (replicas == 1) return {group, {}};
+  const int length = group.size() / replicas, mine = group.rank() / length, place = group.rank() % length;
+  std::vector<int> pipeline, same;
+  for (int r = 0; r < length; r++) pipeline.push_back(mine * length + r);
+  for (int r = 0; r < replicas; r++) same.push_back(r * length + place);
+  return {make_subgroup(group, "pipeline" + std::to_string(mine), pipeline),
+          make_subgroup(group, "replicas" + std::to_string(place), same)};
 }
 
 ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,

@@ -25,6 +25,8 @@ class ProcessGroup {
 
   int rank() const;
   int size() const;
+  // The number of one of this group's ranks among all processes, for messages: of a subgroup, in the group it is of.
+  int world_rank(int rank) const;
   // How long a message, or a peer that starts up, is waited for.
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds timeout);
@@ -58,6 +60,15 @@ ProcessGroup make_group_from_environment(const GlooOptions& options = {});
 // A group of some of the ranks of `group`, for data parallel beside pipeline and the like; ranks are renumbered in the
 // order given. All of `ranks` must call it with the same name and list; the caller must be one of them.
 ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, const std::vector<int>& ranks);
+
+// `replicas` pipelines beside each other: ranks 0 to n - 1 are the first, the next n the second, and so on.
+struct ReplicatedGroups {
+  ProcessGroup pipeline;  // of this rank's replica
+  ProcessGroup replicas;  // of the ranks that hold the same stages; PipelineOptions::replicas
+};
+
+// Raises Error(InvalidArgument) if the group's size is no multiple of `replicas`. All ranks of `group` must call it.
+ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas);
 
 // A group that exists already, such as torch.distributed's. `store` carries error texts between ranks; null: the
 // group's own.

@@ -1,5 +1,8 @@
 #include "plumb/pipeline/run_plan.h"
 
+#include <map>
+#include <set>
+
 namespace plumb {
 
 Schedule compute_only(const Schedule& schedule) {
@@ -57,7 +60,7 @@ RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wirin
     return it == index.end() ? -1 : it->second;
   };
   for (const auto& action : schedule.rows[rank]) {
-    RunAction run{action, {}, {}};
+    RunAction run{action, to_string(action), {}, {}};
     const int s = action.stage, m = action.microbatch;
     const auto& w = wiring[s];
     if (action.kind == ActionKind::Forward) {
@@ -70,6 +73,11 @@ RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wirin
       for (const auto& b : w.grads_out) run.sends.push_back(find(send_index, MessageKind::Gradient, s, b.stage, m));
     }
     plan.actions.push_back(std::move(run));
+  }
+  std::set<int> seen;
+  for (auto run = plan.actions.rbegin(); run != plan.actions.rend(); ++run) {
+    const bool adds = run->action.kind == ActionKind::FullBackward || run->action.kind == ActionKind::BackwardWeight;
+    run->completes_gradients = adds && seen.insert(run->action.stage).second;
   }
   return plan;
 }

@@ -1,6 +1,7 @@
 // A rank's actions with their messages, worked out before the first step.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "plumb/pipeline/transport.h"
@@ -11,9 +12,11 @@ namespace plumb {
 
 struct RunAction {
   Action action;
+  std::string text;  // of it, for messages
   // Per bundle of the stage's wiring (values_in of a forward, grads_in of a backward; values_out, grads_out): the
   // message, or -1 where the other stage is on this rank.
   std::vector<int> receives, sends;
+  bool completes_gradients = false;  // of its stage: no later action adds to them
 };
 
 struct RunPlan {

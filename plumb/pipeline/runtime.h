@@ -46,14 +46,21 @@ struct PipelineOptions {
   // Seeds the CPU generator for each forward from this, the step, the stage and the microbatch, so that dropout does
   // not depend on the schedule either. The generator's own state is put back after the step.
   std::optional<std::uint64_t> seed;
+  // Ranks of other pipelines that hold the same stages as this one and train on other rows of the batch (replicas.h);
+  // this rank's place among them is its replica's number. All replicas run the same schedule. Gradients are summed over
+  // them in that order; with scale_grads they are those of the mean over all their rows.
+  ProcessGroup replicas;
 };
 
 struct StepResult {
   // On ranks that hold the last stage; empty elsewhere. By microbatch, detached.
   Tensors losses;
-  at::Tensor loss;                      // their mean by rows
+  at::Tensor loss;                      // their mean by rows; of a training step: over all replicas
   Tensors outputs;                      // merged
   std::vector<TimelineEvent> timeline;  // of this rank
+  // By microbatch and input of the model, for inputs that require a gradient: its gradient, divided as the parameters'
+  // are, on the rank whose stage uses it (a share on each, if several ranks do). Empty if there is none.
+  std::vector<Tensors> input_grads;
 };
 
 class Pipeline {

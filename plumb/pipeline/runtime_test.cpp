@@ -426,10 +426,29 @@ TEST(Pipeline, SaysWhatIsWrongWithABatch) {
   EXPECT_THAT(message_of([&] { pipeline.step({}, targets); }), testing::HasSubstr("was not given it"));
   EXPECT_THAT(message_of([&] { pipeline.step({inputs[0].narrow(0, 0, 3)}, targets); }),
               testing::HasSubstr("too few for 4"));
-  EXPECT_THAT(message_of([&] { pipeline.step({inputs[0].clone().requires_grad_(true)}, targets); }),
-              testing::HasSubstr("requires a gradient"));
   EXPECT_THAT(message_of([&] { pipeline.step(inputs, {}); }), testing::HasSubstr("rank 0 at 1F0"));
   EXPECT_EQ(pipeline.step(inputs, targets).losses.size(), 4u);  // none of it left a trace
+}
+
+TEST(Pipeline, GivesGradientsOfInputsThatAskForThem) {
+  for (const char* name : {"LoopedBFS", "InterleavedZeroBubble"}) {
+    auto model = test_model("skip", 2);
+    PipelineOptions options;
+    options.loss = model.loss;
+    std::map<int, std::shared_ptr<StageFunction>> stages{{0, model.make_stage(0)}, {1, model.make_stage(1)}};
+    Pipeline pipeline(model.layout, make_schedule(name, 1, 4, 2), stages, {}, options);
+    auto [inputs, targets] = model.batch(0);
+    auto leaf = inputs[0].clone().requires_grad_(true);
+    auto result = pipeline.step({leaf}, targets);
+    ASSERT_EQ(result.input_grads.size(), 4u);
+    auto first = stages[0]->forward({leaf});
+    auto out = stages[1]->forward({first[0], first[1], first[2]});
+    at::mse_loss(out[0], targets[0]).backward();
+    std::vector<at::Tensor> parts;
+    for (auto& grads : result.input_grads) parts.push_back(grads.at(0));
+    EXPECT_TRUE(at::allclose(at::cat(parts), leaf.grad(), 1e-5, 1e-7));
+    EXPECT_TRUE(pipeline.step(inputs, targets).input_grads.empty()) << "not asked for";
+  }
 }
 
 TEST(Pipeline, NamesAStageThatReturnsTooFewValues) {

@@ -21,22 +21,6 @@ struct Known {
   std::string name, type;
 };
 
-// FNV-1a over 64-bit words: enough to notice copies that were initialised apart.
-std::uint64_t content_hash(const at::Tensor& tensor) {
-  auto t = tensor.detach().cpu().contiguous();
-  const auto* bytes = static_cast<const char*>(t.const_data_ptr());
-  std::uint64_t hash = 14695981039346656037ull;
-  size_t n = t.nbytes(), i = 0;
-  for (; i + 8 <= n; i += 8) {
-    std::uint64_t word;
-    std::memcpy(&word, bytes + i, 8);
-    hash = (hash ^ word) * 1099511628211ull;
-    hash ^= hash >> 29;
-  }
-  for (; i < n; i++) hash = (hash ^ static_cast<unsigned char>(bytes[i])) * 1099511628211ull;
-  return hash;
-}
-
 std::string where(const Known& k) {
   return "'" + k.name + "' of stage " + std::to_string(k.stage) + " on rank " + std::to_string(k.rank);
 }
@@ -64,6 +48,21 @@ json parse(const std::string& text, size_t rank) {
 }
 
 }  // namespace
+
+std::uint64_t content_hash(const at::Tensor& tensor) {
+  auto t = tensor.detach().cpu().contiguous();
+  const auto* bytes = static_cast<const char*>(t.const_data_ptr());
+  std::uint64_t hash = 14695981039346656037ull;
+  size_t n = t.nbytes(), i = 0;
+  for (; i + 8 <= n; i += 8) {
+    std::uint64_t word;
+    std::memcpy(&word, bytes + i, 8);
+    hash = (hash ^ word) * 1099511628211ull;
+    hash ^= hash >> 29;
+  }
+  for (; i < n; i++) hash = (hash ^ static_cast<unsigned char>(bytes[i])) * 1099511628211ull;
+  return hash;
+}
 
 SharedParameters find_shared_parameters(const PipelineLayout& layout, const Placement& placement,
                                         const std::map<int, std::vector<NamedTensor>>& local, Transport& transport) {

@@ -23,6 +23,9 @@ struct ParameterCopy {
 // All copies of one parameter, in the order in which gradients are summed: from the last stage to the first.
 using CopyGroup = std::vector<ParameterCopy>;
 
+// FNV-1a over 64-bit words: enough to notice copies that were initialised apart.
+std::uint64_t content_hash(const at::Tensor& tensor);
+
 struct SharedParameters {
   std::vector<CopyGroup> groups;              // of two or more copies, of which this rank holds one at least
   std::vector<TiedParameter> tied;            // all groups of the pipeline, as stages and names

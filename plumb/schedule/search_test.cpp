@@ -13,32 +13,33 @@
 namespace plumb {
 namespace {
 
-// Measured costs of the Zero Bubble paper (arXiv 2401.10241, table 6) and the bubble rates of its own searched
-// schedules.
+// Measured costs of the Zero Bubble paper (arXiv 2401.10241), to the three digits that its authors' script for its
+// bubble rates takes, the models' widths and heads, and the rates of its own searched schedules.
 struct Measured {
   double forward, input, weight, communication;
   int ranks;
+  double width, heads;
   double rate_1p, rate_2p;
 };
-constexpr Measured kMeasured[] = {{18.52, 18.09, 9.34, 0.60, 8, .1585, .0433},
-                                  {29.72, 29.44, 19.93, 0.53, 8, .1323, .0029},
-                                  {11.35, 11.25, 8.13, 0.38, 16, .1397, .0066},
-                                  {10.42, 10.20, 7.71, 0.43, 32, .1421, .0038}};
+constexpr Measured kMeasured[] = {{18.522, 18.086, 9.337, 0.601, 8, 2304, 24, .1585, .0433},
+                                  {29.718, 29.444, 19.927, 0.527, 8, 4096, 32, .1323, .0029},
+                                  {11.347, 11.248, 8.132, 0.377, 16, 5120, 40, .1397, .0066},
+                                  {10.419, 10.207, 7.715, 0.408, 32, 6144, 48, .1421, .0038}};
 
 // Half a unit of the last digit the paper prints.
 constexpr double kPrinted = 5e-5;
 
-// The paper's memory: of a layer's 34 h + 5 a s activations, with heads of 128 and 1,024 tokens, the weight backward
-// needs 32 h.
-constexpr double kHeldForWeight = 32.0 / 74.0;
+// The paper's memory (its table 1): of a layer's 34 h + 5 a s activations the weight backward needs 32 h; sequences of
+// 1,024 tokens.
+double held_for_weight(const Measured& m) { return 32 * m.width / (34 * m.width + 5 * m.heads * 1024); }
 
-Costs costs_of(const Measured& measured, double held_for_weight) {
+Costs costs_of(const Measured& measured) {
   Costs costs;
   costs.forward = {measured.forward};
   costs.input = {measured.input};
   costs.weight = {measured.weight};
   costs.communication = {measured.communication};
-  costs.held_for_weight = held_for_weight;
+  costs.held_for_weight = held_for_weight(measured);
   return costs;
 }
 
@@ -55,50 +56,49 @@ TEST(Search, ReachesThePaperWithinTwiceTheMemoryOf1F1B) {
   constexpr double kEffort[] = {1e7, 1e7, 1e7, 1e8};
   for (int i = 0; i < 4; ++i) {
     const Measured& measured = kMeasured[i];
-    Costs costs = costs_of(measured, kHeldForWeight);
+    Costs costs = costs_of(measured);
     SearchResult result = search_schedule(measured.ranks, 3 * measured.ranks, costs,
                                           {.memory_limit = 2.0 * measured.ranks, .effort = kEffort[i]});
-    EXPECT_LE(result.simulation.zero_bubble_rate(), measured.rate_2p) << measured.ranks;
+    EXPECT_LE(result.simulation.zero_bubble_rate(), measured.rate_2p + kPrinted) << measured.ranks;
     expect_within(result, 2.0 * measured.ranks, costs);
   }
 }
 
 // A rank of p microbatches cannot begin its last forward before it has run enough backwards to make room, nor end its
 // step before that microbatch has gone all the way and back.
-double least_step_of_rank_0(const Measured& measured, double held_for_weight) {
+double least_rate_within_1f1b(const Measured& measured) {
   int p = measured.ranks, n = 3 * p;
   double way = measured.forward + measured.input + 2 * measured.communication;
   double idle = (p - 1) * (measured.input + 2 * measured.communication);  // first input backward, less p forwards
   double least = std::numeric_limits<double>::infinity();
   for (int flying = 1; flying <= p; ++flying) {
-    int held = static_cast<int>((p - flying) / held_for_weight + 1e-9);
+    int held = static_cast<int>((p - flying) / held_for_weight(measured) + 1e-9);
     least = std::min(least, (n - flying) * measured.input + std::max(0, n - flying - held) * measured.weight);
   }
-  return idle + n * measured.forward + least + (p - 1) * way + measured.input + measured.weight;
+  double step = idle + n * measured.forward + least + (p - 1) * way + measured.input + measured.weight;
+  return 1 - n * (measured.forward + measured.input + measured.weight) / step;
 }
 
-TEST(Search, ReachesThePaperOrTheLeastPossibleWithinTheMemoryOf1F1B) {
+TEST(Search, ReachesThePaperWithinTheMemoryOf1F1B) {
   for (const Measured& measured : kMeasured) {
-    Costs costs = costs_of(measured, kHeldForWeight);
+    Costs costs = costs_of(measured);
     SearchResult result = search_schedule(measured.ranks, 3 * measured.ranks, costs,
                                           {.memory_limit = 1.0 * measured.ranks, .effort = 2e6});
-    double work = 3 * measured.ranks * (measured.forward + measured.input + measured.weight);
-    double least = 1 - work / least_step_of_rank_0(measured, kHeldForWeight);
-    EXPECT_LE(result.simulation.zero_bubble_rate(), std::max(measured.rate_1p + kPrinted, least + 1e-9))
-        << measured.ranks;
+    EXPECT_LE(result.simulation.zero_bubble_rate(), measured.rate_1p + kPrinted) << measured.ranks;
+    EXPECT_GE(result.simulation.zero_bubble_rate(), least_rate_within_1f1b(measured) - 1e-9) << measured.ranks;
     expect_within(result, measured.ranks, costs);
   }
 }
 
-// Where the weight backward holds a third, all of the paper's figures are within reach.
-TEST(Search, ReachesThePaperWithinTheMemoryOf1F1BIfTheWeightBackwardHoldsAThird) {
+// The bound meets the paper's figures to their last digit, so its memory is the one assumed here; and costs rounded to
+// two digits (.38 and .43 for the messages of the last two) cannot give them.
+TEST(Search, CannotDoBetterThanThePaperWithinTheMemoryOf1F1B) {
   for (const Measured& measured : kMeasured) {
-    Costs costs = costs_of(measured, 1.0 / 3);
-    SearchResult result = search_schedule(measured.ranks, 3 * measured.ranks, costs,
-                                          {.memory_limit = 1.0 * measured.ranks, .effort = 5e6});
-    EXPECT_LE(result.simulation.zero_bubble_rate(), measured.rate_1p) << measured.ranks;
-    expect_within(result, measured.ranks, costs);
+    EXPECT_NEAR(least_rate_within_1f1b(measured), measured.rate_1p, kPrinted) << measured.ranks;
   }
+  const Measured rounded[] = {{11.35, 11.25, 8.13, 0.38, 16, 5120, 40}, {10.42, 10.20, 7.71, 0.43, 32, 6144, 48}};
+  EXPECT_GT(least_rate_within_1f1b(rounded[0]), .1397 + kPrinted);
+  EXPECT_GT(least_rate_within_1f1b(rounded[1]), .1421 + kPrinted);
 }
 
 TEST(Search, IsNeverWorseThanZbH1InItsMemoryWhateverTheCosts) {
@@ -115,7 +115,7 @@ TEST(Search, IsNeverWorseThanZbH1InItsMemoryWhateverTheCosts) {
 }
 
 TEST(Search, IsTheSameEveryTime) {
-  Costs costs = costs_of(kMeasured[0], kHeldForWeight);
+  Costs costs = costs_of(kMeasured[0]);
   SearchOptions options{.memory_limit = 12, .effort = 5e5, .seed = 7};
   EXPECT_EQ(search_schedule(8, 24, costs, options).schedule, search_schedule(8, 24, costs, options).schedule);
 }

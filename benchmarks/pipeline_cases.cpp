@@ -1,0 +1,305 @@
+// What pipeline_bench.py measures: the two halves of a stage's backward, the runtime's own cost, and a GPT trained over
+// processes. A library that the script's processes load, so that torch's own pipelining is measured in the same run.
+#include <ATen/ATen.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/autograd/profiler.h>
+#include <torch/optim/adamw.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <ctime>
+#include <functional>
+#include <string>
+
+#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/stage_backward.h"
+#include "plumb/schedule/generators.h"
+#include "plumb/schedule/simulate.h"
+
+namespace {
+
+using plumb::Tensors;
+
+// This thread's processor time: other processes' turns do not count, and a CPU backward runs on its caller's thread.
+double thread_seconds() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return double(now.tv_sec) + double(now.tv_nsec) * 1e-9;
+}
+
+double wall_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+class Allocations : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void*, int64_t size, size_t, size_t, c10::Device) override {
+    live_ += size;
+    peak_ = std::max(peak_, live_);
+  }
+  void reportOutOfMemory(int64_t, size_t, size_t, c10::Device) override {}
+  bool memoryProfilingEnabled() const override { return true; }
+  int64_t peak() const { return peak_; }
+
+ private:
+  int64_t live_ = 0, peak_ = 0;
+};
+
+std::shared_ptr<Allocations> counting;
+
+struct Shape {
+  int64_t width, heads, sequence, vocabulary, layers;
+};
+
+// A pre-norm transformer layer.
+struct Layer {
+  Tensors p;
+  int64_t width, heads;
+
+  explicit Layer(const Shape& shape) : width(shape.width), heads(shape.heads) {
+    const int64_t d = width;
+    auto weight = [](int64_t a, int64_t b) { return (at::randn({a, b}) / std::sqrt(double(b))).requires_grad_(true); };
+    auto zeros = [](int64_t n) { return at::zeros({n}).requires_grad_(true); };
+    auto ones = [](int64_t n) { return at::ones({n}).requires_grad_(true); };
+    p = {ones(d), zeros(d), weight(3 * d, d), zeros(3 * d), weight(d, d),     zeros(d),
+         ones(d), zeros(d), weight(4 * d, d), zeros(4 * d), weight(d, 4 * d), zeros(d)};
+  }
+
+  at::Tensor operator()(at::Tensor x) const {
+    const int64_t b = x.size(0), t = x.size(1);
+    auto split = at::linear(at::layer_norm(x, {width}, p[0], p[1]), p[2], p[3]).split(width, -1);
+    auto by_head = [&](const at::Tensor& z) { return z.view({b, t, heads, width / heads}).transpose(1, 2); };
+    auto a = at::scaled_dot_product_attention(by_head(split[0]), by_head(split[1]), by_head(split[2]), {}, 0.0, true);
+    x = x + at::linear(a.transpose(1, 2).reshape({b, t, width}), p[4], p[5]);
+    auto h = at::linear(at::layer_norm(x, {width}, p[6], p[7]), p[8], p[9]);
+    return x + at::linear(at::gelu(h), p[10], p[11]);
+  }
+};
+
+// Layers [first, last) of a GPT, with its embedding and its head where they belong. All weights of the whole model are
+// drawn, so that every stage is the same however the model is cut.
+std::shared_ptr<plumb::StageFunction> gpt_stage(const Shape& shape, int64_t first, int64_t last) {
+  at::manual_seed(1);
+  std::vector<plumb::NamedTensor> named;
+  std::vector<Layer> mine;
+  auto words = (at::randn({shape.vocabulary, shape.width}) * 0.02).requires_grad_(true);
+  auto places = (at::randn({shape.sequence, shape.width}) * 0.02).requires_grad_(true);
+  for (int64_t i = 0; i < shape.layers; ++i) {
+    Layer layer(shape);
+    if (i < first || i >= last) continue;
+    for (size_t k = 0; k < layer.p.size(); ++k) {
+      named.push_back({"layers." + std::to_string(i) + "." + std::to_string(k), layer.p[k]});
+    }
+    mine.push_back(std::move(layer));
+  }
+  auto gain = at::ones({shape.width}).requires_grad_(true), shift = at::zeros({shape.width}).requires_grad_(true);
+  auto head = (at::randn({shape.vocabulary, shape.width}) / std::sqrt(double(shape.width))).requires_grad_(true);
+  const bool begins = first == 0, ends = last == shape.layers;
+  if (begins) {
+    named.push_back({"words", words});
+    named.push_back({"places", places});
+  }
+  if (ends) {
+    named.push_back({"norm.weight", gain});
+    named.push_back({"norm.bias", shift});
+    named.push_back({"head", head});
+  }
+  auto forward = [=](const Tensors& in) -> Tensors {
+    auto x = in[0];
+    if (begins) x = at::embedding(words, x) + places;
+    for (const auto& layer : mine) x = layer(x);
+    if (ends) x = at::linear(at::layer_norm(x, {shape.width}, gain, shift), head);
+    return {x};
+  };
+  return std::make_shared<plumb::LambdaStage>(forward, named);
+}
+
+at::Tensor cross_entropy(const Tensors& out, const Tensors& target) {
+  return at::cross_entropy_loss(out[0].reshape({-1, out[0].size(-1)}), target[0].reshape({-1}));
+}
+
+std::vector<double> sorted(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values;
+}
+
+void complain(const std::exception& e) { std::fprintf(stderr, "%s\n", e.what()); }
+
+}  // namespace
+
+extern "C" {
+
+// out: seconds of the whole backward (best), of both halves together (best), the median of their paired ratios, the
+// input half's share of the halves, and 1 if all gradients were equal bit for bit.
+int stage_backward_halves(int64_t width, int64_t heads, int64_t batch, int64_t sequence, int64_t layers, int64_t rounds,
+                          double* out) try {
+  const Shape shape{width, heads, sequence, 1, layers};
+  std::vector<Layer> stack;
+  for (int64_t i = 0; i < layers; ++i) stack.emplace_back(shape);
+  Tensors parameters;
+  for (const auto& layer : stack) parameters.insert(parameters.end(), layer.p.begin(), layer.p.end());
+  const auto input = at::randn({batch, sequence, width}), gradient = at::randn({batch, sequence, width});
+  auto run = [&](bool halves, double& seconds, double& first, Tensors& grads) {
+    plumb::InputBoundary boundary({input}, {true});
+    auto x = boundary.inputs()[0];
+    for (const auto& layer : stack) x = layer(x);
+    for (const auto& p : parameters) p.mutable_grad() = at::Tensor();
+    const double begin = thread_seconds();
+    if (halves) {
+      auto half = plumb::stage_backward_input({x}, {gradient}, boundary);
+      first = thread_seconds() - begin;
+      plumb::stage_backward_weight(half.deferred);
+      grads = half.input_grads;
+    } else {
+      grads = plumb::stage_backward({x}, {gradient}, boundary);
+    }
+    seconds = thread_seconds() - begin;
+    for (const auto& p : parameters) grads.push_back(p.grad());
+  };
+  std::vector<double> whole, halves, ratios, shares;
+  bool equal = true;
+  for (int64_t r = 0; r < rounds + 3; ++r) {
+    double a = 0, b = 0, first = 0;
+    Tensors ga, gb;
+    const bool swap = r % 2 == 1;
+    if (swap) run(true, b, first, gb);
+    run(false, a, first, ga);
+    if (!swap) run(true, b, first, gb);
+    for (size_t i = 0; i < ga.size(); ++i) equal = equal && ga[i].defined() && at::equal(ga[i], gb[i]);
+    if (r < 3) continue;
+    whole.push_back(a);
+    halves.push_back(b);
+    ratios.push_back(b / a);
+    shares.push_back(first / b);
+  }
+  out[0] = sorted(whole)[0];
+  out[1] = sorted(halves)[0];
+  out[2] = sorted(ratios)[ratios.size() / 2];
+  out[3] = sorted(shares)[shares.size() / 2];
+  out[4] = equal;
+  return 0;
+} catch (const std::exception& e) {
+  complain(e);
+  return 1;
+}
+
+// One 8 x 8 linear a rank, in the environment's group; mean square loss on the last. out: seconds an action of rank 0's
+// table, best and median of `steps`; the same of plain C++ eager with one linear.
+int action_cost(const char* schedule, int64_t microbatches, int64_t steps, double* out) try {
+  auto group = plumb::make_group_from_environment();
+  const int ranks = group.size();
+  at::manual_seed(group.rank());
+  auto weight = at::randn({8, 8}).requires_grad_(true), bias = at::zeros({8}).requires_grad_(true);
+  auto forward = [=](const Tensors& in) -> Tensors { return {at::linear(in[0], weight, bias)}; };
+  auto stage = std::make_shared<plumb::LambdaStage>(
+      forward, std::vector<plumb::NamedTensor>{{"weight" + std::to_string(group.rank()), weight},
+                                               {"bias" + std::to_string(group.rank()), bias}});
+  plumb::PipelineOptions options;
+  options.loss = [](const Tensors& o, const Tensors& t) { return at::mse_loss(o[0], t[0]); };
+  options.return_outputs = false;
+  auto table = plumb::make_schedule(schedule, ranks, int(microbatches));
+  const double actions = double(table.rows[group.rank()].size());
+  plumb::Pipeline pipeline(plumb::PipelineLayout::chain(ranks), table, {{group.rank(), stage}}, group, options);
+  std::vector<Tensors> inputs(microbatches, {at::randn({4, 8})}), targets(microbatches, {at::randn({4, 8})});
+  std::vector<double> times, eager;
+  for (int64_t s = 0; s < steps + 5; ++s) {
+    weight.mutable_grad() = bias.mutable_grad() = at::Tensor();
+    double begin = wall_seconds();
+    pipeline.step_microbatches(inputs, targets);
+    if (s >= 5) times.push_back((wall_seconds() - begin) / actions);
+    if (ranks > 1) continue;
+    weight.mutable_grad() = bias.mutable_grad() = at::Tensor();
+    begin = wall_seconds();
+    for (int64_t m = 0; m < microbatches; ++m)
+      at::mse_loss(at::linear(inputs[m][0], weight, bias), targets[m][0]).backward();
+    if (s >= 5) eager.push_back((wall_seconds() - begin) / actions);
+  }
+  out[0] = sorted(times)[0];
+  out[1] = sorted(times)[times.size() / 2];
+  out[2] = eager.empty() ? 0 : sorted(eager)[0];
+  out[3] = eager.empty() ? 0 : sorted(eager)[eager.size() / 2];
+  return 0;
+} catch (const std::exception& e) {
+  complain(e);
+  return 1;
+}
+
+void count_allocations() {
+  counting = std::make_shared<Allocations>();
+  c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::PROFILER_STATE, counting);
+}
+
+// Bytes at the highest point since count_allocations().
+int64_t peak_of_allocations() {
+  c10::ThreadLocalDebugInfo::_pop(c10::DebugInfoKind::PROFILER_STATE);
+  return counting->peak();
+}
+
+// Trains a GPT in the environment's group. One step with allocations counted, then `steps` that are timed; the time
+// line of a further one is recorded and held against the simulation with that very step's own durations. out (rank 0):
+// best and median seconds a step, the last loss, measured bubble, simulated bubble; every rank: peak bytes beside
+// weights.
+int train_gpt(const char* schedule, int64_t width, int64_t heads, int64_t sequence, int64_t vocabulary, int64_t layers,
+              int64_t microbatches, int64_t rows, int64_t steps, double* out) try {
+  auto group = plumb::make_group_from_environment();
+  const Shape shape{width, heads, sequence, vocabulary, layers};
+  auto table = plumb::make_schedule(schedule, group.size(), int(microbatches));
+  const int num_stages = table.num_stages();
+  std::map<int, std::shared_ptr<plumb::StageFunction>> stages;
+  Tensors parameters;
+  for (int s : table.placement.stages_of(group.rank())) {
+    stages[s] = gpt_stage(shape, layers * s / num_stages, layers * (s + 1) / num_stages);
+    for (const auto& p : stages[s]->parameters()) parameters.push_back(p.tensor);
+  }
+  plumb::PipelineOptions options;
+  options.loss = cross_entropy;
+  options.return_outputs = false;
+  options.record_timeline = true;
+  plumb::Pipeline pipeline(plumb::PipelineLayout::chain(num_stages), table, stages, group, options);
+  torch::optim::AdamW optimizer(parameters, torch::optim::AdamWOptions(1e-3));
+  at::manual_seed(7);
+  const Tensors inputs{at::randint(vocabulary, {rows * microbatches, sequence})};
+  const Tensors targets{at::randint(vocabulary, {rows * microbatches, sequence})};
+  std::vector<double> times;
+  double loss = 0;
+  for (int64_t s = 0; s < steps + 2; ++s) {
+    if (s == 1) count_allocations();
+    const double begin = wall_seconds();
+    for (const auto& p : parameters) p.mutable_grad() = at::Tensor();
+    auto result = pipeline.step(inputs, targets);
+    optimizer.step();
+    if (s >= 2) times.push_back(wall_seconds() - begin);
+    if (result.loss.defined()) loss = result.loss.item<double>();
+    if (s == 1) out[5] = double(peak_of_allocations());
+  }
+  out[0] = sorted(times)[0];
+  out[1] = sorted(times)[times.size() / 2];
+  out[2] = loss;
+  auto line = pipeline.gather_timeline();
+  out[3] = plumb::measured_bubble(line);
+  // The same table with every stage's own mean durations of this step.
+  plumb::Costs costs;
+  auto mean = [&](plumb::ActionKind kind) {
+    std::vector<double> sums(num_stages, 0), counts(num_stages, 0);
+    for (const auto& e : line) {
+      if (e.action.kind != kind) continue;
+      sums[e.action.stage] += e.end - e.start;
+      counts[e.action.stage] += 1;
+    }
+    for (int s = 0; s < num_stages; ++s) sums[s] = counts[s] > 0 ? sums[s] / counts[s] : 0;
+    return sums;
+  };
+  costs.forward = mean(plumb::ActionKind::Forward);
+  costs.input = mean(plumb::ActionKind::BackwardInput);
+  costs.weight = mean(plumb::ActionKind::BackwardWeight);
+  costs.full = mean(plumb::ActionKind::FullBackward);
+  costs.communication = {1e-4};
+  out[4] = plumb::simulate_schedule(table, costs).bubble_rate();
+  return 0;
+} catch (const std::exception& e) {
+  complain(e);
+  return 1;
+}
+
+}  // extern "C"

@@ -1,0 +1,64 @@
+#include "plumb/cli/timeline.h"
+
+#include <cstdio>
+
+#include "plumb/analysis/adapters.h"
+#include "plumb/cli/common.h"
+#include "plumb/schedule/render.h"
+
+namespace plumb::cli {
+namespace {
+
+std::vector<double> mean_seconds(const std::vector<TimelineEvent>& events, ActionKind kind, int num_stages) {
+  std::vector<double> sums(static_cast<size_t>(num_stages)), counts(sums.size());
+  for (const auto& e : events) {
+    if (e.action.kind != kind) continue;
+    sums[static_cast<size_t>(e.action.stage)] += e.end - e.start;
+    counts[static_cast<size_t>(e.action.stage)] += 1;
+  }
+  for (size_t s = 0; s < sums.size(); ++s) sums[s] = counts[s] > 0 ? sums[s] / counts[s] : 0;
+  return sums;
+}
+
+std::string percent(const char* what, double share) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%s %.1f %%", what, 100 * share);
+  return text;
+}
+
+}  // namespace
+
+double draw_timeline(const std::string& path, const Schedule& schedule, const std::vector<TimelineEvent>& events) {
+  const double bubble = measured_bubble(events);
+  const bool svg = path.size() > 4 && path.substr(path.size() - 4) == ".svg";
+  const bool trace = path.size() > 5 && path.substr(path.size() - 5) == ".json";
+  if (!svg && !trace) throw UsageError("--timeline " + path + ": is neither .svg nor .json", "--timeline step.svg");
+  if (trace) {
+    // As a table of its own: what ran, in the order in which it ran.
+    Schedule ran = schedule;
+    for (auto& row : ran.rows) row.clear();
+    TimeLine spans(ran.rows.size());
+    for (const auto& e : events) {
+      ran.rows.at(static_cast<size_t>(e.rank)).push_back(e.action);
+      spans.at(static_cast<size_t>(e.rank)).push_back({e.start, e.end});
+    }
+    write_text(render_chrome_trace(ran, spans, 1e6), path);
+    return bubble;
+  }
+  Costs costs;
+  const int stages = schedule.num_stages();
+  costs.forward = mean_seconds(events, ActionKind::Forward, stages);
+  costs.input = mean_seconds(events, ActionKind::BackwardInput, stages);
+  costs.weight = mean_seconds(events, ActionKind::BackwardWeight, stages);
+  costs.full = mean_seconds(events, ActionKind::FullBackward, stages);
+  const Simulation simulation = simulate_schedule(schedule, costs);
+  TimelineChart chart;
+  chart.title = schedule.name;
+  chart.runs = {timeline_of(events), timeline_of(schedule, simulation, "simulated", "s")};
+  chart.runs[0].note = percent("bubble", bubble);
+  chart.runs[1].note = percent("bubble", simulation.bubble_rate());
+  write_text(to_svg(chart), path);
+  return bubble;
+}
+
+}  // namespace plumb::cli

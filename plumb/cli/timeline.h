@@ -1,0 +1,17 @@
+// A recorded step drawn beside its simulation.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "plumb/pipeline/timeline.h"
+#include "plumb/schedule/schedule.h"
+
+namespace plumb::cli {
+
+// Writes `path`: a picture (.svg), or trace events for chrome://tracing and Perfetto (.json). The simulation takes
+// every stage's mean durations in the recording and messages at no cost. Returns the measured bubble. Throws UsageError
+// for other names.
+double draw_timeline(const std::string& path, const Schedule& schedule, const std::vector<TimelineEvent>& events);
+
+}  // namespace plumb::cli

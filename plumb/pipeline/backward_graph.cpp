@@ -1,0 +1,108 @@
+#include "plumb/pipeline/backward_graph.h"
+
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <algorithm>
+#include <cstring>
+#include <typeindex>
+#include <unordered_map>
+
+namespace plumb {
+namespace {
+
+struct Kind {
+  bool pure, indivisible;
+};
+
+// By the node's class: names are demangled, which takes longer than the rest of the walk.
+Kind kind_of(Node& node) {
+  static thread_local std::unordered_map<std::type_index, Kind> known;
+  const std::type_index type(typeid(node));
+  if (auto it = known.find(type); it != known.end()) return it->second;
+  const std::string name = node.name();
+  auto has = [&](const char* part) { return name.find(part) != std::string::npos; };
+  const Kind kind{has("CppNode<plumb::"), has("CopySlices") || has("CheckpointFunctionBackward")};
+  // Every function written in Python is of one class.
+  if (std::strstr(type.name(), "PyNode") == nullptr) known.emplace(type, kind);
+  return kind;
+}
+
+bool has_hooks(Node& node) {
+  return !node.pre_hooks().empty() || !node.post_hooks().empty() || !node.tensor_pre_hooks().empty() ||
+         !node.retains_grad_hooks().empty();
+}
+
+}  // namespace
+
+BackwardGraph walk_backward(const edge_list& roots, const std::vector<Edge>& inputs) {
+  BackwardGraph graph;
+  graph.entries.reserve(128);
+  graph.children.reserve(256);
+  ska::flat_hash_map<Node*, bool> input_nodes;
+  for (const auto& edge : inputs) {
+    if (edge.function) input_nodes.emplace(edge.function.get(), true);
+  }
+  std::vector<std::pair<Node*, size_t>> stack;
+  constexpr int kOpen = -2;
+  auto open = [&](Node* node) {
+    if (graph.index.emplace(node, kOpen).second) stack.emplace_back(node, 0);
+  };
+  for (const auto& root : roots) {
+    open(root.function.get());
+    while (!stack.empty()) {
+      auto& [node, next] = stack.back();
+      const bool is_input = input_nodes.find(node) != input_nodes.end();
+      const auto& edges = node->next_edges();
+      if (!is_input && next < edges.size()) {
+        if (Node* child = edges[next++].function.get()) open(child);
+        continue;
+      }
+      BackwardGraph::Entry entry{node, static_cast<int>(graph.children.size()), static_cast<int>(edges.size())};
+      entry.target = is_input;
+      for (const auto& edge : edges) {
+        graph.children.push_back(is_input || !edge.function ? -1 : graph.index.find(edge.function.get())->second);
+      }
+      if (!is_input) {
+        // Built-in nodes are pure functions of what they saved and compute only what is asked for, so running one once
+        // for its input and once for its weights costs and gives the same as running it once. So are plumb's own.
+        const bool hooked = has_hooks(*node);
+        if (!node->is_traceable()) {
+          const Kind kind = kind_of(*node);
+          entry.twice = kind.pure && !hooked;
+          graph.indivisible = graph.indivisible || kind.indivisible;
+        } else {
+          entry.twice = !hooked;
+        }
+      }
+      graph.index.find(node)->second = static_cast<int>(graph.entries.size());
+      graph.entries.push_back(entry);
+      stack.pop_back();
+    }
+  }
+  return graph;
+}
+
+void divide(BackwardGraph& graph) {
+  auto& entries = graph.entries;
+  auto runs_first = [&](int child) { return child >= 0 && (entries[child].target || entries[child].in_input_half); };
+  // A node that may not run twice pulls all its children into the input half, and by that more nodes above them.
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (auto& e : entries) {
+      const int* child = graph.children.data() + e.first_child;
+      e.in_input_half = e.in_input_half || std::any_of(child, child + e.num_children, runs_first);
+      if (!e.in_input_half || e.twice) continue;
+      for (int k = 0; k < e.num_children; k++) {
+        if (child[k] < 0 || runs_first(child[k])) continue;
+        entries[child[k]].target = entries[child[k]].start = changed = true;
+      }
+    }
+  }
+  for (auto& e : entries) {
+    if (!e.in_input_half) continue;
+    const int* child = graph.children.data() + e.first_child;
+    e.start = e.twice && std::any_of(child, child + e.num_children, [&](int c) { return c >= 0 && !runs_first(c); });
+  }
+}
+
+}  // namespace plumb

@@ -1,0 +1,68 @@
+// Autograd's graph below a stage's outputs, and how a backward over it is divided. For stage_backward's files only.
+#pragma once
+
+#include <c10/util/flat_hash_map.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <vector>
+
+namespace plumb {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+// An intrusive pointer from torch 2.12 on, a std::shared_ptr before.
+using NodePtr = decltype(Edge::function);
+
+template <typename T>
+auto make_node() {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
+    return std::make_shared<T>();
+  } else {
+    return c10::make_intrusive<T>();
+  }
+}
+
+// The end of autograd's graph at a stage's inputs: keeps what arrives.
+struct StageInputNode : Node {
+  variable_list gradients;
+  variable_list apply(variable_list&& grads) override {
+    gradients = std::move(grads);
+    return {};
+  }
+  std::string name() const override { return "plumb::StageInput"; }
+};
+
+// The graph below the roots, children before parents.
+struct BackwardGraph {
+  struct Entry {
+    Node* node;
+    int first_child;             // into `children`
+    int num_children;            // one per edge
+    bool in_input_half = false;  // runs in the input half
+    bool target = false;         // an input, or a node whose gradient the input half completes
+    bool start = false;          // the weight half starts here
+    bool twice = true;           // may run once in each half
+  };
+  std::vector<Entry> entries;
+  std::vector<int> children;  // one per edge; -1 for none
+  ska::flat_hash_map<Node*, int> index;
+  // Has nodes that the engine only runs rightly in a backward of everything: writes into views look at and change the
+  // list of nodes to run; a re-entrant checkpoint starts a backward() of its own.
+  bool indivisible = false;
+
+  const Entry* find(Node* node) const {
+    auto it = index.find(node);
+    return it == index.end() ? nullptr : &entries[it->second];
+  }
+};
+
+// Walks from the roots down to leaves and to the nodes of `inputs`.
+BackwardGraph walk_backward(const edge_list& roots, const std::vector<Edge>& inputs);
+
+// Decides which nodes run in the input half and where the weight half starts.
+void divide(BackwardGraph& graph);
+
+}  // namespace plumb

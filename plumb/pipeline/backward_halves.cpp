@@ -1,0 +1,198 @@
+#include "plumb/pipeline/backward_halves.h"
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <set>
+
+#include "plumb/core/error.h"
+#include "plumb/pipeline/describe.h"
+
+namespace plumb {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+
+// Takes the hooks on incoming gradients off nodes for a while.
+class HooksOff {
+ public:
+  explicit HooksOff(const std::vector<DeferredWeights::State::Start>& starts) {
+    for (const auto& s : starts) {
+      if (!s.hooks_done) continue;
+      Node& node = *s.edge.function;
+      if (node.tensor_pre_hooks().empty() && node.retains_grad_hooks().empty()) continue;
+      kept_.push_back({&node, std::move(node.tensor_pre_hooks()), std::move(node.retains_grad_hooks())});
+      node.tensor_pre_hooks().clear();
+      node.retains_grad_hooks().clear();
+    }
+  }
+  ~HooksOff() {
+    for (auto it = kept_.rbegin(); it != kept_.rend(); ++it) {
+      it->node->tensor_pre_hooks() = std::move(it->pre);
+      it->node->retains_grad_hooks() = std::move(it->retains);
+    }
+  }
+
+ private:
+  struct Kept {
+    Node* node;
+    std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> pre;
+    std::unordered_map<size_t, std::unique_ptr<torch::autograd::FunctionPreHook>> retains;
+  };
+  std::vector<Kept> kept_;
+};
+
+class EdgesCut {
+ public:
+  explicit EdgesCut(std::vector<DeferredWeights::State::Cut>& cuts) : cuts_(cuts) {
+    for (auto& cut : cuts_) cut.edge = std::exchange(cut.node->next_edges()[cut.index], Edge());
+  }
+  ~EdgesCut() {
+    for (auto& cut : cuts_) cut.node->next_edges()[cut.index] = std::move(cut.edge);
+  }
+
+ private:
+  std::vector<DeferredWeights::State::Cut>& cuts_;
+};
+
+// Everything in the input half, for graphs with nodes that stand no other way: what reaches the leaves is set aside.
+Tensors whole_backward_now(const BackwardRoots& roots, const BackwardGraph& graph, const std::vector<Edge>& inputs,
+                           bool keep_graph, DeferredWeights::State& deferred) {
+  struct Leaf {
+    AccumulateGrad* node;
+    at::Tensor before;
+  };
+  std::vector<Leaf> leaves;
+  for (const auto& e : graph.entries) {
+    auto* node = dynamic_cast<AccumulateGrad*>(e.node);
+    if (node == nullptr) continue;
+    if (node->tensor_post_acc_grad_hooks() != nullptr) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "a weight " + describe(node->variable) +
+                      " has a hook that runs after accumulation, and the stage writes into views or uses re-entrant "
+                      "checkpoints: its backward cannot be divided",
+                  "", "use a schedule with full backwards (1F1B, GPipe)");
+    }
+    leaves.push_back({node, node->variable.grad()});
+    node->variable.mutable_grad() = at::Tensor();
+  }
+  std::vector<at::Tensor> taken(leaves.size());
+  auto restore = [&] {
+    for (size_t i = 0; i < leaves.size(); i++) {
+      taken[i] = leaves[i].node->variable.grad();
+      leaves[i].node->variable.mutable_grad() = leaves[i].before;
+    }
+  };
+  try {
+    run_engine(roots.edges, roots.grads, keep_graph);
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
+  Tensors input_grads(inputs.size());
+  std::set<Node*> is_input;
+  for (size_t i = 0; i < inputs.size(); i++) {
+    Node* node = inputs[i].function.get();
+    if (node == nullptr) continue;
+    is_input.insert(node);
+    if (auto* boundary = dynamic_cast<StageInputNode*>(node)) {
+      if (inputs[i].input_nr < boundary->gradients.size()) input_grads[i] = boundary->gradients[inputs[i].input_nr];
+    } else if (dynamic_cast<AccumulateGrad*>(node) == nullptr) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "input " + std::to_string(i) +
+                      " is not a leaf, and the stage writes into views or uses re-entrant "
+                      "checkpoints",
+                  "", "detach it before the stage's forward");
+    }
+  }
+  for (size_t i = 0; i < leaves.size(); i++) {
+    if (is_input.count(leaves[i].node)) {
+      for (size_t k = 0; k < inputs.size(); k++) {
+        if (inputs[k].function.get() == leaves[i].node) input_grads[k] = taken[i];
+      }
+    } else if (taken[i].defined()) {
+      deferred.starts.push_back({Edge(leaves[i].node->getptr(), 0), std::move(taken[i]), true});
+    }
+  }
+  return input_grads;
+}
+
+}  // namespace
+
+InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& inputs, bool keep_graph) {
+  InputHalf half;
+  half.input_grads.resize(inputs.size());
+  if (roots.edges.empty()) return half;
+  auto& deferred = BackwardAccess::fresh(half.deferred);
+  BackwardGraph graph = walk_backward(roots.edges, inputs);
+  if (graph.indivisible) {
+    half.input_grads = whole_backward_now(roots, graph, inputs, keep_graph, deferred);
+    return half;
+  }
+  divide(graph);
+
+  edge_list first_edges, wanted;
+  variable_list first_grads;
+  for (size_t i = 0; i < roots.edges.size(); i++) {
+    const auto& e = *graph.find(roots.edges[i].function.get());
+    if (e.target || e.in_input_half) {
+      first_edges.push_back(roots.edges[i]);
+      first_grads.push_back(roots.grads[i]);
+    } else {
+      deferred.starts.push_back({roots.edges[i], roots.grads[i], false});
+    }
+  }
+  std::vector<size_t> wanted_input;
+  for (size_t i = 0; i < inputs.size(); i++) {
+    if (!inputs[i].function || !graph.find(inputs[i].function.get())) continue;
+    wanted.push_back(inputs[i]);
+    wanted_input.push_back(i);
+  }
+  for (const auto& e : graph.entries) {
+    if (!e.start) continue;
+    for (uint32_t k = 0; k < e.node->num_inputs(); k++) wanted.emplace_back(e.node->getptr(), k);
+    if (!e.in_input_half) continue;
+    for (size_t k = 0; k < static_cast<size_t>(e.num_children); k++) {
+      const int c = graph.children[e.first_child + k];
+      if (c >= 0 && (graph.entries[c].target || graph.entries[c].in_input_half)) {
+        deferred.cuts.push_back({e.node->getptr(), k, Edge()});
+      }
+    }
+  }
+  if (!first_edges.empty()) {
+    variable_list grads = run_engine(first_edges, first_grads, /*keep_graph=*/true, wanted);
+    for (size_t i = 0; i < wanted_input.size(); i++) half.input_grads[wanted_input[i]] = std::move(grads[i]);
+    for (size_t i = wanted_input.size(); i < wanted.size(); i++) {
+      if (!grads[i].defined()) continue;
+      const auto& e = *graph.find(wanted[i].function.get());
+      deferred.starts.push_back({wanted[i], std::move(grads[i]), !e.in_input_half});
+    }
+  }
+  if (!keep_graph) {
+    // Last use of these nodes: what they saved, and then they themselves, need not wait for the weight half.
+    for (const auto& e : graph.entries) {
+      if (e.in_input_half && !e.start) e.node->release_variables();
+    }
+    std::vector<Edge> dropped;
+    for (const auto& cut : deferred.cuts) {
+      dropped.push_back(std::exchange(cut.node->next_edges()[cut.index], Edge()));
+    }
+    deferred.cuts.clear();
+  }
+  return half;
+}
+
+void run_weight_half(DeferredWeights::State& deferred, bool retain_graph) {
+  edge_list edges;
+  variable_list grads;
+  for (auto& s : deferred.starts) {
+    edges.push_back(s.edge);
+    grads.push_back(retain_graph ? s.grad : std::move(s.grad));
+  }
+  HooksOff hooks(deferred.starts);
+  EdgesCut cut(deferred.cuts);
+  if (!edges.empty()) run_engine(edges, grads, retain_graph);
+}
+
+}  // namespace plumb

@@ -1,0 +1,57 @@
+// What the files of stage_backward share.
+#pragma once
+
+#include <torch/csrc/autograd/engine.h>
+
+#include "plumb/pipeline/backward_graph.h"
+#include "plumb/pipeline/stage_backward.h"
+
+namespace plumb {
+
+struct InputBoundary::State {
+  NodePtr node;
+  Tensors inputs;
+  std::vector<Edge> edges;  // by input; empty function where no gradient stops
+};
+
+struct DeferredWeights::State {
+  struct Start {
+    Edge edge;
+    at::Tensor grad;
+    bool hooks_done;  // the node's hooks on incoming gradients have run
+  };
+  struct Cut {
+    NodePtr node;
+    size_t index;
+    Edge edge;
+  };
+  std::vector<Start> starts;
+  std::vector<Cut> cuts;  // still to be cut, because the graph is kept whole
+};
+
+struct BackwardAccess {
+  static const InputBoundary::State& of(const InputBoundary& b) { return *b.state_; }
+  static DeferredWeights::State& fresh(DeferredWeights& d) {
+    d.state_ = std::make_unique<DeferredWeights::State>();
+    return *d.state_;
+  }
+  static std::unique_ptr<DeferredWeights::State>& state(DeferredWeights& d) { return d.state_; }
+};
+
+// Roots of a backward: edges and gradients of the outputs that take part.
+struct BackwardRoots {
+  edge_list edges;
+  variable_list grads;
+};
+
+inline variable_list run_engine(const edge_list& roots, const variable_list& grads, bool keep_graph,
+                                const edge_list& outputs = {}) {
+  return torch::autograd::Engine::get_default_engine().execute(roots, grads, keep_graph, /*create_graph=*/false,
+                                                               /*accumulate_grad=*/outputs.empty(), outputs);
+}
+
+// The input half from these roots; `inputs` by input, an empty function where none is wanted.
+InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& inputs, bool keep_graph);
+void run_weight_half(DeferredWeights::State& deferred, bool retain_graph);
+
+}  // namespace plumb

@@ -1,0 +1,181 @@
+// Data parallel beside pipeline: four processes, two pipelines of two stages.
+#include "plumb/pipeline/replicas.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "plumb/core/error.h"
+#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/runtime.h"
+#include "plumb/pipeline/shared_parameters.h"
+#include "plumb/pipeline/test_models.h"
+#include "plumb/schedule/generators.h"
+
+namespace plumb {
+namespace {
+
+using namespace testing_processes;
+using testing::HasSubstr;
+
+constexpr int kReplicas = 2, kSteps = 3, kMicrobatches = 4;
+
+std::string bits(const at::Tensor& t) {
+  return std::to_string(content_hash(t)) + " " + std::to_string(t.detach().sum().item<double>());
+}
+
+int stages_of(const std::string& schedule) { return schedule_traits(schedule).min_stages_per_rank == 2 ? 4 : 2; }
+
+void descend(const std::vector<NamedTensor>& parameters) {
+  at::NoGradGuard no_grad;
+  for (const auto& p : parameters) {
+    at::Tensor value = p.tensor;
+    if (p.tensor.grad().defined()) value.sub_(p.tensor.grad(), 0.1);
+    p.tensor.mutable_grad() = at::Tensor();
+  }
+}
+
+std::string key(int step, int stage, const std::string& name) {
+  return std::to_string(step) + "/" + std::to_string(stage) + "/" + name;
+}
+
+// "MODEL,SCHEDULE;...", each trained for some steps by replicas that get batches of their own.
+Role replicas_role("replicas", [] {
+  auto world = make_group_from_environment({std::chrono::seconds(60)});
+  auto groups = divide_into_replicas(world, kReplicas);
+  std::istringstream cases(setting("CASES"));
+  for (std::string text; std::getline(cases, text, ';');) {
+    const std::string name = text.substr(0, text.find(',')), table = text.substr(text.find(',') + 1);
+    auto model = test_model(name, stages_of(table));
+    auto schedule = make_schedule(table, 2, kMicrobatches);
+    std::map<int, std::shared_ptr<StageFunction>> stages;
+    for (int s : schedule.placement.stages_of(groups.pipeline.rank())) stages[s] = model.make_stage(s);
+    if (setting("KIND") == "differ" && world.rank() == 3) stages.begin()->second->parameters()[0].tensor.data().add_(1);
+    PipelineOptions options;
+    options.loss = model.loss;
+    options.replicas = groups.replicas;
+    Pipeline pipeline(model.layout, schedule, stages, groups.pipeline, options);
+    for (int step = 0; step < kSteps; step++) {
+      auto [inputs, targets] = model.batch(kReplicas * step + groups.replicas.rank());
+      if (setting("KIND") == "raise" && world.rank() == 3 && step == 1) targets = {at::zeros({8, 5})};
+      auto result = pipeline.step(inputs, targets);
+      if (result.loss.defined()) report(text + "/loss" + std::to_string(step), bits(result.loss.to(at::kFloat)));
+      for (const auto& [s, stage] : stages) {
+        for (const auto& p : stage->parameters()) report(text + "/" + key(step, s, p.name), bits(p.tensor.grad()));
+        descend(stage->parameters());
+      }
+    }
+  }
+  report("finished", "yes");
+  return 0;
+});
+
+// The order that is promised: each replica's microbatches one after the other, then the replicas' sums.
+std::map<std::string, std::string> by_one_process(const std::string& name, const std::string& table) {
+  const int num = stages_of(table);
+  auto model = test_model(name, num);
+  std::map<int, std::shared_ptr<StageFunction>> stages;
+  for (int s = 0; s < num; s++) stages[s] = model.make_stage(s);
+  PipelineOptions options;
+  options.loss = model.loss;
+  options.scale_grads = false;
+  Pipeline pipeline(model.layout, make_schedule("LoopedBFS", 1, kMicrobatches, num), stages, {}, options);
+  std::map<std::string, std::string> values;
+  for (int step = 0; step < kSteps; step++) {
+    std::map<std::string, at::Tensor> sums;
+    double loss = 0;
+    for (int r = 0; r < kReplicas; r++) {
+      auto [inputs, targets] = model.batch(kReplicas * step + r);
+      loss += pipeline.step(inputs, targets).loss.item<double>() / kReplicas;
+      for (const auto& [s, stage] : stages) {
+        for (const auto& p : stage->parameters()) {
+          auto& sum = sums[key(step, s, p.name)];
+          sum = sum.defined() ? sum + p.tensor.grad() : p.tensor.grad();
+          p.tensor.mutable_grad() = at::Tensor();
+        }
+      }
+    }
+    for (const auto& [s, stage] : stages) {
+      for (const auto& p : stage->parameters()) {
+        p.tensor.mutable_grad() = sums[key(step, s, p.name)].div_(kReplicas * kMicrobatches);
+        values[key(step, s, p.name)] = bits(p.tensor.grad());
+      }
+      descend(stage->parameters());
+    }
+    values["loss" + std::to_string(step)] = bits(at::scalar_tensor(loss, at::kFloat));
+  }
+  return values;
+}
+
+TEST(Replicas, OfAPipelineEqualOneProcessBitForBit) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"mlp", "1F1B"}, {"skip", "ZBVZeroBubble"}, {"tied", "ZBH1"}, {"tokens", "GPipe"}};
+  std::string list;
+  for (const auto& [model, table] : cases) list += model + "," + table + ";";
+  auto run = run_role("replicas", 4, {{"CASES", list}});
+  ASSERT_EQ(run.result.exit_code(), 0) << run.errors[0] << run.errors[1] << run.errors[2] << run.errors[3];
+  for (const auto& [model, table] : cases) {
+    for (const auto& [name, value] : by_one_process(model, table)) {
+      int found = 0;
+      for (const auto& reports : run.reports) {
+        auto it = reports.find(model + "," + table + "/" + name);
+        if (it == reports.end()) continue;
+        EXPECT_EQ(it->second, value) << model << " " << table << " " << name;
+        found++;
+      }
+      EXPECT_EQ(found, kReplicas) << "replicas that know " << name;
+    }
+  }
+}
+
+TEST(Replicas, NameTheRankThatFailedAmongAll) {
+  auto run = run_role("replicas", 4, {{"CASES", "mlp,1F1B"}, {"KIND", "raise"}});
+  EXPECT_THAT(run.errors[3], HasSubstr("rank 3 at 1F0"));
+  for (int r = 0; r < 3; r++) {
+    EXPECT_EQ(run.result.processes[r].exit_code, 1) << run.errors[r];
+    EXPECT_THAT(run.errors[r], HasSubstr("rank 3 at 1F0")) << "rank " << r;
+  }
+}
+
+TEST(Replicas, FindWeightsThatDifferBeforeTheFirstStep) {
+  auto run = run_role("replicas", 4, {{"CASES", "mlp,1F1B"}, {"KIND", "differ"}});
+  EXPECT_THAT(run.errors[3], HasSubstr("replicas 1 and 0 differ: stage 1 layers.1.weight"));
+  EXPECT_THAT(run.errors[1], HasSubstr("replicas 0 and 1 differ"));
+  for (int r = 0; r < 4; r++) EXPECT_EQ(run.reports[r].count("finished"), 0u);
+}
+
+Role uneven_role("uneven replicas", [] {
+  auto groups = divide_into_replicas(make_group_from_environment({std::chrono::seconds(60)}), 2);
+  auto model = test_model("mlp", 1);
+  auto stage = model.make_stage(0);
+  PipelineOptions options;
+  options.loss = model.loss;
+  options.replicas = groups.replicas;
+  Pipeline pipeline(model.layout, make_schedule("1F1B", 1, 2), {{0, stage}}, groups.pipeline, options);
+  auto [inputs, targets] = model.batch(0);
+  const bool first = groups.replicas.rank() == 0;
+  auto part = [&](const at::Tensor& t) { return first ? t.narrow(0, 0, 2) : t.narrow(0, 2, 6); };
+  auto loss = pipeline.step({part(inputs[0])}, {part(targets[0])}).loss;
+  auto whole = test_model("mlp", 1).make_stage(0);
+  auto expected = model.loss(whole->forward({inputs[0]}), targets);
+  expected.backward();
+  report("loss", at::allclose(loss, expected) ? "right" : "wrong");
+  for (size_t i = 0; i < 2; i++) {
+    const auto grad = stage->parameters()[i].tensor.grad();
+    report("grad" + std::to_string(i), at::allclose(grad, whole->parameters()[i].tensor.grad()) ? "right" : "wrong");
+  }
+  return 0;
+});
+
+TEST(Replicas, OfUnequalBatchesCountByTheirRows) {
+  auto run = run_role("uneven replicas", 2);
+  ASSERT_EQ(run.result.exit_code(), 0) << run.errors[0] << run.errors[1];
+  for (const auto& reports : run.reports) {
+    for (const char* what : {"loss", "grad0", "grad1"}) EXPECT_EQ(reports.at(what), "right") << what;
+  }
+}
+
+TEST(Replicas, NeedAMultipleOfRanks) { EXPECT_THROW(divide_into_replicas({}, 2), Error); }
+
+}  // namespace
+}  // namespace plumb

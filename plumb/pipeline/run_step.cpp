@@ -1,0 +1,178 @@
+// A step: all actions of a rank in order, and what is done with gradients at its end.
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <map>
+
+#include "plumb/core/error.h"
+#include "plumb/pipeline/describe.h"
+#include "plumb/pipeline/runtime_state.h"
+
+namespace plumb {
+
+// Sums the gradients of shared parameters over their copies.
+void Pipeline::State::sum_copies(const RunPlan& plan) {
+  if (shared.groups.empty()) return;
+  std::map<std::pair<int, const ParameterCopy*>, at::Tensor> foreign;
+  for (size_t i = 0; i < plan.messages.sends.size(); i++) {
+    const auto& m = plan.messages.sends[i];
+    if (m.id.kind != MessageKind::Copies) continue;
+    std::vector<MessageValue> values;
+    for (const auto* c : copies_for_peer(shared, rank(), m.peer)) {
+      values.push_back({stages.at(c->local_stage).gradients->step_gradient(c->index), false});
+    }
+    transport.send(static_cast<int>(i), values);
+  }
+  for (size_t i = 0; i < plan.messages.receives.size(); i++) {
+    const auto& m = plan.messages.receives[i];
+    if (m.id.kind != MessageKind::Copies) continue;
+    auto values = transport.receive(static_cast<int>(i), "the end of the step");
+    const auto copies = copies_for_peer(shared, m.peer, rank());
+    for (size_t k = 0; k < copies.size(); k++) foreign[{m.peer, copies[k]}] = values.at(k).tensor;
+  }
+  at::NoGradGuard no_grad;
+  for (const auto& group : shared.groups) {
+    at::Tensor total;
+    for (const auto& copy : group) {
+      const at::Tensor g = copy.rank == rank() ? stages.at(copy.local_stage).gradients->step_gradient(copy.index)
+                                               : foreign[{copy.rank, &copy}];
+      if (!g.defined()) continue;
+      total = total.defined() ? total.add_(g) : g.clone();
+    }
+    for (const auto& copy : group) {
+      if (copy.rank == rank()) stages.at(copy.local_stage).gradients->set_step_gradient(copy.index, total);
+    }
+  }
+}
+
+StepResult Pipeline::State::result(const std::vector<int64_t>& rows) {
+  StepResult r;
+  r.timeline = timeline;
+  r.input_grads = std::move(input_grads);
+  if (!stages.count(last_stage())) return r;
+  double total = 0, sum = 0;
+  at::Tensor mean;
+  for (size_t m = 0; m < losses.size(); m++) total += static_cast<double>(rows[m]);
+  for (size_t m = 0; m < losses.size(); m++) {
+    if (!losses[m].defined()) continue;
+    r.losses.push_back(losses[m]);
+    auto part = losses[m] * (static_cast<double>(rows[m]) / total);
+    mean = mean.defined() ? mean + part : part;
+    sum += static_cast<double>(rows[m]);
+  }
+  if (mean.defined() && sum == total) r.loss = mean;
+  // In a two-way table this rank has the outputs of some microbatches only.
+  std::vector<Tensors> here;
+  std::vector<int64_t> rows_here;
+  for (size_t m = 0; m < model_outputs.size(); m++) {
+    if (model_outputs[m].empty()) continue;
+    here.push_back(std::move(model_outputs[m]));
+    rows_here.push_back(rows[m]);
+  }
+  r.outputs = merge_outputs(here, options.output_merges, rows_here);
+  return r;
+}
+
+void Pipeline::State::check_batch(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt,
+                                  const std::vector<int64_t>& rows) const {
+  const int num = schedule.num_microbatches;
+  for (const auto* list : {&in, &tgt}) {
+    if (!list->empty() && static_cast<int>(list->size()) != num) {
+      throw Error(ErrorKind::InvalidArgument, "the schedule has " + std::to_string(num) + " microbatches, the batch " +
+                                                  std::to_string(list->size()));
+    }
+  }
+  if (!rows.empty() && static_cast<int>(rows.size()) != num) {
+    throw Error(ErrorKind::InvalidArgument,
+                std::to_string(rows.size()) + " row counts for " + std::to_string(num) + " microbatches");
+  }
+}
+
+void Pipeline::State::begin(bool train, const std::vector<int64_t>& rows) {
+  const int num = schedule.num_microbatches;
+  double total = 0;
+  for (auto n : rows) total += static_cast<double>(n);
+  weights.assign(num, 1);
+  if (options.scale_grads) {
+    for (int m = 0; m < num; m++) weights[m] = static_cast<double>(rows[m]) * num / total;
+  }
+  training = train;
+  timeline.clear();
+  model_outputs.assign(num, {});
+  losses.assign(num, {});
+  input_grads.clear();
+  for (auto& [s, stage] : stages) {
+    stage.slots.clear();
+    stage.slots.resize(num);
+  }
+  if (replicas && train) replicas->begin_step(total, options.scale_grads);
+}
+
+StepResult Pipeline::State::run(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt,
+                                std::vector<int64_t> rows, bool train) {
+  check_batch(in, tgt, rows);
+  const int num = schedule.num_microbatches;
+  if (rows.empty()) rows.assign(num, 1);
+  inputs = &in;
+  targets = &tgt;
+  const RunPlan& plan = train ? train_plan : eval_plan;
+  at::Tensor generator_state;
+  if (options.seed) generator_state = cpu_generator().get_state();
+  struct Cleanup {
+    State& s;
+    at::Tensor generator;
+    ~Cleanup() {
+      for (auto& [i, stage] : s.stages) {
+        stage.slots.clear();
+        stage.gradients->end_step();
+      }
+      s.inputs = s.targets = nullptr;
+      if (generator.defined()) cpu_generator().set_state(generator);
+    }
+  } cleanup{*this, generator_state};
+  c10::AutoGradMode grad_mode(train);
+  try {
+    begin(train, rows);
+    transport.begin_step(plan.messages);
+    if (train) {
+      for (auto& [s, stage] : stages) stage.gradients->begin_step(stage.function->parameters());
+    }
+    for (const auto& action : plan.actions) {
+      run_action(action);
+      if (replicas && train && action.completes_gradients) {
+        replicas->stage_done(action.action.stage, *stages.at(action.action.stage).gradients);
+      }
+    }
+    StepResult done = result(rows);
+    if (train) {
+      sum_copies(plan);
+      if (replicas) {
+        std::map<int, GradientKeeper*> keepers;
+        for (auto& [s, stage] : stages) keepers.emplace(s, stage.gradients.get());
+        replicas->finish(keepers, done.loss);
+        done.loss = replicas->loss();
+      }
+      const int parts = options.scale_grads ? num * (replicas ? replicas->size() : 1) : 1;
+      for (auto& [s, stage] : stages) stage.gradients->finish_step(parts);
+      for (auto& grads : done.input_grads) {
+        for (auto& g : grads) {
+          if (g.defined() && parts > 1) g = g / parts;
+        }
+      }
+    }
+    transport.end_step();
+    step_number++;
+    return done;
+  } catch (const std::exception& e) {
+    const std::string reason = error_text(e);
+    transport.tell_failure(reason);
+    if (replicas) replicas->tell_failure(reason);
+    throw;
+  } catch (...) {
+    transport.tell_failure("an exception of unknown type");
+    if (replicas) replicas->tell_failure("an exception of unknown type");
+    throw;
+  }
+}
+
+}  // namespace plumb

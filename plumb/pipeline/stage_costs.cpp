@@ -1,0 +1,230 @@
+#include "plumb/pipeline/stage_costs.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/autograd/profiler.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+
+#include "plumb/core/error.h"
+#include "plumb/partition/cost.h"
+#include "plumb/pipeline/graph_stage.h"
+#include "plumb/pipeline/stage_backward.h"
+
+namespace plumb {
+namespace {
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// Counts the bytes of tensors that are alive, on this thread.
+class Meter : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void*, int64_t size, size_t, size_t, c10::Device) override { live += size; }
+  void reportOutOfMemory(int64_t, size_t, size_t, c10::Device) override {}
+  bool memoryProfilingEnabled() const override { return true; }
+  int64_t live = 0;
+};
+
+// Puts a module's buffers and gradients, and the random generator, back.
+class Untouched {
+ public:
+  explicit Untouched(const Pipe& pipe) : random_(at::detail::getDefaultCPUGenerator().get_state()) {
+    at::NoGradGuard no_grad;
+    for (int s = 0; s < pipe.num_stages(); s++) {
+      for (const Attr& attr : pipe.stage(s)->state()) {
+        if (attr.kind == AttrKind::Parameter) {
+          gradients_.emplace_back(attr.tensor, attr.tensor.grad());
+          attr.tensor.mutable_grad() = at::Tensor();
+        } else if (attr.kind == AttrKind::Buffer) {
+          buffers_.emplace_back(attr.tensor, attr.tensor.clone());
+        }
+      }
+    }
+  }
+  ~Untouched() {
+    at::NoGradGuard no_grad;
+    // Backwards: of a tensor with two names the first entry has what was there.
+    for (auto it = gradients_.rbegin(); it != gradients_.rend(); ++it) it->first.mutable_grad() = it->second;
+    for (auto& [tensor, before] : buffers_) tensor.detach().copy_(before);
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    generator.set_state(random_);
+  }
+  void drop_gradients() {
+    for (auto& entry : gradients_) entry.first.mutable_grad() = at::Tensor();
+  }
+
+ private:
+  at::Tensor random_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_, buffers_;
+};
+
+struct Best {
+  double forward = std::numeric_limits<double>::infinity(), input = forward, weight = forward, full = forward;
+  int64_t activation = 0, held = 0;
+};
+
+struct Ran {
+  Tensors outputs;         // for later stages: memory of their own
+  Tensors handles, grads;  // for the backward
+  double seconds = 0;
+  int64_t activation = 0;
+};
+
+Ran run_forward(GraphStage& stage, InputBoundary& boundary, Meter& meter) {
+  Ran ran;
+  const int64_t before = meter.live;
+  const double begin = now();
+  Tensors outputs = stage.forward(boundary.inputs());
+  ran.seconds = now() - begin;
+  int64_t kept = 0;
+  for (auto& out : outputs) {
+    at::Tensor copy;
+    if (out.defined()) {
+      at::NoGradGuard no_grad;
+      copy = out.detach().clone();
+      kept += static_cast<int64_t>(copy.nbytes());
+    }
+    ran.outputs.push_back(copy);
+    if (!out.defined() || !out.requires_grad()) continue;
+    ran.handles.push_back(backward_handle(out));
+    ran.grads.push_back(at::ones_like(copy));
+    kept += static_cast<int64_t>(copy.nbytes());
+  }
+  outputs.clear();
+  boundary.release_inputs();
+  ran.activation = std::max<int64_t>(0, meter.live - before - kept);
+  return ran;
+}
+
+double message_seconds(const Pipe& pipe, int stage, const StageCostOptions& options) {
+  double bytes = 0;
+  for (const StageOutputPort& port : pipe.stage_outputs(stage)) {
+    if (!port.consumers.empty() && port.meta)
+      bytes += static_cast<double>(port.meta->numel() * at::elementSize(port.meta->dtype));
+  }
+  return options.seconds_per_message + bytes / options.bytes_per_second;
+}
+
+double resident_bytes(const Pipe& pipe, int stage, const StageCostOptions& options) {
+  double bytes = 0;
+  for (const Attr& attr : pipe.stage(stage)->state()) {
+    const bool trained = attr.kind == AttrKind::Parameter && attr.tensor.requires_grad();
+    bytes += static_cast<double>(attr.tensor.nbytes()) * (trained ? options.bytes_per_parameter_byte : 1);
+  }
+  return bytes;
+}
+
+StageCosts empty_costs() {
+  StageCosts result;
+  for (auto* list : {&result.costs.forward, &result.costs.input, &result.costs.weight, &result.costs.full,
+                     &result.costs.communication, &result.costs.activation}) {
+    list->clear();
+  }
+  return result;
+}
+
+}  // namespace
+
+StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inputs, const StageCostOptions& options) {
+  Untouched untouched(pipe);
+  auto meter = std::make_shared<Meter>();
+  c10::DebugInfoGuard counting(c10::DebugInfoKind::PROFILER_STATE, meter);
+  c10::AutoGradMode grad_mode(true);
+  std::vector<Best> best(static_cast<size_t>(pipe.num_stages()));
+  for (int repeat = 0; repeat < std::max(1, options.repeats); repeat++) {
+    std::vector<Tensors> made;
+    for (int s = 0; s < pipe.num_stages(); s++) {
+      GraphStage stage(pipe.stage(s), pipe.table().stages[static_cast<size_t>(s)]);
+      Tensors values;
+      std::vector<bool> wants;
+      for (const StageInputPort& port : pipe.stage_inputs(s)) {
+        if (port.source.is_pipeline_input()) {
+          const c10::IValue& value = inputs.at(port.source.index);
+          values.push_back(value.isTensor() ? value.toTensor() : value.isNone() ? at::Tensor() : pack_value(value));
+          wants.push_back(false);
+        } else {
+          values.push_back(made[static_cast<size_t>(port.source.stage)][port.source.index]);
+          wants.push_back(true);
+        }
+      }
+      Best& b = best[static_cast<size_t>(s)];
+      {
+        InputBoundary boundary(values, wants);
+        Ran ran = run_forward(stage, boundary, *meter);
+        const double begin = now();
+        stage_backward(ran.handles, ran.grads, boundary);
+        b.full = std::min(b.full, now() - begin);
+        b.forward = std::min(b.forward, ran.seconds);
+        b.activation = std::max(b.activation, ran.activation);
+      }
+      untouched.drop_gradients();
+      InputBoundary boundary(values, wants);
+      Ran ran = run_forward(stage, boundary, *meter);
+      const int64_t before = meter->live;
+      double begin = now();
+      InputHalf half = stage_backward_input(ran.handles, ran.grads, boundary);
+      b.input = std::min(b.input, now() - begin);
+      int64_t returned = 0;
+      for (const auto& g : half.input_grads) returned += g.defined() ? static_cast<int64_t>(g.nbytes()) : 0;
+      b.held = std::max(b.held, ran.activation + meter->live - before - returned);
+      half.input_grads.clear();
+      begin = now();
+      if (half.deferred.pending()) stage_backward_weight(half.deferred);
+      b.weight = std::min(b.weight, now() - begin);
+      b.forward = std::min(b.forward, ran.seconds);
+      untouched.drop_gradients();
+      made.push_back(std::move(ran.outputs));
+    }
+  }
+  StageCosts result = empty_costs();
+  double held = 0;
+  for (int s = 0; s < pipe.num_stages(); s++) {
+    const Best& b = best[static_cast<size_t>(s)];
+    result.costs.forward.push_back(b.forward);
+    result.costs.input.push_back(b.input);
+    result.costs.weight.push_back(b.weight);
+    result.costs.full.push_back(b.full);
+    result.costs.communication.push_back(message_seconds(pipe, s, options));
+    result.costs.activation.push_back(static_cast<double>(b.activation));
+    if (b.activation > 0) held = std::max(held, static_cast<double>(b.held) / static_cast<double>(b.activation));
+    result.resident.push_back(resident_bytes(pipe, s, options));
+  }
+  result.costs.held_for_weight = std::clamp(held, 0.0, 1.0);
+  return result;
+}
+
+StageCosts estimate_stages(const Pipe& pipe, const StageCostOptions& options) {
+  StageCosts result = empty_costs();
+  for (int s = 0; s < pipe.num_stages(); s++) {
+    const GraphCost cost = estimate_cost(*pipe.stage(s));
+    double bytes = 0;
+    for (const NodeCost& node : cost.nodes) bytes += static_cast<double>(node.output_bytes);
+    result.costs.forward.push_back(cost.forward());
+    result.costs.input.push_back(cost.backward() / 2);
+    result.costs.weight.push_back(cost.backward() / 2);
+    result.costs.communication.push_back(message_seconds(pipe, s, options));
+    result.costs.activation.push_back(bytes);
+    result.resident.push_back(resident_bytes(pipe, s, options));
+  }
+  return result;
+}
+
+std::vector<c10::IValue> example_inputs(const GraphModule& module) {
+  std::vector<c10::IValue> inputs;
+  for (const Node* node : module.graph().placeholders()) {
+    const Value* value = node->result();
+    const auto& meta = value->meta();
+    if (value->type() != ValueType::Tensor || !meta) {
+      throw Error(ErrorKind::InvalidArgument, "the sizes of input '" + value->name() + "' are not known", "",
+                  "capture or export the model with example inputs");
+    }
+    const auto options = at::TensorOptions(meta->dtype).device(meta->device);
+    inputs.emplace_back(meta->is_floating_point() ? at::randn(meta->sizes, options) : at::zeros(meta->sizes, options));
+  }
+  return inputs;
+}
+
+}  // namespace plumb

@@ -1,0 +1,181 @@
+// What becomes of a step when a message does not come, or is not what was agreed.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "plumb/core/error.h"
+#include "plumb/pipeline/describe.h"
+#include "plumb/pipeline/transport_state.h"
+
+namespace plumb {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using wire::Content;
+using wire::Prologue;
+
+}  // namespace
+
+void Transport::State::check_usable() const {
+  const auto& shared = group.state();
+  if (!shared.failed) return;
+  throw Error(ErrorKind::Communication, me() + " cannot go on: " + shared.failure, "",
+              "make a new process group; after a fault this one takes no more messages");
+}
+
+void Transport::State::check_agreed(const Prologue& p, const PlannedMessage& expected, std::int64_t capacity,
+                                    const std::string& action) {
+  std::string wrong;
+  if (p.magic != wire::kMagic) {
+    wrong = "something that is not plumb's";
+  } else if (p.step != step || p.kind != expected.id.kind || p.from != expected.id.from || p.to != expected.id.to ||
+             p.microbatch != expected.id.microbatch) {
+    wrong = to_string(MessageId{p.kind, p.from, p.to, p.microbatch}) + " of step " + std::to_string(p.step);
+  } else if (p.capacity != capacity) {
+    wrong = "a message for a buffer of " + std::to_string(p.capacity) + " bytes where " + std::to_string(capacity) +
+            " were posted";
+  }
+  if (wrong.empty()) return;
+  const std::string message = me() + " at " + action + " expected " + to_string(expected.id) + " of step " +
+                              std::to_string(step) + " from " + name(expected.peer) + " and got " + wrong;
+  fail(group.rank(), message, message);
+  throw Error(ErrorKind::Communication, message, "", "run the same schedule and the same version on every rank");
+}
+
+// Gloo's threads may still write into these.
+void Transport::State::keep_buffers() {
+  auto& shared = group.state();
+  auto kept = std::make_shared<std::vector<Posted>>();
+  for (auto& in : incoming) {
+    for (auto& p : in.posted) {
+      if (p.work) kept->push_back(p);
+    }
+  }
+  for (auto& out : outgoing) {
+    for (auto& s : out.in_flight) {
+      for (auto& p : s.parts) kept->push_back(p);
+    }
+  }
+  shared.until_closed.push_back(kept);
+}
+
+// An error message of any peer that has arrived, in a buffer posted for something else.
+bool Transport::State::find_told(Cause& cause) const {
+  std::atomic_thread_fence(std::memory_order_acquire);
+  for (const auto& in : incoming) {
+    for (size_t i = in.received; i < in.num_posted; i++) {
+      if (!in.posted[i].buffer.defined()) continue;
+      const auto p = read_prologue(in.posted[i].buffer);
+      if (p.magic == wire::kMagic && p.content == Content::Error) {
+        cause = told_cause(in.posted[i].buffer, p);
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+Cause Transport::State::told_cause(const at::Tensor& buffer, const Prologue& p) const {
+  const auto room = buffer.numel() - static_cast<std::int64_t>(sizeof p);
+  const auto length = std::clamp<std::int64_t>(p.total_bytes, 0, room);
+  return {p.microbatch, std::string(static_cast<const char*>(buffer.const_data_ptr()) + sizeof p, length), true};
+}
+
+bool Transport::State::find_stored(Cause& cause, int suspect) const {
+  const auto& store = group.state().store;
+  if (!store) return false;
+  try {
+    for (int k = 0; k < group.size(); k++) {
+      const int rank = (suspect + k) % group.size();
+      if (rank == group.rank() || !store->check({store_key(rank)})) continue;
+      const auto bytes = store->get(store_key(rank));
+      const std::string text(bytes.begin(), bytes.end());
+      const auto colon = text.find(':');
+      cause = {std::atoi(text.c_str()), text.substr(colon + 1), true};
+      return true;
+    }
+  } catch (const std::exception&) {
+    // The store went with its rank; what is known without it must do.
+  }
+  return false;
+}
+
+void Transport::State::raise_lost(int peer, const std::string& waiting, const std::exception& e) {
+  const std::string text = first_line(e.what());
+  const bool late = text.find("imed out") != std::string::npos;
+  Cause cause;
+  // The peer may have told its reason on another way, or be about to.
+  const auto patience = late ? std::min(group.timeout() / 2, milliseconds(2000)) : milliseconds(700);
+  const auto until = Clock::now() + patience;
+  bool found = find_told(cause);
+  for (bool first = true; !found && (first || Clock::now() < until); first = false) {
+    found = find_told(cause) || find_stored(cause, peer);
+    if (!found) std::this_thread::sleep_for(milliseconds(10));
+  }
+  if (!found) {
+    cause.rank = peer;
+    cause.text =
+        late ? "no answer within " + std::to_string(group.timeout().count()) + " ms" : "it is gone (" + text + ")";
+  }
+  const std::string message =
+      me() + ", " + waiting + ": " + name(cause.rank) + (found ? " failed: " : ": ") + cause.text;
+  fail(cause.rank, found ? cause.text : cause.text + ", noticed by " + me() + " " + waiting, message);
+  throw Error(ErrorKind::Communication, message, "",
+              late && !found ? "look at " + name(cause.rank) + " (stopped? overloaded?), or give a longer time-out"
+                             : "look at what " + name(cause.rank) + " printed");
+}
+
+void Transport::State::fail(int rank_at_fault, const std::string& cause, const std::string& own_text) noexcept {
+  auto& shared = group.state();
+  if (told) return;
+  told = true;
+  shared.failed = true;
+  shared.failure = own_text;
+  try {
+    if (shared.store) {
+      const std::string text = std::to_string(rank_at_fault) + ":" + cause;
+      shared.store->set(store_key(group.rank()), std::vector<std::uint8_t>(text.begin(), text.end()));
+    }
+  } catch (const std::exception&) {
+    // Told on the other way below.
+  }
+  std::vector<Posted> sent;
+  for (int peer = 0; peer < group.size(); peer++) {
+    auto& out = outgoing[peer];
+    if (plan == nullptr || out.num_sent >= out.order.size() || peer == rank_at_fault) continue;
+    try {
+      const auto room = wire::kLeastCapacity - static_cast<std::int64_t>(sizeof(Prologue));
+      Prologue p;
+      p.content = Content::Error;
+      p.microbatch = rank_at_fault;
+      p.step = step;
+      p.total_bytes = std::min<std::int64_t>(room, static_cast<std::int64_t>(cause.size()));
+      auto buffer = at::zeros({wire::kLeastCapacity}, at::kByte);
+      std::memcpy(buffer.data_ptr(), &p, sizeof p);
+      std::memcpy(static_cast<char*>(buffer.data_ptr()) + sizeof p, cause.data(), p.total_bytes);
+      sent.push_back(post_send(buffer, peer, first_tag));
+    } catch (const std::exception&) {
+      // That peer is gone as well.
+    }
+  }
+  const auto until = Clock::now() + milliseconds(500);
+  for (auto& p : sent) {
+    try {
+      p.work->wait(std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(until - Clock::now())));
+    } catch (const std::exception&) {
+      // It does not take messages any more.
+    }
+  }
+  try {
+    shared.until_closed.push_back(std::make_shared<std::vector<Posted>>(std::move(sent)));
+    keep_buffers();
+  } catch (const std::exception&) {
+  }
+}
+
+}  // namespace plumb

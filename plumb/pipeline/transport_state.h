@@ -1,0 +1,102 @@
+// Inside of Transport, for transport.cpp and transport_faults.cpp only.
+#pragma once
+
+#include <cstring>
+#include <deque>
+#include <map>
+#include <tuple>
+
+#include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/transport.h"
+
+namespace plumb {
+
+inline at::Tensor byte_buffer(std::int64_t bytes) { return at::empty({bytes}, at::kByte); }
+
+inline wire::Prologue read_prologue(const at::Tensor& buffer) {
+  wire::Prologue p;
+  std::memcpy(&p, buffer.const_data_ptr(), sizeof p);
+  return p;
+}
+
+struct Posted {
+  at::Tensor buffer;
+  c10::intrusive_ptr<c10d::Work> work;
+};
+
+// Everything that goes one way between this rank and one peer.
+struct Incoming {
+  std::vector<int> order;      // indices into plan.receives
+  std::vector<Posted> posted;  // by position in `order`
+  size_t num_posted = 0;
+  std::vector<char> done;      // by position: received and read
+  std::uint32_t received = 0;  // all positions before this one are done
+};
+
+struct Outgoing {
+  std::vector<int> order;  // indices into plan.sends
+  size_t num_sent = 0;
+  struct Sent {
+    std::vector<Posted> parts;
+  };
+  std::deque<Sent> in_flight;
+  size_t num_done = 0;
+};
+
+struct Route {
+  std::int64_t capacity = wire::kLeastCapacity;  // in force in this step
+  std::int64_t largest = wire::kLeastCapacity;   // seen so far
+};
+
+// What is known about why a message did not come.
+struct Cause {
+  int rank = -1;  // the rank at fault
+  std::string text;
+  bool certain = false;  // the rank said so itself
+};
+
+struct Transport::State {
+  ProcessGroup group;
+  int first_tag = 0;
+  std::int64_t step = -1;
+  const MessagePlan* plan = nullptr;
+  std::vector<Incoming> incoming;  // by peer
+  std::vector<Outgoing> outgoing;
+  std::vector<int> position;  // of each receive in its peer's order
+  std::map<std::tuple<MessageKind, int, int>, Route> routes_in, routes_out;
+  std::vector<Route*> receive_routes, send_routes;  // by index in the plan
+  std::int64_t grown = 0;
+  bool told = false;
+
+  explicit State(ProcessGroup g);
+
+  std::string name(int rank) const { return "rank " + std::to_string(group.world_rank(rank)); }
+  std::string me() const { return name(group.rank()); }
+  c10d::Backend& backend() const { return *group.state().backend; }
+  int second_part_tag(int position) const;
+
+  Posted post_receive(std::int64_t bytes, int peer, int tag);
+  Posted post_send(at::Tensor buffer, int peer, int tag);
+  // Posts the receives that may be posted now that `needed` of the peer's messages have come.
+  void post_ahead(int peer, size_t needed);
+  // The work of sends that the peer says it has received is done; their buffers may go.
+  void release_sent(int peer, std::uint32_t received);
+
+  // --- faults ---
+  void check_usable() const;
+  void check_agreed(const wire::Prologue& p, const PlannedMessage& expected, std::int64_t capacity,
+                    const std::string& action);
+  Cause told_cause(const at::Tensor& buffer, const wire::Prologue& p) const;
+  // Finds out why `peer` does not answer, tells the others, and raises.
+  [[noreturn]] void raise_lost(int peer, const std::string& waiting, const std::exception& e);
+  // Marks the group as failed and tells every peer that waits for messages of this rank.
+  void fail(int rank_at_fault, const std::string& cause, const std::string& own_text) noexcept;
+
+ private:
+  void keep_buffers();
+  std::string store_key(int rank) const { return "plumb/failure/" + std::to_string(rank); }
+  bool find_told(Cause& cause) const;
+  bool find_stored(Cause& cause, int suspect) const;
+};
+
+}  // namespace plumb

@@ -1,0 +1,125 @@
+#include "plumb/schedule/compare.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+#include <tuple>
+
+#include "plumb/core/error.h"
+#include "plumb/schedule/generators.h"
+
+namespace plumb {
+namespace {
+
+constexpr const char* kSearched = "Searched";
+
+double at_stage(const std::vector<double>& values, int stage) {
+  if (values.empty()) return 0;
+  return values.size() == 1 ? values[0] : values.at(static_cast<std::size_t>(stage));
+}
+
+// Resident memory of a rank: of every stage that lives there.
+double resident_of(const StageCosts& costs, const Schedule& schedule, int rank) {
+  double sum = 0;
+  for (int stage : schedule.placement.stages_of(rank)) sum += at_stage(costs.resident, stage);
+  return sum;
+}
+
+void fill(ScheduleChoice& choice, const StageCosts& costs, const CompareOptions& options) {
+  choice.simulation = simulate_schedule(choice.schedule, costs.costs, options.edges);
+  for (int rank = 0; rank < choice.schedule.num_ranks(); ++rank) {
+    choice.memory.push_back(resident_of(costs, choice.schedule, rank) +
+                            choice.simulation.peak_memory[static_cast<std::size_t>(rank)]);
+  }
+  choice.fits = choice.peak() <= options.memory_limit * (1 + 1e-9);
+}
+
+// The search knows one limit for all ranks: what the rank with most resident memory has left.
+Schedule search(int num_ranks, int num_microbatches, const StageCosts& costs, const CompareOptions& options) {
+  SearchOptions search = options.search;
+  double most = 0;
+  for (int stage = 0; stage < num_ranks; ++stage) most = std::max(most, at_stage(costs.resident, stage));
+  search.memory_limit = std::min(search.memory_limit, options.memory_limit - most);
+  return search_schedule(num_ranks, num_microbatches, costs.costs, search).schedule;
+}
+
+}  // namespace
+
+CostsOf even_costs(const Costs& costs, int num_ranks) {
+  return [costs, num_ranks](int num_stages) {
+    Costs part = costs;
+    const double share = static_cast<double>(num_ranks) / num_stages;
+    for (auto* list : {&part.forward, &part.input, &part.weight, &part.full, &part.activation}) {
+      for (double& value : *list) value *= share;
+    }
+    return StageCosts{part, {}};
+  };
+}
+
+double ScheduleChoice::step() const {
+  double longest = 0;
+  for (std::size_t rank = 0; rank < simulation.first.size(); ++rank) {
+    longest = std::max(longest, simulation.last[rank] - simulation.first[rank]);
+  }
+  return longest;
+}
+
+double ScheduleChoice::peak() const { return memory.empty() ? 0 : *std::max_element(memory.begin(), memory.end()); }
+
+std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatches, const CostsOf& costs_of,
+                                              const CompareOptions& options) {
+  if (num_ranks < 1 || num_microbatches < 1) {
+    throw Error(ErrorKind::InvalidArgument, "schedules for " + std::to_string(num_ranks) + " ranks and " +
+                                                std::to_string(num_microbatches) + " microbatches do not exist");
+  }
+  std::vector<std::string> names = options.names;
+  if (names.empty()) {
+    names = schedule_names();
+    if (options.edges.empty()) names.push_back(kSearched);  // the search knows chains only
+  }
+  std::map<int, StageCosts> known;
+  auto costs = [&](int stages) -> const StageCosts& {
+    auto it = known.find(stages);
+    return it != known.end() ? it->second : known.emplace(stages, costs_of(stages)).first->second;
+  };
+  std::vector<ScheduleChoice> choices;
+  auto add = [&](const std::string& name, int per_rank, const std::function<Schedule(const StageCosts&)>& make) {
+    ScheduleChoice choice{name, per_rank};
+    try {
+      const StageCosts& stage_costs = costs(num_ranks * per_rank);
+      choice.schedule = make(stage_costs);
+      fill(choice, stage_costs, options);
+    } catch (const Error& e) {
+      choice = {name, per_rank, e.message()};
+      choice.fits = false;
+    }
+    choices.push_back(std::move(choice));
+  };
+  for (const std::string& name : names) {
+    if (name == kSearched) {
+      add(name, 1, [&](const StageCosts& c) { return search(num_ranks, num_microbatches, c, options); });
+      continue;
+    }
+    const ScheduleTraits& traits = schedule_traits(name);
+    if (traits.max_stages_per_rank == 1) {
+      add(traits.name, 1, [&](const StageCosts&) { return make_schedule(name, num_ranks, num_microbatches, 1); });
+      continue;
+    }
+    for (int per_rank : options.stages_per_rank) {
+      if (per_rank < std::max(2, traits.min_stages_per_rank) || per_rank > traits.max_stages_per_rank) continue;
+      add(traits.name, per_rank,
+          [&](const StageCosts&) { return make_schedule(name, num_ranks, num_microbatches, per_rank); });
+    }
+  }
+  std::stable_sort(choices.begin(), choices.end(), [](const ScheduleChoice& a, const ScheduleChoice& b) {
+    auto key = [](const ScheduleChoice& c) { return std::tuple(!c.problem.empty(), !c.fits); };
+    if (key(a) != key(b)) return key(a) < key(b);
+    const double x = a.step(), y = b.step();
+    if (std::abs(x - y) > 1e-9 * std::max(x, y)) return x < y;
+    return std::tuple(a.peak(), a.stages_per_rank) < std::tuple(b.peak(), b.stages_per_rank);
+  });
+  return choices;
+}
+
+}  // namespace plumb

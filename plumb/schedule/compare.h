@@ -1,0 +1,56 @@
+// All schedules for so many ranks and microbatches side by side, and the one to take.
+#pragma once
+
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "plumb/schedule/search.h"
+#include "plumb/schedule/simulate.h"
+
+namespace plumb {
+
+// What a model costs when it is cut into so many stages.
+struct StageCosts {
+  Costs costs;
+  // Memory that a stage takes whatever the schedule (parameters, gradients, optimiser), in the unit of
+  // costs.activation; by stage, or one entry for all; empty: none.
+  std::vector<double> resident;
+};
+using CostsOf = std::function<StageCosts(int num_stages)>;
+
+// Costs of one rank's whole share, spread evenly over its stages: forward, input, weight, full and activation are cut
+// into equal parts. `costs` has one entry a list (communication is a message's, and stays).
+CostsOf even_costs(const Costs& costs, int num_ranks);
+
+struct CompareOptions {
+  // The most memory a rank may take, resident and activations together, in the unit of Costs::activation.
+  double memory_limit = std::numeric_limits<double>::infinity();
+  std::vector<int> stages_per_rank = {2};  // tried for schedules that can have several
+  std::vector<std::string> names;          // empty: all of schedule_names(), and "Searched"
+  StageEdges edges = {};                   // between the stages; empty: a chain
+  SearchOptions search = {.effort = 1e7};
+};
+
+struct ScheduleChoice {
+  std::string name;
+  int stages_per_rank = 1;
+  std::string problem;  // why it cannot be had; what follows is empty then
+  Schedule schedule;
+  Simulation simulation;
+  std::vector<double> memory;  // by rank: resident and activations
+  bool fits = true;
+
+  // The longest a rank works at a step: how far steps are apart, as no rank waits for the others between them.
+  double step() const;
+  double peak() const;
+};
+
+// Quickest first; those that do not fit, and then those that cannot be had, last. Equally quick ones: least memory,
+// then fewest stages. So the first one is to be taken, if it `fits` and has no `problem`. Raises
+// Error(InvalidArgument) for unknown names and counts below one.
+std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatches, const CostsOf& costs,
+                                              const CompareOptions& options = {});
+
+}  // namespace plumb
