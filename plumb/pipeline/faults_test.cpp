@@ -16,6 +16,7 @@ namespace {
 
 using namespace testing_processes;
 using testing::HasSubstr;
+using testing::Not;
 
 // Two good steps' worth of pipeline, of which rank FAULTY leaves the second one in the middle, by KIND.
 Role fault_role("fault", [] {
@@ -31,6 +32,8 @@ Role fault_role("fault", [] {
       if (kind == "kill") ::raise(SIGKILL);
       if (kind == "stop") ::raise(SIGSTOP);
       if (kind == "raise") throw std::runtime_error("no more cheese");
+      if (kind == "nan") return {stage->forward(in)[0] / 0.0 * 0.0};
+      if (kind == "shape") return {stage->forward(in)[0].narrow(1, 0, 3)};
     }
     return stage->forward(in);
   };
@@ -40,6 +43,7 @@ Role fault_role("fault", [] {
   if (faulty && kind == "missing") stages.clear();
   PipelineOptions options;
   options.loss = model.loss;
+  options.check_numerics = kind == "nan";
   Pipeline pipeline(model.layout, make_schedule(other_schedule ? "GPipe" : "1F1B", group.size(), 4), stages, group,
                     options);
   group.set_timeout(std::chrono::milliseconds(number_setting("TIMEOUT", 60000)));
@@ -78,6 +82,20 @@ TEST(Faults, NameTheRankThatRaisedAndItsText) {
   EXPECT_LT(run.seconds, 40);
 }
 
+TEST(Faults, NameTheRankWhoseValuesAreNotNumbers) {
+  auto run = run_fault("nan", 2, 0);
+  expect_others_ended(run, 0);
+  EXPECT_THAT(run.errors[0], HasSubstr("rank 0 at 0F2: output 0 of stage 0, microbatch 2: entry [0, 0] is"));
+  EXPECT_THAT(run.errors[1], HasSubstr("rank 0 failed: rank 0 at 0F2: output 0 of stage 0, microbatch 2"));
+}
+
+TEST(Faults, NameTheRankThatCannotUseWhatItGets) {
+  auto run = run_fault("shape", 2, 0);
+  EXPECT_THAT(run.errors[1], HasSubstr("rank 1 at 1F2: "));
+  EXPECT_THAT(run.errors[0], HasSubstr("rank 1 failed: rank 1 at 1F2: "));
+  EXPECT_LT(run.seconds, 40);
+}
+
 TEST(Faults, NameTheRankThatExited) {
   auto run = run_fault("exit", 3, 1);
   expect_others_ended(run, 1);
@@ -93,6 +111,8 @@ TEST(Faults, NameTheRankThatWasKilled) {
   expect_others_ended(run, 0);
   EXPECT_EQ(run.result.processes[0].signal, SIGKILL);
   EXPECT_THAT(run.errors[1], HasSubstr("rank 0: it is gone"));
+  EXPECT_THAT(run.errors[1], Not(HasSubstr("frame #"))) << "the store that went is not asked";
+  EXPECT_LT(run.errors[1].size(), 500u);
   EXPECT_LT(run.seconds, 40);
 }
 

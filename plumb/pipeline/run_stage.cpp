@@ -117,8 +117,8 @@ void Pipeline::State::forward(const RunAction& run, LocalStage& stage, Slot& slo
   for (int source : w.source_of_input) in.push_back(boundary->inputs()[source]);
   if (options.seed) {
     const int first = options.replicas.rank() * schedule.num_microbatches;
-    cpu_generator().set_current_seed(
-        ((*options.seed * 1000003 + step_number) * 1000003 + stage.stage) * 1000003 + first + m);
+    cpu_generator().set_current_seed(((*options.seed * 1000003 + step_number) * 1000003 + stage.stage) * 1000003 +
+                                     first + m);
   }
   Tensors outputs = stage.function->forward(in);
   if (static_cast<int>(outputs.size()) != stage.num_outputs) {

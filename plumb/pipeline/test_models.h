@@ -41,7 +41,7 @@ inline TestModel test_model(const std::string& name, int num_stages) {
   model.loss = [](const Tensors& out, const Tensors& target) { return at::mse_loss(out[0].to(at::kFloat), target[0]); };
   const bool ragged = name == "ragged";
   model.batch = [=](int step) {
-    const int rows = ragged ? 5 + 6 * step : 8;
+    const int rows = ragged ? 11 + 6 * step : 8;
     return std::pair<Tensors, Tensors>{{test_data(100 + step, {rows, width})}, {test_data(200 + step, {rows, width})}};
   };
   model.make_stage = [=](int s) {

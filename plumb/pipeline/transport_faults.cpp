@@ -19,6 +19,16 @@ using std::chrono::milliseconds;
 using wire::Content;
 using wire::Prologue;
 
+// "Read error [127.0.0.1]:61108: Connection reset by peer": without the place in Gloo's source, and its advice.
+std::string what_gloo_says(const std::exception& e) {
+  std::string text = first_line(e.what());
+  if (!text.empty() && text[0] == '[') {
+    const auto end = text.find("] ");
+    if (end != std::string::npos) text = text.substr(end + 2);
+  }
+  return text.substr(0, text.find(". This is typically"));
+}
+
 }  // namespace
 
 void Transport::State::check_usable() const {
@@ -86,9 +96,9 @@ Cause Transport::State::told_cause(const at::Tensor& buffer, const Prologue& p) 
   return {p.microbatch, std::string(static_cast<const char*>(buffer.const_data_ptr()) + sizeof p, length), true};
 }
 
-bool Transport::State::find_stored(Cause& cause, int suspect) const {
+bool Transport::State::find_stored(Cause& cause, int suspect) {
   const auto& store = group.state().store;
-  if (!store) return false;
+  if (!store || store_lost) return false;
   try {
     for (int k = 0; k < group.size(); k++) {
       const int rank = (suspect + k) % group.size();
@@ -101,14 +111,17 @@ bool Transport::State::find_stored(Cause& cause, int suspect) const {
     }
   } catch (const std::exception&) {
     // The store went with its rank; what is known without it must do.
+    store_lost = true;
   }
   return false;
 }
 
 void Transport::State::raise_lost(int peer, const std::string& waiting, const std::exception& e) {
-  const std::string text = first_line(e.what());
+  const std::string text = what_gloo_says(e);
   const bool late = text.find("imed out") != std::string::npos;
   Cause cause;
+  const auto& env = group.state().env;
+  if (!late && group.world_rank(peer) == 0 && !env.launcher_serves_store) store_lost = true;
   // The peer may have told its reason on another way, or be about to.
   const auto patience = late ? std::min(group.timeout() / 2, milliseconds(2000)) : milliseconds(700);
   const auto until = Clock::now() + patience;
@@ -137,7 +150,7 @@ void Transport::State::fail(int rank_at_fault, const std::string& cause, const s
   shared.failed = true;
   shared.failure = own_text;
   try {
-    if (shared.store) {
+    if (shared.store && !store_lost) {
       const std::string text = std::to_string(rank_at_fault) + ":" + cause;
       shared.store->set(store_key(group.rank()), std::vector<std::uint8_t>(text.begin(), text.end()));
     }

@@ -67,6 +67,7 @@ struct Transport::State {
   std::vector<Route*> receive_routes, send_routes;  // by index in the plan
   std::int64_t grown = 0;
   bool told = false;
+  bool store_lost = false;  // asking again would print c10d's warnings each time
 
   explicit State(ProcessGroup g);
 
@@ -96,7 +97,7 @@ struct Transport::State {
   void keep_buffers();
   std::string store_key(int rank) const { return "plumb/failure/" + std::to_string(rank); }
   bool find_told(Cause& cause) const;
-  bool find_stored(Cause& cause, int suspect) const;
+  bool find_stored(Cause& cause, int suspect);
 };
 
 }  // namespace plumb

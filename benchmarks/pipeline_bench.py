@@ -1,0 +1,334 @@
+"""The pipeline beside torch's own, in one run: halves of a stage's backward, cost of an action, a GPT over two processes.
+
+One thread a process. Backwards are timed by the thread's own processor time; steps over processes by the clock, plumb and
+torch in turn, best and median, so other work on the machine shows in all of them. Peaks of allocations are exact: every
+allocation of torch's CPU allocator of the second step is counted in each process. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.pipelining import PipelineStage  # noqa: E402
+from torch.distributed.pipelining import schedules as torch_schedules  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTH, HEADS, SEQUENCE, VOCABULARY, LAYERS, MICROBATCHES, ROWS = 256, 4, 128, 512, 8, 8, 4
+TORCH = {  # plumb's name -> torch's class
+    "GPipe": "ScheduleGPipe",
+    "1F1B": "Schedule1F1B",
+    "Interleaved1F1B": "ScheduleInterleaved1F1B",
+    "LoopedBFS": "ScheduleLoopedBFS",
+    "InterleavedZeroBubble": "ScheduleInterleavedZeroBubble",
+    "ZBVZeroBubble": "ScheduleZBVZeroBubble",
+    "DualPipeV": "ScheduleDualPipeV",
+}
+ONLY_PLUMB = ["ZBH1", "ZBH2", "VHalf", "VMin"]
+
+
+def load_cases() -> ctypes.CDLL:
+    build = Path(os.environ.get("PLUMB_BUILD", "build"))
+    cases = ctypes.CDLL(str((build if build.is_absolute() else ROOT / build) / "benchmarks" / "libpipeline_cases.so"))
+    numbers = ctypes.POINTER(ctypes.c_double)
+    cases.stage_backward_halves.argtypes = [ctypes.c_int64] * 6 + [numbers]
+    cases.action_cost.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, numbers]
+    cases.train_gpt.argtypes = [ctypes.c_char_p] + [ctypes.c_int64] * 8 + [numbers]
+    cases.peak_of_allocations.restype = ctypes.c_int64
+    return cases
+
+
+def table(head: list[str], rows: list[list[str]]) -> None:
+    print("\n| " + " | ".join(head) + " |")
+    print("|---" + "|---:" * (len(head) - 1) + "|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    sys.stdout.flush()
+
+
+def verdict(value: float, bar: float, unit: str = "") -> str:
+    return f"<= {bar:g}{unit}: {'met' if value <= bar else '**missed**'}"
+
+
+# --- what each process does ---
+
+
+def on_torch_group(work: Callable[[int, int], Any]) -> Any:
+    dist.init_process_group("gloo")
+    result = work(dist.get_rank(), dist.get_world_size())
+    dist.destroy_process_group()
+    return result
+
+
+def torch_schedule(name: str, stages: list[Any], loss: Callable) -> Any:
+    kind = getattr(torch_schedules, TORCH[name])
+    many = len(stages) > 1 or "Interleaved" in name or name in ("LoopedBFS", "ZBVZeroBubble", "DualPipeV")
+    return kind(stages if many else stages[0], n_microbatches=len_microbatches(), loss_fn=loss)
+
+
+def len_microbatches() -> int:
+    return int(os.environ.get("BENCH_MICROBATCHES", MICROBATCHES))
+
+
+def torch_action_cost(steps: int) -> list[float]:
+    def work(rank: int, size: int) -> list[float]:
+        torch.manual_seed(rank)
+        stage = PipelineStage(nn.Linear(8, 8), rank, size, torch.device("cpu"))
+        schedule = torch_schedule("1F1B", [stage], nn.MSELoss())
+        x, y, times = torch.randn(4 * len_microbatches(), 8), torch.randn(4 * len_microbatches(), 8), []
+        for _ in range(steps + 5):
+            begin = time.perf_counter()
+            if rank == 0:
+                schedule.step(x)
+            elif rank == size - 1:
+                schedule.step(target=y)
+            times.append((time.perf_counter() - begin) / (2 * len_microbatches()))
+            stage.submod.zero_grad()
+        times = times[5:]
+        return [min(times), statistics.median(times)]
+
+    return on_torch_group(work)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        heads = [z.view(b, t, HEADS, WIDTH // HEADS).transpose(1, 2) for z in self.qkv(self.norm1(x)).split(WIDTH, -1)]
+        a = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, WIDTH))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Part(nn.Module):
+    """Layers [first, last) of the GPT, with its embedding and head where they belong."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.first, self.last = first == 0, last == LAYERS
+        if self.first:
+            self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.zeros(SEQUENCE, WIDTH))
+        self.blocks = nn.Sequential(*[Block() for _ in range(first, last)])
+        if self.last:
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(self.words(x) + self.places if self.first else x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+def places_of(name: str, rank: int, size: int) -> tuple[list[int], int]:
+    if name in ("GPipe", "1F1B"):
+        return [rank], size
+    if name in ("ZBVZeroBubble", "DualPipeV"):
+        return [rank, 2 * size - 1 - rank], 2 * size
+    return [rank, rank + size], 2 * size
+
+
+def torch_gpt(name: str, steps: int) -> list[float]:
+    cases = load_cases()
+
+    def work(rank: int, size: int) -> list[float]:
+        mine, total = places_of(name, rank, size)
+        torch.manual_seed(1)
+        parts = [Part(LAYERS * s // total, LAYERS * (s + 1) // total) for s in mine]
+        stages = [PipelineStage(p, s, total, torch.device("cpu")) for p, s in zip(parts, mine)]
+        schedule = torch_schedule(
+            name, stages, lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+        )
+        optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-3)
+        torch.manual_seed(7)
+        x = torch.randint(VOCABULARY, (ROWS * MICROBATCHES, SEQUENCE))
+        y = torch.randint(VOCABULARY, (ROWS * MICROBATCHES, SEQUENCE))
+        times, peak = [], 0
+        for step in range(steps + 2):
+            if step == 1:
+                cases.count_allocations()
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            losses: list[torch.Tensor] = []
+            args = (x,) if 0 in mine else ()
+            if total - 1 in mine:
+                schedule.step(*args, target=y, losses=losses)
+            else:
+                schedule.step(*args)
+            del losses
+            optimizer.step()
+            if step >= 2:
+                times.append(time.perf_counter() - begin)
+            if step == 1:
+                peak = cases.peak_of_allocations()
+        return [min(times), statistics.median(times), 0, 0, 0, peak]
+
+    return on_torch_group(work)
+
+
+def plumb_numbers(function: str, *args: Any) -> list[float]:
+    out = (ctypes.c_double * 8)()
+    if getattr(load_cases(), function)(*args, out):
+        sys.exit(1)
+    return list(out)
+
+
+def child(what: str, name: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    shape = (WIDTH, HEADS, SEQUENCE, VOCABULARY, LAYERS, MICROBATCHES, ROWS)
+    result = {
+        "torch action": lambda: torch_action_cost(steps),
+        "plumb action": lambda: plumb_numbers("action_cost", b"1F1B", len_microbatches(), steps),
+        "torch gpt": lambda: torch_gpt(name, steps),
+        "plumb gpt": lambda: plumb_numbers("train_gpt", name.encode(), *shape, steps),
+    }[what]()
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+# --- the parent ---
+
+
+def run(what: str, name: str = "", steps: int = 10, ranks: int = 2, **more: str) -> list[list[float]]:
+    """The result of every rank."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        env = {**os.environ, **more}
+        if ranks > 1:
+            env |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, __file__, what, name, str(steps)]
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        )
+    results = []
+    for p in processes:
+        out = p.communicate(timeout=1200)[0]
+        lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
+        if p.returncode != 0 or not lines:
+            raise RuntimeError(f"{what} {name} failed")
+        results.append(json.loads(lines[0][7:]))
+    return results
+
+
+def backward_halves() -> None:
+    print("\nInput half and weight half of a stage's backward against the whole (4 transformer layers, one process):")
+    rows = []
+    for width, heads, sequence, rounds, bar in ((256, 4, 128, 40, 1.10), (64, 4, 64, 100, None), (8, 2, 16, 400, 1.35)):
+        full, halves, ratio, share, equal, *_ = plumb_numbers(
+            "stage_backward_halves", width, heads, 4, sequence, 4, rounds
+        )
+        best = halves / full
+        rows.append([
+            f"width {width}", f"{full * 1e3:.3g} ms", f"{halves * 1e3:.3g} ms", f"{best:.3f}", f"{ratio:.3f}",
+            f"{share:.2f}", "yes" if equal else "**no**", verdict(best, bar) if bar else "",
+        ])  # fmt: skip
+    table(["stage", "whole", "halves", "ratio of the best", "median ratio", "input's share", "same bits", "bar"], rows)
+
+
+def action_costs(rounds: int, steps: int) -> None:
+    print("\nCost of an action: 1F1B, 64 microbatches, one 8 x 8 linear a rank; best and median of all steps:")
+    one = [run("plumb action", ranks=1, steps=steps, BENCH_MICROBATCHES="64")[0] for _ in range(rounds)]
+    plumb, other = [], []
+    for _ in range(rounds):
+        plumb.append(run("plumb action", steps=steps, BENCH_MICROBATCHES="64")[0])
+        other.append(run("torch action", steps=max(steps // 5, 20), BENCH_MICROBATCHES="64")[0])
+    us = lambda results, i: f"{min(r[i] for r in results) * 1e6:.1f} us"  # noqa: E731
+    best, eager = min(r[0] for r in one), min(r[2] for r in one)
+    table(
+        ["", "best", "median", "bar"],
+        [
+            ["C++ eager, one process", us(one, 2), us(one, 3), ""],
+            ["plumb, one process", us(one, 0), us(one, 1), verdict(best / eager, 1.3, " of eager")],
+            ["plumb, two processes", us(plumb, 0), us(plumb, 1), verdict(min(r[0] for r in plumb) * 1e6, 70, " us")],
+            ["torch, two processes", us(other, 0), us(other, 1), ""],
+        ],
+    )
+
+
+def gpt(rounds: int, steps: int) -> None:
+    print(
+        f"\nGPT over two processes ({LAYERS} layers, width {WIDTH}, {HEADS} heads, sequence {SEQUENCE}, vocabulary "
+        f"{VOCABULARY}, {MICROBATCHES} microbatches of {ROWS}, AdamW), milliseconds a step, best and median of all:"
+    )
+    names = [*TORCH, *ONLY_PLUMB]
+    plumb: dict[str, list[list[list[float]]]] = {n: [] for n in names}
+    other: dict[str, list[list[list[float]]]] = {n: [] for n in TORCH}
+    for _ in range(rounds):
+        for name in names:
+            plumb[name].append(run("plumb gpt", name, steps))
+            if name in TORCH:
+                other[name].append(run("torch gpt", name, steps))
+
+    def step(runs: list[list[list[float]]]) -> float:
+        return min(max(rank[0] for rank in r) for r in runs)
+
+    def median(runs: list[list[list[float]]]) -> float:
+        return min(max(rank[1] for rank in r) for r in runs)
+
+    def peak(runs: list[list[list[float]]]) -> float:
+        return max(rank[5] for rank in runs[0]) / 2**20
+
+    rows = []
+    for name in names:
+        mine, theirs = plumb[name], other.get(name)
+        nearest = min(mine, key=lambda r: max(rank[0] for rank in r))[0]
+        rows.append([
+            name, f"{step(mine) * 1e3:.0f}", f"{median(mine) * 1e3:.0f}",
+            *([f"{step(theirs) * 1e3:.0f}", f"{median(theirs) * 1e3:.0f}", f"{step(mine) / step(theirs):.3f}"]
+              if theirs else ["", "", ""]),
+            f"{peak(mine):.0f} MiB", f"{peak(theirs):.0f} MiB" if theirs else "",
+            f"{peak(mine) / peak(theirs):.2f}" if theirs else "",
+            f"{nearest[3] * 100:.1f} %", f"{nearest[4] * 100:.1f} %",
+        ])  # fmt: skip
+    table(
+        ["schedule", "plumb", "median", "torch", "median", "ratio", "peak, plumb", "peak, torch", "ratio",
+         "bubble", "simulated"],
+        rows,
+    )  # fmt: skip
+    best, best_other = min(step(r) for r in plumb.values()), min(step(r) for r in other.values())
+    table(
+        ["", "", "bar"],
+        [
+            ["1F1B / torch's 1F1B", f"{step(plumb['1F1B']) / step(other['1F1B']):.3f}",
+             verdict(step(plumb["1F1B"]) / step(other["1F1B"]), 1.0)],
+            ["best / torch's best", f"{best / best_other:.3f}", verdict(best / best_other, 0.95)],
+            ["peak of 1F1B / torch's", f"{peak(plumb['1F1B']) / peak(other['1F1B']):.3f}",
+             verdict(peak(plumb["1F1B"]) / peak(other["1F1B"]), 0.8)],
+        ],
+    )  # fmt: skip
+
+
+def main() -> None:
+    if len(sys.argv) == 4:
+        child(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+        return
+    torch.set_num_threads(1)
+    parts = sys.argv[1:] or ["backward", "actions", "gpt"]
+    if "backward" in parts:
+        backward_halves()
+    if "actions" in parts:
+        action_costs(rounds=3, steps=200)
+    if "gpt" in parts:
+        gpt(rounds=2, steps=6)
+
+
+if __name__ == "__main__":
+    main()

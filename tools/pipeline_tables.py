@@ -1,0 +1,146 @@
+"""Writes the tables of docs/pipeline.md: which runs over processes equal one process, and what faults look like.
+
+pipeline_tables.py [BUILD]: runs the roles of BUILD/tests/plumb_pipeline_test as processes of their own and replaces what
+stands between the file's marks `<!-- NAME -->` and `<!-- end of NAME -->`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "pipeline.md"
+MODELS = ["mlp", "ragged", "skip", "tied", "norm", "tokens", "inplace", "half"]
+SCHEDULES = {  # stages a rank
+    "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
+    "DualPipeV": 2, "ZBH1": 1, "ZBH2": 1, "VHalf": 2, "VMin": 2, "DualPipe": 1,
+}  # fmt: skip
+MICROBATCHES = 8
+
+
+class Ended:
+    def __init__(self, code: int, out: str, err: str, seconds: float) -> None:
+        self.code, self.out, self.err, self.seconds = code, out, err, seconds
+
+
+def run_role(build: Path, ranks: int, stops: bool = False, timeout: float = 300, **settings: str) -> list[Ended]:
+    """A process a rank; one that is stopped is ended when the others have."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    base |= {f"PLUMB_TEST_{key}": value for key, value in settings.items()}
+    if ranks > 1:
+        base |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        base |= {"MASTER_PORT": str(port)}
+    begin, processes = time.monotonic(), []
+    for rank in range(ranks):
+        env = base | ({"RANK": str(rank)} if ranks > 1 else {})
+        program = str(build / "tests" / "plumb_pipeline_test")
+        out, err = (open(os.path.join("/tmp", f"plumb-{os.getpid()}-{rank}.{what}"), "w+") for what in ("out", "err"))
+        processes.append((subprocess.Popen([program], env=env, stdout=out, stderr=err, text=True), out, err))
+    ends: dict[int, tuple[int, float]] = {}
+    while len(ends) < ranks and time.monotonic() - begin < timeout:
+        for rank, (p, _, _) in enumerate(processes):
+            if rank not in ends and p.poll() is not None:
+                ends[rank] = (p.returncode, time.monotonic() - begin)
+        if stops and len(ends) == ranks - 1 and time.monotonic() - max(t for _, t in ends.values()) > 1:
+            break
+        time.sleep(0.005)
+    result = []
+    for rank, (p, out, err) in enumerate(processes):
+        if rank not in ends:
+            p.kill()
+            p.wait()
+            ends[rank] = (p.returncode, float("nan"))
+        out.seek(0), err.seek(0)
+        result.append(Ended(ends[rank][0], out.read(), err.read(), ends[rank][1]))
+        for file in (out, err):
+            os.unlink(file.name)
+    return result
+
+
+def values(ended: list[Ended], case: str) -> dict[str, str]:
+    found = {}
+    for e in ended:
+        if e.code:
+            raise SystemExit(f"{case}: {e.err}")
+        for line in e.out.splitlines():
+            key, _, value = line.partition("=")
+            if key.startswith(case + ":"):
+                found[key[len(case) + 1 :]] = value
+    return found
+
+
+def differences(mine: dict[str, str], one: dict[str, str]) -> int:
+    return sum(mine.get(key) != value for key, value in one.items())
+
+
+def equality(build: Path) -> str:
+    lines = []
+    for ranks in (2, 4):
+        cases = {(m, s): f"{m},{s},{ranks},{MICROBATCHES},{v}" for m in MODELS for s, v in SCHEDULES.items()}
+        alone = {(m, n): f"{m},LoopedBFS,1,{MICROBATCHES},{n}" for m in MODELS for n in (ranks, 2 * ranks)}
+        over = run_role(build, ranks, ROLE="train", CASES=";".join(cases.values()) + ";")
+        one = run_role(build, 1, ROLE="train", CASES=";".join(alone.values()) + ";")
+        lines += ["", f"{ranks} processes:", "", "| schedule | " + " | ".join(MODELS) + " |"]
+        lines += ["|---" * (len(MODELS) + 1) + "|"]
+        for schedule, per_rank in SCHEDULES.items():
+            cells = []
+            for m in MODELS:
+                expected = values(one, alone[m, ranks * per_rank])
+                wrong = differences(values(over, cases[m, schedule]), expected)
+                cells.append(f"= ({len(expected)})" if wrong == 0 else f"{wrong} of {len(expected)} differ")
+            lines.append(f"| {schedule} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+FAULTS = [
+    ("raise", 2, 3, "rank 2's stage raises"),
+    ("exit", 1, 3, "rank 1 calls exit(3)"),
+    ("kill", 0, 3, "rank 0 is killed (it serves the store)"),
+    ("stop", 1, 2, "rank 1 is stopped (SIGSTOP), time-out 3 s"),
+    ("shape", 0, 2, "rank 0 sends a shape that rank 1 cannot use"),
+    ("nan", 0, 2, "rank 0 makes NaN, with the check on"),
+    ("schedule", 1, 2, "rank 1 was given another schedule"),
+    ("missing", 1, 2, "rank 1 was not given its stage"),
+]
+
+
+def faults(build: Path) -> str:
+    healthy = max(e.seconds for e in run_role(build, 3, ROLE="fault", KIND="none", FAULTY="1", TIMEOUT="60000"))
+    lines = ["", f"Three steps without a fault, start and connecting of the processes included: {healthy:.1f} s.", ""]
+    lines += ["| fault | rank | after | printed |", "|---|---|---:|---|"]
+    for kind, faulty, ranks, what in FAULTS:
+        timeout = "3000" if kind == "stop" else "60000"
+        ended = run_role(build, ranks, kind == "stop", ROLE="fault", KIND=kind, FAULTY=str(faulty), TIMEOUT=timeout)
+        for rank, e in enumerate(ended):
+            after = "stopped" if e.seconds != e.seconds else f"{e.seconds:.1f} s"
+            text = " ".join(e.err.split()).replace("|", "\\|") or ("(nothing)" if rank == faulty else "(nothing!)")
+            lines.append(f"| {what if rank == 0 else ''} | {rank} | {after} | {text} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    build = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build")
+    text = DOCUMENT.read_text()
+    for name, make in (("equality", equality), ("faults", faults)):
+        section = make(build)
+        text = re.sub(
+            rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)",
+            lambda m: m[1] + section + "\n\n" + m[2],
+            text,
+            flags=re.S,
+        )
+        print(section, flush=True)
+    DOCUMENT.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
