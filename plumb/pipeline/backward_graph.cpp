@@ -19,9 +19,17 @@ Kind kind_of(Node& node) {
   static thread_local std::unordered_map<std::type_index, Kind> known;
   const std::type_index type(typeid(node));
   if (auto it = known.find(type); it != known.end()) return it->second;
-  const std::string name = node.name();
-  auto has = [&](const char* part) { return name.find(part) != std::string::npos; };
-  const Kind kind{has("CppNode<plumb::"), has("CopySlices") || has("CheckpointFunctionBackward")};
+  Kind kind{false, false};
+  try {
+    kind.pure = node.is_traceable();
+  } catch (const std::exception&) {
+    // Python's functions cannot be asked.
+  }
+  if (!kind.pure) {
+    const std::string name = node.name();
+    auto has = [&](const char* part) { return name.find(part) != std::string::npos; };
+    kind = {has("CppNode<plumb::"), has("CopySlices") || has("CheckpointFunctionBackward")};
+  }
   // Every function written in Python is of one class.
   if (std::strstr(type.name(), "PyNode") == nullptr) known.emplace(type, kind);
   return kind;
@@ -65,14 +73,9 @@ BackwardGraph walk_backward(const edge_list& roots, const std::vector<Edge>& inp
       if (!is_input) {
         // Built-in nodes are pure functions of what they saved and compute only what is asked for, so running one once
         // for its input and once for its weights costs and gives the same as running it once. So are plumb's own.
-        const bool hooked = has_hooks(*node);
-        if (!node->is_traceable()) {
-          const Kind kind = kind_of(*node);
-          entry.twice = kind.pure && !hooked;
-          graph.indivisible = graph.indivisible || kind.indivisible;
-        } else {
-          entry.twice = !hooked;
-        }
+        const Kind kind = kind_of(*node);
+        entry.twice = kind.pure && !has_hooks(*node);
+        graph.indivisible = graph.indivisible || kind.indivisible;
       }
       graph.index.find(node)->second = static_cast<int>(graph.entries.size());
       graph.entries.push_back(entry);

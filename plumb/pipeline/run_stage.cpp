@@ -29,17 +29,6 @@ std::string first_not_finite(const at::Tensor& t) {
   return "[" + index + "] is " + std::to_string(value);
 }
 
-void arrive(Slot& slot, const StageWiring::Bundle& bundle, std::vector<MessageValue> values) {
-  for (size_t i = 0; i < bundle.indices.size(); i++) slot.sources[bundle.indices[i]] = std::move(values.at(i));
-}
-
-void arrive(Slot& slot, const StageWiring::GradBundle& bundle, const std::vector<MessageValue>& values) {
-  for (size_t i = 0; i < bundle.targets.size(); i++) {
-    const auto& target = bundle.targets[i];
-    (target.output ? slot.output_grads : slot.seeds)[target.index] = values.at(i).tensor;
-  }
-}
-
 std::string text(const char* what, int index, int stage, int m) {
   return what + std::to_string(index) + " of stage " + std::to_string(stage) + ", microbatch " + std::to_string(m);
 }
@@ -53,7 +42,29 @@ void Pipeline::State::check_finite(const at::Tensor& t, What what) const {
   if (!bad.empty()) throw Error(ErrorKind::Numerics, what() + ": entry " + bad);
 }
 
+void Pipeline::State::arrive(Slot& slot, const StageWiring::Bundle& bundle, std::vector<MessageValue> values) const {
+  if (layout.open) {
+    slot.sources = std::move(values);
+    return;
+  }
+  for (size_t i = 0; i < bundle.indices.size(); i++) slot.sources[bundle.indices[i]] = std::move(values.at(i));
+}
+
+void Pipeline::State::arrive(Slot& slot, const StageWiring::GradBundle& bundle,
+                             const std::vector<MessageValue>& values) const {
+  if (layout.open) {
+    slot.output_grads.clear();
+    for (const auto& v : values) slot.output_grads.push_back(v.tensor);
+    return;
+  }
+  for (size_t i = 0; i < bundle.targets.size(); i++) {
+    const auto& target = bundle.targets[i];
+    (target.output ? slot.output_grads : slot.seeds)[target.index] = values.at(i).tensor;
+  }
+}
+
 void Pipeline::State::open(LocalStage& stage, Slot& slot) {
+  if (layout.open) return;  // sized by what arrives
   if (slot.sources.empty()) slot.sources.resize(stage.wiring->sources.size());
   if (training && slot.seeds.empty()) {
     slot.seeds.resize(stage.wiring->sources.size());
@@ -68,7 +79,7 @@ void Pipeline::State::receive(const RunAction& run, LocalStage& stage, Slot& slo
     auto values = transport.receive(run.receives[i], run.text);
     const bool forward = run.action.kind == ActionKind::Forward;
     const size_t expected = forward ? w.values_in[i].indices.size() : w.grads_in[i].targets.size();
-    if (values.size() != expected) {
+    if (values.size() != expected && !layout.open) {
       throw Error(ErrorKind::Communication, "a message of " + std::to_string(values.size()) + " values came where " +
                                                 std::to_string(expected) + " were agreed");
     }
@@ -82,11 +93,11 @@ void Pipeline::State::receive(const RunAction& run, LocalStage& stage, Slot& slo
 
 void Pipeline::State::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors& values, std::vector<bool>& wants) {
   const auto& w = *stage.wiring;
-  values.reserve(w.sources.size());
-  wants.reserve(w.sources.size());
-  for (size_t i = 0; i < w.sources.size(); i++) {
+  values.reserve(slot.sources.size());
+  wants.reserve(slot.sources.size());
+  for (size_t i = 0; i < slot.sources.size(); i++) {
     auto& source = slot.sources[i];
-    if (w.sources[i].stage < 0) {
+    if (!layout.open && w.sources[i].stage < 0) {
       const int index = w.sources[i].index;
       if (inputs->empty() || (*inputs)[m].size() <= static_cast<size_t>(index) || !(*inputs)[m][index].defined()) {
         throw Error(ErrorKind::InvalidArgument,
@@ -113,20 +124,26 @@ void Pipeline::State::forward(const RunAction& run, LocalStage& stage, Slot& slo
   c10::SmallVector<std::int64_t, 8> versions;
   for (const auto& v : values) versions.push_back(v.defined() && !v.is_inference() ? v._version() : 0);
   Tensors in;
-  in.reserve(w.source_of_input.size());
-  for (int source : w.source_of_input) in.push_back(boundary->inputs()[source]);
+  if (layout.open) {
+    in = boundary->inputs();
+  } else {
+    in.reserve(w.source_of_input.size());
+    for (int source : w.source_of_input) in.push_back(boundary->inputs()[source]);
+  }
   if (options.seed) {
     const int first = options.replicas.rank() * schedule.num_microbatches;
     cpu_generator().set_current_seed(((*options.seed * 1000003 + step_number) * 1000003 + stage.stage) * 1000003 +
                                      first + m);
   }
-  Tensors outputs = stage.function->forward(in);
-  if (static_cast<int>(outputs.size()) != stage.num_outputs) {
+  Tensors outputs = stage.function->run(in, m);
+  // The last stage's outputs are nobody's inputs; a stage with a loss of its own returns that alone.
+  const bool counted = !layout.open && (stage.stage != last_stage() || options.loss || options.return_outputs);
+  if (counted && static_cast<int>(outputs.size()) != stage.num_outputs) {
     throw Error(ErrorKind::InvalidArgument, "stage " + std::to_string(stage.stage) + " returned " +
                                                 std::to_string(outputs.size()) + " values, its layout says " +
                                                 std::to_string(stage.num_outputs));
   }
-  for (size_t i = 0; i < values.size(); i++) {
+  for (size_t i = 0; !layout.open && i < values.size(); i++) {
     const auto& source = w.sources[i];
     if (source.stage < 0 || !values[i].defined() || values[i].is_inference()) continue;
     if (values[i]._version() != versions[i] && shared_on_this_rank(source, m))
@@ -143,7 +160,7 @@ void Pipeline::State::forward(const RunAction& run, LocalStage& stage, Slot& slo
   if (stage.stage == last_stage()) return;  // only the loss goes backwards
   slot.outputs.resize(outputs.size());
   for (size_t k = 0; k < outputs.size(); k++) {
-    if (w.output_used[k] && outputs[k].defined() && outputs[k].requires_grad()) {
+    if ((layout.open || w.output_used[k]) && outputs[k].defined() && outputs[k].requires_grad()) {
       slot.outputs[k] = backward_handle(outputs[k]);
     }
   }
@@ -194,9 +211,13 @@ void Pipeline::State::send_values(const RunAction& run, LocalStage& stage, int m
   for (size_t i = 0; i < bundles.size(); i++) {
     std::vector<MessageValue> values;
     values.reserve(bundles[i].indices.size());
-    for (int k : bundles[i].indices) {
-      const auto& t = outputs[k];
+    auto add = [&](const at::Tensor& t) {
       values.push_back({t.defined() ? t.detach() : t, t.defined() && t.requires_grad()});
+    };
+    if (layout.open) {
+      for (const auto& t : outputs) add(t);
+    } else {
+      for (int k : bundles[i].indices) add(outputs[k]);
     }
     if (run.sends[i] >= 0) {
       transport.send(run.sends[i], values);
@@ -216,7 +237,11 @@ void Pipeline::State::send_grads(const RunAction& run, LocalStage& stage, int m,
   for (size_t i = 0; i < bundles.size(); i++) {
     std::vector<MessageValue> values;
     values.reserve(bundles[i].indices.size());
-    for (int k : bundles[i].indices) values.push_back({grads[k], false});
+    if (layout.open) {
+      for (const auto& g : grads) values.push_back({g, false});
+    } else {
+      for (int k : bundles[i].indices) values.push_back({grads[k], false});
+    }
     if (run.sends[i] >= 0) {
       transport.send(run.sends[i], values);
       continue;
@@ -237,6 +262,11 @@ void Pipeline::State::start_of_backward(const LocalStage& stage, const Slot& slo
     grads.push_back(weights[m] == 1 ? at::ones_like(slot.loss) : at::full_like(slot.loss, weights[m]));
     return;
   }
+  if (slot.output_grads.size() != slot.outputs.size()) {
+    throw Error(ErrorKind::Communication, "stage " + std::to_string(stage.stage) + " handed on " +
+                                              std::to_string(slot.outputs.size()) + " values and got gradients for " +
+                                              std::to_string(slot.output_grads.size()));
+  }
   for (size_t k = 0; k < slot.outputs.size(); k++) {
     if (!slot.outputs[k].defined() || !slot.output_grads[k].defined()) continue;
     outputs.push_back(slot.outputs[k]);
@@ -249,6 +279,7 @@ void Pipeline::State::backward(const RunAction& run, LocalStage& stage, Slot& sl
   if (run.action.kind == ActionKind::BackwardWeight) {
     stage.gradients->accumulate(m, [&] {
       if (slot.deferred.pending()) stage_backward_weight(slot.deferred);
+      if (slot.own_weight_work) slot.own_weight_work();
     });
     slot = Slot();
     return;
@@ -256,9 +287,18 @@ void Pipeline::State::backward(const RunAction& run, LocalStage& stage, Slot& sl
   Tensors outputs, grads;
   start_of_backward(stage, slot, m, outputs, grads);
   Tensors input_grads;
+  const bool own_work = stage.function->has_own_weight_work();
   if (run.action.kind == ActionKind::FullBackward) {
-    stage.gradients->accumulate(m, [&] { input_grads = stage_backward(outputs, grads, *slot.boundary, slot.seeds); });
+    stage.gradients->accumulate(m, [&] {
+      input_grads = stage_backward(outputs, grads, *slot.boundary, slot.seeds);
+      if (!own_work) return;
+      if (auto work = stage.function->own_weight_work()) work();
+    });
     slot = Slot();
+  } else if (own_work) {
+    input_grads = stage_backward(outputs, grads, *slot.boundary, slot.seeds);
+    slot = Slot();
+    slot.own_weight_work = stage.function->own_weight_work();
   } else {
     auto half = stage_backward_input(outputs, grads, *slot.boundary, slot.seeds);
     input_grads = std::move(half.input_grads);
@@ -275,7 +315,7 @@ void Pipeline::State::backward(const RunAction& run, LocalStage& stage, Slot& sl
 // Of the model's own inputs. Later stages come first, as autograd adds.
 void Pipeline::State::keep_input_grads(const LocalStage& stage, int m, const Tensors& grads) {
   const auto& sources = stage.wiring->sources;
-  for (size_t i = 0; i < sources.size(); i++) {
+  for (size_t i = 0; !layout.open && i < sources.size(); i++) {
     if (sources[i].stage >= 0 || !grads[i].defined()) continue;
     input_grads.resize(schedule.num_microbatches);
     auto& kept = input_grads[m];

@@ -156,6 +156,11 @@ StepResult Pipeline::step_microbatches(const std::vector<Tensors>& inputs, const
   return state_->run(inputs, targets, rows, true);
 }
 
+StepResult Pipeline::eval_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets,
+                                       const std::vector<int64_t>& rows) {
+  return state_->run(inputs, targets, rows, false);
+}
+
 StepResult Pipeline::eval(const Tensors& inputs, const Tensors& targets) {
   auto batch = cut(inputs, targets, state_->options, state_->schedule.num_microbatches);
   return state_->run(batch.inputs, batch.targets, std::move(batch.rows), false);

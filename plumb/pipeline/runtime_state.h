@@ -22,6 +22,7 @@ struct Slot {
   Tensors output_grads;
   Tensors seeds;  // gradients that sources have from later users
   DeferredWeights deferred;
+  std::function<void()> own_weight_work;
   at::Tensor loss;
 };
 
@@ -58,6 +59,9 @@ struct Pipeline::State {
   explicit State(ProcessGroup group) : transport(std::move(group)) {}
 
   int rank() const { return transport.group().rank(); }
+  // Of a microbatch that arrives: an open layout's messages say how many values there are.
+  void arrive(Slot& slot, const StageWiring::Bundle& bundle, std::vector<MessageValue> values) const;
+  void arrive(Slot& slot, const StageWiring::GradBundle& bundle, const std::vector<MessageValue>& values) const;
   int last_stage() const { return layout.num_stages() - 1; }
 
   // --- run_step.cpp ---

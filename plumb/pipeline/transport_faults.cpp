@@ -19,6 +19,10 @@ using std::chrono::milliseconds;
 using wire::Content;
 using wire::Prologue;
 
+std::vector<std::uint8_t> as_bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+std::string late_key(int rank) { return "plumb/late/" + std::to_string(rank); }
+
 // "Read error [127.0.0.1]:61108: Connection reset by peer": without the place in Gloo's source, and its advice.
 std::string what_gloo_says(const std::exception& e) {
   std::string text = first_line(e.what());
@@ -116,11 +120,36 @@ bool Transport::State::find_stored(Cause& cause, int suspect) {
   return false;
 }
 
+// Tells the others that this rank has waited for `peer` in vain.
+void Transport::State::store_late(int peer) const noexcept {
+  try {
+    if (const auto& store = group.state().store) store->set(late_key(group.rank()), as_bytes(std::to_string(peer)));
+  } catch (const std::exception&) {
+    // Without the store the neighbour is named.
+  }
+}
+
+// Who keeps everybody waiting: the peer, or whom that one has waited for in vain, and so on.
+int Transport::State::last_waited_for(int peer) const {
+  const auto& store = group.state().store;
+  int rank = peer;
+  try {
+    for (int k = 0; store && k < group.size() && store->check({late_key(rank)}); k++) {
+      const auto bytes = store->get(late_key(rank));
+      rank = std::atoi(std::string(bytes.begin(), bytes.end()).c_str());
+    }
+  } catch (const std::exception&) {
+    return peer;
+  }
+  return rank == group.rank() ? peer : rank;
+}
+
 void Transport::State::raise_lost(int peer, const std::string& waiting, const std::exception& e) {
   const std::string text = what_gloo_says(e);
   const bool late = text.find("imed out") != std::string::npos;
   Cause cause;
   const auto& env = group.state().env;
+  if (late) store_late(peer);
   if (!late && group.world_rank(peer) == 0 && !env.launcher_serves_store) store_lost = true;
   // The peer may have told its reason on another way, or be about to.
   const auto patience = late ? std::min(group.timeout() / 2, milliseconds(2000)) : milliseconds(700);
@@ -131,7 +160,7 @@ void Transport::State::raise_lost(int peer, const std::string& waiting, const st
     if (!found) std::this_thread::sleep_for(milliseconds(10));
   }
   if (!found) {
-    cause.rank = peer;
+    cause.rank = late ? last_waited_for(peer) : peer;
     cause.text =
         late ? "no answer within " + std::to_string(group.timeout().count()) + " ms" : "it is gone (" + text + ")";
   }
@@ -152,7 +181,7 @@ void Transport::State::fail(int rank_at_fault, const std::string& cause, const s
   try {
     if (shared.store && !store_lost) {
       const std::string text = std::to_string(rank_at_fault) + ":" + cause;
-      shared.store->set(store_key(group.rank()), std::vector<std::uint8_t>(text.begin(), text.end()));
+      shared.store->set(store_key(group.rank()), as_bytes(text));
     }
   } catch (const std::exception&) {
     // Told on the other way below.

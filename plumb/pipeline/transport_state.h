@@ -96,6 +96,8 @@ struct Transport::State {
  private:
   void keep_buffers();
   std::string store_key(int rank) const { return "plumb/failure/" + std::to_string(rank); }
+  void store_late(int peer) const noexcept;
+  int last_waited_for(int peer) const;
   bool find_told(Cause& cause) const;
   bool find_stored(Cause& cause, int suspect);
 };
