@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <filesystem>
@@ -229,6 +230,12 @@ TEST_F(Command, PlansAndTrainsByTheTableItWrites) {
   wrong("train lm.pt2 --data tokens.bin --stages 2 --microbatches 3 --schedule best.csv", "--microbatches 4");
 }
 
+TEST_F(Command, TrainsOverFourProcessesByATableWrittenByHand) {
+  const Ended four = plumb(std::string(kTrain) + "--stages 4 --schedule " PLUMB_EXAMPLES "/hand_written.csv");
+  ASSERT_EQ(four.code, 0) << four.err;
+  EXPECT_EQ(training(four).losses, training(plumb(kTrain)).losses);
+}
+
 TEST_F(Command, PlansForGivenCostsWithinAMemoryLimit) {
   const std::string costs = "plan --ranks 4 --microbatches 8 --costs 1,1,1 ";
   const Ended text = plumb(costs);
@@ -266,6 +273,19 @@ TEST_F(Command, TrainsUnderTorchrun) {
                           std::string(kTrain) + "--stages 2 --save run.pt2");
   ASSERT_EQ(run.code, 0) << run.err;
   EXPECT_EQ(training(run).losses, training(plumb(kTrain)).losses);
+}
+
+TEST_F(Command, TrainsUnderTheVariablesOfOtherLaunchers) {
+  const auto alone = training(plumb(kTrain)).losses;
+  const std::string job = std::to_string(::getpid());
+  for (const std::string& variables :
+       {"SLURM_PROCID=$r SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_JOB_ID=" + job,
+        "OMPI_COMM_WORLD_RANK=$r OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-" + job,
+        "PMI_RANK=$r PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_JOBID=" + job}) {
+    const Ended run =
+        shell("for r in 0 1; do " + variables + " " PLUMB_COMMAND " " + kTrain + "--stages 2 & done; wait");
+    EXPECT_EQ(training(run).losses, alone) << variables << run.err;
+  }
 }
 
 TEST_F(Command, TrainsOnTensorFilesAndPrintsPlainLines) {
