@@ -283,7 +283,7 @@ TEST_F(Command, TrainsUnderTheVariablesOfOtherLaunchers) {
         "OMPI_COMM_WORLD_RANK=$r OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-" + job,
         "PMI_RANK=$r PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_JOBID=" + job}) {
     const Ended run =
-        shell("for r in 0 1; do " + variables + " " PLUMB_COMMAND " " + kTrain + "--stages 2 & done; wait");
+        shell("(for r in 0 1; do " + variables + " " PLUMB_COMMAND " " + kTrain + "--stages 2 & done; wait)");
     EXPECT_EQ(training(run).losses, alone) << variables << run.err;
   }
 }
