@@ -1,5 +1,6 @@
 #include "plumb/graph/graph_module.h"
 
+#include <ATen/ATen.h>
 #include <torch/nn/cloneable.h>
 
 #include "plumb/core/error.h"
@@ -143,9 +144,11 @@ void GraphModule::sync_module() {
     const std::string leaf = attr.name.substr(start);
     if (attr.kind == AttrKind::Parameter) {
       owner->register_parameter(leaf, attr.tensor, attr.tensor.requires_grad());
-    } else if (at::Tensor* known = owner->named_buffers(false).find(leaf)) {
-      // A buffer of the root itself cannot be taken out again: it shares the new memory instead.
-      if (!known->is_same(attr.tensor)) at::Tensor(*known).set_data(attr.tensor);
+    } else if (const auto buffers = owner->named_buffers(false); const at::Tensor* known = buffers.find(leaf)) {
+      // A buffer of the root itself cannot be taken out again: it shares the new memory instead. (From and to the meta
+      // device it cannot: the state alone shows it then.)
+      if (!known->is_same(attr.tensor) && at::_has_compatible_shallow_copy_type(*known, attr.tensor))
+        known->set_data(attr.tensor);
     } else {
       owner->register_buffer(leaf, attr.tensor);
     }

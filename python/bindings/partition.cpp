@@ -251,6 +251,11 @@ void bind_pipe(py::module_& m) {
   m.def("balance", &balance_cuts, py::arg("module"), py::arg("stages"), py::kw_only(), py::arg("inputs") = py::none(),
         py::arg("repeats") = 5, py::arg("seconds_per_message") = 0.0, py::arg("bytes_per_second") = 1e10,
         py::arg("memory_limits") = std::vector<int64_t>{}, py::arg("bytes_per_parameter_byte") = 4.0);
+  // Many at once: the module's own tables are made again for every change.
+  m.def("set_states", [](GraphModule& module, const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+    for (const auto& [name, tensor] : tensors) module.state().set(name, tensor);
+    module.sync_module();
+  });
   m.def("rewrite_devices",
         [](GraphModule& module, const at::Device& device) { rewrite_devices(module.graph(), device); });
   m.def("deserialize_stage", [](const std::string& bytes) {

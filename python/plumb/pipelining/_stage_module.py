@@ -127,11 +127,14 @@ def _enter(value: Any, is_tensor: bool, written: bool) -> Any:
 def own_parameters(engine: Any) -> None:
     """Parameters that were made in C++ (copies, those of files) become ``nn.Parameter``; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
+    changed = []
     for name, kind, tensor, _ in engine.state():
         if kind == PARAMETER and not isinstance(tensor, nn.Parameter):
             if id(tensor) not in made:
                 made[id(tensor)] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
-            engine.set_state(name, made[id(tensor)])
+            changed.append((name, made[id(tensor)]))
+    if changed:
+        _C.set_states(engine, changed)
 
 
 def stage_state(stage: nn.Module) -> None:
