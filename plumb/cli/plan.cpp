@@ -1,4 +1,6 @@
 // plumb plan: which schedule to take for a program, or for given costs, before anything is launched.
+#include <ATen/Parallel.h>
+
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <fstream>
@@ -61,7 +63,7 @@ StageCosts given_costs(const Options& o, int num_stages) {
 StageCosts costs_of_file(const Options& o, const GraphModule& module, int num_stages) {
   std::shared_ptr<Pipe> pipe;
   try {
-    pipe = cut(module, num_stages, {});
+    pipe = cut(module, num_stages, {}, std::to_string(num_stages) + " stages");
   } catch (const UsageError& e) {
     const std::string text = e.what();
     throw Error(ErrorKind::InvalidArgument, text.substr(0, text.find('\n')));
@@ -117,8 +119,7 @@ void plan(const Options& o) {
   CostsOf costs = [&](int stages) { return given_costs(o, stages); };
   if (measured) {
     at::set_num_threads(o.threads);
-    loaded = load(o.file);
-    need_tensors(loaded, o.file);
+    loaded = load_with_tensors(o.file);
     costs = [&](int stages) { return costs_of_file(o, loaded.module(), stages); };
   } else if (o.costs.size() < 3 || o.costs.size() > 4) {
     throw UsageError("--costs: three or four numbers are needed", "--costs FORWARD,INPUT,WEIGHT,MESSAGE");
