@@ -16,6 +16,7 @@ struct Equivalent {
   std::string_view bias;                  // "" if there is none
   bool any_weight = false;                // a matmul: an operand is a weight only if it is a parameter
   bool norm = false;                      // its weight is a gain, and stays as it is
+  bool recurrent = false;                 // the operator stays, with factors around it: recurrent.h
 };
 
 // Null if there is none.

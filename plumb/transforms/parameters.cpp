@@ -2,10 +2,12 @@
 
 #include <ATen/ops/std.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/operands.h"
+#include "plumb/transforms/recurrent.h"
 
 namespace plumb {
 namespace {
@@ -26,6 +28,10 @@ Role role_of(const Node* node, const Value* value, const std::function<const Equ
   }
   const Equivalent* equivalent = becomes(node);
   if (!equivalent) return Role::Other;
+  if (equivalent->recurrent) {
+    const RecurrentRole role = recurrent_role(node, value);
+    return role == RecurrentRole::Weight ? Role::Weight : role == RecurrentRole::Bias ? Role::Bias : Role::Other;
+  }
   for (std::string_view argument : equivalent->weights) {
     if (const Arg* arg = node->try_arg(argument); arg && arg->value() == value) return Role::Weight;
   }
@@ -129,7 +135,8 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
   return roles;
 }
 
-bool scale_parameters(GraphModule& module, const ParameterRoles& roles, Report& report) {
+bool scale_parameters(GraphModule& module, const ParameterRoles& roles, const std::set<std::string>& settled,
+                      Report& report) {
   if (roles.weights.empty() && roles.biases.empty() && roles.others.empty()) return false;
   at::NoGradGuard no_grad;
   State& state = module.state();
@@ -152,7 +159,11 @@ bool scale_parameters(GraphModule& module, const ParameterRoles& roles, Report& 
     for (const auto& name : names) state.set(name, tensor, AttrKind::Parameter);
     changed = true;
   };
+  auto is_settled = [&](const std::vector<std::string>& names) {
+    return std::any_of(names.begin(), names.end(), [&](const std::string& n) { return settled.count(n) > 0; });
+  };
   for (const auto& [name, role] : roles.weights) {
+    if (is_settled(role.names)) continue;
     const at::Tensor weight = state.get(name).tensor.detach();
     if (weight.numel() < 2) {
       entry(ReportKind::LeftAlone, name, "", "a single value has no standard deviation");
@@ -175,6 +186,7 @@ bool scale_parameters(GraphModule& module, const ParameterRoles& roles, Report& 
     entry(ReportKind::Weight, name, "std " + std::to_string(value), also(role.names));
   }
   for (const auto& [name, role] : roles.biases) {
+    if (is_settled(role.names)) continue;
     set(role.names, at::zeros_like(state.get(name).tensor));
     entry(ReportKind::Bias, name, "", also(role.names));
   }

@@ -9,6 +9,7 @@
 #include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/parameters.h"
+#include "plumb/transforms/recurrent.h"
 #include "plumb/transforms/residual.h"
 
 namespace plumb {
@@ -47,7 +48,7 @@ class UnitScaler {
     replace_by_equivalents();
     replace_adds();
     unconstrain();
-    if (options_.scale_parameters && scale_parameters(module_, roles_, report_)) changed_ = true;
+    if (options_.scale_parameters && scale_parameters(module_, roles_, options_.settled, report_)) changed_ = true;
     tag();
     return changed_;
   }
@@ -67,6 +68,10 @@ class UnitScaler {
   // --- stage 1
 
   void replace_by_users_map() {
+    for (Node* node : graph_.nodes()) {
+      if (node->is_call() && node->num_results() && options_.keep.count(node->result()->name())) kept_.insert(node);
+    }
+    users_choice_ = kept_;
     if (options_.replace.empty()) return;
     for (const Replacement& r : options_.replace) {
       if (r.from.find('.') != std::string::npos) find_operator(r.from);
@@ -76,6 +81,7 @@ class UnitScaler {
       if (!r.to.empty()) find_operator(r.to);
     }
     for (Node* node : graph_.nodes()) {
+      if (users_choice_.count(node)) continue;
       for (const Replacement& r : options_.replace) {
         if (!node->is_op(r.from)) continue;
         Node* made;
@@ -98,7 +104,7 @@ class UnitScaler {
   // Why it is left alone; nothing if it is to be replaced.
   std::optional<std::string> obstacle(const Node* node) const {
     if (users_choice_.count(node)) return "it is a replacement";
-    if (auto why = why_not(node)) return why;
+    if (auto why = is_recurrent(node) ? recurrent_obstacle(node, module_.state()) : why_not(node)) return why;
     if (!differentiable_.count(node)) return "no gradient flows through it";
     const Value* first = node->num_results() ? node->result() : nullptr;
     if (first && !may_be_float(first, module_.state())) return "it is no floating-point computation";
@@ -127,6 +133,13 @@ class UnitScaler {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
         continue;
       }
+      if (equivalent->recurrent) {
+        recurrent_.emplace_back(node, scale_recurrent(module_, node, steps_of(node)));
+        report_.add(ReportKind::Replaced, node, node->target(), node->target(),
+                    "with unit-scaled weights, states and outputs");
+        changed_ = true;
+        continue;
+      }
       Node* made;
       {
         auto here = graph_.inserting_before(node);
@@ -148,10 +161,21 @@ class UnitScaler {
     std::string_view name = node->op_name();
     if (name.starts_with("plumb::") || hands_on(node) || node->result_aliases_input()) return;
     if (!differentiable_.count(node) || !may_be_float(node->result(), module_.state())) return;
-    std::string reason = "no unit-scaled equivalent";
-    if (name == "aten::lstm" || name == "aten::gru" || name.starts_with("aten::rnn_") || name.ends_with("_cell"))
-      reason = "one fused operator: its inner linears and gates cannot be reached, so its weights stay, too";
-    report_.add(ReportKind::LeftAlone, node, node->target(), "", reason);
+    report_.add(ReportKind::LeftAlone, node, node->target(), "", "no unit-scaled equivalent");
+  }
+
+  // How often a cell is called with these weights: one sees only one step of a sequence.
+  int64_t steps_of(const Node* node) {
+    if (!node->try_arg("w_hh")) return 1;
+    const Node* weight = attribute_behind(node->arg("w_hh").value());
+    if (!weight) return 1;
+    if (cell_calls_.empty()) {
+      for (const Node* other : graph_.nodes()) {
+        if (!is_recurrent(other) || !other->try_arg("w_hh") || !other->arg("w_hh").is_value()) continue;
+        if (const Node* attr = attribute_behind(other->arg("w_hh").value())) ++cell_calls_[attr->target()];
+      }
+    }
+    return std::max<int64_t>(cell_calls_[weight->target()], 1);
   }
 
   // --- stage 3
@@ -305,8 +329,20 @@ class UnitScaler {
         for (size_t k = 0; k < node->num_inputs(); ++k) before_residual.insert(node->input(k)->producer());
       }
     }
+    for (const auto& [node, grad_input] : recurrent_) {
+      if (before_residual.count(node)) continue;
+      const std::string input = node->try_arg("data") ? "data" : "input";
+      if (!node->arg(input).is_value()) continue;
+      auto here = graph_.inserting_before(node);
+      Node* made = graph_.call("plumb::scale_bwd", {node->arg(input).value(), 1 / grad_input});
+      made->meta() = node->meta();
+      made->result()->set_meta(node->arg(input).value()->meta());
+      node->set_arg(input, made->result());
+      report_.add(ReportKind::Unconstrained, node, node->target(), "", "no residual add comes after it");
+      changed_ = true;
+    }
     for (Node* node : order) {
-      if (before_residual.count(node) || !node->is_call()) continue;
+      if (before_residual.count(node) || !node->is_call() || kept_.count(node)) continue;
       const Arg* constraint = node->try_arg("constraint");
       if (!constraint || constraint->is_none()) continue;
       node->set_arg("constraint", std::nullopt);
@@ -331,9 +367,10 @@ class UnitScaler {
   Report& report_;
   MupTable* mup_;
   bool changed_ = false;
-  std::unordered_set<const Node*> users_choice_, differentiable_, differentiable_now_;
+  std::unordered_set<const Node*> kept_, users_choice_, differentiable_, differentiable_now_;
   ParameterRoles roles_;
-  std::unordered_map<std::string, int64_t> depth_of_;
+  std::unordered_map<std::string, int64_t> depth_of_, cell_calls_;
+  std::vector<std::pair<Node*, double>> recurrent_;  // and the scale of the gradient at its input
 };
 
 double option_number(const PassOptions& options, const std::string& name, double fallback) {

@@ -8,7 +8,8 @@
 //   1. operators in `replace` become what is given there;
 //   2. linear, matmul, convolutions, embedding, gelu, silu, softmax, layer_norm, rms_norm,
 //   scaled_dot_product_attention,
-//      dropout, cross_entropy, mse_loss and add become plumb::* operators;
+//      dropout, cross_entropy, mse_loss and add become plumb::* operators; recurrent layers and cells stay what they
+//      are, with factors around them (recurrent.h);
 //   3. an add of which one operand is computed from the other is residual: plumb::residual_split at the skip, and
 //      plumb::residual_add with weight tau. Only uses on the residual branch see the split's branch side. (Two branches
 //      of one skip that share their first operators share the split of the one that ends first, for gradients can be
@@ -29,6 +30,7 @@
 
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -62,6 +64,10 @@ struct UnitScaleOptions {
   // Stage 5. Off for a graph that shares parameters that were scaled before (the model captured again for another
   // shape).
   bool scale_parameters = true;
+  // Parameters (full names) whose values were settled before and stay as they are, though their operators are replaced.
+  std::set<std::string> settled;
+  // Nodes, by the name of their first result, that are replacements already: nothing is done to them.
+  std::set<std::string> keep;
 };
 
 // In place on the graph. Parameters that change become new tensors of the state; the others stay shared with whoever

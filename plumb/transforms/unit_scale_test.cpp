@@ -335,21 +335,6 @@ TEST(UnitScale, SeesPackedAndCastWeights) {
   EXPECT_EQ(scaled->reports.back().count(ReportKind::Weight), 1u);
 }
 
-TEST(UnitScale, LeavesTheWeightsOfFusedOperatorsAlone) {
-  State state;
-  for (const char* name : {"w_ih", "w_hh"}) parameter(state, name, at::randn({16, 4}) * 0.1);
-  for (const char* name : {"b_ih", "b_hh"}) parameter(state, name, at::randn({16}) * 0.1);
-  auto module =
-      module_of(R"(graph { %x: f32[5, 2, 4] = placeholder "x" %h: f32[1, 2, 4] = placeholder "h" %a = get_attr "w_ih"
-      %b = get_attr "w_hh" %c = get_attr "b_ih" %d = get_attr "b_hh"
-      %y, %hn, %cn = aten::lstm.input(%x, [%h, %h], [%a, %b, %c, %d], True, 1, 0.0, False, False, False) output(%y) })",
-                std::move(state));
-  auto scaled = unit_scale(module);
-  for (const Attr& attr : module->state())
-    EXPECT_TRUE(at::equal(attr.tensor, scaled->state().get(attr.name).tensor)) << attr.name;
-  EXPECT_THAT(scaled->reports.back().find(ReportKind::LeftAlone, "y")->reason, HasSubstr("one fused operator"));
-}
-
 TEST(UnitScale, LeavesAConstantWeightAlone) {
   State state;
   parameter(state, "w", at::ones({4, 4}));

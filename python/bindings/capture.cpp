@@ -13,7 +13,14 @@ namespace {
 // The first frame, from the innermost out, that is neither torch's nor plumb's own.
 class Locator {
  public:
-  explicit Locator(std::vector<std::string> inside) : inside_(std::move(inside)) {}
+  // describe, if not None, answers what in Python calls the operator, or None; asked for every operator.
+  Locator(std::vector<std::string> inside, py::object describe)
+      : inside_(std::move(inside)), describe_(std::move(describe)) {}
+  ~Locator() {
+    py::gil_scoped_acquire gil;
+    known_.clear(), kept_.clear(), calls_.clear();
+    describe_ = py::object();
+  }
 
   std::shared_ptr<const SourceLocation> operator()() {
     py::gil_scoped_acquire gil;
@@ -27,7 +34,28 @@ class Locator {
       Py_DECREF(frame);
       frame = back;
     }
+    if (describe_.is_none()) return found;
+    py::object call = describe_();
+    if (call.is_none()) return found;
+    // One location for each call: nodes know theirs by its address.
+    found = std::make_shared<const SourceLocation>(found ? *found : SourceLocation{});
+    calls_.emplace_back(found, std::move(call));
     return found;
+  }
+
+  // [(names of the results, operator, what describe() answered)] for the nodes of the graph.
+  py::list calls(const Graph& graph) const {
+    std::unordered_map<const SourceLocation*, const py::object*> known;
+    for (const auto& [location, call] : calls_) known.emplace(location.get(), &call);
+    py::list all;
+    for (const Node* node : graph.nodes()) {
+      auto it = known.find(node->meta().source.get());
+      if (!node->meta().source || it == known.end()) continue;
+      py::list names;
+      for (const Value* value : node->results()) names.append(value->name());
+      all.append(py::make_tuple(std::move(names), node->target(), *it->second));
+    }
+    return all;
   }
 
  private:
@@ -52,6 +80,8 @@ class Locator {
   }
 
   std::vector<std::string> inside_;
+  py::object describe_;
+  std::vector<std::pair<std::shared_ptr<const SourceLocation>, py::object>> calls_;
   std::unordered_map<PyCodeObject*, bool> known_;
   std::vector<py::object> kept_;
   std::map<std::pair<PyCodeObject*, int>, std::shared_ptr<const SourceLocation>> locations_;
@@ -60,7 +90,8 @@ class Locator {
 py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tensor, bool>>& state,
                          const py::list& inputs, const std::vector<std::string>& names, const std::string& in_spec,
                          const py::function& call, const py::function& buffers_after,
-                         const std::vector<std::string>& inside, bool training, bool verify, bool shapes_only) {
+                         const std::vector<std::string>& inside, bool training, bool verify, bool shapes_only,
+                         const py::object& describe) {
   CaptureRequest request;
   for (const auto& [name, kind, tensor, persistent] : state)
     request.state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
@@ -77,7 +108,7 @@ py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tens
     py::gil_scoped_acquire gil;
     return buffers_after().cast<std::vector<std::pair<std::string, at::Tensor>>>();
   };
-  auto locator = std::make_shared<Locator>(inside);
+  auto locator = std::make_shared<Locator>(inside, describe);
   request.locate = [locator] { return (*locator)(); };
   std::vector<std::string> notes;
   CaptureOptions options;
@@ -90,7 +121,27 @@ py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tens
     py::gil_scoped_release release;  // autograd refuses to run under the lock; the callbacks take it
     engine = capture(request, options);
   }
-  return py::make_tuple(engine, notes);
+  return py::make_tuple(engine, notes, locator->calls(engine->graph()));
+}
+
+// Gives values new names; one that is taken gets a number. Answers what they got.
+std::vector<std::string> rename_values(GraphModule& engine,
+                                       const std::vector<std::pair<std::string, std::string>>& names) {
+  Graph& graph = engine.graph();
+  std::vector<Value*> values;
+  for (const auto& [from, to] : names) {
+    Value* value = graph.find_value(from);
+    if (!value) throw Error(ErrorKind::InvalidArgument, "the graph has no value %" + from);
+    values.push_back(value);
+  }
+  // All old names go first: a new one may be another's old one.
+  for (Value* value : values) value->rename(graph.unique_name("renamed"));
+  std::vector<std::string> given;
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i]->rename(graph.unique_name(names[i].second));
+    given.push_back(values[i]->name());
+  }
+  return given;
 }
 
 // A Python callable on a list of tensors, kept by the engine for the life of the process.
@@ -106,6 +157,7 @@ int64_t register_python(py::function function, std::string name) {
 
 Register part([](py::module_& m) {
   m.def("capture", &capture_python);
+  m.def("rename_values", &rename_values);
   m.def("push_module", &push_module);
   m.def("pop_module", &pop_module);
   m.def("is_capturing", &is_capturing);

@@ -8,18 +8,27 @@
 namespace plumb::python {
 namespace {
 
-std::string scale(GraphModule& engine, const std::vector<std::pair<std::string, std::string>>& replace,
-                  double tau_attention, double tau_mlp, bool depth_rule, bool scale_parameters) {
+// The report as JSON, and for every parameter what an optimiser must know: (name, type, depth or None).
+py::tuple scale(GraphModule& engine, const std::vector<std::pair<std::string, std::string>>& replace,
+                double tau_attention, double tau_mlp, bool depth_rule, double residual_mult, double residual_attn_ratio,
+                std::set<std::string> settled, std::set<std::string> keep) {
   UnitScaleOptions options;
   for (const auto& [from, to] : replace) options.replace.push_back({from, to, {}});
   options.tau_attention = tau_attention;
   options.tau_mlp = tau_mlp;
   options.tau_rule = depth_rule ? TauRule::Depth : TauRule::Fixed;
-  options.scale_parameters = scale_parameters;
+  options.residual_mult = residual_mult;
+  options.residual_attn_ratio = residual_attn_ratio;
+  options.settled = std::move(settled);
+  options.keep = std::move(keep);
   Report report("unit_scale");
-  unit_scale(engine, options, &report);
+  MupTable mup;
+  unit_scale(engine, options, &report, &mup);
   engine.sync_module();
-  return report.to_json();
+  py::list tags;
+  for (const auto& [name, data] : mup)
+    tags.append(py::make_tuple(name, std::string(to_string(data.type)), data.scaling_depth));
+  return py::make_tuple(report.to_json(), tags);
 }
 
 std::string simulate(GraphModule& engine, const std::string& fwd, const std::string& bwd,

@@ -2,7 +2,7 @@
 
 import torch  # noqa: F401  (its libraries must be loaded before ours)
 
-from . import _modules, constraints, core, functional, nn, optim, parameter, scale, transforms
+from . import _modules, constraints, core, formats, functional, nn, optim, parameter, scale, transforms, utils
 from ._C import Error, Graph, parse_graph
 from ._capture import GraphModule, capture
 from ._modules import *  # noqa: F403
@@ -22,6 +22,7 @@ __all__ = [
     "capture",
     "constraints",
     "core",
+    "formats",
     "functional",
     "nn",
     "optim",
@@ -32,6 +33,7 @@ __all__ = [
     "scale",
     "transforms",
     "transformer_residual_scaling_rule",
+    "utils",
     *_modules.__all__,
 ]
 __version__ = "0.1.0"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import sys
 import threading
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _C
+from ._calls import here
+from ._replace import replaced
 
 PARAMETER, BUFFER, CONSTANT = 0, 1, 2
 
@@ -44,10 +48,21 @@ def _spec_json(spec: Any, num_leaves: int) -> str:
         return json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [_LEAF] * num_leaves}])
 
 
-def _input_names(args: tuple, kwargs: dict) -> list[str]:
+def _input_names(forward: Callable[..., Any], args: tuple, kwargs: dict) -> list[str]:
+    """Each input under the name of its parameter in the forward's signature, and its place inside of that."""
+    positional: list[str] = []
+    with contextlib.suppress(TypeError, ValueError):
+        function = forward.forward if isinstance(forward, nn.Module) else forward
+        for p in inspect.signature(function).parameters.values():
+            if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+                break
+            positional.append(p.name)
     names = []
     for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
-        names.append("_".join(str(getattr(k, "idx", getattr(k, "key", getattr(k, "name", k)))) for k in path[1:]))
+        keys = [str(getattr(k, "idx", getattr(k, "key", getattr(k, "name", k)))) for k in path]
+        if keys[0] == "0" and int(keys[1]) < len(positional):
+            keys[1] = positional[int(keys[1])]
+        names.append("_".join(keys[1:]))
     return [n if not n[:1].isdigit() else f"arg{n}" for n in names]
 
 
@@ -195,22 +210,35 @@ def capture_engine(
     forward: Callable[..., Any] | None = None,
     verify: bool = False,
     shapes_only: bool = False,
+    calls: list | None = None,
+    replace: dict | None = None,
 ) -> tuple[Any, Any, Any, list[str]]:
     """The engine's graph module, the tree spec of inputs and outputs, and notes. `forward` replaces ``module(...)``;
-    `shapes_only` leaves out the arithmetic of matrix products where nothing depends on it."""
+    `shapes_only` leaves out the arithmetic of matrix products where nothing depends on it.
+
+    `calls`, if given, receives (names of results, operator, :class:`plumb._calls.Call`) for every operator that Python
+    called. `replace`: functions whose calls go to others."""
+    once = functools.partial(_capture_once, module, args, kwargs, forward, verify, shapes_only, calls, replace or {})
     try:
-        return _capture_once(module, args, kwargs, forward, verify, shapes_only, None)
+        return once(None)
     except _C.Error as error:
         # transformers branches on mask values, but has a way without when it is told that a graph is made.
         if f"{os.sep}transformers{os.sep}" not in str(error):
             raise
-        engine, in_spec, out, notes = _capture_once(module, args, kwargs, forward, verify, shapes_only, "transformers")
+        engine, in_spec, out, notes = once("transformers")
         note = "transformers was told that a graph is being made: its data-dependent shortcuts (all-ones masks) are not taken"
         return engine, in_spec, out, [*notes, note]
 
 
 def _capture_once(
-    module: nn.Module, args: tuple, kwargs: dict, forward: Callable[..., Any] | None, verify: bool, shapes_only: bool,
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    forward: Callable[..., Any] | None,
+    verify: bool,
+    shapes_only: bool,
+    calls: list | None,
+    replace: dict,
     package: str | None,
 ) -> tuple[Any, Any, Any, list[str]]:
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
@@ -245,13 +273,16 @@ def _capture_once(
             stack.enter_context(_answer_compiling(package))
         stack.enter_context(_module_stack(module))
         stack.enter_context(_opaque_functions())
+        stack.enter_context(replaced(replace))
         with contextlib.suppress(Exception):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
-            engine, notes = _C.capture(
-                state, tensors, _input_names(args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after, _INSIDE,
-                module.training, verify, shapes_only,
+            engine, notes, found_calls = _C.capture(
+                state, tensors, _input_names(run, args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after,
+                _INSIDE, module.training, verify, shapes_only, here if calls is not None else None,
             )
+            if calls is not None:
+                calls[:] = found_calls
         finally:
             changed = plain.restore()
     return engine, in_spec, (found["spec"], found["plain"]), list(notes) + changed

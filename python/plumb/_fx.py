@@ -12,7 +12,7 @@ from torch import fx, nn
 from ._capture import CONSTANT
 
 
-def _operator(target: str) -> Any:
+def find_operator(target: str) -> Any:
     namespace, _, rest = target.partition("::")
     name, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
@@ -60,7 +60,7 @@ def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], 
                     kwargs[name] = resolve(arg)
                 else:
                     args.append(resolve(arg))
-            call = graph.call_function(_operator(node.target), tuple(args), kwargs)
+            call = graph.call_function(find_operator(node.target), tuple(args), kwargs)
             call.meta["plumb"] = node.name if node.results else ""
             results = iter(node.results)
             layout = node.result_layout
@@ -81,16 +81,15 @@ def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], 
             raise RuntimeError(f"{node} holds a nested graph, which torch.fx does not run")
 
 
-def to_fx(module: nn.Module) -> fx.GraphModule:
-    """`module` is a :class:`plumb.GraphModule`; the result takes the parameters and buffers named in its ``attributes``,
-    then the tensor inputs, and returns a flat tuple. They are inputs, not members, so that whoever traces the module sees
-    them as the module's own."""
+def engine_to_fx(engine: Any, training: bool) -> tuple[fx.GraphModule, list[str]]:
+    """The result takes the parameters and buffers that are named beside it, then the tensor inputs, and returns a flat
+    tuple. They are inputs, not members, so that whoever traces the module sees them as the module's own."""
     root = nn.Module()
-    constants = {name: tensor for name, kind, tensor, _ in module._engine.state() if kind == CONSTANT}
+    constants = {name: tensor for name, kind, tensor, _ in engine.state() if kind == CONSTANT}
     graph = fx.Graph()
     env: dict[str, fx.Node | None] = {}
     names: list[str] = []
-    for node in module.graph.nodes:
+    for node in engine.graph.nodes:
         if node.op == "get_attr" and node.target not in constants:
             env[node.results[0].name] = graph.placeholder("p_" + node.target.replace(".", "_"))
             names.append(node.target)
@@ -100,8 +99,13 @@ def to_fx(module: nn.Module) -> fx.GraphModule:
         root.register_buffer(attribute, constants[node.target])
         return graph.get_attr(attribute)
 
-    to_graph(module.graph, graph, constant, env)
+    to_graph(engine.graph, graph, constant, env)
     gm = fx.GraphModule(root, graph)
-    gm.training = module.training
-    gm.attributes = names
+    gm.training = training
+    return gm, names
+
+
+def to_fx(module: nn.Module) -> fx.GraphModule:
+    """Of a :class:`plumb.GraphModule`; the names are in ``attributes``."""
+    gm, gm.attributes = engine_to_fx(module._engine, module.training)
     return gm

@@ -310,7 +310,8 @@ class MHSA(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         heads = self.linear_qkv(input).unflatten(-1, (3, self.heads, -1))
-        q, k, v = (t.transpose(-3, -2) for t in heads.unbind(-3))
+        parts = heads.unbind(-3)  # indexed, not iterated over: torch.fx can follow that
+        q, k, v = (parts[i].transpose(-3, -2) for i in range(3))
         dropout_p = self.dropout_p if self.training else 0.0
         mixed = U.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=self.is_causal, mult=self.mult)
         return self.linear_o(mixed.transpose(-3, -2).flatten(-2))

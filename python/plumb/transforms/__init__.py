@@ -1,6 +1,8 @@
 """Transforms of modules: unit scaling, simulated number formats, scale tracking. They nest in every order."""
 
+from . import utils
 from ._apply import Report, report
+from ._compile import compile
 from ._simulate_format import simulate_format, simulate_fp8
 from ._track_scales import (
     Metrics,
@@ -14,6 +16,7 @@ from ._unit_scale import unit_scale
 __all__ = [
     "Metrics",
     "Report",
+    "compile",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",
@@ -22,4 +25,5 @@ __all__ = [
     "simulate_fp8",
     "track_scales",
     "unit_scale",
+    "utils",
 ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
@@ -12,38 +12,82 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
+from .._calls import Call, hint
 from .._capture import BUFFER, CONSTANT, capture_engine, signature, sync_state
+from . import _in_graph
+
+logger = logging.getLogger("plumb.transforms")
+
+MAX_GRAPHS = 64  # of one module; the one unused for longest goes first
+
+
+@dataclass
+class Captured:
+    """A graph for one signature of inputs, and what is known of it."""
+
+    engine: Any
+    out_spec: Any
+    plain: list
+    slots: list = field(default_factory=list)
+    reports: list[dict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    calls: dict[str, Call] = field(default_factory=dict)  # by the name of the first result
+    results: dict[str, Any] = field(default_factory=dict)  # what a pass keeps, by its name
+    simple: bool = False
+    # The graph as torch.fx on the state of these names and the inputs: for torch.compile, and for backends, which have
+    # the last word. And which of its outputs are tensors.
+    gm: Any = None
+    attributes: list[str] = field(default_factory=list)
+    is_tensor: list[bool] = field(default_factory=list)
+    by_backend: bool = False
+
+    def run(self, leaves: list) -> Any:
+        sync_state(self.engine, self.slots)
+        if self.by_backend:
+            state = {name: tensor for _, _, name, tensor in self.slots}
+            return self.unflatten(self.gm(*[state[n] for n in self.attributes], *[x for x in leaves if isinstance(x, Tensor)]))
+        out = self.engine.run([x if isinstance(x, Tensor) else None for x in leaves])
+        return out[0] if self.simple else self.unflatten(out)
+
+    def unflatten(self, out: Any) -> Any:
+        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self.plain)], self.out_spec)
 
 
 @dataclass
 class Pass:
-    """One transform: `run(engine)` changes the engine's graph in place and answers its report (a dict)."""
+    """One transform: `run(module, captured)` changes the graph of `captured` in place and answers its report (a dict)."""
 
     name: str
-    run: Callable[[Any], dict]
+    run: Callable[[nn.Module, Captured], dict]
     before: tuple[str, ...] = ()  # passes that this one must come before
+    replace: dict = field(default_factory=dict)  # functions whose calls go to others while the module is captured
 
 
-@dataclass
-class _Captured:
-    engine: Any
-    out_spec: Any
-    plain: list
-    slots: list
-    reports: list[dict]
-    notes: list[str]
-    simple: bool
+def _name_values(captured: Captured, found: list) -> None:
+    """Gives values the names of the user's variables, and keeps what called each operator."""
+    names: list[tuple[str, str]] = []
+    for results, target, call in found:
+        given = call.names if call.names and len(call.names) == len(results) else None
+        fallback = hint(call, target)
+        call.operator = target
+        names += [(old, given[i] if given else fallback) for i, old in enumerate(results)]
+    renamed = iter(_C.rename_values(captured.engine, names))
+    captured.calls = {[next(renamed) for _ in results][0]: call for results, _, call in found if results}
 
 
-def _key(leaves: list, spec: Any, module: nn.Module) -> Any:
-    modes = tuple(m.training for m in module.modules())
-    autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-    key = (spec, signature(leaves), modes, autocast)
-    try:
-        hash(key)
-    except TypeError:
-        key = (str(spec), repr([x if not isinstance(x, Tensor) else None for x in leaves]), signature([x for x in leaves if isinstance(x, Tensor)]), modes, autocast)
-    return key
+class _Tree:
+    """The modules below a module, remembered: walking over them costs more than running a small graph."""
+
+    def __init__(self, root: nn.Module):
+        self.modules = list(root.modules())
+        self.tables = [m._modules for m in self.modules]
+        self.entries = [(table, key, sub) for table in self.tables for key, sub in table.items()]
+
+    def is_current(self) -> bool:
+        return sum(map(len, self.tables)) == len(self.entries) and all(t.get(k) is m for t, k, m in self.entries)
+
+    def modes(self) -> tuple:
+        return tuple([m.training for m in self.modules])
 
 
 class TransformedForward:
@@ -54,39 +98,69 @@ class TransformedForward:
     """
 
     def __init__(self, module: nn.Module, passes: list[Pass]):
+        self._set(module, passes)
+
+    def _set(self, module: nn.Module, passes: list[Pass]) -> None:
+        # The module may be in the making (copied, unpickled): what is made of it waits for the first call.
         self.module, self.passes = module, passes
-        self._cache: dict[Any, _Captured] = {}
-        self.last: _Captured | None = None
+        self._cache: dict[Any, Captured] = {}
+        self._tree: _Tree | None = None
+        self.last: Captured | None = None
+        self.handle = _in_graph.register(self)
 
     @property
     def original(self) -> Callable[..., Any]:
         return type(self.module).forward.__get__(self.module)
 
-    def _capture(self, args: tuple, kwargs: dict) -> _Captured:
-        engine, _, (out_spec, plain), notes = capture_engine(self.module, args, kwargs, forward=self.original)
-        reports = [p.run(engine) for p in self.passes]
-        slots = []
+    def _capture(self, args: tuple, kwargs: dict) -> Captured:
+        found: list = []
+        replace = {k: v for p in self.passes for k, v in p.replace.items()}
+        engine, _, (out_spec, plain), notes = capture_engine(
+            self.module, args, kwargs, forward=self.original, calls=found, replace=replace
+        )
+        captured = Captured(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
+        _name_values(captured, found)
+        for p in self.passes:
+            captured.reports.append(p.run(self.module, captured))
+        captured.by_backend = captured.gm is not None
         for name, kind, tensor, _ in engine.state():
-            if kind == CONSTANT:
-                continue
-            owner, _, leaf = name.rpartition(".")
-            sub = self.module.get_submodule(owner)
-            slots.append((sub._buffers if kind == BUFFER else sub._parameters, leaf, name, tensor))
-        simple = out_spec.is_leaf() and plain == [None]
-        return _Captured(engine, out_spec, plain, slots, reports, notes, simple)
+            if kind != CONSTANT:
+                owner, _, leaf = name.rpartition(".")
+                sub = self.module.get_submodule(owner)
+                captured.slots.append((sub._buffers if kind == BUFFER else sub._parameters, leaf, name, tensor))
+        return captured
+
+    def _key(self, leaves: list, spec: Any) -> Any:
+        if self._tree is None or not self._tree.is_current():
+            self._cache.clear()
+            self._tree = _Tree(self.module)
+        autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        modes = self._tree.modes()
+        key = (spec, signature(leaves), modes, autocast)
+        try:
+            hash(key)
+        except TypeError:
+            plain = repr([None if isinstance(x, Tensor) else x for x in leaves])
+            key = (str(spec), plain, signature([x for x in leaves if isinstance(x, Tensor)]), modes, autocast)
+        return key
+
+    def captured_for(self, leaves: list, spec: Any, args: tuple, kwargs: dict) -> Captured:
+        key = self._key(leaves, spec)
+        captured = self._cache.pop(key, None)
+        if captured is None:
+            captured = self._capture(args, kwargs)
+            while len(self._cache) >= MAX_GRAPHS:
+                del self._cache[next(iter(self._cache))]
+        self._cache[key] = self.last = captured
+        return captured
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _in_graph.call(self.handle, self.module, args, kwargs)
+        if not kwargs and all([type(a) is Tensor for a in args]):
+            return self.captured_for(args, len(args), args, kwargs).run(args)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = _key(leaves, spec, self.module)
-        captured = self._cache.get(key)
-        if captured is None:
-            captured = self._cache[key] = self._capture(args, kwargs)
-        self.last = captured
-        sync_state(captured.engine, captured.slots)
-        out = captured.engine.run([x if isinstance(x, Tensor) else None for x in leaves])
-        if captured.simple:
-            return out[0]
-        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, captured.plain)], captured.out_spec)
+        return self.captured_for(leaves, spec, args, kwargs).run(leaves)
 
     # A copy belongs to the copied module and captures afresh; the passes know how to copy what they hold.
     def __deepcopy__(self, memo: dict) -> TransformedForward:
@@ -96,7 +170,7 @@ class TransformedForward:
         return {"module": self.module, "passes": self.passes}
 
     def __setstate__(self, state: dict) -> None:
-        self.__init__(state["module"], state["passes"])
+        self._set(state["module"], state["passes"])
 
 
 def forward_of(module: nn.Module) -> TransformedForward | None:
@@ -109,13 +183,22 @@ def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
     follow it)."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"a transform takes a torch.nn.Module, got {type(module).__name__}")
+    compiled = module._compiled_call_impl is not None
     module = copy.deepcopy(module)
     known = forward_of(module)
     passes = list(known.passes) if known else []
-    place = next((i for i, p in enumerate(passes) if p.name in new.before), len(passes))
+    place = next((i for i, p in enumerate(passes) if p.name in new.before or new.name != p.name == "backend"), len(passes))
+    for later in passes[place:]:
+        logger.info("moving %s backend to precede %s backend", _spoken(new.name), _spoken(later.name))
     passes.insert(place, new)
     module.__dict__["forward"] = TransformedForward(module, passes)
+    if compiled:
+        module.compile(**module.__dict__.get("compile_options", {}))
     return module
+
+
+def _spoken(name: str) -> str:
+    return {"unit_scale": "unit scaling", "simulate_format": "quantisation", "track_scales": "tracking"}.get(name, name)
 
 
 class Report(list):
@@ -130,7 +213,8 @@ class Report(list):
                 what = " -> ".join(x for x in (e.get("from", ""), e.get("to", "")) if x)
                 tau = f" tau={e['tau']:g}" if e.get("tau") is not None else ""
                 reason = f": {e['reason']}" if e.get("reason") else ""
-                lines.append(f"  {e['kind']:<14} {e['node']:<24} {what}{tau}{reason}" + (f"  at {where}" if where else ""))
+                at = f"  at {where}" if where else ""
+                lines.append(f"  {e['kind']:<14} {e['node']:<24} {what}{tau}{reason}{at}")
         return "\n".join(lines)
 
 
@@ -144,7 +228,3 @@ def report(module: nn.Module) -> Report:
     if forward.last is None:
         raise _C.Error("the module has not run yet: its graph is made by the first forward\n  try: call it once")
     return Report(forward.last.reports)
-
-
-def parse(text: str) -> dict:
-    return json.loads(text)

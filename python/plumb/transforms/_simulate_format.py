@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Sequence
 
 from torch import nn
 
 from .. import _C
-from ._apply import Pass, apply_pass, parse
+from ..formats import FPFormat, format_text
+from ._apply import Captured, Pass, apply_pass, logger
 
 
 @dataclass
@@ -18,22 +20,33 @@ class _Run:
     operators: list[str]
     exclude: list[str]
 
-    def __call__(self, engine: Any) -> dict:
-        return parse(_C.simulate_format(engine, self.fwd, self.bwd, self.operators, self.exclude))
+    def __call__(self, module: nn.Module, captured: Captured) -> dict:
+        logger.info("running quantisation backend")
+        report = json.loads(_C.simulate_format(captured.engine, self.fwd, self.bwd, self.operators, self.exclude))
+        for entry in report["entries"]:
+            if entry["kind"] == "quantised":
+                logger.info("quantising function: %s", entry["node"])
+        return report
 
 
 def simulate_format(
-    module: nn.Module, fwd_format: Any, bwd_format: Any, *, operators: Sequence[str] = (), exclude: Sequence[str] = ()
+    module: nn.Module,
+    fwd_format: FPFormat | str,
+    bwd_format: FPFormat | str,
+    *,
+    operators: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> nn.Module:
     """A copy of `module` in which the inputs of every matrix product are rounded to `fwd_format` and the gradient of its
-    output to `bwd_format`: names such as ``"e4m3fn-RN"``, ``"E5M2-SR"``, ``"none"``.
+    output to `bwd_format`.
 
+    fwd_format, bwd_format: a :class:`plumb.formats.FPFormat`, or a text such as ``"e4m3fn-RN"``, ``"E5M2-SR"``, ``"none"``.
     operators: treat these alone (``"aten::linear"``); exclude: patterns of module paths or parameter names left alone.
     """
-    run = _Run(str(fwd_format), str(bwd_format), list(operators), list(exclude))
+    run = _Run(format_text(fwd_format), format_text(bwd_format), list(operators), list(exclude))
     return apply_pass(module, Pass("simulate_format", run, before=("track_scales",)))
 
 
-def simulate_fp8(module: nn.Module) -> nn.Module:
-    """``simulate_format`` with E4M3 forward and E5M2 backward, rounded stochastically."""
-    return simulate_format(module, "E4M3-SR", "E5M2-SR")
+def simulate_fp8(module: nn.Module, **options: Any) -> nn.Module:
+    """``simulate_format`` with E4M3 forward and E5M2 backward, rounded stochastically; the options are its own."""
+    return simulate_format(module, FPFormat(4, 3), FPFormat(5, 2), **options)

@@ -9,8 +9,9 @@ from typing import Any, Iterable
 
 from torch import fx, nn
 
-from .. import _C
-from ._apply import Pass, apply_pass, forward_of, parse
+from .. import _C, functional
+from .._fx import find_operator
+from ._apply import Captured, Pass, apply_pass, forward_of, logger
 
 
 class Metrics:
@@ -54,60 +55,78 @@ class Metrics:
 class _Run:
     def __init__(self, histogram: bool):
         self.histogram = histogram
-        self.tracker = _C.ScaleTracker(histogram)
 
-    def __call__(self, engine: Any) -> dict:
+    def __call__(self, module: nn.Module, captured: Captured) -> dict:
         # One tracker a graph: slots of another shape's graph would mix with these.
-        self.tracker = _C.ScaleTracker(self.histogram)
-        self.engine = engine
-        return parse(_C.track_scales(engine, self.tracker))
+        tracker = captured.results["track_scales"] = _C.ScaleTracker(self.histogram)
+        report = json.loads(_C.track_scales(captured.engine, tracker))
+        for entry in report["entries"]:
+            logger.info("adding tracking to node: %s", entry["node"])
+        return report
 
     def __deepcopy__(self, memo: dict) -> "_Run":
         return _Run(self.histogram)
-
-    def __reduce__(self) -> tuple:
-        return _Run, (self.histogram,)
 
 
 def _data(values: dict | None) -> Metrics.Data | None:
     if not values:
         return None
     nan = float("nan")
-    return Metrics.Data(*[values.get(n) if values.get(n) is not None else nan for n in Metrics.names()])
+    data = Metrics.Data(*[values.get(n) if values.get(n) is not None else nan for n in Metrics.names()])
+    # Of a tensor of one sign both are one number, which was summed up in two ways.
+    if abs(data.mean_abs - data.abs_mean) <= 2**-23 * data.mean_abs:
+        data.abs_mean = data.mean_abs
+    return data
+
+
+def _attribute_name(full: str, parameter: bool) -> str:
+    *path, leaf = full.split(".")
+    return "_".join(["self", *(f"modules_{p}" for p in path), "parameters" if parameter else "buffers", leaf])
 
 
 def _scales_graph(module: nn.Module) -> fx.Graph:
     forward = forward_of(module)
-    run = next(p.run for p in forward.passes if p.name == "track_scales")
-    if forward.last is None:
-        raise _C.Error("the module has not run yet, so nothing was measured\n  try: call it, and backward() on its loss")
     graph, env = fx.Graph(), {}
-    for n in json.loads(_C.scales_graph(run.engine, run.tracker))["nodes"]:
+    captured = forward.last if forward is not None else None
+    if captured is None:
+        return graph
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for n in json.loads(_C.scales_graph(captured.engine, captured.results["track_scales"]))["nodes"]:
+        name, target = n["name"], n["target"]
         inputs = tuple(env[i] for i in n.get("inputs", []) if i in env)
+        clean = name
         if n["kind"] == "output":
             node = graph.output(inputs)
         elif n["kind"] == "placeholder":
-            node = graph.placeholder(n["name"])
+            node = graph.placeholder(name)
         elif n["kind"] == "get_attr":
-            node = graph.create_node("get_attr", n["target"], name=n["name"])
+            node = graph.create_node("get_attr", target, name=name)
+            clean = _attribute_name(target, target in parameters)
         else:
-            node = graph.create_node("call_function", _operator(n["target"]), inputs, name=n["name"])
+            call = captured.calls.get(name)
+            function = call.target if call is not None and call.operator == target else None
+            if isinstance(function, str) and inputs:
+                node = graph.create_node("call_method", function, inputs, name=name)
+            else:
+                node = graph.create_node("call_function", function or _function(target), inputs, name=name)
         fwd = _data(n.get("fwd"))
         node.meta.update(
-            clean_name=n["name"], outputs_float_tensor=fwd is not None, requires_grad=bool(n.get("requires_grad")),
-            module=n.get("module", ""), source=n.get("source", ""),
+            clean_name=clean.strip("_"), outputs_float_tensor=fwd is not None,
+            requires_grad=bool(n.get("requires_grad")), module=n.get("module", ""), source=n.get("source", ""),
         )  # fmt: skip
         if fwd is not None:
             node.meta["metrics"] = Metrics(fwd, _data(n.get("bwd")))
-        env[n["name"]] = node
+        env[name] = node
     return graph
 
 
-def _operator(target: str) -> Any:
-    from .._fx import _operator as resolve
-
+def _function(target: str) -> Any:
+    """plumb.functional's function of a unit-scaled operator, else the operator itself."""
+    namespace, _, name = target.partition("::")
+    if namespace == "plumb" and (known := getattr(functional, name.partition(".")[0], None)) is not None:
+        return known
     try:
-        return resolve(target)
+        return find_operator(target)
     except (AttributeError, ValueError):
 
         def unknown(*args: Any) -> Any:
@@ -121,7 +140,9 @@ def track_scales(module: nn.Module, *, histogram: bool = False) -> nn.Module:
     """A copy of `module` that measures every floating-point tensor, and its gradient, when it runs.
 
     ``module.scales_graph()`` then gives a :class:`torch.fx.Graph` whose nodes have ``node.meta["metrics"]``
-    (:class:`Metrics`). Values and gradients are those of the module without it; the caller's tensors are not touched.
+    (:class:`Metrics`); before the first call it is empty. Nodes are named after the variables of the module's forward, and
+    their targets are the functions that it called. Values and gradients are those of the module without it; the caller's
+    tensors are not touched.
     """
     tracked = apply_pass(module, Pass("track_scales", _Run(histogram)))
     tracked.__dict__["scales_graph"] = _ScalesGraph(tracked)

@@ -1,0 +1,204 @@
+"""What in Python calls an operator: the function or method, and the variable that its result goes to.
+
+Read from the calling frames' bytecode while a module is captured; nothing is patched, so the module runs as it always does.
+Where the bytecode has no positions (Python 3.10, or with them switched off) only operators such as ``+`` and the functions
+of ``torch.nn.functional`` are known.
+"""
+
+from __future__ import annotations
+
+import bisect
+import builtins
+import dis
+import keyword
+import operator
+import os
+import sys
+from dataclasses import dataclass
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_OPERATORS = {
+    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
+    "&": "and_", "|": "or_", "^": "xor", "<<": "lshift", ">>": "rshift",
+}  # fmt: skip
+_OLD_OPERATORS = {
+    "ADD": "+", "SUBTRACT": "-", "MULTIPLY": "*", "TRUE_DIVIDE": "/", "FLOOR_DIVIDE": "//", "MODULO": "%", "POWER": "**",
+    "MATRIX_MULTIPLY": "@", "AND": "&", "OR": "|", "XOR": "^", "LSHIFT": "<<", "RSHIFT": ">>",
+}  # fmt: skip
+_COMPARISONS = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
+_UNARY = {"UNARY_NEGATIVE": operator.neg, "UNARY_INVERT": operator.invert, "UNARY_POSITIVE": operator.pos}
+_FUNCTIONAL = F.__file__
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_CALL_MODULE = torch.nn.modules.module.__file__
+_OPS = torch._ops.__file__
+_PLUMB_FUNCTIONAL = _HERE + "functional"
+_CAPTURE = _HERE + "_capture.py"
+
+
+@dataclass
+class Call:
+    """``target`` is a function, or the name of a Tensor method; ``names`` the variables assigned, None for none."""
+
+    target: Any
+    names: list[str] | None
+    operator: str = ""  # the one it called
+    replaced: Any = None  # (function of the user's, what stands for it) when the operator is part of a replacement
+
+
+class _Code:
+    """The instructions of a code object by offset."""
+
+    def __init__(self, code: CodeType):
+        self.instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
+        self.offsets = [i.offset for i in self.instructions]
+
+    def assigned(self, n: int) -> list[str] | None | bool:
+        """Where the value of instruction n goes: names, None for nowhere known, True for the caller."""
+        following = self.instructions[n + 1 :]
+        if not following:
+            return None
+        first = following[0]
+        if first.opname == "RETURN_VALUE":
+            return True
+        if first.opname == "UNPACK_SEQUENCE":
+            names = [i.argval if i.opname.startswith("STORE_") else None for i in following[1 : 1 + first.arg]]
+            return names if all(isinstance(x, str) for x in names) else None
+        if first.opname == "COPY" and len(following) > 1:
+            first = following[1]
+        return [first.argval] if first.opname in ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_GLOBAL") else None
+
+    def callee(self, n: int, frame: FrameType) -> Any:
+        """What the call at instruction n calls: a function, a method's name, or None."""
+        call = self.instructions[n]
+        positions = getattr(call, "positions", None)
+        if positions is None or positions.lineno is None or positions.end_col_offset is None:
+            return None
+        start, end = (positions.lineno, positions.col_offset), (positions.end_lineno, positions.end_col_offset)
+        for m in range(n - 1, -1, -1):
+            i = self.instructions[m]
+            p = i.positions
+            if p.lineno is None or not i.opname.startswith("LOAD_"):
+                continue
+            if (p.lineno, p.col_offset) != start or (p.end_lineno, p.end_col_offset) >= end:
+                continue
+            if i.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+                owner = self._value(m - 1, frame)
+                if owner is not None and not isinstance(owner, torch.Tensor):
+                    return getattr(owner, i.argval, None)
+                return i.argval if hasattr(torch.Tensor, i.argval) else None
+            if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST"):
+                return self._value(m, frame)
+        return None
+
+    def _value(self, m: int, frame: FrameType) -> Any:
+        """A module, class or function that instruction m loads; None for anything else."""
+        i = self.instructions[m]
+        value = None
+        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = frame.f_globals.get(i.argval, getattr(builtins, i.argval, None))
+        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and m > 0:
+            owner = self._value(m - 1, frame)
+            value = getattr(owner, i.argval, None) if isinstance(owner, ModuleType) else None
+        return value if isinstance(value, (ModuleType, type)) or callable(value) else None
+
+
+_codes: dict[CodeType, _Code] = {}
+
+
+def _look(frame: FrameType) -> tuple[_Code, int] | None:
+    code = _codes.get(frame.f_code)
+    if code is None:
+        code = _codes[frame.f_code] = _Code(frame.f_code)
+    # While a Python function runs, its caller may stand in the cache entries behind the call.
+    n = bisect.bisect_right(code.offsets, frame.f_lasti) - 1
+    return (code, n) if n >= 0 else None
+
+
+def _target(frame: FrameType) -> Any:
+    found = _look(frame)
+    if found is None:
+        return None
+    code, n = found
+    i = code.instructions[n]
+    if i.opname == "BINARY_OP":
+        text = i.argrepr
+    elif i.opname.startswith(("BINARY_", "INPLACE_")):
+        kind, _, name = i.opname.partition("_")
+        text = _OLD_OPERATORS.get(name, "") + ("=" if kind == "INPLACE" else "")
+    elif i.opname == "COMPARE_OP":
+        return getattr(operator, _COMPARISONS.get(str(i.argval), ""), None)
+    elif i.opname in _UNARY:
+        return _UNARY[i.opname]
+    elif i.opname.startswith("CALL") or i.opname == "PRECALL":
+        return code.callee(n, frame)
+    else:
+        return None
+    name = _OPERATORS.get(text.rstrip("="))
+    if text == "[]" or i.opname == "BINARY_SUBSCR":
+        return operator.getitem
+    if name is None:
+        return None
+    return getattr(operator, "i" + name.strip("_") if text.endswith("=") else name, None)
+
+
+def _names(frame: FrameType | None) -> list[str] | None:
+    """The variables of the user's that take what this frame's current instruction gives."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _CAPTURE:
+            return None  # what lies outside of the module's forward is not its own
+        if file != _CALL_MODULE:
+            found = _look(frame)
+            where = found[0].assigned(found[1]) if found else None
+            if where is not True:
+                # Variables inside torch and plumb are not the user's.
+                return None if file.startswith((_TORCH, _HERE)) else where
+        frame = frame.f_back
+    return None
+
+
+replacing: list[Any] = []  # (from, to), innermost last: see _replace.py
+
+
+def _library_function(frame: FrameType) -> tuple[Any, FrameType] | None:
+    """The innermost public function of torch.nn.functional or plumb.functional that runs here, and its caller."""
+    inner: FrameType | None = frame
+    while inner is not None:
+        file = inner.f_code.co_filename
+        if file == _OPS:
+            inner = inner.f_back
+            continue
+        if file != _FUNCTIONAL and not file.startswith(_PLUMB_FUNCTIONAL):
+            return None
+        name = inner.f_code.co_name
+        namespace = F if file == _FUNCTIONAL else sys.modules["plumb.functional"]
+        function = getattr(namespace, name, None)
+        if not name.startswith("_") and getattr(function, "__code__", None) is inner.f_code:
+            # This one is made of many operators, which are worth more than its name.
+            return None if function is F.multi_head_attention_forward or inner.f_back is None else (function, inner.f_back)
+        inner = inner.f_back
+    return None
+
+
+def here() -> Call:
+    """What calls the operator that is being recorded."""
+    frame = sys._getframe(1)
+    stand_in = replacing[-1] if replacing else None
+    if known := _library_function(frame):
+        return Call(known[0], _names(known[1]), replaced=stand_in)
+    return Call(_target(frame), _names(frame), replaced=stand_in)
+
+
+def hint(call: Call, operator_name: str) -> str:
+    """A name for a result that no variable takes."""
+    target = call.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", None)
+    if name is None:
+        name = operator_name.partition("::")[2].partition(".")[0]
+    name = name.strip("_") or "value"
+    return f"{name}_1" if keyword.iskeyword(name) or hasattr(builtins, name) else name

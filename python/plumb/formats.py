@@ -1,0 +1,133 @@
+"""Number formats that tensors can be rounded to.
+
+``FPFormat(4, 3)`` is of the family in which every code is a finite number: E4M3 reaches 240. The hardware's formats have
+names: ``FPFormat.named("e4m3fn", rounding="nearest")``. Rounding is done by ``torch.ops.plumb.quantise`` and
+``torch.ops.plumb.simulate_format``, on tensors of float32, float64, float16 and bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional, Tuple
+
+from torch import Tensor
+
+from . import _C
+from ._ops import ops
+
+
+@dataclass
+class FPFormat:
+    """A floating-point format of one sign bit and these many exponent and mantissa bits.
+
+    Args:
+        exponent_bits: 2 to 8.
+        mantissa_bits: 0 to 23.
+        rounding: ``"stochastic"``, ``"nearest"`` (ties to the even code) or ``"toward_zero"``.
+        srbits: random bits of stochastic rounding; 0 means all of them, and for the other roundings it must be 0.
+        name: one of :func:`standard_format_names`, or ``""`` for the family without infinities and NaN; see :meth:`named`.
+
+    Raises :class:`plumb.Error` for bits out of range.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    rounding: str = "stochastic"
+    srbits: int = 0
+    name: str = ""
+    _facts: dict = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        facts = _C.plain_format(self.exponent_bits, self.mantissa_bits, self.rounding, self.srbits)
+        if self.name:
+            suffix = facts["text"].partition("-")[2]
+            facts = _C.parse_format(f"{self.name}-{suffix}")
+            if (facts["exponent_bits"], facts["mantissa_bits"]) != (self.exponent_bits, self.mantissa_bits):
+                raise _C.Error(
+                    f"{self.name} has {facts['exponent_bits']} exponent and {facts['mantissa_bits']} mantissa bits, not "
+                    f"{self.exponent_bits} and {self.mantissa_bits}\n  try: FPFormat.named({self.name!r})"
+                )
+        self.rounding, self.srbits, self._facts = facts["rounding"], facts["srbits"], facts
+
+    @classmethod
+    def named(cls, name: str, rounding: str = "stochastic", srbits: int = 0) -> FPFormat:
+        """A standard format: ``e4m3fn`` (max 448), ``e5m2``, ``fp16``, ``bf16``, ... or ``E4M3`` of the plain family."""
+        facts = _C.parse_format(name)
+        plain = facts["name"].startswith("E")
+        return cls(facts["exponent_bits"], facts["mantissa_bits"], rounding, srbits, "" if plain else facts["name"])
+
+    @classmethod
+    def parse(cls, text: str) -> FPFormat:
+        """Reads ``NAME[-RN|-SR|-SRn|-RZ]``, to nearest when nothing is said: ``"e4m3fn"``, ``"E5M2-SR8"``."""
+        facts = _C.parse_format(text)
+        return cls.named(facts["name"], facts["rounding"], facts["srbits"])
+
+    @property
+    def spec(self) -> str:
+        """The format and all of its rounding, as the operators take it: ``"E4M3-SR8"``."""
+        return self._facts["text"]
+
+    @property
+    def bits(self) -> int:
+        """How many bits one value takes."""
+        return self._facts["bits"]
+
+    @property
+    def max_absolute_value(self) -> float:
+        """The largest finite value; what lies beyond is rounded to it (half-precision formats: to infinity)."""
+        return self._facts["max_absolute_value"]
+
+    @property
+    def min_absolute_normal(self) -> float:
+        """The smallest value with a full mantissa."""
+        return self._facts["min_absolute_normal"]
+
+    @property
+    def min_absolute_subnormal(self) -> float:
+        """The smallest value above zero."""
+        return self._facts["min_absolute_subnormal"]
+
+    def __str__(self) -> str:
+        kind = {"stochastic": "SR", "nearest": "RN", "toward_zero": "RZ"}[self.rounding]
+        return f"{self._facts['name']}-{kind}"
+
+    def quantise(self, x: Tensor, seed: Optional[int] = None) -> Tensor:
+        """`x` rounded to the format's values, in a tensor of its own dtype, outside of autograd.
+
+        seed: of the random bits; without one they come from torch's generator."""
+        return ops.quantise(x.detach(), self.spec, seed=seed)
+
+    def quantise_fwd(self, x: Tensor) -> Tensor:
+        """`x` rounded; the gradient passes unchanged."""
+        return ops.quantise(x, self.spec)
+
+    def quantise_bwd(self, x: Tensor) -> Tensor:
+        """`x` unchanged; its gradient is rounded."""
+        return ops.simulate_format(x, "none", self.spec)
+
+
+def format_to_tuple(format: FPFormat) -> Tuple[int, int]:
+    """``(exponent_bits, mantissa_bits)``: rounding and name are not in it."""
+    return (format.exponent_bits, format.mantissa_bits)
+
+
+def tuple_to_format(t: Tuple[int, int]) -> FPFormat:
+    """The plain format of ``(exponent_bits, mantissa_bits)``, rounded stochastically."""
+    return FPFormat(*t)
+
+
+def standard_format_names() -> list[str]:
+    """Names that :meth:`FPFormat.named` takes beside ``E<e>M<m>``."""
+    return _C.standard_format_names().split()
+
+
+def format_text(format: Any) -> str:
+    """A format in the operators' own text: of an :class:`FPFormat`, or of a text that is checked; ``"none"`` stays."""
+    if isinstance(format, FPFormat):
+        return format.spec
+    if not isinstance(format, str):
+        raise TypeError(f"a format is a plumb.formats.FPFormat or a text such as 'e4m3fn-RN', not {format!r}")
+    return format if format == "none" else _C.parse_format(format)["text"]
+
+
+__all__ = ["FPFormat", "format_to_tuple", "standard_format_names", "tuple_to_format"]

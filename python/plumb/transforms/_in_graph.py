@@ -1,0 +1,156 @@
+"""Transformed modules under ``torch.compile``: the captured graph becomes a part of the compiled one.
+
+Dynamo cannot follow a capture, so it sees one call, :func:`run`, with the module's state and inputs as arguments. It is
+made of torch operators alone once the compiler traces it further.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from typing import Any, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .. import _C
+from .._capture import CONSTANT, state_of
+from .._fx import engine_to_fx
+
+_forwards: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_last: dict[int, Any] = {}  # the graph that run() took last, by handle
+
+
+def register(forward: Any) -> int:
+    """A number by which compiled code finds this forward."""
+    handle = next(_numbers)
+    _forwards[handle] = forward
+    weakref.finalize(forward, _last.pop, handle, None)
+    return handle
+
+
+@contextlib.contextmanager
+def _outside_of_tracing() -> Iterator[None]:
+    """A forward runs here as if nobody traced: no fake tensors, and libraries are not told that someone compiles."""
+    flag = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        with (
+            torch.utils._python_dispatch._disable_current_modes(),
+            torch._C._DisableTorchDispatch(),
+            torch._C.DisableTorchFunction(),
+            torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad(),
+        ):
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = flag
+
+
+def _stand_in(x: Tensor) -> Tensor:
+    """A real tensor like this one of the tracer's. int() of a size makes the compiled code one for this size."""
+    sizes = [int(s) for s in x.shape]
+    with _outside_of_tracing():
+        if x.dtype.is_floating_point:
+            made = torch.rand(sizes, dtype=x.dtype, device=x.device)
+        else:
+            made = torch.zeros(sizes, dtype=x.dtype, device=x.device)
+        return made.requires_grad_(x.requires_grad)
+
+
+def _graph_for(handle: int, args: tuple, kwargs: dict) -> Any:
+    forward = _forwards[handle]
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if handle in _last and any(isinstance(x, torch._subclasses.functional_tensor.FunctionalTensor) for x in leaves):
+        return _last[handle]
+    with torch.random.fork_rng(devices=[]):
+        given = [_stand_in(x) if isinstance(x, Tensor) else x for x in leaves]
+    a, k = pytree.tree_unflatten(given, spec)
+    with _outside_of_tracing():
+        captured = forward.captured_for(given, spec, a, k)
+        if captured.gm is None:
+            captured.gm, captured.attributes = engine_to_fx(captured.engine, forward.module.training)
+        if not captured.is_tensor:
+            output = captured.engine.graph.nodes[-1]
+            captured.is_tensor = [isinstance(a, tuple) and a[:1] == ("value",) for a in output.args]
+    _last[handle] = captured
+    return captured
+
+
+@torch._dynamo.allow_in_graph
+def run(handle: int, names: tuple, state: list, args: tuple, kwargs: dict) -> tuple:
+    captured = _graph_for(handle, args, kwargs)
+    by_name = dict(zip(names, state))
+    leaves = pytree.tree_leaves((args, kwargs))
+    out = captured.gm(*[by_name[n] for n in captured.attributes], *[x for x in leaves if isinstance(x, Tensor)])
+    return tuple(o for o, is_tensor in zip(out, captured.is_tensor) if is_tensor)
+
+
+@torch._dynamo.assume_constant_result
+def _names(handle: int) -> tuple:
+    return tuple(name for name, kind, _, _ in state_of(_forwards[handle].module) if kind != CONSTANT)
+
+
+# Classes among a module's outputs, by name: what Dynamo takes for a constant is made of literals alone.
+_classes: dict[str, type] = {}
+
+
+def _template(spec: Any, plain: Iterator[Any], tensors: Iterator[bool], number: Iterator[int]) -> tuple:
+    """The structure of an output as nested tuples of literals."""
+    if spec.is_leaf():
+        value = next(plain)
+        return ("tensor", next(number)) if next(tensors) else ("value", value)
+    children = spec.children() if hasattr(spec, "children") else spec.children_specs
+    parts = tuple(_template(c, plain, tensors, number) for c in children)
+    name = f"{spec.type.__module__}.{spec.type.__qualname__}"
+    if spec.type in (tuple, list):
+        return (spec.type.__name__, parts)
+    if issubclass(spec.type, dict):  # also transformers' ModelOutput
+        if spec.type is not dict:
+            _classes[name] = spec.type
+        keys = spec.context if isinstance(spec.context, (list, tuple)) else list(spec.context)
+        return ("mapping", name, tuple(keys), parts)
+    if hasattr(spec.context, "_fields") or spec.type.__name__ == "namedtuple":
+        _classes[name] = spec.context
+        return ("named", name, parts)
+    raise _C.Error(
+        f"the module returns a {name}, which torch.compile cannot be told of\n  try: return tuples, lists and dicts of tensors"
+    )
+
+
+@torch._dynamo.assume_constant_result
+def _structure(handle: int) -> tuple:
+    captured = _last[handle]
+    return _template(captured.out_spec, iter(captured.plain), iter(captured.is_tensor), itertools.count())
+
+
+def _build(template: tuple, out: tuple) -> Any:
+    kind = template[0]
+    if kind == "tensor":
+        return out[template[1]]
+    if kind == "value":
+        return template[1]
+    parts = [_build(t, out) for t in template[-1]]
+    if kind == "tuple":
+        return tuple(parts)
+    if kind == "list":
+        return parts
+    if kind == "named":
+        return _classes[template[1]](*parts)
+    mapping = dict(zip(template[2], parts))
+    return _classes[template[1]](**mapping) if template[1] in _classes else mapping
+
+
+def _member(module: nn.Module, name: str) -> Tensor:
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def call(handle: int, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """What Dynamo follows."""
+    names = _names(handle)
+    out = run(handle, names, [_member(module, n) for n in names], args, kwargs)
+    return _build(_structure(handle), out)
