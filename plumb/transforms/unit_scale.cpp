@@ -41,6 +41,11 @@ class UnitScaler {
       : module_(module), graph_(module.graph()), options_(options), report_(report), mup_(mup) {}
 
   bool run() {
+    // What prepare() makes of a kept node stands where it stood.
+    for (const Node* node : graph_.nodes()) {
+      if (node->is_call() && node->num_results() && options_.keep.count(node->result()->name()) && node->meta().source)
+        kept_sources_.insert(node->meta().source.get());
+    }
     prepare();
     replace_by_users_map();
     differentiable_ = differentiable_nodes(graph_, module_.state());
@@ -69,7 +74,9 @@ class UnitScaler {
 
   void replace_by_users_map() {
     for (Node* node : graph_.nodes()) {
-      if (node->is_call() && node->num_results() && options_.keep.count(node->result()->name())) kept_.insert(node);
+      if (!node->is_call() || !node->num_results()) continue;
+      if (options_.keep.count(node->result()->name()) || kept_sources_.count(node->meta().source.get()))
+        kept_.insert(node);
     }
     users_choice_ = kept_;
     if (options_.replace.empty()) return;
@@ -367,6 +374,7 @@ class UnitScaler {
   Report& report_;
   MupTable* mup_;
   bool changed_ = false;
+  std::unordered_set<const SourceLocation*> kept_sources_;
   std::unordered_set<const Node*> kept_, users_choice_, differentiable_, differentiable_now_;
   ParameterRoles roles_;
   std::unordered_map<std::string, int64_t> depth_of_, cell_calls_;

@@ -53,7 +53,7 @@ def _python_function(old: FunctionType, new: Callable[..., Any]) -> Iterator[Non
 
 
 class _TorchFunctions(TorchFunctionMode):
-    """Calls of torch's own functions go to others."""
+    """Calls of torch's own functions go to others, except for those that torch's functions make of one another."""
 
     def __init__(self, pairs: dict[Any, Callable[..., Any]]):
         super().__init__()
@@ -63,8 +63,7 @@ class _TorchFunctions(TorchFunctionMode):
         new = self.pairs.get(func)
         if new is not None:
             return _run(func, new, args, kwargs or {})
-        with self:  # what the function calls inside may be among them
-            return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

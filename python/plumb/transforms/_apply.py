@@ -31,7 +31,7 @@ class Captured:
     slots: list = field(default_factory=list)
     reports: list[dict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    calls: dict[str, Call] = field(default_factory=dict)  # by the name of the first result
+    calls: dict[str, Call] = field(default_factory=dict)  # by the names of the results
     results: dict[str, Any] = field(default_factory=dict)  # what a pass keeps, by its name
     simple: bool = False
     # The graph as torch.fx on the state of these names and the inputs: for torch.compile, and for backends, which have
@@ -72,7 +72,7 @@ def _name_values(captured: Captured, found: list) -> None:
         call.operator = target
         names += [(old, given[i] if given else fallback) for i, old in enumerate(results)]
     renamed = iter(_C.rename_values(captured.engine, names))
-    captured.calls = {[next(renamed) for _ in results][0]: call for results, _, call in found if results}
+    captured.calls = {next(renamed): call for results, _, call in found for _ in results}
 
 
 class _Tree:

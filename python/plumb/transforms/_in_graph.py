@@ -80,7 +80,7 @@ def _graph_for(handle: int, args: tuple, kwargs: dict) -> Any:
 
 
 @torch._dynamo.allow_in_graph
-def run(handle: int, names: tuple, state: list, args: tuple, kwargs: dict) -> tuple:
+def run(handle: int, names: tuple, state: list, modes: list, args: tuple, kwargs: dict) -> tuple:
     captured = _graph_for(handle, args, kwargs)
     by_name = dict(zip(names, state))
     leaves = pytree.tree_leaves((args, kwargs))
@@ -152,5 +152,8 @@ def _member(module: nn.Module, name: str) -> Tensor:
 def call(handle: int, module: nn.Module, args: tuple, kwargs: dict) -> Any:
     """What Dynamo follows."""
     names = _names(handle)
-    out = run(handle, names, [_member(module, n) for n in names], args, kwargs)
+    # Read so that the compiled code is one for these modes and constants.
+    modes = [m.training for m in module.modules()]
+    modes += [str(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (bool, int, float, str))]
+    out = run(handle, names, [_member(module, n) for n in names], modes, args, kwargs)
     return _build(_structure(handle), out)

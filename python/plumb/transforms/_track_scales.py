@@ -111,7 +111,7 @@ def _scales_graph(module: nn.Module) -> fx.Graph:
                 node = graph.create_node("call_function", function or _function(target), inputs, name=name)
         fwd = _data(n.get("fwd"))
         node.meta.update(
-            clean_name=clean.strip("_"), outputs_float_tensor=fwd is not None,
+            clean_name=clean.strip("_"), value=name, outputs_float_tensor=fwd is not None,
             requires_grad=bool(n.get("requires_grad")), module=n.get("module", ""), source=n.get("source", ""),
         )  # fmt: skip
         if fwd is not None:

@@ -170,8 +170,9 @@ def _spoken(function: Any) -> str:
 
 def _replacements(captured: Captured, mine: Mapping[str, Any]) -> list[dict]:
     entries = []
+    first = {id(call): name for name, call in reversed(captured.calls.items())}
     for name, call in captured.calls.items():
-        if call.replaced is not None:
+        if call.replaced is not None and first[id(call)] == name:
             old, new = map(_spoken, call.replaced)
             reason = "as asked for" if name in mine else "as asked for, then scaled"
             entries.append({"kind": "replaced", "node": name, "from": old, "to": new, "reason": reason})

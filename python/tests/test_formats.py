@@ -1,0 +1,171 @@
+"""plumb.formats, plumb.analysis and plumb.utils."""
+
+import matplotlib
+import pytest
+import torch
+from plumb.formats import FPFormat, format_to_tuple, standard_format_names, tuple_to_format
+from torch import nn
+
+import plumb
+from plumb.transforms import simulate_format, track_scales
+
+matplotlib.use("Agg")
+
+
+def test_the_plain_family_and_the_standard_formats_differ():
+    assert FPFormat(4, 3).max_absolute_value == 240 and FPFormat.named("e4m3fn").max_absolute_value == 448
+    assert FPFormat(4, 3).min_absolute_normal == 2**-7 and FPFormat.named("e4m3fn").min_absolute_normal == 2**-6
+    assert str(FPFormat(5, 2, "nearest")) == "E5M2-RN" and FPFormat(5, 2).bits == 8
+    for name in standard_format_names():
+        assert FPFormat.named(name, "nearest").name == name
+
+
+@pytest.mark.parametrize("text", ["E4M3-SR", "E4M3-SR8", "e5m2-RN", "fp16-RZ", "e2m1fn-RN"])
+def test_text_there_and_back(text):
+    assert FPFormat.parse(text).spec == text
+
+
+def test_tuples_there_and_back():
+    assert format_to_tuple(tuple_to_format((4, 3))) == (4, 3) and tuple_to_format((4, 3)) == FPFormat(4, 3)
+
+
+@pytest.mark.parametrize("wrong", [(1, 3), (9, 3), (4, 24), (4, 3, "up"), (4, 3, "nearest", 3), (4, 3, "nearest", 0, "e5m2")])
+def test_wrong_formats_are_refused(wrong):
+    with pytest.raises(plumb.Error):
+        FPFormat(*wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_quantise_keeps_dtype_and_shape(dtype):
+    x = torch.linspace(-300, 300, 40, dtype=dtype).view(5, 8)
+    y = FPFormat(4, 3, "nearest").quantise(x)
+    assert y.dtype == dtype and y.shape == x.shape and y.abs().max() == 240 and not y.requires_grad
+
+
+def test_a_seed_repeats_stochastic_rounding():
+    f, x = FPFormat(3, 1), torch.randn(1000)
+    assert torch.equal(f.quantise(x, seed=3), f.quantise(x, seed=3))
+    assert not torch.equal(f.quantise(x, seed=3), f.quantise(x, seed=4))
+
+
+def test_forward_and_backward_are_rounded_apart():
+    f = FPFormat(2, 1, "nearest")
+    x = torch.randn(100, requires_grad=True)
+    gradient = torch.randn(100)
+    f.quantise_fwd(x).backward(gradient)
+    assert torch.equal(x.grad, gradient)
+    x.grad = None
+    y = f.quantise_bwd(x)
+    y.backward(gradient)
+    assert torch.equal(y, x) and torch.equal(x.grad, f.quantise(gradient))
+
+
+def test_simulate_format_honours_rounding_and_random_bits():
+    x, model = torch.randn(4, 8), nn.Linear(8, 8, bias=False)
+    for f in (FPFormat(4, 3, "nearest"), FPFormat(4, 3, "toward_zero")):
+        y = simulate_format(model, f, "none")(x)
+        assert torch.equal(y, nn.functional.linear(f.quantise(x), f.quantise(model.weight)))
+    entries = {}
+    for srbits in (2, 0):
+        m = simulate_format(model, FPFormat(4, 3, srbits=srbits), "none")
+        m(x)
+        entries[srbits] = str(plumb.report(m))
+    assert "SR2" in entries[2] and "SR2" not in entries[0]
+    with pytest.raises(TypeError):
+        simulate_format(model, 8, "none")
+
+
+# --- analysis
+
+
+def tracked_graph(backward=True):
+    torch.manual_seed(0)
+    model = track_scales(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
+    y = model(torch.randn(16, 8))
+    if backward:
+        y.sum().backward()
+    return model.scales_graph()
+
+
+def test_a_table_of_a_graph():
+    from plumb.analysis import graph_to_dataframe
+    from plumb.transforms import Metrics
+
+    table = graph_to_dataframe(tracked_graph())
+    assert list(table.columns) == ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]
+    assert set(table["tensor type"]) == {"x", "w", "grad_x", "grad_w"}
+    row = table[(table["layer"] == "relu") & (table["direction"] == "fwd")].iloc[0]
+    assert row["number of elements"] == 128 and row["absolute minimum"] == 0
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_picture_of_a_graph(backward):
+    import matplotlib.pyplot as plt
+
+    from plumb.analysis import plot
+
+    axes = plot(tracked_graph(backward), "a title", "standard deviation", xmin=2**-10, xmax=2**10, formats=("e4m3fn",))
+    assert axes.get_title() == "a title" and axes.get_xscale() == "log" and axes.get_xlim() == (2**-10, 2**10)
+    labels = [t.get_text() for t in axes.get_yticklabels()]
+    assert "0.weight" in labels and "relu" in labels
+    legend = [t.get_text() for t in axes.get_legend().get_texts()]
+    assert ("backward pass" in legend) == backward
+    assert any("e4m3fn max" in t.get_text() for t in axes.texts)
+    plt.close("all")
+    with pytest.raises(ValueError, match="mean_abs"):
+        plot(tracked_graph(), metric="median")
+
+
+class Words:
+    """A tokenizer of characters."""
+
+    pad_token = None
+    eos_token = "\n"
+
+    def __call__(self, seqs, max_length, truncation, padding, return_tensors):
+        ids = torch.tensor([[ord(c) % 64 for c in s[:max_length]] for s in seqs])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def test_an_example_batch_needs_no_network(tmp_path):
+    from plumb.analysis import example_batch
+
+    ids, mask, labels = example_batch(Words(), 3, 20)
+    assert ids.shape == mask.shape == labels.shape == (3, 20)
+    assert torch.equal(ids[:, 1:], labels[:, :-1])
+    assert torch.equal(example_batch(Words(), 3, 20)[0], ids)
+    (tmp_path / "text.txt").write_text("abcdefgh" * 200)
+    assert example_batch(Words(), 2, 20, str(tmp_path))[0].shape == (2, 20)
+    with pytest.raises(ValueError, match="ask for less"):
+        example_batch(Words(), 2000, 20, str(tmp_path / "text.txt"))
+
+
+def test_visualiser_draws_a_language_model():
+    from plumb.analysis import visualiser
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(64, 8), nn.Linear(8, 64)
+
+        def forward(self, ids, labels):
+            x = self.linear(self.embedding(ids))
+            return x, nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+    axes = visualiser(Model(), Words(), batch_size=2, seq_len=12)
+    assert "embedding.weight" in [t.get_text() for t in axes.get_yticklabels()]
+
+
+# --- utils
+
+
+def test_analyse_module_writes_scales_beside_code():
+    torch.manual_seed(0)
+    x = torch.randn(256, 64, requires_grad=True)
+    code = plumb.utils.analyse_module(plumb.MHSA(64, 4, is_causal=False), x.view(4, 64, 64), torch.randn(4, 64, 64), syntax_highlight=False)
+    lines = code.splitlines()
+    assert lines[0].startswith("def forward(self, input : Tensor)")
+    assert any("U.scaled_dot_product_attention(" in line and "(-> 1." in line for line in lines)
+    assert all("(->" in line for line in lines[1:-1] if "unbind" not in line)
+    leaf = plumb.utils.analyse_module(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), torch.randn(2, 4), recurse_modules=False, syntax_highlight=False)
+    assert "weight" not in leaf

@@ -1,0 +1,351 @@
+"""Transformed modules as modules: replacements, parameters, torch.compile, copies, hooks."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from plumb.transforms.utils import apply_transform, replace_node_with_function
+from torch import nn
+
+import plumb
+from plumb.transforms import compile, report, simulate_format, simulate_fp8, track_scales, unit_scale
+
+
+def entries(model, kind):
+    return [e for part in report(model) for e in part["entries"] if e["kind"] == kind]
+
+
+def own_gelu(x):
+    return 0.5 * x * (1.0 + torch.erf(x / 2**0.5))
+
+
+def double(x, approximate="none"):
+    return torch.add(x, x)
+
+
+class Calls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down(own_gelu(self.up(x)))
+
+
+# --- replace
+
+
+def test_replaces_a_function_of_the_users_by_one_of_torchs_which_is_then_scaled():
+    torch.manual_seed(0)
+    x = torch.randn(512, 32)
+    model = unit_scale(Calls(), replace={own_gelu: F.gelu})
+    assert 0.85 < model(x).std() < 1.15
+    assert {"own_gelu", "aten::gelu"} <= {e["from"] for e in entries(model, "replaced")}
+
+
+def test_what_a_replacement_does_is_left_as_it_is():
+    x = torch.randn(8, 32)
+    model = unit_scale(Calls(), replace={own_gelu: double})
+    h = torch.ops.plumb.linear(x, model.up.weight, None, constraint=None)
+    expected = torch.ops.plumb.linear(2 * h, model.down.weight, None, constraint=None)
+    torch.testing.assert_close(model(x), expected)
+    assert [e["to"] for e in entries(model, "replaced") if e["from"] == "own_gelu"] == ["double"]
+
+
+def test_replaces_a_torch_function_by_one_of_the_users():
+    x = torch.randn(8, 32)
+    model = unit_scale(nn.Sequential(nn.Linear(32, 32), nn.GELU()), replace={F.gelu: double})
+    torch.testing.assert_close(model(x), 2 * torch.ops.plumb.linear(x, model[0].weight, None, constraint=None))
+
+
+def test_a_replacement_may_use_what_it_replaces():
+    x = torch.randn(8, 32)
+    model = unit_scale(Calls(), replace={own_gelu: lambda x: 3 * own_gelu(x)})
+    h = torch.ops.plumb.linear(x, model.up.weight, None, constraint=None)
+    torch.testing.assert_close(model(x), torch.ops.plumb.linear(3 * own_gelu(h), model.down.weight, None, constraint=None))
+
+
+def test_a_replaced_function_is_itself_again_afterwards():
+    x = torch.randn(5)
+    before = own_gelu(x)
+    unit_scale(Calls(), replace={own_gelu: double})(torch.randn(2, 32))
+    assert torch.equal(own_gelu(x), before) and own_gelu.__code__.co_name == "own_gelu"
+
+
+def test_an_operator_cannot_become_a_python_function():
+    with pytest.raises(plumb.Error, match="where an operator is called"):
+        unit_scale(Calls(), replace={"aten::gelu": double})
+
+
+# --- parameters
+
+
+class FunctionalLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(32, 32) * 0.02)
+
+    def forward(self, x):
+        return F.linear(x, self.w)
+
+
+class WeightUsedTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.l(x), self.l.weight.sum()
+
+
+def test_a_weight_of_no_layer_is_scaled_with_its_operator():
+    torch.manual_seed(0)
+    model = unit_scale(FunctionalLinear())
+    y = model(torch.randn(256, 32))
+    assert abs(model.w.std() - 1) < 1e-4 and 0.85 < y.std() < 1.15
+    assert model.w.mup_type == "weight"
+    assert [e["node"] for e in entries(model, "weight")] == ["w"]
+
+
+def test_a_weight_that_something_else_uses_keeps_its_values_and_its_operator():
+    original = WeightUsedTwice()
+    model = unit_scale(original)
+    x = torch.randn(4, 16)
+    y, total = model(x)
+    torch.testing.assert_close(model.l.weight, original.l.weight)
+    torch.testing.assert_close(model.l.bias, original.l.bias)
+    torch.testing.assert_close((y, total), original(x))
+    assert any(e["node"] == "l.weight" for e in entries(model, "left_alone"))
+
+
+def test_values_loaded_before_the_first_forward_stay():
+    trained = unit_scale(FunctionalLinear())
+    x = torch.randn(8, 32)
+    trained(x)
+    with torch.no_grad():
+        trained.w.mul_(3)
+    other = unit_scale(FunctionalLinear())
+    other.load_state_dict(trained.state_dict())
+    assert torch.equal(other(x), trained(x)) and torch.equal(other.w, trained.w)
+
+
+def test_the_users_own_tags_stay():
+    model = unit_scale(nn.Sequential(plumb.Linear(8, 8), plumb.LinearReadout(8, 8)))
+    model(torch.randn(2, 8))
+    assert [p.mup_type for p in model.parameters()] == ["weight", "output"]
+
+
+def test_taus_are_options_and_the_depth_rule_can_be_chosen():
+    torch.manual_seed(0)
+    model, ids = zoo.GPT(), torch.randint(50, (2, 8))
+    fixed = unit_scale(model, tau_attention=0.25, tau_mlp=0.75)
+    fixed(ids)
+    assert [e["tau"] for e in entries(fixed, "residual")] == [0.25, 0.75, 0.25, 0.75]
+    depth = unit_scale(model, depth_rule=True, residual_mult=0.5)
+    depth(ids)
+    taus = [e["tau"] for e in entries(depth, "residual")]
+    rule = plumb.transformer_residual_scaling_rule(residual_mult=0.5)
+    assert taus == pytest.approx([rule(i, 4) for i in range(4)])
+    assert depth.blocks[0].qkv.weight.mup_scaling_depth == 4 and depth.tok.weight.mup_scaling_depth is None
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_scaled(kind):
+    torch.manual_seed(0)
+    model = unit_scale(kind(64, 64, batch_first=True))
+    x = torch.randn(16, 24, 64, requires_grad=True)
+    y, _ = model(x)
+    y.backward(torch.randn_like(y))
+    for t in (y, x.grad, model.weight_ih_l0, model.weight_ih_l0.grad, model.weight_hh_l0.grad):
+        assert 0.75 < t.detach().square().mean().sqrt() < 1.35
+    assert model.bias_ih_l0.abs().max() == 0
+    assert any("unit-scaled weights" in e["reason"] for e in entries(model, "replaced"))
+
+
+def test_a_cell_in_a_loop_is_scaled():
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.LSTMCell(64, 64)
+
+        def forward(self, x):
+            h = c = x.new_zeros(x.shape[0], 64)
+            out = []
+            for t in range(x.shape[1]):
+                h, c = self.cell(x[:, t], (h, c))
+                out.append(h)
+            return torch.stack(out, 1)
+
+    torch.manual_seed(0)
+    y = unit_scale(Loop())(torch.randn(16, 8, 64))
+    assert 0.8 < y.square().mean().sqrt() < 1.2
+
+
+# --- torch.compile
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x, flag=True):
+        h = x + self.down(F.gelu(self.up(self.norm(x))))
+        return {"h": h, "both": (h.sum(), None)} if flag else h
+
+
+fp8 = lambda m: simulate_format(m, "e4m3fn-RN", "e5m2-RN")  # noqa: E731
+
+
+@pytest.mark.parametrize("made", [unit_scale, fp8, lambda m: fp8(unit_scale(m))], ids=["unit_scale", "fp8", "both"])
+def test_torch_compile_takes_a_transformed_module_in_one_graph(made):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = made(Branches())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for batch in (4, 6):
+        x = torch.randn(batch, 16)
+        ours, theirs = compiled(x), model(x)
+        assert torch.equal(ours["h"], theirs["h"]) and ours["both"][1] is None
+        assert torch.equal(compiled(x, flag=False), theirs["h"])
+        gradients = []
+        for out in (ours, theirs):
+            model.zero_grad()
+            (out["h"].square().sum() + out["both"][0]).backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        for a, b in zip(*gradients):
+            torch.testing.assert_close(a, b)
+
+
+def test_torch_compile_follows_training_mode_and_buffers():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = unit_scale(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    x = torch.randn(16, 8)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+    torch.testing.assert_close(dict(other.named_buffers()), dict(model.named_buffers()))
+    torch.testing.assert_close(compiled.eval()(x), model.eval()(x))
+
+
+def test_compile_is_a_transform_that_composes():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Branches()
+    x = torch.randn(4, 16)
+    expected = fp8(unit_scale(model))(x)["h"]
+    for made in (
+        compile(fp8(unit_scale(model)), backend="aot_eager"),
+        fp8(compile(unit_scale(model), backend="aot_eager")),
+    ):
+        assert torch.equal(made(x)["h"], expected)
+        assert made._compiled_call_impl is not None
+
+
+def test_a_tracked_module_still_measures_beside_a_compiled_one():
+    model = Branches()
+    tracked, x = track_scales(model), torch.randn(4, 16)
+    tracked(x)["h"].sum().backward()
+    assert all(n.meta["metrics"].bwd for n in tracked.scales_graph().nodes if n.name.startswith("norm"))
+
+
+def test_a_backend_of_the_users_sees_the_graph():
+    seen = []
+
+    def backend(gm, inputs):
+        seen.append(len(inputs))
+        for node in list(gm.graph.nodes):
+            if node.target is torch.ops.aten.gelu.default:
+                replace_node_with_function(gm.graph, node, F.relu, args=node.args, kwargs={})
+        gm.recompile()
+        return gm
+
+    model = Branches()
+    x = torch.randn(4, 16)
+    made = apply_transform(model, backend)
+    expected = x + model.down(F.relu(model.up(model.norm(x))))
+    assert torch.equal(made(x)["h"], expected) and seen == [6]
+    assert not torch.equal(unit_scale(made)(x)["h"], expected), "transforms of plumb come before it"
+
+
+# --- as a module
+
+
+def test_names_hooks_modes_and_parameters_are_those_of_the_module(tmp_path):
+    original = Branches()
+    model = simulate_fp8(unit_scale(original))
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in original.named_parameters()]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in original.named_modules()]
+    calls = []
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: calls.append("before")),
+        model.register_forward_hook(lambda *_: calls.append("after")),
+    ]
+    model(torch.randn(2, 16))
+    model(torch.randn(2, 16))
+    for hook in hooks:
+        hook.remove()
+    assert calls == ["before", "after"] * 2
+    assert not model.eval().norm.training and model.train().norm.training
+    torch.save(model, tmp_path / "m.pt")
+    loaded = torch.load(tmp_path / "m.pt", weights_only=False)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+def test_an_unused_copy_scales_what_its_first_graph_shows():
+    x = torch.randn(256, 32)
+    for model in (copy.deepcopy(unit_scale(FunctionalLinear())), pickle.loads(pickle.dumps(unit_scale(FunctionalLinear())))):
+        assert 0.85 < model(x).std() < 1.15
+
+
+def test_a_replaced_submodule_is_noticed():
+    model = unit_scale(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    x = torch.randn(3, 4)
+    model(x)
+    model[1] = nn.Identity()
+    y = model(x)
+    assert (y < 0).any()
+    model.append(nn.ReLU())
+    assert (model(x) >= 0).all()
+
+
+def test_graphs_are_kept_up_to_a_number():
+    model = unit_scale(nn.Linear(4, 4))
+    for n in range(1, 70):
+        model(torch.randn(n, 4))
+    assert len(model.forward._cache) == 64
+    assert model(torch.randn(1, 4)).shape == (1, 4)
+
+
+# --- what a graph is called by
+
+
+def test_nodes_are_named_after_variables_and_functions():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            hidden = self.linear(x)
+            left, right = hidden.chunk(2, -1)
+            left = left * 2
+            left += torch.abs(right)
+            return F.softmax(left, -1).sum()
+
+    tracked = track_scales(Model())
+    assert len(tracked.scales_graph().nodes) == 0
+    tracked(torch.randn(2, 4))
+    found = [(n.name, n.target) for n in tracked.scales_graph().nodes if n.op.startswith("call")]
+    import operator
+
+    assert found == [
+        ("hidden", F.linear), ("left", "chunk"), ("right", "chunk"), ("left_1", operator.mul), ("abs_1", torch.abs),
+        ("left_2", operator.iadd),
+        ("softmax", F.softmax), ("sum_1", "sum"),
+    ]  # fmt: skip

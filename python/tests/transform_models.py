@@ -1,0 +1,63 @@
+"""Models that the transforms are tried on: name -> function that makes (model, args, kwargs)."""
+
+import torch
+import zoo
+from torch import nn
+
+
+class ConvNet1d(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(8, 8, 3, stride=2),
+            nn.BatchNorm1d(8),
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)).mean(-1))
+
+
+class CellLoop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = c = x.new_zeros(x.shape[0], 8)
+        for t in range(x.shape[1]):
+            h, c = self.cell(x[:, t], (h, c))
+        return self.head(h)
+
+
+class TwoBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.left(x) + self.right(torch.tanh(x))
+
+
+class BatchedMatmuls(nn.Module):
+    """Attention written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        weights = (self.q(x) @ self.k(x).transpose(-1, -2) / 8**0.5).softmax(-1)
+        return x + torch.bmm(weights, self.v(x))
+
+
+MODELS = {
+    **{k: v for k, v in zoo.MODELS.items() if k != "keywords"},
+    "ConvNet 1d": lambda: (ConvNet1d(), (zoo.r(4, 3, 16),), {}),
+    "LSTMCell": lambda: (CellLoop(), (zoo.r(2, 5, 6),), {}),
+    "two-branch add": lambda: (TwoBranches(), (zoo.r(4, 8),), {}),
+    "matmul and bmm": lambda: (BatchedMatmuls(), (zoo.r(2, 5, 8),), {}),
+    "root Linear": lambda: (nn.Linear(8, 8), (zoo.r(4, 8),), {}),
+    "root Sequential": lambda: (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)), (zoo.r(4, 8),), {}),
+    **{f"{k} of transformers": v for k, v in zoo.TRANSFORMERS.items()},
+}
