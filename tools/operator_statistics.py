@@ -20,7 +20,10 @@ Made by `python tools/operator_statistics.py > docs/operator_statistics.md`.
 NOTES = """
 
 - linear_readout: u-μP divides the output by the fan-in (256 here), not by its root: 1 / sqrt(256) = 0.0625.
-- softmax and attention: the rules are fits over sizes and mults (u-μP, appendix B), good to some 10 to 20 %.
+- softmax: unit-scaling's rule counts the mean, which a flat distribution is mostly made of: below mult 2 the standard deviation
+  alone is smaller.
+- attention has one factor for its output and all gradients; query and key see it through logits over the head size, here
+  64 ** -0.5 of the value's gradient.
 - relu, sigmoid and max pooling have a mean; the standard deviation is 1.
 - residual: split and add with tau 0.5 and the identity as branch. Both carry the same values, so they add up coherently:
   (1 + tau) / sqrt(1 + tau²) = 1.342.
@@ -99,7 +102,7 @@ def cases():
         for length in (64, 256):
             yield f"attention, {length} positions{', causal' if causal else ''}", lambda c=causal, t=length: (
                 lambda q, k, v: U.scaled_dot_product_attention(q, k, v, is_causal=c), {name: n(4, 4, t, 64) for name in "qkv"},
-            ), {}  # fmt: skip
+            ), {"q": 0.125, "k": 0.125}  # fmt: skip
     for d, size in ((1, 64), (2, 32), (3, 12)):
         for kind in ("avg", "max"):
             f = getattr(U, f"{kind}_pool{d}d", None)

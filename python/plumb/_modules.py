@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import functional as U
 from .constraints import Constraint
 from .core.functional import ResidualScalingFn, transformer_residual_scaling_rule
+from .functional._common import refuse
 from .parameter import MupType, Parameter, has_parameter_data
 
 
@@ -32,7 +33,7 @@ class SiLU(nn.SiLU):
     """See :func:`plumb.functional.silu`."""
 
     def __init__(self, mult: float = 1.0, constraint: Constraint = "to_output_scale", inplace: bool = False) -> None:
-        U._refuse("SiLU", inplace=inplace)
+        refuse("SiLU", inplace=inplace)
         super().__init__(inplace=inplace)
         self.mult = mult
         self.constraint = constraint
@@ -57,7 +58,7 @@ class Dropout(nn.Dropout):
     """See :func:`plumb.functional.dropout`; the input itself in evaluation."""
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
-        U._refuse("Dropout", inplace=inplace)
+        refuse("Dropout", inplace=inplace)
         super().__init__(p, inplace)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -222,7 +223,7 @@ class Embedding(nn.Embedding):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        U._refuse("Embedding", scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+        refuse("Embedding", scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -254,7 +255,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
-        U._refuse("CrossEntropyLoss", size_average=size_average, reduce=reduce)
+        refuse("CrossEntropyLoss", size_average=size_average, reduce=reduce)
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         self.mult = mult
 

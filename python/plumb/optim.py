@@ -6,6 +6,7 @@ parameter groups for any other optimiser.
 
 from __future__ import annotations
 
+import inspect
 from math import prod
 from typing import Any, Callable, Optional, Union
 
@@ -101,32 +102,12 @@ def scaled_parameters(
     return result
 
 
-class SGD(torch.optim.SGD):
-    """``torch.optim.SGD`` with u-μP's learning rates; see :func:`lr_scale_func_sgd` and :func:`scaled_parameters`."""
+def _unit_scaled(base: type, rule: Callable[..., LrScale], doc: str) -> type:
+    """`base` on parameter groups that :func:`scaled_parameters` makes; `rule` takes the options that it is asked for."""
+    own = set(inspect.signature(rule).parameters)
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: Union[float, Tensor] = 1e-3,
-        *args: Any,
-        weight_decay: float = 0,
-        independent_weight_decay: bool = True,
-        allow_non_unit_scaling_params: bool = False,
-        readout_constraint: Optional[str] = None,
-        **kwargs: Any,
-    ) -> None:
-        rule = lr_scale_func_sgd(readout_constraint)
-        groups = scaled_parameters(
-            params, rule, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params
-        )
-        super().__init__(groups, lr, *args, **kwargs)
-
-
-class Adam(torch.optim.Adam):
-    """``torch.optim.Adam`` with u-μP's learning rates; see :func:`scaled_parameters`."""
-
-    def __init__(
-        self,
+        self: Any,
         params: ParamsT,
         lr: Union[float, Tensor] = 1e-3,
         *args: Any,
@@ -135,29 +116,25 @@ class Adam(torch.optim.Adam):
         allow_non_unit_scaling_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        groups = scaled_parameters(
-            params, lr_scale_func_adam, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params
-        )
-        super().__init__(groups, lr, *args, **kwargs)
+        scale = rule(**{k: kwargs.pop(k) for k in own & set(kwargs)})
+        groups = scaled_parameters(params, scale, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
+        base.__init__(self, groups, lr, *args, **kwargs)
+
+    return type(base.__name__, (base,), {"__init__": __init__, "__doc__": doc, "__module__": __name__})
 
 
-class AdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW`` with u-μP's learning rates; see :func:`scaled_parameters`."""
+def _for_adam() -> LrScale:
+    return lr_scale_func_adam
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: Union[float, Tensor] = 1e-3,
-        *args: Any,
-        weight_decay: float = 0,
-        independent_weight_decay: bool = True,
-        allow_non_unit_scaling_params: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        groups = scaled_parameters(
-            params, lr_scale_func_adam, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params
-        )
-        super().__init__(groups, lr, *args, **kwargs)
+
+def _for_sgd(readout_constraint: Optional[str] = None) -> LrScale:
+    return lr_scale_func_sgd(readout_constraint)
+
+
+_DOC = "``torch.optim.{}`` with u-μP's learning rates; see :func:`scaled_parameters`{}."
+SGD = _unit_scaled(torch.optim.SGD, _for_sgd, _DOC.format("SGD", " and, for ``readout_constraint``, :func:`lr_scale_func_sgd`"))
+Adam = _unit_scaled(torch.optim.Adam, _for_adam, _DOC.format("Adam", ""))
+AdamW = _unit_scaled(torch.optim.AdamW, _for_adam, _DOC.format("AdamW", ""))
 
 
 __all__ = [

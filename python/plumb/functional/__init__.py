@@ -11,42 +11,33 @@ Common arguments:
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._ops import ops
-from .constraints import Constraint, _check_name, apply_constraint
-
-ScalePower = Tuple[float, float, float]
-_HALF: ScalePower = (0.5, 0.5, 0.5)
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-
-
-def _tie(constraint: Constraint, count: int, rule: Callable[[], Sequence[float]]) -> dict:
-    """The operator's arguments for a constraint: its name, or the scales that a function of the user's makes."""
-    if constraint is None or isinstance(constraint, str):
-        if constraint:
-            _check_name(constraint)
-        return {"constraint": constraint}
-    scales = list(rule())
-    scales[:count] = apply_constraint(constraint, *scales[:count])
-    return {"constraint": None, "scales": scales}
-
-
-def _refuse(function: str, **arguments: object) -> None:
-    for name, value in arguments.items():
-        if value not in (None, False):
-            raise ValueError(f"{function} has no unit-scaled form with {name}={value!r}; leave {name} at its default.")
-
-
-def _reduction(function: str, reduction: str, size_average: Optional[bool], reduce: Optional[bool]) -> int:
-    _refuse(function, size_average=size_average, reduce=reduce)
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"{function}: reduction must be one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
-    return _REDUCTIONS[reduction]
+from .._ops import ops
+from ..constraints import Constraint
+from ._common import HALF as _HALF
+from ._common import ScalePower
+from ._common import reduction_code as _reduction
+from ._common import refuse as _refuse
+from ._common import tie as _tie
+from ._windows import (
+    avg_pool1d,
+    avg_pool2d,
+    avg_pool3d,
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+    max_pool1d,
+    max_pool2d,
+    max_pool3d,
+)
 
 
 def gelu(
@@ -112,198 +103,6 @@ def linear_readout(
     return ops.linear_readout(input, weight, bias, **tied)
 
 
-_Size = Union[int, Sequence[int]]
-
-
-def _sizes(value: _Size) -> List[int]:
-    return [value] if isinstance(value, int) else list(value)
-
-
-def _conv(
-    name: str,
-    input: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    stride: _Size,
-    padding: Union[str, _Size],
-    dilation: _Size,
-    groups: int,
-    constraint: Constraint,
-    scale_power: ScalePower,
-) -> Tensor:
-    stride, dilation = _sizes(stride), _sizes(dilation)
-    named = isinstance(padding, str)
-    padding = padding if named else _sizes(padding)
-
-    def rule() -> Sequence[float]:
-        around = [0] if named else padding
-        return getattr(ops, name + "_scales")(input, weight, stride, around, dilation, groups, scale_power=scale_power)
-
-    packet = getattr(ops, name)
-    op = packet.padding if named else packet.default
-    return op(
-        input, weight, bias, stride, padding, dilation, groups, scale_power=scale_power, **_tie(constraint, 2, rule)
-    )
-
-
-def conv1d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor] = None,
-    stride: _Size = 1,
-    padding: Union[str, _Size] = 0,
-    dilation: _Size = 1,
-    groups: int = 1,
-    constraint: Constraint = "to_output_scale",
-    scale_power: ScalePower = _HALF,
-) -> Tensor:
-    """1-D convolution; sizes may be tuples, padding also ``"same"`` or ``"valid"``."""
-    return _conv("conv1d", input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
-
-
-def conv2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor] = None,
-    stride: _Size = 1,
-    padding: Union[str, _Size] = 0,
-    dilation: _Size = 1,
-    groups: int = 1,
-    constraint: Constraint = "to_output_scale",
-    scale_power: ScalePower = _HALF,
-) -> Tensor:
-    """2-D convolution; see :func:`conv1d`."""
-    return _conv("conv2d", input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
-
-
-def conv3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor] = None,
-    stride: _Size = 1,
-    padding: Union[str, _Size] = 0,
-    dilation: _Size = 1,
-    groups: int = 1,
-    constraint: Constraint = "to_output_scale",
-    scale_power: ScalePower = _HALF,
-) -> Tensor:
-    """3-D convolution; see :func:`conv1d`."""
-    return _conv("conv3d", input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
-
-
-def _conv_transpose(
-    name: str,
-    input: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    stride: _Size,
-    padding: _Size,
-    output_padding: _Size,
-    groups: int,
-    dilation: _Size,
-    constraint: Optional[str],
-    scale_power: ScalePower,
-) -> Tensor:
-    if constraint:
-        _check_name(constraint)
-    return getattr(ops, name)(
-        input,
-        weight,
-        bias,
-        _sizes(stride),
-        _sizes(padding),
-        _sizes(output_padding),
-        groups,
-        _sizes(dilation),
-        constraint=constraint,
-        scale_power=scale_power,
-    )
-
-
-def conv_transpose1d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor] = None,
-    stride: _Size = 1,
-    padding: _Size = 0,
-    output_padding: _Size = 0,
-    groups: int = 1,
-    dilation: _Size = 1,
-    constraint: Optional[str] = "to_output_scale",
-    scale_power: ScalePower = _HALF,
-) -> Tensor:
-    """1-D transposed convolution; weight is ``(in, out / groups, kernel)``."""
-    return _conv_transpose(
-        "conv_transpose1d",
-        input,
-        weight,
-        bias,
-        stride,
-        padding,
-        output_padding,
-        groups,
-        dilation,
-        constraint,
-        scale_power,
-    )
-
-
-def conv_transpose2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor] = None,
-    stride: _Size = 1,
-    padding: _Size = 0,
-    output_padding: _Size = 0,
-    groups: int = 1,
-    dilation: _Size = 1,
-    constraint: Optional[str] = "to_output_scale",
-    scale_power: ScalePower = _HALF,
-) -> Tensor:
-    """2-D transposed convolution; see :func:`conv_transpose1d`."""
-    return _conv_transpose(
-        "conv_transpose2d",
-        input,
-        weight,
-        bias,
-        stride,
-        padding,
-        output_padding,
-        groups,
-        dilation,
-        constraint,
-        scale_power,
-    )
-
-
-def conv_transpose3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor] = None,
-    stride: _Size = 1,
-    padding: _Size = 0,
-    output_padding: _Size = 0,
-    groups: int = 1,
-    dilation: _Size = 1,
-    constraint: Optional[str] = "to_output_scale",
-    scale_power: ScalePower = _HALF,
-) -> Tensor:
-    """3-D transposed convolution; see :func:`conv_transpose1d`."""
-    return _conv_transpose(
-        "conv_transpose3d",
-        input,
-        weight,
-        bias,
-        stride,
-        padding,
-        output_padding,
-        groups,
-        dilation,
-        constraint,
-        scale_power,
-    )
-
-
 def relu(input: Tensor, constraint: Optional[str] = "to_output_scale") -> Tensor:
     """``max(input, 0)``; the standard deviation is 1, the mean is not 0."""
     return ops.relu(input, constraint=constraint)
@@ -317,38 +116,6 @@ def tanh(input: Tensor, mult: float = 1.0, constraint: Optional[str] = "to_outpu
 def sigmoid(input: Tensor, mult: float = 1.0, constraint: Optional[str] = "to_output_scale") -> Tensor:
     """``sigmoid(mult * input)``; the standard deviation is 1, the mean is not 0."""
     return ops.sigmoid(input, mult=mult, constraint=constraint)
-
-
-def avg_pool2d(
-    input: Tensor,
-    kernel_size: _Size,
-    stride: Optional[_Size] = None,
-    padding: _Size = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    constraint: Optional[str] = "to_output_scale",
-) -> Tensor:
-    """Mean over windows, which of k values has the scale 1 / sqrt(k)."""
-    step = [] if stride is None else _sizes(stride)
-    return ops.avg_pool2d(
-        input, _sizes(kernel_size), step, _sizes(padding), ceil_mode, count_include_pad, constraint=constraint
-    )
-
-
-def max_pool2d(
-    input: Tensor,
-    kernel_size: _Size,
-    stride: Optional[_Size] = None,
-    padding: _Size = 0,
-    dilation: _Size = 1,
-    ceil_mode: bool = False,
-    constraint: Optional[str] = "to_output_scale",
-) -> Tensor:
-    """Largest value of each window; the standard deviation is 1, the mean is not 0."""
-    step = [] if stride is None else _sizes(stride)
-    return ops.max_pool2d(
-        input, _sizes(kernel_size), step, _sizes(padding), _sizes(dilation), ceil_mode, constraint=constraint
-    )
 
 
 def group_norm(
@@ -499,7 +266,9 @@ def mse_loss(
 
 __all__ = [
     "add",
+    "avg_pool1d",
     "avg_pool2d",
+    "avg_pool3d",
     "batch_norm",
     "conv1d",
     "conv2d",
@@ -516,7 +285,9 @@ __all__ = [
     "linear",
     "linear_readout",
     "matmul",
+    "max_pool1d",
     "max_pool2d",
+    "max_pool3d",
     "mse_loss",
     "relu",
     "residual_add",
