@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from . import _C
-from .transforms._apply import Pass, TransformedForward, forward_of
+from .transforms._apply import Captured, Pass, TransformedForward, forward_of
 
 
 class _RecordedForward(TransformedForward):
@@ -75,8 +75,8 @@ class Recorder:
         self._forward = _RecordedForward(module, passes, self._engine)
         module.__dict__["forward"] = self._forward
 
-    def _attach(self, engine: Any) -> dict:
-        self._engine.attach(engine)
+    def _attach(self, module: nn.Module, captured: Captured) -> dict:
+        self._engine.attach(captured.engine)
         return {"pass": "record", "entries": []}
 
     def step(self, **scalars: float) -> int:
