@@ -301,6 +301,29 @@ TEST(Capture, ChecksInEveryRunThatTensorsAreStillEqualOrNot) {
   EXPECT_THROW(g->forward({torch::ones({3}), torch::ones({3})}), Error);
 }
 
+TEST(Capture, WithShapesOnlyComputesNoProductsUnlessAValueIsNeeded) {
+  auto shapes = [](std::function<Tensor(Tensor)> f) {
+    auto m = std::make_shared<Fn>(std::move(f));
+    CaptureOptions options;
+    options.shapes_only = true;
+    return capture(options, m, torch::eye(4) * 2);
+  };
+  const Tensor x = torch::eye(4) * 3;
+  Tensor seen;
+  auto plain = [&](Tensor y) { return (seen = y.mm(y).t()).relu_() + y; };
+  auto g = shapes(plain);
+  EXPECT_EQ(seen.sum().item<float>(), 0) << "nothing was multiplied";
+  EXPECT_EQ(to_string(g->graph()), to_string(capture_fn(plain)->graph()));
+  EXPECT_TRUE(at::equal(g->forward({x}).toTensor(), plain(x)));
+  EXPECT_EQ(g->graph().find_value("mm")->meta()->requires_grad, true);
+  // 2 * 2 times the identity is not the identity; of zeros there would be no rows at all.
+  auto guard = [](Tensor y) { return at::equal(y.mm(y), y) ? y : -y; };
+  EXPECT_EQ(shapes(guard)->forward({x}).toTensor()[0][0].item<float>(), -3);
+  auto rows = [](Tensor y) { return at::nonzero(y.mm(y)).to(at::kFloat) * y.sum(); };
+  EXPECT_EQ(shapes(rows)->forward({x}).toTensor().sizes(), (at::IntArrayRef{4, 2}));
+  EXPECT_THROW(shapes([](Tensor y) { return y.mm(torch::ones({5, 5})); }), c10::Error);
+}
+
 TEST(Capture, ReadsValuesOfConstantsAlone) {
   std::vector<std::string> notes;
   auto g =

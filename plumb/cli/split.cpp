@@ -7,6 +7,7 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/cut.h"
 #include "plumb/core/error.h"
+#include "plumb/partition/describe_cut.h"
 
 namespace plumb::cli {
 namespace {
@@ -15,13 +16,22 @@ struct Options {
   std::string file, out;
   int stages = 0;
   std::vector<std::string> at;
-  bool json = false;
+  bool json = false, report = false;
 };
 
 void split(const Options& o) {
   const Loaded loaded = load(o.file);
   need_tensors(loaded, o.file);
   const auto pipe = cut(loaded.module(), o.stages, o.at);
+  if (o.report) {
+    std::string text = describe_cut(*pipe).report();
+    for (const std::string& note : pipe->notes()) text += "note: " + note + "\n";
+    write_text(text, "");
+  }
+  if (o.out.empty()) {
+    if (!o.report) throw UsageError("-o is missing", "-o FOLDER for the stages, or --report to look at the cut");
+    return;
+  }
   std::error_code failed;
   std::filesystem::create_directories(o.out, failed);
   if (failed) throw Error(ErrorKind::BadFile, o.out + ": cannot be made: " + failed.message(), "", "give -o a folder");
@@ -70,9 +80,10 @@ void add_split(CLI::App& app) {
   sub->add_option("--at", o->at, "Cut before these modules: --at layers.2,layers.4")
       ->delimiter(',')
       ->allow_extra_args(false);
-  sub->add_option("-o,--out", o->out, "The folder for stage0.pt2, stage1.pt2, ... and manifest.json")->required();
-  sub->add_flag("--json", o->json, "Print the manifest");
-  sub->footer("Example:\n  plumb split model.pt2 --stages 2 -o stages");
+  sub->add_option("-o,--out", o->out, "The folder for stage0.pt2, stage1.pt2, ... and manifest.json");
+  auto* json = sub->add_flag("--json", o->json, "Print the manifest");
+  sub->add_flag("--report", o->report, "Show what each stage costs; without -o nothing is written")->excludes(json);
+  sub->footer("Example:\n  plumb split model.pt2 --stages 4 --report\n  plumb split model.pt2 --stages 2 -o stages");
   sub->callback([o] { split(*o); });
 }
 
