@@ -230,6 +230,14 @@ TEST_F(Command, SplitsIntoStageFilesThatCompose) {
   EXPECT_TRUE(fs::exists(folder() / "three" / "stage2.pt2"));
 }
 
+TEST_F(Command, ReportsACutWithoutWritingIt) {
+  const Ended ended = plumb("split lm.pt2 --stages 2 --report");
+  EXPECT_EQ(ended.code, 0);
+  EXPECT_NE(ended.out.find("slowest stage"), std::string::npos);
+  EXPECT_EQ(plumb("split lm.pt2 --stages 2 --report -o reported").out.find(ended.out), 0u);
+  EXPECT_TRUE(fs::exists(folder() / "reported" / "stage1.pt2"));
+}
+
 // The losses of `plumb train ... --json`, and what it said was saved.
 struct Training {
   std::vector<double> losses;

@@ -7,6 +7,7 @@
 #include "plumb/cli/cut.h"
 #include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
+#include "plumb/partition/describe_cut.h"
 
 namespace plumb::cli {
 namespace {
@@ -15,7 +16,7 @@ struct Options {
   std::string file, out;
   int stages = 0;
   std::vector<std::string> at;
-  bool json = false;
+  bool json = false, report = false;
 };
 
 void split(const Options& o) {
@@ -84,9 +85,10 @@ void add_split(CLI::App& app) {
   sub->add_option("--at", o->at, "Cut before these modules: --at layers.2,layers.4")
       ->delimiter(',')
       ->allow_extra_args(false);
-  sub->add_option("-o,--out", o->out, "The folder for stage0.pt2, stage1.pt2, ... and manifest.json")->required();
-  sub->add_flag("--json", o->json, "Print the manifest");
-  sub->footer("Example:\n  plumb split model.pt2 --stages 2 -o stages");
+  sub->add_option("-o,--out", o->out, "The folder for stage0.pt2, stage1.pt2, ... and manifest.json");
+  auto* json = sub->add_flag("--json", o->json, "Print the manifest");
+  sub->add_flag("--report", o->report, "Show what each stage costs; without -o nothing is written")->excludes(json);
+  sub->footer("Example:\n  plumb split model.pt2 --stages 4 --report\n  plumb split model.pt2 --stages 2 -o stages");
   sub->callback([o] { split(*o); });
 }
 

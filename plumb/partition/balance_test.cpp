@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include "plumb/partition/describe_cut.h"
 #include "plumb/partition/testing.h"
 
 namespace plumb {
@@ -168,6 +169,45 @@ TEST(Balance, HandlesLongGraphs) {
   const Balance b = balance(*c.module, c.cost, options);
   EXPECT_LT(b.slowest(), 3.0 * 2500 * 1.02);
   EXPECT_EQ(pipeline(*c.module, b.options)->num_stages(), 8);
+}
+
+TEST(DescribeCut, SaysOfAChainWhatBalancingSaid) {
+  const Chain c = chain(std::vector<double>(6, 0), {8, 8, 2, 8, 8, 8});
+  const GraphCost cost = estimate_cost(*c.module);
+  BalanceOptions options;
+  options.stages = 3;
+  options.seconds_per_message = 1e-3;
+  const Balance expected = balance(*c.module, cost, options);
+  const Balance found = describe_cut(*pipeline(*c.module, expected.options), options);
+  ASSERT_EQ(found.stages.size(), 3u);
+  for (size_t s = 0; s < 3; ++s) {
+    const BalancedStage &a = found.stages[s], &b = expected.stages[s];
+    EXPECT_EQ(a.first_node, b.first_node);
+    EXPECT_EQ(a.first_op, b.first_op);
+    EXPECT_EQ(a.num_ops, b.num_ops);
+    EXPECT_EQ(a.bytes_in, b.bytes_in);
+    EXPECT_EQ(a.bytes_out, b.bytes_out);
+    EXPECT_EQ(a.memory, b.memory);
+    EXPECT_DOUBLE_EQ(a.forward, b.forward);
+    EXPECT_DOUBLE_EQ(a.communication, b.communication);
+  }
+  EXPECT_EQ(found.report(), expected.report());
+}
+
+TEST(DescribeCut, CountsTiedParametersOnceAStage) {
+  State state;
+  parameter(state, "w", {4, 4});
+  state.add({"v", AttrKind::Parameter, state.get("w").tensor});
+  auto pipe = pipeline(
+      *model(R"(graph { %x: f32[2, 4] = placeholder "x" %w: f32[4, 4] = get_attr "w" %v: f32[4, 4] = get_attr "v"
+    %a: f32[2, 4] = aten::linear(%x, %w) %b: f32[2, 4] = aten::linear(%a, %v) plumb::pipe_split() %c: f32[2, 4] = aten::linear(%b, %w)
+    %d: f32[2, 4] = aten::mul.Tensor(%a, %c) output(%d) })",
+             state));
+  const Balance found = describe_cut(*pipe);
+  EXPECT_EQ(found.stages[0].parameter_bytes, 64);
+  EXPECT_EQ(found.stages[1].parameter_bytes, 64) << "a copy of its own";
+  EXPECT_EQ(found.stages[1].bytes_in, 64) << "%a and %b";
+  EXPECT_EQ(found.stages[0].bytes_out, 64);
 }
 
 }  // namespace
