@@ -99,7 +99,7 @@ class Command : public testing::Test {
   }
   static Ended shell(const std::string& command) {
     Ended run;
-    const int status = std::system(("cd " + folder().string() + " && " + command + " > .out 2> .err").c_str());
+    const int status = std::system(("cd " + folder().string() + " && { " + command + "; } > .out 2> .err").c_str());
     run.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     run.out = read(folder() / ".out");
     run.err = read(folder() / ".err");
@@ -232,7 +232,7 @@ TEST_F(Command, SplitsIntoStageFilesThatCompose) {
 
 TEST_F(Command, ReportsACutWithoutWritingIt) {
   const Ended ended = plumb("split lm.pt2 --stages 2 --report");
-  EXPECT_EQ(ended.code, 0);
+  EXPECT_EQ(ended.code, 0) << ended.err;
   EXPECT_NE(ended.out.find("slowest stage"), std::string::npos);
   EXPECT_EQ(plumb("split lm.pt2 --stages 2 --report -o reported").out.find(ended.out), 0u);
   EXPECT_TRUE(fs::exists(folder() / "reported" / "stage1.pt2"));

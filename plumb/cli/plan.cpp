@@ -15,6 +15,7 @@
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/stage_costs.h"
 #include "plumb/schedule/compare.h"
+#include "plumb/schedule/generators.h"
 #include "plumb/schedule/render.h"
 
 namespace plumb::cli {
@@ -116,6 +117,13 @@ void plan(const Options& o) {
   options.memory_limit = memory_of(o.memory);
   options.stages_per_rank = o.stages_per_rank;
   options.names = o.names;
+  if (o.names.empty()) {
+    // Two-way tables take every parameter twice and have another order of summation: only if they are asked for.
+    for (const std::string& name : schedule_names()) {
+      if (!schedule_traits(name).two_way) options.names.push_back(name);
+    }
+    options.names.push_back("Searched");
+  }
   CostsOf costs = [&](int stages) { return given_costs(o, stages); };
   if (measured) {
     at::set_num_threads(o.threads);
@@ -185,7 +193,8 @@ void add_plan(CLI::App& app) {
   sub->add_option("--stages-per-rank", o->stages_per_rank, "Tried for interleaved schedules: 2,4")
       ->delimiter(',')
       ->check(CLI::PositiveNumber);
-  sub->add_option("--schedules", o->names, "Only these: 1F1B,ZBVZeroBubble (default: all, and a searched one)")
+  sub->add_option("--schedules", o->names,
+                  "Only these: 1F1B,ZBVZeroBubble (default: all but DualPipe, and a searched one)")
       ->delimiter(',');
   sub->add_option("--take", o->take, "Take this one, not the quickest");
   sub->add_flag("--estimate", o->estimate, "Do not run the stages: costs from shapes");

@@ -23,6 +23,9 @@ void split(const Options& o) {
   if (o.stages == 1 && !o.at.empty()) {
     throw UsageError("--at: one stage has no cuts", "--stages " + std::to_string(o.at.size() + 1));
   }
+  if (o.out.empty() && !o.report) {
+    throw UsageError("-o is missing", "-o FOLDER for the stages, or --report to look at the cut");
+  }
   std::error_code failed;
   if (std::filesystem::exists(o.out, failed) && !std::filesystem::is_directory(o.out, failed)) {
     throw Error(ErrorKind::BadFile, "-o " + o.out + ": is a file", "", "give -o a folder");
@@ -32,6 +35,13 @@ void split(const Options& o) {
   const Loaded loaded = load_with_tensors(o.file);
   progress.next("cutting " + o.file);
   const auto pipe = cut(loaded.module(), o.stages, o.at, "--stages " + std::to_string(o.stages));
+  if (o.report) {
+    progress.finish();
+    std::string text = describe_cut(*pipe).report();
+    for (const std::string& note : pipe->notes()) text += "note: " + note + "\n";
+    write_text(text, "");
+  }
+  if (o.out.empty()) return;
   std::filesystem::create_directories(o.out, failed);
   const std::filesystem::path folder = o.out, manifest_file = folder / "manifest.json";
   if (failed) {

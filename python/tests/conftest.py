@@ -2,4 +2,6 @@ import os
 import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Norms sum their weights' gradients by thread: equal bits over processes need the same number of threads in each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, os.path.dirname(__file__))
