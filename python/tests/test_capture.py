@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from plumb._capture import capture_engine
 from torch import nn
 
 import plumb
