@@ -134,7 +134,7 @@ int Transport::State::last_waited_for(int peer) const {
   const auto& store = group.state().store;
   int rank = peer;
   try {
-    for (int k = 0; store && k < group.size() && store->check({late_key(rank)}); k++) {
+    for (int k = 0; store && !store_lost && k < group.size() && store->check({late_key(rank)}); k++) {
       const auto bytes = store->get(late_key(rank));
       rank = std::atoi(std::string(bytes.begin(), bytes.end()).c_str());
     }
@@ -146,7 +146,7 @@ int Transport::State::last_waited_for(int peer) const {
 
 void Transport::State::raise_lost(int peer, const std::string& waiting, const std::exception& e) {
   const std::string text = what_gloo_says(e);
-  const bool late = text.find("imed out") != std::string::npos;
+  bool late = text.find("imed out") != std::string::npos;
   Cause cause;
   const auto& env = group.state().env;
   if (late) store_late(peer);
@@ -160,7 +160,9 @@ void Transport::State::raise_lost(int peer, const std::string& waiting, const st
     if (!found) std::this_thread::sleep_for(milliseconds(10));
   }
   if (!found) {
-    cause.rank = late ? last_waited_for(peer) : peer;
+    cause.rank = last_waited_for(peer);
+    // A wait that times out closes all of that rank's connections: the peer is gone because it waited for another.
+    late |= cause.rank != peer;
     cause.text =
         late ? "no answer within " + std::to_string(group.timeout().count()) + " ms" : "it is gone (" + text + ")";
   }
