@@ -26,12 +26,18 @@ sys.path.insert(0, str(ROOT / "python" / "tests"))
 NODES = 1000
 
 
-def load_cases() -> ctypes.CDLL:
+def load_library(name: str) -> ctypes.CDLL:
+    """NAME.cpp of this folder, built; with the count of allocations that each of them has."""
     build = Path(os.environ.get("PLUMB_BUILD", "build"))
-    cases = ctypes.CDLL(str((build if build.is_absolute() else ROOT / build) / "benchmarks" / "libexecution_cases.so"))
+    library = ctypes.CDLL(str((build if build.is_absolute() else ROOT / build) / "benchmarks" / f"lib{name}.so"))
+    library.peak_of_allocations.restype = ctypes.c_int64
+    return library
+
+
+def load_cases() -> ctypes.CDLL:
+    cases = load_library("execution_cases")
     cases.eager_chain.restype = ctypes.c_double
     cases.eager_chain.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
-    cases.peak_of_allocations.restype = ctypes.c_int64
     cases.graph_work.restype = ctypes.c_int64
     cases.graph_work.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64]
     return cases

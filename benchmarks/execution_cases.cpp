@@ -2,43 +2,18 @@
 // the graph's own work on large graphs. A library that the script loads, so that all is measured in turn in one
 // process.
 #include <ATen/ATen.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/profiler.h>
 
 #include <algorithm>
 #include <cstdio>
-#include <ctime>
 #include <functional>
 #include <string>
 
+#include "benchmarks/measure.h"
 #include "plumb/graph/graph_module.h"
 #include "plumb/graph/pass.h"
 
 namespace {
-
-// This thread's processor time: other processes' turns do not count.
-double thread_seconds() {
-  timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return double(now.tv_sec) + double(now.tv_nsec) * 1e-9;
-}
-
-// Counts what the CPU allocator hands out and takes back, on this thread (a CPU backward runs on its caller's).
-class Allocations : public c10::MemoryReportingInfoBase {
- public:
-  void reportMemoryUsage(void*, int64_t size, size_t, size_t, c10::Device) override {
-    live_ += size;
-    peak_ = std::max(peak_, live_);
-  }
-  void reportOutOfMemory(int64_t, size_t, size_t, c10::Device) override {}
-  bool memoryProfilingEnabled() const override { return true; }
-  int64_t peak() const { return peak_; }
-
- private:
-  int64_t live_ = 0, peak_ = 0;
-};
-
-std::shared_ptr<Allocations> counting;
 
 plumb::TensorMeta f32(std::vector<int64_t> sizes) {
   plumb::TensorMeta meta;
@@ -102,17 +77,6 @@ double eager_chain(int64_t nodes, int64_t rounds, int mode) {
     start.mutable_grad() = at::Tensor();
   }
   return best / double(nodes);
-}
-
-void count_allocations() {
-  counting = std::make_shared<Allocations>();
-  c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::PROFILER_STATE, counting);
-}
-
-// Bytes at the highest point since count_allocations().
-int64_t peak_of_allocations() {
-  c10::ThreadLocalDebugInfo::_pop(c10::DebugInfoKind::PROFILER_STATE);
-  return counting->peak();
 }
 
 // "what seconds\n" for everything that is done with a graph of about so many nodes, best of `rounds`. Returns the

@@ -11,12 +11,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "benchmarks/measure.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/metrics.h"
 #include "plumb/numerics/quantise.h"
@@ -67,13 +67,6 @@ std::vector<Case> cases(Data& d) {
   auto codes = plumb::encode(d.x, nearest);
   all.push_back({"decode", "clone", [codes, nearest] { benchmark::DoNotOptimize(plumb::decode(codes, nearest)); }});
   return all;
-}
-
-// This thread's processor time, the kernel's work for it (page faults) included: other processes' turns do not count.
-double thread_seconds() {
-  timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return double(now.tv_sec) + double(now.tv_nsec) * 1e-9;
 }
 
 int ratios(int rounds) {

@@ -15,18 +15,17 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any, Callable
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from execution_bench import load_library, table, verdict  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torch.distributed.pipelining import schedules as torch_schedules  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent.parent
 WIDTH, HEADS, SEQUENCE, VOCABULARY, LAYERS, MICROBATCHES, ROWS = 256, 4, 128, 512, 8, 8, 4
 TORCH = {  # plumb's name -> torch's class
     "GPipe": "ScheduleGPipe",
@@ -41,26 +40,12 @@ ONLY_PLUMB = ["ZBH1", "ZBH2", "VHalf", "VMin"]
 
 
 def load_cases() -> ctypes.CDLL:
-    build = Path(os.environ.get("PLUMB_BUILD", "build"))
-    cases = ctypes.CDLL(str((build if build.is_absolute() else ROOT / build) / "benchmarks" / "libpipeline_cases.so"))
+    cases = load_library("pipeline_cases")
     numbers = ctypes.POINTER(ctypes.c_double)
     cases.stage_backward_halves.argtypes = [ctypes.c_int64] * 6 + [numbers]
     cases.action_cost.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, numbers]
     cases.train_gpt.argtypes = [ctypes.c_char_p] + [ctypes.c_int64] * 8 + [numbers]
-    cases.peak_of_allocations.restype = ctypes.c_int64
     return cases
-
-
-def table(head: list[str], rows: list[list[str]]) -> None:
-    print("\n| " + " | ".join(head) + " |")
-    print("|---" + "|---:" * (len(head) - 1) + "|")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-    sys.stdout.flush()
-
-
-def verdict(value: float, bar: float, unit: str = "") -> str:
-    return f"<= {bar:g}{unit}: {'met' if value <= bar else '**missed**'}"
 
 
 # --- what each process does ---

@@ -1,17 +1,16 @@
 // What pipeline_bench.py measures: the two halves of a stage's backward, the runtime's own cost, and a GPT trained over
 // processes. A library that the script's processes load, so that torch's own pipelining is measured in the same run.
 #include <ATen/ATen.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/profiler.h>
 #include <torch/optim/adamw.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <ctime>
 #include <functional>
 #include <string>
 
+#include "benchmarks/measure.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/pipeline/stage_backward.h"
 #include "plumb/schedule/generators.h"
@@ -21,32 +20,9 @@ namespace {
 
 using plumb::Tensors;
 
-// This thread's processor time: other processes' turns do not count, and a CPU backward runs on its caller's thread.
-double thread_seconds() {
-  timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return double(now.tv_sec) + double(now.tv_nsec) * 1e-9;
-}
-
 double wall_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-class Allocations : public c10::MemoryReportingInfoBase {
- public:
-  void reportMemoryUsage(void*, int64_t size, size_t, size_t, c10::Device) override {
-    live_ += size;
-    peak_ = std::max(peak_, live_);
-  }
-  void reportOutOfMemory(int64_t, size_t, size_t, c10::Device) override {}
-  bool memoryProfilingEnabled() const override { return true; }
-  int64_t peak() const { return peak_; }
-
- private:
-  int64_t live_ = 0, peak_ = 0;
-};
-
-std::shared_ptr<Allocations> counting;
 
 struct Shape {
   int64_t width, heads, sequence, vocabulary, layers;
@@ -223,17 +199,6 @@ int action_cost(const char* schedule, int64_t microbatches, int64_t steps, doubl
 } catch (const std::exception& e) {
   complain(e);
   return 1;
-}
-
-void count_allocations() {
-  counting = std::make_shared<Allocations>();
-  c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::PROFILER_STATE, counting);
-}
-
-// Bytes at the highest point since count_allocations().
-int64_t peak_of_allocations() {
-  c10::ThreadLocalDebugInfo::_pop(c10::DebugInfoKind::PROFILER_STATE);
-  return counting->peak();
 }
 
 // Trains a GPT in the environment's group. One step with allocations counted, then `steps` that are timed; the time

@@ -1,0 +1,19 @@
+// What benchmarks measure with, compiled into each of them.
+#pragma once
+
+#include <cstdint>
+
+// This thread's processor time in seconds, the kernel's work for it (page faults) included: other processes' turns do
+// not count.
+double thread_seconds();
+
+// Also called from Python, hence C.
+extern "C" {
+
+// From here on what the CPU allocator hands out and takes back on this thread is counted (a CPU backward runs on its
+// caller's).
+void count_allocations();
+
+// Bytes at the highest point since count_allocations(), which ends the count.
+int64_t peak_of_allocations();
+}
