@@ -18,7 +18,7 @@ from typing import Any, Callable
 
 import torch
 from execution_bench import load_cases, table, timed, verdict
-from plumb.transforms._apply import Pass, apply_pass
+from plumb.transforms._apply import Captured, Pass, apply_pass
 from torch import nn
 
 import plumb
@@ -93,8 +93,8 @@ def variants() -> dict[str, tuple[Callable[[nn.Module], nn.Module], float | None
 
 
 def _optimised(model: nn.Module) -> nn.Module:
-    def run(engine: Any) -> dict:
-        engine.run_pass("optimise")
+    def run(_: nn.Module, captured: Captured) -> dict:
+        captured.engine.run_pass("optimise")
         return {"pass": "optimise", "entries": []}
 
     return apply_pass(model, Pass("optimise", run))
