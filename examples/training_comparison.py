@@ -29,6 +29,10 @@ RUNS = {
     "FP16": (False, "fp16-RN", "fp16-RN"),
     "FP8 nearest": (False, "e4m3fn-RN", "e5m2-RN"),
     "FP8 stochastic": (False, "e4m3fn-SR", "e5m2-SR"),
+    "MXFP8 nearest": (False, "mxfp8e4m3-RN", "mxfp8e5m2-RN"),
+    "MXFP8 stochastic": (False, "mxfp8e4m3-SR", "mxfp8e5m2-SR"),
+    "MXFP4 nearest": (False, "mxfp4-RN", "mxfp4-RN"),
+    "MXFP4 stochastic": (False, "mxfp4-SR", "mxfp4-SR"),
     "unit-scaled FP32": (True, None, None),
     "unit-scaled FP8 nearest": (True, "e4m3fn-RN", "e5m2-RN"),
     "unit-scaled FP8 stochastic": (True, "e4m3fn-SR", "e5m2-SR"),
@@ -41,7 +45,7 @@ RATES = {
 }
 STEPS = {"gpt": 160, "convnet": 250}
 BATCHES = {"gpt": [4, 16, 64], "convnet": [16, 64, 256]}
-COLOURS = ["C7", "C0", "C1", "C1", "C4", "C2", "C2"]
+COLOURS = ["C7", "C0", "C1", "C1", "C3", "C3", "C5", "C5", "C4", "C2", "C2"]
 LENGTH, WIDTH, LAYERS, HEADS = 48, 64, 2, 2
 
 
@@ -196,15 +200,18 @@ def picture(results: dict, model: str, batch: int, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    highest = 0.0
     for i, run in enumerate(RUNS):
         rates = tried(results, model, run, batch)
         if not rates:
             continue
         rate = min(rates, key=lambda r: rates[r])
         losses = results[key(model, run, rate, batch)]
+        highest = max(highest, losses[0])
         smooth = [np.mean(losses[max(0, j - 9) : j + 1]) for j in range(len(losses))]
         axes.plot(smooth, label=f"{run}, rate {rate:g}", color=COLOURS[i], ls="--" if "stoch" in run else "-", lw=1.5)
     axes.set(xlabel="step", ylabel="loss in nats (mean of 10 steps)", title=f"{model}, batch {batch}")
+    axes.set_ylim(top=1.05 * highest)  # what diverges leaves the picture
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, metadata={"Date": None})
