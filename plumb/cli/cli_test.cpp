@@ -367,6 +367,8 @@ TEST_F(Command, WrongTrainingNamesTheOption) {
   }
   wrong("train lm.pt2 --data tokens.bin --stages 900", "--stages 900");
   wrong("train mlp.pt2 --data rows.pt --loss mse", "--targets");
+  wrong("train mlp.pt2 --data rows.pt --targets rows.pt --loss mse", "--targets rows.pt");
+  wrong("train mlp.pt2 --data rows.pt --targets targets.pt --loss cross_entropy", "--targets targets.pt");
   wrong("train lm.pt2 --data tokens.bin --stages 2 --at layers.0,layers.1", "--stages");
   wrong("train lm.pt2 --data tokens.bin --at layers.1", "--at");
   wrong("train lm.pt2 --data tokens.bin --steps 0", "--steps");

@@ -29,6 +29,28 @@ void check_memory(int64_t batch, double bytes_of_row) {
                    "a smaller --batch, or fewer --microbatches");
 }
 
+// Targets that the loss could not be taken of, before the first step.
+void check_targets(const TrainOptions& o, const GraphModule& module, const at::Tensor& targets) {
+  const auto outputs = module.graph().output_node()->args();
+  if (outputs.empty() || !outputs[0].is_value() || !outputs[0].value()->meta()) return;
+  const TensorMeta& meta = *outputs[0].value()->meta();
+  const bool mse = o.loss == "mse";
+  std::string wanted = mse ? "float" : "i64";
+  std::vector<int64_t> sizes(meta.sizes.begin(), meta.sizes.end() - (mse || meta.sizes.empty() ? 0 : 1));
+  bool fits = targets.dim() == static_cast<int64_t>(sizes.size()) &&
+              (mse ? targets.is_floating_point() : targets.scalar_type() == at::kLong);
+  std::string shape;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    shape += (d == 0 ? "rows" : ", " + (is_dynamic(meta, d) ? meta.symbols[d] : std::to_string(sizes[d])));
+    if (d > 0 && !is_dynamic(meta, d))
+      fits = fits && d < static_cast<size_t>(targets.dim()) && targets.size(d) == sizes[d];
+  }
+  if (fits) return;
+  throw UsageError("--targets " + o.targets + ": is " + type_text(targets) + ", --loss " + o.loss + " needs " + wanted +
+                       "[" + shape + "] for the model's first output",
+                   "targets of that type and shape, or another --loss");
+}
+
 class TokenWindows : public Samples {
  public:
   TokenWindows(const TrainOptions& o, const GraphModule& module, int64_t batch)
@@ -86,6 +108,7 @@ class Rows : public Samples {
       if (!targets.isTensor())
         throw UsageError("--targets " + o.targets + ": is not one tensor", "one tensor, a row a sample");
       targets_.push_back(targets.toTensor());
+      check_targets(o, module, targets_[0]);
     }
     std::vector<at::Tensor> all = inputs_;
     all.insert(all.end(), targets_.begin(), targets_.end());

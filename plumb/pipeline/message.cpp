@@ -105,10 +105,10 @@ void write_message(char* to, Prologue prologue, const std::vector<MessageValue>&
     if (!v.tensor.defined()) continue;
     const auto& t = v.tensor;
     const auto strides = wire_strides(t);
-    std::memcpy(table, t.sizes().data(), t.dim() * sizeof(std::int64_t));
-    table += t.dim() * sizeof(std::int64_t);
-    std::memcpy(table, strides.data(), t.dim() * sizeof(std::int64_t));
-    table += t.dim() * sizeof(std::int64_t);
+    for (const at::IntArrayRef numbers : {t.sizes(), at::IntArrayRef(strides)}) {
+      if (!numbers.empty()) std::memcpy(table, numbers.data(), numbers.size() * sizeof(std::int64_t));
+      table += numbers.size() * sizeof(std::int64_t);
+    }
     if (t.is_cpu() && t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg()) {
       if (t.nbytes() > 0) std::memcpy(data, t.const_data_ptr(), t.nbytes());
     } else if (t.numel() > 0) {
@@ -144,9 +144,10 @@ std::vector<MessageValue> read_values(const at::Tensor& buffer, std::int64_t byt
     if (at + n * 16 > end) raise_malformed("its table of values is cut off");
     s.sizes.resize(n);
     s.strides.resize(n);
-    std::memcpy(s.sizes.data(), base + at, n * 8);
-    std::memcpy(s.strides.data(), base + at + n * 8, n * 8);
-    at += n * 16;
+    for (auto* numbers : {&s.sizes, &s.strides}) {
+      if (n > 0) std::memcpy(numbers->data(), base + at, n * sizeof(std::int64_t));
+      at += n * static_cast<std::int64_t>(sizeof(std::int64_t));
+    }
     // Dense by construction, so the element count bounds the memory; checked against overflow all the same.
     std::int64_t numel = 1, furthest = 0;
     for (std::int64_t i = 0; i < n; i++) {

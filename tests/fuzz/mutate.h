@@ -153,7 +153,7 @@ inline std::string make_zip(const std::vector<std::pair<std::string, std::string
                             uint32_t (*crc32)(const void*, uint64_t, uint32_t)) {
   std::string zip, directory;
   auto put = [](std::string& to, uint64_t v, int bytes) {
-    for (int i = 0; i < bytes; ++i) to += static_cast<char>(v >> (8 * i));
+    for (int i = 0; i < bytes; ++i) to += static_cast<char>(i < 8 ? v >> (8 * i) : 0);
   };
   for (const auto& [name, data] : entries) {
     const size_t offset = zip.size();
