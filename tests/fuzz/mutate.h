@@ -115,7 +115,8 @@ inline void mutate_json(nlohmann::json& root, Random& random) {
         for (char& c : text) c = static_cast<char>(c & 0x7F);
         victim = text;
       } else if (victim.is_number_integer()) {
-        victim = victim.get<int64_t>() + static_cast<int64_t>(below(random, 5)) - 2;
+        // Unsigned: past the ends it wraps, which is one more thing to be read.
+        victim = static_cast<int64_t>(victim.get<uint64_t>() + below(random, 5) - 2);
       }
       break;
     default:
