@@ -23,7 +23,7 @@ NOTES = """
 - softmax: unit-scaling's rule counts the mean, which a flat distribution is mostly made of: below mult 2 the standard deviation
   alone is smaller.
 - attention has one factor for its output and all gradients; query and key see it through logits over the head size, here
-  64 ** -0.5 of the value's gradient.
+  64 ** -0.5 of the value's gradient. Where 4 heads share a key and a value the gradients of these are sums of 4: twice as large.
 - relu, sigmoid and max pooling have a mean; the standard deviation is 1.
 - residual: split and add with tau 0.5 and the identity as branch. Both carry the same values, so they add up coherently:
   (1 + tau) / sqrt(1 + tau²) = 1.342.
@@ -103,6 +103,9 @@ def cases():
             yield f"attention, {length} positions{', causal' if causal else ''}", lambda c=causal, t=length: (
                 lambda q, k, v: U.scaled_dot_product_attention(q, k, v, is_causal=c), {name: n(4, 4, t, 64) for name in "qkv"},
             ), {"q": 0.125, "k": 0.125}  # fmt: skip
+    yield "attention, 64 positions, 8 heads share 2", lambda: (
+        lambda q, k, v: U.scaled_dot_product_attention(q, k, v, enable_gqa=True), {"q": n(4, 8, 64, 64), "k": n(4, 2, 64, 64), "v": n(4, 2, 64, 64)},
+    ), {"q": 0.125, "k": 0.25, "v": 2}  # fmt: skip
     for d, size in ((1, 64), (2, 32), (3, 12)):
         for kind in ("avg", "max"):
             f = getattr(U, f"{kind}_pool{d}d", None)

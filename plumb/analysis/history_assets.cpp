@@ -132,7 +132,7 @@ for (const figure of all(".history-view")) {
     const found = [];
     for (let i = 0; i < N; ++i) if (words.every(w => texts[i].includes(w)) && (!lossy.checked || loses(i))) found.push([get(i), i]);
     const sign = down ? -1 : 1;
-    found.sort(([a, i], [b, k]) => typeof a === "string" ? sign * a.localeCompare(b, undefined, {numeric: true}) || i - k
+    found.sort(([a, i], [b, k]) => typeof a === "string" ? sign * names.compare(a, b) || i - k
       : isNaN(a) || isNaN(b) ? isNaN(a) - isNaN(b) || i - k : sign * (a - b) || i - k);
     order = found.map(f => f[1]);
     space.style.height = order.length * rowHeight + "px";

@@ -237,5 +237,25 @@ print(width, height, len(colours))
   EXPECT_GT(colours, 400);
 }
 
+TEST_F(Browser, ATableOfThousandsOfRowsSortsAllAndShowsTheFirst) {
+  Table table{{"name", "number"}, {}};
+  for (int i = 0; i < 2500; ++i) table.rows.push_back({"layer." + std::to_string(i), std::to_string(i * 7919 % 2500)});
+  std::string page = HtmlReport("Table").add(table).html();
+  page.insert(page.rfind("</body>"), R"(<script>
+const out = document.body.dataset, rows = () => document.querySelector("tbody").rows;
+const heads = document.querySelectorAll("th button"), more = document.querySelector("button.more");
+out.first = rows().length; out.more = more.textContent;
+heads[1].click(); out.least = rows()[0].cells[0].textContent;
+heads[1].click(); out.largest = rows()[0].cells[1].textContent; out.still = rows().length;
+heads[0].click(); out.third = rows()[2].cells[0].textContent;
+more.click(); out.all = rows().length; out.last = rows()[2499].cells[0].textContent;
+</script>)");
+  const std::string body = body_tag(open(page, "--dump-dom"));
+  EXPECT_THAT(body, Not(HasSubstr("data-error")));
+  EXPECT_THAT(body, HasSubstr("data-first=\"200\" data-more=\"all 2500 rows\" data-least=\"layer.0\""));
+  EXPECT_THAT(body, HasSubstr("data-largest=\"2499\" data-still=\"200\" data-third=\"layer.2\""));
+  EXPECT_THAT(body, HasSubstr("data-all=\"2500\" data-last=\"layer.2499\""));
+}
+
 }  // namespace
 }  // namespace plumb

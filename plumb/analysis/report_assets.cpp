@@ -51,6 +51,7 @@ th button { all:unset; box-sizing:border-box; width:100%; cursor:pointer; paddin
 th button:focus-visible { outline:2px solid var(--accent); }
 th button::after { content:"\2195"; opacity:.3; padding-left:6px; font-size:11px; }
 th[aria-sort=ascending] button::after { content:"\2191"; opacity:1; }
+button.more { font:inherit; padding:5px 12px; border:1px solid var(--line); border-radius:7px; background:var(--soft); color:var(--text); cursor:pointer; }
 th[aria-sort=descending] button::after { content:"\2193"; opacity:1; }
 .number { text-align:right; }
 td:empty::after { content:"\00a0"; }
@@ -139,24 +140,38 @@ document.getElementById("theme").onclick = () => {
   root.dataset.theme = dark ? "light" : "dark";
 };
 
-// Tables: a click sorts, a second one the other way round.
+// Tables: a click sorts, a second one the other way round. Of a long one only the first rows are laid out until all are
+// asked for: laying out thousands takes seconds.
+const names = new Intl.Collator(undefined, {numeric: true});
+const MOST = 200;
 for (const table of all("table")) {
-  const body = table.tBodies[0];
+  const body = table.tBodies[0], rows = [...body.rows];
+  let more = null;
+  const lay = () => body.replaceChildren(...(more ? rows.slice(0, MOST) : rows));
+  if (rows.length > MOST + 50) {
+    more = html("button", `all ${rows.length} rows`, null);
+    more.type = "button";
+    more.className = "more";
+    more.onclick = () => { more.remove(); more = null; lay(); };
+    table.after(more);
+    lay();
+  }
   all("th", table).forEach((head, column) => {
     head.firstChild.onclick = () => {
       const down = head.getAttribute("aria-sort") === "ascending";
       all("th", table).forEach(other => other.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", down ? "descending" : "ascending");
       const numeric = head.classList.contains("number");
-      const key = row => {
+      const keys = new Map(rows.map(row => {
         const text = row.cells[column].textContent.trim();
-        return numeric ? parseFloat(text) : text;
-      };
-      const rows = [...body.rows].map(row => [key(row), row]);
+        return [row, numeric ? parseFloat(text) : text];
+      }));
       // What is no number goes last either way.
-      rows.sort(([a], [b]) => numeric ? (isNaN(a) || isNaN(b) ? isNaN(a) - isNaN(b) : down ? b - a : a - b)
-        : (down ? -1 : 1) * a.localeCompare(b, undefined, {numeric: true}));
-      body.append(...rows.map(([, row]) => row));
+      rows.sort((one, other) => {
+        const a = keys.get(one), b = keys.get(other);
+        return numeric ? (isNaN(a) || isNaN(b) ? isNaN(a) - isNaN(b) : down ? b - a : a - b) : (down ? -1 : 1) * names.compare(a, b);
+      });
+      lay();
     };
   });
 }

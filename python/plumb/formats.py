@@ -1,7 +1,8 @@
 """Number formats that tensors can be rounded to.
 
 ``FPFormat(4, 3)`` is of the family in which every code is a finite number: E4M3 reaches 240. The hardware's formats have
-names: ``FPFormat.named("e4m3fn", rounding="nearest")``. Rounding is done by ``torch.ops.plumb.quantise`` and
+names: ``FPFormat.named("e4m3fn", rounding="nearest")``. In the MX formats (``mxfp8``, ``mxfp8e5m2``, ``mxfp6``,
+``mxfp6e3m2``, ``mxfp4``) and in ``nvfp4`` neighbours along one dimension share a scale. Rounding is done by ``torch.ops.plumb.quantise`` and
 ``torch.ops.plumb.simulate_format``, on tensors of float32, float64, float16 and bfloat16.
 """
 
@@ -51,7 +52,8 @@ class FPFormat:
 
     @classmethod
     def named(cls, name: str, rounding: str = "stochastic", srbits: int = 0) -> FPFormat:
-        """A standard format: ``e4m3fn`` (max 448), ``e5m2``, ``fp16``, ``bf16``, ... or ``E4M3`` of the plain family."""
+        """A standard format: ``e4m3fn`` (max 448), ``e5m2``, ``fp16``, ``bf16``, ``mxfp8``, ``nvfp4``, ... or ``E4M3`` of
+        the plain family."""
         facts = _C.parse_format(name)
         plain = facts["name"].startswith("E")
         return cls(facts["exponent_bits"], facts["mantissa_bits"], rounding, srbits, "" if plain else facts["name"])
@@ -69,7 +71,7 @@ class FPFormat:
 
     @property
     def bits(self) -> int:
-        """How many bits one value takes."""
+        """How many bits one value takes, without a share in its block's scale."""
         return self._facts["bits"]
 
     @property
@@ -91,19 +93,20 @@ class FPFormat:
         kind = {"stochastic": "SR", "nearest": "RN", "toward_zero": "RZ"}[self.rounding]
         return f"{self._facts['name']}-{kind}"
 
-    def quantise(self, x: Tensor, seed: Optional[int] = None) -> Tensor:
+    def quantise(self, x: Tensor, seed: Optional[int] = None, dim: int = -1) -> Tensor:
         """`x` rounded to the format's values, in a tensor of its own dtype, outside of autograd.
 
-        seed: of the random bits; without one they come from torch's generator."""
-        return ops.quantise(x.detach(), self.spec, seed=seed)
+        seed: of the random bits; without one they come from torch's generator. dim: along which blocks share a scale,
+        where they do."""
+        return ops.quantise(x.detach(), self.spec, seed=seed, dim=dim)
 
-    def quantise_fwd(self, x: Tensor) -> Tensor:
+    def quantise_fwd(self, x: Tensor, dim: int = -1) -> Tensor:
         """`x` rounded; the gradient passes unchanged."""
-        return ops.quantise(x, self.spec)
+        return ops.quantise(x, self.spec, dim=dim)
 
-    def quantise_bwd(self, x: Tensor) -> Tensor:
+    def quantise_bwd(self, x: Tensor, dim: int = -1) -> Tensor:
         """`x` unchanged; its gradient is rounded."""
-        return ops.simulate_format(x, "none", self.spec)
+        return ops.simulate_format(x, "none", self.spec, dim=dim)
 
 
 def format_to_tuple(format: FPFormat) -> Tuple[int, int]:

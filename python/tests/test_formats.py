@@ -1,5 +1,7 @@
 """plumb.formats, plumb.analysis and plumb.utils."""
 
+import math
+
 import matplotlib
 import pytest
 import torch
@@ -73,6 +75,109 @@ def test_simulate_format_honours_rounding_and_random_bits():
     assert "SR2" in entries[2] and "SR2" not in entries[0]
     with pytest.raises(TypeError):
         simulate_format(model, 8, "none")
+
+
+# --- formats with shared scales, against OCP Microscaling Formats 1.0 value by value
+
+# exponent bits, mantissa bits, codes that are no numbers, exponent of the largest value (tables 2 to 5 of the specification)
+ELEMENTS = {
+    "mxfp8e4m3": (4, 3, {0x7F}, 8),
+    "mxfp8e5m2": (5, 2, {0x7C, 0x7D, 0x7E, 0x7F}, 15),
+    "mxfp6e2m3": (2, 3, set(), 2),
+    "mxfp6e3m2": (3, 2, set(), 4),
+    "mxfp4": (2, 1, set(), 2),
+}
+
+
+def element_values(name):
+    """Magnitudes, by code."""
+    exponent_bits, mantissa_bits, excluded, _ = ELEMENTS[name]
+    bias = 2 ** (exponent_bits - 1) - 1
+    out = []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        exponent, mantissa = code >> mantissa_bits, (code & (2**mantissa_bits - 1)) / 2**mantissa_bits
+        if code not in excluded:
+            out.append(math.ldexp(mantissa, 1 - bias) if exponent == 0 else math.ldexp(1 + mantissa, exponent - bias))
+    return out
+
+
+def nearest(x, values):
+    """Ties go to the even code; beyond the last is the last."""
+    code = min(range(len(values)), key=lambda c: (abs(values[c] - x), c % 2)) if x < values[-1] else len(values) - 1
+    return values[code]
+
+
+def by_specification(row, name, largest):
+    values, out = element_values(name), []
+    for start in range(0, len(row), 32):
+        block = row[start : start + 32]
+        most = max((min(abs(x), largest) for x in block if not math.isnan(x)), default=0.0)
+        exponent = -127 if most == 0 else min(127, max(-127, math.frexp(most)[1] - 1 - ELEMENTS[name][3]))
+        for x in block:
+            y = x if math.isnan(x) else math.ldexp(nearest(math.ldexp(abs(x), -exponent), values), exponent)
+            out.append(math.copysign(y, x))
+    return out
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_code_of_a_shared_scale_and_the_ties_between_them(name):
+    format, values = FPFormat.named(name, "nearest"), element_values(name)
+    between = [(a + b) / 2 for a, b in zip(values, values[1:])]
+    near = [t * (1 + s * 2**-20) for t in between for s in (-1, 1)]
+    for exponent in (-100, -3, 0, 60):
+        for sign in (1, -1):
+            x = torch.tensor([sign * v for v in values + between + near], dtype=torch.float64) * 2.0**exponent
+            rows = torch.stack([x, torch.full_like(x, values[-1] * 2.0**exponent)], 1)  # its neighbour fixes the scale
+            expected = torch.tensor([by_specification(r, name, 1e300) for r in rows.tolist()], dtype=torch.float64)
+            assert torch.equal(format.quantise(rows.float()).double(), expected)
+            codes = expected[: len(values), 0]
+            assert torch.equal(codes, x[: len(values)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_blocks_of_any_length_dimension_and_content(name, dtype):
+    torch.manual_seed(2)
+    format = FPFormat.named(name, "nearest")
+    largest = float(torch.finfo(dtype).max)
+    for length in (1, 31, 32, 33, 70):
+        x = torch.randn(12, length, dtype=torch.float64) * torch.logspace(-3, 3, 12, dtype=torch.float64)[:, None]
+        x[3] = 0
+        x[4, :] = -0.0
+        x[5, length // 2], x[6, 0], x[7, -1] = math.nan, math.inf, -math.inf
+        x[8] = math.nan
+        x[9, 0] = 1e-7
+        x = x.to(dtype)
+        expected = torch.tensor([by_specification(r, name, largest) for r in x.tolist()], dtype=torch.float64).to(dtype)
+        y = format.quantise(x)
+        assert y.dtype == dtype and torch.equal(torch.nan_to_num(y, nan=123.0), torch.nan_to_num(expected, nan=123.0))
+        assert torch.equal(y.signbit()[~y.isnan()], x.signbit()[~x.isnan()])
+        columns = format.quantise(x.t().contiguous(), dim=0)
+        assert torch.equal(torch.nan_to_num(columns.t(), nan=123.0), torch.nan_to_num(y, nan=123.0))
+
+
+def test_formats_with_shared_scales_have_names_and_a_dimension():
+    assert FPFormat.named("mxfp8").spec == "mxfp8e4m3-SR" and FPFormat.parse("mxfp6").name == "mxfp6e2m3"
+    x = torch.randn(64, 64)
+    f = FPFormat.named("mxfp4")
+    assert torch.equal(f.quantise(x, seed=3, dim=0), f.quantise(x, seed=3, dim=0))
+    assert not torch.equal(f.quantise(x, seed=3), f.quantise(x, seed=4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*ELEMENTS, "nvfp4"])
+def test_simulate_format_takes_formats_with_shared_scales(name, dtype):
+    torch.manual_seed(3)
+    f, model = FPFormat.named(name, "nearest"), nn.Linear(40, 24, dtype=dtype)
+    x = torch.randn(5, 40, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(5, 24, dtype=dtype)
+    simulated = simulate_format(model, f, f"{name}-RN")
+    y = simulated(x)
+    y.backward(gradient)
+    qx, qw = (f.quantise(t).requires_grad_() for t in (x, model.weight))
+    expected = nn.functional.linear(qx, qw, model.bias.detach())
+    expected.backward(f.quantise(gradient))
+    assert torch.equal(y, expected) and torch.equal(x.grad, qx.grad) and torch.equal(simulated.weight.grad, qw.grad)
 
 
 # --- analysis
