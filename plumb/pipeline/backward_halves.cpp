@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <set>
 
 #include "plumb/core/error.h"
@@ -118,6 +119,17 @@ Tensors whole_backward_now(const BackwardRoots& roots, const BackwardGraph& grap
   return input_grads;
 }
 
+// The node of the input half that hands its gradient to `leaf`, if it is one that runs only there.
+NodePtr maker_of(const BackwardGraph& graph, Node* leaf) {
+  const int wanted = graph.index.at(leaf);
+  for (const auto& e : graph.entries) {
+    if (!e.in_input_half || e.twice) continue;
+    const auto first = graph.children.begin() + e.first_child;
+    if (std::find(first, first + e.num_children, wanted) != first + e.num_children) return e.node->getptr();
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& inputs, bool keep_graph) {
@@ -167,6 +179,7 @@ InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& in
       if (!grads[i].defined()) continue;
       const auto& e = *graph.find(wanted[i].function.get());
       deferred.starts.push_back({wanted[i], std::move(grads[i]), !e.in_input_half});
+      if (!e.in_input_half) deferred.starts.back().maker = maker_of(graph, wanted[i].function.get());
     }
   }
   if (!keep_graph) {

@@ -18,7 +18,8 @@ struct DeferredWeights::State {
   struct Start {
     Edge edge;
     at::Tensor grad;
-    bool hooks_done;  // the node's hooks on incoming gradients have run
+    bool hooks_done;          // the node's hooks on incoming gradients have run
+    NodePtr maker = nullptr;  // did all its work in the input half and made this gradient of a leaf
   };
   struct Cut {
     NodePtr node;
@@ -36,6 +37,10 @@ struct BackwardAccess {
     return *d.state_;
   }
   static std::unique_ptr<DeferredWeights::State>& state(DeferredWeights& d) { return d.state_; }
+  // Empty once the weight half has run.
+  static std::vector<DeferredWeights::State::Start> starts(const DeferredWeights& d) {
+    return d.state_ ? d.state_->starts : std::vector<DeferredWeights::State::Start>();
+  }
 };
 
 // Roots of a backward: edges and gradients of the outputs that take part.

@@ -88,6 +88,8 @@ ExportedProgram from_tuple(const py::tuple& t) {
 Register part([](py::module_& m) {
   py::class_<ExportedProgram, std::shared_ptr<ExportedProgram>>(m, "ExportedProgram",
                                                                 "What only a .pt2 file knows of a module.")
+      .def_readonly("argument_names", &ExportedProgram::argument_names)
+      .def_property_readonly("sample_inputs", [](const ExportedProgram& p) { return py::bytes(p.sample_inputs); })
       .def(py::pickle(&to_tuple, &from_tuple));
   m.def("load_pt2", &load, py::arg("path"), py::arg("device"));
   m.def("save_pt2", &save);

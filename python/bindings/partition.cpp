@@ -1,7 +1,6 @@
-// Cutting graphs into stages: Pipe and what is known of its stages, balanced cuts, stages as bytes, `.pt2` files.
+// Cutting graphs into stages: Pipe and what is known of its stages, balanced cuts, stages as bytes.
 #include "convert.h"
 #include "module.h"
-#include "plumb/exported/exported.h"
 #include "plumb/partition/backward.h"
 #include "plumb/partition/balance.h"
 #include "plumb/partition/describe_cut.h"
@@ -287,28 +286,9 @@ void bind_pipe(py::module_& m) {
 }
 
 // What only the file knows of a program that was read from it.
-struct SourceFile {
-  ExportedProgram program;
-};
-
-void bind_file(py::module_& m) {
-  py::class_<SourceFile, std::shared_ptr<SourceFile>>(m, "SourceFile", "A .pt2 file that is cut into stages.")
-      .def(py::init([](const std::string& path) { return std::make_shared<SourceFile>(SourceFile{load_pt2(path)}); }))
-      .def_property_readonly("engine", [](const SourceFile& f) { return f.program.module; })
-      .def_property_readonly("argument_names", [](const SourceFile& f) { return f.program.argument_names; })
-      .def_property_readonly("sample_inputs", [](const SourceFile& f) { return py::bytes(f.program.sample_inputs); })
-      .def("save", [](const SourceFile& f, const std::shared_ptr<GraphModule>& module, const std::string& path) {
-        ExportedProgram other = f.program;
-        other.module = module;
-        save_pt2(other, path);
-      });
-  m.def("save_graph", [](const GraphModule& module, const std::string& path) { save_pt2(module, path); });
-}
-
 Register part([](py::module_& m) {
   bind_table(m);
   bind_pipe(m);
-  bind_file(m);
 });
 
 }  // namespace

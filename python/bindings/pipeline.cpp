@@ -1,4 +1,4 @@
-// Stages at work: the stage backward, and the runtime over Python stages and torch's process groups.
+// Stages at work: the runtime over Python stages and torch's process groups.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -10,33 +10,10 @@
 #include "plumb/core/error.h"
 #include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/runtime.h"
+#include "tensors.h"
 
 namespace plumb::python {
 namespace {
-
-at::Tensor to_tensor(py::handle h) {
-  if (h.is_none()) return {};
-  if (!THPVariable_Check(h.ptr())) {
-    throw Error(ErrorKind::InvalidArgument, "a value of type " + py::str(py::type::of(h)).cast<std::string>() +
-                                                " stands where a tensor or None belongs");
-  }
-  return THPVariable_Unpack(h.ptr());
-}
-
-Tensors to_tensors(const py::sequence& list) {
-  Tensors tensors;
-  tensors.reserve(py::len(list));
-  for (py::handle h : list) tensors.push_back(to_tensor(h));
-  return tensors;
-}
-
-py::list to_list(const Tensors& tensors) {
-  py::list list(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    list[i] = tensors[i].defined() ? py::cast(tensors[i]) : py::object(py::none());
-  }
-  return list;
-}
 
 // "ValueError: what it said".
 std::string error_text(const py::error_already_set& error) {
@@ -250,34 +227,6 @@ Register part([](py::module_& m) {
     return to_svg(chart);
   });
   m.def("measured_bubble", [](const py::sequence& events) { return measured_bubble(to_events(events)); });
-
-  py::class_<DeferredWeights>(m, "DeferredWeights", "What the weight half of a stage backward still has to do.")
-      .def_property_readonly("pending", &DeferredWeights::pending);
-  m.def("stage_backward", [](const py::sequence& outputs, const py::sequence& grads, const py::sequence& inputs) {
-    const auto o = to_tensors(outputs), g = to_tensors(grads), i = to_tensors(inputs);
-    Tensors result;
-    {
-      py::gil_scoped_release free;
-      result = stage_backward(o, g, i);
-    }
-    return to_list(result);
-  });
-  m.def("stage_backward_input", [](const py::sequence& outputs, const py::sequence& grads, const py::sequence& inputs) {
-    const auto o = to_tensors(outputs), g = to_tensors(grads), i = to_tensors(inputs);
-    InputHalf half;
-    {
-      py::gil_scoped_release free;
-      half = stage_backward_input(o, g, i);
-    }
-    return py::make_tuple(to_list(half.input_grads), std::move(half.deferred));
-  });
-  m.def(
-      "stage_backward_weight",
-      [](DeferredWeights& deferred, bool retain_graph) {
-        py::gil_scoped_release free;
-        stage_backward_weight(deferred, retain_graph);
-      },
-      py::arg("deferred"), py::arg("retain_graph") = false);
 });
 
 }  // namespace

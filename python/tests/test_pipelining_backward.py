@@ -278,3 +278,67 @@ def test_small_things():
     assert _get_grad_fn_or_grad_acc(w).variable is w
     assert stage_backward_input([torch.ones(1)], None, [w], [w]) == ((None,), [])
     assert _backward.stage_backward(torch.ones(1), None, [a]) == (None,)
+
+
+class Passing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x.clone(), w.clone()
+
+    @staticmethod
+    def backward(ctx, grad_x, grad_w):
+        return grad_x, grad_w
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        x, weight = Passing.apply(x, self.weight)
+        return x @ weight
+
+
+def test_the_weight_halfs_start_can_be_looked_at_and_replaced():
+    module, x, reference, ref_x = case(Block)
+    _, (group,) = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    assert group["params"] == {_get_grad_fn_or_grad_acc(p) for p in module.parameters()}
+    assert len(group["intermediates"]) == len(group["grads"]) >= 2
+    group["grads"] = [tuple(None if g is None else 3 * g for g in of) for of in group["grads"]]
+    stage_backward_weight(module.parameters(), [group])
+    reference(ref_x).sum().backward()
+    for ours, theirs in zip(grads(module), grads(reference)):
+        torch.testing.assert_close(ours, 3 * theirs)
+
+
+def test_only_looking_at_the_weight_halfs_start_changes_nothing():
+    module, x, reference, ref_x = case(Block)
+    _, (group,) = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    assert group["grads"] and "other" not in group
+    with pytest.raises(KeyError):
+        group["other"]
+    stage_backward_weight(module.parameters(), [group])
+    reference(ref_x).sum().backward()
+    assert same(grads(module), grads(reference))
+
+
+def test_a_custom_functions_gradients_can_be_given_instead():
+    torch.manual_seed(0)
+    module, x = Custom(), torch.randn(4, 8, requires_grad=True)
+    _, (group,) = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    assert [node.name() for node in group["intermediates"]] == ["PassingBackward"]
+    given = torch.randn(8, 8)
+    group["grads"] = [(None, given)]
+    stage_backward_weight(module.parameters(), [group])
+    assert torch.equal(module.weight.grad, given)
+
+
+@pytest.mark.parametrize("grads_given", [[(torch.ones(4, 8), torch.ones(8, 8), torch.ones(1))], [()] * 9])
+def test_gradients_for_more_than_there_is_are_refused(grads_given):
+    torch.manual_seed(0)
+    module, x = Custom(), torch.randn(4, 8, requires_grad=True)
+    _, (group,) = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    group["grads"] = grads_given
+    with pytest.raises(plumb.Error, match="gradients for"):
+        stage_backward_weight(module.parameters(), [group])

@@ -397,7 +397,7 @@ def test_wrong_arguments_are_refused():
     schedule = Schedule1F1B(stage, 4, MSE)
     with pytest.raises(TypeError, match="losses"):
         schedule.step(x, target=target, losses=())
-    with pytest.raises(ValueError, match="4 microbatches"):
+    with pytest.raises(ValueError, match="Expecting 4 arg_mbs"):
         schedule.step(x[:3], target=target)
     with pytest.raises(ValueError, match="no stage 1"):
         PipelineStage(nn.Linear(1, 1), 1, 1, "cpu")

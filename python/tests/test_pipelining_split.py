@@ -172,12 +172,12 @@ def test_annotations_last_until_they_are_removed():
 
 def test_wrong_arguments_are_named():
     model, x = MLP(), torch.randn(2, 8)
-    with pytest.raises(AttributeError, match="no module 'layers.7'"):
+    with pytest.raises(AttributeError, match="nonexistent module layers.7"):
         pipeline(model, (x,), split_spec={"layers.1": BEGIN, "layers.7": BEGIN})
     assert "forward" not in model.layers[1].__dict__
     with pytest.raises(ValueError, match="split_spec and split_policy"):
         pipeline(model, (x,), split_spec={"layers.1": BEGIN}, split_policy="balanced")
-    with pytest.raises(ValueError, match="no split point"):
+    with pytest.raises(ValueError, match="Unknown split point"):
         pipeline(model, (x,), split_spec={"layers.1": "begin"})
     with pytest.raises(ValueError, match="num_stages"):
         pipeline(model, (x,), split_policy="balanced")
@@ -765,3 +765,73 @@ def test_tracing_under_torchs_names():
     for p in (pipe, traced):
         assert p.num_stages == 2
         same(p(x), [model(x)])
+
+
+class Shaped(nn.Module):
+    """Its graph holds its input's sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(16, 4)
+
+    def forward(self, x, y=None):
+        x = torch.relu(self.up(x))
+        pipe_split()
+        return self.down((x + y).reshape(x.shape[0] // 2, 16))
+
+
+def test_a_pipe_of_a_live_model_takes_other_sizes_with_the_stages_tensors():
+    torch.manual_seed(0)
+    model = Shaped()
+    pipe = pipeline(model, (torch.randn(2, 8),), {"y": torch.randn(2, 8)})
+    pipe.get_stage_module(1).down.weight = nn.Parameter(torch.ones(4, 16))  # what a stage became, not what it was
+    changed = copy.deepcopy(model)
+    changed.down.weight = nn.Parameter(torch.ones(4, 16))
+    for rows in (6, 2, 4, 6):
+        x, y = torch.randn(rows, 8), torch.randn(rows, 8)
+        (out,), expected = pipe(x, y), changed(x, y)
+        assert torch.equal(out, expected)
+        out.sum().backward()
+        expected.sum().backward()
+    for s, layer in enumerate(("up", "down")):
+        stage = getattr(pipe.get_stage_module(s), layer)
+        assert torch.equal(stage.weight.grad, getattr(changed, layer).weight.grad)
+    assert torch.equal(model.down.weight, changed.down.weight) is False
+    del model
+    with pytest.raises(plumb.Error, match=r"should be f32\[2, 8\]"):
+        pipe(torch.randn(8, 8), torch.randn(8, 8))
+    assert pipe(torch.randn(6, 8), torch.randn(6, 8))[0].shape == (3, 4)  # as before
+
+
+def test_calls_that_fit_no_signature_are_named():
+    pipe = pipeline(Shaped(), (torch.randn(2, 8),), {"y": torch.randn(2, 8)})
+    x = torch.randn(2, 8)
+    with pytest.raises(TypeError, match="multiple values for argument 'x'"):
+        pipe(x, x=x, y=x)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
+        pipe(x, y=x, z=x)
+    with pytest.raises(RuntimeError, match="invoke the Pipe object directly"):
+        pipe.split_gm(x, x)
+    for spec, text in ((3, "enum or dict, not 3"), ({"up.weight": 3}, "value 3 specified for up.weight")):
+        with pytest.raises(ValueError, match=text):
+            pipeline(Shaped(), (x,), {"y": x}, multi_use_param_spec=spec)
+
+
+def test_what_load_pt2_gives_is_cut_and_saved_with_what_the_file_knew(tmp_path):
+    torch.manual_seed(0)
+    model, x = Shaped(), torch.randn(4, 8)
+    rows = torch.export.Dim("rows", min=2, max=64)
+    program = torch.export.export(model, (x, x), dynamic_shapes=({0: 2 * rows}, {0: 2 * rows}))
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = plumb.load_pt2(tmp_path / "model.pt2")
+    pipe = pipeline(loaded, split_spec={"down": BEGIN})
+    assert pipe.num_stages == 2
+    for again in (pipe, pickle.loads(pickle.dumps(pipe))):
+        again.save_pt2(tmp_path / "cut.pt2")
+        whole = plumb.load_pt2(tmp_path / "cut.pt2")
+        for n in (4, 10):
+            x, y = torch.randn(n, 8), torch.randn(n, 8)
+            assert torch.equal(whole(x, y), model(x, y)) and torch.equal(again(x, y)[0], model(x, y))
+        with pytest.raises(plumb.Error):
+            whole(torch.randn(256, 8), torch.randn(256, 8))
+    assert torch.equal(torch.export.load(tmp_path / "cut.pt2").module()(x, y), model(x, y))

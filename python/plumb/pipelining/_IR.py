@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from .. import _C
 from .._capture import BUFFER, PARAMETER, GraphModule
+from .._exported import save_pt2
 from ._errors import InvalidValue
 from ._marks import (  # noqa: F401  (known under this module's name)
     PipeSplitWrapper,
@@ -36,6 +37,11 @@ from ._split_graph import (  # noqa: F401
 from ._stage_module import StageModule
 from ._utils import PipeInfo
 from ._wrappers import LossWrapper, PipeSequential, TrivialLossWrapper  # noqa: F401
+
+
+def _names(engine: Any, stage: int) -> list[str] | None:
+    """Of a stage's tensors; None if the cut has no such stage."""
+    return [name for name, *_ in engine.stage(stage).state()] if stage < engine.num_stages else None
 
 
 class MultiUseParameterConfig(Enum):
@@ -100,9 +106,30 @@ class Pipe(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple:
         flat = self._source.flatten(args, kwargs)
         self._sync()
+        engine = self._engine_for(flat, args, kwargs)
         if self.has_loss_and_backward and torch.is_grad_enabled():
-            return self._outputs(self._engine.run_with_backward(flat)[0])
-        return self._outputs(self._engine.run(flat))
+            return self._outputs(engine.run_with_backward(flat)[0])
+        return self._outputs(engine.run(flat))
+
+    def _engine_for(self, flat: list, args: tuple, kwargs: dict) -> Any:
+        """A graph is made for one signature: for other sizes a live model is captured and cut again, once for each, with
+        the stages' tensors. What cannot be done so is refused by the engine itself."""
+        source, sizes = self._source, self._source.sizes(flat)
+        if source.again is None or not source.example or sizes == source.sizes(source.example):
+            return self._engine
+        others = self.__dict__.setdefault("_engines", {})
+        if sizes not in others:
+            other = source.again(args, kwargs)
+            cut = other and _C.cut(other.engine, **self._cut_arguments)
+            if not cut or any(_names(cut, s) != _names(self._engine, s) for s in range(max(cut.num_stages, self.num_stages))):
+                return self._engine
+            others[sizes] = cut
+        for s, device in enumerate(self._devices):
+            for name, _, tensor, _ in self._engine.stage(s).state():
+                others[sizes].stage(s).set_state(name, tensor)
+            if device is not None:
+                others[sizes].move_stage(s, device)
+        return others[sizes]
 
     def unflatten(self, outputs: tuple) -> Any:
         """A call's flat outputs in the structure that the model returns."""
@@ -116,7 +143,7 @@ class Pipe(nn.Module):
     def get_stage_module(self, stage_idx: int) -> StageModule:
         """A stage as a module. Raises `plumb.Error` (a ValueError too) if there is none of that number."""
         if not 0 <= stage_idx < self.num_stages:
-            raise InvalidValue(f"the pipe has no stage {stage_idx}, it has {self.num_stages}\n  try: stages count from 0")
+            raise InvalidValue(f"Invalid stage index {stage_idx}: stages count from 0 to {self.num_stages - 1}")
         return self.split_gm._modules[get_submod_name(stage_idx)]
 
     def build_stage(self, stage_index: int, device: torch.device, group: Any = None) -> Any:
@@ -161,19 +188,17 @@ class Pipe(nn.Module):
         self._merged(stage_states)
         source = self._source
         engine = self._engine.merge()
-        merged = GraphModule(engine, source.in_spec, source.out_spec, source.plain_inputs, source.plain_outputs, [])
+        plain_inputs = None if source.takes_plain else source.plain_inputs
+        merged = GraphModule(
+            engine, source.in_spec, source.out_spec, plain_inputs, source.plain_outputs, [], source.program
+        )
         merged.training = self.training
         return merged
 
     def save_pt2(self, path: str | os.PathLike, stage_states: list[Mapping[str, Tensor]] | None = None) -> None:
         """The undivided model as a ``.pt2`` file. What a file knew that it was cut from (ranges of sizes, sample
         inputs) is kept."""
-        self._merged(stage_states)
-        engine, program = self._engine.merge(), self._source.program
-        if program is not None:
-            program.save(engine, os.fspath(path))
-        else:
-            _C.save_graph(engine, os.fspath(path))
+        save_pt2(self.merge(stage_states), path)
 
     # --- to look at ---
     def print_readable(self, print_output: bool = True) -> str:
@@ -199,7 +224,7 @@ class Pipe(nn.Module):
         self._sync()
         whole = self._source.engine
         stages = [self._engine.stage(s).state() for s in range(self.num_stages)]
-        source = replace(self._source, engine=None, program=None, example=None)
+        source = replace(self._source, engine=None, example=None, again=None)
         parts = (whole.graph.to_string(), whole.state(), *whole.specs())
         return _rebuild, (parts, source, self._cut_arguments, self.loss_spec, stages, self._devices, self.training)
 
@@ -275,17 +300,18 @@ def _plain_loss_spec(loss: Any, spec: Any) -> Any:
 
 
 def _multi_use(spec: Any) -> dict[str, Any]:
-    def transmit(value: Any) -> bool:
+    def transmit(value: Any, message: str) -> bool:
         name = getattr(value, "name", None)
         if name not in ("TRANSMIT", "REPLICATE"):
-            raise InvalidValue(f"{value!r} is no MultiUseParameterConfig")
+            raise InvalidValue(f"{message}\n  try: MultiUseParameterConfig.TRANSMIT or MultiUseParameterConfig.REPLICATE")
         return name == "TRANSMIT"
 
     if spec is None:
         return {}
     if isinstance(spec, Mapping):
-        return {"transmit_by_name": {name: transmit(value) for name, value in spec.items()}}
-    return {"transmit": transmit(spec)}
+        unknown = "Unknown multi-use config value {} specified for {}"
+        return {"transmit_by_name": {name: transmit(v, unknown.format(v, name)) for name, v in spec.items()}}
+    return {"transmit": transmit(spec, f"multi_use_param_spec must be MultiUseParamSpec enum or dict, not {spec!r}")}
 
 
 def _cut(
@@ -348,7 +374,7 @@ def pipeline(
     `plumb.Error`.
     """
     if split_spec is not None and split_policy is not None:
-        raise InvalidValue("split_spec and split_policy were both given\n  try: one of them")
+        raise InvalidValue("Cannot specify both `split_spec` and `split_policy`\n  try: one of them")
     source, spec = make_source(module, mb_args, mb_kwargs, split_spec)
     loss = _loss_spec(module, source, output_loss_value_spec)
     pipe = _cut(source, spec, split_policy, num_stages, multi_use_param_spec, loss, move_cuts)

@@ -74,11 +74,50 @@ def get_param_groups(
 
 
 class _WeightHalf(dict):
-    """What the input half leaves to the weight half: one group for all weights, as one run of the engine does them."""
+    """What the input half leaves to the weight half: one group for all weights, as one run of the engine does them.
 
-    def __init__(self, deferred):
+    "intermediates" (nodes of autograd's graph where the weight half starts), "grads" (for each the gradients of its
+    outputs, None where there is none) and "params" are made when they are asked for. Assigning "grads" makes the weight
+    half start from these, in the order of "intermediates"; nodes without an entry then get none.
+    """
+
+    def __init__(self, deferred, weights: list[torch.Tensor]):
         super().__init__()
-        self.deferred = deferred
+        self.deferred, self._weights = deferred, weights
+        self.replaced = False
+
+    def __missing__(self, key: str):
+        if key not in ("intermediates", "grads", "params"):
+            raise KeyError(key)
+        grads: dict[Node, dict[int, torch.Tensor | None]] = {}
+        for node, index, grad, maker in self.deferred.starts:
+            if maker is not None:  # has run, and its own gradients are gone
+                grads.setdefault(maker, {})
+            else:
+                grads.setdefault(node, {})[index] = grad
+        found = {
+            "intermediates": tuple(grads),
+            "grads": [tuple(of.get(i) for i in range(_num_inputs(node))) for node, of in grads.items()],
+            "params": {_get_grad_fn_or_grad_acc(w) for w in self._weights if w.requires_grad},
+        }
+        for name, value in found.items():
+            if name not in self:
+                super().__setitem__(name, value)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, value) -> None:
+        if key == "grads":
+            self["params"]  # from here on the group is one like any other
+            self.replaced = True
+        super().__setitem__(key, value)
+
+    def update(self, *args, **kwargs) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+def _num_inputs(node: Node) -> int:
+    return len(node._input_metadata)
 
 
 def _as_list(values) -> list:
@@ -108,7 +147,7 @@ def stage_backward_input(
     for output in outputs:
         if output.grad_fn is not None and not output._is_view():  # a view cannot leave the graph in place
             output.detach_()
-    return tuple(input_grads), [_WeightHalf(deferred)] if deferred.pending else []
+    return tuple(input_grads), [_WeightHalf(deferred, list(weights))] if deferred.pending else []
 
 
 def stage_backward_weight(
@@ -117,9 +156,7 @@ def stage_backward_weight(
     """The weight half: adds to the weights' ``.grad`` what a whole backward would have; answers these in order."""
     weights = list(weights)
     for group in param_groups:
-        if isinstance(group, _WeightHalf):
-            if "grads" in group:
-                raise Error("the weight half starts from gradients that the input half kept; they cannot be replaced")
+        if isinstance(group, _WeightHalf) and not group.replaced:
             _C.stage_backward_weight(group.deferred, retain_graph)
         else:
             _group_backward(weights, group, retain_graph)
@@ -130,9 +167,15 @@ def _group_backward(weights: list[torch.nn.Parameter], group: dict[str, Any], re
     """A group made by hand: nodes ("intermediates") with the gradients that came into each ("grads"), and weights."""
     accumulators = {_get_grad_fn_or_grad_acc(weight): weight for weight in weights}
     params = [accumulators[node] for node in group["params"]]
+    nodes = list(group["intermediates"])
+    if len(group["grads"]) > len(nodes):
+        raise Error(f"a group of {len(nodes)} intermediates has gradients for {len(group['grads'])}")
+    for node, grads in zip(nodes, group["grads"]):
+        if len(grads) > _num_inputs(node):
+            raise Error(f"{node.name()} has {_num_inputs(node)} outputs, and gradients for {len(grads)} were given")
     starts = [
         (GradientEdge(node, index), grad)
-        for node, grads in zip(group["intermediates"], group["grads"])
+        for node, grads in zip(nodes, group["grads"])
         for index, grad in enumerate(grads)
         if grad is not None
     ]

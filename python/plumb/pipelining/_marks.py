@@ -50,7 +50,7 @@ def _point(value: Any) -> SplitPoint:
     try:
         return SplitPoint[value.name]  # torch's own enum too
     except (AttributeError, KeyError):
-        raise InvalidValue(f"{value!r} is no split point: give SplitPoint.BEGINNING or SplitPoint.END") from None
+        raise InvalidValue(f"Unknown split point type {value!r}: give SplitPoint.BEGINNING or SplitPoint.END") from None
 
 
 def _module(root: nn.Module, name: str) -> nn.Module:
@@ -60,7 +60,7 @@ def _module(root: nn.Module, name: str) -> nn.Module:
         module = getattr(module, part, None)
         if not isinstance(module, nn.Module):
             raise NoSuchModule(
-                f"split point '{name}': the model has no module '{'.'.join(parts[: i + 1])}'\n"
+                f"Specified target {name} referenced nonexistent module {'.'.join(parts[: i + 1])}\n"
                 "  try: a name of model.named_modules()"
             )
     return module

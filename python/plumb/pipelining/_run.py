@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._C import Error
-from .stage import _PipelineStageBase, accepted, pack, unpack
+from ._values import accepted, detached, pack, unpack
+from .stage import _PipelineStageBase
 
 _TORCHS_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -31,8 +32,13 @@ def group_timeout(given, group: dist.ProcessGroup | None) -> float:
     return given.total_seconds() if isinstance(given, datetime.timedelta) else float(given)
 
 
-def _detached(value):
-    return pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, value)
+def own_arguments(stage: Any, stages: list, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """With several stages on a rank each gets those keyword arguments that it takes; stages of a cut model get all."""
+    if not kwargs or len(stages) == 1 or stage.layout is not None:
+        return kwargs
+    unknown = kwargs.keys() - set().union(*(accepted(other.submod, kwargs) for other in stages))
+    own = accepted(stage.submod, kwargs) | unknown  # the module's own error says what is wrong
+    return {name: value for name, value in kwargs.items() if name in own}
 
 
 class _Step:
@@ -65,7 +71,7 @@ class _LocalStage:
                 values = [output] if isinstance(output, torch.Tensor) else list(output)
             else:
                 args = step.args[microbatch] if stage.is_first else unpack(inputs)
-                kwargs = self._own(step.kwargs[microbatch])
+                kwargs = own_arguments(stage, self._run.stages, step.kwargs[microbatch])
                 stage.check_example("input", args)
                 output = stage.forward_maybe_with_nosync(*args, **kwargs)
                 stage.check_example("output", output)
@@ -75,18 +81,9 @@ class _LocalStage:
             step.failure = step.failure or error
             raise
 
-    def _own(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """With several stages on a rank each gets those keyword arguments that it takes."""
-        if not kwargs or len(self._run.stages) == 1:
-            return kwargs
-        taken = [accepted(stage.submod, kwargs) for stage in self._run.stages]
-        unknown = kwargs.keys() - set().union(*taken)
-        own = accepted(self._stage.submod, kwargs) | unknown  # the module's own error says what is wrong
-        return {name: value for name, value in kwargs.items() if name in own}
-
     def _finish(self, step: _Step, output, microbatch: int) -> list[torch.Tensor]:
         if step.keep_outputs:
-            step.outputs[microbatch] = _detached(output)
+            step.outputs[microbatch] = detached(output)
         if self._run.loss_fn is None or (step.targets is None and not step.train):
             return []
         target = None if step.targets is None else step.targets[microbatch]
@@ -128,7 +125,7 @@ class Run:
             stage.chunks = len(args)
         try:
             inputs = self._model_inputs(args, kwargs)
-            self._pipeline.run(inputs, _rows(args if targets is None else targets), train)
+            self._pipeline.run(inputs, rows_of(args if targets is None else targets), train)
             if train:
                 for stage in self.stages:
                     stage.reduce_gradients()
@@ -151,26 +148,13 @@ class Run:
         """What stages cut from a graph take as the model's inputs, by microbatch: None for what is not given here."""
         if self.stages[0].layout is None:
             return []
-        leaves = self.stages[0].pipe_info.input_names  # of each: the argument, and which leaf of it
-        names = list(dict.fromkeys(name for name, _ in leaves))
-        inputs = []
-        for positional, named in zip(args, kwargs):
-            given = dict(zip(names, positional)) | named
-            if len(positional) > len(names) or given.keys() - set(names):
-                raise Error(f"the model takes {names}, and got {len(positional)} positional and {list(named)}")
-            values = {name: pytree.tree_leaves(value) for name, value in given.items()}
-            inputs.append([_as_tensor(values[name][i]) if name in values else None for name, i in leaves])
-        return inputs
+        return [self.stages[0].model_inputs(*given) for given in zip(args, kwargs)]
 
     def gather_timeline(self) -> list[tuple[int, str, float, float, float]]:
         return self._pipeline.gather_timeline()
 
 
-def _as_tensor(value) -> torch.Tensor | None:
-    return value if value is None or isinstance(value, torch.Tensor) else torch.tensor(value)
-
-
-def _rows(microbatches: list) -> list[int]:
+def rows_of(microbatches: list) -> list[int]:
     """How many rows each microbatch has, which is how much its loss counts; empty if they are alike."""
     rows = []
     for microbatch in microbatches:

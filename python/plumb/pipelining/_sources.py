@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 import tempfile
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import _C
 from .._C import Error
 from .._capture import GraphModule, capture_engine, sync_state
+from .._exported import load_pt2
 from ._errors import InvalidType
 from ._marks import annotate_split_points
 
@@ -37,6 +38,7 @@ class Source:
     example: list | None = None
     program: Any = None  # of a .pt2: what only the file knows
     takes_plain: bool = False  # whether the graph itself takes values that are no tensors (and checks them)
+    again: Any = None  # of a live module: captures it for other inputs; answers None once the module is gone
 
     def flatten(self, args: tuple, kwargs: dict) -> list:
         """Flat inputs of a call that may pass by position what the example passed by name, and the other way round."""
@@ -54,14 +56,22 @@ class Source:
         return [x if isinstance(x, Tensor) or self.takes_plain else None for x in leaves]
 
     def _as_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = dict(zip(self.parameters, args), **kwargs)
-        if len(given) != len(args) + len(kwargs):
-            return args, kwargs
         num_args, keywords = _call_shape(self.in_spec)
+        if len(self.parameters) < num_args:
+            return args, kwargs
         names = [*self.parameters[:num_args], *keywords]
-        if len(self.parameters) < num_args or set(names) != set(given):
+        for name in kwargs:
+            if name in self.parameters[: len(args)]:
+                raise InvalidType(f"the model got multiple values for argument '{name}'")
+            if name not in names and name not in self.parameters:
+                raise InvalidType(f"the model got an unexpected keyword argument '{name}'\n  try: {', '.join(names)}")
+        given = dict(zip(self.parameters, args), **kwargs)
+        if len(given) != len(args) + len(kwargs) or set(names) != set(given):
             return args, kwargs
         return tuple(given[n] for n in names[:num_args]), {n: given[n] for n in keywords}
+
+    def sizes(self, flat: list | None) -> tuple:
+        return tuple(x.shape if isinstance(x, Tensor) else None for x in flat or [])
 
     def unflatten(self, outputs: list) -> Any:
         return pytree.tree_unflatten(outputs, self.out_spec)
@@ -104,43 +114,35 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
     leaves = pytree.tree_leaves((args, kwargs))
     plain_inputs = [None if isinstance(x, Tensor) else x for x in leaves]
     arguments = _argument_names(in_spec, parameters)
-    return Source(engine, in_spec, out_spec, plain_inputs, plain, arguments, parameters, module.training, notes, leaves)
+    alive, training = weakref.ref(module), module.training
+
+    def again(args: tuple, kwargs: dict) -> Source | None:
+        model = alive()
+        return from_module(model, args, kwargs, spec) if model is not None and model.training == training else None
+
+    return Source(
+        engine, in_spec, out_spec, plain_inputs, plain, arguments, parameters, training, notes, leaves, again=again
+    )
 
 
 def from_graph_module(module: GraphModule, args: tuple, kwargs: dict) -> Source:
+    """A captured module, or one from a file, whose graph takes and checks every input itself."""
     sync_state(module._engine, module._slots)
-    leaves = pytree.tree_leaves((args, kwargs))
-    names = _argument_names(module._in_spec, [])
+    program, from_file = module._program, module._plain_inputs is None
+    parameters = list(program.argument_names) if program is not None else []
+    example = pytree.tree_leaves((args, kwargs)) or (_sample(program.sample_inputs) if program is not None else None)
     return Source(
-        module._engine, module._in_spec, module._out_spec, module._plain_inputs, module._plain_outputs, names, [],
-        module.training, list(module.notes), leaves or None,
+        module._engine, module._in_spec, module._out_spec,
+        [None] * module._in_spec.num_leaves if from_file else module._plain_inputs, module._plain_outputs,
+        _argument_names(module._in_spec, parameters), parameters, module.training, list(module.notes), example, program,
+        from_file,
     )  # fmt: skip
-
-
-def _load_spec(text: str, leaves: int, call: bool) -> Any:
-    try:
-        return pytree.treespec_loads(text)
-    except Exception:  # a structure of classes that this process does not know
-        flat = (0,) * leaves
-        return pytree.tree_structure((flat, {}) if call else flat)
 
 
 def from_pt2(path: str | os.PathLike, args: tuple, kwargs: dict) -> Source:
     with contextlib.suppress(ImportError):
         import torch.distributed.pipelining  # noqa: F401  (torch's marks are an operator that only this registers)
-    program = _C.SourceFile(os.fspath(path))
-    engine = program.engine
-    nodes = engine.graph.nodes
-    inputs = sum(n.op == "placeholder" for n in nodes)
-    outputs = len(nodes[-1].args)
-    in_text, out_text = engine.specs()
-    in_spec, out_spec = _load_spec(in_text, inputs, True), _load_spec(out_text, outputs, False)
-    parameters = list(program.argument_names)
-    example = pytree.tree_leaves((args, kwargs)) or _sample(program.sample_inputs)
-    return Source(
-        engine, in_spec, out_spec, [None] * inputs, [None] * outputs, _argument_names(in_spec, parameters), parameters,
-        True, [], example, program, True,
-    )  # fmt: skip
+    return from_graph_module(load_pt2(path), args, kwargs)
 
 
 def _sample(data: bytes) -> list | None:

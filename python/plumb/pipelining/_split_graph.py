@@ -82,7 +82,10 @@ def split_module(graph: fx.Graph, stages: list[nn.Module]) -> fx.GraphModule:
 
 
 def _refuse(*_: Any, **__: Any) -> None:
-    raise Error("split_gm holds the stages and does not run\n  try: call the Pipe itself, or DetachExecutor(pipe).run(...)")
+    raise Error(
+        "split_gm holds the stages and does not run. To run pipeline locally, invoke the Pipe object directly\n"
+        "  try: pipe(...), or DetachExecutor(pipe).run(...)"
+    )
 
 
 class DetachExecutor:

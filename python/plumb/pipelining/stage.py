@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from .._C import Error
+from ._chunks import ChunkSteps, _RecvInfo  # noqa: F401  (torch's users import it from here)
 from ._errors import InvalidValue
+from ._values import as_tensor, metas
 
 __all__ = ["PipelineStage", "build_stage"]
 
 
-class _PipelineStageBase:
+class _PipelineStageBase(ChunkSteps):
     """What all stages have: a module, a place in the pipeline, and a process group."""
 
     # Where values come from, for stages cut from a graph (`_C.PipelineLayout`); None: from the stage before.
@@ -47,10 +47,10 @@ class _PipelineStageBase:
         self.group_size = dist.get_world_size(group) if together else 1
         if self.group_size > num_stages:
             raise Error(f"{num_stages} stages cannot be spread over a group of {self.group_size} ranks")
-        self.has_backward = False
         self.chunks: int | None = None
         self.output_chunks: list[Any] = []
         self.stage_index_to_group_rank = {i: i % self.group_size for i in range(num_stages)}
+        self._begin_chunks()
 
     @property
     def is_first(self) -> bool:
@@ -62,6 +62,7 @@ class _PipelineStageBase:
 
     def clear_runtime_states(self) -> None:
         self.output_chunks.clear()
+        self._begin_chunks()
 
     def forward_maybe_with_nosync(self, *args, **kwargs):
         """The module's output. Data parallel modules wait with their reduction until the step's end."""
@@ -140,61 +141,15 @@ class PipelineStage(_PipelineStageBase):
         unknown = self.tied.keys() - {name for name, _ in self.named_parameters()}
         if unknown:
             raise InvalidValue(f"stage {stage_index} has no parameter {sorted(unknown)} that could be tied")
-        self._expected = {"input": _metas(input_args), "output": _metas(output_args)}
+        self._expected = {"input": metas(input_args), "output": metas(output_args)}
 
     def check_example(self, what: str, values) -> None:
         """Warns once if the first microbatch's values are not like the examples."""
         expected, self._expected[what] = self._expected.get(what), None
-        if expected is not None and expected != (actual := _metas(values)):
+        if expected is not None and expected != (actual := metas(values)):
             warnings.warn(
                 f"stage {self.stage_index}: the {what}s are {actual}, the examples said {expected}", stacklevel=2
             )
-
-
-def _metas(values):
-    if values is None:
-        return None
-    values = values if isinstance(values, (tuple, list)) else (values,)
-    return tuple((list(v.shape), v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in values)
-
-
-def pack(output) -> list[torch.Tensor | None]:
-    """A stage's output as flat tensors. Unless it is a tensor or a tuple or list of them, None and the structure (as
-    text in a tensor) come first."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, (tuple, list)) and all(isinstance(v, torch.Tensor) for v in output):
-        return list(output)
-    leaves, spec = pytree.tree_flatten(output)
-    places = [None if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
-    try:
-        text = json.dumps([pytree.treespec_dumps(spec), places])
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise Error(f"a stage cannot hand on {type(output).__name__} {places}: {error}") from None
-    structure = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    return [None, structure, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
-
-
-def unpack(values: list[torch.Tensor | None]) -> tuple:
-    """The positional arguments that `pack` made flat."""
-    if not values or values[0] is not None:
-        return tuple(values)
-    spec, places = json.loads(bytes(values[1].numpy()).decode())
-    tensors = iter(values[2:])
-    leaves = [next(tensors) if place is None else place[0] for place in places]
-    output = pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
-    return tuple(output) if type(output) in (tuple, list) else (output,)
-
-
-def accepted(module, kwargs: dict[str, Any]) -> set[str]:
-    """The names among `kwargs` that a module's forward takes."""
-    try:
-        parameters = inspect.signature(module.forward if isinstance(module, torch.nn.Module) else module).parameters
-    except (TypeError, ValueError):
-        return set(kwargs)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return set(kwargs)
-    return kwargs.keys() & parameters.keys()
 
 
 def build_stage(
@@ -217,3 +172,13 @@ class _PipelineStage(_PipelineStageBase):
         self.layout = pipe_info.layout
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
+
+    def model_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor | None]:
+        """The whole model's flat inputs for a microbatch: None for what is not given here."""
+        leaves = self.pipe_info.input_names  # of each: the argument, and which leaf of it
+        names = list(dict.fromkeys(name for name, _ in leaves))
+        given = dict(zip(names, args)) | kwargs
+        if len(args) > len(names) or given.keys() - set(names):
+            raise Error(f"the model takes {names}, and got {len(args)} positional and {list(kwargs)}")
+        values = {name: pytree.tree_leaves(value) for name, value in given.items()}
+        return [as_tensor(values[name][i]) if name in values else None for name, i in leaves]

@@ -1,0 +1,275 @@
+"""What all schedules have in common, and those with one stage a rank."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _C
+from .._C import Error
+from ._actions import Table, _Action, _add_reduce_grad, _add_send_recv, _schedule, _table
+from ._custom_functions import CustomFunctions
+from ._errors import InvalidSchedule, InvalidType, InvalidValue
+from ._run import Run, group_timeout
+from ._step_by_step import StepByStep, runs_in_python
+from .microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
+from .stage import _PipelineStageBase
+
+_TARGET_CHUNK_SPEC = TensorChunkSpec(0)
+
+
+class _PipelineSchedule(CustomFunctions):
+    """What all schedules have in common.
+
+    `loss_fn(output, target, **loss_kwargs)` answers one number a microbatch. With `scale_grads` it is a mean over the
+    microbatch's rows: gradients become those of the mean over the batch, also where microbatches differ in size.
+    Without, they are summed. Gradients that are there before a step stay and are added to.
+
+    To be set before the first step:
+        timeout: seconds (or a timedelta) to wait for another rank; None: the group's own if it was set, else 60.
+        record_timeline: keep what this rank did when, for `timeline()` and `measured_bubble()`.
+        check_numerics: raise at the first NaN or infinity that leaves a stage.
+        seed: draw random numbers from a generator seeded anew for every stage and microbatch, so that dropout does not
+            depend on the schedule.
+    """
+
+    timeout: float | datetime.timedelta | None = None
+    record_timeline = False
+    check_numerics = False
+    seed: int | None = None
+
+    _stages: list[_PipelineStageBase]
+    _backward_requires_autograd = True
+    # The engine's table; `pipeline_order` is made from it when asked for, and replaces it when set.
+    _engine_table: _C.Schedule | None = None
+    _pipeline_order: Table | None = None
+
+    def __init__(
+        self,
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+    ):
+        if n_microbatches < 1:
+            raise InvalidValue(f"a step cannot have {n_microbatches} microbatches")
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self.scale_grads = scale_grads
+        self._args_chunk_spec = args_chunk_spec
+        self._kwargs_chunk_spec = kwargs_chunk_spec
+        self._output_merge_spec = output_merge_spec
+        self._has_backward = loss_fn is not None
+        self._run: Run | StepByStep | None = None
+        self._begin_functions()
+
+    def _take_stages(self, stages: list[_PipelineStageBase]) -> None:
+        self._stages = stages
+        self._num_stages = stages[0].num_stages
+        # A model that was cut with a loss in it needs no loss function.
+        info = getattr(stages[0], "pipe_info", None)
+        if self._loss_fn is None and info is not None and info.has_loss_and_backward:
+            index = info.table.loss_output
+            self._loss_fn = lambda output, target: output if isinstance(output, torch.Tensor) else output[index]
+            self._has_backward = True
+
+    @property
+    def pipeline_order(self) -> Table | None:
+        """For every rank its actions, None where it waits if every action took a tick."""
+        if self._pipeline_order is None and self._engine_table is not None:
+            self._pipeline_order = self._order_of(self._engine_table)
+        return self._pipeline_order
+
+    @pipeline_order.setter
+    def pipeline_order(self, actions: Table | None) -> None:
+        self._pipeline_order, self._engine_table, self._run = actions, None, None
+
+    def _order_of(self, table: _C.Schedule) -> Table:
+        return _table(table.with_idle_ticks())
+
+    def _table_to_run(self) -> _C.Schedule:
+        if self._engine_table is not None and self._engine_table.two_way:
+            return self._engine_table
+        actions = getattr(self, "pipeline_order_with_comms", None) or self.pipeline_order
+        if not actions:
+            raise InvalidSchedule("the schedule has no actions")
+        return _schedule(compute_actions(actions), None, self._n_microbatches, type(self).__name__)
+
+    def actions_with_messages(self) -> list[_Action]:
+        """This rank's actions with sends and receives, for a step in Python."""
+        if self._engine_table is not None and self._engine_table.two_way:
+            raise Error("a table with every stage on two ranks runs in the engine only, without custom functions")
+        order = self.pipeline_order or {}
+        computes = compute_actions(order)
+        if not any(computes.values()):
+            return []
+        ranks = dict(enumerate(_schedule(computes, None, self._n_microbatches).ranks))
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = ranks
+        rows = {rank: _add_reduce_grad(row, self._n_microbatches) for rank, row in computes.items()}
+        return _add_send_recv(rows, ranks.__getitem__, self._num_stages)[self._stages[0].group_rank]
+
+    def step(
+        self,
+        *args,
+        target=None,
+        losses: list | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs,
+    ):
+        """Runs a batch: cuts it into microbatches, and trains on it if there is a loss function.
+
+        Every rank gives what its own stages need: `args` on the rank of the first stage, `target` on the rank of the
+        last. `losses` is filled with a loss a microbatch there, and the outputs are answered as one; elsewhere None.
+
+        Raises `plumb.Error` that names rank and action if a stage fails; every other rank raises one that names this
+        rank and repeats what it said.
+        """
+        if self._has_backward and self._backward_requires_autograd and not torch.is_grad_enabled():
+            raise Error("step() requires gradients to be enabled for its backward\n  try: eval() under torch.no_grad()")
+        arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
+        for stage in self._stages:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        self._step_microbatches(
+            arg_mbs, kwarg_mbs, self._split_target(target), losses, return_outputs, loss_kwargs=loss_kwargs
+        )
+        for stage in self._stages:
+            if stage.is_last and return_outputs and stage.output_chunks:
+                return self._merge_outputs(stage.output_chunks)
+        return None
+
+    def eval(self, *args, target=None, losses: list | None = None, **kwargs):
+        """Forwards only, without autograd. Losses where a target is given."""
+        has_backward, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = has_backward
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list | None = None,
+        kwarg_mbs: list | None = None,
+        target_mbs: list | None = None,
+        losses: list | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """A step on a batch that is cut already."""
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        in_python = bool(self._functions) or any(map(runs_in_python, self._stages))
+        if self._run is None or isinstance(self._run, StepByStep) != in_python:
+            self._run = StepByStep(self, self._functions) if in_python else self._engine_run()
+        found = self._run.step(arg_mbs, kwarg_mbs, target_mbs, loss_kwargs or {}, return_outputs, self._has_backward)
+        if losses is not None and any(stage.is_last for stage in self._stages):
+            losses[:] = found
+
+    def _engine_run(self) -> Run:
+        return Run(
+            self._table_to_run(),
+            self._stages,
+            self._loss_fn,
+            timeout=group_timeout(self.timeout, self._stages[0].group),
+            scale_grads=self.scale_grads,
+            record_timeline=self.record_timeline,
+            check_numerics=self.check_numerics,
+            seed=self.seed,
+        )
+
+    def timeline(self) -> list[tuple[int, str, float, float, float]]:
+        """The last step on all ranks: (rank, action, seconds when it began to wait, to run, and ended). All ranks must
+        ask; `record_timeline` must be set."""
+        if not isinstance(self._run, Run) or not self.record_timeline:
+            raise Error("no time line was recorded: set record_timeline before the first step")
+        return self._run.gather_timeline()
+
+    def draw_timeline(self, filename: str | None, costs: dict[str, Any] | None = None) -> None:
+        """Draws the last step: a name that ends in ".json" becomes a trace for Chrome and Perfetto, any other a picture
+        (SVG), with the table as simulated below it if `costs` in seconds are given (see `search_schedule`). All ranks
+        must ask; those with a file name write it."""
+        events = self.timeline()
+        if filename is None:
+            return
+        if os.fspath(filename).lower().endswith(".json"):
+            traced = [
+                {"name": a, "ph": "X", "pid": 0, "tid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6}
+                for rank, a, _, start, end in events
+            ]
+            text = json.dumps({"traceEvents": traced})
+        else:
+            text = _C.timeline_svg(events, self._table_to_run(), costs or {})
+        with open(filename, "w") as file:
+            file.write(text)
+
+    def measured_bubble(self) -> float:
+        """The share of the last step in which ranks did not compute. All ranks must ask."""
+        return _C.measured_bubble(self.timeline())
+
+    def _check_inputs(self, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None) -> tuple[list, list]:
+        for what, values in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
+            if values is None:
+                continue
+            if not isinstance(values, list):
+                raise InvalidType(f"{what} must be a list, not a {type(values).__name__}")
+            if len(values) != self._n_microbatches:
+                raise InvalidValue(f"Expecting {self._n_microbatches} {what}, one a microbatch, but got {len(values)}")
+        if losses is not None and not isinstance(losses, list):
+            raise InvalidType(f"losses must be a list, not a {type(losses).__name__}")
+        n = self._n_microbatches
+        return [()] * n if arg_mbs is None else arg_mbs, [{}] * n if kwarg_mbs is None else kwarg_mbs
+
+    def _split_inputs(self, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[list, list]:
+        return split_args_kwargs_into_chunks(
+            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
+        )
+
+    def _split_target(self, target) -> list | None:
+        if target is None:
+            return None
+        if isinstance(target, torch.Tensor):
+            return list(_split_tensor(target, _TARGET_CHUNK_SPEC, self._n_microbatches))
+        return [args[0] for args in split_args_kwargs_into_chunks((target,), None, self._n_microbatches)[0]]
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        return merge_chunks(output_chunks, self._output_merge_spec)
+
+
+def compute_actions(actions: Table) -> Table:
+    return {rank: [a for a in row if a is not None and a.is_compute_op] for rank, row in actions.items()}
+
+
+class PipelineScheduleSingle(_PipelineSchedule):
+    """Schedules with one stage a rank."""
+
+    _name: str | None = None
+
+    def __init__(
+        self,
+        stage: _PipelineStageBase,
+        n_microbatches: int,
+        loss_fn: Callable | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+    ):
+        super().__init__(n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        self._stage = stage
+        self._take_stages([stage])
+        if self._name is not None:
+            self._engine_table = _C.make_schedule(self._name, self._num_stages, n_microbatches)
+
+    def _order_of(self, table: _C.Schedule) -> Table:
+        return {rank: _add_reduce_grad(row, self._n_microbatches) for rank, row in _table(table).items()}
+
+    def _get_pipeline_order(self) -> Table | None:
+        return self.pipeline_order

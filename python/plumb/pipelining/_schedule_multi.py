@@ -1,0 +1,214 @@
+"""Schedules with any number of stages a rank, and those that run any table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from .. import _C
+from .._C import Error
+from ._actions import (
+    Table,
+    _Action,
+    _add_reduce_grad,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _defer_recv_ops,
+    _format_pipeline_order,
+    _schedule,
+    _simulate_comms_compute,
+    _table,
+    _validate_schedule,
+)
+from ._errors import InvalidSchedule, InvalidType, InvalidValue
+from ._schedule_base import _PipelineSchedule, compute_actions
+from ._schedule_files import read_csv, write_csv
+from .microbatch import TensorChunkSpec
+from .stage import _PipelineStageBase
+
+
+def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedule_name: str) -> None:
+    dynamo = sys.modules.get("torch._dynamo")  # loaded once something was compiled
+    for stage in stages if dynamo is not None else []:
+        module = getattr(stage, "submod", None)
+        if isinstance(module, torch.nn.Module) and any(isinstance(m, dynamo.OptimizedModule) for m in module.modules()):
+            raise Error(
+                f"{schedule_name} halves the backward, which torch.compile does not support; stage "
+                f"{stage.stage_index} is compiled: use a schedule with full backwards, such as 1F1B"
+            )
+
+
+class PipelineScheduleMulti(_PipelineSchedule):
+    """Schedules with any number of stages a rank.
+
+    Give a table by setting `pipeline_order` ({rank: [action or None, ...]}) in a subclass, or with `_load_csv`. Stages
+    are where the table runs them.
+    """
+
+    _name: str | None = None
+
+    def __init__(
+        self,
+        stages: list[_PipelineStageBase],
+        n_microbatches: int,
+        loss_fn: Callable | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        stage_index_to_group_rank: dict[int, int] | None = None,
+    ):
+        super().__init__(n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        if not isinstance(stages, (list, tuple)) or not stages:
+            raise InvalidType("stages must be a list of the stages of this rank")
+        self._take_stages(list(stages))
+        self.pp_group_size = stages[0].group_size
+        self.rank = stages[0].group_rank
+        self.n_local_stages = len(stages)
+        self._backward_requires_autograd = backward_requires_autograd
+        self._set_ranks(
+            stage_index_to_group_rank or {stage: stage % self.pp_group_size for stage in range(self._num_stages)}
+        )
+        self._pipeline_order = {}
+        if self._name is not None:
+            self._make()
+
+    def _make(self) -> None:
+        traits = _C.schedule_traits(self._name)
+        per_rank = self.n_local_stages // 2 if traits["two_way"] else self.n_local_stages
+        if not traits["min_stages_per_rank"] <= per_rank <= traits["max_stages_per_rank"] or (
+            traits["two_way"] and self.n_local_stages != 2
+        ):
+            count = 2 if traits["two_way"] else traits["min_stages_per_rank"]
+            raise InvalidValue(f"{self._name} runs {count} stages on every rank, and {self.n_local_stages} were given")
+        if traits["splits_backward"]:
+            _check_torch_compile_compatibility(self._stages, type(self).__name__)
+        self._take(_C.make_schedule(self._name, self.pp_group_size, self._n_microbatches, per_rank))
+
+    def _take(self, table: _C.Schedule) -> None:
+        if table.num_ranks != self.pp_group_size or table.num_stages != self._num_stages:
+            raise InvalidSchedule(
+                f"the schedule {table.name} is for {table.num_ranks} ranks and {table.num_stages} stages, and there are "
+                f"{self.pp_group_size} and {self._num_stages}"
+            )
+        self._engine_table, self._pipeline_order, self._run = table, None, None
+        self._set_ranks(dict(enumerate(table.ranks)))
+
+    def _set_ranks(self, ranks: dict[int, int]) -> None:
+        self.stage_index_to_group_rank = ranks
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = ranks
+
+    def _validate_and_set_stage_mapping(self, actions: Table) -> None:
+        self._set_ranks(_validate_schedule(actions, self.pp_group_size, self._num_stages, self._n_microbatches))
+
+    def _dump_csv(self, filename: str) -> None:
+        write_csv(self.pipeline_order, filename)
+
+    def _load_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only") -> None:
+        """Takes the table of a file: a line a rank, a cell an action. '#' begins a comment."""
+        if format != "compute_only":
+            raise InvalidSchedule(f'this schedule reads tables of format "compute_only", not "{format}"')
+        actions = read_csv(filename)
+        self._validate_and_set_stage_mapping(actions)
+        self.pipeline_order = actions
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti):
+    """Runs any table, from a file or from `_prepare_schedule_with_comms`.
+
+    Where receives stand in a table does not matter to the run: they are always posted ahead.
+    """
+
+    def __init__(self, *args, defer_pp_recv: bool = False, **kwargs):
+        self._defer_pp_recv = defer_pp_recv
+        self._with_comms: Table | None = None
+        super().__init__(*args, **kwargs)
+
+    @property
+    def pipeline_order_with_comms(self) -> Table:
+        """The table with sends, receives and what surrounds use."""
+        if self._with_comms is None and self.pipeline_order:
+            if self._engine_table is not None and self._engine_table.two_way:
+                lowered = self._engine_table.add_messages_in_turns()
+                self._with_comms = _table(lowered.defer_receives() if self._defer_pp_recv else lowered)
+            else:
+                self._with_comms = self._lower(self.pipeline_order)
+        return self._with_comms or {}
+
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, actions: Table) -> None:
+        self._with_comms, self._run = actions, None
+
+    def _table_to_run(self) -> _C.Schedule:
+        # Messages follow from the table, so that it need not be lowered here.
+        if self._with_comms:
+            return _schedule(compute_actions(self._with_comms), None, self._n_microbatches, type(self).__name__)
+        if self._engine_table is not None and self._pipeline_order is None:
+            return self._engine_table
+        actions = self.pipeline_order
+        if not actions:
+            raise InvalidSchedule("the schedule has no actions: load a table before the first step")
+        return _schedule(compute_actions(actions), None, self._n_microbatches, type(self).__name__)
+
+    def _lower(self, actions: Table) -> Table:
+        rows = {
+            rank: _add_reduce_grad(_add_unshard_reshard(row), self._n_microbatches) for rank, row in actions.items()
+        }
+        lowered = _add_send_recv(rows, self.stage_index_to_group_rank.__getitem__, self._num_stages)
+        if self._defer_pp_recv:
+            lowered = _defer_recv_ops(lowered, self.stage_index_to_group_rank.__getitem__)
+        return lowered
+
+    def _prepare_schedule_with_comms(
+        self, actions: Table, format: Literal["compute_only", "compute_comms"] = "compute_only"
+    ) -> None:
+        """Takes a table: one that only computes, which gets its messages here, or one that has them."""
+        if format not in ("compute_only", "compute_comms"):
+            raise InvalidValue(f'the format of a table is "compute_only" or "compute_comms", not "{format}"')
+        self._validate_and_set_stage_mapping(actions)
+        if format == "compute_only":
+            for rank, row in actions.items():
+                for position, action in enumerate(row):
+                    if action is not None and not action.is_compute_op:
+                        raise InvalidValue(
+                            f"Expected compute-only schedule but found communication action '{action}' at rank {rank}, "
+                            f"position {position}"
+                        )
+            self._with_comms = self._lower(actions)
+        else:
+            if any(action is None for row in actions.values() for action in row):
+                raise InvalidSchedule("a table with messages has no idle entries")
+            problems = _schedule(actions, None, self._n_microbatches).check(False, False)
+            if problems != "ok":
+                raise InvalidSchedule(f"{problems}\n\nFull pipeline schedule:\n{_format_pipeline_order(actions)}")
+            self._with_comms = {rank: list(row) for rank, row in actions.items()}
+        self._run = None
+
+    _load_actions = _prepare_schedule_with_comms
+
+    def _load_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only") -> None:
+        actions = read_csv(filename)
+        if format == "compute_comms":
+            actions = {rank: [a for a in row if a is not None] for rank, row in actions.items()}
+        self._prepare_schedule_with_comms(actions, format)
+        if format == "compute_only":
+            self._pipeline_order, self._engine_table = actions, None
+
+    def _dump_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_comms") -> None:
+        write_csv(self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms, filename)
+
+    def _simulate(self) -> Table:
+        return _simulate_comms_compute(
+            self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages
+        )
+
+    def actions_with_messages(self) -> list[_Action]:
+        if self._engine_table is not None and self._engine_table.two_way:
+            return super().actions_with_messages()
+        return self.pipeline_order_with_comms.get(self.rank, [])

@@ -1,0 +1,56 @@
+"""Loaded by every Python process of a run of torch's tests: `torch.distributed.pipelining.X` is `plumb.pipelining.X`.
+
+Without an accelerator, tests that ask for several run on the CPU over Gloo.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+
+TORCHS, OURS = "torch.distributed.pipelining", "plumb.pipelining"
+
+
+class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name == TORCHS or name.startswith(TORCHS + "."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=name == TORCHS)
+        return None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        ours = importlib.import_module(module.__name__.replace(TORCHS, OURS, 1))
+        sys.modules[module.__name__] = ours
+
+
+class OnTheCpu(importlib.abc.MetaPathFinder):
+    """Takes the conditions off as soon as torch's helpers for tests are loaded."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch.testing._internal.common_distributed":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            import torch
+            import torch.distributed as dist
+            from torch.testing._internal import common_utils
+
+            if torch.accelerator.is_available():
+                return
+            for condition in ("requires_accelerator_dist_backend", "requires_nccl", "skip_if_lt_x_gpu"):
+                setattr(module, condition, lambda *args, **kwargs: lambda test: test)
+            common_utils.TEST_MULTIACCELERATOR = True
+            barrier = dist.barrier
+            dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path[:0] = [Alias(), OnTheCpu()]
