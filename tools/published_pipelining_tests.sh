@@ -12,6 +12,7 @@ from=$1
 shift
 [ ! -d "$from/test/distributed/pipelining" ] || from=$from/test/distributed/pipelining
 ls "$from"/test_*.py > /dev/null
+"$python" -c "import expecttest" || { echo "torch's tests need a package: pip install expecttest" >&2; exit 2; }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cp -r "$from"/. "$work"

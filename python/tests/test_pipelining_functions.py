@@ -119,10 +119,12 @@ def test_functions_that_cannot_be_are_refused():
     schedule.register_custom_function(FORWARD, print)
     with pytest.warns(UserWarning, match="replaced"):
         schedule.register_custom_function(FORWARD, print)
-    two_way = get_schedule_class("DualPipe")
-    stages = [PipelineStage(m, i, 1, "cpu") for i, m in enumerate(blocks(1))]
-    with pytest.raises(plumb.Error):
-        two_way(stages, 2, MSE)
+    for name, value in (("seed", 0), ("check_numerics", True), ("record_timeline", True)):
+        schedule = schedule_for("LoopedBFS", blocks(2), MICROBATCHES)
+        schedule.register_custom_function(FORWARD, print)
+        setattr(schedule, name, value)
+        with pytest.raises(plumb.Error, match=name):
+            schedule.step(torch.ones(4, 8), target=torch.ones(4, 8))
     tied = PipelineStage(nn.Linear(8, 8), 0, 1, "cpu", tied={"weight": "shared"})
     schedule = ScheduleGPipe(tied, 2, MSE)
     schedule.register_custom_function(BACKWARD_WEIGHT, print)

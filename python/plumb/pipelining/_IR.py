@@ -7,8 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from enum import Enum
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,7 +15,22 @@ from torch import Tensor, fx, nn
 from .. import _C
 from .._capture import BUFFER, PARAMETER, GraphModule
 from .._exported import save_pt2
+from ._backward import _null_coalesce_accumulate, stage_backward  # noqa: F401
 from ._errors import InvalidValue
+from ._fx_graphs import (  # noqa: F401  (known under this module's name)
+    _direct_serialization_deserialize,
+    _direct_serialization_reduce,
+    _find_loss_from_output_and_spec,
+    _find_loss_output,
+    _insert_stage_symbolic_backward,
+    _LinearNodeList,
+    _modify_graph_op_device,
+    _move_placeholders_to_front,
+    _NodeReference,
+    _number_and_count_forward_stages,
+    _split_after_forward,
+    _split_before_forward,
+)
 from ._marks import (  # noqa: F401  (known under this module's name)
     PipeSplitWrapper,
     SplitPoint,
@@ -26,6 +40,7 @@ from ._marks import (  # noqa: F401  (known under this module's name)
 )
 from ._policies import SplitPolicy, make_policy
 from ._sources import Source, from_exported, make_source
+from ._specs import MultiUseParameterConfig, MultiUseParamSpec, find_loss_spec, multi_use_arguments, plain_loss_spec  # noqa: F401
 from ._split_graph import (  # noqa: F401
     PP_SUBMOD_PREFIX,
     DetachExecutor,
@@ -35,24 +50,15 @@ from ._split_graph import (  # noqa: F401
     top_graph,
 )
 from ._stage_module import StageModule
+from ._unflatten import _outline_submodules  # noqa: F401
 from ._utils import PipeInfo
 from ._wrappers import LossWrapper, PipeSequential, TrivialLossWrapper  # noqa: F401
+from .stage import _PipelineStage
 
 
 def _names(engine: Any, stage: int) -> list[str] | None:
     """Of a stage's tensors; None if the cut has no such stage."""
     return [name for name, *_ in engine.stage(stage).state()] if stage < engine.num_stages else None
-
-
-class MultiUseParameterConfig(Enum):
-    """What becomes of a parameter that several stages use: the first stage owns it and sends it with every microbatch,
-    or each stage has a copy, whose gradients are summed before the optimiser's step."""
-
-    TRANSMIT = 1
-    REPLICATE = 2
-
-
-MultiUseParamSpec = Union[MultiUseParameterConfig, dict[str, MultiUseParameterConfig]]
 
 
 class Pipe(nn.Module):
@@ -148,8 +154,6 @@ class Pipe(nn.Module):
 
     def build_stage(self, stage_index: int, device: torch.device, group: Any = None) -> Any:
         """The stage for a schedule to run, moved to `device` with its device arguments."""
-        from .stage import _PipelineStage
-
         module = self.get_stage_module(stage_index).to(device)
         return _PipelineStage(module, stage_index, self.info(), torch.device(device), group)
 
@@ -229,6 +233,8 @@ class Pipe(nn.Module):
         return _rebuild, (parts, source, self._cut_arguments, self.loss_spec, stages, self._devices, self.training)
 
     # --- as torch's ---
+    _number_and_count_forward_stages = staticmethod(_number_and_count_forward_stages)
+
     @staticmethod
     def from_tracing(
         mod: nn.Module,
@@ -255,63 +261,8 @@ class Pipe(nn.Module):
     ) -> Pipe:
         """Cuts an exported program; `mod` only says whether it is a `TrivialLossWrapper`."""
         source = from_exported(exported_program, (), {})
-        loss = _loss_spec(mod, source, output_loss_value_spec)
+        loss = find_loss_spec(mod, source, output_loss_value_spec)
         return _cut(source, None, split_policy, None, multi_use_param_spec, loss, True)
-
-
-def _loss_spec(module: Any, source: Source, spec: Any) -> Any:
-    if spec is None:
-        return None
-    if isinstance(module, TrivialLossWrapper):
-        return TrivialLossWrapper.loss_spec
-    if spec != "auto":
-        return spec
-    keys = _keys(source.out_spec)
-    if "loss" not in keys:
-        raise InvalidValue(
-            "output_loss_value_spec='auto' finds no loss: the model returns no dict with a 'loss'\n"
-            "  try: the outputs' structure with True for the loss and False elsewhere"
-        )
-    return {key: key == "loss" for key in keys}
-
-
-def _keys(spec: Any) -> list:
-    """Keys of a dict, or of a class like transformers' outputs that is flattened as one."""
-    context = spec.context
-    for keys in (context, *(context if isinstance(context, tuple) else ())):
-        if isinstance(keys, list) and len(keys) == spec.num_children and all(isinstance(k, str) for k in keys):
-            return keys
-    return []
-
-
-def _plain_loss_spec(loss: Any, spec: Any) -> Any:
-    """Dicts as sequences where the model returns a class that only looks like a dict."""
-    children = spec.children() if hasattr(spec, "children") else spec.children_specs
-    if isinstance(loss, dict) and spec.type not in (dict, OrderedDict) and (keys := _keys(spec)):
-        if set(loss) != set(keys):
-            raise InvalidValue(f"the loss spec has the keys {sorted(loss)}, the outputs {sorted(keys)}")
-        loss = [loss[k] for k in keys]
-        return [_plain_loss_spec(part, child) for part, child in zip(loss, children)]
-    if isinstance(loss, dict) and set(loss) == set(spec.context or []):
-        return {k: _plain_loss_spec(loss[k], c) for k, c in zip(spec.context, children)}
-    if isinstance(loss, (tuple, list)) and len(loss) == len(children):
-        return type(loss)(_plain_loss_spec(part, child) for part, child in zip(loss, children))
-    return loss
-
-
-def _multi_use(spec: Any) -> dict[str, Any]:
-    def transmit(value: Any, message: str) -> bool:
-        name = getattr(value, "name", None)
-        if name not in ("TRANSMIT", "REPLICATE"):
-            raise InvalidValue(f"{message}\n  try: MultiUseParameterConfig.TRANSMIT or MultiUseParameterConfig.REPLICATE")
-        return name == "TRANSMIT"
-
-    if spec is None:
-        return {}
-    if isinstance(spec, Mapping):
-        unknown = "Unknown multi-use config value {} specified for {}"
-        return {"transmit_by_name": {name: transmit(v, unknown.format(v, name)) for name, v in spec.items()}}
-    return {"transmit": transmit(spec, f"multi_use_param_spec must be MultiUseParamSpec enum or dict, not {spec!r}")}
 
 
 def _cut(
@@ -322,8 +273,8 @@ def _cut(
         where = make_policy(policy, num_stages).cuts(source)
     elif spec:
         where = {"modules": [(name, SplitPoint[point.name] is SplitPoint.END) for name, point in spec.items()]}
-    plain = None if loss is None else _plain_loss_spec(loss, source.out_spec)
-    arguments = {**where, **_multi_use(multi_use), "move_cuts": move_cuts, "loss": plain}
+    plain = None if loss is None else plain_loss_spec(loss, source.out_spec)
+    arguments = {**where, **multi_use_arguments(multi_use), "move_cuts": move_cuts, "loss": plain}
     return Pipe(_C.cut(source.engine, **arguments), source, loss, arguments)
 
 
@@ -376,7 +327,7 @@ def pipeline(
     if split_spec is not None and split_policy is not None:
         raise InvalidValue("Cannot specify both `split_spec` and `split_policy`\n  try: one of them")
     source, spec = make_source(module, mb_args, mb_kwargs, split_spec)
-    loss = _loss_spec(module, source, output_loss_value_spec)
+    loss = find_loss_spec(module, source, output_loss_value_spec)
     pipe = _cut(source, spec, split_policy, num_stages, multi_use_param_spec, loss, move_cuts)
     if num_stages is not None and pipe.num_stages != num_stages:
         raise InvalidValue(f"the cuts give {pipe.num_stages} stages instead of {num_stages}")

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .. import _C
 from .._C import Error
+from ._debug import map_debug_info  # noqa: F401
 
 
 def _get_grad_fn_or_grad_acc(t: torch.Tensor) -> Node | None:

@@ -86,6 +86,8 @@ class StepByStep:
     """Runs the table of a schedule, action by action, with the stages' methods."""
 
     def __init__(self, schedule: Any, functions: dict[_ComputationType, Callable]):
+        if schedule.check_numerics or schedule.seed is not None or schedule.record_timeline:
+            raise Error("check_numerics, seed and record_timeline are for schedules that the engine runs, not for Python's steps")
         self.schedule, self.functions = schedule, functions
         self.stages = {stage.stage_index: stage for stage in schedule._stages}
         self.row: list[_Action] = schedule.actions_with_messages()

@@ -43,7 +43,7 @@ from ._actions import (  # noqa: F401  (torch's users import them from here)
 )
 from ._errors import InvalidSchedule, InvalidValue
 from ._messages import _batch_p2p, _sorted_batch_p2p, _wait_batch_p2p  # noqa: F401
-from ._schedule_base import PipelineScheduleSingle, _PipelineSchedule, compute_actions
+from ._schedule_base import _TARGET_CHUNK_SPEC, PipelineScheduleSingle, _PipelineSchedule, compute_actions  # noqa: F401
 from ._schedule_files import _dump_chrometrace  # noqa: F401
 from ._schedule_multi import (  # noqa: F401
     PipelineScheduleMulti,
@@ -51,8 +51,9 @@ from ._schedule_multi import (  # noqa: F401
     _PipelineScheduleRuntime,
 )
 from ._step_by_step import _PipelineContext  # noqa: F401
-from .microbatch import TensorChunkSpec
-from .stage import _PipelineStageBase
+from ._utils import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping  # noqa: F401
+from .microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks  # noqa: F401
+from .stage import PipelineStage, _PipelineStageBase, _RecvInfo  # noqa: F401
 
 __all__ = [
     "PipelineScheduleMulti",

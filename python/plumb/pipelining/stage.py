@@ -14,6 +14,16 @@ from torch.utils import _pytree as pytree
 from .._C import Error
 from ._chunks import ChunkSteps, _RecvInfo  # noqa: F401  (torch's users import it from here)
 from ._errors import InvalidValue
+from ._utils import (  # noqa: F401
+    PipeInfo,
+    PipeliningMetadataError,
+    _TensorMeta,
+    extract_tensor_meta,
+    extract_tensor_metas,
+    flatten_args,
+    validate_and_normalize_to_tuple,
+    validate_tensors_metadata,
+)
 from ._values import as_tensor, metas
 
 __all__ = ["PipelineStage", "build_stage"]

@@ -1,0 +1,206 @@
+"""Helpers on plain ``torch.fx`` graphs of stages, for those who make such graphs themselves. A `Pipe` does without them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._backward import _null_coalesce_accumulate, stage_backward
+from ._errors import InvalidSchedule, InvalidValue
+from ._marks import pipe_split
+from ._split_graph import PP_SUBMOD_PREFIX
+from ._wrappers import TrivialLossWrapper
+
+
+# --- the loss among the outputs ---
+def _find_loss_from_output_and_spec(output_val: Any, spec_val: Any) -> fx.Node | None:
+    """The node of the outputs where the spec, which has their structure, has True. None for False."""
+    if isinstance(spec_val, bool):
+        if spec_val and not isinstance(output_val, fx.Node):
+            raise InvalidValue(f"Loss spec must specify a dynamic value but got {output_val}")
+        return output_val if spec_val else None
+    if isinstance(spec_val, dict):
+        fits, what = isinstance(output_val, dict), "keys"
+        alike = fits and set(output_val) == set(spec_val)
+        pairs = [(output_val[key], spec_val[key]) for key in spec_val] if alike else []
+    elif isinstance(spec_val, (tuple, list)):
+        fits, what = isinstance(output_val, (tuple, list)), "length"
+        alike = fits and len(output_val) == len(spec_val)
+        pairs = list(zip(output_val, spec_val)) if alike else []
+    else:
+        raise InvalidValue(f"Unsupported type {type(spec_val)} in loss specification")
+    if not alike:
+        raise InvalidValue(
+            f"Output value {output_val} must match {what if fits else 'type'} of loss specification {spec_val}"
+        )
+    for output, spec in pairs:
+        if (loss := _find_loss_from_output_and_spec(output, spec)) is not None:
+            return loss
+    raise InvalidValue(f"Did not find loss value in specification {spec_val}")
+
+
+def _find_loss_output(
+    mod: torch.nn.Module, g: fx.Graph, output_loss_value_spec: Any
+) -> tuple[fx.Node | None, fx.Node, Any]:
+    """The loss, the graph's output node, and the spec: given, known of the wrapper, or of a dict with a "loss"."""
+    outputs = [node for node in g.nodes if node.op == "output"]
+    if len(outputs) != 1:
+        raise InvalidSchedule(f"a graph has one output, and this one {len(outputs)}")
+    value = outputs[0].args[0]
+    if isinstance(mod, TrivialLossWrapper):
+        return value, outputs[0], TrivialLossWrapper.loss_spec
+    if output_loss_value_spec is not None:
+        return _find_loss_from_output_and_spec(value, output_loss_value_spec), outputs[0], output_loss_value_spec
+    if isinstance(value, dict) and "loss" in value:
+        return value["loss"], outputs[0], {key: key == "loss" for key in value}
+    return None, outputs[0], None
+
+
+# --- the backward as nodes ---
+def _insert_stage_symbolic_backward(g: fx.Graph, loss_node: fx.Node, output_node: fx.Node) -> fx.Graph:
+    """Writes a `stage_backward` call for every stage that the loss depends on, from the last to the first, before the
+    output. A value with several users has its gradients added as they come."""
+    parts: dict[fx.Node, dict[int, fx.Node]] = {}
+    for node in g.nodes:
+        if node.op == "call_function":
+            if node.target is not operator.getitem or len(node.args) != 2:
+                raise InvalidSchedule(f"'{node.format_node()}' is neither a stage's call nor a part of its output")
+            source, index = node.args
+            parts.setdefault(source, {})[index] = node
+    needed = {loss_node}
+    grads: dict[fx.Node, fx.Node | None] = {loss_node: None}
+    with g.inserting_before(output_node):
+        for node in reversed(list(g.nodes)):
+            if node not in needed:
+                continue
+            needed.update(node.all_input_nodes)
+            if node.op != "call_module":
+                continue
+            outputs: tuple[fx.Node | None, ...] = (node,)
+            if node in parts:
+                outputs = tuple(parts[node].get(i) for i in range(max(parts[node]) + 1))
+            call = g.call_function(
+                stage_backward,
+                kwargs={
+                    "stage_output": outputs,
+                    "output_grads": tuple(grads.get(output) for output in outputs),
+                    "input_values": list(node.all_input_nodes),
+                    "outputs_with_grads_idxs": [i for i, output in enumerate(outputs) if output in needed],
+                },
+            )
+            for i, value in enumerate(node.all_input_nodes):
+                grad = g.call_function(operator.getitem, (call, i))
+                if value in grads and value.op != "placeholder":
+                    grad = g.call_function(_null_coalesce_accumulate, (grads[value], grad))
+                grads[value] = grad
+    return g
+
+
+def _number_and_count_forward_stages(gm: fx.GraphModule) -> int:
+    """How many stages a top graph calls; each call learns its number as ``meta["stage_idx"]``."""
+    calls = [n for n in gm.graph.nodes if n.op == "call_module" and n.target.startswith(f"{PP_SUBMOD_PREFIX}_")]
+    for node in calls:
+        node.meta["stage_idx"] = int(node.target.rpartition("_")[2])
+    return len(calls)
+
+
+def _move_placeholders_to_front(graph: fx.Graph) -> None:
+    """Inputs before everything else, in their order."""
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in reversed(places):
+        first = next(iter(graph.nodes))
+        if node is not first:
+            first.prepend(node)
+
+
+def _modify_graph_op_device(gm: fx.GraphModule, new_device: torch.device) -> None:
+    """Device arguments of a graph's operators, and of the graphs in it, name another device."""
+    changed = False
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.kwargs.get("device", new_device) != new_device:
+            node.update_kwarg("device", new_device)
+            changed = True
+        elif node.op == "call_module":
+            inner = gm.get_submodule(node.target)
+            inner = getattr(inner, "graph_module", inner)
+            if isinstance(inner, fx.GraphModule):
+                _modify_graph_op_device(inner, new_device)
+    if changed:
+        gm.recompile()
+
+
+# --- a graph without its graph ---
+class _NodeReference:
+    """Stands for a node by its name."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+class _LinearNodeList:
+    """The nodes of a graph as data: `to_graph` makes them into one again."""
+
+    def __init__(self, node_list: Iterable[fx.Node]):
+        def apart(value: Any) -> Any:
+            return fx.node.map_arg(value, lambda node: _NodeReference(node.name))
+
+        self.serialize_node_list = [
+            {
+                "op": node.op,
+                "target": node.target,
+                "args": apart(node.args),
+                "kwargs": apart(node.kwargs),
+                "name": node.name,
+                "type_expr": node.type,
+                "meta": copy.copy(node.meta),
+            }
+            for node in node_list
+        ]
+
+    def to_graph(self) -> fx.Graph:
+        graph, made = fx.Graph(), {}
+
+        def together(value: Any) -> Any:
+            return fx.node.map_aggregate(value, lambda v: made[v.name] if isinstance(v, _NodeReference) else v)
+
+        for entry in self.serialize_node_list:
+            how = {**entry, "args": together(entry["args"]), "kwargs": together(entry["kwargs"])}
+            meta = how.pop("meta")
+            made[entry["name"]] = node = graph.create_node(**how)
+            node.meta = copy.copy(meta)
+        return graph
+
+
+class _Body(torch.nn.Module):
+    def __init__(self, body: dict):
+        super().__init__()
+        self.__dict__.update(body)
+
+
+def _direct_serialization_deserialize(body: dict, nodes: _LinearNodeList) -> fx.GraphModule:
+    """A graph module of what `_direct_serialization_reduce` answered."""
+    return fx.GraphModule(_Body(body), nodes.to_graph())
+
+
+def _direct_serialization_reduce(self: fx.GraphModule) -> tuple:
+    """``__reduce__`` for graph modules that are sent as they are, without code."""
+    body = {name: value for name, value in self.__dict__.items() if name != "_graph"}
+    return _direct_serialization_deserialize, (body, _LinearNodeList(self.graph.nodes))
+
+
+# --- forwards with a mark ---
+def _split_before_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    pipe_split()
+    return self._orig_forward(*args, **kwargs)
+
+
+def _split_after_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return self._orig_forward(*args, **kwargs)
+    finally:
+        pipe_split()
