@@ -175,7 +175,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(AttributeError, match="nonexistent module layers.7"):
         pipeline(model, (x,), split_spec={"layers.1": BEGIN, "layers.7": BEGIN})
     assert "forward" not in model.layers[1].__dict__
-    with pytest.raises(ValueError, match="split_spec and split_policy"):
+    with pytest.raises(ValueError, match="both `split_spec` and `split_policy`"):
         pipeline(model, (x,), split_spec={"layers.1": BEGIN}, split_policy="balanced")
     with pytest.raises(ValueError, match="Unknown split point"):
         pipeline(model, (x,), split_spec={"layers.1": "begin"})
@@ -186,7 +186,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(TypeError, match="cannot be cut"):
         pipeline(lambda x: x, (x,))
     pipe = pipeline(model, (x,), split_spec={"layers.1": BEGIN})
-    with pytest.raises(ValueError, match="no stage 2"):
+    with pytest.raises(ValueError, match="Invalid stage index 2"):
         pipe.get_stage_module(2)
     with pytest.raises(plumb.Error, match="structure"):
         pipe(x, x)
@@ -821,11 +821,11 @@ def test_what_load_pt2_gives_is_cut_and_saved_with_what_the_file_knew(tmp_path):
     torch.manual_seed(0)
     model, x = Shaped(), torch.randn(4, 8)
     rows = torch.export.Dim("rows", min=2, max=64)
-    program = torch.export.export(model, (x, x), dynamic_shapes=({0: 2 * rows}, {0: 2 * rows}))
+    program = torch.export.export(model, (x, torch.randn(4, 8)), dynamic_shapes=({0: 2 * rows}, {0: 2 * rows}))
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = plumb.load_pt2(tmp_path / "model.pt2")
     pipe = pipeline(loaded, split_spec={"down": BEGIN})
-    assert pipe.num_stages == 2
+    assert pipe.num_stages == 3  # the mark is in the file, too
     for again in (pipe, pickle.loads(pickle.dumps(pipe))):
         again.save_pt2(tmp_path / "cut.pt2")
         whole = plumb.load_pt2(tmp_path / "cut.pt2")
