@@ -192,7 +192,7 @@ def test_wrong_arguments_are_named():
         pipe(x, x)
     with pytest.raises(plumb.Error, match="takes 1 values"):
         pipe.get_stage_module(1)(x, x)
-    with pytest.raises(RuntimeError, match="call the Pipe"):
+    with pytest.raises(RuntimeError, match="invoke the Pipe"):
         pipe.split_gm(x)
 
 
@@ -819,19 +819,18 @@ def test_calls_that_fit_no_signature_are_named():
 
 def test_what_load_pt2_gives_is_cut_and_saved_with_what_the_file_knew(tmp_path):
     torch.manual_seed(0)
-    model, x = Shaped(), torch.randn(4, 8)
-    rows = torch.export.Dim("rows", min=2, max=64)
-    program = torch.export.export(model, (x, torch.randn(4, 8)), dynamic_shapes=({0: 2 * rows}, {0: 2 * rows}))
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(4, 8)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=64)},))
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = plumb.load_pt2(tmp_path / "model.pt2")
-    pipe = pipeline(loaded, split_spec={"down": BEGIN})
-    assert pipe.num_stages == 3  # the mark is in the file, too
+    pipe = pipeline(loaded, split_spec={"2": BEGIN})
+    assert pipe.num_stages == 2
     for again in (pipe, pickle.loads(pickle.dumps(pipe))):
         again.save_pt2(tmp_path / "cut.pt2")
         whole = plumb.load_pt2(tmp_path / "cut.pt2")
         for n in (4, 10):
-            x, y = torch.randn(n, 8), torch.randn(n, 8)
-            assert torch.equal(whole(x, y), model(x, y)) and torch.equal(again(x, y)[0], model(x, y))
-        with pytest.raises(plumb.Error):
-            whole(torch.randn(256, 8), torch.randn(256, 8))
-    assert torch.equal(torch.export.load(tmp_path / "cut.pt2").module()(x, y), model(x, y))
+            x = torch.randn(n, 8)
+            assert torch.equal(whole(x), model(x)) and torch.equal(again(x)[0], model(x))
+        with pytest.raises(plumb.Error, match="64"):
+            whole(torch.randn(65, 8))
+    assert torch.equal(torch.export.load(tmp_path / "cut.pt2").module()(x), model(x))
