@@ -2,11 +2,13 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
 #include <deque>
 #include <mutex>
+#include <sstream>
 
 #include "plumb/capture/session.h"
 #include "plumb/core/error.h"
@@ -34,7 +36,29 @@ const std::pair<OpaqueFunction, std::string>& opaque(int64_t id) {
   return table.functions[static_cast<size_t>(id)];
 }
 
-std::vector<at::Tensor> python_function(int64_t id, at::TensorList inputs) { return opaque(id).first(inputs.vec()); }
+// A replay ignores its caller's autocast; the function has the region that it was captured in.
+class AutocastAllowed {
+ public:
+  AutocastAllowed() {
+    for (c10::DispatchKey key : c10::autocast_dispatch_keyset) {
+      if (!c10::impl::tls_is_dispatch_key_excluded(key)) continue;
+      excluded_.push_back(key);
+      c10::impl::tls_set_dispatch_key_excluded(key, false);
+    }
+  }
+  ~AutocastAllowed() {
+    for (c10::DispatchKey key : excluded_) c10::impl::tls_set_dispatch_key_excluded(key, true);
+  }
+  AutocastAllowed(const AutocastAllowed&) = delete;
+
+ private:
+  std::vector<c10::DispatchKey> excluded_;
+};
+
+std::vector<at::Tensor> python_function(int64_t id, at::TensorList inputs) {
+  AutocastAllowed allowed;
+  return opaque(id).first(inputs.vec());
+}
 
 struct OneCapture {
   std::shared_ptr<GraphModule> module;
@@ -43,13 +67,32 @@ struct OneCapture {
 
 struct Attempt {
   bool may_stand_in = false;
-  bool stood_in = false;  // afterwards
+  bool open_composites = false;
+  bool stood_in = false, needs_open = false;  // afterwards
 };
+
+// What the model has put in the places of buffers and attributes; the old ones are there again afterwards.
+void write_back(Session& session) {
+  const CaptureRequest& request = session.request;
+  if (request.buffers_after) {
+    for (const auto& [name, tensor] : request.buffers_after()) {
+      for (size_t i = 0; i < session.num_state && tensor.defined(); ++i) {
+        const Attr& attr = session.attributes[i];
+        if (attr.kind == AttrKind::Buffer && attr.name == name && !tensor.is_same(attr.tensor))
+          session.write_back(static_cast<int>(i), tensor, "buffer '" + name + "'");
+      }
+    }
+  }
+  if (request.attributes_after) {
+    for (const auto& [name, old, now] : request.attributes_after()) session.write_back_attribute(name, old, now);
+  }
+}
 
 OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& options, Attempt& attempt) {
   c10::InferenceMode normal(false);
   Session session(request);
   session.may_stand_in = attempt.may_stand_in;
+  session.open_composites = attempt.open_composites;
   // With grad on, so that torch's fused inference paths do not hide the operators.
   at::AutoGradMode grad(true);
   auto inputs = session.feed();
@@ -58,43 +101,45 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
   session.start();
   try {
     outputs = request.call(inputs, out_spec);
+    // The program may have caught it.
+    if (session.needs_values) throw NeedsValues();
+    if (session.needs_open) throw NeedsOpenComposites();
+    if (session.refusal) throw *session.refusal;
   } catch (...) {
     session.stop();
     attempt.stood_in = session.stood_in;
+    attempt.needs_open = session.needs_open;
     if (request.buffers_after) request.buffers_after();
+    if (request.attributes_after) request.attributes_after();
     if (session.refusal) throw *session.refusal;
     throw;
   }
   session.stop();
-  if (request.buffers_after) {
-    const auto now = request.buffers_after();
-    for (size_t i = 0; i < session.num_state; ++i) {
-      const Attr& attr = session.attributes[i];
-      if (attr.kind != AttrKind::Buffer) continue;
-      for (const auto& [name, tensor] : now) {
-        if (name == attr.name && tensor.defined() && !tensor.is_same(attr.tensor))
-          session.write_back(static_cast<int>(i), tensor);
-      }
-    }
-  }
+  write_back(session);
+  session.check_buffer_reads();
   OneCapture result;
   result.module = build_graph(session, outputs, std::move(out_spec), options);
   result.notes = std::move(session.notes);
   return result;
 }
 
-// Without computing large products, whose values no graph needs, if it can be done so.
+// Without computing large products, whose values no graph needs, and at the level the calls are written, if that can
+// be.
 OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& options) {
-  Attempt quick{!options.verify}, whole;
-  if (quick.may_stand_in) {
+  Attempt attempt{!options.verify};
+  while (true) {
     try {
-      return capture_once(request, options, quick);
+      return capture_once(request, options, attempt);
     } catch (...) {
-      if (!quick.stood_in) throw;
-      // A question about values, or a function that does not take zeros.
+      if (attempt.needs_open) {
+        attempt = {attempt.may_stand_in, true};
+      } else if (attempt.stood_in) {  // a question about values, or a function that does not take zeros
+        attempt = {false, attempt.open_composites};
+      } else {
+        throw;
+      }
     }
   }
-  return capture_once(request, options, whole);
 }
 
 // Other values of the same dtype and shape. Integers are permuted: they stay valid indices.
@@ -111,6 +156,7 @@ bool equal_or_both_nan(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined()) return true;
   if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
   if (a.device().is_meta()) return true;
+  if (a.is_sparse() && b.is_sparse()) return equal_or_both_nan(a.to_dense(), b.to_dense());
   if (at::equal(a, b)) return true;
   if (!a.is_floating_point()) return false;
   return at::equal(a.isnan(), b.isnan()) && at::equal(a.nan_to_num(), b.nan_to_num());
@@ -141,7 +187,7 @@ std::vector<at::Tensor> run_with_gradients(
   }
   std::map<std::string, at::Tensor> saved;
   for (const Attr& attr : request.state) {
-    if (attr.kind == AttrKind::Buffer && attr.tensor.defined()) saved[attr.name] = attr.tensor.detach().clone();
+    if (attr.tensor.defined()) saved[attr.name] = attr.tensor.detach().clone();
     if (attr.kind == AttrKind::Parameter && attr.tensor.defined()) leaves.push_back(attr.tensor);
   }
   Buffers elsewhere;
@@ -176,6 +222,24 @@ std::vector<at::Tensor> run_with_gradients(
   return answer;
 }
 
+// The graph's text without what may differ although the program is the same: numbers of Python functions, and sizes
+// that depend on the data.
+std::string comparable(const Graph& graph) {
+  std::istringstream lines(to_string(graph));
+  std::string all;
+  for (std::string line; std::getline(lines, line);) {
+    const size_t equals = line.find(" = ");
+    if (equals != std::string::npos) line = line.substr(equals + 3);
+    constexpr std::string_view kCall = "plumb::python_function(";
+    if (const size_t at = line.find(kCall); at != std::string::npos) {
+      const size_t from = at + kCall.size(), to = line.find(',', from);
+      line.replace(from, to - from, opaque_name(std::stoll(line.substr(from, to - from))));
+    }
+    all += line + "\n";
+  }
+  return all;
+}
+
 void verify(const CaptureRequest& request, const CaptureOptions& options, const OneCapture& first) {
   CaptureRequest other = request;
   std::vector<at::Tensor> values;
@@ -194,7 +258,7 @@ void verify(const CaptureRequest& request, const CaptureOptions& options, const 
         "the forward depends on tensor values in a way torch's dispatcher does not show (numpy, tolist, raw memory, "
         "tensor hooks, data-dependent Python code)");
   };
-  if (to_string(first.module->graph()) != to_string(second.module->graph()))
+  if (comparable(first.module->graph()) != comparable(second.module->graph()))
     differs("two captures on different inputs gave different graphs");
   for (const Attr& attr : first.module->state()) {
     if (attr.kind != AttrKind::Constant) continue;
@@ -206,6 +270,7 @@ void verify(const CaptureRequest& request, const CaptureOptions& options, const 
     TreeSpec spec;
     auto out = request.call(in, spec);
     if (request.buffers_after) elsewhere = request.buffers_after();
+    if (request.attributes_after) request.attributes_after();
     return out;
   });
   const auto replay = run_with_gradients(
@@ -219,18 +284,7 @@ void verify(const CaptureRequest& request, const CaptureOptions& options, const 
 
 }  // namespace
 
-void guard_equal(const at::Tensor& a, const at::Tensor& b, bool expected) {
-  if (a.is_meta() || b.is_meta() || at::equal(a, b) == expected) return;
-  throw Error(ErrorKind::InvalidArgument,
-              std::string("the model took the path for ") + (expected ? "equal" : "different") +
-                  " tensors when it was captured; these are " + (expected ? "different" : "equal"),
-              "", "capture the model again on inputs like these");
-}
-
-TORCH_LIBRARY_FRAGMENT(plumb, m) {
-  m.def("guard_equal(Tensor a, Tensor b, bool expected) -> ()", guard_equal);
-  m.def("python_function(int id, Tensor[] inputs) -> Tensor[]", python_function);
-}
+TORCH_LIBRARY_FRAGMENT(plumb, m) { m.def("python_function(int id, Tensor[] inputs) -> Tensor[]", python_function); }
 
 int64_t register_opaque(OpaqueFunction function, std::string name) {
   auto& table = opaque_table();
@@ -251,6 +305,20 @@ void pop_module() {
 }
 
 bool is_capturing() { return Session::current() != nullptr; }
+
+void refuse_capture(const std::string& what, const std::string& remedy) {
+  if (Session* s = Session::current()) s->refuse(what, remedy);
+  throw Error(ErrorKind::Capture, what, "", remedy);
+}
+
+bool size_depends_on_values(const at::Tensor& tensor) {
+  Session* s = Session::current();
+  return s && s->has_dynamic_sizes(tensor);
+}
+
+void guard_size_read(const at::Tensor& tensor, bool exact) {
+  if (Session* s = Session::current()) s->guard_size(tensor, exact);
+}
 
 namespace {
 

@@ -44,6 +44,12 @@ struct CaptureRequest {
   std::function<std::shared_ptr<const SourceLocation>()> locate;
   // Called after `call`: buffers as they are now, to find re-assigned ones; may be empty. Puts back the old ones.
   std::function<std::vector<std::pair<std::string, at::Tensor>>()> buffers_after;
+  // Called after `call`: (name, old, new) of other tensors that the module holds and re-assigned; may be empty. Puts
+  // back the old ones.
+  std::function<std::vector<std::tuple<std::string, at::Tensor, at::Tensor>>()> attributes_after;
+  // Called when the program asks whether a tensor is true: whether one of the answers only makes it stop with an error.
+  // Such checks become nodes that check in every run. May be empty.
+  std::function<bool()> is_check;
   bool training = false;
 };
 std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const CaptureOptions& options = {});
@@ -52,6 +58,10 @@ std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const Captur
 void push_module(std::string path, std::string type);
 void pop_module();
 bool is_capturing();
+// Refuses what the forward does now, naming module and line; and questions about sizes, see Session.
+[[noreturn]] void refuse_capture(const std::string& what, const std::string& remedy);
+bool size_depends_on_values(const at::Tensor& tensor);
+void guard_size_read(const at::Tensor& tensor, bool exact);
 
 // A Python or C++ function that a graph cannot look into, kept as one node that calls it. Ids live as long as the
 // process.

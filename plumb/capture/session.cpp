@@ -1,6 +1,7 @@
 #include "plumb/capture/session.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -25,7 +26,10 @@ thread_local Session* current_session = nullptr;
 
 // Indexing does by masks alone.
 bool shape_depends_on_values(const c10::OperatorHandle& op, const std::string& name, at::ArrayRef<c10::IValue> args) {
-  if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (!op.hasTag(at::Tag::dynamic_output_shape)) {
+    return name == "aten::where" || name == "aten::nonzero_numpy" || name == "aten::_pack_padded_sequence" ||
+           name == "aten::_pad_packed_sequence";
+  }
   if (name != "aten::index.Tensor" || !args[1].isList()) return true;
   for (const c10::IValue& index : args[1].toListRef()) {
     if (index.isTensor() && index.toTensor().defined() &&
@@ -33,20 +37,6 @@ bool shape_depends_on_values(const c10::OperatorHandle& op, const std::string& n
       return true;
   }
   return false;
-}
-
-// Operators that hand a value out of a tensor to the program.
-const std::unordered_set<std::string_view>& value_readers() {
-  static const std::unordered_set<std::string_view> names = {"aten::item",
-                                                             "aten::_local_scalar_dense",
-                                                             "aten::is_nonzero",
-                                                             "aten::equal",
-                                                             "aten::allclose",
-                                                             "aten::q_scale",
-                                                             "aten::q_zero_point",
-                                                             "aten::_nnz",
-                                                             "aten::_choose_qparams_per_tensor"};
-  return names;
 }
 
 bool is_custom_function(const at::Tensor& t, std::string& name) {
@@ -148,9 +138,12 @@ std::vector<c10::IValue> Session::feed() {
     const at::Tensor& given = v.toTensor();
     // Clones keep repeated inputs apart. They require grad, so that a custom autograd function is always noticed, and
     // are no leaves, so that in-place operators may write them.
+    // (Where the caller's own is a leaf that requires grad, nobody may write it, and autocast tells leaves apart.)
     at::Tensor copy = given.is_inference() ? given.clone() : given.detach();
+    const bool leaf = given.requires_grad() && given.is_leaf();
+    if (leaf) copy = copy.clone();
     if (copy.is_floating_point() || copy.is_complex()) copy.requires_grad_(true);
-    copy = copy.clone();
+    if (!leaf) copy = copy.clone();
     const int value = new_value(copy, RecordedValue::Input);
     values[static_cast<size_t>(value)].meta.requires_grad = given.requires_grad();
     bind(copy, value);
@@ -293,6 +286,11 @@ int Session::look_up(const at::Tensor& t, const std::string& reader) {
       // Same memory, cut from the graph without a call that could be seen (.data): say it by a detach.
       return emit("aten::detach", {RecordedArg{found}}, t, known.from_constants);
     }
+    if ((by_memory || known.origin == RecordedValue::Result) && t.is_leaf()) {
+      // A leaf of the forward's own: only an autograd.grad inside of it can ask for its gradient, and that is captured.
+      known.requires_grad = true;
+      return found;
+    }
     if (by_memory || known.origin == RecordedValue::Result) {
       refuse(reader + " uses a tensor that was made to require grad inside the forward (requires_grad_, nn.Parameter)",
              "create parameters in the module's constructor and register them");
@@ -334,11 +332,7 @@ RecordedArg Session::record_arg(const c10::IValue& v, const std::string& reader,
   return {v};
 }
 
-// torch.tensor([..]), x[[0, 2]] and from_numpy fill memory by raw pointer and then call lift_fresh: what it holds now
-// is a constant. The model may write into the result, so each call starts from a clone.
-void Session::lift_fresh(torch::jit::Stack* stack) {
-  c10::impl::ExcludeDispatchKeyGuard below(kKey);
-  const at::Tensor t = stack->back().toTensor();
+int Session::constant_copy(const at::Tensor& t) {
   at::Tensor copy;
   {
     at::NoGradGuard no_grad;
@@ -349,6 +343,15 @@ void Session::lift_fresh(torch::jit::Stack* stack) {
   values[static_cast<size_t>(value)].from_constants = true;
   attributes.push_back({"_constant_" + std::to_string(attributes.size() - num_state), AttrKind::Constant, copy, true});
   attribute_values.push_back(value);
+  return value;
+}
+
+// torch.tensor([..]), x[[0, 2]] and from_numpy fill memory by raw pointer and then call lift_fresh: what it holds now
+// is a constant. The model may write into the result, so each call starts from a clone.
+void Session::lift_fresh(torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  const at::Tensor t = stack->back().toTensor();
+  const int value = constant_copy(t);
   emit("aten::clone", {RecordedArg{value}, RecordedArg{c10::IValue()}}, t, true);
 }
 
@@ -391,57 +394,6 @@ void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stac
   }
 }
 
-// Answers true if the call is not to be recorded.
-bool Session::refuse_or_skip_valueless(const c10::OperatorHandle& op, const std::string& name,
-                                       const std::vector<RecordedArg>& args, bool from_constants,
-                                       const torch::jit::Stack& stack) {
-  const auto& schema = op.schema();
-  if (schema.returns().empty()) return false;
-  for (const auto& r : schema.returns()) {
-    if (r.type()->isSubtypeOf(*c10::TensorType::get()) || r.type()->str().find("Tensor") != std::string::npos)
-      return false;
-  }
-  const std::string_view base = std::string_view(name).substr(0, name.find('.'));
-  if (!value_readers().count(base)) return true;  // about shapes and dtypes: part of the signature
-  if (from_constants) {
-    const std::string at = where();
-    note(name + " read a value that depends on constants alone; it is part of the graph" +
-         (at.empty() ? "" : ", at " + at));
-    return true;
-  }
-  if (base == "aten::equal") {
-    guard_equal(args, stack);
-    return true;
-  }
-  refuse(name + " takes a value out of a tensor, so the program would depend on the data",
-         "use torch.where or masks instead of branching on tensor values, or move the decision out of the module");
-}
-
-// torch::nn::MultiheadAttention asks whether query and key are equal to choose between two ways to the same numbers.
-// For one and the same tensor, or for other shapes, the answer is known; otherwise a node checks it in every run.
-void Session::guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack) {
-  const auto given = torch::jit::last(stack, 2);
-  const at::Tensor a = given[0].toTensor(), b = given[1].toTensor();
-  const int* x = std::get_if<int>(&args[0].data);
-  const int* y = std::get_if<int>(&args[1].data);
-  if (x && y && *x == *y) return;
-  if (a.sizes() != b.sizes()) return;
-  if (stood_in) throw NeedsValues();
-  const bool expected = at::equal(a, b);
-  Record record{find_operator("plumb::guard_equal"),
-                {args[0], args[1], RecordedArg{c10::IValue(expected)}},
-                {},
-                {},
-                true,
-                modules_now(),
-                nullptr};
-  if (request.locate) record.source = request.locate();
-  records.push_back(std::move(record));
-  const std::string at = where();
-  note(std::string("aten::equal answered ") + (expected ? "true" : "false") +
-       " at capture: the graph checks that it still does" + (at.empty() ? "" : ", at " + at));
-}
-
 bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
                        bool& composite) {
   const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
@@ -457,7 +409,9 @@ bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
       return true;
     }
   }
-  composite = active && op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  // (Python functions open autocast regions of their own.)
+  composite = active && op.schema().name() != "plumb::python_function" &&
+              op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   return false;
 }
 
@@ -467,6 +421,7 @@ void Session::bind_results(Record& record, const torch::jit::Stack& stack, bool 
   auto bind_one = [&](const at::Tensor& t) {
     const int value = new_value(t, RecordedValue::Result);
     values[static_cast<size_t>(value)].from_constants = from_constants;
+    if (record.dynamic && t.defined() && t.dim() > 0) any_dynamic_ = values[static_cast<size_t>(value)].dynamic = true;
     if (t.defined()) bind(t, value);
     record.results.push_back(value);
   };
@@ -483,18 +438,61 @@ void Session::bind_results(Record& record, const torch::jit::Stack& stack, bool 
       record.results.push_back(new_value(at::Tensor(), RecordedValue::Result));
     }
   }
+  // How many rows are packed for each step follows from the lengths alone.
+  if (record.op.schema().name() == "aten::_pack_padded_sequence") {
+    if (const int* lengths = std::get_if<int>(&record.args[1].data)) {
+      values[static_cast<size_t>(record.results[1])].from_constants =
+          values[static_cast<size_t>(*lengths)].from_constants;
+    }
+  }
+}
+
+bool Session::is_opened(const c10::OperatorHandle& op, const std::string& name) const {
+  // Which kernel of attention runs depends on a context that a replay does not have.
+  if (name == "aten::scaled_dot_product_attention" || name == "aten::_scaled_dot_product_attention_math")
+    if (!at::globalContext().userEnabledFlashSDP()) return true;
+  if (!open_composites || name.starts_with("plumb::") || is_value_reader(name)) return false;
+  if (!op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
+  for (const auto& r : op.schema().returns()) {
+    if (r.type()->str().find("Tensor") != std::string::npos) return true;
+  }
+  return false;
+}
+
+// Whether a result may have a size that depends on the data. What is written in place keeps its size.
+bool Session::has_dynamic(const c10::FunctionSchema& schema, const std::vector<RecordedArg>& args) const {
+  for (const RecordedArg& arg : args) {
+    if (const int* v = std::get_if<int>(&arg.data); v && values[static_cast<size_t>(*v)].dynamic) return true;
+    if (const auto* list = std::get_if<std::vector<RecordedArg>>(&arg.data); list && has_dynamic(schema, *list))
+      return true;
+    if (schema.is_mutable()) return false;
+  }
+  return false;
 }
 
 void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   // Inside vmap or torch.func.grad the operator works on wrappers; what they do to plain tensors comes back here.
   if (works_on_wrappers(op, *stack)) {
-    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+    // What a composite does to plain tensors on the way is seen only from here.
+    if (open_composites && is_opened(op, operator_name(op)))
+      op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+    else
+      op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
     return;
   }
   bool composite = false;
   if (autocast(op, keys, stack, composite)) return;
   const auto& schema = op.schema();
   const std::string name = operator_name(op);
+  // A backward pass inside the forward works on what the operators below composite ones have saved.
+  if (!open_composites && torch::autograd::get_current_node()) {
+    needs_open = true;
+    throw NeedsOpenComposites();
+  }
+  if (is_opened(op, name)) {
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+    return;
+  }
   if (name == "aten::lift_fresh") return lift_fresh(stack);
   if (name == "aten::set_.source_Storage" || name == "aten::set_.source_Storage_storage_offset") {
     refuse(name + ": the model works on raw storage", "use tensors");
@@ -521,7 +519,9 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
     if (name == "aten::detach_" && args[0].isTensor() && !args[0].toTensor().requires_grad()) skip = true;
     if (op.hasTag(at::Tag::nondeterministic_seeded)) from_constants = false;
     before_write(op, *stack);
-    if (stood_in && shape_depends_on_values(op, name, args)) throw NeedsValues();
+    record.dynamic = !from_constants && shape_depends_on_values(op, name, args);
+    if (stood_in && record.dynamic) ask_for_values();
+    record.dynamic = record.dynamic || (any_dynamic_ && has_dynamic(schema, record.args));
     if (!composite) {
       if (may_stand_in && !from_constants && stand_in(op, name, stack))
         stood_in = true;
@@ -547,15 +547,21 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   records.push_back(std::move(record));
 }
 
-void Session::write_back(int attribute, const at::Tensor& value) {
+void Session::write_back(int attribute, const at::Tensor& value, const std::string& what) {
   c10::impl::ExcludeDispatchKeyGuard below(kKey);
   const Attr& attr = attributes[static_cast<size_t>(attribute)];
   if (value.sizes() != attr.tensor.sizes() || value.scalar_type() != attr.tensor.scalar_type()) {
-    refuse("the buffer '" + attr.name + "' is re-assigned in the forward with another shape or dtype",
-           "keep a buffer's shape and dtype, or pass the state in and out of the forward");
+    refuse("the " + what + " is re-assigned in the forward with another shape or dtype",
+           "keep its shape and dtype, or pass the state in and out of the forward");
   }
-  write_backs.emplace_back(attribute, look_up(value, "the buffer '" + attr.name + "'"));
-  note("buffer '" + attr.name + "' is re-assigned in the forward: the graph writes it at its end");
+  write_backs.emplace_back(attribute, look_up(value, "the " + what));
+  note(what + " is re-assigned in the forward: the graph writes it at its end");
+}
+
+void Session::write_back_attribute(const std::string& name, const at::Tensor& old, const at::Tensor& now) {
+  for (size_t i = num_state; i < attributes.size(); ++i) {
+    if (attributes[i].tensor.is_same(old)) return write_back(static_cast<int>(i), now, "attribute '" + name + "'");
+  }
 }
 
 void capture_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {

@@ -30,6 +30,7 @@ struct Record {
   bool grad_enabled;
   std::shared_ptr<const ModuleStack> modules;
   std::shared_ptr<const SourceLocation> source;
+  bool dynamic = false;  // sizes of its results may depend on the data
 };
 
 // What is known of a value number.
@@ -40,6 +41,8 @@ struct RecordedValue {
   bool from_constants = false;  // made of constants alone: the same at every call
   bool dead = false;            // its record was thrown away
   bool written = false;         // its memory was written since: requires_grad may have changed
+  bool dynamic = false;         // its sizes may depend on the data
+  bool size_guarded = false;    // a node checks them
   const void* grad_fn = nullptr;
   int attribute = -1;  // index into Session::attributes
 };
@@ -48,6 +51,14 @@ struct RecordedValue {
 struct NeedsValues : std::runtime_error {
   NeedsValues() : std::runtime_error("the capture needs values") {}
 };
+
+// A backward pass runs inside the forward.
+struct NeedsOpenComposites : std::runtime_error {
+  NeedsOpenComposites() : std::runtime_error("the capture needs the operators inside of composite ones") {}
+};
+
+// Whether this operator (aten::item, ...) hands a value out of a tensor to the program.
+bool is_value_reader(std::string_view name);
 
 class Session {
  public:
@@ -67,8 +78,17 @@ class Session {
   // The number of the value that this tensor is now; `reader` names who asks, for messages.
   int look_up(const at::Tensor& tensor, const std::string& reader);
   void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-  // Writes `value` into the buffer at the end of the graph (a buffer that the model re-assigned).
-  void write_back(int attribute, const at::Tensor& value);
+  // Writes `value` into the buffer at the end of the graph (a buffer that the model re-assigned); `what` names it.
+  void write_back(int attribute, const at::Tensor& value, const std::string& what);
+  // The same for a tensor that the module holds as an attribute, where the graph reads the old one.
+  void write_back_attribute(const std::string& name, const at::Tensor& old, const at::Tensor& now);
+
+  // Whether this tensor's sizes may depend on the data, and a node that checks in every run that they are these
+  // (`exact`), or that they are still as empty or not.
+  bool has_dynamic_sizes(const at::Tensor& tensor) const;
+  void guard_size(const at::Tensor& tensor, bool exact);
+  // Buffers whose values were read must not be written by the graph.
+  void check_buffer_reads() const;
 
   // Throws, and remembers why: on its way through Python the exception's type is lost.
   [[noreturn]] void refuse(const std::string& what, const std::string& remedy) const;
@@ -87,6 +107,9 @@ class Session {
   mutable std::optional<Error> refusal;
   // Large products may be left out, and whether one was: then no value is what it will be.
   bool may_stand_in = false, stood_in = false;
+  bool needs_values = false;  // was thrown, whoever may have caught it
+  // Composite operators are seen as those that they are made of; and whether that turned out to be needed.
+  bool open_composites = false, needs_open = false;
 
  private:
   struct AliasKey {
@@ -117,6 +140,15 @@ class Session {
                                 const torch::jit::Stack& stack);
   void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
   void guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack);
+  bool is_known(const RecordedArg& condition) const;
+  const Record* producer(const RecordedArg& arg) const;
+  bool guard_check(const RecordedArg& condition, const at::Tensor& tensor);
+  bool guard_buffer(const RecordedArg& arg, const at::Tensor& tensor);
+  void guard(std::string_view op, std::vector<RecordedArg> args, const std::string& about);
+  [[noreturn]] void ask_for_values();
+  int constant_copy(const at::Tensor& tensor);
+  bool is_opened(const c10::OperatorHandle& op, const std::string& name) const;
+  bool has_dynamic(const c10::FunctionSchema& schema, const std::vector<RecordedArg>& args) const;
   void lift_fresh(torch::jit::Stack* stack);
   bool autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite);
   void bind_results(Record& record, const torch::jit::Stack& stack, bool from_constants);
@@ -131,6 +163,8 @@ class Session {
   std::vector<std::pair<at::Tensor, at::Tensor>> grads_;  // parameter, its gradient before
   std::vector<std::pair<at::Generator, at::Tensor>> generators_;
   std::shared_ptr<const ModuleStack> last_stack_;
+  std::vector<std::pair<int, Error>> buffer_reads_;  // attribute, and the refusal if it is written
+  bool any_dynamic_ = false;
   size_t autocast_hits_ = 0;
   bool active_ = false;
   Session* outer_ = nullptr;

@@ -90,6 +90,7 @@ class Locator {
 py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tensor, bool>>& state,
                          const py::list& inputs, const std::vector<std::string>& names, const std::string& in_spec,
                          const py::function& call, const py::function& buffers_after,
+                         const py::function& attributes_after, const py::function& is_check,
                          const std::vector<std::string>& inside, bool training, bool verify,
                          const py::object& describe) {
   CaptureRequest request;
@@ -107,6 +108,14 @@ py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tens
   request.buffers_after = [&] {
     py::gil_scoped_acquire gil;
     return buffers_after().cast<std::vector<std::pair<std::string, at::Tensor>>>();
+  };
+  request.attributes_after = [&] {
+    py::gil_scoped_acquire gil;
+    return attributes_after().cast<std::vector<std::tuple<std::string, at::Tensor, at::Tensor>>>();
+  };
+  request.is_check = [&] {
+    py::gil_scoped_acquire gil;
+    return is_check().cast<bool>();
   };
   auto locator = std::make_shared<Locator>(inside, describe);
   request.locate = [locator] { return (*locator)(); };
@@ -160,6 +169,9 @@ Register part([](py::module_& m) {
   m.def("push_module", &push_module);
   m.def("pop_module", &pop_module);
   m.def("is_capturing", &is_capturing);
+  m.def("refuse", &refuse_capture);
+  m.def("size_depends_on_values", &size_depends_on_values);
+  m.def("guard_size", &guard_size_read);
   m.def("register_opaque", &register_python);
 });
 

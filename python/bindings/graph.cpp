@@ -31,6 +31,10 @@ py::object arg_to_python(const Arg& arg, IntMeaning meaning) {
       return py::module_::import("torch").attr(kFormats[v.toInt() & 3]);
     }
   }
+  if (v.isComplexDouble()) {
+    const auto z = v.toComplexDouble();
+    return py::reinterpret_steal<py::object>(PyComplex_FromDoubles(z.real(), z.imag()));
+  }
   return to_python(v);
 }
 

@@ -16,13 +16,15 @@ from torch.utils import _pytree as pytree
 
 from . import _C
 from ._calls import here
+from ._questions import is_check, watched_tensors
 from ._replace import replaced
+from ._trees import flatten_inputs, flatten_output
+from ._untouched import Untouched, refuse_modules
 
 PARAMETER, BUFFER, CONSTANT = 0, 1, 2
 
 _INSIDE = [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep]
 _LEAF = {"type": None, "context": None, "children_spec": []}
-_PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 _capture_lock = threading.RLock()
 
 
@@ -67,25 +69,6 @@ def _input_names(forward: Callable[..., Any], args: tuple, kwargs: dict) -> list
     return [n if not n[:1].isdigit() else f"arg{n}" for n in names]
 
 
-def _flatten_output(output: Any) -> tuple[list, Any]:
-    leaves, spec = pytree.tree_flatten(output)
-    strange = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
-    if strange and any(type(x).__name__ == "DynamicCache" for x in strange):
-        with contextlib.suppress(Exception):
-            from transformers.integrations.executorch import register_dynamic_cache_export_support
-
-            register_dynamic_cache_export_support()
-            leaves, spec = pytree.tree_flatten(output)
-            strange = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
-    if strange:
-        raise _C.Error(
-            f"the model returns a {type(strange[0]).__module__}.{type(strange[0]).__qualname__}, whose tensors a graph "
-            "cannot see\n  try: return tensors, tuples, lists and dicts, or register the class with "
-            "torch.utils._pytree.register_pytree_node (for a cache: use_cache=False)"
-        )
-    return leaves, spec
-
-
 @contextlib.contextmanager
 def _module_stack(module: nn.Module) -> Iterator[None]:
     """Tells the engine which module's forward runs, by hooks on every module."""
@@ -111,20 +94,25 @@ def _module_stack(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opaque_functions() -> Iterator[None]:
-    """While it lasts, ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all."""
+def _opaque_functions(open_checkpoints: bool) -> Iterator[None]:
+    """While it lasts, ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all.
+
+    `open_checkpoints`: not what a re-entrant checkpoint calls; a transform is about its operators, and verification asks for
+    gradients in a way that such a checkpoint refuses."""
     Function = torch.autograd.Function
     original = Function.__dict__.get("apply")
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, cls) if original is not None else super(Function, cls).apply
+        reentrant = cls.__name__ == "CheckpointFunction"
+        if reentrant and open_checkpoints and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return args[0](*args[2:])
         if not _C.is_capturing():
             return bound(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [a for a in leaves if isinstance(a, Tensor)]
         # Without a gradient to lose its operators may be seen; inside vmap the function has a rule of its own.
         wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
-        reentrant = cls.__name__ == "CheckpointFunction"
         if not reentrant and not any(t.requires_grad for t in tensors):
             if not wrapped:
                 return bound(*args, **kwargs)
@@ -138,11 +126,13 @@ def _opaque_functions() -> Iterator[None]:
                 "its backward\n  try: write it with torch operators there"
             )
         shape: list[Any] = []
+        region = {"dtype": torch.get_autocast_dtype("cpu"), "enabled": torch.is_autocast_enabled("cpu")}
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
             it = iter(inputs)
             a, k = pytree.tree_unflatten([next(it) if isinstance(x, Tensor) else x for x in leaves], spec)
-            out = bound(*a, **k)
+            with torch.autocast("cpu", **region):
+                out = bound(*a, **k)
             many = isinstance(out, tuple)
             outs = list(out) if many else [out]
             shape[:] = [many, [None if isinstance(o, Tensor) else (o,) for o in outs]]
@@ -165,6 +155,27 @@ def _opaque_functions() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _unoptimised_scripts(module: nn.Module) -> Iterator[None]:
+    """Scripted code runs operator by operator, not as functions with a backward of their own."""
+    for sub in module.modules():
+        if isinstance(sub, torch.jit.ScriptModule) and hasattr(getattr(sub, "forward", None), "_debug_flush_compilation_cache"):
+            sub.forward._debug_flush_compilation_cache()
+    function, call = torch.jit.ScriptFunction, torch.jit.ScriptFunction.__call__
+
+    def flush_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _C.is_capturing():
+            self._debug_flush_compilation_cache()
+        return call(self, *args, **kwargs)
+
+    function.__call__ = flush_and_call
+    try:
+        with torch.jit.optimized_execution(False):
+            yield
+    finally:
+        function.__call__ = call
+
+
+@contextlib.contextmanager
 def _answer_compiling(*packages: str) -> Iterator[None]:
     """``torch.compiler.is_compiling()`` answers yes to these packages alone: they then take their own way without
     branches on tensor values."""
@@ -181,28 +192,6 @@ def _answer_compiling(*packages: str) -> Iterator[None]:
         torch.compiler.is_compiling = original
 
 
-class _PlainState:
-    """Module attributes that are no tensors: put back after a capture, and reported when the forward changed them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.saved = []
-        for name, sub in module.named_modules():
-            plain = {k: v for k, v in sub.__dict__.items() if isinstance(v, _PLAIN) and k != "training"}
-            self.saved.append((name, sub, plain, sub.training))
-
-    def restore(self) -> list[str]:
-        changed = []
-        for name, sub, plain, training in self.saved:
-            for key, value in plain.items():
-                now = sub.__dict__.get(key)
-                if type(now) is not type(value) or (now != value and now == now):
-                    sub.__dict__[key] = value
-                    full = f"{name}.{key}" if name else key
-                    changed.append(f"attribute '{full}' changed from {value!r} to {now!r} in the forward: a graph does not")
-            sub.training = training
-        return changed
-
-
 def capture_engine(
     module: nn.Module,
     args: tuple,
@@ -217,6 +206,7 @@ def capture_engine(
 
     `calls`, if given, receives (names of results, operator, :class:`plumb._calls.Call`) for every operator that Python
     called. `replace`: functions whose calls go to others."""
+    refuse_modules(module, with_root=forward is None)
     once = functools.partial(_capture_once, module, args, kwargs, forward, verify, calls, replace or {})
     try:
         return once(None)
@@ -239,7 +229,7 @@ def _capture_once(
     replace: dict,
     package: str | None,
 ) -> tuple[Any, Any, Any, list[str]]:
-    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    leaves, in_spec = flatten_inputs(args, kwargs)
     state = state_of(module)
     buffers = [(n, t) for n, k, t, _ in state if k == BUFFER]
     found: dict[str, Any] = {}
@@ -249,7 +239,7 @@ def _capture_once(
     def call(flat: list) -> tuple[list, str]:
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, leaves)]
         a, k = pytree.tree_unflatten(given, in_spec)
-        output, out_spec = _flatten_output(run(*a, **k))
+        output, out_spec = flatten_output(run(*a, **k))
         found["spec"] = out_spec
         found["plain"] = [None if isinstance(o, Tensor) else o for o in output]
         return [o if isinstance(o, Tensor) else None for o in output], _spec_json(out_spec, len(output))
@@ -266,23 +256,25 @@ def _capture_once(
         return now
 
     with _capture_lock, contextlib.ExitStack() as stack:
-        plain = _PlainState(module)
+        untouched = Untouched(module)
         if package:
             stack.enter_context(_answer_compiling(package))
         stack.enter_context(_module_stack(module))
-        stack.enter_context(_opaque_functions())
+        stack.enter_context(_opaque_functions(open_checkpoints=verify or calls is not None))
         stack.enter_context(replaced(replace))
         with contextlib.suppress(Exception):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_unoptimised_scripts(module))
+        stack.enter_context(watched_tensors())
         try:
             engine, notes, found_calls = _C.capture(
                 state, tensors, _input_names(run, args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after,
-                _INSIDE, module.training, verify, here if calls is not None else None,
+                untouched.tensors, is_check, _INSIDE, module.training, verify, here if calls is not None else None,
             )
             if calls is not None:
                 calls[:] = found_calls
         finally:
-            changed = plain.restore()
+            changed = untouched.restore()
     return engine, in_spec, (found["spec"], found["plain"]), list(notes) + changed
 
 
@@ -360,7 +352,8 @@ class GraphModule(nn.Module):
         leaves = self._in_spec.num_leaves
         # Older torch has the list alone, newer torch warns about it.
         args, kwargs = self._in_spec.children() if hasattr(self._in_spec, "children") else self._in_spec.children_specs
-        simple_in = kwargs.num_leaves == 0 and args.num_leaves == args.num_children == leaves and not any(
+        parts = args.children() if hasattr(args, "children") else args.children_specs
+        simple_in = kwargs.num_leaves == 0 and len(parts) == leaves and all(p.is_leaf() for p in parts) and not any(
             p is not None for p in self._plain_inputs or []
         )
         simple_out = self._out_spec.is_leaf() and self._plain_outputs == [None]
@@ -461,7 +454,7 @@ def capture(module: nn.Module, *args: Any, plumb_verify: bool = False, **kwargs:
     if hasattr(forward, "prepare"):  # a transformed module's own capture cannot run inside of this one
         seen = pytree.tree_map_only(Tensor, _as_captured, (args, kwargs))
         forward.prepare(*seen)
-    leaves, _ = pytree.tree_flatten((args, kwargs))
+    leaves, _ = flatten_inputs(args, kwargs)
     engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs, verify=plumb_verify)
     gm = GraphModule(engine, in_spec, out_spec, [None if isinstance(x, Tensor) else x for x in leaves], plain, notes)
     gm.training = module.training

@@ -81,8 +81,8 @@ def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], 
             raise RuntimeError(f"{node} holds a nested graph, which torch.fx does not run")
 
 
-def engine_to_fx(engine: Any, training: bool) -> tuple[fx.GraphModule, list[str]]:
-    """The result takes the parameters and buffers that are named beside it, then the tensor inputs, and returns a flat
+def engine_to_fx(engine: Any, training: bool, lift_constants: bool = False) -> tuple[fx.GraphModule, list[str]]:
+    """`lift_constants`: they go through ``lift_fresh``, so that a tracer with fake tensors takes them. The result takes the parameters and buffers that are named beside it, then the tensor inputs, and returns a flat
     tuple. They are inputs, not members, so that whoever traces the module sees them as the module's own."""
     root = nn.Module()
     constants = {name: tensor for name, kind, tensor, _ in engine.state() if kind == CONSTANT}
@@ -97,7 +97,8 @@ def engine_to_fx(engine: Any, training: bool) -> tuple[fx.GraphModule, list[str]
     def constant(node: Any) -> fx.Node:
         attribute = node.target.replace(".", "_")
         root.register_buffer(attribute, constants[node.target])
-        return graph.get_attr(attribute)
+        made = graph.get_attr(attribute)
+        return graph.call_function(torch.ops.aten.lift_fresh.default, (made,)) if lift_constants else made
 
     to_graph(engine.graph, graph, constant, env)
     gm = fx.GraphModule(root, graph)

@@ -255,13 +255,6 @@ def test_verify_finds_what_leaves_torch_unseen():
     assert "verify" in refusal(lambda x: x * dlpack.from_dlpack(x.detach() * 2), verify=True)
     assert "storage" in refusal(lambda x: x * float(x.detach().untyped_storage()[0]), verify=True)
 
-    def hooked(x):
-        y = x * 1.0
-        if y.requires_grad:
-            y.register_hook(lambda g: g * 0)
-        return y
-
-    assert "verify" in refusal(hooked, verify=True)
 
 
 def test_refuses_other_shapes_dtypes_and_structure():

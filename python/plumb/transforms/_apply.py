@@ -14,11 +14,14 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._calls import Call, hint
 from .._capture import BUFFER, CONSTANT, capture_engine, signature, sync_state
+from .._trees import flatten
+from .._untouched import refuse_modules
 from . import _in_graph
 
 logger = logging.getLogger("plumb.transforms")
 
 MAX_GRAPHS = 64  # of one module; the one unused for longest goes first
+MAX_ANSWERS = 16  # graphs for one signature, which differ in what tensors answered to the forward
 
 
 @dataclass
@@ -40,6 +43,9 @@ class Captured:
     attributes: list[str] = field(default_factory=list)
     is_tensor: list[bool] = field(default_factory=list)
     by_backend: bool = False
+    # Whether the graph checks answers of tensors (an expert got no rows, ...), and graphs for other answers.
+    guarded: bool = False
+    others: list[Captured] = field(default_factory=list)
 
     def run(self, leaves: list) -> Any:
         sync_state(self.engine, self.slots)
@@ -123,6 +129,7 @@ class TransformedForward:
         for p in self.passes:
             captured.reports.append(p.run(self.module, captured))
         captured.by_backend = captured.gm is not None
+        captured.guarded = any(n.target.startswith("plumb::guard_") for n in engine.graph.nodes)
         for name, kind, tensor, _ in engine.state():
             if kind != CONSTANT:
                 owner, _, leaf = name.rpartition(".")
@@ -158,14 +165,34 @@ class TransformedForward:
         """The graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
         if not kwargs and all([type(a) is Tensor for a in args]):
             return self.captured_for(args, len(args), args, kwargs), args
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         return self.captured_for(leaves, spec, args, kwargs), leaves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return _in_graph.call(self.handle, self.module, args, kwargs)
         captured, leaves = self.prepare(args, kwargs)
-        return captured.run(leaves)
+        return self._run_guarded(captured, leaves, args, kwargs) if captured.guarded else captured.run(leaves)
+
+    def _run_guarded(self, first: Captured, leaves: list, args: tuple, kwargs: dict) -> Any:
+        """By the graph whose answers fit these values; one is made if there is none."""
+        random = torch.get_rng_state()
+        before = [(b, b.clone()) for b in self.module.buffers()]
+        for captured in [first, *first.others]:
+            try:
+                out = captured.run(leaves)
+                self.last = captured
+                return out
+            except _C.Error as error:
+                if "when it was captured" not in str(error):
+                    raise
+                torch.set_rng_state(random)
+                with torch.no_grad():
+                    for buffer, value in before:
+                        buffer.copy_(value)
+        fresh = self.last = self._capture(args, kwargs)
+        first.others = [fresh, *first.others][: MAX_ANSWERS - 1]
+        return fresh.run(leaves)
 
     # A copy belongs to the copied module and captures afresh; the passes know how to copy what they hold.
     def __deepcopy__(self, memo: dict) -> TransformedForward:
@@ -183,13 +210,24 @@ def forward_of(module: nn.Module) -> TransformedForward | None:
     return forward if isinstance(forward, TransformedForward) else None
 
 
+def _copy(module: nn.Module) -> nn.Module:
+    """A deep copy, of modules too that keep results of their last forward (features of a hook, pruned weights), which torch
+    does not copy: they are kept as plain tensors."""
+    memo: dict[int, Any] = {}
+    for sub in module.modules():
+        kept = [v for v in sub.__dict__.values() if isinstance(v, (Tensor, list, tuple, dict))]
+        memo.update((id(t), t.detach().clone()) for t in pytree.tree_leaves(kept) if isinstance(t, Tensor) and not t.is_leaf)
+    return copy.deepcopy(module, memo)
+
+
 def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
     """A deep copy of `module` whose forward applies `new` after the transforms it has already (or before those that must
     follow it)."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"a transform takes a torch.nn.Module, got {type(module).__name__}")
+    refuse_modules(module, with_root=False)
     compiled = module._compiled_call_impl is not None
-    module = copy.deepcopy(module)
+    module = _copy(module)
     known = forward_of(module)
     passes = list(known.passes) if known else []
     place = next((i for i, p in enumerate(passes) if p.name in new.before or new.name != p.name == "backend"), len(passes))

@@ -7,6 +7,7 @@ made of torch operators alone once the compiler traces it further.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import weakref
 from typing import Any, Iterator
@@ -71,7 +72,7 @@ def _graph_for(handle: int, args: tuple, kwargs: dict) -> Any:
     with _outside_of_tracing():
         captured = forward.captured_for(given, spec, a, k)
         if captured.gm is None:
-            captured.gm, captured.attributes = engine_to_fx(captured.engine, forward.module.training)
+            captured.gm, captured.attributes = engine_to_fx(captured.engine, forward.module.training, lift_constants=True)
         if not captured.is_tensor:
             output = captured.engine.graph.nodes[-1]
             captured.is_tensor = [isinstance(a, tuple) and a[:1] == ("value",) for a in output.args]
@@ -107,14 +108,22 @@ def _template(spec: Any, plain: Iterator[Any], tensors: Iterator[bool], number: 
     name = f"{spec.type.__module__}.{spec.type.__qualname__}"
     if spec.type in (tuple, list):
         return (spec.type.__name__, parts)
+    if hasattr(spec.context, "_fields") or spec.type.__name__ == "namedtuple":
+        name = f"{spec.context.__module__}.{spec.context.__qualname__}"
+        _classes[name] = spec.context
+        return ("named", name, parts)
+    if spec.type.__module__ == "torch.return_types":
+        _classes[name] = spec.type
+        return ("sequence", name, parts)
     if issubclass(spec.type, dict):  # also transformers' ModelOutput
         if spec.type is not dict:
             _classes[name] = spec.type
         keys = spec.context if isinstance(spec.context, (list, tuple)) else list(spec.context)
         return ("mapping", name, tuple(keys), parts)
-    if hasattr(spec.context, "_fields") or spec.type.__name__ == "namedtuple":
-        _classes[name] = spec.context
-        return ("named", name, parts)
+    if dataclasses.is_dataclass(spec.type):
+        _classes[name] = spec.type
+        keys = spec.context[0] if isinstance(spec.context[0], list) else spec.context
+        return ("mapping", name, tuple(keys), parts)
     raise _C.Error(
         f"the module returns a {name}, which torch.compile cannot be told of\n  try: return tuples, lists and dicts of tensors"
     )
@@ -139,6 +148,8 @@ def _build(template: tuple, out: tuple) -> Any:
         return parts
     if kind == "named":
         return _classes[template[1]](*parts)
+    if kind == "sequence":
+        return _classes[template[1]](parts)
     mapping = dict(zip(template[2], parts))
     return _classes[template[1]](**mapping) if template[1] in _classes else mapping
 

@@ -1,0 +1,102 @@
+"""Nested inputs and outputs, flattened by ``torch.utils._pytree``. Classes that it does not know are made known to it where
+what they hold is plain to see."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import _C
+
+PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
+
+
+def _register_mapping(cls: type) -> None:
+    pytree.register_pytree_node(
+        cls,
+        lambda d: (list(d.data.values()), list(d.data)),
+        lambda values, keys: cls(dict(zip(keys, values))),
+        flatten_with_keys_fn=lambda d: ([(pytree.MappingKey(k), v) for k, v in d.data.items()], list(d.data)),
+    )
+
+
+def _register_caches() -> None:
+    from transformers.cache_utils import EncoderDecoderCache
+    from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+    register_dynamic_cache_export_support()
+    names = ("self_attention_cache", "cross_attention_cache")
+    pytree.register_pytree_node(
+        EncoderDecoderCache,
+        lambda c: ([getattr(c, n) for n in names], None),
+        lambda caches, _: EncoderDecoderCache(*caches),
+        flatten_with_keys_fn=lambda c: ([(pytree.GetAttrKey(n), getattr(c, n)) for n in names], None),
+    )
+
+
+def _register(value: Any) -> bool:
+    """Makes this object's class known, if it is one of those whose parts are plain to see."""
+    cls = type(value)
+    if cls in pytree.SUPPORTED_NODES:
+        return False
+    with contextlib.suppress(Exception):
+        if cls.__name__ in ("DynamicCache", "EncoderDecoderCache"):
+            _register_caches()
+        elif dataclasses.is_dataclass(cls):
+            torch.export.register_dataclass(cls, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
+        elif isinstance(value, collections.UserDict):
+            _register_mapping(cls)
+    return cls in pytree.SUPPORTED_NODES
+
+
+def flatten(tree: Any) -> tuple[list, Any]:
+    while True:
+        leaves, spec = pytree.tree_flatten(tree)
+        if not any([not isinstance(x, (Tensor, *PLAIN)) and _register(x) for x in leaves]):
+            return leaves, spec
+
+
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, (*PLAIN, type, torch.nn.Module)):
+        return False
+    parts = value.values() if isinstance(value, collections.abc.Mapping) else getattr(value, "__dict__", {}).values()
+    if isinstance(value, (list, tuple, set)):
+        parts = value
+    return any(_holds_tensors(p, depth - 1) for p in parts)
+
+
+_REMEDY = "tensors, tuples, lists, dicts and dataclasses, or register the class with torch.utils._pytree.register_pytree_node"
+
+
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def flatten_inputs(args: tuple, kwargs: dict) -> tuple[list, Any]:
+    leaves, spec = flatten((args, kwargs))
+    for x in leaves:
+        if not isinstance(x, (Tensor, *PLAIN)) and _holds_tensors(x):
+            raise _C.Error(
+                f"an input of the model is a {_name(x)} that holds tensors, which a graph would take for constants\n"
+                f"  try: give the model {_REMEDY}"
+            )
+    return leaves, spec
+
+
+def flatten_output(output: Any) -> tuple[list, Any]:
+    leaves, spec = flatten(output)
+    for x in leaves:
+        if not isinstance(x, (Tensor, *PLAIN)):
+            raise _C.Error(
+                f"the model returns a {_name(x)}, whose tensors a graph cannot see\n"
+                f"  try: return {_REMEDY} (a cache: use_cache=False)"
+            )
+    return leaves, spec

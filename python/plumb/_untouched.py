@@ -1,0 +1,99 @@
+"""What a capture must find in a module, and what it leaves behind: the module as it was."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from . import _C
+from ._trees import PLAIN
+
+
+def refuse_modules(module: nn.Module, with_root: bool) -> None:
+    """Refuses what a graph would leave out in silence: layers without parameters yet, hooks on gradients."""
+    for name, sub in module.named_modules():
+        for key, p in [*sub._parameters.items(), *sub._buffers.items()]:
+            if torch.nn.parameter.is_lazy(p):
+                raise _C.Error(
+                    f"'{f'{name}.{key}' if name else key}' of {type(sub).__name__} has no shape yet\n"
+                    "  try: call the model once, lazy layers take their shapes from the first input"
+                )
+        if (sub._backward_hooks or sub._backward_pre_hooks) and (sub is not module or with_root):
+            raise _C.Error(
+                f"module '{name}' ({type(sub).__name__}) has backward hooks, which a graph would not call\n"
+                "  try: remove them (the handle's remove()), hook parameters or the model's output, or write them as a "
+                "torch.autograd.Function"
+            )
+
+
+def _full(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+class Untouched:
+    """Attributes of modules and random states of Python and NumPy: put back after a capture, and what the forward did to
+    them told."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = [
+            (name, sub, dict(sub.__dict__), dict(sub._buffers.items()), sub.training) for name, sub in module.named_modules()
+        ]
+        self.random = random.getstate()
+        self.numpy = getattr(sys.modules.get("numpy"), "random", None)
+        self.numpy_state = self.numpy.get_state() if self.numpy else None
+
+    def tensors(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Tensors that are mere attributes and were re-assigned: (name, old, new). The old ones, and buffers that were
+        None, are there again afterwards; new ones are gone."""
+        changed = []
+        for name, sub, before, buffers, _ in self.modules:
+            for key, now in list(sub.__dict__.items()):
+                old = before.get(key)
+                if not isinstance(now, Tensor) or now is old:
+                    continue
+                if isinstance(old, Tensor):
+                    changed.append((_full(name, key), old, now))
+                if key in before:
+                    sub.__dict__[key] = old
+                else:
+                    del sub.__dict__[key]
+            for key in [k for k, b in sub._buffers.items() if b is not None and buffers.get(k) is None]:
+                if key in buffers:
+                    sub._buffers[key] = None
+                else:
+                    del sub._buffers[key]
+        return changed
+
+    def restore(self) -> list[str]:
+        notes = []
+        for name, sub, before, _, training in self.modules:
+            for key, value in before.items():
+                now = sub.__dict__.get(key)
+                if key == "training" or not isinstance(value, PLAIN):
+                    continue
+                if type(now) is not type(value) or (now != value and now == now):
+                    sub.__dict__[key] = value
+                    full = _full(name, key)
+                    notes.append(f"attribute '{full}' changed from {value!r} to {now!r} in the forward: a graph does not")
+            sub.training = training
+        if random.getstate() != self.random:
+            random.setstate(self.random)
+            notes.append(_drawn("Python's random"))
+        if self.numpy and not _same(self.numpy.get_state(), self.numpy_state):
+            self.numpy.set_state(self.numpy_state)
+            notes.append(_drawn("NumPy's random"))
+        return notes
+
+
+def _same(a: tuple, b: tuple) -> bool:
+    return (a[1] == b[1]).all() and a[2:] == b[2:]
+
+
+def _drawn(generator: str) -> str:
+    note = f"the forward draws from {generator} generator: what follows from it is the same in every run of the graph"
+    warnings.warn(f"{note}. Draw with torch to have it drawn in every run.", stacklevel=2)
+    return note
