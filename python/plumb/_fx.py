@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -89,9 +90,15 @@ def engine_to_fx(engine: Any, training: bool, lift_constants: bool = False) -> t
     graph = fx.Graph()
     env: dict[str, fx.Node | None] = {}
     names: list[str] = []
+    taken: set[str] = set()
     for node in engine.graph.nodes:
         if node.op == "get_attr" and node.target not in constants:
-            env[node.results[0].name] = graph.placeholder("p_" + node.target.replace(".", "_"))
+            # Modules may be called "block-0", and a.b_c is not a_b.c.
+            argument = "p_" + re.sub(r"\W", "_", node.target)
+            while argument in taken:
+                argument += "_"
+            taken.add(argument)
+            env[node.results[0].name] = graph.placeholder(argument)
             names.append(node.target)
 
     def constant(node: Any) -> fx.Node:

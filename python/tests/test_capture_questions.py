@@ -374,3 +374,18 @@ def test_transforms_see_into_checkpoints():
         m = plumb.capture(model, x)
         expected = model(x)
     assert torch.equal(m(x), expected)
+
+
+def test_names_of_modules_need_not_be_names_of_python():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.ModuleDict({"b_c-0": nn.Linear(4, 4)})
+            self.a_b = nn.ModuleDict({"c-0": nn.Linear(4, 4)})
+
+        def forward(self, x):
+            return self.a["b_c-0"](x) + self.a_b["c-0"](x)
+
+    m = check(Named(), torch.randn(2, 4))
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(torch.compile(m, backend="aot_eager", fullgraph=True)(x), m(x))
