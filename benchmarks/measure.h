@@ -14,6 +14,9 @@ extern "C" {
 // caller's).
 void count_allocations();
 
-// Bytes at the highest point since count_allocations(), which ends the count.
+// Bytes that were allocated since count_allocations() and live now; the highest point is from here on.
+int64_t live_allocations();
+
+// Bytes at the highest point since count_allocations() or live_allocations(). Ends the count.
 int64_t peak_of_allocations();
 }

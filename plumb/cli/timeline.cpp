@@ -9,17 +9,6 @@
 namespace plumb::cli {
 namespace {
 
-std::vector<double> mean_seconds(const std::vector<TimelineEvent>& events, ActionKind kind, int num_stages) {
-  std::vector<double> sums(static_cast<size_t>(num_stages)), counts(sums.size());
-  for (const auto& e : events) {
-    if (e.action.kind != kind) continue;
-    sums[static_cast<size_t>(e.action.stage)] += e.end - e.start;
-    counts[static_cast<size_t>(e.action.stage)] += 1;
-  }
-  for (size_t s = 0; s < sums.size(); ++s) sums[s] = counts[s] > 0 ? sums[s] / counts[s] : 0;
-  return sums;
-}
-
 std::string percent(const char* what, double share) {
   char text[64];
   std::snprintf(text, sizeof text, "%s %.1f %%", what, 100 * share);
@@ -45,13 +34,7 @@ double draw_timeline(const std::string& path, const Schedule& schedule, const st
     write_text(render_chrome_trace(ran, spans, 1e6), path);
     return bubble;
   }
-  Costs costs;
-  const int stages = schedule.num_stages();
-  costs.forward = mean_seconds(events, ActionKind::Forward, stages);
-  costs.input = mean_seconds(events, ActionKind::BackwardInput, stages);
-  costs.weight = mean_seconds(events, ActionKind::BackwardWeight, stages);
-  costs.full = mean_seconds(events, ActionKind::FullBackward, stages);
-  const Simulation simulation = simulate_schedule(schedule, costs);
+  const Simulation simulation = simulate_schedule(schedule, measured_costs(events, schedule.num_stages()));
   TimelineChart chart;
   chart.title = schedule.name;
   chart.runs = {timeline_of(events), timeline_of(schedule, simulation, "simulated", "s")};

@@ -155,6 +155,10 @@ void add_train(CLI::App& app) {
   sub->add_option("--data-parallel", o->replicas,
                   "So many pipelines beside each other, on parts of the batch of their own; gradients are summed")
       ->check(CLI::PositiveNumber);
+  sub->add_option("--recompute", o->recompute,
+                  "cheap: the backward computes results of gelu, norms and the like again instead of keeping them, bit "
+                  "for bit the same; none: it keeps everything")
+      ->check(CLI::IsMember({"cheap", "none"}));
   sub->add_option("--timeline", o->timeline,
                   "Draw the last step beside its simulation (.svg), or write it for chrome://tracing (.json)");
   sub->add_option("--save", o->save, "The .pt2 file for the trained weights, under the same names");
@@ -170,7 +174,7 @@ void add_train(CLI::App& app) {
                   "stages (gradients are summed in another order)")
       ->check(CLI::Range(1, 1024));
   for (const char* name : {"--token-type", "--loss", "--optimizer", "--lr", "--steps", "--microbatches", "--stages",
-                           "--schedule", "--seed"}) {
+                           "--schedule", "--seed", "--recompute"}) {
     sub->get_option(name)->capture_default_str();
   }
   sub->add_flag("--json", o->json, "One JSON object a line: {\"step\", \"steps\", \"loss\", \"seconds\"}");

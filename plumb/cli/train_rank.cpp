@@ -217,6 +217,7 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
       if (p.tensor.requires_grad()) parameters.push_back(p.tensor);
     }
   }
+  for (const auto& [index, stage] : stages) stage->recompute = parse_recompute(o.recompute);
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   if (!parameters.empty()) optimizer = make_optimizer(o, parameters);
   Pipeline pipeline(make_layout(job.pipe->table()), job.schedule, stages, group, job.pipeline);
@@ -233,6 +234,10 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
     for (const at::Tensor& p : parameters) p.mutable_grad().reset();
     const StepResult result = pipeline.step(batch.inputs, batch.targets);
     if (optimizer) optimizer->step();
+    if (step == 1 && o.recompute != "none" && groups.replicas.rank() == 0) {
+      for (const auto& [index, stage] : stages)
+        event({{"stage", index}, {"recompute", pipeline.recomputed(index).text()}});
+    }
     const at::Tensor step_loss = whole_loss(job, group, result, rows);
     if (recorder) {
       recorder->step(step_loss.defined() ? Recorder::Scalars{{"loss", step_loss.item<double>()}} : Recorder::Scalars{});

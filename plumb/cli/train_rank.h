@@ -12,7 +12,7 @@ namespace plumb::cli {
 struct TrainOptions {
   std::string file, data, targets, save;
   std::string record, history;  // a file of rules, and the history to write; both or neither
-  std::string token_type = "u8", loss = "cross_entropy", optimizer = "adamw", schedule = "1F1B";
+  std::string token_type = "u8", loss = "cross_entropy", optimizer = "adamw", schedule = "1F1B", recompute = "cheap";
   double lr = 1e-3;
   int steps = 100, microbatches = 1, stages = 1, replicas = 1, threads = 0;
   int64_t batch = 0;

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/recompute.h"
 #include "plumb/pipeline/describe.h"
 
 namespace plumb {
@@ -182,6 +183,7 @@ InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& in
       if (!e.in_input_half) deferred.starts.back().maker = maker_of(graph, wanted[i].function.get());
     }
   }
+  drop_recomputed();
   if (!keep_graph) {
     // Last use of these nodes: what they saved, and then they themselves, need not wait for the weight half.
     for (const auto& e : graph.entries) {

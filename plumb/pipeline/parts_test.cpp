@@ -10,6 +10,7 @@
 #include "plumb/pipeline/message.h"
 #include "plumb/pipeline/microbatch.h"
 #include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/timeline.h"
 #include "plumb/pipeline/transport.h"
 #include "plumb/pipeline/wiring.h"
 
@@ -324,6 +325,23 @@ TEST(Launch, NamesAProgramThatCannotBeStarted) {
   LaunchOptions options;
   options.program = "/no/such/program";
   EXPECT_THAT(message_of([&] { launch_local(options); }), HasSubstr("cannot start '/no/such/program'"));
+}
+
+TEST(Timeline, GivesTheCostsThatItsSimulationNeeds) {
+  // Two ranks; the message takes 1 and its gradient 2, which count where a rank waited for them.
+  const auto events = parse_timeline(
+      "0 0F0 0 0 10\n0 0F1 10 10 22\n1 1F0 0 11 31\n1 1B0 31 31 61\n0 0B0 22 63 83\n"
+      "1 1F1 61 61 83\n1 1B1 83 83 115\n0 0B1 83 117 137\n");
+  const Costs costs = measured_costs(events, 2);
+  const double unit = 1e-6;
+  EXPECT_NEAR(costs.forward[0] / unit, 11, 1e-6);
+  EXPECT_NEAR(costs.forward[1] / unit, 21, 1e-6);
+  EXPECT_NEAR(costs.full[0] / unit, 20, 1e-6);
+  EXPECT_NEAR(costs.full[1] / unit, 31, 1e-6);
+  EXPECT_NEAR(costs.communication[0] / unit, 2, 1e-6) << "the median of 1, 2 and 2";
+  EXPECT_EQ(costs.communication[1], 0);
+  const auto simulation = simulate_schedule(parse_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"), costs);
+  EXPECT_NEAR(simulation.bubble_rate(), measured_bubble(events), 0.01);
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
+#include <utility>
 
 #include "plumb/core/error.h"
 #include "plumb/pipeline/describe.h"
@@ -135,6 +137,10 @@ void Pipeline::State::forward(const RunAction& run, LocalStage& stage, Slot& slo
     cpu_generator().set_current_seed(((*options.seed * 1000003 + step_number) * 1000003 + stage.stage) * 1000003 +
                                      first + m);
   }
+  std::optional<CheapRecompute> recompute;
+  if (training && stage.function->recompute == Recompute::Cheap && stage.recomputed.differing == 0) {
+    recompute.emplace(/*check=*/!std::exchange(stage.recompute_checked, true));
+  }
   Tensors outputs = stage.function->run(in, m);
   // The last stage's outputs are nobody's inputs; a stage with a loss of its own returns that alone.
   const bool counted = !layout.open && (stage.stage != last_stage() || options.loss || options.return_outputs);
@@ -153,6 +159,13 @@ void Pipeline::State::forward(const RunAction& run, LocalStage& stage, Slot& slo
     check_finite(outputs[k], [&] { return text("output ", static_cast<int>(k), stage.stage, m); });
   }
   if (stage.stage == last_stage()) finish_model(m, outputs, slot);
+  if (recompute) {
+    recompute->finish(slot.loss.defined() ? Tensors{slot.loss} : outputs);
+    stage.recomputed = recompute->report();
+    // The stage writes where autograd does not see it: from now on it keeps everything.
+    if (stage.recomputed.differing > 0) stage.recomputed.by_operator.clear();
+    recompute.reset();
+  }
   send_values(run, stage, m, outputs);
   if (!training) return;
   boundary->release_inputs();

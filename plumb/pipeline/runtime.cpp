@@ -175,6 +175,15 @@ std::vector<TimelineEvent> Pipeline::gather_timeline() {
   return all;
 }
 
+const RecomputeReport& Pipeline::recomputed(int stage) const {
+  const auto it = state_->stages.find(stage);
+  if (it == state_->stages.end()) {
+    throw Error(ErrorKind::InvalidArgument,
+                "rank " + std::to_string(rank()) + " has no stage " + std::to_string(stage));
+  }
+  return it->second.recomputed;
+}
+
 const std::vector<TiedParameter>& Pipeline::tied() const { return state_->shared.tied; }
 const Schedule& Pipeline::schedule() const { return state_->schedule; }
 const PipelineLayout& Pipeline::layout() const { return state_->layout; }

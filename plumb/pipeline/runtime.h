@@ -91,6 +91,10 @@ class Pipeline {
   // The time lines of the last step of all ranks, on every rank. All ranks must call it.
   std::vector<TimelineEvent> gather_timeline();
 
+  // What the last forward of a stage of this rank did not keep, one microbatch's; empty before the first training step.
+  // Raises Error(InvalidArgument) for a stage of another rank.
+  const RecomputeReport& recomputed(int stage) const;
+
   // The groups of tied parameters, listed ones and those found by name.
   const std::vector<TiedParameter>& tied() const;
   const Schedule& schedule() const;

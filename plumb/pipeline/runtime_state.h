@@ -33,6 +33,8 @@ struct LocalStage {
   std::vector<Slot> slots;
   std::unique_ptr<GradientKeeper> gradients;
   int num_outputs = 0;
+  bool recompute_checked = false;  // the first forward holds what it would compute again against what it has
+  RecomputeReport recomputed;      // of the last forward of a training step
 };
 
 struct Pipeline::State {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "plumb/numerics/recompute.h"
 #include "plumb/pipeline/stage_backward.h"
 
 namespace plumb {
@@ -20,6 +21,8 @@ struct NamedTensor {
 class StageFunction {
  public:
   virtual ~StageFunction() = default;
+  // Whether the backward computes cheap results again instead of keeping them: less memory, the same bits.
+  Recompute recompute = Recompute::Cheap;
   // One microbatch. Inputs and outputs in the order of the layout (layout.h).
   virtual Tensors forward(const Tensors& inputs) = 0;
   // What the runtime calls; a stage that has inputs of its own needs to know which microbatch it is.

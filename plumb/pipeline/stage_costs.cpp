@@ -2,14 +2,15 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/profiler.h>
 
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <optional>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/live_bytes.h"
 #include "plumb/partition/cost.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/stage_backward.h"
@@ -18,15 +19,6 @@ namespace plumb {
 namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-// Counts the bytes of tensors that are alive, on this thread.
-class Meter : public c10::MemoryReportingInfoBase {
- public:
-  void reportMemoryUsage(void*, int64_t size, size_t, size_t, c10::Device) override { live += size; }
-  void reportOutOfMemory(int64_t, size_t, size_t, c10::Device) override {}
-  bool memoryProfilingEnabled() const override { return true; }
-  int64_t live = 0;
-};
 
 // Puts a module's buffers and gradients, and the random generator, back.
 class Untouched {
@@ -73,11 +65,15 @@ struct Ran {
   int64_t activation = 0;
 };
 
-Ran run_forward(GraphStage& stage, InputBoundary& boundary, Meter& meter) {
+Ran run_forward(GraphStage& stage, InputBoundary& boundary, const LiveBytes& meter) {
   Ran ran;
-  const int64_t before = meter.live;
+  const int64_t before = meter.live();
   const double begin = now();
+  std::optional<CheapRecompute> recompute;
+  if (stage.recompute == Recompute::Cheap) recompute.emplace();
   Tensors outputs = stage.forward(boundary.inputs());
+  if (recompute) recompute->finish(outputs);
+  recompute.reset();
   ran.seconds = now() - begin;
   int64_t kept = 0;
   for (auto& out : outputs) {
@@ -95,7 +91,7 @@ Ran run_forward(GraphStage& stage, InputBoundary& boundary, Meter& meter) {
   }
   outputs.clear();
   boundary.release_inputs();
-  ran.activation = std::max<int64_t>(0, meter.live - before - kept);
+  ran.activation = std::max<int64_t>(0, meter.live() - before - kept);
   return ran;
 }
 
@@ -130,8 +126,7 @@ StageCosts empty_costs() {
 
 StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inputs, const StageCostOptions& options) {
   Untouched untouched(pipe);
-  auto meter = std::make_shared<Meter>();
-  c10::DebugInfoGuard counting(c10::DebugInfoKind::PROFILER_STATE, meter);
+  const LiveBytes meter;
   c10::AutoGradMode grad_mode(true);
   std::vector<Best> best(static_cast<size_t>(pipe.num_stages()));
   for (int repeat = 0; repeat < std::max(1, options.repeats); repeat++) {
@@ -153,7 +148,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
       Best& b = best[static_cast<size_t>(s)];
       {
         InputBoundary boundary(values, wants);
-        Ran ran = run_forward(stage, boundary, *meter);
+        Ran ran = run_forward(stage, boundary, meter);
         const double begin = now();
         stage_backward(ran.handles, ran.grads, boundary);
         b.full = std::min(b.full, now() - begin);
@@ -162,14 +157,14 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
       }
       untouched.drop_gradients();
       InputBoundary boundary(values, wants);
-      Ran ran = run_forward(stage, boundary, *meter);
-      const int64_t before = meter->live;
+      Ran ran = run_forward(stage, boundary, meter);
+      const int64_t before = meter.live();
       double begin = now();
       InputHalf half = stage_backward_input(ran.handles, ran.grads, boundary);
       b.input = std::min(b.input, now() - begin);
       int64_t returned = 0;
       for (const auto& g : half.input_grads) returned += g.defined() ? static_cast<int64_t>(g.nbytes()) : 0;
-      b.held = std::max(b.held, ran.activation + meter->live - before - returned);
+      b.held = std::max(b.held, ran.activation + meter.live() - before - returned);
       half.input_grads.clear();
       begin = now();
       if (half.deferred.pending()) stage_backward_weight(half.deferred);

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
+#include <map>
 #include <set>
 #include <sstream>
+#include <tuple>
 
 #include "plumb/core/error.h"
 
@@ -50,6 +52,47 @@ void start_at_zero(std::vector<TimelineEvent>& events) {
     e.start -= first;
     e.end -= first;
   }
+}
+
+Costs measured_costs(const std::vector<TimelineEvent>& events, int num_stages) {
+  const auto stages = static_cast<size_t>(num_stages);
+  auto mean = [&](ActionKind kind) {
+    std::vector<double> sums(stages), counts(stages);
+    for (const auto& e : events) {
+      if (e.action.kind != kind) continue;
+      sums.at(static_cast<size_t>(e.action.stage)) += e.end - e.start;
+      counts[static_cast<size_t>(e.action.stage)] += 1;
+    }
+    for (size_t s = 0; s < stages; s++) sums[s] = counts[s] > 0 ? sums[s] / counts[s] : 0;
+    return sums;
+  };
+  Costs costs;
+  costs.forward = mean(ActionKind::Forward);
+  costs.input = mean(ActionKind::BackwardInput);
+  costs.weight = mean(ActionKind::BackwardWeight);
+  costs.full = mean(ActionKind::FullBackward);
+  // By direction, stage and microbatch.
+  std::map<std::tuple<bool, int, int>, const TimelineEvent*> done;
+  for (const auto& e : events) {
+    if (e.action.kind == ActionKind::BackwardWeight) continue;
+    done[{e.action.kind == ActionKind::Forward, e.action.stage, e.action.microbatch}] = &e;
+  }
+  std::vector<std::vector<double>> trips(stages);
+  for (const auto& [key, e] : done) {
+    const auto& [forward, stage, microbatch] = key;
+    const auto from = done.find({forward, stage + (forward ? -1 : 1), microbatch});
+    if (from == done.end() || from->second->rank == e->rank || e->waiting > from->second->end) continue;
+    // A message and the gradient that comes back for it are of the stage that the message leaves.
+    trips.at(static_cast<size_t>(forward ? stage - 1 : stage)).push_back(std::max(0.0, e->start - from->second->end));
+  }
+  costs.communication.assign(stages, 0);
+  for (size_t s = 0; s < stages; s++) {
+    auto& list = trips[s];
+    if (list.empty()) continue;
+    std::nth_element(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(list.size() / 2), list.end());
+    costs.communication[s] = list[list.size() / 2];
+  }
+  return costs;
 }
 
 double measured_bubble(const std::vector<TimelineEvent>& events) {

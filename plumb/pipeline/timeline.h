@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "plumb/schedule/action.h"
+#include "plumb/schedule/simulate.h"
 
 namespace plumb {
 
@@ -23,6 +23,10 @@ std::vector<TimelineEvent> parse_timeline(const std::string& text);
 
 // Shifts the times so that the first event starts to wait at 0.
 void start_at_zero(std::vector<TimelineEvent>& events);
+// What the stages took in a recorded step, for simulate_schedule: the mean of each stage's actions of a kind, and of
+// the messages that a stage waited for the median time from the end of what sent it to the start of what waited, in
+// seconds. Of stages in a chain: what comes past a neighbour counts as coming from it.
+Costs measured_costs(const std::vector<TimelineEvent>& events, int num_stages);
 // Time that ranks did not compute, as a share of ranks times makespan.
 double measured_bubble(const std::vector<TimelineEvent>& events);
 

@@ -14,9 +14,9 @@ namespace {
 using wire::Content;
 using wire::Prologue;
 
-// Receives posted ahead per peer: at least the first number, more while they are small.
-constexpr int kLeastAhead = 4, kMostAhead = 64;
-constexpr std::int64_t kBytesAhead = 8 << 20;
+// Receives posted ahead per peer: at least the first number, more while they are small: their buffers are memory.
+constexpr int kLeastAhead = 2, kMostAhead = 64;
+constexpr std::int64_t kBytesAhead = 1 << 20;
 
 // Tags: each transport of a group has a range; the first is for messages, the others for second parts.
 constexpr int kTagsPerTransport = 1 << 20, kFirstTag = 1 << 10;

@@ -37,6 +37,7 @@ class PyStage : public StageFunction {
   explicit PyStage(const py::object& stage)
       : run_(stage.attr("run")), parameters_(stage.attr("parameters")), weight_work_(stage.attr("weight_work")) {
     own_work_ = !weight_work_.is_none();
+    recompute = parse_recompute(py::getattr(stage, "recompute", py::str("cheap")).cast<std::string>());
   }
   ~PyStage() override {
     py::gil_scoped_acquire gil;
@@ -175,6 +176,14 @@ class PyPipeline {
     return events_to_python(result.timeline);
   }
 
+  // Of a stage: {operator: (results, bytes)} of one microbatch.
+  py::dict recomputed(int stage) const {
+    py::dict operators;
+    for (const auto& [name, entry] : pipeline_->recomputed(stage).by_operator)
+      operators[py::str(name)] = py::make_tuple(entry.tensors, entry.bytes);
+    return operators;
+  }
+
   py::object gather_timeline() {
     std::vector<TimelineEvent> events;
     {
@@ -216,6 +225,7 @@ Register part([](py::module_& m) {
            py::arg("timeout") = 60.0, py::arg("scale_grads") = true, py::arg("record_timeline") = false,
            py::arg("check_numerics") = false, py::arg("seed") = py::none())
       .def("run", &PyPipeline::run)
+      .def("recomputed", &PyPipeline::recomputed, py::arg("stage"))
       .def("gather_timeline", &PyPipeline::gather_timeline);
   // What was recorded as a picture, and below it the table as simulated with costs in seconds, if there are any.
   m.def("timeline_svg", [](const py::sequence& events, const Schedule& schedule, const py::dict& costs) {

@@ -152,10 +152,13 @@ class Pipe(nn.Module):
             raise InvalidValue(f"Invalid stage index {stage_idx}: stages count from 0 to {self.num_stages - 1}")
         return self.split_gm._modules[get_submod_name(stage_idx)]
 
-    def build_stage(self, stage_index: int, device: torch.device, group: Any = None) -> Any:
-        """The stage for a schedule to run, moved to `device` with its device arguments."""
+    def build_stage(
+        self, stage_index: int, device: torch.device, group: Any = None, *, recompute: str = "cheap"
+    ) -> Any:
+        """The stage for a schedule to run, moved to `device` with its device arguments. `recompute`: as for
+        `PipelineStage`."""
         module = self.get_stage_module(stage_index).to(device)
-        return _PipelineStage(module, stage_index, self.info(), torch.device(device), group)
+        return _PipelineStage(module, stage_index, self.info(), torch.device(device), group, recompute)
 
     def info(self) -> PipeInfo:
         """What every rank has to know. It keeps none of the stages alive."""

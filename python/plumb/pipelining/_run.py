@@ -58,6 +58,7 @@ class _LocalStage:
     def __init__(self, run: Run, stage: _PipelineStageBase, names: dict[int, str]):
         self._run, self._stage, self._names = run, stage, names
         self.weight_work = stage.dw_builder
+        self.recompute = stage.recompute
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         index = self._stage.stage_index
@@ -128,6 +129,7 @@ class Run:
             self._pipeline.run(inputs, rows_of(args if targets is None else targets), train)
             if train:
                 for stage in self.stages:
+                    stage.recomputed = self._pipeline.recomputed(stage.stage_index)
                     stage.reduce_gradients()
         except Error as error:
             failure = step.failure

@@ -43,7 +43,10 @@ class _PipelineStageBase(ChunkSteps):
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
+        recompute: str = "cheap",
     ):
+        if recompute not in ("none", "cheap"):
+            raise InvalidValue(f"recompute is {recompute!r}, neither 'none' nor 'cheap'")
         if not 0 <= stage_index < num_stages:
             raise InvalidValue(f"there is no stage {stage_index} among {num_stages} stages")
         self.submod = submodule
@@ -52,6 +55,8 @@ class _PipelineStageBase(ChunkSteps):
         self.device = torch.device(device)
         self.group = group
         self.dw_builder = dw_builder
+        self.recompute = recompute
+        self.recomputed: dict[str, tuple[int, int]] = {}
         together = dist.is_available() and dist.is_initialized()
         self.group_rank = dist.get_rank(group) if together else 0
         self.group_size = dist.get_world_size(group) if together else 1
@@ -126,6 +131,9 @@ class PipelineStage(_PipelineStageBase):
         dw_builder: called after a stage's backward, answers a callable that does the rest of the weight gradients; it
             runs where the schedule has the weight half.
         get_mesh: taken for compatibility.
+        recompute: ``"cheap"``: the backward computes results of gelu, norms, casts and the like again instead of keeping
+            them, with the same bits; ``"none"``: it keeps everything. After a step, ``recomputed`` says what one
+            microbatch did not keep: ``{operator: (results, bytes)}``.
         tied: ``{"head.weight": "embedding"}``: parameters of this module that are copies of others; equal names on
             other stages tie them. Their gradients are summed over the copies after every step.
     """
@@ -145,8 +153,9 @@ class PipelineStage(_PipelineStageBase):
         get_mesh: Callable | None = None,
         *,
         tied: dict[str, str] | None = None,
+        recompute: str = "cheap",
     ):
-        super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
+        super().__init__(submodule, stage_index, num_stages, device, group, dw_builder, recompute)
         self.tied = dict(tied or {})
         unknown = self.tied.keys() - {name for name, _ in self.named_parameters()}
         if unknown:
@@ -168,16 +177,19 @@ def build_stage(
     pipe_info,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    *,
+    recompute: str = "cheap",
 ) -> _PipelineStageBase:
-    """The stage of a cut model (`Pipe.info()`) around `stage_module`, which may have been changed meanwhile."""
-    return _PipelineStage(stage_module, stage_index, pipe_info, device, group)
+    """The stage of a cut model (`Pipe.info()`) around `stage_module`, which may have been changed meanwhile.
+    `recompute`: as for `PipelineStage`."""
+    return _PipelineStage(stage_module, stage_index, pipe_info, device, group, recompute)
 
 
 class _PipelineStage(_PipelineStageBase):
     """A stage cut from a graph: its inputs are model inputs and outputs of any stages before it."""
 
-    def __init__(self, stage_module, stage_index, pipe_info, device, group=None):
-        super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group)
+    def __init__(self, stage_module, stage_index, pipe_info, device, group=None, recompute="cheap"):
+        super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group, recompute=recompute)
         self.pipe_info = pipe_info
         self.layout = pipe_info.layout
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):

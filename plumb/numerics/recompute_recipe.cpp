@@ -1,0 +1,139 @@
+#include "plumb/numerics/recompute_recipe.h"
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <map>
+#include <utility>
+
+#include "plumb/core/error.h"
+#include "plumb/numerics/recompute.h"
+
+namespace plumb {
+namespace {
+
+// Recipes with a result that waits for its next use, on this thread.
+std::vector<std::weak_ptr<Recipe>>& waiting_recipes() {
+  static thread_local std::vector<std::weak_ptr<Recipe>> recipes;
+  return recipes;
+}
+
+at::Tensor over(c10::Storage storage, const Part& part) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  at::Tensor t = at::empty({0}, part.options);
+  return t.set_(std::move(storage), part.offset, part.sizes, part.strides);
+}
+
+[[noreturn]] void raise_written(const c10::OperatorHandle& op, size_t arg, const Part& part) {
+  throw Error(ErrorKind::InvalidArgument,
+              "argument '" + op.schema().arguments()[arg].name() + "' of " + op.operator_name().name +
+                  ", whose result the backward computes again, has been written in place: it is at version " +
+                  std::to_string(part.versions.current_version()) + ", expected version " +
+                  std::to_string(part.version),
+              "", "write to a copy, or train with recompute = none");
+}
+
+}  // namespace
+
+bool has_plain_memory(const at::Tensor& x) {
+  return x.defined() && x.is_cpu() && x.layout() == at::kStrided && !x.is_inference() && !at::isTensorSubclassLike(x) &&
+         !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !x.is_conj() && !x.is_neg() && !x.is_quantized() &&
+         !c10::impl::dispatch_mode_enabled();
+}
+
+Part::Part(const at::Tensor& t)
+    : storage(t.storage().getWeakStorageImpl()),
+      sizes(t.sizes()),
+      strides(t.strides()),
+      offset(t.storage_offset()),
+      options(t.options().requires_grad(false)),
+      versions(t.unsafeGetTensorImpl()->version_counter()),
+      version(static_cast<uint32_t>(t._version())) {}
+
+at::Tensor Part::lock() const {
+  auto alive = storage.lock();
+  if (!alive) return {};
+  return over(c10::Storage(std::move(alive)), *this);
+}
+
+Recipe::Recipe(const c10::OperatorHandle& op, std::vector<c10::IValue> args, const at::Tensor& result, int64_t order)
+    : op(op), order(order), result(result), nbytes(result.nbytes()), args_(std::move(args)) {
+  auto take = [&](c10::IValue& value, size_t arg, int64_t element) {
+    if (!value.isTensor() || !value.toTensor().defined()) return;
+    const at::Tensor& t = value.toTensor();
+    sources.push_back({arg, element, Part(t), {}, false, nullptr});
+    // A number is itself; a parameter is there anyway.
+    const bool number = t.unsafeGetTensorImpl()->is_wrapped_number();
+    if (number || (t.requires_grad() && t.is_leaf())) sources.back().held = number ? t : t.tensor_data();
+    value = c10::IValue();
+  };
+  for (size_t i = 0; i < args_.size(); ++i) {
+    if (args_[i].isTensor()) {
+      take(args_[i], i, -1);
+    } else if (args_[i].isTensorList()) {
+      std::vector<c10::IValue> elements = args_[i].toListRef().vec();
+      for (size_t k = 0; k < elements.size(); ++k) take(elements[k], i, static_cast<int64_t>(k));
+      args_[i] = c10::IValue();
+    }
+  }
+}
+
+at::Tensor Recipe::compute() {
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  torch::jit::Stack stack = args_;
+  std::map<size_t, std::vector<at::Tensor>> lists;
+  for (Source& source : sources) {
+    at::Tensor value;
+    if (source.made_by) {
+      value = source.made_by->memory().as_strided(source.part.sizes, source.part.strides, source.part.offset);
+      source.made_by->done();
+    } else {
+      if (!source.copied && !source.part.unchanged()) raise_written(op, source.arg, source.part);
+      value = source.held;
+    }
+    if (source.element < 0) {
+      stack[source.arg] = std::move(value);
+    } else {
+      lists[source.arg].push_back(std::move(value));
+    }
+  }
+  for (auto& [arg, list] : lists) stack[arg] = c10::List<at::Tensor>(list);
+  op.callBoxed(stack);
+  at::Tensor again = stack.front().toTensor();
+  if (again.sizes() != at::IntArrayRef(result.sizes) || again.strides() != at::IntArrayRef(result.strides) ||
+      again.storage_offset() != result.offset || again.dtype() != result.options.dtype()) {
+    throw Error(ErrorKind::Internal, op.operator_name().name + " gave a result of another shape in the backward");
+  }
+  return again;
+}
+
+at::Tensor Recipe::memory() {
+  if (waiting_) return *waiting_;
+  if (result.unchanged()) {
+    if (at::Tensor alive = result.lock(); alive.defined()) return alive;
+  }
+  at::Tensor again = compute();
+  if (pending > 1) {
+    waiting_ = again;
+    waiting_recipes().push_back(weak_from_this());
+  }
+  return again;
+}
+
+void Recipe::done() {
+  if (--pending <= 0) waiting_.reset();
+}
+
+void drop_recomputed() {
+  for (const auto& weak : std::exchange(waiting_recipes(), {})) {
+    if (auto recipe = weak.lock()) recipe->forget();
+  }
+}
+
+}  // namespace plumb
