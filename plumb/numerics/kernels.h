@@ -94,6 +94,11 @@ struct KernelTable {
   double (*largest[kCarriers])(const void* x, int64_t n);
   // Codes of values that are the format's already, signed zeros kept; false if one is NaN and the format has none.
   bool (*pack[kCarriers])(const void* x, uint8_t* codes, int64_t n, const CodeSpec&);
+  // round and pack in one pass; y is complete even where codes are not.
+  bool (*round_and_pack[kCarriers])(const void* x, void* y, uint8_t* codes, int64_t n, const RoundingSpec&,
+                                    const CodeSpec&, uint64_t seed, int64_t first_block);
+  // The other way, for codes whose magnitudes rise up to infinity_code and are NaN from nan_code on.
+  void (*unpack[kCarriers])(const uint8_t* codes, void* y, int64_t n, const CodeSpec&);
   // values: 256 entries of the carrier.
   void (*decode[kCarriers])(const uint8_t* codes, void* y, int64_t n, const void* values);
 };
