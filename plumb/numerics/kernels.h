@@ -56,6 +56,10 @@ struct Partial {
 // Chan, Golub and LeVeque's merge of means and squared deviations.
 static inline void merge_moments(Partial& into, double count, double mean, double m2) {
   if (count == 0) return;
+  if (into.count == 0) {
+    into.count = count, into.mean = mean, into.m2 = m2;  // a merge with nothing rounds nothing
+    return;
+  }
   double total = into.count + count, delta = mean - into.mean;
   into.mean += delta * count / total;
   into.m2 += m2 + delta * delta * into.count * count / total;

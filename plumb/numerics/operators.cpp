@@ -201,6 +201,21 @@ bool is_ours(const at::Tensor& gradient) {
 
 }  // namespace
 
+namespace {
+
+// Measured in the order of memory, as measure() does it, and in its pieces.
+bool measures_while_rounding(const at::Tensor& x) { return x.is_contiguous() && !x.is_neg(); }
+
+template <class Round>
+at::Tensor measured_apart(const at::Tensor& x, const Measuring& measuring, const Round& round) {
+  if (measuring.before) *measuring.before = measure(x, measuring.options);
+  at::Tensor result = round();
+  if (measuring.after) *measuring.after = measure(result, measuring.options);
+  return result;
+}
+
+}  // namespace
+
 at::Tensor simulate_forward(const at::Tensor& x, std::string_view fwd, std::optional<int64_t> seed, int64_t dim,
                             const Measuring& measuring) {
   auto [before, after, options] = measuring;
@@ -211,6 +226,8 @@ at::Tensor simulate_forward(const at::Tensor& x, std::string_view fwd, std::opti
     return same_memory(x);
   }
   const FPFormat& format = cached_format(fwd);
+  if ((before || after) && !measures_while_rounding(x))
+    return measured_apart(x, measuring, [&] { return simulate_forward(x, fwd, seed, dim); });
   if (before || after) {
     at::Tensor result = quantise_and_measure(x, format, before, after, options, as_seed(seed), dim);
     remember_quantised(result, format);
@@ -229,6 +246,8 @@ at::Tensor simulate_backward(at::Tensor& gradient, std::string_view bwd, std::op
     return gradient;
   }
   const FPFormat& format = cached_format(bwd);
+  if ((before || after) && !measures_while_rounding(gradient))
+    return measured_apart(gradient, measuring, [&] { return simulate_backward(gradient, bwd, seed, dim); });
   seed = backward_seed(seed);
   if (before || after) return quantise_and_measure(gradient, format, before, after, options, as_seed(seed), dim);
   if (is_ours(gradient)) return quantise_(gradient, format, as_seed(seed), dim);
