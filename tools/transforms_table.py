@@ -36,6 +36,8 @@ def counts(model):
 
 
 def short(reason):
+    if "is computed from" in reason:
+        return "its weight is computed"
     for start, text in (("its weight ", "its weight has another use"), ("used by", "a parameter of an operator that stays")):
         if reason.startswith(start):
             return text

@@ -167,13 +167,18 @@ at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarTyp
   return decode_by(value_tables(format), codes, dtype);
 }
 
-at::Tensor pack_codes(const at::Tensor& x, const FPFormat& format) {
-  const auto carrier = carrier_of(x.scalar_type(), "pack_codes");
+kernel::CodeSpec saved_code_spec(const FPFormat& format) {
   auto spec = code_spec_of(format);
   if (lacks_nan(format)) {
     spec.negative_zero = true;
     spec.nan_code = -1;
   }
+  return spec;
+}
+
+at::Tensor pack_codes(const at::Tensor& x, const FPFormat& format) {
+  const auto carrier = carrier_of(x.scalar_type(), "pack_codes");
+  const auto spec = saved_code_spec(format);
   at::NoGradGuard no_grad;
   at::Tensor codes = fresh_like(x, at::kByte);
   const char* from = static_cast<const char*>(x.const_data_ptr());
@@ -188,7 +193,23 @@ at::Tensor pack_codes(const at::Tensor& x, const FPFormat& format) {
 }
 
 at::Tensor unpack_codes(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype) {
-  return decode_by(value_tables(format, lacks_nan(format)), codes, dtype);
+  if (format.encoding == Encoding::Fnuz || !is_dense(codes))
+    return decode_by(value_tables(format, lacks_nan(format)), codes, dtype);
+  const auto carrier = carrier_of(dtype, "unpack_codes");
+  constexpr int none = 256;
+  auto spec = saved_code_spec(format);
+  if (!format.has_infinity()) spec.infinity_code = none;
+  if (lacks_nan(format)) spec.nan_code = none;
+  if (format.has_infinity()) spec.nan_code = spec.infinity_code + 1;
+  at::NoGradGuard no_grad;
+  at::Tensor values = fresh_like(codes, dtype);
+  const uint8_t* from = codes.const_data_ptr<uint8_t>();
+  char* to = static_cast<char*>(values.mutable_data_ptr());
+  const size_t size = values.element_size();
+  const auto run = kernel::kernels().unpack[carrier];
+  for_blocks(codes.numel(),
+             [&](int64_t begin, int64_t end) { run(from + begin, to + begin * size, end - begin, spec); });
+  return values;
 }
 
 }  // namespace plumb

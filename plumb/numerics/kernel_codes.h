@@ -7,6 +7,23 @@
 namespace plumb::kernel {
 namespace {
 
+// Words of which only the last byte is used, as bytes.
+inline void narrow_words(const uint32_t* words, int n, uint8_t* bytes) {
+  int i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i),
+                     _mm512_maskz_cvtepi32_epi8(0xffff, _mm512_loadu_si512(words + i)));
+#elif defined(__SSE2__)
+  auto load = [&](int at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(words + at)); };
+  for (; i + 16 <= n; i += 16) {
+    const __m128i low = _mm_packs_epi32(load(i), load(i + 4)), high = _mm_packs_epi32(load(i + 8), load(i + 12));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), _mm_packus_epi16(low, high));
+  }
+#endif
+  for (; i < n; ++i) bytes[i] = uint8_t(words[i]);
+}
+
 // Codes of values that are already the format's.
 template <class T>
 inline void codes_of(const T* x, uint8_t* codes, int n, const CodeSpec& spec) {
@@ -18,16 +35,43 @@ inline void codes_of(const T* x, uint8_t* codes, int n, const CodeSpec& spec) {
   const uint32_t sign_bit = uint32_t(1) << (spec.bits - 1);
   const uint32_t zero_sign = spec.negative_zero ? sign_bit : 0, nan_sign = spec.nan_is_signed ? sign_bit : 0;
   const uint32_t nan = uint32_t(spec.nan_code), infinity = uint32_t(spec.infinity_code);
-  for (int i = 0; i < n; ++i) {
-    const uint32_t bits = to_bits(float(x[i])), magnitude = bits & 0x7fffffffu;
-    const uint32_t sign = bits >> 31 ? sign_bit : 0;
-    const float a = from_bits(magnitude);
-    const uint32_t normal = (magnitude >> down) - rebias, small = to_bits(a + magic) - magic_bits;
-    uint32_t code = a < least_normal ? small : normal;
-    code = magnitude == 0x7f800000u ? infinity : code;
-    uint32_t signed_code = code | (code == 0 ? sign & zero_sign : sign);
-    codes[i] = uint8_t(magnitude > 0x7f800000u ? nan | (sign & nan_sign) : signed_code);
+  const bool finite = spec.nan_code < 0 && spec.negative_zero;  // and every sign is kept
+  const int to_sign = 32 - spec.bits;
+  constexpr int kWords = 256;
+  alignas(64) uint32_t words[kWords];
+  for (int begin = 0; begin < n; begin += kWords) {
+    const int m = n - begin < kWords ? n - begin : kWords;
+    const T* from = x + begin;
+    if (finite) {
+      for (int i = 0; i < m; ++i) {
+        const uint32_t bits = to_bits(float(from[i])), magnitude = bits & 0x7fffffffu;
+        const float a = from_bits(magnitude);
+        const uint32_t normal = (magnitude >> down) - rebias, small = to_bits(a + magic) - magic_bits;
+        words[i] = (a < least_normal ? small : normal) | (bits >> to_sign & sign_bit);
+      }
+    } else {
+      for (int i = 0; i < m; ++i) {
+        const uint32_t bits = to_bits(float(from[i])), magnitude = bits & 0x7fffffffu;
+        const uint32_t sign = bits >> to_sign & sign_bit;
+        const float a = from_bits(magnitude);
+        const uint32_t normal = (magnitude >> down) - rebias, small = to_bits(a + magic) - magic_bits;
+        uint32_t code = a < least_normal ? small : normal;
+        code = magnitude == 0x7f800000u ? infinity : code;
+        const uint32_t signed_code = code | (code == 0 ? sign & zero_sign : sign);
+        words[i] = magnitude > 0x7f800000u ? nan | (sign & nan_sign) : signed_code;
+      }
+    }
+    narrow_words(words, m, codes + begin);
   }
+}
+
+// Nothing is NaN, or the format has one.
+template <class T>
+inline bool fits_codes(const T* x, int n, const CodeSpec& spec) {
+  if (spec.nan_code >= 0) return true;
+  uint32_t nans = 0;
+  for (int i = 0; i < n; ++i) nans |= uint32_t(x[i] != x[i]);
+  return !nans;
 }
 
 template <class C>
@@ -53,6 +97,40 @@ void encode_all(const void* x_void, uint8_t* codes, int64_t n, const RoundingSpe
   }
 }
 
+// Values of codes in which nothing but the sign's bit is above the magnitude: negative zero is a zero.
+template <class C>
+void unpack_all(const uint8_t* codes, void* y_void, int64_t n, const CodeSpec& spec) {
+  C* y = static_cast<C*>(y_void);
+  const int down = 23 - spec.mantissa_bits, to_sign = 32 - spec.bits;
+  const uint32_t sign_bit = uint32_t(1) << (spec.bits - 1), least_normal = uint32_t(1) << spec.mantissa_bits;
+  const uint32_t rebias = uint32_t(127 - spec.bias) << 23;
+  const uint32_t infinity = uint32_t(spec.infinity_code), nan_from = uint32_t(spec.nan_code);
+  const float spacing = power_of_two<float>(1 - spec.bias - spec.mantissa_bits);
+  alignas(64) float values[kChunk];
+  for (int64_t i = 0; i < n; i += kChunk) {
+    const int m = int(smaller(n - i, kChunk));
+    float* to = values;
+    if constexpr (sizeof(C) == 4) to = y + i;
+    const uint8_t* from = codes + i;
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC ivdep
+#endif
+    for (int j = 0; j < m; ++j) {
+      const uint32_t code = from[j], magnitude = code & (sign_bit - 1), sign = (code & sign_bit) << to_sign;
+      const uint32_t normal = (magnitude << down) + rebias, small = to_bits(float(int32_t(magnitude)) * spacing);
+      uint32_t bits = magnitude < least_normal ? small : normal;
+      bits = magnitude == infinity ? 0x7f800000u : bits;
+      bits = magnitude >= nan_from ? 0x7fc00000u : bits;
+      to[j] = from_bits(bits | sign);
+    }
+    if constexpr (sizeof(C) == 8) {
+      for (int j = 0; j < m; ++j) y[i + j] = values[j];
+    } else if constexpr (sizeof(C) == 2) {
+      narrow(values, m, y + i);
+    }
+  }
+}
+
 template <class Word>
 void decode_all(const uint8_t* codes, void* y_void, int64_t n, const void* values_void) {
   const Word* values = static_cast<const Word*>(values_void);
@@ -72,11 +150,7 @@ bool pack_all(const void* x_void, uint8_t* codes, int64_t n, const CodeSpec& spe
       from = x + i;
     else
       widen(x + i, m, wide);
-    if (spec.nan_code < 0) {
-      uint32_t nans = 0;
-      for (int j = 0; j < m; ++j) nans |= uint32_t(from[j] != from[j]);
-      if (nans) return false;
-    }
+    if (!fits_codes(from, m, spec)) return false;
     codes_of(from, codes + i, m, spec);
   }
   return true;

@@ -10,9 +10,10 @@
 namespace plumb::kernel {
 namespace {
 
+// True if codes were asked for and fit.
 template <class C>
-void round_all(const void* x_void, void* y_void, int64_t n, const RoundingSpec& spec, uint64_t seed,
-               int64_t first_block, Partial* before, Partial* after) {
+bool round_pass(const void* x_void, void* y_void, int64_t n, const RoundingSpec& spec, uint64_t seed,
+                int64_t first_block, Partial* before, Partial* after, uint8_t* codes, const CodeSpec* code_spec) {
   using T = typename ComputeOf<C>::type;
   const C* x = static_cast<const C*>(x_void);
   C* y = static_cast<C*>(y_void);
@@ -21,10 +22,18 @@ void round_all(const void* x_void, void* y_void, int64_t n, const RoundingSpec& 
   const bool chance = spec.mode == RoundingSpec::Stochastic;
   const bool streams = kDirect<C> && n * int64_t(sizeof(C)) >= kStreamBytes && x_void != y_void && can_stream(y_void);
   Random random;
+  if constexpr (kCanStreamRounding && sizeof(C) == 4) {
+    if (streams && !before && !after && !codes && run == round_run<float, kNearestByAddition, true>) {
+      const int64_t whole = n / kStreamGroup * kStreamGroup;
+      stream_rounded(x, y, whole, constants);
+      run(x + whole, y + whole, n - whole, constants, nullptr);
+      return false;
+    }
+  }
   if constexpr (kDirect<C>) {
-    if (!before && !after && !chance && !streams) {
+    if (!before && !after && !codes && !chance && !streams) {
       run(x, y, n, constants, nullptr);
-      return;
+      return false;
     }
   }
   Partial unused;
@@ -45,6 +54,10 @@ void round_all(const void* x_void, void* y_void, int64_t n, const RoundingSpec& 
     if (before) measure_before.chunk(from, m, kDirect<C>);
     run(from, to, m, constants, &random);
     if (after) measure_after.chunk(to, m, false);
+    if (codes && fits_codes(to, m, *code_spec))
+      codes_of(to, codes + i, m, *code_spec);
+    else
+      codes = nullptr;
     if constexpr (!kDirect<C>)
       narrow(wide, m, y + i);
     else if (streams)
@@ -53,6 +66,19 @@ void round_all(const void* x_void, void* y_void, int64_t n, const RoundingSpec& 
   if (streams) end_stream();
   if (before) measure_before.finish();
   if (after) measure_after.finish();
+  return codes != nullptr;
+}
+
+template <class C>
+void round_all(const void* x, void* y, int64_t n, const RoundingSpec& spec, uint64_t seed, int64_t first_block,
+               Partial* before, Partial* after) {
+  round_pass<C>(x, y, n, spec, seed, first_block, before, after, nullptr, nullptr);
+}
+
+template <class C>
+bool round_and_pack_all(const void* x, void* y, uint8_t* codes, int64_t n, const RoundingSpec& spec,
+                        const CodeSpec& code_spec, uint64_t seed, int64_t first_block) {
+  return round_pass<C>(x, y, n, spec, seed, first_block, nullptr, nullptr, codes, &code_spec);
 }
 
 template <class C>
@@ -81,6 +107,8 @@ constexpr KernelTable make_table(const char* level) {
           {round_blocks_all<float>, round_blocks_all<double>, round_blocks_all<Half>, round_blocks_all<BHalf>},
           {largest_all<float>, largest_all<double>, largest_all<Half>, largest_all<BHalf>},
           {pack_all<float>, pack_all<double>, pack_all<Half>, pack_all<BHalf>},
+          {round_and_pack_all<float>, round_and_pack_all<double>, round_and_pack_all<Half>, round_and_pack_all<BHalf>},
+          {unpack_all<float>, unpack_all<double>, unpack_all<Half>, unpack_all<BHalf>},
           {decode_all<uint32_t>, decode_all<uint64_t>, decode_all<uint16_t>, decode_all<uint16_t>}};
 }
 

@@ -56,6 +56,10 @@ struct Partial {
 // Chan, Golub and LeVeque's merge of means and squared deviations.
 static inline void merge_moments(Partial& into, double count, double mean, double m2) {
   if (count == 0) return;
+  if (into.count == 0) {
+    into.count = count, into.mean = mean, into.m2 = m2;  // a merge with nothing rounds nothing
+    return;
+  }
   double total = into.count + count, delta = mean - into.mean;
   into.mean += delta * count / total;
   into.m2 += m2 + delta * delta * into.count * count / total;
@@ -94,6 +98,11 @@ struct KernelTable {
   double (*largest[kCarriers])(const void* x, int64_t n);
   // Codes of values that are the format's already, signed zeros kept; false if one is NaN and the format has none.
   bool (*pack[kCarriers])(const void* x, uint8_t* codes, int64_t n, const CodeSpec&);
+  // round and pack in one pass; y is complete even where codes are not.
+  bool (*round_and_pack[kCarriers])(const void* x, void* y, uint8_t* codes, int64_t n, const RoundingSpec&,
+                                    const CodeSpec&, uint64_t seed, int64_t first_block);
+  // The other way, for codes whose magnitudes rise up to infinity_code and are NaN from nan_code on.
+  void (*unpack[kCarriers])(const uint8_t* codes, void* y, int64_t n, const CodeSpec&);
   // values: 256 entries of the carrier.
   void (*decode[kCarriers])(const uint8_t* codes, void* y, int64_t n, const void* values);
 };

@@ -18,6 +18,7 @@
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/numerics/saved_codes.h"
+#include "plumb/numerics/simulate.h"
 
 namespace plumb {
 
@@ -198,6 +199,63 @@ bool is_ours(const at::Tensor& gradient) {
          gradient.storage().use_count() == 1 && is_dense(gradient) && !c10::impl::dispatch_mode_enabled();
 }
 
+}  // namespace
+
+namespace {
+
+// Measured in the order of memory, as measure() does it, and in its pieces.
+bool measures_while_rounding(const at::Tensor& x) { return x.is_contiguous() && !x.is_neg(); }
+
+template <class Round>
+at::Tensor measured_apart(const at::Tensor& x, const Measuring& measuring, const Round& round) {
+  if (measuring.before) *measuring.before = measure(x, measuring.options);
+  at::Tensor result = round();
+  if (measuring.after) *measuring.after = measure(result, measuring.options);
+  return result;
+}
+
+}  // namespace
+
+at::Tensor simulate_forward(const at::Tensor& x, std::string_view fwd, std::optional<int64_t> seed, int64_t dim,
+                            const Measuring& measuring) {
+  auto [before, after, options] = measuring;
+  if (leaves_alone(fwd)) {
+    save_as_codes(x);
+    if (before) *before = measure(x, options);
+    if (after) *after = before ? *before : measure(x, options);
+    return same_memory(x);
+  }
+  const FPFormat& format = cached_format(fwd);
+  if ((before || after) && !measures_while_rounding(x))
+    return measured_apart(x, measuring, [&] { return simulate_forward(x, fwd, seed, dim); });
+  if (before || after) {
+    at::Tensor result = quantise_and_measure(x, format, before, after, options, as_seed(seed), dim);
+    remember_quantised(result, format);
+    return result;
+  }
+  at::Tensor result = quantise_and_remember(x, format, as_seed(seed));
+  return result.defined() ? result : ops::quantise(x, fwd, "", 0, seed, dim);
+}
+
+at::Tensor simulate_backward(at::Tensor& gradient, std::string_view bwd, std::optional<int64_t> seed, int64_t dim,
+                             const Measuring& measuring) {
+  auto [before, after, options] = measuring;
+  if (leaves_alone(bwd)) {
+    if (before) *before = measure(gradient, options);
+    if (after) *after = before ? *before : measure(gradient, options);
+    return gradient;
+  }
+  const FPFormat& format = cached_format(bwd);
+  if ((before || after) && !measures_while_rounding(gradient))
+    return measured_apart(gradient, measuring, [&] { return simulate_backward(gradient, bwd, seed, dim); });
+  seed = backward_seed(seed);
+  if (before || after) return quantise_and_measure(gradient, format, before, after, options, as_seed(seed), dim);
+  if (is_ours(gradient)) return quantise_(gradient, format, as_seed(seed), dim);
+  return ops::quantise(gradient, bwd, "", 0, seed, dim);
+}
+
+namespace {
+
 struct SimulateFormat : torch::autograd::Function<SimulateFormat> {
   static constexpr bool is_traceable = true;
 
@@ -206,27 +264,19 @@ struct SimulateFormat : torch::autograd::Function<SimulateFormat> {
     at::AutoDispatchBelowADInplaceOrView below;
     context->saved_data["seed"] = seed;
     context->saved_data["dim"] = dim;
-    at::Tensor result;
-    if (leaves_alone(fwd)) {
-      save_as_codes(x);
-      result = same_memory(x);
-    } else {
-      result = ops::quantise(x, fwd, "", 0, seed, dim);
-      remember_quantised(result, cached_format(fwd));
-    }
     context->saved_data["format"] = std::move(bwd);
-    return result;
+    return simulate_forward(x, fwd, seed, dim);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list& gradients) {
-    at::Tensor& gradient = gradients[0];
-    const std::string& format = context->saved_data["format"].toStringRef();
-    if (leaves_alone(format) || !gradient.defined()) return {gradient, {}, {}, {}, {}};
-    const auto seed = backward_seed(context->saved_data["seed"].toOptional<int64_t>());
-    const int64_t dim = context->saved_data["dim"].toInt();
-    if (is_ours(gradient)) return {quantise_(gradient, cached_format(format), as_seed(seed), dim), {}, {}, {}, {}};
-    return {ops::quantise(gradient, format, "", 0, seed, dim), {}, {}, {}, {}};
+    if (!gradients[0].defined()) return {gradients[0], {}, {}, {}, {}};
+    return {simulate_backward(gradients[0], context->saved_data["format"].toStringRef(),
+                              context->saved_data["seed"].toOptional<int64_t>(), context->saved_data["dim"].toInt()),
+            {},
+            {},
+            {},
+            {}};
   }
 };
 

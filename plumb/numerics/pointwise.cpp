@@ -62,7 +62,7 @@ std::string exact(double value) {
 
 PointwiseProgram PointwiseProgram::parse(std::string_view text) {
   PointwiseProgram program;
-  std::vector<int> uses;
+  std::vector<int> uses, input_uses;
   auto argument = [&](std::string_view step, std::string_view word) {
     PointwiseArg arg;
     if (word[0] != '#' && word[0] != '$') {
@@ -73,7 +73,11 @@ PointwiseProgram PointwiseProgram::parse(std::string_view text) {
     arg.kind = word[0] == '#' ? PointwiseArg::Input : PointwiseArg::Step;
     arg.index = number<int64_t>(step, word.substr(1));
     if (arg.index < 0 || arg.index > 1000) bad(step, "'" + std::string(word) + "' is out of range");
-    if (arg.kind == PointwiseArg::Input) program.num_inputs = std::max(program.num_inputs, arg.index + 1);
+    if (arg.kind == PointwiseArg::Input) {
+      program.num_inputs = std::max(program.num_inputs, arg.index + 1);
+      input_uses.resize(static_cast<size_t>(program.num_inputs));
+      if (input_uses[static_cast<size_t>(arg.index)]++) bad(step, "'" + std::string(word) + "' is used twice");
+    }
     if (arg.kind == PointwiseArg::Step) {
       if (static_cast<size_t>(arg.index) >= program.steps.size()) bad(step, "'" + std::string(word) + "' comes later");
       if (uses[static_cast<size_t>(arg.index)]++) bad(step, "'" + std::string(word) + "' is used twice");
@@ -85,12 +89,17 @@ PointwiseProgram PointwiseProgram::parse(std::string_view text) {
     if (parts.size() < 2) bad(step, "it has no argument");
     PointwiseStep made;
     bool known = false;
+    std::string_view wanted = parts[0];
+    if (wanted.ends_with('!')) {
+      made.keep = true;
+      wanted.remove_suffix(1);
+    }
     for (const Name& name : kNames) {
-      if (name.name != parts[0]) continue;
+      if (name.name != wanted) continue;
       made.kind = name.kind;
       known = true;
     }
-    if (!known) bad(step, "'" + std::string(parts[0]) + "' is not known");
+    if (!known) bad(step, "'" + std::string(wanted) + "' is not known");
     const bool binary = made.kind <= PointwiseKind::Div, scale = made.kind == PointwiseKind::Scale;
     if (parts.size() != (scale ? 4u : binary ? 3u : 2u)) bad(step, "it has another number of arguments");
     made.a = argument(step, parts[1]);
@@ -122,11 +131,65 @@ std::string PointwiseProgram::to_string() const {
     for (const Name& name : kNames) {
       if (name.kind == step.kind) text += name.name;
     }
+    if (step.keep) text += "!";
     put(step.a);
     put(step.b);
     if (step.kind == PointwiseKind::Scale) text += " " + exact(step.forward) + " " + exact(step.backward);
   }
   return text;
+}
+
+PointwiseNeeds pointwise_needs(const PointwiseProgram& program, const std::vector<bool>& wanted) {
+  const auto& steps = program.steps;
+  PointwiseNeeds needs{std::vector<bool>(wanted.size()), std::vector<bool>(steps.size()),
+                       std::vector<bool>(steps.size()), std::vector<bool>(steps.size())};
+  auto& flows = needs.flows;
+  auto has_gradient = [&](const PointwiseArg& arg) {
+    if (arg.kind == PointwiseArg::Input) return bool(wanted[static_cast<size_t>(arg.index)]);
+    return arg.kind == PointwiseArg::Step && flows[static_cast<size_t>(arg.index)];
+  };
+  std::vector<bool> asked(steps.size());
+  auto need = [&](const PointwiseArg& arg) {
+    if (arg.kind == PointwiseArg::Input) needs.inputs[static_cast<size_t>(arg.index)] = true;
+    if (arg.kind == PointwiseArg::Step) asked[static_cast<size_t>(arg.index)] = true;
+  };
+  for (size_t i = 0; i < steps.size(); ++i) flows[i] = has_gradient(steps[i].a) || has_gradient(steps[i].b);
+  for (size_t i = steps.size(); i-- > 0;) {
+    const PointwiseStep& step = steps[i];
+    const bool left = has_gradient(step.a), right = has_gradient(step.b);
+    switch (step.kind) {
+      case PointwiseKind::Mul:
+        if (left) need(step.b);
+        if (right) need(step.a);
+        break;
+      case PointwiseKind::Div:
+        if (left || right) need(step.b);
+        if (right) need(step.a);
+        break;
+      case PointwiseKind::Relu:
+      case PointwiseKind::Sigmoid:
+      case PointwiseKind::Tanh:
+      case PointwiseKind::Exp:
+      case PointwiseKind::Sqrt:
+        if (left) asked[i] = true;
+        break;
+      case PointwiseKind::Silu:
+      case PointwiseKind::Gelu:
+      case PointwiseKind::GeluTanh:
+        if (left) need(step.a);
+        break;
+      default: break;
+    }
+    if (!asked[i]) continue;
+    if (i + 1 == steps.size() || step.keep) {
+      needs.kept[i] = true;
+    } else {
+      needs.again[i] = true;
+      need(step.a);
+      need(step.b);
+    }
+  }
+  return needs;
 }
 
 }  // namespace plumb

@@ -1,11 +1,14 @@
 // Chains of pointwise operators as one: plumb::pointwise(Tensor[] inputs, str program) -> Tensor.
 //
 // A block of elements goes through all of the chain while it is in cache, forward and backward; between the steps
-// nothing is written to memory, and of the forward pass only the inputs are kept. Every step computes the bits that
-// torch's own operator (or plumb's scaling) would on one thread; how many threads there are changes nothing here.
+// nothing is written to memory. Of the forward pass only what the gradient needs is kept: nothing of a linear chain,
+// else inputs and the steps marked with "!"; other steps' results that the gradient needs are computed again from
+// these. Every step computes the bits that torch's own operator (or plumb's scaling) would on one thread; how many
+// threads there are changes nothing here.
 //
-//   program = step { ";" step }       the last step is the result; every other one is used exactly once
-//   step    = name arg [ arg ] [ number ] [ number ]
+//   program = step { ";" step }       the last step is the result; every other one is used exactly once, an input at
+//                                     most once: what stands twice in a chain is given twice
+//   step    = name [ "!" ] arg [ arg ] [ number ] [ number ]
 //   arg     = "#" index of an input | "$" index of a step
 //   add a b | sub a b | mul a b | div a b       b may be a number
 //   neg a | relu a | sigmoid a | tanh a | exp a | sqrt a | silu a | gelu a | gelu_tanh a
@@ -35,6 +38,7 @@ struct PointwiseStep {
   PointwiseKind kind = PointwiseKind::Add;
   PointwiseArg a, b;
   double forward = 1, backward = 1;  // of Scale
+  bool keep = false;                 // where the gradient needs its result, that is saved
 };
 
 struct PointwiseProgram {
@@ -44,6 +48,15 @@ struct PointwiseProgram {
   // Throws Error(InvalidArgument), naming the step, for what the grammar above has not.
   static PointwiseProgram parse(std::string_view text);
 };
+
+// What the gradient needs of the forward pass if these inputs' gradients are wanted.
+struct PointwiseNeeds {
+  std::vector<bool> inputs;  // saved
+  std::vector<bool> kept;    // steps whose results are saved; the last step's result is there anyway
+  std::vector<bool> again;   // steps to compute again, from what is saved
+  std::vector<bool> flows;   // steps through which a wanted gradient goes
+};
+PointwiseNeeds pointwise_needs(const PointwiseProgram& program, const std::vector<bool>& wanted);
 
 namespace ops {
 // Throws Error(InvalidArgument) if program and inputs do not fit.

@@ -1,50 +1,25 @@
-// The operator plumb::pointwise: blocks in cache, and its gradient.
-#include <ATen/Parallel.h>
-#include <ATen/ScalarOps.h>
+// The operator plumb::pointwise and its gradient.
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/exp.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/neg.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/sigmoid_backward.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/silu_backward.h>
-#include <ATen/ops/sqrt.h>
-#include <ATen/ops/sub.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/tanh_backward.h>
-#include <ATen/ops/threshold_backward.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
 
 #include "plumb/core/error.h"
-#include "plumb/core/vectorised.h"
 #include "plumb/numerics/carrier.h"
-#include "plumb/numerics/pointwise.h"
+#include "plumb/numerics/pointwise_parts.h"
 
 namespace plumb {
 namespace {
 
+using namespace pointwise_parts;
 using at::Tensor;
-using Kind = PointwiseKind;
-using Tensors = std::vector<Tensor>;
-
-constexpr int64_t kBlock = 4096;  // elements: a block of every step of a chain fits the second-level cache
 
 const PointwiseProgram& cached_program(std::string_view text) {
   struct Hash : std::hash<std::string_view> {
@@ -59,286 +34,6 @@ const PointwiseProgram& cached_program(std::string_view text) {
   auto program = std::make_unique<const PointwiseProgram>(PointwiseProgram::parse(text));
   std::unique_lock lock(mutex);
   return *programs.emplace(std::string(text), std::move(program)).first->second;
-}
-
-// ---- one step on tensors, as torch computes it
-
-struct ScaleBoth : torch::autograd::Function<ScaleBoth> {
-  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, double f, double b) {
-    context->saved_data["b"] = b;
-    at::AutoDispatchBelowADInplaceOrView below;
-    return at::mul(x, f);
-  }
-  static Tensors backward(torch::autograd::AutogradContext* context, Tensors gradients) {
-    return {gradients[0] * context->saved_data["b"].toDouble(), {}, {}};
-  }
-};
-
-Tensor apply_step(const PointwiseStep& step, const Tensor& a, const Tensor& b) {
-  const bool number = step.b.kind == PointwiseArg::Number;
-  const double n = step.b.number;
-  switch (step.kind) {
-    case Kind::Add: return number ? at::add(a, n) : at::add(a, b);
-    case Kind::Sub: return number ? at::sub(a, n) : at::sub(a, b);
-    case Kind::Mul: return number ? at::mul(a, n) : at::mul(a, b);
-    case Kind::Div: return number ? at::div(a, n) : at::div(a, b);
-    case Kind::Neg: return at::neg(a);
-    case Kind::Relu: return at::relu(a);
-    case Kind::Sigmoid: return at::sigmoid(a);
-    case Kind::Tanh: return at::tanh(a);
-    case Kind::Exp: return at::exp(a);
-    case Kind::Sqrt: return at::sqrt(a);
-    case Kind::Silu: return at::silu(a);
-    case Kind::Gelu: return at::gelu(a);
-    case Kind::GeluTanh: return at::gelu(a, "tanh");
-    case Kind::Scale: return ScaleBoth::apply(a, step.forward, step.backward);
-  }
-  return a;
-}
-
-Tensor run_whole(const PointwiseProgram& program, at::TensorList inputs) {
-  Tensors values;
-  auto value = [&](const PointwiseArg& arg) {
-    if (arg.kind == PointwiseArg::Input) return inputs[static_cast<size_t>(arg.index)];
-    if (arg.kind == PointwiseArg::Step) return values[static_cast<size_t>(arg.index)];
-    return Tensor();
-  };
-  for (const auto& step : program.steps) values.push_back(apply_step(step, value(step.a), value(step.b)));
-  return values.back();
-}
-
-// ---- one step on a block: plain arithmetic here, the rest by torch's own kernels
-
-// The loops hold one operation each: nothing may be contracted to a fused multiply-add.
-template <class T>
-PLUMB_VECTORISED void add_loop(const T* a, const T* b, T* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] + b[i];
-}
-template <class T>
-PLUMB_VECTORISED void sub_loop(const T* a, const T* b, T* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] - b[i];
-}
-template <class T>
-PLUMB_VECTORISED void mul_loop(const T* a, const T* b, T* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] * b[i];
-}
-template <class T>
-PLUMB_VECTORISED void add_number(const T* a, T b, T* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] + b;
-}
-template <class T>
-PLUMB_VECTORISED void mul_number(const T* a, T b, T* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] * b;
-}
-template <class T>
-PLUMB_VECTORISED void neg_loop(const T* a, T* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = -a[i];
-}
-
-// The gradient of this argument is the step's own.
-bool hands_on_gradient(const PointwiseStep& step, int side) {
-  return step.kind == Kind::Add || (step.kind == Kind::Sub && side == 0) ||
-         (step.kind == Kind::Scale && step.backward == 1);
-}
-
-class Blocks {
- public:
-  Blocks(const PointwiseProgram& program, at::TensorList inputs)
-      : program_(program), options_(inputs[0].options().requires_grad(false)), dtype_(inputs[0].scalar_type()) {
-    for (const Tensor& input : inputs) inputs_.push_back(flat(input));
-    for (size_t i = 0; i < program.steps.size(); ++i) values_.push_back(at::empty({kBlock}, options_));
-  }
-
-  static Tensor flat(const Tensor& x) { return x.as_strided({x.numel()}, {1}, x.storage_offset()); }
-
-  // Elements [begin, begin + n); the last step goes to `out` if it is given.
-  void forward(int64_t begin, int64_t n, const Tensor* out, bool all_steps) {
-    begin_ = begin;
-    n_ = n;
-    runs_.assign(program_.steps.size(), Tensor());
-    const size_t last = program_.steps.size() - 1;
-    for (size_t i = 0; i <= last; ++i) {
-      if (i == last && !out && !all_steps) break;
-      const bool to_memory = i == last && out;
-      if (const auto& step = program_.steps[i]; step.kind == Kind::Scale && step.forward == 1 && !to_memory) {
-        runs_[i] = value(step.a);
-        continue;
-      }
-      runs_[i] = to_memory ? out->narrow(0, begin, n) : room(values_[i]);
-      step_forward(program_.steps[i], runs_[i]);
-    }
-  }
-
-  // The gradients of the inputs where wanted, from the last step's; forward() came before, with all steps.
-  void backward(const Tensor& gradient, const Tensors& wanted) {
-    if (gradients_.empty()) {
-      for (size_t i = 0; i < 2 * program_.steps.size(); ++i) gradients_.push_back(at::empty({kBlock}, options_));
-    }
-    Tensors incoming(program_.steps.size());
-    incoming.back() = gradient;
-    for (size_t i = program_.steps.size(); i-- > 0;) {
-      const auto& step = program_.steps[i];
-      const Tensor& g = incoming[i];
-      if (!g.defined()) continue;
-      for (int side = 0; side < 2; ++side) {
-        const auto& arg = side == 0 ? step.a : step.b;
-        Tensor to;
-        if (arg.kind == PointwiseArg::Step && hands_on_gradient(step, side)) {
-          incoming[static_cast<size_t>(arg.index)] = g;
-          continue;
-        }
-        if (arg.kind == PointwiseArg::Step) {
-          to = room(gradients_[2 * i + static_cast<size_t>(side)]);
-          incoming[static_cast<size_t>(arg.index)] = to;
-        } else if (arg.kind == PointwiseArg::Input && wanted[static_cast<size_t>(arg.index)].defined()) {
-          to = wanted[static_cast<size_t>(arg.index)].narrow(0, begin_, n_);
-        } else {
-          continue;
-        }
-        step_backward(step, side, runs_[i], g, to);
-      }
-    }
-  }
-
- private:
-  Tensor room(const Tensor& scratch) const { return n_ == kBlock ? scratch : scratch.narrow(0, 0, n_); }
-
-  Tensor value(const PointwiseArg& arg) const {
-    if (arg.kind == PointwiseArg::Input) return inputs_[static_cast<size_t>(arg.index)].narrow(0, begin_, n_);
-    return runs_[static_cast<size_t>(arg.index)];
-  }
-
-  template <class Body>
-  void typed(const Body& body) const {
-    if (dtype_ == at::kFloat)
-      body(float());
-    else
-      body(double());
-  }
-  bool plain() const { return dtype_ == at::kFloat || dtype_ == at::kDouble; }
-
-  template <class T>
-  static const T* in(const Tensor& x) {
-    return static_cast<const T*>(x.const_data_ptr());
-  }
-  template <class T>
-  static T* out(const Tensor& x) {
-    return static_cast<T*>(x.mutable_data_ptr());
-  }
-
-  void multiply(const Tensor& a, double b, Tensor& y) const {
-    if (!plain()) {
-      at::mul_out(y, a, at::native::wrapped_scalar_tensor(b));
-      return;
-    }
-    typed([&](auto t) { mul_number(in<decltype(t)>(a), static_cast<decltype(t)>(b), out<decltype(t)>(y), n_); });
-  }
-  void multiply(const Tensor& a, const Tensor& b, Tensor& y) const {
-    if (!plain()) {
-      at::mul_out(y, a, b);
-      return;
-    }
-    typed([&](auto t) { mul_loop(in<decltype(t)>(a), in<decltype(t)>(b), out<decltype(t)>(y), n_); });
-  }
-  void negate(const Tensor& a, Tensor& y) const {
-    if (!plain()) {
-      at::neg_out(y, a);
-      return;
-    }
-    typed([&](auto t) { neg_loop(in<decltype(t)>(a), out<decltype(t)>(y), n_); });
-  }
-  void copy(const Tensor& a, Tensor& y) const {
-    if (a.const_data_ptr() != y.const_data_ptr())
-      std::memcpy(y.mutable_data_ptr(), a.const_data_ptr(), static_cast<size_t>(n_) * y.element_size());
-  }
-
-  void step_forward(const PointwiseStep& step, Tensor& y) const {
-    const Tensor a = value(step.a);
-    const bool number = step.b.kind == PointwiseArg::Number;
-    const Tensor b = step.b.kind == PointwiseArg::None ? Tensor()
-                     : number                          ? at::native::wrapped_scalar_tensor(step.b.number)
-                                                       : value(step.b);
-    switch (step.kind) {
-      case Kind::Add:
-        if (!plain()) {
-          at::add_out(y, a, b);
-        } else {
-          typed([&](auto t) {
-            using T = decltype(t);
-            if (number)
-              add_number(in<T>(a), static_cast<T>(step.b.number), out<T>(y), n_);
-            else
-              add_loop(in<T>(a), in<T>(b), out<T>(y), n_);
-          });
-        }
-        return;
-      case Kind::Sub:
-        if (!plain() || number) {
-          at::sub_out(y, a, b);
-        } else {
-          typed([&](auto t) { sub_loop(in<decltype(t)>(a), in<decltype(t)>(b), out<decltype(t)>(y), n_); });
-        }
-        return;
-      case Kind::Mul: return number ? multiply(a, step.b.number, y) : multiply(a, b, y);
-      case Kind::Div: at::div_out(y, a, b); return;
-      case Kind::Neg: return negate(a, y);
-      case Kind::Relu: at::relu_out(y, a); return;
-      case Kind::Sigmoid: at::sigmoid_out(y, a); return;
-      case Kind::Tanh: at::tanh_out(y, a); return;
-      case Kind::Exp: at::exp_out(y, a); return;
-      case Kind::Sqrt: at::sqrt_out(y, a); return;
-      case Kind::Silu: at::silu_out(y, a); return;
-      case Kind::Gelu: at::gelu_out(y, a); return;
-      case Kind::GeluTanh: at::gelu_out(y, a, "tanh"); return;
-      case Kind::Scale: return step.forward == 1 ? copy(a, y) : multiply(a, step.forward, y);
-    }
-  }
-
-  // to = the gradient of the step's argument, as torch's derivatives.yaml has it; y is the step's result.
-  void step_backward(const PointwiseStep& step, int side, const Tensor& y, const Tensor& g, Tensor& to) const {
-    const bool number = step.b.kind == PointwiseArg::Number;
-    switch (step.kind) {
-      case Kind::Add: return copy(g, to);
-      case Kind::Sub: return side == 0 ? copy(g, to) : negate(g, to);
-      case Kind::Mul:
-        if (number) return multiply(g, step.b.number, to);
-        return multiply(g, value(side == 0 ? step.b : step.a), to);
-      case Kind::Div: {
-        const Tensor b = number ? at::native::wrapped_scalar_tensor(step.b.number) : value(step.b);
-        if (side == 0)
-          at::div_out(to, g, b);
-        else
-          at::mul_out(to, at::neg(g), at::div(at::div(value(step.a), b), b));
-        return;
-      }
-      case Kind::Neg: return negate(g, to);
-      case Kind::Relu: at::threshold_backward_out(to, g, y, 0); return;
-      case Kind::Sigmoid: at::sigmoid_backward_out(to, g, y); return;
-      case Kind::Tanh: at::tanh_backward_out(to, g, y); return;
-      case Kind::Exp: return multiply(g, y, to);
-      case Kind::Sqrt: at::div_out(to, g, at::mul(y, 2)); return;
-      case Kind::Silu: at::silu_backward_out(to, g, value(step.a)); return;
-      case Kind::Gelu: at::gelu_backward_out(to, g, value(step.a)); return;
-      case Kind::GeluTanh: at::gelu_backward_out(to, g, value(step.a), "tanh"); return;
-      case Kind::Scale: return step.backward == 1 ? copy(g, to) : multiply(g, step.backward, to);
-    }
-  }
-
-  const PointwiseProgram& program_;
-  const at::TensorOptions options_;
-  const at::ScalarType dtype_;
-  Tensors inputs_;
-  Tensors values_, gradients_;  // scratch
-  Tensors runs_;                // the steps' results of this block
-  int64_t begin_ = 0, n_ = 0;
-};
-
-// In other layouts torch picks other kernels, whose last bits differ.
-bool blockable(at::TensorList inputs) {
-  for (const Tensor& x : inputs) {
-    if (!x.is_cpu() || x.layout() != at::kStrided || x.is_neg() || !x.is_contiguous()) return false;
-  }
-  return true;
 }
 
 void check_inputs(const PointwiseProgram& program, at::TensorList inputs) {
@@ -356,27 +51,15 @@ void check_inputs(const PointwiseProgram& program, at::TensorList inputs) {
   }
 }
 
-// Elements in blocks on torch's threads, each with its own scratch room.
-template <class Body>
-void for_element_blocks(const PointwiseProgram& program, at::TensorList inputs, const Body& body) {
-  const int64_t n = inputs[0].numel(), blocks = (n + kBlock - 1) / kBlock;
-  at::parallel_for(0, blocks, 8, [&](int64_t first, int64_t last) {
-    at::NoGradGuard no_grad;
-    at::AutoDispatchBelowADInplaceOrView below;
-    Blocks work(program, inputs);
-    for (int64_t b = first; b < last; ++b) body(work, b * kBlock, std::min(kBlock, n - b * kBlock));
-  });
+bool all_blockable(at::TensorList tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const Tensor& x) { return !x.defined() || blockable(x); });
 }
 
 Tensor pointwise_cpu(at::TensorList inputs, std::string_view text) {
   const auto& program = cached_program(text);
   check_inputs(program, inputs);
-  if (!blockable(inputs)) return run_whole(program, inputs);
-  Tensor result = fresh_like(inputs[0], inputs[0].scalar_type());
-  const Tensor flat = Blocks::flat(result);
-  for_element_blocks(program, inputs,
-                     [&](Blocks& work, int64_t begin, int64_t n) { work.forward(begin, n, &flat, true); });
-  return result;
+  if (!all_blockable(inputs)) return run_whole(program, inputs);
+  return run_in_blocks(program, inputs, Tensors(program.steps.size()));
 }
 
 Tensor pointwise_whole(at::TensorList inputs, std::string_view text) {
@@ -390,78 +73,120 @@ Tensor pointwise_meta(at::TensorList inputs, std::string_view text) {
   return at::empty_like(inputs[0]);
 }
 
-// Inputs whose gradient is the result's own: only sums stand between.
-std::vector<bool> passes_through(const PointwiseProgram& program) {
-  std::vector<bool> inputs(static_cast<size_t>(program.num_inputs)), steps(program.steps.size());
-  std::vector<int> uses(inputs.size());
-  steps.back() = true;
-  for (size_t i = program.steps.size(); i-- > 0;) {
-    const auto& step = program.steps[i];
-    for (const auto* arg : {&step.a, &step.b}) {
-      const bool same = steps[i] && hands_on_gradient(step, arg == &step.a ? 0 : 1);
-      if (arg->kind == PointwiseArg::Step) steps[static_cast<size_t>(arg->index)] = same;
-      if (arg->kind != PointwiseArg::Input) continue;
-      const auto at = static_cast<size_t>(arg->index);
-      inputs[at] = same && uses[at]++ == 0;
-    }
-  }
-  return inputs;
+std::vector<bool> as_vector(const c10::IValue& list) {
+  std::vector<bool> values;
+  for (const bool b : list.toBoolList()) values.push_back(b);
+  return values;
 }
 
-// Every input is used once: what stands twice in a chain is given twice.
+c10::List<bool> as_list(const std::vector<bool>& values) {
+  c10::List<bool> list;
+  for (const bool b : values) list.push_back(b);
+  return list;
+}
+
+// Results: the last step's, then those of the kept steps, which have a history of their own for the gradient of the
+// gradient.
 struct Pointwise : torch::autograd::Function<Pointwise> {
-  static Tensor forward(torch::autograd::AutogradContext* context, at::TensorList inputs, std::string text) {
+  static Tensors forward(torch::autograd::AutogradContext* context, at::TensorList inputs, std::string text) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("plumb::pointwise", "")
-                               .typed<Tensor(at::TensorList, std::string_view)>();
-    Tensor result = op.call(inputs, text);
-    context->save_for_backward(inputs.vec());
+    context->set_materialize_grads(false);
+    const auto& program = cached_program(text);
+    std::vector<bool> wanted;
+    for (const Tensor& x : inputs) wanted.push_back(x.requires_grad());
+    Tensors results(1), saved;
+    // What a mode watches is one operator, with nothing kept on the side.
+    const bool watched = at::areAnyTensorSubclassLike(inputs);
+    const PointwiseProgram* kept_by = &program;
+    PointwiseProgram nothing_kept;
+    if (watched) {
+      nothing_kept = program;
+      for (auto& step : nothing_kept.steps) step.keep = false;
+      kept_by = &nothing_kept;
+    }
+    const PointwiseNeeds needs = pointwise_needs(*kept_by, wanted);
+    if (watched) {
+      results[0] = ops::pointwise(inputs, text);
+    } else {
+      Tensors kept(program.steps.size());
+      for (size_t i = 0; i + 1 < kept.size(); ++i) {
+        if (!needs.kept[i]) continue;
+        kept[i] = fresh_like(inputs[0], inputs[0].scalar_type());
+        results.push_back(kept[i]);
+      }
+      results[0] = run_in_blocks(program, inputs, kept);
+    }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (needs.inputs[i]) saved.push_back(inputs[i]);
+    }
+    saved.insert(saved.end(), results.begin() + 1, results.end());
+    if (needs.kept.back()) saved.push_back(results[0]);
+    context->save_for_backward(std::move(saved));
+    context->saved_data["wanted"] = as_list(wanted);
+    context->saved_data["watched"] = watched;
     context->saved_data["program"] = std::move(text);
-    return result;
+    return results;
   }
 
   static Tensors backward(torch::autograd::AutogradContext* context, Tensors gradients) {
-    const auto inputs = context->get_saved_variables();
-    const auto& program = cached_program(context->saved_data["program"].toStringRef());
-    Tensors results(inputs.size() + 1);
-    if (!gradients[0].defined()) return results;
-    Tensor g = gradients[0];
-    if (at::GradMode::is_enabled() || !blockable(inputs)) {
-      const bool again = at::GradMode::is_enabled();
-      at::AutoGradMode grad(true);
-      Tensors own, leaves;
-      for (const Tensor& x : inputs) own.push_back(x.requires_grad() ? x.view_as(x) : x);
-      for (size_t i = 0; i < inputs.size(); ++i) {
-        if (context->needs_input_grad(i)) leaves.push_back(own[i]);
-      }
-      auto found = torch::autograd::grad({run_whole(program, own)}, leaves, {g}, again, again);
-      for (size_t i = 0, k = 0; i < inputs.size(); ++i) {
-        if (context->needs_input_grad(i)) results[i] = found[k++];
-      }
-      return results;
+    PointwiseProgram own;
+    const PointwiseProgram* program = &cached_program(context->saved_data["program"].toStringRef());
+    if (context->saved_data["watched"].toBool()) {
+      own = *program;
+      for (auto& step : own.steps) step.keep = false;
+      program = &own;
     }
-    g = g.contiguous();
-    const auto through = passes_through(program);
-    Tensors wanted(inputs.size());
-    bool any = false;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      if (!context->needs_input_grad(i)) continue;
-      if (through[i]) {
-        results[i] = g;
-        continue;
-      }
-      results[i] = fresh_like(inputs[i], inputs[i].scalar_type());
-      wanted[i] = Blocks::flat(results[i]);
-      any = true;
+    const auto saved_for = as_vector(context->saved_data["wanted"]);
+    const size_t num_inputs = saved_for.size(), num_steps = program->steps.size();
+    Tensors results(num_inputs + 1);
+    std::vector<bool> wanted(num_inputs);
+    for (size_t i = 0; i < num_inputs; ++i) wanted[i] = saved_for[i] && context->needs_input_grad(i);
+
+    const PointwiseNeeds all = pointwise_needs(*program, saved_for), needs = pointwise_needs(*program, wanted);
+    const Tensors saved = context->get_saved_variables();
+    Tensors inputs(num_inputs), steps(num_steps);
+    size_t next = 0;
+    for (size_t i = 0; i < num_inputs; ++i) {
+      if (all.inputs[i]) inputs[i] = saved[next++];
     }
-    if (!any) return results;
-    const Tensor flat = Blocks::flat(g);
-    for_element_blocks(program, inputs, [&](Blocks& work, int64_t begin, int64_t n) {
-      work.forward(begin, n, nullptr, true);
-      work.backward(flat.narrow(0, begin, n), wanted);
-    });
+    for (size_t i = 0; i < num_steps; ++i) {
+      if (all.kept[i]) steps[i] = saved[next++];
+    }
+
+    auto add = [&](const Tensors& found) {
+      for (size_t i = 0; i < num_inputs; ++i) {
+        if (!found[i].defined()) continue;
+        results[i] = results[i].defined() ? results[i] + found[i] : found[i];
+      }
+    };
+    const bool blocks = !at::GradMode::is_enabled() && all_blockable(inputs) && all_blockable(steps) &&
+                        !at::areAnyTensorSubclassLike(gradients) && !at::areAnyTensorSubclassLike(inputs) &&
+                        !at::areAnyTensorSubclassLike(steps);
+    if (const Tensor& g = gradients[0]; g.defined()) {
+      if (blocks && g.is_cpu() && g.layout() == at::kStrided)
+        add(backward_in_blocks(*program, needs, g.resolve_neg().contiguous(), inputs, steps, wanted));
+      else
+        add(backward_whole(*program, needs, g, inputs, steps, wanted));
+    }
+    add_gradients_of_kept(*program, all, gradients, inputs, steps, wanted, add);
     return results;
+  }
+
+  // Only where a gradient was differentiated: kept steps are part of it.
+  template <class Add>
+  static void add_gradients_of_kept(const PointwiseProgram& program, const PointwiseNeeds& all,
+                                    const Tensors& gradients, const Tensors& inputs, const Tensors& steps,
+                                    const std::vector<bool>& wanted, const Add& add) {
+    size_t at = 1;
+    for (size_t i = 0; i + 1 < program.steps.size(); ++i) {
+      if (!all.kept[i]) continue;
+      const Tensor& g = gradients[at++];
+      if (!g.defined()) continue;
+      PointwiseProgram part = program;
+      part.steps.resize(i + 1);
+      add(backward_whole(part, pointwise_needs(part, wanted), g, inputs,
+                         Tensors(steps.begin(), steps.begin() + static_cast<int64_t>(i) + 1), wanted));
+    }
   }
 };
 
@@ -469,8 +194,11 @@ Tensor pointwise_autograd(at::TensorList inputs, std::string_view text) {
   bool wanted = false;
   for (const Tensor& x : inputs) wanted |= x.defined() && x.requires_grad();
   if (wanted && at::GradMode::is_enabled()) {
-    check_inputs(cached_program(text), inputs);
-    return Pointwise::apply(inputs, std::string(text));
+    const auto& program = cached_program(text);
+    check_inputs(program, inputs);
+    // Where it cannot go in blocks, one by one is quickest.
+    if (!at::areAnyTensorSubclassLike(inputs) && !all_blockable(inputs)) return run_whole(program, inputs);
+    return Pointwise::apply(inputs, std::string(text))[0];
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return ops::pointwise(inputs, text);

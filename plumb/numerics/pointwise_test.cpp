@@ -29,6 +29,15 @@ const std::vector<Case> kCases = {
      [](const Tensors& x) { return at::gelu(at::gelu(at::silu(x[0]) * x[1]), "tanh"); }},
     {"add #0 #1; add $0 #2", 3, [](const Tensors& x) { return x[0] + x[1] + x[2]; }},
     {"mul #0 #1; mul #2 #3; sub $0 $1", 4, [](const Tensors& x) { return x[0] * x[1] - x[2] * x[3]; }},
+    {"add! #0 #1; gelu $0; exp! $1; mul $2 #2", 3,
+     [](const Tensors& x) { return at::exp(at::gelu(x[0] + x[1])) * x[2]; }},
+    {"silu! #0; mul $0 #1; tanh! $1; div $2 #2", 3,
+     [](const Tensors& x) { return at::tanh(at::silu(x[0]) * x[1]) / x[2]; }},
+    {"mul #0 0.5; mul #1 3; add $0 $1; neg $2", 2, [](const Tensors& x) { return -(x[0] * 0.5 + x[1] * 3); }},
+    {"neg #0; mul $0 2; exp #1; sub $1 $2; mul $3 #2; relu $4", 3,
+     [](const Tensors& x) { return at::relu((-x[0] * 2 - at::exp(x[1])) * x[2]); }},
+    {"sigmoid #0; mul #1 $0; sigmoid $1; sqrt $2; add #2 $3; exp $4", 3,
+     [](const Tensors& x) { return at::exp(x[2] + at::sqrt(at::sigmoid(x[1] * at::sigmoid(x[0])))); }},
 };
 
 Tensors leaves(size_t count, at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -89,6 +98,43 @@ TEST(Pointwise, TakesOtherLayoutsAndThreads) {
   }
 }
 
+TEST(Pointwise, KeepsOnlyWhatTheGradientNeeds) {
+  auto needs = [](const char* text, std::vector<bool> wanted) {
+    const PointwiseNeeds n = pointwise_needs(PointwiseProgram::parse(text), wanted);
+    std::string all;
+    for (const auto* flags : {&n.inputs, &n.kept, &n.again}) {
+      for (const bool f : *flags) all += f ? '1' : '0';
+      all += ' ';
+    }
+    return all;
+  };
+  EXPECT_EQ(needs("scale #0 0.3 1; scale #1 0.9 2; add $0 $1", {true, true}), "00 000 000 ") << "linear";
+  EXPECT_EQ(needs("scale #0 1 3; gelu $0; scale $1 2 1", {true}), "1 000 100 ");
+  EXPECT_EQ(needs("add! #0 #1; gelu $0", {true, true}), "00 10 00 ");
+  EXPECT_EQ(needs("add #0 #1; gelu $0", {true, true}), "11 00 10 ");
+  EXPECT_EQ(needs("mul #0 2; exp $0", {true}), "0 01 00 ") << "the result is there";
+  EXPECT_EQ(needs("mul #0 #1", {true, false}), "01 0 0 ");
+  EXPECT_EQ(needs("silu! #0; mul #1 $0", {true, false}), "11 00 00 ");
+  EXPECT_EQ(needs("silu! #0; mul #1 $0", {false, true}), "00 10 00 ");
+}
+
+TEST(Pointwise, NoticesAWriteToWhatItSaved) {
+  at::Tensor x = at::randn({5000}).requires_grad_();
+  at::Tensor y = ops::pointwise({x}, "mul #0 2; exp $0");
+  {
+    const at::NoGradGuard no_grad;
+    y.add_(1);
+  }
+  EXPECT_THROW(y.sum().backward(), c10::Error);
+  at::Tensor z = ops::pointwise({x}, "mul #0 2; add $0 1");
+  {
+    const at::NoGradGuard no_grad;
+    z.add_(1);
+  }
+  z.sum().backward();
+  EXPECT_TRUE(at::equal(x.grad(), at::full({5000}, 2.0)));
+}
+
 TEST(Pointwise, ScalesForwardAndBackwardApart) {
   const at::Tensor x = at::randn({100}).requires_grad_();
   const at::Tensor y = ops::pointwise({x}, "scale #0 1 3; gelu $0; scale $1 2 1");
@@ -126,8 +172,9 @@ TEST(Pointwise, GradientsOfGradientsAreThoseOfTheOperators) {
 
 TEST(Pointwise, ProgramsReadAndWrite) {
   for (const Case& c : kCases) EXPECT_EQ(PointwiseProgram::parse(c.program).to_string(), c.program);
-  for (const char* wrong : {"", "add", "add #0", "add #0 #1 #2", "cos #0", "add $0 #0", "neg #0; neg #1; add $0 $0",
-                            "neg #0; neg #1", "neg #x", "neg 1", "scale #0 1", "mul #0 abc", "neg #-1", "neg #99999"})
+  for (const char* wrong :
+       {"", "add", "add #0", "add #0 #1 #2", "cos #0", "add $0 #0", "neg #0; neg #1; add $0 $0", "neg #0; neg #1",
+        "mul #0 #0", "neg! #0 #1", "neg #x", "neg 1", "scale #0 1", "mul #0 abc", "neg #-1", "neg #99999"})
     EXPECT_THROW(PointwiseProgram::parse(wrong), Error) << wrong;
 }
 

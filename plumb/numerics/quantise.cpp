@@ -2,14 +2,17 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <atomic>
 #include <mutex>
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/blocks.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/metrics_gather.h"
+#include "plumb/numerics/saved_codes.h"
 
 namespace plumb {
 namespace {
@@ -60,6 +63,31 @@ at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<u
     round_dense(out, out, format, seed);
   }
   return out;
+}
+
+std::pair<at::Tensor, at::Tensor> quantise_and_pack(const at::Tensor& x, const FPFormat& format,
+                                                    std::optional<uint64_t> seed) {
+  check_tensor(x, "quantise");
+  const auto carrier = carrier_of(x.scalar_type(), "quantise");
+  at::NoGradGuard no_grad;
+  at::Tensor out = fresh_like(x, x.scalar_type()), source = x;
+  if (x.is_neg() || !is_dense(x) || out.strides() != x.strides()) source = out.copy_(x);
+  at::Tensor codes = at::empty({x.numel()}, x.options().dtype(at::kByte).requires_grad(false));
+  const auto spec = rounding_spec(format, carrier);
+  const auto code_spec = saved_code_spec(format);
+  const uint64_t stream = seed_for(format, seed);
+  const auto run = kernel::kernels().round_and_pack[carrier];
+  const size_t size = x.element_size();
+  const char* from = static_cast<const char*>(source.const_data_ptr());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  uint8_t* bytes = codes.mutable_data_ptr<uint8_t>();
+  std::atomic<bool> fit = true;
+  for_blocks(x.numel(), [&](int64_t begin, int64_t end) {
+    if (!run(from + begin * size, to + begin * size, bytes + begin, end - begin, spec, code_spec, stream,
+             begin / kernel::kRandomBlock))
+      fit = false;
+  });
+  return {out, fit ? codes : at::Tensor()};
 }
 
 at::Tensor& quantise_out(at::Tensor& out, const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed,

@@ -30,6 +30,7 @@ struct Known {
   FPFormat format;
   uint32_t version;
   std::optional<Impl> codes;  // of the whole memory, shared by all that save a part of it and kept alive by them alone
+  at::Tensor unused;          // the same, made while rounding, until the first of them comes
 };
 
 struct Recent {
@@ -82,6 +83,12 @@ class CodesHooks : public torch::autograd::SavedVariableHooks {
 };
 
 at::Tensor codes_of_memory(const at::Tensor& x, Known& known) {
+  if (known.unused.defined()) {
+    at::Tensor codes = std::move(known.unused);
+    known.unused.reset();
+    known.codes = Impl(codes.getIntrusivePtr());
+    return codes;
+  }
   if (known.codes) {
     if (auto alive = known.codes->lock()) return at::Tensor(std::move(alive));
   }
@@ -132,16 +139,37 @@ void pack_saved_by(Node* node) {
 
 }  // namespace
 
-void remember_quantised(const at::Tensor& x, const FPFormat& format) {
-  if (format.bits() > 8 || format.has_blocks() || !ordinary(x) || x.numel() < kFewElements) return;
+namespace {
+
+bool has_codes(const at::Tensor& x, const FPFormat& format) {
+  return format.bits() <= 8 && !format.has_blocks() && ordinary(x) && x.numel() >= kFewElements;
+}
+
+void remember(const at::Tensor& x, const FPFormat& format, at::Tensor codes) {
   auto& [ring, next] = recent();
-  Known known{x.storage().getWeakStorageImpl(), format, uint32_t(x._version()), std::nullopt};
+  for (Known& known : ring) {
+    if (known.unused.defined() && known.storage.expired()) known.unused.reset();
+  }
+  Known known{x.storage().getWeakStorageImpl(), format, uint32_t(x._version()), std::nullopt, std::move(codes)};
   if (ring.size() < kKnown) {
     ring.push_back(std::move(known));
   } else {
     ring[next] = std::move(known);
     next = (next + 1) % kKnown;
   }
+}
+
+}  // namespace
+
+void remember_quantised(const at::Tensor& x, const FPFormat& format) {
+  if (has_codes(x, format)) remember(x, format, at::Tensor());
+}
+
+at::Tensor quantise_and_remember(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed) {
+  if (!has_codes(x, format)) return {};
+  auto [result, codes] = quantise_and_pack(x, format, seed);
+  if (codes.defined()) remember(result, format, std::move(codes));
+  return result;
 }
 
 void save_as_codes(const at::Tensor& result) {

@@ -8,6 +8,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
+#include <utility>
 
 #include "plumb/numerics/format.h"
 
@@ -27,6 +29,9 @@ class SavesTensors {
 // `x`, fresh from a quantiser on this thread, holds values of `format`, as long as its memory lives and is not written.
 void remember_quantised(const at::Tensor& x, const FPFormat& format);
 
+// quantise() and remember_quantised(), the codes made in the same pass; undefined where codes are not for this tensor.
+at::Tensor quantise_and_remember(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed);
+
 // `result` comes from a product (torch's linear, matmul, bmm, attention or convolution, perhaps through views, or a
 // SavesTensors): of what its node saved, the tensors remembered as quantised are replaced by their codes. Small
 // tensors, tensors with NaN in a format without one, and those that the user's own hooks hold are left alone.
@@ -36,5 +41,10 @@ void save_as_codes(const at::Tensor& result);
 // that the format has not. And back.
 at::Tensor pack_codes(const at::Tensor& x, const FPFormat& format);
 at::Tensor unpack_codes(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype);
+
+// x rounded, and the codes of its memory from first to last element; no codes where there is a NaN that the format
+// has not.
+std::pair<at::Tensor, at::Tensor> quantise_and_pack(const at::Tensor& x, const FPFormat& format,
+                                                    std::optional<uint64_t> seed);
 
 }  // namespace plumb

@@ -1,7 +1,11 @@
 // gelu, silu, silu_glu, softmax, dropout.
+#include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "plumb/core/error.h"
+#include "plumb/core/vectorised.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
@@ -11,6 +15,39 @@ namespace {
 
 using at::Tensor;
 
+constexpr int64_t kBlock = 32768;  // elements that stay in the second-level cache
+
+template <class T>
+PLUMB_VECTORISED void multiply_loop(T* y, T s, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] *= s;
+}
+
+bool can_go_in_blocks(const Tensor& t) {
+  return plain(t) && t.is_cpu() && t.is_contiguous() &&
+         (t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble);
+}
+
+// A tensor like x, of which make(out, begin, n) fills blocks; each is multiplied while it is in cache.
+template <class Make>
+Tensor made_in_blocks(const Tensor& x, double s, const Make& make) {
+  auto result = at::empty_like(x);
+  const auto flat = result.view(-1);
+  const int64_t n = x.numel();
+  at::parallel_for(0, (n + kBlock - 1) / kBlock, 1, [&](int64_t first, int64_t last) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    for (int64_t begin = first * kBlock; begin < std::min(n, last * kBlock); begin += kBlock) {
+      auto out = flat.narrow(0, begin, std::min(kBlock, n - begin));
+      make(out, begin, out.numel());
+      if (s == 1) continue;
+      if (x.scalar_type() == at::kFloat)
+        multiply_loop(out.template mutable_data_ptr<float>(), static_cast<float>(s), out.numel());
+      else
+        multiply_loop(out.template mutable_data_ptr<double>(), s, out.numel());
+    }
+  });
+  return result;
+}
+
 Tensor times(const Tensor& t, double s) { return s == 1 ? t : at::mul(t, s); }
 
 // ---- gelu: gelu(mult * x) / mult, whose slope is gelu'(mult * x)
@@ -18,6 +55,12 @@ Tensor times(const Tensor& t, double s) { return s == 1 ? t : at::mul(t, s); }
 Tensor gelu(const Tensor& input, std::string_view approximate, double mult, OptionalName constraint,
             OptionalScales scales) {
   const double s = choose_scales("gelu", scales, constraint, 2, rules::gelu(mult))[0];
+  if (can_go_in_blocks(input)) {
+    const auto x = input.view(-1);
+    return made_in_blocks(input, s / mult, [&](Tensor& out, int64_t begin, int64_t n) {
+      at::gelu_out(out, times(x.narrow(0, begin, n), mult), approximate);
+    });
+  }
   auto out = at::empty_like(input);
   at::gelu_out(out, times(input, mult), approximate);
   return scaled(out, s / mult);
@@ -28,6 +71,12 @@ std::tuple<Tensor> gelu_backward(const Tensor& grad, const Tensor& input, std::s
   if (!mask[0]) return {Tensor()};
   const double s = choose_scales("gelu", scales, constraint, 2, rules::gelu(mult))[1];
   if (recording(grad) || recording(input)) return {at::gelu_backward(grad, times(input, mult), approximate) * s};
+  if (can_go_in_blocks(input) && can_go_in_blocks(grad)) {
+    const auto x = input.view(-1), g = grad.view(-1);
+    return {made_in_blocks(input, s, [&](Tensor& out, int64_t begin, int64_t n) {
+      at::gelu_backward_out(out, g.narrow(0, begin, n), times(x.narrow(0, begin, n), mult), approximate);
+    })};
+  }
   auto out = at::empty_like(input);
   at::gelu_backward_out(out, grad, times(input, mult), approximate);
   return {out.mul_(s)};

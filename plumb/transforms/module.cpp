@@ -12,7 +12,8 @@ void take_tracker(TransformedModule& copy, const std::shared_ptr<ScaleTracker>& 
   copy.tracker = original->twin();
   const Arg old(original->id());
   for (Node* node : copy.graph().nodes()) {
-    if (node->is_op("plumb::track") && node->arg("tracker") == old) node->set_arg("tracker", copy.tracker->id());
+    const bool tracks = node->is_op("plumb::track") || node->is_op("plumb::track_rounded");
+    if (tracks && node->arg("tracker") == old) node->set_arg("tracker", copy.tracker->id());
   }
 }
 

@@ -47,7 +47,8 @@ const std::unordered_set<std::string_view>& rearranging() {
                                                              "aten::lift_fresh",
                                                              "plumb::simulate_format",
                                                              "plumb::quantise",
-                                                             "plumb::track"};
+                                                             "plumb::track",
+                                                             "plumb::track_rounded"};
   return names;
 }
 
@@ -129,6 +130,34 @@ std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const S
     if (flows) found.insert(node);
   }
   return found;
+}
+
+std::unordered_map<const Node*, std::string> computed_from_parameters(const Graph& graph, const State& state) {
+  std::unordered_map<const Node*, std::string> parameter_of, computed;  // the name of a parameter
+  std::unordered_set<const Node*> from_input;
+  for (const Node* node : graph.nodes()) {
+    if (node->kind() == NodeKind::Placeholder) {
+      from_input.insert(node);
+      continue;
+    }
+    if (node->kind() == NodeKind::GetAttr) {
+      const Attr* attr = state.find(node->target());
+      if (attr && attr->kind == AttrKind::Parameter) parameter_of.emplace(node, node->target());
+      continue;
+    }
+    for (const Value* value : node->inputs()) {
+      if (from_input.count(value->producer())) from_input.insert(node);
+      if (auto it = parameter_of.find(value->producer()); it != parameter_of.end())
+        parameter_of.emplace(node, it->second);
+    }
+    if (from_input.count(node)) {
+      parameter_of.erase(node);
+    } else if (auto it = parameter_of.find(node);
+               it != parameter_of.end() && node->num_results() && !attribute_behind(node->result())) {
+      computed.emplace(node, it->second);
+    }
+  }
+  return computed;
 }
 
 bool looks_like_mask(const Value* value, const State& state) {

@@ -30,6 +30,10 @@ bool may_be_float(const Value* value, const State& state);
 // Nodes that a gradient can flow through: with a floating input or a parameter among their ancestors.
 std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state);
 
+// Nodes that compute from parameters, perhaps with buffers and constants, but from no input: a weight made by
+// spectral_norm or another parametrization.
+std::unordered_map<const Node*, std::string> computed_from_parameters(const Graph& graph, const State& state);
+
 // The value blocks by huge negative numbers: it is an attention mask, seen by how it is made or by its constant.
 bool looks_like_mask(const Value* value, const State& state);
 

@@ -1,5 +1,8 @@
 #include "plumb/transforms/optimise.h"
 
+#include <ATen/TensorGeometry.h>
+
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <string>
@@ -17,6 +20,7 @@ namespace {
 
 constexpr size_t kMaxSteps = 32;    // a block of each has to stay in cache
 constexpr size_t kOrderedUses = 2;  // the sum of two gradients has no order
+constexpr size_t kMany = 4;         // operators whose calls cost more than one call of a chain
 
 // Where nodes stand relative to writes: nothing is written between two nodes of one number.
 std::unordered_map<const Node*, size_t> count_writes(const Graph& graph) {
@@ -113,6 +117,7 @@ class Optimiser {
 
   bool run() {
     bool changed = false;
+    if (options_.measure) changed |= measure_while_rounding();
     if (options_.fold) changed |= fold();
     if (options_.fuse) changed |= fuse();
     return changed;
@@ -152,7 +157,51 @@ class Optimiser {
     for (Node* node : graph_.nodes()) {
       changed |= fold_before(node);
     }
+    for (Node* node : graph_.nodes()) {
+      changed |= fold_into_factor(node);
+    }
     return changed;
+  }
+
+  // node multiplies what is multiplied already, or by one.
+  bool fold_into_factor(Node* node) {
+    const auto outer = factor_of(node);
+    if (!outer) return false;
+    Node* inner = outer->value->producer();
+    if (outer->forward == 1 && outer->backward == 1) {
+      // Its result is a tensor of its own: nobody may tell.
+      if (writes_.at(graph_.last()) != 0 || !inner->is_call() || node->result()->meta()->strides.empty() ||
+          outer->value->meta()->strides != node->result()->meta()->strides)
+        return false;
+      for (const Use& use : node->result()->uses()) {
+        if (use.user->kind() == NodeKind::Output) return false;
+      }
+      report_.add(ReportKind::Replaced, node, node->target(), "", "its factor is one");
+      graph_.replace_all_uses_with(node->result(), outer->value);
+      graph_.erase(node);
+      return true;
+    }
+    const auto first = factor_of(inner);
+    if (!first || outer->value->uses().size() != 1 || !alone_between(inner, node)) return false;
+    if (options_.exact && !(first->exact() || outer->exact())) return false;
+    const double forward = first->forward * outer->forward, backward = first->backward * outer->backward;
+    if (!std::isfinite(forward) || !std::isfinite(backward) || forward != backward) return false;
+    Node* made = nullptr;
+    {
+      auto here = graph_.inserting_before(node);
+      made = graph_.call("aten::mul.Tensor", {first->value, forward});
+    }
+    made->meta() = node->meta();
+    made->result()->set_meta(node->result()->meta());
+    writes_[made] = writes_.at(node);
+    report_.add(ReportKind::Replaced, node, inner->target() + " and " + node->target(), made->target(),
+                "their factors multiplied");
+    const std::string name = node->result()->name();
+    graph_.replace_all_uses_with(node->result(), made->result());
+    graph_.erase(node);
+    graph_.erase(inner);
+    made->result()->rename(name);
+    return true;
   }
 
   // node multiplies a product.
@@ -206,12 +255,59 @@ class Optimiser {
     if (!inner->result()->has_uses()) graph_.erase(inner);
   }
 
+  // ---- rounded values that are tracked
+
+  Node* only_user(const Value* value) const { return value->uses().size() == 1 ? value->uses()[0].user : nullptr; }
+
+  bool measure_while_rounding() {
+    bool changed = false;
+    for (Node* node : graph_.nodes()) {
+      if (!node->is_op("plumb::simulate_format") || !node->arg("seed").is_constant()) continue;
+      Node* before = node->input(0)->producer();
+      Node* after = only_user(node->result());
+      // The caller's own tensors are measured even where they need no gradient.
+      if (!before->is_op("plumb::track") || !only_user(before->result()) || !alone_between(before, node) ||
+          before->input(0)->producer()->kind() == NodeKind::Placeholder || !before->arg("slot").is_constant())
+        before = nullptr;
+      if (!after || !after->is_op("plumb::track") || !alone_between(node, after) || !after->arg("slot").is_constant())
+        after = nullptr;
+      if (before && after && before->arg("tracker") != after->arg("tracker")) before = nullptr;
+      if (!before && !after) continue;
+      const Arg tracker = (after ? after : before)->arg("tracker");
+      Node* made = nullptr;
+      {
+        auto here = graph_.inserting_before(node);
+        made = graph_.call("plumb::track_rounded",
+                           {before ? before->input(0) : node->input(0), node->arg("fwd"), node->arg("bwd"),
+                            node->arg("seed"), node->arg("dim"), before ? before->arg("slot") : Arg(int64_t(-1)),
+                            after ? after->arg("slot") : Arg(int64_t(-1)), tracker});
+      }
+      made->meta() = node->meta();
+      made->result()->set_meta(node->result()->meta());
+      writes_[made] = writes_.at(node);
+      report_.add(ReportKind::Replaced, node, node->target() + " and plumb::track", made->target(),
+                  "measured while it is rounded");
+      const std::string name = node->result()->name();
+      graph_.replace_all_uses_with((after ? after : node)->result(), made->result());
+      if (after) fused_.push_back(after);
+      fused_.push_back(node);
+      if (before) fused_.push_back(before);
+      node->result()->rename(graph_.unique_name(name + "_alone"));
+      made->result()->rename(name);
+      changed = true;
+    }
+    for (Node* node : fused_) graph_.erase(node);
+    fused_.clear();
+    return changed;
+  }
+
   // ---- pointwise chains
 
   struct Tree {
     std::vector<Node*> nodes;  // operands first
     std::vector<Value*> inputs;
     PointwiseProgram program;
+    std::vector<bool> cheap;  // steps whose results were computed again in the backward pass before
     size_t steps = 0;
   };
 
@@ -264,6 +360,7 @@ class Optimiser {
       step.a = moved(step.a);
       step.b = moved(step.b);
       tree.program.steps.push_back(step);
+      tree.cheap.push_back(lower.recomputes);
     }
     tree.nodes.push_back(node);
     return {PointwiseArg::Step, static_cast<int64_t>(tree.program.steps.size()) - 1, 0};
@@ -276,9 +373,11 @@ class Optimiser {
       if (lowered(root)) {
         Tree tree;
         emit(root, root, tree);
-        if (tree.steps > 1) {
+        if (const std::string why = not_worth_it(root, tree); why.empty()) {
           next = replace(root, tree);
           changed = true;
+        } else if (tree.nodes.size() > 1) {
+          report_.add(ReportKind::LeftAlone, root, root->target(), "", why);
         }
       }
       root = next;
@@ -286,9 +385,28 @@ class Optimiser {
     return changed;
   }
 
+  // Why the operators one by one are as quick; empty: they are not.
+  std::string not_worth_it(const Node* root, const Tree& tree) const {
+    const TensorMeta& meta = *root->result()->meta();
+    if (tree.nodes.size() == 1) {
+      // plumb's own sums are one pass already; a function between factors is two.
+      const bool function = std::any_of(tree.program.steps.begin(), tree.program.steps.end(), [](const auto& step) {
+        return step.kind == PointwiseKind::Gelu || step.kind == PointwiseKind::GeluTanh ||
+               step.kind == PointwiseKind::Silu;
+      });
+      if (!function || tree.steps == 1) return "a single operator";
+    }
+    if (meta.strides.size() != meta.sizes.size() || !at::geometry_is_contiguous(meta.sizes, meta.strides))
+      return "its values are not in C order";
+    if (tree.nodes.size() < kMany && meta.numel() < options_.min_elements) return "few operators on a small tensor";
+    return "";
+  }
+
   // Answers the node before the chain's place.
   Node* replace(Node* root, Tree& tree) {
     tree.program.num_inputs = static_cast<int64_t>(tree.inputs.size());
+    merge_factors(tree.program, tree.cheap, options_.exact || !options_.fold);
+    choose_kept(tree.program, tree.cheap);
     std::map<std::string, size_t> counts;
     for (const Node* node : tree.nodes) ++counts[std::string(node->op_name())];
     std::string from;
@@ -323,6 +441,7 @@ class Optimiser {
   std::unordered_map<const Node*, size_t> writes_;
   std::unordered_map<const Node*, std::optional<LoweredNode>> lowered_;
   std::unordered_set<const Node*> reported_;
+  std::vector<Node*> fused_;
 };
 
 bool flag(const PassOptions& given, const std::string& name, bool otherwise) {
@@ -338,9 +457,14 @@ const RegisterPass registered({
     "Folds factors into matrix products and runs chains of pointwise operators as one kernel.",
     {{"fold", "true", "factors into products"},
      {"fuse", "true", "chains of pointwise operators"},
-     {"exact", "false", "leave alone what would round once instead of twice"}},
+     {"exact", "false", "leave alone what would round once instead of twice"},
+     {"measure", "true", "round and track in one pass"}},
     [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
-      const OptimiseOptions options{flag(given, "fold", true), flag(given, "fuse", true), flag(given, "exact", false)};
+      OptimiseOptions options;
+      options.fold = flag(given, "fold", true);
+      options.fuse = flag(given, "fuse", true);
+      options.exact = flag(given, "exact", false);
+      options.measure = flag(given, "measure", true);
       Report report("optimise");
       const bool changed = optimise(module, options, &report);
       if (lines) *lines = report.lines();

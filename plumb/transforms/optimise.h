@@ -3,14 +3,19 @@
 //   auto fast = plumb::compile(plumb::unit_scale(module));
 //
 // fold: a factor (x * 3, x / 3, scale_fwd, scale_bwd) before or behind a linear layer or matrix product becomes part of
-//   the product. Powers of two keep every bit but for the order of the product's own sums; other factors round once
-//   where there were two roundings, and `exact` leaves those alone.
+//   the product, factors of one chain become one, factors of one go. Powers of two keep every bit but for the order of
+//   the product's own sums; other factors round once where there were two roundings, and `exact` leaves those alone.
 // fuse: pointwise operators whose inner results nobody else sees become one plumb::pointwise (numerics/pointwise.h):
 //   add, sub, mul, div, neg, relu, sigmoid, tanh, exp, sqrt, silu, gelu, and the unit-scaled gelu, silu, silu_glu, add
-//   and residual_add of 32 and 64 bits, with their factors. Values and gradients keep every bit.
+//   and residual_add of 32 and 64 bits, with their factors. Values and gradients keep every bit but where factors
+//   became one. What the gradient needs is saved where that takes less than computing it again (pointwise_steps.h).
+// measure: a value that is rounded and tracked (plumb::simulate_format between plumb::track) is measured while it is
+//   rounded, forward and backward; the numbers are the same.
 //
-// Left alone: values of unknown type, broadcast operands, results used elsewhere, anything with a write in between, and
-// chains whose inner operands three or more nodes use: their gradients would be summed in another order.
+// Left alone: values of unknown type, broadcast operands, results used elsewhere, anything with a write in between,
+// chains whose inner operands three or more nodes use (their gradients would be summed in another order), values that
+// are not in C order, a single operator that has nothing to gain, and few operators on tensors of less than
+// `min_elements`, where the one call costs more than it saves.
 #pragma once
 
 #include <memory>
@@ -23,6 +28,8 @@ struct OptimiseOptions {
   bool fold = true;
   bool fuse = true;
   bool exact = false;
+  bool measure = true;
+  int64_t min_elements = 4096;
 };
 
 // Answers whether anything changed.

@@ -1,5 +1,7 @@
 #include "plumb/transforms/pointwise_steps.h"
 
+#include <algorithm>
+#include <cmath>
 #include <string_view>
 #include <unordered_map>
 
@@ -146,7 +148,120 @@ std::optional<LoweredNode> lower_pointwise(const Node* node) {
   if (node->is_op("plumb::add") && meta.numel() == 1) return std::nullopt;  // another rule
   lowered.steps = steps_of(node, meta.dtype == at::kFloat || meta.dtype == at::kDouble);
   if (lowered.steps.empty()) return std::nullopt;
+  lowered.recomputes = node->is_op("plumb::silu_glu");
   return lowered;
+}
+
+namespace {
+
+struct Factors {
+  double forward, backward;
+};
+
+std::optional<Factors> factors_of(const PointwiseStep& step) {
+  if (step.kind == Kind::Scale) return Factors{step.forward, step.backward};
+  if (step.kind == Kind::Mul && step.b.kind == PointwiseArg::Number) return Factors{step.b.number, step.b.number};
+  return std::nullopt;
+}
+
+bool is_power_of_two(double x) {
+  int exponent;
+  return std::isfinite(x) && x != 0 && std::fabs(std::frexp(x, &exponent)) == 0.5;
+}
+
+bool rounds_once(double a, double b) { return is_power_of_two(a) || is_power_of_two(b); }
+
+bool does_nothing(const PointwiseStep& step) {
+  if (step.kind == Kind::Div) return step.b.kind == PointwiseArg::Number && step.b.number == 1;
+  const auto factors = factors_of(step);
+  return factors && factors->forward == 1 && factors->backward == 1;
+}
+
+}  // namespace
+
+void merge_factors(PointwiseProgram& program, std::vector<bool>& cheap, bool exact) {
+  std::vector<PointwiseStep> steps;
+  std::vector<bool> still_cheap;
+  std::vector<PointwiseArg> now;  // what stands for each step
+  auto moved = [&](const PointwiseArg& arg) {
+    return arg.kind == PointwiseArg::Step ? now[static_cast<size_t>(arg.index)] : arg;
+  };
+  for (size_t i = 0; i < program.steps.size(); ++i) {
+    PointwiseStep step = program.steps[i];
+    step.a = moved(step.a);
+    step.b = moved(step.b);
+    const bool last = i + 1 == program.steps.size();
+    if (does_nothing(step) && (!last || step.a.kind == PointwiseArg::Step)) {
+      now.push_back(step.a);
+      continue;
+    }
+    const auto outer = factors_of(step);
+    // What a factor multiplies is the step just before it, or an input.
+    const bool follows = step.a.kind == PointwiseArg::Step && step.a.index + 1 == static_cast<int64_t>(steps.size());
+    if (const auto inner = outer && follows ? factors_of(steps.back()) : std::nullopt;
+        inner &&
+        (!exact || (rounds_once(inner->forward, outer->forward) && rounds_once(inner->backward, outer->backward)))) {
+      const double f = inner->forward * outer->forward, b = inner->backward * outer->backward;
+      if (std::isfinite(f) && std::isfinite(b)) {
+        steps.back() = scale(steps.back().a, f, b);
+        now.push_back(step.a);
+        continue;
+      }
+    }
+    steps.push_back(step);
+    still_cheap.push_back(cheap[i]);
+    now.push_back({PointwiseArg::Step, static_cast<int64_t>(steps.size()) - 1, 0});
+  }
+  program.steps = std::move(steps);
+  cheap = std::move(still_cheap);
+}
+
+void choose_kept(PointwiseProgram& program, const std::vector<bool>& cheap) {
+  // In units of a pass that reads a tensor which has to be held until the backward pass.
+  constexpr double kHeld = 1, kWritten = 1.3, kArithmetic = 0.15, kDivision = 0.6, kFunction = 4;
+  auto& steps = program.steps;
+  for (auto& step : steps) step.keep = true;
+  const std::vector<bool> all(static_cast<size_t>(program.num_inputs), true);
+  const PointwiseNeeds asked = pointwise_needs(program, all);  // with all kept: what the gradient itself asks for
+
+  struct Cost {
+    double idle, there;  // of all that is asked for up to here, this step's result not among it, or among it
+    bool keep;
+  };
+  std::vector<Cost> costs;
+  auto cost = [&](const PointwiseArg& arg, bool there) {
+    const auto at = static_cast<size_t>(arg.index);
+    if (arg.kind == PointwiseArg::Input) return there && !asked.inputs[at] ? kHeld : 0.0;
+    if (arg.kind == PointwiseArg::Step) return there ? costs[at].there : costs[at].idle;
+    return 0.0;
+  };
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const auto& step = steps[i];
+    double again = cost(step.a, true) + cost(step.b, true);
+    switch (step.kind) {
+      case Kind::Div:
+      case Kind::Sqrt: again += kDivision; break;
+      case Kind::Sigmoid:
+      case Kind::Tanh:
+      case Kind::Exp:
+      case Kind::Silu:
+      case Kind::Gelu:
+      case Kind::GeluTanh: again += cheap[i] ? kArithmetic : kFunction; break;
+      default: again += kArithmetic;
+    }
+    const double below = cost(step.a, false) + cost(step.b, false), kept = below + kWritten;
+    Cost own{below, std::min(again, kept), kept < again};
+    if (asked.kept[i]) own.idle = own.there;
+    costs.push_back(own);
+  }
+  std::vector<bool> there = asked.kept;
+  for (size_t i = steps.size(); i-- > 0;) {
+    steps[i].keep = there[i] && costs[i].keep && i + 1 != steps.size();
+    if (!there[i] || steps[i].keep || i + 1 == steps.size()) continue;
+    for (const auto* arg : {&steps[i].a, &steps[i].b}) {
+      if (arg->kind == PointwiseArg::Step) there[static_cast<size_t>(arg->index)] = true;
+    }
+  }
 }
 
 }  // namespace plumb

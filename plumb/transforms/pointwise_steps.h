@@ -13,9 +13,17 @@ namespace plumb {
 struct LoweredNode {
   std::vector<Value*> operands;
   std::vector<PointwiseStep> steps;
+  bool recomputes = false;  // its own gradient computes inner results again
 };
 
 // Nothing for operators that are not pointwise, whose operands differ in shape or dtype, or whose types are not known.
 std::optional<LoweredNode> lower_pointwise(const Node* node);
+
+// Factors that follow each other become one, factors of one go; `exact`: only where that rounds as before. cheap: of
+// each step, as below.
+void merge_factors(PointwiseProgram& program, std::vector<bool>& cheap, bool exact);
+
+// Marks the steps whose results are better saved than computed again. cheap: steps that were computed again anyway.
+void choose_kept(PointwiseProgram& program, const std::vector<bool>& cheap);
 
 }  // namespace plumb

@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <map>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
 #include "plumb/transforms/operands.h"
+#include "plumb/transforms/recurrent.h"
+#include "plumb/transforms/recurrent_steps.h"
 
 namespace plumb {
 namespace {
@@ -39,10 +42,6 @@ const std::unordered_map<std::string_view, Product>& products() {
         {"aten::scaled_dot_product_attention", {{{"query"}, {"key"}, {"value", -2}}}},
         {"aten::convolution", {{{"input", 1}, {"weight", 1}}, 1}},
         {"aten::_convolution", {{{"input", 1}, {"weight", 1}}, 1}},
-        {"aten::lstm_cell", {{{"input"}, {"hx"}, {"w_ih"}, {"w_hh"}}}},
-        {"aten::gru_cell", {{{"input"}, {"hx"}, {"w_ih"}, {"w_hh"}}}},
-        {"aten::rnn_tanh_cell", {{{"input"}, {"hx"}, {"w_ih"}, {"w_hh"}}}},
-        {"aten::rnn_relu_cell", {{{"input"}, {"hx"}, {"w_ih"}, {"w_hh"}}}},
         {"plumb::linear", {{{"input"}, {"weight"}}}},
         {"plumb::linear_readout", {{{"input"}, {"weight"}}}},
         {"plumb::matmul", {{{"left"}, {"right", -2}}}},
@@ -62,15 +61,16 @@ const std::unordered_map<std::string_view, Product>& products() {
   return table;
 }
 
-bool is_cell(std::string_view name) { return name.ends_with("_cell"); }
+// Their products are those of the linear layers they are made of.
+constexpr std::string_view kRecurrent[] = {"aten::lstm",          "aten::gru",          "aten::rnn_tanh",
+                                           "aten::rnn_relu",      "aten::lstm_cell",    "aten::gru_cell",
+                                           "aten::rnn_tanh_cell", "aten::rnn_relu_cell"};
 
 std::string_view bare(std::string_view name) { return name.substr(name.rfind(':') + 1); }
 
 // Why a product inside this operator is out of reach; nothing if it has none.
 std::optional<std::string> hidden_product(const Node* node) {
   const std::string_view name = node->op_name();
-  if (name == "aten::lstm" || name == "aten::gru" || name == "aten::rnn_tanh" || name == "aten::rnn_relu")
-    return "one fused operator for all time steps: its products cannot be reached";
   if (name == "aten::_native_multi_head_attention" || name == "aten::_transformer_encoder_layer_fwd")
     return "a fused inference operator: capture with gradients enabled";
   if (name.starts_with("aten::cudnn_") || name.starts_with("aten::mkldnn_")) return "an operator of one library only";
@@ -88,7 +88,7 @@ FPFormat resolve(const std::string& text, const SimulateFormatOptions& options) 
 class Simulator {
  public:
   Simulator(GraphModule& module, const SimulateFormatOptions& options, Report& report)
-      : graph_(module.graph()), state_(module.state()), options_(options), report_(report) {
+      : module_(module), graph_(module.graph()), state_(module.state()), options_(options), report_(report) {
     fwd_ = options.fwd == "none" ? "none" : resolve(options.fwd, options).to_string();
     bwd_ = options.bwd == "none" ? "none" : resolve(options.bwd, options).to_string();
     fwd_blocks_ = fwd_ != "none" && FPFormat::parse(fwd_).has_blocks();
@@ -102,7 +102,7 @@ class Simulator {
   }
 
   bool run() {
-    bool changed = false;
+    bool changed = take_recurrent_apart();
     for (Node* node : graph_.nodes()) {
       if (node->kind() == NodeKind::CallModule) {
         report_.add(ReportKind::LeftAlone, node, node->target(), "",
@@ -126,8 +126,28 @@ class Simulator {
   }
 
  private:
+  bool take_recurrent_apart() {
+    bool changed = false;
+    if (fwd_ == "none" && bwd_ == "none") return changed;
+    for (Node* node : graph_.nodes()) {
+      if (!is_recurrent(node)) continue;
+      auto why = obstacle(node);
+      if (!why) why = steps_obstacle(node, module_.state());
+      if (why) {
+        report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
+        continue;
+      }
+      auto& entry = report_.add(ReportKind::Replaced, node, node->target(), "aten::linear");
+      const auto linears = take_apart(module_, node);
+      entry.reason = "taken apart into steps: " + std::to_string(linears.size()) + " linear layers";
+      taken_apart_.insert(linears.begin(), linears.end());
+      changed = true;
+    }
+    return changed;
+  }
+
   std::optional<std::string> obstacle(const Node* node) const {
-    if (!options_.operators.empty()) {
+    if (!options_.operators.empty() && !taken_apart_.count(node)) {
       bool wanted = false;
       for (std::string_view name : options_.operators) wanted = wanted || bare(name) == bare(node->op_name());
       if (!wanted) return "not among the operators asked for";
@@ -150,12 +170,31 @@ class Simulator {
     return !value->producer()->is_op("plumb::simulate_format") || value->producer()->arg("fwd") != Arg(fwd_);
   }
 
+  static bool is_factor_of_parameter(const Node* node) {
+    bool factor = false;
+    while (node->is_op("plumb::scale_fwd") || node->is_op("plumb::scale_bwd")) {
+      node = node->input(0)->producer();
+      factor = true;
+    }
+    return factor && node->kind() == NodeKind::GetAttr;
+  }
+
   // The value rounded forward: one node for all uses, as long as nothing is written in between.
   Value* rounded(Value* value, int64_t dim, const Node* user) {
     if (!fwd_blocks_) dim = -1;
     auto [it, fresh] = rounded_.try_emplace({value, dim}, Made{nullptr, nullptr});
     if (!fresh && it->second.last_write == last_write_ && it->second.grad_enabled == user->meta().grad_enabled)
       return it->second.value;
+    if (Node* factor = value->producer(); is_factor_of_parameter(factor)) {
+      // Unit-scaled weights of recurrent operators: the weight is of unit scale, not what it is multiplied to.
+      Node* again = graph_.call(factor->target(), {rounded(factor->input(0), dim, user), factor->arg("scale")});
+      again->meta() = factor->meta();
+      again->result()->set_meta(value->meta());
+      again->result()->rename(graph_.unique_name(value->name() + "_fwd"));
+      Value* result = again->result();
+      rounded_[{value, dim}] = {result, last_write_, user->meta().grad_enabled};
+      return result;
+    }
     Node* node = graph_.call("plumb::simulate_format", {value, fwd_, "none", c10::IValue(), dim});
     node->meta() = user->meta();
     node->result()->set_meta(value->meta());
@@ -170,14 +209,12 @@ class Simulator {
       auto here = graph_.inserting_before(node);
       for (const auto& [name, dim] : product.factors) {
         const Arg arg = node->arg(name);
-        // A cell's hidden state h is multiplied, its cell state c is not.
-        size_t limit = name == "hx" && is_cell(node->op_name()) ? 1 : SIZE_MAX;
         if (arg.is_value() && roundable(arg.value())) {
           node->set_arg(name, rounded(arg.value(), dim, node));
           changed = true;
         } else if (arg.is_list()) {
           Arg::List list = arg.list();
-          for (size_t i = 0; i < std::min(limit, list.size()); ++i) {
+          for (size_t i = 0; i < list.size(); ++i) {
             if (list[i].is_value() && roundable(list[i].value()))
               list[i] = rounded(list[i].value(), dim, node), changed = true;
           }
@@ -217,6 +254,7 @@ class Simulator {
     bool grad_enabled = true;
   };
 
+  GraphModule& module_;
   Graph& graph_;
   const State& state_;
   const SimulateFormatOptions& options_;
@@ -225,6 +263,7 @@ class Simulator {
   const Node* last_write_ = nullptr;
   bool fwd_blocks_ = false, bwd_blocks_ = false;
   std::map<std::pair<const Value*, int64_t>, Made> rounded_;
+  std::unordered_set<const Node*> taken_apart_;
 };
 
 std::vector<std::string> split_list(const std::string& text) {
@@ -276,6 +315,7 @@ const RegisterPass registered(
 std::vector<std::string> matrix_product_operators() {
   std::vector<std::string> names;
   for (const auto& [name, product] : products()) names.emplace_back(name);
+  for (std::string_view name : kRecurrent) names.emplace_back(name);
   std::sort(names.begin(), names.end());
   return names;
 }

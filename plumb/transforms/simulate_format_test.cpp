@@ -2,9 +2,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
+#include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/transforms/test_models.h"
 #include "plumb/transforms/unit_scale.h"
@@ -140,14 +142,76 @@ TEST(SimulateFormat, HonoursExclusionsAndChosenOperators) {
   EXPECT_THAT(result, HasSubstr("%b = aten::linear(%m_fwd, %w_fwd)"));
 }
 
-TEST(SimulateFormat, SaysThatARecurrentOperatorHidesItsProducts) {
-  State state = weights({{"a", {16, 4}}, {"b", {16, 4}}});
+TEST(SimulateFormat, TakesRecurrentOperatorsApartAndRoundsTheirLinearLayers) {
+  const char* text =
+      R"(graph { %x: f32[5, 2, 4] = placeholder "x" %h: f32[1, 2, 6] = placeholder "h" %a = get_attr "a" %b = get_attr "b"
+      %y, %hn, %cn = aten::lstm.input(%x, [%h, %h], [%a, %b], False, 1, 0.0, False, False, False) output(%y, %cn) })";
+  const State state = weights({{"a", {24, 4}}, {"b", {24, 6}}});
+  auto module = module_of(text, state);
+  auto low = simulate_format(module, nearest());
+  const Report& report = low->reports.back();
+  EXPECT_EQ(report.find(ReportKind::Replaced, "y")->reason, "taken apart into steps: 6 linear layers");
+  EXPECT_EQ(report.count(ReportKind::Quantised), 6u);
+
+  at::manual_seed(5);
+  const at::Tensor x = at::randn({5, 2, 4}).requires_grad_(), h0 = at::randn({1, 2, 6});
+  const at::Tensor w = state.get("a").tensor, u = state.get("b").tensor;
+  auto linear = [](const at::Tensor& input, const at::Tensor& weight) {
+    const at::Tensor y =
+        at::linear(ops::simulate_format(input, "e4m3fn-RN", "none"), ops::simulate_format(weight, "e4m3fn-RN", "none"));
+    return ops::simulate_format(y, "none", "e5m2-RN");
+  };
+  at::Tensor h = h0[0], c = h0[0];
+  std::vector<at::Tensor> all;
+  for (int64_t t = 0; t < 5; ++t) {
+    const auto gates = (linear(h, u) + linear(x[t], w)).chunk(4, 1);
+    c = at::sigmoid(gates[1]) * c + at::sigmoid(gates[0]) * at::tanh(gates[2]);
+    h = at::sigmoid(gates[3]) * at::tanh(c);
+    all.push_back(h);
+  }
+  const auto got = low->run({x, h0});
+  EXPECT_TRUE(at::allclose(got[0].toTensor(), at::stack(all)));
+  EXPECT_TRUE(at::allclose(got[1].toTensor()[0], c));
+  const at::Tensor seed = at::randn({5, 2, 6});
+  const std::vector<at::Tensor> wanted = {x, w, u};
+  const auto mine = torch::autograd::grad({got[0].toTensor()}, wanted, {seed});
+  const auto expected = torch::autograd::grad({at::stack(all)}, wanted, {seed});
+  for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::allclose(mine[i], expected[i], 1e-4, 1e-6)) << i;
+}
+
+TEST(SimulateFormat, LeavesRecurrentOperatorsAloneWhereItCannotOrMustNot) {
+  const char* text =
+      R"(graph { %x: f32[5, 2, 4] = placeholder "x" %h: f32[1, 2, 6] = placeholder "h" %a = get_attr "a" %b = get_attr "b"
+      %y, %hn = aten::gru.input(%x, %h, [%a, %b], False, 1, 0.0, False, False, False) output(%y) })";
+  const State state = weights({{"a", {18, 4}}, {"b", {18, 6}}});
   Report report;
-  after(
-      R"(graph { %x: f32[5, 2, 4] = placeholder "x" %h: f32[1, 2, 4] = placeholder "h" %a = get_attr "a" %b = get_attr "b"
-      %y, %hn, %cn = aten::lstm.input(%x, [%h, %h], [%a, %b], False, 1, 0.0, False, False, False) output(%y) })",
-      std::move(state), nearest(), &report);
-  EXPECT_THAT(report.find(ReportKind::LeftAlone, "y")->reason, HasSubstr("cannot be reached"));
+  SimulateFormatOptions options = nearest();
+  options.operators = {"linear"};
+  EXPECT_THAT(after(text, state, options, &report), HasSubstr("aten::gru.input"));
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "y")->reason, "not among the operators asked for");
+  options.operators = {"gru"};
+  EXPECT_THAT(after(text, state, options), HasSubstr("%a_fwd"));
+  const char* unknown =
+      R"(graph { %x = placeholder "x" %h: f32[1, 2, 6] = placeholder "h" %a = get_attr "a" %b = get_attr "b"
+      %y, %hn = aten::gru.input(%x, %h, [%a, %b], False, 1, 0.0, False, False, False) output(%y) })";
+  Report second;
+  EXPECT_THAT(after(unknown, state, nearest(), &second), HasSubstr("aten::gru.input"));
+  EXPECT_EQ(second.find(ReportKind::LeftAlone, "y")->reason, "its number of steps is not known");
+}
+
+TEST(SimulateFormat, RoundsAUnitScaledRecurrentWeightAndNotWhatItIsMultipliedTo) {
+  const char* text =
+      R"(graph { %x: f32[2, 4] = placeholder "x" %h: f32[2, 6] = placeholder "h" %a = get_attr "a" %b = get_attr "b"
+      %y = aten::rnn_tanh_cell(%x, %h, %a, %b, None, None) output(%y) })";
+  auto low = simulate_format(unit_scale(module_of(text, weights({{"a", {6, 4}}, {"b", {6, 6}}}))), nearest());
+  for (const Node* node : low->graph().nodes()) {
+    if (!node->is_op("aten::linear")) continue;
+    const Node* factor = node->input(1)->producer();
+    EXPECT_TRUE(factor->is_op("plumb::scale_fwd")) << to_string(low->graph());
+    const Node* inner = factor->input(0)->producer();
+    EXPECT_TRUE(inner->is_op("plumb::scale_bwd"));
+    EXPECT_TRUE(inner->input(0)->producer()->is_op("plumb::simulate_format"));
+  }
 }
 
 TEST(SimulateFormat, RefusesFormatsAndOperatorsThatDoNotExist) {

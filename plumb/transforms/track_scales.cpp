@@ -10,10 +10,14 @@ namespace plumb {
 namespace {
 
 constexpr const char* kTrack = "plumb::track";
+constexpr const char* kTrackRounded = "plumb::track_rounded";
 
 // By this tracker: several may measure one value.
 bool is_tracked(const Value* value, int64_t tracker) {
   for (const Use& use : value->uses()) {
+    if (use.user->is_op(kTrackRounded) && use.user->arg("tracker") == Arg(tracker) &&
+        use.user->arg("before") != Arg(int64_t(-1)))
+      return true;
     if (!use.user->is_op(kTrack)) continue;
     if (use.user->arg("tracker") == Arg(tracker) || is_tracked(use.user->result(), tracker)) return true;
   }
@@ -27,6 +31,8 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
   for (Node* node : graph.nodes()) {
     if (node->kind() == NodeKind::Output || node->is_op(kTrack)) continue;
     for (Value* value : node->results()) {
+      if (node->is_op(kTrackRounded) && node->arg("tracker") == Arg(tracker) && node->arg("after") != Arg(int64_t(-1)))
+        continue;
       if (!value->is_tensor() || !value->has_uses() || !may_be_float(value, module.state()) ||
           is_tracked(value, tracker))
         continue;
@@ -93,6 +99,13 @@ ScalesGraph scales_graph(const TransformedModule& module) {
       result.nodes[at].is_float_tensor |= result.nodes[at].metrics.has_value();
       continue;
     }
+    auto metrics_of = [&](std::string_view name) -> std::optional<Metrics> {
+      if (node->arg("tracker") != Arg(module.tracker->id()) || !node->arg(name).is_constant()) return std::nullopt;
+      return module.tracker->metrics(node->arg(name).constant().toInt());
+    };
+    if (node->is_op(kTrackRounded)) {
+      if (auto metrics = metrics_of("before")) result.nodes[place.at(node->input(0))].metrics = std::move(metrics);
+    }
     std::vector<size_t> inputs;
     for (const Value* value : node->inputs()) inputs.push_back(place.at(value));
     ScaleNode entry;
@@ -118,6 +131,10 @@ ScalesGraph scales_graph(const TransformedModule& module) {
         const Attr* attr = module.state().find(node->target());
         one.requires_grad =
             attr && attr->kind == AttrKind::Parameter && attr->tensor.defined() && attr->tensor.requires_grad();
+      }
+      if (node->is_op(kTrackRounded)) {
+        one.target = "plumb::simulate_format";
+        one.metrics = metrics_of("after");
       }
       place.emplace(value, result.nodes.size());
       result.nodes.push_back(std::move(one));

@@ -6,7 +6,10 @@
 #include "plumb/transforms/tracker.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/alias.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -143,8 +146,20 @@ void ScaleTracker::record(int64_t slot, Direction direction, const at::Tensor& x
   if (!x.defined() || !x.is_floating_point() || x.is_meta() || x.layout() != at::kStrided ||
       at::isTensorSubclassLike(x))
     return;
-  const MetricsOptions options{.histogram = options_.histogram || wanted(slot).histogram};
-  Metrics::Data data = Metrics::Data::of(measure(x.is_cpu() ? x : x.detach().cpu(), options));
+  keep(slot, direction, Metrics::Data::of(measure(x.is_cpu() ? x : x.detach().cpu(), options_for(slot))));
+}
+
+void ScaleTracker::record(int64_t slot, Direction direction, const TensorMetrics& metrics) {
+  Metrics::Data data = Metrics::Data::of(metrics);
+  if (!options_for(slot).histogram) data.histogram = nullptr;
+  keep(slot, direction, std::move(data));
+}
+
+MetricsOptions ScaleTracker::options_for(int64_t slot) const {
+  return {.histogram = options_.histogram || wanted(slot).histogram};
+}
+
+void ScaleTracker::keep(int64_t slot, Direction direction, Metrics::Data data) {
   std::lock_guard lock(mutex_);
   if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return;
   Slot& s = slots_[static_cast<size_t>(slot)];
@@ -210,7 +225,55 @@ at::Tensor track(const at::Tensor& x, int64_t slot, int64_t id) {
   return x;
 }
 
+// Under a tracer (torch.compile, export) tensors have no gradients to hook and no numbers: an operator that measures
+// when the traced program runs, one for the value and one for its gradient. It returns a copy, for traced operators
+// must not alias.
+at::Tensor track_traced(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
+  if (auto tracker = ScaleTracker::find(id); tracker && tracker->enabled()) {
+    const auto wanted = tracker->wanted(slot);
+    if (backward ? wanted.backward : wanted.forward)
+      tracker->record(slot, backward ? ScaleTracker::Direction::Backward : ScaleTracker::Direction::Forward, x);
+  }
+  return x.clone();
+}
+
+at::Tensor track_traced_meta(const at::Tensor& x, int64_t, int64_t, bool) { return at::empty_like(x); }
+
+at::Tensor call_traced(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("plumb::track_traced", "")
+                             .typed<at::Tensor(const at::Tensor&, int64_t, int64_t, bool)>();
+  return op.call(x, slot, id, backward);
+}
+
+struct TrackTraced : torch::autograd::Function<TrackTraced> {
+  static constexpr bool is_traceable = true;
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t slot, int64_t id,
+                            bool backward) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    context->saved_data["slot"] = slot;
+    context->saved_data["tracker"] = id;
+    return call_traced(x, slot, id, backward);
+  }
+  static variable_list backward(torch::autograd::AutogradContext* context, variable_list gradients) {
+    if (!gradients[0].defined()) return {gradients[0], {}, {}, {}};
+    return {
+        call_traced(gradients[0], context->saved_data["slot"].toInt(), context->saved_data["tracker"].toInt(), true),
+        {},
+        {},
+        {}};
+  }
+};
+
+at::Tensor track_traced_autograd(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
+  if (at::GradMode::is_enabled() && x.requires_grad()) return TrackTraced::apply(x, slot, id, backward);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_traced(x, slot, id, backward);
+}
+
 at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
+  if (x.is_floating_point() && at::isTensorSubclassLike(x) && !x.is_meta())
+    return track_traced_autograd(x, slot, id, false);
   auto tracker = ScaleTracker::find(id);
   if (!tracker || !tracker->enabled()) return x;
   const ScaleTracker::Wanted wanted = tracker->wanted(slot);
@@ -238,6 +301,14 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
 }  // namespace
 }  // namespace plumb
 
-TORCH_LIBRARY_FRAGMENT(plumb, m) { m.def("track(Tensor(a) x, int slot, int tracker=0) -> Tensor(a)"); }
+TORCH_LIBRARY_FRAGMENT(plumb, m) {
+  m.def("track(Tensor(a) x, int slot, int tracker=0) -> Tensor(a)");
+  // Never merged, never done again.
+  m.def("track_traced(Tensor x, int slot, int tracker, bool backward) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+}
+TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("track_traced", plumb::track_traced); }
+TORCH_LIBRARY_IMPL(plumb, Meta, m) { m.impl("track_traced", plumb::track_traced_meta); }
+TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("track_traced", plumb::track_traced_autograd); }
 TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("track", plumb::track); }
 TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("track", plumb::track_autograd); }

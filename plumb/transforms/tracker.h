@@ -73,8 +73,12 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
 
   // Takes strided floating-point tensors on any device; others, and meta tensors, are passed over.
   void record(int64_t slot, Direction direction, const at::Tensor& x);
+  // The same with what was measured elsewhere, as options_for() says.
+  void record(int64_t slot, Direction direction, const TensorMetrics& metrics);
+  MetricsOptions options_for(int64_t slot) const;
 
  private:
+  void keep(int64_t slot, Direction direction, Metrics::Data data);
   explicit ScaleTracker(MetricsOptions options);
   struct Slot {
     bool input = false, has_fwd = false, has_bwd = false;

@@ -49,6 +49,7 @@ class UnitScaler {
     prepare();
     replace_by_users_map();
     differentiable_ = differentiable_nodes(graph_, module_.state());
+    computed_ = computed_from_parameters(graph_, module_.state());
     roles_ = plan_parameters(graph_, module_.state(), [this](const Node* node) { return becomes(node); });
     replace_by_equivalents();
     replace_adds();
@@ -113,6 +114,14 @@ class UnitScaler {
     if (users_choice_.count(node)) return "it is a replacement";
     if (auto why = is_recurrent(node) ? recurrent_obstacle(node, module_.state()) : why_not(node)) return why;
     if (!differentiable_.count(node)) return "no gradient flows through it";
+    if (const Equivalent* equivalent = find_equivalent(node); equivalent && !equivalent->any_weight) {
+      for (std::string_view argument : equivalent->weights) {
+        const Arg* arg = node->try_arg(argument);
+        if (!arg || !arg->is_value()) continue;
+        if (auto it = computed_.find(arg->value()->producer()); it != computed_.end())
+          return "its " + std::string(argument) + " is computed from " + it->second + ", whose scale is not its own";
+      }
+    }
     const Value* first = node->num_results() ? node->result() : nullptr;
     if (first && !may_be_float(first, module_.state())) return "it is no floating-point computation";
     return std::nullopt;
@@ -376,6 +385,7 @@ class UnitScaler {
   bool changed_ = false;
   std::unordered_set<const SourceLocation*> kept_sources_;
   std::unordered_set<const Node*> kept_, users_choice_, differentiable_, differentiable_now_;
+  std::unordered_map<const Node*, std::string> computed_;
   ParameterRoles roles_;
   std::unordered_map<std::string, int64_t> depth_of_, cell_calls_;
   std::vector<std::pair<Node*, double>> recurrent_;  // and the scale of the gradient at its input

@@ -560,5 +560,36 @@ TEST(UnitScale, RunsFromTheTableOfPasses) {
   EXPECT_THROW(run_pass(find_pass("unit_scale"), *module, {{"no_such", "1"}}), Error);
 }
 
+TEST(UnitScale, LeavesLayersAloneWhoseWeightIsComputedFromParameters) {
+  State state;
+  parameter(state, "g", at::rand({4, 1}));
+  parameter(state, "v", at::randn({4, 8}) * 3);
+  parameter(state, "b", at::ones({4}));
+  parameter(state, "w", at::randn({8, 4}) * 3);
+  auto scaled = unit_scale(module_of(R"(graph {
+    %x: f32[6, 8] = placeholder "x"
+    %g: f32[4, 1] grad = get_attr "g"
+    %v: f32[4, 8] grad = get_attr "v"
+    %b: f32[4] grad = get_attr "b"
+    %w: f32[8, 4] grad = get_attr "w"
+    %n: f32[4, 8] grad = aten::_weight_norm(%v, %g)
+    %y: f32[6, 4] grad = aten::linear(%x, %n, %b)
+    %t: f32[4, 8] grad = aten::t(%w)
+    %z: f32[6, 4] grad = aten::linear(%x, %t)
+    output(%y, %z)
+  })",
+                                     state));
+  const Report& report = scaled->reports.back();
+  EXPECT_EQ(report.find(ReportKind::LeftAlone, "y")->reason,
+            "its weight is computed from v, whose scale is not its own");
+  EXPECT_TRUE(report.find(ReportKind::Replaced, "z"));
+  EXPECT_TRUE(at::equal(scaled->state().get("v").tensor, state.get("v").tensor));
+  EXPECT_TRUE(at::equal(scaled->state().get("b").tensor, state.get("b").tensor));
+  const at::Tensor x = at::randn({6, 8});
+  EXPECT_TRUE(
+      at::equal(scaled->run({x})[0].toTensor(),
+                at::linear(x, at::_weight_norm(state.get("v").tensor, state.get("g").tensor), state.get("b").tensor)));
+}
+
 }  // namespace
 }  // namespace plumb

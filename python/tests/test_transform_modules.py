@@ -184,6 +184,18 @@ def test_a_cell_in_a_loop_is_scaled():
     assert 0.8 < y.square().mean().sqrt() < 1.2
 
 
+def test_parametrized_layers_are_left_alone():
+    for wrap in (nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm):
+        torch.manual_seed(0)
+        model = nn.Sequential(wrap(nn.Linear(16, 16)), nn.Linear(16, 4)).eval()
+        scaled, x = unit_scale(model), torch.randn(8, 16)
+        assert scaled(x).shape == (8, 4)
+        entries = report(scaled)[0]["entries"]
+        why = [e["reason"] for e in entries if e["kind"] == "left_alone" and e.get("from") == "aten::linear"]
+        assert len(why) == 1 and "is computed from 0.parametrizations.weight.original" in why[0]
+        assert torch.equal(scaled[0].weight, model[0].weight)
+
+
 # --- torch.compile
 
 
@@ -245,6 +257,33 @@ def test_compile_is_a_transform_that_composes():
     ):
         assert torch.equal(made(x)["h"], expected)
         assert made._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize("below", [lambda m: m, lambda m: fp8(unit_scale(m))], ids=["plain", "fp8"])
+def test_torch_compile_takes_a_tracked_module_and_measures(below):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = track_scales(below(Branches()), histogram=True)
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    for scale in (1.0, 3.0):
+        x = (scale * torch.randn(4, 16)).requires_grad_()  # compiled code computes no gradient that nobody asked for
+        ours, theirs = compiled(x), model(x)
+        assert torch.equal(ours["h"], theirs["h"])
+        for out in (ours, theirs):
+            (out["h"].square().sum() + out["both"][0]).backward()
+        nodes = list(zip(other.scales_graph().nodes, model.scales_graph().nodes))
+        assert len(nodes) > 10
+        for mine, expected in nodes:
+            assert mine.name == expected.name
+            if "metrics" not in expected.meta:
+                assert "metrics" not in mine.meta
+                continue
+            got, wanted = mine.meta["metrics"], expected.meta["metrics"]
+            assert got.fwd.std == pytest.approx(wanted.fwd.std, rel=1e-5, nan_ok=True)
+            assert (got.bwd is None) == (wanted.bwd is None), mine
+            if wanted.bwd:
+                assert got.bwd.std == pytest.approx(wanted.bwd.std, rel=1e-4, nan_ok=True)
 
 
 def test_a_tracked_module_still_measures_beside_a_compiled_one():

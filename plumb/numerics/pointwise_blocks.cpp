@@ -1,0 +1,453 @@
+// A block of elements through all steps while it is in cache. Steps of one path work in one place: a result that goes
+// to memory is made there, and a gradient where the input's gradient will be.
+#include <ATen/Parallel.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/exp.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/neg.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sigmoid_backward.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/sqrt.h>
+#include <ATen/ops/sub.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/tanh_backward.h>
+#include <ATen/ops/threshold_backward.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "plumb/core/vectorised.h"
+#include "plumb/numerics/carrier.h"
+#include "plumb/numerics/pointwise_parts.h"
+
+namespace plumb::pointwise_parts {
+namespace {
+
+using at::Tensor;
+using Kind = PointwiseKind;
+
+constexpr int64_t kUnit = 4096, kLargestBlock = 32768;  // elements
+constexpr int64_t kCacheBytes = int64_t(3) << 18;       // of a second-level cache, for all that a block touches
+
+#if defined(__GNUC__) && !defined(__clang__)
+#define PLUMB_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define PLUMB_INDEPENDENT
+#endif
+
+// The loops hold one operation each, and nothing may be contracted to a fused multiply-add. Results may be written
+// where an operand is: elements do not depend on each other.
+template <class T>
+PLUMB_VECTORISED void add_loop(const T* a, const T* b, T* y, int64_t n) {
+  PLUMB_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) y[i] = a[i] + b[i];
+}
+template <class T>
+PLUMB_VECTORISED void weighted_loop(const T* a, T f, const T* b, T g, T* y, int64_t n) {
+  PLUMB_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) y[i] = a[i] * f + b[i] * g;
+}
+template <class T>
+PLUMB_VECTORISED void sub_loop(const T* a, const T* b, T* y, int64_t n) {
+  PLUMB_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) y[i] = a[i] - b[i];
+}
+template <class T>
+PLUMB_VECTORISED void mul_loop(const T* a, const T* b, T* y, int64_t n) {
+  PLUMB_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) y[i] = a[i] * b[i];
+}
+template <class T>
+PLUMB_VECTORISED void add_number(const T* a, T b, T* y, int64_t n) {
+  PLUMB_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) y[i] = a[i] + b;
+}
+template <class T>
+PLUMB_VECTORISED void mul_number(const T* a, T b, T* y, int64_t n) {
+  PLUMB_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) y[i] = a[i] * b;
+}
+template <class T>
+PLUMB_VECTORISED void neg_loop(const T* a, T* y, int64_t n) {
+  PLUMB_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) y[i] = -a[i];
+}
+
+Tensor flat(const Tensor& x) { return x.defined() ? x.as_strided({x.numel()}, {1}, x.storage_offset()) : x; }
+
+// Where a step's result or gradient goes: into a whole tensor, or into scratch of one block.
+struct Place {
+  Tensor whole;
+  int scratch = -1;
+  bool defined() const { return whole.defined() || scratch >= 0; }
+};
+
+// What is the same for all blocks.
+struct Layout {
+  const PointwiseProgram& program;
+  at::TensorOptions options;
+  Tensors inputs;                // flat; undefined where not saved
+  std::vector<Place> values;     // of steps that run, or that are there already
+  std::vector<bool> runs;        // in the forward direction
+  std::vector<bool> stays;       // a result that is wanted where `values` says, the last one's or a saved one
+  std::vector<bool> in_sum;      // a factor that its sum applies
+  std::vector<Place> gradients;  // of steps
+  Tensors wanted;                // flat gradients of inputs
+  int scratch = 0;
+  int64_t numel = 0, block = 0;
+
+  Layout(const PointwiseProgram& program, const Tensor& like, at::TensorList given)
+      : program(program),
+        options(like.options().requires_grad(false)),
+        values(program.steps.size()),
+        runs(program.steps.size()),
+        stays(program.steps.size()),
+        in_sum(program.steps.size()),
+        gradients(program.steps.size()),
+        numel(like.numel()) {
+    for (const Tensor& input : given) inputs.push_back(flat(input));
+  }
+
+  bool plain() const {
+    const auto dtype = c10::typeMetaToScalarType(options.dtype());
+    return dtype == at::kFloat || dtype == at::kDouble;
+  }
+
+  Place new_scratch() { return {Tensor(), scratch++}; }
+
+  // Sums of scaled steps that nobody else needs are one loop.
+  void find_sums(const std::vector<bool>& needed) {
+    if (!plain()) return;
+    for (size_t i = 0; i < program.steps.size(); ++i) {
+      const auto& step = program.steps[i];
+      if (!runs[i] || step.kind != Kind::Add || step.b.kind == PointwiseArg::Number) continue;
+      for (const auto* arg : {&step.a, &step.b}) {
+        if (arg->kind != PointwiseArg::Step) continue;
+        const auto j = static_cast<size_t>(arg->index);
+        in_sum[j] = runs[j] && !needed[j] && program.steps[j].kind == Kind::Scale;
+      }
+    }
+  }
+
+  void choose_block() {
+    int64_t tensors = scratch;
+    for (const Tensor& x : inputs) tensors += x.defined();
+    for (const Tensor& x : wanted) tensors += x.defined();
+    for (const bool s : stays) tensors += s;
+    const auto bytes = static_cast<int64_t>(options.dtype().itemsize()) * std::max<int64_t>(tensors + 1, 1);
+    block = std::clamp(kCacheBytes / bytes / kUnit * kUnit, kUnit, kLargestBlock);
+  }
+};
+
+class Blocks {
+ public:
+  explicit Blocks(const Layout& layout) : layout_(layout), program_(layout.program), plain_(layout.plain()) {
+    const int64_t n = std::min(layout.block, layout.numel);
+    for (int i = 0; i < layout.scratch; ++i) scratch_.push_back(at::empty({n}, layout.options));
+    double_ = layout.options.dtype() == at::kDouble;
+  }
+
+  void forward(int64_t begin, int64_t n) {
+    begin_ = begin;
+    n_ = n;
+    runs_.assign(program_.steps.size(), Tensor());
+    for (size_t i = 0; i < program_.steps.size(); ++i) {
+      const auto& step = program_.steps[i];
+      const Place& place = layout_.values[i];
+      if (!layout_.runs[i]) {
+        if (place.whole.defined()) runs_[i] = room(place);  // saved
+        continue;
+      }
+      if (layout_.in_sum[i] || (step.kind == Kind::Scale && step.forward == 1 && !layout_.stays[i])) {
+        runs_[i] = value(step.a);
+        continue;
+      }
+      runs_[i] = room(place);
+      step_forward(step, runs_[i]);
+    }
+  }
+
+  // From the last step's gradient; forward() came before.
+  void backward(const Tensor& gradient, const PointwiseNeeds& needs) {
+    Tensors incoming(program_.steps.size());
+    incoming.back() = gradient.narrow(0, begin_, n_);
+    for (size_t i = program_.steps.size(); i-- > 0;) {
+      const auto& step = program_.steps[i];
+      const Tensor& g = incoming[i];
+      if (!g.defined()) continue;
+      for (int side = 0; side < 2; ++side) {
+        const auto& arg = side == 0 ? step.a : step.b;
+        const auto at = static_cast<size_t>(arg.index);
+        if (arg.kind == PointwiseArg::Step && needs.flows[at]) {
+          if (hands_on_gradient(step, side)) {
+            incoming[at] = g;
+            continue;
+          }
+          incoming[at] = room(layout_.gradients[at]);
+          step_backward(step, side, runs_[i], g, incoming[at]);
+        } else if (arg.kind == PointwiseArg::Input && layout_.wanted[at].defined()) {
+          Tensor to = layout_.wanted[at].narrow(0, begin_, n_);
+          step_backward(step, side, runs_[i], g, to);
+        }
+      }
+    }
+  }
+
+ private:
+  Tensor room(const Place& place) const {
+    if (place.whole.defined()) return place.whole.narrow(0, begin_, n_);
+    const Tensor& scratch = scratch_[static_cast<size_t>(place.scratch)];
+    return n_ == scratch.numel() ? scratch : scratch.narrow(0, 0, n_);
+  }
+
+  Tensor value(const PointwiseArg& arg) const {
+    if (arg.kind == PointwiseArg::Input) return layout_.inputs[static_cast<size_t>(arg.index)].narrow(0, begin_, n_);
+    return runs_[static_cast<size_t>(arg.index)];
+  }
+
+  // What a sum multiplies this operand with.
+  double factor(const PointwiseArg& arg) const {
+    if (arg.kind != PointwiseArg::Step || !layout_.in_sum[static_cast<size_t>(arg.index)]) return 1;
+    return program_.steps[static_cast<size_t>(arg.index)].forward;
+  }
+
+  template <class Body>
+  void typed(const Body& body) const {
+    if (double_)
+      body(double());
+    else
+      body(float());
+  }
+
+  template <class T>
+  static const T* in(const Tensor& x) {
+    return static_cast<const T*>(x.const_data_ptr());
+  }
+  template <class T>
+  static T* out(const Tensor& x) {
+    return static_cast<T*>(x.mutable_data_ptr());
+  }
+
+  void multiply(const Tensor& a, double b, Tensor& y) const {
+    if (!plain_) {
+      at::mul_out(y, a, at::native::wrapped_scalar_tensor(b));
+      return;
+    }
+    typed([&](auto t) { mul_number(in<decltype(t)>(a), static_cast<decltype(t)>(b), out<decltype(t)>(y), n_); });
+  }
+  void multiply(const Tensor& a, const Tensor& b, Tensor& y) const {
+    if (!plain_) {
+      at::mul_out(y, a, b);
+      return;
+    }
+    typed([&](auto t) { mul_loop(in<decltype(t)>(a), in<decltype(t)>(b), out<decltype(t)>(y), n_); });
+  }
+  void negate(const Tensor& a, Tensor& y) const {
+    if (!plain_) {
+      at::neg_out(y, a);
+      return;
+    }
+    typed([&](auto t) { neg_loop(in<decltype(t)>(a), out<decltype(t)>(y), n_); });
+  }
+  void copy(const Tensor& a, Tensor& y) const {
+    if (a.const_data_ptr() != y.const_data_ptr())
+      std::memcpy(y.mutable_data_ptr(), a.const_data_ptr(), static_cast<size_t>(n_) * y.element_size());
+  }
+  void sum(const PointwiseStep& step, const Tensor& a, const Tensor& b, Tensor& y) const {
+    const double f = factor(step.a), g = factor(step.b);
+    typed([&](auto t) {
+      using T = decltype(t);
+      if (f == 1 && g == 1)
+        add_loop(in<T>(a), in<T>(b), out<T>(y), n_);
+      else
+        weighted_loop(in<T>(a), static_cast<T>(f), in<T>(b), static_cast<T>(g), out<T>(y), n_);
+    });
+  }
+
+  void step_forward(const PointwiseStep& step, Tensor& y) const {
+    const Tensor a = value(step.a);
+    const bool number = step.b.kind == PointwiseArg::Number;
+    const double n = step.b.number;
+    const Tensor b = step.b.kind == PointwiseArg::None ? Tensor()
+                     : number                          ? at::native::wrapped_scalar_tensor(n)
+                                                       : value(step.b);
+    switch (step.kind) {
+      case Kind::Add:
+        if (!plain_) {
+          at::add_out(y, a, b);
+        } else if (number) {
+          typed([&](auto t) { add_number(in<decltype(t)>(a), static_cast<decltype(t)>(n), out<decltype(t)>(y), n_); });
+        } else {
+          sum(step, a, b, y);
+        }
+        return;
+      case Kind::Sub:
+        if (!plain_ || number) {
+          at::sub_out(y, a, b);
+        } else {
+          typed([&](auto t) { sub_loop(in<decltype(t)>(a), in<decltype(t)>(b), out<decltype(t)>(y), n_); });
+        }
+        return;
+      case Kind::Mul: return number ? multiply(a, n, y) : multiply(a, b, y);
+      case Kind::Div: at::div_out(y, a, b); return;
+      case Kind::Neg: return negate(a, y);
+      case Kind::Relu: at::relu_out(y, a); return;
+      case Kind::Sigmoid: at::sigmoid_out(y, a); return;
+      case Kind::Tanh: at::tanh_out(y, a); return;
+      case Kind::Exp: at::exp_out(y, a); return;
+      case Kind::Sqrt: at::sqrt_out(y, a); return;
+      case Kind::Silu: at::silu_out(y, a); return;
+      case Kind::Gelu: at::gelu_out(y, a); return;
+      case Kind::GeluTanh: at::gelu_out(y, a, "tanh"); return;
+      case Kind::Scale: return step.forward == 1 ? copy(a, y) : multiply(a, step.forward, y);
+    }
+  }
+
+  // to = the gradient of the step's argument, as torch's derivatives.yaml has it; y is the step's result.
+  void step_backward(const PointwiseStep& step, int side, const Tensor& y, const Tensor& g, Tensor& to) const {
+    const bool number = step.b.kind == PointwiseArg::Number;
+    switch (step.kind) {
+      case Kind::Add: return copy(g, to);
+      case Kind::Sub: return side == 0 ? copy(g, to) : negate(g, to);
+      case Kind::Mul:
+        if (number) return multiply(g, step.b.number, to);
+        return multiply(g, value(side == 0 ? step.b : step.a), to);
+      case Kind::Div: {
+        const Tensor b = number ? at::native::wrapped_scalar_tensor(step.b.number) : value(step.b);
+        if (side == 0)
+          at::div_out(to, g, b);
+        else
+          at::mul_out(to, at::neg(g), at::div(at::div(value(step.a), b), b));
+        return;
+      }
+      case Kind::Neg: return negate(g, to);
+      case Kind::Relu: at::threshold_backward_out(to, g, y, 0); return;
+      case Kind::Sigmoid: at::sigmoid_backward_out(to, g, y); return;
+      case Kind::Tanh: at::tanh_backward_out(to, g, y); return;
+      case Kind::Exp: return multiply(g, y, to);
+      case Kind::Sqrt: at::div_out(to, g, at::mul(y, 2)); return;
+      case Kind::Silu: at::silu_backward_out(to, g, value(step.a)); return;
+      case Kind::Gelu: at::gelu_backward_out(to, g, value(step.a)); return;
+      case Kind::GeluTanh: at::gelu_backward_out(to, g, value(step.a), "tanh"); return;
+      case Kind::Scale: return step.backward == 1 ? copy(g, to) : multiply(g, step.backward, to);
+    }
+  }
+
+  const Layout& layout_;
+  const PointwiseProgram& program_;
+  const bool plain_;
+  bool double_ = false;
+  Tensors scratch_;
+  Tensors runs_;  // the steps' results of this block
+  int64_t begin_ = 0, n_ = 0;
+};
+
+// Elements in blocks on torch's threads, each with its own scratch room.
+template <class Body>
+void for_element_blocks(const Layout& layout, const Body& body) {
+  const int64_t n = layout.numel, size = layout.block, blocks = (n + size - 1) / size;
+  at::parallel_for(0, blocks, kLargestBlock / size, [&](int64_t first, int64_t last) {
+    at::NoGradGuard no_grad;
+    at::AutoDispatchBelowADInplaceOrView below;
+    Blocks work(layout);
+    for (int64_t b = first; b < last; ++b) body(work, b * size, std::min(size, n - b * size));
+  });
+}
+
+// Inputs whose gradient is the result's own: only sums stand between.
+std::vector<bool> passes_through(const PointwiseProgram& program) {
+  std::vector<bool> inputs(static_cast<size_t>(program.num_inputs)), steps(program.steps.size());
+  steps.back() = true;
+  for (size_t i = program.steps.size(); i-- > 0;) {
+    const auto& step = program.steps[i];
+    for (const auto* arg : {&step.a, &step.b}) {
+      const bool same = steps[i] && hands_on_gradient(step, arg == &step.a ? 0 : 1);
+      if (arg->kind == PointwiseArg::Step) steps[static_cast<size_t>(arg->index)] = same;
+      if (arg->kind == PointwiseArg::Input) inputs[static_cast<size_t>(arg->index)] = same;
+    }
+  }
+  return inputs;
+}
+
+}  // namespace
+
+bool blockable(const Tensor& x) { return x.is_cpu() && x.layout() == at::kStrided && !x.is_neg() && x.is_contiguous(); }
+
+Tensor run_in_blocks(const PointwiseProgram& program, at::TensorList inputs, const Tensors& kept) {
+  Tensor result = fresh_like(inputs[0], inputs[0].scalar_type());
+  Layout layout(program, inputs[0], inputs);
+  layout.values.back().whole = flat(result);
+  layout.stays.back() = true;
+  for (size_t i = program.steps.size(); i-- > 0;) {
+    const auto& step = program.steps[i];
+    layout.runs[i] = true;
+    if (kept[i].defined()) {
+      layout.values[i].whole = flat(kept[i]);
+      layout.stays[i] = true;
+    }
+    const bool left = step.a.kind == PointwiseArg::Step, right = step.b.kind == PointwiseArg::Step;
+    if (left) layout.values[static_cast<size_t>(step.a.index)] = layout.values[i];
+    if (right) layout.values[static_cast<size_t>(step.b.index)] = left ? layout.new_scratch() : layout.values[i];
+  }
+  layout.find_sums(layout.stays);
+  layout.choose_block();
+  for_element_blocks(layout, [&](Blocks& work, int64_t begin, int64_t n) { work.forward(begin, n); });
+  return result;
+}
+
+Tensors backward_in_blocks(const PointwiseProgram& program, const PointwiseNeeds& needs, const Tensor& gradient,
+                           const Tensors& inputs, const Tensors& steps, const std::vector<bool>& wanted) {
+  Tensors results(wanted.size());
+  Layout layout(program, gradient, inputs);
+  layout.wanted.resize(wanted.size());
+  const auto through = passes_through(program);
+  bool any = false;
+  for (const auto& step : program.steps) {
+    for (const auto* arg : {&step.a, &step.b}) {
+      const auto at = static_cast<size_t>(arg->index);
+      if (arg->kind != PointwiseArg::Input || !wanted[at]) continue;
+      results[at] = through[at] ? gradient : fresh_like(gradient, gradient.scalar_type());
+      if (through[at]) continue;
+      layout.wanted[at] = flat(results[at]);
+      any = true;
+    }
+  }
+  if (!any) return results;
+  auto place_of = [&](const PointwiseArg& arg) -> Place {
+    const auto at = static_cast<size_t>(arg.index);
+    if (arg.kind == PointwiseArg::Input) return {layout.wanted[at], -1};
+    if (arg.kind == PointwiseArg::Step && needs.flows[at]) return layout.gradients[at];
+    return {};
+  };
+  for (size_t i = 0; i < program.steps.size(); ++i) {
+    if (needs.kept[i]) {
+      layout.values[i].whole = flat(steps[i]);
+      layout.stays[i] = true;
+    }
+    if (needs.again[i]) {
+      layout.values[i] = layout.new_scratch();
+      layout.runs[i] = true;
+    }
+    // A gradient that two arguments are computed from must outlast both; else it lies where it ends.
+    const Place left = place_of(program.steps[i].a), right = place_of(program.steps[i].b);
+    layout.gradients[i] = left.defined() && right.defined() ? layout.new_scratch() : left.defined() ? left : right;
+  }
+  layout.find_sums(needs.again);
+  layout.choose_block();
+  const Tensor g = flat(gradient);
+  for_element_blocks(layout, [&](Blocks& work, int64_t begin, int64_t n) {
+    work.forward(begin, n);
+    work.backward(g, needs);
+  });
+  return results;
+}
+
+}  // namespace plumb::pointwise_parts

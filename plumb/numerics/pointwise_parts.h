@@ -1,0 +1,38 @@
+// What plumb::pointwise is made of: steps on whole tensors, and on blocks in cache. Not for other rooms.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "plumb/numerics/pointwise.h"
+
+namespace plumb::pointwise_parts {
+
+using Tensors = std::vector<at::Tensor>;
+
+// The gradient of this argument is the step's own.
+inline bool hands_on_gradient(const PointwiseStep& step, int side) {
+  return step.kind == PointwiseKind::Add || (step.kind == PointwiseKind::Sub && side == 0) ||
+         (step.kind == PointwiseKind::Scale && step.backward == 1);
+}
+
+// Step by step with torch's operators, which autograd may watch.
+at::Tensor run_whole(const PointwiseProgram& program, at::TensorList inputs);
+
+// Gradients of the inputs where wanted, in operators that autograd may watch. inputs and steps hold what was saved;
+// what must be computed again is added to `steps`.
+Tensors backward_whole(const PointwiseProgram& program, const PointwiseNeeds& needs, const at::Tensor& gradient,
+                       const Tensors& inputs, Tensors steps, const std::vector<bool>& wanted);
+
+// Dense CPU tensors in C order: in other layouts torch picks other kernels, whose last bits differ.
+bool blockable(const at::Tensor& x);
+
+// `kept`: for each step undefined, or where its result goes as well. Inputs must be blockable.
+at::Tensor run_in_blocks(const PointwiseProgram& program, at::TensorList inputs, const Tensors& kept);
+
+// As backward_whole, with nothing that autograd sees. Saved tensors and the gradient must be blockable.
+Tensors backward_in_blocks(const PointwiseProgram& program, const PointwiseNeeds& needs, const at::Tensor& gradient,
+                           const Tensors& inputs, const Tensors& steps, const std::vector<bool>& wanted);
+
+}  // namespace plumb::pointwise_parts
