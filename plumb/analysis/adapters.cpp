@@ -19,8 +19,10 @@ void add_action(TimelineRun& run, const Action& action, int rank, double waiting
 
 }  // namespace
 
-FormatBand band_of(const FPFormat& format) {
-  return {format.name(), format.min_absolute_subnormal(), format.min_absolute_normal(), format.max_absolute_value()};
+std::optional<FormatBand> band_of(const FPFormat& format) {
+  if (format.has_blocks()) return std::nullopt;
+  return FormatBand{format.name(), format.min_absolute_subnormal(), format.min_absolute_normal(),
+                    format.max_absolute_value()};
 }
 
 ScaleStats scale_stats(const TensorMetrics& m, const FPFormat* format) {

@@ -1,6 +1,7 @@
 // Other rooms' results as charts.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,7 +17,8 @@
 
 namespace plumb {
 
-FormatBand band_of(const FPFormat& format);
+// Nothing where blocks share scales: there every block has a range of its own.
+std::optional<FormatBand> band_of(const FPFormat& format);
 
 // With a histogram also the exponents and, with a format, what it would do to the elements.
 ScaleStats scale_stats(const TensorMetrics& metrics, const FPFormat* format = nullptr);

@@ -49,7 +49,8 @@ for (const figure of all(".history-view")) {
   });
   if (!F) lossy.parentNode.hidden = true;
   const format = dir => F ? selects[dir].selectedIndex : -1;
-  const band = dir => F ? d.formats[format(dir)] : null;
+  // Where blocks share scales there is no range for all.
+  const band = dir => F && d.formats[format(dir)].max ? d.formats[format(dir)] : null;
 
   // A run's recorded step at or before the slider's; -1 before its first.
   const recorded = new Map();
@@ -79,7 +80,7 @@ for (const figure of all(".history-view")) {
     for (const run of d.runs) for (let p = dir * K; p < run.numbers.length; p += 2 * K) {
       for (let f = 0; f < 3; ++f) { const e = lg(run.numbers[p + f]); if (e !== null) { low = Math.min(low, e); high = Math.max(high, e); } }
     }
-    for (const f of d.formats) { low = Math.min(low, Math.log2(f.sub)); high = Math.max(high, Math.log2(f.max)); }
+    for (const f of d.formats) if (f.max) { low = Math.min(low, Math.log2(f.sub)); high = Math.max(high, Math.log2(f.max)); }
     if (low > high) { low = -8; high = 8; }
     high = Math.ceil(high) + 1;
     return {low: Math.max(Math.floor(low) - 1, high - 64), high};
@@ -121,7 +122,7 @@ for (const figure of all(".history-view")) {
       arrange();
     };
   });
-  const texts = d.tensors.map((t, i) => [t[0], t[1], ...d.runs.map(run => run.operators[i])].join(" ").toLowerCase());
+  const texts = d.tensors.map((t, i) => [t[0], t[1], ...d.runs.flatMap(run => [run.operators[i], run.parts[i]])].join(" ").toLowerCase());
   const arrange = () => {
     columns.forEach((column, c) => {
       if (c === sorted) column.button.setAttribute("aria-sort", down ? "descending" : "ascending");
@@ -269,7 +270,7 @@ for (const figure of all(".history-view")) {
     d.runs.forEach((run, r) => keys.forEach((key, dir) => {
       const s = row(r, i, dir);
       if (!s) return;
-      const what = [run.name, dir ? "gradient" : "value"];
+      const what = [run.name + (run.parts[i] ? ", " + run.parts[i] : ""), dir ? "gradient" : "value"];
       facts.push([...what, run.operators[i], s.step, short(s.std), short(s.mean_abs), short(s.abs_max), short(s.abs_min), share(s.zero), s.bad]);
       d.formats.forEach((f, g) => { if (!isNaN(s.shares[g][0])) losses.push([...what, f.name, ...s.shares[g].map(v => share(v))]); });
       const from = ((s.k * N + i) * 2 + dir) * B, exponents = [];

@@ -112,9 +112,11 @@ std::string to_html(const HistoryView& view) {
                {"tensors", json::array()},
                {"formats", json::array()}};
   for (const FPFormat& f : view.formats) {
-    const FormatBand band = band_of(f);
-    data["formats"].push_back(
-        {{"name", band.name}, {"sub", band.min_subnormal}, {"normal", band.min_normal}, {"max", band.max}});
+    json format = {{"name", f.name()}};
+    if (const auto band = band_of(f)) {
+      format.update({{"sub", band->min_subnormal}, {"normal", band->min_normal}, {"max", band->max}});
+    }
+    data["formats"].push_back(std::move(format));
   }
   std::vector<int64_t> sizes(n);
   std::string note;
@@ -127,10 +129,11 @@ std::string to_html(const HistoryView& view) {
     }
     std::vector<float> numbers(kept.size() * n * 2 * fields, std::nanf(""));
     std::vector<uint16_t> shares(kept.size() * n * 2 * bins);
-    json steps = json::array(), operators = json::array();
-    for (size_t i = 0; i < n; ++i) operators.push_back("");
+    json steps = json::array(), operators = json::array(), parts = json::array();
+    for (size_t i = 0; i < n; ++i) operators.push_back(""), parts.push_back("");
     for (size_t t = 0; t < history.tensors.size(); ++t) {
-      if (lines.of_run[r][t] != SIZE_MAX) operators[lines.of_run[r][t]] = history.tensors[t].operation;
+      const size_t line = lines.of_run[r][t];
+      if (line != SIZE_MAX) operators[line] = history.tensors[t].operation, parts[line] = history.tensors[t].part();
     }
     for (size_t k = 0; k < kept.size(); ++k) {
       const HistoryStep& step = history.steps[kept[k]];
@@ -167,6 +170,7 @@ std::string to_html(const HistoryView& view) {
     data["runs"].push_back({{"name", view.runs[r].name},
                             {"steps", std::move(steps)},
                             {"operators", std::move(operators)},
+                            {"parts", std::move(parts)},
                             {"numbers", base64(numbers.data(), numbers.size() * sizeof(float))},
                             {"shares", base64(shares.data(), shares.size() * sizeof(uint16_t))}});
   }

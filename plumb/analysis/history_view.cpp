@@ -22,6 +22,14 @@ std::vector<const HistoryRow*> rows_at(const History& history, int64_t step) {
   return found;
 }
 
+// Whether tensors are known to be of ranks or stages.
+bool of_parts(const HistoryView& view) {
+  return std::any_of(view.runs.begin(), view.runs.end(), [](const HistoryRun& run) {
+    const auto& tensors = run.history.tensors;
+    return std::any_of(tensors.begin(), tensors.end(), [](const HistoryTensor& t) { return !t.part().empty(); });
+  });
+}
+
 }  // namespace
 
 void check_recorded(const HistoryView& view) {
@@ -121,7 +129,10 @@ Table event_table(const HistoryView& view) {
       std::string first;
       if (!event.first.empty()) {
         const auto& c = event.first.front();
-        first = run.history.tensors[c.tensor].name + (c.backward ? " (gradient): " : ": ") + short_number(c.value);
+        const HistoryTensor& tensor = run.history.tensors[c.tensor];
+        const std::string part = tensor.part();
+        first = tensor.name + (part.empty() ? "" : " of " + part) + (c.backward ? " (gradient): " : ": ") +
+                short_number(c.value);
       }
       table.rows.push_back({run.name, std::to_string(event.step), event.condition, std::to_string(event.count), first});
     }
@@ -130,7 +141,10 @@ Table event_table(const HistoryView& view) {
 }
 
 Table format_table(const HistoryView& view, int64_t step, size_t most) {
-  Table table{{"tensor", "operator", "of"}, {}};
+  Table table{{"tensor", "operator"}, {}};
+  const bool parts = of_parts(view);
+  if (parts) table.header.push_back("part");
+  table.header.push_back("of");
   if (view.runs.size() > 1) table.header.insert(table.header.begin(), "run");
   for (const FPFormat& f : view.formats) {
     for (const char* what : {" to 0", " loses digits", " too large"}) table.header.push_back(f.name() + what);
@@ -142,7 +156,9 @@ Table format_table(const HistoryView& view, int64_t step, size_t most) {
       if (!found[i] || !found[i]->data.histogram) continue;
       const TensorMetrics m = found[i]->data.full();
       const HistoryTensor& tensor = run.history.tensors[i / 2];
-      std::vector<std::string> row = {tensor.name, tensor.operation, i % 2 ? "gradient" : "value"};
+      std::vector<std::string> row = {tensor.name, tensor.operation};
+      if (parts) row.push_back(tensor.part());
+      row.push_back(i % 2 ? "gradient" : "value");
       if (view.runs.size() > 1) row.insert(row.begin(), run.name);
       double lost = 0;
       for (const FPFormat& f : view.formats) {

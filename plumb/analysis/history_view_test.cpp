@@ -75,6 +75,29 @@ TEST(HistoryView, DrawsAStepAsAPictureForPapers) {
   EXPECT_THROW(scale_chart(HistoryView{"", {{"a", History{}}}}, 1), Error);
 }
 
+TEST(HistoryView, NamesTheRankAndStageOfATensorWhereTheyAreKnown) {
+  HistoryView view{"", {{"run", made(2, 1, 0, 0)}}, formats()};
+  EXPECT_THAT(to_html(view), Not(HasSubstr("rank")));
+  view.runs[0].history.tensors[1].stage = 1;
+  view.runs[0].history.tensors[1].rank = 3;
+  view.runs[0].history.events.push_back({1, 0, "std > 0", 1, {{1, false, 5}}});
+  const Table table = format_table(view);
+  EXPECT_EQ(table.header[2], "part");
+  for (const auto& row : table.rows) EXPECT_EQ(row[2], row[0] == "layers.0.y_1" ? "stage 1, rank 3" : "");
+  EXPECT_EQ(event_table(view).rows[0][4], "layers.0.y_1 of stage 1, rank 3: 5");
+  EXPECT_THAT(to_html(view), HasSubstr("stage 1, rank 3"));
+}
+
+TEST(HistoryView, DrawsNoRangeWhereEveryBlockHasItsOwn) {
+  HistoryView view{"", {{"run", made(2, 1, 0, 0)}}, {FPFormat::parse("mxfp8"), FPFormat::parse("e5m2")}};
+  const ScaleChart chart = scale_chart(view);
+  EXPECT_FALSE(chart.fwd_band.has_value());
+  EXPECT_TRUE(chart.bwd_band.has_value());
+  EXPECT_NO_THROW(to_svg(chart));
+  EXPECT_THAT(to_html(view), HasSubstr("{\"name\":\"mxfp8e4m3\"}"));
+  EXPECT_EQ(format_table(view).header[3], "mxfp8e4m3 to 0");
+}
+
 TEST(HistoryView, ScalarsBecomeChartsAndEventsATable) {
   HistoryView view{"", {{"a", made(1, 3, 0, 0)}, {"b", made(1, 2, 0, 0)}}, {}};
   view.runs[0].history.scalars.push_back({11, {{"loss", 9.0}}});  // written again after a crash

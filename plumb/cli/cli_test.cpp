@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 #include <string>
 
@@ -521,6 +522,14 @@ TEST_F(Command, RecordsATrainingAndShowsItsHistory) {
   for (const char* name : {"three.history.rank0", "three.history.rank1"}) {
     EXPECT_NE(plumb(std::string("track --history ") + name).out.find("gradient"), std::string::npos) << name;
   }
+  // And are shown as one.
+  const Ended whole = plumb("track --history three.history --html three.html");
+  EXPECT_EQ(whole.code, 0) << whole.err;
+  EXPECT_NE(read(folder() / "three.html").find("stage 1, rank 1"), std::string::npos);
+  const Ended parts = plumb("track --history three.history --json");
+  std::set<std::string> seen;
+  for (const Json& row : Json::parse(parts.out)) seen.insert(row.at("part").get<std::string>());
+  EXPECT_EQ(seen, (std::set<std::string>{"stage 0, rank 0", "stage 1, rank 1"}));
   wrong("train lm.pt2 --data tokens.bin --record rules.toml", "--record");
   wrong("track --compare two.history", "--compare");
   wrong("track mlp.pt2 --history one.history", "--history");

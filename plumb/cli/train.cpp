@@ -164,9 +164,9 @@ void add_train(CLI::App& app) {
   sub->add_option("--save", o->save, "The .pt2 file for the trained weights, under the same names");
   sub->add_option("--record", o->record,
                   "A TOML file of rules: what to measure while training, and when (docs/history.md)");
-  sub->add_option(
-      "--history", o->history,
-      "Where to record it; plumb track --history shows it. With several stages FILE.rank0, FILE.rank1, ...");
+  sub->add_option("--history", o->history,
+                  "Where to record it; plumb track --history shows it. With several stages a file each rank, "
+                  "FILE.rank0, FILE.rank1, ...");
   sub->add_option("--seed", o->seed, "Of the draw of samples, and of dropout");
   sub->add_option("--threads", o->threads,
                   "Of each process (default: the cores shared out). With the same number losses are equal bit for bit "

@@ -226,7 +226,8 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
     const bool part = o.stages > 1;
     recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, group.rank()),
                                           RecorderOptions{.part = part});
-    for (const auto& [index, stage] : stages) recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module());
+    for (const auto& [index, stage] : stages)
+      recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), part ? index : -1);
   }
   const auto begin = std::chrono::steady_clock::now();
   for (int step = 1; step <= o.steps; ++step) {

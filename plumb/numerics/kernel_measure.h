@@ -67,6 +67,19 @@ inline double sum_lanes(const T* lanes, int n) {
   return sum;
 }
 
+// Whether no two values have different signs; zeros have none. For sums that say it may be so.
+template <class T>
+inline bool of_one_sign(const T* x, int n, double sum, double sum_abs) {
+  const double magnitude = sum < 0 ? -sum : sum;
+  if (sum_abs - magnitude > 1e-4 * sum_abs) return false;
+  int below = 0, above = 0;
+  for (int i = 0; i < n; ++i) {
+    below |= x[i] < 0;
+    above |= x[i] > 0;
+  }
+  return !(below && above);
+}
+
 template <class T>
 inline void measure_sub_block(const T* x, int n, T shift, bool prefetch, Partial& p) {
   constexpr int L = kSumLanes * 4 / int(sizeof(T));
@@ -113,6 +126,9 @@ inline void measure_sub_block(const T* x, int n, T shift, bool prefetch, Partial
     for (int k = 0; k < n; ++k) zeros += x[k] == 0;
     p.zeros += zeros;
   }
+  const double total = double(shift) * n + sum_all;
+  // The shifted sum has more digits, and mean |x| is |mean| then.
+  if (of_one_sign(x, n, total, absolute_all)) absolute_all = total < 0 ? -total : total;
   merge_moments(p, n, double(shift) + sum_all / n, square_all - sum_all * sum_all / n);
   p.sum_abs += absolute_all;
   if (most > p.abs_max) p.abs_max = most;

@@ -6,6 +6,7 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/metrics_gather.h"
+#include "plumb/numerics/metrics_sum.h"
 
 namespace plumb {
 namespace {
@@ -121,6 +122,8 @@ TensorMetrics finish_metrics(const kernel::Partial& p, int64_t numel) {
   } else {
     m.mean_abs = p.sum_abs / double(numel);
     m.abs_mean = std::fabs(p.mean);
+    // Of values of one sign these are one number, gathered in two ways.
+    if (std::fabs(m.mean_abs - m.abs_mean) <= 1e-11 * m.mean_abs) m.abs_mean = m.mean_abs;
     m.std = numel > 1 ? std::sqrt(std::max(0.0, p.m2) / double(numel - 1)) : kNaN;
     m.abs_max = p.abs_max;
     m.abs_min = p.abs_min;
@@ -151,11 +154,19 @@ double TensorMetrics::overflow_share(const FPFormat& format) const {
   return weighted_share(*this, [&](int e) { return share_above(e, limit); });
 }
 
-TensorMetrics measure(const at::Tensor& x, const MetricsOptions& options) {
+namespace {
+
+void check_measurable(const at::Tensor& x) {
   check_tensor(x, "measure");
   if (x.is_complex())
     throw Error(ErrorKind::InvalidArgument, "measure does not take complex tensors", "",
                 "measure at::view_as_real(x), or x.abs()");
+}
+
+}  // namespace
+
+TensorMetrics measure(const at::Tensor& x, const MetricsOptions& options) {
+  check_measurable(x);
   at::NoGradGuard no_grad;
   kernel::Partial partial;
   std::array<uint64_t, kernel::kHistogramBins> counts;
@@ -166,5 +177,36 @@ TensorMetrics measure(const at::Tensor& x, const MetricsOptions& options) {
   measure_any(x, partial, options);
   return finish_metrics(partial, x.numel());
 }
+
+struct MetricsSum::State {
+  MetricsOptions options;
+  int64_t numel = 0;
+  kernel::Partial partial;
+  std::array<uint64_t, kernel::kHistogramBins> counts{};
+};
+
+MetricsSum::MetricsSum(const MetricsOptions& options) : state_(std::make_unique<State>()) {
+  state_->options = options;
+  if (options.histogram) state_->partial.histogram = state_->counts.data();
+}
+MetricsSum::~MetricsSum() = default;
+MetricsSum::MetricsSum(MetricsSum&&) noexcept = default;
+MetricsSum& MetricsSum::operator=(MetricsSum&&) noexcept = default;
+
+void MetricsSum::add(const at::Tensor& x) {
+  check_measurable(x);
+  at::NoGradGuard no_grad;
+  measure_any(x, state_->partial, state_->options);
+  state_->numel += x.numel();
+}
+
+void MetricsSum::add(const MetricsSum& other) {
+  State& mine = *state_;
+  if (!other.state_->options.histogram) mine.partial.histogram = nullptr, mine.options.histogram = false;
+  merge(mine.partial, other.state_->partial);
+  mine.numel += other.state_->numel;
+}
+
+TensorMetrics MetricsSum::metrics() const { return finish_metrics(state_->partial, state_->numel); }
 
 }  // namespace plumb

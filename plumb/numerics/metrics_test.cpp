@@ -7,6 +7,7 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/metrics_gather.h"
+#include "plumb/numerics/metrics_sum.h"
 #include "plumb/numerics/quantise.h"
 
 namespace plumb {
@@ -174,6 +175,81 @@ TEST(Metrics, OtherDtypes) {
   EXPECT_THROW(measure(at::empty({3}, at::kComplexFloat)), Error);
   EXPECT_THROW(measure(at::Tensor()), Error);
   EXPECT_THROW(measure(at::empty({3}, at::kMeta)), Error);
+}
+
+TEST(Metrics, ValuesOfOneSignHaveOneMean) {
+  at::manual_seed(11);
+  for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+    for (int64_t n : {1, 3, 16, 100, 4097, 70000, 1200000}) {
+      const at::Tensor x = at::randn({n}, at::kDouble);
+      for (const at::Tensor& each :
+           {x.relu(), -x.relu(), x.abs() + 0.1, at::full({n}, 0.1, at::kDouble), x.abs() * 1e-4}) {
+        const TensorMetrics m = measure(each.to(dtype));
+        EXPECT_EQ(m.mean_abs, m.abs_mean) << c10::toString(dtype) << n;
+        const double wanted = each.to(dtype).to(at::kDouble).abs().mean().item<double>();
+        EXPECT_NEAR(m.mean_abs, wanted, 1e-6 * wanted);
+      }
+    }
+  }
+}
+
+TEST(Metrics, OneValueOfTheOtherSignPartsTheMeans) {
+  for (int64_t n : {3, 1000, 5000, 100000}) {
+    at::Tensor x = at::ones({n});
+    x[n / 2] = -0.01;
+    const TensorMetrics m = measure(x);
+    EXPECT_NEAR((m.mean_abs - m.abs_mean) * n, 0.02, 2e-3) << n;
+  }
+}
+
+bool same_bits(double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); }
+
+void expect_same(const TensorMetrics& a, const TensorMetrics& b) {
+  EXPECT_TRUE(same_bits(a.mean_abs, b.mean_abs) && same_bits(a.abs_mean, b.abs_mean) && same_bits(a.std, b.std));
+  EXPECT_TRUE(same_bits(a.abs_max, b.abs_max) && same_bits(a.abs_min, b.abs_min));
+  EXPECT_EQ(a.numel, b.numel);
+  EXPECT_EQ(a.nan_count, b.nan_count);
+  EXPECT_EQ(a.inf_count, b.inf_count);
+  EXPECT_EQ(a.zero_count, b.zero_count);
+  ASSERT_EQ(a.histogram.has_value(), b.histogram.has_value());
+  if (a.histogram) EXPECT_EQ(a.histogram->counts, b.histogram->counts);
+}
+
+TEST(Metrics, TensorsAddedAreMeasuredAsOne) {
+  at::manual_seed(12);
+  std::vector<at::Tensor> parts;
+  for (int64_t n : {1, 70000, 50, 0, 300}) parts.push_back(at::randn({n}) * 3 + 1);
+  parts[2][3] = 0;
+  MetricsSum sum({.histogram = true}), first({.histogram = true}), rest({.histogram = true});
+  for (size_t i = 0; i < parts.size(); ++i) sum.add(parts[i]), (i < 2 ? first : rest).add(parts[i]);
+  const at::Tensor all = at::cat(parts);
+  expect_torch(sum.metrics(), all);
+  first.add(rest);
+  expect_torch(first.metrics(), all);
+  EXPECT_EQ(sum.metrics().zero_count, 1);
+  EXPECT_EQ(sum.metrics().histogram->counts, measure(all, {.histogram = true}).histogram->counts);
+  for (const at::Tensor& x : {parts[1], parts[0], parts[3]}) {
+    MetricsSum one({.histogram = true});
+    one.add(x);
+    expect_same(one.metrics(), measure(x, {.histogram = true}));
+  }
+}
+
+TEST(Metrics, NaNAndInfinityInOneTensorAreInTheSum) {
+  const double inf = std::numeric_limits<double>::infinity();
+  for (const double bad : {inf, -inf, std::numeric_limits<double>::quiet_NaN()}) {
+    for (const at::Tensor& other : {at::randn({9}), at::full({1}, inf), at::empty({0})}) {
+      const at::Tensor x = at::full({1}, bad);
+      MetricsSum sum;
+      sum.add(other);
+      sum.add(x);
+      expect_same(sum.metrics(), measure(at::cat({other, x})));
+    }
+  }
+  MetricsSum nothing;
+  EXPECT_EQ(nothing.metrics().numel, 0);
+  EXPECT_TRUE(std::isnan(nothing.metrics().std));
+  EXPECT_THROW(nothing.add(at::empty({3}, at::kMeta)), Error);
 }
 
 TEST(Metrics, DoNotDependOnThreads) {

@@ -20,6 +20,11 @@ struct HistoryTensor {
   std::string operation;  // "aten::linear"; "parameter", "buffer", "input"
   std::string dtype;      // "float32"
   std::vector<int64_t> sizes;
+  int64_t stage = -1;  // of a pipeline; -1: not told
+  int64_t rank = -1;   // whose file it is from; -1: the file stands alone
+
+  // "stage 1, rank 0", "rank 0"; "" where neither is known.
+  std::string part() const;
 
   bool operator==(const HistoryTensor&) const = default;
 };
@@ -70,10 +75,17 @@ struct History {
   int64_t last_step() const;
 };
 
-// Throws Error(BadFile) that names the file and the byte for what is no history or is damaged before its last record.
+// A file, or what the ranks of one run wrote: PATH.rank0, PATH.rank1, ... as one history where there is no PATH itself
+// (merge_histories). Throws Error(BadFile) that names the file and the byte for what is no history or is damaged before
+// its last record, and for a set of files in which a rank is missing.
 History read_history(const std::filesystem::path& path);
 // From memory; `name` is for messages.
 History parse_history(std::string_view bytes, const std::string& name = "history");
+
+// What rank r of a run wrote is ranks[r]. Tensors get their rank, and stand in the order of stages, where told, and
+// ranks. A step has the rows of every rank that wrote it. Numbers given to step() that several ranks tell otherwise are
+// told apart as "NAME (rank N)". Conditions that held in the same step are one event with the counts summed.
+History merge_histories(std::vector<History> ranks);
 
 // Appends. Every record reaches the system in one write, so that a process that dies loses nothing it recorded. One
 // writer a file. A write that fails leaves the file as it was before and throws Error(InvalidArgument).

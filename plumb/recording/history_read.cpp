@@ -1,9 +1,5 @@
-#include <sys/stat.h>
-
 #include <cmath>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -102,7 +98,7 @@ class Parser {
       case format::kTensors:
         for (const json& each : json::parse(payload)) {
           out_.tensors.push_back({each.at("name"), each.at("module"), each.at("operator"), each.at("dtype"),
-                                  each.at("sizes").get<std::vector<int64_t>>()});
+                                  each.at("sizes").get<std::vector<int64_t>>(), each.value("stage", int64_t{-1})});
         }
         break;
       case format::kStep: step(payload); break;
@@ -176,16 +172,5 @@ int64_t History::last_step() const {
 }
 
 History parse_history(std::string_view bytes, const std::string& name) { return Parser(bytes, name).parse(); }
-
-History read_history(const std::filesystem::path& path) {
-  std::error_code error;
-  std::ifstream in(path, std::ios::binary);
-  std::string bytes{std::istreambuf_iterator<char>(in), {}};
-  if (!in || std::filesystem::is_directory(path, error)) {
-    throw Error(ErrorKind::BadFile, "cannot read the history \"" + path.string() + "\"", "",
-                "name a file that a Recorder wrote");
-  }
-  return parse_history(bytes, path.string());
-}
 
 }  // namespace plumb

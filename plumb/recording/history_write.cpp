@@ -30,7 +30,10 @@ void put(std::string& out, const T& value) {
 std::string text_of(const json& value) { return value.dump(-1, ' ', false, json::error_handler_t::replace); }
 
 json json_of(const HistoryTensor& t) {
-  return {{"name", t.name}, {"module", t.module}, {"operator", t.operation}, {"dtype", t.dtype}, {"sizes", t.sizes}};
+  json out = {
+      {"name", t.name}, {"module", t.module}, {"operator", t.operation}, {"dtype", t.dtype}, {"sizes", t.sizes}};
+  if (t.stage >= 0) out["stage"] = t.stage;
+  return out;
 }
 
 // Nothing at all, or what a recorder leaves that never came to a step.

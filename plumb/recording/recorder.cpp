@@ -14,12 +14,21 @@ namespace plumb {
 struct Recorder::Place {
   int64_t slot = 0;
   uint32_t tensor = 0;
+  bool state = false;  // a parameter or buffer
   std::vector<uint32_t> rules;
 };
 
 struct Recorder::Part {
   std::shared_ptr<ScaleTracker> tracker;
   std::vector<Place> places;
+};
+
+// What a step measured of a tensor or its gradient.
+struct Recorder::Seen {
+  const Place* place = nullptr;
+  bool backward = false;
+  Metrics::Data data;
+  std::shared_ptr<const MetricsSum> sum;
 };
 
 namespace {
@@ -87,7 +96,7 @@ Recorder::Recorder(GraphModule& module, RecordRules rules, const std::filesystem
 
 Recorder::~Recorder() = default;
 
-void Recorder::attach(GraphModule& module) {
+void Recorder::attach(GraphModule& module, int64_t stage) {
   Part part{ScaleTracker::create(), {}};
   std::vector<HistoryTensor> here;
   track_scales(module, *part.tracker);
@@ -99,7 +108,9 @@ void Recorder::attach(GraphModule& module) {
     tracked.emplace(node->result(), value);
     if (node->arg("tracker") != Arg(part.tracker->id())) continue;
     HistoryTensor tensor = describe(value, module.state());
-    Place place{node->arg("slot").constant().toInt(), 0, {}};
+    tensor.stage = stage;
+    const bool state = value->producer()->kind() == NodeKind::GetAttr;
+    Place place{node->arg("slot").constant().toInt(), 0, state, {}};
     for (size_t r = 0; r < rules_.rules.size(); ++r) {
       if (fits(rules_.rules[r], tensor)) place.rules.push_back(static_cast<uint32_t>(r)), fitted_[r] = true;
     }
@@ -149,46 +160,63 @@ void Recorder::prepare() {
         const RecordRule& rule = rules_.rules[r];
         wanted.forward |= rule.forward, wanted.backward |= rule.backward, wanted.histogram |= rule.histogram();
       }
+      wanted.forward_together = !place.state, wanted.backward_together = true;
       part.tracker->want(place.slot, wanted);
     }
   }
   prepared_ = due_;
 }
 
-void Recorder::find_rows(HistoryStep& step, std::vector<HistoryEvent>& events) {
-  std::unordered_map<uint64_t, size_t> rows;  // a tensor and its direction -> its row
-  std::unordered_map<uint32_t, HistoryEvent> held;
+// The same model for several shapes is several graphs, and a tensor of one may be a tensor of another.
+std::vector<Recorder::Seen> Recorder::seen() const {
+  std::vector<Seen> out;
+  std::unordered_map<uint64_t, size_t> known;  // a tensor and its direction
   for (const Part& part : parts_) {
     for (const Place& place : part.places) {
       for (const Direction direction : {Direction::Forward, Direction::Backward}) {
-        const bool backward = direction == Direction::Backward;
-        const auto data = part.tracker->measured(place.slot, direction);
+        auto data = part.tracker->measured(place.slot, direction);
         if (!data) continue;
-        HistoryRow row{place.tensor, backward, true, 0, *data};
-        std::optional<TensorMetrics> full;
-        for (uint32_t r : place.rules) {
-          const RecordRule& rule = rules_.rules[r];
-          if (!due_[r] || !(backward ? rule.backward : rule.forward)) continue;
-          if (rule.when) {
-            if (!full) full = data->full();
-            const double value = rule.when->statistic.of(*full);
-            if (!rule.when->holds(value)) continue;
-            HistoryEvent& event = held.try_emplace(r, HistoryEvent{step.step, r, rule.when->to_string()}).first->second;
-            if (++event.count <= 16) event.first.push_back({place.tensor, backward, value});
-          } else {
-            row.by_condition = false;
-          }
-          row.present |= rule.statistics;
-        }
-        if (row.present == 0) continue;
-        const auto [at, is_new] = rows.try_emplace(uint64_t{place.tensor} << 1 | backward, step.rows.size());
+        const bool backward = direction == Direction::Backward;
+        Seen one{&place, backward, std::move(*data), part.tracker->sum(place.slot, direction)};
+        const auto [at, is_new] = known.try_emplace(uint64_t{place.tensor} << 1 | backward, out.size());
         if (is_new) {
-          step.rows.push_back(std::move(row));
-        } else {
-          step.rows[at->second] = std::move(row);
+          out.push_back(std::move(one));
+          continue;
         }
+        Seen& all = out[at->second];
+        if (all.sum && one.sum) {
+          auto both = std::make_shared<MetricsSum>(MetricsOptions{.histogram = all.data.histogram != nullptr});
+          both->add(*all.sum), both->add(*one.sum);
+          one.data = Metrics::Data::of(both->metrics());
+          one.sum = std::move(both);
+        }
+        all = std::move(one);
       }
     }
+  }
+  return out;
+}
+
+void Recorder::find_rows(HistoryStep& step, std::vector<HistoryEvent>& events) {
+  std::unordered_map<uint32_t, HistoryEvent> held;
+  for (Seen& each : seen()) {
+    HistoryRow row{each.place->tensor, each.backward, true, 0, std::move(each.data)};
+    std::optional<TensorMetrics> full;
+    for (uint32_t r : each.place->rules) {
+      const RecordRule& rule = rules_.rules[r];
+      if (!due_[r] || !(each.backward ? rule.backward : rule.forward)) continue;
+      if (rule.when) {
+        if (!full) full = row.data.full();
+        const double value = rule.when->statistic.of(*full);
+        if (!rule.when->holds(value)) continue;
+        HistoryEvent& event = held.try_emplace(r, HistoryEvent{step.step, r, rule.when->to_string()}).first->second;
+        if (++event.count <= 16) event.first.push_back({row.tensor, row.backward, value});
+      } else {
+        row.by_condition = false;
+      }
+      row.present |= rule.statistics;
+    }
+    if (row.present != 0) step.rows.push_back(std::move(row));
   }
   for (auto& [r, event] : held) events.push_back(std::move(event));
   std::sort(events.begin(), events.end(), [](const auto& a, const auto& b) { return a.rule < b.rule; });

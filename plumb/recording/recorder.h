@@ -41,13 +41,14 @@ class Recorder {
   Recorder(RecordRules rules, const std::filesystem::path& path, RecorderOptions options = {});
   ~Recorder();
 
-  // Records this graph too: the same model for other shapes, or a part of a model. Tensors of the same name, operator
-  // and sizes are one. Throws Error(InvalidArgument) for a rule that fits no tensor of any module so far, with the
-  // names there are.
-  void attach(GraphModule& module);
+  // Records this graph too: the same model for other shapes, or a part of a model, where it is one the stage of a
+  // pipeline. Tensors of the same name, operator, sizes and stage are one. Throws Error(InvalidArgument) for a rule
+  // that fits no tensor of any module so far, with the names there are.
+  void attach(GraphModule& module, int64_t stage = -1);
 
-  // The step is over: writes what its rules ask for, and makes ready for the next. What ran last counts, where a module
-  // ran several times. Steps count from 1. Answers the number of rows written.
+  // The step is over: writes what its rules ask for, and makes ready for the next. Where a module ran several times
+  // (microbatches), a value's and a gradient's elements of all runs are measured as one tensor (MetricsSum); of
+  // parameters' and buffers' values the last counts. Steps count from 1. Answers the number of rows written.
   size_t step(const Scalars& scalars = {});
   // The number of the step that runs now.
   int64_t current_step() const { return step_; }
@@ -59,8 +60,10 @@ class Recorder {
  private:
   struct Place;
   struct Part;
+  struct Seen;
   bool due(size_t rule) const;
   void prepare();
+  std::vector<Seen> seen() const;
   void find_rows(HistoryStep& step, std::vector<HistoryEvent>& events);
 
   const RecordRules rules_;

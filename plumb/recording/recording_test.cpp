@@ -312,6 +312,102 @@ TEST_F(Recording, StandsBesideATrackerAndAnotherRecorder) {
   EXPECT_EQ(ha.tensors, hb.tensors);
 }
 
+const HistoryRow* find_row(const History& history, const HistoryStep& step, const std::string& name, bool backward) {
+  for (const HistoryRow& row : step.rows) {
+    if (history.tensors[row.tensor].name == name && row.backward == backward) return &row;
+  }
+  return nullptr;
+}
+
+void expect_measured(const HistoryRow* row, const at::Tensor& x) {
+  ASSERT_NE(row, nullptr);
+  const TensorMetrics m = measure(x, {.histogram = true});
+  const Metrics::Data& d = row->data;
+  EXPECT_NEAR(d.mean_abs, m.mean_abs, 1e-6 * m.mean_abs);
+  EXPECT_NEAR(d.abs_mean, m.abs_mean, 1e-6 * m.mean_abs);
+  EXPECT_NEAR(d.std, m.std, 1e-6 * m.std);
+  EXPECT_EQ(d.abs_max, m.abs_max);
+  EXPECT_EQ(d.abs_min, m.abs_min);
+  EXPECT_EQ(d.numel, m.numel);
+  EXPECT_EQ(d.nan_count, m.nan_count);
+  EXPECT_EQ(d.zero_count, m.zero_count);
+  ASSERT_NE(d.histogram, nullptr);
+  EXPECT_EQ(d.histogram->counts, m.histogram->counts);
+}
+
+TEST_F(Recording, MicrobatchesOfAStepAreMeasuredAsOneTensor) {
+  // Forwards first, as a pipeline has them; or each with its backward, as accumulated gradients have them.
+  for (const bool forwards_first : {true, false}) {
+    auto module = model();
+    const fs::path path = file(forwards_first ? "a" : "b");
+    Recorder recorder(*module, RecordRules::everything(1), path);
+    std::vector<at::Tensor> inputs, losses, gradients;
+    for (int m = 0; m < 3; ++m) {
+      inputs.push_back(at::randn({16, 8}) * (m + 1) + m);
+      losses.push_back(module->run({inputs.back()})[0].toTensor() * std::exp2(-4 * m));
+      if (!forwards_first) losses.back().backward();
+    }
+    if (forwards_first) {
+      for (auto& loss : losses) loss.backward();
+    }
+    EXPECT_EQ(recorder.step(), 12u);
+    auto plain = model();
+    plain->state().get("fc.weight").tensor.data().copy_(module->state().get("fc.weight").tensor.detach());
+    for (int m = 0; m < 3; ++m) {
+      plain->state().get("fc.weight").tensor.mutable_grad().reset();
+      (plain->run({inputs[size_t(m)]})[0].toTensor() * std::exp2(-4 * m)).backward();
+      gradients.push_back(plain->state().get("fc.weight").tensor.grad());
+    }
+    train_step(*module, inputs[0]);
+    recorder.step();
+    const History history = read_history(path);
+    const HistoryStep &three = history.steps[0], &one = history.steps[1];
+    expect_measured(find_row(history, three, "x", false), at::cat(inputs));
+    expect_measured(find_row(history, three, "fc.weight", true), at::cat(gradients));
+    // Once, as it is the same in every microbatch.
+    expect_measured(find_row(history, three, "fc.weight", false), module->state().get("fc.weight").tensor.detach());
+    // The next step begins anew.
+    expect_measured(find_row(history, one, "x", false), inputs[0]);
+    expect_measured(find_row(history, one, "fc.weight", true), gradients[0]);
+  }
+}
+
+TEST_F(Recording, AConditionSeesEveryMicrobatch) {
+  auto module = model();
+  Recorder recorder(
+      *module,
+      RecordRules::parse("[[rule]]\nname = \"x\"\nevery = 1\nwhen = { statistic = \"nan_count\", above = 0 }\n"),
+      file());
+  at::Tensor bad = at::randn({16, 8});
+  bad[0][0] = NAN;
+  train_step(*module, bad);
+  train_step(*module, at::randn({16, 8}));
+  EXPECT_EQ(recorder.step(), 2u);
+  train_step(*module, at::randn({16, 8}));
+  EXPECT_EQ(recorder.step(), 0u);
+}
+
+TEST_F(Recording, GraphsForSeveralShapesShareAParametersGradient) {
+  State state;
+  parameter(state, "fc.weight", at::randn({8, 8}));
+  auto large = module_of(kModel, state);
+  std::string text = kModel;
+  for (size_t at = 0; (at = text.find("[16, 8]", at)) != std::string::npos;) text.replace(at, 7, "[4, 8]");
+  auto small = module_of(text.c_str(), state);
+  Recorder recorder(*large, RecordRules::everything(1), file());
+  recorder.attach(*small);
+  large->run({at::randn({16, 8})})[0].toTensor().backward();
+  const at::Tensor first = large->state().get("fc.weight").tensor.grad().clone();
+  small->run({at::randn({4, 8})})[0].toTensor().backward();
+  const at::Tensor second = large->state().get("fc.weight").tensor.grad() - first;
+  recorder.step();
+  const History history = read_history(file());
+  const HistoryRow* row = find_row(history, history.steps[0], "fc.weight", true);
+  ASSERT_NE(row, nullptr);
+  EXPECT_EQ(row->data.numel, 128);
+  EXPECT_NEAR(row->data.std, at::cat({first, second}).std().item<double>(), 1e-5);
+}
+
 TEST_F(Recording, AGraphOutlivesItsRecorder) {
   auto module = model();
   { Recorder recorder(*module, RecordRules::everything(1), file()); }
@@ -463,6 +559,72 @@ TEST_F(Recording, HostileFilesEndInAnErrorOrInAHistory) {
       ASSERT_EQ(e.kind(), ErrorKind::BadFile) << e.what();
     }
   }
+}
+
+// ---- ranks ----
+
+// What rank `rank` of a pipeline writes: a tensor of each of its stages.
+void write_rank(const fs::path& path, int rank, const std::vector<int64_t>& stages, int steps, double loss) {
+  HistoryWriter writer(fs::path(path).concat(".rank" + std::to_string(rank)), false);
+  writer.rules("[[rule]]");
+  for (int s = 1; s <= steps; ++s) {
+    HistoryStep step{s, {}};
+    for (const int64_t stage : stages) {
+      HistoryRow row{writer.tensor({"y" + std::to_string(stage), "", "aten::linear", "float32", {4}, stage}),
+                     false,
+                     false,
+                     kAllStatistics >> 1,
+                     {}};
+      row.data.std = double(stage), row.data.numel = 4;
+      step.rows.push_back(row);
+    }
+    writer.step(step);
+    writer.scalars({s, {{"loss", loss}, {"rate", 0.5}}});
+    writer.event({s, 0, "std > 1", 2, {{0, false, double(rank)}}});
+  }
+}
+
+TEST_F(Recording, TheFilesOfARunsRanksAreOneHistory) {
+  write_rank(file(), 0, {0, 2}, 3, 1);
+  write_rank(file(), 1, {1, 3}, 2, 2);  // still writes its third step
+  std::ofstream(file("run.history.rank1"), std::ios::app | std::ios::binary) << "half";
+  const History history = read_history(file());
+  ASSERT_EQ(history.tensors.size(), 4u);
+  for (int64_t stage = 0; stage < 4; ++stage) {
+    const HistoryTensor& t = history.tensors[static_cast<size_t>(stage)];
+    EXPECT_EQ(t.name, "y" + std::to_string(stage));
+    EXPECT_EQ(t.stage, stage);
+    EXPECT_EQ(t.rank, stage % 2);
+  }
+  EXPECT_EQ(history.tensors[3].part(), "stage 3, rank 1");
+  ASSERT_EQ(history.steps.size(), 3u);
+  EXPECT_EQ(history.steps[2].rows.size(), 2u);
+  ASSERT_EQ(history.steps[1].rows.size(), 4u);
+  for (const HistoryRow& row : history.steps[1].rows) EXPECT_EQ(row.data.std, history.tensors[row.tensor].stage);
+  EXPECT_EQ(history.rules.size(), 1u);
+  EXPECT_EQ(history.torn_bytes, 4u);
+  ASSERT_EQ(history.events.size(), 3u);
+  EXPECT_EQ(history.events[0].count, 4);
+  ASSERT_EQ(history.events[0].first.size(), 2u);
+  EXPECT_EQ(history.tensors[history.events[0].first[1].tensor].name, "y1");
+  using Values = std::vector<std::pair<std::string, double>>;
+  EXPECT_EQ(history.scalars[0].values, (Values{{"loss (rank 0)", 1}, {"loss (rank 1)", 2}, {"rate", 0.5}}));
+  EXPECT_EQ(history.scalars[2].values, (Values{{"loss (rank 0)", 1}, {"rate", 0.5}}));
+  EXPECT_EQ(history.last_step(), 3);
+}
+
+TEST_F(Recording, AFileOfJustThatNameIsReadAloneAndAMissingRankIsNamed) {
+  write_rank(file(), 0, {0}, 1, 1);
+  write_rank(file(), 2, {2}, 1, 1);
+  EXPECT_THAT(message_of([&] { read_history(file()); }), AllOf(HasSubstr("rank 2"), HasSubstr("run.history.rank1")));
+  EXPECT_EQ(read_history(file("run.history.rank2")).tensors[0].part(), "stage 2");
+  small_history(file());
+  EXPECT_EQ(read_history(file()).tensors.size(), 3u);
+  EXPECT_EQ(read_history(file()).tensors[0].part(), "");
+  // Other files beside them are nobody's ranks.
+  for (const char* name : {"b.history.rank", "b.history.rank00", "b.history.rankx", "b.history.rank1.bak"})
+    spill(file(name), "");
+  EXPECT_THAT(message_of([&] { read_history(file("b.history")); }), HasSubstr("cannot read the history"));
 }
 
 }  // namespace

@@ -19,10 +19,18 @@ using Direction = ScaleTracker::Direction;
 // What of a pass two slots want to know. In: of what comes in, out: of what goes out.
 class Observer {
  public:
-  Observer(int64_t tracker, int64_t in, int64_t out, Direction direction) : in_(in), out_(out), direction_(direction) {
+  Observer(int64_t tracker, int64_t in, int64_t out, Direction direction, const at::Tensor& x)
+      : in_(in), out_(out), direction_(direction) {
     tracker_ = ScaleTracker::find(tracker);
     if (!tracker_ || !tracker_->enabled()) return;
-    const bool wants_in = wants(in), wants_out = wants(out);
+    bool wants_in = wants(in), wants_out = wants(out);
+    // Sums over several passes take the tensors themselves.
+    if (wants_in && tracker_->together(in, direction)) {
+      tracker_->record(in, direction, x);
+      wants_in = false;
+    }
+    result_too_ = wants_out && tracker_->together(out, direction);
+    wants_out = wants_out && !result_too_;
     measuring_ = {wants_in ? &came_ : nullptr,
                   wants_out ? &went_ : nullptr,
                   {.histogram = (wants_in && tracker_->options_for(in).histogram) ||
@@ -31,9 +39,10 @@ class Observer {
 
   const Measuring& measuring() const { return measuring_; }
 
-  void record() {
+  void record(const at::Tensor& result) {
     if (measuring_.before) tracker_->record(in_, direction_, came_);
     if (measuring_.after) tracker_->record(out_, direction_, went_);
+    if (result_too_) tracker_->record(out_, direction_, result);
   }
 
  private:
@@ -46,15 +55,16 @@ class Observer {
   std::shared_ptr<ScaleTracker> tracker_;
   const int64_t in_, out_;
   const Direction direction_;
+  bool result_too_ = false;
   TensorMetrics came_, went_;
   Measuring measuring_;
 };
 
 at::Tensor observed_forward(const at::Tensor& x, std::string_view fwd, std::optional<int64_t> seed, int64_t dim,
                             int64_t before, int64_t after, int64_t tracker) {
-  Observer observer(tracker, before, after, Direction::Forward);
+  Observer observer(tracker, before, after, Direction::Forward, x);
   at::Tensor result = simulate_forward(x, fwd, seed, dim, observer.measuring());
-  observer.record();
+  observer.record(result);
   return result;
 }
 
@@ -87,9 +97,9 @@ struct TrackRounded : torch::autograd::Function<TrackRounded> {
       }
       return results;
     }
-    Observer observer(numbers[3], numbers[2], numbers[1], Direction::Backward);
+    Observer observer(numbers[3], numbers[2], numbers[1], Direction::Backward, gradient);
     results[0] = simulate_backward(gradient, format, seed, numbers[0], observer.measuring());
-    observer.record();
+    observer.record(results[0]);
     return results;
   }
 };

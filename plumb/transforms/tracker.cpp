@@ -114,6 +114,13 @@ std::optional<Metrics::Data> ScaleTracker::measured(int64_t slot, Direction dire
   return s.has_bwd ? std::optional(s.bwd) : std::nullopt;
 }
 
+std::shared_ptr<const MetricsSum> ScaleTracker::sum(int64_t slot, Direction direction) const {
+  std::lock_guard lock(mutex_);
+  if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return nullptr;
+  const Slot& s = slots_[static_cast<size_t>(slot)];
+  return direction == Direction::Forward ? s.fwd_sum : s.bwd_sum;
+}
+
 void ScaleTracker::want(int64_t slot, Wanted wanted) {
   std::lock_guard lock(mutex_);
   if (slot >= 0 && static_cast<size_t>(slot) < slots_.size()) slots_[static_cast<size_t>(slot)].wanted = wanted;
@@ -127,7 +134,10 @@ ScaleTracker::Wanted ScaleTracker::wanted(int64_t slot) const {
 
 void ScaleTracker::clear() {
   std::lock_guard lock(mutex_);
-  for (Slot& slot : slots_) slot.has_fwd = slot.has_bwd = false;
+  for (Slot& slot : slots_) {
+    slot.has_fwd = slot.has_bwd = false;
+    slot.fwd_sum = slot.bwd_sum = nullptr;
+  }
 }
 
 std::shared_ptr<ScaleTracker> ScaleTracker::twin() const {
@@ -146,7 +156,12 @@ void ScaleTracker::record(int64_t slot, Direction direction, const at::Tensor& x
   if (!x.defined() || !x.is_floating_point() || x.is_meta() || x.layout() != at::kStrided ||
       at::isTensorSubclassLike(x))
     return;
-  keep(slot, direction, Metrics::Data::of(measure(x.is_cpu() ? x : x.detach().cpu(), options_for(slot))));
+  const MetricsOptions options = options_for(slot);
+  const at::Tensor here = x.is_cpu() ? x : x.detach().cpu();
+  if (!together(slot, direction)) return keep(slot, direction, Metrics::Data::of(measure(here, options)));
+  auto sum = std::make_shared<MetricsSum>(options);
+  sum->add(here);
+  keep(slot, direction, {}, std::move(sum));
 }
 
 void ScaleTracker::record(int64_t slot, Direction direction, const TensorMetrics& metrics) {
@@ -159,14 +174,29 @@ MetricsOptions ScaleTracker::options_for(int64_t slot) const {
   return {.histogram = options_.histogram || wanted(slot).histogram};
 }
 
-void ScaleTracker::keep(int64_t slot, Direction direction, Metrics::Data data) {
+bool ScaleTracker::together(int64_t slot, Direction direction) const {
+  const Wanted wanted = this->wanted(slot);
+  return direction == Direction::Forward ? wanted.forward_together : wanted.backward_together;
+}
+
+void ScaleTracker::keep(int64_t slot, Direction direction, Metrics::Data data, std::shared_ptr<MetricsSum> sum) {
+  const bool forward = direction == Direction::Forward;
   std::lock_guard lock(mutex_);
   if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return;
   Slot& s = slots_[static_cast<size_t>(slot)];
-  if (direction == Direction::Forward) {
+  if (sum) {
+    auto& all = forward ? s.fwd_sum : s.bwd_sum;
+    if (all) {
+      all->add(*sum);
+    } else {
+      all = std::move(sum);
+    }
+    data = Metrics::Data::of(all->metrics());
+  }
+  if (forward) {
     s.fwd = std::move(data);
     s.has_fwd = true;
-    s.has_bwd = false;
+    if (!s.wanted.backward_together) s.has_bwd = false;
   } else {
     s.bwd = std::move(data);
     s.has_bwd = true;

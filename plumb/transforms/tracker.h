@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "plumb/numerics/metrics.h"
+#include "plumb/numerics/metrics_sum.h"
 
 namespace plumb {
 
@@ -30,7 +31,7 @@ struct Metrics {
   std::optional<Data> bwd;  // nothing before backward, or where no gradient comes
 };
 
-// Thread-safe. Forward measurements replace earlier ones and drop the gradient's.
+// Thread-safe. Forward measurements replace earlier ones and drop the gradient's, but where all are wanted together.
 class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
  public:
   static std::shared_ptr<ScaleTracker> create(MetricsOptions options = {});
@@ -58,6 +59,8 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   struct Wanted {
     bool forward = true, backward = true;
     bool histogram = false;  // even if the options asked for none
+    // What is seen until clear() is measured as one tensor.
+    bool forward_together = false, backward_together = false;
   };
   void want(int64_t slot, Wanted wanted);
   Wanted wanted(int64_t slot) const;  // nothing for a slot that is not there
@@ -66,6 +69,8 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   std::optional<Metrics> metrics(int64_t slot) const;
   // Of one direction alone; a slot may have a gradient's where the value itself was not wanted.
   std::optional<Metrics::Data> measured(int64_t slot, Direction direction) const;
+  // The same, to be added to others'; null where it is not wanted together.
+  std::shared_ptr<const MetricsSum> sum(int64_t slot, Direction direction) const;
   void clear();
 
   // An empty tracker with the same slots and options.
@@ -73,17 +78,19 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
 
   // Takes strided floating-point tensors on any device; others, and meta tensors, are passed over.
   void record(int64_t slot, Direction direction, const at::Tensor& x);
-  // The same with what was measured elsewhere, as options_for() says.
+  // The same with what was measured elsewhere, as options_for() says; not for what is wanted together.
   void record(int64_t slot, Direction direction, const TensorMetrics& metrics);
   MetricsOptions options_for(int64_t slot) const;
+  bool together(int64_t slot, Direction direction) const;
 
  private:
-  void keep(int64_t slot, Direction direction, Metrics::Data data);
+  void keep(int64_t slot, Direction direction, Metrics::Data data, std::shared_ptr<MetricsSum> sum = nullptr);
   explicit ScaleTracker(MetricsOptions options);
   struct Slot {
     bool input = false, has_fwd = false, has_bwd = false;
     Wanted wanted;
     Metrics::Data fwd, bwd;
+    std::shared_ptr<MetricsSum> fwd_sum, bwd_sum;
   };
   const int64_t id_;
   const MetricsOptions options_;

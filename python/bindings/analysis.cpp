@@ -87,10 +87,10 @@ Register part([](py::module_& m) {
       .def_static("everything", &RecordRules::everything)
       .def_readonly("text", &RecordRules::text);
   py::class_<Recorder>(m, "Recorder")
-      .def(py::init([](const RecordRules& rules, const std::string& path, bool append) {
-        return std::make_unique<Recorder>(rules, path, RecorderOptions{.append = append});
+      .def(py::init([](const RecordRules& rules, const std::string& path, bool append, bool part) {
+        return std::make_unique<Recorder>(rules, path, RecorderOptions{.append = append, .part = part});
       }))
-      .def("attach", &Recorder::attach)
+      .def("attach", [](Recorder& r, GraphModule& module, int64_t stage) { r.attach(module, stage); })
       .def("step", &Recorder::step)
       .def("current_step", &Recorder::current_step)
       .def("set_enabled", &Recorder::set_enabled)
@@ -101,10 +101,12 @@ Register part([](py::module_& m) {
       .def("tensors",
            [](const History& history) {
              py::list out;
+             auto known = [](int64_t n) { return n < 0 ? py::object(py::none()) : py::object(py::int_(n)); };
              for (const HistoryTensor& t : history.tensors) {
                out.append(py::dict(py::arg("name") = t.name, py::arg("module") = t.module,
                                    py::arg("operator") = t.operation, py::arg("dtype") = t.dtype,
-                                   py::arg("sizes") = py::tuple(py::cast(t.sizes))));
+                                   py::arg("sizes") = py::tuple(py::cast(t.sizes)), py::arg("stage") = known(t.stage),
+                                   py::arg("rank") = known(t.rank)));
              }
              return out;
            })

@@ -12,6 +12,7 @@ py::dict facts(const FPFormat& f) {
   d["rounding"] = std::string(to_string(f.rounding));
   d["srbits"] = f.srbits;
   d["bits"] = f.bits();
+  d["block_size"] = f.block_size;
   d["max_absolute_value"] = f.max_absolute_value();
   d["min_absolute_normal"] = f.min_absolute_normal();
   d["min_absolute_subnormal"] = f.min_absolute_subnormal();

@@ -51,14 +51,26 @@ class Recorder:
 
     `module` stays the same object with the same parameters; its forward runs a captured graph from now on. `rules` is a
     TOML file (``docs/history.md``), or a number N: everything, every N steps. Only forwards with gradients on are
-    measured; where a step has several, the last counts. `append` goes on with a history that is there.
+    measured; where a step has several (microbatches, accumulated gradients), a tensor's elements of all of them are
+    measured as one tensor. `append` goes on with a history that is there.
+
+    Of several processes that train one model each gives its `rank` and writes a file of its own, ``PATH.rankN``;
+    ``plumb.read_history(PATH)`` reads them as one. `stage`: the module is that stage of a pipeline. With either, rules
+    may fit nothing in the module.
 
     Errors (:class:`plumb.Error`): rules that cannot be read or fit no tensor (when the module first runs), a file that
     exists (without `append`) or cannot be written.
     """
 
     def __init__(
-        self, module: nn.Module, rules: str | os.PathLike | int, path: str | os.PathLike, *, append: bool = False
+        self,
+        module: nn.Module,
+        rules: str | os.PathLike | int,
+        path: str | os.PathLike,
+        *,
+        append: bool = False,
+        rank: int | None = None,
+        stage: int | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"a Recorder takes a torch.nn.Module, got {type(module).__name__}")
@@ -68,7 +80,12 @@ class Recorder:
             loaded = _C.RecordRules.everything(rules)
         else:
             loaded = _C.RecordRules.load(os.fspath(rules))
-        self._engine = _C.Recorder(loaded, os.fspath(path), append)
+        for what, number in (("rank", rank), ("stage", stage)):
+            if number is not None and number < 0:
+                raise _C.Error(f"there is no {what} {number}\n  try: a {what} from 0")
+        file = os.fspath(path) if rank is None else f"{os.fspath(path)}.rank{rank}"
+        self._engine = _C.Recorder(loaded, file, append, rank is not None or stage is not None)
+        self._stage = -1 if stage is None else stage
         self._module, self._before = module, module.__dict__.get("forward")
         known = forward_of(module)
         passes = [*(known.passes if known else []), Pass("record", self._attach)]
@@ -76,7 +93,7 @@ class Recorder:
         module.__dict__["forward"] = self._forward
 
     def _attach(self, module: nn.Module, captured: Captured) -> dict:
-        self._engine.attach(captured.engine)
+        self._engine.attach(captured.engine, self._stage)
         return {"pass": "record", "entries": []}
 
     def step(self, **scalars: float) -> int:
@@ -113,7 +130,7 @@ class Recorder:
 class History:
     """What a recorder wrote (:func:`read_history`). A row is a tensor, or its gradient, in one step.
 
-    - ``tensors``: a list of dicts: name, module, operator, dtype, sizes.
+    - ``tensors``: a list of dicts: name, module, operator, dtype, sizes, and stage and rank, None where nobody told.
     - ``columns``: numpy arrays by name, one entry a row: step, tensor (index into `tensors`), backward, by_condition,
       mean_abs, abs_mean, std, abs_max, abs_min, numel, nan_count, inf_count, zero_count. NaN and 0 where no rule asked.
     - ``events``: where a rule's condition held: step, rule, condition, count, first.
@@ -158,10 +175,15 @@ class History:
         named = {"step": columns.pop("step")}
         for key in ("name", "module", "operator"):
             named[key] = np.array([t[key] for t in self.tensors], dtype=object)[place] if len(place) else []
+        for key in ("stage", "rank"):
+            if any(t[key] is not None for t in self.tensors):
+                named[key] = pd.array([t[key] for t in self.tensors], dtype="Int64")[place]
         named["direction"] = np.where(columns.pop("backward"), "backward", "forward")
         return pd.DataFrame({**named, **columns, **{s: self.statistic(s) for s in statistics}})
 
 
 def read_history(path: str | os.PathLike) -> History:
-    """Reads what a :class:`Recorder` wrote, also while it still writes. :class:`plumb.Error` for anything else."""
+    """Reads what a :class:`Recorder` wrote, also while it still writes. Where there is no such file but ``PATH.rank0``,
+    ``PATH.rank1``, ..., these are read as one history, in which every tensor knows its rank. :class:`plumb.Error` for
+    anything else, and for a set in which a rank is missing."""
     return History(_C.read_history(os.fspath(path)))

@@ -163,6 +163,8 @@ def _draw_ranges(axes: "Axes", formats: Sequence[Union[str, FPFormat]], rows: in
     for format in formats:
         f = format if isinstance(format, FPFormat) else FPFormat.named(format)
         name = str(f).partition("-")[0]
+        if f.block_size:
+            raise ValueError(f"{name} has another range in every block: give formats without shared scales")
         at.setdefault(f.min_absolute_normal, []).append(f"{name} min")
         at.setdefault(f.max_absolute_value, []).append(f"{name} max")
     level = 0

@@ -75,6 +75,12 @@ class FPFormat:
         return self._facts["bits"]
 
     @property
+    def block_size(self) -> int:
+        """How many neighbours share a scale; 0 where none do. Ranges below are then those of the elements: of a value
+        divided by its block's scale."""
+        return self._facts["block_size"]
+
+    @property
     def max_absolute_value(self) -> float:
         """The largest finite value; what lies beyond is rounded to it (half-precision formats: to infinity)."""
         return self._facts["max_absolute_value"]

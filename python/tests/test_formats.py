@@ -156,12 +156,19 @@ def test_blocks_of_any_length_dimension_and_content(name, dtype):
         assert torch.equal(torch.nan_to_num(columns.t(), nan=123.0), torch.nan_to_num(y, nan=123.0))
 
 
-def test_formats_with_shared_scales_have_names_and_a_dimension():
+def test_formats_with_shared_scales_have_names_and_blocks():
     assert FPFormat.named("mxfp8").spec == "mxfp8e4m3-SR" and FPFormat.parse("mxfp6").name == "mxfp6e2m3"
+    assert {n: FPFormat.named(n).block_size for n in ("mxfp8", "mxfp6", "mxfp4", "nvfp4", "e4m3fn")} == {
+        "mxfp8": 32, "mxfp6": 32, "mxfp4": 32, "nvfp4": 16, "e4m3fn": 0,
+    }  # fmt: skip
     x = torch.randn(64, 64)
     f = FPFormat.named("mxfp4")
     assert torch.equal(f.quantise(x, seed=3, dim=0), f.quantise(x, seed=3, dim=0))
     assert not torch.equal(f.quantise(x, seed=3), f.quantise(x, seed=4))
+    from plumb.analysis import plot
+
+    with pytest.raises(ValueError, match="mxfp4"):
+        plot(tracked_graph(), formats=("mxfp4",))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

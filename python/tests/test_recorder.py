@@ -162,3 +162,43 @@ def test_appends_and_refuses_to_overwrite(model, tmp_path):
     path.write_bytes(b"something else altogether")
     with pytest.raises(plumb.Error, match="no history"):
         plumb.read_history(path)
+
+
+def test_microbatches_of_a_step_are_measured_as_one_tensor(model, tmp_path):
+    recorder = plumb.Recorder(model, 1, tmp_path / "run.history")
+    x = torch.randn(32, 8) + torch.arange(32.0)[:, None]
+    for part in x.chunk(4):
+        (model(part).square().mean() / 4).backward()
+    recorder.step()
+    model(x).square().mean().backward()
+    recorder.step()
+    frame = plumb.read_history(tmp_path / "run.history").to_dataframe()
+    of_input = frame[(frame.operator == "input") & (frame.direction == "forward")].set_index("step")
+    for name in ("mean_abs", "abs_mean", "std", "abs_max", "abs_min"):
+        assert of_input[name][1] == pytest.approx(of_input[name][2], rel=1e-6), name
+    assert of_input["numel"].tolist() == [256, 256]
+    weight = frame[(frame.name == "head.weight") & (frame.step == 1)].set_index("direction")
+    assert weight["numel"]["forward"] == 32 and weight["numel"]["backward"] == 4 * 32
+
+
+def test_files_of_ranks_are_read_as_one_history(tmp_path):
+    torch.manual_seed(0)
+    stages = [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU())]
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\noperator = "aten::gelu"\nevery = 1\n')
+    recorders = [plumb.Recorder(m, rules, tmp_path / "run.history", rank=i, stage=i) for i, m in enumerate(stages)]
+    loss = stages[1](stages[0](torch.randn(4, 8))).square().mean()
+    loss.backward()
+    assert [r.step(loss=loss) for r in recorders] == [0, 2]
+    history = plumb.read_history(tmp_path / "run.history")
+    assert [(t["operator"], t["stage"], t["rank"]) for t in history.tensors] == [("aten::gelu", 1, 1)]
+    assert list(history.scalars()) == ["loss"]
+    frame = history.to_dataframe()
+    assert frame["rank"].tolist() == [1, 1] and frame["stage"].tolist() == [1, 1]
+    alone = plumb.read_history(tmp_path / "run.history.rank1")
+    assert alone.tensors[0]["rank"] is None and "rank" not in alone.to_dataframe()
+    (tmp_path / "run.history.rank0").unlink()
+    with pytest.raises(plumb.Error, match="none of rank 0"):
+        plumb.read_history(tmp_path / "run.history")
+    with pytest.raises(plumb.Error, match="rank -1"):
+        plumb.Recorder(nn.Linear(2, 2), 1, tmp_path / "other", rank=-1)

@@ -1,0 +1,32 @@
+// Statistics of several tensors as if they were one.
+#pragma once
+
+#include <memory>
+
+#include "plumb/numerics/metrics.h"
+
+namespace plumb {
+
+// Takes what measure() takes and computes what it computes, over the elements of every tensor added: maxima and minima
+// of all, means weighted by numbers of elements, std from the moments, counts summed. One tensor has measure()'s own
+// bits.
+class MetricsSum {
+ public:
+  explicit MetricsSum(const MetricsOptions& options = {});
+  ~MetricsSum();
+  MetricsSum(MetricsSum&&) noexcept;
+  MetricsSum& operator=(MetricsSum&&) noexcept;
+
+  // Throws what measure() throws.
+  void add(const at::Tensor& x);
+  // A histogram is kept where both have one.
+  void add(const MetricsSum& other);
+
+  TensorMetrics metrics() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace plumb

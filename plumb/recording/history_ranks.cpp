@@ -1,0 +1,179 @@
+// Histories of files: one, or those of a run's ranks as one.
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <set>
+
+#include "plumb/core/error.h"
+#include "plumb/recording/history.h"
+
+namespace plumb {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr size_t kMostCases = 16;  // of an event
+
+History read_file(const fs::path& path) {
+  std::error_code error;
+  std::ifstream in(path, std::ios::binary);
+  std::string bytes{std::istreambuf_iterator<char>(in), {}};
+  if (!in || fs::is_directory(path, error)) {
+    throw Error(ErrorKind::BadFile, "cannot read the history \"" + path.string() + "\"", "",
+                "name a file that a Recorder wrote");
+  }
+  return parse_history(bytes, path.string());
+}
+
+fs::path file_of_rank(const fs::path& path, size_t rank) {
+  return fs::path(path).concat(".rank" + std::to_string(rank));
+}
+
+// How many files there are: one more than the highest rank. 0: none.
+size_t ranks_of(const fs::path& path) {
+  const std::string start = path.filename().string() + ".rank";
+  size_t count = 0;
+  std::error_code error;
+  const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
+    const std::string name = at->path().filename().string();
+    if (!name.starts_with(start)) continue;
+    const std::string digits = name.substr(start.size());
+    if (digits.empty() || digits.size() > 6 || digits.find_first_not_of("0123456789") != std::string::npos) continue;
+    if (digits.size() > 1 && digits[0] == '0') continue;
+    count = std::max(count, static_cast<size_t>(std::stoul(digits)) + 1);
+  }
+  return count;
+}
+
+// Old number of a tensor -> its number in the whole.
+using Numbers = std::vector<std::vector<uint32_t>>;
+
+Numbers join_tensors(std::vector<History>& ranks, History& out) {
+  std::vector<std::pair<size_t, size_t>> order;  // rank, number
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    for (size_t t = 0; t < ranks[r].tensors.size(); ++t) order.emplace_back(r, t);
+  }
+  auto stage = [&](const auto& place) { return ranks[place.first].tensors[place.second].stage; };
+  std::stable_sort(order.begin(), order.end(), [&](const auto& a, const auto& b) { return stage(a) < stage(b); });
+  Numbers numbers(ranks.size());
+  for (size_t r = 0; r < ranks.size(); ++r) numbers[r].resize(ranks[r].tensors.size());
+  for (const auto& [r, t] : order) {
+    numbers[r][t] = static_cast<uint32_t>(out.tensors.size());
+    out.tensors.push_back(std::move(ranks[r].tensors[t]));
+    out.tensors.back().rank = static_cast<int64_t>(r);
+  }
+  return numbers;
+}
+
+void join_steps(std::vector<History>& ranks, const Numbers& numbers, History& out) {
+  std::map<int64_t, HistoryStep> steps;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    for (HistoryStep& step : ranks[r].steps) {
+      HistoryStep& whole = steps.try_emplace(step.step, HistoryStep{step.step, {}}).first->second;
+      for (HistoryRow& row : step.rows) {
+        row.tensor = numbers[r][row.tensor];
+        whole.rows.push_back(std::move(row));
+      }
+    }
+  }
+  for (auto& [number, step] : steps) {
+    std::stable_sort(step.rows.begin(), step.rows.end(), [](const HistoryRow& a, const HistoryRow& b) {
+      return std::pair(a.tensor, a.backward) < std::pair(b.tensor, b.backward);
+    });
+    out.steps.push_back(std::move(step));
+  }
+}
+
+void join_scalars(const std::vector<History>& ranks, History& out) {
+  std::map<std::string, std::map<int64_t, std::map<size_t, double>>> told;  // by name, step and rank
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    for (const HistoryScalars& each : ranks[r].scalars) {
+      for (const auto& [name, value] : each.values) told[name][each.step][r] = value;
+    }
+  }
+  auto agree = [](const auto& step) {
+    const double first = step.second.begin()->second;
+    return std::all_of(step.second.begin(), step.second.end(), [&](const auto& of_rank) {
+      return of_rank.second == first || (std::isnan(of_rank.second) && std::isnan(first));
+    });
+  };
+  std::map<int64_t, HistoryScalars> steps;
+  for (const auto& [name, course] : told) {
+    const bool one = std::all_of(course.begin(), course.end(), agree);
+    for (const auto& [step, of_rank] : course) {
+      auto& values = steps.try_emplace(step, HistoryScalars{step, {}}).first->second.values;
+      for (const auto& [rank, value] : of_rank) {
+        values.emplace_back(one ? name : name + " (rank " + std::to_string(rank) + ")", value);
+        if (one) break;
+      }
+    }
+  }
+  for (auto& [number, scalars] : steps) out.scalars.push_back(std::move(scalars));
+}
+
+void join_events(std::vector<History>& ranks, const Numbers& numbers, History& out) {
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    for (HistoryEvent& event : ranks[r].events) {
+      for (auto& c : event.first) c.tensor = numbers[r][c.tensor];
+      const auto known = std::find_if(out.events.begin(), out.events.end(), [&](const HistoryEvent& e) {
+        return e.step == event.step && e.rule == event.rule && e.condition == event.condition;
+      });
+      if (known == out.events.end()) {
+        out.events.push_back(std::move(event));
+        continue;
+      }
+      known->count += event.count;
+      for (auto& c : event.first) {
+        if (known->first.size() < kMostCases) known->first.push_back(c);
+      }
+    }
+  }
+  std::stable_sort(out.events.begin(), out.events.end(),
+                   [](const auto& a, const auto& b) { return std::pair(a.step, a.rule) < std::pair(b.step, b.rule); });
+}
+
+}  // namespace
+
+std::string HistoryTensor::part() const {
+  std::string out;
+  if (stage >= 0) out = "stage " + std::to_string(stage);
+  if (rank >= 0) out += (out.empty() ? "rank " : ", rank ") + std::to_string(rank);
+  return out;
+}
+
+History merge_histories(std::vector<History> ranks) {
+  History out;
+  const Numbers numbers = join_tensors(ranks, out);
+  join_steps(ranks, numbers, out);
+  join_scalars(ranks, out);
+  join_events(ranks, numbers, out);
+  std::set<std::vector<std::string>> seen;
+  for (const History& each : ranks) {
+    out.torn_bytes += each.torn_bytes;
+    if (seen.insert(each.rules).second) out.rules.insert(out.rules.end(), each.rules.begin(), each.rules.end());
+  }
+  return out;
+}
+
+History read_history(const fs::path& path) {
+  std::error_code error;
+  const size_t count = fs::exists(path, error) ? 0 : ranks_of(path);
+  if (count == 0) return read_file(path);
+  std::vector<History> ranks;
+  for (size_t r = 0; r < count; ++r) {
+    const fs::path file = file_of_rank(path, r);
+    if (!fs::exists(file, error)) {
+      throw Error(ErrorKind::BadFile,
+                  "the history \"" + path.string() + "\" has a file of rank " + std::to_string(count - 1) +
+                      " and none of rank " + std::to_string(r),
+                  "", "put \"" + file.string() + "\" beside the others, or read one of them alone");
+    }
+    ranks.push_back(read_file(file));
+  }
+  return merge_histories(std::move(ranks));
+}
+
+}  // namespace plumb
