@@ -403,6 +403,15 @@ TEST(Capture, KeepsAnOpaqueFunctionAsOneNode) {
   EXPECT_EQ(opaque_name(id), "mine");
 }
 
+TEST(Capture, KnowsComparisonsOfRandomDrawsThatHaveOneAnswer) {
+  for (double limit : {0.0, 1.0}) {
+    auto f = [=](Tensor x) { return (at::rand({}) < limit).is_nonzero() ? x + 1 : x * 2; };
+    EXPECT_TRUE(at::equal((*capture_fn(f))(torch::ones({4, 4})), f(torch::ones({4, 4}))));
+  }
+  EXPECT_THROW(capture_fn([](Tensor x) { return (at::rand({}) < 0.5).is_nonzero() ? x + 1 : x * 2; }), Error);
+  EXPECT_THROW(capture_fn([](Tensor x) { return (at::rand({}) - 1 < 0).is_nonzero() ? x + 1 : x * 2; }), Error);
+}
+
 TEST(Capture, OfALargeModelOnMetaTakesNoMemory) {
   auto options = torch::TensorOptions(at::kMeta);
   struct Wide : torch::nn::Module {

@@ -300,7 +300,7 @@ int Session::look_up(const at::Tensor& t, const std::string& reader) {
   if (t.grad_fn()) {
     refuse(reader + " uses a tensor of unknown origin that carries a gradient (" + t.grad_fn()->name() +
                "): it was made before the capture, in another thread, or by code that torch's dispatcher does not see",
-           "compute it inside the forward, on the thread that called it");
+           "compute it inside the forward, on the thread that called it (and torch.func.grad by torch.autograd.grad)");
   }
   return add_constant(t, reader);
 }
