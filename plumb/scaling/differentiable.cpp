@@ -271,7 +271,7 @@ torch::CppFunction differentiable_backward() { return torch::CppFunction::makeFr
 
 bool recording(const at::Tensor& tensor) {
   return at::GradMode::is_enabled() && tensor.defined() && tensor.requires_grad() &&
-         !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradCPU);
+         !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality);
 }
 
 at::Tensor scaled(at::Tensor fresh, double s) {

@@ -88,6 +88,16 @@ def test_dropout_leaves_evaluation_alone():
     assert torch.equal(U.dropout(x, 0.0), x)
 
 
+def test_dropout_of_nothing_hands_its_input_on_watched_or_not():
+    for x in (torch.randn(8, 4), torch.randn(8, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True) * 2):
+        for p, training in ((0.0, True), (0.5, False)):
+            y = plumb.functional.dropout(x, p, training)
+            assert y.data_ptr() == x.data_ptr()
+            if x.requires_grad:
+                (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+                assert torch.equal(grad, torch.ones_like(x))
+
+
 @pytest.mark.parametrize(
     "call",
     [
