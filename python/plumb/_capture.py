@@ -18,27 +18,13 @@ from . import _C
 from ._calls import here
 from ._questions import is_check, watched_tensors
 from ._replace import replaced
+from ._state import BUFFER, CONSTANT, PARAMETER, state_of, sync_state
 from ._trees import flatten_inputs, flatten_output
 from ._untouched import Untouched, refuse_modules
-
-PARAMETER, BUFFER, CONSTANT = 0, 1, 2
 
 _INSIDE = [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep]
 _LEAF = {"type": None, "context": None, "children_spec": []}
 _capture_lock = threading.RLock()
-
-
-def state_of(module: nn.Module) -> list[tuple[str, int, Tensor, bool]]:
-    """Parameters and buffers by full name, in the order of ``state_dict()``; a tied tensor under each of its names."""
-    state: list[tuple[str, int, Tensor, bool]] = []
-    for prefix, sub in module.named_modules(remove_duplicate=False):
-        at = f"{prefix}." if prefix else ""
-        state += [(at + n, PARAMETER, p, True) for n, p in sub._parameters.items() if p is not None]
-        for name, buffer in sub._buffers.items():
-            if buffer is not None:
-                state.append((at + name, BUFFER, buffer, name not in sub._non_persistent_buffers_set))
-    seen: set[str] = set()
-    return [s for s in state if not (s[0] in seen or seen.add(s[0]))]
 
 
 def _spec_json(spec: Any, num_leaves: int) -> str:
@@ -283,16 +269,6 @@ def signature(leaves: list) -> tuple:
     return tuple(
         (x.dtype, x.shape, x.device, x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in leaves
     )
-
-
-def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
-    """Gives the engine the tensors that ``to()``, ``load_state_dict(assign=True)`` and the like have put in a module's
-    tables. A slot is (table, key, full name, tensor that the engine has)."""
-    for i, (table, leaf, name, tensor) in enumerate(slots):
-        now = table.get(leaf)
-        if now is not tensor:
-            engine.set_state(name, now)
-            slots[i] = (table, leaf, name, now)
 
 
 def _member(module: nn.Module, name: str) -> Tensor:

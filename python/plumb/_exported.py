@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import _C
-from ._capture import PARAMETER, GraphModule, sync_state
+from ._capture import GraphModule
+from ._state import PARAMETER, sync_state
 
 _IN_A_FILE = (int, float, bool, str, type(None))
 

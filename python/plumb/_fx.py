@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ._capture import CONSTANT
+from ._state import CONSTANT
 
 
 def find_operator(target: str) -> Any:

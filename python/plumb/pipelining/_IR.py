@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import _C
-from .._capture import BUFFER, PARAMETER, GraphModule
+from .._capture import GraphModule
 from .._exported import save_pt2
+from .._state import BUFFER, PARAMETER
 from ._backward import _null_coalesce_accumulate, stage_backward  # noqa: F401
 from ._errors import InvalidValue
 from ._fx_graphs import (  # noqa: F401  (known under this module's name)

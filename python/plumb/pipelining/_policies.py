@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,11 @@ from ._marks import is_mark
 from ._sources import Source
 
 
-class SplitPolicy:
+class SplitPolicy(ABC):
     """Says where to cut a `Source`, as arguments of ``_C.cut``."""
 
-    def cuts(self, source: Source) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def cuts(self, source: Source) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -59,8 +60,8 @@ class Balanced(SplitPolicy):
 class _BySize(SplitPolicy):
     """Cuts before the operator that takes the first parameters beyond a bound."""
 
-    def _bounds(self, total: int) -> Callable[[int, int, int], bool]:
-        raise NotImplementedError
+    @abstractmethod
+    def _bounds(self, total: int) -> Callable[[int, int, int], bool]: ...
 
     def cuts(self, source: Source) -> dict[str, Any]:
         sizes = {name: (t.data_ptr() if t.numel() else 0, t.nbytes) for name, _, t, _ in source.engine.state()}

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .._C import Error
-from .._capture import GraphModule, capture_engine, sync_state
+from .._capture import GraphModule, capture_engine
 from .._exported import load_pt2
+from .._state import sync_state
 from ._errors import InvalidType
 from ._marks import annotate_split_points
 

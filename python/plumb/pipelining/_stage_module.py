@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._C import Error
-from .._capture import CONSTANT, PARAMETER, GraphModule, sync_state
+from .._capture import GraphModule
+from .._state import CONSTANT, PARAMETER, sync_state
 
 
 class StageModule(GraphModule):

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._calls import Call, hint
-from .._capture import BUFFER, CONSTANT, capture_engine, signature, sync_state
+from .._capture import capture_engine, signature
+from .._state import BUFFER, CONSTANT, sync_state
 from .._trees import flatten
 from .._untouched import refuse_modules
 from . import _in_graph

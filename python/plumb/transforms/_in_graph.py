@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._capture import CONSTANT, state_of
 from .._fx import engine_to_fx
+from .._state import CONSTANT, state_of
 
 _forwards: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._capture import state_of
 from .._replace import is_torch_function
+from .._state import state_of
 from ..parameter import tag_parameter
 from ._apply import Captured, Pass, apply_pass, logger
 

@@ -1,0 +1,32 @@
+"""The tensors of a module, by name and kind, and how an engine is kept on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+PARAMETER, BUFFER, CONSTANT = 0, 1, 2  # as the engine counts them
+
+
+def state_of(module: nn.Module) -> list[tuple[str, int, Tensor, bool]]:
+    """Parameters and buffers by full name, in the order of ``state_dict()``; a tied tensor under each of its names."""
+    state: list[tuple[str, int, Tensor, bool]] = []
+    for prefix, sub in module.named_modules(remove_duplicate=False):
+        at = f"{prefix}." if prefix else ""
+        state += [(at + n, PARAMETER, p, True) for n, p in sub._parameters.items() if p is not None]
+        for name, buffer in sub._buffers.items():
+            if buffer is not None:
+                state.append((at + name, BUFFER, buffer, name not in sub._non_persistent_buffers_set))
+    seen: set[str] = set()
+    return [s for s in state if not (s[0] in seen or seen.add(s[0]))]
+
+
+def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
+    """Gives the engine the tensors that ``to()``, ``load_state_dict(assign=True)`` and the like have put in a module's
+    tables. A slot is (table, key, full name, tensor that the engine has)."""
+    for i, (table, leaf, name, tensor) in enumerate(slots):
+        now = table.get(leaf)
+        if now is not tensor:
+            engine.set_state(name, now)
+            slots[i] = (table, leaf, name, now)
