@@ -409,6 +409,11 @@ bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
       return true;
     }
   }
+  // Its kernel itself calls products, which autocast casts where no graph can say so.
+  if (active && op.schema().name() == "aten::_trilinear") {
+    refuse("bilinear under autocast casts inside of its own kernel",
+           "call it outside of the autocast region, or write it as torch.einsum('bi,oij,bj->bo', x, weight, y) + bias");
+  }
   // (Python functions open autocast regions of their own.)
   composite = active && op.schema().name() != "plumb::python_function" &&
               op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);

@@ -26,7 +26,8 @@ def lr_scale_for_depth(param: ParameterData) -> float:
 
 def _fan_in(param: ParameterData) -> int:
     """Values that one output sums over (for an embedding: the size of a row)."""
-    return param.shape[0] if len(param.shape) == 1 else prod(param.shape[1:])
+    # A weight without elements is never stepped; any factor will do.
+    return max(1, param.shape[0] if len(param.shape) == 1 else prod(param.shape[1:]))
 
 
 def lr_scale_func_adam(param: ParameterData) -> float:

@@ -240,6 +240,24 @@ def test_refuses_dispatch_subclasses():
     assert "__torch_dispatch__" in refusal(lambda x: (Wrapped(x) * 2).inner + x)
 
 
+def test_refuses_bilinear_under_autocast_which_casts_in_its_own_kernel():
+    w = torch.randn(3, 4, 4)
+
+    def product(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return nn.functional.bilinear(x, x, w)
+
+    assert "einsum" in refusal(product)
+
+    def einsum(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.einsum("bi,oij,bj->bo", x, w, x)
+
+    model, x = nn.Module(), torch.randn(4, 4)
+    model.forward = einsum
+    assert torch.equal(plumb.capture(model, x)(x), einsum(x))
+
+
 def test_refuses_raw_memory():
     def raw(x):
         e = torch.empty(4, 4)
