@@ -68,6 +68,11 @@ at::Tensor observed_forward(const at::Tensor& x, std::string_view fwd, std::opti
   return result;
 }
 
+// Can be measured while it is rounded.
+bool ordinary(const at::Tensor& x) {
+  return x.is_cpu() && x.layout() == at::kStrided && x.is_floating_point() && !at::isTensorSubclassLike(x);
+}
+
 struct TrackRounded : torch::autograd::Function<TrackRounded> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::string fwd,
                             std::string bwd, std::optional<int64_t> seed, int64_t dim, int64_t before, int64_t after,
@@ -88,8 +93,7 @@ struct TrackRounded : torch::autograd::Function<TrackRounded> {
     const auto seed = context->saved_data["seed"].toOptional<int64_t>();
     const std::string& format = context->saved_data["format"].toStringRef();
     // A gradient with a history of its own, or one that is traced, is measured as it is.
-    if (at::GradMode::is_enabled() || !gradient.is_cpu() || gradient.layout() != at::kStrided ||
-        at::isTensorSubclassLike(gradient)) {
+    if (at::GradMode::is_enabled() || !ordinary(gradient)) {
       results[0] = format == "none" ? gradient : ops::simulate_format(gradient, format, "none", seed, numbers[0]);
       if (auto tracker = ScaleTracker::find(numbers[3]); tracker && tracker->enabled()) {
         if (tracker->wanted(numbers[2]).backward) tracker->record(numbers[2], Direction::Backward, gradient);
@@ -113,10 +117,6 @@ at::Tensor one_by_one(const at::Tensor& x, std::string_view fwd, std::string_vie
   const at::Tensor seen = before >= 0 ? track.call(x, before, tracker) : x;
   const at::Tensor rounded = ops::simulate_format(seen, fwd, bwd, seed, dim);
   return after >= 0 ? track.call(rounded, after, tracker) : rounded;
-}
-
-bool ordinary(const at::Tensor& x) {
-  return x.is_cpu() && x.layout() == at::kStrided && x.is_floating_point() && !at::isTensorSubclassLike(x);
 }
 
 at::Tensor track_rounded(const at::Tensor& x, std::string_view fwd, std::string_view bwd, std::optional<int64_t> seed,

@@ -13,13 +13,17 @@ from . import _C
 from ._trees import PLAIN
 
 
+def _full(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
 def refuse_modules(module: nn.Module, with_root: bool) -> None:
     """Refuses what a graph would leave out in silence: layers without parameters yet, hooks on gradients."""
     for name, sub in module.named_modules():
         for key, p in [*sub._parameters.items(), *sub._buffers.items()]:
             if torch.nn.parameter.is_lazy(p):
                 raise _C.Error(
-                    f"'{f'{name}.{key}' if name else key}' of {type(sub).__name__} has no shape yet\n"
+                    f"'{_full(name, key)}' of {type(sub).__name__} has no shape yet\n"
                     "  try: call the model once, lazy layers take their shapes from the first input"
                 )
         if (sub._backward_hooks or sub._backward_pre_hooks) and (sub is not module or with_root):
@@ -28,10 +32,6 @@ def refuse_modules(module: nn.Module, with_root: bool) -> None:
                 "  try: remove them (the handle's remove()), hook parameters or the model's output, or write them as a "
                 "torch.autograd.Function"
             )
-
-
-def _full(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
 
 
 class Untouched:
