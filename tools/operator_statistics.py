@@ -4,6 +4,8 @@
 Run it from the repository's root with the package on the path; it prints the file.
 """
 
+import math
+
 import plumb.functional as U
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ NOTES = """
   alone is smaller.
 - attention has one factor for its output and all gradients; query and key see it through logits over the head size, here
   64 ** -0.5 of the value's gradient. Where 4 heads share a key and a value the gradients of these are sums of 4: twice as large.
+  Causal: position i attends almost evenly to i values, so it gives the output a variance of 1/i and query and key
+  1/i - 1/i² (a softmax over one value has no gradient), of which the mean over the positions counts.
 - relu, sigmoid and max pooling have a mean; the standard deviation is 1.
 - residual: split and add with tau 0.5 and the identity as branch. Both carry the same values, so they add up coherently:
   (1 + tau) / sqrt(1 + tau²) = 1.342.
@@ -64,6 +68,12 @@ def n(*sizes):
     return torch.randn(*sizes)
 
 
+def causal_share(length: int) -> float:
+    """Of query's and key's gradient beside attention to all positions: even attention, variance 1/i - 1/i² of 1/i."""
+    positions = range(1, length + 1)
+    return math.sqrt(1 - sum(i**-2 for i in positions) / sum(1 / i for i in positions))
+
+
 def cases():
     """Name, what is made of it, the wanted scales where they are not 1."""
     yield "linear", lambda: (lambda x, w, b: U.linear(x, w, b, None), {"x": n(512, 256), "w": n(384, 256), "b": n(384)}), {}
@@ -102,7 +112,7 @@ def cases():
         for length in (64, 256):
             yield f"attention, {length} positions{', causal' if causal else ''}", lambda c=causal, t=length: (
                 lambda q, k, v: U.scaled_dot_product_attention(q, k, v, is_causal=c), {name: n(4, 4, t, 64) for name in "qkv"},
-            ), {"q": 0.125, "k": 0.125}  # fmt: skip
+            ), dict.fromkeys("qk", 0.125 * (causal_share(length) if causal else 1))  # fmt: skip
     yield "attention, 64 positions, 8 heads share 2", lambda: (
         lambda q, k, v: U.scaled_dot_product_attention(q, k, v, enable_gqa=True), {"q": n(4, 8, 64, 64), "k": n(4, 2, 64, 64), "v": n(4, 2, 64, 64)},
     ), {"q": 0.125, "k": 0.25, "v": 2}  # fmt: skip
@@ -144,7 +154,7 @@ def line(name, values, inputs, wanted):
     def cell(key, value):
         if value is None:
             return "torch's"
-        return f"{value:.3f}" + (f" ({wanted[key]:g})" if key in wanted else "")
+        return f"{value:.3f}" + (f" ({wanted[key]:.4g})" if key in wanted else "")
 
     gradients = ", ".join(f"{k} {cell(k, v)}" for k, v in zip(inputs, values[1:]))
     return f"| {name} | {cell('output', values[0])} | {gradients} |"
