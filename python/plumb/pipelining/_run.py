@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._C import Error
+from ._data_parallel import reduction_of
 from ._values import accepted, detached, pack, unpack
 from .stage import _PipelineStageBase
 
@@ -62,7 +63,10 @@ class _LocalStage:
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         index = self._stage.stage_index
-        return [(self._names.get(id(p), f"stage {index}: {name}"), p) for name, p in self._stage.named_parameters()]
+        reduction = reduction_of(self._stage.submod)
+        owned = reduction.owned() if reduction is not None else ()
+        named = self._stage.named_parameters()
+        return [(self._names.get(id(p), f"stage {index}: {name}"), p) for name, p in named if id(p) not in owned]
 
     def run(self, inputs: list[torch.Tensor | None], microbatch: int) -> list[torch.Tensor | None]:
         step, stage = self._run.current, self._stage
@@ -103,6 +107,7 @@ class Run:
     ):
         self.stages, self.loss_fn = sorted(stages, key=lambda stage: stage.stage_index), loss_fn
         self.current: _Step | None = None
+        self._divides = bool(options.get("scale_grads"))
         layout = self.stages[0].layout or _C.PipelineLayout.open_chain(self.stages[0].num_stages)
         names: dict[int, str] = {}
         for stage in self.stages:
@@ -126,11 +131,13 @@ class Run:
             stage.chunks = len(args)
         try:
             inputs = self._model_inputs(args, kwargs)
+            for stage in self.stages if train else ():
+                stage.hold_gradients()
             self._pipeline.run(inputs, rows_of(args if targets is None else targets), train)
             if train:
                 for stage in self.stages:
                     stage.recomputed = self._pipeline.recomputed(stage.stage_index)
-                    stage.reduce_gradients()
+                    stage.reduce_gradients(len(args) if self._divides else 1)
         except Error as error:
             failure = step.failure
             if failure is None or failure is error:
@@ -139,6 +146,8 @@ class Run:
                 raise failure from None
             raise error from failure
         finally:
+            for stage in self.stages:
+                stage.release_gradients()
             self.current = None
             step.failure = None
         for stage in self.stages:

@@ -114,6 +114,8 @@ class StepByStep:
         schedule._begin_step(targets, loss_kwargs, rows_of(args if targets is None else targets))
         action = None
         try:
+            for stage in self.stages.values() if train else ():
+                stage.hold_gradients()
             with torch.set_grad_enabled(train):
                 for action in self.row:
                     self._run(action)
@@ -130,6 +132,7 @@ class StepByStep:
             schedule._end_step()
             self._sent.clear()
             for stage in self.stages.values():
+                stage.release_gradients()
                 stage._begin_chunks()
 
     def _prepare(self) -> None:

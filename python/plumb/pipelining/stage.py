@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .._C import Error
 from ._chunks import ChunkSteps, _RecvInfo  # noqa: F401  (torch's users import it from here)
+from ._data_parallel import reduction_of
 from ._errors import InvalidValue
 from ._utils import (  # noqa: F401
     PipeInfo,
@@ -32,6 +33,7 @@ __all__ = ["PipelineStage", "build_stage"]
 class _PipelineStageBase(ChunkSteps):
     """What all stages have: a module, a place in the pipeline, and a process group."""
 
+    reduction = None  # of a data parallel module, while a step runs
     # Where values come from, for stages cut from a graph (`_C.PipelineLayout`); None: from the stage before.
     layout = None
 
@@ -93,21 +95,24 @@ class _PipelineStageBase(ChunkSteps):
                 if parameter.grad is not None:
                     parameter.grad.div_(grad_scale_factor)
 
-    def reduce_gradients(self) -> None:
-        """Means of the gradients over the replicas of a data parallel module, after a step."""
-        if not isinstance(self.submod, DistributedDataParallel):
-            return
-        group = self.submod.process_group
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in self.submod.parameters():
-            if parameter.grad is not None:
-                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for grads in by_dtype.values():
-            flat = torch.cat([grad.reshape(-1) for grad in grads])
-            dist.all_reduce(flat, group=group)
-            flat.div_(dist.get_world_size(group))
-            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-                grad.copy_(part.view_as(grad))
+    def hold_gradients(self) -> None:
+        """Before a step: what sharded modules reduce after every backward waits for `reduce_gradients`."""
+        self.reduction = reduction_of(self.submod)
+        if self.reduction is not None:
+            self.reduction.begin()
+
+    def reduce_gradients(self, divisor: int = 1) -> None:
+        """Means of the gradients over the replicas of a data parallel module, after a step. `divisor`: what sharded
+        gradients are divided by, which no engine has seen yet."""
+        reduction = self.reduction or reduction_of(self.submod)
+        if reduction is not None:
+            reduction.finish(divisor)
+
+    def release_gradients(self) -> None:
+        """After a step, also one that failed: reductions as the module's owner set them."""
+        if self.reduction is not None:
+            self.reduction.end()
+        self.reduction = None
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return list(self.submod.named_parameters()) if isinstance(self.submod, torch.nn.Module) else []

@@ -1,0 +1,104 @@
+"""Stages whose parameters torch shards or replicates over other ranks, beside one process that does each replica's part."""
+
+import pytest
+import ranks
+import torch
+from plumb.pipelining import PipelineStage
+from plumb.pipelining.schedules import get_schedule_class
+from test_pipelining_run import MSE, accumulate, batch, same
+from torch import nn
+
+CASES = [  # schedule, stages a rank, how the modules are spread
+    ("GPipe", 1, "layers and stage"),
+    ("1F1B", 1, "layers"),
+    ("1F1B", 1, "resharded after forward"),
+    ("Interleaved1F1B", 2, "stage"),
+    ("InterleavedZeroBubble", 2, "layers and stage"),
+    ("InterleavedZeroBubble", 2, "resharded after forward"),
+    ("ZBVZeroBubble", 2, "stage"),
+    ("DualPipeV", 2, "layers and stage"),
+    ("1F1B", 1, "replicated"),
+    ("ZBVZeroBubble", 2, "replicated"),
+]
+MICROBATCHES, STEPS = 4, 2
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 24, bias=False), nn.Linear(24, 8, bias=False)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def stages(count):
+    torch.manual_seed(0)
+    return [nn.Sequential(Layer(), Layer()) for _ in range(count)]
+
+
+def spread(module, how, mesh):
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.fsdp import fully_shard
+
+    if how == "replicated":
+        return replicate(module, mesh=mesh)
+    options = {"mesh": mesh, "reshard_after_forward": how == "resharded after forward"}
+    if how != "stage":
+        for layer in module:
+            fully_shard(layer, **options)
+    return module if how == "layers" else fully_shard(module, **options)
+
+
+def gradients(module):
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in module.parameters()]
+
+
+def work(rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipe"))
+    replica, index = divmod(rank, 2)
+    x, target = batch(16)
+    half = slice(8 * replica, 8 * replica + 8)
+    found = {}
+    for schedule, per_rank, how in CASES:
+        count = 2 * per_rank
+        all_stages = stages(count)
+        v = schedule in ("ZBVZeroBubble", "DualPipeV")
+        mine = [index, count - 1 - index] if v else list(range(index, count, 2))
+        modules = {s: spread(all_stages[s], how, mesh["replica"]) for s in mine}
+        own = [PipelineStage(modules[s], s, count, "cpu", group=mesh["pipe"].get_group()) for s in mine]
+        runner = get_schedule_class(schedule)(own[0] if per_rank == 1 else own, MICROBATCHES, MSE)
+        for _ in range(STEPS):
+            runner.step(*([x[half]] if 0 in mine else []), target=target[half] if count - 1 in mine else None)
+        settled = {s: whole_backward(module) for s, module in modules.items()} if how == "layers and stage" else {}
+        found[schedule, how] = {s: (gradients(module) if not settled else settled[s]) for s, module in modules.items()}
+    return found
+
+
+def whole_backward(module):
+    """The gradients of the steps, after which the module must still reduce by itself as before."""
+    kept = [g.clone() for g in gradients(module)]
+    module.zero_grad()
+    module(torch.ones(2, 8)).sum().backward()
+    assert all(p.grad is not None and p.grad.to_local().numel() <= p.numel() for p in module.parameters())
+    return kept
+
+
+@pytest.fixture(scope="module")
+def ended():
+    return ranks.run(work, 4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[2]}")
+def test_sharded_stages_reduce_once_a_step_in_every_schedule(ended, case):
+    schedule, per_rank, how = case
+    x, target = batch(16)
+    halves = [stages(2 * per_rank), stages(2 * per_rank)]
+    for modules, inputs, targets in zip(halves, x.chunk(2), target.chunk(2)):
+        accumulate(modules, inputs, targets, MICROBATCHES)
+    for rank, found in enumerate(ended):
+        for s, grads in found[schedule, how].items():
+            means = [(p.grad + q.grad) / 2 for p, q in zip(halves[0][s].parameters(), halves[1][s].parameters())]
+            assert same(grads, [STEPS * mean for mean in means]), f"rank {rank}, stage {s}"
