@@ -170,6 +170,17 @@ void Session::stop() {
   at::autocast::clear_cache();
 }
 
+void Session::pause() {
+  if (stood_in) ask_for_values();
+  current_session = nullptr;
+  c10::impl::tls_set_dispatch_key_included(kKey, false);
+}
+
+void Session::resume() {
+  current_session = this;
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
+}
+
 std::optional<Session::AliasKey> Session::alias_key(const at::Tensor& t) {
   if (!t.has_storage() || t.layout() != at::kStrided || t.is_nested()) return std::nullopt;
   return AliasKey{t.storage().unsafeGetStorageImpl(), t.storage_offset(), t.sizes().vec(), t.strides().vec(),

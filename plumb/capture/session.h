@@ -74,10 +74,16 @@ class Session {
   // Sees every call between start() and stop().
   void start();
   void stop();
+  // Sees nothing from pause() to resume(). A capture that goes without values starts again with them: what happens
+  // meanwhile may ask for some.
+  void pause();
+  void resume();
 
   // The number of the value that this tensor is now; `reader` names who asks, for messages.
   int look_up(const at::Tensor& tensor, const std::string& reader);
   void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+  // Where the program is now, shared by the records made there; null outside of all modules.
+  std::shared_ptr<const ModuleStack> modules_now();
   // Writes `value` into the buffer at the end of the graph (a buffer that the model re-assigned); `what` names it.
   void write_back(int attribute, const at::Tensor& value, const std::string& what);
   // The same for a tensor that the module holds as an attribute, where the graph reads the old one.
@@ -152,7 +158,6 @@ class Session {
   void lift_fresh(torch::jit::Stack* stack);
   bool autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite);
   void bind_results(Record& record, const torch::jit::Stack& stack, bool from_constants);
-  std::shared_ptr<const ModuleStack> modules_now();
   std::string where() const;
 
   std::unordered_map<const c10::TensorImpl*, ImplEntry> by_impl_;

@@ -2,6 +2,7 @@
 #include "plumb/capture/capture.h"
 #include "convert.h"
 #include "module.h"
+#include "plumb/capture/nested.h"
 
 #include <frameobject.h>
 
@@ -163,8 +164,24 @@ int64_t register_python(py::function function, std::string name) {
       std::move(name));
 }
 
+struct Pause {
+  std::unique_ptr<PausedCapture> held;
+};
+
 Register part([](py::module_& m) {
   m.def("capture", &capture_python);
+  m.def("run_recorded", [](GraphModule& g, const py::list& inputs) {
+    auto values = to_ivalues(inputs);
+    {
+      py::gil_scoped_release release;
+      values = run_recorded(g, std::move(values));
+    }
+    return to_list(values);
+  });
+  py::class_<Pause>(m, "PausedCapture")
+      .def(py::init<>())
+      .def("__enter__", [](Pause& pause) { pause.held = std::make_unique<PausedCapture>(); })
+      .def("__exit__", [](Pause& pause, const py::args&) { pause.held.reset(); });
   m.def("rename_values", &rename_values);
   m.def("push_module", &push_module);
   m.def("pop_module", &pop_module);

@@ -216,3 +216,19 @@ def test_wrong_files_and_modules_say_what_to_do(tmp_path):
     with pytest.raises(plumb.Error, match="input 1 is a dtype"):
         plumb.save_pt2(plumb.capture(OfDtype(), torch.randn(2), torch.float64), tmp_path / "m.pt2")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cut.pt2", "model.pt2", "other.pt2"]
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "through Dynamo"])
+@pytest.mark.parametrize("transform", [plumb.transforms.unit_scale, plumb.transforms.track_scales])
+def test_torch_export_takes_a_transformed_module(transform, strict, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    module = transform(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
+    if not strict:
+        with pytest.raises(plumb.Error, match="call the module once"):
+            torch.export.export(module, (x,), strict=False)
+    expected = module(x)
+    program = torch.export.export(module, (x,), strict=strict)
+    assert torch.equal(program.module()(x), expected)
+    torch.export.save(program, tmp_path / "m.pt2")
+    assert torch.equal(plumb.load_pt2(tmp_path / "m.pt2")(x), expected)

@@ -102,3 +102,35 @@ def test_sharded_stages_reduce_once_a_step_in_every_schedule(ended, case):
         for s, grads in found[schedule, how].items():
             means = [(p.grad + q.grad) / 2 for p, q in zip(halves[0][s].parameters(), halves[1][s].parameters())]
             assert same(grads, [STEPS * mean for mean in means]), f"rank {rank}, stage {s}"
+
+
+def tensor_parallel_work(rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "pipe"))
+    index = rank % 2
+    x, target = batch(16)
+    found = {}
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        count = 2 if schedule == "1F1B" else 4
+        modules = {s: stages(count)[s] for s in ([index] if count == 2 else [index, 3 - index])}
+        for module in modules.values():
+            for layer in module:
+                parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        own = [PipelineStage(m, s, count, "cpu", group=mesh["pipe"].get_group()) for s, m in modules.items()]
+        runner = get_schedule_class(schedule)(own[0] if count == 2 else own, MICROBATCHES, MSE)
+        runner.step(*([x] if 0 in modules else []), target=target if count - 1 in modules else None)
+        found[schedule] = {s: gradients(m) for s, m in modules.items()}
+    return found
+
+
+def test_tensor_parallel_stages_train_in_every_kind_of_schedule():
+    x, target = batch(16)
+    for found in ranks.run(tensor_parallel_work, 4):
+        for schedule, of_stages in found.items():
+            alone = stages(2 if schedule == "1F1B" else 4)
+            accumulate(alone, x, target, MICROBATCHES)
+            for s, grads in of_stages.items():
+                for grad, parameter in zip(grads, alone[s].parameters(), strict=True):
+                    torch.testing.assert_close(grad, parameter.grad)

@@ -22,8 +22,8 @@ def test_cpp_block_is_the_quickstart_that_is_built_and_run():
     assert blocks("cpp") == [(ROOT / "examples" / "quickstart.cpp").read_text()]
 
 
-def test_python_block_runs(tmp_path):
-    (code,) = blocks("python")
+def test_python_blocks_run(tmp_path):
+    code = "\n".join(blocks("python"))
     script = tmp_path / "quickstart.py"
     script.write_text(code)
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -66,8 +66,20 @@ def _module(root: nn.Module, name: str) -> nn.Module:
     return module
 
 
+def check_split_spec(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> list[tuple[nn.Module, SplitPoint]]:
+    """The modules and points that `spec` names. Raises `plumb.Error` (an AttributeError too) for a name that is none."""
+    return [(_module(mod, name), _point(value)) for name, value in spec.items()]
+
+
+class _Points(set):
+    """Where a module is marked, and whether it was called since."""
+
+    called = False
+
+
 def _forward_with_marks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     points = self._plumb_split_points
+    points.called = True
     if SplitPoint.BEGINNING in points:
         pipe_split()
     output = self._orig_forward(*args, **kwargs)
@@ -79,8 +91,17 @@ def _forward_with_marks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 class Marks:
     """What `annotate_split_points` put on a model. ``remove()``, or the end of a ``with`` block, takes it off again."""
 
-    def __init__(self, added: list[tuple[nn.Module, SplitPoint]]):
-        self._added = added
+    def __init__(self, added: list[tuple[nn.Module, SplitPoint]], names: dict[nn.Module, str]):
+        self._added, self._names = added, names
+
+    def check_called(self) -> None:
+        """Raises `plumb.Error` if a marked module has not been called: the model would not be cut there."""
+        for module, _ in self._added:
+            if not module.__dict__["_plumb_split_points"].called:
+                raise NoSuchModule(
+                    f"split_spec names '{self._names[module]}', which the forward does not call: it cannot be cut there\n"
+                    "  try: a module whose forward runs"
+                )
 
     def remove(self) -> None:
         while self._added:
@@ -108,15 +129,15 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Mar
     also be used in a ``with`` statement; `pipeline(split_spec=...)` does all this by itself. Raises `plumb.Error` (an
     AttributeError too) for a name that is no module, and changes nothing then.
     """
-    wanted = [(_module(mod, name), _point(value)) for name, value in spec.items()]
+    wanted = check_split_spec(mod, spec)
     added = []
     for module, point in wanted:
         points = module.__dict__.get("_plumb_split_points")
         if points is None:
-            points = module.__dict__["_plumb_split_points"] = set()
+            points = module.__dict__["_plumb_split_points"] = _Points()
             module.__dict__["_orig_forward"] = module.forward
             module.__dict__["forward"] = MethodType(_forward_with_marks, module)
         if point not in points:
             points.add(point)
             added.append((module, point))
-    return Marks(added)
+    return Marks(added, {module: name for name, (module, _) in zip(spec, wanted)})

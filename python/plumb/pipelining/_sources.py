@@ -19,8 +19,9 @@ from .._C import Error
 from .._capture import GraphModule, capture_engine
 from .._exported import load_pt2
 from .._state import sync_state
+from ..transforms._apply import forward_of
 from ._errors import InvalidType
-from ._marks import annotate_split_points
+from ._marks import annotate_split_points, check_split_spec
 
 
 @dataclass
@@ -107,11 +108,18 @@ def _parameters(module: nn.Module) -> list[str]:
     return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
+def has_transforms(module: nn.Module) -> bool:
+    """Whether a part of the model runs a graph of its own, in which modules have names but are not called."""
+    return any(forward_of(sub) is not None for sub in module.modules())
+
+
 def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) -> Source:
     """Captures one forward, with marks around the modules of `spec`; the module is as before afterwards."""
     parameters = _parameters(module)
-    with annotate_split_points(module, spec) if spec else contextlib.nullcontext():
+    with annotate_split_points(module, spec) if spec else contextlib.nullcontext() as marks:
         engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs)
+        if marks is not None:
+            marks.check_called()
     leaves = pytree.tree_leaves((args, kwargs))
     plain_inputs = [None if isinstance(x, Tensor) else x for x in leaves]
     arguments = _argument_names(in_spec, parameters)
@@ -169,6 +177,9 @@ def make_source(module: Any, args: Any, kwargs: dict | None, spec: Any = None) -
     if isinstance(module, GraphModule):
         return from_graph_module(module, args, kwargs), spec
     if isinstance(module, nn.Module):
+        if spec and has_transforms(module):
+            check_split_spec(module, spec)
+            return from_module(module, args, kwargs), spec
         return from_module(module, args, kwargs, spec), None
     if isinstance(module, (str, os.PathLike)):
         return from_pt2(module, args, kwargs), spec

@@ -53,7 +53,8 @@ class Captured:
         if self.by_backend:
             state = {name: tensor for _, _, name, tensor in self.slots}
             return self.unflatten(self.gm(*[state[n] for n in self.attributes], *[x for x in leaves if isinstance(x, Tensor)]))
-        out = self.engine.run([x if isinstance(x, Tensor) else None for x in leaves])
+        flat = [x if isinstance(x, Tensor) else None for x in leaves]
+        out = _C.run_recorded(self.engine, flat) if _C.is_capturing() else self.engine.run(flat)
         return out[0] if self.simple else self.unflatten(out)
 
     def unflatten(self, out: Any) -> Any:
@@ -116,10 +117,20 @@ class TransformedForward:
         self.handle = _in_graph.register(self)
 
     @property
+    def __code__(self) -> Any:
+        """Of the module's own forward: torch.export reads the arguments' names from it."""
+        return self.original.__code__
+
+    @property
     def original(self) -> Callable[..., Any]:
         return type(self.module).forward.__get__(self.module)
 
     def _capture(self, args: tuple, kwargs: dict) -> Captured:
+        # Inside of another capture (of a model that holds this module, of a pipeline to be cut) this one is unseen.
+        with _C.PausedCapture():
+            return self._capture_unseen(args, kwargs)
+
+    def _capture_unseen(self, args: tuple, kwargs: dict) -> Captured:
         found: list = []
         replace = {k: v for p in self.passes for k, v in p.replace.items()}
         engine, _, (out_spec, plain), notes = capture_engine(
@@ -162,11 +173,19 @@ class TransformedForward:
         self._cache[key] = self.last = captured
         return captured
 
+    def known_for(self, args: tuple, kwargs: dict) -> Captured | None:
+        """The graph for inputs like these, if there is one."""
+        return self._cache.get(self._key(*self._leaves(args, kwargs)))
+
+    @staticmethod
+    def _leaves(args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        if not kwargs and all([type(a) is Tensor for a in args]):
+            return args, len(args)
+        return flatten((args, kwargs))
+
     def prepare(self, args: tuple, kwargs: dict) -> tuple[Captured, Any]:
         """The graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
-        if not kwargs and all([type(a) is Tensor for a in args]):
-            return self.captured_for(args, len(args), args, kwargs), args
-        leaves, spec = flatten((args, kwargs))
+        leaves, spec = self._leaves(args, kwargs)
         return self.captured_for(leaves, spec, args, kwargs), leaves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,6 +196,8 @@ class TransformedForward:
 
     def _run_guarded(self, first: Captured, leaves: list, args: tuple, kwargs: dict) -> Any:
         """By the graph whose answers fit these values; one is made if there is none."""
+        if _C.is_capturing():  # a failed attempt would leave its checks in the graph that is being made
+            return self._capture(args, kwargs).run(leaves)
         random = torch.get_rng_state()
         before = [(b, b.clone()) for b in self.module.buffers()]
         for captured in [first, *first.others]:

@@ -14,6 +14,7 @@ from typing import Any, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from .. import _C
@@ -70,7 +71,13 @@ def _graph_for(handle: int, args: tuple, kwargs: dict) -> Any:
         given = [_stand_in(x) if isinstance(x, Tensor) else x for x in leaves]
     a, k = pytree.tree_unflatten(given, spec)
     with _outside_of_tracing():
-        captured = forward.captured_for(given, spec, a, k)
+        captured = forward.known_for(a, k)
+        if captured is None and any(isinstance(p, FakeTensor) for p in forward.module.parameters()):
+            raise _C.Error(
+                "the transformed module has no graph for these inputs yet, and torch.export has taken its weights away\n"
+                "  try: call the module once on inputs like these before exporting it, or export it with strict=True"
+            )
+        captured = captured or forward.prepare(a, k)[0]
         if captured.gm is None:
             captured.gm, captured.attributes = engine_to_fx(captured.engine, forward.module.training, lift_constants=True)
         if not captured.is_tensor:

@@ -1,0 +1,198 @@
+"""Transforms and pipelines together: a transformed model is cut, and stages are transformed, with the bits of one process."""
+
+import copy
+
+import pytest
+import ranks
+import torch
+from plumb.formats import FPFormat
+from plumb.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
+from plumb.pipelining.schedules import get_schedule_class
+from torch import nn
+
+import plumb
+from plumb.transforms import simulate_format, track_scales, unit_scale
+
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        batch, steps, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, steps, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).reshape(batch, steps, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers=4, width=16):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(32, width), nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 32, bias=False)
+
+    def forward(self, ids):
+        x = self.tok(ids) + self.pos.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def rounded(module):
+    return simulate_format(module, FPFormat(4, 3, "nearest"), FPFormat(5, 2, "nearest"))
+
+
+TRANSFORMS = {
+    "unit_scale": unit_scale,
+    "simulate_format": rounded,
+    "simulate_format of unit_scale": lambda m: rounded(unit_scale(m)),
+    "track_scales of unit_scale": lambda m: track_scales(unit_scale(m)),
+}
+SPEC = {"blocks.2": SplitPoint.BEGINNING}
+
+
+def model():
+    torch.manual_seed(0)
+    return Gpt()
+
+
+def data():
+    torch.manual_seed(1)
+    return torch.randint(0, 32, (8, 8)), torch.randint(0, 32, (8, 8))
+
+
+def loss_fn(out, target):
+    return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+def alone(transform, microbatches=4):
+    """Gradients by name, and losses, of one process."""
+    whole, losses = transform(model()), []
+    for ids, target in zip(*(t.chunk(microbatches) for t in data())):
+        loss = loss_fn(whole(ids), target)
+        loss.backward()
+        losses.append(loss.detach())
+    return {name: p.grad / microbatches for name, p in whole.named_parameters()}, losses
+
+
+def work(rank, size):
+    ids, target = data()
+    found = {}
+    for name, transform in TRANSFORMS.items():
+        pipe = pipeline(transform(model()), (ids[:2],), split_spec=SPEC)
+        stage = pipe.build_stage(rank, "cpu")
+        losses = []
+        schedule = get_schedule_class("1F1B")(stage, 4, loss_fn)
+        schedule.step(*([ids] if rank == 0 else []), target=target if rank else None, losses=losses if rank else None)
+        found[name] = ({n: p.grad for n, p in stage.submod.named_parameters()}, losses)
+    return found
+
+
+def test_transformed_models_train_over_processes_bit_for_bit():
+    ends = ranks.run(work, 2)
+    for name, transform in TRANSFORMS.items():
+        gradients, losses = alone(transform)
+        found = ends[0][name][0] | ends[1][name][0]
+        assert found.keys() == gradients.keys()
+        assert [n for n in gradients if not torch.equal(found[n], gradients[n])] == [], name
+        assert all(map(torch.equal, ends[1][name][1], losses))
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["before its first call", "after a call"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transformed_model_is_cut_at_its_modules(name, called):
+    whole, ids = TRANSFORMS[name](model()), data()[0][:2]
+    if called:
+        whole(ids)
+    pipe = pipeline(whole, (ids,), split_spec=SPEC)
+    assert pipe.num_stages == 2
+    weights = [{n for n, _ in pipe.get_stage_module(s).named_parameters()} for s in range(2)]
+    assert "blocks.1.down.weight" in weights[0] and "blocks.2.norm1.weight" in weights[1] and not weights[0] & weights[1]
+    for _ in range(2):  # nothing in the stages changes the weights
+        kept = {n: p.detach().clone() for n, p in whole.named_parameters()}
+        assert torch.equal(pipe(ids)[0], whole(ids))
+        assert all(torch.equal(p, kept[n]) for n, p in whole.named_parameters())
+    targets = {str(n.target) for s in range(2) for n in pipe.get_stage_module(s).graph.nodes if n.op == "call_function"}
+    assert not any("clone" in t or "mul_" in t for t in targets)
+
+
+class Outer(nn.Module):
+    """A model that holds a transformed one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Embedding(32, 16), inner, nn.Linear(16, 8)
+
+    def forward(self, ids):
+        return self.last(self.inner(self.first(ids)))
+
+
+def test_a_transformed_part_of_a_model_is_captured_and_cut_with_its_modules():
+    torch.manual_seed(0)
+    ids = data()[0][:2]
+    whole = Outer(unit_scale(nn.Sequential(Block(), Block())))
+    twin = copy.deepcopy(whole)
+    captured = plumb.capture(whole, ids)
+    expected = twin(ids)
+    assert torch.equal(captured(ids), expected) and torch.equal(whole(ids), expected)
+    paths = {n.module_path for n in captured.graph.nodes if n.target == "plumb::linear"}
+    assert {"inner.0.qkv", "inner.1.down"} <= paths
+    pipe = pipeline(whole, (ids,), split_spec={"inner.1": SplitPoint.BEGINNING})
+    assert pipe.num_stages == 2 and torch.equal(pipe(ids)[0], expected)
+    assert "inner.1.qkv.weight" in dict(pipe.get_stage_module(1).named_parameters())
+
+
+def test_a_cut_at_a_module_that_is_not_called_is_an_error():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(x)
+
+    with pytest.raises(plumb.Error, match="'b'"):
+        pipeline(Skips(), (torch.ones(2, 4),), split_spec={"b": SplitPoint.BEGINNING})
+    with pytest.raises(plumb.Error, match="'b'"):
+        pipeline(unit_scale(Skips()), (torch.ones(2, 4),), split_spec={"b": SplitPoint.BEGINNING})
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_stages_are_transformed_one_by_one(name):
+    transform = TRANSFORMS[name]
+    torch.manual_seed(0)
+    parts = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    twins = [transform(copy.deepcopy(part)) for part in parts]
+    mine = [transform(part) for part in parts]
+    x, target = torch.randn(8, 6, 16), torch.randn(8, 6, 16)
+    stages = [PipelineStage(module, i, 2, "cpu") for i, module in enumerate(mine)]
+    get_schedule_class("InterleavedZeroBubble")(stages, 4, nn.functional.mse_loss).step(x, target=target)
+    for inputs, targets in zip(x.chunk(4), target.chunk(4)):
+        nn.functional.mse_loss(twins[1](twins[0](inputs)), targets).backward()
+    for twin, module in zip(twins, mine):
+        assert all(torch.equal(p.grad / 4, q.grad) for p, q in zip(twin.parameters(), module.parameters()))
+
+
+def test_stage_modules_of_a_pipe_are_transformed():
+    ids, target = data()
+    pipe = pipeline(model(), (ids[:2],), split_spec=SPEC)
+    modules = [track_scales(rounded(pipe.get_stage_module(s))) for s in range(2)]
+    stages = [build_stage(m, s, pipe.info(), "cpu") for s, m in enumerate(modules)]
+    get_schedule_class("Interleaved1F1B")(stages, 4, loss_fn).step(ids, target=target)
+    gradients, _ = alone(rounded)
+    found = {n: p.grad for m in modules for n, p in m.named_parameters()}
+    assert found.keys() == gradients.keys()
+    assert all(torch.equal(found[n], gradients[n]) for n in gradients)
+    assert all(len(m.scales_graph().nodes) > 20 for m in modules)
+
+
+def test_the_stages_parameters_have_the_tags_that_the_optimiser_reads():
+    ids, _ = data()
+    pipe = pipeline(unit_scale(model()), (ids[:2],), split_spec=SPEC)
+    for s in range(2):
+        plumb.optim.AdamW(pipe.get_stage_module(s).parameters(), lr=0.1)
