@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "plumb/capture/stand_in.h"
 #include "plumb/core/error.h"
 #include "tests/zoo.h"
 
@@ -319,6 +320,30 @@ TEST(Capture, LeavesLargeProductsOutWhereNoValueIsAskedFor) {
       *pair, [=](Tensor a, Tensor b) { return at::equal(at::mm(a, w), at::mm(b, w)) ? a : b; }, {},
       torch::randn({200, 200}), torch::randn({200, 200}));
   EXPECT_THROW(g->forward({torch::ones({200, 200}), torch::ones({200, 200})}), Error) << "they were different";
+}
+
+TEST(Capture, StandsInWithTheShapesAndStridesOfRealProducts) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::linear", "");
+  const Tensor w = torch::randn({200, 128}).requires_grad_(true), b = torch::randn({200});
+  for (auto dtype : {torch::kFloat, torch::kDouble, torch::kBFloat16}) {
+    for (const Tensor& x :
+         {torch::randn({256, 128}), torch::randn({4, 64, 128}), torch::randn({64, 4, 128}).transpose(0, 1),
+          torch::randn({128, 256}).t(), torch::randn({2, 2, 64, 128}), torch::randn({128})}) {
+      for (const Tensor& bias : {Tensor(), b.to(dtype)}) {
+        torch::jit::Stack stack{x.to(dtype), w.to(dtype), bias};
+        const Tensor real = torch::linear(x.to(dtype), w.to(dtype), bias);
+        ASSERT_TRUE(stand_in(op, "aten::linear", &stack));
+        ASSERT_EQ(stack.size(), 1u);
+        const Tensor stood = stack[0].toTensor();
+        EXPECT_EQ(stood.sizes(), real.sizes());
+        EXPECT_EQ(stood.strides(), real.strides()) << x.sizes() << " " << x.strides();
+        EXPECT_EQ(stood.scalar_type(), dtype);
+        EXPECT_EQ(stood.requires_grad(), real.requires_grad());
+      }
+    }
+  }
+  torch::jit::Stack misfit{torch::randn({256, 127}), w, b};
+  EXPECT_THROW(stand_in(op, "aten::linear", &misfit), c10::Error);
 }
 
 TEST(Capture, ReadsValuesOfConstantsAlone) {

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -25,6 +26,23 @@ const std::unordered_set<std::string>& products() {
 bool ordinary(const at::Tensor& t) {
   return t.is_cpu() && t.layout() == at::kStrided && !at::isTensorSubclassLike(t) && !t.is_neg() && !t.is_conj() &&
          !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !t._fw_grad(0).defined();
+}
+
+// Sizes of linear's result where its arguments are as they nearly always are: asking the meta kernels takes a hundred
+// times longer, since those of addmm are written in Python. Empty for all others, also for what does not fit.
+c10::DimVector sizes_of_linear(const c10::IValue* arguments) {
+  const at::Tensor &x = arguments[0].toTensor(), &w = arguments[1].toTensor();
+  const bool biased = arguments[2].isTensor() && arguments[2].toTensor().defined();
+  if (at::autocast::is_autocast_enabled(at::kCPU) || x.dim() < 2 || w.dim() != 2 || !x.is_contiguous() ||
+      !x.is_floating_point() || x.scalar_type() != w.scalar_type() || x.size(-1) != w.size(1))
+    return {};
+  if (biased) {
+    const at::Tensor& b = arguments[2].toTensor();
+    if (b.dim() != 1 || b.size(0) != w.size(0) || b.scalar_type() != w.scalar_type()) return {};
+  }
+  c10::DimVector sizes(x.sizes());
+  sizes.back() = w.size(0);
+  return sizes;
 }
 
 // Node handles are std::shared_ptr in older releases of torch and c10::intrusive_ptr in newer ones.
@@ -52,9 +70,13 @@ bool stand_in(const c10::OperatorHandle& op, const std::string& name, torch::jit
     requires_grad |= t.requires_grad();
   }
   if (!large) return false;
+  requires_grad = requires_grad && at::GradMode::is_enabled();
   at::Tensor result;
-  {
-    at::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
+  if (const auto sizes = name == "aten::linear" ? sizes_of_linear(&(*stack)[first]) : c10::DimVector();
+      !sizes.empty()) {
+    result = at::zeros(sizes, (*stack)[first].toTensor().options());
+  } else {
     torch::jit::Stack shapes;
     for (size_t i = first; i < stack->size(); ++i) {
       const c10::IValue& v = (*stack)[i];
@@ -69,7 +91,7 @@ bool stand_in(const c10::OperatorHandle& op, const std::string& name, torch::jit
     const at::Tensor shape = shapes.back().toTensor();
     result = at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(at::kCPU)).zero_();
   }
-  if (requires_grad && at::GradMode::is_enabled() && result.is_floating_point())
+  if (requires_grad && result.is_floating_point())
     torch::autograd::set_history(result, never_run<torch::autograd::Node>());
   stack->resize(first);
   stack->emplace_back(std::move(result));

@@ -5,6 +5,7 @@
 #include "plumb/numerics/kernel_blocks.h"
 #include "plumb/numerics/kernel_codes.h"
 #include "plumb/numerics/kernel_measure.h"
+#include "plumb/numerics/kernel_norm.h"
 #include "plumb/numerics/kernel_round.h"
 
 namespace plumb::kernel {
@@ -109,7 +110,8 @@ constexpr KernelTable make_table(const char* level) {
           {pack_all<float>, pack_all<double>, pack_all<Half>, pack_all<BHalf>},
           {round_and_pack_all<float>, round_and_pack_all<double>, round_and_pack_all<Half>, round_and_pack_all<BHalf>},
           {unpack_all<float>, unpack_all<double>, unpack_all<Half>, unpack_all<BHalf>},
-          {decode_all<uint32_t>, decode_all<uint64_t>, decode_all<uint16_t>, decode_all<uint16_t>}};
+          {decode_all<uint32_t>, decode_all<uint64_t>, decode_all<uint16_t>, decode_all<uint16_t>},
+          normalise_rows};
 }
 
 }  // namespace

@@ -105,6 +105,9 @@ struct KernelTable {
   void (*unpack[kCarriers])(const uint8_t* codes, void* y, int64_t n, const CodeSpec&);
   // values: 256 entries of the carrier.
   void (*decode[kCarriers])(const uint8_t* codes, void* y, int64_t n, const void* values);
+  // y = (x - mean) * rstd * weight + bias: rows of n values, a mean and a reciprocal deviation each.
+  void (*normalise)(const float* x, float* y, int64_t rows, int64_t n, const float* mean, const float* rstd,
+                    const float* weight, const float* bias);
 };
 
 // The best table for this CPU; PLUMB_CPU=baseline|avx2|avx512 in the environment asks for a lower one.

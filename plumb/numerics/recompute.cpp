@@ -13,6 +13,7 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/recompute_note.h"
 #include "plumb/numerics/recompute_recipe.h"
 
 namespace plumb {
@@ -36,7 +37,7 @@ struct CheapRecompute::State {
   explicit State(bool check) : check(check), outer(std::exchange(current, this)), keys(kKey) {}
   ~State() { current = outer; }
 
-  void remember(const c10::OperatorHandle& op, std::vector<c10::IValue> args, const at::Tensor& result);
+  void remember(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at::ArrayRef<c10::IValue> results);
   void look_below(Node* root);
   bool empty() const { return recipes.empty(); }
 
@@ -62,33 +63,46 @@ struct CheapRecompute::State {
 
 namespace {
 
+// Whether autocast may cast inside of this call: what it gives is then not made of its arguments as they are.
+bool may_cast(const c10::OperatorHandle& op) {
+  return at::autocast::is_autocast_enabled(at::kCPU) &&
+         !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU) &&
+         op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU);
+}
+
 void note_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   keys = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  if (!current || !c10::GradMode::is_enabled() || at::autocast::is_autocast_enabled(at::kCPU)) {
-    return op.redispatchBoxed(keys, stack);
-  }
+  if (!current || !c10::GradMode::is_enabled() || may_cast(op)) return op.redispatchBoxed(keys, stack);
   const auto given = torch::jit::last(*stack, op.schema().arguments().size());
   std::vector<c10::IValue> args(given.begin(), given.end());
   op.redispatchBoxed(keys, stack);
-  const c10::IValue& result = (*stack)[stack->size() - op.schema().returns().size()];
-  if (!result.isTensor() || !has_plain_memory(result.toTensor()) || !result.toTensor().grad_fn()) return;
+  const auto results = torch::jit::last(*stack, op.schema().returns().size());
+  if (!results[0].isTensor()) return;
+  const at::Tensor& result = results[0].toTensor();
+  if (!has_plain_memory(result) || !result.grad_fn()) return;
+  auto usable = [&](const c10::IValue& arg) {
+    if (!arg.isTensor() || !arg.toTensor().defined()) return true;
+    return has_plain_memory(arg.toTensor()) && !arg.toTensor().is_alias_of(result);
+  };
   for (const c10::IValue& arg : args) {
-    for (const c10::IValue& t : arg.isTensorList() ? arg.toListRef().vec() : std::vector<c10::IValue>{arg}) {
-      if (!t.isTensor() || !t.toTensor().defined()) continue;
-      if (!has_plain_memory(t.toTensor()) || t.toTensor().is_alias_of(result.toTensor())) return;
+    if (!usable(arg)) return;
+    if (!arg.isTensorList()) continue;
+    for (const c10::IValue& element : arg.toListRef()) {
+      if (!usable(element)) return;
     }
   }
-  current->remember(op, std::move(args), result.toTensor());
+  current->remember(op, std::move(args), results);
 }
 
 }  // namespace
 
 void CheapRecompute::State::remember(const c10::OperatorHandle& op, std::vector<c10::IValue> args,
-                                     const at::Tensor& result) {
+                                     at::ArrayRef<c10::IValue> results) {
+  const at::Tensor& result = results[0].toTensor();
   // The whole of its memory, so that any view of it can be made again.
   if (result.nbytes() < kFewBytes || result.storage().nbytes() != result.nbytes() || result.storage_offset() != 0)
     return;
-  auto recipe = std::make_shared<Recipe>(op, std::move(args), result, static_cast<int64_t>(recipes.size()));
+  auto recipe = std::make_shared<Recipe>(op, std::move(args), results, static_cast<int64_t>(recipes.size()));
   recipes[result.storage().unsafeGetStorageImpl()] = std::move(recipe);
   look_below(&*result.grad_fn());
 }
@@ -258,7 +272,8 @@ std::string RecomputeReport::text() const {
   return line;
 }
 
-// Deterministic, without state, and in time like reading their arguments.
+torch::CppFunction cheap_to_recompute() { return torch::CppFunction::makeFromBoxedFunction<&note_call>(); }
+
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
   for (const char* name : {"gelu",
                            "silu",
@@ -298,7 +313,7 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
                            "_to_copy",
                            "clone",
                            "cat"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&note_call>());
+    m.impl(name, cheap_to_recompute());
   }
 }
 

@@ -60,8 +60,17 @@ at::Tensor Part::lock() const {
   return over(c10::Storage(std::move(alive)), *this);
 }
 
-Recipe::Recipe(const c10::OperatorHandle& op, std::vector<c10::IValue> args, const at::Tensor& result, int64_t order)
-    : op(op), order(order), result(result), nbytes(result.nbytes()), args_(std::move(args)) {
+Recipe::Recipe(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at::ArrayRef<c10::IValue> results,
+               int64_t order)
+    : op(op),
+      order(order),
+      result(results[0].toTensor()),
+      nbytes(results[0].toTensor().nbytes()),
+      args_(std::move(args)) {
+  if (results.size() == 3 && op.operator_name().name == "aten::native_layer_norm") {
+    const at::Tensor &mean = results[1].toTensor(), &rstd = results[2].toTensor();
+    moments_.emplace(Moments{mean.tensor_data(), rstd.tensor_data(), Part(mean), Part(rstd)});
+  }
   auto take = [&](c10::IValue& value, size_t arg, int64_t element) {
     if (!value.isTensor() || !value.toTensor().defined()) return;
     const at::Tensor& t = value.toTensor();
@@ -104,13 +113,21 @@ at::Tensor Recipe::compute() {
     }
   }
   for (auto& [arg, list] : lists) stack[arg] = c10::List<at::Tensor>(list);
-  op.callBoxed(stack);
-  at::Tensor again = stack.front().toTensor();
+  at::Tensor again = compute_quickly(stack);
+  if (!again.defined()) {
+    op.callBoxed(stack);
+    again = stack.front().toTensor();
+  }
   if (again.sizes() != at::IntArrayRef(result.sizes) || again.strides() != at::IntArrayRef(result.strides) ||
       again.storage_offset() != result.offset || again.dtype() != result.options.dtype()) {
     throw Error(ErrorKind::Internal, op.operator_name().name + " gave a result of another shape in the backward");
   }
   return again;
+}
+
+at::Tensor Recipe::compute_quickly(const std::vector<c10::IValue>& args) const {
+  if (!moments_ || !moments_->of_mean.unchanged() || !moments_->of_rstd.unchanged()) return {};
+  return normalise_again(args, moments_->mean, moments_->rstd);
 }
 
 at::Tensor Recipe::memory() {
@@ -121,7 +138,9 @@ at::Tensor Recipe::memory() {
   at::Tensor again = compute();
   if (pending > 1) {
     waiting_ = again;
-    waiting_recipes().push_back(weak_from_this());
+    auto& recipes = waiting_recipes();
+    if (recipes.size() == recipes.capacity()) std::erase_if(recipes, [](const auto& weak) { return weak.expired(); });
+    recipes.push_back(weak_from_this());
   }
   return again;
 }

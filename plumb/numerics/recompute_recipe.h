@@ -36,7 +36,9 @@ struct Part {
 class Recipe : public std::enable_shared_from_this<Recipe> {
  public:
   // A call of `op` with `args` that has just given `result`.
-  Recipe(const c10::OperatorHandle& op, std::vector<c10::IValue> args, const at::Tensor& result, int64_t order);
+  // `results`: all that the call gave.
+  Recipe(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at::ArrayRef<c10::IValue> results,
+         int64_t order);
 
   struct Source {
     size_t arg;
@@ -65,7 +67,16 @@ class Recipe : public std::enable_shared_from_this<Recipe> {
   void forget() { waiting_.reset(); }
 
  private:
+  // By a quicker way than the call, where there is one.
+  at::Tensor compute_quickly(const std::vector<c10::IValue>& args) const;
+
   std::vector<c10::IValue> args_;  // tensors that are sources taken out
+  // layer_norm's means and reciprocal deviations, which its node keeps.
+  struct Moments {
+    at::Tensor mean, rstd;
+    Part of_mean, of_rstd;
+  };
+  std::optional<Moments> moments_;
   std::optional<at::Tensor> waiting_;
 };
 
@@ -81,6 +92,10 @@ void collect_saved(torch::autograd::Node& node, std::vector<Saved>& saved);
 
 // Replaces what was saved, a part of the recipe's result.
 void save_recipe(const Saved& saved, const at::Tensor& data, std::shared_ptr<Recipe> recipe);
+
+// native_layer_norm's result from its arguments and the two others that it gave, in one pass; undefined where that
+// would not be the bits that ATen gives.
+at::Tensor normalise_again(const std::vector<c10::IValue>& args, const at::Tensor& mean, const at::Tensor& rstd);
 
 // A strided CPU tensor of its own, no tracer's.
 bool has_plain_memory(const at::Tensor& x);

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
+#include "plumb/pipeline/freed_memory.h"
 #include "plumb/pipeline/runtime_state.h"
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/lower.h"
@@ -49,6 +50,7 @@ void check_parts(const PipelineLayout& layout, const Schedule& schedule,
 Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
                    ProcessGroup group, PipelineOptions options)
     : state_(std::make_unique<State>(std::move(group))) {
+  keep_freed_memory();
   auto& s = *state_;
   const int me = s.rank();
   try {

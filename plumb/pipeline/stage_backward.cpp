@@ -6,6 +6,7 @@
 #include "plumb/core/error.h"
 #include "plumb/pipeline/backward_halves.h"
 #include "plumb/pipeline/describe.h"
+#include "plumb/pipeline/freed_memory.h"
 
 namespace plumb {
 namespace {
@@ -15,6 +16,7 @@ bool can_have_gradient(const at::Tensor& t) {
 }
 
 BackwardRoots collect_roots(const Tensors& outputs, const Tensors& output_grads) {
+  keep_freed_memory();
   if (!output_grads.empty() && output_grads.size() != outputs.size()) {
     throw Error(ErrorKind::InvalidArgument,
                 "stage backward got " + std::to_string(outputs.size()) + " outputs and " +
