@@ -1,5 +1,6 @@
 #include "plumb/numerics/recompute.h"
 
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -141,6 +142,50 @@ TEST(Recompute, NamesWhatItDidNotKeep) {
   EXPECT_EQ(report.text(),
             "computed again, not kept: 0.0781 MiB of 2 results (aten::gelu 0.0625 MiB of 1, aten::native_layer_norm "
             "0.0156 MiB of 1)");
+}
+
+TEST(Recompute, NormalisesAgainWithTheBitsOfTheNorm) {
+  at::manual_seed(3);
+  for (const bool affine : {true, false}) {
+    for (int64_t width : {1, 7, 33, 64, 250, 1024}) {
+      for (const bool transposed : {false, true}) {
+        const Model model{"norm of " + std::to_string(width),
+                          {leaf({96, width}), leaf({width, width}), leaf({width}), leaf({width}), leaf({width, width})},
+                          [&](const Tensors& t) {
+                            const auto h = at::mm(t[0], t[1]);
+                            const auto x = transposed ? h.reshape({8, 12, width}).transpose(0, 1) : h;
+                            const auto y = affine ? at::layer_norm(x * 2, {width}, t[2], t[3])
+                                                  : at::layer_norm(x * 2, {width}) + (t[2] + t[3]).sum() * 0;
+                            return at::matmul(y, t[4]);
+                          },
+                          1};
+        expect_same(train(model, Recompute::None).values, train(model, Recompute::Cheap, /*check=*/true).values,
+                    model.name);
+        const Trained again = train(model, Recompute::Cheap, /*check=*/true);
+        EXPECT_EQ(again.report.differing, 0) << model.name;
+        if (affine && width >= 33) EXPECT_TRUE(again.report.by_operator.count("aten::native_layer_norm")) << model.name;
+      }
+    }
+  }
+}
+
+TEST(Recompute, TakesWhatAutocastLeavesAndTheCastsItMakes) {
+  at::manual_seed(3);
+  Model model = transformer_mlp(at::kFloat);
+  model.forward = [whole = model.forward](const Tensors& t) {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::increment_nesting();
+    const at::Tensor out = whole(t);
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    return out;
+  };
+  const Trained kept = train(model, Recompute::None), again = train(model, Recompute::Cheap, /*check=*/true);
+  expect_same(kept.values, again.values, "autocast");
+  EXPECT_EQ(again.report.differing, 0);
+  EXPECT_EQ(again.report.by_operator.at("aten::gelu").bytes, 4 * 16 * 256 * 2) << "in bfloat16";
+  EXPECT_TRUE(again.report.by_operator.count("aten::_to_copy"));
+  EXPECT_LT(again.held, kept.held * 3 / 4);
 }
 
 // One product behind gelu, and what a test does with it.
