@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "pipeline.md"
-MODELS = ["mlp", "ragged", "skip", "tied", "norm", "tokens", "inplace", "half"]
+MODELS = ["mlp", "ragged", "skip", "tied", "norm", "tokens", "inplace", "half", "cut"]
 SCHEDULES = {  # stages a rank
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2, "ZBH1": 1, "ZBH2": 1, "VHalf": 2, "VMin": 2, "DualPipe": 1,

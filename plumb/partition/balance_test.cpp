@@ -133,6 +133,43 @@ TEST(Balance, CutsAGptByMeasuredAndByEstimatedCosts) {
   }
 }
 
+// As a router does: it chooses by the values of a tensor with a gradient, without grad mode.
+TEST(Balance, MeasuresAndCutsAroundViewsMadeWithoutGradMode) {
+  State state;
+  parameter(state, "gate.weight", {4, 4});
+  parameter(state, "expert.weight", {4, 4});
+  auto module = model(R"(graph {
+    %x: f32[2, 3, 4] = placeholder "x"
+    %wg = get_attr "gate.weight"
+    %g = aten::linear(%x, %wg)
+    %s = aten::sigmoid(%g)
+    %v = aten::view(%s, [-1, 4]) no_grad
+    %k, %i = aten::topk(%v, 2) no_grad
+    %p = aten::mul.Tensor(%v, 2.0)
+    %flat = aten::view(%s, [-1, 4])
+    %chosen = aten::gather(%flat, 1, %i)
+    %we = get_attr "expert.weight"
+    %e = aten::linear(%x, %we)
+    %sum = aten::sum(%chosen)
+    %q = aten::sum(%p)
+    %t = aten::add.Tensor(%sum, %q)
+    %es = aten::sum(%e)
+    %loss = aten::mul.Tensor(%t, %es)
+    output(%loss)
+  })",
+                      state);
+  const std::vector<c10::IValue> inputs{at::randn({2, 3, 4})};
+  const GraphCost cost = measure_cost(*module, inputs, 2);
+  EXPECT_GT(cost.backward(), 0);
+  size_t operators = 0;
+  for (const Node* node : module->graph().nodes()) operators += node->is_call();
+  for (size_t before = 1; before < operators; ++before) {
+    SplitOptions options;
+    options.cut_before = {before};
+    expect_equals_whole(*module, options, inputs, 2);
+  }
+}
+
 TEST(Balance, CountsFlopsOfProducts) {
   State state;
   parameter(state, "w", {16, 8});

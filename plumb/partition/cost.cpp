@@ -230,6 +230,8 @@ std::pair<double, double> time_once(const Plan& plan, const std::vector<IValue>&
   std::vector<at::Tensor> roots, grads;
   for (const IValue& v : out) {
     if (!v.isTensor() || !v.toTensor().defined() || !v.toTensor().requires_grad()) continue;
+    // A view made without grad mode says that it requires a gradient, as its base does, and has none to hand on.
+    if (!torch::autograd::impl::gradient_edge(v.toTensor()).function) continue;
     roots.push_back(v.toTensor());
     grads.push_back(at::ones_like(v.toTensor()));
   }

@@ -151,12 +151,14 @@ std::vector<at::Tensor> DetachExecutor::backward() {
       if (!run.outputs[j].isTensor()) continue;
       const at::Tensor& out = run.outputs[j].toTensor();
       if (!out.defined() || !out.requires_grad()) continue;
+      auto edge = torch::autograd::impl::gradient_edge(out);
+      if (!edge.function) continue;  // a view made without grad mode: it says so because its base does
       at::Tensor grad = grad_of(step.output_grads[j]);
       if (!grad.defined()) {
         if (step.stage + 1 != pipe.num_stages() || j != plan.loss_port) continue;
         grad = at::ones_like(out, at::MemoryFormat::Preserve);
       }
-      add_root(torch::autograd::impl::gradient_edge(out), std::move(grad));
+      add_root(std::move(edge), std::move(grad));
     }
     if (roots.empty()) continue;
     torch::autograd::Engine::get_default_engine().execute(roots, grads, /*keep_graph=*/false, /*create_graph=*/false,

@@ -1,21 +1,65 @@
 #include "plumb/pipeline/graph_stage.h"
 
+#include <ATen/ATen.h>
+
+#include <algorithm>
 #include <set>
 
 #include "plumb/core/error.h"
 
 namespace plumb {
 
+namespace {
+
+// Many sizes come again in every epoch, some never: as many graphs as are cheap to keep.
+constexpr size_t kKept = 64;
+
+// Sizes that are symbols may be any: the graph itself follows them.
+bool as_cut(const TensorMeta& meta, at::IntArrayRef sizes) {
+  if (sizes.size() != meta.sizes.size()) return false;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const bool symbol = i < meta.symbols.size() && !meta.symbols[i].empty();
+    if (!symbol && sizes[i] != meta.sizes[i]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<int> sources_of(const StageIO& io) {
+  std::set<int> stages;
+  for (const StageInputPort& port : io.inputs) {
+    if (!port.source.is_pipeline_input()) stages.insert(port.source.stage);
+  }
+  return {stages.begin(), stages.end()};
+}
+
+std::vector<int> targets_of(const StageIO& io) {
+  std::set<int> stages;
+  for (const StageOutputPort& port : io.outputs) {
+    for (const PortUse& use : port.consumers) stages.insert(use.stage);
+  }
+  return {stages.begin(), stages.end()};
+}
+
 PipelineLayout make_layout(const PipeTable& table) {
   PipelineLayout layout;
   layout.num_inputs = static_cast<int>(table.num_inputs);
-  for (const StageIO& io : table.stages) {
+  for (int s = 0; s < table.num_stages(); ++s) {
+    const StageIO& io = table.stages[static_cast<size_t>(s)];
     StageLayout stage;
     for (const StageInputPort& port : io.inputs) {
       stage.inputs.push_back({port.source.is_pipeline_input() ? ValueSource::kModelInput : port.source.stage,
                               static_cast<int>(port.source.index)});
     }
-    stage.num_outputs = static_cast<int>(io.outputs.size());
+    // One for each target: a value with several users would be another way for gradients.
+    for (int source : sources_of(io)) {
+      const StageIO& from = table.stages[static_cast<size_t>(source)];
+      const std::vector<int> targets = targets_of(from);
+      const auto place = std::find(targets.begin(), targets.end(), s) - targets.begin();
+      stage.inputs.push_back({source, static_cast<int>(from.outputs.size()) + static_cast<int>(place)});
+    }
+    stage.num_outputs = static_cast<int>(io.outputs.size() + targets_of(io).size());
     layout.stages.push_back(std::move(stage));
   }
   for (const ReplicatedParam& parameter : table.replicated) {
@@ -26,17 +70,58 @@ PipelineLayout make_layout(const PipeTable& table) {
   return layout;
 }
 
-GraphStage::GraphStage(std::shared_ptr<GraphModule> module, StageIO io)
-    : module_(std::move(module)), io_(std::move(io)) {}
+GraphStage::GraphStage(std::shared_ptr<GraphModule> module, StageIO io, std::shared_ptr<Recut> recut, int index)
+    : module_(std::move(module)),
+      io_(std::move(io)),
+      recut_(std::move(recut)),
+      index_(index),
+      num_targets_(targets_of(io_).size()) {}
 
-Tensors GraphStage::forward(const Tensors& inputs) {
-  if (inputs.size() != io_.inputs.size()) {
+ModelSizes GraphStage::known_sizes(const Tensors& inputs) const {
+  ModelSizes known;
+  bool other = false;
+  for (size_t i = io_.inputs.size(); i < inputs.size(); ++i) {
+    if (!inputs[i].defined()) continue;
+    known.merge(unpack_sizes(inputs[i]));
+    other = true;
+  }
+  for (size_t i = 0; i < io_.inputs.size(); ++i) {
+    const StageInputPort& port = io_.inputs[i];
+    if (!port.source.is_pipeline_input() || !port.meta || !inputs[i].defined()) continue;
+    known[port.source.index] = inputs[i].sizes().vec();
+    other = other || !as_cut(*port.meta, inputs[i].sizes());
+  }
+  return other ? known : ModelSizes();
+}
+
+GraphModule& GraphStage::graph_for(const ModelSizes& known) {
+  if (known.empty()) return *module_;
+  auto it = others_.find(known);
+  if (it == others_.end()) {
+    if (!recut_) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "the model's inputs have other sizes than it was cut for, and stage " + std::to_string(index_) +
+                      " has a graph for those alone",
+                  "",
+                  "export the program with dynamic shapes; give a live module's stages a Recut (follow_sizes); or give "
+                  "batches of those sizes");
+    }
+    if (others_.size() >= kKept) others_.erase(others_.begin());
+    it = others_.emplace(known, recut_->stage(index_, known, *module_)).first;
+  } else {
+    Recut::share_state(*module_, *it->second);
+  }
+  return *it->second;
+}
+
+Tensors GraphStage::run_graph(GraphModule& graph, const Tensors& inputs) const {
+  if (inputs.size() < io_.inputs.size()) {
     throw Error(ErrorKind::InvalidArgument, "the stage takes " + std::to_string(io_.inputs.size()) + " inputs, got " +
                                                 std::to_string(inputs.size()));
   }
   std::vector<c10::IValue> values;
-  values.reserve(inputs.size());
-  for (size_t i = 0; i < inputs.size(); ++i) {
+  values.reserve(io_.inputs.size());
+  for (size_t i = 0; i < io_.inputs.size(); ++i) {
     const StageInputPort& port = io_.inputs[i];
     if (port.type != ValueType::Tensor) {
       values.push_back(inputs[i].defined() ? unpack_value(inputs[i], port.type) : c10::IValue());
@@ -46,8 +131,24 @@ Tensors GraphStage::forward(const Tensors& inputs) {
     }
   }
   Tensors outputs;
-  for (const c10::IValue& v : module_->run(std::move(values)))
+  for (const c10::IValue& v : graph.run(std::move(values)))
     outputs.push_back(v.isTensor() ? v.toTensor() : pack_value(v));
+  return outputs;
+}
+
+Tensors GraphStage::forward(const Tensors& inputs) {
+  if (inputs.size() != io_.inputs.size()) {
+    throw Error(ErrorKind::InvalidArgument, "the stage takes " + std::to_string(io_.inputs.size()) + " inputs, got " +
+                                                std::to_string(inputs.size()));
+  }
+  return run_graph(graph_for(known_sizes(inputs)), inputs);
+}
+
+Tensors GraphStage::run(const Tensors& inputs, int) {
+  const ModelSizes known = known_sizes(inputs);
+  Tensors outputs = run_graph(graph_for(known), inputs);
+  const at::Tensor row = known.empty() || num_targets_ == 0 ? at::Tensor() : pack_sizes(known);
+  outputs.insert(outputs.end(), num_targets_, row);
   return outputs;
 }
 
@@ -62,13 +163,15 @@ std::vector<NamedTensor> GraphStage::parameters() const {
   return named;
 }
 
-std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(const Pipe& pipe, const Schedule& schedule, int rank) {
+std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(const Pipe& pipe, const Schedule& schedule, int rank,
+                                                             const std::shared_ptr<Recut>& recut) {
   std::map<int, std::shared_ptr<StageFunction>> stages;
   for (int s = 0; s < pipe.num_stages(); ++s) {
     bool here = false;
     for (int mb = 0; mb < schedule.num_microbatches && !here; ++mb) here = schedule.placement.rank_of(s, mb) == rank;
-    if (here)
-      stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), pipe.table().stages[static_cast<size_t>(s)]));
+    if (!here) continue;
+    const StageIO& io = pipe.table().stages[static_cast<size_t>(s)];
+    stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), io, recut, s));
   }
   return stages;
 }

@@ -3,6 +3,7 @@
 
 #include <torch/torch.h>
 
+#include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/runtime.h"
 
 namespace plumb {
@@ -18,6 +19,8 @@ struct TestModel {
   Loss loss;
   std::function<std::pair<Tensors, Tensors>(int step)> batch;  // inputs, targets
   std::optional<std::uint64_t> seed;
+  // The whole model as one function, if the stages were cut from one: its parameters bear the same names.
+  std::function<std::shared_ptr<TestStage>()> make_whole;
 };
 
 inline at::Tensor test_weight(std::uint64_t seed, at::IntArrayRef sizes) {
@@ -30,10 +33,37 @@ inline at::Tensor test_data(std::uint64_t seed, at::IntArrayRef sizes) {
   return at::randn(sizes, generator);
 }
 
+// Tokens to logits: places, a mask and the last shape are made of the input's sizes.
+struct TestTokensImpl : torch::nn::Module {
+  TestTokensImpl(int layers, int width) {
+    table = register_parameter("table", test_weight(7, {11, width}));
+    places = register_parameter("places", test_weight(8, {32, width}));
+    for (int i = 0; i < layers; i++) {
+      weights.push_back(register_parameter("layer" + std::to_string(i), test_weight(10 * i + 1, {width, width})));
+    }
+    head = register_parameter("head", test_weight(9, {11, width}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = at::embedding(table, x) + at::embedding(places, at::arange(x.size(1)));
+    for (const auto& w : weights) {
+      const auto mask = at::ones({x.size(1), x.size(1)}).triu(1) * -1e4;
+      const auto scores = at::matmul(h, h.transpose(1, 2)) / static_cast<double>(x.size(1)) + mask;
+      h = (h + at::gelu(at::linear(at::matmul(scores.softmax(-1), h), w))).reshape({-1, h.size(2)});
+      h = h.view({x.size(0), x.size(1), -1});
+    }
+    return at::linear(h, head).view({x.size(0) * x.size(1), -1});
+  }
+  at::Tensor table, places, head;
+  std::vector<at::Tensor> weights;
+};
+TORCH_MODULE(TestTokens);
+
 // "mlp": a chain. "ragged": the same with a batch that does not divide and another size at every step. "skip": an early
 // value used by every later stage, more than once, and an integer mask beside it. "tied": the first stage's weight
-// again in the last. "norm": batch norm in training mode. "tokens": integers into the first stage, an embedding, a
-// transposed boundary. "inplace": every stage begins with an in-place operator. "half": bfloat16 between the stages.
+// again in the last. "cut": a module cut by pipeline() for one size, with another batch, which does not divide, and
+// another length at every step. "norm": batch norm in training mode. "tokens": integers into the first stage, an
+// embedding, a transposed boundary. "inplace": every stage begins with an in-place operator. "half": bfloat16 between
+// the stages.
 inline TestModel test_model(const std::string& name, int num_stages) {
   constexpr int width = 6;
   TestModel model;
@@ -109,6 +139,42 @@ inline TestModel test_model(const std::string& name, int num_stages) {
       if (first) parameters.push_back({"embedding.weight", table});
       if (last) parameters.push_back({"head.weight", head});
       return std::make_shared<TestStage>(forward, parameters);
+    };
+  } else if (name == "cut") {
+    model.batch = [](int step) {
+      auto tokens = test_data(100 + step, {11 + 6 * step, 4 + step}).mul(100).to(at::kLong).remainder(11).abs();
+      return std::pair<Tensors, Tensors>{{tokens}, {tokens.roll(1, 1)}};
+    };
+    model.loss = [](const Tensors& out, const Tensors& target) {
+      return at::cross_entropy_loss(out[0], target[0].reshape({-1}));
+    };
+    struct Cut {
+      TestTokens model{nullptr};
+      std::shared_ptr<Pipe> pipe;
+      std::shared_ptr<Recut> recut;
+    };
+    auto cut = std::make_shared<Cut>();
+    cut->model = TestTokens(num_stages, width);
+    const auto tokens = at::zeros({2, 4}, at::kLong);
+    SplitOptions options;
+    for (int s = 1; s < num_stages; s++) {
+      options.points.emplace_back("layer" + std::to_string(s), SplitPoint::Beginning);
+    }
+    auto graph = capture(cut->model, tokens);
+    cut->pipe = pipeline(*graph, options);
+    cut->recut = follow_sizes(*cut->pipe, cut->model, options, tokens);
+    model.layout = make_layout(cut->pipe->table());
+    model.make_stage = [=](int s) {
+      auto stage = std::make_shared<GraphStage>(cut->pipe->stage(s), cut->pipe->table().stages[s], cut->recut, s);
+      auto parameters = stage->parameters();
+      return std::make_shared<TestStage>([=](const Tensors& in) { return stage->run(in, 0); }, parameters);
+    };
+    model.make_whole = [=] {
+      TestTokens whole(num_stages, width);
+      std::vector<NamedTensor> parameters;
+      for (const auto& p : whole->named_parameters()) parameters.push_back({p.key(), p.value()});
+      return std::make_shared<TestStage>(
+          [whole](const Tensors& in) mutable -> Tensors { return {whole->forward(in[0])}; }, parameters);
     };
   } else if (name == "inplace" || name == "half") {
     const bool half = name == "half";

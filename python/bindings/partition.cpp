@@ -7,6 +7,7 @@
 #include "plumb/partition/move.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/pipe_split.h"
+#include "plumb/partition/recut.h"
 #include "plumb/partition/split.h"
 #include "plumb/partition/stage_bytes.h"
 
@@ -26,6 +27,7 @@ py::object shape_of(const std::optional<TensorMeta>& m) {
   d["stride"] = py::tuple(py::cast(m->strides));
   d["device"] = py::cast(m->device);
   d["requires_grad"] = m->requires_grad;
+  d["symbols"] = m->symbols;
   return d;
 }
 
@@ -121,6 +123,37 @@ py::tuple balance_cuts(const GraphModule& module, int stages, const std::optiona
     rows.append(row);
   }
   return py::make_tuple(found.options.cut_before, rows, found.report());
+}
+
+// `cut` answers a Pipe for flat inputs, or None once the model is gone.
+std::shared_ptr<Recut> make_recut(const Pipe& pipe, const py::list& example, py::function cut, bool same_names) {
+  // The last copy may be let go without the GIL.
+  std::shared_ptr<py::function> held(new py::function(std::move(cut)), [](py::function* function) {
+    py::gil_scoped_acquire gil;
+    delete function;
+  });
+  auto again = [held](const std::vector<c10::IValue>& inputs) -> std::shared_ptr<Pipe> {
+    py::gil_scoped_acquire gil;
+    try {
+      const py::object made = (*held)(to_list(inputs));
+      return made.is_none() ? nullptr : made.cast<std::shared_ptr<Pipe>>();
+    } catch (const py::error_already_set& error) {  // must not travel through code without the GIL
+      const std::string type = py::str(error.type().attr("__name__")), text = py::str(error.value());
+      throw Error(ErrorKind::InvalidArgument, type == "Error" ? text : type + ": " + text);
+    }
+  };
+  return std::make_shared<Recut>(pipe, to_ivalues(example), std::move(again), same_names);
+}
+
+void bind_recut(py::module_& m) {
+  py::class_<Recut, std::shared_ptr<Recut>>(m, "Recut", "Graphs of stages for other sizes than a model was cut for.")
+      .def(py::init(&make_recut), py::arg("pipe"), py::arg("example"), py::arg("cut"), py::arg("same_names"))
+      .def("stage", &Recut::stage, py::arg("index"), py::arg("known"), py::arg("now"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("captures", &Recut::captures);
+  m.def("share_state", &Recut::share_state);
+  m.def("pack_sizes", &pack_sizes);
+  m.def("unpack_sizes", &unpack_sizes);
 }
 
 void bind_table(py::module_& m) {
@@ -289,6 +322,7 @@ void bind_pipe(py::module_& m) {
 Register part([](py::module_& m) {
   bind_table(m);
   bind_pipe(m);
+  bind_recut(m);
 });
 
 }  // namespace

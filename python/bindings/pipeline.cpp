@@ -8,6 +8,7 @@
 #include "module.h"
 #include "plumb/analysis/adapters.h"
 #include "plumb/core/error.h"
+#include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/runtime.h"
 #include "tensors.h"
@@ -214,6 +215,7 @@ Register part([](py::module_& m) {
       .def(py::init(&make_layout), py::arg("stages"), py::arg("num_inputs") = 1,
            py::arg("tied") = std::vector<std::vector<std::pair<int, std::string>>>())
       .def_static("open_chain", &PipelineLayout::open_chain)
+      .def_static("of", py::overload_cast<const PipeTable&>(&plumb::make_layout), py::arg("table"))
       .def_property_readonly("num_stages", &PipelineLayout::num_stages)
       .def_readonly("num_inputs", &PipelineLayout::num_inputs)
       .def_readonly("open", &PipelineLayout::open)

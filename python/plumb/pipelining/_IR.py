@@ -40,6 +40,7 @@ from ._marks import (  # noqa: F401  (known under this module's name)
     pipe_split,
 )
 from ._policies import SplitPolicy, make_policy
+from ._recut import CutSizes, StageGraphs, make_recut
 from ._sources import Source, from_exported, make_source
 from ._specs import MultiUseParameterConfig, MultiUseParamSpec, find_loss_spec, multi_use_arguments, plain_loss_spec  # noqa: F401
 from ._split_graph import (  # noqa: F401
@@ -75,17 +76,25 @@ class Pipe(nn.Module):
     for (cuts that were moved).
     """
 
-    def __init__(self, engine: Any, source: Source, loss_spec: Any = None, cut_arguments: dict | None = None):
+    def __init__(
+        self, engine: Any, source: Source, loss_spec: Any = None, cut_arguments: dict | None = None, recut: Any = None
+    ):
         super().__init__()
         table = engine.table
         self.num_stages: int = engine.num_stages
         self.has_loss_and_backward = table.loss_output is not None
         self.loss_spec = loss_spec
         self.notes: list[str] = [*source.notes, *engine.notes]
-        self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments)
+        recut = recut or make_recut(engine, source, cut_arguments)
+        self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments, _recut=recut)
+        cut_sizes = CutSizes(table)
         stages = [
-            StageModule(engine.stage(s), s, table, source.arguments, source.training) for s in range(self.num_stages)
-        ]
+            StageModule(
+                engine.stage(s), s, table, source.arguments, source.training,
+                StageGraphs(s, table, cut_sizes, recut, source.other_sizes),
+            )
+            for s in range(self.num_stages)
+        ]  # fmt: skip
         self._devices = [stage.device for stage in stages]
         self._make_split_gm(stages)
         self.replicated_params: list[dict[str, str]] = [
@@ -234,7 +243,8 @@ class Pipe(nn.Module):
         stages = [self._engine.stage(s).state() for s in range(self.num_stages)]
         source = replace(self._source, engine=None, example=None, again=None)
         parts = (whole.graph.to_string(), whole.state(), *whole.specs())
-        return _rebuild, (parts, source, self._cut_arguments, self.loss_spec, stages, self._devices, self.training)
+        where = (stages, self._devices, self.training, self._recut)
+        return _rebuild, (parts, source, self._cut_arguments, self.loss_spec, *where)
 
     # --- as torch's ---
     _number_and_count_forward_stages = staticmethod(_number_and_count_forward_stages)
@@ -283,7 +293,7 @@ def _cut(
 
 
 def _rebuild(
-    parts: tuple, source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool
+    parts: tuple, source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, recut: Any
 ) -> Pipe:
     """A pipe's copy: cut again at the same places, with the stages' own tensors."""
     source.engine = _C.Engine(*parts)
@@ -293,8 +303,7 @@ def _rebuild(
             engine.stage(s).set_state(name, tensor)
         if devices[s] is not None:
             engine.move_stage(s, devices[s])
-    pipe = Pipe(engine, source, loss, arguments)
-    return pipe.train(training)
+    return Pipe(engine, source, loss, arguments, recut).train(training)
 
 
 def pipeline(
@@ -325,8 +334,11 @@ def pipeline(
             "loss". The pipe then has a backward.
         move_cuts: whether a cut through memory that is written may move to where it is right (said in ``notes``).
 
-    Cuts before the first and after the last operator, and cuts next to each other, make no empty stages. Raises
-    `plumb.Error`.
+    Cuts before the first and after the last operator, and cuts next to each other, make no empty stages.
+
+    Stages of a live module take other sizes than the example's, batch and length, in schedules and called one after the
+    other; it is captured and cut again for each size. For that it has to live: keep it (``module.to("meta")`` lets go of
+    its memory and not of the stages'). Those of a program follow its dynamic shapes. Raises `plumb.Error`.
     """
     if split_spec is not None and split_policy is not None:
         raise InvalidValue("Cannot specify both `split_spec` and `split_policy`\n  try: one of them")

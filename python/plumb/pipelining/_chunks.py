@@ -12,6 +12,8 @@ from ._backward import _null_coalesce_accumulate, stage_backward, stage_backward
 from ._errors import InvalidSchedule
 from ._messages import Receive, Send, Values, tag_of
 from ._metadata import extract_tensor_metas, validate_tensors_metadata
+from ._recut import Sizes, microbatch_sizes, sizes_of
+from ._recut import pack as pack_sizes
 from ._values import detached, flat_output, pack, unpack
 
 
@@ -50,6 +52,7 @@ class ChunkSteps:
         self.bwd_cache: dict[int, dict[int, Values]] = {}  # by microbatch and stage: gradients of its inputs
         self.backward_state: dict[int, Any] = {}
         self.dw_runner: dict[int, Any] = {}
+        self._sizes: dict[int, Sizes] = {}  # by microbatch: of the model's inputs, where they are not as they were cut
         self._incoming: dict[int, dict[int, Values]] = {}
         self._incoming_grads: dict[int, dict[int, Values]] = {}
 
@@ -142,7 +145,9 @@ class ChunkSteps:
     # --- the same between stages of one rank ---
     def _outputs_for(self, stage: int, microbatch: int) -> Values:
         outputs, indices = self.fwd_cache[microbatch][0], self._targets()[stage]
-        return list(outputs) if indices is None else [outputs[i] for i in indices]
+        if indices is None:
+            return list(outputs)
+        return [outputs[i] for i in indices] + [pack_sizes(self._sizes[microbatch])]
 
     def _take_outputs(self, source: int, values: Values, microbatch: int) -> None:
         """Values that a stage of this rank made, apart from its part of autograd's graph."""
@@ -153,7 +158,8 @@ class ChunkSteps:
         """What the stage before returned for a microbatch, where it is on this rank."""
         outputs = flat_output(prev_stage_outputs) if self.layout is not None else pack(prev_stage_outputs)
         if self.layout is not None:
-            outputs = [outputs[i] for i in self._sources().get(self.stage_index - 1, [])]
+            indices = self._sources().get(self.stage_index - 1, [])
+            outputs = [outputs[i] for i in indices] + [pack_sizes(sizes_of(outputs))]
         self._take_outputs(self.stage_index - 1, outputs, mb_index)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple:
@@ -183,12 +189,15 @@ class ChunkSteps:
             self._validate("inputs", pytree.tree_leaves(args))
             inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
             return self.forward_maybe_with_nosync(*args, **kwargs), inputs, arrived
+        carried = [values.pop() for values in arrived.values()]
         places = {s: dict(zip(indices or [], arrived[s])) for s, indices in self._sources().items()}
         given = self.model_inputs(args, kwargs)
+        sizes = self._sizes[microbatch] = self.cut_sizes.of_microbatch(given, carried)
         ports = self.pipe_info.table.inputs(self.stage_index)
         values = [given[p["index"]] if p["stage"] < 0 else places[p["stage"]][p["index"]] for p in ports]
         self._validate("inputs", values)
-        return self.forward_maybe_with_nosync(*values), [v for v in values if v is not None], arrived
+        with microbatch_sizes(sizes):
+            return self.forward_maybe_with_nosync(*values), [v for v in values if v is not None], arrived
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple, kwargs: dict[str, Any] | None = None, save_forward_output: bool = True

@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._C import Error
 from ._data_parallel import reduction_of
+from ._recut import microbatch_sizes
+from ._recut import pack as pack_sizes
 from ._values import accepted, detached, pack, unpack
 from .stage import _PipelineStageBase
 
@@ -48,6 +50,7 @@ class _Step:
     def __init__(self, args, kwargs, targets, loss_kwargs, keep_outputs, train):
         self.args, self.kwargs, self.targets, self.loss_kwargs = args, kwargs, targets, loss_kwargs
         self.keep_outputs, self.train = keep_outputs, train
+        self.model_inputs: list[list[torch.Tensor | None]] = []  # of stages cut from a graph
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.failure: BaseException | None = None
@@ -72,8 +75,12 @@ class _LocalStage:
         step, stage = self._run.current, self._stage
         try:
             if stage.layout is not None:
-                output = stage.forward_maybe_with_nosync(*inputs)
+                own, carried = inputs[: stage.num_values], inputs[stage.num_values :]
+                sizes = stage.cut_sizes.of_microbatch(step.model_inputs[microbatch], carried)
+                with microbatch_sizes(sizes):
+                    output = stage.forward_maybe_with_nosync(*own)
                 values = [output] if isinstance(output, torch.Tensor) else list(output)
+                values += [pack_sizes(sizes)] * stage.num_targets
             else:
                 args = step.args[microbatch] if stage.is_first else unpack(inputs)
                 kwargs = own_arguments(stage, self._run.stages, step.kwargs[microbatch])
@@ -130,10 +137,10 @@ class Run:
         for stage in self.stages:
             stage.chunks = len(args)
         try:
-            inputs = self._model_inputs(args, kwargs)
+            step.model_inputs = self._model_inputs(args, kwargs)
             for stage in self.stages if train else ():
                 stage.hold_gradients()
-            self._pipeline.run(inputs, rows_of(args if targets is None else targets), train)
+            self._pipeline.run(step.model_inputs, rows_of(args if targets is None else targets), train)
             if train:
                 for stage in self.stages:
                     stage.recomputed = self._pipeline.recomputed(stage.stage_index)

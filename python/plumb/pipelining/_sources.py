@@ -8,6 +8,7 @@ import io
 import os
 import tempfile
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch.utils import _pytree as pytree
 from .._C import Error
 from .._capture import GraphModule, capture_engine
 from .._exported import load_pt2
-from .._state import sync_state
+from .._state import state_of, sync_state
 from ..transforms._apply import forward_of
 from ._errors import InvalidType
 from ._marks import annotate_split_points, check_split_spec
+
+_EXPORT = "export the program with dynamic shapes (torch.export.export(..., dynamic_shapes=...)), or cut the live module"
+_CUT_THE_MODULE = "cut the module itself instead of its graph, which holds the sizes it was captured with"
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Source:
     program: Any = None  # of a .pt2: what only the file knows
     takes_plain: bool = False  # whether the graph itself takes values that are no tensors (and checks them)
     again: Any = None  # of a live module: captures it for other inputs; answers None once the module is gone
+    other_sizes: str | None = None  # of what holds one graph alone: what to do for other sizes
 
     def flatten(self, args: tuple, kwargs: dict) -> list:
         """Flat inputs of a call that may pass by position what the example passed by name, and the other way round."""
@@ -113,6 +118,61 @@ def has_transforms(module: nn.Module) -> bool:
     return any(forward_of(sub) is not None for sub in module.modules())
 
 
+class _AsCut:
+    """A live model as it was when it was cut, for captures later: modes, and the dtypes and devices of its tensors."""
+
+    def __init__(self, module: nn.Module, state: list):
+        self._modes = [sub.training for sub in module.modules()]
+        self._kinds = {name: (tensor.dtype, tensor.device) for name, _, tensor, _ in state}
+
+    @contextlib.contextmanager
+    def __call__(self, module: nn.Module) -> Iterator[None]:
+        modules = list(module.modules())
+        if len(modules) != len(self._modes):
+            raise Error(
+                f"the model has {len(modules)} modules, and had {len(self._modes)} when it was cut\n"
+                "  try: cut the model again after changing it"
+            )
+        before = [sub.training for sub in modules]
+        replaced: list[tuple[dict, str, Tensor]] = []
+        try:
+            for sub, mode in zip(modules, self._modes):
+                sub.training = mode
+            self._put_stand_ins(modules, module, replaced)
+            yield
+        finally:
+            for table, leaf, tensor in replaced:
+                table[leaf] = tensor
+            for sub, mode in zip(modules, before):
+                sub.training = mode
+
+    def _put_stand_ins(self, modules: list[nn.Module], module: nn.Module, replaced: list) -> None:
+        """A stage that was moved has taken its part of the model along; a capture asks for no values of parameters."""
+        wrong = {
+            id(tensor): self._kinds[name]
+            for name, _, tensor, _ in state_of(module)
+            if name in self._kinds and self._kinds[name] != (tensor.dtype, tensor.device)
+        }
+        made: dict[int, Tensor] = {}
+        for sub in modules if wrong else []:
+            for table in (sub._parameters, sub._buffers):
+                for leaf, tensor in table.items():
+                    if id(tensor) not in wrong:
+                        continue
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _stand_in(tensor, *wrong[id(tensor)])
+                    replaced.append((table, leaf, tensor))
+                    table[leaf] = made[id(tensor)]
+
+
+def _stand_in(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+        return tensor.to(dtype=dtype, device=device)
+    # Memory that is never written is never really there.
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty.zero_()
+
+
 def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) -> Source:
     """Captures one forward, with marks around the modules of `spec`; the module is as before afterwards."""
     parameters = _parameters(module)
@@ -123,14 +183,17 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
     leaves = pytree.tree_leaves((args, kwargs))
     plain_inputs = [None if isinstance(x, Tensor) else x for x in leaves]
     arguments = _argument_names(in_spec, parameters)
-    alive, training = weakref.ref(module), module.training
+    alive, as_cut = weakref.ref(module), _AsCut(module, engine.state())
 
     def again(args: tuple, kwargs: dict) -> Source | None:
         model = alive()
-        return from_module(model, args, kwargs, spec) if model is not None and model.training == training else None
+        if model is None:
+            return None
+        with as_cut(model):
+            return from_module(model, args, kwargs, spec)
 
     return Source(
-        engine, in_spec, out_spec, plain_inputs, plain, arguments, parameters, training, notes, leaves, again=again
+        engine, in_spec, out_spec, plain_inputs, plain, arguments, parameters, module.training, notes, leaves, again=again
     )
 
 
@@ -144,7 +207,7 @@ def from_graph_module(module: GraphModule, args: tuple, kwargs: dict) -> Source:
         module._engine, module._in_spec, module._out_spec,
         [None] * module._in_spec.num_leaves if from_file else module._plain_inputs, module._plain_outputs,
         _argument_names(module._in_spec, parameters), parameters, module.training, list(module.notes), example, program,
-        from_file,
+        from_file, other_sizes=_EXPORT if from_file else _CUT_THE_MODULE,
     )  # fmt: skip
 
 

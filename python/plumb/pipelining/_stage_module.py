@@ -12,6 +12,7 @@ from .. import _C
 from .._C import Error
 from .._capture import GraphModule
 from .._state import CONSTANT, PARAMETER, sync_state
+from ._recut import CutSizes, StageGraphs
 
 
 class StageModule(GraphModule):
@@ -19,11 +20,21 @@ class StageModule(GraphModule):
 
     Called with the values of its input ports in order (``input_names``), or, for values that are inputs of the whole
     model, with the whole model's keyword arguments. Returns its one output, or a tuple. Numbers that cross between
-    stages leave as 0-dim tensors. ``to(device)`` moves the graph's device arguments too; copies, pickles and
+    stages leave as 0-dim tensors. Stages of a live model take other sizes than they were cut for, in a schedule and when
+    one is called with what the one before returned: the model, which has to live, is captured and cut again for each.
+    ``to(device)`` moves the graph's device arguments too; copies, pickles and
     state_dicts are as of any module.
     """
 
-    def __init__(self, engine: Any, stage_index: int, table: Any, arguments: list[tuple[str, int]], training: bool):
+    def __init__(
+        self,
+        engine: Any,
+        stage_index: int,
+        table: Any,
+        arguments: list[tuple[str, int]],
+        training: bool,
+        graphs: StageGraphs | None = None,
+    ):
         inputs, outputs = table.inputs(stage_index), table.outputs(stage_index)
         in_spec = pytree.tree_structure(((0,) * len(inputs), {}))
         out_spec = pytree.tree_structure(0 if len(outputs) == 1 else (0,) * len(outputs))
@@ -34,6 +45,7 @@ class StageModule(GraphModule):
             output_names=[p["name"] for p in outputs],
             _ports=[(p["is_tensor"], p["written"]) for p in inputs],
             _arguments=[arguments[p["index"]] if p["stage"] < 0 else None for p in inputs],
+            _graphs=graphs or StageGraphs(stage_index, table, CutSizes(table)),
             _special=any(p["written"] or not p["is_tensor"] for p in inputs) or any(not p["is_tensor"] for p in outputs),
         )
         own_parameters(engine)
@@ -51,11 +63,13 @@ class StageModule(GraphModule):
         if torch.compiler.is_compiling():
             return self._fx_forward(*args)
         sync_state(self._engine, self._slots)
+        sizes = self._graphs.sizes(args)
         if self._special:
             args = [_enter(a, *port) for a, port in zip(args, self._ports)]
-        out = self._engine.run(list(args))
+        out = self._graphs.engine(sizes, self._engine).run(list(args))
         if self._special:
             out = [o if o is None or isinstance(o, Tensor) else torch.tensor(o) for o in out]
+        self._graphs.mark(out, sizes)
         return out[0] if len(out) == 1 else tuple(out)
 
     def _take(self, args: tuple, kwargs: dict) -> list:
@@ -105,6 +119,7 @@ class StageModule(GraphModule):
                 kept[name] = kept[name] if tensor.is_meta else tensor
                 self._engine.set_state(name, kept[name].to(device))
         _C.rewrite_devices(self._engine, device)
+        self._graphs.forget()
         self.__dict__.update(_fx=None, _moved_to=device)
         return self
 

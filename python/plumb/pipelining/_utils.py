@@ -36,13 +36,8 @@ class PipeInfo:
 
     @property
     def layout(self) -> Any:
-        """The table as the runtime takes it."""
-        stages = []
-        for s in range(self.num_stages):
-            inputs = [(port["stage"], port["index"]) for port in self.table.inputs(s)]
-            stages.append((inputs, len(self.table.outputs(s))))
-        tied = [sorted(copies.items()) for copies in self.table.replicated]
-        return _C.PipelineLayout(stages, self.table.num_inputs, tied)
+        """The table as the runtime takes it: with the sizes of the model's inputs beside what stages hand on."""
+        return _C.PipelineLayout.of(self.table)
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "table": self.table.to_json()}

@@ -15,6 +15,7 @@ from .._C import Error
 from ._chunks import ChunkSteps, _RecvInfo  # noqa: F401  (torch's users import it from here)
 from ._data_parallel import reduction_of
 from ._errors import InvalidValue
+from ._recut import CutSizes
 from ._utils import (  # noqa: F401
     PipeInfo,
     PipeliningMetadataError,
@@ -197,6 +198,9 @@ class _PipelineStage(_PipelineStageBase):
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group, recompute=recompute)
         self.pipe_info = pipe_info
         self.layout = pipe_info.layout
+        self.cut_sizes = CutSizes(pipe_info.table)
+        self.num_values = len(pipe_info.table.inputs(stage_index))
+        self.num_targets = len(self._targets())
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
 

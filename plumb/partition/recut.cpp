@@ -1,0 +1,369 @@
+#include "plumb/partition/recut.h"
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/names.h"
+#include "plumb/partition/move.h"
+
+namespace plumb {
+namespace {
+
+// Sizes change at every step for some: what a step needs again at once is kept, not everything there ever was.
+constexpr size_t kKept = 16;
+
+std::string text_of(at::IntArrayRef sizes) {
+  std::string text = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
+// `t` with other sizes: its first entries, or all of them again and again, so that indices stay valid ones. In memory
+// the dimensions keep their order.
+at::Tensor resized(const at::Tensor& t, const std::vector<int64_t>& sizes) {
+  if (t.sizes() == at::IntArrayRef(sizes)) return t;
+  const at::NoGradGuard no_grad;
+  at::Tensor out = t.detach();
+  for (int64_t d = 0; d < out.dim(); ++d) {
+    const int64_t old = out.size(d), now = sizes[static_cast<size_t>(d)];
+    if (old == now) continue;
+    if (old == 0) {
+      std::vector<int64_t> shape = out.sizes().vec();
+      shape[static_cast<size_t>(d)] = now;
+      out = at::zeros(shape, out.options());
+      continue;
+    }
+    out =
+        out.index_select(d, at::arange(now, at::TensorOptions().dtype(at::kLong).device(out.device())).remainder(old));
+  }
+  std::vector<int64_t> order(static_cast<size_t>(t.dim())), back(order.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return t.stride(a) > t.stride(b); });
+  for (size_t i = 0; i < order.size(); ++i) back[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);
+  return out.permute(order).contiguous().permute(back).set_requires_grad(t.requires_grad());
+}
+
+bool alike(const std::optional<TensorMeta>& a, const std::optional<TensorMeta>& b) {
+  if (!a || !b) return !a && !b;
+  return a->dtype == b->dtype && a->sizes.size() == b->sizes.size();
+}
+
+bool alike(const StageInputPort& a, const StageInputPort& b, bool names) {
+  return a.source == b.source && a.type == b.type && a.written == b.written && alike(a.meta, b.meta) &&
+         (!names || a.name == b.name);
+}
+
+bool alike(const StageOutputPort& a, const StageOutputPort& b, bool names) {
+  return a.consumers == b.consumers && a.pipeline_output == b.pipeline_output && a.type == b.type &&
+         alike(a.meta, b.meta) && (!names || a.name == b.name);
+}
+
+// The model's inputs that stage `index` or a stage before it in the flow of values takes.
+std::set<size_t> inputs_before(const PipeTable& table, int index) {
+  std::set<size_t> found;
+  std::vector<int> stages{index};
+  std::set<int> seen;
+  while (!stages.empty()) {
+    const int s = stages.back();
+    stages.pop_back();
+    if (!seen.insert(s).second) continue;
+    for (const StageInputPort& port : table.stages[static_cast<size_t>(s)].inputs) {
+      if (port.source.is_pipeline_input()) {
+        found.insert(port.source.index);
+      } else {
+        stages.push_back(port.source.stage);
+      }
+    }
+  }
+  return found;
+}
+
+// Where a stage was moved to since it was cut, if it was.
+std::optional<at::Device> moved_to(const GraphModule& now, const StageIO& io) {
+  size_t i = 0;
+  for (const Node* in : now.graph().placeholders()) {
+    const auto& meta = in->result()->meta();
+    const auto& cut = io.inputs[i++].meta;
+    if (meta && cut && meta->device != cut->device) return meta->device;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+at::Tensor pack_sizes(const ModelSizes& sizes) {
+  std::vector<int64_t> row;
+  for (const auto& [input, own] : sizes) {
+    row.push_back(static_cast<int64_t>(input));
+    row.push_back(static_cast<int64_t>(own.size()));
+    row.insert(row.end(), own.begin(), own.end());
+  }
+  return at::tensor(row, at::kLong);
+}
+
+ModelSizes unpack_sizes(const at::Tensor& row) {
+  const auto wrong = [] {
+    throw Error(ErrorKind::Communication, "the sizes of the model's inputs that came with a microbatch are damaged");
+  };
+  if (!row.defined() || row.scalar_type() != at::kLong || row.dim() != 1) wrong();
+  const at::Tensor here = row.to(at::kCPU).contiguous();
+  const int64_t* at = here.const_data_ptr<int64_t>();
+  const int64_t* end = at + here.numel();
+  ModelSizes sizes;
+  while (at != end) {
+    if (end - at < 2 || at[0] < 0 || at[1] < 0 || at[1] > end - at - 2) wrong();
+    const int64_t* first = at + 2;
+    sizes[static_cast<size_t>(at[0])] = std::vector<int64_t>(first, first + at[1]);
+    at = first + at[1];
+  }
+  return sizes;
+}
+
+// Autocast on this thread: what captures depend on beside the model and its inputs.
+struct Recut::Ambient {
+  struct Autocast {
+    at::DeviceType device;
+    bool on;
+    at::ScalarType dtype;
+  };
+  std::array<Autocast, 2> autocast;
+
+  static Ambient now() {
+    auto of = [](at::DeviceType d) {
+      return Autocast{d, at::autocast::is_autocast_enabled(d), at::autocast::get_autocast_dtype(d)};
+    };
+    return {{of(at::kCPU), of(at::kCUDA)}};
+  }
+  void set() const {
+    for (const Autocast& a : autocast) {
+      at::autocast::set_autocast_enabled(a.device, a.on);
+      at::autocast::set_autocast_dtype(a.device, a.dtype);
+    }
+  }
+};
+
+Recut::Recut(const Pipe& pipe, std::vector<c10::IValue> example, Cut cut, bool same_names)
+    : table_(pipe.table()),
+      input_names_(pipe.input_names()),
+      example_(std::move(example)),
+      cut_(std::move(cut)),
+      same_names_(same_names),
+      ambient_(std::make_unique<Ambient>(Ambient::now())) {
+  if (example_.size() != table_.num_inputs) {
+    throw Error(ErrorKind::InvalidArgument, "the pipe takes " + std::to_string(table_.num_inputs) +
+                                                " inputs, and the example has " + std::to_string(example_.size()));
+  }
+}
+
+Recut::~Recut() = default;
+
+std::string Recut::describe(const std::vector<c10::IValue>& inputs) const {
+  std::string text;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].isTensor()) continue;
+    text += (text.empty() ? "'" : ", '") + input_names_[i] + "' " + short_name(inputs[i].toTensor().scalar_type()) +
+            text_of(inputs[i].toTensor().sizes());
+  }
+  return text;
+}
+
+std::vector<c10::IValue> Recut::inputs_for(int index, const ModelSizes& known) const {
+  const std::set<size_t> as_cut = inputs_before(table_, index);  // unless they are known to be otherwise
+  // How sizes changed: by dimension and old size, and by old size alone.
+  std::map<std::pair<size_t, int64_t>, int64_t> at_place;
+  std::map<int64_t, int64_t> anywhere;
+  for (const auto& [input, sizes] : known) {
+    if (input >= example_.size() || !example_[input].isTensor()) continue;
+    const auto old = example_[input].toTensor().sizes();
+    if (old.size() != sizes.size()) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "input '" + input_names_[input] + "' of the model came as " + text_of(sizes) + " where " +
+                      text_of(old) + " was cut: the number of dimensions may not change",
+                  "", "cut the model with an input of that many dimensions");
+    }
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      if (old[d] == sizes[d]) continue;
+      at_place.emplace(std::pair{d, old[d]}, sizes[d]);
+      anywhere.emplace(old[d], sizes[d]);
+    }
+  }
+  std::vector<c10::IValue> inputs = example_;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].isTensor()) continue;
+    const at::Tensor example = inputs[i].toTensor();
+    std::vector<int64_t> sizes = example.sizes().vec();
+    if (auto it = known.find(i); it != known.end()) {
+      sizes = it->second;
+    } else if (!as_cut.count(i)) {
+      for (size_t d = 0; d < sizes.size(); ++d) {
+        if (auto place = at_place.find({d, sizes[d]}); place != at_place.end()) {
+          sizes[d] = place->second;
+        } else if (auto any = anywhere.find(sizes[d]); any != anywhere.end()) {
+          sizes[d] = any->second;
+        }
+      }
+    }
+    inputs[i] = resized(example, sizes);
+  }
+  return inputs;
+}
+
+void Recut::check(const Pipe& pipe) const {
+  std::string what;
+  if (pipe.num_stages() != table_.num_stages())
+    what = "into " + std::to_string(pipe.num_stages()) + " stages instead of " + std::to_string(table_.num_stages());
+  for (int s = 0; what.empty() && s < pipe.num_stages(); ++s) {
+    const StageIO &cut = table_.stages[static_cast<size_t>(s)], &now = pipe.table().stages[static_cast<size_t>(s)];
+    const auto compare = [&](const char* side, const auto& a, const auto& b) {
+      for (size_t i = 0; what.empty() && i < std::max(a.size(), b.size()); ++i) {
+        if (i < a.size() && i < b.size() && alike(a[i], b[i], same_names_)) continue;
+        what = "so that " + std::string(side) + " " + std::to_string(i) + " of stage " + std::to_string(s) + " is " +
+               (i < b.size() ? "%" + b[i].name : "none") + " instead of " + (i < a.size() ? "%" + a[i].name : "none");
+      }
+    };
+    compare("input", cut.inputs, now.inputs);
+    compare("output", cut.outputs, now.outputs);
+  }
+  if (what.empty()) return;
+  throw Error(ErrorKind::InvalidArgument, "with these sizes the model is cut otherwise, " + what, "",
+              "cut at modules or marks, which do not depend on sizes, or cut the model for these sizes");
+}
+
+const Recut::Made& Recut::made_for(std::vector<c10::IValue> inputs, int index) {
+  std::vector<std::vector<int64_t>> sizes;
+  for (const c10::IValue& v : inputs)
+    sizes.push_back(v.isTensor() ? v.toTensor().sizes().vec() : std::vector<int64_t>());
+  for (auto it = made_.begin(); it != made_.end(); ++it) {
+    if (it->sizes != sizes) continue;
+    made_.splice(made_.begin(), made_, it);
+    return made_.front();
+  }
+  const std::string what = "stage " + std::to_string(index) + " needs a graph for " + describe(inputs);
+  std::shared_ptr<Pipe> pipe;
+  try {
+    // As at the cut, whatever runs around the stage: evaluation, a mixed region, the recomputation of cheap results.
+    const c10::InferenceMode outside(false);
+    const at::AutoGradMode grad(true);
+    const c10::impl::ExcludeDispatchKeyGuard unnoticed(c10::DispatchKey::TESTING_ONLY_GenericWrapper);
+    struct Restore {
+      Ambient before = Ambient::now();
+      ~Restore() { before.set(); }
+    } const restore;
+    ambient_->set();
+    pipe = cut_(inputs);
+    if (pipe) check(*pipe);
+  } catch (const Error& e) {
+    throw Error(e.kind(), what + ": " + e.message(), e.where(), e.remedy());
+  } catch (const std::exception& e) {
+    throw Error(ErrorKind::InvalidArgument, what + ": " + e.what(), "",
+                "give the model sizes that it takes, or cut it for these");
+  }
+  if (!pipe) {
+    throw Error(ErrorKind::InvalidArgument, what + ", and the model it was cut from no longer exists", "",
+                "keep the model as long as its stages are to take other sizes than they were cut for");
+  }
+  ++captures_;
+  Made made{std::move(sizes), {}};
+  for (int s = 0; s < pipe->num_stages(); ++s) {
+    GraphModule& module = *pipe->stage(s);
+    Stage stage{std::move(module.graph()), State(), module.in_spec(), module.out_spec()};
+    for (const Attr& attr : module.state()) {
+      Attr kept = attr;
+      if (attr.kind != AttrKind::Constant) kept.tensor = at::Tensor();  // the whole model would live as long as this
+      stage.state.add(std::move(kept));
+    }
+    made.stages.push_back(std::move(stage));
+  }
+  made_.push_front(std::move(made));
+  if (made_.size() > kKept) made_.pop_back();
+  return made_.front();
+}
+
+std::shared_ptr<GraphModule> Recut::stage(int index, const ModelSizes& known, const GraphModule& now) {
+  if (index < 0 || index >= table_.num_stages()) {
+    throw Error(ErrorKind::InvalidArgument, "the pipe has no stage " + std::to_string(index));
+  }
+  const std::lock_guard lock(mutex_);
+  auto inputs = inputs_for(index, known);
+  const std::string sizes = describe(inputs);
+  const Stage& made = made_for(std::move(inputs), index).stages[static_cast<size_t>(index)];
+  const auto device = moved_to(now, table_.stages[static_cast<size_t>(index)]);
+  State state;
+  for (const Attr& attr : made.state) {
+    Attr mine = attr;
+    if (attr.kind == AttrKind::Constant) {
+      if (device) mine.tensor = attr.tensor.to(*device);
+    } else if (const Attr* own = now.state().find(attr.name)) {
+      mine.tensor = own->tensor;
+    } else {
+      throw Error(ErrorKind::InvalidArgument,
+                  "for " + sizes + " stage " + std::to_string(index) + " uses '" + attr.name +
+                      "', which it did not use for the sizes that it was cut for",
+                  "", "cut the model with inputs for which all its parameters are used");
+    }
+    state.add(std::move(mine));
+  }
+  auto module = std::make_shared<GraphModule>(made.graph.clone(), std::move(state), made.in_spec, made.out_spec);
+  if (device) rewrite_devices(module->graph(), *device);
+  module->train(now.is_training());
+  return module;
+}
+
+void Recut::share_state(const GraphModule& from, GraphModule& to) {
+  bool changed = false;
+  for (const Attr& attr : std::vector<Attr>(to.state().attrs())) {
+    if (attr.kind == AttrKind::Constant) continue;
+    const Attr* own = from.state().find(attr.name);
+    if (!own || own->tensor.is_same(attr.tensor)) continue;
+    to.state().set(attr.name, own->tensor);
+    changed = true;
+  }
+  if (changed) to.sync_module();
+}
+
+namespace recut_detail {
+
+std::vector<bool> modes_of(const torch::nn::Module& model) {
+  std::vector<bool> modes;
+  for (const auto& m : model.modules()) modes.push_back(m->is_training());
+  return modes;
+}
+
+namespace {
+
+// A module's train() sets those below it too, which come after it.
+void set_modes(torch::nn::Module& model, const std::vector<bool>& modes) {
+  size_t i = 0;
+  for (const auto& m : model.modules()) m->train(modes[i++]);
+}
+
+}  // namespace
+
+WithModes::WithModes(torch::nn::Module& model, const std::vector<bool>& modes)
+    : model_(model), before_(modes_of(model)) {
+  if (before_.size() != modes.size()) {
+    throw Error(ErrorKind::InvalidArgument,
+                "the model has " + std::to_string(before_.size()) + " modules, and had " +
+                    std::to_string(modes.size()) + " when it was cut",
+                "", "cut the model again after changing it");
+  }
+  if (before_ != modes) set_modes(model_, modes);
+}
+
+WithModes::~WithModes() {
+  if (modes_of(model_) != before_) set_modes(model_, before_);
+}
+
+bool cuts_by_place(const SplitOptions& options) { return !options.cut_before.empty() || options.policy != nullptr; }
+
+}  // namespace recut_detail
+}  // namespace plumb

@@ -1,0 +1,126 @@
+// The graphs of a pipe's stages for other sizes than it was cut for.
+//
+// A graph is made for one set of sizes. Where a microbatch comes with others, the model is captured and cut again for
+// exactly those, and the stage runs that graph with its own parameters and buffers. Which sizes the model's inputs have
+// is not guessed from what a stage sees (a boundary may hide a batch, a length or a pooled dimension): it travels with
+// the values (ModelSizes, GraphStage::run).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "plumb/capture/capture.h"
+#include "plumb/partition/pipe.h"
+#include "plumb/partition/split.h"
+
+namespace plumb {
+
+// The sizes of those of a model's flat inputs that are known, by the input's number.
+using ModelSizes = std::map<size_t, std::vector<int64_t>>;
+// On their way between stages: one int64 row of number, dimensions and sizes, input by input.
+at::Tensor pack_sizes(const ModelSizes& sizes);
+// Throws Error(Communication) for a tensor that is no such row.
+ModelSizes unpack_sizes(const at::Tensor& row);
+
+class Recut {
+ public:
+  // Captures the model for these flat inputs and cuts it as the pipe was cut. Null: the model no longer exists.
+  using Cut = std::function<std::shared_ptr<Pipe>(const std::vector<c10::IValue>& inputs)>;
+
+  // `example`: flat inputs as those the pipe was captured with; it is tiled or narrowed to other sizes. `same_names`:
+  // the cuts are places in the graph (SplitOptions::cut_before, policy) and not in the model, so the values at the
+  // boundaries must bear the same names again. Remembers autocast as it is now: captures are made in that.
+  Recut(const Pipe& pipe, std::vector<c10::IValue> example, Cut cut, bool same_names = false);
+  ~Recut();
+  Recut(const Recut&) = delete;
+
+  // A graph of stage `index` for these sizes, with the parameters and buffers of `now` (the stage as it was cut, and
+  // moved since) and in its mode. An input of the model that is known neither here nor at a stage before is taken to
+  // follow the others: it matters to later stages alone. Throws Error(InvalidArgument) that names the sizes and says
+  // why: the model is gone, does not take them, or is cut otherwise with them. Leaves the model as it is. Thread-safe.
+  std::shared_ptr<GraphModule> stage(int index, const ModelSizes& known, const GraphModule& now);
+  // Gives `to` the parameters and buffers of `from`, where they are others.
+  static void share_state(const GraphModule& from, GraphModule& to);
+
+  // How often the model was captured.
+  int captures() const { return captures_; }
+
+ private:
+  struct Stage {
+    Graph graph;
+    State state;  // constants; parameters and buffers by name alone
+    TreeSpec in_spec, out_spec;
+  };
+  struct Made {
+    std::vector<std::vector<int64_t>> sizes;
+    std::vector<Stage> stages;
+  };
+  struct Ambient;
+
+  std::vector<c10::IValue> inputs_for(int index, const ModelSizes& known) const;
+  const Made& made_for(std::vector<c10::IValue> inputs, int index);
+  void check(const Pipe& pipe) const;
+  std::string describe(const std::vector<c10::IValue>& inputs) const;
+
+  PipeTable table_;
+  std::vector<std::string> input_names_;
+  std::vector<c10::IValue> example_;
+  Cut cut_;
+  bool same_names_;
+  std::unique_ptr<Ambient> ambient_;
+  std::mutex mutex_;
+  std::list<Made> made_;  // the last used first
+  int captures_ = 0;
+};
+
+namespace recut_detail {
+
+std::vector<bool> modes_of(const torch::nn::Module& model);
+// Puts the modes, and on its end what they were. Throws Error(InvalidArgument) if the model has other modules now.
+class WithModes {
+ public:
+  WithModes(torch::nn::Module& model, const std::vector<bool>& modes);
+  ~WithModes();
+  WithModes(const WithModes&) = delete;
+
+ private:
+  torch::nn::Module& model_;
+  std::vector<bool> before_;
+};
+bool cuts_by_place(const SplitOptions& options);
+
+}  // namespace recut_detail
+
+// Lets the stages of `pipe` follow other sizes of `inputs`: give it to stages_of_rank() or GraphStage. The pipe is
+// pipeline(*capture(*model, inputs...), options) of that model, which is referred to weakly: keep it. Its training mode
+// may change meanwhile.
+template <typename M, typename... Inputs>
+std::shared_ptr<Recut> follow_sizes(const Pipe& pipe, const std::shared_ptr<M>& model, const SplitOptions& options,
+                                    const Inputs&... inputs) {
+  std::vector<c10::IValue> example{c10::IValue(at::Tensor(inputs))...};
+  auto cut = [alive = std::weak_ptr<M>(model), modes = recut_detail::modes_of(*model),
+              options](const std::vector<c10::IValue>& flat) -> std::shared_ptr<Pipe> {
+    const auto model = alive.lock();
+    if (!model) return nullptr;
+    const recut_detail::WithModes as_cut(*model, modes);
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+      auto copy = model;
+      return pipeline(*capture(copy, flat[I].toTensor()...), options);
+    }(std::index_sequence_for<Inputs...>{});
+  };
+  return std::make_shared<Recut>(pipe, std::move(example), std::move(cut), recut_detail::cuts_by_place(options));
+}
+template <typename M, typename... Inputs>
+std::shared_ptr<Recut> follow_sizes(const Pipe& pipe, const torch::nn::ModuleHolder<M>& model,
+                                    const SplitOptions& options, const Inputs&... inputs) {
+  return follow_sizes(pipe, model.ptr(), options, inputs...);
+}
+
+}  // namespace plumb

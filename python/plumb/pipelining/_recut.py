@@ -1,0 +1,203 @@
+"""Other sizes than a model was cut for: which ones a microbatch has, and the stages' graphs for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import _C
+from .._C import Error
+from ._sources import Source
+
+Sizes = dict[int, tuple[int, ...]]  # of the model's flat inputs, by their number; those that are known
+
+_KEPT = 64  # graphs of a stage: many sizes come again in every epoch, some never
+_MARK = "_plumb_model_sizes"  # of a tensor that a stage returned: the sizes of the model's inputs it comes from
+
+# In a schedule: the sizes of the microbatch that a stage runs, empty if they are as they were cut.
+_current: ContextVar[Sizes | None] = ContextVar("_current", default=None)
+
+
+@contextlib.contextmanager
+def microbatch_sizes(sizes: Sizes) -> Iterator[None]:
+    token = _current.set(sizes)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _differs(shape: tuple[int, ...], meta: dict) -> bool:
+    """A size that is a symbol may be any: the graph itself follows it."""
+    cut, symbols = meta["shape"], meta["symbols"]
+    if not symbols or len(shape) != len(cut):
+        return shape != cut
+    return any(new != old and not symbol for new, old, symbol in zip(shape, cut, symbols))
+
+
+class CutSizes:
+    """The sizes that a model was cut for."""
+
+    def __init__(self, table: Any):
+        self._metas: dict[int, dict] = {}
+        self._names: dict[int, str] = {}
+        for stage in range(table.num_stages):
+            for port in table.inputs(stage):
+                if port["stage"] < 0 and port["meta"] is not None:
+                    self._metas[port["index"]], self._names[port["index"]] = port["meta"], port["name"]
+
+    def other(self, known: Sizes) -> Sizes:
+        """`known`, if one of them is not as it was cut; else none."""
+        metas = self._metas
+        return known if any(i in metas and _differs(shape, metas[i]) for i, shape in known.items()) else {}
+
+    def describe(self, known: Sizes) -> str:
+        return ", ".join(
+            f"'{self._names[i]}' was {list(meta['shape'])} and is {list(known[i])}"
+            for i, meta in sorted(self._metas.items())
+            if i in known and _differs(known[i], meta)
+        )
+
+    def of_microbatch(self, inputs: list[Tensor | None], carried: list[Tensor | None]) -> Sizes:
+        """What is known on this rank: of the model's flat inputs given here, and what came with the stages' values."""
+        known: Sizes = {}
+        for row in carried:
+            if row is not None:
+                known.update((i, tuple(shape)) for i, shape in _C.unpack_sizes(row).items())
+        known.update((i, tuple(x.shape)) for i, x in enumerate(inputs) if x is not None)
+        return self.other(known)
+
+
+def pack(sizes: Sizes) -> Tensor | None:
+    return _C.pack_sizes(sizes) if sizes else None
+
+
+class StageGraphs:
+    """A stage's graphs by the sizes of the model's inputs. Copies of the stage share where they come from; a pickled one
+    has none."""
+
+    def __init__(
+        self, stage_index: int, table: Any, cut: CutSizes, recut: Recut | None = None, remedy: str | None = None
+    ):
+        self._index, self._cut, self._recut, self._remedy = stage_index, cut, recut, remedy
+        self._ports = [(p["index"] if p["stage"] < 0 else None, p["meta"], p["name"]) for p in table.inputs(stage_index)]
+        self._made: OrderedDict[tuple, Any] = OrderedDict()
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_made": OrderedDict()}
+
+    def sizes(self, values: list) -> Sizes:
+        """Of the microbatch whose values these are; empty if they are as they were cut."""
+        if (given := _current.get()) is not None:
+            return given
+        known: Sizes = {}
+        unlike = None
+        for value, (index, meta, name) in zip(values, self._ports):
+            if meta is None or not isinstance(value, Tensor):
+                continue
+            if index is not None:
+                known[index] = tuple(value.shape)
+            else:
+                known.update(getattr(value, _MARK, {}))
+                if value.shape != meta["shape"] and _differs(tuple(value.shape), meta):
+                    unlike = f"'{name}' came as {list(value.shape)} where {list(meta['shape'])} was cut"
+        other = self._cut.other(known)
+        if unlike and not other:
+            raise Error(
+                f"stage {self._index}: {unlike}, and the sizes of the model's inputs cannot be told from that\n  try: hand "
+                "on what the stage before returned as it is (a detached tensor or a copy does not say where it comes "
+                "from), or run the stages in a schedule"
+            )
+        return other
+
+    def engine(self, sizes: Sizes, cut: Any) -> Any:
+        """The graph for these sizes, with the tensors of `cut`, the stage's own graph."""
+        if not sizes:
+            return cut
+        key = tuple(sorted(sizes.items()))
+        made = self._made.get(key)
+        if made is not None:
+            self._made.move_to_end(key)
+            _C.share_state(cut, made)
+            return made
+        if self._recut is None:
+            raise Error(
+                f"stage {self._index} was cut for other sizes: {self._cut.describe(sizes)}\n"
+                f"  try: {self._remedy or _SENT}"
+            )
+        made = self._made[key] = self._recut.stage(self._index, sizes, cut)
+        if len(self._made) > _KEPT:
+            self._made.popitem(last=False)
+        return made
+
+    def forget(self) -> None:
+        """The stage was moved: graphs say where they make tensors."""
+        self._made.clear()
+
+    def mark(self, outputs: list, sizes: Sizes) -> None:
+        """For stages called by hand: lets the next one know."""
+        for output in outputs if sizes else []:
+            if isinstance(output, Tensor):
+                setattr(output, _MARK, sizes)
+
+
+_SENT = (
+    "give batches of the sizes it was cut for. Only stages of a live model follow others, in the process that cut it: this "
+    "one came without its model (pickled, or as bytes)"
+)
+
+
+def sizes_of(values: Any) -> Sizes:
+    """What a stage called by hand said of the values it returned."""
+    known: Sizes = {}
+    for value in values:
+        known.update(getattr(value, _MARK, {}))
+    return known
+
+
+class Recut:
+    """Captures and cuts a live model again. The engine's, but for copies: a copy is the same, a pickle is None."""
+
+    def __init__(self, engine: Any, source: Source, arguments: dict):
+        again, plain, spec = source.again, source.plain_inputs, source.in_spec
+
+        def cut(flat: list) -> Any:
+            leaves = [value if known is None else known for value, known in zip(flat, plain)]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            other = again(args, kwargs)
+            if other is None:
+                raise Error(
+                    "the model it was cut from no longer exists\n  try: keep the model as long as its stages are to take other "
+                    'sizes than they were cut for; model.to("meta") lets go of its memory and not of the stages\''
+                )
+            return _C.cut(other.engine, **arguments)
+
+        by_place = any(arguments.get(how) for how in ("before_ops", "before_values", "policy"))
+        example = [x if isinstance(x, Tensor) else None for x in source.example]
+        self._engine = _C.Recut(engine, example, cut, by_place)
+        self.stage = self._engine.stage
+
+    @property
+    def captures(self) -> int:
+        return self._engine.captures
+
+    def __copy__(self) -> Recut:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Recut:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def make_recut(engine: Any, source: Source, arguments: dict | None) -> Recut | None:
+    if source.again is None or arguments is None or not any(isinstance(x, Tensor) for x in source.example or []):
+        return None
+    return Recut(engine, source, arguments)
