@@ -110,7 +110,7 @@ TEST(Recut, RefusesWhatItCannotDoAndSaysWhy) {
 TEST(Recut, RefusesAModelThatIsCutOtherwise) {
   const Cut cut;
   SplitOptions other;
-  other.points.emplace_back("drop", SplitPoint::Beginning);
+  other.points.emplace_back("up", SplitPoint::End);
   Recut recut(*cut.pipe, {at::ones({2, 5, 4})}, [&](const std::vector<c10::IValue>& in) {
     auto copy = cut.model;
     return pipeline(*capture(copy, in[0].toTensor()), other);

@@ -66,6 +66,11 @@ class CutSizes:
 
     def of_microbatch(self, inputs: list[Tensor | None], carried: list[Tensor | None]) -> Sizes:
         """What is known on this rank: of the model's flat inputs given here, and what came with the stages' values."""
+        metas = self._metas
+        if all(row is None for row in carried) and all(
+            x is None or i not in metas or x.shape == metas[i]["shape"] for i, x in enumerate(inputs)
+        ):
+            return {}
         known: Sizes = {}
         for row in carried:
             if row is not None:
@@ -96,6 +101,13 @@ class StageGraphs:
         """Of the microbatch whose values these are; empty if they are as they were cut."""
         if (given := _current.get()) is not None:
             return given
+        for value, (index, meta, _) in zip(values, self._ports):
+            if isinstance(value, Tensor) and meta is not None:
+                if value.shape != meta["shape"] or (index is None and hasattr(value, _MARK)):
+                    return self._other_sizes(values)
+        return {}
+
+    def _other_sizes(self, values: list) -> Sizes:
         known: Sizes = {}
         unlike = None
         for value, (index, meta, name) in zip(values, self._ports):
@@ -105,7 +117,7 @@ class StageGraphs:
                 known[index] = tuple(value.shape)
             else:
                 known.update(getattr(value, _MARK, {}))
-                if value.shape != meta["shape"] and _differs(tuple(value.shape), meta):
+                if _differs(tuple(value.shape), meta):
                     unlike = f"'{name}' came as {list(value.shape)} where {list(meta['shape'])} was cut"
         other = self._cut.other(known)
         if unlike and not other:

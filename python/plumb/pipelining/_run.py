@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._C import Error
 from ._data_parallel import reduction_of
-from ._recut import microbatch_sizes
-from ._recut import pack as pack_sizes
 from ._values import accepted, detached, pack, unpack
 from .stage import _PipelineStageBase
 
@@ -75,12 +73,8 @@ class _LocalStage:
         step, stage = self._run.current, self._stage
         try:
             if stage.layout is not None:
-                own, carried = inputs[: stage.num_values], inputs[stage.num_values :]
-                sizes = stage.cut_sizes.of_microbatch(step.model_inputs[microbatch], carried)
-                with microbatch_sizes(sizes):
-                    output = stage.forward_maybe_with_nosync(*own)
-                values = [output] if isinstance(output, torch.Tensor) else list(output)
-                values += [pack_sizes(sizes)] * stage.num_targets
+                output, rows = stage.run_values(inputs, step.model_inputs[microbatch])
+                values = ([output] if isinstance(output, torch.Tensor) else list(output)) + rows
             else:
                 args = step.args[microbatch] if stage.is_first else unpack(inputs)
                 kwargs = own_arguments(stage, self._run.stages, step.kwargs[microbatch])

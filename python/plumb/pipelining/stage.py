@@ -15,7 +15,8 @@ from .._C import Error
 from ._chunks import ChunkSteps, _RecvInfo  # noqa: F401  (torch's users import it from here)
 from ._data_parallel import reduction_of
 from ._errors import InvalidValue
-from ._recut import CutSizes
+from ._recut import CutSizes, microbatch_sizes
+from ._recut import pack as pack_sizes
 from ._utils import (  # noqa: F401
     PipeInfo,
     PipeliningMetadataError,
@@ -198,11 +199,22 @@ class _PipelineStage(_PipelineStageBase):
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group, recompute=recompute)
         self.pipe_info = pipe_info
         self.layout = pipe_info.layout
-        self.cut_sizes = CutSizes(pipe_info.table)
-        self.num_values = len(pipe_info.table.inputs(stage_index))
-        self.num_targets = len(self._targets())
+        table = getattr(pipe_info, "table", None)  # a layout made by hand has none
+        self.cut_sizes = CutSizes(table) if table is not None else None
+        self._num_values = len(table.inputs(stage_index)) if table is not None else 0
+        self._num_targets = len(self._targets()) if table is not None else 0
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
+
+    def run_values(self, values: list, given: list[torch.Tensor | None]) -> tuple[Any, list]:
+        """The module's output, and what the engine's layout has beside it: the sizes of the model's inputs, of which
+        `given` are on this rank."""
+        if self.cut_sizes is None:
+            return self.forward_maybe_with_nosync(*values), []
+        own, carried = values[: self._num_values], values[self._num_values :]
+        sizes = self.cut_sizes.of_microbatch(given, carried)
+        with microbatch_sizes(sizes):
+            return self.forward_maybe_with_nosync(*own), [pack_sizes(sizes)] * self._num_targets
 
     def model_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor | None]:
         """The whole model's flat inputs for a microbatch: None for what is not given here."""
