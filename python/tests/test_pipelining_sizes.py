@@ -7,13 +7,15 @@ import pickle
 import pytest
 import ranks
 import torch
-from plumb.pipelining import ScheduleTable, SplitPoint, deserialize_stage, pipeline
+from plumb.formats import FPFormat
+from plumb.pipelining import ScheduleTable, SplitPoint, build_stage, deserialize_stage, pipeline
 from plumb.pipelining.schedules import get_schedule_class
 from test_pipelining_run import LOOPED, SINGLE, V
 from torch import nn
 from torch.nn import functional as F
 
 import plumb
+from plumb.transforms import simulate_format, unit_scale
 
 WORDS, WIDTH = 11, 8
 
@@ -332,11 +334,49 @@ def test_autocast_around_the_cut_is_in_graphs_for_other_sizes():
         assert torch.equal(value, model(x)) and value.dtype == torch.bfloat16
 
 
-# --- what cannot be done is refused ---
 def both(pipe, x):
     return pipe.get_stage_module(1)(pipe.get_stage_module(0)(x))
 
 
+# --- with transforms ---
+def rounded(module):
+    return simulate_format(module, FPFormat(4, 3, "nearest"), FPFormat(5, 2, "nearest"))
+
+
+def test_a_transformed_model_is_cut_for_every_size():
+    model = rounded(unit_scale(make("tokens", 2)))
+    pipe = cut(model, 2)
+    for sizes in BATCHES:
+        x, _ = batch(*sizes)
+        assert torch.equal(both(pipe, x), model(x))
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_transformed_stages_follow_the_sizes_in_a_schedule(model_name):
+    model = make(model_name, 2)
+
+    def schedule_of(pipe):
+        stages = [build_stage(rounded(pipe.get_stage_module(i)), i, pipe.info(), torch.device("cpu")) for i in range(2)]
+        return ScheduleTable(stages, 1, table="LoopedBFS")
+
+    kept = copy.deepcopy(model)
+    schedule = schedule_of(cut(kept, 2))
+    for sizes in BATCHES:
+        x, _ = batch(*sizes)
+        points = {"layers.1": SplitPoint.BEGINNING}
+        for_these = schedule_of(pipeline(copy.deepcopy(model), (x,), split_spec=points))
+        assert torch.equal(schedule.eval(x), for_these.eval(x))
+
+
+def test_a_transformed_stage_called_by_hand_would_not_tell_the_next_one():
+    model = make("pooled", 2)
+    first = rounded(cut(model, 2).get_stage_module(0))
+    first(batch(2, 5)[0])
+    with pytest.raises(plumb.Error, match="the next stage would not know"):
+        first(batch(2, 4)[0])
+
+
+# --- what cannot be done is refused ---
 def test_a_model_that_is_gone_is_named():
     model = make("tokens", 2)
     pipe = cut(model, 2)

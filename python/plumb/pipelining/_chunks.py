@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .._microbatch import Sizes, microbatch_sizes
 from ._backward import _null_coalesce_accumulate, stage_backward, stage_backward_input, stage_backward_weight
 from ._errors import InvalidSchedule
 from ._messages import Receive, Send, Values, tag_of
 from ._metadata import extract_tensor_metas, validate_tensors_metadata
-from ._recut import Sizes, microbatch_sizes, sizes_of
 from ._recut import pack as pack_sizes
+from ._recut import sizes_of
 from ._values import detached, flat_output, pack, unpack
 
 
@@ -147,7 +148,7 @@ class ChunkSteps:
         outputs, indices = self.fwd_cache[microbatch][0], self._targets()[stage]
         if indices is None:
             return list(outputs)
-        return [outputs[i] for i in indices] + [pack_sizes(self._sizes[microbatch])]
+        return [outputs[i] for i in indices] + [pack_sizes(self._sizes[microbatch], self.device)]
 
     def _take_outputs(self, source: int, values: Values, microbatch: int) -> None:
         """Values that a stage of this rank made, apart from its part of autograd's graph."""
@@ -159,7 +160,7 @@ class ChunkSteps:
         outputs = flat_output(prev_stage_outputs) if self.layout is not None else pack(prev_stage_outputs)
         if self.layout is not None:
             indices = self._sources().get(self.stage_index - 1, [])
-            outputs = [outputs[i] for i in indices] + [pack_sizes(sizes_of(outputs))]
+            outputs = [outputs[i] for i in indices] + [pack_sizes(sizes_of(outputs), self.device)]
         self._take_outputs(self.stage_index - 1, outputs, mb_index)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -13,24 +10,11 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._C import Error
+from .._microbatch import Sizes, current_sizes
 from ._sources import Source
-
-Sizes = dict[int, tuple[int, ...]]  # of the model's flat inputs, by their number; those that are known
 
 _KEPT = 64  # graphs of a stage: many sizes come again in every epoch, some never
 _MARK = "_plumb_model_sizes"  # of a tensor that a stage returned: the sizes of the model's inputs it comes from
-
-# In a schedule: the sizes of the microbatch that a stage runs, empty if they are as they were cut.
-_current: ContextVar[Sizes | None] = ContextVar("_current", default=None)
-
-
-@contextlib.contextmanager
-def microbatch_sizes(sizes: Sizes) -> Iterator[None]:
-    token = _current.set(sizes)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 def _differs(shape: tuple[int, ...], meta: dict) -> bool:
@@ -79,8 +63,9 @@ class CutSizes:
         return self.other(known)
 
 
-def pack(sizes: Sizes) -> Tensor | None:
-    return _C.pack_sizes(sizes) if sizes else None
+def pack(sizes: Sizes, device: Any = None) -> Tensor | None:
+    """As a value that travels with a stage's outputs."""
+    return _C.pack_sizes(sizes).to(device or "cpu") if sizes else None
 
 
 class StageGraphs:
@@ -99,7 +84,7 @@ class StageGraphs:
 
     def sizes(self, values: list) -> Sizes:
         """Of the microbatch whose values these are; empty if they are as they were cut."""
-        if (given := _current.get()) is not None:
+        if (given := current_sizes()) is not None:
             return given
         for value, (index, meta, _) in zip(values, self._ports):
             if isinstance(value, Tensor) and meta is not None:
@@ -125,6 +110,11 @@ class StageGraphs:
                 f"stage {self._index}: {unlike}, and the sizes of the model's inputs cannot be told from that\n  try: hand "
                 "on what the stage before returned as it is (a detached tensor or a copy does not say where it comes "
                 "from), or run the stages in a schedule"
+            )
+        if other and _C.is_capturing():
+            raise Error(
+                f"stage {self._index} is captured or transformed, and called by hand with other sizes than it was cut for: "
+                "the next stage would not know them\n  try: run the stages in a schedule, or cut the model for these sizes"
             )
         return other
 
@@ -182,7 +172,8 @@ class Recut:
         def cut(flat: list) -> Any:
             leaves = [value if known is None else known for value, known in zip(flat, plain)]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-            other = again(args, kwargs)
+            with _C.PausedCapture():  # of a transform of the stage
+                other = again(args, kwargs)
             if other is None:
                 raise Error(
                     "the model it was cut from no longer exists\n  try: keep the model as long as its stages are to take other "

@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from .._C import Error
+from .._microbatch import microbatch_sizes
 from ._chunks import ChunkSteps, _RecvInfo  # noqa: F401  (torch's users import it from here)
 from ._data_parallel import reduction_of
 from ._errors import InvalidValue
-from ._recut import CutSizes, microbatch_sizes
+from ._recut import CutSizes
 from ._recut import pack as pack_sizes
 from ._utils import (  # noqa: F401
     PipeInfo,

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._calls import Call, hint
 from .._capture import capture_engine, signature
+from .._microbatch import current_sizes
 from .._state import BUFFER, CONSTANT, sync_state
 from .._trees import flatten
 from .._untouched import refuse_modules
@@ -155,6 +156,8 @@ class TransformedForward:
             self._tree = _Tree(self.module)
         autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
         modes = self._tree.modes()
+        sizes = current_sizes()  # of which a stage's inputs may show nothing
+        modes = (modes, tuple(sorted(sizes.items()))) if sizes else modes
         key = (spec, signature(leaves), modes, autocast)
         try:
             hash(key)
