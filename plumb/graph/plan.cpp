@@ -5,6 +5,7 @@
 #include <ATen/core/stack.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "plumb/core/error.h"
@@ -313,8 +314,11 @@ Plan::Impl PlanCompiler::compile() {
   return std::move(plan_);
 }
 
-Plan::Plan(const Graph& graph, const State& state)
-    : impl_(std::make_unique<Impl>(PlanCompiler(graph, state).compile())) {}
+Plan::Plan(const Graph& graph, const State& state) {
+  // A plan first needed in inference mode serves training too, which cannot save that mode's tensors.
+  const c10::InferenceMode outside(false);
+  impl_ = std::make_unique<Impl>(PlanCompiler(graph, state).compile());
+}
 Plan::~Plan() = default;
 Plan::Plan(Plan&&) noexcept = default;
 Plan& Plan::operator=(Plan&&) noexcept = default;

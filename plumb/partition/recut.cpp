@@ -293,6 +293,7 @@ std::shared_ptr<GraphModule> Recut::stage(int index, const ModelSizes& known, co
     throw Error(ErrorKind::InvalidArgument, "the pipe has no stage " + std::to_string(index));
   }
   const std::lock_guard lock(mutex_);
+  const c10::InferenceMode outside(false);  // what is made here serves training too
   auto inputs = inputs_for(index, known);
   const std::string sizes = describe(inputs);
   const Stage& made = made_for(std::move(inputs), index).stages[static_cast<size_t>(index)];
@@ -319,15 +320,14 @@ std::shared_ptr<GraphModule> Recut::stage(int index, const ModelSizes& known, co
 }
 
 void Recut::share_state(const GraphModule& from, GraphModule& to) {
-  bool changed = false;
-  for (const Attr& attr : std::vector<Attr>(to.state().attrs())) {
+  std::vector<const Attr*> changed;
+  for (const Attr& attr : to.state()) {
     if (attr.kind == AttrKind::Constant) continue;
     const Attr* own = from.state().find(attr.name);
-    if (!own || own->tensor.is_same(attr.tensor)) continue;
-    to.state().set(attr.name, own->tensor);
-    changed = true;
+    if (own && !own->tensor.is_same(attr.tensor)) changed.push_back(own);
   }
-  if (changed) to.sync_module();
+  for (const Attr* own : changed) to.state().set(own->name, own->tensor);
+  if (!changed.empty()) to.sync_module();
 }
 
 namespace recut_detail {

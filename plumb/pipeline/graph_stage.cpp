@@ -94,18 +94,32 @@ ModelSizes GraphStage::known_sizes(const Tensors& inputs) const {
   return other ? known : ModelSizes();
 }
 
+void GraphStage::raise_other_sizes(const ModelSizes& known) const {
+  const auto text = [](const std::vector<int64_t>& sizes) {
+    std::string list;
+    for (int64_t size : sizes) list += (list.empty() ? "" : ", ") + std::to_string(size);
+    return "[" + list + "]";
+  };
+  std::string came;
+  for (const auto& [input, sizes] : known) {
+    std::string what = "input " + std::to_string(input) + " is " + text(sizes);
+    for (const StageInputPort& port : io_.inputs) {
+      if (port.source.is_pipeline_input() && port.source.index == input && port.meta)
+        what = "'" + port.name + "' was " + text(port.meta->sizes) + " and is " + text(sizes);
+    }
+    came += (came.empty() ? "" : ", ") + what;
+  }
+  throw Error(ErrorKind::InvalidArgument,
+              "stage " + std::to_string(index_) + " was cut for other sizes of the model's inputs: " + came, "",
+              "export the program with dynamic shapes; give a live module's stages a Recut (follow_sizes); or give "
+              "batches of the sizes it was cut for");
+}
+
 GraphModule& GraphStage::graph_for(const ModelSizes& known) {
   if (known.empty()) return *module_;
   auto it = others_.find(known);
   if (it == others_.end()) {
-    if (!recut_) {
-      throw Error(ErrorKind::InvalidArgument,
-                  "the model's inputs have other sizes than it was cut for, and stage " + std::to_string(index_) +
-                      " has a graph for those alone",
-                  "",
-                  "export the program with dynamic shapes; give a live module's stages a Recut (follow_sizes); or give "
-                  "batches of those sizes");
-    }
+    if (!recut_) raise_other_sizes(known);
     if (others_.size() >= kKept) others_.erase(others_.begin());
     it = others_.emplace(known, recut_->stage(index_, known, *module_)).first;
   } else {

@@ -38,6 +38,7 @@ class GraphStage : public StageFunction {
   // What is known of the model's sizes, if any of them is not as it was cut.
   ModelSizes known_sizes(const Tensors& inputs) const;
   GraphModule& graph_for(const ModelSizes& known);
+  [[noreturn]] void raise_other_sizes(const ModelSizes& known) const;
 
   std::shared_ptr<GraphModule> module_;
   StageIO io_;

@@ -220,6 +220,25 @@ TEST(Pipeline, TwoProcessesEqualOneOnEveryModel) {
   expect_processes_equal(cases, eager_reference);
 }
 
+TEST(Pipeline, StagesOfOneGraphAloneRefuseOtherSizesAndNameThem) {
+  TestTokens tokens(2, 6);
+  SplitOptions cut;
+  cut.points.emplace_back("layer1", SplitPoint::Beginning);
+  auto pipe = pipeline(*capture(tokens, at::zeros({2, 4}, at::kLong)), cut);
+  const auto schedule = make_schedule("LoopedBFS", 1, 2, 2);
+  Pipeline runs(make_layout(pipe->table()), schedule, stages_of_rank(*pipe, schedule, 0), {}, {});
+  EXPECT_EQ(runs.eval({at::ones({4, 4}, at::kLong)}).outputs.at(0).size(0), 16);
+  try {
+    runs.eval({at::ones({4, 5}, at::kLong)});
+    FAIL() << "sizes that the graph was not made for were taken";
+  } catch (const Error& e) {
+    EXPECT_THAT(e.what(),
+                testing::HasSubstr("stage 0 was cut for other sizes of the model's inputs: 'x0' was [2, 4] and "
+                                   "is [2, 5]"));
+    EXPECT_THAT(e.remedy(), testing::HasSubstr("dynamic shapes"));
+  }
+}
+
 TEST(Pipeline, ThreeProcessesCarrySkippedValuesStraight) {
   expect_processes_equal(
       {{"skip", "GPipe", 3, 5, 1}, {"skip", "1F1B", 3, 5, 1}, {"skip", "InterleavedZeroBubble", 3, 6, 2}},

@@ -365,3 +365,19 @@ def test_functional_dropout_masks_follow_the_seed():
     a = m(torch.ones(100))
     torch.manual_seed(3)
     assert torch.equal(a, F.dropout(torch.ones(100), 0.5))
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2.5
+
+
+def test_a_graph_first_run_in_inference_mode_trains_later():
+    module, x = Halved(4, 4), torch.randn(2, 4)
+    graph = plumb.capture(module, x)
+    with torch.inference_mode():
+        assert torch.equal(graph(x), module(x))
+    graph(x).sum().backward()
+    found, module.weight.grad = module.weight.grad, None
+    module(x).sum().backward()
+    assert torch.equal(found, module.weight.grad)

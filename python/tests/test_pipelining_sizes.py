@@ -338,6 +338,18 @@ def both(pipe, x):
     return pipe.get_stage_module(1)(pipe.get_stage_module(0)(x))
 
 
+def test_sizes_first_met_in_inference_mode_are_trained_with_later():
+    model = make("tokens", 2)
+    pipe = cut(model, 2)
+    reference = copy.deepcopy(model)
+    x, labels = batch(5, 4)
+    with torch.inference_mode():
+        assert torch.equal(both(pipe, x), reference(x))
+    loss_fn(both(pipe, x), labels).backward()
+    loss_fn(reference(x), labels).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
+
+
 # --- with transforms ---
 def rounded(module):
     return simulate_format(module, FPFormat(4, 3, "nearest"), FPFormat(5, 2, "nearest"))
