@@ -123,6 +123,9 @@ class RecipeHooks : public torch::autograd::SavedVariableHooks {
     used_ = true;
     return view;
   }
+  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const override {
+    return std::nullopt;  // not Python's
+  }
 
  private:
   // Of a backward that does not want the gradient for which alone the tensor was saved.

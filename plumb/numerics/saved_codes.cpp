@@ -73,6 +73,9 @@ class CodesHooks : public torch::autograd::SavedVariableHooks {
     at::AutoDispatchBelowADInplaceOrView below;
     return unpack_codes(codes_, format_, dtype_).as_strided(sizes_, strides_, offset_);
   }
+  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const override {
+    return std::nullopt;  // not Python's
+  }
 
  private:
   const at::Tensor codes_;

@@ -8,6 +8,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/recompute.h"
+#include "plumb/pipeline/backward_checkpoints.h"
 #include "plumb/pipeline/describe.h"
 
 namespace plumb {
@@ -143,7 +144,9 @@ InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& in
     half.input_grads = whole_backward_now(roots, graph, inputs, keep_graph, deferred);
     return half;
   }
+  KeptFromCheckpoints kept(graph);
   divide(graph);
+  kept.watch(graph);
 
   edge_list first_edges, wanted;
   variable_list first_grads;

@@ -86,6 +86,9 @@ Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, cons
 // in this half, weights included; only the accumulation into `.grad` waits. Where outputs do not depend on any input
 // (stage 0 with integer inputs) everything waits for the weight half.
 //
+// What a checkpoint of torch.utils.checkpoint computes again for this half, and the weight half needs too, is kept
+// until then. A re-entrant checkpoint accumulates the gradients of the weights inside of it at once.
+//
 // keep_graph: leave the graph whole, for another backward; otherwise what only this half needed is freed at once.
 InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs,
                                bool keep_graph = false);

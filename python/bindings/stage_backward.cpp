@@ -1,7 +1,15 @@
 // The stage backward for Python.
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <algorithm>
+#include <typeindex>
+#include <unordered_map>
 
 #include "module.h"
+#include "plumb/numerics/recompute_recipe.h"
+#include "plumb/pipeline/backward_checkpoints.h"
 #include "plumb/pipeline/backward_halves.h"
 #include "tensors.h"
 
@@ -14,7 +22,78 @@ py::object to_node(const NodePtr& node) {
   return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
 }
 
+using torch::autograd::SavedVariable;
+
+// The checkpoint that a variable was saved through: its unpack function, one for each. Null: none. Needs the GIL.
+const void* checkpoint_of(const SavedVariable& variable) {
+  if (!variable.has_hooks()) return nullptr;
+  const auto hook = variable.retrieve_unpack_hook_data();
+  if (!hook) return nullptr;
+  const py::handle packed(hook->second.ptr(getPyInterpreter()));
+  const auto module = py::str(py::getattr(py::type::of(packed), "__module__", py::str())).cast<std::string>();
+  return module == "torch.utils.checkpoint" ? hook->first.ptr(getPyInterpreter()) : nullptr;
+}
+
+// The attributes of a class of nodes that hold what it saved. Every function written in Python has the same.
+const std::vector<py::str>& saved_attributes(Node& node) {
+  static auto& known = *new std::unordered_map<std::type_index, std::vector<py::str>>();
+  auto [it, fresh] = known.try_emplace(typeid(node));
+  if (fresh) {
+    for (py::handle name : py::reinterpret_steal<py::list>(PyObject_Dir(to_node(node.getptr()).ptr()))) {
+      if (name.cast<std::string>().starts_with("_raw_saved_"))
+        it->second.push_back(py::reinterpret_borrow<py::str>(name));
+    }
+  }
+  return it->second;
+}
+
+// What a node saved through checkpoints.
+void find_in(Node& node, std::vector<Saved>& room, std::vector<CheckpointedVariable>& found) {
+  // Of known classes without asking Python, which takes its time: what a node saves it saves alike.
+  room.clear();
+  collect_saved(node, room);
+  for (const Saved& saved : room) {
+    const auto data = saved.variable->get_raw_data();
+    if (data && data->defined()) return;
+  }
+  auto add = [&](const SavedVariable& variable) {
+    if (const void* checkpoint = checkpoint_of(variable)) {
+      found.push_back({const_cast<SavedVariable*>(&variable), &node, checkpoint});
+    }
+  };
+  const auto& names = saved_attributes(node);
+  // plumb's own nodes show what they saved in C++ alone.
+  if (names.empty()) {
+    for (const Saved& saved : room) add(*saved.variable);
+    return;
+  }
+  const py::object in_python = to_node(node.getptr());
+  for (const auto& name : names) {
+    const py::object value = in_python.attr(name);
+    if (py::isinstance<py::tuple>(value)) {
+      for (py::handle part : value) add(part.cast<const SavedVariable&>());
+    } else if (!value.is_none()) {
+      add(value.cast<const SavedVariable&>());
+    }
+  }
+}
+
+std::vector<CheckpointedVariable> find_checkpointed(const std::vector<Node*>& nodes) {
+  std::vector<CheckpointedVariable> found;
+  std::vector<Saved> room;
+  py::gil_scoped_acquire gil;
+  for (Node* node : nodes) {
+    try {
+      find_in(*node, room, found);
+    } catch (const py::error_already_set&) {
+      // It has let go of what it saved; autograd says so when it runs.
+    }
+  }
+  return found;
+}
+
 Register part([](py::module_& m) {
+  set_find_checkpointed(&find_checkpointed);
   py::class_<DeferredWeights>(m, "DeferredWeights", "What the weight half of a stage backward still has to do.")
       .def_property_readonly("pending", &DeferredWeights::pending)
       // Where it starts: [(node, number of its input, gradient, node that made the gradient in the input half or None)]

@@ -1,0 +1,51 @@
+// Checkpoints (torch.utils.checkpoint) in a stage whose backward is halved. For stage_backward's files and the
+// bindings.
+//
+// Such a checkpoint computes again when the first of the tensors it left out is asked for, and forgets what nobody took
+// when that run of the engine ends. The two halves are two runs. So in the first one, as soon as a node needs a
+// checkpoint's tensors, those that the weight half will need are taken too, and kept by their nodes until it has run.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "plumb/pipeline/backward_graph.h"
+
+namespace torch::autograd {
+class SavedVariable;
+}
+
+namespace plumb {
+
+struct CheckpointedVariable {
+  torch::autograd::SavedVariable* variable;
+  Node* node;              // that saved it
+  const void* checkpoint;  // equal for all that one computation gives
+};
+
+// What these nodes saved through checkpoints. They are Python's, so the bindings set how to find them; else there are
+// none.
+using FindCheckpointed = std::vector<CheckpointedVariable> (*)(const std::vector<Node*>& nodes);
+void set_find_checkpointed(FindCheckpointed find);
+
+// To be made before divide(): a node whose saved tensors cannot be kept does all its work in the input half.
+class KeptFromCheckpoints {
+ public:
+  explicit KeptFromCheckpoints(BackwardGraph& graph);
+  // Takes its hooks off the nodes.
+  ~KeptFromCheckpoints();
+  KeptFromCheckpoints(const KeptFromCheckpoints&) = delete;
+  KeptFromCheckpoints& operator=(const KeptFromCheckpoints&) = delete;
+
+  // After divide() and before the input half runs.
+  void watch(const BackwardGraph& graph);
+
+ private:
+  struct Checkpoint;
+  struct Hook;
+  std::vector<CheckpointedVariable> found_;
+  std::vector<std::unique_ptr<Checkpoint>> checkpoints_;
+  std::vector<NodePtr> watched_;  // the graph may be gone before this is
+};
+
+}  // namespace plumb
