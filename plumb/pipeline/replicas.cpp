@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 
 #include "plumb/core/error.h"
@@ -26,6 +27,10 @@ void deal_out(const std::vector<std::int64_t>& sizes, int replicas, const std::f
 }
 
 }  // namespace
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
                          const std::map<int, std::vector<NamedTensor>>& parameters, std::map<int, std::set<int>> shared,
@@ -66,9 +71,22 @@ ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
     std::vector<std::int64_t> sizes;
     for (const auto& m : part.members) sizes.push_back(parameters.at(m.stage)[m.index].tensor.numel());
     deal_out(sizes, size(), [&](size_t i, int owner) { part.members[i].owner = owner; });
-    to_owners_.push_back(add_messages(static_cast<int>(to_owners_.size()), 1));
+    const auto number = static_cast<int>(to_owners_.size());
+    to_owners_.push_back(add_messages(number, 1));
+    from_owners_.push_back(add_messages(number, 2));
   }
-  from_owners_ = add_messages(static_cast<int>(parts_.size()), 2);
+  thread_ = std::thread([this] { run(); });
+}
+
+ReplicaSums::~ReplicaSums() {
+  if (!thread_.joinable()) return;
+  transport_.interrupt();
+  {
+    std::lock_guard<std::mutex> lock(lock_);
+    given_up_ = closing_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
 }
 
 ReplicaSums::Way ReplicaSums::add_messages(int from, int phase) {
@@ -88,24 +106,173 @@ void ReplicaSums::begin_step(double rows, bool weighted) {
   rows_.assign(size(), 0);
   rows_[rank()] = rows;
   weighted_ = weighted;
+  losses_.assign(size(), {});
   loss_ = at::Tensor();
+  for (auto& part : parts_) {
+    part.handed = part.summed = false;
+    part.own.clear();
+    part.sums.assign(part.members.size(), {});
+  }
   transport_.begin_step(plan_);
+  {
+    std::lock_guard<std::mutex> lock(lock_);
+    under_way_ = true;
+  }
+  changed_.notify_all();
 }
 
-void ReplicaSums::send_part(size_t part, const std::function<at::Tensor(const Part::Member&)>& gradient) {
-  std::vector<std::vector<MessageValue>> values(size());
-  for (auto& v : values) v.push_back({at::scalar_tensor(rows_[rank()], at::kDouble)});
-  for (const auto& m : parts_[part].members) {
-    if (m.owner != rank()) values[m.owner].push_back({gradient(m)});
+void ReplicaSums::hand_over(Part& part, const std::map<int, const GradientKeeper*>& gradients) {
+  for (const auto& m : part.members) part.own.push_back(gradients.at(m.stage)->step_gradient(m.index));
+  part.event.action = {.kind = ActionKind::ReduceGrad, .stage = part.stage};
+  part.event.waiting = seconds_now();
+  {
+    std::lock_guard<std::mutex> lock(lock_);
+    part.handed = true;
   }
-  for (int peer = 0; peer < size(); peer++) {
-    if (peer != rank()) transport_.send(to_owners_[part].sends[peer], values[peer]);
-  }
+  changed_.notify_all();
 }
 
 void ReplicaSums::stage_done(int stage, const GradientKeeper& gradients) {
+  for (auto& part : parts_) {
+    if (part.stage == stage) hand_over(part, {{stage, &gradients}});
+  }
+}
+
+void ReplicaSums::check() const {
+  if (!failed_) return;
+  std::lock_guard<std::mutex> lock(lock_);
+  std::rethrow_exception(failure_);
+}
+
+bool ReplicaSums::summed(int stage) const {
+  std::lock_guard<std::mutex> lock(lock_);
+  return std::all_of(parts_.begin(), parts_.end(), [&](const Part& p) { return p.stage != stage || p.summed; });
+}
+
+void ReplicaSums::finish(const std::map<int, GradientKeeper*>& gradients, const at::Tensor& loss) {
+  losses_[rank()] = loss;
+  hand_over(parts_.back(), {gradients.begin(), gradients.end()});
+  {
+    std::unique_lock<std::mutex> lock(lock_);
+    changed_.wait(lock, [&] { return !under_way_; });
+  }
+  check();
+  at::NoGradGuard no_grad;
+  for (auto& part : parts_) {
+    for (size_t i = 0; i < part.members.size(); i++) {
+      gradients.at(part.members[i].stage)->set_step_gradient(part.members[i].index, part.sums[i]);
+    }
+    part.own.clear();
+    part.sums.clear();
+  }
+  if (std::all_of(losses_.begin(), losses_.end(), [](const auto& l) { return l.defined(); })) {
+    const double total = std::accumulate(rows_.begin(), rows_.end(), 0.0);
+    double mean = 0;
+    for (int r = 0; r < size(); r++) mean += losses_[r].item<double>() * rows_[r] / total;
+    loss_ = at::scalar_tensor(mean, loss.options());
+  }
+}
+
+std::vector<TimelineEvent> ReplicaSums::timeline() const {
+  std::vector<TimelineEvent> events;
+  for (const auto& part : parts_) {
+    if (part.stage >= 0) events.push_back(part.event);
+  }
+  return events;
+}
+
+void ReplicaSums::tell_failure(const std::string& reason) noexcept {
+  // The thread first: what it waits for may never come.
+  transport_.interrupt();
+  {
+    std::unique_lock<std::mutex> lock(lock_);
+    given_up_ = true;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return !under_way_; });
+  }
+  transport_.tell_failure(reason);
+}
+
+void ReplicaSums::run() {
+  std::unique_lock<std::mutex> lock(lock_);
+  while (true) {
+    changed_.wait(lock, [&] { return under_way_ || closing_; });
+    if (closing_) return;
+    lock.unlock();
+    std::exception_ptr failure;
+    try {
+      sum_all();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    lock.lock();
+    if (failure) {
+      failure_ = failure;
+      failed_ = true;
+    }
+    under_way_ = false;
+    changed_.notify_all();
+  }
+}
+
+void ReplicaSums::sum_all() {
+  at::NoGradGuard no_grad;
   for (size_t i = 0; i < parts_.size(); i++) {
-    if (parts_[i].stage == stage) send_part(i, [&](const Part::Member& m) { return gradients.step_gradient(m.index); });
+    {
+      std::unique_lock<std::mutex> lock(lock_);
+      changed_.wait(lock, [&] { return parts_[i].handed || given_up_; });
+      if (given_up_) throw Error(ErrorKind::Communication, "the step was given up");
+    }
+    parts_[i].event.start = seconds_now();
+    sum_part(i);
+    parts_[i].event.end = seconds_now();
+    std::lock_guard<std::mutex> lock(lock_);
+    parts_[i].summed = true;
+  }
+  transport_.end_step();
+}
+
+void ReplicaSums::sum_part(size_t index) {
+  auto& part = parts_[index];
+  const bool last = index + 1 == parts_.size();
+  const std::string waiting = last ? "the end of the step" : to_string(part.event.action);
+  std::vector<std::vector<MessageValue>> values(size());
+  for (auto& v : values) v.push_back({at::scalar_tensor(rows_[rank()], at::kDouble)});
+  for (size_t i = 0; i < part.members.size(); i++) {
+    if (part.members[i].owner != rank()) values[part.members[i].owner].push_back({part.own[i]});
+  }
+  for (int peer = 0; peer < size(); peer++) {
+    if (peer != rank()) transport_.send(to_owners_[index].sends[peer], values[peer]);
+  }
+  // By replica: the gradients of the members this replica owns.
+  for (int peer = 0; peer < size(); peer++) {
+    if (peer == rank()) continue;
+    values[peer] = transport_.receive(to_owners_[index].receives[peer], waiting);
+    rows_[peer] = values[peer].at(0).tensor.item<double>();
+  }
+  std::vector<MessageValue> sums;
+  if (last) sums.push_back({losses_[rank()].defined() ? losses_[rank()].to(at::kDouble) : at::Tensor()});
+  size_t k = 1;
+  for (size_t i = 0; i < part.members.size(); i++) {
+    if (part.members[i].owner != rank()) continue;
+    std::vector<at::Tensor> by_replica(size());
+    for (int r = 0; r < size(); r++) by_replica[r] = r == rank() ? part.own[i] : values[r].at(k).tensor;
+    k++;
+    part.sums[i] = add_up(by_replica);
+    sums.push_back({part.sums[i]});
+  }
+  values.clear();
+  for (int peer = 0; peer < size(); peer++) {
+    if (peer != rank()) transport_.send(from_owners_[index].sends[peer], sums);
+  }
+  for (int peer = 0; peer < size(); peer++) {
+    if (peer == rank()) continue;
+    auto theirs = transport_.receive(from_owners_[index].receives[peer], waiting);
+    size_t at = 0;
+    if (last) losses_[peer] = theirs.at(at++).tensor;
+    for (size_t i = 0; i < part.members.size(); i++) {
+      if (part.members[i].owner == peer) part.sums[i] = theirs.at(at++).tensor;
+    }
   }
 }
 
@@ -120,60 +287,6 @@ at::Tensor ReplicaSums::add_up(const std::vector<at::Tensor>& by_replica) const 
     sum = sum.defined() ? sum + part : part;
   }
   return sum;
-}
-
-void ReplicaSums::finish(const std::map<int, GradientKeeper*>& gradients, const at::Tensor& loss) {
-  at::NoGradGuard no_grad;
-  const std::string at_end = "the end of the step";
-  auto own = [&](const Part::Member& m) { return gradients.at(m.stage)->step_gradient(m.index); };
-  send_part(parts_.size() - 1, own);
-  // [part][replica]: the gradients of the members this replica owns.
-  std::vector<std::vector<std::vector<MessageValue>>> came(parts_.size());
-  for (size_t i = 0; i < parts_.size(); i++) {
-    came[i].resize(size());
-    for (int peer = 0; peer < size(); peer++) {
-      if (peer == rank()) continue;
-      came[i][peer] = transport_.receive(to_owners_[i].receives[peer], at_end);
-      rows_[peer] = came[i][peer].at(0).tensor.item<double>();
-    }
-  }
-  std::vector<MessageValue> sums{{loss.defined() ? loss.to(at::kDouble) : loss}};
-  for (size_t i = 0; i < parts_.size(); i++) {
-    size_t k = 1;
-    for (const auto& m : parts_[i].members) {
-      if (m.owner != rank()) continue;
-      std::vector<at::Tensor> by_replica(size());
-      for (int r = 0; r < size(); r++) by_replica[r] = r == rank() ? own(m) : came[i][r].at(k).tensor;
-      k++;
-      sums.push_back({add_up(by_replica)});
-      // The sum may be what another keeps: every replica gets memory of its own.
-      gradients.at(m.stage)->set_step_gradient(m.index, sums.back().tensor);
-    }
-    came[i].clear();
-  }
-  for (int peer = 0; peer < size(); peer++) {
-    if (peer != rank()) transport_.send(from_owners_.sends[peer], sums);
-  }
-  std::vector<at::Tensor> losses(size());
-  losses[rank()] = loss;
-  for (int peer = 0; peer < size(); peer++) {
-    if (peer == rank()) continue;
-    auto values = transport_.receive(from_owners_.receives[peer], at_end);
-    losses[peer] = values.at(0).tensor;
-    size_t k = 1;
-    for (const auto& part : parts_) {
-      for (const auto& m : part.members) {
-        if (m.owner == peer) gradients.at(m.stage)->set_step_gradient(m.index, values.at(k++).tensor);
-      }
-    }
-  }
-  transport_.end_step();
-  if (std::all_of(losses.begin(), losses.end(), [](const auto& l) { return l.defined(); })) {
-    const double total = std::accumulate(rows_.begin(), rows_.end(), 0.0);
-    double mean = 0;
-    for (int r = 0; r < size(); r++) mean += losses[r].item<double>() * rows_[r] / total;
-    loss_ = at::scalar_tensor(mean, loss.options());
-  }
 }
 
 }  // namespace plumb

@@ -1,23 +1,32 @@
 // Data parallel beside pipeline: ranks of several pipelines that hold the same stages sum their gradients.
 //
-// A stage's gradients are on their way as soon as its last weight gradient of the step is there, while the rank drains
-// its other stages and earlier ranks their own. Every parameter belongs to one of the replicas: it gets the others'
-// gradients, adds them in the order of replicas (replica 0's first), and hands the sum to all. So the sum does not
-// depend on timing or on the number of messages, and all replicas have the same bits: those of one process that
-// accumulates each replica's microbatches in order and then adds these sums in order.
+// A stage's gradients are summed as soon as its last weight gradient of the step is there, by a thread of their own,
+// while the rank goes on with its other stages and earlier ranks with theirs. Every parameter belongs to one of the
+// replicas: it gets the others' gradients, adds them in the order of replicas (replica 0's first), and hands the sum to
+// all. So the sum does not depend on timing or on the number of messages, and all replicas have the same bits: those of
+// one process that accumulates each replica's microbatches in order and then adds these sums in order.
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
+#include <exception>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "plumb/pipeline/gradients.h"
 #include "plumb/pipeline/run_plan.h"
+#include "plumb/pipeline/timeline.h"
 #include "plumb/pipeline/transport.h"
 
 namespace plumb {
+
+// Seconds on the clock of time lines.
+double seconds_now();
 
 class ReplicaSums {
  public:
@@ -28,19 +37,28 @@ class ReplicaSums {
               const std::map<int, std::vector<NamedTensor>>& parameters, std::map<int, std::set<int>> shared,
               const RunPlan& plan);
 
+  ~ReplicaSums();
+
   int rank() const { return transport_.group().rank(); }
   int size() const { return transport_.group().size(); }
 
   // `rows`: of this replica's batch; with `weighted` a replica's gradients count by its rows.
   void begin_step(double rows, bool weighted);
-  // The stage's own share of the step is there.
+  // The stage's own share of the step is there; nobody changes it until finish().
   void stage_done(int stage, const GradientKeeper& gradients);
+  // Raises what has gone wrong with the sums so far.
+  void check() const;
+  // Whether the stage's sums of this step are here.
+  bool summed(int stage) const;
   // Waits for everything and puts the sums into the keepers. `loss`: this replica's mean, may be undefined.
   void finish(const std::map<int, GradientKeeper*>& gradients, const at::Tensor& loss);
   // The mean over all replicas by rows; undefined if one has none.
   const at::Tensor& loss() const { return loss_; }
+  // Of the last step, a ReduceGrad for every stage: `waiting` when its share was there, `start` and `end` of summing.
+  std::vector<TimelineEvent> timeline() const;
 
-  void tell_failure(const std::string& reason) noexcept { transport_.tell_failure(reason); }
+  // Gives the step up and tells the other replicas why.
+  void tell_failure(const std::string& reason) noexcept;
 
  private:
   // Parameters that travel together: a stage's, or those summed over copies.
@@ -50,6 +68,13 @@ class ReplicaSums {
       int stage, index, owner;
     };
     std::vector<Member> members;
+    // Of the step that runs. Handed over by the step's thread, ...
+    bool handed = false;
+    Tensors own;  // by member
+    // ... and summed by the other.
+    bool summed = false;
+    Tensors sums;
+    TimelineEvent event;
   };
   // Places in the plan by replica.
   struct Way {
@@ -57,17 +82,29 @@ class ReplicaSums {
   };
 
   Way add_messages(int from, int phase);
-  void send_part(size_t part, const std::function<at::Tensor(const Part::Member&)>& gradient);
+  void hand_over(Part& part, const std::map<int, const GradientKeeper*>& gradients);
+  // --- in the thread ---
+  void run();
+  void sum_all();
+  void sum_part(size_t index);
   at::Tensor add_up(const std::vector<at::Tensor>& by_replica) const;
 
   Transport transport_;
-  std::vector<Part> parts_;  // in the order in which they are sent; the shared ones last
-  std::vector<Way> to_owners_;
-  Way from_owners_;
+  std::vector<Part> parts_;  // in the order in which they are summed; the shared ones last
+  std::vector<Way> to_owners_, from_owners_;
   MessagePlan plan_;
   std::vector<double> rows_;  // by replica
   bool weighted_ = true;
+  Tensors losses_;  // by replica
   at::Tensor loss_;
+
+  mutable std::mutex lock_;
+  std::condition_variable changed_;
+  bool under_way_ = false;  // the thread works at a step
+  bool given_up_ = false, closing_ = false;
+  std::exception_ptr failure_;
+  std::atomic<bool> failed_ = false;
+  std::thread thread_;
 };
 
 }  // namespace plumb

@@ -3,7 +3,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <torch/torch.h>
+#include <unistd.h>
+
+#include <thread>
 
 #include "plumb/core/error.h"
 #include "plumb/pipeline/processes_test.h"
@@ -142,6 +146,161 @@ TEST(Replicas, FindWeightsThatDifferBeforeTheFirstStep) {
   EXPECT_THAT(run.errors[3], HasSubstr("replicas 1 and 0 differ: stage 1 layers.1.weight"));
   EXPECT_THAT(run.errors[1], HasSubstr("replicas 0 and 1 differ"));
   for (int r = 0; r < 4; r++) EXPECT_EQ(run.reports[r].count("finished"), 0u);
+}
+
+// How much of each stage's all-reduce lies beside actions: "STAGE in time" for one that began right after the stage's
+// last gradient, "STAGE before N" for the actions that came after that.
+void report_overlap(const std::string& table, const std::vector<TimelineEvent>& events) {
+  for (const auto& reduce : events) {
+    if (reduce.action.kind != ActionKind::ReduceGrad) continue;
+    const TimelineEvent* last = nullptr;
+    int later = 0;
+    bool in_time = reduce.waiting <= reduce.start && reduce.start <= reduce.end;
+    for (const auto& e : events) {
+      const bool adds = e.action.kind == ActionKind::FullBackward || e.action.kind == ActionKind::BackwardWeight;
+      if (adds && e.action.stage == reduce.action.stage) last = &e;
+      if (!e.action.is_compute() || e.waiting < reduce.waiting) continue;
+      later++;
+    }
+    for (const auto& e : events) {
+      if (!e.action.is_compute() || &e == last) continue;
+      // No action between the stage's last gradient and its reduction.
+      in_time = in_time && (e.end <= last->start || e.waiting >= reduce.waiting);
+    }
+    in_time = in_time && last->end <= reduce.waiting;
+    const std::string key = table + "/" + to_string(reduce.action);
+    report(key, (in_time ? "in time, before " : "late, before ") + std::to_string(later));
+  }
+}
+
+Role overlap_role("overlapping replicas", [] {
+  auto groups = divide_into_replicas(make_group_from_environment({std::chrono::seconds(60)}), kReplicas);
+  std::istringstream cases(setting("CASES"));
+  for (std::string table; std::getline(cases, table, ';');) {
+    auto schedule = make_schedule(table, 2, kMicrobatches);
+    auto model = test_model("mlp", schedule.num_stages());
+    std::map<int, std::shared_ptr<StageFunction>> stages;
+    for (int s : schedule.placement.stages_of(groups.pipeline.rank())) stages[s] = model.make_stage(s);
+    PipelineOptions options;
+    options.loss = model.loss;
+    options.replicas = groups.replicas;
+    options.record_timeline = true;
+    Pipeline pipeline(model.layout, schedule, stages, groups.pipeline, options);
+    for (int step = 0; step < 2; step++) {
+      auto [inputs, targets] = model.batch(groups.replicas.rank());
+      auto result = pipeline.step(inputs, targets);
+      if (step == 1) report_overlap(table, result.timeline);
+    }
+    const double bubble = measured_bubble(pipeline.gather_timeline());
+    report(table + "/bubble", bubble >= 0 && bubble < 1 ? "a share" : std::to_string(bubble));
+  }
+  return 0;
+});
+
+TEST(Replicas, SumAStagesGradientsWhileTheOthersGoOn) {
+  const std::vector<std::string> tables = {
+      "1F1B", "GPipe", "ZBH1", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"};
+  std::string list;
+  for (const auto& table : tables) list += table + ";";
+  auto run = run_role("overlapping replicas", 4, {{"CASES", list}});
+  ASSERT_EQ(run.result.exit_code(), 0) << run.errors[0] << run.errors[1] << run.errors[2] << run.errors[3];
+  for (const auto& table : tables) {
+    int beside = 0;
+    const int per_rank = make_schedule(table, 2, kMicrobatches).num_stages() / 2;
+    for (const auto& reports : run.reports) {
+      int reduced = 0;
+      for (const auto& [key, value] : reports) {
+        if (key.rfind(table + "/", 0) != 0 || key == table + "/bubble") continue;
+        EXPECT_EQ(value.rfind("in time", 0), 0u) << key << ": " << value;
+        beside += value != "in time, before 0";
+        reduced++;
+      }
+      EXPECT_EQ(reduced, per_rank) << table;
+      EXPECT_EQ(reports.at(table + "/bubble"), "a share");
+    }
+    // Where a rank has several stages, the first one to be complete is summed beside the other's actions.
+    EXPECT_EQ(beside, per_rank == 2 ? 4 : 0) << table;
+  }
+}
+
+// Sums of two stages by hand, by KIND.
+Role sums_role("sums by hand", [] {
+  const std::string kind = setting("KIND");
+  auto group = make_group_from_environment({std::chrono::seconds(60)});
+  const bool faulty = group.rank() == 1;
+  RunPlan plan;
+  std::map<int, std::vector<NamedTensor>> parameters;
+  std::map<int, GradientKeeper> keepers;
+  for (int stage : {1, 0}) {
+    RunAction run;
+    run.action = {.kind = ActionKind::FullBackward, .stage = stage, .microbatch = 0};
+    run.completes_gradients = true;
+    plan.actions.push_back(run);
+    parameters[stage] = {{"w" + std::to_string(stage), at::ones({3}).requires_grad_(true)}};
+    keepers.emplace(stage, GradientKeeper({0}, {}, true)).first->second.begin_step(parameters[stage]);
+  }
+  ReplicaSums sums(group, "by hand", parameters, {}, plan);
+  group.set_timeout(std::chrono::milliseconds(number_setting("TIMEOUT", 60000)));
+  sums.begin_step(1, true);
+  auto done = [&](int stage) {
+    at::Tensor w = parameters[stage][0].tensor;
+    keepers.at(stage).accumulate(0, [&] { (w * w * (10.0 * stage + group.rank() + 1)).sum().backward(); });
+    sums.stage_done(stage, keepers.at(stage));
+  };
+  auto until = [&](const std::function<bool()>& there) {
+    for (int i = 0; i < 20000 && !there(); i++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  done(1);
+  if (kind == "overlap") {
+    // The other stage's gradients have not even begun.
+    until([&] { return sums.summed(1); });
+    report("first", sums.summed(1) && !sums.summed(0) ? "early" : "late");
+  }
+  if (faulty && kind == "exit") ::_exit(3);
+  if (faulty && kind == "stop") ::raise(SIGSTOP);
+  if (faulty && kind == "raise") {
+    sums.tell_failure("out of cheese");
+    throw Error(ErrorKind::InvalidArgument, "out of cheese");
+  }
+  done(0);
+  if (kind == "exit") {
+    // Other work goes on, and notices.
+    until([&] {
+      sums.check();
+      return false;
+    });
+  }
+  std::map<int, GradientKeeper*> all;
+  for (auto& [stage, keeper] : keepers) all.emplace(stage, &keeper);
+  sums.finish(all, at::ones({}));
+  for (auto& [stage, keeper] : keepers) {
+    report("sum" + std::to_string(stage), std::to_string(keeper.step_gradient(0).sum().item<int64_t>()));
+  }
+  return 0;
+});
+
+TEST(Replicas, HaveAStagesSumBeforeAnotherStageIsDone) {
+  auto run = run_role("sums by hand", 2, {{"KIND", "overlap"}});
+  ASSERT_EQ(run.result.exit_code(), 0) << run.errors[0] << run.errors[1];
+  for (const auto& reports : run.reports) {
+    EXPECT_EQ(reports.at("first"), "early");
+    EXPECT_EQ(reports.at("sum1"), std::to_string(3 * 2 * (11 + 12)));
+    EXPECT_EQ(reports.at("sum0"), std::to_string(3 * 2 * (1 + 2)));
+  }
+}
+
+TEST(Replicas, NameTheOneThatIsLostWhileGradientsAreSummed) {
+  auto gone = run_role("sums by hand", 2, {{"KIND", "exit"}});
+  EXPECT_EQ(gone.result.processes[0].exit_code, 1);
+  EXPECT_THAT(gone.errors[0], HasSubstr("REDUCE_GRAD waiting for"));
+  EXPECT_THAT(gone.errors[0], HasSubstr("rank 1: it is gone"));
+  auto stopped = run_role("sums by hand", 2, {{"KIND", "stop"}, {"TIMEOUT", "1000"}}, std::chrono::seconds(4));
+  EXPECT_EQ(stopped.result.processes[0].exit_code, 1);
+  EXPECT_THAT(stopped.errors[0], HasSubstr("rank 1: no answer within 1000 ms"));
+  auto raised = run_role("sums by hand", 2, {{"KIND", "raise"}});
+  EXPECT_EQ(raised.result.processes[0].exit_code, 1);
+  EXPECT_THAT(raised.errors[0], HasSubstr("rank 1 failed: out of cheese"));
+  EXPECT_THAT(raised.errors[1], HasSubstr("out of cheese"));
 }
 
 Role uneven_role("uneven replicas", [] {

@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <chrono>
 #include <optional>
 #include <utility>
 
@@ -12,8 +11,6 @@
 
 namespace plumb {
 namespace {
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // The first entry that is not finite, as "[2, 5] is nan"; empty if all are.
 std::string first_not_finite(const at::Tensor& t) {
@@ -342,11 +339,11 @@ void Pipeline::State::run_action(const RunAction& run) {
   auto& stage = stages.at(run.action.stage);
   auto& slot = stage.slots[run.action.microbatch];
   TimelineEvent event{rank(), run.action};
-  if (options.record_timeline) event.waiting = now();
+  if (options.record_timeline) event.waiting = seconds_now();
   try {
     open(stage, slot);
     receive(run, stage, slot);
-    if (options.record_timeline) event.start = now();
+    if (options.record_timeline) event.start = seconds_now();
     if (run.action.kind == ActionKind::Forward) {
       forward(run, stage, slot);
     } else {
@@ -362,7 +359,7 @@ void Pipeline::State::run_action(const RunAction& run) {
                                                 run.text + ": " + error_text(e));
   }
   if (options.record_timeline) {
-    event.end = now();
+    event.end = seconds_now();
     timeline.push_back(event);
   }
 }

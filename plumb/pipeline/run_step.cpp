@@ -105,7 +105,7 @@ void Pipeline::State::begin(bool train, const std::vector<int64_t>& rows) {
     stage.slots.clear();
     stage.slots.resize(num);
   }
-  if (replicas && train) replicas->begin_step(total, options.scale_grads);
+  if (replicas && train) replicas->begin_step(total, options.scale_grads && !options.average_replicas);
 }
 
 StepResult Pipeline::State::run(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt,
@@ -138,10 +138,13 @@ StepResult Pipeline::State::run(const std::vector<Tensors>& in, const std::vecto
       for (auto& [s, stage] : stages) stage.gradients->begin_step(stage.function->parameters());
     }
     for (const auto& action : plan.actions) {
+      if (replicas && train) replicas->check();
       run_action(action);
       if (replicas && train && action.completes_gradients) {
         replicas->stage_done(action.action.stage, *stages.at(action.action.stage).gradients);
       }
+      if (options.progress)
+        options.progress(static_cast<size_t>(&action - plan.actions.data()) + 1, plan.actions.size());
     }
     StepResult done = result(rows);
     if (train) {
@@ -151,8 +154,16 @@ StepResult Pipeline::State::run(const std::vector<Tensors>& in, const std::vecto
         for (auto& [s, stage] : stages) keepers.emplace(s, stage.gradients.get());
         replicas->finish(keepers, done.loss);
         done.loss = replicas->loss();
+        if (options.record_timeline) {
+          for (auto event : replicas->timeline()) {
+            event.rank = rank();
+            timeline.push_back(event);
+          }
+          done.timeline = timeline;
+        }
       }
-      const int parts = options.scale_grads ? num * (replicas ? replicas->size() : 1) : 1;
+      const bool mean = options.scale_grads || options.average_replicas;
+      const int parts = (options.scale_grads ? num : 1) * (replicas && mean ? replicas->size() : 1);
       for (auto& [s, stage] : stages) stage.gradients->finish_step(parts);
       for (auto& grads : done.input_grads) {
         for (auto& g : grads) {

@@ -42,6 +42,8 @@ struct PipelineOptions {
   bool scale_grads = true;
   bool return_outputs = true;  // step() keeps the outputs of all microbatches and merges them
   bool record_timeline = false;
+  // Called after each of this rank's actions of a step: how many are done, of how many.
+  std::function<void(size_t done, size_t total)> progress;
   bool check_numerics = false;  // raise Error(Numerics) at the first NaN or infinity that leaves a stage
   // Seeds the CPU generator for each forward from this, the step, the stage and the microbatch, so that dropout does
   // not depend on the schedule either. The generator's own state is put back after the step.
@@ -50,6 +52,8 @@ struct PipelineOptions {
   // this rank's place among them is its replica's number. All replicas run the same schedule. Gradients are summed over
   // them in that order; with scale_grads they are those of the mean over all their rows.
   ProcessGroup replicas;
+  // Gradients are the mean over replicas, whatever their rows.
+  bool average_replicas = false;
 };
 
 struct StepResult {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
+#include <limits>
 #include <map>
 #include <set>
 #include <sstream>
@@ -74,7 +75,7 @@ Costs measured_costs(const std::vector<TimelineEvent>& events, int num_stages) {
   // By direction, stage and microbatch.
   std::map<std::tuple<bool, int, int>, const TimelineEvent*> done;
   for (const auto& e : events) {
-    if (e.action.kind == ActionKind::BackwardWeight) continue;
+    if (e.action.kind == ActionKind::BackwardWeight || !e.action.is_compute()) continue;
     done[{e.action.kind == ActionKind::Forward, e.action.stage, e.action.microbatch}] = &e;
   }
   std::vector<std::vector<double>> trips(stages);
@@ -96,10 +97,10 @@ Costs measured_costs(const std::vector<TimelineEvent>& events, int num_stages) {
 }
 
 double measured_bubble(const std::vector<TimelineEvent>& events) {
-  if (events.empty()) return 0;
   std::set<int> ranks;
-  double first = events[0].start, last = events[0].end, busy = 0;
+  double first = std::numeric_limits<double>::max(), last = 0, busy = 0;
   for (const auto& e : events) {
+    if (!e.action.is_compute()) continue;
     ranks.insert(e.rank);
     first = std::min(first, e.start);
     last = std::max(last, e.end);

@@ -32,6 +32,22 @@ Transport::State::State(ProcessGroup g) : group(std::move(g)) {
 
 int Transport::State::second_part_tag(int position) const { return first_tag + 1 + position % (kTagsPerTransport - 1); }
 
+void Transport::State::wait(const Posted& posted) {
+  struct Waiting {
+    State& s;
+    explicit Waiting(State& state, const Posted& posted) : s(state) {
+      std::lock_guard<std::mutex> guard(s.lock);
+      if (s.interrupted) throw std::runtime_error("interrupted");
+      s.waited_for = posted.work;
+    }
+    ~Waiting() {
+      std::lock_guard<std::mutex> guard(s.lock);
+      s.waited_for.reset();
+    }
+  } waiting(*this, posted);
+  if (!posted.work->wait(group.timeout())) throw std::runtime_error("interrupted");
+}
+
 Posted Transport::State::post_receive(std::int64_t bytes, int peer, int tag) {
   Posted p;
   p.buffer = byte_buffer(bytes);
@@ -68,7 +84,7 @@ void Transport::State::post_ahead(int peer, size_t needed) {
 void Transport::State::release_sent(int peer, std::uint32_t received) {
   auto& out = outgoing[peer];
   while (out.num_done < received && !out.in_flight.empty()) {
-    for (auto& part : out.in_flight.front().parts) part.work->wait(group.timeout());
+    for (auto& part : out.in_flight.front().parts) wait(part);
     out.in_flight.pop_front();
     out.num_done++;
   }
@@ -209,7 +225,7 @@ std::vector<MessageValue> Transport::receive(int index, const std::string& actio
   Prologue p;
   try {
     s.post_ahead(m.peer, position);
-    in.posted[position].work->wait(s.group.timeout());
+    s.wait(in.posted[position]);
     message = std::move(in.posted[position]);
     in.posted[position] = {};
     p = read_prologue(message.buffer);
@@ -226,7 +242,7 @@ std::vector<MessageValue> Transport::receive(int index, const std::string& actio
                     to_string(m.id) + " asks for a buffer of " + std::to_string(p.total_bytes) + " bytes");
       }
       message = s.post_receive(p.total_bytes, m.peer, s.second_part_tag(static_cast<int>(position)));
-      message.work->wait(s.group.timeout());
+      s.wait(message);
       s.grown++;
     }
   } catch (const Error&) {
@@ -255,7 +271,7 @@ void Transport::end_step() {
     const int total = static_cast<int>(out.order.size());
     try {
       while (!out.in_flight.empty()) {
-        for (auto& part : out.in_flight.front().parts) part.work->wait(s.group.timeout());
+        for (auto& part : out.in_flight.front().parts) s.wait(part);
         out.in_flight.pop_front();
         out.num_done++;
       }
@@ -265,6 +281,17 @@ void Transport::end_step() {
     }
   }
   s.plan = nullptr;
+}
+
+void Transport::interrupt() noexcept {
+  auto& s = *state_;
+  std::lock_guard<std::mutex> guard(s.lock);
+  s.interrupted = true;
+  try {
+    if (s.waited_for) s.waited_for->abort();
+  } catch (const std::exception&) {
+    // A backend that cannot: the wait ends with its time.
+  }
 }
 
 void Transport::tell_failure(const std::string& reason) noexcept {

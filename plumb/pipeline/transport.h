@@ -52,6 +52,9 @@ class Transport {
   // Waits until everything sent has left.
   void end_step();
 
+  // From another thread: what this one waits for, now or later, is an error instead. Then only tell_failure() may
+  // follow.
+  void interrupt() noexcept;
   // This rank has failed: tells the peers that still wait for messages of this rank, so that they name `reason`.
   void tell_failure(const std::string& reason) noexcept;
 

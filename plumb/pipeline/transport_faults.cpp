@@ -145,6 +145,10 @@ int Transport::State::last_waited_for(int peer) const {
 }
 
 void Transport::State::raise_lost(int peer, const std::string& waiting, const std::exception& e) {
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    if (interrupted) throw Error(ErrorKind::Communication, "the step was given up");
+  }
   const std::string text = what_gloo_says(e);
   bool late = text.find("imed out") != std::string::npos;
   Cause cause;

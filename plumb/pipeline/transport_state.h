@@ -4,6 +4,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <mutex>
 #include <tuple>
 
 #include "plumb/pipeline/group_state.h"
@@ -67,6 +68,9 @@ struct Transport::State {
   std::vector<Route*> receive_routes, send_routes;  // by index in the plan
   std::int64_t grown = 0;
   bool told = false;
+  std::mutex lock;  // of the next two
+  bool interrupted = false;
+  c10::intrusive_ptr<c10d::Work> waited_for;
   bool store_lost = false;  // asking again would print c10d's warnings each time
 
   explicit State(ProcessGroup g);
@@ -76,6 +80,7 @@ struct Transport::State {
   c10d::Backend& backend() const { return *group.state().backend; }
   int second_part_tag(int position) const;
 
+  void wait(const Posted& posted);
   Posted post_receive(std::int64_t bytes, int peer, int tag);
   Posted post_send(at::Tensor buffer, int peer, int tag);
   // Posts the receives that may be posted now that `needed` of the peer's messages have come.

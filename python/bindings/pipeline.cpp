@@ -116,6 +116,9 @@ ProcessGroup shared_group(const py::object& group, double timeout_seconds) {
       if (!s->failed) delete s;
     });
     state->tag_ranges = *count;
+    // Messages name ranks by their numbers among all processes.
+    const auto distributed = py::module_::import("torch.distributed");
+    state->world = distributed.attr("get_process_group_ranks")(group).cast<std::vector<int>>();
     it->second.state = state;
   }
   state->timeout = timeout;
@@ -151,8 +154,10 @@ class PyPipeline {
  public:
   PyPipeline(const PipelineLayout& layout, const Schedule& schedule, const std::map<int, py::object>& stages,
              const py::object& group, double timeout, bool scale_grads, bool record_timeline, bool check_numerics,
-             std::optional<std::uint64_t> seed) {
+             std::optional<std::uint64_t> seed, const py::object& replicas) {
     PipelineOptions options;
+    options.replicas = shared_group(replicas, timeout);
+    options.average_replicas = true;
     options.scale_grads = scale_grads;
     options.return_outputs = false;  // the stages keep them
     options.record_timeline = record_timeline;
@@ -222,10 +227,10 @@ Register part([](py::module_& m) {
       .def("__str__", &PipelineLayout::text);
   py::class_<PyPipeline>(m, "Pipeline", "Runs a rank's part of a schedule over Python stages.")
       .def(py::init<const PipelineLayout&, const Schedule&, const std::map<int, py::object>&, const py::object&, double,
-                    bool, bool, bool, std::optional<std::uint64_t>>(),
+                    bool, bool, bool, std::optional<std::uint64_t>, const py::object&>(),
            py::arg("layout"), py::arg("schedule"), py::arg("stages"), py::arg("group") = py::none(),
            py::arg("timeout") = 60.0, py::arg("scale_grads") = true, py::arg("record_timeline") = false,
-           py::arg("check_numerics") = false, py::arg("seed") = py::none())
+           py::arg("check_numerics") = false, py::arg("seed") = py::none(), py::arg("replicas") = py::none())
       .def("run", &PyPipeline::run)
       .def("recomputed", &PyPipeline::recomputed, py::arg("stage"))
       .def("gather_timeline", &PyPipeline::gather_timeline);
