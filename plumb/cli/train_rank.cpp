@@ -8,6 +8,7 @@
 #include <torch/optim/sgd.h>
 
 #include <chrono>
+#include <cstdio>
 #include <set>
 #include <thread>
 
@@ -190,6 +191,27 @@ Batch part_of_replica(Batch batch, const ProcessGroup& replicas) {
           batch.targets.empty() ? batch.targets : split_batch(batch.targets, {}, replicas.size()).inputs[mine]};
 }
 
+// Says on stderr how far a long step is: first after a second, then less and less often.
+class StepProgress {
+ public:
+  void begin(int step) {
+    step_ = step;
+    begin_ = std::chrono::steady_clock::now();
+    next_ = 1;
+  }
+  void operator()(size_t done, size_t total) {
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
+    if (seconds < next_ || done == total) return;
+    next_ = 2 * seconds;
+    std::fprintf(stderr, "step %d: %zu of %zu actions after %.0f s\n", step_, done, total, seconds);
+  }
+
+ private:
+  int step_ = 1;
+  double next_ = 1;
+  std::chrono::steady_clock::time_point begin_;
+};
+
 // A process writes its own: a history has one writer.
 std::string history_file(const TrainOptions& o, int rank) {
   return o.stages > 1 ? o.history + ".rank" + std::to_string(rank) : o.history;
@@ -209,6 +231,8 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
   const ProcessGroup& group = groups.pipeline;
   job.pipeline.replicas = groups.replicas;
   job.pipeline.record_timeline = !o.timeline.empty();
+  StepProgress progress;
+  if (world.rank() == 0 && !o.json) job.pipeline.progress = std::ref(progress);
   const int64_t rows = job.rows / o.replicas + (groups.replicas.rank() < job.rows % o.replicas ? 1 : 0);
   const auto stages = stages_of_rank(*job.pipe, job.schedule, group.rank());
   std::vector<at::Tensor> parameters;
@@ -231,6 +255,7 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
   }
   const auto begin = std::chrono::steady_clock::now();
   for (int step = 1; step <= o.steps; ++step) {
+    progress.begin(step);
     const Batch batch = part_of_replica(job.samples->draw(), groups.replicas);
     for (const at::Tensor& p : parameters) p.mutable_grad().reset();
     const StepResult result = pipeline.step(batch.inputs, batch.targets);
