@@ -122,6 +122,8 @@ void bind_table(py::module_& m) {
       .def_property_readonly("has_messages", &Schedule::has_messages)
       .def_property_readonly("ranks", [](const Schedule& s) { return s.placement.ranks; })
       .def_property_readonly("two_way", [](const Schedule& s) { return !s.placement.reverse_ranks.empty(); })
+      .def("rank_of",
+           [](const Schedule& s, int stage, int microbatch) { return s.placement.rank_of(stage, microbatch); })
       .def("stages_of", [](const Schedule& s, int rank) { return s.placement.stages_of(rank); })
       .def_property_readonly("rows",
                              [](const Schedule& s) {

@@ -17,7 +17,6 @@ from plumb.pipelining._utils import (
     validate_tensors_metadata,
 )
 from plumb.pipelining.schedules import (
-    BACKWARD_WEIGHT,
     FORWARD,
     FULL_BACKWARD,
     OVERLAP_F_B,
@@ -29,8 +28,6 @@ from plumb.pipelining.schedules import (
 from plumb.pipelining.stage import _RecvInfo
 from test_pipelining_run import LOOPED, MSE, SINGLE, Nested, V, accumulate, batch, blocks, grads, same, schedule_for
 from torch import nn
-
-import plumb
 
 MICROBATCHES = 4
 
@@ -119,17 +116,6 @@ def test_functions_that_cannot_be_are_refused():
     schedule.register_custom_function(FORWARD, print)
     with pytest.warns(UserWarning, match="replaced"):
         schedule.register_custom_function(FORWARD, print)
-    for name, value in (("seed", 0), ("check_numerics", True), ("record_timeline", True)):
-        schedule = schedule_for("LoopedBFS", blocks(2), MICROBATCHES)
-        schedule.register_custom_function(FORWARD, print)
-        setattr(schedule, name, value)
-        with pytest.raises(plumb.Error, match=name):
-            schedule.step(torch.ones(4, 8), target=torch.ones(4, 8))
-    tied = PipelineStage(nn.Linear(8, 8), 0, 1, "cpu", tied={"weight": "shared"})
-    schedule = ScheduleGPipe(tied, 2, MSE)
-    schedule.register_custom_function(BACKWARD_WEIGHT, print)
-    with pytest.raises(plumb.Error, match="tied"):
-        schedule.step(torch.ones(4, 8), target=torch.ones(4, 8))
 
 
 def test_rows_count_in_python_too():

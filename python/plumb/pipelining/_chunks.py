@@ -3,6 +3,7 @@ that do something of their own. What the engine runs does not come through here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,8 +88,15 @@ class ChunkSteps:
         used = {stage: self._used_by(self.stage_index, stage) for stage in range(self.stage_index + 1, self.num_stages)}
         return {stage: indices for stage, indices in used.items() if indices}
 
-    def _is_here(self, stage: int) -> bool:
-        return self.stage_index_to_group_rank[stage] == self.group_rank
+    # Of a table with every stage on two ranks: the rank that runs a stage for a microbatch.
+    _rank_in_table: Callable[[int, int], int] | None = None
+
+    def _rank_of(self, stage: int, microbatch: int) -> int:
+        in_table = self._rank_in_table
+        return self.stage_index_to_group_rank[stage] if in_table is None else in_table(stage, microbatch)
+
+    def _is_here(self, stage: int, microbatch: int) -> bool:
+        return self._rank_of(stage, microbatch) == self.group_rank
 
     def _check_chunk_id(self, chunk_id: int) -> None:
         if self.chunks is not None and not 0 <= chunk_id < self.chunks:
@@ -111,37 +119,37 @@ class ChunkSteps:
 
     def _send(self, backward: bool, other: int, values: Values, microbatch: int) -> Send:
         tag = self._tag(backward, other, True, microbatch)
-        return Send(values, self.stage_index_to_group_rank[other], tag, self.group, self.device)
+        return Send(values, self._rank_of(other, microbatch), tag, self.group, self.device)
 
     def _receive(self, backward: bool, other: int, microbatch: int) -> Receive:
         kept = (self._incoming_grads if backward else self._incoming).setdefault(microbatch, {})
         tag = self._tag(backward, other, False, microbatch)
-        peer = self.stage_index_to_group_rank[other]
+        peer = self._rank_of(other, microbatch)
         return Receive(peer, tag, self.group, self.device, lambda values: kept.__setitem__(other, values))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list:
         """The messages with a microbatch's inputs that come from other ranks."""
-        return [self._receive(False, s, fwd_chunk_id) for s in self._sources() if not self._is_here(s)]
+        return [self._receive(False, s, fwd_chunk_id) for s in self._sources() if not self._is_here(s, fwd_chunk_id)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list:
         """The messages with a microbatch's outputs to stages on other ranks."""
         return [
             self._send(False, stage, self._outputs_for(stage, fwd_chunk_id), fwd_chunk_id)
             for stage in self._targets()
-            if not self._is_here(stage)
+            if not self._is_here(stage, fwd_chunk_id)
         ]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list:
         if not self.has_backward:
             return []
-        return [self._receive(True, s, bwd_chunk_id) for s in self._targets() if not self._is_here(s)]
+        return [self._receive(True, s, bwd_chunk_id) for s in self._targets() if not self._is_here(s, bwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list:
         if not self.has_backward:
             return []
         self._check_chunk_id(bwd_chunk_id)
         grads = self.bwd_cache[bwd_chunk_id]
-        return [self._send(True, s, grads.pop(s), bwd_chunk_id) for s in self._sources() if not self._is_here(s)]
+        return [self._send(True, s, grads.pop(s), bwd_chunk_id) for s in self._sources() if not self._is_here(s, bwd_chunk_id)]
 
     # --- the same between stages of one rank ---
     def _outputs_for(self, stage: int, microbatch: int) -> Values:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._C import Error
+
 try:
     from torch.distributed.fsdp import FSDPModule
 except ImportError:  # torch without c10d
@@ -24,11 +26,26 @@ def reduction_of(module: Any) -> Replicated | Sharded | None:
     return None
 
 
+def replicas_of(stages: list) -> dist.ProcessGroup | None:
+    """The ranks over which the engine takes means of gradients, stage by stage while others go on: those of the
+    `DistributedDataParallel` modules if all stages are such, over the same ranks, on the CPU. None: `Replicated` does it
+    after the step."""
+    if not all(isinstance(stage.submod, DistributedDataParallel) for stage in stages):
+        return None
+    groups = {id(stage.submod.process_group): stage.submod.process_group for stage in stages}
+    (group, *others) = groups.values()
+    on_cpu = all(p.device.type == "cpu" for stage in stages for p in stage.submod.parameters())
+    if others or not on_cpu or dist.get_world_size(group) == 1 or "gloo" not in dist.get_backend(group):
+        return None
+    return group
+
+
 class Replicated:
     """`DistributedDataParallel`: every rank holds all parameters."""
 
     def __init__(self, module: DistributedDataParallel):
         self._module = module
+        self._under_way: list[tuple[list[torch.Tensor], torch.Tensor, Any]] | None = None
 
     def owned(self) -> set[int]:
         return set()
@@ -36,19 +53,36 @@ class Replicated:
     def begin(self) -> None:
         pass  # forwards run under no_sync
 
-    def finish(self, divisor: int) -> None:
-        """Means over the replicas. The engine has divided by the microbatches."""
-        group = self._module.process_group
+    def start(self) -> None:
+        """The stage's gradients are complete: they go to the other replicas while something else is done."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in self._module.parameters():
             if parameter.grad is not None:
                 by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        self._under_way = []
         for grads in by_dtype.values():
             flat = torch.cat([grad.reshape(-1) for grad in grads])
-            dist.all_reduce(flat, group=group)
-            flat.div_(dist.get_world_size(group))
-            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-                grad.copy_(part.view_as(grad))
+            self._under_way.append((grads, flat, dist.all_reduce(flat, group=self._module.process_group, async_op=True)))
+
+    def finish(self, divisor: int) -> None:
+        """Means over the replicas. The engine has divided by the microbatches."""
+        group = self._module.process_group
+        try:
+            if self._under_way is None:
+                self.start()
+            for grads, flat, work in self._under_way:
+                work.wait()
+                flat.div_(dist.get_world_size(group))
+                for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+                    grad.copy_(part.view_as(grad))
+        except RuntimeError as error:
+            others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+            who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
+            said = str(error).splitlines()[0]
+            raise Error(
+                f"the mean of gradients over replicas: {who} is gone or late ({said})\n  try: look at what it printed"
+            ) from error
+        self._under_way = None
 
     def end(self) -> None:
         pass

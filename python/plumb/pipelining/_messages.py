@@ -29,6 +29,10 @@ def tag_of(backward: bool, source: int, target: int, microbatch: int, num_stages
     return _FIRST_TAG + number
 
 
+# For those of `Copies`, of which there is one between two ranks.
+TAG_OF_COPIES = _FIRST_TAG + _TAGS
+
+
 def _header(values: Values, device: torch.device) -> torch.Tensor:
     numbers = [len(values)]
     for value in values:

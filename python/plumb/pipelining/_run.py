@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._C import Error
-from ._data_parallel import reduction_of
+from ._data_parallel import reduction_of, replicas_of
+from ._step_gradients import names_of
 from ._values import accepted, detached, pack, unpack
 from .stage import _PipelineStageBase
 
@@ -110,11 +111,7 @@ class Run:
         self.current: _Step | None = None
         self._divides = bool(options.get("scale_grads"))
         layout = self.stages[0].layout or _C.PipelineLayout.open_chain(self.stages[0].num_stages)
-        names: dict[int, str] = {}
-        for stage in self.stages:
-            for name, parameter in stage.named_parameters():
-                own = name if stage.layout is not None else f"stage {stage.stage_index}: {name}"
-                names.setdefault(id(parameter), getattr(stage, "tied", {}).get(name, own))
+        names = names_of(self.stages)
         group = self.stages[0].group
         if group is None and self.stages[0].group_size > 1:
             group = dist.distributed_c10d._get_default_group()
@@ -123,7 +120,8 @@ class Run:
             raise Error(f"two stages of this rank have the same index: {[stage.stage_index for stage in self.stages]}")
         if group is not None and dist.get_world_size(group) == 1:
             group = None
-        self._pipeline = _C.Pipeline(layout, table, local, group, timeout, **options)
+        self._replicas = replicas_of(self.stages)
+        self._pipeline = _C.Pipeline(layout, table, local, group, timeout, replicas=self._replicas, **options)
 
     def step(self, args, kwargs, targets, loss_kwargs, keep_outputs: bool, train: bool) -> list[torch.Tensor]:
         """Answers this rank's losses; its last stage gets its outputs."""
@@ -138,7 +136,8 @@ class Run:
             if train:
                 for stage in self.stages:
                     stage.recomputed = self._pipeline.recomputed(stage.stage_index)
-                    stage.reduce_gradients(len(args) if self._divides else 1)
+                    if self._replicas is None:
+                        stage.reduce_gradients(len(args) if self._divides else 1)
         except Error as error:
             failure = step.failure
             if failure is None or failure is error:

@@ -104,8 +104,6 @@ class _PipelineSchedule(CustomFunctions):
 
     def actions_with_messages(self) -> list[_Action]:
         """This rank's actions with sends and receives, for a step in Python."""
-        if self._engine_table is not None and self._engine_table.two_way:
-            raise Error("a table with every stage on two ranks runs in the engine only, without custom functions")
         order = self.pipeline_order or {}
         computes = compute_actions(order)
         if not any(computes.values()):
@@ -188,7 +186,7 @@ class _PipelineSchedule(CustomFunctions):
     def timeline(self) -> list[tuple[int, str, float, float, float]]:
         """The last step on all ranks: (rank, action, seconds when it began to wait, to run, and ended). All ranks must
         ask; `record_timeline` must be set."""
-        if not isinstance(self._run, Run) or not self.record_timeline:
+        if self._run is None or not self.record_timeline:
             raise Error("no time line was recorded: set record_timeline before the first step")
         return self._run.gather_timeline()
 

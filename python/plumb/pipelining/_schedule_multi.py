@@ -209,6 +209,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         )
 
     def actions_with_messages(self) -> list[_Action]:
-        if self._engine_table is not None and self._engine_table.two_way:
-            return super().actions_with_messages()
+        table = self._engine_table
+        for stage in self._stages:
+            stage._rank_in_table = table.rank_of if table is not None and table.two_way else None
         return self.pipeline_order_with_comms.get(self.rank, [])

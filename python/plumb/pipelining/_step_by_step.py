@@ -3,11 +3,14 @@ compare what they hand on. Slower than the engine, with torch's messages and tim
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .._C import Error
 from ._actions import (
@@ -27,9 +30,11 @@ from ._actions import (
     _ComputationType,
 )
 from ._chunks import ChunkSteps
+from ._data_parallel import Replicated, replicas_of
 from ._errors import InvalidSchedule
 from ._messages import _batch_p2p, _wait_batch_p2p
 from ._run import own_arguments, rows_of
+from ._step_gradients import Copies, StageGradients, give_up
 
 REPLACEABLE = (
     FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OVERLAP_F_B, UNSHARD, RESHARD, REDUCE_GRAD
@@ -86,8 +91,6 @@ class StepByStep:
     """Runs the table of a schedule, action by action, with the stages' methods."""
 
     def __init__(self, schedule: Any, functions: dict[_ComputationType, Callable]):
-        if schedule.check_numerics or schedule.seed is not None or schedule.record_timeline:
-            raise Error("check_numerics, seed and record_timeline are for schedules that the engine runs, not for Python's steps")
         self.schedule, self.functions = schedule, functions
         self.stages = {stage.stage_index: stage for stage in schedule._stages}
         self.row: list[_Action] = schedule.actions_with_messages()
@@ -96,15 +99,14 @@ class StepByStep:
         }
         self._sent: list[list] = []
         self._prepared = False
+        self._copies: Copies | None = None
+        self._steps = 0
+        self._events: list[tuple[int, str, float, float, float]] = []
+        self._began = 0.0
 
     def step(self, args, kwargs, targets, loss_kwargs, keep_outputs: bool, train: bool) -> list[torch.Tensor]:
         """Answers this rank's losses; its last stage gets its outputs."""
         schedule = self.schedule
-        if train and any(getattr(s, "tied", None) or (s.layout and s.pipe_info.table.replicated) for s in self.stages.values()):
-            raise Error(
-                "custom functions and stages of one's own run in Python, where the gradients of tied weights are not summed\n"
-                "  try: a schedule that the engine runs, or weights that are not tied"
-            )
         self._args, self._kwargs, self._keep = args, kwargs, keep_outputs
         self._train = train
         self._context = _PipelineContext(schedule, args, kwargs, targets, None)
@@ -112,28 +114,139 @@ class StepByStep:
             stage.chunks = len(args)
         self._prepare()
         schedule._begin_step(targets, loss_kwargs, rows_of(args if targets is None else targets))
+        self._events.clear()
+        random_state = torch.get_rng_state() if schedule.seed is not None else None
+        self._gradients: dict[int, StageGradients] = {}
+        self._reducing: dict[int, float] = {}  # by stage: when its sum over replicas began
         action = None
         try:
-            for stage in self.stages.values() if train else ():
-                stage.hold_gradients()
+            if train:
+                self._hold_gradients()
             with torch.set_grad_enabled(train):
                 for action in self.row:
                     self._run(action)
-                for index in self.stages.keys() - self._reduced if train else ():
-                    self._run_part(_Action(index, REDUCE_GRAD))
+                if train:
+                    self._complete_gradients()
             for works in self._sent:
                 _wait_batch_p2p(works)
+            self._steps += 1
             return [loss.detach() for _, loss in sorted(schedule._step_losses.items())]
-        except Exception as error:
+        except BaseException as error:
+            give_up(self._gradients.values())
             if hasattr(error, "add_note"):
                 error.add_note(f"rank {schedule._stages[0].group_rank}, action {action}")
             raise
         finally:
+            if random_state is not None:
+                torch.set_rng_state(random_state)
             schedule._end_step()
             self._sent.clear()
             for stage in self.stages.values():
                 stage.release_gradients()
                 stage._begin_chunks()
+
+    # --- gradients ---
+    def _microbatches(self, stage: int) -> list[int]:
+        """Of this rank, in the order in which the table makes their weights' gradients."""
+        return [
+            part.microbatch_index
+            for action in self.row
+            for part in action.sub_actions or (action,)
+            if part.stage_index == stage and part.computation_type in (FULL_BACKWARD, BACKWARD_WEIGHT)
+        ]
+
+    def _hold_gradients(self) -> None:
+        for stage in self.stages.values():
+            stage.hold_gradients()
+        if self._copies is None:
+            self._copies = Copies(list(self.stages.values()))
+        self._gradients = {i: StageGradients(stage, self._microbatches(i)) for i, stage in self.stages.items()}
+
+    def _complete_gradients(self) -> None:
+        """The end of a step: copies are summed before anything is made of their sums."""
+        for index in self._copies.stages:
+            with self._gradients[index].complete():
+                pass
+        self._copies.sum(self._gradients)
+        for index in sorted(self.stages.keys() - self._reduced):
+            self._run_part(_Action(index, REDUCE_GRAD))
+        for gradients in self._gradients.values():
+            gradients.finish()
+
+    def _ends_later(self, index: int) -> bool:
+        """Whether a stage's REDUCE_GRAD is for the end of the step: of copies it is made of their sums, and means over
+        replicas are under way until then."""
+        stage = self.stages[index]
+        if index in self._copies.stages:
+            return True
+        own = REDUCE_GRAD in self.functions or _overrides(stage, ["perform_reduce_grad"])
+        if own or not isinstance(stage.reduction, Replicated):
+            return False
+        self._reducing[index] = time.monotonic()
+        with self._gradients[index].complete():
+            stage.reduction.start()
+        return True
+
+    def _adding(self, part: _Action) -> Any:
+        """What surrounds an action that adds to gradients, or is about them."""
+        gradients = self._gradients.get(part.stage_index)
+        if gradients is None:
+            return contextlib.nullcontext()
+        if part.computation_type in (FULL_BACKWARD, BACKWARD_WEIGHT):
+            return gradients.adding(part.microbatch_index)
+        return gradients.complete() if part.computation_type is REDUCE_GRAD else contextlib.nullcontext()
+
+    # --- what a step tells of itself ---
+    def gather_timeline(self) -> list[tuple[int, str, float, float, float]]:
+        """The last step on all ranks. All must ask."""
+        stage = self.schedule._stages[0]
+        events = [self._events]
+        if stage.group_size > 1:
+            events = [[] for _ in range(stage.group_size)]
+            dist.all_gather_object(events, self._events, group=stage.group)
+        whole = [event for part in events for event in part]
+        first = min((waiting for _, _, waiting, _, _ in whole), default=0.0)
+        return [(rank, text, *(t - first for t in times)) for rank, text, *times in whole]
+
+    def _record(self, action: _Action, waiting: float) -> None:
+        reduces = action.computation_type is REDUCE_GRAD and self.stages[action.stage_index].reduction is not None
+        if reduces:
+            waiting = self._began = self._reducing.get(action.stage_index, waiting)
+        if self.schedule.record_timeline and (action.is_compute_op or reduces):
+            rank = self.schedule._stages[0].group_rank
+            self._events.append((rank, str(action), waiting, self._began, time.monotonic()))
+
+    def _check_finite(self, part: _Action) -> None:
+        """What leaves a stage after an action."""
+        if not self.schedule.check_numerics:
+            return
+        kind, index, microbatch = part.computation_type, part.stage_index, part.microbatch_index
+        stage, where = self.stages[index], f"of stage {index}, microbatch {microbatch}"
+        values: list[tuple[str, Any]] = []
+        if kind is FORWARD:
+            outputs = stage.fwd_cache.get(microbatch, ((),))[0]
+            values += [(f"output {i} {where}", v) for i, v in enumerate(outputs)]
+            values.append((f"the loss of microbatch {microbatch}", self.schedule._step_losses.get(microbatch)))
+        elif kind in (FULL_BACKWARD, BACKWARD_INPUT):
+            grads = [g for of in stage.bwd_cache.get(microbatch, {}).values() for g in of]
+            values += [(f"the gradient of input {i} {where}", g) for i, g in enumerate(grads)]
+        for what, value in values:
+            if isinstance(value, torch.Tensor) and not torch.isfinite(value).all():
+                place = torch.nonzero(~torch.isfinite(value.detach()))[0].tolist()
+                entry = f"{place} is {value.detach()[tuple(place)].item()}"
+                raise Error(f"rank {stage.group_rank} at {part}: {what}: entry {entry}")
+
+    def _seed(self, part: _Action) -> None:
+        """As the engine does, before every forward."""
+        seed = self.schedule.seed
+        if seed is None or part.computation_type is not FORWARD:
+            return
+        replicas = replicas_of(list(self.stages.values()))
+        first = 0 if replicas is None else dist.get_rank(replicas) * self.schedule._n_microbatches
+        number = seed
+        for part_of in (self._steps, part.stage_index, first + part.microbatch_index):
+            number = number * 1000003 + part_of
+        torch.default_generator.manual_seed(number % 2**64)
 
     def _prepare(self) -> None:
         self._reduced: set[int] = set()
@@ -154,24 +267,39 @@ class StepByStep:
         together = self.functions.get(OVERLAP_F_B) if action.sub_actions and len(parts) == len(whole) else None
         if together is None:
             for part in parts:
-                self._run_part(part)
+                if part.computation_type is not REDUCE_GRAD or not self._ends_later(part.stage_index):
+                    self._run_part(part)
             return
+        waiting = time.monotonic()
         for part in parts:
             self._receive_what_no_action_does(part)
-        together(action, self._context)
+        self._began = time.monotonic()
+        with contextlib.ExitStack() as around:
+            for part in parts:
+                self._seed(part)
+                around.enter_context(self._adding(part))
+            together(action, self._context)
         for part in parts:
+            self._check_finite(part)
             self._hand_on_what_no_action_does(part, to_neighbours=False)
+        self._record(action, waiting)
 
     def _run_part(self, part: _Action) -> None:
         function = self.functions.get(part.computation_type)
+        waiting = time.monotonic()
         self._receive_what_no_action_does(part)
-        if function is not None:
-            function(part, self._context)
-        else:
-            self._perform(part)
+        self._began = time.monotonic()
+        self._seed(part)
+        with self._adding(part):
+            if function is not None:
+                function(part, self._context)
+            else:
+                self._perform(part)
+        self._check_finite(part)
         if part.computation_type is REDUCE_GRAD:
             self._reduced.add(part.stage_index)
         self._hand_on_what_no_action_does(part, to_neighbours=function is None)
+        self._record(part, waiting)
 
     def _perform(self, action: _Action) -> None:
         schedule, kind, microbatch = self.schedule, action.computation_type, action.microbatch_index
@@ -179,6 +307,7 @@ class StepByStep:
         key = (action.stage_index, microbatch)
         if kind is FORWARD:
             _wait_batch_p2p(schedule.fwd_recv_ops.pop(key, ()))
+            self._began = time.monotonic()
             kwargs = own_arguments(stage, schedule._stages, self._kwargs[microbatch])
             output = stage.forward_one_chunk(
                 microbatch, self._args[microbatch], kwargs, save_forward_output=self._keep
@@ -186,6 +315,7 @@ class StepByStep:
             schedule._maybe_compute_loss(stage, output, self._context.target_mbs, microbatch)
         elif kind in (FULL_BACKWARD, BACKWARD_INPUT):
             _wait_batch_p2p(schedule.bwd_recv_ops.pop(key, ()))
+            self._began = time.monotonic()
             whole = kind is FULL_BACKWARD
             last = self._count(action.stage_index) if whole else False
             loss = schedule._maybe_get_loss(stage, microbatch)
@@ -205,7 +335,7 @@ class StepByStep:
 
     def _count(self, stage: int) -> bool:
         self.schedule.backward_counter[stage] += 1
-        return self.schedule.backward_counter[stage] == self.schedule._n_microbatches
+        return self.schedule.backward_counter[stage] == len(self._microbatches(stage))
 
     # --- messages that the table has no action for: skip connections beside neighbours of one rank ---
     def _receive_what_no_action_does(self, part: _Action) -> None:
@@ -222,12 +352,12 @@ class StepByStep:
             if (index, SEND_F) not in self._messages:
                 self._sent.append(_batch_p2p(stage.get_fwd_send_ops(microbatch)))
             for target in stage._targets():
-                if target in self.stages and (to_neighbours or target != index + 1):
+                if stage._is_here(target, microbatch) and (to_neighbours or target != index + 1):
                     self.stages[target]._take_outputs(index, stage._outputs_for(target, microbatch), microbatch)
         elif kind in (FULL_BACKWARD, BACKWARD_INPUT):
             if (index, SEND_B) not in self._messages:
                 self._sent.append(_batch_p2p(stage.get_bwd_send_ops(microbatch)))
             for source in stage._sources():
-                if source in self.stages and (to_neighbours or source != index - 1):
+                if stage._is_here(source, microbatch) and (to_neighbours or source != index - 1):
                     grads = stage.bwd_cache[microbatch].pop(source)
                     self.stages[source]._incoming_grads.setdefault(microbatch, {})[index] = grads
