@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+import torch
+
 Sizes = dict[int, tuple[int, ...]]  # of the whole model's flat inputs, by their number; those that are known
 
 _sizes: ContextVar[Sizes | None] = ContextVar("_sizes", default=None)
@@ -15,7 +17,9 @@ _sizes: ContextVar[Sizes | None] = ContextVar("_sizes", default=None)
 def microbatch_sizes(sizes: Sizes) -> Iterator[None]:
     token = _sizes.set(sizes)
     try:
-        yield
+        # What torch.compile made of a stage is of the sizes it was cut for, and does not ask for these.
+        with torch.compiler.set_stance("force_eager") if sizes else contextlib.nullcontext():
+            yield
     finally:
         _sizes.reset(token)
 

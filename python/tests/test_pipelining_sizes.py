@@ -350,6 +350,27 @@ def test_sizes_first_met_in_inference_mode_are_trained_with_later():
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
 
 
+@pytest.mark.parametrize("model_name", ["tokens", "pooled"])
+def test_compiled_stages_run_uncompiled_at_other_sizes(model_name):
+    torch._dynamo.reset()
+    model = make(model_name, 2)
+    pipe = cut(model, 2)
+    for s in range(2):
+        pipe.get_stage_module(s).to_fx()  # torch.compile cannot trace the making of it
+    compiled = [torch.compile(pipe.get_stage_module(s), backend="eager", fullgraph=True) for s in range(2)]
+    x, _ = batch(2, 5)
+    assert torch.equal(compiled[1](compiled[0](x)), model(x))
+    compiled = [torch.compile(pipe.get_stage_module(s), backend="eager") for s in range(2)]
+    for sizes in [(2, 5), (3, 4), (2, 7)]:
+        x, _ = batch(*sizes)
+        assert torch.equal(compiled[1](compiled[0](x)), model(x))
+    stages = [build_stage(stage, s, pipe.info(), torch.device("cpu")) for s, stage in enumerate(compiled)]
+    schedule = ScheduleTable(stages, 2, table="LoopedBFS")
+    for sizes in [(4, 5), (5, 5), (4, 7)]:
+        x, _ = batch(*sizes)
+        assert torch.equal(schedule.eval(x), torch.cat([model(v) for v in x.tensor_split(2)]))
+
+
 # --- with transforms ---
 def rounded(module):
     return simulate_format(module, FPFormat(4, 3, "nearest"), FPFormat(5, 2, "nearest"))

@@ -77,6 +77,7 @@ class StageGraphs:
     ):
         self._index, self._cut, self._recut, self._remedy = stage_index, cut, recut, remedy
         self._ports = [(p["index"] if p["stage"] < 0 else None, p["meta"], p["name"]) for p in table.inputs(stage_index)]
+        self._shapes = [None if m is None or m["symbols"] else tuple(m["shape"]) for _, m, _ in self._ports]
         self._made: OrderedDict[tuple, Any] = OrderedDict()
 
     def __getstate__(self) -> dict:
@@ -91,6 +92,14 @@ class StageGraphs:
                 if value.shape != meta["shape"] or (index is None and hasattr(value, _MARK)):
                     return self._other_sizes(values)
         return {}
+
+    def as_cut(self, values: list) -> bool:
+        """Whether nothing says otherwise; for torch.compile, which guards on it."""
+        return not any(
+            isinstance(value, Tensor) and (hasattr(value, _MARK) or tuple(value.shape) != shape)
+            for value, shape in zip(values, self._shapes)
+            if shape is not None
+        )
 
     def _other_sizes(self, values: list) -> Sizes:
         known: Sizes = {}

@@ -61,7 +61,14 @@ class StageModule(GraphModule):
             args = self._take(args, kwargs)
         self.check_mode()
         if torch.compiler.is_compiling():
-            return self._fx_forward(*args)
+            return self._fx_forward(*args) if self._graphs.as_cut(args) else self._run_uncompiled(args)
+        return self._run(args)
+
+    @torch.compiler.disable
+    def _run_uncompiled(self, args: Any) -> Any:
+        return self._run(args)
+
+    def _run(self, args: Any) -> Any:
         sync_state(self._engine, self._slots)
         sizes = self._graphs.sizes(args)
         if self._special:
