@@ -13,11 +13,11 @@ for source in tests/fuzz/fuzz_*.cpp; do drivers+=("$(basename "$source" .cpp)");
 cmake --build "$build" -j "${JOBS:-2}" --target "${drivers[@]}"
 
 seeds=$build/programs
-script=plumb/exported/testdata/make_programs.py
-if ! cmp -s "$script" "$seeds/stamp"; then
+scripts=plumb/exported/testdata
+if ! cat "$scripts"/*.py | cmp -s - "$seeds/stamp"; then
   rm -rf "$seeds" && mkdir -p "$seeds"
-  python "$script" make "$seeds" >/dev/null
-  cp "$script" "$seeds/stamp"
+  python "$scripts/make_programs.py" make "$seeds" >/dev/null
+  cat "$scripts"/*.py > "$seeds/stamp"
 fi
 . tools/sanitizer_options.sh
 failed=""

@@ -44,12 +44,12 @@ inline int python(const std::string& arguments, std::string* said = nullptr) {
   return status;
 }
 
-// The folder of programs; made when it is missing or the script has changed.
+// The folder of programs; made when it is missing or the scripts have changed.
 inline const fs::path& programs() {
   static const fs::path folder = [] {
     const fs::path where = fs::path(PLUMB_BINARY_DIR) / "tests/programs";
     const fs::path stamp = where / "stamp";
-    const std::string script = slurp(programs_script());
+    const std::string script = slurp(programs_script()) + slurp(programs_script().parent_path() / "run_programs.py");
     if (slurp(stamp) == script) return where;
     fs::remove_all(where);
     fs::create_directories(where);

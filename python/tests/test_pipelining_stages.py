@@ -1,0 +1,187 @@
+"""Stages as modules, and what becomes of a pipe with them."""
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining  # noqa: F401  (its mark)
+import torch.multiprocessing as mp
+from plumb.pipelining import (
+    deserialize_stage,
+    pipe_split,
+    pipeline,
+    scatter_stages,
+)
+from plumb.pipelining._IR import get_submod_name
+from split_models import (
+    BEGIN,
+    LOSSES,
+    Outputs,
+    Shaped,
+    Shared,
+    same,
+    stage_models,
+)
+from torch import nn
+
+import plumb
+
+
+def run_stages(stages, table, *inputs):
+    made = []
+    for s, stage in enumerate(stages):
+        args = [inputs[p["index"]] if p["stage"] < 0 else made[p["stage"]][p["index"]] for p in table.inputs(s)]
+        out = stage(*args)
+        made.append(out if isinstance(out, tuple) else (out,))
+    return made[-1]
+
+
+@pytest.mark.parametrize("how", ["itself", "deepcopy", "pickle", "bytes", "state_dict"])
+def test_stages_run_alone(how):
+    model, pipe, x = stage_models()
+    expected = model(x)
+    stages = [pipe.get_stage_module(s) for s in range(3)]
+    table = pipe.info().table
+    if how == "deepcopy":
+        stages = copy.deepcopy(stages)
+    elif how == "pickle":
+        stages = [pickle.loads(pickle.dumps(s)) for s in stages]
+    elif how == "bytes":
+        stages = [deserialize_stage(pipe.serialize_stage(s))[0] for s in range(3)]
+    elif how == "state_dict":
+        other = pipeline(Shared(), (x,))
+        for s in range(3):
+            assert list(other.get_stage_module(s).state_dict()) == list(stages[s].state_dict())
+            other.get_stage_module(s).load_state_dict(stages[s].state_dict(), assign=s == 1)
+        stages = [other.get_stage_module(s) for s in range(3)]
+    same(run_stages(stages, table, x), [expected])
+    assert stages[0].get_submodule("a").weight is stages[0].a.weight
+    assert isinstance(stages[0].a.weight, nn.Parameter)
+    if how not in ("itself",):
+        assert stages[0].a.weight is not model.a.weight
+        with torch.no_grad():
+            stages[0].a.weight.zero_()
+        same([model(x)], [expected])
+    else:
+        assert stages[0].a.weight is model.a.weight
+
+
+def test_stages_move_with_their_device_arguments():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.a.register_buffer("shift", torch.ones(4))
+
+        def forward(self, x):
+            x = self.a(x) + torch.arange(4, device=x.device) + self.a.shift * torch.tensor([1.0, 2, 3, 4])
+            pipe_split()
+            return self.b(x) + torch.zeros(4, device=x.device, dtype=x.dtype)
+
+    pipe = pipeline(Net(), (torch.randn(2, 4),))
+    stage = pipe.get_stage_module(0).to("meta")
+    assert stage.device.type == "meta" and "device(\"cpu\")" not in stage.graph.to_string()
+    assert stage(torch.randn(2, 4, device="meta")).is_meta
+    assert pipe.get_stage_module(1).b.weight.device.type == "cpu"
+    with pytest.raises(plumb.Error, match="cannot be sent"):
+        pipe.serialize_stage(0)
+    stage.to_empty(device="cpu")
+    assert stage(torch.randn(2, 4)).device.type == "cpu"
+
+
+def test_stages_refuse_the_mode_that_they_were_not_cut_in():
+    x = torch.randn(4, 8)
+    pipe = pipeline(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), (x,), split_spec={"2": BEGIN})
+    pipe.eval()
+    for call in (pipe, pipe.get_stage_module(0)):
+        with pytest.raises(plumb.Error, match="cut in training mode"):
+            call(x)
+    assert pipe.get_stage_module(1)(x).shape == (4, 8), "nothing in it depends on the mode"
+    assert pipe.train()(x)[0].shape == (4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
+    same(pipeline(model, (x,))(x), [model(x)])
+
+
+def test_pipes_are_copied_and_pickled_with_their_tensors():
+    model, x, y = Outputs(LOSSES["alone"][0]), torch.randn(4, 6), torch.randn(4, 6)
+    pipe = pipeline(model, (x, y), output_loss_value_spec=True)
+    with torch.no_grad():
+        model.up.bias.add_(1)
+    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        same(other(x, y), pipe(x, y))
+        assert other.num_stages == 3 and other.has_loss_and_backward
+        stage = other.get_stage_module(0)
+        assert stage.up.weight is not model.up.weight and stage.up.weight.grad is not None
+
+
+def test_the_picture_keeps_no_stage_alive():
+    _, pipe, x = stage_models()
+    info = pipe.info()
+    stage = weakref.ref(pipe.get_stage_module(0))
+    text = str(info.graph)
+    del pipe
+    import gc
+
+    gc.collect()
+    assert stage() is None
+    assert info.num_stages == 3 and str(info.graph) == text
+    other = pickle.loads(pickle.dumps(info))
+    assert other.table.to_json() == info.table.to_json()
+
+
+def test_what_is_printed_shows_graph_ports_and_stages(capsys):
+    model, x = Outputs(LOSSES["alone"][0]), torch.randn(4, 6)
+    pipe = pipeline(model, (x, x), output_loss_value_spec=True)
+    pipe.print_readable()
+    text = capsys.readouterr().out
+    assert "pipe of 3 stages" in text and "stage_backward" in text and 'get_attr "down.weight"' in text
+    assert all(get_submod_name(s) in str(pipe) for s in range(3))
+
+
+def _receive(rank, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    torch.manual_seed(rank)  # weights must come from rank 0
+    pipe = stage_models()[1] if rank == 0 else None
+    stages, info = scatter_stages(pipe)
+    assert sorted(stages) == ([0, 2] if rank == 0 else [1]) and info.num_stages == 3
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    y = torch.empty(4, 8)
+    if rank == 0:
+        first = stages[0](x).detach()
+        dist.send(first, 1)
+        dist.recv(y, 1)
+        same([stages[2](y)], list(pipe(x)))
+    else:
+        dist.recv(y, 0)
+        dist.send(stages[1](y).detach(), 0)
+    dist.destroy_process_group()
+
+
+def test_stages_are_sent_to_their_ranks(tmp_path):
+    mp.spawn(_receive, (str(tmp_path / "store"),), nprocs=2)
+
+
+def test_a_pipe_of_a_live_model_takes_other_sizes_with_the_stages_tensors():
+    torch.manual_seed(0)
+    model = Shaped()
+    pipe = pipeline(model, (torch.randn(2, 8),), {"y": torch.randn(2, 8)})
+    pipe.get_stage_module(1).down.weight = nn.Parameter(torch.ones(4, 16))  # what a stage became, not what it was
+    changed = copy.deepcopy(model)
+    changed.down.weight = nn.Parameter(torch.ones(4, 16))
+    for rows in (6, 2, 4, 6):
+        x, y = torch.randn(rows, 8), torch.randn(rows, 8)
+        (out,), expected = pipe(x, y), changed(x, y)
+        assert torch.equal(out, expected)
+        out.sum().backward()
+        expected.sum().backward()
+    for s, layer in enumerate(("up", "down")):
+        stage = getattr(pipe.get_stage_module(s), layer)
+        assert torch.equal(stage.weight.grad, getattr(changed, layer).weight.grad)
+    assert torch.equal(model.down.weight, changed.down.weight) is False
+    del model
+    with pytest.raises(plumb.Error, match=r"should be f32\[2, 8\]"):
+        pipe(torch.randn(8, 8), torch.randn(8, 8))
+    assert pipe(torch.randn(6, 8), torch.randn(6, 8))[0].shape == (3, 4)  # as before
