@@ -320,6 +320,11 @@ void guard_size_read(const at::Tensor& tensor, bool exact) {
   if (Session* s = Session::current()) s->guard_size(tensor, exact);
 }
 
+at::Tensor guard_values_read(const at::Tensor& tensor) {
+  Session* s = Session::current();
+  return s ? s->guard_values(tensor) : at::Tensor();
+}
+
 namespace {
 
 // In the order of a state_dict: a module's own parameters, its own buffers, its children.

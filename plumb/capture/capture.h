@@ -50,6 +50,12 @@ struct CaptureRequest {
   // Called when the program asks whether a tensor is true: whether one of the answers only makes it stop with an error.
   // Such checks become nodes that check in every run. May be empty.
   std::function<bool()> is_check;
+  // Values that the program takes out of tensors (item, bool) become nodes that check in every run that they are still
+  // the same, instead of a refusal. What such values and sizes hang on is then noted by plumb::decision nodes.
+  bool guard_values = false;
+  // With guard_values: what the first tensors that decide about values and sizes are to hold, in order, as
+  // DecisionLog has them. A transformed graph decides otherwise than the module itself; so the program takes its path.
+  std::vector<at::Tensor> decisions;
   bool training = false;
 };
 std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const CaptureOptions& options = {});
@@ -62,6 +68,21 @@ bool is_capturing();
 [[noreturn]] void refuse_capture(const std::string& what, const std::string& remedy);
 bool size_depends_on_values(const at::Tensor& tensor);
 void guard_size_read(const at::Tensor& tensor, bool exact);
+// With CaptureRequest::guard_values: a node checks in every run that this tensor's values are the same. Answers a copy
+// to read them from; undefined where there is nothing to check.
+at::Tensor guard_values_read(const at::Tensor& tensor);
+
+// What plumb::decision nodes see that run on this thread while it lives.
+class DecisionLog {
+ public:
+  DecisionLog();
+  ~DecisionLog();
+  DecisionLog(const DecisionLog&) = delete;
+  std::vector<at::Tensor> tensors;
+
+ private:
+  DecisionLog* const outer_;
+};
 
 // A Python or C++ function that a graph cannot look into, kept as one node that calls it. Ids live as long as the
 // process.

@@ -46,6 +46,34 @@ void guard_value(const at::Tensor& buffer, const at::Tensor& expected, std::stri
               std::string(where), "capture the model again, or compute with the buffer as a tensor");
 }
 
+bool same_answer(const at::Tensor& a, const at::Tensor& b) {
+  return at::equal(a, b) ||
+         (a.is_floating_point() && a.isnan().logical_and(b.isnan()).logical_or(a == b).all().item<bool>());
+}
+
+// truth: whether it counts as true was all that was asked.
+void guard_answer(const at::Tensor& x, const at::Tensor& expected, bool truth, std::string_view where) {
+  if (x.is_meta()) return;
+  if (truth ? at::is_nonzero(x) == at::is_nonzero(expected) : same_answer(x, expected)) return;
+  std::string was = "values out of a tensor into the program when it was captured; they are others now";
+  if (truth) {
+    const bool then = at::is_nonzero(expected);
+    was = std::string("the path for a ") + (then ? "true" : "false") + " condition when it was captured; it is " +
+          (then ? "false" : "true") + " now";
+  } else if (x.numel() == 1 && !x.is_complex()) {
+    was = "the value " + text(expected.item()) + " out of a tensor into the program when it was captured; it is " +
+          text(x.item()) + " now";
+  }
+  throw Error(ErrorKind::InvalidArgument, "the model took " + was, std::string(where),
+              "capture the model again on data like these, or use torch.where or masks instead of branching on values");
+}
+
+thread_local DecisionLog* decision_log = nullptr;
+
+void decision(const at::Tensor& x) {
+  if (decision_log && !x.is_meta()) decision_log->tensors.push_back(x.detach().clone());
+}
+
 void guard_size(const at::Tensor& x, at::IntArrayRef sizes, bool exact, std::string_view where) {
   if (x.is_meta() || (exact ? x.sizes() == sizes : (x.numel() == 0) == (c10::multiply_integers(sizes) == 0))) return;
   if (exact) {
@@ -63,14 +91,32 @@ void guard_size(const at::Tensor& x, at::IntArrayRef sizes, bool exact, std::str
               "capture the model again on data like these, or leave the branch out: operators take empty tensors");
 }
 
+// On meta tensors, and so under a tracer (torch.compile), they do nothing: they check when the traced program runs.
+void implement(torch::Library& m) {
+  m.impl("guard_equal", guard_equal);
+  m.impl("guard_check", guard_check);
+  m.impl("guard_value", guard_value);
+  m.impl("guard_answer", guard_answer);
+  m.impl("guard_size", guard_size);
+  m.impl("decision", decision);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
-  m.def("guard_equal(Tensor a, Tensor b, bool expected) -> ()", guard_equal);
-  m.def("guard_check(Tensor condition, bool expected, str where) -> ()", guard_check);
-  m.def("guard_value(Tensor buffer, Tensor expected, str where) -> ()", guard_value);
-  m.def("guard_size(Tensor x, int[] sizes, bool exact, str where) -> ()", guard_size);
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def("guard_equal(Tensor a, Tensor b, bool expected) -> ()", tags);
+  m.def("guard_check(Tensor condition, bool expected, str where) -> ()", tags);
+  m.def("guard_value(Tensor buffer, Tensor expected, str where) -> ()", tags);
+  m.def("guard_answer(Tensor x, Tensor expected, bool truth, str where) -> ()", tags);
+  m.def("guard_size(Tensor x, int[] sizes, bool exact, str where) -> ()", tags);
+  m.def("decision(Tensor x) -> ()", tags);
 }
+TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { implement(m); }
+TORCH_LIBRARY_IMPL(plumb, Meta, m) { implement(m); }
+
+DecisionLog::DecisionLog() : outer_(decision_log) { decision_log = this; }
+DecisionLog::~DecisionLog() { decision_log = outer_; }
 
 bool is_value_reader(std::string_view name) {
   static const std::unordered_set<std::string_view> names = {"aten::item",
@@ -118,6 +164,7 @@ bool Session::refuse_or_skip_valueless(const c10::OperatorHandle& op, const std:
     if (base == "aten::is_nonzero" && (is_known(args[0]) || guard_check(args[0], asked))) return true;
     if ((base == "aten::is_nonzero" || base == "aten::item") && guard_buffer(args[0], asked)) return true;
   }
+  const bool one = asked.defined() && asked.numel() == 1 && (base == "aten::is_nonzero" || base == "aten::item");
   if (const Record* draw = producer(args[0])) {
     const Record* from = draw->args.empty() ? nullptr : producer(draw->args[0]);
     if (draw->op.hasTag(at::Tag::nondeterministic_seeded) ||
@@ -127,6 +174,7 @@ bool Session::refuse_or_skip_valueless(const c10::OperatorHandle& op, const std:
              "random mask instead of branching");
     }
   }
+  if (one && guard_answer(args[0], asked, base == "aten::is_nonzero")) return true;
   refuse(name + " takes a value out of a tensor, so the program would depend on the data",
          "use torch.where or masks instead of branching on tensor values, or move the decision out of the module");
 }
@@ -197,6 +245,59 @@ bool Session::guard_buffer(const RecordedArg& arg, const at::Tensor& tensor) {
   guard("plumb::guard_value", {arg, RecordedArg{constant_copy(tensor)}, RecordedArg{c10::IValue(where())}},
         "the value of buffer '" + attr.name + "' is part of the graph, which checks that it stays the same");
   return true;
+}
+
+bool Session::guard_answer(const RecordedArg& arg, const at::Tensor& tensor, bool truth) {
+  if (!request.guard_values || !std::holds_alternative<int>(arg.data) || tensor.is_meta()) return false;
+  if (stood_in) ask_for_values();
+  guard("plumb::guard_answer",
+        {arg, RecordedArg{constant_copy(tensor)}, RecordedArg{c10::IValue(truth)}, RecordedArg{c10::IValue(where())}},
+        "a value is taken out of a tensor: the graph checks that it stays the same");
+  return true;
+}
+
+at::Tensor Session::guard_values(const at::Tensor& tensor) {
+  constexpr int64_t kMost = 4096;
+  if (!request.guard_values || tensor.numel() > kMost || tensor.is_meta()) return {};
+  c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  const int value = look_up(tensor, "tolist");
+  if (values[static_cast<size_t>(value)].from_constants) return {};
+  decide(RecordedArg{value}, tensor);
+  if (!guard_answer(RecordedArg{value}, tensor, false)) return {};
+  return tensor.detach().clone();
+}
+
+// A tensor that a path of the program hangs on: its place in the log of a run, and the values of another such run.
+void Session::decide(const RecordedArg& arg, const at::Tensor& tensor) {
+  const int* value = std::get_if<int>(&arg.data);
+  if (!value || !tensor.defined() || tensor.is_meta() || tensor.is_sparse()) return;
+  const RecordedValue& known = values[static_cast<size_t>(*value)];
+  if (known.origin != RecordedValue::Result || known.from_constants) return;
+  if (!at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) && tensor.numel() != 1) return;
+  if (stood_in) ask_for_values();
+  if (decisions_ < request.decisions.size()) {
+    const at::Tensor& given = request.decisions[decisions_];
+    if (given.sizes() == tensor.sizes() && given.scalar_type() == tensor.scalar_type() &&
+        tensor.is_non_overlapping_and_dense())
+      tensor.variable_data().copy_(given);
+  }
+  ++decisions_;
+  Record record{find_operator("plumb::decision"), {arg}, {}, {}, true, modules_now(), nullptr};
+  if (request.locate) record.source = request.locate();
+  records.push_back(std::move(record));
+}
+
+void Session::decide(const std::vector<RecordedArg>& args, at::ArrayRef<c10::IValue> given) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (given[i].isTensor()) {
+      decide(args[i], given[i].toTensor());
+    } else if (const auto* list = std::get_if<std::vector<RecordedArg>>(&args[i].data); list && given[i].isList()) {
+      const auto elements = given[i].toListRef();
+      for (size_t k = 0; k < list->size(); ++k) {
+        if (elements[k].isTensor()) decide((*list)[k], elements[k].toTensor());
+      }
+    }
+  }
 }
 
 void Session::check_buffer_reads() const {

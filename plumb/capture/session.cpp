@@ -525,6 +525,8 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
     c10::impl::ExcludeDispatchKeyGuard below(kKey);
     const auto args = torch::jit::last(*stack, schema.arguments().size());
     for (const c10::IValue& v : args) record.args.push_back(record_arg(v, name, from_constants));
+    if (request.guard_values && !from_constants && (is_value_reader(name) || shape_depends_on_values(op, name, args)))
+      decide(record.args, args);
     skip = refuse_or_skip_valueless(op, name, record.args, from_constants, *stack);
     if (name == "aten::resolve_neg" && !records.empty() && operator_name(records.back().op) == "aten::resolve_conj" &&
         !from_constants && args[0].isTensor() && !args[0].toTensor().is_neg() && !args[0].toTensor().is_complex()) {
@@ -538,6 +540,10 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
     record.dynamic = !from_constants && shape_depends_on_values(op, name, args);
     if (stood_in && record.dynamic) ask_for_values();
     record.dynamic = record.dynamic || (any_dynamic_ && has_dynamic(schema, record.args));
+    // How many tensors it returns is part of the graph.
+    if (record.dynamic && args[0].isTensor() && has_dynamic_sizes(args[0].toTensor()) && schema.returns().size() == 1 &&
+        schema.returns()[0].type()->kind() == c10::TypeKind::ListType)
+      guard_size(args[0].toTensor(), true);
     if (!composite) {
       if (may_stand_in && !from_constants && stand_in(op, name, stack))
         stood_in = true;

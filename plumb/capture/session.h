@@ -93,6 +93,7 @@ class Session {
   // (`exact`), or that they are still as empty or not.
   bool has_dynamic_sizes(const at::Tensor& tensor) const;
   void guard_size(const at::Tensor& tensor, bool exact);
+  at::Tensor guard_values(const at::Tensor& tensor);
   // Buffers whose values were read must not be written by the graph.
   void check_buffer_reads() const;
 
@@ -150,6 +151,9 @@ class Session {
   const Record* producer(const RecordedArg& arg) const;
   bool guard_check(const RecordedArg& condition, const at::Tensor& tensor);
   bool guard_buffer(const RecordedArg& arg, const at::Tensor& tensor);
+  bool guard_answer(const RecordedArg& arg, const at::Tensor& tensor, bool truth);
+  void decide(const std::vector<RecordedArg>& args, at::ArrayRef<c10::IValue> values);
+  void decide(const RecordedArg& arg, const at::Tensor& tensor);
   void guard(std::string_view op, std::vector<RecordedArg> args, const std::string& about);
   [[noreturn]] void ask_for_values();
   int constant_copy(const at::Tensor& tensor);
@@ -170,6 +174,7 @@ class Session {
   std::shared_ptr<const ModuleStack> last_stack_;
   std::vector<std::pair<int, Error>> buffer_reads_;  // attribute, and the refusal if it is written
   bool any_dynamic_ = false;
+  size_t decisions_ = 0;
   size_t autocast_hits_ = 0;
   bool active_ = false;
   Session* outer_ = nullptr;

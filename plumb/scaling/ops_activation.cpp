@@ -232,7 +232,8 @@ std::tuple<Tensor> softmax_backward_meta(const Tensor& grad, const Tensor& resul
                                          OptionalScales, std::array<bool, 1> mask) {
   return {mask[0] ? at::empty_like(result) : Tensor()};
 }
-std::tuple<Tensor, Tensor> native_dropout_meta(const Tensor& input, double, bool) {
+std::tuple<Tensor, Tensor> native_dropout_meta(const Tensor& input, double p, bool train) {
+  if (!train || p == 0) return {like_meta(input), at::empty({}, input.options()).expand_symint(input.sym_sizes())};
   return {like_meta(input), like_meta(input)};
 }
 Tensor dropout_meta(const Tensor& input, double, bool) { return like_meta(input); }

@@ -413,6 +413,43 @@ TEST(Optimise, MeasuresWhileItRounds) {
   }
 }
 
+TEST(Optimise, MeasuresSeveralRunsAsOneTensorWhileItRounds) {
+  at::manual_seed(3);
+  SimulateFormatOptions nearest;
+  nearest.fwd = "E4M3-RN";
+  nearest.bwd = "E5M2-RN";
+  const auto rounded = simulate_format(unit_scale(gpt()), nearest);
+  // Neighbours are wanted otherwise: one pass measures what is summed up beside what is not.
+  for (const int64_t apart : {0, 1, 2, 3}) {
+    auto tracked = track_scales(rounded), fast = compile(tracked, {.fold = false, .fuse = false});
+    ASSERT_GT(count(*fast, "plumb::track_rounded"), 10u);
+    for (const auto& tracker : {tracked->tracker, fast->tracker}) {
+      for (int64_t slot = 0; slot < static_cast<int64_t>(tracker->num_slots()); ++slot) {
+        const int64_t kind = apart == 3 ? slot % 3 : apart;
+        tracker->want(slot,
+                      {.histogram = slot % 2 == 0, .forward_together = kind != 1, .backward_together = kind != 2});
+      }
+    }
+    std::vector<int64_t> once;
+    for (int run = 0; run < 3; ++run) {
+      expect_same_bits(*tracked, *fast, {at::randint(96, {8, 32}), at::randint(96, {8, 32})});
+      const ScalesGraph a = scales_graph(*tracked), b = scales_graph(*fast);
+      ASSERT_EQ(a.nodes.size(), b.nodes.size());
+      size_t rounded_tensors = 0, grown = 0;
+      for (size_t i = 0; i < a.nodes.size(); ++i) {
+        expect_same_numbers(a.nodes[i].metrics, b.nodes[i].metrics, a.nodes[i].name);
+        if (!a.nodes[i].metrics || a.nodes[i].target != "plumb::simulate_format") continue;
+        const int64_t numel = b.nodes[i].metrics->fwd.numel;
+        EXPECT_EQ(a.nodes[i].metrics->fwd.numel, numel) << a.nodes[i].name;
+        if (run == 0) once.push_back(numel);
+        grown += numel == (run + 1) * once[rounded_tensors++] && run > 0;
+      }
+      EXPECT_GT(rounded_tensors, 10u);
+      EXPECT_EQ(grown > 0, apart != 1 && run > 0) << "runs that are one tensor have all their elements";
+    }
+  }
+}
+
 TEST(Optimise, MeasuresApartWhatSeveralUse) {
   auto module = module_of(R"(graph {
     %x: f32[40, 50] = placeholder "x"

@@ -208,11 +208,40 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
+bool is_traced(const at::Tensor& x) { return x.is_floating_point() && at::isTensorSubclassLike(x) && !x.is_meta(); }
+
+// Under a tracer (torch.compile, export) tensors have no numbers yet: an operator that measures when the traced program
+// runs. Nobody uses its result, so that what is written in place, and through which view, stays what the program says;
+// tracers must be told that it has an effect (python/plumb/_fx.py).
+at::Tensor track_traced(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
+  if (auto tracker = ScaleTracker::find(id); tracker && tracker->enabled()) {
+    const auto wanted = tracker->wanted(slot);
+    if (backward ? wanted.backward : wanted.forward)
+      tracker->record(slot, backward ? ScaleTracker::Direction::Backward : ScaleTracker::Direction::Forward, x);
+  }
+  return at::empty({0}, x.options());
+}
+
+at::Tensor track_traced_meta(const at::Tensor& x, int64_t, int64_t, bool) { return at::empty({0}, x.options()); }
+
+void call_traced(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("plumb::track_traced", "")
+                             .typed<at::Tensor(const at::Tensor&, int64_t, int64_t, bool)>();
+  at::AutoDispatchBelowADInplaceOrView below;
+  op.call(x, slot, id, backward);
+}
+
 struct TrackHook : torch::autograd::FunctionPreHook {
   TrackHook(std::shared_ptr<ScaleTracker> tracker, int64_t slot, uint32_t output)
       : tracker(std::move(tracker)), slot(slot), output(output) {}
   variable_list operator()(const variable_list& grads) override {
-    if (output < grads.size()) tracker->record(slot, ScaleTracker::Direction::Backward, grads[output]);
+    if (output >= grads.size() || !grads[output].defined()) return grads;
+    if (is_traced(grads[output])) {
+      call_traced(grads[output], slot, tracker->id(), true);
+    } else {
+      tracker->record(slot, ScaleTracker::Direction::Backward, grads[output]);
+    }
     return grads;
   }
   std::shared_ptr<ScaleTracker> tracker;
@@ -255,63 +284,21 @@ at::Tensor track(const at::Tensor& x, int64_t slot, int64_t id) {
   return x;
 }
 
-// Under a tracer (torch.compile, export) tensors have no gradients to hook and no numbers: an operator that measures
-// when the traced program runs, one for the value and one for its gradient. It returns a copy, for traced operators
-// must not alias.
-at::Tensor track_traced(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
-  if (auto tracker = ScaleTracker::find(id); tracker && tracker->enabled()) {
-    const auto wanted = tracker->wanted(slot);
-    if (backward ? wanted.backward : wanted.forward)
-      tracker->record(slot, backward ? ScaleTracker::Direction::Backward : ScaleTracker::Direction::Forward, x);
-  }
-  return x.clone();
-}
-
-at::Tensor track_traced_meta(const at::Tensor& x, int64_t, int64_t, bool) { return at::empty_like(x); }
-
-at::Tensor call_traced(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("plumb::track_traced", "")
-                             .typed<at::Tensor(const at::Tensor&, int64_t, int64_t, bool)>();
-  return op.call(x, slot, id, backward);
-}
-
-struct TrackTraced : torch::autograd::Function<TrackTraced> {
-  static constexpr bool is_traceable = true;
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t slot, int64_t id,
-                            bool backward) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    context->saved_data["slot"] = slot;
-    context->saved_data["tracker"] = id;
-    return call_traced(x, slot, id, backward);
-  }
-  static variable_list backward(torch::autograd::AutogradContext* context, variable_list gradients) {
-    if (!gradients[0].defined()) return {gradients[0], {}, {}, {}};
-    return {
-        call_traced(gradients[0], context->saved_data["slot"].toInt(), context->saved_data["tracker"].toInt(), true),
-        {},
-        {},
-        {}};
-  }
-};
-
-at::Tensor track_traced_autograd(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
-  if (at::GradMode::is_enabled() && x.requires_grad()) return TrackTraced::apply(x, slot, id, backward);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_traced(x, slot, id, backward);
-}
-
 at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
-  if (x.is_floating_point() && at::isTensorSubclassLike(x) && !x.is_meta())
-    return track_traced_autograd(x, slot, id, false);
   auto tracker = ScaleTracker::find(id);
-  if (!tracker || !tracker->enabled()) return x;
-  const ScaleTracker::Wanted wanted = tracker->wanted(slot);
-  if (wanted.forward) tracker->record(slot, ScaleTracker::Direction::Forward, x);
+  // What is wanted when a traced program runs, that run knows.
+  const bool traced = is_traced(x);
+  if (!tracker || (!tracker->enabled() && !traced)) return x;
+  const auto wanted = traced ? ScaleTracker::Wanted{} : tracker->wanted(slot);
+  if (traced) {
+    call_traced(x, slot, id, false);
+  } else if (wanted.forward) {
+    tracker->record(slot, ScaleTracker::Direction::Forward, x);
+  }
   if (!wanted.backward || !at::GradMode::is_enabled() || !x.is_floating_point() || x.is_inference()) return x;
   const bool input = tracker->is_input(slot);
   if (!x.requires_grad()) {
-    if (!input) return x;
+    if (!input || traced) return x;
     at::Tensor alias = x.detach();
     torch::autograd::set_history(alias, make_node<InputProbe>());
     watch(alias, std::move(tracker), slot);
@@ -339,6 +326,5 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
 }
 TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("track_traced", plumb::track_traced); }
 TORCH_LIBRARY_IMPL(plumb, Meta, m) { m.impl("track_traced", plumb::track_traced_meta); }
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("track_traced", plumb::track_traced_autograd); }
 TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("track", plumb::track); }
 TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("track", plumb::track_autograd); }

@@ -92,14 +92,16 @@ py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tens
                          const py::list& inputs, const std::vector<std::string>& names, const std::string& in_spec,
                          const py::function& call, const py::function& buffers_after,
                          const py::function& attributes_after, const py::function& is_check,
-                         const std::vector<std::string>& inside, bool training, bool verify,
-                         const py::object& describe) {
+                         const std::vector<std::string>& inside, bool training, bool verify, const py::object& describe,
+                         bool guard_values, const std::vector<at::Tensor>& decisions) {
   CaptureRequest request;
   for (const auto& [name, kind, tensor, persistent] : state)
     request.state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
   request.inputs = to_ivalues(inputs);
   request.in_spec = TreeSpec::from_json(in_spec);
   request.training = training;
+  request.guard_values = guard_values;
+  request.decisions = decisions;
   request.call = [&](const std::vector<c10::IValue>& flat, TreeSpec& out_spec) {
     py::gil_scoped_acquire gil;
     auto answer = call(to_list(flat)).cast<std::pair<py::list, std::string>>();
@@ -168,6 +170,12 @@ struct Pause {
   std::unique_ptr<PausedCapture> held;
 };
 
+// What plumb::decision nodes see while it is entered.
+struct Decisions {
+  std::unique_ptr<DecisionLog> log;
+  std::vector<at::Tensor> tensors;
+};
+
 Register part([](py::module_& m) {
   m.def("capture", &capture_python);
   m.def("run_recorded", [](GraphModule& g, const py::list& inputs) {
@@ -189,6 +197,19 @@ Register part([](py::module_& m) {
   m.def("refuse", &refuse_capture);
   m.def("size_depends_on_values", &size_depends_on_values);
   m.def("guard_size", &guard_size_read);
+  m.def("guard_values", [](const at::Tensor& tensor) -> std::optional<at::Tensor> {
+    at::Tensor copy = guard_values_read(tensor);
+    return copy.defined() ? std::optional(copy) : std::nullopt;
+  });
+  py::class_<Decisions>(m, "Decisions")
+      .def(py::init<>())
+      .def("__enter__", [](Decisions& d) { d.log = std::make_unique<DecisionLog>(); })
+      .def("__exit__",
+           [](Decisions& d, const py::args&) {
+             d.tensors = std::move(d.log->tensors);
+             d.log.reset();
+           })
+      .def_readonly("tensors", &Decisions::tensors);
   m.def("register_opaque", &register_python);
 });
 

@@ -187,22 +187,36 @@ def capture_engine(
     verify: bool = False,
     calls: list | None = None,
     replace: dict | None = None,
+    guard_values: bool = False,
+    decisions: list[Tensor] | None = None,
 ) -> tuple[Any, Any, Any, list[str]]:
     """The engine's graph module, the tree spec of inputs and outputs, and notes. `forward` replaces ``module(...)``.
 
     `calls`, if given, receives (names of results, operator, :class:`plumb._calls.Call`) for every operator that Python
-    called. `replace`: functions whose calls go to others."""
+    called. `replace`: functions whose calls go to others. `guard_values`: where the forward takes values out of tensors
+    the graph checks in every run that they are the same; else that is refused. `decisions`: what the tensors are to hold
+    that such values and sizes hang on, in order."""
     refuse_modules(module, with_root=forward is None)
     once = functools.partial(_capture_once, module, args, kwargs, forward, verify, calls, replace or {})
-    try:
-        return once(None)
-    except _C.Error as error:
-        # transformers branches on mask values, but has a way without when it is told that a graph is made.
-        if f"{os.sep}transformers{os.sep}" not in str(error):
-            raise
-        engine, in_spec, out, notes = once("transformers")
-        note = "transformers was told that a graph is being made: its data-dependent shortcuts (all-ones masks) are not taken"
-        return engine, in_spec, out, [*notes, note]
+    note = "transformers was told that a graph is being made: its data-dependent shortcuts (all-ones masks) are not taken"
+    if decisions is None:
+        try:
+            return once(None, False, [])
+        except _C.Error as error:
+            # transformers branches on mask values, but has a way without when it is told that a graph is made.
+            told = f"{os.sep}transformers{os.sep}" in str(error)
+            if not told and not guard_values:
+                raise
+        if told:
+            try:
+                engine, in_spec, out, notes = once("transformers", False, [])
+                return engine, in_spec, out, [*notes, note]
+            except _C.Error:
+                if not guard_values:
+                    raise
+    told = any(type(m).__module__.startswith("transformers.") for m in module.modules())
+    engine, in_spec, out, notes = once("transformers" if told else None, True, decisions or [])
+    return engine, in_spec, out, [*notes, note] if told else notes
 
 
 def _capture_once(
@@ -214,6 +228,8 @@ def _capture_once(
     calls: list | None,
     replace: dict,
     package: str | None,
+    guard_values: bool,
+    decisions: list[Tensor],
 ) -> tuple[Any, Any, Any, list[str]]:
     leaves, in_spec = flatten_inputs(args, kwargs)
     state = state_of(module)
@@ -256,6 +272,7 @@ def _capture_once(
             engine, notes, found_calls = _C.capture(
                 state, tensors, _input_names(run, args, kwargs), _spec_json(in_spec, len(leaves)), call, buffers_after,
                 untouched.tensors, is_check, _INSIDE, module.training, verify, here if calls is not None else None,
+                guard_values, decisions,
             )
             if calls is not None:
                 calls[:] = found_calls

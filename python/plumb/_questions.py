@@ -86,9 +86,14 @@ def _refuse_hook(self: Tensor, *_: Any) -> None:
     )
 
 
+def _tolist(self: Tensor) -> Any:
+    known = _C.guard_values(self)
+    return torch._C.TensorBase.tolist(self if known is None else known)
+
+
 @contextlib.contextmanager
 def watched_tensors() -> Iterator[None]:
-    """While it lasts, reading a size that depends on the data is noticed, and hooks on tensors are refused."""
+    """While it lasts, reading a size that depends on the data, or a list of values, is noticed, and hooks on tensors are refused."""
     base = torch._C.TensorBase
     if "shape" in Tensor.__dict__:  # a capture inside of another
         yield
@@ -107,10 +112,11 @@ def watched_tensors() -> Iterator[None]:
         setattr(Tensor, name, _watched(getattr(base, name)))
     Tensor.__len__ = _watched(length)
     Tensor.register_hook = register_hook
+    Tensor.tolist = _tolist
     try:
         yield
     finally:
-        for name in ("shape", "requires_grad", "size", "numel", "nelement"):
+        for name in ("shape", "requires_grad", "size", "numel", "nelement", "tolist"):
             delattr(Tensor, name)
         Tensor.__len__ = length
         Tensor.register_hook = hook

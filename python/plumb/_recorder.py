@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,17 @@ class _RecordedForward(TransformedForward):
         if self._recorder.enabled() != train:
             self._recorder.set_enabled(train)
         return super().__call__(*args, **kwargs)
+
+    def _measures(self) -> bool:
+        return self._recorder.enabled()
+
+    @contextlib.contextmanager
+    def _unmeasured(self) -> Iterator[None]:
+        self._recorder.set_enabled(False)
+        try:
+            yield
+        finally:
+            self._recorder.set_enabled(True)
 
     # A copy of the module is another model: nobody records it.
     def __deepcopy__(self, memo: dict) -> TransformedForward:
@@ -49,14 +62,15 @@ class Recorder:
             optimizer.step()
             recorder.step(loss=loss)
 
-    `module` stays the same object with the same parameters; its forward runs a captured graph from now on. `rules` is a
+    The module stays the same object with the same parameters; its forward runs a captured graph from now on. `rules` is a
     TOML file (``docs/history.md``), or a number N: everything, every N steps. Only forwards with gradients on are
     measured; where a step has several (microbatches, accumulated gradients), a tensor's elements of all of them are
     measured as one tensor. `append` goes on with a history that is there.
 
     Of several processes that train one model each gives its `rank` and writes a file of its own, ``PATH.rankN``;
-    ``plumb.read_history(PATH)`` reads them as one. `stage`: the module is that stage of a pipeline. With either, rules
-    may fit nothing in the module.
+    ``plumb.read_history(PATH)`` reads them as one. `stage`: the module is that stage of a pipeline; a rank that holds
+    several gives a dict of them instead, ``{stage: module}``, and one ``step()`` is for all. With any of these, rules may
+    fit nothing in the modules.
 
     Errors (:class:`plumb.Error`): rules that cannot be read or fit no tensor (when the module first runs), a file that
     exists (without `append`) or cannot be written.
@@ -64,7 +78,7 @@ class Recorder:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Mapping[int, nn.Module],
         rules: str | os.PathLike | int,
         path: str | os.PathLike,
         *,
@@ -72,29 +86,41 @@ class Recorder:
         rank: int | None = None,
         stage: int | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"a Recorder takes a torch.nn.Module, got {type(module).__name__}")
+        modules = dict(module) if isinstance(module, Mapping) else {-1 if stage is None else stage: module}
+        for each in modules.values():
+            if not isinstance(each, nn.Module):
+                raise TypeError(f"a Recorder takes a torch.nn.Module, or a dict of them by stage, got {type(each).__name__}")
+        if len({id(m) for m in modules.values()}) != len(modules) or not modules:
+            raise _C.Error("a Recorder takes at least one module, and each once\n  try: {stage: module} for every stage here")
+        part = rank is not None or stage is not None or isinstance(module, Mapping)
         if isinstance(rules, int):
             if rules < 1:
                 raise _C.Error(f"every {rules} steps is no number of steps\n  try: 10, or a file of rules")
             loaded = _C.RecordRules.everything(rules)
         else:
             loaded = _C.RecordRules.load(os.fspath(rules))
-        for what, number in (("rank", rank), ("stage", stage)):
-            if number is not None and number < 0:
+        stages = list(modules) if isinstance(module, Mapping) else [stage]
+        for what, number in (("rank", rank), *(("stage", n) for n in stages)):
+            if number is not None and (not isinstance(number, int) or number < 0):
                 raise _C.Error(f"there is no {what} {number}\n  try: a {what} from 0")
+        if isinstance(module, Mapping) and stage is not None:
+            raise _C.Error("the modules come with their stages already\n  try: leave out stage=")
         file = os.fspath(path) if rank is None else f"{os.fspath(path)}.rank{rank}"
-        self._engine = _C.Recorder(loaded, file, append, rank is not None or stage is not None)
-        self._stage = -1 if stage is None else stage
-        self._module, self._before = module, module.__dict__.get("forward")
-        known = forward_of(module)
-        passes = [*(known.passes if known else []), Pass("record", self._attach)]
-        self._forward = _RecordedForward(module, passes, self._engine)
-        module.__dict__["forward"] = self._forward
+        self._engine = _C.Recorder(loaded, file, append, part)
+        self._places = [self._take_over(m, n) for n, m in modules.items()]
 
-    def _attach(self, module: nn.Module, captured: Captured) -> dict:
-        self._engine.attach(captured.engine, self._stage)
-        return {"pass": "record", "entries": []}
+    def _take_over(self, module: nn.Module, stage: int) -> tuple[nn.Module, Any, _RecordedForward]:
+        """The module, its forward as it was, and the one that it has now."""
+        engine = self._engine
+
+        def attach(_: nn.Module, captured: Captured) -> dict:
+            engine.attach(captured.engine, stage)
+            return {"pass": "record", "entries": []}
+
+        known, before = forward_of(module), module.__dict__.get("forward")
+        forward = _RecordedForward(module, [*(known.passes if known else []), Pass("record", attach)], engine)
+        module.__dict__["forward"] = forward
+        return module, before, forward
 
     def step(self, **scalars: float) -> int:
         """The step is over: writes what its rules ask for, and numbers of your own (``loss=...``). Answers how many
@@ -110,15 +136,17 @@ class Recorder:
         return self._engine.current_step()
 
     def close(self) -> None:
-        """Gives the module its own forward back and closes the file."""
+        """Gives the modules their own forwards back and closes the file."""
         if self._engine is None:
             return
-        if self._module.__dict__.get("forward") is self._forward:
-            if self._before is None:
-                del self._module.__dict__["forward"]
+        for module, before, forward in self._places:
+            if module.__dict__.get("forward") is not forward:
+                continue
+            if before is None:
+                del module.__dict__["forward"]
             else:
-                self._module.__dict__["forward"] = self._before
-        self._engine = self._forward = None
+                module.__dict__["forward"] = before
+        self._engine, self._places = None, []
 
     def __enter__(self) -> Recorder:
         return self

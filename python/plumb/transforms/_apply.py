@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ logger = logging.getLogger("plumb.transforms")
 
 MAX_GRAPHS = 64  # of one module; the one unused for longest goes first
 MAX_ANSWERS = 16  # graphs for one signature, which differ in what tensors answered to the forward
+MAX_CAPTURES = 256  # that are made for one signature
+MAX_TRIES = 64  # captures until a graph takes the path that it was made for
 
 
 @dataclass
@@ -45,9 +48,12 @@ class Captured:
     attributes: list[str] = field(default_factory=list)
     is_tensor: list[bool] = field(default_factory=list)
     by_backend: bool = False
-    # Whether the graph checks answers of tensors (an expert got no rows, ...), and graphs for other answers.
+    # Whether the graph checks answers of tensors (an expert got no rows, ...); values among them; and of the first graph
+    # of a signature, the graphs for all answers, the last one used first, and how many have been made.
     guarded: bool = False
-    others: list[Captured] = field(default_factory=list)
+    takes_values: bool = False
+    known: list[Captured] = field(default_factory=list)
+    made: int = 1
 
     def run(self, leaves: list) -> Any:
         sync_state(self.engine, self.slots)
@@ -126,23 +132,29 @@ class TransformedForward:
     def original(self) -> Callable[..., Any]:
         return type(self.module).forward.__get__(self.module)
 
-    def _capture(self, args: tuple, kwargs: dict) -> Captured:
-        # Inside of another capture (of a model that holds this module, of a pipeline to be cut) this one is unseen.
+    def _capture(self, args: tuple, kwargs: dict, decisions: list[Tensor] | None = None) -> Captured:
+        # Inside of another capture (of a model that holds this module, of a pipeline to be cut) this one is unseen. That
+        # one's graph is for one path alone.
+        guard_values = not _C.is_capturing()
         with _C.PausedCapture():
-            return self._capture_unseen(args, kwargs)
+            return self._capture_unseen(args, kwargs, guard_values, decisions)
 
-    def _capture_unseen(self, args: tuple, kwargs: dict) -> Captured:
+    def _capture_unseen(
+        self, args: tuple, kwargs: dict, guard_values: bool, decisions: list[Tensor] | None
+    ) -> Captured:
         found: list = []
         replace = {k: v for p in self.passes for k, v in p.replace.items()}
         engine, _, (out_spec, plain), notes = capture_engine(
-            self.module, args, kwargs, forward=self.original, calls=found, replace=replace
-        )
+            self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
+            decisions=decisions,
+        )  # fmt: skip
         captured = Captured(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
         _name_values(captured, found)
         for p in self.passes:
             captured.reports.append(p.run(self.module, captured))
         captured.by_backend = captured.gm is not None
         captured.guarded = any(n.target.startswith("plumb::guard_") for n in engine.graph.nodes)
+        captured.takes_values = any(n.target == "plumb::decision" for n in engine.graph.nodes)
         for name, kind, tensor, _ in engine.state():
             if kind != CONSTANT:
                 owner, _, leaf = name.rpartition(".")
@@ -201,23 +213,64 @@ class TransformedForward:
         """By the graph whose answers fit these values; one is made if there is none."""
         if _C.is_capturing():  # a failed attempt would leave its checks in the graph that is being made
             return self._capture(args, kwargs).run(leaves)
+        known = first.known = first.known or [first]
         random = torch.get_rng_state()
         before = [(b, b.clone()) for b in self.module.buffers()]
-        for captured in [first, *first.others]:
+        decisions: list[Tensor] = []  # the tensors that answers hang on, as far as any graph has come
+
+        def reset() -> None:
+            torch.set_rng_state(random)
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)
+
+        def attempt(captured: Captured) -> tuple[Any, _C.Error | None]:
+            nonlocal decisions
+            log = _C.Decisions()
             try:
-                out = captured.run(leaves)
-                self.last = captured
-                return out
+                with log:
+                    if self._measures():
+                        with self._unmeasured(), torch.no_grad():
+                            captured.run(leaves)
+                        reset()
+                    out = captured.run(leaves)
             except _C.Error as error:
                 if "when it was captured" not in str(error):
                     raise
-                torch.set_rng_state(random)
-                with torch.no_grad():
-                    for buffer, value in before:
-                        buffer.copy_(value)
-        fresh = self.last = self._capture(args, kwargs)
-        first.others = [fresh, *first.others][: MAX_ANSWERS - 1]
-        return fresh.run(leaves)
+                if len(log.tensors) > len(decisions):
+                    decisions = log.tensors
+                reset()
+                return None, error
+            self.last = captured
+            return out, None
+
+        for place, captured in enumerate(known):
+            out, error = attempt(captured)
+            if error is None:
+                known.insert(0, known.pop(place))
+                return out
+        if first.made >= MAX_CAPTURES:
+            raise _C.Error(
+                f"{first.made} graphs have been made for inputs of one kind, as the forward takes ever other values out of "
+                f"tensors; the last time: {error}"
+            )
+        # The module's own arithmetic may decide otherwise than that of the transformed graph, whose path is to be taken.
+        for n in range(MAX_TRIES):
+            fresh = self._capture(args, kwargs, decisions if n or first.takes_values else None)
+            first.made += 1
+            out, error = attempt(fresh)
+            if error is None:
+                known[:] = [fresh, *known[: MAX_ANSWERS - 1]]
+                return out
+        raise error
+
+    def _measures(self) -> bool:
+        """Whether a run leaves measurements that a run given up must not leave."""
+        return False
+
+    @contextlib.contextmanager
+    def _unmeasured(self) -> Iterator[None]:
+        yield
 
     # A copy belongs to the copied module and captures afresh; the passes know how to copy what they hold.
     def __deepcopy__(self, memo: dict) -> TransformedForward:

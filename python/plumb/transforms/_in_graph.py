@@ -83,12 +83,39 @@ def _graph_for(handle: int, args: tuple, kwargs: dict) -> Any:
         if not captured.is_tensor:
             output = captured.engine.graph.nodes[-1]
             captured.is_tensor = [isinstance(a, tuple) and a[:1] == ("value",) for a in output.args]
+        _refuse_packed_sequences(captured.engine)
     _last[handle] = captured
     return captured
 
 
+def _refuse_packed_sequences(engine: Any) -> None:
+    for node in engine.graph.nodes:
+        if node.op == "call_function" and node.target in ("aten::_pack_padded_sequence", "aten::_pad_packed_sequence"):
+            raise _C.Error(
+                f"the module packs sequences ({node.target}): sizes in it are values of a tensor, which torch.compile does "
+                "not know while it compiles\n  try: call the transformed module as it is, without torch.compile, or pad the "
+                "sequences and mask the result"
+            )
+
+
+_allowed_rnn: list[bool] = []  # the user's setting, while a module is followed
+
+
+def _open_recurrent_modules() -> None:
+    """Dynamo refuses modules that hold an LSTM or the like, even to read their parameters, which is all it does here."""
+    if not _allowed_rnn:
+        _allowed_rnn.append(torch._dynamo.config.allow_rnn)
+        torch._dynamo.config.allow_rnn = True
+
+
+def _close_recurrent_modules() -> None:
+    if _allowed_rnn:
+        torch._dynamo.config.allow_rnn = _allowed_rnn.pop()
+
+
 @torch._dynamo.allow_in_graph
 def run(handle: int, names: tuple, state: list, modes: list, args: tuple, kwargs: dict) -> tuple:
+    _close_recurrent_modules()
     captured = _graph_for(handle, args, kwargs)
     by_name = dict(zip(names, state))
     leaves = pytree.tree_leaves((args, kwargs))
@@ -98,6 +125,7 @@ def run(handle: int, names: tuple, state: list, modes: list, args: tuple, kwargs
 
 @torch._dynamo.assume_constant_result
 def _names(handle: int) -> tuple:
+    _open_recurrent_modules()
     return tuple(name for name, kind, _, _ in state_of(_forwards[handle].module) if kind != CONSTANT)
 
 

@@ -1,0 +1,211 @@
+"""Models that take values out of tensors: a transformed module has a graph for each path, and never takes a wrong one."""
+
+import copy
+
+import pytest
+import torch
+import zoo
+from plumb.transforms._apply import forward_of
+from torch import nn
+
+import plumb
+from plumb.transforms import _apply, simulate_format, simulate_fp8, track_scales, unit_scale
+
+
+class Experts(nn.Module):
+    """Top-2 routing, over the experts that were chosen alone, as libraries of models have it."""
+
+    def __init__(self, experts=6, width=8):
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 16), nn.SiLU(), nn.Linear(16, width)) for _ in range(experts)
+        )
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        mask = nn.functional.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        for expert in torch.greater(mask.sum((-1, -2)), 0).nonzero():
+            place, row = torch.where(mask[expert].squeeze(0))
+            hidden = self.experts[expert](x[None, row].reshape(-1, x.shape[-1])) * weights[row, place, None]
+            out.index_add_(0, row, hidden)
+        return x + out
+
+
+class Lists(nn.Module):
+    """A list of values, a number and a condition."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for n in (x[:, :2] > 0).sum(0).tolist():
+            x = self.layers[n % 3](x)
+        if x.sum() > 0:
+            x = x * 2
+        return x * int((x > 0).sum())
+
+
+MODELS = {
+    "experts": (lambda: Experts(), (3, 8)),
+    "deep experts": (lambda: nn.Sequential(Experts(), Experts()), (3, 8)),
+    "lists": (lambda: Lists(), (3, 4)),
+}  # fmt: skip
+
+
+def made(name):
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    return make(), [torch.randn(shape) for _ in range(8)]
+
+
+def graphs(module):
+    (first,) = forward_of(module)._cache.values()
+    return first
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_path_gets_a_graph_with_the_bits_of_the_model(name):
+    model, inputs = made(name)
+    tracked = track_scales(model)
+    for x in inputs + inputs:
+        results = []
+        for m in (model, tracked):
+            given = x.clone().requires_grad_()
+            m.zero_grad()
+            out = m(given)
+            out.square().sum().backward()
+            results.append([out, given.grad, *(p.grad for p in m.parameters())])
+        assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(*results))
+    first = graphs(tracked)
+    assert 1 < first.made <= len(inputs), "inputs that were seen need no new graph"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("transform", [unit_scale, lambda m: simulate_format(unit_scale(m), "E4M3-RN", "E5M2-RN")], ids=["unit", "fp8"])
+def test_the_transformed_graph_decides_not_the_module(name, transform):
+    model, inputs = made(name)
+    module = transform(model)
+    alone = copy.deepcopy(module)
+    alone(inputs[0])
+    expected = []
+    for x in inputs:
+        expected.append(copy.deepcopy(alone)(x))  # a copy has no graphs yet
+    for x, value in [*zip(inputs, expected), *zip(inputs, expected)]:
+        assert torch.equal(module(x), value)
+    before = graphs(module).made
+    module(inputs[-1])
+    assert graphs(module).made == before
+
+
+def test_experts_under_stochastic_rounding_train():
+    model, inputs = made("experts")
+    module = simulate_fp8(unit_scale(model))
+    optimizer = plumb.optim.AdamW(module.parameters(), 1e-2)
+    for x in inputs:
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_a_run_that_was_given_up_leaves_no_measurements(tmp_path):
+    model, inputs = made("deep experts")
+    with plumb.Recorder(model, 1, tmp_path / "run.history") as recorder:
+        for x in inputs:
+            model(x).square().sum().backward()
+            recorder.step()
+    history = plumb.read_history(tmp_path / "run.history")
+    names = [(t["name"], t["operator"]) for t in history.tensors]
+    (x_number,) = [i for i, (_, operator) in enumerate(names) if operator == "input"]
+    mine = (history.columns["tensor"] == x_number) & ~history.columns["backward"].astype(bool)
+    assert history.columns["numel"][mine].tolist() == [x.numel() for x in inputs]
+    for value, x in zip(history.columns["abs_max"][mine], inputs):
+        assert value == pytest.approx(x.abs().max().item())
+
+
+def test_buffers_and_random_numbers_are_those_of_one_run():
+    class Drops(Experts):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("runs", torch.zeros(()))
+
+        def forward(self, x):
+            self.runs += 1
+            return super().forward(nn.functional.dropout(x, 0.3))
+
+    torch.manual_seed(0)
+    model = Drops()
+    tracked = track_scales(model)
+    for i in range(6):
+        x = torch.randn(3, 8)
+        for m in (model, tracked):
+            torch.manual_seed(i)
+            m.result = m(x).detach()
+        assert torch.equal(model.result, tracked.result) and torch.equal(model.runs, tracked.runs)
+
+
+def test_ever_new_values_are_refused_with_the_line(monkeypatch):
+    monkeypatch.setattr(_apply, "MAX_CAPTURES", 5)
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * x.abs().max().item()
+
+    module = track_scales(Scaled())
+    for n in range(1, 6):
+        assert torch.equal(module(torch.full((2,), float(n))), torch.full((2,), float(n * n)))
+    with pytest.raises(plumb.Error, match=r"5 graphs have been made.*the value . out of a tensor(.|\n)*test_capture_values.py"):
+        module(torch.full((2,), 9.0))
+    assert torch.equal(module(torch.full((2,), 5.0)), torch.full((2,), 25.0))
+
+
+def test_nan_is_an_answer_like_any_other():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * x.max().item()
+
+    module = track_scales(Scaled())
+    for value in (float("nan"), 2.0, float("nan")):
+        x = torch.tensor([1.0, value])
+        assert torch.equal(module(x).isnan(), (x * x.max().item()).isnan())
+    assert graphs(module).made == 2
+
+
+def test_one_graph_alone_still_refuses():
+    model, (x, *_) = made("experts")
+    with pytest.raises(plumb.Error, match="takes a value out of a tensor"):
+        plumb.capture(model, x)
+    model, (x, *_) = made("lists")
+    with pytest.raises(plumb.Error, match="tolist.. takes values out of a tensor"):
+        plumb.capture(model, x)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2-MoE"])
+def test_mixtures_of_transformers(name):
+    import transformers
+
+    common = dict(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=16, intermediate_size=32, vocab_size=50,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    if name == "Mixtral":
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=4, **common))
+    else:
+        config = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+        model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**config, **common))
+    tracked, scaled = track_scales(model), unit_scale(model)
+    for _ in range(4):
+        ids = zoo.ids(1, 2)
+        given = dict(input_ids=ids, labels=ids, use_cache=False)
+        results = []
+        for m in (model, tracked):
+            m.zero_grad()
+            out = m(**given)
+            out.loss.backward()
+            results.append([out.loss, out.logits, *(p.grad for p in m.parameters())])
+        assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(*results))
+        assert scaled(**given).logits.isfinite().all()
+    assert graphs(tracked).made > 1
