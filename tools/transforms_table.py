@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """docs/transforms.md: every model of python/tests/transform_models.py under the three transforms.
 
-Run it from the repository's root with the package on the path; it prints the file.
+Run it from the repository's root with the package on the path; it prints the file, but for the section that
+transformers_table.py prints.
 """
 
 import sys
@@ -21,7 +22,7 @@ Each model runs forward and backward under `unit_scale`, `simulate_format` (e4m3
 to the graphs that run: every replacement is there, every weight that is said to be scaled has unit variance and every other
 parameter its own values, every matrix product is rounded or named, and tracking changes no bit.
 
-Made by `python tools/transforms_table.py > docs/transforms.md`.
+Made by `python tools/transforms_table.py`, which prints all but the last section.
 
 - *replaced*: operators that became unit-scaled ones; *residual*: adds with their taus; *weights*: tensors with unit variance
 - *left alone*: operators and parameters that stayed, by reason

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Tables of docs/zoo.md and docs/transforms.md on models of python/tests/zoo_transformers.py: transformers_table.py [NAME...].
+
+Prints one table after the other. Run it from the repository's root with the package on the path. A cell says what holds, or the first
+words of the error.
+"""
+
+import copy
+import os
+import sys
+import warnings
+
+sys.path[:0] = ["python/tests", "tools"]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch  # noqa: E402
+from plumb.pipelining import pipeline  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
+from transforms_table import counts, short  # noqa: E402
+from zoo_table import table  # noqa: E402
+from zoo_transformers import MODELS  # noqa: E402
+
+import plumb  # noqa: E402
+from plumb.transforms import simulate_format, track_scales, unit_scale  # noqa: E402
+
+
+def made(name):
+    torch.manual_seed(0)
+    model, args, kwargs = MODELS[name]()
+    torch.manual_seed(3)
+    return model, args, kwargs
+
+
+def tensors(tree):
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def run(model, args, kwargs, gradients=True):
+    """Outputs, gradients of inputs, and by name gradients of parameters and buffers."""
+
+    def given(x):
+        return x.detach().clone().requires_grad_(gradients and x.is_floating_point()) if isinstance(x, torch.Tensor) else x
+
+    args, kwargs = pytree.tree_map(given, (args, kwargs))
+    torch.manual_seed(7)
+    out = tensors(model(*args, **kwargs))
+    roots = [y for y in out if y.requires_grad]
+    torch.manual_seed(8)
+    torch.autograd.backward(roots, [torch.randn_like(y) for y in roots])
+    state = {n: p.grad for n, p in model.named_parameters()} | dict(model.named_buffers())
+    return [y.detach() for y in out], [x.grad for x in tensors((args, kwargs))], state
+
+
+def equal(a, b):
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
+
+def same(ours, theirs, state=True):
+    pairs = [*zip(ours[0], theirs[0], strict=True), *zip(ours[1], theirs[1], strict=True)]
+    if state:
+        pairs += [(value, theirs[2][n]) for n, value in ours[2].items()]
+    return "bit for bit" if all(equal(a, b) for a, b in pairs) else "differs"
+
+
+def tried(function, *args):
+    try:
+        return function(*args)
+    except Exception as error:  # noqa: BLE001
+        text = str(error).split("\n")[0]
+        if "takes a value out of a tensor" in text:
+            return "refused: it takes values out of tensors"
+        return ("refused: " if isinstance(error, plumb.Error) else "fails: ") + text[:100].replace("|", "/")
+
+
+# They set requires_grad of a view of their input themselves, which torch refuses where the input has asked for a gradient.
+NO_INPUT_GRADIENTS = {"wav2vec 2.0", "HuBERT", "WavLM"}
+
+
+def captured(name):
+    model, args, kwargs = made(name)
+    verify = name not in NO_INPUT_GRADIENTS
+    expected = run(copy.deepcopy(model), args, kwargs, verify)
+    graph = plumb.capture(model, *args, plumb_verify=verify, **kwargs)
+    return same(run(graph, args, kwargs, verify), expected) + ("" if verify else ", not verified")
+
+
+def cut(name):
+    model, args, kwargs = made(name)
+    pipe = pipeline(model, args, kwargs, split_policy="balanced", num_stages=2)
+    asked = name not in NO_INPUT_GRADIENTS
+    expected = run(copy.deepcopy(model), args, kwargs, asked)
+    result = same(run(pipe, args, kwargs, asked), expected, state=False)
+    return f"{pipe.num_stages} stages, {result}" if pipe.num_stages != 2 else result
+
+
+def tracked(name):
+    model, args, kwargs = made(name)
+    module = track_scales(model)
+    asked = name not in NO_INPUT_GRADIENTS
+    result = same(run(module, args, kwargs, asked), run(model, args, kwargs, asked))
+    metrics = [n.meta["metrics"] for n in module.scales_graph().nodes if "metrics" in n.meta]
+    return f"{result}: {len(metrics)}, {sum(m.bwd is not None for m in metrics)}"
+
+
+def finite(results):
+    tensors = [*results[0], *[g for g in results[1] if g is not None]]
+    assert all(t.isfinite().all() or not t.is_floating_point() for t in tensors[:1]), "the first output is not finite"
+
+
+def scaled(name):
+    model, args, kwargs = made(name)
+    module = unit_scale(model)
+    finite(run(module, args, kwargs, name not in NO_INPUT_GRADIENTS))
+    entries, kinds = counts(module)
+    taus = sorted({(e["tau"], sum(e["tau"] == f.get("tau") for f in entries)) for e in entries if e["kind"] == "residual"})
+    reasons = [short(e.get("reason", "")) for e in entries if e["kind"] == "left_alone"]
+    why = "; ".join(f"{reasons.count(r)} ({r})" for r in sorted(set(reasons), key=lambda r: (-reasons.count(r), r))[:3])
+    residual = ", ".join(f"{n} × {tau:g}" for tau, n in taus) or "none"
+    return f"{kinds['replaced']} replaced; residual {residual}; {kinds['weight']} weights; left alone: {why or 'nothing'}"
+
+
+def rounded(name):
+    model, args, kwargs = made(name)
+    module = simulate_format(model, "e4m3fn-RN", "e5m2-RN")
+    finite(run(module, args, kwargs, name not in NO_INPUT_GRADIENTS))
+    _, kinds = counts(module)
+    return f"{kinds['quantised']} of {kinds['quantised'] + kinds['left_alone']}"
+
+
+def main():
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    names = sys.argv[1:] or list(MODELS)
+    print("<!-- docs/zoo.md -->")
+    print(table(["model of transformers", "captured, verified", "cut in 2"], [[n, tried(captured, n), tried(cut, n)] for n in names]))
+    print("\n<!-- docs/transforms.md -->")
+    rows = [[n, tried(scaled, n), tried(rounded, n), tried(tracked, n)] for n in names]
+    print(table(["model of transformers", "unit_scale", "products rounded", "track_scales: measured, gradients"], rows))
+
+
+if __name__ == "__main__":
+    main()
