@@ -5,7 +5,7 @@ an eager one in turn in one process; what counts is the median of those ratios. 
 exact: every allocation of torch's CPU allocator in a step is counted, parameters not. The oracle, the package
 unit-scaling, is measured in the same rounds where it can be imported.
 
-    transforms_bench.py [steps|chain|large] [--quick] [--only=NAME,...]
+    transforms_bench.py [steps|models|chain|large] [--quick] [--only=NAME,...]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Callable
 
 import torch
 from execution_bench import load_cases, table, timed, verdict
-from plumb.transforms._apply import Captured, Pass, apply_pass
+from plumb.transforms._apply import Captured, Pass, apply_pass, forward_of
 from torch import nn
 
 import plumb
@@ -162,6 +162,98 @@ def steps(rounds: int, only: list[str]) -> None:
     table(["", "ratio", "range", "bar", "first call, s", "bar", "peak memory", "bar"], rows)
 
 
+class TinyOperators(nn.Module):
+    """Many operators on few numbers, some in chains, some not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            y = layer(x) * 0.5
+            y = nn.functional.gelu(y) if i % 2 else torch.tanh(y) * torch.sigmoid(y) + 1.0
+            x = (x + y) / 1.5
+        return x
+
+
+class LSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(64, 128, batch_first=True), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.rnn(x)[0]) * 0.5)
+
+
+def convolutional() -> nn.Module:
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
+    return nn.Sequential(*block(3, 32), nn.MaxPool2d(2), *block(32, 64), nn.SiLU(), *head)
+
+
+def small_models() -> dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]]:
+    from zoo import LlamaBlock
+
+    encoder = dict(d_model=128, nhead=4, dim_feedforward=512, activation="gelu", batch_first=True)
+    return {
+        "convolutions, batch norm": lambda: (convolutional(), torch.randn(8, 3, 32, 32)),
+        "LSTM": lambda: (LSTM(), torch.randn(16, 32, 64)),
+        "Llama block": lambda: (LlamaBlock(256, 4, 704), torch.randn(2, 128, 256)),
+        "tiny operators": lambda: (TinyOperators(), torch.randn(8, 16)),
+        "encoder like BERT": lambda: (nn.TransformerEncoderLayer(**encoder), torch.randn(4, 64, 128)),
+    }
+
+
+def models(rounds: int, only: list[str]) -> None:
+    """What `optimise` does to graphs of several kinds: it must make none slower."""
+    rows = []
+    for name, make in small_models().items():
+        if only and name not in only:
+            continue
+        for transform in ("captured", "unit_scale"):
+            steps, nodes = [], []
+            for passes in (lambda m: m, _optimised):
+                torch.manual_seed(0)
+                model, x = make()
+                model = passes(T.unit_scale(model) if transform == "unit_scale" else _again(model))
+
+                def step(model: nn.Module = model, x: torch.Tensor = x) -> None:
+                    model(x).square().mean().backward()
+                    model.zero_grad(set_to_none=True)
+
+                for _ in range(5):
+                    step()
+                nodes.append(len(forward_of(model).last.engine.graph.nodes))
+                steps.append(step)
+            ratios, times = [], []
+            for r in range(rounds):
+                seconds = dict((i, timed(steps[i])) for i in ((0, 1) if r % 2 else (1, 0)))
+                ratios.append(seconds[1] / seconds[0])
+                times.append(seconds[0])
+            ratio = statistics.median(ratios)
+            low, _, high = statistics.quantiles(ratios, n=4)
+            rows.append(
+                [
+                    name,
+                    transform,
+                    f"{statistics.median(times) * 1e3:.2f}",
+                    f"{nodes[0]} to {nodes[1]}",
+                    f"{ratio:.3f}",
+                    f"{low:.2f} to {high:.2f}",
+                    verdict(ratio, 1.02),
+                ]
+            )
+    print(f"\nSteps of optimised graphs over those of the same graphs as they were; {rounds} pairs, middle half as range.")
+    table(["", "graph", "ms", "nodes", "ratio", "range", "bar"], rows)
+
+
+def _again(model: nn.Module) -> nn.Module:
+    return apply_pass(model, Pass("nothing", lambda _, captured: {"pass": "nothing", "entries": []}))
+
+
 class Chain(nn.Module):
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -255,6 +347,7 @@ def main(args: list[str]) -> None:
     chosen = [a for a in args if not a.startswith("-")]
     parts: dict[str, Callable[[], None]] = {
         "steps": lambda: steps(5 if quick else 21, only),
+        "models": lambda: models(21 if quick else 101, only),
         "chain": lambda: chain(20 if quick else 200),
         "large": lambda: large(10_000 if quick else 100_000),
     }

@@ -315,6 +315,21 @@ TEST(Capture, LeavesLargeProductsOutWhereNoValueIsAskedFor) {
     Tensor x = torch::randn({200, 200});
     EXPECT_TRUE(at::equal(quick->forward({x}).toTensor(), f(x.clone())));
   }
+  // Attention in the memory order of its kernels, with masks and without, and gelu of other orders.
+  auto attend = [](Tensor x, Tensor mask) {
+    Tensor a = at::scaled_dot_product_attention(x, x, x.cos());
+    Tensor b = at::scaled_dot_product_attention(x.transpose(1, 2), x.transpose(1, 2), x.transpose(1, 2), mask);
+    return at::gelu(a.transpose(1, 2)) + b;
+  };
+  Tensor x = torch::randn({3, 32, 48, 96}).requires_grad_(), mask = torch::randn({3, 1, 48, 48});
+  auto attention = [&](bool verify, const Tensor& m) {
+    return capture_fn([&](Tensor t) { return attend(t, m.narrow(-1, 0, 32).narrow(-2, 0, 32)); }, x, verify);
+  };
+  for (const Tensor& m : {mask, mask[0], mask.narrow(0, 0, 1)}) {
+    auto quick = attention(false, m);
+    EXPECT_EQ(to_string(quick->graph()), to_string(attention(true, m)->graph()));
+    EXPECT_TRUE(at::equal(quick->forward({x}).toTensor(), attend(x, m.narrow(-1, 0, 32).narrow(-2, 0, 32))));
+  }
   zoo::Shared pair;
   auto g = capture_call(
       *pair, [=](Tensor a, Tensor b) { return at::equal(at::mm(a, w), at::mm(b, w)) ? a : b; }, {},

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <optional>
 #include <type_traits>
 #include <unordered_set>
 #include <vector>
@@ -14,7 +15,12 @@
 namespace plumb {
 namespace {
 
-constexpr int64_t kLarge = 1 << 14;  // elements of an operand: below it computing costs no more than this does
+using torch::jit::Stack;
+
+constexpr int64_t kLarge = 1 << 14;     // elements of an operand: below it computing costs no more than this does
+constexpr int64_t kLargeMap = 1 << 18;  // the same of what is no product
+constexpr const char* kAttention = "aten::scaled_dot_product_attention";
+constexpr const char* kGelu = "aten::gelu";  // zeros are what it makes of zeros
 
 const std::unordered_set<std::string>& products() {
   // Those whose strides on the CPU are those of the meta kernels.
@@ -56,25 +62,56 @@ auto never_run() {
   }
 }
 
+// Attention of the first of a batch: which of torch's kernels it is, and so the strides, does not depend on the batch.
+std::optional<Stack> of_one(at::ArrayRef<c10::IValue> arguments) {
+  Stack one(arguments.begin(), arguments.end());
+  if (one[4].toDouble() != 0) return std::nullopt;  // it draws random numbers
+  int64_t batch = 0;
+  for (size_t i = 0; i < 4; ++i) {
+    if (!one[i].isTensor() || !one[i].toTensor().defined()) continue;
+    const at::Tensor t = one[i].toTensor();
+    if (i == 0) batch = t.dim() == 4 ? t.size(0) : 0;
+    if (i == 3 && (t.dim() < 4 || t.size(0) == 1)) continue;  // a mask for all
+    if (t.dim() != 4 || t.size(0) != batch || batch < 2) return std::nullopt;
+    one[i] = t.narrow(0, 0, 1);
+  }
+  return one;
+}
+
 }  // namespace
 
-bool stand_in(const c10::OperatorHandle& op, const std::string& name, torch::jit::Stack* stack) {
-  if (!products().count(name) || c10::impl::dispatch_mode_enabled()) return false;
+bool stand_in(const c10::OperatorHandle& op, const std::string& name, Stack* stack) {
+  const bool attention = name == kAttention, map = name == kGelu;
+  if (!(attention || map || products().count(name)) || c10::impl::dispatch_mode_enabled()) return false;
   const size_t count = op.schema().arguments().size(), first = stack->size() - count;
   bool large = false, requires_grad = false;
   for (size_t i = first; i < stack->size(); ++i) {
     if (!(*stack)[i].isTensor() || !(*stack)[i].toTensor().defined()) continue;
     const at::Tensor& t = (*stack)[i].toTensor();
     if (!ordinary(t)) return false;
-    large |= t.numel() >= kLarge;
+    large |= t.numel() >= (map ? kLargeMap : kLarge);
     requires_grad |= t.requires_grad();
   }
   if (!large) return false;
   requires_grad = requires_grad && at::GradMode::is_enabled();
+  std::optional<Stack> one;
+  if (attention) {
+    one = of_one(torch::jit::last(*stack, count));
+    if (!one) return false;
+    op.callBoxed(*one);  // with the gradients that its kernel is chosen by
+  }
   at::Tensor result;
   const at::NoGradGuard no_grad;
-  if (const auto sizes = name == "aten::linear" ? sizes_of_linear(&(*stack)[first]) : c10::DimVector();
-      !sizes.empty()) {
+  if (one) {
+    const at::Tensor shape = one->back().toTensor();
+    auto sizes = shape.sizes().vec(), strides = shape.strides().vec();
+    sizes[0] = (*stack)[first].toTensor().size(0);
+    strides[0] = shape.numel();  // the batch is the outermost dimension whichever kernel it is
+    result = at::empty_strided(sizes, strides, shape.options()).zero_();
+  } else if (map) {
+    result = at::zeros_like((*stack)[first].toTensor());
+  } else if (const auto sizes = name == "aten::linear" ? sizes_of_linear(&(*stack)[first]) : c10::DimVector();
+             !sizes.empty()) {
     result = at::zeros(sizes, (*stack)[first].toTensor().options());
   } else {
     torch::jit::Stack shapes;

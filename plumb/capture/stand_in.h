@@ -1,4 +1,4 @@
-// Results of large matrix products that a capture does not need: it records calls, not values.
+// Results of large matrix products, attention and gelu that a capture does not need: it records calls, not values.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -8,7 +8,7 @@
 
 namespace plumb {
 
-// Where the operator is a large product of ordinary CPU tensors: takes its arguments from the stack and puts a result
+// Where the operator is such a one of ordinary CPU tensors: takes its arguments from the stack and puts a result
 // of the right shape, strides, dtype and requires_grad there, filled with zeros. Otherwise false, and nothing has
 // happened.
 bool stand_in(const c10::OperatorHandle& op, const std::string& name, torch::jit::Stack* stack);

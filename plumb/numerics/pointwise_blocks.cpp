@@ -36,6 +36,8 @@ using Kind = PointwiseKind;
 
 constexpr int64_t kUnit = 4096, kLargestBlock = 32768;  // elements
 constexpr int64_t kCacheBytes = int64_t(3) << 18;       // of a second-level cache, for all that a block touches
+// Torch's gelu of floats is a library's, of which a call takes as long as thousands of elements: so many times larger.
+constexpr int64_t kCostlyCall = 8;
 
 #if defined(__GNUC__) && !defined(__clang__)
 #define PLUMB_INDEPENDENT _Pragma("GCC ivdep")
@@ -143,7 +145,13 @@ struct Layout {
     for (const Tensor& x : wanted) tensors += x.defined();
     for (const bool s : stays) tensors += s;
     const auto bytes = static_cast<int64_t>(options.dtype().itemsize()) * std::max<int64_t>(tensors + 1, 1);
-    block = std::clamp(kCacheBytes / bytes / kUnit * kUnit, kUnit, kLargestBlock);
+    int64_t cache = kCacheBytes, largest = kLargestBlock;
+    if (std::any_of(program.steps.begin(), program.steps.end(), [](const auto& s) { return s.kind == Kind::Gelu; })) {
+      const int64_t share = (numel / at::get_num_threads() + kUnit) / kUnit * kUnit;  // of a thread
+      largest = std::clamp(share, kLargestBlock, kCostlyCall * kLargestBlock);
+      cache *= kCostlyCall / 2;
+    }
+    block = std::clamp(cache / bytes / kUnit * kUnit, kUnit, largest);
   }
 };
 
@@ -354,7 +362,7 @@ class Blocks {
 template <class Body>
 void for_element_blocks(const Layout& layout, const Body& body) {
   const int64_t n = layout.numel, size = layout.block, blocks = (n + size - 1) / size;
-  at::parallel_for(0, blocks, kLargestBlock / size, [&](int64_t first, int64_t last) {
+  at::parallel_for(0, blocks, std::max<int64_t>(kLargestBlock / size, 1), [&](int64_t first, int64_t last) {
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView below;
     Blocks work(layout);

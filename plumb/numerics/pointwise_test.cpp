@@ -143,6 +143,22 @@ TEST(Pointwise, ScalesForwardAndBackwardApart) {
   EXPECT_TRUE(at::equal(torch::autograd::grad({y}, {x}, {g})[0], at::gelu_backward(g, x) * 3));
 }
 
+TEST(Pointwise, GoesThroughLargeTensorsInBlocksOnAnyNumberOfThreads) {
+  const int before = at::get_num_threads();
+  for (const int threads : {1, 3}) {
+    at::set_num_threads(threads);
+    const at::Tensor x = at::randn({600001}).requires_grad_(), g = at::randn({600001});
+    for (const char* program : {"scale #0 1 3; gelu $0; scale $1 2 1", "scale #0 1 3; tanh $0; scale $1 2 1"}) {
+      const bool gelu = std::string_view(program).find("gelu") != std::string_view::npos;
+      const at::Tensor y = ops::pointwise({x}, program), inner = gelu ? at::gelu(x) : at::tanh(x);
+      EXPECT_TRUE(at::equal(y, inner * 2));
+      const at::Tensor own = gelu ? at::gelu_backward(g, x) : at::tanh_backward(g, inner);
+      EXPECT_TRUE(at::equal(torch::autograd::grad({y}, {x}, {g})[0], own * 3));
+    }
+  }
+  at::set_num_threads(before);
+}
+
 TEST(Pointwise, GivesGradientsOfThoseAskedForAlone) {
   at::Tensor a = at::randn({5000}).requires_grad_(), b = at::randn({5000});
   const at::Tensor y = ops::pointwise({a, b}, "mul #0 #1; mul $0 2");

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/freed_memory.h"
+#include "plumb/core/freed_memory.h"
 #include "plumb/pipeline/runtime_state.h"
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/lower.h"

@@ -4,9 +4,9 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/freed_memory.h"
 #include "plumb/pipeline/backward_halves.h"
 #include "plumb/pipeline/describe.h"
-#include "plumb/pipeline/freed_memory.h"
 
 namespace plumb {
 namespace {

@@ -15,7 +15,14 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kBlock = 32768;  // elements that stay in the second-level cache
+// Elements of a block: few enough to stay in the second-level cache. Torch's gelu of floats is a library's, of which a
+// call takes as long as thousands of elements.
+constexpr int64_t kSmallestBlock = int64_t(1) << 15, kLargestBlock = int64_t(1) << 18;
+
+int64_t block_size(int64_t n) {
+  const int64_t threads = at::get_num_threads();
+  return std::clamp((n + threads - 1) / threads, kSmallestBlock, kLargestBlock);
+}
 
 template <class T>
 PLUMB_VECTORISED void multiply_loop(T* y, T s, int64_t n) {
@@ -32,11 +39,11 @@ template <class Make>
 Tensor made_in_blocks(const Tensor& x, double s, const Make& make) {
   auto result = at::empty_like(x);
   const auto flat = result.view(-1);
-  const int64_t n = x.numel();
-  at::parallel_for(0, (n + kBlock - 1) / kBlock, 1, [&](int64_t first, int64_t last) {
+  const int64_t n = x.numel(), block = block_size(n);
+  at::parallel_for(0, (n + block - 1) / block, 1, [&](int64_t first, int64_t last) {
     at::AutoDispatchBelowADInplaceOrView below;
-    for (int64_t begin = first * kBlock; begin < std::min(n, last * kBlock); begin += kBlock) {
-      auto out = flat.narrow(0, begin, std::min(kBlock, n - begin));
+    for (int64_t begin = first * block; begin < std::min(n, last * block); begin += block) {
+      auto out = flat.narrow(0, begin, std::min(block, n - begin));
       make(out, begin, out.numel());
       if (s == 1) continue;
       if (x.scalar_type() == at::kFloat)

@@ -25,11 +25,20 @@ std::vector<double> linear_rule(const Tensor& input, const Tensor& weight, const
   return rules::linear(weight.size(1), weight.size(0), leading(input.sizes()), scale_power.vec());
 }
 
+// The product's factors (output, gradients of input and weight), then the bias's (output, gradient). Those given may
+// leave out the bias's, which are then the output's and the weight's.
+std::vector<double> choose_linear_scales(const OptionalScales& given, const OptionalName& constraint,
+                                         std::vector<double> rule) {
+  if (given && given->size() == 5) return given->vec();
+  auto s = choose_scales("linear", given, constraint, 2, std::move(rule));
+  return {s[0], s[1], s[2], s[0], s[2]};
+}
+
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, OptionalName constraint,
               at::ArrayRef<double> scale_power, OptionalScales scales) {
-  const double s = choose_scales("linear", scales, constraint, 2, linear_rule(input, weight, bias, scale_power))[0];
+  const auto s = choose_linear_scales(scales, constraint, linear_rule(input, weight, bias, scale_power));
   auto rows = input.dim() == 2 ? input : input.reshape({leading(input.sizes()), input.size(-1)});
-  auto out = present(bias) ? at::addmm(*bias, rows, weight.t(), s, s) : gemm(rows, weight.t(), s);
+  auto out = present(bias) ? at::addmm(*bias, rows, weight.t(), s[3], s[0]) : gemm(rows, weight.t(), s[0]);
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   return out.view(sizes);
@@ -38,12 +47,12 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                                    OptionalName constraint, at::ArrayRef<double> scale_power,
                                                    OptionalScales scales, std::array<bool, 3> mask) {
-  const auto s = choose_scales("linear", scales, constraint, 2, linear_rule(input, weight, {}, scale_power));
+  const auto s = choose_linear_scales(scales, constraint, linear_rule(input, weight, {}, scale_power));
   auto rows = grad.dim() == 2 ? grad : grad.reshape({leading(grad.sizes()), grad.size(-1)});
   Tensor grad_input, grad_weight, grad_bias;
   if (mask[0]) grad_input = gemm(rows, weight, s[1]).view(input.sizes());
   if (mask[1]) grad_weight = gemm(rows.t(), input.reshape({rows.size(0), input.size(-1)}), s[2]);
-  if (mask[2]) grad_bias = scaled(rows.sum(0), s[2]);
+  if (mask[2]) grad_bias = scaled(rows.sum(0), s[4]);
   return {grad_input, grad_weight, grad_bias};
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/TensorGeometry.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <map>
 #include <string>
@@ -12,6 +13,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
+#include "plumb/transforms/factors.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/pointwise_steps.h"
 
@@ -20,7 +22,8 @@ namespace {
 
 constexpr size_t kMaxSteps = 32;    // a block of each has to stay in cache
 constexpr size_t kOrderedUses = 2;  // the sum of two gradients has no order
-constexpr size_t kMany = 4;         // operators whose calls cost more than one call of a chain
+constexpr int kMany = 6;            // operators whose calls cost more than one call of a chain
+constexpr int kWorthwhile = 3;      // passes that pay for what is computed again
 
 // Where nodes stand relative to writes: nothing is written between two nodes of one number.
 std::unordered_map<const Node*, size_t> count_writes(const Graph& graph) {
@@ -33,81 +36,6 @@ std::unordered_map<const Node*, size_t> count_writes(const Graph& graph) {
     count += writes_memory ? 1 : 0;
   }
   return writes;
-}
-
-// ---- factors into products
-
-struct Factor {
-  Value* value = nullptr;  // what is multiplied
-  double forward = 1, backward = 1;
-  bool exact() const { return is_power_of_two(forward) && is_power_of_two(backward); }
-  static bool is_power_of_two(double x) {
-    int exponent;
-    return std::isfinite(x) && x != 0 && std::fabs(std::frexp(x, &exponent)) == 0.5;
-  }
-};
-
-std::optional<Factor> factor_of(const Node* node) {
-  const auto lowered = lower_pointwise(node);
-  if (!lowered || lowered->operands.size() != 1 || lowered->steps.size() != 1) return std::nullopt;
-  const PointwiseStep& step = lowered->steps[0];
-  Factor factor{lowered->operands[0]};
-  if (step.kind == PointwiseKind::Scale) {
-    factor.forward = step.forward;
-    factor.backward = step.backward;
-  } else if (step.kind == PointwiseKind::Mul && step.b.kind == PointwiseArg::Number) {
-    factor.forward = factor.backward = step.b.number;
-  } else if (step.kind == PointwiseKind::Div && step.b.kind == PointwiseArg::Number && step.b.number != 0) {
-    factor.forward = factor.backward = 1 / step.b.number;
-  } else {
-    return std::nullopt;
-  }
-  if (!std::isfinite(factor.forward) || !std::isfinite(factor.backward)) return std::nullopt;
-  return factor;
-}
-
-// A product whose factors are constants: plumb::linear and plumb::matmul with explicit scales, or torch's with none.
-struct ScaledProduct {
-  bool linear = false;
-  Arg left, right, bias;
-  std::vector<double> scales = {1, 1, 1};
-};
-
-int64_t dims_of(const Arg& arg) {
-  return arg.is_value() && arg.value()->meta() ? static_cast<int64_t>(arg.value()->meta()->sizes.size()) : -1;
-}
-
-std::optional<ScaledProduct> product_of(const Node* node) {
-  if (!node->is_call() || node->num_results() != 1) return std::nullopt;
-  const std::string_view op = node->op_name();
-  ScaledProduct product;
-  if (op == "aten::linear" || op == "plumb::linear") {
-    product.linear = true;
-    product.left = node->arg("input");
-    product.right = node->arg("weight");
-    product.bias = node->arg("bias");
-    if (dims_of(product.left) < 1 || dims_of(product.right) != 2) return std::nullopt;
-  } else if (op == "aten::mm" || op == "aten::bmm" || op == "aten::matmul" || op == "plumb::matmul") {
-    if (node->args().size() < 2 || node->target().ends_with(".out") || node->target().ends_with(".dtype"))
-      return std::nullopt;
-    product.left = node->arg(size_t(0));
-    product.right = node->arg(1);
-    if (dims_of(product.left) < 2 || dims_of(product.right) < 2) return std::nullopt;
-  } else {
-    return std::nullopt;
-  }
-  if (op.starts_with("plumb::")) {
-    const Arg& scales = node->arg("scales");
-    if (!scales.is_constant() || !scales.constant().isDoubleList()) return std::nullopt;
-    product.scales = scales.constant().toDoubleVector();
-    if (product.scales.size() != 3) return std::nullopt;
-  }
-  const auto& meta = node->result()->meta();
-  if (!meta || !meta->is_floating_point() || !meta->symbols.empty()) return std::nullopt;
-  for (const Value* value : node->inputs()) {
-    if (!value->meta() || value->meta()->dtype != meta->dtype) return std::nullopt;
-  }
-  return product;
 }
 
 class Optimiser {
@@ -137,12 +65,7 @@ class Optimiser {
 
   Node* put_product(Node* at, const ScaledProduct& product, const Node* meta_of) {
     auto here = graph_.inserting_before(at);
-    Node* made =
-        product.linear
-            ? graph_.call("plumb::linear",
-                          {product.left, product.right, product.bias, std::nullopt,
-                           c10::IValue(std::vector<double>{0.5, 0.5, 0.5}), c10::IValue(product.scales)})
-            : graph_.call("plumb::matmul", {product.left, product.right, std::nullopt, c10::IValue(product.scales)});
+    Node* made = call_product(graph_, product);
     made->meta() = meta_of->meta();
     made->result()->set_meta(meta_of->result()->meta());
     writes_[made] = writes_.at(at);
@@ -212,30 +135,33 @@ class Optimiser {
     auto product = product_of(inner);
     if (!product || factor->value->uses().size() != 1 || !alone_between(inner, node) || !takes(node, *factor))
       return false;
-    product->scales[0] *= factor->forward;
-    product->scales[1] *= factor->backward;
-    product->scales[2] *= factor->backward;
+    product->multiply_result(*factor);
     replace(node, inner, put_product(node, *product, node), *factor);
     return true;
   }
 
-  // node is a product of something multiplied.
+  // node is a product of something multiplied, perhaps seen through views.
   bool fold_before(Node* node) {
     bool changed = false;
     for (int side = 0; side < 2; ++side) {
       auto product = product_of(node);
-      if (!product || (product->linear && !product->bias.is_none())) return changed;
+      if (!product) return changed;
       Arg& operand = side == 0 ? product->left : product->right;
       if (!operand.is_value()) continue;
-      Node* inner = operand.value()->producer();
-      const auto factor = factor_of(inner);
-      if (!factor || operand.value()->uses().size() != 1 || !alone_between(inner, node) || !takes(inner, *factor))
-        continue;
-      // The other operand's gradient has the forward factor, this one's the backward factor.
-      product->scales[0] *= factor->forward;
-      product->scales[side == 0 ? 1 : 2] *= factor->backward;
-      product->scales[side == 0 ? 2 : 1] *= factor->forward;
-      operand = factor->value;
+      Node* inner = source_behind_views(operand.value());
+      if (!inner || !alone_between(inner, node)) continue;
+      const bool in_place = operand.value()->producer() == inner;
+      auto factor = factor_of(inner);
+      if (factor && !in_place && factor->value->meta()->strides != inner->result()->meta()->strides) continue;
+      if (!factor) factor = factor_of_attention(inner);
+      if (!factor || !takes(inner, *factor)) continue;
+      side == 0 ? product->multiply_left(*factor) : product->multiply_right(*factor);
+      if (!factor->value)
+        drop_factor_of_attention(inner);
+      else if (in_place)
+        operand = factor->value;
+      else
+        graph_.replace_all_uses_with(inner->result(), factor->value);
       Node* made = put_product(node, *product, node);
       replace(node, inner, made, *factor);
       node = made;
@@ -386,19 +312,14 @@ class Optimiser {
   }
 
   // Why the operators one by one are as quick; empty: they are not.
-  std::string not_worth_it(const Node* root, const Tree& tree) const {
+  std::string not_worth_it(const Node* root, const Tree& tree) {
     const TensorMeta& meta = *root->result()->meta();
-    if (tree.nodes.size() == 1) {
-      // plumb's own sums are one pass already; a function between factors is two.
-      const bool function = std::any_of(tree.program.steps.begin(), tree.program.steps.end(), [](const auto& step) {
-        return step.kind == PointwiseKind::Gelu || step.kind == PointwiseKind::GeluTanh ||
-               step.kind == PointwiseKind::Silu;
-      });
-      if (!function || tree.steps == 1) return "a single operator";
-    }
+    Saving saving;
+    for (const Node* node : tree.nodes) saving += saving_of(node, *lowered(node));
+    if (saving.passes < kWorthwhile) return "too little to gain";
     if (meta.strides.size() != meta.sizes.size() || !at::geometry_is_contiguous(meta.sizes, meta.strides))
       return "its values are not in C order";
-    if (tree.nodes.size() < kMany && meta.numel() < options_.min_elements) return "few operators on a small tensor";
+    if (meta.numel() < options_.min_elements && saving.calls < kMany) return "few operators on a small tensor";
     return "";
   }
 
@@ -452,19 +373,31 @@ bool flag(const PassOptions& given, const std::string& name, bool otherwise) {
   throw Error(ErrorKind::InvalidArgument, "option " + name + " takes true or false, got '" + it->second + "'");
 }
 
+int64_t count(const PassOptions& given, const std::string& name, int64_t otherwise) {
+  auto it = given.find(name);
+  if (it == given.end()) return otherwise;
+  int64_t n = 0;
+  const auto [end, error] = std::from_chars(it->second.data(), it->second.data() + it->second.size(), n);
+  if (error != std::errc() || end != it->second.data() + it->second.size() || n < 0)
+    throw Error(ErrorKind::InvalidArgument, "option " + name + " takes a number, got '" + it->second + "'");
+  return n;
+}
+
 const RegisterPass registered({
     "optimise",
     "Folds factors into matrix products and runs chains of pointwise operators as one kernel.",
     {{"fold", "true", "factors into products"},
      {"fuse", "true", "chains of pointwise operators"},
      {"exact", "false", "leave alone what would round once instead of twice"},
-     {"measure", "true", "round and track in one pass"}},
+     {"measure", "true", "round and track in one pass"},
+     {"min_elements", "262144", "shorter chains of smaller tensors are left alone"}},
     [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
       OptimiseOptions options;
       options.fold = flag(given, "fold", true);
       options.fuse = flag(given, "fuse", true);
       options.exact = flag(given, "exact", false);
       options.measure = flag(given, "measure", true);
+      options.min_elements = count(given, "min_elements", options.min_elements);
       Report report("optimise");
       const bool changed = optimise(module, options, &report);
       if (lines) *lines = report.lines();

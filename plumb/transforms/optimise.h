@@ -2,8 +2,9 @@
 //
 //   auto fast = plumb::compile(plumb::unit_scale(module));
 //
-// fold: a factor (x * 3, x / 3, scale_fwd, scale_bwd) before or behind a linear layer or matrix product becomes part of
-//   the product, factors of one chain become one, factors of one go. Powers of two keep every bit but for the order of
+// fold: a factor (x * 3, x / 3, scale_fwd, scale_bwd, that of unit-scaled attention) before or behind a linear layer or
+//   matrix product becomes part of the product, views in between or not; factors of one chain become one, factors of
+//   one go. Powers of two keep every bit but for the order of
 //   the product's own sums; other factors round once where there were two roundings, and `exact` leaves those alone.
 // fuse: pointwise operators whose inner results nobody else sees become one plumb::pointwise (numerics/pointwise.h):
 //   add, sub, mul, div, neg, relu, sigmoid, tanh, exp, sqrt, silu, gelu, and the unit-scaled gelu, silu, silu_glu, add
@@ -14,8 +15,9 @@
 //
 // Left alone: values of unknown type, broadcast operands, results used elsewhere, anything with a write in between,
 // chains whose inner operands three or more nodes use (their gradients would be summed in another order), values that
-// are not in C order, a single operator that has nothing to gain, and few operators on tensors of less than
-// `min_elements`, where the one call costs more than it saves.
+// are not in C order, chains that save too few passes over memory (functions take their time in any case), and few
+// operators on tensors of less than `min_elements`, which stay in cache and where the one call costs more than it
+// saves.
 #pragma once
 
 #include <memory>
@@ -29,7 +31,7 @@ struct OptimiseOptions {
   bool fuse = true;
   bool exact = false;
   bool measure = true;
-  int64_t min_elements = 4096;
+  int64_t min_elements = 1 << 18;
 };
 
 // Answers whether anything changed.

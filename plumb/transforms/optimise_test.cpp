@@ -80,7 +80,7 @@ TEST(Optimise, RunsAChainOfPointwiseOperatorsAsOne) {
     %d: f32[300, 50] = aten::gelu(%c)
     output(%d)
   })");
-  auto fast = compile(module);
+  auto fast = compile(module, {.min_elements = 0});
   EXPECT_EQ(to_string(fast->graph()), R"(graph {
   %x: f32[300, 50] = placeholder "x"
   %y: f32[300, 50] = placeholder "y"
@@ -104,10 +104,10 @@ TEST(Optimise, KeepsTheBitsOfUnitScaledChains) {
     %r: f32[300, 50] = plumb::residual_add(%t, %y, 0.5)
     output(%r)
   })");
-  auto fast = compile(module, {.exact = true});
+  auto fast = compile(module, {.exact = true, .min_elements = 0});
   EXPECT_EQ(count(*fast, "plumb::pointwise"), 1u) << to_string(fast->graph());
   EXPECT_EQ(fast->graph().size(), 4u);
-  auto folded = compile(module);
+  auto folded = compile(module, {.min_elements = 0});
   EXPECT_EQ(folded->graph().size(), 4u);
   expect_close(*module, *folded, {at::randn({300, 50}), at::randn({300, 50})});
   expect_same_bits(*module, *fast, {at::randn({300, 50}), at::randn({300, 50})});
@@ -126,7 +126,7 @@ TEST(Optimise, KeepsTheBitsInEveryFloatingType) {
     })";
     for (size_t at; (at = text.find("T[")) != std::string::npos;) text.replace(at, 1, type);
     auto module = module_of(text);
-    auto fast = compile(module);
+    auto fast = compile(module, {.min_elements = 0});
     EXPECT_EQ(count(*fast, "plumb::pointwise"), 1u);
     const auto dtype = module->graph().find_value("x")->meta()->dtype;
     expect_same_bits(*module, *fast, {at::randn({90, 50}).to(dtype), at::randn({90, 50}).to(dtype)});
@@ -181,7 +181,8 @@ TEST(Optimise, LeavesFactorsAloneThatWouldRoundOtherwiseWhenItMustBeExact) {
   EXPECT_EQ(count(*compile(module), "plumb::matmul"), 1u);
 }
 
-TEST(Optimise, LeavesALinearLayersInputAloneWhereABiasIsAdded) {
+TEST(Optimise, MakesTheFactorOfALayersInputPartOfItButNotOfItsBias) {
+  at::manual_seed(4);
   State state;
   parameter(state, "w", at::randn({16, 32}));
   parameter(state, "b", at::randn({16}));
@@ -189,12 +190,86 @@ TEST(Optimise, LeavesALinearLayersInputAloneWhereABiasIsAdded) {
     %x: f32[8, 32] = placeholder "x"
     %w: f32[16, 32] grad = get_attr "w"
     %b: f32[16] grad = get_attr "b"
-    %a: f32[8, 32] = aten::mul.Tensor(%x, 2.0)
+    %a: f32[8, 32] = aten::mul.Tensor(%x, 3.0)
     %y: f32[8, 16] = aten::linear(%a, %w, %b)
-    output(%y)
+    %z: f32[8, 16] = plumb::scale_bwd(%y, 0.5)
+    output(%z)
   })",
                           state);
-  EXPECT_FALSE(optimise(*derive(*module)));
+  auto fast = compile(module);
+  EXPECT_EQ(to_string(fast->graph()), R"(graph {
+  %x: f32[8, 32] = placeholder "x"
+  %w: f32[16, 32] grad = get_attr "w"
+  %b: f32[16] grad = get_attr "b"
+  %z: f32[8, 16] = plumb::linear(%x, %w, %b, constraint=None, scales=[3.0, 1.5, 1.5, 1.0, 0.5])
+  output(%z)
+}
+)");
+  expect_close(*module, *fast, {at::randn({8, 32})});
+  EXPECT_EQ(count(*compile(module, {.exact = true}), "aten::mul"), 1u) << "three is no power of two";
+}
+
+TEST(Optimise, SeesFactorsThroughViews) {
+  at::manual_seed(4);
+  State state;
+  parameter(state, "w", at::randn({16, 12}));
+  parameter(state, "b", at::randn({16}));
+  const std::string before = R"(graph {
+    %x: f32[2, 3, 5, 4] = placeholder "x"
+    %w: f32[16, 12] grad = get_attr "w"
+    %b: f32[16] grad = get_attr "b"
+    %m: f32[2, 3, 5, 4] = aten::div.Tensor(%x, 5.0)
+    %t: f32[2, 5, 3, 4]{60, 4, 20, 1} = aten::transpose.int(%m, 1, 2)
+    %r: f32[2, 5, 12] = aten::reshape(%t, [2, 5, 12])
+    %y: f32[2, 5, 16] = plumb::linear(%r, %w, %b)
+  )";
+  auto module = module_of(before + "  output(%y)\n}", state);
+  auto fast = compile(module);
+  EXPECT_EQ(fast->graph().size(), module->graph().size() - 1) << to_string(fast->graph());
+  expect_close(*module, *fast, {at::randn({2, 3, 5, 4})});
+  // Another reader of any of these values sees the factor.
+  for (const char* other : {"%m", "%t", "%r"}) {
+    auto seen = module_of(before + "  output(%y, " + other + ")\n}", state);
+    EXPECT_FALSE(optimise(*derive(*seen))) << other;
+  }
+}
+
+TEST(Optimise, MakesTheFactorOfAttentionPartOfTheLayerBehindIt) {
+  at::manual_seed(4);
+  State state;
+  parameter(state, "w", at::randn({32, 32}));
+  parameter(state, "b", at::randn({32}));
+  const std::string before = R"(graph {
+    %q: f32[2, 4, 16, 8] = placeholder "q"
+    %k: f32[2, 4, 16, 8] = placeholder "k"
+    %v: f32[2, 4, 16, 8] = placeholder "v"
+    %w: f32[32, 32] grad = get_attr "w"
+    %b: f32[32] grad = get_attr "b"
+    %a: f32[2, 4, 16, 8]{512, 8, 32, 1} = plumb::scaled_dot_product_attention(%q, %k, %v, is_causal=True)
+    %t: f32[2, 16, 4, 8] = aten::transpose.int(%a, 1, 2)
+    %r: f32[2, 16, 32] = aten::reshape(%t, [2, 16, 32])
+    %y: f32[2, 16, 32] = plumb::linear(%r, %w, %b)
+  )";
+  const Tensors inputs = {at::randn({2, 4, 16, 8}), at::randn({2, 4, 16, 8}), at::randn({2, 4, 16, 8})};
+  auto module = module_of(before + "  output(%y)\n}", state);
+  auto fast = compile(module);
+  EXPECT_NE(to_string(fast->graph()).find("is_causal=True, scales=[1.0])"), std::string::npos)
+      << to_string(fast->graph());
+  expect_close(*module, *fast, inputs);
+  EXPECT_FALSE(optimise(*fast)) << "its factor is gone";
+  // One operator less runs: the result of torch's attention is handed on.
+  auto nodes = [&](GraphModule& m) {
+    size_t n = 0;
+    Tensors given;
+    for (const at::Tensor& x : inputs) given.push_back(x.detach().requires_grad_());
+    for (auto node = run(m, given)[0].grad_fn(); node && node->num_outputs(); node = node->next_edge(0).function)
+      n += node->name() == "plumb::attention_scale_backward";
+    return n;
+  };
+  EXPECT_EQ(nodes(*module), 1u);
+  EXPECT_EQ(nodes(*fast), 0u);
+  EXPECT_FALSE(optimise(*derive(*module), {.exact = true}));
+  EXPECT_FALSE(optimise(*derive(*module_of(before + "  output(%y, %a)\n}", state))));
 }
 
 TEST(Optimise, LeavesValuesAloneThatOthersSee) {
@@ -325,7 +400,7 @@ TEST(Optimise, WorksOnAWholeModelAfterTheTransforms) {
   for (auto module : {std::shared_ptr<GraphModule>(model), std::shared_ptr<GraphModule>(scaled),
                       std::shared_ptr<GraphModule>(simulate_format(scaled, nearest)),
                       std::shared_ptr<GraphModule>(track_scales(scaled))}) {
-    auto fast = compile(module, {.exact = true});
+    auto fast = compile(module, {.exact = true, .min_elements = 0});
     fast->lint();
     const Tensors x = outputs_and_gradients(*module, inputs), y = outputs_and_gradients(*fast, inputs);
     for (size_t i = 0; i < x.size(); ++i) EXPECT_TRUE(at::allclose(x[i], y[i], 1e-4, 1e-5)) << i;
@@ -351,6 +426,25 @@ TEST(Optimise, LeavesAloneWhatHasNothingToGain) {
     auto module = module_of(text);
     EXPECT_FALSE(optimise(*derive(*module))) << text;
   }
+}
+
+TEST(Optimise, TakesChainsOnlyWhereTheySaveMoreThanTheyCost) {
+  auto chain = [](const std::string& size, const std::vector<std::string>& ops) {
+    std::string text = "graph {\n  %v0: f32[" + size + "] = placeholder \"x\"\n";
+    for (size_t i = 0; i < ops.size(); ++i)
+      text += "  %v" + std::to_string(i + 1) + ": f32[" + size + "] = aten::" + ops[i] + "(%v" + std::to_string(i) +
+              (ops[i].ends_with(".Tensor") ? ", 1.5" : "") + ")\n";
+    auto module = module_of(text + "  output(%v" + std::to_string(ops.size()) + ")\n}");
+    return count(*compile(module, {.fold = false}), "plumb::pointwise");
+  };
+  const std::string add = "add.Tensor", mul = "mul.Tensor";
+  EXPECT_EQ(chain("300000", {mul, add}), 1u);
+  EXPECT_EQ(chain("300000", {"sigmoid", mul}), 1u);
+  EXPECT_EQ(chain("300000", {"tanh", "tanh"}), 0u) << "functions take their time in any case";
+  EXPECT_EQ(chain("300000", {"relu", add}), 0u) << "relu would be computed again";
+  EXPECT_EQ(chain("3000", {mul, add, mul, add}), 0u) << "in cache";
+  EXPECT_EQ(chain("3000", {mul, add, mul, add, "neg", mul}), 1u) << "six calls less";
+  EXPECT_EQ(chain("3000", {"tanh", add, "tanh", add, "tanh", add}), 0u);
 }
 
 TEST(Optimise, DropsAFactorOfOneThatNobodyCanSee) {
@@ -480,9 +574,12 @@ TEST(Optimise, StandsInTheTableOfPasses) {
   std::vector<std::string> lines;
   EXPECT_FALSE(run_pass(find_pass("optimise"), *module, {{"fuse", "false"}}));
   EXPECT_THROW(run_pass(find_pass("optimise"), *module, {{"fuse", "maybe"}}), Error);
-  EXPECT_TRUE(run_pass(find_pass("optimise"), *module, {}, &lines, true));
+  EXPECT_FALSE(run_pass(find_pass("optimise"), *module, {})) << "a short chain on a small tensor";
+  EXPECT_THROW(run_pass(find_pass("optimise"), *module, {{"min_elements", "-1"}}), Error);
+  EXPECT_THROW(run_pass(find_pass("optimise"), *module, {{"min_elements", "many"}}), Error);
+  EXPECT_TRUE(run_pass(find_pass("optimise"), *module, {{"min_elements", "5000"}}, &lines, true));
   EXPECT_FALSE(lines.empty());
-  EXPECT_FALSE(run_pass(find_pass("optimise"), *module, {}, nullptr, true));
+  EXPECT_FALSE(run_pass(find_pass("optimise"), *module, {{"min_elements", "0"}}, nullptr, true));
 }
 
 }  // namespace

@@ -5,12 +5,18 @@
 #include <algorithm>
 #include <cmath>
 
+#include "plumb/numerics/metrics.h"
 #include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/recurrent.h"
 
 namespace plumb {
 namespace {
+
+// On the CPU in plumb's one pass; that of a constant is zero.
+double standard_deviation(const at::Tensor& weight) {
+  return weight.is_cpu() ? measure(weight).std : at::std(weight).item<double>();
+}
 
 // How a node uses a value.
 enum class Role { Weight, Bias, Norm, NormBias, Other };
@@ -170,19 +176,18 @@ bool scale_parameters(GraphModule& module, const ParameterRoles& roles, const st
       continue;
     }
     const at::ScalarType wide = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const at::Tensor std = at::std(weight.to(wide));
     if (weight.is_meta()) {
       set(role.names, at::empty_like(weight));
       entry(ReportKind::Weight, name, "", also(role.names));
       continue;
     }
-    const double value = std.item<double>();
+    const double value = standard_deviation(weight.to(wide));
     if (!(std::isfinite(value) && value > 0)) {
       entry(ReportKind::LeftAlone, name, "std " + std::to_string(value),
             "its standard deviation is no positive number");
       continue;
     }
-    set(role.names, (weight.to(wide) / std).to(weight.scalar_type()));
+    set(role.names, (weight.to(wide) / value).to(weight.scalar_type()));
     entry(ReportKind::Weight, name, "std " + std::to_string(value), also(role.names));
   }
   for (const auto& [name, role] : roles.biases) {

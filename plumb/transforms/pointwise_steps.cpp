@@ -9,28 +9,14 @@
 #include "plumb/scaling/rules.h"
 
 namespace plumb {
-namespace {
-
-using Kind = PointwiseKind;
-
-std::optional<double> number(const Arg& arg) {
+std::optional<double> number_of(const Arg& arg) {
   if (!arg.is_constant()) return std::nullopt;
   if (arg.constant().isDouble()) return arg.constant().toDouble();
   if (arg.constant().isInt()) return static_cast<double>(arg.constant().toInt());
   return std::nullopt;
 }
 
-bool is_number(const Node* node, std::string_view name, double wanted) {
-  const Arg* arg = node->try_arg(name);
-  return !arg || (number(*arg) && *number(*arg) == wanted);
-}
-
-PointwiseArg input(int64_t i) { return {PointwiseArg::Input, i, 0}; }
-PointwiseArg step(int64_t i) { return {PointwiseArg::Step, i, 0}; }
-PointwiseStep scale(PointwiseArg a, double f, double b) { return {Kind::Scale, a, {}, f, b}; }
-
-// The scales a unit-scaled node will choose when it runs.
-std::optional<std::vector<double>> scales_of(const Node* node, size_t constrained, std::vector<double> rule) {
+std::optional<std::vector<double>> chosen_scales(const Node* node, size_t constrained, std::vector<double> rule) {
   const Arg* constraint = node->try_arg("constraint");
   std::optional<std::string> name;
   if (constraint && constraint->is_constant() && constraint->constant().isString())
@@ -45,6 +31,19 @@ std::optional<std::vector<double>> scales_of(const Node* node, size_t constraine
   if (name) constraint_name = *name;
   return choose_scales("optimise", explicit_scales, constraint_name, constrained, std::move(rule));
 }
+
+namespace {
+
+using Kind = PointwiseKind;
+
+bool is_number(const Node* node, std::string_view name, double wanted) {
+  const Arg* arg = node->try_arg(name);
+  return !arg || (number_of(*arg) && *number_of(*arg) == wanted);
+}
+
+PointwiseArg input(int64_t i) { return {PointwiseArg::Input, i, 0}; }
+PointwiseArg step(int64_t i) { return {PointwiseArg::Step, i, 0}; }
+PointwiseStep scale(PointwiseArg a, double f, double b) { return {Kind::Scale, a, {}, f, b}; }
 
 const std::unordered_map<std::string_view, Kind>& unary() {
   static const std::unordered_map<std::string_view, Kind> table = {
@@ -84,7 +83,7 @@ std::vector<PointwiseStep> steps_of(const Node* node, bool wide) {
     if (!is_number(node, "alpha", 1)) return {};
     const Arg& other = node->arg("other");
     if (other.is_value()) return {{it->second, input(0), input(1), 1, 1}};
-    if (const auto n = number(other)) return {{it->second, input(0), {PointwiseArg::Number, 0, *n}, 1, 1}};
+    if (const auto n = number_of(other)) return {{it->second, input(0), {PointwiseArg::Number, 0, *n}, 1, 1}};
     return {};
   }
   if (op == "aten::gelu") {
@@ -93,12 +92,12 @@ std::vector<PointwiseStep> steps_of(const Node* node, bool wide) {
     return {};
   }
   if (op == "plumb::scale_fwd" || op == "plumb::scale_bwd") {
-    const auto s = number(node->arg("scale"));
+    const auto s = number_of(node->arg("scale"));
     if (!s) return {};
     return {op == "plumb::scale_fwd" ? scale(input(0), *s, 1) : scale(input(0), 1, *s)};
   }
   if (wide && op == "plumb::residual_add") {
-    const auto tau = number(node->arg("tau"));
+    const auto tau = number_of(node->arg("tau"));
     if (!tau) return {};
     const auto weight = rules::residual(*tau);
     return weighted(weight.residual, 1, weight.skip, 1);
@@ -106,12 +105,12 @@ std::vector<PointwiseStep> steps_of(const Node* node, bool wide) {
   if (!wide || !op.starts_with("plumb::") || !is_number(node, "mult", 1)) return {};
   if (op == "plumb::gelu") {
     const auto kind = gelu_kind(node);
-    const auto s = scales_of(node, 2, rules::gelu(1));
+    const auto s = chosen_scales(node, 2, rules::gelu(1));
     if (kind && s) return scaled_activation(*kind, (*s)[0], (*s)[1]);
   } else if (op == "plumb::silu") {
-    if (const auto s = scales_of(node, 2, rules::silu(1))) return scaled_activation(Kind::Silu, (*s)[0], (*s)[1]);
+    if (const auto s = chosen_scales(node, 2, rules::silu(1))) return scaled_activation(Kind::Silu, (*s)[0], (*s)[1]);
   } else if (op == "plumb::silu_glu") {
-    if (const auto s = scales_of(node, 0, {rules::silu_glu(1)})) {
+    if (const auto s = chosen_scales(node, 0, {rules::silu_glu(1)})) {
       const double f = (*s)[0];
       return {scale(input(1), 1, f),
               {Kind::Silu, step(0), {}, 1, 1},
@@ -120,14 +119,36 @@ std::vector<PointwiseStep> steps_of(const Node* node, bool wide) {
               scale(step(3), f, 1)};
     }
   } else if (op == "plumb::add") {
-    const auto alpha = number(node->arg("alpha"));
-    const auto s = scales_of(node, 3, rules::add(1, 1, false));
+    const auto alpha = number_of(node->arg("alpha"));
+    const auto s = chosen_scales(node, 3, rules::add(1, 1, false));
     if (alpha && s) return weighted((*s)[0], (*s)[1], (*s)[0] * *alpha, (*s)[2] * *alpha);
   }
   return {};
 }
 
 }  // namespace
+
+Saving saving_of(const Node* node, const LoweredNode& lowered) {
+  // These are one pass each way by themselves.
+  if (node->is_op("plumb::add") || node->is_op("plumb::residual_add")) return {1, 2};
+  if (node->is_op("plumb::gelu")) return {0, 1};
+  Saving saving;
+  for (const PointwiseStep& step : lowered.steps) {
+    switch (step.kind) {
+      case Kind::Add:
+      case Kind::Sub:
+      case Kind::Mul:
+      case Kind::Neg:
+      case Kind::Scale: saving += {1, 2}; break;
+      case Kind::Relu: break;  // computed again, which is as much as it saves
+      default: saving += {0, 1};
+    }
+  }
+  // Below 32 bits every step is a call of torch's.
+  const at::ScalarType dtype = node->result()->meta()->dtype;
+  if (dtype != at::kFloat && dtype != at::kDouble) saving.calls = 0;
+  return saving;
+}
 
 std::optional<LoweredNode> lower_pointwise(const Node* node) {
   if (!node->is_call() || node->num_results() != 1 || !node->result()->is_tensor() || !node->result()->meta())

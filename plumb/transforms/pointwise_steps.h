@@ -19,6 +19,23 @@ struct LoweredNode {
 // Nothing for operators that are not pointwise, whose operands differ in shape or dtype, or whose types are not known.
 std::optional<LoweredNode> lower_pointwise(const Node* node);
 
+// What a chain saves for each operator taken into it.
+struct Saving {
+  int calls = 0;   // of operators that are a loop: each takes as long as thousands of elements
+  int passes = 0;  // over memory, in the forward or backward direction
+  Saving& operator+=(const Saving& other) {
+    calls += other.calls, passes += other.passes;
+    return *this;
+  }
+};
+Saving saving_of(const Node* node, const LoweredNode& lowered);
+
+// The scales that a unit-scaled node chooses when it runs, from those given or `rule`; nothing if it is not known.
+std::optional<std::vector<double>> chosen_scales(const Node* node, size_t constrained, std::vector<double> rule);
+
+// A constant number.
+std::optional<double> number_of(const Arg& arg);
+
 // Factors that follow each other become one, factors of one go; `exact`: only where that rounds as before. cheap: of
 // each step, as below.
 void merge_factors(PointwiseProgram& program, std::vector<bool>& cheap, bool exact);

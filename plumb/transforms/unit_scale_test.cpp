@@ -336,14 +336,17 @@ TEST(UnitScale, SeesPackedAndCastWeights) {
 }
 
 TEST(UnitScale, LeavesAConstantWeightAlone) {
-  State state;
-  parameter(state, "w", at::ones({4, 4}));
-  auto scaled = unit_scale(
-      module_of(R"(graph { %x: f32[4, 4] = placeholder "x" %w = get_attr "w" %y = aten::linear(%x, %w) output(%y) })",
-                std::move(state)));
-  EXPECT_TRUE(at::equal(scaled->state().get("w").tensor, at::ones({4, 4})));
-  EXPECT_EQ(scaled->reports.back().find(ReportKind::LeftAlone, "w")->reason,
-            "its standard deviation is no positive number");
+  // The deviation of ten times 0.1 that torch computes is not quite zero.
+  for (const at::Tensor& constant : {at::ones({4, 4}), at::full({10, 4}, 0.1)}) {
+    State state;
+    parameter(state, "w", constant.clone());
+    auto scaled = unit_scale(
+        module_of(R"(graph { %x: f32[4, 4] = placeholder "x" %w = get_attr "w" %y = aten::linear(%x, %w) output(%y) })",
+                  std::move(state)));
+    EXPECT_TRUE(at::equal(scaled->state().get("w").tensor, constant));
+    EXPECT_EQ(scaled->reports.back().find(ReportKind::LeftAlone, "w")->reason,
+              "its standard deviation is no positive number");
+  }
 }
 
 TEST(UnitScale, KeepsParametersOfAGraphCapturedAgain) {

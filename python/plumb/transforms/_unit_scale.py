@@ -199,6 +199,11 @@ def _role(sub: nn.Module, name: str) -> str | None:
     return None
 
 
+def _std(weight: Tensor) -> float:
+    # plumb measures a tensor in one quick pass, on the CPU.
+    return (torch.ops.plumb.tensor_metrics(weight)[2] if weight.is_cpu else weight.std()).item()
+
+
 def _scale_parameters(module: nn.Module, run: _Run) -> None:
     """Scales what its module says is a weight or a bias. The first graph confirms it, or takes it back, or adds to it."""
     names = _names({n: t for n, _, t, _ in state_of(module)})
@@ -217,10 +222,10 @@ def _scale_parameters(module: nn.Module, run: _Run) -> None:
                     tag_parameter(p, kind or ("norm" if isinstance(sub, _NORMS) or p.dim() > 1 else "bias"))
                 if kind == "weight" and p.numel() > 1 and p.is_floating_point():
                     wide = p.detach() if p.dtype == torch.float64 else p.detach().float()
-                    std = 1.0 if p.is_meta else wide.std().item()
+                    std = 1.0 if p.is_meta else _std(wide)
                     if math.isfinite(std) and std > 0:
                         logger.info("unit scaling weight: %s", full)
-                        p.copy_(wide / std)
+                        p.copy_(wide.div(std))
                         run.scaled.update({n: _Parameter("weight", std) for n in names[full]})
                 elif kind == "bias":
                     logger.info("setting bias to zero: %s", full)

@@ -1,4 +1,4 @@
-#include "plumb/pipeline/freed_memory.h"
+#include "plumb/core/freed_memory.h"
 
 #include <cstdlib>
 
