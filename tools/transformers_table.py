@@ -43,6 +43,7 @@ def run(model, args, kwargs, gradients=True):
         return x.detach().clone().requires_grad_(gradients and x.is_floating_point()) if isinstance(x, torch.Tensor) else x
 
     args, kwargs = pytree.tree_map(given, (args, kwargs))
+    model.zero_grad()
     torch.manual_seed(7)
     out = tensors(model(*args, **kwargs))
     roots = [y for y in out if y.requires_grad]
@@ -78,13 +79,20 @@ def tried(function, *args):
 # They set requires_grad of a view of their input themselves, which torch refuses where the input has asked for a gradient.
 NO_INPUT_GRADIENTS = {"wav2vec 2.0", "HuBERT", "WavLM"}
 
+# They keep a table of positions from their first forward, so that the second one is another program.
+RUNS_FIRST = {"BEiT"}
+
 
 def captured(name):
     model, args, kwargs = made(name)
+    if name in RUNS_FIRST:
+        run(model, args, kwargs)
+        model.zero_grad()
     verify = name not in NO_INPUT_GRADIENTS
     expected = run(copy.deepcopy(model), args, kwargs, verify)
     graph = plumb.capture(model, *args, plumb_verify=verify, **kwargs)
-    return same(run(graph, args, kwargs, verify), expected) + ("" if verify else ", not verified")
+    note = ", not verified" if not verify else ", after a first run" if name in RUNS_FIRST else ""
+    return same(run(graph, args, kwargs, verify), expected) + note
 
 
 def cut(name):
