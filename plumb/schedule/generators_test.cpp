@@ -171,7 +171,11 @@ TEST(Generators, AnyTableRoundTripsThroughCsv) {
     for (const Schedule& table : {schedule, lower_schedule(schedule), with_idle_ticks(schedule)}) {
       Schedule read = parse_csv(to_csv(table));
       RC_ASSERT(read.rows == table.rows);
-      RC_ASSERT(read.placement == table.placement);
+      // The way back of a two-way placement shows in rows only if there is a microbatch that takes it.
+      for (int s = 0; s < table.placement.num_stages(); ++s) {
+        for (int m = 0; m < table.num_microbatches; ++m)
+          RC_ASSERT(read.placement.rank_of(s, m) == table.placement.rank_of(s, m));
+      }
       RC_ASSERT(read.num_microbatches == table.num_microbatches);
     }
   }));
