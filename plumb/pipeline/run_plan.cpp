@@ -19,6 +19,30 @@ Schedule compute_only(const Schedule& schedule) {
   return out;
 }
 
+namespace {
+
+void find_those_that_go_back_at_once(std::vector<RunAction>& actions) {
+  int waiting = 0;
+  for (size_t i = 0; i < actions.size(); ++i) {
+    const Action& action = actions[i].action;
+    auto is = [&](size_t later, ActionKind kind) {
+      if (later >= actions.size()) return false;
+      const Action& other = actions[later].action;
+      return other.kind == kind && other.stage == action.stage && other.microbatch == action.microbatch;
+    };
+    if (action.kind == ActionKind::Forward) {
+      const bool whole = is(i + 1, ActionKind::FullBackward) ||
+                         (is(i + 1, ActionKind::BackwardInput) && is(i + 2, ActionKind::BackwardWeight));
+      actions[i].goes_back_at_once = waiting > 0 && whole;
+      ++waiting;
+    } else if (action.kind != ActionKind::BackwardInput) {
+      --waiting;
+    }
+  }
+}
+
+}  // namespace
+
 RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank,
                  const std::vector<std::vector<bool>>& copy_peers) {
   RunPlan plan;
@@ -79,6 +103,7 @@ RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wirin
     const bool adds = run->action.kind == ActionKind::FullBackward || run->action.kind == ActionKind::BackwardWeight;
     run->completes_gradients = adds && seen.insert(run->action.stage).second;
   }
+  find_those_that_go_back_at_once(plan.actions);
   return plan;
 }
 

@@ -17,6 +17,9 @@ struct RunAction {
   // message, or -1 where the other stage is on this rank.
   std::vector<int> receives, sends;
   bool completes_gradients = false;  // of its stage: no later action adds to them
+  // A forward whose whole backward is what comes next, while other microbatches wait on this rank: what it would free
+  // for that moment is little beside what those hold.
+  bool goes_back_at_once = false;
 };
 
 struct RunPlan {

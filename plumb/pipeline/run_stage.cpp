@@ -135,7 +135,8 @@ void Pipeline::State::forward(const RunAction& run, LocalStage& stage, Slot& slo
                                      first + m);
   }
   std::optional<CheapRecompute> recompute;
-  if (training && stage.function->recompute == Recompute::Cheap && stage.recomputed.differing == 0) {
+  if (training && !run.goes_back_at_once && stage.function->recompute == Recompute::Cheap &&
+      stage.recomputed.differing == 0) {
     recompute.emplace(/*check=*/!std::exchange(stage.recompute_checked, true));
   }
   Tensors outputs = stage.function->run(in, m);

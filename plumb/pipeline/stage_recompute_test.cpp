@@ -5,8 +5,11 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/live_bytes.h"
+#include "plumb/pipeline/run_plan.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/pipeline/stage_backward.h"
+#include "plumb/pipeline/wiring.h"
+#include "plumb/schedule/generators.h"
 
 namespace plumb {
 namespace {
@@ -154,6 +157,24 @@ TEST(StageRecompute, AReportIsOfAStageOfThisRank) {
   const Pipeline pipeline(PipelineLayout::chain(1), parse_csv("0F0,0B0\n"), stages, {}, options);
   EXPECT_TRUE(pipeline.recomputed(0).by_operator.empty()) << "nothing ran";
   EXPECT_THROW(pipeline.recomputed(1), Error);
+}
+
+// How many forwards of every stage keep everything because they go back at once while others wait.
+std::vector<int> kept_whole(const std::string& name, int rank) {
+  const Schedule schedule = compute_only(make_schedule(name, 2, 8));
+  const int stages = schedule.num_stages();
+  std::vector<int> kept(static_cast<size_t>(stages));
+  for (const RunAction& run : plan_run(schedule, connect_stages(PipelineLayout::chain(stages)), rank, {}).actions)
+    kept[static_cast<size_t>(run.action.stage)] += run.goes_back_at_once;
+  return kept;
+}
+
+TEST(StageRecompute, LeavesAMicrobatchWholeThatGoesBackAtOnceWhileOthersWait) {
+  EXPECT_EQ(kept_whole("ZBVZeroBubble", 0), (std::vector<int>{0, 0, 0, 8}));
+  EXPECT_EQ(kept_whole("ZBVZeroBubble", 1), (std::vector<int>{0, 0, 0, 0}));
+  // The only one there is what its rank's memory is made of.
+  EXPECT_EQ(kept_whole("1F1B", 1), (std::vector<int>{0, 0}));
+  EXPECT_EQ(kept_whole("1F1B", 0), (std::vector<int>{0, 0}));
 }
 
 }  // namespace
