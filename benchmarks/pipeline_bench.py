@@ -1,4 +1,5 @@
-"""The pipeline beside torch's own, in one run: halves of a stage's backward, cost of an action, a GPT over two processes.
+"""The pipeline beside torch's own, in one run: cutting a model, halves of a stage's backward, cost of an action, a
+GPT over two processes.
 
 One thread a process. Backwards are timed by the thread's own processor time; steps over processes by the clock, plumb and
 torch in turn, best and median, so other work on the machine shows in all of them. Peaks of allocations are exact: every
@@ -217,6 +218,26 @@ def run(what: str, name: str = "", steps: int = 10, ranks: int = 2, **more: str)
     return results
 
 
+def cutting(rounds: int) -> None:
+    print(f"\n`pipeline()` on a GPT of {LAYERS} layers, in two stages: milliseconds of the first call and of later ones:")
+    import plumb.pipelining as ours
+    import torch.distributed.pipelining as theirs
+
+    ids = torch.randint(VOCABULARY, (ROWS, SEQUENCE))
+    times: dict[str, list[float]] = {"plumb": [], "torch": []}
+    for _ in range(rounds):
+        for name, library in (("plumb", ours), ("torch", theirs)):
+            model = Part(0, LAYERS)  # torch cuts a model once: its marks stay
+            start = time.perf_counter()
+            library.pipeline(model, (ids,), split_spec={f"blocks.{LAYERS // 2}": library.SplitPoint.BEGINNING})
+            times[name].append((time.perf_counter() - start) * 1e3)
+    rows = []
+    for name, (first, *later) in times.items():
+        bar = verdict(statistics.median(later), 60, " ms") if name == "plumb" else ""
+        rows.append([name, f"{first:.0f}", f"{min(later):.0f}", f"{statistics.median(later):.0f}", bar])
+    table(["", "first", "best", "median", "bar"], rows)
+
+
 def backward_halves() -> None:
     print("\nInput half and weight half of a stage's backward against the whole (4 transformer layers, one process):")
     rows = []
@@ -331,7 +352,9 @@ def main() -> None:
         child(sys.argv[1], sys.argv[2], int(sys.argv[3]))
         return
     torch.set_num_threads(1)
-    parts = [a for a in sys.argv[1:] if a not in (*TORCH, *ONLY_PLUMB)] or ["backward", "actions", "gpt"]
+    parts = [a for a in sys.argv[1:] if a not in (*TORCH, *ONLY_PLUMB)] or ["cutting", "backward", "actions", "gpt"]
+    if "cutting" in parts:
+        cutting(rounds=11)
     if "backward" in parts:
         backward_halves()
     if "actions" in parts:
