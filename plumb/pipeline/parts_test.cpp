@@ -312,7 +312,7 @@ Role codes_role("codes", [] {
 });
 
 TEST(Launch, GivesEveryExitCodeAndEndsTheRest) {
-  auto run = run_role("codes", 3, {}, std::chrono::milliseconds(300));
+  auto run = run_role("codes", 3, {}, std::chrono::seconds(2));
   EXPECT_EQ(run.result.exit_code(), 7);
   EXPECT_EQ(run.result.first_failed, 1);
   EXPECT_EQ(run.result.processes[0].exit_code, 0);
