@@ -22,7 +22,7 @@ Schedule compute_only(const Schedule& schedule) {
 namespace {
 
 void find_those_that_go_back_at_once(std::vector<RunAction>& actions) {
-  int waiting = 0;
+  std::map<int, int> waiting;  // forwards by microbatch
   for (size_t i = 0; i < actions.size(); ++i) {
     const Action& action = actions[i].action;
     auto is = [&](size_t later, ActionKind kind) {
@@ -33,10 +33,11 @@ void find_those_that_go_back_at_once(std::vector<RunAction>& actions) {
     if (action.kind == ActionKind::Forward) {
       const bool whole = is(i + 1, ActionKind::FullBackward) ||
                          (is(i + 1, ActionKind::BackwardInput) && is(i + 2, ActionKind::BackwardWeight));
-      actions[i].goes_back_at_once = waiting > 0 && whole;
-      ++waiting;
-    } else if (action.kind != ActionKind::BackwardInput) {
-      --waiting;
+      const bool others = waiting.size() > waiting.count(action.microbatch);
+      actions[i].goes_back_at_once = others && whole;
+      ++waiting[action.microbatch];
+    } else if (action.kind != ActionKind::BackwardInput && --waiting[action.microbatch] == 0) {
+      waiting.erase(action.microbatch);
     }
   }
 }
