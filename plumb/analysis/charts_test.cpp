@@ -8,6 +8,7 @@
 #include "plumb/analysis/svg.h"
 #include "plumb/core/error.h"
 #include "plumb/schedule/generators.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
@@ -42,15 +43,6 @@ void expect_well_formed(const std::string& xml) {
   EXPECT_TRUE(open.empty());
   EXPECT_THAT(xml, Not(HasSubstr("=\"nan")));
   EXPECT_THAT(xml, Not(HasSubstr("=\"inf")));
-}
-
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
 }
 
 TEST(Svg, EscapesWhatXmlCannotHold) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "plumb/core/error.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
@@ -16,16 +17,6 @@ TensorMeta f32(std::vector<int64_t> sizes) {
   m.sizes = std::move(sizes);
   m.strides = contiguous_strides(m.sizes);
   return m;
-}
-
-template <typename F>
-std::string error_of(F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
 }
 
 TEST(Graph, FillsInTheSchemasDefaults) {
@@ -42,10 +33,10 @@ TEST(Graph, FillsInTheSchemasDefaults) {
 TEST(Graph, RefusesArgumentsThatDoNotFitTheSchema) {
   Graph g;
   Value* x = g.placeholder("x")->result();
-  EXPECT_THAT(error_of([&] { g.call("aten::relu", {x, x}); }), HasSubstr("takes 1 arguments, got 2"));
-  EXPECT_THAT(error_of([&] { g.call("aten::sum.dim_IntList", {x, "three"}); }), HasSubstr("argument 'dim'"));
-  EXPECT_THAT(error_of([&] { g.call("aten::linear", {x}); }), HasSubstr("argument 'weight' is missing"));
-  EXPECT_THAT(error_of([&] { g.call("aten::add.Tensr", {x, x}); }), HasSubstr("one of its overloads"));
+  EXPECT_THAT(message_of([&] { g.call("aten::relu", {x, x}); }), HasSubstr("takes 1 arguments, got 2"));
+  EXPECT_THAT(message_of([&] { g.call("aten::sum.dim_IntList", {x, "three"}); }), HasSubstr("argument 'dim'"));
+  EXPECT_THAT(message_of([&] { g.call("aten::linear", {x}); }), HasSubstr("argument 'weight' is missing"));
+  EXPECT_THAT(message_of([&] { g.call("aten::add.Tensr", {x, x}); }), HasSubstr("one of its overloads"));
   EXPECT_EQ(x->uses().size(), 0u) << "a refused call leaves no uses behind";
 }
 
@@ -106,7 +97,7 @@ TEST(Graph, RefusesToEraseWhatIsUsed) {
   Value* x = g.placeholder("x")->result();
   Node* relu = g.call("aten::relu", {x});
   g.output({relu->result()});
-  EXPECT_THAT(error_of([&] { g.erase(relu); }), HasSubstr("%relu is used by the output node"));
+  EXPECT_THAT(message_of([&] { g.erase(relu); }), HasSubstr("%relu is used by the output node"));
 }
 
 TEST(Graph, GivesEveryElementOfAReturnedListAValue) {
@@ -115,7 +106,7 @@ TEST(Graph, GivesEveryElementOfAReturnedListAValue) {
   Node* split = g.call("aten::split.Tensor", {x, 2}, {3});
   EXPECT_EQ(split->num_results(), 3u);
   EXPECT_THAT(split->result_layout(), ElementsAre(3));
-  EXPECT_THAT(error_of([&] { g.call("aten::split.Tensor", {x, 2}); }), HasSubstr("returns a list"));
+  EXPECT_THAT(message_of([&] { g.call("aten::split.Tensor", {x, 2}); }), HasSubstr("returns a list"));
 }
 
 TEST(Graph, KnowsWhatANodeWrites) {
@@ -155,7 +146,7 @@ TEST(Graph, ClonesIntoAnEqualGraphOfItsOwn) {
 TEST(Lint, FindsAMissingOutput) {
   Graph g;
   g.placeholder("x");
-  EXPECT_THAT(error_of([&] { lint(g); }), HasSubstr("no output node"));
+  EXPECT_THAT(message_of([&] { lint(g); }), HasSubstr("no output node"));
 }
 
 TEST(Lint, FindsAUseBeforeItsProducer) {
@@ -165,7 +156,7 @@ TEST(Lint, FindsAUseBeforeItsProducer) {
   Node* b = g.call("aten::neg", {a->result()});
   g.output({b->result()});
   g.move_before(b, a);
-  EXPECT_THAT(error_of([&] { lint(g); }), HasSubstr("uses %relu before it is produced"));
+  EXPECT_THAT(message_of([&] { lint(g); }), HasSubstr("uses %relu before it is produced"));
 }
 
 TEST(Graph, IsBuiltCheckedPrintedAndParsedAtAHundredThousandNodes) {

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include "plumb/core/error.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
@@ -45,16 +46,6 @@ struct Cut {
     return values[0].toTensor();
   }
 };
-
-template <typename F>
-std::string message_of(const F& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
-}
 
 TEST(Recut, GivesAStageAGraphForSizesThatItsInputsDoNotShow) {
   const Cut cut;

@@ -13,22 +13,13 @@
 #include "plumb/pipeline/timeline.h"
 #include "plumb/pipeline/transport.h"
 #include "plumb/pipeline/wiring.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
 
 using namespace testing_processes;
 using testing::HasSubstr;
-
-template <typename F>
-std::string message_of(const F& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
-}
 
 std::optional<RankEnvironment> discover(std::map<std::string, std::string> variables) {
   return discover_ranks([&](const std::string& name) -> std::optional<std::string> {

@@ -8,6 +8,7 @@
 #include "plumb/pipeline/processes_test.h"
 #include "plumb/pipeline/test_models.h"
 #include "plumb/schedule/generators.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
@@ -272,16 +273,6 @@ TEST(Pipeline, OneProcessEqualsEagerUnderEverySchedule) {
       expect_equal_values(train_pipeline(m, schedule, {}, 3), train_eager(m, 4, 3), name + ", " + model);
     }
   }
-}
-
-template <typename F>
-std::string message_of(const F& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
 }
 
 std::map<int, std::shared_ptr<StageFunction>> all_stages(const TestModel& model) {

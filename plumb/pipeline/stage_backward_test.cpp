@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include "plumb/core/error.h"
+#include "tests/message_of.h"
 
 // Outside plumb's namespace, as a user's own function is.
 namespace elsewhere {
@@ -376,16 +377,6 @@ TEST(StageBackward, GivesOnesToALossWithoutGradient) {
   InputBoundary boundary({at::randn({8})}, {true});
   auto grads = stage_backward({(boundary.inputs()[0] * w).sum()}, {}, boundary);
   EXPECT_TRUE(at::equal(grads[0], w));
-}
-
-template <typename F>
-std::string message_of(const F& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
 }
 
 TEST(StageBackward, NamesAWrongGradient) {

@@ -12,6 +12,7 @@
 #include "plumb/recording/recorder.h"
 #include "plumb/transforms/test_models.h"
 #include "plumb/transforms/track_scales.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
@@ -20,15 +21,6 @@ namespace fs = std::filesystem;
 using testing::AllOf;
 using testing::HasSubstr;
 using namespace testing_models;
-
-std::string message_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
-}
 
 std::string slurp(const fs::path& path) {
   std::ifstream in(path, std::ios::binary);

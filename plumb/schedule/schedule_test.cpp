@@ -9,21 +9,13 @@
 #include "plumb/core/error.h"
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/generators.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-std::string error_of(auto&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 TEST(Action, TextRoundTripsForEveryKind) {
   for (const char* text : {"2F0", "1I3", "0W3", "0B1", "1SEND_F2", "2RECV_F2", "1SEND_B2", "0RECV_B2", "3UNSHARD",
@@ -51,20 +43,20 @@ TEST(Action, AnOverlappedPairHasTwoParts) {
 }
 
 TEST(Action, RefusesEverythingElseAndSaysWhy) {
-  EXPECT_THAT(error_of([] { parse_action("2Q0"); }), HasSubstr("'Q' is no kind of action"));
-  EXPECT_THAT(error_of([] { parse_action("F0"); }), HasSubstr("the stage is missing"));
-  EXPECT_THAT(error_of([] { parse_action("2F"); }), HasSubstr("the microbatch is missing"));
-  EXPECT_THAT(error_of([] { parse_action("2F0x"); }), HasSubstr("'x' does not belong there"));
-  EXPECT_THAT(error_of([] { parse_action("2UNSHARD1"); }), HasSubstr("'1' does not belong there"));
-  EXPECT_THAT(error_of([] { parse_action("0RECV_F1"); }), HasSubstr("stage 0 has no stage before it"));
-  EXPECT_THAT(error_of([] { parse_action("99999999999F0"); }), HasSubstr("the stage is too large"));
-  EXPECT_THAT(error_of([] { parse_action("2000000000F0"); }), HasSubstr("the stage is too large"));
-  EXPECT_THAT(error_of([] { parse_action("-1F0"); }), HasSubstr("the stage is missing"));
-  EXPECT_THAT(error_of([] { parse_action("2f0"); }), HasSubstr("'f' is no kind of action"));
-  EXPECT_THAT(error_of([] { parse_action("(0F5;7B2"); }), HasSubstr("not closed"));
-  EXPECT_THAT(error_of([] { parse_action("(7B2;0F5)OVERLAP_F_B"); }), HasSubstr("a forward, then a backward"));
-  EXPECT_THAT(error_of([] { parse_action("((0F1;1B1);7B2)OVERLAP_F_B"); }), HasSubstr("is not an action"));
-  EXPECT_THAT(error_of([] { parse_action("0OVERLAP_F_B1"); }), HasSubstr("in a bracket"));
+  EXPECT_THAT(message_of([] { parse_action("2Q0"); }), HasSubstr("'Q' is no kind of action"));
+  EXPECT_THAT(message_of([] { parse_action("F0"); }), HasSubstr("the stage is missing"));
+  EXPECT_THAT(message_of([] { parse_action("2F"); }), HasSubstr("the microbatch is missing"));
+  EXPECT_THAT(message_of([] { parse_action("2F0x"); }), HasSubstr("'x' does not belong there"));
+  EXPECT_THAT(message_of([] { parse_action("2UNSHARD1"); }), HasSubstr("'1' does not belong there"));
+  EXPECT_THAT(message_of([] { parse_action("0RECV_F1"); }), HasSubstr("stage 0 has no stage before it"));
+  EXPECT_THAT(message_of([] { parse_action("99999999999F0"); }), HasSubstr("the stage is too large"));
+  EXPECT_THAT(message_of([] { parse_action("2000000000F0"); }), HasSubstr("the stage is too large"));
+  EXPECT_THAT(message_of([] { parse_action("-1F0"); }), HasSubstr("the stage is missing"));
+  EXPECT_THAT(message_of([] { parse_action("2f0"); }), HasSubstr("'f' is no kind of action"));
+  EXPECT_THAT(message_of([] { parse_action("(0F5;7B2"); }), HasSubstr("not closed"));
+  EXPECT_THAT(message_of([] { parse_action("(7B2;0F5)OVERLAP_F_B"); }), HasSubstr("a forward, then a backward"));
+  EXPECT_THAT(message_of([] { parse_action("((0F1;1B1);7B2)OVERLAP_F_B"); }), HasSubstr("is not an action"));
+  EXPECT_THAT(message_of([] { parse_action("0OVERLAP_F_B1"); }), HasSubstr("in a bracket"));
 }
 
 TEST(Placement, LoopsAndVs) {
@@ -72,7 +64,7 @@ TEST(Placement, LoopsAndVs) {
   EXPECT_THAT(v_placement(3).ranks, ElementsAre(0, 1, 2, 2, 1, 0));
   EXPECT_THAT(v_placement(2, 3).ranks, ElementsAre(0, 1, 1, 0, 0, 1));
   EXPECT_THAT(v_placement(3).stages_of(1), ElementsAre(1, 4));
-  EXPECT_THAT(error_of([] { loop_placement(0, 2); }), HasSubstr("at least one rank"));
+  EXPECT_THAT(message_of([] { loop_placement(0, 2); }), HasSubstr("at least one rank"));
 }
 
 TEST(Csv, RoundTripsWithIdleCells) {
@@ -91,20 +83,20 @@ TEST(Csv, SkipsCommentsAndBlankLinesAndTakesAnyLineEnd) {
 }
 
 TEST(Csv, ErrorsNameLineRankAndColumn) {
-  std::string message = error_of([] { parse_csv("# head\n0F0,0B0\n1F0,1X0\n", "a.csv"); });
+  std::string message = message_of([] { parse_csv("# head\n0F0,0B0\n1F0,1X0\n", "a.csv"); });
   EXPECT_THAT(message, HasSubstr("'1X0' is not an action"));
   EXPECT_THAT(message, HasSubstr("a.csv, line 3 (rank 1), column 2"));
 }
 
 TEST(Csv, ANumberBeyondTheTableSizesNothing) {
-  EXPECT_THAT(error_of([] { parse_csv("0F0,0F900000000,0B0\n"); }), HasSubstr("names number 900000000"));
-  EXPECT_THAT(error_of([] { parse_csv("0F0,900000000REDUCE_GRAD,0B0\n"); }), HasSubstr("rank 0, column 2"));
+  EXPECT_THAT(message_of([] { parse_csv("0F0,0F900000000,0B0\n"); }), HasSubstr("names number 900000000"));
+  EXPECT_THAT(message_of([] { parse_csv("0F0,900000000REDUCE_GRAD,0B0\n"); }), HasSubstr("rank 0, column 2"));
 }
 
 TEST(Csv, EmptyTablesAreErrors) {
-  EXPECT_THAT(error_of([] { parse_csv(""); }), HasSubstr("no rows"));
-  EXPECT_THAT(error_of([] { parse_csv("# nothing\n"); }), HasSubstr("no rows"));
-  EXPECT_THAT(error_of([] { parse_csv("0UNSHARD,0RESHARD\n"); }), HasSubstr("computes nothing"));
+  EXPECT_THAT(message_of([] { parse_csv(""); }), HasSubstr("no rows"));
+  EXPECT_THAT(message_of([] { parse_csv("# nothing\n"); }), HasSubstr("no rows"));
+  EXPECT_THAT(message_of([] { parse_csv("0UNSHARD,0RESHARD\n"); }), HasSubstr("computes nothing"));
 }
 
 TEST(Csv, FilesRoundTripAndMissingOnesAreNamed) {
@@ -115,7 +107,7 @@ TEST(Csv, FilesRoundTripAndMissingOnesAreNamed) {
   EXPECT_EQ(read.rows, schedule.rows);
   EXPECT_EQ(read.placement, schedule.placement);
   std::filesystem::remove(path);
-  EXPECT_THAT(error_of([&] { read_csv(path); }), HasSubstr("plumb_schedule_test.csv"));
+  EXPECT_THAT(message_of([&] { read_csv(path); }), HasSubstr("plumb_schedule_test.csv"));
 }
 
 TEST(Ticks, IdleEntriesShowWaiting) {

@@ -8,6 +8,7 @@ import torch
 from plumb.pipelining import PipelineStage
 from plumb.pipelining._backward import stage_backward_input, stage_backward_weight
 from plumb.pipelining.schedules import get_schedule_class
+from test_pipelining_backward import Square
 from test_pipelining_run import MSE, batch, grads, same
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -33,19 +34,6 @@ class Layer(nn.Module):
     def forward(self, x):
         self.runs += 1
         return x + self.down(self.dropout(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return (x @ w) ** 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        inner = grad * 2 * (x @ w)
-        return inner @ w.t(), x.t() @ inner
 
 
 class Plain(nn.Module):

@@ -8,20 +8,12 @@ import ranks
 import torch
 from plumb.pipelining import PipelineStage
 from plumb.pipelining.schedules import get_schedule_class
+from test_pipelining_run import Block
 from torch import nn
 
 import plumb
 
 STATISTICS = ("mean_abs", "abs_mean", "std", "abs_max", "abs_min", "numel", "nan_count", "zero_count")
-
-
-class Block(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
 
 
 def made(count):

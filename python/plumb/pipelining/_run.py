@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._C import Error
-from ._data_parallel import reduction_of, replicas_of
+from ._data_parallel import replicas_of
 from ._step_gradients import names_of
 from ._values import accepted, detached, pack, unpack
 from .stage import _PipelineStageBase
@@ -65,10 +65,8 @@ class _LocalStage:
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         index = self._stage.stage_index
-        reduction = reduction_of(self._stage.submod)
-        owned = reduction.owned() if reduction is not None else ()
-        named = self._stage.named_parameters()
-        return [(self._names.get(id(p), f"stage {index}: {name}"), p) for name, p in named if id(p) not in owned]
+        named = self._stage.summed_parameters()
+        return [(self._names.get(id(p), f"stage {index}: {name}"), p) for name, p in named]
 
     def run(self, inputs: list[torch.Tensor | None], microbatch: int) -> list[torch.Tensor | None]:
         step, stage = self._run.current, self._stage

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from .._C import Error
-from ._data_parallel import reduction_of
 from ._messages import TAG_OF_COPIES, Receive, Send, Values, _batch_p2p, _wait_batch_p2p
 
 Gradients = dict[str, "torch.Tensor | None"]
@@ -36,9 +35,7 @@ class StageGradients:
     """Of one stage. While a step runs, `.grad` is the step's own within `adding` and `complete`, and else unset."""
 
     def __init__(self, stage: Any, order: list[int]):
-        reduction = reduction_of(stage.submod)
-        owned = reduction.owned() if reduction is not None else set()
-        self.parameters = {n: p for n, p in stage.named_parameters() if p.requires_grad and id(p) not in owned}
+        self.parameters = {name: p for name, p in stage.summed_parameters() if p.requires_grad}
         self._order = sorted(order)  # microbatches, as they are added up
         self.own: Gradients = dict.fromkeys(self.parameters)
         self._before = {name: p.grad for name, p in self.parameters.items()}

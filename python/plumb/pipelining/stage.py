@@ -120,6 +120,12 @@ class _PipelineStageBase(ChunkSteps):
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return list(self.submod.named_parameters()) if isinstance(self.submod, torch.nn.Module) else []
 
+    def summed_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Those whose gradients a step adds up: all but the ones that a sharded module keeps for itself."""
+        reduction = self.reduction or reduction_of(self.submod)
+        owned = reduction.owned() if reduction is not None else ()
+        return [(name, p) for name, p in self.named_parameters() if id(p) not in owned]
+
 
 class PipelineStage(_PipelineStageBase):
     """A module as a stage of a pipeline whose stages follow each other.
