@@ -97,6 +97,12 @@ class StepByStep:
         self._messages = {
             (part.stage_index, part.computation_type) for part in self.row if part.computation_type not in REPLACEABLE
         }
+        # By stage: the microbatches of this rank, in the order in which the table makes their weights' gradients.
+        self._microbatches: dict[int, list[int]] = {index: [] for index in self.stages}
+        for action in self.row:
+            for part in action.sub_actions or (action,):
+                if part.computation_type in (FULL_BACKWARD, BACKWARD_WEIGHT):
+                    self._microbatches.setdefault(part.stage_index, []).append(part.microbatch_index)
         self._sent: list[list] = []
         self._prepared = False
         self._copies: Copies | None = None
@@ -146,21 +152,12 @@ class StepByStep:
                 stage._begin_chunks()
 
     # --- gradients ---
-    def _microbatches(self, stage: int) -> list[int]:
-        """Of this rank, in the order in which the table makes their weights' gradients."""
-        return [
-            part.microbatch_index
-            for action in self.row
-            for part in action.sub_actions or (action,)
-            if part.stage_index == stage and part.computation_type in (FULL_BACKWARD, BACKWARD_WEIGHT)
-        ]
-
     def _hold_gradients(self) -> None:
         for stage in self.stages.values():
             stage.hold_gradients()
         if self._copies is None:
             self._copies = Copies(list(self.stages.values()))
-        self._gradients = {i: StageGradients(stage, self._microbatches(i)) for i, stage in self.stages.items()}
+        self._gradients = {i: StageGradients(stage, self._microbatches[i]) for i, stage in self.stages.items()}
 
     def _complete_gradients(self) -> None:
         """The end of a step: copies are summed before anything is made of their sums."""
@@ -335,7 +332,7 @@ class StepByStep:
 
     def _count(self, stage: int) -> bool:
         self.schedule.backward_counter[stage] += 1
-        return self.schedule.backward_counter[stage] == len(self._microbatches(stage))
+        return self.schedule.backward_counter[stage] == len(self._microbatches[stage])
 
     # --- messages that the table has no action for: skip connections beside neighbours of one rank ---
     def _receive_what_no_action_does(self, part: _Action) -> None:

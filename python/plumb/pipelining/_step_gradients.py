@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ class StageGradients:
 
     def __init__(self, stage: Any, order: list[int]):
         self.parameters = {name: p for name, p in stage.summed_parameters() if p.requires_grad}
-        self._order = sorted(order)  # microbatches, as they are added up
+        self._order = deque(sorted(order))  # microbatches still to come, as they are added up
         self.own: Gradients = dict.fromkeys(self.parameters)
         self._before = {name: p.grad for name, p in self.parameters.items()}
         self._early: dict[int, Gradients] = {}
@@ -68,9 +69,10 @@ class StageGradients:
             self._early[microbatch] = self._take()
             return
         self.own = self._take()
-        self._order = [m for m in self._order if m != microbatch]
+        if self._order and self._order[0] == microbatch:
+            self._order.popleft()
         while self._order and self._order[0] in self._early:
-            self._add(self._early.pop(self._order.pop(0)))
+            self._add(self._early.pop(self._order.popleft()))
 
     @contextlib.contextmanager
     def complete(self) -> Iterator[None]:
