@@ -1,4 +1,4 @@
-// Graph -> text. parse.cpp is its inverse; the grammar is in docs/design.md.
+// Graph -> text. parse.cpp is its inverse; the grammar is in docs/design/graph.md.
 #include <charconv>
 
 #include "plumb/graph/graph.h"
