@@ -18,7 +18,7 @@ from . import _C
 from ._calls import here
 from ._questions import is_check, watched_tensors
 from ._replace import replaced
-from ._state import BUFFER, CONSTANT, PARAMETER, state_of, sync_state
+from ._state import BUFFER, put_state, state_of, sync_state
 from ._trees import flatten_inputs, flatten_output
 from ._untouched import Untouched, refuse_modules
 
@@ -289,9 +289,16 @@ def signature(leaves: list) -> tuple:
 
 
 def _member(module: nn.Module, name: str) -> Tensor:
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module
+    *path, leaf = name.split(".")
+    for part in path:
+        module = module._modules[part]
+    return module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
+
+
+@torch._dynamo.assume_constant_result
+def _make_fx(module: GraphModule) -> tuple[str, ...]:
+    """Makes the module's torch.fx graph, which Dynamo cannot follow; answers the names of the tensors that it takes."""
+    return tuple(module.to_fx().attributes)
 
 
 class GraphModule(nn.Module):
@@ -320,28 +327,9 @@ class GraphModule(nn.Module):
         self.notes = notes
         self.__dict__["_fx"] = None
         self._register()
-        self._prepare_fx()
 
     def _register(self) -> None:
-        self.__dict__["_slots"] = slots = []
-        for name, kind, tensor, persistent in self._engine.state():
-            if kind == CONSTANT:
-                continue
-            owner: nn.Module = self
-            *path, leaf = name.split(".")
-            for part in path:
-                if part not in owner._modules:
-                    owner.add_module(part, nn.Module())
-                owner = owner._modules[part]
-            if kind == PARAMETER:
-                if not isinstance(tensor, nn.Parameter):
-                    owner._parameters[leaf] = tensor
-                else:
-                    owner.register_parameter(leaf, tensor)
-                slots.append((owner._parameters, leaf, name, tensor))
-            else:
-                owner.register_buffer(leaf, tensor, persistent=persistent)
-                slots.append((owner._buffers, leaf, name, tensor))
+        self.__dict__["_slots"] = put_state(self, self._engine.state())
         leaves = self._in_spec.num_leaves
         # Older torch has the list alone, newer torch warns about it.
         args, kwargs = self._in_spec.children() if hasattr(self._in_spec, "children") else self._in_spec.children_specs
@@ -393,16 +381,11 @@ class GraphModule(nn.Module):
             self.__dict__["_fx"] = to_fx(self)  # no submodule: names and state_dict stay as they are
         return self.__dict__["_fx"]
 
-    def _prepare_fx(self) -> None:
-        """torch.compile cannot trace the making of it, so it is there before; very large graphs make it on demand."""
-        if len(self.graph) <= 10_000:
-            with contextlib.suppress(RuntimeError, AttributeError):  # nested graphs, operators of no Python namespace
-                self.to_fx()
-
     def _fx_forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = self._leaves(args, kwargs)
-        gm = self.to_fx()
-        state = [_member(self, name) for name in gm.attributes]
+        names = _make_fx(self)
+        gm = self.__dict__["_fx"]
+        state = [_member(self, name) for name in names]
         out = gm(*state, *[x for x in leaves if isinstance(x, Tensor)])
         return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
 
@@ -424,7 +407,6 @@ class GraphModule(nn.Module):
         self._parameters.clear()
         self._buffers.clear()
         self._register()
-        self._prepare_fx()
 
 
 def _as_captured(tensor: Tensor) -> Tensor:

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from . import _C
 from ._capture import GraphModule
 from ._state import PARAMETER, sync_state
+from ._trees import load_spec
 
 _IN_A_FILE = (int, float, bool, str, type(None))
 
 
 def _spec(text: str, module: str) -> Any:
     try:
-        return pytree.treespec_loads(text)
+        return load_spec(text)
     except Exception as error:
         raise _C.Error(
             f"{module}: its inputs or outputs are of a type that this process does not know: {error}\n"
@@ -35,8 +35,7 @@ def load_pt2(path: str | os.PathLike, device: torch.device | str | None = None) 
 
     Raises :class:`plumb.Error` naming the file, the place in it and the remedy.
     """
-    path = os.fspath(path)
-    engine, program = _C.load_pt2(path, None if device is None else torch.device(device))
+    engine, program = _C.load_pt2(os.fsencode(path), None if device is None else torch.device(device))
     parameters: dict[int, nn.Parameter] = {}  # by tensor: a tied one is one
     state = engine.state()  # held, so that no id is used twice
     for name, kind, tensor, _ in state:
@@ -44,7 +43,7 @@ def load_pt2(path: str | os.PathLike, device: torch.device | str | None = None) 
             if id(tensor) not in parameters:
                 parameters[id(tensor)] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
             engine.set_state(name, parameters[id(tensor)])
-    in_spec, out_spec = (_spec(text, path) for text in engine.specs())
+    in_spec, out_spec = (_spec(text, os.fsdecode(path)) for text in engine.specs())
     return GraphModule(engine, in_spec, out_spec, None, [None] * out_spec.num_leaves, [], program)
 
 
@@ -70,4 +69,4 @@ def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:
                     f"  try: a tensor, a number, a string or None as {what}"
                 )
     sync_state(module._engine, module._slots)
-    _C.save_pt2(module._engine, module._program, inputs, module._plain_outputs, os.fspath(path))
+    _C.save_pt2(module._engine, module._program, inputs, module._plain_outputs, os.fsencode(path))

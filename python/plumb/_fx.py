@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
+import functools
+import keyword
+import linecache
 import operator
 import re
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from . import _C  # noqa: F401  (registers the operators)
+from ._C import Error
 from ._state import CONSTANT
 
 # They measure and check when a compiled program runs, and nobody uses what they return.
 for _effect in ("track_traced", "guard_equal", "guard_check", "guard_value", "guard_answer", "guard_size"):
     fx.node.has_side_effect(getattr(torch.ops.plumb, _effect).default)
+
+
+# torch.fx writes names into source that it runs, and escapes none of them. Names may come from a file.
+_OUTSIDE_OF_WORDS = re.compile(r"[^0-9A-Za-z_]")
+_OUTSIDE_OF_PATHS = re.compile(r"[^0-9A-Za-z_.@+ -]")
+
+
+def placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """An input of a graph under this name, or the nearest one that a Python argument may have there."""
+    word = _OUTSIDE_OF_WORDS.sub("_", name)
+    node = graph.placeholder(f"x_{word}" if word in ("", "self") else word)
+    node.target = node.name  # torch.fx has made it the one of a free variable
+    return node
+
+
+def path(name: str) -> str:
+    """A dotted name as torch.fx may write it between quotes."""
+    return _OUTSIDE_OF_PATHS.sub("_", name)
+
+
+@functools.cache
+def _taken() -> frozenset[str]:
+    return frozenset(dir(graph_module(nn.Module(), fx.Graph())))
+
+
+def attribute_targets(names: Iterable[str]) -> dict[str, str]:
+    """By name of a tensor, the one that it may have in a `torch.fx.GraphModule`: its own wherever that can be."""
+    found = dict.fromkeys(names)
+    for i, name in enumerate(found):
+        parts = name.split(".")
+        target = name
+        if path(name) != name or parts[0] in _taken() or any(map(keyword.iskeyword, parts)):
+            target = f"p_{i}"
+            while target in found:
+                target += "_"
+        found[name] = target
+    return found
+
+
+def _forget(key: str) -> None:
+    fx.graph_module._loader.eval_cache.pop(key, None)
+    linecache.cache.pop(key, None)
+
+
+def graph_module(root: nn.Module, graph: fx.Graph, class_name: str = "GraphModule") -> fx.GraphModule:
+    """A `torch.fx.GraphModule` whose source, which torch would keep for ever, goes when it goes."""
+    made = fx.GraphModule(root, graph, class_name=class_name)
+    weakref.finalize(made, _forget, type(made).forward.__code__.co_filename)
+    return made
 
 
 def find_operator(target: str) -> Any:
@@ -52,7 +105,7 @@ def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], 
         if node.op == "placeholder":
             value = node.results[0]
             if value.is_tensor:
-                note(value, graph.placeholder(value.name))
+                note(value, placeholder(graph, value.name))
             else:
                 env[value.name] = None
         elif node.op == "get_attr":
@@ -84,36 +137,31 @@ def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], 
             set_grad(True)
             graph.output(tuple(resolve(a) for a in node.args))
         else:
-            raise RuntimeError(f"{node} holds a nested graph, which torch.fx does not run")
+            raise Error(f"{node} holds a nested graph, which torch.fx does not run")
 
 
 def engine_to_fx(engine: Any, training: bool, lift_constants: bool = False) -> tuple[fx.GraphModule, list[str]]:
-    """`lift_constants`: they go through ``lift_fresh``, so that a tracer with fake tensors takes them. The result takes the parameters and buffers that are named beside it, then the tensor inputs, and returns a flat
-    tuple. They are inputs, not members, so that whoever traces the module sees them as the module's own."""
+    """`lift_constants`: they go through ``lift_fresh``, so that a tracer with fake tensors takes them. The result takes the
+    parameters and buffers that are named beside it, then the tensor inputs, and returns a flat tuple. They are inputs, not
+    members, so that whoever traces the module sees them as the module's own."""
     root = nn.Module()
     constants = {name: tensor for name, kind, tensor, _ in engine.state() if kind == CONSTANT}
     graph = fx.Graph()
     env: dict[str, fx.Node | None] = {}
     names: list[str] = []
-    taken: set[str] = set()
     for node in engine.graph.nodes:
         if node.op == "get_attr" and node.target not in constants:
-            # Modules may be called "block-0", and a.b_c is not a_b.c.
-            argument = "p_" + re.sub(r"\W", "_", node.target)
-            while argument in taken:
-                argument += "_"
-            taken.add(argument)
-            env[node.results[0].name] = graph.placeholder(argument)
+            env[node.results[0].name] = placeholder(graph, f"p_{node.target}")
             names.append(node.target)
 
     def constant(node: Any) -> fx.Node:
-        attribute = node.target.replace(".", "_")
+        attribute = f"c_{len(root._buffers)}"
         root.register_buffer(attribute, constants[node.target])
         made = graph.get_attr(attribute)
         return graph.call_function(torch.ops.aten.lift_fresh.default, (made,)) if lift_constants else made
 
     to_graph(engine.graph, graph, constant, env)
-    gm = fx.GraphModule(root, graph)
+    gm = graph_module(root, graph)
     gm.training = training
     return gm, names
 

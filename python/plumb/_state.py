@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._C import Error
+
 PARAMETER, BUFFER, CONSTANT = 0, 1, 2  # as the engine counts them
 
 
@@ -30,3 +32,34 @@ def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
         if now is not tensor:
             engine.set_state(name, now)
             slots[i] = (table, leaf, name, now)
+
+
+_ATTRIBUTES = frozenset(dir(nn.Module()))  # for which torch.nn.Module looks before it looks for tensors
+
+
+def put_state(module: nn.Module, state: list[tuple[str, int, Tensor, bool]]) -> list[tuple[dict, str, str, Tensor]]:
+    """Makes an engine's state parameters and buffers of `module`, and modules for the dots of their names. Answers their
+    slots. Names may come from a file: raises `plumb.Error` for what no module can have."""
+    slots: list[tuple[dict, str, str, Tensor]] = []
+    for name, kind, tensor, persistent in state:
+        if kind == CONSTANT:
+            continue
+        owner = module
+        *path, leaf = name.split(".")
+        for part in path:
+            if part in owner._parameters or part in owner._buffers:
+                raise Error(f"'{name}' is in '{part}', which is a tensor and not a module")
+            if part not in owner._modules:
+                owner._modules[part] = nn.Module()
+            owner = owner._modules[part]
+        for part in (*path, leaf):
+            if not part or part in _ATTRIBUTES:
+                raise Error(f"a parameter or buffer is called '{name}', and torch.nn.Module can have none called '{part}'")
+        if leaf in owner._modules:
+            raise Error(f"'{name}' is a tensor and a module")
+        table = owner._parameters if kind == PARAMETER else owner._buffers
+        table[leaf] = tensor
+        if kind != PARAMETER and not persistent:
+            owner._non_persistent_buffers_set.add(leaf)
+        slots.append((table, leaf, name, tensor))
+    return slots

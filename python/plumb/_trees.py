@@ -6,6 +6,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import enum
+import json
+import sys
 from typing import Any
 
 import torch
@@ -100,3 +103,37 @@ def flatten_output(output: Any) -> tuple[list, Any]:
                 f"  try: return {_REMEDY} (a cache: use_cache=False)"
             )
     return leaves, spec
+
+
+_FACTORIES = {f"builtins.{name}" for name in ("bool", "dict", "float", "int", "list", "set", "str", "tuple")}
+
+
+def _check_enum(context: dict) -> dict:
+    """Raises `plumb.Error` for what torch would import a module for, or look up in one."""
+    if "__enum__" in context:
+        module, _, path = str(context.get("fqn")).partition(":")
+        found: Any = sys.modules.get(module)
+        for part in path.split("."):
+            found = getattr(found, "__dict__", {}).get(part)
+        if not (isinstance(found, type) and issubclass(found, enum.Enum) and context.get("name") in found.__members__):
+            raise _C.Error(f"a key is of the enumeration '{module}.{path}', which this process does not know")
+    return context
+
+
+def load_spec(text: str) -> Any:
+    """torch's tree spec of this JSON, which may come from anywhere. torch would import whatever modules it names.
+
+    Raises `plumb.Error` for those, and what torch raises for what it cannot read."""
+    left = [json.loads(text)[1]]
+    while left:
+        spec = left.pop()
+        context = spec["context"]
+        if isinstance(context, str):
+            with contextlib.suppress(ValueError):
+                json.loads(context, object_hook=_check_enum)
+        elif isinstance(context, dict) and "default_factory_name" in context:
+            factory = f"{context.get('default_factory_module')}.{context['default_factory_name']}"
+            if factory not in _FACTORIES:
+                raise _C.Error(f"a defaultdict makes its values by '{factory}', which no text may choose")
+        left += spec["children_spec"]
+    return pytree.treespec_loads(text)

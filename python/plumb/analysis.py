@@ -146,7 +146,8 @@ def graph_to_dataframe(g: Graph) -> "pd.DataFrame":
 
 def _label(node: Node) -> str:
     name = str(node.target) if node.op == "get_attr" else node.meta["clean_name"]
-    return re.sub(r"^(transformer\.h\.|transformer\.)", "", name)
+    # Between two dollars matplotlib sets formulas.
+    return re.sub(r"^(transformer\.h\.|transformer\.)", "", name).replace("$", r"\$")
 
 
 def _point(node: Node, direction: str, metric: str) -> Optional[float]:

@@ -12,7 +12,7 @@ from torch import fx
 
 from .. import _C
 from .._C import Error
-from .._fx import to_graph
+from .._fx import attribute_targets, graph_module, to_graph
 from ._errors import InvalidType, InvalidValue
 from ._marks import is_mark
 from ._sources import Source
@@ -152,29 +152,30 @@ class MarkingPolicy(SplitPolicy):
 def fx_view(source: Source) -> fx.GraphModule:
     """The graph as policies for torch's pipelining know it: parameters are members, nodes have ``meta["val"]``."""
     root = torch.nn.Module()
-    state = {name: (kind, tensor) for name, kind, tensor, _ in source.engine.state()}
+    state = {name: tensor for name, _, tensor, _ in source.engine.state()}
+    targets = attribute_targets(state)
     graph = fx.Graph()
 
     def attribute(node: Any) -> fx.Node:
-        *path, leaf = node.target.split(".")
+        *path, leaf = targets[node.target].split(".")
         owner = root
         for part in path:
             if part not in owner._modules:
                 owner.add_module(part, torch.nn.Module())
             owner = owner._modules[part]
-        tensor = state[node.target][1]
+        tensor = state[node.target]
         if isinstance(tensor, torch.nn.Parameter):
             owner.register_parameter(leaf, tensor)
         elif leaf not in owner._buffers:
             owner.register_buffer(leaf, tensor)
-        return graph.get_attr(node.target)
+        return graph.get_attr(targets[node.target])
 
     to_graph(source.engine.graph, graph, attribute)
     metas = {v.name: v.meta for node in source.engine.graph.nodes for v in node.results}
     for node in graph.nodes:
         if (meta := metas.get(node.meta.get("plumb"))) is not None:
             node.meta["val"] = torch.empty_strided(meta["shape"], meta["stride"], dtype=meta["dtype"], device="meta")
-    return fx.GraphModule(root, graph)
+    return graph_module(root, graph)
 
 
 def make_policy(policy: Any, num_stages: int | None) -> SplitPolicy:

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from .. import _C
 from .._C import Error
+from .._fx import graph_module, placeholder
 from ._stage_module import stage_state
 
 PP_SUBMOD_PREFIX = "submod_pp"
@@ -27,7 +28,7 @@ def top_graph(input_names: list[str], table: Any, steps: list[dict] | None) -> f
     A value used by several stages has its gradients added from the last user to the first.
     """
     graph = fx.Graph()
-    inputs = [graph.placeholder(name) for name in input_names]
+    inputs = [placeholder(graph, name) for name in input_names]
     made: list[list[fx.Node]] = []
     entered: list[list[fx.Node]] = []
     for s in range(table.num_stages):
@@ -75,7 +76,7 @@ def split_module(graph: fx.Graph, stages: list[nn.Module]) -> fx.GraphModule:
     root = nn.Module()
     for s, stage in enumerate(stages):
         root.add_module(get_submod_name(s), stage)
-    split = fx.GraphModule(root, graph, class_name="SplitModule")
+    split = graph_module(root, graph, class_name="SplitModule")
     split.train(stages[0].training)
     split.forward = _refuse
     return split

@@ -53,9 +53,6 @@ class StageModule(GraphModule):
         self.training = self._made_in_training = training
         self._has_mode: bool | None = None
 
-    def _prepare_fx(self) -> None:
-        pass  # made when it is asked for: cutting a model must be quick
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.input_names) or any(isinstance(a, (tuple, list, dict)) for a in args):
             args = self._take(args, kwargs)

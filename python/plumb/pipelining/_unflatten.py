@@ -7,12 +7,14 @@ import operator
 import torch
 from torch import fx
 
+from .._fx import path
+
 
 def _path(node: fx.Node) -> tuple[str, ...]:
     """The modules in which a node was called, from the outermost in."""
     stack = node.meta.get("nn_module_stack") or {}
     names = [value[0] if isinstance(value, tuple) else value for value in stack.values()]
-    return tuple(name for name in names if name)
+    return tuple(path(name) for name in names if name)
 
 
 def _runs(nodes: list[fx.Node], depth: int) -> list[tuple[str | None, list[fx.Node]]]:

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .._C import Error
+from .._trees import load_spec
 
 
 def as_tensor(value: Any) -> torch.Tensor | None:
@@ -53,10 +54,13 @@ def unpack(values: list[torch.Tensor | None]) -> tuple:
     """The positional arguments that `pack` made flat."""
     if not values or values[0] is not None:
         return tuple(values)
-    spec, places = json.loads(bytes(values[1].numpy()).decode())
-    tensors = iter(values[2:])
-    leaves = [next(tensors) if place is None else place[0] for place in places]
-    output = pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
+    try:
+        spec, places = json.loads(bytes(values[1].numpy()).decode())
+        tensors = iter(values[2:])
+        leaves = [next(tensors) if place is None else place[0] for place in places]
+        output = pytree.tree_unflatten(leaves, load_spec(spec))
+    except Exception as error:
+        raise Error(f"another stage handed on what has no structure: {type(error).__name__}: {error}") from None
     return tuple(output) if type(output) in (tuple, list) else (output,)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Iterable
 from torch import fx, nn
 
 from .. import _C, functional
-from .._fx import find_operator
+from .._fx import find_operator, path, placeholder
 from ._apply import Captured, Pass, apply_pass, forward_of, logger
 
 
@@ -98,9 +98,9 @@ def _scales_graph(module: nn.Module) -> fx.Graph:
         if n["kind"] == "output":
             node = graph.output(inputs)
         elif n["kind"] == "placeholder":
-            node = graph.placeholder(name)
+            node = placeholder(graph, name)
         elif n["kind"] == "get_attr":
-            node = graph.create_node("get_attr", target, name=name)
+            node = graph.create_node("get_attr", path(target), name=name)
             clean = _attribute_name(target, target in parameters)
         else:
             call = captured.calls.get(name)
