@@ -6,36 +6,49 @@
 
 namespace plumb {
 
-GradientKeeper::GradientKeeper(std::vector<int> order, std::set<int> shared, bool apart)
-    : order_(std::move(order)), shared_(std::move(shared)), apart_(apart) {
+GradientAccumulator::GradientAccumulator(std::vector<int> order, std::set<int> shared, bool separate_step_grads)
+    : order_(std::move(order)), shared_(std::move(shared)), separate_step_grads_(separate_step_grads) {
   in_order_ = std::is_sorted(order_.begin(), order_.end());
   std::sort(order_.begin(), order_.end());
 }
 
-void GradientKeeper::begin_step(std::vector<NamedTensor> parameters) {
+void GradientAccumulator::begin_step(std::vector<NamedTensor> parameters) {
   parameters_ = std::move(parameters);
   next_ = 0;
-  early_.clear();
+  out_of_order_.clear();
   before_.assign(parameters_.size(), {});
   own_.assign(parameters_.size(), {});
   for (size_t i = 0; i < parameters_.size(); i++) {
     const auto& p = parameters_[i].tensor;
-    if (!p.requires_grad() || !(apart_ || shared_.count(static_cast<int>(i)))) continue;
+    if (!p.requires_grad() || !is_separate(i)) continue;
     before_[i] = p.grad();
     p.mutable_grad() = at::Tensor();
   }
 }
 
-void GradientKeeper::accumulate(int m, const std::function<void()>& backward) {
-  auto swap_own = [&] {
-    for (int i : shared_) {
-      const auto& p = parameters_[i].tensor;
-      at::Tensor held = p.grad();
-      p.mutable_grad() = own_[i];
-      own_[i] = held;
-    }
-  };
-  swap_own();
+void GradientAccumulator::swap_own() {
+  for (int i : shared_) {
+    const auto& p = parameters_[i].tensor;
+    at::Tensor held = p.grad();
+    p.mutable_grad() = own_[i];
+    own_[i] = held;
+  }
+}
+
+// While it lives, `.grad` of shared parameters is this stage's.
+struct GradientAccumulator::OwnGradients {
+  explicit OwnGradients(GradientAccumulator& stage) : stage_(stage) { stage_.swap_own(); }
+  ~OwnGradients() { stage_.swap_own(); }
+  GradientAccumulator& stage_;
+};
+
+void GradientAccumulator::reduce(const std::function<void()>& reduction) {
+  const OwnGradients own(*this);
+  reduction();
+}
+
+void GradientAccumulator::accumulate(int m, const std::function<void()>& backward) {
+  const OwnGradients own(*this);
   if (in_order_ || order_[next_] == m) {
     backward();
     next_++;
@@ -46,7 +59,7 @@ void GradientKeeper::accumulate(int m, const std::function<void()>& backward) {
       if (p.tensor.requires_grad()) p.tensor.mutable_grad() = at::Tensor();
     }
     backward();
-    auto& early = early_[m];
+    auto& early = out_of_order_[m];
     for (size_t i = 0; i < parameters_.size(); i++) {
       const auto& p = parameters_[i].tensor;
       early.push_back(p.requires_grad() ? p.grad() : at::Tensor());
@@ -54,8 +67,8 @@ void GradientKeeper::accumulate(int m, const std::function<void()>& backward) {
     }
   }
   at::NoGradGuard no_grad;
-  while (!early_.empty() && next_ < order_.size() && early_.begin()->first == order_[next_]) {
-    auto& early = early_.begin()->second;
+  while (!out_of_order_.empty() && next_ < order_.size() && out_of_order_.begin()->first == order_[next_]) {
+    auto& early = out_of_order_.begin()->second;
     for (size_t i = 0; i < parameters_.size(); i++) {
       if (!early[i].defined()) continue;
       const auto& p = parameters_[i].tensor;
@@ -65,17 +78,16 @@ void GradientKeeper::accumulate(int m, const std::function<void()>& backward) {
         p.mutable_grad() = early[i];
       }
     }
-    early_.erase(early_.begin());
+    out_of_order_.erase(out_of_order_.begin());
     next_++;
   }
-  swap_own();
 }
 
-at::Tensor GradientKeeper::step_gradient(int index) const {
+at::Tensor GradientAccumulator::step_gradient(int index) const {
   return shared_.count(index) ? own_[index] : parameters_[index].tensor.grad();
 }
 
-void GradientKeeper::set_step_gradient(int index, const at::Tensor& gradient) {
+void GradientAccumulator::set_step_gradient(int index, const at::Tensor& gradient) {
   if (shared_.count(index)) {
     own_[index] = gradient.defined() ? gradient.clone() : gradient;
   } else {
@@ -83,7 +95,7 @@ void GradientKeeper::set_step_gradient(int index, const at::Tensor& gradient) {
   }
 }
 
-void GradientKeeper::finish_step(int divisor) {
+void GradientAccumulator::finish_step(int divisor) {
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); i++) {
     const auto& p = parameters_[i].tensor;
@@ -98,17 +110,19 @@ void GradientKeeper::finish_step(int divisor) {
       p.mutable_grad() = gradient;
     }
   }
-  before_.assign(parameters_.size(), {});
+  before_.clear();
 }
 
-void GradientKeeper::end_step() noexcept {
+void GradientAccumulator::end_step() noexcept {
   for (size_t i = 0; i < before_.size(); i++) {
-    if (before_[i].defined() && !parameters_[i].tensor.grad().defined())
-      parameters_[i].tensor.mutable_grad() = before_[i];
+    const auto& p = parameters_[i].tensor;
+    // Another stage here may hold the very same shared tensor, and what it was.
+    const bool shared = shared_.count(static_cast<int>(i)) > 0;
+    if (before_[i].defined() || (p.requires_grad() && separate_step_grads_ && !shared)) p.mutable_grad() = before_[i];
   }
   before_.clear();
   own_.clear();
-  early_.clear();
+  out_of_order_.clear();
   parameters_.clear();
 }
 

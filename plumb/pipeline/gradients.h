@@ -1,4 +1,5 @@
-// Keeps a stage's gradients in microbatch order, and what was in `.grad` before a step apart from the step's own share.
+// Accumulates a stage's gradients in microbatch order, and separates the step's gradients from those of before the
+// step.
 #pragma once
 
 #include <functional>
@@ -10,17 +11,19 @@
 
 namespace plumb {
 
-class GradientKeeper {
+class GradientAccumulator {
  public:
   // `order`: the microbatches in the order in which the table accumulates them. `shared`: parameters (by index) whose
-  // step gradient is summed over copies. `apart`: the step's gradients are not simply added to those that were there
-  // before, but divided, or summed over replicas, at its end.
-  GradientKeeper(std::vector<int> order, std::set<int> shared, bool apart);
+  // step gradient is summed over copies. `separate_step_grads`: the step's gradients are not simply added to those that
+  // were there before, but divided, or summed over replicas, at its end.
+  GradientAccumulator(std::vector<int> order, std::set<int> shared, bool separate_step_grads);
 
   void begin_step(std::vector<NamedTensor> parameters);
   // Runs `backward`, which accumulates microbatch `m` into `.grad`. Microbatches that come too early are set aside and
   // added when their turn has come.
   void accumulate(int m, const std::function<void()>& backward);
+  // Runs `reduction`, which may change the step's complete gradients in `.grad`.
+  void reduce(const std::function<void()>& reduction);
 
   // Of the step so far; undefined if there is none.
   at::Tensor step_gradient(int index) const;
@@ -28,19 +31,23 @@ class GradientKeeper {
 
   // Divides by `divisor` and joins the step's gradients with what was there before.
   void finish_step(int divisor);
-  // After a failure, too: `.grad` holds what it holds, nothing is set aside.
+  // After a failure: gradients of before the step are in `.grad` again where they were kept, nothing is set aside.
   void end_step() noexcept;
 
  private:
+  struct OwnGradients;
+  void swap_own();
+  bool is_separate(size_t i) const { return separate_step_grads_ || shared_.count(static_cast<int>(i)) > 0; }
+
   std::vector<int> order_;  // sorted: the order of accumulation
   bool in_order_;
   std::set<int> shared_;
-  bool apart_;
+  bool separate_step_grads_;
   std::vector<NamedTensor> parameters_;
-  Tensors before_;  // by parameter, where it is kept apart
+  Tensors before_;  // by parameter, where step gradients are separate
   Tensors own_;     // gradients of shared parameters of this stage: another stage here may hold the very same tensor
   size_t next_ = 0;
-  std::map<int, Tensors> early_;
+  std::map<int, Tensors> out_of_order_;
 };
 
 }  // namespace plumb

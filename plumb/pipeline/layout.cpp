@@ -37,11 +37,11 @@ PipelineLayout PipelineLayout::chain(int num_stages) {
   return layout;
 }
 
-PipelineLayout PipelineLayout::open_chain(int num_stages) {
+PipelineLayout PipelineLayout::dynamic_chain(int num_stages) {
   PipelineLayout layout = chain(num_stages);
   if (num_stages > 0) layout.stages[0].inputs.clear();
   layout.num_inputs = 0;
-  layout.open = true;
+  layout.dynamic_outputs = true;
   return layout;
 }
 
@@ -64,7 +64,7 @@ StageEdges PipelineLayout::edges() const {
 }
 
 std::string PipelineLayout::text() const {
-  std::string out = std::to_string(num_inputs) + " inputs\n" + (open ? "open\n" : "");
+  std::string out = std::to_string(num_inputs) + " inputs\n" + (dynamic_outputs ? "dynamic outputs\n" : "");
   for (int s = 0; s < num_stages(); s++) {
     out += "stage " + std::to_string(s) + ":";
     for (const auto& in : stages[s].inputs) {
@@ -103,10 +103,10 @@ void PipelineLayout::check() const {
       }
     }
   }
-  for (int s = 0; open && s < num_stages(); s++) {
-    if (stages[s].inputs != open_chain(num_stages()).stages[s].inputs) {
+  for (int s = 0; dynamic_outputs && s < num_stages(); s++) {
+    if (stages[s].inputs != dynamic_chain(num_stages()).stages[s].inputs) {
       throw Error(ErrorKind::InvalidArgument,
-                  "stage " + std::to_string(s) + " of an open layout is no link of a chain");
+                  "stage " + std::to_string(s) + " of a layout with dynamic outputs is no link of a chain");
     }
   }
   for (const auto& group : tied) {

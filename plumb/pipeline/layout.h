@@ -38,14 +38,14 @@ struct PipelineLayout {
   std::vector<StageLayout> stages;
   int num_inputs = 1;
   std::vector<TiedParameter> tied;
-  // A chain in which every stage hands on all it returns, to the next stage, in order: how many values that are need
-  // not be known beforehand and may change. Stage 0 takes nothing; it gets the model's inputs by itself.
-  bool open = false;
+  // A linear chain: each stage sends all outputs to the next, in order. The number of outputs may vary between
+  // microbatches. Stage 0 takes nothing: it gets the model's inputs by itself.
+  bool dynamic_outputs = false;
 
   int num_stages() const { return static_cast<int>(stages.size()); }
   // Stage s takes what stage s - 1 gives; stage 0 takes the model's one input.
   static PipelineLayout chain(int num_stages);
-  static PipelineLayout open_chain(int num_stages);
+  static PipelineLayout dynamic_chain(int num_stages);
   // The edges between stages, for the schedule's checker: also those on which gradients of a value with several users
   // go from a later user to the one before it (wiring.h).
   StageEdges edges() const;

@@ -16,7 +16,7 @@ std::string to_string(const MessageId& id) {
       return from + "SEND_F" + m + " (output of stage " + from + " for stage " + to + ", microbatch " + m + ")";
     case MessageKind::Gradient:
       return from + "SEND_B" + m + " (gradient from stage " + from + " for stage " + to + ", microbatch " + m + ")";
-    case MessageKind::Copies: return "the gradients of shared parameters from rank " + from + " for rank " + to;
+    case MessageKind::TiedGradients: return "the gradients of shared parameters from rank " + from + " for rank " + to;
     case MessageKind::Replicas:
       return (id.to == 1 ? "gradients (part " : "summed gradients (part ") + from + ") of a replica";
     case MessageKind::Exchange: return "the description of rank " + from + " for rank " + to;

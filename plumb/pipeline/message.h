@@ -15,17 +15,17 @@
 namespace plumb {
 
 enum class MessageKind : std::uint8_t {
-  Activation = 1,  // a stage's outputs on their way to a later stage
-  Gradient = 2,    // gradients on their way back
-  Copies = 3,      // gradients of parameters that several ranks hold; stages are ranks here
-  Replicas = 5,    // gradients between replicas of a stage; `from` is a part of them, `to` 1 on the way to be summed
-  Exchange = 4,    // what ranks tell each other before the first step; stages are ranks here
+  Activation = 1,     // a stage's outputs on their way to a later stage
+  Gradient = 2,       // gradients on their way back
+  TiedGradients = 3,  // gradients of parameters that several ranks hold; stages are ranks here
+  Replicas = 5,       // gradients between replicas of a stage; `from` is a part of them, `to` 1 on the way to be summed
+  Exchange = 4,       // what ranks tell each other before the first step; stages are ranks here
 };
 
 // Which message: the same on both sides.
 struct MessageId {
   MessageKind kind = MessageKind::Activation;
-  std::int32_t from = 0, to = 0;  // stages (ranks for Copies and Exchange)
+  std::int32_t from = 0, to = 0;  // stages (ranks for TiedGradients and Exchange)
   std::int32_t microbatch = -1;
   bool operator==(const MessageId&) const = default;
 };

@@ -121,7 +121,7 @@ void ReplicaSums::begin_step(double rows, bool weighted) {
   changed_.notify_all();
 }
 
-void ReplicaSums::hand_over(Part& part, const std::map<int, const GradientKeeper*>& gradients) {
+void ReplicaSums::hand_over(Part& part, const std::map<int, const GradientAccumulator*>& gradients) {
   for (const auto& m : part.members) part.own.push_back(gradients.at(m.stage)->step_gradient(m.index));
   part.event.action = {.kind = ActionKind::ReduceGrad, .stage = part.stage};
   part.event.waiting = seconds_now();
@@ -132,7 +132,7 @@ void ReplicaSums::hand_over(Part& part, const std::map<int, const GradientKeeper
   changed_.notify_all();
 }
 
-void ReplicaSums::stage_done(int stage, const GradientKeeper& gradients) {
+void ReplicaSums::stage_done(int stage, const GradientAccumulator& gradients) {
   for (auto& part : parts_) {
     if (part.stage == stage) hand_over(part, {{stage, &gradients}});
   }
@@ -149,7 +149,7 @@ bool ReplicaSums::summed(int stage) const {
   return std::all_of(parts_.begin(), parts_.end(), [&](const Part& p) { return p.stage != stage || p.summed; });
 }
 
-void ReplicaSums::finish(const std::map<int, GradientKeeper*>& gradients, const at::Tensor& loss) {
+void ReplicaSums::finish(const std::map<int, GradientAccumulator*>& gradients, const at::Tensor& loss) {
   losses_[rank()] = loss;
   hand_over(parts_.back(), {gradients.begin(), gradients.end()});
   {

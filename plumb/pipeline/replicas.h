@@ -45,13 +45,13 @@ class ReplicaSums {
   // `rows`: of this replica's batch; with `weighted` a replica's gradients count by its rows.
   void begin_step(double rows, bool weighted);
   // The stage's own share of the step is there; nobody changes it until finish().
-  void stage_done(int stage, const GradientKeeper& gradients);
+  void stage_done(int stage, const GradientAccumulator& gradients);
   // Raises what has gone wrong with the sums so far.
   void check() const;
   // Whether the stage's sums of this step are here.
   bool summed(int stage) const;
-  // Waits for everything and puts the sums into the keepers. `loss`: this replica's mean, may be undefined.
-  void finish(const std::map<int, GradientKeeper*>& gradients, const at::Tensor& loss);
+  // Waits for everything and puts the sums into the accumulators. `loss`: this replica's mean, may be undefined.
+  void finish(const std::map<int, GradientAccumulator*>& gradients, const at::Tensor& loss);
   // The mean over all replicas by rows; undefined if one has none.
   const at::Tensor& loss() const { return loss_; }
   // Of the last step, a ReduceGrad for every stage: `waiting` when its share was there, `start` and `end` of summing.
@@ -82,7 +82,7 @@ class ReplicaSums {
   };
 
   Way add_messages(int from, int phase);
-  void hand_over(Part& part, const std::map<int, const GradientKeeper*>& gradients);
+  void hand_over(Part& part, const std::map<int, const GradientAccumulator*>& gradients);
   // --- in the thread ---
   void run();
   void sum_all();

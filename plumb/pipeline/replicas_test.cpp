@@ -230,22 +230,22 @@ Role sums_role("sums by hand", [] {
   const bool faulty = group.rank() == 1;
   RunPlan plan;
   std::map<int, std::vector<NamedTensor>> parameters;
-  std::map<int, GradientKeeper> keepers;
+  std::map<int, GradientAccumulator> accumulators;
   for (int stage : {1, 0}) {
     RunAction run;
     run.action = {.kind = ActionKind::FullBackward, .stage = stage, .microbatch = 0};
     run.completes_gradients = true;
     plan.actions.push_back(run);
     parameters[stage] = {{"w" + std::to_string(stage), at::ones({3}).requires_grad_(true)}};
-    keepers.emplace(stage, GradientKeeper({0}, {}, true)).first->second.begin_step(parameters[stage]);
+    accumulators.emplace(stage, GradientAccumulator({0}, {}, true)).first->second.begin_step(parameters[stage]);
   }
   ReplicaSums sums(group, "by hand", parameters, {}, plan);
   group.set_timeout(std::chrono::milliseconds(number_setting("TIMEOUT", 60000)));
   sums.begin_step(1, true);
   auto done = [&](int stage) {
     at::Tensor w = parameters[stage][0].tensor;
-    keepers.at(stage).accumulate(0, [&] { (w * w * (10.0 * stage + group.rank() + 1)).sum().backward(); });
-    sums.stage_done(stage, keepers.at(stage));
+    accumulators.at(stage).accumulate(0, [&] { (w * w * (10.0 * stage + group.rank() + 1)).sum().backward(); });
+    sums.stage_done(stage, accumulators.at(stage));
   };
   auto until = [&](const std::function<bool()>& there) {
     for (int i = 0; i < 20000 && !there(); i++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -270,11 +270,11 @@ Role sums_role("sums by hand", [] {
       return false;
     });
   }
-  std::map<int, GradientKeeper*> all;
-  for (auto& [stage, keeper] : keepers) all.emplace(stage, &keeper);
+  std::map<int, GradientAccumulator*> all;
+  for (auto& [stage, accumulator] : accumulators) all.emplace(stage, &accumulator);
   sums.finish(all, at::ones({}));
-  for (auto& [stage, keeper] : keepers) {
-    report("sum" + std::to_string(stage), std::to_string(keeper.step_gradient(0).sum().item<int64_t>()));
+  for (auto& [stage, accumulator] : accumulators) {
+    report("sum" + std::to_string(stage), std::to_string(accumulator.step_gradient(0).sum().item<int64_t>()));
   }
   return 0;
 });

@@ -21,7 +21,18 @@ Schedule compute_only(const Schedule& schedule) {
 
 namespace {
 
-void find_those_that_go_back_at_once(std::vector<RunAction>& actions) {
+struct MessageKey {
+  MessageKind kind;
+  int from, to, microbatch;
+  auto operator<=>(const MessageKey&) const = default;
+};
+using Indices = std::map<MessageKey, int>;
+
+bool goes_back_to_inputs(const Action& action) {
+  return action.kind == ActionKind::FullBackward || action.kind == ActionKind::BackwardInput;
+}
+
+void mark_backward_is_next(std::vector<RunAction>& actions) {
   std::map<int, int> waiting;  // forwards by microbatch
   for (size_t i = 0; i < actions.size(); ++i) {
     const Action& action = actions[i].action;
@@ -34,29 +45,22 @@ void find_those_that_go_back_at_once(std::vector<RunAction>& actions) {
       const bool whole = is(i + 1, ActionKind::FullBackward) ||
                          (is(i + 1, ActionKind::BackwardInput) && is(i + 2, ActionKind::BackwardWeight));
       const bool others = waiting.size() > waiting.count(action.microbatch);
-      actions[i].goes_back_at_once = others && whole;
+      actions[i].backward_is_next = others && whole;
       ++waiting[action.microbatch];
+    } else if (!action.is_compute()) {
+      continue;
     } else if (action.kind != ActionKind::BackwardInput && --waiting[action.microbatch] == 0) {
       waiting.erase(action.microbatch);
     }
   }
 }
 
-}  // namespace
-
-RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank,
-                 const std::vector<std::vector<bool>>& copy_peers) {
-  RunPlan plan;
+void add_compute_messages(const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank, RunPlan& plan,
+                          Indices& send_index, Indices& receive_index) {
   const auto& placement = schedule.placement;
   // Every rank's row is walked alike, so both ends number the messages between them in the sender's order.
-  struct Key {
-    MessageKind kind;
-    int from, to, microbatch;
-    auto operator<=>(const Key&) const = default;
-  };
-  std::map<Key, int> send_index, receive_index;
   for (int r = 0; r < schedule.num_ranks(); r++) {
-    for (const auto& action : schedule.rows[r]) {
+    auto walk = [&](const Action& action) {
       const int s = action.stage, m = action.microbatch;
       auto add = [&](MessageKind kind, int to) {
         const int q = placement.rank_of(to, m);
@@ -67,44 +71,82 @@ RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wirin
       };
       if (action.kind == ActionKind::Forward) {
         for (const auto& bundle : wiring[s].values_out) add(MessageKind::Activation, bundle.stage);
-      } else if (action.kind != ActionKind::BackwardWeight) {
+      } else if (goes_back_to_inputs(action)) {
         for (const auto& bundle : wiring[s].grads_out) add(MessageKind::Gradient, bundle.stage);
       }
+    };
+    for (const auto& action : schedule.rows[r]) {
+      walk(action.first_part());
+      walk(action.second_part());
     }
   }
+}
+
+void add_tied_gradients(const std::vector<std::vector<bool>>& copy_peers, int rank, MessagePlan& messages) {
   for (size_t a = 0; a < copy_peers.size(); a++) {
     for (size_t b = 0; b < copy_peers[a].size(); b++) {
       if (!copy_peers[a][b] || a == b) continue;
-      const MessageId id{MessageKind::Copies, static_cast<int>(a), static_cast<int>(b)};
-      if (static_cast<int>(a) == rank) plan.messages.sends.push_back({id, static_cast<int>(b)});
-      if (static_cast<int>(b) == rank) plan.messages.receives.push_back({id, static_cast<int>(a)});
+      const MessageId id{MessageKind::TiedGradients, static_cast<int>(a), static_cast<int>(b)};
+      if (static_cast<int>(a) == rank) messages.sends.push_back({id, static_cast<int>(b)});
+      if (static_cast<int>(b) == rank) messages.receives.push_back({id, static_cast<int>(a)});
     }
   }
-  auto find = [](const std::map<Key, int>& index, MessageKind kind, int from, int to, int m) {
+}
+
+RunAction plan_action(const Action& action, const StageWiring& w, const Indices& send_index,
+                      const Indices& receive_index, const ActionHooks& hooks) {
+  RunAction run{action, to_string(action), {}, {}};
+  run.hook = find_hook(hooks, action.kind, action.stage);
+  run.hooked = action;
+  const int s = action.stage, m = action.microbatch;
+  auto find = [m](const Indices& index, MessageKind kind, int from, int to) {
     auto it = index.find({kind, from, to, m});
     return it == index.end() ? -1 : it->second;
   };
+  if (action.kind == ActionKind::Forward) {
+    for (const auto& b : w.values_in) run.receives.push_back(find(receive_index, MessageKind::Activation, b.stage, s));
+    for (const auto& b : w.values_out) run.sends.push_back(find(send_index, MessageKind::Activation, s, b.stage));
+  } else if (goes_back_to_inputs(action)) {
+    for (const auto& b : w.grads_in) run.receives.push_back(find(receive_index, MessageKind::Gradient, b.stage, s));
+    for (const auto& b : w.grads_out) run.sends.push_back(find(send_index, MessageKind::Gradient, s, b.stage));
+  }
+  return run;
+}
+
+}  // namespace
+
+RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank,
+                 const std::vector<std::vector<bool>>& copy_peers, const ActionHooks& hooks) {
+  RunPlan plan;
+  Indices send_index, receive_index;
+  add_compute_messages(schedule, wiring, rank, plan, send_index, receive_index);
+  add_tied_gradients(copy_peers, rank, plan.messages);
   for (const auto& action : schedule.rows[rank]) {
-    RunAction run{action, to_string(action), {}, {}};
-    const int s = action.stage, m = action.microbatch;
-    const auto& w = wiring[s];
-    if (action.kind == ActionKind::Forward) {
-      for (const auto& b : w.values_in)
-        run.receives.push_back(find(receive_index, MessageKind::Activation, b.stage, s, m));
-      for (const auto& b : w.values_out) run.sends.push_back(find(send_index, MessageKind::Activation, s, b.stage, m));
-    } else if (action.kind != ActionKind::BackwardWeight) {
-      for (const auto& b : w.grads_in)
-        run.receives.push_back(find(receive_index, MessageKind::Gradient, b.stage, s, m));
-      for (const auto& b : w.grads_out) run.sends.push_back(find(send_index, MessageKind::Gradient, s, b.stage, m));
+    if (action.is_idle() || action.is_message()) continue;
+    // The engine itself knows when a stage's gradients are complete.
+    if (!action.is_compute() &&
+        (action.kind == ActionKind::ReduceGrad || !find_hook(hooks, action.kind, action.stage))) {
+      continue;
     }
-    plan.actions.push_back(std::move(run));
+    const bool pair = action.kind == ActionKind::Overlap;
+    const size_t first = plan.actions.size();
+    for (const Action& part : {action.first_part(), action.second_part()}) {
+      if (!part.is_idle())
+        plan.actions.push_back(plan_action(part, wiring[part.stage], send_index, receive_index, hooks));
+    }
+    const ActionHook* together = pair ? find_hook(hooks, ActionKind::Overlap, action.stage) : nullptr;
+    if (together == nullptr) continue;
+    auto& run = plan.actions[first];
+    run.hook = together;
+    run.together = 2;
+    run.hooked = action;
   }
   std::set<int> seen;
   for (auto run = plan.actions.rbegin(); run != plan.actions.rend(); ++run) {
     const bool adds = run->action.kind == ActionKind::FullBackward || run->action.kind == ActionKind::BackwardWeight;
     run->completes_gradients = adds && seen.insert(run->action.stage).second;
   }
-  find_those_that_go_back_at_once(plan.actions);
+  mark_backward_is_next(plan.actions);
   return plan;
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "plumb/pipeline/step_driver.h"
 #include "plumb/pipeline/transport.h"
 #include "plumb/pipeline/wiring.h"
 #include "plumb/schedule/schedule.h"
@@ -17,9 +18,12 @@ struct RunAction {
   // message, or -1 where the other stage is on this rank.
   std::vector<int> receives, sends;
   bool completes_gradients = false;  // of its stage: no later action adds to them
-  // A forward whose whole backward is what comes next, while other microbatches wait on this rank: what it would free
-  // for that moment is little beside what those hold.
-  bool goes_back_at_once = false;
+  // This forward's backward is the next action and other microbatches are in flight, so recomputing would save little.
+  bool backward_is_next = false;
+  // Runs in the action's place; null: none. `together` actions from this one on are one for it, `hooked` as it is told.
+  const ActionHook* hook = nullptr;
+  int together = 1;
+  Action hooked;
 };
 
 struct RunPlan {
@@ -27,10 +31,11 @@ struct RunPlan {
   MessagePlan messages;
 };
 
-// The plan of `rank` for a table of compute actions only. `copy_peers[a][b]`: rank a sends the gradients of shared
-// parameters to rank b at the end; may be empty.
+// The plan of `rank`. Messages, idle entries and actions around use (UNSHARD and the like) without a hook are left out,
+// pairs without one are taken apart. `copy_peers[a][b]`: rank a sends the gradients of shared parameters to rank b at
+// the end; may be empty. `hooks` must outlive the plan.
 RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank,
-                 const std::vector<std::vector<bool>>& copy_peers);
+                 const std::vector<std::vector<bool>>& copy_peers, const ActionHooks& hooks = no_hooks());
 
 // Compute actions only, overlapped pairs taken apart, no idle entries.
 Schedule compute_only(const Schedule& schedule);

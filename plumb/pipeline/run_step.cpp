@@ -11,12 +11,12 @@
 namespace plumb {
 
 // Sums the gradients of shared parameters over their copies.
-void Pipeline::State::sum_copies(const RunPlan& plan) {
+void PipelineState::sum_tied_gradients(const RunPlan& plan) {
   if (shared.groups.empty()) return;
   std::map<std::pair<int, const ParameterCopy*>, at::Tensor> foreign;
   for (size_t i = 0; i < plan.messages.sends.size(); i++) {
     const auto& m = plan.messages.sends[i];
-    if (m.id.kind != MessageKind::Copies) continue;
+    if (m.id.kind != MessageKind::TiedGradients) continue;
     std::vector<MessageValue> values;
     for (const auto* c : copies_for_peer(shared, rank(), m.peer)) {
       values.push_back({stages.at(c->local_stage).gradients->step_gradient(c->index), false});
@@ -25,7 +25,7 @@ void Pipeline::State::sum_copies(const RunPlan& plan) {
   }
   for (size_t i = 0; i < plan.messages.receives.size(); i++) {
     const auto& m = plan.messages.receives[i];
-    if (m.id.kind != MessageKind::Copies) continue;
+    if (m.id.kind != MessageKind::TiedGradients) continue;
     auto values = transport.receive(static_cast<int>(i), "the end of the step");
     const auto copies = copies_for_peer(shared, m.peer, rank());
     for (size_t k = 0; k < copies.size(); k++) foreign[{m.peer, copies[k]}] = values.at(k).tensor;
@@ -45,7 +45,7 @@ void Pipeline::State::sum_copies(const RunPlan& plan) {
   }
 }
 
-StepResult Pipeline::State::result(const std::vector<int64_t>& rows) {
+StepResult PipelineState::result(const std::vector<int64_t>& rows) {
   StepResult r;
   r.timeline = timeline;
   r.input_grads = std::move(input_grads);
@@ -73,8 +73,8 @@ StepResult Pipeline::State::result(const std::vector<int64_t>& rows) {
   return r;
 }
 
-void Pipeline::State::check_batch(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt,
-                                  const std::vector<int64_t>& rows) const {
+void PipelineState::check_batch(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt,
+                                const std::vector<int64_t>& rows) const {
   const int num = schedule.num_microbatches;
   for (const auto* list : {&in, &tgt}) {
     if (!list->empty() && static_cast<int>(list->size()) != num) {
@@ -88,7 +88,7 @@ void Pipeline::State::check_batch(const std::vector<Tensors>& in, const std::vec
   }
 }
 
-void Pipeline::State::begin(bool train, const std::vector<int64_t>& rows) {
+void PipelineState::begin(bool train, const std::vector<int64_t>& rows) {
   const int num = schedule.num_microbatches;
   double total = 0;
   for (auto n : rows) total += static_cast<double>(n);
@@ -101,6 +101,7 @@ void Pipeline::State::begin(bool train, const std::vector<int64_t>& rows) {
   model_outputs.assign(num, {});
   losses.assign(num, {});
   input_grads.clear();
+  reduced.clear();
   for (auto& [s, stage] : stages) {
     stage.slots.clear();
     stage.slots.resize(num);
@@ -108,18 +109,60 @@ void Pipeline::State::begin(bool train, const std::vector<int64_t>& rows) {
   if (replicas && train) replicas->begin_step(total, options.scale_grads && !options.average_replicas);
 }
 
-StepResult Pipeline::State::run(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt,
-                                std::vector<int64_t> rows, bool train) {
+void PipelineState::run_row(const RunPlan& plan) {
+  const std::span<const RunAction> actions(plan.actions);
+  for (size_t i = 0; i < actions.size();) {
+    if (replicas && training) replicas->check();
+    const auto parts = actions.subspan(i, static_cast<size_t>(actions[i].together));
+    run_actions(parts);
+    for (const auto& part : parts) {
+      if (!training || !part.completes_gradients) continue;
+      const int stage = part.action.stage;
+      if (replicas) replicas->stage_done(stage, *stages.at(stage).gradients);
+      // Of tied parameters the sum over their copies is reduced.
+      if (!options.hooks.empty() && !shared.in_stage(stage)) reduce_by_hook(stage);
+    }
+    i += parts.size();
+    if (options.progress) options.progress(i, actions.size());
+  }
+}
+
+// The end of a training step: sums over copies and replicas, and the mean.
+void PipelineState::finish_gradients(StepResult& done) {
+  sum_tied_gradients(train_plan);
+  for (auto& [s, stage] : stages) reduce_by_hook(s);
+  if (replicas) {
+    std::map<int, GradientAccumulator*> accumulators;
+    for (auto& [s, stage] : stages) accumulators.emplace(s, stage.gradients.get());
+    replicas->finish(accumulators, done.loss);
+    done.loss = replicas->loss();
+    for (auto event : options.record_timeline ? replicas->timeline() : std::vector<TimelineEvent>()) {
+      event.rank = rank();
+      timeline.push_back(event);
+    }
+  }
+  if (options.record_timeline) done.timeline = timeline;
+  const bool mean = options.scale_grads || options.average_replicas;
+  const int parts = (options.scale_grads ? schedule.num_microbatches : 1) * (replicas && mean ? replicas->size() : 1);
+  for (auto& [s, stage] : stages) stage.gradients->finish_step(reduced.count(s) ? 1 : parts);
+  for (auto& grads : done.input_grads) {
+    for (auto& g : grads) {
+      if (g.defined() && parts > 1) g = g / parts;
+    }
+  }
+}
+
+StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt,
+                              std::vector<int64_t> rows, bool train) {
   check_batch(in, tgt, rows);
-  const int num = schedule.num_microbatches;
-  if (rows.empty()) rows.assign(num, 1);
+  if (rows.empty()) rows.assign(schedule.num_microbatches, 1);
   inputs = &in;
   targets = &tgt;
   const RunPlan& plan = train ? train_plan : eval_plan;
   at::Tensor generator_state;
   if (options.seed) generator_state = cpu_generator().get_state();
   struct Cleanup {
-    State& s;
+    PipelineState& s;
     at::Tensor generator;
     ~Cleanup() {
       for (auto& [i, stage] : s.stages) {
@@ -137,40 +180,9 @@ StepResult Pipeline::State::run(const std::vector<Tensors>& in, const std::vecto
     if (train) {
       for (auto& [s, stage] : stages) stage.gradients->begin_step(stage.function->parameters());
     }
-    for (const auto& action : plan.actions) {
-      if (replicas && train) replicas->check();
-      run_action(action);
-      if (replicas && train && action.completes_gradients) {
-        replicas->stage_done(action.action.stage, *stages.at(action.action.stage).gradients);
-      }
-      if (options.progress)
-        options.progress(static_cast<size_t>(&action - plan.actions.data()) + 1, plan.actions.size());
-    }
+    run_row(plan);
     StepResult done = result(rows);
-    if (train) {
-      sum_copies(plan);
-      if (replicas) {
-        std::map<int, GradientKeeper*> keepers;
-        for (auto& [s, stage] : stages) keepers.emplace(s, stage.gradients.get());
-        replicas->finish(keepers, done.loss);
-        done.loss = replicas->loss();
-        if (options.record_timeline) {
-          for (auto event : replicas->timeline()) {
-            event.rank = rank();
-            timeline.push_back(event);
-          }
-          done.timeline = timeline;
-        }
-      }
-      const bool mean = options.scale_grads || options.average_replicas;
-      const int parts = (options.scale_grads ? num : 1) * (replicas && mean ? replicas->size() : 1);
-      for (auto& [s, stage] : stages) stage.gradients->finish_step(parts);
-      for (auto& grads : done.input_grads) {
-        for (auto& g : grads) {
-          if (g.defined() && parts > 1) g = g / parts;
-        }
-      }
-    }
+    if (train) finish_gradients(done);
     transport.end_step();
     step_number++;
     return done;

@@ -8,10 +8,18 @@
 #include "plumb/core/freed_memory.h"
 #include "plumb/pipeline/runtime_state.h"
 #include "plumb/schedule/check.h"
-#include "plumb/schedule/lower.h"
 
 namespace plumb {
 namespace {
+
+// An evaluation's table: forwards, and what surrounds use.
+Schedule without_backwards(Schedule schedule) {
+  for (auto& row : schedule.rows) {
+    std::erase_if(row, [](const Action& a) { return a.is_compute() && a.first_part().kind != ActionKind::Forward; });
+    for (auto& action : row) action = action.first_part();
+  }
+  return schedule;
+}
 
 std::string digest_text(const PipelineLayout& layout, const Schedule& schedule) {
   return layout.text() + to_csv(schedule);
@@ -49,7 +57,7 @@ void check_parts(const PipelineLayout& layout, const Schedule& schedule,
 
 Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
                    ProcessGroup group, PipelineOptions options)
-    : state_(std::make_unique<State>(std::move(group))) {
+    : state_(std::make_unique<PipelineState>(std::move(group))) {
   keep_freed_memory();
   auto& s = *state_;
   const int me = s.rank();
@@ -106,11 +114,12 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
         order.push_back(action.microbatch);
       }
     }
-    const bool apart = s.options.replicas.size() > 1 || (s.options.scale_grads && order.size() > 1);
-    local.gradients = std::make_unique<GradientKeeper>(order, shared_indices[index], apart);
+    const bool separate_step_grads = s.options.replicas.size() > 1 || (s.options.scale_grads && order.size() > 1) ||
+                                     find_hook(s.options.hooks, ActionKind::ReduceGrad, index) != nullptr;
+    local.gradients = std::make_unique<GradientAccumulator>(order, shared_indices[index], separate_step_grads);
   }
-  s.train_plan = plan_run(s.schedule, s.wiring, me, s.shared.copy_peers);
-  s.eval_plan = plan_run(forward_only(s.schedule), s.wiring, me, {});
+  s.train_plan = plan_run(schedule, s.wiring, me, s.shared.copy_peers, s.options.hooks);
+  s.eval_plan = plan_run(without_backwards(std::move(schedule)), s.wiring, me, {}, s.options.hooks);
   if (s.options.replicas.size() > 1) {
     s.replicas = std::make_unique<ReplicaSums>(s.options.replicas, digest, parameters, shared_indices, s.train_plan);
   }
@@ -190,5 +199,6 @@ const std::vector<TiedParameter>& Pipeline::tied() const { return state_->shared
 const Schedule& Pipeline::schedule() const { return state_->schedule; }
 const PipelineLayout& Pipeline::layout() const { return state_->layout; }
 int Pipeline::rank() const { return state_->rank(); }
+StepDriver Pipeline::driver() { return StepDriver(*state_); }
 
 }  // namespace plumb

@@ -21,6 +21,7 @@
 #include "plumb/pipeline/microbatch.h"
 #include "plumb/pipeline/process_group.h"
 #include "plumb/pipeline/stage.h"
+#include "plumb/pipeline/step_driver.h"
 #include "plumb/pipeline/timeline.h"
 #include "plumb/schedule/schedule.h"
 
@@ -54,6 +55,8 @@ struct PipelineOptions {
   ProcessGroup replicas;
   // Gradients are the mean over replicas, whatever their rows.
   bool average_replicas = false;
+  // Functions in the place of this rank's actions (step_driver.h). Other ranks need not have the same.
+  ActionHooks hooks;
 };
 
 struct StepResult {
@@ -105,9 +108,11 @@ class Pipeline {
   const PipelineLayout& layout() const;
   int rank() const;
 
+  // Of the step that runs, for hooks. It must not outlive the pipeline.
+  StepDriver driver();
+
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  std::unique_ptr<PipelineState> state_;
 };
 
 }  // namespace plumb

@@ -1,7 +1,11 @@
-// Inside of Pipeline, for runtime.cpp, run_stage.cpp and run_step.cpp only.
+// Inside of Pipeline and StepDriver, for runtime.cpp, run_*.cpp and step_driver.cpp only.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
+
+#include <optional>
+#include <set>
+#include <span>
 
 #include "plumb/pipeline/gradients.h"
 #include "plumb/pipeline/replicas.h"
@@ -18,12 +22,18 @@ inline at::Generator cpu_generator() { return at::detail::getDefaultCPUGenerator
 struct Slot {
   std::vector<MessageValue> sources;
   std::unique_ptr<InputBoundary> boundary;
+  Tensors results;  // of the forward, until they are handed over
   Tensors outputs;  // for the backward: handles without the values' memory
   Tensors output_grads;
-  Tensors seeds;  // gradients that sources have from later users
+  Tensors seeds;        // gradients that sources have from later users
+  Tensors input_grads;  // of the backward, until they are handed over
   DeferredWeights deferred;
   std::function<void()> own_weight_work;
   at::Tensor loss;
+  // What is done, for hooks that leave something out.
+  bool went_forward = false, went_back = false, weights_due = false;
+  // The stages in whose place a caller of StepDriver gave values and gradients.
+  std::set<int> values_given_for, grads_given_for;
 };
 
 struct LocalStage {
@@ -31,13 +41,13 @@ struct LocalStage {
   std::shared_ptr<StageFunction> function;
   const StageWiring* wiring = nullptr;
   std::vector<Slot> slots;
-  std::unique_ptr<GradientKeeper> gradients;
+  std::unique_ptr<GradientAccumulator> gradients;
   int num_outputs = 0;
   bool recompute_checked = false;  // the first forward holds what it would compute again against what it has
   RecomputeReport recomputed;      // of the last forward of a training step
 };
 
-struct Pipeline::State {
+struct PipelineState {
   PipelineLayout layout;
   Schedule schedule;  // compute actions only
   PipelineOptions options;
@@ -50,6 +60,7 @@ struct Pipeline::State {
   std::int64_t step_number = 0;
   std::vector<TimelineEvent> timeline;
   bool training = false;
+  bool by_hand = false;  // one stage, without steps
   // Of the step that runs.
   const std::vector<Tensors>* inputs = nullptr;
   const std::vector<Tensors>* targets = nullptr;
@@ -57,45 +68,75 @@ struct Pipeline::State {
   std::vector<Tensors> model_outputs;
   Tensors losses;
   std::vector<Tensors> input_grads;
+  std::set<int> reduced;  // stages whose ReduceGrad hook has run
 
-  explicit State(ProcessGroup group) : transport(std::move(group)) {}
+  explicit PipelineState(ProcessGroup group) : transport(std::move(group)) {}
 
   int rank() const { return transport.group().rank(); }
-  // Of a microbatch that arrives: an open layout's messages say how many values there are.
-  void arrive(Slot& slot, const StageWiring::Bundle& bundle, std::vector<MessageValue> values) const;
-  void arrive(Slot& slot, const StageWiring::GradBundle& bundle, const std::vector<MessageValue>& values) const;
   int last_stage() const { return layout.num_stages() - 1; }
 
   // --- run_step.cpp ---
   StepResult run(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt, std::vector<int64_t> rows,
                  bool train);
 
-  // --- run_stage.cpp ---
-  // Runs one action: waits for its messages, computes, hands its results over.
-  void run_action(const RunAction& run);
+  // --- run_action.cpp ---
+  // Runs one action, or several that a hook runs as one: waits for messages, computes, hands the results over.
+  void run_actions(std::span<const RunAction> parts);
+  // Runs the stage's ReduceGrad hook on its complete gradients.
+  void reduce_by_hook(int stage);
+  // Values and gradients that arrive at a stage of this rank. With dynamic outputs they say how many there are.
+  void take_values(LocalStage& stage, Slot& slot, int from, std::vector<MessageValue> values) const;
+  void take_grads(LocalStage& stage, Slot& slot, int from, const std::vector<MessageValue>& values) const;
+  std::vector<MessageValue> values_for(const StageWiring::Bundle& bundle, const Tensors& outputs) const;
+  std::vector<MessageValue> grads_for(const StageWiring::Bundle& bundle, const Tensors& grads) const;
+  void prepare(LocalStage& stage, Slot& slot) const;
+
+  // --- run_forward.cpp ---
+  void seed_generator(int stage, int m) const;
+  void start_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute) const;
+  void finish_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute, const Tensors& outputs) const;
+  // Leaves the results in the slot.
+  void run_function(LocalStage& stage, Slot& slot, int m);
+  void check_results(const LocalStage& stage, Slot& slot, int m, bool hooked);
+  void keep_for_backward(const LocalStage& stage, Slot& slot) const;
+
+  // --- run_backward.cpp ---
+  // Leaves the inputs' gradients in the slot.
+  void run_backward(ActionKind kind, LocalStage& stage, Slot& slot, int m, const at::Tensor& loss = {});
+  void check_input_grads(const LocalStage& stage, const Slot& slot, int m) const;
+  // Of the model's own inputs.
+  void keep_input_grads(const LocalStage& stage, int m, const Tensors& grads);
 
  private:
   void check_batch(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt,
                    const std::vector<int64_t>& rows) const;
   void begin(bool train, const std::vector<int64_t>& rows);
-  void sum_copies(const RunPlan& plan);
+  void run_row(const RunPlan& plan);
+  void sum_tied_gradients(const RunPlan& plan);
+  void finish_gradients(StepResult& done);
   StepResult result(const std::vector<int64_t>& rows);
 
-  void open(LocalStage& stage, Slot& slot);
   void receive(const RunAction& run, LocalStage& stage, Slot& slot);
   void forward(const RunAction& run, LocalStage& stage, Slot& slot);
   void backward(const RunAction& run, LocalStage& stage, Slot& slot);
-  void gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors& values, std::vector<bool>& wants);
-  void finish_model(int m, const Tensors& outputs, Slot& slot);
+  void run_hook(std::span<const RunAction> parts);
+  void call_hook(std::span<const RunAction> parts, std::span<const RunAction> left);
+  void finish_hooked(const RunAction& run, LocalStage& stage, Slot& slot);
   void send_values(const RunAction& run, LocalStage& stage, int m, const Tensors& outputs);
   void send_grads(const RunAction& run, LocalStage& stage, int m, const Tensors& grads);
-  void keep_input_grads(const LocalStage& stage, int m, const Tensors& grads);
-  void start_of_backward(const LocalStage& stage, const Slot& slot, int m, Tensors& outputs, Tensors& grads) const;
+
+  void gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors& values, std::vector<bool>& wants);
+  void finish_model(int m, Slot& slot, bool hooked);
+  void check_writes(const LocalStage& stage, const Tensors& values, at::IntArrayRef versions, int m) const;
   bool shared_on_this_rank(const ValueSource& source, int m) const;
-  void raise_write_to_shared(const ValueSource& source, int stage) const;
-  // Raises Error(Numerics) for a value that is not finite, if asked for; `what` gives its name.
-  template <typename What>
-  void check_finite(const at::Tensor& t, What what) const;
+  void start_of_backward(const LocalStage& stage, const Slot& slot, int m, const at::Tensor& loss, Tensors& outputs,
+                         Tensors& grads) const;
 };
+
+// "output 0 of stage 1, microbatch 2"
+std::string value_name(const char* what, size_t index, int stage, int m);
+
+// Raises Error(Numerics) for a value that is not finite; `name` gives its name.
+void check_finite(const at::Tensor& t, const std::function<std::string()>& name);
 
 }  // namespace plumb

@@ -561,7 +561,7 @@ TEST(Pipeline, AnOpenChainHandsOnWhateverStagesReturn) {
     for (int s : {0, 1}) stages[s] = std::make_shared<GrowingStage>(s);
     PipelineOptions options;
     options.scale_grads = false;
-    Pipeline pipeline(PipelineLayout::open_chain(2), schedule, stages, {}, options);
+    Pipeline pipeline(PipelineLayout::dynamic_chain(2), schedule, stages, {}, options);
     auto losses = pipeline.step_microbatches({}).losses;
     GrowingStage first(0), second(1);
     for (int m = 0; m < 3; m++) {
@@ -588,7 +588,7 @@ TEST(Pipeline, AStageMayDoPartOfItsWeightGradientsItself) {
   auto own = std::make_shared<OwnWork>(0);
   auto plain = std::make_shared<GrowingStage>(1);
   Schedule schedule = parse_csv("0F0,1F0,1B0,0I0,0F1,1F1,1B1,0I1,0W0,0W1\n");
-  Pipeline pipeline(PipelineLayout::open_chain(2), schedule, {{0, own}, {1, plain}});
+  Pipeline pipeline(PipelineLayout::dynamic_chain(2), schedule, {{0, own}, {1, plain}});
   pipeline.step_microbatches({});
   EXPECT_EQ(own->log, "IIWW");
   EXPECT_TRUE(own->weight.grad().defined());

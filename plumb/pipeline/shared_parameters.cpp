@@ -64,6 +64,12 @@ std::uint64_t content_hash(const at::Tensor& tensor) {
   return hash;
 }
 
+bool SharedParameters::in_stage(int stage) const {
+  return std::any_of(groups.begin(), groups.end(), [&](const CopyGroup& group) {
+    return std::any_of(group.begin(), group.end(), [&](const ParameterCopy& c) { return c.local_stage == stage; });
+  });
+}
+
 SharedParameters find_shared_parameters(const PipelineLayout& layout, const Placement& placement,
                                         const std::map<int, std::vector<NamedTensor>>& local, Transport& transport) {
   const int me = transport.group().rank(), size = transport.group().size();

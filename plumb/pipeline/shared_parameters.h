@@ -30,6 +30,8 @@ struct SharedParameters {
   std::vector<CopyGroup> groups;              // of two or more copies, of which this rank holds one at least
   std::vector<TiedParameter> tied;            // all groups of the pipeline, as stages and names
   std::vector<std::vector<bool>> copy_peers;  // [a][b]: ranks a and b hold copies of one parameter
+  // Whether this rank's stage holds one of them.
+  bool in_stage(int stage) const;
 };
 
 // Tells all ranks which parameters this one holds and gets theirs; groups are those of the layout and parameters of the

@@ -165,7 +165,7 @@ std::vector<int> kept_whole(const std::string& name, int rank) {
   const int stages = schedule.num_stages();
   std::vector<int> kept(static_cast<size_t>(stages));
   for (const RunAction& run : plan_run(schedule, connect_stages(PipelineLayout::chain(stages)), rank, {}).actions)
-    kept[static_cast<size_t>(run.action.stage)] += run.goes_back_at_once;
+    kept[static_cast<size_t>(run.action.stage)] += run.backward_is_next;
   return kept;
 }
 

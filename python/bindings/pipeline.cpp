@@ -150,12 +150,38 @@ py::list events_to_python(const std::vector<TimelineEvent>& events) {
   return list;
 }
 
+ActionKind parse_kind(const std::string& text) {
+  if (text == "OVERLAP_F_B") return ActionKind::Overlap;
+  for (const auto kind :
+       {ActionKind::Forward, ActionKind::FullBackward, ActionKind::BackwardInput, ActionKind::BackwardWeight,
+        ActionKind::Unshard, ActionKind::Reshard, ActionKind::ReduceGrad}) {
+    if (to_string(kind) == text) return kind;
+  }
+  throw Error(ErrorKind::InvalidArgument, "no function can stand in the place of actions of kind '" + text + "'");
+}
+
+// A Python function called with the action's text.
+ActionHook make_hook(const py::object& function) {
+  std::shared_ptr<py::object> held(new py::object(function), [](py::object* object) {
+    py::gil_scoped_acquire gil;
+    delete object;
+  });
+  return [held](const Action& action, StepDriver&) {
+    py::gil_scoped_acquire gil;
+    guarded([&] { return (*held)(to_string(action)).is_none(); });
+  };
+}
+
+using Hooks = std::map<std::pair<std::string, int>, py::object>;  // by kind and stage, -1: every stage
+
 class PyPipeline {
  public:
   PyPipeline(const PipelineLayout& layout, const Schedule& schedule, const std::map<int, py::object>& stages,
              const py::object& group, double timeout, bool scale_grads, bool record_timeline, bool check_numerics,
-             std::optional<std::uint64_t> seed, const py::object& replicas) {
+             std::optional<std::uint64_t> seed, const py::object& replicas, const Hooks& hooks) {
     PipelineOptions options;
+    for (const auto& [point, function] : hooks)
+      options.hooks[{parse_kind(point.first), point.second}] = make_hook(function);
     options.replicas = shared_group(replicas, timeout);
     options.average_replicas = true;
     options.scale_grads = scale_grads;
@@ -190,6 +216,8 @@ class PyPipeline {
     return operators;
   }
 
+  StepDriver driver() { return pipeline_->driver(); }
+
   py::object gather_timeline() {
     std::vector<TimelineEvent> events;
     {
@@ -213,25 +241,59 @@ std::vector<TimelineEvent> to_events(const py::sequence& list) {
   return events;
 }
 
+using FreeGil = py::call_guard<py::gil_scoped_release>;
+
 Register part([](py::module_& m) {
   py::class_<PipelineLayout>(m, "PipelineLayout", "What flows between the stages of a pipeline.")
       // stages: ([(stage or -1 for the model's inputs, index), ...], number of outputs); tied: [[(stage, name), ...],
       // ...]
       .def(py::init(&make_layout), py::arg("stages"), py::arg("num_inputs") = 1,
            py::arg("tied") = std::vector<std::vector<std::pair<int, std::string>>>())
-      .def_static("open_chain", &PipelineLayout::open_chain)
+      .def_static("dynamic_chain", &PipelineLayout::dynamic_chain)
       .def_static("of", py::overload_cast<const PipeTable&>(&plumb::make_layout), py::arg("table"))
       .def_property_readonly("num_stages", &PipelineLayout::num_stages)
       .def_readonly("num_inputs", &PipelineLayout::num_inputs)
-      .def_readonly("open", &PipelineLayout::open)
+      .def("num_outputs", [](const PipelineLayout& layout, int stage) { return layout.stages.at(stage).num_outputs; })
+      .def_readonly("dynamic_outputs", &PipelineLayout::dynamic_outputs)
       .def("__str__", &PipelineLayout::text);
+  py::class_<StepDriver>(m, "StepDriver",
+                         "The parts of actions: of the step that a pipeline runs, or of one stage by hand.")
+      .def(py::init([](const PipelineLayout& layout, int index, const py::object& stage) {
+        return StepDriver(layout, index, std::make_shared<PyStage>(stage));
+      }))
+      .def("forward", &StepDriver::forward, py::arg("stage"), py::arg("microbatch"), FreeGil())
+      .def(
+          "backward",
+          [](StepDriver& driver, const std::string& kind, int stage, int microbatch, const py::object& loss) {
+            const auto parsed = parse_kind(kind);
+            const auto root = to_tensor(loss);
+            py::gil_scoped_release free;
+            driver.backward(parsed, stage, microbatch, root);
+          },
+          py::arg("kind"), py::arg("stage"), py::arg("microbatch"), py::arg("loss") = py::none())
+      .def("set_loss", [](StepDriver& driver, int m, const at::Tensor& loss) { driver.set_loss(m, loss); })
+      .def("take_outputs", [](StepDriver& driver, int stage, int m, int from,
+                              const py::sequence& values) { driver.take_outputs(stage, m, from, to_tensors(values)); })
+      .def("take_gradients",
+           [](StepDriver& driver, int stage, int m, int from, const py::sequence& values) {
+             driver.take_gradients(stage, m, from, to_tensors(values));
+           })
+      .def("take_model_inputs",
+           [](StepDriver& driver, int stage, int m, const py::sequence& values) {
+             driver.take_model_inputs(stage, m, to_tensors(values));
+           })
+      .def("input_gradients", [](const StepDriver& driver, int stage, int m, int to) {
+        return to_list(driver.input_gradients(stage, m, to));
+      });
   py::class_<PyPipeline>(m, "Pipeline", "Runs a rank's part of a schedule over Python stages.")
       .def(py::init<const PipelineLayout&, const Schedule&, const std::map<int, py::object>&, const py::object&, double,
-                    bool, bool, bool, std::optional<std::uint64_t>, const py::object&>(),
+                    bool, bool, bool, std::optional<std::uint64_t>, const py::object&, const Hooks&>(),
            py::arg("layout"), py::arg("schedule"), py::arg("stages"), py::arg("group") = py::none(),
            py::arg("timeout") = 60.0, py::arg("scale_grads") = true, py::arg("record_timeline") = false,
-           py::arg("check_numerics") = false, py::arg("seed") = py::none(), py::arg("replicas") = py::none())
+           py::arg("check_numerics") = false, py::arg("seed") = py::none(), py::arg("replicas") = py::none(),
+           py::arg("hooks") = Hooks())
       .def("run", &PyPipeline::run)
+      .def("driver", &PyPipeline::driver, py::keep_alive<0, 1>())
       .def("recomputed", &PyPipeline::recomputed, py::arg("stage"))
       .def("gather_timeline", &PyPipeline::gather_timeline);
   // What was recorded as a picture, and below it the table as simulated with costs in seconds, if there are any.

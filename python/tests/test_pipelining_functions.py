@@ -1,6 +1,7 @@
-"""Steps that run in Python: functions in place of actions, stages with methods of their own, and values that are compared."""
+"""Functions in place of actions, stages with methods of their own, stages run by hand, and values that are compared."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ranks
@@ -17,11 +18,14 @@ from plumb.pipelining._utils import (
     validate_tensors_metadata,
 )
 from plumb.pipelining.schedules import (
+    BACKWARD_INPUT,
     FORWARD,
     FULL_BACKWARD,
     OVERLAP_F_B,
     REDUCE_GRAD,
+    RESHARD,
     SEND_F,
+    UNSHARD,
     PipelineScheduleMulti,
     get_schedule_class,
 )
@@ -29,33 +33,24 @@ from plumb.pipelining.stage import _RecvInfo
 from test_pipelining_run import LOOPED, MSE, SINGLE, Nested, V, accumulate, batch, blocks, grads, same, schedule_for
 from torch import nn
 
+import plumb
+
 MICROBATCHES = 4
 
 
 def watch(schedule, kind, seen):
     """Puts a function in place of a kind that does what the schedule would have done, and notes it."""
-    runner = None
 
     def function(action, context):
-        nonlocal runner
         assert context.schedule_ref is schedule and len(context.arg_mbs) == MICROBATCHES
         seen.append(str(action))
-        runner = schedule._run
-        runner._perform(action)
-        stage, here = runner.stages[action.stage_index], runner.stages
-        if kind is FORWARD and stage.stage_index + 1 in here:
-            values = stage._outputs_for(stage.stage_index + 1, action.microbatch_index)
-            here[stage.stage_index + 1]._take_outputs(stage.stage_index, values, action.microbatch_index)
-        if kind is FULL_BACKWARD and stage.stage_index - 1 in here:
-            here[stage.stage_index - 1].set_local_bwd_input(
-                stage.get_local_bwd_output(action.microbatch_index), action.microbatch_index
-            )
+        schedule._run.perform(action)
 
     schedule.register_custom_function(kind, function)
 
 
 @pytest.mark.parametrize("name", SINGLE + LOOPED + V)
-def test_steps_in_python_give_the_engines_gradients(name):
+def test_a_function_for_complete_gradients_scales_them(name):
     count = 1 if name in SINGLE else 2 if name in V else 3
     modules = blocks(count)
     reference = copy.deepcopy(modules)
@@ -95,9 +90,7 @@ def test_parts_of_a_pair_go_to_their_own_functions_and_a_pair_to_its_own():
         if kind is OVERLAP_F_B:
             def together(action, context, schedule=schedule, seen=seen):
                 seen.append(str(action))
-                for part in action.sub_actions:
-                    schedule._run._perform(part)
-                    schedule._run._hand_on_what_no_action_does(part, to_neighbours=True)
+                schedule._run.perform(action)
 
             schedule.register_custom_function(kind, together)
         else:
@@ -109,6 +102,140 @@ def test_parts_of_a_pair_go_to_their_own_functions_and_a_pair_to_its_own():
     assert len(parts) == 2 * MICROBATCHES and pairs
 
 
+def by_torchs_rules(schedule, seen):
+    """Functions as torch's documentation has them: they wait, compute, and hand on to neighbours of the same rank."""
+    from plumb.pipelining.schedules import _wait_batch_p2p
+
+    stages = {stage.stage_index: stage for stage in schedule._stages}
+
+    def forward(action, context):
+        index, m = action.stage_index, action.microbatch_index
+        stage = stages[index]
+        if not stage.is_first and index - 1 not in stages:
+            assert (index, m) in schedule.fwd_recv_ops
+            _wait_batch_p2p(schedule.fwd_recv_ops.pop((index, m)))
+        output = stage.forward_one_chunk(m, context.arg_mbs[m], context.kwarg_mbs[m])
+        schedule._maybe_compute_loss(stage, output, context.target_mbs, m)
+        if index + 1 in stages:
+            stages[index + 1].set_local_fwd_input(output, m)
+        seen.append(str(action))
+
+    def backward(action, context):
+        index, m = action.stage_index, action.microbatch_index
+        stage = stages[index]
+        if not stage.is_last and index + 1 not in stages:
+            assert (index, m) in schedule.bwd_recv_ops
+            _wait_batch_p2p(schedule.bwd_recv_ops.pop((index, m)))
+        loss = schedule._maybe_get_loss(stage, m)
+        schedule.backward_counter[index] += 1
+        last = schedule.backward_counter[index] == schedule._n_microbatches
+        whole = action.computation_type is FULL_BACKWARD
+        stage.backward_one_chunk(m, loss=loss, full_backward=whole, last_backward=last)
+        if index - 1 in stages:
+            stages[index - 1].set_local_bwd_input(stage.get_local_bwd_output(m), m)
+        seen.append(str(action))
+
+    def together(action, context):
+        with ThreadPoolExecutor(2) as threads:
+            works = zip((forward, backward), action.sub_actions)
+            for done in [threads.submit(function, part, context) for function, part in works]:
+                done.result()
+
+    for kind, function in zip((FORWARD, FULL_BACKWARD, BACKWARD_INPUT, OVERLAP_F_B), (forward, backward, backward, together)):
+        schedule.register_custom_function(kind, function)
+
+
+def functions_step(rank, size, name):
+    found = []
+    for functions in (False, True):
+        count = 2 * size
+        here = sorted([rank, count - 1 - rank]) if name in V else list(range(rank, count, size))
+        modules = blocks(count)
+        stages = [PipelineStage(modules[i], i, count, "cpu") for i in here]
+        schedule = get_schedule_class(name)(stages, MICROBATCHES, MSE)
+        seen, losses = [], []
+        if functions:
+            by_torchs_rules(schedule, seen)
+        x, target = batch(8)
+        for _ in range(2):
+            schedule.step(*([x] if 0 in here else []), target=target if count - 1 in here else None, losses=losses)
+        assert len(seen) == (2 * 2 * 2 * MICROBATCHES if functions else 0)
+        found.append(losses + grads([modules[i] for i in here]))
+    return found
+
+
+@pytest.mark.parametrize("name, size", [("Interleaved1F1B", 2), ("LoopedBFS", 1), ("DualPipeV", 2), ("DualPipeV", 1)])
+def test_functions_by_torchs_rules_change_no_bit(name, size):
+    for plain, own in ranks.run(functions_step, size, name) if size > 1 else [functions_step(0, 1, name)]:
+        assert same(plain, own)
+
+
+def test_a_function_may_give_a_stage_other_inputs():
+    modules = blocks(2)
+    reference = copy.deepcopy(modules)
+    x, target = batch()
+    schedule = schedule_for("LoopedBFS", modules, MICROBATCHES)
+    first, second = schedule._stages
+
+    def forward(action, context):
+        m = action.microbatch_index
+        stage = schedule._stages[action.stage_index]
+        output = stage.forward_one_chunk(m, (context.arg_mbs[m][0] * 2,))
+        schedule._maybe_compute_loss(stage, output, context.target_mbs, m)
+        if stage is first:
+            second.set_local_fwd_input(output * 3, m)
+
+    schedule.register_custom_function(FORWARD, forward)
+    losses = []
+    schedule.step(x, target=target, losses=losses)
+    with torch.no_grad():
+        expected = [MSE(reference[1](reference[0](a * 2) * 3), b) for a, b in zip(x.chunk(4), target.chunk(4))]
+    assert same(losses, expected)
+
+
+def test_a_function_that_leaves_its_action_out_is_named():
+    x, target = batch()
+    for kind, what in ((FORWARD, "0F0 left out the forward"), (FULL_BACKWARD, "left out the backward of its stage")):
+        schedule = schedule_for("LoopedBFS", blocks(2), MICROBATCHES)
+        schedule.register_custom_function(kind, lambda action, context: None)
+        with pytest.raises(plumb.Error, match=what):
+            schedule.step(x, target=target)
+
+
+def test_what_a_function_raises_is_the_cause_of_the_error():
+    x, target = batch()
+    schedule = schedule_for("LoopedBFS", blocks(2), MICROBATCHES)
+    schedule.register_custom_function(FORWARD, lambda action, context: {}["nothing"])
+    with pytest.raises(plumb.Error, match="rank 0 at 0F0: KeyError") as raised:
+        schedule.step(x, target=target)
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_functions_around_the_use_of_a_stage_run_where_the_table_has_them():
+    x, target = batch()
+    seen = []
+    schedule = schedule_for("LoopedBFS", blocks(2), MICROBATCHES)
+    for kind in (UNSHARD, RESHARD, REDUCE_GRAD):
+        schedule.register_custom_function(kind, lambda action, context: seen.append(str(action)))
+    schedule.step(x, target=target)
+    around = [str(a) for a in schedule.pipeline_order_with_comms[0] if "SHARD" in str(a)]
+    assert [s for s in seen if "SHARD" in s] == around and around
+    assert sorted(s for s in seen if "REDUCE" in s) == ["0REDUCE_GRAD", "1REDUCE_GRAD"]
+
+
+def test_messages_of_a_stages_own_are_refused():
+    class Own(PipelineStage):
+        def get_fwd_send_ops(self, chunk):
+            return super().get_fwd_send_ops(chunk)
+
+    x, target = batch()
+    schedule = ScheduleGPipe(Own(nn.Linear(8, 8), 0, 1, "cpu"), MICROBATCHES, MSE)
+    with pytest.raises(plumb.Error, match="(?s)stage 0 makes messages of its own .get_fwd_send_ops.*leave these methods out"):
+        schedule.step(x, target=target)
+    with pytest.raises(plumb.Error, match="run the stage in a schedule"):
+        PipelineStage(nn.Linear(8, 8), 0, 1, "cpu").get_bwd_recv_ops(0)
+
+
 def test_functions_that_cannot_be_are_refused():
     schedule = schedule_for("LoopedBFS", blocks(2), MICROBATCHES)
     with pytest.raises(ValueError, match="SEND_F"):
@@ -118,12 +245,12 @@ def test_functions_that_cannot_be_are_refused():
         schedule.register_custom_function(FORWARD, print)
 
 
-def test_rows_count_in_python_too():
+def test_rows_count_with_functions_too():
     modules = blocks(2)
     reference = copy.deepcopy(modules)
     x, target = batch(7)
     schedule = schedule_for("ZBVZeroBubble", modules, 3)
-    schedule.register_custom_function(REDUCE_GRAD, lambda action, context: schedule._run._perform(action))
+    schedule.register_custom_function(REDUCE_GRAD, lambda action, context: schedule._run.perform(action))
     schedule.step(x, target=target)
     accumulate(reference, x, target, 3)
     for ours, theirs in zip(grads(modules), grads(reference)):
@@ -146,7 +273,7 @@ class Skipping(nn.Module):
         return x
 
 
-def cut_step(rank, size, name, in_python):
+def cut_step(rank, size, name):
     torch.manual_seed(3)
     model = Skipping()
     x, target = batch(8)
@@ -157,9 +284,8 @@ def cut_step(rank, size, name, in_python):
         here = [s for s, r in generate_stage_to_rank_mapping(size, 4, "v").items() if r == rank]
     stages = [pipe.build_stage(s, torch.device("cpu")) for s in here]
     schedule = get_schedule_class(name)(stages[0] if name in SINGLE else stages, MICROBATCHES, MSE)
-    if in_python:
-        for stage in stages:
-            stage._runtime_validate = True
+    for stage in stages:
+        stage._runtime_validate = True
     for _ in range(2):
         for stage in stages:
             stage.submod.zero_grad()
@@ -168,8 +294,8 @@ def cut_step(rank, size, name, in_python):
 
 
 @pytest.mark.parametrize("name, size", [("1F1B", 4), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2), ("LoopedBFS", 1)])
-def test_skip_connections_in_python_over_processes(name, size):
-    ours = ranks.run(cut_step, size, name, True)
+def test_skip_connections_over_processes_of_stages_that_compare_values(name, size):
+    ours = ranks.run(cut_step, size, name)
     torch.manual_seed(3)
     model = Skipping()
     x, target = batch(8)
@@ -195,7 +321,7 @@ def nested_step(rank, size):
     return losses, [p.grad for p in modules[rank].parameters()]
 
 
-def test_nested_values_cross_between_ranks_in_python():
+def test_nested_values_cross_between_ranks_of_stages_that_compare_values():
     ours = ranks.run(nested_step, 2)
     modules = blocks(2, make=Nested)
     x, target = batch(8)

@@ -1,22 +1,24 @@
-"""A stage's work microbatch by microbatch, for those who drive it from Python: custom functions, and schedules of stages
-that do something of their own. What the engine runs does not come through here."""
+"""A stage at work microbatch by microbatch: as the engine calls it, and for those who drive it from Python (functions in
+the place of actions, stages with methods of their own, stages run by hand). The engine does the work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from .._microbatch import Sizes, microbatch_sizes
-from ._backward import _null_coalesce_accumulate, stage_backward, stage_backward_input, stage_backward_weight
+from .. import _C
+from .._C import Error
 from ._errors import InvalidSchedule
-from ._messages import Receive, Send, Values, tag_of
 from ._metadata import extract_tensor_metas, validate_tensors_metadata
 from ._recut import pack as pack_sizes
 from ._recut import sizes_of
-from ._values import detached, flat_output, pack, unpack
+from ._values import accepted, detached, flat_output, pack, unpack
+
+Values = list["torch.Tensor | None"]
 
 
 class _RecvInfo:
@@ -39,24 +41,60 @@ class _RecvInfo:
         return f"_RecvInfo({self.input_name} from {where})"
 
 
-class ChunkSteps:
-    """The part of a stage that runs a microbatch's forward and backward in Python.
+def own_arguments(stage: Any, stages: list, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """With several stages on a rank each gets those keyword arguments that it takes; stages of a cut model get all."""
+    if not kwargs or len(stages) == 1 or stage.layout is not None:
+        return kwargs
+    unknown = kwargs.keys() - set().union(*(accepted(other.submod, kwargs) for other in stages))
+    own = accepted(stage.submod, kwargs) | unknown  # the module's own error says what is wrong
+    return {name: value for name, value in kwargs.items() if name in own}
 
-    Between stages go lists of tensors; `forward_one_chunk` and `backward_one_chunk` take what has arrived and keep what
-    is to be sent. On one rank `set_local_fwd_input` and `set_local_bwd_input` stand for the messages.
-    """
+
+@dataclass
+class _Call:
+    """A call of `forward_one_chunk`."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    model_inputs: Values
+    output: Any = None
+
+
+class EngineStage:
+    """A stage as the engine calls it. `names`: of parameters in the whole pipeline, by id."""
+
+    def __init__(self, stage: Any, names: dict[int, str] | None = None):
+        self._stage, self._names = stage, names or {}
+        self.weight_work, self.recompute = stage.dw_builder, stage.recompute
+
+    def parameters(self) -> list[tuple[str, torch.Tensor]]:
+        index = self._stage.stage_index
+        return [(self._names.get(id(p), f"stage {index}: {name}"), p) for name, p in self._stage.summed_parameters()]
+
+    def run(self, inputs: Values, microbatch: int) -> Values:
+        stage = self._stage
+        try:
+            return stage._run_function(inputs, microbatch)
+        except BaseException as error:
+            caller = stage._step or stage
+            caller.failure = caller.failure or error
+            raise
+
+
+class ChunkSteps:
+    """The part of a stage that runs a microbatch's forward and backward, in the step of a schedule or by hand."""
 
     _has_backward = False
     _runtime_validate = False  # compare every microbatch's values with the first one's
+    _step: Any = None  # the step that runs
+    failure: BaseException | None = None  # of the stage's own code, by hand
 
     def _begin_chunks(self) -> None:
-        self.fwd_cache: dict[int, tuple] = {}  # by microbatch: flat outputs, flat inputs
-        self.bwd_cache: dict[int, dict[int, Values]] = {}  # by microbatch and stage: gradients of its inputs
-        self.backward_state: dict[int, Any] = {}
-        self.dw_runner: dict[int, Any] = {}
-        self._sizes: dict[int, Sizes] = {}  # by microbatch: of the model's inputs, where they are not as they were cut
-        self._incoming: dict[int, dict[int, Values]] = {}
-        self._incoming_grads: dict[int, dict[int, Values]] = {}
+        self.fwd_cache: dict[int, tuple] = {}  # by microbatch: flat outputs, flat inputs; in a step until an action ends
+        self.bwd_cache: dict[int, tuple] = {}  # by microbatch: gradients for the stage before; likewise
+        self._calls: dict[int, _Call] = {}
+        self._weights_due: set[int] = set()
+        self._by_hand: Any = None  # _C.StepDriver
 
     @property
     def has_backward(self) -> bool:
@@ -70,33 +108,6 @@ class ChunkSteps:
     @property
     def log_prefix(self) -> str:
         return f"[Stage {self.stage_index}]"
-
-    # --- which stages it talks to: by stage, which of the sender's outputs (None: all) ---
-    def _used_by(self, source: int, target: int) -> list[int]:
-        table = self.pipe_info.table
-        return sorted({port["index"] for port in table.inputs(target) if port["stage"] == source})
-
-    def _sources(self) -> dict[int, list[int] | None]:
-        if self.layout is None:
-            return {} if self.is_first else {self.stage_index - 1: None}
-        stages = {port["stage"] for port in self.pipe_info.table.inputs(self.stage_index)} - {-1}
-        return {stage: self._used_by(stage, self.stage_index) for stage in sorted(stages)}
-
-    def _targets(self) -> dict[int, list[int] | None]:
-        if self.layout is None:
-            return {} if self.is_last else {self.stage_index + 1: None}
-        used = {stage: self._used_by(self.stage_index, stage) for stage in range(self.stage_index + 1, self.num_stages)}
-        return {stage: indices for stage, indices in used.items() if indices}
-
-    # Of a table with every stage on two ranks: the rank that runs a stage for a microbatch.
-    _rank_in_table: Callable[[int, int], int] | None = None
-
-    def _rank_of(self, stage: int, microbatch: int) -> int:
-        in_table = self._rank_in_table
-        return self.stage_index_to_group_rank[stage] if in_table is None else in_table(stage, microbatch)
-
-    def _is_here(self, stage: int, microbatch: int) -> bool:
-        return self._rank_of(stage, microbatch) == self.group_rank
 
     def _check_chunk_id(self, chunk_id: int) -> None:
         if self.chunks is not None and not 0 <= chunk_id < self.chunks:
@@ -112,115 +123,42 @@ class ChunkSteps:
     def _get_init_p2p_neighbors_ops(self) -> list:
         return []
 
-    # --- messages ---
-    def _tag(self, backward: bool, other: int, sends: bool, microbatch: int) -> int:
-        source, target = (self.stage_index, other) if sends else (other, self.stage_index)
-        return tag_of(backward, source, target, microbatch, self.num_stages, self.chunks or microbatch + 1)
+    def get_fwd_recv_ops(self, chunk_id: int) -> list:
+        """Raises `plumb.Error`: the engine receives and sends."""
+        raise Error(
+            f"{self.log_prefix} has no messages to start by hand\n  try: run the stage in a schedule, whose engine receives "
+            "before an action and sends after it"
+        )
 
-    def _send(self, backward: bool, other: int, values: Values, microbatch: int) -> Send:
-        tag = self._tag(backward, other, True, microbatch)
-        return Send(values, self._rank_of(other, microbatch), tag, self.group, self.device)
+    get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
 
-    def _receive(self, backward: bool, other: int, microbatch: int) -> Receive:
-        kept = (self._incoming_grads if backward else self._incoming).setdefault(microbatch, {})
-        tag = self._tag(backward, other, False, microbatch)
-        peer = self._rank_of(other, microbatch)
-        return Receive(peer, tag, self.group, self.device, lambda values: kept.__setitem__(other, values))
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list:
-        """The messages with a microbatch's inputs that come from other ranks."""
-        return [self._receive(False, s, fwd_chunk_id) for s in self._sources() if not self._is_here(s, fwd_chunk_id)]
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list:
-        """The messages with a microbatch's outputs to stages on other ranks."""
-        return [
-            self._send(False, stage, self._outputs_for(stage, fwd_chunk_id), fwd_chunk_id)
-            for stage in self._targets()
-            if not self._is_here(stage, fwd_chunk_id)
-        ]
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list:
-        if not self.has_backward:
-            return []
-        return [self._receive(True, s, bwd_chunk_id) for s in self._targets() if not self._is_here(s, bwd_chunk_id)]
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list:
-        if not self.has_backward:
-            return []
-        self._check_chunk_id(bwd_chunk_id)
-        grads = self.bwd_cache[bwd_chunk_id]
-        return [self._send(True, s, grads.pop(s), bwd_chunk_id) for s in self._sources() if not self._is_here(s, bwd_chunk_id)]
-
-    # --- the same between stages of one rank ---
-    def _outputs_for(self, stage: int, microbatch: int) -> Values:
-        outputs, indices = self.fwd_cache[microbatch][0], self._targets()[stage]
-        if indices is None:
-            return list(outputs)
-        return [outputs[i] for i in indices] + [pack_sizes(self._sizes[microbatch], self.device)]
-
-    def _take_outputs(self, source: int, values: Values, microbatch: int) -> None:
-        """Values that a stage of this rank made, apart from its part of autograd's graph."""
-        apart = [v if v is None else v.detach().requires_grad_(v.requires_grad) for v in values]
-        self._incoming.setdefault(microbatch, {})[source] = apart
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """What the stage before returned for a microbatch, where it is on this rank."""
-        outputs = flat_output(prev_stage_outputs) if self.layout is not None else pack(prev_stage_outputs)
+    # --- what the engine calls ---
+    def _run_function(self, inputs: Values, microbatch: int) -> Values:
+        call, step = self._calls.get(microbatch), self._step
+        rows: Values = []
         if self.layout is not None:
-            indices = self._sources().get(self.stage_index - 1, [])
-            outputs = [outputs[i] for i in indices] + [pack_sizes(sizes_of(outputs), self.device)]
-        self._take_outputs(self.stage_index - 1, outputs, mb_index)
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple:
-        """The gradients of a microbatch's inputs that the stage before, on this rank, made."""
-        if not self.has_backward:
-            raise InvalidSchedule(f"{self.log_prefix} there are no gradients in a step without a backward")
-        self._check_chunk_id(mb_index)
-        return tuple(self.bwd_cache[mb_index].pop(self.stage_index - 1, ()))
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple, mb_index: int) -> None:
-        """The gradients of what this stage handed to the next one on this rank."""
-        self._incoming_grads.setdefault(mb_index, {})[self.stage_index + 1] = list(next_stage_bwd_outputs)
-
-    # --- forward ---
-    def _arrived(self, microbatch: int) -> dict[int, Values]:
-        arrived = self._incoming.pop(microbatch, {})
-        missing = [stage for stage in self._sources() if stage not in arrived]
-        if missing:
-            raise InvalidSchedule(f"{self.log_prefix} microbatch {microbatch} runs before stage {missing[0]}'s arrived")
-        return arrived
-
-    def _call(self, microbatch: int, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Values, dict[int, Values]]:
-        """The module's output, the tensors it was called with, and those of them that came from other stages."""
-        arrived = self._arrived(microbatch)
-        if self.layout is None:
-            args = args if self.is_first else unpack(arrived[self.stage_index - 1])
+            self._validate("inputs", inputs[: self._num_values])
+            output, rows = self.run_values(inputs, call.model_inputs if call else step.model_inputs[microbatch])
+            values = [output] if isinstance(output, torch.Tensor) else list(output)
+        else:
+            args, kwargs = (call.args, call.kwargs) if call else step.arguments(self, microbatch)
+            args = args if self.is_first else unpack(inputs)
             self._validate("inputs", pytree.tree_leaves(args))
-            inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-            return self.forward_maybe_with_nosync(*args, **kwargs), inputs, arrived
-        carried = [values.pop() for values in arrived.values()]
-        places = {s: dict(zip(indices or [], arrived[s])) for s, indices in self._sources().items()}
-        given = self.model_inputs(args, kwargs)
-        sizes = self._sizes[microbatch] = self.cut_sizes.of_microbatch(given, carried)
-        ports = self.pipe_info.table.inputs(self.stage_index)
-        values = [given[p["index"]] if p["stage"] < 0 else places[p["stage"]][p["index"]] for p in ports]
-        self._validate("inputs", values)
-        with microbatch_sizes(sizes):
-            return self.forward_maybe_with_nosync(*values), [v for v in values if v is not None], arrived
-
-    def forward_one_chunk(
-        self, fwd_chunk_id: int, args: tuple, kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
-    ) -> Any:
-        """Runs a microbatch's forward and answers what the module returned. `args` are the first stage's; the others
-        take what has arrived from the stages before."""
-        output, inputs, arrived = self._call(fwd_chunk_id, args, kwargs or {})
-        flat = flat_output(output) if self.is_last or self.layout is not None else pack(output)
+            self.check_example("input", args)
+            output = self.forward_maybe_with_nosync(*args, **kwargs)
+            self.check_example("output", output)
+            values = flat_output(output) if self.is_last else pack(output)
         if not self.is_last:
-            self._validate("outputs", flat)
-        elif save_forward_output:
-            self.output_chunks.append(detached(output))
-        self.fwd_cache[fwd_chunk_id] = (tuple(flat), inputs, arrived)
-        return output
+            self._validate("outputs", values)
+            values += rows
+        if call is None:
+            return step.finish(output, microbatch) if self.is_last else values
+        call.output = output
+        self.fwd_cache[microbatch] = (tuple(values), inputs)
+        return [] if self.is_last else values
+
+    def check_example(self, what: str, values: Any) -> None:
+        pass
 
     def _validate(self, what: str, values: list) -> None:
         if not self._runtime_validate:
@@ -229,19 +167,51 @@ class ChunkSteps:
         known = self.__dict__.setdefault("_metas", {}).setdefault(what, metas)
         validate_tensors_metadata(f"Stage {self.stage_index}: forward {what}", known, metas)
 
-    # --- backward ---
-    def _output_grads(self, outputs: tuple, microbatch: int) -> Values:
-        """Summed over the stages that use an output, from the last to the first as autograd does."""
-        arrived = self._incoming_grads.pop(microbatch, {})
-        grads: Values = [None] * len(outputs)
-        for stage, indices in sorted(self._targets().items(), reverse=True):
-            if stage not in arrived:
-                raise InvalidSchedule(
-                    f"{self.log_prefix} microbatch {microbatch} goes back before stage {stage}'s gradients arrived"
-                )
-            for i, grad in zip(range(len(outputs)) if indices is None else indices, arrived[stage]):
-                grads[i] = _null_coalesce_accumulate(grads[i], grad)
-        return grads
+    # --- microbatch by microbatch ---
+    def _drive(self, work: str, *args: Any) -> Any:
+        """Has the engine do it: as a part of the step that runs, or by hand."""
+        if self._step is not None:
+            return getattr(self._step.driver, work)(*args)
+        if self._by_hand is None:
+            layout = self.layout or _C.PipelineLayout.dynamic_chain(self.num_stages)
+            self._by_hand = _C.StepDriver(layout, self.stage_index, EngineStage(weakref.proxy(self)))
+        try:
+            return getattr(self._by_hand, work)(*args)
+        except Error as error:
+            failure, self.failure = self.failure, None
+            raise failure or InvalidSchedule(f"{self.log_prefix} {error}") from None
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple, kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
+    ) -> Any:
+        """Runs a microbatch's forward and answers what the module returned. `args` are the first stage's; the others
+        take what has arrived from the stages before."""
+        self._check_chunk_id(fwd_chunk_id)
+        given = [] if self.layout is None else self.model_inputs(args, kwargs or {})
+        call = self._calls[fwd_chunk_id] = _Call(args, kwargs or {}, given)
+        try:
+            if given:
+                self._drive("take_model_inputs", self.stage_index, fwd_chunk_id, given)
+            self._drive("forward", self.stage_index, fwd_chunk_id)
+        finally:
+            del self._calls[fwd_chunk_id]
+        if self.is_last and save_forward_output:
+            if self._step is None:
+                self.output_chunks.append(detached(call.output))
+            else:
+                self._step.outputs[fwd_chunk_id] = detached(call.output)
+        return call.output
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """What the stage before returned for a microbatch, where it is on this rank."""
+        before = self.stage_index - 1
+        if self.layout is None:
+            outputs = pack(prev_stage_outputs)
+        else:
+            outputs = flat_output(prev_stage_outputs)
+            sizes = pack_sizes(sizes_of(outputs), self.device)
+            outputs += [sizes] * (self.layout.num_outputs(before) - len(outputs))
+        self._drive("take_outputs", self.stage_index, mb_index, before, outputs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -251,48 +221,38 @@ class ChunkSteps:
         if not self.has_backward:
             return
         self._check_chunk_id(bwd_chunk_id)
-        if bwd_chunk_id not in self.fwd_cache:
+        if self._step is None and bwd_chunk_id not in self.fwd_cache:
             raise InvalidSchedule(f"{self.log_prefix} microbatch {bwd_chunk_id} goes back without a forward_one_chunk")
-        outputs, inputs, arrived = self.fwd_cache.pop(bwd_chunk_id)
-        if self.is_last:
-            pairs = [(loss, None)]
-        else:
-            pairs = [(o, g) for o, g in zip(outputs, self._output_grads(outputs, bwd_chunk_id)) if g is not None]
-        pairs = [(root, grad) for root, grad in pairs if root is not None and root.requires_grad]
-        roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
-        of_stage = [v for values in arrived.values() for v in values if v is not None]
-        # Inputs from outside that are neither leaves nor keep their gradient hand it on by themselves.
-        wanted = of_stage + [v for v in inputs if v.is_leaf or v.retains_grad]
-        wanted = list({id(v): v for v in wanted}.values())
-        if full_backward or self.dw_builder is not None:
-            found = stage_backward(roots, grads, wanted)
-            work = self.dw_builder() if self.dw_builder is not None else None
-        else:
-            weights = list(self.submod.parameters())
-            found, groups = stage_backward_input(roots, None if self.is_last else grads, wanted, iter(weights))
-            self.backward_state[bwd_chunk_id] = (wanted, groups, roots, grads)
+        kind = "B" if full_backward else "I"
+        self._drive("backward", kind, self.stage_index, bwd_chunk_id, loss if self.is_last else None)
+        self.fwd_cache.pop(bwd_chunk_id, None)
+        if not full_backward:
+            self._weights_due.add(bwd_chunk_id)
+        if not self.is_first:
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                self._drive("input_gradients", self.stage_index, bwd_chunk_id, self.stage_index - 1)
+            )
 
-            def work() -> None:
-                _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
-                stage_backward_weight(iter(weights), groups)
+    def get_local_bwd_output(self, mb_index: int) -> tuple:
+        """The gradients of a microbatch's inputs that the stage before, on this rank, made."""
+        if not self.has_backward:
+            raise InvalidSchedule(f"{self.log_prefix} there are no gradients in a step without a backward")
+        self._check_chunk_id(mb_index)
+        return self.bwd_cache.pop(mb_index, ())
 
-        by_id = {id(v): grad for v, grad in zip(wanted, found)}
-        self.bwd_cache[bwd_chunk_id] = {
-            stage: [None if v is None else by_id[id(v)] for v in values] for stage, values in arrived.items()
-        }
-        if work is not None and full_backward:
-            work()
-        elif work is not None:
-            self.dw_runner[bwd_chunk_id] = work
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple, mb_index: int) -> None:
+        """The gradients of what this stage handed to the next one on this rank."""
+        self._drive("take_gradients", self.stage_index, mb_index, self.stage_index + 1, list(next_stage_bwd_outputs))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Runs the half of the weights. Raises `plumb.Error` (an AssertionError too) unless the other half has run."""
-        if bwd_chunk_id not in self.dw_runner:
+        if self._step is None and bwd_chunk_id not in self._weights_due:
             raise InvalidSchedule(
                 f"{self.log_prefix} microbatch {bwd_chunk_id} has no weight gradients to make\n"
                 "  try: backward_one_chunk(..., full_backward=False) first"
             )
-        self.dw_runner.pop(bwd_chunk_id)()
+        self._weights_due.discard(bwd_chunk_id)
+        self._drive("backward", "W", self.stage_index, bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """What is left to do once a stage's gradients are complete: means over replicas, and the scaling."""

@@ -45,7 +45,6 @@ class Replicated:
 
     def __init__(self, module: DistributedDataParallel):
         self._module = module
-        self._under_way: list[tuple[list[torch.Tensor], torch.Tensor, Any]] | None = None
 
     def owned(self) -> set[int]:
         return set()
@@ -53,25 +52,17 @@ class Replicated:
     def begin(self) -> None:
         pass  # forwards run under no_sync
 
-    def start(self) -> None:
-        """The stage's gradients are complete: they go to the other replicas while something else is done."""
+    def finish(self, divisor: int) -> None:
+        """Means over the replicas. The engine has divided by the microbatches."""
+        group = self._module.process_group
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in self._module.parameters():
             if parameter.grad is not None:
                 by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        self._under_way = []
-        for grads in by_dtype.values():
-            flat = torch.cat([grad.reshape(-1) for grad in grads])
-            self._under_way.append((grads, flat, dist.all_reduce(flat, group=self._module.process_group, async_op=True)))
-
-    def finish(self, divisor: int) -> None:
-        """Means over the replicas. The engine has divided by the microbatches."""
-        group = self._module.process_group
         try:
-            if self._under_way is None:
-                self.start()
-            for grads, flat, work in self._under_way:
-                work.wait()
+            for grads in by_dtype.values():
+                flat = torch.cat([grad.reshape(-1) for grad in grads])
+                dist.all_reduce(flat, group=group)
                 flat.div_(dist.get_world_size(group))
                 for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
                     grad.copy_(part.view_as(grad))
@@ -82,7 +73,6 @@ class Replicated:
             raise Error(
                 f"the mean of gradients over replicas: {who} is gone or late ({said})\n  try: look at what it printed"
             ) from error
-        self._under_way = None
 
     def end(self) -> None:
         pass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,11 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._C import Error
+from ._actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, REDUCE_GRAD, _Action, _ComputationType
+from ._chunks import EngineStage, own_arguments
 from ._data_parallel import replicas_of
-from ._step_gradients import names_of
-from ._values import accepted, detached, pack, unpack
+from ._hooks import _PipelineContext, hooks_of
+from ._values import detached
 from .stage import _PipelineStageBase
 
 _TORCHS_TIMEOUT = datetime.timedelta(minutes=30)
@@ -34,108 +38,145 @@ def group_timeout(given, group: dist.ProcessGroup | None) -> float:
     return given.total_seconds() if isinstance(given, datetime.timedelta) else float(given)
 
 
-def own_arguments(stage: Any, stages: list, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """With several stages on a rank each gets those keyword arguments that it takes; stages of a cut model get all."""
-    if not kwargs or len(stages) == 1 or stage.layout is not None:
-        return kwargs
-    unknown = kwargs.keys() - set().union(*(accepted(other.submod, kwargs) for other in stages))
-    own = accepted(stage.submod, kwargs) | unknown  # the module's own error says what is wrong
-    return {name: value for name, value in kwargs.items() if name in own}
+def names_of(stages: list) -> dict[int, str]:
+    """By id of a parameter: the name under which copies of it are known in the whole pipeline."""
+    names: dict[int, str] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            own = name if stage.layout is not None else f"stage {stage.stage_index}: {name}"
+            names.setdefault(id(parameter), getattr(stage, "tied", {}).get(name, own))
+    return names
 
 
 class _Step:
     """What one step was given, and what came of it."""
 
-    def __init__(self, args, kwargs, targets, loss_kwargs, keep_outputs, train):
+    def __init__(self, run: Run, schedule: Any, args, kwargs, targets, loss_kwargs, keep_outputs, train):
+        self.run, self.stages, self.driver, self.schedule = run, run.stages, run.driver, schedule
         self.args, self.kwargs, self.targets, self.loss_kwargs = args, kwargs, targets, loss_kwargs
         self.keep_outputs, self.train = keep_outputs, train
-        self.model_inputs: list[list[torch.Tensor | None]] = []  # of stages cut from a graph
+        self.context = _PipelineContext(schedule, args, kwargs, targets)
+        self.rows = rows_of(args if targets is None else targets)
+        self.weights = [n * len(self.rows) / sum(self.rows) for n in self.rows] if schedule.scale_grads else []
+        # Of stages cut from a graph, by microbatch: the model's inputs, None for what is not given here.
+        cut = run.stages[0].layout is not None
+        self.model_inputs = [run.stages[0].model_inputs(*given) for given in zip(args, kwargs)] if cut else []
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, torch.Tensor] = {}
+        self.roots: dict[int, torch.Tensor] = {}  # losses, for hooks
         self.failure: BaseException | None = None
 
+    def arguments(self, stage: _PipelineStageBase, microbatch: int) -> tuple[tuple, dict[str, Any]]:
+        return self.args[microbatch], own_arguments(stage, self.stages, self.kwargs[microbatch])
 
-class _LocalStage:
-    """A stage as the engine calls it."""
-
-    def __init__(self, run: Run, stage: _PipelineStageBase, names: dict[int, str]):
-        self._run, self._stage, self._names = run, stage, names
-        self.weight_work = stage.dw_builder
-        self.recompute = stage.recompute
-
-    def parameters(self) -> list[tuple[str, torch.Tensor]]:
-        index = self._stage.stage_index
-        named = self._stage.summed_parameters()
-        return [(self._names.get(id(p), f"stage {index}: {name}"), p) for name, p in named]
-
-    def run(self, inputs: list[torch.Tensor | None], microbatch: int) -> list[torch.Tensor | None]:
-        step, stage = self._run.current, self._stage
-        try:
-            if stage.layout is not None:
-                output, rows = stage.run_values(inputs, step.model_inputs[microbatch])
-                values = ([output] if isinstance(output, torch.Tensor) else list(output)) + rows
-            else:
-                args = step.args[microbatch] if stage.is_first else unpack(inputs)
-                kwargs = own_arguments(stage, self._run.stages, step.kwargs[microbatch])
-                stage.check_example("input", args)
-                output = stage.forward_maybe_with_nosync(*args, **kwargs)
-                stage.check_example("output", output)
-                values = None if stage.is_last else pack(output)
-            return self._finish(step, output, microbatch) if stage.is_last else values
-        except BaseException as error:
-            step.failure = step.failure or error
-            raise
-
-    def _finish(self, step: _Step, output, microbatch: int) -> list[torch.Tensor]:
-        if step.keep_outputs:
-            step.outputs[microbatch] = detached(output)
-        if self._run.loss_fn is None or (step.targets is None and not step.train):
-            return []
-        target = None if step.targets is None else step.targets[microbatch]
-        loss = self._run.loss_fn(output, target, **step.loss_kwargs)
+    def _loss(self, output: Any, target: Any, microbatch: int, loss_kwargs: dict[str, Any]) -> torch.Tensor | None:
+        if self.targets is None and not self.train:
+            return None
+        loss = self.schedule._loss_fn(output, target, **loss_kwargs)
         if not isinstance(loss, torch.Tensor):
             raise Error(f"the loss function answered a {type(loss).__name__}, not a tensor")
-        step.losses[microbatch] = loss.detach()
-        return [loss] if step.train else []
+        self.losses[microbatch] = loss.detach()
+        return loss
+
+    def finish(self, output: Any, microbatch: int) -> list[torch.Tensor]:
+        """Of the last stage."""
+        if self.keep_outputs:
+            self.outputs[microbatch] = detached(output)
+        if self.schedule._loss_fn is None:
+            return []
+        target = None if self.targets is None else self.targets[microbatch]
+        loss = self._loss(output, target, microbatch, self.loss_kwargs)
+        if loss is None or not self.train:
+            return []
+        if self.run.has_hooks:  # one may begin its backward with it
+            self.roots[microbatch] = loss
+        return [loss]
+
+    def compute_loss(self, output: Any, target: Any, microbatch: int, loss_kwargs: dict[str, Any] | None) -> None:
+        loss = self._loss(output, target, microbatch, loss_kwargs or self.loss_kwargs)
+        if loss is not None:
+            self.roots[microbatch] = loss
+            self.driver.set_loss(microbatch, loss)
+
+    def call(self, function: Callable, action: _Action) -> None:
+        """Runs a function in the place of an action."""
+        schedule = self.schedule
+        for part in action.sub_actions or (action,):
+            ops = schedule.fwd_recv_ops if part.computation_type is FORWARD else schedule.bwd_recv_ops
+            ops[part.stage_index, part.microbatch_index] = []
+        try:
+            function(action, self.context)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        finally:
+            schedule.fwd_recv_ops.clear()
+            schedule.bwd_recv_ops.clear()
+            for stage in self.stages:
+                stage.fwd_cache.clear()
+                stage.bwd_cache.clear()
+            for part in action.sub_actions or (action,):
+                if part.computation_type is not FORWARD:
+                    self.roots.pop(part.microbatch_index, None)
 
 
 class Run:
     """The engine's pipeline over Python stages. Blocks until all ranks have made theirs."""
 
     def __init__(
-        self, table: _C.Schedule, stages: list[_PipelineStageBase], loss_fn: Callable | None, timeout: float, **options
+        self,
+        table: _C.Schedule,
+        stages: list[_PipelineStageBase],
+        timeout: float,
+        functions: dict[_ComputationType, Callable] | None = None,
+        **options,
     ):
-        self.stages, self.loss_fn = sorted(stages, key=lambda stage: stage.stage_index), loss_fn
+        self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.current: _Step | None = None
-        self._divides = bool(options.get("scale_grads"))
-        layout = self.stages[0].layout or _C.PipelineLayout.open_chain(self.stages[0].num_stages)
+        self._divisor = table.num_microbatches if options.get("scale_grads") else 1
+        layout = self.stages[0].layout or _C.PipelineLayout.dynamic_chain(self.stages[0].num_stages)
         names = names_of(self.stages)
         group = self.stages[0].group
         if group is None and self.stages[0].group_size > 1:
             group = dist.distributed_c10d._get_default_group()
-        local = {stage.stage_index: _LocalStage(self, stage, names) for stage in self.stages}
+        local = {stage.stage_index: EngineStage(stage, names) for stage in self.stages}
         if len(local) != len(stages):
             raise Error(f"two stages of this rank have the same index: {[stage.stage_index for stage in self.stages]}")
         if group is not None and dist.get_world_size(group) == 1:
             group = None
-        self._replicas = replicas_of(self.stages)
-        self._pipeline = _C.Pipeline(layout, table, local, group, timeout, replicas=self._replicas, **options)
+        this = weakref.ref(self)  # the engine's objects are none for Python's collector
+        hooks = {
+            point: lambda text, function=function: this().current.call(function, _Action.from_str(text))
+            for point, function in hooks_of(self.stages, functions or {}, lambda action, _: this().perform(action)).items()
+        }
+        self.has_hooks = bool(hooks)
+        reduce = REDUCE_GRAD.value
+        self._reduces = {i for i in local if (reduce, i) in hooks or (reduce, -1) in hooks}
+        self._replicas = None if self._reduces else replicas_of(self.stages)
+        counted = [entry[:2] for entry in table.rows[self.stages[0].group_rank] if entry is not None] if hooks else []
+        self._backwards = Counter(stage for stage, kind in counted if kind in (FULL_BACKWARD.value, BACKWARD_WEIGHT.value))
+        self._pipeline = _C.Pipeline(
+            layout, table, local, group, timeout, replicas=self._replicas, hooks=hooks, **options
+        )
+        self.driver = self._pipeline.driver()
 
-    def step(self, args, kwargs, targets, loss_kwargs, keep_outputs: bool, train: bool) -> list[torch.Tensor]:
+    def step(self, schedule, args, kwargs, targets, loss_kwargs, keep_outputs: bool, train: bool) -> list[torch.Tensor]:
         """Answers this rank's losses; its last stage gets its outputs."""
-        step = self.current = _Step(args, kwargs, targets, loss_kwargs, keep_outputs, train)
+        step = self.current = schedule._step = _Step(
+            self, schedule, args, kwargs, targets, loss_kwargs, keep_outputs, train
+        )
+        schedule.backward_counter.clear()
         for stage in self.stages:
-            stage.chunks = len(args)
+            stage.chunks, stage._step = len(args), step
         try:
-            step.model_inputs = self._model_inputs(args, kwargs)
             for stage in self.stages if train else ():
                 stage.hold_gradients()
-            self._pipeline.run(step.model_inputs, rows_of(args if targets is None else targets), train)
+            self._pipeline.run(step.model_inputs, step.rows, train)
             if train:
                 for stage in self.stages:
                     stage.recomputed = self._pipeline.recomputed(stage.stage_index)
-                    if self._replicas is None:
-                        stage.reduce_gradients(len(args) if self._divides else 1)
+                    if self._replicas is None and stage.stage_index not in self._reduces:
+                        stage.reduce_gradients(self._divisor)
         except Error as error:
             failure = step.failure
             if failure is None or failure is error:
@@ -146,18 +187,39 @@ class Run:
         finally:
             for stage in self.stages:
                 stage.release_gradients()
-            self.current = None
+                stage._step = None
+            self.current = schedule._step = None
             step.failure = None
         for stage in self.stages:
             if stage.is_last:
                 stage.output_chunks = [step.outputs[m] for m in sorted(step.outputs)]
         return [step.losses[m] for m in sorted(step.losses)]
 
-    def _model_inputs(self, args, kwargs) -> list[list[torch.Tensor | None]]:
-        """What stages cut from a graph take as the model's inputs, by microbatch: None for what is not given here."""
-        if self.stages[0].layout is None:
-            return []
-        return [self.stages[0].model_inputs(*given) for given in zip(args, kwargs)]
+    def perform(self, action: _Action) -> None:
+        """Runs an action of the step that runs by its stages' methods."""
+        step, kind, microbatch = self.current, action.computation_type, action.microbatch_index
+        for part in action.sub_actions or ():
+            self.perform(part)
+        stage = next((stage for stage in self.stages if stage.stage_index == action.stage_index), None)
+        schedule = step.schedule
+        if kind is FORWARD:
+            args, kwargs = step.arguments(stage, microbatch)
+            output = stage.forward_one_chunk(microbatch, args, kwargs, save_forward_output=step.keep_outputs)
+            schedule._maybe_compute_loss(stage, output, step.targets, microbatch)
+        elif kind in (FULL_BACKWARD, BACKWARD_INPUT):
+            whole = kind is FULL_BACKWARD
+            last = whole and self._is_last_backward(stage)
+            loss = schedule._maybe_get_loss(stage, microbatch)
+            stage.backward_one_chunk(microbatch, loss=loss, full_backward=whole, last_backward=last)
+        elif kind is BACKWARD_WEIGHT:
+            stage.backward_weight_one_chunk(microbatch, last_backward=self._is_last_backward(stage))
+        elif kind is REDUCE_GRAD:
+            stage.perform_reduce_grad(self._divisor)
+
+    def _is_last_backward(self, stage: _PipelineStageBase) -> bool:
+        counter = self.current.schedule.backward_counter
+        counter[stage.stage_index] += 1
+        return counter[stage.stage_index] == self._backwards[stage.stage_index]
 
     def gather_timeline(self) -> list[tuple[int, str, float, float, float]]:
         return self._pipeline.gather_timeline()

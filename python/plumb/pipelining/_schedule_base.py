@@ -12,11 +12,10 @@ import torch
 
 from .. import _C
 from .._C import Error
-from ._actions import Table, _Action, _add_reduce_grad, _add_send_recv, _schedule, _table
-from ._custom_functions import CustomFunctions
+from ._actions import Table, _add_reduce_grad, _schedule, _table
 from ._errors import InvalidSchedule, InvalidType, InvalidValue
+from ._hooks import CustomFunctions, prepare_own
 from ._run import Run, group_timeout
-from ._step_by_step import StepByStep, runs_in_python
 from .microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from .stage import _PipelineStageBase
 
@@ -67,7 +66,7 @@ class _PipelineSchedule(CustomFunctions):
         self._kwargs_chunk_spec = kwargs_chunk_spec
         self._output_merge_spec = output_merge_spec
         self._has_backward = loss_fn is not None
-        self._run: Run | StepByStep | None = None
+        self._run: Run | None = None
         self._begin_functions()
 
     def _take_stages(self, stages: list[_PipelineStageBase]) -> None:
@@ -100,19 +99,15 @@ class _PipelineSchedule(CustomFunctions):
         actions = getattr(self, "pipeline_order_with_comms", None) or self.pipeline_order
         if not actions:
             raise InvalidSchedule("the schedule has no actions")
-        return _schedule(compute_actions(actions), None, self._n_microbatches, type(self).__name__)
+        return _schedule(self._actions_to_run(actions), None, self._n_microbatches, type(self).__name__)
 
-    def actions_with_messages(self) -> list[_Action]:
-        """This rank's actions with sends and receives, for a step in Python."""
-        order = self.pipeline_order or {}
-        computes = compute_actions(order)
-        if not any(computes.values()):
-            return []
-        ranks = dict(enumerate(_schedule(computes, None, self._n_microbatches).ranks))
-        for stage in self._stages:
-            stage.stage_index_to_group_rank = ranks
-        rows = {rank: _add_reduce_grad(row, self._n_microbatches) for rank, row in computes.items()}
-        return _add_send_recv(rows, ranks.__getitem__, self._num_stages)[self._stages[0].group_rank]
+    def _actions_to_run(self, actions: Table) -> Table:
+        """Those that compute, and others that functions stand for."""
+        functions = self._functions
+        return {
+            rank: [a for a in row if a is not None and (a.is_compute_op or a.computation_type in functions)]
+            for rank, row in actions.items()
+        }
 
     def step(
         self,
@@ -164,10 +159,16 @@ class _PipelineSchedule(CustomFunctions):
     ) -> None:
         """A step on a batch that is cut already."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        in_python = bool(self._functions) or any(map(runs_in_python, self._stages))
-        if self._run is None or isinstance(self._run, StepByStep) != in_python:
-            self._run = StepByStep(self, self._functions) if in_python else self._engine_run()
-        found = self._run.step(arg_mbs, kwarg_mbs, target_mbs, loss_kwargs or {}, return_outputs, self._has_backward)
+        if self._run is None:
+            own = prepare_own(self._stages, arg_mbs, kwarg_mbs, self._has_backward)
+            if own and not any(a is not None for row in (self.pipeline_order or {}).values() for a in row):
+                return
+            if own:
+                raise InvalidSchedule(own)
+            self._run = self._engine_run()
+        found = self._run.step(
+            self, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs or {}, return_outputs, self._has_backward
+        )
         if losses is not None and any(stage.is_last for stage in self._stages):
             losses[:] = found
 
@@ -175,12 +176,12 @@ class _PipelineSchedule(CustomFunctions):
         return Run(
             self._table_to_run(),
             self._stages,
-            self._loss_fn,
             timeout=group_timeout(self.timeout, self._stages[0].group),
             scale_grads=self.scale_grads,
             record_timeline=self.record_timeline,
             check_numerics=self.check_numerics,
             seed=self.seed,
+            functions=self._functions,
         )
 
     def timeline(self) -> list[tuple[int, str, float, float, float]]:

@@ -11,8 +11,9 @@ import torch
 from .. import _C
 from .._C import Error
 from ._actions import (
+    RESHARD,
+    UNSHARD,
     Table,
-    _Action,
     _add_reduce_grad,
     _add_send_recv,
     _add_unshard_reshard,
@@ -24,7 +25,7 @@ from ._actions import (
     _validate_schedule,
 )
 from ._errors import InvalidSchedule, InvalidType, InvalidValue
-from ._schedule_base import _PipelineSchedule, compute_actions
+from ._schedule_base import _PipelineSchedule
 from ._schedule_files import read_csv, write_csv
 from .microbatch import TensorChunkSpec
 from .stage import _PipelineStageBase
@@ -147,14 +148,13 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
     def _table_to_run(self) -> _C.Schedule:
         # Messages follow from the table, so that it need not be lowered here.
-        if self._with_comms:
-            return _schedule(compute_actions(self._with_comms), None, self._n_microbatches, type(self).__name__)
-        if self._engine_table is not None and self._pipeline_order is None:
+        around_use = self._functions.keys() & {UNSHARD, RESHARD}
+        if not self._with_comms and not around_use and self._engine_table is not None and self._pipeline_order is None:
             return self._engine_table
-        actions = self.pipeline_order
+        actions = self._with_comms or (self.pipeline_order_with_comms if around_use else self.pipeline_order)
         if not actions:
             raise InvalidSchedule("the schedule has no actions: load a table before the first step")
-        return _schedule(compute_actions(actions), None, self._n_microbatches, type(self).__name__)
+        return _schedule(self._actions_to_run(actions), None, self._n_microbatches, type(self).__name__)
 
     def _lower(self, actions: Table) -> Table:
         rows = {
@@ -207,9 +207,3 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         return _simulate_comms_compute(
             self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages
         )
-
-    def actions_with_messages(self) -> list[_Action]:
-        table = self._engine_table
-        for stage in self._stages:
-            stage._rank_in_table = table.rank_of if table is not None and table.two_way else None
-        return self.pipeline_order_with_comms.get(self.rank, [])

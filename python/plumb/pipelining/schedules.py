@@ -42,7 +42,7 @@ from ._actions import (  # noqa: F401  (torch's users import them from here)
     _validate_schedule,
 )
 from ._errors import InvalidSchedule, InvalidValue
-from ._messages import _batch_p2p, _sorted_batch_p2p, _wait_batch_p2p  # noqa: F401
+from ._hooks import _PipelineContext, _wait_batch_p2p  # noqa: F401
 from ._schedule_base import _TARGET_CHUNK_SPEC, PipelineScheduleSingle, _PipelineSchedule, compute_actions  # noqa: F401
 from ._schedule_files import _dump_chrometrace  # noqa: F401
 from ._schedule_multi import (  # noqa: F401
@@ -50,7 +50,6 @@ from ._schedule_multi import (  # noqa: F401
     _check_torch_compile_compatibility,
     _PipelineScheduleRuntime,
 )
-from ._step_by_step import _PipelineContext  # noqa: F401
 from ._utils import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping  # noqa: F401
 from .microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks  # noqa: F401
 from .stage import PipelineStage, _PipelineStageBase, _RecvInfo  # noqa: F401

@@ -209,7 +209,7 @@ class _PipelineStage(_PipelineStageBase):
         table = getattr(pipe_info, "table", None)  # a layout made by hand has none
         self.cut_sizes = CutSizes(table) if table is not None else None
         self._num_values = len(table.inputs(stage_index)) if table is not None else 0
-        self._num_targets = len(self._targets()) if table is not None else 0
+        self._num_targets = self.layout.num_outputs(stage_index) - len(table.outputs(stage_index)) if table is not None else 0
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
 

@@ -1,0 +1,248 @@
+// One action, or several that a hook runs as one: what it waits for, and what it hands over.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "plumb/core/error.h"
+#include "plumb/pipeline/describe.h"
+#include "plumb/pipeline/runtime_state.h"
+
+namespace plumb {
+
+void PipelineState::take_values(LocalStage& stage, Slot& slot, int from, std::vector<MessageValue> values) const {
+  if (layout.dynamic_outputs) {
+    slot.sources = std::move(values);
+    return;
+  }
+  for (const auto& bundle : stage.wiring->values_in) {
+    if (bundle.stage != from) continue;
+    for (size_t i = 0; i < bundle.indices.size(); i++) slot.sources[bundle.indices[i]] = std::move(values.at(i));
+  }
+}
+
+void PipelineState::take_grads(LocalStage& stage, Slot& slot, int from, const std::vector<MessageValue>& values) const {
+  if (layout.dynamic_outputs) {
+    slot.output_grads.clear();
+    for (const auto& v : values) slot.output_grads.push_back(v.tensor);
+    return;
+  }
+  for (const auto& bundle : stage.wiring->grads_in) {
+    if (bundle.stage != from) continue;
+    for (size_t i = 0; i < bundle.targets.size(); i++) {
+      const auto& target = bundle.targets[i];
+      (target.output ? slot.output_grads : slot.seeds)[target.index] = values.at(i).tensor;
+    }
+  }
+}
+
+std::vector<MessageValue> PipelineState::values_for(const StageWiring::Bundle& bundle, const Tensors& outputs) const {
+  std::vector<MessageValue> values;
+  auto add = [&](const at::Tensor& t) {
+    values.push_back({t.defined() ? t.detach() : t, t.defined() && t.requires_grad()});
+  };
+  if (layout.dynamic_outputs) {
+    values.reserve(outputs.size());
+    for (const auto& t : outputs) add(t);
+  } else {
+    values.reserve(bundle.indices.size());
+    for (int k : bundle.indices) add(outputs[k]);
+  }
+  return values;
+}
+
+std::vector<MessageValue> PipelineState::grads_for(const StageWiring::Bundle& bundle, const Tensors& grads) const {
+  std::vector<MessageValue> values;
+  if (layout.dynamic_outputs) {
+    for (const auto& g : grads) values.push_back({g, false});
+  } else {
+    for (int k : bundle.indices) values.push_back({grads[k], false});
+  }
+  return values;
+}
+
+void PipelineState::prepare(LocalStage& stage, Slot& slot) const {
+  if (layout.dynamic_outputs) return;  // sized by what arrives
+  if (slot.sources.empty()) slot.sources.resize(stage.wiring->sources.size());
+  if (training && slot.seeds.empty()) {
+    slot.seeds.resize(stage.wiring->sources.size());
+    slot.output_grads.resize(stage.num_outputs);
+  }
+}
+
+void PipelineState::receive(const RunAction& run, LocalStage& stage, Slot& slot) {
+  const auto& w = *stage.wiring;
+  for (size_t i = 0; i < run.receives.size(); i++) {
+    if (run.receives[i] < 0) continue;  // was handed over on this rank
+    auto values = transport.receive(run.receives[i], run.text);
+    const bool forward = run.action.kind == ActionKind::Forward;
+    const size_t expected = forward ? w.values_in[i].indices.size() : w.grads_in[i].targets.size();
+    if (values.size() != expected && !layout.dynamic_outputs) {
+      throw Error(ErrorKind::Communication, "a message of " + std::to_string(values.size()) + " values came where " +
+                                                std::to_string(expected) + " were agreed");
+    }
+    if (forward) {
+      take_values(stage, slot, w.values_in[i].stage, std::move(values));
+    } else {
+      take_grads(stage, slot, w.grads_in[i].stage, values);
+    }
+  }
+}
+
+void PipelineState::send_values(const RunAction& run, LocalStage& stage, int m, const Tensors& outputs) {
+  const auto& bundles = stage.wiring->values_out;
+  for (size_t i = 0; i < bundles.size(); i++) {
+    if (run.sends[i] >= 0) {
+      transport.send(run.sends[i], values_for(bundles[i], outputs));
+      continue;
+    }
+    auto& to = stages.at(bundles[i].stage);
+    auto& slot = to.slots[m];
+    if (slot.values_given_for.count(stage.stage)) continue;
+    prepare(to, slot);
+    take_values(to, slot, stage.stage, values_for(bundles[i], outputs));
+  }
+}
+
+void PipelineState::send_grads(const RunAction& run, LocalStage& stage, int m, const Tensors& grads) {
+  const auto& bundles = stage.wiring->grads_out;
+  for (size_t i = 0; i < bundles.size(); i++) {
+    if (run.sends[i] >= 0) {
+      transport.send(run.sends[i], grads_for(bundles[i], grads));
+      continue;
+    }
+    auto& to = stages.at(bundles[i].stage);
+    auto& slot = to.slots[m];
+    if (!slot.grads_given_for.count(stage.stage)) take_grads(to, slot, stage.stage, grads_for(bundles[i], grads));
+  }
+}
+
+void PipelineState::forward(const RunAction& run, LocalStage& stage, Slot& slot) {
+  const int m = run.action.microbatch;
+  seed_generator(stage.stage, m);
+  std::optional<CheapRecompute> recompute;
+  if (!run.backward_is_next) start_recompute(stage, recompute);
+  run_function(stage, slot, m);
+  check_results(stage, slot, m, /*hooked=*/false);
+  finish_recompute(stage, recompute, slot.loss.defined() ? Tensors{slot.loss} : slot.results);
+  send_values(run, stage, m, slot.results);
+  keep_for_backward(stage, slot);
+}
+
+void PipelineState::backward(const RunAction& run, LocalStage& stage, Slot& slot) {
+  const int m = run.action.microbatch;
+  auto compute = [&] { run_backward(run.action.kind, stage, slot, m); };
+  if (run.action.kind == ActionKind::BackwardInput) {
+    compute();
+  } else {
+    stage.gradients->accumulate(m, compute);
+  }
+  if (run.action.kind == ActionKind::BackwardWeight) return;
+  check_input_grads(stage, slot, m);
+  const Tensors grads = std::move(slot.input_grads);
+  slot.input_grads.clear();
+  send_grads(run, stage, m, grads);
+  keep_input_grads(stage, m, grads);
+}
+
+// The engine's part after a hook.
+void PipelineState::finish_hooked(const RunAction& run, LocalStage& stage, Slot& slot) {
+  const int m = run.action.microbatch;
+  auto require = [&](bool done, const char* what) {
+    if (done) return;
+    throw Error(ErrorKind::Schedule, "the function in the place of " + run.text + " left out the " + what, "",
+                "call the stage's method for it, or the driver's");
+  };
+  if (run.action.kind == ActionKind::Forward) {
+    require(slot.went_forward, "forward of its stage");
+    check_results(stage, slot, m, /*hooked=*/true);
+    send_values(run, stage, m, slot.results);
+    keep_for_backward(stage, slot);
+  } else if (run.action.kind == ActionKind::BackwardWeight) {
+    require(!slot.weights_due, "weight half of its stage's backward");
+  } else {
+    require(slot.went_back, "backward of its stage");
+    require(run.action.kind == ActionKind::BackwardInput || !slot.weights_due, "weight half of its stage's backward");
+    check_input_grads(stage, slot, m);
+    const Tensors grads = std::move(slot.input_grads);
+    slot.input_grads.clear();
+    send_grads(run, stage, m, grads);
+    keep_input_grads(stage, m, grads);
+  }
+}
+
+// Calls the hook with the accumulation of all parts around it.
+void PipelineState::call_hook(std::span<const RunAction> parts, std::span<const RunAction> left) {
+  if (left.empty()) {
+    StepDriver driver(*this);
+    (*parts.front().hook)(parts.front().hooked, driver);
+    return;
+  }
+  const Action& part = left.front().action;
+  auto rest = [&] { call_hook(parts, left.subspan(1)); };
+  if (part.kind == ActionKind::FullBackward || part.kind == ActionKind::BackwardWeight) {
+    stages.at(part.stage).gradients->accumulate(part.microbatch, rest);
+  } else {
+    if (part.kind == ActionKind::Forward) seed_generator(part.stage, part.microbatch);
+    rest();
+  }
+}
+
+void PipelineState::run_hook(std::span<const RunAction> parts) {
+  call_hook(parts, parts);
+  for (const auto& part : parts) {
+    if (!part.action.is_compute()) continue;
+    auto& stage = stages.at(part.action.stage);
+    finish_hooked(part, stage, stage.slots[part.action.microbatch]);
+  }
+}
+
+void PipelineState::reduce_by_hook(int stage) {
+  const ActionHook* hook = find_hook(options.hooks, ActionKind::ReduceGrad, stage);
+  if (hook == nullptr || !reduced.insert(stage).second) return;
+  RunAction run{Action::of_stage(ActionKind::ReduceGrad, stage)};
+  run.text = to_string(run.action);
+  run.hook = hook;
+  run.hooked = run.action;
+  stages.at(stage).gradients->reduce([&] { run_actions({&run, 1}); });
+}
+
+void PipelineState::run_actions(std::span<const RunAction> parts) {
+  const RunAction& run = parts.front();
+  TimelineEvent event{rank(), run.hooked};
+  if (options.record_timeline) event.waiting = seconds_now();
+  const RunAction* at = &run;  // for the error's text
+  try {
+    for (const auto& part : parts) {
+      at = &part;
+      if (!part.action.is_compute()) continue;
+      auto& stage = stages.at(part.action.stage);
+      auto& slot = stage.slots[part.action.microbatch];
+      prepare(stage, slot);
+      receive(part, stage, slot);
+    }
+    at = &run;
+    if (options.record_timeline) event.start = seconds_now();
+    if (run.hook != nullptr) {
+      run_hook(parts);
+    } else {
+      auto& stage = stages.at(run.action.stage);
+      auto& slot = stage.slots[run.action.microbatch];
+      run.action.kind == ActionKind::Forward ? forward(run, stage, slot) : backward(run, stage, slot);
+    }
+  } catch (const Error& e) {
+    if (e.kind() == ErrorKind::Communication) throw;
+    const std::string text = parts.size() > 1 && at == &run ? to_string(run.hooked) : at->text;
+    throw Error(e.kind(),
+                "rank " + std::to_string(transport.group().world_rank(rank())) + " at " + text + ": " + e.message(),
+                e.where(), e.remedy());
+  } catch (const std::exception& e) {
+    throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(transport.group().world_rank(rank())) + " at " +
+                                                at->text + ": " + error_text(e));
+  }
+  if (options.record_timeline) {
+    event.end = seconds_now();
+    timeline.push_back(event);
+  }
+}
+
+}  // namespace plumb

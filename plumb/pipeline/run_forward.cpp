@@ -1,0 +1,191 @@
+// A stage's forward of one microbatch: its inputs, the function, and what is made of the results.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "plumb/core/error.h"
+#include "plumb/pipeline/describe.h"
+#include "plumb/pipeline/runtime_state.h"
+
+namespace plumb {
+namespace {
+
+// The first entry that is not finite, as "[2, 5] is nan"; empty if all are.
+std::string first_not_finite(const at::Tensor& t) {
+  if (!t.defined() || !(t.is_floating_point() || t.is_complex()) || t.numel() == 0) return "";
+  const auto finite = at::isfinite(t.detach());
+  if (finite.all().item<bool>()) return "";
+  const auto flat = finite.reshape(-1);
+  int64_t at = at::argmin(flat.to(at::kByte)).item<int64_t>();
+  const auto value = t.detach().reshape(-1)[at].item().toDouble();
+  std::string index;
+  for (int64_t d = t.dim() - 1; d >= 0; d--) {
+    index = std::to_string(at % t.size(d)) + (index.empty() ? "" : ", " + index);
+    at /= t.size(d);
+  }
+  return "[" + index + "] is " + std::to_string(value);
+}
+
+}  // namespace
+
+std::string value_name(const char* what, size_t index, int stage, int m) {
+  return what + std::to_string(index) + " of stage " + std::to_string(stage) + ", microbatch " + std::to_string(m);
+}
+
+void check_finite(const at::Tensor& t, const std::function<std::string()>& name) {
+  const auto bad = first_not_finite(t);
+  if (!bad.empty()) throw Error(ErrorKind::Numerics, name() + ": entry " + bad);
+}
+
+void PipelineState::seed_generator(int stage, int m) const {
+  if (!options.seed) return;
+  const int first = options.replicas.rank() * schedule.num_microbatches;
+  cpu_generator().set_current_seed(((*options.seed * 1000003 + step_number) * 1000003 + stage) * 1000003 + first + m);
+}
+
+void PipelineState::start_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute) const {
+  if (training && stage.function->recompute == Recompute::Cheap && stage.recomputed.differing == 0) {
+    recompute.emplace(/*check=*/!std::exchange(stage.recompute_checked, true));
+  }
+}
+
+void PipelineState::finish_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute,
+                                     const Tensors& outputs) const {
+  if (!recompute) return;
+  recompute->finish(outputs);
+  stage.recomputed = recompute->report();
+  // The stage writes where autograd does not see it: from now on it keeps everything.
+  if (stage.recomputed.differing > 0) stage.recomputed.by_operator.clear();
+  recompute.reset();
+}
+
+void PipelineState::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors& values, std::vector<bool>& wants) {
+  const auto& w = *stage.wiring;
+  values.reserve(slot.sources.size());
+  wants.reserve(slot.sources.size());
+  for (size_t i = 0; i < slot.sources.size(); i++) {
+    auto& source = slot.sources[i];
+    if (!layout.dynamic_outputs && w.sources[i].stage < 0 && !source.tensor.defined()) {
+      const auto index = static_cast<size_t>(w.sources[i].index);
+      if (inputs == nullptr || inputs->empty() || (*inputs)[m].size() <= index || !(*inputs)[m][index].defined()) {
+        throw Error(ErrorKind::InvalidArgument,
+                    "stage " + std::to_string(stage.stage) + " uses input " + std::to_string(index) +
+                        " of the model, and rank " + std::to_string(rank()) + " was not given it",
+                    "", "give the input to step() on every rank whose stages use it");
+      }
+      const auto& input = (*inputs)[m][index];
+      source = {input, input.requires_grad()};
+    }
+    values.push_back(source.tensor);
+    wants.push_back(training && source.requires_grad);
+  }
+  slot.sources.clear();
+}
+
+// Whether a value that was handed over in memory has other users here.
+bool PipelineState::shared_on_this_rank(const ValueSource& source, int m) const {
+  if (by_hand || schedule.placement.rank_of(source.stage, m) != rank()) return false;
+  return std::count_if(stages.begin(), stages.end(), [&](const auto& entry) {
+           const auto& sources = entry.second.wiring->sources;
+           return std::find(sources.begin(), sources.end(), source) != sources.end();
+         }) > 1;
+}
+
+// Raises Error(InvalidArgument) if the stage wrote to a value that other stages of this rank use.
+void PipelineState::check_writes(const LocalStage& stage, const Tensors& values, at::IntArrayRef versions,
+                                 int m) const {
+  for (size_t i = 0; !layout.dynamic_outputs && i < values.size(); i++) {
+    const auto& source = stage.wiring->sources[i];
+    if (source.stage < 0 || !values[i].defined() || values[i].is_inference()) continue;
+    if (static_cast<std::int64_t>(values[i]._version()) == versions[i] || !shared_on_this_rank(source, m)) continue;
+    throw Error(ErrorKind::InvalidArgument,
+                "stage " + std::to_string(stage.stage) + " writes in place to output " + std::to_string(source.index) +
+                    " of stage " + std::to_string(source.stage) + ", which other stages of the same rank use too",
+                "", "clone the value before writing to it");
+  }
+}
+
+void PipelineState::run_function(LocalStage& stage, Slot& slot, int m) {
+  const auto& w = *stage.wiring;
+  Tensors values;
+  std::vector<bool> wants;
+  gather_inputs(stage, slot, m, values, wants);
+  auto boundary = std::make_unique<InputBoundary>(values, wants);
+  c10::SmallVector<std::int64_t, 8> versions;
+  for (const auto& v : values) versions.push_back(v.defined() && !v.is_inference() ? v._version() : 0);
+  Tensors in;
+  if (layout.dynamic_outputs) {
+    in = boundary->inputs();
+  } else {
+    in.reserve(w.source_of_input.size());
+    for (int source : w.source_of_input) in.push_back(boundary->inputs()[source]);
+  }
+  slot.results = stage.function->run(in, m);
+  // The last stage's outputs are nobody's inputs; a stage with a loss of its own returns that alone.
+  const bool counted =
+      !layout.dynamic_outputs && (stage.stage != last_stage() || options.loss || options.return_outputs);
+  if (counted && static_cast<int>(slot.results.size()) != stage.num_outputs) {
+    throw Error(ErrorKind::InvalidArgument, "stage " + std::to_string(stage.stage) + " returned " +
+                                                std::to_string(slot.results.size()) + " values, its layout says " +
+                                                std::to_string(stage.num_outputs));
+  }
+  check_writes(stage, values, versions, m);
+  slot.boundary = std::move(boundary);
+  slot.went_forward = true;
+}
+
+void PipelineState::check_results(const LocalStage& stage, Slot& slot, int m, bool hooked) {
+  if (options.check_numerics) {
+    for (size_t k = 0; k < slot.results.size(); k++) {
+      check_finite(slot.results[k], [&] { return value_name("output ", k, stage.stage, m); });
+    }
+  }
+  if (stage.stage == last_stage()) finish_model(m, slot, hooked);
+}
+
+void PipelineState::finish_model(int m, Slot& slot, bool hooked) {
+  const Tensors& outputs = slot.results;
+  const bool wanted = training || (options.loss ? !targets->empty() : false);
+  if (wanted || slot.loss.defined()) {
+    at::Tensor loss = slot.loss;
+    if (loss.defined()) {
+      // By a hook.
+    } else if (options.loss) {
+      loss = options.loss(outputs, targets->empty() ? Tensors{} : (*targets)[m]);
+    } else if (options.loss_output >= 0 && static_cast<size_t>(options.loss_output) < outputs.size()) {
+      loss = outputs[options.loss_output];
+    }
+    if (!loss.defined() && hooked) return;  // a hook may go back from a loss that it alone knows
+    if (!loss.defined() || loss.numel() != 1 || (training && !loss.requires_grad())) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "the loss of microbatch " + std::to_string(m) + " is " + describe(loss) +
+                      (loss.defined() && loss.numel() == 1 ? " and requires no gradient" : ", not one number"),
+                  "", "give PipelineOptions::loss, or a model whose output loss_output is its loss");
+    }
+    if (options.check_numerics) check_finite(loss, [&] { return "the loss of microbatch " + std::to_string(m); });
+    losses[m] = loss.detach();
+    if (training) slot.loss = loss;
+  }
+  if (options.return_outputs || !training) {
+    for (const auto& o : outputs) model_outputs[m].push_back(o.defined() ? o.detach() : o);
+  }
+}
+
+void PipelineState::keep_for_backward(const LocalStage& stage, Slot& slot) const {
+  const Tensors results = std::move(slot.results);
+  slot.results.clear();
+  if (!training) {
+    slot.boundary.reset();
+    return;
+  }
+  slot.boundary->release_inputs();
+  if (stage.stage == last_stage()) return;  // only the loss goes backwards
+  slot.outputs.resize(results.size());
+  for (size_t k = 0; k < results.size(); k++) {
+    const bool used = layout.dynamic_outputs || stage.wiring->output_used[k];
+    if (used && results[k].defined() && results[k].requires_grad()) slot.outputs[k] = backward_handle(results[k]);
+  }
+}
+
+}  // namespace plumb

@@ -1,0 +1,71 @@
+// Hooks in the place of actions, and the parts of an action that they are made of.
+//
+// Before a hook the engine waits for its action's messages; after it the engine checks what it made, hands it over and
+// records the action. Around a hook in the place of a weight gradient the engine accumulates: `.grad` is the step's.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+
+#include "plumb/pipeline/layout.h"
+#include "plumb/pipeline/stage.h"
+#include "plumb/schedule/action.h"
+
+namespace plumb {
+
+struct PipelineState;
+
+// Outside of a step, or for what is not there, every function raises Error(Schedule) or Error(InvalidArgument). A
+// forward and a backward of one step may run at once, on two threads.
+class StepDriver {
+ public:
+  // Of the step that a pipeline runs.
+  explicit StepDriver(PipelineState& step);
+  // Of one stage by hand, outside of any step: the caller gives it values and gradients, and takes them.
+  StepDriver(PipelineLayout layout, int stage, std::shared_ptr<StageFunction> function);
+  StepDriver(StepDriver&&) noexcept;
+  ~StepDriver();
+
+  // Runs the stage's function on what has arrived.
+  void forward(int stage, int microbatch);
+  // kind: FullBackward, BackwardInput or BackwardWeight. The last stage begins with `loss` if there is one, which is
+  // weighted already, else with the loss of the microbatch.
+  void backward(ActionKind kind, int stage, int microbatch, const at::Tensor& loss = {});
+
+  // The loss of a microbatch, on the rank of the last stage, in place of PipelineOptions::loss.
+  void set_loss(int microbatch, const at::Tensor& loss);
+  // Gives a stage of this rank all outputs of stage `from`, in place of what that stage handed over.
+  void take_outputs(int stage, int microbatch, int from, const Tensors& outputs);
+  // The same for input_gradients(from, microbatch, stage).
+  void take_gradients(int stage, int microbatch, int from, const Tensors& gradients);
+  // The model's inputs, in place of the step's; those that are undefined stay.
+  void take_model_inputs(int stage, int microbatch, const Tensors& inputs);
+  // After a backward: the gradients that go from `stage` to the stage `to`; empty if none do.
+  Tensors input_gradients(int stage, int microbatch, int to) const;
+
+ private:
+  std::unique_ptr<PipelineState> own_;
+  PipelineState* state_;
+};
+
+// A function in the place of an action: Forward, FullBackward, BackwardInput, BackwardWeight; Overlap, of which the
+// parts are one action then; Unshard and Reshard, which do nothing without one; ReduceGrad, which stands for what is
+// done with a stage's complete gradients, the division by microbatches included.
+using ActionHook = std::function<void(const Action& action, StepDriver& driver)>;
+
+struct HookPoint {
+  static constexpr int kEveryStage = -1;
+  ActionKind kind = ActionKind::Idle;
+  int stage = kEveryStage;
+  auto operator<=>(const HookPoint&) const = default;
+};
+
+// A stage's own hook goes before the one of every stage.
+using ActionHooks = std::map<HookPoint, ActionHook>;
+
+const ActionHooks& no_hooks();
+// Null: there is none.
+const ActionHook* find_hook(const ActionHooks& hooks, ActionKind kind, int stage);
+
+}  // namespace plumb
