@@ -35,7 +35,7 @@ bool of_parts(const HistoryView& view) {
 void check_recorded(const HistoryView& view) {
   for (const HistoryRun& run : view.runs) {
     if (run.history.steps.empty()) {
-      throw Error(ErrorKind::InvalidArgument, "the history of \"" + run.name + "\" has no recorded step", "",
+      throw Error(ErrorKind::InvalidState, "the history of \"" + run.name + "\" has no recorded step", "",
                   "record with rules that fit some tensor, and call step() after each step");
     }
   }

@@ -29,7 +29,7 @@ const std::pair<OpaqueFunction, std::string>& opaque(int64_t id) {
   auto& table = opaque_table();
   std::lock_guard<std::mutex> lock(table.mutex);
   if (id < 0 || id >= static_cast<int64_t>(table.functions.size())) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::UnknownName,
                 "plumb::python_function " + std::to_string(id) + " does not exist in this process", "",
                 "graphs that call Python functions cannot leave the process that captured them");
   }

@@ -23,7 +23,7 @@ std::string text(const T& value) {
 
 void guard_equal(const at::Tensor& a, const at::Tensor& b, bool expected) {
   if (a.is_meta() || b.is_meta() || at::equal(a, b) == expected) return;
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::GuardFailed,
               std::string("the model took the path for ") + (expected ? "equal" : "different") +
                   " tensors when it was captured; these are " + (expected ? "different" : "equal"),
               "", "capture the model again on inputs like these");
@@ -31,7 +31,7 @@ void guard_equal(const at::Tensor& a, const at::Tensor& b, bool expected) {
 
 void guard_check(const at::Tensor& condition, bool expected, std::string_view where) {
   if (condition.is_meta() || at::is_nonzero(condition) == expected) return;
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::GuardFailed,
               std::string("a check that the model makes in its forward fails: the condition was ") +
                   (expected ? "true" : "false") + " when it was captured and is " + (expected ? "false" : "true") +
                   " now, where the model itself raises an error",
@@ -40,7 +40,7 @@ void guard_check(const at::Tensor& condition, bool expected, std::string_view wh
 
 void guard_value(const at::Tensor& buffer, const at::Tensor& expected, std::string_view where) {
   if (buffer.is_meta() || at::equal(buffer, expected)) return;
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::GuardFailed,
               "a buffer whose value the model took into the program (item, float, int) has another value than when it "
               "was captured",
               std::string(where), "capture the model again, or compute with the buffer as a tensor");
@@ -64,7 +64,7 @@ void guard_answer(const at::Tensor& x, const at::Tensor& expected, bool truth, s
     was = "the value " + text(expected.item()) + " out of a tensor into the program when it was captured; it is " +
           text(x.item()) + " now";
   }
-  throw Error(ErrorKind::InvalidArgument, "the model took " + was, std::string(where),
+  throw Error(ErrorKind::GuardFailed, "the model took " + was, std::string(where),
               "capture the model again on data like these, or use torch.where or masks instead of branching on values");
 }
 
@@ -77,14 +77,14 @@ void decision(const at::Tensor& x) {
 void guard_size(const at::Tensor& x, at::IntArrayRef sizes, bool exact, std::string_view where) {
   if (x.is_meta() || (exact ? x.sizes() == sizes : (x.numel() == 0) == (c10::multiply_integers(sizes) == 0))) return;
   if (exact) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::GuardFailed,
                 "the model read a size that depends on the data: " + text(sizes) + " when it was captured, " +
                     text(x.sizes()) + " now",
                 std::string(where),
                 "capture the model again on data like these, or use masks instead of boolean indexing and nonzero");
   }
   const bool was_empty = c10::multiply_integers(sizes) == 0;
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::GuardFailed,
               std::string("the model took the path for a tensor ") + (was_empty ? "without" : "with") +
                   " elements when it was captured; now it has " + (was_empty ? "some" : "none"),
               std::string(where),
@@ -176,7 +176,8 @@ bool Session::refuse_or_skip_valueless(const c10::OperatorHandle& op, const std:
   }
   if (one && guard_answer(args[0], asked, base == "aten::is_nonzero")) return true;
   refuse(name + " takes a value out of a tensor, so the program would depend on the data",
-         "use torch.where or masks instead of branching on tensor values, or move the decision out of the module");
+         "use torch.where or masks instead of branching on tensor values, or move the decision out of the module",
+         ErrorKind::DataDependent);
 }
 
 const Record* Session::producer(const RecordedArg& arg) const {

@@ -220,8 +220,8 @@ std::string Session::where() const {
   return meta.where();
 }
 
-void Session::refuse(const std::string& what, const std::string& remedy) const {
-  refusal.emplace(ErrorKind::Capture, what, where(), remedy);
+void Session::refuse(const std::string& what, const std::string& remedy, ErrorKind kind) const {
+  refusal.emplace(kind, what, where(), remedy);
   throw *refusal;
 }
 
@@ -531,7 +531,7 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
     if (name == "aten::resolve_neg" && !records.empty() && operator_name(records.back().op) == "aten::resolve_conj" &&
         !from_constants && args[0].isTensor() && !args[0].toTensor().is_neg() && !args[0].toTensor().is_complex()) {
       refuse("numpy() or tolist() takes values out of a tensor, so the program would depend on the data",
-             "keep the computation in torch, or move it out of the module");
+             "keep the computation in torch, or move it out of the module", ErrorKind::DataDependent);
     }
     // Cutting a tensor that nothing hangs on changes nothing.
     if (name == "aten::detach_" && args[0].isTensor() && !args[0].toTensor().requires_grad()) skip = true;

@@ -98,7 +98,8 @@ class Session {
   void check_buffer_reads() const;
 
   // Throws, and remembers why: on its way through Python the exception's type is lost.
-  [[noreturn]] void refuse(const std::string& what, const std::string& remedy) const;
+  [[noreturn]] void refuse(const std::string& what, const std::string& remedy,
+                           ErrorKind kind = ErrorKind::Capture) const;
   void note(std::string text) { notes.push_back(std::move(text)); }
 
   const CaptureRequest& request;

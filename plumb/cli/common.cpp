@@ -99,7 +99,7 @@ void check_writable(const std::string& option, const std::string& path) {
   if (path.empty() || path == "-") return;
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) {
-    throw Error(ErrorKind::BadFile, option + " " + path + ": is a folder", "", "give a file's name in it");
+    throw Error(ErrorKind::CannotWrite, option + " " + path + ": is a folder", "", "give a file's name in it");
   }
   try {
     const TemporaryFile probe(path);
@@ -112,7 +112,7 @@ void write_text(const std::string& text, const std::string& path) {
   if (path.empty() || path == "-") {
     std::fwrite(text.data(), 1, text.size(), stdout);
     if (!text.empty() && text.back() != '\n') std::fputc('\n', stdout);
-    if (std::fflush(stdout) != 0) throw Error(ErrorKind::BadFile, "cannot write to stdout");
+    if (std::fflush(stdout) != 0) throw Error(ErrorKind::CannotWrite, "cannot write to stdout");
     return;
   }
   TemporaryFile file(path);

@@ -13,7 +13,12 @@ namespace plumb::cli {
 class UsageError : public std::runtime_error {
  public:
   // message names the option; fix says what to give instead.
-  UsageError(const std::string& message, const std::string& fix) : std::runtime_error(message + "\n  try: " + fix) {}
+  UsageError(const std::string& message, const std::string& fix)
+      : std::runtime_error(message + "\n  try: " + fix), message_(message) {}
+  const std::string& message() const { return message_; }
+
+ private:
+  std::string message_;
 };
 
 // A `.pt2` file, or a graph as text (every other name). A text has no tensors: its module can be shown, cut and

@@ -66,8 +66,7 @@ StageCosts costs_of_file(const Options& o, const GraphModule& module, int num_st
   try {
     pipe = cut(module, num_stages, {}, std::to_string(num_stages) + " stages");
   } catch (const UsageError& e) {
-    const std::string text = e.what();
-    throw Error(ErrorKind::InvalidArgument, text.substr(0, text.find('\n')));
+    throw Error(ErrorKind::InvalidArgument, e.message());
   }
   return o.estimate ? estimate_stages(*pipe) : measure_stages(*pipe, example_inputs(module));
 }

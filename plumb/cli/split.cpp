@@ -28,7 +28,7 @@ void split(const Options& o) {
   }
   std::error_code failed;
   if (std::filesystem::exists(o.out, failed) && !std::filesystem::is_directory(o.out, failed)) {
-    throw Error(ErrorKind::BadFile, "-o " + o.out + ": is a file", "", "give -o a folder");
+    throw Error(ErrorKind::CannotWrite, "-o " + o.out + ": is a file", "", "give -o a folder");
   }
   Progress progress(2 + std::max(o.stages, static_cast<int>(o.at.size()) + 1), o.json);
   progress.next("reading " + o.file);
@@ -45,7 +45,7 @@ void split(const Options& o) {
   std::filesystem::create_directories(o.out, failed);
   const std::filesystem::path folder = o.out, manifest_file = folder / "manifest.json";
   if (failed) {
-    throw Error(ErrorKind::BadFile, "-o " + o.out + ": cannot be made: " + failed.message(), "",
+    throw Error(ErrorKind::CannotWrite, "-o " + o.out + ": cannot be made: " + failed.message(), "",
                 "give -o a folder that can be written to");
   }
   check_writable("-o", manifest_file.string());

@@ -52,7 +52,7 @@ int loss_output(const GraphModule& module) {
 at::Tensor cross_entropy(const Tensors& outputs, const Tensors& targets) {
   const at::Tensor& logits = outputs.at(0);
   if (logits.dim() < 2) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::TensorMismatch,
                 "--loss cross_entropy: the first output is " + type_text(logits) + ", no logits", "",
                 "a model that returns [rows, ..., classes], or another --loss");
   }
@@ -62,7 +62,7 @@ at::Tensor cross_entropy(const Tensors& outputs, const Tensors& targets) {
 at::Tensor mse(const Tensors& outputs, const Tensors& targets) {
   if (outputs.at(0).sizes() != targets.at(0).sizes()) {
     throw Error(
-        ErrorKind::InvalidArgument,
+        ErrorKind::TensorMismatch,
         "--loss mse: the first output is " + type_text(outputs[0]) + ", the targets are " + type_text(targets[0]), "",
         "targets of the output's shape");
   }

@@ -13,6 +13,12 @@ TEST(Error, SaysWhatWhereAndRemedyOnLinesOfTheirOwn) {
   EXPECT_EQ(error.kind(), ErrorKind::Capture);
 }
 
+TEST(Error, NamesItsKind) {
+  EXPECT_EQ(to_string(ErrorKind::InvalidArgument), "InvalidArgument");
+  EXPECT_EQ(to_string(ErrorKind::GuardFailed), "GuardFailed");
+  EXPECT_EQ(to_string(ErrorKind::Internal), "Internal");
+}
+
 TEST(Error, LeavesEmptyPartsOut) { EXPECT_STREQ(Error(ErrorKind::BadFile, "truncated").what(), "truncated"); }
 
 }  // namespace

@@ -16,7 +16,7 @@ namespace plumb {
 namespace {
 
 [[noreturn]] void fail(const std::filesystem::path& path, const std::string& reason) {
-  throw Error(ErrorKind::InvalidArgument, "cannot write \"" + path.string() + "\": " + reason, "",
+  throw Error(ErrorKind::CannotWrite, "cannot write \"" + path.string() + "\": " + reason, "",
               "name a file in a folder that can be written and has room");
 }
 

@@ -68,7 +68,7 @@ TEST_F(File, SaysWhichPathCannotBeWrittenAndWhy) {
       write_file_atomically(path, "2");
       FAIL() << path;
     } catch (const Error& e) {
-      EXPECT_EQ(e.kind(), ErrorKind::InvalidArgument);
+      EXPECT_EQ(e.kind(), ErrorKind::CannotWrite);
       EXPECT_NE(e.message().find(path.string()), std::string::npos) << e.what();
     }
   }

@@ -230,11 +230,11 @@ TEST(Exported, LeavesTheOldFileWhenSavingFails) {
   g.output({x});
   GraphModule module(std::move(g), State(), TreeSpec::positional_inputs(1), TreeSpec::tuple({TreeSpec::leaf()}));
   const Error error = error_of([&] { save_pt2(module, path); });
-  EXPECT_EQ(error.kind(), ErrorKind::InvalidArgument);
+  EXPECT_EQ(error.kind(), ErrorKind::Unsupported);
   EXPECT_THAT(error.what(), HasSubstr("%x"));
   EXPECT_EQ(slurp(path), "old");
   EXPECT_EQ(error_of([&] { save_pt2(load_pt2(programs() / "linear.pt2"), "/no/such/folder/x.pt2"); }).kind(),
-            ErrorKind::BadFile);
+            ErrorKind::CannotWrite);
   for (const auto& entry : fs::directory_iterator(programs()))
     EXPECT_THAT(entry.path().string(), ::testing::Not(::testing::EndsWith(".part")));
 }

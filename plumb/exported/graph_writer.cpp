@@ -42,7 +42,7 @@ GraphWriter::GraphWriter(const Graph& graph, const State& state, const ExportedP
     : graph_(graph), state_(state), program_(program), spelling_(program.symbol_spelling), ranges_(program.ranges) {}
 
 void GraphWriter::refuse(const Node& node, const std::string& why, const std::string& remedy) const {
-  throw Error(ErrorKind::InvalidArgument, node.describe() + " cannot be written to a .pt2 file: " + why,
+  throw Error(ErrorKind::Unsupported, node.describe() + " cannot be written to a .pt2 file: " + why,
               node.meta().where(), remedy);
 }
 

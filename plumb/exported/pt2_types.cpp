@@ -68,7 +68,7 @@ int64_t from_torch(const Row (&rows)[N], int64_t torch, const char* what) {
   for (const Row& row : rows) {
     if (row.torch == torch) return row.number;
   }
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::Unsupported,
               std::string("a .pt2 file has no number for ") + what + " " + std::to_string(torch));
 }
 
@@ -128,7 +128,7 @@ int64_t write_dtype(at::ScalarType dtype) {
   for (const DtypeRow& row : kDtypes) {
     if (row.dtype == dtype) return row.number;
   }
-  throw Error(ErrorKind::InvalidArgument, std::string("a .pt2 file has no number for dtype ") + at::toString(dtype));
+  throw Error(ErrorKind::Unsupported, std::string("a .pt2 file has no number for dtype ") + at::toString(dtype));
 }
 
 int64_t read_layout(const JsonDoc& doc, const Json& j) { return to_torch(kLayouts, doc, j, "layout"); }

@@ -103,9 +103,9 @@ void save_pt2(const ExportedProgram& program, const std::string& path) {
   try {
     write_archive(*program.module, program, path);
   } catch (const c10::Error& e) {
-    throw Error(ErrorKind::BadFile, path + ": cannot be written: " + e.what_without_backtrace());
+    throw Error(ErrorKind::CannotWrite, path + ": cannot be written: " + e.what_without_backtrace());
   } catch (const Json::exception& e) {
-    throw Error(ErrorKind::InvalidArgument, path + ": cannot be written: " + e.what(), "",
+    throw Error(ErrorKind::Unsupported, path + ": cannot be written: " + e.what(), "",
                 "names and strings must be UTF-8");
   }
 }

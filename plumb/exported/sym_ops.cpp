@@ -60,7 +60,7 @@ constexpr Name kNames[] = {
 };
 
 [[noreturn]] void undefined(const char* op) {
-  throw Error(ErrorKind::InvalidArgument, std::string("size arithmetic: ") + op + " has no 64-bit result here");
+  throw Error(ErrorKind::ExecutionFailed, std::string("size arithmetic: ") + op + " has no 64-bit result here");
 }
 
 bool whole(const Scalar& a) { return a.isIntegral(/*includeBool=*/true); }
@@ -138,7 +138,7 @@ std::string show(const std::optional<Scalar>& v) {
   return out.str();
 }
 [[noreturn]] void wrong_input(std::string_view name, const std::string& expected, const std::string& got) {
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::GuardFailed,
               "input '" + std::string(name) + "' is fixed to " + expected + " in this program, got " + got, "",
               "export or capture the model again for that value");
 }
@@ -187,7 +187,7 @@ void check_sizes(at::TensorList inputs, std::string_view spec) {
   }
   std::map<std::string, int64_t> values;
   auto mismatch = [](const Size& s, const std::string& should) {
-    throw Error(ErrorKind::InvalidArgument, s.what + " is " + std::to_string(s.have) + ", the program needs " + should,
+    throw Error(ErrorKind::TensorMismatch, s.what + " is " + std::to_string(s.have) + ", the program needs " + should,
                 "", "give inputs whose sizes fit the exported dynamic shapes, or export again");
   };
   std::vector<std::pair<const Size*, SymExpr>> derived;

@@ -47,7 +47,7 @@ TemporaryFile::~TemporaryFile() {
 }
 
 void TemporaryFile::fail(const char* what) {
-  throw Error(ErrorKind::BadFile, path_ + ": " + what + ": " + std::strerror(errno), "",
+  throw Error(ErrorKind::CannotWrite, path_ + ": " + what + ": " + std::strerror(errno), "",
               "check the folder, its permissions and the space left");
 }
 

@@ -117,7 +117,7 @@ class Pickler {
       }
       out_ += 'u';
     } else {
-      throw Error(ErrorKind::InvalidArgument, "a value of kind " + v.tagKind() + " cannot be saved", "",
+      throw Error(ErrorKind::Unsupported, "a value of kind " + v.tagKind() + " cannot be saved", "",
                   "save tensors, numbers, strings, and lists, tuples or dicts of them");
     }
   }
@@ -146,7 +146,7 @@ class Pickler {
       return;
     }
     if (given.layout() != at::kStrided || given.is_quantized() || given.is_meta())
-      throw Error(ErrorKind::InvalidArgument, "a tensor that is not an ordinary dense one cannot be saved");
+      throw Error(ErrorKind::Unsupported, "a tensor that is not an ordinary dense one cannot be saved");
     // A key by storage: tensors that share memory share it again. Slices of something larger are saved alone.
     at::Tensor t = given.detach().resolve_conj().resolve_neg().cpu();
     const void* storage = given.storage().unsafeGetStorageImpl();
@@ -208,7 +208,7 @@ class Pickler {
       case at::kFloat8_e5m2fnuz: return "float8_e5m2fnuz";
       case at::kFloat8_e8m0fnu: return "float8_e8m0fnu";
       default:
-        throw Error(ErrorKind::InvalidArgument,
+        throw Error(ErrorKind::Unsupported,
                     std::string("tensors of dtype ") + at::toString(dtype) + " cannot be saved");
     }
   }
@@ -319,7 +319,7 @@ void save_npy(const at::Tensor& tensor, const std::string& path) {
     if (row.dtype == t.scalar_type()) type = &row;
   }
   if (!type)
-    throw Error(ErrorKind::InvalidArgument, path + ": numpy has no type for " + at::toString(t.scalar_type()), "",
+    throw Error(ErrorKind::Unsupported, path + ": numpy has no type for " + at::toString(t.scalar_type()), "",
                 "convert to float32, or save to a .pt file");
   std::string shape;
   for (int64_t size : t.sizes()) shape += std::to_string(size) + ", ";

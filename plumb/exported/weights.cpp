@@ -114,7 +114,7 @@ OrderedJson write_stored(const std::vector<ToStore>& tensors, const std::string&
   auto storage_of = [](const at::Tensor& t) -> const void* { return t.storage().unsafeGetStorageImpl(); };
   for (const ToStore& item : tensors) {
     if (!item.tensor.defined() || item.tensor.layout() != at::kStrided || item.tensor.is_quantized()) {
-      throw Error(ErrorKind::InvalidArgument, "tensor '" + item.name + "' is not an ordinary dense tensor", "",
+      throw Error(ErrorKind::Unsupported, "tensor '" + item.name + "' is not an ordinary dense tensor", "",
                   "a .pt2 file holds strided tensors only");
     }
     auto& list = users[storage_of(item.tensor)];

@@ -88,7 +88,7 @@ c10::OperatorHandle find_operator(std::string_view name) {
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
     if (op.name == base) others += (others.empty() ? "" : ", ") + toString(op);
   }
-  throw Error(ErrorKind::InvalidArgument, "no operator '" + std::string(name) + "' is registered", "",
+  throw Error(ErrorKind::UnknownName, "no operator '" + std::string(name) + "' is registered", "",
               others.empty()
                   ? "load the library that registers '" + base.substr(0, base.find(':')) + "' operators first"
                   : "one of its overloads: " + others);

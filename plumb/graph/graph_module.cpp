@@ -69,7 +69,7 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
     if (i < inputs.size() && want) {
       if (!inputs[i].isTensor() || !inputs[i].toTensor().defined() || !fits(*want, inputs[i].toTensor())) {
         throw Error(
-            ErrorKind::InvalidArgument,
+            ErrorKind::TensorMismatch,
             "input '" + node->target() + "' should be " + show(*want) + ", got " +
                 (inputs[i].isTensor() && inputs[i].toTensor().defined() ? show(TensorMeta::of(inputs[i].toTensor()))
                                                                         : inputs[i].tagKind()),
@@ -84,7 +84,7 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
 c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
                                  std::vector<std::pair<std::string, c10::IValue>> kwargs) {
   if (in_spec_.children.size() != 2) {
-    throw Error(ErrorKind::InvalidArgument, "the module has no structured inputs: " + in_spec_.to_string(), "",
+    throw Error(ErrorKind::StructureMismatch, "the module has no structured inputs: " + in_spec_.to_string(), "",
                 "call run()");
   }
   const TreeSpec& want_args = in_spec_.children[0];
@@ -92,7 +92,7 @@ c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
   const auto names = want_kwargs.children.empty() ? std::vector<std::string>{} : want_kwargs.keys();
   // A keyword input given by position follows the positional ones, in order.
   if (args.size() < want_args.children.size() || args.size() > want_args.children.size() + names.size()) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::StructureMismatch,
                 "the module takes " + std::to_string(want_args.children.size()) + " positional inputs, got " +
                     std::to_string(args.size()),
                 "", "its inputs are " + in_spec_.to_string());
@@ -102,7 +102,7 @@ c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
     TreeSpec got;
     auto flat = flatten(value, &got);
     if (!(got == want) && got.num_leaves() != want.num_leaves()) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::StructureMismatch,
                   what + " should have the structure " + want.to_string() + ", got " + got.to_string());
     }
     leaves.insert(leaves.end(), flat.begin(), flat.end());
@@ -115,12 +115,12 @@ c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
     for (const auto& [name, v] : kwargs) {
       if (name == names[k]) value = &v;
     }
-    if (!value) throw Error(ErrorKind::InvalidArgument, "keyword input '" + names[k] + "' is missing");
+    if (!value) throw Error(ErrorKind::StructureMismatch, "keyword input '" + names[k] + "' is missing");
     add(*value, want_kwargs.children[k], "keyword input '" + names[k] + "'");
   }
   for (const auto& [name, v] : kwargs) {
     if (std::find(names.begin(), names.end(), name) == names.end()) {
-      throw Error(ErrorKind::InvalidArgument, "the module has no keyword input '" + name + "'", "",
+      throw Error(ErrorKind::UnknownName, "the module has no keyword input '" + name + "'", "",
                   "its inputs are " + in_spec_.to_string());
     }
   }

@@ -140,7 +140,7 @@ const Arg* Node::try_arg(std::string_view schema_name) const {
 
 const Arg& Node::arg(std::string_view schema_name) const {
   if (const Arg* found = try_arg(schema_name)) return *found;
-  throw Error(ErrorKind::InvalidArgument, describe() + " has no argument '" + std::string(schema_name) + "'",
+  throw Error(ErrorKind::UnknownName, describe() + " has no argument '" + std::string(schema_name) + "'",
               meta_.where());
 }
 

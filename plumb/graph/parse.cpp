@@ -14,6 +14,11 @@ namespace {
 constexpr int kMaxNesting = 64;              // of nested graphs and lists: no recursion without bound
 constexpr size_t kMaxListResults = 1 << 20;  // of one node
 
+// An error that says its line and column already.
+struct ParseError : Error {
+  using Error::Error;
+};
+
 class Parser {
  public:
   explicit Parser(std::string_view text) : text_(text) {}
@@ -44,8 +49,8 @@ class Parser {
         ++column;
       }
     }
-    throw Error(ErrorKind::InvalidGraph,
-                "line " + std::to_string(line) + ", column " + std::to_string(column) + ": " + message);
+    throw ParseError(ErrorKind::InvalidGraph,
+                     "line " + std::to_string(line) + ", column " + std::to_string(column) + ": " + message);
   }
 
   // --- tokens ---
@@ -182,8 +187,9 @@ class Parser {
     Node* node = nullptr;
     try {
       node = operation(graph, depth, results, list_sizes);
+    } catch (const ParseError&) {
+      throw;
     } catch (const Error& e) {
-      if (e.message().starts_with("line ")) throw;  // has its place already
       std::string message = e.message();
       if (!e.remedy().empty()) message += " (" + e.remedy() + ")";
       fail_at(start, message);

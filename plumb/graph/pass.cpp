@@ -42,7 +42,7 @@ const Pass& find_pass(std::string_view name) {
   if (it != table().end()) return *it->second;
   std::string names;
   for (const auto& [known, pass] : table()) names += (names.empty() ? "" : ", ") + known;
-  throw Error(ErrorKind::InvalidArgument, "no pass '" + std::string(name) + "'", "", "one of: " + names);
+  throw Error(ErrorKind::UnknownName, "no pass '" + std::string(name) + "'", "", "one of: " + names);
 }
 
 bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options, std::vector<std::string>* report,
@@ -55,7 +55,7 @@ bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options,
       names += (names.empty() ? "" : ", ") + option.name;
     }
     if (!known) {
-      throw Error(ErrorKind::InvalidArgument, "pass " + pass.name + " has no option '" + name + "'", "",
+      throw Error(ErrorKind::UnknownName, "pass " + pass.name + " has no option '" + name + "'", "",
                   names.empty() ? "it has no options" : "one of: " + names);
     }
   }

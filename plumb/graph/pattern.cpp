@@ -91,7 +91,7 @@ class Matcher {
 const Arg& Match::at(std::string_view name) const {
   auto it = bound.find(std::string(name));
   if (it == bound.end())
-    throw Error(ErrorKind::InvalidArgument, "the pattern has no placeholder '" + std::string(name) + "'");
+    throw Error(ErrorKind::UnknownName, "the pattern has no placeholder '" + std::string(name) + "'");
   return it->second;
 }
 

@@ -124,7 +124,7 @@ struct Plan::Impl {
       }
     } catch (const c10::Error& e) {
       const Label& label = labels[static_cast<size_t>(now - instructions.data())];
-      throw Error(ErrorKind::InvalidArgument, label.node + ": " + e.what_without_backtrace(), label.where);
+      throw Error(ErrorKind::ExecutionFailed, label.node + ": " + e.what_without_backtrace(), label.where);
     }
     std::vector<IValue> results;
     results.reserve(outputs.size());
@@ -142,7 +142,7 @@ struct Plan::Impl {
       auto list = stack[i].toListRef();
       if (list.size() != static_cast<size_t>(out.count)) {
         const Label& label = labels[static_cast<size_t>(&in - instructions.data())];
-        throw Error(ErrorKind::InvalidArgument,
+        throw Error(ErrorKind::GuardFailed,
                     label.node + " returned a list of " + std::to_string(list.size()) + ", the graph was made for " +
                         std::to_string(out.count),
                     label.where, "capture the model again on inputs like these");
@@ -325,8 +325,8 @@ Plan& Plan::operator=(Plan&&) noexcept = default;
 
 std::vector<IValue> Plan::run(std::vector<IValue> inputs) const {
   if (inputs.size() != impl_->inputs.size()) {
-    throw Error(ErrorKind::InvalidArgument, "the graph takes " + std::to_string(impl_->inputs.size()) +
-                                                " inputs, got " + std::to_string(inputs.size()));
+    throw Error(ErrorKind::StructureMismatch, "the graph takes " + std::to_string(impl_->inputs.size()) +
+                                                  " inputs, got " + std::to_string(inputs.size()));
   }
   // Autocast was captured as explicit casts: the caller's must not add others.
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

@@ -52,7 +52,7 @@ const Attr& State::get(std::string_view name) const {
     if (near.size() < 200 && std::string_view(attr.name).ends_with(tail))
       near += (near.empty() ? "" : ", ") + attr.name;
   }
-  throw Error(ErrorKind::InvalidArgument, "no parameter, buffer or constant '" + std::string(name) + "'", "",
+  throw Error(ErrorKind::UnknownName, "no parameter, buffer or constant '" + std::string(name) + "'", "",
               near.empty() ? "see state().attrs() for the names there are" : "names that end alike: " + near);
 }
 

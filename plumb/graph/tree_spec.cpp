@@ -75,7 +75,7 @@ size_t TreeSpec::num_leaves() const {
 std::vector<std::string> TreeSpec::keys() const {
   std::vector<std::string> names;
   json parsed = is_dict(*this) ? json::parse(context, nullptr, false) : json();
-  if (!parsed.is_array()) throw Error(ErrorKind::InvalidArgument, "a tree spec of type '" + type + "' has no keys");
+  if (!parsed.is_array()) throw Error(ErrorKind::StructureMismatch, "a tree spec of type '" + type + "' has no keys");
   for (const json& key : parsed) names.push_back(key.is_string() ? key.get<std::string>() : key.dump());
   return names;
 }
@@ -109,7 +109,7 @@ std::string TreeSpec::to_string() const {
 namespace {
 
 TreeSpec flatten_into(const c10::IValue& v, std::vector<c10::IValue>& leaves, int depth) {
-  if (depth > kMaxDepth) throw Error(ErrorKind::InvalidArgument, "a structure nested deeper than 200");
+  if (depth > kMaxDepth) throw Error(ErrorKind::StructureMismatch, "a structure nested deeper than 200");
   std::vector<TreeSpec> children;
   if (v.isTuple()) {
     for (const auto& e : v.toTupleRef().elements()) children.push_back(flatten_into(e, leaves, depth + 1));
@@ -123,7 +123,7 @@ TreeSpec flatten_into(const c10::IValue& v, std::vector<c10::IValue>& leaves, in
   if (v.isGenericDict()) {
     std::vector<std::string> keys;
     for (const auto& entry : v.toGenericDict()) {
-      if (!entry.key().isString()) throw Error(ErrorKind::InvalidArgument, "a dict's keys must be strings");
+      if (!entry.key().isString()) throw Error(ErrorKind::Unsupported, "a dict's keys must be strings");
       keys.push_back(entry.key().toStringRef());
       children.push_back(flatten_into(entry.value(), leaves, depth + 1));
     }
@@ -152,8 +152,8 @@ c10::IValue unflatten_from(const TreeSpec& spec, std::vector<c10::IValue>& leave
                                 tensors ? c10::TypePtr(c10::TensorType::get()) : c10::TypePtr(c10::AnyType::get()));
     const auto names = spec.keys();
     if (names.size() != children.size()) {
-      throw Error(ErrorKind::InvalidArgument, "a dict's tree spec has " + std::to_string(names.size()) + " keys and " +
-                                                  std::to_string(children.size()) + " values");
+      throw Error(ErrorKind::StructureMismatch, "a dict's tree spec has " + std::to_string(names.size()) +
+                                                    " keys and " + std::to_string(children.size()) + " values");
     }
     for (size_t i = 0; i < children.size(); ++i) dict.insert(names[i], std::move(children[i]));
     return dict;
@@ -172,9 +172,9 @@ std::vector<c10::IValue> flatten(const c10::IValue& nested, TreeSpec* spec) {
 
 c10::IValue unflatten(const TreeSpec& spec, std::vector<c10::IValue> leaves) {
   if (leaves.size() != spec.num_leaves()) {
-    throw Error(ErrorKind::InvalidArgument, "the structure " + spec.to_string() + " has " +
-                                                std::to_string(spec.num_leaves()) + " leaves, got " +
-                                                std::to_string(leaves.size()));
+    throw Error(ErrorKind::StructureMismatch, "the structure " + spec.to_string() + " has " +
+                                                  std::to_string(spec.num_leaves()) + " leaves, got " +
+                                                  std::to_string(leaves.size()));
   }
   size_t next = 0;
   return unflatten_from(spec, leaves, next);

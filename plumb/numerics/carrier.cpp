@@ -31,18 +31,18 @@ kernel::Carrier carrier_of(at::ScalarType dtype, const char* what) {
     case at::kHalf: return kernel::kFloat16;
     case at::kBFloat16: return kernel::kBFloat16;
     default:
-      throw Error(ErrorKind::InvalidArgument, std::string(what) + " does not take tensors of " + c10::toString(dtype),
+      throw Error(ErrorKind::TensorMismatch, std::string(what) + " does not take tensors of " + c10::toString(dtype),
                   "", "give float32, float64, float16 or bfloat16");
   }
 }
 
 void check_tensor(const at::Tensor& x, const char* what) {
-  if (!x.defined()) throw Error(ErrorKind::InvalidArgument, std::string(what) + " was given an undefined tensor");
+  if (!x.defined()) throw Error(ErrorKind::TensorMismatch, std::string(what) + " was given an undefined tensor");
   if (!x.device().is_cpu())
-    throw Error(ErrorKind::InvalidArgument, std::string(what) + " was given a tensor on " + x.device().str(), "",
+    throw Error(ErrorKind::TensorMismatch, std::string(what) + " was given a tensor on " + x.device().str(), "",
                 "move it to the CPU first");
   if (x.layout() != at::kStrided)
-    throw Error(ErrorKind::InvalidArgument, std::string(what) + " was given a tensor that is not strided", "",
+    throw Error(ErrorKind::TensorMismatch, std::string(what) + " was given a tensor that is not strided", "",
                 "make it dense first (to_dense)");
 }
 

@@ -159,7 +159,7 @@ at::Tensor decode_by(const ValueTables& tables, const at::Tensor& codes, at::Sca
 at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype) {
   check_tensor(codes, "decode");
   if (codes.scalar_type() != at::kByte)
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::TensorMismatch,
                 std::string("decode takes codes as uint8, not ") + c10::toString(codes.scalar_type()), "",
                 "give what encode returned");
   carrier_of(dtype, "decode");

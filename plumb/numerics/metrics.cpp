@@ -71,7 +71,7 @@ double share_above(int e, double limit) {
 
 const ExponentHistogram& need_histogram(const TensorMetrics& metrics) {
   if (!metrics.histogram)
-    throw Error(ErrorKind::InvalidArgument, "these metrics have no exponent histogram", "",
+    throw Error(ErrorKind::InvalidState, "these metrics have no exponent histogram", "",
                 "measure with MetricsOptions{.histogram = true}");
   return *metrics.histogram;
 }
@@ -159,7 +159,7 @@ namespace {
 void check_measurable(const at::Tensor& x) {
   check_tensor(x, "measure");
   if (x.is_complex())
-    throw Error(ErrorKind::InvalidArgument, "measure does not take complex tensors", "",
+    throw Error(ErrorKind::TensorMismatch, "measure does not take complex tensors", "",
                 "measure at::view_as_real(x), or x.abs()");
 }
 

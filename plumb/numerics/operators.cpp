@@ -41,7 +41,7 @@ TensorMetrics metrics_of_tensor(const at::Tensor& values) {
   constexpr int64_t fields = 9, with_histogram = fields + 256;
   if (values.dim() != 1 || values.scalar_type() != at::kDouble ||
       (values.numel() != fields && values.numel() != with_histogram))
-    throw Error(ErrorKind::InvalidArgument, "this tensor was not written by plumb::tensor_metrics", "",
+    throw Error(ErrorKind::TensorMismatch, "this tensor was not written by plumb::tensor_metrics", "",
                 "give its float64 result of 9 or 265 values");
   const at::Tensor flat = values.contiguous();
   const double* v = flat.const_data_ptr<double>();

@@ -38,7 +38,7 @@ const PointwiseProgram& cached_program(std::string_view text) {
 
 void check_inputs(const PointwiseProgram& program, at::TensorList inputs) {
   auto fail = [](const std::string& why) {
-    throw Error(ErrorKind::InvalidArgument, "plumb::pointwise: " + why, "", "give what the program was made for");
+    throw Error(ErrorKind::TensorMismatch, "plumb::pointwise: " + why, "", "give what the program was made for");
   };
   if (static_cast<int64_t>(inputs.size()) != program.num_inputs || inputs.empty())
     fail("the program takes " + std::to_string(program.num_inputs) + " tensors, not " + std::to_string(inputs.size()));

@@ -95,14 +95,14 @@ at::Tensor& quantise_out(at::Tensor& out, const at::Tensor& x, const FPFormat& f
   check_tensor(x, "quantise");
   check_tensor(out, "quantise");
   if (out.sizes() != x.sizes() || out.scalar_type() != x.scalar_type())
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::TensorMismatch,
                 "quantise: out is " + std::string(c10::toString(out.scalar_type())) + c10::str(out.sizes()) +
                     ", x is " + c10::toString(x.scalar_type()) + c10::str(x.sizes()),
                 "", "give an out of the same sizes and dtype");
   at::NoGradGuard no_grad;
   if (out.is_same(x)) return quantise_(out, format, seed, dim);
   if (at::has_internal_overlap(out) == at::MemOverlap::Yes)
-    throw Error(ErrorKind::InvalidArgument, "quantise: several of out's elements are one place in memory", "",
+    throw Error(ErrorKind::TensorMismatch, "quantise: several of out's elements are one place in memory", "",
                 "give an out with memory of its own");
   const bool apart =
       !x.storage().is_alias_of(out.storage()) || at::get_overlap_status(x, out) == at::MemOverlapStatus::Full;
@@ -124,7 +124,7 @@ at::Tensor& quantise_(at::Tensor& x, const FPFormat& format, std::optional<uint6
     round_dense(x, x, format, seed);
     bump_version(x);
   } else if (at::has_internal_overlap(x) == at::MemOverlap::Yes) {
-    throw Error(ErrorKind::InvalidArgument, "quantise_: several of the tensor's elements are one place in memory", "",
+    throw Error(ErrorKind::TensorMismatch, "quantise_: several of the tensor's elements are one place in memory", "",
                 "clone() it first");
   } else {
     x.copy_(quantise(x, format, seed, dim));

@@ -29,7 +29,7 @@ at::Tensor over(c10::Storage storage, const Part& part) {
 }
 
 [[noreturn]] void raise_written(const c10::OperatorHandle& op, size_t arg, const Part& part) {
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::InvalidState,
               "argument '" + op.schema().arguments()[arg].name() + "' of " + op.operator_name().name +
                   ", whose result the backward computes again, has been written in place: it is at version " +
                   std::to_string(part.versions.current_version()) + ", expected version " +

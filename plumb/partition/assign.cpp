@@ -77,7 +77,7 @@ std::vector<size_t> cuts_by_parameters(const std::vector<Node*>& ops, const std:
     if (++listed > 12) break;
     some += (some.empty() ? "" : ", ") + name;
   }
-  throw Error(ErrorKind::InvalidArgument, "no operator of the graph belongs to a module '" + path + "'", "",
+  throw Error(ErrorKind::UnknownName, "no operator of the graph belongs to a module '" + path + "'", "",
               some.empty() ? "mark the place with plumb::pipe_split() instead"
                            : "modules of the graph: " + some + (known.size() > 12 ? ", ..." : ""));
 }
@@ -149,7 +149,7 @@ void sort_by_stage(Assignment& a) {
 
 [[noreturn]] void refuse(const Conflict& c) {
   throw Error(
-      ErrorKind::InvalidArgument,
+      ErrorKind::Partition,
       "the cut separates " + c.writer->describe() + ", which writes memory, from " + c.other->describe() + ": " + c.why,
       c.writer->meta().where(),
       "move the cut so that both are in one stage, or use the operator that does not write in place");
@@ -208,9 +208,8 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
   for (Node* op : ops) {
     const int s = options.policy(*op);
     if (s < 0) {
-      throw Error(ErrorKind::InvalidArgument,
-                  "the split policy puts " + op->describe() + " into stage " + std::to_string(s), op->meta().where(),
-                  "stages count from 0");
+      throw Error(ErrorKind::Partition, "the split policy puts " + op->describe() + " into stage " + std::to_string(s),
+                  op->meta().where(), "stages count from 0");
     }
     a.stage[op] = s;
     dense.emplace(s, 0);
@@ -225,7 +224,7 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
     for (const Value* v : op->inputs()) {
       auto it = a.stage.find(v->producer());
       if (it != a.stage.end() && it->second > s) {
-        throw Error(ErrorKind::InvalidArgument,
+        throw Error(ErrorKind::Partition,
                     "the split policy puts " + op->describe() + " into stage " + std::to_string(s) + ", before stage " +
                         std::to_string(it->second) + " of " + v->producer()->describe() + ", which it uses",
                     op->meta().where(), "give a node the stage of its inputs or a later one");
@@ -233,7 +232,7 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
     }
     if (!op->is_random()) continue;
     if (last_random && a.stage[last_random] > s) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::Partition,
                   "the split policy puts " + op->describe() + " before " + last_random->describe() +
                       ", but both draw random numbers, in the other order",
                   op->meta().where(), "keep random operators in the order of the graph");

@@ -22,7 +22,7 @@ std::string show(const std::optional<GradRef>& ref, const PipeTable& table) {
 
 SymbolicBackward make_backward(const PipeTable& table) {
   if (!table.loss_output || !table.outputs.at(*table.loss_output).port) {
-    throw Error(ErrorKind::InvalidArgument, table.loss_output ? "the loss is a constant" : "the pipe has no loss", "",
+    throw Error(ErrorKind::InvalidState, table.loss_output ? "the loss is a constant" : "the pipe has no loss", "",
                 "mark a tensor among the outputs as the loss");
   }
   SymbolicBackward backward;

@@ -183,7 +183,7 @@ std::string Balance::report() const {
 Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options) {
   const int stages = options.stages;
   auto wrong = [](const std::string& what, const std::string& remedy) {
-    throw Error(ErrorKind::InvalidArgument, what, "", remedy);
+    throw Error(ErrorKind::Partition, what, "", remedy);
   };
   if (stages < 1) wrong("a pipeline has at least one stage, not " + std::to_string(stages), "");
   if (cost.nodes.size() != module.graph().size()) {

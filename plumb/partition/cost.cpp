@@ -81,7 +81,7 @@ class Stepper {
     for (const Node* node : module_.graph().nodes()) {
       if (node->kind() == NodeKind::Placeholder) {
         if (next >= inputs.size())
-          throw Error(ErrorKind::InvalidArgument, "the graph's input '" + node->target() + "' is missing");
+          throw Error(ErrorKind::StructureMismatch, "the graph's input '" + node->target() + "' is missing");
         values_[node->result()] = inputs[next++];
       } else if (node->kind() == NodeKind::GetAttr) {
         values_[node->result()] = state_.get(node->target()).tensor;
@@ -134,7 +134,7 @@ Metas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs
   }
   if (complete) return metas;
   if (inputs.empty()) {
-    throw Error(ErrorKind::InvalidArgument, "the graph does not say the shapes of all its values", "",
+    throw Error(ErrorKind::InvalidGraph, "the graph does not say the shapes of all its values", "",
                 "give inputs, on which it is run on the meta device");
   }
   auto to_meta = [](const at::Tensor& t) {

@@ -71,7 +71,7 @@ std::vector<c10::IValue> DetachExecutor::forward(std::vector<c10::IValue> inputs
   const Pipe& pipe = state_->pipe;
   const PipeTable& table = pipe.table();
   if (inputs.size() != table.num_inputs) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::StructureMismatch,
                 "the pipe takes " + std::to_string(table.num_inputs) + " inputs, got " + std::to_string(inputs.size()));
   }
   auto& runs = state_->runs;
@@ -114,14 +114,14 @@ std::vector<at::Tensor> DetachExecutor::backward() {
   const SymbolicBackward& plan = pipe.backward();
   auto& runs = state_->runs;
   if (runs.empty())
-    throw Error(ErrorKind::InvalidArgument, "backward without a forward before it", "",
+    throw Error(ErrorKind::InvalidState, "backward without a forward before it", "",
                 "call forward() first, once a backward");
   const c10::IValue& loss = runs.back().outputs[plan.loss_port];
   if (!loss.isTensor() || !loss.toTensor().defined() || !loss.toTensor().requires_grad() ||
       loss.toTensor().numel() != 1) {
-    throw Error(ErrorKind::InvalidArgument, "the loss, output %" +
-                                                pipe.table().stages.back().outputs[plan.loss_port].name +
-                                                ", is no tensor of one element that requires a gradient");
+    throw Error(ErrorKind::TensorMismatch, "the loss, output %" +
+                                               pipe.table().stages.back().outputs[plan.loss_port].name +
+                                               ", is no tensor of one element that requires a gradient");
   }
   auto grad_of = [&](const std::optional<GradRef>& ref) {
     return ref ? runs[ref->stage].inputs[ref->input].grad() : at::Tensor();

@@ -61,7 +61,7 @@ void Pipe::move_stage(int index, at::Device device) {
                    ? at::empty_like(attr.tensor, attr.tensor.options().device(device))
                    : attr.tensor.to(device);
       } catch (const c10::Error& e) {
-        throw Error(ErrorKind::InvalidArgument, "stage " + std::to_string(index) + " cannot be moved to " +
+        throw Error(ErrorKind::ExecutionFailed, "stage " + std::to_string(index) + " cannot be moved to " +
                                                     device.str() + ": '" + attr.name +
                                                     "': " + std::string(e.what_without_backtrace()));
       }

@@ -108,8 +108,8 @@ std::vector<c10::IValue> Pipe::outputs_of(std::vector<c10::IValue>& last) const 
 
 std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
   if (inputs.size() != table_.num_inputs) {
-    throw Error(ErrorKind::InvalidArgument, "the pipe takes " + std::to_string(table_.num_inputs) + " inputs, got " +
-                                                std::to_string(inputs.size()));
+    throw Error(ErrorKind::StructureMismatch, "the pipe takes " + std::to_string(table_.num_inputs) + " inputs, got " +
+                                                  std::to_string(inputs.size()));
   }
   std::vector<std::vector<c10::IValue>> made(stages_.size());
   for (size_t s = 0; s < stages_.size(); ++s) {
@@ -157,8 +157,7 @@ void Pipe::train(bool on) {
 
 const SymbolicBackward& Pipe::backward() const {
   if (backward_) return *backward_;
-  throw Error(ErrorKind::InvalidArgument, "the pipe has no loss and so no backward", "",
-              "give SplitOptions::loss_spec");
+  throw Error(ErrorKind::InvalidState, "the pipe has no loss and so no backward", "", "give SplitOptions::loss_spec");
 }
 
 BackwardResult Pipe::run_with_backward(std::vector<c10::IValue> inputs) const {
@@ -182,7 +181,7 @@ State Pipe::merge_state_dict() const {
       if (a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
           (a.nbytes() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0))
         continue;
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::InvalidState,
                   "the copies of '" + first_name + "' in stage " + std::to_string(first_stage) + " and of '" + name +
                       "' in stage " + std::to_string(s) + " differ",
                   "", "sum the gradients of replicated_params() over their stages before every optimiser step");

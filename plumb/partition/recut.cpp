@@ -159,8 +159,8 @@ Recut::Recut(const Pipe& pipe, std::vector<c10::IValue> example, Cut cut, bool s
       same_names_(same_names),
       ambient_(std::make_unique<Ambient>(Ambient::now())) {
   if (example_.size() != table_.num_inputs) {
-    throw Error(ErrorKind::InvalidArgument, "the pipe takes " + std::to_string(table_.num_inputs) +
-                                                " inputs, and the example has " + std::to_string(example_.size()));
+    throw Error(ErrorKind::StructureMismatch, "the pipe takes " + std::to_string(table_.num_inputs) +
+                                                  " inputs, and the example has " + std::to_string(example_.size()));
   }
 }
 
@@ -185,7 +185,7 @@ std::vector<c10::IValue> Recut::inputs_for(int index, const ModelSizes& known) c
     if (input >= example_.size() || !example_[input].isTensor()) continue;
     const auto old = example_[input].toTensor().sizes();
     if (old.size() != sizes.size()) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::TensorMismatch,
                   "input '" + input_names_[input] + "' of the model came as " + text_of(sizes) + " where " +
                       text_of(old) + " was cut: the number of dimensions may not change",
                   "", "cut the model with an input of that many dimensions");
@@ -234,7 +234,7 @@ void Recut::check(const Pipe& pipe) const {
     compare("output", cut.outputs, now.outputs);
   }
   if (what.empty()) return;
-  throw Error(ErrorKind::InvalidArgument, "with these sizes the model is cut otherwise, " + what, "",
+  throw Error(ErrorKind::Partition, "with these sizes the model is cut otherwise, " + what, "",
               "cut at modules or marks, which do not depend on sizes, or cut the model for these sizes");
 }
 
@@ -264,11 +264,11 @@ const Recut::Made& Recut::made_for(std::vector<c10::IValue> inputs, int index) {
   } catch (const Error& e) {
     throw Error(e.kind(), what + ": " + e.message(), e.where(), e.remedy());
   } catch (const std::exception& e) {
-    throw Error(ErrorKind::InvalidArgument, what + ": " + e.what(), "",
+    throw Error(ErrorKind::ExecutionFailed, what + ": " + e.what(), "",
                 "give the model sizes that it takes, or cut it for these");
   }
   if (!pipe) {
-    throw Error(ErrorKind::InvalidArgument, what + ", and the model it was cut from no longer exists", "",
+    throw Error(ErrorKind::InvalidState, what + ", and the model it was cut from no longer exists", "",
                 "keep the model as long as its stages are to take other sizes than they were cut for");
   }
   ++captures_;
@@ -306,7 +306,7 @@ std::shared_ptr<GraphModule> Recut::stage(int index, const ModelSizes& known, co
     } else if (const Attr* own = now.state().find(attr.name)) {
       mine.tensor = own->tensor;
     } else {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::Partition,
                   "for " + sizes + " stage " + std::to_string(index) + " uses '" + attr.name +
                       "', which it did not use for the sizes that it was cut for",
                   "", "cut the model with inputs for which all its parameters are used");
@@ -351,7 +351,7 @@ void set_modes(torch::nn::Module& model, const std::vector<bool>& modes) {
 WithModes::WithModes(torch::nn::Module& model, const std::vector<bool>& modes)
     : model_(model), before_(modes_of(model)) {
   if (before_.size() != modes.size()) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::InvalidState,
                 "the model has " + std::to_string(before_.size()) + " modules, and had " +
                     std::to_string(modes.size()) + " when it was cut",
                 "", "cut the model again after changing it");

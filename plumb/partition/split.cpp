@@ -68,7 +68,7 @@ class Cutter {
 void Cutter::check_names() const {
   for (const auto& [name, use] : options_.multi_use_by_name) {
     if (module_.state().get(name).kind != AttrKind::Parameter) {
-      throw Error(ErrorKind::InvalidArgument, "'" + name + "' is no parameter, but multi_use_by_name names it");
+      throw Error(ErrorKind::UnknownName, "'" + name + "' is no parameter, but multi_use_by_name names it");
     }
   }
 }
@@ -310,7 +310,7 @@ std::shared_ptr<Pipe> Cutter::cut() {
 void mark(const TreeSpec& outputs, const c10::IValue& spec, const std::string& where, size_t& leaf,
           std::vector<size_t>& found) {
   auto wrong = [&](const std::string& what) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::StructureMismatch,
                 "the loss spec does not fit the outputs" + (where.empty() ? "" : " at " + where) + ": " + what, "",
                 "give it the structure of the outputs, " + outputs.to_string() +
                     ", with true for the loss and false elsewhere");
@@ -356,7 +356,7 @@ size_t find_loss_output(const TreeSpec& outputs, const c10::IValue& loss_spec) {
   size_t leaf = 0;
   mark(outputs, loss_spec, "", leaf, found);
   if (found.size() == 1) return found[0];
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::StructureMismatch,
               "the loss spec marks " + (found.empty() ? "no output" : std::to_string(found.size()) + " outputs"), "",
               "mark the one output that is the loss with true");
 }

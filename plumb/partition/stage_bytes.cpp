@@ -26,7 +26,7 @@ static_assert(std::endian::native == std::endian::little);
 at::Tensor dense(const Attr& attr) {
   const at::Tensor& t = attr.tensor;
   if (t.layout() != at::kStrided || t.is_meta()) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::Unsupported,
                 "'" + attr.name + "' cannot be sent: " +
                     (t.is_meta() ? "it is on the meta device and has no data" : "it has no dense layout"));
   }

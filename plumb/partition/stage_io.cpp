@@ -62,7 +62,7 @@ json write(const c10::IValue& v) {
   if (v.isString()) return v.toStringRef();
   // As text: JSON has no NaN and infinities.
   if (v.isDouble()) return {{"float", c10::str(v.toDouble())}, {"bits", std::bit_cast<int64_t>(v.toDouble())}};
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::Unsupported,
               "the graph returns a constant " + std::string(v.tagKind()) + ", which cannot be sent", "",
               "return tensors, numbers, strings or None");
 }
@@ -236,8 +236,8 @@ at::Tensor pack_value(const c10::IValue& value) {
   if (value.isInt()) return at::scalar_tensor(value.toInt(), at::kLong);
   if (value.isBool()) return at::scalar_tensor(value.toBool(), at::kBool);
   if (value.isDouble()) return at::scalar_tensor(value.toDouble(), at::kDouble);
-  throw Error(ErrorKind::InvalidArgument, "a " + std::string(value.tagKind()) + " cannot cross between pipeline stages",
-              "", "move the cut so that its producer and users share a stage");
+  throw Error(ErrorKind::Partition, "a " + std::string(value.tagKind()) + " cannot cross between pipeline stages", "",
+              "move the cut so that its producer and users share a stage");
 }
 
 c10::IValue unpack_value(const at::Tensor& tensor, ValueType type) {

@@ -70,7 +70,7 @@ Tensors whole_backward_now(const BackwardRoots& roots, const BackwardGraph& grap
     auto* node = dynamic_cast<AccumulateGrad*>(e.node);
     if (node == nullptr) continue;
     if (node->tensor_post_acc_grad_hooks() != nullptr) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::Unsupported,
                   "a weight " + describe(node->variable) +
                       " has a hook that runs after accumulation, and the stage writes into views or uses re-entrant "
                       "checkpoints: its backward cannot be divided",
@@ -102,7 +102,7 @@ Tensors whole_backward_now(const BackwardRoots& roots, const BackwardGraph& grap
     if (auto* boundary = dynamic_cast<StageInputNode*>(node)) {
       if (inputs[i].input_nr < boundary->gradients.size()) input_grads[i] = boundary->gradients[inputs[i].input_nr];
     } else if (dynamic_cast<AccumulateGrad*>(node) == nullptr) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::Unsupported,
                   "input " + std::to_string(i) +
                       " is not a leaf, and the stage writes into views or uses re-entrant "
                       "checkpoints",

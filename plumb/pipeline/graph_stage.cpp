@@ -109,7 +109,7 @@ void GraphStage::raise_other_sizes(const ModelSizes& known) const {
     }
     came += (came.empty() ? "" : ", ") + what;
   }
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::TensorMismatch,
               "stage " + std::to_string(index_) + " was cut for other sizes of the model's inputs: " + came, "",
               "export the program with dynamic shapes; give a live module's stages a Recut (follow_sizes); or give "
               "batches of the sizes it was cut for");
@@ -130,8 +130,8 @@ GraphModule& GraphStage::graph_for(const ModelSizes& known) {
 
 Tensors GraphStage::run_graph(GraphModule& graph, const Tensors& inputs) const {
   if (inputs.size() < io_.inputs.size()) {
-    throw Error(ErrorKind::InvalidArgument, "the stage takes " + std::to_string(io_.inputs.size()) + " inputs, got " +
-                                                std::to_string(inputs.size()));
+    throw Error(ErrorKind::StructureMismatch, "the stage takes " + std::to_string(io_.inputs.size()) + " inputs, got " +
+                                                  std::to_string(inputs.size()));
   }
   std::vector<c10::IValue> values;
   values.reserve(io_.inputs.size());
@@ -152,8 +152,8 @@ Tensors GraphStage::run_graph(GraphModule& graph, const Tensors& inputs) const {
 
 Tensors GraphStage::forward(const Tensors& inputs) {
   if (inputs.size() != io_.inputs.size()) {
-    throw Error(ErrorKind::InvalidArgument, "the stage takes " + std::to_string(io_.inputs.size()) + " inputs, got " +
-                                                std::to_string(inputs.size()));
+    throw Error(ErrorKind::StructureMismatch, "the stage takes " + std::to_string(io_.inputs.size()) + " inputs, got " +
+                                                  std::to_string(inputs.size()));
   }
   return run_graph(graph_for(known_sizes(inputs)), inputs);
 }

@@ -45,7 +45,7 @@ class Descriptor {
 };
 
 [[noreturn]] void raise_system(const std::string& what) {
-  throw Error(ErrorKind::InvalidArgument, what + ": " + std::strerror(errno));
+  throw Error(ErrorKind::ExecutionFailed, what + ": " + std::strerror(errno));
 }
 
 // A socket on a free port of loopback that listens already, so that no other program can take the port.

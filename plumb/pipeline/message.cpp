@@ -77,7 +77,7 @@ void check_sendable(const MessageId& id, const std::vector<MessageValue>& values
     const auto& t = values[i].tensor;
     if (!t.defined()) continue;
     if (t.layout() != at::kStrided || t.is_quantized() || t.is_meta() || t.is_nested()) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::Unsupported,
                   "value " + std::to_string(i) + " of " + to_string(id) + " is " + describe(t) +
                       " without plain memory (sparse, quantised, nested or on the meta device)",
                   "", "make it dense before the stage's end");

@@ -11,7 +11,7 @@ Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSp
   if (num < 1)
     throw Error(ErrorKind::InvalidArgument, "a batch cannot be cut into " + std::to_string(num) + " microbatches");
   if (specs.size() > tensors.size()) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::StructureMismatch,
                 std::to_string(specs.size()) + " chunk specs for " + std::to_string(tensors.size()) + " tensors");
   }
   auto spec_of = [&](size_t i) {
@@ -24,14 +24,14 @@ Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSp
     if (!tensors[i].defined() || spec.replicated) continue;
     const int64_t dims = tensors[i].dim();
     if (spec.dim < -dims || spec.dim >= dims) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::TensorMismatch,
                   "tensor " + std::to_string(i) + " of the batch, " + describe(tensors[i]) + ", has no dimension " +
                       std::to_string(spec.dim) + " to cut along",
                   "", "give it TensorChunkSpec::whole()");
     }
     const int64_t length = tensors[i].size(spec.dim);
     if (length < num) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::TensorMismatch,
                   "tensor " + std::to_string(i) + " of the batch, " + describe(tensors[i]) + ", has " +
                       std::to_string(length) + " rows along dimension " + std::to_string(spec.dim) + ", too few for " +
                       std::to_string(num) + " microbatches",
@@ -52,7 +52,7 @@ Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSp
     }
     const int64_t length = tensors[i].size(spec.dim);
     if (length % base != 0) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::TensorMismatch,
                   "tensor " + std::to_string(i) + " of the batch, " + describe(tensors[i]) +
                       ", cannot be cut beside another of " + std::to_string(base) + " rows",
                   "", "make the lengths equal or multiples, or use TensorChunkSpec::whole()");
@@ -104,7 +104,7 @@ Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vect
         case OutputMerge::Kind::Custom: merged.push_back(merge.reduce(parts)); break;
       }
     } catch (const c10::Error& e) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::TensorMismatch,
                   "output " + std::to_string(k) +
                       " of the microbatches cannot be merged: " + first_line(e.what_without_backtrace()),
                   describe(parts), "give the output an OutputMerge that fits its shape");

@@ -170,8 +170,8 @@ ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrus
   try {
     backend = group->getBackend(c10::DeviceType::CPU);
   } catch (const std::exception& e) {
-    throw Error(ErrorKind::InvalidArgument, "the process group has no backend for CPU tensors: " + first_line(e.what()),
-                "", "make it with init_process_group(\"gloo\") or \"cpu:gloo,cuda:nccl\"");
+    throw Error(ErrorKind::Unsupported, "the process group has no backend for CPU tensors: " + first_line(e.what()), "",
+                "make it with init_process_group(\"gloo\") or \"cpu:gloo,cuda:nccl\"");
   }
   return use_backend(std::move(backend), std::move(store), timeout);
 }

@@ -236,7 +236,7 @@ void PipelineState::run_actions(std::span<const RunAction> parts) {
                 "rank " + std::to_string(transport.group().world_rank(rank())) + " at " + text + ": " + e.message(),
                 e.where(), e.remedy());
   } catch (const std::exception& e) {
-    throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(transport.group().world_rank(rank())) + " at " +
+    throw Error(ErrorKind::ExecutionFailed, "rank " + std::to_string(transport.group().world_rank(rank())) + " at " +
                                                 at->text + ": " + error_text(e));
   }
   if (options.record_timeline) {

@@ -69,7 +69,7 @@ void PipelineState::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors&
     if (!layout.dynamic_outputs && w.sources[i].stage < 0 && !source.tensor.defined()) {
       const auto index = static_cast<size_t>(w.sources[i].index);
       if (inputs == nullptr || inputs->empty() || (*inputs)[m].size() <= index || !(*inputs)[m][index].defined()) {
-        throw Error(ErrorKind::InvalidArgument,
+        throw Error(ErrorKind::StructureMismatch,
                     "stage " + std::to_string(stage.stage) + " uses input " + std::to_string(index) +
                         " of the model, and rank " + std::to_string(rank()) + " was not given it",
                     "", "give the input to step() on every rank whose stages use it");
@@ -92,14 +92,14 @@ bool PipelineState::shared_on_this_rank(const ValueSource& source, int m) const 
          }) > 1;
 }
 
-// Raises Error(InvalidArgument) if the stage wrote to a value that other stages of this rank use.
+// Raises an Error if the stage wrote to a value that other stages of this rank use.
 void PipelineState::check_writes(const LocalStage& stage, const Tensors& values, at::IntArrayRef versions,
                                  int m) const {
   for (size_t i = 0; !layout.dynamic_outputs && i < values.size(); i++) {
     const auto& source = stage.wiring->sources[i];
     if (source.stage < 0 || !values[i].defined() || values[i].is_inference()) continue;
     if (static_cast<std::int64_t>(values[i]._version()) == versions[i] || !shared_on_this_rank(source, m)) continue;
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::Unsupported,
                 "stage " + std::to_string(stage.stage) + " writes in place to output " + std::to_string(source.index) +
                     " of stage " + std::to_string(source.stage) + ", which other stages of the same rank use too",
                 "", "clone the value before writing to it");
@@ -126,9 +126,9 @@ void PipelineState::run_function(LocalStage& stage, Slot& slot, int m) {
   const bool counted =
       !layout.dynamic_outputs && (stage.stage != last_stage() || options.loss || options.return_outputs);
   if (counted && static_cast<int>(slot.results.size()) != stage.num_outputs) {
-    throw Error(ErrorKind::InvalidArgument, "stage " + std::to_string(stage.stage) + " returned " +
-                                                std::to_string(slot.results.size()) + " values, its layout says " +
-                                                std::to_string(stage.num_outputs));
+    throw Error(ErrorKind::StructureMismatch, "stage " + std::to_string(stage.stage) + " returned " +
+                                                  std::to_string(slot.results.size()) + " values, its layout says " +
+                                                  std::to_string(stage.num_outputs));
   }
   check_writes(stage, values, versions, m);
   slot.boundary = std::move(boundary);
@@ -158,7 +158,7 @@ void PipelineState::finish_model(int m, Slot& slot, bool hooked) {
     }
     if (!loss.defined() && hooked) return;  // a hook may go back from a loss that it alone knows
     if (!loss.defined() || loss.numel() != 1 || (training && !loss.requires_grad())) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::TensorMismatch,
                   "the loss of microbatch " + std::to_string(m) + " is " + describe(loss) +
                       (loss.defined() && loss.numel() == 1 ? " and requires no gradient" : ", not one number"),
                   "", "give PipelineOptions::loss, or a model whose output loss_output is its loss");

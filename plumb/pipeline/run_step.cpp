@@ -78,12 +78,12 @@ void PipelineState::check_batch(const std::vector<Tensors>& in, const std::vecto
   const int num = schedule.num_microbatches;
   for (const auto* list : {&in, &tgt}) {
     if (!list->empty() && static_cast<int>(list->size()) != num) {
-      throw Error(ErrorKind::InvalidArgument, "the schedule has " + std::to_string(num) + " microbatches, the batch " +
-                                                  std::to_string(list->size()));
+      throw Error(ErrorKind::StructureMismatch, "the schedule has " + std::to_string(num) +
+                                                    " microbatches, the batch " + std::to_string(list->size()));
     }
   }
   if (!rows.empty() && static_cast<int>(rows.size()) != num) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::StructureMismatch,
                 std::to_string(rows.size()) + " row counts for " + std::to_string(num) + " microbatches");
   }
 }

@@ -29,27 +29,27 @@ void check_parts(const PipelineLayout& layout, const Schedule& schedule,
                  const std::map<int, std::shared_ptr<StageFunction>>& stages, int me, int size) {
   layout.check();
   if (schedule.num_stages() != layout.num_stages()) {
-    throw Error(ErrorKind::InvalidArgument, "the schedule '" + schedule.name + "' has " +
-                                                std::to_string(schedule.num_stages()) + " stages, the model " +
-                                                std::to_string(layout.num_stages()));
+    throw Error(ErrorKind::Schedule, "the schedule '" + schedule.name + "' has " +
+                                         std::to_string(schedule.num_stages()) + " stages, the model " +
+                                         std::to_string(layout.num_stages()));
   }
   if (schedule.num_ranks() != size) {
-    throw Error(ErrorKind::InvalidArgument, "the schedule '" + schedule.name + "' is for " +
-                                                std::to_string(schedule.num_ranks()) + " ranks, the group has " +
-                                                std::to_string(size));
+    throw Error(ErrorKind::Schedule, "the schedule '" + schedule.name + "' is for " +
+                                         std::to_string(schedule.num_ranks()) + " ranks, the group has " +
+                                         std::to_string(size));
   }
   require_runnable(compute_only(schedule), layout.edges());
   const auto mine = schedule.placement.stages_of(me);
   for (int stage : mine) {
     if (!stages.count(stage) || !stages.at(stage)) {
-      throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(me) + " runs stage " + std::to_string(stage) +
-                                                  " in the schedule '" + schedule.name + "' and was not given it");
+      throw Error(ErrorKind::Schedule, "rank " + std::to_string(me) + " runs stage " + std::to_string(stage) +
+                                           " in the schedule '" + schedule.name + "' and was not given it");
     }
   }
   if (stages.size() != mine.size()) {
-    throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(me) + " was given " +
-                                                std::to_string(stages.size()) + " stages, the schedule '" +
-                                                schedule.name + "' has " + std::to_string(mine.size()) + " there");
+    throw Error(ErrorKind::Schedule, "rank " + std::to_string(me) + " was given " + std::to_string(stages.size()) +
+                                         " stages, the schedule '" + schedule.name + "' has " +
+                                         std::to_string(mine.size()) + " there");
   }
 }
 

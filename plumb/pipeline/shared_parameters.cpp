@@ -98,7 +98,7 @@ SharedParameters find_shared_parameters(const PipelineLayout& layout, const Plac
     for (const auto& copy : group.copies) {
       auto it = by_place.find({copy.stage, copy.name});
       if (it == by_place.end()) {
-        throw Error(ErrorKind::InvalidArgument,
+        throw Error(ErrorKind::UnknownName,
                     "the tied parameter '" + copy.name + "' does not exist in stage " + std::to_string(copy.stage));
       }
       sets.join(by_place.at({group.copies[0].stage, group.copies[0].name})[0], it->second[0]);
@@ -147,11 +147,11 @@ SharedParameters find_shared_parameters(const PipelineLayout& layout, const Plac
     for (auto i : list) {
       const auto& k = known[i];
       if (k.type != known[list[0]].type) {
-        throw Error(ErrorKind::InvalidArgument, "copies of one parameter differ: " + where(known[list[0]]) + " is " +
-                                                    known[list[0]].type + ", " + where(k) + " is " + k.type);
+        throw Error(ErrorKind::InvalidState, "copies of one parameter differ: " + where(known[list[0]]) + " is " +
+                                                 known[list[0]].type + ", " + where(k) + " is " + k.type);
       }
       if (hash_of[i] != hash_of[list[0]]) {
-        throw Error(ErrorKind::InvalidArgument,
+        throw Error(ErrorKind::InvalidState,
                     "copies of one parameter hold different values: " + where(known[list[0]]) + " and " + where(k), "",
                     "initialise them alike on every rank, or load the same weights");
       }

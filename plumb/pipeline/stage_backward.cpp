@@ -18,7 +18,7 @@ bool can_have_gradient(const at::Tensor& t) {
 BackwardRoots collect_roots(const Tensors& outputs, const Tensors& output_grads) {
   keep_freed_memory();
   if (!output_grads.empty() && output_grads.size() != outputs.size()) {
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::StructureMismatch,
                 "stage backward got " + std::to_string(outputs.size()) + " outputs and " +
                     std::to_string(output_grads.size()) + " output gradients",
                 "", "give one gradient per output (undefined for none), or none at all");
@@ -34,15 +34,15 @@ BackwardRoots collect_roots(const Tensors& outputs, const Tensors& output_grads)
     at::Tensor grad = output_grads.empty() ? at::Tensor() : output_grads[i];
     if (!grad.defined()) {
       if (!output_grads.empty() && c10::multiply_integers(sizes) != 1) {
-        throw Error(ErrorKind::InvalidArgument,
+        throw Error(ErrorKind::StructureMismatch,
                     "output " + std::to_string(i) + " of the stage, " + describe(sizes, meta.options()) +
                         ", requires a gradient and got none; only a one-element output may go without",
                     "", "give a gradient of the same sizes, or leave the output out");
       }
       grad = at::ones(sizes, meta.options());
     } else if (grad.sizes() != sizes) {
-      throw Error(ErrorKind::InvalidArgument, "output " + std::to_string(i) + " of the stage is " +
-                                                  describe(sizes, meta.options()) + ", its gradient " + describe(grad));
+      throw Error(ErrorKind::TensorMismatch, "output " + std::to_string(i) + " of the stage is " +
+                                                 describe(sizes, meta.options()) + ", its gradient " + describe(grad));
     }
     roots.edges.push_back(std::move(edge));
     roots.grads.push_back(std::move(grad));
@@ -54,15 +54,15 @@ BackwardRoots collect_roots(const Tensors& outputs, const Tensors& output_grads)
                                const Tensors& output_grads, const Tensors& inputs) {
   if (const auto* own = dynamic_cast<const Error*>(&cause)) throw Error(*own);
   throw Error(
-      ErrorKind::InvalidArgument, std::string(what) + " failed: " + first_line(cause.what()),
+      ErrorKind::ExecutionFailed, std::string(what) + " failed: " + first_line(cause.what()),
       "outputs " + describe(outputs) + "; output gradients " + describe(output_grads) + "; inputs " + describe(inputs));
 }
 
 void add_seeds(BackwardRoots& roots, const std::vector<Edge>& input_edges, const Tensors& seeds) {
   if (seeds.empty()) return;
   if (seeds.size() != input_edges.size()) {
-    throw Error(ErrorKind::InvalidArgument, "a stage of " + std::to_string(input_edges.size()) + " inputs got " +
-                                                std::to_string(seeds.size()) + " input gradients to start from");
+    throw Error(ErrorKind::StructureMismatch, "a stage of " + std::to_string(input_edges.size()) + " inputs got " +
+                                                  std::to_string(seeds.size()) + " input gradients to start from");
   }
   for (size_t i = 0; i < seeds.size(); i++) {
     if (!seeds[i].defined() || !input_edges[i].function) continue;
@@ -76,7 +76,7 @@ std::vector<Edge> leaf_edges(const Tensors& inputs, bool leaves_only) {
   for (size_t i = 0; i < inputs.size(); i++) {
     if (!inputs[i].defined() || !inputs[i].requires_grad()) continue;
     if (leaves_only && !inputs[i].is_leaf()) {
-      throw Error(ErrorKind::InvalidArgument,
+      throw Error(ErrorKind::InvalidState,
                   "input " + std::to_string(i) + " of the stage, " + describe(inputs[i]) + ", is not a leaf", "",
                   "detach it before the stage's forward, or use an InputBoundary");
     }
@@ -97,8 +97,8 @@ at::Tensor backward_handle(const at::Tensor& output) {
 InputBoundary::InputBoundary(const Tensors& values, const std::vector<bool>& wants_gradient)
     : state_(std::make_unique<State>()) {
   if (wants_gradient.size() != values.size()) {
-    throw Error(ErrorKind::InvalidArgument, "an input boundary of " + std::to_string(values.size()) + " values got " +
-                                                std::to_string(wants_gradient.size()) + " gradient flags");
+    throw Error(ErrorKind::StructureMismatch, "an input boundary of " + std::to_string(values.size()) + " values got " +
+                                                  std::to_string(wants_gradient.size()) + " gradient flags");
   }
   state_->inputs.reserve(values.size());
   state_->edges.resize(values.size());
@@ -196,7 +196,7 @@ InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_gra
 void stage_backward_weight(DeferredWeights& deferred, bool retain_graph) {
   auto& state = BackwardAccess::state(deferred);
   if (!state) {
-    throw Error(ErrorKind::InvalidArgument, "the weight half of this stage backward has run already", "",
+    throw Error(ErrorKind::InvalidState, "the weight half of this stage backward has run already", "",
                 "run stage_backward_input first, or pass retain_graph to the weight half");
   }
   try {

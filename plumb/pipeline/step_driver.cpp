@@ -39,8 +39,8 @@ std::string place(const LocalStage& stage, int microbatch) {
 
 void check_count(size_t given, size_t expected, const LocalStage& stage, int microbatch, const char* what) {
   if (given == expected) return;
-  throw Error(ErrorKind::InvalidArgument, std::to_string(given) + " " + what + " were given to " +
-                                              place(stage, microbatch) + ", there are " + std::to_string(expected));
+  throw Error(ErrorKind::StructureMismatch, std::to_string(given) + " " + what + " were given to " +
+                                                place(stage, microbatch) + ", there are " + std::to_string(expected));
 }
 
 }  // namespace

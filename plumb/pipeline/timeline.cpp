@@ -34,8 +34,8 @@ std::vector<TimelineEvent> parse_timeline(const std::string& text) {
     TimelineEvent e;
     std::string action;
     if (!(fields >> e.rank >> action >> e.waiting >> e.start >> e.end)) {
-      throw Error(ErrorKind::InvalidArgument, "line " + std::to_string(n) + " of the time line, '" + line +
-                                                  "', is not 'rank action waiting start end'");
+      throw Error(ErrorKind::BadFile, "line " + std::to_string(n) + " of the time line, '" + line +
+                                          "', is not 'rank action waiting start end'");
     }
     e.action = parse_action(action);
     for (double* t : {&e.waiting, &e.start, &e.end}) *t /= 1e6;

@@ -132,8 +132,7 @@ void Transport::begin_step(const MessagePlan& plan) {
   s.check_usable();
   if (s.plan != nullptr) throw Error(ErrorKind::Internal, "a step began before the last one ended");
   if (!s.group.state().backend && !(plan.sends.empty() && plan.receives.empty())) {
-    throw Error(ErrorKind::InvalidArgument,
-                "the step has messages between ranks and the process group has one process");
+    throw Error(ErrorKind::Schedule, "the step has messages between ranks and the process group has one process");
   }
   s.plan = &plan;
   s.step++;

@@ -57,7 +57,7 @@ HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append) : p
     if (flock(file_, LOCK_EX | LOCK_NB) != 0) fail("another recorder has it open");
     if (!append) {
       if (!holds_nothing(path)) {
-        throw Error(ErrorKind::InvalidArgument, "the history \"" + path.string() + "\" is there already", "",
+        throw Error(ErrorKind::CannotWrite, "the history \"" + path.string() + "\" is there already", "",
                     "name another file, or append to it");
       }
       if (ftruncate(file_, 0) != 0) fail(std::strerror(errno));
@@ -88,7 +88,7 @@ HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append) : p
 HistoryWriter::~HistoryWriter() { close(file_); }
 
 void HistoryWriter::fail(const std::string& reason) const {
-  throw Error(ErrorKind::InvalidArgument, "cannot write the history \"" + path_.string() + "\": " + reason, "",
+  throw Error(ErrorKind::CannotWrite, "cannot write the history \"" + path_.string() + "\": " + reason, "",
               "name a file in a folder that can be written and has room");
 }
 

@@ -126,7 +126,7 @@ void Recorder::attach(GraphModule& module, int64_t stage) {
     const RecordRule& rule = rules_.rules[r];
     const bool any_name =
         std::any_of(here.begin(), here.end(), [&](const HistoryTensor& t) { return fits(rule.names, t.name); });
-    throw Error(ErrorKind::InvalidArgument,
+    throw Error(ErrorKind::UnknownName,
                 rule.where + ": " + (any_name ? "operator" : "name") + " = \"" +
                     (any_name ? rule.operators : rule.names).front() + "\" fits no tensor of the module",
                 "",

@@ -47,7 +47,7 @@ class Reader {
                   const std::string& fix) const {
     for (const auto& [key, value] : table) {
       if (std::find(known.begin(), known.end(), key.str()) == known.end()) {
-        throw Error(ErrorKind::InvalidArgument,
+        throw Error(ErrorKind::UnknownName,
                     place(key.source().begin) + ": \"" + std::string(key.str()) + "\" is no key that is known here", "",
                     fix);
       }
@@ -182,9 +182,8 @@ RecordRules RecordRules::parse(std::string_view text, const std::string& file) {
     out.text = text;
     return out;
   } catch (const toml::parse_error& e) {
-    throw Error(ErrorKind::InvalidArgument,
-                reader.place(e.source().begin) + ": is no TOML: " + std::string(e.description()), "",
-                "see docs/history.md for the rules' keys; texts stand in quotes");
+    throw Error(ErrorKind::BadFile, reader.place(e.source().begin) + ": is no TOML: " + std::string(e.description()),
+                "", "see docs/history.md for the rules' keys; texts stand in quotes");
   }
 }
 

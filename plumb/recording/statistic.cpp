@@ -29,7 +29,7 @@ Statistic Statistic::parse(std::string_view text) {
     if (given) out.format = FPFormat::parse(text.substr(open + 1, text.size() - open - 2));
     return out;
   }
-  throw Error(ErrorKind::InvalidArgument, "\"" + std::string(text) + "\" is no statistic", "",
+  throw Error(ErrorKind::UnknownName, "\"" + std::string(text) + "\" is no statistic", "",
               "mean_abs, abs_mean, std, abs_max, abs_min, numel, nan_count, inf_count, zero_count, zero_share, "
               "histogram, underflow(FORMAT), overflow(FORMAT) or subnormal(FORMAT), as in underflow(e5m2)");
 }

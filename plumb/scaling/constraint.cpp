@@ -36,7 +36,7 @@ const Named& find(std::string_view name) {
   }
   std::string known;
   for (const auto& named : kNamed) known += (known.empty() ? "" : ", ") + std::string(named.name);
-  throw Error(ErrorKind::InvalidArgument, "There is no constraint named '" + std::string(name) + "'.", "",
+  throw Error(ErrorKind::UnknownName, "There is no constraint named '" + std::string(name) + "'.", "",
               "one of " + known + ", no constraint, or a function of your own");
 }
 

@@ -173,7 +173,7 @@ class DifferentiableKernel : public c10::OperatorKernel {
       const auto* tensor = tensor_of(argument(i));
       if (!tensor) continue;
       if (tensor->_fw_grad(0).defined()) {
-        throw Error(ErrorKind::InvalidArgument, op.operator_name().name + " has no forward-mode derivative.", "",
+        throw Error(ErrorKind::Unsupported, op.operator_name().name + " has no forward-mode derivative.", "",
                     "reverse mode: backward() or torch.autograd.grad");
       }
     }

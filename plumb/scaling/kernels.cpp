@@ -92,7 +92,7 @@ std::string shape_text(const at::Tensor& tensor) {
 }
 
 void bad_shape(const char* op, const std::string& why) {
-  throw Error(ErrorKind::InvalidArgument, std::string(op) + ": " + why);
+  throw Error(ErrorKind::TensorMismatch, std::string(op) + ": " + why);
 }
 
 int64_t leading(at::IntArrayRef sizes, size_t trailing) {

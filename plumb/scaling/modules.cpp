@@ -130,12 +130,12 @@ void set_scaling_depth(const torch::nn::Module& module, int64_t depth) {
   for (const auto& item : parameters) {
     const auto data = parameter_data(item.value());
     if (!data) {
-      throw Error(ErrorKind::InvalidArgument, "Parameter " + item.key() + " of a stack has no u-muP type.", "",
+      throw Error(ErrorKind::InvalidState, "Parameter " + item.key() + " of a stack has no u-muP type.", "",
                   "layers of plumb::nn, or plumb::tag(parameter, {type})");
     }
     if (data->scaling_depth) {
-      throw Error(ErrorKind::InvalidArgument, "Parameter " + item.key() + " is in a stack of depth " +
-                                                  std::to_string(*data->scaling_depth) + " already.");
+      throw Error(ErrorKind::InvalidState, "Parameter " + item.key() + " is in a stack of depth " +
+                                               std::to_string(*data->scaling_depth) + " already.");
     }
   }
   for (const auto& item : parameters) tag(item.value(), {parameter_data(item.value())->type, depth});
@@ -147,7 +147,7 @@ void copy_tags(const torch::nn::Module& from, const torch::nn::Module& to) {
     const auto data = parameter_data(item.value());
     if (!data) continue;
     const auto* target = targets.find(item.key());
-    if (!target) throw Error(ErrorKind::InvalidArgument, "copy_tags: the copy has no parameter " + item.key() + ".");
+    if (!target) throw Error(ErrorKind::UnknownName, "copy_tags: the copy has no parameter " + item.key() + ".");
     tag(*target, *data);
   }
 }

@@ -52,7 +52,7 @@ Rates scaled_rates(const at::Tensor& parameter, const std::string& name, const L
   } else if (!options.allow_non_unit_scaling_params) {
     std::ostringstream text;
     text << "Parameter " << name << ", shape " << parameter.sizes() << ", has no u-muP type.";
-    throw Error(ErrorKind::InvalidArgument, text.str(), "",
+    throw Error(ErrorKind::InvalidState, text.str(), "",
                 "plumb::tag(parameter, {type}), or allow_non_unit_scaling_params");
   }
   if (options.independent_weight_decay && weight_decay != 0) {

@@ -44,7 +44,7 @@ MupType mup_type_from(std::string_view name) {
   for (const auto& [value, known] : kNames) {
     if (known == name) return value;
   }
-  throw Error(ErrorKind::InvalidArgument, "There is no u-muP parameter type '" + std::string(name) + "'.", "",
+  throw Error(ErrorKind::UnknownName, "There is no u-muP parameter type '" + std::string(name) + "'.", "",
               "weight, bias, norm or output");
 }
 

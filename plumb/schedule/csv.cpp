@@ -93,7 +93,7 @@ void write_csv(const Schedule& schedule, const std::string& path) {
   std::ofstream file(path, std::ios::binary);
   file << to_csv(schedule);
   file.close();
-  if (!file) throw Error(ErrorKind::BadFile, "the schedule cannot be written", path);
+  if (!file) throw Error(ErrorKind::CannotWrite, "the schedule cannot be written", path);
 }
 
 }  // namespace plumb

@@ -84,7 +84,7 @@ const Entry& entry(std::string_view name) {
   }
   std::string known;
   for (const std::string& other : schedule_names()) known += (known.empty() ? "" : ", ") + other;
-  throw Error(ErrorKind::InvalidArgument, "there is no schedule named '" + std::string(name) + "'", "", "use " + known);
+  throw Error(ErrorKind::UnknownName, "there is no schedule named '" + std::string(name) + "'", "", "use " + known);
 }
 
 }  // namespace

@@ -156,7 +156,7 @@ Node* build_same_arguments(Graph& graph, const Node* node, std::string_view to) 
     if (taken || named) continue;
     if (has_default(node->schema(), i) && node->args()[i] == default_argument(node->schema(), i)) continue;
     throw Error(
-        ErrorKind::InvalidArgument,
+        ErrorKind::Unsupported,
         node->describe() + " cannot become " + std::string(to) + ", which has no argument '" + have[i].name() + "'",
         node->meta().where(), "give a replacement that takes the same arguments: " + toString(op.schema()));
   }

@@ -96,7 +96,7 @@ class Simulator {
     for (const auto& name : options.operators) {
       const auto known = matrix_product_operators();
       if (std::none_of(known.begin(), known.end(), [&](const std::string& k) { return k == name || bare(k) == name; }))
-        throw Error(ErrorKind::InvalidArgument, "simulate_format: '" + name + "' is no matrix product", "",
+        throw Error(ErrorKind::UnknownName, "simulate_format: '" + name + "' is no matrix product", "",
                     "leave the list of operators empty for all, or see matrix_product_operators()");
     }
   }

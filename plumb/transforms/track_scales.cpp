@@ -84,7 +84,7 @@ std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModul
 
 ScalesGraph scales_graph(const TransformedModule& module) {
   if (!module.tracker) {
-    throw Error(ErrorKind::InvalidArgument, "this module's scales are not tracked", "",
+    throw Error(ErrorKind::InvalidState, "this module's scales are not tracked", "",
                 "use the module that track_scales() returns");
   }
   const Graph& graph = module.graph();

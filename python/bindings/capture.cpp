@@ -142,7 +142,7 @@ std::vector<std::string> rename_values(GraphModule& engine,
   std::vector<Value*> values;
   for (const auto& [from, to] : names) {
     Value* value = graph.find_value(from);
-    if (!value) throw Error(ErrorKind::InvalidArgument, "the graph has no value %" + from);
+    if (!value) throw Error(ErrorKind::UnknownName, "the graph has no value %" + from);
     values.push_back(value);
   }
   // All old names go first: a new one may be another's old one.

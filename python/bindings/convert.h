@@ -24,7 +24,7 @@ inline c10::IValue to_ivalue(py::handle h) {
     for (py::handle e : h) list.push_back(to_ivalue(e));
     return list;
   }
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::Unsupported,
               "a value of type " + py::str(py::type::of(h)).cast<std::string>() + " cannot be used here");
 }
 
@@ -43,7 +43,7 @@ inline py::object to_python(const c10::IValue& v) {
     for (const c10::IValue& e : v.toListRef()) list.append(to_python(e));
     return list;
   }
-  throw Error(ErrorKind::InvalidArgument, "a value of kind " + v.tagKind() + " has no Python form");
+  throw Error(ErrorKind::Unsupported, "a value of kind " + v.tagKind() + " has no Python form");
 }
 
 inline std::vector<c10::IValue> to_ivalues(const py::list& list) {

@@ -33,7 +33,7 @@ inline Costs to_costs(const py::dict& given) {
     } else if (name == "held_for_weight") {
       costs.held_for_weight = value.cast<double>();
     } else {
-      throw Error(ErrorKind::InvalidArgument, "there is no cost named '" + name + "'", "",
+      throw Error(ErrorKind::UnknownName, "there is no cost named '" + name + "'", "",
                   "use forward, input, weight, full, communication, overlap, activation, held_for_weight");
     }
   }

@@ -1,5 +1,6 @@
 // Cutting graphs into stages: Pipe and what is known of its stages, balanced cuts, stages as bytes.
 #include "convert.h"
+#include "errors.h"
 #include "module.h"
 #include "plumb/partition/backward.h"
 #include "plumb/partition/balance.h"
@@ -44,7 +45,7 @@ c10::IValue loss_spec(py::handle h) {
     for (const auto& [key, value] : h.cast<py::dict>()) dict.insert(py::str(key).cast<std::string>(), loss_spec(value));
     return dict;
   }
-  throw Error(ErrorKind::InvalidArgument,
+  throw Error(ErrorKind::StructureMismatch,
               "a " + py::str(py::type::of(h).attr("__name__")).cast<std::string>() + " is no part of a loss spec", "",
               "give the structure of the outputs, with True for the loss and False elsewhere");
 }
@@ -60,7 +61,7 @@ std::shared_ptr<GraphModule> marked(const GraphModule& module, const std::vector
   }
   for (const std::string& name : values) {
     Value* value = graph.find_value(name);
-    if (!value) throw Error(ErrorKind::InvalidArgument, "the graph has no value %" + name + " to cut before");
+    if (!value) throw Error(ErrorKind::UnknownName, "the graph has no value %" + name + " to cut before");
     auto here = graph.inserting_before(value->producer());
     graph.call("plumb::pipe_split", {});
   }
@@ -138,8 +139,7 @@ std::shared_ptr<Recut> make_recut(const Pipe& pipe, const py::list& example, py:
       const py::object made = (*held)(to_list(inputs));
       return made.is_none() ? nullptr : made.cast<std::shared_ptr<Pipe>>();
     } catch (const py::error_already_set& error) {  // must not travel through code without the GIL
-      const std::string type = py::str(error.type().attr("__name__")), text = py::str(error.value());
-      throw Error(ErrorKind::InvalidArgument, type == "Error" ? text : type + ": " + text);
+      throw to_error(error);
     }
   };
   return std::make_shared<Recut>(pipe, to_ivalues(example), std::move(again), same_names);

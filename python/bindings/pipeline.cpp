@@ -5,6 +5,7 @@
 #include <map>
 
 #include "costs.h"
+#include "errors.h"
 #include "module.h"
 #include "plumb/analysis/adapters.h"
 #include "plumb/core/error.h"
@@ -16,18 +17,13 @@
 namespace plumb::python {
 namespace {
 
-// "ValueError: what it said".
-std::string error_text(const py::error_already_set& error) {
-  return py::str(error.type().attr("__name__")).cast<std::string>() + ": " + py::str(error.value()).cast<std::string>();
-}
-
 // Python's exceptions must not travel through code without the GIL.
 template <typename F>
 auto guarded(const F& f) {
   try {
     return f();
   } catch (const py::error_already_set& error) {
-    throw Error(ErrorKind::InvalidArgument, error_text(error));
+    throw to_error(error);
   }
 }
 

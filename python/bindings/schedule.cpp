@@ -21,7 +21,7 @@ ActionKind kind_of(const std::string& text) {
     const auto kind = static_cast<ActionKind>(k);
     if (kind != ActionKind::Idle && to_string(kind) == text) return kind;
   }
-  throw Error(ErrorKind::InvalidArgument, "there is no action of kind '" + text + "'");
+  throw Error(ErrorKind::UnknownName, "there is no action of kind '" + text + "'");
 }
 
 Action to_action(py::handle h) {

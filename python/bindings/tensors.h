@@ -10,8 +10,8 @@ namespace plumb::python {
 inline at::Tensor to_tensor(py::handle h) {
   if (h.is_none()) return {};
   if (!THPVariable_Check(h.ptr())) {
-    throw Error(ErrorKind::InvalidArgument, "a value of type " + py::str(py::type::of(h)).cast<std::string>() +
-                                                " stands where a tensor or None belongs");
+    throw Error(ErrorKind::TensorMismatch, "a value of type " + py::str(py::type::of(h)).cast<std::string>() +
+                                               " stands where a tensor or None belongs");
   }
   return THPVariable_Unpack(h.ptr());
 }

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from . import _C
 from ._calls import here
+from ._errors import Error, ErrorKind
 from ._questions import is_check, watched_tensors
 from ._replace import replaced
 from ._state import BUFFER, put_state, state_of, sync_state
@@ -107,9 +108,11 @@ def _opaque_functions(open_checkpoints: bool) -> Iterator[None]:
                 return cls.forward(*args, **kwargs)
             return cls.forward(torch.autograd.function.FunctionCtx(), *args, **kwargs)
         if wrapped:
-            raise _C.Error(
+            raise Error(
                 f"the custom autograd function {cls.__qualname__} is used inside torch.func (vmap, grad): a graph cannot hold "
-                "its backward\n  try: write it with torch operators there"
+                "its backward",
+                kind=ErrorKind.Capture,
+                remedy="write it with torch operators there",
             )
         shape: list[Any] = []
         region = {"dtype": torch.get_autocast_dtype("cpu"), "enabled": torch.is_autocast_enabled("cpu")}
@@ -202,7 +205,7 @@ def capture_engine(
     if decisions is None:
         try:
             return once(None, False, [])
-        except _C.Error as error:
+        except Error as error:
             # transformers branches on mask values, but has a way without when it is told that a graph is made.
             told = f"{os.sep}transformers{os.sep}" in str(error)
             if not told and not guard_values:
@@ -211,7 +214,7 @@ def capture_engine(
             try:
                 engine, in_spec, out, notes = once("transformers", False, [])
                 return engine, in_spec, out, [*notes, note]
-            except _C.Error:
+            except Error:
                 if not guard_values:
                     raise
     told = any(type(m).__module__.startswith("transformers.") for m in module.modules())
@@ -356,7 +359,11 @@ class GraphModule(nn.Module):
         if self._plain_inputs is not None:
             for given, known in zip(leaves, self._plain_inputs):
                 if not isinstance(given, Tensor) and given is not known and given != known:
-                    raise _C.Error(f"the graph was captured with {known!r} where {given!r} is given\n  try: capture again")
+                    raise Error(
+                        f"the graph was captured with {known!r} where {given!r} is given",
+                        kind=ErrorKind.StructureMismatch,
+                        remedy="capture again",
+                    )
             leaves = [x if isinstance(x, Tensor) else None for x in leaves]
         out = self._engine.run(leaves)
         return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
@@ -367,9 +374,10 @@ class GraphModule(nn.Module):
             kwargs = {name: kwargs[name] for name in known.context}  # keywords come in any order
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._in_spec:
-            raise _C.Error(
-                f"the inputs' structure differs from the graph's: {spec} instead of {self._in_spec}\n"
-                "  try: call it as it was captured or exported, or capture again"
+            raise Error(
+                f"the inputs' structure differs from the graph's: {spec} instead of {self._in_spec}",
+                kind=ErrorKind.StructureMismatch,
+                remedy="call it as it was captured or exported, or capture again",
             )
         return leaves
 

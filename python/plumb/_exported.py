@@ -10,6 +10,7 @@ from torch import nn
 
 from . import _C
 from ._capture import GraphModule
+from ._errors import Error, ErrorKind
 from ._state import PARAMETER, sync_state
 from ._trees import load_spec
 
@@ -20,9 +21,10 @@ def _spec(text: str, module: str) -> Any:
     try:
         return load_spec(text)
     except Exception as error:
-        raise _C.Error(
-            f"{module}: its inputs or outputs are of a type that this process does not know: {error}\n"
-            "  try: import what registers the type (torch.utils._pytree.register_pytree_node) first"
+        raise Error(
+            f"{module}: its inputs or outputs are of a type that this process does not know: {error}",
+            kind=ErrorKind.Unsupported,
+            remedy="import what registers the type (torch.utils._pytree.register_pytree_node) first",
         ) from error
 
 
@@ -64,9 +66,10 @@ def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:
     for what, values in (("input", inputs), ("output", module._plain_outputs)):
         for i, value in enumerate(values):
             if not isinstance(value, _IN_A_FILE):
-                raise _C.Error(
-                    f"{what} {i} is a {type(value).__name__}, which a .pt2 file cannot hold\n"
-                    f"  try: a tensor, a number, a string or None as {what}"
+                raise Error(
+                    f"{what} {i} is a {type(value).__name__}, which a .pt2 file cannot hold",
+                    kind=ErrorKind.Unsupported,
+                    remedy=f"a tensor, a number, a string or None as {what}",
                 )
     sync_state(module._engine, module._slots)
     _C.save_pt2(module._engine, module._program, inputs, module._plain_outputs, os.fsencode(path))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from . import _C
+from ._errors import Error, ErrorKind
 from .transforms._apply import Captured, Pass, TransformedForward, forward_of
 
 
@@ -91,20 +92,22 @@ class Recorder:
             if not isinstance(each, nn.Module):
                 raise TypeError(f"a Recorder takes a torch.nn.Module, or a dict of them by stage, got {type(each).__name__}")
         if len({id(m) for m in modules.values()}) != len(modules) or not modules:
-            raise _C.Error("a Recorder takes at least one module, and each once\n  try: {stage: module} for every stage here")
+            raise Error(
+                "a Recorder takes at least one module, and each once", remedy="{stage: module} for every stage here"
+            )
         part = rank is not None or stage is not None or isinstance(module, Mapping)
         if isinstance(rules, int):
             if rules < 1:
-                raise _C.Error(f"every {rules} steps is no number of steps\n  try: 10, or a file of rules")
+                raise Error(f"every {rules} steps is no number of steps", remedy="10, or a file of rules")
             loaded = _C.RecordRules.everything(rules)
         else:
             loaded = _C.RecordRules.load(os.fspath(rules))
         stages = list(modules) if isinstance(module, Mapping) else [stage]
         for what, number in (("rank", rank), *(("stage", n) for n in stages)):
             if number is not None and (not isinstance(number, int) or number < 0):
-                raise _C.Error(f"there is no {what} {number}\n  try: a {what} from 0")
+                raise Error(f"there is no {what} {number}", remedy=f"a {what} from 0")
         if isinstance(module, Mapping) and stage is not None:
-            raise _C.Error("the modules come with their stages already\n  try: leave out stage=")
+            raise Error("the modules come with their stages already", remedy="leave out stage=")
         file = os.fspath(path) if rank is None else f"{os.fspath(path)}.rank{rank}"
         self._engine = _C.Recorder(loaded, file, append, part)
         self._places = [self._take_over(m, n) for n, m in modules.items()]
@@ -126,7 +129,9 @@ class Recorder:
         """The step is over: writes what its rules ask for, and numbers of your own (``loss=...``). Answers how many
         tensors and gradients were recorded."""
         if self._engine is None:
-            raise _C.Error("the recorder is closed\n  try: make another with append=True")
+            raise Error(
+                "the recorder is closed", kind=ErrorKind.InvalidState, remedy="make another with append=True"
+            )
         numbers = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
         return self._engine.step([(name, float(value)) for name, value in numbers.items()])
 

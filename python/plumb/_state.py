@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._C import Error
+from ._errors import Error, ErrorKind
 
 PARAMETER, BUFFER, CONSTANT = 0, 1, 2  # as the engine counts them
 
@@ -48,15 +48,18 @@ def put_state(module: nn.Module, state: list[tuple[str, int, Tensor, bool]]) -> 
         *path, leaf = name.split(".")
         for part in path:
             if part in owner._parameters or part in owner._buffers:
-                raise Error(f"'{name}' is in '{part}', which is a tensor and not a module")
+                raise Error(f"'{name}' is in '{part}', which is a tensor and not a module", kind=ErrorKind.BadFile)
             if part not in owner._modules:
                 owner._modules[part] = nn.Module()
             owner = owner._modules[part]
         for part in (*path, leaf):
             if not part or part in _ATTRIBUTES:
-                raise Error(f"a parameter or buffer is called '{name}', and torch.nn.Module can have none called '{part}'")
+                raise Error(
+                    f"a parameter or buffer is called '{name}', and torch.nn.Module can have none called '{part}'",
+                    kind=ErrorKind.BadFile,
+                )
         if leaf in owner._modules:
-            raise Error(f"'{name}' is a tensor and a module")
+            raise Error(f"'{name}' is a tensor and a module", kind=ErrorKind.BadFile)
         table = owner._parameters if kind == PARAMETER else owner._buffers
         table[leaf] = tensor
         if kind != PARAMETER and not persistent:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _C
+from ._errors import Error, ErrorKind
 
 PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 
@@ -87,9 +87,10 @@ def flatten_inputs(args: tuple, kwargs: dict) -> tuple[list, Any]:
     leaves, spec = flatten((args, kwargs))
     for x in leaves:
         if not isinstance(x, (Tensor, *PLAIN)) and _holds_tensors(x):
-            raise _C.Error(
-                f"an input of the model is a {_name(x)} that holds tensors, which a graph would take for constants\n"
-                f"  try: give the model {_REMEDY}"
+            raise Error(
+                f"an input of the model is a {_name(x)} that holds tensors, which a graph would take for constants",
+                kind=ErrorKind.Capture,
+                remedy=f"give the model {_REMEDY}",
             )
     return leaves, spec
 
@@ -98,9 +99,10 @@ def flatten_output(output: Any) -> tuple[list, Any]:
     leaves, spec = flatten(output)
     for x in leaves:
         if not isinstance(x, (Tensor, *PLAIN)):
-            raise _C.Error(
-                f"the model returns a {_name(x)}, whose tensors a graph cannot see\n"
-                f"  try: return {_REMEDY} (a cache: use_cache=False)"
+            raise Error(
+                f"the model returns a {_name(x)}, whose tensors a graph cannot see",
+                kind=ErrorKind.Capture,
+                remedy=f"return {_REMEDY} (a cache: use_cache=False)",
             )
     return leaves, spec
 
@@ -116,7 +118,9 @@ def _check_enum(context: dict) -> dict:
         for part in path.split("."):
             found = getattr(found, "__dict__", {}).get(part)
         if not (isinstance(found, type) and issubclass(found, enum.Enum) and context.get("name") in found.__members__):
-            raise _C.Error(f"a key is of the enumeration '{module}.{path}', which this process does not know")
+            raise Error(
+                f"a key is of the enumeration '{module}.{path}', which this process does not know", kind=ErrorKind.BadFile
+            )
     return context
 
 
@@ -134,6 +138,8 @@ def load_spec(text: str) -> Any:
         elif isinstance(context, dict) and "default_factory_name" in context:
             factory = f"{context.get('default_factory_module')}.{context['default_factory_name']}"
             if factory not in _FACTORIES:
-                raise _C.Error(f"a defaultdict makes its values by '{factory}', which no text may choose")
+                raise Error(
+                    f"a defaultdict makes its values by '{factory}', which no text may choose", kind=ErrorKind.BadFile
+                )
         left += spec["children_spec"]
     return pytree.treespec_loads(text)

@@ -9,7 +9,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from . import _C
+from ._errors import Error, ErrorKind
 from ._trees import PLAIN
 
 
@@ -22,15 +22,17 @@ def refuse_modules(module: nn.Module, with_root: bool) -> None:
     for name, sub in module.named_modules():
         for key, p in [*sub._parameters.items(), *sub._buffers.items()]:
             if torch.nn.parameter.is_lazy(p):
-                raise _C.Error(
-                    f"'{_full(name, key)}' of {type(sub).__name__} has no shape yet\n"
-                    "  try: call the model once, lazy layers take their shapes from the first input"
+                raise Error(
+                    f"'{_full(name, key)}' of {type(sub).__name__} has no shape yet",
+                    kind=ErrorKind.InvalidState,
+                    remedy="call the model once, lazy layers take their shapes from the first input",
                 )
         if (sub._backward_hooks or sub._backward_pre_hooks) and (sub is not module or with_root):
-            raise _C.Error(
-                f"module '{name}' ({type(sub).__name__}) has backward hooks, which a graph would not call\n"
-                "  try: remove them (the handle's remove()), hook parameters or the model's output, or write them as a "
-                "torch.autograd.Function"
+            raise Error(
+                f"module '{name}' ({type(sub).__name__}) has backward hooks, which a graph would not call",
+                kind=ErrorKind.Capture,
+                remedy="remove them (the handle's remove()), hook parameters or the model's output, or write them as a "
+                "torch.autograd.Function",
             )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Optional, Tuple
 from torch import Tensor
 
 from . import _C
+from ._errors import Error
 from ._ops import ops
 
 
@@ -44,9 +45,10 @@ class FPFormat:
             suffix = facts["text"].partition("-")[2]
             facts = _C.parse_format(f"{self.name}-{suffix}")
             if (facts["exponent_bits"], facts["mantissa_bits"]) != (self.exponent_bits, self.mantissa_bits):
-                raise _C.Error(
+                raise Error(
                     f"{self.name} has {facts['exponent_bits']} exponent and {facts['mantissa_bits']} mantissa bits, not "
-                    f"{self.exponent_bits} and {self.mantissa_bits}\n  try: FPFormat.named({self.name!r})"
+                    f"{self.exponent_bits} and {self.mantissa_bits}",
+                    remedy=f"FPFormat.named({self.name!r})",
                 )
         self.rounding, self.srbits, self._facts = facts["rounding"], facts["srbits"], facts
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._calls import Call, hint
 from .._capture import capture_engine, signature
+from .._errors import Error, ErrorKind
 from .._microbatch import current_sizes
 from .._state import BUFFER, CONSTANT, sync_state
 from .._trees import flatten
@@ -224,7 +225,7 @@ class TransformedForward:
                 for buffer, value in before:
                     buffer.copy_(value)
 
-        def attempt(captured: Captured) -> tuple[Any, _C.Error | None]:
+        def attempt(captured: Captured) -> tuple[Any, Error | None]:
             nonlocal decisions
             log = _C.Decisions()
             try:
@@ -234,8 +235,8 @@ class TransformedForward:
                             captured.run(leaves)
                         reset()
                     out = captured.run(leaves)
-            except _C.Error as error:
-                if "when it was captured" not in str(error):
+            except Error as error:
+                if error.kind is not ErrorKind.GuardFailed:
                     raise
                 if len(log.tensors) > len(decisions):
                     decisions = log.tensors
@@ -250,9 +251,12 @@ class TransformedForward:
                 known.insert(0, known.pop(place))
                 return out
         if first.made >= MAX_CAPTURES:
-            raise _C.Error(
-                f"{first.made} graphs have been made for inputs of one kind, as the forward takes ever other values out of "
-                f"tensors; the last time: {error}"
+            raise Error(
+                f"captured {first.made} graphs for one input signature, because the forward keeps branching on new tensor "
+                f"values; the last time: {error.message}",
+                kind=ErrorKind.DataDependent,
+                where=error.where,
+                remedy=error.remedy,
             )
         # The module's own arithmetic may decide otherwise than that of the transformed graph, whose path is to be taken.
         for n in range(MAX_TRIES):
@@ -345,7 +349,15 @@ def report(module: nn.Module) -> Report:
     Known after its first forward."""
     forward = forward_of(module)
     if forward is None:
-        raise _C.Error("the module was not transformed\n  try: plumb.transforms.unit_scale(module) and the like first")
+        raise Error(
+            "the module was not transformed",
+            kind=ErrorKind.InvalidState,
+            remedy="plumb.transforms.unit_scale(module) and the like first",
+        )
     if forward.last is None:
-        raise _C.Error("the module has not run yet: its graph is made by the first forward\n  try: call it once")
+        raise Error(
+            "the module has not run yet: its graph is made by the first forward",
+            kind=ErrorKind.InvalidState,
+            remedy="call it once",
+        )
     return Report(forward.last.reports)

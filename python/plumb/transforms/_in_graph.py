@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from .. import _C
+from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
 from .._state import CONSTANT, state_of
 
@@ -73,9 +73,10 @@ def _graph_for(handle: int, args: tuple, kwargs: dict) -> Any:
     with _outside_of_tracing():
         captured = forward.known_for(a, k)
         if captured is None and any(isinstance(p, FakeTensor) for p in forward.module.parameters()):
-            raise _C.Error(
-                "the transformed module has no graph for these inputs yet, and torch.export has taken its weights away\n"
-                "  try: call the module once on inputs like these before exporting it, or export it with strict=True"
+            raise Error(
+                "the transformed module has no graph for these inputs yet, and torch.export has taken its weights away",
+                kind=ErrorKind.InvalidState,
+                remedy="call the module once on inputs like these before exporting it, or export it with strict=True",
             )
         captured = captured or forward.prepare(a, k)[0]
         if captured.gm is None:
@@ -91,10 +92,12 @@ def _graph_for(handle: int, args: tuple, kwargs: dict) -> Any:
 def _refuse_packed_sequences(engine: Any) -> None:
     for node in engine.graph.nodes:
         if node.op == "call_function" and node.target in ("aten::_pack_padded_sequence", "aten::_pad_packed_sequence"):
-            raise _C.Error(
+            raise Error(
                 f"the module packs sequences ({node.target}): sizes in it are values of a tensor, which torch.compile does "
-                "not know while it compiles\n  try: call the transformed module as it is, without torch.compile, or pad the "
-                "sequences and mask the result"
+                "not know while it compiles",
+                kind=ErrorKind.DataDependent,
+                remedy="call the transformed module as it is, without torch.compile, or pad the sequences and mask the "
+                "result",
             )
 
 
@@ -159,8 +162,10 @@ def _template(spec: Any, plain: Iterator[Any], tensors: Iterator[bool], number: 
         _classes[name] = spec.type
         keys = spec.context[0] if isinstance(spec.context[0], list) else spec.context
         return ("mapping", name, tuple(keys), parts)
-    raise _C.Error(
-        f"the module returns a {name}, which torch.compile cannot be told of\n  try: return tuples, lists and dicts of tensors"
+    raise Error(
+        f"the module returns a {name}, which torch.compile cannot be told of",
+        kind=ErrorKind.Unsupported,
+        remedy="return tuples, lists and dicts of tensors",
     )
 
 

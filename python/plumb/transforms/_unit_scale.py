@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from .._errors import Error
 from .._replace import is_torch_function
 from .._state import state_of
 from ..parameter import tag_parameter
@@ -52,10 +53,10 @@ def _split(replace: Mapping[Any, Any]) -> tuple[list[tuple[str, str]], dict[Call
         if not callable(new):
             new = getattr(torch.ops, new.partition("::")[0]).__getattr__(new.partition("::")[2].partition(".")[0])
         if isinstance(old, str) or not callable(old):
-            raise _C.Error(
+            raise Error(
                 f"unit_scale cannot replace {old!r} by the Python function {getattr(new, '__name__', new)}: where an operator "
-                "is called is not known before\n  try: the function that calls it, for example torch.nn.functional.gelu, as "
-                "the key"
+                "is called is not known before",
+                remedy="the function that calls it, for example torch.nn.functional.gelu, as the key",
             )
         functions[old] = new
     return operators, functions

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from .. import _C
+from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
 from ._apply import Captured, Pass, apply_pass
 
@@ -23,9 +23,11 @@ class _Run:
         if captured.gm is None:
             captured.gm, captured.attributes = engine_to_fx(captured.engine, module.training)
         if not isinstance(captured.gm, GraphModule):
-            raise _C.Error(
+            raise Error(
                 "an earlier backend of apply_transform() returned no torch.fx.GraphModule, so this one has no graph to work "
-                "on\n  try: apply it first"
+                "on",
+                kind=ErrorKind.InvalidState,
+                remedy="apply it first",
             )
         state = {name: tensor for name, _, tensor, _ in captured.engine.state()}
         captured.gm = self.backend(captured.gm, [state[n] for n in captured.attributes])

@@ -1,0 +1,57 @@
+#include "errors.h"
+
+#include "module.h"
+
+namespace plumb::python {
+namespace {
+
+// plumb.Error, which Python defines (python/plumb/_errors.py). Never freed: errors may outlive the interpreter's
+// teardown.
+py::object& error_class() {
+  static auto* held = new py::object;
+  return *held;
+}
+
+// Messages may quote bytes of files, which need not be UTF-8.
+py::object text_of(const std::string& text) {
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& e) {
+    const py::object error =
+        error_class()(text_of(e.message()), py::arg("kind") = e.kind(), py::arg("where") = text_of(e.where()),
+                      py::arg("remedy") = text_of(e.remedy()));
+    PyErr_SetObject(error_class().ptr(), error.ptr());
+  }
+}
+
+Register part([](py::module_& m) {
+  py::enum_<ErrorKind> kinds(m, "ErrorKind", "What kind of thing went wrong.");
+#define PLUMB_ERROR_KIND(name, meaning) kinds.value(#name, ErrorKind::name, meaning);
+  PLUMB_ERROR_KINDS(PLUMB_ERROR_KIND)
+#undef PLUMB_ERROR_KIND
+  m.def("error_text", &Error::text);
+  m.def("set_error_class", [module = py::handle(m)](py::object type) {
+    module.attr("Error") = type;
+    error_class() = std::move(type);
+  });
+  py::register_exception_translator(&translate);
+});
+
+}  // namespace
+
+Error to_error(const py::error_already_set& error) {
+  if (error_class() && error.matches(error_class())) {
+    const py::object& e = error.value();
+    return Error(e.attr("kind").cast<ErrorKind>(), py::str(e.attr("message")), py::str(e.attr("where")),
+                 py::str(e.attr("remedy")));
+  }
+  return Error(ErrorKind::ExecutionFailed, py::str(error.type().attr("__name__")).cast<std::string>() + ": " +
+                                               py::str(error.value()).cast<std::string>());
+}
+
+}  // namespace plumb::python

@@ -1,0 +1,43 @@
+"""The error that plumb raises."""
+
+from __future__ import annotations
+
+from . import _C
+from ._C import ErrorKind
+
+
+class Error(RuntimeError):
+    """Everything that plumb refuses or fails at.
+
+    ``str(error)`` is the message, then a line ``at: where`` and a line ``try: remedy``, if they are known.
+
+    Args:
+        message: one sentence that names the operator, module, parameter or file.
+        kind: a :class:`plumb.ErrorKind`.
+        where: the module's path and the user's source line, as in ``layers.0.attn (model.py:12)``.
+        remedy: what to do about it.
+
+    Attributes:
+        kind: a :class:`plumb.ErrorKind`. Decide by it, not by the text.
+        message: the sentence alone.
+        where: the place, or ``""``.
+        remedy: what to do, or ``""``.
+
+    Example::
+
+        try:
+            graph = plumb.capture(model, x)
+        except plumb.Error as error:
+            if error.kind is not plumb.ErrorKind.DataDependent:
+                raise
+            print(f"{error.where}: {error.remedy}")
+    """
+
+    def __init__(
+        self, message: str = "", *, kind: ErrorKind = ErrorKind.InvalidArgument, where: str = "", remedy: str = ""
+    ) -> None:
+        super().__init__(_C.error_text(message, where, remedy))
+        self.message, self.kind, self.where, self.remedy = message, kind, where, remedy
+
+
+_C.set_error_class(Error)  # what the engine throws becomes one of these
