@@ -3,6 +3,7 @@
 #   make demo TEXT=file-or-folder    train on this text instead of Python's own sources
 #   make install PREFIX=/usr/local   headers, library, command and CMake package
 #   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers for FUZZ_SECONDS each
+#   make docs                        the site of docs/, in build-docs/
 #   make format | lint | clean       lint looks at what differs from BASE (main); ALL=1 at every file
 #
 #   TORCH_PYTHON=/path/to/python     use an installed torch (2.11 or newer)
@@ -19,7 +20,7 @@ PY := .venv/bin/python
 CMAKE := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
 CONFIGURE := $(CMAKE) -S . -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY)
 
-.PHONY: all setup configure demo test test-cpp test-python bench sanitize fuzz format lint rooms install clean
+.PHONY: all setup configure demo test test-cpp test-python bench sanitize fuzz docs format lint rooms install clean
 
 all: configure
 	@$(CMAKE) --build $(BUILD) -j $(JOBS)
@@ -52,6 +53,9 @@ sanitize: setup
 
 fuzz: setup
 	@JOBS=$(JOBS) tools/fuzz.sh build-fuzz $(FUZZ_SECONDS)
+
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q && echo "open build-docs/index.html, or with search: python3 -m http.server -d build-docs"
 
 format: setup
 	@git ls-files -co --exclude-standard '*.h' '*.cpp' | xargs -r .venv/bin/clang-format -i

@@ -14,8 +14,13 @@ README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", ROOT / "HACKING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def fences(text):
+    """(language, the rest of its line, body) of every fenced block."""
+    return re.findall(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, re.M | re.S)
+
+
 def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+    return [body for found, _, body in fences(README) if found == language]
 
 
 def test_cpp_block_is_the_quickstart_that_is_built_and_run():

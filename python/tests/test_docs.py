@@ -1,0 +1,95 @@
+"""Tutorials and how-tos run as they stand on their pages; the site is built without a dead link."""
+
+import doctest
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from test_readme import DOCUMENTS, ROOT, fences
+
+PAGES = sorted(p for folder in ("tutorials", "howto") for p in (ROOT / "docs" / folder).glob("*.md") if p.stem != "extend")
+BUILD = pathlib.Path(os.environ.get("PLUMB_BUILD_DIR", ROOT / "build"))
+TITLE = re.compile(r'title="([\w.]+)"')
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": os.pathsep.join([str(BUILD / "bin"), os.path.dirname(sys.executable), os.environ["PATH"]]),
+    "OMP_NUM_THREADS": "1",
+    "COLUMNS": "120",
+}
+
+
+def run(command, folder):
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def outputs(page, folder):
+    """(text on the page, text printed) of a page's blocks. Blocks with a title are files; the other Python blocks are one
+    program; sh blocks run one after the other. A text block shows what the block before it printed."""
+    blocks = fences(page.read_text())
+    code = [body for language, info, body in blocks if language == "python" and not TITLE.search(info)]
+    for _, info, body in blocks:
+        if title := TITLE.search(info):
+            (folder / title.group(1)).write_text(body)
+    printed = {}
+    if code:
+        (folder / "page.py").write_text("\nprint('<end of block>', flush=True)\n".join(code))
+        printed["python"] = iter(run([sys.executable, "page.py"], folder).split("<end of block>\n"))
+    last, found = "", []
+    for language, info, body in blocks:
+        if language == "python" and not TITLE.search(info):
+            last = next(printed["python"])
+        elif language == "sh":
+            last = run(["bash", "-euo", "pipefail", "-c", body], folder)
+        elif language == "cpp" and page.stem == "cpp":
+            last = run([str(BUILD / "bin" / "plumb_tutorial")], folder)
+        elif language == "text":
+            found.append((body, last))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_pages_run_and_print_what_they_say(page, tmp_path):
+    for said, printed in outputs(page, tmp_path):
+        printed = "".join(line.rstrip() + "\n" for line in printed.rstrip().splitlines())
+        same = doctest.OutputChecker().check_output(said, printed, doctest.ELLIPSIS)
+        assert same, f"{page.name} says\n{said}\nand printed is\n{printed}"
+
+
+def test_the_cpp_tutorial_is_the_example_that_is_built_and_run():
+    page = (ROOT / "docs" / "tutorials" / "cpp.md").read_text()
+    programs = [body for language, _, body in fences(page) if language == "cpp"]
+    assert programs == [(ROOT / "examples" / "tutorial.cpp").read_text()]
+
+
+def test_tests_that_pages_name_are_there():
+    """*Suite.Name* and `test_name` on a page stand in a test's source."""
+    sources = "\n".join(
+        p.read_text() for pattern in ("plumb/**/*_test.cpp", "plumb/**/test*.h", "python/tests/*.py") for p in ROOT.glob(pattern)
+    )
+    cpp = {f"{s}.{n}" for s, n in re.findall(r"^(?:TEST|TEST_F|TEST_P|TYPED_TEST|RC_GTEST_PROP)\(\s*(\w+),\s*(\w+)", sources, re.M)}
+    python = set(re.findall(r"def (test_\w+)", sources)) | {p.stem for p in (ROOT / "python" / "tests").glob("test_*.py")}
+    python.add("test_split_block_mask")  # torch's
+    gone = []
+    for page in DOCUMENTS:
+        text = page.read_text()
+        gone += [(page.name, t) for t in re.findall(r"\*(?:\w+/)?([A-Z]\w+\.[A-Z]\w+)\*", text) if t not in cpp]
+        gone += [(page.name, t) for t in re.findall(r"[*`](test_\w+)(?:\.py)?(?:\[[^\]]*\])?[*`]", text) if t not in python]
+    assert not gone
+
+
+@pytest.mark.skipif(shutil.which("mkdocs", path=ENVIRONMENT["PATH"]) is None, reason="the site's tools are not installed")
+def test_the_site_is_built_without_a_dead_link(tmp_path):
+    done = subprocess.run(
+        ["mkdocs", "build", "-q", "-d", str(tmp_path)], cwd=ROOT, env=ENVIRONMENT | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in tmp_path.rglob("*.html"):
+        # Nothing is loaded from elsewhere: the site works without a network.
+        assert not re.search(r'(?:<script[^>]*src|<link[^>]*rel="stylesheet"[^>]*href|<img[^>]*src)="https?:', page.read_text()), page
