@@ -1,4 +1,4 @@
-// Between tensors and kernels: dtype to carrier, format to RoundingSpec, and loops over blocks. Not for other rooms.
+// Between tensors and kernels: dtype to carrier, format to RoundingSpec, and loops over blocks. For rooms with kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>

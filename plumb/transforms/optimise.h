@@ -6,7 +6,7 @@
 //   matrix product becomes part of the product, views in between or not; factors of one chain become one, factors of
 //   one go. Powers of two keep every bit but for the order of
 //   the product's own sums; other factors round once where there were two roundings, and `exact` leaves those alone.
-// fuse: pointwise operators whose inner results nobody else sees become one plumb::pointwise (numerics/pointwise.h):
+// fuse: pointwise operators whose inner results nobody else sees become one plumb::pointwise (pointwise/pointwise.h):
 //   add, sub, mul, div, neg, relu, sigmoid, tanh, exp, sqrt, silu, gelu, and the unit-scaled gelu, silu, silu_glu, add
 //   and residual_add of 32 and 64 bits, with their factors. Values and gradients keep every bit but where factors
 //   became one. What the gradient needs is saved where that takes less than computing it again (pointwise_steps.h).

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "plumb/graph/graph.h"
-#include "plumb/numerics/pointwise.h"
+#include "plumb/pointwise/pointwise.h"
 
 namespace plumb {
 

@@ -1,4 +1,4 @@
-#include "plumb/numerics/pointwise.h"
+#include "plumb/pointwise/pointwise.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

@@ -1,4 +1,4 @@
-#include "plumb/numerics/pointwise.h"
+#include "plumb/pointwise/pointwise.h"
 
 #include <array>
 #include <charconv>
@@ -31,7 +31,7 @@ constexpr std::array kNames = {Name{"add", PointwiseKind::Add},
 
 [[noreturn]] void bad(std::string_view step, const std::string& why) {
   throw Error(ErrorKind::InvalidArgument, "plumb::pointwise: step '" + std::string(step) + "': " + why, "",
-              "see plumb/numerics/pointwise.h for the steps");
+              "see plumb/pointwise/pointwise.h for the steps");
 }
 
 std::vector<std::string_view> words(std::string_view text, char separator) {

@@ -26,7 +26,7 @@
 
 #include "plumb/core/vectorised.h"
 #include "plumb/numerics/carrier.h"
-#include "plumb/numerics/pointwise_parts.h"
+#include "plumb/pointwise/parts.h"
 
 namespace plumb::pointwise_parts {
 namespace {

@@ -18,7 +18,7 @@
 #include <ATen/ops/threshold_backward.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "plumb/numerics/pointwise_parts.h"
+#include "plumb/pointwise/parts.h"
 
 namespace plumb::pointwise_parts {
 namespace {

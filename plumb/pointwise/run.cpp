@@ -13,7 +13,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/carrier.h"
-#include "plumb/numerics/pointwise_parts.h"
+#include "plumb/pointwise/parts.h"
 
 namespace plumb {
 namespace {
