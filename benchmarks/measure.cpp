@@ -3,7 +3,7 @@
 #include <ctime>
 #include <optional>
 
-#include "plumb/numerics/live_bytes.h"
+#include "plumb/autograd/live_bytes.h"
 
 namespace {
 

@@ -11,8 +11,8 @@
 #include <string>
 
 #include "benchmarks/measure.h"
+#include "plumb/autograd/stage_backward.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/stage_backward.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/simulate.h"
 

@@ -206,18 +206,12 @@ TEST(Blocks, CodesDecodeToTheQuantisedValues) {
 
 TEST(Blocks, OperatorsTakeTheirNames) {
   at::manual_seed(8);
-  at::Tensor x = at::randn({8, 48}).requires_grad_();
+  const at::Tensor x = at::randn({8, 48});
   for (const char* text : {"mxfp8", "mxfp8e5m2", "mxfp6", "mxfp6e3m2", "mxfp4", "mxfp4e2m1", "nvfp4"}) {
     const FPFormat format = FPFormat::parse(text);
     EXPECT_EQ(FPFormat::parse(format.to_string()), format) << text;
     EXPECT_TRUE(at::equal(ops::quantise(x, text), quantise(x, format)));
     EXPECT_TRUE(at::equal(ops::quantise(x, text, "", 0, std::nullopt, 0), quantise(x, format, std::nullopt, 0)));
-    const at::Tensor g = at::randn_like(x);
-    at::Tensor y = ops::simulate_format(x, text, text, std::nullopt, 0);
-    EXPECT_TRUE(at::equal(y, quantise(x, format, std::nullopt, 0)));
-    y.backward(g);
-    EXPECT_TRUE(at::equal(x.grad(), quantise(g, format, std::nullopt, 0)));
-    x.mutable_grad() = at::Tensor();
   }
 }
 

@@ -13,7 +13,6 @@
 #include "plumb/core/error.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/quantise.h"
-#include "plumb/numerics/saved_codes.h"
 
 namespace plumb {
 

@@ -1,7 +1,6 @@
 // The room's operators, as C++ calls through the dispatcher: they record autograd history and are seen by capture.
 //   plumb::quantise(x, format, rounding, srbits, seed, dim)   rounded; the gradient passes unchanged (straight through)
-//   plumb::simulate_format(x, fwd, bwd, seed, dim)            x in format fwd, its gradient in format bwd; "none": left
-//   alone; dim: along which blocks share scales, in formats that have them
+//   dim: along which blocks share scales, in formats that have them
 //   plumb::encode(x, format, seed), plumb::decode(codes, format, dtype)     one-byte codes (codes.h)
 //   plumb::tensor_metrics(x, histogram)   float64 [9] or [9 + 256]: the fields of TensorMetrics in order, then the bins
 // Formats are texts that FPFormat::parse() takes, read once. rounding "" and srbits 0 mean the format's own.
@@ -19,8 +18,6 @@ namespace plumb::ops {
 
 at::Tensor quantise(const at::Tensor& x, std::string_view format, std::string_view rounding = "", int64_t srbits = 0,
                     std::optional<int64_t> seed = std::nullopt, int64_t dim = -1);
-at::Tensor simulate_format(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
-                           std::optional<int64_t> seed = std::nullopt, int64_t dim = -1);
 at::Tensor encode(const at::Tensor& x, std::string_view format, std::optional<int64_t> seed = std::nullopt);
 at::Tensor decode(const at::Tensor& codes, std::string_view format, at::ScalarType dtype = at::kFloat);
 at::Tensor tensor_metrics(const at::Tensor& x, bool histogram = false);

@@ -12,7 +12,6 @@
 #include "plumb/numerics/blocks.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/metrics_gather.h"
-#include "plumb/numerics/saved_codes.h"
 
 namespace plumb {
 namespace {

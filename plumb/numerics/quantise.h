@@ -1,7 +1,7 @@
 // Rounds a tensor's values to a number format's.
 //
 // All functions take strided CPU tensors of float32, float64, float16 or bfloat16 with any strides and any number of
-// elements, and never record autograd history (plumb::quantise and plumb::simulate_format in operators.cpp do).
+// elements, and never record autograd history (the operators plumb::quantise and plumb::simulate_format do).
 //   - NaN stays NaN; zeros keep their sign where the format has one; +-infinity is overflow.
 //   - Overflow: +-max_absolute_value where format.saturate, else infinity, or NaN in a format without infinities.
 //   - Values of the format that the tensor's dtype cannot hold (bf16's largest in a float16 tensor) count as overflow.
@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 #include "plumb/numerics/format.h"
 #include "plumb/numerics/metrics.h"
@@ -38,6 +39,11 @@ at::Tensor& quantise_(at::Tensor& x, const FPFormat& format, std::optional<uint6
 at::Tensor quantise_and_measure(const at::Tensor& x, const FPFormat& format, TensorMetrics* before,
                                 TensorMetrics* after, const MetricsOptions& options = {},
                                 std::optional<uint64_t> seed = std::nullopt, int64_t dim = -1);
+
+// x rounded, and the codes of its memory from first to last element; no codes where there is a NaN that the format
+// has not.
+std::pair<at::Tensor, at::Tensor> quantise_and_pack(const at::Tensor& x, const FPFormat& format,
+                                                    std::optional<uint64_t> seed);
 
 // 64 bits of torch's default CPU generator.
 uint64_t draw_seed();

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 
 namespace plumb {
 

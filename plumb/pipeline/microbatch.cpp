@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 
 namespace plumb {
 

@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "plumb/pipeline/stage_backward.h"
+#include "plumb/autograd/stage_backward.h"
 
 namespace plumb {
 

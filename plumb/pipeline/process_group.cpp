@@ -5,7 +5,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 #include "plumb/pipeline/group_state.h"
 
 namespace plumb {

@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 #include "plumb/pipeline/shared_parameters.h"
 
 namespace plumb {

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 #include "plumb/pipeline/runtime_state.h"
 
 namespace plumb {

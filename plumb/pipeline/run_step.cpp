@@ -5,7 +5,7 @@
 #include <map>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 #include "plumb/pipeline/runtime_state.h"
 
 namespace plumb {

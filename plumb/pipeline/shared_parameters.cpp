@@ -9,7 +9,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 
 namespace plumb {
 namespace {

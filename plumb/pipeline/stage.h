@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "plumb/numerics/recompute.h"
-#include "plumb/pipeline/stage_backward.h"
+#include "plumb/autograd/recompute.h"
+#include "plumb/autograd/stage_backward.h"
 
 namespace plumb {
 

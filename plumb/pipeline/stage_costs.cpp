@@ -9,11 +9,11 @@
 #include <limits>
 #include <optional>
 
+#include "plumb/autograd/live_bytes.h"
+#include "plumb/autograd/stage_backward.h"
 #include "plumb/core/error.h"
-#include "plumb/numerics/live_bytes.h"
 #include "plumb/partition/cost.h"
 #include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/stage_backward.h"
 
 namespace plumb {
 namespace {

@@ -3,11 +3,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "plumb/autograd/live_bytes.h"
+#include "plumb/autograd/stage_backward.h"
 #include "plumb/core/error.h"
-#include "plumb/numerics/live_bytes.h"
 #include "plumb/pipeline/run_plan.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/stage_backward.h"
 #include "plumb/pipeline/wiring.h"
 #include "plumb/schedule/generators.h"
 

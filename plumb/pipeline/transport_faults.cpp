@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport_state.h"
 
 namespace plumb {

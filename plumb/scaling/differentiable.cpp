@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "plumb/autograd/saved_codes.h"
 #include "plumb/core/error.h"
-#include "plumb/numerics/saved_codes.h"
 #include "plumb/scaling/kernels.h"
 
 namespace plumb {

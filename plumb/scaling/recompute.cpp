@@ -1,6 +1,6 @@
 // Which unit-scaled operators a backward may compute again. Those whose own backward needs their result are not among
 // them: it is kept anyway.
-#include "plumb/numerics/recompute_note.h"
+#include "plumb/autograd/recompute_note.h"
 
 namespace plumb {
 

@@ -1,5 +1,5 @@
 // Unit-scaled operators whose results the backward computes again.
-#include "plumb/numerics/recompute.h"
+#include "plumb/autograd/recompute.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -4,9 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "plumb/autograd/simulate_format.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
-#include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/transforms/test_models.h"
 #include "plumb/transforms/unit_scale.h"

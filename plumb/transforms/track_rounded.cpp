@@ -7,8 +7,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "plumb/autograd/simulate_format.h"
 #include "plumb/numerics/operators.h"
-#include "plumb/numerics/simulate.h"
 #include "plumb/transforms/tracker.h"
 
 namespace plumb {

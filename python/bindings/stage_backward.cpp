@@ -8,9 +8,9 @@
 #include <unordered_map>
 
 #include "module.h"
-#include "plumb/numerics/recompute_recipe.h"
-#include "plumb/pipeline/backward_checkpoints.h"
-#include "plumb/pipeline/backward_halves.h"
+#include "plumb/autograd/backward_checkpoints.h"
+#include "plumb/autograd/backward_halves.h"
+#include "plumb/autograd/recompute_recipe.h"
 #include "tensors.h"
 
 namespace plumb::python {

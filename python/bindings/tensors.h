@@ -2,8 +2,8 @@
 #pragma once
 
 #include "module.h"
+#include "plumb/autograd/stage_backward.h"
 #include "plumb/core/error.h"
-#include "plumb/pipeline/stage_backward.h"
 
 namespace plumb::python {
 

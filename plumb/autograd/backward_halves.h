@@ -3,8 +3,8 @@
 
 #include <torch/csrc/autograd/engine.h>
 
-#include "plumb/pipeline/backward_graph.h"
-#include "plumb/pipeline/stage_backward.h"
+#include "plumb/autograd/backward_graph.h"
+#include "plumb/autograd/stage_backward.h"
 
 namespace plumb {
 

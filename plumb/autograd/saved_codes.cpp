@@ -1,4 +1,4 @@
-#include "plumb/numerics/saved_codes.h"
+#include "plumb/autograd/saved_codes.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/empty.h>
@@ -11,6 +11,9 @@
 #include <memory>
 #include <optional>
 #include <vector>
+
+#include "plumb/numerics/codes.h"
+#include "plumb/numerics/quantise.h"
 
 namespace plumb {
 namespace {

@@ -1,4 +1,4 @@
-#include "plumb/numerics/recompute_recipe.h"
+#include "plumb/autograd/recompute_recipe.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,8 +10,8 @@
 #include <map>
 #include <utility>
 
+#include "plumb/autograd/recompute.h"
 #include "plumb/core/error.h"
-#include "plumb/numerics/recompute.h"
 
 namespace plumb {
 namespace {

@@ -1,4 +1,4 @@
-#include "plumb/pipeline/backward_checkpoints.h"
+#include "plumb/autograd/backward_checkpoints.h"
 
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/saved_variable.h>

@@ -1,4 +1,4 @@
-#include "plumb/pipeline/backward_halves.h"
+#include "plumb/autograd/backward_halves.h"
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <set>
 
+#include "plumb/autograd/backward_checkpoints.h"
+#include "plumb/autograd/recompute.h"
 #include "plumb/core/error.h"
-#include "plumb/numerics/recompute.h"
-#include "plumb/pipeline/backward_checkpoints.h"
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 
 namespace plumb {
 namespace {

@@ -1,4 +1,4 @@
-#include "plumb/pipeline/stage_backward.h"
+#include "plumb/autograd/stage_backward.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Short descriptions for error messages.
+// Short descriptions of tensors and errors, for messages.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "plumb/pipeline/backward_graph.h"
+#include "plumb/autograd/backward_graph.h"
 
 namespace torch::autograd {
 class SavedVariable;

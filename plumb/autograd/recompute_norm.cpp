@@ -1,8 +1,8 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include "plumb/autograd/recompute_recipe.h"
 #include "plumb/numerics/kernels.h"
-#include "plumb/numerics/recompute_recipe.h"
 
 namespace plumb {
 namespace {

@@ -1,4 +1,6 @@
-// What plumb::simulate_format does to a value and to its gradient, for operators that do more in the same pass.
+// The operator plumb::simulate_format(x, fwd, bwd, seed, dim): x in format fwd, its gradient in format bwd. "none"
+// leaves alone. dim: along which blocks share scales, in formats that have them. Matrix products of what it rounded
+// keep one-byte codes for their backward (saved_codes.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,6 +11,14 @@
 #include "plumb/numerics/metrics.h"
 
 namespace plumb {
+
+namespace ops {
+// Through the dispatcher. Formats are texts that FPFormat::parse() takes, read once.
+at::Tensor simulate_format(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
+                           std::optional<int64_t> seed = std::nullopt, int64_t dim = -1);
+}  // namespace ops
+
+// The operator's two passes, for operators that do more in the same pass over memory.
 
 // Measurements wanted on the way: of what comes in and of what goes out.
 struct Measuring {

@@ -1,4 +1,4 @@
-#include "plumb/pipeline/backward_graph.h"
+#include "plumb/autograd/backward_graph.h"
 
 #include <torch/csrc/autograd/function_hook.h>
 

@@ -1,4 +1,4 @@
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 
 #include <ATen/ATen.h>
 

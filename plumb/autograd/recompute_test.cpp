@@ -1,11 +1,11 @@
-#include "plumb/numerics/recompute.h"
+#include "plumb/autograd/recompute.h"
 
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "plumb/autograd/live_bytes.h"
 #include "plumb/core/error.h"
-#include "plumb/numerics/live_bytes.h"
 
 namespace plumb {
 namespace {

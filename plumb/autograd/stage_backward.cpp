@@ -1,12 +1,12 @@
-#include "plumb/pipeline/stage_backward.h"
+#include "plumb/autograd/stage_backward.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "plumb/autograd/backward_halves.h"
 #include "plumb/core/error.h"
 #include "plumb/core/freed_memory.h"
-#include "plumb/pipeline/backward_halves.h"
-#include "plumb/pipeline/describe.h"
+#include "plumb/graph/describe.h"
 
 namespace plumb {
 namespace {

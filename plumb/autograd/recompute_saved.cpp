@@ -7,8 +7,8 @@
 #include <typeindex>
 #include <unordered_map>
 
-#include "plumb/numerics/recompute_recipe.h"
-#include "plumb/numerics/saved_codes.h"
+#include "plumb/autograd/recompute_recipe.h"
+#include "plumb/autograd/saved_codes.h"
 
 namespace plumb {
 namespace {

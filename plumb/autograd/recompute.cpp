@@ -1,4 +1,4 @@
-#include "plumb/numerics/recompute.h"
+#include "plumb/autograd/recompute.h"
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
@@ -12,9 +12,9 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "plumb/autograd/recompute_note.h"
+#include "plumb/autograd/recompute_recipe.h"
 #include "plumb/core/error.h"
-#include "plumb/numerics/recompute_note.h"
-#include "plumb/numerics/recompute_recipe.h"
 
 namespace plumb {
 namespace {

@@ -9,7 +9,6 @@
 
 #include <functional>
 #include <optional>
-#include <utility>
 
 #include "plumb/numerics/format.h"
 
@@ -36,15 +35,5 @@ at::Tensor quantise_and_remember(const at::Tensor& x, const FPFormat& format, st
 // SavesTensors): of what its node saved, the tensors remembered as quantised are replaced by their codes. Small
 // tensors, tensors with NaN in a format without one, and those that the user's own hooks hold are left alone.
 void save_as_codes(const at::Tensor& result);
-
-// Codes of a dense CPU tensor's values, which are the format's, zeros with their signs; undefined if there is a NaN
-// that the format has not. And back.
-at::Tensor pack_codes(const at::Tensor& x, const FPFormat& format);
-at::Tensor unpack_codes(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype);
-
-// x rounded, and the codes of its memory from first to last element; no codes where there is a NaN that the format
-// has not.
-std::pair<at::Tensor, at::Tensor> quantise_and_pack(const at::Tensor& x, const FPFormat& format,
-                                                    std::optional<uint64_t> seed);
 
 }  // namespace plumb

@@ -1,0 +1,169 @@
+#include "plumb/autograd/simulate_format.h"
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/alias.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "plumb/autograd/saved_codes.h"
+#include "plumb/numerics/carrier.h"
+#include "plumb/numerics/operators.h"
+#include "plumb/numerics/quantise.h"
+
+namespace plumb {
+namespace {
+
+std::optional<uint64_t> as_seed(std::optional<int64_t> seed) {
+  return seed ? std::optional<uint64_t>(uint64_t(*seed)) : std::nullopt;
+}
+
+bool leaves_alone(std::string_view format) { return format == "none"; }
+
+// A seed for the backward pass that differs from the forward's.
+std::optional<int64_t> backward_seed(std::optional<int64_t> seed) {
+  return seed ? std::optional<int64_t>(int64_t(uint64_t(*seed) ^ 0x9E3779B97F4A7C15ull)) : std::nullopt;
+}
+
+at::Tensor simulate_format_cpu(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
+                               std::optional<int64_t> seed, int64_t dim) {
+  if (!leaves_alone(bwd)) cached_format(bwd);
+  // The schema promises a tensor of its own.
+  if (leaves_alone(fwd)) return x.clone();
+  return quantise(x, cached_format(fwd), as_seed(seed), dim);
+}
+
+at::Tensor simulate_format_meta(const at::Tensor& x, std::string_view fwd, std::string_view bwd, std::optional<int64_t>,
+                                int64_t) {
+  if (!leaves_alone(fwd)) cached_format(fwd);
+  if (!leaves_alone(bwd)) cached_format(bwd);
+  if (!leaves_alone(fwd) || !leaves_alone(bwd)) carrier_of(x.scalar_type(), "simulate_format");
+  return at::empty_like(x);
+}
+
+// Another tensor on x's memory. It is no view to autograd, which would forbid writing to it in place; the version
+// counter is shared, so that whoever saved x learns of such a write.
+at::Tensor same_memory(const at::Tensor& x) {
+  at::Tensor result = at::alias(x);
+  if (!x.is_inference() && !result.is_inference())
+    result.unsafeGetTensorImpl()->set_version_counter(x.unsafeGetTensorImpl()->version_counter());
+  return result;
+}
+
+// Nobody else can see the gradient, and nothing watches operators: it may be rounded where it lies.
+bool is_ours(const at::Tensor& gradient) {
+  return gradient.use_count() == 1 && gradient.device().is_cpu() && gradient.layout() == at::kStrided &&
+         !at::GradMode::is_enabled() && !at::isTensorSubclassLike(gradient) && !gradient.is_neg() &&
+         gradient.storage().use_count() == 1 && is_dense(gradient) && !c10::impl::dispatch_mode_enabled();
+}
+
+// Measured in the order of memory, as measure() does it, and in its pieces.
+bool measures_while_rounding(const at::Tensor& x) { return x.is_contiguous() && !x.is_neg(); }
+
+template <class Round>
+at::Tensor measured_apart(const at::Tensor& x, const Measuring& measuring, const Round& round) {
+  if (measuring.before) *measuring.before = measure(x, measuring.options);
+  at::Tensor result = round();
+  if (measuring.after) *measuring.after = measure(result, measuring.options);
+  return result;
+}
+
+}  // namespace
+
+at::Tensor simulate_forward(const at::Tensor& x, std::string_view fwd, std::optional<int64_t> seed, int64_t dim,
+                            const Measuring& measuring) {
+  auto [before, after, options] = measuring;
+  if (leaves_alone(fwd)) {
+    save_as_codes(x);
+    if (before) *before = measure(x, options);
+    if (after) *after = before ? *before : measure(x, options);
+    return same_memory(x);
+  }
+  const FPFormat& format = cached_format(fwd);
+  if ((before || after) && !measures_while_rounding(x))
+    return measured_apart(x, measuring, [&] { return simulate_forward(x, fwd, seed, dim); });
+  if (before || after) {
+    at::Tensor result = quantise_and_measure(x, format, before, after, options, as_seed(seed), dim);
+    remember_quantised(result, format);
+    return result;
+  }
+  at::Tensor result = quantise_and_remember(x, format, as_seed(seed));
+  return result.defined() ? result : ops::quantise(x, fwd, "", 0, seed, dim);
+}
+
+at::Tensor simulate_backward(at::Tensor& gradient, std::string_view bwd, std::optional<int64_t> seed, int64_t dim,
+                             const Measuring& measuring) {
+  auto [before, after, options] = measuring;
+  if (leaves_alone(bwd)) {
+    if (before) *before = measure(gradient, options);
+    if (after) *after = before ? *before : measure(gradient, options);
+    return gradient;
+  }
+  const FPFormat& format = cached_format(bwd);
+  if ((before || after) && !measures_while_rounding(gradient))
+    return measured_apart(gradient, measuring, [&] { return simulate_backward(gradient, bwd, seed, dim); });
+  seed = backward_seed(seed);
+  if (before || after) return quantise_and_measure(gradient, format, before, after, options, as_seed(seed), dim);
+  if (is_ours(gradient)) return quantise_(gradient, format, as_seed(seed), dim);
+  return ops::quantise(gradient, bwd, "", 0, seed, dim);
+}
+
+namespace {
+
+struct SimulateFormat : torch::autograd::Function<SimulateFormat> {
+  static constexpr bool is_traceable = true;
+
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::string fwd,
+                            std::string bwd, std::optional<int64_t> seed, int64_t dim) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    context->saved_data["seed"] = seed;
+    context->saved_data["dim"] = dim;
+    context->saved_data["format"] = std::move(bwd);
+    return simulate_forward(x, fwd, seed, dim);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list& gradients) {
+    if (!gradients[0].defined()) return {gradients[0], {}, {}, {}, {}};
+    return {simulate_backward(gradients[0], context->saved_data["format"].toStringRef(),
+                              context->saved_data["seed"].toOptional<int64_t>(), context->saved_data["dim"].toInt()),
+            {},
+            {},
+            {},
+            {}};
+  }
+};
+
+at::Tensor simulate_format_autograd(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
+                                    std::optional<int64_t> seed, int64_t dim) {
+  if (!leaves_alone(fwd)) cached_format(fwd);
+  if (!leaves_alone(bwd)) cached_format(bwd);
+  if (!leaves_alone(fwd) || !leaves_alone(bwd)) carrier_of(x.scalar_type(), "simulate_format");
+  if (at::GradMode::is_enabled() && x.requires_grad())
+    return SimulateFormat::apply(x, std::string(fwd), std::string(bwd), seed, dim);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return ops::simulate_format(x, fwd, bwd, seed, dim);
+}
+
+}  // namespace
+
+at::Tensor ops::simulate_format(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
+                                std::optional<int64_t> seed, int64_t dim) {
+  using Signature = at::Tensor(const at::Tensor&, std::string_view, std::string_view, std::optional<int64_t>, int64_t);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("plumb::simulate_format", "").typed<Signature>();
+  return op.call(x, fwd, bwd, seed, dim);
+}
+
+}  // namespace plumb
+
+TORCH_LIBRARY_FRAGMENT(plumb, m) {
+  // Random when stochastic and without a seed: torch.compile must neither merge nor replay such calls.
+  m.def("simulate_format(Tensor x, str fwd, str bwd, int? seed=None, int dim=-1) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+}
+TORCH_LIBRARY_IMPL(plumb, CPU, m) { m.impl("simulate_format", plumb::simulate_format_cpu); }
+TORCH_LIBRARY_IMPL(plumb, Meta, m) { m.impl("simulate_format", plumb::simulate_format_meta); }
+TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("simulate_format", plumb::simulate_format_autograd); }
