@@ -1,6 +1,7 @@
 // Files that nobody vouches for end in an error that says what and where.
 #include <gmock/gmock.h>
 
+#include "plumb/core/crc32.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/json_doc.h"
 #include "plumb/exported/programs_for_test.h"

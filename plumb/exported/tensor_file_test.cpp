@@ -1,4 +1,5 @@
 #include "plumb/exported/tensor_file.h"
+#include "plumb/core/crc32.h"
 
 #include <gmock/gmock.h>
 #include <torch/types.h>

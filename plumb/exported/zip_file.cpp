@@ -5,10 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 
+#include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
 
 // libtorch_cpu carries miniz; this is its one-call inflater. Flags 0: raw deflate data, output not a ring.
@@ -24,24 +24,6 @@ uint16_t u16(const unsigned char* p) { return static_cast<uint16_t>(p[0] | p[1] 
 uint32_t u32(const unsigned char* p) { return static_cast<uint32_t>(u16(p)) | static_cast<uint32_t>(u16(p + 2)) << 16; }
 uint64_t u64(const unsigned char* p) { return static_cast<uint64_t>(u32(p)) | static_cast<uint64_t>(u32(p + 4)) << 32; }
 
-// Eight tables: eight bytes a step.
-using CrcTables = std::array<std::array<uint32_t, 256>, 8>;
-const CrcTables& crc_tables() {
-  static const CrcTables tables = [] {
-    CrcTables t{};
-    for (uint32_t i = 0; i < 256; ++i) {
-      uint32_t c = i;
-      for (int k = 0; k < 8; ++k) c = (c & 1) ? 0xEDB88320u ^ (c >> 1) : c >> 1;
-      t[0][i] = c;
-    }
-    for (size_t k = 1; k < 8; ++k) {
-      for (size_t i = 0; i < 256; ++i) t[k][i] = (t[k - 1][i] >> 8) ^ t[0][t[k - 1][i] & 0xFF];
-    }
-    return t;
-  }();
-  return tables;
-}
-
 // A name that means one place below the top folder and nothing else.
 bool plain_name(std::string_view name) {
   if (name.empty() || name.front() == '/' || name.find('\\') != name.npos || name.find('\0') != name.npos) return false;
@@ -56,19 +38,6 @@ bool plain_name(std::string_view name) {
 }
 
 }  // namespace
-
-uint32_t crc32(const void* data, uint64_t size, uint32_t start) {
-  const auto& t = crc_tables();
-  const auto* p = static_cast<const unsigned char*>(data);
-  uint32_t c = ~start;
-  for (; size >= 8; size -= 8, p += 8) {
-    const uint32_t a = c ^ u32(p), b = u32(p + 4);
-    c = t[7][a & 0xFF] ^ t[6][a >> 8 & 0xFF] ^ t[5][a >> 16 & 0xFF] ^ t[4][a >> 24] ^ t[3][b & 0xFF] ^
-        t[2][b >> 8 & 0xFF] ^ t[1][b >> 16 & 0xFF] ^ t[0][b >> 24];
-  }
-  for (; size; --size, ++p) c = t[0][(c ^ *p) & 0xFF] ^ (c >> 8);
-  return ~c;
-}
 
 void ZipFile::fail(const std::string& what, const std::string& entry) const {
   throw Error(ErrorKind::BadFile, path_ + ": " + what, entry.empty() ? "" : "entry " + entry);

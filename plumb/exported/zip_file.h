@@ -60,7 +60,4 @@ class ZipFile {
   std::unordered_map<std::string, size_t> by_name_;
 };
 
-// CRC-32 as in zip files.
-uint32_t crc32(const void* data, uint64_t size, uint32_t start = 0);
-
 }  // namespace plumb

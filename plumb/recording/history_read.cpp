@@ -3,8 +3,8 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
-#include "plumb/exported/zip_file.h"
 #include "plumb/recording/history.h"
 #include "plumb/recording/history_format.h"
 

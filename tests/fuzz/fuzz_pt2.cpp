@@ -1,4 +1,5 @@
 // Broken `.pt2` files: the reader must end in a plumb::Error or in a module that prints, lints and can be saved.
+#include "plumb/core/crc32.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/zip_file.h"
 #include "tests/fuzz/driver.h"
