@@ -126,6 +126,7 @@ class Step:
         if captured:
             import plumb
 
+            plumb.keep_freed_memory()  # as a program that trains would
             self.model = plumb.capture(self.model, self.ids, self.targets)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 

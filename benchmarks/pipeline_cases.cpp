@@ -12,6 +12,7 @@
 
 #include "benchmarks/measure.h"
 #include "plumb/autograd/stage_backward.h"
+#include "plumb/core/freed_memory.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/simulate.h"
@@ -110,6 +111,7 @@ extern "C" {
 // input half's share of the halves, and 1 if all gradients were equal bit for bit.
 int stage_backward_halves(int64_t width, int64_t heads, int64_t batch, int64_t sequence, int64_t layers, int64_t rounds,
                           double* out) try {
+  plumb::keep_freed_memory();
   const Shape shape{width, heads, sequence, 1, layers};
   std::vector<Layer> stack;
   for (int64_t i = 0; i < layers; ++i) stack.emplace_back(shape);
@@ -163,6 +165,7 @@ int stage_backward_halves(int64_t width, int64_t heads, int64_t batch, int64_t s
 // One 8 x 8 linear a rank, in the environment's group; mean square loss on the last. out: seconds an action of rank 0's
 // table, best and median of `steps`; the same of plain C++ eager with one linear.
 int action_cost(const char* schedule, int64_t microbatches, int64_t steps, double* out) try {
+  plumb::keep_freed_memory();
   auto group = plumb::make_group_from_environment();
   const int ranks = group.size();
   at::manual_seed(group.rank());
@@ -209,6 +212,7 @@ int action_cost(const char* schedule, int64_t microbatches, int64_t steps, doubl
 int train_gpt(const char* schedule, int64_t width, int64_t heads, int64_t sequence, int64_t vocabulary, int64_t layers,
               int64_t microbatches, int64_t rows, int64_t recompute, int64_t steps, double* out) try {
   count_allocations();
+  plumb::keep_freed_memory();  // as `plumb train` does
   auto group = plumb::make_group_from_environment();
   const Shape shape{width, heads, sequence, vocabulary, layers};
   auto table = plumb::make_schedule(schedule, group.size(), int(microbatches));

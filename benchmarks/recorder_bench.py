@@ -56,6 +56,7 @@ class Gpt(nn.Module):
 
 def main() -> None:
     torch.set_num_threads(1)
+    plumb.keep_freed_memory()  # as a program that trains would
     torch.manual_seed(0)
     x, y = torch.randint(VOCABULARY, (BATCH, LENGTH)), torch.randint(VOCABULARY, (BATCH, LENGTH))
     folder = Path(tempfile.mkdtemp())

@@ -342,6 +342,7 @@ def large(nodes: int) -> None:
 def main(args: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    plumb.keep_freed_memory()  # as a program that trains would
     quick = "--quick" in args
     only = next((a[7:].split(",") for a in args if a.startswith("--only=")), [])
     chosen = [a for a in args if not a.startswith("-")]

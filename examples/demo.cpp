@@ -9,6 +9,7 @@
 
 #include "demo.h"
 #include "plumb/core/error.h"
+#include "plumb/core/freed_memory.h"
 
 namespace {
 
@@ -29,6 +30,7 @@ std::string standard_library() {
 
 int main(int argc, char** argv) {
   using namespace example;
+  plumb::keep_freed_memory();
   DemoOptions options;
   bool is_worker = false, small = false;
   std::string only;

@@ -5,7 +5,6 @@
 
 #include "plumb/autograd/backward_halves.h"
 #include "plumb/core/error.h"
-#include "plumb/core/freed_memory.h"
 #include "plumb/graph/describe.h"
 
 namespace plumb {
@@ -16,7 +15,6 @@ bool can_have_gradient(const at::Tensor& t) {
 }
 
 BackwardRoots collect_roots(const Tensors& outputs, const Tensors& output_grads) {
-  keep_freed_memory();
   if (!output_grads.empty() && output_grads.size() != outputs.size()) {
     throw Error(ErrorKind::StructureMismatch,
                 "stage backward got " + std::to_string(outputs.size()) + " outputs and " +

@@ -10,6 +10,7 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/exit_code.h"
 #include "plumb/core/error.h"
+#include "plumb/core/freed_memory.h"
 #include "plumb/exported/temporary_file.h"
 #include "plumb/pipeline/environment.h"
 
@@ -73,6 +74,7 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   handle_signals();
+  plumb::keep_freed_memory();
   try {
     return run(argc, argv);
   } catch (const plumb::cli::ExitCode& e) {

@@ -4,7 +4,6 @@
 #include <torch/nn/cloneable.h>
 
 #include "plumb/core/error.h"
-#include "plumb/core/freed_memory.h"
 #include "plumb/graph/names.h"
 
 namespace plumb {
@@ -53,7 +52,6 @@ void GraphModule::set_specs(TreeSpec in_spec, TreeSpec out_spec) {
 
 const Plan& GraphModule::plan() {
   if (!plan_ || plan_version_ != graph_.version()) {
-    keep_freed_memory();
     plan_ = std::make_unique<Plan>(graph_, state_);
     plan_version_ = graph_.version();
   }

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
-#include "plumb/core/freed_memory.h"
 #include "plumb/pipeline/runtime_state.h"
 #include "plumb/schedule/check.h"
 
@@ -58,7 +57,6 @@ void check_parts(const PipelineLayout& layout, const Schedule& schedule,
 Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
                    ProcessGroup group, PipelineOptions options)
     : state_(std::make_unique<PipelineState>(std::move(group))) {
-  keep_freed_memory();
   auto& s = *state_;
   const int me = s.rank();
   try {

@@ -1,6 +1,14 @@
 #include "module.h"
 
+#include "plumb/core/freed_memory.h"
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "plumb's C++ engine";
+  m.def("keep_freed_memory", &plumb::keep_freed_memory,
+        "Ask the C library to keep up to 64 MiB of freed memory for the next allocations of this process.\n\n"
+        "A training step allocates about what the last one freed. glibc hands that memory back to the kernel, which\n"
+        "hands it out again page by page: a few hundredths of a small model's step, more with recompute. This is a\n"
+        "setting of the whole process, so plumb makes it only in its own command (`plumb train` and the others); a\n"
+        "program that trains may call it once. With other C libraries than glibc it does nothing.");
   for (const auto& bind : plumb::python::bindings()) bind(m);
 }

@@ -4,7 +4,7 @@ import torch  # noqa: F401  (its libraries must be loaded before ours)
 
 from ._errors import Error, ErrorKind  # isort: skip  (before all that may raise one)
 from . import _modules, constraints, core, formats, functional, nn, optim, parameter, scale, transforms, utils
-from ._C import Graph, parse_graph
+from ._C import Graph, keep_freed_memory, parse_graph
 from ._capture import GraphModule, capture
 from ._exported import load_pt2, save_pt2
 from ._modules import *  # noqa: F403
@@ -27,6 +27,7 @@ __all__ = [
     "core",
     "formats",
     "functional",
+    "keep_freed_memory",
     "load_pt2",
     "nn",
     "optim",
