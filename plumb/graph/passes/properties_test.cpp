@@ -4,7 +4,7 @@
 #include <rapidcheck.h>
 
 #include "plumb/graph/passes/testing.h"
-#include "plumb/graph/random_graph.h"
+#include "tests/random_graph.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/lsan_interface.h>

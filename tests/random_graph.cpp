@@ -1,4 +1,4 @@
-#include "plumb/graph/random_graph.h"
+#include "tests/random_graph.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
