@@ -1,15 +1,12 @@
 #include "plumb/cli/train_rank.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/zeros.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include <chrono>
 #include <cstdio>
-#include <set>
 #include <thread>
 
 #include "plumb/cli/common.h"
@@ -19,7 +16,6 @@
 #include "plumb/cli/timeline.h"
 #include "plumb/core/error.h"
 #include "plumb/partition/split.h"
-#include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/recording/recorder.h"
@@ -34,7 +30,6 @@ struct Job {
   std::shared_ptr<Pipe> pipe;
   std::unique_ptr<Samples> samples;
   PipelineOptions pipeline;
-  int64_t rows = 0;  // of a step
 };
 
 // The output that is the loss: the one named so, or the only floating-point number.
@@ -110,8 +105,7 @@ Job prepare(const TrainOptions& o, bool quiet) {
   progress.next("reading " + o.file);
   job.loaded = load_with_tensors(o.file);
   const GraphModule& module = job.loaded.module();
-  job.rows = rows_of_step(o, module);
-  job.samples = open_samples(o, module, job.rows);
+  job.samples = open_samples(o, module, rows_of_step(o, module));
   if (o.loss == "output") {
     job.pipeline.loss_output = loss_output(module);
   } else {
@@ -132,45 +126,6 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o,
   if (o.optimizer == "sgd") return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(o.lr));
   if (o.optimizer == "adam") return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(o.lr));
   return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(o.lr));
-}
-
-// Gives every rank the trained tensors of every stage, from the rank that holds it.
-void share_state(const Job& job, const ProcessGroup& group) {
-  for (int s = 0; s < job.pipe->num_stages(); ++s) {
-    for (const Attr& attr : job.pipe->stage(s)->state()) {
-      if (attr.kind != AttrKind::Constant) broadcast(group, attr.tensor, job.schedule.placement.rank_of(s, 0));
-    }
-  }
-}
-
-// The loss of a batch, on the rank that says it. Where every stage is on two ranks, each has the losses of its own
-// microbatches only.
-at::Tensor whole_loss(const Job& job, const ProcessGroup& group, const StepResult& result, int64_t rows) {
-  const int last = job.schedule.num_stages() - 1, num = job.schedule.num_microbatches;
-  auto holder = [&](int m) { return job.schedule.placement.rank_of(last, m); };
-  std::set<int> holders;
-  for (int m = 0; m < num; ++m) holders.insert(holder(m));
-  if (holders.size() == 1) return result.loss;
-  at::Tensor losses = at::zeros({num}, at::kDouble);
-  size_t own = 0;
-  for (int m = 0; m < num; ++m) {
-    if (holder(m) == group.rank()) losses[m].copy_(result.losses.at(own++));
-  }
-  for (int rank : holders) {
-    const at::Tensor theirs = losses.clone();
-    broadcast(group, theirs, rank);
-    for (int m = 0; m < num; ++m) {
-      if (holder(m) == rank) losses[m].copy_(theirs[m]);
-    }
-  }
-  if (group.rank() != holder(0)) return {};
-  // By rows; where the batch does not divide, the first microbatches have one more.
-  double sum = 0;
-  for (int m = 0; m < num; ++m) {
-    const int64_t own_rows = rows / num + (m < rows % num ? 1 : 0);
-    sum += losses[m].item<double>() * static_cast<double>(own_rows) / static_cast<double>(rows);
-  }
-  return at::scalar_tensor(sum, at::kDouble);
 }
 
 void save(const TrainOptions& o, const Job& job) {
@@ -233,7 +188,6 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
   job.pipeline.record_timeline = !o.timeline.empty();
   StepProgress progress;
   if (world.rank() == 0 && !o.json) job.pipeline.progress = std::ref(progress);
-  const int64_t rows = job.rows / o.replicas + (groups.replicas.rank() < job.rows % o.replicas ? 1 : 0);
   const auto stages = stages_of_rank(*job.pipe, job.schedule, group.rank());
   std::vector<at::Tensor> parameters;
   for (const auto& [index, stage] : stages) {
@@ -258,13 +212,13 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
     progress.begin(step);
     const Batch batch = part_of_replica(job.samples->draw(), groups.replicas);
     for (const at::Tensor& p : parameters) p.mutable_grad().reset();
-    const StepResult result = pipeline.step(batch.inputs, batch.targets);
+    pipeline.step(batch.inputs, batch.targets);
     if (optimizer) optimizer->step();
     if (step == 1 && o.recompute != "none" && groups.replicas.rank() == 0) {
       for (const auto& [index, stage] : stages)
         event({{"stage", index}, {"recompute", pipeline.recomputed(index).text()}});
     }
-    const at::Tensor step_loss = whole_loss(job, group, result, rows);
+    const at::Tensor step_loss = pipeline.gather_loss();
     if (recorder) {
       recorder->step(step_loss.defined() ? Recorder::Scalars{{"loss", step_loss.item<double>()}} : Recorder::Scalars{});
     }
@@ -278,7 +232,7 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
     if (group.rank() == 0) event({{"drew", o.timeline}, {"bubble", draw_timeline(o.timeline, job.schedule, events)}});
   }
   if (o.save.empty() || groups.replicas.rank() != 0) return;
-  share_state(job, group);
+  gather_state(*job.pipe, job.schedule, group);
   if (group.rank() != 0) return;
   save(o, job);
   event({{"saved", o.save}});

@@ -7,6 +7,7 @@
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/recut.h"
 #include "plumb/pipeline/layout.h"
+#include "plumb/pipeline/process_group.h"
 #include "plumb/pipeline/stage.h"
 
 namespace plumb {
@@ -52,5 +53,10 @@ class GraphStage : public StageFunction {
 // the pipe was cut for (follow_sizes).
 std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(const Pipe& pipe, const Schedule& schedule, int rank,
                                                              const std::shared_ptr<Recut>& recut = nullptr);
+
+// After a training: every rank's `pipe` gets the parameters and buffers of every stage from the rank that runs it
+// (where that is two, from the one of microbatch 0), so that pipe.merge_state_dict() is the trained model. All ranks of
+// `group` must call it. Raises what broadcast() raises.
+void gather_state(const Pipe& pipe, const Schedule& schedule, const ProcessGroup& group);
 
 }  // namespace plumb

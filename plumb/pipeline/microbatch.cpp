@@ -113,4 +113,16 @@ Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vect
   return merged;
 }
 
+at::Tensor mean_by_rows(const Tensors& losses, const std::vector<int64_t>& rows) {
+  double total = 0;
+  for (size_t m = 0; m < losses.size(); m++) total += static_cast<double>(rows[m]);
+  at::Tensor mean;
+  for (size_t m = 0; m < losses.size(); m++) {
+    if (!losses[m].defined()) return {};
+    const auto part = losses[m] * (static_cast<double>(rows[m]) / total);
+    mean = mean.defined() ? mean + part : part;
+  }
+  return mean;
+}
+
 }  // namespace plumb

@@ -45,4 +45,7 @@ Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSp
 Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vector<OutputMerge>& merges,
                       const std::vector<int64_t>& rows);
 
+// The mean of the microbatches' losses, each by its rows; undefined if one of them is.
+at::Tensor mean_by_rows(const Tensors& losses, const std::vector<int64_t>& rows);
+
 }  // namespace plumb

@@ -50,17 +50,10 @@ StepResult PipelineState::result(const std::vector<int64_t>& rows) {
   r.timeline = timeline;
   r.input_grads = std::move(input_grads);
   if (!stages.count(last_stage())) return r;
-  double total = 0, sum = 0;
-  at::Tensor mean;
-  for (size_t m = 0; m < losses.size(); m++) total += static_cast<double>(rows[m]);
-  for (size_t m = 0; m < losses.size(); m++) {
-    if (!losses[m].defined()) continue;
-    r.losses.push_back(losses[m]);
-    auto part = losses[m] * (static_cast<double>(rows[m]) / total);
-    mean = mean.defined() ? mean + part : part;
-    sum += static_cast<double>(rows[m]);
+  for (const auto& loss : losses) {
+    if (loss.defined()) r.losses.push_back(loss);
   }
-  if (mean.defined() && sum == total) r.loss = mean;
+  r.loss = mean_by_rows(losses, rows);
   // In a two-way table this rank has the outputs of some microbatches only.
   std::vector<Tensors> here;
   std::vector<int64_t> rows_here;
@@ -97,6 +90,7 @@ void PipelineState::begin(bool train, const std::vector<int64_t>& rows) {
     for (int m = 0; m < num; m++) weights[m] = static_cast<double>(rows[m]) * num / total;
   }
   training = train;
+  batch_rows = rows;
   timeline.clear();
   model_outputs.assign(num, {});
   losses.assign(num, {});
@@ -184,6 +178,7 @@ StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<
     StepResult done = result(rows);
     if (train) finish_gradients(done);
     transport.end_step();
+    loss = done.loss;
     step_number++;
     return done;
   } catch (const std::exception& e) {

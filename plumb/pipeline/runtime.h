@@ -62,8 +62,8 @@ struct PipelineOptions {
 struct StepResult {
   // On ranks that hold the last stage; empty elsewhere. By microbatch, detached.
   Tensors losses;
-  at::Tensor loss;                      // their mean by rows; of a training step: over all replicas
-  Tensors outputs;                      // merged
+  at::Tensor loss;  // their mean by rows, where all are here (gather_loss()); of a training step: over all replicas
+  Tensors outputs;  // merged
   std::vector<TimelineEvent> timeline;  // of this rank
   // By microbatch and input of the model, for inputs that require a gradient: its gradient, divided as the parameters'
   // are, on the rank whose stage uses it (a share on each, if several ranks do). Empty if there is none.
@@ -97,6 +97,12 @@ class Pipeline {
 
   // The time lines of the last step of all ranks, on every rank. All ranks must call it.
   std::vector<TimelineEvent> gather_timeline();
+
+  // The loss of the last step's batch: the mean by rows over all microbatches, and of a training step over all
+  // replicas. On the rank that has the last stage of microbatch 0; undefined elsewhere, and after a step without
+  // losses. Where every stage is on two ranks, StepResult::loss is undefined and this alone has it. All ranks must call
+  // it.
+  at::Tensor gather_loss();
 
   // What the last forward of a stage of this rank did not keep, one microbatch's; empty before the first training step.
   // Raises Error(InvalidArgument) for a stage of another rank.

@@ -67,6 +67,8 @@ struct PipelineState {
   std::vector<double> weights;  // of microbatches' losses
   std::vector<Tensors> model_outputs;
   Tensors losses;
+  std::vector<int64_t> batch_rows;  // by microbatch
+  at::Tensor loss;                  // as StepResult has it
   std::vector<Tensors> input_grads;
   std::set<int> reduced;  // stages whose ReduceGrad hook has run
 

@@ -1,0 +1,75 @@
+// What ranks have in parts, brought together after a step or a training.
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <set>
+
+#include "plumb/pipeline/broadcast.h"
+#include "plumb/pipeline/graph_stage.h"
+#include "plumb/pipeline/runtime_state.h"
+
+namespace plumb {
+namespace {
+
+// The mean of `loss` over the ranks of `replicas` by their rows, in their order.
+at::Tensor mean_over_replicas(const ProcessGroup& replicas, const at::Tensor& loss, double rows) {
+  const at::Tensor own = at::tensor({loss.item<double>(), rows}, at::kDouble);
+  std::vector<std::pair<double, double>> all;
+  double total = 0, mean = 0;
+  for (int r = 0; r < replicas.size(); r++) {
+    const at::Tensor theirs = own.clone();
+    broadcast(replicas, theirs, r);
+    all.emplace_back(theirs[0].item<double>(), theirs[1].item<double>());
+    total += all.back().second;
+  }
+  for (const auto& [value, weight] : all) mean += value * weight / total;
+  return at::scalar_tensor(mean, loss.options());
+}
+
+}  // namespace
+
+at::Tensor Pipeline::gather_loss() {
+  auto& s = *state_;
+  const auto num = static_cast<int>(s.losses.size());
+  auto holder = [&](int m) { return s.schedule.placement.rank_of(s.last_stage(), m); };
+  std::set<int> holders;
+  for (int m = 0; m < num; m++) holders.insert(holder(m));
+  if (holders.size() <= 1) return s.loss;
+  // A loss and whether there is one.
+  at::Tensor losses = at::zeros({num, 2}, at::kDouble);
+  auto dtype = at::kFloat;
+  for (int m = 0; m < num; m++) {
+    if (!s.losses[m].defined()) continue;
+    dtype = s.losses[m].scalar_type();
+    losses[m][0].copy_(s.losses[m]);
+    losses[m][1].fill_(1);
+  }
+  for (int rank : holders) {
+    const at::Tensor theirs = losses.clone();
+    broadcast(s.transport.group(), theirs, rank);
+    for (int m = 0; m < num; m++) {
+      if (holder(m) == rank) losses[m].copy_(theirs[m]);
+    }
+  }
+  if (s.rank() != holder(0)) return {};
+  Tensors by_microbatch(num);
+  double rows = 0;
+  for (int m = 0; m < num; m++) {
+    if (losses[m][1].item<double>() != 0) by_microbatch[m] = losses[m][0].to(dtype);
+    rows += static_cast<double>(s.batch_rows[m]);
+  }
+  at::Tensor loss = mean_by_rows(by_microbatch, s.batch_rows);
+  if (!loss.defined() || !s.replicas || !s.training) return loss;
+  return mean_over_replicas(s.options.replicas, loss, rows);
+}
+
+void gather_state(const Pipe& pipe, const Schedule& schedule, const ProcessGroup& group) {
+  for (int stage = 0; stage < pipe.num_stages(); stage++) {
+    for (const Attr& attr : pipe.stage(stage)->state()) {
+      if (attr.kind != AttrKind::Constant) broadcast(group, attr.tensor, schedule.placement.rank_of(stage, 0));
+    }
+  }
+}
+
+}  // namespace plumb
