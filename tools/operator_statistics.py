@@ -10,11 +10,11 @@ import plumb.functional as U
 import torch
 from torch import Tensor
 
-HEAD = """# What the unit-scaled operators do to scales
+HEAD = """# Scales of the unit-scaled operators
 
-Standard deviations for inputs, weights and output gradients drawn from a unit normal distribution; constraint `None`, so that
-each factor is as its rule says. Under a constraint all factors of an operator are one, and the measured numbers move with
-it. A number is the mean over three draws. *wanted* is 1 but where the rule itself says otherwise.
+The table gives standard deviations. Inputs, weights and output gradients are drawn from a unit normal distribution; a number is the mean
+over three draws. The constraint is `None`, so each factor is as its rule says. (Under a constraint all factors of an operator are one,
+and the measured numbers move with it.) *wanted* is 1 unless the rule itself says otherwise.
 
 Made by `python tools/operator_statistics.py > docs/operator_statistics.md`.
 
@@ -22,12 +22,12 @@ Made by `python tools/operator_statistics.py > docs/operator_statistics.md`.
 NOTES = """
 
 - linear_readout: u-μP divides the output by the fan-in (256 here), not by its root: 1 / sqrt(256) = 0.0625.
-- softmax: unit-scaling's rule counts the mean, which a flat distribution is mostly made of: below mult 2 the standard deviation
-  alone is smaller.
-- attention has one factor for its output and all gradients; query and key see it through logits over the head size, here
-  64 ** -0.5 of the value's gradient. Where 4 heads share a key and a value the gradients of these are sums of 4: twice as large.
-  Causal: position i attends almost evenly to i values, so it gives the output a variance of 1/i and query and key
-  1/i - 1/i² (a softmax over one value has no gradient), of which the mean over the positions counts.
+- softmax: unit-scaling's rule counts the mean, and a flat distribution is mostly mean. So below mult 2 the standard deviation alone is
+  smaller.
+- attention has one factor for its output and all gradients. Query and key see it through logits over the head size, here 64 ** -0.5 of the
+  value's gradient. If 4 heads share a key and a value, the gradients of these are sums of 4: twice as large. Causal: position i attends
+  almost evenly to i values, so it gives the output a variance of 1/i, and query and key 1/i - 1/i² (a softmax over one value has no
+  gradient). The mean over the positions counts.
 - relu, sigmoid and max pooling have a mean; the standard deviation is 1.
 - residual: split and add with tau 0.5 and the identity as branch. Both carry the same values, so they add up coherently:
   (1 + tau) / sqrt(1 + tau²) = 1.342.

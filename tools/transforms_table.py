@@ -17,10 +17,10 @@ from plumb.transforms import report, simulate_format, track_scales, unit_scale  
 
 HEAD = """# Every model under every transform
 
-Each model runs forward and backward under `unit_scale`, `simulate_format` (e4m3fn forward, e5m2 backward, to nearest) and
-`track_scales`; the numbers are counted from `plumb.report(model)`. `python/tests/test_transform_models.py` holds the reports
-to the graphs that run: every replacement is there, every weight that is said to be scaled has unit variance and every other
-parameter its own values, every matrix product is rounded or named, and tracking changes no bit.
+Each model runs forward and backward under `unit_scale`, `simulate_format` (e4m3fn forward, e5m2 backward, to nearest) and `track_scales`.
+The numbers are counted from `plumb.report(model)`. `python/tests/test_transform_models.py` holds the reports to the graphs that run: every
+replacement is there; every weight that is said to be scaled has unit variance, every other parameter its own values; every matrix product
+is rounded or named; tracking changes no bit.
 
 Made by `python tools/transforms_table.py`, which prints all but the last section.
 
