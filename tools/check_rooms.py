@@ -1,11 +1,12 @@
-"""Checks that a room includes only itself and rooms listed above it in CMakeLists.txt, and that the picture of the rooms in
-docs/design.md shows what they include. Ends with 1 if not."""
+"""Checks that a room includes only itself and rooms listed above it in CMakeLists.txt, that the picture of the rooms in
+docs/design.md shows what they include, and that the files of a room can be compiled as one. Ends with 1 if not."""
 
 import pathlib
 import re
 import sys
 
 from draw_house import PICTURE, draw, listed_rooms, room_includes
+from joined_names import clashes
 
 
 def violations(root: pathlib.Path) -> list[str]:
@@ -33,6 +34,6 @@ def violations(root: pathlib.Path) -> list[str]:
 
 if __name__ == "__main__":
     root = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else pathlib.Path(__file__).resolve().parent.parent
-    lines = violations(root)
-    print("\n".join(lines) if lines else "rooms: every include points up")
+    lines = violations(root) + clashes(root)
+    print("\n".join(lines) if lines else "rooms: every include points up, every name stands once")
     sys.exit(bool(lines))

@@ -15,7 +15,7 @@ using svg::number;
 
 constexpr size_t kMostActions = 200000;
 constexpr int kMostRanks = 4096;
-constexpr double kLabel = 60, kRight = 12;
+constexpr double kRankLabel = 60, kRight = 12;
 
 struct Look {
   const char *name, *kind, *color;
@@ -135,7 +135,7 @@ std::string draw(const TimelineChart& chart, bool standalone) {
   double width = std::max(200, chart.width);
   // On a page there is room to scroll.
   if (!standalone) width = std::clamp(most_actions * 13, width, 8000.0);
-  const double plot = width - kLabel - kRight, row = std::max(8, chart.row_height);
+  const double plot = width - kRankLabel - kRight, row = std::max(8, chart.row_height);
 
   std::string body;
   double y = 0;
@@ -173,14 +173,14 @@ std::string draw(const TimelineChart& chart, bool standalone) {
     }
     for (size_t rank = 0; rank < rows.size(); ++rank) {
       body += svg::text(0, y + row / 2 + 4, "rank " + std::to_string(rank), {"muted", "start", 11.5});
-      body += "<g transform=\"translate(" + number(kLabel) + " " + number(y) +
+      body += "<g transform=\"translate(" + number(kRankLabel) + " " + number(y) +
               ")\"><rect class=\"lane\" fill=\"#f1f5f9\" " + "width=\"" + number((run.end - run.begin) * scale) +
               "\" y=\"1.5\" height=\"" + number(row - 3) + "\"/>" + rows[rank] + "</g>\n";
       y += row;
     }
     if (run.end > run.begin) {
       for (double t : svg::ticks(0, (run.end - run.begin) * run.factor, 8)) {
-        const double at = kLabel + t / run.factor * scale;
+        const double at = kRankLabel + t / run.factor * scale;
         body += svg::line(at, y, at, y + 4, "axis");
         body += svg::text(at, y + 16, short_number(t) + (t > 0 && !run.unit.empty() ? " " + run.unit : ""),
                           {"muted", "middle", 10.5});

@@ -11,7 +11,7 @@
 namespace plumb::cli {
 namespace {
 
-struct Options {
+struct OptArguments {
   std::string file, out;
   std::vector<std::string> passes;
   bool list = false, json = false;
@@ -73,7 +73,7 @@ void list_passes(bool json) {
   write_text(json ? passes.dump(1) : text, "");
 }
 
-void opt(const Options& o) {
+void opt(const OptArguments& o) {
   if (o.list) return list_passes(o.json);
   if (o.file.empty()) throw UsageError("FILE is missing", "plumb opt FILE --pass=NAME -o OUT, or plumb opt --list");
   if (o.passes.empty()) throw UsageError("--pass is missing", "--pass=NAME; `plumb opt --list` shows them");
@@ -107,7 +107,7 @@ void opt(const Options& o) {
 }  // namespace
 
 void add_opt(CLI::App& app) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<OptArguments>();
   CLI::App* sub = app.add_subcommand("opt", "Runs passes over a graph, file to file");
   sub->add_option("FILE", o->file, "A .pt2 file or a graph's text");
   sub->add_option("--pass", o->passes, "NAME[,option=value]..., as often as wanted: run in this order")

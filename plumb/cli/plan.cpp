@@ -21,7 +21,7 @@
 namespace plumb::cli {
 namespace {
 
-struct Options {
+struct PlanArguments {
   std::string file, memory, take, csv, svg, message;
   std::vector<double> costs;
   std::vector<std::string> names;
@@ -49,7 +49,7 @@ double memory_of(const std::string& text) {
   throw UsageError("--memory-limit " + text + ": is no amount of memory", "--memory-limit 800MiB");
 }
 
-StageCosts given_costs(const Options& o, int num_stages) {
+StageCosts given_costs(const PlanArguments& o, int num_stages) {
   Costs costs;
   costs.forward = {o.costs[0]};
   costs.input = {o.costs[1]};
@@ -61,7 +61,7 @@ StageCosts given_costs(const Options& o, int num_stages) {
 }
 
 // Cut as `plumb train` cuts, so that the file written fits.
-StageCosts costs_of_file(const Options& o, const GraphModule& module, int num_stages) {
+StageCosts costs_of_file(const PlanArguments& o, const GraphModule& module, int num_stages) {
   std::shared_ptr<Pipe> pipe;
   try {
     pipe = cut(module, num_stages, {}, std::to_string(num_stages) + " stages");
@@ -98,7 +98,7 @@ nlohmann::json to_json(const ScheduleChoice& c) {
 }
 
 // The file for `plumb train --schedule`.
-void write_schedule(const Options& o, const ScheduleChoice& c) {
+void write_schedule(const PlanArguments& o, const ScheduleChoice& c) {
   std::string text = "# " + c.name + " for " + std::to_string(o.ranks) + " ranks, " + std::to_string(o.microbatches) +
                      " microbatches, " + std::to_string(c.schedule.num_stages()) + " stages\n" +
                      "# plumb train ... --stages " + std::to_string(o.ranks) + " --microbatches " +
@@ -106,7 +106,7 @@ void write_schedule(const Options& o, const ScheduleChoice& c) {
   write_text(text + to_csv(c.schedule), o.csv);
 }
 
-void plan(const Options& o) {
+void plan(const PlanArguments& o) {
   if (o.file.empty() == o.costs.empty()) {
     throw UsageError("a .pt2 file or --costs is needed, and not both", "--costs 1,1,1, or the name of a file");
   }
@@ -174,7 +174,7 @@ void plan(const Options& o) {
 }  // namespace
 
 void add_plan(CLI::App& app) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<PlanArguments>();
   CLI::App* sub = app.add_subcommand("plan", "Compares pipeline schedules for a .pt2 file, or for given costs");
   sub->add_option("FILE", o->file, "A .pt2 file: cut in balanced stages, and every stage measured");
   sub->add_option("--costs", o->costs,

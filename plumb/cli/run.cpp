@@ -11,7 +11,7 @@
 namespace plumb::cli {
 namespace {
 
-struct Options {
+struct RunArguments {
   ModelOptions model;
   std::string out;
   bool backward = false, json = false;
@@ -57,7 +57,7 @@ std::string table(const nlohmann::json& entries) {
   return columns(rows);
 }
 
-void run(const Options& o) {
+void run(const RunArguments& o) {
   if (!o.out.empty() && !is_tensor_file(o.out)) {
     throw UsageError("-o " + o.out + ": is no tensor file by its name", "-o OUT.pt or OUT.npy");
   }
@@ -110,7 +110,7 @@ void run(const Options& o) {
 }  // namespace
 
 void add_run(CLI::App& app) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<RunArguments>();
   CLI::App* sub = app.add_subcommand("run", "Runs a .pt2 file on inputs");
   add_model_options(sub, o->model);
   sub->add_option("-o,--out", o->out,

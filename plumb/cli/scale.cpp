@@ -11,12 +11,12 @@
 namespace plumb::cli {
 namespace {
 
-struct Options {
+struct ScaleArguments {
   std::string file, out, html;
   bool report = false, json = false, depth = false;
 };
 
-void scale(const Options& o) {
+void scale(const ScaleArguments& o) {
   if (!is_pt2(o.out)) throw UsageError("-o " + o.out + ": is no .pt2 name", "-o OUT.pt2");
   check_writable("-o", o.out);
   check_writable("--html", o.html);
@@ -46,7 +46,7 @@ void scale(const Options& o) {
 }  // namespace
 
 void add_scale(CLI::App& app) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<ScaleArguments>();
   CLI::App* sub = app.add_subcommand("scale", "Makes a .pt2 file unit-scaled: operators, residuals and weights");
   sub->add_option("FILE", o->file, "A .pt2 file")->required();
   sub->add_option("-o,--out", o->out, "The .pt2 file to write")->required();

@@ -10,7 +10,7 @@
 namespace plumb::cli {
 namespace {
 
-struct Options {
+struct ShowArguments {
   std::string file, as = "text", out;
   bool json = false;
 };
@@ -62,7 +62,7 @@ std::string json(const Graph& graph) {
   return nlohmann::json{{"nodes", nodes}}.dump(1) + "\n";
 }
 
-void show(const Options& o) {
+void show(const ShowArguments& o) {
   check_writable("-o", o.out);
   Progress progress(2, o.json);
   progress.next("reading " + o.file);
@@ -81,7 +81,7 @@ void show(const Options& o) {
 }  // namespace
 
 void add_show(CLI::App& app) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<ShowArguments>();
   CLI::App* sub = app.add_subcommand("show", "Shows a graph as text, table or picture");
   sub->add_option("FILE", o->file, "A .pt2 file or a graph's text")->required();
   sub->add_option("--as", o->as, "text, table, picture (SVG) or dot (Graphviz)")

@@ -12,14 +12,14 @@
 namespace plumb::cli {
 namespace {
 
-struct Options {
+struct SplitArguments {
   std::string file, out;
   int stages = 0;
   std::vector<std::string> at;
   bool json = false, report = false;
 };
 
-void split(const Options& o) {
+void split(const SplitArguments& o) {
   if (o.stages == 1 && !o.at.empty()) {
     throw UsageError("--at: one stage has no cuts", "--stages " + std::to_string(o.at.size() + 1));
   }
@@ -87,7 +87,7 @@ void split(const Options& o) {
 }  // namespace
 
 void add_split(CLI::App& app) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<SplitArguments>();
   CLI::App* sub = app.add_subcommand("split", "Cuts a .pt2 file into stage files and a manifest");
   sub->add_option("FILE", o->file, "A .pt2 file")->required();
   sub->add_option("--stages", o->stages, "How many; without --at or marks the cuts are balanced")

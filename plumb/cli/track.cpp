@@ -13,7 +13,7 @@
 namespace plumb::cli {
 namespace {
 
-struct Options {
+struct TrackArguments {
   ModelOptions model;
   HistoryOptions history;  // also --html, --svg, -o and --json of one run
   std::string fwd = "E4M3", bwd = "E5M2", formats;
@@ -29,7 +29,7 @@ FPFormat format(const std::string& option, const std::string& text) {
 }
 
 // A page that needs nothing else: the picture of every scale, the numbers, and what formats would do.
-std::string page(const Options& o, const ScalesGraph& scales, const HistoryView& view) {
+std::string page(const TrackArguments& o, const ScalesGraph& scales, const HistoryView& view) {
   Table table{{"value", "module", "operator", "std", "largest", "gradient's std", "gradient's largest"}, {}};
   for (const ScaleNode& node : scales.nodes) {
     if (!node.metrics) continue;
@@ -52,7 +52,7 @@ std::string page(const Options& o, const ScalesGraph& scales, const HistoryView&
   return report.html();
 }
 
-void track_history(const Options& o) {
+void track_history(const TrackArguments& o) {
   if (!o.model.file.empty() || !o.model.inputs.empty()) {
     throw UsageError("--history: shows what was recorded and takes no FILE and no --input",
                      "plumb track --history " + o.history.history);
@@ -62,7 +62,7 @@ void track_history(const Options& o) {
   show_history(history);
 }
 
-void track(const Options& o) {
+void track(const TrackArguments& o) {
   if (!o.history.history.empty()) return track_history(o);
   if (!o.history.compare.empty()) throw UsageError("--compare: there is nothing to compare it with", "--history FILE");
   if (o.model.file.empty())
@@ -115,7 +115,7 @@ void track(const Options& o) {
 }  // namespace
 
 void add_track(CLI::App& app) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<TrackArguments>();
   CLI::App* sub = app.add_subcommand("track", "Measures the scale of every tensor and gradient in one run");
   add_model_options(sub, o->model);
   sub->add_flag("--backward", o->backward,

@@ -8,7 +8,7 @@
 namespace plumb {
 namespace {
 
-constexpr int kMaxDepth = 64;
+constexpr int kMaxExpressionDepth = 64;
 
 class Parser {
  public:
@@ -35,7 +35,7 @@ class Parser {
   }
 
   Result sum(int depth) {
-    if (depth > kMaxDepth) return std::nullopt;
+    if (depth > kMaxExpressionDepth) return std::nullopt;
     Result left = product(depth + 1);
     while (left) {
       const bool minus = eat("-");
@@ -72,7 +72,7 @@ class Parser {
   }
 
   Result power(int depth) {
-    if (depth > kMaxDepth) return std::nullopt;
+    if (depth > kMaxExpressionDepth) return std::nullopt;
     Result base = atom(depth + 1);
     if (!base || !eat("**")) return base;
     Result exponent = power(depth + 1);
@@ -91,7 +91,7 @@ class Parser {
     const bool minus = c == '-';
     if (minus && (at_ + 1 >= text_.size() || !std::isdigit(static_cast<unsigned char>(text_[at_ + 1])))) {
       ++at_;
-      Result inner = depth < kMaxDepth ? atom(depth + 1) : std::nullopt;
+      Result inner = depth < kMaxExpressionDepth ? atom(depth + 1) : std::nullopt;
       if (!inner) return std::nullopt;
       return SymExpr::call("Mul", {SymExpr::integer(-1), *inner});
     }

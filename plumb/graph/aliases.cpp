@@ -13,13 +13,6 @@ namespace {
 
 using Memory = Aliases::Memory;
 
-void collect_values(const Arg& arg, std::vector<Value*>& out) {
-  if (arg.is_value()) out.push_back(arg.value());
-  if (arg.is_list()) {
-    for (const Arg& e : arg.list()) collect_values(e, out);
-  }
-}
-
 // The alias sets of an annotation, those of a list's elements too. Schemas nest two levels at most.
 void collect_sets(const c10::AliasInfo& info, std::set<c10::Symbol>& sets, bool& wildcard) {
   if (info.isWildcardBefore()) wildcard = true;
@@ -268,6 +261,13 @@ bool has_hidden_effects(const Node& node) {
   // A communication waits for the other ranks' part of it.
   if (name.starts_with("c10d::") || name.starts_with("_c10d_functional")) return true;
   return node.schema().returns().empty() && !node.writes();
+}
+
+void collect_values(const Arg& arg, std::vector<Value*>& out) {
+  if (arg.is_value()) out.push_back(arg.value());
+  if (arg.is_list()) {
+    for (const Arg& e : arg.list()) collect_values(e, out);
+  }
 }
 
 bool is_uninitialised(const Node& node) {

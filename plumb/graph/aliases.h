@@ -74,6 +74,9 @@ class Aliases {
 // communication, an operator without results): it has to stay, and only once.
 bool has_hidden_effects(const Node& node);
 
+// The values in an argument, those of a list's elements too.
+void collect_values(const Arg& arg, std::vector<Value*>& out);
+
 // True for operators whose result is not a function of their arguments: uninitialised memory.
 bool is_uninitialised(const Node& node);
 

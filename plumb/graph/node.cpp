@@ -64,13 +64,6 @@ double number_arg(const Node& node, std::string_view name, double fallback) {
   return v.isDouble() ? v.toDouble() : v.isInt() ? static_cast<double>(v.toInt()) : fallback;
 }
 
-void collect_values(const Arg& arg, std::vector<Value*>& out) {
-  if (arg.is_value()) out.push_back(arg.value());
-  if (arg.is_list()) {
-    for (const Arg& e : arg.list()) collect_values(e, out);
-  }
-}
-
 }  // namespace
 
 std::string_view to_string(NodeKind kind) {

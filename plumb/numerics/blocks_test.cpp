@@ -13,12 +13,11 @@
 namespace plumb {
 namespace {
 
-const std::vector<const char*> kFormats = {"mxfp8e4m3-RN", "mxfp8e5m2-RN",     "mxfp6e2m3-RN", "mxfp6e3m2-RN",
+const std::vector<const char*> kBlockFormats = {"mxfp8e4m3-RN", "mxfp8e5m2-RN",     "mxfp6e2m3-RN", "mxfp6e3m2-RN",
                                            "mxfp4-RN",     "nvfp4-RN",         "mxfp8e4m3-RZ", "mxfp8e5m2-RZ",
                                            "mxfp4-RZ",     "mxfp8e5m2-RN-inf", "nvfp4-RZ"};
-constexpr double kInf = std::numeric_limits<double>::infinity(), kNaN = std::numeric_limits<double>::quiet_NaN();
-
-bool same(double a, double b) { return std::isnan(a) ? std::isnan(b) : a == b && std::signbit(a) == std::signbit(b); }
+using reference::kInf;
+using reference::kNaN;
 
 double largest_of(at::ScalarType dtype) {
   switch (dtype) {
@@ -73,7 +72,7 @@ void expect_same(const at::Tensor& got, const at::Tensor& expected, const std::s
   const at::Tensor a = got.to(at::kDouble).contiguous(), b = expected.to(at::kDouble).contiguous();
   int wrong = 0;
   for (int64_t i = 0; i < a.numel() && wrong < 3; ++i) {
-    if (same(a.const_data_ptr<double>()[i], b.const_data_ptr<double>()[i])) continue;
+    if (reference::same(a.const_data_ptr<double>()[i], b.const_data_ptr<double>()[i])) continue;
     ++wrong;
     ADD_FAILURE() << what << " at " << i << ": " << a.const_data_ptr<double>()[i] << ", not "
                   << b.const_data_ptr<double>()[i];
@@ -97,7 +96,7 @@ at::Tensor difficult(at::ScalarType dtype, int64_t length) {
 }
 
 TEST(Blocks, FollowTheirDefinitionInEveryTypeAndLength) {
-  for (const char* text : kFormats) {
+  for (const char* text : kBlockFormats) {
     const FPFormat format = FPFormat::parse(text);
     for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
       for (int64_t length : {64, 32, 1, 7, 33, 100}) {
@@ -114,7 +113,7 @@ TEST(Blocks, FollowTheirDefinitionInEveryTypeAndLength) {
 TEST(Blocks, AllHalfAndBFloat16ValuesAreRight) {
   for (auto dtype : {at::kHalf, at::kBFloat16}) {
     const at::Tensor x = at::arange(65536, at::kInt).to(at::kShort).view(dtype);
-    for (const char* text : kFormats)
+    for (const char* text : kBlockFormats)
       expect_same(quantise(x, FPFormat::parse(text)), by_definition(x, FPFormat::parse(text)), text);
   }
 }
@@ -187,7 +186,7 @@ TEST(Blocks, ChanceIsFairAndDoesNotDependOnThreads) {
 }
 
 TEST(Blocks, CodesDecodeToTheQuantisedValues) {
-  for (const char* text : kFormats) {
+  for (const char* text : kBlockFormats) {
     const FPFormat format = FPFormat::parse(text);
     for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16}) {
       for (int64_t length : {64, 50}) {

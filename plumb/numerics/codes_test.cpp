@@ -9,7 +9,7 @@
 namespace plumb {
 namespace {
 
-const std::vector<const char*> kFormats = {"E4M3",        "E5M2",          "E2M1",     "E3M2",   "E2M3",   "E3M0",
+const std::vector<const char*> kCodedFormats = {"E4M3",        "E5M2",          "E2M1",     "E3M2",   "E2M3",   "E3M0",
                                            "E4M0",        "E2M5",          "E6M1",     "E7M0",   "e4m3fn", "e5m2",
                                            "e3m4",        "e4m3fnuz",      "e5m2fnuz", "e2m1fn", "e2m3fn", "e3m2fn",
                                            "e5m2-RN-inf", "e4m3fn-RN-inf", "E4M3-RZ"};
@@ -20,7 +20,7 @@ bool equal_with_nan(const at::Tensor& a, const at::Tensor& b) {
 
 TEST(Codes, EveryCodeDecodesAndEncodesToItself) {
   at::Tensor codes = at::arange(256).to(at::kByte);
-  for (const char* text : kFormats) {
+  for (const char* text : kCodedFormats) {
     const FPFormat format = FPFormat::parse(text);
     at::Tensor values = decode(codes, format, at::kDouble);
     for (int c = 0; c < 256; ++c) {
@@ -41,7 +41,7 @@ TEST(Codes, DecodingAnEncodedTensorIsQuantisingIt) {
   at::Tensor doubles =
       at::cat({at::randn({5000}, at::kDouble) * 30, at::tensor({inf, -inf, nan, 0.0, 1e300, 1e-300}, at::kDouble)});
   for (const auto& x : {at::randn({40000}) * 10, all.view(at::kHalf), all.view(at::kBFloat16), doubles})
-    for (const char* text : kFormats) {
+    for (const char* text : kCodedFormats) {
       const FPFormat format = FPFormat::parse(text);
       if (x.scalar_type() == at::kHalf && format.max_absolute_value() > 65504) continue;
       EXPECT_TRUE(equal_with_nan(decode(encode(x, format), format, x.scalar_type()), quantise(x, format)))

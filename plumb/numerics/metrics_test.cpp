@@ -9,11 +9,13 @@
 #include "plumb/numerics/metrics_gather.h"
 #include "plumb/numerics/metrics_sum.h"
 #include "plumb/numerics/quantise.h"
+#include "plumb/numerics/reference.h"
 
 namespace plumb {
 namespace {
 
-const double kInf = std::numeric_limits<double>::infinity(), kNaN = std::numeric_limits<double>::quiet_NaN();
+using reference::kInf;
+using reference::kNaN;
 
 std::vector<int64_t> slow_histogram(const at::Tensor& x) {
   std::vector<int64_t> counts(256);

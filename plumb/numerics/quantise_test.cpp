@@ -31,8 +31,6 @@ const Range kDouble{at::kDouble, 52, std::numeric_limits<double>::max()};
 const Range kHalf{at::kHalf, 10, 65504.0};
 const Range kBFloat16{at::kBFloat16, 7, 0x1.fep127};
 
-bool same(double a, double b) { return std::isnan(a) ? std::isnan(b) : a == b && std::signbit(a) == std::signbit(b); }
-
 // Every level of the kernels that this CPU runs, on x's memory.
 std::vector<at::Tensor> on_all_levels(const at::Tensor& x, const FPFormat& format, uint64_t seed = 0) {
   const kernel::KernelTable* tables[3];
@@ -61,7 +59,7 @@ void expect_reference(const at::Tensor& x, const Range& range) {
       const double* out = got.const_data_ptr<double>();
       int wrong = 0;
       for (int64_t i = 0; i < x.numel() && wrong < 5; ++i)
-        if (!same(out[i], expected[size_t(i)])) {
+        if (!reference::same(out[i], expected[size_t(i)])) {
           ++wrong;
           ADD_FAILURE() << text << " " << range.dtype << ": " << in[i] << " became " << out[i] << ", not "
                         << expected[size_t(i)];
@@ -124,7 +122,7 @@ TEST(Quantise, SpecialValues) {
   auto check = [&](const char* format, std::vector<double> expected) {
     at::Tensor y = quantise(x, FPFormat::parse(format));
     for (size_t i = 0; i < expected.size(); ++i)
-      EXPECT_TRUE(same(y[int64_t(i)].item<double>(), expected[i])) << format << " " << i << " " << y[int64_t(i)];
+      EXPECT_TRUE(reference::same(y[int64_t(i)].item<double>(), expected[i])) << format << " " << i << " " << y[int64_t(i)];
   };
   check("E4M3", {240, -240, nan, 0., -0., 240, -240, 0., -0., -0.});
   check("e4m3fn", {448, -448, nan, 0., -0., 448, -448, 0., -0., -0.});

@@ -9,6 +9,8 @@
 
 namespace plumb::reference {
 
+inline constexpr double kInf = std::numeric_limits<double>::infinity(), kNaN = std::numeric_limits<double>::quiet_NaN();
+
 // x rounded to `format` (nearest or toward zero), in a carrier with `carrier_bits` mantissa bits and largest value
 // `carrier_max`.
 inline double round(double x, const FPFormat& format, int carrier_bits = 23,
@@ -37,6 +39,11 @@ inline double round(double x, const FPFormat& format, int carrier_bits = 23,
   }
   if (result == 0 && !format.has_negative_zero()) return 0.0;
   return std::copysign(result, x);
+}
+
+// The same number, the zero's sign told apart; NaN is NaN.
+inline bool same(double a, double b) {
+  return std::isnan(a) ? std::isnan(b) : a == b && std::signbit(a) == std::signbit(b);
 }
 
 }  // namespace plumb::reference

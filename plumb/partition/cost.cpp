@@ -17,10 +17,6 @@ namespace {
 
 using c10::IValue;
 
-int64_t bytes_of(const std::optional<TensorMeta>& meta) {
-  return meta ? meta->numel() * static_cast<int64_t>(c10::elementSize(meta->dtype)) : 0;
-}
-
 bool moves_only(const Node& node) { return node.result_aliases_input() && !node.writes(); }
 
 using Metas = std::unordered_map<const Value*, TensorMeta>;
@@ -253,6 +249,10 @@ double GraphCost::backward() const {
 }
 double GraphCost::flops() const {
   return std::accumulate(nodes.begin(), nodes.end(), 0.0, [](double sum, const NodeCost& c) { return sum + c.flops; });
+}
+
+int64_t bytes_of(const std::optional<TensorMeta>& meta) {
+  return meta ? meta->numel() * static_cast<int64_t>(c10::elementSize(meta->dtype)) : 0;
 }
 
 GraphCost estimate_cost(const GraphModule& module, const std::vector<IValue>& inputs, const Machine& machine) {

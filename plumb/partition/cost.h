@@ -1,6 +1,8 @@
 // What each node of a graph costs: measured by running it, or estimated from shapes.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,6 +26,9 @@ struct GraphCost {
   double backward() const;
   double flops() const;
 };
+
+// Bytes of a tensor; 0 if its shape is not known.
+int64_t bytes_of(const std::optional<TensorMeta>& meta);
 
 struct Machine {
   double flops_per_second = 5e10;

@@ -5,13 +5,6 @@
 #include <unordered_set>
 
 namespace plumb {
-namespace {
-
-int64_t bytes_of(const std::optional<TensorMeta>& meta) {
-  return meta ? meta->numel() * static_cast<int64_t>(c10::elementSize(meta->dtype)) : 0;
-}
-
-}  // namespace
 
 Balance describe_cut(const Pipe& pipe, const BalanceOptions& options) {
   Balance result;

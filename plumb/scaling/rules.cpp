@@ -5,26 +5,10 @@
 #include <numbers>
 #include <string>
 
-#include "plumb/core/error.h"
+#include "plumb/scaling/rules_internal.h"
 
 namespace plumb::rules {
 namespace {
-
-// An empty batch has no gradient to scale: any finite factor does.
-double at_least_one(int64_t n) { return static_cast<double>(std::max<int64_t>(n, 1)); }
-
-void require_positive(const char* what, double value) {
-  if (value > 0 && std::isfinite(value)) return;
-  throw Error(ErrorKind::InvalidArgument,
-              std::string(what) + " must be a positive number, not " + std::to_string(value) + ".");
-}
-
-void require_powers(const std::vector<double>& power) {
-  if (power.size() == 3) return;
-  throw Error(ErrorKind::InvalidArgument,
-              "scale_power needs three exponents (output, input gradient, weight gradient), not " +
-                  std::to_string(power.size()) + ".");
-}
 
 // The standard deviation of relu(x) for unit-normal x is sqrt((1 - 1/pi) / 2): where gelu and silu end for large mult.
 const double kReluLimit = std::sqrt(2 / (1 - 1 / std::numbers::pi));

@@ -5,23 +5,10 @@
 #include <numbers>
 #include <string>
 
-#include "plumb/core/error.h"
+#include "plumb/scaling/rules_internal.h"
 
 namespace plumb::rules {
 namespace {
-
-double at_least_one(int64_t n) { return static_cast<double>(std::max<int64_t>(n, 1)); }
-
-void require_powers(const std::vector<double>& power) {
-  if (power.size() == 3) return;
-  throw Error(ErrorKind::InvalidArgument,
-              "scale_power needs three exponents, not " + std::to_string(power.size()) + ".");
-}
-
-void require_positive(double mult) {
-  if (mult > 0 && std::isfinite(mult)) return;
-  throw Error(ErrorKind::InvalidArgument, "mult must be a positive number, not " + std::to_string(mult) + ".");
-}
 
 // The mean of f over a unit normal variable. The trapezoid rule is exact to rounding for smooth functions.
 template <class F>
@@ -48,7 +35,7 @@ Scales elementwise(const F& f, const Slope& slope) {
 Scales relu() { return {std::sqrt(2 / (1 - 1 / std::numbers::pi)), std::numbers::sqrt2}; }
 
 Scales tanh(double mult) {
-  require_positive(mult);
+  require_positive("mult", mult);
   auto rule = [](double m) {
     return elementwise([m](double x) { return std::tanh(m * x); },
                        [m](double x) { return m * (1 - std::tanh(m * x) * std::tanh(m * x)); });
@@ -58,7 +45,7 @@ Scales tanh(double mult) {
 }
 
 Scales sigmoid(double mult) {
-  require_positive(mult);
+  require_positive("mult", mult);
   auto rule = [](double m) {
     auto f = [m](double x) { return 1 / (1 + std::exp(-m * x)); };
     return elementwise(f, [m, f](double x) { return m * f(x) * (1 - f(x)); });

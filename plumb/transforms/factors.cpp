@@ -13,11 +13,6 @@ namespace {
 
 constexpr std::string_view kAttention = "plumb::scaled_dot_product_attention";
 
-bool is_power_of_two(double x) {
-  int exponent;
-  return std::isfinite(x) && x != 0 && std::fabs(std::frexp(x, &exponent)) == 0.5;
-}
-
 // The sizes of an argument that is a tensor of known shape.
 const std::vector<int64_t>* sizes_of(const Arg& arg) {
   if (!arg.is_value() || !arg.value()->is_tensor() || !arg.value()->meta()) return nullptr;
@@ -59,6 +54,11 @@ int64_t dims_of(const Arg& arg) {
 }
 
 }  // namespace
+
+bool is_power_of_two(double x) {
+  int exponent;
+  return std::isfinite(x) && x != 0 && std::fabs(std::frexp(x, &exponent)) == 0.5;
+}
 
 bool Factor::exact() const { return is_power_of_two(forward) && is_power_of_two(backward); }
 

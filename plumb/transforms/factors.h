@@ -8,10 +8,13 @@
 
 namespace plumb {
 
+// Multiplying by it rounds nothing.
+bool is_power_of_two(double x);
+
 struct Factor {
   Value* value = nullptr;  // what is multiplied; null for attention, which multiplies its own result
   double forward = 1, backward = 1;
-  bool exact() const;  // powers of two round nothing
+  bool exact() const;  // both directions are powers of two
 };
 
 // x * 3, x / 3, scale_fwd, scale_bwd.

@@ -365,7 +365,7 @@ class Optimiser {
   std::vector<Node*> fused_;
 };
 
-bool flag(const PassOptions& given, const std::string& name, bool otherwise) {
+bool option_flag(const PassOptions& given, const std::string& name, bool otherwise) {
   auto it = given.find(name);
   if (it == given.end()) return otherwise;
   if (it->second == "true" || it->second == "1") return true;
@@ -383,7 +383,7 @@ int64_t count(const PassOptions& given, const std::string& name, int64_t otherwi
   return n;
 }
 
-const RegisterPass registered({
+const RegisterPass optimise_pass({
     "optimise",
     "Folds factors into matrix products and runs chains of pointwise operators as one kernel.",
     {{"fold", "true", "factors into products"},
@@ -393,10 +393,10 @@ const RegisterPass registered({
      {"min_elements", "262144", "shorter chains of smaller tensors are left alone"}},
     [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
       OptimiseOptions options;
-      options.fold = flag(given, "fold", true);
-      options.fuse = flag(given, "fuse", true);
-      options.exact = flag(given, "exact", false);
-      options.measure = flag(given, "measure", true);
+      options.fold = option_flag(given, "fold", true);
+      options.fuse = option_flag(given, "fuse", true);
+      options.exact = option_flag(given, "exact", false);
+      options.measure = option_flag(given, "measure", true);
       options.min_elements = count(given, "min_elements", options.min_elements);
       Report report("optimise");
       const bool changed = optimise(module, options, &report);

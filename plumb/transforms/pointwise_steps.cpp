@@ -7,6 +7,7 @@
 
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
+#include "plumb/transforms/factors.h"
 
 namespace plumb {
 std::optional<double> number_of(const Arg& arg) {
@@ -183,11 +184,6 @@ std::optional<Factors> factors_of(const PointwiseStep& step) {
   if (step.kind == Kind::Scale) return Factors{step.forward, step.backward};
   if (step.kind == Kind::Mul && step.b.kind == PointwiseArg::Number) return Factors{step.b.number, step.b.number};
   return std::nullopt;
-}
-
-bool is_power_of_two(double x) {
-  int exponent;
-  return std::isfinite(x) && x != 0 && std::fabs(std::frexp(x, &exponent)) == 0.5;
 }
 
 bool rounds_once(double a, double b) { return is_power_of_two(a) || is_power_of_two(b); }

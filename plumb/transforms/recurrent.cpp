@@ -5,22 +5,11 @@
 #include <string_view>
 #include <vector>
 
-#include "plumb/scaling/rules_recurrent.h"
 
 namespace plumb {
 namespace {
 
-bool is_cell(const Node* node) { return node->op_name().ends_with("_cell"); }
 bool is_packed(const Node* node) { return node->target().ends_with(".data"); }
-
-rules::RecurrentKind kind_of(const Node* node) {
-  const std::string_view name = node->op_name();
-  if (name.starts_with("aten::lstm")) return rules::RecurrentKind::Lstm;
-  if (name.starts_with("aten::gru")) return rules::RecurrentKind::Gru;
-  return name.starts_with("aten::rnn_relu") ? rules::RecurrentKind::Relu : rules::RecurrentKind::Tanh;
-}
-
-bool flag(const Node* node, std::string_view name) { return node->arg(name).constant().toBool(); }
 
 // Sizes of an argument, empty when unknown.
 std::vector<int64_t> sizes_of(const Arg& arg, const State& state) {
@@ -32,7 +21,7 @@ std::vector<int64_t> sizes_of(const Arg& arg, const State& state) {
   return attr && attr->tensor.defined() ? attr->tensor.sizes().vec() : std::vector<int64_t>{};
 }
 
-size_t parameters_per_cell(const Node* node) { return flag(node, "has_biases") ? 4 : 2; }
+size_t parameters_per_cell(const Node* node) { return is_set(node, "has_biases") ? 4 : 2; }
 
 class Scaler {
  public:
@@ -42,12 +31,12 @@ class Scaler {
     const auto input = sizes_of(node_->arg(is_packed(node_) ? "data" : "input"), state_);
     double rows = 1;
     for (size_t i = 0; i + 1 < input.size(); ++i) rows *= static_cast<double>(input[i]);
-    const int64_t steps = is_cell(node_) ? steps_of_cells : sequence_length(input);
-    if (is_cell(node_)) rows *= static_cast<double>(steps);
-    rule_ = rules::recurrent(kind_of(node_), steps);
+    const int64_t steps = is_recurrent_cell(node_) ? steps_of_cells : sequence_length(input);
+    if (is_recurrent_cell(node_)) rows *= static_cast<double>(steps);
+    rule_ = rules::recurrent(recurrent_kind(node_), steps);
     rows_ = std::max(rows, 1.0);
     auto here = graph_.inserting_before(node_);
-    const double at_input = is_cell(node_) ? scale_cell() : scale_stack();
+    const double at_input = is_recurrent_cell(node_) ? scale_cell() : scale_stack();
     scale_states();
     scale_outputs();
     return at_input;
@@ -56,7 +45,7 @@ class Scaler {
  private:
   int64_t sequence_length(const std::vector<int64_t>& input) const {
     if (is_packed(node_)) return sizes_of(node_->arg("batch_sizes"), state_)[0];
-    return input.size() == 3 && flag(node_, "batch_first") ? input[1] : input[0];
+    return input.size() == 3 && is_set(node_, "batch_first") ? input[1] : input[0];
   }
 
   Value* call(std::string_view op, Value* value, double factor) {
@@ -93,10 +82,10 @@ class Scaler {
   double scale_stack() {
     Arg::List parameters = node_->arg("params").list();
     const size_t each = parameters_per_cell(node_);
-    const size_t directions = flag(node_, "bidirectional") ? 2 : 1;
+    const size_t directions = is_set(node_, "bidirectional") ? 2 : 1;
     const size_t layers = parameters.size() / (each * directions);
     const Arg& p = node_->arg("dropout");
-    const double dropout = flag(node_, "train") && p.constant().isDouble() ? p.constant().toDouble() : 0;
+    const double dropout = is_set(node_, "train") && p.constant().isDouble() ? p.constant().toDouble() : 0;
     double at_output = 1 / rule_.hidden;  // a unit gradient at the output, which is the state over its scale
     for (size_t layer = layers; layer-- > 0;) {
       // Dropout between layers keeps the mean and raises the mean square.
@@ -144,7 +133,7 @@ class Scaler {
       Value* result = node_->result(i);
       if (!result->has_uses()) continue;
       // lstm answers output, h and c; lstm_cell h and c; the others no c.
-      const bool is_memory = kind_of(node_) == rules::RecurrentKind::Lstm && i + 1 == node_->num_results();
+      const bool is_memory = recurrent_kind(node_) == rules::RecurrentKind::Lstm && i + 1 == node_->num_results();
       Node* made = graph_.call("aten::mul.Tensor", {result, 1 / (is_memory ? rule_.cell : rule_.hidden)});
       made->meta() = node_->meta();
       made->result()->set_meta(result->meta());
@@ -161,6 +150,17 @@ class Scaler {
 
 }  // namespace
 
+bool is_recurrent_cell(const Node* node) { return node->op_name().ends_with("_cell"); }
+
+rules::RecurrentKind recurrent_kind(const Node* node) {
+  const std::string_view name = node->op_name();
+  if (name.starts_with("aten::lstm")) return rules::RecurrentKind::Lstm;
+  if (name.starts_with("aten::gru")) return rules::RecurrentKind::Gru;
+  return name.starts_with("aten::rnn_relu") ? rules::RecurrentKind::Relu : rules::RecurrentKind::Tanh;
+}
+
+bool is_set(const Node* node, std::string_view argument) { return node->arg(argument).constant().toBool(); }
+
 bool is_recurrent(const Node* node) {
   if (!node->is_call()) return false;
   static const std::vector<std::string_view> names = {"aten::lstm",          "aten::gru",          "aten::rnn_tanh",
@@ -171,7 +171,7 @@ bool is_recurrent(const Node* node) {
 
 RecurrentRole recurrent_role(const Node* node, const Value* value) {
   auto is = [value](const Arg& arg) { return arg.is_value() && arg.value() == value; };
-  if (is_cell(node)) {
+  if (is_recurrent_cell(node)) {
     if (is(node->arg("w_ih")) || is(node->arg("w_hh"))) return RecurrentRole::Weight;
     return is(node->arg("b_ih")) || is(node->arg("b_hh")) ? RecurrentRole::Bias : RecurrentRole::Other;
   }
@@ -183,7 +183,7 @@ RecurrentRole recurrent_role(const Node* node, const Value* value) {
 }
 
 std::optional<std::string> recurrent_obstacle(const Node* node, const State& state) {
-  const bool cell = is_cell(node);
+  const bool cell = is_recurrent_cell(node);
   const Arg::List weights =
       cell ? Arg::List{node->arg("w_ih"), node->arg("w_hh")} : Arg::List(node->arg("params").list());
   for (const Arg& arg : weights) {
@@ -191,7 +191,7 @@ std::optional<std::string> recurrent_obstacle(const Node* node, const State& sta
     if (sizes_of(arg, state).empty()) return "the sizes of its weights are not known";
   }
   if (!cell) {
-    const size_t each = parameters_per_cell(node), directions = flag(node, "bidirectional") ? 2 : 1;
+    const size_t each = parameters_per_cell(node), directions = is_set(node, "bidirectional") ? 2 : 1;
     const auto layers = static_cast<size_t>(node->arg("num_layers").constant().toInt());
     if (weights.size() != each * directions * layers) return "its states are projected, which no rule covers";
     if (is_packed(node) && sizes_of(node->arg("batch_sizes"), state).empty()) return "its number of steps is not known";

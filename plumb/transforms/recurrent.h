@@ -11,13 +11,21 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "plumb/graph/graph_module.h"
+#include "plumb/scaling/rules_recurrent.h"
 
 namespace plumb {
 
 // "aten::lstm", "aten::gru_cell" and so on.
 bool is_recurrent(const Node* node);
+
+// A single step: "aten::lstm_cell" and so on.
+bool is_recurrent_cell(const Node* node);
+rules::RecurrentKind recurrent_kind(const Node* node);
+// Whether a boolean argument is true.
+bool is_set(const Node* node, std::string_view argument);
 
 // What this argument of a recurrent operator is to it.
 enum class RecurrentRole { Weight, Bias, Other };

@@ -2,22 +2,15 @@
 
 #include <string_view>
 
+#include "plumb/transforms/recurrent.h"
+
 namespace plumb {
 namespace {
 
-enum class Kind { Lstm, Gru, Tanh, Relu };
-
-Kind kind_of(const Node* node) {
-  const std::string_view name = node->op_name();
-  if (name.starts_with("aten::lstm")) return Kind::Lstm;
-  if (name.starts_with("aten::gru")) return Kind::Gru;
-  return name.starts_with("aten::rnn_relu") ? Kind::Relu : Kind::Tanh;
-}
-
-bool is_cell(const Node* node) { return node->op_name().ends_with("_cell"); }
+using rules::RecurrentKind;
 
 // Sizes of an argument, empty when unknown or variable.
-std::vector<int64_t> sizes_of(const Arg& arg, const State& state) {
+std::vector<int64_t> known_sizes(const Arg& arg, const State& state) {
   if (!arg.is_value()) return {};
   const Value* value = arg.value();
   if (const auto& meta = value->meta()) return meta->symbols.empty() ? meta->sizes : std::vector<int64_t>{};
@@ -28,8 +21,6 @@ std::vector<int64_t> sizes_of(const Arg& arg, const State& state) {
   return attr && attr->tensor.defined() ? attr->tensor.sizes().vec() : std::vector<int64_t>{};
 }
 
-bool flag(const Node* node, std::string_view name) { return node->arg(name).constant().toBool(); }
-
 struct Parameters {
   Arg w_ih, w_hh, b_ih, b_hh, w_hr;
 };
@@ -37,12 +28,12 @@ struct Parameters {
 class Steps {
  public:
   Steps(GraphModule& module, Node* node)
-      : graph_(module.graph()), state_(module.state()), node_(node), kind_(kind_of(node)) {}
+      : graph_(module.graph()), state_(module.state()), node_(node), kind_(recurrent_kind(node)) {}
 
   std::vector<Node*> run() {
     {
       auto here = graph_.inserting_before(node_);
-      if (is_cell(node_))
+      if (is_recurrent_cell(node_))
         cell();
       else
         layers();
@@ -80,14 +71,14 @@ class Steps {
   // from_input: the input's linear layer.
   State2 step(Value* from_input, State2 before, const Parameters& p) {
     Value* from_state = linear(before.h, p.w_hh, p.b_hh);
-    if (kind_ == Kind::Gru) {
+    if (kind_ == RecurrentKind::Gru) {
       Value* reset = sigmoid(add(gate(from_state, 0), gate(from_input, 0)));
       Value* update = sigmoid(add(gate(from_state, 1), gate(from_input, 1)));
       Value* fresh = tanh(add(gate(from_input, 2), mul(gate(from_state, 2), reset)));
       return {add(mul(call("aten::sub.Tensor", {before.h, fresh}), update), fresh), nullptr};
     }
     Value* gates = add(from_state, from_input);
-    if (kind_ != Kind::Lstm) return {call(kind_ == Kind::Tanh ? "aten::tanh" : "aten::relu", {gates}), nullptr};
+    if (kind_ != RecurrentKind::Lstm) return {call(kind_ == RecurrentKind::Tanh ? "aten::tanh" : "aten::relu", {gates}), nullptr};
     Value* in = sigmoid(gate(gates, 0));
     Value* forget = sigmoid(gate(gates, 1));
     Value* fresh = tanh(gate(gates, 2));
@@ -99,8 +90,8 @@ class Steps {
   }
 
   void set_hidden(const Arg& w_hh) {
-    const int64_t rows = sizes_of(w_hh, state_)[0];
-    hidden_ = rows / (kind_ == Kind::Lstm ? 4 : kind_ == Kind::Gru ? 3 : 1);
+    const int64_t rows = known_sizes(w_hh, state_)[0];
+    hidden_ = rows / (kind_ == RecurrentKind::Lstm ? 4 : kind_ == RecurrentKind::Gru ? 3 : 1);
   }
 
   void take_over(size_t result, Value* made) {
@@ -128,15 +119,15 @@ class Steps {
 
   void layers() {
     const Arg::List params = node_->arg("params").list();
-    const bool biases = flag(node_, "has_biases"), batch_first = flag(node_, "batch_first");
-    const bool train = flag(node_, "train");
-    const int64_t directions = flag(node_, "bidirectional") ? 2 : 1;
+    const bool biases = is_set(node_, "has_biases"), batch_first = is_set(node_, "batch_first");
+    const bool train = is_set(node_, "train");
+    const int64_t directions = is_set(node_, "bidirectional") ? 2 : 1;
     const int64_t layers = node_->arg("num_layers").constant().toInt();
     const double dropout = node_->arg("dropout").constant().toDouble();
     const size_t each = params.size() / static_cast<size_t>(layers * directions);
     const bool projected = each == (biases ? 5 : 3);
     const Arg& hx = node_->arg("hx");
-    const auto sizes = sizes_of(node_->arg("input"), state_);
+    const auto sizes = known_sizes(node_->arg("input"), state_);
     const int64_t steps = sizes[batch_first ? 1 : 0];
     set_hidden(params[1]);
 
@@ -172,13 +163,13 @@ class Steps {
     if (batch_first) x = call("aten::transpose.int", {x, 0, 1});
     take_over(0, x);
     if (node_->result(1)->has_uses()) take_over(1, stack(last_h));
-    if (kind_ == Kind::Lstm && node_->result(2)->has_uses()) take_over(2, stack(last_c));
+    if (kind_ == RecurrentKind::Lstm && node_->result(2)->has_uses()) take_over(2, stack(last_c));
   }
 
   Graph& graph_;
   const State& state_;
   Node* node_;
-  const Kind kind_;
+  const RecurrentKind kind_;
   int64_t hidden_ = 0;
   std::vector<Node*> linears_;
 };
@@ -195,18 +186,18 @@ std::optional<std::string> steps_obstacle(const Node* node, const State& state) 
     return !arg.list().empty();
   };
   if (!all_values(node->arg("hx"))) return "its states are no tensors of the graph";
-  if (is_cell(node)) {
-    if (!node->arg("w_ih").is_value() || sizes_of(node->arg("w_hh"), state).size() != 2)
+  if (is_recurrent_cell(node)) {
+    if (!node->arg("w_ih").is_value() || known_sizes(node->arg("w_hh"), state).size() != 2)
       return "the sizes of its weights are not known";
     return std::nullopt;
   }
   if (!all_values(node->arg("params"))) return "an operand is a constant";
   const auto& params = node->arg("params").list();
-  if (params.size() < 2 || sizes_of(params[1], state).size() != 2) return "the sizes of its weights are not known";
+  if (params.size() < 2 || known_sizes(params[1], state).size() != 2) return "the sizes of its weights are not known";
   for (const char* name : {"num_layers", "dropout", "has_biases", "bidirectional", "batch_first", "train"}) {
     if (!node->arg(name).is_constant()) return std::string("its argument ") + name + " is computed";
   }
-  const auto sizes = sizes_of(node->arg("input"), state);
+  const auto sizes = known_sizes(node->arg("input"), state);
   if (sizes.size() != 3) return "its number of steps is not known";
   return std::nullopt;
 }

@@ -61,7 +61,7 @@ std::shared_ptr<GraphModule> layer(const Shape& s) {
   return module_of(text, std::move(state));
 }
 
-Tensors outputs_and_gradients(GraphModule& module, Tensors inputs) {
+Tensors all_gradients(GraphModule& module, Tensors inputs) {
   Tensors wanted;
   for (at::Tensor& x : inputs) wanted.push_back(x = x.detach().requires_grad_());
   for (const Attr& attr : module.state()) wanted.push_back(attr.tensor);
@@ -98,7 +98,7 @@ TEST(RecurrentSteps, ComputeWhatTheFusedOperatorDoes) {
     const int64_t rows = s.layers * (s.bidirectional ? 2 : 1), out = s.projection ? s.projection : 4;
     Tensors inputs = {s.batch_first ? at::randn({3, 7, 5}) : at::randn({7, 3, 5}), at::randn({rows, 3, out}),
                       at::randn({rows, 3, 4})};
-    const Tensors a = outputs_and_gradients(*fused, inputs), b = outputs_and_gradients(*steps, inputs);
+    const Tensors a = all_gradients(*fused, inputs), b = all_gradients(*steps, inputs);
     ASSERT_EQ(a.size(), b.size());
     for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::allclose(a[i], b[i], 1e-4, 1e-5)) << s.op << i;
   }
@@ -162,7 +162,7 @@ TEST(RecurrentSteps, ComputeWhatACellDoes) {
     }
     steps->lint();
     const Tensors inputs = {at::randn({3, 5}), at::randn({3, 4}), at::randn({3, 4})};
-    const Tensors a = outputs_and_gradients(*fused, inputs), b = outputs_and_gradients(*steps, inputs);
+    const Tensors a = all_gradients(*fused, inputs), b = all_gradients(*steps, inputs);
     for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::allclose(a[i], b[i], 1e-4, 1e-5)) << op << i;
   }
 }

@@ -305,7 +305,7 @@ bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<s
   return changed;
 }
 
-const RegisterPass registered(
+const RegisterPass simulate_format_pass(
     {"simulate_format",
      "Rounds the inputs of matrix products to a number format, and the gradients of their outputs to another.",
      kOptions, run_from_table});

@@ -51,7 +51,7 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
   return changed;
 }
 
-const RegisterPass registered({
+const RegisterPass track_scales_pass({
     "track_scales",
     "Inserts plumb::track after every floating-point tensor; without a tracker they only hand their tensors on.",
     {},

@@ -205,7 +205,6 @@ void ScaleTracker::keep(int64_t slot, Direction direction, Metrics::Data data, s
 
 namespace {
 
-using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 bool is_traced(const at::Tensor& x) { return x.is_floating_point() && at::isTensorSubclassLike(x) && !x.is_meta(); }
@@ -250,13 +249,13 @@ struct TrackHook : torch::autograd::FunctionPreHook {
 };
 
 // Where a gradient ends that nobody asked for.
-struct InputProbe : Node {
+struct InputProbe : torch::autograd::Node {
   variable_list apply(variable_list&&) override { return {}; }
   std::string name() const override { return "plumb::track"; }
 };
 
 // Node handles are std::shared_ptr in older releases of torch and c10::intrusive_ptr in newer ones.
-template <class T, class Base = Node>
+template <class T, class Base = torch::autograd::Node>
 auto make_node() {
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Base>) {
     return c10::make_intrusive<T>();

@@ -403,7 +403,7 @@ double option_number(const PassOptions& options, const std::string& name, double
   throw Error(ErrorKind::InvalidArgument, "option " + name + " of unit_scale takes a number, got '" + it->second + "'");
 }
 
-const RegisterPass registered({
+const RegisterPass unit_scale_pass({
     "unit_scale",
     "Replaces operators by unit-scaled ones, adds by residual layers where they are, and gives weights unit variance.",
     {{"tau_attention", "0.01", "weight of residual branches with attention"},

@@ -81,7 +81,7 @@ py::list events(const History& history) {
   return out;
 }
 
-Register part([](py::module_& m) {
+Register analysis_part([](py::module_& m) {
   py::class_<RecordRules>(m, "RecordRules")
       .def_static("load", [](const std::string& path) { return RecordRules::load(path); })
       .def_static("everything", &RecordRules::everything)

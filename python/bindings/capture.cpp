@@ -176,7 +176,7 @@ struct Decisions {
   std::vector<at::Tensor> tensors;
 };
 
-Register part([](py::module_& m) {
+Register capture_part([](py::module_& m) {
   m.def("capture", &capture_python);
   m.def("run_recorded", [](GraphModule& g, const py::list& inputs) {
     auto values = to_ivalues(inputs);

@@ -85,7 +85,7 @@ ExportedProgram from_tuple(const py::tuple& t) {
   return p;
 }
 
-Register part([](py::module_& m) {
+Register exported_part([](py::module_& m) {
   py::class_<ExportedProgram, std::shared_ptr<ExportedProgram>>(m, "ExportedProgram",
                                                                 "What only a .pt2 file knows of a module.")
       .def_readonly("argument_names", &ExportedProgram::argument_names)

@@ -21,7 +21,7 @@ py::dict facts(const FPFormat& f) {
   return d;
 }
 
-Register part([](py::module_& m) {
+Register formats_part([](py::module_& m) {
   m.def("parse_format", [](const std::string& text) { return facts(FPFormat::parse(text)); });
   m.def("plain_format", [](int exponent_bits, int mantissa_bits, const std::string& rounding, int srbits) {
     return facts(FPFormat(exponent_bits, mantissa_bits, rounding, srbits));

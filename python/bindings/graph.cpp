@@ -191,7 +191,7 @@ void bind(py::module_& m) {
   });
 }
 
-Register part(bind);
+Register graph_part(bind);
 
 }  // namespace
 }  // namespace plumb::python

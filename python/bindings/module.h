@@ -1,6 +1,6 @@
-// Each file of bindings adds its own part to the one extension module:
+// Each file of bindings adds its own part, named after it, to the one extension module:
 //
-//   static plumb::python::Register part([](py::module_& m) { m.def("name", ...); });
+//   static plumb::python::Register graph_part([](py::module_& m) { m.def("name", ...); });
 #pragma once
 
 #include <torch/extension.h>

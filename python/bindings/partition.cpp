@@ -156,7 +156,7 @@ void bind_recut(py::module_& m) {
   m.def("unpack_sizes", &unpack_sizes);
 }
 
-void bind_table(py::module_& m) {
+void bind_pipe_table(py::module_& m) {
   py::class_<PipeTable, std::shared_ptr<PipeTable>>(m, "PipeTable", "What flows between the stages of a cut graph.")
       .def_property_readonly("num_stages", &PipeTable::num_stages)
       .def_readonly("num_inputs", &PipeTable::num_inputs)
@@ -319,8 +319,8 @@ void bind_pipe(py::module_& m) {
 }
 
 // What only the file knows of a program that was read from it.
-Register part([](py::module_& m) {
-  bind_table(m);
+Register partition_part([](py::module_& m) {
+  bind_pipe_table(m);
   bind_pipe(m);
   bind_recut(m);
 });

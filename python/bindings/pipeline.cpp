@@ -239,7 +239,7 @@ std::vector<TimelineEvent> to_events(const py::sequence& list) {
 
 using FreeGil = py::call_guard<py::gil_scoped_release>;
 
-Register part([](py::module_& m) {
+Register pipeline_part([](py::module_& m) {
   py::class_<PipelineLayout>(m, "PipelineLayout", "What flows between the stages of a pipeline.")
       // stages: ([(stage or -1 for the model's inputs, index), ...], number of outputs); tied: [[(stage, name), ...],
       // ...]

@@ -113,7 +113,7 @@ py::dict to_dict(const Simulation& s) {
   return d;
 }
 
-void bind_table(py::module_& m) {
+void bind_schedule_table(py::module_& m) {
   py::class_<Schedule>(m, "Schedule", "A pipeline's time table: for every rank its actions, and where stages live.")
       .def_readwrite("name", &Schedule::name)
       .def_readonly("num_microbatches", &Schedule::num_microbatches)
@@ -171,8 +171,8 @@ void bind_table(py::module_& m) {
       });
 }
 
-Register part([](py::module_& m) {
-  bind_table(m);
+Register schedule_part([](py::module_& m) {
+  bind_schedule_table(m);
   m.def("parse_action", [](const std::string& text) {
     const Action action = parse_action(text);
     const Action plain = to_action(to_tuple(action));

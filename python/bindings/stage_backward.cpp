@@ -92,7 +92,7 @@ std::vector<CheckpointedVariable> find_checkpointed(const std::vector<Node*>& no
   return found;
 }
 
-Register part([](py::module_& m) {
+Register stage_backward_part([](py::module_& m) {
   set_find_checkpointed(&find_checkpointed);
   py::class_<DeferredWeights>(m, "DeferredWeights", "What the weight half of a stage backward still has to do.")
       .def_property_readonly("pending", &DeferredWeights::pending)

@@ -49,7 +49,7 @@ std::string scales(const GraphModule& engine, const std::shared_ptr<ScaleTracker
   return scales_graph(*module).to_json();
 }
 
-Register part([](py::module_& m) {
+Register transforms_part([](py::module_& m) {
   m.def("unit_scale", &scale);
   m.def("simulate_format", &simulate);
   py::class_<ScaleTracker, std::shared_ptr<ScaleTracker>>(m, "ScaleTracker")

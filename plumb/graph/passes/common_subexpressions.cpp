@@ -123,7 +123,7 @@ class Merger {
   std::unordered_multimap<size_t, Seen> table_;
 };
 
-const RegisterPass registered({
+const RegisterPass common_subexpressions_pass({
     "common_subexpressions",
     "Computes once what is computed twice.",
     {{"differentiable", "false", "also merge values that carry gradients (their sums then round differently)"}},

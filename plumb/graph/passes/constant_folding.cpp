@@ -283,7 +283,7 @@ class Folder {
   std::vector<Node*> doomed_;
 };
 
-const RegisterPass registered({
+const RegisterPass constant_folding_pass({
     "constant_folding",
     "Computes once what is the same in every run, and keeps it as a constant.",
     {{"limit_bytes", "1048576", "largest tensor to fold"}},

@@ -93,7 +93,7 @@ class Sweep {
   std::unordered_map<Aliases::Memory, std::vector<size_t>> writes_;  // positions, ascending
 };
 
-const RegisterPass registered({
+const RegisterPass dead_code_pass({
     "dead_code",
     "Erases nodes and writes that no output, input, parameter or buffer can show.",
     {{"remove_random", "false", "also erase random draws nobody uses (later draws then give other numbers)"}},

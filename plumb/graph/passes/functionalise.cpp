@@ -429,7 +429,7 @@ class Functionaliser {
   std::vector<std::pair<Value*, std::string>> names_;
 };
 
-const RegisterPass registered({
+const RegisterPass functionalise_pass({
     "functionalise",
     "Turns in-place operators and writes through views into pure ones where nothing else sees the memory.",
     {},

@@ -49,7 +49,7 @@ Node* apply(Graph& graph, const RaiseRule& rule, Node* root) {
   return made;
 }
 
-const RegisterPass registered({
+const RegisterPass raise_pass({
     "raise",
     "Puts high-level operators back where a program wrote them as several (t + addmm: linear).",
     {{"inexact", "false", "also where the last bits change: bias of a matmul, silu, gelu, softmax, norms, attention"}},

@@ -1,0 +1,30 @@
+// Checks of the rules' arguments. For files of rules only.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plumb/core/error.h"
+
+namespace plumb::rules {
+
+// An empty batch has no gradient to scale: any finite factor does.
+inline double at_least_one(int64_t n) { return static_cast<double>(std::max<int64_t>(n, 1)); }
+
+inline void require_positive(const char* what, double value) {
+  if (value > 0 && std::isfinite(value)) return;
+  throw Error(ErrorKind::InvalidArgument,
+              std::string(what) + " must be a positive number, not " + std::to_string(value) + ".");
+}
+
+inline void require_powers(const std::vector<double>& power) {
+  if (power.size() == 3) return;
+  throw Error(ErrorKind::InvalidArgument,
+              "scale_power needs three exponents (output, input gradient, weight gradient), not " +
+                  std::to_string(power.size()) + ".");
+}
+
+}  // namespace plumb::rules
