@@ -13,13 +13,13 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 // The product of quantised inputs, and what its node keeps of the first one: true if that is codes.
-struct Case {
+struct Product {
   const char* name;
   std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> product;
   std::vector<int64_t> left, right;
 };
 
-const std::vector<Case> kCases = {
+const std::vector<Product> kProducts = {
     {"linear", [](const at::Tensor& a, const at::Tensor& b) { return at::linear(a, b); }, {4, 20, 32}, {40, 32}},
     {"addmm",
      [](const at::Tensor& a, const at::Tensor& b) { return at::linear(a, b, at::ones({40})); },
@@ -33,7 +33,7 @@ const std::vector<Case> kCases = {
     {"conv", [](const at::Tensor& a, const at::Tensor& b) { return at::conv1d(a, b); }, {4, 8, 64}, {16, 8, 5}},
 };
 
-Tensors gradients(const Case& c, const std::string& bwd) {
+Tensors gradients(const Product& c, const std::string& bwd) {
   at::manual_seed(1);
   at::Tensor a = at::randn(c.left).requires_grad_(), b = at::randn(c.right).requires_grad_();
   at::Tensor qa = ops::simulate_format(a, "E4M3-SR", "none", 5), qb = ops::simulate_format(b, "E4M3-SR", "none", 6);
@@ -45,14 +45,14 @@ Tensors gradients(const Case& c, const std::string& bwd) {
 }
 
 TEST(SavedCodes, GradientsOfProductsAreTheSameBits) {
-  for (const Case& c : kCases) {
+  for (const Product& c : kProducts) {
     const Tensors with = gradients(c, "E5M2-RN"), without = gradients(c, "");
     for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(with[i], without[i])) << c.name;
   }
 }
 
 TEST(SavedCodes, LetGoOfTheQuantisedTensor) {
-  for (const Case& c : kCases) {
+  for (const Product& c : kProducts) {
     at::Tensor a = at::randn(c.left).requires_grad_(), b = at::randn(c.right).requires_grad_(), y;
     c10::weak_intrusive_ptr<c10::StorageImpl> memory = [&] {
       const at::Tensor qa = ops::simulate_format(a, "E4M3", "none"), qb = ops::simulate_format(b, "E4M3", "none");

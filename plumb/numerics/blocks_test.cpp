@@ -14,8 +14,8 @@ namespace plumb {
 namespace {
 
 const std::vector<const char*> kBlockFormats = {"mxfp8e4m3-RN", "mxfp8e5m2-RN",     "mxfp6e2m3-RN", "mxfp6e3m2-RN",
-                                           "mxfp4-RN",     "nvfp4-RN",         "mxfp8e4m3-RZ", "mxfp8e5m2-RZ",
-                                           "mxfp4-RZ",     "mxfp8e5m2-RN-inf", "nvfp4-RZ"};
+                                                "mxfp4-RN",     "nvfp4-RN",         "mxfp8e4m3-RZ", "mxfp8e5m2-RZ",
+                                                "mxfp4-RZ",     "mxfp8e5m2-RN-inf", "nvfp4-RZ"};
 using reference::kInf;
 using reference::kNaN;
 

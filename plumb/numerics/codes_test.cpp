@@ -9,10 +9,10 @@
 namespace plumb {
 namespace {
 
-const std::vector<const char*> kCodedFormats = {"E4M3",        "E5M2",          "E2M1",     "E3M2",   "E2M3",   "E3M0",
-                                           "E4M0",        "E2M5",          "E6M1",     "E7M0",   "e4m3fn", "e5m2",
-                                           "e3m4",        "e4m3fnuz",      "e5m2fnuz", "e2m1fn", "e2m3fn", "e3m2fn",
-                                           "e5m2-RN-inf", "e4m3fn-RN-inf", "E4M3-RZ"};
+const std::vector<const char*> kCodedFormats = {
+    "E4M3",     "E5M2",   "E2M1",   "E3M2",   "E2M3",        "E3M0",          "E4M0",
+    "E2M5",     "E6M1",   "E7M0",   "e4m3fn", "e5m2",        "e3m4",          "e4m3fnuz",
+    "e5m2fnuz", "e2m1fn", "e2m3fn", "e3m2fn", "e5m2-RN-inf", "e4m3fn-RN-inf", "E4M3-RZ"};
 
 bool equal_with_nan(const at::Tensor& a, const at::Tensor& b) {
   return at::equal(at::isnan(a), at::isnan(b)) && at::equal(at::nan_to_num(a, 0), at::nan_to_num(b, 0));

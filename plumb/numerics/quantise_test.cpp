@@ -122,7 +122,8 @@ TEST(Quantise, SpecialValues) {
   auto check = [&](const char* format, std::vector<double> expected) {
     at::Tensor y = quantise(x, FPFormat::parse(format));
     for (size_t i = 0; i < expected.size(); ++i)
-      EXPECT_TRUE(reference::same(y[int64_t(i)].item<double>(), expected[i])) << format << " " << i << " " << y[int64_t(i)];
+      EXPECT_TRUE(reference::same(y[int64_t(i)].item<double>(), expected[i]))
+          << format << " " << i << " " << y[int64_t(i)];
   };
   check("E4M3", {240, -240, nan, 0., -0., 240, -240, 0., -0., -0.});
   check("e4m3fn", {448, -448, nan, 0., -0., 448, -448, 0., -0., -0.});

@@ -78,7 +78,8 @@ class Steps {
       return {add(mul(call("aten::sub.Tensor", {before.h, fresh}), update), fresh), nullptr};
     }
     Value* gates = add(from_state, from_input);
-    if (kind_ != RecurrentKind::Lstm) return {call(kind_ == RecurrentKind::Tanh ? "aten::tanh" : "aten::relu", {gates}), nullptr};
+    if (kind_ != RecurrentKind::Lstm)
+      return {call(kind_ == RecurrentKind::Tanh ? "aten::tanh" : "aten::relu", {gates}), nullptr};
     Value* in = sigmoid(gate(gates, 0));
     Value* forget = sigmoid(gate(gates, 1));
     Value* fresh = tanh(gate(gates, 2));
