@@ -1,13 +1,16 @@
-# plumb: `make demo` sets everything up, builds and runs the main job; `make test` runs every test.
+# plumb: `make demo` sets up what it needs, builds and runs the main job; `make test` runs every test.
 #
 #   make demo TEXT=file-or-folder    train on this text instead of Python's own sources
+#   make wheel                       dist/plumb-VERSION+torchX.Y-....whl, for this torch's minor version
 #   make install PREFIX=/usr/local   headers, library, command and CMake package
 #   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers for FUZZ_SECONDS each
 #   make docs                        the site of docs/, in build-docs/
 #   make format | lint | clean       lint looks at what differs from BASE (main); ALL=1 at every file
 #
 #   TORCH_PYTHON=/path/to/python     use an installed torch (2.11 or newer)
-#   JOBS=n                           compile jobs (default: one a core)
+#   JOBS=n                           jobs at once, compiling and testing (default: one a core)
+#   JOINED=OFF                       compile every file by itself: a fresh build takes three times as long, a change of
+#                                    one file less (the build folder remembers)
 
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
@@ -16,35 +19,64 @@ PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 30
 export OMP_WAIT_POLICY ?= PASSIVE
 export TORCH_PYTHON
+export NINJA_STATUS ?= [%f of %t, %es] # a space follows
 PY := .venv/bin/python
 CMAKE := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/cmake
-CONFIGURE := $(CMAKE) -S . -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY)
+JOIN := $(if $(JOINED),-DPLUMB_JOINED=$(JOINED),$(if $(wildcard $(BUILD)/CMakeCache.txt),,-DPLUMB_JOINED=ON))
+CONFIGURE := $(CMAKE) -S . -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY) $(JOIN)
+SAY := printf 'plumb: %s\n'
 
-.PHONY: all setup configure demo test test-cpp test-python bench sanitize fuzz docs format lint rooms install clean
+.PHONY: all setup setup-dev configure demo test test-cpp test-python wheel bench sanitize fuzz docs format lint rooms install clean
 
 all: configure
+	@$(SAY) "compiling library, command, Python package and tests ($(JOBS) at once)"
 	@$(CMAKE) --build $(BUILD) -j $(JOBS)
 	@[ ! -x $(BUILD)/bin/plumb ] || ln -sf ../../$(BUILD)/bin/plumb .venv/bin/plumb
 
 setup:
-	@tools/bootstrap.sh
+	@tools/bootstrap.sh test
 
-# Again when .venv was made anew: it may stand on another torch.
+setup-dev:
+	@tools/bootstrap.sh dev
+
+# A build folder is configured for a part or for everything, and again when .venv was made anew: it may stand on another
+# torch.
+configured = [ $(BUILD)/$(1) -nt .venv/.plumb-base ] || { $(SAY) "configuring $(BUILD)" && \
+	$(CONFIGURE) -B $(BUILD) --log-level=WARNING $(foreach part,TESTS COMMAND PYTHON_PACKAGE,-DPLUMB_$(part)=$(if $(filter $(part),$(2)),ON,OFF)) \
+	&& touch $(foreach stamp,$(1) $(3),$(BUILD)/$(stamp)); }
+
 configure: setup
-	@[ $(BUILD)/build.ninja -nt .venv/.plumb-stamp ] || $(CONFIGURE) -B $(BUILD)
+	@$(call configured,.configured,TESTS COMMAND PYTHON_PACKAGE,.configured-demo .configured-wheel)
 
-demo: all
+demo:
+	@tools/announce.sh demo $(BUILD) $(JOBS)
+	@tools/bootstrap.sh demo
+	@$(call configured,.configured-demo,,)
+	@$(SAY) "compiling the library and the demo ($(JOBS) at once)"
+	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target plumb_demo
+	@$(SAY) "training a small GPT four times"
 	@$(BUILD)/bin/plumb_demo $(if $(TEXT),--text "$(TEXT)") --out demo
 
-test: test-cpp test-python
+test:
+	@tools/announce.sh test $(BUILD) $(JOBS)
+	@$(MAKE) --no-print-directory test-cpp test-python
 
 test-cpp: all
-	@.venv/bin/ctest --test-dir $(BUILD) --output-on-failure
+	@$(SAY) "running the C++ tests"
+	@.venv/bin/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
 test-python: all
-	@PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q python/tests
+	@$(SAY) "running the Python tests"
+	@PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q -n $(JOBS) --dist worksteal python/tests
 
-bench: configure
+wheel:
+	@tools/bootstrap.sh wheel
+	@$(call configured,.configured-wheel,COMMAND PYTHON_PACKAGE,.configured-demo)
+	@$(SAY) "compiling library, command and Python package ($(JOBS) at once)"
+	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target plumb plumb_cli plumb_python
+	@tools/wheel.sh $(BUILD)
+
+bench: setup-dev configure
 	@$(CONFIGURE) -B $(BUILD) -DPLUMB_BENCHMARKS=ON
 	@JOBS=$(JOBS) tools/bench.sh $(BUILD) docs/benchmarks.md
 
@@ -57,11 +89,11 @@ fuzz: setup
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q && echo "open build-docs/index.html, or with search: python3 -m http.server -d build-docs"
 
-format: setup
+format: setup-dev
 	@git ls-files -co --exclude-standard '*.h' '*.cpp' | xargs -r .venv/bin/clang-format -i
 	@$(PY) -m ruff check -q --fix .
 
-lint: configure rooms
+lint: setup-dev configure rooms
 	@JOBS=$(JOBS) tools/lint.sh $(BUILD)
 
 rooms:
@@ -71,4 +103,4 @@ install: all
 	@$(CMAKE) --install $(BUILD) --prefix $(PREFIX)
 
 clean:
-	rm -rf build build-* demo
+	rm -rf build build-* demo dist

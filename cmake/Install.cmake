@@ -25,8 +25,20 @@ if(TARGET plumb_cli)
 endif()
 if(TARGET plumb_python)
   set_target_properties(plumb_python PROPERTIES
-    INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib;${TORCH_WHEEL_DIR}/lib")
+    INSTALL_RPATH "$ORIGIN/lib;$ORIGIN/../torch/lib")
   install(TARGETS plumb_python LIBRARY DESTINATION . COMPONENT wheel EXCLUDE_FROM_ALL)
+  install(FILES "${CMAKE_CURRENT_SOURCE_DIR}/python/plumb/_built.py" DESTINATION . COMPONENT wheel EXCLUDE_FROM_ALL)
+  # A wheel goes to other machines: it finds torch beside itself or in the process, never where it was built.
+  install(CODE [[
+    set(folder "$ENV{DESTDIR}${CMAKE_INSTALL_PREFIX}")
+    file(GLOB extension "${folder}/_C.*.so")
+    file(RPATH_SET FILE "${extension}" NEW_RPATH "$ORIGIN/lib:$ORIGIN/../torch/lib")
+    foreach(file IN ITEMS "${folder}/lib/libplumb.so" "${folder}/bin/plumb")
+      if(EXISTS "${file}")
+        file(RPATH_SET FILE "${file}" NEW_RPATH "$ORIGIN/../lib:$ORIGIN/../../torch/lib")
+      endif()
+    endforeach()
+  ]] COMPONENT wheel EXCLUDE_FROM_ALL)
 endif()
 
 install(EXPORT plumbTargets NAMESPACE plumb:: DESTINATION "${PLUMB_CMAKE_DIR}")

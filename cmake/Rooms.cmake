@@ -20,9 +20,20 @@ target_precompile_headers(plumb_test_pch PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/cm
 function(plumb_test_program NAME)
   target_compile_definitions(${NAME} PRIVATE GTEST_HAS_PTHREAD=1)
   target_compile_options(${NAME} PRIVATE -fPIC -O1)
-  target_precompile_headers(${NAME} REUSE_FROM plumb_test_pch)
+  if(PLUMB_TESTS)  # without tests only examples are left, too few for a precompiled header to pay
+    target_precompile_headers(${NAME} REUSE_FROM plumb_test_pch)
+  endif()
   set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE OFF
     BUILD_RPATH "${TORCH_WHEEL_DIR}/lib;${CMAKE_BINARY_DIR}")
+endfunction()
+
+# Reading torch's headers is most of a file's time: joined files read them once. The compiler takes a joined file for a
+# header, about which the warning is. Files with options of their own stay apart (CMake sees to it).
+function(plumb_join NAME)
+  if(PLUMB_JOINED)
+    target_compile_options(${NAME} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
+    set_target_properties(${NAME} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 16)
+  endif()
 endfunction()
 
 function(plumb_room NAME)
@@ -41,6 +52,7 @@ function(plumb_room NAME)
     target_link_libraries(plumb_${NAME} PUBLIC torch_wheel)
     target_precompile_headers(plumb_${NAME} REUSE_FROM plumb_pch)
   endif()
+  plumb_join(plumb_${NAME})
   set(PLUMB_ROOMS "${PLUMB_ROOMS};${NAME}" CACHE INTERNAL "")
   if(EXISTS "${dir}/room.cmake")
     include("${dir}/room.cmake")
@@ -88,6 +100,7 @@ function(plumb_tests)
       target_link_libraries(plumb_${room}_test PRIVATE ${RAPIDCHECK})
     endif()
     plumb_test_program(plumb_${room}_test)
+    plumb_join(plumb_${room}_test)
     target_compile_definitions(plumb_${room}_test PRIVATE
       PLUMB_SOURCE_DIR="${CMAKE_SOURCE_DIR}" PLUMB_BINARY_DIR="${CMAKE_BINARY_DIR}"
       PLUMB_TEST_PYTHON="${PLUMB_PYTHON}")

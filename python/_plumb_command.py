@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import runpy
 import sys
 
 
@@ -13,6 +14,10 @@ def main():
     torch = importlib.util.find_spec("torch")
     if torch is None:
         sys.exit("plumb: this Python environment has no torch; install torch 2.11 or newer in it.")
-    paths = [os.path.join(os.path.dirname(torch.origin), "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
+    folder = os.path.dirname(torch.origin)
+    version = runpy.run_path(os.path.join(folder, "version.py"))["__version__"]
+    if refusal := runpy.run_path(os.path.join(package, "_torch_check.py"))["refusal"](version, folder):
+        sys.exit("plumb: " + refusal)
+    paths = [os.path.join(folder, "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(p for p in paths if p)
     os.execv(program, ["plumb", *sys.argv[1:]])

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv (torch and the build tools) and installs missing distribution packages. Quick when all is there.
 #
+#   bootstrap.sh [demo | wheel | test | dev]    each level has what those before it have; without one: dev
+#   bootstrap.sh --check LEVEL                  only answers whether all is there
 #   TORCH_PYTHON=/path/to/python   use the torch (2.11 or newer) of that Python instead of installing one
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,13 +10,31 @@ cd "$(dirname "$0")/.."
 say() { printf 'plumb: %s\n' "$*"; }
 die() { printf 'plumb: %s\n' "$*" >&2; exit 1; }
 
+check=""
+if [ "${1:-}" = --check ]; then check=yes; shift; fi
+levels="demo wheel test dev"
+level=${1:-dev}
+case " $levels " in *" $level "*) ;; *) die "no level '$level'; there are $levels." ;; esac
+
 stamp_text=$(cat tools/bootstrap.sh tools/requirements.txt 2>/dev/null | cksum; echo "${TORCH_PYTHON:-}"; pwd)
-stamp=.venv/.plumb-stamp
-if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$stamp_text" ]; then exit 0; fi
+# One stamp a level; that of a higher one will do.
+stamp_of() { if [ "$1" = dev ]; then echo .venv/.plumb-stamp; else echo ".venv/.plumb-stamp-$1"; fi; }
+stamp=$(stamp_of "$level")
+higher=""
+for l in $levels; do
+  [ "$l" != "$level" ] && [ -z "$higher" ] && continue
+  higher=yes
+  if [ -x .venv/bin/python ] && [ "$(cat "$(stamp_of "$l")" 2>/dev/null)" = "$stamp_text" ]; then exit 0; fi
+done
+
+[ -z "$check" ] || exit 1
 
 # --- distribution packages -------------------------------------------------------------------------------------
-packages="g++ make ccache git libgtest-dev libgmock-dev libbenchmark-dev librapidcheck-dev nlohmann-json3-dev
-  libcli11-dev libtomlplusplus-dev libexpected-dev python3-dev python3-venv chromium"
+packages="g++ make ccache"
+case "$level" in test | dev) packages+=" git libgtest-dev libgmock-dev librapidcheck-dev chromium" ;; esac
+[ "$level" = dev ] && packages+=" libbenchmark-dev"
+[ "$level" = demo ] || packages+=" python3-dev"
+packages+=" nlohmann-json3-dev libcli11-dev libtomlplusplus-dev python3-venv"
 missing=""
 if command -v dpkg-query >/dev/null; then
   for p in $packages; do
@@ -63,8 +83,8 @@ rm -f "$stamp"
 if [ ! -x .venv/bin/python ]; then
   say "making .venv"
   "$base" -m venv .venv || die "could not make .venv with '$base'"
+  printf '%s\n' "$base" > .venv/.plumb-base
 fi
-printf '%s\n' "$base" > .venv/.plumb-base
 site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 if [ -n "$torch_site" ]; then
   echo "$torch_site" > "$site/_plumb_torch.pth"
@@ -77,7 +97,8 @@ else
 fi
 # A constraint keeps every other package from pulling in another build of torch.
 .venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > .venv/constraints.txt
-say "installing the build tools into .venv"
-.venv/bin/python -m pip install -q --disable-pip-version-check -c .venv/constraints.txt -r tools/requirements.txt
+sed "/^# level: $level\$/,\$ { /^# level: $level\$/d; /^# level: /,\$ d }" tools/requirements.txt > .venv/requirements.txt
+say "installing into .venv: $(grep -v '^#' .venv/requirements.txt | tr '\n' ' ')"
+.venv/bin/python -m pip install -q --disable-pip-version-check -c .venv/constraints.txt -r .venv/requirements.txt
 pwd | sed 's,$,/python,' > "$site/plumb-dev.pth"
 printf '%s' "$stamp_text" > "$stamp"

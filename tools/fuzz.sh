@@ -6,7 +6,7 @@ build=$1
 seconds=${2:-30}
 seed=${3:---seed=1}
 export PATH="$PWD/.venv/bin:$PATH"
-cmake -S . -B "$build" -G Ninja -DPLUMB_PYTHON="$PWD/.venv/bin/python" -DPLUMB_PYTHON_PACKAGE=OFF -DPLUMB_TESTS=OFF \
+cmake -S . -B "$build" -G Ninja -DPLUMB_PYTHON="$PWD/.venv/bin/python" -DPLUMB_PYTHON_PACKAGE=OFF -DPLUMB_JOINED=ON -DPLUMB_TESTS=OFF \
   -DPLUMB_FUZZ=ON -DPLUMB_SANITIZE=address,undefined >/dev/null
 drivers=()
 for source in tests/fuzz/fuzz_*.cpp; do drivers+=("$(basename "$source" .cpp)"); done

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 build=$1
 shift
 export PATH="$PWD/.venv/bin:$PATH"
-cmake -S . -B "$build" -G Ninja -DPLUMB_PYTHON="$PWD/.venv/bin/python" -DPLUMB_PYTHON_PACKAGE=OFF \
+cmake -S . -B "$build" -G Ninja -DPLUMB_PYTHON="$PWD/.venv/bin/python" -DPLUMB_PYTHON_PACKAGE=OFF -DPLUMB_JOINED=ON \
   -DPLUMB_SANITIZE=address,undefined >/dev/null
 cmake --build "$build" -j "${JOBS:-2}"
 . tools/sanitizer_options.sh

@@ -15,4 +15,4 @@ foreach(_level IN LISTS _levels)
   set_source_files_properties("${_file}" PROPERTIES COMPILE_OPTIONS "${_options}" SKIP_PRECOMPILE_HEADERS ON)
 endforeach()
 set_source_files_properties("${CMAKE_CURRENT_SOURCE_DIR}/plumb/numerics/kernels.cpp"
-                            PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+                            PROPERTIES SKIP_PRECOMPILE_HEADERS ON SKIP_UNITY_BUILD_INCLUSION ON)

@@ -2,6 +2,7 @@
 
 import torch  # noqa: F401  (its libraries must be loaded before ours)
 
+from ._version import __version__ as __version__  # isort: skip  (first: it says so if this is another torch than plumb's)
 from ._errors import Error, ErrorKind  # isort: skip  (before all that may raise one)
 from . import _modules, constraints, core, formats, functional, nn, optim, parameter, scale, transforms, utils
 from ._C import Graph, keep_freed_memory, parse_graph
@@ -42,4 +43,3 @@ __all__ = [
     "utils",
     *_modules.__all__,
 ]
-__version__ = "0.1.0"
