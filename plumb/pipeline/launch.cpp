@@ -64,11 +64,11 @@ Descriptor listening_socket(int& port) {
   return fd;
 }
 
-struct Pipe {
+struct SystemPipe {
   Descriptor read, write;
 };
 
-Pipe make_pipe() {
+SystemPipe make_pipe() {
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) raise_system("cannot make a pipe");
   return {Descriptor(ends[0]), Descriptor(ends[1])};
@@ -159,7 +159,7 @@ class Launch {
     arguments.insert(arguments.end(), options_.arguments.begin(), options_.arguments.end());
     auto environment = child_environment(options_, rank, port, socket);
     auto argv = pointers(arguments), envp = pointers(environment);
-    Pipe out = make_pipe(), err = make_pipe(), failure = make_pipe();
+    SystemPipe out = make_pipe(), err = make_pipe(), failure = make_pipe();
     const pid_t parent = ::getpid();
     const pid_t pid = ::fork();
     if (pid < 0) raise_system("cannot start a process");
