@@ -87,7 +87,7 @@ fuzz: setup
 	@JOBS=$(JOBS) tools/fuzz.sh build-fuzz $(FUZZ_SECONDS)
 
 docs: setup
-	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q && echo "open build-docs/index.html, or with search: python3 -m http.server -d build-docs"
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q && echo "open build-docs/index.html"
 
 format: setup-dev
 	@git ls-files -co --exclude-standard '*.h' '*.cpp' | xargs -r .venv/bin/clang-format -i

@@ -93,3 +93,12 @@ def test_the_site_is_built_without_a_dead_link(tmp_path):
     for page in tmp_path.rglob("*.html"):
         # Nothing is loaded from elsewhere: the site works without a network.
         assert not re.search(r'(?:<script[^>]*src|<link[^>]*rel="stylesheet"[^>]*href|<img[^>]*src)="https?:', page.read_text()), page
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        return
+    searched = subprocess.run(
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom",
+         "--virtual-time-budget=20000", f"{(tmp_path / 'index.html').as_uri()}?q=unit"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "matching documents" in searched.stdout, "the search box finds nothing in a page that was opened as a file"
