@@ -86,7 +86,7 @@ sanitize: setup
 fuzz: setup
 	@JOBS=$(JOBS) tools/fuzz.sh build-fuzz $(FUZZ_SECONDS)
 
-docs: setup
+docs: setup-dev
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q && echo "open build-docs/index.html"
 
 format: setup-dev
