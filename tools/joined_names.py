@@ -4,6 +4,7 @@ in the room. Functions may share a name if their parameters differ. Reads what c
 namespace start in the first column."""
 
 import collections
+import itertools
 import pathlib
 import re
 
@@ -14,17 +15,21 @@ def _stripped(text: str) -> str:
     return re.sub(r"//(?! namespace)[^\n]*", "", text)
 
 
-def _parameter_types(text: str) -> tuple[str, ...]:
-    """Of a declaration from its opening parenthesis on, without the parameters' names and defaults."""
-    types, depth, start = [], 0, 1
+def _parameter_types(text: str) -> set[tuple[str, ...]]:
+    """Of a declaration from its opening parenthesis on, without namespaces and the parameters' names: all of them, and
+    those without a default, with either of which it can be called."""
+    types, required, depth, start = [], None, 0, 1
     for i, c in enumerate(text):
         depth += (c in "(<{[") - (c in ")>}]")
         if depth == 0 or (depth == 1 and c == ","):
-            types.append(re.sub(r"(?<=[\s&*])\w+$", "", text[start:i].split("=")[0].strip()).strip())
+            declared, default, _ = text[start:i].partition("=")
+            if default and required is None:
+                required = tuple(types)
+            types.append(re.sub(r"\w+::|(?<=[\s&*])\w+$", "", declared.strip()).strip())
             start = i + 1
         if depth == 0:
             break
-    return tuple(types)
+    return {tuple(types), tuple(types) if required is None else required}
 
 
 def local_names(text: str) -> list[tuple[str, int, object]]:
@@ -59,7 +64,8 @@ def local_names(text: str) -> list[tuple[str, int, object]]:
         name = declared.group(1)
         if declared.group(2) == "(" and not re.match(r"(static )?(const|constexpr) [A-Z]\w+ \w+\(", flat):
             rest = " ".join(lines[number - 1 : number + 9])
-            found.append((space, name, number, _parameter_types(rest[re.search(rf"\b{name}\(", rest).end() - 1 :])))
+            opening = re.search(rf"\b{name}\(", rest).end() - 1
+            found.append((space, name, number, frozenset(_parameter_types(rest[opening:]))))
             continue
         found.append((space, name, number, None))
         found += [(space, more, number, None) for more in re.findall(r", (k[A-Z]\w*) =", flat)]
@@ -67,8 +73,8 @@ def local_names(text: str) -> list[tuple[str, int, object]]:
 
 
 def _clash(kinds: list[object]) -> bool:
-    if all(isinstance(k, tuple) for k in kinds):
-        return len(set(kinds)) < len(kinds)
+    if all(isinstance(k, frozenset) for k in kinds):
+        return any(a & b for a, b in itertools.combinations(kinds, 2))
     return len(set(kinds)) > 1 or None in kinds
 
 

@@ -29,7 +29,7 @@ TEST(Table, FillsShortRowsAndTakesLongOnes) {
             "1  two\n");
 }
 
-TEST(Table, IsEmptyTextWithoutCells) { EXPECT_EQ(to_text({}), ""); }
+TEST(Table, IsEmptyTextWithoutCells) { EXPECT_EQ(to_text(Table{}), ""); }
 
 TEST(Table, KeepsARowOnOneLine) { EXPECT_EQ(to_text({{}, {{"a\nb\tc", "d"}}}), "a b c  d\n"); }
 

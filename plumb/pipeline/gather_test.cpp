@@ -13,9 +13,9 @@ namespace {
 
 using namespace testing_processes;
 
-constexpr int kMicrobatches = 4, kSteps = 2;
+constexpr int kGathered = 4, kGatheredSteps = 2;
 
-std::string bits(const at::Tensor& loss) {
+std::string exact_text(const at::Tensor& loss) {
   char text[40];
   std::snprintf(text, sizeof text, "%a", loss.item<double>());
   return text;
@@ -25,7 +25,7 @@ std::string bits(const at::Tensor& loss) {
 Role loss_role("gather_loss", [] {
   const auto world = make_group_from_environment({std::chrono::seconds(60)});
   const auto groups = divide_into_replicas(world, number_setting("REPLICAS", 1));
-  const auto schedule = make_schedule(setting("SCHEDULE"), groups.pipeline.size(), kMicrobatches);
+  const auto schedule = make_schedule(setting("SCHEDULE"), groups.pipeline.size(), kGathered);
   const auto model = test_model("ragged", schedule.num_stages());
   std::map<int, std::shared_ptr<StageFunction>> stages;
   for (int s : schedule.placement.stages_of(groups.pipeline.rank())) stages[s] = model.make_stage(s);
@@ -33,11 +33,11 @@ Role loss_role("gather_loss", [] {
   options.loss = model.loss;
   options.replicas = groups.replicas;
   Pipeline pipeline(model.layout, schedule, stages, groups.pipeline, options);
-  for (int step = 0; step < kSteps; step++) {
+  for (int step = 0; step < kGatheredSteps; step++) {
     const auto [inputs, targets] = model.batch(step + groups.replicas.rank());
     pipeline.step(inputs, targets);
     const at::Tensor loss = pipeline.gather_loss();
-    report("loss" + std::to_string(step), loss.defined() ? bits(loss) : "none");
+    report("loss" + std::to_string(step), loss.defined() ? exact_text(loss) : "none");
   }
   return 0;
 });
@@ -49,7 +49,7 @@ std::string expected_loss(int num_stages, int replicas, int step) {
   for (int s = 0; s < num_stages; s++) stages[s] = model.make_stage(s);
   PipelineOptions options;
   options.loss = model.loss;
-  Pipeline pipeline(model.layout, make_schedule("LoopedBFS", 1, kMicrobatches, num_stages), stages, {}, options);
+  Pipeline pipeline(model.layout, make_schedule("LoopedBFS", 1, kGathered, num_stages), stages, {}, options);
   std::vector<at::Tensor> losses;
   double rows = 0, mean = 0;
   for (int r = 0; r < replicas; r++) {
@@ -58,11 +58,11 @@ std::string expected_loss(int num_stages, int replicas, int step) {
     losses.push_back(pipeline.gather_loss());
     rows += static_cast<double>(inputs[0].size(0));
   }
-  if (replicas == 1) return bits(losses[0]);
+  if (replicas == 1) return exact_text(losses[0]);
   for (int r = 0; r < replicas; r++) {
     mean += losses[r].item<double>() * static_cast<double>(model.batch(step + r).first[0].size(0)) / rows;
   }
-  return bits(at::scalar_tensor(mean, at::kFloat));
+  return exact_text(at::scalar_tensor(mean, at::kFloat));
 }
 
 TEST(GatherLoss, IsTheBatchsOnOneRankUnderOneWayAndTwoWaySchedules) {
@@ -71,9 +71,9 @@ TEST(GatherLoss, IsTheBatchsOnOneRankUnderOneWayAndTwoWaySchedules) {
       const auto run =
           run_role("gather_loss", 2 * replicas, {{"SCHEDULE", schedule}, {"REPLICAS", std::to_string(replicas)}});
       ASSERT_EQ(run.result.exit_code(), 0) << run.errors[0] << run.errors[1];
-      const auto table = make_schedule(schedule, 2, kMicrobatches);
+      const auto table = make_schedule(schedule, 2, kGathered);
       const int teller = table.placement.rank_of(table.num_stages() - 1, 0);
-      for (int step = 0; step < kSteps; step++) {
+      for (int step = 0; step < kGatheredSteps; step++) {
         const std::string name = "loss" + std::to_string(step);
         for (int rank = 0; rank < 2 * replicas; rank++) {
           const std::string expected = rank % 2 == teller ? expected_loss(table.num_stages(), replicas, step) : "none";
@@ -101,7 +101,7 @@ TEST(GatherLoss, IsUndefinedWhereThereWereNoTargets) {
 // Every rank writes to its own stages' tensors alone.
 Role state_role("gather_state", [] {
   const auto group = make_group_from_environment({std::chrono::seconds(60)});
-  const auto schedule = make_schedule("ZBVZeroBubble", group.size(), kMicrobatches);
+  const auto schedule = make_schedule("ZBVZeroBubble", group.size(), kGathered);
   const int stages = schedule.num_stages();
   TestTokens model(stages, 6);
   SplitOptions options;

@@ -21,7 +21,7 @@ struct Scaling : ::testing::Test {
 };
 
 Tensor input(at::IntArrayRef sizes) { return torch::randn(sizes, torch::kDouble).requires_grad_(); }
-double std_of(const Tensor& t) { return t.std().item<double>(); }
+double deviation(const Tensor& t) { return t.std().item<double>(); }
 
 // y = output_scale * f(xs), where the gradient of xs[i] is that of f times grad_scales[i].
 using Fn = std::function<Tensor(const std::vector<Tensor>&)>;
@@ -141,9 +141,9 @@ TEST_F(Scaling, SecondGradientsAreThoseOfTheScaledFunctions) {
 
 TEST_F(Scaling, EveryOperatorKeepsUnitScaleWithoutAConstraint) {
   auto check = [](const char* name, const Tensor& y, std::vector<Tensor> xs) {
-    EXPECT_NEAR(std_of(y.detach()), 1, 0.1) << name << " output";
+    EXPECT_NEAR(deviation(y.detach()), 1, 0.1) << name << " output";
     auto grads = torch::autograd::grad({y}, xs, {torch::randn_like(y)});
-    for (size_t i = 0; i < xs.size(); ++i) EXPECT_NEAR(std_of(grads[i]), 1, 0.1) << name << " gradient " << i;
+    for (size_t i = 0; i < xs.size(); ++i) EXPECT_NEAR(deviation(grads[i]), 1, 0.1) << name << " gradient " << i;
   };
   auto x = input({256, 512}), w = input({384, 512}), b = torch::zeros(384, torch::kDouble).requires_grad_();
   check("linear", U::linear(x, w, b, std::nullopt), {x, w, b});
@@ -181,10 +181,10 @@ TEST_F(Scaling, ConvolutionsKeepUnitScaleAtTheirBordersToo) {
   auto image = input({64, 16, 9, 9}), kernel = input({32, 8, 5, 5});
   options.groups = 2;
   auto y = U::conv2d(image, kernel, std::nullopt, options);
-  EXPECT_NEAR(std_of(y.detach()), 1, 0.05);
+  EXPECT_NEAR(deviation(y.detach()), 1, 0.05);
   auto grads = torch::autograd::grad({y}, {image, kernel}, {torch::randn_like(y)});
-  EXPECT_NEAR(std_of(grads[0]), 1, 0.05);
-  EXPECT_NEAR(std_of(grads[1]), 1, 0.05);
+  EXPECT_NEAR(deviation(grads[0]), 1, 0.05);
+  EXPECT_NEAR(deviation(grads[1]), 1, 0.05);
 }
 
 // An operator of the registry by name, called with everything after its tensors at the default.
@@ -201,9 +201,9 @@ Tensor call(const char* name, std::vector<c10::IValue> stack) {
 
 TEST_F(Scaling, OperatorsBeyondThePapersKeepUnitScale) {
   auto check = [](const char* name, const Tensor& y, std::vector<Tensor> xs) {
-    EXPECT_NEAR(std_of(y.detach()), 1, 0.1) << name << " output";
+    EXPECT_NEAR(deviation(y.detach()), 1, 0.1) << name << " output";
     auto grads = torch::autograd::grad({y}, xs, {torch::randn_like(y)});
-    for (size_t i = 0; i < xs.size(); ++i) EXPECT_NEAR(std_of(grads[i]), 1, 0.1) << name << " gradient " << i;
+    for (size_t i = 0; i < xs.size(); ++i) EXPECT_NEAR(deviation(grads[i]), 1, 0.1) << name << " gradient " << i;
   };
   auto x = input({16, 32, 24, 24});
   auto ints = [](std::vector<int64_t> values) { return c10::IValue(c10::List<int64_t>(values)); };
@@ -230,7 +230,7 @@ TEST_F(Scaling, LossesKeepTorchsValueAndGiveAUnitGradient) {
     auto loss = U::cross_entropy(logits, labels, {}, -100, reduction);
     auto expected = at::cross_entropy_loss(logits, labels, {}, std::string(reduction) == "mean" ? 1 : 2);
     EXPECT_TRUE(torch::allclose(loss, expected));
-    EXPECT_NEAR(std_of(torch::autograd::grad({loss}, {logits})[0]), 1, 0.1);
+    EXPECT_NEAR(deviation(torch::autograd::grad({loss}, {logits})[0]), 1, 0.1);
   }
   auto weight = torch::rand(64, torch::kDouble) + 0.5;
   labels.index_put_({torch::arange(0, 8)}, -100);
@@ -239,12 +239,12 @@ TEST_F(Scaling, LossesKeepTorchsValueAndGiveAUnitGradient) {
   loss = U::cross_entropy(logits, labels, weight, -100, "mean", 0.1);
   auto grad = torch::autograd::grad({loss}, {logits})[0];
   EXPECT_TRUE(grad.slice(0, 0, 8).eq(0).all().item<bool>());
-  EXPECT_NEAR(std_of(grad.slice(0, 8)), 1, 0.1);
+  EXPECT_NEAR(deviation(grad.slice(0, 8)), 1, 0.1);
   auto image = input({4, 10, 6, 6});
   auto map = torch::randint(10, {4, 6, 6});
   loss = U::cross_entropy(image, map);
   EXPECT_TRUE(torch::allclose(loss, at::cross_entropy_loss(image, map)));
-  EXPECT_NEAR(std_of(torch::autograd::grad({loss}, {image})[0]), 1, 0.15);
+  EXPECT_NEAR(deviation(torch::autograd::grad({loss}, {image})[0]), 1, 0.15);
 }
 
 TEST_F(Scaling, DropoutScalesOnlyWhenItDrops) {

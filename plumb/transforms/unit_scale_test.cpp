@@ -17,8 +17,8 @@ using testing::HasSubstr;
 using namespace testing_models;
 
 // The graph after the pass, for a text; `state` holds what its get_attr nodes name.
-std::string after(const std::string& text, State state = {}, const UnitScaleOptions& options = {},
-                  Report* report = nullptr) {
+std::string after_scaling(const std::string& text, State state = {}, const UnitScaleOptions& options = {},
+                          Report* report = nullptr) {
   auto module = module_of(text, std::move(state));
   unit_scale(*module, options, report);
   module->lint();
@@ -34,7 +34,7 @@ State with(std::initializer_list<std::pair<const char*, std::vector<int64_t>>> p
 }
 
 TEST(UnitScale, ReplacesOperatorsByTheirEquivalents) {
-  EXPECT_EQ(after(R"(graph {
+  EXPECT_EQ(after_scaling(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %t: i64[4] = placeholder "t"
       %w = get_attr "w"
@@ -51,7 +51,7 @@ TEST(UnitScale, ReplacesOperatorsByTheirEquivalents) {
       %c = aten::cross_entropy_loss(%q, %t, None, 1, -100, 0.1)
       output(%c)
     })",
-                  with({{"w", {8, 8}}, {"b", {8}}})),
+                          with({{"w", {8, 8}}, {"b", {8}}})),
             same(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %t: i64[4] = placeholder "t"
@@ -74,7 +74,7 @@ TEST(UnitScale, ReplacesOperatorsByTheirEquivalents) {
 }
 
 TEST(UnitScale, SplitsASkipAndWeighsTheBranch) {
-  EXPECT_EQ(after(R"(graph {
+  EXPECT_EQ(after_scaling(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %f = aten::gelu(%x)
       %y = aten::add.Tensor(%f, %x)
@@ -92,7 +92,7 @@ TEST(UnitScale, SplitsASkipAndWeighsTheBranch) {
 }
 
 TEST(UnitScale, LeavesUsesBesideTheBranchOnTheSkipItself) {
-  const std::string text = after(R"(graph {
+  const std::string text = after_scaling(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %f = aten::gelu(%x)
       %h = aten::silu(%x)
@@ -106,7 +106,7 @@ TEST(UnitScale, LeavesUsesBesideTheBranchOnTheSkipItself) {
 
 TEST(UnitScale, NestsSplitsOfOneSkip) {
   // z = x + g(x + f(x)): the outer split comes first, and the inner one takes its branch.
-  EXPECT_EQ(after(R"(graph {
+  EXPECT_EQ(after_scaling(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %f = aten::gelu(%x)
       %y = aten::add.Tensor(%x, %f)
@@ -127,7 +127,7 @@ TEST(UnitScale, NestsSplitsOfOneSkip) {
 }
 
 TEST(UnitScale, TakesASumAsASkip) {
-  const std::string text = after(R"(graph {
+  const std::string text = after_scaling(R"(graph {
       %tok: f32[4, 8] = placeholder "tok"
       %pos: f32[4, 8] = placeholder "pos"
       %x = aten::add.Tensor(%tok, %pos)
@@ -141,7 +141,7 @@ TEST(UnitScale, TakesASumAsASkip) {
 }
 
 TEST(UnitScale, KeepsTheConstraintOfASumInsideABranch) {
-  const std::string text = after(R"(graph {
+  const std::string text = after_scaling(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %a = aten::gelu(%x)
       %b = aten::silu(%x)
@@ -156,7 +156,7 @@ TEST(UnitScale, LeavesAddsOfNumbersIntegersAndMasksAlone) {
   State state;
   state.add({"mask", AttrKind::Buffer, at::full({4, 4}, -INFINITY).triu(1)});
   Report report;
-  const std::string text = after(R"(graph {
+  const std::string text = after_scaling(R"(graph {
       %x: f32[4, 4] = placeholder "x"
       %i: i64[4] = placeholder "i"
       %mask = get_attr "mask"
@@ -169,7 +169,7 @@ TEST(UnitScale, LeavesAddsOfNumbersIntegersAndMasksAlone) {
       %n = aten::add.Tensor(%m, %g)
       output(%n, %j)
     })",
-                                 std::move(state), {}, &report);
+                                         std::move(state), {}, &report);
   EXPECT_THAT(text, HasSubstr("%a = aten::add.Tensor(%x, 1.0)"));
   EXPECT_THAT(text, HasSubstr("%j: i64[4] = aten::add.Tensor(%i, %i)"));
   EXPECT_THAT(text, HasSubstr("%m = aten::add.Tensor(%a, %mask)"));
@@ -181,7 +181,7 @@ TEST(UnitScale, LeavesAddsOfNumbersIntegersAndMasksAlone) {
 
 TEST(UnitScale, SaysWhatItLeavesAlone) {
   Report report;
-  after(
+  after_scaling(
       R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %p: f32[3] = get_attr "positions"
@@ -215,10 +215,10 @@ TEST(UnitScale, ReplacesWhatTheUserNamesFirst) {
   options.replace.push_back(
       {"aten::sigmoid", "", [](Graph& g, const Node& node) { return g.call("plumb::silu", {node.input(0)}); }});
   Report report;
-  const std::string text =
-      after(R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) %b = aten::sigmoid(%a) %c = aten::silu(%b)
+  const std::string text = after_scaling(
+      R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) %b = aten::sigmoid(%a) %c = aten::silu(%b)
       %y = aten::add.Tensor(%c, %x) output(%y) })",
-            {}, options, &report);
+      {}, options, &report);
   EXPECT_THAT(text, HasSubstr("%a = plumb::gelu("));
   EXPECT_THAT(text, HasSubstr("%b = plumb::silu("));
   EXPECT_THAT(text, HasSubstr("%c = plumb::silu("));
@@ -228,7 +228,7 @@ TEST(UnitScale, ReplacesWhatTheUserNamesFirst) {
 TEST(UnitScale, DoesNotReplaceAReplacement) {
   UnitScaleOptions options;
   options.replace.push_back({"aten::relu", "aten::gelu", nullptr});
-  EXPECT_THAT(after(R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) output(%a) })", {}, options),
+  EXPECT_THAT(after_scaling(R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) output(%a) })", {}, options),
               HasSubstr("aten::gelu(%x)"));
 }
 
@@ -236,10 +236,10 @@ TEST(UnitScale, RefusesAReplacementThatDoesNotExistOrFit) {
   UnitScaleOptions options;
   options.replace.push_back({"aten::relu", "plumb::no_such_operator", nullptr});
   const char* text = R"(graph { %x: f32[2] = placeholder "x" %a = aten::leaky_relu(%x, 0.3) output(%a) })";
-  EXPECT_THROW(after(text, {}, options), Error);
+  EXPECT_THROW(after_scaling(text, {}, options), Error);
   options.replace[0] = {"aten::leaky_relu", "aten::relu", nullptr};
   try {
-    after(text, {}, options);
+    after_scaling(text, {}, options);
     FAIL();
   } catch (const Error& e) {
     EXPECT_THAT(e.what(),
@@ -247,14 +247,14 @@ TEST(UnitScale, RefusesAReplacementThatDoesNotExistOrFit) {
   }
   UnitScaleOptions bad;
   bad.tau_mlp = 0;
-  EXPECT_THROW(after(text, {}, bad), Error);
+  EXPECT_THROW(after_scaling(text, {}, bad), Error);
 }
 
 TEST(UnitScale, PutsAddmmBackToALinear) {
   const std::string text =
-      after(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %t = aten::t(%w)
+      after_scaling(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %t = aten::t(%w)
       %y = aten::addmm(%b, %x, %t) output(%y) })",
-            with({{"w", {3, 8}}, {"b", {3}}}));
+                    with({{"w", {3, 8}}, {"b", {3}}}));
   EXPECT_THAT(text, HasSubstr("%y = plumb::linear(%x, %w, %b, constraint=None)"));
 }
 

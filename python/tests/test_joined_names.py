@@ -49,6 +49,7 @@ def room(tmp_path):
         "class Row final {\n};",
         "enum class Row { A };",
         "bool is_even(const std::map<int, int>& numbers, int first) {",
+        "bool is_even(const map<int, int>& numbers, bool strictly = true) {",
     ],
 )
 def test_two_things_of_one_name_are_found(room, text):
