@@ -41,6 +41,13 @@ MODULES = {
 }
 
 
+# Classes of the extension module have no docstrings to read.
+_NATIVE = {
+    "plumb": "`plumb.Graph`, its nodes and values are described in [Graph](../../design/graph.md#in-python). `plumb.Error` is the "
+    "exception of everything here: a `RuntimeError` with `kind`, `where` and `remedy`.\n\n"
+}
+
+
 def _rooms() -> list[str]:
     return draw_house.listed_rooms(ROOT)
 
@@ -53,7 +60,7 @@ def _reference() -> dict[str, str]:
         python.append(f"- [{module}](python/{module}.md)")
         options = "    options:\n      show_root_heading: false\n      heading_level: 2\n"
         options += f"      members: {members}\n" if members else ""
-        pages[uri] = f"# {module}\n\n::: {module}\n{options}"
+        pages[uri] = f"# {module}\n\n{_NATIVE.get(module, '')}::: {module}\n{options}"
     for room in _rooms():
         about = (ROOT / "plumb" / room / "README.md").read_text()
         about = re.sub(r"^#.*\n+", "", about)

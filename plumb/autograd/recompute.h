@@ -1,22 +1,21 @@
 // Computes cheap results again in the backward pass instead of keeping them.
 //
-// What a matrix product or convolution saves for its backward is often the output of a cheap operator (gelu, silu,
-// layer_norm, a product, a cast, a copy) whose own inputs are saved anyway. While a CheapRecompute lives, such
-// operators are remembered as they are called on this thread; what autograd saved of their results is replaced by how
-// to make it again. Values and gradients stay bit for bit the same:
+// A matrix product or convolution often saves the output of a cheap operator for its backward (gelu, silu, layer_norm,
+// a product, a cast, a copy) whose own inputs are saved anyway. While a CheapRecompute lives, such operators are
+// remembered as they are called on this thread. The results that autograd saved of them are replaced by a recipe to
+// make them again. Values and gradients stay bit for bit the same:
 //
 // - only operators that are deterministic functions of their arguments take part, none that draws, writes or looks
 //   anything up outside of them;
-// - a result that was written since, and one whose inputs nobody keeps, is kept as before; so is a small one, and what
-// a
-//   user's hooks or a checkpoint hold;
+// - a result that was written since, and one whose inputs nobody keeps, is kept as before; so is a small one, and one
+//   that a user's hooks or a checkpoint hold;
 // - memory that still lives when the backward comes is used as it is;
 // - an input that was written in place since raises Error(InvalidArgument), as autograd does; writes that version
 //   counters do not show (`.data`, raw memory) are the caller's risk, as with autograd, but for `check` below;
 // - as for any backward, threads must be as many as in the forward.
 //
-// A result that several nodes saved is made once for all of them, and not at all where a node's gradients do not need
-// it (a product's input, in the input half of a stage's backward).
+// A result that several nodes saved is made once for all of them, and not at all if a node's gradients do not need it
+// (a product's input, in the input half of a stage's backward).
 #pragma once
 
 #include <ATen/core/Tensor.h>

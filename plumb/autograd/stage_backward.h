@@ -67,9 +67,8 @@ struct InputHalf {
 // undefined where there is none.
 //
 // outputs: tensors that require no gradient, or are undefined, are skipped with their gradients.
-// output_grads: empty means ones for every output; an undefined entry means ones for a one-element output and is an
-// error
-//   for any other. Sizes must be the output's.
+// output_grads: empty means ones for every output. An undefined entry means ones for a one-element output and is an
+//   error for any other. Sizes must be the output's.
 // inputs: leaf tensors (their `.grad` is unset afterwards) or an InputBoundary.
 // input_seeds: gradients the inputs already have from elsewhere (later users of the same value), summed first. Boundary
 //   form only; empty, or one entry per input, undefined for none.

@@ -3,9 +3,9 @@
 //   auto fast = plumb::compile(plumb::unit_scale(module));
 //
 // fold: a factor (x * 3, x / 3, scale_fwd, scale_bwd, that of unit-scaled attention) before or behind a linear layer or
-//   matrix product becomes part of the product, views in between or not; factors of one chain become one, factors of
-//   one go. Powers of two keep every bit but for the order of
-//   the product's own sums; other factors round once where there were two roundings, and `exact` leaves those alone.
+//   matrix product becomes part of the product, views in between or not. Factors of one chain become one; factors of
+//   one go. Powers of two keep every bit but for the order of the product's own sums. Other factors round once in place
+//   of twice; `exact` leaves those alone.
 // fuse: pointwise operators whose inner results nobody else sees become one plumb::pointwise (pointwise/pointwise.h):
 //   add, sub, mul, div, neg, relu, sigmoid, tanh, exp, sqrt, silu, gelu, and the unit-scaled gelu, silu, silu_glu, add
 //   and residual_add of 32 and 64 bits, with their factors. Values and gradients keep every bit but where factors

@@ -6,26 +6,23 @@
 //
 // Five stages:
 //   1. operators in `replace` become what is given there;
-//   2. linear, matmul, convolutions, embedding, gelu, silu, softmax, layer_norm, rms_norm,
-//   scaled_dot_product_attention,
-//      dropout, cross_entropy, mse_loss and add become plumb::* operators; recurrent layers and cells stay what they
-//      are, with factors around them (recurrent.h);
+//   2. linear, matmul, convolutions, embedding, gelu, silu, softmax, layer_norm, rms_norm, dropout, cross_entropy,
+//      mse_loss, add and scaled_dot_product_attention become plumb::* operators; recurrent layers and cells stay what
+//      they are, with factors around them (recurrent.h);
 //   3. an add of which one operand is computed from the other is residual: plumb::residual_split at the skip, and
 //      plumb::residual_add with weight tau. Only uses on the residual branch see the split's branch side. (Two branches
 //      of one skip that share their first operators share the split of the one that ends first, for gradients can be
 //      weighted once.)
-//   4. operators with no residual_add after them lose their constraint: their scales are each as their rule says. An
-//   add
-//      inside a residual branch keeps its constraint, any other is unconstrained: nothing goes around it;
+//   4. operators with no residual_add after them lose their constraint: each of their scales is as its rule says. An
+//      add inside a residual branch keeps its constraint, any other is unconstrained: nothing goes around it;
 //   5. weights of the replaced operators are divided by their standard deviation, biases become zero. A tensor is
-//   changed
-//      once, whatever its names; views of it (packed projections) count as it. If something else uses a weight, too,
-//      then the weight is left as it is, and so are the operators that use it.
+//      changed once, whatever its names; views of it (packed projections) count as it. If something else uses a
+//      weight, too, then the weight is left as it is, and so are the operators that use it.
 //
 // In-place adds count as adds where nobody sees the difference (pass functionalise). Passes simulate_format and
 // track_scales may have been run before: the result is as if unit_scale had come first.
-// What is not touched: operators without an equivalent, adds of numbers, integer arithmetic, attention masks,
-// computations that no gradient flows through. The report says so.
+// Left alone: operators without an equivalent, adds of numbers, integer arithmetic, attention masks, computations that
+// no gradient flows through. The report says so.
 #pragma once
 
 #include <functional>

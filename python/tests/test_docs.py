@@ -11,6 +11,8 @@ import sys
 import pytest
 from test_readme import DOCUMENTS, ROOT, fences
 
+import plumb
+
 PAGES = sorted(p for folder in ("tutorials", "howto") for p in (ROOT / "docs" / folder).glob("*.md") if p.stem != "extend")
 BUILD = pathlib.Path(os.environ.get("PLUMB_BUILD_DIR", ROOT / "build"))
 TITLE = re.compile(r'title="([\w.]+)"')
@@ -81,6 +83,16 @@ def test_tests_that_pages_name_are_there():
         gone += [(page.name, t) for t in re.findall(r"\*(?:\w+/)?([A-Z]\w+\.[A-Z]\w+)\*", text) if t not in cpp]
         gone += [(page.name, t) for t in re.findall(r"[*`](test_\w+)(?:\.py)?(?:\[[^\]]*\])?[*`]", text) if t not in python]
     assert not gone
+
+
+def test_members_of_graphs_on_their_page_are_there():
+    page = (ROOT / "docs" / "design" / "graph.md").read_text()
+    graph = plumb.parse_graph('graph {\n  %x: f32[2] = placeholder "x"\n  output(%x)\n}\n')
+    node = graph.nodes[0]
+    for name, thing in (("Graph", graph), ("Node", node), ("Value", node.results[0])):
+        row = re.search(rf"^\| `{name}` \| (.*) \|$", page, re.M).group(1)
+        listed = set(re.findall(r"`(\w+)(?=[(`])", row)) - {"len", "str"}
+        assert listed == {m for m in dir(thing) if not m.startswith("_")}
 
 
 @pytest.mark.skipif(shutil.which("mkdocs", path=ENVIRONMENT["PATH"]) is None, reason="the site's tools are not installed")
