@@ -1,10 +1,14 @@
 """`pip install --no-build-isolation .` into an environment of its own, from the build that is there."""
 
+import importlib.metadata
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 
 import pytest
 
@@ -67,3 +71,91 @@ def test_command_without_its_program_says_what_to_do(environment):
     done = subprocess.run([python, "-c", script], cwd=home, env=env, capture_output=True, text=True)
     assert done.returncode == 1
     assert "bin/plumb is missing" in done.stderr and "pip install" in done.stderr
+
+
+def version_of_the_project():
+    return re.search(r"^project\(plumb VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text(), re.M).group(1)
+
+
+def test_version_stands_in_one_place(environment):
+    home, python, site, env = environment
+    version = version_of_the_project()
+    (metadata,) = importlib.metadata.distributions(path=[str(site)], name="plumb")
+    assert metadata.version == version
+    script = "import plumb; print(plumb.__version__)"
+    done = subprocess.run([python, "-c", script], cwd=home, env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == version
+    for file in ("pyproject.toml", "setup.py", "python/plumb/__init__.py", "python/plumb/_version.py"):
+        assert version not in (ROOT / file).read_text(), f"{file} says the version again"
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_package_has_its_licence_says_that_it_is_typed_and_asks_for_the_torch_it_was_built_with(environment):
+    home, python, site, env = environment
+    (distribution,) = importlib.metadata.distributions(path=[str(site)], name="plumb")
+    assert distribution.metadata["License-Expression"] == "BSD-3-Clause"
+    assert any(str(f).endswith("licenses/LICENSE") for f in distribution.files)
+    assert (site / "plumb" / "py.typed").exists()
+    built = re.search(r'TORCH = "(\d+\.\d+)', (site / "plumb" / "_built.py").read_text()).group(1)
+    assert f"torch=={built}.*" in distribution.requires
+
+
+def test_another_torch_is_refused_with_both_versions_and_what_to_do(environment):
+    home, python, site, env = environment
+    facts = site / "plumb" / "_built.py"
+    ours = facts.read_text()
+    here = re.search(r'TORCH = "(.*)"', ours).group(1)
+    facts.write_text(ours.replace(here, "2.1.7"))
+    try:
+        imported = subprocess.run([python, "-c", "import plumb"], cwd=home, env=env, capture_output=True, text=True)
+        command = subprocess.run([home / "bin" / "plumb", "--help"], cwd=home, env=env, capture_output=True, text=True)
+    finally:
+        facts.write_text(ours)
+    for done, start in ((imported, "ImportError: plumb "), (command, "plumb: plumb ")):
+        assert done.returncode == 1
+        line = done.stderr.strip().splitlines()[-1]
+        assert line.startswith(start + version_of_the_project() + " was built with torch 2.1.7")
+        assert f"torch {here}" in line and "pip install 'torch==2.1.*'" in line and "--no-build-isolation" in line
+
+
+def test_another_patch_of_the_same_torch_is_taken(environment):
+    home, python, site, env = environment
+    script = (
+        "import runpy; check = runpy.run_path('plumb/_torch_check.py'); torch = check['built']()['TORCH']\n"
+        "minor = '.'.join(torch.split('.')[:2])\n"
+        "assert check['refusal'](minor + '.99+other', '/there') is None\n"
+        "assert '(/there)' in check['refusal']('3' + minor, '/there')"
+    )
+    done = subprocess.run([python, "-c", script], cwd=site, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_libraries_are_looked_for_beside_the_package_only(environment):
+    home, python, site, env = environment
+    files = [next((site / "plumb").glob("_C.*.so")), site / "plumb" / "lib" / "libplumb.so"]
+    for file in files:
+        shown = subprocess.run(["readelf", "-d", file], capture_output=True, text=True, check=True).stdout
+        (path,) = re.findall(r"R(?:UN)?PATH\).*\[(.*)\]", shown)
+        assert all(part.startswith("$ORIGIN/") for part in path.split(":")), f"{file.name}: {path}"
+
+
+def test_source_distribution_has_what_the_build_needs(tmp_path):
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns("build*", ".venv", ".git", "demo", "dist", "*.so", "_built.py")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    subprocess.run([sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path], cwd=tree, check=True, capture_output=True)
+    version = version_of_the_project()
+    with tarfile.open(tmp_path / f"plumb-{version}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / f"plumb-{version}"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    needed = [f for f in tracked if re.match(r"plumb/|cmake/|python/(plumb|bindings)/|[^/]+\.(toml|py|md)$|LICENSE", f)]
+    for file in needed:
+        if not re.search(r"_test\.cpp$|testdata|HACKING\.md|mkdocs", file):
+            assert (unpacked / file).exists(), f"{file} is not in the source distribution"
+    # Every file that CMake names is there: it configures as setup.py does.
+    cmake = shutil.which("cmake", path=os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"])
+    options = [f"-DPLUMB_PYTHON={sys.executable}", "-DPLUMB_TESTS=OFF", "-DPLUMB_JOINED=ON"]
+    done = subprocess.run([cmake, "-S", unpacked, "-B", tmp_path / "b", *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f'VERSION = "{version}"' in (unpacked / "python" / "plumb" / "_built.py").read_text()

@@ -86,3 +86,71 @@ def test_nothing_to_do_does_nothing(bootstrap):
     bootstrap.stand_in("dpkg-query", "echo asked >&2; exit 1")
     done = bootstrap(TORCH_PYTHON="")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def run_level(bootstrap, *arguments):
+    """With stand-ins for a machine without packages and without root: the line it prints."""
+    bootstrap.stand_in("dpkg-query", "exit 1")
+    bootstrap.stand_in("id", "echo 1000")
+    bootstrap.stand_in("sudo", "exit 1")
+    env = {**os.environ, "PATH": f"{bootstrap.folder / 'commands'}:{os.environ['PATH']}"}
+    script = bootstrap.folder / "tools/bootstrap.sh"
+    return subprocess.run([script, *arguments], env=env, capture_output=True, text=True)
+
+
+def test_the_demo_needs_no_browser_and_no_test_library_and_each_level_has_what_those_before_it_have(bootstrap):
+    packages = []
+    for level in ("demo", "wheel", "test", "dev"):
+        done = run_level(bootstrap, level)
+        assert done.returncode == 1
+        packages.append(set(done.stderr.splitlines()[-1].split("install -y ")[1].split()))
+    demo, wheel, test, dev = packages
+    assert demo < wheel < test < dev
+    assert not any("test" in p or "chromium" in p or "python3-dev" in p for p in demo)
+    assert "chromium" in test and "libbenchmark-dev" in dev
+
+
+def test_a_level_that_does_not_exist_is_named(bootstrap):
+    done = run_level(bootstrap, "everything")
+    assert done.returncode == 1 and "no level 'everything'; there are demo wheel test dev" in done.stderr
+
+
+def stamp(bootstrap, name):
+    text = subprocess.run(
+        ["bash", "-c", 'cat tools/bootstrap.sh tools/requirements.txt | cksum; echo ""; pwd'],
+        cwd=bootstrap.folder, capture_output=True, text=True,
+    ).stdout.rstrip("\n")  # fmt: skip
+    python = bootstrap.folder / ".venv/bin/python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    (bootstrap.folder / ".venv" / name).write_text(text)
+
+
+@pytest.mark.parametrize("level, enough", [("demo", True), ("test", True), ("dev", False)])
+def test_a_higher_level_has_what_a_lower_one_asks_for(bootstrap, level, enough):
+    stamp(bootstrap, ".plumb-stamp-test")
+    checked = run_level(bootstrap, "--check", level)
+    assert (checked.returncode == 0, checked.stdout, checked.stderr) == (enough, "", "")
+    assert (run_level(bootstrap, level).returncode == 0) == enough
+
+
+def test_the_demo_says_first_how_long_it_takes_and_what_it_does(bootstrap):
+    bootstrap.stand_in("dpkg-query", "exit 1")
+
+    def announced(jobs):
+        script = bootstrap.folder / "tools/announce.sh"
+        return subprocess.run([script, "demo", "build", str(jobs)], capture_output=True, text=True, check=True).stdout
+
+    def minutes(text):
+        return int(text.split("about ")[1].split()[0])
+
+    first = announced(2)
+    assert "installs" in first and "compiles" in first and "trains a small GPT four times" in first
+    assert minutes(announced(1)) > minutes(first) >= minutes(announced(16))
+    stamp(bootstrap, ".plumb-stamp-demo")
+    assert "installs" not in announced(2) and "compiles" in announced(2)
+    (bootstrap.folder / "build/bin").mkdir(parents=True)
+    (bootstrap.folder / "build/bin/plumb_demo").touch()
+    again = announced(2)
+    assert "compiles" not in again and minutes(again) < minutes(first)
