@@ -28,9 +28,10 @@ fi
 sources=$(list 'plumb/*.cpp' | grep -v -e _test.cpp -e gloo_ || true)
 if [ -n "$sources" ]; then
   echo "lint: clang-tidy"
-  # Every file by itself, and without precompiled headers, which mean nothing to clang.
+  # Every file by itself. GCC's precompiled header means nothing to clang: take its options out.
   cmake -S . -B "$build/lint" -G Ninja --log-level=WARNING -DPLUMB_PYTHON="$PWD/.venv/bin/python" -DPLUMB_JOINED=OFF \
-    -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON || failed+=" configure"
+    >/dev/null || failed+=" configure"
+  sed -i -E 's/ -fpch-preprocess| -Winvalid-pch| -include [^ "]*cmake_pch.hxx//g' "$build/lint/compile_commands.json"
   printf '%s\n' $sources | xargs -P "${JOBS:-2}" -n 1 clang-tidy -p "$build/lint" --quiet 2>/dev/null || failed+=" clang-tidy"
 fi
 [ -z "$failed" ] || { echo "lint: failed:$failed" >&2; exit 1; }
