@@ -1,7 +1,8 @@
-"""Writes the tables of docs/pipeline.md: which runs over processes equal one process, and what faults look like.
+"""Writes the tables of docs/pipeline.md: the schedules, which runs over processes equal one process, and faults.
 
 pipeline_tables.py [BUILD]: runs the roles of BUILD/tests/plumb_pipeline_test as processes of their own and replaces what
 stands between the file's marks `<!-- NAME -->` and `<!-- end of NAME -->`.
+pipeline_tables.py --schedules: writes the table of schedules alone, from the engine's list.
 """
 
 from __future__ import annotations
@@ -17,11 +18,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "pipeline.md"
 MODELS = ["mlp", "ragged", "skip", "tied", "norm", "tokens", "inplace", "half", "cut"]
-SCHEDULES = {  # stages a rank
-    "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
-    "DualPipeV": 2, "ZBH1": 1, "ZBH2": 1, "VHalf": 2, "VMin": 2, "DualPipe": 1,
-}  # fmt: skip
 MICROBATCHES = 8
+
+
+def stages_a_rank() -> dict[str, int]:
+    """The stages a rank that each schedule is run with, by name."""
+    from plumb import _C
+
+    traits = map(_C.schedule_traits, _C.schedule_names())
+    return {t["name"]: min(2, t["max_stages_per_rank"]) for t in traits}
+
+
+def schedules() -> str:
+    from plumb import _C
+
+    lines = ["", "| schedule | Python | stages a rank | halves the backward | |", "|---|---|---|---|---|"]
+    for t in map(_C.schedule_traits, _C.schedule_names()):
+        most = t["max_stages_per_rank"]
+        stages = "any number" if most > 2 else "2, each also on the mirrored rank" if t["bidirectional"] else str(most)
+        halves = "yes" if t["splits_backward"] else ""
+        lines.append(f"| {t['name']} | `Schedule{t['name']}` | {stages} | {halves} | {t['summary']} |")
+    return "\n".join(lines)
 
 
 class Ended:
@@ -83,15 +100,15 @@ def differences(mine: dict[str, str], one: dict[str, str]) -> int:
 
 
 def equality(build: Path) -> str:
-    lines = []
+    lines, per_rank_of = [], stages_a_rank()
     for ranks in (2, 4):
-        cases = {(m, s): f"{m},{s},{ranks},{MICROBATCHES},{v}" for m in MODELS for s, v in SCHEDULES.items()}
+        cases = {(m, s): f"{m},{s},{ranks},{MICROBATCHES},{v}" for m in MODELS for s, v in per_rank_of.items()}
         alone = {(m, n): f"{m},LoopedBFS,1,{MICROBATCHES},{n}" for m in MODELS for n in (ranks, 2 * ranks)}
         over = run_role(build, ranks, ROLE="train", CASES=";".join(cases.values()) + ";")
         one = run_role(build, 1, ROLE="train", CASES=";".join(alone.values()) + ";")
         lines += ["", f"{ranks} processes:", "", "| schedule | " + " | ".join(MODELS) + " |"]
         lines += ["|---" * (len(MODELS) + 1) + "|"]
-        for schedule, per_rank in SCHEDULES.items():
+        for schedule, per_rank in per_rank_of.items():
             cells = []
             for m in MODELS:
                 expected = values(one, alone[m, ranks * per_rank])
@@ -127,17 +144,23 @@ def faults(build: Path) -> str:
     return "\n".join(lines)
 
 
+def put(text: str, name: str, section: str) -> str:
+    """The document with a section between its marks replaced."""
+    return re.sub(
+        rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", lambda m: m[1] + section + "\n\n" + m[2], text, flags=re.S
+    )
+
+
 def main() -> None:
+    only_schedules = sys.argv[1:] == ["--schedules"]
     build = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build")
+    sections = {"schedules": schedules}
+    if not only_schedules:
+        sections |= {"equality": lambda: equality(build), "faults": lambda: faults(build)}
     text = DOCUMENT.read_text()
-    for name, make in (("equality", equality), ("faults", faults)):
-        section = make(build)
-        text = re.sub(
-            rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)",
-            lambda m: m[1] + section + "\n\n" + m[2],
-            text,
-            flags=re.S,
-        )
+    for name, make in sections.items():
+        section = make()
+        text = put(text, name, section)
         print(section, flush=True)
     DOCUMENT.write_text(text)
 

@@ -16,6 +16,6 @@ ls "$from"/test_*.py > /dev/null
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cp -r "$from"/. "$work"
-cp "$root/tools/published_pipelining/sitecustomize.py" "$work"
+cp -r "$root/tools/published_pipelining"/. "$work"
 cd "$work"
 OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 PYTHONPATH=$work:$root/python${PYTHONPATH:+:$PYTHONPATH} "$python" -m pytest -q -p no:cacheprovider "$@"

@@ -117,9 +117,9 @@ void plan(const PlanArguments& o) {
   options.stages_per_rank = o.stages_per_rank;
   options.names = o.names;
   if (o.names.empty()) {
-    // Two-way tables take every parameter twice and have another order of summation: only if they are asked for.
+    // Bidirectional tables take every parameter twice and have another order of summation: only if they are asked for.
     for (const std::string& name : schedule_names()) {
-      if (!schedule_traits(name).two_way) options.names.push_back(name);
+      if (!schedule_traits(name).bidirectional) options.names.push_back(name);
     }
     options.names.push_back("Searched");
   }

@@ -265,7 +265,7 @@ TEST(Pipeline, SumsTiedWeightsAsEagerDoesForOneMicrobatch) {
 TEST(Pipeline, OneProcessEqualsEagerUnderEverySchedule) {
   for (const auto& name : schedule_names()) {
     const auto& traits = schedule_traits(name);
-    if (traits.two_way) continue;
+    if (traits.bidirectional) continue;
     const int per_rank = std::max(traits.min_stages_per_rank, traits.max_stages_per_rank > 1 ? 2 : 1);
     for (const char* model : {"mlp", "skip", "norm"}) {
       auto m = test_model(model, per_rank);

@@ -5,15 +5,15 @@
 #include <utility>
 
 #include "plumb/core/error.h"
-#include "plumb/schedule/walk.h"
+#include "plumb/schedule/event_simulation.h"
 
 namespace plumb {
 namespace {
 
 using schedule_internal::Event;
 using schedule_internal::EventKind;
+using schedule_internal::EventSimulation;
 using schedule_internal::StageGraph;
-using schedule_internal::Walk;
 
 constexpr std::int32_t kAbsent = -1;
 
@@ -365,23 +365,23 @@ class Checker {
 
   void check_progress() {
     Costs costs = Costs{}.for_stages(schedule_.num_stages(), schedule_.num_ranks());
-    Walk walk(schedule_, graph_, costs,
-              {.blocking_receives = options_.blocking_receives || options_.blocking_sends,
-               .blocking_sends = options_.blocking_sends,
-               .keep_spans = false});
-    if (walk.finished()) return;
+    EventSimulation events(schedule_, graph_, costs,
+                           {.blocking_receives = options_.blocking_receives || options_.blocking_sends,
+                            .blocking_sends = options_.blocking_sends,
+                            .keep_spans = false});
+    if (events.finished()) return;
     // Every stuck rank waits for one that is stuck too: from any of them the way leads into a ring.
     std::vector<char> seen(schedule_.rows.size(), 0);
-    int rank = walk.stuck_ranks.front();
+    int rank = events.stuck_ranks.front();
     while (!seen[rank]) {
       seen[rank] = 1;
-      rank = place_of(walk.missing[rank]).first;
+      rank = place_of(events.missing[rank]).first;
     }
     std::string ring;
     int first = rank, length = 0;
     do {
-      int stop = static_cast<int>(walk.positions[rank]);
-      auto [next, wanted] = place_of(walk.missing[rank]);
+      int stop = static_cast<int>(events.positions[rank]);
+      auto [next, wanted] = place_of(events.missing[rank]);
       if (++length > 1) ring += "; ";
       if (length <= 8) {
         ring += "rank " + std::to_string(rank) + " stops at " + to_string(schedule_.rows[rank][stop]) + " (position " +
@@ -390,7 +390,7 @@ class Checker {
       rank = next;
     } while (rank != first);
     if (length > 8) ring += "... (" + std::to_string(length) + " ranks in the ring)";
-    int stop = static_cast<int>(walk.positions[first]);
+    int stop = static_cast<int>(events.positions[first]);
     add(ProblemKind::Deadlock, first, stop, schedule_.rows[first][stop], "deadlock: " + ring);
   }
 

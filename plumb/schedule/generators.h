@@ -53,20 +53,22 @@ Schedule v_min_schedule(int num_ranks, int num_microbatches);
 // be added before the optimiser. p has to be even.
 Schedule dual_pipe_schedule(int num_ranks, int num_microbatches);
 
-// Names as in torch, upper and lower case alike: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
-// ZBVZeroBubble, DualPipeV, and those of schedule_names().
-const std::vector<std::string>& schedule_names();
-
+// A row of the list of schedules (names.cpp). The Python class `ScheduleNAME`, the command's --schedule and the table
+// in docs/pipeline.md follow from it.
 struct ScheduleTraits {
   std::string name;
+  std::string summary;          // one sentence; says where the schedule was published
   bool v_shape = false;         // placement
-  bool two_way = false;         // every stage on two ranks
+  bool bidirectional = false;   // every stage on two ranks
   int min_stages_per_rank = 1;  // the numbers of stages a rank it can be made for
   int max_stages_per_rank = 1;
   bool splits_backward = false;  // uses I and W
 };
 
-// Raises Error(InvalidArgument) that lists the names for one that is unknown.
+// Names as in torch, in the order of the list.
+const std::vector<std::string>& schedule_names();
+
+// Upper and lower case are alike. Raises Error(InvalidArgument) that lists the names for one that is unknown.
 const ScheduleTraits& schedule_traits(std::string_view name);
 
 // The table of that name. stages_per_rank 0 takes the least the schedule can be made for (two for the interleaved

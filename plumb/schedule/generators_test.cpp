@@ -161,7 +161,7 @@ Schedule any_schedule() {
   const ScheduleTraits& traits = schedule_traits(name);
   int stages = *rc::gen::inRange(traits.min_stages_per_rank, std::min(traits.max_stages_per_rank, 4) + 1);
   int ranks = *rc::gen::inRange(1, 9);
-  if (traits.two_way && ranks % 2) ++ranks;
+  if (traits.bidirectional && ranks % 2) ++ranks;
   return make_schedule(name, ranks, *rc::gen::inRange(1, 33), stages);
 }
 
@@ -171,7 +171,7 @@ TEST(Generators, AnyTableRoundTripsThroughCsv) {
     for (const Schedule& table : {schedule, lower_schedule(schedule), with_idle_ticks(schedule)}) {
       Schedule read = parse_csv(to_csv(table));
       RC_ASSERT(read.rows == table.rows);
-      // The way back of a two-way placement shows in rows only if there is a microbatch that takes it.
+      // The way back of a bidirectional placement shows in rows only if there is a microbatch that takes it.
       for (int s = 0; s < table.placement.num_stages(); ++s) {
         for (int m = 0; m < table.num_microbatches; ++m)
           RC_ASSERT(read.placement.rank_of(s, m) == table.placement.rank_of(s, m));

@@ -7,13 +7,13 @@
 
 #include "plumb/core/error.h"
 #include "plumb/schedule/check.h"
-#include "plumb/schedule/walk.h"
+#include "plumb/schedule/event_simulation.h"
 
 namespace plumb {
 namespace {
 
+using schedule_internal::EventSimulation;
 using schedule_internal::StageGraph;
-using schedule_internal::Walk;
 
 // A message and where its ends go: into the rows of both ranks at one instant.
 struct Message {
@@ -27,7 +27,7 @@ struct Message {
   auto key() const { return std::tie(time, from_rank, from_position, backward, edge, microbatch); }
 };
 
-std::vector<Message> find_messages(const Schedule& schedule, const StageGraph& graph, const Walk& walk) {
+std::vector<Message> find_messages(const Schedule& schedule, const StageGraph& graph, const EventSimulation& events) {
   std::vector<Message> messages;
   const Placement& placement = schedule.placement;
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
@@ -37,7 +37,7 @@ std::vector<Message> find_messages(const Schedule& schedule, const StageGraph& g
         int peer = placement.rank_of(other, microbatch);
         if (peer == rank) return;
         messages.push_back(
-            {walk.spans[rank][i].end, rank, peer, static_cast<std::int32_t>(i), edge, microbatch, backward});
+            {events.spans[rank][i].end, rank, peer, static_cast<std::int32_t>(i), edge, microbatch, backward});
       };
       for (const Action& part : {action.first_part(), action.second_part()}) {
         if (part.kind == ActionKind::Forward) {
@@ -168,9 +168,9 @@ Schedule lower_schedule(const Schedule& given, const StageEdges& edges, const Lo
   Schedule schedule = without_idle(given);
   if (!options.keep_pairs) split_pairs(schedule);
   StageGraph graph(edges, schedule.num_stages());
-  Walk walk(schedule, graph, Costs{}.for_stages(schedule.num_stages(), schedule.num_ranks()));
+  EventSimulation events(schedule, graph, Costs{}.for_stages(schedule.num_stages(), schedule.num_ranks()));
 
-  std::vector<Message> messages = find_messages(schedule, graph, walk);
+  std::vector<Message> messages = find_messages(schedule, graph, events);
   std::vector<std::vector<std::size_t>> of_rank(schedule.rows.size());
   for (std::size_t i = 0; i < messages.size(); ++i) {
     of_rank[messages[i].from_rank].push_back(i);
@@ -196,7 +196,7 @@ Schedule lower_schedule(const Schedule& given, const StageEdges& edges, const Lo
       }
     };
     for (std::size_t i = 0; i < row.size(); ++i) {
-      place_until(walk.spans[rank][i].start);
+      place_until(events.spans[rank][i].start);
       surroundings.before(i, out);
       out.push_back(row[i]);
       surroundings.after(row[i], out);

@@ -1,6 +1,7 @@
 // Schedules by name, and what the generators share.
 #include <algorithm>
 #include <cctype>
+#include <functional>
 
 #include "plumb/core/error.h"
 #include "plumb/schedule/generators.h"
@@ -49,25 +50,82 @@ namespace {
 
 constexpr int kMany = 1 << 20;
 
+using Generator = std::function<Schedule(int ranks, int microbatches, int stages_per_rank)>;
+
+Generator one_stage(Schedule (*make)(int, int)) {
+  return [make](int ranks, int microbatches, int) { return make(ranks, microbatches); };
+}
+
 struct Entry {
   ScheduleTraits traits;
-  Schedule (*make)(int ranks, int microbatches, int stages_per_rank);
+  Generator make;
 };
 
+// The list of schedules.
 const std::vector<Entry>& entries() {
   static const std::vector<Entry> table = {
-      {{"GPipe", false, false, 1, 1, false}, [](int p, int n, int) { return gpipe_schedule(p, n); }},
-      {{"1F1B", false, false, 1, 1, false}, [](int p, int n, int) { return one_f_one_b_schedule(p, n); }},
-      {{"Interleaved1F1B", false, false, 1, kMany, false}, interleaved_1f1b_schedule},
-      {{"LoopedBFS", false, false, 1, kMany, false}, [](int p, int n, int v) { return looped_bfs_schedule(p, n, v); }},
-      {{"InterleavedZeroBubble", false, false, 1, kMany, true}, interleaved_zero_bubble_schedule},
-      {{"ZBVZeroBubble", true, false, 2, 2, true}, [](int p, int n, int) { return zbv_schedule(p, n); }},
-      {{"DualPipeV", true, false, 2, 2, true}, [](int p, int n, int) { return dual_pipe_v_schedule(p, n); }},
-      {{"ZBH1", false, false, 1, 1, true}, [](int p, int n, int) { return zb_h1_schedule(p, n); }},
-      {{"ZBH2", false, false, 1, 1, true}, [](int p, int n, int) { return zb_h2_schedule(p, n); }},
-      {{"VHalf", true, false, 2, 2, true}, [](int p, int n, int) { return v_half_schedule(p, n); }},
-      {{"VMin", true, false, 2, 2, true}, [](int p, int n, int) { return v_min_schedule(p, n); }},
-      {{"DualPipe", false, true, 1, 1, true}, [](int p, int n, int) { return dual_pipe_schedule(p, n); }},
+      {{.name = "GPipe", .summary = "All forwards, then all backwards (arXiv 1811.06965)."}, one_stage(gpipe_schedule)},
+      {{.name = "1F1B",
+        .summary = "Forwards until the first backward can come, then one forward, one backward (arXiv 2006.09503)."},
+       one_stage(one_f_one_b_schedule)},
+      {{.name = "Interleaved1F1B",
+        .summary = "1F1B over several stages a rank, microbatches in rounds (arXiv 2104.04473). Any number of "
+                   "microbatches.",
+        .max_stages_per_rank = kMany},
+       interleaved_1f1b_schedule},
+      {{.name = "LoopedBFS",
+        .summary = "All microbatches through one stage of a rank before the next stage (arXiv 2211.05953).",
+        .max_stages_per_rank = kMany},
+       [](int ranks, int microbatches, int stages) { return looped_bfs_schedule(ranks, microbatches, stages); }},
+      {{.name = "InterleavedZeroBubble",
+        .summary = "Interleaved 1F1B with weight backwards where a rank would wait (arXiv 2401.10241).",
+        .max_stages_per_rank = kMany,
+        .splits_backward = true},
+       interleaved_zero_bubble_schedule},
+      {{.name = "ZBVZeroBubble",
+        .summary = "Two stages a rank in a V; no bubble if forward, input and weight backward cost the same (arXiv "
+                   "2401.10241, section 6).",
+        .v_shape = true,
+        .min_stages_per_rank = 2,
+        .max_stages_per_rank = 2,
+        .splits_backward = true},
+       one_stage(zbv_schedule)},
+      {{.name = "DualPipeV",
+        .summary = "Two stages a rank in a V, forwards and backwards of different microbatches in pairs (DualPipe cut "
+                   "in half).",
+        .v_shape = true,
+        .min_stages_per_rank = 2,
+        .max_stages_per_rank = 2,
+        .splits_backward = true},
+       one_stage(dual_pipe_v_schedule)},
+      {{.name = "ZBH1",
+        .summary = "1F1B with the backward halved, in 1F1B's memory (arXiv 2401.10241).",
+        .splits_backward = true},
+       one_stage(zb_h1_schedule)},
+      {{.name = "ZBH2",
+        .summary = "1F1B with the backward halved, with about twice its memory and hardly a bubble (arXiv 2401.10241).",
+        .splits_backward = true},
+       one_stage(zb_h2_schedule)},
+      {{.name = "VHalf",
+        .summary = "Two stages a rank in a V, about half of 1F1B's memory (arXiv 2405.15362).",
+        .v_shape = true,
+        .min_stages_per_rank = 2,
+        .max_stages_per_rank = 2,
+        .splits_backward = true},
+       one_stage(v_half_schedule)},
+      {{.name = "VMin",
+        .summary = "Two stages a rank in a V, about a third of 1F1B's memory (arXiv 2405.15362).",
+        .v_shape = true,
+        .min_stages_per_rank = 2,
+        .max_stages_per_rank = 2,
+        .splits_backward = true},
+       one_stage(v_min_schedule)},
+      {{.name = "DualPipe",
+        .summary = "Every stage on two ranks, s and p - 1 - s; half of the microbatches enter at either end (arXiv "
+                   "2412.19437).",
+        .bidirectional = true,
+        .splits_backward = true},
+       one_stage(dual_pipe_schedule)},
   };
   return table;
 }

@@ -86,18 +86,18 @@ Placement infer_placement(const std::vector<std::vector<Action>>& rows) {
   }
   Placement placement;
   placement.ranks.assign(static_cast<std::size_t>(num_stages), -1);
-  // The rank of a stage's first and last microbatch: they differ only in a two-way table.
+  // The rank of a stage's first and last microbatch: they differ only in a bidirectional table.
   std::vector<Seen> first(placement.ranks.size(), {-1, -1, -1}), last = first;
   for (const Seen& seen : forwards) {
     if (first[seen.stage].rank < 0 || seen.microbatch < first[seen.stage].microbatch) first[seen.stage] = seen;
     if (last[seen.stage].rank < 0 || seen.microbatch > last[seen.stage].microbatch) last[seen.stage] = seen;
   }
-  bool two_way = false;
+  bool bidirectional = false;
   for (std::size_t stage = 0; stage < first.size(); ++stage) {
     placement.ranks[stage] = first[stage].rank;
-    two_way |= first[stage].rank != last[stage].rank;
+    bidirectional |= first[stage].rank != last[stage].rank;
   }
-  if (!two_way) return placement;
+  if (!bidirectional) return placement;
   Placement candidate = placement;
   candidate.reverse_from = -1;
   for (const Seen& seen : forwards) {

@@ -23,7 +23,7 @@ using StageEdges = std::vector<StageEdge>;
 
 StageEdges chain_edges(int num_stages);
 
-// Which rank runs a stage. In a two-way table (DualPipe) every stage lives on two ranks: microbatches from
+// Which rank runs a stage. In a bidirectional table (DualPipe) every stage lives on two ranks: microbatches from
 // `reverse_from` on run on `reverse_ranks`.
 struct Placement {
   std::vector<int> ranks;          // by stage
@@ -62,7 +62,8 @@ struct Schedule {
 // The table without idle entries.
 Schedule without_idle(Schedule schedule);
 // The table with idle entries so that a column is a tick: every action takes one, and waits for what it needs from a
-// column before. Compute-only tables; raises Error(Schedule) for one that deadlocks.
+// column before. Pairs have no length in ticks: a table with pairs is returned without idle entries. Compute-only
+// tables; raises Error(Schedule) for one that deadlocks.
 Schedule with_idle_ticks(const Schedule& schedule);
 
 // torch's CSV: a line a rank, a cell an action, empty cells idle. Both compute-only and lowered tables.

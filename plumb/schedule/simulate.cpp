@@ -7,7 +7,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/schedule/check.h"
-#include "plumb/schedule/walk.h"
+#include "plumb/schedule/event_simulation.h"
 
 namespace plumb {
 namespace {
@@ -127,10 +127,10 @@ Simulation simulate_schedule(const Schedule& schedule, const Costs& given, const
   require_runnable(schedule, edges, check);
   Costs costs = given.for_stages(schedule.num_stages(), schedule.num_ranks());
   schedule_internal::StageGraph graph(edges, schedule.num_stages());
-  schedule_internal::Walk walk(schedule, graph, costs, {.pairs_at_once = false});
+  schedule_internal::EventSimulation events(schedule, graph, costs, {.pairs_at_once = false});
   Simulation result;
-  result.spans = std::move(walk.spans);
-  result.busy = std::move(walk.busy);
+  result.spans = std::move(events.spans);
+  result.busy = std::move(events.busy);
   for (std::size_t rank = 0; rank < schedule.rows.size(); ++rank) {
     double first = 0, last = 0;
     bool seen = false;

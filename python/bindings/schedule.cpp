@@ -9,7 +9,7 @@
 #include "plumb/schedule/render.h"
 #include "plumb/schedule/search.h"
 #include "plumb/schedule/simulate.h"
-#include "plumb/schedule/turns.h"
+#include "plumb/schedule/torch_lowering.h"
 
 namespace plumb::python {
 namespace {
@@ -121,7 +121,7 @@ void bind_schedule_table(py::module_& m) {
       .def_property_readonly("num_stages", &Schedule::num_stages)
       .def_property_readonly("has_messages", &Schedule::has_messages)
       .def_property_readonly("ranks", [](const Schedule& s) { return s.placement.ranks; })
-      .def_property_readonly("two_way", [](const Schedule& s) { return !s.placement.reverse_ranks.empty(); })
+      .def_property_readonly("bidirectional", [](const Schedule& s) { return !s.placement.reverse_ranks.empty(); })
       .def("rank_of",
            [](const Schedule& s, int stage, int microbatch) { return s.placement.rank_of(stage, microbatch); })
       .def("stages_of", [](const Schedule& s, int rank) { return s.placement.stages_of(rank); })
@@ -136,9 +136,20 @@ void bind_schedule_table(py::module_& m) {
       .def("with_idle_ticks", [](const Schedule& s) { return with_idle_ticks(s); })
       .def("forward_only", [](const Schedule& s) { return forward_only(s); })
       .def("merge_backwards", [](const Schedule& s) { return merge_backwards(s); })
-      .def("add_messages_in_turns", [](const Schedule& s) { return add_messages_in_turns(s); })
-      .def("play_in_turns", [](const Schedule& s) { return play_in_turns(s); })
+      .def("add_send_recv", [](const Schedule& s) { return add_send_recv(s); })
+      .def("simulate_send_recv", [](const Schedule& s) { return simulate_send_recv(s); })
       .def("defer_receives", [](const Schedule& s) { return defer_receives(s); })
+      .def(
+          "torch_lowering",
+          [](const Schedule& s, int max_unsharded, bool reduce_grad, bool late_receives) {
+            Schedule table = s;
+            for (Row& row : table.rows) {
+              row = with_surroundings(row, {.reduce_grad = reduce_grad, .max_unsharded = max_unsharded});
+            }
+            table = add_send_recv(table);
+            return late_receives ? defer_receives(table) : table;
+          },
+          py::arg("max_unsharded") = 0, py::arg("reduce_grad") = true, py::arg("defer_receives") = false)
       .def("lower", [](const Schedule& s) { return lower_schedule(s); })
       // "ok", or a line for every problem.
       .def(
@@ -189,8 +200,9 @@ Register schedule_part([](py::module_& m) {
     const auto& t = schedule_traits(name);
     py::dict d;
     d["name"] = t.name;
+    d["summary"] = t.summary;
     d["v_shape"] = t.v_shape;
-    d["two_way"] = t.two_way;
+    d["bidirectional"] = t.bidirectional;
     d["min_stages_per_rank"] = t.min_stages_per_rank;
     d["max_stages_per_rank"] = t.max_stages_per_rank;
     d["splits_backward"] = t.splits_backward;

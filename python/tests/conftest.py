@@ -5,3 +5,5 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Norms sum their weights' gradients by thread: equal bits over processes need the same number of threads in each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, os.path.dirname(__file__))
+_TOOLS = os.path.join(os.path.dirname(__file__), "..", "..", "tools")
+sys.path[1:1] = [_TOOLS, os.path.join(_TOOLS, "published_pipelining")]  # the latter has torch_names

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from plumb.pipelining import ScheduleTable, _schedule_visualizer, schedules, search_schedule
-from plumb.pipelining._schedule_visualizer import get_schedule_ops
+from plumb.pipelining import ScheduleTable, search_schedule
 from plumb.pipelining.schedules import (
     RECV_F,
     RESHARD,
@@ -13,6 +12,7 @@ from plumb.pipelining.schedules import (
     B,
     F,
     I,
+    PipelineScheduleMulti,
     W,
     _Action,
     _PipelineScheduleRuntime,
@@ -21,6 +21,8 @@ from plumb.pipelining.schedules import (
 )
 from torch.distributed.pipelining import _schedule_visualizer as torch_visualizer
 from torch.distributed.pipelining import schedules as torchs
+from torch_names import _schedule_visualizer, schedules
+from torch_names._schedule_visualizer import get_schedule_ops
 
 import plumb
 
@@ -143,6 +145,19 @@ def test_a_table_as_text_is_torchs():
         assert schedules._format_pipeline_order(ours, step) == torchs._format_pipeline_order(theirs, step)
 
 
+def test_every_schedule_of_the_engine_has_a_class_and_a_line_in_the_docs():
+    import pipeline_tables
+    import plumb.pipelining
+
+    for name in plumb._C.schedule_names():
+        cls = getattr(plumb.pipelining, f"Schedule{name}")
+        assert cls is get_schedule_class(name) and cls.__name__ in plumb.pipelining.__all__
+        assert cls.__doc__.startswith(plumb._C.schedule_traits(name)["summary"])
+    written = pipeline_tables.DOCUMENT.read_text()
+    section = pipeline_tables.schedules()
+    assert pipeline_tables.put(written, "schedules", section) == written, "run tools/pipeline_tables.py --schedules"
+
+
 def parse(*rows):
     return {rank: [_Action.from_str(a) for a in row.split(",")] for rank, row in enumerate(rows)}
 
@@ -201,7 +216,7 @@ def test_csv_files_round_trip_and_take_comments(tmp_path):
 
 
 def test_subclasses_give_their_own_tables():
-    class Loop(schedules.PipelineScheduleMulti):
+    class Loop(PipelineScheduleMulti):
         def __init__(self, stages, n):
             super().__init__(stages, n)
             for rank in range(self.pp_group_size):

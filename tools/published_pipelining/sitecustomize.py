@@ -6,9 +6,14 @@ Without an accelerator, tests that ask for several run on the CPU over Gloo.
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 
 TORCHS, OURS = "torch.distributed.pipelining", "plumb.pipelining"
+
+
+def _found(name):
+    return importlib.util.find_spec(name) is not None
 
 
 class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -21,7 +26,14 @@ class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module):
-        ours = importlib.import_module(module.__name__.replace(TORCHS, OURS, 1))
+        """plumb's module of that name with the private names of `torch_names`; those alone where plumb has none."""
+        relative = module.__name__[len(TORCHS) + 1 :]
+        own = OURS + ("." + relative if relative else "")
+        names = importlib.import_module("torch_names." + relative) if relative and _found("torch_names." + relative) else None
+        ours = importlib.import_module(own) if _found(own) else names
+        for name, value in vars(names).items() if names is not None else ():
+            if not name.startswith("__") and not hasattr(ours, name):
+                setattr(ours, name, value)
         sys.modules[module.__name__] = ours
 
 

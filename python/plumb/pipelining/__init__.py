@@ -1,5 +1,6 @@
 """Pipeline parallelism: cuts, stages, schedules and the runtime, under the names of ``torch.distributed.pipelining``."""
 
+from . import schedules as _schedules
 from ._IR import (
     LossWrapper,
     MultiUseParameterConfig,
@@ -15,23 +16,8 @@ from ._IR import (
 from ._policies import Balanced, StagePolicy, split_into_equal_size, split_on_size_threshold
 from ._send import scatter_stages
 from .microbatch import TensorChunkSpec
-from .schedules import (
-    Schedule1F1B,
-    ScheduleDualPipe,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleTable,
-    ScheduleVHalf,
-    ScheduleVMin,
-    ScheduleZBH1,
-    ScheduleZBH2,
-    ScheduleZBVZeroBubble,
-    _ScheduleForwardOnly,  # noqa: F401  (imported from here by users of torch's)
-    search_schedule,
-)
+from .schedules import *  # noqa: F403  (a class for every schedule that the engine knows)
+from .schedules import _ScheduleForwardOnly  # noqa: F401  (imported from here by users of torch's)
 from .stage import PipelineStage, build_stage
 
 __all__ = [
@@ -41,19 +27,6 @@ __all__ = [
     "Pipe",
     "PipeSequential",
     "PipelineStage",
-    "Schedule1F1B",
-    "ScheduleDualPipe",
-    "ScheduleDualPipeV",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleTable",
-    "ScheduleVHalf",
-    "ScheduleVMin",
-    "ScheduleZBH1",
-    "ScheduleZBH2",
-    "ScheduleZBVZeroBubble",
     "SplitPoint",
     "StagePolicy",
     "TensorChunkSpec",
@@ -64,7 +37,7 @@ __all__ = [
     "pipe_split",
     "pipeline",
     "scatter_stages",
-    "search_schedule",
     "split_into_equal_size",
     "split_on_size_threshold",
+    *_schedules.__all__,
 ]

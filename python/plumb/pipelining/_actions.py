@@ -99,89 +99,6 @@ def _schedule(actions: Table, ranks: list[int] | None = None, num_microbatches: 
     return _C.schedule_from_rows(name, rows, num_microbatches, ranks or [])
 
 
-def _ranks(stage_to_rank, num_stages: int) -> list[int]:
-    return [stage_to_rank(stage) for stage in range(num_stages)]
-
-
-def _format_pipeline_order(pipeline_order: Table, error_step_number: int | None = None) -> str:
-    """A table as text, a line a step and a column a rank; one step may be marked as where an error happened."""
-    steps = max((len(row) for row in pipeline_order.values()), default=0)
-    digits = len(str(steps - 1))
-    cells = [
-        [str(row[i]) if i < len(row) and row[i] is not None else "" for _, row in sorted(pipeline_order.items())]
-        for i in range(steps)
-    ]
-    heads = [f"Rank {i}" for i in range(len(pipeline_order))]
-    # No wider than a column needs, and aligned with its head.
-    widths = [max([len(f"Step {0:0{digits}}"), *(len(row[i]) for row in cells)]) for i in range(len(heads))]
-    lines = [" " * (digits + 7) + " ".join(head.ljust(width) for head, width in zip(heads, widths))]
-    for i, row in enumerate(cells):
-        mark = " <-- ERROR HERE" if i == error_step_number else ""
-        lines.append(f"Step {i:0{digits}}: " + " ".join(cell.ljust(w) for cell, w in zip(row, widths)) + mark)
-    return "\n".join(lines) + "\n"
-
-
-def _add_reduce_grad(actions: list[_Action | None], n_microbatches: int) -> list[_Action]:
-    """REDUCE_GRAD of a stage right behind the last of its `n_microbatches` weight gradients; idle entries go."""
-    out: list[_Action] = []
-    counts: dict[int, int] = {}
-    for action in actions:
-        if action is None:
-            continue
-        out.append(action)
-        for stage, kind, _, _ in action.sub_actions or (action,):
-            if kind in (W, B):
-                counts[stage] = counts.get(stage, 0) + 1
-                if counts[stage] == n_microbatches:
-                    out.append(_Action(stage, REDUCE_GRAD))
-    return out
-
-
-def _add_unshard_reshard(compute_actions: list[_Action | None], max_active_stages: int = 3) -> list[_Action]:
-    """UNSHARD and RESHARD around use, so that at most `max_active_stages` stages of a rank are whole at a time."""
-    return _row(_C.with_surroundings(compute_actions, max_active_stages, False))
-
-
-def _merge_bw(compute_actions: list[_Action | None]) -> list[_Action]:
-    """I directly followed by its W becomes B; idle entries go."""
-    return _table(_schedule({0: compute_actions}).merge_backwards())[0]
-
-
-def _add_send_recv(compute_actions: Table, stage_to_rank, num_stages: int) -> Table:
-    """The table with sends and receives. Stages talk to their neighbours; `stage_to_rank(stage)` says where they are."""
-    schedule = _schedule(compute_actions, _ranks(stage_to_rank, num_stages))
-    try:
-        lowered = schedule.add_messages_in_turns()
-    except _C.Error as error:
-        raise InvalidSchedule(f"Malformed compute schedule: {error}") from None
-    return dict(zip(sorted(compute_actions), _table(lowered).values()))
-
-
-def _defer_recv_ops(actions: Table, stage_to_rank) -> Table:
-    """Receives as late as they may be, right before the entry that uses them."""
-    stages = 1 + max(
-        (part.stage_index for row in actions.values() for a in row if a for part in a.sub_actions or (a,)), default=-1
-    )
-    try:
-        late = _schedule(actions, _ranks(stage_to_rank, stages)).defer_receives()
-    except _C.Error as error:
-        raise InvalidSchedule(str(error)) from None
-    return dict(zip(sorted(actions), _table(late).values()))
-
-
-def _simulate_comms_compute(pipeline_order: Table, stage_to_rank, num_stages: int) -> Table:
-    """A table with messages played in rounds, an entry a rank and round; None where a rank waits."""
-    try:
-        played = _schedule(pipeline_order, _ranks(stage_to_rank, num_stages)).play_in_turns()
-    except _C.Error as error:
-        raise _NotProgressing(f"Schedule is not progressing: {error}") from None
-    return dict(zip(sorted(pipeline_order), _table(played).values()))
-
-
-class _NotProgressing(InvalidSchedule, ValueError):
-    pass
-
-
 def _validate_schedule(
     actions: Table, pp_group_size: int, num_stages: int, num_microbatches: int, forward_only: bool = False
 ) -> dict[int, int]:
@@ -199,5 +116,5 @@ def _validate_schedule(
         raise InvalidSchedule(f"the schedule is for {len(ranks)} stages, not {num_stages}; not run: {missing}")
     problems = schedule.check(forward_only)
     if problems != "ok":
-        raise InvalidSchedule(f"{problems}\n\nFull pipeline schedule:\n{_format_pipeline_order(actions)}")
+        raise InvalidSchedule(problems)
     return dict(enumerate(ranks))

@@ -12,7 +12,7 @@ import torch
 
 from .. import _C
 from .._C import Error
-from ._actions import Table, _add_reduce_grad, _schedule, _table
+from ._actions import Table, _row, _schedule, _table
 from ._errors import InvalidSchedule, InvalidType, InvalidValue
 from ._hooks import CustomFunctions, prepare_own
 from ._run import Run, group_timeout
@@ -94,7 +94,7 @@ class _PipelineSchedule(CustomFunctions):
         return _table(table.with_idle_ticks())
 
     def _table_to_run(self) -> _C.Schedule:
-        if self._engine_table is not None and self._engine_table.two_way:
+        if self._engine_table is not None and self._engine_table.bidirectional:
             return self._engine_table
         actions = getattr(self, "pipeline_order_with_comms", None) or self.pipeline_order
         if not actions:
@@ -268,7 +268,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
             self._engine_table = _C.make_schedule(self._name, self._num_stages, n_microbatches)
 
     def _order_of(self, table: _C.Schedule) -> Table:
-        return {rank: _add_reduce_grad(row, self._n_microbatches) for rank, row in _table(table).items()}
+        return {rank: _row(_C.with_surroundings(row, 0, True)) for rank, row in enumerate(table.rows)}
 
     def _get_pipeline_order(self) -> Table | None:
         return self.pipeline_order

@@ -10,20 +10,7 @@ import torch
 
 from .. import _C
 from .._C import Error
-from ._actions import (
-    RESHARD,
-    UNSHARD,
-    Table,
-    _add_reduce_grad,
-    _add_send_recv,
-    _add_unshard_reshard,
-    _defer_recv_ops,
-    _format_pipeline_order,
-    _schedule,
-    _simulate_comms_compute,
-    _table,
-    _validate_schedule,
-)
+from ._actions import RESHARD, UNSHARD, Table, _schedule, _table, _validate_schedule
 from ._errors import InvalidSchedule, InvalidType, InvalidValue
 from ._schedule_base import _PipelineSchedule
 from ._schedule_files import read_csv, write_csv
@@ -80,15 +67,16 @@ class PipelineScheduleMulti(_PipelineSchedule):
             self._make()
 
     def _make(self) -> None:
+        """Takes the engine's table of this name."""
         traits = _C.schedule_traits(self._name)
-        per_rank = self.n_local_stages // 2 if traits["two_way"] else self.n_local_stages
-        if not traits["min_stages_per_rank"] <= per_rank <= traits["max_stages_per_rank"] or (
-            traits["two_way"] and self.n_local_stages != 2
-        ):
-            count = 2 if traits["two_way"] else traits["min_stages_per_rank"]
-            raise InvalidValue(f"{self._name} runs {count} stages on every rank, and {self.n_local_stages} were given")
+        fewest, most, here = traits["min_stages_per_rank"], traits["max_stages_per_rank"], self.n_local_stages
+        if traits["bidirectional"]:  # every stage is on two ranks
+            fewest, most = 2 * fewest, 2 * most
+        if not fewest <= here <= most:
+            raise InvalidValue(f"{self._name} runs {fewest} stages on every rank, and {here} were given")
         if traits["splits_backward"]:
             _check_torch_compile_compatibility(self._stages, type(self).__name__)
+        per_rank = here // 2 if traits["bidirectional"] else here
         self._take(_C.make_schedule(self._name, self.pp_group_size, self._n_microbatches, per_rank))
 
     def _take(self, table: _C.Schedule) -> None:
@@ -133,11 +121,11 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
     @property
     def pipeline_order_with_comms(self) -> Table:
-        """The table with sends, receives and what surrounds use."""
+        """The table with sends, receives, UNSHARD, RESHARD and REDUCE_GRAD."""
         if self._with_comms is None and self.pipeline_order:
-            if self._engine_table is not None and self._engine_table.two_way:
-                lowered = self._engine_table.add_messages_in_turns()
-                self._with_comms = _table(lowered.defer_receives() if self._defer_pp_recv else lowered)
+            table = self._engine_table
+            if table is not None and table.bidirectional:
+                self._with_comms = _table(table.torch_lowering(reduce_grad=False, defer_receives=self._defer_pp_recv))
             else:
                 self._with_comms = self._lower(self.pipeline_order)
         return self._with_comms or {}
@@ -156,14 +144,15 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             raise InvalidSchedule("the schedule has no actions: load a table before the first step")
         return _schedule(self._actions_to_run(actions), None, self._n_microbatches, type(self).__name__)
 
+    def _with_ranks(self, actions: Table) -> _C.Schedule:
+        return _schedule(actions, [rank for _, rank in sorted(self.stage_index_to_group_rank.items())])
+
     def _lower(self, actions: Table) -> Table:
-        rows = {
-            rank: _add_reduce_grad(_add_unshard_reshard(row), self._n_microbatches) for rank, row in actions.items()
-        }
-        lowered = _add_send_recv(rows, self.stage_index_to_group_rank.__getitem__, self._num_stages)
-        if self._defer_pp_recv:
-            lowered = _defer_recv_ops(lowered, self.stage_index_to_group_rank.__getitem__)
-        return lowered
+        try:
+            lowered = self._with_ranks(actions).torch_lowering(max_unsharded=3, defer_receives=self._defer_pp_recv)
+        except Error as error:
+            raise InvalidSchedule(f"Malformed compute schedule: {error}") from None
+        return _table(lowered)
 
     def _prepare_schedule_with_comms(
         self, actions: Table, format: Literal["compute_only", "compute_comms"] = "compute_only"
@@ -186,7 +175,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 raise InvalidSchedule("a table with messages has no idle entries")
             problems = _schedule(actions, None, self._n_microbatches).check(False, False)
             if problems != "ok":
-                raise InvalidSchedule(f"{problems}\n\nFull pipeline schedule:\n{_format_pipeline_order(actions)}")
+                raise InvalidSchedule(problems)
             self._with_comms = {rank: list(row) for rank, row in actions.items()}
         self._run = None
 
@@ -204,6 +193,4 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         write_csv(self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms, filename)
 
     def _simulate(self) -> Table:
-        return _simulate_comms_compute(
-            self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages
-        )
+        return _table(self._with_ranks(self.pipeline_order_with_comms).simulate_send_recv())

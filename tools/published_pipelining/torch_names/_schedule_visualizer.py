@@ -10,17 +10,18 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .. import _C
-from ._actions import _Action, _ComputationType, _schedule, _table
-from ._errors import InvalidSchedule, InvalidValue
-from .schedules import (
+from plumb.pipelining._actions import _Action, _ComputationType, _schedule, _table
+from plumb.pipelining._errors import InvalidSchedule, InvalidValue
+from plumb.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
-from .stage import _PipelineStageBase
+from plumb.pipelining.stage import _PipelineStageBase
+
+from plumb import _C
 
 Rows = list[list["_Action | None"]]
 
@@ -82,9 +83,9 @@ def get_schedule_ops(
             raise InvalidSchedule(f"{schedule.__name__} has one stage a rank, not {num_stages_per_rank}")
         instance = schedule(_StandIn(0, pp_degree, pp_degree), num_microbatches)
     else:
-        two_way = schedule._name is not None and _C.schedule_traits(schedule._name)["two_way"]
+        bidirectional = schedule._name is not None and _C.schedule_traits(schedule._name)["bidirectional"]
         per_rank = 2 if num_stages_per_rank is None else num_stages_per_rank
-        num_stages = pp_degree * (1 if two_way else per_rank)
+        num_stages = pp_degree * (1 if bidirectional else per_rank)
         instance = schedule([_StandIn(i, num_stages, pp_degree) for i in range(per_rank)], num_microbatches)
     if not instance.pipeline_order:
         raise InvalidSchedule(f"{schedule.__name__} has no table")

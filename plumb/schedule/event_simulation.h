@@ -40,7 +40,7 @@ struct Event {
   int microbatch = -1;
 };
 
-struct WalkOptions {
+struct EventSimulationOptions {
   bool blocking_receives = false;  // a rank stops at a RECV until the message has been sent
   bool blocking_sends = false;     // and at a SEND until its receiver has come to the RECV
   // OVERLAP_F_B waits for all its inputs and ends as one; otherwise forward and backward as two that follow each other.
@@ -48,9 +48,10 @@ struct WalkOptions {
   bool keep_spans = true;
 };
 
-struct Walk {
+struct EventSimulation {
   // The table's indices must be within range (check.h makes sure; messages only along edges).
-  Walk(const Schedule& schedule, const StageGraph& graph, const Costs& costs, WalkOptions options = {});
+  EventSimulation(const Schedule& schedule, const StageGraph& graph, const Costs& costs,
+                  EventSimulationOptions options = {});
 
   bool finished() const { return stuck_ranks.empty(); }
 

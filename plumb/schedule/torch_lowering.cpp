@@ -1,4 +1,4 @@
-#include "plumb/schedule/turns.h"
+#include "plumb/schedule/torch_lowering.h"
 
 #include <algorithm>
 #include <set>
@@ -72,7 +72,7 @@ void check_ranks(const Schedule& schedule) {
 
 }  // namespace
 
-Schedule add_messages_in_turns(const Schedule& schedule) {
+Schedule add_send_recv(const Schedule& schedule) {
   check_ranks(schedule);
   const int stages = schedule.num_stages();
   Schedule lowered = schedule;
@@ -118,7 +118,7 @@ Schedule add_messages_in_turns(const Schedule& schedule) {
   return lowered;
 }
 
-Schedule play_in_turns(const Schedule& given) {
+Schedule simulate_send_recv(const Schedule& given) {
   const Schedule schedule = without_idle(given);
   check_ranks(schedule);
   const int stages = schedule.num_stages();

@@ -1,4 +1,4 @@
-#include "plumb/schedule/walk.h"
+#include "plumb/schedule/event_simulation.h"
 
 #include <algorithm>
 #include <limits>
@@ -41,29 +41,30 @@ namespace {
 
 constexpr double kNever = -1;  // times are not negative
 
-class Walker {
+class EventSimulator {
  public:
-  Walker(const Schedule& schedule, const StageGraph& graph, const Costs& costs, WalkOptions options, Walk& walk)
+  EventSimulator(const Schedule& schedule, const StageGraph& graph, const Costs& costs, EventSimulationOptions options,
+                 EventSimulation& result)
       : schedule_(schedule),
         graph_(graph),
         costs_(costs),
         options_(options),
-        walk_(walk),
+        result_(result),
         messages_(schedule.has_messages()),
         stages_(schedule.num_stages()),
         microbatches_(schedule.num_microbatches) {
     std::size_t rows = 3 * static_cast<std::size_t>(stages_);
     if (messages_) rows += (options.blocking_sends ? 4 : 2) * graph.edges.size();
     times_.assign(rows * static_cast<std::size_t>(microbatches_), kNever);
-    walk.positions.assign(schedule.rows.size(), 0);
-    walk.missing.assign(schedule.rows.size(), Event{});
-    walk.busy.assign(schedule.rows.size(), 0);
+    result.positions.assign(schedule.rows.size(), 0);
+    result.missing.assign(schedule.rows.size(), Event{});
+    result.busy.assign(schedule.rows.size(), 0);
     clock_.assign(schedule.rows.size(), 0);
     waiting_.resize(schedule.rows.size() + 1);
     if (options.keep_spans) {
-      walk.spans.resize(schedule.rows.size());
+      result.spans.resize(schedule.rows.size());
       for (std::size_t rank = 0; rank < schedule.rows.size(); ++rank)
-        walk.spans[rank].resize(schedule.rows[rank].size());
+        result.spans[rank].resize(schedule.rows[rank].size());
     }
   }
 
@@ -76,7 +77,7 @@ class Walker {
       advance(rank, ready);
     }
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
-      if (walk_.positions[rank] < schedule_.rows[rank].size()) walk_.stuck_ranks.push_back(rank);
+      if (result_.positions[rank] < schedule_.rows[rank].size()) result_.stuck_ranks.push_back(rank);
     }
   }
 
@@ -100,7 +101,7 @@ class Walker {
   bool wait_for(int rank, EventKind kind, int index, int microbatch, double delay, double& start) {
     double time = time_of(kind, index, microbatch);
     if (time == kNever) {
-      walk_.missing[rank] = {kind, index, microbatch};
+      result_.missing[rank] = {kind, index, microbatch};
       return false;
     }
     start = std::max(start, time + delay);
@@ -164,7 +165,7 @@ class Walker {
     time_of(kind, index, microbatch) = time;
     auto& waiting = waiting_[rank];
     for (std::size_t i = 0; i < waiting.size();) {
-      const Event& event = walk_.missing[waiting[i]];
+      const Event& event = result_.missing[waiting[i]];
       if (event.kind == kind && event.index == index && event.microbatch == microbatch) {
         ready_->push_back(waiting[i]);
         waiting[i] = waiting.back();
@@ -213,7 +214,7 @@ class Walker {
   void advance(int rank, std::vector<int>& ready) {
     ready_ = &ready;
     const auto& row = schedule_.rows[rank];
-    std::size_t& position = walk_.positions[rank];
+    std::size_t& position = result_.positions[rank];
     for (; position < row.size(); ++position) {
       const Action& action = row[position];
       double start = clock_[rank];
@@ -222,13 +223,13 @@ class Walker {
                   : action.kind == ActionKind::Overlap && !options_.pairs_at_once ? run_pair(rank, action, start, end)
                                                                                   : run_whole(rank, action, start, end);
       if (!goes) {
-        int owner = owner_of(walk_.missing[rank]);
+        int owner = owner_of(result_.missing[rank]);
         // Nobody will make it happen: keep the rank where it is counted as stuck.
         waiting_[owner >= 0 && owner < schedule_.num_ranks() ? owner : schedule_.num_ranks()].push_back(rank);
         return;
       }
       if (action.is_message()) start = end;
-      if (options_.keep_spans) walk_.spans[rank][position] = {start, end};
+      if (options_.keep_spans) result_.spans[rank][position] = {start, end};
       if (action.is_compute() || (action.is_message() && options_.blocking_receives)) clock_[rank] = end;
     }
   }
@@ -238,7 +239,7 @@ class Walker {
     if (!inputs_there(rank, action.first_part(), start) || !inputs_there(rank, action.second_part(), start))
       return false;
     end = start + duration(action);
-    walk_.busy[rank] += end - start;
+    result_.busy[rank] += end - start;
     happened(rank, action.first_part(), end);
     happened(rank, action.second_part(), end);
     return true;
@@ -258,7 +259,7 @@ class Walker {
     double free = start + first, resume = free - costs_.overlap * std::min(first, second);
     if (!inputs_there(rank, action.second_part(), resume)) return false;
     end = std::max(free, resume + second);
-    walk_.busy[rank] += first + second - std::max(0.0, free - resume);
+    result_.busy[rank] += first + second - std::max(0.0, free - resume);
     happened(rank, action.second_part(), resume + second);
     half_done_[rank] = kNever;
     return true;
@@ -267,8 +268,8 @@ class Walker {
   const Schedule& schedule_;
   const StageGraph& graph_;
   const Costs& costs_;
-  WalkOptions options_;
-  Walk& walk_;
+  EventSimulationOptions options_;
+  EventSimulation& result_;
   bool messages_;
   int stages_, microbatches_;
   std::vector<double> times_;
@@ -280,8 +281,9 @@ class Walker {
 
 }  // namespace
 
-Walk::Walk(const Schedule& schedule, const StageGraph& graph, const Costs& costs, WalkOptions options) {
-  Walker(schedule, graph, costs, options, *this).run();
+EventSimulation::EventSimulation(const Schedule& schedule, const StageGraph& graph, const Costs& costs,
+                                 EventSimulationOptions options) {
+  EventSimulator(schedule, graph, costs, options, *this).run();
 }
 
 }  // namespace plumb::schedule_internal

@@ -1,4 +1,4 @@
-#include "plumb/schedule/turns.h"
+#include "plumb/schedule/torch_lowering.h"
 
 #include <gtest/gtest.h>
 
@@ -9,34 +9,34 @@
 namespace plumb {
 namespace {
 
-TEST(Turns, MessagesStandBehindTheirMakerAndAtTheEndOfTheReceiversRow) {
-  EXPECT_EQ(to_csv(add_messages_in_turns(parse_csv("0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1B1\n"))),
+TEST(TorchLowering, MessagesStandBehindTheirMakerAndAtTheEndOfTheReceiversRow) {
+  EXPECT_EQ(to_csv(add_send_recv(parse_csv("0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1B1\n"))),
             "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
             "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n");
 }
 
-TEST(Turns, StagesOfOneRankNeedNoMessages) {
-  EXPECT_EQ(to_csv(add_messages_in_turns(parse_csv("0F0,1F0,1B0,0B0\n"))), "0F0,1F0,1B0,0B0\n");
+TEST(TorchLowering, StagesOfOneRankNeedNoMessages) {
+  EXPECT_EQ(to_csv(add_send_recv(parse_csv("0F0,1F0,1B0,0B0\n"))), "0F0,1F0,1B0,0B0\n");
 }
 
-TEST(Turns, EveryKnownScheduleRunsWithThem) {
+TEST(TorchLowering, EveryKnownScheduleRunsWithThem) {
   for (const char* name : {"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
                            "DualPipeV", "ZBH1", "VHalf", "DualPipe"}) {
     SCOPED_TRACE(name);
-    const Schedule lowered = add_messages_in_turns(make_schedule(name, 4, 10));
+    const Schedule lowered = add_send_recv(make_schedule(name, 4, 10));
     CheckOptions options;
     options.blocking_receives = true;
     EXPECT_EQ(check_schedule(lowered, {}, options).text(), "ok");
-    const Schedule played = play_in_turns(lowered);
+    const Schedule played = simulate_send_recv(lowered);
     EXPECT_EQ(without_idle(played), lowered);
     EXPECT_EQ(check_schedule(defer_receives(lowered), {}, options).text(), "ok");
   }
 }
 
-TEST(Turns, ATableThatStopsNamesTheEntries) {
+TEST(TorchLowering, ATableThatStopsNamesTheEntries) {
   try {
-    add_messages_in_turns(parse_csv("0F0,0B0\n1B0,1F0\n"));
-    play_in_turns(parse_csv("0RECV_B0,0F0,0B0\n1F0,1B0\n"));
+    add_send_recv(parse_csv("0F0,0B0\n1B0,1F0\n"));
+    simulate_send_recv(parse_csv("0RECV_B0,0F0,0B0\n1F0,1B0\n"));
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::Schedule);
@@ -44,7 +44,7 @@ TEST(Turns, ATableThatStopsNamesTheEntries) {
   }
 }
 
-TEST(Turns, LateReceivesStandBeforeTheirUserAndTheLowerRankReceivesFirst) {
+TEST(TorchLowering, LateReceivesStandBeforeTheirUserAndTheLowerRankReceivesFirst) {
   const Schedule lowered = parse_csv(
       "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n");
   EXPECT_EQ(to_csv(defer_receives(lowered)),
