@@ -332,67 +332,6 @@ Json GraphWriter::outputs_of(const Node& node, Level& level) {
   return outputs;
 }
 
-Graph inline_modules(const Graph& graph) {
-  Graph flat;
-  std::unordered_map<const Value*, Arg> now;
-  auto copy = [&](auto&& self, const Graph& from, const Node* caller, int depth) -> std::vector<Arg> {
-    if (depth > 100) throw Error(ErrorKind::InvalidGraph, "graphs are nested deeper than 100");
-    auto translate = [&](auto&& again, const Arg& arg) -> Arg {
-      if (arg.is_value()) return now.at(arg.value());
-      if (!arg.is_list()) return arg;
-      Arg::List items;
-      for (const Arg& e : arg.list()) items.push_back(again(again, e));
-      return Arg(std::move(items));
-    };
-    std::vector<Arg> results;
-    size_t input = 0;
-    for (const Node* node : from.nodes()) {
-      std::vector<Arg> args;
-      for (const Arg& arg : node->args()) args.push_back(translate(translate, arg));
-      Node* made = nullptr;
-      switch (node->kind()) {
-        case NodeKind::Placeholder:
-          if (caller) {
-            now[node->result()] = translate(translate, caller->arg(input++));
-            continue;
-          }
-          made = flat.placeholder(node->target(), node->result()->meta(), node->result()->type());
-          break;
-        case NodeKind::GetAttr: made = flat.get_attr(node->target(), node->result()->meta()); break;
-        case NodeKind::CallFunction: {
-          std::vector<int32_t> lists;
-          for (int32_t n : node->result_layout()) {
-            if (n >= 0) lists.push_back(n);
-          }
-          made = flat.call(node->op(), std::move(args), std::move(lists));
-          break;
-        }
-        case NodeKind::CallModule: {
-          const std::vector<Arg> inner = self(self, *node->subgraph(), node, depth + 1);
-          for (size_t i = 0; i < node->num_results(); ++i) now[node->result(i)] = inner.at(i);
-          continue;
-        }
-        case NodeKind::Output:
-          if (!caller) flat.output(std::move(args));
-          results = std::move(args);
-          continue;
-      }
-      made->meta() = static_cast<const Node*>(node)->meta();
-      for (size_t i = 0; i < node->num_results(); ++i) {
-        Value* value = made->result(i);
-        const Value* old = node->result(i);
-        if (!flat.find_value(old->name())) value->rename(old->name());
-        if (value->type() != old->type()) value->set_type(old->type());
-        if (old->meta()) value->set_meta(old->meta());
-        now[old] = Arg(value);
-      }
-    }
-    return results;
-  };
-  copy(copy, graph, nullptr, 0);
-  return flat;
-}
-
 std::string module_stack_text(const ModuleStack& stack) {
   auto plain = [](std::string text) {
     std::replace_if(text.begin(), text.end(), [](char c) { return c == ',' || c == ';'; }, '_');

@@ -18,7 +18,7 @@ namespace plumb::pt2 {
 
 class GraphWriter {
  public:
-  // `graph` has no CallModule nodes (see inline_modules).
+  // `graph` has no CallModule nodes (see inline_nested).
   GraphWriter(const Graph& graph, const State& state, const ExportedProgram& program);
 
   // {"graph": ..., "signature": ...}; throws Error (InvalidArgument) naming the node a file cannot hold.
@@ -71,9 +71,6 @@ class GraphWriter {
   size_t fresh_symbols_ = 0;
   std::vector<ToStore> weights_, constants_;
 };
-
-// A copy of the graph with every nested graph in its place.
-Graph inline_modules(const Graph& graph);
 
 // Metadata as torch writes it.
 std::string module_stack_text(const ModuleStack& stack);

@@ -3,12 +3,11 @@
 #include <caffe2/serialize/versions.h>
 #include <torch/version.h>
 
-#include <optional>
-
 #include "plumb/core/error.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/graph_writer.h"
 #include "plumb/exported/temporary_file.h"
+#include "plumb/graph/copy_node.h"
 
 namespace plumb {
 namespace {
@@ -59,17 +58,9 @@ Json program_json(const GraphModule& module, const ExportedProgram& program, pt2
 
 void write_archive(const GraphModule& module, const ExportedProgram& program, const std::string& path) {
   module.lint();
-  // A file has no nested graphs.
-  const Graph* graph = &module.graph();
-  std::optional<Graph> flat;
-  for (const Node* node : graph->nodes()) {
-    if (node->kind() == NodeKind::CallModule) {
-      flat = pt2::inline_modules(*graph);
-      graph = &*flat;
-      break;
-    }
-  }
-  pt2::GraphWriter writer(*graph, module.state(), program);
+  Graph flat = module.graph().clone();
+  inline_nested(flat);  // a file has no nested graphs
+  pt2::GraphWriter writer(flat, module.state(), program);
   const std::string model = program_json(module, program, writer).dump();
 
   TemporaryFile file(path);

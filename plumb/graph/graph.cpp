@@ -4,6 +4,7 @@
 #include <cctype>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/copy_node.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb {
@@ -375,16 +376,7 @@ Graph Graph::clone(std::unordered_map<const Node*, Node*>* map) const {
   Graph copy;
   std::unordered_map<const Value*, Value*> values;
   values.reserve(size_);
-  auto translate = [&](auto&& self, const Arg& arg) -> Arg {
-    if (arg.is_value()) return values.at(arg.value());
-    if (arg.is_list()) {
-      Arg::List elements;
-      elements.reserve(arg.list().size());
-      for (const Arg& e : arg.list()) elements.push_back(self(self, e));
-      return elements;
-    }
-    return arg;
-  };
+  const ArgOf map_value = [&](Value* v) { return Arg(values.at(v)); };
   for (const Node* node : nodes()) {
     Node* twin = new Node(&copy, node->kind_);
     twin->target_ = node->target_;
@@ -393,7 +385,7 @@ Graph Graph::clone(std::unordered_map<const Node*, Node*>* map) const {
     twin->layout_ = node->layout_;
     twin->meta_ = node->meta_;
     twin->args_.reserve(node->args_.size());
-    for (const Arg& arg : node->args_) twin->args_.push_back(translate(translate, arg));
+    for (const Arg& arg : node->args_) twin->args_.push_back(map_arg(arg, map_value));
     for (const auto& value : node->results_) {
       auto* v = new Value(twin, value->index_, value->type_);
       v->name_ = value->name_;

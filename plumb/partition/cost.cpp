@@ -8,8 +8,8 @@
 #include <numeric>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/copy_node.h"
 #include "plumb/graph/plan.h"
-#include "plumb/partition/copy_node.h"
 #include "plumb/partition/pipe_split.h"
 
 namespace plumb {
@@ -97,7 +97,7 @@ class Stepper {
       here[in] = one.placeholder(in->name(), std::nullopt, in->type())->result();
       args.push_back(values_.at(in));
     }
-    Node* twin = detail::copy_node(one, node, [&](Value* v) { return here.at(v); });
+    Node* twin = copy_node(one, node, [&](Value* v) { return here.at(v); });
     std::vector<Arg> outputs;
     for (Value* v : twin->results()) outputs.push_back(v);
     one.output(std::move(outputs));

@@ -1,4 +1,4 @@
-// Which values of a graph share memory, and who writes it. Conservative: values that may share memory do.
+// The memory classes of a graph (graph/aliases.h) that some node writes, as lists: what a cut has to keep together.
 #pragma once
 
 #include <unordered_map>
@@ -20,7 +20,7 @@ class MemorySets {
 
   MemorySets(const Graph& graph, const State& state);
 
-  // The sets that some node writes; the others may be copied freely.
+  // One for each class that some node writes. Memory in no set may be copied freely.
   const std::vector<Set>& written() const { return written_; }
   // The written set that holds a value, or null.
   const Set* written_set(const Value* value) const;

@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/copy_node.h"
 #include "plumb/partition/assign.h"
-#include "plumb/partition/copy_node.h"
 #include "plumb/partition/pipe_split.h"
 
 namespace plumb {
@@ -176,7 +176,7 @@ Arg Cutter::local(int stage, Value* v) {
   if (auto it = draft.local.find(v); it != draft.local.end()) return it->second;
   const Node* producer = v->producer();
   // Copied nodes stand on at most a few others, so this recursion is shallow.
-  Node* twin = detail::copy_node(draft.graph, *producer, [&](Value* in) { return local(stage, in); });
+  Node* twin = copy_node(draft.graph, *producer, [&](Value* in) { return local(stage, in); });
   if (producer->kind() == NodeKind::GetAttr && draft.has_attr.insert(producer->target()).second) {
     draft.attrs.push_back(producer->target());
   }
@@ -278,7 +278,7 @@ std::vector<Pipe::Origin> Cutter::origins() const {
 std::shared_ptr<Pipe> Cutter::cut() {
   check_names();
   module_.lint();
-  detail::inline_nested(graph_);
+  inline_nested(graph_);
   rename_after_writes(graph_);
   unify_transmitted();
   memory_.emplace(graph_, module_.state());
@@ -295,7 +295,7 @@ std::shared_ptr<Pipe> Cutter::cut() {
   for (int s = 0; s < a_.num_stages; ++s) add_placeholders(s);
   for (const Node* op : a_.ops) {
     const int s = stage_of(op);
-    Node* twin = detail::copy_node(drafts_[s].graph, *op, [&](Value* v) { return local(s, v); });
+    Node* twin = copy_node(drafts_[s].graph, *op, [&](Value* v) { return local(s, v); });
     for (size_t i = 0; i < op->num_results(); ++i) drafts_[s].local.emplace(op->result(i), twin->result(i));
   }
   for (int s = 0; s < a_.num_stages; ++s) finish_outputs(s);

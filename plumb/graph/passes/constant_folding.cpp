@@ -7,6 +7,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
+#include "plumb/graph/copy_node.h"
 #include "plumb/graph/passes/tools.h"
 #include "plumb/graph/plan.h"
 
@@ -155,24 +156,8 @@ class Folder {
   }
 
   static void copy_into(Graph& to, const Node& node, std::unordered_map<const Value*, Value*>& twins) {
-    auto translate = [&](auto&& self, const Arg& arg) -> Arg {
-      if (arg.is_value()) return twins.at(arg.value());
-      if (!arg.is_list()) return arg;
-      Arg::List elements;
-      for (const Arg& e : arg.list()) elements.push_back(self(self, e));
-      return elements;
-    };
-    std::vector<Arg> args;
-    for (const Arg& arg : node.args()) args.push_back(translate(translate, arg));
-    std::vector<int32_t> sizes;
-    for (int32_t n : node.result_layout()) {
-      if (n >= 0) sizes.push_back(n);
-    }
-    Node* twin = to.call(node.op(), std::move(args), std::move(sizes));
-    for (size_t i = 0; i < node.num_results(); ++i) {
-      twin->result(i)->set_meta(node.result(i)->meta());
-      twins[node.result(i)] = twin->result(i);
-    }
+    const Node* twin = copy_node(to, node, [&](Value* v) { return Arg(twins.at(v)); });
+    for (size_t i = 0; i < node.num_results(); ++i) twins[node.result(i)] = twin->result(i);
   }
 
   void drop_first_failure() {
@@ -244,15 +229,9 @@ class Folder {
   }
 
   void replace_number(Value* v, const c10::IValue& value) {
-    auto swap = [&](auto&& self, const Arg& arg) -> Arg {
-      if (arg.value() == v) return value;
-      if (!arg.is_list()) return arg;
-      Arg::List elements;
-      for (const Arg& e : arg.list()) elements.push_back(self(self, e));
-      return elements;
-    };
+    const ArgOf swap = [&](Value* other) { return other == v ? Arg(value) : Arg(other); };
     for (Node* user : v->users()) {
-      for (size_t i = 0; i < user->args().size(); ++i) user->set_arg(i, swap(swap, user->arg(i)));
+      for (size_t i = 0; i < user->args().size(); ++i) user->set_arg(i, map_arg(user->arg(i), swap));
     }
   }
 

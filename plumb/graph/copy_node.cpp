@@ -1,0 +1,99 @@
+#include "plumb/graph/copy_node.h"
+
+namespace plumb {
+
+Arg map_arg(const Arg& arg, const ArgOf& map) {
+  if (arg.is_value()) return map(arg.value());
+  if (!arg.is_list()) return arg;
+  // Schemas nest lists two deep at most.
+  Arg::List elements;
+  elements.reserve(arg.list().size());
+  for (const Arg& e : arg.list()) elements.push_back(map_arg(e, map));
+  return elements;
+}
+
+Node* copy_node(Graph& into, const Node& node, const ArgOf& map) {
+  Node* twin = nullptr;
+  if (node.kind() == NodeKind::GetAttr) {
+    twin = into.get_attr(node.target());
+  } else {
+    std::vector<Arg> args;
+    args.reserve(node.args().size());
+    for (const Arg& arg : node.args()) args.push_back(map_arg(arg, map));
+    if (node.kind() == NodeKind::CallModule) {
+      twin = into.call_module(node.target(), std::make_shared<Graph>(node.subgraph()->clone()), std::move(args),
+                              node.num_results());
+    } else {
+      std::vector<int32_t> lists;
+      for (int32_t count : node.result_layout()) {
+        if (count >= 0) lists.push_back(count);
+      }
+      twin = into.call(node.op(), std::move(args), std::move(lists));
+    }
+  }
+  for (size_t i = 0; i < node.num_results(); ++i) {
+    const Value* from = node.result(i);
+    Value* to = twin->result(i);
+    if (to->type() != from->type()) to->set_type(from->type());
+    if (from->meta()) to->set_meta(from->meta());
+    if (!into.find_value(from->name())) to->rename(from->name());
+  }
+  twin->meta() = node.meta();
+  return twin;
+}
+
+namespace {
+
+// Lets all users of a call's result take what stands for it.
+void replace_result(Graph& graph, const Value* gone, const Arg& result) {
+  const ArgOf map = [&](Value* v) { return v == gone ? result : Arg(v); };
+  for (Node* user : gone->users()) {
+    if (user->kind() == NodeKind::Output) {
+      std::vector<Arg> outputs;
+      for (const Arg& out : user->args()) outputs.push_back(map_arg(out, map));
+      graph.output(std::move(outputs));
+      continue;
+    }
+    for (size_t a = 0; a < user->args().size(); ++a) user->set_arg(a, map_arg(user->arg(a), map));
+  }
+}
+
+// Copies the nodes of a call's graph before it, erases the call, and answers the first copy (or what came next).
+Node* inline_call(Graph& graph, Node* call) {
+  const Graph& inner = *call->subgraph();
+  std::unordered_map<const Value*, Arg> known;
+  size_t next = 0;
+  for (const Node* in : inner.placeholders()) known.emplace(in->result(), call->arg(next++));
+  const ArgOf map = [&](Value* v) { return known.at(v); };
+  Node* first = nullptr;
+  {
+    auto here = graph.inserting_before(call);
+    for (const Node* node : inner.nodes()) {
+      if (node->kind() == NodeKind::Placeholder || node->kind() == NodeKind::Output) continue;
+      Node* twin = copy_node(graph, *node, map);
+      if (!call->meta().grad_enabled) twin->meta().grad_enabled = false;
+      for (size_t i = 0; i < node->num_results(); ++i) known.emplace(node->result(i), twin->result(i));
+      if (!first) first = twin;
+    }
+  }
+  for (size_t i = 0; i < call->num_results(); ++i) {
+    replace_result(graph, call->result(i), map_arg(inner.output_node()->arg(i), map));
+  }
+  Node* after = first ? first : call->next();
+  graph.erase(call);
+  return after;
+}
+
+}  // namespace
+
+bool inline_nested(Graph& graph) {
+  bool found = false;
+  for (Node* node = graph.first(); node;) {
+    const bool nested = node->kind() == NodeKind::CallModule;
+    found |= nested;
+    node = nested ? inline_call(graph, node) : node->next();  // calls within the copy come next
+  }
+  return found;
+}
+
+}  // namespace plumb

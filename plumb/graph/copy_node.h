@@ -1,0 +1,22 @@
+// Copies nodes from one graph into another, and nested graphs into the graph that calls them.
+#pragma once
+
+#include <functional>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+using ArgOf = std::function<Arg(Value*)>;
+
+// The argument with every value replaced by what `map` returns for it.
+Arg map_arg(const Arg& arg, const ArgOf& map);
+
+// A copy of an operator call, get_attr or nested call at `into`'s insertion point, with types and metadata. Results
+// keep their names where those are free.
+Node* copy_node(Graph& into, const Node& node, const ArgOf& map);
+
+// Replaces every call of a nested graph by the nodes of that graph, at any depth. Answers whether there was one.
+bool inline_nested(Graph& graph);
+
+}  // namespace plumb
