@@ -148,6 +148,145 @@ std::string milliseconds(double s) {
   return text;
 }
 
+[[noreturn]] void wrong(const std::string& what, const std::string& remedy = "") {
+  throw Error(ErrorKind::Partition, what, "", remedy);
+}
+
+void check_options(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options) {
+  if (options.stages < 1) wrong("a pipeline has at least one stage, not " + std::to_string(options.stages));
+  if (cost.nodes.size() != module.graph().size()) {
+    wrong("the costs are of a graph with " + std::to_string(cost.nodes.size()) + " nodes, this one has " +
+              std::to_string(module.graph().size()),
+          "measure this graph");
+  }
+  const size_t limits = options.memory_limits.size();
+  if (limits > 1 && limits != static_cast<size_t>(options.stages)) {
+    wrong(std::to_string(limits) + " memory limits for " + std::to_string(options.stages) + " stages",
+          "give one a stage, or one for all");
+  }
+  for (const Node* node : module.graph().nodes()) {
+    if (node->kind() == NodeKind::CallModule) {
+      wrong(node->describe() + " is a nested graph, whose operators have no costs of their own",
+            "balance the graph before it is nested");
+    }
+  }
+  if (options.bytes_per_second <= 0) wrong("the rate of sending must be positive");
+}
+
+// Finds the cut with the least slowest stage: dynamic programming over the places for cuts.
+class Balancer {
+ public:
+  Balancer(const Row& row, const BalanceOptions& options)
+      : row_(row),
+        options_(options),
+        places_(choose_places(row, std::max<size_t>(options.max_places, static_cast<size_t>(options.stages) + 1))) {}
+
+  // Indices of places, from the graph's begin to its end; empty if no cut keeps the memory limits.
+  std::vector<size_t> find_cuts() const;
+  // The stages between these places.
+  Balance describe(const std::vector<size_t>& cuts) const;
+  size_t num_places() const { return places_.size(); }
+
+ private:
+  // Everything is said of a stage from place i to place j.
+  double message_seconds(size_t place) const {
+    const size_t k = places_[place];
+    if (k == 0 || k == row_.ops.size()) return 0;
+    // Values forward, their gradients back.
+    return 2 * (row_.messages[k] * options_.seconds_per_message +
+                static_cast<double>(row_.crossing[k]) / options_.bytes_per_second);
+  }
+  double forward(size_t i, size_t j) const { return row_.forward[places_[j]] - row_.forward[places_[i]]; }
+  double backward(size_t i, size_t j) const { return row_.backward[places_[j]] - row_.backward[places_[i]]; }
+  double communication(size_t i, size_t j) const { return message_seconds(i) + message_seconds(j); }
+  int64_t activations(size_t i, size_t j) const { return row_.activations[places_[j]] - row_.activations[places_[i]]; }
+  std::vector<int64_t> parameters_from(size_t i) const;
+  int64_t memory(int stage, size_t i, size_t j, int64_t parameter_bytes) const {
+    const int in_flight = options_.in_flight ? options_.in_flight(stage) : options_.stages - stage;
+    return static_cast<int64_t>(static_cast<double>(parameter_bytes) * options_.bytes_per_parameter_byte) +
+           static_cast<int64_t>(in_flight) * activations(i, j);
+  }
+  int64_t limit(int stage) const {
+    const auto& limits = options_.memory_limits;
+    if (limits.empty()) return std::numeric_limits<int64_t>::max();
+    return limits[limits.size() == 1 ? 0 : static_cast<size_t>(stage)];
+  }
+
+  const Row& row_;
+  const BalanceOptions& options_;
+  const std::vector<size_t> places_;  // operators that a cut may be before
+};
+
+// Bytes of the parameters used from place i to each later place.
+std::vector<int64_t> Balancer::parameters_from(size_t i) const {
+  std::vector<int64_t> sums(places_.size(), 0);
+  auto use = std::lower_bound(row_.parameters.begin(), row_.parameters.end(), places_[i],
+                              [](const auto& u, size_t k) { return u.op < k; });
+  int64_t sum = 0;
+  for (size_t j = i + 1; j < places_.size(); ++j) {
+    for (; use != row_.parameters.end() && use->op < places_[j]; ++use) {
+      if (use->previous == static_cast<size_t>(-1) || use->previous < places_[i]) sum += use->bytes;
+    }
+    sums[j] = sum;
+  }
+  return sums;
+}
+
+std::vector<size_t> Balancer::find_cuts() const {
+  const int stages = options_.stages;
+  const size_t P = places_.size();
+  // best[s][j]: the slowest of the stages 0..s that end at place j. Ties go to the smaller sum, that is, less to send.
+  struct Best {
+    double slowest = kNever, sum = kNever;
+    size_t from = 0;
+  };
+  std::vector<std::vector<Best>> best(stages, std::vector<Best>(P));
+  for (size_t i = 0; i + 1 < P; ++i) {
+    // Places before i are complete when i is the start: best[s - 1][i] depends on earlier starts only.
+    const auto parameters = parameters_from(i);
+    for (int s = 0; s < stages; ++s) {
+      if ((s == 0) != (i == 0)) continue;
+      const Best before = s == 0 ? Best{0, 0, 0} : best[s - 1][i];
+      if (before.slowest == kNever) continue;
+      for (size_t j = i + 1; j < P; ++j) {
+        if (memory(s, i, j, parameters[j]) > limit(s)) break;  // grows with j
+        const double t = forward(i, j) + backward(i, j) + communication(i, j);
+        const Best now{std::max(before.slowest, t), before.sum + t, i};
+        Best& b = best[s][j];
+        if (now.slowest < b.slowest || (now.slowest == b.slowest && now.sum < b.sum)) b = now;
+      }
+    }
+  }
+  if (best[stages - 1][P - 1].slowest == kNever) return {};
+  std::vector<size_t> cuts{P - 1};
+  for (int s = stages - 1; s >= 0; --s) cuts.push_back(best[s][cuts.back()].from);
+  std::reverse(cuts.begin(), cuts.end());
+  return cuts;
+}
+
+Balance Balancer::describe(const std::vector<size_t>& cuts) const {
+  Balance result;
+  for (int s = 0; s < options_.stages; ++s) {
+    const size_t i = cuts[s], j = cuts[s + 1];
+    BalancedStage b;
+    b.first_op = places_[i];
+    b.num_ops = places_[j] - places_[i];
+    const Node* first = b.num_ops ? row_.ops[b.first_op] : nullptr;
+    b.first_node = first ? (first->num_results() ? first->result()->name() : first->target()) : "";
+    b.forward = forward(i, j);
+    b.backward = backward(i, j);
+    b.communication = communication(i, j);
+    b.parameter_bytes = parameters_from(i)[j];
+    b.activation_bytes = activations(i, j);
+    b.memory = memory(s, i, j, b.parameter_bytes);
+    b.bytes_in = s == 0 ? 0 : row_.crossing[places_[i]];
+    b.bytes_out = s + 1 == options_.stages ? 0 : row_.crossing[places_[j]];
+    result.stages.push_back(std::move(b));
+    if (s > 0) result.options.cut_before.push_back(places_[i]);
+  }
+  return result;
+}
+
 }  // namespace
 
 double Balance::slowest() const {
@@ -181,95 +320,19 @@ std::string Balance::report() const {
 }
 
 Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options) {
-  const int stages = options.stages;
-  auto wrong = [](const std::string& what, const std::string& remedy) {
-    throw Error(ErrorKind::Partition, what, "", remedy);
-  };
-  if (stages < 1) wrong("a pipeline has at least one stage, not " + std::to_string(stages), "");
-  if (cost.nodes.size() != module.graph().size()) {
-    wrong("the costs are of a graph with " + std::to_string(cost.nodes.size()) + " nodes, this one has " +
-              std::to_string(module.graph().size()),
-          "measure this graph");
-  }
-  const size_t limits = options.memory_limits.size();
-  if (limits > 1 && limits != static_cast<size_t>(stages)) {
-    wrong(std::to_string(limits) + " memory limits for " + std::to_string(stages) + " stages",
-          "give one a stage, or one for all");
-  }
-  for (const Node* node : module.graph().nodes()) {
-    if (node->kind() == NodeKind::CallModule)
-      wrong(node->describe() + " is a nested graph, whose operators have no costs of their own",
-            "balance the graph before it is nested");
-  }
-  if (options.bytes_per_second <= 0) wrong("the rate of sending must be positive", "");
-  auto limit = [&](int s) {
-    return limits == 0 ? std::numeric_limits<int64_t>::max() : options.memory_limits[limits == 1 ? 0 : s];
-  };
-  auto in_flight = [&](int s) { return static_cast<int64_t>(options.in_flight ? options.in_flight(s) : stages - s); };
-
+  check_options(module, cost, options);
   Graph graph = module.graph().clone();  // as pipeline() sees it: uses after a write are uses of the writer's result
   rename_after_writes(graph);
   const Row row = make_row(module, graph, cost);
-  const std::vector<size_t> places =
-      choose_places(row, std::max<size_t>(options.max_places, static_cast<size_t>(stages) + 1));
-  const size_t P = places.size();  // stages run from place i to place j
-  if (P < static_cast<size_t>(stages) + 1) {
-    wrong("the graph has " + std::to_string(P < 2 ? 0 : P - 2) + " places for a cut, " + std::to_string(stages) +
-              " stages need " + std::to_string(stages - 1),
+  const Balancer balancer(row, options);
+  const int stages = options.stages;
+  if (const size_t places = balancer.num_places(); places < static_cast<size_t>(stages) + 1) {
+    wrong("the graph has " + std::to_string(places < 2 ? 0 : places - 2) + " places for a cut, " +
+              std::to_string(stages) + " stages need " + std::to_string(stages - 1),
           "ask for fewer stages");
   }
-  auto message = [&](size_t place) {
-    const size_t k = places[place];
-    if (k == 0 || k == row.ops.size()) return 0.0;
-    // Values forward, their gradients back.
-    return 2 * (row.messages[k] * options.seconds_per_message +
-                static_cast<double>(row.crossing[k]) / options.bytes_per_second);
-  };
-  auto seconds = [&](size_t i, size_t j) {
-    return row.forward[places[j]] - row.forward[places[i]] + row.backward[places[j]] - row.backward[places[i]] +
-           message(i) + message(j);
-  };
-  // Bytes of the parameters used from place i to each later place.
-  auto parameters_from = [&](size_t i) {
-    std::vector<int64_t> sums(P, 0);
-    auto use = std::lower_bound(row.parameters.begin(), row.parameters.end(), places[i],
-                                [](const auto& u, size_t k) { return u.op < k; });
-    int64_t sum = 0;
-    for (size_t j = i + 1; j < P; ++j) {
-      for (; use != row.parameters.end() && use->op < places[j]; ++use) {
-        if (use->previous == static_cast<size_t>(-1) || use->previous < places[i]) sum += use->bytes;
-      }
-      sums[j] = sum;
-    }
-    return sums;
-  };
-  auto memory = [&](int s, size_t i, size_t j, int64_t parameters) {
-    return static_cast<int64_t>(static_cast<double>(parameters) * options.bytes_per_parameter_byte) +
-           in_flight(s) * (row.activations[places[j]] - row.activations[places[i]]);
-  };
-  // best[s][j]: the slowest of the stages 0..s that end at place j. Ties go to the smaller sum, that is, less to send.
-  struct Best {
-    double slowest = kNever, sum = kNever;
-    size_t from = 0;
-  };
-  std::vector<std::vector<Best>> best(stages, std::vector<Best>(P));
-  for (size_t i = 0; i + 1 < P; ++i) {
-    // Places before i are complete when i is the start: best[s - 1][i] depends on earlier starts only.
-    const auto parameters = parameters_from(i);
-    for (int s = 0; s < stages; ++s) {
-      if ((s == 0) != (i == 0)) continue;
-      const Best before = s == 0 ? Best{0, 0, 0} : best[s - 1][i];
-      if (before.slowest == kNever) continue;
-      for (size_t j = i + 1; j < P; ++j) {
-        if (memory(s, i, j, parameters[j]) > limit(s)) break;  // grows with j
-        const double t = seconds(i, j);
-        const Best now{std::max(before.slowest, t), before.sum + t, i};
-        Best& b = best[s][j];
-        if (now.slowest < b.slowest || (now.slowest == b.slowest && now.sum < b.sum)) b = now;
-      }
-    }
-  }
-  if (best[stages - 1][P - 1].slowest == kNever) {
+  const std::vector<size_t> cuts = balancer.find_cuts();
+  if (cuts.empty()) {
     BalanceOptions free = options;
     free.memory_limits.clear();
     const Balance without = balance(module, cost, free);
@@ -278,31 +341,7 @@ Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceO
     wrong("no cut into " + std::to_string(stages) + " stages keeps the memory limits; the fastest cut needs " + needs,
           "raise the limits, or use more stages or smaller microbatches");
   }
-  std::vector<size_t> cuts{P - 1};
-  for (int s = stages - 1; s >= 0; --s) cuts.push_back(best[s][cuts.back()].from);
-  std::reverse(cuts.begin(), cuts.end());
-
-  Balance result;
-  std::unordered_map<std::string, int> stage_of;
-  for (int s = 0; s < stages; ++s) {
-    const size_t i = cuts[s], j = cuts[s + 1];
-    BalancedStage b;
-    b.first_op = places[i];
-    b.num_ops = places[j] - places[i];
-    const Node* first = b.num_ops ? row.ops[b.first_op] : nullptr;
-    b.first_node = first ? (first->num_results() ? first->result()->name() : first->target()) : "";
-    b.forward = row.forward[places[j]] - row.forward[places[i]];
-    b.backward = row.backward[places[j]] - row.backward[places[i]];
-    b.communication = message(i) + message(j);
-    b.parameter_bytes = parameters_from(i)[j];
-    b.activation_bytes = row.activations[places[j]] - row.activations[places[i]];
-    b.memory = memory(s, i, j, b.parameter_bytes);
-    b.bytes_in = s == 0 ? 0 : row.crossing[places[i]];
-    b.bytes_out = s + 1 == stages ? 0 : row.crossing[places[j]];
-    result.stages.push_back(std::move(b));
-    if (s > 0) result.options.cut_before.push_back(places[i]);
-  }
-  return result;
+  return balancer.describe(cuts);
 }
 
 }  // namespace plumb

@@ -4,9 +4,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <set>
+#include <optional>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
@@ -39,14 +40,6 @@ class Union {
   std::vector<size_t> parent_;
 };
 
-json parse(const std::string& text, size_t rank) {
-  try {
-    return json::parse(text);
-  } catch (const std::exception&) {
-    throw Error(ErrorKind::Communication, "what rank " + std::to_string(rank) + " says of its parameters is malformed");
-  }
-}
-
 }  // namespace
 
 std::uint64_t content_hash(const at::Tensor& tensor) {
@@ -64,109 +57,152 @@ std::uint64_t content_hash(const at::Tensor& tensor) {
   return hash;
 }
 
-bool SharedParameters::in_stage(int stage) const {
-  return std::any_of(groups.begin(), groups.end(), [&](const CopyGroup& group) {
-    return std::any_of(group.begin(), group.end(), [&](const ParameterCopy& c) { return c.local_stage == stage; });
-  });
-}
+namespace {
 
-SharedParameters find_shared_parameters(const PipelineLayout& layout, const Placement& placement,
-                                        const std::map<int, std::vector<NamedTensor>>& local, Transport& transport) {
-  const int me = transport.group().rank(), size = transport.group().size();
-  json mine = json::array();
-  for (const auto& [stage, parameters] : local) {
-    for (const auto& p : parameters) mine.push_back({stage, p.name, describe(p.tensor)});
+// What every rank says of its parameters, merged: which of them are copies of one.
+class CopyFinder {
+ public:
+  CopyFinder(const std::map<int, std::vector<NamedTensor>>& local, Transport& transport)
+      : local_(local), transport_(transport), me_(transport.group().rank()), known_(exchange_names()) {
+    sets_.emplace(known_.size());
   }
-  std::vector<Known> known;
-  const auto texts = transport.exchange(mine.dump());
-  for (size_t r = 0; r < texts.size(); r++) {
-    const json theirs = parse(texts[r], r);
-    for (const auto& entry : theirs) {
-      known.push_back({static_cast<int>(r), entry.at(0).get<int>(), entry.at(1).get<std::string>(),
-                       entry.at(2).get<std::string>()});
+
+  SharedParameters find(const PipelineLayout& layout) {
+    join_names();
+    join_tied(layout);
+    join_tensors();
+    std::map<size_t, std::vector<size_t>> members;
+    for (size_t i = 0; i < known_.size(); i++) members[sets_->root(i)].push_back(i);
+    std::erase_if(members, [](const auto& set) { return set.second.size() < 2; });
+    const auto hash_of = exchange_hashes(members);
+    SharedParameters shared;
+    const int size = transport_.group().size();
+    shared.copy_peers.assign(size, std::vector<bool>(size, false));
+    for (const auto& [root, list] : members) {
+      check_alike(list, hash_of);
+      add_group(list, shared);
+    }
+    return shared;
+  }
+
+ private:
+  // The same on every rank: by rank, then as each rank lists them.
+  std::vector<Known> exchange_names() {
+    json mine = json::array();
+    for (const auto& [stage, parameters] : local_) {
+      for (const auto& p : parameters) mine.push_back({stage, p.name, describe(p.tensor)});
+    }
+    std::vector<Known> known;
+    const auto texts = transport_.exchange(mine.dump());
+    for (size_t r = 0; r < texts.size(); r++) {
+      read(texts[r], r, [&](const json& theirs) {
+        for (const auto& entry : theirs) {
+          known.push_back({static_cast<int>(r), entry.at(0).get<int>(), entry.at(1).get<std::string>(),
+                           entry.at(2).get<std::string>()});
+        }
+      });
+    }
+    return known;
+  }
+
+  void join_names() {
+    std::map<std::string, size_t> first_of_name;
+    for (size_t i = 0; i < known_.size(); i++) {
+      auto [it, fresh] = first_of_name.try_emplace(known_[i].name, i);
+      if (!fresh) sets_->join(it->second, i);
     }
   }
-  Union sets(known.size());
-  std::map<std::string, size_t> first_of_name;
-  std::map<std::pair<int, std::string>, std::vector<size_t>> by_place;
-  for (size_t i = 0; i < known.size(); i++) {
-    auto [it, fresh] = first_of_name.try_emplace(known[i].name, i);
-    if (!fresh) sets.join(it->second, i);
-    by_place[{known[i].stage, known[i].name}].push_back(i);
-  }
-  for (const auto& group : layout.tied) {
-    for (const auto& copy : group.copies) {
-      auto it = by_place.find({copy.stage, copy.name});
-      if (it == by_place.end()) {
-        throw Error(ErrorKind::UnknownName,
-                    "the tied parameter '" + copy.name + "' does not exist in stage " + std::to_string(copy.stage));
+
+  void join_tied(const PipelineLayout& layout) {
+    std::map<std::pair<int, std::string>, size_t> by_place;
+    for (size_t i = 0; i < known_.size(); i++) by_place.try_emplace({known_[i].stage, known_[i].name}, i);
+    for (const auto& group : layout.tied) {
+      for (const auto& copy : group.copies) {
+        auto it = by_place.find({copy.stage, copy.name});
+        if (it == by_place.end()) {
+          throw Error(ErrorKind::UnknownName,
+                      "the tied parameter '" + copy.name + "' does not exist in stage " + std::to_string(copy.stage));
+        }
+        sets_->join(by_place.at({group.copies[0].stage, group.copies[0].name}), it->second);
       }
-      sets.join(by_place.at({group.copies[0].stage, group.copies[0].name})[0], it->second[0]);
     }
   }
-  // Two names of one tensor in the stages of one rank are one parameter, too.
-  std::map<const void*, size_t> by_tensor;
-  for (size_t i = 0; i < known.size(); i++) {
-    if (known[i].rank != me) continue;
-    for (const auto& p : local.at(known[i].stage)) {
-      if (p.name != known[i].name) continue;
-      auto [it, fresh] = by_tensor.try_emplace(p.tensor.unsafeGetTensorImpl(), i);
-      if (!fresh) sets.join(it->second, i);
-    }
-  }
-  std::map<size_t, std::vector<size_t>> members;
-  for (size_t i = 0; i < known.size(); i++) members[sets.root(i)].push_back(i);
 
-  json hashes = json::object();
-  auto tensor_of = [&](const Known& k) -> at::Tensor {
-    for (const auto& p : local.at(k.stage)) {
-      if (p.name == k.name) return p.tensor;
+  // Two names of one tensor in the stages of this rank are one parameter, too.
+  void join_tensors() {
+    std::map<const void*, size_t> by_tensor;
+    for (size_t i = 0; i < known_.size(); i++) {
+      if (known_[i].rank != me_) continue;
+      auto [it, fresh] = by_tensor.try_emplace(tensor_of(known_[i]).unsafeGetTensorImpl(), i);
+      if (!fresh) sets_->join(it->second, i);
     }
-    return {};
-  };
-  for (const auto& [root, list] : members) {
-    if (list.size() < 2) continue;
+  }
+
+  std::map<size_t, std::uint64_t> exchange_hashes(const std::map<size_t, std::vector<size_t>>& members) {
+    json hashes = json::object();
+    for (const auto& [root, list] : members) {
+      for (auto i : list) {
+        if (known_[i].rank == me_) hashes[std::to_string(i)] = content_hash(tensor_of(known_[i]));
+      }
+    }
+    std::map<size_t, std::uint64_t> hash_of;
+    const auto texts = transport_.exchange(hashes.dump());
+    for (size_t r = 0; r < texts.size(); r++) {
+      read(texts[r], r, [&](const json& theirs) {
+        for (const auto& [key, value] : theirs.items()) hash_of[std::stoul(key)] = value.get<std::uint64_t>();
+      });
+    }
+    return hash_of;
+  }
+
+  // Reads what a rank sent. Whatever is wrong with it is an Error that names the rank.
+  static void read(const std::string& text, size_t rank, const std::function<void(const json&)>& take) {
+    try {
+      take(json::parse(text));
+    } catch (const std::exception&) {
+      throw Error(ErrorKind::Communication,
+                  "what rank " + std::to_string(rank) + " says of its parameters is malformed");
+    }
+  }
+
+  void check_alike(const std::vector<size_t>& list, const std::map<size_t, std::uint64_t>& hash_of) const {
+    const Known& first = known_[list[0]];
+    auto hash = [&](size_t i) {
+      auto it = hash_of.find(i);
+      return it == hash_of.end() ? 0 : it->second;
+    };
     for (auto i : list) {
-      if (known[i].rank == me) hashes[std::to_string(i)] = content_hash(tensor_of(known[i]));
+      const Known& k = known_[i];
+      if (k.type != first.type) {
+        throw Error(ErrorKind::InvalidState, "copies of one parameter differ: " + where(first) + " is " +
+                                                    first.type + ", " + where(k) + " is " + k.type);
+      }
+      if (hash(i) != hash(list[0])) {
+        throw Error(ErrorKind::InvalidState,
+                    "copies of one parameter hold different values: " + where(first) + " and " + where(k), "",
+                    "initialise them alike on every rank, or load the same weights");
+      }
     }
   }
-  std::map<size_t, std::uint64_t> hash_of;
-  const auto all_hashes = transport.exchange(hashes.dump());
-  for (size_t r = 0; r < all_hashes.size(); r++) {
-    const json theirs = parse(all_hashes[r], r);
-    for (const auto& [key, value] : theirs.items()) hash_of[std::stoul(key)] = value.get<std::uint64_t>();
-  }
 
-  SharedParameters shared;
-  shared.copy_peers.assign(size, std::vector<bool>(size, false));
-  for (const auto& [root, list] : members) {
-    if (list.size() < 2) continue;
+  void add_group(const std::vector<size_t>& list, SharedParameters& shared) const {
     CopyGroup group;
     TiedParameter tied;
     bool here = false;
     for (auto i : list) {
-      const auto& k = known[i];
-      if (k.type != known[list[0]].type) {
-        throw Error(ErrorKind::InvalidState, "copies of one parameter differ: " + where(known[list[0]]) + " is " +
-                                                 known[list[0]].type + ", " + where(k) + " is " + k.type);
-      }
-      if (hash_of[i] != hash_of[list[0]]) {
-        throw Error(ErrorKind::InvalidState,
-                    "copies of one parameter hold different values: " + where(known[list[0]]) + " and " + where(k), "",
-                    "initialise them alike on every rank, or load the same weights");
-      }
+      const Known& k = known_[i];
       ParameterCopy copy{k.rank, k.stage, k.name};
-      if (k.rank == me) {
+      if (k.rank == me_) {
         here = true;
         copy.local_stage = k.stage;
-        const auto& parameters = local.at(k.stage);
+        const auto& parameters = local_.at(k.stage);
         for (size_t j = 0; j < parameters.size(); j++) {
           if (parameters[j].name == k.name) copy.index = static_cast<int>(j);
         }
       }
       group.push_back(copy);
       tied.copies.push_back({k.stage, k.name});
-      for (auto j : list) shared.copy_peers[k.rank][known[j].rank] = true;
+      for (auto j : list) shared.copy_peers[k.rank][known_[j].rank] = true;
     }
     std::sort(group.begin(), group.end(), [](const auto& a, const auto& b) {
       return std::tie(b.stage, a.rank, a.name) < std::tie(a.stage, b.rank, b.name);
@@ -176,7 +212,32 @@ SharedParameters find_shared_parameters(const PipelineLayout& layout, const Plac
     shared.tied.push_back(tied);
     if (here) shared.groups.push_back(group);
   }
-  return shared;
+
+  const at::Tensor& tensor_of(const Known& k) const {
+    for (const auto& p : local_.at(k.stage)) {
+      if (p.name == k.name) return p.tensor;
+    }
+    throw Error(ErrorKind::Internal, where(k) + " is not held here");
+  }
+
+  const std::map<int, std::vector<NamedTensor>>& local_;
+  Transport& transport_;
+  const int me_;
+  const std::vector<Known> known_;
+  std::optional<Union> sets_;
+};
+
+}  // namespace
+
+bool SharedParameters::in_stage(int stage) const {
+  return std::any_of(groups.begin(), groups.end(), [&](const CopyGroup& group) {
+    return std::any_of(group.begin(), group.end(), [&](const ParameterCopy& c) { return c.local_stage == stage; });
+  });
+}
+
+SharedParameters find_shared_parameters(const PipelineLayout& layout, const Placement& /*placement*/,
+                                        const std::map<int, std::vector<NamedTensor>>& local, Transport& transport) {
+  return CopyFinder(local, transport).find(layout);
 }
 
 std::vector<const ParameterCopy*> copies_for_peer(const SharedParameters& shared, int holder, int other) {
