@@ -1,6 +1,6 @@
 // plumb opt: passes of the table, in order, file to file.
 #include <CLI/CLI.hpp>
-#include <sstream>
+#include <cstdio>
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
@@ -12,50 +12,17 @@ namespace plumb::cli {
 namespace {
 
 struct OptArguments {
-  std::string file, out;
+  std::string file, out, dump;
   std::vector<std::string> passes;
-  bool list = false, json = false;
+  bool list = false, json = false, time = false;
 };
 
-struct Step {
-  const Pass* pass;
-  PassOptions options;
-};
-
-// "NAME[,option=value]..."; a part without "=" belongs to the value before it ("exclude=a,b").
-Step parse_step(const std::string& text) {
-  std::vector<std::string> parts;
-  std::stringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) {
-    if (parts.size() > 1 && part.find('=') == std::string::npos) {
-      parts.back() += "," + part;
-    } else {
-      parts.push_back(part);
-    }
-  }
-  Step step{};
+PassStep parse_step(const std::string& text) {
   try {
-    step.pass = &find_pass(parts.empty() ? "" : parts[0]);
+    return parse_pass_step(text);
   } catch (const Error& e) {
     throw UsageError("--pass=" + text + ": " + e.message(), e.remedy());
   }
-  for (size_t i = 1; i < parts.size(); ++i) {
-    const size_t equals = parts[i].find('=');
-    const std::string name = parts[i].substr(0, equals);
-    std::string known;
-    bool found = false;
-    for (const PassOption& option : step.pass->options) {
-      found = found || option.name == name;
-      known += (known.empty() ? "" : ", ") + option.name;
-    }
-    if (!found || equals == std::string::npos) {
-      throw UsageError(
-          "--pass=" + text + ": " + (found ? "option '" + name + "' has no value" : "no option '" + name + "'"),
-          known.empty() ? "pass " + step.pass->name + " has no options" : "option=value with one of: " + known);
-    }
-    step.options[name] = parts[i].substr(equals + 1);
-  }
-  return step;
 }
 
 void list_passes(bool json) {
@@ -77,7 +44,7 @@ void opt(const OptArguments& o) {
   if (o.list) return list_passes(o.json);
   if (o.file.empty()) throw UsageError("FILE is missing", "plumb opt FILE --pass=NAME -o OUT, or plumb opt --list");
   if (o.passes.empty()) throw UsageError("--pass is missing", "--pass=NAME; `plumb opt --list` shows them");
-  std::vector<Step> steps;
+  std::vector<PassStep> steps;
   for (const std::string& text : o.passes) steps.push_back(parse_step(text));
   Progress progress(static_cast<int>(steps.size()) + 2, o.json);
   progress.next("reading " + o.file);
@@ -87,21 +54,26 @@ void opt(const OptArguments& o) {
     throw UsageError("--json: the graph goes to stdout already", "-o OUT for the graph");
   }
   check_writable("-o", o.out);
-  auto report = nlohmann::json::array();
-  for (const Step& step : steps) {
-    progress.next(step.pass->name);
-    std::vector<std::string> notes;
-    // A text's module has no tensors, so only its graph is checked.
-    const bool changed = run_pass(*step.pass, loaded.module(), step.options, &notes, !loaded.is_text);
-    lint(loaded.module().graph());
-    report.push_back({{"pass", step.pass->name}, {"changed", changed}, {"notes", notes}});
-    progress.say(step.pass->name + ": " + (changed ? "changed" : "nothing to change"));
-    for (const std::string& note : notes) progress.say("  " + note);
-  }
+  RunPassesOptions run;
+  run.check = !loaded.is_text;  // a text's module has no tensors: only its graph is checked
+  run.dump = o.dump;
+  run.before = [&](const PassStep& step) { progress.next(step.pass->name); };
+  run.after = [&](const PassResult& done) {
+    char seconds[32] = "";
+    if (o.time) std::snprintf(seconds, sizeof seconds, " (%.3f s)", done.seconds);
+    progress.say(done.pass + ": " + (done.changed ? "changed" : "nothing to change") + seconds);
+    for (const std::string& note : done.notes) progress.say("  " + note);
+  };
+  const auto results = run_passes(steps, loaded.module(), run);
   progress.next("writing " + o.out);
   save(loaded, o.out);
   progress.finish();
-  if (o.json) write_text(report.dump(1), "");
+  if (!o.json) return;
+  auto report = nlohmann::json::array();
+  for (const PassResult& r : results) {
+    report.push_back({{"pass", r.pass}, {"changed", r.changed}, {"seconds", r.seconds}, {"notes", r.notes}});
+  }
+  write_text(report.dump(1), "");
 }
 
 }  // namespace
@@ -113,6 +85,8 @@ void add_opt(CLI::App& app) {
   sub->add_option("--pass", o->passes, "NAME[,option=value]..., as often as wanted: run in this order")
       ->allow_extra_args(false);
   sub->add_option("-o,--out", o->out, "Where the result goes: .pt2 for a .pt2 file, text for text (default: stdout)");
+  sub->add_option("--dump", o->dump, "A folder for the graph's text before the first pass and after every pass");
+  sub->add_flag("--time", o->time, "Say how long every pass took");
   sub->add_flag("--list", o->list, "Show the passes and their options");
   sub->add_flag("--json", o->json, "Print what was done (with --list: the table) as JSON");
   sub->footer("Example:\n  plumb opt model.pt2 --pass=dead_code --pass=simulate_format,fwd=E4M3,bwd=E5M2 -o fp8.pt2");

@@ -1,8 +1,11 @@
 #include "plumb/graph/pass.h"
 
+#include <chrono>
 #include <memory>
+#include <sstream>
 
 #include "plumb/core/error.h"
+#include "plumb/core/file.h"
 
 namespace plumb {
 namespace {
@@ -45,35 +48,92 @@ const Pass& find_pass(std::string_view name) {
   throw Error(ErrorKind::UnknownName, "no pass '" + std::string(name) + "'", "", "one of: " + names);
 }
 
-bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options, std::vector<std::string>* report,
-              bool check) {
-  for (const auto& [name, value] : options) {
-    bool known = false;
-    std::string names;
-    for (const PassOption& option : pass.options) {
-      known = known || option.name == name;
-      names += (names.empty() ? "" : ", ") + option.name;
-    }
-    if (!known) {
-      throw Error(ErrorKind::UnknownName, "pass " + pass.name + " has no option '" + name + "'", "",
-                  names.empty() ? "it has no options" : "one of: " + names);
-    }
-  }
+bool run_checked(const std::string& name, const std::function<bool()>& run, GraphModule& module, bool check) {
   const uint64_t before = check ? fingerprint(module) : 0;
-  const bool changed = pass.run(module, options, report);
-  if (check) {
-    try {
-      module.lint();
-    } catch (const Error& e) {
-      throw Error(ErrorKind::Internal, "after pass " + pass.name + ": " + e.message(), e.where());
-    }
-    const bool differs = fingerprint(module) != before;
-    if (differs && !changed)
-      throw Error(ErrorKind::Internal, "pass " + pass.name + " answered 'unchanged' but the module changed");
-    if (!differs && changed)
-      throw Error(ErrorKind::Internal, "pass " + pass.name + " answered 'changed' but the module is as before");
+  const bool changed = run();
+  try {
+    check ? module.lint() : lint(module.graph());
+  } catch (const Error& e) {
+    throw Error(ErrorKind::Internal, "after pass " + name + ": " + e.message(), e.where());
+  }
+  if (!check) return changed;
+  const bool differs = fingerprint(module) != before;
+  if (differs && !changed) {
+    throw Error(ErrorKind::Internal, "pass " + name + " answered 'unchanged' but the module changed");
+  }
+  if (!differs && changed) {
+    throw Error(ErrorKind::Internal, "pass " + name + " answered 'changed' but the module is as before");
   }
   return changed;
+}
+
+namespace {
+
+void check_option(const Pass& pass, const std::string& name) {
+  std::string names;
+  for (const PassOption& option : pass.options) {
+    if (option.name == name) return;
+    names += (names.empty() ? "" : ", ") + option.name;
+  }
+  throw Error(ErrorKind::UnknownName, "pass " + pass.name + " has no option '" + name + "'", "",
+              names.empty() ? "it has no options" : "one of: " + names);
+}
+
+}  // namespace
+
+bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options, std::vector<std::string>* report,
+              bool check) {
+  for (const auto& [name, value] : options) check_option(pass, name);
+  return run_checked(pass.name, [&] { return pass.run(module, options, report); }, module, check);
+}
+
+PassStep parse_pass_step(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) {
+    if (parts.size() > 1 && part.find('=') == std::string::npos) {
+      parts.back() += "," + part;
+    } else {
+      parts.push_back(part);
+    }
+  }
+  PassStep step{&find_pass(parts.empty() ? "" : parts[0]), {}};
+  for (size_t i = 1; i < parts.size(); ++i) {
+    const size_t equals = parts[i].find('=');
+    const std::string name = parts[i].substr(0, equals);
+    check_option(*step.pass, name);
+    if (equals == std::string::npos) {
+      throw Error(ErrorKind::InvalidArgument, "option '" + name + "' of pass " + step.pass->name + " has no value", "",
+                  name + "=VALUE");
+    }
+    step.options[name] = parts[i].substr(equals + 1);
+  }
+  return step;
+}
+
+std::vector<PassResult> run_passes(const std::vector<PassStep>& steps, GraphModule& module,
+                                   const RunPassesOptions& options) {
+  size_t dumped = 0;
+  auto dump = [&](const std::string& name) {
+    if (options.dump.empty()) return;
+    const std::string number = std::to_string(dumped++);
+    write_file_atomically(
+        std::filesystem::path(options.dump) / (std::string(number.size() < 2, '0') + number + "-" + name + ".txt"),
+        to_string(module.graph()));
+  };
+  std::vector<PassResult> results;
+  dump("input");
+  for (const PassStep& step : steps) {
+    if (options.before) options.before(step);
+    PassResult result{step.pass->name, false, 0, {}};
+    const auto begin = std::chrono::steady_clock::now();
+    result.changed = run_pass(*step.pass, module, step.options, &result.notes, options.check);
+    result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    dump(step.pass->name);
+    if (options.after) options.after(result);
+    results.push_back(std::move(result));
+  }
+  return results;
 }
 
 }  // namespace plumb

@@ -31,15 +31,52 @@ struct Pass {
 std::vector<const Pass*> all_passes();
 const Pass& find_pass(std::string_view name);
 
-// Runs a pass; `check` (on in tests and debug builds) lints afterwards ("after pass X: ...") and compares the graph's
-// hash with the pass's answer.
 #ifdef NDEBUG
 inline constexpr bool kCheckPasses = false;
 #else
 inline constexpr bool kCheckPasses = true;
 #endif
+
+// Runs a function that changes a module and lints the graph afterwards: an error begins "after pass NAME". With `check`
+// (on in tests and debug builds) the state and the specs are linted too, and the graph's hash is held against the
+// answer. Returns whether the function changed anything. Whatever rewrites a graph for a user goes through here.
+bool run_checked(const std::string& name, const std::function<bool()>& run, GraphModule& module,
+                 bool check = kCheckPasses);
+
+// Runs a pass of the table so.
 bool run_pass(const Pass& pass, GraphModule& module, const PassOptions& options = {},
               std::vector<std::string>* report = nullptr, bool check = kCheckPasses);
+
+// One step of a sequence of passes.
+struct PassStep {
+  const Pass* pass = nullptr;
+  PassOptions options;
+};
+
+// "NAME[,option=value]..."; a part without "=" belongs to the value before it ("exclude=a,b"). Raises
+// Error(InvalidArgument) for an unknown pass or option, naming the known ones.
+PassStep parse_pass_step(const std::string& text);
+
+// What a step did.
+struct PassResult {
+  std::string pass;
+  bool changed = false;
+  double seconds = 0;
+  std::vector<std::string> notes;
+};
+
+struct RunPassesOptions {
+  bool check = kCheckPasses;
+  // A folder for the graph's text before the first step and after every step: 00-input.txt, 01-dead_code.txt, ...
+  // Empty: none.
+  std::string dump;
+  std::function<void(const PassStep&)> before;   // called before a step
+  std::function<void(const PassResult&)> after;  // and after it
+};
+
+// Runs steps in order. The module may be changed half-way if one fails.
+std::vector<PassResult> run_passes(const std::vector<PassStep>& steps, GraphModule& module,
+                                   const RunPassesOptions& options = {});
 
 // Adds a pass to the table at start-up: `static RegisterPass reg({...});` at namespace scope of the pass's source.
 struct RegisterPass {

@@ -157,7 +157,7 @@ class Simulator {
       auto excluded = [&](std::string_view text) { return matches_pattern(pattern, text); };
       bool hit = excluded(node->result()->name()) || excluded(node->meta().module_path());
       for (const Value* value : node->inputs()) {
-        if (const Node* attr = attribute_behind(value)) hit = hit || excluded(attr->target());
+        if (const Node* attr = source_attribute(value)) hit = hit || excluded(attr->target());
       }
       if (hit) return "excluded by '" + pattern + "'";
     }
@@ -348,7 +348,7 @@ std::shared_ptr<TransformedModule> simulate_format(const std::shared_ptr<GraphMo
                                                    const SimulateFormatOptions& options) {
   auto result = derive(*module);
   Report report("simulate_format");
-  simulate_format(*result, options, &report);
+  run_checked("simulate_format", [&] { return simulate_format(*result, options, &report); }, *result);
   result->reports.push_back(std::move(report));
   return result;
 }

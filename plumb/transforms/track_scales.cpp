@@ -77,7 +77,7 @@ std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModul
   auto result = derive(*module);
   if (!result->tracker) result->tracker = ScaleTracker::create(options);
   Report report("track_scales");
-  track_scales(*result, *result->tracker, &report);
+  run_checked("track_scales", [&] { return track_scales(*result, *result->tracker, &report); }, *result);
   result->reports.push_back(std::move(report));
   return result;
 }

@@ -172,13 +172,20 @@ void bind(py::module_& m) {
       .def("deep_copy", &GraphModule::deep_copy)
       .def("lint", &GraphModule::lint)
       .def(
-          "run_pass",
-          [](GraphModule& g, const std::string& name, const PassOptions& options) {
-            std::vector<std::string> report;
-            const bool changed = run_pass(find_pass(name), g, options, &report);
-            return py::make_tuple(changed, report);
+          "run_passes",  // -> [(pass, changed, seconds, notes), ...]
+          [](GraphModule& g, const std::vector<std::string>& steps, const std::string& dump) {
+            std::vector<PassStep> sequence;
+            for (const std::string& step : steps) sequence.push_back(parse_pass_step(step));
+            RunPassesOptions options;
+            options.dump = dump;
+            std::vector<std::tuple<std::string, bool, double, std::vector<std::string>>> done;
+            for (const PassResult& r : run_passes(sequence, g, options)) {
+              done.emplace_back(r.pass, r.changed, r.seconds, r.notes);
+            }
+            g.sync_module();
+            return done;
           },
-          py::arg("name"), py::arg("options") = PassOptions{});
+          py::arg("steps"), py::arg("dump") = "");
   m.def("passes", [] {
     std::vector<std::tuple<std::string, std::string, std::vector<std::tuple<std::string, std::string, std::string>>>>
         all;
