@@ -64,28 +64,28 @@ constexpr double kBlocking = -1e4;  // added to a logit, no weight is left: exp(
 
 }  // namespace
 
-bool hands_on(const Node* node) {
+bool is_passthrough(const Node* node) {
   return node->is_call() && node->num_inputs() > 0 && rearranging().count(node->op_name());
 }
 
-const Node* attribute_behind(const Value* value) {
+const Node* source_attribute(const Value* value) {
   while (value) {
     const Node* node = value->producer();
     if (node->kind() == NodeKind::GetAttr) return node;
-    if (!hands_on(node) || !node->args()[0].is_value()) return nullptr;
+    if (!is_passthrough(node) || !node->args()[0].is_value()) return nullptr;
     value = node->args()[0].value();
   }
   return nullptr;
 }
 
-std::vector<Use> uses_behind(const Value* value) {
+std::vector<Use> effective_uses(const Value* value) {
   std::vector<Use> found;
   std::vector<const Value*> open{value};
   while (!open.empty()) {
     const Value* v = open.back();
     open.pop_back();
     for (const Use& use : v->uses()) {
-      if (hands_on(use.user)) {
+      if (is_passthrough(use.user)) {
         // `x.view_as(w)` and the like look at w's shape or type only.
         if (use.index != 0 || !use.user->args()[0].is_value()) continue;
         for (const Value* result : use.user->results()) open.push_back(result);
@@ -153,7 +153,7 @@ std::unordered_map<const Node*, std::string> computed_from_parameters(const Grap
     if (from_input.count(node)) {
       parameter_of.erase(node);
     } else if (auto it = parameter_of.find(node);
-               it != parameter_of.end() && node->num_results() && !attribute_behind(node->result())) {
+               it != parameter_of.end() && node->num_results() && !source_attribute(node->result())) {
       computed.emplace(node, it->second);
     }
   }
@@ -186,7 +186,7 @@ bool looks_like_mask(const Value* value, const State& state) {
       const Arg* other = node->try_arg("other");
       if (!other || !other->value()) return false;
       value = other->value();
-    } else if (hands_on(node) || name == "aten::masked_fill" || name == "aten::triu" || name == "aten::tril" ||
+    } else if (is_passthrough(node) || name == "aten::masked_fill" || name == "aten::triu" || name == "aten::tril" ||
                name == "aten::mul" || name == "aten::index" || name == "aten::index_select") {
       if (!node->args()[0].is_value()) return false;
       value = node->args()[0].value();

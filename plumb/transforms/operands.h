@@ -14,13 +14,13 @@ namespace plumb {
 
 // Hands one input on, rearranged, copied, cast, rounded or measured, but not computed with: views, `to`,
 // plumb::simulate_format.
-bool hands_on(const Node* node);
+bool is_passthrough(const Node* node);
 
 // The get_attr node that this value comes from over nodes that hand it on; null if something is computed on the way.
-const Node* attribute_behind(const Value* value);
+const Node* source_attribute(const Value* value);
 
 // Where a value goes over nodes that hand it on: the uses by nodes that compute.
-std::vector<Use> uses_behind(const Value* value);
+std::vector<Use> effective_uses(const Value* value);
 
 // What is known without running: the type of a value, from its meta or the state; nothing if it is not known.
 std::optional<at::ScalarType> dtype_of(const Value* value, const State& state);

@@ -1,22 +1,13 @@
 #include "plumb/transforms/parameters.h"
 
-#include <ATen/ops/std.h>
-
 #include <algorithm>
-#include <cmath>
 
-#include "plumb/numerics/metrics.h"
 #include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/recurrent.h"
 
 namespace plumb {
 namespace {
-
-// On the CPU in plumb's one pass; that of a constant is zero.
-double standard_deviation(const at::Tensor& weight) {
-  return weight.is_cpu() ? measure(weight).std : at::std(weight).item<double>();
-}
 
 // How a node uses a value.
 enum class Role { Weight, Bias, Norm, NormBias, Other };
@@ -84,7 +75,7 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
     auto name = name_of.find(node->target());
     if (name == name_of.end()) continue;
     Candidate& candidate = candidates[name->second];
-    for (const Use& use : uses_behind(node->result())) {
+    for (const Use& use : effective_uses(node->result())) {
       switch (role_of(use.user, use.user->input(use.index), becomes)) {
         case Role::Weight: candidate.weight_of.push_back(use.user); break;
         case Role::Bias: candidate.bias_of.push_back(use.user); break;
@@ -141,65 +132,92 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
   return roles;
 }
 
-bool scale_parameters(GraphModule& module, const ParameterRoles& roles, const std::set<std::string>& settled,
-                      Report& report) {
-  if (roles.weights.empty() && roles.biases.empty() && roles.others.empty()) return false;
-  at::NoGradGuard no_grad;
-  State& state = module.state();
-  auto entry = [&](ReportKind kind, const std::string& name, std::string from, std::string reason) {
+namespace {
+
+class ParameterWriter {
+ public:
+  ParameterWriter(GraphModule& module, Report& report, ParameterScaling* live)
+      : state_(module.state()), report_(report), live_(live) {}
+
+  void scale_weight(const std::string& name, const std::vector<std::string>& names) {
+    if (live_ && live_->confirm(names)) return;
+    const at::Tensor weight = state_.get(name).tensor.detach();
+    const WeightScale scale = measure_weight(weight);
+    const std::string from = weight.numel() < 2 || weight.is_meta() ? "" : "std " + std::to_string(scale.std);
+    if (!scale.obstacle.empty()) return add(ReportKind::LeftAlone, name, from, scale.obstacle);
+    const at::Tensor values =
+        weight.is_meta() ? at::empty_like(weight) : (scale.wide / scale.std).to(weight.scalar_type());
+    write(ReportKind::Weight, name, names, values, from, also(names));
+  }
+
+  void clear_bias(const std::string& name, const std::vector<std::string>& names) {
+    if (live_ && live_->confirm(names)) return;
+    write(ReportKind::Bias, name, names, at::zeros_like(state_.get(name).tensor), "", also(names));
+  }
+
+  void leave_alone(const std::string& name, const std::string& user) {
+    add(ReportKind::LeftAlone, name, "", "used by " + user);
+    if (live_) changed_ |= live_->undo(names_of(name), state_.get(name).tensor);
+  }
+
+  bool changed() const { return changed_; }
+
+ private:
+  void write(ReportKind kind, const std::string& name, const std::vector<std::string>& names, at::Tensor values,
+             const std::string& from, const std::string& reason) {
+    if (live_) {
+      if (!live_->write(names, state_.get(name).tensor, values)) {
+        return add(ReportKind::LeftAlone, name, from, "its values were changed since unit_scale()");
+      }
+    } else {
+      values.set_requires_grad(state_.get(names[0]).tensor.requires_grad());
+      for (const auto& n : names) state_.set(n, values, AttrKind::Parameter);
+    }
+    changed_ = true;
+    add(kind, name, from, reason);
+  }
+
+  void add(ReportKind kind, const std::string& name, std::string from, std::string reason) {
     ReportEntry e;
     e.kind = kind;
     e.node = name;
     e.from = std::move(from);
     e.reason = std::move(reason);
-    report.add(std::move(e));
-  };
-  auto also = [](const std::vector<std::string>& names) {
+    report_.add(std::move(e));
+  }
+
+  static std::string also(const std::vector<std::string>& names) {
     std::string text;
     for (size_t i = 1; i < names.size(); ++i) text += (i == 1 ? "also named " : ", ") + names[i];
     return text;
-  };
-  bool changed = false;
-  auto set = [&](const std::vector<std::string>& names, at::Tensor tensor) {
-    tensor.set_requires_grad(state.get(names[0]).tensor.requires_grad());
-    for (const auto& name : names) state.set(name, tensor, AttrKind::Parameter);
-    changed = true;
-  };
-  auto is_settled = [&](const std::vector<std::string>& names) {
-    return std::any_of(names.begin(), names.end(), [&](const std::string& n) { return settled.count(n) > 0; });
-  };
-  for (const auto& [name, role] : roles.weights) {
-    if (is_settled(role.names)) continue;
-    const at::Tensor weight = state.get(name).tensor.detach();
-    if (weight.numel() < 2) {
-      entry(ReportKind::LeftAlone, name, "", "a single value has no standard deviation");
-      continue;
-    }
-    const at::ScalarType wide = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    if (weight.is_meta()) {
-      set(role.names, at::empty_like(weight));
-      entry(ReportKind::Weight, name, "", also(role.names));
-      continue;
-    }
-    const double value = standard_deviation(weight.to(wide));
-    if (!(std::isfinite(value) && value > 0)) {
-      entry(ReportKind::LeftAlone, name, "std " + std::to_string(value),
-            "its standard deviation is no positive number");
-      continue;
-    }
-    set(role.names, (weight.to(wide) / value).to(weight.scalar_type()));
-    entry(ReportKind::Weight, name, "std " + std::to_string(value), also(role.names));
   }
-  for (const auto& [name, role] : roles.biases) {
-    if (is_settled(role.names)) continue;
-    set(role.names, at::zeros_like(state.get(name).tensor));
-    entry(ReportKind::Bias, name, "", also(role.names));
+
+  std::vector<std::string> names_of(const std::string& name) const {
+    std::vector<std::string> names;
+    const auto* tensor = state_.get(name).tensor.unsafeGetTensorImpl();
+    for (const Attr& attr : state_) {
+      if (attr.tensor.unsafeGetTensorImpl() == tensor) names.push_back(attr.name);
+    }
+    return names;
   }
-  for (const auto& [name, user] : roles.others) {
-    entry(ReportKind::LeftAlone, name, "", "used by " + user);
-  }
-  if (changed) module.sync_module();
-  return changed;
+
+  State& state_;
+  Report& report_;
+  ParameterScaling* live_;
+  bool changed_ = false;
+};
+
+}  // namespace
+
+bool scale_parameters(GraphModule& module, const ParameterRoles& roles, Report& report, ParameterScaling* live) {
+  at::NoGradGuard no_grad;
+  ParameterWriter writer(module, report, live);
+  for (const auto& [name, role] : roles.weights) writer.scale_weight(name, role.names);
+  for (const auto& [name, role] : roles.biases) writer.clear_bias(name, role.names);
+  for (const auto& [name, user] : roles.others) writer.leave_alone(name, user);
+  if (live) live->add_to(report);
+  if (writer.changed()) module.sync_module();
+  return writer.changed();
 }
 
 void tag_parameters(const GraphModule& module, const ParameterRoles& roles,

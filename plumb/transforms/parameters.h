@@ -11,6 +11,7 @@
 
 #include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/module.h"
+#include "plumb/transforms/parameter_scaling.h"
 #include "plumb/transforms/report.h"
 
 namespace plumb {
@@ -38,10 +39,11 @@ struct ParameterRoles {
 ParameterRoles plan_parameters(const Graph& graph, const State& state,
                                const std::function<const Equivalent*(const Node*)>& becomes);
 
-// Divides weights by their standard deviation, sets biases to zero. The state gets new tensors; those it had, which
-// others may share, stay as they are. Tensors with a name in `settled` are not touched. True if anything changed.
-bool scale_parameters(GraphModule& module, const ParameterRoles& roles, const std::set<std::string>& settled,
-                      Report& report);
+// Divides weights by their standard deviation, sets biases to zero. Without `live` the state gets new tensors; those it
+// had, which others may share, stay as they are. With `live`, of the model whose tensors the state shares, its
+// parameters are confirmed, written in place, or given back. True if anything changed.
+bool scale_parameters(GraphModule& module, const ParameterRoles& roles, Report& report,
+                      ParameterScaling* live = nullptr);
 
 // Tags every parameter: by its role, else as before, else (no replaced operator uses it, so its learning rate does not
 // depend on the width) as Bias if it has one dimension or none, as Norm if more.

@@ -54,7 +54,7 @@ class UnitScaler {
     replace_by_equivalents();
     replace_adds();
     unconstrain();
-    if (options_.scale_parameters && scale_parameters(module_, roles_, options_.settled, report_)) changed_ = true;
+    if (options_.scale_parameters) changed_ |= scale_parameters(module_, roles_, report_, options_.live);
     tag();
     return changed_;
   }
@@ -63,12 +63,8 @@ class UnitScaler {
   // Brings operators that were spelled out (t + matmul + add_, x * sigmoid(x)) and writes in place into the form that
   // the stages look for. The last bits may change: every operator changes anyway.
   void prepare() {
-    for (const Pass* pass : all_passes()) {
-      if (pass->name == "raise") changed_ |= run_pass(*pass, module_, {{"inexact", "true"}}, nullptr, false);
-    }
-    for (const Pass* pass : all_passes()) {
-      if (pass->name == "functionalise") changed_ |= run_pass(*pass, module_, {}, nullptr, false);
-    }
+    changed_ |= find_pass("raise").run(module_, {{"inexact", "true"}}, nullptr);
+    changed_ |= find_pass("functionalise").run(module_, {}, nullptr);
   }
 
   // --- stage 1
@@ -175,7 +171,7 @@ class UnitScaler {
     }
     if (!node->is_call() || node->num_results() == 0 || is_add(node) || users_choice_.count(node)) return;
     std::string_view name = node->op_name();
-    if (name.starts_with("plumb::") || hands_on(node) || node->result_aliases_input()) return;
+    if (name.starts_with("plumb::") || is_passthrough(node) || node->result_aliases_input()) return;
     if (!differentiable_.count(node) || !may_be_float(node->result(), module_.state())) return;
     report_.add(ReportKind::LeftAlone, node, node->target(), "", "no unit-scaled equivalent");
   }
@@ -183,12 +179,12 @@ class UnitScaler {
   // How often a cell is called with these weights: one sees only one step of a sequence.
   int64_t steps_of(const Node* node) {
     if (!node->try_arg("w_hh")) return 1;
-    const Node* weight = attribute_behind(node->arg("w_hh").value());
+    const Node* weight = source_attribute(node->arg("w_hh").value());
     if (!weight) return 1;
     if (cell_calls_.empty()) {
       for (const Node* other : graph_.nodes()) {
         if (!is_recurrent(other) || !other->try_arg("w_hh") || !other->arg("w_hh").is_value()) continue;
-        if (const Node* attr = attribute_behind(other->arg("w_hh").value())) ++cell_calls_[attr->target()];
+        if (const Node* attr = source_attribute(other->arg("w_hh").value())) ++cell_calls_[attr->target()];
       }
     }
     return std::max<int64_t>(cell_calls_[weight->target()], 1);
@@ -294,7 +290,7 @@ class UnitScaler {
     const auto depth = static_cast<int64_t>(found.adds.size());
     for (const Node* node : found.inside) {
       for (const Value* value : node->inputs()) {
-        if (const Node* attr = attribute_behind(value)) depth_of_[attr->target()] = depth;
+        if (const Node* attr = source_attribute(value)) depth_of_[attr->target()] = depth;
       }
     }
   }
@@ -487,7 +483,7 @@ std::shared_ptr<TransformedModule> unit_scale(const std::shared_ptr<GraphModule>
     result->sync_module();
   }
   Report report("unit_scale");
-  unit_scale(*result, options, &report, &result->mup);
+  run_checked("unit_scale", [&] { return unit_scale(*result, options, &report, &result->mup); }, *result);
   result->reports.push_back(std::move(report));
   return result;
 }

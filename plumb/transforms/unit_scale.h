@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "plumb/transforms/module.h"
+#include "plumb/transforms/parameter_scaling.h"
 
 namespace plumb {
 
@@ -61,8 +62,9 @@ struct UnitScaleOptions {
   // Stage 5. Off for a graph that shares parameters that were scaled before (the model captured again for another
   // shape).
   bool scale_parameters = true;
-  // Parameters (full names) whose values were settled before and stay as they are, though their operators are replaced.
-  std::set<std::string> settled;
+  // Stage 5 of a live model, whose tensors the graph shares: its parameters are confirmed, written in place or given
+  // back instead of being replaced.
+  ParameterScaling* live = nullptr;
   // Nodes, by the name of their first result, that are replacements already: nothing is done to them.
   std::set<std::string> keep;
 };

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from dataclasses import dataclass, field
 from typing import Any, Callable, Mapping
 
@@ -63,89 +61,32 @@ def _split(replace: Mapping[Any, Any]) -> tuple[list[tuple[str, str]], dict[Call
 
 
 @dataclass
-class _Parameter:
-    """What was done to a parameter when the module was transformed."""
-
-    kind: str  # "weight", "bias"
-    std: float = 1.0
-    before: Tensor | None = None  # a bias's own values
-
-    def undo(self, parameter: Tensor) -> None:
-        if self.kind == "weight":
-            parameter.mul_(self.std)
-        elif self.before is not None:
-            parameter.add_(self.before.to(parameter.device, parameter.dtype))
-
-
-@dataclass
-class _Run:
+class UnitScalePass:
     replace: list[tuple[str, str]]
     tau_attention: float
     tau_mlp: float
     depth_rule: bool
     residual_mult: float
     residual_attn_ratio: float
-    scaled: dict[str, _Parameter] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)  # parameters that a graph has shown
+    scaling: Any = field(default_factory=_C.ParameterScaling)  # what was done to parameters, and which a graph confirmed
     users_tags: set[str] = field(default_factory=set)  # parameters that were tagged before
-    versions: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, module: nn.Module, captured: Captured) -> dict:
         logger.info("running unit scaling backend")
-        engine = captured.engine
         mine = _kept(captured)
         text, tags = _C.unit_scale(
-            engine, self.replace, self.tau_attention, self.tau_mlp, self.depth_rule, self.residual_mult,
-            self.residual_attn_ratio, self.settled | set(self.scaled), set(mine),
+            captured.engine, self.replace, self.tau_attention, self.tau_mlp, self.depth_rule, self.residual_mult,
+            self.residual_attn_ratio, self.scaling, set(mine),
         )  # fmt: skip
         report = json.loads(text)
         report["entries"] = _replacements(captured, mine) + report["entries"]
-        self._settle(module, engine, report, tags)
-        for e in report["entries"]:
-            _log(e)
-        return report
-
-    def _settle(self, module: nn.Module, engine: Any, report: dict, tags: list) -> None:
-        """Brings the module's parameters to what the graph says: which are weights is known for sure only from it."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        names = _names(parameters)
-        entries = {e["node"]: e for e in report["entries"] if e["node"] in parameters}
-        values = {name: tensor for name, _, tensor, _ in engine.state() if name in entries}
-        with torch.no_grad():
-            for name, entry in entries.items():
-                parameter, done = parameters[name], self.scaled.get(name)
-                mine = self._is_untouched(name, parameter)
-                if entry["kind"] in ("weight", "bias"):
-                    if mine:
-                        parameter.copy_(values[name])
-                    else:
-                        entry.update(kind="left_alone", reason="its values were changed since unit_scale()")
-                    for other in names[name]:
-                        engine.set_state(other, parameter)
-                elif entry["kind"] == "left_alone" and done and mine and name not in self.settled:
-                    done.undo(parameter)
-                    for other in names[name]:
-                        self.scaled.pop(other, None)
-                self.settled.update(names[name])
-        for name, done in self.scaled.items():
-            if name in parameters and name == names[name][0] and name not in entries:
-                about = {"from": f"std {done.std:g}"} if done.kind == "weight" else {}
-                report["entries"].append({"kind": done.kind, "node": name, **about})
         for name, kind, depth in tags:
             if name in parameters and name not in self.users_tags:
                 tag_parameter(parameters[name], kind, depth)
-
-    def _is_untouched(self, name: str, parameter: Tensor) -> bool:
-        """Nobody has loaded or written other values since the transform. Of a copied module that is taken as given."""
-        return self.versions.get(name, parameter._version) == parameter._version
-
-    def __deepcopy__(self, memo: dict) -> _Run:
-        return dataclasses.replace(
-            self, scaled=dict(self.scaled), settled=set(self.settled), users_tags=set(self.users_tags), versions={}
-        )
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "versions": {}}
+        for e in report["entries"]:
+            _log(e)
+        return report
 
 
 def _names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -165,7 +106,7 @@ def _kept(captured: Captured) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _spoken(function: Any) -> str:
+def _display_name(function: Any) -> str:
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or str(function)
 
 
@@ -174,7 +115,7 @@ def _replacements(captured: Captured, mine: Mapping[str, Any]) -> list[dict]:
     first = {id(call): name for name, call in reversed(captured.calls.items())}
     for name, call in captured.calls.items():
         if call.replaced is not None and first[id(call)] == name:
-            old, new = map(_spoken, call.replaced)
+            old, new = map(_display_name, call.replaced)
             reason = "as asked for" if name in mine else "as asked for, then scaled"
             entries.append({"kind": "replaced", "node": name, "from": old, "to": new, "reason": reason})
     return entries
@@ -200,39 +141,27 @@ def _role(sub: nn.Module, name: str) -> str | None:
     return None
 
 
-def _std(weight: Tensor) -> float:
-    # plumb measures a tensor in one quick pass, on the CPU.
-    return (torch.ops.plumb.tensor_metrics(weight)[2] if weight.is_cpu else weight.std()).item()
-
-
-def _scale_parameters(module: nn.Module, run: _Run) -> None:
-    """Scales what its module says is a weight or a bias. The first graph confirms it, or takes it back, or adds to it."""
+def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
+    """Scales what its layer says is a weight or a bias. The first graph confirms it, or takes it back, or adds to it."""
     names = _names({n: t for n, _, t, _ in state_of(module)})
     done: set[int] = set()
-    with torch.no_grad():
-        for path, sub in module.named_modules():
-            for name, p in sub.named_parameters(recurse=False):
-                full = f"{path}.{name}" if path else name
-                kind = _role(sub, name)
-                if id(p) in done:
-                    continue
-                done.add(id(p))
-                if hasattr(p, "mup_type"):
-                    run.users_tags.update(names[full])
-                else:
-                    tag_parameter(p, kind or ("norm" if isinstance(sub, _NORMS) or p.dim() > 1 else "bias"))
-                if kind == "weight" and p.numel() > 1 and p.is_floating_point():
-                    wide = p.detach() if p.dtype == torch.float64 else p.detach().float()
-                    std = 1.0 if p.is_meta else _std(wide)
-                    if math.isfinite(std) and std > 0:
-                        logger.info("unit scaling weight: %s", full)
-                        p.copy_(wide.div(std))
-                        run.scaled.update({n: _Parameter("weight", std) for n in names[full]})
-                elif kind == "bias":
-                    logger.info("setting bias to zero: %s", full)
-                    run.scaled.update({n: _Parameter("bias", before=p.detach().clone()) for n in names[full]})
-                    p.zero_()
-    run.versions = {n: p._version for n, p in module.named_parameters(remove_duplicate=False)}
+    proposals = []
+    for path, sub in module.named_modules():
+        for name, p in sub.named_parameters(recurse=False):
+            full = f"{path}.{name}" if path else name
+            if id(p) in done:
+                continue
+            done.add(id(p))
+            kind = _role(sub, name)
+            if hasattr(p, "mup_type"):
+                run.users_tags.update(names[full])
+            else:
+                tag_parameter(p, kind or ("norm" if isinstance(sub, _NORMS) or p.dim() > 1 else "bias"))
+            proposals.append((names[full], p, kind))
+    changed = set(run.scaling.propose(proposals))
+    for (first, *_), _, kind in proposals:
+        if first in changed:
+            logger.info("unit scaling weight: %s" if kind == "weight" else "setting bias to zero: %s", first)
 
 
 def unit_scale(
@@ -260,7 +189,7 @@ def unit_scale(
     a weight that something else uses, too, then gets its own values back. ``print(plumb.report(m))`` says what was done.
     """
     operators, functions = _split(replace)
-    run = _Run(operators, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio)
+    run = UnitScalePass(operators, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio)
     scaled = apply_pass(module, Pass("unit_scale", run, before=("simulate_format", "track_scales"), replace=functions))
     _scale_parameters(scaled, run)
     return scaled

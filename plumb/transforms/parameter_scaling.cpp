@@ -1,0 +1,149 @@
+#include "plumb/transforms/parameter_scaling.h"
+
+#include <ATen/ops/std.h>
+
+#include <cmath>
+#include <cstdio>
+
+#include "plumb/numerics/metrics.h"
+
+namespace plumb {
+
+WeightScale measure_weight(const at::Tensor& weight) {
+  const at::ScalarType type = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  WeightScale scale{weight.detach().to(type), 1, ""};
+  if (weight.numel() < 2) {
+    scale.obstacle = "a single value has no standard deviation";
+  } else if (!weight.is_meta()) {
+    // plumb measures a tensor on the CPU in one pass. The deviation of a constant is zero.
+    scale.std = scale.wide.is_cpu() ? measure(scale.wide).std : at::std(scale.wide).item<double>();
+    if (!(std::isfinite(scale.std) && scale.std > 0)) {
+      scale.obstacle = "its standard deviation is no positive number";
+    }
+  }
+  return scale;
+}
+
+std::vector<std::string> ParameterScaling::propose(const std::vector<Proposal>& proposals) {
+  at::NoGradGuard no_grad;
+  std::vector<std::string> changed;
+  for (const Proposal& p : proposals) {
+    at::Tensor parameter = p.parameter;
+    if (p.kind == ScaledKind::Weight && parameter.is_floating_point()) {
+      const WeightScale scale = measure_weight(parameter);
+      if (scale.obstacle.empty()) {
+        parameter.copy_(scale.wide.div(scale.std));
+        add({p.names, ScaledKind::Weight, scale.std, {}});
+        changed.push_back(p.names.at(0));
+      }
+    } else if (p.kind == ScaledKind::Bias) {
+      add({p.names, ScaledKind::Bias, 1, parameter.detach().clone()});
+      parameter.zero_();
+      changed.push_back(p.names.at(0));
+    }
+    remember(p.names, parameter);
+  }
+  return changed;
+}
+
+void ParameterScaling::remember(const std::vector<std::string>& names, const at::Tensor& parameter) {
+  for (const std::string& name : names) versions_[name] = parameter._version();
+}
+
+// Of a copied model it is taken for granted.
+bool ParameterScaling::untouched(const std::string& name, const at::Tensor& parameter) const {
+  auto it = versions_.find(name);
+  return it == versions_.end() || it->second == parameter._version();
+}
+
+void ParameterScaling::add(Scaled scaled) {
+  for (const std::string& name : scaled.names) index_[name] = scaled_.size();
+  scaled_.push_back(std::move(scaled));
+}
+
+ParameterScaling::Scaled* ParameterScaling::find(const std::vector<std::string>& names) {
+  for (const std::string& name : names) {
+    if (auto it = index_.find(name); it != index_.end()) return &scaled_[it->second];
+  }
+  return nullptr;
+}
+
+bool ParameterScaling::confirm(const std::vector<std::string>& names) {
+  bool known = find(names) != nullptr;
+  for (const std::string& name : names) known |= !confirmed_.insert(name).second;
+  return known;
+}
+
+bool ParameterScaling::write(const std::vector<std::string>& names, const at::Tensor& parameter,
+                             const at::Tensor& values) {
+  if (!untouched(names.at(0), parameter)) return false;
+  at::NoGradGuard no_grad;
+  parameter.copy_(values);
+  remember(names, parameter);
+  return true;
+}
+
+bool ParameterScaling::undo(const std::vector<std::string>& names, const at::Tensor& parameter) {
+  Scaled* scaled = find(names);
+  const bool back = scaled && !confirmed_.count(names.at(0)) && untouched(names.at(0), parameter);
+  if (back) {
+    at::NoGradGuard no_grad;
+    if (scaled->kind == ScaledKind::Weight) {
+      parameter.mul_(scaled->std);
+    } else {
+      parameter.add_(scaled->before.to(parameter.options()));
+    }
+    remember(names, parameter);
+    for (const std::string& name : scaled->names) index_.erase(name);
+    *scaled = {};
+  }
+  confirmed_.insert(names.begin(), names.end());
+  return back;
+}
+
+void ParameterScaling::add_to(Report& report) const {
+  std::set<std::string> named;
+  for (const ReportEntry& e : report.entries()) named.insert(e.node);
+  for (const Scaled& s : scaled_) {
+    if (s.names.empty() || named.count(s.names[0])) continue;
+    ReportEntry entry;
+    entry.kind = s.kind == ScaledKind::Weight ? ReportKind::Weight : ReportKind::Bias;
+    entry.node = s.names[0];
+    if (s.kind == ScaledKind::Weight) {
+      char text[32];
+      std::snprintf(text, sizeof text, "std %g", s.std);
+      entry.from = text;
+    }
+    report.add(std::move(entry));
+  }
+}
+
+ParameterScaling ParameterScaling::for_copy() const {
+  ParameterScaling copy = *this;
+  copy.versions_.clear();
+  return copy;
+}
+
+std::vector<ParameterScaling::Saved> ParameterScaling::scaled() const {
+  std::vector<Saved> saved;
+  for (const Scaled& s : scaled_) {
+    if (s.names.empty()) continue;
+    saved.emplace_back(s.names, static_cast<int>(s.kind), s.std,
+                       s.before.defined() ? std::optional(s.before) : std::nullopt);
+  }
+  return saved;
+}
+
+std::vector<std::string> ParameterScaling::confirmed() const { return {confirmed_.begin(), confirmed_.end()}; }
+
+ParameterScaling ParameterScaling::restore(const std::vector<Saved>& scaled,
+                                           const std::vector<std::string>& confirmed) {
+  ParameterScaling result;
+  for (const auto& [names, kind, std, before] : scaled) {
+    result.add({names, static_cast<ScaledKind>(kind), std, before.value_or(at::Tensor())});
+  }
+  result.confirmed_.insert(confirmed.begin(), confirmed.end());
+  return result;
+}
+
+}  // namespace plumb
