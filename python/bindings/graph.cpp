@@ -50,7 +50,7 @@ py::dict meta_to_python(const TensorMeta& m) {
 
 py::object value_meta(const Value& v) { return v.meta() ? py::object(meta_to_python(*v.meta())) : py::none(); }
 
-void bind(py::module_& m) {
+void bind_value(py::module_& m) {
   py::class_<Value, std::unique_ptr<Value, py::nodelete>>(m, "Value", "A result of a node.")
       .def_property_readonly("name", &Value::name)
       .def_property_readonly("producer", &Value::producer, py::return_value_policy::reference_internal)
@@ -58,7 +58,38 @@ void bind(py::module_& m) {
       .def_property_readonly("is_tensor", &Value::is_tensor)
       .def_property_readonly("meta", &value_meta, "dtype, shape, stride, device, requires_grad; None when unknown")
       .def("__repr__", [](const Value& v) { return "%" + v.name(); });
+}
 
+py::list args_of(const Node& n) {
+  py::list args;
+  for (size_t i = 0; i < n.args().size(); ++i) {
+    args.append(arg_to_python(n.arg(i), n.is_call() ? int_meaning(n.schema().arguments()[i]) : IntMeaning::Plain));
+  }
+  return args;
+}
+
+// (name, keyword only) of every argument of a call.
+std::vector<std::pair<std::string, bool>> arg_names_of(const Node& n) {
+  std::vector<std::pair<std::string, bool>> names;
+  if (!n.is_call()) return names;
+  for (const auto& a : n.schema().arguments()) names.emplace_back(a.name(), a.kwarg_only());
+  return names;
+}
+
+// (path, type) of every module around a node, outermost first.
+std::vector<std::pair<std::string, std::string>> module_stack_of(const Node& n) {
+  std::vector<std::pair<std::string, std::string>> stack;
+  if (!n.meta().modules) return stack;
+  for (const auto& f : *n.meta().modules) stack.emplace_back(f.path, f.type);
+  return stack;
+}
+
+py::object source_of(const Node& n) {
+  if (!n.meta().source) return py::none();
+  return py::make_tuple(n.meta().source->file, n.meta().source->line, n.meta().source->function);
+}
+
+void bind_node(py::module_& m) {
   py::class_<Node, std::unique_ptr<Node, py::nodelete>>(m, "Node", "One operation of a graph.")
       .def_property_readonly("op", [](const Node& n) { return to_string(n.kind()); })
       .def_property_readonly("target", &Node::target)
@@ -67,43 +98,16 @@ void bind(py::module_& m) {
       .def_property_readonly("results", &Node::results, py::return_value_policy::reference_internal)
       .def_property_readonly("result_layout", &Node::result_layout)
       .def_property_readonly("inputs", &Node::inputs, py::return_value_policy::reference_internal)
-      .def_property_readonly(
-          "args",
-          [](const Node& n) {
-            py::list args;
-            for (size_t i = 0; i < n.args().size(); ++i) {
-              args.append(
-                  arg_to_python(n.arg(i), n.is_call() ? int_meaning(n.schema().arguments()[i]) : IntMeaning::Plain));
-            }
-            return args;
-          })
-      .def_property_readonly("arg_names",
-                             [](const Node& n) {
-                               std::vector<std::pair<std::string, bool>> names;
-                               if (n.is_call()) {
-                                 for (const auto& a : n.schema().arguments())
-                                   names.emplace_back(a.name(), a.kwarg_only());
-                               }
-                               return names;
-                             })
+      .def_property_readonly("args", &args_of)
+      .def_property_readonly("arg_names", &arg_names_of)
       .def_property_readonly("grad_enabled", [](const Node& n) { return n.meta().grad_enabled; })
       .def_property_readonly("module_path", [](const Node& n) { return n.meta().module_path(); })
-      .def_property_readonly("module_stack",
-                             [](const Node& n) {
-                               std::vector<std::pair<std::string, std::string>> stack;
-                               if (n.meta().modules) {
-                                 for (const auto& f : *n.meta().modules) stack.emplace_back(f.path, f.type);
-                               }
-                               return stack;
-                             })
-      .def_property_readonly("source",
-                             [](const Node& n) -> py::object {
-                               if (!n.meta().source) return py::none();
-                               return py::make_tuple(n.meta().source->file, n.meta().source->line,
-                                                     n.meta().source->function);
-                             })
+      .def_property_readonly("module_stack", &module_stack_of)
+      .def_property_readonly("source", &source_of)
       .def("__repr__", &Node::describe);
+}
 
+void bind_graph(py::module_& m) {
   py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph", "SSA graph of ATen calls; print() shows its text form.")
       .def_property_readonly(
           "nodes",
@@ -123,43 +127,57 @@ void bind(py::module_& m) {
   m.def(
       "parse_graph", [](const std::string& text) { return std::make_shared<Graph>(parse_graph(text)); },
       py::arg("text"));
+}
 
+using StateEntry = std::tuple<std::string, int, at::Tensor, bool>;  // name, kind, tensor, persistent
+
+std::shared_ptr<GraphModule> make_module(const std::string& text, const std::vector<StateEntry>& state,
+                                         const std::string& in_spec, const std::string& out_spec) {
+  State s;
+  for (const auto& [name, kind, tensor, persistent] : state) {
+    s.add({name, static_cast<AttrKind>(kind), tensor, persistent});
+  }
+  return std::make_shared<GraphModule>(parse_graph(text), std::move(s), TreeSpec::from_json(in_spec),
+                                       TreeSpec::from_json(out_spec));
+}
+
+std::vector<c10::IValue> run_released(GraphModule& g, std::vector<c10::IValue> values) {
+  py::gil_scoped_release release;
+  return g.run(std::move(values));
+}
+
+// [(pass, changed, seconds, notes), ...]
+std::vector<std::tuple<std::string, bool, double, std::vector<std::string>>> run_steps(
+    GraphModule& g, const std::vector<std::string>& steps, const std::string& dump) {
+  std::vector<PassStep> sequence;
+  for (const std::string& step : steps) sequence.push_back(parse_pass_step(step));
+  RunPassesOptions options;
+  options.dump = dump;
+  std::vector<std::tuple<std::string, bool, double, std::vector<std::string>>> done;
+  for (const PassResult& r : run_passes(sequence, g, options)) {
+    done.emplace_back(r.pass, r.changed, r.seconds, r.notes);
+  }
+  g.sync_module();
+  return done;
+}
+
+void bind_module(py::module_& m) {
   // Not a torch.nn.Module in Python: plumb.GraphModule wraps it.
   py::class_<GraphModule, std::shared_ptr<GraphModule>>(m, "Engine")
-      .def(
-          py::init([](const std::string& text, const std::vector<std::tuple<std::string, int, at::Tensor, bool>>& state,
-                      const std::string& in_spec, const std::string& out_spec) {
-            State s;
-            for (const auto& [name, kind, tensor, persistent] : state)
-              s.add({name, static_cast<AttrKind>(kind), tensor, persistent});
-            return std::make_shared<GraphModule>(parse_graph(text), std::move(s), TreeSpec::from_json(in_spec),
-                                                 TreeSpec::from_json(out_spec));
-          }))
-      .def("run",
-           [](GraphModule& g, const py::list& inputs) {
-             auto values = to_ivalues(inputs);
-             {
-               py::gil_scoped_release release;
-               values = g.run(std::move(values));
-             }
-             return to_list(values);
-           })
+      .def(py::init(&make_module))
+      .def("run", [](GraphModule& g, const py::list& inputs) { return to_list(run_released(g, to_ivalues(inputs))); })
       .def("run1",
            [](GraphModule& g, const py::args& inputs) {  // tensors in, one tensor out
              std::vector<c10::IValue> values;
              values.reserve(inputs.size());
              for (py::handle h : inputs) values.push_back(to_ivalue(h));
-             {
-               py::gil_scoped_release release;
-               values = g.run(std::move(values));
-             }
-             return values[0].toTensor();
+             return run_released(g, std::move(values))[0].toTensor();
            })
       .def_property_readonly(
           "graph", [](GraphModule& g) { return &g.graph(); }, py::return_value_policy::reference_internal)
       .def("state",
            [](const GraphModule& g) {
-             std::vector<std::tuple<std::string, int, at::Tensor, bool>> all;
+             std::vector<StateEntry> all;
              for (const Attr& a : g.state()) all.emplace_back(a.name, static_cast<int>(a.kind), a.tensor, a.persistent);
              return all;
            })
@@ -171,21 +189,10 @@ void bind(py::module_& m) {
       .def("specs", [](const GraphModule& g) { return py::make_tuple(g.in_spec().to_json(), g.out_spec().to_json()); })
       .def("deep_copy", &GraphModule::deep_copy)
       .def("lint", &GraphModule::lint)
-      .def(
-          "run_passes",  // -> [(pass, changed, seconds, notes), ...]
-          [](GraphModule& g, const std::vector<std::string>& steps, const std::string& dump) {
-            std::vector<PassStep> sequence;
-            for (const std::string& step : steps) sequence.push_back(parse_pass_step(step));
-            RunPassesOptions options;
-            options.dump = dump;
-            std::vector<std::tuple<std::string, bool, double, std::vector<std::string>>> done;
-            for (const PassResult& r : run_passes(sequence, g, options)) {
-              done.emplace_back(r.pass, r.changed, r.seconds, r.notes);
-            }
-            g.sync_module();
-            return done;
-          },
-          py::arg("steps"), py::arg("dump") = "");
+      .def("run_passes", &run_steps, py::arg("steps"), py::arg("dump") = "");
+}
+
+void bind_passes(py::module_& m) {
   m.def("passes", [] {
     std::vector<std::tuple<std::string, std::string, std::vector<std::tuple<std::string, std::string, std::string>>>>
         all;
@@ -198,7 +205,13 @@ void bind(py::module_& m) {
   });
 }
 
-Register graph_part(bind);
+Register graph_part([](py::module_& m) {
+  bind_value(m);
+  bind_node(m);
+  bind_graph(m);
+  bind_module(m);
+  bind_passes(m);
+});
 
 }  // namespace
 }  // namespace plumb::python

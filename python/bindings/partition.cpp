@@ -275,6 +275,9 @@ void bind_pipe(py::module_& m) {
       .def("print_readable", &Pipe::print_readable)
       .def("cost_report", [](const Pipe& p) { return describe_cut(p).report(); })
       .def("serialize_stage", [](const Pipe& p, int index) { return py::bytes(serialize_stage(p, index)); });
+}
+
+void bind_cuts(py::module_& m) {
   m.def("cut", &cut, py::arg("module"), py::kw_only(), py::arg("before_values") = py::none(),
         py::arg("modules") = std::vector<std::pair<std::string, bool>>{}, py::arg("before_ops") = std::vector<size_t>{},
         py::arg("policy") = py::none(), py::arg("transmit") = false,
@@ -301,6 +304,9 @@ void bind_pipe(py::module_& m) {
     d["specs"] = py::make_tuple(package.in_spec.to_json(), package.out_spec.to_json());
     return d;
   });
+}
+
+void bind_detach_executor(py::module_& m) {
   py::class_<DetachExecutor>(m, "DetachExecutor", "One microbatch with the stages apart for autograd.")
       .def(py::init<const Pipe&>(), py::keep_alive<1, 2>())
       .def("forward",
@@ -318,10 +324,11 @@ void bind_pipe(py::module_& m) {
       });
 }
 
-// What only the file knows of a program that was read from it.
 Register partition_part([](py::module_& m) {
   bind_pipe_table(m);
   bind_pipe(m);
+  bind_cuts(m);
+  bind_detach_executor(m);
   bind_recut(m);
 });
 
