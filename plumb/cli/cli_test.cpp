@@ -155,6 +155,18 @@ TEST_F(Command, RunsPassesFromFileToFile) {
   EXPECT_GT(list.size(), 4u);
 }
 
+TEST_F(Command, SaysHowLongPassesTakeAndWritesTheGraphAfterEach) {
+  ASSERT_EQ(plumb("show mlp.pt2 -o mlp.txt").code, 0);
+  const auto ran = plumb("opt mlp.txt --pass=dead_code --pass=simulate_format,fwd=E4M3 --time --dump steps -o out.txt");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_NE(ran.err.find("dead_code: nothing to change (0."), std::string::npos) << ran.err;
+  EXPECT_EQ(read(folder() / "steps" / "00-input.txt"), read(folder() / "mlp.txt"));
+  EXPECT_EQ(read(folder() / "steps" / "01-dead_code.txt"), read(folder() / "mlp.txt"));
+  EXPECT_EQ(read(folder() / "steps" / "02-simulate_format.txt"), read(folder() / "out.txt"));
+  const Json json = Json::parse(plumb("opt mlp.txt --pass=dead_code --json -o out.txt").out);
+  EXPECT_GE(json[0]["seconds"].get<double>(), 0);
+}
+
 TEST_F(Command, RunsForwardAndBackwardAsPythonDoes) {
   ASSERT_EQ(plumb("run mlp.pt2 --input x=x.pt --backward -o got.pt").code, 0);
   python(

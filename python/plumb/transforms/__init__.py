@@ -3,6 +3,7 @@
 from . import utils
 from ._apply import Report, report
 from ._compile import compile
+from ._passes import PassResult, run_passes
 from ._simulate_format import simulate_format, simulate_fp8
 from ._track_scales import (
     Metrics,
@@ -15,12 +16,14 @@ from ._unit_scale import unit_scale
 
 __all__ = [
     "Metrics",
+    "PassResult",
     "Report",
     "compile",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",
     "report",
+    "run_passes",
     "simulate_format",
     "simulate_fp8",
     "track_scales",
