@@ -9,7 +9,7 @@ import torch
 from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, pipe_split, pipeline
 from plumb.pipelining._debug import map_debug_info
 from plumb.pipelining._unflatten import _outline_submodules
-from plumb.pipelining._utils import PipeliningMetadataError, extract_tensor_meta, validate_tensors_metadata
+from plumb.pipelining._utils import PipeliningMetadataError
 from plumb.pipelining.schedules import (
     BACKWARD_INPUT,
     FORWARD,
@@ -25,7 +25,13 @@ from plumb.pipelining.schedules import (
 from plumb.pipelining.stage import _RecvInfo
 from test_pipelining_run import LOOPED, MSE, SINGLE, Nested, V, accumulate, batch, blocks, grads, same, schedule_for
 from torch import nn
-from torch_names._utils import flatten_args, generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
+from torch_names._utils import (
+    extract_tensor_meta,
+    flatten_args,
+    generate_rank_to_stage_mapping,
+    generate_stage_to_rank_mapping,
+    validate_tensors_metadata,
+)
 
 import plumb
 

@@ -13,10 +13,9 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._C import Error
 from ._errors import InvalidSchedule
-from ._metadata import extract_tensor_metas, validate_tensors_metadata
 from ._recut import pack as pack_sizes
 from ._recut import sizes_of
-from ._values import accepted, detached, flat_output, pack, unpack
+from ._values import accepted, check_alike, detached, flat_output, meta_of, pack, unpack
 
 Values = list["torch.Tensor | None"]
 
@@ -163,9 +162,8 @@ class ChunkSteps:
     def _validate(self, what: str, values: list) -> None:
         if not self._runtime_validate:
             return
-        metas = extract_tensor_metas(values, allow_none=True) or ()
-        known = self.__dict__.setdefault("_metas", {}).setdefault(what, metas)
-        validate_tensors_metadata(f"Stage {self.stage_index}: forward {what}", known, metas)
+        first = self.__dict__.setdefault("_metas", {}).setdefault(what, list(map(meta_of, values)))
+        check_alike(f"Stage {self.stage_index}: forward {what}", first, list(map(meta_of, values)))
 
     # --- microbatch by microbatch ---
     def _drive(self, work: str, *args: Any) -> Any:

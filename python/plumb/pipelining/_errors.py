@@ -13,3 +13,10 @@ class InvalidValue(Error, ValueError):
 
 class InvalidType(Error, TypeError):
     """An argument of a type that makes no sense."""
+
+
+class PipeliningMetadataError(Error):
+    """A value between stages is not like the first microbatch's."""
+
+
+PipeliningShapeError = PipeliningMetadataError  # its name until torch 2.10

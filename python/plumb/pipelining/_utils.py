@@ -1,4 +1,4 @@
-"""What a rank has to know of the whole pipeline, and small things that torch's users import from here."""
+"""What a rank has to know of the whole pipeline."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ from typing import Any
 from torch import fx
 
 from .. import _C
-from ._metadata import (  # noqa: F401  (known under this module's name)
-    PipeliningMetadataError,
-    PipeliningShapeError,
-    TensorMeta,
-    _TensorMeta,
-    extract_tensor_meta,
-    extract_tensor_metas,
-    validate_and_normalize_to_tuple,
-    validate_metadata,
-    validate_tensors_metadata,
-)
+from ._errors import PipeliningMetadataError, PipeliningShapeError  # noqa: F401  (caught by users of torch's)
 
 
 @dataclass

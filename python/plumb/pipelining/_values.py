@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .._C import Error
 from .._trees import load_spec
+from ._errors import PipeliningMetadataError
 
 
 def as_tensor(value: Any) -> torch.Tensor | None:
@@ -31,6 +32,21 @@ def metas(values):
         return None
     values = values if isinstance(values, (tuple, list)) else (values,)
     return tuple((list(v.shape), v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in values)
+
+
+def meta_of(value: Any) -> dict[str, Any] | None:
+    return dict(shape=value.shape, stride=value.stride(), dtype=value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def check_alike(where: str, expected: list, actual: list) -> None:
+    """Raises `PipeliningMetadataError` that names what differs between the tensors that `meta_of` described."""
+    diffs = [] if len(expected) == len(actual) else [f"{len(actual)} values where {len(expected)} are expected"]
+    for i, (before, now) in enumerate(zip(expected, actual)):
+        before, now = before or {}, now or {}
+        differ = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+        diffs += [f"value {i}: {key} mismatch: {before.get(key)} vs {now.get(key)}" for key in sorted(differ)]
+    if diffs:
+        raise PipeliningMetadataError(f"{where}: {'; '.join(diffs)}")
 
 
 def pack(output) -> list[torch.Tensor | None]:

@@ -18,15 +18,7 @@ from ._data_parallel import reduction_of
 from ._errors import InvalidValue
 from ._recut import CutSizes
 from ._recut import pack as pack_sizes
-from ._utils import (  # noqa: F401
-    PipeInfo,
-    PipeliningMetadataError,
-    _TensorMeta,
-    extract_tensor_meta,
-    extract_tensor_metas,
-    validate_and_normalize_to_tuple,
-    validate_tensors_metadata,
-)
+from ._utils import PipeInfo, PipeliningMetadataError  # noqa: F401
 from ._values import as_tensor, metas
 
 __all__ = ["PipelineStage", "build_stage"]

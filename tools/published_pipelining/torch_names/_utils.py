@@ -8,6 +8,16 @@ import torch
 from plumb.pipelining._errors import InvalidValue
 from torch.utils import _pytree as pytree
 
+from ._metadata import (  # noqa: F401
+    TensorMeta,
+    _TensorMeta,
+    extract_tensor_meta,
+    extract_tensor_metas,
+    validate_and_normalize_to_tuple,
+    validate_metadata,
+    validate_tensors_metadata,
+)
+
 
 def flatten_args(args: Any, *, detach: bool = False) -> Any:
     """The leaves of nested arguments. With `detach` the arguments and the leaves, tensors detached but with the same

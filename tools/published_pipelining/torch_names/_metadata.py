@@ -7,15 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-
-from .._C import Error
-
-
-class PipeliningMetadataError(Error):
-    """A value between stages is not as it was announced, or as the first microbatch's was."""
-
-
-PipeliningShapeError = PipeliningMetadataError  # its name until torch 2.10
+from plumb.pipelining._errors import PipeliningMetadataError
 
 
 @dataclass(frozen=True)
