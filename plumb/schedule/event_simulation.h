@@ -1,4 +1,5 @@
-// Runs a time table as far as it goes: the engine under checker, simulator and lowering. Internal to this room.
+// Simulates a schedule event by event, as far as it runs. Checker, simulator and lowering are built on it. Internal to
+// this room.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +33,8 @@ enum class EventKind : std::uint8_t {
   PostedBackward
 };
 
-// Something that happens once for a microbatch: a stage computed (Gradient: its input's gradient is there), a message
-// left, or its receiver got ready for it.
+// Happens once for a microbatch: a stage has computed (Gradient: the gradient of its input is there), a message was sent,
+// or its receiver is ready for it.
 struct Event {
   EventKind kind = EventKind::Forward;
   int index = -1;  // stage, or edge for messages
@@ -58,7 +59,7 @@ struct EventSimulation {
   std::vector<std::vector<Span>> spans;
   std::vector<double> busy;            // by rank: time spent computing
   std::vector<std::size_t> positions;  // by rank: the first entry that did not run
-  std::vector<Event> missing;          // by rank: what that entry waits for
+  std::vector<Event> missing;          // by rank: the event that this entry waits for
   std::vector<int> stuck_ranks;
 };
 

@@ -1,6 +1,6 @@
-// The known pipeline schedules, as tables.
+// Generators of pipeline schedules.
 //
-// All take the number of ranks p and of microbatches n, both from 1 on, and raise Error(InvalidArgument) otherwise.
+// All take the number of ranks p and of microbatches n, each at least 1, and raise Error(InvalidArgument) otherwise.
 // Tables only compute; they hold no idle entries. Unless its comment says otherwise, a table adds weight gradients up
 // in microbatch order in every stage (CheckReport::weights_in_microbatch_order).
 #pragma once

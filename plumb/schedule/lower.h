@@ -1,5 +1,4 @@
-// From a table that only computes to one that a rank can follow line by line: sends, receives, and what surrounds a
-// step.
+// Lowering: adds sends, receives, UNSHARD, RESHARD and REDUCE_GRAD to a table that only computes.
 #pragma once
 
 #include "plumb/schedule/schedule.h"

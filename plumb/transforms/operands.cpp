@@ -7,7 +7,7 @@
 namespace plumb {
 namespace {
 
-// Operators that hand on their first argument. Those that return lists do so in parts.
+// Operators that return their first argument. Those that return lists return its parts.
 const std::unordered_set<std::string_view>& rearranging() {
   static const std::unordered_set<std::string_view> names = {"aten::t",
                                                              "aten::transpose",

@@ -1,4 +1,4 @@
-// What is behind a node's operands: parameters seen through views, types, gradients.
+// Facts about a node's operands: parameters seen through views, types, gradients.
 #pragma once
 
 #include <optional>
@@ -12,29 +12,30 @@
 
 namespace plumb {
 
-// Hands one input on, rearranged, copied, cast, rounded or measured, but not computed with: views, `to`,
-// plumb::simulate_format.
+// True if the node returns its first input rearranged, copied, cast, rounded or measured, and computes nothing with it:
+// views, `to`, plumb::simulate_format.
 bool is_passthrough(const Node* node);
 
-// The get_attr node that this value comes from over nodes that hand it on; null if something is computed on the way.
+// The get_attr node that this value comes from through pass-through nodes; null if something is computed on the way.
 const Node* source_attribute(const Value* value);
 
-// Where a value goes over nodes that hand it on: the uses by nodes that compute.
+// The uses of a value by nodes that compute, seen through pass-through nodes.
 std::vector<Use> effective_uses(const Value* value);
 
-// What is known without running: the type of a value, from its meta or the state; nothing if it is not known.
+// The dtype of a value from its meta or the state; nullopt if it is not known without running.
 std::optional<at::ScalarType> dtype_of(const Value* value, const State& state);
-// False only where the type is known and is no floating one.
+// False only if the dtype is known and is no floating-point one.
 bool may_be_float(const Value* value, const State& state);
 
 // Nodes that a gradient can flow through: with a floating input or a parameter among their ancestors.
 std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const State& state);
 
-// Nodes that compute from parameters, perhaps with buffers and constants, but from no input: a weight made by
-// spectral_norm or another parametrization.
+// Nodes that depend on parameters (perhaps on buffers and constants too) but on no input, with the name of one such
+// parameter: a weight made by spectral_norm or another parametrization.
 std::unordered_map<const Node*, std::string> computed_from_parameters(const Graph& graph, const State& state);
 
-// The value blocks by huge negative numbers: it is an attention mask, seen by how it is made or by its constant.
+// True if the value holds huge negative numbers, that is, if it is an additive attention mask. Decided from how it is
+// made, or from its values if it is a constant.
 bool looks_like_mask(const Value* value, const State& state);
 
 }  // namespace plumb
