@@ -15,8 +15,10 @@ WeightScale measure_weight(const at::Tensor& weight) {
   if (weight.numel() < 2) {
     scale.obstacle = "a single value has no standard deviation";
   } else if (!weight.is_meta()) {
-    // plumb measures a tensor on the CPU in one pass. The deviation of a constant is zero.
-    scale.std = scale.wide.is_cpu() ? measure(scale.wide).std : at::std(scale.wide).item<double>();
+    // plumb measures a plain tensor on the CPU in one pass; subclasses of Python (fake tensors) have no memory of their
+    // own to read. The deviation of a constant is zero.
+    const bool plain = scale.wide.is_cpu() && !scale.wide.unsafeGetTensorImpl()->is_python_dispatch();
+    scale.std = plain ? measure(scale.wide).std : at::std(scale.wide).item<double>();
     if (!(std::isfinite(scale.std) && scale.std > 0)) {
       scale.obstacle = "its standard deviation is no positive number";
     }
