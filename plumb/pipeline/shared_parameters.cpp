@@ -174,8 +174,8 @@ class CopyFinder {
     for (auto i : list) {
       const Known& k = known_[i];
       if (k.type != first.type) {
-        throw Error(ErrorKind::InvalidState, "copies of one parameter differ: " + where(first) + " is " +
-                                                    first.type + ", " + where(k) + " is " + k.type);
+        throw Error(ErrorKind::InvalidState, "copies of one parameter differ: " + where(first) + " is " + first.type +
+                                                 ", " + where(k) + " is " + k.type);
       }
       if (hash(i) != hash(list[0])) {
         throw Error(ErrorKind::InvalidState,

@@ -33,8 +33,8 @@ enum class EventKind : std::uint8_t {
   PostedBackward
 };
 
-// Happens once for a microbatch: a stage has computed (Gradient: the gradient of its input is there), a message was sent,
-// or its receiver is ready for it.
+// Happens once for a microbatch: a stage has computed (Gradient: the gradient of its input is there), a message was
+// sent, or its receiver is ready for it.
 struct Event {
   EventKind kind = EventKind::Forward;
   int index = -1;  // stage, or edge for messages
