@@ -7,6 +7,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import pathlib
 import sys
 
 TORCHS, OURS = "torch.distributed.pipelining", "plumb.pipelining"
@@ -14,6 +15,19 @@ TORCHS, OURS = "torch.distributed.pipelining", "plumb.pipelining"
 
 def _found(name):
     return importlib.util.find_spec(name) is not None
+
+
+def _with_names(relative):
+    """plumb's module of that name with the private names of `torch_names`; those alone where plumb has none."""
+    own, private = f"{OURS}.{relative}", f"torch_names.{relative}"
+    names = importlib.import_module(private) if _found(private) else None
+    if not _found(own):
+        return names
+    ours = importlib.import_module(own)
+    for name, value in vars(names).items() if names is not None else ():
+        if not name.startswith("__") and not hasattr(ours, name):
+            setattr(ours, name, value)
+    return ours
 
 
 class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -26,14 +40,15 @@ class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module):
-        """plumb's module of that name with the private names of `torch_names`; those alone where plumb has none."""
         relative = module.__name__[len(TORCHS) + 1 :]
-        own = OURS + ("." + relative if relative else "")
-        names = importlib.import_module("torch_names." + relative) if relative and _found("torch_names." + relative) else None
-        ours = importlib.import_module(own) if _found(own) else names
-        for name, value in vars(names).items() if names is not None else ():
-            if not name.startswith("__") and not hasattr(ours, name):
-                setattr(ours, name, value)
+        if relative:
+            sys.modules[module.__name__] = _with_names(relative)
+            return
+        ours = importlib.import_module(OURS)
+        # Modules may be had as attributes of the package, without another import.
+        for path in sorted(pathlib.Path(importlib.import_module("torch_names").__path__[0]).glob("*.py")):
+            if path.stem != "__init__":
+                setattr(ours, path.stem, _with_names(path.stem))
         sys.modules[module.__name__] = ours
 
 
