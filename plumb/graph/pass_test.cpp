@@ -13,7 +13,7 @@ namespace {
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-GraphModule module() {
+GraphModule module_for_passes() {
   return GraphModule(parse_graph(R"(graph {
     %x: f32[3] = placeholder "x"
     %a = aten::exp(%x)
@@ -35,7 +35,7 @@ std::string error_of(const std::function<void()>& run) {
 }
 
 TEST(RunPasses, RunsStepsInOrderAndSaysWhatEachDid) {
-  GraphModule m = module();
+  GraphModule m = module_for_passes();
   std::vector<std::string> begun, ended;
   RunPassesOptions options;
   options.check = true;
@@ -56,7 +56,7 @@ TEST(RunPasses, RunsStepsInOrderAndSaysWhatEachDid) {
 
 TEST(RunPasses, WritesTheGraphBeforeAndAfterEveryStep) {
   const auto folder = std::filesystem::temp_directory_path() / ("plumb_pass_test_" + std::to_string(getpid()));
-  GraphModule m = module();
+  GraphModule m = module_for_passes();
   const std::string before = to_string(m.graph());
   run_passes({parse_pass_step("dead_code")}, m, {.dump = folder.string()});
   auto read = [&](const char* name) {
@@ -78,7 +78,7 @@ TEST(RunPasses, AStepsTextHasANameAndOptions) {
 }
 
 TEST(RunChecked, AGraphThatIsBrokenAfterwardsNamesThePass) {
-  GraphModule m = module();
+  GraphModule m = module_for_passes();
   const auto broken = [&] {
     m.graph().output({Arg(3)});
     return true;

@@ -11,15 +11,15 @@ namespace {
 using testing::ElementsAre;
 using testing::IsEmpty;
 
-at::Tensor parameter(at::IntArrayRef sizes, double std) {
+at::Tensor live_parameter(at::IntArrayRef sizes, double std) {
   at::manual_seed(3);
   return (at::randn(sizes) * std).requires_grad_();
 }
 
-double std_of(const at::Tensor& t) { return at::std(t.detach()).item<double>(); }
+double live_std(const at::Tensor& t) { return at::std(t.detach()).item<double>(); }
 
 // y = linear(x, w, b), and z that uses v beside it.
-GraphModule model(const at::Tensor& w, const at::Tensor& b) {
+GraphModule live_linear(const at::Tensor& w, const at::Tensor& b) {
   State state;
   state.add({"w", AttrKind::Parameter, w, true});
   state.add({"b", AttrKind::Parameter, b, true});
@@ -34,7 +34,7 @@ GraphModule model(const at::Tensor& w, const at::Tensor& b) {
 }
 
 // The weight is an operand of a sum, too.
-GraphModule used_twice(const at::Tensor& w) {
+GraphModule live_used_twice(const at::Tensor& w) {
   State state;
   state.add({"w", AttrKind::Parameter, w, true});
   return GraphModule(parse_graph(R"(graph {
@@ -48,7 +48,7 @@ GraphModule used_twice(const at::Tensor& w) {
                      std::move(state), TreeSpec::positional_inputs(1), TreeSpec::leaf());
 }
 
-Report confirm(ParameterScaling& scaling, GraphModule module) {
+Report confirm_live(ParameterScaling& scaling, GraphModule module) {
   UnitScaleOptions options;
   options.live = &scaling;
   Report report("unit_scale");
@@ -57,7 +57,8 @@ Report confirm(ParameterScaling& scaling, GraphModule module) {
 }
 
 TEST(ParameterScaling, ProposesWeightsAndBiasesInPlace) {
-  at::Tensor w = parameter({3, 4}, 0.1), b = parameter({3}, 2), other = parameter({2, 2}, 5), one = parameter({1}, 1);
+  at::Tensor w = live_parameter({3, 4}, 0.1), b = live_parameter({3}, 2), other = live_parameter({2, 2}, 5),
+             one = live_parameter({1}, 1);
   const at::Tensor before = other.detach().clone();
   ParameterScaling scaling;
   EXPECT_THAT(scaling.propose({{{"w", "tied"}, w, ScaledKind::Weight},
@@ -65,17 +66,17 @@ TEST(ParameterScaling, ProposesWeightsAndBiasesInPlace) {
                                {{"other"}, other, std::nullopt},
                                {{"one"}, one, ScaledKind::Weight}}),
               ElementsAre("w", "b"));
-  EXPECT_NEAR(std_of(w), 1, 1e-6);
+  EXPECT_NEAR(live_std(w), 1, 1e-6);
   EXPECT_TRUE(at::equal(b.detach(), at::zeros({3})));
   EXPECT_TRUE(at::equal(other.detach(), before));
 }
 
 TEST(ParameterScaling, AGraphConfirmsAProposalAndChangesNothingMore) {
-  at::Tensor w = parameter({3, 4}, 0.1), b = parameter({3}, 2);
+  at::Tensor w = live_parameter({3, 4}, 0.1), b = live_parameter({3}, 2);
   ParameterScaling scaling;
   scaling.propose({{{"w"}, w, ScaledKind::Weight}, {{"b"}, b, ScaledKind::Bias}});
   const at::Tensor values = w.detach().clone();
-  const Report report = confirm(scaling, model(w, b));
+  const Report report = confirm_live(scaling, live_linear(w, b));
   EXPECT_TRUE(at::equal(w.detach(), values));
   EXPECT_NE(report.find(ReportKind::Weight, "w"), nullptr);
   EXPECT_NE(report.find(ReportKind::Bias, "b"), nullptr);
@@ -83,39 +84,39 @@ TEST(ParameterScaling, AGraphConfirmsAProposalAndChangesNothingMore) {
 }
 
 TEST(ParameterScaling, AGraphAddsWhatNoLayerProposed) {
-  at::Tensor w = parameter({3, 4}, 0.1), b = parameter({3}, 2);
+  at::Tensor w = live_parameter({3, 4}, 0.1), b = live_parameter({3}, 2);
   ParameterScaling scaling;
   scaling.propose({{{"w"}, w, std::nullopt}, {{"b"}, b, std::nullopt}});
   const at::Tensor same = w;
-  confirm(scaling, model(w, b));
-  EXPECT_NEAR(std_of(w), 1, 1e-6);
+  confirm_live(scaling, live_linear(w, b));
+  EXPECT_NEAR(live_std(w), 1, 1e-6);
   EXPECT_TRUE(same.is_same(w)) << "in place";
   EXPECT_TRUE(at::equal(b.detach(), at::zeros({3})));
   const at::Tensor values = w.detach().clone();
-  confirm(scaling, model(w, b));
+  confirm_live(scaling, live_linear(w, b));
   EXPECT_TRUE(at::equal(w.detach(), values)) << "once";
 }
 
 TEST(ParameterScaling, AGraphGivesAWeightBackThatSomethingElseUses) {
-  at::Tensor w = parameter({3, 4}, 0.5);
+  at::Tensor w = live_parameter({3, 4}, 0.5);
   const at::Tensor before = w.detach().clone();
   ParameterScaling scaling;
   scaling.propose({{{"w"}, w, ScaledKind::Weight}});
-  const Report report = confirm(scaling, used_twice(w));
+  const Report report = confirm_live(scaling, live_used_twice(w));
   EXPECT_TRUE(at::allclose(w.detach(), before));
   EXPECT_NE(report.find(ReportKind::LeftAlone, "w"), nullptr);
   EXPECT_THAT(scaling.scaled(), IsEmpty());
 }
 
 TEST(ParameterScaling, LeavesValuesAloneThatSomebodyWroteMeanwhile) {
-  at::Tensor w = parameter({3, 4}, 0.5), v = parameter({3, 4}, 0.5), b = parameter({3}, 2);
+  at::Tensor w = live_parameter({3, 4}, 0.5), v = live_parameter({3, 4}, 0.5), b = live_parameter({3}, 2);
   ParameterScaling scaling;
   scaling.propose({{{"w"}, w, ScaledKind::Weight}});
   {
     at::NoGradGuard no_grad;
     w.fill_(7);
   }
-  confirm(scaling, used_twice(w));
+  confirm_live(scaling, live_used_twice(w));
   EXPECT_TRUE(at::equal(w.detach(), at::full({3, 4}, 7.0f)));
   ParameterScaling other;
   other.propose({{{"w"}, v, std::nullopt}, {{"b"}, b, std::nullopt}});
@@ -123,18 +124,18 @@ TEST(ParameterScaling, LeavesValuesAloneThatSomebodyWroteMeanwhile) {
     at::NoGradGuard no_grad;
     v.fill_(7);
   }
-  const Report report = confirm(other, model(v, b));
+  const Report report = confirm_live(other, live_linear(v, b));
   EXPECT_TRUE(at::equal(v.detach(), at::full({3, 4}, 7.0f)));
   ASSERT_NE(report.find(ReportKind::LeftAlone, "w"), nullptr);
 }
 
 TEST(ParameterScaling, IsRestoredFromWhatIsSaved) {
-  at::Tensor w = parameter({3, 4}, 0.5);
+  at::Tensor w = live_parameter({3, 4}, 0.5);
   const at::Tensor before = w.detach().clone();
   ParameterScaling scaling;
   scaling.propose({{{"w"}, w, ScaledKind::Weight}});
   ParameterScaling again = ParameterScaling::restore(scaling.scaled(), scaling.confirmed());
-  confirm(again, used_twice(w));
+  confirm_live(again, live_used_twice(w));
   EXPECT_TRUE(at::allclose(w.detach(), before));
 }
 
