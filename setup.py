@@ -1,7 +1,7 @@
 """Builds the Python package: the *.py files, and what CMake installs as its component `wheel` beside them.
 
 PLUMB_BUILD_DIR=folder   take a finished CMake build instead of making one in build-wheel/
-PLUMB_WHEEL_LABEL=1      the version says for which torch it is, as in 0.1.0+torch2.13 (`make wheel`)
+PLUMB_WHEEL_LABEL=1      the version says for which torch it is, as in 1.2.3+torch2.13 (`make wheel`)
 JOBS=n                   compile jobs (default: one a core)
 """
 
