@@ -3,6 +3,7 @@
 
 #include "plumb/capture/session.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/aliases.h"
 
 namespace plumb {
 
@@ -17,8 +18,7 @@ void refuse_unwritten_reads(const Graph& graph) {
   for (const Node* node : graph.nodes()) {
     if (!node->is_call()) continue;
     const std::string_view name = node->op_name();
-    if (name == "aten::empty" || name == "aten::empty_like" || name == "aten::new_empty" ||
-        name == "aten::empty_strided" || name == "aten::new_empty_strided" || name == "aten::empty_permuted") {
+    if (is_uninitialised(*node) && !node->writes()) {
       const auto& meta = node->result()->meta();
       if (!meta || meta->numel() > 0) unwritten.insert(node->result());
       continue;

@@ -4,10 +4,10 @@
 #include <torch/library.h>
 
 #include <sstream>
-#include <unordered_set>
 
 #include "plumb/capture/session.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/operator_facts.h"
 
 namespace plumb {
 namespace {
@@ -118,18 +118,7 @@ TORCH_LIBRARY_IMPL(plumb, Meta, m) { implement(m); }
 DecisionLog::DecisionLog() : outer_(decision_log) { decision_log = this; }
 DecisionLog::~DecisionLog() { decision_log = outer_; }
 
-bool is_value_reader(std::string_view name) {
-  static const std::unordered_set<std::string_view> names = {"aten::item",
-                                                             "aten::_local_scalar_dense",
-                                                             "aten::is_nonzero",
-                                                             "aten::equal",
-                                                             "aten::allclose",
-                                                             "aten::q_scale",
-                                                             "aten::q_zero_point",
-                                                             "aten::_nnz",
-                                                             "aten::_choose_qparams_per_tensor"};
-  return names.count(base_name(name)) != 0;
-}
+bool is_value_reader(std::string_view name) { return operator_facts(name).reads_value; }
 
 void Session::ask_for_values() {
   needs_values = true;

@@ -14,6 +14,7 @@
 
 #include "plumb/capture/stand_in.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/operator_facts.h"
 
 namespace plumb {
 
@@ -24,13 +25,14 @@ namespace {
 
 thread_local Session* current_session = nullptr;
 
-// Indexing does by masks alone.
 bool shape_depends_on_values(const c10::OperatorHandle& op, const std::string& name, at::ArrayRef<c10::IValue> args) {
-  if (!op.hasTag(at::Tag::dynamic_output_shape)) {
-    return name == "aten::where" || name == "aten::nonzero_numpy" || name == "aten::_pack_padded_sequence" ||
-           name == "aten::_pad_packed_sequence";
+  switch (operator_facts(name).data_sizes) {
+    case DataSizes::ByTag: return op.hasTag(at::Tag::dynamic_output_shape);
+    case DataSizes::Always: return true;
+    case DataSizes::OfCondition: return args.size() == 1;
+    case DataSizes::OfMasks: break;
   }
-  if (name != "aten::index.Tensor" || !args[1].isList()) return true;
+  if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
   for (const c10::IValue& index : args[1].toListRef()) {
     if (index.isTensor() && index.toTensor().defined() &&
         (index.toTensor().scalar_type() == at::kBool || index.toTensor().scalar_type() == at::kByte))
@@ -391,12 +393,11 @@ void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stac
       saved_.emplace(index, attributes[static_cast<size_t>(index)].tensor.detach().clone());
     }
   };
-  const bool norm = schema.name() == "aten::batch_norm" || schema.name() == "aten::instance_norm" ||
-                    schema.name() == "aten::native_batch_norm" || schema.name() == "plumb::batch_norm";
+  const OperatorFacts& facts = operator_facts(schema.name());
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& argument = schema.arguments()[i];
     const bool writes = (argument.alias_info() && argument.alias_info()->isWrite()) ||
-                        (norm && argument.name().starts_with("running_"));
+                        argument.name() == facts.writes[0] || argument.name() == facts.writes[1];
     if (!writes) continue;
     if (given[i].isTensor()) save(given[i].toTensor());
     if (given[i].isTensorList()) {

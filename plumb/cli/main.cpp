@@ -12,6 +12,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/freed_memory.h"
 #include "plumb/exported/temporary_file.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/pipeline/environment.h"
 
 namespace {
@@ -45,6 +46,11 @@ int run(int argc, char** argv) {
   app.footer(
       "Example:\n  plumb show model.pt2 --as table\n\n`plumb COMMAND --help` shows each command's options and an "
       "example.");
+  app.add_option_function<std::string>(
+         "--allow-operators", [](const std::string& name) { plumb::allow_operators(name); },
+         "Let files name an operator (ns::op) that plumb does not know as tensor arithmetic; as often as wanted")
+      ->type_name("NAME")
+      ->trigger_on_parse();
   plumb::cli::add_show(app);
   plumb::cli::add_opt(app);
   plumb::cli::add_run(app);

@@ -129,6 +129,22 @@ TEST(HostileFiles, WrongContentNamesItsPlace) {
       HasSubstr("in_spec"));
 }
 
+TEST(HostileFiles, OperatorsThatAreNoTensorArithmeticAreRefusedByName) {
+  auto broken = [](const std::string& target) {
+    return std::string(
+        load_error(
+            Archive("linear").model([&](Json& j) { j["graph_module"]["graph"]["nodes"][0]["target"] = target; }).zip())
+            .what());
+  };
+  for (const char* target : {"torch.ops.aten.from_file.default", "torch.ops.aten.from_file.out"})
+    EXPECT_THAT(broken(target), AllOf(HasSubstr("nodes[0]"), HasSubstr("aten::from_file"), HasSubstr("opens files")));
+  for (const char* name : {"set_.source_Storage", "_print.default", "fbgemm_linear_fp16_weight.default",
+                           "_sparse_coo_tensor_unsafe.default", "_reshape_alias.default"}) {
+    EXPECT_THAT(broken("torch.ops.aten." + std::string(name)), HasSubstr("may not stand in a file")) << name;
+  }
+  EXPECT_THAT(broken("torch.ops.plumb.python_function.default"), HasSubstr("by their number"));
+}
+
 TEST(HostileFiles, CustomObjectsTokensAndControlFlowAreRefusedByName) {
   auto broken = [](auto&& edit) { return load_error(Archive("linear").model(edit).zip()); };
   EXPECT_THAT(

@@ -5,6 +5,7 @@
 #include "plumb/core/error.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/sym_ops.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb::pt2 {
@@ -220,8 +221,9 @@ void NodeReader::read_node(const Json& node, const Json& graph, Scope& scope, Re
   if (auto name = operator_of_target(target)) {
     // Says what export saw; a graph's dtypes follow from its inputs, which are checked when it runs.
     if (*name == "aten::_assert_tensor_metadata") return;
-    if (*name == "aten::from_file") doc_.fail(node, "the program reads files");
-    return call(node, graph, find_operator(*name), scope, region);
+    const c10::OperatorHandle op = find_operator(*name);
+    if (auto refusal = refused_in_files(*name)) doc_.fail(node, refusal->message, refusal->remedy);
+    return call(node, graph, op, scope, region);
   }
   if (target.starts_with("torch.ops.higher_order."))
     doc_.fail(node,

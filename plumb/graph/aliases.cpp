@@ -7,6 +7,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/operator_facts.h"
 
 namespace plumb {
 namespace {
@@ -20,7 +21,7 @@ void collect_sets(const c10::AliasInfo& info, std::set<c10::Symbol>& sets, bool&
   for (const auto& inner : info.containedTypes()) collect_sets(inner, sets, wildcard);
 }
 
-bool is_python_function(const Node& node) { return node.is_op("plumb::python_function"); }
+bool is_opaque(const Node& node) { return node.is_call() && operator_facts(node.target()).opaque; }
 
 // Conversions hand their input back unless dtype or device changes, which the types tell.
 bool is_conversion_with_copy(const Node& node) {
@@ -168,7 +169,7 @@ Aliases::Effects Aliases::effects(const Node& node) {
   if (node.kind() == NodeKind::CallModule) return graph_effects(*node.subgraph());
   Effects e;
   if (!node.is_call()) return e;
-  if (is_python_function(node)) {
+  if (is_opaque(node)) {
     for (const Value* v : node.inputs()) e.written.push_back(id(v));
   } else {
     for (const Value* v : node.written_inputs()) e.written.push_back(id(v));
@@ -256,10 +257,8 @@ bool has_hidden_effects(const Node& node) {
     return false;
   }
   if (!node.is_call()) return false;
-  const std::string_view name = node.op_name();
-  if (is_python_function(node) || name.starts_with("plumb::track")) return true;
-  // A communication waits for the other ranks' part of it.
-  if (name.starts_with("c10d::") || name.starts_with("_c10d_functional")) return true;
+  const OperatorFacts& facts = operator_facts(node.target());
+  if (facts.opaque || facts.has_effects) return true;
   return node.schema().returns().empty() && !node.writes();
 }
 
@@ -270,12 +269,7 @@ void collect_values(const Arg& arg, std::vector<Value*>& out) {
   }
 }
 
-bool is_uninitialised(const Node& node) {
-  const std::string_view name = node.op_name();
-  return name == "aten::empty" || name == "aten::new_empty" || name == "aten::empty_like" ||
-         name == "aten::empty_strided" || name == "aten::new_empty_strided" || name == "aten::empty_permuted" ||
-         name == "aten::empty_quantized" || name == "aten::resize_";
-}
+bool is_uninitialised(const Node& node) { return node.is_call() && operator_facts(node.target()).uninitialised; }
 
 GradientFlow::GradientFlow(const Graph& graph, const Aliases& aliases, const State* state) : aliases_(aliases) {
   auto differentiable = [](const Value* v) {
@@ -293,7 +287,7 @@ GradientFlow::GradientFlow(const Graph& graph, const Aliases& aliases, const Sta
         break;
       }
       default:
-        if (is_python_function(*node)) flows = true;
+        if (is_opaque(*node)) flows = true;
         for (size_t i = 0; i < node->num_inputs() && !flows; ++i) flows = may_require_grad(node->input(i));
         if (node->is_op("aten::detach")) flows = false;
         if (!node->meta().grad_enabled) {

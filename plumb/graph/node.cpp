@@ -1,54 +1,15 @@
 #include <algorithm>
 #include <string_view>
-#include <unordered_set>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/node_kind.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb {
 namespace {
-
-// Operators that write an argument without saying so in their schema: running statistics.
-struct QuietWriter {
-  std::string_view name, flag;  // writes only when the bool argument `flag` is true
-  std::string_view written[2];
-};
-constexpr QuietWriter kQuietWriters[] = {
-    {"aten::batch_norm", "training", {"running_mean", "running_var"}},
-    {"aten::native_batch_norm", "training", {"running_mean", "running_var"}},
-    {"aten::_batch_norm_impl_index", "training", {"running_mean", "running_var"}},
-    {"aten::cudnn_batch_norm", "training", {"running_mean", "running_var"}},
-    {"aten::miopen_batch_norm", "training", {"running_mean", "running_var"}},
-    {"aten::instance_norm", "use_input_stats", {"running_mean", "running_var"}},
-    {"plumb::batch_norm", "training", {"running_mean", "running_var"}},
-};
-
-// Operators that may hand an input back without saying so in their schema.
-const std::unordered_set<std::string_view>& quiet_aliases() {
-  static const std::unordered_set<std::string_view> names = {"aten::dropout",
-                                                             "aten::feature_dropout",
-                                                             "aten::alpha_dropout",
-                                                             "aten::feature_alpha_dropout",
-                                                             "aten::einsum",
-                                                             "aten::meshgrid",
-                                                             "aten::atleast_1d",
-                                                             "aten::atleast_2d",
-                                                             "aten::atleast_3d",
-                                                             "aten::broadcast_tensors",
-                                                             "aten::pad",
-                                                             "aten::rms_norm",
-                                                             "aten::type_as",
-                                                             "aten::flatten_dense_tensors",
-                                                             "aten::sum_to_size",
-                                                             "aten::chain_matmul",
-                                                             "aten::cartesian_prod",
-                                                             "aten::native_dropout",
-                                                             "plumb::python_function"};
-  return names;
-}
 
 const bool* bool_arg(const Node& node, std::string_view name, bool& storage) {
   const Arg* arg = node.try_arg(name);
@@ -238,14 +199,11 @@ std::vector<Value*> Node::written_inputs() const {
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) collect_values(args_[i], written);
   }
-  for (const QuietWriter& quiet : kQuietWriters) {
-    if (!is_op(quiet.name)) continue;
-    bool flag = false;
-    const bool* known = bool_arg(*this, quiet.flag, flag);
-    if (known && !flag) continue;
-    for (std::string_view name : quiet.written) {
-      if (const Arg* arg = try_arg(name)) collect_values(*arg, written);
-    }
+  const OperatorFacts& facts = operator_facts(target_);
+  bool flag = true;
+  if (bool_arg(*this, facts.writes_if, flag) && !flag) return written;
+  for (std::string_view name : facts.writes) {
+    if (const Arg* arg = try_arg(name)) collect_values(*arg, written);
   }
   return written;
 }
@@ -255,7 +213,8 @@ bool Node::writes() const { return !written_inputs().empty(); }
 bool Node::result_aliases_input() const {
   if (kind_ == NodeKind::CallModule) return true;
   if (!op_) return false;
-  if (quiet_aliases().count(op_name())) return true;
+  const OperatorFacts& facts = operator_facts(target_);
+  if (facts.may_alias || facts.opaque) return true;
   for (const auto& r : op_->schema().returns()) {
     if (r.alias_info()) return true;
   }
@@ -270,19 +229,11 @@ bool Node::is_random() const {
     return false;
   }
   if (!op_) return false;
-  bool train = true;
-  const std::string_view name = op_name();
-  if (name == "aten::lstm" || name == "aten::gru" || name == "aten::rnn_tanh" || name == "aten::rnn_relu") {
-    return number_arg(*this, "dropout", 1.0) > 0 && (!bool_arg(*this, "train", train) || train);
-  }
-  if (const Arg* p = try_arg("dropout_p"); p && number_arg(*this, "dropout_p", 1.0) == 0.0) return false;
-  if (name == "plumb::dropout" || name == "aten::dropout" || name == "aten::feature_dropout" ||
-      name == "aten::alpha_dropout" || name == "aten::feature_alpha_dropout" || name == "aten::dropout_" ||
-      name == "aten::native_dropout" || name == "aten::rrelu") {
-    if (bool_arg(*this, "train", train) || bool_arg(*this, "training", train)) return train;
-    return true;
-  }
-  return op_->hasTag(at::Tag::nondeterministic_seeded);
+  if (!op_->hasTag(at::Tag::nondeterministic_seeded)) return false;
+  const OperatorFacts& facts = operator_facts(target_);
+  bool draws = true;
+  if (bool_arg(*this, facts.draws_if, draws) && !draws) return false;
+  return number_arg(*this, facts.draws_with, 1.0) != 0;
 }
 
 bool Node::has_side_effects() const {
@@ -295,9 +246,8 @@ bool Node::has_side_effects() const {
     return false;
   }
   if (op_->schema().returns().empty()) return true;
-  const std::string_view name = op_name();
-  if (name == "plumb::python_function" || name.starts_with("plumb::track")) return true;
-  return writes() || is_random();
+  const OperatorFacts& facts = operator_facts(target_);
+  return facts.opaque || facts.has_effects || writes() || is_random();
 }
 
 }  // namespace plumb

@@ -6,6 +6,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/graph.h"
 #include "plumb/graph/names.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/parse_tokens.h"
 #include "plumb/graph/schema_fit.h"
 
@@ -17,7 +18,7 @@ constexpr size_t kMaxListResults = 1 << 20;  // of one node
 
 class Parser : private Tokens {
  public:
-  using Tokens::Tokens;
+  Parser(std::string_view text, bool is_trusted) : Tokens(text), is_trusted_(is_trusted) {}
 
   Graph parse() {
     expect_word("graph");
@@ -143,6 +144,9 @@ class Parser : private Tokens {
       } catch (const Error& e) {
         fail_at(start, e.message() + " (" + e.remedy() + ")");
       }
+    }
+    if (!is_trusted_) {
+      if (auto refusal = refused_in_files(name)) fail_at(start, refusal->message + " (" + refusal->remedy + ")");
     }
     const auto& arguments = op->schema().arguments();
     std::vector<std::optional<Arg>> given(arguments.size());
@@ -386,12 +390,14 @@ class Parser : private Tokens {
     }
   }
 
+  bool is_trusted_;
   std::shared_ptr<const ModuleStack> last_modules_;
   std::shared_ptr<const SourceLocation> last_source_;
 };
 
 }  // namespace
 
-Graph parse_graph(std::string_view text) { return Parser(text).parse(); }
+Graph parse_graph(std::string_view text) { return Parser(text, false).parse(); }
+Graph parse_trusted_graph(std::string_view text) { return Parser(text, true).parse(); }
 
 }  // namespace plumb

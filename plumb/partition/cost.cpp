@@ -4,12 +4,14 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <numeric>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/copy_node.h"
 #include "plumb/graph/plan.h"
+#include "plumb/partition/flops.h"
 #include "plumb/partition/pipe_split.h"
 
 namespace plumb {
@@ -17,53 +19,14 @@ namespace {
 
 using c10::IValue;
 
-bool moves_only(const Node& node) { return node.result_aliases_input() && !node.writes(); }
-
-using Metas = std::unordered_map<const Value*, TensorMeta>;
-
-double numel(const Metas& metas, const Value* v) {
-  auto it = v ? metas.find(v) : metas.end();
-  return it == metas.end() ? 0 : static_cast<double>(it->second.numel());
+// A view, by its schema; those that only may hand an input back (einsum, norms) compute.
+bool moves_only(const Node& node) {
+  if (!node.is_call()) return true;
+  const auto& returns = node.schema().returns();
+  return !node.writes() && std::any_of(returns.begin(), returns.end(), [](const auto& r) { return r.alias_info(); });
 }
 
-double last_size(const Metas& metas, const Value* v, int64_t from_end = 1) {
-  auto it = v ? metas.find(v) : metas.end();
-  if (it == metas.end() || static_cast<int64_t>(it->second.sizes.size()) < from_end) return 1;
-  return static_cast<double>(it->second.sizes[it->second.sizes.size() - from_end]);
-}
-
-// Floating point operations of one call. Everything that is no product of matrices counts one an element.
-double flops_of(const Node& node, const Metas& metas) {
-  const std::string_view op = node.op_name();
-  double out = 0;
-  for (const Value* v : node.results()) out += numel(metas, v);
-  auto input = [&](size_t i) -> const Value* { return i < node.num_inputs() ? node.input(i) : nullptr; };
-  if (op == "aten::linear" || op == "aten::matmul" || op == "aten::mm" || op == "aten::bmm" || op == "aten::mv" ||
-      op == "plumb::linear" || op == "plumb::matmul") {
-    return 2 * out * last_size(metas, input(0));
-  }
-  if (op == "aten::addmm" || op == "aten::baddbmm") return 2 * out * last_size(metas, input(1));
-  if (op.find("conv") != std::string_view::npos && input(1)) {
-    auto it = metas.find(input(1));
-    if (it == metas.end() || it->second.sizes.empty()) return out;
-    // Each output element is a sum over the weights of one output channel (of one input channel if transposed).
-    return 2 * out * static_cast<double>(it->second.numel()) /
-           static_cast<double>(std::max<int64_t>(it->second.sizes[0], 1));
-  }
-  if (op.find("scaled_dot_product") != std::string_view::npos && input(1)) {
-    const double keys = last_size(metas, input(1), 2);
-    return 2 * numel(metas, input(0)) * keys +
-           2 * node.num_results() * out / std::max<double>(1, static_cast<double>(node.num_results())) * keys;
-  }
-  if (op == "aten::lstm" || op == "aten::gru" || op == "aten::rnn_tanh" || op == "aten::rnn_relu") {
-    double weights = 0;
-    for (size_t i = 1; i < node.num_inputs(); ++i) weights += numel(metas, node.input(i));
-    const double rows = numel(metas, input(0)) / std::max(1.0, last_size(metas, input(0)));
-    return 2 * rows * weights;
-  }
-  if (op == "aten::embedding" || moves_only(node)) return 0;
-  return out;
-}
+using Metas = ValueMetas;
 
 // Runs a graph node by node: each as a graph of its own, so that it can be run again.
 class Stepper {
@@ -190,7 +153,7 @@ Metas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs
 
 NodeCost static_cost(const Node& node, const Metas& metas) {
   NodeCost cost;
-  cost.flops = flops_of(node, metas);
+  cost.flops = moves_only(node) ? 0 : flops_of(node, metas);
   auto bytes = [&](const Value* v) {
     auto it = metas.find(v);
     return it == metas.end() ? 0 : bytes_of(it->second);

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include "plumb/graph/operator_facts.h"
 #include "plumb/partition/balance.h"
 #include "plumb/partition/pipe_split.h"
 #include "plumb/partition/stage_bytes.h"
@@ -202,6 +203,17 @@ TEST(StageBytes, KeepsTiesStridesAndTypes) {
   for (const Attr& attr : state) EXPECT_TRUE(same(attr.tensor.detach(), s.get(attr.name).tensor.detach())) << attr.name;
   EXPECT_TRUE(std::isnan(back.table.outputs[8].constant.toDouble()));
   EXPECT_EQ(back.table.outputs[9].constant.toDouble(), std::numeric_limits<double>::infinity());
+}
+
+TEST(StageBytes, RefuseOperatorsThatAreNoTensorArithmetic) {
+  for (const char* call : {"aten::from_file(\"/etc/passwd\", False, 2)",
+                           "aten::from_file.out(\"/tmp/x\", True, 2, out=%x)", "aten::set_.source_Tensor(%x, %x)"}) {
+    GraphModule module(
+        parse_trusted_graph("graph { %x: f32[2] = placeholder \"x\" %y = " + std::string(call) + " output(%y) }"),
+        State(), TreeSpec::positional_inputs(1), TreeSpec::leaf());
+    const std::string bytes = serialize_stage(*pipeline(module), 0);
+    EXPECT_THAT(error_of([&] { deserialize_stage(bytes); }), HasSubstr("may not stand in a file")) << call;
+  }
 }
 
 TEST(StageBytes, RefusesBytesThatAreNoStage) {

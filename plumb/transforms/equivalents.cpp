@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb {
@@ -46,9 +47,10 @@ const std::unordered_map<std::string_view, Equivalent>& table() {
         {"aten::group_norm", {"plumb::group_norm", {}, "", false, true}},
         {"aten::batch_norm", {"plumb::batch_norm", {}, "", false, true}},
     };
-    for (std::string_view name : {"aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu", "aten::lstm_cell",
-                                  "aten::gru_cell", "aten::rnn_tanh_cell", "aten::rnn_relu_cell"})
-      t.emplace(name, Equivalent{name, {}, "", false, false, true});
+    for (const OperatorFacts* facts : operator_table()) {
+      if (facts->recurrent != RecurrentLayer::None)
+        t.emplace(facts->name, Equivalent{facts->name, {}, "", false, false, true});
+    }
     // Only what is built into this library.
     std::erase_if(t, [](const auto& item) { return !item.second.recurrent && !try_find_operator(item.second.to); });
     return t;

@@ -4,53 +4,10 @@
 
 #include <string_view>
 
+#include "plumb/graph/operator_facts.h"
+
 namespace plumb {
 namespace {
-
-// Operators that return their first argument. Those that return lists return its parts.
-const std::unordered_set<std::string_view>& rearranging() {
-  static const std::unordered_set<std::string_view> names = {"aten::t",
-                                                             "aten::transpose",
-                                                             "aten::permute",
-                                                             "aten::numpy_T",
-                                                             "aten::matrix_H",
-                                                             "aten::mT",
-                                                             "aten::movedim",
-                                                             "aten::swapaxes",
-                                                             "aten::swapdims",
-                                                             "aten::view",
-                                                             "aten::_unsafe_view",
-                                                             "aten::view_as",
-                                                             "aten::reshape",
-                                                             "aten::reshape_as",
-                                                             "aten::flatten",
-                                                             "aten::unflatten",
-                                                             "aten::unsqueeze",
-                                                             "aten::squeeze",
-                                                             "aten::select",
-                                                             "aten::slice",
-                                                             "aten::narrow",
-                                                             "aten::chunk",
-                                                             "aten::split",
-                                                             "aten::split_with_sizes",
-                                                             "aten::tensor_split",
-                                                             "aten::unbind",
-                                                             "aten::expand",
-                                                             "aten::expand_as",
-                                                             "aten::contiguous",
-                                                             "aten::clone",
-                                                             "aten::detach",
-                                                             "aten::alias",
-                                                             "aten::to",
-                                                             "aten::_to_copy",
-                                                             "aten::type_as",
-                                                             "aten::lift_fresh",
-                                                             "plumb::simulate_format",
-                                                             "plumb::quantise",
-                                                             "plumb::track",
-                                                             "plumb::track_rounded"};
-  return names;
-}
 
 std::optional<double> number(const Arg* arg) {
   if (!arg || !arg->is_constant()) return std::nullopt;
@@ -65,7 +22,7 @@ constexpr double kBlocking = -1e4;  // added to a logit, no weight is left: exp(
 }  // namespace
 
 bool is_passthrough(const Node* node) {
-  return node->is_call() && node->num_inputs() > 0 && rearranging().count(node->op_name());
+  return node->is_call() && node->num_inputs() > 0 && operator_facts(node->target()).passes_through;
 }
 
 const Node* source_attribute(const Value* value) {

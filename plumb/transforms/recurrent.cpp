@@ -5,6 +5,8 @@
 #include <string_view>
 #include <vector>
 
+#include "plumb/graph/operator_facts.h"
+
 namespace plumb {
 namespace {
 
@@ -149,23 +151,21 @@ class Scaler {
 
 }  // namespace
 
-bool is_recurrent_cell(const Node* node) { return node->op_name().ends_with("_cell"); }
+bool is_recurrent_cell(const Node* node) { return operator_facts(node->target()).recurrent_cell; }
 
 rules::RecurrentKind recurrent_kind(const Node* node) {
-  const std::string_view name = node->op_name();
-  if (name.starts_with("aten::lstm")) return rules::RecurrentKind::Lstm;
-  if (name.starts_with("aten::gru")) return rules::RecurrentKind::Gru;
-  return name.starts_with("aten::rnn_relu") ? rules::RecurrentKind::Relu : rules::RecurrentKind::Tanh;
+  switch (operator_facts(node->target()).recurrent) {
+    case RecurrentLayer::Lstm: return rules::RecurrentKind::Lstm;
+    case RecurrentLayer::Gru: return rules::RecurrentKind::Gru;
+    case RecurrentLayer::Relu: return rules::RecurrentKind::Relu;
+    default: return rules::RecurrentKind::Tanh;
+  }
 }
 
 bool is_set(const Node* node, std::string_view argument) { return node->arg(argument).constant().toBool(); }
 
 bool is_recurrent(const Node* node) {
-  if (!node->is_call()) return false;
-  static const std::vector<std::string_view> names = {"aten::lstm",          "aten::gru",          "aten::rnn_tanh",
-                                                      "aten::rnn_relu",      "aten::lstm_cell",    "aten::gru_cell",
-                                                      "aten::rnn_tanh_cell", "aten::rnn_relu_cell"};
-  return std::find(names.begin(), names.end(), node->op_name()) != names.end();
+  return node->is_call() && operator_facts(node->target()).recurrent != RecurrentLayer::None;
 }
 
 RecurrentRole recurrent_role(const Node* node, const Value* value) {

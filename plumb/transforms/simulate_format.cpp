@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/pass.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/recurrent.h"
@@ -13,58 +14,6 @@
 
 namespace plumb {
 namespace {
-
-// An argument that is multiplied, and the dimension that the product sums over: there blocks share scales.
-struct Factor {
-  std::string_view argument;
-  int64_t dim = -1;
-};
-
-struct Product {
-  std::vector<Factor> factors;
-  int64_t result_dim = -1;  // over which the gradient of the result is summed in the input's gradient
-};
-
-const std::unordered_map<std::string_view, Product>& products() {
-  static const std::unordered_map<std::string_view, Product> table = [] {
-    std::unordered_map<std::string_view, Product> all = {
-        {"aten::linear", {{{"input"}, {"weight"}}}},
-        {"aten::matmul", {{{"self"}, {"other", -2}}}},
-        {"aten::linalg_matmul", {{{"self"}, {"other", -2}}}},
-        {"aten::mm", {{{"self"}, {"mat2", -2}}}},
-        {"aten::bmm", {{{"self"}, {"mat2", -2}}}},
-        {"aten::mv", {{{"self"}, {"vec"}}}},
-        {"aten::addmm", {{{"mat1"}, {"mat2", -2}}}},
-        {"aten::addbmm", {{{"batch1"}, {"batch2", -2}}}},
-        {"aten::baddbmm", {{{"batch1"}, {"batch2", -2}}}},
-        {"aten::bilinear", {{{"input1"}, {"input2"}, {"weight"}}}},
-        {"aten::einsum", {{{"tensors"}}}},
-        {"aten::scaled_dot_product_attention", {{{"query"}, {"key"}, {"value", -2}}}},
-        {"aten::convolution", {{{"input", 1}, {"weight", 1}}, 1}},
-        {"aten::_convolution", {{{"input", 1}, {"weight", 1}}, 1}},
-        {"plumb::linear", {{{"input"}, {"weight"}}}},
-        {"plumb::linear_readout", {{{"input"}, {"weight"}}}},
-        {"plumb::matmul", {{{"left"}, {"right", -2}}}},
-        {"plumb::scaled_dot_product_attention", {{{"query"}, {"key"}, {"value", -2}}}},
-    };
-    // Channels stand before the places, with a batch or without.
-    static constexpr std::string_view kConvolutions[][4] = {
-        {"aten::conv1d", "plumb::conv1d", "aten::conv_transpose1d", "plumb::conv_transpose1d"},
-        {"aten::conv2d", "plumb::conv2d", "aten::conv_transpose2d", "plumb::conv_transpose2d"},
-        {"aten::conv3d", "plumb::conv3d", "aten::conv_transpose3d", "plumb::conv_transpose3d"}};
-    for (int64_t places = 1; places <= 3; ++places) {
-      const auto& names = kConvolutions[places - 1];
-      for (int i = 0; i < 4; ++i) all[names[i]] = {{{"input", -1 - places}, {"weight", i < 2 ? 1 : 0}}, -1 - places};
-    }
-    return all;
-  }();
-  return table;
-}
-
-// Their products are those of the linear layers they are made of.
-constexpr std::string_view kRecurrent[] = {"aten::lstm",          "aten::gru",          "aten::rnn_tanh",
-                                           "aten::rnn_relu",      "aten::lstm_cell",    "aten::gru_cell",
-                                           "aten::rnn_tanh_cell", "aten::rnn_relu_cell"};
 
 std::string_view bare(std::string_view name) { return name.substr(name.rfind(':') + 1); }
 
@@ -114,13 +63,13 @@ class Simulator {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
         continue;
       }
-      auto product = products().find(node->op_name());
-      if (product == products().end()) continue;
+      const Contraction& contraction = operator_facts(node->target()).contraction;
+      if (!contraction) continue;
       if (auto why = obstacle(node)) {
         report_.add(ReportKind::LeftAlone, node, node->target(), "", *why);
         continue;
       }
-      changed |= quantise(node, product->second);
+      changed |= quantise(node, contraction);
     }
     return changed;
   }
@@ -203,11 +152,11 @@ class Simulator {
     return node->result();
   }
 
-  bool quantise(Node* node, const Product& product) {
+  bool quantise(Node* node, const Contraction& contraction) {
     bool changed = false;
     if (fwd_ != "none") {
       auto here = graph_.inserting_before(node);
-      for (const auto& [name, dim] : product.factors) {
+      for (const auto& [name, dim] : contraction.named_operands()) {
         const Arg arg = node->arg(name);
         if (arg.is_value() && roundable(arg.value())) {
           node->set_arg(name, rounded(arg.value(), dim, node));
@@ -235,8 +184,8 @@ class Simulator {
         }
         if (!result->has_uses()) continue;
         auto here = graph_.inserting_after(result->producer());
-        Node* back = graph_.call("plumb::simulate_format",
-                                 {result, "none", bwd_, c10::IValue(), bwd_blocks_ ? product.result_dim : -1});
+        Node* back = graph_.call("plumb::simulate_format", {result, "none", bwd_, c10::IValue(),
+                                                            bwd_blocks_ ? int64_t{contraction.result_dim} : -1});
         back->meta() = node->meta();
         back->result()->set_meta(result->meta());
         graph_.replace_all_uses_with(result, back->result(), back);
@@ -314,9 +263,10 @@ const RegisterPass simulate_format_pass(
 
 std::vector<std::string> matrix_product_operators() {
   std::vector<std::string> names;
-  for (const auto& [name, product] : products()) names.emplace_back(name);
-  for (std::string_view name : kRecurrent) names.emplace_back(name);
-  std::sort(names.begin(), names.end());
+  // The products of recurrent layers are those of the linear layers they are made of.
+  for (const OperatorFacts* facts : operator_table()) {
+    if (facts->contraction || facts->recurrent != RecurrentLayer::None) names.emplace_back(facts->name);
+  }
   return names;
 }
 

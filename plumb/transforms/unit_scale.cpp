@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/pass.h"
 #include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/operands.h"
@@ -22,10 +23,9 @@ constexpr const char* kAdd = "plumb::add";
 bool is_attention(const Node* node) {
   if (!node->is_call()) return false;
   std::string_view name = node->op_name();
-  if (name.starts_with("aten::_scaled_dot_product")) return true;
+  if (operator_facts(name).contraction.kind == ContractionKind::Attention) return true;
   name.remove_prefix(name.rfind(':') + 1);
-  return name == "scaled_dot_product_attention" || name == "softmax" || name == "_softmax" ||
-         name == "_native_multi_head_attention";
+  return name == "softmax" || name == "_softmax" || name == "_native_multi_head_attention";
 }
 
 // Replaces `from` by `to`, which takes over its name.

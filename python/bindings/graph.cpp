@@ -4,6 +4,7 @@
 #include "plumb/graph/graph_module.h"
 #include "plumb/graph/names.h"
 #include "plumb/graph/node_kind.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/schema_fit.h"
 
@@ -127,6 +128,35 @@ void bind_graph(py::module_& m) {
   m.def(
       "parse_graph", [](const std::string& text) { return std::make_shared<Graph>(parse_graph(text)); },
       py::arg("text"));
+  m.def(
+      "allow_operators",
+      [](const py::args& names) {
+        for (const py::handle& name : names) allow_operators(py::cast<std::string>(name));
+      },
+      "Let files that this process reads from now on name these operators: `\"mylib::op\"`, or `\"mylib\"` for all
+"
+      "of a namespace. Files may come from anywhere, so `load_pt2`, `parse_graph` and `deserialize_stage` refuse
+"
+      "operators that plumb does not know as tensor arithmetic. Allow what is safe with arguments that a file's author
+"
+      "chose.");
+  // Of one operator, for tests: what its row says.
+  m.def("operator_facts", [](const std::string& name) -> py::object {
+    const OperatorFacts* facts = find_operator_facts(name);
+    if (!facts) return py::none();
+    py::dict d;
+    d["refused"] = facts->refused;
+    return d;
+  });
+  m.def("operator_table", [] {
+    std::vector<std::string> names;
+    for (const OperatorFacts* facts : operator_table()) names.emplace_back(facts->name);
+    return names;
+  });
+  m.def("refused_in_files", [](const std::string& name) -> std::optional<std::string> {
+    auto refusal = refused_in_files(name);
+    return refusal ? std::optional(refusal->message) : std::nullopt;
+  });
 }
 
 using StateEntry = std::tuple<std::string, int, at::Tensor, bool>;  // name, kind, tensor, persistent
@@ -137,7 +167,8 @@ std::shared_ptr<GraphModule> make_module(const std::string& text, const std::vec
   for (const auto& [name, kind, tensor, persistent] : state) {
     s.add({name, static_cast<AttrKind>(kind), tensor, persistent});
   }
-  return std::make_shared<GraphModule>(parse_graph(text), std::move(s), TreeSpec::from_json(in_spec),
+  // Pickles and copies of a graph of this process; whoever loads a pickle trusts it with more than operators.
+  return std::make_shared<GraphModule>(parse_trusted_graph(text), std::move(s), TreeSpec::from_json(in_spec),
                                        TreeSpec::from_json(out_spec));
 }
 

@@ -5,7 +5,7 @@ import torch  # noqa: F401  (its libraries must be loaded before ours)
 from ._version import __version__ as __version__  # isort: skip  (first: it says so if this is another torch than plumb's)
 from ._errors import Error, ErrorKind  # isort: skip  (before all that may raise one)
 from . import _modules, constraints, core, formats, functional, nn, optim, parameter, scale, transforms, utils
-from ._C import Graph, keep_freed_memory, parse_graph
+from ._C import Graph, allow_operators, keep_freed_memory, parse_graph
 from ._capture import GraphModule, capture
 from ._exported import load_pt2, save_pt2
 from ._modules import *  # noqa: F403
@@ -23,6 +23,7 @@ __all__ = [
     "MupType",
     "Parameter",
     "Recorder",
+    "allow_operators",
     "capture",
     "constraints",
     "core",

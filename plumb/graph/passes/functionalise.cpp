@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include "plumb/graph/aliases.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
 
 namespace plumb {
@@ -42,12 +43,7 @@ bool has_pure_twin(std::string_view in_place) {
 
 // Views that can be made again on other memory. (reshape, contiguous and the like may copy: not among them.)
 bool is_plain_view(const Node& node) {
-  static const std::unordered_set<std::string_view> names = {
-      "aten::select",  "aten::slice",   "aten::narrow",    "aten::diagonal",         "aten::t",      "aten::transpose",
-      "aten::permute", "aten::view",    "aten::unsqueeze", "aten::squeeze",          "aten::expand", "aten::alias",
-      "aten::detach",  "aten::movedim", "aten::swapaxes",  "aten::numpy_T",          "aten::mT",     "aten::view_as",
-      "aten::unbind",  "aten::split",   "aten::chunk",     "aten::split_with_sizes", "aten::unfold", "aten::expand_as"};
-  return node.is_call() && names.count(node.op_name()) && node.num_results() <= kMaxViewResults;
+  return node.is_call() && operator_facts(node.target()).plain_view && node.num_results() <= kMaxViewResults;
 }
 
 bool has_scatter(const Node& view) {

@@ -1,0 +1,126 @@
+// What is true of an operator beyond its schema: one table for readers, passes, capture, costs and formats. A row holds
+// for all overloads of its operator. Facts that schemas and tags say (arguments written in place, random operators,
+// sizes that depend on the data) are not repeated; the table holds what they leave out.
+//
+// A new operator needs a row here before a file may name it: `plumb/graph/operator_table.cpp`.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace plumb {
+
+class Graph;
+
+enum class ContractionKind : uint8_t {
+  None,
+  Product,                // rows times columns, summed over one dimension
+  BatchProduct,           // the same, summed over the batch too (addbmm)
+  Bilinear,               // a sum over two inputs
+  Einsum,                 // as its equation says
+  Attention,              // query times key, and the weights times value
+  Convolution,            // an output element sums over a filter
+  TransposedConvolution,  // an input element is spread over a filter
+};
+
+// An argument that is multiplied, and the dimension of it that the product sums over.
+struct ContractedOperand {
+  std::string_view argument;
+  int8_t dim = -1;
+};
+
+struct Contraction {
+  ContractionKind kind = ContractionKind::None;
+  ContractedOperand operands[3] = {};  // those with a name
+  // Of the result: the dimension that the gradient of the first operand sums over.
+  int8_t result_dim = -1;
+
+  explicit operator bool() const { return kind != ContractionKind::None; }
+  std::span<const ContractedOperand> named_operands() const {
+    size_t n = 0;
+    while (n < 3 && !operands[n].argument.empty()) ++n;
+    return {operands, n};
+  }
+};
+
+enum class RecurrentLayer : uint8_t { None, Lstm, Gru, Tanh, Relu };
+
+// Operators whose sizes depend on the data although no tag says so, or not in every call although one does.
+enum class DataSizes : uint8_t {
+  ByTag,        // as at::Tag::dynamic_output_shape says
+  Always,       // in every overload
+  OfCondition,  // `where` of a condition alone
+  OfMasks,      // indexing: by masks, not by numbers
+};
+
+struct OperatorFacts {
+  // "aten::linear", no overload; or "c10d::", which stands for a whole namespace where an operator has no row.
+  std::string_view name;
+
+  // Why no file may name it: "it opens files". Empty: a file may.
+  std::string_view refused = {};
+
+  // Arguments that it writes though its schema does not say so, as long as the bool argument `writes_if` is true.
+  std::string_view writes[2] = {};
+  std::string_view writes_if = {};
+  // It may hand an input back, or a view of it, though its schema does not say so.
+  bool may_alias = false;
+  // It runs code that nobody sees into: it may write every argument and do anything else.
+  bool opaque = false;
+  // It does something that no result shows: measures, waits for other processes.
+  bool has_effects = false;
+
+  // A random operator (at::Tag::nondeterministic_seeded) draws nothing where this bool argument is false ...
+  std::string_view draws_if = {};
+  // ... or this probability is 0.
+  std::string_view draws_with = {};
+
+  // It takes values out of a tensor into the program.
+  bool reads_value = false;
+  DataSizes data_sizes = DataSizes::ByTag;
+
+  // Its result, or in-place its argument, holds memory that nobody has written.
+  bool uninitialised = false;
+  // It hands its first argument on, rearranged, copied, cast, rounded or measured, but not computed with. Lists are its
+  // parts.
+  bool passes_through = false;
+  // A view of its first argument that can be made again, from the same other arguments, on other memory.
+  bool plain_view = false;
+
+  Contraction contraction = {};
+  RecurrentLayer recurrent = RecurrentLayer::None;
+  bool recurrent_cell = false;  // one step, with the weights of one layer
+};
+
+// The row of "aten::add" or "aten::add.Tensor", else that of its namespace, else a row that says nothing but that no
+// file may name it.
+const OperatorFacts& operator_facts(std::string_view name);
+// Null where operator_facts() would answer a row that is not the operator's own.
+const OperatorFacts* find_operator_facts(std::string_view name);
+// Every row, in the order of names.
+std::span<const OperatorFacts* const> operator_table();
+
+// --- which operators a file may name ---
+// Bytes of a `.pt2` file, of a stage and of a graph's text may come from anywhere. They may name the operators of the
+// table that are not refused, the in-place and out= forms of these, and what the process has allowed by name.
+
+struct OperatorRefusal {
+  std::string message;  // "aten::from_file may not stand in a file: it opens files"
+  std::string remedy;
+};
+// Nothing if a file may name the operator ("aten::add.Tensor").
+std::optional<OperatorRefusal> refused_in_files(std::string_view name);
+
+// Lets every file that this process reads from now on name an operator ("mylib::op", all its overloads) or those of a
+// namespace ("mylib"). The operators must be safe with arguments that a file's author chose. Thread-safe. Throws
+// Error(InvalidArgument) for what is no such name, and for torch's own namespaces as a whole.
+void allow_operators(std::string_view name);
+
+// parse_graph() of a text that this process wrote itself: it may name every operator.
+Graph parse_trusted_graph(std::string_view text);
+
+}  // namespace plumb

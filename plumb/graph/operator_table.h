@@ -1,0 +1,31 @@
+// The rows of operator_facts.h as data. For operator_facts.cpp alone.
+#pragma once
+
+#include <span>
+#include <string_view>
+
+#include "plumb/graph/operator_facts.h"
+
+namespace plumb {
+
+constexpr const char* kTrustsSaved = "its kernel takes what a forward pass saved on trust";
+
+// Operators about which there is something to say, and whole namespaces.
+std::span<const OperatorFacts> operator_rows();
+
+// Operators that a file may name and about which there is nothing else to say.
+struct PlainOperators {
+  std::string_view space;  // "aten::"
+  std::string_view names;  // apart by spaces
+};
+std::span<const PlainOperators> plain_operators();
+
+// Why operators without a row are refused, by how their names begin: for the message.
+struct RefusedFamily {
+  std::string_view prefix, why;
+};
+std::span<const RefusedFamily> refused_families();
+
+bool is_torch_namespace(std::string_view space);
+
+}  // namespace plumb

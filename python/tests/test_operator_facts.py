@@ -1,0 +1,82 @@
+"""The table of operator facts over everything that torch and plumb register, and which operators files may name."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+from plumb import _C
+
+
+def registered():
+    return sorted(torch._C._dispatch_get_all_op_names())
+
+
+def base(name):
+    return name.split(".")[0]
+
+
+@torch.library.custom_op("facts_py::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@double.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        return torch.ops.facts_py.double(x) + 1
+
+
+def test_every_operator_of_plumb_has_a_row_and_every_row_an_operator():
+    rows = {row for row in _C.operator_table() if not row.endswith("::")}
+    operators = {base(name) for name in registered()} | {"pippy::_pipe_split"}
+    assert sorted({name for name in operators if name.startswith("plumb::")} - rows) == []
+    assert sorted(rows - operators) == []
+
+
+def test_files_name_arithmetic_of_torch_and_plumb_only():
+    allowed = {name for name in registered() if _C.refused_in_files(name) is None}
+    assert {name.split("::")[0] for name in allowed} <= {"aten", "prims", "plumb", "pippy"}
+    # Whatever is about files, raw memory, devices' streams, other processes or Python is not among them.
+    for word in ("file", "print", "storage", "stream", "ptr", "prepack", "fbgemm", "cudnn", "miopen", "mkldnn", "quantize_per",
+                 "sparse", "nested", "_test_", "set_data", "unsafe_tensor", "python", "pin_memory", "_dual", "batch_dim"):  # fmt: skip
+        found = {name for name in allowed if word in name and not name.startswith("aten::fake_quantize")}
+        found -= {"aten::storage_offset", "aten::sym_storage_offset", "aten::_scaled_dot_product_cudnn_attention"}
+        assert found == set(), word
+
+
+def test_a_row_says_why_where_files_may_not():
+    for row in _C.operator_table():
+        message = _C.refused_in_files(row)
+        assert (message is None) == (_C.operator_facts(row)["refused"] == ""), row
+        assert message is None or (message.startswith(row) and " may not stand in a file: " in message)
+
+
+def test_operators_of_others_run_live_and_stand_in_files_once_allowed(tmp_path):
+    x = torch.randn(3)
+    graph = plumb.capture(Doubles(), x)
+    assert torch.equal(graph(x), x * 2 + 1)
+    assert torch.equal(pickle.loads(pickle.dumps(graph))(x), x * 2 + 1)  # a pickle runs code anyway
+    path = tmp_path / "doubles.pt2"
+    plumb.save_pt2(graph, path)
+    readers = [lambda: plumb.load_pt2(path), lambda: plumb.parse_graph(str(graph.graph))]
+    for read in readers:
+        with pytest.raises(plumb.Error, match="facts_py::double may not stand in a file") as error:
+            read()
+        assert 'plumb.allow_operators("facts_py::double")' in str(error.value)
+    plumb.allow_operators("facts_py::double")
+    for read in readers:
+        read()
+    assert torch.equal(plumb.load_pt2(path)(x), x * 2 + 1)
+
+
+@pytest.mark.parametrize("name", ["aten", "plumb", "", "aten::", "facts_py::double.default", "a b"])
+def test_allowing_takes_names_of_operators_or_of_others_namespaces(name):
+    with pytest.raises(plumb.Error, match="allow_operators"):
+        plumb.allow_operators(name)
