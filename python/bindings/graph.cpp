@@ -133,12 +133,9 @@ void bind_graph(py::module_& m) {
       [](const py::args& names) {
         for (const py::handle& name : names) allow_operators(py::cast<std::string>(name));
       },
-      "Let files that this process reads from now on name these operators: `\"mylib::op\"`, or `\"mylib\"` for all
-"
-      "of a namespace. Files may come from anywhere, so `load_pt2`, `parse_graph` and `deserialize_stage` refuse
-"
-      "operators that plumb does not know as tensor arithmetic. Allow what is safe with arguments that a file's author
-"
+      "Let files that this process reads from now on name these operators: `\"mylib::op\"`, or `\"mylib\"` for all\n"
+      "of a namespace. Files may come from anywhere, so `load_pt2`, `parse_graph` and `deserialize_stage` refuse\n"
+      "operators that plumb does not know as tensor arithmetic. Allow what is safe with arguments that a file's author\n"
       "chose.");
   // Of one operator, for tests: what its row says.
   m.def("operator_facts", [](const std::string& name) -> py::object {
