@@ -38,7 +38,7 @@ struct CheapRecompute::State {
   ~State() { current = outer; }
 
   void remember(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at::ArrayRef<c10::IValue> results);
-  void look_below(Node* root);
+  void scan_saved(Node* root);
   bool empty() const { return recipes.empty(); }
 
   const bool check;
@@ -46,10 +46,10 @@ struct CheapRecompute::State {
 
  private:
   Recipe* recipe_of(const Part& part) const;
-  bool kept(const Part& part) const;
-  bool settle(Recipe& recipe);
+  bool is_retained(const Part& part) const;
+  bool decide(Recipe& recipe);
   bool can_make_again(Recipe& recipe);
-  bool settle_source(const Recipe& recipe, Recipe::Source& source);
+  bool decide_source(const Recipe& recipe, Recipe::Source& source);
   bool same_again(Recipe& recipe);
   void replace(const Saved& saved, const at::Tensor& data, Recipe& recipe);
 
@@ -57,7 +57,7 @@ struct CheapRecompute::State {
   const c10::impl::IncludeDispatchKeyGuard keys;
   // By memory. The weak references inside keep addresses from being given out again.
   std::unordered_map<const c10::StorageImpl*, std::shared_ptr<Recipe>> recipes;
-  std::unordered_map<const c10::StorageImpl*, WeakStorage> anchors;  // memory that some node keeps
+  std::unordered_map<const c10::StorageImpl*, WeakStorage> retained;  // kept by some node
   std::unordered_set<const Node*> visited;
 };
 
@@ -104,7 +104,7 @@ void CheapRecompute::State::remember(const c10::OperatorHandle& op, std::vector<
     return;
   auto recipe = std::make_shared<Recipe>(op, std::move(args), results, static_cast<int64_t>(recipes.size()));
   recipes[result.storage().unsafeGetStorageImpl()] = std::move(recipe);
-  look_below(&*result.grad_fn());
+  scan_saved(&*result.grad_fn());
 }
 
 Recipe* CheapRecompute::State::recipe_of(const Part& part) const {
@@ -115,21 +115,21 @@ Recipe* CheapRecompute::State::recipe_of(const Part& part) const {
                                                                                                         : nullptr;
 }
 
-bool CheapRecompute::State::kept(const Part& part) const {
-  const auto it = anchors.find(part.storage._unsafe_get_target());
-  return it != anchors.end() && !it->second.expired();
+bool CheapRecompute::State::is_retained(const Part& part) const {
+  const auto it = retained.find(part.storage._unsafe_get_target());
+  return it != retained.end() && !it->second.expired();
 }
 
-bool CheapRecompute::State::settle_source(const Recipe& recipe, Recipe::Source& source) {
+bool CheapRecompute::State::decide_source(const Recipe& recipe, Recipe::Source& source) {
   if (source.held.defined()) return true;
-  if (Recipe* made_by = recipe_of(source.part); made_by && settle(*made_by)) {
+  if (Recipe* made_by = recipe_of(source.part); made_by && decide(*made_by)) {
     source.made_by = made_by->shared_from_this();
     return true;
   }
   if (!source.part.unchanged()) return false;
   const at::Tensor alive = source.part.lock();
   if (!alive.defined()) return false;
-  if (kept(source.part)) {
+  if (is_retained(source.part)) {
     source.held = alive;
     return true;
   }
@@ -144,17 +144,17 @@ bool CheapRecompute::State::settle_source(const Recipe& recipe, Recipe::Source& 
 
 bool CheapRecompute::State::can_make_again(Recipe& recipe) {
   for (Recipe::Source& source : recipe.sources) {
-    if (!settle_source(recipe, source)) return false;
+    if (!decide_source(recipe, source)) return false;
     if (source.made_by) recipe.steps += source.made_by->steps;
   }
   return recipe.steps <= kMostSteps && (!check || same_again(recipe));
 }
 
-bool CheapRecompute::State::settle(Recipe& recipe) {
-  if (recipe.fate != Recipe::Fate::Open) return recipe.fate == Recipe::Fate::Again;
-  recipe.fate = Recipe::Fate::Kept;
+bool CheapRecompute::State::decide(Recipe& recipe) {
+  if (recipe.decision != Recipe::Decision::Pending) return recipe.decision == Recipe::Decision::Recompute;
+  recipe.decision = Recipe::Decision::Keep;
   if (can_make_again(recipe)) {
-    recipe.fate = Recipe::Fate::Again;
+    recipe.decision = Recipe::Decision::Recompute;
     for (auto& source : recipe.sources) {
       if (source.made_by) source.made_by->pending++;
     }
@@ -164,7 +164,7 @@ bool CheapRecompute::State::settle(Recipe& recipe) {
       source.made_by.reset();
     }
   }
-  return recipe.fate == Recipe::Fate::Again;
+  return recipe.decision == Recipe::Decision::Recompute;
 }
 
 bool CheapRecompute::State::same_again(Recipe& recipe) {
@@ -190,7 +190,7 @@ void CheapRecompute::State::replace(const Saved& saved, const at::Tensor& data, 
   }
 }
 
-void CheapRecompute::State::look_below(Node* root) {
+void CheapRecompute::State::scan_saved(Node* root) {
   std::vector<Saved> saved;
   std::vector<Node*> stack{root};
   while (!stack.empty()) {
@@ -214,17 +214,17 @@ void CheapRecompute::State::look_below(Node* root) {
     if (Recipe* recipe = recipe_of(Part(*data))) {
       candidates.push_back({s, *data, recipe});
     } else {
-      anchors.emplace(data->storage().unsafeGetStorageImpl(), data->storage().getWeakStorageImpl());
+      retained.emplace(data->storage().unsafeGetStorageImpl(), data->storage().getWeakStorageImpl());
     }
   }
   // Inputs before what is made of them: whether they stay is then known.
   std::stable_sort(candidates.begin(), candidates.end(),
                    [](const Candidate& a, const Candidate& b) { return a.recipe->order < b.recipe->order; });
   for (Candidate& c : candidates) {
-    if (settle(*c.recipe)) {
+    if (decide(*c.recipe)) {
       replace(c.saved, c.data, *c.recipe);
     } else {
-      anchors.emplace(c.data.storage().unsafeGetStorageImpl(), c.data.storage().getWeakStorageImpl());
+      retained.emplace(c.data.storage().unsafeGetStorageImpl(), c.data.storage().getWeakStorageImpl());
     }
   }
 }
@@ -235,7 +235,7 @@ const RecomputeReport& CheapRecompute::report() const { return state_->report; }
 
 void CheapRecompute::finish(const std::vector<at::Tensor>& outputs) {
   for (const auto& output : outputs) {
-    if (!state_->empty() && output.defined() && output.grad_fn()) state_->look_below(&*output.grad_fn());
+    if (!state_->empty() && output.defined() && output.grad_fn()) state_->scan_saved(&*output.grad_fn());
   }
 }
 

@@ -5,8 +5,8 @@
 
 namespace plumb {
 
-// The kernel for the key TESTING_ONLY_GenericWrapper of an operator that is deterministic, without state, in time like
-// reading its arguments, and returns what it makes of them first: a CheapRecompute then takes its results.
+// The kernel for the key TESTING_ONLY_GenericWrapper of an operator whose first result a CheapRecompute may recompute.
+// The operator must be deterministic and without state, and take about the time of reading its arguments.
 torch::CppFunction cheap_to_recompute();
 
 }  // namespace plumb

@@ -46,7 +46,7 @@ class Recipe : public std::enable_shared_from_this<Recipe> {
     Part part;
     at::Tensor held;      // kept: memory that something else keeps too, a parameter, a number, or a small copy
     bool copied = false;  // a copy: writes to the original do not matter
-    std::shared_ptr<Recipe> made_by;  // made again
+    std::shared_ptr<Recipe> made_by;  // recomputed
   };
 
   const c10::OperatorHandle op;
@@ -54,7 +54,7 @@ class Recipe : public std::enable_shared_from_this<Recipe> {
   const Part result;
   const size_t nbytes;
   std::vector<Source> sources;
-  enum class Fate { Open, Kept, Again } fate = Fate::Open;
+  enum class Decision { Pending, Keep, Recompute } decision = Decision::Pending;
   int64_t steps = 1;    // calls to make it from what is kept
   int64_t pending = 0;  // uses still to come
   bool counted = false;
