@@ -13,7 +13,7 @@ class Error(RuntimeError):
 
     Args:
         message: one sentence that names the operator, module, parameter or file.
-        kind: a :class:`plumb.ErrorKind`.
+        kind: a :class:`plumb.ErrorKind`; that of the class if left out.
         where: the module's path and the user's source line, as in ``layers.0.attn (model.py:12)``.
         remedy: what to do about it.
 
@@ -33,11 +33,18 @@ class Error(RuntimeError):
             print(f"{error.where}: {error.remedy}")
     """
 
+    default_kind = ErrorKind.InvalidArgument  # of a class of errors
+
     def __init__(
-        self, message: str = "", *, kind: ErrorKind = ErrorKind.InvalidArgument, where: str = "", remedy: str = ""
+        self, message: str = "", *, kind: ErrorKind | None = None, where: str = "", remedy: str = ""
     ) -> None:
         super().__init__(_C.error_text(message, where, remedy))
-        self.message, self.kind, self.where, self.remedy = message, kind, where, remedy
+        self.message, self.where, self.remedy = message, where, remedy
+        self._kind = (self.default_kind if kind is None else kind).name
+
+    @property
+    def kind(self) -> ErrorKind:
+        return getattr(ErrorKind, self._kind)  # the one object of this kind, so that `is` holds
 
 
 _C.set_error_class(Error)  # what the engine throws becomes one of these
