@@ -113,3 +113,22 @@ def _dump_chrometrace(schedule: Table, filename: str) -> None:
     ]
     with open(filename, "w") as file:
         json.dump({"traceEvents": events}, file)
+
+
+def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+    """Starts messages and answers what to wait for. Those that all go one way are started one by one, so that none waits
+    for another."""
+    kinds = {op.op for op in p2p_ops}
+    if kinds == {dist.isend}:
+        return [dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in p2p_ops]
+    if kinds == {dist.irecv}:
+        return [dist.irecv(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer) for op in p2p_ops]
+    return dist.batch_isend_irecv(p2p_ops) if p2p_ops else []
+
+
+def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work]]:
+    """The same rank by rank, in ascending order."""
+    by_peer: dict[int, list[dist.P2POp]] = {}
+    for op in p2p_ops:
+        by_peer.setdefault(op.peer, []).append(op)
+    return {peer: _batch_p2p(ops, desc) for peer, ops in sorted(by_peer.items())}
