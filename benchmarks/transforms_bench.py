@@ -94,7 +94,7 @@ def variants() -> dict[str, tuple[Callable[[nn.Module], nn.Module], float | None
 
 def _optimised(model: nn.Module) -> nn.Module:
     def run(_: nn.Module, captured: Captured) -> dict:
-        captured.engine.run_pass("optimise")
+        captured.engine.run_passes(["optimise"])
         return {"pass": "optimise", "entries": []}
 
     return apply_pass(model, Pass("optimise", run))
