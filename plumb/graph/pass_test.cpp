@@ -42,7 +42,8 @@ TEST(RunPasses, RunsStepsInOrderAndSaysWhatEachDid) {
   options.before = [&](const PassStep& step) { begun.push_back(step.pass->name); };
   options.after = [&](const PassResult& result) { ended.push_back(result.pass); };
   const auto results =
-      run_passes({parse_pass_step("dead_code"), parse_pass_step("common_subexpressions"), parse_pass_step("dead_code")},
+      run_passes({parse_pass_step("dead_code"), parse_pass_step("common_subexpressions,differentiable=true"),
+                  parse_pass_step("dead_code")},
                  m, options);
   EXPECT_THAT(begun, ElementsAre("dead_code", "common_subexpressions", "dead_code"));
   EXPECT_EQ(begun, ended);

@@ -70,7 +70,7 @@ TEST(Generators, NamesIgnoreCaseAndUnknownOnesListTheKnown) {
     make_schedule("1F2B", 2, 2);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::InvalidArgument);
+    EXPECT_EQ(error.kind(), ErrorKind::UnknownName);
     EXPECT_THAT(error.what(), HasSubstr("no schedule named '1F2B'"));
     EXPECT_THAT(error.what(), HasSubstr("GPipe, 1F1B"));
   }

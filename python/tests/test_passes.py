@@ -18,7 +18,7 @@ def test_passes_run_in_order_and_say_what_they_did(tmp_path):
     x = torch.randn(3, 4)
     graph = plumb.capture(Twice(), x)
     expected = graph(x)
-    done = run_passes(graph, "dead_code", "common_subexpressions", "dead_code", dump=tmp_path / "steps")
+    done = run_passes(graph, "dead_code", "common_subexpressions,differentiable=true", "dead_code", dump=tmp_path / "steps")
     assert [(r.name, r.changed) for r in done] == [
         ("dead_code", True), ("common_subexpressions", True), ("dead_code", False)
     ]  # fmt: skip
