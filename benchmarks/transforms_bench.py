@@ -18,7 +18,7 @@ from typing import Any, Callable
 
 import torch
 from execution_bench import load_cases, table, timed, verdict
-from plumb.transforms._apply import Captured, Pass, apply_pass, forward_of
+from plumb.transforms._apply import CapturedGraph, Pass, apply_pass, forward_of
 from torch import nn
 
 import plumb
@@ -93,7 +93,7 @@ def variants() -> dict[str, tuple[Callable[[nn.Module], nn.Module], float | None
 
 
 def _optimised(model: nn.Module) -> nn.Module:
-    def run(_: nn.Module, captured: Captured) -> dict:
+    def run(_: nn.Module, captured: CapturedGraph) -> dict:
         captured.engine.run_passes(["optimise"])
         return {"pass": "optimise", "entries": []}
 

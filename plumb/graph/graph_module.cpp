@@ -64,6 +64,13 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
   for (const Node* node : graph_.nodes()) {
     if (node->kind() != NodeKind::Placeholder) break;
     const auto& want = node->result()->meta();
+    const bool no_tensor = node->result()->type() == ValueType::Other && !want;
+    if (i < inputs.size() && no_tensor && inputs[i].isTensor() && inputs[i].toTensor().defined()) {
+      throw Error(ErrorKind::StructureMismatch,
+                  "input '" + node->target() + "' was None or no tensor when the graph was made, got " +
+                      show(TensorMeta::of(inputs[i].toTensor())),
+                  "", "a graph is made for one signature: capture the model again on inputs like these");
+    }
     if (i < inputs.size() && want) {
       if (!inputs[i].isTensor() || !inputs[i].toTensor().defined() || !fits(*want, inputs[i].toTensor())) {
         throw Error(

@@ -4,13 +4,13 @@ import torch  # noqa: F401  (its libraries must be loaded before ours)
 
 from ._version import __version__ as __version__  # isort: skip  (first: it says so if this is another torch than plumb's)
 from ._errors import Error, ErrorKind  # isort: skip  (before all that may raise one)
-from . import _modules, constraints, core, formats, functional, nn, optim, parameter, scale, transforms, utils
+from . import constraints, core, formats, functional, nn, optim, parameter, scale, transforms, utils
 from ._C import Graph, allow_operators, keep_freed_memory, parse_graph
 from ._capture import GraphModule, capture
 from ._exported import load_pt2, save_pt2
-from ._modules import *  # noqa: F403
 from ._recorder import History, Recorder, read_history
 from .core.functional import transformer_residual_scaling_rule
+from .nn import *  # noqa: F403
 from .parameter import MupType, Parameter
 from .transforms import report
 
@@ -42,5 +42,5 @@ __all__ = [
     "transforms",
     "transformer_residual_scaling_rule",
     "utils",
-    *_modules.__all__,
+    *nn.__all__,
 ]

@@ -1,4 +1,4 @@
-"""What in Python calls an operator: the function or method, and the variable that its result goes to.
+"""Finds the caller of an operator in Python: the function or method, and the variable that its result goes to.
 
 Read from the calling frames' bytecode while a module is captured; nothing is patched, so the module runs as it always does.
 Where the bytecode has no positions (Python 3.10, or with them switched off) only operators such as ``+`` and the functions
@@ -7,19 +7,19 @@ of ``torch.nn.functional`` are known.
 
 from __future__ import annotations
 
-import bisect
 import builtins
-import dis
 import keyword
 import operator
 import os
 import sys
 from dataclasses import dataclass
-from types import CodeType, FrameType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from ._bytecode import Code, running
 
 _OPERATORS = {
     "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
@@ -37,7 +37,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 _CALL_MODULE = torch.nn.modules.module.__file__
 _OPS = torch._ops.__file__
 _PLUMB_FUNCTIONAL = _HERE + "functional"
-_CAPTURE = _HERE + "_capture.py"
+_CAPTURE = (_HERE + "_capture.py", _HERE + "_tracing.py")
 
 
 @dataclass
@@ -50,77 +50,34 @@ class Call:
     replaced: Any = None  # (function of the user's, what stands for it) when the operator is part of a replacement
 
 
-class _Code:
-    """The instructions of a code object by offset."""
-
-    def __init__(self, code: CodeType):
-        self.instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
-        self.offsets = [i.offset for i in self.instructions]
-
-    def assigned(self, n: int) -> list[str] | None | bool:
-        """Where the value of instruction n goes: names, None for nowhere known, True for the caller."""
-        following = self.instructions[n + 1 :]
-        if not following:
-            return None
-        first = following[0]
-        if first.opname == "RETURN_VALUE":
-            return True
-        if first.opname == "UNPACK_SEQUENCE":
-            names = [i.argval if i.opname.startswith("STORE_") else None for i in following[1 : 1 + first.arg]]
-            return names if all(isinstance(x, str) for x in names) else None
-        if first.opname == "COPY" and len(following) > 1:
-            first = following[1]
-        return [first.argval] if first.opname in ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_GLOBAL") else None
-
-    def callee(self, n: int, frame: FrameType) -> Any:
-        """What the call at instruction n calls: a function, a method's name, or None."""
-        call = self.instructions[n]
-        positions = getattr(call, "positions", None)
-        if positions is None or positions.lineno is None or positions.end_col_offset is None:
-            return None
-        start, end = (positions.lineno, positions.col_offset), (positions.end_lineno, positions.end_col_offset)
-        for m in range(n - 1, -1, -1):
-            i = self.instructions[m]
-            p = i.positions
-            if p.lineno is None or not i.opname.startswith("LOAD_"):
-                continue
-            if (p.lineno, p.col_offset) != start or (p.end_lineno, p.end_col_offset) >= end:
-                continue
-            if i.opname in ("LOAD_METHOD", "LOAD_ATTR"):
-                owner = self._value(m - 1, frame)
-                if owner is not None and not isinstance(owner, torch.Tensor):
-                    return getattr(owner, i.argval, None)
-                return i.argval if hasattr(torch.Tensor, i.argval) else None
-            if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST"):
-                return self._value(m, frame)
+def _callee(code: Code, n: int, frame: FrameType) -> Any:
+    """The function that the call at instruction n calls, a method's name, or None."""
+    m = code.function_of(n)
+    if m is None:
         return None
-
-    def _value(self, m: int, frame: FrameType) -> Any:
-        """A module, class or function that instruction m loads; None for anything else."""
-        i = self.instructions[m]
-        value = None
-        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            value = frame.f_globals.get(i.argval, getattr(builtins, i.argval, None))
-        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and m > 0:
-            owner = self._value(m - 1, frame)
-            value = getattr(owner, i.argval, None) if isinstance(owner, ModuleType) else None
-        return value if isinstance(value, (ModuleType, type)) or callable(value) else None
+    i = code.instructions[m]
+    if i.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+        owner = _value(code, m - 1, frame)
+        if owner is not None and not isinstance(owner, torch.Tensor):
+            return getattr(owner, i.argval, None)
+        return i.argval if hasattr(torch.Tensor, i.argval) else None
+    return _value(code, m, frame)
 
 
-_codes: dict[CodeType, _Code] = {}
-
-
-def _look(frame: FrameType) -> tuple[_Code, int] | None:
-    code = _codes.get(frame.f_code)
-    if code is None:
-        code = _codes[frame.f_code] = _Code(frame.f_code)
-    # While a Python function runs, its caller may stand in the cache entries behind the call.
-    n = bisect.bisect_right(code.offsets, frame.f_lasti) - 1
-    return (code, n) if n >= 0 else None
+def _value(code: Code, m: int, frame: FrameType) -> Any:
+    """A module, class or function that instruction m loads; None for anything else."""
+    i = code.instructions[m]
+    value = None
+    if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        value = frame.f_globals.get(i.argval, getattr(builtins, i.argval, None))
+    elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and m > 0:
+        owner = _value(code, m - 1, frame)
+        value = getattr(owner, i.argval, None) if isinstance(owner, ModuleType) else None
+    return value if isinstance(value, (ModuleType, type)) or callable(value) else None
 
 
 def _target(frame: FrameType) -> Any:
-    found = _look(frame)
+    found = running(frame)
     if found is None:
         return None
     code, n = found
@@ -134,12 +91,12 @@ def _target(frame: FrameType) -> Any:
         return getattr(operator, _COMPARISONS.get(str(i.argval), ""), None)
     elif i.opname in _UNARY:
         return _UNARY[i.opname]
-    elif i.opname.startswith("CALL") or i.opname == "PRECALL":
-        return code.callee(n, frame)
+    elif i.is_call:
+        return _callee(code, n, frame)
     else:
         return None
     name = _OPERATORS.get(text.rstrip("="))
-    if text == "[]" or i.opname == "BINARY_SUBSCR":
+    if i.is_subscript:
         return operator.getitem
     if name is None:
         return None
@@ -150,10 +107,10 @@ def _names(frame: FrameType | None) -> list[str] | None:
     """The variables of the user's that take what this frame's current instruction gives."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file == _CAPTURE:
+        if file in _CAPTURE:
             return None  # what lies outside of the module's forward is not its own
         if file != _CALL_MODULE:
-            found = _look(frame)
+            found = running(frame)
             where = found[0].assigned(found[1]) if found else None
             if where is not True:
                 # Variables inside torch and plumb are not the user's.
@@ -186,7 +143,7 @@ def _library_function(frame: FrameType) -> tuple[Any, FrameType] | None:
 
 
 def here() -> Call:
-    """What calls the operator that is being recorded."""
+    """The call in Python of the operator that is being recorded."""
     frame = sys._getframe(1)
     stand_in = replacing[-1] if replacing else None
     if known := _library_function(frame):

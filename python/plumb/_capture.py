@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 from . import _C
 from ._calls import here
 from ._errors import Error, ErrorKind
+from ._graph_module import GraphModule
 from ._questions import is_check, watched_tensors
 from ._replace import replaced
-from ._state import BUFFER, put_state, state_of, sync_state
+from ._state import BUFFER, state_of
 from ._trees import flatten_inputs, flatten_output
 from ._untouched import Untouched, refuse_modules
 
@@ -207,7 +208,7 @@ def capture_engine(
             return once(None, False, [])
         except Error as error:
             # transformers branches on mask values, but has a way without when it is told that a graph is made.
-            told = f"{os.sep}transformers{os.sep}" in str(error)
+            told = f"{os.sep}transformers{os.sep}" in error.where
             if not told and not guard_values:
                 raise
         if told:
@@ -291,132 +292,6 @@ def signature(leaves: list) -> tuple:
     )
 
 
-def _member(module: nn.Module, name: str) -> Tensor:
-    *path, leaf = name.split(".")
-    for part in path:
-        module = module._modules[part]
-    return module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
-
-
-@torch._dynamo.assume_constant_result
-def _make_fx(module: GraphModule) -> tuple[str, ...]:
-    """Makes the module's torch.fx graph, which Dynamo cannot follow; answers the names of the tensors that it takes."""
-    return tuple(module.to_fx().attributes)
-
-
-class GraphModule(nn.Module):
-    """A captured module: called like the original, sharing its parameters under the same names.
-
-    ``.graph`` is the graph; ``print(m.graph)`` shows it. ``.notes`` lists what the capture noticed (constants kept,
-    buffers re-assigned). It is made for the dtypes, shapes and devices of the inputs it was captured with: others are
-    refused (transformed modules of :mod:`plumb.transforms` capture again by themselves).
-    """
-
-    def __init__(
-        self,
-        engine: Any,
-        in_spec: Any,
-        out_spec: Any,
-        plain_inputs: list | None,  # what is no tensor, and None elsewhere; None altogether: the graph has every input
-        plain_outputs: list,
-        notes: list[str],
-        program: Any = None,  # what the file that it came from knows besides
-    ):
-        super().__init__()
-        self.__dict__["_engine"] = engine
-        self._program = program
-        self._in_spec, self._out_spec = in_spec, out_spec
-        self._plain_inputs, self._plain_outputs = plain_inputs, plain_outputs
-        self.notes = notes
-        self.__dict__["_fx"] = None
-        self._register()
-
-    def _register(self) -> None:
-        self.__dict__["_slots"] = put_state(self, self._engine.state())
-        leaves = self._in_spec.num_leaves
-        # Older torch has the list alone, newer torch warns about it.
-        args, kwargs = self._in_spec.children() if hasattr(self._in_spec, "children") else self._in_spec.children_specs
-        parts = args.children() if hasattr(args, "children") else args.children_specs
-        simple_in = kwargs.num_leaves == 0 and len(parts) == leaves and all(p.is_leaf() for p in parts) and not any(
-            p is not None for p in self._plain_inputs or []
-        )
-        simple_out = self._out_spec.is_leaf() and self._plain_outputs == [None]
-        if self._plain_inputs is None:  # a file's only output may be a number
-            simple_out = simple_out and [v.is_tensor for v in self.graph.nodes[-1].inputs] == [True]
-        self.__dict__["_simple"] = leaves if simple_in and simple_out else -1
-
-    @property
-    def graph(self) -> Any:
-        return self._engine.graph
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._fx_forward(*args, **kwargs)
-        sync_state(self._engine, self._slots)
-        if self._simple == len(args) and not kwargs:
-            return self._engine.run1(*args)
-        leaves = self._leaves(args, kwargs)
-        if self._plain_inputs is not None:
-            for given, known in zip(leaves, self._plain_inputs):
-                if not isinstance(given, Tensor) and given is not known and given != known:
-                    raise Error(
-                        f"the graph was captured with {known!r} where {given!r} is given",
-                        kind=ErrorKind.StructureMismatch,
-                        remedy="capture again",
-                    )
-            leaves = [x if isinstance(x, Tensor) else None for x in leaves]
-        out = self._engine.run(leaves)
-        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
-
-    def _leaves(self, args: tuple, kwargs: dict) -> list:
-        known = self._in_spec.children()[1] if hasattr(self._in_spec, "children") else self._in_spec.children_specs[1]
-        if kwargs and known.type is dict and set(kwargs) == set(known.context):
-            kwargs = {name: kwargs[name] for name in known.context}  # keywords come in any order
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self._in_spec:
-            raise Error(
-                f"the inputs' structure differs from the graph's: {spec} instead of {self._in_spec}",
-                kind=ErrorKind.StructureMismatch,
-                remedy="call it as it was captured or exported, or capture again",
-            )
-        return leaves
-
-    def to_fx(self) -> torch.fx.GraphModule:
-        """The same graph as ``torch.fx`` on ``torch.ops``: what ``torch.compile`` and ``torch.export`` see."""
-        from ._fx import to_fx
-
-        if self.__dict__.get("_fx") is None:
-            self.__dict__["_fx"] = to_fx(self)  # no submodule: names and state_dict stay as they are
-        return self.__dict__["_fx"]
-
-    def _fx_forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = self._leaves(args, kwargs)
-        names = _make_fx(self)
-        gm = self.__dict__["_fx"]
-        state = [_member(self, name) for name in names]
-        out = gm(*state, *[x for x in leaves if isinstance(x, Tensor)])
-        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
-
-    # --- copies: the graph travels as text, the state as tensors ---
-    def __getstate__(self) -> dict:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_slots", "_fx")}
-        state["_text"] = self._engine.graph.to_string()
-        state["_specs"] = self._engine.specs()
-        sync_state(self._engine, self._slots)
-        state["_state"] = self._engine.state()
-        return state
-
-    def __setstate__(self, state: dict) -> None:
-        text, specs, tensors = state.pop("_text"), state.pop("_specs"), state.pop("_state")
-        self.__dict__.update(state)
-        self.__dict__["_fx"] = None
-        self.__dict__["_engine"] = _C.Engine(text, tensors, *specs)
-        self._modules.clear()
-        self._parameters.clear()
-        self._buffers.clear()
-        self._register()
-
-
 def _as_captured(tensor: Tensor) -> Tensor:
     """As the forward sees an input while it is captured."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
@@ -439,6 +314,5 @@ def capture(module: nn.Module, *args: Any, plumb_verify: bool = False, **kwargs:
         forward.prepare(*seen)
     leaves, _ = flatten_inputs(args, kwargs)
     engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs, verify=plumb_verify)
-    gm = GraphModule(engine, in_spec, out_spec, [None if isinstance(x, Tensor) else x for x in leaves], plain, notes)
-    gm.training = module.training
-    return gm
+    plain_inputs = [None if isinstance(x, Tensor) else x for x in leaves]
+    return GraphModule(engine, in_spec, out_spec, plain_inputs, plain, notes, training=module.training)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from . import _C
-from ._capture import GraphModule
 from ._errors import Error, ErrorKind
+from ._graph_module import GraphModule, mode_of
 from ._state import PARAMETER, sync_state
 from ._trees import load_spec
 
@@ -46,7 +46,7 @@ def load_pt2(path: str | os.PathLike, device: torch.device | str | None = None) 
                 parameters[id(tensor)] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
             engine.set_state(name, parameters[id(tensor)])
     in_spec, out_spec = (_spec(text, os.fsdecode(path)) for text in engine.specs())
-    return GraphModule(engine, in_spec, out_spec, None, [None] * out_spec.num_leaves, [], program)
+    return GraphModule(engine, in_spec, out_spec, None, [None] * out_spec.num_leaves, [], program, mode_of(engine))
 
 
 def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:

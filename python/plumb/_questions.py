@@ -1,5 +1,4 @@
-"""What the forward asks tensors while it is captured, as far as only Python can tell: whether a branch on a value is a mere
-check, and which sizes are read."""
+"""Reads of tensors that only Python sees while a forward is captured: branches that are mere checks, sizes, lists of values."""
 
 from __future__ import annotations
 
@@ -12,56 +11,19 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._calls import _look
-
-_LONGEST_RAISE = 120  # instructions
-
-
-def _only_raises(instructions: list, start: int) -> bool:
-    for i in instructions[start : start + _LONGEST_RAISE]:
-        if i.opname in ("RAISE_VARARGS", "RERAISE"):
-            return True
-        if "JUMP" in i.opname or i.opname.startswith(("RETURN_", "YIELD_", "FOR_", "STORE_ATTR", "STORE_SUBSCR")):
-            return False
-    return False
+from ._bytecode import running
 
 
 def is_check() -> bool:
     """Whether the truth of a tensor that the calling frame asks for only decides if it raises: one of the two ways does
     nothing else."""
-    found = _look(sys._getframe(1))
-    if found is None:
-        return False
-    instructions, n = found[0].instructions, found[1]
-    if instructions[n].opname.startswith("CALL"):  # bool(t), or a conversion before a jump
-        n += 1
-    while n < len(instructions) and instructions[n].opname in ("UNARY_NOT", "TO_BOOL"):
-        n += 1
-    if n >= len(instructions):
-        return False
-    jump = instructions[n]
-    if not jump.opname.startswith("POP_JUMP") or "_NONE" in jump.opname or "_NOT_NONE" in jump.opname:
-        return False
-    targets = [m for m, i in enumerate(instructions) if i.offset >= jump.argval][:1]
-    return any(_only_raises(instructions, start) for start in [n + 1, *targets])
+    found = running(sys._getframe(1))
+    return found is not None and found[0].decides_a_raise(found[1])
 
 
 def _asks_for_emptiness(frame: FrameType) -> bool:
-    """Whether the size that this frame reads is only held against zero."""
-    found = _look(frame)
-    if found is None:
-        return False
-    following = found[0].instructions[found[1] + 1 :][:5]
-    ops = [i.opname for i in following]
-    if ops[:2] == ["LOAD_CONST", "BINARY_SUBSCR"] or (ops[:2] == ["LOAD_CONST", "BINARY_OP"] and following[1].argrepr == "[]"):
-        following, ops = following[2:], ops[2:]
-    if not ops:
-        return False
-    if ops[0] in ("LOAD_CONST", "LOAD_SMALL_INT") and ops[1:2] == ["COMPARE_OP"]:
-        return following[0].argval == 0 and any(c in str(following[1].argval) for c in (">", "==", "!=")) and (
-            ">=" not in str(following[1].argval)
-        )
-    return ops[0].startswith("POP_JUMP") or ops[0] in ("UNARY_NOT", "TO_BOOL")
+    found = running(frame)
+    return found is not None and found[0].asks_for_emptiness(found[1])
 
 
 def _watched(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from . import _C
 from ._errors import Error, ErrorKind
-from .transforms._apply import Captured, Pass, TransformedForward, forward_of
+from .transforms._apply import CapturedGraph, Pass, TransformedForward, forward_of
 
 
 class _RecordedForward(TransformedForward):
@@ -116,7 +116,7 @@ class Recorder:
         """The module, its forward as it was, and the one that it has now."""
         engine = self._engine
 
-        def attach(_: nn.Module, captured: Captured) -> dict:
+        def attach(_: nn.Module, captured: CapturedGraph) -> dict:
             engine.attach(captured.engine, stage)
             return {"pass": "record", "entries": []}
 

@@ -1,4 +1,4 @@
-"""Functions that stand in for others while a module is captured."""
+"""Functions that replace others while a module is captured."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import _C, _calls
+from ._code_swap import calls_go_to
 
 
 def _run(old: Callable[..., Any], new: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -21,35 +22,17 @@ def _run(old: Callable[..., Any], new: Callable[..., Any], args: tuple, kwargs: 
         _calls.replacing.pop()
 
 
-def _pure_python(function: Any) -> bool:
-    return isinstance(function, FunctionType)
+def _calls_of(old: FunctionType, new: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Calls of a Python function on this thread go to `new`, except for those that `new` makes itself."""
+    thread = threading.get_ident()
 
-
-@contextlib.contextmanager
-def _python_function(old: FunctionType, new: Callable[..., Any]) -> Iterator[None]:
-    """Whoever has the function has the object, so its code is exchanged: calls on this thread go to `new`."""
-    code, thread = old.__code__, threading.get_ident()
-    original = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
-    original.__kwdefaults__ = old.__kwdefaults__
-
-    def forward(args: tuple, kwargs: dict) -> Any:
-        # A replacement may use what it replaces, and other threads are not concerned.
+    def redirect(original: FunctionType, args: tuple, kwargs: dict) -> Any:
         busy = any(pair[0] is old for pair in _calls.replacing)
         if busy or threading.get_ident() != thread or not _C.is_capturing():
             return original(*args, **kwargs)
         return _run(old, new, args, kwargs)
 
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return "forward".__call__(args, kwargs)  # the constant becomes the function above
-
-    consts = tuple(forward if c == "forward" else c for c in stand_in.__code__.co_consts)
-    defaults, kwdefaults = old.__defaults__, old.__kwdefaults__
-    old.__code__ = stand_in.__code__.replace(co_consts=consts, co_freevars=code.co_freevars, co_name=code.co_name)
-    old.__defaults__ = old.__kwdefaults__ = None
-    try:
-        yield
-    finally:
-        old.__code__, old.__defaults__, old.__kwdefaults__ = code, defaults, kwdefaults
+    return calls_go_to(old, redirect)
 
 
 class _TorchFunctions(TorchFunctionMode):
@@ -68,12 +51,12 @@ class _TorchFunctions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def replaced(pairs: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """While it lasts, calls of the keys go to the values."""
+    """While it lasts, calls of the keys go to the values. Python functions have their code exchanged: see _code_swap.py."""
     with contextlib.ExitStack() as stack:
         others = {}
         for old, new in pairs.items():
-            if _pure_python(old):
-                stack.enter_context(_python_function(old, new))
+            if isinstance(old, FunctionType):
+                stack.enter_context(_calls_of(old, new))
             else:
                 others[old] = new
         if others:

@@ -107,6 +107,15 @@ def flatten_output(output: Any) -> tuple[list, Any]:
     return leaves, spec
 
 
+def check_plain_inputs(leaves: list, known: list, takes_tensor: list[bool], made: str, remedy: str) -> None:
+    """Raises `plumb.Error` unless tensors are given where tensors were and plain values are those that were given. `known`:
+    the plain values; `made`: "the graph was captured" and the like, for the message."""
+    for given, value, tensor in zip(leaves, known, takes_tensor):
+        if isinstance(given, Tensor) != tensor or (not tensor and given is not value and given != value):
+            was, now = "a tensor" if tensor else repr(value), "a tensor" if isinstance(given, Tensor) else repr(given)
+            raise Error(f"{made} with {was} where {now} is given", kind=ErrorKind.StructureMismatch, remedy=remedy)
+
+
 _FACTORIES = {f"builtins.{name}" for name in ("bool", "dict", "float", "int", "list", "set", "str", "tuple")}
 
 

@@ -389,3 +389,23 @@ def test_names_of_modules_need_not_be_names_of_python():
     m = check(Named(), torch.randn(2, 4))
     x = torch.randn(2, 4)
     torch.testing.assert_close(torch.compile(m, backend="aot_eager", fullgraph=True)(x), m(x))
+
+
+def test_a_custom_function_inside_torch_func_grad_is_refused():
+    class Double(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    message = refusal(lambda x: torch.func.grad(lambda y: Double.apply(y).sum())(x * 1.0))
+    assert "inside torch.func (vmap, grad)" in message

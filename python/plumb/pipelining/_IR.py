@@ -207,7 +207,7 @@ class Pipe(nn.Module):
         engine = self._engine.merge()
         plain_inputs = None if source.takes_plain else source.plain_inputs
         merged = GraphModule(
-            engine, source.in_spec, source.out_spec, plain_inputs, source.plain_outputs, [], source.program
+            engine, source.in_spec, source.out_spec, plain_inputs, source.plain_outputs, [], source.program, source.training
         )
         merged.training = self.training
         return merged
@@ -341,7 +341,7 @@ def pipeline(
     its memory and not of the stages'). Those of a program follow its dynamic shapes. Raises `plumb.Error`.
     """
     if split_spec is not None and split_policy is not None:
-        raise InvalidValue("Cannot specify both `split_spec` and `split_policy`\n  try: one of them")
+        raise InvalidValue("Cannot specify both `split_spec` and `split_policy`", remedy="one of them")
     source, spec = make_source(module, mb_args, mb_kwargs, split_spec)
     loss = find_loss_spec(module, source, output_loss_value_spec)
     pipe = _cut(source, spec, split_policy, num_stages, multi_use_param_spec, loss, move_cuts)

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._C import Error
+from .._errors import Error, ErrorKind
 from ._errors import InvalidSchedule
 from ._recut import pack as pack_sizes
 from ._recut import sizes_of
@@ -125,8 +125,9 @@ class ChunkSteps:
     def get_fwd_recv_ops(self, chunk_id: int) -> list:
         """Raises `plumb.Error`: the engine receives and sends."""
         raise Error(
-            f"{self.log_prefix} has no messages to start by hand\n  try: run the stage in a schedule, whose engine receives "
-            "before an action and sends after it"
+            f"{self.log_prefix} has no messages to start by hand",
+            kind=ErrorKind.Unsupported,
+            remedy="run the stage in a schedule, whose engine receives before an action and sends after it",
         )
 
     get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
@@ -246,8 +247,8 @@ class ChunkSteps:
         """Runs the half of the weights. Raises `plumb.Error` (an AssertionError too) unless the other half has run."""
         if self._step is None and bwd_chunk_id not in self._weights_due:
             raise InvalidSchedule(
-                f"{self.log_prefix} microbatch {bwd_chunk_id} has no weight gradients to make\n"
-                "  try: backward_one_chunk(..., full_backward=False) first"
+                f"{self.log_prefix} microbatch {bwd_chunk_id} has no weight gradients to make",
+                remedy="backward_one_chunk(..., full_backward=False) first",
             )
         self._weights_due.discard(bwd_chunk_id)
         self._drive("backward", "W", self.stage_index, bwd_chunk_id)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._C import Error
+from .._errors import Error, ErrorKind
 
 try:
     from torch.distributed.fsdp import FSDPModule
@@ -71,7 +71,9 @@ class Replicated:
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
             said = str(error).splitlines()[0]
             raise Error(
-                f"the mean of gradients over replicas: {who} is gone or late ({said})\n  try: look at what it printed"
+                f"the mean of gradients over replicas: {who} is gone or late ({said})",
+                kind=ErrorKind.Communication,
+                remedy="look at what it printed",
             ) from error
 
     def end(self) -> None:

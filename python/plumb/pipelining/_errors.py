@@ -1,10 +1,12 @@
 """plumb's error, also as the built-in types that users of ``torch.distributed.pipelining`` catch."""
 
-from .._C import Error
+from .._errors import Error, ErrorKind
 
 
 class InvalidSchedule(Error, AssertionError):
     """A table that cannot run."""
+
+    default_kind = ErrorKind.Schedule
 
 
 class InvalidValue(Error, ValueError):
@@ -17,6 +19,8 @@ class InvalidType(Error, TypeError):
 
 class PipeliningMetadataError(Error):
     """A value between stages is not like the first microbatch's."""
+
+    default_kind = ErrorKind.TensorMismatch
 
 
 PipeliningShapeError = PipeliningMetadataError  # its name until torch 2.10

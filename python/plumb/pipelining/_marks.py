@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from .. import _C  # noqa: F401  (registers the operator)
-from .._C import Error
+from .._errors import Error, ErrorKind
 from ._errors import InvalidValue
 
 aten_pipe_split_alias = torch.ops.plumb.pipe_split.default
@@ -20,6 +20,8 @@ fx.has_side_effect(aten_pipe_split_alias)  # torch.export and torch.fx keep it a
 
 class NoSuchModule(Error, AttributeError):
     """A split point names a module that the model does not have."""
+
+    default_kind = ErrorKind.UnknownName
 
 
 class SplitPoint(Enum):
@@ -60,8 +62,8 @@ def _module(root: nn.Module, name: str) -> nn.Module:
         module = getattr(module, part, None)
         if not isinstance(module, nn.Module):
             raise NoSuchModule(
-                f"Specified target {name} referenced nonexistent module {'.'.join(parts[: i + 1])}\n"
-                "  try: a name of model.named_modules()"
+                f"Specified target {name} referenced nonexistent module {'.'.join(parts[: i + 1])}",
+                remedy="a name of model.named_modules()",
             )
     return module
 
@@ -99,8 +101,8 @@ class Marks:
         for module, _ in self._added:
             if not module.__dict__["_plumb_split_points"].called:
                 raise NoSuchModule(
-                    f"split_spec names '{self._names[module]}', which the forward does not call: it cannot be cut there\n"
-                    "  try: a module whose forward runs"
+                    f"split_spec names '{self._names[module]}', which the forward does not call: it cannot be cut there",
+                    remedy="a module whose forward runs",
                 )
 
     def remove(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from .. import _C
-from .._C import Error
+from .._errors import Error, ErrorKind
 from .._fx import attribute_targets, graph_module, to_graph
 from ._errors import InvalidType, InvalidValue
 from ._marks import is_mark
@@ -142,7 +142,7 @@ class MarkingPolicy(SplitPolicy):
             if node.op == "call_function" and is_mark(node.target):
                 pending = True
             elif node.op in ("call_function", "call_module", "call_method") and "plumb" not in node.meta:
-                raise Error(f"the split policy put '{node.format_node()}' into the graph: it may put marks there only")
+                raise Error(f"the split policy put '{node.format_node()}' into the graph: it may put marks there only", kind=ErrorKind.Partition)
             elif pending and node.meta.get("plumb") and node.op == "call_function":
                 values.append(node.meta["plumb"])
                 pending = False
@@ -185,7 +185,9 @@ def make_policy(policy: Any, num_stages: int | None) -> SplitPolicy:
     if isinstance(policy, str):
         names = {"balanced": Balanced, "estimated": lambda n: Balanced(n, measure=False), "equal_size": split_into_equal_size}
         if policy not in names:
-            raise InvalidValue(f"there is no split policy '{policy}'\n  try: one of {', '.join(names)}")
+            raise InvalidValue(
+                f"there is no split policy '{policy}'", kind=ErrorKind.UnknownName, remedy=f"one of {', '.join(names)}"
+            )
         if num_stages is None:
             raise InvalidValue(f"split_policy='{policy}' needs num_stages: how many stages to cut into")
         return names[policy](num_stages)

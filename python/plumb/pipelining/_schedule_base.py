@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._C import Error
+from .._errors import Error, ErrorKind
 from ._actions import Table, _row, _schedule, _table
 from ._errors import InvalidSchedule, InvalidType, InvalidValue
 from ._hooks import CustomFunctions, prepare_own
@@ -127,7 +127,11 @@ class _PipelineSchedule(CustomFunctions):
         rank and repeats what it said.
         """
         if self._has_backward and self._backward_requires_autograd and not torch.is_grad_enabled():
-            raise Error("step() requires gradients to be enabled for its backward\n  try: eval() under torch.no_grad()")
+            raise Error(
+                "step() requires gradients to be enabled for its backward",
+                kind=ErrorKind.InvalidState,
+                remedy="eval() under torch.no_grad()",
+            )
         arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
         for stage in self._stages:
             stage.has_backward = self._has_backward
@@ -188,7 +192,7 @@ class _PipelineSchedule(CustomFunctions):
         """The last step on all ranks: (rank, action, seconds when it began to wait, to run, and ended). All ranks must
         ask; `record_timeline` must be set."""
         if self._run is None or not self.record_timeline:
-            raise Error("no time line was recorded: set record_timeline before the first step")
+            raise Error("no time line was recorded: set record_timeline before the first step", kind=ErrorKind.InvalidState)
         return self._run.gather_timeline()
 
     def draw_timeline(self, filename: str | None, costs: dict[str, Any] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import os
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .._C import Error
 from .._capture import GraphModule, capture_engine
+from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._state import state_of, sync_state
+from .._trees import check_plain_inputs
 from ..transforms._apply import forward_of
 from ._errors import InvalidType
 from ._marks import annotate_split_points, check_split_spec
@@ -47,6 +49,10 @@ class Source:
     again: Any = None  # of a live module: captures it for other inputs; answers None once the module is gone
     other_sizes: str | None = None  # of what holds one graph alone: what to do for other sizes
 
+    @functools.cached_property
+    def takes_tensor(self) -> list[bool]:
+        return [node.results[0].is_tensor for node in self.engine.graph.nodes if node.op == "placeholder"]
+
     def flatten(self, args: tuple, kwargs: dict) -> list:
         """Flat inputs of a call that may pass by position what the example passed by name, and the other way round."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -54,12 +60,14 @@ class Source:
             leaves, spec = pytree.tree_flatten(self._as_captured(args, kwargs))
         if spec != self.in_spec:
             raise Error(
-                f"the inputs' structure differs from the example's: {spec} instead of {self.in_spec}\n"
-                "  try: call it as it was cut, or cut it with inputs like these"
+                f"the inputs' structure differs from the example's: {spec} instead of {self.in_spec}",
+                kind=ErrorKind.StructureMismatch,
+                remedy="call it as it was cut, or cut it with inputs like these",
             )
-        for given, known in zip(leaves, self.plain_inputs):
-            if known is not None and given is not known and given != known:
-                raise Error(f"the model was cut with {known!r} where {given!r} is given\n  try: cut it with that value")
+        if not self.takes_plain:
+            check_plain_inputs(
+                leaves, self.plain_inputs, self.takes_tensor, "the model was cut", "cut it with inputs like these"
+            )
         return [x if isinstance(x, Tensor) or self.takes_plain else None for x in leaves]
 
     def _as_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -71,7 +79,11 @@ class Source:
             if name in self.parameters[: len(args)]:
                 raise InvalidType(f"the model got multiple values for argument '{name}'")
             if name not in names and name not in self.parameters:
-                raise InvalidType(f"the model got an unexpected keyword argument '{name}'\n  try: {', '.join(names)}")
+                raise InvalidType(
+                    f"the model got an unexpected keyword argument '{name}'",
+                    kind=ErrorKind.UnknownName,
+                    remedy=", ".join(names),
+                )
         given = dict(zip(self.parameters, args), **kwargs)
         if len(given) != len(args) + len(kwargs) or set(names) != set(given):
             return args, kwargs
@@ -130,8 +142,9 @@ class _AsCut:
         modules = list(module.modules())
         if len(modules) != len(self._modes):
             raise Error(
-                f"the model has {len(modules)} modules, and had {len(self._modes)} when it was cut\n"
-                "  try: cut the model again after changing it"
+                f"the model has {len(modules)} modules, and had {len(self._modes)} when it was cut",
+                kind=ErrorKind.InvalidState,
+                remedy="cut the model again after changing it",
             )
         before = [sub.training for sub in modules]
         replaced: list[tuple[dict, str, Tensor]] = []

@@ -33,8 +33,8 @@ def find_loss_spec(module: Any, source: Source, spec: Any) -> Any:
     keys = _keys(source.out_spec)
     if "loss" not in keys:
         raise InvalidValue(
-            "output_loss_value_spec='auto' finds no loss: the model returns no dict with a 'loss'\n"
-            "  try: the outputs' structure with True for the loss and False elsewhere"
+            "output_loss_value_spec='auto' finds no loss: the model returns no dict with a 'loss'",
+            remedy="the outputs' structure with True for the loss and False elsewhere",
         )
     return {key: key == "loss" for key in keys}
 
@@ -67,7 +67,7 @@ def multi_use_arguments(spec: Any) -> dict[str, Any]:
     def transmit(value: Any, message: str) -> bool:
         name = getattr(value, "name", None)
         if name not in ("TRANSMIT", "REPLICATE"):
-            raise InvalidValue(f"{message}\n  try: MultiUseParameterConfig.TRANSMIT or MultiUseParameterConfig.REPLICATE")
+            raise InvalidValue(message, remedy="MultiUseParameterConfig.TRANSMIT or MultiUseParameterConfig.REPLICATE")
         return name == "TRANSMIT"
 
     if spec is None:

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from .. import _C
-from .._C import Error
+from .._errors import Error, ErrorKind
 from .._fx import graph_module, placeholder
 from ._stage_module import stage_state
 
@@ -84,8 +84,9 @@ def split_module(graph: fx.Graph, stages: list[nn.Module]) -> fx.GraphModule:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise Error(
-        "split_gm holds the stages and does not run. To run pipeline locally, invoke the Pipe object directly\n"
-        "  try: pipe(...), or DetachExecutor(pipe).run(...)"
+        "split_gm holds the stages and does not run. To run pipeline locally, invoke the Pipe object directly",
+        kind=ErrorKind.Unsupported,
+        remedy="pipe(...), or DetachExecutor(pipe).run(...)",
     )
 
 

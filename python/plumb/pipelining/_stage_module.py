@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._C import Error
 from .._capture import GraphModule
+from .._errors import Error, ErrorKind
 from .._state import CONSTANT, PARAMETER, sync_state
 from ._recut import CutSizes, StageGraphs
 
@@ -49,9 +49,7 @@ class StageModule(GraphModule):
             _special=any(p["written"] or not p["is_tensor"] for p in inputs) or any(not p["is_tensor"] for p in outputs),
         )
         own_parameters(engine)
-        super().__init__(engine, in_spec, out_spec, [None] * len(inputs), [None] * len(outputs), [])
-        self.training = self._made_in_training = training
-        self._has_mode: bool | None = None
+        super().__init__(engine, in_spec, out_spec, None, [None] * len(outputs), [], training=training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.input_names) or any(isinstance(a, (tuple, list, dict)) for a in args):
@@ -86,7 +84,9 @@ class StageModule(GraphModule):
             if not ports and not any(a is not None and a[0] == name for a in self._arguments):
                 known = sorted({a[0] for a in self._arguments if a is not None})
                 raise Error(
-                    f"stage {self.stage_index} takes no argument '{name}'\n  try: {', '.join(known) or 'positional values'}"
+                    f"stage {self.stage_index} takes no argument '{name}'",
+                    kind=ErrorKind.UnknownName,
+                    remedy=", ".join(known) or "positional values",
                 )
             for i in ports:
                 values[i] = leaves[left.pop(i)[1]]
@@ -99,19 +99,9 @@ class StageModule(GraphModule):
         values.update(zip(left, leaves))
         return [values[i] for i in range(len(self.input_names))]
 
-    def check_mode(self) -> None:
-        """A graph is made for one training mode. Raises `plumb.Error` if the module is in the other one and that would
-        change what an operator (dropout, batch norm) does."""
-        if self.training == self._made_in_training:
-            return
-        if self._has_mode is None:
-            self._has_mode = any(_depends_on_mode(node) for node in self.graph.nodes)
-        if self._has_mode:
-            modes = ("evaluation", "training")
-            raise Error(
-                f"stage {self.stage_index} was cut in {modes[self._made_in_training]} mode and cannot change to "
-                f"{modes[self.training]} mode\n  try: cut the model again after model.{'train' if self.training else 'eval'}()"
-            )
+    @property
+    def _made_how(self) -> str:
+        return f"stage {self.stage_index} was cut"
 
     def _apply(self, fn: Any, recurse: bool = True) -> StageModule:
         super()._apply(fn, recurse)
@@ -131,10 +121,6 @@ class StageModule(GraphModule):
     def device(self) -> torch.device | None:
         """Where the stage's state is, or where it was moved to; None if it has no state and never was."""
         return self.__dict__.get("_moved_to") or next((t.device for _, _, t, _ in self._engine.state()), None)
-
-
-def _depends_on_mode(node: Any) -> bool:
-    return node.op == "call_function" and any(name in ("train", "training") for name, _ in node.arg_names)
 
 
 def _enter(value: Any, is_tensor: bool, written: bool) -> Any:

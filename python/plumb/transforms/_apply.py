@@ -25,13 +25,13 @@ from . import _in_graph
 logger = logging.getLogger("plumb.transforms")
 
 MAX_GRAPHS = 64  # of one module; the one unused for longest goes first
-MAX_ANSWERS = 16  # graphs for one signature, which differ in what tensors answered to the forward
+MAX_PATHS = 16  # graphs for one signature, which differ in the values that the forward read
 MAX_CAPTURES = 256  # that are made for one signature
 MAX_TRIES = 64  # captures until a graph takes the path that it was made for
 
 
 @dataclass
-class Captured:
+class CapturedGraph:
     """A graph for one signature of inputs, and what is known of it."""
 
     engine: Any
@@ -49,11 +49,11 @@ class Captured:
     attributes: list[str] = field(default_factory=list)
     is_tensor: list[bool] = field(default_factory=list)
     by_backend: bool = False
-    # Whether the graph checks answers of tensors (an expert got no rows, ...); values among them; and of the first graph
-    # of a signature, the graphs for all answers, the last one used first, and how many have been made.
+    # Whether the graph has guards (an expert got no rows, ...), and whether they are about values that choose a path. The
+    # first graph of a signature also has the graphs for all paths, the last one used first, and how many were made.
     guarded: bool = False
     takes_values: bool = False
-    known: list[Captured] = field(default_factory=list)
+    known: list[CapturedGraph] = field(default_factory=list)
     made: int = 1
 
     def run(self, leaves: list) -> Any:
@@ -74,12 +74,12 @@ class Pass:
     """One transform: `run(module, captured)` changes the graph of `captured` in place and answers its report (a dict)."""
 
     name: str
-    run: Callable[[nn.Module, Captured], dict]
+    run: Callable[[nn.Module, CapturedGraph], dict]
     before: tuple[str, ...] = ()  # passes that this one must come before
     replace: dict = field(default_factory=dict)  # functions whose calls go to others while the module is captured
 
 
-def _name_values(captured: Captured, found: list) -> None:
+def _name_values(captured: CapturedGraph, found: list) -> None:
     """Gives values the names of the user's variables, and keeps what called each operator."""
     names: list[tuple[str, str]] = []
     for results, target, call in found:
@@ -119,9 +119,9 @@ class TransformedForward:
     def _set(self, module: nn.Module, passes: list[Pass]) -> None:
         # The module may be in the making (copied, unpickled): what is made of it waits for the first call.
         self.module, self.passes = module, passes
-        self._cache: dict[Any, Captured] = {}
+        self._cache: dict[Any, CapturedGraph] = {}
         self._tree: _Tree | None = None
-        self.last: Captured | None = None
+        self.last: CapturedGraph | None = None
         self.handle = _in_graph.register(self)
 
     @property
@@ -133,23 +133,23 @@ class TransformedForward:
     def original(self) -> Callable[..., Any]:
         return type(self.module).forward.__get__(self.module)
 
-    def _capture(self, args: tuple, kwargs: dict, decisions: list[Tensor] | None = None) -> Captured:
+    def _capture(self, args: tuple, kwargs: dict, control_values: list[Tensor] | None = None) -> CapturedGraph:
         # Inside of another capture (of a model that holds this module, of a pipeline to be cut) this one is unseen. That
         # one's graph is for one path alone.
         guard_values = not _C.is_capturing()
         with _C.PausedCapture():
-            return self._capture_unseen(args, kwargs, guard_values, decisions)
+            return self._capture_unseen(args, kwargs, guard_values, control_values)
 
     def _capture_unseen(
-        self, args: tuple, kwargs: dict, guard_values: bool, decisions: list[Tensor] | None
-    ) -> Captured:
+        self, args: tuple, kwargs: dict, guard_values: bool, control_values: list[Tensor] | None
+    ) -> CapturedGraph:
         found: list = []
         replace = {k: v for p in self.passes for k, v in p.replace.items()}
         engine, _, (out_spec, plain), notes = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
-            decisions=decisions,
+            decisions=control_values,
         )  # fmt: skip
-        captured = Captured(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
+        captured = CapturedGraph(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
         _name_values(captured, found)
         for p in self.passes:
             captured.reports.append(p.run(self.module, captured))
@@ -179,7 +179,7 @@ class TransformedForward:
             key = (str(spec), plain, signature([x for x in leaves if isinstance(x, Tensor)]), modes, autocast)
         return key
 
-    def captured_for(self, leaves: list, spec: Any, args: tuple, kwargs: dict) -> Captured:
+    def captured_for(self, leaves: list, spec: Any, args: tuple, kwargs: dict) -> CapturedGraph:
         key = self._key(leaves, spec)
         captured = self._cache.pop(key, None)
         if captured is None:
@@ -189,7 +189,7 @@ class TransformedForward:
         self._cache[key] = self.last = captured
         return captured
 
-    def known_for(self, args: tuple, kwargs: dict) -> Captured | None:
+    def known_for(self, args: tuple, kwargs: dict) -> CapturedGraph | None:
         """The graph for inputs like these, if there is one."""
         return self._cache.get(self._key(*self._leaves(args, kwargs)))
 
@@ -199,7 +199,7 @@ class TransformedForward:
             return args, len(args)
         return flatten((args, kwargs))
 
-    def prepare(self, args: tuple, kwargs: dict) -> tuple[Captured, Any]:
+    def prepare(self, args: tuple, kwargs: dict) -> tuple[CapturedGraph, Any]:
         """The graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
         leaves, spec = self._leaves(args, kwargs)
         return self.captured_for(leaves, spec, args, kwargs), leaves
@@ -210,14 +210,14 @@ class TransformedForward:
         captured, leaves = self.prepare(args, kwargs)
         return self._run_guarded(captured, leaves, args, kwargs) if captured.guarded else captured.run(leaves)
 
-    def _run_guarded(self, first: Captured, leaves: list, args: tuple, kwargs: dict) -> Any:
-        """By the graph whose answers fit these values; one is made if there is none."""
+    def _run_guarded(self, first: CapturedGraph, leaves: list, args: tuple, kwargs: dict) -> Any:
+        """Runs the graph whose guards these values pass. Makes one if there is none."""
         if _C.is_capturing():  # a failed attempt would leave its checks in the graph that is being made
             return self._capture(args, kwargs).run(leaves)
         known = first.known = first.known or [first]
         random = torch.get_rng_state()
         before = [(b, b.clone()) for b in self.module.buffers()]
-        decisions: list[Tensor] = []  # the tensors that answers hang on, as far as any graph has come
+        control_values: list[Tensor] = []  # as far as any graph has come
 
         def reset() -> None:
             torch.set_rng_state(random)
@@ -225,8 +225,8 @@ class TransformedForward:
                 for buffer, value in before:
                     buffer.copy_(value)
 
-        def attempt(captured: Captured) -> tuple[Any, Error | None]:
-            nonlocal decisions
+        def attempt(captured: CapturedGraph) -> tuple[Any, Error | None]:
+            nonlocal control_values
             log = _C.Decisions()
             try:
                 with log:
@@ -238,8 +238,8 @@ class TransformedForward:
             except Error as error:
                 if error.kind is not ErrorKind.GuardFailed:
                     raise
-                if len(log.tensors) > len(decisions):
-                    decisions = log.tensors
+                if len(log.tensors) > len(control_values):
+                    control_values = log.tensors
                 reset()
                 return None, error
             self.last = captured
@@ -252,19 +252,19 @@ class TransformedForward:
                 return out
         if first.made >= MAX_CAPTURES:
             raise Error(
-                f"captured {first.made} graphs for one input signature, because the forward keeps branching on new tensor "
-                f"values; the last time: {error.message}",
+                f"{first.made} graphs have been made for one input signature, because the forward keeps branching on new "
+                f"tensor values; the last time: {error.message}",
                 kind=ErrorKind.DataDependent,
                 where=error.where,
                 remedy=error.remedy,
             )
         # The module's own arithmetic may decide otherwise than that of the transformed graph, whose path is to be taken.
         for n in range(MAX_TRIES):
-            fresh = self._capture(args, kwargs, decisions if n or first.takes_values else None)
+            fresh = self._capture(args, kwargs, control_values if n or first.takes_values else None)
             first.made += 1
             out, error = attempt(fresh)
             if error is None:
-                known[:] = [fresh, *known[: MAX_ANSWERS - 1]]
+                known[:] = [fresh, *known[: MAX_PATHS - 1]]
                 return out
         raise error
 
@@ -314,7 +314,7 @@ def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
     passes = list(known.passes) if known else []
     place = next((i for i, p in enumerate(passes) if p.name in new.before or new.name != p.name == "backend"), len(passes))
     for later in passes[place:]:
-        logger.info("moving %s backend to precede %s backend", _spoken(new.name), _spoken(later.name))
+        logger.info("moving %s backend to precede %s backend", display_name(new.name), display_name(later.name))
     passes.insert(place, new)
     module.__dict__["forward"] = TransformedForward(module, passes)
     if compiled:
@@ -322,12 +322,12 @@ def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
     return module
 
 
-def _spoken(name: str) -> str:
+def display_name(name: str) -> str:
     return {"unit_scale": "unit scaling", "simulate_format": "quantisation", "track_scales": "tracking"}.get(name, name)
 
 
 class Report(list):
-    """What the transforms of a module did in its last forward: dicts with ``pass`` and ``entries``. Prints as text."""
+    """A list of changes that transforms made for the last forward: dicts with ``pass`` and ``entries``. Prints as text."""
 
     def __str__(self) -> str:
         lines = []

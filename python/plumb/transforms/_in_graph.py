@@ -201,7 +201,7 @@ def _member(module: nn.Module, name: str) -> Tensor:
 
 
 def call(handle: int, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """What Dynamo follows."""
+    """The function that Dynamo follows."""
     names = _names(handle)
     # Read so that the compiled code is one for these modes and constants.
     modes = [m.training for m in module.modules()]

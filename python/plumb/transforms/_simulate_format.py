@@ -10,17 +10,17 @@ from torch import nn
 
 from .. import _C
 from ..formats import FPFormat, format_text
-from ._apply import Captured, Pass, apply_pass, logger
+from ._apply import CapturedGraph, Pass, apply_pass, logger
 
 
 @dataclass
-class _Run:
+class SimulateFormatPass:
     fwd: str
     bwd: str
     operators: list[str]
     exclude: list[str]
 
-    def __call__(self, module: nn.Module, captured: Captured) -> dict:
+    def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running quantisation backend")
         report = json.loads(_C.simulate_format(captured.engine, self.fwd, self.bwd, self.operators, self.exclude))
         for entry in report["entries"]:
@@ -43,7 +43,7 @@ def simulate_format(
     fwd_format, bwd_format: a :class:`plumb.formats.FPFormat`, or a text such as ``"e4m3fn-RN"``, ``"E5M2-SR"``, ``"none"``.
     operators: treat these alone (``"aten::linear"``); exclude: patterns of module paths or parameter names left alone.
     """
-    run = _Run(format_text(fwd_format), format_text(bwd_format), list(operators), list(exclude))
+    run = SimulateFormatPass(format_text(fwd_format), format_text(bwd_format), list(operators), list(exclude))
     return apply_pass(module, Pass("simulate_format", run, before=("track_scales",)))
 
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from .. import _C, functional
 from .._fx import find_operator, path, placeholder
-from ._apply import Captured, Pass, apply_pass, forward_of, logger
+from ._apply import CapturedGraph, Pass, apply_pass, forward_of, logger
 
 
 class Metrics:
@@ -52,11 +52,11 @@ class Metrics:
         return [Metrics.get_full_name(n) for n in Metrics.names()]
 
 
-class _Run:
+class TrackScalesPass:
     def __init__(self, histogram: bool):
         self.histogram = histogram
 
-    def __call__(self, module: nn.Module, captured: Captured) -> dict:
+    def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         # One tracker a graph: slots of another shape's graph would mix with these.
         tracker = captured.results["track_scales"] = _C.ScaleTracker(self.histogram)
         report = json.loads(_C.track_scales(captured.engine, tracker))
@@ -64,8 +64,8 @@ class _Run:
             logger.info("adding tracking to node: %s", entry["node"])
         return report
 
-    def __deepcopy__(self, memo: dict) -> "_Run":
-        return _Run(self.histogram)
+    def __deepcopy__(self, memo: dict) -> "TrackScalesPass":
+        return TrackScalesPass(self.histogram)
 
 
 def _data(values: dict | None) -> Metrics.Data | None:
@@ -144,7 +144,7 @@ def track_scales(module: nn.Module, *, histogram: bool = False) -> nn.Module:
     their targets are the functions that it called. Values and gradients are those of the module without it; the caller's
     tensors are not touched.
     """
-    tracked = apply_pass(module, Pass("track_scales", _Run(histogram)))
+    tracked = apply_pass(module, Pass("track_scales", TrackScalesPass(histogram)))
     tracked.__dict__["scales_graph"] = _ScalesGraph(tracked)
     return tracked
 

@@ -14,7 +14,7 @@ from .._errors import Error
 from .._replace import is_torch_function
 from .._state import state_of
 from ..parameter import tag_parameter
-from ._apply import Captured, Pass, apply_pass, logger
+from ._apply import CapturedGraph, Pass, apply_pass, logger
 
 # Modules whose weights belong to operators that become unit-scaled, and whose biases start at zero.
 _SCALED = (
@@ -71,7 +71,7 @@ class UnitScalePass:
     scaling: Any = field(default_factory=_C.ParameterScaling)  # what was done to parameters, and which a graph confirmed
     users_tags: set[str] = field(default_factory=set)  # parameters that were tagged before
 
-    def __call__(self, module: nn.Module, captured: Captured) -> dict:
+    def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running unit scaling backend")
         mine = _kept(captured)
         text, tags = _C.unit_scale(
@@ -97,7 +97,7 @@ def _names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
     return {name: by_id[id(p)] for name, p in parameters.items()}
 
 
-def _kept(captured: Captured) -> dict[str, tuple[Any, Any]]:
+def _kept(captured: CapturedGraph) -> dict[str, tuple[Any, Any]]:
     """Nodes made by a replacement of the user's. What torch's own function makes is scaled like any call of it."""
     return {
         name: call.replaced
@@ -110,7 +110,7 @@ def _display_name(function: Any) -> str:
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or str(function)
 
 
-def _replacements(captured: Captured, mine: Mapping[str, Any]) -> list[dict]:
+def _replacements(captured: CapturedGraph, mine: Mapping[str, Any]) -> list[dict]:
     entries = []
     first = {id(call): name for name, call in reversed(captured.calls.items())}
     for name, call in captured.calls.items():

@@ -10,16 +10,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
-from ._apply import Captured, Pass, apply_pass
+from ._apply import CapturedGraph, Pass, apply_pass
 
 Backend = Callable[[GraphModule, List[Tensor]], Callable[..., Any]]
 
 
 @dataclass
-class _Run:
+class BackendPass:
     backend: Backend
 
-    def __call__(self, module: nn.Module, captured: Captured) -> dict:
+    def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         if captured.gm is None:
             captured.gm, captured.attributes = engine_to_fx(captured.engine, module.training)
         if not isinstance(captured.gm, GraphModule):
@@ -45,7 +45,7 @@ def apply_transform(
 
     Transforms of plumb applied to the result still come before it.
     """
-    return apply_pass(module, Pass("backend", _Run(backend)))
+    return apply_pass(module, Pass("backend", BackendPass(backend)))
 
 
 def replace_node_with_function(

@@ -1,0 +1,179 @@
+"""A graph as a ``torch.nn.Module``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import _C
+from ._errors import Error, ErrorKind
+from ._state import put_state, sync_state
+from ._trees import check_plain_inputs
+
+
+def _member(module: nn.Module, name: str) -> Tensor:
+    *path, leaf = name.split(".")
+    for part in path:
+        module = module._modules[part]
+    return module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
+
+
+@torch._dynamo.assume_constant_result
+def _make_fx(module: GraphModule) -> tuple[str, ...]:
+    """Makes the module's torch.fx graph, which Dynamo cannot follow; answers the names of the tensors that it takes."""
+    return tuple(module.to_fx().attributes)
+
+
+def _modes(node: Any) -> dict[str, Any]:
+    """The arguments of a call that follow from the training mode, by name."""
+    if node.op != "call_function":
+        return {}
+    return {n: a for (n, _), a in zip(node.arg_names, node.args) if n in ("train", "training", "dropout_p")}
+
+
+def _depends_on_mode(node: Any, made_in_training: bool) -> bool:
+    modes = _modes(node)
+    # Attention has a probability alone, which is 0 in evaluation and may be 0 in training.
+    return bool(modes) and (set(modes) != {"dropout_p"} or not made_in_training or modes["dropout_p"] != 0)
+
+
+def mode_of(engine: Any) -> bool:
+    """The training mode that a graph of unknown origin was made in: evaluation if all its operators that know a mode say
+    so."""
+    said = [bool(v) for node in engine.graph.nodes for n, v in _modes(node).items() if n != "dropout_p"]
+    return not said or any(said)
+
+
+class GraphModule(nn.Module):
+    """A captured module: called like the original, sharing its parameters under the same names.
+
+    ``.graph`` is the graph; ``print(m.graph)`` shows it. ``.notes`` lists what the capture noticed (constants kept,
+    buffers re-assigned). It is made for the dtypes, shapes and devices of the inputs it was captured with, and for the
+    training mode: others are refused (transformed modules of :mod:`plumb.transforms` capture again by themselves).
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        in_spec: Any,
+        out_spec: Any,
+        plain_inputs: list | None,  # what is no tensor, and None elsewhere; None altogether: the graph has every input
+        plain_outputs: list,
+        notes: list[str],
+        program: Any = None,  # what the file that it came from knows besides
+        training: bool = True,  # the mode that the graph was made in
+    ):
+        super().__init__()
+        self.training = self._made_in_training = training
+        self._has_mode: bool | None = None
+        self.__dict__["_engine"] = engine
+        self._program = program
+        self._in_spec, self._out_spec = in_spec, out_spec
+        self._plain_inputs, self._plain_outputs = plain_inputs, plain_outputs
+        self.notes = notes
+        self.__dict__["_fx"] = None
+        self._register()
+
+    def _register(self) -> None:
+        self.__dict__["_slots"] = put_state(self, self._engine.state())
+        inputs = [node.results[0] for node in self.graph.nodes if node.op == "placeholder"]
+        self.__dict__["_takes_tensor"] = [value.is_tensor for value in inputs]
+        leaves = self._in_spec.num_leaves
+        # Older torch has the list alone, newer torch warns about it.
+        args, kwargs = self._in_spec.children() if hasattr(self._in_spec, "children") else self._in_spec.children_specs
+        parts = args.children() if hasattr(args, "children") else args.children_specs
+        simple_in = kwargs.num_leaves == 0 and len(parts) == leaves and all(p.is_leaf() for p in parts) and (
+            self._plain_inputs is None or all(self._takes_tensor)
+        )
+        simple_out = self._out_spec.is_leaf() and self._plain_outputs == [None]
+        if self._plain_inputs is None:  # a file's only output may be a number
+            simple_out = simple_out and [v.is_tensor for v in self.graph.nodes[-1].inputs] == [True]
+        self.__dict__["_simple"] = leaves if simple_in and simple_out else -1
+
+    @property
+    def graph(self) -> Any:
+        return self._engine.graph
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._fx_forward(*args, **kwargs)
+        self.check_mode()
+        sync_state(self._engine, self._slots)
+        if self._simple == len(args) and not kwargs:
+            return self._engine.run1(*args)
+        leaves = self._leaves(args, kwargs)
+        if self._plain_inputs is not None:
+            leaves = [x if isinstance(x, Tensor) else None for x in leaves]
+        out = self._engine.run(leaves)
+        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
+
+    def _leaves(self, args: tuple, kwargs: dict) -> list:
+        known = self._in_spec.children()[1] if hasattr(self._in_spec, "children") else self._in_spec.children_specs[1]
+        if kwargs and known.type is dict and set(kwargs) == set(known.context):
+            kwargs = {name: kwargs[name] for name in known.context}  # keywords come in any order
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self._in_spec:
+            raise Error(
+                f"the inputs' structure differs from the graph's: {spec} instead of {self._in_spec}",
+                kind=ErrorKind.StructureMismatch,
+                remedy="call it as it was captured or exported, or capture again",
+            )
+        if self._plain_inputs is not None:
+            check_plain_inputs(leaves, self._plain_inputs, self._takes_tensor, "the graph was captured", "capture again")
+        return leaves
+
+    _made_how = "the graph was captured"
+
+    def check_mode(self) -> None:
+        """A graph is made for one training mode. Raises `plumb.Error` if the module is in the other one and that would
+        change the arithmetic of an operator (dropout, batch norm)."""
+        if self.training == self._made_in_training:
+            return
+        if self._has_mode is None:
+            self._has_mode = any(_depends_on_mode(node, self._made_in_training) for node in self.graph.nodes)
+        if self._has_mode:
+            modes = ("evaluation", "training")
+            raise Error(
+                f"{self._made_how} in {modes[self._made_in_training]} mode and cannot change to "
+                f"{modes[self.training]} mode",
+                kind=ErrorKind.InvalidState,
+                remedy=f"set the model to the other mode, model.{'train' if self.training else 'eval'}(), and do it again",
+            )
+
+    def to_fx(self) -> torch.fx.GraphModule:
+        """The graph as a ``torch.fx`` graph on ``torch.ops``, for ``torch.compile`` and ``torch.export``."""
+        from ._fx import to_fx
+
+        if self.__dict__.get("_fx") is None:
+            self.__dict__["_fx"] = to_fx(self)  # no submodule: names and state_dict stay as they are
+        return self.__dict__["_fx"]
+
+    def _fx_forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = self._leaves(args, kwargs)
+        names = _make_fx(self)
+        gm = self.__dict__["_fx"]
+        state = [_member(self, name) for name in names]
+        out = gm(*state, *[x for x in leaves if isinstance(x, Tensor)])
+        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
+
+    # --- copies: the graph travels as text, the state as tensors ---
+    def __getstate__(self) -> dict:
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_slots", "_fx")}
+        state["_text"] = self._engine.graph.to_string()
+        state["_specs"] = self._engine.specs()
+        sync_state(self._engine, self._slots)
+        state["_state"] = self._engine.state()
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        text, specs, tensors = state.pop("_text"), state.pop("_specs"), state.pop("_state")
+        self.__dict__.update(state)
+        self.__dict__["_fx"] = None
+        self.__dict__["_engine"] = _C.Engine(text, tensors, *specs)
+        self._modules.clear()
+        self._parameters.clear()
+        self._buffers.clear()
+        self._register()
