@@ -67,7 +67,7 @@ test-cpp: all
 
 test-python: all
 	@$(SAY) "running the Python tests"
-	@PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q -n $(JOBS) --dist worksteal python/tests
+	@PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q -n $(JOBS) --dist loadfile python/tests
 
 wheel:
 	@tools/bootstrap.sh wheel
