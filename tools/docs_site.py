@@ -41,10 +41,17 @@ MODULES = {
 }
 
 
-# Classes of the extension module have no docstrings to read.
+_SCHEDULES = (
+    "Every row of [the list of schedules](../../pipeline.md#schedules) is a class `ScheduleNAME`. A schedule with one stage a rank is a "
+    "`PipelineScheduleSingle`, any other a `PipelineScheduleMulti`: see "
+    "[plumb.pipelining.schedules](plumb.pipelining.schedules.md).\n\n"
+)
+# Classes of the extension module, and those that are made at import, have no docstrings in a file.
 _NATIVE = {
+    "plumb.pipelining": _SCHEDULES,
+    "plumb.pipelining.schedules": _SCHEDULES,
     "plumb": "`plumb.Graph`, its nodes and values are described in [Graph](../../design/graph.md#in-python). `plumb.Error` is the "
-    "exception of everything here: a `RuntimeError` with `kind`, `where` and `remedy`.\n\n"
+    "exception of everything here: a `RuntimeError` with `kind`, `where` and `remedy`.\n\n",
 }
 
 
