@@ -85,6 +85,75 @@ def test_tests_that_pages_name_are_there():
     assert not gone
 
 
+def test_a_header_becomes_text_and_declarations_without_what_is_private(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import docs_headers
+
+    header = tmp_path / "plumb" / "room" / "x.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("""// Boxes of a size.
+//
+//   Box box(3);
+#pragma once
+
+#include <vector>
+
+namespace plumb {
+namespace room_detail {
+int hidden();
+}  // namespace room_detail
+
+// Holds box_size things. Throws Error for a size < 1.
+class Box {
+ public:
+  explicit Box(int size) : size_(size) {
+    if (size < 1) throw 1;
+  }
+  int size() const { return size_; }
+
+ private:
+  int size_ = 0;
+};
+
+// Both answer a number.
+inline int one() { return 1; }
+int two(const Box& box, std::vector<int> v = {1, 2});
+
+}  // namespace plumb
+""")
+    page = docs_headers.page(header)
+    assert page == """## x.h
+
+Boxes of a size.
+
+```cpp
+Box box(3);
+```
+
+`#include "plumb/room/x.h"`
+
+### `Box`
+
+Holds `box_size` things. Throws Error for a size \\< 1.
+
+```cpp
+class Box {
+ public:
+  explicit Box(int size);
+  int size() const;
+};
+```
+
+### `one, two`
+
+Both answer a number.
+
+```cpp
+inline int one();
+int two(const Box& box, std::vector<int> v = {1, 2});
+```"""
+
+
 def test_members_of_graphs_on_their_page_are_there():
     page = (ROOT / "docs" / "design" / "graph.md").read_text()
     graph = plumb.parse_graph('graph {\n  %x: f32[2] = placeholder "x"\n  output(%x)\n}\n')
