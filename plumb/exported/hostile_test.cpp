@@ -1,10 +1,13 @@
 // Files that nobody vouches for end in an error that says what and where.
 #include <gmock/gmock.h>
 
+#include <chrono>
+
 #include "plumb/core/crc32.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/json_doc.h"
 #include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/sym_expr.h"
 #include "plumb/exported/zip_file.h"
 #include "tests/fuzz/mutate.h"
 
@@ -200,6 +203,61 @@ TEST(HostileFiles, DeepNestingIsRefused) {
   Archive archive("linear");
   archive.entry("models/model.json") = std::string(1'000'000, '[');
   EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr("deeper"));
+}
+
+TEST(HostileFiles, TreeSpecsNestedInsideOfTextAreRefused) {
+  const std::string deep(100'000, '[');
+  for (const std::string& context : {Json(deep).dump(), std::string(100'000, '[') + std::string(100'000, ']')}) {
+    const std::string spec = "[1, {\"type\": \"builtins.dict\", \"context\": " + context + ", \"children_spec\": []}]";
+    auto broken = Archive("linear").model(
+        [&](Json& j) { j["graph_module"]["module_call_graph"][0]["signature"]["in_spec"] = spec; });
+    EXPECT_THAT(load_error(broken.zip()).what(), HasSubstr("nested deeper"));
+  }
+}
+
+TEST(HostileFiles, LongSumsOfSizesAreReadInTimeLinearInTheirLength) {
+  std::string sum = "s0", product = "s0";
+  for (int i = 0; i < 200'000; ++i) sum += "+s0", product += "*s0";
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_EQ(SymExpr::parse(sum)->args().size(), 200'001u);
+  EXPECT_EQ(SymExpr::parse(product)->args().size(), 200'001u);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+  EXPECT_EQ(SymExpr::parse("(a + b) + c - d")->to_infix(), "a + b + c + (-1)*d");
+}
+
+TEST(HostileFiles, AJsonBombIsRefusedWithoutInflatingIt) {
+  // A deflated text of 40 MiB in a small file: below the bound for tensors, above that for texts.
+  std::string zip = fuzz::make_zip({{"m/models/model.json", std::string(60'000, '[')},
+                                    {"m/archive_format", "pt2"},
+                                    {"m/archive_version", "0"},
+                                    {"m/byteorder", "little"}},
+                                   crc32);
+  const size_t directory = zip.find("PK\x01\x02");
+  auto put = [&](size_t at, uint64_t v, int bytes) {
+    for (int i = 0; i < bytes; ++i) zip[at + static_cast<size_t>(i)] = static_cast<char>(v >> (8 * i));
+  };
+  put(directory + 10, 8, 2);  // deflated
+  put(directory + 24, uint64_t{40} << 20, 4);
+  EXPECT_THAT(load_error(zip).what(), HasSubstr("that a text may have"));
+}
+
+TEST(HostileFiles, NumbersThatAreNoDtypeLayoutOrMemoryFormatAreRefused) {
+  auto error = [](const std::string& call) {
+    return std::string(
+        error_of([&] { parse_graph("graph { %x: f32[2] = placeholder \"x\" %y = " + call + " output(%y) }"); }).what());
+  };
+  for (const char* number : {"-1", "300", "99", "9223372036854775807"}) {
+    EXPECT_THAT(error("aten::to.dtype(%x, " + std::string(number) + ")"), HasSubstr("is no dtype")) << number;
+    EXPECT_THAT(error("aten::zeros([2], layout=" + std::string(number) + ")"), HasSubstr("is no layout")) << number;
+    EXPECT_THAT(error("aten::clone(%x, memory_format=" + std::string(number) + ")"), HasSubstr("is no memory format"))
+        << number;
+  }
+  EXPECT_THAT(error_of([&] {
+                parse_graph(
+                    "graph { %x: f32[2] = placeholder \"x\" %n: int = aten::sym_size.int(%x, 0) %y = "
+                    "aten::to.dtype(%x, %n) output(%y) }");
+              }).what(),
+              HasSubstr("which no file states"));
 }
 
 TEST(HostileFiles, AZipBombIsRefusedWithoutInflatingIt) {

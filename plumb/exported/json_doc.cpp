@@ -4,29 +4,10 @@
 #include <limits>
 
 #include "plumb/core/error.h"
+#include "plumb/core/json_text.h"
 
 namespace plumb {
 namespace {
-
-// The parser itself does not recurse, but whoever walks the document may.
-int nesting(std::string_view text) {
-  int depth = 0, deepest = 0;
-  bool quoted = false;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    if (quoted) {
-      if (c == '\\') ++i;
-      if (c == '"') quoted = false;
-    } else if (c == '"') {
-      quoted = true;
-    } else if (c == '[' || c == '{') {
-      deepest = std::max(deepest, ++depth);
-    } else if (c == ']' || c == '}') {
-      --depth;
-    }
-  }
-  return deepest;
-}
 
 bool search(const Json& in, const Json* target, std::string* path) {
   if (&in == target) return true;
@@ -50,12 +31,10 @@ bool search(const Json& in, const Json* target, std::string* path) {
 }  // namespace
 
 JsonDoc::JsonDoc(std::string file, std::string_view text, int max_depth) : file_(std::move(file)) {
-  if (nesting(text) > max_depth)
-    throw Error(ErrorKind::BadFile, file_ + ": is nested deeper than " + std::to_string(max_depth));
   try {
-    root_ = Json::parse(text.begin(), text.end());
-  } catch (const Json::exception& e) {
-    throw Error(ErrorKind::BadFile, file_ + ": is not JSON: " + e.what());
+    root_ = parse_json(text, max_depth);
+  } catch (const Error& e) {
+    throw Error(ErrorKind::BadFile, file_ + ": " + e.message());
   }
 }
 

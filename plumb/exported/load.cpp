@@ -386,7 +386,7 @@ ExportedProgram load_pt2(const std::string& path, const LoadOptions& options) {
     check_archive(zip);
     const std::string name = choose_model(zip, options.model);
     const std::string record = "models/" + name + ".json";
-    const JsonDoc doc(path + "/" + record, zip.read(zip.get(record)));
+    const JsonDoc doc(path + "/" + record, zip.read_text(zip.get(record)));
     return Loader(zip, doc, name, options).load();
   } catch (const Error& e) {
     if (e.kind() == ErrorKind::BadFile) throw;

@@ -35,41 +35,53 @@ class Parser {
   }
 
   Result sum(int depth) {
-    if (depth > kMaxExpressionDepth) return std::nullopt;
-    Result left = product(depth + 1);
-    while (left) {
+    if (depth > kMaxDepth) return std::nullopt;
+    Result first = product(depth + 1);
+    if (!first) return std::nullopt;
+    Chain terms("Add", std::move(*first));
+    while (true) {
       const bool minus = eat("-");
-      if (!minus && !eat("+")) return left;
+      if (!minus && !eat("+")) return std::move(terms).call();
       Result right = product(depth + 1);
       if (!right) return std::nullopt;
-      if (minus) right = SymExpr::call("Mul", {SymExpr::integer(-1), *right});
-      left = append("Add", *left, *right);
+      terms.append(minus ? SymExpr::call("Mul", {SymExpr::integer(-1), *right}) : std::move(*right));
     }
-    return left;
   }
 
   Result product(int depth) {
-    Result left = power(depth + 1);
-    while (left) {
+    Result first = power(depth + 1);
+    if (!first) return std::nullopt;
+    Chain factors("Mul", std::move(*first));
+    while (true) {
       skip();
-      if (text_.substr(at_).starts_with("**") || !eat("*")) return left;
+      if (text_.substr(at_).starts_with("**") || !eat("*")) return std::move(factors).call();
       Result right = power(depth + 1);
       if (!right) return std::nullopt;
-      left = append("Mul", *left, *right);
+      factors.append(std::move(*right));
     }
-    return left;
   }
 
-  static SymExpr append(const std::string& name, const SymExpr& left, const SymExpr& right) {
-    std::vector<SymExpr> args;
-    if (left.kind() == SymExpr::Kind::Call && left.text() == name) {
-      args = left.args();
-    } else {
-      args.push_back(left);
+  // a + b + c is one call of three arguments, in time linear in them.
+  class Chain {
+   public:
+    Chain(const char* name, SymExpr first) : name_(name), first_(std::move(first)) {}
+    void append(SymExpr next) {
+      if (args_.empty()) {
+        if (first_.kind() == SymExpr::Kind::Call && first_.text() == name_) {
+          args_ = first_.args();
+        } else {
+          args_.push_back(first_);
+        }
+      }
+      args_.push_back(std::move(next));
     }
-    args.push_back(right);
-    return SymExpr::call(name, std::move(args));
-  }
+    SymExpr call() && { return args_.empty() ? std::move(first_) : SymExpr::call(name_, std::move(args_)); }
+
+   private:
+    const char* name_;
+    SymExpr first_;
+    std::vector<SymExpr> args_;
+  };
 
   Result power(int depth) {
     if (depth > kMaxExpressionDepth) return std::nullopt;

@@ -49,10 +49,11 @@ StoredTensors read_stored(const ZipFile& zip, const std::string& config, const s
                           std::optional<at::Device> device) {
   StoredTensors stored_tensors;
   auto& found = stored_tensors.by_name;
-  const std::string config_text = zip.read(zip.get(config));
+  const std::string config_text = zip.read_text(zip.get(config));
   const JsonDoc doc(zip.path() + "/" + config, config_text);
   std::unordered_map<std::string, at::Tensor> storages;  // by record and device
-  std::map<std::string, StoredTensor> same;              // by everything that makes two entries one tensor
+  std::unordered_map<std::string, c10::IValue> pickled_records;
+  std::map<std::string, StoredTensor> same;  // by everything that makes two entries one tensor
   const Json& entries = doc.object(doc.at(doc.root(), "config"));
   for (auto it = entries.begin(); it != entries.end(); ++it) {
     const Json& entry = *it;
@@ -73,10 +74,13 @@ StoredTensors read_stored(const ZipFile& zip, const std::string& config, const s
     StoredTensor result;
     result.is_parameter = is_parameter;
     if (pickled) {
-      const std::string text = zip.read(zip.get(folder + record));
-      c10::IValue value = unpickle_archive(text, zip.path() + "/" + folder + record);
-      if (!value.isTensor()) doc.fail(entry, "'" + it.key() + "' is no tensor");
-      result.tensor = value.toTensor().to(where);
+      auto [archive, fresh] = pickled_records.try_emplace(record);
+      if (fresh) {
+        const std::string text = zip.read(zip.get(folder + record));
+        archive->second = unpickle_archive(text, zip.path() + "/" + folder + record);
+      }
+      if (!archive->second.isTensor()) doc.fail(entry, "'" + it.key() + "' is no tensor");
+      result.tensor = archive->second.toTensor().detach().to(where);
     } else if (where.is_meta()) {
       result.tensor = at::empty_strided(meta.sizes, meta.strides, at::dtype(meta.dtype).device(where));
     } else {

@@ -221,6 +221,13 @@ std::string ZipFile::read(const ZipEntry& entry) const {
   return data;
 }
 
+std::string ZipFile::read_text(const ZipEntry& entry) const {
+  const uint64_t most = (uint64_t{1} << 20) + 16 * file_size_;
+  if (entry.size > most)
+    fail("inflates to more than the " + std::to_string(most) + " bytes that a text may have", entry.name);
+  return read(entry);
+}
+
 void ZipFile::read_into(const ZipEntry& entry, void* into) const {
   if (entry.deflated) {
     std::vector<char> packed(entry.stored_size);

@@ -142,10 +142,26 @@ struct Fitter {
   }
 };
 
+// torch takes any integer for these and looks it up in tables without asking.
+void check_meaning(const c10::FunctionSchema& schema, size_t index, IntMeaning meaning, const Arg& arg) {
+  if (!arg.is_constant() || !arg.constant().isInt()) misfit(schema, index, kind_of(arg) + ", which no file states");
+  const int64_t number = arg.constant().toInt();
+  int64_t end = static_cast<int64_t>(at::ScalarType::Undefined);
+  const char* what = "dtype";
+  if (meaning == IntMeaning::Layout) end = static_cast<int64_t>(at::Layout::NumOptions), what = "layout";
+  if (meaning == IntMeaning::MemoryFormat)
+    end = static_cast<int64_t>(at::MemoryFormat::NumOptions), what = "memory format";
+  if (number < 0 || number >= end) misfit(schema, index, std::to_string(number) + ", which is no " + what);
+}
+
 }  // namespace
 
 Arg fit_argument(const c10::FunctionSchema& schema, size_t index, Arg arg) {
-  return Fitter{schema, index}.fit(schema.arguments()[index].type(), arg);
+  const c10::Argument& argument = schema.arguments()[index];
+  Arg fitted = Fitter{schema, index}.fit(argument.type(), arg);
+  const IntMeaning meaning = int_meaning(argument);
+  if (meaning != IntMeaning::Plain && !fitted.is_none()) check_meaning(schema, index, meaning, fitted);
+  return fitted;
 }
 
 bool has_default(const c10::FunctionSchema& schema, size_t index) {

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "plumb/core/error.h"
+#include "plumb/core/json_text.h"
 
 namespace plumb {
 namespace {
@@ -15,6 +16,7 @@ using nlohmann::json;
 
 // Deep enough for anything a person writes; keeps hostile files from exhausting the stack.
 constexpr int kMaxDepth = 200;
+constexpr int kMaxJsonDepth = 2 * kMaxDepth + 16;  // an object and a list for each level, and what contexts hold
 
 json dump(const TreeSpec& spec) {
   json j;
@@ -48,6 +50,8 @@ TreeSpec read(const json& j, int depth) {
   const json context = j.value("context", json());
   spec.context = context.is_string() ? context.get<std::string>() : context.dump();
   for (const json& child : j["children_spec"]) spec.children.push_back(read(child, depth + 1));
+  if (spec.type == "builtins.dict" || spec.type == "collections.OrderedDict")
+    spec.keys();  // throws now, not at its first use
   return spec;
 }
 
@@ -74,7 +78,7 @@ size_t TreeSpec::num_leaves() const {
 
 std::vector<std::string> TreeSpec::keys() const {
   std::vector<std::string> names;
-  json parsed = is_dict(*this) ? json::parse(context, nullptr, false) : json();
+  const json parsed = is_dict(*this) ? parse_json(context, kMaxJsonDepth) : json();
   if (!parsed.is_array()) throw Error(ErrorKind::StructureMismatch, "a tree spec of type '" + type + "' has no keys");
   for (const json& key : parsed) names.push_back(key.is_string() ? key.get<std::string>() : key.dump());
   return names;
@@ -83,7 +87,7 @@ std::vector<std::string> TreeSpec::keys() const {
 std::string TreeSpec::to_json() const { return json::array({1, dump(*this)}).dump(); }
 
 TreeSpec TreeSpec::from_json(const std::string& text) {
-  json parsed = json::parse(text, nullptr, false);
+  const json parsed = parse_json(text, kMaxJsonDepth);
   if (!parsed.is_array() || parsed.size() != 2 || parsed[0] != 1) {
     throw Error(ErrorKind::BadFile, "a tree spec that is not torch's protocol 1: " + text.substr(0, 80));
   }

@@ -216,6 +216,20 @@ TEST(StageBytes, RefuseOperatorsThatAreNoTensorArithmetic) {
   }
 }
 
+TEST(StageBytes, RefuseHeadersThatAreNestedDeep) {
+  const std::string good = serialize_stage(*pipeline(*gpt(1, false, true)), 0);
+  const std::string deep = std::string(200'000, '[') + std::string(200'000, ']');
+  auto with_version = [&](const std::string& version) {
+    const std::string header = "{\"version\": " + version + "}";
+    const uint64_t length = header.size();
+    return good.substr(0, 8) + std::string(reinterpret_cast<const char*>(&length), sizeof length) + header;
+  };
+  EXPECT_THAT(error_of([&] { deserialize_stage(with_version(deep)); }), HasSubstr("nested deeper"));
+  EXPECT_THAT(error_of([&] { deserialize_stage(with_version("7")); }), HasSubstr("unknown version 7"));
+  EXPECT_THAT(error_of([&] { PipeTable::from_json("{\"version\": " + deep + "}"); }), HasSubstr("nested deeper"));
+  EXPECT_THAT(error_of([&] { TreeSpec::from_json("[1, " + deep + "]"); }), HasSubstr("nested deeper"));
+}
+
 TEST(StageBytes, RefusesBytesThatAreNoStage) {
   auto pipe = pipeline(*gpt(1, false, true));
   const std::string good = serialize_stage(*pipe, 1);

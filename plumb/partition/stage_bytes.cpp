@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "plumb/core/error.h"
+#include "plumb/core/json_text.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/pipe.h"
 
@@ -137,7 +138,7 @@ StagePackage deserialize_stage(std::string_view bytes) {
   std::memcpy(&length, take(bytes, sizeof length, "its beginning").data(), sizeof length);
   const std::string_view text = take(bytes, length, "its header");
   try {
-    const json header = json::parse(text);
+    const json header = parse_json(text);
     if (header.at("version") != 1) bad("unknown version " + header.at("version").dump());
     StagePackage package;
     package.index = header.at("index").get<int>();

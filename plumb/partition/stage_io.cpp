@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "plumb/core/error.h"
+#include "plumb/core/json_text.h"
 #include "plumb/graph/names.h"
 
 namespace plumb {
@@ -203,7 +204,7 @@ std::string PipeTable::to_json() const {
 
 PipeTable PipeTable::from_json(const std::string& text) {
   try {
-    const json j = json::parse(text);
+    const json j = parse_json(text);
     if (j.at("version") != 1)
       throw Error(ErrorKind::BadFile, "a stage table of the unknown version " + j.at("version").dump());
     PipeTable table;

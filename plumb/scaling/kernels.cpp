@@ -91,6 +91,17 @@ std::string shape_text(const at::Tensor& tensor) {
   return text.str();
 }
 
+void check_gradient(const char* op, const at::Tensor& grad, at::IntArrayRef like) {
+  if (grad.sizes() == like) return;
+  bad_shape(op, "the gradient " + shape_text(grad) + " does not have the result's shape " + c10::str(like) + ".");
+}
+
+void check_dtype(const char* op, std::optional<at::ScalarType> dtype) {
+  if (!dtype || (static_cast<int>(*dtype) >= 0 && *dtype < at::ScalarType::Undefined)) return;
+  throw Error(ErrorKind::InvalidArgument,
+              std::string(op) + ": " + std::to_string(static_cast<int>(*dtype)) + " is no dtype.");
+}
+
 void bad_shape(const char* op, const std::string& why) {
   throw Error(ErrorKind::TensorMismatch, std::string(op) + ": " + why);
 }

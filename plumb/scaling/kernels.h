@@ -37,6 +37,12 @@ std::string shape_text(const at::Tensor& tensor);
 
 [[noreturn]] void bad_shape(const char* op, const std::string& why);
 
+// The gradient of a result has the result's shape; `like` is a tensor of that shape.
+void check_gradient(const char* op, const at::Tensor& grad, at::IntArrayRef like);
+
+// Schemas let every integer through as a dtype. Throws Error(InvalidArgument) for one that torch has not.
+void check_dtype(const char* op, std::optional<at::ScalarType> dtype);
+
 // The number of elements before the last dimension.
 int64_t leading(at::IntArrayRef sizes, size_t trailing = 1);
 

@@ -76,6 +76,7 @@ Tensor gelu(const Tensor& input, std::string_view approximate, double mult, Opti
 std::tuple<Tensor> gelu_backward(const Tensor& grad, const Tensor& input, std::string_view approximate, double mult,
                                  OptionalName constraint, OptionalScales scales, std::array<bool, 1> mask) {
   if (!mask[0]) return {Tensor()};
+  check_gradient("gelu", grad, input.sizes());
   const double s = choose_scales("gelu", scales, constraint, 2, rules::gelu(mult))[1];
   if (recording(grad) || recording(input)) return {at::gelu_backward(grad, times(input, mult), approximate) * s};
   if (can_go_in_blocks(input) && can_go_in_blocks(grad)) {
@@ -118,6 +119,7 @@ Tensor silu(const Tensor& input, double mult, OptionalName constraint, OptionalS
 std::tuple<Tensor> silu_backward(const Tensor& grad, const Tensor& input, double mult, OptionalName constraint,
                                  OptionalScales scales, std::array<bool, 1> mask) {
   if (!mask[0]) return {Tensor()};
+  check_gradient("silu", grad, input.sizes());
   const double s = choose_scales("silu", scales, constraint, 2, rules::silu(mult))[1];
   return {scaled(like(silu_backward_unscaled(grad, input, mult), input), s)};
 }
@@ -140,6 +142,8 @@ Tensor silu_glu(const Tensor& input, const Tensor& gate, double mult, OptionalSc
 
 std::tuple<Tensor, Tensor> silu_glu_backward(const Tensor& grad, const Tensor& input, const Tensor& gate, double mult,
                                              OptionalScales scales, std::array<bool, 2> mask) {
+  check_glu(input, gate);
+  check_gradient("silu_glu", grad, input.sizes());
   const double s = glu_scale(mult, scales);
   Tensor grad_input, grad_gate;
   if (mask[0]) grad_input = scaled(like(grad * silu_unscaled(gate, mult), input), s);
@@ -156,6 +160,7 @@ std::vector<double> softmax_rule(const Tensor& input, int64_t dim, double mult) 
 
 Tensor softmax(const Tensor& input, int64_t dim, std::optional<at::ScalarType> dtype, double mult,
                OptionalName constraint, OptionalScales scales) {
+  check_dtype("softmax", dtype);
   const double s = choose_scales("softmax", scales, constraint, 2, softmax_rule(input, dim, mult))[0];
   auto x = times(dtype ? input.to(*dtype) : input, mult);
   return scaled(at::_softmax(x.contiguous(), dim, /*half_to_float=*/false), s);
@@ -164,6 +169,7 @@ Tensor softmax(const Tensor& input, int64_t dim, std::optional<at::ScalarType> d
 std::tuple<Tensor> softmax_backward(const Tensor& grad, const Tensor& result, int64_t dim, double mult,
                                     OptionalName constraint, OptionalScales scales, std::array<bool, 1> mask) {
   if (!mask[0]) return {Tensor()};
+  check_gradient("softmax", grad, result.sizes());
   const auto s = choose_scales("softmax", scales, constraint, 2, softmax_rule(result, dim, mult));
   auto probabilities = at::mul(result, 1 / s[0]);
   auto back = at::_softmax_backward_data(grad.contiguous(), probabilities, dim, result.scalar_type());
@@ -232,6 +238,7 @@ std::tuple<Tensor, Tensor> silu_glu_backward_meta(const Tensor& grad, const Tens
 }
 Tensor softmax_meta(const Tensor& input, int64_t, std::optional<at::ScalarType> dtype, double, OptionalName,
                     OptionalScales) {
+  check_dtype("softmax", dtype);
   return at::empty_like(input, input.options().dtype(dtype.value_or(input.scalar_type())),
                         at::MemoryFormat::Contiguous);
 }

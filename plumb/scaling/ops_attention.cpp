@@ -41,6 +41,7 @@ std::tuple<Tensor> attention_scale_backward(const Tensor& grad, at::IntArrayRef 
                                             bool is_causal, double mult, OptionalScales scales,
                                             std::array<bool, 1> mask) {
   if (!mask[0]) return {Tensor()};
+  if (value_size.size() < 2) bad_shape("scaled_dot_product_attention", "value is (..., length, head size).");
   const double s = choose_scales(
       "scaled_dot_product_attention", scales, std::nullopt, 0,
       {rules::attention(value_size[value_size.size() - 2], value_size.back(), mult, dropout_p, is_causal)})[0];
@@ -78,6 +79,7 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 
 Tensor attention_meta(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor&, double, bool,
                       std::optional<double>, bool, double, OptionalScales) {
+  if (query.dim() < 2 || value.dim() < 2) check_attention(query, key, value, 0);
   auto sizes = query.sym_sizes().vec();
   sizes.back() = value.sym_size(-1);
   return query.new_empty_symint(sizes);
@@ -89,7 +91,8 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
          "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False, float mult=1.0, "
-         "float[]? scales=None) -> Tensor");
+         "float[]? scales=None) -> Tensor",
+         {at::Tag::nondeterministic_seeded});
   define(
       m,
       "attention_scale(Tensor output, Tensor value, float dropout_p, bool is_causal, float mult, float[]? scales) -> "

@@ -33,10 +33,12 @@ template <size_t N>
 Geometry<N> geometry(at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups) {
   Geometry<N> g{spread<N>("stride", stride), spread<N>("padding", padding), spread<N>("dilation", dilation), groups};
   for (size_t i = 0; i < N; ++i) {
-    if (g.stride[i] < 1 || g.dilation[i] < 1 || g.padding[i] < 0 || groups < 1) {
+    constexpr int64_t kMost = int64_t{1} << 24;  // beyond it the arithmetic of sizes may overflow
+    const auto fits = [](int64_t value, int64_t least) { return value >= least && value <= kMost; };
+    if (!fits(g.stride[i], 1) || !fits(g.dilation[i], 1) || !fits(g.padding[i], 0) || !fits(groups, 1)) {
       throw Error(ErrorKind::InvalidArgument, "conv" + std::to_string(N) +
                                                   "d: stride, dilation and groups are positive, padding is not "
-                                                  "negative.");
+                                                  "negative, none is beyond 2^24.");
     }
   }
   return g;
@@ -98,6 +100,15 @@ std::tuple<Tensor, Tensor, Tensor> conv_backward(const Tensor& grad, const Tenso
                                                  std::array<bool, 3> mask) {
   const auto g = geometry<N>(stride, padding, dilation, groups);
   const auto s = choose_scales("conv", scales, constraint, 2, conv_rule<N>(input, weight, g, scale_power));
+  auto expected = input.sizes().vec();
+  for (size_t i = 0; i < N; ++i) {
+    int64_t& size = expected[expected.size() - N + i];
+    size =
+        (size + 2 * g.padding[i] - (weight.size(2 + static_cast<int64_t>(i)) - 1) * g.dilation[i] - 1) / g.stride[i] +
+        1;
+  }
+  expected[expected.size() - N - 1] = weight.size(0);
+  check_gradient("conv", grad, expected);
   const bool single = input.dim() == static_cast<int64_t>(N) + 1;
   auto x = single ? input.unsqueeze(0) : input;
   auto gy = single ? grad.unsqueeze(0) : grad;

@@ -87,6 +87,8 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(const Tensor& grad, const Tens
                                                   const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
                                                   double label_smoothing, double mult, const Tensor& saved_log_p,
                                                   std::array<bool, 2> mask) {
+  check_cross_entropy(input, target, weight, label_smoothing);
+  check_gradient("cross_entropy", saved_log_p, input.sizes());
   const int64_t dim = class_dim(input);
   const bool watched = recording(input) || recording(grad);
   auto log_p = watched ? log_probabilities(input, mult) : saved_log_p;
@@ -137,6 +139,7 @@ Tensor mse_loss(const Tensor& input, const Tensor& target, int64_t reduction) {
 
 std::tuple<Tensor, Tensor> mse_loss_backward(const Tensor& grad, const Tensor& input, const Tensor& target,
                                              int64_t reduction, std::array<bool, 2> mask) {
+  check_mse(input, target);
   const auto per_value = reduction == at::Reduction::None ? at::Reduction::None : at::Reduction::Sum;
   auto back = at::mse_loss_backward(grad * rules::mse_grad(), input, target, per_value);
   return {mask[0] ? back : Tensor(), mask[1] ? back.neg() : Tensor()};
@@ -146,6 +149,7 @@ std::tuple<Tensor, Tensor> mse_loss_backward(const Tensor& grad, const Tensor& i
 
 Tensor cross_entropy_meta(const Tensor& input, const Tensor& target, const OptionalTensor&, int64_t reduction,
                           c10::SymInt, double, double) {
+  if (input.dim() == 0) bad_shape("cross_entropy", "input needs a dimension of classes.");
   auto sizes = input.sym_sizes().vec();
   sizes.erase(sizes.begin() + class_dim(input));
   return reduction == at::Reduction::None ? input.new_empty_symint(sizes) : input.new_empty({});

@@ -58,6 +58,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Ten
 
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, OptionalName,
                    at::ArrayRef<double>, OptionalScales) {
+  if (input.dim() < 1 || weight.dim() != 2)
+    bad_shape("linear", "weight is (out, in), and input has a dimension of in.");
   auto sizes = input.sym_sizes().vec();
   sizes.back() = weight.sym_size(0);
   return input.new_empty_symint(sizes);
@@ -147,6 +149,7 @@ std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const Tensor& lef
 }
 
 Tensor matmul_meta(const Tensor& left, const Tensor& right, OptionalName, OptionalScales) {
+  if (left.dim() == 0 || right.dim() == 0) bad_shape("matmul", "a number has no rows or columns.");
   auto l = left.sym_sizes().vec(), r = right.sym_sizes().vec();
   std::vector<c10::SymInt> batch_l, batch_r;
   if (l.size() > 2) batch_l.assign(l.begin(), l.end() - 2);

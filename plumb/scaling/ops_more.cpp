@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "plumb/core/error.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
@@ -69,8 +71,21 @@ int64_t one_of(at::IntArrayRef values, size_t i, int64_t otherwise) {
   return values[values.size() == 1 ? 0 : i];
 }
 
+constexpr int64_t kMost = int64_t{1} << 24;  // beyond it the arithmetic of sizes may overflow
+
+void check_windows(const char* op, size_t n, const char* what, at::IntArrayRef values, int64_t least) {
+  const bool fits = std::all_of(values.begin(), values.end(), [&](int64_t v) { return v >= least && v <= kMost; });
+  if (fits && (values.size() <= 1 || values.size() == n)) return;
+  throw Error(ErrorKind::InvalidArgument, std::string(op) + ": " + what + " is 1 or " + std::to_string(n) +
+                                              " numbers of at least " + std::to_string(least) + ".");
+}
+
 rules::Taps window_taps(const Tensor& input, size_t n, at::IntArrayRef kernel, at::IntArrayRef stride,
                         at::IntArrayRef padding, at::IntArrayRef dilation) {
+  check_windows("pooling", n, "the kernel", kernel, 1);
+  check_windows("pooling", n, "the stride", stride, 1);
+  check_windows("pooling", n, "the padding", padding, 0);
+  check_windows("pooling", n, "the dilation", dilation, 1);
   rules::Taps taps;
   for (size_t i = 0; i < n; ++i) {
     const int64_t size = one_of(kernel, i, 1), step = one_of(stride, i, size);
@@ -80,7 +95,8 @@ rules::Taps window_taps(const Tensor& input, size_t n, at::IntArrayRef kernel, a
                                                   " dimensions of positions.");
     }
     const auto d = static_cast<int64_t>(i) - static_cast<int64_t>(n);
-    rules::count_taps(taps, input.size(d), size, step, one_of(padding, i, 0), one_of(dilation, i, 1));
+    const int64_t pad = one_of(padding, i, 0);
+    rules::count_taps(taps, input.size(d), size, step, pad, one_of(dilation, i, 1));
   }
   return taps;
 }
@@ -120,6 +136,10 @@ Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptionalT
     bad_shape(op.c_str(), "input " + shape_text(input) + " does not fit weight " + shape_text(weight) +
                               "; weight is (in, out / groups, kernel).");
   }
+  check_windows(op.c_str(), N, "the stride", stride, 1);
+  check_windows(op.c_str(), N, "the padding", padding, 0);
+  check_windows(op.c_str(), N, "the output padding", output_padding, 0);
+  check_windows(op.c_str(), N, "the dilation", dilation, 1);
   rules::Taps taps;
   taps.examples = input.dim() == n + 2 ? input.size(0) : 1;
   // Counted as the convolution whose gradient this is: from the output's positions to the input's.

@@ -24,6 +24,12 @@ void check_normalized(const char* op, const Tensor& input, at::IntArrayRef shape
   }
 }
 
+// What a meta kernel needs: sizes may be symbols there.
+void check_rank(const char* op, const Tensor& input, at::IntArrayRef shape) {
+  if (shape.empty() || static_cast<int64_t>(shape.size()) > input.dim())
+    bad_shape(op, "the input has fewer dimensions than the normalized shape, or that is empty.");
+}
+
 double grad_scale(const Tensor& input, at::IntArrayRef shape) {
   return rules::norm_grad_weight(c10::multiply_integers(shape), input.numel());
 }
@@ -46,6 +52,14 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const
                                                        const OptionalTensor& weight, const OptionalTensor& bias,
                                                        const Tensor& mean, const Tensor& rstd,
                                                        std::array<bool, 3> mask) {
+  check_normalized("layer_norm", input, shape, weight);
+  check_normalized("layer_norm", input, shape, bias);
+  check_gradient("layer_norm", grad, input.sizes());
+  const int64_t rows = leading(input.sizes(), shape.size());
+  if (mean.numel() != rows || rstd.numel() != rows)
+    bad_shape("layer_norm", "mean and rstd need one value for each of " + std::to_string(rows) + " rows.");
+  mask[1] = mask[1] && present(weight);
+  mask[2] = mask[2] && present(bias);
   auto [grad_input, grad_weight, grad_bias] =
       at::native_layer_norm_backward(grad.contiguous(), input.contiguous(), shape, mean, rstd, weight, bias, mask);
   const double s = grad_scale(input, shape);
@@ -88,6 +102,8 @@ Tensor rms_norm(const Tensor& input, at::IntArrayRef shape, const OptionalTensor
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
                                              const OptionalTensor& weight, std::optional<double> eps,
                                              const Tensor& saved_rstd, std::array<bool, 2> mask) {
+  check_normalized("rms_norm", input, shape, weight);
+  check_gradient("rms_norm", grad, input.sizes());
   const auto type = wide(input);
   auto x = input.to(type).contiguous();
   auto g = grad.to(type).contiguous();
@@ -99,7 +115,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& i
     auto inner = present(weight) ? g * *weight : g;
     grad_input = ((inner - normal * at::mean(inner * normal, last_dims(shape), true)) * rstd).to(input.scalar_type());
   }
-  if (mask[1]) {
+  if (mask[1] && present(weight)) {
     grad_weight = scaled(at::sum_to(g * normal, shape, true), grad_scale(input, shape)).to(weight->scalar_type());
   }
   return {grad_input, grad_weight};
@@ -112,10 +128,25 @@ Tensor embedding(const Tensor& weight, const Tensor& indices, int64_t padding_id
   return at::embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse);
 }
 
+// torch's kernels of this gradient write where the indices say.
+void check_lookup(const Tensor& grad, at::IntArrayRef weight_size, const Tensor& indices) {
+  if (weight_size.size() != 2 || weight_size[0] < 0 || weight_size[1] < 0)
+    bad_shape("embedding", "the weight's sizes are two, (rows, columns).");
+  auto expected = indices.sizes().vec();
+  expected.push_back(weight_size[1]);
+  check_gradient("embedding", grad, expected);
+  if (!at::isIntegralType(indices.scalar_type(), false)) bad_shape("embedding", "the indices are no integers.");
+  if (!indices.is_cpu() || indices.numel() == 0) return;
+  const auto [least, most] = at::aminmax(indices);
+  if (least.item<int64_t>() < 0 || most.item<int64_t>() >= weight_size[0])
+    bad_shape("embedding", "an index is outside of the weight's " + std::to_string(weight_size[0]) + " rows.");
+}
+
 std::tuple<Tensor> embedding_backward(const Tensor& grad, at::IntArrayRef weight_size, const Tensor& indices,
                                       int64_t padding_idx, bool scale_grad_by_freq, bool sparse,
                                       std::array<bool, 1> mask) {
   if (!mask[0]) return {Tensor()};
+  check_lookup(grad, weight_size, indices);
   const int64_t rows = weight_size[0];
   const double s = rules::embedding_grad_weight(rows, indices.numel());
   const bool scale_grad = sparse || grad.numel() < rows * weight_size[1];
@@ -142,6 +173,7 @@ std::tuple<Tensor, Tensor, Tensor> native_layer_norm_meta(const Tensor& input, a
                                                           const OptionalTensor& weight, const OptionalTensor&, double,
                                                           bool) {
   // The statistics have the parameters' type where that is wider (half values, float parameters).
+  check_rank("layer_norm", input, shape);
   const auto type = present(weight) ? weight->scalar_type() : input.scalar_type();
   auto statistics = [&] { return at::empty_symint(statistics_sizes(input, shape), input.options().dtype(type)); };
   return {dense(input), statistics(), statistics()};
@@ -149,19 +181,21 @@ std::tuple<Tensor, Tensor, Tensor> native_layer_norm_meta(const Tensor& input, a
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor&, const Tensor& input, at::IntArrayRef,
                                                             const OptionalTensor& weight, const OptionalTensor& bias,
                                                             const Tensor&, const Tensor&, std::array<bool, 3> mask) {
-  return {mask[0] ? dense(input) : Tensor(), mask[1] ? dense(*weight) : Tensor(), mask[2] ? dense(*bias) : Tensor()};
+  return {mask[0] ? dense(input) : Tensor(), mask[1] && present(weight) ? dense(*weight) : Tensor(),
+          mask[2] && present(bias) ? dense(*bias) : Tensor()};
 }
 Tensor rms_norm_meta(const Tensor& input, at::IntArrayRef, const OptionalTensor&, std::optional<double>) {
   return dense(input);
 }
 std::tuple<Tensor, Tensor> native_rms_norm_meta(const Tensor& input, at::IntArrayRef shape, const OptionalTensor&,
                                                 std::optional<double>) {
+  check_rank("rms_norm", input, shape);
   return {dense(input), at::empty_symint(statistics_sizes(input, shape), input.options().dtype(wide(input)))};
 }
 std::tuple<Tensor, Tensor> rms_norm_backward_meta(const Tensor&, const Tensor& input, at::IntArrayRef,
                                                   const OptionalTensor& weight, std::optional<double>, const Tensor&,
                                                   std::array<bool, 2> mask) {
-  return {mask[0] ? dense(input) : Tensor(), mask[1] ? dense(*weight) : Tensor()};
+  return {mask[0] ? dense(input) : Tensor(), mask[1] && present(weight) ? dense(*weight) : Tensor()};
 }
 Tensor embedding_meta(const Tensor& weight, const Tensor& indices, c10::SymInt, bool, bool) {
   auto sizes = indices.sym_sizes().vec();

@@ -60,6 +60,7 @@ void count_taps(Taps& taps, int64_t length, int64_t kernel, int64_t stride, int6
   for (int64_t tap = 0; tap < kernel; ++tap) {
     // Output position o reads input o * stride + offset.
     const int64_t offset = tap * dilation - padding;
+    if (offset >= length) break;  // the rest of a kernel that reaches beyond the input reads nothing
     const int64_t first = offset < 0 ? (-offset + stride - 1) / stride : 0;
     const int64_t last = std::min(outputs - 1, length > offset ? (length - 1 - offset) / stride : int64_t{-1});
     pairs += std::max<int64_t>(last - first + 1, 0);

@@ -135,7 +135,8 @@ void bind_graph(py::module_& m) {
       },
       "Let files that this process reads from now on name these operators: `\"mylib::op\"`, or `\"mylib\"` for all\n"
       "of a namespace. Files may come from anywhere, so `load_pt2`, `parse_graph` and `deserialize_stage` refuse\n"
-      "operators that plumb does not know as tensor arithmetic. Allow what is safe with arguments that a file's author\n"
+      "operators that plumb does not know as tensor arithmetic. Allow what is safe with arguments that a file's "
+      "author\n"
       "chose.");
   // Of one operator, for tests: what its row says.
   m.def("operator_facts", [](const std::string& name) -> py::object {
