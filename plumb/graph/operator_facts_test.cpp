@@ -1,9 +1,11 @@
 #include "plumb/graph/operator_facts.h"
 
+#include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gmock/gmock.h>
 #include <torch/library.h>
 
+#include <map>
 #include <set>
 
 #include "plumb/core/error.h"
@@ -23,20 +25,28 @@ TORCH_LIBRARY(facts_test, m) {
 }
 
 // Of every operator registered here: its full name and handle.
-std::vector<std::pair<std::string, c10::OperatorHandle>> registered() {
-  std::vector<std::pair<std::string, c10::OperatorHandle>> all;
-  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (auto op = c10::Dispatcher::singleton().findSchema(name)) all.emplace_back(operator_name(*op), *op);
-  }
+using Operators = std::vector<std::pair<std::string, c10::OperatorHandle>>;
+
+const Operators& registered() {
+  static const Operators all = [] {
+    Operators found;
+    for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+      if (auto op = c10::Dispatcher::singleton().findSchema(name)) found.emplace_back(operator_name(*op), *op);
+    }
+    return found;
+  }();
   return all;
 }
 
-std::vector<c10::OperatorHandle> overloads(std::string_view name) {
-  std::vector<c10::OperatorHandle> found;
-  for (const auto& [full, op] : registered()) {
-    if (op.schema().name() == name) found.push_back(op);
-  }
-  return found;
+const std::vector<c10::OperatorHandle>& overloads(std::string_view name) {
+  static const std::map<std::string, std::vector<c10::OperatorHandle>> by_name = [] {
+    std::map<std::string, std::vector<c10::OperatorHandle>> found;
+    for (const auto& [full, op] : registered()) found[op.schema().name()].push_back(op);
+    return found;
+  }();
+  static const std::vector<c10::OperatorHandle> none;
+  auto it = by_name.find(std::string(name));
+  return it == by_name.end() ? none : it->second;
 }
 
 bool is_out(const c10::OperatorHandle& op) {
