@@ -27,6 +27,7 @@ from execution_bench import load_library, table, verdict  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torch.distributed.pipelining import schedules as torch_schedules  # noqa: E402
+from zoo import Block  # noqa: E402
 
 WIDTH, HEADS, SEQUENCE, VOCABULARY, LAYERS, MICROBATCHES, ROWS = 256, 4, 128, 512, 8, 8, 4
 TORCH = {  # plumb's name -> torch's class
@@ -91,21 +92,6 @@ def torch_action_cost(steps: int) -> list[float]:
     return on_torch_group(work)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, _ = x.shape
-        heads = [z.view(b, t, HEADS, WIDTH // HEADS).transpose(1, 2) for z in self.qkv(self.norm1(x)).split(WIDTH, -1)]
-        a = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(a.transpose(1, 2).reshape(b, t, WIDTH))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
 class Part(nn.Module):
     """Layers [first, last) of the GPT, with its embedding and head where they belong."""
 
@@ -114,7 +100,7 @@ class Part(nn.Module):
         self.first, self.last = first == 0, last == LAYERS
         if self.first:
             self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.zeros(SEQUENCE, WIDTH))
-        self.blocks = nn.Sequential(*[Block() for _ in range(first, last)])
+        self.blocks = nn.Sequential(*[Block(WIDTH, HEADS) for _ in range(first, last)])
         if self.last:
             self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 

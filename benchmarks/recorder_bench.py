@@ -17,41 +17,14 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch  # noqa: E402
+from execution_bench import ROOT  # noqa: E402, F401  (finds the zoo of the tests)
 from plumb.transforms._apply import TransformedForward  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+from zoo import GPT  # noqa: E402
 
 import plumb  # noqa: E402
 
 ROUNDS, STEPS = int(os.environ.get("PLUMB_ROUNDS", 15)), 10
 WIDTH, HEADS, LENGTH, BATCH, VOCABULARY = 256, 4, 128, 8, 512
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        b, t, _ = x.shape
-        q, k, v = (y.view(b, t, HEADS, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, t, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Gpt(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*[Block() for _ in range(4)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, x, y):
-        h = self.blocks(self.token(x) + self.position.weight)
-        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
 def main() -> None:
@@ -63,8 +36,8 @@ def main() -> None:
     gradients = folder / "gradients.toml"
     gradients.write_text('[[rule]]\ndirection = "backward"\noperator = "parameter"\nstatistics = ["std", "abs_max"]\nevery = 10\n')
     watch = folder / "nan.toml"
-    watch.write_text('[[rule]]\nname = "*.norm*"\ndirection = "forward"\nwhen = { statistic = "nan_count", above = 0 }\nevery = 1\n')
-    plain = Gpt()
+    watch.write_text('[[rule]]\nname = "*ln*"\ndirection = "forward"\nwhen = { statistic = "nan_count", above = 0 }\nevery = 1\n')
+    plain = GPT(vocab=VOCABULARY, d=WIDTH, layers=4, h=HEADS, context=LENGTH)
     captured = copy.deepcopy(plain)
     captured.__dict__["forward"] = TransformedForward(captured, [])
     models, recorders = {"eager": plain, "captured": captured}, {}
@@ -83,7 +56,7 @@ def main() -> None:
         recorder = recorders.get(name)
         begin = time.thread_time()
         for _ in range(count):
-            loss = models[name](x, y)
+            loss = models[name](x, y)[1]
             optimizers[name].zero_grad()
             loss.backward()
             optimizers[name].step()

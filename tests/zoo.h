@@ -8,77 +8,20 @@
 #include <string>
 #include <vector>
 
+#include "examples/gpt.h"
+
 namespace plumb::zoo {
 
 using at::Tensor;
 namespace nn = torch::nn;
 namespace F = torch::nn::functional;
 
-struct BlockImpl : nn::Module {
-  BlockImpl(int64_t width, int64_t heads, double dropout = 0.0)
-      : heads(heads),
-        ln1(nn::LayerNormOptions({width})),
-        ln2(nn::LayerNormOptions({width})),
-        qkv(width, 3 * width),
-        proj(width, width),
-        up(width, 4 * width),
-        down(4 * width, width),
-        drop(dropout) {
-    register_module("ln1", ln1);
-    register_module("ln2", ln2);
-    register_module("qkv", qkv);
-    register_module("proj", proj);
-    register_module("up", up);
-    register_module("down", down);
-    register_module("drop", drop);
-  }
-  Tensor forward(Tensor x) {
-    const auto b = x.size(0), t = x.size(1), d = x.size(2);
-    auto parts = qkv(ln1(x)).split(d, -1);
-    auto split = [&](const Tensor& z) { return z.view({b, t, heads, d / heads}).transpose(1, 2); };
-    auto a = at::scaled_dot_product_attention(split(parts[0]), split(parts[1]), split(parts[2]), {}, 0.0, true);
-    x = x + drop(proj(a.transpose(1, 2).reshape({b, t, d})));
-    return x + drop(down(F::gelu(up(ln2(x)))));
-  }
-  int64_t heads;
-  nn::LayerNorm ln1, ln2;
-  nn::Linear qkv, proj, up, down;
-  nn::Dropout drop;
-};
-TORCH_MODULE(Block);
+using example::Block;
 
-struct GPTImpl : nn::Module {
-  GPTImpl(int64_t vocab, int64_t width, int64_t layers, int64_t heads, int64_t context, bool tied, double dropout = 0.0)
-      : tok(vocab, width),
-        pos(context, width),
-        ln(nn::LayerNormOptions({width})),
-        head(nn::LinearOptions(width, vocab).bias(false)) {
-    register_module("tok", tok);
-    register_module("pos", pos);
-    register_module("blocks", blocks);
-    for (int64_t i = 0; i < layers; ++i) blocks->push_back(Block(width, heads, dropout));
-    register_module("ln", ln);
-    register_module("head", head);
-    if (tied) head->weight = head->register_parameter_alias(tok->weight);
-  }
-  struct HeadImpl : nn::LinearImpl {
-    using nn::LinearImpl::LinearImpl;
-    Tensor register_parameter_alias(Tensor w) {
-      parameters_["weight"] = w;
-      return w;
-    }
-  };
-  Tensor forward(Tensor ids) {
-    auto x = tok(ids) + pos(at::arange(ids.size(1), at::kLong));
-    for (auto& b : *blocks) x = b->as<BlockImpl>()->forward(x);
-    return head->forward(ln(x));
-  }
-  nn::Embedding tok, pos;
-  nn::ModuleList blocks;
-  nn::LayerNorm ln;
-  nn::ModuleHolder<HeadImpl> head;
+struct GPT : example::GPT {
+  GPT(int64_t vocabulary, int64_t width, int64_t layers, int64_t heads, int64_t context, bool tied, double dropout = 0)
+      : example::GPT(example::GPTOptions{vocabulary, width, layers, heads, context, tied, dropout}) {}
 };
-TORCH_MODULE(GPT);
 
 struct EncoderLayerImpl : nn::Module {
   explicit EncoderLayerImpl(double dropout)
