@@ -88,6 +88,10 @@ class Loader {
   void read_state();
   void read_calls(const Json& module);
   void read_inputs(const Json& graph, const Json& signature);
+  void read_placeholder(const Json& input, const Json& of_input, size_t index, const Json& graph);
+  void read_attribute(const Json& input, const Json& of_input, const Json& graph);
+  void complete_state();
+  void check_constant_inputs();
   void add_size_check();
   void read_outputs(const Json& graph, const Json& signature);
   void add_attribute(const Json& at, const std::string& value_name, const std::string& name, AttrKind kind,
@@ -218,60 +222,74 @@ void Loader::read_inputs(const Json& graph, const Json& signature) {
   if (inputs.size() != specs.size())
     doc_.fail(specs, "the graph has " + std::to_string(inputs.size()) + " inputs, the signature " +
                          std::to_string(specs.size()));
+  auto is_placeholder = [&](size_t i) {
+    const auto [kind, spec] = doc_.tagged(specs[i]);
+    return kind == "user_input" || kind == "constant_input";
+  };
   // Placeholders come first in the IR; in the file weights do.
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const auto [kind, spec] = doc_.tagged(specs[i]);
-    if (kind != "user_input" && kind != "constant_input") continue;
-    const auto [tag, value] = doc_.tagged(inputs[i]);
-    std::string name;
-    Node* node = nullptr;
-    if (tag == "as_tensor") {
-      name = doc_.string(doc_.at(value, "name"));
-      auto meta = nodes_.meta_of(graph, name);
-      if (!meta) doc_.fail(inputs[i], "the type of '" + name + "' is missing");
-      node = graph_.placeholder(name, std::move(meta));
-    } else if (tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool") {
-      name = doc_.string(doc_.at(value, "as_name"));
-      node = graph_.placeholder(name, std::nullopt,
-                                tag == "as_sym_int"     ? ValueType::Int
-                                : tag == "as_sym_float" ? ValueType::Float
-                                                        : ValueType::Bool);
-    } else {
-      const Json* given = kind == "constant_input" ? doc_.find(spec, "name") : nullptr;
-      name = given ? doc_.string(*given) : "arg" + std::to_string(i);
-      const c10::IValue only = constant(inputs[i]);
-      const ValueType type = only.isInt()      ? ValueType::Int
-                             : only.isDouble() ? ValueType::Float
-                             : only.isBool()   ? ValueType::Bool
-                                               : ValueType::Other;
-      node = graph_.placeholder(name, std::nullopt, type);
-      constant_inputs_.emplace(node->result()->name(), only);
-    }
-    nodes_.name_value(node->result(), name);
-    if (node->result()->type() != ValueType::Tensor && !constant_inputs_.count(node->result()->name()))
-      nodes_.note_expression(graph, node->result(), name);
-    NodeReader::bind(doc_, inputs[i], scope_, name, node->result());
+    if (is_placeholder(i)) read_placeholder(inputs[i], specs[i], i, graph);
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const auto [kind, spec] = doc_.tagged(specs[i]);
-    if (kind == "user_input" || kind == "constant_input") continue;
-    if (kind == "custom_obj") doc_.fail(specs[i], "custom objects cannot be held in a graph");
-    if (kind == "token") doc_.fail(specs[i], "operators with effect tokens cannot be held in a graph");
-    const auto [tag, value] = doc_.tagged(inputs[i]);
-    if (tag != "as_tensor") doc_.fail(inputs[i], "a tensor was expected");
-    const std::string& name = doc_.string(doc_.at(value, "name"));
-    if (kind == "parameter") {
-      add_attribute(specs[i], name, doc_.string(doc_.at(spec, "parameter_name")), AttrKind::Parameter, true, graph);
-    } else if (kind == "buffer") {
-      add_attribute(specs[i], name, doc_.string(doc_.at(spec, "buffer_name")), AttrKind::Buffer,
-                    doc_.boolean(doc_.at(spec, "persistent")), graph);
-    } else if (kind == "tensor_constant") {
-      add_attribute(specs[i], name, doc_.string(doc_.at(spec, "tensor_constant_name")), AttrKind::Constant, true,
-                    graph);
-    } else {
-      doc_.fail(specs[i], "unknown kind of input '" + kind + "'");
-    }
+    if (!is_placeholder(i)) read_attribute(inputs[i], specs[i], graph);
   }
+  complete_state();
+  check_constant_inputs();
+}
+
+void Loader::read_placeholder(const Json& input, const Json& of_input, size_t index, const Json& graph) {
+  const auto [kind, spec] = doc_.tagged(of_input);
+  const auto [tag, value] = doc_.tagged(input);
+  std::string name;
+  Node* node = nullptr;
+  if (tag == "as_tensor") {
+    name = doc_.string(doc_.at(value, "name"));
+    auto meta = nodes_.meta_of(graph, name);
+    if (!meta) doc_.fail(input, "the type of '" + name + "' is missing");
+    node = graph_.placeholder(name, std::move(meta));
+  } else if (tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool") {
+    name = doc_.string(doc_.at(value, "as_name"));
+    node = graph_.placeholder(name, std::nullopt,
+                              tag == "as_sym_int"     ? ValueType::Int
+                              : tag == "as_sym_float" ? ValueType::Float
+                                                      : ValueType::Bool);
+  } else {
+    const Json* given = kind == "constant_input" ? doc_.find(spec, "name") : nullptr;
+    name = given ? doc_.string(*given) : "arg" + std::to_string(index);
+    const c10::IValue only = constant(input);
+    const ValueType type = only.isInt()      ? ValueType::Int
+                           : only.isDouble() ? ValueType::Float
+                           : only.isBool()   ? ValueType::Bool
+                                             : ValueType::Other;
+    node = graph_.placeholder(name, std::nullopt, type);
+    constant_inputs_.emplace(node->result()->name(), only);
+  }
+  nodes_.name_value(node->result(), name);
+  if (node->result()->type() != ValueType::Tensor && !constant_inputs_.count(node->result()->name()))
+    nodes_.note_expression(graph, node->result(), name);
+  NodeReader::bind(doc_, input, scope_, name, node->result());
+}
+
+void Loader::read_attribute(const Json& input, const Json& of_input, const Json& graph) {
+  const auto [kind, spec] = doc_.tagged(of_input);
+  if (kind == "custom_obj") doc_.fail(of_input, "custom objects cannot be held in a graph");
+  if (kind == "token") doc_.fail(of_input, "operators with effect tokens cannot be held in a graph");
+  const auto [tag, value] = doc_.tagged(input);
+  if (tag != "as_tensor") doc_.fail(input, "a tensor was expected");
+  const std::string& name = doc_.string(doc_.at(value, "name"));
+  if (kind == "parameter") {
+    add_attribute(of_input, name, doc_.string(doc_.at(spec, "parameter_name")), AttrKind::Parameter, true, graph);
+  } else if (kind == "buffer") {
+    add_attribute(of_input, name, doc_.string(doc_.at(spec, "buffer_name")), AttrKind::Buffer,
+                  doc_.boolean(doc_.at(spec, "persistent")), graph);
+  } else if (kind == "tensor_constant") {
+    add_attribute(of_input, name, doc_.string(doc_.at(spec, "tensor_constant_name")), AttrKind::Constant, true, graph);
+  } else {
+    doc_.fail(of_input, "unknown kind of input '" + kind + "'");
+  }
+}
+
+void Loader::complete_state() {
   // Further names of tied weights: no inputs of the graph, but part of the state.
   for (const auto& [name, stored] : weights_.by_name) {
     if (!state_.contains(name))
@@ -293,6 +311,10 @@ void Loader::read_inputs(const Json& graph, const Json& signature) {
     if (!ordered.contains(attr.name)) ordered.add(attr);
   }
   state_ = std::move(ordered);
+}
+
+// Nodes that hold inputs against the only values they may have.
+void Loader::check_constant_inputs() {
   for (const auto& [name, only] : constant_inputs_) {
     Value* value = graph_.find_value(name);
     if (only.isString()) {
