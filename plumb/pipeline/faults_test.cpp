@@ -123,6 +123,40 @@ TEST(Faults, NameTheRankThatWasStopped) {
   EXPECT_THAT(run.errors[0], HasSubstr("rank 1: no answer within 3000 ms"));
 }
 
+TEST(Faults, NameRankZeroThatWasStoppedWithItsStore) {
+  auto run = run_fault("stop", 3, 0, 3000);
+  expect_others_ended(run, 0);
+  EXPECT_THAT(run.errors[1], HasSubstr("rank 0: no answer within 3000 ms"));
+  EXPECT_LT(run.seconds, 40);
+}
+
+Role meet_role("meet", [] {
+  if (setting("STOPS") == std::getenv("RANK")) ::raise(SIGSTOP);
+  make_group_from_environment({std::chrono::seconds(3)});
+  report("met", "yes");
+  return 0;
+});
+
+TEST(Faults, NameRankZeroThatWasStoppedBeforeTheRanksMet) {
+  auto run = run_role("meet", 2, {{"STOPS", "0"}}, std::chrono::seconds(1));
+  EXPECT_THAT(run.errors[1], HasSubstr("for rank 0"));
+  EXPECT_EQ(run.result.first_failed, 1);
+  EXPECT_LT(run.seconds, 30);
+}
+
+TEST(Faults, ALauncherSaysThatARankIsStoppedAndEndsIt) {
+  LaunchOptions options;
+  options.num_processes = 1;
+  options.environment = {{"PLUMB_TEST_ROLE", "meet"}, {"PLUMB_TEST_STOPS", "0"}};
+  options.patience_with_stopped = std::chrono::milliseconds(500);
+  std::string said;
+  options.on_line = [&](int, bool, const std::string& line) { said += line; };
+  const LaunchResult result = launch_local(options);
+  EXPECT_TRUE(result.processes[0].was_stopped);
+  EXPECT_EQ(result.first_failed, 0);
+  EXPECT_THAT(said, HasSubstr("stopped by a signal"));
+}
+
 TEST(Faults, FindDifferentSchedulesBeforeTheFirstStep) {
   auto run = run_fault("schedule", 2, 1);
   EXPECT_THAT(run.errors[0], HasSubstr("different layouts or schedules"));

@@ -1,12 +1,9 @@
 #include "plumb/pipeline/launch.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +13,7 @@
 #include <map>
 
 #include "plumb/core/error.h"
+#include "plumb/pipeline/listen.h"
 
 extern char** environ;
 
@@ -48,22 +46,6 @@ class Descriptor {
   throw Error(ErrorKind::ExecutionFailed, what + ": " + std::strerror(errno));
 }
 
-// A socket on a free port of loopback that listens already, so that no other program can take the port.
-Descriptor listening_socket(int& port) {
-  Descriptor fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (fd.get() < 0) raise_system("cannot open a socket");
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 || ::listen(fd.get(), 1024) != 0 ||
-      ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0) {
-    raise_system("cannot listen on loopback");
-  }
-  port = ntohs(address.sin_port);
-  return fd;
-}
-
 struct SystemPipe {
   Descriptor read, write;
 };
@@ -85,6 +67,7 @@ struct Child {
   Clock::time_point started;
   bool ended = false;
   bool told_to_stop = false;
+  Clock::time_point stopped{};  // since when, if it is
 };
 
 std::string own_program() {
@@ -140,12 +123,13 @@ class Launch {
 
   LaunchResult run() {
     int port = 0;
-    Descriptor socket = listening_socket(port);
+    Descriptor socket(listen_at("127.0.0.1", port));  // so that no other program can take the port
     for (int r = 0; r < options_.num_processes; r++) start(r, port, socket.get());
     socket.close();
     while (!all_ended()) {
       read_lines(milliseconds(20));
       reap();
+      pass_signal_on();
       stop_others();
     }
     read_lines(milliseconds(0), /*to_the_end=*/true);
@@ -255,7 +239,15 @@ class Launch {
     for (size_t r = 0; r < children_.size(); r++) {
       auto& child = children_[r];
       int status = 0;
-      if (child.ended || ::waitpid(child.pid, &status, WNOHANG) != child.pid) continue;
+      if (child.ended || ::waitpid(child.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) != child.pid) {
+        lose_patience(static_cast<int>(r));
+        continue;
+      }
+      if (WIFSTOPPED(status) || WIFCONTINUED(status)) {
+        child.stopped = WIFSTOPPED(status) ? Clock::now() : Clock::time_point();
+        emit(static_cast<int>(r), true, WIFSTOPPED(status) ? "stopped by a signal, the others wait" : "goes on");
+        continue;
+      }
       child.ended = true;
       auto& end = result_.processes[r];
       end.seconds = std::chrono::duration<double>(Clock::now() - child.started).count();
@@ -266,6 +258,22 @@ class Launch {
         result_.first_failed = static_cast<int>(r);
         failed_at_ = Clock::now();
       }
+    }
+  }
+
+  void lose_patience(int rank) {
+    auto& child = children_[rank];
+    if (child.ended || child.stopped == Clock::time_point()) return;
+    if (Clock::now() - child.stopped < options_.patience_with_stopped) return;
+    child.stopped = {};
+    result_.processes[rank].was_stopped = true;
+    ::kill(child.pid, SIGKILL);
+  }
+
+  void pass_signal_on() {
+    const int signal = options_.signal ? options_.signal() : 0;
+    for (auto& child : children_) {
+      if (signal != 0 && !child.ended) ::kill(child.pid, signal);
     }
   }
 

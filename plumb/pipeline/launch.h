@@ -23,13 +23,18 @@ struct LaunchOptions {
   std::chrono::milliseconds patience = std::chrono::seconds(5);
   // Called between lines; true ends everything (a cancelled job).
   std::function<bool()> cancelled;
+  // Called between lines; a signal for every process, 0 for none.
+  std::function<int()> signal;
+  // A process that is stopped (SIGSTOP) for this long has failed.
+  std::chrono::milliseconds patience_with_stopped = std::chrono::minutes(1);
 };
 
 struct ProcessEnd {
   int exit_code = 0;  // 0 for success; 128 + signal for one that was killed
   int signal = 0;     // the signal that ended it, or 0
   bool stopped_by_launcher = false;
-  double seconds = 0;  // from start to end
+  bool was_stopped = false;  // by a signal, until the launcher lost its patience
+  double seconds = 0;        // from start to end
 };
 
 struct LaunchResult {

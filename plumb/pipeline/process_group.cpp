@@ -7,6 +7,8 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/listen.h"
+#include "plumb/pipeline/within.h"
 
 namespace plumb {
 namespace {
@@ -32,44 +34,23 @@ void check_timeout(std::chrono::milliseconds timeout) {
   }
 }
 
-}  // namespace
-
-ProcessGroup::ProcessGroup() : state_(std::make_shared<State>()) {}
-ProcessGroup::ProcessGroup(std::shared_ptr<State> state) : state_(std::move(state)) {}
-int ProcessGroup::rank() const { return state_->rank; }
-int ProcessGroup::size() const { return state_->size; }
-int ProcessGroup::world_rank(int rank) const {
-  const auto& world = state_->world;
-  return rank >= 0 && static_cast<size_t>(rank) < world.size() ? world[rank] : rank;
-}
-std::chrono::milliseconds ProcessGroup::timeout() const { return state_->timeout; }
-void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
-  check_timeout(timeout);
-  state_->timeout = timeout;
-}
-
-ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options) {
-  check_timeout(options.timeout);
-  if (env.rank < 0 || env.rank >= env.world_size) {
-    throw Error(ErrorKind::InvalidArgument,
-                "rank " + std::to_string(env.rank) + " of " + std::to_string(env.world_size) + " ranks does not exist");
-  }
-  auto state = std::make_shared<ProcessGroup::State>();
-  state->rank = env.rank;
-  state->size = env.world_size;
-  state->timeout = options.timeout;
-  state->env = env;
-  state->options = options;
+// Meets the other ranks in the store of rank 0.
+std::shared_ptr<ProcessGroup::State> connected(std::shared_ptr<ProcessGroup::State> state) {
+  const RankEnvironment& env = state->env;
+  const GlooOptions& options = state->options;
   const std::string address = env.master_address + ":" + std::to_string(env.master_port);
   const std::string me = "rank " + std::to_string(env.rank) + " of " + std::to_string(env.world_size);
-  if (env.world_size == 1) return ProcessGroup(state);
   try {
     c10d::TCPStoreOptions store;
     store.port = static_cast<std::uint16_t>(env.master_port);
     store.isServer = env.rank == 0 && !env.launcher_serves_store;
     store.timeout = options.timeout;
     store.waitWorkers = false;
-    if (store.isServer && env.listening_socket >= 0) store.masterListenFd = env.listening_socket;
+    int port = env.master_port;
+    const int socket = !store.isServer             ? -1
+                       : env.listening_socket >= 0 ? env.listening_socket
+                                                   : listen_at(env.master_address, port);
+    if (socket >= 0) store.masterListenFd = socket;
     state->store = c10::make_intrusive<c10d::TCPStore>(env.master_address, store);
   } catch (const std::exception& e) {
     throw Error(ErrorKind::Communication,
@@ -104,7 +85,47 @@ ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& opti
     throw Error(ErrorKind::Communication, me + " cannot connect to its peers: " + first_line(e.what()), "",
                 "on several hosts set GLOO_SOCKET_IFNAME to the network interface to use");
   }
-  return ProcessGroup(state);
+  return state;
+}
+
+}  // namespace
+
+ProcessGroup::ProcessGroup() : state_(std::make_shared<State>()) {}
+ProcessGroup::ProcessGroup(std::shared_ptr<State> state) : state_(std::move(state)) {}
+int ProcessGroup::rank() const { return state_->rank; }
+int ProcessGroup::size() const { return state_->size; }
+int ProcessGroup::world_rank(int rank) const {
+  const auto& world = state_->world;
+  return rank >= 0 && static_cast<size_t>(rank) < world.size() ? world[rank] : rank;
+}
+std::chrono::milliseconds ProcessGroup::timeout() const { return state_->timeout; }
+void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
+  check_timeout(timeout);
+  state_->timeout = timeout;
+}
+
+ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options) {
+  check_timeout(options.timeout);
+  if (env.rank < 0 || env.rank >= env.world_size) {
+    throw Error(ErrorKind::InvalidArgument,
+                "rank " + std::to_string(env.rank) + " of " + std::to_string(env.world_size) + " ranks does not exist");
+  }
+  auto state = std::make_shared<ProcessGroup::State>();
+  state->rank = env.rank;
+  state->size = env.world_size;
+  state->timeout = options.timeout;
+  state->env = env;
+  state->options = options;
+  if (env.world_size == 1) return ProcessGroup(state);
+  // A store that is stopped takes connections, and answers nothing for ever.
+  const auto limit = options.timeout + std::max(options.timeout / 2, std::chrono::milliseconds(2000));
+  auto group = within(limit, [state] { return connected(state); });
+  if (group) return ProcessGroup(std::move(*group));
+  throw Error(ErrorKind::Communication,
+              "rank " + std::to_string(env.rank) + " of " + std::to_string(env.world_size) + " waited " +
+                  std::to_string(limit.count()) + " ms at " + env.master_address + ":" +
+                  std::to_string(env.master_port) + " for rank 0, whose store does not answer",
+              "", "look at rank 0 (stopped? overloaded?), or give a longer time-out");
 }
 
 ProcessGroup make_group_from_environment(const GlooOptions& options) {

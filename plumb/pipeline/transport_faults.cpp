@@ -9,6 +9,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport_state.h"
+#include "plumb/pipeline/within.h"
 
 namespace plumb {
 
@@ -100,48 +101,61 @@ Cause Transport::State::told_cause(const at::Tensor& buffer, const Prologue& p) 
   return {p.microbatch, std::string(static_cast<const char*>(buffer.const_data_ptr()) + sizeof p, length), true};
 }
 
-bool Transport::State::find_stored(Cause& cause, int suspect) {
+// Nothing once the store is lost: it goes with its rank, or does not answer because that rank is stopped, and most of
+// its calls would wait for ever.
+template <class Ask>
+auto Transport::State::ask_store(Ask ask) -> std::optional<std::invoke_result_t<Ask, c10d::Store&>> {
   const auto& store = group.state().store;
-  if (!store || store_lost) return false;
+  if (!store || store_lost) return std::nullopt;
   try {
-    for (int k = 0; k < group.size(); k++) {
-      const int rank = (suspect + k) % group.size();
-      if (rank == group.rank() || !store->check({store_key(rank)})) continue;
-      const auto bytes = store->get(store_key(rank));
-      const std::string text(bytes.begin(), bytes.end());
-      const auto colon = text.find(':');
-      cause = {std::atoi(text.c_str()), text.substr(colon + 1), true};
-      return true;
-    }
+    auto answer = within(std::min(group.timeout(), milliseconds(2000)), [store, ask] { return ask(*store); });
+    store_lost = !answer;
+    return answer;
   } catch (const std::exception&) {
-    // The store went with its rank; what is known without it must do.
     store_lost = true;
+    return std::nullopt;
   }
-  return false;
+}
+
+bool Transport::State::find_stored(Cause& cause, int suspect) {
+  std::vector<std::string> keys;
+  for (int k = 0; k < group.size(); k++) {
+    const int rank = (suspect + k) % group.size();
+    if (rank != group.rank()) keys.push_back(store_key(rank));
+  }
+  const auto text = ask_store([keys](c10d::Store& store) {
+    for (const auto& key : keys) {
+      if (!store.check({key})) continue;
+      const auto bytes = store.get(key);
+      return std::string(bytes.begin(), bytes.end());
+    }
+    return std::string();
+  });
+  if (!text || text->empty()) return false;
+  cause = {std::atoi(text->c_str()), text->substr(text->find(':') + 1), true};
+  return true;
 }
 
 // Tells the others that this rank has waited for `peer` in vain.
-void Transport::State::store_late(int peer) const noexcept {
-  try {
-    if (const auto& store = group.state().store) store->set(late_key(group.rank()), as_bytes(std::to_string(peer)));
-  } catch (const std::exception&) {
-    // Without the store the neighbour is named.
-  }
+void Transport::State::store_late(int peer) {
+  // Without the store the neighbour is named.
+  ask_store([key = late_key(group.rank()), peer](c10d::Store& store) {
+    store.set(key, as_bytes(std::to_string(peer)));
+    return true;
+  });
 }
 
 // Who keeps everybody waiting: the peer, or whom that one has waited for in vain, and so on.
-int Transport::State::last_waited_for(int peer) const {
-  const auto& store = group.state().store;
-  int rank = peer;
-  try {
-    for (int k = 0; store && !store_lost && k < group.size() && store->check({late_key(rank)}); k++) {
-      const auto bytes = store->get(late_key(rank));
-      rank = std::atoi(std::string(bytes.begin(), bytes.end()).c_str());
-    }
-  } catch (const std::exception&) {
-    return peer;
-  }
-  return rank == group.rank() ? peer : rank;
+int Transport::State::last_waited_for(int peer) {
+  const int last = ask_store([peer, size = group.size()](c10d::Store& store) {
+                     int rank = peer;
+                     for (int k = 0; k < size && store.check({late_key(rank)}); k++) {
+                       const auto bytes = store.get(late_key(rank));
+                       rank = std::atoi(std::string(bytes.begin(), bytes.end()).c_str());
+                     }
+                     return rank;
+                   }).value_or(peer);
+  return last == group.rank() ? peer : last;
 }
 
 void Transport::State::raise_lost(int peer, const std::string& waiting, const std::exception& e) {
@@ -184,13 +198,12 @@ void Transport::State::fail(int rank_at_fault, const std::string& cause, const s
   told = true;
   shared.failed = true;
   shared.failure = own_text;
-  try {
-    if (shared.store && !store_lost) {
-      const std::string text = std::to_string(rank_at_fault) + ":" + cause;
-      shared.store->set(store_key(group.rank()), as_bytes(text));
-    }
+  try {  // and on the other way below
+    ask_store([key = store_key(group.rank()), text = std::to_string(rank_at_fault) + ":" + cause](c10d::Store& store) {
+      store.set(key, as_bytes(text));
+      return true;
+    });
   } catch (const std::exception&) {
-    // Told on the other way below.
   }
   std::vector<Posted> sent;
   for (int peer = 0; peer < group.size(); peer++) {

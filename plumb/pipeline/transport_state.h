@@ -101,8 +101,10 @@ struct Transport::State {
  private:
   void keep_buffers();
   std::string store_key(int rank) const { return "plumb/failure/" + std::to_string(rank); }
-  void store_late(int peer) const noexcept;
-  int last_waited_for(int peer) const;
+  template <class Ask>
+  auto ask_store(Ask ask) -> std::optional<std::invoke_result_t<Ask, c10d::Store&>>;
+  void store_late(int peer);
+  int last_waited_for(int peer);
   bool find_told(Cause& cause) const;
   bool find_stored(Cause& cause, int suspect);
 };
