@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdio>
 
+#include "plumb/core/text.h"
+
 namespace plumb::svg {
 namespace {
 
@@ -12,21 +14,10 @@ constexpr std::array<std::string_view, 8> kSeries = {"#2563eb", "#ea580c", "#16a
                                                      "#0891b2", "#db2777", "#a16207", "#475569"};
 constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
 
-// Length of the UTF-8 character at the front, 0 if there is none.
+// Length of the character at the front, 0 if XML has none such.
 size_t character(std::string_view s) {
-  const auto at = [&](size_t i) { return static_cast<unsigned char>(s[i]); };
-  const unsigned char c = at(0);
-  const size_t n = c < 0x80 ? 1 : c >= 0xC2 && c < 0xE0 ? 2 : c >= 0xE0 && c < 0xF0 ? 3 : c >= 0xF0 && c < 0xF5 ? 4 : 0;
-  if (n == 0 || n > s.size()) return 0;
-  for (size_t i = 1; i < n; ++i) {
-    if ((at(i) & 0xC0) != 0x80) return 0;
-  }
-  // Overlong forms, surrogates, beyond U+10FFFF, and U+FFFE, U+FFFF.
-  if ((c == 0xE0 && at(1) < 0xA0) || (c == 0xED && at(1) >= 0xA0) || (c == 0xF0 && at(1) < 0x90) ||
-      (c == 0xF4 && at(1) >= 0x90) || (c == 0xEF && at(1) == 0xBF && at(2) >= 0xBE)) {
-    return 0;
-  }
-  return n;
+  const size_t n = utf8_length(s);
+  return n == 3 && (s.starts_with("\xEF\xBF\xBE") || s.starts_with("\xEF\xBF\xBF")) ? 0 : n;
 }
 
 }  // namespace

@@ -1,125 +1,7 @@
 // Runs the real program on files that Python wrote.
-#include <gtest/gtest.h>
-#include <stdlib.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <cstdio>
-#include <filesystem>
-#include <fstream>
-#include <nlohmann/json.hpp>
-#include <set>
-#include <sstream>
-#include <string>
+#include "plumb/cli/command_for_test.h"
 
 namespace {
-
-using Json = nlohmann::json;
-namespace fs = std::filesystem;
-
-struct Ended {
-  int code = 0;
-  std::string out, err;
-};
-
-std::string read(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::stringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
-const char* const kWrite = R"py(
-import random, torch
-from torch import nn
-class Block(nn.Module):
-    def __init__(self, w):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(w), nn.Linear(w, 2 * w), nn.Linear(2 * w, w)
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-class Lm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wte, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
-        self.layers = nn.ModuleList(Block(16) for _ in range(2))
-    def forward(self, ids):
-        x = self.wte(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
-    def forward(self, x):
-        return self.b(torch.relu(self.a(x)))
-torch.manual_seed(0)
-torch.export.save(torch.export.export(Lm(), (torch.randint(256, (2, 12)),)), "lm.pt2")
-m, x = Mlp(), torch.randn(6, 8)
-torch.export.save(torch.export.export(m, (x,)), "mlp.pt2")
-torch.save(x, "x.pt")
-torch.save(torch.randint(256, (2, 12)), "ids.pt")
-ids = torch.randint(256, (2, 12))
-torch.export.save(torch.export.export(Lm(), (ids,), dynamic_shapes=({0: torch.export.Dim("b", min=1)},)), "dynamic.pt2")
-y = m(x)
-y.sum().backward()
-torch.save({"y": y.detach(), "a": m.a.weight.grad}, "want.pt")
-torch.save(torch.randn(60, 8), "rows.pt")
-torch.save(torch.randn(60, 4), "targets.pt")
-open("tokens.bin", "wb").write(bytes(random.Random(0).choices(b"abcdefgh", k=4000)))
-class Dict(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.fc = nn.BatchNorm1d(4), nn.Linear(4, 3)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-    def forward(self, parts, scale: float, *, shift=None):
-        self.calls += 1
-        y = self.fc(self.norm(parts["a"]) * scale + parts["b"])
-        return {"logits": y, "loss": y.pow(2).mean(), "first": y[0] if shift is None else y[0] + shift}
-parts = {"a": torch.randn(5, 4), "b": torch.randn(4)}
-torch.export.save(torch.export.export(Dict(), (parts, 2.0), {"shift": torch.tensor(0.5)}), "dict.pt2")
-torch.save(parts["a"], "a.pt")
-torch.save(parts["b"], "b.pt")
-torch.save(torch.randn(6, 8).double(), "double.pt")
-open("corrupt.pt2", "wb").write(open("mlp.pt2", "rb").read()[:1500])
-)py";
-
-class Command : public testing::Test {
- protected:
-  static void SetUpTestSuite() {
-    char name[] = "/tmp/plumb_cli_XXXXXX";
-    folder() = ::mkdtemp(name);
-    std::ofstream(folder() / "write.py") << kWrite;
-    ASSERT_EQ(shell(PLUMB_TEST_PYTHON " write.py").code, 0);
-  }
-  static void TearDownTestSuite() { fs::remove_all(folder()); }
-  static fs::path& folder() {
-    static fs::path path;
-    return path;
-  }
-  static Ended shell(const std::string& command) {
-    Ended run;
-    const int status = std::system(("cd " + folder().string() + " && { " + command + "; } > .out 2> .err").c_str());
-    run.code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    run.out = read(folder() / ".out");
-    run.err = read(folder() / ".err");
-    return run;
-  }
-  static Ended plumb(const std::string& arguments) { return shell(PLUMB_COMMAND " " + arguments); }
-  // Runs Python on the folder's files; fails the test if it does.
-  static void python(const std::string& text) {
-    std::ofstream(folder() / "check.py") << "import torch\n" << text << "\n";
-    const Ended run = shell(PLUMB_TEST_PYTHON " check.py");
-    EXPECT_EQ(run.code, 0) << run.err;
-  }
-  static void wrong(const std::string& arguments, const std::string& says) {
-    const Ended run = plumb(arguments);
-    EXPECT_EQ(run.code, 2) << arguments << "\n" << run.err;
-    EXPECT_NE(run.err.find(says), std::string::npos) << arguments << "\n" << run.err;
-    EXPECT_NE(run.err.find("try: "), std::string::npos) << run.err;
-  }
-};
 
 TEST_F(Command, SaysItsVersionAndAnExampleForEverySubcommand) {
   EXPECT_EQ(plumb("--version").out.rfind("plumb ", 0), 0u);
@@ -460,8 +342,8 @@ TEST_F(Command, LeavesNothingBehindWhenItIsStopped) {
     EXPECT_EQ(run.code, 0) << run.err;
     return run.out;
   };
-  EXPECT_EQ(stopped("parent SIGINT 1").rfind("-2\n\nplumb: interrupted", 0), 0u);
-  EXPECT_EQ(stopped("parent SIGINT 2").rfind("-2\n\nplumb: interrupted", 0), 0u);
+  EXPECT_EQ(stopped("parent SIGTERM 1").rfind("-15\n", 0), 0u);
+  EXPECT_EQ(stopped("parent SIGTERM 2").rfind("-15\n\nplumb: interrupted, nothing was saved", 0), 0u);
   EXPECT_EQ(stopped("parent SIGKILL 2").rfind("-9\n", 0), 0u);
   const std::string killed = stopped("child SIGKILL 2");
   EXPECT_EQ(killed.rfind("137\n", 0), 0u) << killed;

@@ -2,30 +2,18 @@
 
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 
 #include "plumb/core/error.h"
-#include "plumb/exported/temporary_file.h"
+#include "plumb/core/input_file.h"
+#include "plumb/core/output_file.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/split.h"
 
 namespace plumb::cli {
 namespace {
 
-std::string read_text(const std::string& path) {
-  std::error_code ignored;
-  std::ifstream file(path, std::ios::binary);
-  if (!file || std::filesystem::is_directory(path, ignored)) {
-    throw Error(ErrorKind::BadFile, path + ": cannot be read", "", "check the name; the file has to be there");
-  }
-  std::stringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
 std::shared_ptr<GraphModule> module_of_text(const std::string& path) {
-  const std::string text = read_text(path);
+  const std::string text = read_file(path);
   if (text.find('\0') != std::string::npos) {
     throw Error(ErrorKind::BadFile, path + ": is neither a .pt2 file by its name nor a graph's text", "",
                 "give a file that ends in .pt2, or a text as `plumb show` prints it");
@@ -97,12 +85,8 @@ Loaded load_with_tensors(const std::string& path) {
 
 void check_writable(const std::string& option, const std::string& path) {
   if (path.empty() || path == "-") return;
-  std::error_code ignored;
-  if (std::filesystem::is_directory(path, ignored)) {
-    throw Error(ErrorKind::CannotWrite, option + " " + path + ": is a folder", "", "give a file's name in it");
-  }
   try {
-    const TemporaryFile probe(path);
+    const OutputFile probe(path);
   } catch (const Error& e) {
     throw Error(e.kind(), option + " " + e.message(), "", e.remedy());
   }
@@ -115,7 +99,7 @@ void write_text(const std::string& text, const std::string& path) {
     if (std::fflush(stdout) != 0) throw Error(ErrorKind::CannotWrite, "cannot write to stdout");
     return;
   }
-  TemporaryFile file(path);
+  OutputFile file(path);
   file.write(text.data(), text.size());
   file.check();
   file.commit();

@@ -67,6 +67,12 @@ void show_history(const HistoryOptions& o) {
   view.runs.push_back({o.history, read_history(o.history)});
   if (!o.compare.empty()) view.runs.push_back({o.compare, read_history(o.compare)});
   for (const HistoryRun& run : view.runs) {
+    const auto& steps = run.history.steps;
+    if (!steps.empty() && o.step > steps.back().step) {
+      const std::string last = std::to_string(steps.back().step);
+      throw UsageError("--step " + std::to_string(o.step) + ": " + run.name + " ends at step " + last,
+                       "--step " + last);
+    }
     if (run.history.torn_bytes > 0) {
       std::cerr << "plumb: " << run.name << ": a last record of " << run.history.torn_bytes
                 << " bytes was not written whole and is left out\n";

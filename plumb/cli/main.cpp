@@ -4,39 +4,49 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <cstdio>
 #include <iostream>
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/exit_code.h"
+#include "plumb/cli/signals.h"
 #include "plumb/core/error.h"
 #include "plumb/core/freed_memory.h"
-#include "plumb/exported/temporary_file.h"
+#include "plumb/core/output_file.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/pipeline/environment.h"
 
 namespace {
 
-// Ctrl-C and the like: no half of a file stays, and the shell sees which signal it was. The processes of a pipeline end
-// with the one that started them.
-extern "C" void end_by_signal(int signal) {
+// Ctrl-C and the like: no half of a file stays, and the shell sees which signal it was. Training goes on until its step
+// is over, and its processes end; a second signal ends at once.
+bool speaks = false;
+extern "C" void on_signal(int signal, siginfo_t* info, void*) {
+  if (plumb::cli::take_signal(signal, info->si_code != SI_KERNEL)) return;
+  constexpr char kText[] = "\nplumb: interrupted\n", kNothing[] = "\nplumb: interrupted, nothing was saved\n";
+  if (signal == SIGINT && speaks) {
+    const bool saved = plumb::was_any_file_written();
+    [[maybe_unused]] const auto written =
+        ::write(STDERR_FILENO, saved ? kText : kNothing, (saved ? sizeof kText : sizeof kNothing) - 1);
+  }
   plumb::remove_temporary_files();
   ::signal(signal, SIG_DFL);
   ::raise(signal);
 }
-extern "C" void interrupted(int signal) {
-  constexpr char kText[] = "\nplumb: interrupted, nothing was saved\n";
-  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kText, sizeof kText - 1);
-  end_by_signal(signal);
-}
 
 void handle_signals() {
   // Of several processes only the one that the user started speaks.
-  const bool speaks = !plumb::process_variable("PLUMB_STORE_SOCKET");
+  speaks = !plumb::process_variable("PLUMB_STORE_SOCKET");
+  struct sigaction action {};
+  action.sa_sigaction = &on_signal;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
   for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
-    const bool ignored = ::signal(signal, signal == SIGINT && speaks ? &interrupted : &end_by_signal) == SIG_IGN;
-    if (ignored) ::signal(signal, SIG_IGN);  // as nohup and a shell's background jobs have it
+    struct sigaction before {};
+    ::sigaction(signal, &action, &before);
+    if (before.sa_handler == SIG_IGN) ::signal(signal, SIG_IGN);  // as nohup and a shell's background jobs have it
   }
+  ::signal(SIGXFSZ, SIG_IGN);  // a file beyond its limit is an error of the write
 }
 
 int run(int argc, char** argv) {
@@ -76,13 +86,23 @@ int run(int argc, char** argv) {
   return 0;
 }
 
+// What was printed may still be in buffers that cannot be written.
+void flush_stdout() {
+  std::cout.flush();
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout.good()) return;
+  throw plumb::Error(plumb::ErrorKind::CannotWrite, "standard output cannot be written", "",
+                     "look where it goes: a disk without room?");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   handle_signals();
   plumb::keep_freed_memory();
   try {
-    return run(argc, argv);
+    const int code = run(argc, argv);
+    flush_stdout();
+    return code;
   } catch (const plumb::cli::ExitCode& e) {
     return e.code;
   } catch (const plumb::cli::UsageError& e) {

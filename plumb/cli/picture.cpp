@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "plumb/analysis/svg.h"
 #include "plumb/cli/common.h"
 
 namespace plumb::cli {
@@ -19,20 +20,6 @@ struct Box {
   double middle() const { return x + width / 2; }
   double top() const { return kMargin + static_cast<double>(layer) * (kHeight + kLayerGap); }
 };
-
-std::string escape(const std::string& text) {
-  std::string out;
-  for (char c : text) {
-    switch (c) {
-      case '<': out += "&lt;"; break;
-      case '>': out += "&gt;"; break;
-      case '&': out += "&amp;"; break;
-      case '"': out += "&quot;"; break;
-      default: out += static_cast<unsigned char>(c) < 32 ? ' ' : c;
-    }
-  }
-  return out;
-}
 
 const char* color(NodeKind kind) {
   switch (kind) {
@@ -140,13 +127,13 @@ std::string to_svg(const Graph& graph) {
     std::snprintf(line, sizeof line,
                   "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%d\" rx=\"5\" fill=\"%s\" stroke=\"#667\"/>",
                   box.x, box.top(), box.width, kHeight, color(box.node->kind()));
-    svg += "<g><title>" + escape(box.hint) + "</title>" + line;
+    svg += "<g><title>" + svg::escaped(box.hint) + "</title>" + line;
     std::snprintf(line, sizeof line, "<text text-anchor=\"middle\" x=\"%.1f\" y=\"%.1f\">", box.middle(),
                   box.top() + 14);
-    svg += line + escape(box.title) + "</text>";
+    svg += line + svg::escaped(box.title) + "</text>";
     std::snprintf(line, sizeof line, "<text text-anchor=\"middle\" fill=\"#555\" x=\"%.1f\" y=\"%.1f\">", box.middle(),
                   box.top() + 28);
-    svg += line + escape(box.detail) + "</text></g>\n";
+    svg += line + svg::escaped(box.detail) + "</text></g>\n";
   }
   return svg + "</svg>\n";
 }

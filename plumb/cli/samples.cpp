@@ -51,6 +51,15 @@ void check_targets(const TrainOptions& o, const GraphModule& module, const at::T
                    "targets of that type and shape, or another --loss");
 }
 
+// Rows of the table that the first input looks up, if it does.
+std::optional<int64_t> vocabulary_of(const GraphModule& module) {
+  for (const Node* user : module.graph().placeholders().at(0)->result()->users()) {
+    if (!user->is_call() || !user->op_name().ends_with("::embedding") || user->num_inputs() == 0) continue;
+    if (const auto& table = user->input(0)->meta(); table && !table->sizes.empty()) return table->sizes[0];
+  }
+  return std::nullopt;
+}
+
 class TokenWindows : public Samples {
  public:
   TokenWindows(const TrainOptions& o, const GraphModule& module, int64_t batch)
@@ -66,31 +75,41 @@ class TokenWindows : public Samples {
     if (o.loss == "mse") throw UsageError("--loss mse: tokens have no numbers to be near", "--loss cross_entropy");
     if (!o.targets.empty()) throw UsageError("--targets: raw tokens are their own targets", "leave --targets out");
     length_ = ids.sizes[1];
+    vocabulary_ = vocabulary_of(module);
+    data_ = o.data;
     check_memory(batch_, 16.0 * static_cast<double>(length_ + 1));
-    tokens_ = map_tokens(o.data, o.token_type == "u8" ? at::kByte : o.token_type == "u16" ? at::kUInt16 : at::kInt);
-    if (tokens_.numel() < length_ + 1) {
-      throw UsageError("--data " + o.data + ": has " + std::to_string(tokens_.numel()) + " tokens, one sample needs " +
+    tokens_.emplace(o.data, o.token_type == "u8" ? at::kByte : o.token_type == "u16" ? at::kUInt16 : at::kInt);
+    if (tokens_->size() < length_ + 1) {
+      throw UsageError("--data " + o.data + ": has " + std::to_string(tokens_->size()) + " tokens, one sample needs " +
                            std::to_string(length_ + 1),
                        "a longer file, or another --token-type");
     }
   }
 
   Batch draw() override {
-    const at::Tensor starts = at::randint(tokens_.numel() - length_, {batch_}, generator_, at::kLong);
+    const at::Tensor starts = at::randint(tokens_->size() - length_, {batch_}, generator_, at::kLong);
     std::vector<at::Tensor> windows;
     for (int64_t i = 0; i < batch_; ++i) {
-      windows.push_back(tokens_.narrow(0, starts[i].item<int64_t>(), length_ + 1).to(at::kLong));
+      windows.push_back(tokens_->read(starts[i].item<int64_t>(), length_ + 1));
     }
     const at::Tensor all = at::stack(windows);
+    const auto largest = all.max().item<int64_t>(), least = all.min().item<int64_t>();
+    if (vocabulary_ && (largest >= *vocabulary_ || least < 0)) {
+      throw UsageError("--data " + data_ + ": has token " + std::to_string(least < 0 ? least : largest) +
+                           ", the model knows 0 to " + std::to_string(*vocabulary_ - 1),
+                       "another --token-type, or tokens of the model's own tokenizer");
+    }
     const at::Tensor ids = all.narrow(1, 0, length_).contiguous(), next = all.narrow(1, 1, length_).contiguous();
     return targets_as_input_ ? Batch{{ids, next}, {}} : Batch{{ids}, {next}};
   }
 
  private:
   int64_t batch_, length_ = 0;
+  std::optional<int64_t> vocabulary_;
+  std::string data_;
   at::Generator generator_;
   bool targets_as_input_ = false;
-  at::Tensor tokens_;
+  std::optional<TokenFile> tokens_;
 };
 
 class Rows : public Samples {

@@ -17,12 +17,17 @@ std::string percent(const char* what, double share) {
 
 }  // namespace
 
+void check_timeline(const std::string& path) {
+  if (path.empty()) return;
+  if (!path.ends_with(".svg") && !path.ends_with(".json")) {
+    throw UsageError("--timeline " + path + ": is neither .svg nor .json", "--timeline step.svg");
+  }
+  check_writable("--timeline", path);
+}
+
 double draw_timeline(const std::string& path, const Schedule& schedule, const std::vector<TimelineEvent>& events) {
   const double bubble = measured_bubble(events);
-  const bool svg = path.size() > 4 && path.substr(path.size() - 4) == ".svg";
-  const bool trace = path.size() > 5 && path.substr(path.size() - 5) == ".json";
-  if (!svg && !trace) throw UsageError("--timeline " + path + ": is neither .svg nor .json", "--timeline step.svg");
-  if (trace) {
+  if (path.ends_with(".json")) {
     // As a table of its own: what ran, in the order in which it ran.
     Schedule ran = schedule;
     for (auto& row : ran.rows) row.clear();

@@ -12,6 +12,7 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/exit_code.h"
 #include "plumb/cli/progress.h"
+#include "plumb/cli/signals.h"
 #include "plumb/cli/train_rank.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/launch.h"
@@ -23,6 +24,7 @@ namespace {
 // Prints events: JSON lines, a bar on a terminal, or plain lines.
 class Printer {
  public:
+  bool saved() const { return saved_; }
   explicit Printer(bool json) : json_(json), bar_(!json && ::isatty(STDOUT_FILENO) == 1) {}
   ~Printer() { end_bar(); }
   void end_bar() {
@@ -32,10 +34,18 @@ class Printer {
 
   void operator()(const nlohmann::json& event) {
     if (json_) {
+      saved_ = saved_ || event.contains("saved");
       std::cout << event.dump() << std::endl;
       return;
     }
+    if (event.contains("interrupted")) {
+      end_bar();
+      std::cout << "interrupted: step " << event["interrupted"] << "/" << event["steps"] << " was the last"
+                << std::endl;
+      return;
+    }
     if (event.contains("saved")) {
+      saved_ = true;
       end_bar();
       std::cout << "saved " << event["saved"].get<std::string>() << std::endl;
       return;
@@ -63,7 +73,7 @@ class Printer {
     return text;
   }
   const bool json_, bar_;
-  bool open_ = false;
+  bool open_ = false, saved_ = false;
 };
 
 // This process's own arguments.
@@ -89,15 +99,24 @@ int launch(const TrainOptions& o) {
       std::cerr << "[rank " << rank << "] " << line << std::endl;
     }
   };
+  const KeptSignal signal(/*others=*/true);
+  launch.signal = [&] { return signal.to_pass_on(); };
   const LaunchResult result = launch_local(launch);
   print.end_bar();
+  const char* nothing = print.saved() ? "" : ", nothing was saved";
+  if (signal.taken() != 0) {
+    std::cerr << "\nplumb: interrupted" << nothing << "\n";
+    end_by_signal(signal.taken());
+  }
   if (result.first_failed >= 0) {
     const ProcessEnd& end = result.processes[result.first_failed];
-    const std::string how = end.signal != 0 ? std::string("was killed by signal ") + std::to_string(end.signal) + " (" +
-                                                  ::strsignal(end.signal) + ")"
-                                            : "failed with exit code " + std::to_string(end.exit_code);
-    std::cerr << "plumb: rank " << result.first_failed << " " << how << ": training ended, nothing was saved\n";
-    if (end.signal == SIGKILL) std::cerr << "  try: less memory a process: more --stages, or smaller microbatches\n";
+    const std::string how = end.was_stopped   ? "was stopped by a signal for a minute"
+                            : end.signal != 0 ? std::string("was killed by signal ") + std::to_string(end.signal) +
+                                                    " (" + ::strsignal(end.signal) + ")"
+                                              : "failed with exit code " + std::to_string(end.exit_code);
+    std::cerr << "plumb: rank " << result.first_failed << " " << how << ": training ended" << nothing << "\n";
+    if (end.signal == SIGKILL && !end.was_stopped)
+      std::cerr << "  try: less memory a process: more --stages, or smaller microbatches\n";
   }
   return result.exit_code();
 }
@@ -115,7 +134,9 @@ int train(const TrainOptions& o) {
                      "--stages times --data-parallel of " + std::to_string(processes));
   }
   Printer print(o.json);
-  train_rank(o, std::ref(print));
+  const int signal = train_rank(o, std::ref(print));
+  // A process that plumb started leaves it to the one that started it.
+  if (signal != 0 && !process_variable("PLUMB_STORE_SOCKET")) end_by_signal(signal);
   return 0;
 }
 
@@ -161,7 +182,9 @@ void add_train(CLI::App& app) {
       ->check(CLI::IsMember({"cheap", "none"}));
   sub->add_option("--timeline", o->timeline,
                   "Draw the last step beside its simulation (.svg), or write it for chrome://tracing (.json)");
-  sub->add_option("--save", o->save, "The .pt2 file for the trained weights, under the same names");
+  sub->add_option("--save", o->save,
+                  "The .pt2 file for the trained weights, under the same names. Ctrl-C ends training with its step and "
+                  "saves; a second one ends at once");
   sub->add_option("--record", o->record,
                   "A TOML file of rules: what to measure while training, and when (docs/history.md)");
   sub->add_option("--history", o->history,

@@ -1,21 +1,26 @@
 #include "plumb/cli/train_rank.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/full.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdio>
+#include <optional>
 #include <thread>
 
 #include "plumb/cli/common.h"
 #include "plumb/cli/cut.h"
 #include "plumb/cli/progress.h"
 #include "plumb/cli/samples.h"
+#include "plumb/cli/signals.h"
 #include "plumb/cli/timeline.h"
 #include "plumb/core/error.h"
 #include "plumb/partition/split.h"
+#include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/recording/recorder.h"
@@ -88,6 +93,11 @@ Schedule read_schedule(const TrainOptions& o) {
   return schedule;
 }
 
+// A process writes its own: a history has one writer.
+std::string history_file(const TrainOptions& o, int rank) {
+  return o.stages > 1 ? o.history + ".rank" + std::to_string(rank) : o.history;
+}
+
 Job prepare(const TrainOptions& o, bool quiet) {
   Job job;
   if (o.stages == 1 && !o.at.empty()) {
@@ -96,6 +106,8 @@ Job prepare(const TrainOptions& o, bool quiet) {
   job.schedule = read_schedule(o);  // wrong names before anything is read
   if (!o.save.empty() && !is_pt2(o.save)) throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
   check_writable("--save", o.save);
+  check_timeline(o.timeline);
+  if (!o.history.empty()) check_writable("--history", history_file(o, 0));
   if (o.record.empty() != o.history.empty()) {
     throw UsageError(o.record.empty() ? "--history: nothing says what to record" : "--record: nothing says where to",
                      "--record RULES.toml --history FILE");
@@ -126,6 +138,14 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o,
   if (o.optimizer == "sgd") return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(o.lr));
   if (o.optimizer == "adam") return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(o.lr));
   return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(o.lr));
+}
+
+// What rank 0 knows, told to all.
+int64_t of_rank_0(const ProcessGroup& world, int64_t number) {
+  if (world.size() == 1) return number;
+  const at::Tensor told = at::full({1}, number, at::kLong);
+  broadcast(world, told, 0);
+  return told.item<int64_t>();
 }
 
 void save(const TrainOptions& o, const Job& job) {
@@ -167,16 +187,11 @@ class StepProgress {
   std::chrono::steady_clock::time_point begin_;
 };
 
-// A process writes its own: a history has one writer.
-std::string history_file(const TrainOptions& o, int rank) {
-  return o.stages > 1 ? o.history + ".rank" + std::to_string(rank) : o.history;
-}
-
 }  // namespace
 
 void check_train(const TrainOptions& options) { prepare(options, options.json).samples->draw(); }
 
-void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::json&)>& event) {
+int train_rank(const TrainOptions& o, const std::function<void(const nlohmann::json&)>& event) {
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   at::set_num_threads(o.threads > 0 ? o.threads : std::max(1, cores / o.processes()));
   at::manual_seed(static_cast<uint64_t>(o.seed));
@@ -208,7 +223,10 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
       recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), part ? index : -1);
   }
   const auto begin = std::chrono::steady_clock::now();
-  for (int step = 1; step <= o.steps; ++step) {
+  std::optional<KeptSignal> signal;
+  if (!o.save.empty()) signal.emplace(/*others=*/false);
+  int64_t stopped_by = 0;
+  for (int step = 1; step <= o.steps && stopped_by == 0; ++step) {
     progress.begin(step);
     const Batch batch = part_of_replica(job.samples->draw(), groups.replicas);
     for (const at::Tensor& p : parameters) p.mutable_grad().reset();
@@ -222,20 +240,34 @@ void train_rank(const TrainOptions& o, const std::function<void(const nlohmann::
     if (recorder) {
       recorder->step(step_loss.defined() ? Recorder::Scalars{{"loss", step_loss.item<double>()}} : Recorder::Scalars{});
     }
-    if (!step_loss.defined() || groups.replicas.rank() != 0) continue;
-    const double loss = step_loss.item<double>();
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    event({{"step", step}, {"steps", o.steps}, {"loss", loss}, {"seconds", seconds}});
+    if (step_loss.defined() && groups.replicas.rank() == 0) {
+      const double loss = step_loss.item<double>();
+      const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+      event({{"step", step}, {"steps", o.steps}, {"loss", loss}, {"seconds", seconds}});
+      if (!std::isfinite(loss)) {
+        throw Error(ErrorKind::Numerics,
+                    "the loss of step " + std::to_string(step) + " is " + number_text(loss) +
+                        ": training ended, its weights are not saved",
+                    "", "a smaller --lr, or plumb track to see where numbers grow");
+      }
+    }
+    if (signal) stopped_by = of_rank_0(world, signal->taken());
+    if (stopped_by != 0 && world.rank() == 0) event({{"interrupted", step}, {"steps", o.steps}});
   }
-  if (!o.timeline.empty() && groups.replicas.rank() == 0) {
+  if (groups.replicas.rank() != 0) return static_cast<int>(stopped_by);
+  // Weights before pictures.
+  if (!o.save.empty()) {
+    gather_state(*job.pipe, job.schedule, group);
+    if (group.rank() == 0) {
+      save(o, job);
+      event({{"saved", o.save}});
+    }
+  }
+  if (!o.timeline.empty()) {
     const auto events = pipeline.gather_timeline();
     if (group.rank() == 0) event({{"drew", o.timeline}, {"bubble", draw_timeline(o.timeline, job.schedule, events)}});
   }
-  if (o.save.empty() || groups.replicas.rank() != 0) return;
-  gather_state(*job.pipe, job.schedule, group);
-  if (group.rank() != 0) return;
-  save(o, job);
-  event({{"saved", o.save}});
+  return static_cast<int>(stopped_by);
 }
 
 }  // namespace plumb::cli

@@ -1,8 +1,9 @@
 #include "plumb/core/error.h"
 
-#include <utility>
+#include "plumb/core/text.h"
 
 namespace plumb {
+
 std::string Error::text(const std::string& message, const std::string& where, const std::string& remedy) {
   std::string text = message;
   if (!where.empty()) text += "\n  at: " + where;
@@ -21,10 +22,10 @@ std::string_view to_string(ErrorKind kind) {
 }
 
 Error::Error(ErrorKind kind, std::string message, std::string where, std::string remedy)
-    : std::runtime_error(text(message, where, remedy)),
+    : std::runtime_error(printable(text(message, where, remedy))),
       kind_(kind),
-      message_(std::move(message)),
-      where_(std::move(where)),
-      remedy_(std::move(remedy)) {}
+      message_(printable(message)),
+      where_(printable(where)),
+      remedy_(printable(remedy)) {}
 
 }  // namespace plumb

@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "plumb/core/error.h"
+#include "plumb/core/input_file.h"
+#include "plumb/core/output_file.h"
 
 namespace plumb {
 namespace {
@@ -74,6 +76,66 @@ TEST_F(File, SaysWhichPathCannotBeWrittenAndWhy) {
   }
   EXPECT_EQ(read(folder_ / "file"), "1");
   EXPECT_EQ(files(), 1u);
+}
+
+TEST_F(File, ALinkToWhatIsNotThereYetStaysALink) {
+  fs::create_directory(folder_ / "there");
+  fs::create_symlink("there/x", folder_ / "link");
+  write_file_atomically(folder_ / "link", "1");
+  EXPECT_TRUE(fs::is_symlink(folder_ / "link"));
+  EXPECT_EQ(read(folder_ / "there" / "x"), "1");
+}
+
+TEST_F(File, AFifoIsWrittenToAndStays) {
+  ASSERT_EQ(mkfifo((folder_ / "fifo").c_str(), 0600), 0);
+  std::string got;
+  std::thread reader([&] { got = read(folder_ / "fifo"); });
+  write_file_atomically(folder_ / "fifo", "through");
+  reader.join();
+  EXPECT_EQ(got, "through");
+  EXPECT_TRUE(fs::is_fifo(folder_ / "fifo"));
+  EXPECT_EQ(files(), 1u);
+}
+
+TEST_F(File, ADeviceIsWrittenToAndStays) {
+  write_file_atomically("/dev/null", "away");
+  EXPECT_TRUE(fs::is_character_file("/dev/null"));
+  EXPECT_THROW(write_file_atomically("/dev/full", "no room"), Error);
+}
+
+TEST_F(File, TryingWhetherAFifoCanBeWrittenDoesNotWaitForItsReader) {
+  ASSERT_EQ(mkfifo((folder_ / "fifo").c_str(), 0600), 0);
+  const OutputFile never_written((folder_ / "fifo").string());
+}
+
+TEST_F(File, NamesAreAsLongAsTheyCanBe) {
+  const std::string name(255, 'n');
+  write_file_atomically(folder_ / name, "1");
+  EXPECT_EQ(read(folder_ / name), "1");
+}
+
+TEST_F(File, IsReadWholeAndOnlyIfItHasAnEnd) {
+  write_file_atomically(folder_ / "x", std::string("a\0b", 3));
+  EXPECT_EQ(read_file(folder_ / "x"), std::string("a\0b", 3));
+  ASSERT_EQ(mkfifo((folder_ / "fifo").c_str(), 0600), 0);
+  for (const fs::path& path : {folder_ / "fifo", fs::path("/dev/zero"), folder_, folder_ / "none"}) {
+    try {
+      read_file(path);
+      FAIL() << path;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::BadFile);
+      EXPECT_NE(e.message().find(path.string()), std::string::npos) << e.what();
+    }
+  }
+}
+
+TEST_F(File, ThatShrinksWhileItIsReadIsANamedError) {
+  write_file_atomically(folder_ / "x", std::string(5000, 'a'));
+  const InputFile file((folder_ / "x").string());
+  fs::resize_file(folder_ / "x", 10);
+  char bytes[10];
+  file.read_at(0, bytes, 10);
+  EXPECT_THROW(file.read_at(4000, bytes, 10), Error);
 }
 
 TEST_F(File, AWriteThatFailsHalfWayLeavesTheOldFile) {

@@ -4,9 +4,9 @@
 #include <torch/version.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/output_file.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/graph_writer.h"
-#include "plumb/exported/temporary_file.h"
 #include "plumb/graph/copy_node.h"
 
 namespace plumb {
@@ -63,10 +63,13 @@ void write_archive(const GraphModule& module, const ExportedProgram& program, co
   pt2::GraphWriter writer(flat, module.state(), program);
   const std::string model = program_json(module, program, writer).dump();
 
-  TemporaryFile file(path);
+  OutputFile file(path);
   try {
     caffe2::serialize::PyTorchStreamWriter zip([&](const void* data, size_t size) { return file.write(data, size); });
-    auto record = [&](const std::string& name, const void* data, size_t size) { zip.writeRecord(name, data, size); };
+    auto record = [&](const std::string& name, const void* data, size_t size) {
+      zip.writeRecord(name, data, size);
+      file.check();
+    };
     auto text = [&](const std::string& name, const std::string& data) { record(name, data.data(), data.size()); };
     const std::string base = kModel;
     zip.setMinVersion(6);
@@ -81,7 +84,7 @@ void write_archive(const GraphModule& module, const ExportedProgram& program, co
     text("byteorder", "little");
     zip.writeEndOfFile();
   } catch (const c10::Error&) {
-    file.check();  // the disk's own word, if it has one
+    file.check();
     throw;
   }
   file.commit();

@@ -1,20 +1,15 @@
 #include "plumb/exported/tensor_file.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <caffe2/serialize/inline_container.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
 #include <unordered_map>
 
 #include "plumb/core/error.h"
+#include "plumb/core/input_file.h"
+#include "plumb/core/output_file.h"
 #include "plumb/exported/pickle_file.h"
-#include "plumb/exported/temporary_file.h"
 #include "plumb/exported/weights.h"
 
 namespace plumb {
@@ -23,36 +18,6 @@ namespace {
 [[noreturn]] void bad(const std::string& path, const std::string& what, const std::string& remedy = "") {
   throw Error(ErrorKind::BadFile, path + ": " + what, "", remedy);
 }
-
-// An open file that closes itself.
-struct File {
-  explicit File(const std::string& path) : fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
-    if (fd < 0)
-      bad(path, std::string("cannot be opened: ") + std::strerror(errno), "check the path and its permissions");
-    struct stat info {};
-    if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
-      ::close(fd);
-      bad(path, "is not a regular file");
-    }
-    size = static_cast<uint64_t>(info.st_size);
-  }
-  ~File() { ::close(fd); }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-  bool read(void* into, uint64_t bytes) const {
-    auto* to = static_cast<char*>(into);
-    while (bytes) {
-      const ssize_t got = ::read(fd, to, std::min<uint64_t>(bytes, 1u << 30));
-      if (got < 0 && errno == EINTR) continue;
-      if (got <= 0) return false;
-      to += got;
-      bytes -= static_cast<uint64_t>(got);
-    }
-    return true;
-  }
-  int fd;
-  uint64_t size = 0;
-};
 
 struct NpyType {
   const char* code;
@@ -223,7 +188,7 @@ void save_pickle(const c10::IValue& value, const std::string& path) {
   pickler.write(value);
   const auto storages = pickler.storages();
   const std::string pickle = std::move(pickler).finish();
-  TemporaryFile file(path);
+  OutputFile file(path);
   try {
     caffe2::serialize::PyTorchStreamWriter zip([&](const void* data, size_t size) { return file.write(data, size); });
     zip.writeRecord("data.pkl", pickle.data(), pickle.size());
@@ -231,6 +196,7 @@ void save_pickle(const c10::IValue& value, const std::string& path) {
     for (size_t i = 0; i < storages.size(); ++i) {
       const size_t bytes = storages[i].storage().nbytes();
       zip.writeRecord("data/" + std::to_string(i), bytes ? storages[i].storage().data() : "", bytes);
+      file.check();
     }
     zip.writeEndOfFile();
   } catch (const c10::Error& e) {
@@ -263,21 +229,23 @@ void save_tensors(const c10::IValue& value, const std::string& path) {
 }
 
 at::Tensor load_npy(const std::string& path) {
-  const File file(path);
+  const InputFile file(path);
   unsigned char start[12];
-  const bool whole = file.size >= 10 && file.read(start, 10);
-  if (!whole || std::memcmp(start, "\x93NUMPY", 6) != 0) bad(path, "is no .npy file");
+  if (file.size() < 10) bad(path, "is no .npy file");
+  file.read_at(0, start, 10);
+  if (std::memcmp(start, "\x93NUMPY", 6) != 0) bad(path, "is no .npy file");
   uint64_t length = start[8] | start[9] << 8, header_end = 10;
   if (start[6] >= 2) {
-    if (!file.read(start + 10, 2)) bad(path, "ends inside its header");
+    if (file.size() < 12) bad(path, "ends inside its header");
+    file.read_at(10, start + 10, 2);
     length |= static_cast<uint64_t>(start[10]) << 16 | static_cast<uint64_t>(start[11]) << 24;
     header_end = 12;
   }
   if (start[6] < 1 || start[6] > 3)
     bad(path, "has version " + std::to_string(start[6]) + " of the format, 1 to 3 are known");
-  if (length > file.size - header_end || length > (1u << 20)) bad(path, "ends inside its header");
+  if (length > file.size() - header_end || length > (1u << 20)) bad(path, "ends inside its header");
   std::string header(length, '\0');
-  if (!file.read(header.data(), length)) bad(path, "ends inside its header");
+  file.read_at(header_end, header.data(), length);
   const std::string descr = header_field(path, header, "descr");
   const NpyType* type = nullptr;
   for (const NpyType& t : kNpyTypes) {
@@ -302,11 +270,11 @@ at::Tensor load_npy(const std::string& path) {
     sizes.push_back(size);
     at = end;
   }
-  if (static_cast<uint64_t>(bytes) != file.size - header_end - length)
-    bad(path, "has " + std::to_string(file.size - header_end - length) + " bytes of data, its shape (" + shape +
+  if (static_cast<uint64_t>(bytes) != file.size() - header_end - length)
+    bad(path, "has " + std::to_string(file.size() - header_end - length) + " bytes of data, its shape (" + shape +
                   ") needs " + std::to_string(bytes));
   at::Tensor tensor = at::empty(sizes, at::dtype(type->dtype));
-  if (bytes && !file.read(tensor.data_ptr(), static_cast<uint64_t>(bytes))) bad(path, "ends inside its data");
+  if (bytes) file.read_at(header_end + length, tensor.data_ptr(), static_cast<uint64_t>(bytes));
   // A byte that is neither 0 nor 1 is no bool, but C++ would take it for one.
   if (type->dtype == at::kBool) tensor.view(at::kByte).ne_(0);
   return tensor;
@@ -330,26 +298,31 @@ void save_npy(const at::Tensor& tensor, const std::string& path) {
   std::string start("\x93NUMPY\x01\x00", 8);
   start += static_cast<char>(header.size() & 0xFF);
   start += static_cast<char>(header.size() >> 8);
-  TemporaryFile file(path);
+  OutputFile file(path);
   file.write(start.data(), start.size());
   file.write(header.data(), header.size());
   file.write(t.numel() ? t.data_ptr() : "", t.nbytes());
   file.commit();
 }
 
-at::Tensor map_tokens(const std::string& path, at::ScalarType dtype) {
+TokenFile::TokenFile(std::string path, at::ScalarType dtype) : file_(path), dtype_(dtype) {
   if (dtype != at::kByte && dtype != at::kUInt16 && dtype != at::kInt)
     throw Error(ErrorKind::InvalidArgument, path + ": tokens are uint8, uint16 or int32, not " + at::toString(dtype));
-  const File file(path);
-  const uint64_t item = at::elementSize(dtype);
-  if (file.size % item)
-    bad(path, "has " + std::to_string(file.size) + " bytes, no whole number of " + at::toString(dtype) + " tokens");
-  if (file.size == 0) return at::empty({0}, at::dtype(dtype));
-  void* memory = ::mmap(nullptr, file.size, PROT_READ | PROT_WRITE, MAP_PRIVATE, file.fd, 0);
-  if (memory == MAP_FAILED) bad(path, std::string("cannot be mapped: ") + std::strerror(errno));
-  const size_t size = file.size;
-  return at::from_blob(
-      memory, {static_cast<int64_t>(size / item)}, [size](void* p) { ::munmap(p, size); }, at::dtype(dtype));
+  if (file_.size() % at::elementSize(dtype))
+    bad(path, "has " + std::to_string(file_.size()) + " bytes, no whole number of " + at::toString(dtype) + " tokens");
+}
+
+int64_t TokenFile::size() const { return static_cast<int64_t>(file_.size() / at::elementSize(dtype_)); }
+
+at::Tensor TokenFile::read(int64_t start, int64_t count) const {
+  if (start < 0 || count < 0 || start > size() - count) {
+    throw Error(ErrorKind::InvalidArgument, "tokens " + std::to_string(start) + " to " + std::to_string(start + count) +
+                                                " of a file that has " + std::to_string(size()));
+  }
+  const at::Tensor tokens = at::empty({count}, at::dtype(dtype_));
+  const uint64_t item = at::elementSize(dtype_);
+  if (count) file_.read_at(static_cast<uint64_t>(start) * item, tokens.data_ptr(), static_cast<uint64_t>(count) * item);
+  return tokens.to(at::kLong);
 }
 
 }  // namespace plumb

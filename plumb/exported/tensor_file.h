@@ -6,6 +6,8 @@
 
 #include <string>
 
+#include "plumb/core/input_file.h"
+
 namespace plumb {
 
 // Reads by the ending of the name: `.pt`/`.pth` (a tensor, or a dict, list or tuple of tensors), `.npy` (a tensor).
@@ -19,8 +21,17 @@ void save_tensors(const c10::IValue& value, const std::string& path);
 at::Tensor load_npy(const std::string& path);
 void save_npy(const at::Tensor& tensor, const std::string& path);
 
-// A file of nothing but numbers, 1-d, memory-mapped: kByte, kUInt16 or kInt, little endian. Writes to it never reach
-// the file. The file must not shrink while the tensor lives.
-at::Tensor map_tokens(const std::string& path, at::ScalarType dtype);
+// A file of nothing but numbers: kByte, kUInt16 or kInt, little endian. It stays open, and is read in pieces.
+class TokenFile {
+ public:
+  TokenFile(std::string path, at::ScalarType dtype);
+  int64_t size() const;  // tokens
+  // So many tokens from `start` on, 1-d, kLong. Throws Error (BadFile) where the file has become shorter.
+  at::Tensor read(int64_t start, int64_t count) const;
+
+ private:
+  InputFile file_;
+  at::ScalarType dtype_;
+};
 
 }  // namespace plumb

@@ -2,7 +2,11 @@
 #include "plumb/core/crc32.h"
 
 #include <gmock/gmock.h>
+#include <sys/resource.h>
 #include <torch/types.h>
+
+#include <csignal>
+#include <filesystem>
 
 #include "plumb/exported/programs_for_test.h"
 #include "plumb/exported/sym_expr.h"
@@ -132,18 +136,49 @@ TEST(TensorFile, BrokenFilesEndInAnError) {
   EXPECT_GT(errors, 500u);
 }
 
-TEST(TensorFile, TokensAreMappedAndStayAsTheyAre) {
+TEST(TensorFile, TokensAreReadInPieces) {
   spill(scratch("tokens.bin"), std::string("\x01\x00\xFF\xFF\x02\x01", 6));
-  EXPECT_TRUE(same(map_tokens(scratch("tokens.bin"), at::kByte), torch::tensor({1, 0, 255, 255, 2, 1}, at::kByte)));
+  const TokenFile bytes(scratch("tokens.bin"), at::kByte);
+  EXPECT_EQ(bytes.size(), 6);
+  EXPECT_TRUE(same(bytes.read(0, 6), torch::tensor({1, 0, 255, 255, 2, 1}, at::kLong)));
+  EXPECT_TRUE(same(bytes.read(4, 2), torch::tensor({2, 1}, at::kLong)));
   EXPECT_TRUE(
-      same(map_tokens(scratch("tokens.bin"), at::kUInt16).to(at::kLong), torch::tensor({1, 65535, 258}, at::kLong)));
-  EXPECT_THAT(error_of([] { map_tokens(scratch("tokens.bin"), at::kInt); }).what(), HasSubstr("6 bytes"));
-  at::Tensor t = map_tokens(scratch("tokens.bin"), at::kByte);
-  t.fill_(7);
-  EXPECT_EQ(slurp(scratch("tokens.bin")).substr(0, 2), std::string("\x01\x00", 2));
+      same(TokenFile(scratch("tokens.bin"), at::kUInt16).read(0, 3), torch::tensor({1, 65535, 258}, at::kLong)));
+  EXPECT_THAT(error_of([] { TokenFile(scratch("tokens.bin"), at::kInt); }).what(), HasSubstr("6 bytes"));
+  EXPECT_EQ(error_of([&] { bytes.read(5, 2); }).kind(), ErrorKind::InvalidArgument);
   spill(scratch("none.bin"), "");
-  EXPECT_EQ(map_tokens(scratch("none.bin"), at::kUInt16).numel(), 0);
-  EXPECT_EQ(error_of([] { map_tokens(scratch("tokens.bin"), at::kFloat); }).kind(), ErrorKind::InvalidArgument);
+  EXPECT_EQ(TokenFile(scratch("none.bin"), at::kUInt16).read(0, 0).numel(), 0);
+  EXPECT_EQ(error_of([] { TokenFile(scratch("tokens.bin"), at::kFloat); }).kind(), ErrorKind::InvalidArgument);
+}
+
+TEST(TensorFile, ATokenFileThatShrinksIsANamedError) {
+  spill(scratch("shrinks.bin"), std::string(100000, 'a'));
+  const TokenFile tokens(scratch("shrinks.bin"), at::kByte);
+  std::filesystem::resize_file(scratch("shrinks.bin"), 10);
+  EXPECT_THAT(error_of([&] { tokens.read(50000, 10); }).what(), HasSubstr("shrinks.bin: ends before byte 50010"));
+  EXPECT_EQ(tokens.read(0, 4).numel(), 4);
+}
+
+TEST(TensorFile, AFullDiskIsANamedErrorAndLeavesNothing) {
+  const std::string folder = scratch("full");
+  std::filesystem::create_directories(folder);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = 100000;
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  for (const char* name : {"/x.pt", "/x.npy"}) {
+    EXPECT_EQ(error_of([&] { save_tensors(at::ones({1 << 18}), folder + name); }).kind(), ErrorKind::CannotWrite);
+  }
+  State state;
+  state.add({"w", AttrKind::Parameter, at::ones({1 << 18})});
+  const GraphModule module(parse_graph("graph {\n  %w = get_attr \"w\"\n  output(%w)\n}"), state,
+                           TreeSpec::positional_inputs(0), TreeSpec::leaf());
+  EXPECT_EQ(error_of([&] { save_pt2(module, folder + "/x.pt2"); }).kind(), ErrorKind::CannotWrite);
+  setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_TRUE(std::filesystem::is_empty(folder));
 }
 
 TEST(SymExpr, ReadsTorchsSpellingAndWritesItBack) {

@@ -1,11 +1,6 @@
 #include "plumb/exported/zip_file.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 
 #include "plumb/core/crc32.h"
@@ -44,40 +39,15 @@ void ZipFile::fail(const std::string& what, const std::string& entry) const {
 }
 
 void ZipFile::read_at(uint64_t offset, void* into, uint64_t size) const {
-  auto* to = static_cast<char*>(into);
-  if (fd_ < 0) {
-    if (offset > file_size_ || size > file_size_ - offset) fail("ends before byte " + std::to_string(offset + size));
-    if (size) std::memcpy(to, memory_.data() + offset, size);
-    return;
-  }
-  while (size) {
-    const ssize_t got = ::pread(fd_, to, std::min<uint64_t>(size, 1u << 30), static_cast<off_t>(offset));
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) fail(std::string("cannot be read: ") + std::strerror(errno));
-    if (got == 0) fail("ends before byte " + std::to_string(offset + size));
-    to += got;
-    offset += static_cast<uint64_t>(got);
-    size -= static_cast<uint64_t>(got);
-  }
+  if (file_) return file_->read_at(offset, into, size);
+  if (offset > file_size_ || size > file_size_ - offset) fail("ends before byte " + std::to_string(offset + size));
+  if (size) std::memcpy(into, memory_.data() + offset, size);
 }
 
 ZipFile::ZipFile(std::string path, uint64_t max_inflated) : path_(std::move(path)) {
-  fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd_ < 0) {
-    throw Error(ErrorKind::BadFile, path_ + ": cannot be opened: " + std::strerror(errno), "",
-                "check the path and its permissions");
-  }
-  struct Closer {
-    int* fd;
-    ~Closer() {
-      if (fd) ::close(*fd);
-    }
-  } closer{&fd_};  // the destructor does not run if this constructor throws
-  struct stat info {};
-  if (::fstat(fd_, &info) != 0 || !S_ISREG(info.st_mode)) fail("is not a regular file");
-  file_size_ = static_cast<uint64_t>(info.st_size);
+  file_.emplace(path_);
+  file_size_ = file_->size();
   open(max_inflated);
-  closer.fd = nullptr;
 }
 
 ZipFile::ZipFile(std::string name, std::string_view bytes)
@@ -109,10 +79,6 @@ void ZipFile::open(uint64_t max_inflated) {
   if (offset > limit || size > limit - offset || count > size / 46) fail("has a directory that does not fit the file");
   read_directory(offset, size, count);
   check_layout(offset, max_inflated);
-}
-
-ZipFile::~ZipFile() {
-  if (fd_ >= 0) ::close(fd_);
 }
 
 void ZipFile::read_directory(uint64_t offset, uint64_t size, uint64_t count) {

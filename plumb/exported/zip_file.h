@@ -2,10 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
+
+#include "plumb/core/input_file.h"
 
 namespace plumb {
 
@@ -27,7 +30,6 @@ class ZipFile {
   explicit ZipFile(std::string path, uint64_t max_inflated = 0);
   // An archive in memory, which must outlive this; `name` is for messages.
   ZipFile(std::string name, std::string_view bytes);
-  ~ZipFile();
   ZipFile(const ZipFile&) = delete;
   ZipFile& operator=(const ZipFile&) = delete;
 
@@ -54,9 +56,9 @@ class ZipFile {
   void check_layout(uint64_t directory_offset, uint64_t max_inflated);
 
   std::string path_;
-  int fd_ = -1;
+  std::optional<InputFile> file_;  // none where the bytes are in memory
   uint64_t file_size_ = 0;
-  std::string_view memory_;  // when there is no file
+  std::string_view memory_;
   std::string top_;
   std::vector<ZipEntry> entries_;
   std::unordered_map<std::string, size_t> by_name_;

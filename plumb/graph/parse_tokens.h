@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "plumb/core/error.h"
+#include "plumb/core/text.h"
 
 namespace plumb {
 
@@ -97,7 +98,10 @@ class Tokens {
     while (true) {
       if (at_ >= text_.size()) fail("a string is not closed");
       char c = text_[at_++];
-      if (c == '"') return result;
+      if (c == '"') {
+        if (!is_utf8(result)) fail("a string is no UTF-8 text");
+        return result;
+      }
       if (c != '\\') {
         result += c;
         continue;

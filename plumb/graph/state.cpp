@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/text.h"
 
 namespace plumb {
 
@@ -16,6 +17,11 @@ std::string_view to_string(AttrKind kind) {
 }
 
 void State::add(Attr attr) {
+  const std::string_view name = attr.name;
+  if (name.empty() || name.front() == '.' || name.back() == '.' || name.find("..") != name.npos || !is_utf8(name)) {
+    throw Error(ErrorKind::InvalidArgument, "'" + attr.name + "' is no name of a parameter, buffer or constant", "",
+                "give parts that are not empty, with dots between them, as UTF-8");
+  }
   auto [it, inserted] = index_.emplace(attr.name, attrs_.size());
   if (!inserted) throw Error(ErrorKind::InvalidArgument, "the state has '" + attr.name + "' already");
   attrs_.push_back(std::move(attr));

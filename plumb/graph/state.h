@@ -27,7 +27,7 @@ struct Attr {
 // Insertion-ordered. Two names may hold one tensor (tied weights).
 class State {
  public:
-  // Throws if the name is taken.
+  // Throws if the name is taken, has an empty part ("a..b") or is no UTF-8.
   void add(Attr attr);
   // Replaces the tensor (and keeps kind and place) or adds a new entry.
   void set(const std::string& name, at::Tensor tensor, AttrKind kind = AttrKind::Parameter);

@@ -26,6 +26,7 @@ static_assert(std::endian::native == std::endian::little);
 
 at::Tensor dense(const Attr& attr) {
   const at::Tensor& t = attr.tensor;
+  if (!t.defined()) throw Error(ErrorKind::InvalidArgument, "'" + attr.name + "' cannot be sent: it has no tensor");
   if (t.layout() != at::kStrided || t.is_meta()) {
     throw Error(ErrorKind::Unsupported,
                 "'" + attr.name + "' cannot be sent: " +
@@ -105,15 +106,11 @@ std::string serialize_stage(const Pipe& pipe, int index) {
   std::string data;
   std::unordered_map<const c10::TensorImpl*, size_t> known;
   for (const Attr& attr : module.state()) {
-    auto [it, fresh] =
-        known.emplace(attr.tensor.defined() ? attr.tensor.unsafeGetTensorImpl() : nullptr, tensors.size());
-    json entry{{"name", attr.name}, {"kind", static_cast<int>(attr.kind)}, {"persistent", attr.persistent}};
-    entry["tensor"] = attr.tensor.defined() ? json(it->second) : json(nullptr);
-    attrs.push_back(std::move(entry));
-    if (!attr.tensor.defined()) {
-      known.erase(it);
-      continue;
-    }
+    const auto [it, fresh] = known.emplace(attr.tensor.unsafeGetTensorImpl(), tensors.size());
+    attrs.push_back({{"name", attr.name},
+                     {"kind", static_cast<int>(attr.kind)},
+                     {"persistent", attr.persistent},
+                     {"tensor", it->second}});
     if (!fresh) continue;
     const at::Tensor flat = dense(attr);
     tensors.push_back({{"dtype", short_name(flat.scalar_type())},
@@ -146,6 +143,7 @@ StagePackage deserialize_stage(std::string_view bytes) {
     if (package.index < 0 || package.index >= package.table.num_stages())
       bad("it is stage " + std::to_string(package.index) + " of " + std::to_string(package.table.num_stages()));
     package.input_names = header.at("input_names").get<std::vector<std::string>>();
+    if (package.input_names.size() != package.table.num_inputs) bad("its inputs' names do not fit its table");
     package.in_spec = TreeSpec::from_json(header.at("whole_in_spec").get<std::string>());
     package.out_spec = TreeSpec::from_json(header.at("whole_out_spec").get<std::string>());
     std::vector<at::Tensor> tensors;
@@ -161,13 +159,9 @@ StagePackage deserialize_stage(std::string_view bytes) {
     if (!bytes.empty()) bad(std::to_string(bytes.size()) + " bytes are left over");
     State state;
     for (const json& entry : header.at("attrs")) {
-      at::Tensor tensor;
-      if (!entry.at("tensor").is_null()) {
-        const size_t i = entry.at("tensor").get<size_t>();
-        if (i >= tensors.size()) bad("a tensor that is not there");
-        tensor = tensors[i];
-      }
-      state.add({entry.at("name").get<std::string>(), kind_of(entry.at("kind")), std::move(tensor),
+      const size_t i = entry.at("tensor").get<size_t>();
+      if (i >= tensors.size()) bad("a tensor that is not there");
+      state.add({entry.at("name").get<std::string>(), kind_of(entry.at("kind")), tensors[i],
                  entry.at("persistent").get<bool>()});
     }
     package.module = std::make_shared<GraphModule>(parse_graph(header.at("graph").get<std::string>()), std::move(state),
@@ -185,6 +179,10 @@ StagePackage deserialize_stage(std::string_view bytes) {
     bad(std::string("its header cannot be read: ") + e.what());
   } catch (const Error& e) {
     if (e.kind() == ErrorKind::BadFile) throw;
+    bad(e.what());
+  } catch (const c10::Error& e) {
+    bad(e.what_without_backtrace());
+  } catch (const std::exception& e) {  // no memory for what it says it holds
     bad(e.what());
   }
 }

@@ -1,12 +1,11 @@
 // Histories of files: one, or those of a run's ranks as one.
 #include <algorithm>
 #include <cmath>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/input_file.h"
 #include "plumb/recording/history.h"
 
 namespace plumb {
@@ -16,16 +15,7 @@ namespace fs = std::filesystem;
 
 constexpr size_t kMostCases = 16;  // of an event
 
-History read_file(const fs::path& path) {
-  std::error_code error;
-  std::ifstream in(path, std::ios::binary);
-  std::string bytes{std::istreambuf_iterator<char>(in), {}};
-  if (!in || fs::is_directory(path, error)) {
-    throw Error(ErrorKind::BadFile, "cannot read the history \"" + path.string() + "\"", "",
-                "name a file that a Recorder wrote");
-  }
-  return parse_history(bytes, path.string());
-}
+History history_of(const fs::path& path) { return parse_history(read_file(path), path.string()); }
 
 fs::path file_of_rank(const fs::path& path, size_t rank) {
   return fs::path(path).concat(".rank" + std::to_string(rank));
@@ -161,7 +151,7 @@ History merge_histories(std::vector<History> ranks) {
 History read_history(const fs::path& path) {
   std::error_code error;
   const size_t count = fs::exists(path, error) ? 0 : ranks_of(path);
-  if (count == 0) return read_file(path);
+  if (count == 0) return history_of(path);
   std::vector<History> ranks;
   for (size_t r = 0; r < count; ++r) {
     const fs::path file = file_of_rank(path, r);
@@ -171,7 +161,7 @@ History read_history(const fs::path& path) {
                       " and none of rank " + std::to_string(r),
                   "", "put \"" + file.string() + "\" beside the others, or read one of them alone");
     }
-    ranks.push_back(read_file(file));
+    ranks.push_back(history_of(file));
   }
   return merge_histories(std::move(ranks));
 }

@@ -1,14 +1,13 @@
 #include "plumb/recording/rules.h"
 
 #include <cmath>
-#include <fstream>
 #include <initializer_list>
-#include <iterator>
 #include <sstream>
 
 #include <toml++/toml.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/input_file.h"
 
 namespace plumb {
 namespace {
@@ -187,15 +186,7 @@ RecordRules RecordRules::parse(std::string_view text, const std::string& file) {
   }
 }
 
-RecordRules RecordRules::load(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(in), {}};
-  std::error_code error;
-  if (!in || std::filesystem::is_directory(path, error)) {
-    throw Error(ErrorKind::BadFile, "cannot read the rules \"" + path.string() + "\"", "", "name a TOML file");
-  }
-  return parse(text, path.string());
-}
+RecordRules RecordRules::load(const std::filesystem::path& path) { return parse(read_file(path), path.string()); }
 
 bool fits_pattern(std::string_view pattern, std::string_view text) {
   size_t p = 0, t = 0, star = std::string_view::npos, after = 0;

@@ -1,10 +1,10 @@
 // torch's CSV form of a time table.
 #include <algorithm>
-#include <fstream>
-#include <iterator>
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/core/file.h"
+#include "plumb/core/input_file.h"
 #include "plumb/schedule/schedule.h"
 
 namespace plumb {
@@ -81,19 +81,8 @@ Schedule parse_csv(std::string_view text, const std::string& where) {
   return schedule;
 }
 
-Schedule read_csv(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw Error(ErrorKind::BadFile, "the schedule cannot be opened", path);
-  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  if (file.bad()) throw Error(ErrorKind::BadFile, "the schedule cannot be read", path);
-  return parse_csv(text, path);
-}
+Schedule read_csv(const std::string& path) { return parse_csv(read_file(path), path); }
 
-void write_csv(const Schedule& schedule, const std::string& path) {
-  std::ofstream file(path, std::ios::binary);
-  file << to_csv(schedule);
-  file.close();
-  if (!file) throw Error(ErrorKind::CannotWrite, "the schedule cannot be written", path);
-}
+void write_csv(const Schedule& schedule, const std::string& path) { write_file_atomically(path, to_csv(schedule)); }
 
 }  // namespace plumb

@@ -101,14 +101,14 @@ class Recorder:
                 raise Error(f"every {rules} steps is no number of steps", remedy="10, or a file of rules")
             loaded = _C.RecordRules.everything(rules)
         else:
-            loaded = _C.RecordRules.load(os.fspath(rules))
+            loaded = _C.RecordRules.load(os.fsencode(rules))
         stages = list(modules) if isinstance(module, Mapping) else [stage]
         for what, number in (("rank", rank), *(("stage", n) for n in stages)):
             if number is not None and (not isinstance(number, int) or number < 0):
                 raise Error(f"there is no {what} {number}", remedy=f"a {what} from 0")
         if isinstance(module, Mapping) and stage is not None:
             raise Error("the modules come with their stages already", remedy="leave out stage=")
-        file = os.fspath(path) if rank is None else f"{os.fspath(path)}.rank{rank}"
+        file = os.fsencode(path) + (b"" if rank is None else b".rank%d" % rank)
         self._engine = _C.Recorder(loaded, file, append, part)
         self._places = [self._take_over(m, n) for n, m in modules.items()]
 
@@ -219,4 +219,4 @@ def read_history(path: str | os.PathLike) -> History:
     """Reads what a :class:`Recorder` wrote, also while it still writes. Where there is no such file but ``PATH.rank0``,
     ``PATH.rank1``, ..., these are read as one history, in which every tensor knows its rank. :class:`plumb.Error` for
     anything else, and for a set in which a rank is missing."""
-    return History(_C.read_history(os.fspath(path)))
+    return History(_C.read_history(os.fsencode(path)))

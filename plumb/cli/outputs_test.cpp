@@ -1,0 +1,154 @@
+// What the program writes: whole, where it was told to, or a named error; never lost, never something else's end.
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+
+#include "plumb/cli/command_for_test.h"
+
+namespace {
+
+class Outputs : public Command {
+ protected:
+  static size_t parts() {
+    size_t found = 0;
+    for (const auto& entry : fs::directory_iterator(folder())) found += entry.path().extension() == ".part";
+    return found;
+  }
+};
+
+TEST_F(Outputs, GoToAFifoAndLeaveItOne) {
+  const Ended run = shell("mkfifo pipe && cat pipe > got.txt & sleep 0.2; cd " + folder().string() +
+                          "; " PLUMB_COMMAND " show mlp.pt2 -o pipe; wait");
+  EXPECT_EQ(run.code, 0) << run.err;
+  EXPECT_EQ(read(folder() / "got.txt"), plumb("show mlp.pt2").out);
+  EXPECT_TRUE(fs::is_fifo(folder() / "pipe"));
+}
+
+TEST_F(Outputs, GoToADeviceAndLeaveItOne) {
+  const fs::path device = folder() / "null";
+  if (::mknod(device.c_str(), S_IFCHR | 0666, makedev(1, 3)) != 0) GTEST_SKIP() << "only root makes devices";
+  EXPECT_EQ(plumb("show mlp.pt2 -o null").code, 0);
+  EXPECT_TRUE(fs::is_character_file(device));
+}
+
+TEST_F(Outputs, FollowALinkAlsoToWhatIsNotThereYet) {
+  fs::create_directory(folder() / "other");
+  fs::create_symlink("other/new.txt", folder() / "link.txt");
+  ASSERT_EQ(plumb("show mlp.pt2 -o link.txt").code, 0);
+  EXPECT_TRUE(fs::is_symlink(folder() / "link.txt"));
+  EXPECT_EQ(read(folder() / "other/new.txt"), plumb("show mlp.pt2").out);
+}
+
+TEST_F(Outputs, ThatCannotBeWrittenAreErrors) {
+  for (const char* arguments : {"show lm.pt2", "--help", "plan lm.pt2 --ranks 2 --json", "show lm.pt2 --json"}) {
+    const Ended run = shell(std::string(PLUMB_COMMAND " ") + arguments + " > /dev/full");
+    EXPECT_EQ(run.code, 1) << arguments;
+    EXPECT_NE(run.err.find("cannot"), std::string::npos) << run.err;
+  }
+}
+
+TEST_F(Outputs, BeyondALimitOfFileSizesAreErrors) {
+  for (const char* arguments :
+       {"scale lm.pt2 -o big.pt2", "run mlp.pt2 --input x=x.pt --backward -o big.pt", "show lm.pt2 -o big.txt"}) {
+    const Ended run = shell(std::string("ulimit -f 1; " PLUMB_COMMAND " ") + arguments);
+    EXPECT_EQ(run.code, 1) << arguments << "\n" << run.err;
+    EXPECT_NE(run.err.find("cannot be written: File too large"), std::string::npos) << run.err;
+  }
+  EXPECT_EQ(parts(), 0u);
+}
+
+TEST_F(Outputs, WithFewDescriptorsAreErrors) {
+  const Ended run = shell("ulimit -n 4; " PLUMB_COMMAND " show mlp.pt2 -o few.txt");
+  EXPECT_NE(run.code, 0);
+  EXPECT_LT(run.code, 128) << run.err;
+}
+
+TEST_F(Outputs, AreTriedBeforeTraining) {
+  for (const char* wrong : {"--timeline step.png", "--timeline no/such/step.svg", "--save no/such/a.pt2"}) {
+    const Ended run = plumb("train lm.pt2 --data tokens.bin --steps 2 --save tried.pt2 " + std::string(wrong));
+    EXPECT_NE(run.code, 0) << wrong;
+    EXPECT_EQ(run.out, "") << wrong;
+  }
+}
+
+TEST_F(Outputs, HoldTheWeightsBeforeAnythingIsDrawn) {
+  const Ended run = plumb("train lm.pt2 --data tokens.bin --steps 2 --json --save drawn.pt2 --timeline step.json");
+  ASSERT_EQ(run.code, 0) << run.err;
+  EXPECT_LT(run.out.find("\"saved\""), run.out.find("\"drew\"")) << run.out;
+}
+
+TEST_F(Outputs, AreNotWeightsThatAreNoNumbers) {
+  for (const char* stages : {"1", "2"}) {
+    const Ended run =
+        plumb(std::string("train lm.pt2 --data tokens.bin --steps 50 --optimizer sgd --lr 1e30 --save nan.pt2 ") +
+              "--stages " + stages);
+    EXPECT_EQ(run.code, 1) << run.err;
+    EXPECT_NE(run.err.find("the loss of step "), std::string::npos) << run.err;
+    EXPECT_FALSE(fs::exists(folder() / "nan.pt2"));
+  }
+}
+
+TEST_F(Outputs, NameATokenThatTheModelDoesNotKnow) {
+  std::ofstream(folder() / "large.bin") << std::string(4000, '\xFF');
+  wrong("train lm.pt2 --data large.bin --token-type u16 --steps 1", "has token 65535, the model knows 0 to");
+}
+
+TEST_F(Outputs, NameAStepThatAHistoryDoesNotHave) {
+  std::ofstream(folder() / "rules.toml") << "every = 1\n[[rule]]\n";
+  ASSERT_EQ(plumb("train lm.pt2 --data tokens.bin --steps 3 --record rules.toml --history run.history").code, 0);
+  wrong("track --history run.history --step 99", "ends at step 3");
+  EXPECT_EQ(plumb("track --history run.history --step 3").code, 0);
+}
+
+TEST_F(Outputs, AreReadFromRegularFilesAlone) {
+  ASSERT_EQ(shell("mkfifo in.txt in.pt2 in.bin").code, 0);
+  for (const char* arguments : {"show in.txt", "show in.pt2", "show /dev/zero", "train lm.pt2 --data in.bin"}) {
+    const Ended run = shell(std::string("timeout 60 " PLUMB_COMMAND " ") + arguments);
+    EXPECT_EQ(run.code, 1) << arguments << "\n" << run.err;
+    EXPECT_NE(run.err.find("not a regular file"), std::string::npos) << run.err;
+  }
+}
+
+constexpr const char* kInterrupt = R"py(
+import os, signal, subprocess, sys, time
+stages, who, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
+p = subprocess.Popen([COMMAND, "train", "lm.pt2", "--data", "tokens.bin", "--steps", "100000", "--batch", "4",
+                      "--microbatches", "2", "--stages", stages, "--save", "stopped.pt2"],
+                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+while True:
+    line = p.stdout.readline()
+    assert line, p.stderr.read()
+    if line.startswith("step 3/"):
+        break
+for _ in range(times):
+    os.killpg(p.pid, signal.SIGINT) if who == "all" else p.send_signal(getattr(signal, who))
+out, err = p.communicate(timeout=120)
+print(p.returncode)
+print(out[-300:])
+print(err)
+print("parts:", [f for f in os.listdir() if f.endswith(".part")])
+)py";
+
+TEST_F(Outputs, HoldWhatWasReachedWhenTrainingIsInterrupted) {
+  std::ofstream(folder() / "interrupt.py") << "COMMAND = '" PLUMB_COMMAND "'\n" << kInterrupt;
+  for (const char* how : {"1 SIGINT 1", "2 SIGINT 1"}) {
+    fs::remove(folder() / "stopped.pt2");
+    const Ended run = shell(PLUMB_TEST_PYTHON " interrupt.py " + std::string(how));
+    EXPECT_EQ(run.out.rfind("-2\n", 0), 0u) << run.out << run.err;
+    EXPECT_NE(run.out.find("interrupted: step "), std::string::npos) << run.out;
+    EXPECT_NE(run.out.find("saved stopped.pt2"), std::string::npos) << run.out;
+    EXPECT_EQ(run.out.find("nothing was saved"), std::string::npos) << run.out;
+    EXPECT_EQ(plumb("show stopped.pt2").code, 0);
+  }
+}
+
+TEST_F(Outputs, LeaveNoHalfFilesWhenTrainingIsEndedAtOnce) {
+  std::ofstream(folder() / "interrupt.py") << "COMMAND = '" PLUMB_COMMAND "'\n" << kInterrupt;
+  for (const char* how : {"2 SIGTERM 1", "2 SIGHUP 1", "1 SIGTERM 1", "1 SIGINT 2"}) {
+    fs::remove(folder() / "stopped.pt2");
+    const Ended run = shell(PLUMB_TEST_PYTHON " interrupt.py " + std::string(how));
+    EXPECT_EQ(run.out.rfind("-", 0), 0u) << run.out << run.err;
+    EXPECT_NE(run.out.find("parts: []"), std::string::npos) << run.out;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,57 @@
+#include "plumb/core/input_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+
+InputFile::InputFile(std::string path) : path_(std::move(path)) {
+  // Without waiting: opening a FIFO would otherwise last until somebody writes to it.
+  descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  struct stat info {};
+  if (descriptor_ < 0 || ::fstat(descriptor_, &info) != 0) {
+    fail(std::string("cannot be opened: ") + std::strerror(errno), "check the path and its permissions");
+  }
+  if (!S_ISREG(info.st_mode)) {
+    ::close(descriptor_);
+    fail(S_ISDIR(info.st_mode) ? "is a folder" : "is not a regular file", "name a file");
+  }
+  size_ = static_cast<uint64_t>(info.st_size);
+}
+
+InputFile::~InputFile() { ::close(descriptor_); }
+
+void InputFile::fail(const std::string& what, const std::string& remedy) const {
+  throw Error(ErrorKind::BadFile, path_ + ": " + what, "", remedy);
+}
+
+void InputFile::read_at(uint64_t offset, void* into, uint64_t size) const {
+  auto* to = static_cast<char*>(into);
+  while (size) {
+    const ssize_t got =
+        ::pread(descriptor_, to, std::min<uint64_t>(size, uint64_t{1} << 30), static_cast<off_t>(offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) fail(std::string("cannot be read: ") + std::strerror(errno));
+    if (got == 0) fail("ends before byte " + std::to_string(offset + size));
+    to += got;
+    offset += static_cast<uint64_t>(got);
+    size -= static_cast<uint64_t>(got);
+  }
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  const InputFile file(path.string());
+  std::string bytes(file.size(), '\0');
+  file.read_at(0, bytes.data(), bytes.size());
+  return bytes;
+}
+
+}  // namespace plumb

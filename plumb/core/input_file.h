@@ -1,0 +1,34 @@
+// Files that are read.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+namespace plumb {
+
+// An open file that closes itself. Regular files alone: a FIFO or a device may have no end, or keep its reader waiting.
+// Raises Error(BadFile) that names the path and the system's reason.
+class InputFile {
+ public:
+  explicit InputFile(std::string path);
+  ~InputFile();
+  InputFile(const InputFile&) = delete;
+  InputFile& operator=(const InputFile&) = delete;
+
+  int descriptor() const { return descriptor_; }
+  uint64_t size() const { return size_; }  // when it was opened
+  // So many bytes from there on. Raises where the file ends before, as it may by now.
+  void read_at(uint64_t offset, void* into, uint64_t size) const;
+
+ private:
+  [[noreturn]] void fail(const std::string& what, const std::string& remedy = "") const;
+  std::string path_;
+  int descriptor_ = -1;
+  uint64_t size_ = 0;
+};
+
+// The whole file.
+std::string read_file(const std::filesystem::path& path);
+
+}  // namespace plumb

@@ -1,0 +1,126 @@
+#include "plumb/core/output_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <system_error>
+#include <utility>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+namespace fs = std::filesystem;
+
+// What a signal handler may look at: one open file a slot. More files at once than slots are left out.
+constexpr int kSlots = 16;
+std::atomic<const char*> open_files[kSlots];
+std::atomic<bool> written = false;
+
+int take_slot(const char* path) {
+  for (int i = 0; i < kSlots; ++i) {
+    const char* none = nullptr;
+    if (open_files[i].compare_exchange_strong(none, path)) return i;
+  }
+  return -1;
+}
+
+// Where links lead, also to what is not there yet.
+fs::path target_of(fs::path path) {
+  std::error_code error;
+  for (int links = 0; links < 40 && fs::is_symlink(path, error); ++links) {
+    const fs::path next = fs::read_symlink(path, error);
+    if (error) break;
+    path = next.is_absolute() ? next : path.parent_path() / next;
+  }
+  return path;
+}
+
+}  // namespace
+
+void remove_temporary_files() noexcept {
+  for (auto& slot : open_files) {
+    if (const char* path = slot.load()) ::unlink(path);
+  }
+}
+
+bool was_any_file_written() noexcept { return written; }
+
+OutputFile::OutputFile(std::string path) : path_(std::move(path)) {
+  const fs::path target = target_of(path_);
+  target_ = target.string();
+  struct stat old {};
+  const bool exists = ::stat(target_.c_str(), &old) == 0;
+  if (target_.empty()) fail(ENOENT);
+  if (exists ? S_ISDIR(old.st_mode) : target.filename().empty()) fail(EISDIR);
+  if (exists && !S_ISREG(old.st_mode)) {
+    if (::access(target_.c_str(), W_OK) != 0) fail(errno);
+    return;
+  }
+  static std::atomic<unsigned> counter{0};
+  // Not made of the file's name, which may be as long as names can be.
+  const std::string name = ".plumb." + std::to_string(::getpid()) + "." + std::to_string(counter++) + ".part";
+  temporary_ = (target.parent_path() / name).string();
+  file_ = std::fopen(temporary_.c_str(), "wbxe");
+  if (!file_) {
+    temporary_.clear();
+    fail(errno);
+  }
+  slot_ = take_slot(temporary_.c_str());
+  if (exists) (void)::fchmod(::fileno(file_), old.st_mode & 07777);  // file systems without permissions refuse
+}
+
+OutputFile::~OutputFile() {
+  if (file_) std::fclose(file_);
+  if (!temporary_.empty()) ::unlink(temporary_.c_str());
+  if (slot_ >= 0) open_files[slot_] = nullptr;
+}
+
+void OutputFile::fail(int reason) const {
+  throw Error(ErrorKind::CannotWrite, path_ + ": cannot be written: " + std::strerror(reason), "",
+              "name a file in a folder that can be written and has room");
+}
+
+void OutputFile::open_special() {
+  const int file = ::open(target_.c_str(), O_WRONLY | O_CLOEXEC | O_NOCTTY);
+  if (file >= 0) file_ = ::fdopen(file, "wb");
+  if (file_) return;
+  error_ = errno ? errno : EIO;
+  if (file >= 0) ::close(file);
+}
+
+size_t OutputFile::write(const void* data, size_t size) noexcept {
+  if (!file_ && !error_) open_special();
+  if (error_ || size == 0) return size;
+  errno = 0;
+  if (std::fwrite(data, 1, size, file_) != size) error_ = errno ? errno : EIO;
+  return size;
+}
+
+void OutputFile::check() const {
+  if (error_) fail(error_);
+}
+
+void OutputFile::commit() {
+  write("", 0);
+  check();
+  std::FILE* file = std::exchange(file_, nullptr);
+  const bool special = temporary_.empty();
+  if (std::fflush(file) != 0) error_ = errno;
+  if (!error_ && !special && ::fsync(::fileno(file)) != 0 && errno != EINVAL) error_ = errno;
+  if (std::fclose(file) != 0 && !error_) error_ = errno;
+  if (!error_ && !special && std::rename(temporary_.c_str(), target_.c_str()) != 0) error_ = errno;
+  check();
+  written = true;
+  if (slot_ >= 0) open_files[slot_] = nullptr;
+  slot_ = -1;
+  temporary_.clear();
+}
+
+}  // namespace plumb

@@ -1,0 +1,39 @@
+// A file that appears under its name only when it is complete.
+#pragma once
+
+#include <cstddef>
+#include <cstdio>
+#include <string>
+
+namespace plumb {
+
+// Written beside `path`, renamed by commit(), removed if commit() was not reached. A symbolic link stays, and what it
+// leads to is replaced. What is there and no regular file (a device, a FIFO) is written to as it is, from the first
+// write on. Raises Error(CannotWrite) that names the path and the system's reason.
+class OutputFile {
+ public:
+  explicit OutputFile(std::string path);
+  ~OutputFile();
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+
+  // Answers `size` even where nothing could be written, and does not throw: the zip writer of torch ends the process
+  // where its own end cannot be written. check() and commit() say what went wrong.
+  size_t write(const void* data, size_t size) noexcept;
+  void check() const;
+  void commit();
+
+ private:
+  [[noreturn]] void fail(int reason) const;
+  void open_special();
+  std::string path_, target_, temporary_;  // temporary_ is empty where there is none
+  std::FILE* file_ = nullptr;
+  int error_ = 0, slot_ = -1;
+};
+
+// Removes the files of this process that were not committed yet. Safe in a signal handler, before the process ends.
+void remove_temporary_files() noexcept;
+// Whether a file of this process was committed. Safe in a signal handler.
+bool was_any_file_written() noexcept;
+
+}  // namespace plumb

@@ -1,0 +1,17 @@
+// Text that may come from anywhere.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace plumb {
+
+// Bytes of the UTF-8 character at the front of a text that is not empty, 0 if there is none (RFC 3629).
+size_t utf8_length(std::string_view text);
+bool is_utf8(std::string_view text);
+
+// The text for a terminal, a log or Python: control characters but line ends and tabs, and bytes that are no UTF-8, as
+// \xHH.
+std::string printable(std::string_view text);
+
+}  // namespace plumb

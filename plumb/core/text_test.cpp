@@ -1,0 +1,33 @@
+#include "plumb/core/text.h"
+
+#include <gtest/gtest.h>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+TEST(Text, KnowsUtf8FromOtherBytes) {
+  for (const char* text : {"", "plain", "\xC3\xA4", "\xE2\x82\xAC", "\xF0\x9F\x98\x80", "a\nb\t\x7F"})
+    EXPECT_TRUE(is_utf8(text));
+  for (const char* text : {"\xFF", "\xC3", "\xC0\xAF", "\xE0\x80\xAF", "\xED\xA0\x80", "\xF4\x90\x80\x80", "a\x80"})
+    EXPECT_FALSE(is_utf8(text));
+}
+
+TEST(Text, PrintsWhatWouldSteerATerminal) {
+  EXPECT_EQ(printable("layer.0\n\t\xC3\xA4"), "layer.0\n\t\xC3\xA4");
+  EXPECT_EQ(printable("\x1B[2J\r\x7F"), "\\x1b[2J\\x0d\\x7f");
+  EXPECT_EQ(printable("\xC2\x9B"
+                      "2J"),
+            "\\xc2\\x9b2J");
+  EXPECT_EQ(printable("\xFFz\xC3"), "\\xffz\\xc3");
+}
+
+TEST(Text, ErrorsAreAlwaysPrintable) {
+  const Error error(ErrorKind::BadFile, "a \xFF", "b \x1B", "c \x80");
+  EXPECT_STREQ(error.what(), "a \\xff\n  at: b \\x1b\n  try: c \\x80");
+  EXPECT_EQ(error.message(), "a \\xff");
+}
+
+}  // namespace
+}  // namespace plumb
