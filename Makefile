@@ -4,6 +4,7 @@
 #   make wheel                       dist/plumb-VERSION+torchX.Y-....whl, for this torch's minor version
 #   make install PREFIX=/usr/local   headers, library, command and CMake package
 #   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers for FUZZ_SECONDS each
+#   make sanitize SANITIZER=thread   one module in several threads, under ThreadSanitizer
 #   make docs                        the site of docs/, in build-docs/
 #   make format | lint | clean       lint looks at what differs from BASE (main); ALL=1 at every file
 #
@@ -81,7 +82,7 @@ bench: setup-dev configure
 	@JOBS=$(JOBS) tools/bench.sh $(BUILD) docs/benchmarks.md
 
 sanitize: setup
-	@JOBS=$(JOBS) tools/sanitize.sh build-sanitize
+	@JOBS=$(JOBS) SANITIZER=$(SANITIZER) tools/sanitize.sh build-sanitize$(addprefix -,$(SANITIZER))
 
 fuzz: setup
 	@JOBS=$(JOBS) tools/fuzz.sh build-fuzz $(FUZZ_SECONDS)

@@ -1,12 +1,19 @@
 #!/usr/bin/env bash
 # Builds with address and undefined-behaviour sanitizers and runs every C++ test: sanitize.sh BUILD [ctest arguments].
+# SANITIZER=thread: with ThreadSanitizer, what runs in several threads.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=$1
 shift
 export PATH="$PWD/.venv/bin:$PATH"
 cmake -S . -B "$build" -G Ninja -DPLUMB_PYTHON="$PWD/.venv/bin/python" -DPLUMB_PYTHON_PACKAGE=OFF -DPLUMB_JOINED=ON \
-  -DPLUMB_SANITIZE=address,undefined >/dev/null
+  -DPLUMB_SANITIZE="${SANITIZER:-address,undefined}" >/dev/null
+if [ "${SANITIZER:-}" = thread ]; then
+  cmake --build "$build" -j "${JOBS:-2}" --target plumb_transforms_test
+  export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
+  export TSAN_OPTIONS="halt_on_error=1:ignore_noninstrumented_modules=1:suppressions=$PWD/tools/thread_suppressions.txt"
+  exec "$build/tests/plumb_transforms_test" --gtest_filter='Threads.*'
+fi
 cmake --build "$build" -j "${JOBS:-2}"
 . tools/sanitizer_options.sh
 # The consumer is built without sanitizers and could not load a library with them.

@@ -50,16 +50,19 @@ void GraphModule::set_specs(TreeSpec in_spec, TreeSpec out_spec) {
   out_spec_ = std::move(out_spec);
 }
 
-const Plan& GraphModule::plan() {
+std::shared_ptr<const Plan> GraphModule::plan() {
+  std::shared_ptr<const Plan> old;  // goes after the lock: freeing tensors may wait for Python
+  const std::lock_guard guard(lock_);
   if (!plan_ || plan_version_ != graph_.version()) {
-    plan_ = std::make_unique<Plan>(graph_, state_);
+    old = std::move(plan_);
+    plan_ = std::make_shared<const Plan>(graph_, state_);
     plan_version_ = graph_.version();
   }
-  return *plan_;
+  return plan_;
 }
 
 std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
-  const Plan& compiled = plan();
+  const std::shared_ptr<const Plan> compiled = plan();
   size_t i = 0;
   for (const Node* node : graph_.nodes()) {
     if (node->kind() != NodeKind::Placeholder) break;
@@ -83,7 +86,7 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
     }
     ++i;
   }
-  return compiled.run(std::move(inputs));
+  return compiled->run(std::move(inputs));
 }
 
 c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
@@ -133,6 +136,17 @@ c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
 }
 
 void GraphModule::sync_module() {
+  const std::lock_guard guard(lock_);
+  register_members();
+}
+
+void GraphModule::set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+  const std::lock_guard guard(lock_);
+  for (const auto& [name, tensor] : tensors) state_.set(name, tensor);
+  register_members();
+}
+
+void GraphModule::register_members() {
   for (const auto& child : named_children()) unregister_module(child.key());
   parameters_.clear();
   std::unordered_map<std::string, std::shared_ptr<torch::nn::Module>> scopes;

@@ -5,6 +5,7 @@
 #include <torch/nn/module.h>
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -32,7 +33,8 @@ class GraphModule : public torch::nn::Module {
   void set_specs(TreeSpec in_spec, TreeSpec out_spec);
 
   // Flat inputs in placeholder order -> flat outputs. Checks number, dtype, shape and device of tensors against the
-  // graph's signature and names the input that differs. Thread-safe as long as the graph is not edited.
+  // graph's signature and names the input that differs. Threads may call it together, from the first call on, and
+  // beside set_state(); not beside edits of the graph or of state().
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs);
   // Structured: positional arguments (and keyword ones by name) as in the original call.
   c10::IValue forward(std::vector<c10::IValue> args, std::vector<std::pair<std::string, c10::IValue>> kwargs = {});
@@ -42,8 +44,11 @@ class GraphModule : public torch::nn::Module {
     return forward({c10::IValue(inputs)...}).toTensor();
   }
 
-  // The compiled plan, made again when graph or state changed.
-  const Plan& plan();
+  // The compiled plan, made again when graph or state changed. Whoever runs it keeps it.
+  std::shared_ptr<const Plan> plan();
+
+  // Puts other tensors in the place of the state's of these names, and into the module's.
+  void set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
   // Registers every parameter and buffer of the state as torch::nn::Module members.
   void sync_module();
@@ -56,7 +61,9 @@ class GraphModule : public torch::nn::Module {
   Graph graph_;
   State state_;
   TreeSpec in_spec_, out_spec_;
-  std::unique_ptr<Plan> plan_;
+  void register_members();
+  std::mutex lock_;  // of plan_, and of the state while plans are made of it
+  std::shared_ptr<const Plan> plan_;
   uint64_t plan_version_ = 0;
 };
 

@@ -212,8 +212,8 @@ void bind_module(py::module_& m) {
            })
       .def("set_state",
            [](GraphModule& g, const std::string& name, const at::Tensor& t) {
-             g.state().set(name, t);
-             g.sync_module();
+             py::gil_scoped_release release;  // who holds the module's lock may wait for Python
+             g.set_state({{name, t}});
            })
       .def("specs", [](const GraphModule& g) { return py::make_tuple(g.in_spec().to_json(), g.out_spec().to_json()); })
       .def("deep_copy", &GraphModule::deep_copy)

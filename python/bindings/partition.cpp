@@ -288,8 +288,8 @@ void bind_cuts(py::module_& m) {
         py::arg("memory_limits") = std::vector<int64_t>{}, py::arg("bytes_per_parameter_byte") = 4.0);
   // Many at once: the module's own tables are made again for every change.
   m.def("set_states", [](GraphModule& module, const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
-    for (const auto& [name, tensor] : tensors) module.state().set(name, tensor);
-    module.sync_module();
+    py::gil_scoped_release release;
+    module.set_state(tensors);
   });
   m.def("rewrite_devices",
         [](GraphModule& module, const at::Device& device) { rewrite_devices(module.graph(), device); });

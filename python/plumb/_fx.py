@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ._C import Error
+from ._errors import Error
 from ._state import CONSTANT
 
 # They measure and check when a compiled program runs, and nobody uses what they return.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import threading
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
 
@@ -120,6 +121,7 @@ class TransformedForward:
         # The module may be in the making (copied, unpickled): what is made of it waits for the first call.
         self.module, self.passes = module, passes
         self._cache: dict[Any, CapturedGraph] = {}
+        self._lock = threading.RLock()  # of what is known of graphs; running one needs none
         self._tree: _Tree | None = None
         self.last: CapturedGraph | None = None
         self.handle = _in_graph.register(self)
@@ -180,18 +182,20 @@ class TransformedForward:
         return key
 
     def captured_for(self, leaves: list, spec: Any, args: tuple, kwargs: dict) -> CapturedGraph:
-        key = self._key(leaves, spec)
-        captured = self._cache.pop(key, None)
-        if captured is None:
-            captured = self._capture(args, kwargs)
-            while len(self._cache) >= MAX_GRAPHS:
-                del self._cache[next(iter(self._cache))]
-        self._cache[key] = self.last = captured
-        return captured
+        with self._lock:
+            key = self._key(leaves, spec)
+            captured = self._cache.pop(key, None)
+            if captured is None:
+                captured = self._capture(args, kwargs)
+                while len(self._cache) >= MAX_GRAPHS:
+                    del self._cache[next(iter(self._cache))]
+            self._cache[key] = self.last = captured
+            return captured
 
     def known_for(self, args: tuple, kwargs: dict) -> CapturedGraph | None:
         """The graph for inputs like these, if there is one."""
-        return self._cache.get(self._key(*self._leaves(args, kwargs)))
+        with self._lock:
+            return self._cache.get(self._key(*self._leaves(args, kwargs)))
 
     @staticmethod
     def _leaves(args: tuple, kwargs: dict) -> tuple[Any, Any]:
@@ -208,7 +212,10 @@ class TransformedForward:
         if torch.compiler.is_compiling():
             return _in_graph.call(self.handle, self.module, args, kwargs)
         captured, leaves = self.prepare(args, kwargs)
-        return self._run_guarded(captured, leaves, args, kwargs) if captured.guarded else captured.run(leaves)
+        if not captured.guarded:
+            return captured.run(leaves)
+        with self._lock:  # a run that is given up puts random state and buffers back
+            return self._run_guarded(captured, leaves, args, kwargs)
 
     def _run_guarded(self, first: CapturedGraph, leaves: list, args: tuple, kwargs: dict) -> Any:
         """Runs the graph whose guards these values pass. Makes one if there is none."""

@@ -1,0 +1,137 @@
+// One module, several threads, from its first call on. `make sanitize SANITIZER=thread` runs these under
+// ThreadSanitizer.
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <barrier>
+#include <thread>
+
+#include "plumb/capture/capture.h"
+#include "plumb/core/error.h"
+#include "plumb/transforms/optimise.h"
+#include "plumb/transforms/simulate_format.h"
+#include "plumb/transforms/track_scales.h"
+#include "plumb/transforms/unit_scale.h"
+
+namespace plumb {
+namespace {
+
+constexpr int kThreads = 4, kRounds = 8;
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() : up(8, 16), down(16, 4) {
+    register_module("up", up);
+    register_module("down", down);
+  }
+  at::Tensor forward(at::Tensor x) { return down(torch::gelu(up(x))) * 0.5; }
+  torch::nn::Linear up, down;
+};
+TORCH_MODULE(Net);
+
+std::vector<at::Tensor> parameters_of(GraphModule& module) {
+  std::vector<at::Tensor> found;
+  for (const at::Tensor& p : module.parameters()) {
+    if (p.requires_grad()) found.push_back(p);
+  }
+  return found;
+}
+
+// The output and the parameters' gradients.
+std::vector<at::Tensor> step(GraphModule& module, const std::vector<at::Tensor>& parameters, const at::Tensor& x) {
+  std::vector<at::Tensor> out{module(x)};
+  for (const at::Tensor& g : torch::autograd::grad({out[0].sum()}, parameters)) out.push_back(g);
+  return out;
+}
+
+template <class Body>
+void together(const Body& body) {
+  std::barrier start(kThreads);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      at::set_num_threads(1);
+      start.arrive_and_wait();
+      body(t);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+template <class Make>
+void expect_the_bits_of_one_thread(const Make& make) {
+  torch::manual_seed(0);
+  std::vector<at::Tensor> inputs;
+  for (int t = 0; t < kThreads; ++t) inputs.push_back(at::randn({5, 8}));
+  for (int round = 0; round < kRounds; ++round) {
+    const auto alone = make(), shared = make();
+    const auto own = parameters_of(*alone), theirs = parameters_of(*shared);
+    std::vector<std::vector<at::Tensor>> want, got(kThreads);
+    for (const at::Tensor& x : inputs) want.push_back(step(*alone, own, x));
+    together([&](int t) {
+      for (int i = 0; i < 3; ++i) got[t] = step(*shared, theirs, inputs[t]);
+    });
+    for (int t = 0; t < kThreads; ++t) {
+      ASSERT_EQ(got[t].size(), want[t].size());
+      for (size_t i = 0; i < want[t].size(); ++i) EXPECT_TRUE(at::equal(got[t][i], want[t][i]));
+    }
+  }
+}
+
+std::shared_ptr<GraphModule> captured() {
+  torch::manual_seed(1);
+  Net net;
+  return capture(net, at::randn({5, 8}));
+}
+
+TEST(Threads, CallACapturedModuleForTheFirstTimeTogether) { expect_the_bits_of_one_thread(captured); }
+TEST(Threads, CallAUnitScaledModuleForTheFirstTimeTogether) {
+  expect_the_bits_of_one_thread([] { return unit_scale(captured()); });
+}
+TEST(Threads, CallAModuleInEightBitsForTheFirstTimeTogether) {
+  expect_the_bits_of_one_thread([] { return simulate_fp8(unit_scale(captured())); });
+}
+TEST(Threads, CallATrackedModuleForTheFirstTimeTogether) {
+  expect_the_bits_of_one_thread([] { return track_scales(captured()); });
+}
+TEST(Threads, CaptureModulesOfTheirOwnTogether) {
+  std::vector<at::Tensor> got(kThreads);
+  const at::Tensor x = at::ones({5, 8});
+  together([&](int t) {
+    for (int i = 0; i < kRounds; ++i) {
+      Net net;
+      const auto module = capture(net, x);
+      EXPECT_TRUE(at::equal((*module)(x), net(x))) << t;
+    }
+  });
+}
+TEST(Threads, RefuseOtherShapesBesideThreadsThatRun) {
+  const auto module = captured();
+  const at::Tensor x = at::ones({5, 8}), other = at::ones({6, 8}), want = (*captured())(x);
+  together([&](int t) {
+    for (int i = 0; i < kRounds; ++i) {
+      if (t % 2) {
+        EXPECT_THROW((*module)(other), Error);
+      } else {
+        EXPECT_TRUE(at::equal((*module)(x), want));
+      }
+    }
+  });
+}
+TEST(Threads, PutTensorsInTheStateBesideThreadsThatRun) {
+  const auto module = captured();
+  const at::Tensor x = at::ones({5, 8}), want = (*captured())(x);
+  const at::Tensor bias = module->state().get("up.bias").tensor.detach().clone();
+  together([&](int t) {
+    for (int i = 0; i < 4 * kRounds; ++i) {
+      if (t == 0) {
+        module->set_state({{"up.bias", bias.clone().requires_grad_()}});
+      } else {
+        EXPECT_TRUE(at::equal((*module)(x), want));
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace plumb

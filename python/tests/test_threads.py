@@ -1,0 +1,143 @@
+"""One module, several threads, from its first call on: the bits of one thread, and no crash."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+
+THREADS = 4
+
+
+def together(body):
+    start, errors = threading.Barrier(THREADS), []
+
+    def run(t):
+        try:
+            torch.set_num_threads(1)
+            start.wait()
+            body(t)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(t,)) for t in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def step(module, x):
+    y = module(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [p for p in module.parameters()])]
+
+
+def same(got, want):
+    assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(1)
+    return [torch.randn(5, 8) for _ in range(THREADS)]
+
+
+def loaded(tmp_path, x):
+    plumb.save_pt2(plumb.capture(net(), x), tmp_path / "net.pt2")
+    return plumb.load_pt2(tmp_path / "net.pt2")
+
+
+MODULES = {
+    "captured": lambda path, x: plumb.capture(net(), x),
+    "loaded": loaded,
+    "unit-scaled": lambda path, x: plumb.transforms.unit_scale(net()),
+    "in FP8": lambda path, x: plumb.transforms.simulate_fp8(plumb.transforms.unit_scale(net())),
+    "tracked": lambda path, x: plumb.transforms.track_scales(net()),
+}
+modules = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
+
+
+@modules
+def test_first_calls_together_give_the_bits_of_one_thread(make, inputs, tmp_path):
+    alone = make(tmp_path, inputs[0])
+    want = [step(alone, x) for x in inputs]
+    for _ in range(5):
+        module = make(tmp_path, inputs[0])
+
+        def body(t):
+            for _ in range(3):
+                same(step(module, inputs[t]), want[t])
+
+        together(body)
+
+
+def test_first_calls_with_other_shapes_each_get_their_graph():
+    alone = plumb.transforms.unit_scale(net())
+    inputs = [torch.randn(3 + t, 8) for t in range(THREADS)]
+    want = [step(alone, x) for x in inputs]
+    for _ in range(3):
+        module = plumb.transforms.unit_scale(net())
+
+        def body(t):
+            for i in range(2 * THREADS):
+                n = (t + i) % THREADS
+                same(step(module, inputs[n]), want[n])
+
+        together(body)
+
+
+def test_graphs_that_depend_on_values_are_chosen_by_each_thread():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.a(x) if x.sum() > 0 else self.b(x) * 2
+
+    torch.manual_seed(0)
+    gate = Gate()
+    inputs = [torch.full((2, 8), float(1 + t) * (-1) ** t) for t in range(THREADS)]
+    want = [gate(x) for x in inputs]
+    for _ in range(3):
+        module = plumb.transforms.track_scales(gate)
+
+        def body(t):
+            for i in range(2 * THREADS):
+                n = (t + i) % THREADS
+                assert torch.equal(module(inputs[n]), want[n])
+
+        together(body)
+
+
+def test_captures_of_modules_of_their_own_at_once(inputs):
+    def body(t):
+        for _ in range(5):
+            module = net()
+            same(step(plumb.capture(module, inputs[t]), inputs[t]), step(module, inputs[t]))
+
+    together(body)
+
+
+def test_tensors_are_exchanged_beside_threads_that_run(inputs):
+    module = plumb.capture(net(), inputs[0])
+    want = [module(x) for x in inputs]
+    weights = [{k: v.clone() for k, v in module.state_dict().items()} for _ in range(20)]
+
+    def body(t):
+        for state in weights:
+            if t == 0:
+                module.load_state_dict(state, assign=True)
+            else:
+                assert torch.equal(module(inputs[t]), want[t])
+
+    together(body)
