@@ -39,7 +39,7 @@ TEST_F(Outputs, FollowALinkAlsoToWhatIsNotThereYet) {
 }
 
 TEST_F(Outputs, ThatCannotBeWrittenAreErrors) {
-  for (const char* arguments : {"show lm.pt2", "--help", "plan lm.pt2 --ranks 2 --json", "show lm.pt2 --json"}) {
+  for (const char* arguments : {"show lm.pt2", "--help", "run mlp.pt2 --input x.pt", "show lm.pt2 --json"}) {
     const Ended run = shell(std::string(PLUMB_COMMAND " ") + arguments + " > /dev/full");
     EXPECT_EQ(run.code, 1) << arguments;
     EXPECT_NE(run.err.find("cannot"), std::string::npos) << run.err;
@@ -54,12 +54,6 @@ TEST_F(Outputs, BeyondALimitOfFileSizesAreErrors) {
     EXPECT_NE(run.err.find("cannot be written: File too large"), std::string::npos) << run.err;
   }
   EXPECT_EQ(parts(), 0u);
-}
-
-TEST_F(Outputs, WithFewDescriptorsAreErrors) {
-  const Ended run = shell("ulimit -n 4; " PLUMB_COMMAND " show mlp.pt2 -o few.txt");
-  EXPECT_NE(run.code, 0);
-  EXPECT_LT(run.code, 128) << run.err;
 }
 
 TEST_F(Outputs, AreTriedBeforeTraining) {

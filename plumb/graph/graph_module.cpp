@@ -52,7 +52,7 @@ void GraphModule::set_specs(TreeSpec in_spec, TreeSpec out_spec) {
 
 std::shared_ptr<const Plan> GraphModule::plan() {
   std::shared_ptr<const Plan> old;  // goes after the lock: freeing tensors may wait for Python
-  const std::lock_guard guard(lock_);
+  const std::lock_guard guard(*lock_);
   if (!plan_ || plan_version_ != graph_.version()) {
     old = std::move(plan_);
     plan_ = std::make_shared<const Plan>(graph_, state_);
@@ -136,12 +136,12 @@ c10::IValue GraphModule::forward(std::vector<c10::IValue> args,
 }
 
 void GraphModule::sync_module() {
-  const std::lock_guard guard(lock_);
+  const std::lock_guard guard(*lock_);
   register_members();
 }
 
 void GraphModule::set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
-  const std::lock_guard guard(lock_);
+  const std::lock_guard guard(*lock_);
   for (const auto& [name, tensor] : tensors) state_.set(name, tensor);
   register_members();
 }

@@ -62,7 +62,8 @@ class GraphModule : public torch::nn::Module {
   State state_;
   TreeSpec in_spec_, out_spec_;
   void register_members();
-  std::mutex lock_;  // of plan_, and of the state while plans are made of it
+  std::unique_ptr<std::mutex> lock_ =
+      std::make_unique<std::mutex>();  // of plan_, and of the state while plans are made of it
   std::shared_ptr<const Plan> plan_;
   uint64_t plan_version_ = 0;
 };

@@ -9,8 +9,6 @@
 
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
-#include "plumb/transforms/optimise.h"
-#include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
 
@@ -87,9 +85,6 @@ std::shared_ptr<GraphModule> captured() {
 TEST(Threads, CallACapturedModuleForTheFirstTimeTogether) { expect_the_bits_of_one_thread(captured); }
 TEST(Threads, CallAUnitScaledModuleForTheFirstTimeTogether) {
   expect_the_bits_of_one_thread([] { return unit_scale(captured()); });
-}
-TEST(Threads, CallAModuleInEightBitsForTheFirstTimeTogether) {
-  expect_the_bits_of_one_thread([] { return simulate_fp8(unit_scale(captured())); });
 }
 TEST(Threads, CallATrackedModuleForTheFirstTimeTogether) {
   expect_the_bits_of_one_thread([] { return track_scales(captured()); });
