@@ -6,22 +6,22 @@ namespace {
 
 class Builder {
  public:
-  Builder(Session& session, const CaptureOptions& options) : session_(session), options_(options) {}
+  Builder(CallRecorder& recorder, const CaptureOptions& options) : recorder_(recorder), options_(options) {}
 
   std::shared_ptr<GraphModule> build(const std::vector<c10::IValue>& outputs, TreeSpec out_spec) {
     std::vector<Arg> results;
     std::vector<int> output_values;
     for (const c10::IValue& v : outputs) {
       output_values.push_back(
-          v.isTensor() && v.toTensor().defined() ? session_.look_up(v.toTensor(), "the model's output") : -1);
+          v.isTensor() && v.toTensor().defined() ? recorder_.look_up(v.toTensor(), "the model's output") : -1);
     }
     find_used(output_values);
     inputs();
     attributes();
-    for (const Record& record : session_.records) {
-      if (live_[static_cast<size_t>(&record - session_.records.data())]) call(record);
+    for (const Record& record : recorder_.records) {
+      if (live_[static_cast<size_t>(&record - recorder_.records.data())]) call(record);
     }
-    for (auto [attribute, value] : session_.write_backs) write_back(attribute, value);
+    for (auto [attribute, value] : recorder_.write_backs) write_back(attribute, value);
     for (size_t i = 0; i < outputs.size(); ++i) {
       if (output_values[i] >= 0) {
         results.push_back(value(output_values[i]));
@@ -32,13 +32,13 @@ class Builder {
     graph_.output(std::move(results));
     refuse_unwritten_reads(graph_);
     State state;
-    for (size_t i = 0; i < session_.attributes.size(); ++i) {
+    for (size_t i = 0; i < recorder_.attributes.size(); ++i) {
       // A constant that nothing reads was made on the way and dropped.
-      if (i < session_.num_state || graph_.find_value(names_[i])) state.add(session_.attributes[i]);
+      if (i < recorder_.num_state || graph_.find_value(names_[i])) state.add(recorder_.attributes[i]);
     }
-    auto module = std::make_shared<GraphModule>(std::move(graph_), std::move(state), session_.request.in_spec,
+    auto module = std::make_shared<GraphModule>(std::move(graph_), std::move(state), recorder_.request.in_spec,
                                                 std::move(out_spec));
-    module->train(session_.request.training);
+    module->train(recorder_.request.training);
     return module;
   }
 
@@ -52,17 +52,17 @@ class Builder {
 
   // Which records stay: all, but the `empty`, `to` and views that torch.tensor(..) leaves behind before lift_fresh.
   void find_used(const std::vector<int>& outputs) {
-    std::vector<char> used(session_.values.size(), 0);
+    std::vector<char> used(recorder_.values.size(), 0);
     for (int v : outputs) {
       if (v >= 0) used[static_cast<size_t>(v)] = 1;
     }
-    for (auto [attribute, v] : session_.write_backs) {
+    for (auto [attribute, v] : recorder_.write_backs) {
       used[static_cast<size_t>(v)] = 1;
-      used[static_cast<size_t>(session_.attribute_values[static_cast<size_t>(attribute)])] = 1;
+      used[static_cast<size_t>(recorder_.attribute_values[static_cast<size_t>(attribute)])] = 1;
     }
-    live_.assign(session_.records.size(), 1);
-    for (size_t i = session_.records.size(); i-- > 0;) {
-      const Record& record = session_.records[i];
+    live_.assign(recorder_.records.size(), 1);
+    for (size_t i = recorder_.records.size(); i-- > 0;) {
+      const Record& record = recorder_.records[i];
       bool wanted = false;
       for (int v : record.results) wanted = wanted || used[static_cast<size_t>(v)];
       const std::string& name = record.op.schema().name();
@@ -81,11 +81,11 @@ class Builder {
   }
 
   void inputs() {
-    for (size_t i = 0; i < session_.input_values.size(); ++i) {
-      const int v = session_.input_values[i];
+    for (size_t i = 0; i < recorder_.input_values.size(); ++i) {
+      const int v = recorder_.input_values[i];
       std::string name = i < options_.input_names.size() ? options_.input_names[i] : "x" + std::to_string(i);
       if (v >= 0) {
-        bind(v, graph_.placeholder(std::move(name), session_.values[static_cast<size_t>(v)].meta)->result());
+        bind(v, graph_.placeholder(std::move(name), recorder_.values[v].meta)->result());
       } else {
         graph_.placeholder(std::move(name), std::nullopt, ValueType::Other);
       }
@@ -93,18 +93,18 @@ class Builder {
   }
 
   void attributes() {
-    names_.resize(session_.attributes.size());
-    for (size_t i = 0; i < session_.attributes.size(); ++i) {
-      const int v = session_.attribute_values[i];
+    names_.resize(recorder_.attributes.size());
+    for (size_t i = 0; i < recorder_.attributes.size(); ++i) {
+      const int v = recorder_.attribute_values[i];
       if (v < 0 || !used_[static_cast<size_t>(v)]) continue;
-      Node* node = graph_.get_attr(session_.attributes[i].name, session_.values[static_cast<size_t>(v)].meta);
+      Node* node = graph_.get_attr(recorder_.attributes[i].name, recorder_.values[v].meta);
       names_[i] = node->result()->name();
       bind(v, node->result());
     }
   }
 
   void bind(int number, Value* v) {
-    if (static_cast<size_t>(number) >= bound_.size()) bound_.resize(session_.values.size(), nullptr);
+    if (static_cast<size_t>(number) >= bound_.size()) bound_.resize(recorder_.values.size(), nullptr);
     bound_[static_cast<size_t>(number)] = v;
   }
 
@@ -137,7 +137,7 @@ class Builder {
     meta.source = record.source;
     for (size_t i = 0; i < record.results.size(); ++i) {
       const int v = record.results[i];
-      if (node->result(i)->is_tensor()) node->result(i)->set_meta(session_.values[static_cast<size_t>(v)].meta);
+      if (node->result(i)->is_tensor()) node->result(i)->set_meta(recorder_.values[v].meta);
       bind(v, node->result(i));
     }
   }
@@ -145,7 +145,7 @@ class Builder {
   // The model reads the old contents, and autograd may have saved them: they are read from a copy, and the buffer is
   // written at the very end.
   void write_back(int attribute, int number) {
-    Value* buffer = value(session_.attribute_values[static_cast<size_t>(attribute)]);
+    Value* buffer = value(recorder_.attribute_values[static_cast<size_t>(attribute)]);
     Value* fresh = value(number);
     if (buffer->has_uses()) {
       auto here = graph_.inserting_after(buffer->producer());
@@ -159,7 +159,7 @@ class Builder {
     write->result()->set_meta(buffer->meta());
   }
 
-  Session& session_;
+  CallRecorder& recorder_;
   const CaptureOptions& options_;
   Graph graph_;
   std::vector<Value*> bound_;
@@ -171,7 +171,7 @@ class Builder {
 
 std::shared_ptr<GraphModule> build_graph(Session& session, const std::vector<c10::IValue>& outputs, TreeSpec out_spec,
                                          const CaptureOptions& options) {
-  return Builder(session, options).build(outputs, std::move(out_spec));
+  return Builder(session.recorder, options).build(outputs, std::move(out_spec));
 }
 
 }  // namespace plumb

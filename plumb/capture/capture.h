@@ -13,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -50,12 +51,22 @@ struct CaptureRequest {
   // Called when the program asks whether a tensor is true: whether one of the answers only makes it stop with an error.
   // Such checks become nodes that check in every run. May be empty.
   std::function<bool()> is_check;
-  // Values that the program takes out of tensors (item, bool) become nodes that check in every run that they are still
-  // the same, instead of a refusal. What such values and sizes hang on is then noted by plumb::decision nodes.
+  // Whether values that the program takes out of tensors (item, bool) may be guarded instead of refused: nodes then
+  // check in every run that they are still the same, and plumb::control_value nodes note the tensors that they come
+  // from.
   bool guard_values = false;
-  // With guard_values: what the first tensors that decide about values and sizes are to hold, in order, as
-  // DecisionLog has them. A transformed graph decides otherwise than the module itself; so the program takes its path.
-  std::vector<at::Tensor> decisions;
+  // Guards values at once. The first tensors that decide about values and sizes get these values, in order, as
+  // ControlValueLog has them: a transformed graph takes another path than the module itself, and this is how the
+  // program takes it, too.
+  std::optional<std::vector<at::Tensor>> control_values;
+  // Called before each attempt to capture: whether libraries that have a way of their own for graph makers
+  // (torch.compiler.is_compiling()) are to take it. May be empty.
+  std::function<void(bool tell_libraries)> begin_attempt;
+  // Whether a line is of such a library. A refusal there is a reason to begin again and tell the libraries. May be
+  // empty: there are none.
+  std::function<bool(const SourceLocation&)> in_library;
+  // Whether the model has modules of such a library. They are told whenever values are guarded.
+  bool has_libraries = false;
   bool training = false;
 };
 std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const CaptureOptions& options = {});
@@ -64,24 +75,23 @@ std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const Captur
 void push_module(std::string path, std::string type);
 void pop_module();
 bool is_capturing();
-// Refuses what the forward does now, naming module and line; and questions about sizes, see Session.
+// Refuses what the forward does now, naming module and line.
 [[noreturn]] void refuse_capture(const std::string& what, const std::string& remedy);
+// Sizes that depend on the data, and values read as a list: see Guards::has_dynamic_sizes, guard_size, guard_values.
 bool size_depends_on_values(const at::Tensor& tensor);
 void guard_size_read(const at::Tensor& tensor, bool exact);
-// With CaptureRequest::guard_values: a node checks in every run that this tensor's values are the same. Answers a copy
-// to read them from; undefined where there is nothing to check.
 at::Tensor guard_values_read(const at::Tensor& tensor);
 
-// What plumb::decision nodes see that run on this thread while it lives.
-class DecisionLog {
+// The tensors that plumb::control_value nodes see on this thread while it lives.
+class ControlValueLog {
  public:
-  DecisionLog();
-  ~DecisionLog();
-  DecisionLog(const DecisionLog&) = delete;
+  ControlValueLog();
+  ~ControlValueLog();
+  ControlValueLog(const ControlValueLog&) = delete;
   std::vector<at::Tensor> tensors;
 
  private:
-  DecisionLog* const outer_;
+  ControlValueLog* const outer_;
 };
 
 // A Python or C++ function that a graph cannot look into, kept as one node that calls it. Ids live as long as the
@@ -161,7 +171,7 @@ std::shared_ptr<GraphModule> capture_call(torch::nn::Module& module, F&& functio
 }
 
 template <typename M, typename... Inputs>
-  requires(std::is_convertible_v<Inputs, at::Tensor> && ...)
+  requires(!std::is_same_v<M, CaptureRequest> && (std::is_convertible_v<Inputs, at::Tensor> && ...))
 std::shared_ptr<GraphModule> capture(M& model, const Inputs&... inputs) {
   return capture_call(
       capture_detail::module_of(model), [&](auto&&... in) { return capture_detail::call_forward(model, in...); }, {},

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "plumb/capture/stand_in.h"
+#include "plumb/capture/fake_result.h"
 #include "plumb/core/error.h"
 #include "tests/zoo.h"
 
@@ -347,7 +347,7 @@ TEST(Capture, StandsInWithTheShapesAndStridesOfRealProducts) {
       for (const Tensor& bias : {Tensor(), b.to(dtype)}) {
         torch::jit::Stack stack{x.to(dtype), w.to(dtype), bias};
         const Tensor real = torch::linear(x.to(dtype), w.to(dtype), bias);
-        ASSERT_TRUE(stand_in(op, "aten::linear", &stack));
+        ASSERT_TRUE(fake_result(op, "aten::linear", &stack));
         ASSERT_EQ(stack.size(), 1u);
         const Tensor stood = stack[0].toTensor();
         EXPECT_EQ(stood.sizes(), real.sizes());
@@ -358,7 +358,7 @@ TEST(Capture, StandsInWithTheShapesAndStridesOfRealProducts) {
     }
   }
   torch::jit::Stack misfit{torch::randn({256, 127}), w, b};
-  EXPECT_THROW(stand_in(op, "aten::linear", &misfit), c10::Error);
+  EXPECT_THROW(fake_result(op, "aten::linear", &misfit), c10::Error);
 }
 
 TEST(Capture, ReadsValuesOfConstantsAlone) {

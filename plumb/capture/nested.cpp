@@ -34,8 +34,8 @@ PausedCapture::~PausedCapture() {
 std::vector<c10::IValue> run_recorded(GraphModule& module, std::vector<c10::IValue> inputs) {
   Session* session = Session::current();
   if (!session) return module.run(std::move(inputs));
-  const size_t begin = session->records.size();
-  const auto outer = session->modules_now();
+  const size_t begin = session->recorder.records.size();
+  const auto outer = session->recorder.modules_now();
   auto outputs = module.run(std::move(inputs));
 
   std::vector<const Node*> calls;
@@ -45,8 +45,8 @@ std::vector<c10::IValue> run_recorded(GraphModule& module, std::vector<c10::IVal
   // Calls are recorded in the graph's order; those whose results need no record are passed over.
   std::map<std::shared_ptr<const ModuleStack>, std::shared_ptr<const ModuleStack>> seen;
   auto next = calls.begin();
-  for (size_t i = begin; i < session->records.size(); ++i) {
-    Record& record = session->records[i];
+  for (size_t i = begin; i < session->recorder.records.size(); ++i) {
+    Record& record = session->recorder.records[i];
     const auto last = next + std::min<std::ptrdiff_t>(calls.end() - next, 64);
     const auto found = std::find_if(
         next, last, [&](const Node* node) { return node->op().operator_name() == record.op.operator_name(); });

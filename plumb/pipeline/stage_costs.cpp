@@ -20,10 +20,10 @@ namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// Puts a module's buffers and gradients, and the random generator, back.
-class Untouched {
+// Puts the buffers and gradients of a pipe's stages, and the random state, back at the end of its scope.
+class PipeStateGuard {
  public:
-  explicit Untouched(const Pipe& pipe) : random_(at::detail::getDefaultCPUGenerator().get_state()) {
+  explicit PipeStateGuard(const Pipe& pipe) : random_(at::detail::getDefaultCPUGenerator().get_state()) {
     at::NoGradGuard no_grad;
     for (int s = 0; s < pipe.num_stages(); s++) {
       for (const Attr& attr : pipe.stage(s)->state()) {
@@ -36,7 +36,7 @@ class Untouched {
       }
     }
   }
-  ~Untouched() {
+  ~PipeStateGuard() {
     at::NoGradGuard no_grad;
     // Backwards: of a tensor with two names the first entry has what was there.
     for (auto it = gradients_.rbegin(); it != gradients_.rend(); ++it) it->first.mutable_grad() = it->second;
@@ -125,7 +125,7 @@ StageCosts empty_costs() {
 }  // namespace
 
 StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inputs, const StageCostOptions& options) {
-  Untouched untouched(pipe);
+  PipeStateGuard state_guard(pipe);
   const LiveBytes meter;
   c10::AutoGradMode grad_mode(true);
   std::vector<Best> best(static_cast<size_t>(pipe.num_stages()));
@@ -155,7 +155,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
         b.forward = std::min(b.forward, ran.seconds);
         b.activation = std::max(b.activation, ran.activation);
       }
-      untouched.drop_gradients();
+      state_guard.drop_gradients();
       InputBoundary boundary(values, wants);
       Ran ran = run_forward(stage, boundary, meter);
       const int64_t before = meter.live();
@@ -170,7 +170,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
       if (half.deferred.pending()) stage_backward_weight(half.deferred);
       b.weight = std::min(b.weight, now() - begin);
       b.forward = std::min(b.forward, ran.seconds);
-      untouched.drop_gradients();
+      state_guard.drop_gradients();
       made.push_back(std::move(ran.outputs));
     }
   }

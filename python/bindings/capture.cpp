@@ -6,6 +6,7 @@
 
 #include <frameobject.h>
 
+#include <algorithm>
 #include <unordered_map>
 
 namespace plumb::python {
@@ -14,7 +15,7 @@ namespace {
 // The first frame, from the innermost out, that is neither torch's nor plumb's own.
 class Locator {
  public:
-  // describe, if not None, answers what in Python calls the operator, or None; asked for every operator.
+  // describe: None, or a function that answers who in Python calls the operator, or None. Called for every operator.
   Locator(std::vector<std::string> inside, py::object describe)
       : inside_(std::move(inside)), describe_(std::move(describe)) {}
   ~Locator() {
@@ -44,7 +45,7 @@ class Locator {
     return found;
   }
 
-  // [(names of the results, operator, what describe() answered)] for the nodes of the graph.
+  // [(names of the results, operator, answer of describe())] for the nodes of the graph.
   py::list calls(const Graph& graph) const {
     std::unordered_map<const SourceLocation*, const py::object*> known;
     for (const auto& [location, call] : calls_) known.emplace(location.get(), &call);
@@ -88,57 +89,76 @@ class Locator {
   std::map<std::pair<PyCodeObject*, int>, std::shared_ptr<const SourceLocation>> locations_;
 };
 
-py::tuple capture_python(const std::vector<std::tuple<std::string, int, at::Tensor, bool>>& state,
-                         const py::list& inputs, const std::vector<std::string>& names, const std::string& in_spec,
-                         const py::function& call, const py::function& buffers_after,
-                         const py::function& attributes_after, const py::function& is_check,
-                         const std::vector<std::string>& inside, bool training, bool verify, const py::object& describe,
-                         bool guard_values, const std::vector<at::Tensor>& decisions) {
-  CaptureRequest request;
-  for (const auto& [name, kind, tensor, persistent] : state)
-    request.state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
-  request.inputs = to_ivalues(inputs);
-  request.in_spec = TreeSpec::from_json(in_spec);
-  request.training = training;
-  request.guard_values = guard_values;
-  request.decisions = decisions;
-  request.call = [&](const std::vector<c10::IValue>& flat, TreeSpec& out_spec) {
+// A callback of the request, called under the GIL.
+template <typename Result, typename... Args>
+std::function<Result(Args...)> callback(const py::object& request, const char* name) {
+  // Shared: requests are copied without the GIL.
+  return [method = std::make_shared<py::object>(request.attr(name))](Args... args) {
     py::gil_scoped_acquire gil;
-    auto answer = call(to_list(flat)).cast<std::pair<py::list, std::string>>();
+    if constexpr (std::is_void_v<Result>) {
+      (*method)(args...);
+    } else {
+      return (*method)(args...).template cast<Result>();
+    }
+  };
+}
+
+// forward: plumb._capture._Forward.
+CaptureRequest request_of(const py::object& forward) {
+  CaptureRequest request;
+  using State = std::vector<std::tuple<std::string, int, at::Tensor, bool>>;
+  for (const auto& [name, kind, tensor, persistent] : forward.attr("state").cast<State>())
+    request.state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
+  request.inputs = to_ivalues(forward.attr("inputs").cast<py::list>());
+  request.in_spec = TreeSpec::from_json(forward.attr("in_spec").cast<std::string>());
+  request.training = forward.attr("training").cast<bool>();
+  request.call = [call = std::make_shared<py::object>(forward.attr("call"))](const std::vector<c10::IValue>& flat,
+                                                                             TreeSpec& out_spec) {
+    py::gil_scoped_acquire gil;
+    auto answer = (*call)(to_list(flat)).cast<std::pair<py::list, std::string>>();
     out_spec = TreeSpec::from_json(answer.second);
     return to_ivalues(answer.first);
   };
-  request.buffers_after = [&] {
-    py::gil_scoped_acquire gil;
-    return buffers_after().cast<std::vector<std::pair<std::string, at::Tensor>>>();
-  };
-  request.attributes_after = [&] {
-    py::gil_scoped_acquire gil;
-    return attributes_after().cast<std::vector<std::tuple<std::string, at::Tensor, at::Tensor>>>();
-  };
-  request.is_check = [&] {
-    py::gil_scoped_acquire gil;
-    return is_check().cast<bool>();
-  };
-  auto locator = std::make_shared<Locator>(inside, describe);
+  request.buffers_after = callback<std::vector<std::pair<std::string, at::Tensor>>>(forward, "buffers_after");
+  request.attributes_after =
+      callback<std::vector<std::tuple<std::string, at::Tensor, at::Tensor>>>(forward, "attributes_after");
+  request.is_check = callback<bool>(forward, "is_check");
+  request.begin_attempt = callback<void, bool>(forward, "begin_attempt");
+  request.has_libraries = forward.attr("has_libraries").cast<bool>();
+  if (auto folders = forward.attr("library_folders").cast<std::vector<std::string>>(); !folders.empty()) {
+    request.in_library = [folders = std::move(folders)](const SourceLocation& at) {
+      return std::any_of(folders.begin(), folders.end(),
+                         [&](const std::string& folder) { return at.file.starts_with(folder); });
+    };
+  }
+  return request;
+}
+
+// describe: as for Locator.
+py::tuple capture_python(const py::object& forward, bool verify, const py::object& describe, bool guard_values,
+                         std::optional<std::vector<at::Tensor>> control_values) {
+  CaptureRequest request = request_of(forward);
+  request.guard_values = guard_values;
+  request.control_values = std::move(control_values);
+  auto locator = std::make_shared<Locator>(forward.attr("inside").cast<std::vector<std::string>>(), describe);
   request.locate = [locator] { return (*locator)(); };
   std::vector<std::string> notes;
   CaptureOptions options;
   options.verify = verify;
-  options.input_names = names;
+  options.input_names = forward.attr("input_names").cast<std::vector<std::string>>();
   options.notes = &notes;
-  std::shared_ptr<GraphModule> engine;
+  std::shared_ptr<GraphModule> module;
   {
     py::gil_scoped_release release;  // autograd refuses to run under the lock; the callbacks take it
-    engine = capture(request, options);
+    module = capture(request, options);
   }
-  return py::make_tuple(engine, notes, locator->calls(engine->graph()));
+  return py::make_tuple(module, notes, locator->calls(module->graph()));
 }
 
 // Gives values new names; one that is taken gets a number. Answers what they got.
-std::vector<std::string> rename_values(GraphModule& engine,
+std::vector<std::string> rename_values(GraphModule& module,
                                        const std::vector<std::pair<std::string, std::string>>& names) {
-  Graph& graph = engine.graph();
+  Graph& graph = module.graph();
   std::vector<Value*> values;
   for (const auto& [from, to] : names) {
     Value* value = graph.find_value(from);
@@ -170,9 +190,9 @@ struct Pause {
   std::unique_ptr<PausedCapture> held;
 };
 
-// What plumb::decision nodes see while it is entered.
-struct Decisions {
-  std::unique_ptr<DecisionLog> log;
+// The tensors that plumb::control_value nodes see while it is entered.
+struct PythonControlValueLog {
+  std::unique_ptr<ControlValueLog> log;
   std::vector<at::Tensor> tensors;
 };
 
@@ -201,15 +221,15 @@ Register capture_part([](py::module_& m) {
     at::Tensor copy = guard_values_read(tensor);
     return copy.defined() ? std::optional(copy) : std::nullopt;
   });
-  py::class_<Decisions>(m, "Decisions")
+  py::class_<PythonControlValueLog>(m, "ControlValueLog")
       .def(py::init<>())
-      .def("__enter__", [](Decisions& d) { d.log = std::make_unique<DecisionLog>(); })
+      .def("__enter__", [](PythonControlValueLog& d) { d.log = std::make_unique<ControlValueLog>(); })
       .def("__exit__",
-           [](Decisions& d, const py::args&) {
+           [](PythonControlValueLog& d, const py::args&) {
              d.tensors = std::move(d.log->tensors);
              d.log.reset();
            })
-      .def_readonly("tensors", &Decisions::tensors);
+      .def_readonly("tensors", &PythonControlValueLog::tensors);
   m.def("register_opaque", &register_python);
 });
 

@@ -29,7 +29,7 @@ void translate(std::exception_ptr pointer) {
   }
 }
 
-Register part([](py::module_& m) {
+Register errors_part([](py::module_& m) {
   py::enum_<ErrorKind> kinds(m, "ErrorKind", "What kind of thing went wrong.");
 #define PLUMB_ERROR_KIND(name, meaning) kinds.value(#name, ErrorKind::name, meaning);
   PLUMB_ERROR_KINDS(PLUMB_ERROR_KIND)

@@ -190,9 +190,9 @@ std::vector<std::tuple<std::string, bool, double, std::vector<std::string>>> run
   return done;
 }
 
-void bind_module(py::module_& m) {
+void bind_graph_module(py::module_& m) {
   // Not a torch.nn.Module in Python: plumb.GraphModule wraps it.
-  py::class_<GraphModule, std::shared_ptr<GraphModule>>(m, "Engine")
+  py::class_<GraphModule, std::shared_ptr<GraphModule>>(m, "GraphModule")
       .def(py::init(&make_module))
       .def("run", [](GraphModule& g, const py::list& inputs) { return to_list(run_released(g, to_ivalues(inputs))); })
       .def("run1",
@@ -238,7 +238,7 @@ Register graph_part([](py::module_& m) {
   bind_value(m);
   bind_node(m);
   bind_graph(m);
-  bind_module(m);
+  bind_graph_module(m);
   bind_passes(m);
 });
 

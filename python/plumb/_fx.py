@@ -18,7 +18,7 @@ from ._errors import Error
 from ._state import CONSTANT
 
 # They measure and check when a compiled program runs, and nobody uses what they return.
-for _effect in ("track_traced", "guard_equal", "guard_check", "guard_value", "guard_answer", "guard_size"):
+for _effect in ("track_traced", "guard_equal", "guard_check", "guard_value", "guard_value_read", "guard_size"):
     fx.node.has_side_effect(getattr(torch.ops.plumb, _effect).default)
 
 

@@ -172,7 +172,7 @@ class GraphModule(nn.Module):
         text, specs, tensors = state.pop("_text"), state.pop("_specs"), state.pop("_state")
         self.__dict__.update(state)
         self.__dict__["_fx"] = None
-        self.__dict__["_engine"] = _C.Engine(text, tensors, *specs)
+        self.__dict__["_engine"] = _C.GraphModule(text, tensors, *specs)
         self._modules.clear()
         self._parameters.clear()
         self._buffers.clear()

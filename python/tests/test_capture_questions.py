@@ -409,3 +409,78 @@ def test_a_custom_function_inside_torch_func_grad_is_refused():
 
     message = refusal(lambda x: torch.func.grad(lambda y: Double.apply(y).sum())(x * 1.0))
     assert "inside torch.func (vmap, grad)" in message
+
+
+class Counts(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.calls = 0
+        self.body = forward
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def refuse_counting(forward):
+    module = Counts(forward)
+    with pytest.raises(plumb.Error) as caught:
+        plumb.capture(module, torch.ones(3))
+    assert caught.value.kind is plumb.ErrorKind.DataDependent and "test_capture_questions.py" in caught.value.where
+    assert module.calls == 0 and type(module) is Counts
+    return caught.value.message
+
+
+def test_a_path_chosen_by_a_counter_of_calls_is_refused():
+    def every_second(self, x):
+        self.calls += 1
+        return x * 2 if self.calls % 2 else x * 3
+
+    assert "takes another path in the next call" in refuse_counting(every_second)
+
+
+def test_a_path_that_a_counter_may_choose_later_is_refused():
+    def every_hundredth(self, x):
+        self.calls += 1
+        return x * 3 if self.calls % 100 == 0 else x * 2
+
+    assert "reads the attribute 'calls', which it changes in every call" in refuse_counting(every_hundredth)
+
+
+def test_what_happens_in_the_first_call_alone_is_refused():
+    def first(self, x):
+        if self.calls == 0:
+            self.calls = 1
+            return x * 2
+        return x
+
+    assert "takes another path in the next call" in refuse_counting(first)
+
+
+def test_a_number_of_calls_that_enters_the_arithmetic_is_refused():
+    def scaled(self, x):
+        self.calls += 1
+        return x * self.calls
+
+    assert "takes another path in the next call" in refuse_counting(scaled)
+
+
+def test_a_counter_that_nothing_reads_is_left_alone_and_noted():
+    def counted(self, x):
+        self.calls += 1
+        return x * 2
+
+    module = Counts(counted)
+    graph = plumb.capture(module, torch.ones(3))
+    assert torch.equal(graph(torch.ones(3)), torch.full((3,), 2.0))
+    assert module.calls == 0 and type(module) is Counts
+    assert any("'calls' changed from 0 to 1" in note for note in graph.notes)
+
+
+def test_an_attribute_that_keeps_its_value_after_the_first_call_is_noted():
+    def remembers(self, x):
+        if self.calls != x.shape[0]:
+            self.calls = x.shape[0]
+        return x * 2
+
+    graph = plumb.capture(Counts(remembers), torch.ones(3))
+    assert torch.equal(graph(torch.ones(3)), torch.full((3,), 2.0))

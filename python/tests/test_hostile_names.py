@@ -77,7 +77,7 @@ def with_constant(module, name):
     (old,) = [n for n, kind, *_ in engine.state() if kind == 2]
     text = engine.graph.to_string().replace(f'get_attr "{old}"', f"get_attr {quoted(name)}")
     state = [(name if n == old else n, *rest) for n, *rest in engine.state()]
-    renamed = _C.Engine(text, state, *engine.specs())
+    renamed = _C.GraphModule(text, state, *engine.specs())
     return plumb.GraphModule(renamed, module._in_spec, module._out_spec, module._plain_inputs, module._plain_outputs, [])
 
 
@@ -123,7 +123,7 @@ def test_the_fx_graph_takes_inputs_under_words_of_its_own(name):
     captured = plumb.capture(nn.ReLU(), torch.randn(3))
     text = captured._engine.graph.to_string()
     (old,) = [n.name for n in captured.graph.nodes if n.op == "placeholder"]
-    engine = _C.Engine(text.replace(f"%{old}", f"%{name}"), [], *captured._engine.specs())
+    engine = _C.GraphModule(text.replace(f"%{old}", f"%{name}"), [], *captured._engine.specs())
     module = plumb.GraphModule(engine, captured._in_spec, captured._out_spec, [None], [None], [])
     x = torch.randn(3)
     assert torch.equal(module.to_fx()(x)[0], x.relu())
@@ -228,7 +228,7 @@ def test_names_that_no_module_can_have_are_refused(name):
     text = engine.graph.to_string().replace('"0.weight"', f'"{name}"').replace('"0.bias"', '"a.weight"')
     names = {"0.weight": name, "0.bias": "a.weight"}
     with pytest.raises(plumb.Error, match="torch.nn.Module|not a module|tensor and a module"):
-        renamed = _C.Engine(text, [(names[n], *rest) for n, *rest in engine.state()], *engine.specs())
+        renamed = _C.GraphModule(text, [(names[n], *rest) for n, *rest in engine.state()], *engine.specs())
         plumb.GraphModule(renamed, captured._in_spec, captured._out_spec, [None], [None], [])
 
 

@@ -296,7 +296,7 @@ def _rebuild(
     parts: tuple, source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, recut: Any
 ) -> Pipe:
     """A pipe's copy: cut again at the same places, with the stages' own tensors."""
-    source.engine = _C.Engine(*parts)
+    source.engine = _C.GraphModule(*parts)
     engine = _C.cut(source.engine, **arguments)
     for s, state in enumerate(stages):
         for name, _, tensor, _ in state:

@@ -18,9 +18,9 @@ from .._calls import Call, hint
 from .._capture import capture_engine, signature
 from .._errors import Error, ErrorKind
 from .._microbatch import current_sizes
+from .._module_state_guard import refuse_modules
 from .._state import BUFFER, CONSTANT, sync_state
 from .._trees import flatten
-from .._untouched import refuse_modules
 from . import _in_graph
 
 logger = logging.getLogger("plumb.transforms")
@@ -149,7 +149,7 @@ class TransformedForward:
         replace = {k: v for p in self.passes for k, v in p.replace.items()}
         engine, _, (out_spec, plain), notes = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
-            decisions=control_values,
+            control_values=control_values,
         )  # fmt: skip
         captured = CapturedGraph(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
         _name_values(captured, found)
@@ -157,7 +157,7 @@ class TransformedForward:
             captured.reports.append(p.run(self.module, captured))
         captured.by_backend = captured.gm is not None
         captured.guarded = any(n.target.startswith("plumb::guard_") for n in engine.graph.nodes)
-        captured.takes_values = any(n.target == "plumb::decision" for n in engine.graph.nodes)
+        captured.takes_values = any(n.target == "plumb::control_value" for n in engine.graph.nodes)
         for name, kind, tensor, _ in engine.state():
             if kind != CONSTANT:
                 owner, _, leaf = name.rpartition(".")
@@ -234,7 +234,7 @@ class TransformedForward:
 
         def attempt(captured: CapturedGraph) -> tuple[Any, Error | None]:
             nonlocal control_values
-            log = _C.Decisions()
+            log = _C.ControlValueLog()
             try:
                 with log:
                     if self._measures():

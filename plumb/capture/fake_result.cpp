@@ -1,4 +1,4 @@
-#include "plumb/capture/stand_in.h"
+#include "plumb/capture/fake_result.h"
 
 #include <ATen/ATen.h>
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -54,7 +54,7 @@ c10::DimVector sizes_of_linear(const c10::IValue* arguments) {
 // Node handles are std::shared_ptr in older releases of torch and c10::intrusive_ptr in newer ones.
 template <class Base>
 auto never_run() {
-  const char* why = "a capture's stand-in for a product has no derivative";
+  const char* why = "the fake result of a skipped product has no derivative";
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Base>) {
     return c10::make_intrusive<torch::autograd::NotImplemented>(why);
   } else {
@@ -80,7 +80,7 @@ std::optional<Stack> of_one(at::ArrayRef<c10::IValue> arguments) {
 
 }  // namespace
 
-bool stand_in(const c10::OperatorHandle& op, const std::string& name, Stack* stack) {
+bool fake_result(const c10::OperatorHandle& op, const std::string& name, Stack* stack) {
   const bool attention = name == kAttention, map = name == kGelu;
   if (!(attention || map || products().count(name)) || c10::impl::dispatch_mode_enabled()) return false;
   const size_t count = op.schema().arguments().size(), first = stack->size() - count;

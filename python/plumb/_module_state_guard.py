@@ -1,4 +1,4 @@
-"""What a capture must find in a module, and what it leaves behind: the module as it was."""
+"""Modules that a capture refuses, and the state of modules that it puts back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from ._changed_attributes import Change
 from ._errors import Error, ErrorKind
 from ._trees import PLAIN
 
@@ -36,14 +37,15 @@ def refuse_modules(module: nn.Module, with_root: bool) -> None:
             )
 
 
-class Untouched:
-    """Attributes of modules and random states of Python and NumPy: put back after a capture, and what the forward did to
-    them told."""
+class ModuleStateGuard:
+    """Keeps attributes of modules and the random states of Python and NumPy, puts them back after a capture, and tells what
+    the forward did to them."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [
             (name, sub, dict(sub.__dict__), dict(sub._buffers.items()), sub.training) for name, sub in module.named_modules()
         ]
+        self.changes: list[Change] = []  # as the last restore() found them
         self.random = random.getstate()
         self.numpy = getattr(sys.modules.get("numpy"), "random", None)
         self.numpy_state = self.numpy.get_state() if self.numpy else None
@@ -70,8 +72,10 @@ class Untouched:
                     del sub._buffers[key]
         return changed
 
-    def restore(self) -> list[str]:
-        notes = []
+    def restore(self, warn: bool = True) -> list[str]:
+        """Puts everything back. Returns notes on changes; `warn`: random draws are warned of, too."""
+        notes, drawn = [], []
+        self.changes = []
         for name, sub, before, _, training in self.modules:
             for key, value in before.items():
                 now = sub.__dict__.get(key)
@@ -80,22 +84,22 @@ class Untouched:
                 if type(now) is not type(value) or (now != value and now == now):
                     sub.__dict__[key] = value
                     full = _full(name, key)
+                    self.changes.append(Change(sub, key, full, value, now))
                     notes.append(f"attribute '{full}' changed from {value!r} to {now!r} in the forward: a graph does not")
             sub.training = training
         if random.getstate() != self.random:
             random.setstate(self.random)
-            notes.append(_drawn("Python's random"))
+            drawn.append("Python's random")
         if self.numpy and not _same(self.numpy.get_state(), self.numpy_state):
             self.numpy.set_state(self.numpy_state)
-            notes.append(_drawn("NumPy's random"))
+            drawn.append("NumPy's random")
+        for generator in drawn:
+            note = f"the forward draws from {generator} generator: what follows from it is the same in every run of the graph"
+            notes.append(note)
+            if warn:
+                warnings.warn(f"{note}. Draw with torch to have it drawn in every run.", stacklevel=2)
         return notes
 
 
 def _same(a: tuple, b: tuple) -> bool:
     return (a[1] == b[1]).all() and a[2:] == b[2:]
-
-
-def _drawn(generator: str) -> str:
-    note = f"the forward draws from {generator} generator: what follows from it is the same in every run of the graph"
-    warnings.warn(f"{note}. Draw with torch to have it drawn in every run.", stacklevel=2)
-    return note

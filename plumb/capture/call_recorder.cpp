@@ -1,0 +1,255 @@
+#include "plumb/capture/call_recorder.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <sstream>
+#include <typeinfo>
+
+namespace plumb {
+namespace {
+
+bool is_custom_function(const at::Tensor& t, std::string& name) {
+  if (!t.grad_fn()) return false;
+  const auto& node = *t.grad_fn();
+  const std::string_view type = typeid(node).name();
+  if (type.find("PyNode") == std::string_view::npos && type.find("CppNode") == std::string_view::npos) return false;
+  name = node.name();
+  return true;
+}
+
+bool has_tensor(const c10::IValue& v) {
+  if (v.isTensor()) return true;
+  if (!v.isList()) return false;
+  for (const c10::IValue& e : v.toListRef()) {
+    if (e.isTensor()) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+CallRecorder::CallRecorder(const CaptureRequest& r, ModuleStateGuard& module_state)
+    : request(r), module_state_(module_state) {
+  for (const Attr& attr : request.state) {
+    attributes.push_back(attr);
+    attribute_values.push_back(-1);
+    // A tied tensor keeps the number of its first name.
+    if (!attr.tensor.defined() || values.find_object(attr.tensor) >= 0) continue;
+    const int value = values.add(attr.tensor, RecordedValue::Attribute);
+    values[value].attribute = static_cast<int>(attributes.size()) - 1;
+    attribute_values.back() = value;
+    values.bind(attr.tensor, value);
+  }
+  num_state = attributes.size();
+}
+
+std::shared_ptr<const ModuleStack> CallRecorder::modules_now() {
+  if (module_stack.empty()) return nullptr;
+  if (!last_stack_ || *last_stack_ != module_stack) last_stack_ = std::make_shared<const ModuleStack>(module_stack);
+  return last_stack_;
+}
+
+std::string CallRecorder::where() const {
+  NodeMeta meta;
+  if (!module_stack.empty()) meta.modules = std::make_shared<const ModuleStack>(module_stack);
+  if (request.locate) meta.source = request.locate();
+  return meta.where();
+}
+
+void CallRecorder::note_here(const std::string& text) {
+  const std::string at = where();
+  note(text + (at.empty() ? "" : ", at " + at));
+}
+
+void CallRecorder::refuse(const std::string& what, const std::string& remedy, ErrorKind kind) {
+  refusal.emplace(kind, what, where(), remedy);
+  const auto source = request.locate ? request.locate() : nullptr;
+  refused_in_library = source && request.in_library && request.in_library(*source);
+  throw *refusal;
+}
+
+void CallRecorder::check_tensor(const at::Tensor& t, const std::string& reader) {
+  const auto keys = t.key_set();
+  if (keys.has(c10::DispatchKey::FuncTorchBatched) || keys.has(c10::DispatchKey::FuncTorchGradWrapper)) {
+    refuse(reader + " works on a tensor of torch.func (vmap, grad): its operators cannot be seen from outside",
+           "apply torch.func to the captured module instead, or write the model without it");
+  }
+  if (keys.has(c10::DispatchKey::Python)) {
+    refuse(reader + " works on a tensor subclass with __torch_dispatch__", "give the model plain tensors");
+  }
+}
+
+int CallRecorder::look_up(const at::Tensor& t, const std::string& reader) {
+  check_tensor(t, reader);
+  const ValueTable::Found found = values.find(t);
+  std::string function;
+  if (is_custom_function(t, function) && (found.value < 0 || values[found.value].grad_fn != t.grad_fn().get())) {
+    refuse("the result of the custom autograd function " + function + " reaches " + reader +
+               ": its own backward would be lost",
+           "call it through Function.apply inside the captured module (kept as one node), or write it with torch "
+           "operators");
+  }
+  if (found.value >= 0) return known_as(found, t, reader);
+  if (t.grad_fn()) {
+    refuse(reader + " uses a tensor of unknown origin that carries a gradient (" + t.grad_fn()->name() +
+               "): it was made before the capture, in another thread, or by code that torch's dispatcher does not see",
+           "compute it inside the forward, on the thread that called it (and torch.func.grad by torch.autograd.grad)");
+  }
+  return add_constant(t, reader);
+}
+
+// A known tensor may have another gradient state than its value had when it was bound.
+int CallRecorder::known_as(ValueTable::Found found, const at::Tensor& t, const std::string& reader) {
+  RecordedValue& known = values[found.value];
+  if (known.written && !found.by_memory) known.requires_grad = t.requires_grad();
+  if (known.requires_grad == t.requires_grad()) return found.value;
+  if (known.requires_grad) {
+    // The same memory, cut from autograd's graph without a call that could be seen (.data): a detach says it.
+    return emit("aten::detach", {RecordedArg{found.value}}, t, known.from_constants);
+  }
+  if (!found.by_memory && known.origin != RecordedValue::Result) return found.value;
+  if (t.is_leaf()) {
+    // A leaf of the forward's own: only an autograd.grad inside of it can ask for its gradient, and that is captured.
+    known.requires_grad = true;
+    return found.value;
+  }
+  refuse(reader + " uses a tensor that was made to require grad inside the forward (requires_grad_, nn.Parameter)",
+         "create parameters in the module's constructor and register them");
+}
+
+int CallRecorder::add_constant(const at::Tensor& tensor, const std::string& reader) {
+  const int value = values.add(tensor, RecordedValue::Attribute);
+  const int index = static_cast<int>(attributes.size());
+  const std::string name = "_constant_" + std::to_string(attributes.size() - num_state);
+  values[value].attribute = index;
+  values[value].from_constants = true;
+  attributes.push_back({name, AttrKind::Constant, tensor, true});
+  attribute_values.push_back(value);
+  values.bind(tensor, value);
+  module_state_.watch(index, tensor);
+  std::ostringstream text;
+  text << "constant " << name << ": a " << tensor.scalar_type() << tensor.sizes()
+       << " tensor made outside of the forward, first used by " << reader;
+  const std::string at = where();
+  note(text.str() + (at.empty() ? "" : " at " + at));
+  return value;
+}
+
+int CallRecorder::constant_copy(const at::Tensor& t) {
+  at::Tensor copy;
+  {
+    at::NoGradGuard no_grad;
+    copy = t.detach().clone();
+  }
+  const int value = values.add(copy, RecordedValue::Attribute);
+  values[value].attribute = static_cast<int>(attributes.size());
+  values[value].from_constants = true;
+  attributes.push_back({"_constant_" + std::to_string(attributes.size() - num_state), AttrKind::Constant, copy, true});
+  attribute_values.push_back(value);
+  return value;
+}
+
+void CallRecorder::add_input(const at::Tensor& fed, const at::Tensor& given) {
+  const int value = values.add(fed, RecordedValue::Input);
+  values[value].meta.requires_grad = given.requires_grad();
+  values.bind(fed, value);
+  input_values.push_back(value);
+}
+
+RecordedArg CallRecorder::argument(const c10::IValue& v, const std::string& reader, bool& from_constants) {
+  if (v.isTensor()) {
+    const at::Tensor& t = v.toTensor();
+    if (!t.defined()) return {c10::IValue()};
+    if (t.unsafeGetTensorImpl()->is_wrapped_number()) {
+      const at::Scalar number = t.item();
+      return {c10::IValue(number)};
+    }
+    const int value = look_up(t, reader);
+    from_constants = from_constants && values[value].from_constants;
+    return {value};
+  }
+  if (v.isList()) {
+    if (!has_tensor(v)) return {v.deepcopy()};
+    std::vector<RecordedArg> elements;
+    for (const c10::IValue& e : v.toListRef()) elements.push_back(argument(e, reader, from_constants));
+    return {std::move(elements)};
+  }
+  if (v.isGenerator()) {
+    refuse(reader + " is given a random generator of its own", "use torch's default generator (torch.manual_seed)");
+  }
+  if (v.isStorage()) refuse(reader + " works on raw storage", "use tensors");
+  return {v};
+}
+
+const Record* CallRecorder::producer(const RecordedArg& arg) const {
+  const int* value = std::get_if<int>(&arg.data);
+  if (!value) return nullptr;
+  for (size_t i = records.size(); i-- > 0;) {
+    for (int r : records[i].results) {
+      if (r == *value) return &records[i];
+    }
+  }
+  return nullptr;
+}
+
+Record CallRecorder::begin(const c10::OperatorHandle& op) {
+  Record record{op, {}, {}, {}, true, modules_now(), nullptr};
+  if (request.locate) record.source = request.locate();
+  return record;
+}
+
+void CallRecorder::bind_result(Record& record, const at::Tensor& t, bool from_constants) {
+  const int value = values.add(t, RecordedValue::Result);
+  values[value].from_constants = from_constants;
+  if (record.dynamic && t.defined() && t.dim() > 0) any_dynamic = values[value].dynamic = true;
+  if (t.defined()) values.bind(t, value);
+  record.results.push_back(value);
+}
+
+void CallRecorder::finish(Record record, const torch::jit::Stack& stack, bool from_constants) {
+  for (const c10::IValue& v : torch::jit::last(stack, record.op.schema().returns().size())) {
+    if (v.isTensor()) {
+      record.layout.push_back(-1);
+      bind_result(record, v.toTensor(), from_constants);
+    } else if (v.isTensorList()) {
+      const auto list = v.toTensorVector();
+      record.layout.push_back(static_cast<int32_t>(list.size()));
+      for (const at::Tensor& t : list) bind_result(record, t, from_constants);
+    } else {
+      record.layout.push_back(-1);
+      record.results.push_back(values.add(at::Tensor(), RecordedValue::Result));
+    }
+  }
+  // How many rows are packed for each step follows from the lengths alone.
+  if (record.op.schema().name() == "aten::_pack_padded_sequence") {
+    if (const int* lengths = std::get_if<int>(&record.args[1].data))
+      values[record.results[1]].from_constants = values[*lengths].from_constants;
+  }
+  records.push_back(std::move(record));
+}
+
+int CallRecorder::emit(std::string_view op, std::vector<RecordedArg> args, const at::Tensor& result,
+                       bool from_constants) {
+  Record record = begin(find_operator(op));
+  record.args = std::move(args);
+  record.layout = {-1};
+  bind_result(record, result, from_constants);
+  const int value = record.results[0];
+  records.push_back(std::move(record));
+  return value;
+}
+
+void CallRecorder::emit(std::string_view op, std::vector<RecordedArg> args) {
+  Record record = begin(find_operator(op));
+  record.args = std::move(args);
+  records.push_back(std::move(record));
+}
+
+void CallRecorder::drop_since(const Mark& mark) {
+  records.erase(records.begin() + static_cast<std::ptrdiff_t>(mark.records), records.end());
+  values.drop_results(mark.values);
+}
+
+}  // namespace plumb

@@ -1,0 +1,105 @@
+#include "plumb/capture/call_recorder.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/message_of.h"
+
+namespace plumb {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+struct Recording {
+  CaptureRequest request;
+  ModuleStateGuard guard{request.state, request.inputs};
+  CallRecorder recorder{request, guard};
+};
+
+TEST(CallRecorder, MakesAnUnknownTensorAConstantOnce) {
+  Recording r;
+  const at::Tensor c = at::ones({2});
+  const int value = r.recorder.look_up(c, "aten::add");
+  EXPECT_EQ(r.recorder.look_up(c, "aten::mul"), value);
+  ASSERT_EQ(r.recorder.attributes.size(), 1u);
+  EXPECT_EQ(r.recorder.attributes[0].name, "_constant_0");
+  EXPECT_THAT(r.recorder.notes, ElementsAre(HasSubstr("first used by aten::add")));
+}
+
+TEST(CallRecorder, RefusesATensorOfUnknownPastThatCarriesAGradient) {
+  Recording r;
+  const at::Tensor y = at::ones({2}).requires_grad_() * 2;
+  EXPECT_THAT(message_of([&] { r.recorder.look_up(y, "aten::add"); }), HasSubstr("of unknown origin"));
+  EXPECT_EQ(r.recorder.refusal->kind(), ErrorKind::Capture);
+}
+
+TEST(CallRecorder, SaysByADetachThatAKnownTensorWasCutFromAutograd) {
+  Recording r;
+  const at::Tensor x = at::ones({2}).requires_grad_();
+  r.recorder.add_input(x, x);
+  const at::Tensor cut = x.variable_data();
+  EXPECT_EQ(r.recorder.look_up(cut, "aten::add"), 1);
+  ASSERT_EQ(r.recorder.records.size(), 1u);
+  EXPECT_EQ(operator_name(r.recorder.records[0].op), "aten::detach");
+}
+
+TEST(CallRecorder, KeepsWhetherAnArgumentIsMadeOfConstantsAlone) {
+  Recording r;
+  const at::Tensor x = at::ones({2}), c = at::ones({2});
+  r.recorder.add_input(x, x);
+  bool from_constants = true;
+  r.recorder.argument(c10::IValue(std::vector<at::Tensor>{c, c}), "aten::cat", from_constants);
+  EXPECT_TRUE(from_constants);
+  r.recorder.argument(c10::IValue(std::vector<at::Tensor>{c, x}), "aten::cat", from_constants);
+  EXPECT_FALSE(from_constants);
+}
+
+TEST(CallRecorder, DropsCallsSinceAMarkAndKeepsThoseBefore) {
+  Recording r;
+  const at::Tensor a = at::ones({2}), b = at::ones({2});
+  const int kept = r.recorder.emit("aten::alias", {RecordedArg{r.recorder.look_up(a, "")}}, at::ones({2}), true);
+  const auto mark = r.recorder.mark();
+  const at::Tensor gone = at::ones({2});
+  r.recorder.emit("aten::alias", {RecordedArg{kept}}, gone, true);
+  r.recorder.drop_since(mark);
+  EXPECT_EQ(r.recorder.records.size(), 1u);
+  EXPECT_EQ(r.recorder.values.find(gone).value, -1);
+  EXPECT_NE(r.recorder.producer(RecordedArg{kept}), nullptr);
+}
+
+TEST(CallRecorder, RefusesATensorMadeToRequireGradInside) {
+  Recording r;
+  const at::Tensor x = at::ones({2});
+  r.recorder.emit("aten::alias", {RecordedArg{r.recorder.look_up(x, "")}}, x, false);
+  const at::Tensor source = at::ones({2}).requires_grad_();
+  x.mul_(source);
+  EXPECT_THAT(message_of([&] { r.recorder.look_up(x, "aten::add"); }), HasSubstr("made to require grad inside"));
+}
+
+TEST(CallRecorder, RefusesGeneratorsAndStorages) {
+  Recording r;
+  bool from_constants = true;
+  const c10::IValue generator(at::detail::createCPUGenerator());
+  EXPECT_THAT(message_of([&] { r.recorder.argument(generator, "aten::rand", from_constants); }),
+              HasSubstr("random generator of its own"));
+  const c10::IValue storage(at::ones({2}).storage());
+  EXPECT_THAT(message_of([&] { r.recorder.argument(storage, "aten::set_", from_constants); }),
+              HasSubstr("raw storage"));
+}
+
+TEST(CallRecorder, RefusesNamingModuleAndLine) {
+  Recording r;
+  r.request.locate = [] { return std::make_shared<const SourceLocation>(SourceLocation{"net.py", 3, "forward"}); };
+  r.request.in_library = [](const SourceLocation& at) { return at.file == "net.py"; };
+  r.recorder.module_stack = {{"layers.0", "Gate"}};
+  EXPECT_THAT(message_of([&] { r.recorder.refuse("it branches", "do not", ErrorKind::DataDependent); }),
+              HasSubstr("it branches\n  at: layers.0 (net.py:3"));
+  EXPECT_TRUE(r.recorder.refused_in_library);
+  EXPECT_EQ(r.recorder.refusal->kind(), ErrorKind::DataDependent);
+}
+
+}  // namespace
+}  // namespace plumb

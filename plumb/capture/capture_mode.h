@@ -1,0 +1,43 @@
+// The ways in which a forward can be watched, and when a capture goes from one to the next.
+#pragma once
+
+#include <optional>
+
+namespace plumb {
+
+// A capture begins with the cheapest mode. A forward that does not fit it gives a reason, and the capture is done again
+// in the mode that next_mode() answers.
+struct CaptureMode {
+  // Large products are not computed: zeros take the place of their results. No value is then what it will be.
+  bool skip_compute = true;
+  // Composite operators are recorded as the operators that they are made of.
+  bool open_composites = false;
+  // Libraries that have another way for graph makers (torch.compiler.is_compiling()) take it.
+  bool tell_libraries = false;
+  // Values that the program takes out of tensors are guarded by nodes instead of refused.
+  bool guard_values = false;
+
+  bool operator==(const CaptureMode&) const = default;
+};
+
+enum class RetryReason {
+  NeedsValues,      // the forward asks for values, or fails on zeros, while computation is skipped
+  NeedsComposites,  // a backward pass runs inside the forward: it works on what composite operators are made of
+  LibraryBranches,  // a library that has another way for graph makers did something that a graph cannot hold
+  DataDependent,    // the forward takes values out of tensors
+};
+
+// The modes that the caller allows.
+struct AllowedModes {
+  bool skip_compute = true;
+  bool tell_libraries = false;
+  bool guard_values = false;
+  bool guarded_tells_libraries = false;  // guarding values tells libraries, too
+};
+
+// The mode to begin with. `guard_values`: a mode that guards values at once.
+CaptureMode first_mode(const AllowedModes& allowed, bool guard_values);
+// The mode to try after `mode` failed for this reason; nothing if there is none left, which makes the failure final.
+std::optional<CaptureMode> next_mode(const CaptureMode& mode, RetryReason reason, const AllowedModes& allowed);
+
+}  // namespace plumb

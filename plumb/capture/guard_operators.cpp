@@ -1,0 +1,122 @@
+// The operators of guard nodes, which check in every run that values and sizes are still those of the capture.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <sstream>
+
+#include "plumb/capture/capture.h"
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+template <typename T>
+std::string text(const T& value) {
+  std::ostringstream out;
+  out << value;
+  return out.str();
+}
+
+void guard_equal(const at::Tensor& a, const at::Tensor& b, bool expected) {
+  if (a.is_meta() || b.is_meta() || at::equal(a, b) == expected) return;
+  throw Error(ErrorKind::GuardFailed,
+              std::string("the model took the path for ") + (expected ? "equal" : "different") +
+                  " tensors when it was captured; these are " + (expected ? "different" : "equal"),
+              "", "capture the model again on inputs like these");
+}
+
+void guard_check(const at::Tensor& condition, bool expected, std::string_view where) {
+  if (condition.is_meta() || at::is_nonzero(condition) == expected) return;
+  throw Error(ErrorKind::GuardFailed,
+              std::string("a check that the model makes in its forward fails: the condition was ") +
+                  (expected ? "true" : "false") + " when it was captured and is " + (expected ? "false" : "true") +
+                  " now, where the model itself raises an error",
+              std::string(where), "look at the line of the check: the inputs or parameters are not what it asks for");
+}
+
+void guard_value(const at::Tensor& buffer, const at::Tensor& expected, std::string_view where) {
+  if (buffer.is_meta() || at::equal(buffer, expected)) return;
+  throw Error(ErrorKind::GuardFailed,
+              "a buffer whose value the model took into the program (item, float, int) has another value than when it "
+              "was captured",
+              std::string(where), "capture the model again, or compute with the buffer as a tensor");
+}
+
+bool same_answer(const at::Tensor& a, const at::Tensor& b) {
+  return at::equal(a, b) ||
+         (a.is_floating_point() && a.isnan().logical_and(b.isnan()).logical_or(a == b).all().item<bool>());
+}
+
+// truth: the program asked only whether the tensor counts as true.
+void guard_value_read(const at::Tensor& x, const at::Tensor& expected, bool truth, std::string_view where) {
+  if (x.is_meta()) return;
+  if (truth ? at::is_nonzero(x) == at::is_nonzero(expected) : same_answer(x, expected)) return;
+  std::string was = "values out of a tensor into the program when it was captured; they are others now";
+  if (truth) {
+    const bool then = at::is_nonzero(expected);
+    was = std::string("the path for a ") + (then ? "true" : "false") + " condition when it was captured; it is " +
+          (then ? "false" : "true") + " now";
+  } else if (x.numel() == 1 && !x.is_complex()) {
+    was = "the value " + text(expected.item()) + " out of a tensor into the program when it was captured; it is " +
+          text(x.item()) + " now";
+  }
+  throw Error(ErrorKind::GuardFailed, "the model took " + was, std::string(where),
+              "capture the model again on data like these, or use torch.where or masks instead of branching on values");
+}
+
+thread_local ControlValueLog* control_value_log = nullptr;
+
+void control_value(const at::Tensor& x) {
+  if (control_value_log && !x.is_meta()) control_value_log->tensors.push_back(x.detach().clone());
+}
+
+void guard_size(const at::Tensor& x, at::IntArrayRef sizes, bool exact, std::string_view where) {
+  if (x.is_meta() || (exact ? x.sizes() == sizes : (x.numel() == 0) == (c10::multiply_integers(sizes) == 0))) return;
+  if (exact) {
+    throw Error(ErrorKind::GuardFailed,
+                "the model read a size that depends on the data: " + text(sizes) + " when it was captured, " +
+                    text(x.sizes()) + " now",
+                std::string(where),
+                "capture the model again on data like these, or use masks instead of boolean indexing and nonzero");
+  }
+  const bool was_empty = c10::multiply_integers(sizes) == 0;
+  throw Error(ErrorKind::GuardFailed,
+              std::string("the model took the path for a tensor ") + (was_empty ? "without" : "with") +
+                  " elements when it was captured; now it has " + (was_empty ? "some" : "none"),
+              std::string(where),
+              "capture the model again on data like these, or leave the branch out: operators take empty tensors");
+}
+
+// On meta tensors, and so under a tracer (torch.compile), they do nothing: they check when the traced program runs.
+void implement(torch::Library& m) {
+  m.impl("guard_equal", guard_equal);
+  m.impl("guard_check", guard_check);
+  m.impl("guard_value", guard_value);
+  m.impl("guard_value_read", guard_value_read);
+  m.impl("guard_size", guard_size);
+  m.impl("control_value", control_value);
+  m.impl("guard_answer", guard_value_read);
+  m.impl("decision", control_value);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(plumb, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def("guard_equal(Tensor a, Tensor b, bool expected) -> ()", tags);
+  m.def("guard_check(Tensor condition, bool expected, str where) -> ()", tags);
+  m.def("guard_value(Tensor buffer, Tensor expected, str where) -> ()", tags);
+  m.def("guard_value_read(Tensor x, Tensor expected, bool truth, str where) -> ()", tags);
+  m.def("guard_size(Tensor x, int[] sizes, bool exact, str where) -> ()", tags);
+  m.def("control_value(Tensor x) -> ()", tags);
+  // Their names in files of older versions.
+  m.def("guard_answer(Tensor x, Tensor expected, bool truth, str where) -> ()", tags);
+  m.def("decision(Tensor x) -> ()", tags);
+}
+TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { implement(m); }
+TORCH_LIBRARY_IMPL(plumb, Meta, m) { implement(m); }
+
+ControlValueLog::ControlValueLog() : outer_(control_value_log) { control_value_log = this; }
+ControlValueLog::~ControlValueLog() { control_value_log = outer_; }
+
+}  // namespace plumb

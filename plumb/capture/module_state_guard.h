@@ -1,0 +1,42 @@
+// A module as it was before a capture: what the forward writes is put back.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <map>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "plumb/graph/state.h"
+
+namespace plumb {
+
+class ModuleStateGuard {
+ public:
+  // Keeps gradients of the state's parameters, and the random state of the CPU and of the devices that tensors are on.
+  ModuleStateGuard(const State& state, const std::vector<c10::IValue>& inputs);
+  // Puts back gradients, random state, and the contents that before_write() kept.
+  ~ModuleStateGuard();
+  ModuleStateGuard(const ModuleStateGuard&) = delete;
+
+  // Tensor number `index` is one whose contents are put back. The state's tensors are watched under their place in it;
+  // a tied tensor under the first.
+  void watch(int index, const at::Tensor& tensor);
+  // Before this tensor's memory is written: keeps the contents of watched tensors in the same storage.
+  void before_write(const at::Tensor& tensor);
+  // Whether before_write() met the storage of tensor number `index`.
+  bool was_written(int index) const { return contents_.count(index) != 0; }
+
+ private:
+  void keep_generator(const at::Device& device);
+
+  std::unordered_map<const void*, std::vector<std::pair<int, at::Tensor>>> by_storage_;
+  std::map<int, std::pair<at::Tensor, at::Tensor>> contents_;  // index -> the tensor, its contents before
+  std::vector<std::pair<at::Tensor, at::Tensor>> grads_;       // a parameter, its gradient before
+  std::vector<std::pair<at::Generator, at::Tensor>> generators_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,73 @@
+#include "plumb/capture/module_state_guard.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+namespace plumb {
+namespace {
+
+State state_with(const at::Tensor& parameter, const at::Tensor& buffer) {
+  State state;
+  state.add({"w", AttrKind::Parameter, parameter, true});
+  state.add({"b", AttrKind::Buffer, buffer, true});
+  return state;
+}
+
+TEST(ModuleStateGuard, PutsBackContentsThatWereAboutToBeWritten) {
+  const at::Tensor w = at::ones({2}), b = at::zeros({4});
+  {
+    ModuleStateGuard guard(state_with(w, b), {});
+    const at::Tensor part = b.slice(0, 1, 3);
+    guard.before_write(part);
+    part.fill_(7);
+    EXPECT_TRUE(guard.was_written(1));
+    EXPECT_FALSE(guard.was_written(0));
+  }
+  EXPECT_TRUE(at::equal(b, at::zeros({4})));
+}
+
+TEST(ModuleStateGuard, LeavesAloneTensorsThatNobodyWrote) {
+  const at::Tensor w = at::ones({2}), b = at::zeros({2});
+  const auto version = b._version();
+  { ModuleStateGuard guard(state_with(w, b), {}); }
+  EXPECT_EQ(b._version(), version);
+}
+
+TEST(ModuleStateGuard, WatchesATiedTensorUnderItsFirstName) {
+  const at::Tensor tied = at::ones({2});
+  ModuleStateGuard guard(state_with(tied, tied), {});
+  guard.before_write(tied);
+  EXPECT_TRUE(guard.was_written(0));
+  EXPECT_FALSE(guard.was_written(1));
+}
+
+TEST(ModuleStateGuard, WatchesConstantsThatAreMetLater) {
+  const at::Tensor constant = at::ones({2});
+  {
+    ModuleStateGuard guard(State(), {});
+    guard.watch(5, constant);
+    guard.before_write(constant);
+    constant.zero_();
+    EXPECT_TRUE(guard.was_written(5));
+  }
+  EXPECT_TRUE(at::equal(constant, at::ones({2})));
+}
+
+TEST(ModuleStateGuard, PutsBackGradientsAndTheRandomState) {
+  at::Tensor w = at::ones({2}).requires_grad_(), b = at::zeros({2});
+  const at::Tensor grad = at::full({2}, 3.0);
+  w.mutable_grad() = grad;
+  at::manual_seed(3);
+  const at::Tensor drawn = at::rand({3});
+  at::manual_seed(3);
+  {
+    ModuleStateGuard guard(state_with(w, b), {});
+    w.mutable_grad() = at::zeros({2});
+    at::rand({10});
+  }
+  EXPECT_TRUE(w.grad().is_same(grad));
+  EXPECT_TRUE(at::equal(at::rand({3}), drawn));
+}
+
+}  // namespace
+}  // namespace plumb

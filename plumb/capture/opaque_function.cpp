@@ -1,0 +1,72 @@
+// Functions that a graph cannot look into: one plumb::python_function node calls each.
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <deque>
+#include <mutex>
+
+#include "plumb/capture/capture.h"
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+struct OpaqueTable {
+  std::mutex mutex;
+  std::deque<std::pair<OpaqueFunction, std::string>> functions;  // addresses stay
+};
+OpaqueTable& opaque_table() {
+  static OpaqueTable* table = new OpaqueTable;  // outlives Python objects that functions may hold at exit
+  return *table;
+}
+
+const std::pair<OpaqueFunction, std::string>& opaque(int64_t id) {
+  auto& table = opaque_table();
+  std::lock_guard<std::mutex> lock(table.mutex);
+  if (id < 0 || id >= static_cast<int64_t>(table.functions.size())) {
+    throw Error(ErrorKind::UnknownName,
+                "plumb::python_function " + std::to_string(id) + " does not exist in this process", "",
+                "graphs that call Python functions cannot leave the process that captured them");
+  }
+  return table.functions[static_cast<size_t>(id)];
+}
+
+// A replay ignores its caller's autocast; the function has the region that it was captured in.
+class AutocastAllowed {
+ public:
+  AutocastAllowed() {
+    for (c10::DispatchKey key : c10::autocast_dispatch_keyset) {
+      if (!c10::impl::tls_is_dispatch_key_excluded(key)) continue;
+      excluded_.push_back(key);
+      c10::impl::tls_set_dispatch_key_excluded(key, false);
+    }
+  }
+  ~AutocastAllowed() {
+    for (c10::DispatchKey key : excluded_) c10::impl::tls_set_dispatch_key_excluded(key, true);
+  }
+  AutocastAllowed(const AutocastAllowed&) = delete;
+
+ private:
+  std::vector<c10::DispatchKey> excluded_;
+};
+
+std::vector<at::Tensor> python_function(int64_t id, at::TensorList inputs) {
+  AutocastAllowed allowed;
+  return opaque(id).first(inputs.vec());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(plumb, m) { m.def("python_function(int id, Tensor[] inputs) -> Tensor[]", python_function); }
+
+int64_t register_opaque(OpaqueFunction function, std::string name) {
+  auto& table = opaque_table();
+  std::lock_guard<std::mutex> lock(table.mutex);
+  table.functions.emplace_back(std::move(function), std::move(name));
+  return static_cast<int64_t>(table.functions.size()) - 1;
+}
+
+std::string opaque_name(int64_t id) { return opaque(id).second; }
+
+}  // namespace plumb

@@ -1,0 +1,158 @@
+#include "plumb/capture/verify.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <map>
+#include <sstream>
+
+#include "plumb/capture/module_state_guard.h"
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+// Other values of the same dtype and shape. Integers are permuted: they stay valid indices.
+at::Tensor other_values(const at::Tensor& t) {
+  at::NoGradGuard no_grad;
+  if (t.device().is_meta()) return t.detach().clone();
+  if (t.is_floating_point()) return (at::randn_like(t, at::MemoryFormat::Preserve) * 3 - 1).to(t.scalar_type());
+  if (t.numel() < 2 || t.scalar_type() == at::kBool) return t.detach().clone();
+  return t.flatten().flip(0).view(t.sizes()).clone();
+}
+
+bool equal_or_both_nan(const at::Tensor& a, const at::Tensor& b) {
+  if (a.defined() != b.defined()) return false;
+  if (!a.defined()) return true;
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
+  if (a.device().is_meta()) return true;
+  if (a.is_sparse() && b.is_sparse()) return equal_or_both_nan(a.to_dense(), b.to_dense());
+  if (at::equal(a, b)) return true;
+  if (!a.is_floating_point()) return false;
+  return at::equal(a.isnan(), b.isnan()) && at::equal(a.nan_to_num(), b.nan_to_num());
+}
+
+using Buffers = std::vector<std::pair<std::string, at::Tensor>>;
+
+// Runs with these inputs and answers outputs, gradients of inputs and parameters, and the buffers afterwards. `call`
+// may name buffers that it holds in other tensors than the state's.
+std::vector<at::Tensor> run_with_gradients(
+    const CaptureRequest& request, const std::vector<at::Tensor>& inputs,
+    const std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>&, Buffers&)>& call) {
+  const ModuleStateGuard restore(request.state, request.inputs);
+  at::AutoGradMode grad(true);
+  at::manual_seed(1234);
+  std::vector<at::Tensor> leaves;
+  std::vector<c10::IValue> fed;
+  size_t next = 0;
+  for (const auto& v : request.inputs) {
+    if (!v.isTensor() || !v.toTensor().defined()) {
+      fed.push_back(v);
+      continue;
+    }
+    at::Tensor leaf = inputs[next++].detach();
+    if (leaf.is_floating_point()) leaf.requires_grad_(true);
+    leaves.push_back(leaf);
+    fed.emplace_back(leaf.clone());
+  }
+  std::map<std::string, at::Tensor> saved;
+  for (const Attr& attr : request.state) {
+    if (attr.tensor.defined()) saved[attr.name] = attr.tensor.detach().clone();
+    if (attr.kind == AttrKind::Parameter && attr.tensor.defined()) leaves.push_back(attr.tensor);
+  }
+  Buffers elsewhere;
+  auto outputs = call(fed, elsewhere);
+  std::vector<at::Tensor> answer, roots, seeds, sources;
+  for (const auto& v : outputs) {
+    if (!v.isTensor() || !v.toTensor().defined()) continue;
+    answer.push_back(v.toTensor().detach().clone());
+    if (v.toTensor().requires_grad()) {
+      roots.push_back(v.toTensor());
+      seeds.push_back(at::ones_like(v.toTensor()));
+    }
+  }
+  for (const at::Tensor& leaf : leaves) {
+    if (leaf.requires_grad()) sources.push_back(leaf);
+  }
+  if (!roots.empty() && !sources.empty()) {
+    for (auto& g : torch::autograd::grad(roots, sources, seeds, std::nullopt, false, /*allow_unused=*/true))
+      answer.push_back(g);
+  }
+  at::NoGradGuard no_grad;
+  for (const Attr& attr : request.state) {
+    auto it = saved.find(attr.name);
+    if (it == saved.end()) continue;
+    at::Tensor now = attr.tensor;
+    for (const auto& [name, tensor] : elsewhere) {
+      if (name == attr.name) now = tensor;
+    }
+    answer.push_back(now.detach().clone());
+    attr.tensor.detach().copy_(it->second);
+  }
+  return answer;
+}
+
+// The graph's text without what may differ although the program is the same: numbers of Python functions, and sizes
+// that depend on the data.
+std::string comparable(const Graph& graph) {
+  std::istringstream lines(to_string(graph));
+  std::string all;
+  for (std::string line; std::getline(lines, line);) {
+    const size_t equals = line.find(" = ");
+    if (equals != std::string::npos) line = line.substr(equals + 3);
+    constexpr std::string_view kCall = "plumb::python_function(";
+    if (const size_t at = line.find(kCall); at != std::string::npos) {
+      const size_t from = at + kCall.size(), to = line.find(',', from);
+      line.replace(from, to - from, opaque_name(std::stoll(line.substr(from, to - from))));
+    }
+    all += line + "\n";
+  }
+  return all;
+}
+
+}  // namespace
+
+void verify_capture(const CaptureRequest& request, GraphModule& first,
+                    const std::function<std::shared_ptr<GraphModule>(const CaptureRequest&)>& capture_again) {
+  CaptureRequest other = request;
+  std::vector<at::Tensor> values;
+  {
+    const ModuleStateGuard restore(request.state, request.inputs);  // keeps the random state
+    for (auto& v : other.inputs) {
+      if (!v.isTensor() || !v.toTensor().defined()) continue;
+      v = other_values(v.toTensor());
+      values.push_back(v.toTensor());
+    }
+  }
+  const std::shared_ptr<GraphModule> second = capture_again(other);
+  auto differs = [](const std::string& what) {
+    throw Error(
+        ErrorKind::Capture, "verify: " + what, "",
+        "the forward depends on tensor values in a way torch's dispatcher does not show (numpy, tolist, raw memory, "
+        "tensor hooks, data-dependent Python code)");
+  };
+  if (comparable(first.graph()) != comparable(second->graph()))
+    differs("two captures on different inputs gave different graphs");
+  for (const Attr& attr : first.state()) {
+    if (attr.kind != AttrKind::Constant) continue;
+    const Attr* twin = second->state().find(attr.name);
+    if (!twin || !equal_or_both_nan(attr.tensor, twin->tensor))
+      differs("the constant '" + attr.name + "' depends on the inputs");
+  }
+  const auto eager = run_with_gradients(request, values, [&](const std::vector<c10::IValue>& in, Buffers& elsewhere) {
+    TreeSpec spec;
+    auto out = request.call(in, spec);
+    if (request.buffers_after) elsewhere = request.buffers_after();
+    if (request.attributes_after) request.attributes_after();
+    return out;
+  });
+  const auto replay =
+      run_with_gradients(request, values, [&](const std::vector<c10::IValue>& in, Buffers&) { return first.run(in); });
+  if (eager.size() != replay.size()) differs("the graph has other gradients than eager");
+  for (size_t i = 0; i < eager.size(); ++i) {
+    if (!equal_or_both_nan(eager[i], replay[i]))
+      differs("replay on other inputs differs from eager in tensor " + std::to_string(i));
+  }
+}
+
+}  // namespace plumb

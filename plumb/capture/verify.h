@@ -1,0 +1,16 @@
+// Holds a captured graph against a second capture on other input values, and its replay against eager.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "plumb/capture/capture.h"
+
+namespace plumb {
+
+// Throws an Error of kind Capture if two captures differ, or if the graph's outputs, gradients or buffers are not bit
+// for bit eager's on other values.
+void verify_capture(const CaptureRequest& request, GraphModule& first,
+                    const std::function<std::shared_ptr<GraphModule>(const CaptureRequest&)>& capture_again);
+
+}  // namespace plumb

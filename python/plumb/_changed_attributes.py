@@ -1,0 +1,103 @@
+"""Attributes of modules that a forward changes, such as counters of its calls. A graph has one path: this finds out whether another call
+would take another one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from typing import Any, Callable, Iterator, NamedTuple
+
+from torch import nn
+
+from ._bytecode import running
+from ._errors import Error, ErrorKind
+
+
+class Change(NamedTuple):
+    """`key` of `module`, called `name` from the root, was `before` and is `now`."""
+
+    module: nn.Module
+    key: str
+    name: str
+    before: Any
+    now: Any
+
+
+class Read(NamedTuple):
+    name: str
+    line: str
+
+
+def _watching(cls: type, keys: dict[str, str], reads: list[Read]) -> type:
+    """A subclass that notes the lines which read these attributes for anything but their own new value."""
+
+    def watched(key: str, name: str) -> property:
+        def read(self: nn.Module) -> Any:
+            frame = sys._getframe(1)
+            found = running(frame)
+            if found is None or not found[0].updates_attribute(found[1], key):
+                reads.append(Read(name, f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+            return self.__dict__[key]
+
+        def write(self: nn.Module, value: Any) -> None:
+            self.__dict__[key] = value
+
+        return property(read, write)
+
+    names = {key: watched(key, name) for key, name in keys.items()}
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **names})
+
+
+@contextlib.contextmanager
+def watched(changes: list[Change]) -> Iterator[list[Read]]:
+    """Yields the list of reads of these attributes while it lasts."""
+    reads: list[Read] = []
+    keys: dict[int, tuple[nn.Module, dict[str, str]]] = {}
+    for change in changes:
+        keys.setdefault(id(change.module), (change.module, {}))[1][change.key] = change.name
+    classes = []
+    try:
+        for module, names in keys.values():
+            cls = type(module)
+            with contextlib.suppress(TypeError):  # a class that cannot be swapped, as of a scripted module
+                module.__class__ = _watching(cls, names, reads)
+                classes.append((module, cls))
+        yield reads
+    finally:
+        for module, cls in classes:
+            module.__class__ = cls
+
+
+def _text(engine: Any) -> str:
+    """The graph without the numbers of Python functions, which are new in every capture."""
+    return re.sub(r"plumb::python_function\(\d+", "plumb::python_function(", engine.graph.to_string(locations=False))
+
+
+def refuse_other_paths(changes: list[Change], engine: Any, capture_again: Callable[[], Any], reads: list[Read]) -> list[str]:
+    """`capture_again` captures a call that begins with the attributes as the first call left them; `reads` is what watched() yields.
+
+    Raises `plumb.Error` if that call takes another path, or if a later one may. Returns notes."""
+    names = ", ".join(f"'{change.name}'" for change in changes)
+    remedy = "keep it out of the forward, register it as a buffer and compute with it as a tensor, or pass it as an input"
+    try:
+        again = capture_again()
+    except Exception as error:
+        return [f"another call of the forward, which changes {names}, could not be tried: {error}"]
+    if _text(engine) != _text(again):
+        raise Error(
+            f"the forward changes the attribute {names} and takes another path in the next call, which a graph does not",
+            kind=ErrorKind.DataDependent,
+            where=next((read.line for read in reads), ""),
+            remedy=remedy,
+        )
+    goes_on = {c.name for c in changes if c.module.__dict__.get(c.key) != c.now}
+    for read in reads:
+        if read.name in goes_on:
+            raise Error(
+                f"the forward reads the attribute '{read.name}', which it changes in every call: a graph has one value of it",
+                kind=ErrorKind.DataDependent,
+                where=read.line,
+                remedy=remedy,
+            )
+    return []

@@ -1,0 +1,155 @@
+"""Changes to torch while a forward is captured. Each is a context manager that undoes its change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import _C
+from ._errors import Error, ErrorKind
+
+
+@contextlib.contextmanager
+def module_stack(module: nn.Module) -> Iterator[None]:
+    """Tells the engine which module's forward runs, by hooks on every module."""
+    names: dict[int, str] = {}
+    for name, sub in module.named_modules():
+        names.setdefault(id(sub), name)
+
+    def enter(sub: nn.Module, _args: Any) -> None:
+        _C.push_module(names.get(id(sub), ""), type(sub).__name__)
+
+    def leave(_sub: nn.Module, _args: Any, _output: Any) -> None:
+        _C.pop_module()
+
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def opaque_functions(open_checkpoints: bool) -> Iterator[None]:
+    """While it lasts, ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all.
+
+    `open_checkpoints`: not what a re-entrant checkpoint calls; a transform is about its operators, and verification asks for
+    gradients in a way that such a checkpoint refuses."""
+    Function = torch.autograd.Function
+    original = Function.__dict__.get("apply")
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls) if original is not None else super(Function, cls).apply
+        reentrant = cls.__name__ == "CheckpointFunction"
+        if reentrant and open_checkpoints and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return args[0](*args[2:])
+        if not _C.is_capturing():
+            return bound(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [a for a in leaves if isinstance(a, Tensor)]
+        # Without a gradient to lose its operators may be seen; inside vmap the function has a rule of its own.
+        wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+        if not reentrant and not any(t.requires_grad for t in tensors):
+            if not wrapped:
+                return bound(*args, **kwargs)
+            # torch.func's own call for functions cannot run under the capture's key: the forward alone can.
+            if cls.setup_context is not Function.setup_context:
+                return cls.forward(*args, **kwargs)
+            return cls.forward(torch.autograd.function.FunctionCtx(), *args, **kwargs)
+        if wrapped:
+            raise Error(
+                f"the custom autograd function {cls.__qualname__} is used inside torch.func (vmap, grad): a graph cannot hold "
+                "its backward",
+                kind=ErrorKind.Capture,
+                remedy="write it with torch operators there",
+            )
+        shape: list[Any] = []
+        region = {"dtype": torch.get_autocast_dtype("cpu"), "enabled": torch.is_autocast_enabled("cpu")}
+
+        def run(inputs: list[Tensor]) -> list[Tensor]:
+            it = iter(inputs)
+            a, k = pytree.tree_unflatten([next(it) if isinstance(x, Tensor) else x for x in leaves], spec)
+            with torch.autocast("cpu", **region):
+                out = bound(*a, **k)
+            many = isinstance(out, tuple)
+            outs = list(out) if many else [out]
+            shape[:] = [many, [None if isinstance(o, Tensor) else (o,) for o in outs]]
+            return [o for o in outs if isinstance(o, Tensor)]
+
+        number = _C.register_opaque(run, f"{cls.__module__}.{cls.__qualname__}")
+        results = iter(torch.ops.plumb.python_function(number, tensors))
+        many, others = shape
+        outs = tuple(next(results) if o is None else o[0] for o in others)
+        return outs if many else outs[0]
+
+    Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if original is not None:
+            Function.apply = original
+        else:
+            del Function.apply
+
+
+@contextlib.contextmanager
+def unoptimised_scripts(module: nn.Module) -> Iterator[None]:
+    """Scripted code runs operator by operator, not as functions with a backward of their own."""
+    for sub in module.modules():
+        if isinstance(sub, torch.jit.ScriptModule) and hasattr(getattr(sub, "forward", None), "_debug_flush_compilation_cache"):
+            sub.forward._debug_flush_compilation_cache()
+    function, call = torch.jit.ScriptFunction, torch.jit.ScriptFunction.__call__
+
+    def flush_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _C.is_capturing():
+            self._debug_flush_compilation_cache()
+        return call(self, *args, **kwargs)
+
+    function.__call__ = flush_and_call
+    try:
+        with torch.jit.optimized_execution(False):
+            yield
+    finally:
+        function.__call__ = call
+
+
+# Libraries with code of their own for graph makers. They branch on tensor values (are all masks ones?), and do not when
+# torch.compiler.is_compiling() says yes.
+_LIBRARIES = ("transformers",)
+TOLD_NOTE = "transformers was told that a graph is being made: its data-dependent shortcuts (all-ones masks) are not taken"
+
+
+def library_folders() -> list[str]:
+    """The folders of such libraries that are imported."""
+    found = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
+    return [os.path.dirname(file) + os.sep for file in found if file]
+
+
+def has_libraries(module: nn.Module) -> bool:
+    return any(type(m).__module__.partition(".")[0] in _LIBRARIES for m in module.modules())
+
+
+@contextlib.contextmanager
+def answer_compiling(tell: Callable[[], bool]) -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` answers yes to such libraries alone, while `tell` answers true."""
+    original = torch.compiler.is_compiling
+
+    def is_compiling() -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return (tell() and caller.partition(".")[0] in _LIBRARIES) or original()
+
+    torch.compiler.is_compiling = is_compiling
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = original
