@@ -24,42 +24,31 @@ bool as_cut(const TensorMeta& meta, at::IntArrayRef sizes) {
   return true;
 }
 
+// -1 for a symbol.
+std::vector<int64_t> sizes_made_for(const TensorMeta& meta) {
+  std::vector<int64_t> sizes = meta.sizes;
+  for (size_t i = 0; i < sizes.size() && i < meta.symbols.size(); ++i) {
+    if (!meta.symbols[i].empty()) sizes[i] = -1;
+  }
+  return sizes;
+}
+
 }  // namespace
-
-std::vector<int> sources_of(const StageIO& io) {
-  std::set<int> stages;
-  for (const StageInputPort& port : io.inputs) {
-    if (!port.source.is_pipeline_input()) stages.insert(port.source.stage);
-  }
-  return {stages.begin(), stages.end()};
-}
-
-std::vector<int> targets_of(const StageIO& io) {
-  std::set<int> stages;
-  for (const StageOutputPort& port : io.outputs) {
-    for (const PortUse& use : port.consumers) stages.insert(use.stage);
-  }
-  return {stages.begin(), stages.end()};
-}
 
 PipelineLayout make_layout(const PipeTable& table) {
   PipelineLayout layout;
   layout.num_inputs = static_cast<int>(table.num_inputs);
+  layout.input_sizes.resize(table.num_inputs);
   for (int s = 0; s < table.num_stages(); ++s) {
     const StageIO& io = table.stages[static_cast<size_t>(s)];
     StageLayout stage;
     for (const StageInputPort& port : io.inputs) {
-      stage.inputs.push_back({port.source.is_pipeline_input() ? ValueSource::kModelInput : port.source.stage,
-                              static_cast<int>(port.source.index)});
+      const bool of_model = port.source.is_pipeline_input();
+      stage.inputs.push_back(
+          {of_model ? ValueSource::kModelInput : port.source.stage, static_cast<int>(port.source.index)});
+      if (of_model && port.meta) layout.input_sizes[port.source.index] = sizes_made_for(*port.meta);
     }
-    // One for each target: a value with several users would be another way for gradients.
-    for (int source : sources_of(io)) {
-      const StageIO& from = table.stages[static_cast<size_t>(source)];
-      const std::vector<int> targets = targets_of(from);
-      const auto place = std::find(targets.begin(), targets.end(), s) - targets.begin();
-      stage.inputs.push_back({source, static_cast<int>(from.outputs.size()) + static_cast<int>(place)});
-    }
-    stage.num_outputs = static_cast<int>(io.outputs.size() + targets_of(io).size());
+    stage.num_outputs = static_cast<int>(io.outputs.size());
     layout.stages.push_back(std::move(stage));
   }
   for (const ReplicatedParam& parameter : table.replicated) {
@@ -70,22 +59,14 @@ PipelineLayout make_layout(const PipeTable& table) {
   return layout;
 }
 
-GraphStage::GraphStage(std::shared_ptr<GraphModule> module, StageIO io, std::shared_ptr<Recut> recut, int index)
-    : module_(std::move(module)),
-      io_(std::move(io)),
-      recut_(std::move(recut)),
-      index_(index),
-      num_targets_(targets_of(io_).size()) {}
+GraphStage::GraphStage(std::shared_ptr<GraphModule> module, StageIO io, std::shared_ptr<StageSpecializer> specializer,
+                       int index)
+    : module_(std::move(module)), io_(std::move(io)), specializer_(std::move(specializer)), index_(index) {}
 
 ModelSizes GraphStage::known_sizes(const Tensors& inputs) const {
   ModelSizes known;
   bool other = false;
-  for (size_t i = io_.inputs.size(); i < inputs.size(); ++i) {
-    if (!inputs[i].defined()) continue;
-    known.merge(unpack_sizes(inputs[i]));
-    other = true;
-  }
-  for (size_t i = 0; i < io_.inputs.size(); ++i) {
+  for (size_t i = 0; i < std::min(inputs.size(), io_.inputs.size()); ++i) {
     const StageInputPort& port = io_.inputs[i];
     if (!port.source.is_pipeline_input() || !port.meta || !inputs[i].defined()) continue;
     known[port.source.index] = inputs[i].sizes().vec();
@@ -111,7 +92,8 @@ void GraphStage::raise_other_sizes(const ModelSizes& known) const {
   }
   throw Error(ErrorKind::TensorMismatch,
               "stage " + std::to_string(index_) + " was cut for other sizes of the model's inputs: " + came, "",
-              "export the program with dynamic shapes; give a live module's stages a Recut (follow_sizes); or give "
+              "export the program with dynamic shapes; give a live module's stages a StageSpecializer "
+              "(specialize_on_sizes); or give "
               "batches of the sizes it was cut for");
 }
 
@@ -119,17 +101,17 @@ GraphModule& GraphStage::graph_for(const ModelSizes& known) {
   if (known.empty()) return *module_;
   auto it = others_.find(known);
   if (it == others_.end()) {
-    if (!recut_) raise_other_sizes(known);
+    if (!specializer_) raise_other_sizes(known);
     if (others_.size() >= kKept) others_.erase(others_.begin());
-    it = others_.emplace(known, recut_->stage(index_, known, *module_)).first;
+    it = others_.emplace(known, specializer_->stage(index_, known, *module_)).first;
   } else {
-    Recut::share_state(*module_, *it->second);
+    StageSpecializer::share_state(*module_, *it->second);
   }
   return *it->second;
 }
 
 Tensors GraphStage::run_graph(GraphModule& graph, const Tensors& inputs) const {
-  if (inputs.size() < io_.inputs.size()) {
+  if (inputs.size() != io_.inputs.size()) {
     throw Error(ErrorKind::StructureMismatch, "the stage takes " + std::to_string(io_.inputs.size()) + " inputs, got " +
                                                   std::to_string(inputs.size()));
   }
@@ -150,20 +132,10 @@ Tensors GraphStage::run_graph(GraphModule& graph, const Tensors& inputs) const {
   return outputs;
 }
 
-Tensors GraphStage::forward(const Tensors& inputs) {
-  if (inputs.size() != io_.inputs.size()) {
-    throw Error(ErrorKind::StructureMismatch, "the stage takes " + std::to_string(io_.inputs.size()) + " inputs, got " +
-                                                  std::to_string(inputs.size()));
-  }
-  return run_graph(graph_for(known_sizes(inputs)), inputs);
-}
+Tensors GraphStage::forward(const Tensors& inputs) { return run_graph(graph_for(known_sizes(inputs)), inputs); }
 
-Tensors GraphStage::run(const Tensors& inputs, int) {
-  const ModelSizes known = known_sizes(inputs);
-  Tensors outputs = run_graph(graph_for(known), inputs);
-  const at::Tensor row = known.empty() || num_targets_ == 0 ? at::Tensor() : pack_sizes(known);
-  outputs.insert(outputs.end(), num_targets_, row);
-  return outputs;
+Tensors GraphStage::run(const Tensors& inputs, const Microbatch& microbatch) {
+  return run_graph(graph_for(microbatch.sizes), inputs);
 }
 
 std::vector<NamedTensor> GraphStage::parameters() const {
@@ -178,14 +150,14 @@ std::vector<NamedTensor> GraphStage::parameters() const {
 }
 
 std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(const Pipe& pipe, const Schedule& schedule, int rank,
-                                                             const std::shared_ptr<Recut>& recut) {
+                                                             const std::shared_ptr<StageSpecializer>& specializer) {
   std::map<int, std::shared_ptr<StageFunction>> stages;
   for (int s = 0; s < pipe.num_stages(); ++s) {
     bool here = false;
     for (int mb = 0; mb < schedule.num_microbatches && !here; ++mb) here = schedule.placement.rank_of(s, mb) == rank;
     if (!here) continue;
     const StageIO& io = pipe.table().stages[static_cast<size_t>(s)];
-    stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), io, recut, s));
+    stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), io, specializer, s));
   }
   return stages;
 }

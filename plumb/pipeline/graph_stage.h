@@ -5,32 +5,28 @@
 #include <memory>
 
 #include "plumb/partition/pipe.h"
-#include "plumb/partition/recut.h"
+#include "plumb/partition/stage_specializer.h"
 #include "plumb/pipeline/layout.h"
 #include "plumb/pipeline/process_group.h"
 #include "plumb/pipeline/stage.h"
 
 namespace plumb {
 
-// The runtime's picture of a pipe: where values come from, and which parameters are copies of each other. Beside its
-// outputs a stage hands one value more to every stage that takes some of them: the sizes of the model's inputs
-// (pack_sizes), which is undefined while they are as they were cut.
+// The runtime's picture of a pipe: where values come from, which sizes of the model's inputs it was cut for, and which
+// parameters are copies of each other.
 PipelineLayout make_layout(const PipeTable& table);
-// The stages that a stage's inputs come from, and those that take its outputs: ascending, as the sizes beside them.
-std::vector<int> sources_of(const StageIO& io);
-std::vector<int> targets_of(const StageIO& io);
 
 // A stage's graph. Values that are no tensors cross as 0-dim tensors (pack_value).
 //
-// With a `recut` it runs a graph of its own for every sizes of the model's inputs that come. Without one it takes the
-// sizes it was cut for, or, if the graph has symbols, those that these allow; others raise Error(InvalidArgument).
+// With a `specializer` it runs a graph of its own for every sizes of the model's inputs that come. Without one it takes
+// the sizes it was cut for, or, if the graph has symbols, those that these allow; others raise Error(InvalidArgument).
 class GraphStage : public StageFunction {
  public:
-  GraphStage(std::shared_ptr<GraphModule> module, StageIO io, std::shared_ptr<Recut> recut = nullptr, int index = -1);
-  // The stage's own values alone, as the graph has them.
+  GraphStage(std::shared_ptr<GraphModule> module, StageIO io, std::shared_ptr<StageSpecializer> specializer = nullptr,
+             int index = -1);
+  // Knows the sizes of those of the model's inputs that it takes.
   Tensors forward(const Tensors& inputs) override;
-  // With the sizes behind the values, on both sides.
-  Tensors run(const Tensors& inputs, int microbatch) override;
+  Tensors run(const Tensors& inputs, const Microbatch& microbatch) override;
   std::vector<NamedTensor> parameters() const override;
   const std::shared_ptr<GraphModule>& module() const { return module_; }
 
@@ -43,16 +39,16 @@ class GraphStage : public StageFunction {
 
   std::shared_ptr<GraphModule> module_;
   StageIO io_;
-  std::shared_ptr<Recut> recut_;
+  std::shared_ptr<StageSpecializer> specializer_;
   int index_;
-  size_t num_targets_;
   std::map<ModelSizes, std::shared_ptr<GraphModule>> others_;
 };
 
-// The stages of `pipe` that rank `rank` holds in this schedule's placement. `recut`: lets them take other sizes than
-// the pipe was cut for (follow_sizes).
-std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(const Pipe& pipe, const Schedule& schedule, int rank,
-                                                             const std::shared_ptr<Recut>& recut = nullptr);
+// The stages of `pipe` that rank `rank` holds in this schedule's placement. `specializer`: lets them take other sizes
+// than the pipe was cut for (specialize_on_sizes).
+std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(
+    const Pipe& pipe, const Schedule& schedule, int rank,
+    const std::shared_ptr<StageSpecializer>& specializer = nullptr);
 
 // After a training: every rank's `pipe` gets the parameters and buffers of every stage from the rank that runs it
 // (where that is two, from the one of microbatch 0), so that pipe.merge_state_dict() is the trained model. All ranks of

@@ -1,6 +1,8 @@
 // What flows between the stages of a pipeline: known to every rank, the same on all.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +40,9 @@ struct PipelineLayout {
   std::vector<StageLayout> stages;
   int num_inputs = 1;
   std::vector<TiedParameter> tied;
+  // The sizes of the model's inputs that the stages were made for, by input; -1 may be any, nothing is not known. Where
+  // a microbatch has others, those of its inputs travel with it (Microbatch::sizes).
+  std::vector<std::optional<std::vector<int64_t>>> input_sizes;
   // A linear chain: each stage sends all outputs to the next, in order. The number of outputs may vary between
   // microbatches. Stage 0 takes nothing: it gets the model's inputs by itself.
   bool dynamic_outputs = false;

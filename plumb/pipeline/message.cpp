@@ -45,6 +45,8 @@ std::int64_t table_bytes(const std::vector<MessageValue>& values) {
   return bytes;
 }
 
+std::int64_t bytes_of_sizes(size_t count) { return static_cast<std::int64_t>(count * sizeof(std::int64_t)); }
+
 // A tensor that fills its memory keeps its strides over the wire, so that later operators take the same paths.
 std::vector<std::int64_t> wire_strides(const at::Tensor& t) {
   if (t.is_non_overlapping_and_dense()) return t.strides().vec();
@@ -64,8 +66,8 @@ std::vector<std::int64_t> wire_strides(const at::Tensor& t) {
 
 }  // namespace
 
-std::int64_t message_bytes(const std::vector<MessageValue>& values) {
-  std::int64_t bytes = align(sizeof(Prologue) + table_bytes(values));
+std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes) {
+  std::int64_t bytes = align(sizeof(Prologue) + bytes_of_sizes(num_sizes) + table_bytes(values));
   for (const auto& v : values) {
     if (v.tensor.defined()) bytes += align(static_cast<std::int64_t>(v.tensor.nbytes()));
   }
@@ -86,13 +88,15 @@ void check_sendable(const MessageId& id, const std::vector<MessageValue>& values
   }
 }
 
-void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values) {
+void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes) {
   prologue.content = Content::Values;
   prologue.num_values = static_cast<std::uint16_t>(values.size());
-  prologue.total_bytes = message_bytes(values);
+  prologue.num_sizes = static_cast<std::uint32_t>(sizes.size());
+  prologue.total_bytes = message_bytes(values, sizes.size());
   std::memcpy(to, &prologue, sizeof prologue);
-  char* table = to + sizeof prologue;
-  char* data = to + align(sizeof prologue + table_bytes(values));
+  if (!sizes.empty()) std::memcpy(to + sizeof prologue, sizes.data(), bytes_of_sizes(sizes.size()));
+  char* table = to + sizeof prologue + bytes_of_sizes(sizes.size());
+  char* data = to + align(sizeof prologue + bytes_of_sizes(sizes.size()) + table_bytes(values));
   for (const auto& v : values) {
     Entry entry;
     if (v.tensor.defined()) {
@@ -133,7 +137,8 @@ std::vector<MessageValue> read_values(const at::Tensor& buffer, std::int64_t byt
     std::int64_t bytes = 0;
   };
   std::vector<Shape> shapes(prologue.num_values);
-  std::int64_t at = sizeof prologue;
+  std::int64_t at = static_cast<std::int64_t>(sizeof prologue) + bytes_of_sizes(prologue.num_sizes);
+  if (at > end) raise_malformed("the sizes of its microbatch are cut off");
   for (auto& s : shapes) {
     if (at + static_cast<std::int64_t>(sizeof(Entry)) > end) raise_malformed("its table of values is cut off");
     std::memcpy(&s.entry, base + at, sizeof s.entry);
@@ -179,6 +184,15 @@ std::vector<MessageValue> read_values(const at::Tensor& buffer, std::int64_t byt
     at += align(s.bytes);
   }
   return values;
+}
+
+std::vector<std::int64_t> read_sizes(const at::Tensor& buffer) {
+  const char* base = static_cast<const char*>(buffer.const_data_ptr());
+  Prologue prologue;
+  std::memcpy(&prologue, base, sizeof prologue);
+  std::vector<std::int64_t> sizes(prologue.num_sizes);
+  if (!sizes.empty()) std::memcpy(sizes.data(), base + sizeof prologue, bytes_of_sizes(sizes.size()));
+  return sizes;
 }
 
 }  // namespace wire

@@ -1,6 +1,9 @@
 // One message between stages: a header and the values' bytes behind it, in one buffer.
 //
-//   prologue (64 bytes) | an entry per value: dtype, flags, sizes, strides | values, each at a multiple of 64 bytes
+//   prologue (64 bytes) | the microbatch's sizes | an entry per value: dtype, flags, sizes, strides | values, each at a
+//   multiple of 64 bytes
+//
+// The microbatch's sizes are packed ModelSizes: numbers, of which this file knows no more.
 //
 // Received values are tensors over the received buffer itself. A message that is not what was agreed (another step,
 // stage or microbatch, or not plumb's at all) is an error that says so, never read as data.
@@ -63,19 +66,22 @@ struct Prologue {
   std::uint32_t received = 0;  // the sender has this many of the receiver's messages of this step, in order
   std::int64_t total_bytes = 0;
   std::int64_t capacity = 0;  // of the buffer the sender believes posted
-  std::uint8_t unused[16] = {};
+  std::uint32_t num_sizes = 0;
+  std::uint8_t unused[12] = {};
 };
 static_assert(sizeof(Prologue) == 64);
 
 // Bytes of the whole message.
-std::int64_t message_bytes(const std::vector<MessageValue>& values);
+std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes = 0);
 // Writes the message to `to`, which has room. `prologue` is completed with num_values, total_bytes and content. Raises
 // Error(InvalidArgument) for tensors that have no plain memory (sparse, quantised), naming the value.
-void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values);
+void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {});
 void check_sendable(const MessageId& id, const std::vector<MessageValue>& values);
 // The values of a message in `buffer` (a byte tensor), which stays alive as long as they do. Raises
 // Error(Communication) if its parts do not fit into `bytes`.
 std::vector<MessageValue> read_values(const at::Tensor& buffer, std::int64_t bytes);
+// The microbatch's sizes, of a message whose values were read.
+std::vector<std::int64_t> read_sizes(const at::Tensor& buffer);
 
 }  // namespace wire
 }  // namespace plumb

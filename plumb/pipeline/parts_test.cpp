@@ -191,6 +191,22 @@ TEST(Message, CarriesEveryTypeShapeAndStride) {
   EXPECT_EQ(back[10].tensor.strides(), values[10].tensor.strides()) << "dense values keep their strides";
 }
 
+TEST(Message, CarriesTheSizesOfItsMicrobatchAndNoMoreThanItHolds) {
+  const std::vector<MessageValue> values{{at::rand({3, 5}), true}};
+  const std::vector<int64_t> sizes{0, 2, 7, 4};
+  auto whole = at::empty({wire::message_bytes(values, sizes.size())}, at::kByte);
+  wire::write_message(static_cast<char*>(whole.data_ptr()), {}, values, sizes);
+  EXPECT_TRUE(at::equal(wire::read_values(whole, whole.numel())[0].tensor, values[0].tensor));
+  EXPECT_EQ(wire::read_sizes(whole), sizes);
+  EXPECT_TRUE(wire::read_sizes(pack(values)).empty());
+  for (const std::uint32_t lie : {5u, 1000u, 0xffffffffu}) {
+    auto damaged = whole.clone();
+    auto* prologue = static_cast<wire::Prologue*>(damaged.data_ptr());
+    prologue->num_sizes = lie;
+    EXPECT_THROW(wire::read_values(damaged, damaged.numel()), Error) << lie;
+  }
+}
+
 TEST(Message, GivesEveryValueAVersionOfItsOwn) {
   auto buffer = pack({{at::ones({4}), true}, {at::ones({4}), true}});
   auto back = wire::read_values(buffer, buffer.numel());

@@ -73,14 +73,16 @@ void PipelineState::receive(const RunAction& run, LocalStage& stage, Slot& slot)
   const auto& w = *stage.wiring;
   for (size_t i = 0; i < run.receives.size(); i++) {
     if (run.receives[i] < 0) continue;  // was handed over on this rank
-    auto values = transport.receive(run.receives[i], run.text);
     const bool forward = run.action.kind == ActionKind::Forward;
+    std::vector<std::int64_t> sizes;
+    auto values = transport.receive(run.receives[i], run.text, forward ? &sizes : nullptr);
     const size_t expected = forward ? w.values_in[i].indices.size() : w.grads_in[i].targets.size();
     if (values.size() != expected && !layout.dynamic_outputs) {
       throw Error(ErrorKind::Communication, "a message of " + std::to_string(values.size()) + " values came where " +
                                                 std::to_string(expected) + " were agreed");
     }
     if (forward) {
+      slot.sizes.merge(unpack_sizes(sizes));
       take_values(stage, slot, w.values_in[i].stage, std::move(values));
     } else {
       take_grads(stage, slot, w.grads_in[i].stage, values);
@@ -90,13 +92,15 @@ void PipelineState::receive(const RunAction& run, LocalStage& stage, Slot& slot)
 
 void PipelineState::send_values(const RunAction& run, LocalStage& stage, int m, const Tensors& outputs) {
   const auto& bundles = stage.wiring->values_out;
+  const auto& sizes = stage.slots[m].sizes;
   for (size_t i = 0; i < bundles.size(); i++) {
     if (run.sends[i] >= 0) {
-      transport.send(run.sends[i], values_for(bundles[i], outputs));
+      transport.send(run.sends[i], values_for(bundles[i], outputs), pack_sizes(sizes));
       continue;
     }
     auto& to = stages.at(bundles[i].stage);
     auto& slot = to.slots[m];
+    slot.sizes.insert(sizes.begin(), sizes.end());
     if (slot.values_given_for.count(stage.stage)) continue;
     prepare(to, slot);
     take_values(to, slot, stage.stage, values_for(bundles[i], outputs));
@@ -149,7 +153,7 @@ void PipelineState::finish_hooked(const RunAction& run, LocalStage& stage, Slot&
   const int m = run.action.microbatch;
   auto require = [&](bool done, const char* what) {
     if (done) return;
-    throw Error(ErrorKind::Schedule, "the function in the place of " + run.text + " left out the " + what, "",
+    throw Error(ErrorKind::InvalidState, "the function in the place of " + run.text + " left out the " + what, "",
                 "call the stage's method for it, or the driver's");
   };
   if (run.action.kind == ActionKind::Forward) {

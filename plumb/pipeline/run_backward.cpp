@@ -12,7 +12,7 @@ void PipelineState::start_of_backward(const LocalStage& stage, const Slot& slot,
   if (stage.stage == last_stage()) {
     const at::Tensor& root = loss.defined() ? loss : slot.loss;
     if (!root.defined()) {
-      throw Error(ErrorKind::Schedule,
+      throw Error(ErrorKind::InvalidState,
                   "microbatch " + std::to_string(m) + " goes back from the last stage without a loss", "",
                   "give its backward the loss");
     }
@@ -36,8 +36,8 @@ void PipelineState::start_of_backward(const LocalStage& stage, const Slot& slot,
 void PipelineState::run_backward(ActionKind kind, LocalStage& stage, Slot& slot, int m, const at::Tensor& loss) {
   if (kind == ActionKind::BackwardWeight) {
     if (!slot.weights_due) {
-      throw Error(ErrorKind::Schedule, "the weight half of microbatch " + std::to_string(m) + " in stage " +
-                                           std::to_string(stage.stage) + " comes without the input half before it");
+      throw Error(ErrorKind::InvalidState, "the weight half of microbatch " + std::to_string(m) + " in stage " +
+                                               std::to_string(stage.stage) + " comes without the input half before it");
     }
     if (slot.deferred.pending()) stage_backward_weight(slot.deferred);
     if (slot.own_weight_work) slot.own_weight_work();
@@ -45,8 +45,8 @@ void PipelineState::run_backward(ActionKind kind, LocalStage& stage, Slot& slot,
     return;
   }
   if (!slot.boundary) {
-    throw Error(ErrorKind::Schedule, "microbatch " + std::to_string(m) + " goes back in stage " +
-                                         std::to_string(stage.stage) + " without a forward before it");
+    throw Error(ErrorKind::InvalidState, "microbatch " + std::to_string(m) + " goes back in stage " +
+                                             std::to_string(stage.stage) + " without a forward before it");
   }
   Tensors outputs, grads;
   start_of_backward(stage, slot, m, loss, outputs, grads);

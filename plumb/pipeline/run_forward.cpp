@@ -60,21 +60,45 @@ void PipelineState::finish_recompute(LocalStage& stage, std::optional<CheapRecom
   recompute.reset();
 }
 
+const Tensors* PipelineState::model_inputs(const Slot& slot, int m) const {
+  if (!slot.model_inputs.empty()) return &slot.model_inputs;
+  return inputs == nullptr || inputs->empty() ? nullptr : &(*inputs)[m];
+}
+
+void PipelineState::complete_sizes(Slot& slot, int m) const {
+  const Tensors* given = model_inputs(slot, m);
+  if (layout.input_sizes.empty() || given == nullptr) return;
+  const size_t count = std::min(given->size(), layout.input_sizes.size());
+  auto as_in_layout = [&](size_t i) {
+    const auto& known = layout.input_sizes[i];
+    if (!(*given)[i].defined() || !known) return true;
+    const auto sizes = (*given)[i].sizes();
+    return std::equal(sizes.begin(), sizes.end(), known->begin(), known->end(),
+                      [](int64_t size, int64_t made_for) { return size == made_for || made_for == -1; });
+  };
+  bool other = !slot.sizes.empty();
+  for (size_t i = 0; i < count && !other; i++) other = !as_in_layout(i);
+  for (size_t i = 0; i < count && other; i++) {
+    if ((*given)[i].defined() && layout.input_sizes[i]) slot.sizes[i] = (*given)[i].sizes().vec();
+  }
+}
+
 void PipelineState::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors& values, std::vector<bool>& wants) {
   const auto& w = *stage.wiring;
+  const Tensors* given = model_inputs(slot, m);
   values.reserve(slot.sources.size());
   wants.reserve(slot.sources.size());
   for (size_t i = 0; i < slot.sources.size(); i++) {
     auto& source = slot.sources[i];
-    if (!layout.dynamic_outputs && w.sources[i].stage < 0 && !source.tensor.defined()) {
+    if (!layout.dynamic_outputs && w.sources[i].stage < 0) {
       const auto index = static_cast<size_t>(w.sources[i].index);
-      if (inputs == nullptr || inputs->empty() || (*inputs)[m].size() <= index || !(*inputs)[m][index].defined()) {
+      if (given == nullptr || given->size() <= index || !(*given)[index].defined()) {
         throw Error(ErrorKind::StructureMismatch,
                     "stage " + std::to_string(stage.stage) + " uses input " + std::to_string(index) +
                         " of the model, and rank " + std::to_string(rank()) + " was not given it",
                     "", "give the input to step() on every rank whose stages use it");
       }
-      const auto& input = (*inputs)[m][index];
+      const auto& input = (*given)[index];
       source = {input, input.requires_grad()};
     }
     values.push_back(source.tensor);
@@ -121,7 +145,8 @@ void PipelineState::run_function(LocalStage& stage, Slot& slot, int m) {
     in.reserve(w.source_of_input.size());
     for (int source : w.source_of_input) in.push_back(boundary->inputs()[source]);
   }
-  slot.results = stage.function->run(in, m);
+  complete_sizes(slot, m);
+  slot.results = stage.function->run(in, {m, slot.sizes});
   // The last stage's outputs are nobody's inputs; a stage with a loss of its own returns that alone.
   const bool counted =
       !layout.dynamic_outputs && (stage.stage != last_stage() || options.loss || options.return_outputs);

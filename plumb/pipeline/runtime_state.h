@@ -25,7 +25,9 @@ struct Slot {
   Tensors results;  // of the forward, until they are handed over
   Tensors outputs;  // for the backward: handles without the values' memory
   Tensors output_grads;
-  Tensors seeds;        // gradients that sources have from later users
+  Tensors seeds;         // gradients that sources have from later users
+  Tensors model_inputs;  // given by a caller of StepDriver
+  ModelSizes sizes;     // of the model's inputs, as far as they came with values and then as far as they are known here
   Tensors input_grads;  // of the backward, until they are handed over
   DeferredWeights deferred;
   std::function<void()> own_weight_work;
@@ -99,6 +101,9 @@ struct PipelineState {
   void finish_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute, const Tensors& outputs) const;
   // Leaves the results in the slot.
   void run_function(LocalStage& stage, Slot& slot, int m);
+  // Adds the sizes of the model's inputs that are given here, if any are not as in the layout.
+  void complete_sizes(Slot& slot, int m) const;
+  const Tensors* model_inputs(const Slot& slot, int m) const;
   void check_results(const LocalStage& stage, Slot& slot, int m, bool hooked);
   void keep_for_backward(const LocalStage& stage, Slot& slot) const;
 

@@ -536,7 +536,8 @@ TEST(Pipeline, TiesOneTensorInTwoStages) {
 struct GrowingStage : StageFunction {
   explicit GrowingStage(int s) : stage(s), weight(test_weight(s, {4, 4})) {}
   Tensors forward(const Tensors&) override { throw std::logic_error("not called by the runtime"); }
-  Tensors run(const Tensors& inputs, int microbatch) override {
+  Tensors run(const Tensors& inputs, const Microbatch& which) override {
+    const int microbatch = which.index;
     if (stage == 0) {
       Tensors out;
       for (int i = 0; i <= microbatch; i++) out.push_back(at::linear(test_data(10 * microbatch + i, {2, 4}), weight));
@@ -565,7 +566,7 @@ TEST(Pipeline, AnOpenChainHandsOnWhateverStagesReturn) {
     auto losses = pipeline.step_microbatches({}).losses;
     GrowingStage first(0), second(1);
     for (int m = 0; m < 3; m++) {
-      auto loss = second.run(first.run({}, m), m)[0];
+      auto loss = second.run(first.run({}, {m}), {m})[0];
       EXPECT_TRUE(at::equal(loss, losses[m]));
       loss.backward();
     }

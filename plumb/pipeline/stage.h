@@ -10,12 +10,21 @@
 
 #include "plumb/autograd/recompute.h"
 #include "plumb/autograd/stage_backward.h"
+#include "plumb/partition/stage_specializer.h"
 
 namespace plumb {
 
 struct NamedTensor {
   std::string name;  // as in the whole model: "layers.3.attn.wq.weight"
   at::Tensor tensor;
+};
+
+// Which microbatch of a step a stage runs.
+struct Microbatch {
+  int index = 0;
+  // The sizes of the model's inputs it comes from, those that are known here; empty if they are as the layout says, or
+  // it says nothing.
+  ModelSizes sizes = {};
 };
 
 class StageFunction {
@@ -25,8 +34,8 @@ class StageFunction {
   Recompute recompute = Recompute::Cheap;
   // One microbatch. Inputs and outputs in the order of the layout (layout.h).
   virtual Tensors forward(const Tensors& inputs) = 0;
-  // What the runtime calls; a stage that has inputs of its own needs to know which microbatch it is.
-  virtual Tensors run(const Tensors& inputs, int microbatch) {
+  // What the runtime calls, for stages that ask which microbatch it is.
+  virtual Tensors run(const Tensors& inputs, const Microbatch& microbatch) {
     (void)microbatch;
     return forward(inputs);
   }

@@ -22,7 +22,7 @@ LocalStage& find_stage(PipelineState& state, int stage) {
 
 Slot& find_slot(PipelineState& state, LocalStage& stage, int microbatch) {
   if (!state.by_hand && state.inputs == nullptr) {
-    throw Error(ErrorKind::Schedule, "stage " + std::to_string(stage.stage) + " is run outside of a step");
+    throw Error(ErrorKind::InvalidState, "stage " + std::to_string(stage.stage) + " is run outside of a step");
   }
   const auto have = static_cast<int>(stage.slots.size());
   if (microbatch < 0 || microbatch >= (state.by_hand ? kMostByHand : have)) {
@@ -78,12 +78,12 @@ void StepDriver::forward(int stage, int microbatch) {
     if (slot.went_forward && local.wiring->values_in.empty()) slot = Slot();
     for (const auto& bundle : local.wiring->values_in) {
       if (slot.values_given_for.count(bundle.stage) || slot.went_forward) continue;
-      throw Error(ErrorKind::Schedule, place(local, microbatch) + " runs before the values of stage " +
-                                           std::to_string(bundle.stage) + " arrived");
+      throw Error(ErrorKind::InvalidState, place(local, microbatch) + " runs before the values of stage " +
+                                               std::to_string(bundle.stage) + " arrived");
     }
     state.prepare(local, slot);
   }
-  if (slot.went_forward) throw Error(ErrorKind::Schedule, place(local, microbatch) + " goes forward twice");
+  if (slot.went_forward) throw Error(ErrorKind::InvalidState, place(local, microbatch) + " goes forward twice");
   std::optional<CheapRecompute> recompute;
   state.start_recompute(local, recompute);
   state.run_function(local, slot, microbatch);
@@ -97,8 +97,8 @@ void StepDriver::backward(ActionKind kind, int stage, int microbatch, const at::
   const bool of_outputs = kind != ActionKind::BackwardWeight && stage != state_->last_stage();
   for (const auto& bundle : local.wiring->grads_in) {
     if (!state_->by_hand || !of_outputs || slot.grads_given_for.count(bundle.stage)) continue;
-    throw Error(ErrorKind::Schedule, place(local, microbatch) + " goes back before the gradients of stage " +
-                                         std::to_string(bundle.stage) + " arrived");
+    throw Error(ErrorKind::InvalidState, place(local, microbatch) + " goes back before the gradients of stage " +
+                                             std::to_string(bundle.stage) + " arrived");
   }
   state_->run_backward(kind, local, slot, microbatch, loss);
 }
@@ -108,7 +108,7 @@ void StepDriver::set_loss(int microbatch, const at::Tensor& loss) {
   find_slot(*state_, local, microbatch).loss = loss;
 }
 
-void StepDriver::take_outputs(int stage, int microbatch, int from, const Tensors& outputs) {
+void StepDriver::take_outputs(int stage, int microbatch, int from, const Tensors& outputs, const ModelSizes& sizes) {
   auto& state = *state_;
   auto& local = find_stage(state, stage);
   auto& slot = find_slot(state, local, microbatch);
@@ -126,6 +126,7 @@ void StepDriver::take_outputs(int stage, int microbatch, int from, const Tensors
     if (bundle.stage == stage) state.take_values(local, slot, from, state.values_for(bundle, outputs));
   }
   slot.values_given_for.insert(from);
+  slot.sizes.insert(sizes.begin(), sizes.end());
 }
 
 void StepDriver::take_gradients(int stage, int microbatch, int from, const Tensors& gradients) {
@@ -146,20 +147,19 @@ void StepDriver::take_model_inputs(int stage, int microbatch, const Tensors& inp
   auto& local = find_stage(*state_, stage);
   auto& slot = find_slot(*state_, local, microbatch);
   if (state_->by_hand && slot.went_forward && local.wiring->values_in.empty()) slot = Slot();
-  state_->prepare(local, slot);
-  const auto& sources = local.wiring->sources;
-  for (size_t i = 0; i < slot.sources.size(); i++) {
-    const auto index = static_cast<size_t>(sources[i].index);
-    if (sources[i].stage >= 0 || index >= inputs.size() || !inputs[index].defined()) continue;
-    slot.sources[i] = {inputs[index], inputs[index].requires_grad()};
+  const Tensors* others = state_->model_inputs(slot, microbatch);
+  Tensors all = inputs;
+  for (size_t i = 0; others != nullptr && i < others->size() && i < all.size(); i++) {
+    if (!all[i].defined()) all[i] = (*others)[i];
   }
+  slot.model_inputs = std::move(all);
 }
 
 Tensors StepDriver::input_gradients(int stage, int microbatch, int to) const {
   auto& local = find_stage(*state_, stage);
   const auto& slot = find_slot(*state_, local, microbatch);
   if (!slot.went_back) {
-    throw Error(ErrorKind::Schedule, place(local, microbatch) + " has no gradients of inputs: it did not go back");
+    throw Error(ErrorKind::InvalidState, place(local, microbatch) + " has no gradients of inputs: it did not go back");
   }
   Tensors gradients;
   for (const auto& bundle : local.wiring->grads_out) {

@@ -16,7 +16,7 @@ namespace plumb {
 
 struct PipelineState;
 
-// Outside of a step, or for what is not there, every function raises Error(Schedule) or Error(InvalidArgument). A
+// Outside of a step, or for what is not there, every function raises Error(InvalidState) or Error(InvalidArgument). A
 // forward and a backward of one step may run at once, on two threads.
 class StepDriver {
  public:
@@ -35,8 +35,9 @@ class StepDriver {
 
   // The loss of a microbatch, on the rank of the last stage, in place of PipelineOptions::loss.
   void set_loss(int microbatch, const at::Tensor& loss);
-  // Gives a stage of this rank all outputs of stage `from`, in place of what that stage handed over.
-  void take_outputs(int stage, int microbatch, int from, const Tensors& outputs);
+  // Gives a stage of this rank all outputs of stage `from`, in place of what that stage handed over. `sizes`: of the
+  // model's inputs they come from, where they are not as in the layout.
+  void take_outputs(int stage, int microbatch, int from, const Tensors& outputs, const ModelSizes& sizes = {});
   // The same for input_gradients(from, microbatch, stage).
   void take_gradients(int stage, int microbatch, int from, const Tensors& gradients);
   // The model's inputs, in place of the step's; those that are undefined stay.

@@ -72,7 +72,7 @@ void expect_equal(const Tensors& ours, const Tensors& theirs) {
 }
 
 TEST(Hooks, ThatUseTheDriverChangeNoBit) {
-  for (const char* model : {"mlp", "ragged", "skip", "tied", "norm", "half"}) {
+  for (const char* model : {"mlp", "ragged", "skip", "tied", "norm", "half", "cut"}) {
     for (const char* schedule : {"LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"}) {
       int called = 0;
       ActionHooks hooks;

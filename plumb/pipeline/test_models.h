@@ -151,7 +151,7 @@ inline TestModel test_model(const std::string& name, int num_stages) {
     struct Cut {
       TestTokens model{nullptr};
       std::shared_ptr<Pipe> pipe;
-      std::shared_ptr<Recut> recut;
+      std::shared_ptr<StageSpecializer> specializer;
     };
     auto cut = std::make_shared<Cut>();
     cut->model = TestTokens(num_stages, width);
@@ -162,10 +162,10 @@ inline TestModel test_model(const std::string& name, int num_stages) {
     }
     auto graph = capture(cut->model, tokens);
     cut->pipe = pipeline(*graph, options);
-    cut->recut = follow_sizes(*cut->pipe, cut->model, options, tokens);
+    cut->specializer = specialize_on_sizes(*cut->pipe, cut->model, options, tokens);
     model.layout = make_layout(cut->pipe->table());
     model.make_stage = [=](int s) {
-      auto stage = std::make_shared<GraphStage>(cut->pipe->stage(s), cut->pipe->table().stages[s], cut->recut, s);
+      auto stage = std::make_shared<GraphStage>(cut->pipe->stage(s), cut->pipe->table().stages[s], cut->specializer, s);
       auto parameters = stage->parameters();
       return std::make_shared<TestStage>([=](const Tensors& in) { return stage->run(in, 0); }, parameters);
     };

@@ -170,7 +170,7 @@ void Transport::begin_step(const MessagePlan& plan) {
   }
 }
 
-void Transport::send(int index, const std::vector<MessageValue>& values) {
+void Transport::send(int index, const std::vector<MessageValue>& values, at::IntArrayRef sizes) {
   auto& s = *state_;
   const auto& m = s.plan->sends.at(index);
   auto& out = s.outgoing[m.peer];
@@ -187,9 +187,9 @@ void Transport::send(int index, const std::vector<MessageValue>& values) {
   p.microbatch = m.id.microbatch;
   p.received = s.incoming[m.peer].received;
   p.capacity = route.capacity;
-  const std::int64_t bytes = wire::message_bytes(values);
+  const std::int64_t bytes = wire::message_bytes(values, sizes.size());
   auto buffer = byte_buffer(bytes);
-  wire::write_message(static_cast<char*>(buffer.data_ptr()), p, values);
+  wire::write_message(static_cast<char*>(buffer.data_ptr()), p, values, sizes);
   try {
     Outgoing::Sent sent;
     if (bytes <= route.capacity) {
@@ -212,7 +212,7 @@ void Transport::send(int index, const std::vector<MessageValue>& values) {
   }
 }
 
-std::vector<MessageValue> Transport::receive(int index, const std::string& action) {
+std::vector<MessageValue> Transport::receive(int index, const std::string& action, std::vector<std::int64_t>* sizes) {
   auto& s = *state_;
   const auto& m = s.plan->receives.at(index);
   auto& in = s.incoming[m.peer];
@@ -259,7 +259,9 @@ std::vector<MessageValue> Transport::receive(int index, const std::string& actio
   } catch (const std::exception& e) {
     s.raise_lost(m.peer, "after " + to_string(m.id), e);
   }
-  return wire::read_values(message.buffer, message.buffer.numel());
+  auto values = wire::read_values(message.buffer, message.buffer.numel());
+  if (sizes != nullptr) *sizes = wire::read_sizes(message.buffer);
+  return values;
 }
 
 void Transport::end_step() {

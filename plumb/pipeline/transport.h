@@ -45,10 +45,10 @@ class Transport {
 
   // Begins a step and posts its first receives. The plan must live until end_step().
   void begin_step(const MessagePlan& plan);
-  // Sends message `index` of the plan: copies the values and returns.
-  void send(int index, const std::vector<MessageValue>& values);
+  // Sends message `index` of the plan: copies the values and returns. `sizes`: packed ones of the microbatch.
+  void send(int index, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {});
   // Waits for message `index` of the plan. `action` is what needs it, for the error's text ("1F3").
-  std::vector<MessageValue> receive(int index, const std::string& action);
+  std::vector<MessageValue> receive(int index, const std::string& action, std::vector<std::int64_t>* sizes = nullptr);
   // Waits until everything sent has left.
   void end_step();
 

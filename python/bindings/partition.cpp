@@ -8,9 +8,9 @@
 #include "plumb/partition/move.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/pipe_split.h"
-#include "plumb/partition/recut.h"
 #include "plumb/partition/split.h"
 #include "plumb/partition/stage_bytes.h"
+#include "plumb/partition/stage_specializer.h"
 
 namespace plumb::python {
 namespace {
@@ -127,7 +127,8 @@ py::tuple balance_cuts(const GraphModule& module, int stages, const std::optiona
 }
 
 // `cut` answers a Pipe for flat inputs, or None once the model is gone.
-std::shared_ptr<Recut> make_recut(const Pipe& pipe, const py::list& example, py::function cut, bool same_names) {
+std::shared_ptr<StageSpecializer> make_specializer(const Pipe& pipe, const py::list& example, py::function cut,
+                                                   bool same_names) {
   // The last copy may be let go without the GIL.
   std::shared_ptr<py::function> held(new py::function(std::move(cut)), [](py::function* function) {
     py::gil_scoped_acquire gil;
@@ -142,18 +143,17 @@ std::shared_ptr<Recut> make_recut(const Pipe& pipe, const py::list& example, py:
       throw to_error(error);
     }
   };
-  return std::make_shared<Recut>(pipe, to_ivalues(example), std::move(again), same_names);
+  return std::make_shared<StageSpecializer>(pipe, to_ivalues(example), std::move(again), same_names);
 }
 
-void bind_recut(py::module_& m) {
-  py::class_<Recut, std::shared_ptr<Recut>>(m, "Recut", "Graphs of stages for other sizes than a model was cut for.")
-      .def(py::init(&make_recut), py::arg("pipe"), py::arg("example"), py::arg("cut"), py::arg("same_names"))
-      .def("stage", &Recut::stage, py::arg("index"), py::arg("known"), py::arg("now"),
+void bind_specializer(py::module_& m) {
+  py::class_<StageSpecializer, std::shared_ptr<StageSpecializer>>(
+      m, "StageSpecializer", "Graphs of stages for other sizes than a model was cut for.")
+      .def(py::init(&make_specializer), py::arg("pipe"), py::arg("example"), py::arg("cut"), py::arg("same_names"))
+      .def("stage", &StageSpecializer::stage, py::arg("index"), py::arg("known"), py::arg("now"),
            py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("captures", &Recut::captures);
-  m.def("share_state", &Recut::share_state);
-  m.def("pack_sizes", &pack_sizes);
-  m.def("unpack_sizes", &unpack_sizes);
+      .def_property_readonly("captures", &StageSpecializer::captures);
+  m.def("share_state", &StageSpecializer::share_state);
 }
 
 void bind_pipe_table(py::module_& m) {
@@ -329,7 +329,7 @@ Register partition_part([](py::module_& m) {
   bind_pipe(m);
   bind_cuts(m);
   bind_detach_executor(m);
-  bind_recut(m);
+  bind_specializer(m);
 });
 
 }  // namespace

@@ -27,8 +27,8 @@ auto guarded(const F& f) {
   }
 }
 
-// A stage whose work is done in Python: an object with run(inputs, microbatch), parameters(), and weight_work() or
-// None.
+// A stage whose work is done in Python: an object with run(inputs, microbatch, sizes), parameters(), and weight_work()
+// or None.
 class PyStage : public StageFunction {
  public:
   explicit PyStage(const py::object& stage)
@@ -41,11 +41,15 @@ class PyStage : public StageFunction {
     run_ = parameters_ = weight_work_ = py::object();
   }
 
-  Tensors forward(const Tensors& inputs) override { return run(inputs, -1); }
+  Tensors forward(const Tensors& inputs) override { return run(inputs, {}); }
 
-  Tensors run(const Tensors& inputs, int microbatch) override {
+  Tensors run(const Tensors& inputs, const Microbatch& microbatch) override {
     py::gil_scoped_acquire gil;
-    return guarded([&] { return to_tensors(run_(to_list(inputs), microbatch).cast<py::sequence>()); });
+    return guarded([&] {
+      py::dict sizes;
+      for (const auto& [input, own] : microbatch.sizes) sizes[py::int_(input)] = py::tuple(py::cast(own));
+      return to_tensors(run_(to_list(inputs), microbatch.index, sizes).cast<py::sequence>());
+    });
   }
 
   std::vector<NamedTensor> parameters() const override {
@@ -249,7 +253,6 @@ Register pipeline_part([](py::module_& m) {
       .def_static("of", py::overload_cast<const PipeTable&>(&plumb::make_layout), py::arg("table"))
       .def_property_readonly("num_stages", &PipelineLayout::num_stages)
       .def_readonly("num_inputs", &PipelineLayout::num_inputs)
-      .def("num_outputs", [](const PipelineLayout& layout, int stage) { return layout.stages.at(stage).num_outputs; })
       .def_readonly("dynamic_outputs", &PipelineLayout::dynamic_outputs)
       .def("__str__", &PipelineLayout::text);
   py::class_<StepDriver>(m, "StepDriver",
@@ -268,8 +271,10 @@ Register pipeline_part([](py::module_& m) {
           },
           py::arg("kind"), py::arg("stage"), py::arg("microbatch"), py::arg("loss") = py::none())
       .def("set_loss", [](StepDriver& driver, int m, const at::Tensor& loss) { driver.set_loss(m, loss); })
-      .def("take_outputs", [](StepDriver& driver, int stage, int m, int from,
-                              const py::sequence& values) { driver.take_outputs(stage, m, from, to_tensors(values)); })
+      .def("take_outputs",
+           [](StepDriver& driver, int stage, int m, int from, const py::sequence& values, const ModelSizes& sizes) {
+             driver.take_outputs(stage, m, from, to_tensors(values), sizes);
+           })
       .def("take_gradients",
            [](StepDriver& driver, int stage, int m, int from, const py::sequence& values) {
              driver.take_gradients(stage, m, from, to_tensors(values));

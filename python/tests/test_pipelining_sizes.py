@@ -321,7 +321,7 @@ def test_sizes_that_come_again_are_not_captured_again():
         value = batch(*sizes)[0]
         for stage in stages:
             value = stage(value)
-    assert pipe._recut.captures == 2
+    assert pipe._specializer.captures == 2
 
 
 def test_autocast_around_the_cut_is_in_graphs_for_other_sizes():
@@ -367,6 +367,34 @@ def test_compiled_stages_run_uncompiled_at_other_sizes(model_name):
     for sizes in [(4, 5), (5, 5), (4, 7)]:
         x, _ = batch(*sizes)
         assert torch.equal(schedule.eval(x), torch.cat([model(v) for v in x.tensor_split(2)]))
+
+
+def test_a_stage_within_a_module_follows_the_sizes_and_within_a_function_says_why_not():
+    class Within(nn.Module):
+        def __init__(self, stage):
+            super().__init__()
+            self.stage = stage
+
+        def forward(self, *values):
+            return self.stage(*values)
+
+    model = make("pooled", 2)
+    pipe = cut(model, 2)
+
+    def schedule_of(around):
+        stages = [
+            build_stage(around(pipe.get_stage_module(s)), s, pipe.info(), torch.device("cpu")) for s in range(2)
+        ]
+        return ScheduleTable(stages, 1, table="LoopedBFS")
+
+    for sizes in [(2, 5), (2, 4), (3, 5)]:
+        x, _ = batch(*sizes)
+        assert torch.equal(schedule_of(Within).eval(x), model(x))
+    as_function = schedule_of(lambda stage: lambda *values: stage(*values))
+    x, _ = batch(2, 5)
+    assert torch.equal(as_function.eval(x), model(x))
+    with pytest.raises(plumb.Error, match="stage 0 is a function, and cannot be told"):
+        as_function.eval(batch(2, 4)[0])
 
 
 # --- with transforms ---

@@ -40,8 +40,8 @@ from ._marks import (  # noqa: F401  (known under this module's name)
     pipe_split,
 )
 from ._policies import SplitPolicy, make_policy
-from ._recut import CutSizes, StageGraphs, make_recut
 from ._sources import Source, from_exported, make_source
+from ._specialize import CutSizes, StageGraphs, make_specializer
 from ._specs import MultiUseParameterConfig, MultiUseParamSpec, find_loss_spec, multi_use_arguments, plain_loss_spec  # noqa: F401
 from ._split_graph import (  # noqa: F401
     PP_SUBMOD_PREFIX,
@@ -77,7 +77,7 @@ class Pipe(nn.Module):
     """
 
     def __init__(
-        self, engine: Any, source: Source, loss_spec: Any = None, cut_arguments: dict | None = None, recut: Any = None
+        self, engine: Any, source: Source, loss_spec: Any = None, cut_arguments: dict | None = None, specializer: Any = None
     ):
         super().__init__()
         table = engine.table
@@ -85,13 +85,13 @@ class Pipe(nn.Module):
         self.has_loss_and_backward = table.loss_output is not None
         self.loss_spec = loss_spec
         self.notes: list[str] = [*source.notes, *engine.notes]
-        recut = recut or make_recut(engine, source, cut_arguments)
-        self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments, _recut=recut)
+        specializer = specializer or make_specializer(engine, source, cut_arguments)
+        self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments, _specializer=specializer)
         cut_sizes = CutSizes(table)
         stages = [
             StageModule(
                 engine.stage(s), s, table, source.arguments, source.training,
-                StageGraphs(s, table, cut_sizes, recut, source.other_sizes),
+                StageGraphs(s, table, cut_sizes, specializer, source.other_sizes),
             )
             for s in range(self.num_stages)
         ]  # fmt: skip
@@ -243,7 +243,7 @@ class Pipe(nn.Module):
         stages = [self._engine.stage(s).state() for s in range(self.num_stages)]
         source = replace(self._source, engine=None, example=None, again=None)
         parts = (whole.graph.to_string(), whole.state(), *whole.specs())
-        where = (stages, self._devices, self.training, self._recut)
+        where = (stages, self._devices, self.training, self._specializer)
         return _rebuild, (parts, source, self._cut_arguments, self.loss_spec, *where)
 
     # --- as torch's ---
@@ -293,7 +293,7 @@ def _cut(
 
 
 def _rebuild(
-    parts: tuple, source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, recut: Any
+    parts: tuple, source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, specializer: Any
 ) -> Pipe:
     """A pipe's copy: cut again at the same places, with the stages' own tensors."""
     source.engine = _C.GraphModule(*parts)
@@ -303,7 +303,7 @@ def _rebuild(
             engine.stage(s).set_state(name, tensor)
         if devices[s] is not None:
             engine.move_stage(s, devices[s])
-    return Pipe(engine, source, loss, arguments, recut).train(training)
+    return Pipe(engine, source, loss, arguments, specializer).train(training)
 
 
 def pipeline(

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._errors import Error, ErrorKind
 from ._errors import InvalidSchedule
-from ._recut import pack as pack_sizes
-from ._recut import sizes_of
+from ._specialize import Sizes, sizes_of
 from ._values import accepted, check_alike, detached, flat_output, meta_of, pack, unpack
 
 Values = list["torch.Tensor | None"]
@@ -55,7 +54,6 @@ class _Call:
 
     args: tuple
     kwargs: dict[str, Any]
-    model_inputs: Values
     output: Any = None
 
 
@@ -70,10 +68,10 @@ class EngineStage:
         index = self._stage.stage_index
         return [(self._names.get(id(p), f"stage {index}: {name}"), p) for name, p in self._stage.summed_parameters()]
 
-    def run(self, inputs: Values, microbatch: int) -> Values:
+    def run(self, inputs: Values, microbatch: int, sizes: Sizes) -> Values:
         stage = self._stage
         try:
-            return stage._run_function(inputs, microbatch)
+            return stage._run_function(inputs, microbatch, sizes)
         except BaseException as error:
             caller = stage._step or stage
             caller.failure = caller.failure or error
@@ -133,12 +131,11 @@ class ChunkSteps:
     get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
 
     # --- what the engine calls ---
-    def _run_function(self, inputs: Values, microbatch: int) -> Values:
+    def _run_function(self, inputs: Values, microbatch: int, sizes: Sizes) -> Values:
         call, step = self._calls.get(microbatch), self._step
-        rows: Values = []
         if self.layout is not None:
-            self._validate("inputs", inputs[: self._num_values])
-            output, rows = self.run_values(inputs, call.model_inputs if call else step.model_inputs[microbatch])
+            self._validate("inputs", inputs)
+            output = self.run_values(inputs, sizes)
             values = [output] if isinstance(output, torch.Tensor) else list(output)
         else:
             args, kwargs = (call.args, call.kwargs) if call else step.arguments(self, microbatch)
@@ -150,7 +147,6 @@ class ChunkSteps:
             values = flat_output(output) if self.is_last else pack(output)
         if not self.is_last:
             self._validate("outputs", values)
-            values += rows
         if call is None:
             return step.finish(output, microbatch) if self.is_last else values
         call.output = output
@@ -178,6 +174,8 @@ class ChunkSteps:
             return getattr(self._by_hand, work)(*args)
         except Error as error:
             failure, self.failure = self.failure, None
+            if failure is None and error.kind is not ErrorKind.InvalidState:
+                raise
             raise failure or InvalidSchedule(f"{self.log_prefix} {error}") from None
 
     def forward_one_chunk(
@@ -187,7 +185,7 @@ class ChunkSteps:
         take what has arrived from the stages before."""
         self._check_chunk_id(fwd_chunk_id)
         given = [] if self.layout is None else self.model_inputs(args, kwargs or {})
-        call = self._calls[fwd_chunk_id] = _Call(args, kwargs or {}, given)
+        call = self._calls[fwd_chunk_id] = _Call(args, kwargs or {})
         try:
             if given:
                 self._drive("take_model_inputs", self.stage_index, fwd_chunk_id, given)
@@ -204,13 +202,8 @@ class ChunkSteps:
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """What the stage before returned for a microbatch, where it is on this rank."""
         before = self.stage_index - 1
-        if self.layout is None:
-            outputs = pack(prev_stage_outputs)
-        else:
-            outputs = flat_output(prev_stage_outputs)
-            sizes = pack_sizes(sizes_of(outputs), self.device)
-            outputs += [sizes] * (self.layout.num_outputs(before) - len(outputs))
-        self._drive("take_outputs", self.stage_index, mb_index, before, outputs)
+        outputs = pack(prev_stage_outputs) if self.layout is None else flat_output(prev_stage_outputs)
+        self._drive("take_outputs", self.stage_index, mb_index, before, outputs, sizes_of(outputs))
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

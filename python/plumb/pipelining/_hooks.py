@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._C import Error
+from .._errors import Error
 from ._actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._C import Error
+from .._errors import Error
 from ._actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, REDUCE_GRAD, _Action, _ComputationType
 from ._chunks import EngineStage, own_arguments
 from ._data_parallel import replicas_of

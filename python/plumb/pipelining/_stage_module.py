@@ -12,7 +12,7 @@ from .. import _C
 from .._capture import GraphModule
 from .._errors import Error, ErrorKind
 from .._state import CONSTANT, PARAMETER, sync_state
-from ._recut import CutSizes, StageGraphs
+from ._specialize import CutSizes, StageGraphs
 
 
 class StageModule(GraphModule):
@@ -50,6 +50,10 @@ class StageModule(GraphModule):
         )
         own_parameters(engine)
         super().__init__(engine, in_spec, out_spec, None, [None] * len(outputs), [], training=training)
+
+    def graph_key(self) -> tuple:
+        """What a graph made of it depends on beside its inputs: the sizes of the whole model's."""
+        return tuple(sorted((self._graphs.given or {}).items()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.input_names) or any(isinstance(a, (tuple, list, dict)) for a in args):

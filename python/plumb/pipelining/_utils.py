@@ -23,7 +23,7 @@ class PipeInfo:
 
     @property
     def layout(self) -> Any:
-        """The table as the runtime takes it: with the sizes of the model's inputs beside what stages hand on."""
+        """The table as the runtime takes it."""
         return _C.PipelineLayout.of(self.table)
 
     def __getstate__(self) -> dict:

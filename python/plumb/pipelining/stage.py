@@ -12,12 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from .._C import Error
-from .._microbatch import microbatch_sizes
 from ._chunks import ChunkSteps, _RecvInfo  # noqa: F401  (torch's users import it from here)
 from ._data_parallel import reduction_of
 from ._errors import InvalidValue
-from ._recut import CutSizes
-from ._recut import pack as pack_sizes
+from ._specialize import Sizes, StageGraphs, at_sizes
+from ._stage_module import StageModule
 from ._utils import PipeInfo, PipeliningMetadataError  # noqa: F401
 from ._values import as_tensor, metas
 
@@ -193,26 +192,31 @@ def build_stage(
 class _PipelineStage(_PipelineStageBase):
     """A stage cut from a graph: its inputs are model inputs and outputs of any stages before it."""
 
+    _told: list[StageGraphs] | None = None  # the stages of the pipe within its module, found in every step
+
     def __init__(self, stage_module, stage_index, pipe_info, device, group=None, recompute="cheap"):
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group, recompute=recompute)
         self.pipe_info = pipe_info
         self.layout = pipe_info.layout
-        table = getattr(pipe_info, "table", None)  # a layout made by hand has none
-        self.cut_sizes = CutSizes(table) if table is not None else None
-        self._num_values = len(table.inputs(stage_index)) if table is not None else 0
-        self._num_targets = self.layout.num_outputs(stage_index) - len(table.outputs(stage_index)) if table is not None else 0
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
 
-    def run_values(self, values: list, given: list[torch.Tensor | None]) -> tuple[Any, list]:
-        """The module's output, and what the engine's layout has beside it: the sizes of the model's inputs, of which
-        `given` are on this rank."""
-        if self.cut_sizes is None:
-            return self.forward_maybe_with_nosync(*values), []
-        own, carried = values[: self._num_values], values[self._num_values :]
-        sizes = self.cut_sizes.of_microbatch(given, carried)
-        with microbatch_sizes(sizes):
-            return self.forward_maybe_with_nosync(*own), [pack_sizes(sizes)] * self._num_targets
+    def run_values(self, values: list, sizes: Sizes) -> Any:
+        """The module's output for a microbatch whose model inputs have these sizes; none: as they were cut."""
+        if self._told is None:
+            modules = self.submod.modules() if isinstance(self.submod, torch.nn.Module) else ()
+            self._told = [m._graphs for m in modules if isinstance(m, StageModule)]
+        if sizes and not isinstance(self.submod, torch.nn.Module):
+            raise Error(
+                f"stage {self.stage_index} is a function, and cannot be told that a microbatch has other sizes than it was cut "
+                "for\n  try: put the stage's module into a torch.nn.Module"
+            )
+        with at_sizes(self._told, sizes):
+            return self.forward_maybe_with_nosync(*values)
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self._told = None
 
     def model_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor | None]:
         """The whole model's flat inputs for a microbatch: None for what is not given here."""

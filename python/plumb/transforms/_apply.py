@@ -17,7 +17,6 @@ from .. import _C
 from .._calls import Call, hint
 from .._capture import capture_engine, signature
 from .._errors import Error, ErrorKind
-from .._microbatch import current_sizes
 from .._module_state_guard import refuse_modules
 from .._state import BUFFER, CONSTANT, sync_state
 from .._trees import flatten
@@ -97,6 +96,7 @@ class _Tree:
 
     def __init__(self, root: nn.Module):
         self.modules = list(root.modules())
+        self.keyed = [m for m in self.modules if hasattr(type(m), "graph_key")]
         self.tables = [m._modules for m in self.modules]
         self.entries = [(table, key, sub) for table in self.tables for key, sub in table.items()]
 
@@ -104,7 +104,8 @@ class _Tree:
         return sum(map(len, self.tables)) == len(self.entries) and all(t.get(k) is m for t, k, m in self.entries)
 
     def modes(self) -> tuple:
-        return tuple([m.training for m in self.modules])
+        modes = tuple([m.training for m in self.modules])
+        return (modes, *[m.graph_key() for m in self.keyed]) if self.keyed else modes
 
 
 class TransformedForward:
@@ -171,8 +172,6 @@ class TransformedForward:
             self._tree = _Tree(self.module)
         autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
         modes = self._tree.modes()
-        sizes = current_sizes()  # of which a stage's inputs may show nothing
-        modes = (modes, tuple(sorted(sizes.items()))) if sizes else modes
         key = (spec, signature(leaves), modes, autocast)
         try:
             hash(key)

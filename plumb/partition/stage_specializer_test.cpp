@@ -1,4 +1,4 @@
-#include "plumb/partition/recut.h"
+#include "plumb/partition/stage_specializer.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ struct Cut {
   Pooled model;
   SplitOptions options;
   std::shared_ptr<Pipe> pipe;
-  std::shared_ptr<Recut> recut;
+  std::shared_ptr<StageSpecializer> specializer;
 
   explicit Cut(bool training = false) {
     at::manual_seed(0);
@@ -38,39 +38,39 @@ struct Cut {
     options.points.emplace_back("down", SplitPoint::Beginning);
     auto copy = model;
     pipe = pipeline(*capture(copy, x), options);
-    recut = follow_sizes(*pipe, model, options, x);
+    specializer = specialize_on_sizes(*pipe, model, options, x);
   }
   at::Tensor run(const at::Tensor& x, const ModelSizes& sizes) const {
     std::vector<c10::IValue> values{x};
-    for (int s = 0; s < 2; ++s) values = recut->stage(s, sizes, *pipe->stage(s))->run(values);
+    for (int s = 0; s < 2; ++s) values = specializer->stage(s, sizes, *pipe->stage(s))->run(values);
     return values[0].toTensor();
   }
 };
 
-TEST(Recut, GivesAStageAGraphForSizesThatItsInputsDoNotShow) {
+TEST(StageSpecializer, GivesAStageAGraphForSizesThatItsInputsDoNotShow) {
   const Cut cut;
   for (const std::vector<int64_t> sizes : {std::vector<int64_t>{7, 3, 4}, {2, 9, 4}, {2, 5, 4}, {7, 3, 4}}) {
     const at::Tensor x = at::randn(sizes);
     Pooled model = cut.model;
     EXPECT_TRUE(at::equal(cut.run(x, {{0, sizes}}), model->forward(x))) << at::IntArrayRef(sizes);
   }
-  EXPECT_EQ(cut.recut->captures(), 3);  // one for both stages, none for sizes that come again
+  EXPECT_EQ(cut.specializer->captures(), 3);  // one for both stages, none for sizes that come again
 }
 
-TEST(Recut, SharesTheStagesTensorsWhateverBecameOfThem) {
+TEST(StageSpecializer, SharesTheStagesTensorsWhateverBecameOfThem) {
   const Cut cut;
   const at::Tensor x = at::randn({3, 5, 4});
   const ModelSizes sizes{{0, {3, 5, 4}}};
-  auto stage = cut.recut->stage(1, sizes, *cut.pipe->stage(1));
+  auto stage = cut.specializer->stage(1, sizes, *cut.pipe->stage(1));
   EXPECT_TRUE(stage->state().get("down.weight").tensor.is_same(cut.model->down->weight));
   cut.pipe->stage(1)->state().set("down.weight", at::ones({3, 6}).requires_grad_());
-  Recut::share_state(*cut.pipe->stage(1), *stage);
+  StageSpecializer::share_state(*cut.pipe->stage(1), *stage);
   const at::Tensor h = at::randn({3, 6});
   EXPECT_TRUE(at::equal(stage->run({h})[0].toTensor(),
                         at::linear(h, at::ones({3, 6}), cut.model->down->bias) / 5.0 + at::arange(3)));
 }
 
-TEST(Recut, CapturesAsAtTheCutAndLeavesTheModelAsItIs) {
+TEST(StageSpecializer, CapturesAsAtTheCutAndLeavesTheModelAsItIs) {
   const Cut cut(/*training=*/true);
   Pooled model = cut.model;
   model->eval();
@@ -78,7 +78,7 @@ TEST(Recut, CapturesAsAtTheCutAndLeavesTheModelAsItIs) {
   std::shared_ptr<GraphModule> stage;
   {
     const c10::InferenceMode inference;
-    stage = cut.recut->stage(0, {{0, {3, 5, 4}}}, *cut.pipe->stage(0));
+    stage = cut.specializer->stage(0, {{0, {3, 5, 4}}}, *cut.pipe->stage(0));
   }
   EXPECT_TRUE(at::equal(at::detail::getDefaultCPUGenerator().get_state(), before));
   EXPECT_FALSE(model->is_training() || model->drop->is_training());
@@ -87,10 +87,10 @@ TEST(Recut, CapturesAsAtTheCutAndLeavesTheModelAsItIs) {
   EXPECT_TRUE(stage->run({at::ones({3, 5, 4})})[0].toTensor().requires_grad());
 }
 
-TEST(Recut, RefusesWhatItCannotDoAndSaysWhy) {
+TEST(StageSpecializer, RefusesWhatItCannotDoAndSaysWhy) {
   Cut cut;
   const auto stage = [&](std::vector<int64_t> sizes) {
-    return message_of([&] { cut.recut->stage(1, {{0, std::move(sizes)}}, *cut.pipe->stage(1)); });
+    return message_of([&] { cut.specializer->stage(1, {{0, std::move(sizes)}}, *cut.pipe->stage(1)); });
   };
   EXPECT_THAT(stage({2, 5}), testing::HasSubstr("number of dimensions may not change"));
   EXPECT_THAT(stage({2, 5, 7}), testing::HasSubstr("stage 1 needs a graph for 'x0' f32[2, 5, 7]: "));
@@ -98,24 +98,23 @@ TEST(Recut, RefusesWhatItCannotDoAndSaysWhy) {
   EXPECT_THAT(stage({3, 5, 4}), testing::HasSubstr("no longer exists\n  try: keep the model"));
 }
 
-TEST(Recut, RefusesAModelThatIsCutOtherwise) {
+TEST(StageSpecializer, RefusesAModelThatIsCutOtherwise) {
   const Cut cut;
   SplitOptions other;
   other.points.emplace_back("up", SplitPoint::End);
-  Recut recut(*cut.pipe, {at::ones({2, 5, 4})}, [&](const std::vector<c10::IValue>& in) {
+  StageSpecializer specializer(*cut.pipe, {at::ones({2, 5, 4})}, [&](const std::vector<c10::IValue>& in) {
     auto copy = cut.model;
     return pipeline(*capture(copy, in[0].toTensor()), other);
   });
-  EXPECT_THAT(message_of([&] { recut.stage(0, {{0, {3, 5, 4}}}, *cut.pipe->stage(0)); }),
+  EXPECT_THAT(message_of([&] { specializer.stage(0, {{0, {3, 5, 4}}}, *cut.pipe->stage(0)); }),
               testing::HasSubstr("the model is cut otherwise"));
 }
 
-TEST(Recut, SizesTravelAsOneRow) {
+TEST(StageSpecializer, SizesTravelAsOneRow) {
   const ModelSizes sizes{{0, {3, 5}}, {2, {}}, {7, {1}}};
   EXPECT_EQ(unpack_sizes(pack_sizes(sizes)), sizes);
   EXPECT_TRUE(unpack_sizes(pack_sizes({})).empty());
-  for (const auto& row :
-       {at::tensor({0, 3, 1}, at::kLong), at::tensor({-1, 0}, at::kLong), at::ones({2}), at::Tensor()})
+  for (const std::vector<int64_t>& row : {std::vector<int64_t>{0, 3, 1}, {-1, 0}, {0}, {0, 1, 5, 2}})
     EXPECT_THAT(message_of([&] { unpack_sizes(row); }), testing::HasSubstr("damaged"));
 }
 

@@ -1,4 +1,4 @@
-#include "plumb/partition/recut.h"
+#include "plumb/partition/stage_specializer.h"
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -100,24 +100,22 @@ std::optional<at::Device> moved_to(const GraphModule& now, const StageIO& io) {
 
 }  // namespace
 
-at::Tensor pack_sizes(const ModelSizes& sizes) {
+std::vector<int64_t> pack_sizes(const ModelSizes& sizes) {
   std::vector<int64_t> row;
   for (const auto& [input, own] : sizes) {
     row.push_back(static_cast<int64_t>(input));
     row.push_back(static_cast<int64_t>(own.size()));
     row.insert(row.end(), own.begin(), own.end());
   }
-  return at::tensor(row, at::kLong);
+  return row;
 }
 
-ModelSizes unpack_sizes(const at::Tensor& row) {
+ModelSizes unpack_sizes(at::IntArrayRef row) {
   const auto wrong = [] {
     throw Error(ErrorKind::Communication, "the sizes of the model's inputs that came with a microbatch are damaged");
   };
-  if (!row.defined() || row.scalar_type() != at::kLong || row.dim() != 1) wrong();
-  const at::Tensor here = row.to(at::kCPU).contiguous();
-  const int64_t* at = here.const_data_ptr<int64_t>();
-  const int64_t* end = at + here.numel();
+  const int64_t* at = row.begin();
+  const int64_t* end = row.end();
   ModelSizes sizes;
   while (at != end) {
     if (end - at < 2 || at[0] < 0 || at[1] < 0 || at[1] > end - at - 2) wrong();
@@ -129,7 +127,7 @@ ModelSizes unpack_sizes(const at::Tensor& row) {
 }
 
 // Autocast on this thread: what captures depend on beside the model and its inputs.
-struct Recut::Ambient {
+struct StageSpecializer::Ambient {
   struct Autocast {
     at::DeviceType device;
     bool on;
@@ -151,7 +149,7 @@ struct Recut::Ambient {
   }
 };
 
-Recut::Recut(const Pipe& pipe, std::vector<c10::IValue> example, Cut cut, bool same_names)
+StageSpecializer::StageSpecializer(const Pipe& pipe, std::vector<c10::IValue> example, Cut cut, bool same_names)
     : table_(pipe.table()),
       input_names_(pipe.input_names()),
       example_(std::move(example)),
@@ -164,9 +162,9 @@ Recut::Recut(const Pipe& pipe, std::vector<c10::IValue> example, Cut cut, bool s
   }
 }
 
-Recut::~Recut() = default;
+StageSpecializer::~StageSpecializer() = default;
 
-std::string Recut::describe(const std::vector<c10::IValue>& inputs) const {
+std::string StageSpecializer::describe(const std::vector<c10::IValue>& inputs) const {
   std::string text;
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!inputs[i].isTensor()) continue;
@@ -176,7 +174,7 @@ std::string Recut::describe(const std::vector<c10::IValue>& inputs) const {
   return text;
 }
 
-std::vector<c10::IValue> Recut::inputs_for(int index, const ModelSizes& known) const {
+std::vector<c10::IValue> StageSpecializer::inputs_for(int index, const ModelSizes& known) const {
   const std::set<size_t> as_cut = inputs_before(table_, index);  // unless they are known to be otherwise
   // How sizes changed: by dimension and old size, and by old size alone.
   std::map<std::pair<size_t, int64_t>, int64_t> at_place;
@@ -217,7 +215,7 @@ std::vector<c10::IValue> Recut::inputs_for(int index, const ModelSizes& known) c
   return inputs;
 }
 
-void Recut::check(const Pipe& pipe) const {
+void StageSpecializer::check(const Pipe& pipe) const {
   std::string what;
   if (pipe.num_stages() != table_.num_stages())
     what = "into " + std::to_string(pipe.num_stages()) + " stages instead of " + std::to_string(table_.num_stages());
@@ -238,7 +236,7 @@ void Recut::check(const Pipe& pipe) const {
               "cut at modules or marks, which do not depend on sizes, or cut the model for these sizes");
 }
 
-const Recut::Made& Recut::made_for(std::vector<c10::IValue> inputs, int index) {
+const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue> inputs, int index) {
   std::vector<std::vector<int64_t>> sizes;
   for (const c10::IValue& v : inputs)
     sizes.push_back(v.isTensor() ? v.toTensor().sizes().vec() : std::vector<int64_t>());
@@ -288,7 +286,7 @@ const Recut::Made& Recut::made_for(std::vector<c10::IValue> inputs, int index) {
   return made_.front();
 }
 
-std::shared_ptr<GraphModule> Recut::stage(int index, const ModelSizes& known, const GraphModule& now) {
+std::shared_ptr<GraphModule> StageSpecializer::stage(int index, const ModelSizes& known, const GraphModule& now) {
   if (index < 0 || index >= table_.num_stages()) {
     throw Error(ErrorKind::InvalidArgument, "the pipe has no stage " + std::to_string(index));
   }
@@ -319,7 +317,7 @@ std::shared_ptr<GraphModule> Recut::stage(int index, const ModelSizes& known, co
   return module;
 }
 
-void Recut::share_state(const GraphModule& from, GraphModule& to) {
+void StageSpecializer::share_state(const GraphModule& from, GraphModule& to) {
   std::vector<const Attr*> changed;
   for (const Attr& attr : to.state()) {
     if (attr.kind == AttrKind::Constant) continue;
@@ -330,7 +328,7 @@ void Recut::share_state(const GraphModule& from, GraphModule& to) {
   if (!changed.empty()) to.sync_module();
 }
 
-namespace recut_detail {
+namespace specializer_detail {
 
 std::vector<bool> modes_of(const torch::nn::Module& model) {
   std::vector<bool> modes;
@@ -365,5 +363,5 @@ WithModes::~WithModes() {
 
 bool cuts_by_place(const SplitOptions& options) { return !options.cut_before.empty() || options.policy != nullptr; }
 
-}  // namespace recut_detail
+}  // namespace specializer_detail
 }  // namespace plumb

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._C import Error
-from .._microbatch import Sizes, current_sizes
 from ._sources import Source
+
+Sizes = dict[int, tuple[int, ...]]  # of the whole model's flat inputs, by their number; those that are known
 
 _KEPT = 64  # graphs of a stage: many sizes come again in every epoch, some never
 _MARK = "_plumb_model_sizes"  # of a tensor that a stage returned: the sizes of the model's inputs it comes from
@@ -48,24 +52,19 @@ class CutSizes:
             if i in known and _differs(known[i], meta)
         )
 
-    def of_microbatch(self, inputs: list[Tensor | None], carried: list[Tensor | None]) -> Sizes:
-        """What is known on this rank: of the model's flat inputs given here, and what came with the stages' values."""
-        metas = self._metas
-        if all(row is None for row in carried) and all(
-            x is None or i not in metas or x.shape == metas[i]["shape"] for i, x in enumerate(inputs)
-        ):
-            return {}
-        known: Sizes = {}
-        for row in carried:
-            if row is not None:
-                known.update((i, tuple(shape)) for i, shape in _C.unpack_sizes(row).items())
-        known.update((i, tuple(x.shape)) for i, x in enumerate(inputs) if x is not None)
-        return self.other(known)
 
-
-def pack(sizes: Sizes, device: Any = None) -> Tensor | None:
-    """As a value that travels with a stage's outputs."""
-    return _C.pack_sizes(sizes).to(device or "cpu") if sizes else None
+@contextlib.contextmanager
+def at_sizes(stages: list[StageGraphs], sizes: Sizes) -> Iterator[None]:
+    """Tells stages the sizes of the model's inputs that a microbatch comes from; none: as they were cut."""
+    for stage in stages:
+        stage.given = sizes
+    try:
+        # What torch.compile made of a stage is of the sizes it was cut for, and does not ask for these.
+        with torch.compiler.set_stance("force_eager") if sizes else contextlib.nullcontext():
+            yield
+    finally:
+        for stage in stages:
+            stage.given = None
 
 
 class StageGraphs:
@@ -73,20 +72,21 @@ class StageGraphs:
     has none."""
 
     def __init__(
-        self, stage_index: int, table: Any, cut: CutSizes, recut: Recut | None = None, remedy: str | None = None
+        self, stage_index: int, table: Any, cut: CutSizes, specializer: Specializer | None = None, remedy: str | None = None
     ):
-        self._index, self._cut, self._recut, self._remedy = stage_index, cut, recut, remedy
+        self._index, self._cut, self._specializer, self._remedy = stage_index, cut, specializer, remedy
         self._ports = [(p["index"] if p["stage"] < 0 else None, p["meta"], p["name"]) for p in table.inputs(stage_index)]
         self._shapes = [None if m is None or m["symbols"] else tuple(m["shape"]) for _, m, _ in self._ports]
         self._made: OrderedDict[tuple, Any] = OrderedDict()
+        self.given: Sizes | None = None  # in a schedule: of the microbatch that runs
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_made": OrderedDict()}
+        return {**self.__dict__, "_made": OrderedDict(), "given": None}
 
     def sizes(self, values: list) -> Sizes:
         """Of the microbatch whose values these are; empty if they are as they were cut."""
-        if (given := current_sizes()) is not None:
-            return given
+        if self.given is not None:
+            return self.given
         for value, (index, meta, _) in zip(values, self._ports):
             if isinstance(value, Tensor) and meta is not None:
                 if value.shape != meta["shape"] or (index is None and hasattr(value, _MARK)):
@@ -137,12 +137,12 @@ class StageGraphs:
             self._made.move_to_end(key)
             _C.share_state(cut, made)
             return made
-        if self._recut is None:
+        if self._specializer is None:
             raise Error(
                 f"stage {self._index} was cut for other sizes: {self._cut.describe(sizes)}\n"
                 f"  try: {self._remedy or _SENT}"
             )
-        made = self._made[key] = self._recut.stage(self._index, sizes, cut)
+        made = self._made[key] = self._specializer.stage(self._index, sizes, cut)
         if len(self._made) > _KEPT:
             self._made.popitem(last=False)
         return made
@@ -172,7 +172,7 @@ def sizes_of(values: Any) -> Sizes:
     return known
 
 
-class Recut:
+class Specializer:
     """Captures and cuts a live model again. The engine's, but for copies: a copy is the same, a pickle is None."""
 
     def __init__(self, engine: Any, source: Source, arguments: dict):
@@ -192,24 +192,24 @@ class Recut:
 
         by_place = any(arguments.get(how) for how in ("before_ops", "before_values", "policy"))
         example = [x if isinstance(x, Tensor) else None for x in source.example]
-        self._engine = _C.Recut(engine, example, cut, by_place)
+        self._engine = _C.StageSpecializer(engine, example, cut, by_place)
         self.stage = self._engine.stage
 
     @property
     def captures(self) -> int:
         return self._engine.captures
 
-    def __copy__(self) -> Recut:
+    def __copy__(self) -> Specializer:
         return self
 
-    def __deepcopy__(self, memo: dict) -> Recut:
+    def __deepcopy__(self, memo: dict) -> Specializer:
         return self
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
-def make_recut(engine: Any, source: Source, arguments: dict | None) -> Recut | None:
+def make_specializer(engine: Any, source: Source, arguments: dict | None) -> Specializer | None:
     if source.again is None or arguments is None or not any(isinstance(x, Tensor) for x in source.example or []):
         return None
-    return Recut(engine, source, arguments)
+    return Specializer(engine, source, arguments)

@@ -3,7 +3,7 @@
 // A graph is made for one set of sizes. Where a microbatch comes with others, the model is captured and cut again for
 // exactly those, and the stage runs that graph with its own parameters and buffers. Which sizes the model's inputs have
 // is not guessed from what a stage sees (a boundary may hide a batch, a length or a pooled dimension): it travels with
-// the values (ModelSizes, GraphStage::run).
+// the microbatch (ModelSizes, Microbatch).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,12 +24,12 @@ namespace plumb {
 
 // The sizes of those of a model's flat inputs that are known, by the input's number.
 using ModelSizes = std::map<size_t, std::vector<int64_t>>;
-// On their way between stages: one int64 row of number, dimensions and sizes, input by input.
-at::Tensor pack_sizes(const ModelSizes& sizes);
-// Throws Error(Communication) for a tensor that is no such row.
-ModelSizes unpack_sizes(const at::Tensor& row);
+// On their way between stages: number, dimensions and sizes, input by input.
+std::vector<int64_t> pack_sizes(const ModelSizes& sizes);
+// Throws Error(Communication) for numbers that are no such row.
+ModelSizes unpack_sizes(at::IntArrayRef row);
 
-class Recut {
+class StageSpecializer {
  public:
   // Captures the model for these flat inputs and cuts it as the pipe was cut. Null: the model no longer exists.
   using Cut = std::function<std::shared_ptr<Pipe>(const std::vector<c10::IValue>& inputs)>;
@@ -37,9 +37,9 @@ class Recut {
   // `example`: flat inputs as those the pipe was captured with; it is tiled or narrowed to other sizes. `same_names`:
   // the cuts are places in the graph (SplitOptions::cut_before, policy) and not in the model, so the values at the
   // boundaries must bear the same names again. Remembers autocast as it is now: captures are made in that.
-  Recut(const Pipe& pipe, std::vector<c10::IValue> example, Cut cut, bool same_names = false);
-  ~Recut();
-  Recut(const Recut&) = delete;
+  StageSpecializer(const Pipe& pipe, std::vector<c10::IValue> example, Cut cut, bool same_names = false);
+  ~StageSpecializer();
+  StageSpecializer(const StageSpecializer&) = delete;
 
   // A graph of stage `index` for these sizes, with the parameters and buffers of `now` (the stage as it was cut, and
   // moved since) and in its mode. An input of the model that is known neither here nor at a stage before is taken to
@@ -80,7 +80,7 @@ class Recut {
   int captures_ = 0;
 };
 
-namespace recut_detail {
+namespace specializer_detail {
 
 std::vector<bool> modes_of(const torch::nn::Module& model);
 // Puts the modes, and on its end what they were. Throws Error(InvalidArgument) if the model has other modules now.
@@ -96,31 +96,32 @@ class WithModes {
 };
 bool cuts_by_place(const SplitOptions& options);
 
-}  // namespace recut_detail
+}  // namespace specializer_detail
 
 // Lets the stages of `pipe` follow other sizes of `inputs`: give it to stages_of_rank() or GraphStage. The pipe is
 // pipeline(*capture(*model, inputs...), options) of that model, which is referred to weakly: keep it. Its training mode
 // may change meanwhile.
 template <typename M, typename... Inputs>
-std::shared_ptr<Recut> follow_sizes(const Pipe& pipe, const std::shared_ptr<M>& model, const SplitOptions& options,
-                                    const Inputs&... inputs) {
+std::shared_ptr<StageSpecializer> specialize_on_sizes(const Pipe& pipe, const std::shared_ptr<M>& model,
+                                                      const SplitOptions& options, const Inputs&... inputs) {
   std::vector<c10::IValue> example{c10::IValue(at::Tensor(inputs))...};
-  auto cut = [alive = std::weak_ptr<M>(model), modes = recut_detail::modes_of(*model),
+  auto cut = [alive = std::weak_ptr<M>(model), modes = specializer_detail::modes_of(*model),
               options](const std::vector<c10::IValue>& flat) -> std::shared_ptr<Pipe> {
     const auto model = alive.lock();
     if (!model) return nullptr;
-    const recut_detail::WithModes as_cut(*model, modes);
+    const specializer_detail::WithModes as_cut(*model, modes);
     return [&]<size_t... I>(std::index_sequence<I...>) {
       auto copy = model;
       return pipeline(*capture(copy, flat[I].toTensor()...), options);
     }(std::index_sequence_for<Inputs...>{});
   };
-  return std::make_shared<Recut>(pipe, std::move(example), std::move(cut), recut_detail::cuts_by_place(options));
+  return std::make_shared<StageSpecializer>(pipe, std::move(example), std::move(cut),
+                                            specializer_detail::cuts_by_place(options));
 }
 template <typename M, typename... Inputs>
-std::shared_ptr<Recut> follow_sizes(const Pipe& pipe, const torch::nn::ModuleHolder<M>& model,
-                                    const SplitOptions& options, const Inputs&... inputs) {
-  return follow_sizes(pipe, model.ptr(), options, inputs...);
+std::shared_ptr<StageSpecializer> specialize_on_sizes(const Pipe& pipe, const torch::nn::ModuleHolder<M>& model,
+                                                      const SplitOptions& options, const Inputs&... inputs) {
+  return specialize_on_sizes(pipe, model.ptr(), options, inputs...);
 }
 
 }  // namespace plumb
