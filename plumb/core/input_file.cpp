@@ -22,7 +22,7 @@ InputFile::InputFile(std::string path) : path_(std::move(path)) {
   }
   if (!S_ISREG(info.st_mode)) {
     ::close(descriptor_);
-    fail(S_ISDIR(info.st_mode) ? "is a folder" : "is not a regular file", "name a file");
+    fail(S_ISDIR(info.st_mode) ? "is a folder" : "is not a regular file", "name a regular file");
   }
   size_ = static_cast<uint64_t>(info.st_size);
 }

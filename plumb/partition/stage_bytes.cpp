@@ -20,9 +20,13 @@ using nlohmann::json;
 constexpr std::string_view kMagic = "PLUMBSTG";
 static_assert(std::endian::native == std::endian::little);
 
-[[noreturn]] void bad(const std::string& what) {
-  throw Error(ErrorKind::BadFile, "these bytes are no pipeline stage: " + what);
-}
+// Tells errors of this file from those of the parts it reads, which do not say that they are about a stage.
+struct BadStage : Error {
+  explicit BadStage(const std::string& what)
+      : Error(ErrorKind::BadFile, "these bytes are no pipeline stage: " + what) {}
+};
+
+[[noreturn]] void bad(const std::string& what) { throw BadStage(what); }
 
 at::Tensor dense(const Attr& attr) {
   const at::Tensor& t = attr.tensor;
@@ -177,8 +181,9 @@ StagePackage deserialize_stage(std::string_view bytes) {
     return package;
   } catch (const json::exception& e) {
     bad(std::string("its header cannot be read: ") + e.what());
+  } catch (const BadStage&) {
+    throw;
   } catch (const Error& e) {
-    if (e.kind() == ErrorKind::BadFile) throw;
     bad(e.what());
   } catch (const c10::Error& e) {
     bad(e.what_without_backtrace());

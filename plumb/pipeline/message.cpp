@@ -183,6 +183,7 @@ std::vector<MessageValue> read_values(const at::Tensor& buffer, std::int64_t byt
     values[i].requires_grad = s.entry.requires_grad != 0;
     at += align(s.bytes);
   }
+  if (at != end) raise_malformed("its values take " + std::to_string(at) + " of its " + std::to_string(end) + " bytes");
   return values;
 }
 

@@ -9,8 +9,14 @@
 namespace plumb {
 
 struct TestStage : LambdaStage {
+  using Run = std::function<Tensors(const Tensors&, const Microbatch&)>;
   using LambdaStage::LambdaStage;
   std::vector<NamedTensor> buffers;
+  // For a stage that asks which microbatch it runs.
+  Run run_microbatch;
+  Tensors run(const Tensors& inputs, const Microbatch& microbatch) override {
+    return run_microbatch ? run_microbatch(inputs, microbatch) : LambdaStage::run(inputs, microbatch);
+  }
 };
 
 struct TestModel {
@@ -167,7 +173,9 @@ inline TestModel test_model(const std::string& name, int num_stages) {
     model.make_stage = [=](int s) {
       auto stage = std::make_shared<GraphStage>(cut->pipe->stage(s), cut->pipe->table().stages[s], cut->specializer, s);
       auto parameters = stage->parameters();
-      return std::make_shared<TestStage>([=](const Tensors& in) { return stage->run(in, 0); }, parameters);
+      auto test_stage = std::make_shared<TestStage>([=](const Tensors& in) { return stage->forward(in); }, parameters);
+      test_stage->run_microbatch = [=](const Tensors& in, const Microbatch& m) { return stage->run(in, m); };
+      return test_stage;
     };
     model.make_whole = [=] {
       TestTokens whole(num_stages, width);

@@ -109,7 +109,7 @@ auto Transport::State::ask_store(Ask ask) -> std::optional<std::invoke_result_t<
   if (!store || store_lost) return std::nullopt;
   try {
     auto answer = within(std::min(group.timeout(), milliseconds(2000)), [store, ask] { return ask(*store); });
-    store_lost = !answer;
+    store_lost = store_silent = !answer;
     return answer;
   } catch (const std::exception&) {
     store_lost = true;
@@ -145,7 +145,8 @@ void Transport::State::store_late(int peer) {
   });
 }
 
-// Who keeps everybody waiting: the peer, or whom that one has waited for in vain, and so on.
+// Who keeps everybody waiting: the peer, or whom that one has waited for in vain, and so on. If the store does not
+// answer, that is world rank 0, which serves it.
 int Transport::State::last_waited_for(int peer) {
   const int last = ask_store([peer, size = group.size()](c10d::Store& store) {
                      int rank = peer;
@@ -155,6 +156,11 @@ int Transport::State::last_waited_for(int peer) {
                      }
                      return rank;
                    }).value_or(peer);
+  if (store_silent && !group.state().env.launcher_serves_store) {
+    for (int rank = 0; rank < group.size(); rank++) {
+      if (group.world_rank(rank) == 0) return rank == group.rank() ? peer : rank;
+    }
+  }
   return last == group.rank() ? peer : last;
 }
 

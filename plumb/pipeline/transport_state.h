@@ -71,7 +71,8 @@ struct Transport::State {
   std::mutex lock;  // of the next two
   bool interrupted = false;
   c10::intrusive_ptr<c10d::Work> waited_for;
-  bool store_lost = false;  // asking again would print c10d's warnings each time
+  bool store_lost = false;    // asking again would print c10d's warnings each time
+  bool store_silent = false;  // lost because it did not answer: the rank that serves it is stopped
 
   explicit State(ProcessGroup g);
 

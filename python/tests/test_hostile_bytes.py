@@ -102,7 +102,7 @@ def test_names_of_tensors_have_no_empty_parts(name):
     captured = plumb.capture(nn.Linear(2, 2), torch.ones(1, 2))
     state = [(name if n == "weight" else n, *rest) for n, *rest in captured._engine.state()]
     with pytest.raises(plumb.Error, match="no name"):
-        _C.Engine(captured._engine.graph.to_string(), state, *captured._engine.specs())
+        _C.GraphModule(captured._engine.graph.to_string(), state, *captured._engine.specs())
 
 
 def test_files_with_names_that_are_no_utf8_are_read_and_named(tmp_path):
