@@ -97,7 +97,7 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
     parameters[index] = function->parameters();
     s.stages.emplace(index, std::move(local));
   }
-  s.shared = find_shared_parameters(s.layout, s.schedule.placement, parameters, s.transport);
+  s.shared = find_shared_parameters(s.layout, parameters, s.transport);
   std::map<int, std::set<int>> shared_indices;
   for (const auto& group_of_copies : s.shared.groups) {
     for (const auto& copy : group_of_copies) {

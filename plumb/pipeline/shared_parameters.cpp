@@ -235,7 +235,7 @@ bool SharedParameters::in_stage(int stage) const {
   });
 }
 
-SharedParameters find_shared_parameters(const PipelineLayout& layout, const Placement& /*placement*/,
+SharedParameters find_shared_parameters(const PipelineLayout& layout,
                                         const std::map<int, std::vector<NamedTensor>>& local, Transport& transport) {
   return CopyFinder(local, transport).find(layout);
 }

@@ -9,7 +9,6 @@
 #include "plumb/pipeline/layout.h"
 #include "plumb/pipeline/stage.h"
 #include "plumb/pipeline/transport.h"
-#include "plumb/schedule/schedule.h"
 
 namespace plumb {
 
@@ -37,7 +36,7 @@ struct SharedParameters {
 // Tells all ranks which parameters this one holds and gets theirs; groups are those of the layout and parameters of the
 // same name in several stages (or of one stage on several ranks). Raises Error(InvalidArgument) if a listed copy does
 // not exist, or copies differ in size, type or value.
-SharedParameters find_shared_parameters(const PipelineLayout& layout, const Placement& placement,
+SharedParameters find_shared_parameters(const PipelineLayout& layout,
                                         const std::map<int, std::vector<NamedTensor>>& local, Transport& transport);
 
 // The values this rank sends to `peer` and gets from it at the end of a step: own (peer's) copies of the groups both
