@@ -23,8 +23,8 @@ struct CheckpointedVariable {
   const void* checkpoint;  // equal for all that one computation gives
 };
 
-// What these nodes saved through checkpoints. They are Python's, so the bindings set how to find them; else there are
-// none.
+// Finds the variables that these nodes saved through checkpoints. Checkpoints are Python's, so the bindings set this
+// function; without it there are none.
 using FindCheckpointed = std::vector<CheckpointedVariable> (*)(const std::vector<Node*>& nodes);
 void set_find_checkpointed(FindCheckpointed find);
 

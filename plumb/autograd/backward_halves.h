@@ -1,4 +1,4 @@
-// What the files of stage_backward share.
+// Declarations that the files of stage_backward share.
 #pragma once
 
 #include <torch/csrc/autograd/engine.h>

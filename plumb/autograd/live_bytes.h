@@ -10,8 +10,8 @@
 
 namespace plumb {
 
-// What torch's CPU allocator hands out and takes back on this thread while it lives, exactly. A CPU backward runs on
-// its caller's thread. Inside of torch's profiler, this one counts.
+// Counts, while it lives, every byte that torch's CPU allocator gives out and takes back on this thread. A CPU backward
+// runs on its caller's thread. Inside of torch's profiler, this counter counts and the profiler does not.
 class LiveBytes {
  public:
   LiveBytes() : count_(std::make_shared<Count>()), guard_(c10::DebugInfoKind::PROFILER_STATE, count_) {}

@@ -18,7 +18,7 @@ using Tensors = std::vector<at::Tensor>;
 // graph, and the output's own memory may go.
 at::Tensor backward_handle(const at::Tensor& output);
 
-// Where a stage begins, for autograd: gradients of the stage's inputs stop here.
+// The start of a stage's autograd graph: gradients of the stage's inputs stop here.
 class InputBoundary {
  public:
   // One entry per input of the stage. `wants_gradient[i]` is ignored for undefined, integer and boolean values.
@@ -30,7 +30,7 @@ class InputBoundary {
   // The tensors to call the stage with: the same memory as `values`. They are no leaves, so that a stage may begin with
   // an in-place operator.
   const Tensors& inputs() const;
-  // Lets go of the inputs; the boundary itself stays. What autograd saved of them it still holds.
+  // Releases the inputs; the boundary itself stays. Autograd keeps those that it saved.
   void release_inputs();
 
   struct State;
@@ -40,7 +40,7 @@ class InputBoundary {
   friend struct BackwardAccess;
 };
 
-// What the weight half still has to do; holds the part of the graph and the gradients it needs, nothing else.
+// The pending work of the weight half. It holds the part of the graph and the gradients that it needs, nothing else.
 class DeferredWeights {
  public:
   DeferredWeights();
@@ -85,8 +85,8 @@ Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, cons
 // in this half, weights included; only the accumulation into `.grad` waits. Where outputs do not depend on any input
 // (stage 0 with integer inputs) everything waits for the weight half.
 //
-// What a checkpoint of torch.utils.checkpoint computes again for this half, and the weight half needs too, is kept
-// until then. A re-entrant checkpoint accumulates the gradients of the weights inside of it at once.
+// Results that a checkpoint of torch.utils.checkpoint computes again for this half are kept if the weight half needs
+// them too. A re-entrant checkpoint accumulates the gradients of the weights inside of it at once.
 //
 // keep_graph: leave the graph whole, for another backward; otherwise what only this half needed is freed at once.
 InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs,

@@ -51,7 +51,7 @@ class CallRecorder {
   std::shared_ptr<const ModuleStack> modules_now();
   std::string where() const;
   void note(std::string text) { notes.push_back(std::move(text)); }
-  // The same, followed by where the program is.
+  // Adds where() to the text.
   void note_here(const std::string& text);
   // Throws, and remembers the error: the exception's type is lost on its way through Python.
   [[noreturn]] void refuse(const std::string& what, const std::string& remedy, ErrorKind kind = ErrorKind::Capture);

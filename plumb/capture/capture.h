@@ -41,7 +41,7 @@ struct CaptureRequest {
   TreeSpec in_spec;                 // of (args, kwargs)
   // Runs the model on these flat inputs; answers flat outputs and sets out_spec.
   std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>& inputs, TreeSpec& out_spec)> call;
-  // Where the caller's code stands now (file, line); may be empty.
+  // Answers the line of the caller's code that runs now; may be empty.
   std::function<std::shared_ptr<const SourceLocation>()> locate;
   // Called after `call`: buffers as they are now, to find re-assigned ones; may be empty. Puts back the old ones.
   std::function<std::vector<std::pair<std::string, at::Tensor>>()> buffers_after;

@@ -1,4 +1,4 @@
-// What the subcommands share: reading programs and inputs, wrong use, printing.
+// The subcommands share this: reading programs and inputs, wrong use, printing.
 #pragma once
 
 #include <stdexcept>
@@ -34,7 +34,7 @@ Loaded load(const std::string& path);
 // `.pt2` or text, as `loaded` was. Throws UsageError if the ending of `path` says otherwise.
 void save(const Loaded& loaded, const std::string& path);
 void check_same_kind(const Loaded& loaded, const std::string& path);
-// The same, for commands that need tensors: throws UsageError for a text.
+// load() for commands that need tensors: throws UsageError for a text.
 Loaded load_with_tensors(const std::string& path);
 
 // Before work that takes long: throws Error naming the option if no file can be written to `path`. "" and "-" can.
@@ -44,8 +44,8 @@ void write_text(const std::string& text, const std::string& path);
 
 // The outputs' flat names: the keys of a dict, else the names of the values.
 std::vector<std::string> output_names(const GraphModule& module);
-// What a backward starts from: the output named "loss", else the sum of every floating-point output that has a
-// gradient.
+// The scalar that a backward starts from: the output named "loss", else the sum of every floating-point output that has
+// a gradient.
 at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IValue>& outputs);
 
 // "f32[2, 3]", with symbols where a dimension has one.

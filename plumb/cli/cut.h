@@ -1,4 +1,4 @@
-// Where a program is cut into stages: shared by split and train.
+// Options that say where a program is cut into stages: shared by split and train.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// What a command says on stderr while it works: a bar on a terminal; elsewhere a plain line for each part that took
+// Progress of a command on stderr: a bar on a terminal; elsewhere a plain line for each part that took
 // long.
 #pragma once
 

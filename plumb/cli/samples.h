@@ -1,4 +1,4 @@
-// What `plumb train` trains on.
+// The training data of `plumb train`.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ struct Batch {
 class Samples {
  public:
   virtual ~Samples() = default;
-  // The same for the same seed and number of calls, on every rank.
+  // Every rank gets the same batches for the same seed.
   virtual Batch draw() = 0;
 };
 

@@ -28,8 +28,8 @@ struct TrainOptions {
 void check_train(const TrainOptions& options);
 
 // The rank of this process is that of its launcher. `event` gets {"step", "steps", "loss", "seconds"} on the rank that
-// holds the last stage, and {"saved"} on rank 0. Where weights are to be saved, a first SIGINT (of rank 0) ends
-// training with its step; answers the signal, 0 if there was none.
+// holds the last stage, and {"saved"} on rank 0. If weights are to be saved, a first SIGINT (of rank 0) ends training
+// with its step. Answers the signal, 0 if there was none.
 int train_rank(const TrainOptions& options, const std::function<void(const nlohmann::json&)>& event);
 
 }  // namespace plumb::cli

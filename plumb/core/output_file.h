@@ -7,9 +7,9 @@
 
 namespace plumb {
 
-// Written beside `path`, renamed by commit(), removed if commit() was not reached. A symbolic link stays, and what it
-// leads to is replaced. What is there and no regular file (a device, a FIFO) is written to as it is, from the first
-// write on. Raises Error(CannotWrite) that names the path and the system's reason.
+// Written beside `path`, renamed by commit(), removed if commit() was not reached. A symbolic link stays, and its
+// target is replaced. A device, a FIFO or another file that is not regular is written to directly, from the first write
+// on. Raises Error(CannotWrite) that names the path and the system's reason.
 class OutputFile {
  public:
   explicit OutputFile(std::string path);

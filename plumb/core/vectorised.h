@@ -1,5 +1,5 @@
 // PLUMB_VECTORISED before a function: its loops are vectorised, which -O2 of GCC does not do where their length is
-// unknown. What arithmetic means stays the same.
+// unknown. The meaning of arithmetic stays the same.
 #pragma once
 
 #if defined(__GNUC__) && !defined(__clang__)

@@ -5,7 +5,7 @@
 //   ... program.module->forward({x}) ...
 //   save_pt2(program, "trained.pt2");     // the same names, the new weights
 //
-// What becomes of a program when it is read:
+// Reading changes a program as follows:
 // - parameters, buffers and constants are get_attr nodes under their names; two names of one tensor stay one tensor;
 // - lists and tuples that operators return are flat results (torch's getitem nodes vanish);
 // - no_grad regions are a flag on their nodes; autocast regions become the casts that autocast would have made;

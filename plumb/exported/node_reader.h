@@ -27,7 +27,7 @@ struct Region {
 
 class NodeReader {
  public:
-  // What the names of one graph of the file stand for.
+  // The arguments that the names of one graph of the file stand for.
   using Scope = std::unordered_map<std::string, Arg>;
 
   NodeReader(const JsonDoc& doc, Graph& graph, ExportedProgram& program, std::optional<at::Device> device)

@@ -11,7 +11,7 @@ namespace plumb {
 // Reads a torch.save'd tensor, or dict (string or int keys), list or tuple of them with numbers, strings and None among
 // them. Any other class in the pickle is refused by name. Throws Error (BadFile).
 c10::IValue unpickle_file(const std::string& path);
-// The same from the bytes of such an archive; `name` is for messages.
+// Reads the bytes of such an archive; `name` is for messages.
 c10::IValue unpickle_archive(std::string_view bytes, const std::string& name);
 
 }  // namespace plumb

@@ -1,5 +1,5 @@
-// Which values may share memory, and which nodes write which memory. Built once in near-linear time from the operators'
-// schemas; not kept up to date: build it again after an edit.
+// Says which values may share memory, and which nodes write which memory. Built once in near-linear time from the
+// operators' schemas; not kept up to date: build it again after an edit.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ class Aliases {
  public:
   using Memory = uint32_t;
 
-  // What is taken for granted about memory that the graph does not make itself.
+  // Assumptions about memory that the graph does not make itself.
   enum class Inputs : uint8_t {
     MayOverlapWritten,  // inputs may overlap each other and the state, as soon as the graph writes any of them
     Distinct,
@@ -70,8 +70,8 @@ class Aliases {
   std::unordered_map<Memory, const Node*> last_write_;
 };
 
-// What running the node does beside its results, writes and random draws (a python function, a tracker, a
-// communication, an operator without results): it has to stay, and only once.
+// True if running the node does more than its results, writes and random draws show (a Python function, a tracker, a
+// communication, an operator without results). Such a node has to stay, and only once.
 bool has_hidden_effects(const Node& node);
 
 // The values in an argument, those of a list's elements too.

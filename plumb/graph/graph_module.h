@@ -1,5 +1,5 @@
-// A graph with its state: a module that runs. What capture makes, transforms change, `.pt2` files hold, a pipeline
-// cuts.
+// A graph with its state: a module that runs. Capture makes it, transforms change it, `.pt2` files hold it, a pipeline
+// cuts it.
 #pragma once
 
 #include <torch/nn/module.h>

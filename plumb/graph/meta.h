@@ -1,4 +1,4 @@
-// What is known of a value or node beside the arithmetic: shapes, module path, source line.
+// Facts about a value or node beside the arithmetic: shapes, module path, source line.
 #pragma once
 
 #include <c10/core/Device.h>

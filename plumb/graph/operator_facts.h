@@ -1,4 +1,4 @@
-// What is true of an operator beyond its schema: one table for readers, passes, capture, costs and formats. A row holds
+// Facts about operators beyond their schemas: one table for readers, passes, capture, costs and formats. A row holds
 // for all overloads of its operator. Facts that schemas and tags say (arguments written in place, random operators,
 // sizes that depend on the data) are not repeated; the table holds what they leave out.
 //

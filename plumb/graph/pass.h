@@ -57,7 +57,7 @@ struct PassStep {
 // Error(InvalidArgument) for an unknown pass or option, naming the known ones.
 PassStep parse_pass_step(const std::string& text);
 
-// What a step did.
+// The outcome of a step.
 struct PassResult {
   std::string pass;
   bool changed = false;

@@ -8,10 +8,10 @@
 
 namespace plumb {
 
-// The same nouns as torch.utils._pytree, so that `.pt2` files and Python carry it unchanged:
+// It has the fields of torch.utils._pytree, so that `.pt2` files and Python carry it unchanged:
 // `type` is "" for a leaf, else "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict",
-// "collections.namedtuple", or a registered class; `context` is the JSON text of what the type keeps
-// (dict: its keys, in order; tuple and list: "null"). None is a leaf whose value is None.
+// "collections.namedtuple", or a registered class; `context` is the JSON text of the type's own data (dict: its keys,
+// in order; tuple and list: "null"). None is a leaf whose value is None.
 struct TreeSpec {
   std::string type;
   std::string context;

@@ -15,8 +15,8 @@
 
 namespace plumb {
 
-// What quantise() does for such a format, into a new tensor of x's sizes and dtype. `dim` is the blocks' dimension. A
-// number is one block. Throws Error(InvalidArgument) for a dim that x has not.
+// quantise() for a format with shared scales. The result is a new tensor of x's sizes and dtype. `dim` is the blocks'
+// dimension. A scalar is one block. Throws Error(InvalidArgument) for a dim that x does not have.
 at::Tensor quantise_blocks(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed, int64_t dim);
 
 struct BlockCodes {

@@ -20,7 +20,7 @@ kernel::RoundingSpec rounding_spec(const FPFormat& format, kernel::Carrier carri
 
 // Of a format of at most 8 bits (its elements); else Error(InvalidArgument).
 kernel::CodeSpec code_spec_of(const FPFormat& format);
-// The same with a code for negative zero in place of NaN where the format has no NaN: nan_code -1.
+// code_spec_of() with a code for negative zero in place of NaN where the format has no NaN: nan_code -1.
 kernel::CodeSpec saved_code_spec(const FPFormat& format);
 
 // x's elements are one run of memory.

@@ -78,7 +78,7 @@ struct FPFormat {
   bool has_negative_zero() const { return encoding != Encoding::Fnuz; }
   bool saturates_by_default() const;  // all but fp16, bf16, tf32 and fp32
 
-  // The same format with another rounding (srbits as in the constructor).
+  // A copy of the format with another rounding (srbits as in the constructor).
   FPFormat with_rounding(Rounding rounding, int srbits = 0) const;
 
   // "E4M3", "e4m3fn": no rounding.

@@ -32,7 +32,7 @@ inline BitsOf<T> largest_of(const T* x) {
   return largest;
 }
 
-// What a block's largest value makes of its scale.
+// Computes a block's scale from its largest value.
 template <class T>
 struct Scaler {
   using F = FloatTraits<T>;

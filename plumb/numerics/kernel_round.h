@@ -46,8 +46,8 @@ struct RoundingConstants {
     clamp = spec.saturate ? max : from_bits(Bits(top + (Bits(1) << F::mantissa)));
     zero_sign = spec.negative_zero ? F::sign : 0;
 
-    // Where float's own subnormals are finer than its normals but the format's are not (8 exponent bits, plain family),
-    // one bit less goes.
+    // One bit less is dropped if float's own subnormals are finer than its normals but the format's are not (8 exponent
+    // bits, plain family).
     low_shift = low - smallest;
     int drop = shift < 32 ? shift : 32,
         used = spec.random_bits == 0 || spec.random_bits > drop ? drop : spec.random_bits;
@@ -163,7 +163,7 @@ inline FloatVector round_vector(FloatVector value, const RoundingConstants<float
   return (FloatVector)((WordVector)((a + big) - big) | sign);
 }
 
-// n is a multiple of kStreamGroup; `to` starts a cache line. What stands behind x may be asked for, not read.
+// n is a multiple of kStreamGroup; `to` starts a cache line. Memory behind x may be prefetched, not read.
 constexpr int64_t kPageFloats = 1024, kStreamGroup = 4 * kPageFloats;
 inline void stream_rounded(const float* x, float* to, int64_t n, const RoundingConstants<float>& constants) {
   const RoundingConstants<float> c = constants;

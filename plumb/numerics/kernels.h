@@ -42,7 +42,7 @@ struct CodeSpec {
   bool negative_zero;
 };
 
-// What measuring gathers; merged in any order that the caller keeps fixed.
+// Sums that measuring gathers; merged in any order that the caller keeps fixed.
 struct Partial {
   double count = 0;  // of finite values
   double mean = 0, m2 = 0, sum_abs = 0;

@@ -38,8 +38,8 @@ struct TensorMetrics {
   //   subnormal: nonzero values below min_absolute_normal that do not become zero: they lose digits.
   // Values count as spread evenly inside a bin where a limit cuts one; exact where limits are powers of two (underflow
   // of nearest and toward_zero, up to values exactly half the smallest), and where abs_max shows that nothing
-  // overflows. For stochastic rounding: the expected share. Where blocks share scales nothing overflows; the other two
-  // are upper bounds, as if the tensor were one block.
+  // overflows. For stochastic rounding: the expected share. If blocks share scales nothing overflows; the other two are
+  // upper bounds, as if the tensor were one block.
   double underflow_share(const FPFormat& format) const;
   double overflow_share(const FPFormat& format) const;
   double subnormal_share(const FPFormat& format) const;

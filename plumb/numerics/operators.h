@@ -29,7 +29,7 @@ namespace plumb {
 // FPFormat::parse(), remembered. The reference stays valid.
 const FPFormat& cached_format(std::string_view text);
 
-// What tensor_metrics() wrote.
+// Reads the result of tensor_metrics().
 TensorMetrics metrics_of_tensor(const at::Tensor& values);
 
 }  // namespace plumb

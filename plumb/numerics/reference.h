@@ -41,7 +41,7 @@ inline double round(double x, const FPFormat& format, int carrier_bits = 23,
   return std::copysign(result, x);
 }
 
-// The same number, the zero's sign told apart; NaN is NaN.
+// True for equal numbers with equal signs of zero; NaN equals NaN.
 inline bool same(double a, double b) {
   return std::isnan(a) ? std::isnan(b) : a == b && std::signbit(a) == std::signbit(b);
 }

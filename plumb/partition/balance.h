@@ -1,4 +1,4 @@
-// Where to cut a graph so that the slowest stage is as fast as can be.
+// Chooses the cuts of a graph so that the slowest stage is as fast as can be.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace plumb {
 
 struct BalanceOptions {
   int stages = 2;
-  // What a boundary costs a stage and microbatch: seconds of latency and a rate; each stage pays for what enters and
-  // what leaves it, forward the values, backward their gradients.
+  // Cost of a boundary per stage and microbatch: seconds of latency and a rate. Each stage pays for its inputs and its
+  // outputs, forward for the values, backward for their gradients.
   double seconds_per_message = 0;
   double bytes_per_second = 1e10;
   // Bytes a stage may need; one entry a stage, or one for all; empty: no limit.

@@ -1,4 +1,4 @@
-// What each node of a graph costs: measured by running it, or estimated from shapes.
+// The cost of each node of a graph: measured by running it, or estimated from shapes.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the stages of a cut graph cost, however it was cut.
+// The cost of a cut graph's stages, however it was cut.
 #pragma once
 
 #include "plumb/partition/balance.h"

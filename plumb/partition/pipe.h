@@ -26,7 +26,7 @@ struct BackwardResult {
 
 class Pipe {
  public:
-  // What pipeline() hands over. Of the original's state only what no stage uses is kept here.
+  // pipeline() makes these. Of the original's state only tensors that no stage uses are kept here.
   struct Origin {
     std::string name;
     AttrKind kind;
@@ -49,7 +49,7 @@ class Pipe {
   const std::vector<std::string>& input_names() const { return input_names_; }
   const TreeSpec& in_spec() const { return in_spec_; }
   const TreeSpec& out_spec() const { return out_spec_; }
-  // What split() did that was not asked for: cuts it moved.
+  // Changes that split() made to the request: cuts it moved.
   const std::vector<std::string>& notes() const { return notes_; }
   PipeInfo info() const;
 
@@ -65,10 +65,10 @@ class Pipe {
   bool has_loss_and_backward() const { return backward_.has_value(); }
   // Throws Error(InvalidArgument) if the pipe has no loss.
   const SymbolicBackward& backward() const;
-  // One microbatch: forward with stages apart (see DetachExecutor), then the symbolic backward. Accumulates into the
-  // parameters'
-  // `.grad`, replicated ones included: every copy gets the sum. Bit for bit what backward() of the undivided graph
-  // gives.
+  // One microbatch: forward with stages apart (see DetachExecutor), then the symbolic backward.
+  // Accumulates into the parameters' `.grad`, replicated ones included: every copy gets the sum.
+  // Outputs and gradients are equal, bit for bit, to those of the undivided graph and its
+  // backward().
   BackwardResult run_with_backward(std::vector<c10::IValue> inputs) const;
 
   // --- state ---
@@ -79,8 +79,8 @@ class Pipe {
   // The undivided graph with that state.
   std::shared_ptr<GraphModule> merge() const;
 
-  // Moves one stage, or all: state, shapes' devices, and the device arguments of operators that said where to
-  // make or move tensors at capture. Tensors are replaced: make optimisers afterwards.
+  // Moves one stage, or all: state, shapes' devices, and device arguments of operators that at capture made or moved
+  // tensors. Tensors are replaced: make optimisers afterwards.
   void move_stage(int index, at::Device device);
   void to(at::Device device);
 

@@ -26,10 +26,10 @@
 
 namespace plumb {
 
-// Where a module is cut off: before its first node or after its last one, at every call of it.
+// The side of a module to cut at: before its first node or after its last one, at every call of it.
 enum class SplitPoint { Beginning, End };
 
-// What becomes of a parameter that several stages use.
+// How stages share a parameter that several of them use.
 enum class MultiUse {
   Replicate,  // each stage has a copy; gradients are summed before the optimiser's step
   Transmit,   // the first stage that uses it owns it and sends it with every microbatch

@@ -1,4 +1,4 @@
-// What flows into and out of the stages of a cut graph, as data: the same on every rank.
+// The inputs and outputs of a cut graph's stages, as data that is equal on every rank.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -12,7 +12,7 @@
 
 namespace plumb {
 
-// Where a value comes from: output `index` of a stage, or input `index` (flat) of the whole graph.
+// The source of a value: output `index` of a stage, or input `index` (flat) of the whole graph.
 struct PortSource {
   static constexpr int kPipelineInput = -1;
   int stage = kPipelineInput;

@@ -1,9 +1,9 @@
 // The graphs of a pipe's stages for other sizes than it was cut for.
 //
-// A graph is made for one set of sizes. Where a microbatch comes with others, the model is captured and cut again for
-// exactly those, and the stage runs that graph with its own parameters and buffers. Which sizes the model's inputs have
-// is not guessed from what a stage sees (a boundary may hide a batch, a length or a pooled dimension): it travels with
-// the microbatch (ModelSizes, Microbatch).
+// A graph is made for one set of sizes. If a microbatch has others, the model is captured and cut again for exactly
+// those, and the stage runs that graph with its own parameters and buffers. The sizes of the model's inputs are not
+// guessed from what a stage sees (a boundary may hide a batch, a length or a pooled dimension): they travel with the
+// microbatch (ModelSizes, Microbatch).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -32,7 +32,7 @@ class GraphStage : public StageFunction {
 
  private:
   Tensors run_graph(GraphModule& graph, const Tensors& inputs) const;
-  // What is known of the model's sizes, if any of them is not as it was cut.
+  // The known sizes of the model's inputs; empty if all are as they were when it was cut.
   ModelSizes known_sizes(const Tensors& inputs) const;
   GraphModule& graph_for(const ModelSizes& known);
   [[noreturn]] void raise_other_sizes(const ModelSizes& known) const;

@@ -40,7 +40,7 @@ struct ProcessEnd {
 struct LaunchResult {
   std::vector<ProcessEnd> processes;  // by rank
   int first_failed = -1;              // the rank that failed first; -1: none
-  // What the launching program should exit with: 0, or the first failed process's code.
+  // The exit code for the launching program: 0, or the first failed process's code.
   int exit_code() const { return first_failed < 0 ? 0 : processes[first_failed].exit_code; }
 };
 

@@ -1,4 +1,4 @@
-// What flows between the stages of a pipeline: known to every rank, the same on all.
+// The values that flow between the stages of a pipeline: known to every rank, equal on all.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace plumb {
 
-// Where a value comes from: output `index` of a stage, or input `index` of the whole model.
+// The source of a value: output `index` of a stage, or input `index` of the whole model.
 struct ValueSource {
   static constexpr int kModelInput = -1;
   int stage = kModelInput;

@@ -22,7 +22,7 @@ void PipelineState::start_of_backward(const LocalStage& stage, const Slot& slot,
     return;
   }
   if (slot.output_grads.size() != slot.outputs.size()) {
-    throw Error(ErrorKind::Communication, "stage " + std::to_string(stage.stage) + " handed on " +
+    throw Error(ErrorKind::Communication, "stage " + std::to_string(stage.stage) + " sent " +
                                               std::to_string(slot.outputs.size()) + " values and got gradients for " +
                                               std::to_string(slot.output_grads.size()));
   }

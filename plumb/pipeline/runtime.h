@@ -87,7 +87,7 @@ class Pipeline {
   // that hold the last stage. Raises what a stage raised, as Error with rank and action; every other rank raises
   // Error(Communication) that names this rank and its text.
   StepResult step(const Tensors& inputs, const Tensors& targets = {});
-  // The same on a batch that is cut already; `rows` weighs the losses (empty: all alike).
+  // step() on a batch that is cut already; `rows` weighs the losses (empty: all alike).
   StepResult step_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets = {},
                                const std::vector<int64_t>& rows = {});
   // Forwards only, without autograd. Losses where targets are given.
@@ -100,12 +100,12 @@ class Pipeline {
 
   // The loss of the last step's batch: the mean by rows over all microbatches, and of a training step over all
   // replicas. On the rank that has the last stage of microbatch 0; undefined elsewhere, and after a step without
-  // losses. Where every stage is on two ranks, StepResult::loss is undefined and this alone has it. All ranks must call
-  // it.
+  // losses. If every stage is on two ranks, StepResult::loss is undefined and only this function has the loss. All
+  // ranks must call it.
   at::Tensor gather_loss();
 
-  // What the last forward of a stage of this rank did not keep, one microbatch's; empty before the first training step.
-  // Raises Error(InvalidArgument) for a stage of another rank.
+  // The results that a stage of this rank did not keep in its last forward, one microbatch's; empty before the first
+  // training step. Raises Error(InvalidArgument) for a stage of another rank.
   const RecomputeReport& recomputed(int stage) const;
 
   // The groups of tied parameters, listed ones and those found by name.

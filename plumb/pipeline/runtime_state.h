@@ -32,7 +32,7 @@ struct Slot {
   DeferredWeights deferred;
   std::function<void()> own_weight_work;
   at::Tensor loss;
-  // What is done, for hooks that leave something out.
+  // The parts of the microbatch's work that are done, for hooks that leave something out.
   bool went_forward = false, went_back = false, weights_due = false;
   // The stages in whose place a caller of StepDriver gave values and gradients.
   std::set<int> values_given_for, grads_given_for;

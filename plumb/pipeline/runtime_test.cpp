@@ -555,7 +555,7 @@ struct GrowingStage : StageFunction {
   at::Tensor weight;
 };
 
-TEST(Pipeline, AnOpenChainHandsOnWhateverStagesReturn) {
+TEST(Pipeline, ADynamicChainSendsWhateverStagesReturn) {
   for (const char* name : {"LoopedBFS", "ZBVZeroBubble", "InterleavedZeroBubble"}) {
     const auto schedule = make_schedule(name, 1, 3, 2);
     std::map<int, std::shared_ptr<StageFunction>> stages;

@@ -34,7 +34,7 @@ class StageFunction {
   Recompute recompute = Recompute::Cheap;
   // One microbatch. Inputs and outputs in the order of the layout (layout.h).
   virtual Tensors forward(const Tensors& inputs) = 0;
-  // What the runtime calls, for stages that ask which microbatch it is.
+  // The runtime calls this; a stage overrides it to learn which microbatch it runs.
   virtual Tensors run(const Tensors& inputs, const Microbatch& microbatch) {
     (void)microbatch;
     return forward(inputs);

@@ -1,4 +1,4 @@
-// What the stages of a cut graph cost: measured by running them, for the comparison of schedules.
+// The costs of a cut graph's stages, measured by running them, for the comparison of schedules.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,7 @@ namespace plumb {
 
 struct StageCostOptions {
   int repeats = 5;  // the fastest of so many runs counts
-  // What a message between ranks costs: seconds, and bytes in a second.
+  // Cost of a message between ranks: seconds, and bytes in a second.
   double seconds_per_message = 5e-5;
   double bytes_per_second = 2e9;
   // Bytes of a parameter, its gradient and the optimiser's state, as a multiple of the parameter's bytes (4: AdamW).
@@ -24,7 +24,7 @@ struct StageCostOptions {
 StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inputs,
                           const StageCostOptions& options = {});
 
-// The same from shapes alone (estimate_cost), both halves of a backward alike.
+// Estimates these costs from shapes alone (estimate_cost), both halves of a backward alike.
 StageCosts estimate_stages(const Pipe& pipe, const StageCostOptions& options = {});
 
 // Inputs to measure with, of the sizes and types the graph was made for: random numbers, zeros for integers. Raises

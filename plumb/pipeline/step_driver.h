@@ -38,7 +38,7 @@ class StepDriver {
   // Gives a stage of this rank all outputs of stage `from`, in place of what that stage handed over. `sizes`: of the
   // model's inputs they come from, where they are not as in the layout.
   void take_outputs(int stage, int microbatch, int from, const Tensors& outputs, const ModelSizes& sizes = {});
-  // The same for input_gradients(from, microbatch, stage).
+  // Gives a stage of this rank the gradients input_gradients(from, microbatch, stage).
   void take_gradients(int stage, int microbatch, int from, const Tensors& gradients);
   // The model's inputs, in place of the step's; those that are undefined stay.
   void take_model_inputs(int stage, int microbatch, const Tensors& inputs);

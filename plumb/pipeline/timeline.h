@@ -1,4 +1,4 @@
-// What a rank did when, for drawing beside the simulated time line.
+// A rank's actions with their times, for drawing beside the simulated time line.
 #pragma once
 
 #include <string>
@@ -23,11 +23,11 @@ std::vector<TimelineEvent> parse_timeline(const std::string& text);
 
 // Shifts the times so that the first event starts to wait at 0.
 void start_at_zero(std::vector<TimelineEvent>& events);
-// What the stages took in a recorded step, for simulate_schedule: the mean of each stage's actions of a kind, and of
-// the messages that a stage waited for the median time from the end of what sent it to the start of what waited, in
-// seconds. Of stages in a chain: what comes past a neighbour counts as coming from it.
+// Costs of a recorded step in seconds, for simulate_schedule. An action costs the mean over the stage's actions of its
+// kind. A message that a stage waited for costs the median time from the end of the sending action to the start of the
+// waiting one. Stages form a chain: a message from beyond a neighbour counts as the neighbour's.
 Costs measured_costs(const std::vector<TimelineEvent>& events, int num_stages);
-// Time that ranks did not compute, as a share of ranks times makespan.
+// The share of ranks times makespan in which ranks did not compute.
 double measured_bubble(const std::vector<TimelineEvent>& events);
 
 }  // namespace plumb

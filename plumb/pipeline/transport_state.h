@@ -49,7 +49,7 @@ struct Route {
   std::int64_t largest = wire::kLeastCapacity;   // seen so far
 };
 
-// What is known about why a message did not come.
+// The known reason why a message did not come.
 struct Cause {
   int rank = -1;  // the rank at fault
   std::string text;

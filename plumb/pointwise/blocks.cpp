@@ -195,7 +195,7 @@ class Blocks {
         const auto& arg = side == 0 ? step.a : step.b;
         const auto at = static_cast<size_t>(arg.index);
         if (arg.kind == PointwiseArg::Step && needs.flows[at]) {
-          if (hands_on_gradient(step, side)) {
+          if (passes_gradient_through(step, side)) {
             incoming[at] = g;
             continue;
           }
@@ -377,7 +377,7 @@ std::vector<bool> passes_through(const PointwiseProgram& program) {
   for (size_t i = program.steps.size(); i-- > 0;) {
     const auto& step = program.steps[i];
     for (const auto* arg : {&step.a, &step.b}) {
-      const bool same = steps[i] && hands_on_gradient(step, arg == &step.a ? 0 : 1);
+      const bool same = steps[i] && passes_gradient_through(step, arg == &step.a ? 0 : 1);
       if (arg->kind == PointwiseArg::Step) steps[static_cast<size_t>(arg->index)] = same;
       if (arg->kind == PointwiseArg::Input) inputs[static_cast<size_t>(arg->index)] = same;
     }

@@ -1,4 +1,4 @@
-// What plumb::pointwise is made of: steps on whole tensors, and on blocks in cache. Not for other rooms.
+// The parts of plumb::pointwise: steps on whole tensors, and on blocks in cache. Not for other rooms.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +11,8 @@ namespace plumb::pointwise_parts {
 
 using Tensors = std::vector<at::Tensor>;
 
-// The gradient of this argument is the step's own.
-inline bool hands_on_gradient(const PointwiseStep& step, int side) {
+// True if the gradient of this argument is the gradient of the step's result, unchanged.
+inline bool passes_gradient_through(const PointwiseStep& step, int side) {
   return step.kind == PointwiseKind::Add || (step.kind == PointwiseKind::Sub && side == 0) ||
          (step.kind == PointwiseKind::Scale && step.backward == 1);
 }

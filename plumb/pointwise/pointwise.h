@@ -49,7 +49,7 @@ struct PointwiseProgram {
   static PointwiseProgram parse(std::string_view text);
 };
 
-// What the gradient needs of the forward pass if these inputs' gradients are wanted.
+// The results of the forward pass that the gradient needs if these inputs' gradients are wanted.
 struct PointwiseNeeds {
   std::vector<bool> inputs;  // saved
   std::vector<bool> kept;    // steps whose results are saved; the last step's result is there anyway

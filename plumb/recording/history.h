@@ -1,4 +1,4 @@
-// What a recorder measured, on disk: an append-only file of checked records. The format is docs/history.md.
+// A recorder's measurements on disk: an append-only file of checked records. The format is docs/history.md.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct HistoryTensor {
   bool operator==(const HistoryTensor&) const = default;
 };
 
-// One tensor, or its gradient, in one step. What was not asked for is NaN or 0 and has no bit in `present`
+// One tensor, or its gradient, in one step. A statistic that was not asked for is NaN or 0 without a bit in `present`
 // (Statistic::bits).
 struct HistoryRow {
   uint32_t tensor = 0;  // index into History::tensors
@@ -82,9 +82,9 @@ History read_history(const std::filesystem::path& path);
 // From memory; `name` is for messages.
 History parse_history(std::string_view bytes, const std::string& name = "history");
 
-// What rank r of a run wrote is ranks[r]. Tensors get their rank, and stand in the order of stages, where told, and
-// ranks. A step has the rows of every rank that wrote it. Numbers given to step() that several ranks tell otherwise are
-// told apart as "NAME (rank N)". Conditions that held in the same step are one event with the counts summed.
+// Merges the histories of a run's ranks; ranks[r] is that of rank r. Tensors get their rank, and are sorted by stage,
+// where known, and rank. A step has the rows of every rank that wrote it. Scalars of step() that differ between ranks
+// are stored as "NAME (rank N)". Conditions that held in the same step are one event with the counts summed.
 History merge_histories(std::vector<History> ranks);
 
 // Appends. Every record reaches the system in one write, so that a process that dies loses nothing it recorded. One
@@ -98,7 +98,7 @@ class HistoryWriter {
   ~HistoryWriter();
   HistoryWriter(const HistoryWriter&) = delete;
 
-  // What the file held when it was opened, without the rows.
+  // The tensors that the file held when it was opened.
   const std::vector<HistoryTensor>& tensors() const { return tensors_; }
   int64_t last_step() const { return last_step_; }
 

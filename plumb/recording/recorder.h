@@ -46,7 +46,7 @@ class Recorder {
   // that fits no tensor of any module so far, with the names there are.
   void attach(GraphModule& module, int64_t stage = -1);
 
-  // The step is over: writes what its rules ask for, and makes ready for the next. Where a module ran several times
+  // Ends the step: writes what its rules ask for, and makes ready for the next. If a module ran several times
   // (microbatches), a value's and a gradient's elements of all runs are measured as one tensor (MetricsSum); of
   // parameters' and buffers' values the last counts. Steps count from 1. Answers the number of rows written.
   size_t step(const Scalars& scalars = {});

@@ -1,4 +1,4 @@
-// What a recorder measures, and when: a file of rules in TOML (docs/history.md).
+// The rules of a recorder say what it measures, and when: a file in TOML (docs/history.md).
 //
 //   every = 10                                     # steps 1, 11, 21, ... for rules that do not say
 //

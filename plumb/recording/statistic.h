@@ -1,4 +1,4 @@
-// What can be measured of a tensor, by name: in rule files, conditions and tables.
+// The statistics of a tensor by name, as in rule files, conditions and tables.
 #pragma once
 
 #include <cstdint>

@@ -24,7 +24,7 @@ const std::vector<std::string>& constraint_names();
 // The constraint of that name. Throws Error(InvalidArgument) for an unknown one.
 ConstraintFn find_constraint(std::string_view name);
 
-// What an operator is asked for: a constraint by name, none at all, or a function of the user's own.
+// The constraint of an operator: one by name, none at all, or a function of the user's own.
 class Constraint {
  public:
   Constraint(std::nullopt_t) {}                                                // NOLINT: each scale as its rule says

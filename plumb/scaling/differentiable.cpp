@@ -162,7 +162,7 @@ struct OperatorNode : Node, SavesTensors {
 
 class DifferentiableKernel : public c10::OperatorKernel {
  public:
-  explicit DifferentiableKernel(HandsOn hands_on) : hands_on_(hands_on) {}
+  explicit DifferentiableKernel(IsIdentity is_identity) : is_identity_(is_identity) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     std::call_once(planned_, [&] { plan_ = make_plan(op); });
@@ -177,7 +177,7 @@ class DifferentiableKernel : public c10::OperatorKernel {
                     "reverse mode: backward() or torch.autograd.grad");
       }
     }
-    if (hands_on_ && hands_on_(torch::jit::last(*stack, count)) && ordinary(argument(0).toTensor())) {
+    if (is_identity_ && is_identity_(torch::jit::last(*stack, count)) && ordinary(argument(0).toTensor())) {
       const at::Tensor& first_argument = argument(0).toTensor();
       at::Tensor same = first_argument.view_as(first_argument);
       stack->resize(first);
@@ -234,7 +234,7 @@ class DifferentiableKernel : public c10::OperatorKernel {
     return plain(tensor);
   }
 
-  const HandsOn hands_on_;
+  const IsIdentity is_identity_;
   std::once_flag planned_;
   Plan plan_;
 };
@@ -262,9 +262,9 @@ void define(torch::Library& library, const std::string& schema, const std::vecto
   library.def(torch::schema(schema.c_str()), tags);
 }
 
-torch::CppFunction differentiable(HandsOn hands_on) {
+torch::CppFunction differentiable(IsIdentity is_identity) {
   return torch::CppFunction::makeFromBoxedKernel(
-      c10::BoxedKernel::makeFromFunctor(std::make_unique<DifferentiableKernel>(hands_on)));
+      c10::BoxedKernel::makeFromFunctor(std::make_unique<DifferentiableKernel>(is_identity)));
 }
 
 torch::CppFunction differentiable_backward() { return torch::CppFunction::makeFromBoxedFunction<&backward_kernel>(); }

@@ -25,10 +25,10 @@ namespace plumb {
 void define(torch::Library& library, const std::string& schema, const std::vector<at::Tag>& tags = {});
 
 // The Autograd kernel of X. Refuses forward-mode tangents; an X_backward missing or misnamed is an Internal error.
-// hands_on: whether X, called with these arguments, is its first argument unchanged. An ordinary tensor is then handed
-// on as a view, without a copy or memory for its gradient.
-using HandsOn = bool (*)(at::ArrayRef<c10::IValue> arguments);
-torch::CppFunction differentiable(HandsOn hands_on = nullptr);
+// is_identity: whether X, called with these arguments, gives its first argument unchanged. An ordinary tensor is then
+// returned as a view, without a copy or memory for its gradient.
+using IsIdentity = bool (*)(at::ArrayRef<c10::IValue> arguments);
+torch::CppFunction differentiable(IsIdentity is_identity = nullptr);
 
 // The Autograd kernel of X_backward. When a gradient of the gradient is asked for, its kernel runs with autograd
 // watching; it must then be made of differentiable operators (see recording()).

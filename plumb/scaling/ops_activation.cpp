@@ -204,7 +204,7 @@ Tensor dropout(const Tensor& input, double p, bool train) {
 }
 
 // Nothing is dropped.
-bool dropout_hands_on(at::ArrayRef<c10::IValue> arguments) {
+bool dropout_is_identity(at::ArrayRef<c10::IValue> arguments) {
   const double p = arguments[1].toDouble();
   check_dropout(p);
   return !arguments[2].toBool() || p == 0;
@@ -319,7 +319,7 @@ TORCH_LIBRARY_IMPL(plumb, Meta, m) {
 
 TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
   for (const char* name : {"gelu", "silu", "silu_glu", "softmax", "dropout"}) {
-    m.impl(name, std::string_view(name) == "dropout" ? differentiable(dropout_hands_on) : differentiable());
+    m.impl(name, std::string_view(name) == "dropout" ? differentiable(dropout_is_identity) : differentiable());
     m.impl((std::string(name) + "_backward").c_str(), differentiable_backward());
   }
 }

@@ -56,7 +56,7 @@ std::tuple<Tensor> attention_scale_backward_meta(const Tensor& grad, c10::SymInt
   return {mask[0] ? at::mul(grad, 1.0) : Tensor()};
 }
 
-bool attention_scale_hands_on(at::ArrayRef<c10::IValue> arguments) {
+bool attention_scale_is_identity(at::ArrayRef<c10::IValue> arguments) {
   const c10::IValue& scales = arguments[5];
   return scales.isDoubleList() && scales.toDoubleList().size() == 1 && scales.toDoubleList().get(0) == 1;
 }
@@ -116,7 +116,7 @@ TORCH_LIBRARY_IMPL(plumb, Meta, m) {
 
 TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
   m.impl("scaled_dot_product_attention", attention);
-  m.impl("attention_scale", differentiable(attention_scale_hands_on));
+  m.impl("attention_scale", differentiable(attention_scale_is_identity));
   m.impl("attention_scale_backward", differentiable_backward());
 }
 

@@ -1,14 +1,14 @@
-// The scales of recurrent layers, as plain arithmetic. The papers have none; this is how they come about.
+// The scales of recurrent layers, as plain arithmetic. The papers have none; they are derived as follows.
 //
 // Weights have unit variance, and a unit's preactivation sums over `in` inputs and `hidden` states, with factors that
 // give it variance 1, of which a share comes from the states: one half, as in an add of two unit tensors, but one
 // eighth in an LSTM. (Its states are numbers near 0.2 that a half would blow up fivefold. Its gradients then grow along
 // the sequence, 34-fold over 96 steps in a simulation of 384 units; with an eighth they stay within a fifth of the
 // rule.) Gates stay what they are, numbers between 0 and 1 that weigh memory: a gate times a factor would let the
-// memory grow or die. What a step then does to the mean squares of memory, state and gradients are one-dimensional
-// Gaussian integrals, with values at different units and steps taken as independent. Of the states the fixed point
-// counts, of the gradients the mean over the steps. Only a bias, whose gradient is a plain sum over steps, sees that a
-// candidate's gradients at neighbouring steps are alike: memory hands half of them on.
+// memory grow or die. The changes of a step to the mean squares of memory, state and gradients are one-dimensional
+// Gaussian integrals, with values at different units and steps taken as independent. For states the fixed point counts,
+// for gradients the mean over the steps. Only a bias, whose gradient is a plain sum over steps, sees that a candidate's
+// gradients at neighbouring steps are alike: memory passes half of them through.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Recurrent {
   // over gates and steps, for a gradient of mean square 1 at every step's unscaled h.
   double grad_input_gates = 1;
   double grad_hidden_gates = 1;
-  // The same where they are summed up for a bias, over what independent steps would give.
+  // Their root mean square summed over steps for a bias, relative to that of independent steps.
   double bias_ratio = 1;
   double state_share = 0.5;  // of a preactivation's variance
   int gates = 1;

@@ -11,7 +11,7 @@
 
 namespace plumb {
 
-// What a model costs when it is cut into so many stages.
+// The costs of a model that is cut into so many stages.
 struct StageCosts {
   Costs costs;
   // Memory that a stage takes whatever the schedule (parameters, gradients, optimiser), in the unit of

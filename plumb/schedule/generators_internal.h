@@ -8,7 +8,7 @@ namespace plumb::schedule_internal {
 // An empty table with its placement; raises Error(InvalidArgument) for counts below one or too large to index.
 Schedule new_table(const char* name, int num_ranks, int num_microbatches, int stages_per_rank, bool v_shape);
 
-// The table without the microbatches from `num_microbatches` on. What is left depends on nothing that went.
+// Removes the microbatches from `num_microbatches` on. The remaining entries do not depend on them.
 void drop_microbatches(Schedule& schedule, int num_microbatches);
 
 }  // namespace plumb::schedule_internal

@@ -26,10 +26,10 @@ struct SearchResult {
 
 // One stage a rank; backwards halved. The Zero Bubble paper's heuristic (arXiv 2401.10241, section 3.1): every rank
 // takes what is ready, forwards first until it is warm, then input backwards before forwards, and weight backwards into
-// gaps or where memory has to be freed. What "warm" is, how large a gap has to be, and how many forwards a rank may be
-// ahead are tried on a grid for all ranks, then changed rank by rank as long as that helps; at last neighbours along
-// the critical path change places. Minimises the longest step of a rank (Simulation::zero_bubble_rate), then the
-// makespan. Weight gradients add up in microbatch order.
+// gaps or where memory has to be freed. A grid search over all ranks finds what counts as warm, how large a gap has to
+// be, and how many forwards a rank may be ahead. Then they change rank by rank as long as that helps. At last
+// neighbours along the critical path swap. Minimises the longest step of a rank (Simulation::zero_bubble_rate), then
+// the makespan. Weight gradients add up in microbatch order.
 //
 // costs.full and costs.overlap play no part; costs.held_for_weight does: what the input backward frees can hold further
 // forwards. Raises Error(InvalidArgument) for counts below one, costs that do not fit, or a limit under one microbatch.

@@ -7,14 +7,14 @@
 
 namespace plumb {
 
-// What a stage costs, in any one unit of time. Every list is by stage, or has one entry that holds for all stages.
+// The costs of stages, in any one unit of time. Every list is by stage, or has one entry that holds for all stages.
 struct Costs {
   std::vector<double> forward = {1};
   std::vector<double> input = {1};   // backward with respect to the input
   std::vector<double> weight = {1};  // backward with respect to the weights
   std::vector<double> full = {};     // full backward; empty: input + weight
-  // Of a message that leaves the stage for another rank, and of the gradient that comes back for it. Messages travel
-  // while both ranks compute; between stages of one rank they cost nothing.
+  // A message that leaves the stage for another rank costs this, and so does the gradient that comes back for it.
+  // Messages travel while both ranks compute; between stages of one rank they cost nothing.
   std::vector<double> communication = {0};
   // OVERLAP_F_B: so much of the shorter of the two is hidden behind the other if the backward's input comes in time; 0:
   // one after the other.
@@ -25,8 +25,8 @@ struct Costs {
   // The share of it that is held from the input backward until the weight backward.
   double held_for_weight = 1;
 
-  // The same costs with one entry a stage; raises Error(InvalidArgument) for a list of another length, or a value that
-  // is negative or not finite.
+  // These costs with one entry a stage; raises Error(InvalidArgument) for a list of another length, or a value that is
+  // negative or not finite.
   Costs for_stages(int num_stages, int num_ranks) const;
 };
 

@@ -18,8 +18,8 @@ Schedule add_send_recv(const Schedule& schedule);
 // rank may still run in the same round. The longest row is the number of rounds. Raises Error(Schedule) if it stops.
 Schedule simulate_send_recv(const Schedule& schedule);
 
-// Moves receives to right before the entry that uses them. Where two ranks send to each other the lower one still
-// receives first, so that blocking messages meet. Raises Error(Schedule) for a receive that nothing uses.
+// Moves receives to right before the entry that uses them. If two ranks send to each other the lower one still receives
+// first, so that blocking messages meet. Raises Error(Schedule) for a receive that nothing uses.
 Schedule defer_receives(const Schedule& schedule);
 
 }  // namespace plumb

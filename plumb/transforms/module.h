@@ -1,4 +1,4 @@
-// What the transforms hand back: a graph module that knows what was done to it.
+// The result of a transform: a graph module that knows what was done to it.
 #pragma once
 
 #include <map>
@@ -14,7 +14,7 @@ namespace plumb {
 
 class ScaleTracker;
 
-// What an optimiser must know of each parameter, by its full name (plumb/scaling/parameter.h).
+// Tags that an optimiser needs for each parameter, by its full name (plumb/scaling/parameter.h).
 using MupTable = std::map<std::string, ParameterData>;
 
 class TransformedModule : public GraphModule {

@@ -9,7 +9,7 @@
 // fuse: pointwise operators whose inner results nobody else sees become one plumb::pointwise (pointwise/pointwise.h):
 //   add, sub, mul, div, neg, relu, sigmoid, tanh, exp, sqrt, silu, gelu, and the unit-scaled gelu, silu, silu_glu, add
 //   and residual_add of 32 and 64 bits, with their factors. Values and gradients keep every bit but where factors
-//   became one. What the gradient needs is saved where that takes less than computing it again (pointwise_steps.h).
+//   became one. Results for the gradient are saved if that takes less than computing them again (pointwise_steps.h).
 // measure: a value that is rounded and tracked (plumb::simulate_format between plumb::track) is measured while it is
 //   rounded, forward and backward; the numbers are the same.
 //

@@ -19,7 +19,7 @@ struct LoweredNode {
 // Nothing for operators that are not pointwise, whose operands differ in shape or dtype, or whose types are not known.
 std::optional<LoweredNode> lower_pointwise(const Node* node);
 
-// What a chain saves for each operator taken into it.
+// The savings of a chain for each operator taken into it.
 struct Saving {
   int calls = 0;   // of operators that are a loop: each takes as long as thousands of elements
   int passes = 0;  // over memory, in the forward or backward direction

@@ -27,7 +27,7 @@ rules::RecurrentKind recurrent_kind(const Node* node);
 // Whether a boolean argument is true.
 bool is_set(const Node* node, std::string_view argument);
 
-// What this argument of a recurrent operator is to it.
+// The role of an argument of a recurrent operator.
 enum class RecurrentRole { Weight, Bias, Other };
 RecurrentRole recurrent_role(const Node* node, const Value* value);
 

@@ -1,5 +1,5 @@
-// What a transform did, node by node: what was replaced by what, which adds are residual with which tau, what was left
-// alone and why. Printable as text and as JSON.
+// The report of a transform, node by node: which operator replaced which, which adds are residual with which tau, which
+// nodes were left alone and why. Printable as text and as JSON.
 #pragma once
 
 #include <optional>

@@ -5,8 +5,8 @@
 //   auto fp8 = plumb::simulate_fp8(plumb::unit_scale(module));
 //
 // A value that several products use is rounded once. Formats are texts as FPFormat::parse() reads them: "E4M3",
-// "e4m3fn-RN", "E5M2-SR8"; "none" leaves that direction alone. Where blocks share scales ("mxfp8", "nvfp4") they run
-// along the dimension that the product sums over; gradients' along the features (channels) of the output.
+// "e4m3fn-RN", "E5M2-SR8"; "none" leaves that direction alone. Blocks that share a scale ("mxfp8", "nvfp4") run along
+// the dimension that the product sums over; gradients' along the features (channels) of the output.
 #pragma once
 
 #include <memory>

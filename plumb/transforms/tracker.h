@@ -1,5 +1,5 @@
-// Where a tracked graph's measurements go: `plumb::track(x, slot, tracker)` nodes hand x on and write what they see
-// into a slot of the ScaleTracker of that number.
+// Holds the measurements of a tracked graph: `plumb::track(x, slot, tracker)` nodes return x and write their
+// measurement into a slot of the ScaleTracker of that number.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,7 +40,7 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
 
   // The number by which `plumb::track` nodes know it; unique in the process, never used again.
   int64_t id() const { return id_; }
-  // The tracker of that number, or null when it is gone: its nodes then only hand their tensors on.
+  // The tracker of that number, or null when it is gone: its nodes then only return their tensors.
   static std::shared_ptr<ScaleTracker> find(int64_t id);
 
   // input: the value is the caller's own tensor. Its gradient is measured even if the caller asked for none, and it is
@@ -49,17 +49,17 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   size_t num_slots() const;
   bool is_input(int64_t slot) const;
 
-  // Switched off, the nodes do nothing but hand on. On at the start.
+  // Switched off, the nodes only return their tensors. On at the start.
   void set_enabled(bool enabled) { enabled_ = enabled; }
   bool enabled() const { return enabled_; }
 
   enum class Direction { Forward, Backward };
 
-  // What is measured of a slot: everything at the start. Turned off, its node only hands on, or measures less.
+  // The measurements of a slot: everything at the start. With less, its node measures less or only returns its tensor.
   struct Wanted {
     bool forward = true, backward = true;
     bool histogram = false;  // even if the options asked for none
-    // What is seen until clear() is measured as one tensor.
+    // All tensors until clear() are measured as one tensor.
     bool forward_together = false, backward_together = false;
   };
   void want(int64_t slot, Wanted wanted);
@@ -67,9 +67,9 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
 
   // Nothing if there is no such slot or it saw no tensor.
   std::optional<Metrics> metrics(int64_t slot) const;
-  // Of one direction alone; a slot may have a gradient's where the value itself was not wanted.
+  // The measurement of one direction; a slot may have a gradient's where the value itself was not wanted.
   std::optional<Metrics::Data> measured(int64_t slot, Direction direction) const;
-  // The same, to be added to others'; null where it is not wanted together.
+  // The sums behind measured(), to be added to others'; null where it is not wanted together.
   std::shared_ptr<const MetricsSum> sum(int64_t slot, Direction direction) const;
   void clear();
 
@@ -78,7 +78,7 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
 
   // Takes strided floating-point tensors on any device; others, and meta tensors, are passed over.
   void record(int64_t slot, Direction direction, const at::Tensor& x);
-  // The same with what was measured elsewhere, as options_for() says; not for what is wanted together.
+  // Records what was measured elsewhere, as options_for() says; not for slots wanted together.
   void record(int64_t slot, Direction direction, const TensorMetrics& metrics);
   MetricsOptions options_for(int64_t slot) const;
   bool together(int64_t slot, Direction direction) const;

@@ -1,6 +1,6 @@
-// Computes once, now, what is the same in every run: nodes whose inputs are all constants of the state (not parameters
-// or buffers) or that have none (`arange`, `full`). What the rest of the graph reads becomes a Constant of the state,
-// or the number itself where it is one. C++'s `torch::tensor({1, 2, 3})`, an `empty` filled one element at a time,
+// Computes nodes once, now, if their results are the same in every run: their inputs are constants of the state (not
+// parameters or buffers), or they have none (`arange`, `full`). A result that the graph still reads becomes a Constant
+// of the state, or the number itself. C++'s `torch::tensor({1, 2, 3})`, an `empty` filled one element at a time,
 // becomes one Constant; so does any memory that is written with constants only, and read only after its last write.
 //
 // The values are those of a run, bit for bit: the nodes are run. Left alone: what is random, uninitialised, written by

@@ -1,4 +1,4 @@
-// What every pass needs: options as values, every nested graph once.
+// Helpers that every pass needs: options as values, every nested graph once.
 #pragma once
 
 #include <functional>
