@@ -173,6 +173,9 @@ def test_functions_that_mark_the_fx_graph():
 
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
     equals_whole(model, (torch.randn(2, 8),), stages=3, split_policy=before_every_second_linear)
+    pipe = pipeline(model, (torch.randn(2, 8),), split_policy=before_every_second_linear)
+    held = [sorted({name[0] for name in pipe.get_stage_module(s).state_dict()}) for s in range(3)]
+    assert held == [["0", "1"], ["2", "3"], ["4", "5"]]
     with pytest.raises(plumb.Error, match="marks there only"):
         pipeline(model, (torch.randn(2, 8),), split_policy=changes)
     with pytest.raises(TypeError, match="GraphModule"):

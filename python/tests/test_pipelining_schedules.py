@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from plumb.pipelining import ScheduleTable, search_schedule
+import torch
+from plumb.pipelining import PipelineStage, ScheduleTable, search_schedule
 from plumb.pipelining.schedules import (
     RECV_F,
     RESHARD,
@@ -19,6 +20,7 @@ from plumb.pipelining.schedules import (
     _validate_schedule,
     get_schedule_class,
 )
+from torch import nn
 from torch.distributed.pipelining import _schedule_visualizer as torch_visualizer
 from torch.distributed.pipelining import schedules as torchs
 from torch_names import _schedule_visualizer, schedules
@@ -254,3 +256,16 @@ def test_pictures_and_traces_are_written(tmp_path):
     schedules._dump_chrometrace({0: [_Action(0, F, 0), None, _Action(0, I, 0), _Action(0, W, 0)]}, str(tmp_path / "t"))
     events = json.loads((tmp_path / "t").read_text())["traceEvents"]
     assert [(e["name"], e["ts"]) for e in events] == [("0F0", 0), ("0I0", 2), ("0W0", 3)]
+
+
+def test_use_full_backward_refuses_a_table_that_halves_it():
+    def schedule(name, full):
+        stages = [PipelineStage(nn.Linear(2, 2), i, 2, torch.device("cpu")) for i in range(2)]
+        made = _PipelineScheduleRuntime(stages, 2, nn.functional.mse_loss, use_full_backward=full)
+        made._load_actions(get_schedule_class(name)(stages, 2, nn.functional.mse_loss).pipeline_order)
+        return made.step(torch.randn(4, 2), target=torch.randn(4, 2))
+
+    for name, full in (("Interleaved1F1B", True), ("InterleavedZeroBubble", False), ("InterleavedZeroBubble", None)):
+        assert schedule(name, full).shape == (4, 2)
+    with pytest.raises(plumb.Error, match="use_full_backward is True, and the table of _PipelineScheduleRuntime halves"):
+        schedule("InterleavedZeroBubble", True)

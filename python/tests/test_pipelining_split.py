@@ -10,12 +10,14 @@ import zoo
 from plumb.pipelining import (
     LossWrapper,
     MultiUseParameterConfig,
+    Pipe,
     PipeSequential,
     TrivialLossWrapper,
     pipe_split,
     pipeline,
 )
-from plumb.pipelining._IR import DetachExecutor
+from plumb.pipelining._IR import DetachExecutor, _insert_stage_symbolic_backward, _null_coalesce_accumulate
+from plumb.pipelining.schedules import ScheduleInterleaved1F1B
 from split_models import (
     BEGIN,
     LOSSES,
@@ -27,7 +29,7 @@ from split_models import (
     merged_grads,
     same,
 )
-from torch import nn
+from torch import fx, nn
 
 import plumb
 
@@ -239,10 +241,123 @@ def test_the_graph_runs_node_by_node_and_the_executor_bit_for_bit():
         for n, g in expected.items():
             assert torch.equal(merged_grads(pipe)[n], g), n
     model.zero_grad()
-    executor.forward(x.clone().requires_grad_(), y)
-    same([executor.backward()[0]], [given.grad])
-    with pytest.raises(plumb.Error, match="without a forward"):
-        executor.backward()
+    executor.run(x.clone().requires_grad_(), y)
+    # The input goes to several stages: its gradient is the sum over them, in a node of its own.
+    found = [executor.env[n] for n in pipe.split_gm.graph.nodes if n.target is _null_coalesce_accumulate]
+    assert any(g is not None and torch.equal(g, given.grad) for g in found)
+
+
+def test_the_executor_starts_from_values_that_are_given():
+    model, x = MLP(), torch.randn(4, 8)
+    pipe = pipeline(model, (x,), split_spec={"layers.2": BEGIN})
+    calls = [n for n in pipe.split_gm.graph.nodes if n.op == "call_module"]
+    hidden = pipe.get_stage_module(0)(x)
+    (out,) = DetachExecutor(pipe.split_gm).run(x, initial_env={calls[0]: 2 * hidden})
+    same([out], [pipe.get_stage_module(1)(2 * hidden)])
+
+
+def by_hand(loss=False):
+    """Stages named as torch 2.4 names them, in a graph of torch's own tools."""
+    torch.manual_seed(0)
+    root = nn.Module()
+    root.submod_0, root.submod_1 = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_module("submod_1", (graph.call_module("submod_0", (x,)),))
+    node = graph.output(y)
+    if loss:
+        _insert_stage_symbolic_backward(graph, y, node)
+    return fx.GraphModule(root, graph)
+
+
+def test_a_pipe_is_made_of_stages_by_hand():
+    split = by_hand()
+    pipe = Pipe(split, 2, False, None)
+    x = torch.randn(4, 8)
+    expected = split.submod_1(split.submod_0(x))
+    same([pipe(x), pipe(x=x), pipe.executor.run(x)], [expected] * 3)
+    assert pipe.get_stage_module(1) is split.submod_1 and pipe.info().num_stages == 2
+    with pytest.raises(plumb.Error, match="invoke the Pipe object"):
+        split(x)
+    stages = [pipe.build_stage(i, torch.device("cpu")) for i in range(2)]
+    target, losses = torch.randn(4, 8), []
+    schedule = ScheduleInterleaved1F1B(stages, 2, nn.functional.mse_loss)
+    same([schedule.step(x, target=target, losses=losses)], [expected])
+    assert split.submod_0[0].weight.grad is not None
+
+
+def test_a_pipe_by_hand_runs_its_backward_and_separates_shared_parameters():
+    split = by_hand(loss=True)
+    split.submod_1.weight = split.submod_0[0].weight
+    pipe = Pipe(split, 2, True, True)
+    assert pipe.replicated_params == [{"submod_0": "0.weight", "submod_1": "weight"}]
+    assert split.submod_1.weight is not split.submod_0[0].weight
+    x = torch.randn(1, 8)
+    whole = copy.deepcopy(nn.Sequential(split.submod_0, split.submod_1, nn.Flatten(0)))
+    split.submod_1.register_forward_hook(lambda module, args, out: out.sum())
+    pipe(x)
+    whole(x).sum().backward()
+    for stage, reference in ((split.submod_0, whole[0]), (split.submod_1, whole[1])):
+        same([p.grad for p in stage.parameters()], [p.grad for p in reference.parameters()])
+
+
+def test_a_graph_that_is_none_of_stages_makes_no_pipe():
+    split = by_hand()
+    with pytest.raises(plumb.Error, match="calls 2 stages, not 3"):
+        Pipe(split, 3, False, None)
+    with split.graph.inserting_before(list(split.graph.nodes)[-1]):
+        split.graph.call_function(torch.relu, (list(split.graph.nodes)[0],))
+    with pytest.raises(AssertionError, match="relu.*stands between the stages"):
+        Pipe(split, 2, False, None)
+    skips = by_hand()
+    first, second = (n for n in skips.graph.nodes if n.op == "call_module")
+    second.args = (first, first.args[0])
+    with pytest.raises(plumb.Error, match="'submod_1' takes other values"):
+        Pipe(skips, 2, False, None).build_stage(1, torch.device("cpu"))
+
+
+def test_trace_with_export_says_what_could_not_be_captured():
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    x = torch.randn(2, 2)
+    with pytest.raises(plumb.Error, match="cannot capture your model as a full graph"):
+        Pipe._trace_with_export(Branches(), (x,))
+    program = Pipe._trace_with_export(nn.Linear(2, 2), (x,))
+    assert isinstance(program, torch.export.ExportedProgram) and Pipe._from_traced(None, program).num_stages == 1
+
+
+def test_cutting_is_logged(caplog):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head, self.unused = nn.Embedding(9, 8), nn.Linear(8, 9, bias=False), nn.Linear(2, 2)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids)) + torch.ones(9, device=ids.device)
+
+    def mark(gm):
+        node = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.linear.default)
+        with gm.graph.inserting_before(node):
+            gm.graph.call_function(pipe_split, ())
+        return gm
+
+    with caplog.at_level("DEBUG", logger="plumb.pipelining"):
+        pipe = pipeline(Tied(), (torch.tensor([1]),), split_policy=mark)
+        pipe.build_stage(1, torch.device("meta"))
+    told = [record.getMessage() for record in caplog.records]
+    for text in (
+        "Tracing model ...",
+        "Auto-splitting model",
+        "Parameter embed.weight used in multiple stages: submod_pp_0, submod_pp_1.",
+        "Moved parameter embed.weight to submod_pp_0",
+        "Deleted unused.weight: no stage uses it",
+        "Pipeline is in inference mode, no backward pass",
+        "Full pipe model:\n" + str(pipe),
+    ):
+        assert text in told, text
 
 
 # --- the whole again ---

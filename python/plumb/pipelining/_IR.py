@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from .. import _C
 from .._capture import GraphModule
+from .._errors import Error, ErrorKind
 from .._exported import save_pt2
 from .._state import BUFFER, PARAMETER
 from ._backward import _null_coalesce_accumulate, stage_backward  # noqa: F401
@@ -46,8 +47,14 @@ from ._specs import MultiUseParameterConfig, MultiUseParamSpec, find_loss_spec, 
 from ._split_graph import (  # noqa: F401
     PP_SUBMOD_PREFIX,
     DetachExecutor,
+    check_chain,
     get_submod_name,
+    log_cut,
+    logger,
+    refuse_to_run,
+    separate_copies,
     split_module,
+    stage_calls,
     sync_stages,
     top_graph,
 )
@@ -55,7 +62,7 @@ from ._stage_module import StageModule
 from ._unflatten import _outline_submodules  # noqa: F401
 from ._utils import PipeInfo
 from ._wrappers import LossWrapper, PipeSequential, TrivialLossWrapper  # noqa: F401
-from .stage import _PipelineStage
+from .stage import PipelineStage, _PipelineStage
 
 
 def _names(engine: Any, stage: int) -> list[str] | None:
@@ -64,6 +71,120 @@ def _names(engine: Any, stage: int) -> list[str] | None:
 
 
 class Pipe(nn.Module):
+    """Stages, and the graph that calls them. `pipeline` makes one of a model (a `CutPipe`); this constructor takes a graph of
+    stages made by hand.
+
+    Args:
+        split_gm: its graph calls the children in order and takes parts of what they return, and nothing else but the
+            backward (`stage_backward` calls). A parameter that several stages hold becomes one copy each.
+        num_stages: how many calls there are.
+        has_loss_and_backward, loss_spec: whether the graph has a backward, and which output is the loss.
+
+    A call runs the graph by a `DetachExecutor`. Raises `plumb.Error` for a graph that is none of stages.
+    """
+
+    def __init__(self, split_gm: fx.GraphModule, num_stages: int, has_loss_and_backward: bool, loss_spec: Any):
+        super().__init__()
+        calls = stage_calls(split_gm.graph)
+        if len(calls) != num_stages:
+            raise InvalidValue(f"the graph calls {len(calls)} stages, not {num_stages}")
+        self.split_gm, self.num_stages, self.loss_spec = split_gm, num_stages, loss_spec
+        self.has_loss_and_backward = has_loss_and_backward
+        self.replicated_params: list[dict[str, str]] = separate_copies(split_gm)
+        split_gm.forward = refuse_to_run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.executor.run(*args, **kwargs)
+
+    @property
+    def executor(self) -> DetachExecutor:
+        return DetachExecutor(self.split_gm)
+
+    def _stages(self) -> list[nn.Module]:
+        return [self.split_gm.get_submodule(call.target) for call in stage_calls(self.split_gm.graph)]
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """A stage as a module. Raises `plumb.Error` (a ValueError too) if there is none of that number."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise InvalidValue(f"Invalid stage index {stage_idx}: stages count from 0 to {self.num_stages - 1}")
+        return self._stages()[stage_idx]
+
+    def build_stage(
+        self, stage_index: int, device: torch.device, group: Any = None, *, recompute: str = "cheap"
+    ) -> Any:
+        """The stage for a schedule to run, moved to `device` with its device arguments. `recompute`: as for
+        `PipelineStage`. Raises `plumb.Error` for a graph made by hand whose stages are no chain."""
+        check_chain(self.split_gm.graph)
+        module = self.get_stage_module(stage_index).to(device)
+        if isinstance(module, fx.GraphModule):
+            _modify_graph_op_device(module, torch.device(device))
+        return PipelineStage(module, stage_index, self.num_stages, device, group=group, recompute=recompute)
+
+    def info(self) -> PipeInfo:
+        """What every rank has to know. It keeps none of the stages alive."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.split_gm.graph, {}))
+        return PipeInfo(graph, self.num_stages, self.has_loss_and_backward)
+
+    def print_readable(self) -> str:
+        """Prints the graph and every stage's; answers the text."""
+        return self.split_gm.print_readable()
+
+    def __str__(self) -> str:
+        return str(self.split_gm)
+
+    def __repr__(self) -> str:
+        return repr(self.split_gm)
+
+    _number_and_count_forward_stages = staticmethod(_number_and_count_forward_stages)
+
+    @staticmethod
+    def from_tracing(
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any] | None = None,
+        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+        *,
+        multi_use_param_spec: MultiUseParamSpec | None = None,
+        output_loss_value_spec: Any = None,
+    ) -> CutPipe:
+        """`pipeline` for a model that is marked already."""
+        return pipeline(
+            mod, example_args, example_kwargs, split_policy=split_policy, multi_use_param_spec=multi_use_param_spec,
+            output_loss_value_spec=output_loss_value_spec,
+        )  # fmt: skip
+
+    @staticmethod
+    def _trace_with_export(
+        mod: nn.Module, example_args: tuple[Any, ...], example_kwargs: dict[str, Any] | None = None
+    ) -> torch.export.ExportedProgram:
+        """`torch.export.export`. Raises `plumb.Error` for a model that it cannot capture; `pipeline` does without it."""
+        logger.info("Tracing model ...")
+        try:
+            return torch.export.export(mod, example_args, example_kwargs)
+        except Exception as error:
+            raise Error(
+                "It seems that we cannot capture your model as a full graph: torch.export.export failed. Typical reasons "
+                "are graph breaks, control flow that depends on data or shapes, and custom operators without a meta kernel",
+                kind=ErrorKind.Capture,
+                remedy="pipeline(model, ...), which captures without torch.export; or a PipelineStage for each part",
+            ) from error
+
+    @staticmethod
+    def _from_traced(
+        mod: nn.Module | None,
+        exported_program: torch.export.ExportedProgram,
+        multi_use_param_spec: MultiUseParamSpec | None = None,
+        output_loss_value_spec: Any = None,
+        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    ) -> CutPipe:
+        """Cuts an exported program; `mod` only says whether it is a `TrivialLossWrapper`."""
+        source = from_exported(exported_program, (), {})
+        loss = find_loss_spec(mod, source, output_loss_value_spec)
+        return _cut(source, None, split_policy, None, multi_use_param_spec, loss, True)
+
+
+class CutPipe(Pipe):
     """A model cut into stages. Made by `pipeline`.
 
     Called like the model, it runs stage after stage in this process, bit for bit the model, and returns the model's
@@ -79,53 +200,47 @@ class Pipe(nn.Module):
     def __init__(
         self, engine: Any, source: Source, loss_spec: Any = None, cut_arguments: dict | None = None, specializer: Any = None
     ):
-        super().__init__()
         table = engine.table
-        self.num_stages: int = engine.num_stages
-        self.has_loss_and_backward = table.loss_output is not None
-        self.loss_spec = loss_spec
-        self.notes: list[str] = [*source.notes, *engine.notes]
         specializer = specializer or make_specializer(engine, source, cut_arguments)
-        self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments, _specializer=specializer)
         cut_sizes = CutSizes(table)
         stages = [
             StageModule(
                 engine.stage(s), s, table, source.arguments, source.training,
                 StageGraphs(s, table, cut_sizes, specializer, source.other_sizes),
             )
-            for s in range(self.num_stages)
+            for s in range(engine.num_stages)
         ]  # fmt: skip
+        has_loss = table.loss_output is not None
+        graph = top_graph(engine.input_names, table, engine.backward_steps() if has_loss else None)
+        super().__init__(split_module(graph, stages), engine.num_stages, has_loss, loss_spec)
+        self.split_gm.__dict__["_pipe_ref"] = weakref.ref(self)
+        self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments, _specializer=specializer)
+        self.notes: list[str] = [*source.notes, *engine.notes]
         self._devices = [stage.device for stage in stages]
-        self._make_split_gm(stages)
         self.replicated_params: list[dict[str, str]] = [
             {get_submod_name(s): name for s, name in sorted(copies.items())} for copies in table.replicated
         ]
         self.training = source.training
 
-    def _make_split_gm(self, stages: list[StageModule]) -> None:
-        engine = self._engine
-        steps = engine.backward_steps() if self.has_loss_and_backward else None
-        graph = top_graph(engine.input_names, engine.table, steps)
-        self.split_gm = split_module(graph, stages)
-        self.split_gm.__dict__["_pipe_ref"] = weakref.ref(self)
-
     # --- running ---
     def _sync(self) -> None:
         sync_stages(self._stages(), self._engine, self._devices)
 
-    def _stages(self) -> list[StageModule]:
-        return [self.split_gm._modules[get_submod_name(s)] for s in range(self.num_stages)]
+    def flat_inputs(self, args: tuple, kwargs: dict) -> list:
+        """A call's inputs as ``split_gm``'s graph takes them; None for what is no tensor."""
+        self._sync()
+        return self._source.flatten(args, kwargs)
 
-    def _outputs(self, flat: list) -> tuple:
+    def plain_outputs(self, flat: list) -> tuple:
+        """What ``split_gm``'s graph answers, with the model's outputs that are no tensors in it."""
         return tuple(o if p is None else p for o, p in zip(flat, self._source.plain_outputs))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple:
-        flat = self._source.flatten(args, kwargs)
-        self._sync()
+        flat = self.flat_inputs(args, kwargs)
         engine = self._engine_for(flat, args, kwargs)
         if self.has_loss_and_backward and torch.is_grad_enabled():
-            return self._outputs(engine.run_with_backward(flat)[0])
-        return self._outputs(engine.run(flat))
+            return self.plain_outputs(engine.run_with_backward(flat)[0])
+        return self.plain_outputs(engine.run(flat))
 
     def _engine_for(self, flat: list, args: tuple, kwargs: dict) -> Any:
         """A graph is made for one signature: for other sizes a live model is captured and cut again, once for each, with
@@ -151,32 +266,15 @@ class Pipe(nn.Module):
         """A call's flat outputs in the structure that the model returns."""
         return self._source.unflatten(list(outputs))
 
-    @property
-    def executor(self) -> DetachExecutor:
-        return DetachExecutor(self)
-
     # --- stages ---
-    def get_stage_module(self, stage_idx: int) -> StageModule:
-        """A stage as a module. Raises `plumb.Error` (a ValueError too) if there is none of that number."""
-        if not 0 <= stage_idx < self.num_stages:
-            raise InvalidValue(f"Invalid stage index {stage_idx}: stages count from 0 to {self.num_stages - 1}")
-        return self.split_gm._modules[get_submod_name(stage_idx)]
-
     def build_stage(
         self, stage_index: int, device: torch.device, group: Any = None, *, recompute: str = "cheap"
     ) -> Any:
-        """The stage for a schedule to run, moved to `device` with its device arguments. `recompute`: as for
-        `PipelineStage`."""
         module = self.get_stage_module(stage_index).to(device)
         return _PipelineStage(module, stage_index, self.info(), torch.device(device), group, recompute)
 
     def info(self) -> PipeInfo:
-        """What every rank has to know. It keeps none of the stages alive."""
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(self.split_gm.graph, {}))
-        return PipeInfo(
-            graph, self.num_stages, self.has_loss_and_backward, self._engine.table, list(self._source.arguments)
-        )
+        return replace(super().info(), table=self._engine.table, input_names=list(self._source.arguments))
 
     def serialize_stage(self, stage_index: int) -> bytes:
         """A stage with its weights and its place in the pipe as bytes: see `deserialize_stage`."""
@@ -230,12 +328,6 @@ class Pipe(nn.Module):
         """A table of what every stage costs, estimated from shapes: time, messages, memory."""
         return self._engine.cost_report()
 
-    def __str__(self) -> str:
-        return str(self.split_gm)
-
-    def __repr__(self) -> str:
-        return repr(self.split_gm)
-
     # --- copies: the undivided model, where it was cut, and every stage's tensors ---
     def __reduce_ex__(self, _protocol: Any) -> Any:
         self._sync()
@@ -246,55 +338,25 @@ class Pipe(nn.Module):
         where = (stages, self._devices, self.training, self._specializer)
         return _rebuild, (parts, source, self._cut_arguments, self.loss_spec, *where)
 
-    # --- as torch's ---
-    _number_and_count_forward_stages = staticmethod(_number_and_count_forward_stages)
-
-    @staticmethod
-    def from_tracing(
-        mod: nn.Module,
-        example_args: tuple[Any, ...],
-        example_kwargs: dict[str, Any] | None = None,
-        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-        *,
-        multi_use_param_spec: MultiUseParamSpec | None = None,
-        output_loss_value_spec: Any = None,
-    ) -> Pipe:
-        """`pipeline` for a model that is marked already."""
-        return pipeline(
-            mod, example_args, example_kwargs, split_policy=split_policy, multi_use_param_spec=multi_use_param_spec,
-            output_loss_value_spec=output_loss_value_spec,
-        )  # fmt: skip
-
-    @staticmethod
-    def _from_traced(
-        mod: nn.Module | None,
-        exported_program: torch.export.ExportedProgram,
-        multi_use_param_spec: MultiUseParamSpec | None = None,
-        output_loss_value_spec: Any = None,
-        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-    ) -> Pipe:
-        """Cuts an exported program; `mod` only says whether it is a `TrivialLossWrapper`."""
-        source = from_exported(exported_program, (), {})
-        loss = find_loss_spec(mod, source, output_loss_value_spec)
-        return _cut(source, None, split_policy, None, multi_use_param_spec, loss, True)
-
-
 def _cut(
     source: Source, spec: Any, policy: Any, num_stages: int | None, multi_use: Any, loss: Any, move_cuts: bool
-) -> Pipe:
+) -> CutPipe:
     where: dict[str, Any] = {}
     if policy is not None:
+        logger.info("Auto-splitting model")
         where = make_policy(policy, num_stages).cuts(source)
     elif spec:
         where = {"modules": [(name, SplitPoint[point.name] is SplitPoint.END) for name, point in spec.items()]}
     plain = None if loss is None else plain_loss_spec(loss, source.out_spec)
     arguments = {**where, **multi_use_arguments(multi_use), "move_cuts": move_cuts, "loss": plain}
-    return Pipe(_C.cut(source.engine, **arguments), source, loss, arguments)
+    pipe = CutPipe(_C.cut(source.engine, **arguments), source, loss, arguments)
+    log_cut(pipe, [name for name, *_ in source.engine.state()])
+    return pipe
 
 
 def _rebuild(
     parts: tuple, source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, specializer: Any
-) -> Pipe:
+) -> CutPipe:
     """A pipe's copy: cut again at the same places, with the stages' own tensors."""
     source.engine = _C.GraphModule(*parts)
     engine = _C.cut(source.engine, **arguments)
@@ -303,7 +365,7 @@ def _rebuild(
             engine.stage(s).set_state(name, tensor)
         if devices[s] is not None:
             engine.move_stage(s, devices[s])
-    return Pipe(engine, source, loss, arguments, specializer).train(training)
+    return CutPipe(engine, source, loss, arguments, specializer).train(training)
 
 
 def pipeline(
@@ -317,7 +379,7 @@ def pipeline(
     multi_use_param_spec: MultiUseParamSpec | None = None,
     output_loss_value_spec: Any = None,
     move_cuts: bool = True,
-) -> Pipe:
+) -> CutPipe:
     """Cuts a model into stages.
 
     Args:

@@ -2,6 +2,7 @@
 
 from . import schedules as _schedules
 from ._IR import (
+    CutPipe,
     LossWrapper,
     MultiUseParameterConfig,
     Pipe,
@@ -22,6 +23,7 @@ from .stage import PipelineStage, build_stage
 
 __all__ = [
     "Balanced",
+    "CutPipe",
     "LossWrapper",
     "MultiUseParameterConfig",
     "Pipe",

@@ -13,7 +13,7 @@ from torch import fx
 from ._backward import _null_coalesce_accumulate, stage_backward
 from ._errors import InvalidSchedule, InvalidValue
 from ._marks import pipe_split
-from ._split_graph import PP_SUBMOD_PREFIX
+from ._split_graph import logger
 from ._wrappers import TrivialLossWrapper
 
 
@@ -103,7 +103,7 @@ def _insert_stage_symbolic_backward(g: fx.Graph, loss_node: fx.Node, output_node
 
 def _number_and_count_forward_stages(gm: fx.GraphModule) -> int:
     """How many stages a top graph calls; each call learns its number as ``meta["stage_idx"]``."""
-    calls = [n for n in gm.graph.nodes if n.op == "call_module" and n.target.startswith(f"{PP_SUBMOD_PREFIX}_")]
+    calls = [n for n in gm.graph.nodes if n.op == "call_module" and n.target.startswith("submod_")]
     for node in calls:
         node.meta["stage_idx"] = int(node.target.rpartition("_")[2])
     return len(calls)
@@ -123,6 +123,7 @@ def _modify_graph_op_device(gm: fx.GraphModule, new_device: torch.device) -> Non
     changed = False
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.kwargs.get("device", new_device) != new_device:
+            logger.debug("Changing device of Node %s from %s to %s", node.name, node.kwargs["device"], new_device)
             node.update_kwarg("device", new_device)
             changed = True
         elif node.op == "call_module":
@@ -130,6 +131,8 @@ def _modify_graph_op_device(gm: fx.GraphModule, new_device: torch.device) -> Non
             inner = getattr(inner, "graph_module", inner)
             if isinstance(inner, fx.GraphModule):
                 _modify_graph_op_device(inner, new_device)
+            else:
+                logger.warning("Skipping device modification for submodule %s because it is a %s", node.target, type(inner))
     if changed:
         gm.recompile()
 

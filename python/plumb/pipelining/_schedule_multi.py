@@ -10,8 +10,9 @@ import torch
 
 from .. import _C
 from .._C import Error
-from ._actions import RESHARD, UNSHARD, Table, _schedule, _table, _validate_schedule
+from ._actions import BACKWARD_INPUT, RESHARD, UNSHARD, Table, _schedule, _table, _validate_schedule
 from ._errors import InvalidSchedule, InvalidType, InvalidValue
+from ._run import Run
 from ._schedule_base import _PipelineSchedule
 from ._schedule_files import read_csv, write_csv
 from .microbatch import TensorChunkSpec
@@ -33,7 +34,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
     """Schedules with any number of stages a rank.
 
     Give a table by setting `pipeline_order` ({rank: [action or None, ...]}) in a subclass, or with `_load_csv`. Stages
-    are where the table runs them.
+    are where the table runs them. Whether the backward is halved is the table's: `use_full_backward` True makes a step
+    refuse a table that halves it.
     """
 
     _name: str | None = None
@@ -59,6 +61,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self.rank = stages[0].group_rank
         self.n_local_stages = len(stages)
         self._backward_requires_autograd = backward_requires_autograd
+        self._use_full_backward = use_full_backward
         self._set_ranks(
             stage_index_to_group_rank or {stage: stage % self.pp_group_size for stage in range(self._num_stages)}
         )
@@ -87,6 +90,15 @@ class PipelineScheduleMulti(_PipelineSchedule):
             )
         self._engine_table, self._pipeline_order, self._run = table, None, None
         self._set_ranks(dict(enumerate(table.ranks)))
+
+    def _engine_run(self) -> Run:
+        rows = self._table_to_run().rows if self._use_full_backward else []
+        if BACKWARD_INPUT.value in {entry[1] for row in rows for entry in row if entry is not None}:
+            raise InvalidValue(
+                f"use_full_backward is True, and the table of {type(self).__name__} halves the backward",
+                remedy="a table with full backwards, such as Interleaved1F1B, or leave use_full_backward out",
+            )
+        return super()._engine_run()
 
     def _set_ranks(self, ranks: dict[int, int]) -> None:
         self.stage_index_to_group_rank = ranks

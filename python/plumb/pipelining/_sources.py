@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import io
+import logging
 import os
 import tempfile
 import weakref
@@ -25,6 +26,8 @@ from .._trees import check_plain_inputs
 from ..transforms._apply import forward_of
 from ._errors import InvalidType
 from ._marks import annotate_split_points, check_split_spec
+
+logger = logging.getLogger("plumb.pipelining")
 
 _EXPORT = "export the program with dynamic shapes (torch.export.export(..., dynamic_shapes=...)), or cut the live module"
 _CUT_THE_MODULE = "cut the module itself instead of its graph, which holds the sizes it was captured with"
@@ -188,6 +191,7 @@ def _stand_in(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
 
 def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) -> Source:
     """Captures one forward, with marks around the modules of `spec`; the module is as before afterwards."""
+    logger.info("Tracing model ...")
     parameters = _parameters(module)
     with annotate_split_points(module, spec) if spec else contextlib.nullcontext() as marks:
         engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import logging
 import operator
-import weakref
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
-from .. import _C
 from .._errors import Error, ErrorKind
 from .._fx import graph_module, placeholder
+from ._backward import _null_coalesce_accumulate, stage_backward
+from ._errors import InvalidSchedule
 from ._stage_module import stage_state
+
+logger = logging.getLogger("plumb.pipelining")
 
 PP_SUBMOD_PREFIX = "submod_pp"
 
@@ -45,8 +51,6 @@ def top_graph(input_names: list[str], table: Any, steps: list[dict] | None) -> f
 
 
 def _backward_nodes(graph: fx.Graph, made: list, entered: list, steps: list[dict]) -> None:
-    from ._backward import _null_coalesce_accumulate, stage_backward
-
     grads: dict[tuple[int, int], fx.Node] = {}
 
     def grad(ref: tuple[int, int] | None) -> fx.Node | None:
@@ -78,11 +82,11 @@ def split_module(graph: fx.Graph, stages: list[nn.Module]) -> fx.GraphModule:
         root.add_module(get_submod_name(s), stage)
     split = graph_module(root, graph, class_name="SplitModule")
     split.train(stages[0].training)
-    split.forward = _refuse
+    split.forward = refuse_to_run
     return split
 
 
-def _refuse(*_: Any, **__: Any) -> None:
+def refuse_to_run(*_: Any, **__: Any) -> None:
     raise Error(
         "split_gm holds the stages and does not run. To run pipeline locally, invoke the Pipe object directly",
         kind=ErrorKind.Unsupported,
@@ -90,41 +94,116 @@ def _refuse(*_: Any, **__: Any) -> None:
     )
 
 
-class DetachExecutor:
-    """Runs a `Pipe` (or its ``split_gm``) in this process with its stages apart for autograd, as on separate ranks.
+def stage_calls(graph: fx.Graph) -> list[fx.Node]:
+    """The calls of stages in a top graph, in order. Raises `plumb.Error` (an AssertionError too) for a node that is no part
+    of one."""
+    functions = (operator.getitem, stage_backward, _null_coalesce_accumulate)
+    for node in graph.nodes:
+        fits = node.op in ("placeholder", "call_module", "output") or (node.op == "call_method" and node.target == "backward")
+        if not fits and not (node.op == "call_function" and node.target in functions):
+            raise InvalidSchedule(
+                f"'{node.format_node()}' stands between the stages: a graph of stages calls them, and takes parts of outputs",
+                remedy="put the operator into a stage",
+            )
+    return [node for node in graph.nodes if node.op == "call_module"]
 
-    ``run(*inputs)`` is one microbatch: forward, and the backward if the pipe has a loss; gradients are added to the
-    parameters' ``.grad``, to every copy of a replicated parameter the sum. Bit for bit what ``backward()`` of the
-    undivided model gives. ``forward`` and ``backward`` are the two halves; `backward` answers the inputs' gradients.
+
+def check_chain(graph: fx.Graph) -> None:
+    """Raises `plumb.Error` unless every stage takes what the one before returns, all of it and nothing else."""
+    calls = stage_calls(graph)
+    for before, call in zip(calls, calls[1:]):
+        parts = {n.args[1]: n for n in before.users if n.op == "call_function" and n.target is operator.getitem}
+        if call.kwargs or call.args not in ((before,), tuple(parts[i] for i in sorted(parts))):
+            raise Error(
+                f"stage '{call.target}' takes other values than what '{before.target}' returns",
+                kind=ErrorKind.Unsupported,
+                remedy="pipeline(model, ...), whose stages may take values of any stage before",
+            )
+
+
+def log_cut(pipe: nn.Module, names: list[str]) -> None:
+    """Says what came of the whole model's parameters and buffers, `names`."""
+    for by_stage in pipe.replicated_params:
+        name = next(iter(by_stage.values()))
+        logger.info("Parameter %s used in multiple stages: %s.", name, ", ".join(by_stage))
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    left = dict.fromkeys(names)
+    for stage, module in pipe.split_gm.named_children():
+        for name in module.state_dict(keep_vars=True):
+            left.pop(name, None)
+            logger.debug("Moved parameter %s to %s", name, stage)
+    for name in left:
+        logger.debug("Deleted %s: no stage uses it", name)
+    training = "training mode, backward pass generated" if pipe.has_loss_and_backward else "inference mode, no backward pass"
+    logger.debug("Pipeline is in %s", training)
+    logger.debug("Full pipe model:\n%s", pipe)
+
+
+def separate_copies(split_gm: fx.GraphModule) -> list[dict[str, str]]:
+    """Gives every stage its own copy of a parameter that several hold, so that each gets its own gradient; answers for each
+    such parameter its name by stage."""
+    users: dict[nn.Parameter, dict[str, str]] = {}
+    for stage, module in split_gm.named_children():
+        for name, parameter in module.named_parameters():
+            users.setdefault(parameter, {})[stage] = name
+    shared = {parameter: by_stage for parameter, by_stage in users.items() if len(by_stage) > 1}
+    for parameter, by_stage in shared.items():
+        for stage, name in by_stage.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(split_gm.get_submodule(stage).get_submodule(owner), leaf, copy.deepcopy(parameter))
+    return list(shared.values())
+
+
+def bind_inputs(graph: fx.Graph, args: tuple, kwargs: dict) -> tuple:
+    """A call's values in the order of the graph's placeholders, whose names may be keywords."""
+    kinds = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
+    parameters = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            name = node.target.lstrip("*")
+            kind = kinds.get(node.target[: -len(name)], inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            parameters.append(inspect.Parameter(name, kind, default=node.args[0] if node.args else inspect.Parameter.empty))
+    bound = inspect.Signature(parameters).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return tuple(bound.arguments.values())
+
+
+class DetachExecutor(fx.Interpreter):
+    """Runs a graph of stages (a `Pipe`'s ``split_gm``, or one made by hand) node by node, as on separate ranks: what enters
+    a stage is detached, so that only the graph's own `stage_backward` calls lead from stage to stage.
+
+    ``run(*inputs)`` takes the graph's inputs in order, or of a `Pipe` what the model takes; the backward adds to the
+    parameters' ``.grad``, each copy of a replicated one getting its own part. ``initial_env`` gives values of nodes, which
+    are then not computed. Values stay in ``env``.
     """
 
     def __init__(self, module: nn.Module, garbage_collect_values: bool = True):
-        pipe = module.__dict__.get("_pipe_ref", lambda: None)() if isinstance(module, fx.GraphModule) else module
-        if pipe is None or not hasattr(pipe, "_engine"):
-            raise Error("DetachExecutor takes a Pipe, or the split_gm of one that still exists")
-        self._pipe = weakref.ref(pipe)
-        self._executor = _C.DetachExecutor(pipe._engine)
+        # The backward's nodes use every stage's values again.
+        super().__init__(getattr(module, "split_gm", module), garbage_collect_values=False)
+        self.value_remap: dict[torch.Tensor, torch.Tensor] = {}
 
-    def _owner(self) -> Any:
-        pipe = self._pipe()
+    def run(self, *args: Any, initial_env: dict[fx.Node, Any] | None = None, **kwargs: Any) -> Any:
+        self.value_remap = {}
+        pipe = self.module.__dict__.get("_pipe_ref", lambda: None)()
         if pipe is None:
-            raise Error("the executor's pipe no longer exists")
-        return pipe
+            return super().run(*bind_inputs(self.graph, args, kwargs), initial_env=initial_env)
+        return pipe.plain_outputs(super().run(*pipe.flat_inputs(args, kwargs), initial_env=initial_env))
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple:
-        pipe = self._owner()
-        pipe._sync()
-        return pipe._outputs(self._executor.forward(pipe._source.flatten(args, kwargs)))
+    def call_module(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.requires_grad and value not in self.value_remap:
+                self.value_remap[value] = value.detach().requires_grad_()
+        args, kwargs = pytree.tree_map(self._as_given, (args, kwargs))
+        return super().call_module(target, args, kwargs)
 
-    def backward(self) -> list[torch.Tensor | None]:
-        self._owner()
-        return self._executor.backward()
+    def _as_given(self, value: Any) -> Any:
+        return self.value_remap.get(value, value) if isinstance(value, torch.Tensor) else value
 
-    def run(self, *args: Any, initial_env: Any = None, **kwargs: Any) -> tuple:
-        outputs = self.forward(*args, **kwargs)
-        if self._owner().has_loss_and_backward and torch.is_grad_enabled():
-            self.backward()
-        return outputs
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if target is stage_backward:  # answers the gradients of what the stage was given
+            kwargs = {**kwargs, "input_values": [self._as_given(v) for v in kwargs["input_values"]]}
+        return super().call_function(target, args, kwargs)
 
 
 def sync_stages(stages: list[nn.Module], engine: Any, devices: list) -> None:
