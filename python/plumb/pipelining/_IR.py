@@ -289,14 +289,19 @@ class CutPipe(Pipe):
         self._sync()
 
     def merge_state_dict(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> OrderedDict[str, Tensor]:
-        """The whole model's ``state_dict``: names and order as before the cut, tied names tied, tensors shared with the
-        stages. `stage_states`: the stages' ``state_dict`` as trained on their ranks, loaded first.
+        """The whole model's ``state_dict``: names and order as before the cut, tied names tied, plain tensors that share
+        their memory with the stages'. `stage_states`: the stages' ``state_dict`` as trained on their ranks, loaded first.
 
         Raises `plumb.Error` naming a replicated parameter whose copies differ.
         """
         self._merged(stage_states)
         state = self._engine.merged_state()
-        return OrderedDict((n, t) for n, kind, t, kept in state if kind == PARAMETER or (kind == BUFFER and kept))
+        plain: dict[int, Tensor] = {}  # as torch's state_dict(): no parameters, which torch.load would not take
+        return OrderedDict(
+            (n, plain.setdefault(id(t), t.detach()))
+            for n, kind, t, kept in state
+            if kind == PARAMETER or (kind == BUFFER and kept)
+        )
 
     def merge(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> GraphModule:
         """The undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""
