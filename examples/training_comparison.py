@@ -133,7 +133,7 @@ def build(model: str, run: str):
     torch.manual_seed(0)
     net = Gpt() if model == "gpt" else Convnet()
     if scaled:
-        net = unit_scale(net, tau_attention=0.2)
+        net = unit_scale(net)
     return net if fwd is None else simulate_format(net, fwd, bwd)
 
 
@@ -199,7 +199,7 @@ def picture(results: dict, model: str, batch: int, path: Path) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "plumb", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10.5, 4.2), layout="constrained")
     highest = 0.0
     for i, run in enumerate(RUNS):
         rates = tried(results, model, run, batch)
@@ -207,13 +207,14 @@ def picture(results: dict, model: str, batch: int, path: Path) -> None:
             continue
         rate = min(rates, key=lambda r: rates[r])
         losses = results[key(model, run, rate, batch)]
-        highest = max(highest, losses[0])
         smooth = [np.mean(losses[max(0, j - 9) : j + 1]) for j in range(len(losses))]
-        axes.plot(smooth, label=f"{run}, rate {rate:g}", color=COLOURS[i], ls="--" if "stoch" in run else "-", lw=1.5)
+        if run == "FP32":
+            highest = smooth[len(smooth) // 10]
+        axes.plot(smooth, label=f"{run}, rate {rate:g}", color=COLOURS[i], ls="--" if "stoch" in run else "-", lw=4 if run.endswith("FP32") else 1.5)
     axes.set(xlabel="step", ylabel="loss in nats (mean of 10 steps)", title=f"{model}, batch {batch}")
-    axes.set_ylim(top=1.05 * highest)  # what diverges leaves the picture
+    axes.set_ylim(top=highest)  # without the first steps, in which all fall alike, and what diverges
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
