@@ -4,7 +4,20 @@ import torch  # noqa: F401  (its libraries must be loaded before ours)
 
 from ._version import __version__ as __version__  # isort: skip  (first: it says so if this is another torch than plumb's)
 from ._errors import Error, ErrorKind  # isort: skip  (before all that may raise one)
-from . import constraints, core, formats, functional, nn, optim, parameter, scale, transforms, utils
+from . import (
+    analysis,
+    constraints,
+    core,
+    formats,
+    functional,
+    nn,
+    optim,
+    parameter,
+    pipelining,
+    scale,
+    transforms,
+    utils,
+)
 from ._C import Graph, allow_operators, keep_freed_memory, parse_graph
 from ._capture import GraphModule, capture
 from ._exported import load_pt2, save_pt2
@@ -24,6 +37,7 @@ __all__ = [
     "Parameter",
     "Recorder",
     "allow_operators",
+    "analysis",
     "capture",
     "constraints",
     "core",
@@ -35,6 +49,7 @@ __all__ = [
     "optim",
     "parameter",
     "parse_graph",
+    "pipelining",
     "read_history",
     "report",
     "save_pt2",

@@ -17,12 +17,14 @@ from torch.utils import _pytree as pytree
 from . import _C, _tracing
 from ._calls import here
 from ._changed_attributes import Change, refuse_other_paths, watched
+from ._errors import Error
+from ._exported import capture_dynamic
 from ._graph_module import GraphModule
 from ._module_state_guard import ModuleStateGuard, refuse_modules
 from ._questions import is_check, watched_tensors
 from ._replace import replaced
 from ._state import BUFFER, state_of
-from ._trees import flatten_inputs, flatten_output
+from ._trees import flatten_inputs, flatten_output, register_named_tuples
 
 _INSIDE = [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep]
 _LEAF = {"type": None, "context": None, "children_spec": []}
@@ -31,6 +33,7 @@ _capture_lock = threading.RLock()
 
 def _spec_json(spec: Any, num_leaves: int) -> str:
     """torch's own JSON of a tree spec; a flat tuple for types it cannot write."""
+    register_named_tuples(spec)
     try:
         return pytree.treespec_dumps(spec)
     except Exception:
@@ -182,17 +185,28 @@ def _as_captured(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
-def capture(module: nn.Module, *args: Any, plumb_verify: bool = False, **kwargs: Any) -> GraphModule:
+def capture(
+    module: nn.Module, *args: Any, plumb_verify: bool = False, dynamic_shapes: Any = None, **kwargs: Any
+) -> GraphModule:
     """Captures one forward of `module` on these inputs as a :class:`GraphModule`.
 
     The graph holds every operator call at the level it was written (``linear``, ``layer_norm``, ...), bit for bit what
     eager computes, forward and backward. The module is as before afterwards. ``plumb_verify=True`` captures twice on
     other input values and compares a replay with eager.
 
+    ``dynamic_shapes`` says which sizes may vary, in the words of ``torch.export.export``: ``({0: torch.export.Dim("batch")},)``
+    for the first dimension of the first input. Then ``torch.export`` makes the graph, with what it refuses, and one graph
+    takes every batch, the last one too; ``plumb_verify`` is not for it.
+
     Raises :class:`plumb.Error` naming operator, module and line when the forward takes a value out of a tensor.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"plumb.capture takes a torch.nn.Module, got {type(module).__name__}")
+    if dynamic_shapes is not None:
+        if plumb_verify:
+            raise Error("plumb_verify captures twice at one size", remedy="it, or dynamic_shapes")
+        refuse_modules(module, with_root=True)
+        return capture_dynamic(module, args, kwargs, dynamic_shapes)
     forward = module.__dict__.get("forward")
     if hasattr(forward, "prepare"):  # a transformed module's own capture cannot run inside of this one
         seen = pytree.tree_map_only(Tensor, _as_captured, (args, kwargs))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from . import _C
 from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule, mode_of
-from ._state import PARAMETER, sync_state
+from ._state import PARAMETER, state_of, sync_state
 from ._trees import load_spec
 
 _IN_A_FILE = (int, float, bool, str, type(None))
@@ -20,6 +23,8 @@ _IN_A_FILE = (int, float, bool, str, type(None))
 def _spec(text: str, module: str) -> Any:
     try:
         return load_spec(text)
+    except Error as error:
+        raise Error(f"{module}: {error.message}", kind=error.kind, where=error.where, remedy=error.remedy) from None
     except Exception as error:
         raise Error(
             f"{module}: its inputs or outputs are of a type that this process does not know: {error}",
@@ -37,16 +42,39 @@ def load_pt2(path: str | os.PathLike, device: torch.device | str | None = None) 
 
     Raises :class:`plumb.Error` naming the file, the place in it and the remedy.
     """
+    return _load(path, device, {})
+
+
+def _load(path: str | os.PathLike, device: torch.device | str | None, own: dict[str, Tensor]) -> GraphModule:
+    """`own`: tensors by name that take the place of the file's."""
     engine, program = _C.load_pt2(os.fsencode(path), None if device is None else torch.device(device))
     parameters: dict[int, nn.Parameter] = {}  # by tensor: a tied one is one
     state = engine.state()  # held, so that no id is used twice
     for name, kind, tensor, _ in state:
-        if kind == PARAMETER:
+        if name in own:
+            engine.set_state(name, own[name])
+        elif kind == PARAMETER:
             if id(tensor) not in parameters:
                 parameters[id(tensor)] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
             engine.set_state(name, parameters[id(tensor)])
     in_spec, out_spec = (_spec(text, os.fsdecode(path)) for text in engine.specs())
     return GraphModule(engine, in_spec, out_spec, None, [None] * out_spec.num_leaves, [], program, mode_of(engine))
+
+
+def capture_dynamic(module: nn.Module, args: tuple, kwargs: dict, dynamic_shapes: Any) -> GraphModule:
+    """torch.export's program of `module`, with its size symbols, on the module's own tensors."""
+    try:
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    except Exception as error:
+        raise Error(
+            f"torch.export, which captures what has dynamic shapes, refuses the module: {str(error).strip()}",
+            kind=ErrorKind.Capture,
+            remedy="other dynamic_shapes, or a capture without them for each size",
+        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "program.pt2")
+        torch.export.save(program, path)
+        return _load(path, None, {name: tensor for name, _, tensor, _ in state_of(module)})
 
 
 def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:
@@ -71,5 +99,12 @@ def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:
                     kind=ErrorKind.Unsupported,
                     remedy=f"a tensor, a number, a string or None as {what}",
                 )
+    for what, spec in (("inputs", module._in_spec), ("outputs", module._out_spec)):
+        try:
+            pytree.treespec_dumps(spec)
+        except Exception as error:
+            warnings.warn(
+                f"the {what} hold a class that a file cannot name, and are saved as a flat tuple: {error}", stacklevel=2
+            )
     sync_state(module._engine, module._slots)
     _C.save_pt2(module._engine, module._program, inputs, module._plain_outputs, os.fsencode(path))

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from . import _C
 from ._errors import Error, ErrorKind
 from ._state import put_state, sync_state
-from ._trees import check_plain_inputs
+from ._trees import check_plain_inputs, structure_error
 
 
 def _member(module: nn.Module, name: str) -> Tensor:
@@ -116,10 +116,9 @@ class GraphModule(nn.Module):
             kwargs = {name: kwargs[name] for name in known.context}  # keywords come in any order
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._in_spec:
-            raise Error(
-                f"the inputs' structure differs from the graph's: {spec} instead of {self._in_spec}",
-                kind=ErrorKind.StructureMismatch,
-                remedy="call it as it was captured or exported, or capture again",
+            names = [node.target for node in self.graph.nodes if node.op == "placeholder"]
+            raise structure_error(
+                args, kwargs, self._in_spec, names, "call it as it was captured or exported, or capture again"
             )
         if self._plain_inputs is not None:
             check_plain_inputs(leaves, self._plain_inputs, self._takes_tensor, "the graph was captured", "capture again")

@@ -181,6 +181,13 @@ class History:
     def __len__(self) -> int:
         return len(self.columns["step"])
 
+    def __repr__(self) -> str:
+        steps = self.columns["step"]
+        span = f"steps {steps.min()} to {steps.max()}" if len(steps) else "no steps"
+        more = [f"scalars {', '.join(self.scalars())}"] if self.scalars() else []
+        more += [f"{len(self.events)} events"] if self.events else []
+        return f"<{'; '.join([f'History: {len(self)} rows of {len(self.tensors)} tensors, {span}', *more])}>"
+
     def statistic(self, name: str) -> np.ndarray:
         """A statistic of every row, as in rule files: ``"std"``, ``"underflow(e5m2)"``; NaN where it was not recorded."""
         return self._engine.statistic(name)

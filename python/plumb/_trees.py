@@ -83,6 +83,25 @@ def _name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def register_named_tuples(spec: Any) -> None:
+    """Gives the classes of named tuples in `spec` the name that a file knows them by, so that a file keeps them. A class
+    that no other process could find by its name has none."""
+    cls = spec.context
+    if hasattr(cls, "_fields") and cls not in pytree.SUPPORTED_NODES:
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if cls.__module__ != "__main__" and _find_named_tuple(name) is cls:
+            pytree._register_namedtuple(cls, serialized_type_name=name)
+    for child in _children(spec):
+        register_named_tuples(child)
+
+
+def _find_named_tuple(name: str) -> type | None:
+    """The class of this full name, if a module that is imported already has it."""
+    module, _, path = name.rpartition(".")
+    found = getattr(sys.modules.get(module), "__dict__", {}).get(path)
+    return found if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields") else None
+
+
 def flatten_inputs(args: tuple, kwargs: dict) -> tuple[list, Any]:
     leaves, spec = flatten((args, kwargs))
     for x in leaves:
@@ -105,6 +124,54 @@ def flatten_output(output: Any) -> tuple[list, Any]:
                 remedy=f"return {_REMEDY} (a cache: use_cache=False)",
             )
     return leaves, spec
+
+
+def _children(spec: Any) -> list:
+    return spec.children() if hasattr(spec, "children") else spec.children_specs  # older torch has the list alone
+
+
+def _in_words(spec: Any) -> str:
+    if spec.is_leaf():
+        return "one tensor or value"
+    if isinstance(spec.type, type) and issubclass(spec.type, dict) and isinstance(spec.context, (list, tuple)):
+        return f"a {spec.type.__name__} of {', '.join(map(repr, spec.context)) or 'nothing'}"
+    cls = spec.context if hasattr(spec.context, "_fields") else spec.type
+    return f"a {getattr(cls, '__name__', cls)} of {len(_children(spec))}"
+
+
+def _differences(want: Any, got: Any, name: str) -> list[str]:
+    """How an input differs from what is expected, by name: one difference for each place."""
+    if want == got:
+        return []
+    w, g = _children(want), _children(got)
+    if want.is_leaf() or got.is_leaf() or want.type != got.type or want.context != got.context or len(w) != len(g):
+        return [f"input {name} should be {_in_words(want)}, got {_in_words(got)}"]
+    keys = want.context if isinstance(want.context, (list, tuple)) and len(want.context) == len(w) else range(len(w))
+    return [d for key, a, b in zip(keys, w, g) for d in _differences(a, b, f"{name}[{key!r}]")]
+
+
+def structure_error(args: tuple, kwargs: dict, in_spec: Any, names: list[str], remedy: str) -> Error:
+    """The error for inputs that are built differently from what a graph was made for, in terms of the call. `names`: one
+    for each leaf of the inputs; a positional input that is no leaf is known by its number."""
+    want_args, want_kwargs = map(_children, _children(in_spec))
+    keywords = dict(zip(_children(in_spec)[1].context or [], want_kwargs))
+    positional, leaf = [], 0
+    for i, part in enumerate(want_args):
+        positional.append(f"'{names[leaf]}'" if part.is_leaf() and leaf < len(names) else str(i))
+        leaf += part.num_leaves
+    found = []
+    if len(args) != len(want_args):
+        takes = f"{len(want_args)} positional input{'' if len(want_args) == 1 else 's'}"
+        found.append(f"the model takes {takes} ({', '.join(positional)}), got {len(args)}")
+    else:
+        for name, want, value in zip(positional, want_args, args):
+            found += _differences(want, flatten(value)[1], name)
+    found += [f"keyword input '{name}' is missing" for name in keywords if name not in kwargs]
+    found += [f"the model has no keyword input '{name}'" for name in kwargs if name not in keywords]
+    for name in keywords.keys() & kwargs.keys():
+        found += _differences(keywords[name], flatten(kwargs[name])[1], f"'{name}'")
+    message = "; ".join(found) or "the inputs are not built as those that the graph was made for"
+    return Error(message, kind=ErrorKind.StructureMismatch, remedy=remedy)
 
 
 def check_plain_inputs(leaves: list, known: list, takes_tensor: list[bool], made: str, remedy: str) -> None:
@@ -141,7 +208,16 @@ def load_spec(text: str) -> Any:
     while left:
         spec = left.pop()
         context = spec["context"]
-        if isinstance(context, str):
+        if spec["type"] == "collections.namedtuple" and context not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+            cls = _find_named_tuple(str(context))
+            if cls is None:
+                raise Error(
+                    f"a named tuple is of the class '{context}', which this process does not know",
+                    kind=ErrorKind.Unsupported,
+                    remedy=f"import {str(context).rpartition('.')[0]}, which defines it, first",
+                )
+            pytree._register_namedtuple(cls, serialized_type_name=context)
+        elif isinstance(context, str):
             with contextlib.suppress(ValueError):
                 json.loads(context, object_hook=_check_enum)
         elif isinstance(context, dict) and "default_factory_name" in context:

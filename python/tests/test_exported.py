@@ -113,7 +113,7 @@ def test_numbers_text_and_none_are_checked_against_the_file(tmp_path):
         loaded(x, 5, **given)
     with pytest.raises(plumb.Error, match="name"):
         loaded(x, 4, **{**given, "name": "c"})
-    with pytest.raises(plumb.Error, match="structure"):
+    with pytest.raises(plumb.Error, match="takes 2 positional inputs .*'x', 'count'.*, got 1"):
         loaded(x)
 
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from .. import _C  # noqa: F401  (registers the operator)
 from .._errors import Error, ErrorKind
-from ._errors import InvalidValue
+from ._errors import InvalidType, InvalidValue
 
 aten_pipe_split_alias = torch.ops.plumb.pipe_split.default
 fx.has_side_effect(aten_pipe_split_alias)  # torch.export and torch.fx keep it although nothing uses it
@@ -68,8 +68,18 @@ def _module(root: nn.Module, name: str) -> nn.Module:
     return module
 
 
+def check_is_dict(spec: Any) -> None:
+    """Raises `plumb.Error` (a TypeError too) for a `split_spec` that is no dict of names and points."""
+    if not isinstance(spec, Mapping):
+        raise InvalidType(
+            f"split_spec is a {type(spec).__name__}, not a dict from names of modules to split points",
+            remedy='split_spec={"layers.4": SplitPoint.BEGINNING}',
+        )
+
+
 def check_split_spec(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> list[tuple[nn.Module, SplitPoint]]:
     """The modules and points that `spec` names. Raises `plumb.Error` (an AttributeError too) for a name that is none."""
+    check_is_dict(spec)
     return [(_module(mod, name), _point(value)) for name, value in spec.items()]
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._errors import Error
+from .._errors import Error, ErrorKind
 from ._actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, REDUCE_GRAD, _Action, _ComputationType
 from ._chunks import EngineStage, own_arguments
 from ._data_parallel import replicas_of
@@ -72,9 +72,24 @@ class _Step:
     def _loss(self, output: Any, target: Any, microbatch: int, loss_kwargs: dict[str, Any]) -> torch.Tensor | None:
         if self.targets is None and not self.train:
             return None
-        loss = self.schedule._loss_fn(output, target, **loss_kwargs)
+        try:
+            loss = self.schedule._loss_fn(output, target, **loss_kwargs)
+        except Exception as error:
+            if self.targets is not None or isinstance(error, Error):
+                raise
+            raise Error(
+                f"step() was given no target, and the loss function fails without one: {error}",
+                kind=ErrorKind.StructureMismatch,
+                remedy="schedule.step(..., target=...) on the rank of the last stage",
+            ) from error
         if not isinstance(loss, torch.Tensor):
             raise Error(f"the loss function answered a {type(loss).__name__}, not a tensor")
+        if loss.numel() != 1:
+            raise Error(
+                f"the loss function answered a tensor of shape {list(loss.shape)}, not one number",
+                kind=ErrorKind.StructureMismatch,
+                remedy='one number a microbatch: loss.mean(), or reduction="mean"',
+            )
         self.losses[microbatch] = loss.detach()
         return loss
 

@@ -22,10 +22,10 @@ from .._capture import GraphModule, capture_engine
 from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._state import state_of, sync_state
-from .._trees import check_plain_inputs
+from .._trees import check_plain_inputs, structure_error
 from ..transforms._apply import forward_of
 from ._errors import InvalidType
-from ._marks import annotate_split_points, check_split_spec
+from ._marks import annotate_split_points, check_is_dict, check_split_spec
 
 logger = logging.getLogger("plumb.pipelining")
 
@@ -62,11 +62,10 @@ class Source:
         if spec != self.in_spec:
             leaves, spec = pytree.tree_flatten(self._as_captured(args, kwargs))
         if spec != self.in_spec:
-            raise Error(
-                f"the inputs' structure differs from the example's: {spec} instead of {self.in_spec}",
-                kind=ErrorKind.StructureMismatch,
-                remedy="call it as it was cut, or cut it with inputs like these",
-            )
+            raise structure_error(
+                args, kwargs, self.in_spec, [name for name, _ in self.arguments],
+                "call it as it was cut, or cut it with inputs like these",
+            )  # fmt: skip
         if not self.takes_plain:
             check_plain_inputs(
                 leaves, self.plain_inputs, self.takes_tensor, "the model was cut", "cut it with inputs like these"
@@ -254,6 +253,8 @@ def make_source(module: Any, args: Any, kwargs: dict | None, spec: Any = None) -
     """The source, and the part of `spec` that is still to be cut at (by module names in the graph)."""
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     kwargs = dict(kwargs or {})
+    if spec is not None:
+        check_is_dict(spec)
     if isinstance(module, GraphModule):
         return from_graph_module(module, args, kwargs), spec
     if isinstance(module, nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
@@ -299,13 +300,54 @@ def forward_of(module: nn.Module) -> TransformedForward | None:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A deep copy, of modules too that keep results of their last forward (features of a hook, pruned weights), which torch
-    does not copy: they are kept as plain tensors."""
+    """A deep copy, of modules too that keep what torch does not copy: results of their last forward (features of a hook,
+    pruned weights) are kept as plain tensors, scripted functions as they are."""
     memo: dict[int, Any] = {}
     for sub in module.modules():
-        kept = [v for v in sub.__dict__.values() if isinstance(v, (Tensor, list, tuple, dict))]
-        memo.update((id(t), t.detach().clone()) for t in pytree.tree_leaves(kept) if isinstance(t, Tensor) and not t.is_leaf)
+        kept = [v for v in sub.__dict__.values() if isinstance(v, (Tensor, list, tuple, dict, torch.jit.ScriptFunction))]
+        for value in pytree.tree_leaves(kept):
+            if isinstance(value, torch.jit.ScriptFunction):
+                memo[id(value)] = value
+            elif isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
     return copy.deepcopy(module, memo)
+
+
+class _ExtraRepr:
+    """What a transformed module's repr says beside what the module's own says."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self) -> str:
+        forward = forward_of(self.module)
+        own = type(self.module).extra_repr(self.module)
+        if forward is None:
+            return own
+        graphs = len(forward._cache)
+        what = f"{graphs} graph{'' if graphs == 1 else 's'}" if graphs else "no graph yet"
+        mine = f"plumb: {', '.join(p.name for p in forward.passes)} ({what})"
+        return f"{own}\n{mine}" if own else mine
+
+    def __deepcopy__(self, memo: dict) -> _ExtraRepr:
+        return _ExtraRepr(copy.deepcopy(self.module, memo))
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    """Raises `plumb.Error` for modules whose forward is no Python that a graph could be captured of."""
+    dynamo = sys.modules.get("torch._dynamo")  # loaded once something was compiled
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        raise Error(
+            "the module is a result of torch.compile, and a transform takes the model that was compiled",
+            kind=ErrorKind.Unsupported,
+            remedy="transform first, compile then: torch.compile(plumb.transforms.unit_scale(model)), for example",
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise Error(
+            "the module is scripted or traced (torch.jit), and a transform takes the Python module that it was made of",
+            kind=ErrorKind.Unsupported,
+            remedy="the module as it was before torch.jit.script or torch.jit.trace",
+        )
 
 
 def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
@@ -313,6 +355,7 @@ def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
     follow it)."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"a transform takes a torch.nn.Module, got {type(module).__name__}")
+    _refuse_compiled(module)
     refuse_modules(module, with_root=False)
     compiled = module._compiled_call_impl is not None
     module = _copy(module)
@@ -323,6 +366,7 @@ def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
         logger.info("moving %s backend to precede %s backend", display_name(new.name), display_name(later.name))
     passes.insert(place, new)
     module.__dict__["forward"] = TransformedForward(module, passes)
+    module.__dict__["extra_repr"] = _ExtraRepr(module)
     if compiled:
         module.compile(**module.__dict__.get("compile_options", {}))
     return module

@@ -21,14 +21,15 @@ from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
 from .._state import CONSTANT, state_of
 
-_forwards: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_forwards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_last: dict[int, Any] = {}  # the graph that run() took last, by handle
+_last: dict[str, Any] = {}  # the graph that run() took last, by handle
 
 
-def register(forward: Any) -> int:
-    """A number by which compiled code finds this forward."""
-    handle = next(_numbers)
+def register(forward: Any) -> str:
+    """A name by which compiled code finds this forward. No number: Dynamo makes one that differs between two modules of
+    one class a symbol, and then knows neither of them."""
+    handle = f"forward {next(_numbers)}"
     _forwards[handle] = forward
     weakref.finalize(forward, _last.pop, handle, None)
     return handle
@@ -62,7 +63,7 @@ def _stand_in(x: Tensor) -> Tensor:
         return made.requires_grad_(x.requires_grad)
 
 
-def _graph_for(handle: int, args: tuple, kwargs: dict) -> Any:
+def _graph_for(handle: str, args: tuple, kwargs: dict) -> Any:
     forward = _forwards[handle]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if handle in _last and any(isinstance(x, torch._subclasses.functional_tensor.FunctionalTensor) for x in leaves):
@@ -117,7 +118,7 @@ def _close_recurrent_modules() -> None:
 
 
 @torch._dynamo.allow_in_graph
-def run(handle: int, names: tuple, state: list, modes: list, args: tuple, kwargs: dict) -> tuple:
+def run(handle: str, names: tuple, state: list, modes: list, args: tuple, kwargs: dict) -> tuple:
     _close_recurrent_modules()
     captured = _graph_for(handle, args, kwargs)
     by_name = dict(zip(names, state))
@@ -127,7 +128,7 @@ def run(handle: int, names: tuple, state: list, modes: list, args: tuple, kwargs
 
 
 @torch._dynamo.assume_constant_result
-def _names(handle: int) -> tuple:
+def _names(handle: str) -> tuple:
     _open_recurrent_modules()
     return tuple(name for name, kind, _, _ in state_of(_forwards[handle].module) if kind != CONSTANT)
 
@@ -170,7 +171,7 @@ def _template(spec: Any, plain: Iterator[Any], tensors: Iterator[bool], number: 
 
 
 @torch._dynamo.assume_constant_result
-def _structure(handle: int) -> tuple:
+def _structure(handle: str) -> tuple:
     captured = _last[handle]
     return _template(captured.out_spec, iter(captured.plain), iter(captured.is_tensor), itertools.count())
 
@@ -200,7 +201,7 @@ def _member(module: nn.Module, name: str) -> Tensor:
     return module
 
 
-def call(handle: int, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+def call(handle: str, module: nn.Module, args: tuple, kwargs: dict) -> Any:
     """The function that Dynamo follows."""
     names = _names(handle)
     # Read so that the compiled code is one for these modes and constants.
