@@ -210,7 +210,7 @@ void run_weight_half(DeferredWeights::State& deferred, bool retain_graph) {
   }
   HooksOff hooks(deferred.starts);
   EdgesCut cut(deferred.cuts);
-  if (!edges.empty()) run_engine(edges, grads, retain_graph);
+  if (!edges.empty()) run_engine(edges, grads, retain_graph, deferred.only, IntoGrad::Yes);
 }
 
 }  // namespace plumb

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "plumb/autograd/backward_graph.h"
 #include "plumb/autograd/stage_backward.h"
@@ -28,6 +29,7 @@ struct DeferredWeights::State {
   };
   std::vector<Start> starts;
   std::vector<Cut> cuts;  // still to be cut, because the graph is kept whole
+  edge_list only;         // the leaves whose .grad is added to; empty: all
 };
 
 struct BackwardAccess {
@@ -37,6 +39,12 @@ struct BackwardAccess {
     return *d.state_;
   }
   static std::unique_ptr<DeferredWeights::State>& state(DeferredWeights& d) { return d.state_; }
+  // The weight half adds to the `.grad` of these tensors alone. Not empty.
+  static void restrict_to(DeferredWeights& d, const Tensors& weights) {
+    if (!d.state_) return;
+    d.state_->only.clear();
+    for (const at::Tensor& w : weights) d.state_->only.push_back(torch::autograd::impl::gradient_edge(w));
+  }
   // Empty once the weight half has run.
   static std::vector<DeferredWeights::State::Start> starts(const DeferredWeights& d) {
     return d.state_ ? d.state_->starts : std::vector<DeferredWeights::State::Start>();
@@ -49,10 +57,14 @@ struct BackwardRoots {
   variable_list grads;
 };
 
+enum class IntoGrad { No, Yes };
+
+// With outputs: answers their gradients, or adds them to the `.grad` of these leaves and of no others.
 inline variable_list run_engine(const edge_list& roots, const variable_list& grads, bool keep_graph,
-                                const edge_list& outputs = {}) {
+                                const edge_list& outputs = {}, IntoGrad into = IntoGrad::No) {
+  const bool accumulate = outputs.empty() || into == IntoGrad::Yes;
   return torch::autograd::Engine::get_default_engine().execute(roots, grads, keep_graph, /*create_graph=*/false,
-                                                               /*accumulate_grad=*/outputs.empty(), outputs);
+                                                               accumulate, outputs);
 }
 
 // The input half from these roots; `inputs` by input, an empty function where none is wanted.

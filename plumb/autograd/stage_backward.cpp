@@ -132,9 +132,6 @@ Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, cons
   try {
     auto edges = leaf_edges(inputs, /*leaves_only=*/true);
     auto roots = collect_roots(outputs, output_grads);
-    for (const auto& in : inputs) {
-      if (in.defined() && in.requires_grad()) in.mutable_grad() = at::Tensor();
-    }
     if (!roots.edges.empty()) run_engine(roots.edges, roots.grads, /*keep_graph=*/false);
     Tensors grads(inputs.size());
     for (size_t i = 0; i < inputs.size(); i++) {

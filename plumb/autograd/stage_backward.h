@@ -69,7 +69,7 @@ struct InputHalf {
 // outputs: tensors that require no gradient, or are undefined, are skipped with their gradients.
 // output_grads: empty means ones for every output. An undefined entry means ones for a one-element output and is an
 //   error for any other. Sizes must be the output's.
-// inputs: leaf tensors (their `.grad` is unset afterwards) or an InputBoundary.
+// inputs: leaf tensors (a `.grad` from before is part of the answer; unset afterwards) or an InputBoundary.
 // input_seeds: gradients the inputs already have from elsewhere (later users of the same value), summed first. Boundary
 //   form only; empty, or one entry per input, undefined for none.
 //

@@ -25,9 +25,12 @@ bool takes_tensor(const Node& node) {
 
 // Device arguments say where tracing happened. An operator that makes a tensor of nothing needs one even where it said
 // none; one that has a tensor input follows that.
-void rewrite_devices(Graph& graph, at::Device device) {
+std::vector<std::string> rewrite_devices(Graph& graph, at::Device device) {
+  std::vector<std::string> changed;
   for (Node* node : graph.nodes()) {
-    if (node->kind() == NodeKind::CallModule) rewrite_devices(*node->subgraph(), device);
+    if (node->kind() == NodeKind::CallModule) {
+      for (std::string& name : rewrite_devices(*node->subgraph(), device)) changed.push_back(std::move(name));
+    }
     if (node->is_call()) {
       const auto& arguments = node->schema().arguments();
       for (size_t i = 0; i < arguments.size(); ++i) {
@@ -35,6 +38,7 @@ void rewrite_devices(Graph& graph, at::Device device) {
         if (node->arg(i).is_none() && (takes_tensor(*node) || device.is_cpu())) continue;
         if (!node->arg(i).is_none() && node->arg(i).constant().toDevice() == device) continue;
         node->set_arg(i, c10::IValue(device));
+        if (node->num_results()) changed.push_back(node->result(0)->name());
       }
     }
     for (Value* v : node->results()) {
@@ -44,6 +48,7 @@ void rewrite_devices(Graph& graph, at::Device device) {
       v->set_meta(std::move(meta));
     }
   }
+  return changed;
 }
 
 void Pipe::move_stage(int index, at::Device device) {

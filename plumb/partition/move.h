@@ -3,12 +3,15 @@
 
 #include <c10/core/Device.h>
 
+#include <string>
+#include <vector>
+
 #include "plumb/graph/graph.h"
 
 namespace plumb {
 
 // Device arguments of operators that make or move tensors, and the devices in the values' metadata, nested graphs too.
-// The state is the caller's to move: see Pipe::move_stage, which does both.
-void rewrite_devices(Graph& graph, at::Device device);
+// The state is the caller's to move: see Pipe::move_stage, which does both. Answers whose device arguments changed.
+std::vector<std::string> rewrite_devices(Graph& graph, at::Device device);
 
 }  // namespace plumb

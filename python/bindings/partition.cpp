@@ -2,7 +2,6 @@
 #include "convert.h"
 #include "errors.h"
 #include "module.h"
-#include "plumb/partition/backward.h"
 #include "plumb/partition/balance.h"
 #include "plumb/partition/describe_cut.h"
 #include "plumb/partition/move.h"
@@ -292,7 +291,7 @@ void bind_cuts(py::module_& m) {
     module.set_state(tensors);
   });
   m.def("rewrite_devices",
-        [](GraphModule& module, const at::Device& device) { rewrite_devices(module.graph(), device); });
+        [](GraphModule& module, const at::Device& device) { return rewrite_devices(module.graph(), device); });
   m.def("deserialize_stage", [](const std::string& bytes) {
     StagePackage package = deserialize_stage(bytes);
     py::dict d;
@@ -306,29 +305,10 @@ void bind_cuts(py::module_& m) {
   });
 }
 
-void bind_detach_executor(py::module_& m) {
-  py::class_<DetachExecutor>(m, "DetachExecutor", "One microbatch with the stages apart for autograd.")
-      .def(py::init<const Pipe&>(), py::keep_alive<1, 2>())
-      .def("forward",
-           [](DetachExecutor& e, const py::list& inputs) {
-             auto values = to_ivalues(inputs);
-             {
-               py::gil_scoped_release release;
-               values = e.forward(std::move(values));
-             }
-             return to_list(values);
-           })
-      .def("backward", [](DetachExecutor& e) {
-        py::gil_scoped_release release;
-        return e.backward();
-      });
-}
-
 Register partition_part([](py::module_& m) {
   bind_pipe_table(m);
   bind_pipe(m);
   bind_cuts(m);
-  bind_detach_executor(m);
   bind_specializer(m);
 });
 

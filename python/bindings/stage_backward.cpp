@@ -124,11 +124,12 @@ Register stage_backward_part([](py::module_& m) {
   });
   m.def(
       "stage_backward_weight",
-      [](DeferredWeights& deferred, bool retain_graph) {
+      [](DeferredWeights& deferred, const Tensors& weights, bool retain_graph) {
         py::gil_scoped_release free;
+        BackwardAccess::restrict_to(deferred, weights);
         stage_backward_weight(deferred, retain_graph);
       },
-      py::arg("deferred"), py::arg("retain_graph") = false);
+      py::arg("deferred"), py::arg("weights"), py::arg("retain_graph") = false);
 });
 
 }  // namespace

@@ -206,11 +206,54 @@ def test_outputs_and_gradients_may_be_nested():
         lambda out: {"a": (None, out)},
     ],
 )
-def test_gradients_that_do_not_fit_are_refused(grads_of):
+def test_gradients_that_do_not_fit_are_refused_with_outputs_gradients_and_inputs(grads_of):
     module, x, _, _ = case(Block)
     out = module(x)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(plumb.Error, match="Failed to run stage backward") as caught:
         stage_backward({"a": (out, out * 2)}, grads_of(torch.ones_like(out)), (x,))
+    text = caught.value.where
+    assert "Stage output: {'a': ('Tensor(torch.Size([4, 8]), grad=True" in text
+    assert "Output gradient: {'" in text and text.endswith("Input: ['Tensor(torch.Size([4, 8]), grad=True, dtype=torch.float32)']")
+
+
+def test_what_fails_in_the_users_backward_is_described_too():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise KeyError("mine")
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(plumb.Error, match="mine") as caught:
+        stage_backward(Fails.apply(x), torch.ones(2), (x,))
+    assert "Input: ['Tensor(torch.Size([2])" in caught.value.where
+
+
+def test_a_gradient_from_before_is_part_of_an_inputs_answer():
+    module, x, reference, ref_x = case(Block)
+    x.grad = torch.full_like(x, 3.0)
+    ref_x.grad = torch.full_like(x, 3.0)
+    (found,) = stage_backward(module(x).sum(), None, (x,))
+    (expected,) = torchs.stage_backward(reference(ref_x).sum(), None, (ref_x,))
+    assert torch.equal(found, expected) and x.grad is None
+
+
+@pytest.mark.parametrize("make", MODULES[:-1], ids=NAMES[:-1])
+def test_the_weight_half_touches_the_given_weights_and_no_other_leaf(make):
+    module, x, reference, ref_x = case(make)
+    reference(ref_x).sum().backward()
+    chosen = [n for n, p in module.named_parameters() if p.requires_grad][:1]
+    weights = [dict(module.named_parameters())[n] for n in chosen]
+    _, groups = stage_backward_input([module(x).sum()], None, [x], weights)
+    stage_backward_weight(weights, groups)
+    for name, p in module.named_parameters():
+        expected = dict(reference.named_parameters())[name].grad if name in chosen else None
+        assert (p.grad is None and expected is None) or torch.equal(p.grad, expected), name
+    _, groups = stage_backward_input([module(x).sum()], None, [x], [])
+    assert groups == []
 
 
 def test_parts_of_a_leaf_hand_their_gradients_on():

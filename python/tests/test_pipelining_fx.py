@@ -121,7 +121,7 @@ def test_stages_are_counted_and_inputs_come_first():
     assert [n.meta["stage_idx"] for n in gm.graph.nodes if n.op == "call_module"] == [0, 1]
 
 
-def test_devices_in_graphs_change_inside_of_graphs_too():
+def test_devices_in_graphs_change_inside_of_graphs_too(caplog):
     def making(root):
         graph = fx.Graph()
         x = graph.placeholder("x")
@@ -139,6 +139,12 @@ def test_devices_in_graphs_change_inside_of_graphs_too():
     before = gm.code
     _IR._modify_graph_op_device(gm, torch.device("meta"))
     assert gm.code == before
+    root.inner = nn.ReLU()
+    with caplog.at_level("DEBUG", logger="plumb.pipelining"):
+        _IR._modify_graph_op_device(making(root), torch.device("meta"))
+    told = [r.getMessage() for r in caplog.records]
+    assert told[0] == "Changing device of Node ones from cpu to meta"
+    assert told[1].startswith("Skipping device modification for submodule inner because it is a") and len(told) == 2
 
 
 def test_graph_modules_travel_without_code():

@@ -427,7 +427,9 @@ def test_time_lines_are_recorded_and_drawn(tmp_path):
     schedule.step(x, target=target)
     events = schedule.timeline()
     assert [e[1] for e in events][:3] == ["0F0", "0F1", "0F2"] and len(events) == 12
-    assert 0 <= schedule.measured_bubble() < 1
+    busy = sum(end - start for *_, start, end in events)
+    whole = max(e[4] for e in events) - min(e[3] for e in events)
+    assert schedule.measured_bubble() == pytest.approx(1 - busy / whole, abs=1e-3)
     schedule.draw_timeline(str(tmp_path / "t.json"))
     traced = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert [e["name"] for e in traced] == [e[1] for e in events] and traced[0]["dur"] > 0

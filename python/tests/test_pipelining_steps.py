@@ -250,7 +250,9 @@ def test_a_time_line_has_every_action_in_order(name, tmp_path):
         events = schedule.timeline()
         assert all(waiting <= start <= end for _, _, waiting, start, end in events)
         assert all(a[4] <= b[2] for a, b in zip(events, events[1:])) and events[0][2] == 0
-        assert 0 <= schedule.measured_bubble() < 1
+        busy = sum(end - start for *_, start, end in events)
+        whole = max(e[4] for e in events) - min(e[3] for e in events)
+        assert schedule.measured_bubble() == pytest.approx(1 - busy / whole, abs=1e-3)
         picture = tmp_path / f"{own}.svg"
         schedule.draw_timeline(str(picture))
         assert "<svg" in picture.read_text()

@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .. import _C
-from .._C import Error
-from ._debug import map_debug_info  # noqa: F401
+from .._errors import Error, ErrorKind
+from ._debug import map_debug_info
 
 
 def _get_grad_fn_or_grad_acc(t: torch.Tensor) -> Node | None:
@@ -84,7 +84,7 @@ class _WeightHalf(dict):
 
     def __init__(self, deferred, weights: list[torch.Tensor]):
         super().__init__()
-        self.deferred, self._weights = deferred, weights
+        self.deferred, self.weights = deferred, weights
         self.replaced = False
 
     def __missing__(self, key: str):
@@ -99,7 +99,7 @@ class _WeightHalf(dict):
         found = {
             "intermediates": tuple(grads),
             "grads": [tuple(of.get(i) for i in range(_num_inputs(node))) for node, of in grads.items()],
-            "params": {_get_grad_fn_or_grad_acc(w) for w in self._weights if w.requires_grad},
+            "params": {_get_grad_fn_or_grad_acc(w) for w in self.weights},
         }
         for name, value in found.items():
             if name not in self:
@@ -133,8 +133,8 @@ def stage_backward_input(
 ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
     """The input half: gradients of the inputs, which are also added to their ``.grad``; no weight's ``.grad`` changes.
 
-    `output_grads` None: ones. The answer's second part is for `stage_backward_weight`. The outputs leave autograd's
-    graph, so that what only this half needed is freed.
+    `output_grads` None: ones. The answer's second part is for `stage_backward_weight`, which adds to the ``.grad`` of these
+    `weights` and of no other leaf. The outputs leave autograd's graph, so that what only this half needed is freed.
     """
     outputs = _as_list(stage_outputs_or_loss)
     grads = [torch.ones_like(t) for t in outputs] if output_grads is None else _as_list(output_grads)
@@ -148,17 +148,19 @@ def stage_backward_input(
     for output in outputs:
         if output.grad_fn is not None and not output._is_view():  # a view cannot leave the graph in place
             output.detach_()
-    return tuple(input_grads), [_WeightHalf(deferred, list(weights))] if deferred.pending else []
+    wanted = [w for w in weights if w.requires_grad]
+    return tuple(input_grads), [_WeightHalf(deferred, wanted)] if deferred.pending and wanted else []
 
 
 def stage_backward_weight(
     weights: Iterator[torch.nn.Parameter], param_groups: list[dict[str, Any]], retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """The weight half: adds to the weights' ``.grad`` what a whole backward would have; answers these in order."""
+    """The weight half: adds to the ``.grad`` of the weights that the input half was given what a whole backward would have;
+    answers the ``.grad`` of `weights` in order."""
     weights = list(weights)
     for group in param_groups:
         if isinstance(group, _WeightHalf) and not group.replaced:
-            _C.stage_backward_weight(group.deferred, retain_graph)
+            _C.stage_backward_weight(group.deferred, group.weights, retain_graph)
         else:
             _group_backward(weights, group, retain_graph)
     return tuple(weight.grad for weight in weights)
@@ -215,18 +217,32 @@ def _collect(output, grad, outputs: list, grads: list) -> None:
 def stage_backward(
     stage_output, output_grads, input_values: Iterable[Any], outputs_with_grads_idxs: list[int] | None = None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Adds to the gradients of all leaves and answers those of the inputs, whose ``.grad`` is unset again.
+    """Adds to the gradients of all leaves and answers those of the inputs, whose ``.grad`` is unset again. What an input's
+    ``.grad`` held before is part of its answer.
 
     Outputs and their gradients may be nested tuples, lists and dicts; a gradient may be None for a number, which then
-    counts once.
+    counts once. Raises `plumb.Error` whose ``where`` describes outputs, gradients and inputs.
     """
     if outputs_with_grads_idxs is not None:
         stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
         output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
+    inputs = list(input_values)
+    try:
+        return _whole_backward(stage_output, output_grads, inputs)
+    except Exception as error:
+        raise Error(
+            f"Failed to run stage backward: {getattr(error, 'message', None) or error}",
+            kind=getattr(error, "kind", ErrorKind.ExecutionFailed),
+            where=f"Stage output: {map_debug_info(stage_output)}; Output gradient: {map_debug_info(output_grads)}; "
+            f"Input: {map_debug_info(inputs)}",
+            remedy=getattr(error, "remedy", ""),
+        ) from error
+
+
+def _whole_backward(stage_output, output_grads, inputs: list) -> tuple[torch.Tensor | None, ...]:
     outputs: list[torch.Tensor] = []
     grads: list[torch.Tensor | None] = []
     _collect(stage_output, output_grads, outputs, grads)
-    inputs = list(input_values)
     wanted = [isinstance(t, torch.Tensor) and t.requires_grad for t in inputs]
     # Parts of a batch that retain their gradients are no leaves; autograd hands them theirs by itself.
     leaves = [t if want and t.is_leaf else None for t, want in zip(inputs, wanted)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from .._capture import GraphModule
 from .._errors import Error, ErrorKind
 from .._state import CONSTANT, PARAMETER, sync_state
 from ._specialize import CutSizes, StageGraphs
+
+logger = logging.getLogger("plumb.pipelining")
 
 
 class StageModule(GraphModule):
@@ -116,7 +119,8 @@ class StageModule(GraphModule):
                 kept = self.__dict__.setdefault("_constants", {})
                 kept[name] = kept[name] if tensor.is_meta else tensor
                 self._engine.set_state(name, kept[name].to(device))
-        _C.rewrite_devices(self._engine, device)
+        for name in _C.rewrite_devices(self._engine, device):
+            logger.debug("Changing device of Node %s to %s", name, device)
         self._graphs.forget()
         self.__dict__.update(_fx=None, _moved_to=device)
         return self
