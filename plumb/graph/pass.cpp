@@ -91,7 +91,9 @@ PassStep parse_pass_step(const std::string& text) {
   std::vector<std::string> parts;
   std::istringstream stream(text);
   for (std::string part; std::getline(stream, part, ',');) {
-    if (parts.size() > 1 && part.find('=') == std::string::npos) {
+    // "c::d=e" is a part of a list, too: no option is named like an operator.
+    const std::string name = part.substr(0, part.find('='));
+    if (parts.size() > 1 && (name == part || name.find(':') != std::string::npos)) {
       parts.back() += "," + part;
     } else {
       parts.push_back(part);

@@ -53,7 +53,7 @@ struct PassStep {
   PassOptions options;
 };
 
-// "NAME[,option=value]..."; a part without "=" belongs to the value before it ("exclude=a,b"). Raises
+// "NAME[,option=value]..."; a part without "=", or with "::" first, belongs to the value before ("exclude=a,b"). Raises
 // Error(InvalidArgument) for an unknown pass or option, naming the known ones.
 PassStep parse_pass_step(const std::string& text);
 

@@ -46,6 +46,15 @@ bool same_scale(const Metrics& a, const Metrics& b, double rtol) {
   return same_scale(a.fwd, b.fwd, rtol) && (!a.bwd || same_scale(*a.bwd, *b.bwd, rtol));
 }
 
+// A copy in which every input knows its place.
+std::vector<ScaleNode> with_places(const ScalesGraph& graph) {
+  std::vector<ScaleNode> nodes = graph.nodes;
+  for (ScaleNode& node : nodes) {
+    for (size_t k = node.places.size(); k < node.inputs.size(); ++k) node.places.push_back(k);
+  }
+  return nodes;
+}
+
 // The nodes that are kept, renumbered.
 ScalesGraph compact(std::vector<ScaleNode> nodes, const std::vector<bool>& keep) {
   std::vector<size_t> place(nodes.size());
@@ -63,17 +72,21 @@ ScalesGraph compact(std::vector<ScaleNode> nodes, const std::vector<bool>& keep)
 constexpr size_t kKeep = SIZE_MAX, kNone = SIZE_MAX - 1;
 template <class StandIn>
 ScalesGraph prune_to_one(const ScalesGraph& graph, const StandIn& stand_in) {
-  std::vector<ScaleNode> nodes = graph.nodes;
+  std::vector<ScaleNode> nodes = with_places(graph);
   std::vector<bool> keep(nodes.size(), true);
   std::vector<size_t> instead(nodes.size(), kKeep);
   for (size_t i = 0; i < nodes.size(); ++i) {
     // Inputs come earlier, so what stands for them is settled.
-    std::vector<size_t> inputs;
-    for (size_t input : nodes[i].inputs) {
+    std::vector<size_t> inputs, places;
+    for (size_t k = 0; k < nodes[i].inputs.size(); ++k) {
+      const size_t input = nodes[i].inputs[k];
       const size_t found = instead[input] == kKeep ? input : instead[input];
-      if (found != kNone) inputs.push_back(found);
+      if (found == kNone) continue;
+      inputs.push_back(found);
+      places.push_back(nodes[i].places[k]);
     }
     nodes[i].inputs = std::move(inputs);
+    nodes[i].places = std::move(places);
     if (nodes[i].kind == NodeKind::Output) continue;
     instead[i] = stand_in(nodes, i);
     keep[i] = instead[i] == kKeep;
@@ -180,23 +193,31 @@ ScalesGraph prune_same_scale_tensors(const ScalesGraph& graph, double rtol) {
 
 ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::vector<std::string>& targets) {
   const std::unordered_set<std::string_view> wanted(targets.begin(), targets.end());
-  std::vector<ScaleNode> nodes = graph.nodes;
+  return prune_selected_nodes(graph, [&wanted](const ScaleNode& node) {
+    const std::string_view target = node.target;
+    const bool operation = node.kind == NodeKind::CallFunction;
+    return wanted.count(target) || (operation && wanted.count(target.substr(0, target.find('.'))));
+  });
+}
+
+ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::function<bool(const ScaleNode&)>& selected) {
+  std::vector<ScaleNode> nodes = with_places(graph);
   std::vector<bool> keep(nodes.size(), true);
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    if (nodes[i].kind == NodeKind::Output) continue;
-    const std::string_view target = nodes[i].target;
-    const bool operation = nodes[i].kind == NodeKind::CallFunction;
-    keep[i] = !wanted.count(target) && !(operation && wanted.count(target.substr(0, target.find('.'))));
-  }
+  for (size_t i = 0; i < nodes.size(); ++i) keep[i] = nodes[i].kind == NodeKind::Output || !selected(nodes[i]);
   // A kept node takes what it reaches over removed ones, each once. Every removed node is walked over once for each
   // kept user of the removed part it belongs to.
   std::vector<size_t> seen(nodes.size(), SIZE_MAX), open;
   for (size_t i = 0; i < nodes.size(); ++i) {
     if (!keep[i]) continue;
-    std::vector<size_t> inputs;
-    for (size_t input : nodes[i].inputs) {
+    std::vector<size_t> inputs, places;
+    auto take = [&](size_t input, size_t k) {
+      inputs.push_back(input);
+      places.push_back(nodes[i].places[k]);
+    };
+    for (size_t k = 0; k < nodes[i].inputs.size(); ++k) {
+      const size_t input = nodes[i].inputs[k];
       if (keep[input]) {
-        inputs.push_back(input);
+        take(input, k);
         continue;
       }
       open.assign(1, input);
@@ -206,13 +227,14 @@ ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::vector<std
         if (seen[at] == i) continue;
         seen[at] = i;
         if (keep[at]) {
-          inputs.push_back(at);
+          take(at, k);
         } else {
           open.insert(open.end(), graph.nodes[at].inputs.rbegin(), graph.nodes[at].inputs.rend());
         }
       }
     }
     nodes[i].inputs = std::move(inputs);
+    nodes[i].places = std::move(places);
   }
   return compact(std::move(nodes), keep);
 }

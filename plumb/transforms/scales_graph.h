@@ -2,6 +2,7 @@
 // program: nodes can be pruned from it.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -19,6 +20,7 @@ struct ScaleNode {
   std::string target;  // "aten::linear", a parameter's full name, an input's name
   size_t result_index = 0;
   std::vector<size_t> inputs;  // earlier nodes, in argument order, repeated if used twice
+  std::vector<size_t> places;  // of a pruned graph: for each input the one before pruning that it stands for
   std::string module;          // path
   std::string source;          // "model.py:12"
   std::optional<TensorMeta> meta;
@@ -49,8 +51,9 @@ ScalesGraph prune_non_float_tensors(const ScalesGraph& graph);
 // measured yet.
 ScalesGraph prune_same_scale_tensors(const ScalesGraph& graph, double rtol = 0x1p-16);
 
-// Removes nodes by operator ("aten::add" stands for every overload), parameter name or input name. Users take its
-// inputs.
+// Removes nodes by operator ("aten::add" stands for every overload), parameter name or input name, or as `selected`
+// says. Users take its inputs.
 ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::vector<std::string>& targets);
+ScalesGraph prune_selected_nodes(const ScalesGraph& graph, const std::function<bool(const ScaleNode&)>& selected);
 
 }  // namespace plumb

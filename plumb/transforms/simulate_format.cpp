@@ -27,11 +27,14 @@ std::optional<std::string> hidden_product(const Node* node) {
 }
 
 FPFormat resolve(const std::string& text, const SimulateFormatOptions& options) {
-  FPFormat format = FPFormat::parse(text);
-  if (options.rounding)
-    return format.with_rounding(*options.rounding, *options.rounding == Rounding::Stochastic ? options.srbits : 0);
-  if (options.srbits != 0) return format.with_rounding(Rounding::Stochastic, options.srbits);
-  return format;
+  const FPFormat format = FPFormat::parse(text);
+  if (!options.rounding && options.srbits == 0) return format;
+  // A text without a rounding rounds to nearest, unless random bits say otherwise.
+  const bool said = text.find('-') != std::string::npos;
+  return format.with_rounding(options.rounding ? *options.rounding
+                              : said           ? format.rounding
+                                               : Rounding::Stochastic,
+                              options.srbits);
 }
 
 class Simulator {

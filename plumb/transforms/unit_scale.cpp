@@ -43,11 +43,15 @@ class UnitScaler {
   bool run() {
     // What prepare() makes of a kept node stands where it stood.
     for (const Node* node : graph_.nodes()) {
-      if (node->is_call() && node->num_results() && options_.keep.count(node->result()->name()) && node->meta().source)
-        kept_sources_.insert(node->meta().source.get());
+      if (!node->is_call() || !node->num_results() || !node->meta().source) continue;
+      if (auto it = options_.keep.find(node->result()->name()); it != options_.keep.end())
+        kept_sources_.emplace(node->meta().source.get(), it->second);
     }
+    check_users_map();
+    replace_by_users_map();
     prepare();
     replace_by_users_map();
+    report_unmatched();
     differentiable_ = differentiable_nodes(graph_, module_.state());
     computed_ = computed_from_parameters(graph_, module_.state());
     roles_ = plan_parameters(graph_, module_.state(), [this](const Node* node) { return becomes(node); });
@@ -69,14 +73,7 @@ class UnitScaler {
 
   // --- stage 1
 
-  void replace_by_users_map() {
-    for (Node* node : graph_.nodes()) {
-      if (!node->is_call() || !node->num_results()) continue;
-      if (options_.keep.count(node->result()->name()) || kept_sources_.count(node->meta().source.get()))
-        kept_.insert(node);
-    }
-    users_choice_ = kept_;
-    if (options_.replace.empty()) return;
+  void check_users_map() {
     for (const Replacement& r : options_.replace) {
       if (r.from.find('.') != std::string::npos) find_operator(r.from);
       if (r.to.empty() == !r.build)
@@ -84,10 +81,34 @@ class UnitScaler {
                     "the replacement of " + r.from + " needs either an operator or a function");
       if (!r.to.empty()) find_operator(r.to);
     }
+  }
+
+  // Nodes that came about by a replacement, in the graph as it is now: prepare() makes others of them.
+  void find_users_choice() {
+    kept_.clear();
+    users_choice_.clear();
+    for (const Node* node : graph_.nodes()) {
+      if (!node->is_call() || !node->num_results()) continue;
+      const std::string& name = node->result()->name();
+      if (auto it = options_.keep.find(name); it != options_.keep.end()) {
+        kept_.emplace(node, it->second);
+      } else if (auto source = kept_sources_.find(node->meta().source.get()); source != kept_sources_.end()) {
+        kept_.emplace(node, source->second);
+      }
+      auto chosen = chosen_.find(name);
+      if (kept_.count(node) || (chosen != chosen_.end() && chosen->second == node->target()))
+        users_choice_.insert(node);
+    }
+  }
+
+  void replace_by_users_map() {
+    find_users_choice();
+    if (options_.replace.empty()) return;
     for (Node* node : graph_.nodes()) {
       if (users_choice_.count(node)) continue;
       for (const Replacement& r : options_.replace) {
         if (!node->is_op(r.from)) continue;
+        matched_.insert(&r);
         Node* made;
         {
           auto here = graph_.inserting_before(node);
@@ -97,9 +118,20 @@ class UnitScaler {
         report_.add(ReportKind::Replaced, node, node->target(), made->target(), "as asked for");
         replace(graph_, node, made);
         users_choice_.insert(made);
+        if (made->num_results()) chosen_[made->result()->name()] = made->target();
         changed_ = true;
         break;
       }
+    }
+  }
+
+  void report_unmatched() {
+    for (const Replacement& r : options_.replace) {
+      if (matched_.count(&r)) continue;
+      ReportEntry entry;
+      entry.node = r.from;
+      entry.reason = "asked to be replaced, and no such operator is in the graph";
+      report_.add(std::move(entry));
     }
   }
 
@@ -354,7 +386,8 @@ class UnitScaler {
       changed_ = true;
     }
     for (Node* node : order) {
-      if (before_residual.count(node) || !node->is_call() || kept_.count(node)) continue;
+      if (before_residual.count(node) || !node->is_call()) continue;
+      if (auto it = kept_.find(node); it != kept_.end() && !it->second) continue;
       const Arg* constraint = node->try_arg("constraint");
       if (!constraint || constraint->is_none()) continue;
       node->set_arg("constraint", std::nullopt);
@@ -379,8 +412,11 @@ class UnitScaler {
   Report& report_;
   MupTable* mup_;
   bool changed_ = false;
-  std::unordered_set<const SourceLocation*> kept_sources_;
-  std::unordered_set<const Node*> kept_, users_choice_, differentiable_, differentiable_now_;
+  std::unordered_map<const SourceLocation*, bool> kept_sources_;  // bool: may lose its constraint
+  std::unordered_map<const Node*, bool> kept_;
+  std::unordered_map<std::string, std::string> chosen_;  // results of replacements, and their operators
+  std::unordered_set<const Replacement*> matched_;
+  std::unordered_set<const Node*> users_choice_, differentiable_, differentiable_now_;
   std::unordered_map<const Node*, std::string> computed_;
   ParameterRoles roles_;
   std::unordered_map<std::string, int64_t> depth_of_, cell_calls_;

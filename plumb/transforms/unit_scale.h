@@ -5,7 +5,8 @@
 //   std::cout << scaled->reports.back().to_text();
 //
 // Five stages:
-//   1. operators in `replace` become what is given there;
+//   1. operators in `replace` become what is given there, first as the program wrote them, then as later stages see
+//      them (addmm, then linear); what is found nowhere is reported;
 //   2. linear, matmul, convolutions, embedding, gelu, silu, softmax, layer_norm, rms_norm, dropout, cross_entropy,
 //      mse_loss, add and scaled_dot_product_attention become plumb::* operators; recurrent layers and cells stay what
 //      they are, with factors around them (recurrent.h);
@@ -26,8 +27,8 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -65,8 +66,9 @@ struct UnitScaleOptions {
   // Stage 5 of a live model, whose tensors the graph shares: its parameters are confirmed, written in place or given
   // back instead of being replaced.
   ParameterScaling* live = nullptr;
-  // Nodes, by the name of their first result, that are replacements already: nothing is done to them.
-  std::set<std::string> keep;
+  // Nodes, by the name of their first result, that are replacements already: nothing is done to them, but that those
+  // with `true` lose their constraint in stage 4.
+  std::map<std::string, bool> keep;
 };
 
 // In place on the graph. Parameters that change become new tensors of the state; the others stay shared with whoever

@@ -12,7 +12,7 @@ namespace {
 // The report as JSON, and for every parameter what an optimiser must know: (name, type, depth or None).
 py::tuple scale(GraphModule& engine, const std::vector<std::pair<std::string, std::string>>& replace,
                 double tau_attention, double tau_mlp, bool depth_rule, double residual_mult, double residual_attn_ratio,
-                ParameterScaling& live, std::set<std::string> keep) {
+                ParameterScaling* live, std::map<std::string, bool> keep) {
   UnitScaleOptions options;
   for (const auto& [from, to] : replace) options.replace.push_back({from, to, {}});
   options.tau_attention = tau_attention;
@@ -20,7 +20,8 @@ py::tuple scale(GraphModule& engine, const std::vector<std::pair<std::string, st
   options.tau_rule = depth_rule ? TauRule::Depth : TauRule::Fixed;
   options.residual_mult = residual_mult;
   options.residual_attn_ratio = residual_attn_ratio;
-  options.live = &live;
+  options.live = live;
+  options.scale_parameters = live != nullptr;
   options.keep = std::move(keep);
   Report report("unit_scale");
   MupTable mup;
@@ -44,10 +45,77 @@ std::string simulate(GraphModule& engine, const std::string& fwd, const std::str
   return report.to_json();
 }
 
-std::string scales(const GraphModule& engine, const std::shared_ptr<ScaleTracker>& tracker) {
+// The fields of plumb.transforms.Metrics.Data, the last one {exponent: count} or None.
+py::tuple data_of(const Metrics::Data& d) {
+  py::object histogram = py::none();
+  if (d.histogram) {
+    py::dict counts;
+    for (int i = 0; i < 256; ++i) {
+      if (const auto count = d.histogram->counts[static_cast<size_t>(i)]) counts[py::int_(i - 127)] = count;
+    }
+    histogram = counts;
+  }
+  return py::make_tuple(d.mean_abs, d.abs_mean, d.std, d.abs_max, d.abs_min, d.numel, histogram);
+}
+
+py::list scales(const GraphModule& engine, const std::shared_ptr<ScaleTracker>& tracker) {
   auto module = derive(engine);
   module->tracker = tracker;
-  return scales_graph(*module).to_json();
+  const ScalesGraph graph = scales_graph(*module);
+  py::list nodes;
+  for (const ScaleNode& node : graph.nodes) {
+    py::list inputs;
+    for (size_t i : node.inputs) inputs.append(graph.nodes[i].name);
+    py::dict d;
+    d["name"] = node.name;
+    d["kind"] = to_string(node.kind);
+    d["target"] = node.target;
+    d["inputs"] = inputs;
+    d["module"] = node.module;
+    d["source"] = node.source;
+    d["requires_grad"] = node.requires_grad;
+    d["fwd"] = node.metrics ? py::object(data_of(node.metrics->fwd)) : py::none();
+    d["bwd"] = node.metrics && node.metrics->bwd ? py::object(data_of(*node.metrics->bwd)) : py::none();
+    nodes.append(d);
+  }
+  return nodes;
+}
+
+// The nodes that stay: which one, and its inputs as (place among its inputs before, node).
+using PrunedNodes = std::vector<std::pair<size_t, std::vector<std::pair<size_t, size_t>>>>;
+
+// `nodes`: of a torch.fx graph, each (inputs, is a floating-point tensor, is the output, is selected, mean absolute
+// value of the tensor and of its gradient).
+PrunedNodes prune(const std::string& how, const py::list& nodes, double rtol) {
+  ScalesGraph graph;
+  std::vector<bool> selected;
+  for (py::handle h : nodes) {
+    const auto [inputs, is_float, is_output, chosen, fwd, bwd] =
+        h.cast<std::tuple<std::vector<size_t>, bool, bool, bool, std::optional<double>, std::optional<double>>>();
+    ScaleNode node;
+    node.name = std::to_string(graph.nodes.size());
+    node.kind = is_output ? NodeKind::Output : NodeKind::CallFunction;
+    node.inputs = inputs;
+    node.is_float_tensor = is_float;
+    if (fwd) {
+      node.metrics.emplace().fwd.mean_abs = *fwd;
+      if (bwd) node.metrics->bwd.emplace().mean_abs = *bwd;
+    }
+    selected.push_back(chosen);
+    graph.nodes.push_back(std::move(node));
+  }
+  const ScalesGraph pruned =
+      how == "same_scale" ? prune_same_scale_tensors(graph, rtol)
+      : how == "non_float"
+          ? prune_non_float_tensors(graph)
+          : prune_selected_nodes(graph, [&](const ScaleNode& n) { return selected[std::stoul(n.name)]; });
+  PrunedNodes result;
+  for (const ScaleNode& node : pruned.nodes) {
+    auto& inputs = result.emplace_back(std::stoul(node.name), PrunedNodes::value_type::second_type()).second;
+    for (size_t k = 0; k < node.inputs.size(); ++k)
+      inputs.emplace_back(node.places[k], std::stoul(pruned.nodes[node.inputs[k]].name));
+  }
+  return result;
 }
 
 void bind_parameter_scaling(py::module_& m) {
@@ -87,6 +155,11 @@ Register transforms_part([](py::module_& m) {
     return report.to_json();
   });
   m.def("scales_graph", &scales);
+  m.def("prune", &prune, py::arg("how"), py::arg("nodes"), py::arg("rtol") = 0.0);
+  m.def(
+      "measure",
+      [](const at::Tensor& x, bool histogram) { return data_of(Metrics::Data::of(measure(x, {histogram}))); },
+      py::arg("x"), py::arg("histogram") = false);
 });
 
 }  // namespace

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import plumb.functional as U
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,52 @@ def test_replaces_a_torch_function_by_one_of_the_users():
     x = torch.randn(8, 32)
     model = unit_scale(nn.Sequential(nn.Linear(32, 32), nn.GELU()), replace={F.gelu: double})
     torch.testing.assert_close(model(x), 2 * torch.ops.plumb.linear(x, model[0].weight, None, constraint=None))
+
+
+@pytest.mark.parametrize("key", [F.gelu, torch.ops.aten.gelu, "aten::gelu"])
+def test_a_torch_function_in_place_of_another_is_scaled(key):
+    x = torch.randn(8, 32)
+    model = unit_scale(nn.Sequential(nn.Linear(32, 32), nn.GELU()), replace={key: F.silu})
+    hidden = torch.ops.plumb.linear(x, model[0].weight, None, constraint=None)
+    assert torch.equal(model(x), torch.ops.plumb.silu(hidden, constraint=None))
+
+
+def test_a_replacement_loses_its_constraint_after_the_last_residual_add():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return own_gelu(x + own_gelu(self.linear(x)))
+
+    x = torch.randn(8, 32)
+    fixed = lambda x: U.gelu(x, constraint="to_output_scale")  # noqa: E731
+    for new, last in ((U.gelu, None), (fixed, "to_output_scale")):
+        model = unit_scale(Model(), replace={own_gelu: new})
+        branch, skip = U.residual_split(x, 0.5)
+        hidden = U.gelu(U.linear(branch, model.linear.weight, model.linear.bias))
+        assert torch.equal(model(x), U.gelu(U.residual_add(hidden, skip, 0.5), constraint=last))
+
+
+def test_keys_that_match_nothing_are_reported_and_logged(caplog):
+    keys = {double: U.gelu, F.relu: double, "aten::sigmoid": "plumb::tanh", own_gelu: U.gelu}
+    model = unit_scale(Calls(), replace=keys)
+    model(torch.randn(2, 32))
+    missing = [e["node"] for e in entries(model, "left_alone") if e["reason"].startswith("asked to be replaced")]
+    assert missing == ["double", "relu", "aten::sigmoid"]
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [t.split()[3] for t in told] == missing
+
+
+def test_the_users_map_sees_operators_as_they_were_written():
+    class Swish(nn.Module):
+        def forward(self, x):
+            return x * torch.sigmoid(x)
+
+    x = torch.randn(8, 32, requires_grad=True)
+    model = unit_scale(Swish(), replace={"aten::sigmoid": "aten::tanh"})
+    assert torch.equal(model(x), x * torch.tanh(x))
 
 
 def test_a_replacement_may_use_what_it_replaces():
@@ -136,6 +183,30 @@ def test_the_users_own_tags_stay():
     model = unit_scale(nn.Sequential(plumb.Linear(8, 8), plumb.LinearReadout(8, 8)))
     model(torch.randn(2, 8))
     assert [p.mup_type for p in model.parameters()] == ["weight", "output"]
+
+
+def test_tied_weights_share_one_tag_and_are_scaled_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    torch.manual_seed(0)
+    model = unit_scale(Tied())
+    for used in (False, True):
+        assert model.head.weight is model.embed.weight
+        assert model.head.weight.mup_type == "weight" and abs(model.head.weight.std() - 1) < 1e-5
+        model(torch.arange(4)) if not used else None
+    assert [e["node"] for e in entries(model, "weight")] == ["embed.weight"]
+    mine = Tied()
+    plumb.parameter.tag_parameter(mine.head.weight, "output", 3)
+    tagged = unit_scale(mine)
+    tagged(torch.arange(4))
+    assert (tagged.embed.weight.mup_type, tagged.embed.weight.mup_scaling_depth) == ("output", 3)
 
 
 def test_taus_are_options_and_the_depth_rule_can_be_chosen():
@@ -281,6 +352,7 @@ def test_torch_compile_takes_a_tracked_module_and_measures(below):
                 continue
             got, wanted = mine.meta["metrics"], expected.meta["metrics"]
             assert got.fwd.std == pytest.approx(wanted.fwd.std, rel=1e-5, nan_ok=True)
+            assert got.fwd.histogram == wanted.fwd.histogram and sum(got.fwd.histogram.values()) == got.fwd.numel
             assert (got.bwd is None) == (wanted.bwd is None), mine
             if wanted.bwd:
                 assert got.bwd.std == pytest.approx(wanted.bwd.std, rel=1e-4, nan_ok=True)

@@ -119,7 +119,7 @@ def test_track_scales_measures_tensors_and_gradients():
     assert relu.meta["metrics"].fwd.std == pytest.approx(hidden.std().item(), rel=1e-5)
     assert relu.meta["metrics"].bwd.abs_max == pytest.approx((torch.ones(16, 2) @ model[2].weight).abs().max().item(), rel=1e-5)
     pruned = prune_same_scale_tensors(prune_non_float_tensors(graph))
-    assert 0 < len(pruned.nodes) <= len(graph.nodes)
+    assert [n.name for n in pruned.nodes] == [n.name for n in graph.nodes], "every tensor here has a scale of its own"
 
 
 def test_transformed_modules_copy_pickle_save_and_move(tmp_path):
@@ -139,7 +139,7 @@ def test_replace_takes_functions_operators_and_names():
     x = torch.randn(64, 32)
     for key in (nn.functional.gelu, torch.ops.aten.gelu, "aten::gelu"):
         model = unit_scale(nn.Sequential(nn.Linear(32, 32), nn.GELU()), replace={key: "aten::relu"})
-        assert (model(x) >= 0).all()
+        assert torch.equal(model(x), torch.relu(torch.ops.plumb.linear(x, model[0].weight, None, constraint=None)))
 
 
 @pytest.mark.parametrize("name", [*zoo.MODELS, *zoo.TRANSFORMERS])

@@ -7,17 +7,21 @@ from ._passes import PassResult, run_passes
 from ._simulate_format import simulate_format, simulate_fp8
 from ._track_scales import (
     Metrics,
+    ScaleTrackingAutogradFunction,
+    ScaleTrackingBackend,
     prune_non_float_tensors,
     prune_same_scale_tensors,
     prune_selected_nodes,
     track_scales,
 )
-from ._unit_scale import unit_scale
+from ._unit_scale import unit_scale, unit_scaling_backend
 
 __all__ = [
     "Metrics",
     "PassResult",
     "Report",
+    "ScaleTrackingAutogradFunction",
+    "ScaleTrackingBackend",
     "compile",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
@@ -28,5 +32,6 @@ __all__ = [
     "simulate_fp8",
     "track_scales",
     "unit_scale",
+    "unit_scaling_backend",
     "utils",
 ]

@@ -3,53 +3,80 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-from dataclasses import dataclass
-from typing import Any, Iterable
+from dataclasses import dataclass, field
+from html import escape
+from types import MethodType
+from typing import Any, Collection, Iterable, Iterator
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from .. import _C, functional
+from .._errors import Error, ErrorKind
 from .._fx import find_operator, path, placeholder
-from ._apply import CapturedGraph, Pass, apply_pass, forward_of, logger
+from ._apply import CapturedGraph, Pass, TransformedForward, apply_pass, forward_of, logger
+from .utils import PassBackend
 
 
 class Metrics:
-    """Measurements of a tensor (``fwd``) and of its gradient (``bwd``, None before backward)."""
+    """Measurements of a tensor (``fwd``) and of its gradient (``bwd``, None before backward). Made of a tensor, or of
+    measurements."""
 
     @dataclass
     class Data:
+        """Of one tensor. ``histogram``, if it was asked for: how many values there are by the exponent of their power of two;
+        -127 counts zeros and subnormal values, 128 infinities and NaN."""
+
         mean_abs: float
         abs_mean: float
         std: float
         abs_max: float
         abs_min: float
         numel: int
+        histogram: dict[int, int] | None = field(default=None, repr=False)
 
-    def __init__(self, fwd: "Metrics.Data", bwd: "Metrics.Data | None" = None):
-        self.fwd, self.bwd = fwd, bwd
+    def __init__(self, fwd: Tensor | Metrics.Data, bwd: Tensor | Metrics.Data | None = None):
+        self.fwd = Metrics.from_tensor(fwd) if isinstance(fwd, Tensor) else fwd
+        self.bwd = Metrics.from_tensor(bwd) if isinstance(bwd, Tensor) else bwd
+
+    def set_bwd(self, bwd_tensor: Tensor) -> None:
+        """Measures the gradient."""
+        self.bwd = self.from_tensor(bwd_tensor)
+
+    @staticmethod
+    def from_tensor(t: Tensor) -> Metrics.Data:
+        """Measures a floating-point tensor, in one pass over it."""
+        return _data(_C.measure(t))
+
+    def __str__(self) -> str:
+        return f"fwd: {self.fwd}, bwd: {self.bwd}"
 
     def __repr__(self) -> str:
         return f"Metrics(fwd={self.fwd}, bwd={self.bwd})"
 
     @staticmethod
     def names() -> list[str]:
-        return list(Metrics.Data.__dataclass_fields__)
+        return list(_FULL_NAMES)
 
     @staticmethod
     def get_full_name(short_name: str) -> str:
-        return {
-            "mean_abs": "mean absolute value",
-            "abs_mean": "absolute mean value",
-            "std": "standard deviation",
-            "abs_max": "absolute maximum",
-            "abs_min": "absolute minimum",
-            "numel": "number of elements",
-        }[short_name]
+        return _FULL_NAMES[short_name]
 
     @staticmethod
     def full_names() -> list[str]:
-        return [Metrics.get_full_name(n) for n in Metrics.names()]
+        return list(_FULL_NAMES.values())
+
+
+_FULL_NAMES = {
+    "mean_abs": "mean absolute value",
+    "abs_mean": "absolute mean value",
+    "std": "standard deviation",
+    "abs_max": "absolute maximum",
+    "abs_min": "absolute minimum",
+    "numel": "number of elements",
+}
 
 
 class TrackScalesPass:
@@ -68,11 +95,10 @@ class TrackScalesPass:
         return TrackScalesPass(self.histogram)
 
 
-def _data(values: dict | None) -> Metrics.Data | None:
-    if not values:
+def _data(values: tuple | None) -> Metrics.Data | None:
+    if values is None:
         return None
-    nan = float("nan")
-    data = Metrics.Data(*[values.get(n) if values.get(n) is not None else nan for n in Metrics.names()])
+    data = Metrics.Data(*values)
     # Of a tensor of one sign both are one number, which was summed up in two ways.
     if abs(data.mean_abs - data.abs_mean) <= 2**-23 * data.mean_abs:
         data.abs_mean = data.mean_abs
@@ -84,16 +110,57 @@ def _attribute_name(full: str, parameter: bool) -> str:
     return "_".join(["self", *(f"modules_{p}" for p in path), "parameters" if parameter else "buffers", leaf])
 
 
-def _scales_graph(module: nn.Module) -> fx.Graph:
-    forward = forward_of(module)
-    graph, env = fx.Graph(), {}
+def _arguments(node: Any, inputs: tuple) -> tuple[tuple, dict]:
+    """Of an operator's call: `inputs` stand for its values, in order; what is at its default is left out."""
+    values = iter(inputs)
+
+    def resolve(arg: Any) -> Any:
+        if isinstance(arg, tuple) and len(arg) == 2 and arg[0] == "value":
+            return next(values)
+        return [resolve(a) for a in arg] if isinstance(arg, list) else arg
+
+    args, kwargs, given = [], {}, 0
+    for argument, (name, keyword), arg in zip(find_operator(node.target)._schema.arguments, node.arg_names, node.args):
+        is_default = argument.has_default_value() and arg == argument.default_value
+        if keyword and not is_default:
+            kwargs[name] = resolve(arg)
+        elif not keyword:
+            args.append(resolve(arg))
+            given = given if is_default else len(args)
+    return tuple(args[:given]), kwargs
+
+
+def _new_graph() -> fx.Graph:
+    graph = fx.Graph()
+    graph._repr_html_ = MethodType(_table, graph)
+    return graph
+
+
+def _table(graph: fx.Graph) -> str:
+    """A notebook's picture of a graph: a row a node, with what is known of it."""
+    keys = dict.fromkeys(key for node in graph.nodes for key in node.meta)
+    header = ["opcode", "name", "target", "args", "kwargs", "users", "input_nodes", *keys]
+    rows = [
+        [n.op, n.name, n.target, n.args, n.kwargs, list(n.users), n.all_input_nodes, *(n.meta.get(k) for k in keys)]
+        for n in graph.nodes
+    ]
+
+    def line(cells: list, tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    return "<table>" + line(header, "th") + "".join(line(row, "td") for row in rows) + "</table>"
+
+
+def _scales_graph(forward: TransformedForward | None) -> fx.Graph:
+    graph, env = _new_graph(), {}
     captured = forward.last if forward is not None else None
     if captured is None:
         return graph
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for n in json.loads(_C.scales_graph(captured.engine, captured.results["track_scales"]))["nodes"]:
+    parameters = {name for name, _ in forward.module.named_parameters(remove_duplicate=False)}
+    calls = {value.name: node for node in captured.engine.graph.nodes for value in node.results}
+    for n in _C.scales_graph(captured.engine, captured.results["track_scales"]):
         name, target = n["name"], n["target"]
-        inputs = tuple(env[i] for i in n.get("inputs", []) if i in env)
+        inputs = tuple(env[i] for i in n["inputs"])
         clean = name
         if n["kind"] == "output":
             node = graph.output(inputs)
@@ -103,19 +170,22 @@ def _scales_graph(module: nn.Module) -> fx.Graph:
             node = graph.create_node("get_attr", path(target), name=name)
             clean = _attribute_name(target, target in parameters)
         else:
+            made, kwargs = calls.get(name), {}
+            if made is not None and made.op == "call_function" and made.target == target:
+                inputs, kwargs = _arguments(made, inputs)
             call = captured.calls.get(name)
             function = call.target if call is not None and call.operator == target else None
             if isinstance(function, str) and inputs:
-                node = graph.create_node("call_method", function, inputs, name=name)
+                node = graph.create_node("call_method", function, inputs, kwargs, name=name)
             else:
-                node = graph.create_node("call_function", function or _function(target), inputs, name=name)
-        fwd = _data(n.get("fwd"))
+                node = graph.create_node("call_function", function or _function(target), inputs, kwargs, name=name)
+        fwd = _data(n["fwd"])
         node.meta.update(
             clean_name=clean.strip("_"), value=name, outputs_float_tensor=fwd is not None,
-            requires_grad=bool(n.get("requires_grad")), module=n.get("module", ""), source=n.get("source", ""),
+            requires_grad=n["requires_grad"], module=n["module"], source=n["source"],
         )  # fmt: skip
         if fwd is not None:
-            node.meta["metrics"] = Metrics(fwd, _data(n.get("bwd")))
+            node.meta["metrics"] = Metrics(fwd, _data(n["bwd"]))
         env[name] = node
     return graph
 
@@ -154,81 +224,138 @@ class _ScalesGraph:
         self.module = module
 
     def __call__(self) -> fx.Graph:
-        return _scales_graph(self.module)
+        return _scales_graph(forward_of(self.module))
 
     def __deepcopy__(self, memo: dict) -> "_ScalesGraph":
         return _ScalesGraph(copy.deepcopy(self.module, memo))
 
 
-def _float_inputs(node: fx.Node) -> list[fx.Node]:
-    return [a for a in node.all_input_nodes if a.meta.get("outputs_float_tensor")]
+class ScaleTrackingBackend(PassBackend):
+    """`track_scales` as a backend, for :func:`plumb.transforms.utils.apply_transform` and for ``torch.compile(backend=...)``.
+    ``graph`` is the scales graph of what ran last through it."""
+
+    def __init__(self, histogram: bool = False):
+        self.histogram = histogram
+        self._forward: TransformedForward | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        return _scales_graph(self._forward)
+
+    def as_pass(self) -> Pass:
+        return Pass("track_scales", TrackScalesPass(self.histogram))
+
+    def watch(self, forward: TransformedForward) -> None:
+        self._forward = forward
 
 
-def _require_tracked(graph: fx.Graph) -> None:
-    first = next(iter(graph.nodes), None)
-    if first is None or "clean_name" not in first.meta:
-        raise RuntimeError("the graph is not a result of track_scales(module).scales_graph(), so it has nothing to prune by")
+class ScaleTrackingAutogradFunction(torch.autograd.Function):
+    """``apply(tensor, node_meta)``: hands the tensor on, and writes its :class:`Metrics` and those of its gradient into
+    ``node_meta["metrics"]``."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, node_meta: dict[str, Any]) -> Tensor:
+        ctx.metrics = node_meta["metrics"] = Metrics(t)
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.metrics.set_bwd(grad)
+        return grad, None
 
 
-def _remove(graph: fx.Graph, node: fx.Node, by: fx.Node | None) -> None:
-    """Users take `by` instead, or lose the argument."""
-    for user in list(node.users):
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, (tuple, list)):
-                return type(value)(s for s in map(swap, value) if s is not _GONE)
-            return (by if by is not None else _GONE) if value is node else value
-
-        user.args = swap(user.args)
-        user.kwargs = {k: v for k, v in ((k, swap(v)) for k, v in user.kwargs.items()) if v is not _GONE}
-    graph.erase_node(node)
+# --- prune
 
 
-_GONE = object()
+def _is_float(node: fx.Node) -> bool | None:
+    """Whether it is a floating-point tensor: as tracked, else as torch's own tracers noted; None if nobody did."""
+    if "outputs_float_tensor" in node.meta:
+        return node.meta["outputs_float_tensor"]
+    notes = [node.meta[key] for key in ("val", "example_value", "tensor_meta") if key in node.meta]
+    dtypes = [getattr(note, "dtype", None) for note in notes]
+    return any(isinstance(d, torch.dtype) and d.is_floating_point for d in dtypes) if notes else None
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """In the order of arguments, as often as they are used."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+class _Instead(list):
+    """Nodes that stand in an argument's place."""
+
+
+def _with_inputs(value: Any, instead: Iterator[_Instead]) -> Any:
+    """An argument with other nodes: several where one stood become neighbours, and of none nothing is left."""
+    if isinstance(value, fx.Node):
+        return next(instead)
+    if isinstance(value, (tuple, list)):
+        parts = [_with_inputs(v, instead) for v in value]
+        spread = itertools.chain.from_iterable(p if isinstance(p, _Instead) else [p] for p in parts)
+        return tuple(spread) if isinstance(value, tuple) else list(spread)
+    if isinstance(value, dict):
+        parts = {key: _with_inputs(v, instead) for key, v in value.items()}
+        one = {k: (p[0] if len(p) == 1 else tuple(p)) for k, p in parts.items() if isinstance(p, _Instead) and p}
+        return {k: one.get(k, p) for k, p in parts.items() if k in one or not isinstance(p, _Instead)}
+    if isinstance(value, slice):
+        parts = [_with_inputs(v, instead) for v in (value.start, value.stop, value.step)]
+        return slice(*(next(iter(p), None) if isinstance(p, _Instead) else p for p in parts))
+    return value
+
+
+def _pruned(graph: fx.Graph, how: str, said: str, selected: Collection[fx.Node] = (), rtol: float = 0.0) -> fx.Graph:
+    """A copy without what the engine takes out; `said` is logged of each node that goes."""
+    nodes = list(graph.nodes)
+    places = {node: i for i, node in enumerate(nodes)}
+    rows = []
+    for node in nodes:
+        metrics = node.meta.get("metrics")
+        scales = [d.mean_abs if d is not None else None for d in (metrics.fwd, metrics.bwd)] if metrics else [None, None]
+        inputs = [places[i] for i in _inputs(node)]
+        rows.append((inputs, bool(_is_float(node)), node.op == "output", node in selected, *scales))
+    kept = dict(_C.prune(how, rows, rtol))
+    result, made = _new_graph(), {}
+    for i, node in enumerate(nodes):
+        if i not in kept:
+            logger.info(said, node)
+            continue
+        instead = [_Instead() for _ in rows[i][0]]
+        for place, source in kept[i]:
+            instead[place].append(made[nodes[source]])
+        args, kwargs = _with_inputs((tuple(node.args), dict(node.kwargs)), iter(instead))
+        made[node] = result.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        made[node].meta = copy.copy(node.meta)
+    result.lint()
+    return result
 
 
 def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
-    """A copy without nodes that are no floating-point tensors. Users take such a node's only float input, if it has one."""
-    _require_tracked(graph)
-    graph = copy.deepcopy(graph)
-    for node in list(graph.nodes):
-        if node.op != "output" and not node.meta.get("outputs_float_tensor"):
-            inputs = _float_inputs(node)
-            _remove(graph, node, inputs[0] if len(inputs) == 1 else None)
-    graph.lint()
-    return graph
+    """A copy without nodes that are no floating-point tensors. Users take such a node's only float input, if it has one.
+
+    Of a graph that was not tracked the notes of torch's own tracers say what is one. Raises `plumb.Error` if there are none.
+    """
+    if len(graph.nodes) and all(_is_float(node) is None for node in graph.nodes if node.op != "output"):
+        raise Error(
+            "nothing is known of the dtypes of this graph's values, so there is nothing to prune by",
+            kind=ErrorKind.InvalidState,
+            remedy="the graph of track_scales(module).scales_graph() after a forward, or one with node.meta['val']",
+        )
+    return _pruned(graph, "non_float", "pruning non-float node: %s")
 
 
 def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
-    """A copy without nodes whose one float input has the same scale (mean absolute value, forward and backward)."""
-    _require_tracked(graph)
-    graph = copy.deepcopy(graph)
-
-    def close(a: Metrics.Data | None, b: Metrics.Data | None) -> bool:
-        if a is None or b is None:
-            return a is b
-        return abs(a.mean_abs - b.mean_abs) <= rtol * max(abs(a.mean_abs), abs(b.mean_abs))
-
-    for node in list(graph.nodes):
-        if node.op == "output" or not node.meta.get("outputs_float_tensor"):
-            continue
-        inputs = _float_inputs(node)
-        if len(inputs) == 1:
-            mine, other = node.meta["metrics"], inputs[0].meta["metrics"]
-            if close(mine.fwd, other.fwd) and close(mine.bwd, other.bwd):
-                _remove(graph, node, inputs[0])
-    graph.lint()
-    return graph
+    """A copy without nodes whose one float input has the same scale (mean absolute value, forward and backward) within
+    `rtol`. Nodes that were not measured stay."""
+    if all("metrics" not in node.meta for node in graph.nodes):
+        return _pruned(graph, "selected", "")
+    return _pruned(graph, "same_scale", "pruning same-scale node: %s", rtol=rtol)
 
 
 def prune_selected_nodes(graph: fx.Graph, targets: Iterable[Any]) -> fx.Graph:
-    """A copy without nodes of these targets; users take a removed node's first input."""
-    _require_tracked(graph)
-    graph = copy.deepcopy(graph)
+    """A copy without nodes of these targets (an operator without its overload stands for all of them); users take a removed
+    node's inputs, all of them. Any ``torch.fx`` graph will do."""
     wanted = set(targets)
-    for node in list(graph.nodes):
-        if node.op != "output" and (node.target in wanted or getattr(node.target, "overloadpacket", None) in wanted):
-            inputs = node.all_input_nodes
-            _remove(graph, node, inputs[0] if inputs else None)
-    graph.lint()
-    return graph
+    chosen = {n for n in graph.nodes if n.target in wanted or getattr(n.target, "overloadpacket", None) in wanted}
+    return _pruned(graph, "selected", "pruning node: %s", chosen)

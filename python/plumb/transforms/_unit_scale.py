@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 from dataclasses import dataclass, field
 from typing import Any, Callable, Mapping
@@ -13,8 +15,10 @@ from .. import _C
 from .._errors import Error
 from .._replace import is_torch_function
 from .._state import state_of
+from ..functional import torch_map
 from ..parameter import tag_parameter
 from ._apply import CapturedGraph, Pass, apply_pass, logger
+from .utils import Backend, PassBackend
 
 # Modules whose weights belong to operators that become unit-scaled, and whose biases start at zero.
 _SCALED = (
@@ -22,6 +26,7 @@ _SCALED = (
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
     nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase,
 )  # fmt: skip
+_UNMATCHED = "asked to be replaced, and "  # how the reason begins of what was found nowhere
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 
 
@@ -46,7 +51,8 @@ def _split(replace: Mapping[Any, Any]) -> tuple[list[tuple[str, str]], dict[Call
     for old, new in replace.items():
         a, b = _operator_name(old), _operator_name(new)
         if a is not None and b is not None:
-            operators.append((a, b))
+            scaled = None if isinstance(new, str) else torch_map.get(new)
+            operators.append((a, b if scaled is None else f"plumb::{scaled.__name__}"))
             continue
         if not callable(new):
             new = getattr(torch.ops, new.partition("::")[0]).__getattr__(new.partition("::")[2].partition(".")[0])
@@ -63,30 +69,41 @@ def _split(replace: Mapping[Any, Any]) -> tuple[list[tuple[str, str]], dict[Call
 @dataclass
 class UnitScalePass:
     replace: list[tuple[str, str]]
+    functions: dict[Callable[..., Any], Callable[..., Any]]
     tau_attention: float
     tau_mlp: float
     depth_rule: bool
     residual_mult: float
     residual_attn_ratio: float
-    scaling: Any = field(default_factory=_C.ParameterScaling)  # what was done to parameters, and which a graph confirmed
+    # What was done to parameters, and which a graph confirmed; None: they are left as they are.
+    scaling: Any = field(default_factory=_C.ParameterScaling)
     users_tags: set[str] = field(default_factory=set)  # parameters that were tagged before
+    logged: set[str] = field(default_factory=set)  # parameters
 
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running unit scaling backend")
         mine = _kept(captured)
         text, tags = _C.unit_scale(
             captured.engine, self.replace, self.tau_attention, self.tau_mlp, self.depth_rule, self.residual_mult,
-            self.residual_attn_ratio, self.scaling, set(mine),
+            self.residual_attn_ratio, self.scaling, {name: _takes_constraint(new) for name, (_, new) in mine.items()},
         )  # fmt: skip
         report = json.loads(text)
-        report["entries"] = _replacements(captured, mine) + report["entries"]
+        report["entries"] = _replacements(captured, mine) + _unmatched(captured, self.functions) + report["entries"]
         parameters = dict(module.named_parameters(remove_duplicate=False))
         for name, kind, depth in tags:
             if name in parameters and name not in self.users_tags:
                 tag_parameter(parameters[name], kind, depth)
         for e in report["entries"]:
-            _log(e)
+            if e["kind"] in ("weight", "bias"):
+                self.log_parameter(e["node"], e["kind"])
+            else:
+                _log(e)
         return report
+
+    def log_parameter(self, name: str, kind: str) -> None:
+        if name not in self.logged:
+            logger.info("unit scaling weight: %s" if kind == "weight" else "setting bias to zero: %s", name)
+        self.logged.add(name)
 
 
 def _names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -104,6 +121,21 @@ def _kept(captured: CapturedGraph) -> dict[str, tuple[Any, Any]]:
         for name, call in captured.calls.items()
         if call.replaced is not None and not is_torch_function(call.replaced[1])
     }
+
+
+def _takes_constraint(function: Any) -> bool:
+    """Whether it may be called without a constraint, as unit-scaled functions are after the last residual add."""
+    try:
+        return "constraint" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _unmatched(captured: CapturedGraph, functions: Mapping[Any, Any]) -> list[dict]:
+    called = {id(call.replaced[0]) for call in captured.calls.values() if call.replaced is not None}
+    reason = _UNMATCHED + "the forward does not call it"
+    missing = [_display_name(old) for old in functions if id(old) not in called]
+    return [{"kind": "left_alone", "node": name, "reason": reason} for name in missing]
 
 
 def _display_name(function: Any) -> str:
@@ -131,6 +163,8 @@ def _log(e: dict) -> None:
         logger.info("unit scaling function: %s", node)
     elif kind == "unconstrained":
         logger.info("unconstraining node: %s", node)
+    elif reason.startswith(_UNMATCHED):
+        logger.warning("nothing to replace: %s (%s)", node, reason)
     elif kind == "left_alone":
         logger.debug("leaving alone: %s (%s)", node, reason)
 
@@ -161,7 +195,7 @@ def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
     changed = set(run.scaling.propose(proposals))
     for (first, *_), _, kind in proposals:
         if first in changed:
-            logger.info("unit scaling weight: %s" if kind == "weight" else "setting bias to zero: %s", first)
+            run.log_parameter(first, kind)
 
 
 def unit_scale(
@@ -182,14 +216,33 @@ def unit_scale(
     standard deviation, biases become zero, and parameters are tagged for :mod:`plumb.optim`.
 
     replace: what goes first, ``{old: new}``. A function of yours, or of torch's, is replaced wherever the module calls it;
-    an operator (``torch.ops.aten.gelu``, ``"aten::gelu"``) wherever it occurs. What a function of yours does is left as it
-    is; where `new` is one of torch's functions its unit-scaled equivalent is taken.
+    an operator (``torch.ops.aten.gelu``, ``"aten::gelu"``) wherever it occurs. What a function of yours does, or an operator,
+    is left as it is, but that after the last residual add a function with a parameter `constraint` loses it. Where `new` is
+    one of torch's functions its unit-scaled equivalent is taken. A key that nothing matches is reported and logged.
 
     Weights and biases of layers that torch knows are scaled at once; the first forward shows which operators use them, and
     a weight that something else uses, too, then gets its own values back. ``print(plumb.report(m))`` says what was done.
     """
     operators, functions = _split(replace)
-    run = UnitScalePass(operators, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio)
-    scaled = apply_pass(module, Pass("unit_scale", run, before=("simulate_format", "track_scales"), replace=functions))
+    run = UnitScalePass(operators, functions, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio)
+    scaled = apply_pass(module, _pass(run))
     _scale_parameters(scaled, run)
     return scaled
+
+
+def _pass(run: UnitScalePass) -> Pass:
+    return Pass("unit_scale", run, before=("simulate_format", "track_scales"), replace=run.functions)
+
+
+class _UnitScalingBackend(PassBackend):
+    def __init__(self, replacement_map: Mapping[Any, Any]):
+        self.run = functools.partial(UnitScalePass, *_split(replacement_map), 0.01, 0.5, False, 1.0, 1.0, scaling=None)
+
+    def as_pass(self) -> Pass:
+        return _pass(self.run())
+
+
+def unit_scaling_backend(replacement_map: Mapping[Any, Any] = {}) -> Backend:  # noqa: B006 (never written)
+    """The graph's part of `unit_scale` as a backend, for :func:`plumb.transforms.utils.apply_transform` and for
+    ``torch.compile(backend=...)``: weights and biases keep their values. The map is `unit_scale`'s `replace`."""
+    return _UnitScalingBackend(replacement_map)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -10,9 +11,24 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
-from ._apply import CapturedGraph, Pass, apply_pass
+from ._apply import CapturedGraph, Pass, TransformedForward, apply_pass, forward_of, logger
 
 Backend = Callable[[GraphModule, List[Tensor]], Callable[..., Any]]
+
+
+class PassBackend(ABC):
+    """A transform of plumb as a backend: of `apply_transform`, or of ``torch.compile(backend=...)``, whose graph it captures."""
+
+    @abstractmethod
+    def as_pass(self) -> Pass: ...
+
+    def watch(self, forward: TransformedForward) -> None:
+        """Learns what runs the pass."""
+
+    def __call__(self, gm: GraphModule, example_inputs: List[Tensor]) -> TransformedForward:
+        forward = TransformedForward(gm, [self.as_pass()])
+        self.watch(forward)
+        return forward
 
 
 @dataclass
@@ -30,8 +46,16 @@ class BackendPass:
                 remedy="apply it first",
             )
         state = {name: tensor for name, _, tensor, _ in captured.engine.state()}
-        captured.gm = self.backend(captured.gm, [state[n] for n in captured.attributes])
-        return {"pass": getattr(self.backend, "__name__", type(self.backend).__name__), "entries": []}
+        name = getattr(self.backend, "__name__", type(self.backend).__name__)
+        given, before = captured.gm, str(captured.gm.graph)
+        captured.gm = self.backend(given, [state[n] for n in captured.attributes])
+        entries = []
+        if captured.gm is given and str(given.graph) == before:
+            found = sorted({str(n.target) for n in given.graph.nodes if n.op == "call_function"})
+            reason = "it changed nothing: the graph's nodes are operators of torch.ops, not functions of torch"
+            logger.warning("backend %s: %s (%s)", name, reason, ", ".join(found))
+            entries = [{"kind": "left_alone", "node": name, "reason": reason}]
+        return {"pass": name, "entries": entries}
 
 
 def apply_transform(
@@ -39,13 +63,26 @@ def apply_transform(
 ) -> nn.Module:
     """A copy of `module` whose captured graph goes through `backend`, as it would under ``torch.compile``.
 
-    backend: takes a :class:`torch.fx.GraphModule` on ``torch.ops`` and the tensors of its first inputs (the module's
-        parameters and buffers; the inputs follow), and returns what is to be called instead.
-    non_recurse_functions: taken for the sake of programs that give it; a graph holds operators, whose insides are not seen.
+    backend: takes a :class:`torch.fx.GraphModule` on ``torch.ops`` (``torch.ops.aten.gelu.default``, not
+        ``torch.nn.functional.gelu``) and the tensors of its first inputs (the module's parameters and buffers; the inputs
+        follow), and returns what is to be called instead. One that finds nothing to change is reported and logged. plumb's
+        own backends are taken as the transforms they are.
+    non_recurse_functions: refused unless empty: a graph holds operators, so a function of Python is no node of it.
 
     Transforms of plumb applied to the result still come before it.
     """
-    return apply_pass(module, Pass("backend", BackendPass(backend)))
+    if non_recurse_functions:
+        names = ", ".join(getattr(f, "__qualname__", str(f)) for f in non_recurse_functions)
+        raise Error(
+            f"non_recurse_functions: calls of {names} cannot stay one node each, because a graph holds operators",
+            kind=ErrorKind.Unsupported,
+            remedy="make the function an operator with torch.library.custom_op, or unit_scale(module, replace={function: other})",
+        )
+    if not isinstance(backend, PassBackend):
+        return apply_pass(module, Pass("backend", BackendPass(backend)))
+    transformed = apply_pass(module, backend.as_pass())
+    backend.watch(forward_of(transformed))
+    return transformed
 
 
 def replace_node_with_function(

@@ -1,0 +1,257 @@
+"""The scales graph as torch.fx: metrics, arguments, pictures, and what is pruned from it."""
+
+import copy
+import math
+import operator
+
+import plumb.functional as U
+import pytest
+import torch
+import torch.nn.functional as F
+from plumb.transforms.utils import apply_transform
+from torch import fx, nn
+
+import plumb
+from plumb.transforms import (
+    Metrics,
+    ScaleTrackingAutogradFunction,
+    ScaleTrackingBackend,
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    prune_selected_nodes,
+    track_scales,
+    unit_scaling_backend,
+)
+
+
+class Attention(nn.Module):
+    """With a mask of -inf, a reshape, an integer tensor and keyword arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.linear = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        scores = x @ x.transpose(-2, -1)
+        later = torch.ones(4, 4, dtype=torch.bool).triu(1)
+        masked = scores.masked_fill(later, float("-inf"))
+        flat = masked.reshape(-1, 4)
+        both = F.softmax(flat, dim=-1).view_as(masked) @ x + self.linear(x)
+        return F.gelu(both, approximate="tanh").sum()
+
+
+@pytest.fixture
+def graph():
+    torch.manual_seed(0)
+    tracked = track_scales(Attention(), histogram=True)
+    tracked(torch.arange(8).reshape(2, 4)).backward()
+    return tracked.scales_graph()
+
+
+def named(graph):
+    return {n.name: n for n in graph.nodes}
+
+
+# --- metrics
+
+
+def test_metrics_are_made_of_tensors():
+    t = torch.tensor([[1.0, -2.0], [0.0, 5.0]])
+    metrics = Metrics(t)
+    assert metrics.bwd is None and metrics.fwd == Metrics.from_tensor(t)
+    data = metrics.fwd
+    assert (data.mean_abs, data.abs_mean, data.abs_max, data.abs_min, data.numel) == (2.0, 1.0, 5.0, 0.0, 4)
+    assert data.std == pytest.approx(t.std().item())
+    metrics.set_bwd(-t)
+    assert metrics.bwd.abs_max == 5.0
+    assert str(metrics) == f"fwd: {metrics.fwd}, bwd: {metrics.bwd}"
+    assert "mean_abs=2.0" in str(metrics) and str(Metrics(t)).endswith("bwd: None")
+    assert Metrics.names() == ["mean_abs", "abs_mean", "std", "abs_max", "abs_min", "numel"]
+    assert Metrics.full_names()[2] == Metrics.get_full_name("std") == "standard deviation"
+
+
+def test_infinities_stay_infinities(graph):
+    masked = named(graph)["masked"].meta["metrics"].fwd
+    assert masked.mean_abs == math.inf and masked.abs_max == math.inf
+
+
+def test_histograms_are_read_by_exponent(graph):
+    metrics = named(graph)["masked"].meta["metrics"]
+    assert metrics.fwd.histogram[128] == 12 and sum(metrics.fwd.histogram.values()) == metrics.fwd.numel == 32
+    assert sum(metrics.bwd.histogram.values()) == 32
+    mantissa, exponent = math.frexp(named(graph)["both"].meta["metrics"].fwd.abs_max)
+    assert max(named(graph)["both"].meta["metrics"].fwd.histogram) == exponent - 1
+    plain = track_scales(nn.Linear(2, 2))
+    plain(torch.ones(1, 2))
+    assert all(n.meta["metrics"].fwd.histogram is None for n in plain.scales_graph().nodes if "metrics" in n.meta)
+
+
+# --- the graph
+
+
+def test_nodes_keep_arguments_and_keyword_arguments(graph):
+    nodes = named(graph)
+    assert nodes["flat"].args == (nodes["masked"], [-1, 4])
+    assert nodes["masked"].args == (nodes["scores"], nodes["later"], -math.inf)
+    assert nodes["softmax"].args == (nodes["flat"], -1)
+    assert nodes["gelu"].args == (nodes["both"],) and nodes["gelu"].kwargs == {"approximate": "tanh"}
+    assert nodes["later"].args[1:] == (1,) and nodes["sum_1"].args == (nodes["gelu"],)
+
+
+def test_a_notebook_shows_the_graph_as_a_table(graph):
+    for shown in (graph, prune_non_float_tensors(graph)):
+        text = shown._repr_html_()
+        assert text.count("<tr>") == len(shown.nodes) + 1
+        assert "<th>metrics</th>" in text and "mean_abs=" in text and "&lt;" in text
+
+
+# --- pruning
+
+
+def test_what_is_no_float_goes_and_is_logged(graph, caplog):
+    with caplog.at_level("INFO", logger="plumb.transforms"):
+        pruned = prune_non_float_tensors(graph)
+    gone = [n for n in named(graph) if n not in named(pruned)]
+    assert gone == ["ids", "ones", "later"]
+    assert [r.getMessage() for r in caplog.records] == [f"pruning non-float node: {n}" for n in gone]
+    masked = named(pruned)["masked"]
+    assert masked.args == (named(pruned)["scores"], -math.inf)
+
+
+def test_equal_scales_are_pruned_with_infinities_too_and_logged(graph, caplog):
+    with caplog.at_level("INFO", logger="plumb.transforms"):
+        pruned = prune_same_scale_tensors(prune_non_float_tensors(graph))
+    told = [r.getMessage() for r in caplog.records if "same-scale" in r.getMessage()]
+    gone = [n for n in named(prune_non_float_tensors(graph)) if n not in named(pruned)]
+    assert "flat" in gone and "masked" not in gone and told == [f"pruning same-scale node: {n}" for n in gone]
+    assert named(pruned)["softmax"].args == (named(pruned)["masked"], -1)
+
+
+def test_users_take_all_inputs_of_a_selected_node(graph, caplog):
+    with caplog.at_level("INFO", logger="plumb.transforms"):
+        pruned = prune_selected_nodes(graph, [operator.add, F.gelu])
+    nodes = named(pruned)
+    assert "both" not in nodes and "gelu" not in nodes and "both" in named(graph)
+    assert nodes["sum_1"].args == tuple(named(pruned)[n.name] for n in named(graph)["both"].args)
+    assert [r.getMessage() for r in caplog.records] == ["pruning node: both", "pruning node: gelu"]
+    pruned.lint()
+
+
+def test_graphs_that_were_not_tracked_can_be_pruned():
+    def forward(x, table):
+        picked = torch.index_select(x, 0, table)
+        return (torch.add(x, picked), [F.relu(picked) + torch.relu(x)])
+
+    traced = fx.symbolic_trace(forward).graph
+    before = str(traced)
+    pruned = prune_selected_nodes(traced, [torch.add, F.relu])
+    assert str(traced) == before
+    x, table, picked = list(pruned.nodes)[:3]
+    output = list(pruned.nodes)[-1]
+    assert output.args[0][:2] == (x, picked) and picked.args == (x, 0, table)
+    (total,) = output.args[0][2]
+    assert total.args == (picked, next(n for n in pruned.nodes if n.target is torch.relu))
+    assert str(prune_same_scale_tensors(traced)) == before
+    with pytest.raises(plumb.Error, match="nothing is known of the dtypes"):
+        prune_non_float_tensors(traced)
+    program = torch.export.export(nn.Embedding(4, 2), (torch.tensor([1]),))
+    assert [n.name for n in prune_non_float_tensors(program.graph).nodes] == ["p_weight", "embedding", "output"]
+
+
+# --- as backends
+
+
+def test_a_functions_gradient_is_written_into_a_nodes_meta():
+    meta = {}
+    x = torch.randn(5, requires_grad=True)
+    y = ScaleTrackingAutogradFunction.apply(x, meta)
+    assert torch.equal(y, x) and meta["metrics"].fwd == Metrics.from_tensor(x) and meta["metrics"].bwd is None
+    (3 * y).sum().backward()
+    assert torch.equal(x.grad, torch.full((5,), 3.0)) and meta["metrics"].bwd.mean_abs == 3.0
+
+
+def test_tracking_is_a_backend():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(3, 4)
+    backend = ScaleTrackingBackend()
+    assert len(backend.graph.nodes) == 0
+    tracked = apply_transform(model, backend)
+    tracked(x).sum().backward()
+    expected = track_scales(model)
+    expected(x).sum().backward()
+    rows = [(n.name, n.target, n.meta.get("metrics") and str(n.meta["metrics"])) for n in backend.graph.nodes]
+    assert rows == [(n.name, n.target, n.meta.get("metrics") and str(n.meta["metrics"])) for n in expected.scales_graph().nodes]
+    compiled = torch.compile(model, backend=backend)
+    assert torch.equal(compiled(x), model(x))
+    assert {F.gelu} <= {n.target for n in backend.graph.nodes}
+
+
+def test_unit_scaling_is_a_backend_that_leaves_weights_alone():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(3, 4)
+    before = copy.deepcopy(model.state_dict())
+    for backend, last in ((unit_scaling_backend(), U.gelu), (unit_scaling_backend({F.gelu: F.silu}), U.silu)):
+        scaled = apply_transform(model, backend)
+        expected = last(U.linear(x, model[0].weight, model[0].bias, constraint=None), constraint=None)
+        assert torch.equal(scaled(x), expected) and torch.equal(torch.compile(model, backend=backend)(x), expected)
+        for state in (scaled.state_dict(), model.state_dict()):
+            assert all(torch.equal(state[k], before[k]) for k in before)
+
+
+def test_a_backend_that_finds_nothing_says_so(caplog):
+    def backend(gm, inputs):
+        assert not [n for n in gm.graph.nodes if n.target is F.linear]
+        return gm
+
+    model = apply_transform(nn.Linear(4, 4), backend)
+    model(torch.randn(2, 4))
+    (entry,) = plumb.report(model)[0]["entries"]
+    assert entry["node"] == "backend" and "changed nothing" in entry["reason"]
+    assert "aten.linear.default" in caplog.records[-1].getMessage() and caplog.records[-1].levelname == "WARNING"
+
+
+def test_functions_that_should_stay_nodes_are_refused():
+    with pytest.raises(plumb.Error, match="non_recurse_functions: calls of gelu") as caught:
+        apply_transform(nn.GELU(), unit_scaling_backend(), non_recurse_functions=[F.gelu])
+    assert "custom_op" in caught.value.remedy
+    apply_transform(nn.GELU(), unit_scaling_backend(), non_recurse_functions=[])
+
+
+# --- what is logged
+
+
+def test_unit_scale_logs_what_it_does(caplog):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.own = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            x = x + self.linear(x)
+            return F.relu(F.linear(x, self.own))
+
+    with caplog.at_level("INFO", logger="plumb.transforms"):
+        model = plumb.transforms.unit_scale(plumb.transforms.simulate_fp8(Model()), replace={F.relu: U.gelu})
+        model = track_scales(model)
+        model(torch.randn(2, 4))
+        first = [r.getMessage() for r in caplog.records]
+        model(torch.randn(3, 4))
+    told = [r.getMessage() for r in caplog.records]
+    for text in (
+        "moving unit scaling backend to precede quantisation backend",
+        "running unit scaling backend",
+        "unit scaling weight: linear.weight",
+        "setting bias to zero: linear.bias",
+        "unit scaling weight: own",
+        "unit scaling function: x_1 (residual-add, tau=0.5)",
+        "unit scaling function: linear",
+        "replacing function: gelu with gelu",
+        "adding tracking to node: linear",
+    ):
+        assert text in first, text
+    parameters = [t for t in told if t.startswith(("unit scaling weight:", "setting bias"))]
+    assert parameters == [t for t in first if t in parameters] and len(parameters) == 3, "each is named once"
+    assert any(t.startswith("unconstraining node: gelu") for t in first)
