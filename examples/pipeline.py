@@ -1,4 +1,4 @@
-"""Trains a small model over two processes with a schedule written by hand, and checks it against one process.
+"""Trains a small model over two processes with a schedule written by hand, saves it whole, and checks it against one process.
 
 python examples/pipeline.py                             starts both processes itself
 torchrun --nproc-per-node=2 examples/pipeline.py        the same under torch's launcher
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from plumb.pipelining import PipelineStage, ScheduleTable
 from torch import nn
 
-MICROBATCHES, STEPS, WIDTH = 4, 20, 32
+MICROBATCHES, STEPS, WIDTH = 4, 60, 32
 
 
 def halves() -> list[nn.Module]:
@@ -25,8 +25,9 @@ def halves() -> list[nn.Module]:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What there is to learn: a wave along one direction of the inputs."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(step))
-    return x, (x[:, :1] * x[:, 1:2]).sin()
+    return x, torch.sin(x @ torch.linspace(-0.5, 0.5, 8)[:, None])
 
 
 def train(rank: int) -> list[float]:
@@ -49,12 +50,15 @@ def train(rank: int) -> list[float]:
         optimizer.step()
     bubble = schedule.measured_bubble()
     schedule.draw_timeline("timeline.svg" if rank == 0 else None)
+    states = schedule.gather_stage_states()  # of both stages, on both ranks
+    if rank == 0:
+        torch.save({f"{i}.{name}": tensor for i, state in enumerate(states) for name, tensor in state.items()}, "trained.pt")
     if rank == 1:
         print(f"loss {means[0]:.4f} -> {means[-1]:.4f}; ranks idle {bubble:.0%} of the last step: timeline.svg")
     return means
 
 
-def train_alone() -> list[float]:
+def train_alone() -> tuple[list[float], dict[str, torch.Tensor]]:
     model = nn.Sequential(*halves())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     means = []
@@ -68,7 +72,7 @@ def train_alone() -> list[float]:
             parameter.grad.div_(MICROBATCHES)
         optimizer.step()
         means.append(torch.stack(losses).mean().item())
-    return means
+    return means, model.state_dict()
 
 
 def main(rank: int, store: str | None = None) -> None:
@@ -78,8 +82,13 @@ def main(rank: int, store: str | None = None) -> None:
     else:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     means = train(rank)
+    dist.barrier()  # trained.pt is written
     if rank == 1:
-        print("one process gives", "the very same losses" if means == train_alone() else "OTHER losses")
+        alone, state = train_alone()
+        print("one process gives", "the very same losses" if means == alone else "OTHER losses")
+        saved = torch.load("trained.pt")
+        alike = saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)
+        print("trained.pt is", "the very same model" if alike else "ANOTHER model")
     dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <map>
+#include <set>
 #include <unordered_map>
 
 #include "plumb/core/error.h"
@@ -173,8 +174,10 @@ std::vector<at::Tensor> DetachExecutor::backward() {
   at::NoGradGuard no_grad;
   for (size_t p = 0; p < replicated.size(); ++p) {
     if (!replicated[p].defined()) continue;
+    std::set<const c10::TensorImpl*> given;  // copies may be one tensor
     for (const auto& [s, name] : pipe.replicated_params()[p]) {
       at::Tensor param = pipe.stage(s)->state().get(name).tensor;
+      if (!given.insert(param.unsafeGetTensorImpl()).second) continue;
       const at::Tensor sum = replicated[p].to(param.device());
       param.mutable_grad() = param.grad().defined() ? param.grad() + sum : sum.clone();
     }

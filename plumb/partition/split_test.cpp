@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "plumb/partition/pipe_split.h"
+#include "plumb/partition/size_policy.h"
 #include "plumb/partition/testing.h"
 
 TORCH_LIBRARY_FRAGMENT(pippy, m) {
@@ -198,6 +199,27 @@ TEST(Split, AModuleUsedInTwoStagesIsReplicated) {
     auto pipe = expect_equals_whole(*model(text, state), options, {at::randn({5, 4}).requires_grad_()}, 3);
     EXPECT_EQ(pipe->replicated_params().size(), use == MultiUse::Replicate ? 1u : 0u);
   }
+}
+
+TEST(Split, CutsBySizeCountATensorOnce) {
+  State state;
+  std::string text = "graph { %x: f32[2, 4] = placeholder \"x\" %w = get_attr \"w\" %v = get_attr \"v\"";
+  parameter(state, "w", {4, 4});
+  parameter(state, "v", {4, 4});
+  std::string last = "%x";
+  for (int i = 0; i < 6; ++i) {
+    const std::string name = "%h" + std::to_string(i);
+    text += " " + name + " = aten::linear(" + last + (i < 3 ? ", %w)" : ", %v)");
+    last = name;
+  }
+  const auto whole = model(text + " %l = aten::sum(" + last + ") output(%l) }", state);
+  EXPECT_EQ(cuts_of_equal_size(*whole, 2), std::vector<std::string>{"h3"});
+  EXPECT_EQ(cuts_of_equal_size(*whole, 6).size(), 1u);
+  EXPECT_EQ(cuts_at_size(*whole, 64), std::vector<std::string>{"h3"});
+  EXPECT_TRUE(cuts_at_size(*whole, 128).empty());
+  expect_equals_whole(*mark_before(*whole, {"h3"}), {}, {at::randn({2, 4}).requires_grad_()}, 2);
+  EXPECT_THAT(error_of([&] { mark_before(*whole, {"h9"}); }), HasSubstr("no value %h9"));
+  EXPECT_THAT(error_of([&] { cuts_of_equal_size(*whole, 0); }), HasSubstr("into 0 stages"));
 }
 
 TEST(Split, UnusedParametersComeBackWithTheWhole) {

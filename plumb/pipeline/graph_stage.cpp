@@ -33,6 +33,14 @@ std::vector<int64_t> sizes_made_for(const TensorMeta& meta) {
   return sizes;
 }
 
+bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
+std::string text_of(at::IntArrayRef sizes) {
+  std::string list;
+  for (int64_t size : sizes) list += (list.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + list + "]";
+}
+
 }  // namespace
 
 PipelineLayout make_layout(const PipeTable& table) {
@@ -59,46 +67,72 @@ PipelineLayout make_layout(const PipeTable& table) {
   return layout;
 }
 
-GraphStage::GraphStage(std::shared_ptr<GraphModule> module, StageIO io, std::shared_ptr<StageSpecializer> specializer,
-                       int index)
-    : module_(std::move(module)), io_(std::move(io)), specializer_(std::move(specializer)), index_(index) {}
+GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
+                       std::shared_ptr<StageSpecializer> specializer, std::string remedy)
+    : module_(std::move(module)),
+      io_(table.stages.at(static_cast<size_t>(index))),
+      index_(index),
+      specializer_(std::move(specializer)),
+      remedy_(std::move(remedy)) {
+  for (const StageIO& stage : table.stages) {
+    for (const StageInputPort& port : stage.inputs) {
+      if (port.source.is_pipeline_input() && port.meta) model_inputs_.emplace(port.source.index, port);
+    }
+  }
+  if (remedy_.empty()) {
+    remedy_ =
+        "export the program with dynamic shapes; give a live module's stages a StageSpecializer (specialize_on_sizes); "
+        "or give batches of the sizes it was cut for";
+  }
+}
 
-ModelSizes GraphStage::known_sizes(const Tensors& inputs) const {
-  ModelSizes known;
-  bool other = false;
+ModelSizes GraphStage::known_sizes(const std::vector<c10::IValue>& inputs, ModelSizes known) const {
   for (size_t i = 0; i < std::min(inputs.size(), io_.inputs.size()); ++i) {
     const StageInputPort& port = io_.inputs[i];
-    if (!port.source.is_pipeline_input() || !port.meta || !inputs[i].defined()) continue;
-    known[port.source.index] = inputs[i].sizes().vec();
-    other = other || !as_cut(*port.meta, inputs[i].sizes());
+    if (port.source.is_pipeline_input() && port.meta && is_tensor(inputs[i]))
+      known[port.source.index] = inputs[i].toTensor().sizes().vec();
   }
+  const bool other = std::any_of(known.begin(), known.end(), [&](const auto& entry) {
+    const auto cut = model_inputs_.find(entry.first);
+    return cut != model_inputs_.end() && !as_cut(*cut->second.meta, entry.second);
+  });
   return other ? known : ModelSizes();
 }
 
+ModelSizes GraphStage::sizes_by_hand(const std::vector<c10::IValue>& inputs, ModelSizes told) const {
+  ModelSizes known = known_sizes(inputs, std::move(told));
+  for (size_t i = 0; known.empty() && i < std::min(inputs.size(), io_.inputs.size()); ++i) {
+    const StageInputPort& port = io_.inputs[i];
+    if (port.source.is_pipeline_input() || !port.meta || !is_tensor(inputs[i])) continue;
+    const at::IntArrayRef sizes = inputs[i].toTensor().sizes();
+    if (as_cut(*port.meta, sizes)) continue;
+    throw Error(ErrorKind::InvalidState,
+                "stage " + std::to_string(index_) + ": '" + port.name + "' came as " + text_of(sizes) + " where " +
+                    text_of(port.meta->sizes) +
+                    " was cut, and the sizes of the model's inputs cannot be told from that",
+                "",
+                "hand on what the stage before returned as it is (a detached tensor or a copy does not say where it "
+                "comes from), or run the stages in a schedule");
+  }
+  return known;
+}
+
 void GraphStage::raise_other_sizes(const ModelSizes& known) const {
-  const auto text = [](const std::vector<int64_t>& sizes) {
-    std::string list;
-    for (int64_t size : sizes) list += (list.empty() ? "" : ", ") + std::to_string(size);
-    return "[" + list + "]";
-  };
   std::string came;
   for (const auto& [input, sizes] : known) {
-    std::string what = "input " + std::to_string(input) + " is " + text(sizes);
-    for (const StageInputPort& port : io_.inputs) {
-      if (port.source.is_pipeline_input() && port.source.index == input && port.meta)
-        what = "'" + port.name + "' was " + text(port.meta->sizes) + " and is " + text(sizes);
-    }
-    came += (came.empty() ? "" : ", ") + what;
+    const auto cut = model_inputs_.find(input);
+    if (cut == model_inputs_.end() || as_cut(*cut->second.meta, sizes)) continue;
+    came += (came.empty() ? "'" : ", '") + cut->second.name + "' was " + text_of(cut->second.meta->sizes) + " and is " +
+            text_of(sizes);
   }
   throw Error(ErrorKind::TensorMismatch,
               "stage " + std::to_string(index_) + " was cut for other sizes of the model's inputs: " + came, "",
-              "export the program with dynamic shapes; give a live module's stages a StageSpecializer "
-              "(specialize_on_sizes); or give "
-              "batches of the sizes it was cut for");
+              remedy_);
 }
 
-GraphModule& GraphStage::graph_for(const ModelSizes& known) {
-  if (known.empty()) return *module_;
+std::shared_ptr<GraphModule> GraphStage::graph_for(const ModelSizes& known) {
+  if (known.empty()) return module_;
+  const std::lock_guard lock(mutex_);
   auto it = others_.find(known);
   if (it == others_.end()) {
     if (!specializer_) raise_other_sizes(known);
@@ -107,35 +141,44 @@ GraphModule& GraphStage::graph_for(const ModelSizes& known) {
   } else {
     StageSpecializer::share_state(*module_, *it->second);
   }
-  return *it->second;
+  return it->second;
 }
 
-Tensors GraphStage::run_graph(GraphModule& graph, const Tensors& inputs) const {
+void GraphStage::forget_sizes() {
+  const std::lock_guard lock(mutex_);
+  others_.clear();
+}
+
+std::vector<c10::IValue> GraphStage::run_values(std::vector<c10::IValue> inputs, const ModelSizes& sizes) {
   if (inputs.size() != io_.inputs.size()) {
     throw Error(ErrorKind::StructureMismatch, "the stage takes " + std::to_string(io_.inputs.size()) + " inputs, got " +
                                                   std::to_string(inputs.size()));
   }
-  std::vector<c10::IValue> values;
-  values.reserve(io_.inputs.size());
-  for (size_t i = 0; i < io_.inputs.size(); ++i) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
     const StageInputPort& port = io_.inputs[i];
-    if (port.type != ValueType::Tensor) {
-      values.push_back(inputs[i].defined() ? unpack_value(inputs[i], port.type) : c10::IValue());
-    } else {
+    if (port.type != ValueType::Tensor && inputs[i].isTensor()) {
+      inputs[i] = is_tensor(inputs[i]) ? unpack_value(inputs[i].toTensor(), port.type) : c10::IValue();
+    } else if (port.written && is_tensor(inputs[i])) {
       // What the stage writes must be its own: a batch is cut into views, and a value may go to several stages.
-      values.emplace_back(port.written && inputs[i].defined() ? inputs[i].clone() : inputs[i]);
+      inputs[i] = inputs[i].toTensor().clone();
     }
   }
-  Tensors outputs;
-  for (const c10::IValue& v : graph.run(std::move(values)))
-    outputs.push_back(v.isTensor() ? v.toTensor() : pack_value(v));
+  std::vector<c10::IValue> outputs = graph_for(sizes)->run(std::move(inputs));
+  for (c10::IValue& v : outputs) {
+    if (!v.isNone()) v = pack_value(v);
+  }
   return outputs;
 }
 
-Tensors GraphStage::forward(const Tensors& inputs) { return run_graph(graph_for(known_sizes(inputs)), inputs); }
+Tensors GraphStage::forward(const Tensors& inputs) {
+  return run(inputs, {0, known_sizes({inputs.begin(), inputs.end()}, {})});
+}
 
 Tensors GraphStage::run(const Tensors& inputs, const Microbatch& microbatch) {
-  return run_graph(graph_for(microbatch.sizes), inputs);
+  Tensors outputs;
+  for (const c10::IValue& v : run_values({inputs.begin(), inputs.end()}, microbatch.sizes))
+    outputs.push_back(v.isTensor() ? v.toTensor() : pack_value(v));
+  return outputs;
 }
 
 std::vector<NamedTensor> GraphStage::parameters() const {
@@ -156,8 +199,7 @@ std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(const Pipe& pipe, c
     bool here = false;
     for (int mb = 0; mb < schedule.num_microbatches && !here; ++mb) here = schedule.placement.rank_of(s, mb) == rank;
     if (!here) continue;
-    const StageIO& io = pipe.table().stages[static_cast<size_t>(s)];
-    stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), io, specializer, s));
+    stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), pipe.table(), s, specializer));
   }
   return stages;
 }

@@ -3,6 +3,9 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
 
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/stage_specializer.h"
@@ -19,28 +22,40 @@ PipelineLayout make_layout(const PipeTable& table);
 // A stage's graph. Values that are no tensors cross as 0-dim tensors (pack_value).
 //
 // With a `specializer` it runs a graph of its own for every sizes of the model's inputs that come. Without one it takes
-// the sizes it was cut for, or, if the graph has symbols, those that these allow; others raise Error(InvalidArgument).
+// the sizes it was cut for, or, if the graph has symbols, those that these allow; others raise Error(TensorMismatch)
+// with this `remedy`. Thread-safe.
 class GraphStage : public StageFunction {
  public:
-  GraphStage(std::shared_ptr<GraphModule> module, StageIO io, std::shared_ptr<StageSpecializer> specializer = nullptr,
-             int index = -1);
+  GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
+             std::shared_ptr<StageSpecializer> specializer = nullptr, std::string remedy = {});
   // Knows the sizes of those of the model's inputs that it takes.
   Tensors forward(const Tensors& inputs) override;
   Tensors run(const Tensors& inputs, const Microbatch& microbatch) override;
   std::vector<NamedTensor> parameters() const override;
   const std::shared_ptr<GraphModule>& module() const { return module_; }
 
+  // Inputs that are no tensors may also be given as such. `sizes`: of the model's inputs; empty: as they were cut.
+  std::vector<c10::IValue> run_values(std::vector<c10::IValue> inputs, const ModelSizes& sizes);
+  // Outside of a step: the sizes of the model's inputs that these values come from; empty if they are as they were cut.
+  // `told`: what the stages before said of them. Throws Error(InvalidState) where a value of another stage has other
+  // sizes, and nothing says what sizes the model's inputs had.
+  ModelSizes sizes_by_hand(const std::vector<c10::IValue>& inputs, ModelSizes told) const;
+  // The stage was moved: graphs say where they make tensors.
+  void forget_sizes();
+
  private:
-  Tensors run_graph(GraphModule& graph, const Tensors& inputs) const;
-  // The known sizes of the model's inputs; empty if all are as they were when it was cut.
-  ModelSizes known_sizes(const Tensors& inputs) const;
-  GraphModule& graph_for(const ModelSizes& known);
+  // `known` with the sizes of the inputs here; empty if none of them is other than it was cut.
+  ModelSizes known_sizes(const std::vector<c10::IValue>& inputs, ModelSizes known) const;
+  std::shared_ptr<GraphModule> graph_for(const ModelSizes& known);
   [[noreturn]] void raise_other_sizes(const ModelSizes& known) const;
 
   std::shared_ptr<GraphModule> module_;
   StageIO io_;
-  std::shared_ptr<StageSpecializer> specializer_;
+  std::map<size_t, StageInputPort> model_inputs_;  // of the whole pipe, by number
   int index_;
+  std::shared_ptr<StageSpecializer> specializer_;
+  std::string remedy_;
+  std::mutex mutex_;
   std::map<ModelSizes, std::shared_ptr<GraphModule>> others_;
 };
 

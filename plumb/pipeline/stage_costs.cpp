@@ -132,7 +132,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
   for (int repeat = 0; repeat < std::max(1, options.repeats); repeat++) {
     std::vector<Tensors> made;
     for (int s = 0; s < pipe.num_stages(); s++) {
-      GraphStage stage(pipe.stage(s), pipe.table().stages[static_cast<size_t>(s)]);
+      GraphStage stage(pipe.stage(s), pipe.table(), s);
       Tensors values;
       std::vector<bool> wants;
       for (const StageInputPort& port : pipe.stage_inputs(s)) {

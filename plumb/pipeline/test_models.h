@@ -171,7 +171,7 @@ inline TestModel test_model(const std::string& name, int num_stages) {
     cut->specializer = specialize_on_sizes(*cut->pipe, cut->model, options, tokens);
     model.layout = make_layout(cut->pipe->table());
     model.make_stage = [=](int s) {
-      auto stage = std::make_shared<GraphStage>(cut->pipe->stage(s), cut->pipe->table().stages[s], cut->specializer, s);
+      auto stage = std::make_shared<GraphStage>(cut->pipe->stage(s), cut->pipe->table(), s, cut->specializer);
       auto parameters = stage->parameters();
       auto test_stage = std::make_shared<TestStage>([=](const Tensors& in) { return stage->forward(in); }, parameters);
       test_stage->run_microbatch = [=](const Tensors& in, const Microbatch& m) { return stage->run(in, m); };

@@ -7,17 +7,13 @@
 #include "plumb/partition/move.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/partition/pipe_split.h"
+#include "plumb/partition/size_policy.h"
 #include "plumb/partition/split.h"
 #include "plumb/partition/stage_bytes.h"
 #include "plumb/partition/stage_specializer.h"
 
 namespace plumb::python {
 namespace {
-
-py::object ref_to_python(const std::optional<GradRef>& ref) {
-  if (!ref) return py::none();
-  return py::make_tuple(ref->stage, ref->input);
-}
 
 py::object shape_of(const std::optional<TensorMeta>& m) {
   if (!m) return py::none();
@@ -49,24 +45,6 @@ c10::IValue loss_spec(py::handle h) {
               "give the structure of the outputs, with True for the loss and False elsewhere");
 }
 
-// The same module with marks before the nodes that make these values, and no others.
-std::shared_ptr<GraphModule> marked(const GraphModule& module, const std::vector<std::string>& values) {
-  auto copy =
-      std::make_shared<GraphModule>(module.graph().clone(), module.state(), module.in_spec(), module.out_spec());
-  copy->train(module.is_training());
-  Graph& graph = copy->graph();
-  for (Node* node : graph.nodes()) {
-    if (is_pipe_split(*node)) graph.erase(node);
-  }
-  for (const std::string& name : values) {
-    Value* value = graph.find_value(name);
-    if (!value) throw Error(ErrorKind::UnknownName, "the graph has no value %" + name + " to cut before");
-    auto here = graph.inserting_before(value->producer());
-    graph.call("plumb::pipe_split", {});
-  }
-  return copy;
-}
-
 std::shared_ptr<Pipe> cut(const GraphModule& module, const std::optional<std::vector<std::string>>& before_values,
                           const std::vector<std::pair<std::string, bool>>& modules,
                           const std::vector<size_t>& before_ops, const std::optional<py::function>& policy,
@@ -86,7 +64,7 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, const std::optional<std::ve
     options.multi_use_by_name[name] = send ? MultiUse::Transmit : MultiUse::Replicate;
   options.at_conflict = move_cuts ? AtConflict::MoveCut : AtConflict::Refuse;
   if (!loss.is_none()) options.loss_spec = loss_spec(loss);
-  return before_values ? pipeline(*marked(module, *before_values), options) : pipeline(module, options);
+  return before_values ? pipeline(*mark_before(module, *before_values), options) : pipeline(module, options);
 }
 
 py::tuple balance_cuts(const GraphModule& module, int stages, const std::optional<py::list>& inputs, int repeats,
@@ -149,10 +127,11 @@ void bind_specializer(py::module_& m) {
   py::class_<StageSpecializer, std::shared_ptr<StageSpecializer>>(
       m, "StageSpecializer", "Graphs of stages for other sizes than a model was cut for.")
       .def(py::init(&make_specializer), py::arg("pipe"), py::arg("example"), py::arg("cut"), py::arg("same_names"))
-      .def("stage", &StageSpecializer::stage, py::arg("index"), py::arg("known"), py::arg("now"),
-           py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("captures", &StageSpecializer::captures);
-  m.def("share_state", &StageSpecializer::share_state);
+      .def_property_readonly("captures", &StageSpecializer::captures)
+      // A copy is the same one. What is pickled comes without its model.
+      .def("__copy__", [](const py::object& self) { return self; })
+      .def("__deepcopy__", [](const py::object& self, const py::object&) { return self; })
+      .def("__reduce__", [](const py::object&) { return py::make_tuple(py::type::of(py::none()), py::tuple()); });
 }
 
 void bind_pipe_table(py::module_& m) {
@@ -206,8 +185,8 @@ void bind_pipe_table(py::module_& m) {
                                return outputs;
                              })
       .def("to_json", &PipeTable::to_json)
-      .def_static("from_json",
-                  [](const std::string& text) { return std::make_shared<PipeTable>(PipeTable::from_json(text)); })
+      .def(py::pickle([](const PipeTable& table) { return table.to_json(); },
+                      [](const std::string& text) { return std::make_shared<PipeTable>(PipeTable::from_json(text)); }))
       .def("__str__", &PipeTable::to_string);
 }
 
@@ -238,23 +217,6 @@ void bind_pipe(py::module_& m) {
              }
              return py::make_tuple(to_list(result.outputs), result.input_grads);
            })
-      .def("backward_steps",
-           [](const Pipe& p) {
-             py::list steps;
-             for (const StageBackwardStep& s : p.backward().steps) {
-               py::list grads, seeds;
-               for (const auto& ref : s.output_grads) grads.append(ref_to_python(ref));
-               for (const auto& ref : s.input_seeds) seeds.append(ref_to_python(ref));
-               py::dict d;
-               d["stage"] = s.stage;
-               d["output_grads"] = grads;
-               d["outputs_with_grads"] = s.outputs_with_grads;
-               d["input_seeds"] = seeds;
-               steps.append(d);
-             }
-             return steps;
-           })
-      .def_property_readonly("loss_port", [](const Pipe& p) { return p.backward().loss_port; })
       .def("merged_state",
            [](const Pipe& p) {
              std::vector<std::tuple<std::string, int, at::Tensor, bool>> all;
@@ -285,6 +247,8 @@ void bind_cuts(py::module_& m) {
   m.def("balance", &balance_cuts, py::arg("module"), py::arg("stages"), py::kw_only(), py::arg("inputs") = py::none(),
         py::arg("repeats") = 5, py::arg("seconds_per_message") = 0.0, py::arg("bytes_per_second") = 1e10,
         py::arg("memory_limits") = std::vector<int64_t>{}, py::arg("bytes_per_parameter_byte") = 4.0);
+  m.def("cuts_of_equal_size", &cuts_of_equal_size, py::arg("module"), py::arg("stages"));
+  m.def("cuts_at_size", &cuts_at_size, py::arg("module"), py::arg("bytes"));
   // Many at once: the module's own tables are made again for every change.
   m.def("set_states", [](GraphModule& module, const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
     py::gil_scoped_release release;

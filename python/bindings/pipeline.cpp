@@ -4,6 +4,7 @@
 
 #include <map>
 
+#include "convert.h"
 #include "costs.h"
 #include "errors.h"
 #include "module.h"
@@ -255,6 +256,23 @@ Register pipeline_part([](py::module_& m) {
       .def_readonly("num_inputs", &PipelineLayout::num_inputs)
       .def_readonly("dynamic_outputs", &PipelineLayout::dynamic_outputs)
       .def("__str__", &PipelineLayout::text);
+  py::class_<GraphStage>(m, "GraphStage",
+                         "A stage of a cut graph, with its graphs for other sizes than it was cut for.")
+      .def(py::init<std::shared_ptr<GraphModule>, const PipeTable&, int, std::shared_ptr<StageSpecializer>,
+                    std::string>(),
+           py::arg("module"), py::arg("table"), py::arg("index"), py::arg("specializer"), py::arg("remedy"))
+      .def("sizes_by_hand", [](const GraphStage& stage, const py::list& values,
+                               const ModelSizes& told) { return stage.sizes_by_hand(to_ivalues(values), told); })
+      .def("run",
+           [](GraphStage& stage, const py::list& inputs, const ModelSizes& sizes) {
+             auto values = to_ivalues(inputs);
+             {
+               py::gil_scoped_release release;
+               values = stage.run_values(std::move(values), sizes);
+             }
+             return to_list(values);
+           })
+      .def("forget_sizes", &GraphStage::forget_sizes);
   py::class_<StepDriver>(m, "StepDriver",
                          "The parts of actions: of the step that a pipeline runs, or of one stage by hand.")
       .def(py::init([](const PipelineLayout& layout, int index, const py::object& stage) {

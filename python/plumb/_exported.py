@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from . import _C
 from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule, mode_of
-from ._state import PARAMETER, state_of, sync_state
+from ._state import own_parameters, state_of, sync_state
 from ._trees import load_spec
 
 _IN_A_FILE = (int, float, bool, str, type(None))
@@ -48,15 +48,8 @@ def load_pt2(path: str | os.PathLike, device: torch.device | str | None = None) 
 def _load(path: str | os.PathLike, device: torch.device | str | None, own: dict[str, Tensor]) -> GraphModule:
     """`own`: tensors by name that take the place of the file's."""
     engine, program = _C.load_pt2(os.fsencode(path), None if device is None else torch.device(device))
-    parameters: dict[int, nn.Parameter] = {}  # by tensor: a tied one is one
-    state = engine.state()  # held, so that no id is used twice
-    for name, kind, tensor, _ in state:
-        if name in own:
-            engine.set_state(name, own[name])
-        elif kind == PARAMETER:
-            if id(tensor) not in parameters:
-                parameters[id(tensor)] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
-            engine.set_state(name, parameters[id(tensor)])
+    _C.set_states(engine, [(name, own[name]) for name, *_ in engine.state() if name in own])
+    own_parameters(engine)
     in_spec, out_spec = (_spec(text, os.fsdecode(path)) for text in engine.specs())
     return GraphModule(engine, in_spec, out_spec, None, [None] * out_spec.num_leaves, [], program, mode_of(engine))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from . import _C
 from ._errors import Error, ErrorKind
 
 PARAMETER, BUFFER, CONSTANT = 0, 1, 2  # as the engine counts them
@@ -32,6 +33,19 @@ def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
         if now is not tensor:
             engine.set_state(name, now)
             slots[i] = (table, leaf, name, now)
+
+
+def own_parameters(engine: Any) -> None:
+    """Parameters of an engine that were made in C++ (copies, those of files) become ``nn.Parameter``; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    changed = []
+    for name, kind, tensor, _ in engine.state():
+        if kind == PARAMETER and not isinstance(tensor, nn.Parameter):
+            if id(tensor) not in made:
+                made[id(tensor)] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+            changed.append((name, made[id(tensor)]))
+    if changed:
+        _C.set_states(engine, changed)
 
 
 _ATTRIBUTES = frozenset(dir(nn.Module()))  # for which torch.nn.Module looks before it looks for tensors

@@ -59,13 +59,10 @@ def equals_whole(model, args, kwargs=None, stages=None, **how):
 
 
 def merged_grads(pipe):
-    """By every name; gradients of copies are summed from the last user to the first, as autograd does."""
-    grads = {}
-    for s in reversed(range(pipe.num_stages)):
-        for name, p in pipe.get_stage_module(s).named_parameters(remove_duplicate=False):
-            if p.grad is not None:
-                grads[name] = p.grad if name not in grads else grads[name] + p.grad
-    return grads
+    """By every name; what several stages use is one tensor."""
+    stages = [pipe.get_stage_module(s) for s in range(pipe.num_stages)]
+    named = {n: p for stage in stages for n, p in stage.named_parameters(remove_duplicate=False)}
+    return {n: p.grad for n, p in named.items() if p.grad is not None}
 
 
 class MLP(nn.Module):

@@ -12,7 +12,6 @@ import torch
 from plumb._trees import load_spec
 from plumb.pipelining import pipe_split, pipeline
 from plumb.pipelining._IR import deserialize_stage
-from plumb.pipelining._unflatten import _outline_submodules
 from plumb.pipelining._values import unpack
 from torch import fx, nn
 
@@ -209,15 +208,6 @@ def test_modules_and_source_lines_of_a_file_are_text_alone(tmp_path):
     exec(compile(tracked.scales_graph().python_code("self", verbose=True).src, "scales", "exec"), {})
     module.to_fx().print_readable(print_output=False)
     str(module.graph), plumb.report(tracked)
-
-
-def test_modules_of_an_exported_graph_are_outlined_under_harmless_names():
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    call = graph.call_function(torch.relu, (x,))
-    call.meta["nn_module_stack"] = {"a": (NAMES["closes a string"], nn.ReLU)}
-    graph.output(call)
-    _outline_submodules(graph)(torch.ones(1))
 
 
 @pytest.mark.parametrize("name", ["forward", "a.weight.b", "_modules.weight", "training"])

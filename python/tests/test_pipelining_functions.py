@@ -8,7 +8,6 @@ import ranks
 import torch
 from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, pipe_split, pipeline
 from plumb.pipelining._debug import map_debug_info
-from plumb.pipelining._unflatten import _outline_submodules
 from plumb.pipelining._utils import PipeliningMetadataError
 from plumb.pipelining.schedules import (
     BACKWARD_INPUT,
@@ -22,7 +21,6 @@ from plumb.pipelining.schedules import (
     PipelineScheduleMulti,
     get_schedule_class,
 )
-from plumb.pipelining.stage import _RecvInfo
 from test_pipelining_run import LOOPED, MSE, SINGLE, Nested, V, accumulate, batch, blocks, grads, same, schedule_for
 from torch import nn
 from torch_names._utils import (
@@ -32,6 +30,7 @@ from torch_names._utils import (
     generate_stage_to_rank_mapping,
     validate_tensors_metadata,
 )
+from torch_names.stage import _RecvInfo
 
 import plumb
 
@@ -476,23 +475,3 @@ def test_arguments_are_flattened_and_described():
     assert again[1] == 3 and leaves[0] is again[0]["w"] and leaves[0].is_leaf and leaves[0].requires_grad
     text = map_debug_info({"w": w, "n": (1,)})
     assert text["n"] == ("1",) and "grad=True" in text["w"] and "[2]" in text["w"]
-
-
-def test_flat_graphs_get_their_modules_back():
-    torch.manual_seed(0)
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.last = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.last(self.inner(x) + self.inner(x * 2))
-
-    model, x = Twice(), torch.randn(3, 4)
-    flat = torch.export.export(model, (x,)).module()
-    outlined = _outline_submodules(flat.graph)
-    called = [node.target for node in outlined.graph.nodes if node.op == "call_module" and node.target[0] != "_"]
-    assert called == ["inner", "inner@1", "last"]
-    assert {n for n, _ in outlined.named_modules()} >= {"inner.0", "inner.1"}
-    assert torch.equal(outlined(x)[0], model(x))

@@ -4,7 +4,7 @@ import operator
 
 import pytest
 import torch
-from plumb.pipelining import TensorChunkSpec, microbatch
+from plumb.pipelining import TensorChunkSpec
 from plumb.pipelining.microbatch import (
     _CustomReducer,
     _Replicate,
@@ -86,15 +86,6 @@ def test_parts_of_a_leaf_keep_their_gradients():
     (args, _) = split_args_kwargs_into_chunks((x,), None, 2)
     (args[0][0] * 3).sum().backward()
     assert torch.equal(args[0][0].grad, torch.full((2,), 3.0)) and args[1][0].grad is None
-
-
-def test_masked_microbatches_are_whole_batches(monkeypatch):
-    x = torch.randn(5, 2)
-    monkeypatch.setattr(microbatch, "_debug_mask_minibatches", True)
-    monkeypatch.setattr(torchs, "_debug_mask_minibatches", True)
-    args, _ = split_args_kwargs_into_chunks((x,), None, 2)
-    assert equal(args, torchs.split_args_kwargs_into_chunks((x,), None, 2)[0])
-    assert torch.equal(merge_chunks(args, None)[0], x)
 
 
 def test_block_masks_are_cut_along_the_batch():

@@ -3,6 +3,7 @@
 import copy
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -362,3 +363,6 @@ def test_the_example_trains_as_one_process_does(tmp_path):
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "the very same losses" in done.stdout and (tmp_path / "timeline.svg").stat().st_size
+    first, last = map(float, re.search(r"loss ([0-9.]+) -> ([0-9.]+)", done.stdout).groups())
+    assert last < first / 10
+    assert "trained.pt is the very same model" in done.stdout

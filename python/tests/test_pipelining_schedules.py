@@ -267,5 +267,5 @@ def test_use_full_backward_refuses_a_table_that_halves_it():
 
     for name, full in (("Interleaved1F1B", True), ("InterleavedZeroBubble", False), ("InterleavedZeroBubble", None)):
         assert schedule(name, full).shape == (4, 2)
-    with pytest.raises(plumb.Error, match="use_full_backward is True, and the table of _PipelineScheduleRuntime halves"):
+    with pytest.raises(plumb.Error, match="use_full_backward is True, and the table of PipelineScheduleMulti halves"):
         schedule("InterleavedZeroBubble", True)

@@ -64,7 +64,7 @@ def test_unused_parameters_and_buffers_stay_with_the_whole():
     assert "hidden" not in pipe.get_stage_module(1).state_dict()
     merged = pipe.merge_state_dict()
     assert list(merged) == list(model.state_dict()) or set(merged) == set(model.state_dict())
-    assert merged["unused"] is model.unused
+    assert merged["unused"].data_ptr() == model.unused.data_ptr()
 
 
 def test_skip_connections_over_several_stages():
@@ -286,12 +286,12 @@ def test_a_pipe_is_made_of_stages_by_hand():
     assert split.submod_0[0].weight.grad is not None
 
 
-def test_a_pipe_by_hand_runs_its_backward_and_separates_shared_parameters():
+def test_a_pipe_by_hand_runs_its_backward_and_leaves_shared_parameters_one():
     split = by_hand(loss=True)
     split.submod_1.weight = split.submod_0[0].weight
     pipe = Pipe(split, 2, True, True)
     assert pipe.replicated_params == [{"submod_0": "0.weight", "submod_1": "weight"}]
-    assert split.submod_1.weight is not split.submod_0[0].weight
+    assert split.submod_1.weight is split.submod_0[0].weight
     x = torch.randn(1, 8)
     whole = copy.deepcopy(nn.Sequential(split.submod_0, split.submod_1, nn.Flatten(0)))
     split.submod_1.register_forward_hook(lambda module, args, out: out.sum())
@@ -396,10 +396,9 @@ def test_training_and_merging_equals_training_the_whole(tmp_path):
     assert merged.head.weight is merged.embed.weight
     pipe.save_pt2(tmp_path / "trained.pt2")
     same(torch.export.load(tmp_path / "trained.pt2").module()(ids, targets), eager(ids, targets))
-    with torch.no_grad():
-        pipe.get_stage_module(2).get_parameter("embed.weight").add_(1)
-    with pytest.raises(plumb.Error, match="copies of 'embed.weight'.*differ"):
-        pipe.merge_state_dict()
     states = [copy.deepcopy(pipe.get_stage_module(s).state_dict()) for s in range(3)]
+    states[2]["embed.weight"].add_(1)
+    with pytest.raises(plumb.Error, match="copies of 'embed.weight'.*differ"):
+        pipe.merge_state_dict(states)
     states[0]["embed.weight"].copy_(states[2]["embed.weight"])
     same([pipe.merge_state_dict(states)["head.weight"]], [states[2]["embed.weight"]])

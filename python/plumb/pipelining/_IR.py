@@ -19,20 +19,6 @@ from .._exported import save_pt2
 from .._state import BUFFER, PARAMETER
 from ._backward import _null_coalesce_accumulate, stage_backward  # noqa: F401
 from ._errors import InvalidValue
-from ._fx_graphs import (  # noqa: F401  (known under this module's name)
-    _direct_serialization_deserialize,
-    _direct_serialization_reduce,
-    _find_loss_from_output_and_spec,
-    _find_loss_output,
-    _insert_stage_symbolic_backward,
-    _LinearNodeList,
-    _modify_graph_op_device,
-    _move_placeholders_to_front,
-    _NodeReference,
-    _number_and_count_forward_stages,
-    _split_after_forward,
-    _split_before_forward,
-)
 from ._marks import (  # noqa: F401  (known under this module's name)
     PipeSplitWrapper,
     SplitPoint,
@@ -42,24 +28,26 @@ from ._marks import (  # noqa: F401  (known under this module's name)
 )
 from ._policies import SplitPolicy, make_policy
 from ._sources import Source, from_exported, make_source
-from ._specialize import CutSizes, StageGraphs, make_specializer
+from ._specialize import make_specializer
 from ._specs import MultiUseParameterConfig, MultiUseParamSpec, find_loss_spec, multi_use_arguments, plain_loss_spec  # noqa: F401
 from ._split_graph import (  # noqa: F401
     PP_SUBMOD_PREFIX,
     DetachExecutor,
+    _insert_stage_symbolic_backward,
+    _modify_graph_op_device,
+    _number_and_count_forward_stages,
     check_chain,
     get_submod_name,
     log_cut,
     logger,
     refuse_to_run,
-    separate_copies,
+    shared_parameters,
     split_module,
     stage_calls,
     sync_stages,
     top_graph,
 )
-from ._stage_module import StageModule
-from ._unflatten import _outline_submodules  # noqa: F401
+from ._stage_module import StageModule, put_parameter, share_copies
 from ._utils import PipeInfo
 from ._wrappers import LossWrapper, PipeSequential, TrivialLossWrapper  # noqa: F401
 from .stage import PipelineStage, _PipelineStage
@@ -76,7 +64,7 @@ class Pipe(nn.Module):
 
     Args:
         split_gm: its graph calls the children in order and takes parts of what they return, and nothing else but the
-            backward (`stage_backward` calls). A parameter that several stages hold becomes one copy each.
+            backward (`stage_backward` calls). A parameter that several stages hold stays one.
         num_stages: how many calls there are.
         has_loss_and_backward, loss_spec: whether the graph has a backward, and which output is the loss.
 
@@ -90,7 +78,7 @@ class Pipe(nn.Module):
             raise InvalidValue(f"the graph calls {len(calls)} stages, not {num_stages}")
         self.split_gm, self.num_stages, self.loss_spec = split_gm, num_stages, loss_spec
         self.has_loss_and_backward = has_loss_and_backward
-        self.replicated_params: list[dict[str, str]] = separate_copies(split_gm)
+        self.replicated_params: list[dict[str, str]] = shared_parameters(split_gm)
         split_gm.forward = refuse_to_run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,25 +190,25 @@ class CutPipe(Pipe):
     ):
         table = engine.table
         specializer = specializer or make_specializer(engine, source, cut_arguments)
-        cut_sizes = CutSizes(table)
         stages = [
-            StageModule(
-                engine.stage(s), s, table, source.arguments, source.training,
-                StageGraphs(s, table, cut_sizes, specializer, source.other_sizes),
-            )
+            StageModule(engine.stage(s), s, table, source.arguments, source.training, specializer, source.other_sizes)
             for s in range(engine.num_stages)
-        ]  # fmt: skip
+        ]
         has_loss = table.loss_output is not None
-        graph = top_graph(engine.input_names, table, engine.backward_steps() if has_loss else None)
+        graph = top_graph(engine.input_names, table, has_loss)
         super().__init__(split_module(graph, stages), engine.num_stages, has_loss, loss_spec)
         self.split_gm.__dict__["_pipe_ref"] = weakref.ref(self)
         self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments, _specializer=specializer)
         self.notes: list[str] = [*source.notes, *engine.notes]
+        self._stages_here: set[int] = set()  # that were built for a schedule over several ranks
         self._devices = [stage.device for stage in stages]
         self.replicated_params: list[dict[str, str]] = [
             {get_submod_name(s): name for s, name in sorted(copies.items())} for copies in table.replicated
         ]
         self.training = source.training
+
+    def _share_copies(self) -> None:
+        share_copies(self._stages(), self._engine.table.replicated)
 
     # --- running ---
     def _sync(self) -> None:
@@ -270,11 +258,18 @@ class CutPipe(Pipe):
     def build_stage(
         self, stage_index: int, device: torch.device, group: Any = None, *, recompute: str = "cheap"
     ) -> Any:
-        module = self.get_stage_module(stage_index).to(device)
-        return _PipelineStage(module, stage_index, self.info(), torch.device(device), group, recompute)
+        module, stages = self.get_stage_module(stage_index), self._stages()
+        device = torch.empty(0).to(device).device  # with its number
+        for copies in self._engine.table.replicated:  # stages on several devices have one each
+            others = [stages[s].moved_to for s in copies if s != stage_index]
+            if stage_index in copies and any(other not in (None, device) for other in others):
+                put_parameter(module, copies[stage_index])
+        module.to(device)
+        return _PipelineStage(module, stage_index, self.info(), device, group, recompute)
 
     def info(self) -> PipeInfo:
-        return replace(super().info(), table=self._engine.table, input_names=list(self._source.arguments))
+        told = {"table": self._engine.table, "input_names": list(self._source.arguments), "stages_here": self._stages_here}
+        return replace(super().info(), **told)
 
     def serialize_stage(self, stage_index: int) -> bytes:
         """A stage with its weights and its place in the pipe as bytes: see `deserialize_stage`."""
@@ -284,18 +279,33 @@ class CutPipe(Pipe):
 
     # --- the whole model again ---
     def _merged(self, stage_states: list[Mapping[str, Tensor]] | None) -> None:
-        for stage, state in zip(self._stages(), stage_states or []):
+        """Puts states into the stages. Those of copies of one parameter stay apart until the engine has compared them."""
+        elsewhere = sorted(set(range(self.num_stages)) - self._stages_here) if self._stages_here else []
+        if stage_states is None and elsewhere:
+            raise Error(
+                f"the model cannot be merged: stages {elsewhere} run on other ranks, and are here as they were cut",
+                kind=ErrorKind.InvalidState,
+                remedy="states = schedule.gather_stage_states() on every rank, then pipe.merge_state_dict(states)",
+            )
+        stages = self._stages()
+        for copies in self._engine.table.replicated if stage_states is not None else []:
+            for s, name in sorted(copies.items())[1:]:
+                put_parameter(stages[s], name)
+        for stage, state in zip(stages, stage_states or []):
             stage.load_state_dict(state)
         self._sync()
 
     def merge_state_dict(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> OrderedDict[str, Tensor]:
         """The whole model's ``state_dict``: names and order as before the cut, tied names tied, plain tensors that share
-        their memory with the stages'. `stage_states`: the stages' ``state_dict`` as trained on their ranks, loaded first.
+        their memory with the stages'. `stage_states`: the stages' ``state_dict`` as trained on their ranks, loaded first;
+        over several ranks ``schedule.gather_stage_states()`` answers it.
 
-        Raises `plumb.Error` naming a replicated parameter whose copies differ.
+        Raises `plumb.Error` naming a replicated parameter whose copies differ, or the stages that run on other ranks if
+        no states are given.
         """
         self._merged(stage_states)
         state = self._engine.merged_state()
+        self._share_copies()
         plain: dict[int, Tensor] = {}  # as torch's state_dict(): no parameters, which torch.load would not take
         return OrderedDict(
             (n, plain.setdefault(id(t), t.detach()))
@@ -308,6 +318,7 @@ class CutPipe(Pipe):
         self._merged(stage_states)
         source = self._source
         engine = self._engine.merge()
+        self._share_copies()
         plain_inputs = None if source.takes_plain else source.plain_inputs
         merged = GraphModule(
             engine, source.in_spec, source.out_spec, plain_inputs, source.plain_outputs, [], source.program, source.training
@@ -355,6 +366,7 @@ def _cut(
     plain = None if loss is None else plain_loss_spec(loss, source.out_spec)
     arguments = {**where, **multi_use_arguments(multi_use), "move_cuts": move_cuts, "loss": plain}
     pipe = CutPipe(_C.cut(source.engine, **arguments), source, loss, arguments)
+    pipe._share_copies()
     log_cut(pipe, [name for name, *_ in source.engine.state()])
     return pipe
 
@@ -424,5 +436,5 @@ def deserialize_stage(data: bytes) -> tuple[StageModule, PipeInfo]:
     table = parts["table"]
     names = [(name, 0) for name in parts["input_names"]]
     stage = StageModule(parts["engine"], parts["index"], table, names, parts["training"])
-    info = PipeInfo(top_graph(parts["input_names"], table, None), table.num_stages, table.loss_output is not None, table)
+    info = PipeInfo(top_graph(parts["input_names"], table, False), table.num_stages, table.loss_output is not None, table)
     return stage, info

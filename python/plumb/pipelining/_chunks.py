@@ -19,26 +19,6 @@ from ._values import accepted, check_alike, detached, flat_output, meta_of, pack
 Values = list["torch.Tensor | None"]
 
 
-class _RecvInfo:
-    """Where an input of a stage comes from: described by stages that make their own messages."""
-
-    def __init__(
-        self,
-        input_name: str,
-        source: int | None,
-        buffer: torch.Tensor | None = None,
-        tensor_meta: Any = None,
-        *,
-        is_root_arg: bool = False,
-    ):
-        self.input_name, self.source, self.buffer = input_name, source, buffer
-        self.tensor_meta, self.is_root_arg = tensor_meta, is_root_arg
-
-    def __repr__(self) -> str:
-        where = "a model input" if self.is_root_arg else f"stage {self.source}"
-        return f"_RecvInfo({self.input_name} from {where})"
-
-
 def own_arguments(stage: Any, stages: list, kwargs: dict[str, Any]) -> dict[str, Any]:
     """With several stages on a rank each gets those keyword arguments that it takes; stages of a cut model get all."""
     if not kwargs or len(stages) == 1 or stage.layout is not None:
@@ -116,9 +96,6 @@ class ChunkSteps:
 
     def _prepare_backward_infra(self, num_microbatches, loss_fn=None, target=None, received_grad_meta=None) -> tuple:
         return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list:
-        return []
 
     def get_fwd_recv_ops(self, chunk_id: int) -> list:
         """Raises `plumb.Error`: the engine receives and sends."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +67,7 @@ def hooks_of(stages: list, functions: dict[_ComputationType, Callable], perform:
     return hooks
 
 
-def prepare_own(stages: list, arg_mbs: list, kwarg_mbs: list, train: bool) -> str | None:
+def prepare_own(stages: list, arg_mbs: list, kwarg_mbs: list, train: bool) -> InvalidSchedule | None:
     """Before the first step: has stages prepare themselves that do so. Answers why a table with actions cannot be run, if
     it cannot. Raises `InvalidSchedule` for messages to others than neighbours."""
     refused = None
@@ -78,9 +78,9 @@ def prepare_own(stages: list, arg_mbs: list, kwarg_mbs: list, train: bool) -> st
         if train and _overrides(stage, ["_prepare_backward_infra"]):
             stage._prepare_backward_infra(len(arg_mbs))
         if own := _overrides(stage, _MESSAGES):
-            refused = (
-                f"stage {stage.stage_index} makes messages of its own ({', '.join(own)}), and the engine sends and receives\n"
-                "  try: leave these methods out; values may have any shapes, and change from microbatch to microbatch"
+            refused = InvalidSchedule(
+                f"stage {stage.stage_index} makes messages of its own ({', '.join(own)}), and the engine sends and receives",
+                remedy="leave these methods out; values may have any shapes, and change from microbatch to microbatch",
             )
     return refused
 
@@ -99,8 +99,8 @@ def _check_neighbours(stage: Any) -> None:
     for what, (others, neighbour) in asked.items():
         if far := sorted(others - ({neighbour} if 0 <= neighbour < stage.num_stages else set())):
             raise InvalidSchedule(
-                f"stage {index} {what} stages {far}, and this schedule has adjacent-stage communication only\n"
-                "  try: pipeline(...), whose stages send values to wherever they are used"
+                f"stage {index} {what} stages {far}, and this schedule has adjacent-stage communication only",
+                remedy="pipeline(...), whose stages send values to wherever they are used",
             )
 
 
@@ -119,8 +119,6 @@ class CustomFunctions:
         self.fwd_recv_ops: dict[tuple[int, int], list] = {}
         self.bwd_recv_ops: dict[tuple[int, int], list] = {}
         self.backward_counter: Counter[int] = Counter()
-        self.unshard_ops: dict[int, list] = defaultdict(list)
-        self.unsharded_stages: set[int] = set()
 
     def register_custom_function(self, computation_type: _ComputationType, custom_function: Callable) -> None:
         """Runs ``custom_function(action, context)`` in the place of every action of a kind on this rank.
@@ -137,11 +135,6 @@ class CustomFunctions:
             warnings.warn(f"the function for {computation_type.value} is replaced", stacklevel=2)
         self._functions[computation_type] = custom_function
         self._run = None
-
-    def _initialize_stage(self, args: Any = (), kwargs: Any = None, target: Any = None, loss_kwargs: Any = None) -> None:
-        """Shapes come with the values: no stage is run to learn them."""
-
-    _initialize_stages = _initialize_stage
 
     def _of_step(self) -> Any:
         if self._step is None:

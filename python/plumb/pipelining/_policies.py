@@ -13,6 +13,7 @@ from torch import fx
 from .. import _C
 from .._errors import Error, ErrorKind
 from .._fx import attribute_targets, graph_module, to_graph
+from .._state import BUFFER, CONSTANT, put_state
 from ._errors import InvalidType, InvalidValue
 from ._marks import is_mark
 from ._sources import Source
@@ -57,61 +58,24 @@ class Balanced(SplitPolicy):
         return {"before_ops": before} if before else {"before_values": []}
 
 
-class _BySize(SplitPolicy):
-    """Cuts before the operator that takes the first parameters beyond a bound."""
-
-    @abstractmethod
-    def _bounds(self, total: int) -> Callable[[int, int, int], bool]: ...
-
-    def cuts(self, source: Source) -> dict[str, Any]:
-        sizes = {name: (t.data_ptr() if t.numel() else 0, t.nbytes) for name, _, t, _ in source.engine.state()}
-        total = sum(dict(sizes.values()).values())
-        begins = self._bounds(total)
-        attributes: dict[str, str] = {}
-        seen: set[int] = set()
-        values, before, here = [], 0, 0  # bytes in the stages before, in this one
-        for node in source.engine.graph.nodes:
-            if node.op == "get_attr":
-                attributes[node.name] = node.target
-            if node.op != "call_function" or not node.results:
-                continue
-            new = {sizes[attributes[v.name]] for v in node.inputs if v.name in attributes}
-            size = sum(n for key, n in new if key not in seen)
-            if size and here and begins(before, here, size):
-                values.append(node.name)
-                before, here = before + here, 0
-            seen.update(key for key, _ in new)
-            here += size
-        return {"before_values": values}
-
-
 @dataclass
-class split_into_equal_size(_BySize):
+class split_into_equal_size(SplitPolicy):
     """So many stages of about the same size of parameters and buffers."""
 
     nstages: int = 1
 
-    def _bounds(self, total: int) -> Callable[[int, int, int], bool]:
-        made = 1
-
-        def begins(before: int, here: int, size: int) -> bool:
-            nonlocal made
-            if made >= self.nstages or (before + here + size / 2) * self.nstages < total * made:
-                return False
-            made += 1
-            return True
-
-        return begins
+    def cuts(self, source: Source) -> dict[str, Any]:
+        return {"before_values": _C.cuts_of_equal_size(source.engine, self.nstages)}
 
 
 @dataclass
-class split_on_size_threshold(_BySize):
+class split_on_size_threshold(SplitPolicy):
     """Stages of at most so many bytes of parameters and buffers; one operator's own may be more."""
 
     threshold: int
 
-    def _bounds(self, total: int) -> Callable[[int, int, int], bool]:
-        return lambda before, here, size: here + size > self.threshold
+    def cuts(self, source: Source) -> dict[str, Any]:
+        return {"before_values": _C.cuts_at_size(source.engine, self.threshold)}
 
 
 @dataclass
@@ -151,26 +115,11 @@ class MarkingPolicy(SplitPolicy):
 
 def fx_view(source: Source) -> fx.GraphModule:
     """The graph as policies for torch's pipelining know it: parameters are members, nodes have ``meta["val"]``."""
-    root = torch.nn.Module()
-    state = {name: tensor for name, _, tensor, _ in source.engine.state()}
-    targets = attribute_targets(state)
-    graph = fx.Graph()
-
-    def attribute(node: Any) -> fx.Node:
-        *path, leaf = targets[node.target].split(".")
-        owner = root
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, torch.nn.Module())
-            owner = owner._modules[part]
-        tensor = state[node.target]
-        if isinstance(tensor, torch.nn.Parameter):
-            owner.register_parameter(leaf, tensor)
-        elif leaf not in owner._buffers:
-            owner.register_buffer(leaf, tensor)
-        return graph.get_attr(targets[node.target])
-
-    to_graph(source.engine.graph, graph, attribute)
+    root, graph = torch.nn.Module(), fx.Graph()
+    state = source.engine.state()
+    targets = attribute_targets(name for name, *_ in state)
+    put_state(root, [(targets[name], BUFFER if kind == CONSTANT else kind, *rest) for name, kind, *rest in state])
+    to_graph(source.engine.graph, graph, lambda node: graph.get_attr(targets[node.target]))
     metas = {v.name: v.meta for node in source.engine.graph.nodes for v in node.results}
     for node in graph.nodes:
         if (meta := metas.get(node.meta.get("plumb"))) is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import _C
 from .._errors import Error, ErrorKind
@@ -47,6 +48,7 @@ class _PipelineSchedule(CustomFunctions):
     # The engine's table; `pipeline_order` is made from it when asked for, and replaces it when set.
     _engine_table: _C.Schedule | None = None
     _pipeline_order: Table | None = None
+    _with_comms: Table | None = None  # with messages, for those who ask or give it so
 
     def __init__(
         self,
@@ -88,26 +90,24 @@ class _PipelineSchedule(CustomFunctions):
 
     @pipeline_order.setter
     def pipeline_order(self, actions: Table | None) -> None:
-        self._pipeline_order, self._engine_table, self._run = actions, None, None
+        self._pipeline_order, self._engine_table, self._with_comms, self._run = actions, None, None, None
 
     def _order_of(self, table: _C.Schedule) -> Table:
         return _table(table.with_idle_ticks())
 
     def _table_to_run(self) -> _C.Schedule:
-        if self._engine_table is not None and self._engine_table.bidirectional:
-            return self._engine_table
-        actions = getattr(self, "pipeline_order_with_comms", None) or self.pipeline_order
-        if not actions:
-            raise InvalidSchedule("the schedule has no actions")
-        return _schedule(self._actions_to_run(actions), None, self._n_microbatches, type(self).__name__)
+        return self._runnable(self.pipeline_order)
 
-    def _actions_to_run(self, actions: Table) -> Table:
-        """Those that compute, and others that functions stand for."""
+    def _runnable(self, actions: Table | None) -> _C.Schedule:
+        """The actions that compute, and others that functions stand for."""
+        if not actions:
+            raise InvalidSchedule("the schedule has no actions", remedy="load a table before the first step")
         functions = self._functions
-        return {
+        run = {
             rank: [a for a in row if a is not None and (a.is_compute_op or a.computation_type in functions)]
             for rank, row in actions.items()
         }
+        return _schedule(run, None, self._n_microbatches, type(self).__name__)
 
     def step(
         self,
@@ -168,7 +168,7 @@ class _PipelineSchedule(CustomFunctions):
             if own and not any(a is not None for row in (self.pipeline_order or {}).values() for a in row):
                 return
             if own:
-                raise InvalidSchedule(own)
+                raise own
             self._run = self._engine_run()
         found = self._run.step(
             self, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs or {}, return_outputs, self._has_backward
@@ -187,6 +187,17 @@ class _PipelineSchedule(CustomFunctions):
             seed=self.seed,
             functions=self._functions,
         )
+
+    def gather_stage_states(self) -> list[dict[str, torch.Tensor]]:
+        """The ``state_dict`` of every stage, from the ranks that run them: for `Pipe.merge_state_dict` and the like. All
+        ranks must ask. Tensors are copies on the CPU, parameters of sharded modules whole."""
+        parts: list[Any] = [{stage.stage_index: stage.state_on_cpu() for stage in self._stages}]
+        stage = self._stages[0]
+        if stage.group_size > 1:
+            parts *= stage.group_size
+            dist.all_gather_object(parts, parts[0], group=stage.group)
+        states = {index: state for part in parts for index, state in part.items()}
+        return [states[index] for index in range(self._num_stages)]
 
     def timeline(self) -> list[tuple[int, str, float, float, float]]:
         """The last step on all ranks: (rank, action, seconds when it began to wait, to run, and ended). All ranks must
@@ -273,6 +284,3 @@ class PipelineScheduleSingle(_PipelineSchedule):
 
     def _order_of(self, table: _C.Schedule) -> Table:
         return {rank: _row(_C.with_surroundings(row, 0, True)) for rank, row in enumerate(table.rows)}
-
-    def _get_pipeline_order(self) -> Table | None:
-        return self.pipeline_order

@@ -10,11 +10,20 @@ import torch
 
 from .. import _C
 from .._C import Error
-from ._actions import BACKWARD_INPUT, RESHARD, UNSHARD, Table, _schedule, _table, _validate_schedule
+from ._actions import (
+    BACKWARD_INPUT,
+    RESHARD,
+    UNSHARD,
+    Table,
+    _schedule,
+    _table,
+    _validate_schedule,
+    read_csv,
+    write_csv,
+)
 from ._errors import InvalidSchedule, InvalidType, InvalidValue
 from ._run import Run
 from ._schedule_base import _PipelineSchedule
-from ._schedule_files import read_csv, write_csv
 from .microbatch import TensorChunkSpec
 from .stage import _PipelineStageBase
 
@@ -33,9 +42,10 @@ def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedul
 class PipelineScheduleMulti(_PipelineSchedule):
     """Schedules with any number of stages a rank.
 
-    Give a table by setting `pipeline_order` ({rank: [action or None, ...]}) in a subclass, or with `_load_csv`. Stages
-    are where the table runs them. Whether the backward is halved is the table's: `use_full_backward` True makes a step
-    refuse a table that halves it.
+    Give a table by setting `pipeline_order` ({rank: [action or None, ...]}) in a subclass, with `_load_csv`, or with
+    `_prepare_schedule_with_comms`. Stages are where the table runs them. Where receives stand in a table does not matter
+    to the run: they are always posted ahead. Whether the backward is halved is the table's: `use_full_backward` True makes
+    a step refuse a table that halves it.
     """
 
     _name: str | None = None
@@ -52,7 +62,10 @@ class PipelineScheduleMulti(_PipelineSchedule):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         stage_index_to_group_rank: dict[int, int] | None = None,
+        *,
+        defer_pp_recv: bool = False,
     ):
+        self._defer_pp_recv = defer_pp_recv
         super().__init__(n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
         if not isinstance(stages, (list, tuple)) or not stages:
             raise InvalidType("stages must be a list of the stages of this rank")
@@ -108,29 +121,6 @@ class PipelineScheduleMulti(_PipelineSchedule):
     def _validate_and_set_stage_mapping(self, actions: Table) -> None:
         self._set_ranks(_validate_schedule(actions, self.pp_group_size, self._num_stages, self._n_microbatches))
 
-    def _dump_csv(self, filename: str) -> None:
-        write_csv(self.pipeline_order, filename)
-
-    def _load_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only") -> None:
-        """Takes the table of a file: a line a rank, a cell an action. '#' begins a comment."""
-        if format != "compute_only":
-            raise InvalidSchedule(f'this schedule reads tables of format "compute_only", not "{format}"')
-        actions = read_csv(filename)
-        self._validate_and_set_stage_mapping(actions)
-        self.pipeline_order = actions
-
-
-class _PipelineScheduleRuntime(PipelineScheduleMulti):
-    """Runs any table, from a file or from `_prepare_schedule_with_comms`.
-
-    Where receives stand in a table does not matter to the run: they are always posted ahead.
-    """
-
-    def __init__(self, *args, defer_pp_recv: bool = False, **kwargs):
-        self._defer_pp_recv = defer_pp_recv
-        self._with_comms: Table | None = None
-        super().__init__(*args, **kwargs)
-
     @property
     def pipeline_order_with_comms(self) -> Table:
         """The table with sends, receives, UNSHARD, RESHARD and REDUCE_GRAD."""
@@ -151,10 +141,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         around_use = self._functions.keys() & {UNSHARD, RESHARD}
         if not self._with_comms and not around_use and self._engine_table is not None and self._pipeline_order is None:
             return self._engine_table
-        actions = self._with_comms or (self.pipeline_order_with_comms if around_use else self.pipeline_order)
-        if not actions:
-            raise InvalidSchedule("the schedule has no actions: load a table before the first step")
-        return _schedule(self._actions_to_run(actions), None, self._n_microbatches, type(self).__name__)
+        return self._runnable(self._with_comms or (self.pipeline_order_with_comms if around_use else self.pipeline_order))
 
     def _with_ranks(self, actions: Table) -> _C.Schedule:
         return _schedule(actions, [rank for _, rank in sorted(self.stage_index_to_group_rank.items())])
@@ -194,6 +181,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     _load_actions = _prepare_schedule_with_comms
 
     def _load_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only") -> None:
+        """Takes the table of a file: a line a rank, a cell an action. '#' begins a comment."""
         actions = read_csv(filename)
         if format == "compute_comms":
             actions = {rank: [a for a in row if a is not None] for rank, row in actions.items()}
@@ -206,3 +194,6 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
     def _simulate(self) -> Table:
         return _table(self._with_ranks(self.pipeline_order_with_comms).simulate_send_recv())
+
+
+_PipelineScheduleRuntime = PipelineScheduleMulti  # torch has two

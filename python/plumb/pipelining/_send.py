@@ -29,6 +29,7 @@ def scatter_stages(
         parcels = [(pipe.info(), {}) for _ in range(size)]
         for s in range(pipe.num_stages):
             parcels[rank_of(s) if rank_of else s % size][1][s] = pipe.serialize_stage(s)
+        pipe._stages_here.add(-1)  # none of its own stages runs
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, parcels, src=src, group=group)
     info, stages = mine[0]

@@ -10,7 +10,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,8 +139,7 @@ class _AsCut:
         self._modes = [sub.training for sub in module.modules()]
         self._kinds = {name: (tensor.dtype, tensor.device) for name, _, tensor, _ in state}
 
-    @contextlib.contextmanager
-    def __call__(self, module: nn.Module) -> Iterator[None]:
+    def run(self, module: nn.Module, capture: Callable[[], Source]) -> Source:
         modules = list(module.modules())
         if len(modules) != len(self._modes):
             raise Error(
@@ -148,36 +147,24 @@ class _AsCut:
                 kind=ErrorKind.InvalidState,
                 remedy="cut the model again after changing it",
             )
+        # A stage that was moved has taken its part of the model along; a capture asks for no values of parameters.
+        stand_ins: dict[str, Tensor] = {}
+        made: dict[int, Tensor] = {}
+        for name, _, tensor, _ in state_of(module):
+            kind = self._kinds.get(name, (tensor.dtype, tensor.device))
+            if kind != (tensor.dtype, tensor.device):
+                made[id(tensor)] = made[id(tensor)] if id(tensor) in made else _stand_in(tensor, *kind)
+                stand_ins[f"model.{name}"] = made[id(tensor)]
+        around = nn.Module()
+        around.model, around.forward = module, capture
         before = [sub.training for sub in modules]
-        replaced: list[tuple[dict, str, Tensor]] = []
         try:
             for sub, mode in zip(modules, self._modes):
                 sub.training = mode
-            self._put_stand_ins(modules, module, replaced)
-            yield
+            return torch.func.functional_call(around, stand_ins, ())
         finally:
-            for table, leaf, tensor in replaced:
-                table[leaf] = tensor
             for sub, mode in zip(modules, before):
                 sub.training = mode
-
-    def _put_stand_ins(self, modules: list[nn.Module], module: nn.Module, replaced: list) -> None:
-        """A stage that was moved has taken its part of the model along; a capture asks for no values of parameters."""
-        wrong = {
-            id(tensor): self._kinds[name]
-            for name, _, tensor, _ in state_of(module)
-            if name in self._kinds and self._kinds[name] != (tensor.dtype, tensor.device)
-        }
-        made: dict[int, Tensor] = {}
-        for sub in modules if wrong else []:
-            for table in (sub._parameters, sub._buffers):
-                for leaf, tensor in table.items():
-                    if id(tensor) not in wrong:
-                        continue
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _stand_in(tensor, *wrong[id(tensor)])
-                    replaced.append((table, leaf, tensor))
-                    table[leaf] = made[id(tensor)]
 
 
 def _stand_in(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -205,8 +192,7 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
         model = alive()
         if model is None:
             return None
-        with as_cut(model):
-            return from_module(model, args, kwargs, spec)
+        return as_cut.run(model, lambda: from_module(model, args, kwargs, spec))
 
     return Source(
         engine, in_spec, out_spec, plain_inputs, plain, arguments, parameters, module.training, notes, leaves, again=again

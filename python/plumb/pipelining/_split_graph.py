@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import operator
@@ -28,51 +27,91 @@ def get_submod_name(stage_idx: int) -> str:
     return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
 
 
-def top_graph(input_names: list[str], table: Any, steps: list[dict] | None) -> fx.Graph:
-    """Inputs, one call a stage, the outputs; with `steps` also the backward, as `stage_backward` nodes in its order.
+def _insert_stage_symbolic_backward(
+    g: fx.Graph, loss_node: fx.Node, output_node: fx.Node, sum_inputs: bool = False
+) -> fx.Graph:
+    """Writes a `stage_backward` call for every stage that the loss depends on, from the last to the first, before the
+    output. A value with several users has its gradients added as they come; an input of the graph only with
+    `sum_inputs`."""
+    parts: dict[fx.Node, dict[int, fx.Node]] = {}
+    for node in g.nodes:
+        if node.op == "call_function":
+            if node.target is not operator.getitem or len(node.args) != 2:
+                raise InvalidSchedule(f"'{node.format_node()}' is neither a stage's call nor a part of its output")
+            source, index = node.args
+            parts.setdefault(source, {})[index] = node
+    needed = {loss_node}
+    grads: dict[fx.Node, fx.Node | None] = {loss_node: None}
+    with g.inserting_before(output_node):
+        for node in reversed(list(g.nodes)):
+            if node not in needed:
+                continue
+            needed.update(node.all_input_nodes)
+            if node.op != "call_module":
+                continue
+            outputs: tuple[fx.Node | None, ...] = (node,)
+            if node in parts:
+                outputs = tuple(parts[node].get(i) for i in range(max(parts[node]) + 1))
+            call = g.call_function(
+                stage_backward,
+                kwargs={
+                    "stage_output": outputs,
+                    "output_grads": tuple(grads.get(output) for output in outputs),
+                    "input_values": list(node.all_input_nodes),
+                    "outputs_with_grads_idxs": [i for i, output in enumerate(outputs) if output in needed],
+                },
+            )
+            for i, value in enumerate(node.all_input_nodes):
+                grad = g.call_function(operator.getitem, (call, i))
+                if value in grads and (sum_inputs or value.op != "placeholder"):
+                    grad = g.call_function(_null_coalesce_accumulate, (grads[value], grad))
+                grads[value] = grad
+    return g
 
-    A value used by several stages has its gradients added from the last user to the first.
-    """
+
+def top_graph(input_names: list[str], table: Any, with_backward: bool) -> fx.Graph:
+    """Inputs, one call a stage, the outputs; before these, if asked for, the backward as `stage_backward` nodes."""
     graph = fx.Graph()
     inputs = [placeholder(graph, name) for name in input_names]
     made: list[list[fx.Node]] = []
-    entered: list[list[fx.Node]] = []
     for s in range(table.num_stages):
         values = [inputs[p["index"]] if p["stage"] < 0 else made[p["stage"]][p["index"]] for p in table.inputs(s)]
-        entered.append(values)
         call = graph.create_node("call_module", get_submod_name(s), tuple(values), {})
         call.meta["stage_idx"] = s
         count = len(table.outputs(s))
         made.append([call] if count == 1 else [graph.call_function(operator.getitem, (call, i)) for i in range(count)])
-    if steps is not None:
-        _backward_nodes(graph, made, entered, steps)
-    graph.output(tuple(made[-1][port] if port is not None else value for port, value in table.outputs_of_whole))
+    outputs = tuple(made[-1][port] if port is not None else value for port, value in table.outputs_of_whole)
+    output = graph.output(outputs)
+    if with_backward:
+        _insert_stage_symbolic_backward(graph, outputs[table.loss_output], output, sum_inputs=True)
     return graph
 
 
-def _backward_nodes(graph: fx.Graph, made: list, entered: list, steps: list[dict]) -> None:
-    grads: dict[tuple[int, int], fx.Node] = {}
+def _number_and_count_forward_stages(gm: fx.GraphModule) -> int:
+    """How many stages a top graph calls; each call learns its number as ``meta["stage_idx"]``."""
+    calls = [n for n in gm.graph.nodes if n.op == "call_module" and n.target.startswith("submod_")]
+    for node in calls:
+        node.meta["stage_idx"] = int(node.target.rpartition("_")[2])
+    return len(calls)
 
-    def grad(ref: tuple[int, int] | None) -> fx.Node | None:
-        return None if ref is None else grads[ref]
 
-    for step in steps:
-        s = step["stage"]
-        call = graph.call_function(
-            stage_backward,
-            kwargs={
-                "stage_output": tuple(made[s]),
-                "output_grads": tuple(grad(ref) for ref in step["output_grads"]),
-                "input_values": list(entered[s]),
-                "outputs_with_grads_idxs": list(step["outputs_with_grads"]),
-            },
-        )
-        call.meta["stage_idx"] = s
-        for i, seed in enumerate(step["input_seeds"]):
-            own = graph.call_function(operator.getitem, (call, i))
-            if seed is not None:
-                own = graph.call_function(_null_coalesce_accumulate, (grads[seed], own))
-            grads[s, i] = own
+def _modify_graph_op_device(gm: fx.GraphModule, new_device: torch.device) -> None:
+    """Device arguments of a graph's operators, and of the graphs in it, name another device."""
+    changed = False
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.kwargs.get("device", new_device) != new_device:
+            logger.debug("Changing device of Node %s from %s to %s", node.name, node.kwargs["device"], new_device)
+            node.update_kwarg("device", new_device)
+            changed = True
+        elif node.op == "call_module":
+            inner = gm.get_submodule(node.target)
+            inner = getattr(inner, "graph_module", inner)
+            if isinstance(inner, fx.GraphModule):
+                _modify_graph_op_device(inner, new_device)
+            else:
+                logger.warning("Skipping device modification for submodule %s because it is a %s", node.target, type(inner))
+    if changed:
+        gm.recompile()
 
 
 def split_module(graph: fx.Graph, stages: list[nn.Module]) -> fx.GraphModule:
@@ -140,19 +179,13 @@ def log_cut(pipe: nn.Module, names: list[str]) -> None:
     logger.debug("Full pipe model:\n%s", pipe)
 
 
-def separate_copies(split_gm: fx.GraphModule) -> list[dict[str, str]]:
-    """Gives every stage its own copy of a parameter that several hold, so that each gets its own gradient; answers for each
-    such parameter its name by stage."""
+def shared_parameters(split_gm: fx.GraphModule) -> list[dict[str, str]]:
+    """Of each parameter that several stages hold, its name by stage."""
     users: dict[nn.Parameter, dict[str, str]] = {}
     for stage, module in split_gm.named_children():
         for name, parameter in module.named_parameters():
             users.setdefault(parameter, {})[stage] = name
-    shared = {parameter: by_stage for parameter, by_stage in users.items() if len(by_stage) > 1}
-    for parameter, by_stage in shared.items():
-        for stage, name in by_stage.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(split_gm.get_submodule(stage).get_submodule(owner), leaf, copy.deepcopy(parameter))
-    return list(shared.values())
+    return [by_stage for by_stage in users.values() if len(by_stage) > 1]
 
 
 def bind_inputs(graph: fx.Graph, args: tuple, kwargs: dict) -> tuple:

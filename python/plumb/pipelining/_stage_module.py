@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -12,8 +13,13 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._capture import GraphModule
 from .._errors import Error, ErrorKind
-from .._state import CONSTANT, PARAMETER, sync_state
-from ._specialize import CutSizes, StageGraphs
+from .._state import CONSTANT, own_parameters, sync_state
+from ._specialize import MARK, Sizes, mark, sizes_of
+
+_SENT = (
+    "give batches of the sizes it was cut for. Only stages of a live model follow others, in the process that cut it: this "
+    "one came without its model (pickled, or as bytes)"
+)
 
 logger = logging.getLogger("plumb.pipelining")
 
@@ -29,6 +35,9 @@ class StageModule(GraphModule):
     state_dicts are as of any module.
     """
 
+    moved_to: torch.device | None = None
+    _given: Sizes | None = None  # in a schedule: the sizes of the microbatch that runs, see `at_sizes`
+
     def __init__(
         self,
         engine: Any,
@@ -36,35 +45,52 @@ class StageModule(GraphModule):
         table: Any,
         arguments: list[tuple[str, int]],
         training: bool,
-        graphs: StageGraphs | None = None,
+        specializer: Any = None,
+        remedy: str | None = None,
     ):
         inputs, outputs = table.inputs(stage_index), table.outputs(stage_index)
         in_spec = pytree.tree_structure(((0,) * len(inputs), {}))
         out_spec = pytree.tree_structure(0 if len(outputs) == 1 else (0,) * len(outputs))
+        metas = [p["meta"] for p in inputs]
         self.__dict__.update(
             stage_index=stage_index,
             num_stages=table.num_stages,
             input_names=[p["name"] for p in inputs],
             output_names=[p["name"] for p in outputs],
-            _ports=[(p["is_tensor"], p["written"]) for p in inputs],
             _arguments=[arguments[p["index"]] if p["stage"] < 0 else None for p in inputs],
-            _graphs=graphs or StageGraphs(stage_index, table, CutSizes(table)),
-            _special=any(p["written"] or not p["is_tensor"] for p in inputs) or any(not p["is_tensor"] for p in outputs),
+            _cut_shapes=[None if m is None or m["symbols"] else tuple(m["shape"]) for m in metas],
+            _at_sizes=(table, specializer, remedy or _SENT),
         )
         own_parameters(engine)
         super().__init__(engine, in_spec, out_spec, None, [None] * len(outputs), [], training=training)
 
+    def _register(self) -> None:
+        super()._register()
+        table, specializer, remedy = self._at_sizes
+        self.__dict__["_stage"] = _C.GraphStage(self._engine, table, self.stage_index, specializer, remedy)
+
+    def __getstate__(self) -> dict:
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_stage", "_given")}
+
     def graph_key(self) -> tuple:
         """What a graph made of it depends on beside its inputs: the sizes of the whole model's."""
-        return tuple(sorted((self._graphs.given or {}).items()))
+        return tuple(sorted((self._given or {}).items()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.input_names) or any(isinstance(a, (tuple, list, dict)) for a in args):
             args = self._take(args, kwargs)
         self.check_mode()
         if torch.compiler.is_compiling():
-            return self._fx_forward(*args) if self._graphs.as_cut(args) else self._run_uncompiled(args)
+            return self._fx_forward(*args) if self._as_cut(args) else self._run_uncompiled(args)
         return self._run(args)
+
+    def _as_cut(self, args: Any) -> bool:
+        """Whether nothing says otherwise; torch.compile guards on it."""
+        return not any(
+            isinstance(value, Tensor) and (hasattr(value, MARK) or tuple(value.shape) != shape)
+            for value, shape in zip(args, self._cut_shapes)
+            if shape is not None
+        )
 
     @torch.compiler.disable
     def _run_uncompiled(self, args: Any) -> Any:
@@ -72,13 +98,18 @@ class StageModule(GraphModule):
 
     def _run(self, args: Any) -> Any:
         sync_state(self._engine, self._slots)
-        sizes = self._graphs.sizes(args)
-        if self._special:
-            args = [_enter(a, *port) for a, port in zip(args, self._ports)]
-        out = self._graphs.engine(sizes, self._engine).run(list(args))
-        if self._special:
-            out = [o if o is None or isinstance(o, Tensor) else torch.tensor(o) for o in out]
-        self._graphs.mark(out, sizes)
+        args, sizes = list(args), self._given
+        if sizes is None:
+            sizes = self._stage.sizes_by_hand(args, sizes_of(args))
+            if sizes and _C.is_capturing():
+                raise Error(
+                    f"stage {self.stage_index} is captured or transformed, and called by hand with other sizes than it was "
+                    "cut for: the next stage would not know them",
+                    kind=ErrorKind.Unsupported,
+                    remedy="run the stages in a schedule, or cut the model for these sizes",
+                )
+        out = self._stage.run(args, sizes)
+        mark(out, sizes)
         return out[0] if len(out) == 1 else tuple(out)
 
     def _take(self, args: tuple, kwargs: dict) -> list:
@@ -121,34 +152,33 @@ class StageModule(GraphModule):
                 self._engine.set_state(name, kept[name].to(device))
         for name in _C.rewrite_devices(self._engine, device):
             logger.debug("Changing device of Node %s to %s", name, device)
-        self._graphs.forget()
-        self.__dict__.update(_fx=None, _moved_to=device)
+        self._stage.forget_sizes()
+        self.__dict__.update(_fx=None, moved_to=device)
         return self
 
     @property
     def device(self) -> torch.device | None:
         """Where the stage's state is, or where it was moved to; None if it has no state and never was."""
-        return self.__dict__.get("_moved_to") or next((t.device for _, _, t, _ in self._engine.state()), None)
+        return self.moved_to or next((t.device for _, _, t, _ in self._engine.state()), None)
 
 
-def _enter(value: Any, is_tensor: bool, written: bool) -> Any:
-    if not is_tensor and isinstance(value, Tensor):
-        return value.item()
-    # What the stage writes must be its own: a batch is cut into views, and a value may go to several stages.
-    return value.clone() if written and isinstance(value, Tensor) else value
+def put_parameter(stage: StageModule, name: str, new: nn.Parameter | None = None) -> None:
+    """Puts a parameter into a stage, under all names that the old one has there. None: a copy of the old one."""
+    old = stage.get_parameter(name)
+    new = copy.deepcopy(old) if new is None else new
+    for table, leaf, *_ in stage._slots:
+        if table.get(leaf) is old:
+            table[leaf] = new
 
 
-def own_parameters(engine: Any) -> None:
-    """Parameters that were made in C++ (copies, those of files) become ``nn.Parameter``; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    changed = []
-    for name, kind, tensor, _ in engine.state():
-        if kind == PARAMETER and not isinstance(tensor, nn.Parameter):
-            if id(tensor) not in made:
-                made[id(tensor)] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
-            changed.append((name, made[id(tensor)]))
-    if changed:
-        _C.set_states(engine, changed)
+def share_copies(stages: list[StageModule], replicated: list[dict[int, str]]) -> None:
+    """Makes the copies of a parameter that several stages use one tensor: the first one's, which is the model's."""
+    for copies in replicated:
+        (first, name), *others = sorted(copies.items())
+        shared = stages[first].get_parameter(name)
+        for s, own in others:
+            if stages[s].get_parameter(own).device == shared.device:
+                put_parameter(stages[s], own, shared)
 
 
 def stage_state(stage: nn.Module) -> None:

@@ -20,14 +20,9 @@ class PipeInfo:
     has_loss_and_backward: bool
     table: Any = field(default=None, repr=False)  # plumb._C.PipeTable: where every stage's inputs come from
     input_names: list[tuple[str, int]] = field(default_factory=list, repr=False)  # of each flat input: argument, leaf
+    stages_here: set[int] = field(default_factory=set, repr=False)  # that were built here for a schedule over several ranks
 
     @property
     def layout(self) -> Any:
         """The table as the runtime takes it."""
         return _C.PipelineLayout.of(self.table)
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "table": self.table.to_json()}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state, table=_C.PipeTable.from_json(state["table"]))

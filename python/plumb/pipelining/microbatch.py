@@ -14,9 +14,6 @@ from ._errors import InvalidSchedule, InvalidValue
 __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
 
 DEFAULT_CHUNK_DIM = 0
-# Every microbatch then is the whole batch with zeros outside its own rows: for numbers that do not depend on the sizes
-# operators see.
-_debug_mask_minibatches = False
 
 
 class TensorChunkSpec:
@@ -97,36 +94,15 @@ def _bounds(length: int, chunks: int) -> list[tuple[int, int]]:
     return list(zip(starts, starts[1:]))
 
 
-def _split_dtensor(tensor, dim: int, chunks: int) -> list[torch.Tensor]:
+def _distributed_like(first, local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """A DTensor of this length along `dim`, of which this rank holds `local`."""
     from torch.distributed.tensor import DTensor
 
-    # Every rank cuts what it holds: no communication, and the placements stay.
-    parts = []
-    for local, (start, end) in zip(
-        torch.tensor_split(tensor.to_local(), chunks, dim), _bounds(tensor.shape[dim], chunks)
-    ):
-        shape = list(tensor.shape)
-        shape[dim] = end - start
-        parts.append(
-            DTensor.from_local(
-                local,
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=tensor.stride(),
-            )
-        )
-    return parts
-
-
-def _masked(tensor: torch.Tensor, dim: int, parts) -> list[torch.Tensor]:
-    wholes = []
-    for part, (start, end) in zip(parts, _bounds(tensor.shape[dim], len(parts))):
-        whole = torch.zeros_like(tensor)
-        whole.narrow(dim, start, end - start).copy_(part)
-        wholes.append(whole)
-    return wholes
+    shape = list(first.shape)
+    shape[dim] = length
+    return DTensor.from_local(
+        local, first.device_mesh, first.placements, run_check=False, shape=torch.Size(shape), stride=first.stride()
+    )
 
 
 def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) -> list[torch.Tensor]:
@@ -139,48 +115,31 @@ def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) 
             f"a tensor of sizes {list(tensor.shape)} cannot be cut into {num_chunks} microbatches along dimension {dim}"
         )
     if _is_distributed(tensor):
-        return _split_dtensor(tensor, dim, num_chunks)
+        # Every rank cuts what it holds: no communication, and the placements stay.
+        locals_and_bounds = zip(torch.tensor_split(tensor.to_local(), num_chunks, dim), _bounds(tensor.shape[dim], num_chunks))
+        return [_distributed_like(tensor, local, dim, end - start) for local, (start, end) in locals_and_bounds]
     parts = list(torch.tensor_split(tensor, num_chunks, dim))
     if tensor.requires_grad and tensor.is_leaf:
         for part in parts:
             part.retain_grad()
-    return _masked(tensor, dim, parts) if _debug_mask_minibatches else parts
+    return parts
 
 
 def _split_block_mask(block_mask, num_chunks: int) -> list:
-    from torch.nn.attention.flex_attention import BlockMask
-
     batch = block_mask.kv_num_blocks.size(0)
     if batch == 1:  # holds for any batch
         return [block_mask] * num_chunks
     if batch < num_chunks:
         raise InvalidSchedule(f"a block mask for a batch of {batch} cannot be cut into {num_chunks} microbatches")
 
-    def cut(tensor):
-        return [None] * num_chunks if tensor is None else torch.tensor_split(tensor, num_chunks, 0)
-
     def shifted(by: int):
         return lambda b, h, q, kv: block_mask.mask_mod(b + by, h, q, kv)
 
-    parts = zip(
-        cut(block_mask.kv_num_blocks),
-        cut(block_mask.kv_indices),
-        cut(block_mask.full_kv_num_blocks),
-        cut(block_mask.full_kv_indices),
-        _bounds(batch, num_chunks),
-    )
-    return [
-        BlockMask.from_kv_blocks(
-            numbers,
-            indices,
-            full_numbers,
-            full_indices,
-            BLOCK_SIZE=block_mask.BLOCK_SIZE,
-            mask_mod=shifted(start),
-            seq_lengths=block_mask.seq_lengths,
-        )
-        for numbers, indices, full_numbers, full_indices, (start, _) in parts
-    ]
+    parts = []
+    for start, end in _bounds(batch, num_chunks):
+        parts.append(block_mask[start:end])
+        parts[-1].mask_mod = shifted(start)
+    return parts
 
 
 def _length(value, spec) -> int | None:
@@ -245,20 +204,11 @@ def split_args_kwargs_into_chunks(
 def _concatenate(values: list, dim: int):
     distributed = [_is_distributed(value) for value in values]
     if any(distributed):
-        from torch.distributed.tensor import DTensor
-
         first = values[0]
         if not all(distributed) or any(value.placements != first.placements for value in values):
             raise InvalidSchedule("the microbatches' outputs are distributed in different ways and cannot be merged")
-        shape = list(first.shape)
-        shape[dim] = sum(value.shape[dim] for value in values)
         local = torch.cat([value.to_local() for value in values], dim)
-        return DTensor.from_local(
-            local, first.device_mesh, first.placements, run_check=False, shape=torch.Size(shape), stride=first.stride()
-        )
-    if _debug_mask_minibatches:
-        bounds = _bounds(values[0].shape[dim], len(values))
-        values = [value.narrow(dim, start, end - start) for value, (start, end) in zip(values, bounds)]
+        return _distributed_like(first, local, dim, sum(value.shape[dim] for value in values))
     return torch.stack(values) if values[0].dim() == 0 else torch.cat(values, dim)
 
 

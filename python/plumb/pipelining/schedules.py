@@ -10,28 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import _C
-from .._C import Error
-from ._actions import (  # noqa: F401  (users of torch's schedules import them from here)
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FULL_BACKWARD,
-    OVERLAP_F_B,
-    RECV_B,
-    RECV_F,
-    REDUCE_GRAD,
-    RESHARD,
-    SEND_B,
-    SEND_F,
-    UNSHARD,
-    B,
-    F,
-    I,
-    W,
-    _Action,
-    _ComputationType,
-    _validate_schedule,
-)
+from .._errors import Error, ErrorKind
+from ._actions import *  # noqa: F403  (users of torch's schedules import the kinds of actions from here)
+from ._actions import _Action, _ComputationType, _validate_schedule  # noqa: F401
 from ._errors import InvalidSchedule, InvalidValue
 from ._hooks import _PipelineContext, _wait_batch_p2p  # noqa: F401
 from ._schedule_base import _TARGET_CHUNK_SPEC, PipelineScheduleSingle, _PipelineSchedule, compute_actions  # noqa: F401
@@ -41,13 +22,13 @@ from ._schedule_multi import (  # noqa: F401
     _PipelineScheduleRuntime,
 )
 from .microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks  # noqa: F401
-from .stage import PipelineStage, _PipelineStageBase, _RecvInfo  # noqa: F401
+from .stage import PipelineStage, _PipelineStageBase  # noqa: F401
 
 __all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "ScheduleTable", "get_schedule_class", "search_schedule"]
 
 
-class _NamedSchedule(_PipelineScheduleRuntime):
-    def __init__(
+class _NamedSchedule(PipelineScheduleMulti):
+    def __init__(  # torch's signature of these schedules
         self,
         stages: list[_PipelineStageBase],
         n_microbatches: int,
@@ -55,38 +36,16 @@ class _NamedSchedule(_PipelineScheduleRuntime):
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ):
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads=scale_grads,
-            backward_requires_autograd=backward_requires_autograd,
-            defer_pp_recv=defer_pp_recv,
-        )
+        chunks = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, n_microbatches, loss_fn, *chunks, None, *args, **kwargs)
 
 
 class _LoopedBFS(_NamedSchedule):
-    def __init__(  # torch's signature of this schedule
-        self,
-        stages: list[_PipelineStageBase],
-        n_microbatches: int,
-        loss_fn: Callable | None = None,
-        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
-        scale_grads: bool = True,
-        backward_requires_autograd: bool = True,
-        defer_pp_recv: bool = False,
-    ):
-        named = {"scale_grads": scale_grads, "backward_requires_autograd": backward_requires_autograd}
-        super().__init__(
-            stages, n_microbatches, loss_fn, None, None, output_merge_spec, defer_pp_recv=defer_pp_recv, **named
-        )
+    def __init__(self, stages, n_microbatches, loss_fn=None, output_merge_spec=None, *args, **kwargs):  # torch's signature
+        super().__init__(stages, n_microbatches, loss_fn, None, None, output_merge_spec, *args, **kwargs)
 
 
 class _DualPipeV(_NamedSchedule):
@@ -96,8 +55,8 @@ class _DualPipeV(_NamedSchedule):
         super()._make()
         if self._n_microbatches < self._num_stages:
             raise InvalidValue(
-                f"DualPipeV is for at least as many microbatches as stages, not {self._n_microbatches} for "
-                f'{self._num_stages}\n  try: ScheduleTable(stages, {self._n_microbatches}, table="DualPipeV")'
+                f"DualPipeV is for at least as many microbatches as stages, not {self._n_microbatches} for {self._num_stages}",
+                remedy=f'ScheduleTable(stages, {self._n_microbatches}, table="DualPipeV")',
             )
 
 
@@ -179,4 +138,6 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
     for name, cls in classes.items():
         if name.lower() == schedule_name.lower():
             return cls
-    raise InvalidValue(f"there is no schedule named '{schedule_name}'; there are {list(classes)}")
+    raise InvalidValue(
+        f"there is no schedule named '{schedule_name}'", kind=ErrorKind.UnknownName, remedy=f"one of {', '.join(classes)}"
+    )

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from .._C import Error
-from ._chunks import ChunkSteps, _RecvInfo  # noqa: F401  (torch's users import it from here)
+from .._errors import Error, ErrorKind
+from ._chunks import ChunkSteps
 from ._data_parallel import reduction_of
 from ._errors import InvalidValue
-from ._specialize import Sizes, StageGraphs, at_sizes
+from ._specialize import Sizes, at_sizes
 from ._stage_module import StageModule
 from ._utils import PipeInfo, PipeliningMetadataError  # noqa: F401
 from ._values import as_tensor, metas
@@ -110,6 +110,12 @@ class _PipelineStageBase(ChunkSteps):
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return list(self.submod.named_parameters()) if isinstance(self.submod, torch.nn.Module) else []
 
+    def state_on_cpu(self) -> dict[str, torch.Tensor]:
+        """The module's ``state_dict`` in plain tensors on the CPU. All ranks that share a sharded module must ask."""
+        module = self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
+        state = module.state_dict() if isinstance(module, torch.nn.Module) else {}
+        return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu() for n, t in state.items()}
+
     def summed_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Those whose gradients a step adds up: all but the ones that a sharded module keeps for itself."""
         reduction = self.reduction or reduction_of(self.submod)
@@ -192,12 +198,14 @@ def build_stage(
 class _PipelineStage(_PipelineStageBase):
     """A stage cut from a graph: its inputs are model inputs and outputs of any stages before it."""
 
-    _told: list[StageGraphs] | None = None  # the stages of the pipe within its module, found in every step
+    _told: list[StageModule] | None = None  # the stages of the pipe within its module, found in every step
 
     def __init__(self, stage_module, stage_index, pipe_info, device, group=None, recompute="cheap"):
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group, recompute=recompute)
         self.pipe_info = pipe_info
         self.layout = pipe_info.layout
+        if self.group_size > 1:
+            getattr(pipe_info, "stages_here", set()).add(stage_index)
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
 
@@ -205,11 +213,13 @@ class _PipelineStage(_PipelineStageBase):
         """The module's output for a microbatch whose model inputs have these sizes; none: as they were cut."""
         if self._told is None:
             modules = self.submod.modules() if isinstance(self.submod, torch.nn.Module) else ()
-            self._told = [m._graphs for m in modules if isinstance(m, StageModule)]
+            self._told = [m for m in modules if isinstance(m, StageModule)]
         if sizes and not isinstance(self.submod, torch.nn.Module):
             raise Error(
                 f"stage {self.stage_index} is a function, and cannot be told that a microbatch has other sizes than it was cut "
-                "for\n  try: put the stage's module into a torch.nn.Module"
+                "for",
+                kind=ErrorKind.Unsupported,
+                remedy="put the stage's module into a torch.nn.Module",
             )
         with at_sizes(self._told, sizes):
             return self.forward_maybe_with_nosync(*values)

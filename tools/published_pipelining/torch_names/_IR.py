@@ -1,20 +1,16 @@
-"""Helpers on plain ``torch.fx`` graphs of stages, for those who make such graphs themselves. A `Pipe` does without them."""
+"""Private functions of torch's ``_IR`` on plain ``torch.fx`` graphs of stages, which a `Pipe` does without."""
 
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from plumb.pipelining._errors import InvalidSchedule, InvalidValue
+from plumb.pipelining._marks import pipe_split
+from plumb.pipelining._wrappers import TrivialLossWrapper
 from torch import fx
-
-from ._backward import _null_coalesce_accumulate, stage_backward
-from ._errors import InvalidSchedule, InvalidValue
-from ._marks import pipe_split
-from ._split_graph import logger
-from ._wrappers import TrivialLossWrapper
 
 
 # --- the loss among the outputs ---
@@ -59,82 +55,6 @@ def _find_loss_output(
     if isinstance(value, dict) and "loss" in value:
         return value["loss"], outputs[0], {key: key == "loss" for key in value}
     return None, outputs[0], None
-
-
-# --- the backward as nodes ---
-def _insert_stage_symbolic_backward(g: fx.Graph, loss_node: fx.Node, output_node: fx.Node) -> fx.Graph:
-    """Writes a `stage_backward` call for every stage that the loss depends on, from the last to the first, before the
-    output. A value with several users has its gradients added as they come."""
-    parts: dict[fx.Node, dict[int, fx.Node]] = {}
-    for node in g.nodes:
-        if node.op == "call_function":
-            if node.target is not operator.getitem or len(node.args) != 2:
-                raise InvalidSchedule(f"'{node.format_node()}' is neither a stage's call nor a part of its output")
-            source, index = node.args
-            parts.setdefault(source, {})[index] = node
-    needed = {loss_node}
-    grads: dict[fx.Node, fx.Node | None] = {loss_node: None}
-    with g.inserting_before(output_node):
-        for node in reversed(list(g.nodes)):
-            if node not in needed:
-                continue
-            needed.update(node.all_input_nodes)
-            if node.op != "call_module":
-                continue
-            outputs: tuple[fx.Node | None, ...] = (node,)
-            if node in parts:
-                outputs = tuple(parts[node].get(i) for i in range(max(parts[node]) + 1))
-            call = g.call_function(
-                stage_backward,
-                kwargs={
-                    "stage_output": outputs,
-                    "output_grads": tuple(grads.get(output) for output in outputs),
-                    "input_values": list(node.all_input_nodes),
-                    "outputs_with_grads_idxs": [i for i, output in enumerate(outputs) if output in needed],
-                },
-            )
-            for i, value in enumerate(node.all_input_nodes):
-                grad = g.call_function(operator.getitem, (call, i))
-                if value in grads and value.op != "placeholder":
-                    grad = g.call_function(_null_coalesce_accumulate, (grads[value], grad))
-                grads[value] = grad
-    return g
-
-
-def _number_and_count_forward_stages(gm: fx.GraphModule) -> int:
-    """How many stages a top graph calls; each call learns its number as ``meta["stage_idx"]``."""
-    calls = [n for n in gm.graph.nodes if n.op == "call_module" and n.target.startswith("submod_")]
-    for node in calls:
-        node.meta["stage_idx"] = int(node.target.rpartition("_")[2])
-    return len(calls)
-
-
-def _move_placeholders_to_front(graph: fx.Graph) -> None:
-    """Inputs before everything else, in their order."""
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    for node in reversed(places):
-        first = next(iter(graph.nodes))
-        if node is not first:
-            first.prepend(node)
-
-
-def _modify_graph_op_device(gm: fx.GraphModule, new_device: torch.device) -> None:
-    """Device arguments of a graph's operators, and of the graphs in it, name another device."""
-    changed = False
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.kwargs.get("device", new_device) != new_device:
-            logger.debug("Changing device of Node %s from %s to %s", node.name, node.kwargs["device"], new_device)
-            node.update_kwarg("device", new_device)
-            changed = True
-        elif node.op == "call_module":
-            inner = gm.get_submodule(node.target)
-            inner = getattr(inner, "graph_module", inner)
-            if isinstance(inner, fx.GraphModule):
-                _modify_graph_op_device(inner, new_device)
-            else:
-                logger.warning("Skipping device modification for submodule %s because it is a %s", node.target, type(inner))
-    if changed:
-        gm.recompile()
 
 
 # --- a graph without its graph ---

@@ -1,0 +1,87 @@
+#include "plumb/partition/size_policy.h"
+
+#include <functional>
+#include <map>
+#include <set>
+
+#include "plumb/core/error.h"
+#include "plumb/partition/pipe_split.h"
+
+namespace plumb {
+namespace {
+
+// Whether a cut comes before an operator that takes `size` new bytes, with `before` bytes in the stages before and
+// `here` in this one.
+using Begins = std::function<bool(int64_t before, int64_t here, int64_t size)>;
+
+const void* memory_of(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr() : nullptr; }
+
+std::vector<std::string> cuts(const GraphModule& module, const Begins& begins) {
+  std::vector<std::string> values;
+  std::map<const Value*, at::Tensor> attributes;
+  std::set<const void*> seen;
+  int64_t before = 0, here = 0;
+  for (const Node* node : module.graph().nodes()) {
+    if (node->kind() == NodeKind::GetAttr) attributes[node->result()] = module.state().get(node->target()).tensor;
+    if (node->kind() != NodeKind::CallFunction || node->num_results() == 0) continue;
+    std::map<const void*, int64_t> fresh;
+    for (const Value* input : node->inputs()) {
+      const auto found = attributes.find(input);
+      if (found == attributes.end() || seen.count(memory_of(found->second))) continue;
+      fresh[memory_of(found->second)] = static_cast<int64_t>(found->second.nbytes());
+    }
+    int64_t size = 0;
+    for (const auto& [memory, bytes] : fresh) {
+      seen.insert(memory);
+      size += bytes;
+    }
+    if (size && here && begins(before, here, size)) {
+      values.push_back(node->result(0)->name());
+      before += here;
+      here = 0;
+    }
+    here += size;
+  }
+  return values;
+}
+
+}  // namespace
+
+std::vector<std::string> cuts_of_equal_size(const GraphModule& module, int stages) {
+  if (stages < 1)
+    throw Error(ErrorKind::InvalidArgument, "a model cannot be cut into " + std::to_string(stages) + " stages");
+  std::map<const void*, int64_t> tensors;
+  for (const Attr& attr : module.state()) tensors[memory_of(attr.tensor)] = static_cast<int64_t>(attr.tensor.nbytes());
+  double total = 0;
+  for (const auto& [memory, bytes] : tensors) total += static_cast<double>(bytes);
+  int made = 1;
+  return cuts(module, [&](int64_t before, int64_t here, int64_t size) {
+    const double middle = static_cast<double>(before + here) + static_cast<double>(size) / 2;
+    if (made >= stages || middle * stages < total * made) return false;
+    ++made;
+    return true;
+  });
+}
+
+std::vector<std::string> cuts_at_size(const GraphModule& module, int64_t bytes) {
+  return cuts(module, [bytes](int64_t, int64_t here, int64_t size) { return here + size > bytes; });
+}
+
+std::shared_ptr<GraphModule> mark_before(const GraphModule& module, const std::vector<std::string>& values) {
+  auto copy =
+      std::make_shared<GraphModule>(module.graph().clone(), module.state(), module.in_spec(), module.out_spec());
+  copy->train(module.is_training());
+  Graph& graph = copy->graph();
+  for (Node* node : graph.nodes()) {
+    if (is_pipe_split(*node)) graph.erase(node);
+  }
+  for (const std::string& name : values) {
+    Value* value = graph.find_value(name);
+    if (!value) throw Error(ErrorKind::UnknownName, "the graph has no value %" + name + " to cut before");
+    auto here = graph.inserting_before(value->producer());
+    graph.call("plumb::pipe_split", {});
+  }
+  return copy;
+}
+
+}  // namespace plumb
