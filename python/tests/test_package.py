@@ -95,7 +95,7 @@ def test_package_has_its_licence_says_that_it_is_typed_and_asks_for_the_torch_it
     (distribution,) = importlib.metadata.distributions(path=[str(site)], name="plumb")
     assert distribution.metadata["License-Expression"] == "BSD-3-Clause"
     assert any(str(f).endswith("licenses/LICENSE") for f in distribution.files)
-    assert (site / "plumb" / "py.typed").exists()
+    assert (site / "plumb" / "py.typed").exists() and (site / "plumb" / "_C.pyi").exists()
     built = re.search(r'TORCH = "(\d+\.\d+)', (site / "plumb" / "_built.py").read_text()).group(1)
     assert f"torch=={built}.*" in distribution.requires
 
