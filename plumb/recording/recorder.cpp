@@ -241,7 +241,16 @@ size_t Recorder::step(const Scalars& scalars) {
   if (!scalars.empty()) writer_.scalars({step.step, scalars});
   if (!step.rows.empty()) writer_.step(step);
   for (const HistoryEvent& event : events) writer_.event(event);
-  return step.rows.size();
+  const size_t rows = step.rows.size();
+  if (rows > 0) written_ = std::move(step);
+  return rows;
+}
+
+History Recorder::written() const {
+  History out;
+  out.tensors = writer_.tensors();
+  if (!written_.rows.empty()) out.steps.push_back(written_);
+  return out;
 }
 
 void Recorder::set_enabled(bool enabled) {

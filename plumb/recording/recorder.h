@@ -50,6 +50,8 @@ class Recorder {
   // (microbatches), a value's and a gradient's elements of all runs are measured as one tensor (MetricsSum); of
   // parameters' and buffers' values the last counts. Steps count from 1. Answers the number of rows written.
   size_t step(const Scalars& scalars = {});
+  // What the last step() that wrote rows wrote, as a history of that one step; empty before.
+  History written() const;
   // The number of the step that runs now.
   int64_t current_step() const { return step_; }
 
@@ -70,6 +72,7 @@ class Recorder {
   const bool part_;
   HistoryWriter writer_;
   std::vector<Part> parts_;
+  HistoryStep written_;
   std::vector<bool> fitted_;          // rules that fit some tensor
   std::vector<int64_t> recorded_;     // steps, of rules with a condition
   std::vector<bool> due_, prepared_;  // rules: in this step; for which the trackers are set

@@ -92,6 +92,7 @@ Register analysis_part([](py::module_& m) {
       }))
       .def("attach", [](Recorder& r, GraphModule& module, int64_t stage) { r.attach(module, stage); })
       .def("step", &Recorder::step)
+      .def("written", &Recorder::written)
       .def("current_step", &Recorder::current_step)
       .def("set_enabled", &Recorder::set_enabled)
       .def("enabled", &Recorder::enabled);

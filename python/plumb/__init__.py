@@ -22,6 +22,7 @@ from ._C import Graph, allow_operators, keep_freed_memory, parse_graph
 from ._capture import GraphModule, capture
 from ._exported import load_pt2, save_pt2
 from ._recorder import History, Recorder, read_history
+from ._writers import TensorBoardWriter, WandbWriter
 from .core.functional import transformer_residual_scaling_rule
 from .nn import *  # noqa: F403
 from .parameter import MupType, Parameter
@@ -36,6 +37,8 @@ __all__ = [
     "MupType",
     "Parameter",
     "Recorder",
+    "TensorBoardWriter",
+    "WandbWriter",
     "allow_operators",
     "analysis",
     "capture",

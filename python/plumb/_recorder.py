@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,9 @@ class Recorder:
     several gives a dict of them instead, ``{stage: module}``, and one ``step()`` is for all. With any of these, rules may
     fit nothing in the modules.
 
+    `writers` are told every step too: :class:`plumb.TensorBoardWriter`, :class:`plumb.WandbWriter`, or anything with
+    ``write(step, scalars, rows)`` and ``close()``; `rows` is a :class:`History` of this one step, None where no rule asked.
+
     Errors (:class:`plumb.Error`): rules that cannot be read or fit no tensor (when the module first runs), a file that
     exists (without `append`) or cannot be written.
     """
@@ -86,7 +89,12 @@ class Recorder:
         append: bool = False,
         rank: int | None = None,
         stage: int | None = None,
+        writers: Iterable[Any] = (),
     ) -> None:
+        self._writers = tuple(writers)
+        for writer in self._writers:
+            if not callable(getattr(writer, "write", None)):
+                raise TypeError(f"a writer has write(step, scalars, rows), {type(writer).__name__} has none")
         modules = dict(module) if isinstance(module, Mapping) else {-1 if stage is None else stage: module}
         for each in modules.values():
             if not isinstance(each, nn.Module):
@@ -133,7 +141,12 @@ class Recorder:
                 "the recorder is closed", kind=ErrorKind.InvalidState, remedy="make another with append=True"
             )
         numbers = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
-        return self._engine.step([(name, float(value)) for name, value in numbers.items()])
+        told = {name: float(value) for name, value in numbers.items()}
+        step = self._engine.current_step()
+        count = self._engine.step(list(told.items()))
+        for writer in self._writers:
+            writer.write(step, told, History(self._engine.written()) if count else None)
+        return count
 
     @property
     def current_step(self) -> int:
@@ -152,6 +165,8 @@ class Recorder:
             else:
                 module.__dict__["forward"] = before
         self._engine, self._places = None, []
+        for writer in self._writers:
+            writer.close()
 
     def __enter__(self) -> Recorder:
         return self
