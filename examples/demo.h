@@ -8,6 +8,7 @@
 #include "plumb/graph/graph_module.h"
 #include "plumb/pipeline/timeline.h"
 #include "plumb/transforms/scales_graph.h"
+#include "plumb/transforms/unit_scale.h"
 #include "text_data.h"
 
 namespace example {
@@ -19,7 +20,8 @@ struct DemoOptions {
   int steps = 300, batch = 16, microbatches = 4, stages = 2;
   uint64_t seed = 1;
   // Best of a sweep: examples/learning_rates.py.
-  double lr_fp32 = 1e-2, lr_plain = 3e-3, lr_scaled = 7e-2, tau_attention = 0.2;
+  double lr_fp32 = 1e-2, lr_plain = 3e-3, lr_scaled = 7e-2;
+  double tau_attention = plumb::UnitScaleOptions().tau_attention;
 };
 
 enum class Variant { FP32, PlainFP8, ScaledFP8 };

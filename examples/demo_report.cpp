@@ -1,3 +1,4 @@
+#include <cmath>
 #include <cstdio>
 #include <iostream>
 
@@ -5,6 +6,7 @@
 #include "plumb/analysis/adapters.h"
 #include "plumb/analysis/html_report.h"
 #include "plumb/schedule/generators.h"
+#include "plumb/transforms/unit_scale.h"
 
 namespace example {
 namespace {
@@ -15,25 +17,54 @@ std::string number(double value, int digits = 3) {
   return text;
 }
 
+// "6.1 % below FP32", "10.3 % above FP32", "as low as FP32"
+std::string against_fp32(double loss, double fp32) {
+  const double change = 100 * (loss / fp32 - 1);
+  if (std::fabs(change) < 0.05) return "at FP32's loss";
+  return number(std::fabs(change), 1) + " % " + (change < 0 ? "below" : "above") + " FP32";
+}
+
 plumb::Table table_of(const DemoResult& result) {
   plumb::Table table;
-  table.header = {"run", "learning rate", "first loss", "final loss", "against FP32", "seconds"};
+  table.header = {"run", "learning rate", "first loss", "final loss", "", "seconds"};
   const double fp32 = result.runs[0].tail();
   for (const RunResult& run : result.runs) {
-    char change[32];
-    std::snprintf(change, sizeof change, "%+.1f%%", 100 * (run.tail() / fp32 - 1));
     char lr[32];
     std::snprintf(lr, sizeof lr, "%g", run.lr);
-    table.rows.push_back(
-        {run.name, lr, number(run.losses.front()), number(run.tail()), change, number(run.seconds, 1)});
+    table.rows.push_back({run.name, lr, number(run.losses.front()), number(run.tail()),
+                          &run == &result.runs[0] ? "" : against_fp32(run.tail(), fp32), number(run.seconds, 1)});
   }
   table.caption = "Final loss: mean of the last tenth of the steps, nats a byte";
   return table;
 }
 
-// Reshapes and the like say nothing of scales.
-plumb::ScalesGraph interesting(const plumb::ScalesGraph& graph) {
-  return plumb::prune_same_scale_tensors(plumb::prune_non_float_tensors(graph));
+// What was trained how: nobody should have to read the program for it.
+plumb::Table settings_of(const DemoOptions& o, const DemoResult& result) {
+  auto text = [](double v) {
+    char out[32];
+    std::snprintf(out, sizeof out, "%g", v);
+    return std::string(out);
+  };
+  std::string rates;
+  for (size_t i = 0; i < 3; ++i) {
+    rates += (i ? ", " : "") + text(result.runs[i].lr) + " (" + result.runs[i].name + ")";
+  }
+  return {{"setting", "value"},
+          {{"model", "byte-level GPT: " + std::to_string(o.model.layers) + " layers, width " +
+                         std::to_string(o.model.width) + ", " + std::to_string(o.model.heads) + " heads, context " +
+                         std::to_string(o.model.context)},
+           {"text", o.text},
+           {"steps", std::to_string(o.steps) + " of " + std::to_string(o.batch) + " rows, in " +
+                         std::to_string(o.microbatches) + " microbatches"},
+           {"optimiser", "AdamW; the rate warms up over the first tenth of the steps and then falls as a cosine to 0"},
+           {"learning rates", rates + ": each run's best of a sweep"},
+           {"formats", "values E4M3, gradients E5M2, rounded to nearest, in every matrix product"},
+           {"tau", "attention " + text(o.tau_attention) + ", feed-forward " +
+                       text(plumb::UnitScaleOptions().tau_mlp) +
+                       ": the weight of a residual branch" +
+                       (o.tau_attention == plumb::UnitScaleOptions().tau_attention ? "; unit_scale's defaults" : "")},
+           {"pipeline", std::to_string(o.stages) + " stages, 1F1B, a process and a thread each"},
+           {"seed", std::to_string(o.seed)}}};
 }
 
 }  // namespace
@@ -41,13 +72,10 @@ plumb::ScalesGraph interesting(const plumb::ScalesGraph& graph) {
 std::vector<std::string> findings(const DemoResult& r) {
   const double fp32 = r.runs[0].tail(), plain = r.runs[1].tail(), scaled = r.runs[2].tail();
   std::vector<std::string> lines;
-  lines.push_back(plain > 1.05 * fp32
-                      ? "Plain FP8 loses: it ends " + number(100 * (plain / fp32 - 1), 1) + "% above FP32."
-                      : "Plain FP8 shows no clear harm here: it ends within 5% of FP32.");
-  lines.push_back(scaled <= 1.02 * fp32
-                      ? "Unit-scaled FP8 ends " + number(100 * (scaled / fp32 - 1), 1) +
-                            "% from FP32 (within 2% or better)."
-                      : "Unit-scaled FP8 ends " + number(100 * (scaled / fp32 - 1), 1) + "% above FP32: more than 2%.");
+  lines.push_back("Plain FP8 ends " + against_fp32(plain, fp32) +
+                  (plain > 1.05 * fp32 ? ": it loses." : ": it shows no clear harm here."));
+  lines.push_back("Unit-scaled FP8 ends " + against_fp32(scaled, fp32) +
+                  (scaled > 1.02 * fp32 ? ": that is more than 2 %." : "."));
   lines.push_back(r.equal ? "Over two processes every loss is bit for bit the one-process loss."
                           : "The two-process losses DIFFER from the one-process losses: this is a bug.");
   return lines;
@@ -59,44 +87,45 @@ void print_table(const DemoResult& result) {
 }
 
 void write_report(const DemoOptions& options, const DemoResult& result) {
-  const auto fwd = plumb::FPFormat::parse("e4m3fn-RN"), bwd = plumb::FPFormat::parse("e5m2-RN");
   plumb::HtmlReport report("FP8 training by unit scaling",
                            "a byte-level GPT of " + std::to_string(options.model.layers) + " layers, width " +
                                std::to_string(options.model.width) + ", " + std::to_string(options.steps) +
                                " steps on real text");
+  std::vector<std::string> names;
+  for (const RunResult& run : result.runs) names.push_back(run.name);
+  report.runs(names);
   std::string prose;
   for (const std::string& line : findings(result)) prose += "- " + line + "\n";
   report.section("What came out").prose(prose).add(table_of(result));
 
   plumb::LineChart losses;
-  losses.title = "Training loss";
   losses.y_label = "nats a byte";
   losses.smooth = std::max(1, options.steps / 30);
-  for (const RunResult& run : result.runs)
+  for (const RunResult& run : result.runs) {
     losses.curves.push_back({run.name, run.losses, {}, &run == &result.runs.back()});
-  report.section("Loss").prose("The two-process run lies on the one-process run: the numbers are equal.").add(losses);
+  }
+  report.section("Training loss").prose(plumb::conclusion(losses)).add(losses);
 
-  const auto before = interesting(result.runs[1].scales), after = interesting(result.runs[2].scales);
-  const auto scales =
-      plumb::scale_chart("Every tensor and its gradient after training",
-                         {{"before: plain FP8", &before}, {"after: unit-scaled FP8", &after}}, fwd, bwd);
-  report.section("Scales")
-      .prose(
-          "Left the tensors against E4M3, right their gradients against E5M2, in powers of two. Unit scaling keeps "
-          "both near 1.")
-      .add(scales);
+  // Reshapes and the like say nothing of scales.
+  plumb::HistoryView scales{"Every tensor left, its gradient right, in powers of two",
+                            {},
+                            {plumb::FPFormat::parse("e4m3fn-RN"), plumb::FPFormat::parse("e5m2-RN")}};
+  for (const RunResult* run : {&result.runs[1], &result.runs[2]}) {
+    const auto graph = plumb::prune_same_scale_tensors(plumb::prune_non_float_tensors(run->scales));
+    scales.runs.push_back({run->name, plumb::history_of(graph, options.steps)});
+  }
+  report.section("Scales after training")
+      .prose(plumb::conclusion(scales))
+      .add(scales)
+      .prose("By layer, the worst first; a click on a row shows its tensors.")
+      .add(plumb::layer_table(scales));
 
-  // The last step as it ran, beside the table's own time line.
-  plumb::TimelineChart time;
-  time.title = "One training step over two processes";
-  auto measured = plumb::timeline_of(result.timeline, "measured");
-  measured.note = "bubble " + plumb::percent(plumb::measured_bubble(result.timeline));
   const auto table = plumb::make_schedule("1F1B", options.stages, options.microbatches, 1);
-  const auto simulation = plumb::simulate_schedule(table);
-  auto simulated = plumb::timeline_of(table, simulation, "simulated, equal stages");
-  simulated.note = "bubble " + plumb::percent(simulation.bubble_rate());
-  time.runs = {measured, simulated};
-  report.section("Pipeline").add(time);
+  const plumb::MeasuredStep step = plumb::measured_step(table, result.timeline);
+  report.section("Pipeline").prose(step.conclusion).add(step.chart);
+  report.section("Settings")
+      .prose("What the demo was told, beside the library's defaults.")
+      .add(settings_of(options, result));
   report.write(options.out + "/report.html");
 }
 

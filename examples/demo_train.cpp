@@ -91,7 +91,6 @@ std::shared_ptr<plumb::GraphModule> make_module(const DemoOptions& o, Variant va
   auto graph = plumb::capture(capture_options, gpt, ids, ids);
   if (variant == Variant::FP32) return graph;
   if (variant == Variant::PlainFP8) return plumb::simulate_fp8(graph, hardware_fp8());
-  // The weight of attention against the skip; swept like the learning rates (the transform's own default is 0.01).
   plumb::UnitScaleOptions scale;
   scale.tau_attention = o.tau_attention;
   return plumb::simulate_fp8(plumb::unit_scale(graph, scale), hardware_fp8());

@@ -1,6 +1,6 @@
 """The sweep behind the demo's learning rates: runs build/bin/plumb_demo --only for each rate and prints the losses.
 
-    python examples/learning_rates.py [--runs fp32 plain scaled] [--rates 0.001 0.003 ...] [--steps 300] [--tau 0.2]
+    python examples/learning_rates.py [--runs fp32 plain scaled] [--rates 0.001 0.003 ...] [--steps 300] [--tau 0.01]
 """
 
 import argparse
@@ -19,7 +19,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--runs", nargs="+", choices=list(RATES), default=list(RATES))
 parser.add_argument("--rates", nargs="+", type=float, help="instead of each run's own list")
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--tau", type=float, nargs="+", default=[0.2], help="tau of attention, for the unit-scaled run")
+parser.add_argument("--tau", type=float, nargs="+", default=[0.01], help="tau of attention, for the unit-scaled run")
 parser.add_argument("--text", help="file or folder; default: Python's standard library")
 args = parser.parse_args()
 

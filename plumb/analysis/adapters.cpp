@@ -1,6 +1,8 @@
 #include "plumb/analysis/adapters.h"
 
 #include <algorithm>
+#include <cmath>
+#include <map>
 
 #include "plumb/core/error.h"
 
@@ -39,32 +41,6 @@ ScaleStats scale_stats(const TensorMetrics& m, const FPFormat* format) {
   return s;
 }
 
-ScaleVariant scale_variant(std::string name, const ScalesGraph& graph, const FPFormat* fwd, const FPFormat* bwd) {
-  ScaleVariant variant{std::move(name), {}};
-  for (const ScaleNode& node : graph.nodes) {
-    if (!node.metrics) continue;
-    ScaleRow row{node.name, node.module, node.target};
-    if (node.kind == NodeKind::Placeholder) row.op = "input";
-    if (node.kind == NodeKind::GetAttr) {
-      const size_t dot = node.target.rfind('.');
-      row.module_path = dot == std::string::npos ? "" : node.target.substr(0, dot);
-      row.name = node.target.substr(dot + 1);  // npos + 1 is 0
-      row.op = node.requires_grad ? "parameter" : "buffer";
-    }
-    row.fwd = scale_stats(node.metrics->fwd.full(), fwd);
-    if (node.metrics->bwd) row.bwd = scale_stats(node.metrics->bwd->full(), bwd);
-    variant.rows.push_back(std::move(row));
-  }
-  return variant;
-}
-
-ScaleChart scale_chart(std::string title, const std::vector<std::pair<std::string, const ScalesGraph*>>& graphs,
-                       const FPFormat& fwd, const FPFormat& bwd) {
-  ScaleChart chart{std::move(title), {}, band_of(fwd), band_of(bwd)};
-  for (const auto& [name, graph] : graphs) chart.variants.push_back(scale_variant(name, *graph, &fwd, &bwd));
-  return chart;
-}
-
 Table table_of(const Report& report) {
   const std::vector<std::string> header = {"what", "node", "from", "to", "tau", "why", "module", "source"};
   std::vector<std::vector<std::string>> rows;
@@ -82,6 +58,29 @@ Table table_of(const Report& report) {
   return table;
 }
 
+std::string conclusion(const Report& report) {
+  auto several = [](size_t n, const std::string& what) { return std::to_string(n) + " " + what + (n == 1 ? "" : "s"); };
+  std::map<double, size_t> taus;
+  std::map<std::string, size_t> reasons;
+  for (const ReportEntry& e : report.entries()) {
+    if (e.kind == ReportKind::Residual && e.tau) ++taus[*e.tau];
+    if (e.kind == ReportKind::LeftAlone) ++reasons[e.reason];
+  }
+  std::string out = "**" + several(report.count(ReportKind::Replaced), "operator") +
+                    "** replaced by unit-scaled ones, " + "**" + several(report.count(ReportKind::Weight), "weight") +
+                    "** divided by their standard deviation, **" +
+                    several(report.count(ReportKind::Residual), "residual add") + "**";
+  for (const auto& [tau, n] : taus) {
+    out += (tau == taus.begin()->first ? " (" : ", ") + std::to_string(n) + " with tau " + short_number(tau);
+  }
+  out += std::string(taus.empty() ? "" : ")") + ", **" + several(report.count(ReportKind::LeftAlone), "node") +
+         "** left alone";
+  const auto most = std::max_element(reasons.begin(), reasons.end(),
+                                     [](const auto& a, const auto& b) { return a.second < b.second; });
+  if (most != reasons.end()) out += ", most often because: " + most->first;
+  return out + ".";
+}
+
 TimelineRun timeline_of(const Schedule& schedule, const Simulation& simulation, std::string name, std::string unit) {
   TimelineRun run{std::move(name), std::move(unit), {}, schedule.num_ranks()};
   bool fits = simulation.spans.size() == schedule.rows.size();
@@ -96,7 +95,7 @@ TimelineRun timeline_of(const Schedule& schedule, const Simulation& simulation, 
     throw Error(ErrorKind::InvalidArgument, "the simulation is not of schedule \"" + schedule.name + "\"", "",
                 "simulate the schedule that is drawn");
   }
-  run.note = "idle " + percent(simulation.bubble_rate());
+  run.note = "bubble " + percent(simulation.bubble_rate());
   return run;
 }
 
@@ -108,8 +107,53 @@ TimelineRun timeline_of(std::vector<TimelineEvent> events, std::string name) {
     add_action(run, e.action, e.rank, e.waiting, e.start, e.end);
     run.num_ranks = std::max(run.num_ranks, e.rank + 1);
   }
-  if (!run.actions.empty()) run.note = "idle " + percent(measured_bubble(events));
+  if (!run.actions.empty()) run.note = "bubble " + percent(measured_bubble(events));
   return run;
+}
+
+MeasuredStep measured_step(const Schedule& schedule, const std::vector<TimelineEvent>& events) {
+  const int stages = schedule.num_stages();
+  const Costs measured = measured_costs(events, stages);
+  Costs no_messages = measured, equal = measured;
+  no_messages.communication.assign(static_cast<size_t>(stages), 0);
+  equal.communication = no_messages.communication;
+  double slowest = 0, mean = 0;
+  int slow = 0;
+  for (int s = 0; s < stages; ++s) {
+    const auto i = static_cast<size_t>(s);
+    const double all = measured.forward[i] + measured.input[i] + measured.weight[i] + measured.full[i];
+    if (all > slowest) slowest = all, slow = s;
+    mean += all / stages;
+  }
+  for (auto* kind : {&equal.forward, &equal.input, &equal.weight, &equal.full}) {
+    double sum = 0;
+    for (double each : *kind) sum += each;
+    kind->assign(kind->size(), sum / stages);
+  }
+  MeasuredStep out;
+  out.bubble = measured_bubble(events);
+  const Simulation by_stage = simulate_schedule(schedule, no_messages), ideal = simulate_schedule(schedule, equal);
+  out.chart.title = schedule.name + ", one step";
+  out.chart.runs = {timeline_of(events),
+                    timeline_of(schedule, by_stage, "simulated, every stage as long as measured", "s"),
+                    timeline_of(schedule, ideal, "simulated, all stages equal", "s")};
+  const double of_stages = by_stage.bubble_rate() - ideal.bubble_rate();
+  auto points = [](double share) { return short_number(std::round(std::fabs(share) * 1000) / 10) + " points"; };
+  out.conclusion = "Ranks compute nothing for " + percent(out.bubble) +
+                   " of the step from its first to its last action: that is the bubble. The table alone, with equal "
+                   "stages and messages that take no time, has " +
+                   percent(ideal.bubble_rate()) + ".";
+  out.conclusion += std::fabs(of_stages) < 0.005
+                        ? " The stages take about as long as each other, so that they add nothing."
+                        : " That stages differ (stage " + std::to_string(slow) + " takes " +
+                              short_number(std::round(100 * slowest / mean) / 100) + " times the mean) " +
+                              (of_stages > 0 ? "adds " : "takes away ") + points(of_stages) + ".";
+  const double rest = out.bubble - by_stage.bubble_rate();
+  out.conclusion += std::fabs(rest) < 0.005 ? " Messages and uneven actions add nothing that can be seen."
+                    : rest > 0              ? " The other " + points(rest) +
+                                     " are waiting for messages and actions that take longer than their mean."
+                               : " Actions that took less than their mean give " + points(rest) + " back.";
+  return out;
 }
 
 }  // namespace plumb

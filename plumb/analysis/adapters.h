@@ -3,7 +3,6 @@
 
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "plumb/analysis/scale_chart.h"
@@ -13,7 +12,6 @@
 #include "plumb/pipeline/timeline.h"
 #include "plumb/schedule/simulate.h"
 #include "plumb/transforms/report.h"
-#include "plumb/transforms/scales_graph.h"
 
 namespace plumb {
 
@@ -23,17 +21,11 @@ std::optional<FormatBand> band_of(const FPFormat& format);
 // With a histogram also the exponents and, with a format, what it would do to the elements.
 ScaleStats scale_stats(const TensorMetrics& metrics, const FPFormat* format = nullptr);
 
-// A row for every node that was measured, in the graph's order; parameters stand under their module by their own name.
-// Formats are for the shares that are lost; they need histograms (track_scales' MetricsOptions).
-ScaleVariant scale_variant(std::string name, const ScalesGraph& graph, const FPFormat* fwd = nullptr,
-                           const FPFormat* bwd = nullptr);
-
-// "Before and after": the variants against the formats of forward and backward.
-ScaleChart scale_chart(std::string title, const std::vector<std::pair<std::string, const ScalesGraph*>>& graphs,
-                       const FPFormat& fwd, const FPFormat& bwd);
-
 // What a transform did, a line a node; without columns that are empty throughout.
 Table table_of(const Report& report);
+
+// What a unit scaling did in numbers, with the taus of its residual adds, and why nodes were left alone.
+std::string conclusion(const Report& report);
 
 // What was simulated; `unit` is that of the costs. Spans that do not fit the table: Error(InvalidArgument). Only
 // computation is drawn, as messages take no rank's time; an overlapped pair is two halves.
@@ -42,5 +34,14 @@ TimelineRun timeline_of(const Schedule& schedule, const Simulation& simulation, 
 
 // What ranks recorded, in seconds. The first event starts at 0.
 TimelineRun timeline_of(std::vector<TimelineEvent> events, std::string name = "measured");
+
+// A recorded step beside two simulations of its table: with the stages' measured times, and with stages of the same
+// mean; messages take no time in both.
+struct MeasuredStep {
+  TimelineChart chart;
+  double bubble = 0;       // measured_bubble
+  std::string conclusion;  // what the bubble is, and what of it is the table's, the stages' and the messages'
+};
+MeasuredStep measured_step(const Schedule& schedule, const std::vector<TimelineEvent>& events);
 
 }  // namespace plumb

@@ -1,7 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
+#include <nlohmann/json.hpp>
 
 #include "plumb/analysis/adapters.h"
 #include "plumb/analysis/line_chart.h"
@@ -66,51 +66,61 @@ TEST(Svg, ShortensAtTheFrontBetweenCharacters) {
   EXPECT_EQ(svg::shortened("öööööö", 3 * 12 * 0.58), "…öö");
 }
 
-TEST(LineChart, DrawsACurveForEveryCurve) {
-  const std::string picture = to_svg(LineChart{.title = "loss", .curves = {{"a", {3, 2, 1}}, {"b", {3, 2.5, 2}}}});
-  expect_well_formed(picture);
-  EXPECT_EQ(count(picture, "class=\"curve"), 2u);
-  EXPECT_EQ(count(picture, "class=\"legend"), 2u);
-  EXPECT_THAT(picture, HasSubstr("fill=\"white\""));
+std::string html_of(const LineChart& chart) {
+  RunColors colors;
+  return to_html(chart, colors);
 }
 
-TEST(LineChart, BreaksAtNaNAndMarksWhereACurveIsLost) {
-  const std::string gap = to_svg(LineChart{.curves = {{"a", {1, 2, NAN, 3, 4}}}});
-  EXPECT_EQ(count(gap, "M") - count(gap, "Menlo"), 2u);
-  EXPECT_THAT(gap, Not(HasSubstr("not finite")));
-  const std::string lost = to_svg(LineChart{.curves = {{"a", {1, 2, 3, INFINITY, NAN}, {0, 10, 20, 30, 40}}}});
-  expect_well_formed(lost);
-  EXPECT_THAT(lost, HasSubstr("a: not finite from step 30 on"));
+nlohmann::json data_of(const std::string& page) {
+  const size_t from = page.find("json\">") + 6;
+  return nlohmann::json::parse(page.substr(from, page.find("</script>", from) - from));
 }
 
-TEST(LineChart, DrawsDegenerateData) {
-  for (bool log : {false, true}) {
-    for (const std::vector<double>& values : std::vector<std::vector<double>>{
-             {}, {1}, {NAN}, {0, 0}, {-1, -2}, {5, 5, 5}, {1e-300, 1e300}, {1e300, -1e300}, {INFINITY}}) {
-      expect_well_formed(to_svg(LineChart{.curves = {{"a", values}}, .log_y = log}));
-    }
-  }
-  expect_well_formed(to_svg(LineChart{}));
+TEST(Svg, PicturesThatStandAloneKnowLightAndDark) {
+  const std::string alone = svg::picture(10, 10, "", true), on_page = svg::picture(10, 10, "", false);
+  EXPECT_THAT(alone, HasSubstr("@media (prefers-color-scheme:dark)"));
+  EXPECT_THAT(alone, HasSubstr("fill=\"white\""));
+  EXPECT_THAT(on_page, Not(HasSubstr("<style>")));
 }
 
-TEST(LineChart, ThinsLongCurvesButKeepsPeaks) {
+TEST(Svg, PacksBytes) {
+  EXPECT_EQ(svg::base64(""), "");
+  EXPECT_EQ(svg::base64("a"), "YQ==");
+  EXPECT_EQ(svg::base64("abcd"), "YWJjZA==");
+  EXPECT_EQ(svg::base64(std::string("\xff\x00\xfe", 3)), "/wD+");
+}
+
+TEST(LineChart, GivesARunTheSameColourInEveryChart) {
+  RunColors colors;
+  const auto one = data_of(to_html(LineChart{.curves = {{"a", {1}}, {"b", {2}}}}, colors));
+  const auto two = data_of(to_html(LineChart{.curves = {{"b", {3}}, {"c", {4}}}}, colors));
+  EXPECT_EQ(one["curves"][1]["color"], 1);
+  EXPECT_EQ(two["curves"][0]["color"], 1);
+  EXPECT_EQ(two["curves"][1]["color"], 2);
+}
+
+TEST(LineChart, ThinsLongCurves) {
   std::vector<double> values(1000000, 1);
   values[654321] = 1000;
-  const std::string page = to_html(LineChart{.curves = {{"a", values}}});
-  EXPECT_LT(page.size(), 300000u);
-  EXPECT_THAT(page, HasSubstr("1000.0"));
-}
-
-TEST(LineChart, SmoothsWithTheMeanOfTheLastValues) {
-  const std::string page = to_html(LineChart{.curves = {{"a", {1, 3, 5, 7}}}, .smooth = 2});
-  EXPECT_THAT(page, HasSubstr("\"y\":[1.0,2.0,4.0,6.0]"));
+  EXPECT_LT(html_of(LineChart{.curves = {{"a", values}}}).size(), 1u << 20);
 }
 
 TEST(LineChart, RefusesStepsThatDoNotFit) {
-  EXPECT_THAT(message_of([] { to_svg(LineChart{.curves = {{"a", {1, 2}, {1}}}}); }),
+  EXPECT_THAT(message_of([] { html_of(LineChart{.curves = {{"a", {1, 2}, {1}}}}); }),
               HasSubstr("curve \"a\": 1 steps for 2"));
-  EXPECT_THAT(message_of([] { to_svg(LineChart{.curves = {{"a", {1, 2}, {2, 1}}}}); }), HasSubstr("do not ascend"));
-  EXPECT_THAT(message_of([] { to_svg(LineChart{.log_y = true, .y_min = 0}); }), HasSubstr("limit of the y axis"));
+  EXPECT_THAT(message_of([] { html_of(LineChart{.curves = {{"a", {1, 2}, {2, 1}}}}); }), HasSubstr("do not ascend"));
+}
+
+TEST(LineChart, ConcludesWhereItsCurvesEnd) {
+  const LineChart chart{.curves = {{"a", {5, 4, 2}}, {"b", {5, 4, 1}}, {"c", {5, 4, 1}}, {"d", {5, NAN, INFINITY}}}};
+  EXPECT_EQ(
+      conclusion(chart),
+      "**b** ends lowest, at 1; **a** at 2 (100.0% above). **c** equals **b** at every step, bit for bit. **d** is "
+      "not finite from step 1 on.");
+  EXPECT_EQ(conclusion(LineChart{.curves = {{"a", {4, 3, 2, 1}}}, .smooth = 2}),
+            "**a** ends at 1.5 (mean of the last 2 steps) and began at 4.");
+  EXPECT_EQ(conclusion(LineChart{.curves = {{"a", {}}}}), "No run has a value.");
+  EXPECT_EQ(conclusion(LineChart{.curves = {{"a", {NAN}}}}), "**a** is not finite from step 0 on.");
 }
 
 ScaleStats stats(double std) {
@@ -193,7 +203,7 @@ TEST(TimelineChart, DrawsEveryComputationOfASimulation) {
   const TimelineRun run = timeline_of(schedule, simulate_schedule(schedule));
   EXPECT_EQ(run.actions.size(), 12u);
   EXPECT_EQ(run.num_ranks, 2);
-  EXPECT_THAT(run.note, HasSubstr("idle "));
+  EXPECT_THAT(run.note, HasSubstr("bubble "));
   const std::string picture = to_svg(TimelineChart{.title = "t", .runs = {run}});
   expect_well_formed(picture);
   EXPECT_EQ(count(picture, "microbatch 2, rank 1"), 2u);
@@ -214,6 +224,49 @@ TEST(TimelineChart, DrawsWhatWasRecordedFromItsFirstEventOn) {
   const std::string picture = to_svg(TimelineChart{.runs = {run}});
   expect_well_formed(picture);
   EXPECT_THAT(picture, HasSubstr("F0: stage 1, microbatch 0, rank 1\n1.2 to 2 ms (0.8)\nwaited 1.2 ms"));
+}
+
+TEST(TimelineChart, BecomesATraceOfSeveralStepsWithNamedProcesses) {
+  const TimelineRun one =
+      timeline_of({{0, Action::forward(0, 0), 7, 7, 7.001}, {1, Action::forward(1, 0), 7, 7.0012, 7.002}}, "step 8");
+  TimelineRun two =
+      timeline_of({{1, Action::overlap(Action::forward(1, 1), Action::backward(1, 0)), 7.002, 7.002, 7.004}}, "step 9");
+  const auto events = nlohmann::json::parse(to_trace({one, two}))["traceEvents"];
+  std::vector<std::string> processes, steps, ran, waits;
+  for (const auto& e : events) {
+    if (e["name"] == "process_name") processes.push_back(e["args"]["name"].get<std::string>());
+    if (e["ph"] != "X") continue;
+    (e["pid"] == 0 ? steps : e["cat"] == "wait" ? waits : ran).push_back(e["name"].get<std::string>());
+  }
+  EXPECT_EQ(processes, (std::vector<std::string>{"steps", "rank 0, stage 0", "rank 1, stage 1"}));
+  EXPECT_EQ(steps, (std::vector<std::string>{"step 8", "step 9"}));
+  EXPECT_EQ(ran, (std::vector<std::string>{"0F0", "1F0", "1F1", "1B0"}));
+  EXPECT_EQ(waits, (std::vector<std::string>{"wait for 1F0"}));
+}
+
+TEST(TimelineChart, SaysWhatTheBubbleIsMadeOf) {
+  // Two stages, of which the second takes twice as long, and a message that is waited for.
+  const Schedule schedule = gpipe_schedule(2, 2);
+  const Simulation run = simulate_schedule(schedule, Costs{.forward = {1, 2}, .input = {1, 2}, .weight = {1, 2}});
+  std::vector<TimelineEvent> events;
+  for (size_t rank = 0; rank < 2; ++rank) {
+    for (size_t i = 0; i < schedule.rows[rank].size(); ++i) {
+      const Span& span = run.spans[rank][i];
+      if (!schedule.rows[rank][i].is_compute()) continue;
+      events.push_back({static_cast<int>(rank), schedule.rows[rank][i], span.start, span.start, span.end});
+    }
+  }
+  const MeasuredStep exact = measured_step(schedule, events);
+  ASSERT_EQ(exact.chart.runs.size(), 3u);
+  EXPECT_NEAR(exact.bubble, run.bubble_rate(), 1e-9);
+  EXPECT_THAT(exact.conclusion, HasSubstr("compute nothing for " + percent(exact.bubble)));
+  EXPECT_THAT(exact.conclusion, HasSubstr("That stages differ (stage 1 takes 1.33 times the mean) adds "));
+  EXPECT_THAT(exact.conclusion, HasSubstr("Messages and uneven actions add nothing"));
+  for (TimelineEvent& e : events) {
+    const double late = e.rank == 1 ? 3 : e.action.kind == ActionKind::Forward ? 0 : 6;
+    e.start += late, e.end += late;
+  }
+  EXPECT_THAT(measured_step(schedule, events).conclusion, HasSubstr("are waiting for messages"));
 }
 
 TEST(TimelineChart, RefusesWhatIsNoTimeLine) {

@@ -30,7 +30,97 @@ bool of_parts(const HistoryView& view) {
   });
 }
 
+struct FormatLoss {
+  double under = 0, digits = 0, over = 0;
+  bool bad = false;  // NaN or infinities: worse than any loss
+  double lost() const { return bad ? 2 : under + over; }
+  bool counts() const { return lost() >= 0.01; }
+};
+
+FormatLoss loss_of(const TensorMetrics& m, const FPFormat& format) {
+  return {m.underflow_share(format), m.subnormal_share(format), m.overflow_share(format),
+          m.nan_count + m.inf_count > 0};
+}
+
+// A tensor or its gradient against its role's format.
+struct LossRow {
+  const std::string* run = nullptr;
+  const HistoryTensor* tensor = nullptr;
+  bool backward = false;
+  FormatLoss loss;
+  std::vector<FormatLoss> asked;
+};
+
+void add_rows(std::vector<LossRow>& rows, const HistoryView& view, const HistoryRun& run, int64_t step) {
+  const auto found = rows_at(run.history, step);
+  for (size_t i = 0; i < found.size(); ++i) {
+    const bool backward = i % 2;
+    if (!found[i] || !found[i]->data.histogram || !view.role(backward)) continue;
+    const TensorMetrics m = found[i]->data.full();
+    LossRow row{&run.name, &run.history.tensors[i / 2], backward, loss_of(m, *view.role(backward)), {}};
+    for (const FPFormat& f : view.asked) row.asked.push_back(loss_of(m, f));
+    rows.push_back(std::move(row));
+  }
+}
+
+// Of all runs, the worst first.
+std::vector<LossRow> loss_rows(const HistoryView& view, int64_t step) {
+  std::vector<LossRow> rows;
+  for (const HistoryRun& run : view.runs) add_rows(rows, view, run, step);
+  std::stable_sort(rows.begin(), rows.end(),
+                   [](const LossRow& a, const LossRow& b) { return a.loss.lost() > b.loss.lost(); });
+  return rows;
+}
+
+// "41 of 138": tensors of a run that lose 1 % or more, of those that are known; empty where none is.
+std::string lossy_of(const HistoryView& view, const HistoryRun& run, int64_t step) {
+  std::vector<LossRow> rows;
+  add_rows(rows, view, run, step);
+  std::map<const HistoryTensor*, bool> tensors;
+  for (const LossRow& row : rows) {
+    bool& counts = tensors[row.tensor];
+    counts = counts || row.loss.counts();
+  }
+  const auto lossy = std::count_if(tensors.begin(), tensors.end(), [](const auto& t) { return t.second; });
+  return tensors.empty() ? "" : std::to_string(lossy) + " of " + std::to_string(tensors.size());
+}
+
+std::vector<std::string> header_of(const HistoryView& view, const std::string& first) {
+  std::vector<std::string> header = {first, "operator"};
+  if (of_parts(view)) header.push_back("part");
+  header.push_back("of");
+  if (view.runs.size() > 1) header.push_back("run");
+  for (const char* what : {"format", "becomes 0", "loses digits", "too large"}) header.push_back(what);
+  for (const FPFormat& f : view.asked) {
+    for (const char* what : {" to 0", " loses digits", " too large"}) header.push_back(f.name() + what);
+  }
+  return header;
+}
+
+std::vector<std::string> cells_of(const HistoryView& view, const LossRow& row, const std::string& first) {
+  std::vector<std::string> cells = {first, row.tensor->operation};
+  if (of_parts(view)) cells.push_back(row.tensor->part());
+  cells.push_back(row.backward ? "gradient" : "value");
+  if (view.runs.size() > 1) cells.push_back(*row.run);
+  cells.push_back(view.role(row.backward)->name());
+  for (double share : {row.loss.under, row.loss.digits, row.loss.over}) cells.push_back(percent(share));
+  for (const FormatLoss& loss : row.asked) {
+    for (double share : {loss.under, loss.digits, loss.over}) cells.push_back(percent(share));
+  }
+  return cells;
+}
+
 }  // namespace
+
+const FPFormat* HistoryView::role(bool backward) const {
+  if (formats.empty()) return nullptr;
+  return backward ? &formats.back() : &formats.front();
+}
+
+std::string local_name(const HistoryTensor& tensor) {
+  const bool below = !tensor.module.empty() && tensor.name.starts_with(tensor.module + ".");
+  return below ? tensor.name.substr(tensor.module.size() + 1) : tensor.name;
+}
 
 void check_recorded(const HistoryView& view) {
   for (const HistoryRun& run : view.runs) {
@@ -73,8 +163,7 @@ History history_of(const ScalesGraph& graph, int64_t step) {
 ScaleChart scale_chart(const HistoryView& view, int64_t step) {
   check_recorded(view);
   ScaleChart chart{view.title, {}};
-  const FPFormat* fwd = view.formats.empty() ? nullptr : &view.formats.front();
-  const FPFormat* bwd = view.formats.size() > 1 ? &view.formats[1] : fwd;
+  const FPFormat *fwd = view.role(false), *bwd = view.role(true);
   if (fwd) chart.fwd_band = band_of(*fwd), chart.bwd_band = band_of(*bwd);
   for (const HistoryRun& run : view.runs) {
     ScaleVariant variant{run.name, {}};
@@ -88,8 +177,7 @@ ScaleChart scale_chart(const HistoryView& view, int64_t step) {
       const HistoryRow *value = rows[t * 2], *gradient = rows[t * 2 + 1];
       if (!value && !gradient) continue;
       const HistoryTensor& tensor = run.history.tensors[t];
-      const bool below = !tensor.module.empty() && tensor.name.starts_with(tensor.module + ".");
-      ScaleRow row{below ? tensor.name.substr(tensor.module.size() + 1) : tensor.name, tensor.module, tensor.operation};
+      ScaleRow row{local_name(tensor), tensor.module, tensor.operation};
       if (value) row.fwd = scale_stats(value->data.full(), fwd);
       if (gradient) row.bwd = scale_stats(gradient->data.full(), bwd);
       variant.rows.push_back(std::move(row));
@@ -141,38 +229,95 @@ Table event_table(const HistoryView& view) {
 }
 
 Table format_table(const HistoryView& view, int64_t step, size_t most) {
-  Table table{{"tensor", "operator"}, {}};
-  const bool parts = of_parts(view);
-  if (parts) table.header.push_back("part");
-  table.header.push_back("of");
-  if (view.runs.size() > 1) table.header.insert(table.header.begin(), "run");
-  for (const FPFormat& f : view.formats) {
-    for (const char* what : {" to 0", " loses digits", " too large"}) table.header.push_back(f.name() + what);
+  auto rows = loss_rows(view, step);
+  if (most > 0 && rows.size() > most) rows.resize(most);
+  Table table{header_of(view, "tensor"), {}};
+  for (const LossRow& row : rows) table.rows.push_back(cells_of(view, row, row.tensor->name));
+  return table;
+}
+
+Table layer_table(const HistoryView& view, int64_t step, size_t most) {
+  // Worst first, so that a layer's first row is its worst.
+  std::vector<std::pair<std::string, std::vector<LossRow>>> layers;
+  std::unordered_map<std::string, size_t> places;
+  for (LossRow& row : loss_rows(view, step)) {
+    const std::string layer = layer_of(row.tensor->module);
+    const auto [place, is_new] = places.try_emplace(layer, layers.size());
+    if (is_new) layers.push_back({layer, {}});
+    layers[place->second].second.push_back(std::move(row));
   }
-  std::vector<std::pair<double, std::vector<std::string>>> rows;
-  for (const HistoryRun& run : view.runs) {
-    const auto found = rows_at(run.history, step);
-    for (size_t i = 0; i < found.size(); ++i) {
-      if (!found[i] || !found[i]->data.histogram) continue;
-      const TensorMetrics m = found[i]->data.full();
-      const HistoryTensor& tensor = run.history.tensors[i / 2];
-      std::vector<std::string> row = {tensor.name, tensor.operation};
-      if (parts) row.push_back(tensor.part());
-      row.push_back(i % 2 ? "gradient" : "value");
-      if (view.runs.size() > 1) row.insert(row.begin(), run.name);
-      double lost = 0;
-      for (const FPFormat& f : view.formats) {
-        const double under = m.underflow_share(f), over = m.overflow_share(f);
-        lost = std::max(lost, under + over);
-        for (double share : {under, m.subnormal_share(f), over}) row.push_back(percent(share));
-      }
-      rows.emplace_back(lost, std::move(row));
+  Table table{header_of(view, "layer"), {}};
+  table.header.insert(table.header.begin() + 1, "lose 1 % or more");
+  for (const auto& [layer, rows] : layers) {
+    const auto lossy = std::count_if(rows.begin(), rows.end(), [](const LossRow& r) { return r.loss.counts(); });
+    auto add = [&](const LossRow& row, const std::string& name, const std::string& count, int level) {
+      table.rows.push_back(cells_of(view, row, name));
+      table.rows.back().insert(table.rows.back().begin() + 1, count);
+      table.levels.push_back(level);
+    };
+    add(rows.front(), layer.empty() ? "(the model itself)" : layer,
+        std::to_string(lossy) + " of " + std::to_string(rows.size()), 0);
+    for (size_t i = 0; i < std::min(rows.size(), most) && (i == 0 || rows[i].loss.lost() > 0); ++i) {
+      add(rows[i], rows[i].tensor->name, "", 1);
     }
   }
-  std::stable_sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-  if (most > 0 && rows.size() > most) rows.resize(most);
-  for (auto& [lost, row] : rows) table.rows.push_back(std::move(row));
   return table;
+}
+
+std::string layer_of(const std::string& module) {
+  for (size_t at = 0; at < module.size();) {
+    const size_t end = std::min(module.find('.', at), module.size());
+    if (end > at &&
+        std::all_of(module.begin() + static_cast<std::ptrdiff_t>(at), module.begin() + static_cast<std::ptrdiff_t>(end),
+                    [](char c) { return c >= '0' && c <= '9'; })) {
+      return module.substr(0, end);
+    }
+    at = end + 1;
+  }
+  return module;
+}
+
+std::string conclusion(const HistoryView& view, int64_t step) {
+  check_recorded(view);
+  const auto rows = loss_rows(view, step);
+  if (rows.empty()) {
+    return view.formats.empty() ? "No format was asked for, so nothing is said to be lost."
+                                : "No histograms were recorded, so what formats lose is not known.";
+  }
+  int64_t first = INT64_MAX, last = 0;
+  for (const HistoryRun& run : view.runs) {
+    first = std::min(first, run.history.steps.front().step);
+    for (const HistoryStep& each : run.history.steps) {
+      if (step <= 0 || each.step <= step) last = std::max(last, each.step);
+    }
+  }
+  // "41 of 138 in A, 3 of 138 in B"
+  auto counts = [&](int64_t at, const std::string& mark) {
+    std::string out;
+    for (const HistoryRun& run : view.runs) {
+      const std::string count = run.history.steps.front().step > at ? "" : lossy_of(view, run, at);
+      if (count.empty()) continue;
+      out += (out.empty() ? "" : ", ") + mark + count + mark + (out.empty() ? " tensors" : "") +
+             (view.runs.size() > 1 ? " in " + mark + run.name + mark : "");
+    }
+    return out;
+  };
+  const std::string fwd = view.role(false)->name(), bwd = view.role(true)->name();
+  std::string out = "What loses 1 % or more of its elements in " +
+                    (fwd == bwd ? fwd : fwd + " (values) or " + bwd + " (gradients)") + ": " + counts(last, "**");
+  if (first < last) {
+    out += " at step " + std::to_string(last) + ", and " + counts(first, "") + " at step " + std::to_string(first);
+  }
+  out += ".";
+  const LossRow& worst = rows.front();
+  if (worst.loss.lost() > 0) {
+    out += " The worst is the " + std::string(worst.backward ? "gradient" : "value") + " of `" + worst.tensor->name +
+           "`" + (view.runs.size() > 1 ? " in " + *worst.run : "") + ": ";
+    out += worst.loss.bad
+               ? "it has NaN or infinities."
+               : percent(worst.loss.under) + " of it becomes 0 and " + percent(worst.loss.over) + " is too large.";
+  }
+  return out;
 }
 
 }  // namespace plumb

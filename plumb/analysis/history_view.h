@@ -1,4 +1,4 @@
-// Recorded histories on a page: the scale picture with a step slider, one run or two side by side, for any format.
+// Recorded histories on a page: the scale picture with a step slider, several runs side by side, against formats.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +21,13 @@ struct HistoryRun {
 
 struct HistoryView {
   std::string title;
-  std::vector<HistoryRun> runs;         // one or two
-  std::vector<FPFormat> formats;        // to choose from; the first is drawn for values, the second for gradients
+  std::vector<HistoryRun> runs;         // one to eight
+  std::vector<FPFormat> formats;        // by role: of values, then of gradients; one is of both, none is asked for
+  std::vector<FPFormat> asked = {};     // further ones, asked of values and gradients alike
   size_t max_bytes = size_t{16} << 20;  // of numbers in the page: more recorded steps than fit are thinned evenly
+
+  // The format of that role; null if there is none.
+  const FPFormat* role(bool backward) const;
 };
 
 // Throws Error(InvalidArgument) that names a run without a recorded step.
@@ -42,15 +46,30 @@ std::vector<LineChart> scalar_charts(const HistoryView& view);
 // Where rules' conditions held; no rows if nowhere.
 Table event_table(const HistoryView& view);
 
-// What each format would do to each tensor and gradient: the shares that become zero, lose digits and are too large, of
-// the last recorded step at or before `step` (0: the last). Rows without a histogram are left out. Most lost first; at
-// most `most` rows, 0: all.
+// What its role's format would do to each tensor and gradient, and what the formats asked for would: the shares that
+// become zero, lose digits and are too large, of the last recorded step at or before `step` (0: the last). Rows without
+// a histogram are left out. Most lost by the role's format first; at most `most` rows, 0: all.
 Table format_table(const HistoryView& view, int64_t step = 0, size_t most = 0);
+
+// The same rolled up: a row a layer (layer_of), the one of the worst tensor first, and below it its tensors that lose
+// anything, at most `most` of each layer.
+Table layer_table(const HistoryView& view, int64_t step = 0, size_t most = 20);
+
+// A tensor's name below its module.
+std::string local_name(const HistoryTensor& tensor);
+
+// A module's path up to its first number: "layers.0" for "layers.0.attn.q"; all of it if there is none.
+std::string layer_of(const std::string& module);
+
+// How many tensors lose 1 % or more in each run, the worst one, and how that was at the first recorded step. A tensor
+// counts once, by its values or its gradient, each in its role's format.
+std::string conclusion(const HistoryView& view, int64_t step = 0);
 
 // For a page. A list of tensors, of which only what is in sight is drawn, so that thousands scroll and slide at once;
 // it is filtered by text, sorted by a click on a column's head; a click on a tensor shows its figures, what every
-// format would do to it, its histograms, and its course over the steps. Raises Error(InvalidArgument) for no or more
-// than two runs, and for runs without a recorded step.
-std::string to_html(const HistoryView& view);
+// format would do to it, its histograms, and its course over the steps. Layers have their courses over the steps beside
+// each other, with a curve a run. Raises Error(InvalidArgument) for no or more than eight runs, and for runs without a
+// recorded step.
+std::string to_html(const HistoryView& view, RunColors& colors);
 
 }  // namespace plumb

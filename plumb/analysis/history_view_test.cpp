@@ -6,6 +6,7 @@
 #include <random>
 
 #include "plumb/analysis/browser_for_test.h"
+#include "plumb/analysis/history_for_test.h"
 #include "plumb/analysis/html_report.h"
 #include "plumb/core/error.h"
 
@@ -15,50 +16,29 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-// Tensors of standard deviation 2^(fwd_exponent), gradients of 2^(bwd_exponent - step).
-History made(int tensors, int steps, double fwd_exponent, double bwd_exponent, const std::string& op = "aten::linear") {
-  History history;
-  for (int t = 0; t < tensors; ++t) {
-    const std::string module = "layers." + std::to_string(t / 4);
-    history.tensors.push_back(
-        {module + ".y_" + std::to_string(t), module, t % 4 ? op : "aten::gelu", "float32", {64, 64}});
-  }
-  for (int s = 0; s < steps; ++s) {
-    HistoryStep step{1 + 10 * s, {}};
-    for (int t = 0; t < tensors; ++t) {
-      for (const bool backward : {false, true}) {
-        Metrics::Data d;
-        d.std = std::exp2((backward ? bwd_exponent - s : fwd_exponent) - t * 0.001);
-        d.mean_abs = d.std * 0.8, d.abs_max = d.std * 4, d.abs_min = d.std * 0x1p-12, d.numel = 4096;
-        auto histogram = std::make_shared<ExponentHistogram>();
-        const int top = static_cast<int>(std::floor(std::log2(d.abs_max)));
-        for (int e = 0; e < 12; ++e)
-          histogram->counts[static_cast<size_t>(std::max(1, 127 + top - e))] += 4096 >> (e + 1);
-        histogram->counts[0] = 1;
-        d.histogram = histogram;
-        step.rows.push_back({static_cast<uint32_t>(t), backward, false, kAllStatistics, d});
-      }
-    }
-    history.steps.push_back(std::move(step));
-    history.scalars.push_back({1 + 10 * s, {{"loss", 5.0 / (s + 1)}}});
-  }
-  return history;
+std::string html_of(const HistoryView& view) {
+  RunColors colors;
+  return to_html(view, colors);
 }
 
 std::vector<FPFormat> formats() { return {FPFormat::parse("e4m3fn"), FPFormat::parse("e5m2")}; }
 
 TEST(HistoryView, AnswersWhatEachFormatWouldDoToAGradient) {
-  HistoryView view{"", {{"run", made(2, 20, 0, 0)}}, formats()};
+  HistoryView view{"", {{"run", made(2, 20, 0, 0)}}, formats(), {FPFormat::parse("e4m3fn")}};
   const Table first = format_table(view, 1), last = format_table(view);
   ASSERT_EQ(first.rows.size(), 4u);
-  EXPECT_EQ(first.header[3], "e4m3fn to 0");
-  EXPECT_EQ(first.header[6], "e5m2 to 0");
-  const TensorMetrics m = view.runs[0].history.steps.back().rows[1].data.full();
+  EXPECT_EQ(first.header[3], "format");
+  EXPECT_EQ(first.header[4], "becomes 0");
   const auto& worst = last.rows[0];
   EXPECT_EQ(worst[2], "gradient");
-  EXPECT_EQ(worst[6], percent(m.underflow_share(view.formats[1])));
-  EXPECT_GT(std::stod(worst[3]), 90);  // E4M3 ends 2^7 above E5M2
-  EXPECT_LT(std::stod(first.rows[0][6]), 1);
+  // A gradient against the format of gradients, and what else is asked for beside it.
+  EXPECT_EQ(worst[3], "e5m2");
+  const size_t t = worst[0] == "layers.0.y_0" ? 0 : 1;
+  const TensorMetrics m = view.runs[0].history.steps.back().rows[2 * t + 1].data.full();
+  EXPECT_EQ(worst[4], percent(m.underflow_share(view.formats[1])));
+  EXPECT_EQ(last.header[7], "e4m3fn to 0");
+  EXPECT_GT(std::stod(worst[7]), 90);  // E4M3 ends 2^7 above E5M2
+  EXPECT_LT(std::stod(first.rows[0][4]), 1);
   EXPECT_EQ(format_table(view, 0, 3).rows.size(), 3u);
 }
 
@@ -77,7 +57,7 @@ TEST(HistoryView, DrawsAStepAsAPictureForPapers) {
 
 TEST(HistoryView, NamesTheRankAndStageOfATensorWhereTheyAreKnown) {
   HistoryView view{"", {{"run", made(2, 1, 0, 0)}}, formats()};
-  EXPECT_THAT(to_html(view), Not(HasSubstr("rank")));
+  EXPECT_THAT(html_of(view), Not(HasSubstr("rank")));
   view.runs[0].history.tensors[1].stage = 1;
   view.runs[0].history.tensors[1].rank = 3;
   view.runs[0].history.events.push_back({1, 0, "std > 0", 1, {{1, false, 5}}});
@@ -85,7 +65,7 @@ TEST(HistoryView, NamesTheRankAndStageOfATensorWhereTheyAreKnown) {
   EXPECT_EQ(table.header[2], "part");
   for (const auto& row : table.rows) EXPECT_EQ(row[2], row[0] == "layers.0.y_1" ? "stage 1, rank 3" : "");
   EXPECT_EQ(event_table(view).rows[0][4], "layers.0.y_1 of stage 1, rank 3: 5");
-  EXPECT_THAT(to_html(view), HasSubstr("stage 1, rank 3"));
+  EXPECT_THAT(html_of(view), HasSubstr("stage 1, rank 3"));
 }
 
 TEST(HistoryView, DrawsNoRangeWhereEveryBlockHasItsOwn) {
@@ -94,8 +74,8 @@ TEST(HistoryView, DrawsNoRangeWhereEveryBlockHasItsOwn) {
   EXPECT_FALSE(chart.fwd_band.has_value());
   EXPECT_TRUE(chart.bwd_band.has_value());
   EXPECT_NO_THROW(to_svg(chart));
-  EXPECT_THAT(to_html(view), HasSubstr("{\"name\":\"mxfp8e4m3\"}"));
-  EXPECT_EQ(format_table(view).header[3], "mxfp8e4m3 to 0");
+  EXPECT_THAT(html_of(view), HasSubstr("{\"name\":\"mxfp8e4m3\"}"));
+  for (const auto& row : format_table(view).rows) EXPECT_EQ(row[3], row[2] == "value" ? "mxfp8e4m3" : "e5m2");
 }
 
 TEST(HistoryView, ScalarsBecomeChartsAndEventsATable) {
@@ -111,19 +91,56 @@ TEST(HistoryView, ScalarsBecomeChartsAndEventsATable) {
             (std::vector<std::vector<std::string>>{{"a", "21", "nan_count > 0", "3", "layers.0.y_0 (gradient): 5"}}));
 }
 
+TEST(HistoryView, RollsUpByLayerTheWorstFirst) {
+  EXPECT_EQ(layer_of("transformer.h.11.attn.c_attn"), "transformer.h.11");
+  EXPECT_EQ(layer_of("head.linear1"), "head.linear1");
+  EXPECT_EQ(layer_of(""), "");
+  HistoryView view{"", {{"run", made(8, 1, 0, 0)}}, formats()};
+  // Of the second layer one gradient is far below the format, and a value is worse still: it is not finite.
+  auto& rows = view.runs[0].history.steps[0].rows;
+  auto histogram = std::make_shared<ExponentHistogram>();
+  histogram->counts[127 - 40] = 4096;
+  rows[2 * 5 + 1].data.histogram = histogram;
+  const Table table = layer_table(view);
+  ASSERT_GE(table.rows.size(), 4u);
+  EXPECT_EQ(table.rows[0][0], "layers.1");
+  EXPECT_EQ(table.rows[0][1], "1 of 8");
+  EXPECT_EQ(table.rows[1][0], "layers.1.y_5");
+  EXPECT_EQ(table.rows[1][3], "gradient");
+  EXPECT_EQ(table.levels[0], 0);
+  EXPECT_EQ(table.levels[1], 1);
+  EXPECT_EQ(std::count(table.levels.begin(), table.levels.end(), 0), 2);
+  EXPECT_EQ(conclusion(view),
+            "What loses 1 % or more of its elements in e4m3fn (values) or e5m2 (gradients): **1 of 8** tensors. The "
+            "worst is the gradient of `layers.1.y_5`: 100.0% of it becomes 0 and 0.0% is too large.");
+  rows[0].data.nan_count = 1;
+  EXPECT_THAT(conclusion(view), HasSubstr("value of `layers.0.y_0`: it has NaN or infinities"));
+}
+
+TEST(HistoryView, ConcludesForEveryRunAtItsFirstAndLastStep) {
+  HistoryView view{"", {{"plain", made(4, 20, 0, 0)}, {"scaled", made(4, 20, 0, 8)}}, formats()};
+  EXPECT_THAT(conclusion(view), HasSubstr("**4 of 4** tensors in **plain**, **"));
+  EXPECT_THAT(conclusion(view), HasSubstr(" at step 191, and 0 of 4 tensors in plain, 0 of 4 in scaled at step 1."));
+  for (HistoryStep& step : view.runs[0].history.steps) {
+    for (HistoryRow& row : step.rows) row.data.histogram.reset();
+  }
+  view.runs.pop_back();
+  EXPECT_EQ(conclusion(view), "No histograms were recorded, so what formats lose is not known.");
+}
+
 TEST(HistoryView, RefusesWhatItCannotShow) {
-  EXPECT_THROW(to_html(HistoryView{}), Error);
-  EXPECT_THROW(to_html(HistoryView{"", {{"a", History{}}}}), Error);
+  EXPECT_THROW(html_of(HistoryView{}), Error);
+  EXPECT_THROW(html_of(HistoryView{"", {{"a", History{}}}}), Error);
   const HistoryRun run{"a", made(1, 1, 0, 0)};
-  EXPECT_THROW(to_html(HistoryView{"", {run, run, run}}), Error);
-  EXPECT_NO_THROW(to_html(HistoryView{"", {run}}));
+  EXPECT_THROW(html_of(HistoryView{"", std::vector<HistoryRun>(9, run)}), Error);
+  EXPECT_NO_THROW(html_of(HistoryView{"", {run}}));
 }
 
 TEST(HistoryView, EscapesNamesAndThinsLongHistories) {
   HistoryView view{"</script><b>", {{"<b>", made(4, 200, 0, 0)}}, formats()};
   view.runs[0].history.tensors[0].name = "</script><script>alert(1)</script>";
   view.max_bytes = 20000;
-  const std::string html = to_html(view);
+  const std::string html = html_of(view);
   EXPECT_THAT(html, Not(HasSubstr("<script>alert")));
   EXPECT_THAT(html, Not(HasSubstr("<b>")));
   EXPECT_THAT(html, HasSubstr("of 200 recorded steps"));
@@ -136,26 +153,29 @@ const d = document, out = d.body.dataset, one = (s, of = d) => of.querySelector(
 const names = () => all(".history-space .row").slice(0, 3).map(r => r.dataset.tensor).join();
 const slider = one(".stepper input"), scroll = one(".history-scroll"), count = () => one(".count").textContent;
 out.count = count(); out.drawn = all(".history-space .row").length; out.first = names(); out.step = one("output").textContent;
-const heads = all(".history-head button"), click = k => heads[k].dispatchEvent(new MouseEvent("click", {bubbles: true}));
-const started = performance.now();
-click(7); out.down = names(); out.sorted = heads[7].getAttribute("aria-sort");
-click(7); out.up = names();
-click(0); out.order = names();
+const head = k => one(`.history-head button[data-sort="${k}"]`), click = k => head(k)?.dispatchEvent(new MouseEvent("click", {bubbles: true}));
+click("gradients: std"); out.down = names(); out.sorted = head("gradients: std")?.getAttribute("aria-sort");
+click("gradients: std"); out.up = names();
+click("tensor"); out.order = names();
 one('.history-space .row[data-tensor="1"]').dispatchEvent(new MouseEvent("click", {bubbles: true}));
 const gradient = () => all(".detail tbody tr").find(r => r.cells[1].textContent === "gradient").cells;
-out.detail = one(".detail h4").textContent; out.pictures = all(".detail svg").length; out.last = gradient()[4].textContent;
+out.detail = one(".detail h4").textContent; out.pictures = all(".detail .panels > div").length;
+out.layers = all(".layers h4").map(h => h.textContent).join(); out.courses = all(".layers .curve").length;
+const which = one(".layer-which"); which.value = "gradients"; which.onchange(); out.curves = all(".layers .curve").length; out.last = gradient()[4].textContent;
 out.formats = all(".detail table")[1].tBodies[0].rows.length;
 slider.value = 0; slider.oninput(); out.moved = one("output").textContent; out.then = gradient()[4].textContent;
 const shareOf = () => all(".detail table")[1].tBodies[0].rows[3].cells[3].textContent;
 out.share = shareOf(); slider.value = slider.max; slider.oninput(); out.later = shareOf();
 const search = one("input[type=search]"); search.value = "layers.1 GELU"; search.oninput(); out.found = count();
 search.value = ""; search.oninput();
-const lossy = one("input[type=checkbox]"); lossy.checked = true; lossy.onchange(); out.lossy = count(); lossy.checked = false; lossy.onchange();
+const lossy = one(".lossy input"); lossy.checked = true; lossy.onchange(); out.lossy = count(); lossy.checked = false; lossy.onchange();
 const bands = all(".history-space .band-normal").map(r => r.getAttribute("width")).join();
 const select = one(".of-bwd"); select.selectedIndex = 0; select.onchange();
 out.bands = bands === all(".history-space .band-normal").map(r => r.getAttribute("width")).join() ? "same" : "other";
 scroll.scrollTop = 1e9; scroll.dispatchEvent(new Event("scroll")); out.bottom = all(".history-space .row").pop().dataset.tensor;
-out.colours = new Set(all(".history-space .row g").map(g => g.getAttribute("class"))).size;
+out.colours = [...new Set(all(".history-space .row g").map(g => g.getAttribute("class")))].sort().join();
+out.wide = document.documentElement.scrollWidth <= innerWidth ? "fits" : "overflows";
+out.side = one(".side").parentNode.hidden ? "both" : "one"; out.heads = all(".history-head button").length;
 </script>)";
 
 std::string page_of(const HistoryView& view) {
@@ -178,12 +198,24 @@ TEST_F(Browser, SlidesSortsAndOpensAHistoryOfTwoRuns) {
   // Both runs' histograms and courses, forward and backward; two formats for four rows.
   EXPECT_THAT(body, HasSubstr("data-detail=\"layers.0  y_1  [64, 64]\" data-pictures=\"4\""));
   EXPECT_THAT(body, HasSubstr("data-formats=\"8\""));
+  // A picture a layer, a curve a run.
+  EXPECT_THAT(body, HasSubstr("data-layers=\"layers.0,layers.1\" data-courses=\"4\" data-curves=\"4\""));
   // 2^-4 at the first step, 2^-15 at the last.
   EXPECT_THAT(body, HasSubstr("data-last=\"3.05e-5\""));
   EXPECT_THAT(body, HasSubstr("data-moved=\"1\" data-then=\"0.06246\""));
   EXPECT_THAT(body, HasSubstr("data-found=\"1 of 8 tensors\""));
   EXPECT_THAT(body, HasSubstr("data-lossy=\"8 tensors\""));
-  EXPECT_THAT(body, HasSubstr("data-bands=\"other\" data-bottom=\"7\" data-colours=\"2\""));
+  EXPECT_THAT(
+      body,
+      HasSubstr("data-bands=\"other\" data-bottom=\"7\" data-colours=\"s0,s1\" data-wide=\"fits\" data-side=\"both\""));
+}
+
+TEST_F(Browser, AHistoryFitsANarrowPageAndShowsSeveralRuns) {
+  HistoryView view{"three", {}, formats()};
+  for (const char* name : {"a", "b", "c"}) view.runs.push_back({name, made(8, 3, 0, -4)});
+  const std::string body = body_tag(open(page_of(view), "--dump-dom --window-size=500,800"));
+  EXPECT_THAT(body, Not(HasSubstr("data-error")));
+  EXPECT_THAT(body, HasSubstr("data-colours=\"s0,s1,s2\" data-wide=\"fits\" data-side=\"one\" data-heads=\"4\""));
 }
 
 TEST_F(Browser, AHistoryOfTwoThousandTensorsStaysUsable) {

@@ -1,6 +1,9 @@
 #include "plumb/analysis/html_report.h"
 
-#include "plumb/analysis/report_assets.h"
+#include <algorithm>
+
+#include "plumb/analysis/graph_picture.h"
+#include "plumb/analysis/page_assets.h"
 #include "plumb/analysis/svg.h"
 #include "plumb/core/file.h"
 
@@ -93,25 +96,40 @@ HtmlReport& HtmlReport::figures(const std::vector<Figure>& figures) {
   return *this;
 }
 
+HtmlReport& HtmlReport::runs(const std::vector<std::string>& names) {
+  for (const std::string& name : names) colors_.of(name);
+  return *this;
+}
+
 HtmlReport& HtmlReport::add(const Table& table) {
   const size_t columns = table.num_columns();
-  std::vector<const char*> cell(columns);
-  for (size_t c = 0; c < columns; ++c) cell[c] = table.is_numeric(c) ? " class=\"number\"" : "";
+  std::vector<const char*> kind(columns, "");
+  for (size_t c = 0; c < columns; ++c) {
+    // Sentences wrap, names do not.
+    const bool long_text = std::any_of(table.rows.begin(), table.rows.end(), [&](const auto& row) {
+      return c < row.size() && row[c].size() > 40 && row[c].find(' ') != std::string::npos;
+    });
+    kind[c] = table.is_numeric(c) ? " class=\"number\"" : long_text ? " class=\"long\"" : "";
+  }
   body_ += "<div class=\"wide\"><table>\n";
   if (!table.caption.empty()) body_ += "<caption>" + escaped(table.caption) + "</caption>\n";
   if (!table.header.empty()) {
     body_ += "<thead><tr>";
     for (size_t c = 0; c < columns; ++c) {
-      body_ += std::string("<th") + cell[c] + " scope=\"col\"><button type=\"button\">" +
+      body_ += std::string("<th") + kind[c] + " scope=\"col\"><button type=\"button\">" +
                (c < table.header.size() ? escaped(table.header[c]) : "") + "</button></th>";
     }
     body_ += "</tr></thead>\n";
   }
   body_ += "<tbody>\n";
-  for (const auto& row : table.rows) {
-    body_ += "<tr>";
+  for (size_t r = 0; r < table.rows.size(); ++r) {
+    body_ += table.level(r) ? "<tr class=\"under\">" : "<tr>";
     for (size_t c = 0; c < columns; ++c) {
-      body_ += std::string("<td") + cell[c] + ">" + (c < row.size() ? escaped(row[c]) : "") + "</td>";
+      const std::string text = c < table.rows[r].size() ? table.rows[r][c] : "";
+      const bool run = colors_.knows(text);
+      body_ += std::string("<td") + kind[c] + ">";
+      if (run) body_ += "<span class=\"dot " + svg::series_class(colors_.of(text)) + "\"></span>";
+      body_ += escaped(text) + "</td>";
     }
     body_ += "</tr>\n";
   }
@@ -120,12 +138,7 @@ HtmlReport& HtmlReport::add(const Table& table) {
 }
 
 HtmlReport& HtmlReport::add(const LineChart& chart) {
-  body_ += to_html(chart);
-  return *this;
-}
-
-HtmlReport& HtmlReport::add(const ScaleChart& chart) {
-  body_ += to_html(chart);
+  body_ += to_html(chart, colors_);
   return *this;
 }
 
@@ -135,7 +148,12 @@ HtmlReport& HtmlReport::add(const TimelineChart& chart) {
 }
 
 HtmlReport& HtmlReport::add(const HistoryView& view) {
-  body_ += to_html(view);
+  body_ += to_html(view, colors_);
+  return *this;
+}
+
+HtmlReport& HtmlReport::add(const Graph& graph) {
+  body_ += graph_html(graph);
   return *this;
 }
 
@@ -147,10 +165,12 @@ std::string HtmlReport::html() const {
       "script-src 'unsafe-inline'\">\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>" +
       escaped(title_) + "</title>\n<style>\n";
-  out += report_style();
-  out += history_style();
+  out += page_style();
   out +=
-      "</style>\n</head>\n<body>\n<header>\n<button id=\"theme\" type=\"button\" title=\"light or "
+      "</style>\n<script>document.documentElement.dataset.theme = matchMedia(\"(prefers-color-scheme:dark)\").matches "
+      "? "
+      "\"dark\" : \"light\";</script>\n</head>\n<body>\n<header>\n<button id=\"theme\" type=\"button\" title=\"light "
+      "or "
       "dark\">◐</button>\n<h1>" +
       escaped(title_) + "</h1>\n";
   if (!subtitle_.empty()) out += "<p class=\"subtitle\">" + escaped(subtitle_) + "</p>\n";
@@ -163,9 +183,7 @@ std::string HtmlReport::html() const {
   }
   out += "</header>\n<main>\n" + body_ + (sections_.empty() ? "" : "</section>\n") +
          "</main>\n<div id=\"tip\" hidden></div>\n<script>\n";
-  out += report_script();
-  out += history_script();
-  out += report_script_end();
+  out += page_script();
   return out + "</script>\n</body>\n</html>\n";
 }
 

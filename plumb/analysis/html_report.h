@@ -12,11 +12,12 @@
 
 #include "plumb/analysis/history_view.h"
 #include "plumb/analysis/line_chart.h"
-#include "plumb/analysis/scale_chart.h"
 #include "plumb/analysis/table.h"
 #include "plumb/analysis/timeline_chart.h"
 
 namespace plumb {
+
+class Graph;
 
 // A number that a page shows large.
 struct Figure {
@@ -30,17 +31,20 @@ class HtmlReport {
  public:
   explicit HtmlReport(std::string title, std::string subtitle = "");
 
+  // Gives these runs their colours, in this order. Others get theirs where they first appear.
+  HtmlReport& runs(const std::vector<std::string>& names);
   HtmlReport& section(std::string title);
   // Paragraphs, parted by empty lines; lines that start with "- " are a list. **bold** and `code` are marked so.
   HtmlReport& prose(std::string_view text);
   // Text as it is, in one width: a command, a log, a graph.
   HtmlReport& code(std::string_view text);
   HtmlReport& figures(const std::vector<Figure>& figures);
-  HtmlReport& add(const Table& table);  // a click on a column's head sorts by it
+  // A click on a column's head sorts by it, a click on a row unfolds the rows below it; a run's name has its colour.
+  HtmlReport& add(const Table& table);
   HtmlReport& add(const LineChart& chart);
-  HtmlReport& add(const ScaleChart& chart);
   HtmlReport& add(const TimelineChart& chart);
   HtmlReport& add(const HistoryView& view);
+  HtmlReport& add(const Graph& graph);
 
   std::string html() const;
   // Whole or not at all (write_file_atomically); Error(InvalidArgument) where that fails.
@@ -49,6 +53,7 @@ class HtmlReport {
  private:
   std::string title_, subtitle_, body_;
   std::vector<std::string> sections_;
+  RunColors colors_;
 };
 
 }  // namespace plumb

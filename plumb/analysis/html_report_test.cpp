@@ -9,6 +9,8 @@
 
 #include "plumb/analysis/adapters.h"
 #include "plumb/analysis/browser_for_test.h"
+#include "plumb/analysis/graph_picture.h"
+#include "plumb/analysis/history_for_test.h"
 #include "plumb/core/error.h"
 #include "plumb/core/file.h"
 #include "plumb/schedule/generators.h"
@@ -26,8 +28,14 @@ TEST(HtmlReport, EscapesWhateverItIsGiven) {
   report.section(evil).prose("**" + evil + "** `" + evil + "`\n\n- " + evil).code(evil).figures({{evil, evil, evil}});
   report.add(Table{{evil}, {{evil}}, evil});
   report.add(LineChart{evil, evil, evil, {{evil, {1, 2, NAN}}}});
-  const ScaleStats stats{.mean_abs = 1, .std = 1, .abs_max = 2, .abs_min = 0, .exponents = {{0, 1}}};
-  report.add(ScaleChart{evil, {{evil, {{evil, evil, evil, stats, stats}}}}, FormatBand{evil, 1, 2, 4}});
+  HistoryView view{evil, {{evil, made(2, 2, 0, 0, evil)}}, {FPFormat::parse("e5m2")}};
+  view.runs[0].history.tensors[1].name = view.runs[0].history.tensors[1].module = evil;
+  report.prose(conclusion(view)).add(view).add(layer_table(view));
+  const Graph graph = parse_graph(
+      "graph {\n  %x: f32[2] = placeholder \"</script><b x='\\\">\" in \"</script><script>alert(1)\":\"b\"\n"
+      "  output(%x)\n}\n");
+  report.prose(conclusion(graph)).add(graph);
+  EXPECT_THAT(graph_svg(graph), Not(HasSubstr("<b x")));
   report.add(TimelineChart{evil, {{evil, evil, {{0, evil, 0, 0, 0, 1}}, 1, evil}}});
   std::string page = report.html();
   EXPECT_THAT(page, Not(HasSubstr("<script>alert")));
@@ -52,49 +60,6 @@ TEST(HtmlReport, MarksProseAndLeavesLoneMarksAlone) {
 
 TEST(HtmlReport, SaysWhichFileCannotBeWritten) { EXPECT_THROW(HtmlReport("a").write("/proc/none/report.html"), Error); }
 
-// A model of `layers` layers as it may look: without scaling gradients shrink below a format's range.
-std::vector<ScaleRow> model(int layers, bool scaled) {
-  std::mt19937 random(7);
-  std::normal_distribution<double> noise(0, 0.4);
-  const FPFormat fwd_format = FPFormat::parse("e4m3fn"), bwd_format = FPFormat::parse("e5m2");
-  auto stats = [&](double exponent, const FPFormat& format) {
-    TensorMetrics m;
-    m.std = std::exp2(exponent + (scaled ? noise(random) * 0.3 : noise(random)));
-    m.mean_abs = m.std * 0.8, m.abs_max = m.std * 4.2, m.abs_min = m.std * 1e-5, m.numel = 1 << 16;
-    ExponentHistogram histogram;
-    const int top = static_cast<int>(std::floor(std::log2(m.abs_max)));
-    for (int e = top; e > top - 16; --e) {
-      // Of a normal distribution.
-      const double a = std::exp2(e) / m.std;
-      histogram.counts[static_cast<size_t>(e + 127)] =
-          std::llround((std::erf(2 * a / std::sqrt(2.0)) - std::erf(a / std::sqrt(2.0))) * double(m.numel));
-    }
-    m.histogram = histogram;
-    return scale_stats(m, &format);
-  };
-  std::vector<ScaleRow> rows;
-  const char* parts[][3] = {{"norm1", "layer_norm", "aten::layer_norm"},
-                            {"attn.qkv", "qkv", "aten::linear"},
-                            {"attn", "softmax", "aten::softmax"},
-                            {"attn", "attention", "aten::matmul"},
-                            {"attn.out", "proj", "aten::linear"},
-                            {"", "add", "aten::add"},
-                            {"norm2", "layer_norm", "aten::layer_norm"},
-                            {"mlp.up", "up", "aten::linear"},
-                            {"mlp", "gelu", "aten::gelu"},
-                            {"mlp.down", "down", "aten::linear"}};
-  for (int l = 0; l < layers; ++l) {
-    for (const auto& [module, name, op] : parts) {
-      const double depth = static_cast<double>(layers - l) / layers;
-      const double fwd = std::string(name) == "softmax" ? -6.5 : std::string(name) == "add" ? 1.5 * (1 - depth) : -0.5;
-      const std::string path = "layers." + std::to_string(l) + (*module ? "." : "") + module;
-      rows.push_back({std::string(name) + "_" + std::to_string(l), path, op, stats(scaled ? 0 : fwd, fwd_format),
-                      stats(scaled ? 0 : -9 - 6 * depth, bwd_format)});
-    }
-  }
-  return rows;
-}
-
 HtmlReport example(int layers) {
   HtmlReport report("Eight bits, with and without unit scaling", "an example with made-up numbers");
   report.figures({{"2.15", "FP32", "nats a byte"},
@@ -118,11 +83,11 @@ HtmlReport example(int layers) {
   }
   losses.curves.push_back({"FP8, too high a rate", {5.5, 5.1, 4.9, 5.6, NAN}, {0, 30, 60, 90, 120}, true});
   report.add(losses).add(table);
-  report.section("Scales").add(
-      ScaleChart{.title = "Every tensor, before and after unit scaling",
-                 .variants = {{"before", model(layers, false)}, {"after", model(layers, true)}},
-                 .fwd_band = band_of(FPFormat::parse("e4m3fn")),
-                 .bwd_band = band_of(FPFormat::parse("e5m2"))});
+  const HistoryView view{
+      "Every tensor, plain and unit-scaled",
+      {{"FP8, plain", made(10 * layers, 3, -3, -12)}, {"FP8, unit-scaled", made(10 * layers, 3, 0, 0)}},
+      {FPFormat::parse("e4m3fn"), FPFormat::parse("e5m2")}};
+  report.section("Scales").prose(conclusion(view)).add(view).add(layer_table(view));
   report.section("Pipeline");
   const Schedule schedule = one_f_one_b_schedule(4, 8);
   const Simulation simulation = simulate_schedule(schedule);
@@ -150,22 +115,25 @@ TEST_F(Browser, RunsThePagesScriptsWithoutErrorAndActsOnClicks) {
   // What a reader would do, by script; results as attributes of the body.
   const std::string reader = R"(<script>
 const d = document, out = d.body.dataset, one = (s, of = d) => of.querySelector(s), all = (s, of = d) => [...of.querySelectorAll(s)];
-const shown = () => all(".row").filter(r => r.style.display !== "none").length;
-out.rows = shown();
-const search = one("input[type=search]"), box = one("input[type=checkbox]");
-search.value = "layers.7. LINEAR"; search.oninput(); out.filtered = shown();
-search.value = ""; search.oninput(); box.checked = true; box.onchange(); out.lossy = shown();
-box.checked = false; box.onchange(); out.again = shown();
-all(".row")[3].dispatchEvent(new MouseEvent("click", {bubbles: true}));
-out.detail = one(".detail h4").textContent; out.histograms = all(".detail svg").length;
+const layers = all("table").pop(), layerRows = () => layers.tBodies[0].rows.length;
+out.layers = layerRows(); layers.tBodies[0].rows[0].click(); out.unfolded = layerRows() - out.layers;
+out.dots = all("td .dot").map(e => e.className).slice(0, 3).join();
 const loss = all("th button")[1], cells = () => all("tbody tr").slice(0, 3).map(r => r.cells[1].textContent).join();
 loss.click(); out.up = cells(); loss.click(); out.down = cells();
-const chart = one(".line-chart svg"), at = chart.getBoundingClientRect();
-chart.dispatchEvent(new MouseEvent("mousemove", {bubbles: true, clientX: at.left + at.width / 2, clientY: at.top + at.height / 2}));
-out.hover = one("#tip").hidden ? "hidden" : one("#tip").textContent.split("\n").length;
-one(".legend").dispatchEvent(new MouseEvent("click", {bubbles: true})); out.off = all(".curve.off").length;
-one(".timeline-chart svg rect").dispatchEvent(new MouseEvent("mousemove", {bubbles: true}));
-one(".timeline-chart svg g g rect").dispatchEvent(new MouseEvent("mousemove", {bubbles: true}));
+const plot = one(".line-chart .plot"), curves = () => all(".line-chart .curve").map(g => g.dataset.curve).join("");
+const at = (kind, part, of = plot) => { const box = of.getBoundingClientRect();
+  of.dispatchEvent(new PointerEvent(kind, {bubbles: true, clientX: box.left + box.width * part, clientY: box.top + box.height / 2})); };
+at("pointermove", .5); out.hover = one("#tip").hidden ? "hidden" : one("#tip").textContent.split("\n").length;
+one(".line-chart .names button").click(); out.curves = curves(); one(".line-chart .names button").click();
+const axis = () => all(".line-chart .plot text").map(t => t.textContent), before = axis().join();
+const log = one(".line-chart input[type=checkbox]"); log.checked = true; log.onchange(); out.log = axis().join() === before ? "same" : "other";
+log.checked = false; log.onchange();
+at("pointerdown", .5); at("pointermove", .6); at("pointerup", .6);
+const zoomed = axis().map(Number).filter(x => x > 100); out.zoomed = Math.min(...zoomed) > 250 && Math.max(...zoomed) < 400 ? "yes" : zoomed.join();
+one(".line-chart .tools .more").click(); out.whole = axis().join() === before ? "same" : "other";
+const mean = one(".line-chart input[type=range]"); mean.value = 1; mean.oninput(); out.rough = all(".line-chart .curve path").length;
+at("pointermove", .1, one(".timeline-chart .lane"));
+at("pointermove", .1, one(".timeline-chart g g rect"));
 out.tip = one("#tip").textContent.split("\n")[0];
 one("#theme").click(); out.theme = d.documentElement.dataset.theme;
 </script>)";
@@ -174,16 +142,94 @@ one("#theme").click(); out.theme = d.documentElement.dataset.theme;
   const std::string body = body_tag(open(page, "--dump-dom"));
   EXPECT_THAT(body, HasSubstr("data-ready=\"1\""));
   EXPECT_THAT(body, Not(HasSubstr("data-error")));
-  EXPECT_THAT(body, HasSubstr("data-rows=\"80\""));
-  EXPECT_THAT(body, HasSubstr("data-filtered=\"4\""));
-  EXPECT_THAT(body, HasSubstr("data-again=\"80\""));
-  EXPECT_THAT(body, Not(HasSubstr("data-lossy=\"0\"")));
-  EXPECT_THAT(body, Not(HasSubstr("data-lossy=\"80\"")));
-  EXPECT_THAT(body, HasSubstr("data-detail=\"layers.0.attn  attention_0\" data-histograms=\"2\""));
+  EXPECT_THAT(body, HasSubstr("data-layers=\"20\" data-unfolded=\""));
+  EXPECT_THAT(body, Not(HasSubstr("data-unfolded=\"0\"")));
+  // A run has its colour in tables too.
+  EXPECT_THAT(body, HasSubstr("data-dots=\"dot s0,dot s1,dot s2\""));
   EXPECT_THAT(body, HasSubstr("data-up=\"2.05,2.1,3.1\" data-down=\"3.1,2.1,2.05\""));
-  EXPECT_THAT(body, HasSubstr("data-hover=\"4\" data-off=\"1\""));
+  EXPECT_THAT(body, HasSubstr("data-hover=\"4\" data-curves=\"123\" data-log=\"other\" data-zoomed=\"yes\""));
+  // Four curves and a cross, and no faint ones.
+  EXPECT_THAT(body, HasSubstr("data-whole=\"same\" data-rough=\"5\""));
   EXPECT_THAT(body, HasSubstr("data-tip=\"F0: stage 0, microbatch 0, rank 0\""));
   EXPECT_THAT(body, HasSubstr("data-theme=\"dark\""));
+}
+
+TEST_F(Browser, ALineThatLiesOnAnotherStandsOutAroundIt) {
+  LineChart chart{.curves = {{"a", {3, 2, 1}}, {"b", {9, 9, 9}}, {"c", {3, 2, 1}, {}, true}}};
+  std::string page = HtmlReport("a").add(chart).html();
+  page.insert(page.rfind("</body>"), R"(<script>
+document.body.dataset.widths = [...document.querySelectorAll(".curve path")].map(p => p.getAttribute("stroke-width")).join();
+document.body.dataset.name = document.querySelectorAll(".names button")[2].textContent;
+</script>)");
+  const std::string body = body_tag(open(page, "--dump-dom"));
+  EXPECT_THAT(body, HasSubstr("data-widths=\"7,2,2\" data-name=\"c (equal to a at every step)\""));
+}
+
+TEST_F(Browser, APageFitsANarrowScreen) {
+  std::string page = example(4).html();
+  page.insert(page.rfind("</body>"), R"(<script>
+document.body.dataset.fits = document.documentElement.scrollWidth <= innerWidth ? "yes" : document.documentElement.scrollWidth;
+document.body.dataset.plot = document.querySelector(".plot svg").getBoundingClientRect().width <= innerWidth - 40 ? "yes" : "no";
+</script>)");
+  const std::string body = body_tag(open(page, "--dump-dom --window-size=500,900"));
+  EXPECT_THAT(body, HasSubstr("data-fits=\"yes\" data-plot=\"yes\""));
+}
+
+constexpr const char* kTwoBlocks = R"(graph {
+  %x: f32[2, 4] = placeholder "x"
+  %w: f32[4, 4] grad = get_attr "blocks.0.up.weight"
+  %norm: f32[2, 4] = aten::relu(%x) in "blocks.0":"Block" "blocks.0.norm":"Norm"
+  %up: f32[2, 4] = aten::mm(%norm, %w) in "blocks.0":"Block"
+  %act: f32[2, 4] = aten::gelu(%up) in "blocks.0":"Block"
+  %add: f32[2, 4] = aten::add.Tensor(%act, %x) in "blocks.0":"Block"
+  %last: f32[2, 4] = aten::tanh(%add) in "blocks.1":"Block"
+  %sum: f32[2, 4] = aten::add.Tensor(%last, %add) in "blocks.1":"Block"
+  output(%sum)
+}
+)";
+
+TEST(GraphPicture, BoxesModulesAndRunsWiresThatGoFurtherBesideThem) {
+  const Graph graph = parse_graph(kTwoBlocks);
+  const std::string picture = graph_svg(graph);
+  // blocks, 0 and 1; the module of one line has no box, the line says its name.
+  size_t boxes = 0, lanes = 0;
+  for (size_t at = 0; (at = picture.find("class=\"module\"", at)) != std::string::npos; ++at) ++boxes;
+  EXPECT_EQ(boxes, 3u);
+  EXPECT_THAT(picture, HasSubstr(">norm: relu</text>"));
+  // The parameter stands with what uses it.
+  EXPECT_THAT(picture, HasSubstr("f32[2, 4]  (weight)"));
+  EXPECT_THAT(picture, HasSubstr("blocks.0.up.weight"));
+  // x goes to norm and past it to the first add; the add to the next line and past it to the second. The second can
+  // have the lane of the first: one ends where the other begins.
+  for (size_t at = 0; (at = picture.find("m4 -3l-4 3l4 3", at)) != std::string::npos; ++at) ++lanes;
+  EXPECT_EQ(lanes, 4u);
+  EXPECT_EQ(conclusion(graph),
+            "6 operators in 3 modules, 1 parameters and buffers. The one used most is "
+            "`aten::add`, 2 times.");
+}
+
+TEST_F(Browser, AGraphFoldsByModuleAndIsSearched) {
+  std::string page = HtmlReport("a").add(parse_graph(kTwoBlocks)).html();
+  page.insert(page.rfind("</body>"), R"(<script>
+const d = document, out = d.body.dataset, all = s => [...d.querySelectorAll(s)];
+const shown = () => all(".graph-view .node").filter(g => g.style.display !== "none").length;
+const height = () => +d.querySelector(".graph-scroll svg").getAttribute("height"), head = n => all(".module-head")[n];
+const whole = height(); out.lines = shown(); out.text = all(".wire").map(w => w.getAttribute("d")).join().includes("NaN") ? "NaN" : "numbers";
+const before = all(".wire").map(w => w.getAttribute("d")).join();
+head(1).onclick(); out.folded = shown(); out.smaller = height() < whole; out.wires = all(".wire").filter(w => w.style.display !== "none").length;
+out.head = head(1).querySelector("text").textContent;
+head(0).onclick(); out.outer = shown();
+const search = d.querySelector("input[type=search]"); search.value = "mm weight"; search.oninput();
+out.found = all(".node.found").length; out.unfolded = shown(); out.count = d.querySelector(".count").textContent;
+d.querySelector(".unfold-all").onclick(); out.again = shown(); out.same = height() === whole && before === all(".wire").map(w => w.getAttribute("d")).join();
+</script>)");
+  const std::string body = body_tag(open(page, "--dump-dom"));
+  EXPECT_THAT(body, Not(HasSubstr("data-error")));
+  EXPECT_THAT(body, HasSubstr("data-lines=\"8\" data-text=\"numbers\" data-folded=\"4\" data-smaller=\"true\""));
+  EXPECT_THAT(body, HasSubstr("data-head=\"\u25B8 0  (4 lines)\" data-outer=\"2\""));
+  EXPECT_THAT(
+      body,
+      HasSubstr("data-found=\"1\" data-unfolded=\"8\" data-count=\"1 of 1\" data-again=\"8\" data-same=\"true\""));
 }
 
 TEST_F(Browser, TellsOfAnErrorInAScript) {

@@ -11,24 +11,9 @@
 namespace plumb {
 namespace {
 
-using svg::number;
+constexpr size_t kMostPoints = 50000;
 
-constexpr size_t kMostPoints = 2400;
-
-// A curve as it is drawn.
-struct Drawn {
-  std::vector<double> x, raw, y;
-  std::optional<double> lost;  // the step from which no value is finite
-};
-
-double mean_of_last(const std::vector<double>& values, size_t i, size_t window) {
-  double sum = 0;
-  int n = 0;
-  for (size_t k = i + 1 - std::min(i + 1, window); k <= i; ++k) {
-    if (std::isfinite(values[k])) sum += values[k], ++n;
-  }
-  return n ? sum / n : NAN;
-}
+double step_of(const Curve& curve, size_t i) { return curve.steps.empty() ? static_cast<double>(i) : curve.steps[i]; }
 
 // In every stretch of indices the smallest and the largest, so that peaks stay.
 std::vector<size_t> thinned(const std::vector<double>& values) {
@@ -55,213 +40,110 @@ std::vector<size_t> thinned(const std::vector<double>& values) {
   return kept;
 }
 
-Drawn drawn(const Curve& curve, const LineChart& chart) {
-  const size_t n = curve.values.size();
+void check(const Curve& curve, const LineChart& chart) {
   auto fail = [&](const std::string& what) {
     throw Error(ErrorKind::InvalidArgument, "curve \"" + curve.name + "\": " + what, chart.title,
                 "give one step a value, ascending, or no steps at all");
   };
-  if (!curve.steps.empty() && curve.steps.size() != n) {
-    fail(std::to_string(curve.steps.size()) + " steps for " + std::to_string(n) + " values");
+  if (!curve.steps.empty() && curve.steps.size() != curve.values.size()) {
+    fail(std::to_string(curve.steps.size()) + " steps for " + std::to_string(curve.values.size()) + " values");
   }
   for (size_t i = 0; i < curve.steps.size(); ++i) {
     if (!std::isfinite(curve.steps[i]) || (i && curve.steps[i] < curve.steps[i - 1])) fail("its steps do not ascend");
   }
-  std::vector<double> usable = curve.values;
-  for (double& v : usable) {
-    if (!std::isfinite(v) || (chart.log_y && v <= 0)) v = NAN;
-  }
-  Drawn out;
-  for (size_t i : thinned(usable)) {
-    out.x.push_back(curve.steps.empty() ? static_cast<double>(i) : curve.steps[i]);
-    out.raw.push_back(usable[i]);
-    out.y.push_back(chart.smooth > 1 && std::isfinite(usable[i])
-                        ? mean_of_last(usable, i, static_cast<size_t>(chart.smooth))
-                        : usable[i]);
-  }
-  size_t last = n;
-  while (last > 0 && !std::isfinite(curve.values[last - 1])) --last;
-  if (last < n) out.lost = curve.steps.empty() ? static_cast<double>(last) : curve.steps[last];
-  return out;
 }
 
-struct Frame {
-  double left = 64, top = 0, width = 0, height = 0;  // of the plot
-  double x0 = 0, x1 = 1, y0 = 0, y1 = 1;             // of the data; y in log10 if log
-  bool log = false;
-  double px(double x) const { return left + (x - x0) / (x1 - x0) * width; }
-  double value(double y) const { return log ? std::log10(y) : y; }
-  double py(double y) const { return top + height - (value(y) - y0) / (y1 - y0) * height; }
-};
-
-void widen(double& lo, double& hi, double share) {
-  if (!(lo <= hi)) lo = 0, hi = 1;
-  double by = (hi - lo) * share;
-  if (!(hi > lo)) by = std::max(0.5, std::fabs(hi) * 0.05);
-  lo -= by, hi += by;
+template <class T>
+std::string packed(const std::vector<T>& numbers) {
+  return svg::base64({reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(T)});
 }
 
-Frame frame_of(const LineChart& chart, const std::vector<Drawn>& curves, double top) {
-  Frame f;
-  f.log = chart.log_y;
-  f.top = top;
-  f.width = std::max(100, chart.width) - f.left - 20;
-  f.height = std::max(60.0, chart.height - top - 46);
-  f.x0 = f.y0 = INFINITY, f.x1 = f.y1 = -INFINITY;
-  for (const Drawn& c : curves) {
-    for (size_t i = 0; i < c.x.size(); ++i) {
-      f.x0 = std::min(f.x0, c.x[i]), f.x1 = std::max(f.x1, c.x[i]);
-      if (!std::isfinite(c.y[i])) continue;
-      f.y0 = std::min(f.y0, f.value(c.y[i])), f.y1 = std::max(f.y1, f.value(c.y[i]));
-    }
+bool equal(const Curve& a, const Curve& b) {
+  if (a.values.size() != b.values.size() || a.values.empty()) return false;
+  for (size_t i = 0; i < a.values.size(); ++i) {
+    const bool same = a.values[i] == b.values[i] || (std::isnan(a.values[i]) && std::isnan(b.values[i]));
+    if (!same || step_of(a, i) != step_of(b, i)) return false;
   }
-  auto limit = [&](const std::optional<double>& y, double& side) {
-    if (!y) return;
-    if (!std::isfinite(*y) || (f.log && *y <= 0)) {
-      throw Error(ErrorKind::InvalidArgument, "a limit of the y axis is not on it: " + short_number(*y), chart.title);
-    }
-    side = f.value(*y);
-  };
-  widen(f.x0, f.x1, 0);
-  widen(f.y0, f.y1, 0.04);
-  limit(chart.y_min, f.y0);
-  limit(chart.y_max, f.y1);
-  if (!(f.y0 < f.y1)) f.y1 = f.y0 + 1;
-  return f;
-}
-
-std::string axes(const LineChart& chart, const Frame& f) {
-  std::string out;
-  std::vector<double> marks = svg::ticks(f.y0, f.y1, 6);
-  if (f.log) {
-    marks.clear();
-    for (double e = std::floor(f.y0); e <= f.y1; ++e) {
-      for (int m : {1, 2, 5}) {
-        if (m > 1 && f.y1 - f.y0 > 3) continue;
-        const double at = e + std::log10(m);
-        if (at >= f.y0 && at <= f.y1) marks.push_back(at);
-      }
-    }
-    if (marks.size() < 2 || marks.size() > 14) marks = svg::ticks(f.y0, f.y1, 6);
-  }
-  for (double m : marks) {
-    const double y = f.top + f.height - (m - f.y0) / (f.y1 - f.y0) * f.height;
-    out += svg::line(f.left, y, f.left + f.width, y, "grid");
-    out += svg::text(f.left - 8, y + 4, short_number(f.log ? std::pow(10, m) : m), {"muted", "end", 11});
-  }
-  for (double x : svg::ticks(f.x0, f.x1, 10)) {
-    out += svg::line(f.px(x), f.top + f.height, f.px(x), f.top + f.height + 4, "axis");
-    out += svg::text(f.px(x), f.top + f.height + 17, short_number(x), {"muted", "middle", 11});
-  }
-  out += svg::line(f.left, f.top + f.height, f.left + f.width, f.top + f.height, "axis");
-  out += svg::text(f.left + f.width / 2, f.top + f.height + 36, chart.x_label, {"muted", "middle", 12});
-  const std::string y_label = chart.y_label + (f.log && !chart.y_label.empty() ? " (log)" : "");
-  if (!y_label.empty()) {
-    out += "<g transform=\"translate(14 " + number(f.top + f.height / 2) + ") rotate(-90)\">" +
-           svg::text(0, 0, y_label, {"muted", "middle", 12}) + "</g>";
-  }
-  return out + "\n";
-}
-
-std::string path_of(const Frame& f, const std::vector<double>& x, const std::vector<double>& y) {
-  std::string path;
-  bool pen = false;
-  for (size_t i = 0; i < x.size(); ++i) {
-    if (!std::isfinite(y[i])) {
-      pen = false;
-      continue;
-    }
-    path += (pen ? "L" : "M") + number(f.px(x[i]) - f.left) + " " + number(f.py(y[i]) - f.top);
-    // A lone point is drawn by the line's round ends.
-    if (!pen && (i + 1 == x.size() || !std::isfinite(y[i + 1]))) path += "h0";
-    pen = true;
-  }
-  return path;
-}
-
-std::string draw(const LineChart& chart, bool standalone, nlohmann::json* data) {
-  std::vector<Drawn> curves;
-  for (const Curve& curve : chart.curves) curves.push_back(drawn(curve, chart));
-
-  std::string body, legend;
-  double y = 0;
-  if (!chart.title.empty()) body += svg::text(0, y += 18, chart.title, {"text", "start", 15, true});
-  double x = 0;
-  y += 24;
-  for (size_t i = 0; i < curves.size(); ++i) {
-    const std::string& name = chart.curves[i].name;
-    const double width = 40 + svg::text_width(name, 12.5);
-    if (x > 0 && x + width > chart.width) x = 0, y += 20;
-    const std::string color(svg::series_color(i));
-    legend += "<g class=\"legend " + svg::series_class(i) + "\" data-curve=\"" + std::to_string(i) +
-              "\"><line class=\"line\" stroke=\"" + color + "\" stroke-width=\"3\"" +
-              (chart.curves[i].dashed ? " stroke-dasharray=\"5 3\"" : "") + " x1=\"" + number(x) + "\" x2=\"" +
-              number(x + 18) + "\" y1=\"" + number(y - 4) + "\" y2=\"" + number(y - 4) + "\"/>" +
-              svg::text(x + 24, y, name, {"text", "start", 12.5}) + "</g>\n";
-    x += width;
-  }
-  const Frame f = frame_of(chart, curves, y + 14);
-  body += legend + axes(chart, f);
-  // An inner picture cuts off what lies beyond the plot.
-  body += "<svg x=\"" + number(f.left) + "\" y=\"" + number(f.top) + "\" width=\"" + number(f.width) + "\" height=\"" +
-          number(f.height) + "\" overflow=\"hidden\">\n";
-  for (size_t i = 0; i < curves.size(); ++i) {
-    const Drawn& c = curves[i];
-    const std::string color(svg::series_color(i));
-    const std::string stroke =
-        "\" class=\"line\" fill=\"none\" stroke-linejoin=\"round\" stroke-linecap=\"round\" stroke=\"" + color + "\"";
-    body += "<g class=\"curve " + svg::series_class(i) + "\" data-curve=\"" + std::to_string(i) + "\">";
-    if (chart.smooth > 1) {
-      body += "<path d=\"" + path_of(f, c.x, c.raw) + stroke + " stroke-width=\"1\" opacity=\"0.22\"/>";
-    }
-    body += "<path d=\"" + path_of(f, c.x, c.y) + stroke + " stroke-width=\"2\"" +
-            (chart.curves[i].dashed ? " stroke-dasharray=\"7 4\"" : "") + "/>";
-    if (c.lost) {
-      size_t last = c.y.size();
-      while (last > 0 && !std::isfinite(c.y[last - 1])) --last;
-      const double cy = last ? std::clamp(f.py(c.y[last - 1]) - f.top, 8.0, f.height - 8) : 10;
-      const double cx = std::clamp(f.px(*c.lost) - f.left, 6.0, f.width - 6);
-      body += "<path class=\"line\" stroke=\"" + color + "\" stroke-width=\"2.5\" d=\"M" + number(cx - 5) + " " +
-              number(cy - 5) + "l10 10m0 -10l-10 10\"><title>" + svg::escaped(chart.curves[i].name) +
-              ": not finite from " + svg::escaped(chart.x_label) + " " + short_number(*c.lost) + " on</title></path>";
-    }
-    body += "</g>\n";
-  }
-  body += "</svg>\n";
-
-  if (data) {
-    *data = {{"left", f.left},
-             {"top", f.top},
-             {"width", f.width},
-             {"height", f.height},
-             {"x0", f.x0},
-             {"x1", f.x1},
-             {"y0", f.y0},
-             {"y1", f.y1},
-             {"log", f.log},
-             {"x_label", chart.x_label},
-             {"curves", nlohmann::json::array()}};
-    for (size_t i = 0; i < curves.size(); ++i) {
-      auto values = nlohmann::json::array();
-      for (double v : curves[i].y) {
-        values.push_back(std::isfinite(v) ? nlohmann::json(std::stod(short_number(v))) : nlohmann::json());
-      }
-      (*data)["curves"].push_back({{"name", chart.curves[i].name}, {"x", curves[i].x}, {"y", std::move(values)}});
-    }
-  }
-  return svg::picture(chart.width, std::max<double>(chart.height, f.top + f.height + 46), body, standalone);
+  return true;
 }
 
 }  // namespace
 
-std::string to_svg(const LineChart& chart) { return draw(chart, true, nullptr); }
-
-std::string to_html(const LineChart& chart) {
-  nlohmann::json data;
-  const std::string picture = draw(chart, false, &data);
-  return "<figure class=\"line-chart\">\n" + picture + "<script type=\"application/json\">" +
+std::string to_html(const LineChart& chart, RunColors& colors) {
+  nlohmann::json data = {{"x_label", chart.x_label},
+                         {"y_label", chart.y_label},
+                         {"height", std::max(80, chart.height)},
+                         {"log", chart.log_y},
+                         {"smooth", std::max(1, chart.smooth)},
+                         {"curves", nlohmann::json::array()}};
+  for (const Curve& curve : chart.curves) {
+    check(curve, chart);
+    std::vector<float> values;
+    std::vector<double> steps;
+    std::vector<double> usable = curve.values;
+    for (double& v : usable) v = std::isfinite(v) ? v : NAN;
+    const std::vector<size_t> kept = thinned(usable);
+    for (size_t i : kept) {
+      values.push_back(static_cast<float>(usable[i]));
+      steps.push_back(step_of(curve, i));
+    }
+    data["curves"].push_back({{"name", curve.name},
+                              {"color", colors.of(curve.name) % svg::kSeriesColors},
+                              {"dashed", curve.dashed},
+                              {"y", packed(values)}});
+    if (!curve.steps.empty() || kept.size() < curve.values.size()) data["curves"].back()["x"] = packed(steps);
+  }
+  return "<figure class=\"line-chart\">\n" +
+         (chart.title.empty() ? "" : "<h3>" + svg::escaped(chart.title) + "</h3>\n") +
+         "<script type=\"application/json\">" +
          svg::script_json(data.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace)) +
          "</script>\n</figure>\n";
+}
+
+std::string conclusion(const LineChart& chart) {
+  struct End {
+    const Curve* curve;
+    double value;
+  };
+  std::vector<End> ends;
+  std::string more;
+  const size_t window = static_cast<size_t>(std::max(1, chart.smooth));
+  for (size_t c = 0; c < chart.curves.size(); ++c) {
+    const Curve& curve = chart.curves[c];
+    const auto twin = std::find_if(chart.curves.begin(), chart.curves.begin() + static_cast<std::ptrdiff_t>(c),
+                                   [&](const Curve& other) { return equal(curve, other); });
+    if (twin != chart.curves.begin() + static_cast<std::ptrdiff_t>(c)) {
+      more += " **" + curve.name + "** equals **" + twin->name + "** at every " + chart.x_label + ", bit for bit.";
+      continue;
+    }
+    size_t last = curve.values.size();
+    while (last > 0 && !std::isfinite(curve.values[last - 1])) --last;
+    if (last < curve.values.size()) {
+      more += " **" + curve.name + "** is not finite from " + chart.x_label + " " + short_number(step_of(curve, last)) +
+              " on.";
+      continue;
+    }
+    double sum = 0, n = 0;
+    for (size_t i = last - std::min(last, window); i < last; ++i) {
+      if (std::isfinite(curve.values[i])) sum += curve.values[i], ++n;
+    }
+    if (n > 0) ends.push_back({&curve, sum / n});
+  }
+  if (ends.empty()) return more.empty() ? "No run has a value." : more.substr(1);
+  std::stable_sort(ends.begin(), ends.end(), [](const End& a, const End& b) { return a.value < b.value; });
+  std::string out = "**" + ends[0].curve->name + "** ends " + (ends.size() > 1 ? "lowest, " : "") + "at " +
+                    short_number(ends[0].value);
+  if (window > 1) out += " (mean of the last " + std::to_string(window) + " " + chart.x_label + "s)";
+  if (ends.size() == 1) {
+    const auto first = std::find_if(ends[0].curve->values.begin(), ends[0].curve->values.end(),
+                                    [](double v) { return std::isfinite(v); });
+    out += " and began at " + short_number(*first);
+  }
+  for (size_t i = 1; i < ends.size(); ++i) {
+    out += (i == 1 ? "; **" : ", **") + ends[i].curve->name + "** at " + short_number(ends[i].value);
+    if (ends[0].value > 0) out += " (" + percent(ends[i].value / ends[0].value - 1) + " above)";
+  }
+  return out + "." + more;
 }
 
 }  // namespace plumb

@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <list>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <unordered_map>
 
 #include "plumb/analysis/svg.h"
@@ -169,8 +168,8 @@ std::string ground_of(const std::vector<Panel>& panels, double top, double heigh
   std::string out;
   auto band = [&](double a, double b, const char* name, const char* color) {
     if (b > a) {
-      out += "<rect class=\"" + std::string(name) + " tall\" x=\"" + number(a) + "\" y=\"" + number(top) +
-             "\" width=\"" + number(b - a) + "\" height=\"" + number(height) + "\" fill=\"" + color + "\"/>";
+      out += "<rect class=\"" + std::string(name) + "\" x=\"" + number(a) + "\" y=\"" + number(top) + "\" width=\"" +
+             number(b - a) + "\" height=\"" + number(height) + "\" fill=\"" + color + "\"/>";
     }
   };
   for (const Panel& p : panels) {
@@ -184,8 +183,8 @@ std::string ground_of(const std::vector<Panel>& panels, double top, double heigh
       band(left, right, "band-none", "#f8fafc");
     }
     if (p.e0 < 0 && p.e1 > 0) {
-      out += "<line class=\"one tall\" stroke=\"#64748b\" stroke-dasharray=\"2 3\" x1=\"" + number(p.at(1)) +
-             "\" x2=\"" + number(p.at(1)) + "\" y1=\"" + number(top) + "\" y2=\"" + number(top + height) + "\"/>";
+      out += "<line class=\"one\" stroke=\"#64748b\" stroke-dasharray=\"2 3\" x1=\"" + number(p.at(1)) + "\" x2=\"" +
+             number(p.at(1)) + "\" y1=\"" + number(top) + "\" y2=\"" + number(top + height) + "\"/>";
     }
   }
   return out + "\n";
@@ -260,11 +259,9 @@ std::string title_of(const ScaleChart& chart, const Line& line) {
   return out;
 }
 
-std::string row_of(const ScaleChart& chart, const std::vector<Panel>& panels, const Line& line, size_t index,
-                   double width, double y, double height) {
+std::string row_of(const ScaleChart& chart, const std::vector<Panel>& panels, const Line& line, double width, double y,
+                   double height) {
   const ScaleRow& first = line.any();
-  double lost = 0;
-  bool bad = false;
   std::string marks;
   for (size_t v = 0; v < line.rows.size(); ++v) {
     if (!line.rows[v]) continue;
@@ -275,8 +272,6 @@ std::string row_of(const ScaleChart& chart, const std::vector<Panel>& panels, co
       const auto& stats = p.stats(*line.rows[v]);
       if (!stats) continue;
       marks += marks_of(p, *stats, at, color);
-      lost = std::max(lost, lost_share(*stats));
-      bad = bad || stats->nan_count || stats->inf_count;
       if (const std::string label = lost_label(*stats); !label.empty()) {
         marks += "<text class=\"area\" fill=\"" + color + "\" font-size=\"9.5\" text-anchor=\"end\" x=\"" +
                  number(p.left + kPanel + kLost - 2) + "\" y=\"" + number(at + 3.5) + "\">" + svg::escaped(label) +
@@ -287,21 +282,22 @@ std::string row_of(const ScaleChart& chart, const std::vector<Panel>& panels, co
   }
   const double middle_y = height / 2 + 4;
   const double name_width = std::min(svg::text_width(first.name, 11.5), kLabel * 0.6);
-  std::string out = "<g class=\"row\" data-row=\"" + std::to_string(index) + "\"" +
-                    (bad || lost >= 0.01 ? " data-lost=\"1\"" : "") + " transform=\"translate(0 " + number(y) +
-                    ")\"><title>" + svg::escaped(title_of(chart, line)) + "</title><rect class=\"hit\" width=\"" +
-                    number(width) + "\" height=\"" + number(height) + "\" fill=\"none\" pointer-events=\"all\"/>";
+  std::string out = "<g class=\"row\" transform=\"translate(0 " + number(y) + ")\"><title>" +
+                    svg::escaped(title_of(chart, line)) + "</title><rect width=\"" + number(width) + "\" height=\"" +
+                    number(height) + "\" fill=\"none\" pointer-events=\"all\"/>";
   out +=
       svg::text(0, middle_y, svg::shortened(first.module_path, kLabel - name_width - 22, 11), {"muted", "start", 11});
   out += svg::text(kLabel - 10, middle_y, svg::shortened(first.name, kLabel * 0.6, 11.5), {"text", "end", 11.5});
   return out + marks + "</g>\n";
 }
 
-std::string draw(const ScaleChart& chart, bool standalone, std::vector<Line>& lines) {
+}  // namespace
+
+std::string to_svg(const ScaleChart& chart) {
   for (const auto* band : {&chart.fwd_band, &chart.bwd_band}) {
     if (*band) check_band(**band);
   }
-  lines = merged(chart);
+  const std::vector<Line> lines = merged(chart);
   if (lines.size() > kMostRows) {
     throw Error(ErrorKind::InvalidArgument,
                 "a chart of " + std::to_string(lines.size()) + " tensors is more than a page shows", chart.title,
@@ -318,95 +314,18 @@ std::string draw(const ScaleChart& chart, bool standalone, std::vector<Line>& li
   width -= kGap;
 
   const double row_height = 13 + kPitch * static_cast<double>(std::max<size_t>(1, chart.variants.size()) - 1);
-  const double header_height = 72, title_height = standalone && !chart.title.empty() ? 26 : 0;
+  const double header_height = 72, title_height = chart.title.empty() ? 0 : 26;
   const double height = row_height * static_cast<double>(lines.size());
   std::string rows;
   const std::string header = header_of(chart, panels, header_height);
   for (size_t i = 0; i < lines.size(); ++i) {
-    rows += row_of(chart, panels, lines[i], i, width, static_cast<double>(i) * row_height, row_height);
+    rows += row_of(chart, panels, lines[i], width, static_cast<double>(i) * row_height, row_height);
   }
-  if (standalone) {
-    std::string body;
-    if (title_height > 0) body += svg::text(0, 18, chart.title, {"text", "start", 15, true});
-    body += "<g transform=\"translate(0 " + number(title_height) + ")\">" + header +
-            "</g>\n<g transform=\"translate(0 " + number(title_height + header_height) + ")\">" +
-            ground_of(panels, 0, height) + rows + "</g>\n";
-    return svg::picture(width, title_height + header_height + height + 4, body, true);
-  }
-  return "<div class=\"scale-head\">" + svg::picture(width, header_height, header, false) +
-         "</div>\n<div class=\"scale-body\" data-row-height=\"" + number(row_height) + "\">" +
-         svg::picture(width, std::max(height, 1.0), ground_of(panels, 0, height) + rows, false) + "</div>\n";
-}
-
-nlohmann::json finite(double value) { return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json(); }
-
-nlohmann::json json_of(const ScaleStats& s) {
-  nlohmann::json out = {{"std", finite(s.std)},
-                        {"mean_abs", finite(s.mean_abs)},
-                        {"abs_max", finite(s.abs_max)},
-                        {"abs_min", finite(s.abs_min)},
-                        {"numel", s.numel},
-                        {"zero", s.zero_count},
-                        {"nan", s.nan_count},
-                        {"inf", s.inf_count}};
-  if (s.underflow) out["underflow"] = finite(*s.underflow);
-  if (s.subnormal) out["subnormal"] = finite(*s.subnormal);
-  if (s.overflow) out["overflow"] = finite(*s.overflow);
-  if (!s.exponents.empty()) out["exponents"] = s.exponents;
-  return out;
-}
-
-nlohmann::json json_of(const std::optional<FormatBand>& band) {
-  if (!band) return nullptr;
-  return {{"name", band->name}, {"sub", band->min_subnormal}, {"normal", band->min_normal}, {"max", band->max}};
-}
-
-}  // namespace
-
-std::string to_svg(const ScaleChart& chart) {
-  std::vector<Line> lines;
-  return draw(chart, true, lines);
-}
-
-std::string to_html(const ScaleChart& chart) {
-  std::vector<Line> lines;
-  const std::string pictures = draw(chart, false, lines);
-  nlohmann::json data = {{"variants", nlohmann::json::array()},
-                         {"fwd_band", json_of(chart.fwd_band)},
-                         {"bwd_band", json_of(chart.bwd_band)},
-                         {"rows", nlohmann::json::array()}};
-  for (const auto& variant : chart.variants) data["variants"].push_back(variant.name);
-  for (const Line& line : lines) {
-    nlohmann::json row = {
-        {"name", line.any().name}, {"module", line.any().module_path}, {"of", nlohmann::json::array()}};
-    for (const ScaleRow* one : line.rows) {
-      nlohmann::json stats;
-      if (one) {
-        stats["op"] = one->op;
-        if (one->fwd) stats["fwd"] = json_of(*one->fwd);
-        if (one->bwd) stats["bwd"] = json_of(*one->bwd);
-      }
-      row["of"].push_back(std::move(stats));
-    }
-    data["rows"].push_back(std::move(row));
-  }
-  std::string out = "<figure class=\"scale-chart\">\n";
-  if (!chart.title.empty()) out += "<h3>" + svg::escaped(chart.title) + "</h3>\n";
-  out +=
-      "<p class=\"key\"><span class=\"mark-std\"></span> standard deviation <span class=\"mark-mean\"></span> mean "
-      "|x| <span class=\"mark-bar\"></span> 90 % of elements <span class=\"mark-range\"></span> all elements";
-  if (chart.fwd_band || chart.bwd_band) {
-    out +=
-        " <span class=\"swatch band-normal\"></span> normal <span class=\"swatch band-sub\"></span> subnormal: "
-        "digits lost <span class=\"swatch band-lost\"></span> becomes 0, or too large";
-  }
-  out +=
-      "</p>\n<div class=\"tools\"><input type=\"search\" placeholder=\"filter: module, name or operator\" "
-      "aria-label=\"filter rows\"> <label><input type=\"checkbox\"> only tensors that lose 1 % or more</label> "
-      "<span class=\"count\"></span></div>\n<div class=\"scroll\">\n" +
-      pictures + "</div>\n<div class=\"detail\" hidden></div>\n<script type=\"application/json\">" +
-      svg::script_json(data.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace)) + "</script>\n</figure>\n";
-  return out;
+  std::string body;
+  if (title_height > 0) body += svg::text(0, 18, chart.title, {"text", "start", 15, true});
+  body += "<g transform=\"translate(0 " + number(title_height) + ")\">" + header + "</g>\n<g transform=\"translate(0 " +
+          number(title_height + header_height) + ")\">" + ground_of(panels, 0, height) + rows + "</g>\n";
+  return svg::picture(width, title_height + header_height + height + 4, body, true);
 }
 
 }  // namespace plumb

@@ -51,8 +51,4 @@ struct ScaleChart {
 // Raises Error(InvalidArgument) for more than 20,000 rows, or a band that is not 0 < min_subnormal <= min_normal < max.
 std::string to_svg(const ScaleChart& chart);
 
-// The same for a page: scrolls under a fixed axis, rows can be filtered by name and by loss, a click on a row shows its
-// figures and histograms.
-std::string to_html(const ScaleChart& chart);
-
 }  // namespace plumb

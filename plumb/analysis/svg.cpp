@@ -5,13 +5,14 @@
 #include <cmath>
 #include <cstdio>
 
+#include "plumb/analysis/page_assets.h"
 #include "plumb/core/text.h"
 
 namespace plumb::svg {
 namespace {
 
-constexpr std::array<std::string_view, 8> kSeries = {"#2563eb", "#ea580c", "#16a34a", "#9333ea",
-                                                     "#0891b2", "#db2777", "#a16207", "#475569"};
+constexpr std::array<std::string_view, kSeriesColors> kSeries = {"#2563eb", "#ea580c", "#16a34a", "#9333ea",
+                                                                 "#0891b2", "#db2777", "#a16207", "#475569"};
 constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
 
 // Length of the character at the front, 0 if XML has none such.
@@ -74,6 +75,21 @@ std::string script_json(const std::string& json) {
   return out;
 }
 
+std::string base64(std::string_view bytes) {
+  static constexpr char kDigits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  std::string out;
+  out.reserve((bytes.size() + 2) / 3 * 4);
+  auto byte = [&](size_t i) { return i < bytes.size() ? static_cast<unsigned char>(bytes[i]) : 0u; };
+  for (size_t i = 0; i < bytes.size(); i += 3) {
+    const uint32_t word = byte(i) << 16 | byte(i + 1) << 8 | byte(i + 2);
+    out += kDigits[word >> 18];
+    out += kDigits[word >> 12 & 63];
+    out += i + 1 < bytes.size() ? kDigits[word >> 6 & 63] : '=';
+    out += i + 2 < bytes.size() ? kDigits[word & 63] : '=';
+  }
+  return out;
+}
+
 std::string_view series_color(size_t i) { return kSeries[i % kSeries.size()]; }
 std::string series_class(size_t i) { return "s" + std::to_string(i % kSeries.size()); }
 
@@ -112,7 +128,10 @@ std::string picture(double width, double height, const std::string& body, bool s
   const std::string w = number(width), h = number(height);
   return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" + w + "\" height=\"" + h + "\" viewBox=\"0 0 " + w + " " +
          h + "\" font-family=\"system-ui,-apple-system,'Segoe UI',Roboto,sans-serif\" font-size=\"12\">\n" +
-         (standalone ? "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n" : "") + body + "</svg>\n";
+         (standalone ? "<style>\n" + std::string(picture_style()) +
+                           "</style>\n<rect class=\"ground\" width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
+                     : "") +
+         body + "</svg>\n";
 }
 
 std::vector<double> ticks(double lo, double hi, int count) {

@@ -17,7 +17,11 @@ std::string number(double value);
 // JSON for inside a <script> element: no "<" that could end it.
 std::string script_json(const std::string& json);
 
-// The Nth series' colour on white; they repeat after eight.
+// Bytes for inside a script.
+std::string base64(std::string_view bytes);
+
+inline constexpr size_t kSeriesColors = 8;
+// The Nth series' colour on white; they repeat.
 std::string_view series_color(size_t i);
 // "s3"
 std::string series_class(size_t i);
@@ -37,7 +41,7 @@ double text_width(std::string_view content, double size = 12);
 // At most `width` wide, with an ellipsis at the front (the end of a module's path says more than its start).
 std::string shortened(std::string_view content, double width, double size = 12);
 
-// A whole picture: standalone, with a white ground; on a page, without.
+// A whole picture: standalone, with a ground and the colours of light and dark viewers; on a page, without.
 std::string picture(double width, double height, const std::string& body, bool standalone);
 
 // Round numbers that divide lo..hi in about `count` parts. lo < hi, both finite.

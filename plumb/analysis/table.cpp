@@ -58,11 +58,21 @@ std::string to_text(const Table& table) {
       if (c < row.size()) widths[c] = std::max(widths[c], width_of(row[c]));
     }
   }
+  // The first cell of what belongs to the row above is indented.
+  auto first = [](const std::string& cell, int level) {
+    return std::string(2 * static_cast<size_t>(level), ' ') + cell;
+  };
+  for (size_t r = 0; columns > 0 && r < table.rows.size(); ++r) {
+    if (!table.rows[r].empty()) {
+      widths[0] = std::max(widths[0], width_of(first(table.rows[r][0], table.level(r))));
+    }
+  }
   std::string text;
-  auto line = [&](const std::vector<std::string>& cells) {
+  auto line = [&](const std::vector<std::string>& cells, int level = 0) {
     std::string out;
     for (size_t c = 0; c < columns; ++c) {
-      const std::string cell = c < cells.size() ? one_line(cells[c]) : "";
+      std::string cell = c < cells.size() ? one_line(cells[c]) : "";
+      if (c == 0) cell = first(cell, level);
       const std::string blanks(widths[c] - width_of(cell), ' ');
       out += (c ? "  " : "") + (right[c] ? blanks + cell : cell + blanks);
     }
@@ -76,7 +86,7 @@ std::string to_text(const Table& table) {
     for (size_t width : widths) rule.push_back(std::string(width, '-'));
     line(rule);
   }
-  for (const auto& row : table.rows) line(row);
+  for (size_t r = 0; r < table.rows.size(); ++r) line(table.rows[r], table.level(r));
   return text;
 }
 

@@ -10,10 +10,14 @@ struct Table {
   std::vector<std::string> header;             // may be empty: rows only
   std::vector<std::vector<std::string>> rows;  // shorter rows are filled with empty cells
   std::string caption = {};
+  // A row a number, or empty. Rows of level 1 belong to the row of level 0 above them: indented as text, folded on a
+  // page, sorted with it.
+  std::vector<int> levels = {};
 
   // Columns whose cells are all empty or numbers (with a sign, a unit or a percent sign after them) align right.
   bool is_numeric(size_t column) const;
   size_t num_columns() const;
+  int level(size_t row) const { return row < levels.size() ? levels[row] : 0; }
 };
 
 // Columns two blanks apart, a rule under the header, no blanks at line ends; a character is a column wide. Line breaks

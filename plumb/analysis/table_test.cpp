@@ -33,6 +33,11 @@ TEST(Table, IsEmptyTextWithoutCells) { EXPECT_EQ(to_text(Table{}), ""); }
 
 TEST(Table, KeepsARowOnOneLine) { EXPECT_EQ(to_text({{}, {{"a\nb\tc", "d"}}}), "a b c  d\n"); }
 
+TEST(Table, IndentsRowsBelowOthers) {
+  EXPECT_EQ(to_text({{"layer", "lost"}, {{"a", "3"}, {"a.x", "3"}, {"b", "1"}}, "", {0, 1, 0}}),
+            "layer  lost\n-----  ----\na         3\n  a.x     3\nb         1\n");
+}
+
 TEST(Table, KnowsNumbersFromNames) {
   Table table{{}, {{"1", "2x", "1 of 3", "nan", "-", ""}, {"-2.5e3 %", "3x", "2", "1e9", "", ""}}};
   EXPECT_TRUE(table.is_numeric(0));

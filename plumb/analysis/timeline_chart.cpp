@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <set>
 
 #include "plumb/analysis/svg.h"
@@ -20,11 +21,14 @@ constexpr double kRankLabel = 60, kRight = 12;
 struct Look {
   const char *name, *kind, *color;
 };
-constexpr Look kLooks[] = {{"forward", "F", "#3b82f6"},
-                           {"backward, inputs", "I", "#14b8a6"},
-                           {"backward, weights", "W", "#f59e0b"},
-                           {"backward", "B", "#10b981"},
-                           {"other", "", "#94a3b8"}};
+// Pale, beside the colours of runs.
+constexpr Look kLooks[] = {{"forward", "F", "#9db8d9"},
+                           {"backward of inputs", "I", "#c3b1e1"},
+                           {"backward of weights", "W", "#e8cf8e"},
+                           {"backward", "B", "#a5cfb3"},
+                           {"other", "", "#b8c2d0"}};
+
+constexpr const char* kWaitLine = "class=\"waits\" stroke=\"#94a3b8\" stroke-width=\"1.5\" stroke-dasharray=\"2 2\"";
 
 size_t look_of(const std::string& kind) {
   for (size_t i = 0; i + 1 < std::size(kLooks); ++i) {
@@ -90,9 +94,8 @@ std::string action_of(const TimelineAction& a, const Laid& run, double scale, do
     title += "\nwaited " + short_number((a.start - a.waiting) * run.factor) + " " + run.unit;
     const double from = (a.waiting - run.begin) * scale;
     if (x - from > 0.5) {
-      out += "<line class=\"waits\" stroke=\"#94a3b8\" stroke-width=\"1.5\" stroke-dasharray=\"2 2\" x1=\"" +
-             number(from) + "\" x2=\"" + number(x) + "\" y1=\"" + number(row / 2) + "\" y2=\"" + number(row / 2) +
-             "\"/>";
+      out += "<line " + std::string(kWaitLine) + " x1=\"" + number(from) + "\" x2=\"" + number(x) + "\" y1=\"" +
+             number(row / 2) + "\" y2=\"" + number(row / 2) + "\"/>";
     }
   }
   // Later stages of a rank are fainter, so that chunks can be told apart.
@@ -107,98 +110,204 @@ std::string action_of(const TimelineAction& a, const Laid& run, double scale, do
   std::string label = a.kind + microbatch;
   if (svg::text_width(label, size) + 3 > width) label = microbatch;
   if (!label.empty() && svg::text_width(label, size) + 1 < width) {
-    out += "<text class=\"on\" fill=\"white\" text-anchor=\"middle\" font-size=\"" + number(size) + "\" x=\"" +
+    out += "<text class=\"on\" fill=\"#1e293b\" text-anchor=\"middle\" font-size=\"" + number(size) + "\" x=\"" +
            number(x + width / 2) + "\" y=\"" + number(top + height / 2 + size * 0.36) + "\">" + svg::escaped(label) +
            "</text>";
   }
   return out + "</g>";
 }
 
-std::string draw(const TimelineChart& chart, bool standalone) {
+// All runs of a chart, and what is common to them.
+struct Sheet {
   std::vector<Laid> runs;
   std::map<std::string, double> longest;  // by unit
   std::set<size_t> looks;
   bool waits = false, chunks = false;
   double most_actions = 1;  // on a rank
+
+  double scale(const Laid& run, double width) const {
+    const double length = longest.at(run.run->unit);
+    return length > 0 ? width / length : 0;
+  }
+};
+
+Sheet sheet_of(const TimelineChart& chart) {
+  Sheet out;
   for (const TimelineRun& run : chart.runs) {
-    runs.push_back(laid(run, chart));
-    double& length = longest[run.unit];
-    length = std::max(length, runs.back().end - runs.back().begin);
+    out.runs.push_back(laid(run, chart));
+    double& length = out.longest[run.unit];
+    length = std::max(length, out.runs.back().end - out.runs.back().begin);
     std::map<int, double> count;
     for (const TimelineAction& a : run.actions) {
-      looks.insert(look_of(a.kind));
-      waits = waits || (std::isfinite(a.waiting) && a.waiting < a.start);
-      most_actions = std::max(most_actions, ++count[a.rank]);
+      out.looks.insert(look_of(a.kind));
+      out.waits = out.waits || (std::isfinite(a.waiting) && a.waiting < a.start);
+      out.most_actions = std::max(out.most_actions, ++count[a.rank]);
     }
-    for (const auto& [rank, stages] : runs.back().stages) chunks = chunks || stages.size() > 1;
+    for (const auto& [rank, stages] : out.runs.back().stages) out.chunks = out.chunks || stages.size() > 1;
   }
-  double width = std::max(200, chart.width);
-  // On a page there is room to scroll.
-  if (!standalone) width = std::clamp(most_actions * 13, width, 8000.0);
-  const double plot = width - kRankLabel - kRight, row = std::max(8, chart.row_height);
+  return out;
+}
 
-  std::string body;
-  double y = 0;
-  if (standalone && !chart.title.empty())
-    body += svg::text(0, y += 18, chart.title, {"text", "start", 15, true}), y += 6;
+std::string look_text(size_t look) {
+  return std::string(kLooks[look].kind) + (*kLooks[look].kind ? " " : "") + kLooks[look].name;
+}
+
+constexpr const char* kFainter = "fainter: a rank's later stages";
+constexpr const char* kWaits = "waits for a message";
+constexpr double kAxis = 22;  // below the lanes
+
+std::string ranks_of(const Laid& run, double top, double row) {
+  std::string out;
+  for (int rank = 0; rank < run.ranks; ++rank) {
+    out += svg::text(0, top + row * rank + row / 2 + 4, "rank " + std::to_string(rank), {"muted", "start", 11.5});
+  }
+  return out;
+}
+
+std::string lanes_of(const Laid& run, double left, double top, double row, double scale) {
+  std::vector<std::string> rows(static_cast<size_t>(run.ranks));
+  for (const TimelineAction& a : run.run->actions) {
+    rows[static_cast<size_t>(a.rank)] += action_of(a, run, scale, row) + "\n";
+  }
+  std::string out;
+  double y = top;
+  for (const std::string& actions : rows) {
+    out += "<g transform=\"translate(" + number(left) + " " + number(y) +
+           ")\"><rect class=\"lane\" fill=\"#f1f5f9\" width=\"" + number((run.end - run.begin) * scale) +
+           "\" y=\"1.5\" height=\"" + number(row - 3) + "\"/>" + actions + "</g>\n";
+    y += row;
+  }
+  if (run.end > run.begin) {
+    for (double t : svg::ticks(0, (run.end - run.begin) * run.factor, 8)) {
+      const double at = left + t / run.factor * scale;
+      out += svg::line(at, y, at, y + 4, "axis");
+      out += svg::text(at, y + 16, short_number(t) + (t > 0 && !run.unit.empty() ? " " + run.unit : ""),
+                       {"muted", "middle", 10.5});
+    }
+  }
+  return out;
+}
+
+std::string legend_of(const Sheet& sheet, double y) {
+  std::string out;
   double x = 0;
-  y += 14;
-  for (size_t look : looks) {
-    body += "<rect class=\"k" + std::to_string(look) + "\" fill=\"" + kLooks[look].color + "\" x=\"" + number(x) +
-            "\" y=\"" + number(y - 10) + "\" width=\"12\" height=\"12\" rx=\"2\"/>" +
-            svg::text(x + 17, y, std::string(kLooks[look].kind) + (*kLooks[look].kind ? " " : "") + kLooks[look].name,
-                      {"text", "start", 12});
+  for (size_t look : sheet.looks) {
+    out += "<rect class=\"k" + std::to_string(look) + "\" fill=\"" + kLooks[look].color + "\" x=\"" + number(x) +
+           "\" y=\"" + number(y - 10) + "\" width=\"12\" height=\"12\" rx=\"2\"/>" +
+           svg::text(x + 17, y, look_text(look), {"text", "start", 12});
     x += 44 + svg::text_width(kLooks[look].name, 12);
   }
-  if (waits) {
-    body += "<line class=\"waits\" stroke=\"#94a3b8\" stroke-width=\"1.5\" stroke-dasharray=\"2 2\" x1=\"" + number(x) +
-            "\" x2=\"" + number(x + 18) + "\" y1=\"" + number(y - 4) + "\" y2=\"" + number(y - 4) + "\"/>" +
-            svg::text(x + 23, y, "waits for a message");
+  if (sheet.waits) {
+    out += "<line " + std::string(kWaitLine) + " x1=\"" + number(x) + "\" x2=\"" + number(x + 18) + "\" y1=\"" +
+           number(y - 4) + "\" y2=\"" + number(y - 4) + "\"/>" + svg::text(x + 23, y, kWaits);
     x += 150;
   }
-  if (chunks) body += svg::text(x, y, "fainter: a rank's later stages", {"muted", "start", 12});
-  y += 10;
+  if (sheet.chunks) out += svg::text(x, y, kFainter, {"muted", "start", 12});
+  return out;
+}
 
-  for (const Laid& run : runs) {
-    const double length = longest[run.run->unit], scale = length > 0 ? plot / length : 0;
+}  // namespace
+
+std::string to_svg(const TimelineChart& chart) {
+  const Sheet sheet = sheet_of(chart);
+  const double width = std::max(200, chart.width), row = std::max(8, chart.row_height);
+  std::string body;
+  double y = 0;
+  if (!chart.title.empty()) body += svg::text(0, y += 18, chart.title, {"text", "start", 15, true}), y += 6;
+  body += legend_of(sheet, y += 14);
+  y += 10;
+  for (const Laid& run : sheet.runs) {
     y += 22;
     body += svg::text(0, y, run.run->name, {"text", "start", 13, true});
     if (!run.run->note.empty()) {
       body += svg::text(svg::text_width(run.run->name, 13) + 18, y, run.run->note, {"muted", "start", 12});
     }
     y += 8;
-    std::vector<std::string> rows(static_cast<size_t>(run.ranks));
-    for (const TimelineAction& a : run.run->actions) {
-      rows[static_cast<size_t>(a.rank)] += action_of(a, run, scale, row) + "\n";
-    }
-    for (size_t rank = 0; rank < rows.size(); ++rank) {
-      body += svg::text(0, y + row / 2 + 4, "rank " + std::to_string(rank), {"muted", "start", 11.5});
-      body += "<g transform=\"translate(" + number(kRankLabel) + " " + number(y) +
-              ")\"><rect class=\"lane\" fill=\"#f1f5f9\" " + "width=\"" + number((run.end - run.begin) * scale) +
-              "\" y=\"1.5\" height=\"" + number(row - 3) + "\"/>" + rows[rank] + "</g>\n";
-      y += row;
-    }
-    if (run.end > run.begin) {
-      for (double t : svg::ticks(0, (run.end - run.begin) * run.factor, 8)) {
-        const double at = kRankLabel + t / run.factor * scale;
-        body += svg::line(at, y, at, y + 4, "axis");
-        body += svg::text(at, y + 16, short_number(t) + (t > 0 && !run.unit.empty() ? " " + run.unit : ""),
-                          {"muted", "middle", 10.5});
-      }
-    }
-    y += 22;
+    body += ranks_of(run, y, row);
+    body += lanes_of(run, kRankLabel, y, row, sheet.scale(run, width - kRankLabel - kRight));
+    y += row * run.ranks + kAxis;
   }
-  return svg::picture(width, y + 4, body, standalone);
+  return svg::picture(width, y + 4, body, true);
 }
 
-}  // namespace
-
-std::string to_svg(const TimelineChart& chart) { return draw(chart, true); }
-
 std::string to_html(const TimelineChart& chart) {
-  std::string out = "<figure class=\"timeline-chart\">\n";
+  const Sheet sheet = sheet_of(chart);
+  const double row = std::max(8, chart.row_height);
+  // There is room to scroll; the ranks' names stay.
+  const double width = std::clamp(sheet.most_actions * 13, std::max(200.0, chart.width - 2 * kRankLabel), 8000.0);
+  std::string out = "<figure class=\"timeline-chart\">\n", key;
   if (!chart.title.empty()) out += "<h3>" + svg::escaped(chart.title) + "</h3>\n";
-  return out + "<div class=\"wide\">" + draw(chart, false) + "</div>\n</figure>\n";
+  for (size_t look : sheet.looks) {
+    key += "<span><i class=\"swatch\" style=\"background:" + std::string(kLooks[look].color) + "\"></i>" +
+           look_text(look) + "</span>";
+  }
+  if (sheet.waits) {
+    key += "<span>" +
+           svg::picture(24, 8, "<line " + std::string(kWaitLine) + " x1=\"0\" x2=\"20\" y1=\"4\" y2=\"4\"/>", false) +
+           kWaits + "</span>";
+  }
+  if (sheet.chunks) key += "<span>" + std::string(kFainter) + "</span>";
+  out += "<p class=\"key\">" + key + "</p>\n";
+  for (const Laid& run : sheet.runs) {
+    const double height = row * run.ranks + kAxis;
+    out += "<h4>" + svg::escaped(run.run->name) + "<small>" + svg::escaped(run.run->note) +
+           "</small></h4>\n<div class=\"lanes\">" + svg::picture(kRankLabel, height, ranks_of(run, 0, row), false) +
+           "<div class=\"wide\">" +
+           svg::picture(width, height, lanes_of(run, 0, 0, row, sheet.scale(run, width - 2 * kRight)), false) +
+           "</div></div>\n";
+  }
+  return out + "</figure>\n";
+}
+
+std::string to_trace(const std::vector<TimelineRun>& steps) {
+  TimelineChart chart{"trace", steps};
+  auto events = nlohmann::json::array();
+  auto name = [&](const char* what, int process, int thread, const std::string& text) {
+    events.push_back({{"ph", "M"}, {"name", what}, {"pid", process}, {"tid", thread}, {"args", {{"name", text}}}});
+  };
+  auto slice = [&](const std::string& what, int process, int thread, double from, double to, nlohmann::json facts) {
+    events.push_back({{"ph", "X"},
+                      {"name", what},
+                      {"cat", thread == 1 ? "wait" : "compute"},
+                      {"pid", process},
+                      {"tid", thread},
+                      {"ts", from * 1e6},
+                      {"dur", (to - from) * 1e6},
+                      {"args", std::move(facts)}});
+  };
+  std::map<int, std::set<int>> stages;  // by rank
+  constexpr int kSteps = 0;             // processes: the steps, then the ranks
+  name("process_name", kSteps, 0, "steps");
+  for (const TimelineRun& run : steps) {
+    const Laid checked = laid(run, chart);
+    double begin = INFINITY;
+    for (const TimelineAction& a : run.actions) {
+      // As schedules write it: "1F0".
+      const std::string what =
+          std::to_string(a.stage) + a.kind + (a.microbatch < 0 ? "" : std::to_string(a.microbatch));
+      nlohmann::json facts = {{"step", run.name}, {"stage", a.stage}};
+      if (a.microbatch >= 0) facts["microbatch"] = a.microbatch;
+      stages[a.rank].insert(a.stage);
+      begin = std::min(begin, a.start);
+      const bool waited = std::isfinite(a.waiting) && a.waiting < a.start && a.half != 2;
+      if (waited) slice("wait for " + what, a.rank + 1, 1, a.waiting, a.start, facts);
+      // Halves of a pair run at the same time: a thread each.
+      slice(what, a.rank + 1, a.half == 2 ? 2 : 0, a.start, a.end, std::move(facts));
+    }
+    if (begin <= checked.end) slice(run.name, kSteps, 0, begin, checked.end, nlohmann::json::object());
+  }
+  for (const auto& [rank, of] : stages) {
+    std::string list;
+    for (int stage : of) list += (list.empty() ? "" : ", ") + std::to_string(stage);
+    name("process_name", rank + 1, 0, "rank " + std::to_string(rank) + ", stage" + (of.size() > 1 ? "s " : " ") + list);
+    for (const auto& [thread, text] :
+         {std::pair{0, "computes"}, std::pair{1, "waits"}, std::pair{2, "computes beside it"}}) {
+      name("thread_name", rank + 1, thread, text);
+    }
+  }
+  return nlohmann::json{{"traceEvents", std::move(events)}}.dump(-1, ' ', true,
+                                                                 nlohmann::json::error_handler_t::replace) +
+         "\n";
 }
 
 }  // namespace plumb

@@ -40,4 +40,9 @@ std::string to_svg(const TimelineChart& chart);
 // The same for a page; scrolls sideways where actions would be too narrow to see.
 std::string to_html(const TimelineChart& chart);
 
+// For chrome://tracing and Perfetto: a process a rank, named with its stages, a thread for what it computes and one for
+// what it waits for; each run is a step, marked with its name on a process of its own. Times are those of the runs, in
+// seconds. Raises the errors of to_svg.
+std::string to_trace(const std::vector<TimelineRun>& steps);
+
 }  // namespace plumb

@@ -26,6 +26,9 @@ TEST_F(Command, ShowsTableJsonPictureAndDot) {
   ASSERT_EQ(plumb("show lm.pt2 --as picture -o lm.svg").code, 0);
   python("import xml.dom.minidom\nassert len(xml.dom.minidom.parse('lm.svg').getElementsByTagName('title')) > 15");
   EXPECT_EQ(plumb("show mlp.pt2 --as dot").out.rfind("digraph", 0), 0u);
+  const Ended page = plumb("show lm.pt2 --html lm.html");
+  EXPECT_EQ(page.out, "") << page.err;
+  EXPECT_NE(read(folder() / "lm.html").find("class=\"graph-view\""), std::string::npos);
 }
 
 TEST_F(Command, RunsPassesFromFileToFile) {
@@ -181,7 +184,15 @@ TEST_F(Command, PlansAndTrainsByTheTableItWrites) {
   const Ended planned = plumb(std::string(kTrain) + "--stages 2 --schedule best.csv --timeline step.svg");
   ASSERT_EQ(planned.code, 0) << planned.err;
   EXPECT_EQ(training(planned).losses, training(plumb(kTrain)).losses) << "a schedule changes no bit";
-  EXPECT_NE(read(folder() / "step.svg").find("simulated"), std::string::npos);
+  EXPECT_NE(read(folder() / "step.svg").find("all stages equal"), std::string::npos);
+  const Ended traced = plumb(std::string(kTrain) + "--stages 2 --timeline step.json --timeline-steps 2");
+  ASSERT_EQ(traced.code, 0) << traced.err;
+  std::set<std::string> names;
+  for (const Json& e : Json::parse(read(folder() / "step.json"))["traceEvents"]) {
+    names.insert((e["name"] == "process_name" ? e["args"]["name"] : e["name"]).get<std::string>());
+  }
+  for (const char* name : {"rank 0, stage 0", "rank 1, stage 1", "step 5", "step 6"})
+    EXPECT_TRUE(names.count(name)) << name;
   wrong("train lm.pt2 --data tokens.bin --stages 2 --microbatches 3 --schedule best.csv", "--microbatches 4");
 }
 
@@ -423,7 +434,17 @@ TEST_F(Command, RecordsATrainingAndShowsItsHistory) {
   EXPECT_NE(read(folder() / "both.html").find("two.history"), std::string::npos);
   EXPECT_NE(read(folder() / "both.svg").find("two.history"), std::string::npos);
   const Json rows = Json::parse(plumb("track --history one.history --json").out);
-  EXPECT_TRUE(rows[0].contains("e4m3fn to 0"));
+  // A row is held against its role's format.
+  for (const Json& row : rows) EXPECT_EQ(row.at("format"), row.at("of") == "value" ? "E4M3" : "E5M2");
+  EXPECT_FALSE(rows[0].contains("e4m3fn to 0"));
+  ASSERT_EQ(
+      plumb("track --history first=one.history --compare again=two.history --compare one.history --html named.html")
+          .code,
+      0);
+  for (const char* name :
+       {"<span class=\"dot\"></span>first<", "<span class=\"dot\"></span>again<", "What loses 1 % or more"})
+    EXPECT_NE(read(folder() / "named.html").find(name), std::string::npos) << name;
+  wrong("track --history one.history --compare one.history", "--compare NAME=one.history");
   // A pipeline's ranks write their own.
   ASSERT_EQ(plumb(train + "--stages 2 --record rules.toml --history three.history").code, 0);
   for (const char* name : {"three.history.rank0", "three.history.rank1"}) {

@@ -1,5 +1,7 @@
 #include "plumb/cli/history.h"
 
+#include <algorithm>
+#include <filesystem>
 #include <iostream>
 #include <sstream>
 
@@ -8,12 +10,6 @@
 #include "plumb/core/error.h"
 
 namespace plumb::cli {
-namespace {
-
-constexpr size_t kMostRows = 100;  // of a page's table; the view shows every tensor
-
-}  // namespace
-
 nlohmann::ordered_json json_of(const Table& table) {
   auto rows = nlohmann::ordered_json::array();
   for (const auto& row : table.rows) {
@@ -24,37 +20,48 @@ nlohmann::ordered_json json_of(const Table& table) {
   return rows;
 }
 
-std::vector<FPFormat> read_formats(const std::string& option, const std::string& text) {
-  std::vector<FPFormat> formats;
-  std::istringstream in(text);
-  for (std::string name; std::getline(in, name, ',');) {
+void read_formats(HistoryView& view, const HistoryOptions& o) {
+  auto parse = [](const std::string& option, const std::string& text, const std::string& remedy) {
     try {
-      formats.push_back(FPFormat::parse(name));
+      return FPFormat::parse(text);
     } catch (const Error& e) {
-      throw UsageError(option + " " + name + ": " + e.message(), option + " e4m3fn,e5m2");
+      throw UsageError(option + " " + text + ": " + e.message(),
+                       e.remedy().empty() ? option + " " + remedy : e.remedy());
     }
+  };
+  view.formats = {parse("--fwd", o.fwd, "E4M3"), parse("--bwd", o.bwd, "E5M2")};
+  std::istringstream in(o.formats);
+  for (std::string name; std::getline(in, name, ',');) view.asked.push_back(parse("--formats", name, "e4m3fn,e5m2"));
+  if (!o.formats.empty() && view.asked.empty()) {
+    throw UsageError("--formats " + o.formats + ": names no format", "--formats e4m3fn,e5m2");
   }
-  if (formats.empty()) throw UsageError(option + ": names no format", option + " e4m3fn,e5m2");
-  return formats;
 }
 
 std::string history_page(const HistoryView& view, const std::string& title, const std::string& subtitle) {
   HtmlReport report(title, subtitle);
+  std::vector<std::string> names;
+  for (const HistoryRun& run : view.runs) names.push_back(run.name);
+  report.runs(names);
   const auto charts = scalar_charts(view);
-  if (!charts.empty()) {
-    report.section("Course");
-    for (const LineChart& chart : charts) report.add(chart);
+  if (!charts.empty()) report.section("Course");
+  for (const LineChart& chart : charts) {
+    report.prose((charts.size() > 1 ? "`" + chart.title + "`: " : "") + conclusion(chart)).add(chart);
   }
-  report.section("Scales")
-      .prose(
-          "Values left, their gradients right, in powers of two; what lies outside of a format's band is lost. A click "
-          "on a head sorts, a click on a tensor shows its histograms and what every format would do to it.")
-      .add(view);
-  if (Table events = event_table(view); !events.rows.empty()) report.section("Conditions").add(events);
-  if (Table losses = format_table(view, 0, kMostRows); !losses.rows.empty()) {
-    losses.caption =
-        "Shares of elements; what loses most comes first (" + std::to_string(losses.rows.size()) + " rows)";
-    report.section("What formats would do").add(losses);
+  report.section("Scales").prose(conclusion(view)).add(view);
+  if (Table events = event_table(view); !events.rows.empty()) {
+    report.section("Conditions")
+        .prose("Conditions of rules held " + std::to_string(events.rows.size()) + " times, first at step " +
+               events.rows.front()[1] + ": " + events.rows.front()[2] + ".")
+        .add(events);
+  }
+  if (const Table losses = layer_table(view); !losses.rows.empty()) {
+    report.section("What formats would do, by layer")
+        .prose("**" + losses.rows.front()[0] + "** is the worst of " +
+               std::to_string(std::count(losses.levels.begin(), losses.levels.end(), 0)) +
+               " layers: " + losses.rows.front()[1] +
+               " of its values and gradients lose 1 % or more. A layer shows its worst tensor; a click unfolds the "
+               "others.")
+        .add(losses);
   }
   return report.html();
 }
@@ -63,9 +70,19 @@ void show_history(const HistoryOptions& o) {
   check_writable("-o", o.out);
   check_writable("--html", o.html);
   check_writable("--svg", o.svg);
-  HistoryView view{"", {}, read_formats("--formats", o.formats)};
-  view.runs.push_back({o.history, read_history(o.history)});
-  if (!o.compare.empty()) view.runs.push_back({o.compare, read_history(o.compare)});
+  HistoryView view;
+  read_formats(view, o);
+  for (size_t i = 0; i <= o.compare.size(); ++i) {
+    const std::string& text = i ? o.compare[i - 1] : o.history;
+    // A file of that name goes before a name and a file.
+    const size_t sign = std::filesystem::exists(text) ? std::string::npos : text.find('=');
+    const std::string path = sign == std::string::npos ? text : text.substr(sign + 1);
+    const std::string name = sign == std::string::npos ? text : text.substr(0, sign);
+    for (const HistoryRun& run : view.runs) {
+      if (run.name == name) throw UsageError("--compare " + text + ": is drawn already", "--compare NAME=" + path);
+    }
+    view.runs.push_back({name, read_history(path)});
+  }
   for (const HistoryRun& run : view.runs) {
     const auto& steps = run.history.steps;
     if (!steps.empty() && o.step > steps.back().step) {
@@ -79,8 +96,9 @@ void show_history(const HistoryOptions& o) {
     }
   }
   if (!o.html.empty()) {
-    const std::string subtitle = o.compare.empty() ? "" : "beside " + o.compare;
-    write_text(history_page(view, "History of " + o.history, subtitle), o.html);
+    std::string others;
+    for (size_t i = 1; i < view.runs.size(); ++i) others += (i > 1 ? ", " : "beside ") + view.runs[i].name;
+    write_text(history_page(view, "History of " + view.runs[0].name, others), o.html);
   }
   if (!o.svg.empty()) write_text(to_svg(scale_chart(view, o.step)), o.svg);
   if ((!o.html.empty() || !o.svg.empty()) && !o.json && o.out.empty()) return;

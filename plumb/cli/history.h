@@ -10,15 +10,17 @@
 namespace plumb::cli {
 
 struct HistoryOptions {
-  std::string history, compare;  // files; compare may be empty
-  std::string formats = "e4m3fn,e5m2";
+  std::string history;               // a file, or NAME=FILE
+  std::vector<std::string> compare;  // more of them, drawn beside it
+  // The formats of values and of gradients, and what else is asked for: "e4m3fn,e5m2".
+  std::string fwd = "E4M3", bwd = "E5M2", formats;
   std::string html, svg, out;
   int64_t step = 0;  // 0: the last
   bool json = false;
 };
 
-// "e4m3fn,e5m2"; UsageError names `option`.
-std::vector<FPFormat> read_formats(const std::string& option, const std::string& text);
+// Sets the formats of roles and those asked for. UsageError names the option.
+void read_formats(HistoryView& view, const HistoryOptions& options);
 
 // A page of everything there is to see.
 std::string history_page(const HistoryView& view, const std::string& title, const std::string& subtitle);

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "plumb/analysis/adapters.h"
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/cut.h"
@@ -167,7 +168,9 @@ void plan(const PlanArguments& o) {
                 "a higher --memory-limit, more ranks, or smaller microbatches");
   }
   if (!o.json) std::cout << "\n" << taken->name << ":\n" << render_text(taken->schedule, taken->simulation.spans);
-  if (!o.svg.empty()) write_text(render_svg(taken->schedule, taken->simulation.spans), o.svg);
+  if (!o.svg.empty()) {
+    write_text(to_svg(TimelineChart{taken->name, {timeline_of(taken->schedule, taken->simulation)}}), o.svg);
+  }
   if (!o.csv.empty()) write_schedule(o, *taken);
 }
 

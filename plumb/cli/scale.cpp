@@ -33,7 +33,7 @@ void scale(const ScaleArguments& o) {
   save(loaded, o.out);
   if (!o.html.empty()) {
     HtmlReport page("Unit scaling of " + o.file);
-    page.add(table_of(report));
+    page.section("What was done").prose(conclusion(report)).add(table_of(report));
     write_text(page.html(), o.html);
   }
   progress.finish();

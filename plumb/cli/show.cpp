@@ -1,9 +1,10 @@
 // plumb show: a graph as text, table, picture or Graphviz.
 #include <CLI/CLI.hpp>
 
+#include "plumb/analysis/graph_picture.h"
+#include "plumb/analysis/html_report.h"
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
-#include "plumb/cli/picture.h"
 #include "plumb/cli/progress.h"
 #include "plumb/graph/node_kind.h"
 
@@ -11,7 +12,7 @@ namespace plumb::cli {
 namespace {
 
 struct ShowArguments {
-  std::string file, as = "text", out;
+  std::string file, as = "text", out, html;
   bool json = false;
 };
 
@@ -64,18 +65,28 @@ std::string json(const Graph& graph) {
 
 void show(const ShowArguments& o) {
   check_writable("-o", o.out);
+  check_writable("--html", o.html);
   Progress progress(2, o.json);
   progress.next("reading " + o.file);
   const Loaded loaded = load(o.file);
   progress.next("showing " + o.file);
   const Graph& graph = loaded.module().graph();
+  if (!o.html.empty()) {
+    HtmlReport page("Graph of " + o.file);
+    page.section("Graph")
+        .prose(conclusion(graph) +
+               " A click on a module folds it; the pointer shows where a line's values come from and go.")
+        .add(graph);
+    write_text(page.html(), o.html);
+  }
   const std::string text = o.json              ? json(graph)
                            : o.as == "table"   ? table(graph)
-                           : o.as == "picture" ? to_svg(graph)
-                           : o.as == "dot"     ? to_dot(graph)
+                           : o.as == "picture" ? graph_svg(graph)
+                           : o.as == "dot"     ? graph_dot(graph)
                                                : to_string(graph);
   progress.finish();
-  write_text(text, o.out);
+  // The page alone, unless the rest is asked for as well.
+  if (o.html.empty() || o.json || !o.out.empty()) write_text(text, o.out);
 }
 
 }  // namespace
@@ -87,6 +98,7 @@ void add_show(CLI::App& app) {
   sub->add_option("--as", o->as, "text, table, picture (SVG) or dot (Graphviz)")
       ->check(CLI::IsMember({"text", "table", "picture", "dot"}));
   sub->add_option("-o,--out", o->out, "Write to a file instead of stdout");
+  sub->add_option("--html", o->html, "Write a page: the graph by module, to fold and to search");
   sub->add_flag("--json", o->json, "The table as JSON");
   sub->footer("Example:\n  plumb show model.pt2 --as picture -o model.svg");
   sub->callback([o] { show(*o); });

@@ -1,22 +1,12 @@
 #include "plumb/cli/timeline.h"
 
-#include <cstdio>
+#include <algorithm>
+#include <cmath>
 
 #include "plumb/analysis/adapters.h"
 #include "plumb/cli/common.h"
-#include "plumb/schedule/render.h"
 
 namespace plumb::cli {
-namespace {
-
-std::string percent(const char* what, double share) {
-  char text[64];
-  std::snprintf(text, sizeof text, "%s %.1f %%", what, 100 * share);
-  return text;
-}
-
-}  // namespace
-
 void check_timeline(const std::string& path) {
   if (path.empty()) return;
   if (!path.ends_with(".svg") && !path.ends_with(".json")) {
@@ -25,28 +15,31 @@ void check_timeline(const std::string& path) {
   check_writable("--timeline", path);
 }
 
-double draw_timeline(const std::string& path, const Schedule& schedule, const std::vector<TimelineEvent>& events) {
-  const double bubble = measured_bubble(events);
+DrawnTimeline draw_timeline(const std::string& path, const Schedule& schedule,
+                            const std::vector<std::vector<TimelineEvent>>& steps, int last) {
+  const MeasuredStep step = measured_step(schedule, steps.back());
   if (path.ends_with(".json")) {
-    // As a table of its own: what ran, in the order in which it ran.
-    Schedule ran = schedule;
-    for (auto& row : ran.rows) row.clear();
-    TimeLine spans(ran.rows.size());
-    for (const auto& e : events) {
-      ran.rows.at(static_cast<size_t>(e.rank)).push_back(e.action);
-      spans.at(static_cast<size_t>(e.rank)).push_back({e.start, e.end});
+    // One clock for all steps.
+    double first = INFINITY;
+    for (const auto& events : steps) {
+      for (const TimelineEvent& e : events) first = std::min(first, e.waiting);
     }
-    write_text(render_chrome_trace(ran, spans, 1e6), path);
-    return bubble;
+    std::vector<TimelineRun> runs;
+    int number = last - static_cast<int>(steps.size());
+    for (const auto& events : steps) {
+      TimelineRun run = timeline_of(events, "step " + std::to_string(++number));
+      double begin = INFINITY;
+      for (const TimelineEvent& e : events) begin = std::min(begin, e.waiting);
+      for (TimelineAction& a : run.actions) {
+        for (double* t : {&a.waiting, &a.start, &a.end}) *t += begin - first;
+      }
+      runs.push_back(std::move(run));
+    }
+    write_text(to_trace(runs), path);
+  } else {
+    write_text(to_svg(step.chart), path);
   }
-  const Simulation simulation = simulate_schedule(schedule, measured_costs(events, schedule.num_stages()));
-  TimelineChart chart;
-  chart.title = schedule.name;
-  chart.runs = {timeline_of(events), timeline_of(schedule, simulation, "simulated", "s")};
-  chart.runs[0].note = percent("bubble", bubble);
-  chart.runs[1].note = percent("bubble", simulation.bubble_rate());
-  write_text(to_svg(chart), path);
-  return bubble;
+  return {step.bubble, step.conclusion};
 }
 
 }  // namespace plumb::cli

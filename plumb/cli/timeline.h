@@ -12,8 +12,14 @@ namespace plumb::cli {
 // Throws UsageError for a name of another kind, Error where no file can be written. "" is none.
 void check_timeline(const std::string& path);
 
-// Writes `path`: a picture (.svg), or trace events for chrome://tracing and Perfetto (.json). The simulation takes
-// every stage's mean durations in the recording and messages at no cost. Returns the measured bubble.
-double draw_timeline(const std::string& path, const Schedule& schedule, const std::vector<TimelineEvent>& events);
+// Writes `path`: a picture of the last step beside its simulations (.svg; measured_step), or trace events of all steps
+// for chrome://tracing and Perfetto (.json). Each step's events are those of all ranks, on the clock of the ranks; the
+// last of `steps` is the step `last`.
+struct DrawnTimeline {
+  double bubble = 0;       // of the last step
+  std::string conclusion;  // MeasuredStep::conclusion
+};
+DrawnTimeline draw_timeline(const std::string& path, const Schedule& schedule,
+                            const std::vector<std::vector<TimelineEvent>>& steps, int last);
 
 }  // namespace plumb::cli

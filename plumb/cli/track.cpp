@@ -16,21 +16,13 @@ namespace {
 struct TrackArguments {
   ModelOptions model;
   HistoryOptions history;  // also --html, --svg, -o and --json of one run
-  std::string fwd = "E4M3", bwd = "E5M2", formats;
   bool backward = false, all = false;
 };
 
-FPFormat format(const std::string& option, const std::string& text) {
-  try {
-    return FPFormat::parse(text);
-  } catch (const Error& e) {
-    throw UsageError(option + " " + text + ": " + e.message(), e.remedy().empty() ? option + " E4M3" : e.remedy());
-  }
-}
-
-// A page that needs nothing else: the picture of every scale, the numbers, and what formats would do.
+// A page that needs nothing else: the picture of every scale, what formats would do, and the numbers.
 std::string page(const TrackArguments& o, const ScalesGraph& scales, const HistoryView& view) {
   Table table{{"value", "module", "operator", "std", "largest", "gradient's std", "gradient's largest"}, {}};
+  const ScaleNode *largest = nullptr, *smallest = nullptr;
   for (const ScaleNode& node : scales.nodes) {
     if (!node.metrics) continue;
     std::vector<std::string> row = {node.name, node.module, node.target, short_number(node.metrics->fwd.std),
@@ -40,15 +32,25 @@ std::string page(const TrackArguments& o, const ScalesGraph& scales, const Histo
       row.push_back(short_number(bwd_data->abs_max));
     }
     table.rows.push_back(std::move(row));
+    const double std = node.metrics->fwd.std;
+    if (std > 0 && (!largest || std > largest->metrics->fwd.std)) largest = &node;
+    if (std > 0 && (!smallest || std < smallest->metrics->fwd.std)) smallest = &node;
   }
   HtmlReport report("Scales of " + o.model.file, o.backward ? "one forward and backward" : "one forward");
-  report.section("Against " + o.fwd + (o.backward ? " and " + o.bwd : ""))
-      .prose("Left the values, right their gradients, in powers of two. What lies outside of the band is lost.")
+  report.section("Against " + o.history.fwd + (o.backward ? " and " + o.history.bwd : ""))
+      .prose(conclusion(view))
       .add(view);
-  report.section("Numbers").add(table);
-  report.section("What formats would do")
-      .prose("Shares of elements; what loses most comes first.")
-      .add(format_table(view, 0, 100));
+  if (const Table losses = layer_table(view); !losses.rows.empty()) {
+    report.section("By layer")
+        .prose("**" + losses.rows.front()[0] + "** has the worst tensor. A click on a layer shows its others.")
+        .add(losses);
+  }
+  report.section("Numbers")
+      .prose(largest ? "Standard deviations of values go from " + short_number(smallest->metrics->fwd.std) + " (`" +
+                           smallest->name + "`) to " + short_number(largest->metrics->fwd.std) + " (`" + largest->name +
+                           "`)."
+                     : "No value varies.")
+      .add(table);
   return report.html();
 }
 
@@ -57,9 +59,7 @@ void track_history(const TrackArguments& o) {
     throw UsageError("--history: shows what was recorded and takes no FILE and no --input",
                      "plumb track --history " + o.history.history);
   }
-  HistoryOptions history = o.history;
-  if (!o.formats.empty()) history.formats = o.formats;
-  show_history(history);
+  show_history(o.history);
 }
 
 void track(const TrackArguments& o) {
@@ -67,9 +67,8 @@ void track(const TrackArguments& o) {
   if (!o.history.compare.empty()) throw UsageError("--compare: there is nothing to compare it with", "--history FILE");
   if (o.model.file.empty())
     throw UsageError("FILE is missing", "plumb track model.pt2 --input x.pt, or --history FILE");
-  const FPFormat fwd = format("--fwd", o.fwd), bwd = format("--bwd", o.bwd);
-  std::vector<FPFormat> formats = {fwd, bwd};
-  if (!o.formats.empty()) formats = read_formats("--formats", o.formats);
+  HistoryView view;
+  read_formats(view, o.history);
   const std::string &html = o.history.html, &svg = o.history.svg, &out = o.history.out;
   const bool json = o.history.json;
   check_writable("-o", out);
@@ -79,14 +78,14 @@ void track(const TrackArguments& o) {
   Model model = open_model(o.model, progress);
   progress.next("running " + o.model.file);
   // Shares that a format loses are read off the histograms.
-  const bool histogram = !html.empty() || !svg.empty() || !o.formats.empty();
+  const bool histogram = !html.empty() || !svg.empty() || !view.asked.empty();
   const auto tracked = track_scales(model.loaded.program.module, {.histogram = histogram});
   at::AutoGradMode gradients(o.backward);
   const std::vector<c10::IValue> outputs = tracked->run(std::move(model.inputs));
   if (o.backward) backward_start(*tracked, outputs).backward();
   progress.next("writing");
   ScalesGraph scales = scales_graph(*tracked);
-  const HistoryView view{"", {{o.model.file, history_of(scales)}}, formats};
+  view.runs.push_back({o.model.file, history_of(scales)});
   if (!html.empty()) {
     write_text(page(o, scales, view), html);
     progress.say("wrote " + html);
@@ -97,7 +96,7 @@ void track(const TrackArguments& o) {
   }
   if (!o.all) scales = prune_non_float_tensors(scales);
   std::string text = json ? scales.to_json() : scales.to_text();
-  if (!o.formats.empty()) {
+  if (!view.asked.empty()) {
     const Table table = format_table(view);
     if (json) {
       auto document = nlohmann::ordered_json::parse(text);
@@ -124,12 +123,14 @@ void add_track(CLI::App& app) {
   sub->add_option("--html", o->history.html,
                   "Write a page that holds everything: every scale against formats, histograms, tables, steps");
   sub->add_option("--svg", o->history.svg, "Write the picture of every scale, for papers");
-  sub->add_option("--fwd", o->fwd, "The page's format of values (E4M3)");
-  sub->add_option("--bwd", o->bwd, "The page's format of gradients (E5M2)");
-  sub->add_option("--formats", o->formats,
-                  "Say what each of these formats would do to each tensor: e4m3fn,e5m2 (instead of --fwd and --bwd)");
-  sub->add_option("--history", o->history.history, "Show a recorded training instead of running FILE");
-  sub->add_option("--compare", o->history.compare, "A second history, side by side");
+  sub->add_option("--fwd", o->history.fwd, "The format that values are held against")->capture_default_str();
+  sub->add_option("--bwd", o->history.bwd, "The format that gradients are held against")->capture_default_str();
+  sub->add_option("--formats", o->history.formats,
+                  "Say too what each of these would do to each tensor and each gradient: e3m4fn,fp16");
+  sub->add_option("--history", o->history.history,
+                  "Show a recorded training, FILE or NAME=FILE, instead of running FILE");
+  sub->add_option("--compare", o->history.compare, "Further histories, FILE or NAME=FILE, side by side; up to seven")
+      ->allow_extra_args(false);
   sub->add_option("--step", o->history.step, "Of a history: the step of --svg and of the table (the last)")
       ->check(CLI::PositiveNumber);
   sub->add_option("-o,--out", o->history.out, "Write to a file instead of stdout");

@@ -52,7 +52,8 @@ class Printer {
     }
     if (event.contains("drew")) {
       end_bar();
-      std::cout << "drew " << event["drew"].get<std::string>() << "  bubble " << number(event["bubble"]) << std::endl;
+      std::cout << "drew " << event["drew"].get<std::string>() << "  bubble " << number(event["bubble"]) << std::endl
+                << event["conclusion"].get<std::string>() << std::endl;
       return;
     }
     if (!event.contains("step")) return;
@@ -180,8 +181,12 @@ void add_train(CLI::App& app) {
                   "cheap: the backward computes results of gelu, norms and the like again instead of keeping them, bit "
                   "for bit the same; none: it keeps everything")
       ->check(CLI::IsMember({"cheap", "none"}));
-  sub->add_option("--timeline", o->timeline,
-                  "Draw the last step beside its simulation (.svg), or write it for chrome://tracing (.json)");
+  sub->add_option(
+      "--timeline", o->timeline,
+      "Draw the last step beside its simulations (.svg), or write it for Perfetto and chrome://tracing (.json)");
+  sub->add_option("--timeline-steps", o->timeline_steps, "So many of the last steps, in a .json time line")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   sub->add_option("--save", o->save,
                   "The .pt2 file for the trained weights, under the same names. Ctrl-C ends training with its step and "
                   "saves; a second one ends at once");

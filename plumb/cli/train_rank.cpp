@@ -222,10 +222,12 @@ int train_rank(const TrainOptions& o, const std::function<void(const nlohmann::j
     for (const auto& [index, stage] : stages)
       recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), part ? index : -1);
   }
+  std::vector<std::vector<TimelineEvent>> timelines;
   const auto begin = std::chrono::steady_clock::now();
   std::optional<KeptSignal> signal;
   if (!o.save.empty()) signal.emplace(/*others=*/false);
   int64_t stopped_by = 0;
+  int last = 0;  // of the steps in `timelines`
   for (int step = 1; step <= o.steps && stopped_by == 0; ++step) {
     progress.begin(step);
     const Batch batch = part_of_replica(job.samples->draw(), groups.replicas);
@@ -253,6 +255,10 @@ int train_rank(const TrainOptions& o, const std::function<void(const nlohmann::j
     }
     if (signal) stopped_by = of_rank_0(world, signal->taken());
     if (stopped_by != 0 && world.rank() == 0) event({{"interrupted", step}, {"steps", o.steps}});
+    if (!o.timeline.empty() && (stopped_by != 0 || step > o.steps - o.timeline_steps)) {
+      timelines.push_back(pipeline.gather_timeline());
+      last = step;
+    }
   }
   if (groups.replicas.rank() != 0) return static_cast<int>(stopped_by);
   // Weights before pictures.
@@ -263,9 +269,9 @@ int train_rank(const TrainOptions& o, const std::function<void(const nlohmann::j
       event({{"saved", o.save}});
     }
   }
-  if (!o.timeline.empty()) {
-    const auto events = pipeline.gather_timeline();
-    if (group.rank() == 0) event({{"drew", o.timeline}, {"bubble", draw_timeline(o.timeline, job.schedule, events)}});
+  if (!o.timeline.empty() && group.rank() == 0) {
+    const DrawnTimeline drawn = draw_timeline(o.timeline, job.schedule, timelines, last);
+    event({{"drew", o.timeline}, {"bubble", drawn.bubble}, {"conclusion", drawn.conclusion}});
   }
   return static_cast<int>(stopped_by);
 }

@@ -19,6 +19,7 @@ struct TrainOptions {
   int64_t seed = 0;
   std::vector<std::string> at;
   std::string timeline;
+  int timeline_steps = 1;  // the last ones
   bool json = false;
 
   int processes() const { return stages * replicas; }

@@ -180,7 +180,6 @@ std::vector<TimelineEvent> Pipeline::gather_timeline() {
   for (const auto& text : state_->transport.exchange(to_text(state_->timeline))) {
     for (const auto& e : parse_timeline(text)) all.push_back(e);
   }
-  start_at_zero(all);
   return all;
 }
 

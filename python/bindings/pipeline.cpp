@@ -225,6 +225,7 @@ class PyPipeline {
       py::gil_scoped_release free;
       events = pipeline_->gather_timeline();
     }
+    start_at_zero(events);
     return events_to_python(events);
   }
 
@@ -324,6 +325,8 @@ Register pipeline_part([](py::module_& m) {
       chart.runs.push_back(timeline_of(schedule, simulate_schedule(schedule, to_costs(costs)), "simulated", "s"));
     return to_svg(chart);
   });
+  m.def("timeline_trace",
+        [](const py::sequence& events) { return to_trace({timeline_of(to_events(events), "step")}); });
   m.def("measured_bubble", [](const py::sequence& events) { return measured_bubble(to_events(events)); });
 });
 

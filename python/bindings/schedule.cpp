@@ -2,6 +2,7 @@
 // _Action is, so that one may be given for the other.
 #include "costs.h"
 #include "module.h"
+#include "plumb/analysis/adapters.h"
 #include "plumb/core/error.h"
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/generators.h"
@@ -178,7 +179,7 @@ void bind_schedule_table(py::module_& m) {
              return render_text(s, simulate_schedule(s, to_costs(costs)).spans, columns);
            })
       .def("render_svg", [](const Schedule& s, const py::dict& costs) {
-        return render_svg(s, simulate_schedule(s, to_costs(costs)).spans);
+        return to_svg(TimelineChart{s.name, {timeline_of(s, simulate_schedule(s, to_costs(costs)))}});
       });
 }
 

@@ -432,7 +432,10 @@ def test_time_lines_are_recorded_and_drawn(tmp_path):
     assert schedule.measured_bubble() == pytest.approx(1 - busy / whole, abs=1e-3)
     schedule.draw_timeline(str(tmp_path / "t.json"))
     traced = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert [e["name"] for e in traced] == [e[1] for e in events] and traced[0]["dur"] > 0
+    ran = [e for e in traced if e.get("cat") == "compute" and e["pid"] > 0]
+    assert [e["name"] for e in ran] == [e[1] for e in events] and ran[0]["dur"] > 0
+    processes = [e["args"]["name"] for e in traced if e["name"] == "process_name"]
+    assert processes == ["steps", "rank 0, stages 0, 1"]
     schedule.draw_timeline(str(tmp_path / "t.svg"))
     assert "measured" in (tmp_path / "t.svg").read_text() and "simulated" not in (tmp_path / "t.svg").read_text()
     schedule.draw_timeline(str(tmp_path / "t.svg"), {"forward": 1e-4, "input": 1e-4, "weight": [1e-4, 2e-4]})

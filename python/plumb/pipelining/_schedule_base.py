@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -214,11 +213,7 @@ class _PipelineSchedule(CustomFunctions):
         if filename is None:
             return
         if os.fspath(filename).lower().endswith(".json"):
-            traced = [
-                {"name": a, "ph": "X", "pid": 0, "tid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6}
-                for rank, a, _, start, end in events
-            ]
-            text = json.dumps({"traceEvents": traced})
+            text = _C.timeline_trace(events)
         else:
             text = _C.timeline_svg(events, self._table_to_run(), costs or {})
         with open(filename, "w") as file:

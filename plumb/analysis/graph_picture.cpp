@@ -1,0 +1,353 @@
+#include "plumb/analysis/graph_picture.h"
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <unordered_map>
+
+#include "plumb/analysis/svg.h"
+#include "plumb/graph/describe.h"
+#include "plumb/graph/names.h"
+
+namespace plumb {
+namespace {
+
+using svg::number;
+
+constexpr double kRow = 26, kHead = 24, kPad = 7, kIndent = 12, kLane = 7, kTop = 8;
+constexpr size_t kNone = SIZE_MAX, kDeepest = 24;
+
+// A line of the picture: a node, or the head of a module's box.
+struct Entry {
+  const Node* node = nullptr;  // null: a head
+  size_t module = kNone;       // the innermost one that holds it; of a head: its own
+  std::string title, detail, hint;
+  double y = 0;
+  double height() const { return node ? kRow : kHead; }
+};
+
+struct ModuleBox {
+  std::string name, path;
+  size_t parent = kNone, depth = 0, head = 0, last = 0;  // entries
+};
+
+// From a line to all lines that use what it makes.
+struct Wire {
+  size_t from = 0;
+  std::vector<size_t> to;
+  size_t lane = kNone;  // none: all it goes to is the next line
+};
+
+struct Drawing {
+  std::vector<Entry> entries;
+  std::vector<ModuleBox> modules;
+  std::vector<Wire> wires;
+  double width = 0;  // of the lines and boxes
+  size_t lanes = 0, parameters = 0;
+
+  std::vector<size_t> around(size_t entry) const {
+    std::vector<size_t> out;
+    for (size_t m = entries[entry].module; m != kNone; m = modules[m].parent) out.push_back(m);
+    return out;
+  }
+  // Modules that end between this line and the next.
+  size_t closed_after(size_t entry) const {
+    if (entry + 1 >= entries.size()) return around(entry).size();
+    const auto next = around(entry + 1);
+    size_t n = 0;
+    for (size_t m : around(entry)) n += std::find(next.begin(), next.end(), m) == next.end();
+    return n;
+  }
+  double indent(size_t entry) const {
+    const Entry& e = entries[entry];
+    const size_t depth = e.module == kNone ? 0 : modules[e.module].depth + (e.node ? 1 : 0);
+    return kIndent * static_cast<double>(depth);
+  }
+  double full_width() const { return width + 14 + kLane * static_cast<double>(lanes) + 8; }
+  double height() const { return entries.empty() ? 2 * kTop : entries.back().y + kRow + kPad * 3 + kTop; }
+};
+
+// "f32[batch, 4]"
+std::string meta_text(const std::optional<TensorMeta>& meta) {
+  if (!meta) return "?";
+  std::string text = std::string(short_name(meta->dtype)) + "[";
+  for (size_t i = 0; i < meta->sizes.size(); ++i) {
+    if (i) text += ", ";
+    text += i < meta->symbols.size() && !meta->symbols[i].empty() ? meta->symbols[i] : std::to_string(meta->sizes[i]);
+  }
+  return text + "]";
+}
+
+std::vector<std::string> parts_of(const std::string& path) {
+  std::vector<std::string> out;
+  for (size_t at = 0; at < path.size();) {
+    // Deeper than any model: a file may say anything.
+    const size_t end = out.size() + 1 < kDeepest ? std::min(path.find('.', at), path.size()) : path.size();
+    out.push_back(path.substr(at, end - at));
+    at = end + 1;
+  }
+  return out;
+}
+
+std::string title_of(const Node& node) {
+  switch (node.kind()) {
+    case NodeKind::Output: return "output";
+    case NodeKind::CallFunction: {
+      const std::string name(node.op_name());
+      return name.starts_with("aten::") ? name.substr(6) : name;
+    }
+    default: return node.target();
+  }
+}
+
+// Lines in the graph's order. A module's box holds lines that follow each other; if the module is called again it has
+// another box. A module of a single line has no box: the line says its name.
+void add_entries(Drawing& d, const Graph& graph, std::unordered_map<const Node*, size_t>& places) {
+  std::unordered_map<const Node*, std::vector<const Node*>> parameters;  // by the node that uses them first
+  std::vector<const Node*> rows;
+  for (const Node* node : graph.nodes()) {
+    if (node->kind() == NodeKind::GetAttr) {
+      ++d.parameters;
+      continue;
+    }
+    for (const Value* v : node->inputs()) {
+      const Node* from = v->producer();
+      if (from->kind() == NodeKind::GetAttr && places.try_emplace(from, kNone).second) parameters[node].push_back(from);
+    }
+    rows.push_back(node);
+  }
+  auto path_of = [&](size_t i) { return i < rows.size() ? rows[i]->meta().module_path() : std::string(); };
+  std::vector<size_t> open;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const Node* node = rows[i];
+    std::vector<std::string> parts = parts_of(path_of(i));
+    std::string name;
+    const bool alone = !parts.empty() && (i == 0 || path_of(i - 1) != path_of(i)) && path_of(i + 1) != path_of(i) &&
+                       !path_of(i + 1).starts_with(path_of(i) + ".");
+    if (alone) name = parts.back(), parts.pop_back();
+    std::string path;
+    size_t depth = 0;
+    for (; depth < std::min(parts.size(), open.size()) && d.modules[open[depth]].name == parts[depth]; ++depth) {
+    }
+    open.resize(depth);
+    for (; depth < parts.size(); ++depth) {
+      const size_t parent = open.empty() ? kNone : open.back();
+      path = parent == kNone ? parts[depth] : d.modules[parent].path + "." + parts[depth];
+      open.push_back(d.modules.size());
+      d.modules.push_back({parts[depth], path, parent, depth, d.entries.size(), 0});
+      d.entries.push_back({nullptr, open.back(), parts[depth], "", path, 0});
+    }
+    Entry entry{node, open.empty() ? kNone : open.back(), title_of(*node), "", node->describe(), 0};
+    if (!name.empty()) entry.title = name + ": " + entry.title;
+    if (node->num_results() > 0) entry.detail = meta_text(node->result(0)->meta());
+    if (node->num_results() > 1) entry.detail += " x" + std::to_string(node->num_results());
+    if (!node->meta().where().empty()) entry.hint += "\n" + node->meta().where();
+    std::string own;
+    for (const Node* parameter : parameters[node]) {
+      const std::string& full = parameter->target();
+      own += (own.empty() ? "" : ", ") + full.substr(full.rfind('.') + 1);
+      entry.hint += "\n" + full;
+    }
+    if (!own.empty()) entry.detail += "  (" + own + ")";
+    places[node] = d.entries.size();
+    for (size_t m : open) d.modules[m].last = d.entries.size();
+    d.entries.push_back(std::move(entry));
+  }
+}
+
+// The shortest first, each in the first lane that is free along its way.
+void add_wires(Drawing& d, const std::unordered_map<const Node*, size_t>& places) {
+  std::map<size_t, std::set<size_t>> uses;
+  for (size_t i = 0; i < d.entries.size(); ++i) {
+    if (!d.entries[i].node) continue;
+    for (const Value* v : d.entries[i].node->inputs()) {
+      const auto from = places.find(v->producer());
+      if (from != places.end() && from->second != kNone) uses[from->second].insert(i);
+    }
+  }
+  for (const auto& [from, to] : uses) d.wires.push_back({from, {to.begin(), to.end()}});
+  std::vector<Wire*> order;
+  for (Wire& w : d.wires) {
+    size_t next = w.from + 1;
+    while (next < d.entries.size() && !d.entries[next].node) ++next;
+    if (w.to.size() > 1 || w.to[0] != next) order.push_back(&w);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [](const Wire* a, const Wire* b) { return a->to.back() - a->from < b->to.back() - b->from; });
+  std::vector<std::map<size_t, size_t>> lanes;  // where each is taken: from, to
+  for (Wire* w : order) {
+    const size_t end = w->to.back();
+    for (w->lane = 0;; ++w->lane) {
+      if (w->lane == lanes.size()) lanes.emplace_back();
+      auto& lane = lanes[w->lane];
+      const auto next = lane.lower_bound(w->from);
+      const bool before = next == lane.begin() || std::prev(next)->second <= w->from;
+      if (before && (next == lane.end() || next->first >= end)) {
+        lane.emplace(w->from, end);
+        break;
+      }
+    }
+  }
+  d.lanes = lanes.size();
+}
+
+Drawing drawing_of(const Graph& graph) {
+  Drawing d;
+  std::unordered_map<const Node*, size_t> places;
+  add_entries(d, graph, places);
+  add_wires(d, places);
+  double y = kTop;
+  d.width = 300;
+  for (size_t i = 0; i < d.entries.size(); ++i) {
+    Entry& e = d.entries[i];
+    e.y = y;
+    y += e.height() + kPad * static_cast<double>(i + 1 < d.entries.size() ? d.closed_after(i) : 0);
+    const double text = svg::text_width(e.title, 12) + svg::text_width(e.detail, 11) + 44;
+    d.width = std::max(d.width, 2 * d.indent(i) + text);
+  }
+  return d;
+}
+
+// graph.js says the same, for boxes that are folded.
+std::string wire_path(const Drawing& d, const Wire& w) {
+  const Entry& from = d.entries[w.from];
+  auto right = [&](size_t e) { return d.width - d.indent(e) - 4; };
+  if (w.lane == kNone) {
+    const double x = d.indent(w.to[0]) + 14;
+    return "M" + number(x) + " " + number(from.y + kRow - 3) + "V" + number(d.entries[w.to[0]].y + 3);
+  }
+  const double lane = d.width + 14 + kLane * static_cast<double>(w.lane), start = from.y + kRow / 2;
+  std::string path = "M" + number(right(w.from)) + " " + number(start) + "H" + number(lane) + "V" +
+                     number(d.entries[w.to.back()].y + kRow / 2);
+  for (size_t to : w.to) {
+    const double y = d.entries[to].y + kRow / 2;
+    path += "M" + number(lane) + " " + number(y) + "H" + number(right(to)) + "m4 -3l-4 3l4 3";
+  }
+  return path;
+}
+
+const char* ground_of(NodeKind kind) {
+  switch (kind) {
+    case NodeKind::Placeholder: return "#16a34a";
+    case NodeKind::Output: return "#ea580c";
+    case NodeKind::CallModule: return "#9333ea";
+    default: return "#2563eb";
+  }
+}
+
+std::string body_of(const Drawing& d) {
+  std::string out;
+  for (size_t m = 0; m < d.modules.size(); ++m) {
+    const ModuleBox& box = d.modules[m];
+    const double x = kIndent * static_cast<double>(box.depth), top = d.entries[box.head].y;
+    // What ends with it ends inside of it.
+    size_t inside = 0;
+    for (size_t other : d.around(box.last)) inside += d.modules[other].depth > box.depth;
+    const double bottom = d.entries[box.last].y + kRow + kPad * static_cast<double>(inside) + 3;
+    out += "<rect class=\"module\" fill=\"#f8fafc\" stroke=\"#e2e8f0\" rx=\"5\" data-module=\"" + std::to_string(m) +
+           "\" x=\"" + number(x) + "\" y=\"" + number(top) + "\" width=\"" + number(d.width - 2 * x) + "\" height=\"" +
+           number(bottom - top) + "\"/>\n";
+  }
+  for (const Wire& w : d.wires) {
+    out += "<path class=\"wire\" fill=\"none\" stroke=\"#94a3b8\" d=\"" + wire_path(d, w) + "\"/>\n";
+  }
+  for (size_t i = 0; i < d.entries.size(); ++i) {
+    const Entry& e = d.entries[i];
+    const double x = d.indent(i);
+    out += std::string("<g class=\"") + (e.node ? "node" : "module-head") + "\" transform=\"translate(" + number(x) +
+           " " + number(e.y) + ")\"><title>" + svg::escaped(e.hint) + "</title>";
+    if (!e.node) {
+      out += "<rect class=\"hit\" fill=\"none\" pointer-events=\"all\" width=\"" + number(d.width - 2 * x) +
+             "\" height=\"" + number(kHead) +
+             "\"/><text class=\"module-name\" fill=\"#2563eb\" x=\"8\" y=\"16\" "
+             "font-weight=\"600\">" +
+             svg::escaped(e.title) + "</text></g>\n";
+      continue;
+    }
+    out += "<rect fill=\"white\" stroke=\"#94a3b8\" rx=\"4\" x=\"4\" y=\"3\" width=\"" + number(d.width - 2 * x - 8) +
+           "\" height=\"" + number(kRow - 6) + "\"/><path stroke-width=\"3\" stroke=\"" +
+           std::string(ground_of(e.node->kind())) + "\" d=\"M6 7v12\"/>" + svg::text(14, 17, e.title) +
+           svg::text(14 + svg::text_width(e.title, 12) + 10, 17, e.detail, {"muted", "start", 11}) + "</g>\n";
+  }
+  return out;
+}
+
+}  // namespace
+
+std::string graph_svg(const Graph& graph) {
+  const Drawing d = drawing_of(graph);
+  return svg::picture(d.full_width(), d.height(), body_of(d), true);
+}
+
+std::string graph_html(const Graph& graph) {
+  const Drawing d = drawing_of(graph);
+  nlohmann::json data = {{"row", kRow},
+                         {"head", kHead},
+                         {"pad", kPad},
+                         {"indent", kIndent},
+                         {"lane", kLane},
+                         {"top", kTop},
+                         {"width", d.width},
+                         {"entries", nlohmann::json::array()},
+                         {"modules", nlohmann::json::array()},
+                         {"wires", nlohmann::json::array()}};
+  auto known = [](size_t i) { return i == kNone ? -1 : static_cast<int64_t>(i); };
+  for (const Entry& e : d.entries) {
+    data["entries"].push_back({e.node != nullptr, known(e.module), e.hint + "\n" + e.title});
+  }
+  for (const ModuleBox& m : d.modules) data["modules"].push_back({known(m.parent), m.depth, m.head, m.last});
+  for (const Wire& w : d.wires) data["wires"].push_back({w.from, w.to, known(w.lane)});
+  return "<figure class=\"graph-view\">\n<div class=\"tools\"><input type=\"search\" placeholder=\"search: operator, "
+         "module, parameter, shape\" aria-label=\"search\"> <button type=\"button\" class=\"more fold-all\">fold "
+         "all</button> <button type=\"button\" class=\"more unfold-all\">unfold all</button> <span "
+         "class=\"count\"></span></div>\n<div class=\"graph-scroll\">" +
+         svg::picture(d.full_width(), d.height(), body_of(d), false) + "</div>\n<script type=\"application/json\">" +
+         svg::script_json(data.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace)) +
+         "</script>\n</figure>\n";
+}
+
+std::string conclusion(const Graph& graph) {
+  std::map<std::string, int> operators;
+  std::set<std::string> modules;
+  int nodes = 0, parameters = 0;
+  for (const Node* node : graph.nodes()) {
+    parameters += node->kind() == NodeKind::GetAttr;
+    if (node->kind() != NodeKind::CallFunction) continue;
+    ++nodes, ++operators[std::string(node->op_name())];
+    if (!node->meta().module_path().empty()) modules.insert(node->meta().module_path());
+  }
+  std::string out = std::to_string(nodes) + " operators in " + std::to_string(modules.size()) + " modules, " +
+                    std::to_string(parameters) + " parameters and buffers.";
+  const auto most = std::max_element(operators.begin(), operators.end(),
+                                     [](const auto& a, const auto& b) { return a.second < b.second; });
+  if (most != operators.end()) {
+    out += " The one used most is `" + most->first + "`, " + std::to_string(most->second) + " times.";
+  }
+  return out;
+}
+
+std::string graph_dot(const Graph& graph) {
+  std::string dot = "digraph plumb {\n  node [shape=box, style=\"rounded\", fontname=monospace, fontsize=10];\n";
+  std::unordered_map<const Node*, size_t> index;
+  auto quote = [](const std::string& text) {
+    std::string out = "\"";
+    for (char c : text) out += c == '"' || c == '\\' ? std::string("\\") + c : std::string(1, c);
+    return out + "\"";
+  };
+  for (const Node* node : graph.nodes()) {
+    const std::string id = "n" + std::to_string(index.size());
+    std::string label = title_of(*node);
+    if (node->num_results() > 0) label += " " + meta_text(node->result(0)->meta());
+    dot += "  " + id + " [label=" + quote(label) + ", color=\"" + ground_of(node->kind()) +
+           "\", tooltip=" + quote(node->meta().where()) + "];\n";
+    for (const Value* v : node->inputs()) {
+      dot += "  n" + std::to_string(index.at(v->producer())) + " -> " + id + " [label=" + quote(v->name()) +
+             ", fontsize=8];\n";
+    }
+    index.emplace(node, index.size());
+  }
+  return dot + "}\n";
+}
+
+}  // namespace plumb

@@ -1,0 +1,25 @@
+// Pictures of graphs: a node a line in the graph's order, in the boxes of its modules, and wires around them.
+#pragma once
+
+#include <string>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+// A picture that stands alone. Parameters stand on the line of what uses them first. A wire to the next line is
+// straight; every other one runs beside all boxes, in a lane that wires of other values leave free. Hovering shows
+// module, source and type.
+std::string graph_svg(const Graph& graph);
+
+// The same for a page: a click on a module folds it, a search marks lines and unfolds what holds them, and the wires of
+// the line under the pointer stand out.
+std::string graph_html(const Graph& graph);
+
+// "38 nodes in 12 modules, 16 parameters. The operator that is used most is aten::linear (9 times)."
+std::string conclusion(const Graph& graph);
+
+// Graphviz' language.
+std::string graph_dot(const Graph& graph);
+
+}  // namespace plumb

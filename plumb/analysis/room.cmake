@@ -1,0 +1,10 @@
+# Style and scripts are files of their own, with which editors can help; they become strings of the library.
+file(GLOB _files CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/plumb/analysis/page/*")
+foreach(_file IN LISTS _files)
+  get_filename_component(_name "${_file}" NAME)
+  file(READ "${_file}" ${_name})
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${_file}")
+endforeach()
+set(_assets "${CMAKE_BINARY_DIR}/plumb_page_assets.cpp")
+file(CONFIGURE OUTPUT "${_assets}" CONTENT "${page_assets.cpp.in}" @ONLY)
+target_sources(plumb_analysis PRIVATE "${_assets}")
