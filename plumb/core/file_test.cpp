@@ -1,8 +1,11 @@
 #include "plumb/core/file.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <fstream>
@@ -149,6 +152,25 @@ TEST_F(File, AWriteThatFailsHalfWayLeavesTheOldFile) {
   EXPECT_THROW(write_file_atomically(folder_ / "x", std::string(100000, 'n')), Error);
   setrlimit(RLIMIT_FSIZE, &before);
   std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(read(folder_ / "x"), "old");
+  EXPECT_EQ(files(), 1u);
+}
+
+TEST_F(File, AKilledWriterLeavesNothing) {
+  const int unnamed = ::open(folder_.c_str(), O_TMPFILE | O_WRONLY, 0600);
+  if (unnamed < 0) GTEST_SKIP() << "this file system has no files without a name";
+  ::close(unnamed);
+  write_file_atomically(folder_ / "x", "old");
+  const pid_t writer = ::fork();
+  if (writer == 0) {
+    OutputFile file((folder_ / "x").string());
+    const std::string bytes(100000, 'n');
+    file.write(bytes.data(), bytes.size());
+    ::raise(SIGKILL);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(writer, &status, 0), writer);
+  EXPECT_TRUE(WIFSIGNALED(status));
   EXPECT_EQ(read(folder_ / "x"), "old");
   EXPECT_EQ(files(), 1u);
 }

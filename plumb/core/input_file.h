@@ -16,7 +16,6 @@ class InputFile {
   InputFile(const InputFile&) = delete;
   InputFile& operator=(const InputFile&) = delete;
 
-  int descriptor() const { return descriptor_; }
   uint64_t size() const { return size_; }  // when it was opened
   // So many bytes from there on. Raises where the file ends before, as it may by now.
   void read_at(uint64_t offset, void* into, uint64_t size) const;

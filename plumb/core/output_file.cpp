@@ -31,6 +31,8 @@ int take_slot(const char* path) {
   return -1;
 }
 
+std::string name_of(int file) { return "/proc/self/fd/" + std::to_string(file); }
+
 // Where links lead, also to what is not there yet.
 fs::path target_of(fs::path path) {
   std::error_code error;
@@ -40,6 +42,16 @@ fs::path target_of(fs::path path) {
     path = next.is_absolute() ? next : path.parent_path() / next;
   }
   return path;
+}
+
+// A file without a name, so that a process that is killed leaves nothing. Null where the file system has no such files
+// or where it could not be given a name later.
+std::FILE* unnamed_file(const fs::path& folder) {
+  const int file = ::open(folder.empty() ? "." : folder.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0666);
+  if (file < 0) return nullptr;
+  std::FILE* stream = ::access(name_of(file).c_str(), F_OK) == 0 ? ::fdopen(file, "wb") : nullptr;
+  if (!stream) ::close(file);
+  return stream;
 }
 
 }  // namespace
@@ -67,7 +79,9 @@ OutputFile::OutputFile(std::string path) : path_(std::move(path)) {
   // Not made of the file's name, which may be as long as names can be.
   const std::string name = ".plumb." + std::to_string(::getpid()) + "." + std::to_string(counter++) + ".part";
   temporary_ = (target.parent_path() / name).string();
-  file_ = std::fopen(temporary_.c_str(), "wbxe");
+  file_ = unnamed_file(target.parent_path());
+  unnamed_ = file_ != nullptr;
+  if (!unnamed_) file_ = std::fopen(temporary_.c_str(), "wbxe");
   if (!file_) {
     temporary_.clear();
     fail(errno);
@@ -114,6 +128,9 @@ void OutputFile::commit() {
   const bool special = temporary_.empty();
   if (std::fflush(file) != 0) error_ = errno;
   if (!error_ && !special && ::fsync(::fileno(file)) != 0 && errno != EINVAL) error_ = errno;
+  if (!error_ && unnamed_ &&
+      ::linkat(AT_FDCWD, name_of(::fileno(file)).c_str(), AT_FDCWD, temporary_.c_str(), AT_SYMLINK_FOLLOW) != 0)
+    error_ = errno;
   if (std::fclose(file) != 0 && !error_) error_ = errno;
   if (!error_ && !special && std::rename(temporary_.c_str(), target_.c_str()) != 0) error_ = errno;
   check();

@@ -7,9 +7,10 @@
 
 namespace plumb {
 
-// Written beside `path`, renamed by commit(), removed if commit() was not reached. A symbolic link stays, and its
-// target is replaced. A device, a FIFO or another file that is not regular is written to directly, from the first write
-// on. Raises Error(CannotWrite) that names the path and the system's reason.
+// The file has no name while it is written (where the file system knows such files; else one beside `path`, and it is
+// removed if commit() is not reached). commit() names it `path`. A symbolic link stays, and its target is replaced. A
+// device, a FIFO or another file that is not regular is written to directly, from the first write on. Raises
+// Error(CannotWrite) that names the path and the system's reason.
 class OutputFile {
  public:
   explicit OutputFile(std::string path);
@@ -26,8 +27,9 @@ class OutputFile {
  private:
   [[noreturn]] void fail(int reason) const;
   void open_special();
-  std::string path_, target_, temporary_;  // temporary_ is empty where there is none
+  std::string path_, target_, temporary_;  // temporary_ is empty for a device
   std::FILE* file_ = nullptr;
+  bool unnamed_ = false;  // it gets the name temporary_ in commit() only
   int error_ = 0, slot_ = -1;
 };
 

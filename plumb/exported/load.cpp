@@ -109,6 +109,7 @@ class Loader {
   ExportedProgram program_;
   NodeReader nodes_;
   NodeReader::Scope scope_;
+  std::unordered_map<std::string, Node*> attributes_;   // by the name in the state
   std::map<std::string, c10::IValue> constant_inputs_;  // by placeholder: the only value it may have
   pt2::StoredTensors weights_, constants_;
 };
@@ -214,6 +215,7 @@ void Loader::add_attribute(const Json& at, const std::string& value_name, const 
   Node* node = graph_.get_attr(name, TensorMeta::of(tensor));
   nodes_.name_value(node->result(), value_name);
   NodeReader::bind(doc_, at, scope_, value_name, node->result());
+  attributes_.emplace(name, node);
 }
 
 void Loader::read_inputs(const Json& graph, const Json& signature) {
@@ -366,9 +368,9 @@ void Loader::read_outputs(const Json& graph, const Json& signature) {
     if (kind == "buffer_mutation" || kind == "parameter_mutation") {
       const std::string& name =
           doc_.string(doc_.at(spec, kind == "buffer_mutation" ? "buffer_name" : "parameter_name"));
-      Node* attribute = graph_.find_attribute(name);
-      if (!attribute) doc_.fail(specs[i], "'" + name + "' is written to, but is no input of the graph");
-      target = attribute->result();
+      auto it = attributes_.find(name);
+      if (it == attributes_.end()) doc_.fail(specs[i], "'" + name + "' is written to, but is no input of the graph");
+      target = it->second->result();
     } else if (kind == "user_input_mutation") {
       const std::string& name = doc_.string(doc_.at(spec, "user_input_name"));
       auto it = scope_.find(name);

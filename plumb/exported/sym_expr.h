@@ -30,7 +30,6 @@ class SymExpr {
   const std::string& text() const { return text_; }  // name of a symbol or call; digits of a number
   int64_t value() const { return value_; }
   const std::vector<SymExpr>& args() const { return *args_; }
-  bool is_integer(int64_t v) const { return kind_ == Kind::Integer && value_ == v; }
 
   // "2*s0 + 1"
   std::string to_infix() const;

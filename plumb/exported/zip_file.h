@@ -34,7 +34,6 @@ class ZipFile {
   ZipFile& operator=(const ZipFile&) = delete;
 
   const std::string& path() const { return path_; }
-  uint64_t file_size() const { return file_size_; }
   const std::vector<ZipEntry>& entries() const { return entries_; }
   // The folder that every entry is in, with its slash ("model/"); "" if there is none.
   const std::string& top_folder() const { return top_; }

@@ -150,13 +150,6 @@ Value* Graph::find_value(std::string_view name) const {
   return it == names_.end() ? nullptr : it->second;
 }
 
-Node* Graph::find_attribute(std::string_view target) const {
-  for (Node* node : nodes()) {
-    if (node->kind() == NodeKind::GetAttr && node->target() == target) return node;
-  }
-  return nullptr;
-}
-
 std::string Graph::unique_name(std::string_view hint) {
   std::string base = make_identifier(hint);
   if (!names_.count(base)) return base;
@@ -364,12 +357,6 @@ void Graph::erase(Node* node) {
   if (node == insert_before_) insert_before_ = node->next_;
   unlink(node);
   delete node;
-}
-
-void Graph::move_before(Node* node, Node* before) {
-  if (node == before || node->next_ == before) return;
-  unlink(node);
-  link(node, before);
 }
 
 Graph Graph::clone(std::unordered_map<const Node*, Node*>* map) const {

@@ -220,10 +220,9 @@ class Graph {
   Node* last() const { return last_; }
   size_t size() const { return size_; }
   std::vector<Node*> placeholders() const;
-  std::vector<Node*> attributes() const;                // get_attr nodes
-  Node* output_node() const { return output_; }         // null until output() was called
-  Value* find_value(std::string_view name) const;       // null if there is none
-  Node* find_attribute(std::string_view target) const;  // first get_attr of that name, or null; linear
+  std::vector<Node*> attributes() const;           // get_attr nodes
+  Node* output_node() const { return output_; }    // null until output() was called
+  Value* find_value(std::string_view name) const;  // null if there is none
 
   // --- building: at the insertion point, by default before the output node or at the end ---
   Node* placeholder(std::string name, std::optional<TensorMeta> meta = std::nullopt,
@@ -262,7 +261,6 @@ class Graph {
   void replace_node(Node* from, Node* to);
   // Throws if a result still has uses.
   void erase(Node* node);
-  void move_before(Node* node, Node* before);
   // A fresh, unused name made from `hint` ("linear" -> "linear_3").
   std::string unique_name(std::string_view hint);
 

@@ -45,11 +45,6 @@ GraphModule::GraphModule(Graph graph, State state, TreeSpec in_spec, TreeSpec ou
   sync_module();
 }
 
-void GraphModule::set_specs(TreeSpec in_spec, TreeSpec out_spec) {
-  in_spec_ = std::move(in_spec);
-  out_spec_ = std::move(out_spec);
-}
-
 std::shared_ptr<const Plan> GraphModule::plan() {
   std::shared_ptr<const Plan> old;  // goes after the lock: freeing tensors may wait for Python
   const std::lock_guard guard(*lock_);

@@ -30,7 +30,6 @@ class GraphModule : public torch::nn::Module {
   State& state() { return state_; }
   const TreeSpec& in_spec() const { return in_spec_; }  // of (args tuple, kwargs dict)
   const TreeSpec& out_spec() const { return out_spec_; }
-  void set_specs(TreeSpec in_spec, TreeSpec out_spec);
 
   // Flat inputs in placeholder order -> flat outputs. Checks number, dtype, shape and device of tensors against the
   // graph's signature and names the input that differs. Threads may call it together, from the first call on, and

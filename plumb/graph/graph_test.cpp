@@ -153,9 +153,12 @@ TEST(Lint, FindsAUseBeforeItsProducer) {
   Graph g;
   Value* x = g.placeholder("x")->result();
   Node* a = g.call("aten::relu", {x});
-  Node* b = g.call("aten::neg", {a->result()});
-  g.output({b->result()});
-  g.move_before(b, a);
+  Value* b = nullptr;
+  {
+    const auto earlier = g.inserting_before(a);
+    b = g.call("aten::neg", {a->result()})->result();
+  }
+  g.output({b});
   EXPECT_THAT(message_of([&] { lint(g); }), HasSubstr("uses %relu before it is produced"));
 }
 

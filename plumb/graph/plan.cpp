@@ -334,6 +334,5 @@ std::vector<IValue> Plan::run(std::vector<IValue> inputs) const {
 }
 
 size_t Plan::num_inputs() const { return impl_->inputs.size(); }
-size_t Plan::num_instructions() const { return impl_->instructions.size(); }
 
 }  // namespace plumb

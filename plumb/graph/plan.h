@@ -26,7 +26,6 @@ class Plan {
   std::vector<c10::IValue> run(std::vector<c10::IValue> inputs) const;
 
   size_t num_inputs() const;
-  size_t num_instructions() const;
 
  private:
   struct Impl;

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "plumb/core/error.h"
+#include "plumb/core/json_text.h"
 #include "plumb/graph/describe.h"
 
 namespace plumb {
@@ -158,7 +159,7 @@ class CopyFinder {
   // Reads what a rank sent. Whatever is wrong with it is an Error that names the rank.
   static void read(const std::string& text, size_t rank, const std::function<void(const json&)>& take) {
     try {
-      take(json::parse(text));
+      take(parse_json(text));
     } catch (const std::exception&) {
       throw Error(ErrorKind::Communication,
                   "what rank " + std::to_string(rank) + " says of its parameters is malformed");

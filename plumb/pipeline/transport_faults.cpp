@@ -106,13 +106,13 @@ Cause Transport::State::told_cause(const at::Tensor& buffer, const Prologue& p) 
 template <class Ask>
 auto Transport::State::ask_store(Ask ask) -> std::optional<std::invoke_result_t<Ask, c10d::Store&>> {
   const auto& store = group.state().store;
-  if (!store || store_lost) return std::nullopt;
+  if (!store || store_state != StoreState::Answers) return std::nullopt;
   try {
     auto answer = within(std::min(group.timeout(), milliseconds(2000)), [store, ask] { return ask(*store); });
-    store_lost = store_silent = !answer;
+    if (!answer) store_state = StoreState::Silent;
     return answer;
   } catch (const std::exception&) {
-    store_lost = true;
+    store_state = StoreState::Lost;
     return std::nullopt;
   }
 }
@@ -156,7 +156,7 @@ int Transport::State::last_waited_for(int peer) {
                      }
                      return rank;
                    }).value_or(peer);
-  if (store_silent && !group.state().env.launcher_serves_store) {
+  if (store_state == StoreState::Silent && !group.state().env.launcher_serves_store) {
     for (int rank = 0; rank < group.size(); rank++) {
       if (group.world_rank(rank) == 0) return rank == group.rank() ? peer : rank;
     }
@@ -174,7 +174,8 @@ void Transport::State::raise_lost(int peer, const std::string& waiting, const st
   Cause cause;
   const auto& env = group.state().env;
   if (late) store_late(peer);
-  if (!late && group.world_rank(peer) == 0 && !env.launcher_serves_store) store_lost = true;
+  if (!late && group.world_rank(peer) == 0 && !env.launcher_serves_store && store_state == StoreState::Answers)
+    store_state = StoreState::Lost;
   // The peer may have told its reason on another way, or be about to.
   const auto patience = late ? std::min(group.timeout() / 2, milliseconds(2000)) : milliseconds(700);
   const auto until = Clock::now() + patience;

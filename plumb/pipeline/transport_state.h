@@ -71,8 +71,8 @@ struct Transport::State {
   std::mutex lock;  // of the next two
   bool interrupted = false;
   c10::intrusive_ptr<c10d::Work> waited_for;
-  bool store_lost = false;    // asking again would print c10d's warnings each time
-  bool store_silent = false;  // lost because it did not answer: the rank that serves it is stopped
+  // Lost: asking again would print c10d's warnings each time. Silent: lost as it did not answer, its rank is stopped.
+  enum class StoreState : uint8_t { Answers, Lost, Silent } store_state = StoreState::Answers;
 
   explicit State(ProcessGroup g);
 

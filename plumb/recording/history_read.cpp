@@ -1,10 +1,10 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <nlohmann/json.hpp>
 
 #include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
+#include "plumb/core/json_text.h"
 #include "plumb/recording/history.h"
 #include "plumb/recording/history_format.h"
 
@@ -65,6 +65,8 @@ class Parser {
         record(head.kind, payload);
       } catch (const json::exception& e) {
         fail(at, std::string("holds a record that cannot be read: ") + e.what());
+      } catch (const Error& e) {
+        fail(at, "holds a record that cannot be read: " + e.message());
       } catch (const std::string& what) {
         fail(at, "holds a record that cannot be read: " + what);
       }
@@ -94,23 +96,23 @@ class Parser {
   // What is of a kind that is not known here was written by a newer plumb and is passed over.
   void record(uint32_t kind, std::string_view payload) {
     switch (kind) {
-      case format::kRules: out_.rules.push_back(json::parse(payload).at("rules").get<std::string>()); break;
+      case format::kRules: out_.rules.push_back(parse_json(payload).at("rules").get<std::string>()); break;
       case format::kTensors:
-        for (const json& each : json::parse(payload)) {
+        for (const json& each : parse_json(payload)) {
           out_.tensors.push_back({each.at("name"), each.at("module"), each.at("operator"), each.at("dtype"),
                                   each.at("sizes").get<std::vector<int64_t>>(), each.value("stage", int64_t{-1})});
         }
         break;
       case format::kStep: step(payload); break;
       case format::kScalars: {
-        const json doc = json::parse(payload);
+        const json doc = parse_json(payload);
         HistoryScalars scalars{doc.at("step").get<int64_t>(), {}};
         for (const auto& [key, value] : doc.at("values").items()) scalars.values.emplace_back(key, number_of(value));
         out_.scalars.push_back(std::move(scalars));
         break;
       }
       case format::kEvent: {
-        const json doc = json::parse(payload);
+        const json doc = parse_json(payload);
         HistoryEvent event{doc.at("step").get<int64_t>(),
                            doc.at("rule").get<int64_t>(),
                            doc.at("condition").get<std::string>(),

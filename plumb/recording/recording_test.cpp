@@ -553,6 +553,21 @@ TEST_F(Recording, HostileFilesEndInAnErrorOrInAHistory) {
   }
 }
 
+TEST_F(Recording, ARecordNestedWithoutEndIsRefusedBeforeItIsRead) {
+  std::string bytes(history_format::kMagic);
+  const std::string payload = R"({"rules": "", "more": )" + std::string(100000, '[') + std::string(100000, ']') + "}";
+  history_format::Head head{history_format::kRules, 0, payload.size()};
+  head.crc = history_format::checksum(head, payload);
+  bytes.append(reinterpret_cast<const char*>(&head), sizeof head).append(payload);
+  try {
+    parse_history(bytes);
+    FAIL() << "it was read";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::BadFile);
+    EXPECT_NE(e.message().find("nested deeper than"), std::string::npos) << e.what();
+  }
+}
+
 // ---- ranks ----
 
 // What rank `rank` of a pipeline writes: a tensor of each of its stages.

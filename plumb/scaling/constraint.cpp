@@ -60,17 +60,6 @@ double amean(std::span<const double> scales) {
   return sum / static_cast<double>(scales.size());
 }
 
-const std::vector<std::string>& constraint_names() {
-  static const std::vector<std::string> names = [] {
-    std::vector<std::string> all;
-    for (const auto& named : kNamed) all.emplace_back(named.name);
-    return all;
-  }();
-  return names;
-}
-
-ConstraintFn find_constraint(std::string_view name) { return find(name).fn; }
-
 Constraint::Constraint(std::string_view name) {
   if (name.empty()) return;
   fn_ = find(name).fn;

@@ -18,13 +18,9 @@ double gmean(std::span<const double> scales);  // geometric mean
 double hmean(std::span<const double> scales);  // harmonic mean
 double amean(std::span<const double> scales);  // arithmetic mean
 
-// "gmean", "hmean", "amean", "to_output_scale", "to_grad_input_scale", "to_left_grad_scale", "to_right_grad_scale".
-const std::vector<std::string>& constraint_names();
-
-// The constraint of that name. Throws Error(InvalidArgument) for an unknown one.
-ConstraintFn find_constraint(std::string_view name);
-
-// The constraint of an operator: one by name, none at all, or a function of the user's own.
+// The constraint of an operator: one by name ("gmean", "hmean", "amean", "to_output_scale", "to_grad_input_scale",
+// "to_left_grad_scale", "to_right_grad_scale"), none at all, or a function of the user's own. Throws
+// Error(InvalidArgument) for an unknown name.
 class Constraint {
  public:
   Constraint(std::nullopt_t) {}                                                // NOLINT: each scale as its rule says
