@@ -1,5 +1,6 @@
 #include "plumb/capture/session.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/operator_facts.h"
 
 namespace plumb {
 namespace {
@@ -50,7 +51,8 @@ class Builder {
     }
   }
 
-  // Which records stay: all, but the `empty`, `to` and views that torch.tensor(..) leaves behind before lift_fresh.
+  // Which records stay: all, but unread results that are new memory or another record's values, such as
+  // torch.tensor(..) leaves behind before lift_fresh.
   void find_used(const std::vector<int>& outputs) {
     std::vector<char> used(recorder_.values.size(), 0);
     for (int v : outputs) {
@@ -65,10 +67,9 @@ class Builder {
       const Record& record = recorder_.records[i];
       bool wanted = false;
       for (int v : record.results) wanted = wanted || used[static_cast<size_t>(v)];
-      const std::string& name = record.op.schema().name();
-      const bool scrap = name == "aten::empty" || name == "aten::to" || name == "aten::alias" ||
-                         name == "aten::detach" || name == "aten::resolve_conj" || name == "aten::resolve_neg" ||
-                         name == "aten::_to_copy";
+      const OperatorFacts& facts = operator_facts(record.op.schema().name());
+      const bool scrap =
+          (facts.uninitialised || facts.passes_through) && !facts.has_effects && !record.op.schema().is_mutable();
       if (!wanted && scrap) {
         live_[i] = 0;
         continue;

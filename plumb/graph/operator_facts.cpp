@@ -14,12 +14,12 @@ namespace plumb {
 namespace {
 
 struct Table {
-  std::vector<OperatorFacts> plain;  // rows of names alone
+  std::vector<OperatorFacts> plain;  // rows of PlainOperators
   std::vector<const OperatorFacts*> rows;
   std::unordered_map<std::string_view, const OperatorFacts*> by_name;
 
   Table() {
-    for (const auto& [space, names] : plain_operators()) add_plain(space, names);
+    for (const PlainOperators& operators : plain_operators()) add_plain(operators);
     for (const OperatorFacts& facts : plain) rows.push_back(&facts);
     for (const OperatorFacts& facts : operator_rows()) rows.push_back(&facts);
     std::sort(rows.begin(), rows.end(), [](const auto* a, const auto* b) { return a->name < b->name; });
@@ -29,11 +29,12 @@ struct Table {
     }
   }
 
-  void add_plain(std::string_view space, std::string_view names) {
+  void add_plain(const PlainOperators& operators) {
     static std::deque<std::string>* full_names = new std::deque<std::string>;  // the rows refer to them
-    while (!names.empty()) {
+    for (std::string_view names = operators.names; !names.empty();) {
       const size_t end = std::min(names.find(' '), names.size());
-      if (end > 0) plain.push_back({.name = full_names->emplace_back(std::string(space) += names.substr(0, end))});
+      plain.push_back(operators.facts);
+      plain.back().name = full_names->emplace_back(std::string(operators.space) += names.substr(0, end));
       names.remove_prefix(std::min(end + 1, names.size()));
     }
   }

@@ -85,11 +85,18 @@ struct OperatorFacts {
 
   // Its result, or in-place its argument, holds memory that nobody has written.
   bool uninitialised = false;
-  // It hands its first argument on, rearranged, copied, cast, rounded or measured, but not computed with. Lists are its
-  // parts.
+  // It passes its first argument through, rearranged, copied, cast, rounded or measured, but not computed with. Lists
+  // are its parts.
   bool passes_through = false;
+  // Its result holds each element of its first argument exactly once, in another shape or order (with `view` of a dtype
+  // only the memory stays).
+  bool rearranges = false;
   // A view of its first argument that can be made again, from the same other arguments, on other memory.
   bool plain_view = false;
+
+  // Its in-place form ("aten::add_" of "aten::add") computes and differentiates as it does. elu, celu and selu do not:
+  // in place their backward starts from the result, otherwise from the input.
+  bool in_place_alike = false;
 
   Contraction contraction = {};
   RecurrentLayer recurrent = RecurrentLayer::None;

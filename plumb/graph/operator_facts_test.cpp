@@ -231,6 +231,21 @@ TEST(Table, NamesArgumentsThatEveryOverloadHas) {
   }
 }
 
+TEST(Table, SaysOnlyOfOperatorsWithAnInPlaceFormThatItIsAlike) {
+  size_t alike = 0;
+  for (const OperatorFacts* row : operator_table()) {
+    if (!row->in_place_alike) continue;
+    EXPECT_FALSE(overloads(std::string(row->name) + "_").empty()) << row->name;
+    ++alike;
+  }
+  EXPECT_GT(alike, 70u);
+  for (const char* name : {"aten::elu", "aten::celu", "aten::selu"}) EXPECT_FALSE(operator_facts(name).in_place_alike);
+}
+
+TEST(Table, SaysOnlyOfOperatorsThatPassThroughThatTheyRearrange) {
+  for (const OperatorFacts* row : operator_table()) EXPECT_LE(row->rearranges, row->passes_through) << row->name;
+}
+
 TEST(Table, SaysWhichArgumentsAreWrittenWhereTheSchemaDoesNot) {
   for (const OperatorFacts* row : operator_table()) {
     for (const c10::OperatorHandle& op : overloads(row->name)) {

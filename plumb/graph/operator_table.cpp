@@ -38,13 +38,13 @@ constexpr OperatorFacts kRows[] = {
     {.name = "aten::mm", .contraction = product("self", -1, "mat2", -2)},
     {.name = "aten::bmm", .contraction = product("self", -1, "mat2", -2)},
     {.name = "aten::mv", .contraction = product("self", -1, "vec", -1)},
-    {.name = "aten::addmv", .contraction = product("mat", -1, "vec", -1)},
+    {.name = "aten::addmv", .in_place_alike = true, .contraction = product("mat", -1, "vec", -1)},
     {.name = "aten::dot", .contraction = product("self", -1, "tensor", -1)},
     {.name = "aten::inner", .contraction = product("self", -1, "other", -1)},
     {.name = "aten::_addmm_activation", .contraction = product("mat1", -1, "mat2", -2)},
-    {.name = "aten::addmm", .contraction = product("mat1", -1, "mat2", -2)},
-    {.name = "aten::baddbmm", .contraction = product("batch1", -1, "batch2", -2)},
-    {.name = "aten::addbmm", .contraction = {BatchProduct, {{"batch1"}, {"batch2", -2}}}},
+    {.name = "aten::addmm", .in_place_alike = true, .contraction = product("mat1", -1, "mat2", -2)},
+    {.name = "aten::baddbmm", .in_place_alike = true, .contraction = product("batch1", -1, "batch2", -2)},
+    {.name = "aten::addbmm", .in_place_alike = true, .contraction = {BatchProduct, {{"batch1"}, {"batch2", -2}}}},
     {.name = "aten::bilinear", .contraction = {Bilinear, {{"input1"}, {"input2"}, {"weight"}}}},
     {.name = "aten::einsum", .may_alias = true, .contraction = {Einsum, {{"tensors"}}}},
     {.name = "aten::scaled_dot_product_attention", .draws_with = "dropout_p", .contraction = kAttention},
@@ -125,45 +125,47 @@ constexpr OperatorFacts kRows[] = {
     {.name = "plumb::dropout", .draws_if = "train"},
     {.name = "plumb::native_dropout", .draws_if = "train"},
 
-    // --- what hands its argument on ---
-    {.name = "aten::alias", .passes_through = true, .plain_view = true},
+    // --- operators that pass their argument through ---
+    {.name = "aten::alias", .passes_through = true, .rearranges = true, .plain_view = true},
     {.name = "aten::chunk", .passes_through = true, .plain_view = true},
-    {.name = "aten::clone", .passes_through = true},
-    {.name = "aten::contiguous", .passes_through = true},
+    {.name = "aten::clone", .passes_through = true, .rearranges = true},
+    {.name = "aten::contiguous", .passes_through = true, .rearranges = true},
     {.name = "aten::detach", .passes_through = true, .plain_view = true},
     {.name = "aten::diagonal", .plain_view = true},
     {.name = "aten::expand", .passes_through = true, .plain_view = true},
     {.name = "aten::expand_as", .passes_through = true, .plain_view = true},
-    {.name = "aten::flatten", .passes_through = true},
+    {.name = "aten::flatten", .passes_through = true, .rearranges = true},
     {.name = "aten::lift_fresh", .passes_through = true},
-    {.name = "aten::mT", .passes_through = true, .plain_view = true},
+    {.name = "aten::mT", .passes_through = true, .rearranges = true, .plain_view = true},
     {.name = "aten::matrix_H", .passes_through = true},
-    {.name = "aten::movedim", .passes_through = true, .plain_view = true},
+    {.name = "aten::movedim", .passes_through = true, .rearranges = true, .plain_view = true},
     {.name = "aten::narrow", .passes_through = true, .plain_view = true},
-    {.name = "aten::numpy_T", .passes_through = true, .plain_view = true},
-    {.name = "aten::permute", .passes_through = true, .plain_view = true},
-    {.name = "aten::reshape", .passes_through = true},
-    {.name = "aten::reshape_as", .passes_through = true},
+    {.name = "aten::numpy_T", .passes_through = true, .rearranges = true, .plain_view = true},
+    {.name = "aten::permute", .passes_through = true, .rearranges = true, .plain_view = true},
+    {.name = "aten::resolve_conj", .passes_through = true},
+    {.name = "aten::resolve_neg", .passes_through = true},
+    {.name = "aten::reshape", .passes_through = true, .rearranges = true},
+    {.name = "aten::reshape_as", .passes_through = true, .rearranges = true},
     {.name = "aten::select", .passes_through = true, .plain_view = true},
     {.name = "aten::slice", .passes_through = true, .plain_view = true},
     {.name = "aten::split", .passes_through = true, .plain_view = true},
     {.name = "aten::split_with_sizes", .passes_through = true, .plain_view = true},
-    {.name = "aten::squeeze", .passes_through = true, .plain_view = true},
-    {.name = "aten::swapaxes", .passes_through = true, .plain_view = true},
-    {.name = "aten::swapdims", .passes_through = true},
-    {.name = "aten::t", .passes_through = true, .plain_view = true},
+    {.name = "aten::squeeze", .passes_through = true, .rearranges = true, .plain_view = true},
+    {.name = "aten::swapaxes", .passes_through = true, .rearranges = true, .plain_view = true},
+    {.name = "aten::swapdims", .passes_through = true, .rearranges = true},
+    {.name = "aten::t", .passes_through = true, .rearranges = true, .plain_view = true},
     {.name = "aten::tensor_split", .passes_through = true},
     {.name = "aten::to", .passes_through = true},
     {.name = "aten::_to_copy", .passes_through = true},
-    {.name = "aten::transpose", .passes_through = true, .plain_view = true},
+    {.name = "aten::transpose", .passes_through = true, .rearranges = true, .plain_view = true},
     {.name = "aten::type_as", .may_alias = true, .passes_through = true},
     {.name = "aten::unbind", .passes_through = true, .plain_view = true},
-    {.name = "aten::unflatten", .passes_through = true},
+    {.name = "aten::unflatten", .passes_through = true, .rearranges = true},
     {.name = "aten::unfold", .plain_view = true},
-    {.name = "aten::unsqueeze", .passes_through = true, .plain_view = true},
-    {.name = "aten::_unsafe_view", .passes_through = true},
-    {.name = "aten::view", .passes_through = true, .plain_view = true},
-    {.name = "aten::view_as", .passes_through = true, .plain_view = true},
+    {.name = "aten::unsqueeze", .passes_through = true, .rearranges = true, .plain_view = true},
+    {.name = "aten::_unsafe_view", .passes_through = true, .rearranges = true},
+    {.name = "aten::view", .passes_through = true, .rearranges = true, .plain_view = true},
+    {.name = "aten::view_as", .passes_through = true, .rearranges = true, .plain_view = true},
     {.name = "plumb::quantise", .passes_through = true},
     {.name = "plumb::simulate_format", .passes_through = true},
     {.name = "plumb::track", .has_effects = true, .passes_through = true},
@@ -280,103 +282,103 @@ constexpr PlainOperators kPlain[] = {
      "_efficientzerotensor _embedding_bag _embedding_bag_forward_only _euclidean_dist _fft_c2c _fft_c2r _fft_r2c "
      "_foreach_abs _foreach_acos _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_asin _foreach_atan "
      "_foreach_ceil _foreach_clamp_max _foreach_clamp_min _foreach_clone _foreach_copy _foreach_cos _foreach_cosh "
-     "_foreach_div _foreach_erf _foreach_erfc _foreach_exp _foreach_expm1 _foreach_floor _foreach_frac "
-     "_foreach_lerp _foreach_lgamma _foreach_log _foreach_log10 _foreach_log1p _foreach_log2 _foreach_max "
-     "_foreach_maximum _foreach_minimum _foreach_mm _foreach_mul _foreach_neg _foreach_norm _foreach_pow "
-     "_foreach_powsum _foreach_reciprocal _foreach_round _foreach_rsqrt _foreach_sigmoid _foreach_sign "
-     "_foreach_sin _foreach_sinh _foreach_sqrt _foreach_sub _foreach_tan _foreach_tanh _foreach_trunc "
-     "_foreach_zero _functional_assert_async _functional_assert_scalar _functional_sym_constrain_range "
-     "_functional_sym_constrain_range_for_size _fused_dropout _fused_rms_norm _grouped_mm _int_mm _is_all_true "
-     "_is_any_true _is_zerotensor _linalg_check_errors _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet "
-     "_linalg_solve_ex _linalg_svd _log_softmax _log_softmax_backward_data _logcumsumexp _lu_with_info "
-     "_masked_scale _masked_softmax _native_batch_norm_legit _native_batch_norm_legit_functional "
-     "_native_batch_norm_legit_no_training _native_multi_head_attention _neg_view _neg_view_copy _pad_circular "
-     "_pad_enum _pdist_forward _prelu_kernel _prelu_kernel_backward _reshape_copy _reshape_from_tensor "
-     "_safe_softmax _sample_dirichlet _scaled_mm _shape_as_tensor _softmax _softmax_backward_data _stack "
-     "_standard_gamma _standard_gamma_grad _thnn_fused_gru_cell _thnn_fused_lstm_cell _transform_bias_rescale_qkv "
-     "_transformer_encoder_layer_fwd _trilinear _unique _unique2 _unsafe_index _unsafe_index_put "
-     "_unsafe_masked_index _unsafe_masked_index_put_accumulate _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
-     "_upsample_lanczos2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
-     "_weight_norm _weight_norm_interface abs absolute acos acosh adaptive_avg_pool1d adaptive_avg_pool2d "
-     "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d add addcdiv addcmul addr "
-     "adjoint affine_grid_generator alias_copy all amax amin aminmax angle any arange arccos arccosh arcsin "
-     "arcsinh arctan arctan2 arctanh argmax argmin argsort argwhere as_strided as_strided_copy as_strided_scatter "
-     "asin asinh atan atan2 atanh avg_pool1d avg_pool2d avg_pool3d bartlett_window batch_norm_backward_elemt "
-     "batch_norm_backward_reduce bernoulli binary_cross_entropy binary_cross_entropy_backward "
-     "binary_cross_entropy_with_logits bincount binomial bitwise_and bitwise_left_shift bitwise_not bitwise_or "
-     "bitwise_right_shift bitwise_xor blackman_window block_diag broadcast_to bucketize can_cast cat cauchy cdist "
-     "ceil celu chalf channel_shuffle cholesky cholesky_inverse cholesky_solve clamp clamp_max clamp_min clip "
-     "col2im column_stack combinations complex concat concatenate conj constant_pad_nd conv_tbc "
-     "convolution_backward copy copysign corrcoef cos cosh cosine_embedding_loss cosine_similarity count_nonzero "
-     "cov cross cross_entropy_loss ctc_loss cummax cummaxmin_backward cummin cumprod cumprod_backward cumsum "
-     "cumulative_trapezoid deg2rad det detach_copy diag diag_embed diagflat diagonal_backward diagonal_copy "
-     "diagonal_scatter diff digamma dim dist div divide dsplit dstack elu elu_backward embedding embedding_bag "
-     "embedding_renorm embedding_renorm_ eq erf erfc erfinv exp exp2 expand_copy expm1 exponential eye "
+     "_foreach_div _foreach_erf _foreach_erfc _foreach_exp _foreach_expm1 _foreach_floor _foreach_frac _foreach_lerp "
+     "_foreach_lgamma _foreach_log _foreach_log10 _foreach_log1p _foreach_log2 _foreach_max _foreach_maximum "
+     "_foreach_minimum _foreach_mm _foreach_mul _foreach_neg _foreach_norm _foreach_pow _foreach_powsum "
+     "_foreach_reciprocal _foreach_round _foreach_rsqrt _foreach_sigmoid _foreach_sign _foreach_sin _foreach_sinh "
+     "_foreach_sqrt _foreach_sub _foreach_tan _foreach_tanh _foreach_trunc _foreach_zero _functional_assert_async "
+     "_functional_assert_scalar _functional_sym_constrain_range _functional_sym_constrain_range_for_size "
+     "_fused_dropout _fused_rms_norm _grouped_mm _int_mm _is_all_true _is_any_true _is_zerotensor "
+     "_linalg_check_errors _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd "
+     "_log_softmax _log_softmax_backward_data _logcumsumexp _lu_with_info _masked_scale _masked_softmax "
+     "_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training "
+     "_native_multi_head_attention _neg_view _neg_view_copy _pad_circular _pad_enum _pdist_forward _prelu_kernel "
+     "_prelu_kernel_backward _reshape_copy _reshape_from_tensor _safe_softmax _sample_dirichlet _scaled_mm "
+     "_shape_as_tensor _softmax _softmax_backward_data _stack _standard_gamma _standard_gamma_grad "
+     "_thnn_fused_gru_cell _thnn_fused_lstm_cell _transform_bias_rescale_qkv _transformer_encoder_layer_fwd "
+     "_trilinear _unique _unique2 _unsafe_index _unsafe_index_put _unsafe_masked_index "
+     "_unsafe_masked_index_put_accumulate _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_lanczos2d_aa "
+     "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm "
+     "_weight_norm_interface absolute acos acosh adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+     "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adjoint affine_grid_generator alias_copy all amax "
+     "amin aminmax angle any arange arccos arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin argsort "
+     "argwhere as_strided as_strided_copy as_strided_scatter asin asinh atanh avg_pool1d avg_pool2d avg_pool3d "
+     "bartlett_window batch_norm_backward_elemt batch_norm_backward_reduce bernoulli binary_cross_entropy "
+     "binary_cross_entropy_backward binary_cross_entropy_with_logits bincount binomial bitwise_left_shift "
+     "bitwise_right_shift blackman_window block_diag broadcast_to bucketize can_cast cat cauchy cdist celu chalf "
+     "channel_shuffle cholesky cholesky_inverse cholesky_solve clip col2im column_stack combinations complex concat "
+     "concatenate conj constant_pad_nd conv_tbc convolution_backward copy copysign corrcoef cosine_embedding_loss "
+     "cosine_similarity count_nonzero cov cross cross_entropy_loss ctc_loss cummax cummaxmin_backward cummin cumprod "
+     "cumprod_backward cumsum cumulative_trapezoid deg2rad det detach_copy diag diag_embed diagflat diagonal_backward "
+     "diagonal_copy diagonal_scatter diff digamma dim dist divide dsplit dstack elu elu_backward embedding "
+     "embedding_bag embedding_renorm embedding_renorm_ eq erfinv expand_copy exponential eye "
      "fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask fake_quantize_per_tensor_affine "
-     "fake_quantize_per_tensor_affine_cachemask fft_fft fft_fft2 fft_fftfreq fft_fftn fft_fftshift fft_hfft "
-     "fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft "
-     "fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftfreq fft_rfftn fill fill_diagonal_ fix flip fliplr flipud "
-     "float_power floor floor_divide fmax fmin fmod frac fractional_max_pool2d fractional_max_pool3d frexp "
-     "frobenius_norm full full_like gather gather_backward gcd ge gelu gelu_backward geometric geqrf ger glu "
-     "glu_backward gradient greater greater_equal grid_sampler grid_sampler_2d grid_sampler_3d group_norm gt "
-     "hamming_window hann_window hardshrink hardshrink_backward hardsigmoid hardsigmoid_backward hardswish "
-     "hardswish_backward hardtanh hardtanh_backward heaviside hinge_embedding_loss histc histogram histogramdd "
-     "hsplit hstack huber_loss huber_loss_backward hypot i0 igamma igammac im2col imag index_add index_copy "
-     "index_fill index_put index_reduce index_select index_select_backward infinitely_differentiable_gelu_backward "
-     "inverse is_complex is_conj is_contiguous is_floating_point is_neg is_same_size is_signed isclose isfinite "
-     "isin isinf isnan isneginf isposinf isreal istft kaiser_window kl_div kron kthvalue l1_loss layer_norm lcm "
-     "ldexp le leaky_relu leaky_relu_backward lerp less less_equal lgamma lift_fresh_copy linalg__powsum "
-     "linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cross linalg_det linalg_diagonal linalg_eig "
-     "linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex "
-     "linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor "
-     "linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_matrix_norm linalg_matrix_power "
-     "linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv linalg_qr linalg_slogdet linalg_solve "
-     "linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve "
-     "linalg_vander linalg_vecdot linalg_vector_norm linear_backward linspace log log10 log1p log2 log_normal "
+     "fake_quantize_per_tensor_affine_cachemask fft_fft fft_fft2 fft_fftfreq fft_fftn fft_fftshift fft_hfft fft_hfft2 "
+     "fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 "
+     "fft_irfftn fft_rfft fft_rfft2 fft_rfftfreq fft_rfftn fill_diagonal_ fix flip fliplr flipud float_power fmax "
+     "fmin frac fractional_max_pool2d fractional_max_pool3d frexp frobenius_norm full full_like gather "
+     "gather_backward gcd ge gelu_backward geometric geqrf ger glu glu_backward gradient greater greater_equal "
+     "grid_sampler grid_sampler_2d grid_sampler_3d group_norm gt hamming_window hann_window hardshrink "
+     "hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward heaviside hinge_embedding_loss "
+     "histc histogram histogramdd hsplit hstack huber_loss huber_loss_backward i0 igamma igammac im2col imag "
+     "index_reduce index_select index_select_backward infinitely_differentiable_gelu_backward inverse is_complex "
+     "is_conj is_contiguous is_floating_point is_neg is_same_size is_signed isclose isfinite isin isinf isnan "
+     "isneginf isposinf isreal istft kaiser_window kl_div kron kthvalue l1_loss layer_norm lcm ldexp le "
+     "leaky_relu_backward less less_equal lgamma lift_fresh_copy linalg__powsum linalg_cholesky linalg_cholesky_ex "
+     "linalg_cond linalg_cross linalg_det linalg_diagonal linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh "
+     "linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve "
+     "linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp "
+     "linalg_matrix_norm linalg_matrix_power linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv linalg_qr "
+     "linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv "
+     "linalg_tensorsolve linalg_vander linalg_vecdot linalg_vector_norm linear_backward linspace log_normal "
      "log_sigmoid log_sigmoid_backward log_sigmoid_forward log_softmax logaddexp logaddexp2 logcumsumexp logdet "
-     "logical_and logical_not logical_or logical_xor logit logit_backward logspace logsumexp lt lu_solve lu_unpack "
-     "mH margin_ranking_loss masked_fill masked_scatter masked_scatter_backward masked_select "
-     "masked_select_backward matmul_backward matrix_exp matrix_power max max_pool1d max_pool1d_with_indices "
-     "max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool2d max_unpool3d maximum mean "
-     "median min minimum mish mish_backward mode moveaxis mse_loss mse_loss_backward msort mul multi_margin_loss "
-     "multilabel_margin_loss multilabel_margin_loss_forward multinomial multiply mvlgamma nan_to_num nanmean "
-     "nanmedian nanquantile nansum narrow_copy native_channel_shuffle native_dropout_backward native_group_norm "
-     "native_layer_norm native_norm ne neg negative new_full new_ones new_zeros nextafter nll_loss nll_loss2d "
-     "nll_loss2d_forward nll_loss_forward nll_loss_nd nonzero nonzero_static norm norm_except_dim normal "
-     "normal_functional not_equal nuclear_norm numel one_hot ones ones_like orgqr ormqr outer pad_sequence "
-     "pairwise_distance pdist permute_copy pinverse pixel_shuffle pixel_unshuffle poisson poisson_nll_loss polar "
-     "polygamma positive pow prelu prod promote_types put qr quantile rad2deg rand rand_like randint randint_like "
-     "randn randn_like random randperm range ravel real reciprocal reflection_pad1d reflection_pad2d "
-     "reflection_pad3d relu relu6 remainder renorm repeat repeat_interleave replication_pad1d replication_pad2d "
-     "replication_pad3d requires_grad_ resize_as_ resolve_conj resolve_neg result_type roll rot90 round row_stack "
-     "rrelu_with_noise rrelu_with_noise_backward rrelu_with_noise_functional rsqrt rsub scalar_tensor scatter "
-     "scatter_add scatter_reduce searchsorted segment_reduce select_backward select_copy select_scatter selu sgn "
-     "sigmoid sigmoid_backward sign signbit silu silu_backward sin sinc sinh size slice_backward slice_copy "
-     "slice_scatter slogdet slow_conv3d slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d "
-     "slow_conv_transpose3d smooth_l1_loss smooth_l1_loss_backward soft_margin_loss soft_margin_loss_backward "
-     "softmax softplus softplus_backward softshrink softshrink_backward sort special_airy_ai special_bessel_j0 "
-     "special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t "
-     "special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_digamma "
-     "special_entr special_erf special_erfc special_erfcx special_erfinv special_exp2 special_expit special_expm1 "
-     "special_gammainc special_gammaincc special_gammaln special_hermite_polynomial_h "
-     "special_hermite_polynomial_he special_i0 special_i0e special_i1 special_i1e special_laguerre_polynomial_l "
-     "special_legendre_polynomial_p special_log1p special_log_ndtr special_log_softmax special_logit "
-     "special_logsumexp special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 "
-     "special_modified_bessel_k1 special_multigammaln special_ndtr special_ndtri special_polygamma special_psi "
-     "special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
+     "logical_and logical_not logical_or logical_xor logit logit_backward logspace logsumexp lt lu_solve lu_unpack mH "
+     "margin_ranking_loss masked_scatter masked_scatter_backward masked_select masked_select_backward matmul_backward "
+     "matrix_exp matrix_power max max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d "
+     "max_pool3d_with_indices max_unpool2d max_unpool3d maximum mean median min minimum mish_backward mode moveaxis "
+     "mse_loss mse_loss_backward msort multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward "
+     "multinomial multiply mvlgamma nanmean nanmedian nanquantile nansum narrow_copy native_channel_shuffle "
+     "native_dropout_backward native_group_norm native_layer_norm native_norm ne negative new_full new_ones new_zeros "
+     "nextafter nll_loss nll_loss2d nll_loss2d_forward nll_loss_forward nll_loss_nd nonzero nonzero_static norm "
+     "norm_except_dim normal normal_functional not_equal nuclear_norm numel one_hot ones ones_like orgqr ormqr outer "
+     "pad_sequence pairwise_distance pdist permute_copy pinverse pixel_shuffle pixel_unshuffle poisson "
+     "poisson_nll_loss polar polygamma positive prelu prod promote_types put qr quantile rad2deg rand rand_like "
+     "randint randint_like randn randn_like random randperm range ravel real reflection_pad1d reflection_pad2d "
+     "reflection_pad3d renorm repeat repeat_interleave replication_pad1d replication_pad2d replication_pad3d "
+     "requires_grad_ resize_as_ result_type roll rot90 row_stack rrelu_with_noise "
+     "rrelu_with_noise_backward rrelu_with_noise_functional rsub scalar_tensor scatter_reduce searchsorted "
+     "segment_reduce select_backward select_copy select_scatter selu sgn sigmoid_backward signbit silu_backward sinc "
+     "size slice_backward slice_copy slice_scatter slogdet slow_conv3d slow_conv_dilated2d slow_conv_dilated3d "
+     "slow_conv_transpose2d slow_conv_transpose3d smooth_l1_loss smooth_l1_loss_backward soft_margin_loss "
+     "soft_margin_loss_backward softmax softplus softplus_backward softshrink softshrink_backward sort "
+     "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 "
+     "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
+     "special_chebyshev_polynomial_w special_digamma special_entr special_erf special_erfc special_erfcx "
+     "special_erfinv special_exp2 special_expit special_expm1 special_gammainc special_gammaincc special_gammaln "
+     "special_hermite_polynomial_h special_hermite_polynomial_he special_i0 special_i0e special_i1 special_i1e "
+     "special_laguerre_polynomial_l special_legendre_polynomial_p special_log1p special_log_ndtr special_log_softmax "
+     "special_logit special_logsumexp special_modified_bessel_i0 special_modified_bessel_i1 "
+     "special_modified_bessel_k0 special_modified_bessel_k1 special_multigammaln special_ndtr special_ndtri "
+     "special_polygamma special_psi special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
      "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u "
      "special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_sinc special_softmax "
-     "special_spherical_bessel_j0 special_xlog1py special_xlogy special_zeta split_copy split_with_sizes_copy sqrt "
-     "square squeeze_copy stack std std_mean stft storage_offset stride sub subtract sum svd sym_constrain_range "
+     "special_spherical_bessel_j0 special_xlog1py special_xlogy special_zeta split_copy split_with_sizes_copy "
+     "squeeze_copy stack std std_mean stft storage_offset stride subtract sum svd sym_constrain_range "
      "sym_constrain_range_for_size sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride t_copy take "
-     "take_along_dim tan tanh tanh_backward tensordot thnn_conv2d threshold threshold_backward tile to_dense topk "
-     "trace trace_backward transpose_copy trapezoid trapz triangular_solve tril tril_indices triplet_margin_loss "
-     "triu triu_indices true_divide trunc unbind_copy unflatten_dense_tensors unfold_backward unfold_copy uniform "
-     "unique_consecutive unique_dim unique_dim_consecutive unsafe_split unsafe_split_with_sizes unsqueeze_copy "
-     "upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d "
-     "upsample_nearest3d upsample_trilinear3d value_selecting_reduction_backward vander var var_mean vdot "
-     "view_as_complex view_as_complex_copy view_as_real view_as_real_copy view_copy vsplit vstack xlogy zero zeros "
-     "zeros_like"},
+     "take_along_dim tanh_backward tensordot thnn_conv2d threshold_backward tile to_dense topk trace trace_backward "
+     "transpose_copy trapezoid trapz triangular_solve tril_indices triplet_margin_loss triu_indices true_divide "
+     "unbind_copy unflatten_dense_tensors unfold_backward unfold_copy uniform unique_consecutive unique_dim "
+     "unique_dim_consecutive unsafe_split unsafe_split_with_sizes unsqueeze_copy upsample_bicubic2d "
+     "upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+     "upsample_trilinear3d value_selecting_reduction_backward vander var var_mean vdot view_as_complex "
+     "view_as_complex_copy view_as_real view_as_real_copy view_copy vsplit vstack zeros zeros_like"},
+    {"aten::",
+     "abs add addcdiv addcmul addr atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max "
+     "clamp_min cos cosh div erf erfc exp exp2 expm1 fill floor floor_divide fmod gelu hardsigmoid hardswish hardtanh "
+     "hypot index_add index_copy index_fill index_put leaky_relu lerp log log10 log1p log2 masked_fill mish mul "
+     "nan_to_num neg pow reciprocal relu relu6 remainder round rsqrt scatter scatter_add sigmoid sign silu sin sinh "
+     "sqrt square sub tan tanh threshold tril triu trunc xlogy zero",
+     {.in_place_alike = true}},
     {"prims::",
      "abs acos acosh add amax amin as_strided as_strided_scatter asin asinh atan atan2 atanh bessel_i0 bessel_i0e "
      "bessel_i1 bessel_i1e bessel_j0 bessel_j1 bitwise_and bitwise_not bitwise_or bitwise_xor broadcast_in_dim cat "

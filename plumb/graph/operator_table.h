@@ -13,10 +13,11 @@ constexpr const char* kTrustsSaved = "its kernel takes what a forward pass saved
 // Operators about which there is something to say, and whole namespaces.
 std::span<const OperatorFacts> operator_rows();
 
-// Operators that a file may name and about which there is nothing else to say.
+// Operators that a file may name, with equal rows.
 struct PlainOperators {
-  std::string_view space;  // "aten::"
-  std::string_view names;  // apart by spaces
+  std::string_view space;    // "aten::"
+  std::string_view names;    // apart by spaces
+  OperatorFacts facts = {};  // of each of them, but for the name
 };
 std::span<const PlainOperators> plain_operators();
 

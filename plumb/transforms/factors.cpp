@@ -2,8 +2,8 @@
 
 #include <cmath>
 #include <string_view>
-#include <unordered_set>
 
+#include "plumb/graph/operator_facts.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
 #include "plumb/transforms/pointwise_steps.h"
@@ -98,13 +98,13 @@ std::optional<Factor> factor_of_attention(const Node* node) {
 void drop_factor_of_attention(Node* node) { node->set_arg("scales", c10::IValue(std::vector<double>{1})); }
 
 Node* source_behind_views(const Value* operand) {
-  static const std::unordered_set<std::string_view> views = {
-      "aten::transpose.int",      "aten::permute",       "aten::view",      "aten::reshape", "aten::_unsafe_view",
-      "aten::flatten.using_ints", "aten::unflatten.int", "aten::contiguous"};
   while (operand->uses().size() == 1) {
     Node* node = operand->producer();
-    if (!node->is_call() || !views.count(node->target())) return node;
-    operand = node->input(0);
+    if (!node->is_call() || !operator_facts(node->target()).rearranges) return node;
+    const Value* source = node->input(0);
+    // Another type: the memory's bits are read as other numbers.
+    if (!source->meta() || !operand->meta() || source->meta()->dtype != operand->meta()->dtype) return node;
+    operand = source;
   }
   return nullptr;
 }

@@ -227,6 +227,22 @@ TEST(Optimise, SeesFactorsThroughViews) {
   auto fast = compile(module);
   EXPECT_EQ(fast->graph().size(), module->graph().size() - 1) << to_string(fast->graph());
   expect_close(*module, *fast, {at::randn({2, 3, 5, 4})});
+  // Every operator that only rearranges is looked through.
+  auto other_views = module_of(R"(graph {
+    %x: f32[5, 12, 1] = placeholder "x"
+    %w: f32[16, 12] grad = get_attr "w"
+    %b: f32[16] grad = get_attr "b"
+    %m: f32[5, 12, 1] = aten::div.Tensor(%x, 5.0)
+    %s: f32[5, 12] = aten::squeeze.dim(%m, 2)
+    %t: f32[12, 5]{1, 12} = aten::t(%s)
+    %u: f32[5, 12] = aten::numpy_T(%t)
+    %y: f32[5, 16] = plumb::linear(%u, %w, %b)
+    output(%y)
+  })",
+                               state);
+  auto quick = compile(other_views);
+  EXPECT_EQ(quick->graph().size(), other_views->graph().size() - 1) << to_string(quick->graph());
+  expect_close(*other_views, *quick, {at::randn({5, 12, 1})});
   // Another reader of any of these values sees the factor.
   for (const char* other : {"%m", "%t", "%r"}) {
     auto seen = module_of(before + "  output(%y, " + other + ")\n}", state);

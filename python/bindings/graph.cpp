@@ -138,12 +138,13 @@ void bind_graph(py::module_& m) {
       "operators that plumb does not know as tensor arithmetic. Allow what is safe with arguments that a file's "
       "author\n"
       "chose.");
-  // Of one operator, for tests: what its row says.
+  // The row of an operator, as far as Python asks; None without one.
   m.def("operator_facts", [](const std::string& name) -> py::object {
     const OperatorFacts* facts = find_operator_facts(name);
     if (!facts) return py::none();
     py::dict d;
     d["refused"] = facts->refused;
+    d["sizes_from_values"] = facts->data_sizes == DataSizes::Always;
     return d;
   });
   m.def("operator_table", [] {

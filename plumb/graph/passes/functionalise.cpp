@@ -18,29 +18,6 @@ constexpr size_t kMaxViewDepth = 8;  // a view is made again from the root: boun
 constexpr uint32_t kMaxScatters = 64;
 constexpr size_t kMaxViewResults = 16;  // of unbind, split, chunk
 
-// In-place operators whose pure twin computes and differentiates the same way. (elu_, celu_, selu_ do not: their
-// backward starts from the result, the pure one's from the input.)
-bool has_pure_twin(std::string_view in_place) {
-  static const std::unordered_set<std::string_view> names = {
-      "aten::add_",         "aten::sub_",         "aten::mul_",         "aten::div_",         "aten::neg_",
-      "aten::abs_",         "aten::exp_",         "aten::exp2_",        "aten::expm1_",       "aten::log_",
-      "aten::log1p_",       "aten::log2_",        "aten::log10_",       "aten::sqrt_",        "aten::rsqrt_",
-      "aten::reciprocal_",  "aten::square_",      "aten::sin_",         "aten::cos_",         "aten::tan_",
-      "aten::tanh_",        "aten::sinh_",        "aten::cosh_",        "aten::atan_",        "aten::sigmoid_",
-      "aten::relu_",        "aten::relu6_",       "aten::leaky_relu_",  "aten::silu_",        "aten::mish_",
-      "aten::gelu_",        "aten::hardtanh_",    "aten::hardswish_",   "aten::hardsigmoid_", "aten::threshold_",
-      "aten::clamp_",       "aten::clamp_min_",   "aten::clamp_max_",   "aten::pow_",         "aten::addcmul_",
-      "aten::addcdiv_",     "aten::addmm_",       "aten::addmv_",       "aten::addbmm_",      "aten::baddbmm_",
-      "aten::addr_",        "aten::lerp_",        "aten::masked_fill_", "aten::index_fill_",  "aten::index_add_",
-      "aten::index_copy_",  "aten::index_put_",   "aten::scatter_",     "aten::scatter_add_", "aten::fill_",
-      "aten::zero_",        "aten::floor_",       "aten::ceil_",        "aten::round_",       "aten::trunc_",
-      "aten::sign_",        "aten::erf_",         "aten::erfc_",        "aten::remainder_",   "aten::fmod_",
-      "aten::tril_",        "aten::triu_",        "aten::xlogy_",       "aten::atan2_",       "aten::hypot_",
-      "aten::nan_to_num_",  "aten::bitwise_and_", "aten::bitwise_or_",  "aten::bitwise_xor_", "aten::bitwise_not_",
-      "aten::floor_divide_"};
-  return names.count(in_place) > 0;
-}
-
 // Views that can be made again on other memory. (reshape, contiguous and the like may copy: not among them.)
 bool is_plain_view(const Node& node) {
   return node.is_call() && operator_facts(node.target()).plain_view && node.num_results() <= kMaxViewResults;
@@ -75,9 +52,11 @@ Node* scatter(Graph& g, const Node& view, Value* base, Value* piece) {
 }
 
 std::optional<c10::OperatorHandle> pure_twin(const Node& node) {
-  if (!has_pure_twin(node.op_name())) return std::nullopt;
+  const std::string_view in_place = node.op_name();
+  if (!in_place.ends_with('_') || !operator_facts(in_place.substr(0, in_place.size() - 1)).in_place_alike)
+    return std::nullopt;
   std::string name = node.target();
-  name.erase(node.op_name().size() - 1, 1);
+  name.erase(in_place.size() - 1, 1);
   auto op = try_find_operator(name);
   if (!op) return std::nullopt;
   const auto& a = node.schema();

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from .. import _C
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
 from .._state import CONSTANT, state_of
@@ -85,17 +86,18 @@ def _graph_for(handle: str, args: tuple, kwargs: dict) -> Any:
         if not captured.is_tensor:
             output = captured.engine.graph.nodes[-1]
             captured.is_tensor = [isinstance(a, tuple) and a[:1] == ("value",) for a in output.args]
-        _refuse_packed_sequences(captured.engine)
+        _refuse_sizes_from_values(captured.engine)
     _last[handle] = captured
     return captured
 
 
-def _refuse_packed_sequences(engine: Any) -> None:
+def _refuse_sizes_from_values(engine: Any) -> None:
     for node in engine.graph.nodes:
-        if node.op == "call_function" and node.target in ("aten::_pack_padded_sequence", "aten::_pad_packed_sequence"):
+        facts = _C.operator_facts(node.target) if node.op == "call_function" else None
+        if facts and facts["sizes_from_values"]:
             raise Error(
-                f"the module packs sequences ({node.target}): sizes in it are values of a tensor, which torch.compile does "
-                "not know while it compiles",
+                f"sizes of what {node.target} returns are values of a tensor, which torch.compile does not know while it "
+                "compiles",
                 kind=ErrorKind.DataDependent,
                 remedy="call the transformed module as it is, without torch.compile, or pad the sequences and mask the "
                 "result",
