@@ -11,6 +11,7 @@
 #include <string>
 
 #include "benchmarks/measure.h"
+#include "examples/gpt.h"
 #include "plumb/autograd/stage_backward.h"
 #include "plumb/core/freed_memory.h"
 #include "plumb/pipeline/runtime.h"
@@ -29,64 +30,34 @@ struct Shape {
   int64_t width, heads, sequence, vocabulary, layers;
 };
 
-// A pre-norm transformer layer.
-struct Layer {
-  Tensors p;
-  int64_t width, heads;
-
-  explicit Layer(const Shape& shape) : width(shape.width), heads(shape.heads) {
-    const int64_t d = width;
-    auto weight = [](int64_t a, int64_t b) { return (at::randn({a, b}) / std::sqrt(double(b))).requires_grad_(true); };
-    auto zeros = [](int64_t n) { return at::zeros({n}).requires_grad_(true); };
-    auto ones = [](int64_t n) { return at::ones({n}).requires_grad_(true); };
-    p = {ones(d), zeros(d), weight(3 * d, d), zeros(3 * d), weight(d, d),     zeros(d),
-         ones(d), zeros(d), weight(4 * d, d), zeros(4 * d), weight(d, 4 * d), zeros(d)};
-  }
-
-  at::Tensor operator()(at::Tensor x) const {
-    const int64_t b = x.size(0), t = x.size(1);
-    auto split = at::linear(at::layer_norm(x, {width}, p[0], p[1]), p[2], p[3]).split(width, -1);
-    auto by_head = [&](const at::Tensor& z) { return z.view({b, t, heads, width / heads}).transpose(1, 2); };
-    auto a = at::scaled_dot_product_attention(by_head(split[0]), by_head(split[1]), by_head(split[2]), {}, 0.0, true);
-    x = x + at::linear(a.transpose(1, 2).reshape({b, t, width}), p[4], p[5]);
-    auto h = at::linear(at::layer_norm(x, {width}, p[6], p[7]), p[8], p[9]);
-    return x + at::linear(at::gelu(h), p[10], p[11]);
-  }
-};
-
-// Layers [first, last) of a GPT, with its embedding and its head where they belong. All weights of the whole model are
-// drawn, so that every stage is the same however the model is cut.
+// Layers [first, last) of the GPT, with its embedding and its head where they belong. All weights of the whole model
+// are drawn, so that every stage is the same however the model is cut; those of other stages go.
 std::shared_ptr<plumb::StageFunction> gpt_stage(const Shape& shape, int64_t first, int64_t last) {
   at::manual_seed(1);
+  example::GPT model(example::GPTOptions{shape.vocabulary, shape.width, shape.layers, shape.heads, shape.sequence});
   std::vector<plumb::NamedTensor> named;
-  std::vector<Layer> mine;
-  auto words = (at::randn({shape.vocabulary, shape.width}) * 0.02).requires_grad_(true);
-  auto places = (at::randn({shape.sequence, shape.width}) * 0.02).requires_grad_(true);
-  for (int64_t i = 0; i < shape.layers; ++i) {
-    Layer layer(shape);
-    if (i < first || i >= last) continue;
-    for (size_t k = 0; k < layer.p.size(); ++k) {
-      named.push_back({"layers." + std::to_string(i) + "." + std::to_string(k), layer.p[k]});
-    }
-    mine.push_back(std::move(layer));
+  auto take = [&](const std::string& prefix, const torch::nn::Module& module) {
+    for (const auto& item : module.named_parameters()) named.push_back({prefix + item.key(), item.value()});
+  };
+  std::vector<std::function<at::Tensor(const at::Tensor&)>> steps;
+  if (first == 0) {
+    take("tok.", *model->tok), take("pos.", *model->pos);
+    steps.emplace_back([tok = model->tok, pos = model->pos](const at::Tensor& ids) mutable {
+      return tok(ids) + pos(at::arange(ids.size(1), at::kLong));
+    });
   }
-  auto gain = at::ones({shape.width}).requires_grad_(true), shift = at::zeros({shape.width}).requires_grad_(true);
-  auto head = (at::randn({shape.vocabulary, shape.width}) / std::sqrt(double(shape.width))).requires_grad_(true);
-  const bool begins = first == 0, ends = last == shape.layers;
-  if (begins) {
-    named.push_back({"words", words});
-    named.push_back({"places", places});
+  for (int64_t i = first; i < last; ++i) {
+    const auto block = model->blocks->ptr<example::BlockImpl>(i);
+    take("blocks." + std::to_string(i) + ".", *block);
+    steps.emplace_back([block](const at::Tensor& x) { return block->forward(x); });
   }
-  if (ends) {
-    named.push_back({"norm.weight", gain});
-    named.push_back({"norm.bias", shift});
-    named.push_back({"head", head});
+  if (last == shape.layers) {
+    take("ln.", *model->ln), take("head.", *model->head);
+    steps.emplace_back([ln = model->ln, head = model->head](const at::Tensor& x) mutable { return head(ln(x)); });
   }
-  auto forward = [=](const Tensors& in) -> Tensors {
-    auto x = in[0];
-    if (begins) x = at::embedding(words, x) + places;
-    for (const auto& layer : mine) x = layer(x);
-    if (ends) x = at::linear(at::layer_norm(x, {shape.width}, gain, shift), head);
+  auto forward = [steps](const Tensors& in) -> Tensors {
+    at::Tensor x = in[0];
+    for (const auto& step : steps) x = step(x);
     return {x};
   };
   return std::make_shared<plumb::LambdaStage>(forward, named);
@@ -112,16 +83,13 @@ extern "C" {
 int stage_backward_halves(int64_t width, int64_t heads, int64_t batch, int64_t sequence, int64_t layers, int64_t rounds,
                           double* out) try {
   plumb::keep_freed_memory();
-  const Shape shape{width, heads, sequence, 1, layers};
-  std::vector<Layer> stack;
-  for (int64_t i = 0; i < layers; ++i) stack.emplace_back(shape);
-  Tensors parameters;
-  for (const auto& layer : stack) parameters.insert(parameters.end(), layer.p.begin(), layer.p.end());
+  torch::nn::Sequential stack;
+  for (int64_t i = 0; i < layers; ++i) stack->push_back(example::Block(width, heads));
+  const Tensors parameters = stack->parameters();
   const auto input = at::randn({batch, sequence, width}), gradient = at::randn({batch, sequence, width});
   auto run = [&](bool halves, double& seconds, double& first, Tensors& grads) {
     plumb::InputBoundary boundary({input}, {true});
-    auto x = boundary.inputs()[0];
-    for (const auto& layer : stack) x = layer(x);
+    const auto x = stack->forward(boundary.inputs()[0]);
     for (const auto& p : parameters) p.mutable_grad() = at::Tensor();
     const double begin = thread_seconds();
     if (halves) {

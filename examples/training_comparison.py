@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gpt import GPT
 from torch import nn
 from torch.nn import functional as F
 
@@ -49,36 +50,12 @@ COLOURS = ["C7", "C0", "C1", "C1", "C3", "C3", "C5", "C5", "C4", "C2", "C2"]
 LENGTH, WIDTH, LAYERS, HEADS = 48, 64, 2, 2
 
 
-class Block(nn.Module):
+class Gpt(GPT):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        b, t, _ = x.shape
-        q, k, v = (y.view(b, t, HEADS, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, t, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Gpt(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        nn.init.normal_(self.token.weight, std=0.02)
-        nn.init.normal_(self.position.weight, std=0.02)
-        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)
-        self.register_buffer("places", torch.arange(LENGTH))
+        super().__init__(256, WIDTH, LAYERS, HEADS, LENGTH, bias=True, std=0.02)
 
     def forward(self, x, y):
-        h = self.token(x) + self.position(self.places)
-        for block in self.blocks:
-            h = block(h)
-        return F.cross_entropy(self.head(self.norm(h)).view(-1, 256), y.reshape(-1))
+        return super().forward(x, y)[1]
 
 
 class Convnet(nn.Module):

@@ -42,14 +42,14 @@ TEST_F(TrackedGpt, IsARowForEveryMeasuredTensorWithParametersUnderTheirModules) 
     }
     return nullptr;
   };
-  const ScaleRow* weight = find("h.0.attn.qkv", "weight");
+  const ScaleRow* weight = find("blocks.0.qkv", "weight");
   ASSERT_TRUE(weight && weight->fwd && weight->bwd);
   EXPECT_EQ(weight->op, "parameter");
   EXPECT_EQ(weight->fwd->numel, 3 * 32 * 32);
-  EXPECT_NEAR(weight->fwd->std, plain_->state().get("h.0.attn.qkv.weight").tensor.std().item<double>(), 1e-6);
+  EXPECT_NEAR(weight->fwd->std, plain_->state().get("blocks.0.qkv.weight").tensor.std().item<double>(), 1e-6);
   EXPECT_FALSE(weight->fwd->exponents.empty());
   EXPECT_GE(weight->bwd->underflow.value(), 0);
-  const ScaleRow* linear = find("h.0.attn.qkv", "qkv0");
+  const ScaleRow* linear = find("blocks.0.qkv", "qkv0");
   ASSERT_TRUE(linear);
   EXPECT_EQ(linear->op, "aten::linear");
 }

@@ -5,6 +5,7 @@
 
 #include "plumb/capture/fake_result.h"
 #include "plumb/core/error.h"
+#include "tests/gpt_graph.h"
 #include "tests/zoo.h"
 
 namespace plumb {
@@ -119,6 +120,29 @@ TEST(Zoo, GPTTied) {
   auto g = check(zoo::GPT(50, 16, 2, 4, 32, true), ids(2, 8, 50));
   EXPECT_TRUE(g->state().get("tok.weight").tensor.is_same(g->state().get("head.weight").tensor));
 }
+TEST(Zoo, TheGPTAsATextIsTheSameModel) {
+  for (const bool tied : {false, true}) {
+    testing_models::GptConfig config{.tied = tied};
+    example::GPT model(
+        example::GPTOptions{config.vocabulary, config.width, config.layers, config.heads, config.length, tied});
+    auto text = testing_models::gpt(config);
+    const auto parameters = model->named_parameters();
+    ASSERT_EQ(text->state().size(), parameters.size() + (tied ? 1 : 0)) << "tied names are two in a state";
+    for (const auto& item : parameters) {
+      at::NoGradGuard no_grad;
+      text->state().get(item.key()).tensor.copy_(item.value());
+    }
+    const auto inputs = testing_models::gpt_inputs(config);
+    const at::Tensor loss = text->run(inputs)[0].toTensor();
+    const at::Tensor wanted = model->forward(inputs[0].toTensor(), inputs[1].toTensor());
+    EXPECT_TRUE(at::equal(loss, wanted));
+    loss.backward();
+    wanted.backward();
+    for (const auto& item : parameters)
+      EXPECT_TRUE(at::equal(text->state().get(item.key()).tensor.grad(), item.value().grad())) << item.key();
+  }
+}
+
 TEST(Zoo, GPTWithDropout) {
   torch::manual_seed(0);
   check(zoo::GPT(50, 16, 2, 4, 32, false, 0.2), ids(2, 8, 50));

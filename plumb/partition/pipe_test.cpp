@@ -43,8 +43,8 @@ TEST(Pipe, ForwardTrainsThroughAllStages) {
   auto pipe = pipeline(*whole);
   auto loss = pipe->run(gpt_inputs())[0].toTensor();
   loss.backward();
-  EXPECT_TRUE(pipe->stage(0)->state().get("embed.weight").tensor.grad().defined());
-  EXPECT_TRUE(pipe->stage(0)->state().get("embed.weight").tensor.is_same(whole->state().get("embed.weight").tensor));
+  EXPECT_TRUE(pipe->stage(0)->state().get("tok.weight").tensor.grad().defined());
+  EXPECT_TRUE(pipe->stage(0)->state().get("tok.weight").tensor.is_same(whole->state().get("tok.weight").tensor));
   EXPECT_EQ(pipe->parameters().size(), whole->state().size() - 1) << "all but the unused one";
 }
 
@@ -164,7 +164,7 @@ TEST(StageBytes, AStageComesBackWhole) {
     EXPECT_EQ(package.table.stages, pipe->table().stages);
     EXPECT_EQ(package.table.replicated, pipe->table().replicated);
     EXPECT_EQ(package.table.loss_output, 0u);
-    EXPECT_EQ(package.input_names, (std::vector<std::string>{"tokens", "targets"}));
+    EXPECT_EQ(package.input_names, (std::vector<std::string>{"ids", "targets"}));
     for (const Attr& attr : pipe->stage(s)->state()) {
       const Attr& back = package.module->state().get(attr.name);
       EXPECT_TRUE(same(attr.tensor.detach(), back.tensor.detach()) &&

@@ -35,8 +35,8 @@ TEST(Split, GptAtMarksEqualsTheWhole) {
   ASSERT_EQ(pipe->stage_inputs(0).size(), 1u);
   EXPECT_EQ(pipe->stage_inputs(0)[0].source, (PortSource{PortSource::kPipelineInput, 0}));
   EXPECT_EQ(pipe->stage_inputs(3)[0].source, (PortSource{PortSource::kPipelineInput, 1}));
-  EXPECT_THAT(pipe->stage(1)->state().names(AttrKind::Parameter), testing::Each(testing::StartsWith("layers.1.")));
-  EXPECT_EQ(pipe->stage(1)->state().size(), 9u);
+  EXPECT_THAT(pipe->stage(1)->state().names(AttrKind::Parameter), testing::Each(testing::StartsWith("blocks.1.")));
+  EXPECT_EQ(pipe->stage(1)->state().size(), 12u);
 }
 
 TEST(Split, GptWithDropoutDrawsTheSameMasks) {
@@ -45,18 +45,18 @@ TEST(Split, GptWithDropoutDrawsTheSameMasks) {
 
 TEST(Split, TiedWeightsAreReplicatedWithSummedGradients) {
   auto pipe = expect_equals_whole(*gpt(2, true, true), {}, gpt_inputs(), 3);
-  EXPECT_THAT(pipe->replicated_params(), ElementsAre(ReplicatedParam{{0, "embed.weight"}, {2, "head.weight"}}));
-  const auto& first = pipe->stage(0)->state().get("embed.weight").tensor;
+  EXPECT_THAT(pipe->replicated_params(), ElementsAre(ReplicatedParam{{0, "tok.weight"}, {2, "head.weight"}}));
+  const auto& first = pipe->stage(0)->state().get("tok.weight").tensor;
   const auto& second = pipe->stage(2)->state().get("head.weight").tensor;
   EXPECT_FALSE(first.is_same(second));
   EXPECT_TRUE(same(first.grad(), second.grad()));
   const State merged = pipe->merge_state_dict();
-  EXPECT_TRUE(merged.get("embed.weight").tensor.is_same(merged.get("head.weight").tensor));
+  EXPECT_TRUE(merged.get("tok.weight").tensor.is_same(merged.get("head.weight").tensor));
   // Copies that were trained apart are no one model any more.
   at::NoGradGuard guard;
   second.add_(1);
   EXPECT_THAT(error_of([&] { pipe->merge_state_dict(); }),
-              HasSubstr("'embed.weight' in stage 0 and of 'head.weight' in stage 2 differ"));
+              HasSubstr("'tok.weight' in stage 0 and of 'head.weight' in stage 2 differ"));
 }
 
 TEST(Split, TiedWeightsAreTransmittedOnRequest) {
@@ -67,34 +67,34 @@ TEST(Split, TiedWeightsAreTransmittedOnRequest) {
   EXPECT_FALSE(pipe->stage(2)->state().contains("head.weight"));
   EXPECT_EQ(pipe->stage_inputs(2)[1].source.stage, 0);
   options = {};
-  options.multi_use_by_name = {{"embed.weight", MultiUse::Transmit}, {"head.weight", MultiUse::Transmit}};
+  options.multi_use_by_name = {{"tok.weight", MultiUse::Transmit}, {"head.weight", MultiUse::Transmit}};
   expect_equals_whole(*gpt(2, true, true), options, gpt_inputs(), 3);
-  options.multi_use_by_name = {{"embd.weight", MultiUse::Transmit}};
-  EXPECT_THAT(error_of([&] { pipeline(*gpt(1, true, true), options); }), HasSubstr("'embd.weight'"));
+  options.multi_use_by_name = {{"tk.weight", MultiUse::Transmit}};
+  EXPECT_THAT(error_of([&] { pipeline(*gpt(1, true, true), options); }), HasSubstr("'tk.weight'"));
 }
 
 TEST(Split, AtModuleNamesByStackOrByParameterNames) {
   for (bool stacks : {true, false}) {
     SplitOptions options;
-    options.points = {{"layers.1", SplitPoint::Beginning}, {"layers.1", SplitPoint::End}};
+    options.points = {{"blocks.1", SplitPoint::Beginning}, {"blocks.1", SplitPoint::End}};
     auto pipe = expect_equals_whole(*gpt(3, false, false, stacks), options, gpt_inputs(), 3);
-    EXPECT_THAT(pipe->stage(1)->state().names(AttrKind::Parameter), testing::Each(testing::StartsWith("layers.1.")));
+    EXPECT_THAT(pipe->stage(1)->state().names(AttrKind::Parameter), testing::Each(testing::StartsWith("blocks.1.")));
     // By stack the residual add belongs to the layer; by parameters the layer ends with the last node that uses one.
-    EXPECT_EQ(pipe->stage_inputs(2)[1].name, stacks ? "h2" : "r1");
+    EXPECT_EQ(pipe->stage_inputs(2)[1].name, stacks ? "y1" : "mid1");
   }
   SplitOptions options;
-  options.points = {{"layer.1", SplitPoint::Beginning}};
+  options.points = {{"block.1", SplitPoint::Beginning}};
   EXPECT_THAT(error_of([&] { pipeline(*gpt(1, false, false), options); }),
-              HasSubstr("no operator of the graph belongs to a module 'layer.1'"));
-  EXPECT_THAT(error_of([&] { pipeline(*gpt(1, false, false), options); }), HasSubstr("layers.0.down"));
+              HasSubstr("no operator of the graph belongs to a module 'block.1'"));
+  EXPECT_THAT(error_of([&] { pipeline(*gpt(1, false, false), options); }), HasSubstr("blocks.0.down"));
 }
 
 TEST(Split, ModuleNamesAreWholeNamesNotPrefixes) {
   SplitOptions options;
-  options.points = {{"layers.1", SplitPoint::Beginning}};
+  options.points = {{"blocks.1", SplitPoint::Beginning}};
   auto pipe = expect_equals_whole(*gpt(12, false, false, true), options, gpt_inputs(), 2);
-  EXPECT_TRUE(pipe->stage(1)->state().contains("layers.1.up.bias"));
-  EXPECT_TRUE(pipe->stage(1)->state().contains("layers.10.up.bias"));
+  EXPECT_TRUE(pipe->stage(1)->state().contains("blocks.1.up.bias"));
+  EXPECT_TRUE(pipe->stage(1)->state().contains("blocks.10.up.bias"));
 }
 
 TEST(Split, ByPolicy) {
@@ -238,7 +238,7 @@ TEST(Split, LeavesTheModuleAsItIs) {
   const auto hash = whole->graph().hash();
   pipeline(*whole);
   EXPECT_EQ(whole->graph().hash(), hash);
-  EXPECT_EQ(whole->state().size(), 22u);
+  EXPECT_EQ(whole->state().size(), 30u);
 }
 
 TEST(Split, NestedGraphsAreCutLikeOthers) {

@@ -5,6 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/partition/split.h"
+#include "tests/gpt_graph.h"
 
 namespace plumb::partition_testing {
 
@@ -12,81 +13,22 @@ inline void parameter(State& state, const std::string& name, at::IntArrayRef siz
   state.add({name, AttrKind::Parameter, (at::randn(sizes) * 0.3).requires_grad_()});
 }
 
-// A GPT: tokens and targets to a loss; `tied`: the head is the embedding. Marks before every layer but the first, and
-// before the head if `marks`; module stacks if `stacks`.
+constexpr testing_models::GptConfig kSmallGpt{.width = 8, .heads = 2, .length = 6, .batch = 3, .vocabulary = 11};
+
+// A small GPT with a parameter that nobody uses.
 inline std::shared_ptr<GraphModule> gpt(int layers, bool tied, bool marks, bool stacks = false, double dropout = 0.0) {
   at::manual_seed(7);
-  State state;
-  parameter(state, "embed.weight", {11, 8});
-  parameter(state, "position.weight", {6, 8});
-  auto in = [&](const std::string& path, const std::string& type) {
-    return stacks ? " in \"\":\"GPT\" \"" + path + "\":\"" + type + "\"\n" : std::string("\n");
-  };
-  std::string text = R"(graph {
-    %tokens: i64[3, 6] = placeholder "tokens"
-    %targets: i64[3, 6] = placeholder "targets"
-    %we = get_attr "embed.weight"
-    %e = aten::embedding(%we, %tokens))" +
-                     in("embed", "Embedding");
-  text += "%n: int = aten::sym_size.int(%tokens, 1)\n%ids = aten::arange(6)\n%wp = get_attr \"position.weight\"\n";
-  text += "%p = aten::embedding(%wp, %ids)" + in("position", "Embedding") + "%h0 = aten::add.Tensor(%e, %p)" +
-          in("", "GPT");
-  for (int l = 0; l < layers; ++l) {
-    const std::string path = "layers." + std::to_string(l), i = std::to_string(l);
-    for (const char* norm : {"norm1", "norm2"}) {
-      state.add({path + "." + norm + ".weight", AttrKind::Parameter, at::ones({8}).requires_grad_()});
-      state.add({path + "." + norm + ".bias", AttrKind::Parameter, at::zeros({8}).requires_grad_()});
-    }
-    parameter(state, path + ".qkv.weight", {24, 8});
-    parameter(state, path + ".proj.weight", {8, 8});
-    parameter(state, path + ".up.weight", {16, 8});
-    parameter(state, path + ".up.bias", {16});
-    parameter(state, path + ".down.weight", {8, 16});
-    if (marks && l > 0) text += "plumb::pipe_split()\n";
-    auto get = [&](const std::string& v, const std::string& name) {
-      text += "%" + v + i + " = get_attr \"" + path + "." + name + "\"\n";
-    };
-    get("n1w", "norm1.weight"), get("n1b", "norm1.bias");
-    text += "%a" + i + " = aten::layer_norm(%h" + i + ", [8], %n1w" + i + ", %n1b" + i + ")" +
-            in(path + ".norm1", "LayerNorm");
-    get("qw", "qkv.weight");
-    text += "%q" + i + " = aten::linear(%a" + i + ", %qw" + i + ")" + in(path + ".qkv", "Linear");
-    text += "[%qq" + i + ", %qk" + i + ", %qv" + i + "] = aten::chunk(%q" + i + ", 3, -1)" + in(path, "Block");
-    text += "%s" + i + " = aten::scaled_dot_product_attention(%qq" + i + ", %qk" + i + ", %qv" + i +
-            ", is_causal=True)" + in(path, "Block");
-    get("pw", "proj.weight");
-    text += "%o" + i + " = aten::linear(%s" + i + ", %pw" + i + ")" + in(path + ".proj", "Linear");
-    text += "%od" + i + " = aten::dropout(%o" + i + ", " + std::to_string(dropout) + ", True)" + in(path, "Block");
-    text += "%r" + i + " = aten::add.Tensor(%h" + i + ", %od" + i + ")" + in(path, "Block");
-    get("n2w", "norm2.weight"), get("n2b", "norm2.bias");
-    text += "%b" + i + " = aten::layer_norm(%r" + i + ", [8], %n2w" + i + ", %n2b" + i + ")" +
-            in(path + ".norm2", "LayerNorm");
-    get("uw", "up.weight"), get("ub", "up.bias");
-    text += "%u" + i + " = aten::linear(%b" + i + ", %uw" + i + ", %ub" + i + ")" + in(path + ".up", "Linear");
-    text += "%g" + i + " = aten::gelu(%u" + i + ")" + in(path, "Block");
-    get("dw", "down.weight");
-    text += "%d" + i + " = aten::linear(%g" + i + ", %dw" + i + ")" + in(path + ".down", "Linear");
-    text += "%h" + std::to_string(l + 1) + " = aten::add.Tensor(%r" + i + ", %d" + i + ")" + in(path, "Block");
-  }
-  if (marks) text += "plumb::pipe_split()\n";
-  if (tied) {
-    state.add({"head.weight", AttrKind::Parameter, state.get("embed.weight").tensor});
-  } else {
-    parameter(state, "head.weight", {11, 8});
-  }
-  state.add({"unused.weight", AttrKind::Parameter, at::ones({2}).requires_grad_()});
-  const std::string last = std::to_string(layers);
-  text += "%wh = get_attr \"head.weight\"\n%logits = aten::linear(%h" + last + ", %wh)" + in("head", "Linear");
-  text += "%flat = aten::view(%logits, [-1, 11])\n%tf = aten::view(%targets, [-1])\n";
-  text += "%loss = aten::cross_entropy_loss(%flat, %tf)\noutput(%loss, %logits)\n}";
-  Graph graph = parse_graph(text);
-  return std::make_shared<GraphModule>(std::move(graph), std::move(state), TreeSpec::positional_inputs(2),
-                                       TreeSpec::tuple({TreeSpec::leaf(), TreeSpec::leaf()}));
+  testing_models::GptConfig config = kSmallGpt;
+  config.layers = layers, config.tied = tied, config.marks = marks, config.stacks = stacks, config.dropout = dropout;
+  auto module = testing_models::gpt(config);
+  module->state().add({"unused.weight", AttrKind::Parameter, at::ones({2}).requires_grad_()});
+  module->sync_module();
+  return module;
 }
 
 inline std::vector<c10::IValue> gpt_inputs() {
   at::manual_seed(11);
-  return {at::randint(11, {3, 6}, at::kLong), at::randint(11, {3, 6}, at::kLong)};
+  return testing_models::gpt_inputs(kSmallGpt);
 }
 
 inline bool same(const at::Tensor& a, const at::Tensor& b) {

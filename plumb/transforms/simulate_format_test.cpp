@@ -277,7 +277,7 @@ TEST(SimulateFormat, MatchesPatterns) {
 TEST(SimulateFormat, RunsFromTheTableOfPasses) {
   auto module = gpt();
   EXPECT_TRUE(
-      run_pass(find_pass("simulate_format"), *module, {{"fwd", "e4m3fn"}, {"exclude", "h.0.*"}}, nullptr, true));
+      run_pass(find_pass("simulate_format"), *module, {{"fwd", "e4m3fn"}, {"exclude", "blocks.0.*"}}, nullptr, true));
   EXPECT_THROW(run_pass(find_pass("simulate_format"), *module, {{"srbits", "many"}}), Error);
 }
 

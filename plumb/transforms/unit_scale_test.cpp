@@ -298,14 +298,12 @@ TEST(UnitScale, GivesWeightsUnitVarianceAndZeroesBiasesInACopy) {
 }
 
 TEST(UnitScale, ScalesATiedWeightOnce) {
-  GptConfig config;
   at::manual_seed(0);
-  auto module = gpt(config);
-  module->state().add({"head.weight", AttrKind::Parameter, module->state().get("wte.weight").tensor});
+  auto module = gpt();
   auto scaled = unit_scale(module);
-  EXPECT_NEAR(scaled->state().get("wte.weight").tensor.std().item<double>(), 1.0, 1e-5);
-  EXPECT_TRUE(scaled->state().get("head.weight").tensor.is_same(scaled->state().get("wte.weight").tensor));
-  EXPECT_EQ(scaled->reports.back().find(ReportKind::Weight, "wte.weight")->reason, "also named head.weight");
+  EXPECT_NEAR(scaled->state().get("tok.weight").tensor.std().item<double>(), 1.0, 1e-5);
+  EXPECT_TRUE(scaled->state().get("head.weight").tensor.is_same(scaled->state().get("tok.weight").tensor));
+  EXPECT_EQ(scaled->reports.back().find(ReportKind::Weight, "tok.weight")->reason, "also named head.weight");
 }
 
 TEST(UnitScale, RescalesAWeightWithItsOperatorsOrNotAtAll) {
@@ -357,7 +355,7 @@ TEST(UnitScale, KeepsParametersOfAGraphCapturedAgain) {
   auto scaled = unit_scale(module, options);
   for (const Attr& attr : module->state())
     EXPECT_TRUE(attr.tensor.is_same(scaled->state().get(attr.name).tensor)) << attr.name;
-  EXPECT_EQ(scaled->mup.at("h.0.mlp.up.weight").type, MupType::Weight);
+  EXPECT_EQ(scaled->mup.at("blocks.0.up.weight").type, MupType::Weight);
 }
 
 // --- the whole
@@ -386,7 +384,7 @@ TEST(UnitScale, FindsBothResidualLayersOfEveryBlock) {
   ASSERT_EQ(residual.size(), 4u);
   for (size_t i = 0; i < 4; ++i) EXPECT_EQ(*residual[i]->tau, i % 2 == 0 ? 0.01 : 0.5);
   EXPECT_EQ(report.find(ReportKind::Replaced, "x0")->to, "plumb::add");
-  EXPECT_EQ(report.find(ReportKind::Replaced, "qkv0")->module, "h.0.attn.qkv");
+  EXPECT_EQ(report.find(ReportKind::Replaced, "qkv0")->module, "blocks.0.qkv");
   EXPECT_NE(report.find(ReportKind::Unconstrained, "logits"), nullptr);
   EXPECT_EQ(report.find(ReportKind::Unconstrained, "up1"), nullptr);
   EXPECT_THAT(report.to_json(), HasSubstr("\"tau\": 0.01"));
@@ -479,8 +477,8 @@ TEST(UnitScale, ChoosesTausByDepth) {
   ASSERT_EQ(residual.size(), 4u);
   // Four branches, each with variance 1/2 next to what came before: tau^2 = (1/2) / (1 + i/2).
   for (size_t i = 0; i < 4; ++i) EXPECT_NEAR(*residual[i]->tau, std::sqrt(0.5 / (1 + 0.5 * double(i))), 1e-12);
-  EXPECT_EQ(scaled->mup.at("h.0.mlp.up.weight").scaling_depth, 4);
-  EXPECT_EQ(scaled->mup.at("wte.weight").scaling_depth, std::nullopt);
+  EXPECT_EQ(scaled->mup.at("blocks.0.up.weight").scaling_depth, 4);
+  EXPECT_EQ(scaled->mup.at("tok.weight").scaling_depth, std::nullopt);
   const auto taus = depth_taus({true, false}, 2.0, 3.0);
   EXPECT_NEAR(taus[0] / taus[1] * std::sqrt(1 / (1 + taus[0] * taus[0])), 3.0, 1e-12) << "the ratio of what both add";
 }

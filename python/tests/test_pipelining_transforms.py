@@ -9,38 +9,10 @@ from plumb.formats import FPFormat
 from plumb.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
 from plumb.pipelining.schedules import get_schedule_class
 from torch import nn
+from zoo import GPT
 
 import plumb
 from plumb.transforms import simulate_format, track_scales, unit_scale
-
-
-class Block(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        batch, steps, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, steps, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
-        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(heads.transpose(1, 2).reshape(batch, steps, width))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-class Gpt(nn.Module):
-    def __init__(self, layers=4, width=16):
-        super().__init__()
-        self.tok, self.pos = nn.Embedding(32, width), nn.Embedding(16, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 32, bias=False)
-
-    def forward(self, ids):
-        x = self.tok(ids) + self.pos.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def rounded(module):
@@ -58,7 +30,7 @@ SPEC = {"blocks.2": SplitPoint.BEGINNING}
 
 def model():
     torch.manual_seed(0)
-    return Gpt()
+    return GPT(vocab=32, layers=4, h=2, context=16)
 
 
 def data():
@@ -112,7 +84,7 @@ def test_a_transformed_model_is_cut_at_its_modules(name, called):
     pipe = pipeline(whole, (ids,), split_spec=SPEC)
     assert pipe.num_stages == 2
     weights = [{n for n, _ in pipe.get_stage_module(s).named_parameters()} for s in range(2)]
-    assert "blocks.1.down.weight" in weights[0] and "blocks.2.norm1.weight" in weights[1] and not weights[0] & weights[1]
+    assert "blocks.1.mlp.2.weight" in weights[0] and "blocks.2.ln1.weight" in weights[1] and not weights[0] & weights[1]
     for _ in range(2):  # nothing in the stages changes the weights
         kept = {n: p.detach().clone() for n, p in whole.named_parameters()}
         assert torch.equal(pipe(ids)[0], whole(ids))

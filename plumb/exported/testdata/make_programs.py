@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[3] / "examples"))
+from gpt import GPT, Block  # noqa: E402
+
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 torch.set_num_threads(1)
@@ -36,48 +39,7 @@ def program(**options):
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    def __init__(self, width, heads, dropout=0.0):
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-
-    def forward(self, x):
-        b, t, c = x.shape
-        q, k, v = self.qkv(x).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        return self.proj(y.transpose(1, 2).reshape(b, t, c))
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads, dropout):
-        super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = Attention(width, heads, dropout)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
-
-    def forward(self, x):
-        x = x + self.attn(self.ln1(x))
-        return x + self.mlp(self.ln2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, tied, dropout=0.0, vocab=40, width=32, layers=2):
-        super().__init__()
-        self.tok, self.pos = nn.Embedding(vocab, width), nn.Embedding(16, width)
-        self.blocks = nn.ModuleList(Block(width, 4, dropout) for _ in range(layers))
-        self.ln = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
-        if tied:
-            self.head.weight = self.tok.weight
-
-    def forward(self, tokens, targets):
-        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.ln(x))
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+SMALL = dict(vocab=40, d=32, context=16)
 
 
 def gpt_inputs():
@@ -91,22 +53,22 @@ def linear():
 
 @program()
 def gpt():
-    return GPT(tied=False), gpt_inputs(), {}
+    return GPT(**SMALL), gpt_inputs(), {}
 
 
 @program()
 def gpt_tied():
-    return GPT(tied=True), gpt_inputs(), {}
+    return GPT(tied=True, **SMALL), gpt_inputs(), {}
 
 
 @program()
 def gpt_dropout():
-    return GPT(tied=False, dropout=0.3), gpt_inputs(), {}
+    return GPT(dropout=0.3, **SMALL), gpt_inputs(), {}
 
 
 @program(dynamic=({0: Dim("batch", min=1, max=64), 1: Dim("time", min=2, max=16)},) * 2, other=lambda: (torch.randint(40, (3, 5)), torch.randint(40, (3, 5))))
 def gpt_dynamic():
-    return GPT(tied=True), gpt_inputs(), {}
+    return GPT(tied=True, **SMALL), gpt_inputs(), {}
 
 
 @program()
@@ -336,7 +298,7 @@ def autocast():
 
 @program()
 def bfloat16():
-    return GPT(tied=True).bfloat16(), gpt_inputs(), {}
+    return GPT(tied=True, **SMALL).bfloat16(), gpt_inputs(), {}
 
 
 @program()
