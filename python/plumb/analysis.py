@@ -178,6 +178,50 @@ def _draw_ranges(axes: "Axes", formats: Sequence[Union[str, FPFormat]], rows: in
         previous = x
 
 
+def _draw_error_bars(axes: "Axes", row: dict[Node, int], directions: Sequence[str]) -> None:
+    for n in row:
+        for d in directions:
+            low, high = _point(n, d, "abs_min"), _point(n, d, "abs_max")
+            if _visible(high):
+                start = low if _visible(low) else high
+                axes.plot([start, high], [row[n] + _SHIFT[d]] * 2, color=_PALE[d], linewidth=1, marker="|", zorder=1)
+
+
+def _draw_at_the_edges(axes: "Axes", row: dict[Node, int], left_out: Iterable, ends: Tuple[float, float], zeros: bool) -> dict:
+    """Writes values that a logarithmic axis does not have at its ends; answers where each stands."""
+    spots = {}
+    for n, d, value in left_out:
+        if math.isnan(value) or math.isinf(value):
+            logger.warning("%s (%s) is %s", n.meta["clean_name"], _SPOKEN[d], value)
+        if zeros or not value == 0:
+            spots[n, d] = ends[1] if math.isinf(value) else ends[0]
+            text = "0" if value == 0 else str(value)
+            axes.annotate(text, (spots[n, d], row[n] + _SHIFT[d]), color=_COLOURS[d], va="center", size=8)
+    return spots
+
+
+def _draw_arrows(axes: "Axes", row: dict[Node, int], directions: Sequence[str], spots: dict) -> None:
+    for n in row:
+        for source in n.all_input_nodes:
+            for d in directions:
+                if (n, d) in spots and (source, d) in spots:
+                    a, b = (source, n) if d == "fwd" else (n, source)
+                    axes.annotate(
+                        "", xy=(spots[b, d], row[b] + _SHIFT[d]), xytext=(spots[a, d], row[a] + _SHIFT[d]), zorder=2,
+                        arrowprops={"arrowstyle": "->", "color": _COLOURS[d], "linewidth": 0.8, "shrinkA": 2, "shrinkB": 2},
+                    )  # fmt: skip
+
+
+def _draw_legend(axes: "Axes", nodes: Sequence[Node], directions: Sequence[str]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=_COLOURS[d], marker="o", linestyle="", label=_SPOKEN[d]) for d in directions]
+    if any(n.meta["requires_grad"] for n in nodes):
+        handles.append(Line2D([], [], color="grey", marker="v", linestyle="", label="weight tensor"))
+    if handles:
+        axes.legend(handles=handles, loc="upper right")
+
+
 def plot(
     g: Graph,
     title: str = "",
@@ -207,7 +251,6 @@ def plot(
     Returns the axes.
     """
     import matplotlib.pyplot as plt
-    from matplotlib.lines import Line2D
 
     if metric in Metrics.full_names():
         metric = Metrics.names()[Metrics.full_names().index(metric)]
@@ -224,47 +267,19 @@ def plot(
     ax.set_xscale("log", base=2)
     ax.set_ylim(len(nodes), -1)
 
-    spots: dict[tuple[Node, str], float] = {}
-    left_out = []
-    for n in nodes:
-        for d in directions:
-            value = _point(n, d, metric)
-            if _visible(value):
-                spots[n, d] = value  # type: ignore[assignment]
-            elif value is not None:
-                left_out.append((n, d, value))
-    ends = [x for x in spots.values()]
+    measured = [(n, d, value) for n in nodes for d in directions if (value := _point(n, d, metric)) is not None]
+    spots = {(n, d): value for n, d, value in measured if _visible(value)}
+    low = xmin if xmin is not None else min(spots.values(), default=2.0**-16) / 4
+    high = xmax if xmax is not None else max(spots.values(), default=2.0**16) * 4
     if show_error_bars:
-        for n in nodes:
-            for d in directions:
-                low, high = _point(n, d, "abs_min"), _point(n, d, "abs_max")
-                if not _visible(high):
-                    continue
-                start = low if _visible(low) else high
-                ax.plot([start, high], [row[n] + _SHIFT[d]] * 2, color=_PALE[d], linewidth=1, marker="|", zorder=1)
-    low = xmin if xmin is not None else min(ends, default=2.0**-16) / 4
-    high = xmax if xmax is not None else max(ends, default=2.0**16) * 4
-    for n, d, value in left_out:
-        if math.isnan(value) or math.isinf(value):
-            logger.warning("%s (%s) is %s", n.meta["clean_name"], _SPOKEN[d], value)
-        if show_zero_tensors or not value == 0:
-            spots[n, d] = high if math.isinf(value) else low
-            text = "0" if value == 0 else str(value)
-            ax.annotate(text, (spots[n, d], row[n] + _SHIFT[d]), color=_COLOURS[d], va="center", size=8)
-
+        _draw_error_bars(ax, row, directions)
+    left_out = [each for each in measured if not _visible(each[2])]
+    spots |= _draw_at_the_edges(ax, row, left_out, (low, high), show_zero_tensors)
     for (n, d), x in spots.items():
         marker = "v" if n.meta["requires_grad"] else "o"
         ax.plot([x], [row[n] + _SHIFT[d]], color=_COLOURS[d], marker=marker, markersize=5, zorder=3)
     if show_arrows:
-        for n in nodes:
-            for source in n.all_input_nodes:
-                for d in directions:
-                    if (n, d) in spots and (source, d) in spots:
-                        a, b = (source, n) if d == "fwd" else (n, source)
-                        ax.annotate(
-                            "", xy=(spots[b, d], row[b] + _SHIFT[d]), xytext=(spots[a, d], row[a] + _SHIFT[d]), zorder=2,
-                            arrowprops={"arrowstyle": "->", "color": _COLOURS[d], "linewidth": 0.8, "shrinkA": 2, "shrinkB": 2},
-                        )  # fmt: skip
+        _draw_arrows(ax, row, directions, spots)
     _draw_ranges(ax, formats, len(nodes))
     ax.set_xlim(low, high)
     ax.set_yticks(range(len(nodes)))
@@ -274,11 +289,7 @@ def plot(
     ax.set_xlabel(Metrics.get_full_name(metric))
     if title:
         ax.set_title(title, fontweight="bold")
-    handles = [Line2D([], [], color=_COLOURS[d], marker="o", linestyle="", label=_SPOKEN[d]) for d in directions]
-    if any(n.meta["requires_grad"] for n in nodes):
-        handles.append(Line2D([], [], color="grey", marker="v", linestyle="", label="weight tensor"))
-    if handles:
-        ax.legend(handles=handles, loc="upper right")
+    _draw_legend(ax, nodes, directions)
     return ax
 
 

@@ -9,7 +9,7 @@ from plumb.formats import FPFormat
 from plumb.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
 from plumb.pipelining.schedules import get_schedule_class
 from torch import nn
-from zoo import GPT
+from zoo import GPT, Block
 
 import plumb
 from plumb.transforms import simulate_format, track_scales, unit_scale
@@ -107,13 +107,13 @@ class Outer(nn.Module):
 def test_a_transformed_part_of_a_model_is_captured_and_cut_with_its_modules():
     torch.manual_seed(0)
     ids = data()[0][:2]
-    whole = Outer(unit_scale(nn.Sequential(Block(), Block())))
+    whole = Outer(unit_scale(nn.Sequential(Block(16, 2), Block(16, 2))))
     twin = copy.deepcopy(whole)
     captured = plumb.capture(whole, ids)
     expected = twin(ids)
     assert torch.equal(captured(ids), expected) and torch.equal(whole(ids), expected)
     paths = {n.module_path for n in captured.graph.nodes if n.target == "plumb::linear"}
-    assert {"inner.0.qkv", "inner.1.down"} <= paths
+    assert {"inner.0.qkv", "inner.1.mlp.2"} <= paths
     pipe = pipeline(whole, (ids,), split_spec={"inner.1": SplitPoint.BEGINNING})
     assert pipe.num_stages == 2 and torch.equal(pipe(ids)[0], expected)
     assert "inner.1.qkv.weight" in dict(pipe.get_stage_module(1).named_parameters())
@@ -138,7 +138,7 @@ def test_a_cut_at_a_module_that_is_not_called_is_an_error():
 def test_stages_are_transformed_one_by_one(name):
     transform = TRANSFORMS[name]
     torch.manual_seed(0)
-    parts = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    parts = [nn.Sequential(Block(16, 2), Block(16, 2)) for _ in range(2)]
     twins = [transform(copy.deepcopy(part)) for part in parts]
     mine = [transform(part) for part in parts]
     x, target = torch.randn(8, 6, 16), torch.randn(8, 6, 16)
