@@ -13,6 +13,7 @@
 #include "plumb/core/error.h"
 #include "plumb/exported/weights.h"
 #include "plumb/exported/zip_file.h"
+#include "plumb/graph/names.h"
 
 namespace plumb {
 namespace {
@@ -32,31 +33,13 @@ struct Object {
   at::ScalarType dtype = at::kByte;
 };
 
-const std::unordered_map<std::string, at::ScalarType>& storage_types() {
-  static const std::unordered_map<std::string, at::ScalarType> types = {
-      {"torch FloatStorage", at::kFloat},
-      {"torch DoubleStorage", at::kDouble},
-      {"torch HalfStorage", at::kHalf},
-      {"torch BFloat16Storage", at::kBFloat16},
-      {"torch LongStorage", at::kLong},
-      {"torch IntStorage", at::kInt},
-      {"torch ShortStorage", at::kShort},
-      {"torch CharStorage", at::kChar},
-      {"torch ByteStorage", at::kByte},
-      {"torch BoolStorage", at::kBool},
-      {"torch ComplexFloatStorage", at::kComplexFloat},
-      {"torch ComplexDoubleStorage", at::kComplexDouble},
-      {"torch.storage UntypedStorage", at::kByte},
-      {"torch uint16", at::kUInt16},
-      {"torch uint32", at::kUInt32},
-      {"torch uint64", at::kUInt64},
-      {"torch float8_e4m3fn", at::kFloat8_e4m3fn},
-      {"torch float8_e5m2", at::kFloat8_e5m2},
-      {"torch float8_e4m3fnuz", at::kFloat8_e4m3fnuz},
-      {"torch float8_e5m2fnuz", at::kFloat8_e5m2fnuz},
-      {"torch float8_e8m0fnu", at::kFloat8_e8m0fnu},
-  };
-  return types;
+// The dtype of "torch FloatStorage", "torch uint16" and the like.
+std::optional<at::ScalarType> dtype_of_global(std::string_view name) {
+  if (name == "torch.storage UntypedStorage") return at::kByte;
+  for (const DtypeNames& n : all_dtype_names()) {
+    if (name == "torch " + std::string(n.storage.empty() ? n.torch : n.storage)) return n.dtype;
+  }
+  return std::nullopt;
 }
 
 class Machine {
@@ -230,8 +213,8 @@ class Machine {
     if (id.kind != Object::Tuple || id.items.size() < 5 || text(*id.items[0]) != "storage")
       fail("unknown kind of persistent object");
     const Object& type = *id.items[1];
-    auto known = storage_types().find(type.kind == Object::Global ? type.text : "");
-    if (known == storage_types().end()) fail("unknown storage type '" + type.text + "'");
+    const auto known = dtype_of_global(type.kind == Object::Global ? type.text : "");
+    if (!known) fail("unknown storage type '" + type.text + "'");
     const std::string& key = text(*id.items[2]);
     const ZipEntry& record = zip_.get("data/" + key);
     at::Tensor& bytes = storages_[key];
@@ -241,7 +224,7 @@ class Machine {
     }
     make(Object::Storage);
     top()->bytes = bytes;
-    top()->dtype = known->second;
+    top()->dtype = *known;
   }
 
   void reduce() {
@@ -254,9 +237,9 @@ class Machine {
     if ((name == "torch._utils _rebuild_tensor_v2" || name == "torch._utils _rebuild_tensor") && items.size() >= 4) {
       tensor(*items[0], items, items[0]->dtype);
     } else if (name == "torch._utils _rebuild_tensor_v3" && items.size() >= 7) {
-      auto dtype = storage_types().find(items[6]->kind == Object::Global ? items[6]->text : "");
-      if (dtype == storage_types().end()) fail("unknown dtype '" + items[6]->text + "'");
-      tensor(*items[0], items, dtype->second);
+      const auto dtype = dtype_of_global(items[6]->kind == Object::Global ? items[6]->text : "");
+      if (!dtype) fail("unknown dtype '" + items[6]->text + "'");
+      tensor(*items[0], items, *dtype);
     } else if (name == "torch._utils _rebuild_parameter" && items.size() >= 2 && items[0]->kind == Object::Plain &&
                items[0]->value.isTensor()) {
       const Object& grad = *items[1];

@@ -7,37 +7,10 @@
 
 #include "plumb/core/error.h"
 #include "plumb/exported/sym_expr.h"
+#include "plumb/graph/names.h"
 
 namespace plumb::pt2 {
 namespace {
-
-struct DtypeRow {
-  int64_t number;
-  at::ScalarType dtype;
-};
-constexpr DtypeRow kDtypes[] = {
-    {1, at::kByte},
-    {2, at::kChar},
-    {3, at::kShort},
-    {4, at::kInt},
-    {5, at::kLong},
-    {6, at::kHalf},
-    {7, at::kFloat},
-    {8, at::kDouble},
-    {9, at::kComplexHalf},
-    {10, at::kComplexFloat},
-    {11, at::kComplexDouble},
-    {12, at::kBool},
-    {13, at::kBFloat16},
-    {28, at::kUInt16},
-    {29, at::kFloat8_e4m3fn},
-    {30, at::kFloat8_e5m2},
-    {31, at::kFloat8_e4m3fnuz},
-    {32, at::kFloat8_e5m2fnuz},
-    {33, at::kFloat8_e8m0fnu},
-    {34, at::kUInt32},
-    {35, at::kUInt64},
-};
 
 struct Row {
   int64_t number, torch;
@@ -118,16 +91,14 @@ TensorMeta read_type(const JsonDoc& doc, const Json& j, Spelling* spelling) {
 
 at::ScalarType read_dtype(const JsonDoc& doc, const Json& j) {
   const int64_t number = doc.integer(j);
-  for (const DtypeRow& row : kDtypes) {
-    if (row.number == number) return row.dtype;
+  for (const DtypeNames& names : all_dtype_names()) {
+    if (names.pt2 == number) return names.dtype;
   }
   doc.fail(j, "unknown dtype " + std::to_string(number));
 }
 
 int64_t write_dtype(at::ScalarType dtype) {
-  for (const DtypeRow& row : kDtypes) {
-    if (row.dtype == dtype) return row.number;
-  }
+  if (const DtypeNames* names = dtype_names(dtype)) return names->pt2;
   throw Error(ErrorKind::Unsupported, std::string("a .pt2 file has no number for dtype ") + at::toString(dtype));
 }
 

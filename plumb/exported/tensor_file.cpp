@@ -11,6 +11,7 @@
 #include "plumb/core/output_file.h"
 #include "plumb/exported/pickle_file.h"
 #include "plumb/exported/weights.h"
+#include "plumb/graph/names.h"
 
 namespace plumb {
 namespace {
@@ -18,16 +19,6 @@ namespace {
 [[noreturn]] void bad(const std::string& path, const std::string& what, const std::string& remedy = "") {
   throw Error(ErrorKind::BadFile, path + ": " + what, "", remedy);
 }
-
-struct NpyType {
-  const char* code;
-  at::ScalarType dtype;
-};
-constexpr NpyType kNpyTypes[] = {{"<f4", at::kFloat},        {"<f8", at::kDouble},        {"<f2", at::kHalf},
-                                 {"<i8", at::kLong},         {"<i4", at::kInt},           {"<i2", at::kShort},
-                                 {"|i1", at::kChar},         {"|u1", at::kByte},          {"|b1", at::kBool},
-                                 {"<u2", at::kUInt16},       {"<u4", at::kUInt32},        {"<u8", at::kUInt64},
-                                 {"<c8", at::kComplexFloat}, {"<c16", at::kComplexDouble}};
 
 // The value of a key in numpy's header, a Python dict: {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
 std::string header_field(const std::string& path, const std::string& header, const std::string& key) {
@@ -120,13 +111,17 @@ class Pickler {
       known = keys_.insert_or_assign(storage, storages_.size()).first;
       storages_.push_back(t);
     }
-    // Every type goes as bytes with its dtype beside, as newer torch does for the types that have no storage class.
-    const bool classic = storage_class(t.scalar_type()) != nullptr;
+    const DtypeNames* names = dtype_names(t.scalar_type());
+    if (!names)
+      throw Error(ErrorKind::Unsupported,
+                  std::string("tensors of dtype ") + at::toString(t.scalar_type()) + " cannot be saved");
+    // As newer torch does: types that have no storage class go as bytes with their dtype beside.
+    const bool classic = !names->storage.empty();
     global("torch._utils", classic ? "_rebuild_tensor_v2" : "_rebuild_tensor_v3");
     out_ += "((";
     text("storage");
     if (classic) {
-      global("torch", storage_class(t.scalar_type()));
+      global("torch", std::string(names->storage));
     } else {
       global("torch.storage", "UntypedStorage");
     }
@@ -141,41 +136,8 @@ class Pickler {
     out_ += given.requires_grad() ? '\x88' : '\x89';
     global("collections", "OrderedDict");
     out_ += ")R";
-    if (!classic) global("torch", dtype_name(t.scalar_type()));
+    if (!classic) global("torch", std::string(names->torch));
     out_ += "tR";
-  }
-
-  static const char* storage_class(at::ScalarType dtype) {
-    switch (dtype) {
-      case at::kFloat: return "FloatStorage";
-      case at::kDouble: return "DoubleStorage";
-      case at::kHalf: return "HalfStorage";
-      case at::kBFloat16: return "BFloat16Storage";
-      case at::kLong: return "LongStorage";
-      case at::kInt: return "IntStorage";
-      case at::kShort: return "ShortStorage";
-      case at::kChar: return "CharStorage";
-      case at::kByte: return "ByteStorage";
-      case at::kBool: return "BoolStorage";
-      case at::kComplexFloat: return "ComplexFloatStorage";
-      case at::kComplexDouble: return "ComplexDoubleStorage";
-      default: return nullptr;
-    }
-  }
-  static std::string dtype_name(at::ScalarType dtype) {
-    switch (dtype) {
-      case at::kUInt16: return "uint16";
-      case at::kUInt32: return "uint32";
-      case at::kUInt64: return "uint64";
-      case at::kFloat8_e4m3fn: return "float8_e4m3fn";
-      case at::kFloat8_e5m2: return "float8_e5m2";
-      case at::kFloat8_e4m3fnuz: return "float8_e4m3fnuz";
-      case at::kFloat8_e5m2fnuz: return "float8_e5m2fnuz";
-      case at::kFloat8_e8m0fnu: return "float8_e8m0fnu";
-      default:
-        throw Error(ErrorKind::Unsupported,
-                    std::string("tensors of dtype ") + at::toString(dtype) + " cannot be saved");
-    }
   }
 
   std::string out_;
@@ -247,10 +209,10 @@ at::Tensor load_npy(const std::string& path) {
   std::string header(length, '\0');
   file.read_at(header_end, header.data(), length);
   const std::string descr = header_field(path, header, "descr");
-  const NpyType* type = nullptr;
-  for (const NpyType& t : kNpyTypes) {
-    if (descr == t.code || (descr.size() == 3 && descr.substr(1) == std::string(t.code).substr(1) && t.code[0] == '|'))
-      type = &t;
+  const DtypeNames* type = nullptr;
+  for (const DtypeNames& n : all_dtype_names()) {
+    if (n.npy.empty()) continue;
+    if (descr == n.npy || (descr.size() == 3 && descr.substr(1) == n.npy.substr(1) && n.npy[0] == '|')) type = &n;
   }
   if (!type) bad(path, "holds numbers of type '" + descr + "'", "save it as little-endian floats or integers");
   if (header_field(path, header, "fortran_order") != "False")
@@ -282,17 +244,14 @@ at::Tensor load_npy(const std::string& path) {
 
 void save_npy(const at::Tensor& tensor, const std::string& path) {
   const at::Tensor t = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
-  const NpyType* type = nullptr;
-  for (const NpyType& row : kNpyTypes) {
-    if (row.dtype == t.scalar_type()) type = &row;
-  }
-  if (!type)
+  const DtypeNames* type = dtype_names(t.scalar_type());
+  if (!type || type->npy.empty())
     throw Error(ErrorKind::Unsupported, path + ": numpy has no type for " + at::toString(t.scalar_type()), "",
                 "convert to float32, or save to a .pt file");
   std::string shape;
   for (int64_t size : t.sizes()) shape += std::to_string(size) + ", ";
   std::string header =
-      "{'descr': '" + std::string(type->code) + "', 'fortran_order': False, 'shape': (" + shape + "), }";
+      "{'descr': '" + std::string(type->npy) + "', 'fortran_order': False, 'shape': (" + shape + "), }";
   header.append(63 - (10 + header.size()) % 64, ' ');
   header += '\n';
   std::string start("\x93NUMPY\x01\x00", 8);
