@@ -14,13 +14,13 @@ namespace plumb {
 namespace {
 
 struct Table {
-  std::vector<OperatorFacts> plain;  // rows of PlainOperators
+  std::vector<OperatorFacts> grouped;  // rows of OperatorGroup
   std::vector<const OperatorFacts*> rows;
   std::unordered_map<std::string_view, const OperatorFacts*> by_name;
 
   Table() {
-    for (const PlainOperators& operators : plain_operators()) add_plain(operators);
-    for (const OperatorFacts& facts : plain) rows.push_back(&facts);
+    for (const OperatorGroup& operators : operator_groups()) add_group(operators);
+    for (const OperatorFacts& facts : grouped) rows.push_back(&facts);
     for (const OperatorFacts& facts : operator_rows()) rows.push_back(&facts);
     std::sort(rows.begin(), rows.end(), [](const auto* a, const auto* b) { return a->name < b->name; });
     for (const OperatorFacts* facts : rows) {
@@ -29,12 +29,12 @@ struct Table {
     }
   }
 
-  void add_plain(const PlainOperators& operators) {
+  void add_group(const OperatorGroup& operators) {
     static std::deque<std::string>* full_names = new std::deque<std::string>;  // the rows refer to them
     for (std::string_view names = operators.names; !names.empty();) {
       const size_t end = std::min(names.find(' '), names.size());
-      plain.push_back(operators.facts);
-      plain.back().name = full_names->emplace_back(std::string(operators.space) += names.substr(0, end));
+      grouped.push_back(operators.facts);
+      grouped.back().name = full_names->emplace_back(std::string(operators.space) += names.substr(0, end));
       names.remove_prefix(std::min(end + 1, names.size()));
     }
   }

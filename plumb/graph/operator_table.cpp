@@ -47,7 +47,6 @@ constexpr OperatorFacts kRows[] = {
     {.name = "aten::addbmm", .in_place_alike = true, .contraction = {BatchProduct, {{"batch1"}, {"batch2", -2}}}},
     {.name = "aten::bilinear", .contraction = {Bilinear, {{"input1"}, {"input2"}, {"weight"}}}},
     {.name = "aten::einsum", .may_alias = true, .contraction = {Einsum, {{"tensors"}}}},
-    {.name = "aten::scaled_dot_product_attention", .draws_with = "dropout_p", .contraction = kAttention},
     // "convolution" says by an argument whether it is transposed: who needs that asks the node.
     {.name = "aten::convolution", .contraction = {Convolution, {{"input", 1}, {"weight", 1}}, 1}},
     {.name = "aten::_convolution", .contraction = {Convolution, {{"input", 1}, {"weight", 1}}, 1}},
@@ -95,114 +94,30 @@ constexpr OperatorFacts kRows[] = {
      .writes_if = "training"},
 
     // --- random ---
-    {.name = "aten::dropout", .may_alias = true, .draws_if = "train"},
-    {.name = "aten::feature_dropout", .may_alias = true, .draws_if = "train"},
-    {.name = "aten::alpha_dropout", .may_alias = true, .draws_if = "train"},
-    {.name = "aten::feature_alpha_dropout", .may_alias = true, .draws_if = "train"},
-    {.name = "aten::native_dropout", .may_alias = true, .draws_if = "train"},
     {.name = "aten::dropout_", .draws_if = "train"},
     {.name = "aten::feature_dropout_", .draws_if = "train"},
     {.name = "aten::alpha_dropout_", .draws_if = "train"},
     {.name = "aten::feature_alpha_dropout_", .draws_if = "train"},
     {.name = "aten::rrelu", .draws_if = "training"},
     {.name = "aten::rrelu_", .draws_if = "training"},
-    {.name = "aten::_scaled_dot_product_attention_math", .draws_with = "dropout_p", .contraction = kAttention},
-    {.name = "aten::_scaled_dot_product_cudnn_attention", .draws_with = "dropout_p", .contraction = kAttention},
-    {.name = "aten::_scaled_dot_product_efficient_attention", .draws_with = "dropout_p", .contraction = kAttention},
-    {.name = "aten::_scaled_dot_product_flash_attention", .draws_with = "dropout_p", .contraction = kAttention},
-    {.name = "aten::_scaled_dot_product_flash_attention_for_cpu", .draws_with = "dropout_p", .contraction = kAttention},
-    {.name = "aten::_scaled_dot_product_fused_attention_overrideable",
-     .draws_with = "dropout_p",
-     .contraction = kAttention},
     {.name = "aten::_fused_sdp_choice", .draws_with = "dropout_p"},
-    {.name = "aten::_cudnn_attention_forward", .refused = kOneLibrary, .draws_with = "dropout_p"},
-    {.name = "aten::_efficient_attention_forward", .refused = kOneLibrary, .draws_with = "dropout_p"},
-    {.name = "aten::_flash_attention_forward", .refused = kOneLibrary, .draws_with = "dropout_p"},
-    {.name = "aten::_flash_attention_forward_no_dropout_inplace", .refused = kOneLibrary, .draws_with = "dropout_p"},
-    {.name = "aten::_scaled_dot_product_attention_math_for_mps", .refused = kOneLibrary, .draws_with = "dropout_p"},
-    {.name = "aten::_triton_scaled_dot_attention", .refused = kOneLibrary, .draws_with = "dropout_p"},
-    {.name = "aten::_fill_mem_eff_dropout_mask_", .refused = kOneLibrary, .draws_with = "dropout_p"},
     {.name = "plumb::dropout", .draws_if = "train"},
     {.name = "plumb::native_dropout", .draws_if = "train"},
 
     // --- operators that pass their argument through ---
-    {.name = "aten::alias", .passes_through = true, .rearranges = true, .plain_view = true},
-    {.name = "aten::chunk", .passes_through = true, .plain_view = true},
-    {.name = "aten::clone", .passes_through = true, .rearranges = true},
-    {.name = "aten::contiguous", .passes_through = true, .rearranges = true},
-    {.name = "aten::detach", .passes_through = true, .plain_view = true},
     {.name = "aten::diagonal", .plain_view = true},
-    {.name = "aten::expand", .passes_through = true, .plain_view = true},
-    {.name = "aten::expand_as", .passes_through = true, .plain_view = true},
-    {.name = "aten::flatten", .passes_through = true, .rearranges = true},
-    {.name = "aten::lift_fresh", .passes_through = true},
-    {.name = "aten::mT", .passes_through = true, .rearranges = true, .plain_view = true},
-    {.name = "aten::matrix_H", .passes_through = true},
-    {.name = "aten::movedim", .passes_through = true, .rearranges = true, .plain_view = true},
-    {.name = "aten::narrow", .passes_through = true, .plain_view = true},
-    {.name = "aten::numpy_T", .passes_through = true, .rearranges = true, .plain_view = true},
-    {.name = "aten::permute", .passes_through = true, .rearranges = true, .plain_view = true},
-    {.name = "aten::resolve_conj", .passes_through = true},
-    {.name = "aten::resolve_neg", .passes_through = true},
-    {.name = "aten::reshape", .passes_through = true, .rearranges = true},
-    {.name = "aten::reshape_as", .passes_through = true, .rearranges = true},
-    {.name = "aten::select", .passes_through = true, .plain_view = true},
-    {.name = "aten::slice", .passes_through = true, .plain_view = true},
-    {.name = "aten::split", .passes_through = true, .plain_view = true},
-    {.name = "aten::split_with_sizes", .passes_through = true, .plain_view = true},
-    {.name = "aten::squeeze", .passes_through = true, .rearranges = true, .plain_view = true},
-    {.name = "aten::swapaxes", .passes_through = true, .rearranges = true, .plain_view = true},
-    {.name = "aten::swapdims", .passes_through = true, .rearranges = true},
-    {.name = "aten::t", .passes_through = true, .rearranges = true, .plain_view = true},
-    {.name = "aten::tensor_split", .passes_through = true},
-    {.name = "aten::to", .passes_through = true},
-    {.name = "aten::_to_copy", .passes_through = true},
-    {.name = "aten::transpose", .passes_through = true, .rearranges = true, .plain_view = true},
     {.name = "aten::type_as", .may_alias = true, .passes_through = true},
-    {.name = "aten::unbind", .passes_through = true, .plain_view = true},
-    {.name = "aten::unflatten", .passes_through = true, .rearranges = true},
     {.name = "aten::unfold", .plain_view = true},
-    {.name = "aten::unsqueeze", .passes_through = true, .rearranges = true, .plain_view = true},
-    {.name = "aten::_unsafe_view", .passes_through = true, .rearranges = true},
-    {.name = "aten::view", .passes_through = true, .rearranges = true, .plain_view = true},
-    {.name = "aten::view_as", .passes_through = true, .rearranges = true, .plain_view = true},
     {.name = "plumb::quantise", .passes_through = true},
     {.name = "plumb::simulate_format", .passes_through = true},
     {.name = "plumb::track", .has_effects = true, .passes_through = true},
     {.name = "plumb::track_rounded", .has_effects = true, .passes_through = true},
     {.name = "plumb::track_traced", .has_effects = true},
 
-    // --- may hand an input back, and no schema says so ---
-    {.name = "aten::atleast_1d", .may_alias = true},
-    {.name = "aten::atleast_2d", .may_alias = true},
-    {.name = "aten::atleast_3d", .may_alias = true},
-    {.name = "aten::broadcast_tensors", .may_alias = true},
-    {.name = "aten::cartesian_prod", .may_alias = true},
-    {.name = "aten::chain_matmul", .may_alias = true},
-    {.name = "aten::conj_physical", .may_alias = true},
-    {.name = "aten::flatten_dense_tensors", .may_alias = true},
-    {.name = "aten::meshgrid", .may_alias = true},
-    {.name = "aten::pad", .may_alias = true},
-    {.name = "aten::rms_norm", .may_alias = true},
-    {.name = "aten::sum_to_size", .may_alias = true},
-    {.name = "aten::unsafe_chunk", .may_alias = true},
-
     // --- memory as it was found ---
-    {.name = "aten::empty", .uninitialised = true},
-    {.name = "aten::empty_like", .uninitialised = true},
-    {.name = "aten::empty_permuted", .uninitialised = true},
-    {.name = "aten::empty_strided", .uninitialised = true},
-    {.name = "aten::new_empty", .uninitialised = true},
-    {.name = "aten::new_empty_strided", .uninitialised = true},
-    {.name = "aten::resize_", .uninitialised = true},
     {.name = "aten::empty_quantized", .refused = kQuantised, .uninitialised = true},
 
     // --- values and sizes that depend on data ---
-    {.name = "aten::item", .reads_value = true},
-    {.name = "aten::_local_scalar_dense", .reads_value = true},
-    {.name = "aten::is_nonzero", .reads_value = true},
-    {.name = "aten::equal", .reads_value = true},
-    {.name = "aten::allclose", .reads_value = true},
     {.name = "aten::q_scale", .refused = kQuantised, .reads_value = true},
     {.name = "aten::q_zero_point", .refused = kQuantised, .reads_value = true},
     {.name = "aten::_choose_qparams_per_tensor", .refused = kQuantised, .reads_value = true},
@@ -228,26 +143,6 @@ constexpr OperatorFacts kRows[] = {
      .refused = "it calls Python functions of this process by their number",
      .opaque = true},
 
-    // --- backward passes ---
-    {.name = "plumb::add_backward", .refused = kTrustsSaved},
-    {.name = "plumb::attention_scale_backward", .refused = kTrustsSaved},
-    {.name = "plumb::conv1d_backward", .refused = kTrustsSaved},
-    {.name = "plumb::conv2d_backward", .refused = kTrustsSaved},
-    {.name = "plumb::conv3d_backward", .refused = kTrustsSaved},
-    {.name = "plumb::cross_entropy_backward", .refused = kTrustsSaved},
-    {.name = "plumb::dropout_backward", .refused = kTrustsSaved},
-    {.name = "plumb::embedding_backward", .refused = kTrustsSaved},
-    {.name = "plumb::gelu_backward", .refused = kTrustsSaved},
-    {.name = "plumb::layer_norm_backward", .refused = kTrustsSaved},
-    {.name = "plumb::linear_backward", .refused = kTrustsSaved},
-    {.name = "plumb::linear_readout_backward", .refused = kTrustsSaved},
-    {.name = "plumb::matmul_backward", .refused = kTrustsSaved},
-    {.name = "plumb::mse_loss_backward", .refused = kTrustsSaved},
-    {.name = "plumb::rms_norm_backward", .refused = kTrustsSaved},
-    {.name = "plumb::silu_backward", .refused = kTrustsSaved},
-    {.name = "plumb::silu_glu_backward", .refused = kTrustsSaved},
-    {.name = "plumb::softmax_backward", .refused = kTrustsSaved},
-
     // --- whole namespaces ---
     {.name = "_c10d_functional::", .refused = kCommunication, .has_effects = true},
     {.name = "_c10d_functional_autograd::", .refused = kCommunication, .has_effects = true},
@@ -271,7 +166,56 @@ constexpr OperatorFacts kRows[] = {
     {.name = "sparse::", .refused = kSparse},
 };
 
-constexpr PlainOperators kPlain[] = {
+constexpr OperatorGroup kGroups[] = {
+    // --- random ---
+    {"aten::",
+     "scaled_dot_product_attention _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention "
+     "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
+     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable",
+     {.draws_with = "dropout_p", .contraction = kAttention}},
+    {"aten::",
+     "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout",
+     {.may_alias = true, .draws_if = "train"}},
+    {"aten::",
+     "_cudnn_attention_forward _efficient_attention_forward _flash_attention_forward "
+     "_flash_attention_forward_no_dropout_inplace _scaled_dot_product_attention_math_for_mps "
+     "_triton_scaled_dot_attention _fill_mem_eff_dropout_mask_",
+     {.refused = kOneLibrary, .draws_with = "dropout_p"}},
+
+    // --- operators that pass their argument through ---
+    {"aten::",
+     "alias mT movedim numpy_T permute squeeze swapaxes t transpose unsqueeze view view_as",
+     {.passes_through = true, .rearranges = true, .plain_view = true}},
+    {"aten::",
+     "chunk detach expand expand_as narrow select slice split split_with_sizes unbind",
+     {.passes_through = true, .plain_view = true}},
+    {"aten::",
+     "clone contiguous flatten reshape reshape_as swapdims unflatten _unsafe_view",
+     {.passes_through = true, .rearranges = true}},
+    {"aten::", "lift_fresh matrix_H resolve_conj resolve_neg tensor_split to _to_copy", {.passes_through = true}},
+
+    // --- may return an input, and no schema says so ---
+    {"aten::",
+     "atleast_1d atleast_2d atleast_3d broadcast_tensors cartesian_prod chain_matmul conj_physical "
+     "flatten_dense_tensors meshgrid pad rms_norm sum_to_size unsafe_chunk",
+     {.may_alias = true}},
+
+    // --- memory as it was found ---
+    {"aten::",
+     "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_",
+     {.uninitialised = true}},
+
+    // --- values that the program takes ---
+    {"aten::", "item _local_scalar_dense is_nonzero equal allclose", {.reads_value = true}},
+
+    // --- backward passes ---
+    {"plumb::",
+     "add_backward attention_scale_backward conv1d_backward conv2d_backward conv3d_backward cross_entropy_backward "
+     "dropout_backward embedding_backward gelu_backward layer_norm_backward linear_backward linear_readout_backward "
+     "matmul_backward mse_loss_backward rms_norm_backward silu_backward silu_glu_backward softmax_backward",
+     {.refused = kTrustsSaved}},
+
+    // --- operators that a file may name, and no more ---
     {"aten::",
      "__and__ __iand__ __ilshift__ __ior__ __irshift__ __ixor__ __lshift__ __or__ __rshift__ __xor__ "
      "_adaptive_avg_pool2d _adaptive_avg_pool3d _add_relu _aminmax _assert_async _assert_scalar "
@@ -379,6 +323,7 @@ constexpr PlainOperators kPlain[] = {
      "nan_to_num neg pow reciprocal relu relu6 remainder round rsqrt scatter scatter_add sigmoid sign silu sin sinh "
      "sqrt square sub tan tanh threshold tril triu trunc xlogy zero",
      {.in_place_alike = true}},
+
     {"prims::",
      "abs acos acosh add amax amin as_strided as_strided_scatter asin asinh atan atan2 atanh bessel_i0 bessel_i0e "
      "bessel_i1 bessel_i1e bessel_j0 bessel_j1 bitwise_and bitwise_not bitwise_or bitwise_xor broadcast_in_dim cat "
@@ -428,7 +373,7 @@ constexpr std::string_view kTorchs[] = {"aten",     "prim",      "prims",    "c1
 }  // namespace
 
 std::span<const OperatorFacts> operator_rows() { return kRows; }
-std::span<const PlainOperators> plain_operators() { return kPlain; }
+std::span<const OperatorGroup> operator_groups() { return kGroups; }
 std::span<const RefusedFamily> refused_families() { return kFamilies; }
 
 bool is_torch_namespace(std::string_view space) {

@@ -10,16 +10,16 @@ namespace plumb {
 
 constexpr const char* kTrustsSaved = "its kernel takes what a forward pass saved on trust";
 
-// Operators about which there is something to say, and whole namespaces.
+// Operators with a row of their own, and whole namespaces.
 std::span<const OperatorFacts> operator_rows();
 
-// Operators that a file may name, with equal rows.
-struct PlainOperators {
+// Operators of one namespace whose rows are equal.
+struct OperatorGroup {
   std::string_view space;    // "aten::"
   std::string_view names;    // apart by spaces
   OperatorFacts facts = {};  // of each of them, but for the name
 };
-std::span<const PlainOperators> plain_operators();
+std::span<const OperatorGroup> operator_groups();
 
 // Why operators without a row are refused, by how their names begin: for the message.
 struct RefusedFamily {
