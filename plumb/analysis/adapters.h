@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "plumb/analysis/scale_chart.h"
-#include "plumb/analysis/table.h"
 #include "plumb/analysis/timeline_chart.h"
+#include "plumb/core/table.h"
 #include "plumb/numerics/metrics.h"
 #include "plumb/pipeline/timeline.h"
 #include "plumb/schedule/simulate.h"

@@ -7,7 +7,7 @@
 
 #include "plumb/analysis/line_chart.h"
 #include "plumb/analysis/scale_chart.h"
-#include "plumb/analysis/table.h"
+#include "plumb/core/table.h"
 #include "plumb/numerics/format.h"
 #include "plumb/recording/history.h"
 #include "plumb/transforms/scales_graph.h"

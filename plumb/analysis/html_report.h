@@ -12,8 +12,8 @@
 
 #include "plumb/analysis/history_view.h"
 #include "plumb/analysis/line_chart.h"
-#include "plumb/analysis/table.h"
 #include "plumb/analysis/timeline_chart.h"
+#include "plumb/core/table.h"
 
 namespace plumb {
 

@@ -5,8 +5,8 @@
 #include <nlohmann/json.hpp>
 
 #include "plumb/analysis/svg.h"
-#include "plumb/analysis/table.h"
 #include "plumb/core/error.h"
+#include "plumb/core/table.h"
 
 namespace plumb {
 namespace {

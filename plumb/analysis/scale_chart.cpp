@@ -7,8 +7,8 @@
 #include <unordered_map>
 
 #include "plumb/analysis/svg.h"
-#include "plumb/analysis/table.h"
 #include "plumb/core/error.h"
+#include "plumb/core/table.h"
 
 namespace plumb {
 namespace {

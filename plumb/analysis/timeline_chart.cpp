@@ -6,8 +6,8 @@
 #include <set>
 
 #include "plumb/analysis/svg.h"
-#include "plumb/analysis/table.h"
 #include "plumb/core/error.h"
+#include "plumb/core/table.h"
 
 namespace plumb {
 namespace {

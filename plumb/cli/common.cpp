@@ -6,6 +6,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
 #include "plumb/core/output_file.h"
+#include "plumb/core/table.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/split.h"
 
@@ -146,32 +147,15 @@ std::string type_text(const std::optional<TensorMeta>& meta) {
 
 std::string type_text(const at::Tensor& tensor) { return type_text(TensorMeta::of(tensor)); }
 
-std::string columns(const std::vector<std::vector<std::string>>& rows) {
+std::string columns(std::vector<std::vector<std::string>> rows) {
   constexpr size_t kWidest = 60;
-  std::vector<size_t> widths;
-  for (const auto& row : rows) {
-    widths.resize(std::max(widths.size(), row.size()));
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], std::min(row[i].size(), kWidest));
-  }
-  std::string text;
-  for (size_t r = 0; r < rows.size(); ++r) {
-    std::string line, under;
-    for (size_t i = 0; i < rows[r].size(); ++i) {
-      std::string cell = rows[r][i];
+  for (auto& row : rows) {
+    for (std::string& cell : row) {
       if (cell.size() > kWidest) cell.replace(kWidest - 3, std::string::npos, "...");
-      line += cell + std::string(widths[i] - cell.size() + 2, ' ');
-      under += std::string(widths[i], '-') + "  ";
     }
-    text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
-    if (r == 0) text += under.substr(0, under.find_last_not_of(' ') + 1) + "\n";
   }
-  return text;
-}
-
-std::string number_text(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.4g", value);
-  return text;
+  Table table{rows.at(0), {rows.begin() + 1, rows.end()}};
+  return to_text(table);
 }
 
 }  // namespace plumb::cli

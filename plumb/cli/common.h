@@ -52,10 +52,7 @@ at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IVal
 std::string type_text(const std::optional<TensorMeta>& meta);
 std::string type_text(const at::Tensor& tensor);
 
-// Columns padded to their widest cell, first row underlined; cells longer than 60 are cut.
-std::string columns(const std::vector<std::vector<std::string>>& rows);
-
-// Four significant digits.
-std::string number_text(double value);
+// The text of a table whose first row is the header; cells longer than 60 are cut.
+std::string columns(std::vector<std::vector<std::string>> rows);
 
 }  // namespace plumb::cli

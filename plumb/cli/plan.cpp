@@ -13,6 +13,7 @@
 #include "plumb/cli/common.h"
 #include "plumb/cli/cut.h"
 #include "plumb/core/error.h"
+#include "plumb/core/table.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/stage_costs.h"
 #include "plumb/schedule/compare.h"
@@ -73,15 +74,15 @@ StageCosts costs_of_file(const PlanArguments& o, const GraphModule& module, int 
 }
 
 std::string seconds_text(double value, bool seconds) {
-  if (!seconds) return number_text(value);
-  return value >= 1      ? number_text(value) + " s"
-         : value >= 1e-3 ? number_text(value * 1e3) + " ms"
-                         : number_text(value * 1e6) + " us";
+  if (!seconds) return short_number(value);
+  return value >= 1      ? short_number(value) + " s"
+         : value >= 1e-3 ? short_number(value * 1e3) + " ms"
+                         : short_number(value * 1e6) + " us";
 }
 
 std::string memory_text(double value, bool bytes) {
-  if (!bytes) return number_text(value);
-  return value >= 1e9 ? number_text(value / 1073741824.0) + " GiB" : number_text(value / 1048576.0) + " MiB";
+  if (!bytes) return short_number(value);
+  return value >= 1e9 ? short_number(value / 1073741824.0) + " GiB" : short_number(value / 1048576.0) + " MiB";
 }
 
 nlohmann::json to_json(const ScheduleChoice& c) {

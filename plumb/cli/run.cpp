@@ -6,6 +6,7 @@
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/inputs.h"
+#include "plumb/core/table.h"
 #include "plumb/exported/tensor_file.h"
 
 namespace plumb::cli {
@@ -45,7 +46,7 @@ nlohmann::json describe(const std::string& name, const c10::IValue& value) {
 std::string cell(const nlohmann::json& j, const char* key) {
   const auto it = j.find(key);
   if (it == j.end()) return "";
-  return it->is_number() ? number_text(it->get<double>()) : it->is_string() ? it->get<std::string>() : it->dump();
+  return it->is_number() ? short_number(it->get<double>()) : it->is_string() ? it->get<std::string>() : it->dump();
 }
 
 std::string table(const nlohmann::json& entries) {

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include "plumb/cli/inputs.h"
+#include "plumb/core/table.h"
 #include "plumb/exported/tensor_file.h"
 
 namespace plumb::cli {
@@ -23,7 +24,7 @@ void check_memory(int64_t batch, double bytes_of_row) {
   const double needs = static_cast<double>(batch) * bytes_of_row;
   const double has = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGE_SIZE));
   if (needs <= has) return;
-  auto gib = [](double bytes) { return number_text(bytes / (1 << 30)) + " GiB"; };
+  auto gib = [](double bytes) { return short_number(bytes / (1 << 30)) + " GiB"; };
   throw UsageError("--batch: the inputs of a step of " + std::to_string(batch) + " rows need " + gib(needs) +
                        ", this machine has " + gib(has),
                    "a smaller --batch, or fewer --microbatches");

@@ -19,6 +19,7 @@
 #include "plumb/cli/signals.h"
 #include "plumb/cli/timeline.h"
 #include "plumb/core/error.h"
+#include "plumb/core/table.h"
 #include "plumb/partition/split.h"
 #include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/graph_stage.h"
@@ -248,7 +249,7 @@ int train_rank(const TrainOptions& o, const std::function<void(const nlohmann::j
       event({{"step", step}, {"steps", o.steps}, {"loss", loss}, {"seconds", seconds}});
       if (!std::isfinite(loss)) {
         throw Error(ErrorKind::Numerics,
-                    "the loss of step " + std::to_string(step) + " is " + number_text(loss) +
+                    "the loss of step " + std::to_string(step) + " is " + short_number(loss) +
                         ": training ended, its weights are not saved",
                     "", "a smaller --lr, or plumb track to see where numbers grow");
       }

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "plumb/core/error.h"
+#include "plumb/core/table.h"
 #include "plumb/partition/assign.h"
 #include "plumb/partition/memory_sets.h"
 #include "plumb/partition/pipe_split.h"
@@ -137,10 +138,6 @@ std::vector<size_t> choose_places(const Row& row, size_t limit) {
 }
 
 std::string megabytes(int64_t bytes) { return c10::str(std::round(static_cast<double>(bytes) / 1e5) / 10) + " MB"; }
-
-std::string padded(std::string text, size_t width) {
-  return text.size() < width ? std::string(width - text.size(), ' ') + text : text;
-}
 
 std::string milliseconds(double s) {
   char text[32];
@@ -302,21 +299,18 @@ double Balance::total() const {
 }
 
 std::string Balance::report() const {
-  std::string text =
-      "stage   operators  forward ms  backward ms  send ms   share    in         out        memory     from\n";
-  for (size_t s = 0; s < stages.size(); ++s) {
-    const BalancedStage& b = stages[s];
-    char share[16];
-    std::snprintf(share, sizeof share, "%.1f %%", total() > 0 ? 100 * b.seconds() / total() : 0);
-    text += padded(std::to_string(s), 5) + padded(std::to_string(b.num_ops), 12) + padded(milliseconds(b.forward), 12) +
-            padded(milliseconds(b.backward), 13) + padded(milliseconds(b.communication), 9) + padded(share, 9) +
-            padded(megabytes(b.bytes_in), 11) + padded(megabytes(b.bytes_out), 11) + padded(megabytes(b.memory), 12) +
-            "  %" + b.first_node + "\n";
+  Table table{{"stage", "operators", "forward ms", "backward ms", "send ms", "share", "in", "out", "memory", "from"},
+              {}};
+  for (const BalancedStage& b : stages) {
+    table.rows.push_back({std::to_string(table.rows.size()), std::to_string(b.num_ops), milliseconds(b.forward),
+                          milliseconds(b.backward), milliseconds(b.communication),
+                          percent(total() > 0 ? b.seconds() / total() : 0), megabytes(b.bytes_in),
+                          megabytes(b.bytes_out), megabytes(b.memory), "%" + b.first_node});
   }
   char even[96];
   std::snprintf(even, sizeof even, "slowest stage %.3f ms; an even cut would have %.3f ms\n", slowest() * 1e3,
                 total() * 1e3 / static_cast<double>(std::max<size_t>(stages.size(), 1)));
-  return text + even;
+  return to_text(table) + even;
 }
 
 Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options) {

@@ -1,19 +1,11 @@
 #include "plumb/transforms/report.h"
 
-#include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "plumb/core/table.h"
+
 namespace plumb {
-namespace {
-
-std::string short_number(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.6g", value);
-  return text;
-}
-
-}  // namespace
 
 std::string_view to_string(ReportKind kind) {
   switch (kind) {
@@ -69,7 +61,7 @@ std::vector<std::string> Report::lines() const {
     std::string line = std::string(to_string(e.kind)) + " " + e.node;
     if (!e.from.empty()) line += " " + e.from;
     if (!e.to.empty()) line += " -> " + e.to;
-    if (e.tau) line += " tau=" + short_number(*e.tau);
+    if (e.tau) line += " tau=" + short_number(*e.tau, 6);
     if (!e.reason.empty()) line += ": " + e.reason;
     if (!e.module.empty()) line += " [" + e.module + "]";
     if (!e.source.empty()) line += " (" + e.source + ")";

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/table.h"
 #include "plumb/graph/names.h"
 #include "plumb/graph/node_kind.h"
 
@@ -112,36 +112,18 @@ const ScaleNode* ScalesGraph::find(std::string_view name) const {
 }
 
 std::string ScalesGraph::to_text() const {
-  std::string text;
-  size_t width = 4, target_width = 6;
+  Table table{{"name", "target", "std", "max", "grad std", "grad max", "inputs"}, {}};
   for (const auto& node : nodes) {
-    width = std::max(width, std::min<size_t>(node.name.size(), 40));
-    target_width = std::max(target_width, std::min<size_t>(node.target.size(), 40));
-  }
-  char line[512];
-  auto row = [&](const char* name, const char* target, const char* a, const char* b, const char* c, const char* d,
-                 const std::string& inputs) {
-    std::snprintf(line, sizeof line, "%-*s  %-*s  %10s  %10s  %10s  %10s  ", static_cast<int>(width), name,
-                  static_cast<int>(target_width), target, a, b, c, d);
-    text += line + inputs + "\n";
-  };
-  row("name", "target", "std", "max", "grad std", "grad max", "inputs");
-  for (const auto& node : nodes) {
-    std::string cells[4], inputs;
-    auto cell = [](double v) {
-      char out[32];
-      std::snprintf(out, sizeof out, "%.4g", v);
-      return std::string(out);
-    };
+    std::vector<std::string> row = {node.name.substr(0, 40), node.target.substr(0, 40), "", "", "", "", ""};
     if (node.metrics) {
-      cells[0] = cell(node.metrics->fwd.std), cells[1] = cell(node.metrics->fwd.abs_max);
-      if (node.metrics->bwd) cells[2] = cell(node.metrics->bwd->std), cells[3] = cell(node.metrics->bwd->abs_max);
+      const auto& [fwd, bwd] = *node.metrics;
+      row[2] = short_number(fwd.std), row[3] = short_number(fwd.abs_max);
+      if (bwd) row[4] = short_number(bwd->std), row[5] = short_number(bwd->abs_max);
     }
-    for (size_t i : node.inputs) inputs += (inputs.empty() ? "" : ", ") + nodes[i].name;
-    row(node.name.substr(0, 40).c_str(), node.target.substr(0, 40).c_str(), cells[0].c_str(), cells[1].c_str(),
-        cells[2].c_str(), cells[3].c_str(), inputs);
+    for (size_t i : node.inputs) row[6] += (row[6].empty() ? "" : ", ") + nodes[i].name;
+    table.rows.push_back(std::move(row));
   }
-  return text;
+  return plumb::to_text(table);
 }
 
 std::string ScalesGraph::to_json() const {

@@ -1,4 +1,4 @@
-#include "plumb/analysis/table.h"
+#include "plumb/core/table.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -90,9 +90,9 @@ std::string to_text(const Table& table) {
   return text;
 }
 
-std::string short_number(double value) {
-  char text[40];
-  std::snprintf(text, sizeof text, "%.4g", value);
+std::string short_number(double value, int digits) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%.*g", std::clamp(digits, 1, 17), value);
   return text;
 }
 

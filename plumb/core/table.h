@@ -1,4 +1,4 @@
-// A table for people: as aligned text for terminals here, as a sortable one on a page in html_report.h.
+// A table for people: as aligned text for terminals here, as a sortable one on a page in analysis/html_report.h.
 #pragma once
 
 #include <string>
@@ -24,8 +24,8 @@ struct Table {
 // and other control characters in cells are shown as blanks.
 std::string to_text(const Table& table);
 
-// "0.0312", "1.5e+06": four significant digits, for cells.
-std::string short_number(double value);
+// "0.0312", "1.5e+06": for cells. `digits` are significant ones.
+std::string short_number(double value, int digits = 4);
 // A share as "12.5%".
 std::string percent(double share, int digits = 1);
 

@@ -1,4 +1,4 @@
-#include "plumb/analysis/table.h"
+#include "plumb/core/table.h"
 
 #include <gtest/gtest.h>
 
