@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+
 #include "plumb/core/error.h"
 
 namespace plumb {
@@ -27,6 +29,19 @@ TEST(Text, ErrorsAreAlwaysPrintable) {
   const Error error(ErrorKind::BadFile, "a \xFF", "b \x1B", "c \x80");
   EXPECT_STREQ(error.what(), "a \\xff\n  at: b \\x1b\n  try: c \\x80");
   EXPECT_EQ(error.message(), "a \\xff");
+}
+
+TEST(Text, PatternsFitAsInAShell) {
+  EXPECT_TRUE(matches_pattern("*", ""));
+  EXPECT_TRUE(matches_pattern("layers.*.attn*", "layers.10.attn.qkv.weight"));
+  EXPECT_TRUE(matches_pattern("a?c", "abc"));
+  EXPECT_TRUE(matches_pattern("*a*a*", "banana"));
+  EXPECT_FALSE(matches_pattern("a?c", "ac"));
+  EXPECT_FALSE(matches_pattern("layers.*.attn", "layers.0.attn.qkv"));
+  EXPECT_FALSE(matches_pattern("", "a"));
+  EXPECT_FALSE(matches_pattern("head", "head.weight"));
+  EXPECT_FALSE(matches_pattern("?", ""));
+  EXPECT_FALSE(matches_pattern(std::string(2000, '*') + "b", std::string(2000, 'a')));
 }
 
 }  // namespace

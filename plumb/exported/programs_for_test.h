@@ -49,8 +49,7 @@ inline const fs::path& programs() {
   static const fs::path folder = [] {
     const fs::path where = fs::path(PLUMB_BINARY_DIR) / "tests/programs";
     const fs::path stamp = where / "stamp";
-    const std::string script = slurp(programs_script()) +
-                               slurp(programs_script().parent_path() / "run_programs.py") +
+    const std::string script = slurp(programs_script()) + slurp(programs_script().parent_path() / "run_programs.py") +
                                slurp(fs::path(PLUMB_SOURCE_DIR) / "examples/gpt.py");
     if (slurp(stamp) == script) return where;
     fs::remove_all(where);

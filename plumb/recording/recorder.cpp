@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "plumb/core/error.h"
+#include "plumb/core/text.h"
 #include "plumb/graph/names.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/track_scales.h"
@@ -56,7 +57,7 @@ HistoryTensor describe(const Value* value, const State& state) {
 }
 
 bool fits(const std::vector<std::string>& patterns, std::string_view text) {
-  return std::any_of(patterns.begin(), patterns.end(), [&](const auto& p) { return fits_pattern(p, text); });
+  return std::any_of(patterns.begin(), patterns.end(), [&](const auto& p) { return matches_pattern(p, text); });
 }
 
 bool fits(const RecordRule& rule, const HistoryTensor& t) {

@@ -131,17 +131,6 @@ TEST(RecordRules, ErrorsNameFileLineKeyAndTheFix) {
   EXPECT_THAT(message_of([] { RecordRules::load("/none/r.toml"); }), HasSubstr("/none/r.toml"));
 }
 
-TEST(RecordRules, PatternsFitAsInAShell) {
-  EXPECT_TRUE(fits_pattern("*", ""));
-  EXPECT_TRUE(fits_pattern("layers.*.attn*", "layers.10.attn.qkv.weight"));
-  EXPECT_TRUE(fits_pattern("a?c", "abc"));
-  EXPECT_TRUE(fits_pattern("*a*a*", "banana"));
-  EXPECT_FALSE(fits_pattern("a?c", "ac"));
-  EXPECT_FALSE(fits_pattern("layers.*.attn", "layers.0.attn.qkv"));
-  EXPECT_FALSE(fits_pattern("", "a"));
-  EXPECT_FALSE(fits_pattern(std::string(2000, '*') + "b", std::string(2000, 'a')));
-}
-
 TEST(Statistic, NamesRoundTrip) {
   for (const char* name : {"mean_abs", "numel", "histogram", "zero_share", "underflow(e5m2)", "overflow(e4m3fn-SR)"}) {
     EXPECT_EQ(Statistic::parse(name).to_string(), name);

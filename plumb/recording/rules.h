@@ -64,7 +64,4 @@ struct RecordRules {
   static RecordRules load(const std::filesystem::path& path);
 };
 
-// * any text, also none; ? one character. Linear in the text for each star.
-bool fits_pattern(std::string_view pattern, std::string_view text);
-
 }  // namespace plumb

@@ -3,7 +3,6 @@
 #include <ATen/TensorGeometry.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <map>
 #include <string>
@@ -12,7 +11,7 @@
 #include <vector>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/pass.h"
+#include "plumb/graph/passes/tools.h"
 #include "plumb/transforms/factors.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/pointwise_steps.h"
@@ -365,24 +364,6 @@ class Optimiser {
   std::vector<Node*> fused_;
 };
 
-bool option_flag(const PassOptions& given, const std::string& name, bool otherwise) {
-  auto it = given.find(name);
-  if (it == given.end()) return otherwise;
-  if (it->second == "true" || it->second == "1") return true;
-  if (it->second == "false" || it->second == "0") return false;
-  throw Error(ErrorKind::InvalidArgument, "option " + name + " takes true or false, got '" + it->second + "'");
-}
-
-int64_t count(const PassOptions& given, const std::string& name, int64_t otherwise) {
-  auto it = given.find(name);
-  if (it == given.end()) return otherwise;
-  int64_t n = 0;
-  const auto [end, error] = std::from_chars(it->second.data(), it->second.data() + it->second.size(), n);
-  if (error != std::errc() || end != it->second.data() + it->second.size() || n < 0)
-    throw Error(ErrorKind::InvalidArgument, "option " + name + " takes a number, got '" + it->second + "'");
-  return n;
-}
-
 const RegisterPass optimise_pass({
     "optimise",
     "Folds factors into matrix products and runs chains of pointwise operators as one kernel.",
@@ -393,11 +374,11 @@ const RegisterPass optimise_pass({
      {"min_elements", "262144", "shorter chains of smaller tensors are left alone"}},
     [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
       OptimiseOptions options;
-      options.fold = option_flag(given, "fold", true);
-      options.fuse = option_flag(given, "fuse", true);
-      options.exact = option_flag(given, "exact", false);
-      options.measure = option_flag(given, "measure", true);
-      options.min_elements = count(given, "min_elements", options.min_elements);
+      options.fold = flag_option(given, "fold", true);
+      options.fuse = flag_option(given, "fuse", true);
+      options.exact = flag_option(given, "exact", false);
+      options.measure = flag_option(given, "measure", true);
+      options.min_elements = number_option(given, "min_elements", options.min_elements);
       Report report("optimise");
       const bool changed = optimise(module, options, &report);
       if (lines) *lines = report.lines();

@@ -6,8 +6,9 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/text.h"
 #include "plumb/graph/operator_facts.h"
-#include "plumb/graph/pass.h"
+#include "plumb/graph/passes/tools.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/recurrent.h"
 #include "plumb/transforms/recurrent_steps.h"
@@ -243,14 +244,8 @@ bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<s
     if (name == "rounding") options.rounding = parse_rounding(value);
     if (name == "operators") options.operators = split_list(value);
     if (name == "exclude") options.exclude = split_list(value);
-    if (name == "srbits") {
-      try {
-        options.srbits = std::stoi(value);
-      } catch (const std::exception&) {
-        throw Error(ErrorKind::InvalidArgument, "option srbits takes a number, got '" + value + "'");
-      }
-    }
   }
+  options.srbits = static_cast<int>(number_option(given, "srbits", options.srbits));
   Report report("simulate_format");
   const bool changed = simulate_format(module, options, &report);
   if (lines) *lines = report.lines();
@@ -271,25 +266,6 @@ std::vector<std::string> matrix_product_operators() {
     if (facts->contraction || facts->recurrent != RecurrentLayer::None) names.emplace_back(facts->name);
   }
   return names;
-}
-
-bool matches_pattern(std::string_view pattern, std::string_view text) {
-  size_t p = 0, t = 0, star = std::string_view::npos, retry = 0;
-  while (t < text.size()) {
-    if (p < pattern.size() && (pattern[p] == '?' || pattern[p] == text[t]) && pattern[p] != '*') {
-      ++p, ++t;
-    } else if (p < pattern.size() && pattern[p] == '*') {
-      star = p++;
-      retry = t;
-    } else if (star != std::string_view::npos) {
-      p = star + 1;
-      t = ++retry;
-    } else {
-      return false;
-    }
-  }
-  while (p < pattern.size() && pattern[p] == '*') ++p;
-  return p == pattern.size();
 }
 
 bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, Report* report) {

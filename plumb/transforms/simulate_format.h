@@ -48,7 +48,4 @@ std::shared_ptr<TransformedModule> simulate_fp8(const std::shared_ptr<GraphModul
 // Names of the operators that are matrix products, as `operators` takes them.
 std::vector<std::string> matrix_product_operators();
 
-// Whether `text` fits a pattern in which * stands for any characters and ? for one.
-bool matches_pattern(std::string_view pattern, std::string_view text);
-
 }  // namespace plumb

@@ -267,13 +267,6 @@ TEST(SimulateFormat, TrainsAUnitScaledTransformerWithinReachOfFullPrecision) {
   }
 }
 
-TEST(SimulateFormat, MatchesPatterns) {
-  EXPECT_TRUE(matches_pattern("layers.*.fc?", "layers.3.attn.fc1"));
-  EXPECT_TRUE(matches_pattern("*", ""));
-  EXPECT_FALSE(matches_pattern("head", "head.weight"));
-  EXPECT_FALSE(matches_pattern("?", ""));
-}
-
 TEST(SimulateFormat, RunsFromTheTableOfPasses) {
   auto module = gpt();
   EXPECT_TRUE(

@@ -6,7 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/operator_facts.h"
-#include "plumb/graph/pass.h"
+#include "plumb/graph/passes/tools.h"
 #include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/parameters.h"
@@ -423,18 +423,6 @@ class UnitScaler {
   std::vector<std::pair<Node*, double>> recurrent_;  // and the scale of the gradient at its input
 };
 
-double option_number(const PassOptions& options, const std::string& name, double fallback) {
-  auto it = options.find(name);
-  if (it == options.end()) return fallback;
-  try {
-    size_t used = 0;
-    const double value = std::stod(it->second, &used);
-    if (used == it->second.size()) return value;
-  } catch (const std::exception&) {
-  }
-  throw Error(ErrorKind::InvalidArgument, "option " + name + " of unit_scale takes a number, got '" + it->second + "'");
-}
-
 const RegisterPass unit_scale_pass({
     "unit_scale",
     "Replaces operators by unit-scaled ones, adds by residual layers where they are, and gives weights unit variance.",
@@ -447,22 +435,17 @@ const RegisterPass unit_scale_pass({
      {"scale_parameters", "true", "false: leave weights and biases as they are"}},
     [](GraphModule& module, const PassOptions& given, std::vector<std::string>* lines) {
       UnitScaleOptions options;
-      options.tau_attention = option_number(given, "tau_attention", options.tau_attention);
-      options.tau_mlp = option_number(given, "tau_mlp", options.tau_mlp);
-      options.residual_mult = option_number(given, "residual_mult", options.residual_mult);
-      options.residual_attn_ratio = option_number(given, "residual_attn_ratio", options.residual_attn_ratio);
+      options.tau_attention = real_option(given, "tau_attention", options.tau_attention);
+      options.tau_mlp = real_option(given, "tau_mlp", options.tau_mlp);
+      options.residual_mult = real_option(given, "residual_mult", options.residual_mult);
+      options.residual_attn_ratio = real_option(given, "residual_attn_ratio", options.residual_attn_ratio);
       if (auto it = given.find("tau_rule"); it != given.end()) {
         if (it->second != "fixed" && it->second != "depth")
           throw Error(ErrorKind::InvalidArgument,
                       "option tau_rule of unit_scale is fixed or depth, got '" + it->second + "'");
         options.tau_rule = it->second == "depth" ? TauRule::Depth : TauRule::Fixed;
       }
-      if (auto it = given.find("scale_parameters"); it != given.end()) {
-        if (it->second != "true" && it->second != "false")
-          throw Error(ErrorKind::InvalidArgument,
-                      "option scale_parameters of unit_scale is true or false, got '" + it->second + "'");
-        options.scale_parameters = it->second == "true";
-      }
+      options.scale_parameters = flag_option(given, "scale_parameters", true);
       if (auto it = given.find("replace"); it != given.end()) {
         std::istringstream pairs(it->second);
         for (std::string pair; std::getline(pairs, pair, ',');) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <limits>
 #include <unordered_set>
 
 #include "plumb/core/error.h"
@@ -16,16 +17,28 @@ bool flag_option(const PassOptions& options, std::string_view name, bool fallbac
   throw Error(ErrorKind::InvalidArgument, "option " + it->first + " is true or false, got '" + it->second + "'");
 }
 
-int64_t number_option(const PassOptions& options, std::string_view name, int64_t fallback) {
+namespace {
+
+template <class T>
+T parsed(const PassOptions& options, std::string_view name, T fallback, T least, const char* what) {
   auto it = options.find(std::string(name));
   if (it == options.end()) return fallback;
-  int64_t v = 0;
+  T v = 0;
   const char* end = it->second.data() + it->second.size();
   auto [stop, error] = std::from_chars(it->second.data(), end, v);
-  if (error != std::errc() || stop != end || v < 0) {
-    throw Error(ErrorKind::InvalidArgument, "option " + it->first + " is a number from 0, got '" + it->second + "'");
-  }
+  if (error != std::errc() || stop != end || v < least)
+    throw Error(ErrorKind::InvalidArgument, "option " + it->first + " is " + what + ", got '" + it->second + "'");
   return v;
+}
+
+}  // namespace
+
+int64_t number_option(const PassOptions& options, std::string_view name, int64_t fallback) {
+  return parsed<int64_t>(options, name, fallback, 0, "a number from 0");
+}
+
+double real_option(const PassOptions& options, std::string_view name, double fallback) {
+  return parsed(options, name, fallback, std::numeric_limits<double>::lowest(), "a number");
 }
 
 std::vector<Graph*> every_graph(Graph& graph) {

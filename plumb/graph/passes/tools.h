@@ -12,6 +12,7 @@ namespace plumb {
 // Options as given; the default where they are not. Throw an Error that names option and pass.
 bool flag_option(const PassOptions& options, std::string_view name, bool fallback);
 int64_t number_option(const PassOptions& options, std::string_view name, int64_t fallback);
+double real_option(const PassOptions& options, std::string_view name, double fallback);
 
 // The graph and every graph nested in it, inner ones first, each once.
 std::vector<Graph*> every_graph(Graph& graph);
