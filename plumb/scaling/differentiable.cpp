@@ -258,10 +258,6 @@ void backward_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
 
 }  // namespace
 
-void define(torch::Library& library, const std::string& schema, const std::vector<at::Tag>& tags) {
-  library.def(torch::schema(schema.c_str()), tags);
-}
-
 torch::CppFunction differentiable(IsIdentity is_identity) {
   return torch::CppFunction::makeFromBoxedKernel(
       c10::BoxedKernel::makeFromFunctor(std::make_unique<DifferentiableKernel>(is_identity)));

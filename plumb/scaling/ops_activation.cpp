@@ -263,65 +263,38 @@ std::vector<double> softmax_scales(const Tensor& input, int64_t dim, double mult
 
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string tail = "str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor result";
-  define(m, "gelu(Tensor input, *, str approximate=\"none\", float mult=1.0, " + tail);
+  define(m, "gelu(Tensor input, *, str approximate=\"none\", float mult=1.0, " + tail, gelu, gelu_meta,
+         differentiable());
   define(m,
          "gelu_backward(Tensor grad, Tensor input, str approximate, float mult, str? constraint, float[]? scales, "
-         "bool[1] mask) -> (Tensor grad_input)");
-  define(m, "silu(Tensor input, *, float mult=1.0, " + tail);
+         "bool[1] mask) -> (Tensor grad_input)",
+         gelu_backward, gelu_backward_meta, differentiable_backward());
+  define(m, "silu(Tensor input, *, float mult=1.0, " + tail, silu, silu_meta, differentiable());
   define(m,
          "silu_backward(Tensor grad, Tensor input, float mult, str? constraint, float[]? scales, bool[1] mask) -> "
-         "(Tensor grad_input)");
-  define(m, "silu_glu(Tensor input, Tensor gate, *, float mult=1.0, float[]? scales=None) -> Tensor");
+         "(Tensor grad_input)",
+         silu_backward, silu_backward_meta, differentiable_backward());
+  define(m, "silu_glu(Tensor input, Tensor gate, *, float mult=1.0, float[]? scales=None) -> Tensor", silu_glu,
+         silu_glu_meta, differentiable());
   define(m,
          "silu_glu_backward(Tensor grad, Tensor input, Tensor gate, float mult, float[]? scales, bool[2] mask) -> "
-         "(Tensor grad_input, Tensor grad_gate)");
-  define(m, "softmax(Tensor input, int dim, ScalarType? dtype=None, *, float mult=1.0, " + tail);
+         "(Tensor grad_input, Tensor grad_gate)",
+         silu_glu_backward, silu_glu_backward_meta, differentiable_backward());
+  define(m, "softmax(Tensor input, int dim, ScalarType? dtype=None, *, float mult=1.0, " + tail, softmax, softmax_meta,
+         differentiable());
   define(m,
          "softmax_backward(Tensor grad, Tensor result, int dim, float mult, str? constraint, float[]? scales, "
-         "bool[1] mask) -> (Tensor grad_input)");
-  define(m, "dropout(Tensor input, float p=0.5, bool train=True) -> Tensor", {at::Tag::nondeterministic_seeded});
+         "bool[1] mask) -> (Tensor grad_input)",
+         softmax_backward, softmax_backward_meta, differentiable_backward());
+  define(m, "dropout(Tensor input, float p=0.5, bool train=True) -> Tensor", {at::Tag::nondeterministic_seeded},
+         dropout, dropout_meta, differentiable(dropout_is_identity));
   define(m, "native_dropout(Tensor input, float p, bool train) -> (Tensor result, Tensor noise)",
-         {at::Tag::nondeterministic_seeded});
-  define(m, "dropout_backward(Tensor grad, Tensor noise, bool[1] mask) -> (Tensor grad_input)");
+         {at::Tag::nondeterministic_seeded}, native_dropout, native_dropout_meta);
+  define(m, "dropout_backward(Tensor grad, Tensor noise, bool[1] mask) -> (Tensor grad_input)", dropout_backward,
+         dropout_backward_meta, differentiable_backward());
   m.def("gelu_scales(float mult) -> float[]", rules::gelu);
   m.def("silu_scales(float mult) -> float[]", rules::silu);
-  define(m, "softmax_scales(Tensor input, int dim, float mult) -> float[]");
-}
-
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
-  m.impl("gelu", gelu);
-  m.impl("gelu_backward", gelu_backward);
-  m.impl("silu", silu);
-  m.impl("silu_backward", silu_backward);
-  m.impl("silu_glu", silu_glu);
-  m.impl("silu_glu_backward", silu_glu_backward);
-  m.impl("softmax", softmax);
-  m.impl("softmax_backward", softmax_backward);
-  m.impl("dropout", dropout);
-  m.impl("native_dropout", native_dropout);
-  m.impl("dropout_backward", dropout_backward);
-  m.impl("softmax_scales", softmax_scales);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Meta, m) {
-  m.impl("gelu", gelu_meta);
-  m.impl("gelu_backward", gelu_backward_meta);
-  m.impl("silu", silu_meta);
-  m.impl("silu_backward", silu_backward_meta);
-  m.impl("silu_glu", silu_glu_meta);
-  m.impl("silu_glu_backward", silu_glu_backward_meta);
-  m.impl("softmax", softmax_meta);
-  m.impl("softmax_backward", softmax_backward_meta);
-  m.impl("dropout", dropout_meta);
-  m.impl("native_dropout", native_dropout_meta);
-  m.impl("dropout_backward", dropout_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
-  for (const char* name : {"gelu", "silu", "silu_glu", "softmax", "dropout"}) {
-    m.impl(name, std::string_view(name) == "dropout" ? differentiable(dropout_is_identity) : differentiable());
-    m.impl((std::string(name) + "_backward").c_str(), differentiable_backward());
-  }
+  define(m, "softmax_scales(Tensor input, int dim, float mult) -> float[]", softmax_scales);
 }
 
 }  // namespace plumb

@@ -92,32 +92,16 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
          "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
          "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False, float mult=1.0, "
          "float[]? scales=None) -> Tensor",
-         {at::Tag::nondeterministic_seeded});
+         {at::Tag::nondeterministic_seeded}, attention, attention_meta, attention);
   define(
       m,
       "attention_scale(Tensor output, Tensor value, float dropout_p, bool is_causal, float mult, float[]? scales) -> "
-      "Tensor");
+      "Tensor",
+      attention_scale, attention_scale_meta, differentiable(attention_scale_is_identity));
   define(m,
          "attention_scale_backward(Tensor grad, SymInt[] value_size, float dropout_p, bool is_causal, float mult, "
-         "float[]? scales, bool[1] mask) -> (Tensor grad_output)");
-}
-
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
-  m.impl("scaled_dot_product_attention", attention);
-  m.impl("attention_scale", attention_scale);
-  m.impl("attention_scale_backward", attention_scale_backward);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Meta, m) {
-  m.impl("scaled_dot_product_attention", attention_meta);
-  m.impl("attention_scale", attention_scale_meta);
-  m.impl("attention_scale_backward", attention_scale_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
-  m.impl("scaled_dot_product_attention", attention);
-  m.impl("attention_scale", differentiable(attention_scale_is_identity));
-  m.impl("attention_scale_backward", differentiable_backward());
+         "float[]? scales, bool[1] mask) -> (Tensor grad_output)",
+         attention_scale_backward, attention_scale_backward_meta, differentiable_backward());
 }
 
 }  // namespace plumb

@@ -199,31 +199,23 @@ void define_conv(torch::Library& m) {
   const std::string tail =
       "int groups=1, *, str? constraint=\"to_output_scale\", float[] scale_power=[0.5, 0.5, 0.5], "
       "float[]? scales=None) -> Tensor";
-  define(m, name + "(Tensor input, Tensor weight, Tensor? bias=None, " + list + "stride=1, " + list + "padding=0, " +
-                list + "dilation=1, " + tail);
-  define(m, name + ".padding(Tensor input, Tensor weight, Tensor? bias=None, " + list +
-                "stride=1, str padding=\"valid\", " + list + "dilation=1, " + tail);
-  define(m, name + "_backward(Tensor grad, Tensor input, Tensor weight, " + list + "stride, " + list + "padding, " +
-                list +
-                "dilation, int groups, str? constraint, float[] scale_power, float[]? scales, bool[3] mask) -> "
-                "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  define(m, name + "_scales(Tensor input, Tensor weight, " + list + "stride=1, " + list + "padding=0, " + list +
-                "dilation=1, int groups=1, *, float[] scale_power=[0.5, 0.5, 0.5]) -> float[]");
-}
-
-template <size_t N>
-void implement(torch::Library& m) {
-  const std::string name = "conv" + std::to_string(N) + "d";
-  m.impl(name.c_str(), conv<N>);
-  m.impl((name + "_backward").c_str(), conv_backward<N>);
-  m.impl((name + "_scales").c_str(), conv_scales<N>);
-}
-
-template <size_t N>
-void implement_meta(torch::Library& m) {
-  const std::string name = "conv" + std::to_string(N) + "d";
-  m.impl(name.c_str(), conv_meta<N>);
-  m.impl((name + "_backward").c_str(), conv_backward_meta<N>);
+  define(m,
+         name + "(Tensor input, Tensor weight, Tensor? bias=None, " + list + "stride=1, " + list + "padding=0, " +
+             list + "dilation=1, " + tail,
+         conv<N>, conv_meta<N>, differentiable());
+  define_composite(m,
+                   name + ".padding(Tensor input, Tensor weight, Tensor? bias=None, " + list +
+                       "stride=1, str padding=\"valid\", " + list + "dilation=1, " + tail,
+                   conv_named_padding<N>);
+  define(m,
+         name + "_backward(Tensor grad, Tensor input, Tensor weight, " + list + "stride, " + list + "padding, " + list +
+             "dilation, int groups, str? constraint, float[] scale_power, float[]? scales, bool[3] mask) -> "
+             "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+         conv_backward<N>, conv_backward_meta<N>, differentiable_backward());
+  define(m,
+         name + "_scales(Tensor input, Tensor weight, " + list + "stride=1, " + list + "padding=0, " + list +
+             "dilation=1, int groups=1, *, float[] scale_power=[0.5, 0.5, 0.5]) -> float[]",
+         conv_scales<N>);
 }
 
 }  // namespace
@@ -232,31 +224,6 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define_conv<1>(m);
   define_conv<2>(m);
   define_conv<3>(m);
-}
-
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
-  implement<1>(m);
-  implement<2>(m);
-  implement<3>(m);
-}
-
-TORCH_LIBRARY_IMPL(plumb, CompositeImplicitAutograd, m) {
-  m.impl("conv1d.padding", conv_named_padding<1>);
-  m.impl("conv2d.padding", conv_named_padding<2>);
-  m.impl("conv3d.padding", conv_named_padding<3>);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Meta, m) {
-  implement_meta<1>(m);
-  implement_meta<2>(m);
-  implement_meta<3>(m);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
-  for (const char* name : {"conv1d", "conv2d", "conv3d"}) {
-    m.impl(name, differentiable());
-    m.impl((std::string(name) + "_backward").c_str(), differentiable_backward());
-  }
 }
 
 }  // namespace plumb

@@ -180,39 +180,19 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string entropy =
       "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=Mean, SymInt ignore_index=-100, "
       "float label_smoothing=0.0, *, float mult=1.0) -> ";
-  define(m, entropy + "Tensor");
-  define(m, "native_" + entropy + "(Tensor result, Tensor log_p)");
+  define(m, entropy + "Tensor", cross_entropy, cross_entropy_meta, differentiable());
+  define(m, "native_" + entropy + "(Tensor result, Tensor log_p)", native_cross_entropy, native_cross_entropy_meta);
   define(m,
          "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight, int reduction, "
          "SymInt ignore_index, float label_smoothing, float mult, Tensor log_p, bool[2] mask) -> "
-         "(Tensor grad_input, Tensor grad_target)");
-  define(m, "mse_loss(Tensor input, Tensor target, int reduction=Mean) -> Tensor");
+         "(Tensor grad_input, Tensor grad_target)",
+         cross_entropy_backward, cross_entropy_backward_meta, differentiable_backward());
+  define(m, "mse_loss(Tensor input, Tensor target, int reduction=Mean) -> Tensor", mse_loss, mse_loss_meta,
+         differentiable());
   define(m,
          "mse_loss_backward(Tensor grad, Tensor input, Tensor target, int reduction, bool[2] mask) -> "
-         "(Tensor grad_input, Tensor grad_target)");
-}
-
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
-  m.impl("cross_entropy", cross_entropy);
-  m.impl("native_cross_entropy", native_cross_entropy);
-  m.impl("cross_entropy_backward", cross_entropy_backward);
-  m.impl("mse_loss", mse_loss);
-  m.impl("mse_loss_backward", mse_loss_backward);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Meta, m) {
-  m.impl("cross_entropy", cross_entropy_meta);
-  m.impl("native_cross_entropy", native_cross_entropy_meta);
-  m.impl("cross_entropy_backward", cross_entropy_backward_meta);
-  m.impl("mse_loss", mse_loss_meta);
-  m.impl("mse_loss_backward", mse_loss_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
-  for (const char* name : {"cross_entropy", "mse_loss"}) {
-    m.impl(name, differentiable());
-    m.impl((std::string(name) + "_backward").c_str(), differentiable_backward());
-  }
+         "(Tensor grad_input, Tensor grad_target)",
+         mse_loss_backward, mse_loss_backward_meta, differentiable_backward());
 }
 
 }  // namespace plumb

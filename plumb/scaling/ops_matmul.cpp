@@ -181,50 +181,28 @@ std::vector<double> matmul_scales(const Tensor& left, const Tensor& right) {
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "linear(Tensor input, Tensor weight, Tensor? bias=None, *, str? constraint=\"to_output_scale\", "
-         "float[] scale_power=[0.5, 0.5, 0.5], float[]? scales=None) -> Tensor");
+         "float[] scale_power=[0.5, 0.5, 0.5], float[]? scales=None) -> Tensor",
+         linear, linear_meta, differentiable());
   define(m,
          "linear_readout(Tensor input, Tensor weight, Tensor? bias=None, *, str? constraint=None, "
-         "float[] scale_power=[1.0, 0.5, 0.5], float[]? scales=None) -> Tensor");
+         "float[] scale_power=[1.0, 0.5, 0.5], float[]? scales=None) -> Tensor",
+         linear, linear_meta, differentiable());
   for (const char* name : {"linear", "linear_readout"}) {
-    define(m, std::string(name) +
-                  "_backward(Tensor grad, Tensor input, Tensor weight, str? constraint, float[] scale_power, float[]? "
-                  "scales, "
-                  "bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+    define(m,
+           std::string(name) +
+               "_backward(Tensor grad, Tensor input, Tensor weight, str? constraint, float[] scale_power, "
+               "float[]? scales, bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+           linear_backward, linear_backward_meta, differentiable_backward());
   }
-  define(m,
-         "matmul(Tensor left, Tensor right, *, str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor");
+  define(m, "matmul(Tensor left, Tensor right, *, str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor",
+         matmul, matmul_meta, differentiable());
   define(m,
          "matmul_backward(Tensor grad, Tensor left, Tensor right, str? constraint, float[]? scales, bool[2] mask) -> "
-         "(Tensor grad_left, Tensor grad_right)");
-  define(m, "linear_scales(Tensor input, Tensor weight, *, float[] scale_power=[0.5, 0.5, 0.5]) -> float[]");
-  define(m, "matmul_scales(Tensor left, Tensor right) -> float[]");
-}
-
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
-  m.impl("linear", linear);
-  m.impl("linear_backward", linear_backward);
-  m.impl("linear_readout", linear);
-  m.impl("linear_readout_backward", linear_backward);
-  m.impl("matmul", matmul);
-  m.impl("matmul_backward", matmul_backward);
-  m.impl("linear_scales", linear_scales);
-  m.impl("matmul_scales", matmul_scales);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Meta, m) {
-  m.impl("linear", linear_meta);
-  m.impl("linear_backward", linear_backward_meta);
-  m.impl("linear_readout", linear_meta);
-  m.impl("linear_readout_backward", linear_backward_meta);
-  m.impl("matmul", matmul_meta);
-  m.impl("matmul_backward", matmul_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
-  for (const char* name : {"linear", "linear_readout", "matmul"}) {
-    m.impl(name, differentiable());
-    m.impl((std::string(name) + "_backward").c_str(), differentiable_backward());
-  }
+         "(Tensor grad_left, Tensor grad_right)",
+         matmul_backward, matmul_backward_meta, differentiable_backward());
+  define(m, "linear_scales(Tensor input, Tensor weight, *, float[] scale_power=[0.5, 0.5, 0.5]) -> float[]",
+         linear_scales);
+  define(m, "matmul_scales(Tensor left, Tensor right) -> float[]", matmul_scales);
 }
 
 }  // namespace plumb

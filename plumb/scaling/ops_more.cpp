@@ -187,56 +187,42 @@ template <size_t N>
 void define_windows(torch::Library& m) {
   const std::string n = std::to_string(N), list = "int[" + n + "] ";
   const std::string tail = "str? constraint=\"to_output_scale\", ";
-  define(m, "avg_pool" + n + "d(Tensor input, " + list + "kernel_size, " + list + "stride=[], " + list +
-                "padding=0, bool ceil_mode=False, bool count_include_pad=True, *, " + tail +
-                "float[]? scales=None) -> Tensor");
-  define(m, "max_pool" + n + "d(Tensor input, " + list + "kernel_size, " + list + "stride=[], " + list + "padding=0, " +
-                list + "dilation=1, bool ceil_mode=False, *, " + tail + "float[]? scales=None) -> Tensor");
-  define(m, "conv_transpose" + n + "d(Tensor input, Tensor weight, Tensor? bias=None, " + list + "stride=1, " + list +
-                "padding=0, " + list + "output_padding=0, int groups=1, " + list + "dilation=1, *, " + tail +
-                "float[] scale_power=[0.5, 0.5, 0.5], float[]? scales=None) -> Tensor");
-}
-
-template <size_t N>
-void implement_windows(torch::Library& m) {
-  const std::string n = std::to_string(N);
-  m.impl(("avg_pool" + n + "d").c_str(), avg_pool<N>);
-  m.impl(("max_pool" + n + "d").c_str(), max_pool<N>);
-  m.impl(("conv_transpose" + n + "d").c_str(), conv_transpose<N>);
+  define_composite(m,
+                   "avg_pool" + n + "d(Tensor input, " + list + "kernel_size, " + list + "stride=[], " + list +
+                       "padding=0, bool ceil_mode=False, bool count_include_pad=True, *, " + tail +
+                       "float[]? scales=None) -> Tensor",
+                   avg_pool<N>);
+  define_composite(m,
+                   "max_pool" + n + "d(Tensor input, " + list + "kernel_size, " + list + "stride=[], " + list +
+                       "padding=0, " + list + "dilation=1, bool ceil_mode=False, *, " + tail +
+                       "float[]? scales=None) -> Tensor",
+                   max_pool<N>);
+  define_composite(m,
+                   "conv_transpose" + n + "d(Tensor input, Tensor weight, Tensor? bias=None, " + list + "stride=1, " +
+                       list + "padding=0, " + list + "output_padding=0, int groups=1, " + list + "dilation=1, *, " +
+                       tail + "float[] scale_power=[0.5, 0.5, 0.5], float[]? scales=None) -> Tensor",
+                   conv_transpose<N>);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string tail = "str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor";
-  define(m, "rescale(Tensor input, float forward, float backward) -> Tensor");
-  define(m, "relu(Tensor input, *, " + tail);
-  define(m, "tanh(Tensor input, *, float mult=1.0, " + tail);
-  define(m, "sigmoid(Tensor input, *, float mult=1.0, " + tail);
+  define(m, "rescale(Tensor input, float forward, float backward) -> Tensor", rescale, rescale, rescale_autograd);
+  define_composite(m, "relu(Tensor input, *, " + tail, relu);
+  define_composite(m, "tanh(Tensor input, *, float mult=1.0, " + tail, tanh);
+  define_composite(m, "sigmoid(Tensor input, *, float mult=1.0, " + tail, sigmoid);
   define_windows<1>(m);
   define_windows<2>(m);
   define_windows<3>(m);
-  define(m,
-         "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
-         "bool cudnn_enabled=True) -> Tensor");
-  define(m,
-         "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, "
-         "bool training, float momentum, float eps, bool cudnn_enabled=True) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("rescale", rescale); }
-TORCH_LIBRARY_IMPL(plumb, Meta, m) { m.impl("rescale", rescale); }
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("rescale", rescale_autograd); }
-
-TORCH_LIBRARY_IMPL(plumb, CompositeImplicitAutograd, m) {
-  m.impl("relu", relu);
-  m.impl("tanh", tanh);
-  m.impl("sigmoid", sigmoid);
-  implement_windows<1>(m);
-  implement_windows<2>(m);
-  implement_windows<3>(m);
-  m.impl("group_norm", group_norm);
-  m.impl("batch_norm", batch_norm);
+  define_composite(m,
+                   "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+                   "bool cudnn_enabled=True) -> Tensor",
+                   group_norm);
+  define_composite(m,
+                   "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, "
+                   "bool training, float momentum, float eps, bool cudnn_enabled=True) -> Tensor",
+                   batch_norm);
 }
 
 }  // namespace plumb

@@ -213,52 +213,27 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string layer =
       "layer_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
       "bool cudnn_enable=True) -> ";
-  define(m, layer + "Tensor");
-  define(m, "native_" + layer + "(Tensor result, Tensor mean, Tensor rstd)");
+  define(m, layer + "Tensor", layer_norm, layer_norm_meta, differentiable());
+  define(m, "native_" + layer + "(Tensor result, Tensor mean, Tensor rstd)", native_layer_norm, native_layer_norm_meta);
   define(m,
          "layer_norm_backward(Tensor grad, Tensor input, int[] normalized_shape, Tensor? weight, Tensor? bias, "
-         "Tensor mean, Tensor rstd, bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+         "Tensor mean, Tensor rstd, bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+         layer_norm_backward, layer_norm_backward_meta, differentiable_backward());
   const std::string rms = "rms_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, float? eps=None) -> ";
-  define(m, rms + "Tensor");
-  define(m, "native_" + rms + "(Tensor result, Tensor rstd)");
+  define(m, rms + "Tensor", rms_norm, rms_norm_meta, differentiable());
+  define(m, "native_" + rms + "(Tensor result, Tensor rstd)", native_rms_norm, native_rms_norm_meta);
   define(m,
          "rms_norm_backward(Tensor grad, Tensor input, int[] normalized_shape, Tensor? weight, float? eps, "
-         "Tensor rstd, bool[2] mask) -> (Tensor grad_input, Tensor grad_weight)");
+         "Tensor rstd, bool[2] mask) -> (Tensor grad_input, Tensor grad_weight)",
+         rms_norm_backward, rms_norm_backward_meta, differentiable_backward());
   define(m,
          "embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, "
-         "bool sparse=False) -> Tensor");
+         "bool sparse=False) -> Tensor",
+         embedding, embedding_meta, differentiable());
   define(m,
          "embedding_backward(Tensor grad, SymInt[] weight_size, Tensor indices, SymInt padding_idx, "
-         "bool scale_grad_by_freq, bool sparse, bool[1] mask) -> (Tensor grad_weight)");
-}
-
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
-  m.impl("layer_norm", layer_norm);
-  m.impl("native_layer_norm", native_layer_norm);
-  m.impl("layer_norm_backward", layer_norm_backward);
-  m.impl("rms_norm", rms_norm);
-  m.impl("native_rms_norm", native_rms_norm);
-  m.impl("rms_norm_backward", rms_norm_backward);
-  m.impl("embedding", embedding);
-  m.impl("embedding_backward", embedding_backward);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Meta, m) {
-  m.impl("layer_norm", layer_norm_meta);
-  m.impl("native_layer_norm", native_layer_norm_meta);
-  m.impl("layer_norm_backward", layer_norm_backward_meta);
-  m.impl("rms_norm", rms_norm_meta);
-  m.impl("native_rms_norm", native_rms_norm_meta);
-  m.impl("rms_norm_backward", rms_norm_backward_meta);
-  m.impl("embedding", embedding_meta);
-  m.impl("embedding_backward", embedding_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
-  for (const char* name : {"layer_norm", "rms_norm", "embedding"}) {
-    m.impl(name, differentiable());
-    m.impl((std::string(name) + "_backward").c_str(), differentiable_backward());
-  }
+         "bool scale_grad_by_freq, bool sparse, bool[1] mask) -> (Tensor grad_weight)",
+         embedding_backward, embedding_backward_meta, differentiable_backward());
 }
 
 }  // namespace plumb

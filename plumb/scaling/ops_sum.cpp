@@ -178,43 +178,19 @@ Tensor scale_bwd_autograd(const Tensor& input, double scale) { return Scale<fals
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "add(Tensor input, Tensor other, *, Scalar alpha=1, str? constraint=\"to_output_scale\", "
-         "float[]? scales=None) -> Tensor");
+         "float[]? scales=None) -> Tensor",
+         add, add_meta, differentiable());
   define(m,
          "add_backward(Tensor grad, SymInt[] input_size, SymInt[] other_size, Scalar alpha, str? constraint, "
-         "float[]? scales, bool[2] mask) -> (Tensor grad_input, Tensor grad_other)");
-  define(m, "add_scales(Tensor input, Tensor other) -> float[]");
-  define(m, "residual_split(Tensor input, float tau=1.0) -> (Tensor, Tensor)");
-  define(m, "residual_add(Tensor residual, Tensor skip, float tau=1.0) -> Tensor");
-  define(m, "scale_fwd(Tensor input, float scale) -> Tensor");
-  define(m, "scale_bwd(Tensor input, float scale) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
-  m.impl("add", add);
-  m.impl("add_backward", add_backward);
-  m.impl("add_scales", add_scales);
-  m.impl("residual_split", residual_split);
-  m.impl("residual_add", residual_add);
-  m.impl("scale_fwd", scale_fwd);
-  m.impl("scale_bwd", scale_bwd);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Meta, m) {
-  m.impl("add", add_meta);
-  m.impl("add_backward", add_backward_meta);
-  m.impl("residual_split", residual_split_meta);
-  m.impl("residual_add", residual_add_meta);
-  m.impl("scale_fwd", scale_fwd_meta);
-  m.impl("scale_bwd", scale_bwd_meta);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
-  m.impl("add", differentiable());
-  m.impl("add_backward", differentiable_backward());
-  m.impl("residual_split", residual_split_autograd);
-  m.impl("residual_add", residual_add_autograd);
-  m.impl("scale_fwd", scale_fwd_autograd);
-  m.impl("scale_bwd", scale_bwd_autograd);
+         "float[]? scales, bool[2] mask) -> (Tensor grad_input, Tensor grad_other)",
+         add_backward, add_backward_meta, differentiable_backward());
+  define(m, "add_scales(Tensor input, Tensor other) -> float[]", add_scales);
+  define(m, "residual_split(Tensor input, float tau=1.0) -> (Tensor, Tensor)", residual_split, residual_split_meta,
+         residual_split_autograd);
+  define(m, "residual_add(Tensor residual, Tensor skip, float tau=1.0) -> Tensor", residual_add, residual_add_meta,
+         residual_add_autograd);
+  define(m, "scale_fwd(Tensor input, float scale) -> Tensor", scale_fwd, scale_fwd_meta, scale_fwd_autograd);
+  define(m, "scale_bwd(Tensor input, float scale) -> Tensor", scale_bwd, scale_bwd_meta, scale_bwd_autograd);
 }
 
 }  // namespace plumb
