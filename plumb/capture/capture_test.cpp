@@ -138,8 +138,12 @@ TEST(Zoo, TheGPTAsATextIsTheSameModel) {
     EXPECT_TRUE(at::equal(loss, wanted));
     loss.backward();
     wanted.backward();
-    for (const auto& item : parameters)
-      EXPECT_TRUE(at::equal(text->state().get(item.key()).tensor.grad(), item.value().grad())) << item.key();
+    // torch::nn::Linear multiplies by the transposed weight, whose gradient is another product than that of
+    // aten::linear.
+    for (const auto& item : parameters) {
+      const at::Tensor got = text->state().get(item.key()).tensor.grad();
+      EXPECT_TRUE(at::allclose(got, item.value().grad(), 1e-4, 1e-7)) << item.key();
+    }
   }
 }
 

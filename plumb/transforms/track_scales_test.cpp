@@ -110,10 +110,8 @@ TEST(TrackScales, GivesTheValuesAndGradientsOfTheModuleBitForBit) {
   const at::Tensor plain = module->run(inputs)[0].toTensor();
   plain.backward();
   std::map<std::string, at::Tensor> gradients;
-  for (const auto& p : module->named_parameters()) {
-    gradients[p.key()] = p.value().grad().clone();
-    at::Tensor(p.value()).mutable_grad() = at::Tensor();
-  }
+  for (const auto& p : module->named_parameters()) gradients[p.key()] = p.value().grad().clone();
+  for (const at::Tensor& p : module->parameters()) p.mutable_grad() = at::Tensor();
   const at::Tensor loss = tracked->run(inputs)[0].toTensor();
   loss.backward();
   EXPECT_TRUE(at::equal(plain, loss));
