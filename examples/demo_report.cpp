@@ -26,7 +26,7 @@ std::string against_fp32(double loss, double fp32) {
 
 plumb::Table table_of(const DemoResult& result) {
   plumb::Table table;
-  table.header = {"run", "learning rate", "first loss", "final loss", "", "seconds"};
+  table.header = {"run", "learning rate", "first loss", "final loss", "change", "seconds"};
   const double fp32 = result.runs[0].tail();
   for (const RunResult& run : result.runs) {
     char lr[32];
@@ -100,7 +100,7 @@ void write_report(const DemoOptions& options, const DemoResult& result) {
 
   plumb::LineChart losses;
   losses.y_label = "nats a byte";
-  losses.smooth = std::max(1, options.steps / 30);
+  losses.smooth = std::max(1, options.steps / 10);  // as in the table
   for (const RunResult& run : result.runs) {
     losses.curves.push_back({run.name, run.losses, {}, &run == &result.runs.back()});
   }

@@ -253,7 +253,7 @@ std::string to_html(const TimelineChart& chart) {
     out += "<h4>" + svg::escaped(run.run->name) + "<small>" + svg::escaped(run.run->note) +
            "</small></h4>\n<div class=\"lanes\">" + svg::picture(kRankLabel, height, ranks_of(run, 0, row), false) +
            "<div class=\"wide\">" +
-           svg::picture(width, height, lanes_of(run, 0, 0, row, sheet.scale(run, width - 2 * kRight)), false) +
+           svg::picture(width, height, lanes_of(run, kRight, 0, row, sheet.scale(run, width - 3 * kRight)), false) +
            "</div></div>\n";
   }
   return out + "</figure>\n";
