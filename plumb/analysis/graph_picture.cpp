@@ -123,8 +123,8 @@ void add_entries(Drawing& d, const Graph& graph, std::unordered_map<const Node*,
     const Node* node = rows[i];
     std::vector<std::string> parts = parts_of(path_of(i));
     std::string name;
-    const bool alone = !parts.empty() && (i == 0 || path_of(i - 1) != path_of(i)) && path_of(i + 1) != path_of(i) &&
-                       !path_of(i + 1).starts_with(path_of(i) + ".");
+    auto holds = [&](const std::string& path) { return path == path_of(i) || path.starts_with(path_of(i) + "."); };
+    const bool alone = !parts.empty() && (i == 0 || !holds(path_of(i - 1))) && !holds(path_of(i + 1));
     if (alone) name = parts.back(), parts.pop_back();
     std::string path;
     size_t depth = 0;
@@ -182,8 +182,8 @@ void add_wires(Drawing& d, const std::unordered_map<const Node*, size_t>& places
       if (w->lane == lanes.size()) lanes.emplace_back();
       auto& lane = lanes[w->lane];
       const auto next = lane.lower_bound(w->from);
-      const bool before = next == lane.begin() || std::prev(next)->second <= w->from;
-      if (before && (next == lane.end() || next->first >= end)) {
+      const bool before = next == lane.begin() || std::prev(next)->second < w->from;
+      if (before && (next == lane.end() || next->first > end)) {
         lane.emplace(w->from, end);
         break;
       }

@@ -199,10 +199,18 @@ TEST(GraphPicture, BoxesModulesAndRunsWiresThatGoFurtherBesideThem) {
   // The parameter stands with what uses it.
   EXPECT_THAT(picture, HasSubstr("f32[2, 4]  (weight)"));
   EXPECT_THAT(picture, HasSubstr("blocks.0.up.weight"));
-  // x goes to norm and past it to the first add; the add to the next line and past it to the second. The second can
-  // have the lane of the first: one ends where the other begins.
+  // x goes to norm and past it to the first add; the add to the next line and past it to the second, in a lane of its
+  // own: one of them ends where the other begins.
   for (size_t at = 0; (at = picture.find("m4 -3l-4 3l4 3", at)) != std::string::npos; ++at) ++lanes;
   EXPECT_EQ(lanes, 4u);
+  EXPECT_THAT(picture, HasSubstr("H321"));
+  EXPECT_THAT(picture, HasSubstr("H314"));
+  // A line after a module inside of its own is in the box.
+  EXPECT_THAT(graph_svg(parse_graph("graph {\n  %x: f32[2] = placeholder \"x\"\n"
+                                    "  %a: f32[2] = aten::relu(%x) in \"b\":\"B\" \"b.n\":\"N\"\n"
+                                    "  %c: f32[2] = aten::relu(%a) in \"b\":\"B\" \"b.m\":\"N\"\n"
+                                    "  %d: f32[2] = aten::relu(%c) in \"b\":\"B\"\n  output(%d)\n}\n")),
+              Not(HasSubstr("b: relu")));
   EXPECT_EQ(conclusion(graph),
             "6 operators in 3 modules, 1 parameters and buffers. The one used most is "
             "`aten::add`, 2 times.");
