@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 from typing import NamedTuple
 
 from .. import _C
@@ -119,14 +118,3 @@ def _validate_schedule(
     if problems != "ok":
         raise InvalidSchedule(problems)
     return dict(enumerate(ranks))
-
-
-def read_csv(filename: str) -> Table:
-    with open(filename) as file:
-        return _table(_C.parse_schedule_csv(file.read(), os.fspath(filename)))
-
-
-def write_csv(actions: Table, filename: str) -> None:
-    with open(filename, "w") as file:
-        for row in actions.values():
-            file.write(",".join("" if action is None else str(action) for action in row) + "\n")

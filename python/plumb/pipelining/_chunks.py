@@ -4,7 +4,7 @@ the place of actions, stages with methods of their own, stages run by hand). The
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,15 +26,6 @@ def own_arguments(stage: Any, stages: list, kwargs: dict[str, Any]) -> dict[str,
     unknown = kwargs.keys() - set().union(*(accepted(other.submod, kwargs) for other in stages))
     own = accepted(stage.submod, kwargs) | unknown  # the module's own error says what is wrong
     return {name: value for name, value in kwargs.items() if name in own}
-
-
-@dataclass
-class _Call:
-    """A call of `forward_one_chunk`."""
-
-    args: tuple
-    kwargs: dict[str, Any]
-    output: Any = None
 
 
 class EngineStage:
@@ -69,7 +60,7 @@ class ChunkSteps:
     def _begin_chunks(self) -> None:
         self.fwd_cache: dict[int, tuple] = {}  # by microbatch: flat outputs, flat inputs; in a step until an action ends
         self.bwd_cache: dict[int, tuple] = {}  # by microbatch: gradients for the stage before; likewise
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, SimpleNamespace] = {}  # of `forward_one_chunk`, while it runs
         self._weights_due: set[int] = set()
         self._by_hand: Any = None  # _C.StepDriver
 
@@ -162,7 +153,7 @@ class ChunkSteps:
         take what has arrived from the stages before."""
         self._check_chunk_id(fwd_chunk_id)
         given = [] if self.layout is None else self.model_inputs(args, kwargs or {})
-        call = self._calls[fwd_chunk_id] = _Call(args, kwargs or {})
+        call = self._calls[fwd_chunk_id] = SimpleNamespace(args=args, kwargs=kwargs or {}, output=None)
         try:
             if given:
                 self._drive("take_model_inputs", self.stage_index, fwd_chunk_id, given)

@@ -170,10 +170,10 @@ class Run:
         self._replicas = None if self._reduces else replicas_of(self.stages)
         counted = [entry[:2] for entry in table.rows[self.stages[0].group_rank] if entry is not None] if hooks else []
         self._backwards = Counter(stage for stage, kind in counted if kind in (FULL_BACKWARD.value, BACKWARD_WEIGHT.value))
-        self._pipeline = _C.Pipeline(
+        self.pipeline = _C.Pipeline(
             layout, table, local, group, timeout, replicas=self._replicas, hooks=hooks, **options
         )
-        self.driver = self._pipeline.driver()
+        self.driver = self.pipeline.driver()
 
     def step(self, schedule, args, kwargs, targets, loss_kwargs, keep_outputs: bool, train: bool) -> list[torch.Tensor]:
         """Answers this rank's losses; its last stage gets its outputs."""
@@ -186,10 +186,10 @@ class Run:
         try:
             for stage in self.stages if train else ():
                 stage.hold_gradients()
-            self._pipeline.run(step.model_inputs, step.rows, train)
+            self.pipeline.run(step.model_inputs, step.rows, train)
             if train:
                 for stage in self.stages:
-                    stage.recomputed = self._pipeline.recomputed(stage.stage_index)
+                    stage.recomputed = self.pipeline.recomputed(stage.stage_index)
                     if self._replicas is None and stage.stage_index not in self._reduces:
                         stage.reduce_gradients(self._divisor)
         except Error as error:
@@ -235,9 +235,6 @@ class Run:
         counter = self.current.schedule.backward_counter
         counter[stage.stage_index] += 1
         return counter[stage.stage_index] == self._backwards[stage.stage_index]
-
-    def gather_timeline(self) -> list[tuple[int, str, float, float, float]]:
-        return self._pipeline.gather_timeline()
 
 
 def rows_of(microbatches: list) -> list[int]:

@@ -131,7 +131,9 @@ class _PipelineSchedule(CustomFunctions):
                 kind=ErrorKind.InvalidState,
                 remedy="eval() under torch.no_grad()",
             )
-        arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
+        arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
+            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
+        )
         for stage in self._stages:
             stage.has_backward = self._has_backward
             stage.clear_runtime_states()
@@ -140,7 +142,7 @@ class _PipelineSchedule(CustomFunctions):
         )
         for stage in self._stages:
             if stage.is_last and return_outputs and stage.output_chunks:
-                return self._merge_outputs(stage.output_chunks)
+                return merge_chunks(stage.output_chunks, self._output_merge_spec)
         return None
 
     def eval(self, *args, target=None, losses: list | None = None, **kwargs):
@@ -203,7 +205,7 @@ class _PipelineSchedule(CustomFunctions):
         ask; `record_timeline` must be set."""
         if self._run is None or not self.record_timeline:
             raise Error("no time line was recorded: set record_timeline before the first step", kind=ErrorKind.InvalidState)
-        return self._run.gather_timeline()
+        return self._run.pipeline.gather_timeline()
 
     def draw_timeline(self, filename: str | None, costs: dict[str, Any] | None = None) -> None:
         """Draws the last step: a name that ends in ".json" becomes a trace for Chrome and Perfetto, any other a picture
@@ -236,20 +238,12 @@ class _PipelineSchedule(CustomFunctions):
         n = self._n_microbatches
         return [()] * n if arg_mbs is None else arg_mbs, [{}] * n if kwarg_mbs is None else kwarg_mbs
 
-    def _split_inputs(self, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[list, list]:
-        return split_args_kwargs_into_chunks(
-            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
-        )
-
     def _split_target(self, target) -> list | None:
         if target is None:
             return None
         if isinstance(target, torch.Tensor):
             return list(_split_tensor(target, _TARGET_CHUNK_SPEC, self._n_microbatches))
         return [args[0] for args in split_args_kwargs_into_chunks((target,), None, self._n_microbatches)[0]]
-
-    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
-        return merge_chunks(output_chunks, self._output_merge_spec)
 
 
 def compute_actions(actions: Table) -> Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,17 +12,7 @@ import torch
 
 from .. import _C
 from .._C import Error
-from ._actions import (
-    BACKWARD_INPUT,
-    RESHARD,
-    UNSHARD,
-    Table,
-    _schedule,
-    _table,
-    _validate_schedule,
-    read_csv,
-    write_csv,
-)
+from ._actions import BACKWARD_INPUT, RESHARD, UNSHARD, Table, _schedule, _table, _validate_schedule
 from ._errors import InvalidSchedule, InvalidType, InvalidValue
 from ._run import Run
 from ._schedule_base import _PipelineSchedule
@@ -182,7 +174,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
     def _load_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only") -> None:
         """Takes the table of a file: a line a rank, a cell an action. '#' begins a comment."""
-        actions = read_csv(filename)
+        actions = _table(_C.parse_schedule_csv(pathlib.Path(filename).read_text(), os.fspath(filename)))
         if format == "compute_comms":
             actions = {rank: [a for a in row if a is not None] for rank, row in actions.items()}
         self._prepare_schedule_with_comms(actions, format)
@@ -190,7 +182,9 @@ class PipelineScheduleMulti(_PipelineSchedule):
             self._pipeline_order, self._engine_table = actions, None
 
     def _dump_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_comms") -> None:
-        write_csv(self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms, filename)
+        actions = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
+        lines = [",".join("" if action is None else str(action) for action in row) + "\n" for row in actions.values()]
+        pathlib.Path(filename).write_text("".join(lines))
 
     def _simulate(self) -> Table:
         return _table(self._with_ranks(self.pipeline_order_with_comms).simulate_send_recv())

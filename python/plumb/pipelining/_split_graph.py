@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from .._errors import Error, ErrorKind
 from .._fx import graph_module, placeholder
+from .._state import sync_state
 from ._backward import _null_coalesce_accumulate, stage_backward
 from ._errors import InvalidSchedule
-from ._stage_module import stage_state
 
 logger = logging.getLogger("plumb.pipelining")
 
@@ -207,8 +207,7 @@ class DetachExecutor(fx.Interpreter):
     a stage is detached, so that only the graph's own `stage_backward` calls lead from stage to stage.
 
     ``run(*inputs)`` takes the graph's inputs in order, or of a `Pipe` what the model takes; the backward adds to the
-    parameters' ``.grad``, each copy of a replicated one getting its own part. ``initial_env`` gives values of nodes, which
-    are then not computed. Values stay in ``env``.
+    parameters' ``.grad``. ``initial_env`` gives values of nodes, which are then not computed. Values stay in ``env``.
     """
 
     def __init__(self, module: nn.Module, garbage_collect_values: bool = True):
@@ -243,7 +242,7 @@ def sync_stages(stages: list[nn.Module], engine: Any, devices: list) -> None:
     """Tells the engine's pipe what happened to its stages in Python: replaced tensors, and moves to other devices."""
     for s, stage in enumerate(stages):
         stage.check_mode()
-        stage_state(stage)
+        sync_state(stage._engine, stage._slots)  # tensors that the Python module has got meanwhile
         device = stage.device
         if device is not None and device != devices[s]:
             engine.move_stage(s, device)

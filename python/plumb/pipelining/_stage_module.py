@@ -179,8 +179,3 @@ def share_copies(stages: list[StageModule], replicated: list[dict[int, str]]) ->
         for s, own in others:
             if stages[s].get_parameter(own).device == shared.device:
                 put_parameter(stages[s], own, shared)
-
-
-def stage_state(stage: nn.Module) -> None:
-    """Gives the engine the tensors that the Python module has got meanwhile."""
-    sync_state(stage._engine, stage._slots)
