@@ -372,6 +372,15 @@ TEST(StageBackward, TakesLeafInputsAndUnsetsTheirGradient) {
   EXPECT_FALSE(x.grad().defined());
 }
 
+TEST(StageBackward, AddsToTheGradientThatALeafHasAlready) {
+  auto w = weight({8});
+  auto x = at::randn({8}).requires_grad_(true);
+  x.mutable_grad() = at::full({8}, 3.0);
+  auto grads = stage_backward({x * w}, {at::ones({8})}, Tensors{x});
+  EXPECT_TRUE(at::equal(grads[0], w + 3.0));
+  EXPECT_FALSE(x.grad().defined());
+}
+
 TEST(StageBackward, GivesOnesToALossWithoutGradient) {
   auto w = weight({8});
   InputBoundary boundary({at::randn({8})}, {true});

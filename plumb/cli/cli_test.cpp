@@ -65,8 +65,30 @@ TEST_F(Command, RunsForwardAndBackwardAsPythonDoes) {
 TEST_F(Command, UnitScalesAFile) {
   const Ended run = plumb("scale lm.pt2 -o scaled.pt2 --json");
   ASSERT_EQ(run.code, 0) << run.err;
-  EXPECT_FALSE(Json::parse(run.out)["entries"].empty());
-  EXPECT_NE(plumb("show scaled.pt2").out.find("plumb::linear"), std::string::npos);
+  std::map<std::string, int> kinds, made;
+  for (const Json& e : Json::parse(run.out)["entries"]) {
+    ++kinds[e["kind"].get<std::string>()];
+    if (e["kind"] == "replaced") ++made[e["to"].get<std::string>()];
+  }
+  EXPECT_EQ(made, (std::map<std::string, int>{
+                      {"plumb::embedding", 1}, {"plumb::layer_norm", 2}, {"plumb::linear", 5}, {"plumb::gelu", 2}}));
+  EXPECT_EQ(kinds["residual"], 2);
+  python(
+      "import plumb, plumb.functional as U\n"
+      "scaled, plain = plumb.load_pt2('scaled.pt2'), torch.export.load('lm.pt2').module()\n"
+      "s = scaled.state_dict()\n"
+      "for name, p in plain.named_parameters():\n"
+      "    want = p / p.std() if p.dim() == 2 else p if 'norm.weight' in name else 0 * p\n"
+      "    torch.testing.assert_close(s[name], want)\n"
+      "ids = torch.arange(24).reshape(2, 12)\n"
+      "x = U.embedding(ids, s['wte.weight'])\n"
+      "for i in range(2):\n"
+      "    at = lambda name: (s[f'layers.{i}.{name}.weight'], s[f'layers.{i}.{name}.bias'])\n"
+      "    branch, skip = U.residual_split(x, 0.5)\n"
+      "    h = U.gelu(U.linear(U.layer_norm(branch, (16,), *at('norm')), *at('up')))\n"
+      "    x = U.residual_add(U.linear(h, *at('down')), skip, 0.5)\n"
+      "y = U.linear(x, s['head.weight'], s['head.bias'], constraint=None)\n"
+      "assert torch.equal(scaled(ids), y) and 0.8 < y.std() < 1.2");
 }
 
 TEST_F(Command, SaysWhatFormatsWouldDo) {

@@ -236,6 +236,18 @@ TEST(SimulateFormat, HonoursRoundingAndRandomBits) {
   EXPECT_THAT(to_string(simulate_fp8(gpt())->graph()), HasSubstr("\"E4M3-SR\""));
 }
 
+TEST(SimulateFormat, RefusesRandomBitsOfARoundingThatHasNone) {
+  SimulateFormatOptions options;
+  options.rounding = Rounding::Nearest;
+  options.srbits = 8;
+  EXPECT_THROW(simulate_fp8(gpt(), options), Error);
+  options.rounding = {};
+  EXPECT_THAT(to_string(simulate_fp8(gpt(), options)->graph()), HasSubstr("\"E4M3-SR8\", \"none\""));
+  options.fwd = "E4M3-RN";
+  auto module = gpt();
+  EXPECT_THROW(simulate_format(*module, options), Error);
+}
+
 TEST(SimulateFormat, ChangesNothingWhereBothDirectionsAreNone) {
   auto module = gpt();
   SimulateFormatOptions options;

@@ -225,6 +225,39 @@ TEST(UnitScale, ReplacesWhatTheUserNamesFirst) {
   EXPECT_EQ(report.find(ReportKind::Replaced, "a")->reason, "as asked for");
 }
 
+TEST(UnitScale, TheUsersMapComesBeforeOperatorsArePutTogether) {
+  UnitScaleOptions options;
+  options.replace = {{"aten::sigmoid", "plumb::tanh", nullptr},
+                     {"aten::addmm", "",
+                      [](Graph& g, const Node& node) { return g.call("aten::mm", {node.input(1), node.input(2)}); }}};
+  Report report;
+  const std::string text = after_scaling(
+      R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %t = aten::t(%w)
+      %y = aten::addmm(%b, %x, %t) %s = aten::sigmoid(%y) %z = aten::mul.Tensor(%y, %s) output(%z) })",
+      with({{"w", {3, 8}}, {"b", {3}}}), options, &report);
+  EXPECT_THAT(text, HasSubstr("%s = plumb::tanh(%y"));
+  EXPECT_EQ(report.find(ReportKind::Replaced, "y")->to, "aten::mm");
+}
+
+TEST(UnitScale, TheUsersMapAlsoSeesWhatOperatorsArePutTogetherTo) {
+  UnitScaleOptions options;
+  options.replace = {{"aten::silu", "plumb::gelu", nullptr}};
+  EXPECT_THAT(after_scaling(R"(graph { %x: f32[4] = placeholder "x" %s = aten::sigmoid(%x)
+      %z = aten::mul.Tensor(%x, %s) output(%z) })",
+                            {}, options),
+              HasSubstr("%z = plumb::gelu(%x"));
+}
+
+TEST(UnitScale, SaysWhichReplacementsFoundNothing) {
+  UnitScaleOptions options;
+  options.replace = {{"aten::relu", "plumb::gelu", nullptr}, {"aten::gelu", "plumb::silu", nullptr}};
+  Report report;
+  after_scaling(R"(graph { %x: f32[2] = placeholder "x" %a = aten::relu(%x) output(%a) })", {}, options, &report);
+  ASSERT_TRUE(report.find(ReportKind::LeftAlone, "aten::gelu"));
+  EXPECT_THAT(report.find(ReportKind::LeftAlone, "aten::gelu")->reason, HasSubstr("no such operator is in the graph"));
+  EXPECT_FALSE(report.find(ReportKind::LeftAlone, "aten::relu"));
+}
+
 TEST(UnitScale, DoesNotReplaceAReplacement) {
   UnitScaleOptions options;
   options.replace.push_back({"aten::relu", "aten::gelu", nullptr});
@@ -557,6 +590,10 @@ TEST(UnitScale, RunsFromTheTableOfPasses) {
                        &lines, true));
   EXPECT_THAT(lines, testing::Contains(HasSubstr("tau=0.25")));
   EXPECT_THAT(lines, testing::Contains(HasSubstr("act0 aten::gelu -> plumb::silu: as asked for")));
+  const PassStep step =
+      parse_pass_step("unit_scale,replace=aten::gelu=plumb::silu,aten::relu=plumb::gelu,tau_mlp=0.25");
+  EXPECT_EQ(step.options.at("replace"), "aten::gelu=plumb::silu,aten::relu=plumb::gelu");
+  EXPECT_EQ(step.options.at("tau_mlp"), "0.25");
   EXPECT_THROW(run_pass(find_pass("unit_scale"), *module, {{"tau_mlp", "big"}}), Error);
   EXPECT_THROW(run_pass(find_pass("unit_scale"), *module, {{"no_such", "1"}}), Error);
 }

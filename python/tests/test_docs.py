@@ -55,6 +55,20 @@ def outputs(page, folder):
     return found
 
 
+@pytest.mark.parametrize("page", ["differences.md", "reference_documents.md"])
+def test_tests_that_a_page_names_exist(page):
+    text = (ROOT / "docs" / page).read_text()
+    python = "\n".join(p.read_text() for p in (ROOT / "python" / "tests").glob("*.py"))
+    cpp = "\n".join(p.read_text() for p in (ROOT / "plumb").glob("*/**/*_test.cpp"))
+    torchs = {"test_split_block_mask"}
+    named = set(re.findall(r"`(test_\w+)`", text)) - torchs
+    missing = [name for name in named if f"def {name}(" not in python]
+    for suite, name in set(re.findall(r"\*(?:\w+/)?([A-Z]\w+)\.([A-Z]\w+)\*", text)):
+        if not re.search(rf"TEST\w*\(\s*{suite},\s*{name}\)", cpp):
+            missing.append(f"{suite}.{name}")
+    assert not missing and len(named) > 20
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_pages_run_and_print_what_they_say(page, tmp_path):
     for said, printed in outputs(page, tmp_path):
