@@ -73,22 +73,18 @@ TEST_F(Command, UnitScalesAFile) {
   EXPECT_EQ(made, (std::map<std::string, int>{
                       {"plumb::embedding", 1}, {"plumb::layer_norm", 2}, {"plumb::linear", 5}, {"plumb::gelu", 2}}));
   EXPECT_EQ(kinds["residual"], 2);
+  python("torch.save(torch.arange(24).reshape(2, 12), 'ids.pt')");
+  ASSERT_EQ(plumb("opt lm.pt2 --pass=unit_scale -o passed.pt2").code, 0);
+  for (const char* file : {"lm", "scaled", "passed"}) {
+    const Ended ran = plumb("run " + std::string(file) + ".pt2 --input ids.pt -o " + file + ".out.pt");
+    ASSERT_EQ(ran.code, 0) << ran.err;
+  }
   python(
-      "import plumb, plumb.functional as U\n"
-      "scaled, plain = plumb.load_pt2('scaled.pt2'), torch.export.load('lm.pt2').module()\n"
-      "s = scaled.state_dict()\n"
-      "for name, p in plain.named_parameters():\n"
-      "    want = p / p.std() if p.dim() == 2 else p if 'norm.weight' in name else 0 * p\n"
-      "    torch.testing.assert_close(s[name], want)\n"
-      "ids = torch.arange(24).reshape(2, 12)\n"
-      "x = U.embedding(ids, s['wte.weight'])\n"
-      "for i in range(2):\n"
-      "    at = lambda name: (s[f'layers.{i}.{name}.weight'], s[f'layers.{i}.{name}.bias'])\n"
-      "    branch, skip = U.residual_split(x, 0.5)\n"
-      "    h = U.gelu(U.linear(U.layer_norm(branch, (16,), *at('norm')), *at('up')))\n"
-      "    x = U.residual_add(U.linear(h, *at('down')), skip, 0.5)\n"
-      "y = U.linear(x, s['head.weight'], s['head.bias'], constraint=None)\n"
-      "assert torch.equal(scaled(ids), y) and 0.8 < y.std() < 1.2");
+      "lm, scaled, passed = (torch.load(f'{n}.out.pt') for n in ('lm', 'scaled', 'passed'))\n"
+      "lm, scaled, passed = (y if torch.is_tensor(y) else y['outputs'] for y in (lm, scaled, passed))\n"
+      "lm, scaled, passed = (y if torch.is_tensor(y) else y[0] for y in (lm, scaled, passed))\n"
+      "assert torch.equal(scaled, passed) and scaled.shape == lm.shape\n"
+      "assert 0.8 < scaled.std() < 1.2 and not 0.8 < lm.std() < 1.2, (scaled.std(), lm.std())");
 }
 
 TEST_F(Command, SaysWhatFormatsWouldDo) {
