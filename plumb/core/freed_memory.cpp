@@ -2,6 +2,10 @@
 
 #include <cstdlib>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 namespace plumb {
 
 void keep_freed_memory() {
@@ -14,6 +18,12 @@ void keep_freed_memory() {
     return true;
   }();
   static_cast<void>(done);
+#endif
+}
+
+void release_freed_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
 #endif
 }
 

@@ -15,4 +15,9 @@ namespace plumb {
 // any number of times.
 void keep_freed_memory();
 
+// Gives the kernel what this process has freed and the C library still holds, wherever it lies. Changes no setting. The
+// pages that the next step needs come back with a fault each: for the end of training, or before memory is needed
+// elsewhere. With other C libraries than glibc nothing happens. Any thread, any number of times.
+void release_freed_memory();
+
 }  // namespace plumb

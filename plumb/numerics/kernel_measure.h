@@ -83,19 +83,22 @@ inline bool of_one_sign(const T* x, int n, double sum, double sum_abs) {
 template <class T>
 inline void measure_sub_block(const T* x, int n, T shift, bool prefetch, Partial& p) {
   constexpr int L = kSumLanes * 4 / int(sizeof(T));
-  T sum[L], square[L], absolute[L], largest[L], least[L];
+  T sum[L], square[L], absolute[L];
+  BitsOf<T> largest[L], least[L];  // magnitudes; infinity and NaN lie above all numbers
   for (int j = 0; j < L; ++j) {
-    sum[j] = square[j] = absolute[j] = largest[j] = T(0);
-    least[j] = T(__builtin_inf());
+    sum[j] = square[j] = absolute[j] = T(0);
+    largest[j] = 0;
+    least[j] = FloatTraits<T>::exponent;
   }
   int i = 0;
   auto take = [&](T v, int j) __attribute__((always_inline)) {
-    T d = v - shift, a = from_bits(BitsOf<T>(to_bits(v) & ~FloatTraits<T>::sign));
+    const T d = v - shift;
+    const auto magnitude = BitsOf<T>(to_bits(v) & ~FloatTraits<T>::sign);
     sum[j] += d;
     square[j] += d * d;
-    absolute[j] += a;
-    largest[j] = largest[j] > a ? largest[j] : a;
-    least[j] = least[j] < a ? least[j] : a;
+    absolute[j] += from_bits(magnitude);
+    largest[j] = largest[j] > magnitude ? largest[j] : magnitude;
+    least[j] = least[j] < magnitude ? least[j] : magnitude;
   };
   if (prefetch) {
     for (; i + L <= n; i += L) {
@@ -109,11 +112,12 @@ inline void measure_sub_block(const T* x, int n, T shift, bool prefetch, Partial
   int used = n < L ? n : L;
   for (int j = 0; i < n; ++i, ++j) take(x[i], j);
   double sum_all = sum_lanes(sum, used), square_all = sum_lanes(square, used), absolute_all = sum_lanes(absolute, used);
-  T most = T(0), fewest = T(__builtin_inf());
+  BitsOf<T> above = 0, below = FloatTraits<T>::exponent;
   for (int j = 0; j < used; ++j) {
-    most = largest[j] > most ? largest[j] : most;
-    fewest = least[j] < fewest ? least[j] : fewest;
+    above = largest[j] > above ? largest[j] : above;
+    below = least[j] < below ? least[j] : below;
   }
+  const T most = from_bits(above), fewest = from_bits(below);
   // For float: squares overflow beyond 1e19 and vanish below 1e-19.
   bool tiny = sizeof(T) == 4 && square_all < 1e-34 && most > 0 && most < T(1e-10);
   if (!(absolute_all < 3e38 || (sizeof(T) == 8 && absolute_all < __builtin_inf())) || !(square_all < __builtin_inf()) ||
@@ -159,17 +163,46 @@ inline void count_bytes(const uint8_t* bytes, int n, HistogramTables& tables) {
   for (; i < n; ++i) ++tables.counts[0][bytes[i]];
 }
 
-// How many of n (a multiple of 64, at most kChunk) bytes equal each of four.
-inline void count_four(const uint8_t* bytes, int n, uint8_t first, int counts[4]) {
-  uint8_t equal[4][64] = {};
+// Bins that are counted in one pass over the exponents: their counts and constants fit the registers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kManyBins = 8;
+#else
+constexpr int kManyBins = 4;
+#endif
+
+template <int N>
+struct Constant {};
+
+// How many of n (a multiple of 64, at most kChunk) bytes equal first, first - 1, ... `next`, where not null, is asked
+// for meanwhile, a line for every 32 bytes.
+template <int Bins>
+inline void count_bins(const uint8_t* bytes, int n, uint8_t first, int counts[Bins], const char* next) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  __m256i equal[Bins];
+  for (int b = 0; b < Bins; ++b) equal[b] = _mm256_setzero_si256();
+  for (int i = 0; i < n; i += 32) {
+    const __m256i e = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i));
+    if (next) __builtin_prefetch(next + 2 * i);
+    for (int b = 0; b < Bins; ++b)
+      equal[b] = _mm256_sub_epi8(equal[b], _mm256_cmpeq_epi8(e, _mm256_set1_epi8(char(first - b))));
+  }
+  for (int b = 0; b < Bins; ++b) {
+    const __m256i sums = _mm256_sad_epu8(equal[b], _mm256_setzero_si256());
+    counts[b] = 0;
+    for (int k = 0; k < 4; ++k) counts[b] += int(reinterpret_cast<const long long*>(&sums)[k]);
+  }
+#else
+  (void)next;
+  uint8_t equal[Bins][64] = {};
   for (int i = 0; i < n; i += 64)
-    for (int b = 0; b < 4; ++b)
+    for (int b = 0; b < Bins; ++b)
       for (int j = 0; j < 64; ++j) equal[b][j] += bytes[i + j] == uint8_t(first - b);
-  for (int b = 0; b < 4; ++b) {
+  for (int b = 0; b < Bins; ++b) {
     int total = 0;
     for (int j = 0; j < 64; ++j) total += equal[b][j];
     counts[b] = total;
   }
+#endif
 }
 
 inline int count_equal(const uint8_t* bytes, int n, uint8_t value) {
@@ -183,7 +216,8 @@ inline int count_equal(const uint8_t* bytes, int n, uint8_t value) {
 
 // Tensors' exponents cluster just below the largest: those bins by comparing whole vectors, the few values left one by
 // one, and by table when they are many.
-inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& tables, uint64_t* histogram) {
+inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& tables, uint64_t* histogram,
+                            const char* next) {
   int whole = n & ~63;
   if (whole < 512) {
     for (int i = 0; i < n; ++i) ++histogram[exponents[i]];
@@ -214,20 +248,32 @@ inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& ta
     floor = 1;
   }
   int bin = top;  // bins above it are counted
-  for (int round = 0; round < 3 && left > 0 && bin - 3 >= floor; ++round, bin -= 4) {
-    int counts[4];
-    count_four(exponents, whole, uint8_t(bin), counts);
-    for (int b = 0; b < 4; ++b) {
+  auto count_next = [&]<int Bins>(Constant<Bins>) {
+    int counts[Bins];
+    count_bins<Bins>(exponents, whole, uint8_t(bin), counts, next);
+    next = nullptr;
+    for (int b = 0; b < Bins; ++b) {
       histogram[bin - b] += counts[b];
       left -= counts[b];
     }
-  }
+    bin -= Bins;
+  };
+  if (top - low > 4 && bin - kManyBins >= floor - 1) count_next(Constant<kManyBins>());
+  while (left > 0 && bin - 4 >= floor - 1 && bin > top - 12) count_next(Constant<4>());
   if (left == 0) return;
 #if defined(__AVX2__)
   if (left <= whole / 8) {
     const __m256i limit = _mm256_set1_epi8(char(bin)), zero = _mm256_setzero_si256();
+    auto load = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(exponents + i)); };
     for (int i = 0; i < whole; i += 32) {
-      __m256i e = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(exponents + i));
+      if (floor == 0 && i % 64 == 0) {  // most often there is nothing to see
+        const __m256i least = _mm256_min_epu8(load(i), load(i + 32));
+        if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(least, limit), least)) == 0) {
+          i += 32;
+          continue;
+        }
+      }
+      const __m256i e = load(i);
       uint32_t rest = uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(e, limit), e)));
       if (floor == 1) rest &= ~uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(e, zero)));
       for (; rest; rest &= rest - 1) ++histogram[exponents[i + __builtin_ctz(rest)]];
@@ -242,8 +288,22 @@ inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& ta
     }
 }
 
+// In any order: they are only counted.
 inline void exponents_of(const float* x, int n, uint8_t* exponents) {
-  for (int i = 0; i < n; ++i) exponents[i] = uint8_t(to_bits(x[i]) >> 23);
+  int i = 0;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Packing works within halves of registers; putting that right would take as long as the packing.
+  const __m256i byte = _mm256_set1_epi16(0xff);
+  auto load = [&](int at) {
+    return _mm256_srli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i + at)), 23);
+  };
+  for (; i + 32 <= n; i += 32) {
+    const __m256i low = _mm256_and_si256(_mm256_packus_epi32(load(0), load(8)), byte);
+    const __m256i high = _mm256_and_si256(_mm256_packus_epi32(load(16), load(24)), byte);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(exponents + i), _mm256_packus_epi16(low, high));
+  }
+#endif
+  for (; i < n; ++i) exponents[i] = uint8_t(to_bits(x[i]) >> 23);
 }
 inline void exponents_of(const double* x, int n, uint8_t* exponents) {
   for (int i = 0; i < n; ++i) {
@@ -278,7 +338,9 @@ struct Measurer {
     if (p.histogram) {
       alignas(64) uint8_t exponents[kChunk];
       exponents_of(x, n, exponents);
-      count_exponents(exponents, n, tables, p.histogram);
+      // Beyond what measuring has asked for.
+      count_exponents(exponents, n, tables, p.histogram,
+                      prefetch ? reinterpret_cast<const char*>(x + n + kPrefetch) : nullptr);
     }
   }
 

@@ -9,6 +9,8 @@
 
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
+#include "plumb/numerics/quantise.h"
+#include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
 
@@ -18,7 +20,7 @@ namespace {
 constexpr int kThreads = 4, kRounds = 8;
 
 struct NetImpl : torch::nn::Module {
-  NetImpl() : up(8, 16), down(16, 4) {
+  explicit NetImpl(int64_t width = 8) : up(width, 2 * width), down(2 * width, 4) {
     register_module("up", up);
     register_module("down", down);
   }
@@ -57,10 +59,10 @@ void together(const Body& body) {
 }
 
 template <class Make>
-void expect_the_bits_of_one_thread(const Make& make) {
+void expect_the_bits_of_one_thread(const Make& make, at::IntArrayRef sizes = {5, 8}) {
   torch::manual_seed(0);
   std::vector<at::Tensor> inputs;
-  for (int t = 0; t < kThreads; ++t) inputs.push_back(at::randn({5, 8}));
+  for (int t = 0; t < kThreads; ++t) inputs.push_back(at::randn(sizes));
   for (int round = 0; round < kRounds; ++round) {
     const auto alone = make(), shared = make();
     const auto own = parameters_of(*alone), theirs = parameters_of(*shared);
@@ -88,6 +90,43 @@ TEST(Threads, CallAUnitScaledModuleForTheFirstTimeTogether) {
 }
 TEST(Threads, CallATrackedModuleForTheFirstTimeTogether) {
   expect_the_bits_of_one_thread([] { return track_scales(captured()); });
+}
+// Large enough for saved tensors to be kept as codes.
+TEST(Threads, RoundToNearestInFp8Together) {
+  static constexpr int64_t kRows = 64, kWidth = 32;
+  expect_the_bits_of_one_thread(
+      [] {
+        torch::manual_seed(1);
+        Net net(kWidth);
+        SimulateFormatOptions options;
+        options.rounding = Rounding::Nearest;
+        return simulate_fp8(unit_scale(capture(net, at::randn({kRows, kWidth}))), options);
+      },
+      {kRows, kWidth});
+}
+// Every call draws its seed from torch's one generator: what a thread gets depends on who comes first, the set of seeds
+// does not.
+TEST(Threads, StochasticRoundingDrawsFromTheGeneratorOfTheProcess) {
+  constexpr int kCalls = 8;
+  const at::Tensor x = at::rand({1024});
+  const auto draw = [&](std::vector<at::Tensor>& to) {
+    for (int i = 0; i < kCalls; ++i) to.push_back(quantise(x, FPFormat(4, 3)));
+  };
+  torch::manual_seed(3);
+  std::vector<at::Tensor> alone;
+  for (int t = 0; t < kThreads; ++t) draw(alone);
+  torch::manual_seed(3);
+  std::vector<std::vector<at::Tensor>> each(kThreads);
+  together([&](int t) { draw(each[t]); });
+  std::vector<bool> found(alone.size());
+  for (const auto& drawn : each) {
+    for (const at::Tensor& result : drawn) {
+      size_t i = 0;
+      while (i < alone.size() && (found[i] || !at::equal(alone[i], result))) ++i;
+      ASSERT_LT(i, alone.size()) << "no such seed in one thread";
+      found[i] = true;
+    }
+  }
 }
 TEST(Threads, CaptureModulesOfTheirOwnTogether) {
   std::vector<at::Tensor> got(kThreads);

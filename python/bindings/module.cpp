@@ -10,5 +10,10 @@ PYBIND11_MODULE(_C, m) {
         "hands it out again page by page: a few hundredths of a small model's step, more with recompute. This is a\n"
         "setting of the whole process, so plumb makes it only in its own command (`plumb train` and the others); a\n"
         "program that trains may call it once. With other C libraries than glibc it does nothing.");
+  m.def("release_freed_memory", &plumb::release_freed_memory,
+        "Give the kernel what this process has freed and the C library still holds.\n\n"
+        "After training steps glibc holds about what a step allocates, and the holes between: `RSS` says more than\n"
+        "tensors need. No setting changes. The next step asks for its pages again, one fault each, so call this when\n"
+        "training is over or memory is needed elsewhere. With other C libraries than glibc it does nothing.");
   for (const auto& bind : plumb::python::bindings()) bind(m);
 }

@@ -18,7 +18,7 @@ from . import (
     transforms,
     utils,
 )
-from ._C import Graph, allow_operators, keep_freed_memory, parse_graph
+from ._C import Graph, allow_operators, keep_freed_memory, parse_graph, release_freed_memory
 from ._capture import GraphModule, capture
 from ._exported import load_pt2, save_pt2
 from ._recorder import History, Recorder, read_history
@@ -54,6 +54,7 @@ __all__ = [
     "parse_graph",
     "pipelining",
     "read_history",
+    "release_freed_memory",
     "report",
     "save_pt2",
     "scale",

@@ -1,6 +1,7 @@
 """Who changes how the C library's heap keeps memory: only who asks."""
 
 import ctypes
+import pathlib
 import subprocess
 import sys
 
@@ -41,3 +42,53 @@ assert not maps_large_blocks(), "keep_freed_memory() changed nothing"
 def test_importing_and_running_changes_no_setting_of_malloc():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+STEPS = """
+import pathlib
+import sys
+
+import plumb
+import torch
+from plumb import transforms as T
+from zoo import GPT
+
+
+def resident():
+    line = next(x for x in pathlib.Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon:"))
+    return int(line.split()[1]) / 1024
+
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+transform = {"eager": lambda m: m, "unit_scale": T.unit_scale, "fp8": T.simulate_fp8, "track": T.track_scales}[sys.argv[1]]
+model = GPT(vocab=512, context=128, d=256, layers=4, h=4)
+ids, targets = torch.randint(512, (2, 8, 128))
+before = resident()
+model = transform(model)
+for _ in range(6):
+    model(ids, targets)[1].backward()
+    model.zero_grad(set_to_none=True)
+held = resident()
+plumb.release_freed_memory()
+print(held - before, resident() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="no glibc")
+def test_what_stays_after_training_steps_is_free_and_can_be_given_back():
+    """Of a transformed model's steps nothing stays that eager's do not leave: it is the heap's free memory."""
+    folder = pathlib.Path(__file__).parent
+
+    def stays(transform):
+        done = subprocess.run(
+            [sys.executable, "-c", STEPS, transform], capture_output=True, text=True, timeout=600, cwd=folder
+        )
+        assert done.returncode == 0, done.stderr
+        return tuple(float(mib) for mib in done.stdout.split())
+
+    eager_held, eager_kept = stays("eager")
+    for transform in ("unit_scale", "fp8", "track"):
+        held, kept = stays(transform)
+        assert kept < eager_kept + 10, f"{transform} keeps {kept:.0f} MiB, eager {eager_kept:.0f}"
+        assert held - kept > 30, f"{transform} gave back {held - kept:.0f} MiB of {held:.0f}"
+        assert held < 1.5 * eager_held, f"{transform} holds {held:.0f} MiB, eager {eager_held:.0f}"
