@@ -7,6 +7,8 @@
 #include <typeindex>
 #include <unordered_map>
 
+#include "plumb/autograd/recompute.h"
+
 namespace plumb {
 namespace {
 
@@ -36,8 +38,7 @@ Kind kind_of(Node& node) {
 }
 
 bool has_hooks(Node& node) {
-  return !node.pre_hooks().empty() || !node.post_hooks().empty() || !node.tensor_pre_hooks().empty() ||
-         !node.retains_grad_hooks().empty();
+  return !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() || !has_no_hooks_but_recipes(node);
 }
 
 }  // namespace

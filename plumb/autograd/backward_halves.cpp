@@ -190,7 +190,9 @@ InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& in
   if (!keep_graph) {
     // Last use of these nodes: what they saved, and then they themselves, need not wait for the weight half.
     for (const auto& e : graph.entries) {
-      if (e.in_input_half && !e.start) e.node->release_variables();
+      if (!e.in_input_half || e.start) continue;
+      e.node->release_variables();
+      drop_recipes(*e.node);
     }
     std::vector<Edge> dropped;
     for (const auto& cut : deferred.cuts) {

@@ -1,25 +1,25 @@
 #include "plumb/autograd/recompute.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <unordered_map>
-#include <unordered_set>
 
 #include "plumb/autograd/recompute_note.h"
 #include "plumb/autograd/recompute_recipe.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/operator_facts.h"
 
 namespace plumb {
 namespace {
-
-using torch::autograd::Node;
 
 // A mode key above autograd and the composite operators that nothing else uses (captures have the one above it). Only
 // the operators below have kernels for it, all others do not notice.
@@ -33,32 +33,43 @@ thread_local CheapRecompute::State* current = nullptr;
 
 }  // namespace
 
+// What an operator is given in a tensor's place: the same values, and nobody else holds it. Who does afterwards has
+// saved it.
+struct Loan {
+  size_t arg;
+  at::Tensor alias;
+  std::shared_ptr<Recipe> recipe;  // of its memory, if there is one
+};
+
 struct CheapRecompute::State {
   explicit State(bool check) : check(check), outer(std::exchange(current, this)), keys(kKey) {}
   ~State() { current = outer; }
 
-  void remember(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at::ArrayRef<c10::IValue> results);
-  void scan_saved(Node* root);
-  bool empty() const { return recipes.empty(); }
+  void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool cheap);
+  void decide_all();
 
   const bool check;
   RecomputeReport report;
 
  private:
-  Recipe* recipe_of(const Part& part) const;
-  bool is_retained(const Part& part) const;
+  void lend(size_t arg, c10::IValue& value, std::vector<Loan>& loans);
+  void remember(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at::ArrayRef<c10::IValue> results,
+                std::vector<RecipeUse>& uses);
+  void retain(const at::Tensor& saved);
+  std::shared_ptr<Recipe> recipe_of(const Part& part) const;
+  bool is_retained(const c10::StorageImpl* storage) const;
   bool decide(Recipe& recipe);
   bool can_make_again(Recipe& recipe);
   bool decide_source(const Recipe& recipe, Recipe::Source& source);
   bool same_again(Recipe& recipe);
-  void replace(const Saved& saved, const at::Tensor& data, Recipe& recipe);
+  void drop(Recipe& recipe);
 
   State* const outer;
   const c10::impl::IncludeDispatchKeyGuard keys;
   // By memory. The weak references inside keep addresses from being given out again.
   std::unordered_map<const c10::StorageImpl*, std::shared_ptr<Recipe>> recipes;
   std::unordered_map<const c10::StorageImpl*, WeakStorage> retained;  // kept by some node
-  std::unordered_set<const Node*> visited;
+  std::vector<std::shared_ptr<Recipe>> undecided;                     // saved since the last decision
 };
 
 namespace {
@@ -70,66 +81,154 @@ bool may_cast(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU);
 }
 
+template <bool cheap>
 void note_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   keys = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  if (!current || !c10::GradMode::is_enabled() || may_cast(op)) return op.redispatchBoxed(keys, stack);
-  const auto given = torch::jit::last(*stack, op.schema().arguments().size());
-  std::vector<c10::IValue> args(given.begin(), given.end());
-  op.redispatchBoxed(keys, stack);
-  const auto results = torch::jit::last(*stack, op.schema().returns().size());
-  if (!results[0].isTensor()) return;
-  const at::Tensor& result = results[0].toTensor();
-  if (!has_plain_memory(result) || !result.grad_fn()) return;
-  auto usable = [&](const c10::IValue& arg) {
-    if (!arg.isTensor() || !arg.toTensor().defined()) return true;
-    return has_plain_memory(arg.toTensor()) && !arg.toTensor().is_alias_of(result);
-  };
-  for (const c10::IValue& arg : args) {
-    if (!usable(arg)) return;
-    if (!arg.isTensorList()) continue;
-    for (const c10::IValue& element : arg.toListRef()) {
-      if (!usable(element)) return;
-    }
+  const bool watched = current && c10::GradMode::is_enabled() &&
+                       !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradCPU) &&
+                       !at::SavedTensorDefaultHooks::get_hooks();
+  if (!watched || may_cast(op)) return op.redispatchBoxed(keys, stack);
+  current->call(op, keys, stack, cheap);
+}
+
+template <class Visit>
+void visit_tensors(const std::vector<c10::IValue>& values, const Visit& visit) {
+  for (const c10::IValue& value : values) {
+    if (value.isTensor() && value.toTensor().defined()) visit(value.toTensor());
+    if (!value.isTensorList()) continue;
+    for (const c10::IValue& element : value.toListRef()) visit(element.toTensor());
   }
-  current->remember(op, std::move(args), results);
+}
+
+// The factors of a product, by place among the tensors that it has edges for: each is needed for the other's gradient
+// alone.
+std::optional<std::pair<int, int>> factors_of(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  if (name == "aten::mul") return std::pair(0, 1);
+  const Contraction& product = operator_facts(name).contraction;
+  if (product.kind != ContractionKind::Product || !name.starts_with("aten::")) return std::nullopt;
+  auto place = [&](const ContractedOperand& operand) {
+    return op.schema().argumentIndexWithName(std::string(operand.argument)).value_or(0);
+  };
+  return std::pair(place(product.operands[0]), place(product.operands[1]));
+}
+
+int needed_by(const c10::OperatorHandle& op, size_t arg) {
+  const auto factors = factors_of(op);
+  if (!factors) return -1;
+  const int place = static_cast<int>(arg);
+  return place == factors->first ? factors->second : place == factors->second ? factors->first : -1;
 }
 
 }  // namespace
 
-void CheapRecompute::State::remember(const c10::OperatorHandle& op, std::vector<c10::IValue> args,
-                                     at::ArrayRef<c10::IValue> results) {
-  const at::Tensor& result = results[0].toTensor();
-  // The whole of its memory, so that any view of it can be made again.
-  if (result.nbytes() < kFewBytes || result.storage().nbytes() != result.nbytes() || result.storage_offset() != 0)
-    return;
-  auto recipe = std::make_shared<Recipe>(op, std::move(args), results, static_cast<int64_t>(recipes.size()));
-  recipes[result.storage().unsafeGetStorageImpl()] = std::move(recipe);
-  scan_saved(&*result.grad_fn());
+void CheapRecompute::State::call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
+                                 bool cheap) {
+  const size_t count = op.schema().arguments().size(), first = stack->size() - count;
+  std::vector<c10::IValue> args(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+  bool plain = true;
+  size_t most = 0;
+  visit_tensors(args, [&](const at::Tensor& t) {
+    plain = plain && has_plain_memory(t) && !t._fw_grad(0).defined();
+    most = std::max(most, plain ? t.nbytes() : 0);
+  });
+  if (!plain || most < kFewBytes) return op.redispatchBoxed(keys, stack);
+  std::vector<Loan> loans;
+  for (size_t i = 0; i < count; ++i) lend(i, (*stack)[first + i], loans);
+  op.redispatchBoxed(keys, stack);
+  const at::ArrayRef<c10::IValue> results = torch::jit::last(*stack, op.schema().returns().size());
+  const at::Tensor result = results[0].isTensor() ? results[0].toTensor() : at::Tensor();
+  std::vector<RecipeUse> uses;
+  for (Loan& loan : loans) {
+    const bool saved = loan.alias.use_count() > 1;
+    if (!loan.recipe) {
+      if (saved) retain(loan.alias);
+    } else if (saved) {
+      uses.push_back({loan.recipe, needed_by(op, loan.arg)});
+    } else if (loan.recipe->decision == Recipe::Decision::Recompute) {
+      loan.recipe->empty();
+    }
+  }
+  if (result.defined() && result.grad_fn() && has_plain_memory(result)) {
+    if (cheap) {
+      remember(op, std::move(args), results, uses);
+    } else if (result.storage().use_count() > 1) {
+      retain(result);
+    }
+    if (!uses.empty()) {
+      for (const RecipeUse& use : uses) {
+        if (use.recipe->decision == Recipe::Decision::Pending) undecided.push_back(use.recipe);
+        if (use.recipe->decision == Recipe::Decision::Recompute) drop(*use.recipe);
+      }
+      fill_around(*result.grad_fn(), std::move(uses));
+    }
+  }
+  if (cheap) decide_all();
 }
 
-Recipe* CheapRecompute::State::recipe_of(const Part& part) const {
+void CheapRecompute::State::retain(const at::Tensor& saved) {
+  retained.emplace(saved.storage().unsafeGetStorageImpl(), saved.storage().getWeakStorageImpl());
+}
+
+void CheapRecompute::State::lend(size_t arg, c10::IValue& value, std::vector<Loan>& loans) {
+  if (value.isTensorList()) return;  // cat saves none
+  if (!value.isTensor() || !value.toTensor().defined()) return;
+  const at::Tensor t = value.toTensor();
+  c10::TensorImpl* impl = t.unsafeGetTensorImpl();
+  if (impl->is_wrapped_number() || (t.requires_grad() && t.is_leaf())) return;
+  auto recipe = recipe_of(Part(t));
+  if (recipe && recipe->decision == Recipe::Decision::Keep) return;
+  if (!recipe && is_retained(t.storage().unsafeGetStorageImpl())) return;
+  auto copy = impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true);
+  if (recipe) copy->set_storage_keep_dtype(recipe->lend(t.storage()));
+  at::Tensor alias(std::move(copy));
+  if (t.requires_grad()) torch::autograd::impl::set_gradient_edge(alias, torch::autograd::impl::gradient_edge(t));
+  value = alias;
+  loans.push_back({arg, std::move(alias), std::move(recipe)});
+}
+
+void CheapRecompute::State::remember(const c10::OperatorHandle& op, std::vector<c10::IValue> args,
+                                     at::ArrayRef<c10::IValue> results, std::vector<RecipeUse>& uses) {
+  const at::Tensor& result = results[0].toTensor();
+  bool apart = true;
+  visit_tensors(args, [&](const at::Tensor& t) { apart = apart && !t.is_alias_of(result); });
+  const bool saved = result.storage().use_count() > 1;
+  // The whole of its memory, so that any view of it can be made again.
+  if (!apart || result.nbytes() < kFewBytes || result.storage().nbytes() != result.nbytes() ||
+      result.storage_offset() != 0) {
+    if (saved) retain(result);
+    return;
+  }
+  const c10::Storage lent = saved ? part_from_node(result) : c10::Storage();
+  auto recipe = std::make_shared<Recipe>(op, std::move(args), results, static_cast<int64_t>(recipes.size()));
+  recipes[result.storage().unsafeGetStorageImpl()] = recipe;
+  if (!saved) return;
+  recipe->lent(lent);
+  uses.push_back({std::move(recipe), -1});
+}
+
+std::shared_ptr<Recipe> CheapRecompute::State::recipe_of(const Part& part) const {
   const auto it = recipes.find(part.storage._unsafe_get_target());
   if (it == recipes.end()) return nullptr;
-  Recipe& recipe = *it->second;
-  return recipe.result.version == part.version && recipe.result.options.dtype() == part.options.dtype() ? &recipe
-                                                                                                        : nullptr;
+  const Part& result = it->second->result;
+  return result.version == part.version && result.options.dtype() == part.options.dtype() ? it->second : nullptr;
 }
 
-bool CheapRecompute::State::is_retained(const Part& part) const {
-  const auto it = retained.find(part.storage._unsafe_get_target());
+bool CheapRecompute::State::is_retained(const c10::StorageImpl* storage) const {
+  const auto it = retained.find(storage);
   return it != retained.end() && !it->second.expired();
 }
 
 bool CheapRecompute::State::decide_source(const Recipe& recipe, Recipe::Source& source) {
   if (source.held.defined()) return true;
-  if (Recipe* made_by = recipe_of(source.part); made_by && decide(*made_by)) {
-    source.made_by = made_by->shared_from_this();
+  if (auto made_by = recipe_of(source.part); made_by && decide(*made_by)) {
+    source.made_by = std::move(made_by);
     return true;
   }
   if (!source.part.unchanged()) return false;
   const at::Tensor alive = source.part.lock();
   if (!alive.defined()) return false;
-  if (is_retained(source.part)) {
+  if (is_retained(source.part.storage._unsafe_get_target())) {
     source.held = alive;
     return true;
   }
@@ -179,8 +278,8 @@ bool CheapRecompute::State::same_again(Recipe& recipe) {
   return false;
 }
 
-void CheapRecompute::State::replace(const Saved& saved, const at::Tensor& data, Recipe& recipe) {
-  save_recipe(saved, data, recipe.shared_from_this());
+void CheapRecompute::State::drop(Recipe& recipe) {
+  recipe.empty();
   if (std::exchange(recipe.counted, true)) return;
   auto& entry = report.by_operator[recipe.op.operator_name().name];
   entry.tensors++;
@@ -190,41 +289,17 @@ void CheapRecompute::State::replace(const Saved& saved, const at::Tensor& data, 
   }
 }
 
-void CheapRecompute::State::scan_saved(Node* root) {
-  std::vector<Saved> saved;
-  std::vector<Node*> stack{root};
-  while (!stack.empty()) {
-    Node* node = stack.back();
-    stack.pop_back();
-    if (!visited.insert(node).second) continue;
-    collect_saved(*node, saved);
-    for (const auto& edge : node->next_edges()) {
-      if (edge.function) stack.push_back(&*edge.function);
-    }
-  }
-  struct Candidate {
-    Saved saved;
-    at::Tensor data;
-    Recipe* recipe;
-  };
-  std::vector<Candidate> candidates;
-  for (const Saved& s : saved) {
-    const auto data = s.variable->get_raw_data();
-    if (!data || !has_plain_memory(*data)) continue;
-    if (Recipe* recipe = recipe_of(Part(*data))) {
-      candidates.push_back({s, *data, recipe});
-    } else {
-      retained.emplace(data->storage().unsafeGetStorageImpl(), data->storage().getWeakStorageImpl());
-    }
-  }
-  // Inputs before what is made of them: whether they stay is then known.
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const Candidate& a, const Candidate& b) { return a.recipe->order < b.recipe->order; });
-  for (Candidate& c : candidates) {
-    if (decide(*c.recipe)) {
-      replace(c.saved, c.data, *c.recipe);
-    } else {
-      retained.emplace(c.data.storage().unsafeGetStorageImpl(), c.data.storage().getWeakStorageImpl());
+// Of all that nodes saved since the last time, inputs before what is made of them: whether they stay is then known.
+void CheapRecompute::State::decide_all() {
+  std::ranges::sort(undecided, {}, [](const auto& recipe) { return recipe->order; });
+  std::shared_ptr<Recipe> last;
+  for (const auto& recipe : std::exchange(undecided, {})) {
+    if (recipe == last) continue;
+    last = recipe;
+    if (decide(*recipe)) {
+      drop(*recipe);
+    } else if (const at::Tensor kept = recipe->result.lock(); kept.defined()) {
+      retain(kept);
     }
   }
 }
@@ -233,11 +308,7 @@ CheapRecompute::CheapRecompute(bool check) : state_(std::make_unique<State>(chec
 CheapRecompute::~CheapRecompute() = default;
 const RecomputeReport& CheapRecompute::report() const { return state_->report; }
 
-void CheapRecompute::finish(const std::vector<at::Tensor>& outputs) {
-  for (const auto& output : outputs) {
-    if (!state_->empty() && output.defined() && output.grad_fn()) state_->scan_saved(&*output.grad_fn());
-  }
-}
+void CheapRecompute::finish() { state_->decide_all(); }
 
 Recompute parse_recompute(const std::string& text) {
   if (text == "none") return Recompute::None;
@@ -272,7 +343,8 @@ std::string RecomputeReport::text() const {
   return line;
 }
 
-torch::CppFunction cheap_to_recompute() { return torch::CppFunction::makeFromBoxedFunction<&note_call>(); }
+torch::CppFunction cheap_to_recompute() { return torch::CppFunction::makeFromBoxedFunction<&note_call<true>>(); }
+torch::CppFunction saves_its_arguments() { return torch::CppFunction::makeFromBoxedFunction<&note_call<false>>(); }
 
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
   for (const char* name : {"gelu",
@@ -301,7 +373,6 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
                            "rsqrt",
                            "reciprocal",
                            "pow.Tensor_Scalar",
-                           "square",
                            "sqrt",
                            "abs",
                            "clamp",
@@ -314,6 +385,11 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
                            "clone",
                            "cat"}) {
     m.impl(name, cheap_to_recompute());
+  }
+  for (const char* name :
+       {"mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
+        "native_batch_norm", "addcmul", "_log_softmax", "nll_loss_forward", "max_pool2d_with_indices", "avg_pool2d"}) {
+    m.impl(name, saves_its_arguments());
   }
 }
 

@@ -2,8 +2,9 @@
 //
 // A matrix product or convolution often saves the output of a cheap operator for its backward (gelu, silu, layer_norm,
 // a product, a cast, a copy) whose own inputs are saved anyway. While a CheapRecompute lives, it notes such operators
-// as they are called on this thread, and replaces what autograd saved of their results by a recipe. Values and
-// gradients stay bit for bit the same:
+// as they are called on this thread. An operator that may save such a result is given another tensor in its place, on
+// a storage of its own: who holds that afterwards has saved it. The storage is emptied, and hooks around the node that
+// saved it fill it by a recipe for the time the node runs. Values and gradients stay bit for bit the same:
 //
 // - Only operators take part that are deterministic functions of their arguments: none that draws random numbers,
 //   writes, or looks anything up elsewhere.
@@ -13,6 +14,8 @@
 // - An input that was written in place since raises Error(InvalidState), as autograd does. Writes that version
 //   counters do not show (`.data`, raw memory) are the caller's risk, as with autograd, but for `check` below.
 // - The number of threads must be that of the forward, as for any backward.
+//
+// `grad_fn._saved_*` of such a tensor raises an error before the backward: there is nothing to see.
 //
 // A result that several nodes saved is computed once for all of them. It is not computed where a node's gradients do
 // not need it (a product's input, in the input half of a stage's backward).
@@ -25,6 +28,10 @@
 #include <memory>
 #include <string>
 #include <vector>
+
+namespace torch::autograd {
+struct Node;
+}
 
 namespace plumb {
 
@@ -56,9 +63,9 @@ class CheapRecompute {
   CheapRecompute(const CheapRecompute&) = delete;
   CheapRecompute& operator=(const CheapRecompute&) = delete;
 
-  // Scans the tensors saved under these outputs since the last noted operator. Call it at the end of a forward, before
+  // Decides about the results that nodes saved since the last noted operator. Call it at the end of a forward, before
   // its memory is measured.
-  void finish(const std::vector<at::Tensor>& outputs);
+  void finish();
   const RecomputeReport& report() const;
 
   struct State;
@@ -70,5 +77,10 @@ class CheapRecompute {
 // Frees recomputed results that wait for another node that saved them; that node computes them once more. For the time
 // between the halves of a backward.
 void drop_recomputed();
+
+// The hooks by which a node gets what it saved. They may run in each half of a backward.
+bool has_no_hooks_but_recipes(torch::autograd::Node& node);
+// The node has let go of what it saved: its recipes go with it.
+void drop_recipes(torch::autograd::Node& node);
 
 }  // namespace plumb

@@ -16,6 +16,10 @@
 namespace plumb {
 namespace {
 
+constexpr const char* kNotThere =
+    "this tensor was not kept for the backward, which computes it again when it comes to it; to look at it before, run "
+    "the stage with recompute = none";
+
 // Recipes with a result that waits for its next use, on this thread.
 std::vector<std::weak_ptr<Recipe>>& waiting_recipes() {
   static thread_local std::vector<std::weak_ptr<Recipe>> recipes;
@@ -128,6 +132,55 @@ at::Tensor Recipe::compute() {
 at::Tensor Recipe::compute_quickly(const std::vector<c10::IValue>& args) const {
   if (!moments_ || !moments_->of_mean.unchanged() || !moments_->of_rstd.unchanged()) return {};
   return normalise_again(args, moments_->mean, moments_->rstd);
+}
+
+namespace {
+
+// What `storage` holds, and the storage itself for as long as that is.
+at::DataPtr pointer_into(const c10::Storage& storage) {
+  return {const_cast<void*>(storage.data()), new c10::Storage(storage),
+          [](void* owner) { delete static_cast<c10::Storage*>(owner); }, storage.device()};
+}
+
+}  // namespace
+
+c10::Storage Recipe::lend(const c10::Storage& own) {
+  if (lent_) {
+    if (auto alive = lent_->lock()) {
+      if (!filled_) fill(own);
+      return c10::Storage(std::move(alive));
+    }
+  }
+  c10::Storage lent(c10::Storage::use_byte_size_t(), own.nbytes(), pointer_into(own), nullptr, /*resizable=*/false);
+  this->lent(lent);
+  return lent;
+}
+
+c10::Storage part_from_node(const at::Tensor& result) {
+  c10::Storage kept = result.storage();
+  c10::StorageImpl& impl = *kept.unsafeGetStorageImpl();
+  at::DataPtr data = impl.set_data_ptr(at::DataPtr(nullptr, impl.device()));
+  const c10::Storage own(c10::Storage::use_byte_size_t(), impl.nbytes(), std::move(data), impl.allocator(),
+                         impl.resizable());
+  impl.set_data_ptr_noswap(pointer_into(own));
+  result.unsafeGetTensorImpl()->set_storage_keep_dtype(own);
+  return kept;
+}
+
+void Recipe::fill(const c10::Storage& storage) {
+  if (auto alive = lent_->lock()) {
+    alive->clear_data_ptr_access_error_msg_();
+    alive->set_data_ptr_noswap(pointer_into(storage));
+    filled_ = true;
+  }
+}
+
+void Recipe::empty() {
+  filled_ = false;
+  if (auto alive = lent_->lock()) {
+    alive->set_data_ptr_noswap(at::DataPtr(nullptr, alive->device()));
+    alive->release_data_and_set_meta_custom_data_ptr_error_msg_(kNotThere);
+  }
 }
 
 at::Tensor Recipe::memory() {

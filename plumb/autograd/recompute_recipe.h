@@ -1,4 +1,4 @@
-// How to make a result again. For recompute.cpp and recompute_saved.cpp only.
+// How to make a result again, and how nodes come by it. For the files of recompute.h only.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -11,7 +11,6 @@
 
 namespace torch::autograd {
 struct Node;
-class SavedVariable;
 }  // namespace torch::autograd
 
 namespace plumb {
@@ -59,6 +58,18 @@ class Recipe : public std::enable_shared_from_this<Recipe> {
   int64_t pending = 0;  // uses still to come
   bool counted = false;
 
+  // The memory that nodes save in place of the result's own. The first holds the result for as long as it is filled, so
+  // that the caller's tensor and what autograd saved part where the recipe is decided.
+  c10::Storage lend(const c10::Storage& own);
+  // This memory is lent already, see part_from_node().
+  void lent(const c10::Storage& storage) {
+    lent_ = storage.getWeakStorageImpl();
+    filled_ = true;
+  }
+  void fill(const c10::Storage& storage);
+  void empty();
+  bool filled() const { return filled_; }
+
   // A tensor over the memory of the result, alive, waiting, or computed.
   at::Tensor memory();
   // One use is over.
@@ -78,20 +89,23 @@ class Recipe : public std::enable_shared_from_this<Recipe> {
   };
   std::optional<Moments> moments_;
   std::optional<at::Tensor> waiting_;
+  std::optional<WeakStorage> lent_;
+  bool filled_ = false;
 };
 
-// A tensor that a node saved.
-struct Saved {
-  torch::autograd::SavedVariable* variable;
-  torch::autograd::Node* node;
-  int needed_by;  // the edge whose gradient alone needs it; -1: any may
+// For a result that its own node saved: the node keeps the storage it has, which is the answer and now lent; the result
+// gets one of its own.
+c10::Storage part_from_node(const at::Tensor& result);
+
+// One use of a recipe by a node that saved its result.
+struct RecipeUse {
+  std::shared_ptr<Recipe> recipe;
+  int needed_by;      // the edge whose gradient alone needs it; -1: any may
+  bool over = false;  // it was counted
+  bool here = false;  // the node that runs now has filled the memory
 };
-
-// Appends what `node` saved, if its kind is known.
-void collect_saved(torch::autograd::Node& node, std::vector<Saved>& saved);
-
-// Replaces what was saved, a part of the recipe's result.
-void save_recipe(const Saved& saved, const at::Tensor& data, std::shared_ptr<Recipe> recipe);
+// `node` has saved these. Hooks around it fill their memory for the time it runs.
+void fill_around(torch::autograd::Node& node, std::vector<RecipeUse> uses);
 
 // native_layer_norm's result from its arguments and the two others that it gave, in one pass; undefined where that
 // would not be the bits that ATen gives.

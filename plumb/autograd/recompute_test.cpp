@@ -2,6 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/torch.h>
 
 #include "plumb/autograd/live_bytes.h"
@@ -97,7 +98,7 @@ Trained train(const Model& model, Recompute recompute, bool check = false) {
   if (recompute == Recompute::Cheap) {
     CheapRecompute cheap(check);
     out = model.forward(model.leaves);
-    cheap.finish({out});
+    cheap.finish();
     trained.report = cheap.report();
   } else {
     out = model.forward(model.leaves);
@@ -203,7 +204,7 @@ TEST(Recompute, KeepsAResultThatWasWrittenBeforeItWasSaved) {
     Written m;
     m.y.mul_(3);
     m.out = at::mm(m.y, m.w);
-    if (scope) scope->finish({m.out});
+    if (scope) scope->finish();
     scope.reset();
     m.y = at::Tensor();
     m.out.sum().backward();
@@ -219,7 +220,7 @@ TEST(Recompute, RefusesAnInputThatWasWrittenSince) {
     CheapRecompute scope;
     m.y = at::gelu(m.h);
     m.out = at::mm(m.y, m.w);
-    scope.finish({m.out});
+    scope.finish();
   }
   m.y = at::Tensor();
   m.h.detach().mul_(2);
@@ -239,7 +240,7 @@ TEST(Recompute, NoticesWritesThatNoVersionShowsWhenItChecks) {
   m.y = at::gelu(m.h);
   m.y.variable_data().mul_(3);
   m.out = at::mm(m.y, m.w);
-  scope.finish({m.out});
+  scope.finish();
   EXPECT_EQ(scope.report().differing, 1);
   EXPECT_EQ(scope.report().total().tensors, 0);
   const at::Tensor kept = m.y.detach().clone();
@@ -253,7 +254,7 @@ TEST(Recompute, GivesTheSameTwiceFromAGraphThatIsRetained) {
   const Model model = llama_mlp(at::kFloat);
   CheapRecompute scope;
   const at::Tensor out = model.forward(model.leaves).sum();
-  scope.finish({out});
+  scope.finish();
   const auto first = torch::autograd::grad({out}, model.leaves, {}, /*retain_graph=*/true);
   const auto second = torch::autograd::grad({out}, model.leaves);
   expect_same(first, second, "second backward");
@@ -266,7 +267,7 @@ TEST(Recompute, LeavesSecondDerivativesAsTheyAre) {
     std::optional<CheapRecompute> scope;
     if (cheap) scope.emplace();
     const at::Tensor out = model.forward(model.leaves).square().sum();
-    if (scope) scope->finish({out});
+    if (scope) scope->finish();
     const auto first = torch::autograd::grad({out}, {model.leaves[0]}, {}, true, /*create_graph=*/true);
     return torch::autograd::grad({first[0].square().sum()}, model.leaves);
   };
@@ -298,8 +299,43 @@ TEST(Recompute, LeavesSmallResultsAndOperatorsThatDrawAlone) {
   CheapRecompute scope;
   const at::Tensor a = at::mm(at::gelu(small * 2), w);
   const at::Tensor b = at::mm(at::rrelu(at::mm(x, v), 0.1, 0.3, true), v);
-  scope.finish({a, b});
+  scope.finish();
   EXPECT_EQ(scope.report().total().tensors, 0);
+}
+
+TEST(Recompute, SaysThatATensorIsNotThere) {
+  at::manual_seed(3);
+  Written m;
+  {
+    CheapRecompute scope;
+    m.y = at::gelu(m.h);
+    m.out = at::mm(m.y, m.w);
+    scope.finish();
+  }
+  auto& node = dynamic_cast<torch::autograd::generated::MmBackward0&>(*m.out.grad_fn());
+  const at::Tensor saved = node.self_.unpack();
+  EXPECT_EQ(saved.sizes(), m.y.sizes());
+  try {
+    saved.sum();
+    FAIL() << "it read memory that is not there";
+  } catch (const std::exception& e) {
+    EXPECT_NE(std::string(e.what()).find("not kept for the backward"), std::string::npos) << e.what();
+  }
+}
+
+// Two nodes save a result, and a third takes it after the decision about it.
+TEST(Recompute, FillsOneResultForEveryNodeThatSavedIt) {
+  at::manual_seed(3);
+  const Model model{"three uses",
+                    {leaf({64, 64}), leaf({64, 64}), leaf({64, 64})},
+                    [](const Tensors& t) {
+                      const auto y = at::gelu(t[0] * 2);
+                      const auto first = at::mm(y, t[1]) + at::mm(t[2], y);
+                      return at::mm(at::silu(first), t[1]) + at::mm(y, t[2]) + y * y;
+                    },
+                    1};
+  expect_same(train(model, Recompute::None).values, train(model, Recompute::Cheap).values, model.name);
+  EXPECT_EQ(train(model, Recompute::Cheap).report.by_operator.at("aten::gelu").tensors, 1);
 }
 
 TEST(Recompute, IsReadFromAWord) {

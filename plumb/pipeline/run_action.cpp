@@ -127,7 +127,7 @@ void PipelineState::forward(const RunAction& run, LocalStage& stage, Slot& slot)
   if (!run.backward_is_next) start_recompute(stage, recompute);
   run_function(stage, slot, m);
   check_results(stage, slot, m, /*hooked=*/false);
-  finish_recompute(stage, recompute, slot.loss.defined() ? Tensors{slot.loss} : slot.results);
+  finish_recompute(stage, recompute);
   send_values(run, stage, m, slot.results);
   keep_for_backward(stage, slot);
 }

@@ -50,10 +50,9 @@ void PipelineState::start_recompute(LocalStage& stage, std::optional<CheapRecomp
   }
 }
 
-void PipelineState::finish_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute,
-                                     const Tensors& outputs) const {
+void PipelineState::finish_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute) const {
   if (!recompute) return;
-  recompute->finish(outputs);
+  recompute->finish();
   stage.recomputed = recompute->report();
   // The stage writes where autograd does not see it: from now on it keeps everything.
   if (stage.recomputed.differing > 0) stage.recomputed.by_operator.clear();

@@ -98,7 +98,7 @@ struct PipelineState {
   // --- run_forward.cpp ---
   void seed_generator(int stage, int m) const;
   void start_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute) const;
-  void finish_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute, const Tensors& outputs) const;
+  void finish_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute) const;
   // Leaves the results in the slot.
   void run_function(LocalStage& stage, Slot& slot, int m);
   // Adds the sizes of the model's inputs that are given here, if any are not as in the layout.

@@ -72,7 +72,7 @@ Ran run_forward(GraphStage& stage, InputBoundary& boundary, const LiveBytes& met
   std::optional<CheapRecompute> recompute;
   if (stage.recompute == Recompute::Cheap) recompute.emplace();
   Tensors outputs = stage.forward(boundary.inputs());
-  if (recompute) recompute->finish(outputs);
+  if (recompute) recompute->finish();
   recompute.reset();
   ran.seconds = now() - begin;
   int64_t kept = 0;

@@ -87,7 +87,7 @@ void StepDriver::forward(int stage, int microbatch) {
   std::optional<CheapRecompute> recompute;
   state.start_recompute(local, recompute);
   state.run_function(local, slot, microbatch);
-  state.finish_recompute(local, recompute, slot.results);
+  state.finish_recompute(local, recompute);
   if (state.by_hand) state.keep_for_backward(local, slot);
 }
 

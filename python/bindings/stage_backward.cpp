@@ -10,7 +10,7 @@
 #include "module.h"
 #include "plumb/autograd/backward_checkpoints.h"
 #include "plumb/autograd/backward_halves.h"
-#include "plumb/autograd/recompute_recipe.h"
+#include "plumb/autograd/saved_codes.h"
 #include "tensors.h"
 
 namespace plumb::python {
@@ -47,26 +47,21 @@ const std::vector<py::str>& saved_attributes(Node& node) {
   return it->second;
 }
 
-// What a node saved through checkpoints.
-void find_in(Node& node, std::vector<Saved>& room, std::vector<CheckpointedVariable>& found) {
-  // Of known classes without asking Python, which takes its time: what a node saves it saves alike.
-  room.clear();
-  collect_saved(node, room);
-  for (const Saved& saved : room) {
-    const auto data = saved.variable->get_raw_data();
-    if (data && data->defined()) return;
-  }
+// What a node saved through checkpoints. What a node saves it saves alike: the first that is plain answers for all.
+void find_in(Node& node, std::vector<CheckpointedVariable>& found) {
+  bool plain = false;
   auto add = [&](const SavedVariable& variable) {
+    const auto data = variable.get_raw_data();
+    plain = plain || (data && data->defined());
+    if (plain) return;
     if (const void* checkpoint = checkpoint_of(variable)) {
       found.push_back({const_cast<SavedVariable*>(&variable), &node, checkpoint});
     }
   };
   const auto& names = saved_attributes(node);
   // plumb's own nodes show what they saved in C++ alone.
-  if (names.empty()) {
-    for (const Saved& saved : room) add(*saved.variable);
-    return;
-  }
+  if (auto* own = names.empty() ? dynamic_cast<SavesTensors*>(&node) : nullptr) own->visit_saved(add);
+  if (names.empty()) return;
   const py::object in_python = to_node(node.getptr());
   for (const auto& name : names) {
     const py::object value = in_python.attr(name);
@@ -75,16 +70,16 @@ void find_in(Node& node, std::vector<Saved>& room, std::vector<CheckpointedVaria
     } else if (!value.is_none()) {
       add(value.cast<const SavedVariable&>());
     }
+    if (plain) return;
   }
 }
 
 std::vector<CheckpointedVariable> find_checkpointed(const std::vector<Node*>& nodes) {
   std::vector<CheckpointedVariable> found;
-  std::vector<Saved> room;
   py::gil_scoped_acquire gil;
   for (Node* node : nodes) {
     try {
-      find_in(*node, room, found);
+      find_in(*node, found);
     } catch (const py::error_already_set&) {
       // It has let go of what it saved; autograd says so when it runs.
     }
