@@ -173,6 +173,37 @@ Training training(const Ended& run) {
 const char* const kTrain =
     "train lm.pt2 --data tokens.bin --steps 6 --lr 0.01 --microbatches 4 --threads 1 --seed 3 --json ";
 
+// A step of Adam moves every value by its learning rate.
+const char* const kSteps = R"py(
+import json, zipfile
+def weights(path):
+    with zipfile.ZipFile(path) as z:
+        of = {n.partition("/")[2]: n for n in z.namelist()}
+        config = json.loads(z.read(of["data/weights/model_weights_config.json"]))["config"]
+        return {k: torch.frombuffer(bytearray(z.read(of["data/weights/" + v["path_name"]])), dtype=torch.float32)
+                for k, v in config.items()}
+before, after = weights("scaled.pt2"), weights("stepped.pt2")
+step = {n: (after[n] - before[n]).abs().max().item() for n in before}
+near = lambda a, b: abs(a - b) < 1e-3 * b
+assert near(step["layers.0.up.weight"], 0.1 / 16**0.5) and near(step["layers.0.down.weight"], 0.1 / 32**0.5), step
+assert near(step["layers.0.up.bias"], 0.1) and near(step["head.bias"], 0.1), step
+)py";
+
+TEST_F(Command, TrainsAUnitScaledFileWithItsOwnLearningRates) {
+  ASSERT_EQ(plumb("scale lm.pt2 -o scaled.pt2").code, 0);
+  const std::string train =
+      "train scaled.pt2 --data tokens.bin --steps 1 --lr 0.1 --threads 1 --seed 3 --save stepped.pt2 ";
+  for (const char* optimizer : {"--optimizer adam", "--optimizer adamw", "--stages 2"}) {
+    const Ended run = plumb(train + optimizer);
+    ASSERT_EQ(run.code, 0) << run.err;
+    EXPECT_NE(run.out.find("learning rates: u-muP's"), std::string::npos) << run.out;
+    python(kSteps);
+  }
+  // The trained file is tagged as well; a plain one is not.
+  EXPECT_NE(plumb("train stepped.pt2 --data tokens.bin --steps 1").out.find("u-muP"), std::string::npos);
+  EXPECT_EQ(plumb("train lm.pt2 --data tokens.bin --steps 1").out.find("u-muP"), std::string::npos);
+}
+
 TEST_F(Command, TrainsInTwoProcessesBitForBitAsInOne) {
   const Ended one = plumb(std::string(kTrain) + "--save one.pt2");
   ASSERT_EQ(one.code, 0) << one.err;

@@ -56,6 +56,10 @@ class Printer {
                 << event["conclusion"].get<std::string>() << std::endl;
       return;
     }
+    if (event.contains("learning_rates")) {
+      std::cout << "learning rates: " << event["learning_rates"].get<std::string>() << std::endl;
+      return;
+    }
     if (!event.contains("step")) return;
     const int step = event["step"], steps = event["steps"];
     const std::string loss = event["loss"].is_number() ? number(event["loss"]) : "nan";

@@ -25,6 +25,7 @@
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/recording/recorder.h"
+#include "plumb/scaling/optim.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb::cli {
@@ -134,8 +135,18 @@ Job prepare(const TrainOptions& o, bool quiet) {
   return job;
 }
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o,
+// Torch's optimiser, or plumb's with u-muP's learning rates where parameters are tagged. Their decay would not depend
+// on the learning rate: it is off.
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o, bool tagged,
                                                         const std::vector<at::Tensor>& parameters) {
+  if (tagged) {
+    const optim::ScaledOptions others{.allow_non_unit_scaling_params = true};
+    const optim::NamedParameters named = optim::with_names(parameters);
+    if (o.optimizer == "sgd")
+      return std::make_unique<optim::SGD>(named, torch::optim::SGDOptions(o.lr), std::nullopt, others);
+    if (o.optimizer == "adam") return std::make_unique<optim::Adam>(named, torch::optim::AdamOptions(o.lr), others);
+    return std::make_unique<optim::AdamW>(named, torch::optim::AdamWOptions(o.lr).weight_decay(0), others);
+  }
   if (o.optimizer == "sgd") return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(o.lr));
   if (o.optimizer == "adam") return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(o.lr));
   return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(o.lr));
@@ -197,6 +208,9 @@ int train_rank(const TrainOptions& o, const std::function<void(const nlohmann::j
   at::set_num_threads(o.threads > 0 ? o.threads : std::max(1, cores / o.processes()));
   at::manual_seed(static_cast<uint64_t>(o.seed));
   Job job = prepare(o, o.json || o.processes() > 1);
+  const State& whole = job.loaded.module().state();
+  const bool tagged =
+      std::any_of(whole.begin(), whole.end(), [](const Attr& a) { return parameter_data(a.tensor).has_value(); });
   const ProcessGroup world = o.processes() > 1 ? make_group_from_environment() : ProcessGroup();
   const ReplicatedGroups groups = divide_into_replicas(world, o.replicas);
   const ProcessGroup& group = groups.pipeline;
@@ -213,7 +227,9 @@ int train_rank(const TrainOptions& o, const std::function<void(const nlohmann::j
   }
   for (const auto& [index, stage] : stages) stage->recompute = parse_recompute(o.recompute);
   std::unique_ptr<torch::optim::Optimizer> optimizer;
-  if (!parameters.empty()) optimizer = make_optimizer(o, parameters);
+  if (!parameters.empty()) optimizer = make_optimizer(o, tagged, parameters);
+  if (tagged && world.rank() == 0)
+    event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
   Pipeline pipeline(make_layout(job.pipe->table()), job.schedule, stages, group, job.pipeline);
   std::unique_ptr<Recorder> recorder;
   if (!o.record.empty() && groups.replicas.rank() == 0) {  // replicas have the same weights

@@ -7,6 +7,7 @@
 #include <torch/utils.h>
 
 #include "plumb/exported/programs_for_test.h"
+#include "plumb/scaling/parameter.h"
 
 namespace plumb {
 namespace {
@@ -142,6 +143,23 @@ TEST(Exported, TiedWeightsAreOneTensorWithTwoNames) {
   EXPECT_TRUE(state.get("tok.weight").tensor.is_same(state.get("head.weight").tensor));
   const auto untied = load_pt2(programs() / "gpt.pt2").module->state();
   EXPECT_FALSE(untied.get("tok.weight").tensor.is_same(untied.get("head.weight").tensor));
+}
+
+TEST(Exported, KeepsTagsOfParameters) {
+  ExportedProgram program = load_pt2(programs() / "gpt_tied.pt2");
+  const ParameterData tied{MupType::Weight, std::nullopt}, deep{MupType::Bias, 6};
+  tag(program.module->state().get("tok.weight").tensor, tied);
+  const std::string other = program.module->state().names(AttrKind::Parameter).back();
+  tag(program.module->state().get(other).tensor, deep);
+  const std::string path = programs() / "gpt_tied.tagged.pt2";
+  save_pt2(program, path);
+  const auto state = load_pt2(path).module->state();
+  EXPECT_EQ(parameter_data(state.get("tok.weight").tensor), tied);
+  EXPECT_EQ(parameter_data(state.get("head.weight").tensor), tied);
+  EXPECT_EQ(parameter_data(state.get(other).tensor), deep);
+  size_t tagged = 0;
+  for (const Attr& attr : state) tagged += parameter_data(attr.tensor).has_value();
+  EXPECT_EQ(tagged, 3u);
 }
 
 TEST(Exported, KeepsModulePathsAndSourceLines) {

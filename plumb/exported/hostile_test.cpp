@@ -75,6 +75,24 @@ TEST(HostileFiles, AFlippedBitInTheWeightsIsAnErrorThatNamesTheRecord) {
   EXPECT_THAT(load_error(bytes).what(), AllOf(HasSubstr("checksum"), HasSubstr("weight_0")));
 }
 
+TEST(HostileFiles, TagsOfParametersAreChecked) {
+  const std::string name = load_pt2(programs() / "linear.pt2").module->state().names(AttrKind::Parameter)[0];
+  for (const auto& [tags, says] : std::initializer_list<std::pair<std::string, std::string>>{
+           {R"({"no.such": {"type": "weight"}})", "no.such"},
+           {"{\"" + name + R"(": {"type": "heavy"}})", "heavy"},
+           {"{\"" + name + R"(": {"type": 3}})", "a string was expected"},
+           {"{\"" + name + R"(": {"type": "weight", "depth": -1}})", "-1"},
+           {"{\"" + name + R"(": {"type": "weight", "depth": "x"}})", "an integer was expected"},
+           {"[]", "an object was expected"},
+           {"{", "plumb_parameter_tags.json"}}) {
+    Archive archive("linear");
+    std::string top = archive.entries[0].first;
+    top = top.substr(0, top.find('/') + 1);
+    archive.entries.emplace_back(top + "extra/plumb_parameter_tags.json", tags);
+    EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr(says));
+  }
+}
+
 TEST(HostileFiles, OtherFilesAreToldFromPrograms) {
   EXPECT_THAT(load_error("hello").what(), HasSubstr("not a zip"));
   EXPECT_THAT(load_error(slurp(programs() / "linear.expect.pt")).what(),

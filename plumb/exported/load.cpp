@@ -5,6 +5,7 @@
 #include "plumb/exported/exported.h"
 #include "plumb/exported/json_doc.h"
 #include "plumb/exported/node_reader.h"
+#include "plumb/exported/parameter_tags.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/weights.h"
 #include "plumb/exported/zip_file.h"
@@ -77,6 +78,7 @@ class Loader {
     read_outputs(graph, signature);
     if (const ZipEntry* samples = zip_.find("data/sample_inputs/" + name_ + ".pt"))
       program_.sample_inputs = zip_.read(*samples);
+    read_tags();
     program_.module = std::make_shared<GraphModule>(std::move(graph_), std::move(state_), in_spec_, out_spec_);
     program_.module->lint();
     return std::move(program_);
@@ -94,6 +96,7 @@ class Loader {
   void check_constant_inputs();
   void add_size_check();
   void read_outputs(const Json& graph, const Json& signature);
+  void read_tags() const;
   void add_attribute(const Json& at, const std::string& value_name, const std::string& name, AttrKind kind,
                      bool persistent, const Json& graph);
   c10::IValue constant(const Json& j) const;
@@ -400,6 +403,13 @@ void Loader::read_outputs(const Json& graph, const Json& signature) {
     results.push_back(std::move(value));
   }
   graph_.output(std::move(results));
+}
+
+void Loader::read_tags() const {
+  const ZipEntry* entry = zip_.find(pt2::kTags);
+  if (!entry) return;
+  const JsonDoc tags(zip_.path() + "/" + pt2::kTags, zip_.read_text(*entry));
+  pt2::give_tags(tags, state_);
 }
 
 }  // namespace

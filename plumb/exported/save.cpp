@@ -7,6 +7,7 @@
 #include "plumb/core/output_file.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/graph_writer.h"
+#include "plumb/exported/parameter_tags.h"
 #include "plumb/graph/copy_node.h"
 
 namespace plumb {
@@ -79,6 +80,7 @@ void write_archive(const GraphModule& module, const ExportedProgram& program, co
          pt2::write_stored(writer.constants(), "data/constants/", "tensor_", record).dump());
     text("models/" + base + ".json", model);
     text("data/sample_inputs/" + base + ".pt", program.sample_inputs);
+    if (const Json tags = pt2::tags_of(module.state()); !tags.empty()) text(pt2::kTags, tags.dump());
     text("archive_format", "pt2");
     text("archive_version", "0");
     text("byteorder", "little");

@@ -4,6 +4,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/partition/pipe.h"
+#include "plumb/scaling/parameter.h"
 
 namespace plumb {
 namespace {
@@ -70,7 +71,10 @@ void Pipe::move_stage(int index, at::Device device) {
                                                     device.str() + ": '" + attr.name +
                                                     "': " + std::string(e.what_without_backtrace()));
       }
-      if (!twin.is_same(attr.tensor)) twin = twin.detach().set_requires_grad(attr.tensor.requires_grad());
+      if (!twin.is_same(attr.tensor)) {
+        twin = twin.detach().set_requires_grad(attr.tensor.requires_grad());
+        copy_tag(attr.tensor, twin);
+      }
     }
     module.state().set(attr.name, twin);
   }

@@ -7,6 +7,7 @@
 #include "plumb/partition/pipe_split.h"
 #include "plumb/partition/stage_bytes.h"
 #include "plumb/partition/testing.h"
+#include "plumb/scaling/parameter.h"
 
 namespace plumb {
 namespace {
@@ -203,6 +204,28 @@ TEST(StageBytes, KeepsTiesStridesAndTypes) {
   for (const Attr& attr : state) EXPECT_TRUE(same(attr.tensor.detach(), s.get(attr.name).tensor.detach())) << attr.name;
   EXPECT_TRUE(std::isnan(back.table.outputs[8].constant.toDouble()));
   EXPECT_EQ(back.table.outputs[9].constant.toDouble(), std::numeric_limits<double>::infinity());
+}
+
+TEST(StageBytes, StagesTheirCopiesAndTheirBytesKeepTagsOfParameters) {
+  auto whole = gpt(2, true, true);
+  const ParameterData embedding{MupType::Weight, std::nullopt}, up{MupType::Weight, 4};
+  tag(whole->state().get("embed.weight").tensor, embedding);
+  tag(whole->state().get("layers.1.up.weight").tensor, up);
+  auto pipe = pipeline(*whole);
+  ASSERT_FALSE(pipe->replicated_params().empty()) << "the embedding has a copy in the last stage";
+  for (const auto& [stage, name] : pipe->replicated_params()[0]) {
+    EXPECT_EQ(parameter_data(pipe->stage(stage)->state().get(name).tensor), embedding) << "stage " << stage;
+    const StagePackage back = deserialize_stage(serialize_stage(*pipe, stage));
+    EXPECT_EQ(parameter_data(back.module->state().get(name).tensor), embedding) << "bytes of stage " << stage;
+  }
+  for (int s = 0; s < pipe->num_stages(); ++s) {
+    if (!pipe->stage(s)->state().contains("layers.1.up.weight")) continue;
+    const StagePackage back = deserialize_stage(serialize_stage(*pipe, s));
+    EXPECT_EQ(parameter_data(back.module->state().get("layers.1.up.weight").tensor), up);
+    EXPECT_EQ(parameter_data(back.module->state().get("layers.1.proj.weight").tensor), std::nullopt);
+    pipe->move_stage(s, at::kMeta);
+    EXPECT_EQ(parameter_data(pipe->stage(s)->state().get("layers.1.up.weight").tensor), up) << "moved";
+  }
 }
 
 TEST(StageBytes, RefuseOperatorsThatAreNoTensorArithmetic) {

@@ -8,6 +8,7 @@
 #include "plumb/graph/copy_node.h"
 #include "plumb/partition/assign.h"
 #include "plumb/partition/pipe_split.h"
+#include "plumb/scaling/parameter.h"
 
 namespace plumb {
 namespace {
@@ -238,7 +239,10 @@ std::vector<std::shared_ptr<GraphModule>> Cutter::make_modules() {
       const auto* impl = attr.tensor.defined() ? attr.tensor.unsafeGetTensorImpl() : nullptr;
       if (auto it = holders.find(impl); it != holders.end() && it->second.begin()->first != static_cast<int>(s)) {
         at::Tensor& copy = copies[impl];
-        if (!copy.defined()) copy = attr.tensor.detach().clone().set_requires_grad(attr.tensor.requires_grad());
+        if (!copy.defined()) {
+          copy = attr.tensor.detach().clone().set_requires_grad(attr.tensor.requires_grad());
+          copy_tag(attr.tensor, copy);
+        }
         mine.tensor = copy;
       }
       state.add(std::move(mine));

@@ -12,6 +12,7 @@
 #include "plumb/core/json_text.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/pipe.h"
+#include "plumb/scaling/parameter.h"
 
 namespace plumb {
 namespace {
@@ -122,6 +123,10 @@ std::string serialize_stage(const Pipe& pipe, int index) {
                        {"strides", attr.tensor.strides().vec()},
                        {"order", memory_order(attr.tensor)},
                        {"grad", attr.tensor.requires_grad()}});
+    if (const auto data = parameter_data(attr.tensor)) {
+      tensors.back()["tag"] = to_string(data->type);
+      if (data->scaling_depth) tensors.back()["depth"] = *data->scaling_depth;
+    }
     if (flat.nbytes()) data.append(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
   }
   header["attrs"] = std::move(attrs);
@@ -157,6 +162,11 @@ StagePackage deserialize_stage(std::string_view bytes) {
         if (!at::isFloatingType(t.scalar_type()) && !at::isComplexType(t.scalar_type()))
           bad("an integer tensor that requires a gradient");
         t = t.detach().set_requires_grad(true);
+      }
+      if (entry.contains("tag")) {
+        ParameterData data{mup_type_from(entry["tag"].get<std::string>()), std::nullopt};
+        if (entry.contains("depth")) data.scaling_depth = entry["depth"].get<int64_t>();
+        tag(t, data);
       }
       tensors.push_back(std::move(t));
     }

@@ -20,8 +20,8 @@ struct StagePackage {
   TreeSpec in_spec, out_spec;            // of the whole graph
 };
 
-// Graph with metadata, state (names, kinds, ties, gradients' wanting; not the gradients) and the table. Tensors on
-// other devices than the CPU come back on the CPU. Throws Error(InvalidArgument) for tensors that have no data or no
+// Graph with metadata, state (names, kinds, ties, tags, gradients' wanting; not the gradients) and the table. Tensors
+// on other devices than the CPU come back on the CPU. Throws Error(InvalidArgument) for tensors that have no data or no
 // dense layout.
 std::string serialize_stage(const Pipe& pipe, int index);
 

@@ -68,4 +68,8 @@ std::optional<ParameterData> parameter_data(const at::Tensor& parameter) {
   return found == tags.entries.end() ? std::nullopt : std::optional(found->second.data);
 }
 
+void copy_tag(const at::Tensor& from, const at::Tensor& to) {
+  if (const auto data = parameter_data(from)) tag(to, *data);
+}
+
 }  // namespace plumb

@@ -23,8 +23,10 @@ struct ParameterData {
 at::Tensor make_parameter(at::Tensor data, MupType type, std::optional<int64_t> scaling_depth = std::nullopt);
 
 // A tag belongs to the tensor object (not to its memory): handles share it, and it goes with the last of them. clone(),
-// detach() and deep copies have none: copy_tags() gives a copied module its original's. Safe from several threads.
+// detach() and to() give none: copy_tag() does. Safe from several threads.
 void tag(const at::Tensor& parameter, ParameterData data);
 std::optional<ParameterData> parameter_data(const at::Tensor& parameter);
+// Gives `to` the tag of `from`, if that has one.
+void copy_tag(const at::Tensor& from, const at::Tensor& to);
 
 }  // namespace plumb

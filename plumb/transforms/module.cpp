@@ -36,9 +36,7 @@ std::shared_ptr<TransformedModule> TransformedModule::deep_copy() const {
   copy->train(is_training());
   copy->reports = reports;
   copy->mup = mup;
-  for (const auto& [name, data] : mup) {
-    if (const Attr* attr = copy->state().find(name)) tag(attr->tensor, data);
-  }
+  for (const Attr& attr : copy->state()) copy_tag(state().get(attr.name).tensor, attr.tensor);
   take_tracker(*copy, tracker);
   return copy;
 }

@@ -143,6 +143,14 @@ void bind_parameter_scaling(py::module_& m) {
 Register transforms_part([](py::module_& m) {
   bind_parameter_scaling(m);
   m.def("unit_scale", &scale);
+  m.def("tag", [](const at::Tensor& parameter, const std::string& type, std::optional<int64_t> depth) {
+    tag(parameter, {mup_type_from(type), depth});
+  });
+  m.def("tag_of", [](const at::Tensor& parameter) -> py::object {
+    const auto data = parameter_data(parameter);
+    if (!data) return py::none();
+    return py::make_tuple(std::string(to_string(data->type)), data->scaling_depth);
+  });
   m.def("simulate_format", &simulate);
   py::class_<ScaleTracker, std::shared_ptr<ScaleTracker>>(m, "ScaleTracker")
       .def(py::init([](bool histogram) { return ScaleTracker::create({.histogram = histogram}); }),

@@ -25,6 +25,7 @@ from ._questions import is_check, watched_tensors
 from ._replace import replaced
 from ._state import BUFFER, state_of
 from ._trees import flatten_inputs, flatten_output, register_named_tuples
+from .parameter import tell_engine
 
 _INSIDE = [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep]
 _LEAF = {"type": None, "context": None, "children_spec": []}
@@ -168,6 +169,8 @@ def capture_engine(
                 lambda: _C.capture(request, False, None, guard_values, control_values)[0],
                 reads,
             )
+    for parameter in module.parameters():
+        tell_engine(parameter)
     if calls is not None:
         calls[:] = found
     return engine, request.spec, (request.out_spec, request.plain_outputs), all_notes

@@ -16,6 +16,7 @@ from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule, mode_of
 from ._state import own_parameters, state_of, sync_state
 from ._trees import load_spec
+from .parameter import tell_engine
 
 _IN_A_FILE = (int, float, bool, str, type(None))
 
@@ -100,4 +101,6 @@ def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:
                 f"the {what} hold a class that a file cannot name, and are saved as a flat tuple: {error}", stacklevel=2
             )
     sync_state(module._engine, module._slots)
+    for parameter in module.parameters():
+        tell_engine(parameter)
     _C.save_pt2(module._engine, module._program, inputs, module._plain_outputs, os.fsencode(path))

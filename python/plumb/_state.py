@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from . import _C
 from ._errors import Error, ErrorKind
+from .parameter import made_from
 
 PARAMETER, BUFFER, CONSTANT = 0, 1, 2  # as the engine counts them
 
@@ -25,6 +26,20 @@ def state_of(module: nn.Module) -> list[tuple[str, int, Tensor, bool]]:
     return [s for s in state if not (s[0] in seen or seen.add(s[0]))]
 
 
+def own_parameters(engine: Any) -> None:
+    """Parameters that were made in C++ (copies, those of files) become ``nn.Parameter``; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    changed = []
+    state = engine.state()  # held, so that no id is used twice
+    for name, kind, tensor, _ in state:
+        if kind == PARAMETER and not isinstance(tensor, nn.Parameter):
+            if id(tensor) not in made:
+                made[id(tensor)] = made_from(tensor)
+            changed.append((name, made[id(tensor)]))
+    if changed:
+        _C.set_states(engine, changed)
+
+
 def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
     """Gives the engine the tensors that ``to()``, ``load_state_dict(assign=True)`` and the like have put in a module's
     tables. A slot is (table, key, full name, tensor that the engine has)."""
@@ -33,19 +48,6 @@ def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
         if now is not tensor:
             engine.set_state(name, now)
             slots[i] = (table, leaf, name, now)
-
-
-def own_parameters(engine: Any) -> None:
-    """Parameters of an engine that were made in C++ (copies, those of files) become ``nn.Parameter``; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    changed = []
-    for name, kind, tensor, _ in engine.state():
-        if kind == PARAMETER and not isinstance(tensor, nn.Parameter):
-            if id(tensor) not in made:
-                made[id(tensor)] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
-            changed.append((name, made[id(tensor)]))
-    if changed:
-        _C.set_states(engine, changed)
 
 
 _ATTRIBUTES = frozenset(dir(nn.Module()))  # for which torch.nn.Module looks before it looks for tensors

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeGuard
 
+from . import _C
+
 MupType = Literal["weight", "bias", "norm", "output"]
 
 
@@ -46,7 +48,21 @@ def tag_parameter(parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth:
     # copy and pickle look on the object first; nn.Parameter's own methods would drop the tags or keep these methods.
     parameter.__deepcopy__ = MethodType(_deepcopy, parameter)
     parameter.__reduce_ex__ = MethodType(_reduce_ex, parameter)
+    _C.tag(parameter, mup_type, mup_scaling_depth)
     return parameter
+
+
+def tell_engine(parameter: Tensor) -> None:
+    """Tags that were set or changed as attributes: the engine writes its own into files and stages."""
+    if has_parameter_data(parameter):
+        _C.tag(parameter, parameter.mup_type, parameter.mup_scaling_depth)
+
+
+def made_from(tensor: Tensor) -> nn.Parameter:
+    """A parameter on a tensor of the engine's, with its tag."""
+    parameter = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+    tag = _C.tag_of(tensor)
+    return parameter if tag is None else tag_parameter(parameter, *tag)
 
 
 def _deepcopy(self: nn.Parameter, memo: Dict[int, Any]) -> nn.Parameter:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import ranks
 import torch
+import zoo
 from plumb.formats import FPFormat
 from plumb.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
 from plumb.pipelining.schedules import get_schedule_class
@@ -164,7 +165,14 @@ def test_stage_modules_of_a_pipe_are_transformed():
 
 
 def test_the_stages_parameters_have_the_tags_that_the_optimiser_reads():
-    ids, _ = data()
-    pipe = pipeline(unit_scale(model()), (ids[:2],), split_spec=SPEC)
+    torch.manual_seed(0)
+    tied, (ids, targets), _ = zoo.MODELS["GPT tied"]()
+    scaled = unit_scale(tied)
+    pipe = pipeline(scaled, (ids, targets), split_spec={"blocks.1": SplitPoint.BEGINNING})
+    assert pipe.replicated_params, "the tied weight is in both stages"
     for s in range(2):
-        plumb.optim.AdamW(pipe.get_stage_module(s).parameters(), lr=0.1)
+        stage = pipe.get_stage_module(s)
+        of_whole = dict(scaled.named_parameters(remove_duplicate=False))
+        for name, parameter in stage.named_parameters():
+            assert parameter.mup_type == of_whole[name].mup_type, name
+        plumb.optim.AdamW(stage.parameters(), lr=0.1)

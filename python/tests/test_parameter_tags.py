@@ -1,0 +1,74 @@
+"""u-muP's tags go where parameters go: files, stages, copies, pickles."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import zoo
+from plumb.pipelining import SplitPoint, deserialize_stage, pipeline
+from torch import nn
+
+import plumb
+from plumb.transforms import unit_scale
+
+
+def tags(module):
+    return {
+        n: (p.mup_type, p.mup_scaling_depth)
+        for n, p in module.named_parameters(remove_duplicate=False)
+        if hasattr(p, "mup_type")
+    }
+
+
+@pytest.fixture
+def scaled():
+    torch.manual_seed(0)
+    model, args, _ = zoo.MODELS["GPT tied"]()
+    model = unit_scale(model, depth_rule=True)
+    model(*args)
+    assert tags(model)["blocks.0.mlp.0.weight"][1] is not None, "the depth rule gives depths"
+    return model, args
+
+
+def test_a_file_keeps_tags(scaled, tmp_path):
+    model, args = scaled
+    model.ln.weight.mup_scaling_depth = 7  # set by hand, as an attribute
+    graph = plumb.capture(model, *args)
+    plumb.save_pt2(graph, tmp_path / "m.pt2")
+    again = plumb.load_pt2(tmp_path / "m.pt2")
+    assert tags(again) == tags(model) and len(tags(again)) == len(list(model.named_parameters(remove_duplicate=False)))
+    plumb.save_pt2(again, tmp_path / "n.pt2")
+    assert tags(plumb.load_pt2(tmp_path / "n.pt2")) == tags(model)
+    plumb.optim.AdamW(again.parameters(), lr=0.1)  # refuses parameters without tags
+    torch.export.load(tmp_path / "m.pt2")
+
+
+def test_graphs_keep_tags_in_copies_and_pickles(scaled):
+    model, args = scaled
+    graph = plumb.capture(model, *args)
+    assert tags(graph) == tags(model)
+    assert tags(copy.deepcopy(graph)) == tags(model)
+    assert tags(pickle.loads(pickle.dumps(graph))) == tags(model)
+
+
+def test_stages_keep_tags_as_bytes_copies_and_pickles(scaled):
+    model, args = scaled
+    pipe = pipeline(model, args, split_spec={"blocks.1": SplitPoint.BEGINNING})
+    whole = tags(model)
+    assert pipe.replicated_params, "the tied weight is in both stages"
+    for i in range(2):
+        stage = pipe.get_stage_module(i)
+        wanted = {n: whole[n] for n in dict(stage.named_parameters(remove_duplicate=False))}
+        assert tags(stage) == wanted
+        assert tags(pickle.loads(pickle.dumps(stage))) == wanted
+        assert tags(copy.deepcopy(stage)) == wanted
+        assert tags(deserialize_stage(pipe.serialize_stage(i))[0]) == wanted
+    plumb.optim.AdamW([p for i in range(2) for p in pipe.get_stage_module(i).parameters()], lr=0.1)
+
+
+def test_tags_set_on_a_plain_module_travel_too(tmp_path):
+    net = nn.Linear(4, 4)
+    plumb.parameter.tag_parameter(net.weight, "output", 3)
+    plumb.save_pt2(plumb.capture(net, torch.randn(2, 4)), tmp_path / "m.pt2")
+    assert tags(plumb.load_pt2(tmp_path / "m.pt2")) == {"weight": ("output", 3)}
