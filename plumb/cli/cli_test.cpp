@@ -87,6 +87,24 @@ TEST_F(Command, UnitScalesAFile) {
       "assert 0.8 < scaled.std() < 1.2 and not 0.8 < lm.std() < 1.2, (scaled.std(), lm.std())");
 }
 
+TEST_F(Command, FoldsAUnitScaledFileBackIntoAPlainOne) {
+  for (const char* file : {"lm.pt2", "dynamic.pt2"}) {
+    ASSERT_EQ(plumb(std::string("scale ") + file + " -o scaled.pt2").code, 0);
+    const Ended run = plumb("scale --fold scaled.pt2 -o plain.pt2");
+    ASSERT_EQ(run.code, 0) << run.err;
+    EXPECT_NE(run.out.find("parameters divided, 0 factors left as multiplications"), std::string::npos) << run.out;
+    EXPECT_EQ(plumb("show plain.pt2").out.find("plumb::linear"), std::string::npos);
+    ASSERT_EQ(plumb("run scaled.pt2 --input ids.pt -o scaled.pt").code, 0);
+    ASSERT_EQ(plumb("run plain.pt2 --input ids.pt -o plain.pt").code, 0);
+    python(
+        "a, b = (torch.load(n)['outputs'] for n in ('scaled.pt', 'plain.pt'))\n"
+        "a, b = (t if torch.is_tensor(t) else t[0] for t in (a, b))\n"
+        "torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)\n"
+        "torch.export.load('plain.pt2')");
+  }
+  wrong("scale --fold --depth-rule lm.pt2 -o plain.pt2", "--depth-rule");
+}
+
 TEST_F(Command, SaysWhatFormatsWouldDo) {
   const Ended run = plumb("track mlp.pt2 --input x.pt --backward --formats e4m3fn,e2m1fn");
   EXPECT_NE(run.out.find("e2m1fn to 0"), std::string::npos) << run.err;

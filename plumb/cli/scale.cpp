@@ -1,4 +1,4 @@
-// plumb scale: unit scaling of a `.pt2` file.
+// plumb scale: unit scaling of a `.pt2` file, and the way back.
 #include <CLI/CLI.hpp>
 
 #include "plumb/analysis/adapters.h"
@@ -6,6 +6,7 @@
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/progress.h"
+#include "plumb/transforms/fold.h"
 #include "plumb/transforms/unit_scale.h"
 
 namespace plumb::cli {
@@ -13,8 +14,18 @@ namespace {
 
 struct ScaleArguments {
   std::string file, out, html;
-  bool report = false, json = false, depth = false;
+  bool report = false, json = false, depth = false, fold = false;
 };
+
+std::string counts(const Report& report, bool folded) {
+  auto count = [&](ReportKind kind, const char* what) { return std::to_string(report.count(kind)) + what; };
+  const std::string all =
+      count(ReportKind::Replaced, " operators replaced, ") +
+      (folded ? count(ReportKind::Folded, " parameters divided, ") +
+                    count(ReportKind::Remains, " factors left as multiplications")
+              : count(ReportKind::Residual, " residual adds, ") + count(ReportKind::Weight, " weights scaled"));
+  return all + "; --report says more";
+}
 
 void scale(const ScaleArguments& o) {
   if (!is_pt2(o.out)) throw UsageError("-o " + o.out + ": is no .pt2 name", "-o OUT.pt2");
@@ -23,24 +34,21 @@ void scale(const ScaleArguments& o) {
   Progress progress(3, o.json);
   progress.next("reading " + o.file);
   Loaded loaded = load_with_tensors(o.file);
-  progress.next("scaling " + o.file);
+  progress.next((o.fold ? "folding " : "scaling ") + o.file);
   UnitScaleOptions options;
   if (o.depth) options.tau_rule = TauRule::Depth;
-  const auto scaled = unit_scale(loaded.program.module, options);
+  const auto scaled = o.fold ? fold(loaded.program.module) : unit_scale(loaded.program.module, options);
   const Report& report = scaled->reports.back();
   loaded.program.module = scaled;
   progress.next("writing " + o.out);
   save(loaded, o.out);
   if (!o.html.empty()) {
-    HtmlReport page("Unit scaling of " + o.file);
+    HtmlReport page((o.fold ? "Folding of " : "Unit scaling of ") + o.file);
     page.section("What was done").prose(conclusion(report)).add(table_of(report));
     write_text(page.html(), o.html);
   }
   progress.finish();
-  const std::string counts = std::to_string(report.count(ReportKind::Replaced)) + " operators replaced, " +
-                             std::to_string(report.count(ReportKind::Residual)) + " residual adds, " +
-                             std::to_string(report.count(ReportKind::Weight)) + " weights scaled; --report says more";
-  write_text(o.json ? report.to_json() : o.report ? report.to_text() : counts, "");
+  write_text(o.json ? report.to_json() : o.report ? report.to_text() : counts(report, o.fold), "");
 }
 
 }  // namespace
@@ -50,11 +58,16 @@ void add_scale(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("scale", "Makes a .pt2 file unit-scaled: operators, residuals and weights");
   sub->add_option("FILE", o->file, "A .pt2 file")->required();
   sub->add_option("-o,--out", o->out, "The .pt2 file to write")->required();
-  sub->add_flag("--depth-rule", o->depth, "Weigh residual branches by u-muP's rule for any depth");
+  CLI::Option* depth = sub->add_flag("--depth-rule", o->depth, "Weigh residual branches by u-muP's rule for any depth");
+  sub->add_flag("--fold", o->fold,
+                "The way back: FILE is unit-scaled, and OUT computes the same with torch's operators alone. Factors go "
+                "into parameters, or stay as multiplications")
+      ->excludes(depth);
   sub->add_flag("--report", o->report, "Say what was done, node by node");
   sub->add_option("--html", o->html, "The report as a page");
   sub->add_flag("--json", o->json, "The report as JSON");
-  sub->footer("Example:\n  plumb scale model.pt2 -o scaled.pt2 --report");
+  sub->footer(
+      "Examples:\n  plumb scale model.pt2 -o scaled.pt2 --report\n  plumb scale --fold trained.pt2 -o plain.pt2");
   sub->callback([o] { scale(*o); });
 }
 

@@ -82,6 +82,12 @@ Arg transposed(Graph& graph, const Arg& arg, const Node* near) {
   if (value->producer()->is_op("aten::t")) return value->producer()->args()[0];
   Node* t = graph.call("aten::t", {value});
   t->meta() = near->meta();
+  if (auto meta = value->meta(); meta && meta->sizes.size() == 2 && meta->strides.size() == 2) {
+    std::swap(meta->sizes[0], meta->sizes[1]);
+    std::swap(meta->strides[0], meta->strides[1]);
+    if (meta->symbols.size() == 2) std::swap(meta->symbols[0], meta->symbols[1]);
+    t->result()->set_meta(std::move(meta));
+  }
   return t->result();
 }
 

@@ -49,8 +49,14 @@ class Scaler {
     return input.size() == 3 && is_set(node_, "batch_first") ? input[1] : input[0];
   }
 
+  // The value and its gradient times the factor.
+  Value* scale_value(Value* value, double factor) {
+    return with_meta(graph_.call("plumb::rescale", {value, factor, factor}), value);
+  }
   Value* call(std::string_view op, Value* value, double factor) {
-    Node* made = graph_.call(op, {value, factor});
+    return with_meta(graph_.call(op, {value, factor}), value);
+  }
+  Value* with_meta(Node* made, const Value* value) {
     made->meta() = node_->meta();
     made->result()->set_meta(value->meta());
     return made->result();
@@ -119,7 +125,7 @@ class Scaler {
   void scale_states() {
     auto scaled = [&](const Arg& arg, double factor) -> Arg {
       if (!arg.is_value() || is_zero(arg.value())) return arg;
-      return call("aten::mul.Tensor", arg.value(), factor);
+      return scale_value(arg.value(), factor);
     };
     const Arg& given = node_->arg("hx");
     if (!given.is_list()) return node_->set_arg("hx", scaled(given, rule_.hidden));
@@ -135,10 +141,8 @@ class Scaler {
       if (!result->has_uses()) continue;
       // lstm answers output, h and c; lstm_cell h and c; the others no c.
       const bool is_memory = recurrent_kind(node_) == rules::RecurrentKind::Lstm && i + 1 == node_->num_results();
-      Node* made = graph_.call("aten::mul.Tensor", {result, 1 / (is_memory ? rule_.cell : rule_.hidden)});
-      made->meta() = node_->meta();
-      made->result()->set_meta(result->meta());
-      graph_.replace_all_uses_with(result, made->result(), made);
+      Value* made = scale_value(result, 1 / (is_memory ? rule_.cell : rule_.hidden));
+      graph_.replace_all_uses_with(result, made, made->producer());
     }
   }
 

@@ -16,6 +16,8 @@ std::string_view to_string(ReportKind kind) {
     case ReportKind::Bias: return "bias";
     case ReportKind::Quantised: return "quantised";
     case ReportKind::Tracked: return "tracked";
+    case ReportKind::Folded: return "folded";
+    case ReportKind::Remains: return "remains";
     case ReportKind::LeftAlone: return "left_alone";
   }
   return "unknown";

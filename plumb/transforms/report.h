@@ -19,6 +19,8 @@ enum class ReportKind {
   Bias,           // a parameter was set to zero
   Quantised,      // inputs rounded to a format, or the gradient of the output
   Tracked,        // a value is measured
+  Folded,         // a parameter or buffer was divided by a factor
+  Remains,        // a factor that no parameter takes stays, as a multiplication
   LeftAlone,      // nothing was done, and `reason` says why
 };
 std::string_view to_string(ReportKind kind);  // "replaced", ..., "left_alone"

@@ -2,6 +2,7 @@
 #include "convert.h"
 #include "module.h"
 #include "plumb/graph/pass.h"
+#include "plumb/transforms/fold.h"
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
@@ -143,6 +144,10 @@ void bind_parameter_scaling(py::module_& m) {
 Register transforms_part([](py::module_& m) {
   bind_parameter_scaling(m);
   m.def("unit_scale", &scale);
+  m.def("fold", [](const std::shared_ptr<GraphModule>& engine) {
+    auto folded = fold(engine);
+    return py::make_tuple(std::static_pointer_cast<GraphModule>(folded), folded->reports.back().to_json());
+  });
   m.def("tag", [](const at::Tensor& parameter, const std::string& type, std::optional<int64_t> depth) {
     tag(parameter, {mup_type_from(type), depth});
   });

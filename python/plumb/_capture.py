@@ -25,6 +25,7 @@ from ._questions import is_check, watched_tensors
 from ._replace import replaced
 from ._state import BUFFER, state_of
 from ._trees import flatten_inputs, flatten_output, register_named_tuples
+from ._unit_scaled import is_marked, mark_state_dict
 from .parameter import tell_engine
 
 _INSIDE = [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep]
@@ -217,4 +218,7 @@ def capture(
     leaves, _ = flatten_inputs(args, kwargs)
     engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs, verify=plumb_verify)
     plain_inputs = [None if isinstance(x, Tensor) else x for x in leaves]
-    return GraphModule(engine, in_spec, out_spec, plain_inputs, plain, notes, training=module.training)
+    graph = GraphModule(engine, in_spec, out_spec, plain_inputs, plain, notes, training=module.training)
+    if is_marked(module):
+        mark_state_dict(graph)
+    return graph

@@ -17,6 +17,7 @@ from .._capture import GraphModule
 from .._errors import Error, ErrorKind
 from .._exported import save_pt2
 from .._state import BUFFER, PARAMETER
+from .._unit_scaled import add_mark
 from ._backward import _null_coalesce_accumulate, stage_backward  # noqa: F401
 from ._errors import InvalidValue
 from ._marks import (  # noqa: F401  (known under this module's name)
@@ -307,11 +308,14 @@ class CutPipe(Pipe):
         state = self._engine.merged_state()
         self._share_copies()
         plain: dict[int, Tensor] = {}  # as torch's state_dict(): no parameters, which torch.load would not take
-        return OrderedDict(
+        merged = OrderedDict(
             (n, plain.setdefault(id(t), t.detach()))
             for n, kind, t, kept in state
             if kind == PARAMETER or (kind == BUFFER and kept)
         )
+        if self._source.unit_scaled:
+            add_mark(merged)
+        return merged
 
     def merge(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> GraphModule:
         """The undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""

@@ -23,6 +23,7 @@ from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._state import state_of, sync_state
 from .._trees import check_plain_inputs, structure_error
+from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
 from ._errors import InvalidType
 from ._marks import annotate_split_points, check_is_dict, check_split_spec
@@ -51,6 +52,7 @@ class Source:
     takes_plain: bool = False  # whether the graph itself takes values that are no tensors (and checks them)
     again: Any = None  # of a live module: captures it for other inputs; answers None once the module is gone
     other_sizes: str | None = None  # of what holds one graph alone: what to do for other sizes
+    unit_scaled: bool = False  # state dicts of the whole bear the mark of unit-scaled weights
 
     @functools.cached_property
     def takes_tensor(self) -> list[bool]:
@@ -195,8 +197,9 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
         return as_cut.run(model, lambda: from_module(model, args, kwargs, spec))
 
     return Source(
-        engine, in_spec, out_spec, plain_inputs, plain, arguments, parameters, module.training, notes, leaves, again=again
-    )
+        engine, in_spec, out_spec, plain_inputs, plain, arguments, parameters, module.training, notes, leaves, again=again,
+        unit_scaled=is_marked(module),
+    )  # fmt: skip
 
 
 def from_graph_module(module: GraphModule, args: tuple, kwargs: dict) -> Source:
@@ -209,7 +212,7 @@ def from_graph_module(module: GraphModule, args: tuple, kwargs: dict) -> Source:
         module._engine, module._in_spec, module._out_spec,
         [None] * module._in_spec.num_leaves if from_file else module._plain_inputs, module._plain_outputs,
         _argument_names(module._in_spec, parameters), parameters, module.training, list(module.notes), example, program,
-        from_file, other_sizes=_EXPORT if from_file else _CUT_THE_MODULE,
+        from_file, other_sizes=_EXPORT if from_file else _CUT_THE_MODULE, unit_scaled=is_marked(module),
     )  # fmt: skip
 
 

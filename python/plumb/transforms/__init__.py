@@ -3,6 +3,7 @@
 from . import utils
 from ._apply import Report, report
 from ._compile import compile
+from ._fold import fold
 from ._passes import PassResult, run_passes
 from ._simulate_format import simulate_format, simulate_fp8
 from ._track_scales import (
@@ -23,6 +24,7 @@ __all__ = [
     "ScaleTrackingAutogradFunction",
     "ScaleTrackingBackend",
     "compile",
+    "fold",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",

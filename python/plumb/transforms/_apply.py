@@ -7,6 +7,7 @@ import copy
 import logging
 import sys
 import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
 
@@ -21,6 +22,7 @@ from .._errors import Error, ErrorKind
 from .._module_state_guard import refuse_modules
 from .._state import BUFFER, CONSTANT, sync_state
 from .._trees import flatten
+from .._unit_scaled import capturing
 from . import _in_graph
 
 logger = logging.getLogger("plumb.transforms")
@@ -141,7 +143,7 @@ class TransformedForward:
         # Inside of another capture (of a model that holds this module, of a pipeline to be cut) this one is unseen. That
         # one's graph is for one path alone.
         guard_values = not _C.is_capturing()
-        with _C.PausedCapture():
+        with _C.PausedCapture(), capturing(self.module):
             return self._capture_unseen(args, kwargs, guard_values, control_values)
 
     def _capture_unseen(
@@ -376,6 +378,10 @@ def display_name(name: str) -> str:
     return {"unit_scale": "unit scaling", "simulate_format": "quantisation", "track_scales": "tracking"}.get(name, name)
 
 
+# Of plain modules that fold() made, while they live.
+folded_reports: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
+
+
 class Report(list):
     """A list of changes that transforms made for the last forward: dicts with ``pass`` and ``entries``. Prints as text."""
 
@@ -396,7 +402,9 @@ class Report(list):
 def report(module: nn.Module) -> Report:
     """The report of a transformed module: what was replaced by what, which adds are residual, what was left alone and why.
 
-    Known after its first forward."""
+    Known after its first forward. Of a module that :func:`plumb.transforms.fold` made: what was divided by what."""
+    if module in folded_reports:
+        return Report([folded_reports[module]])
     forward = forward_of(module)
     if forward is None:
         raise Error(

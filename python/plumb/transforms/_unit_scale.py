@@ -15,6 +15,7 @@ from .. import _C
 from .._errors import Error
 from .._replace import is_torch_function
 from .._state import state_of
+from .._unit_scaled import mark
 from ..functional import torch_map
 from ..parameter import tag_parameter
 from ._apply import CapturedGraph, Pass, apply_pass, logger
@@ -222,11 +223,16 @@ def unit_scale(
 
     Weights and biases of layers that torch knows are scaled at once; the first forward shows which operators use them, and
     a weight that something else uses, too, then gets its own values back. ``print(plumb.report(m))`` says what was done.
+
+    The weights are of no use to the plain module, whose operators have no factors. :func:`fold` gives weights that are.
+    State dicts bear a mark that ``load_state_dict`` of a plain module names, and parts of the result refuse to be called
+    alone.
     """
     operators, functions = _split(replace)
     run = UnitScalePass(operators, functions, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio)
     scaled = apply_pass(module, _pass(run))
     _scale_parameters(scaled, run)
+    mark(scaled)
     return scaled
 
 

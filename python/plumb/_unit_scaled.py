@@ -1,0 +1,92 @@
+"""What keeps weights of a unit-scaled module from being taken for those of a plain one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import Any, Iterator
+
+import torch
+from torch import nn
+
+from ._errors import Error, ErrorKind
+
+# A key of the state dict: torch.nn.Module.load_state_dict names the keys that it does not expect.
+MARK = "these_weights_are_unit_scaled__plumb_transforms_fold_makes_them_plain"
+
+# Layers that compute what they are without any factor.
+_WITHOUT_FACTOR = (
+    nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase,
+)  # fmt: skip
+
+_local = threading.local()
+
+
+def add_mark(state_dict: dict[str, Any], prefix: str = "") -> None:
+    state_dict[prefix + MARK] = torch.ones(())
+
+
+def _add_mark(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    add_mark(state_dict, prefix)
+
+
+def _take_mark(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    state_dict.pop(prefix + MARK, None)
+
+
+def _refuse_alone(path: str, module: nn.Module, args: tuple) -> None:
+    if any(id(module) in known for known in getattr(_local, "captured", [])):
+        return
+    raise Error(
+        f"'{path}' ({type(module).__name__}) was called alone, but is a part of a unit-scaled module: the factors of its "
+        "operators are in the graph of the whole",
+        kind=ErrorKind.InvalidState,
+        remedy="call the whole module, or a part of the plain one that plumb.transforms.fold(module) gives",
+    )
+
+
+@contextlib.contextmanager
+def capturing(module: nn.Module) -> Iterator[None]:
+    """While it lasts, parts of the module may be called by its forward."""
+    stack = _local.__dict__.setdefault("captured", [])
+    stack.append({id(sub) for sub in module.modules()})
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
+def mark_state_dict(module: nn.Module) -> None:
+    module.register_state_dict_post_hook(_add_mark)
+    module.register_load_state_dict_pre_hook(_take_mark)
+
+
+def is_marked(module: nn.Module) -> bool:
+    return _add_mark in module._state_dict_hooks.values()
+
+
+def mark(module: nn.Module) -> None:
+    """Marks the module's state dicts, and lets its layers refuse to be called without the rest."""
+    unmark(module)
+    mark_state_dict(module)
+    for path, sub in module.named_modules():
+        # Whoever reads a parametrized weight calls what makes it.
+        makes_weights = "parametrizations" in path.split(".")
+        if sub is module or makes_weights or isinstance(sub, _WITHOUT_FACTOR):
+            continue
+        if next(sub.parameters(), None) is not None:
+            sub.register_forward_pre_hook(functools.partial(_refuse_alone, path))
+
+
+def unmark(module: nn.Module) -> None:
+    def drop(hooks: dict[int, Any], ours: Any) -> None:
+        for key, hook in list(hooks.items()):
+            known = getattr(hook, "hook", None) or getattr(hook, "func", None) or hook
+            if known is ours:
+                del hooks[key]
+
+    drop(module._state_dict_hooks, _add_mark)
+    drop(module._load_state_dict_pre_hooks, _take_mark)
+    for sub in module.modules():
+        drop(sub._forward_pre_hooks, _refuse_alone)

@@ -1,0 +1,147 @@
+"""The way back from unit scaling."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any, Iterator
+
+import torch
+from torch import nn
+
+from .. import _C
+from .._capture import GraphModule
+from .._errors import Error, ErrorKind
+from .._state import CONSTANT, own_parameters, sync_state
+from .._unit_scaled import unmark
+from ._apply import CapturedGraph, TransformedForward, _copy, folded_reports, forward_of, logger
+
+_SHOWN = 5  # of the factors that an error names
+
+
+def fold(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """The plain module that computes what a unit-scaled one does: its factors are in the weights.
+
+    The result is a copy of the module that :func:`unit_scale` was given, without any transform, whose parameters and
+    buffers are the trained ones divided by factors. Its state dict loads into the original model.
+    ``print(plumb.report(result))`` says what was divided by what.
+
+    args, kwargs: an example of the forward's inputs; without them the graph of the last forward is folded. Factors of
+    attention, softmax and products of activations follow from the inputs' length: the result holds for that length, as
+    the report says. The function is that of evaluation. The numbers differ by rounding, and by what the ``eps`` of a
+    norm weighs where the values before it have another scale.
+
+    A captured graph (:func:`plumb.capture`, :func:`plumb.load_pt2`) gives a graph of torch's own operators. A factor that
+    no parameter can take stays in it as a multiplication, and ``eps`` is adjusted.
+
+    Raises :class:`plumb.Error` (Unsupported) for a module whose factors do not all go into parameters (one tensor that
+    would have to have two factors), naming them, and (InvalidState) for what was not unit-scaled.
+    """
+    if isinstance(module, GraphModule):
+        return _fold_graph(module)
+    forward = forward_of(module) if isinstance(module, nn.Module) else None
+    unit_scaling = next((p.run for p in forward.passes if p.name == "unit_scale"), None) if forward else None
+    if forward is None or unit_scaling is None:
+        raise Error(
+            f"this {type(module).__name__} was not unit-scaled",
+            kind=ErrorKind.InvalidState,
+            remedy="fold what plumb.transforms.unit_scale returned, or a graph of unit-scaled operators: "
+            "fold(plumb.capture(module, *inputs))",
+        )
+    captured = _graph_of(forward, args, kwargs)
+    sync_state(captured.engine, captured.slots)
+    engine, text = _C.fold(captured.engine)
+    report = json.loads(text)
+    _refuse_what_remains(type(module).__name__, report["entries"], captured)
+    logger.info("folding factors into %d parameters", sum(e["kind"] == "folded" for e in report["entries"]))
+    plain = _copy(module)
+    del plain.__dict__["forward"]
+    unmark(plain)
+    _untag(plain, unit_scaling.users_tags)
+    with torch.no_grad():
+        for name, kind, tensor, _ in engine.state():
+            if kind != CONSTANT:
+                owner, _, leaf = name.rpartition(".")
+                sub = plain.get_submodule(owner)
+                (sub._parameters if leaf in sub._parameters else sub._buffers)[leaf].copy_(tensor)
+    folded_reports[plain] = report
+    return plain
+
+
+def _fold_graph(module: GraphModule) -> GraphModule:
+    sync_state(module._engine, module._slots)
+    engine, text = _C.fold(module._engine)
+    own_parameters(engine)
+    plain = GraphModule(
+        engine, module._in_spec, module._out_spec, module._plain_inputs, module._plain_outputs, module.notes,
+        module._program, module._made_in_training,
+    )  # fmt: skip
+    plain.train(module.training)
+    folded_reports[plain] = json.loads(text)
+    return plain
+
+
+def _graph_of(forward: TransformedForward, args: tuple, kwargs: dict) -> CapturedGraph:
+    if args or kwargs:
+        with _evaluating(forward.module):
+            return forward.prepare(args, kwargs)[0]
+    if forward.last is None:
+        raise Error(
+            "the module has not run yet: factors follow from the sizes of its inputs",
+            kind=ErrorKind.InvalidState,
+            remedy="an example of its inputs: fold(module, *inputs)",
+        )
+    return forward.last
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(sub, sub.training) for sub in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for sub, training in modes:
+            sub.training = training
+
+
+def _refuse_what_remains(name: str, entries: list[dict], captured: CapturedGraph) -> None:
+    remains = [_place(e) + ": " + e["from"] for e in entries if e["kind"] == "remains"]
+    remains += [_place(e) + f": {e['reason']}" for e in entries if e["kind"] == "left_alone" and e.get("from")]
+    for unit_scaling in captured.reports[:1]:
+        remains += [
+            f"{_place(e)}: {e['from']} became {e['to']}, as asked for"
+            for e in unit_scaling["entries"]
+            if e["kind"] == "replaced" and e.get("reason", "").startswith("as asked for") and not _same_function(e, captured)
+        ]
+    if remains:
+        more = f" and {len(remains) - _SHOWN} more" if len(remains) > _SHOWN else ""
+        raise Error(
+            f"the weights of a plain {name} cannot take {len(remains)} of the unit-scaled one's factors: "
+            + "; ".join(remains[:_SHOWN])
+            + more,
+            kind=ErrorKind.Unsupported,
+            remedy="fold a graph, where they stay as multiplications: fold(plumb.capture(module, *inputs))",
+        )
+
+
+def _same_function(entry: dict, captured: CapturedGraph) -> bool:
+    """Whether a replacement asked for is the unit-scaled form of what it replaces, by name."""
+    call = captured.calls.get(entry["node"])
+    new = getattr(call.replaced[1], "__module__", "") if call is not None and call.replaced else entry["to"]
+    unit_scaled = new.startswith(("plumb::", "plumb.functional"))
+    return unit_scaled and entry["from"].rpartition("::")[2] == entry["to"].rpartition("::")[2]
+
+
+def _place(entry: dict) -> str:
+    where = ", ".join(x for x in (entry.get("module"), entry.get("source")) if x)
+    return f"{entry['node']} ({where})" if where else entry["node"]
+
+
+def _untag(module: nn.Module, keep: set[str]) -> None:
+    """Parameters without the tags of unit scaling, tied ones tied as before."""
+    tagged = {n: p for n, p in module.named_parameters(remove_duplicate=False) if hasattr(p, "mup_type") and n not in keep}
+    fresh = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in tagged.values()}
+    for name, p in tagged.items():
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._parameters[leaf] = fresh[id(p)]

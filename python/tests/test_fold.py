@@ -1,0 +1,228 @@
+"""Unit-scaled weights and the way back: fold, the mark of state dicts, parts that refuse to be called alone."""
+
+import copy
+import pickle
+
+import plumb.functional as U
+import pytest
+import torch
+import torch.nn.functional as F
+import transform_models
+import zoo
+from plumb.pipelining import SplitPoint, pipeline
+from torch import nn
+
+import plumb
+from plumb.transforms import fold, simulate_fp8, track_scales, unit_scale
+
+
+def first_tensor(out):
+    if isinstance(out, torch.Tensor):
+        return out
+    return out["logits"] if hasattr(out, "keys") else out[0]
+
+
+def loss_of(out):
+    if hasattr(out, "keys"):
+        return out["loss"]
+    return out[1] if isinstance(out, tuple) and out[1].dim() == 0 else first_tensor(out).float().square().mean()
+
+
+def trained(model, args, kwargs, steps=4):
+    """The model, unit-scaled and trained: no weight has unit variance any more, no bias is zero."""
+    scaled = unit_scale(model)
+    optimizer = plumb.optim.AdamW(scaled.parameters(), lr=0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(scaled(*args, **kwargs)).backward()
+        optimizer.step()
+    return scaled
+
+
+def difference(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+FOLDED = {
+    "GPT": 1e-5, "GPT tied": 1e-5, "GPT with dropout": 1e-5, "TransformerEncoderLayer": 1e-5, "TransformerEncoderLayer eval": 1e-5,
+    "ViT": 1e-5, "ConvNet training": 1e-4, "ConvNet eval": 1e-4, "ConvNet 1d": 1e-4, "U-net": 1e-5,
+    "LSTM": 1e-5, "GRU": 1e-5, "LSTMCell": 1e-5, "Llama": 1e-4, "root Linear": 1e-5, "root Sequential": 1e-5,
+    "two-branch add": 1e-5, "GPT-2 of transformers": 1e-5, "Llama of transformers": 1e-4,
+    "BERT of transformers": 1e-5, "group and instance norm": 1e-4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folded_weights_load_into_the_plain_model(name):
+    if "transformers" in name:
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, args, kwargs = transform_models.MODELS[name]()
+    scaled = trained(model, args, kwargs)
+    plain = fold(scaled, *args, **kwargs)
+    assert type(plain) is type(model) and "forward" not in plain.__dict__
+    model.load_state_dict(plain.state_dict())
+    for m in (scaled, plain, model):
+        m.eval()
+    with torch.no_grad():
+        wanted = first_tensor(scaled(*args, **kwargs))
+        assert difference(first_tensor(plain(*args, **kwargs)), wanted) < FOLDED[name], plumb.report(plain)
+        assert difference(first_tensor(model(*args, **kwargs)), wanted) < FOLDED[name]
+    assert "folded" in str(plumb.report(plain))
+    assert not any(hasattr(p, "mup_type") for p in plain.parameters())
+
+
+def test_a_plain_model_names_fold_when_it_is_given_unit_scaled_weights(tmp_path):
+    model, args, kwargs = zoo.MODELS["GPT"]()
+    scaled = trained(model, args, kwargs)
+    torch.save(scaled.state_dict(), tmp_path / "trained.pt")
+    state = torch.load(tmp_path / "trained.pt")
+    with pytest.raises(RuntimeError, match="Unexpected key.*unit_scaled.*fold"):
+        model.load_state_dict(state)
+    again = unit_scale(model)
+    assert not any(again.load_state_dict(state)), "no key is missing, none unexpected"
+    assert torch.equal(first_tensor(again(*args)), first_tensor(scaled(*args)))
+    wrapped = nn.Sequential(unit_scale(model))
+    wrapped.load_state_dict(nn.Sequential(scaled).state_dict())
+    assert torch.equal(first_tensor(wrapped(*args)), first_tensor(scaled(*args)))
+
+
+def test_a_captured_graph_bears_the_mark_of_its_module():
+    model, args, _ = zoo.MODELS["GPT"]()
+    scaled = unit_scale(model)
+    graph = plumb.capture(scaled, *args)
+    with pytest.raises(RuntimeError, match="fold"):
+        model.load_state_dict(graph.state_dict())
+    assert not any(scaled.load_state_dict(graph.state_dict())) and not any(graph.load_state_dict(scaled.state_dict()))
+    model.load_state_dict(fold(graph).state_dict())
+
+
+def test_weights_merged_from_stages_bear_the_mark():
+    model, args, _ = zoo.MODELS["GPT"]()
+    scaled = unit_scale(model)
+    merged = pipeline(scaled, args, split_spec={"blocks.1": SplitPoint.BEGINNING}).merge_state_dict()
+    with pytest.raises(RuntimeError, match="fold"):
+        model.load_state_dict(merged)
+    assert not any(scaled.load_state_dict(merged))
+
+
+def test_copies_pickles_and_further_transforms_keep_the_mark():
+    model, args, _ = zoo.MODELS["ViT"]()
+    scaled = unit_scale(model)
+    for m in (copy.deepcopy(scaled), pickle.loads(pickle.dumps(scaled)), track_scales(simulate_fp8(scaled))):
+        with pytest.raises(RuntimeError, match="fold"):
+            model.load_state_dict(m.state_dict())
+        assert not any(scaled.load_state_dict(m.state_dict()))
+        with pytest.raises(plumb.Error, match=r"'head' \(Linear\) was called alone"):
+            m.head(torch.randn(2, 16))
+
+
+def test_a_part_of_a_unit_scaled_module_refuses_to_be_called_alone():
+    model, args, _ = zoo.MODELS["GPT"]()
+    scaled = unit_scale(model)
+    with pytest.raises(plumb.Error, match=r"'blocks\.0' \(Block\) was called alone.*\n.*fold") as caught:
+        scaled.blocks[0](torch.randn(2, 8, 16))
+    assert caught.value.kind is plumb.ErrorKind.InvalidState
+    scaled(*args)
+    assert torch.equal(scaled.tok(args[0]), F.embedding(args[0], scaled.tok.weight)), "an embedding has no factor"
+    fold(scaled).blocks[0](torch.randn(2, 8, 16))
+
+
+def test_fold_takes_an_example_or_the_last_forward_and_says_which_length_it_holds_for():
+    model, args, kwargs = zoo.MODELS["GPT"]()
+    scaled = unit_scale(model)
+    with pytest.raises(plumb.Error, match="has not run yet") as caught:
+        fold(scaled)
+    assert "fold(module, *inputs)" in caught.value.remedy
+    plain = fold(scaled, zoo.ids(3, 5))
+    assert "its factor holds for a length of 5 alone" in str(plumb.report(plain))
+    with pytest.raises(plumb.Error, match="was not unit-scaled"):
+        fold(model)
+    with pytest.raises(plumb.Error, match="was not unit-scaled"):
+        fold(track_scales(model))
+
+
+class TwoFactors(nn.Module):
+    """gelu needs the embedding as it is, the head needs its factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, ids):
+        return self.head(F.gelu(self.tok(ids)))
+
+
+def test_what_cannot_be_folded_is_named_and_stays_in_a_graph():
+    scaled = unit_scale(TwoFactors())
+    ids = torch.arange(5)
+    scaled(ids)
+    with pytest.raises(plumb.Error, match="cannot take 1 of the unit-scaled one's factors") as caught:
+        fold(scaled)
+    assert caught.value.kind is plumb.ErrorKind.Unsupported and "plumb.capture" in caught.value.remedy
+    graph = plumb.capture(scaled, ids)
+    plain = fold(graph)
+    assert "plumb::" not in str(plain.graph) and "aten::mul" in str(plain.graph)
+    torch.testing.assert_close(plain(ids), scaled(ids), rtol=1e-5, atol=1e-6)
+    assert "remains" in str(plumb.report(plain))
+    assert not any(hasattr(p, "mup_type") for p in plain.parameters())
+
+
+def test_attention_weights_that_are_returned_keep_their_factor():
+    model, args, kwargs = zoo.MODELS["MultiheadAttention"]()
+    scaled = trained(model, args, kwargs)
+    with pytest.raises(plumb.Error, match="output: %mean times"):
+        fold(scaled)
+    plain = fold(plumb.capture(scaled, *args))
+    torch.testing.assert_close(plain(*args), scaled(*args), rtol=1e-4, atol=1e-5)
+
+
+def test_functions_of_the_users_own_cannot_be_folded_but_unit_scaled_forms_can():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(F.gelu(self.fc(x)))
+
+    x = torch.randn(4, 8)
+    other = unit_scale(Net(), replace={F.gelu: F.silu})
+    other(x)
+    with pytest.raises(plumb.Error, match=r"gelu became \S*silu, as asked for"):
+        fold(other)
+    same = unit_scale(Net(), replace={F.gelu: U.gelu})
+    torch.testing.assert_close(fold(same, x)(x), same(x))
+
+
+def test_dropout_between_recurrent_layers_is_folded_in_evaluation():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(6, 8, 2, dropout=0.3), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    x = torch.randn(5, 2, 6)
+    scaled = trained(Net(), (x,), {})
+    with pytest.raises(plumb.Error, match="dropout between its layers") as caught:
+        fold(scaled)
+    assert "model.eval()" in caught.value.remedy
+    plain = fold(scaled, x)
+    assert scaled.training and plain.training
+    assert difference(plain.eval()(x), scaled.eval()(x)) < 1e-5
+    assert difference(fold(scaled)(x), scaled(x)) < 1e-5, "the last forward was in evaluation"
+
+
+def test_a_checkpoint_of_transformers_is_folded_before_it_is_saved(tmp_path):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, args, kwargs = zoo.TRANSFORMERS["GPT-2"]()
+    scaled = trained(model, args, kwargs)
+    fold(scaled).save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    scaled.eval()
+    again.eval()
+    assert difference(again(**kwargs).logits, scaled(**kwargs).logits) < 1e-5
