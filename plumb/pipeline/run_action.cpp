@@ -124,10 +124,9 @@ void PipelineState::forward(const RunAction& run, LocalStage& stage, Slot& slot)
   const int m = run.action.microbatch;
   seed_generator(stage.stage, m);
   std::optional<CheapRecompute> recompute;
-  if (!run.backward_is_next) start_recompute(stage, recompute);
-  run_function(stage, slot, m);
+  run_function(stage, slot, m, run.backward_is_next ? nullptr : &recompute);
   check_results(stage, slot, m, /*hooked=*/false);
-  finish_recompute(stage, recompute);
+  finish_recompute(stage, slot, recompute);
   send_values(run, stage, m, slot.results);
   keep_for_backward(stage, slot);
 }

@@ -27,6 +27,12 @@ std::string first_not_finite(const at::Tensor& t) {
   return "[" + index + "] is " + std::to_string(value);
 }
 
+int64_t count_values(const Tensors& tensors) {
+  int64_t count = 0;
+  for (const auto& t : tensors) count += t.defined() ? t.numel() : 0;
+  return count;
+}
+
 }  // namespace
 
 std::string value_name(const char* what, size_t index, int stage, int m) {
@@ -44,18 +50,22 @@ void PipelineState::seed_generator(int stage, int m) const {
   cpu_generator().set_current_seed(((*options.seed * 1000003 + step_number) * 1000003 + stage) * 1000003 + first + m);
 }
 
-void PipelineState::start_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute) const {
-  if (training && stage.function->recompute == Recompute::Cheap && stage.recomputed.differing == 0) {
-    recompute.emplace(/*check=*/!std::exchange(stage.recompute_checked, true));
-  }
+void PipelineState::start_recompute(LocalStage& stage, const Tensors& inputs,
+                                    std::optional<CheapRecompute>& recompute) const {
+  if (!training || stage.function->recompute != Recompute::Cheap || stage.recomputed.differing != 0) return;
+  // Small results are kept: what a microbatch had none of, one of no more values has none of either.
+  if (count_values(inputs) <= stage.nothing_to_recompute) return;
+  recompute.emplace(/*check=*/!std::exchange(stage.recompute_checked, true));
 }
 
-void PipelineState::finish_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute) const {
+void PipelineState::finish_recompute(LocalStage& stage, const Slot& slot,
+                                     std::optional<CheapRecompute>& recompute) const {
   if (!recompute) return;
   recompute->finish();
   stage.recomputed = recompute->report();
   // The stage writes where autograd does not see it: from now on it keeps everything.
   if (stage.recomputed.differing > 0) stage.recomputed.by_operator.clear();
+  if (stage.recomputed.by_operator.empty()) stage.nothing_to_recompute = count_values(slot.boundary->inputs());
   recompute.reset();
 }
 
@@ -129,11 +139,12 @@ void PipelineState::check_writes(const LocalStage& stage, const Tensors& values,
   }
 }
 
-void PipelineState::run_function(LocalStage& stage, Slot& slot, int m) {
+void PipelineState::run_function(LocalStage& stage, Slot& slot, int m, std::optional<CheapRecompute>* recompute) {
   const auto& w = *stage.wiring;
   Tensors values;
   std::vector<bool> wants;
   gather_inputs(stage, slot, m, values, wants);
+  if (recompute != nullptr) start_recompute(stage, values, *recompute);
   auto boundary = std::make_unique<InputBoundary>(values, wants);
   c10::SmallVector<std::int64_t, 8> versions;
   for (const auto& v : values) versions.push_back(v.defined() && !v.is_inference() ? v._version() : 0);

@@ -45,8 +45,9 @@ struct LocalStage {
   std::vector<Slot> slots;
   std::unique_ptr<GradientAccumulator> gradients;
   int num_outputs = 0;
-  bool recompute_checked = false;  // the first forward holds what it would compute again against what it has
-  RecomputeReport recomputed;      // of the last forward of a training step
+  bool recompute_checked = false;     // the first forward holds what it would compute again against what it has
+  RecomputeReport recomputed;         // of the last forward of a training step
+  int64_t nothing_to_recompute = -1;  // a microbatch whose inputs have so many values kept everything
 };
 
 struct PipelineState {
@@ -97,10 +98,11 @@ struct PipelineState {
 
   // --- run_forward.cpp ---
   void seed_generator(int stage, int m) const;
-  void start_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute) const;
-  void finish_recompute(LocalStage& stage, std::optional<CheapRecompute>& recompute) const;
+  void start_recompute(LocalStage& stage, const Tensors& inputs, std::optional<CheapRecompute>& recompute) const;
+  void finish_recompute(LocalStage& stage, const Slot& slot, std::optional<CheapRecompute>& recompute) const;
   // Leaves the results in the slot.
-  void run_function(LocalStage& stage, Slot& slot, int m);
+  // `recompute`: where to start what recomputes cheap results; nullptr where all is kept.
+  void run_function(LocalStage& stage, Slot& slot, int m, std::optional<CheapRecompute>* recompute);
   // Adds the sizes of the model's inputs that are given here, if any are not as in the layout.
   void complete_sizes(Slot& slot, int m) const;
   const Tensors* model_inputs(const Slot& slot, int m) const;

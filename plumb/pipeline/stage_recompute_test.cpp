@@ -96,6 +96,24 @@ TEST(StageRecompute, SaysWhatAMicrobatchDidNotKeep) {
   for (const auto& report : run(kWhole, Recompute::None).reports) EXPECT_TRUE(report.by_operator.empty());
 }
 
+// What is small is kept, so a stage of small microbatches is left alone; larger ones after them are not.
+TEST(StageRecompute, StartsWhereLargerMicrobatchesFollowSmallOnes) {
+  std::map<int, std::shared_ptr<StageFunction>> stages;
+  for (int s : {0, 1}) stages[s] = block(s, Recompute::Cheap);
+  PipelineOptions options;
+  options.loss = [](const Tensors& out, const Tensors& target) { return at::mse_loss(out[0], target[0]); };
+  Pipeline pipeline(PipelineLayout::chain(2), parse_csv(kWhole), stages, {}, options);
+  auto tensors_after = [&](int64_t rows) {
+    pipeline.step({at::randn({rows, kWidth})}, {at::randn({rows, kWidth})});
+    return pipeline.recomputed(0).total().tensors;
+  };
+  EXPECT_EQ(tensors_after(2), 0);
+  EXPECT_EQ(tensors_after(2), 0);
+  const int64_t large = tensors_after(2 * kRows);
+  EXPECT_GT(large, 0);
+  EXPECT_EQ(tensors_after(2 * kRows), large);
+}
+
 // How often an operator runs on this thread.
 class Calls {
  public:

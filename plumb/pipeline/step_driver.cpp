@@ -85,9 +85,8 @@ void StepDriver::forward(int stage, int microbatch) {
   }
   if (slot.went_forward) throw Error(ErrorKind::InvalidState, place(local, microbatch) + " goes forward twice");
   std::optional<CheapRecompute> recompute;
-  state.start_recompute(local, recompute);
-  state.run_function(local, slot, microbatch);
-  state.finish_recompute(local, recompute);
+  state.run_function(local, slot, microbatch, &recompute);
+  state.finish_recompute(local, slot, recompute);
   if (state.by_hand) state.keep_for_backward(local, slot);
 }
 
