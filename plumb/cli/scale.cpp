@@ -19,12 +19,10 @@ struct ScaleArguments {
 
 std::string counts(const Report& report, bool folded) {
   auto count = [&](ReportKind kind, const char* what) { return std::to_string(report.count(kind)) + what; };
-  const std::string all =
-      count(ReportKind::Replaced, " operators replaced, ") +
-      (folded ? count(ReportKind::Folded, " parameters divided, ") +
-                    count(ReportKind::Remains, " factors left as multiplications")
-              : count(ReportKind::Residual, " residual adds, ") + count(ReportKind::Weight, " weights scaled"));
-  return all + "; --report says more";
+  return count(ReportKind::Replaced, " operators replaced, ") +
+         (folded ? count(ReportKind::Folded, " parameters divided, ") +
+                       count(ReportKind::Remains, " factors left as multiplications")
+                 : count(ReportKind::Residual, " residual adds, ") + count(ReportKind::Weight, " weights scaled"));
 }
 
 void scale(const ScaleArguments& o) {
@@ -44,11 +42,14 @@ void scale(const ScaleArguments& o) {
   save(loaded, o.out);
   if (!o.html.empty()) {
     HtmlReport page((o.fold ? "Folding of " : "Unit scaling of ") + o.file);
-    page.section("What was done").prose(conclusion(report)).add(table_of(report));
+    page.section("What was done").prose(o.fold ? counts(report, true) + "." : conclusion(report)).add(table_of(report));
     write_text(page.html(), o.html);
   }
   progress.finish();
-  write_text(o.json ? report.to_json() : o.report ? report.to_text() : counts(report, o.fold), "");
+  write_text(o.json     ? report.to_json()
+             : o.report ? report.to_text()
+                        : counts(report, o.fold) + "; --report says more",
+             "");
 }
 
 }  // namespace

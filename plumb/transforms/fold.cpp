@@ -4,12 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/table.h"
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/pass.h"
@@ -29,11 +29,7 @@ enum Rank : int { kEmbedding = 1, kGain, kWeight, kBias, kStatistics };
 constexpr size_t kMostTerms = 1000;
 constexpr double kLargestMultiple = 1e6;
 
-std::string number_text(double x) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.6g", x);
-  return text;
-}
+std::string number_text(double x) { return short_number(x, 6); }
 
 // The argument of a node that this input stands in, seen through lists.
 std::string_view argument_of(const Node* node, const Value* value) {
