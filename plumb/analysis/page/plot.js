@@ -91,7 +91,7 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
   const draw = () => {
     if (!width) return;
     holder.replaceChildren();
-    const height = d.height, left = powers ? 34 : 56, right = width - 14, top = 8, base = height - (d.x_label && tools ? 40 : 22);
+    const height = d.height, left = powers ? 40 : 56, right = width - 14, top = 8, base = height - (d.x_label && tools ? 40 : 22);
     const shown = d.curves.map((_, i) => i).filter(i => !off.has(i) && d.curves[i].x.length);
     let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
     for (const i of shown) { x0 = Math.min(x0, d.curves[i].x[0]); x1 = Math.max(x1, d.curves[i].x[d.curves[i].x.length - 1]); }
@@ -118,8 +118,11 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
     const px = x => left + (x - x0) / (x1 - x0) * (right - left), py = v => base - (v - y0) / (y1 - y0) * (base - top);
     const svg = make("svg", {width, height, viewBox: `0 0 ${width} ${height}`, "font-size": 11}, holder);
     let marks = ticks(y0, y1, Math.max(2, Math.round((base - top) / 50)));
-    if (powers) marks = ticks(y0, y1, Math.max(2, Math.round((base - top) / 34))).filter(Number.isInteger);
-    else if (log) {
+    if (powers) {
+      marks = ticks(y0, y1, Math.max(2, Math.round((base - top) / 34)));
+      const whole = marks.filter(Number.isInteger);
+      if (whole.length > 1) marks = whole;
+    } else if (log) {
       const decades = [];
       for (let e = Math.floor(y0); e <= y1; ++e) for (const m of y1 - y0 > 3 ? [1] : [1, 2, 5]) decades.push(e + Math.log10(m));
       const inside = decades.filter(m => m >= y0 && m <= y1);
@@ -127,7 +130,8 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
     }
     for (const m of marks) {
       make("line", {class: "grid", x1: left, x2: right, y1: py(m), y2: py(m)}, svg);
-      if (powers) power(svg, left - 5, py(m) + 4, m, "end");
+      if (powers && Number.isInteger(m)) power(svg, left - 5, py(m) + 4, m, "end");
+      else if (powers) word(svg, left - 5, py(m) + 4, short(+(2 ** m).toPrecision(2)), "muted", "end");
       else word(svg, left - 6, py(m) + 4, short(+(log ? 10 ** m : m).toPrecision(6)), "muted", "end");
     }
     for (const x of ticks(x0, x1, Math.max(2, Math.round((right - left) / 90)))) {
