@@ -98,7 +98,8 @@ inline std::shared_ptr<GraphModule> gpt(const GptConfig& c = {}) {
     for (const char* part : {"q", "k", "v"}) {
       in_block(id(part) + "v = aten::view(" + id(part) + ", " + sizes({c.batch, c.length, c.heads, c.width / c.heads}) +
                ")");
-      in_block(id(part) + "h = aten::transpose.int(" + id(part) + "v, 1, 2)");
+      in_block(id(part) + "h: f32" + sizes({c.batch, c.heads, c.length, c.width / c.heads}) +
+               " = aten::transpose.int(" + id(part) + "v, 1, 2)");
     }
     in_block(id("att") + " = aten::scaled_dot_product_attention(" + id("q") + "h, " + id("k") + "h, " + id("v") +
              "h, None, 0.0, True)");

@@ -40,6 +40,14 @@ std::string_view to_string(MupType type) {
   return "unknown";
 }
 
+MupType mup_type_from(std::string_view name) {
+  for (const auto& [value, known] : kNames) {
+    if (known == name) return value;
+  }
+  throw Error(ErrorKind::UnknownName, "There is no u-muP parameter type '" + std::string(name) + "'.", "",
+              "weight, bias, norm or output");
+}
+
 at::Tensor make_parameter(at::Tensor data, MupType type, std::optional<int64_t> scaling_depth) {
   auto parameter = data.detach().requires_grad_();
   tag(parameter, {type, scaling_depth});
