@@ -105,6 +105,34 @@ TEST_F(Command, FoldsAUnitScaledFileBackIntoAPlainOne) {
   wrong("scale --fold --depth-rule lm.pt2 -o plain.pt2", "--depth-rule");
 }
 
+TEST_F(Command, ScalesWithTheTausAndReplacementsThatItIsGiven) {
+  const Ended run = plumb(
+      "scale lm.pt2 -o taus.pt2 --tau-mlp 0.25 --replace aten::gelu=aten::silu --replace aten::relu=aten::tanh "
+      "--report");
+  ASSERT_EQ(run.code, 0) << run.err;
+  EXPECT_NE(run.out.find("tau=0.25"), std::string::npos) << run.out;
+  const std::string graph = plumb("show taus.pt2").out;
+  EXPECT_NE(graph.find("silu"), std::string::npos);
+  EXPECT_EQ(graph.find("gelu("), std::string::npos);
+  wrong("scale lm.pt2 -o taus.pt2 --tau-mlp 0", "--tau-mlp: 0 is no positive, finite number");
+  wrong("scale lm.pt2 -o taus.pt2 --replace gelu", "is not OLD=NEW");
+}
+
+TEST_F(Command, LeavesOutWhatItIsToldToPrune) {
+  const auto targets = [](const std::string& options) {
+    std::set<std::string> found;
+    for (const Json& node : Json::parse(plumb("track flat.pt2 --input x.pt --json " + options).out)["nodes"])
+      found.insert(node["target"].get<std::string>().substr(0, 11));
+    return found;
+  };
+  EXPECT_EQ(targets("").count("aten::relu"), 1u);
+  EXPECT_EQ(targets("--prune aten::relu,0.weight").count("aten::relu"), 0u);
+  EXPECT_EQ(targets("--prune aten::relu,0.weight").count("0.weight"), 0u);
+  EXPECT_EQ(targets("").count("aten::flatt"), 1u);
+  EXPECT_EQ(targets("--prune-same-scale").count("aten::flatt"), 0u);
+  EXPECT_EQ(targets("--prune-same-scale").count("aten::relu"), 1u);
+}
+
 TEST_F(Command, SaysWhatFormatsWouldDo) {
   const Ended run = plumb("track mlp.pt2 --input x.pt --backward --formats e4m3fn,e2m1fn");
   EXPECT_NE(run.out.find("e2m1fn to 0"), std::string::npos) << run.err;
@@ -162,6 +190,13 @@ TEST_F(Command, SplitsIntoStageFilesThatCompose) {
       "assert torch.equal(first(a), first(b))");
   EXPECT_EQ(plumb("split lm.pt2 --at layers.0,layers.1 -o three").code, 0);
   EXPECT_TRUE(fs::exists(folder() / "three" / "stage2.pt2"));
+}
+
+TEST_F(Command, CutsAfterAModuleToo) {
+  ASSERT_EQ(plumb("split lm.pt2 --at layers.0:end -o after").code, 0);
+  ASSERT_EQ(plumb("split lm.pt2 --at layers.1 -o before").code, 0);
+  const Json after = Json::parse(read(folder() / "after" / "manifest.json"));
+  EXPECT_EQ(after["stages"], Json::parse(read(folder() / "before" / "manifest.json"))["stages"]);
 }
 
 TEST_F(Command, ReportsACutWithoutWritingIt) {
@@ -240,6 +275,21 @@ TEST_F(Command, TrainsInTwoProcessesBitForBitAsInOne) {
   }
 }
 
+TEST_F(Command, SendsParametersThatItIsToldToTransmit) {
+  const auto stage_parameters = [](const std::string& options) {
+    EXPECT_EQ(plumb("split tied.pt2 --at head -o tied " + options).code, 0);
+    return Json::parse(read(folder() / "tied" / "manifest.json"))["stages"][1]["parameters"].dump();
+  };
+  EXPECT_NE(stage_parameters("").find("weight"), std::string::npos) << "a copy";
+  EXPECT_EQ(stage_parameters("--transmit all").find("weight"), std::string::npos) << "an input";
+  wrong("split tied.pt2 --at head -o tied --transmit no.such", "--transmit no.such");
+  const std::string train = "train tied.pt2 --data tokens.bin --steps 3 --microbatches 2 --threads 1 --json ";
+  const auto whole = training(plumb(train)).losses;
+  const auto cut = training(plumb(train + "--stages 2 --at head --transmit all")).losses;
+  ASSERT_EQ(cut.size(), 3u);
+  for (size_t i = 0; i < 3; ++i) EXPECT_NEAR(whole[i], cut[i], 1e-5);
+}
+
 TEST_F(Command, PlansAndTrainsByTheTableItWrites) {
   const Ended plan = plumb("plan lm.pt2 --ranks 2 --microbatches 4 --json --csv best.csv --svg best.svg");
   ASSERT_EQ(plan.code, 0) << plan.err;
@@ -269,22 +319,32 @@ TEST_F(Command, TrainsOverFourProcessesByATableWrittenByHand) {
   EXPECT_EQ(training(four).losses, training(plumb(kTrain)).losses);
 }
 
-TEST_F(Command, PlansForGivenCostsWithinAMemoryLimit) {
-  const std::string costs = "plan --ranks 4 --microbatches 8 --costs 1,1,1 ";
-  const Ended text = plumb(costs);
-  ASSERT_EQ(text.code, 0) << text.err;
-  EXPECT_NE(text.out.find("1F1B"), std::string::npos);
-  const Json table = Json::parse(plumb(costs + "--memory-limit 2.5 --json").out);
-  EXPECT_LE(table["schedules"][0]["memory"][0].get<double>(), 2.5);
-  for (const auto& row : table["schedules"]) {
-    if (row["schedule"] == "1F1B") EXPECT_FALSE(row["fits"].get<bool>());
+TEST_F(Command, SaysWhatItWrote) {
+  EXPECT_NE(plumb("run mlp.pt2 --input x.pt -o said.pt").err.find("wrote said.pt\n"), std::string::npos);
+  EXPECT_NE(plumb("scale lm.pt2 -o said.pt2 --html said.html").err.find("wrote said.pt2\nwrote said.html\n"),
+            std::string::npos);
+  EXPECT_NE(plumb("opt lm.pt2 --pass=dead_code -o said.pt2").err.find("wrote said.pt2\n"), std::string::npos);
+}
+
+TEST_F(Command, SaysRangesOfNumbersInWords) {
+  wrong("train lm.pt2 --data tokens.bin --steps 0", "--steps: 0 is no whole number of 1 or more");
+  wrong("train lm.pt2 --data tokens.bin --stages 5000", "5000 is no whole number from 1 to 1024");
+  wrong("train lm.pt2 --data tokens.bin --steps 99999999999", "is more than the largest possible, 2147483647");
+  wrong("train lm.pt2 --data tokens.bin --microbatches some", "some is no whole number from 1 to 65536");
+  wrong("plan --ranks 2 --microbatches 2 --costs 1,-1,1", "-1 is no finite number of 0 or more");
+  wrong("plan --ranks 2 --microbatches 2 --costs 1,1,1 --held-for-weight 2", "2 is no finite number from 0 to 1");
+}
+
+TEST_F(Command, PrintsJsonLinesAsItsHelpSays) {
+  const Ended run = plumb(std::string(kTrain) + "--save lines.pt2 --timeline lines.json");
+  ASSERT_EQ(run.code, 0) << run.err;
+  const std::string help = plumb("train --help").out;
+  const std::string about = help.substr(help.find("--json"));
+  std::istringstream lines(run.out);
+  for (std::string line; std::getline(lines, line);) {
+    for (const auto& item : Json::parse(line).items())
+      EXPECT_NE(about.find(item.key()), std::string::npos) << line << about;
   }
-  EXPECT_EQ(plumb(costs + "--memory-limit 0.1").code, 1);
-  EXPECT_EQ(Json::parse(plumb(costs + "--take GPipe --json").out)["taken"], "GPipe");
-  wrong("plan --ranks 4 --microbatches 8", "--costs");
-  wrong("plan --ranks 4 --microbatches 8 --costs 1,1", "--costs");
-  wrong(costs + "--memory-limit much", "--memory-limit");
-  wrong(costs + "--schedules nope", "nope");
 }
 
 TEST_F(Command, TrainsSeveralPipelinesBesideEachOther) {
@@ -327,6 +387,8 @@ TEST_F(Command, TrainsOnTensorFilesAndPrintsPlainLines) {
   ASSERT_EQ(run.code, 0) << run.err;
   EXPECT_EQ(run.out.rfind("step 1/3  loss ", 0), 0u) << run.out;
   EXPECT_NE(run.out.find("step 3/3"), std::string::npos);
+  EXPECT_NE(run.out.find(" s a step, "), std::string::npos) << run.out;
+  EXPECT_NE(run.out.find(" s left\n"), std::string::npos) << run.out;
   EXPECT_EQ(run.out.find('\r'), std::string::npos);
 }
 
@@ -437,7 +499,7 @@ TEST_F(Command, DrawsABarOnATerminalOnly) {
       "said = os.read(read, 65536).decode()\n"
       "assert '[' + '#' * 10 + ' ' * 20 + '] 1/3  dead_code' in said, said\n"
       "assert said.endswith('\\r\\x1b[K'), said");
-  EXPECT_EQ(plumb("opt lm.pt2 --pass=dead_code -o bar.pt2").err, "dead_code: nothing to change\n");
+  EXPECT_EQ(plumb("opt lm.pt2 --pass=dead_code -o bar.pt2").err, "dead_code: nothing to change\nwrote bar.pt2\n");
   EXPECT_EQ(plumb("show lm.pt2").err, "");
 }
 

@@ -60,6 +60,14 @@ torch.manual_seed(0)
 torch.export.save(torch.export.export(Lm(), (torch.randint(256, (2, 12)),)), "lm.pt2")
 m, x = Mlp(), torch.randn(6, 8)
 torch.export.save(torch.export.export(m, (x,)), "mlp.pt2")
+class Tied(Lm):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 256, bias=False)
+        self.head.weight = self.wte.weight
+torch.export.save(torch.export.export(Tied(), (torch.randint(256, (2, 12)),)), "tied.pt2")
+flat = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Flatten(0))
+torch.export.save(torch.export.export(flat, (x,)), "flat.pt2")
 torch.save(x, "x.pt")
 torch.save(torch.randint(256, (2, 12)), "ids.pt")
 ids = torch.randint(256, (2, 12))

@@ -1,13 +1,20 @@
 #include "plumb/cli/common.h"
 
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 
+#include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
 #include "plumb/core/output_file.h"
 #include "plumb/core/table.h"
-#include "plumb/graph/names.h"
+#include "plumb/graph/summary.h"
 #include "plumb/partition/split.h"
 
 namespace plumb::cli {
@@ -135,17 +142,9 @@ at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IVal
   return sum;
 }
 
-std::string type_text(const std::optional<TensorMeta>& meta) {
-  if (!meta) return "?";
-  std::string text = short_name(meta->dtype) + "[";
-  for (size_t i = 0; i < meta->sizes.size(); ++i) {
-    if (i) text += ", ";
-    text += i < meta->symbols.size() && !meta->symbols[i].empty() ? meta->symbols[i] : std::to_string(meta->sizes[i]);
-  }
-  return text + "]";
-}
+std::string type_text(const std::optional<TensorMeta>& meta) { return meta ? plumb::type_text(*meta) : "?"; }
 
-std::string type_text(const at::Tensor& tensor) { return type_text(TensorMeta::of(tensor)); }
+std::string type_text(const at::Tensor& tensor) { return plumb::type_text(TensorMeta::of(tensor)); }
 
 std::string columns(std::vector<std::vector<std::string>> rows) {
   constexpr size_t kWidest = 60;
@@ -156,6 +155,58 @@ std::string columns(std::vector<std::vector<std::string>> rows) {
   }
   Table table{rows.at(0), {rows.begin() + 1, rows.end()}};
   return to_text(table);
+}
+
+NumberCheck whole_number(int64_t least, int64_t most) {
+  return [=](const std::string& text) -> std::string {
+    char* end = nullptr;
+    errno = 0;
+    const long long value = std::strtoll(text.c_str(), &end, 10);
+    const bool number = !text.empty() && *end == '\0';
+    if (number && errno == 0 && value >= least && value <= most) return "";
+    const bool open = most >= std::numeric_limits<int>::max();
+    if (open && number && value > 0) return text + " is more than the largest possible, " + std::to_string(most);
+    if (least == std::numeric_limits<int64_t>::min()) return text + " is no whole number of 64 bits";
+    return text + " is no whole number " +
+           (open ? "of " + std::to_string(least) + " or more"
+                 : "from " + std::to_string(least) + " to " + std::to_string(most));
+  };
+}
+
+NumberCheck number_within(double least, double most) {
+  return [=](const std::string& text) -> std::string {
+    char* end = nullptr;
+    const double value = std::strtod(text.c_str(), &end);
+    if (!text.empty() && *end == '\0' && std::isfinite(value) && value >= least && value <= most) return "";
+    return text + " is no finite number " +
+           (std::isinf(most) ? "of " + short_number(least) + " or more"
+                             : "from " + short_number(least) + " to " + short_number(most));
+  };
+}
+
+std::string positive_number(const std::string& text) {
+  char* end = nullptr;
+  const double value = std::strtod(text.c_str(), &end);
+  if (!text.empty() && *end == '\0' && std::isfinite(value) && value > 0) return "";
+  return text + " is no positive, finite number";
+}
+
+std::string duration_text(double seconds) {
+  if (seconds < 10) return short_number(std::round(seconds * 10) / 10) + " s";
+  const auto whole = static_cast<int64_t>(std::llround(std::min(seconds, 1e15)));
+  if (whole < 60) return std::to_string(whole) + " s";
+  if (whole < 3600) return std::to_string(whole / 60) + " min " + std::to_string(whole % 60) + " s";
+  return std::to_string(whole / 3600) + " h " + std::to_string(whole / 60 % 60) + " min";
+}
+
+void say_wrote(Progress& progress, const std::string& path) {
+  if (!path.empty() && path != "-") progress.say("wrote " + path);
+}
+
+std::optional<int> terminal_width() {
+  struct winsize size {};
+  if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return std::nullopt;
+  return size.ws_col;
 }
 
 }  // namespace plumb::cli

@@ -1,6 +1,10 @@
 // The subcommands share this: reading programs and inputs, wrong use, printing.
 #pragma once
 
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -52,7 +56,24 @@ at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IVal
 std::string type_text(const std::optional<TensorMeta>& meta);
 std::string type_text(const at::Tensor& tensor);
 
+// For CLI::Option::check: "" if the text is a whole number (a number) within the range, both ends included, else what
+// is wrong in words: "0 is no whole number from 1 to 1024".
+using NumberCheck = std::function<std::string(const std::string& text)>;
+NumberCheck whole_number(int64_t least, int64_t most = std::numeric_limits<int>::max());
+NumberCheck number_within(double least, double most);
+std::string positive_number(const std::string& text);
+
+// Says on stderr where a result went; nothing for "" and "-".
+class Progress;
+void say_wrote(Progress& progress, const std::string& path);
+
+// How many columns a line of the terminal has that stdout is; none if it is no terminal.
+std::optional<int> terminal_width();
+
 // The text of a table whose first row is the header; cells longer than 60 are cut.
 std::string columns(std::vector<std::vector<std::string>> rows);
+
+// "40 s", "1 min 20 s", "3 h 5 min".
+std::string duration_text(double seconds);
 
 }  // namespace plumb::cli

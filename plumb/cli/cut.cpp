@@ -1,5 +1,7 @@
 #include "plumb/cli/cut.h"
 
+#include <CLI/CLI.hpp>
+
 #include "plumb/cli/common.h"
 #include "plumb/core/error.h"
 #include "plumb/partition/balance.h"
@@ -8,8 +10,47 @@
 
 namespace plumb::cli {
 
-std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const std::vector<std::string>& at,
-                          const std::string& needed_by) {
+namespace {
+
+std::pair<std::string, SplitPoint> split_point(const std::string& text) {
+  const std::string end = ":end";
+  if (text.ends_with(end)) return {text.substr(0, text.size() - end.size()), SplitPoint::End};
+  return {text, SplitPoint::Beginning};
+}
+
+// What becomes of parameters that several stages use.
+void choose_multi_use(const GraphModule& module, const std::vector<std::string>& transmit, SplitOptions& options) {
+  for (const std::string& name : transmit) {
+    if (name == "all") {
+      options.multi_use = MultiUse::Transmit;
+      continue;
+    }
+    if (!module.state().contains(name)) {
+      throw UsageError("--transmit " + name + ": the program has no parameter of that name",
+                       "a name that `plumb show FILE` prints, or all");
+    }
+    options.multi_use_by_name[name] = MultiUse::Transmit;
+  }
+}
+
+}  // namespace
+
+void add_cut_options(CLI::App* sub, CutOptions& options) {
+  sub->add_option(
+         "--at", options.at,
+         "Cut before these modules, or after NAME:end: --at layers.2,layers.4:end (default: marks, else balanced)")
+      ->delimiter(',')
+      ->allow_extra_args(false);
+  sub->add_option(
+         "--transmit", options.transmit,
+         "Parameters of several stages, or all of them, that the first stage which uses them sends to the others "
+         "(default: each stage has a copy)")
+      ->delimiter(',')
+      ->allow_extra_args(false);
+}
+
+std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOptions& cuts, const std::string& needed_by) {
+  const std::vector<std::string>& at = cuts.at;
   SplitOptions options;
   bool marked = false;
   for (const Node* node : module.graph().nodes()) marked = marked || is_pipe_split(*node);
@@ -19,7 +60,7 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const std::vect
     where = "one stage gives";
   } else if (!at.empty()) {
     where = "--at gives";
-    for (const std::string& name : at) options.points.emplace_back(name, SplitPoint::Beginning);
+    for (const std::string& name : at) options.points.push_back(split_point(name));
   } else if (!marked) {
     if (stages == 0)
       throw UsageError("--stages is missing, and the graph has no marks to be cut at",
@@ -33,6 +74,7 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const std::vect
     }
     where = "balancing gives";
   }
+  choose_multi_use(module, cuts.transmit, options);
   auto pipe = [&] {
     try {
       return pipeline(module, options);

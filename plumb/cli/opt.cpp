@@ -67,6 +67,7 @@ void opt(const OptArguments& o) {
   const auto results = run_passes(steps, loaded.module(), run);
   progress.next("writing " + o.out);
   save(loaded, o.out);
+  say_wrote(progress, o.out);
   progress.finish();
   if (!o.json) return;
   auto report = nlohmann::json::array();

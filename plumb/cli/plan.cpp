@@ -12,6 +12,7 @@
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/cut.h"
+#include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
 #include "plumb/core/table.h"
 #include "plumb/pipeline/graph_stage.h"
@@ -85,14 +86,22 @@ std::string memory_text(double value, bool bytes) {
   return value >= 1e9 ? short_number(value / 1073741824.0) + " GiB" : short_number(value / 1048576.0) + " MiB";
 }
 
+// What the table's columns say, in its order.
+constexpr const char* kColumns =
+    "step: from its first action to its last, as drawn. bubble: the ranks' idle share of it, as plumb train "
+    "--timeline\n"
+    "measures it. apart: how far steps are apart, as no rank waits for others between them; least first. paper's "
+    "bubble:\n"
+    "the idle share of that (Zero Bubble, arXiv 2401.10241).\n";
+
 nlohmann::json to_json(const ScheduleChoice& c) {
   nlohmann::json row = {{"schedule", c.name}, {"stages_per_rank", c.stages_per_rank}, {"fits", c.fits}};
   if (!c.problem.empty()) {
     row["problem"] = c.problem;
     return row;
   }
-  row["step"] = c.step();
-  row["makespan"] = c.simulation.makespan;
+  row["step"] = c.simulation.makespan;
+  row["apart"] = c.distance();
   row["bubble"] = c.simulation.bubble_rate();
   row["zero_bubble_rate"] = c.simulation.zero_bubble_rate();
   row["memory"] = c.memory;
@@ -149,30 +158,44 @@ void plan(const PlanArguments& o) {
     std::cout << all.dump(1) << "\n";
   } else {
     std::vector<std::vector<std::string>> rows = {
-        {"", "schedule", "stages a rank", "step", "bubble", "memory", "remark"}};
+        {"", "schedule", "stages a rank", "step", "bubble", "apart", "paper's bubble", "memory", "remark"}};
     for (const auto& c : choices) {
       const bool it = taken != choices.end() && &c == &*taken;
       if (!c.problem.empty()) {
-        rows.push_back({"", c.name, std::to_string(c.stages_per_rank), "", "", "", c.problem});
+        rows.push_back({"", c.name, std::to_string(c.stages_per_rank), "", "", "", "", "", c.problem});
         continue;
       }
-      char bubble[32];
-      std::snprintf(bubble, sizeof bubble, "%.1f %%", 100 * c.simulation.zero_bubble_rate());
-      rows.push_back({it ? "*" : "", c.name, std::to_string(c.stages_per_rank), seconds_text(c.step(), measured),
-                      bubble, memory_text(c.peak(), measured), c.fits ? "" : "more memory than the limit"});
+      rows.push_back({it ? "*" : "", c.name, std::to_string(c.stages_per_rank),
+                      seconds_text(c.simulation.makespan, measured), percent(c.simulation.bubble_rate()),
+                      seconds_text(c.distance(), measured), percent(c.simulation.zero_bubble_rate()),
+                      memory_text(c.peak(), measured), c.fits ? "" : "more memory than the limit"});
     }
-    std::cout << columns(rows);
+    std::cout << columns(rows) << kColumns;
   }
   if (taken == choices.end()) {
+    const auto possible = [](const ScheduleChoice& c) { return c.problem.empty(); };
     if (!o.take.empty()) throw UsageError("--take " + o.take + ": cannot be had", "--take 1F1B");
+    if (std::none_of(choices.begin(), choices.end(), possible)) {
+      throw Error(ErrorKind::Partition, "no schedule can be had: " + choices.front().problem, "",
+                  "fewer --ranks, or fewer --stages-per-rank");
+    }
     throw Error(ErrorKind::InvalidArgument, "no schedule keeps the memory limit of " + o.memory, "",
                 "a higher --memory-limit, more ranks, or smaller microbatches");
   }
-  if (!o.json) std::cout << "\n" << taken->name << ":\n" << render_text(taken->schedule, taken->simulation.spans);
+  if (!o.json) {
+    const int frame = static_cast<int>(std::string("rank  || 100%").size() + std::to_string(o.ranks - 1).size());
+    const int wide = terminal_width() ? std::clamp(*terminal_width() - frame, 10, 100) : 100;
+    std::cout << "\n"
+              << taken->name << ":\n"
+              << render_text(taken->schedule, taken->simulation.spans, wide) << render_letters(taken->schedule);
+  }
+  Progress progress(0, o.json);
   if (!o.svg.empty()) {
     write_text(to_svg(TimelineChart{taken->name, {timeline_of(taken->schedule, taken->simulation)}}), o.svg);
   }
   if (!o.csv.empty()) write_schedule(o, *taken);
+  say_wrote(progress, o.svg);
+  say_wrote(progress, o.csv);
 }
 
 }  // namespace
@@ -185,23 +208,23 @@ void add_plan(CLI::App& app) {
                   "Instead of a file: a rank's forward, input half, weight half and a message, in any unit: --costs "
                   "10,10,8,0.4")
       ->delimiter(',')
-      ->check(CLI::NonNegativeNumber);
-  sub->add_option("--ranks", o->ranks, "Processes of the pipeline")->required()->check(CLI::PositiveNumber);
-  sub->add_option("--microbatches", o->microbatches, "Parts of a batch")->required()->check(CLI::PositiveNumber);
+      ->check(number_within(0, std::numeric_limits<double>::infinity()));
+  sub->add_option("--ranks", o->ranks, "Processes of the pipeline")->required()->check(whole_number(1));
+  sub->add_option("--microbatches", o->microbatches, "Parts of a batch")->required()->check(whole_number(1));
   sub->add_option("--memory-limit", o->memory,
                   "Of a rank, with AdamW: 800MiB; with --costs: microbatches of a whole rank");
   sub->add_option("--held-for-weight", o->held,
                   "With --costs: the share of a microbatch's memory that waits for the weight half")
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(number_within(0, 1));
   sub->add_option("--stages-per-rank", o->stages_per_rank, "Tried for interleaved schedules: 2,4")
       ->delimiter(',')
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1));
   sub->add_option("--schedules", o->names,
                   "Only these: 1F1B,ZBVZeroBubble (default: all but DualPipe, and a searched one)")
       ->delimiter(',');
   sub->add_option("--take", o->take, "Take this one, not the quickest");
   sub->add_flag("--estimate", o->estimate, "Do not run the stages: costs from shapes");
-  sub->add_option("--threads", o->threads, "Threads to measure with")->check(CLI::PositiveNumber);
+  sub->add_option("--threads", o->threads, "Threads to measure with")->check(whole_number(1));
   sub->add_option("--svg", o->svg, "Draw the time line of the one taken");
   sub->add_option("--csv", o->csv, "Write it for plumb train --schedule");
   sub->add_flag("--json", o->json, "The table as JSON");

@@ -99,6 +99,7 @@ void run(const RunArguments& o) {
       value = both;
     }
     save_tensors(value, o.out);
+    say_wrote(progress, o.out);
   }
   progress.finish();
   if (o.json) {

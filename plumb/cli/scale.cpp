@@ -15,6 +15,8 @@ namespace {
 struct ScaleArguments {
   std::string file, out, html;
   bool report = false, json = false, depth = false, fold = false;
+  UnitScaleOptions scaling;
+  std::vector<std::string> replace;
 };
 
 std::string counts(const Report& report, bool folded) {
@@ -25,6 +27,15 @@ std::string counts(const Report& report, bool folded) {
                  : count(ReportKind::Residual, " residual adds, ") + count(ReportKind::Weight, " weights scaled"));
 }
 
+// "aten::gelu=aten::silu"
+Replacement replacement(const std::string& text) {
+  const size_t equals = text.find('=');
+  if (equals == 0 || equals == std::string::npos || equals + 1 == text.size()) {
+    throw UsageError("--replace " + text + ": is not OLD=NEW", "--replace aten::gelu=aten::silu");
+  }
+  return {text.substr(0, equals), text.substr(equals + 1), nullptr};
+}
+
 void scale(const ScaleArguments& o) {
   if (!is_pt2(o.out)) throw UsageError("-o " + o.out + ": is no .pt2 name", "-o OUT.pt2");
   check_writable("-o", o.out);
@@ -33,17 +44,20 @@ void scale(const ScaleArguments& o) {
   progress.next("reading " + o.file);
   Loaded loaded = load_with_tensors(o.file);
   progress.next((o.fold ? "folding " : "scaling ") + o.file);
-  UnitScaleOptions options;
+  UnitScaleOptions options = o.scaling;
+  for (const std::string& text : o.replace) options.replace.push_back(replacement(text));
   if (o.depth) options.tau_rule = TauRule::Depth;
   const auto scaled = o.fold ? fold(loaded.program.module) : unit_scale(loaded.program.module, options);
   const Report& report = scaled->reports.back();
   loaded.program.module = scaled;
   progress.next("writing " + o.out);
   save(loaded, o.out);
+  say_wrote(progress, o.out);
   if (!o.html.empty()) {
     HtmlReport page((o.fold ? "Folding of " : "Unit scaling of ") + o.file);
     page.section("What was done").prose(o.fold ? counts(report, true) + "." : conclusion(report)).add(table_of(report));
     write_text(page.html(), o.html);
+    say_wrote(progress, o.html);
   }
   progress.finish();
   write_text(o.json     ? report.to_json()
@@ -64,6 +78,19 @@ void add_scale(CLI::App& app) {
                 "The way back: FILE is unit-scaled, and OUT computes the same with torch's operators alone. Factors go "
                 "into parameters, or stay as multiplications")
       ->excludes(depth);
+  sub->add_option("--tau-attention", o->scaling.tau_attention, "Weight of residual branches with attention")
+      ->check(positive_number)
+      ->capture_default_str();
+  sub->add_option("--tau-mlp", o->scaling.tau_mlp, "Weight of other residual branches")
+      ->check(positive_number)
+      ->capture_default_str();
+  sub->add_option("--residual-mult", o->scaling.residual_mult, "With --depth-rule: weight of all branches together")
+      ->check(positive_number);
+  sub->add_option("--residual-attn-ratio", o->scaling.residual_attn_ratio,
+                  "With --depth-rule: attention's weight over the others'")
+      ->check(positive_number);
+  sub->add_option("--replace", o->replace, "OLD=NEW, operators that are replaced first; as often as wanted")
+      ->allow_extra_args(false);
   sub->add_flag("--report", o->report, "Say what was done, node by node");
   sub->add_option("--html", o->html, "The report as a page");
   sub->add_flag("--json", o->json, "The report as JSON");

@@ -87,6 +87,8 @@ void show(const ShowArguments& o) {
   progress.finish();
   // The page alone, unless the rest is asked for as well.
   if (o.html.empty() || o.json || !o.out.empty()) write_text(text, o.out);
+  say_wrote(progress, o.html);
+  say_wrote(progress, o.out);
 }
 
 }  // namespace

@@ -15,13 +15,13 @@ namespace {
 struct SplitArguments {
   std::string file, out;
   int stages = 0;
-  std::vector<std::string> at;
+  CutOptions cuts;
   bool json = false, report = false;
 };
 
 void split(const SplitArguments& o) {
-  if (o.stages == 1 && !o.at.empty()) {
-    throw UsageError("--at: one stage has no cuts", "--stages " + std::to_string(o.at.size() + 1));
+  if (o.stages == 1 && !o.cuts.at.empty()) {
+    throw UsageError("--at: one stage has no cuts", "--stages " + std::to_string(o.cuts.at.size() + 1));
   }
   if (o.out.empty() && !o.report) {
     throw UsageError("-o is missing", "-o FOLDER for the stages, or --report to look at the cut");
@@ -30,11 +30,11 @@ void split(const SplitArguments& o) {
   if (std::filesystem::exists(o.out, failed) && !std::filesystem::is_directory(o.out, failed)) {
     throw Error(ErrorKind::CannotWrite, "-o " + o.out + ": is a file", "", "give -o a folder");
   }
-  Progress progress(2 + std::max(o.stages, static_cast<int>(o.at.size()) + 1), o.json);
+  Progress progress(2 + std::max(o.stages, static_cast<int>(o.cuts.at.size()) + 1), o.json);
   progress.next("reading " + o.file);
   const Loaded loaded = load_with_tensors(o.file);
   progress.next("cutting " + o.file);
-  const auto pipe = cut(loaded.module(), o.stages, o.at, "--stages " + std::to_string(o.stages));
+  const auto pipe = cut(loaded.module(), o.stages, o.cuts, "--stages " + std::to_string(o.stages));
   if (o.report) {
     progress.finish();
     std::string text = describe_cut(*pipe).report();
@@ -91,10 +91,8 @@ void add_split(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("split", "Cuts a .pt2 file into stage files and a manifest");
   sub->add_option("FILE", o->file, "A .pt2 file")->required();
   sub->add_option("--stages", o->stages, "How many; without --at or marks the cuts are balanced")
-      ->check(CLI::Range(1, 1024));
-  sub->add_option("--at", o->at, "Cut before these modules: --at layers.2,layers.4")
-      ->delimiter(',')
-      ->allow_extra_args(false);
+      ->check(whole_number(1, 1024));
+  add_cut_options(sub, o->cuts);
   sub->add_option("-o,--out", o->out, "The folder for stage0.pt2, stage1.pt2, ... and manifest.json");
   auto* json = sub->add_flag("--json", o->json, "Print the manifest");
   sub->add_flag("--report", o->report, "Show what each stage costs; without -o nothing is written")->excludes(json);

@@ -16,7 +16,8 @@ namespace {
 struct TrackArguments {
   ModelOptions model;
   HistoryOptions history;  // also --html, --svg, -o and --json of one run
-  bool backward = false, all = false;
+  bool backward = false, all = false, same_scale = false;
+  std::vector<std::string> prune;
 };
 
 // A page that needs nothing else: the picture of every scale, what formats would do, and the numbers.
@@ -88,13 +89,15 @@ void track(const TrackArguments& o) {
   view.runs.push_back({o.model.file, history_of(scales)});
   if (!html.empty()) {
     write_text(page(o, scales, view), html);
-    progress.say("wrote " + html);
+    say_wrote(progress, html);
   }
   if (!svg.empty()) {
     write_text(to_svg(scale_chart(view)), svg);
-    progress.say("wrote " + svg);
+    say_wrote(progress, svg);
   }
   if (!o.all) scales = prune_non_float_tensors(scales);
+  if (o.same_scale) scales = prune_same_scale_tensors(scales);
+  if (!o.prune.empty()) scales = prune_selected_nodes(scales, o.prune);
   std::string text = json ? scales.to_json() : scales.to_text();
   if (!view.asked.empty()) {
     const Table table = format_table(view);
@@ -120,6 +123,10 @@ void add_track(CLI::App& app) {
   sub->add_flag("--backward", o->backward,
                 "Measure gradients too, from the output named loss or the sum of all outputs");
   sub->add_flag("--all", o->all, "Show also what is no floating-point tensor");
+  sub->add_flag("--prune-same-scale", o->same_scale, "Leave out what has the scale of its only input, both ways");
+  sub->add_option("--prune", o->prune, "Leave out these operators, parameters or inputs: aten::add,wte.weight")
+      ->delimiter(',')
+      ->allow_extra_args(false);
   sub->add_option("--html", o->history.html,
                   "Write a page that holds everything: every scale against formats, histograms, tables, steps");
   sub->add_option("--svg", o->history.svg, "Write the picture of every scale, for papers");
@@ -132,7 +139,7 @@ void add_track(CLI::App& app) {
   sub->add_option("--compare", o->history.compare, "Further histories, FILE or NAME=FILE, side by side; up to seven")
       ->allow_extra_args(false);
   sub->add_option("--step", o->history.step, "Of a history: the step of --svg and of the table (the last)")
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1, std::numeric_limits<int64_t>::max()));
   sub->add_option("-o,--out", o->history.out, "Write to a file instead of stdout");
   sub->add_flag("--json", o->history.json, "Print as JSON");
   sub->footer(

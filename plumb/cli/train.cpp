@@ -14,6 +14,7 @@
 #include "plumb/cli/progress.h"
 #include "plumb/cli/signals.h"
 #include "plumb/cli/train_rank.h"
+#include "plumb/core/table.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/launch.h"
 #include "plumb/schedule/generators.h"
@@ -52,7 +53,7 @@ class Printer {
     }
     if (event.contains("drew")) {
       end_bar();
-      std::cout << "drew " << event["drew"].get<std::string>() << "  bubble " << number(event["bubble"]) << std::endl
+      std::cout << "drew " << event["drew"].get<std::string>() << "  bubble " << percent(event["bubble"]) << std::endl
                 << event["conclusion"].get<std::string>() << std::endl;
       return;
     }
@@ -63,15 +64,25 @@ class Printer {
     if (!event.contains("step")) return;
     const int step = event["step"], steps = event["steps"];
     const std::string loss = event["loss"].is_number() ? number(event["loss"]) : "nan";
+    const std::string tail = "  loss " + loss + speed(step, steps, event["seconds"]);
     if (!bar_) {
-      std::cout << "step " << step << "/" << steps << "  loss " << loss << std::endl;
+      std::cout << "step " << step << "/" << steps << tail << std::endl;
       return;
     }
-    std::cout << "\r" << bar_text(step, steps) << "  loss " << loss << "   " << std::flush;
+    std::cout << "\r" << bar_text(step, steps) << tail << "\x1b[K" << std::flush;
     open_ = true;
   }
 
  private:
+  // "  0.12 s a step, 1 min 20 s left": of the steps after the first, which also makes what later ones find made.
+  std::string speed(int step, int steps, double seconds) {
+    if (step == 1) first_seconds_ = seconds;
+    const double each = step == 1 ? seconds : (seconds - first_seconds_) / (step - 1);
+    std::string text = "  " + short_number(each) + " s a step";
+    if (step < steps) text += ", " + duration_text(each * (steps - step)) + " left";
+    return text;
+  }
+
   static std::string number(double value) {
     char text[32];
     std::snprintf(text, sizeof text, "%.6f", value);
@@ -79,6 +90,7 @@ class Printer {
   }
   const bool json_, bar_;
   bool open_ = false, saved_ = false;
+  double first_seconds_ = 0;
 };
 
 // This process's own arguments.
@@ -163,24 +175,19 @@ void add_train(CLI::App& app) {
   sub->add_option("--loss", o->loss, "cross_entropy, mse, or output: the model returns its loss")
       ->check(CLI::IsMember({"cross_entropy", "mse", "output"}));
   sub->add_option("--optimizer", o->optimizer, "adamw, adam or sgd")->check(CLI::IsMember({"adamw", "adam", "sgd"}));
-  sub->add_option("--lr", o->lr, "Learning rate")->check([](const std::string& text) -> std::string {
-    const double rate = std::strtod(text.c_str(), nullptr);
-    return rate > 0 && std::isfinite(rate) ? "" : text + " is no positive, finite number";
-  });
-  sub->add_option("--steps", o->steps, "Optimiser steps")->check(CLI::PositiveNumber);
+  sub->add_option("--lr", o->lr, "Learning rate")->check(positive_number);
+  sub->add_option("--steps", o->steps, "Optimiser steps")->check(whole_number(1));
   sub->add_option("--batch", o->batch, "Rows of a step (default: the file's batch times the microbatches)")
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1, std::numeric_limits<int64_t>::max()));
   sub->add_option("--microbatches", o->microbatches, "Parts of a batch, each as long as the file's own batch")
-      ->check(CLI::Range(1, 65536));
+      ->check(whole_number(1, 65536));
   sub->add_option("--stages", o->stages, "Pipeline processes; plumb starts them itself, or runs under torchrun")
-      ->check(CLI::Range(1, 1024));
-  sub->add_option("--at", o->at, "Cut before these modules (default: marks, else balanced)")
-      ->delimiter(',')
-      ->allow_extra_args(false);
+      ->check(whole_number(1, 1024));
+  add_cut_options(sub, o->cuts);
   sub->add_option("--schedule", o->schedule, schedules + ", or a .csv table (plumb plan writes them)");
   sub->add_option("--data-parallel", o->replicas,
                   "So many pipelines beside each other, on parts of the batch of their own; gradients are summed")
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1));
   sub->add_option("--recompute", o->recompute,
                   "cheap: the backward computes results of gelu, norms and the like again instead of keeping them, bit "
                   "for bit the same; none: it keeps everything")
@@ -199,17 +206,22 @@ void add_train(CLI::App& app) {
   sub->add_option("--history", o->history,
                   "Where to record it; plumb track --history shows it. With several stages a file each rank, "
                   "FILE.rank0, FILE.rank1, ...");
-  sub->add_option("--seed", o->seed, "Of the draw of samples, and of dropout");
+  sub->add_option("--seed", o->seed, "Of the draw of samples, and of dropout")
+      ->check(whole_number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()));
   sub->add_option("--threads", o->threads,
                   "Of each process (default: the cores shared out). With the same number losses are equal bit for bit "
                   "whatever the stages, but for dropout (each stage draws its own masks) and for weights tied across "
                   "stages (gradients are summed in another order)")
-      ->check(CLI::Range(1, 1024));
+      ->check(whole_number(1, 1024));
   for (const char* name : {"--token-type", "--loss", "--optimizer", "--lr", "--steps", "--microbatches", "--stages",
                            "--schedule", "--seed", "--recompute"}) {
     sub->get_option(name)->capture_default_str();
   }
-  sub->add_flag("--json", o->json, "One JSON object a line: {\"step\", \"steps\", \"loss\", \"seconds\"}");
+  sub->add_flag("--json", o->json,
+                "One JSON object a line: {learning_rates} if they are each parameter's own, {step, steps, loss, "
+                "seconds} after each "
+                "step (loss is null if it is no number, seconds since the start), {stage, recompute} after the first, "
+                "{interrupted, steps}, {saved}, {drew, bubble, conclusion}");
   sub->footer(
       "Example:\n  plumb train gpt.pt2 --data text.bin --loss cross_entropy --lr 1e-3 --steps 200 --microbatches 4 "
       "--stages 2 --save trained.pt2");

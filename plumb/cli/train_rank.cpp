@@ -102,8 +102,8 @@ std::string history_file(const TrainOptions& o, int rank) {
 
 Job prepare(const TrainOptions& o, bool quiet) {
   Job job;
-  if (o.stages == 1 && !o.at.empty()) {
-    throw UsageError("--at: one process has no cuts", "--stages " + std::to_string(o.at.size() + 1));
+  if (o.stages == 1 && !o.cuts.at.empty()) {
+    throw UsageError("--at: one process has no cuts", "--stages " + std::to_string(o.cuts.at.size() + 1));
   }
   job.schedule = read_schedule(o);  // wrong names before anything is read
   if (!o.save.empty() && !is_pt2(o.save)) throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
@@ -131,7 +131,7 @@ Job prepare(const TrainOptions& o, bool quiet) {
   const int stages = job.schedule.num_stages();
   std::string needed_by = "--stages " + std::to_string(o.stages);
   if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
-  job.pipe = cut(module, stages, o.at, needed_by);
+  job.pipe = cut(module, stages, o.cuts, needed_by);
   return job;
 }
 

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "plumb/cli/cut.h"
+
 namespace plumb::cli {
 
 struct TrainOptions {
@@ -17,7 +19,7 @@ struct TrainOptions {
   int steps = 100, microbatches = 1, stages = 1, replicas = 1, threads = 0;
   int64_t batch = 0;
   int64_t seed = 0;
-  std::vector<std::string> at;
+  CutOptions cuts;
   std::string timeline;
   int timeline_steps = 1;  // the last ones
   bool json = false;

@@ -40,6 +40,10 @@ Schedule search(int num_ranks, int num_microbatches, const StageCosts& costs, co
   SearchOptions search = options.search;
   double most = 0;
   for (int stage = 0; stage < num_ranks; ++stage) most = std::max(most, at_stage(costs.resident, stage));
+  if (most > options.memory_limit) {
+    throw Error(ErrorKind::InvalidArgument, "the parameters alone take more memory than the limit", "",
+                "a higher limit, or more ranks");
+  }
   search.memory_limit = std::min(search.memory_limit, options.memory_limit - most);
   return search_schedule(num_ranks, num_microbatches, costs.costs, search).schedule;
 }
@@ -57,7 +61,7 @@ CostsOf even_costs(const Costs& costs, int num_ranks) {
   };
 }
 
-double ScheduleChoice::step() const {
+double ScheduleChoice::distance() const {
   double longest = 0;
   for (std::size_t rank = 0; rank < simulation.first.size(); ++rank) {
     longest = std::max(longest, simulation.last[rank] - simulation.first[rank]);
@@ -115,7 +119,7 @@ std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatche
   std::stable_sort(choices.begin(), choices.end(), [](const ScheduleChoice& a, const ScheduleChoice& b) {
     auto key = [](const ScheduleChoice& c) { return std::tuple(!c.problem.empty(), !c.fits); };
     if (key(a) != key(b)) return key(a) < key(b);
-    const double x = a.step(), y = b.step();
+    const double x = a.distance(), y = b.distance();
     if (std::abs(x - y) > 1e-9 * std::max(x, y)) return x < y;
     return std::tuple(a.peak(), a.stages_per_rank) < std::tuple(b.peak(), b.stages_per_rank);
   });

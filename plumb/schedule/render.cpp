@@ -76,4 +76,20 @@ std::string render_text(const Schedule& schedule, const TimeLine& spans, int col
   return text;
 }
 
+std::string render_letters(const Schedule& schedule) {
+  constexpr std::pair<char, const char*> kMeanings[] = {{'F', "forward"},
+                                                        {'B', "backward"},
+                                                        {'I', "input half of a backward"},
+                                                        {'W', "weight half of a backward"},
+                                                        {'X', "a forward and a backward at once"}};
+  std::string text;
+  for (const auto& [letter, meaning] : kMeanings) {
+    const bool there = std::any_of(schedule.rows.begin(), schedule.rows.end(), [l = letter](const auto& row) {
+      return std::any_of(row.begin(), row.end(), [l](const Action& a) { return a.is_compute() && letter_of(a) == l; });
+    });
+    if (there) text += std::string(1, letter) + " " + meaning + ", ";
+  }
+  return text + ". idle; the share at the end: time at work\n";
+}
+
 }  // namespace plumb

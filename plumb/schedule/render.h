@@ -17,4 +17,7 @@ using TimeLine = std::vector<std::vector<Span>>;
 // '.' for idle; then the rank's busy share.
 std::string render_text(const Schedule& schedule, const TimeLine& spans, int columns = 100);
 
+// A line that explains the letters of render_text that are in this schedule.
+std::string render_letters(const Schedule& schedule);
+
 }  // namespace plumb

@@ -19,6 +19,12 @@ TEST(Render, TextShowsWhatEachRankDoes) {
   EXPECT_EQ(render_text(schedule, spans, 18), "rank 0 |FFFF....BBBB..BBBB| 67%\nrank 1 |..FFBBBBFFBBBB....| 67%\n");
 }
 
+TEST(Render, ExplainsTheLettersThatItDraws) {
+  EXPECT_EQ(render_letters(lower_schedule(one_f_one_b_schedule(2, 2))),
+            "F forward, B backward, . idle; the share at the end: time at work\n");
+  EXPECT_THAT(render_letters(zbv_schedule(2, 3)), HasSubstr("I input half of a backward, W weight half of a backward"));
+}
+
 TEST(Render, TextOfALoweredTableLeavesMessagesOut) {
   Schedule schedule = lower_schedule(one_f_one_b_schedule(2, 2));
   EXPECT_THAT(render_text(schedule, simulate_schedule(schedule).spans, 9), HasSubstr("|FF..BB.BB|"));

@@ -365,8 +365,8 @@ SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& g
   Costs costs = given.for_stages(num_ranks, num_ranks);
   double largest = *std::max_element(costs.activation.begin(), costs.activation.end());
   if (!(options.memory_limit >= largest * (1 - 1e-9))) {
-    throw Error(ErrorKind::InvalidArgument, "a memory limit of " + std::to_string(options.memory_limit) +
-                                                " holds not even one microbatch, of " + std::to_string(largest));
+    throw Error(ErrorKind::InvalidArgument, "not even one microbatch fits in the memory limit", "",
+                "a higher limit, more ranks, or smaller microbatches");
   }
   Player player(num_ranks, num_microbatches, costs, options.memory_limit);
   const double per_table = 3.0 * num_ranks * num_microbatches;
