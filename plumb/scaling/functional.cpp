@@ -5,7 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/scaling/kernels.h"
-#include "plumb/scaling/rules.h"
+#include "plumb/scaling/rules_windows.h"
 
 namespace plumb::functional {
 namespace {
@@ -87,6 +87,51 @@ Tensor conv(int n, const Tensor& input, const Tensor& weight, const OptionalTens
             tied.scales_view());
 }
 
+// What a user's function would tie depends on how windows meet the input, which only the operator counts.
+std::optional<std::string> named(const std::string& op, const Constraint& constraint) {
+  if (!constraint.is_user_function()) return constraint.name();
+  throw Error(ErrorKind::InvalidArgument, op + ": its constraint is one of those with a name, no function", "",
+              "gmean, hmean, amean, to_output_scale, to_grad_input_scale, or none");
+}
+
+OptionalName view(const std::optional<std::string>& name) { return name ? OptionalName(*name) : OptionalName(); }
+
+Tensor avg_pool(const std::string& rank, const Tensor& input, const PoolOptions& o) {
+  const std::string name = "avg_pool" + rank;
+  if (o.dilation != std::vector<int64_t>{1}) {
+    throw Error(ErrorKind::InvalidArgument, name + ": an average has no dilation", "", "max_pool" + rank);
+  }
+  const auto constraint = named(name, o.constraint);
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(("plumb::" + name).c_str(), "")
+      .typed<Tensor(const Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, bool, bool, OptionalName,
+                    OptionalScales)>()
+      .call(input, o.kernel_size, o.stride, o.padding, o.ceil_mode, o.count_include_pad, view(constraint),
+            std::nullopt);
+}
+
+Tensor max_pool(const std::string& rank, const Tensor& input, const PoolOptions& o) {
+  const std::string name = "max_pool" + rank;
+  const auto constraint = named(name, o.constraint);
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(("plumb::" + name).c_str(), "")
+      .typed<Tensor(const Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, bool,
+                    OptionalName, OptionalScales)>()
+      .call(input, o.kernel_size, o.stride, o.padding, o.dilation, o.ceil_mode, view(constraint), std::nullopt);
+}
+
+Tensor conv_transpose(const std::string& rank, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                      const ConvTransposeOptions& o) {
+  const std::string name = "conv_transpose" + rank;
+  const auto constraint = named(name, o.constraint);
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(("plumb::" + name).c_str(), "")
+      .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, at::IntArrayRef, at::IntArrayRef,
+                    at::IntArrayRef, int64_t, at::IntArrayRef, OptionalName, at::ArrayRef<double>, OptionalScales)>()
+      .call(input, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation, view(constraint),
+            o.scale_power, std::nullopt);
+}
+
 }  // namespace
 
 Tensor scale_fwd(const Tensor& input, double scale) {
@@ -164,6 +209,61 @@ Tensor conv2d(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 }
 Tensor conv3d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const ConvOptions& options) {
   return conv(3, input, weight, bias, options);
+}
+
+Tensor relu(const Tensor& input, const Constraint& constraint) {
+  static const auto op = find_operator<Tensor(const Tensor&, OptionalName, OptionalScales)>("plumb::relu");
+  auto tied = resolve(constraint, 2, [] { return rules::relu(); });
+  return op.call(input, tied.name_view(), tied.scales_view());
+}
+
+Tensor tanh(const Tensor& input, double mult, const Constraint& constraint) {
+  static const auto op = find_operator<Tensor(const Tensor&, double, OptionalName, OptionalScales)>("plumb::tanh");
+  auto tied = resolve(constraint, 2, [&] { return rules::tanh(mult); });
+  return op.call(input, mult, tied.name_view(), tied.scales_view());
+}
+
+Tensor sigmoid(const Tensor& input, double mult, const Constraint& constraint) {
+  static const auto op = find_operator<Tensor(const Tensor&, double, OptionalName, OptionalScales)>("plumb::sigmoid");
+  auto tied = resolve(constraint, 2, [&] { return rules::sigmoid(mult); });
+  return op.call(input, mult, tied.name_view(), tied.scales_view());
+}
+
+Tensor avg_pool1d(const Tensor& input, const PoolOptions& options) { return avg_pool("1d", input, options); }
+Tensor avg_pool2d(const Tensor& input, const PoolOptions& options) { return avg_pool("2d", input, options); }
+Tensor avg_pool3d(const Tensor& input, const PoolOptions& options) { return avg_pool("3d", input, options); }
+Tensor max_pool1d(const Tensor& input, const PoolOptions& options) { return max_pool("1d", input, options); }
+Tensor max_pool2d(const Tensor& input, const PoolOptions& options) { return max_pool("2d", input, options); }
+Tensor max_pool3d(const Tensor& input, const PoolOptions& options) { return max_pool("3d", input, options); }
+
+Tensor conv_transpose1d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const ConvTransposeOptions& options) {
+  return conv_transpose("1d", input, weight, bias, options);
+}
+Tensor conv_transpose2d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const ConvTransposeOptions& options) {
+  return conv_transpose("2d", input, weight, bias, options);
+}
+Tensor conv_transpose3d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const ConvTransposeOptions& options) {
+  return conv_transpose("3d", input, weight, bias, options);
+}
+
+Tensor group_norm(const Tensor& input, int64_t num_groups, const OptionalTensor& weight, const OptionalTensor& bias,
+                  double eps) {
+  static const auto op =
+      find_operator<Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, double, bool)>(
+          "plumb::group_norm");
+  return op.call(input, num_groups, weight, bias, eps, true);
+}
+
+Tensor batch_norm(const Tensor& input, const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                  const OptionalTensor& weight, const OptionalTensor& bias, bool training, double momentum,
+                  double eps) {
+  static const auto op =
+      find_operator<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                           const OptionalTensor&, bool, double, double, bool)>("plumb::batch_norm");
+  return op.call(input, weight, bias, running_mean, running_var, training, momentum, eps, true);
 }
 
 Tensor layer_norm(const Tensor& input, at::IntArrayRef normalized_shape, const OptionalTensor& weight,

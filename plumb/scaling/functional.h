@@ -67,6 +67,51 @@ Tensor conv2d(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 Tensor conv3d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias = std::nullopt,
               const ConvOptions& options = {});
 
+// The mean of relu's, sigmoid's and the largest-value pools' results is not 0; their standard deviation is 1.
+Tensor relu(const Tensor& input, const Constraint& constraint = "to_output_scale");
+Tensor tanh(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale");
+Tensor sigmoid(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale");
+
+// One value stands for every dimension. The constraints of pools and transposed convolutions go by name.
+struct PoolOptions {
+  PoolOptions(std::vector<int64_t> kernel_size) : kernel_size(std::move(kernel_size)) {}  // NOLINT
+  std::vector<int64_t> kernel_size;
+  std::vector<int64_t> stride{};  // empty: the kernel's size
+  std::vector<int64_t> padding{0};
+  std::vector<int64_t> dilation{1};  // of max_pool only
+  bool ceil_mode = false;
+  bool count_include_pad = true;  // of avg_pool only
+  Constraint constraint = "to_output_scale";
+};
+// input (N, channels, length ...) or (channels, length ...).
+Tensor avg_pool1d(const Tensor& input, const PoolOptions& options);
+Tensor avg_pool2d(const Tensor& input, const PoolOptions& options);
+Tensor avg_pool3d(const Tensor& input, const PoolOptions& options);
+Tensor max_pool1d(const Tensor& input, const PoolOptions& options);
+Tensor max_pool2d(const Tensor& input, const PoolOptions& options);
+Tensor max_pool3d(const Tensor& input, const PoolOptions& options);
+
+struct ConvTransposeOptions {
+  std::vector<int64_t> stride{1}, padding{0}, output_padding{0}, dilation{1};
+  int64_t groups = 1;
+  Constraint constraint = "to_output_scale";
+  ScalePower scale_power = kScalePower;
+};
+// weight (in, out / groups, kernel ...), bias (out).
+Tensor conv_transpose1d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias = std::nullopt,
+                        const ConvTransposeOptions& options = {});
+Tensor conv_transpose2d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias = std::nullopt,
+                        const ConvTransposeOptions& options = {});
+Tensor conv_transpose3d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias = std::nullopt,
+                        const ConvTransposeOptions& options = {});
+
+// input (N, channels, ...). batch_norm with `training` takes the batch's statistics and moves the running ones.
+Tensor group_norm(const Tensor& input, int64_t num_groups, const OptionalTensor& weight = std::nullopt,
+                  const OptionalTensor& bias = std::nullopt, double eps = 1e-5);
+Tensor batch_norm(const Tensor& input, const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                  const OptionalTensor& weight = std::nullopt, const OptionalTensor& bias = std::nullopt,
+                  bool training = false, double momentum = 0.1, double eps = 1e-5);
+
 Tensor layer_norm(const Tensor& input, at::IntArrayRef normalized_shape, const OptionalTensor& weight = std::nullopt,
                   const OptionalTensor& bias = std::nullopt, double eps = 1e-5);
 Tensor rms_norm(const Tensor& input, at::IntArrayRef normalized_shape, const OptionalTensor& weight = std::nullopt,

@@ -152,27 +152,40 @@ void copy_tags(const torch::nn::Module& from, const torch::nn::Module& to) {
   }
 }
 
+TransformerStackImpl::TransformerStackImpl(TransformerStackOptions o) : options(std::move(o)) {
+  TransformerStackImpl::reset();
+}
+void TransformerStackImpl::reset() {
+  layers.clear();
+  const int64_t branches = 2 * options.layers;
+  for (int64_t i = 0; i < options.layers; ++i) {
+    TransformerLayerOptions layer(options.hidden_size, options.heads, options.residual_scaling(2 * i, branches),
+                                  options.residual_scaling(2 * i + 1, branches), options.is_causal);
+    layer.dropout_p = options.dropout_p;
+    layers.push_back(register_module(std::to_string(i), TransformerLayer(layer)));
+  }
+  set_scaling_depth(*this, options.layers);
+}
+Tensor TransformerStackImpl::forward(const Tensor& input) {
+  Tensor x = input;
+  for (TransformerLayer& layer : layers) x = layer(x);
+  return x;
+}
+
 TransformerDecoderImpl::TransformerDecoderImpl(TransformerDecoderOptions o) : options(std::move(o)) {
   TransformerDecoderImpl::reset();
 }
 void TransformerDecoderImpl::reset() {
   embedding = register_module("embedding", Embedding(options.vocab_size, options.hidden_size));
-  layers = register_module("layers", torch::nn::ModuleList());
-  const int64_t branches = 2 * options.layers;
-  for (int64_t i = 0; i < branches; i += 2) {
-    TransformerLayerOptions layer(options.hidden_size, options.heads, options.residual_scaling(i, branches),
-                                  options.residual_scaling(i + 1, branches), /*is_causal=*/true);
-    layer.dropout_p = options.dropout_p;
-    layers->push_back(TransformerLayer(layer));
-  }
-  set_scaling_depth(*layers, options.layers);
+  TransformerStackOptions stack(options.layers, options.hidden_size, options.heads, /*is_causal=*/true);
+  stack.dropout_p = options.dropout_p;
+  stack.residual_scaling = options.residual_scaling;
+  layers = register_module("layers", TransformerStack(stack));
   final_norm = register_module("final_norm", RMSNorm(RMSNormOptions(std::vector<int64_t>{options.hidden_size})));
   projection = register_module("projection", LinearReadout(options.hidden_size, options.vocab_size));
 }
 Tensor TransformerDecoderImpl::forward(const Tensor& input_ids) {
-  auto x = embedding(input_ids);
-  for (const auto& layer : *layers) x = layer->as<TransformerLayerImpl>()->forward(x);
-  return projection(final_norm(x));
+  return projection(final_norm(layers(embedding(input_ids))));
 }
 Tensor TransformerDecoderImpl::loss(const Tensor& input_ids) {
   auto logits = forward(input_ids).slice(-2, 0, -1).to(at::kFloat);

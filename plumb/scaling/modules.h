@@ -271,6 +271,24 @@ struct DepthSequentialImpl : torch::nn::SequentialImpl {
 };
 TORCH_MODULE(DepthSequential);
 
+struct TransformerStackOptions {
+  TransformerStackOptions(int64_t layers, int64_t hidden_size, int64_t heads, bool is_causal)
+      : layers(layers), hidden_size(hidden_size), heads(heads), is_causal(is_causal) {}
+  int64_t layers, hidden_size, heads;
+  bool is_causal;
+  double dropout_p = 0.0;
+  rules::ResidualScalingFn residual_scaling = rules::transformer_residual_scaling_rule();
+};
+// Transformer layers "0", "1", ... whose taus follow `residual_scaling`, and whose parameters know how many they are.
+struct TransformerStackImpl : torch::nn::Cloneable<TransformerStackImpl> {
+  explicit TransformerStackImpl(TransformerStackOptions options);
+  void reset() override;
+  Tensor forward(const Tensor& input);  // (batch, sequence, hidden), as the output
+  TransformerStackOptions options;
+  std::vector<TransformerLayer> layers;
+};
+TORCH_MODULE(TransformerStack);
+
 struct TransformerDecoderOptions {
   TransformerDecoderOptions(int64_t hidden_size, int64_t vocab_size, int64_t layers, int64_t heads)
       : hidden_size(hidden_size), vocab_size(vocab_size), layers(layers), heads(heads) {}
@@ -286,7 +304,7 @@ struct TransformerDecoderImpl : torch::nn::Cloneable<TransformerDecoderImpl> {
   Tensor loss(const Tensor& input_ids);     // cross entropy of each token given those before it
   TransformerDecoderOptions options;
   Embedding embedding{nullptr};
-  torch::nn::ModuleList layers{nullptr};
+  TransformerStack layers{nullptr};
   RMSNorm final_norm{nullptr};
   LinearReadout projection{nullptr};
 };

@@ -109,6 +109,18 @@ TEST_F(Modules, AClonedModuleIsTaggedAndItsDepthCanBeCopied) {
   }
 }
 
+TEST_F(Modules, ATransformerStackHasNumberedLayersThatKnowTheirDepth) {
+  nn::TransformerStack stack(nn::TransformerStackOptions(3, 16, 2, /*is_causal=*/true));
+  EXPECT_TRUE(stack->named_parameters().contains("2.mhsa.linear_qkv.weight"));
+  for (const auto& p : stack->parameters()) EXPECT_EQ(parameter_data(p)->scaling_depth, 3);
+  auto x = torch::randn({64, 8, 16});
+  const at::Tensor y = stack->forward(x);
+  EXPECT_NEAR(std_of(y), 1, 0.1);
+  auto copy = std::dynamic_pointer_cast<nn::TransformerStackImpl>(stack->clone());
+  EXPECT_TRUE(torch::equal(copy->forward(x), y));
+  EXPECT_NE(copy->parameters()[0].data_ptr(), stack->parameters()[0].data_ptr());
+}
+
 TEST_F(Modules, LayersKeepUnitScale) {
   auto x = torch::randn({64, 32, 64}).requires_grad_();
   auto check = [&](const at::Tensor& y, double tolerance) { EXPECT_NEAR(std_of(y), 1, tolerance); };

@@ -187,18 +187,6 @@ TEST_F(Scaling, ConvolutionsKeepUnitScaleAtTheirBordersToo) {
   EXPECT_NEAR(deviation(grads[1]), 1, 0.05);
 }
 
-// An operator of the registry by name, called with everything after its tensors at the default.
-Tensor call(const char* name, std::vector<c10::IValue> stack) {
-  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-  const auto& arguments = op.schema().arguments();
-  for (size_t i = stack.size(); i < arguments.size(); ++i) {
-    const bool constraint = arguments[i].name() == "constraint";
-    stack.push_back(constraint ? c10::IValue() : arguments[i].default_value().value());
-  }
-  op.callBoxed(stack);
-  return stack[0].toTensor();
-}
-
 TEST_F(Scaling, OperatorsBeyondThePapersKeepUnitScale) {
   auto check = [](const char* name, const Tensor& y, std::vector<Tensor> xs) {
     EXPECT_NEAR(deviation(y.detach()), 1, 0.1) << name << " output";
@@ -206,21 +194,46 @@ TEST_F(Scaling, OperatorsBeyondThePapersKeepUnitScale) {
     for (size_t i = 0; i < xs.size(); ++i) EXPECT_NEAR(deviation(grads[i]), 1, 0.1) << name << " gradient " << i;
   };
   auto x = input({16, 32, 24, 24});
-  auto ints = [](std::vector<int64_t> values) { return c10::IValue(c10::List<int64_t>(values)); };
-  check("relu", call("plumb::relu", {x}), {x});
-  check("tanh", call("plumb::tanh", {x}), {x});
-  check("sigmoid", call("plumb::sigmoid", {x}), {x});
-  check("avg_pool2d", call("plumb::avg_pool2d", {x, ints({3, 3})}), {x});
-  check("avg_pool2d overlapping", call("plumb::avg_pool2d", {x, ints({3, 3}), ints({1, 1}), ints({1, 1})}), {x});
-  check("max_pool2d", call("plumb::max_pool2d", {x, ints({2, 2})}), {x});
-  check("max_pool2d overlapping", call("plumb::max_pool2d", {x, ints({3, 3}), ints({2, 2})}), {x});
+  auto pool = [](int64_t kernel, std::vector<int64_t> stride = {}, int64_t padding = 0) {
+    U::PoolOptions options({kernel});
+    options.stride = std::move(stride);
+    options.padding = {padding};
+    options.constraint = std::nullopt;
+    return options;
+  };
+  check("relu", U::relu(x, std::nullopt), {x});
+  check("tanh", U::tanh(x, 1, std::nullopt), {x});
+  check("sigmoid", U::sigmoid(x, 1, std::nullopt), {x});
+  check("avg_pool2d", U::avg_pool2d(x, pool(3)), {x});
+  check("avg_pool2d overlapping", U::avg_pool2d(x, pool(3, {1}, 1)), {x});
+  check("max_pool2d", U::max_pool2d(x, pool(2)), {x});
+  check("max_pool2d overlapping", U::max_pool2d(x, pool(3, {2})), {x});
   auto w = input({32, 16, 4, 4});
-  check("conv_transpose2d", call("plumb::conv_transpose2d", {x, w, c10::IValue(), ints({2, 2}), ints({1, 1})}), {x, w});
+  U::ConvTransposeOptions spread;
+  spread.stride = {2};
+  spread.padding = {1};
+  spread.constraint = std::nullopt;
+  check("conv_transpose2d", U::conv_transpose2d(x, w, std::nullopt, spread), {x, w});
   auto z = input({16, 512, 4, 4}), scale = torch::ones(512, torch::kDouble).requires_grad_(),
        shift = torch::zeros(512, torch::kDouble).requires_grad_();
-  check("group_norm", call("plumb::group_norm", {z, 8, scale, shift}), {z, scale, shift});
-  auto y = call("plumb::batch_norm", {z, scale, shift, c10::IValue(), c10::IValue(), true, 0.1, 1e-5});
-  check("batch_norm", y, {z, scale, shift});
+  check("group_norm", U::group_norm(z, 8, scale, shift), {z, scale, shift});
+  check("batch_norm", U::batch_norm(z, {}, {}, scale, shift, /*training=*/true), {z, scale, shift});
+}
+
+TEST_F(Scaling, WindowsOfEveryRankGoThroughTheirOperators) {
+  auto line = input({2, 4, 12}), image = input({2, 4, 12, 12}), volume = input({2, 4, 6, 6, 6});
+  EXPECT_EQ(U::avg_pool1d(line, {{3}}).sizes(), at::IntArrayRef({2, 4, 4}));
+  EXPECT_EQ(U::max_pool1d(line, {{2}}).sizes(), at::IntArrayRef({2, 4, 6}));
+  EXPECT_EQ(U::avg_pool3d(volume, {{2}}).sizes(), at::IntArrayRef({2, 4, 3, 3, 3}));
+  EXPECT_EQ(U::max_pool3d(volume, {{3}}).sizes(), at::IntArrayRef({2, 4, 2, 2, 2}));
+  EXPECT_EQ(U::conv_transpose1d(line, input({4, 6, 3})).sizes(), at::IntArrayRef({2, 6, 14}));
+  EXPECT_EQ(U::conv_transpose3d(volume, input({4, 6, 2, 2, 2})).sizes(), at::IntArrayRef({2, 6, 7, 7, 7}));
+  U::PoolOptions dilated({2});
+  dilated.dilation = {2};
+  EXPECT_EQ(U::max_pool2d(image, dilated).sizes(), at::IntArrayRef({2, 4, 5, 5}));
+  EXPECT_THROW(U::avg_pool2d(image, dilated), Error);
+  dilated.constraint = Constraint([](std::span<const double> scales) { return scales[0]; });
+  EXPECT_THROW(U::max_pool2d(image, dilated), Error);
 }
 
 TEST_F(Scaling, LossesKeepTorchsValueAndGiveAUnitGradient) {

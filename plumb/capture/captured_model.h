@@ -1,0 +1,78 @@
+// A model as graphs, one for each signature of its inputs: a last partial batch is no error.
+//
+//   CapturedModel fast(net, [](auto graph) { return unit_scale(graph); });   // or without a transform
+//   torch::optim::AdamW optimizer(fast.parameters());  // after the first call, which makes the first graph
+//   for (auto& [x, y] : batches) loss(fast(x), y).backward();
+#pragma once
+
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plumb/capture/capture.h"
+#include "plumb/core/error.h"
+
+namespace plumb {
+
+// What a graph is made for: every input's dtype, sizes, device and whether it has a gradient, and the modes of the
+// model's modules.
+std::string signature_of(const torch::nn::Module& model, const std::vector<at::Tensor>& inputs);
+
+// Gives `to` the parameters and buffers of `from` that have the same names, so that both train the same tensors.
+void share_state(const GraphModule& from, GraphModule& to);
+
+// `M` as capture() takes it: a torch::nn::ModuleHolder or a shared_ptr. All graphs share the parameters and buffers of
+// the first; without a transform these are the model's own. Not for several threads at once.
+template <typename M>
+class CapturedModel {
+ public:
+  // Makes what runs of a captured graph: transforms that leave the names of parameters alone.
+  using Transform = std::function<std::shared_ptr<GraphModule>(const std::shared_ptr<GraphModule>&)>;
+
+  explicit CapturedModel(M model, Transform transform = {})
+      : model_(std::move(model)), transform_(std::move(transform)) {}
+
+  // The graph for inputs like these: the one there is, or one captured now. Throws what capture() throws.
+  template <typename... Tensors>
+  std::shared_ptr<GraphModule> graph(const Tensors&... inputs) {
+    const std::string key = signature_of(capture_detail::module_of(model_), {inputs...});
+    for (auto it = graphs_.begin(); it != graphs_.end(); ++it) {
+      if (it->first != key) continue;
+      graphs_.splice(graphs_.begin(), graphs_, it);  // the last used first
+      return it->second;
+    }
+    auto made = capture(model_, inputs...);
+    if (transform_) made = transform_(made);
+    if (!first_) first_ = made;
+    if (made != first_) share_state(*first_, *made);
+    if (graphs_.size() >= kMaxGraphs) graphs_.pop_back();
+    graphs_.emplace_front(key, made);
+    return made;
+  }
+
+  template <typename... Tensors>
+  at::Tensor operator()(const Tensors&... inputs) {
+    return (*graph(inputs...))(inputs...);
+  }
+
+  // Those of the first graph. Throws Error(InvalidState) before the first call.
+  std::vector<at::Tensor> parameters() const { return first().parameters(); }
+  const GraphModule& first() const {
+    if (first_) return *first_;
+    throw Error(ErrorKind::InvalidState, "the model has no graph yet", "", "call it once");
+  }
+  size_t num_graphs() const { return graphs_.size(); }
+
+ private:
+  static constexpr size_t kMaxGraphs = 64;  // the one unused for longest goes
+
+  M model_;
+  Transform transform_;
+  std::shared_ptr<GraphModule> first_;
+  std::list<std::pair<std::string, std::shared_ptr<GraphModule>>> graphs_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,56 @@
+#include "plumb/capture/captured_model.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+namespace plumb {
+namespace {
+
+torch::nn::Sequential drop_net() {
+  return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::GELU(), torch::nn::BatchNorm1d(8),
+                               torch::nn::Linear(8, 2));
+}
+
+TEST(CapturedModel, TakesALastPartialBatchAndTrainsTheModelsOwnParameters) {
+  torch::manual_seed(0);
+  auto net = drop_net();
+  CapturedModel captured(net);
+  for (const int64_t rows : {6, 6, 2, 6, 2}) {
+    const at::Tensor x = torch::randn({rows, 4});
+    auto twin = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
+    const at::Tensor want = twin->forward(x);
+    want.square().sum().backward();
+    net->zero_grad();
+    const at::Tensor got = captured(x);
+    got.square().sum().backward();
+    EXPECT_TRUE(at::equal(got, want));
+    for (size_t i = 0; i < net->parameters().size(); ++i)
+      EXPECT_TRUE(at::equal(net->parameters()[i].grad(), twin->parameters()[i].grad()));
+    EXPECT_TRUE(at::equal(net->buffers()[0], twin->buffers()[0]));
+  }
+  EXPECT_EQ(captured.num_graphs(), 2u);
+  net->eval();
+  EXPECT_TRUE(at::equal(captured(torch::ones({2, 4})), net->forward(torch::ones({2, 4}))));
+  EXPECT_EQ(captured.num_graphs(), 3u) << "another mode, another graph";
+}
+
+TEST(CapturedModel, GraphsOfATransformShareTheFirstsParameters) {
+  torch::manual_seed(0);
+  auto net = drop_net();
+  // A transform that has parameters of its own: copies, as unit_scale makes them.
+  CapturedModel captured(net, [](const std::shared_ptr<GraphModule>& graph) { return graph->deep_copy(); });
+  EXPECT_THROW(captured.parameters(), Error);
+  captured(torch::randn({6, 4}));
+  {
+    at::NoGradGuard no_grad;
+    for (auto& p : captured.parameters()) p.mul_(2);
+  }
+  const auto partial = captured.graph(torch::randn({2, 4}));
+  for (size_t i = 0; i < net->parameters().size(); ++i) {
+    EXPECT_TRUE(partial->parameters()[i].is_same(captured.parameters()[i]));
+    EXPECT_TRUE(at::equal(partial->parameters()[i], net->parameters()[i] * 2));
+  }
+}
+
+}  // namespace
+}  // namespace plumb
