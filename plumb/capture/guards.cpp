@@ -64,10 +64,11 @@ bool Guards::answered_at_capture(const c10::OperatorHandle& op, const std::strin
   if (one && guard_one(base, args[0], asked)) return true;
   refuse_random(name, args[0]);
   if (one && guard_value_read(args[0], asked, base == "aten::is_nonzero")) return true;
-  recorder_.refuse(
-      name + " takes a value out of a tensor, so the program would depend on the data",
-      "use torch.where or masks instead of branching on tensor values, or move the decision out of the module",
-      ErrorKind::DataDependent);
+  recorder_.refuse(name + " takes a value out of a tensor, so the program would depend on the data",
+                   "use torch.where or masks instead of branching on tensor values, move the decision out of the "
+                   "module, or transform "
+                   "the module itself (plumb.transforms), which keeps a graph for each answer",
+                   ErrorKind::DataDependent);
 }
 
 bool Guards::guard_one(std::string_view base, const RecordedArg& arg, const at::Tensor& asked) {

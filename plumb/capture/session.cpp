@@ -218,7 +218,9 @@ void Session::refuse_numpy(const Call& call, at::ArrayRef<c10::IValue> args) {
   if (!converts || call.from_constants || !args[0].isTensor()) return;
   if (args[0].toTensor().is_neg() || args[0].toTensor().is_complex()) return;
   recorder.refuse("numpy() or tolist() takes values out of a tensor, so the program would depend on the data",
-                  "keep the computation in torch, or move it out of the module", ErrorKind::DataDependent);
+                  "keep the computation in torch, move it out of the module, or transform the module itself "
+                  "(plumb.transforms), which keeps a graph for each answer",
+                  ErrorKind::DataDependent);
 }
 
 void Session::record_call(Call& call) {

@@ -4,7 +4,7 @@
 #include <torch/nn/cloneable.h>
 
 #include "plumb/core/error.h"
-#include "plumb/graph/names.h"
+#include "plumb/graph/summary.h"
 
 namespace plumb {
 namespace {
@@ -14,15 +14,6 @@ class Scope : public torch::nn::Module {
  public:
   using torch::nn::Module::Module;
 };
-
-std::string show(const TensorMeta& m) {
-  std::string text = short_name(m.dtype) + "[";
-  for (size_t i = 0; i < m.sizes.size(); ++i) {
-    if (i) text += ", ";
-    text += i < m.symbols.size() && !m.symbols[i].empty() ? m.symbols[i] : std::to_string(m.sizes[i]);
-  }
-  return text + "]" + (m.device == at::Device(at::kCPU) ? "" : "@" + m.device.str());
-}
 
 bool fits(const TensorMeta& want, const at::Tensor& got) {
   if (got.scalar_type() != want.dtype || got.device().type() != want.device.type()) return false;
@@ -66,15 +57,15 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
     if (i < inputs.size() && no_tensor && inputs[i].isTensor() && inputs[i].toTensor().defined()) {
       throw Error(ErrorKind::StructureMismatch,
                   "input '" + node->target() + "' was None or no tensor when the graph was made, got " +
-                      show(TensorMeta::of(inputs[i].toTensor())),
+                      type_text(TensorMeta::of(inputs[i].toTensor())),
                   "", "a graph is made for one signature: capture the model again on inputs like these");
     }
     if (i < inputs.size() && want) {
       if (!inputs[i].isTensor() || !inputs[i].toTensor().defined() || !fits(*want, inputs[i].toTensor())) {
         throw Error(
             ErrorKind::TensorMismatch,
-            "input '" + node->target() + "' should be " + show(*want) + ", got " +
-                (inputs[i].isTensor() && inputs[i].toTensor().defined() ? show(TensorMeta::of(inputs[i].toTensor()))
+            "input '" + node->target() + "' should be " + type_text(*want) + ", got " +
+                (inputs[i].isTensor() && inputs[i].toTensor().defined() ? type_text(TensorMeta::of(inputs[i].toTensor()))
                                                                         : inputs[i].tagKind()),
             "", "a graph is made for one signature: capture the model again on inputs like these");
       }

@@ -3,6 +3,7 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/core/List.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/aminmax.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -64,6 +65,8 @@ struct Plan::Impl {
   // For messages only: they must not keep the graph alive.
   struct Label {
     std::string node, where;
+    std::string table;  // of an operator that looks up rows: their table, if it has a name
+    int64_t rows = -1;
   };
   std::vector<Label> labels;
 
@@ -122,6 +125,8 @@ struct Plan::Impl {
         stack.clear();
         for (uint32_t i = 0; i < in.num_drops; ++i) regs[drops[in.first_drop + i]] = IValue();
       }
+    } catch (const c10::IndexError& e) {
+      index_error(labels[static_cast<size_t>(now - instructions.data())], stack, e);
     } catch (const c10::Error& e) {
       const Label& label = labels[static_cast<size_t>(now - instructions.data())];
       throw Error(ErrorKind::ExecutionFailed, label.node + ": " + e.what_without_backtrace(), label.where);
@@ -130,6 +135,26 @@ struct Plan::Impl {
     results.reserve(outputs.size());
     for (const Slot& slot : outputs) results.push_back(fetch(slot, regs));
     return results;
+  }
+
+  // torch says "index out of range in self". The arguments may be on the stack still.
+  [[noreturn]] static void index_error(const Label& label, const torch::jit::Stack& stack, const c10::IndexError& e) {
+    if (label.rows < 0)
+      throw Error(ErrorKind::ExecutionFailed, label.node + ": " + e.what_without_backtrace(), label.where);
+    std::string index = "an index";
+    for (const IValue& v : stack) {
+      if (!v.isTensor() || !v.toTensor().defined()) continue;
+      const at::Tensor& t = v.toTensor();
+      if (!t.is_cpu() || t.numel() == 0 || !at::isIntegralType(t.scalar_type(), false)) continue;
+      const auto [least, most] = at::aminmax(t);
+      const auto low = least.item<int64_t>(), high = most.item<int64_t>();
+      if (low < 0 || high >= label.rows) index = "index " + std::to_string(low < 0 ? low : high);
+    }
+    throw Error(ErrorKind::ExecutionFailed,
+                label.node + ": " + index + " is outside of " +
+                    (label.table.empty() ? "its table" : "'" + label.table + "'") + ", which has the rows 0 to " +
+                    std::to_string(label.rows - 1),
+                label.where, "indices of this table: tokens of the model's own tokenizer, for example");
   }
 
   void store(const Instruction& in, torch::jit::Stack& stack, std::vector<IValue>& regs) const {
@@ -285,7 +310,12 @@ void PlanCompiler::instruction(const Node& node) {
   }
   in.num_drops = static_cast<uint32_t>(plan_.drops.size()) - in.first_drop;
   plan_.instructions.push_back(in);
-  plan_.labels.push_back({node.describe(), node.meta().where()});
+  plan_.labels.push_back({node.describe(), node.meta().where(), "", -1});
+  if (node.is_call() && node.op_name().ends_with("::embedding") && node.arg("weight").is_value()) {
+    const Value& table = *node.arg("weight").value();
+    if (table.producer()->kind() == NodeKind::GetAttr) plan_.labels.back().table = table.producer()->target();
+    if (table.meta() && !table.meta()->sizes.empty()) plan_.labels.back().rows = table.meta()->sizes[0];
+  }
 }
 
 Plan::Impl PlanCompiler::compile() {

@@ -201,6 +201,20 @@ TEST(GraphModule, TakesKeywordsAndReturnsStructure) {
   EXPECT_THROW(m.forward({at::ones({2})}, {{"scale", at::ones({})}, {"typo", at::ones({})}}), Error);
 }
 
+TEST(Plan, NamesTheIndexThatATableDoesNotHave) {
+  State state;
+  state.add({"wte.weight", AttrKind::Parameter, at::randn({50, 4}).requires_grad_()});
+  const std::string text =
+      "graph { %ids = placeholder \"ids\" %w: f32[50, 4] = get_attr \"wte.weight\" %e = aten::embedding(%w, %ids) "
+      "output(%e) }";
+  try {
+    run1(text, state, {at::full({2, 3}, 70)});
+    FAIL() << "there is no row 70";
+  } catch (const Error& e) {
+    EXPECT_THAT(e.what(), HasSubstr("index 70 is outside of 'wte.weight', which has the rows 0 to 49"));
+  }
+}
+
 TEST(TreeSpec, IsTorchsOwnJsonBothWays) {
   // Written by torch.utils._pytree.treespec_dumps.
   const std::string text =

@@ -188,7 +188,13 @@ void assign_by_cuts(Assignment& a, const Graph& graph, const State& state, const
     const auto [first, last] = closed_range(*conflict->set, position, ops.size());
     for (size_t& cut : cuts) {
       if (cut <= first || cut > last) continue;
-      cut = cut - first <= last + 1 - cut ? first : last + 1;
+      // The nearer side, unless a stage would vanish there and not on the other.
+      const bool before = cut - first <= last + 1 - cut;
+      const size_t near = before ? first : last + 1, far = before ? last + 1 : first;
+      const auto vanishes = [&](size_t place) {
+        return place == 0 || place >= ops.size() || std::find(cuts.begin(), cuts.end(), place) != cuts.end();
+      };
+      cut = vanishes(near) && !vanishes(far) ? far : near;
       a.notes.push_back("a cut was moved to before " +
                         (cut < ops.size() ? ops[cut]->describe() : graph.output_node()->describe()) +
                         ", because it separated " + conflict->writer->describe() + ", which writes memory, from " +

@@ -125,6 +125,19 @@ TEST(Memory, BatchNormUsedInTwoStagesIsRefused) {
               HasSubstr("can live in one stage only"));
 }
 
+TEST(Memory, ACutMovesToTheFartherSideIfAStageVanishesAtTheNearer) {
+  // What the buffer was is read in a stage, and it is written in the next: both belong into one.
+  State state;
+  state.add({"history", AttrKind::Buffer, at::ones({3, 4})});
+  const std::string text =
+      R"(graph { %x: f32[3, 4] = placeholder "x" %h = get_attr "history" %y = aten::sin(%x) plumb::pipe_split()
+    %old = aten::clone(%h) %z = aten::cos(%y) plumb::pipe_split() %d = aten::detach(%z) %n = aten::neg(%d)
+    %w = aten::copy_(%h, %n) %s = aten::add.Tensor(%z, %old) %l = aten::sum(%s) output(%l) })";
+  EXPECT_THAT(error_of([&] { pipeline(*model(text, state), refuse()); }), HasSubstr("can live in one stage only"));
+  auto pipe = expect_equals_whole(*model(text, state), {}, x34(), 3);
+  EXPECT_THAT(pipe->notes(), testing::Contains(HasSubstr("a cut was moved to before")));
+}
+
 TEST(Memory, ABufferThatIsSentIsSentAsItWas) {
   State state;
   state.add({"count", AttrKind::Buffer, at::zeros({4})});

@@ -54,7 +54,10 @@ HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append) : p
   file_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (file_ < 0) fail(std::strerror(errno));
   try {
-    if (flock(file_, LOCK_EX | LOCK_NB) != 0) fail("another recorder has it open");
+    if (flock(file_, LOCK_EX | LOCK_NB) != 0) {
+      throw Error(ErrorKind::CannotWrite, "another recorder has the history \"" + path.string() + "\" open", "",
+                  "close() that one first, or name another file");
+    }
     if (!append) {
       if (!holds_nothing(path)) {
         throw Error(ErrorKind::CannotWrite, "the history \"" + path.string() + "\" is there already", "",

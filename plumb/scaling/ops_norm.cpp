@@ -88,7 +88,7 @@ Tensor inverse_rms(const Tensor& wide_input, at::IntArrayRef shape, double eps) 
 std::tuple<Tensor, Tensor> native_rms_norm(const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight,
                                            std::optional<double> eps) {
   check_normalized("rms_norm", input, shape, weight);
-  auto x = input.to(wide(input)).contiguous();
+  auto x = input.to(wide(input)).contiguous(input.suggest_memory_format());  // as torch lays its result out
   auto rstd = inverse_rms(x, shape, rms_eps(input, eps));
   auto out = x * rstd;
   if (present(weight)) out.mul_(*weight);
@@ -184,13 +184,14 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor&, const
   return {mask[0] ? dense(input) : Tensor(), mask[1] && present(weight) ? dense(*weight) : Tensor(),
           mask[2] && present(bias) ? dense(*bias) : Tensor()};
 }
+Tensor like_rms_norm(const Tensor& input) { return at::empty_like(input, {}, input.suggest_memory_format()); }
 Tensor rms_norm_meta(const Tensor& input, at::IntArrayRef, const OptionalTensor&, std::optional<double>) {
-  return dense(input);
+  return like_rms_norm(input);
 }
 std::tuple<Tensor, Tensor> native_rms_norm_meta(const Tensor& input, at::IntArrayRef shape, const OptionalTensor&,
                                                 std::optional<double>) {
   check_rank("rms_norm", input, shape);
-  return {dense(input), at::empty_symint(statistics_sizes(input, shape), input.options().dtype(wide(input)))};
+  return {like_rms_norm(input), at::empty_symint(statistics_sizes(input, shape), input.options().dtype(wide(input)))};
 }
 std::tuple<Tensor, Tensor> rms_norm_backward_meta(const Tensor&, const Tensor& input, at::IntArrayRef,
                                                   const OptionalTensor& weight, std::optional<double>, const Tensor&,

@@ -7,6 +7,7 @@
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/schema_fit.h"
+#include "plumb/graph/summary.h"
 
 namespace plumb::python {
 namespace {
@@ -124,6 +125,7 @@ void bind_graph(py::module_& m) {
           "to_string", [](const Graph& g, bool types, bool locations) { return to_string(g, {types, locations}); },
           py::arg("types") = true, py::arg("locations") = true)
       .def("__str__", [](const Graph& g) { return to_string(g, {true, false}); })
+      .def("__repr__", [](const Graph& g) { return "<Graph: " + summary(g) + "; print() shows it>"; })
       .def("clone", [](const Graph& g) { return std::make_shared<Graph>(g.clone()); });
   m.def(
       "parse_graph", [](const std::string& text) { return std::make_shared<Graph>(parse_graph(text)); },
@@ -138,6 +140,7 @@ void bind_graph(py::module_& m) {
       "operators that plumb does not know as tensor arithmetic. Allow what is safe with arguments that a file's "
       "author\n"
       "chose.");
+  m.def("summary", [](const Graph& g) { return summary(g); });
   // The row of an operator, as far as Python asks; None without one.
   m.def("operator_facts", [](const std::string& name) -> py::object {
     const OperatorFacts* facts = find_operator_facts(name);

@@ -142,6 +142,11 @@ class GraphModule(nn.Module):
                 remedy=f"set the model to the other mode, model.{'train' if self.training else 'eval'}(), and do it again",
             )
 
+    def __repr__(self) -> str:
+        mode = "training" if self._made_in_training else "evaluation"
+        parameters = sum(1 for _ in self.parameters())
+        return f"{type(self).__name__}({_C.summary(self.graph)}; {parameters} parameters, made in {mode} mode)"
+
     def to_fx(self) -> torch.fx.GraphModule:
         """The graph as a ``torch.fx`` graph on ``torch.ops``, for ``torch.compile`` and ``torch.export``."""
         from ._fx import to_fx

@@ -92,6 +92,14 @@ def test_compiled_and_scripted_modules_are_said(transform):
     refused(lambda: transform(torch.jit.script(mlp())), "scripted or traced", "before torch.jit.script")
 
 
+def test_a_graph_has_a_repr_worth_reading():
+    graph = plumb.capture(mlp(), torch.ones(2, 8))
+    assert repr(graph.graph) == "<Graph: 3 operators, (input: f32[2, 8]) -> (f32[2, 4]); print() shows it>"
+    assert repr(graph) == (
+        "GraphModule(3 operators, (input: f32[2, 8]) -> (f32[2, 4]); 4 parameters, made in training mode)"
+    )
+
+
 def test_a_transformed_module_says_what_was_done_to_it():
     module = track_scales(unit_scale(mlp()))
     assert "plumb: unit_scale, track_scales (no graph yet)" in repr(module)
@@ -110,6 +118,13 @@ def test_a_history_has_a_repr_worth_reading(tmp_path):
             recorder.step(loss=loss)
     text = repr(plumb.read_history(tmp_path / "run.history"))
     assert text.startswith("<History: ") and "steps 1 to 3" in text and "scalars loss" in text, text
+
+
+def test_a_recorder_opened_twice_says_close(tmp_path):
+    recorder = plumb.Recorder(mlp(), 1, tmp_path / "run.history")
+    refused(lambda: plumb.Recorder(mlp(), 1, tmp_path / "run.history"), "another recorder has the history", "close()")
+    recorder.close()
+    plumb.Recorder(mlp(), 1, tmp_path / "run.history").close()
 
 
 class Point(NamedTuple):
@@ -216,3 +231,24 @@ def test_two_transformed_modules_under_torch_compile_take_turns():
         x = torch.randn(2, 8)
         for module, fast in zip(modules, compiled):
             assert torch.equal(fast(x), module(x))
+
+
+class RotatesComplex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        z = torch.complex(self.fc(x), x)
+        z = z * 1
+        z[:, :2] = z[:, 2:] * 1j
+        return torch.view_as_real(z).sum(-1)
+
+
+def test_writes_into_slices_of_complex_values_go_through_the_transforms():
+    torch.manual_seed(0)
+    model, x = RotatesComplex(), torch.randn(3, 4)
+    scaled = unit_scale(model)
+    scaled(x).sum().backward()
+    assert torch.equal(track_scales(model)(x), model(x))
+    assert scaled.fc.weight.grad is not None

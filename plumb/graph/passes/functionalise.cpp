@@ -194,6 +194,13 @@ class Functionaliser {
         return refuse(a, *node, "it writes through " + view->describe() + ", which has no inverse");
     }
     if (!a.root->meta() || !rep->meta()) return refuse(a, *node, "the types of its values are not known");
+    const auto views = path(rep);
+    const bool scatters =
+        std::any_of(views.begin(), views.end(), [](const Node* v) { return !v->is_op("aten::diagonal"); });
+    if (at::isComplexType(rep->meta()->dtype) && node->meta().grad_enabled &&
+        (scatters || (copy && rep == a.root && flow_.may_require_grad(rep)))) {
+      return refuse(a, *node, "torch has no gradient of slice_scatter and select_scatter for complex values");
+    }
     if (!a.root->meta()->is_contiguous()) return refuse(a, *node, "it writes memory that is not contiguous");
     if (!node->meta().grad_enabled && flow_.may_require_grad(target)) {
       return refuse(a, *node, "it writes without gradients what has some");

@@ -197,6 +197,20 @@ TEST(Functionalise, SaysWhyAWriteStays) {
               testing::ElementsAre(testing::HasSubstr("%m (aten::mul_.Tensor) stays as it is: it writes an input")));
 }
 
+TEST(Functionalise, LeavesSlicesOfComplexValuesAlone) {
+  GraphModule m = module_of(parse_graph(R"(graph {
+  %w: c64[4] grad = get_attr "w"
+  %z: c64[4] = aten::mul.Tensor(%w, 1)
+  %s: c64[2] = aten::slice.Tensor(%z, 0, 0, 2)
+  %n: c64[2] = aten::neg(%s)
+  %c: c64[2] = aten::copy_(%s, %n)
+  output(%z)
+})"));
+  std::vector<std::string> report;
+  EXPECT_FALSE(functionalise(m, &report));
+  EXPECT_THAT(report, testing::ElementsAre(testing::HasSubstr("no gradient of slice_scatter")));
+}
+
 TEST(Functionalise, CopyOverAHistoryStillGivesItZeros) {
   const std::string text = R"(graph {
   %x: f32[4, 4] = placeholder "x"
