@@ -59,13 +59,15 @@ TensorMeta permuted(TensorMeta type, const std::vector<int64_t>& order) {
 
 // Whether an operator behind the value, or behind views of it, fails for other strides.
 bool needs_strides(const Value* value) {
-  for (const Node* user : value->users()) {
-    if (!user->is_call() || user->num_inputs() == 0 || user->input(0) != value) continue;
-    if (user->is_op("aten::view") || user->is_op("aten::as_strided") || user->is_op("aten::view_as_complex"))
-      return true;
-    if (!operator_facts(user->target()).plain_view) continue;
-    for (const Value* view : user->results()) {
-      if (needs_strides(view)) return true;
+  for (std::vector<const Value*> left{value}; !left.empty();) {
+    const Value* v = left.back();
+    left.pop_back();
+    for (const Node* user : v->users()) {
+      if (!user->is_call() || user->num_inputs() == 0 || user->input(0) != v) continue;
+      if (user->is_op("aten::view") || user->is_op("aten::as_strided") || user->is_op("aten::view_as_complex"))
+        return true;
+      if (!operator_facts(user->target()).plain_view) continue;
+      for (const Value* view : user->results()) left.push_back(view);
     }
   }
   return false;
