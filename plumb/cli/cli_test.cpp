@@ -121,8 +121,8 @@ TEST_F(Command, ScalesWithTheTausAndReplacementsThatItIsGiven) {
 TEST_F(Command, LeavesOutWhatItIsToldToPrune) {
   const auto targets = [](const std::string& options) {
     std::set<std::string> found;
-    for (const Json& node : Json::parse(plumb("track flat.pt2 --input x.pt --json " + options).out)["nodes"])
-      found.insert(node["target"].get<std::string>().substr(0, 11));
+    const Json scales = Json::parse(plumb("track flat.pt2 --input x.pt --json " + options).out);
+    for (const Json& node : scales["nodes"]) found.insert(node["target"].get<std::string>().substr(0, 11));
     return found;
   };
   EXPECT_EQ(targets("").count("aten::relu"), 1u);
