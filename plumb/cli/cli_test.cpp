@@ -105,34 +105,6 @@ TEST_F(Command, FoldsAUnitScaledFileBackIntoAPlainOne) {
   wrong("scale --fold --depth-rule lm.pt2 -o plain.pt2", "--depth-rule");
 }
 
-TEST_F(Command, ScalesWithTheTausAndReplacementsThatItIsGiven) {
-  const Ended run = plumb(
-      "scale lm.pt2 -o taus.pt2 --tau-mlp 0.25 --replace aten::gelu=aten::silu --replace aten::relu=aten::tanh "
-      "--report");
-  ASSERT_EQ(run.code, 0) << run.err;
-  EXPECT_NE(run.out.find("tau=0.25"), std::string::npos) << run.out;
-  const std::string graph = plumb("show taus.pt2").out;
-  EXPECT_NE(graph.find("silu"), std::string::npos);
-  EXPECT_EQ(graph.find("gelu("), std::string::npos);
-  wrong("scale lm.pt2 -o taus.pt2 --tau-mlp 0", "--tau-mlp: 0 is no positive, finite number");
-  wrong("scale lm.pt2 -o taus.pt2 --replace gelu", "is not OLD=NEW");
-}
-
-TEST_F(Command, LeavesOutWhatItIsToldToPrune) {
-  const auto targets = [](const std::string& options) {
-    std::set<std::string> found;
-    const Json scales = Json::parse(plumb("track flat.pt2 --input x.pt --json " + options).out);
-    for (const Json& node : scales["nodes"]) found.insert(node["target"].get<std::string>().substr(0, 11));
-    return found;
-  };
-  EXPECT_EQ(targets("").count("aten::relu"), 1u);
-  EXPECT_EQ(targets("--prune aten::relu,0.weight").count("aten::relu"), 0u);
-  EXPECT_EQ(targets("--prune aten::relu,0.weight").count("0.weight"), 0u);
-  EXPECT_EQ(targets("").count("aten::flatt"), 1u);
-  EXPECT_EQ(targets("--prune-same-scale").count("aten::flatt"), 0u);
-  EXPECT_EQ(targets("--prune-same-scale").count("aten::relu"), 1u);
-}
-
 TEST_F(Command, SaysWhatFormatsWouldDo) {
   const Ended run = plumb("track mlp.pt2 --input x.pt --backward --formats e4m3fn,e2m1fn");
   EXPECT_NE(run.out.find("e2m1fn to 0"), std::string::npos) << run.err;
@@ -190,13 +162,6 @@ TEST_F(Command, SplitsIntoStageFilesThatCompose) {
       "assert torch.equal(first(a), first(b))");
   EXPECT_EQ(plumb("split lm.pt2 --at layers.0,layers.1 -o three").code, 0);
   EXPECT_TRUE(fs::exists(folder() / "three" / "stage2.pt2"));
-}
-
-TEST_F(Command, CutsAfterAModuleToo) {
-  ASSERT_EQ(plumb("split lm.pt2 --at layers.0:end -o after").code, 0);
-  ASSERT_EQ(plumb("split lm.pt2 --at layers.1 -o before").code, 0);
-  const Json after = Json::parse(read(folder() / "after" / "manifest.json"));
-  EXPECT_EQ(after["stages"], Json::parse(read(folder() / "before" / "manifest.json"))["stages"]);
 }
 
 TEST_F(Command, ReportsACutWithoutWritingIt) {
@@ -317,22 +282,6 @@ TEST_F(Command, TrainsOverFourProcessesByATableWrittenByHand) {
   const Ended four = plumb(std::string(kTrain) + "--stages 4 --schedule " PLUMB_EXAMPLES "/hand_written.csv");
   ASSERT_EQ(four.code, 0) << four.err;
   EXPECT_EQ(training(four).losses, training(plumb(kTrain)).losses);
-}
-
-TEST_F(Command, SaysWhatItWrote) {
-  EXPECT_NE(plumb("run mlp.pt2 --input x.pt -o said.pt").err.find("wrote said.pt\n"), std::string::npos);
-  EXPECT_NE(plumb("scale lm.pt2 -o said.pt2 --html said.html").err.find("wrote said.pt2\nwrote said.html\n"),
-            std::string::npos);
-  EXPECT_NE(plumb("opt lm.pt2 --pass=dead_code -o said.pt2").err.find("wrote said.pt2\n"), std::string::npos);
-}
-
-TEST_F(Command, SaysRangesOfNumbersInWords) {
-  wrong("train lm.pt2 --data tokens.bin --steps 0", "--steps: 0 is no whole number of 1 or more");
-  wrong("train lm.pt2 --data tokens.bin --stages 5000", "5000 is no whole number from 1 to 1024");
-  wrong("train lm.pt2 --data tokens.bin --steps 99999999999", "is more than the largest possible, 2147483647");
-  wrong("train lm.pt2 --data tokens.bin --microbatches some", "some is no whole number from 1 to 65536");
-  wrong("plan --ranks 2 --microbatches 2 --costs 1,-1,1", "-1 is no finite number of 0 or more");
-  wrong("plan --ranks 2 --microbatches 2 --costs 1,1,1 --held-for-weight 2", "2 is no finite number from 0 to 1");
 }
 
 TEST_F(Command, PrintsJsonLinesAsItsHelpSays) {
@@ -488,49 +437,6 @@ TEST_F(Command, LeavesNothingBehindWhenItIsStopped) {
   const std::string killed = stopped("child SIGKILL 2");
   EXPECT_EQ(killed.rfind("137\n", 0), 0u) << killed;
   EXPECT_NE(killed.find("rank 1 was killed by signal 9"), std::string::npos) << killed;
-}
-
-TEST_F(Command, DrawsABarOnATerminalOnly) {
-  python(
-      "import os, pty, subprocess\n"
-      "read, write = pty.openpty()\n"
-      "subprocess.run(['" PLUMB_COMMAND
-      "', 'opt', 'lm.pt2', '--pass=dead_code', '-o', 'bar.pt2'], stderr=write, check=True)\n"
-      "said = os.read(read, 65536).decode()\n"
-      "assert '[' + '#' * 10 + ' ' * 20 + '] 1/3  dead_code' in said, said\n"
-      "assert said.endswith('\\r\\x1b[K'), said");
-  EXPECT_EQ(plumb("opt lm.pt2 --pass=dead_code -o bar.pt2").err, "dead_code: nothing to change\nwrote bar.pt2\n");
-  EXPECT_EQ(plumb("show lm.pt2").err, "");
-}
-
-TEST_F(Command, WrongUseNamesTheOptionAndTheFix) {
-  ASSERT_EQ(plumb("show lm.pt2 -o lm.txt").code, 0);
-  wrong("", "subcommand");
-  wrong("nope", "nope");
-  wrong("show", "FILE");
-  wrong("show mlp.pt2 --as film", "--as");
-  wrong("opt mlp.pt2 --pass=foo -o a.pt2", "--pass=foo");
-  wrong("opt mlp.pt2 --pass=dead_code,a=1 -o a.pt2", "no option 'a'");
-  wrong("opt mlp.pt2 --pass=dead_code", "-o");
-  wrong("opt mlp.pt2 --pass=dead_code -o a.txt", "-o a.txt");
-  wrong("run mlp.pt2", "input 'x'");
-  wrong("run mlp.pt2 --input y=x.pt", "y=");
-  wrong("split lm.pt2 -o q", "--stages");
-  wrong("run mlp.pt2 --input ids.pt", "--input ids.pt: is i64[2, 12], input 'x' takes f32[6, 8]");
-  wrong("run mlp.pt2 --input x=double.pt", "x.to(torch.float32)");
-  wrong("run mlp.pt2 --input 3", "--input 3: is no tensor");
-  wrong("run mlp.pt2 --input 99999999999999999999", "64-bit");
-  wrong("run mlp.pt2 --input x.pt --input x.pt", "more values");
-  wrong("run mlp.pt2 --input x.pt -o y.txt", "-o y.txt");
-  wrong("run lm.txt --input x.pt", "FILE lm.txt");
-  wrong("track mlp.pt2 --input x.pt --html a.html --fwd E9000", "--fwd E9000");
-  wrong("scale lm.pt2 -o scaled.txt", "-o scaled.txt");
-  wrong("split lm.pt2 --stages 1 --at layers.1 -o q", "--at");
-  wrong("split lm.pt2 --stages -2 -o q", "--stages");
-  wrong("split lm.pt2 --stages 99999999999 -o q", "--stages");
-  wrong("opt lm.txt --pass=dead_code --json", "--json");
-  EXPECT_FALSE(fs::exists(folder() / "a.pt2"));
-  EXPECT_FALSE(fs::exists(folder() / "q"));
 }
 
 TEST_F(Command, FailsCleanlyOnMissingAndCorruptFiles) {
