@@ -3,7 +3,7 @@
 #   make demo TEXT=file-or-folder    train on this text instead of Python's own sources
 #   make wheel                       dist/plumb-VERSION+torchX.Y-....whl, for this torch's minor version
 #   make install PREFIX=/usr/local   headers, library, command and CMake package
-#   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers for FUZZ_SECONDS each
+#   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers, FUZZ_SECONDS a reader
 #   make sanitize SANITIZER=thread   one module in several threads, under ThreadSanitizer
 #   make docs                        the site of docs/, in build-docs/
 #   make format | lint | clean       lint looks at what differs from BASE (main); ALL=1 at every file

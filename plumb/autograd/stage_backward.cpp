@@ -14,6 +14,12 @@ bool can_have_gradient(const at::Tensor& t) {
   return t.defined() && (at::isFloatingType(t.scalar_type()) || at::isComplexType(t.scalar_type()));
 }
 
+GradientMeta meta_of(const Edge& edge) {
+  const auto& meta = edge.function->input_metadata(edge.input_nr);
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector());
+  return {{sizes.begin(), sizes.end()}, meta.options()};
+}
+
 BackwardRoots collect_roots(const Tensors& outputs, const Tensors& output_grads) {
   if (!output_grads.empty() && output_grads.size() != outputs.size()) {
     throw Error(ErrorKind::StructureMismatch,
@@ -27,20 +33,19 @@ BackwardRoots collect_roots(const Tensors& outputs, const Tensors& output_grads)
     if (!out.defined() || !out.requires_grad()) continue;
     auto edge = torch::autograd::impl::gradient_edge(out);
     // Sizes are the node's, not the tensor's: a handle stands for a tensor that is gone.
-    const auto& meta = edge.function->input_metadata(edge.input_nr);
-    const auto sizes = C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector());
+    const auto [sizes, options] = meta_of(edge);
     at::Tensor grad = output_grads.empty() ? at::Tensor() : output_grads[i];
     if (!grad.defined()) {
       if (!output_grads.empty() && c10::multiply_integers(sizes) != 1) {
         throw Error(ErrorKind::StructureMismatch,
-                    "output " + std::to_string(i) + " of the stage, " + describe(sizes, meta.options()) +
+                    "output " + std::to_string(i) + " of the stage, " + describe(sizes, options) +
                         ", requires a gradient and got none; only a one-element output may go without",
                     "", "give a gradient of the same sizes, or leave the output out");
       }
-      grad = at::ones(sizes, meta.options());
+      grad = at::ones(sizes, options);
     } else if (grad.sizes() != sizes) {
       throw Error(ErrorKind::TensorMismatch, "output " + std::to_string(i) + " of the stage is " +
-                                                 describe(sizes, meta.options()) + ", its gradient " + describe(grad));
+                                                 describe(sizes, options) + ", its gradient " + describe(grad));
     }
     roots.edges.push_back(std::move(edge));
     roots.grads.push_back(std::move(grad));
@@ -92,6 +97,11 @@ at::Tensor backward_handle(const at::Tensor& output) {
   return handle;
 }
 
+std::optional<GradientMeta> gradient_meta(const at::Tensor& output) {
+  if (!output.defined() || !output.requires_grad()) return std::nullopt;
+  return meta_of(torch::autograd::impl::gradient_edge(output));
+}
+
 InputBoundary::InputBoundary(const Tensors& values, const std::vector<bool>& wants_gradient)
     : state_(std::make_unique<State>()) {
   if (wants_gradient.size() != values.size()) {
@@ -121,6 +131,11 @@ InputBoundary& InputBoundary::operator=(InputBoundary&&) noexcept = default;
 InputBoundary::~InputBoundary() = default;
 const Tensors& InputBoundary::inputs() const { return state_->inputs; }
 void InputBoundary::release_inputs() { state_->inputs.clear(); }
+
+std::optional<GradientMeta> InputBoundary::gradient_meta(size_t index) const {
+  if (index >= state_->edges.size() || !state_->edges[index].function) return std::nullopt;
+  return meta_of(state_->edges[index]);
+}
 
 DeferredWeights::DeferredWeights() = default;
 DeferredWeights::DeferredWeights(DeferredWeights&&) noexcept = default;

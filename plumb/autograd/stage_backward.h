@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace plumb {
@@ -17,6 +18,14 @@ using Tensors = std::vector<at::Tensor>;
 // A tensor without elements that stands for `output` in the functions below: it leads to the same place in autograd's
 // graph, and the output's own memory may go.
 at::Tensor backward_handle(const at::Tensor& output);
+
+// What a gradient must be.
+struct GradientMeta {
+  std::vector<int64_t> sizes;
+  at::TensorOptions options;
+};
+// Of the gradient of an output, or of its handle; nothing if it takes none.
+std::optional<GradientMeta> gradient_meta(const at::Tensor& output);
 
 // The start of a stage's autograd graph: gradients of the stage's inputs stop here.
 class InputBoundary {
@@ -32,6 +41,8 @@ class InputBoundary {
   const Tensors& inputs() const;
   // Releases the inputs; the boundary itself stays. Autograd keeps those that it saved.
   void release_inputs();
+  // Of the gradient of input `index`; nothing if it takes none.
+  std::optional<GradientMeta> gradient_meta(size_t index) const;
 
   struct State;
 

@@ -56,6 +56,25 @@ TEST_F(Outputs, BeyondALimitOfFileSizesAreErrors) {
   EXPECT_EQ(parts(), 0u);
 }
 
+TEST_F(Outputs, WithoutDescriptorsAreErrorsThatSaySo) {
+  const std::string train =
+      "train mlp.pt2 --data rows.pt --targets targets.pt --loss mse --steps 2 --stages 2 --save few.pt2";
+  ASSERT_EQ(plumb(train).code, 0) << plumb(train).err;
+  int failed = 0;
+  for (const char* arguments : {"scale mlp.pt2 -o few.pt2", "run mlp.pt2 --input x=x.pt -o few.pt", train.c_str()}) {
+    for (int most = 4; most < 24; most += 2) {
+      const Ended run =
+          shell("ulimit -n " + std::to_string(most) + "; exec timeout 60 " PLUMB_COMMAND " " + std::string(arguments));
+      if (run.code == 0) continue;
+      failed++;
+      EXPECT_LT(run.code, 124) << "ended by a signal, or too late: " << most << ", " << arguments << "\n" << run.err;
+      EXPECT_NE(run.err.find("Too many open files"), std::string::npos) << most << ", " << arguments << "\n" << run.err;
+    }
+  }
+  EXPECT_GT(failed, 3);
+  EXPECT_EQ(parts(), 0u);
+}
+
 TEST_F(Outputs, AreTriedBeforeTraining) {
   for (const char* wrong : {"--timeline step.png", "--timeline no/such/step.svg", "--save no/such/a.pt2"}) {
     const Ended run = plumb("train lm.pt2 --data tokens.bin --steps 2 --save tried.pt2 " + std::string(wrong));

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/core/system_remedy.h"
 
 namespace plumb {
 
@@ -18,7 +19,8 @@ InputFile::InputFile(std::string path) : path_(std::move(path)) {
   descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   struct stat info {};
   if (descriptor_ < 0 || ::fstat(descriptor_, &info) != 0) {
-    fail(std::string("cannot be opened: ") + std::strerror(errno), "check the path and its permissions");
+    fail(std::string("cannot be opened: ") + std::strerror(errno),
+         system_remedy(errno, "check the path and its permissions"));
   }
   if (!S_ISREG(info.st_mode)) {
     ::close(descriptor_);

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/core/system_remedy.h"
 
 namespace plumb {
 namespace {
@@ -98,7 +99,7 @@ OutputFile::~OutputFile() {
 
 void OutputFile::fail(int reason) const {
   throw Error(ErrorKind::CannotWrite, path_ + ": cannot be written: " + std::strerror(reason), "",
-              "name a file in a folder that can be written and has room");
+              system_remedy(reason, "name a file in a folder that can be written and has room"));
 }
 
 void OutputFile::open_special() {

@@ -112,7 +112,8 @@ std::vector<int64_t> pack_sizes(const ModelSizes& sizes) {
 
 ModelSizes unpack_sizes(at::IntArrayRef row) {
   const auto wrong = [] {
-    throw Error(ErrorKind::Communication, "the sizes of the model's inputs that came with a microbatch are damaged");
+    throw Error(ErrorKind::StructureMismatch, "the sizes of the model's inputs that came with a microbatch are damaged",
+                "", "run the same version of plumb on every rank");
   };
   const int64_t* at = row.begin();
   const int64_t* end = row.end();
@@ -120,6 +121,7 @@ ModelSizes unpack_sizes(at::IntArrayRef row) {
   while (at != end) {
     if (end - at < 2 || at[0] < 0 || at[1] < 0 || at[1] > end - at - 2) wrong();
     const int64_t* first = at + 2;
+    if (std::any_of(first, first + at[1], [](int64_t size) { return size < 0; })) wrong();
     sizes[static_cast<size_t>(at[0])] = std::vector<int64_t>(first, first + at[1]);
     at = first + at[1];
   }

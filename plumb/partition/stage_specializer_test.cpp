@@ -114,7 +114,7 @@ TEST(StageSpecializer, SizesTravelAsOneRow) {
   const ModelSizes sizes{{0, {3, 5}}, {2, {}}, {7, {1}}};
   EXPECT_EQ(unpack_sizes(pack_sizes(sizes)), sizes);
   EXPECT_TRUE(unpack_sizes(pack_sizes({})).empty());
-  for (const std::vector<int64_t>& row : {std::vector<int64_t>{0, 3, 1}, {-1, 0}, {0}, {0, 1, 5, 2}})
+  for (const std::vector<int64_t>& row : {std::vector<int64_t>{0, 3, 1}, {-1, 0}, {0}, {0, 1, 5, 2}, {0, 1, -5}})
     EXPECT_THAT(message_of([&] { unpack_sizes(row); }), testing::HasSubstr("damaged"));
 }
 

@@ -1,9 +1,78 @@
 #include "plumb/pipeline/broadcast.h"
 
+#include <ATen/ATen.h>
+
+#include <cstring>
+
+#include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/describe.h"
 #include "plumb/pipeline/group_state.h"
 
 namespace plumb {
+namespace {
+
+// What the root says of its tensor.
+struct Announcement {
+  std::uint32_t values_sum = 0;  // CRC-32 of the values
+  char text[248] = {};           // its dtype and sizes
+  std::uint32_t sum = 0;         // CRC-32 of what stands before it
+
+  std::uint32_t sum_of() const { return crc32(this, offsetof(Announcement, sum)); }
+};
+static_assert(sizeof(Announcement) == 256);
+
+class Broadcast {
+ public:
+  Broadcast(const ProcessGroup& group, int root) : group_(group), root_(root) {}
+
+  void operator()(const at::Tensor& values) const {
+    at::Tensor bytes = values.reshape({-1}).view(at::kByte);
+    const std::string own = describe(values);
+    Announcement said;
+    if (group_.rank() == root_) {
+      said.values_sum = crc32(bytes.const_data_ptr(), bytes.nbytes());
+      std::strncpy(said.text, own.c_str(), sizeof said.text - 1);
+      said.sum = said.sum_of();
+    }
+    send(at::from_blob(&said, {sizeof said}, at::kByte));
+    if (said.sum != said.sum_of()) fail(" sent to all is damaged");
+    said.text[sizeof said.text - 1] = 0;
+    if (own.substr(0, sizeof said.text - 1) != said.text) {
+      fail(std::string(" sends to all is ") + said.text + ", here it is " + own);
+    }
+    send(bytes);
+    if (crc32(bytes.const_data_ptr(), bytes.nbytes()) != said.values_sum) fail(" sent to all is damaged");
+  }
+
+ private:
+  void send(at::Tensor bytes) const {
+    std::vector<at::Tensor> tensors{std::move(bytes)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root_;
+    options.timeout = group_.timeout();
+    try {
+      group_.state().backend->broadcast(tensors, options)->wait();
+    } catch (const std::exception& e) {
+      throw Error(
+          ErrorKind::Communication,
+          name(group_.rank()) + " lost a peer while " + name(root_) + " sent a tensor to all: " + first_line(e.what()),
+          "", "look at what the other ranks printed");
+    }
+  }
+
+  [[noreturn]] void fail(const std::string& what) const {
+    throw Error(ErrorKind::Communication, name(group_.rank()) + ": the tensor that " + name(root_) + what, "",
+                "make the same calls with the same model and the same version of plumb on every rank");
+  }
+
+  std::string name(int rank) const { return "rank " + std::to_string(group_.world_rank(rank)); }
+
+  const ProcessGroup& group_;
+  const int root_;
+};
+
+}  // namespace
 
 void broadcast(const ProcessGroup& group, const at::Tensor& tensor, int root) {
   if (root < 0 || root >= group.size()) {
@@ -11,21 +80,10 @@ void broadcast(const ProcessGroup& group, const at::Tensor& tensor, int root) {
                                                 " cannot send a tensor to all: there are " +
                                                 std::to_string(group.size()) + " ranks");
   }
-  if (group.size() == 1 || tensor.numel() == 0) return;
+  if (group.size() == 1) return;
   at::NoGradGuard no_grad;
   const at::Tensor own = tensor.detach(), whole = own.contiguous();
-  std::vector<at::Tensor> bytes = {whole.reshape({-1}).view(at::kByte)};
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  options.timeout = group.timeout();
-  try {
-    group.state().backend->broadcast(bytes, options)->wait();
-  } catch (const std::exception& e) {
-    throw Error(ErrorKind::Communication,
-                "rank " + std::to_string(group.rank()) + " lost a peer while rank " + std::to_string(root) +
-                    " sent a tensor to all: " + e.what(),
-                "", "look at what the other ranks printed");
-  }
+  Broadcast(group, root)(whole);
   if (whole.data_ptr() != own.data_ptr()) own.copy_(whole);
 }
 

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include "plumb/pipeline/processes_test.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/pipeline/test_models.h"
+#include "plumb/pipeline/transport.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb {
@@ -142,6 +144,39 @@ TEST(Faults, NameRankZeroThatWasStoppedBeforeTheRanksMet) {
   EXPECT_THAT(run.errors[1], HasSubstr("for rank 0"));
   EXPECT_EQ(run.result.first_failed, 1);
   EXPECT_LT(run.seconds, 30);
+}
+
+// Rank 1 may open `SPARE` more files than it has.
+Role few_files_role("few_files", [] {
+  if (std::getenv("RANK") == std::string("1")) {
+    rlimit limit{};
+    ::getrlimit(RLIMIT_NOFILE, &limit);
+    const int next = ::dup(0);
+    ::close(next);
+    limit.rlim_cur = static_cast<rlim_t>(next + number_setting("SPARE", 0));
+    ::setrlimit(RLIMIT_NOFILE, &limit);
+  }
+  auto group = make_group_from_environment({std::chrono::seconds(3)});
+  Transport(group).exchange("here");
+  report("met", "yes");
+  return 0;
+});
+
+TEST(Faults, NameTheRankThatMayOpenNoMoreFiles) {
+  int failed = 0;
+  for (int spare : {0, 2, 4, 6, 8, 40}) {
+    auto run = run_role("few_files", 2, {{"SPARE", std::to_string(spare)}}, std::chrono::seconds(8));
+    if (run.result.exit_code() == 0) continue;
+    failed++;
+    EXPECT_EQ(run.result.processes[1].signal, 0) << spare << run.errors[1];
+    EXPECT_EQ(run.result.processes[1].exit_code, 1) << spare;
+    EXPECT_THAT(run.errors[1], HasSubstr("rank 1")) << spare;
+    EXPECT_THAT(run.errors[1], HasSubstr("Too many open files")) << spare;
+    EXPECT_LT(spare, 40);
+    EXPECT_EQ(run.result.processes[0].exit_code, 1) << spare << run.errors[0];
+    EXPECT_LT(run.seconds, 30);
+  }
+  EXPECT_GT(failed, 2);
 }
 
 TEST(Faults, ALauncherSaysThatARankIsStoppedAndEndsIt) {

@@ -1,7 +1,14 @@
 #include <sched.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "plumb/core/error.h"
+#include "plumb/core/system_remedy.h"
 #include "plumb/pipeline/group_state.h"
 
 namespace plumb {
@@ -45,6 +52,22 @@ std::shared_ptr<::gloo::transport::Device> make_device(const std::string& master
 }
 
 }  // namespace
+
+void require_descriptors(const std::string& who, int count) {
+  std::vector<int> held;
+  int reason = 0;
+  while (reason == 0 && held.size() < static_cast<size_t>(count)) {
+    const int fd = ::eventfd(0, EFD_CLOEXEC);
+    if (fd >= 0) held.push_back(fd);
+    if (fd < 0) reason = errno;
+  }
+  for (int fd : held) ::close(fd);
+  if (reason == 0) return;
+  throw Error(ErrorKind::ExecutionFailed,
+              who + " cannot connect to its peers: " + std::strerror(reason) + " (" + std::to_string(held.size()) +
+                  " can be opened, " + std::to_string(count) + " are needed)",
+              "", system_remedy(reason, ""));
+}
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     const std::string& master_address, const GlooOptions& options) {

@@ -28,4 +28,10 @@ struct ProcessGroup::State {
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     const std::string& master_address, const GlooOptions& options);
 
+// What connections to the other ranks need beside one descriptor each: the store, listening sockets, Gloo's loop.
+inline constexpr int kDescriptorsBeside = 8;
+// Raises Error(ExecutionFailed) that begins with `who` if this process may not open `count` more files: without them,
+// Gloo's threads end the process.
+void require_descriptors(const std::string& who, int count);
+
 }  // namespace plumb

@@ -13,6 +13,7 @@
 #include <map>
 
 #include "plumb/core/error.h"
+#include "plumb/core/system_remedy.h"
 #include "plumb/pipeline/listen.h"
 
 extern char** environ;
@@ -43,7 +44,8 @@ class Descriptor {
 };
 
 [[noreturn]] void raise_system(const std::string& what) {
-  throw Error(ErrorKind::ExecutionFailed, what + ": " + std::strerror(errno));
+  const int reason = errno;
+  throw Error(ErrorKind::ExecutionFailed, what + ": " + std::strerror(reason), "", system_remedy(reason, ""));
 }
 
 struct SystemPipe {

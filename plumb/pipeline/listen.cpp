@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "plumb/core/error.h"
+#include "plumb/core/system_remedy.h"
 
 namespace plumb {
 
@@ -45,7 +46,7 @@ int listen_at(const std::string& address, int& port) {
   if (reason == EADDRNOTAVAIL) return -1;
   throw Error(ErrorKind::Communication,
               "cannot listen at " + address + ":" + std::to_string(port) + ": " + std::strerror(reason), "",
-              "choose another port");
+              system_remedy(reason, "choose another port"));
 }
 
 }  // namespace plumb

@@ -2,8 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstring>
 
+#include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
 
@@ -24,8 +26,16 @@ std::string to_string(const MessageId& id) {
   return "an unknown message";
 }
 
+AgreedValue agreed_gradient(const at::Tensor& parameter, const at::Tensor& own) {
+  const auto dtype = own.defined() ? own.scalar_type() : parameter.scalar_type();
+  return {AgreedValue::Comes::Maybe, dtype, parameter.sizes().vec()};
+}
+
 namespace wire {
 namespace {
+
+// at::Tensor holds no more.
+constexpr int kMostDims = 64;
 
 std::int64_t align(std::int64_t n) { return (n + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -59,12 +69,155 @@ std::vector<std::int64_t> wire_strides(const at::Tensor& t) {
   return strides;
 }
 
+bool has_plain_dtype(int number) {
+  if (number < 0 || number >= static_cast<int>(at::ScalarType::NumOptions)) return false;
+  const auto dtype = static_cast<at::ScalarType>(number);
+  return dtype != at::ScalarType::Undefined && !c10::isQIntType(dtype);
+}
+
 [[noreturn]] void raise_malformed(const std::string& what) {
-  throw Error(ErrorKind::Communication, "a message between stages is malformed: " + what, "",
-              "run the same version of plumb on every rank");
+  throw Error(ErrorKind::Communication, what, "", "run the same version of plumb on every rank");
+}
+
+std::uint32_t sum_of(const Prologue& prologue) { return crc32(&prologue, offsetof(Prologue, sum)); }
+
+// Reads a message whose checksums are right: its sender may still lie.
+class Reader {
+ public:
+  Reader(const at::Tensor& buffer, const Prologue& prologue)
+      : buffer_(buffer),
+        base_(static_cast<const char*>(buffer.const_data_ptr())),
+        prologue_(prologue),
+        end_(prologue.total_bytes),
+        at_(sizeof(Prologue)) {}
+
+  Message read() {
+    Message message;
+    if (prologue_.num_sizes > (end_ - at_) / sizeof(std::int64_t)) {
+      raise_malformed("the sizes of its microbatch are cut off");
+    }
+    message.sizes = take_numbers(prologue_.num_sizes);
+    if (prologue_.num_values > (end_ - at_) / sizeof(Entry)) raise_malformed("its table of values is cut off");
+    std::vector<Shape> shapes;
+    for (std::uint32_t i = 0; i < prologue_.num_values; i++) shapes.push_back(take_shape());
+    at_ = align(at_);
+    for (const auto& s : shapes) message.values.push_back(take_value(s));
+    if (at_ != end_) {
+      raise_malformed("its values take " + std::to_string(at_) + " of its " + std::to_string(end_) + " bytes");
+    }
+    return message;
+  }
+
+ private:
+  struct Shape {
+    Entry entry;
+    std::vector<std::int64_t> sizes, strides;
+    std::int64_t bytes = 0;
+  };
+
+  std::vector<std::int64_t> take_numbers(std::int64_t count) {
+    std::vector<std::int64_t> numbers(count);
+    if (count > 0) std::memcpy(numbers.data(), base_ + at_, bytes_of_sizes(count));
+    at_ += bytes_of_sizes(count);
+    return numbers;
+  }
+
+  Shape take_shape() {
+    Shape s;
+    if (end_ - at_ < static_cast<std::int64_t>(sizeof(Entry))) raise_malformed("its table of values is cut off");
+    std::memcpy(&s.entry, base_ + at_, sizeof(Entry));
+    at_ += sizeof(Entry);
+    if (s.entry.dtype == -1) return s;
+    if (!has_plain_dtype(s.entry.dtype)) {
+      raise_malformed("a value has the type " + std::to_string(s.entry.dtype) + ", which no message carries");
+    }
+    const auto dtype = static_cast<at::ScalarType>(s.entry.dtype);
+    const bool may_ask =
+        prologue_.kind == MessageKind::Activation && (at::isFloatingType(dtype) || at::isComplexType(dtype));
+    if (s.entry.requires_grad > (may_ask ? 1 : 0)) raise_malformed("a value asks for a gradient that it cannot have");
+    const std::int64_t n = s.entry.dims;
+    if (n > kMostDims) raise_malformed("a value has " + std::to_string(n) + " dimensions");
+    if (end_ - at_ < 2 * bytes_of_sizes(n)) raise_malformed("its table of values is cut off");
+    s.sizes = take_numbers(n);
+    s.strides = take_numbers(n);
+    s.bytes = check_shape(s) * static_cast<std::int64_t>(c10::elementSize(dtype));
+    return s;
+  }
+
+  // How many elements there are; they all lie in as much memory.
+  std::int64_t check_shape(const Shape& s) const {
+    std::int64_t numel = 1, furthest = 0;
+    for (size_t i = 0; i < s.sizes.size(); i++) {
+      if (s.sizes[i] < 0 || s.strides[i] < 0 || __builtin_mul_overflow(numel, s.sizes[i], &numel) || numel > end_) {
+        raise_malformed("a value's sizes are impossible");
+      }
+    }
+    for (size_t i = 0; i < s.sizes.size() && numel > 0; i++) {
+      std::int64_t reach = 0;
+      if (__builtin_mul_overflow(s.sizes[i] - 1, s.strides[i], &reach) ||
+          __builtin_add_overflow(furthest, reach, &furthest) || furthest >= numel) {
+        raise_malformed("a value's strides leave its memory");
+      }
+    }
+    return numel;
+  }
+
+  MessageValue take_value(const Shape& s) {
+    if (s.entry.dtype == -1) return {};
+    if (s.bytes > end_ - at_) raise_malformed("a value's bytes are cut off");
+    // from_blob, not views: each value has a version counter of its own.
+    at::Tensor value = at::from_blob(
+        const_cast<char*>(base_) + at_, s.sizes, s.strides, [buffer = buffer_](void*) {},
+        at::TensorOptions(static_cast<at::ScalarType>(s.entry.dtype)));
+    if (!value.is_non_overlapping_and_dense()) raise_malformed("a value's strides overlap or leave gaps");
+    at_ += align(s.bytes);
+    return {value, s.entry.requires_grad != 0};
+  }
+
+  const at::Tensor& buffer_;
+  const char* base_;
+  const Prologue& prologue_;
+  const std::int64_t end_;
+  std::int64_t at_;
+};
+
+std::string text(const AgreedValue& agreed) {
+  if (agreed.comes == AgreedValue::Comes::Never) return "none";
+  const at::TensorOptions options(agreed.dtype.value_or(at::kFloat));
+  if (agreed.sizes) return describe(*agreed.sizes, options);
+  return agreed.dtype ? describe(at::IntArrayRef(), options) + " of any sizes" : "a tensor";
+}
+
+void check_agreed(const std::vector<MessageValue>& values, const std::vector<AgreedValue>& agreed) {
+  const auto refuse = [](const std::string& what) {
+    throw Error(ErrorKind::Communication, what, "", "run the same model and the same version of plumb on every rank");
+  };
+  if (values.size() != agreed.size()) {
+    refuse("it has " + std::to_string(values.size()) + " values, agreed were " + std::to_string(agreed.size()));
+  }
+  for (size_t i = 0; i < values.size(); i++) {
+    const auto& t = values[i].tensor;
+    const auto& a = agreed[i];
+    bool fits = a.comes != (t.defined() ? AgreedValue::Comes::Never : AgreedValue::Comes::Always);
+    if (fits && t.defined())
+      fits = t.scalar_type() == a.dtype.value_or(t.scalar_type()) && (!a.sizes || t.sizes() == *a.sizes);
+    if (!fits) refuse("its value " + std::to_string(i) + " is " + describe(t) + ", agreed was " + text(a));
+  }
 }
 
 }  // namespace
+
+void seal(Prologue& prologue) { prologue.sum = sum_of(prologue); }
+
+bool intact(const Prologue& prologue) { return prologue.magic == kMagic && prologue.sum == sum_of(prologue); }
+
+std::int64_t class_bytes(int size_class) { return std::int64_t{16 + size_class % 16} << (6 + size_class / 16); }
+
+int size_class(std::int64_t bytes) {
+  int found = 0;
+  while (found < kSizeClasses && class_bytes(found) < bytes) found++;
+  return found;
+}
 
 std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes) {
   std::int64_t bytes = align(sizeof(Prologue) + bytes_of_sizes(num_sizes) + table_bytes(values));
@@ -84,116 +237,76 @@ void check_sendable(const MessageId& id, const std::vector<MessageValue>& values
                       " without plain memory (sparse, quantised, nested or on the meta device)",
                   "", "make it dense before the stage's end");
     }
-    if (t.is_conj() || t.is_neg()) continue;  // materialised by the copy
   }
 }
 
 void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes) {
   prologue.content = Content::Values;
-  prologue.num_values = static_cast<std::uint16_t>(values.size());
+  prologue.num_values = static_cast<std::uint32_t>(values.size());
   prologue.num_sizes = static_cast<std::uint32_t>(sizes.size());
   prologue.total_bytes = message_bytes(values, sizes.size());
-  std::memcpy(to, &prologue, sizeof prologue);
-  if (!sizes.empty()) std::memcpy(to + sizeof prologue, sizes.data(), bytes_of_sizes(sizes.size()));
-  char* table = to + sizeof prologue + bytes_of_sizes(sizes.size());
-  char* data = to + align(sizeof prologue + bytes_of_sizes(sizes.size()) + table_bytes(values));
-  for (const auto& v : values) {
-    Entry entry;
-    if (v.tensor.defined()) {
-      entry.dtype = static_cast<std::int8_t>(v.tensor.scalar_type());
-      entry.requires_grad = v.requires_grad;
-      entry.dims = static_cast<std::uint16_t>(v.tensor.dim());
-    }
-    std::memcpy(table, &entry, sizeof entry);
-    table += sizeof entry;
-    if (!v.tensor.defined()) continue;
-    const auto& t = v.tensor;
-    const auto strides = wire_strides(t);
-    for (const at::IntArrayRef numbers : {t.sizes(), at::IntArrayRef(strides)}) {
-      if (!numbers.empty()) std::memcpy(table, numbers.data(), numbers.size() * sizeof(std::int64_t));
-      table += numbers.size() * sizeof(std::int64_t);
-    }
-    if (t.is_cpu() && t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg()) {
-      if (t.nbytes() > 0) std::memcpy(data, t.const_data_ptr(), t.nbytes());
-    } else if (t.numel() > 0) {
-      at::from_blob(data, t.sizes(), strides, at::TensorOptions(t.scalar_type())).copy_(t.detach());
-    }
-    data += align(static_cast<std::int64_t>(t.nbytes()));
-  }
-}
-
-std::vector<MessageValue> read_values(const at::Tensor& buffer, std::int64_t bytes) {
-  const char* base = static_cast<const char*>(buffer.const_data_ptr());
-  Prologue prologue;
-  std::memcpy(&prologue, base, sizeof prologue);
-  if (prologue.total_bytes < static_cast<std::int64_t>(sizeof prologue) || prologue.total_bytes > bytes) {
-    raise_malformed("it says it is " + std::to_string(prologue.total_bytes) + " bytes long, the buffer is " +
-                    std::to_string(bytes));
-  }
-  const std::int64_t end = prologue.total_bytes;
-  struct Shape {
-    Entry entry;
-    std::vector<std::int64_t> sizes, strides;
-    std::int64_t bytes = 0;
+  char* at = to + sizeof prologue;
+  auto put = [&at](const void* from, size_t bytes) {
+    if (bytes > 0) std::memcpy(at, from, bytes);
+    at += bytes;
   };
-  std::vector<Shape> shapes(prologue.num_values);
-  std::int64_t at = static_cast<std::int64_t>(sizeof prologue) + bytes_of_sizes(prologue.num_sizes);
-  if (at > end) raise_malformed("the sizes of its microbatch are cut off");
-  for (auto& s : shapes) {
-    if (at + static_cast<std::int64_t>(sizeof(Entry)) > end) raise_malformed("its table of values is cut off");
-    std::memcpy(&s.entry, base + at, sizeof s.entry);
-    at += sizeof s.entry;
-    if (s.entry.dtype < 0) continue;
-    if (s.entry.dtype >= static_cast<int>(at::ScalarType::NumOptions)) raise_malformed("a value has no known type");
-    const std::int64_t n = s.entry.dims;
-    if (at + n * 16 > end) raise_malformed("its table of values is cut off");
-    s.sizes.resize(n);
-    s.strides.resize(n);
-    for (auto* numbers : {&s.sizes, &s.strides}) {
-      if (n > 0) std::memcpy(numbers->data(), base + at, n * sizeof(std::int64_t));
-      at += n * static_cast<std::int64_t>(sizeof(std::int64_t));
+  // What lies between two values is nobody's.
+  auto fill = [&at, to] {
+    const auto gap = align(at - to) - (at - to);
+    std::memset(at, 0, gap);
+    at += gap;
+  };
+  put(sizes.data(), bytes_of_sizes(sizes.size()));
+  for (const auto& v : values) {
+    const auto& t = v.tensor;
+    Entry entry;
+    if (t.defined()) {
+      entry.dtype = static_cast<std::int8_t>(t.scalar_type());
+      entry.requires_grad = v.requires_grad;
+      entry.dims = static_cast<std::uint16_t>(t.dim());
     }
-    // Dense by construction, so the element count bounds the memory; checked against overflow all the same.
-    std::int64_t numel = 1, furthest = 0;
-    for (std::int64_t i = 0; i < n; i++) {
-      if (s.sizes[i] < 0 || s.strides[i] < 0 || __builtin_mul_overflow(numel, s.sizes[i], &numel) || numel > end) {
-        raise_malformed("a value's sizes are impossible");
-      }
-    }
-    for (std::int64_t i = 0; i < n && numel > 0; i++) {
-      std::int64_t reach = 0;
-      if (__builtin_mul_overflow(s.sizes[i] - 1, s.strides[i], &reach) ||
-          __builtin_add_overflow(furthest, reach, &furthest) || furthest >= numel) {
-        raise_malformed("a value's strides leave its memory");
-      }
-    }
-    const auto item = static_cast<std::int64_t>(c10::elementSize(static_cast<at::ScalarType>(s.entry.dtype)));
-    s.bytes = numel * item;
+    put(&entry, sizeof entry);
+    if (!t.defined()) continue;
+    const auto strides = wire_strides(t);
+    put(t.sizes().data(), bytes_of_sizes(t.dim()));
+    put(strides.data(), bytes_of_sizes(t.dim()));
   }
-  at = align(at);
-  std::vector<MessageValue> values(shapes.size());
-  for (size_t i = 0; i < shapes.size(); i++) {
-    const auto& s = shapes[i];
-    if (s.entry.dtype < 0) continue;
-    if (at + s.bytes > end) raise_malformed("a value's bytes are cut off");
-    // from_blob, not views: each value has a version counter of its own.
-    values[i].tensor = at::from_blob(
-        const_cast<char*>(base) + at, s.sizes, s.strides, [buffer](void*) {},
-        at::TensorOptions(static_cast<at::ScalarType>(s.entry.dtype)));
-    values[i].requires_grad = s.entry.requires_grad != 0;
-    at += align(s.bytes);
+  fill();
+  for (const auto& v : values) {
+    const auto& t = v.tensor;
+    if (!t.defined()) continue;
+    if (t.is_cpu() && t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg()) {
+      put(t.const_data_ptr(), t.nbytes());
+    } else {
+      if (t.numel() > 0)
+        at::from_blob(at, t.sizes(), wire_strides(t), at::TensorOptions(t.scalar_type())).copy_(t.detach());
+      at += t.nbytes();
+    }
+    fill();
   }
-  if (at != end) raise_malformed("its values take " + std::to_string(at) + " of its " + std::to_string(end) + " bytes");
-  return values;
+  prologue.body_sum = crc32(to + sizeof prologue, prologue.total_bytes - sizeof prologue);
+  seal(prologue);
+  std::memcpy(to, &prologue, sizeof prologue);
 }
 
-std::vector<std::int64_t> read_sizes(const at::Tensor& buffer) {
-  const char* base = static_cast<const char*>(buffer.const_data_ptr());
+Message read_message(const at::Tensor& buffer, const AgreedValues& agreed) {
   Prologue prologue;
+  if (buffer.numel() < static_cast<std::int64_t>(sizeof prologue)) raise_malformed("it is cut off");
+  const char* base = static_cast<const char*>(buffer.const_data_ptr());
   std::memcpy(&prologue, base, sizeof prologue);
-  std::vector<std::int64_t> sizes(prologue.num_sizes);
-  if (!sizes.empty()) std::memcpy(sizes.data(), base + sizeof prologue, bytes_of_sizes(sizes.size()));
-  return sizes;
+  if (!intact(prologue)) raise_malformed("it does not begin as plumb's messages do, or is damaged");
+  if (prologue.content != Content::Values) raise_malformed("it has no values");
+  if (prologue.total_bytes < static_cast<std::int64_t>(sizeof prologue) || prologue.total_bytes > buffer.numel()) {
+    raise_malformed("it says it is " + std::to_string(prologue.total_bytes) + " bytes long, the buffer is " +
+                    std::to_string(buffer.numel()));
+  }
+  if (crc32(base + sizeof prologue, prologue.total_bytes - sizeof prologue) != prologue.body_sum) {
+    throw Error(ErrorKind::Communication, "it is damaged: its checksum does not match", "",
+                "look at the network and the memory of both hosts");
+  }
+  Message message = Reader(buffer, prologue).read();
+  if (agreed) check_agreed(message.values, *agreed);
+  return message;
 }
 
 }  // namespace wire

@@ -3,15 +3,17 @@
 //   prologue (64 bytes) | the microbatch's sizes | an entry per value: dtype, flags, sizes, strides | values, each at a
 //   multiple of 64 bytes
 //
-// The microbatch's sizes are packed ModelSizes: numbers, of which this file knows no more.
+// The prologue has a checksum of itself and one of all that follows it. The microbatch's sizes are packed ModelSizes:
+// numbers, of which this file knows no more.
 //
 // Received values are tensors over the received buffer itself. A message that is not what was agreed (another step,
-// stage or microbatch, or not plumb's at all) is an error that says so, never read as data.
+// stage or microbatch, other values, damaged, or not plumb's at all) is an error that says so, never read as data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,15 +41,26 @@ std::string to_string(const MessageId& id);
 // A tensor on its way. Undefined: there is no value (no gradient).
 struct MessageValue {
   at::Tensor tensor;
-  bool requires_grad = false;
+  bool requires_grad = false;  // of an activation
 };
+
+// What both ends know of a value before it comes.
+struct AgreedValue {
+  enum class Comes { Never, Maybe, Always };
+  Comes comes = Comes::Maybe;
+  std::optional<at::ScalarType> dtype;             // nothing: any
+  std::optional<std::vector<std::int64_t>> sizes;  // nothing: any
+};
+// One for each value of a message. Nothing: as many come as the sender likes.
+using AgreedValues = std::optional<std::vector<AgreedValue>>;
+
+// A parameter's gradient from another rank that holds it. `own`: the one that is here, undefined if there is none.
+AgreedValue agreed_gradient(const at::Tensor& parameter, const at::Tensor& own);
 
 namespace wire {
 
-inline constexpr std::uint32_t kMagic = 0x31424c50;  // "PLB1"
+inline constexpr std::uint32_t kMagic = 0x32424c50;  // "PLB2"
 inline constexpr std::int64_t kAlignment = 64;
-// Every buffer posted has room for this much, so that an error's text always fits.
-inline constexpr std::int64_t kLeastCapacity = 1024;
 
 enum class Content : std::uint8_t {
   Nothing = 0,
@@ -60,28 +73,45 @@ struct Prologue {
   std::uint32_t magic = kMagic;
   Content content = Content::Nothing;
   MessageKind kind = MessageKind::Activation;
-  std::uint16_t num_values = 0;
+  std::uint16_t unused = 0;
   std::int64_t step = 0;
   std::int32_t from = 0, to = 0, microbatch = 0;
   std::uint32_t received = 0;  // the sender has this many of the receiver's messages of this step, in order
   std::int64_t total_bytes = 0;
-  std::int64_t capacity = 0;  // of the buffer the sender believes posted
-  std::uint32_t num_sizes = 0;
-  std::uint8_t unused[12] = {};
+  std::uint32_t num_values = 0, num_sizes = 0;
+  std::uint32_t body_sum = 0;  // CRC-32 of what follows the prologue
+  std::uint32_t unused_as_well[2] = {};
+  std::uint32_t sum = 0;  // CRC-32 of the prologue before it
 };
 static_assert(sizeof(Prologue) == 64);
 
+// Puts the prologue's own checksum in.
+void seal(Prologue& prologue);
+// Whether it is a prologue of plumb's, of this version, and undamaged.
+bool intact(const Prologue& prologue);
+
+// Buffers have one of 512 sizes, each about 6 % above the one before: 1 KiB (class 0), so that an error's text always
+// fits, to some 4 TiB.
+std::int64_t class_bytes(int size_class);
+// The least class that holds `bytes`; 512: none does.
+int size_class(std::int64_t bytes);
+inline constexpr int kSizeClasses = 512;
+
 // Bytes of the whole message.
 std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes = 0);
-// Writes the message to `to`, which has room. `prologue` is completed with num_values, total_bytes and content. Raises
-// Error(InvalidArgument) for tensors that have no plain memory (sparse, quantised), naming the value.
+// Writes the message to `to`, which has room. `prologue` is completed and sealed. Raises Error(InvalidArgument) for
+// tensors that have no plain memory (sparse, quantised), naming the value.
 void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {});
 void check_sendable(const MessageId& id, const std::vector<MessageValue>& values);
-// The values of a message in `buffer` (a byte tensor), which stays alive as long as they do. Raises
-// Error(Communication) if its parts do not fit into `bytes`.
-std::vector<MessageValue> read_values(const at::Tensor& buffer, std::int64_t bytes);
-// The microbatch's sizes, of a message whose values were read.
-std::vector<std::int64_t> read_sizes(const at::Tensor& buffer);
+
+struct Message {
+  std::vector<MessageValue> values;
+  std::vector<std::int64_t> sizes;  // of the microbatch, packed
+};
+// The message in `buffer` (a byte tensor), which stays alive as long as the values do. Raises Error(Communication) that
+// says what is wrong with it: damaged, values that are cut off or of no plain dtype, strides that leave their memory or
+// overlap, a gradient that asks for a gradient, values other than `agreed`.
+Message read_message(const at::Tensor& buffer, const AgreedValues& agreed = std::nullopt);
 
 }  // namespace wire
 }  // namespace plumb

@@ -1,13 +1,13 @@
-// Environment, microbatches, layouts, messages, launching: the parts that need no pipeline.
+// Environment, microbatches, layouts, launching: the parts that need no pipeline.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
 #include "plumb/core/error.h"
 #include "plumb/pipeline/environment.h"
-#include "plumb/pipeline/message.h"
 #include "plumb/pipeline/microbatch.h"
 #include "plumb/pipeline/processes_test.h"
 #include "plumb/pipeline/timeline.h"
@@ -157,125 +157,6 @@ TEST(Layout, NamesAnInputThatCannotBe) {
   EXPECT_THAT(message_of([&] { layout.check(); }), HasSubstr("is output 2 of stage 0"));
 }
 
-at::Tensor pack(const std::vector<MessageValue>& values) {
-  auto buffer = at::empty({wire::message_bytes(values)}, at::kByte);
-  wire::write_message(static_cast<char*>(buffer.data_ptr()), {}, values);
-  return buffer;
-}
-
-TEST(Message, CarriesEveryTypeShapeAndStride) {
-  std::vector<MessageValue> values;
-  for (auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kByte, at::kBool,
-                    at::kComplexFloat, at::kFloat8_e4m3fn}) {
-    values.push_back({(at::rand({3, 5}) * 9).to(type), type == at::kFloat});
-  }
-  values.push_back({at::Tensor(), false});
-  values.push_back({at::rand({4, 6}).t(), true});
-  values.push_back({at::rand({4, 6}).narrow(1, 1, 2), false});
-  values.push_back({at::rand({3, 1}).expand({3, 4}), false});
-  values.push_back({at::scalar_tensor(2.5), false});
-  values.push_back({at::empty({0, 3}), false});
-  values.push_back({at::rand({1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2}), false});
-  auto buffer = pack(values);
-  auto back = wire::read_values(buffer, buffer.numel());
-  buffer = at::Tensor();
-  ASSERT_EQ(back.size(), values.size());
-  for (size_t i = 0; i < values.size(); i++) {
-    const auto &a = values[i].tensor, &b = back[i].tensor;
-    ASSERT_EQ(a.defined(), b.defined()) << i;
-    EXPECT_EQ(values[i].requires_grad, back[i].requires_grad);
-    if (!a.defined()) continue;
-    EXPECT_EQ(a.scalar_type(), b.scalar_type());
-    EXPECT_TRUE(a.sizes() == b.sizes() && at::equal(a.to(at::kComplexDouble), b.to(at::kComplexDouble))) << i;
-  }
-  EXPECT_EQ(back[10].tensor.strides(), values[10].tensor.strides()) << "dense values keep their strides";
-}
-
-TEST(Message, CarriesTheSizesOfItsMicrobatchAndNoMoreThanItHolds) {
-  const std::vector<MessageValue> values{{at::rand({3, 5}), true}};
-  const std::vector<int64_t> sizes{0, 2, 7, 4};
-  auto whole = at::empty({wire::message_bytes(values, sizes.size())}, at::kByte);
-  wire::write_message(static_cast<char*>(whole.data_ptr()), {}, values, sizes);
-  EXPECT_TRUE(at::equal(wire::read_values(whole, whole.numel())[0].tensor, values[0].tensor));
-  EXPECT_EQ(wire::read_sizes(whole), sizes);
-  EXPECT_TRUE(wire::read_sizes(pack(values)).empty());
-  for (const std::uint32_t lie : {5u, 1000u, 0xffffffffu}) {
-    auto damaged = whole.clone();
-    auto* prologue = static_cast<wire::Prologue*>(damaged.data_ptr());
-    prologue->num_sizes = lie;
-    EXPECT_THROW(wire::read_values(damaged, damaged.numel()), Error) << lie;
-  }
-}
-
-TEST(Message, GivesEveryValueAVersionOfItsOwn) {
-  auto buffer = pack({{at::ones({4}), true}, {at::ones({4}), true}});
-  auto back = wire::read_values(buffer, buffer.numel());
-  back[0].tensor.mul_(2);
-  EXPECT_EQ(back[1].tensor._version(), 0u);
-  EXPECT_TRUE(at::equal(back[1].tensor, at::ones({4})));
-}
-
-TEST(Message, NeverReadsBeyondADamagedBuffer) {
-  const auto whole = pack({{at::rand({3, 5}), true}, {at::arange(7), false}, {at::Tensor(), false}});
-  for (int64_t i = 0; i < 160; i++) {
-    for (int flip : {0x01, 0x80, 0xff}) {
-      auto damaged = whole.clone();
-      static_cast<unsigned char*>(damaged.data_ptr())[i] ^= flip;
-      try {
-        for (auto& v : wire::read_values(damaged, damaged.numel())) {
-          if (v.tensor.defined()) v.tensor.clone();
-        }
-      } catch (const Error& e) {
-        EXPECT_EQ(e.kind(), ErrorKind::Communication) << e.what();
-      }
-    }
-  }
-}
-
-TEST(Message, RefusesTensorsWithoutPlainMemory) {
-  EXPECT_THAT(message_of([] { wire::check_sendable({MessageKind::Activation, 0, 1, 2}, {{at::eye(3).to_sparse()}}); }),
-              HasSubstr("value 0 of 0SEND_F2"));
-}
-
-Role transport_role("transport", [] {
-  auto group = make_group_from_environment({std::chrono::seconds(60)});
-  Transport transport(group);
-  const int me = group.rank(), other = 1 - me;
-  auto texts = transport.exchange(std::string(me == 0 ? 5 : 5000, static_cast<char>('a' + me)));
-  report("texts", std::to_string(texts[0].size()) + "," + std::to_string(texts[1].size()));
-  MessagePlan plan;
-  for (int m = 0; m < 6; m++) {
-    plan.sends.push_back({{MessageKind::Activation, me, other, m}, other});
-    plan.receives.push_back({{MessageKind::Activation, other, me, m}, other});
-  }
-  bool right = true;
-  std::string grown;
-  for (int64_t size : {100, 5000, 200, 5000, 9000}) {  // larger and smaller again; received from the last to the first
-    transport.begin_step(plan);
-    for (int m = 0; m < 6; m++) transport.send(m, {{at::full({size}, 10.0 * me + m)}});
-    for (int m = 5; m >= 0; m--) {
-      auto values = transport.receive(m, "the test");
-      right = right && at::equal(values[0].tensor, at::full({size}, 10.0 * other + m));
-    }
-    transport.end_step();
-    grown += std::to_string(transport.grown()) + ",";
-  }
-  report("right", right ? "yes" : "no");
-  report("grown", grown);
-  return 0;
-});
-
-TEST(Transport, FollowsSizesThatChange) {
-  auto run = run_role("transport", 2);
-  ASSERT_EQ(run.result.exit_code(), 0) << run.errors[0] << run.errors[1];
-  for (auto& r : run.reports) {
-    EXPECT_EQ(r["texts"], "5,5000");
-    EXPECT_EQ(r["right"], "yes");
-  }
-  // Counted on both ends: one text, then six messages each way the first time they are larger than ever before.
-  EXPECT_EQ(run.reports[0]["grown"], "1,13,13,13,25,");
-}
-
 Role subgroup_role("subgroup", [] {
   auto group = make_group_from_environment({std::chrono::seconds(60)});
   auto pair =
@@ -332,6 +213,24 @@ TEST(Launch, NamesAProgramThatCannotBeStarted) {
   LaunchOptions options;
   options.program = "/no/such/program";
   EXPECT_THAT(message_of([&] { launch_local(options); }), HasSubstr("cannot start '/no/such/program'"));
+}
+
+TEST(Launch, SaysThatDescriptorsAreFew) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const int next = ::dup(0);
+  ::close(next);
+  for (int spare = 0; spare < 6; spare++) {
+    const rlimit few{static_cast<rlim_t>(next + spare), before.rlim_max};
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+    const std::string said = message_of([] {
+      LaunchOptions options;
+      options.program = "/bin/true";
+      launch_local(options);
+    });
+    ::setrlimit(RLIMIT_NOFILE, &before);
+    EXPECT_THAT(said, testing::AllOf(HasSubstr("Too many open files"), HasSubstr("ulimit -n"))) << spare;
+  }
 }
 
 TEST(Timeline, GivesTheCostsThatItsSimulationNeeds) {

@@ -40,10 +40,12 @@ std::shared_ptr<ProcessGroup::State> connected(std::shared_ptr<ProcessGroup::Sta
   const GlooOptions& options = state->options;
   const std::string address = env.master_address + ":" + std::to_string(env.master_port);
   const std::string me = "rank " + std::to_string(env.rank) + " of " + std::to_string(env.world_size);
+  const bool serves = env.rank == 0 && !env.launcher_serves_store;
+  require_descriptors(me, (env.world_size + kDescriptorsBeside) * (serves ? 2 : 1));
   try {
     c10d::TCPStoreOptions store;
     store.port = static_cast<std::uint16_t>(env.master_port);
-    store.isServer = env.rank == 0 && !env.launcher_serves_store;
+    store.isServer = serves;
     store.timeout = options.timeout;
     store.waitWorkers = false;
     int port = env.master_port;
@@ -54,10 +56,8 @@ std::shared_ptr<ProcessGroup::State> connected(std::shared_ptr<ProcessGroup::Sta
     state->store = c10::make_intrusive<c10d::TCPStore>(env.master_address, store);
   } catch (const std::exception& e) {
     throw Error(ErrorKind::Communication,
-                me +
-                    (env.rank == 0 && !env.launcher_serves_store ? " cannot serve the store at "
-                                                                 : " cannot reach the store of rank 0 at ") +
-                    address + ": " + first_line(e.what()),
+                me + (serves ? " cannot serve the store at " : " cannot reach the store of rank 0 at ") + address +
+                    ": " + first_line(e.what()),
                 "", "check that rank 0 runs, and MASTER_ADDR and MASTER_PORT");
   }
   if (!env.store_prefix.empty()) {
@@ -158,6 +158,8 @@ ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, c
     throw Error(ErrorKind::InvalidArgument, "subgroup '" + name + "' needs the group's store, and it has none", "",
                 "give use_group() the store");
   }
+  require_descriptors("rank " + std::to_string(parent.rank) + " in subgroup '" + name + "'",
+                      state->size + kDescriptorsBeside);
   state->store = c10::make_intrusive<c10d::PrefixStore>("plumb/subgroup/" + name, parent.store);
   try {
     state->backend =

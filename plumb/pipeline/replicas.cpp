@@ -63,13 +63,13 @@ ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
     auto part = std::find_if(parts_.begin(), parts_.end(), [&](const Part& p) { return p.stage == stage; });
     for (size_t i = 0; i < list.size(); i++) {
       const bool is_copy = shared[stage].count(static_cast<int>(i)) > 0 || part == parts_.end();
-      (is_copy ? copies : *part).members.push_back({stage, static_cast<int>(i), 0});
+      (is_copy ? copies : *part).members.push_back({stage, static_cast<int>(i), 0, list[i].tensor});
     }
   }
   parts_.push_back(std::move(copies));
   for (auto& part : parts_) {
     std::vector<std::int64_t> sizes;
-    for (const auto& m : part.members) sizes.push_back(parameters.at(m.stage)[m.index].tensor.numel());
+    for (const auto& m : part.members) sizes.push_back(m.parameter.numel());
     deal_out(sizes, size(), [&](size_t i, int owner) { part.members[i].owner = owner; });
     const auto number = static_cast<int>(to_owners_.size());
     to_owners_.push_back(add_messages(number, 1));
@@ -232,7 +232,16 @@ void ReplicaSums::sum_all() {
   transport_.end_step();
 }
 
+std::vector<AgreedValue> ReplicaSums::agreed(const Part& part, int owner, std::vector<AgreedValue> first) const {
+  for (size_t i = 0; i < part.members.size(); i++) {
+    if (part.members[i].owner == owner) first.push_back(agreed_gradient(part.members[i].parameter, part.own[i]));
+  }
+  return first;
+}
+
 void ReplicaSums::sum_part(size_t index) {
+  using Comes = AgreedValue::Comes;
+  const auto number = [](Comes comes) { return AgreedValue{comes, at::kDouble, std::vector<std::int64_t>{}}; };
   auto& part = parts_[index];
   const bool last = index + 1 == parts_.size();
   const std::string waiting = last ? "the end of the step" : to_string(part.event.action);
@@ -247,7 +256,9 @@ void ReplicaSums::sum_part(size_t index) {
   // By replica: the gradients of the members this replica owns.
   for (int peer = 0; peer < size(); peer++) {
     if (peer == rank()) continue;
-    values[peer] = transport_.receive(to_owners_[index].receives[peer], waiting);
+    values[peer] =
+        transport_.receive(to_owners_[index].receives[peer], waiting, agreed(part, rank(), {number(Comes::Always)}))
+            .values;
     rows_[peer] = values[peer].at(0).tensor.item<double>();
   }
   std::vector<MessageValue> sums;
@@ -267,7 +278,10 @@ void ReplicaSums::sum_part(size_t index) {
   }
   for (int peer = 0; peer < size(); peer++) {
     if (peer == rank()) continue;
-    auto theirs = transport_.receive(from_owners_[index].receives[peer], waiting);
+    std::vector<AgreedValue> first;
+    if (last) first.push_back(number(Comes::Maybe));
+    const auto theirs =
+        transport_.receive(from_owners_[index].receives[peer], waiting, agreed(part, peer, std::move(first))).values;
     size_t at = 0;
     if (last) losses_[peer] = theirs.at(at++).tensor;
     for (size_t i = 0; i < part.members.size(); i++) {

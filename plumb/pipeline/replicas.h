@@ -66,6 +66,7 @@ class ReplicaSums {
     int stage;  // -1: summed over copies
     struct Member {
       int stage, index, owner;
+      at::Tensor parameter;
     };
     std::vector<Member> members;
     // Of the step that runs. Handed over by the step's thread, ...
@@ -87,6 +88,8 @@ class ReplicaSums {
   void run();
   void sum_all();
   void sum_part(size_t index);
+  // What comes with another replica's message: `first`, then the gradients of the members that `owner` owns.
+  std::vector<AgreedValue> agreed(const Part& part, int owner, std::vector<AgreedValue> first) const;
   at::Tensor add_up(const std::vector<at::Tensor>& by_replica) const;
 
   Transport transport_;

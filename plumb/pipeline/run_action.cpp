@@ -8,6 +8,14 @@
 #include "plumb/pipeline/runtime_state.h"
 
 namespace plumb {
+namespace {
+
+AgreedValue agreed_gradient(const std::optional<GradientMeta>& meta) {
+  if (!meta) return {AgreedValue::Comes::Never, std::nullopt, std::nullopt};
+  return {AgreedValue::Comes::Maybe, meta->options.dtype().toScalarType(), meta->sizes};
+}
+
+}  // namespace
 
 void PipelineState::take_values(LocalStage& stage, Slot& slot, int from, std::vector<MessageValue> values) const {
   if (layout.dynamic_outputs) {
@@ -69,24 +77,39 @@ void PipelineState::prepare(LocalStage& stage, Slot& slot) const {
   }
 }
 
+// Of gradients: those of the values that went the other way.
+AgreedValues PipelineState::agreed_grads(const StageWiring::GradBundle& bundle, const Slot& slot) const {
+  std::vector<AgreedValue> agreed;
+  if (layout.dynamic_outputs) {
+    for (const auto& output : slot.outputs) agreed.push_back(agreed_gradient(gradient_meta(output)));
+    return agreed;
+  }
+  for (const auto& [output, index] : bundle.targets) {
+    const auto k = static_cast<size_t>(index);
+    if (output) {
+      agreed.push_back(agreed_gradient(k < slot.outputs.size() ? gradient_meta(slot.outputs[k]) : std::nullopt));
+    } else {
+      agreed.push_back(agreed_gradient(slot.boundary ? slot.boundary->gradient_meta(k) : std::nullopt));
+    }
+  }
+  return agreed;
+}
+
 void PipelineState::receive(const RunAction& run, LocalStage& stage, Slot& slot) {
   const auto& w = *stage.wiring;
   for (size_t i = 0; i < run.receives.size(); i++) {
     if (run.receives[i] < 0) continue;  // was handed over on this rank
-    const bool forward = run.action.kind == ActionKind::Forward;
-    std::vector<std::int64_t> sizes;
-    auto values = transport.receive(run.receives[i], run.text, forward ? &sizes : nullptr);
-    const size_t expected = forward ? w.values_in[i].indices.size() : w.grads_in[i].targets.size();
-    if (values.size() != expected && !layout.dynamic_outputs) {
-      throw Error(ErrorKind::Communication, "a message of " + std::to_string(values.size()) + " values came where " +
-                                                std::to_string(expected) + " were agreed");
+    if (run.action.kind != ActionKind::Forward) {
+      take_grads(stage, slot, w.grads_in[i].stage,
+                 transport.receive(run.receives[i], run.text, agreed_grads(w.grads_in[i], slot)).values);
+      continue;
     }
-    if (forward) {
-      slot.sizes.merge(unpack_sizes(sizes));
-      take_values(stage, slot, w.values_in[i].stage, std::move(values));
-    } else {
-      take_grads(stage, slot, w.grads_in[i].stage, values);
-    }
+    // What values are is the stage's to check, which may take many.
+    AgreedValues agreed;
+    if (!layout.dynamic_outputs) agreed.emplace(w.values_in[i].indices.size());
+    auto message = transport.receive(run.receives[i], run.text, agreed);
+    slot.sizes.merge(unpack_sizes(message.sizes));
+    take_values(stage, slot, w.values_in[i].stage, std::move(message.values));
   }
 }
 

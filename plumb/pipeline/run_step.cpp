@@ -10,6 +10,20 @@
 
 namespace plumb {
 
+// The gradient of another rank's copy is one of this rank's copy, too.
+AgreedValue PipelineState::agreed_with(const ParameterCopy& theirs) const {
+  for (const auto& group : shared.groups) {
+    if (&theirs < group.data() || &theirs >= group.data() + group.size()) continue;
+    for (const auto& copy : group) {
+      if (copy.rank != rank()) continue;
+      const auto& stage = stages.at(copy.local_stage);
+      const auto index = static_cast<size_t>(copy.index);
+      return agreed_gradient(stage.function->parameters()[index].tensor, stage.gradients->step_gradient(copy.index));
+    }
+  }
+  return {};
+}
+
 // Sums the gradients of shared parameters over their copies.
 void PipelineState::sum_tied_gradients(const RunPlan& plan) {
   if (shared.groups.empty()) return;
@@ -26,9 +40,11 @@ void PipelineState::sum_tied_gradients(const RunPlan& plan) {
   for (size_t i = 0; i < plan.messages.receives.size(); i++) {
     const auto& m = plan.messages.receives[i];
     if (m.id.kind != MessageKind::TiedGradients) continue;
-    auto values = transport.receive(static_cast<int>(i), "the end of the step");
     const auto copies = copies_for_peer(shared, m.peer, rank());
-    for (size_t k = 0; k < copies.size(); k++) foreign[{m.peer, copies[k]}] = values.at(k).tensor;
+    std::vector<AgreedValue> agreed;
+    for (const auto* c : copies) agreed.push_back(agreed_with(*c));
+    const auto values = transport.receive(static_cast<int>(i), "the end of the step", agreed).values;
+    for (size_t k = 0; k < copies.size(); k++) foreign[{m.peer, copies[k]}] = values[k].tensor;
   }
   at::NoGradGuard no_grad;
   for (const auto& group : shared.groups) {

@@ -121,10 +121,12 @@ struct PipelineState {
                    const std::vector<int64_t>& rows) const;
   void begin(bool train, const std::vector<int64_t>& rows);
   void run_row(const RunPlan& plan);
+  AgreedValue agreed_with(const ParameterCopy& theirs) const;
   void sum_tied_gradients(const RunPlan& plan);
   void finish_gradients(StepResult& done);
   StepResult result(const std::vector<int64_t>& rows);
 
+  AgreedValues agreed_grads(const StageWiring::GradBundle& bundle, const Slot& slot) const;
   void receive(const RunAction& run, LocalStage& stage, Slot& slot);
   void forward(const RunAction& run, LocalStage& stage, Slot& slot);
   void backward(const RunAction& run, LocalStage& stage, Slot& slot);

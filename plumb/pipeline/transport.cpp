@@ -18,19 +18,20 @@ using wire::Prologue;
 constexpr int kLeastAhead = 2, kMostAhead = 64;
 constexpr std::int64_t kBytesAhead = 1 << 20;
 
-// Tags: each transport of a group has a range; the first is for messages, the others for second parts.
-constexpr int kTagsPerTransport = 1 << 20, kFirstTag = 1 << 10;
-
 }  // namespace
 
 Transport::State::State(ProcessGroup g) : group(std::move(g)) {
   auto& shared = group.state();
-  first_tag = kFirstTag + shared.tag_ranges++ % 1024 * kTagsPerTransport;
+  first_tag = kFirstTag + shared.tag_ranges++ % kTransports * kTagsPerTransport;
   incoming.resize(shared.size);
   outgoing.resize(shared.size);
 }
 
-int Transport::State::second_part_tag(int position) const { return first_tag + 1 + position % (kTagsPerTransport - 1); }
+int Transport::State::message_tag(int size_class) const { return first_tag + size_class; }
+
+int Transport::State::second_part_tag(int size_class, int position) const {
+  return first_tag + kFirstOfSecondParts + size_class * kPositions + position % kPositions;
+}
 
 void Transport::State::wait(const Posted& posted) {
   struct Waiting {
@@ -48,9 +49,9 @@ void Transport::State::wait(const Posted& posted) {
   if (!posted.work->wait(group.timeout())) throw std::runtime_error("interrupted");
 }
 
-Posted Transport::State::post_receive(std::int64_t bytes, int peer, int tag) {
+Posted Transport::State::post_receive(at::Tensor buffer, int peer, int tag) {
   Posted p;
-  p.buffer = byte_buffer(bytes);
+  p.buffer = std::move(buffer);
   std::memset(p.buffer.data_ptr(), 0, sizeof(Prologue));
   std::vector<at::Tensor> tensors{p.buffer};
   p.work = backend().recv(tensors, peer, tag);
@@ -68,15 +69,16 @@ Posted Transport::State::post_send(at::Tensor buffer, int peer, int tag) {
 void Transport::State::post_ahead(int peer, size_t needed) {
   auto& in = incoming[peer];
   std::int64_t bytes = 0;
-  for (size_t i = in.received; i < in.num_posted; i++) bytes += receive_routes[in.order[i]]->capacity;
+  for (size_t i = in.received; i < in.num_posted; i++) bytes += receive_routes[in.order[i]]->capacity();
   while (in.num_posted < in.order.size()) {
     const size_t ahead = in.num_posted - std::min(in.num_posted, needed);
-    const auto capacity = receive_routes[in.order[in.num_posted]]->capacity;
+    const Route& route = *receive_routes[in.order[in.num_posted]];
+    const auto capacity = route.capacity();
     if (in.num_posted > needed && (ahead >= kMostAhead || (ahead >= kLeastAhead && bytes + capacity > kBytesAhead))) {
       break;
     }
     bytes += capacity;
-    in.posted[in.num_posted] = post_receive(capacity, peer, first_tag);
+    in.posted[in.num_posted] = post_receive(byte_buffer(capacity), peer, message_tag(route.size_class));
     in.num_posted++;
   }
 }
@@ -117,9 +119,9 @@ std::vector<std::string> Transport::exchange(const std::string& own) {
   auto text = at::empty({static_cast<std::int64_t>(own.size())}, at::kByte);
   if (!own.empty()) std::memcpy(text.data_ptr(), own.data(), own.size());
   for (size_t i = 0; i < plan.sends.size(); i++) send(static_cast<int>(i), {{text}});
+  const AgreedValues a_text{{{AgreedValue::Comes::Always, at::kByte, std::nullopt}}};
   for (size_t i = 0; i < plan.receives.size(); i++) {
-    auto values = receive(static_cast<int>(i), "the start");
-    if (values.size() != 1 || !values[0].tensor.defined()) continue;
+    const auto values = receive(static_cast<int>(i), "the start", a_text).values;
     texts[plan.receives[i].peer].assign(static_cast<const char*>(values[0].tensor.const_data_ptr()),
                                         values[0].tensor.nbytes());
   }
@@ -147,14 +149,14 @@ void Transport::begin_step(const MessagePlan& plan) {
     s.position[i] = static_cast<int>(in.order.size());
     in.order.push_back(static_cast<int>(i));
     auto& route = s.routes_in[{m.id.kind, m.id.from, m.id.to}];
-    route.capacity = route.largest;
+    route.size_class = wire::size_class(route.largest);
     s.receive_routes.push_back(&route);
   }
   for (size_t i = 0; i < plan.sends.size(); i++) {
     const auto& m = plan.sends[i];
     s.outgoing.at(m.peer).order.push_back(static_cast<int>(i));
     auto& route = s.routes_out[{m.id.kind, m.id.from, m.id.to}];
-    route.capacity = route.largest;
+    route.size_class = wire::size_class(route.largest);
     s.send_routes.push_back(&route);
   }
   for (int peer = 0; peer < s.group.size(); peer++) {
@@ -186,22 +188,23 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
   p.to = m.id.to;
   p.microbatch = m.id.microbatch;
   p.received = s.incoming[m.peer].received;
-  p.capacity = route.capacity;
   const std::int64_t bytes = wire::message_bytes(values, sizes.size());
   auto buffer = byte_buffer(bytes);
   wire::write_message(static_cast<char*>(buffer.data_ptr()), p, values, sizes);
   try {
     Outgoing::Sent sent;
-    if (bytes <= route.capacity) {
-      sent.parts.push_back(s.post_send(std::move(buffer), m.peer, s.first_tag));
+    const int tag = s.message_tag(route.size_class);
+    if (bytes <= route.capacity()) {
+      sent.parts.push_back(s.post_send(std::move(buffer), m.peer, tag));
     } else {
       p.content = Content::Grow;
       p.total_bytes = bytes;
+      wire::seal(p);
       auto header = byte_buffer(sizeof p);
       std::memcpy(header.data_ptr(), &p, sizeof p);
-      sent.parts.push_back(s.post_send(std::move(header), m.peer, s.first_tag));
-      const int tag = s.second_part_tag(static_cast<int>(out.num_sent));
-      sent.parts.push_back(s.post_send(std::move(buffer), m.peer, tag));
+      sent.parts.push_back(s.post_send(std::move(header), m.peer, tag));
+      const int second_tag = s.second_part_tag(wire::size_class(bytes), static_cast<int>(out.num_sent));
+      sent.parts.push_back(s.post_send(std::move(buffer), m.peer, second_tag));
       s.grown++;
     }
     route.largest = std::max(route.largest, bytes);
@@ -212,14 +215,37 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
   }
 }
 
-std::vector<MessageValue> Transport::receive(int index, const std::string& action, std::vector<std::int64_t>* sizes) {
+Posted Transport::State::receive_second(const Prologue& first, size_t position, const PlannedMessage& expected,
+                                        const std::string& action) {
+  const int size_class = wire::size_class(first.total_bytes);
+  at::Tensor buffer;
+  try {
+    if (size_class < wire::kSizeClasses) buffer = byte_buffer(wire::class_bytes(size_class));
+  } catch (const std::exception&) {
+    // Said below.
+  }
+  if (!buffer.defined()) {
+    raise_wrong(expected, action, "it asks for a buffer of " + std::to_string(first.total_bytes) + " bytes",
+                "send less at once, or give this rank more memory");
+  }
+  Posted second =
+      post_receive(std::move(buffer), expected.peer, second_part_tag(size_class, static_cast<int>(position)));
+  wait(second);
+  const Prologue p = read_agreed(second.buffer, expected, action);
+  if (p.content != Content::Values || p.total_bytes != first.total_bytes) {
+    raise_wrong(expected, action, "its two parts are not of one message",
+                "run the same version of plumb on every rank");
+  }
+  grown++;
+  return second;
+}
+
+wire::Message Transport::receive(int index, const std::string& action, const AgreedValues& agreed) {
   auto& s = *state_;
   const auto& m = s.plan->receives.at(index);
   auto& in = s.incoming[m.peer];
-  const auto& route = *s.receive_routes[index];
+  auto& route = *s.receive_routes[index];
   const size_t position = s.position[index];
-  // Only put into words when something is wrong.
-  auto waiting = [&] { return action + " waiting for " + to_string(m.id); };
   Posted message;
   Prologue p;
   try {
@@ -227,41 +253,29 @@ std::vector<MessageValue> Transport::receive(int index, const std::string& actio
     s.wait(in.posted[position]);
     message = std::move(in.posted[position]);
     in.posted[position] = {};
-    p = read_prologue(message.buffer);
-    if (p.magic == wire::kMagic && p.content == Content::Error) {
-      const auto cause = s.told_cause(message.buffer, p);
-      const std::string text = s.me() + ", " + waiting() + ": " + s.name(cause.rank) + " failed: " + cause.text;
-      s.fail(cause.rank, cause.text, text);
-      throw Error(ErrorKind::Communication, text, "", "look at what " + s.name(cause.rank) + " printed");
-    }
-    s.check_agreed(p, m, route.capacity, action);
-    if (p.content == Content::Grow) {
-      if (p.total_bytes <= route.capacity || p.total_bytes > (std::int64_t{1} << 40)) {
-        throw Error(ErrorKind::Communication,
-                    to_string(m.id) + " asks for a buffer of " + std::to_string(p.total_bytes) + " bytes");
-      }
-      message = s.post_receive(p.total_bytes, m.peer, s.second_part_tag(static_cast<int>(position)));
-      s.wait(message);
-      s.grown++;
-    }
+    p = s.read_agreed(message.buffer, m, action);
+    if (p.content == Content::Grow) message = s.receive_second(p, position, m, action);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& e) {
-    s.raise_lost(m.peer, waiting(), e);
+    s.raise_lost(m.peer, action + " waiting for " + to_string(m.id), e);
+  }
+  wire::Message read;
+  try {
+    read = wire::read_message(message.buffer, agreed);
+  } catch (const Error& e) {
+    s.raise_wrong(m, action, e.message(), e.remedy());
   }
   in.done[position] = 1;
   while (in.received < in.done.size() && in.done[in.received]) in.received++;
-  auto& route_in = *s.receive_routes[index];
-  route_in.largest = std::max(route_in.largest, p.total_bytes);
+  route.largest = std::max(route.largest, p.total_bytes);
   try {
     s.release_sent(m.peer, p.received);
     s.post_ahead(m.peer, position + 1);
   } catch (const std::exception& e) {
     s.raise_lost(m.peer, "after " + to_string(m.id), e);
   }
-  auto values = wire::read_values(message.buffer, message.buffer.numel());
-  if (sizes != nullptr) *sizes = wire::read_sizes(message.buffer);
-  return values;
+  return read;
 }
 
 void Transport::end_step() {

@@ -1,11 +1,17 @@
 // Messages of one step between the ranks of a pipeline.
 //
 // Both ends know beforehand which messages a step has and in which order each rank sends them to each other; sizes they
-// learn as they go. For every route (kind, from stage, to stage) the ends keep a capacity: the largest message so far.
-// Receives are posted ahead at that capacity. A larger message goes as a header that says "grow to n" and a second part
-// that the receiver posts n bytes for; from the next step on it fits. So shapes and types may change with every
-// message, the first step needs no special round, and Gloo never sees a message that is longer than its buffer (which
-// would end the process).
+// learn as they go. For every route (kind, from stage, to stage) the ends keep a capacity: that of the largest message
+// so far. Receives are posted ahead at that capacity. A larger message goes as a header that says "grow to n" and a
+// second part that the receiver posts n bytes for; from the next step on it fits. So shapes and types may change with
+// every message, and the first step needs no special round.
+//
+// A message that is longer than the buffer posted for it would end the process, inside Gloo. So the tag of a message
+// says how long the buffer is (one of a few hundred sizes): ranks that disagree about what comes next, because one runs
+// step() and the other eval(), wait for each other in vain instead.
+//
+// What arrives is held against what was agreed before it is used: its checksums, which message of which step it is, and
+// the values that receive() is told to expect.
 //
 // Every fault becomes Error(Communication) on every rank that notices: who is at fault, what it said itself, and which
 // action waited for which message. After a fault the process group takes no more messages.
@@ -47,8 +53,9 @@ class Transport {
   void begin_step(const MessagePlan& plan);
   // Sends message `index` of the plan: copies the values and returns. `sizes`: packed ones of the microbatch.
   void send(int index, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {});
-  // Waits for message `index` of the plan. `action` is what needs it, for the error's text ("1F3").
-  std::vector<MessageValue> receive(int index, const std::string& action, std::vector<std::int64_t>* sizes = nullptr);
+  // Waits for message `index` of the plan. `action` is what needs it, for the error's text ("1F3"). Raises
+  // Error(Communication) that names both ranks, the message and what is wrong with it if its values are not `agreed`.
+  wire::Message receive(int index, const std::string& action, const AgreedValues& agreed = std::nullopt);
   // Waits until everything sent has left.
   void end_step();
 

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <thread>
 
+#include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport_state.h"
@@ -43,23 +44,43 @@ void Transport::State::check_usable() const {
               "make a new process group; after a fault this one takes no more messages");
 }
 
-void Transport::State::check_agreed(const Prologue& p, const PlannedMessage& expected, std::int64_t capacity,
-                                    const std::string& action) {
+Prologue Transport::State::read_agreed(const at::Tensor& buffer, const PlannedMessage& expected,
+                                       const std::string& action) {
+  const Prologue p = read_prologue(buffer);
+  if (const auto cause = told_cause(buffer)) {
+    const std::string text = me() + ", " + action + " waiting for " + to_string(expected.id) + ": " +
+                             name(cause->rank) + " failed: " + cause->text;
+    fail(cause->rank, cause->text, text);
+    throw Error(ErrorKind::Communication, text, "", "look at what " + name(cause->rank) + " printed");
+  }
   std::string wrong;
   if (p.magic != wire::kMagic) {
-    wrong = "something that is not plumb's";
+    wrong = "something that is not plumb's, or of another version";
+  } else if (!wire::intact(p)) {
+    wrong = "a message whose header is damaged";
   } else if (p.step != step || p.kind != expected.id.kind || p.from != expected.id.from || p.to != expected.id.to ||
              p.microbatch != expected.id.microbatch) {
     wrong = to_string(MessageId{p.kind, p.from, p.to, p.microbatch}) + " of step " + std::to_string(p.step);
-  } else if (p.capacity != capacity) {
-    wrong = "a message for a buffer of " + std::to_string(p.capacity) + " bytes where " + std::to_string(capacity) +
-            " were posted";
+  } else if (p.received > outgoing[expected.peer].num_sent) {
+    wrong = "the answer to " + std::to_string(p.received) + " messages, where " +
+            std::to_string(outgoing[expected.peer].num_sent) + " were sent";
   }
-  if (wrong.empty()) return;
-  const std::string message = me() + " at " + action + " expected " + to_string(expected.id) + " of step " +
-                              std::to_string(step) + " from " + name(expected.peer) + " and got " + wrong;
+  if (wrong.empty()) return p;
+  raise(me() + " at " + action + " expected " + to_string(expected.id) + " of step " + std::to_string(step) + " from " +
+            name(expected.peer) + " and got " + wrong,
+        "make the same calls with the same schedule and the same version of plumb on every rank");
+}
+
+void Transport::State::raise_wrong(const PlannedMessage& message, const std::string& action, const std::string& what,
+                                   const std::string& remedy) {
+  raise(me() + " at " + action + " cannot use " + to_string(message.id) + " of step " + std::to_string(step) +
+            " from " + name(message.peer) + ": " + what,
+        remedy);
+}
+
+void Transport::State::raise(const std::string& message, const std::string& remedy) {
   fail(group.rank(), message, message);
-  throw Error(ErrorKind::Communication, message, "", "run the same schedule and the same version on every rank");
+  throw Error(ErrorKind::Communication, message, "", remedy);
 }
 
 // Gloo's threads may still write into these.
@@ -85,9 +106,8 @@ bool Transport::State::find_told(Cause& cause) const {
   for (const auto& in : incoming) {
     for (size_t i = in.received; i < in.num_posted; i++) {
       if (!in.posted[i].buffer.defined()) continue;
-      const auto p = read_prologue(in.posted[i].buffer);
-      if (p.magic == wire::kMagic && p.content == Content::Error) {
-        cause = told_cause(in.posted[i].buffer, p);
+      if (const auto told = told_cause(in.posted[i].buffer)) {
+        cause = *told;
         return true;
       }
     }
@@ -95,10 +115,14 @@ bool Transport::State::find_told(Cause& cause) const {
   return false;
 }
 
-Cause Transport::State::told_cause(const at::Tensor& buffer, const Prologue& p) const {
+// Nothing if the buffer holds no error, or not the whole of it yet.
+std::optional<Cause> Transport::State::told_cause(const at::Tensor& buffer) const {
+  const Prologue p = read_prologue(buffer);
   const auto room = buffer.numel() - static_cast<std::int64_t>(sizeof p);
-  const auto length = std::clamp<std::int64_t>(p.total_bytes, 0, room);
-  return {p.microbatch, std::string(static_cast<const char*>(buffer.const_data_ptr()) + sizeof p, length), true};
+  if (!wire::intact(p) || p.content != Content::Error || p.total_bytes < 0 || p.total_bytes > room) return std::nullopt;
+  const char* text = static_cast<const char*>(buffer.const_data_ptr()) + sizeof p;
+  if (crc32(text, p.total_bytes) != p.body_sum) return std::nullopt;
+  return Cause{p.microbatch, std::string(text, p.total_bytes), true};
 }
 
 // Nothing once the store is lost: it goes with its rank, or does not answer because that rank is stopped, and most of
@@ -195,7 +219,9 @@ void Transport::State::raise_lost(int peer, const std::string& waiting, const st
       me() + ", " + waiting + ": " + name(cause.rank) + (found ? " failed: " : ": ") + cause.text;
   fail(cause.rank, found ? cause.text : cause.text + ", noticed by " + me() + " " + waiting, message);
   throw Error(ErrorKind::Communication, message, "",
-              late && !found ? "look at " + name(cause.rank) + " (stopped? overloaded?), or give a longer time-out"
+              late && !found ? "look at " + name(cause.rank) +
+                                   " (stopped? overloaded? in another call, such as eval() for step()?), or give a "
+                                   "longer time-out"
                              : "look at what " + name(cause.rank) + " printed");
 }
 
@@ -217,16 +243,19 @@ void Transport::State::fail(int rank_at_fault, const std::string& cause, const s
     auto& out = outgoing[peer];
     if (plan == nullptr || out.num_sent >= out.order.size() || peer == rank_at_fault) continue;
     try {
-      const auto room = wire::kLeastCapacity - static_cast<std::int64_t>(sizeof(Prologue));
+      const Route& route = *send_routes[out.order[out.num_sent]];
+      const auto room = wire::class_bytes(0) - static_cast<std::int64_t>(sizeof(Prologue));
       Prologue p;
       p.content = Content::Error;
       p.microbatch = rank_at_fault;
       p.step = step;
       p.total_bytes = std::min<std::int64_t>(room, static_cast<std::int64_t>(cause.size()));
-      auto buffer = at::zeros({wire::kLeastCapacity}, at::kByte);
+      p.body_sum = crc32(cause.data(), p.total_bytes);
+      wire::seal(p);
+      auto buffer = at::zeros({wire::class_bytes(0)}, at::kByte);
       std::memcpy(buffer.data_ptr(), &p, sizeof p);
       std::memcpy(static_cast<char*>(buffer.data_ptr()) + sizeof p, cause.data(), p.total_bytes);
-      sent.push_back(post_send(buffer, peer, first_tag));
+      sent.push_back(post_send(buffer, peer, message_tag(route.size_class)));
     } catch (const std::exception&) {
       // That peer is gone as well.
     }

@@ -1,16 +1,22 @@
-// Inside of Transport, for transport.cpp and transport_faults.cpp only.
+// Inside of Transport, for transport.cpp, transport_faults.cpp and tests of what peers send.
 #pragma once
 
 #include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <tuple>
 
 #include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/transport.h"
 
 namespace plumb {
+
+// Each transport of a group has a range of tags; its lower half is for messages, the upper one for second parts.
+inline constexpr int kTransports = 512, kTagsPerTransport = 1 << 21, kFirstTag = 1 << 10;
+inline constexpr int kFirstOfSecondParts = kTagsPerTransport / 2;
+inline constexpr int kPositions = kFirstOfSecondParts / wire::kSizeClasses;
 
 inline at::Tensor byte_buffer(std::int64_t bytes) { return at::empty({bytes}, at::kByte); }
 
@@ -45,8 +51,9 @@ struct Outgoing {
 };
 
 struct Route {
-  std::int64_t capacity = wire::kLeastCapacity;  // in force in this step
-  std::int64_t largest = wire::kLeastCapacity;   // seen so far
+  int size_class = 0;        // of the buffers of this step
+  std::int64_t largest = 0;  // message seen so far, in bytes
+  std::int64_t capacity() const { return wire::class_bytes(size_class); }
 };
 
 // The known reason why a message did not come.
@@ -79,10 +86,12 @@ struct Transport::State {
   std::string name(int rank) const { return "rank " + std::to_string(group.world_rank(rank)); }
   std::string me() const { return name(group.rank()); }
   c10d::Backend& backend() const { return *group.state().backend; }
-  int second_part_tag(int position) const;
+  // By the class of the buffer, so that no message meets a buffer that is too short for it.
+  int message_tag(int size_class) const;
+  int second_part_tag(int size_class, int position) const;
 
   void wait(const Posted& posted);
-  Posted post_receive(std::int64_t bytes, int peer, int tag);
+  Posted post_receive(at::Tensor buffer, int peer, int tag);
   Posted post_send(at::Tensor buffer, int peer, int tag);
   // Posts the receives that may be posted now that `needed` of the peer's messages have come.
   void post_ahead(int peer, size_t needed);
@@ -91,9 +100,16 @@ struct Transport::State {
 
   // --- faults ---
   void check_usable() const;
-  void check_agreed(const wire::Prologue& p, const PlannedMessage& expected, std::int64_t capacity,
-                    const std::string& action);
-  Cause told_cause(const at::Tensor& buffer, const wire::Prologue& p) const;
+  // The prologue of what came in the place of `expected`. Raises if the sender has failed, or it is another message.
+  wire::Prologue read_agreed(const at::Tensor& buffer, const PlannedMessage& expected, const std::string& action);
+  // The second part of a message that says it is too long for the first.
+  Posted receive_second(const wire::Prologue& first, size_t position, const PlannedMessage& expected,
+                        const std::string& action);
+  // Tells the others, and raises.
+  [[noreturn]] void raise_wrong(const PlannedMessage& message, const std::string& action, const std::string& what,
+                                const std::string& remedy);
+  [[noreturn]] void raise(const std::string& message, const std::string& remedy);
+  std::optional<Cause> told_cause(const at::Tensor& buffer) const;
   // Finds out why `peer` does not answer, tells the others, and raises.
   [[noreturn]] void raise_lost(int peer, const std::string& waiting, const std::exception& e);
   // Marks the group as failed and tells every peer that waits for messages of this rank.

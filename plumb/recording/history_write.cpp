@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "plumb/core/error.h"
+#include "plumb/core/system_remedy.h"
 #include "plumb/recording/history.h"
 #include "plumb/recording/history_format.h"
 
@@ -39,11 +40,17 @@ json json_of(const HistoryTensor& t) {
 // Nothing at all, or what a recorder leaves that never came to a step.
 bool holds_nothing(const std::filesystem::path& path) {
   try {
+    if (std::filesystem::file_size(path) == 0) return true;
     const History old = read_history(path);
     return old.steps.empty() && old.scalars.empty() && old.events.empty() && old.torn_bytes == 0;
   } catch (const Error&) {
     return false;
   }
+}
+
+[[noreturn]] void refuse(const std::filesystem::path& path, const std::string& what, int reason) {
+  throw Error(ErrorKind::CannotWrite, "cannot write the history \"" + path.string() + "\": " + what, "",
+              system_remedy(reason, "name a file in a folder that can be written and has room"));
 }
 
 }  // namespace
@@ -52,7 +59,7 @@ HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append) : p
   std::error_code error;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
   file_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-  if (file_ < 0) fail(std::strerror(errno));
+  if (file_ < 0) refuse(path, std::strerror(errno), errno);
   try {
     if (flock(file_, LOCK_EX | LOCK_NB) != 0) {
       throw Error(ErrorKind::CannotWrite, "another recorder has the history \"" + path.string() + "\" open", "",
@@ -90,10 +97,7 @@ HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append) : p
 
 HistoryWriter::~HistoryWriter() { close(file_); }
 
-void HistoryWriter::fail(const std::string& reason) const {
-  throw Error(ErrorKind::CannotWrite, "cannot write the history \"" + path_.string() + "\": " + reason, "",
-              "name a file in a folder that can be written and has room");
-}
+void HistoryWriter::fail(const std::string& reason) const { refuse(path_, reason, 0); }
 
 void HistoryWriter::record(uint32_t kind, std::string_view payload) {
   format::Head head{kind, 0, payload.size()};

@@ -94,6 +94,30 @@ def test_first_calls_with_other_shapes_each_get_their_graph():
         together(body)
 
 
+def test_graphs_that_depend_on_values_are_chosen_by_each_thread():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.a(x) if x.sum() > 0 else self.b(x) * 2
+
+    torch.manual_seed(0)
+    gate = Gate()
+    inputs = [torch.full((2, 8), float(1 + t) * (-1) ** t) for t in range(THREADS)]
+    want = [gate(x) for x in inputs]
+    for _ in range(3):
+        module = plumb.transforms.track_scales(gate)
+
+        def body(t):
+            for i in range(2 * THREADS):
+                n = (t + i) % THREADS
+                assert torch.equal(module(inputs[n]), want[n])
+
+        together(body)
+
+
 def test_captures_of_modules_of_their_own_at_once(inputs):
     def body(t):
         for _ in range(5):

@@ -1,4 +1,4 @@
-// The loop that both fuzzers share: seeds in, broken copies out, until the time is over.
+// The loop that all fuzzers share: broken inputs until the time is over.
 #pragma once
 
 #include <unistd.h>
@@ -22,10 +22,11 @@ namespace plumb::fuzz {
 struct Options {
   double seconds = 60;
   uint64_t seed = 1;
-  std::vector<std::string> files;
+  std::string only;                  // run this one alone
+  std::vector<std::string> folders;  // with files to start from
 };
 
-inline Options parse_options(int argc, char** argv, const char* what) {
+inline Options parse_options(int argc, char** argv) {
   Options options;
   for (int i = 1; i < argc; ++i) {
     const std::string arg = argv[i];
@@ -33,16 +34,14 @@ inline Options parse_options(int argc, char** argv, const char* what) {
       options.seconds = std::atof(arg.c_str() + 10);
     } else if (arg.starts_with("--seed=")) {
       options.seed = std::strtoull(arg.c_str() + 7, nullptr, 10);
+    } else if (arg.starts_with("--only=")) {
+      options.only = arg.substr(7);
     } else if (std::filesystem::is_directory(arg)) {
-      for (const auto& e : std::filesystem::directory_iterator(arg)) options.files.push_back(e.path());
+      options.folders.push_back(arg);
     } else {
-      options.files.push_back(arg);
+      std::fprintf(stderr, "usage: %s [--seconds=60] [--seed=1] [--only=NAME] FOLDER...\n", argv[0]);
+      std::exit(2);
     }
-  }
-  std::sort(options.files.begin(), options.files.end());
-  if (options.files.empty()) {
-    std::fprintf(stderr, "usage: %s [--seconds=60] [--seed=1] FILE-OR-FOLDER...   (%s)\n", argv[0], what);
-    std::exit(2);
   }
   return options;
 }
@@ -52,28 +51,44 @@ inline std::string slurp(const std::string& path) {
   return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
 }
 
-// Calls `once(random)` until the time is over. A plumb::Error is a good end; any other exception, a crash, or ten
-// seconds without an end fails. `last` names the file that holds the input at work.
-inline int run(const Options& options, const std::string& last, const std::function<bool(Random&)>& once) {
+inline void spill(const std::string& path, const std::string& bytes) {
+  std::ofstream(path, std::ios::binary | std::ios::trunc)
+      .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+}
+
+// A file's name of this process, in memory where there is room for files.
+inline std::string work_file(const std::string& name) {
+  const char* folder = std::filesystem::is_directory("/dev/shm") ? "/dev/shm" : "/tmp";
+  return std::string(folder) + "/plumb-fuzz-" + std::to_string(::getpid()) + "-" + name;
+}
+
+// Calls `once(random)` until the time is over. An Error is a good end; any other exception, a crash, or thirty seconds
+// without an end fails. `work` is the file that holds the input at work; it stays where a try failed.
+inline bool run(const Options& options, const std::string& name, const std::string& work,
+                const std::function<void(Random&)>& once) {
   const auto start = std::chrono::steady_clock::now();
   auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
-  uint64_t tries = 0, accepted = 0;
+  unsigned long long tries = 0, accepted = 0;
+  std::printf("%s: ", name.c_str());
+  std::fflush(stdout);
   for (; elapsed() < options.seconds; ++tries) {
     Random random(options.seed * 1'000'003 + tries);
     ::alarm(30);
     try {
-      accepted += once(random);
+      once(random);
+      ++accepted;
     } catch (const Error&) {
     } catch (const std::exception& e) {
-      std::fprintf(stderr, "try %llu of seed %llu ended in %s (input: %s)\n", static_cast<unsigned long long>(tries),
-                   static_cast<unsigned long long>(options.seed), e.what(), last.c_str());
-      return 1;
+      std::printf("try %llu of seed %llu ended in %s (input: %s)\n", tries,
+                  static_cast<unsigned long long>(options.seed), e.what(), work.c_str());
+      ::alarm(0);
+      return false;
     }
   }
   ::alarm(0);
-  std::printf("%llu inputs in %.0f s, %llu accepted, every other ended in an error\n",
-              static_cast<unsigned long long>(tries), elapsed(), static_cast<unsigned long long>(accepted));
-  return 0;
+  std::filesystem::remove(work);
+  std::printf("%llu inputs in %.0f s, %llu accepted, every other ended in an error\n", tries, elapsed(), accepted);
+  return true;
 }
 
 }  // namespace plumb::fuzz

@@ -1,0 +1,20 @@
+// What to do about an error of the system.
+#pragma once
+
+#include <cerrno>
+#include <string>
+
+namespace plumb {
+
+// For what has nothing to do with the path or port at work; `otherwise` for the rest. `reason`: an errno.
+inline std::string system_remedy(int reason, const std::string& otherwise) {
+  switch (reason) {
+    case EMFILE: return "close files, or raise the limit of open ones (ulimit -n)";
+    case ENFILE: return "the whole system has too many files open: end other programs";
+    case ENOMEM:
+    case EAGAIN: return "end other programs, or raise the limits of memory and processes (ulimit -v, ulimit -u)";
+    default: return otherwise;
+  }
+}
+
+}  // namespace plumb

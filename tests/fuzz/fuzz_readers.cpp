@@ -1,0 +1,366 @@
+// Broken copies of everything that plumb reads: each must end in an Error, or in something that holds what it promises.
+//   fuzz_readers --seconds=60 tests/fuzz/corpus build-fuzz/programs
+// Every folder of the corpus is named after a reader; `.pt2` files may lie in any folder given.
+#include <ATen/ATen.h>
+
+#include <cstring>
+
+#include "plumb/core/crc32.h"
+#include "plumb/exported/exported.h"
+#include "plumb/exported/sym_expr.h"
+#include "plumb/exported/tensor_file.h"
+#include "plumb/exported/zip_file.h"
+#include "plumb/graph/graph_module.h"
+#include "plumb/graph/tree_spec.h"
+#include "plumb/partition/pipe.h"
+#include "plumb/partition/split.h"
+#include "plumb/partition/stage_bytes.h"
+#include "plumb/pipeline/message.h"
+#include "plumb/pipeline/timeline.h"
+#include "plumb/recording/history.h"
+#include "plumb/recording/history_format.h"
+#include "plumb/recording/rules.h"
+#include "plumb/schedule/generators.h"
+#include "plumb/schedule/schedule.h"
+#include "tests/fuzz/driver.h"
+
+namespace plumb::fuzz {
+namespace {
+
+using nlohmann::json;
+
+struct Reader {
+  std::string name;
+  std::vector<std::string> seeds;
+  std::function<void(const std::string& bytes, const std::string& file)> read;
+  std::function<std::string(const std::string& seed, Random& random)> broken;
+  std::string ending;  // of the file
+};
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::runtime_error(what);
+}
+
+// --- broken copies ---
+
+std::string broken_bytes(const std::string& seed, Random& random) {
+  std::string bytes = seed;
+  mutate_bytes(bytes, random);
+  return bytes;
+}
+
+// A whole line or word of another place is a likelier mistake than a flipped bit.
+std::string broken_text(const std::string& seed, Random& random) {
+  std::string text = seed;
+  for (const char* ends : {"\n", " ,()[]=\n"}) {
+    if (!chance(random, 3) || text.empty()) continue;
+    const size_t from = text.find_first_of(ends, below(random, text.size()));
+    const size_t to = text.find_first_of(ends, below(random, text.size()));
+    if (from == text.npos || to == text.npos) continue;
+    text.insert(to, text.substr(from, text.find_first_of(ends, from + 1) - from));
+  }
+  if (!chance(random, 4)) mutate_bytes(text, random);
+  return text;
+}
+
+std::string broken_json(const std::string& seed, Random& random) {
+  json document = json::parse(seed, nullptr, false);
+  if (document.is_discarded() || chance(random, 4)) return broken_text(seed, random);
+  for (size_t rounds = 1 + below(random, 3); rounds > 0; --rounds) mutate_json(document, random);
+  return document.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+std::string broken_archive(const std::string& seed, Random& random) {
+  ZipFile zip("seed", std::string_view(seed));
+  std::vector<std::pair<std::string, std::string>> entries;
+  for (const ZipEntry& e : zip.entries()) entries.emplace_back(e.name, zip.read(e));
+  return mutate_archive(seed, std::move(entries), random, crc32);
+}
+
+// The header says otherwise, and its length fits again.
+std::string broken_stage(const std::string& seed, Random& random) {
+  if (chance(random, 4)) return broken_bytes(seed, random);
+  uint64_t length = 0;
+  std::memcpy(&length, seed.data() + 8, 8);
+  json header = json::parse(seed.substr(16, length));
+  if (chance(random, 2)) {
+    mutate_json(header, random);
+  } else {
+    // Texts within the header: the graph, and JSON of their own.
+    auto at = header.begin();
+    std::advance(at, below(random, header.size()));
+    if (at->is_string()) *at = broken_json(at->get<std::string>(), random);
+  }
+  const std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
+  const uint64_t size = text.size();
+  return seed.substr(0, 8) + std::string(reinterpret_cast<const char*>(&size), 8) + text + seed.substr(16 + length);
+}
+
+// Most broken records have a right checksum.
+std::string broken_history(const std::string& seed, Random& random) {
+  std::string bytes = broken_bytes(seed, random);
+  if (chance(random, 4)) return bytes;
+  for (size_t at = 16; at + sizeof(history_format::Head) <= bytes.size();) {
+    history_format::Head head;
+    std::memcpy(&head, bytes.data() + at, sizeof head);
+    if (head.length > bytes.size() - at - sizeof head) break;
+    head.crc = history_format::checksum(head, std::string_view(bytes).substr(at + sizeof head, head.length));
+    std::memcpy(bytes.data() + at, &head, sizeof head);
+    at += sizeof head + head.length;
+  }
+  return bytes;
+}
+
+// Most are a liar's: the checksums are right, the length often is.
+std::string broken_message(const std::string& seed, Random& random) {
+  std::string bytes = broken_bytes(seed, random);
+  wire::Prologue p;
+  if (bytes.size() < sizeof p || chance(random, 8)) return bytes;
+  std::memcpy(&p, bytes.data(), sizeof p);
+  if (!chance(random, 4)) p.magic = wire::kMagic;
+  if (!chance(random, 4)) p.content = wire::Content::Values;
+  if (!chance(random, 4)) p.total_bytes = static_cast<int64_t>(bytes.size());
+  p.body_sum = crc32(bytes.data() + sizeof p, bytes.size() - sizeof p);
+  wire::seal(p);
+  std::memcpy(bytes.data(), &p, sizeof p);
+  return bytes;
+}
+
+// --- what each reader promises ---
+
+void read_graph(const std::string& text, const std::string&) {
+  const Graph graph = parse_graph(text);
+  lint(graph);
+  const std::string printed = to_string(graph);
+  require(to_string(parse_graph(printed)) == printed, "the text does not round-trip");
+}
+
+void read_pt2(const std::string&, const std::string& file) {
+  ExportedProgram program = load_pt2(file);
+  program.module->lint();
+  const std::string text = to_string(program.module->graph());
+  require(to_string(parse_graph(text)) == text, "the text does not round-trip");
+  save_pt2(program, file + ".saved");
+  std::filesystem::remove(file + ".saved");
+}
+
+void read_stage(const std::string& bytes, const std::string&) {
+  const StagePackage package = deserialize_stage(bytes);
+  package.module->lint();
+  PipeTable::from_json(package.table.to_json());
+}
+
+void read_tree(const std::string& text, const std::string&) {
+  const TreeSpec spec = TreeSpec::from_json(text);
+  require(TreeSpec::from_json(spec.to_json()) == spec, "the tree does not round-trip");
+  spec.to_string();
+  std::vector<c10::IValue> leaves(spec.num_leaves(), c10::IValue(1));
+  unflatten(spec, leaves);
+}
+
+void read_sizes(const std::string& text, const std::string&) {
+  std::map<std::string, std::string> spelling;
+  const auto e = SymExpr::parse(text, &spelling);
+  if (!e) throw Error(ErrorKind::BadFile, "no expression");
+  e->evaluate({{"s0", 3}, {"s1", -7}, {"s77", INT64_MAX}});
+  const std::string infix = e->to_infix();
+  const auto again = SymExpr::parse(infix);
+  require(!again || again->to_infix() == infix, "the expression does not round-trip");
+  e->to_sympy(spelling);
+}
+
+void read_history_bytes(const std::string& bytes, const std::string&) {
+  const History history = parse_history(bytes);
+  for (const HistoryStep& step : history.steps) {
+    for (const HistoryRow& row : step.rows) require(row.tensor < history.tensors.size(), "a row of no tensor");
+  }
+  for (const HistoryEvent& event : history.events) {
+    for (const auto& c : event.first) require(c.tensor < history.tensors.size(), "an event of no tensor");
+  }
+  merge_histories({history, history});
+}
+
+void read_csv(const std::string& text, const std::string&) {
+  const std::string printed = to_csv(parse_csv(text));
+  require(to_csv(parse_csv(printed)) == printed, "the table does not round-trip");
+}
+
+void use(const c10::IValue& value) {
+  if (value.isTensor()) {
+    value.toTensor().clone();
+  } else if (value.isTuple()) {
+    for (const auto& v : value.toTupleRef().elements()) use(v);
+  } else if (value.isList()) {
+    for (const c10::IValue& v : value.toListRef()) use(v);
+  } else if (value.isGenericDict()) {
+    for (const auto& entry : value.toGenericDict()) use(entry.value());
+  }
+}
+
+void read_tensors(const std::string&, const std::string& file) { use(load_tensors(file)); }
+
+void read_message_bytes(const std::string& bytes, const std::string&) {
+  const at::Tensor buffer = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  if (!bytes.empty()) std::memcpy(buffer.data_ptr(), bytes.data(), bytes.size());
+  for (const MessageValue& v : wire::read_message(buffer).values) {
+    if (v.tensor.defined()) v.tensor.clone();
+  }
+}
+
+// --- what to start from ---
+
+std::shared_ptr<Pipe> small_pipe() {
+  State state;
+  for (const char* name : {"a.weight", "b.weight"}) {
+    state.add({name, AttrKind::Parameter, at::ones({4, 4}).requires_grad_()});
+  }
+  state.add({"mask", AttrKind::Buffer, at::ones({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast)});
+  GraphModule module(parse_graph(R"(graph {
+    %x: f32[3, 4] = placeholder "x"
+    %w = get_attr "a.weight"
+    %y: f32[3, 4] = aten::linear(%x, %w) in "":"Net" "a":"Linear"
+    plumb::pipe_split()
+    %v = get_attr "b.weight"
+    %z: f32[3, 4] = aten::linear(%y, %v)
+    %m = get_attr "mask"
+    %s = aten::sum(%m)
+    %o = aten::add.Tensor(%z, %s)
+    output(%o, nan)
+  })"),
+                     std::move(state), TreeSpec::positional_inputs(1), TreeSpec::tuple({{}, {}}));
+  return pipeline(module);
+}
+
+std::string history_bytes() {
+  const std::string file = work_file("seed.history");
+  {
+    HistoryWriter writer(file, false);
+    writer.rules("[[rule]]\n");
+    HistoryStep step{1, {}};
+    HistoryRow row;
+    row.tensor = writer.tensor({"fc.weight", "fc", "parameter", "float32", {4, 4}, 0});
+    row.present = kAllStatistics;
+    row.data.numel = 16;
+    step.rows.push_back(row);
+    writer.step(step);
+    writer.scalars({1, {{"loss", 0.5}}});
+    writer.event({1, 0, "std > 1", 2, {{0, false, 2.0}}});
+  }
+  const std::string bytes = slurp(file);
+  std::filesystem::remove(file);
+  return bytes;
+}
+
+std::string tensor_file(const std::string& ending, const c10::IValue& value) {
+  const std::string file = work_file("seed" + ending);
+  save_tensors(value, file);
+  const std::string bytes = slurp(file);
+  std::filesystem::remove(file);
+  return bytes;
+}
+
+c10::IValue tensors_in_a_dict() {
+  c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
+  dict.insert("w", at::ones({2, 3}));
+  dict.insert("h", at::ones({3, 2}, at::kBFloat16).t());
+  dict.insert("i", at::arange(4));
+  return dict;
+}
+
+std::string message_bytes(const std::vector<MessageValue>& values, at::IntArrayRef sizes) {
+  std::string bytes(static_cast<size_t>(wire::message_bytes(values, sizes.size())), '\0');
+  wire::write_message(bytes.data(), {}, values, sizes);
+  return bytes;
+}
+
+std::vector<std::string> tables() {
+  std::vector<std::string> texts;
+  for (const std::string& name : schedule_names()) texts.push_back(to_csv(make_schedule(name, 2, 4)));
+  return texts;
+}
+
+std::vector<Reader> all_readers() {
+  const auto pipe = small_pipe();
+  const std::string events =
+      to_text({{0, parse_action("0F0"), 0.0, 1.5e-6, 1.0}, {1, parse_action("1B2"), 0.25, 0.5, 0.75}});
+  return {
+      {"pt2", {}, read_pt2, broken_archive, ".pt2"},
+      {"graph_text", {to_string(pipe->merge()->graph())}, read_graph, broken_text},
+      {"stage_bytes", {serialize_stage(*pipe, 0), serialize_stage(*pipe, 1)}, read_stage, broken_stage},
+      {"tree", {pipe->in_spec().to_json(), pipe->out_spec().to_json()}, read_tree, broken_json},
+      {"sizes", {}, read_sizes, broken_text},
+      {"history", {history_bytes()}, read_history_bytes, broken_history},
+      {"schedule", tables(), read_csv, broken_text},
+      {"rules", {}, [](const std::string& text, const std::string&) { RecordRules::parse(text); }, broken_text},
+      {"timeline", {events}, [](const std::string& text, const std::string&) { parse_timeline(text); }, broken_text},
+      {"npy",
+       {tensor_file(".npy", at::ones({2, 3})), tensor_file(".npy", at::arange(5))},
+       read_tensors,
+       broken_bytes,
+       ".npy"},
+      {"pt",
+       {tensor_file(".pt", at::ones({2, 3})), tensor_file(".pt", tensors_in_a_dict())},
+       read_tensors,
+       broken_archive,
+       ".pt"},
+      {"message",
+       {message_bytes({{at::ones({2, 3}), true}, {}, {at::arange(4).to(at::kShort)}}, {0, 2, 3, 4}),
+        message_bytes({{at::ones({4, 3}).t(), false}}, {})},
+       read_message_bytes,
+       broken_message},
+  };
+}
+
+// Seeds of the folders: NAME/* for the reader of that name, and every .pt2 file.
+void add_files(std::vector<Reader>& readers, const std::vector<std::string>& folders) {
+  std::vector<std::string> files;
+  for (const std::string& folder : folders) {
+    for (const auto& e : std::filesystem::recursive_directory_iterator(folder)) {
+      if (e.is_regular_file()) files.push_back(e.path());
+    }
+  }
+  std::sort(files.begin(), files.end());
+  for (Reader& reader : readers) {
+    for (const std::string& file : files) {
+      const std::filesystem::path path(file);
+      if (path.parent_path().filename() != reader.name && !(reader.name == "pt2" && path.extension() == ".pt2"))
+        continue;
+      reader.seeds.push_back(slurp(file));
+    }
+  }
+}
+
+bool fuzz_reader(const Options& options, const Reader& reader) {
+  const std::string file = work_file(reader.name + reader.ending);
+  // What nobody has broken is read.
+  for (const std::string& seed : reader.seeds) {
+    spill(file, seed);
+    reader.read(seed, file);
+  }
+  return run(options, reader.name, file, [&](Random& random) {
+    const std::string bytes = reader.broken(reader.seeds[below(random, reader.seeds.size())], random);
+    spill(file, bytes);
+    reader.read(bytes, file);
+  });
+}
+
+}  // namespace
+}  // namespace plumb::fuzz
+
+int main(int argc, char** argv) {
+  using namespace plumb::fuzz;
+  const Options options = parse_options(argc, argv);
+  std::vector<Reader> readers = all_readers();
+  add_files(readers, options.folders);
+  bool clean = true;
+  for (const Reader& reader : readers) {
+    if (!options.only.empty() && options.only != reader.name) continue;
+    if (reader.seeds.empty()) {
+      std::printf("%s: no file to start from\n", reader.name.c_str());
+      clean = false;
+    } else {
+      clean = fuzz_reader(options, reader) && clean;
+    }
+  }
+  return clean ? 0 : 1;
+}
