@@ -199,6 +199,7 @@ def test_unit_scaling_is_a_backend_that_leaves_weights_alone():
         assert torch.equal(scaled(x), expected) and torch.equal(torch.compile(model, backend=backend)(x), expected)
         for state in (scaled.state_dict(), model.state_dict()):
             assert all(torch.equal(state[k], before[k]) for k in before)
+        assert not any(hasattr(p, "mup_type") for p in scaled.parameters())
 
 
 def test_a_backend_that_finds_nothing_says_so(caplog):

@@ -91,7 +91,7 @@ class UnitScalePass:
         report = json.loads(text)
         report["entries"] = _replacements(captured, mine) + _unmatched(captured, self.functions) + report["entries"]
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        for name, kind, depth in tags:
+        for name, kind, depth in tags if self.scaling is not None else ():
             if name in parameters and name not in self.users_tags:
                 tag_parameter(parameters[name], kind, depth)
         for e in report["entries"]:
