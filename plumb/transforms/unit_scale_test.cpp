@@ -227,16 +227,17 @@ TEST(UnitScale, ReplacesWhatTheUserNamesFirst) {
 
 TEST(UnitScale, TheUsersMapComesBeforeOperatorsArePutTogether) {
   UnitScaleOptions options;
-  options.replace = {{"aten::sigmoid", "plumb::tanh", nullptr},
-                     {"aten::addmm", "",
-                      [](Graph& g, const Node& node) { return g.call("aten::mm", {node.input(1), node.input(2)}); }}};
+  options.replace = {{"aten::sigmoid", "plumb::tanh", nullptr}, {"aten::addmm", "", [](Graph& g, const Node& node) {
+                                                                   return g.call("aten::relu", {node.input(1)});
+                                                                 }}};
   Report report;
   const std::string text = after_scaling(
       R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %t = aten::t(%w)
       %y = aten::addmm(%b, %x, %t) %s = aten::sigmoid(%y) %z = aten::mul.Tensor(%y, %s) output(%z) })",
       with({{"w", {3, 8}}, {"b", {3}}}), options, &report);
   EXPECT_THAT(text, HasSubstr("%s = plumb::tanh(%y"));
-  EXPECT_EQ(report.find(ReportKind::Replaced, "y")->to, "aten::mm");
+  EXPECT_THAT(text, HasSubstr("%y = aten::relu(%x)"));
+  EXPECT_EQ(report.find(ReportKind::Replaced, "y")->to, "aten::relu");
 }
 
 TEST(UnitScale, TheUsersMapAlsoSeesWhatOperatorsArePutTogetherTo) {
@@ -245,7 +246,7 @@ TEST(UnitScale, TheUsersMapAlsoSeesWhatOperatorsArePutTogetherTo) {
   EXPECT_THAT(after_scaling(R"(graph { %x: f32[4] = placeholder "x" %s = aten::sigmoid(%x)
       %z = aten::mul.Tensor(%x, %s) output(%z) })",
                             {}, options),
-              HasSubstr("%z = plumb::gelu(%x"));
+              HasSubstr("%silu = plumb::gelu(%x"));
 }
 
 TEST(UnitScale, SaysWhichReplacementsFoundNothing) {
