@@ -43,13 +43,13 @@ def difference(a, b):
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-FOLDED = {
-    "GPT": 1e-5, "GPT tied": 1e-5, "GPT with dropout": 1e-5, "TransformerEncoderLayer": 1e-5, "TransformerEncoderLayer eval": 1e-5,
-    "ViT": 1e-5, "ConvNet training": 1e-4, "ConvNet eval": 1e-4, "ConvNet 1d": 1e-4, "U-net": 1e-5,
-    "LSTM": 1e-5, "GRU": 1e-5, "LSTMCell": 1e-5, "Llama": 1e-4, "root Linear": 1e-5, "root Sequential": 1e-5,
-    "two-branch add": 1e-5, "GPT-2 of transformers": 1e-5, "Llama of transformers": 1e-4,
-    "BERT of transformers": 1e-5, "group and instance norm": 1e-4,
-}  # fmt: skip
+FOLDED = [
+    "GPT", "GPT tied", "GPT with dropout", "TransformerEncoderLayer", "TransformerEncoderLayer eval", "ViT",
+    "ConvNet training", "ConvNet eval", "ConvNet 1d", "U-net", "LSTM", "GRU", "LSTMCell", "Llama", "root Linear",
+    "root Sequential", "two-branch add", "GPT-2 of transformers", "Llama of transformers", "BERT of transformers",
+    "group and instance norm",
+]  # fmt: skip
+ROUNDING = 1e-5
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -66,8 +66,8 @@ def test_folded_weights_load_into_the_plain_model(name):
         m.eval()
     with torch.no_grad():
         wanted = first_tensor(scaled(*args, **kwargs))
-        assert difference(first_tensor(plain(*args, **kwargs)), wanted) < FOLDED[name], plumb.report(plain)
-        assert difference(first_tensor(model(*args, **kwargs)), wanted) < FOLDED[name]
+        assert difference(first_tensor(plain(*args, **kwargs)), wanted) < ROUNDING, plumb.report(plain)
+        assert difference(first_tensor(model(*args, **kwargs)), wanted) < ROUNDING
     assert "folded" in str(plumb.report(plain))
     assert not any(hasattr(p, "mup_type") for p in plain.parameters())
 

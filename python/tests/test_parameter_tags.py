@@ -64,7 +64,7 @@ def test_stages_keep_tags_as_bytes_copies_and_pickles(scaled):
         assert tags(pickle.loads(pickle.dumps(stage))) == wanted
         assert tags(copy.deepcopy(stage)) == wanted
         assert tags(deserialize_stage(pipe.serialize_stage(i))[0]) == wanted
-    plumb.optim.AdamW([p for i in range(2) for p in pipe.get_stage_module(i).parameters()], lr=0.1)
+        plumb.optim.AdamW(stage.parameters(), lr=0.1)
 
 
 def test_tags_set_on_a_plain_module_travel_too(tmp_path):
