@@ -291,8 +291,8 @@ TEST_F(Command, PrintsJsonLinesAsItsHelpSays) {
   const std::string about = help.substr(help.find("--json"));
   std::istringstream lines(run.out);
   for (std::string line; std::getline(lines, line);) {
-    for (const auto& item : Json::parse(line).items())
-      EXPECT_NE(about.find(item.key()), std::string::npos) << line << about;
+    const Json event = Json::parse(line);
+    for (const auto& item : event.items()) EXPECT_NE(about.find(item.key()), std::string::npos) << line << about;
   }
 }
 
