@@ -136,7 +136,7 @@ TEST(Zoo, TheGPTAsATextIsTheSameModel) {
     const auto inputs = testing_models::gpt_inputs(config);
     const at::Tensor loss = text->run(inputs)[0].toTensor();
     const at::Tensor wanted = model->forward(inputs[0].toTensor(), inputs[1].toTensor());
-    // torch::nn::Linear multiplies by the transposed weight and adds the bias after that; aten::linear does both at once.
+    // torch::nn::Linear multiplies by the transposed weight and adds the bias after that; aten::linear does both.
     EXPECT_TRUE(at::allclose(loss, wanted, 1e-5)) << loss.item<double>() << " " << wanted.item<double>();
     loss.backward();
     wanted.backward();
