@@ -270,7 +270,8 @@ TEST_F(Command, PlansAndTrainsByTheTableItWrites) {
   const Ended traced = plumb(std::string(kTrain) + "--stages 2 --timeline step.json --timeline-steps 2");
   ASSERT_EQ(traced.code, 0) << traced.err;
   std::set<std::string> names;
-  for (const Json& e : Json::parse(read(folder() / "step.json"))["traceEvents"]) {
+  const Json trace = Json::parse(read(folder() / "step.json"));
+  for (const Json& e : trace["traceEvents"]) {
     names.insert((e["name"] == "process_name" ? e["args"]["name"] : e["name"]).get<std::string>());
   }
   for (const char* name : {"rank 0, stage 0", "rank 1, stage 1", "step 5", "step 6"})
