@@ -69,10 +69,9 @@ std::pair<at::Tensor, at::Tensor> quantise_and_pack(const at::Tensor& x, const F
   check_tensor(x, "quantise");
   const auto carrier = carrier_of(x.scalar_type(), "quantise");
   at::NoGradGuard no_grad;
-  // The codes outlive the result, and come first: what is freed behind them is one piece with what follows.
-  at::Tensor codes = at::empty({x.numel()}, x.options().dtype(at::kByte).requires_grad(false));
   at::Tensor out = fresh_like(x, x.scalar_type()), source = x;
   if (x.is_neg() || !is_dense(x) || out.strides() != x.strides()) source = out.copy_(x);
+  at::Tensor codes = at::empty({x.numel()}, x.options().dtype(at::kByte).requires_grad(false));
   const auto spec = rounding_spec(format, carrier);
   const auto code_spec = saved_code_spec(format);
   const uint64_t stream = seed_for(format, seed);
