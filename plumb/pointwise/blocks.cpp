@@ -151,7 +151,10 @@ struct Layout {
       largest = std::clamp(share, kLargestBlock, kCostlyCall * kLargestBlock);
       cache *= kCostlyCall / 2;
     }
-    block = std::clamp(cache / bytes / kUnit * kUnit, kUnit, largest);
+    // Torch cuts a large block among its threads: at whole vectors, as it does a whole tensor, or the functions whose
+    // scalar forms have other bits would show it.
+    const int64_t shared = kUnit * at::get_num_threads(), unit = shared <= largest ? shared : kUnit;
+    block = std::clamp(cache / bytes / unit * unit, unit, largest / unit * unit);
   }
 };
 
