@@ -1,6 +1,5 @@
 """A process that may open no more files: every call ends in its result, or in an error that says so and what to do."""
 
-import os
 import subprocess
 import sys
 
