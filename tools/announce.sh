@@ -6,8 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 goal=$1 build=$2 jobs=$3
 case "$goal" in
-  demo) level=demo made="$build/bin/plumb_demo" serial=60 parallel=300 run=60 what="trains a small GPT four times" ;;
-  test) level=test made="$build/tests/plumb_pipeline_test" serial=60 parallel=850 run=720 what="runs every test" ;;
+  demo) level=demo made="$build/bin/plumb_demo" serial=60 parallel=600 run=90 what="trains a small GPT four times" ;;
+  test) level=test made="$build/tests/plumb_pipeline_test" serial=60 parallel=1400 run=660 what="runs every test" ;;
 esac
 steps="" seconds=$run
 if ! tools/bootstrap.sh --check "$level"; then
