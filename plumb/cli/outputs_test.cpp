@@ -66,6 +66,7 @@ TEST_F(Outputs, WithoutDescriptorsAreErrorsThatSaySo) {
       const Ended run =
           shell("ulimit -n " + std::to_string(most) + "; exec timeout 60 " PLUMB_COMMAND " " + std::string(arguments));
       if (run.code == 0) continue;
+      if (run.err.find("while loading shared libraries") != std::string::npos) continue;  // no program starts
       failed++;
       EXPECT_LT(run.code, 124) << "ended by a signal, or too late: " << most << ", " << arguments << "\n" << run.err;
       EXPECT_NE(run.err.find("Too many open files"), std::string::npos) << most << ", " << arguments << "\n" << run.err;
