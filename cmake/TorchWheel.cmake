@@ -46,6 +46,11 @@ if(EXISTS "${TORCH_WHEEL_DIR}/lib/libtorch_cuda.so")
   set(TORCH_WHEEL_CUDA ON)
 endif()
 
+# at::parallel_for is a header: without OpenMP it is a loop on one thread. The runtime is the one torch loads.
+file(GLOB _torch_openmp LIST_DIRECTORIES OFF "${TORCH_WHEEL_DIR}/lib/libgomp*.so*" "${TORCH_WHEEL_DIR}/lib/libiomp5.so")
+list(APPEND _torch_openmp gomp)
+list(GET _torch_openmp 0 _torch_openmp)
+
 add_library(torch_wheel INTERFACE IMPORTED)
 set_target_properties(torch_wheel PROPERTIES
   INTERFACE_SYSTEM_INCLUDE_DIRECTORIES
@@ -54,7 +59,8 @@ set_target_properties(torch_wheel PROPERTIES
     "${TORCH_WHEEL_DIR}/include;${TORCH_WHEEL_DIR}/include/torch/csrc/api/include"
   # c10d's headers hide Gloo unless told it is there, as it is in every Linux wheel.
   INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO;_GLIBCXX_USE_CXX11_ABI=1"
+  INTERFACE_COMPILE_OPTIONS "$<$<COMPILE_LANGUAGE:CXX>:-fopenmp>"
   INTERFACE_LINK_LIBRARIES
-    "${TORCH_WHEEL_DIR}/lib/libtorch.so;${TORCH_WHEEL_DIR}/lib/libtorch_cpu.so;${TORCH_WHEEL_DIR}/lib/libc10.so"
+    "${TORCH_WHEEL_DIR}/lib/libtorch.so;${TORCH_WHEEL_DIR}/lib/libtorch_cpu.so;${TORCH_WHEEL_DIR}/lib/libc10.so;${_torch_openmp}"
   # A CUDA wheel's libraries need others that only their own run paths find.
   INTERFACE_LINK_OPTIONS "LINKER:--allow-shlib-undefined")
