@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/crc32.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/sym_expr.h"
@@ -77,24 +78,28 @@ std::string broken_archive(const std::string& seed, Random& random) {
   return mutate_archive(seed, std::move(entries), random, crc32);
 }
 
-// The header says otherwise, and its length fits again.
-std::string broken_stage(const std::string& seed, Random& random) {
+// Of a file whose JSON header's length stands at byte `at`. The header says otherwise, and its length fits again.
+std::string broken_header(const std::string& seed, size_t at, Random& random) {
   if (chance(random, 4)) return broken_bytes(seed, random);
   uint64_t length = 0;
-  std::memcpy(&length, seed.data() + 8, 8);
-  json header = json::parse(seed.substr(16, length));
+  std::memcpy(&length, seed.data() + at, 8);
+  json header = json::parse(seed.substr(at + 8, length));
   if (chance(random, 2)) {
     mutate_json(header, random);
   } else {
     // Texts within the header: the graph, and JSON of their own.
-    auto at = header.begin();
-    std::advance(at, below(random, header.size()));
-    if (at->is_string()) *at = broken_json(at->get<std::string>(), random);
+    auto text = header.begin();
+    std::advance(text, below(random, header.size()));
+    if (text->is_string()) *text = broken_json(text->get<std::string>(), random);
   }
   const std::string text = header.dump(-1, ' ', false, json::error_handler_t::replace);
   const uint64_t size = text.size();
-  return seed.substr(0, 8) + std::string(reinterpret_cast<const char*>(&size), 8) + text + seed.substr(16 + length);
+  return seed.substr(0, at) + std::string(reinterpret_cast<const char*>(&size), 8) + text +
+         seed.substr(at + 8 + length);
 }
+
+std::string broken_stage(const std::string& seed, Random& random) { return broken_header(seed, 8, random); }
+std::string broken_safetensors(const std::string& seed, Random& random) { return broken_header(seed, 0, random); }
 
 // Most broken records have a right checksum.
 std::string broken_history(const std::string& seed, Random& random) {
@@ -199,6 +204,13 @@ void use(const c10::IValue& value) {
 
 void read_tensors(const std::string&, const std::string& file) { use(load_tensors(file)); }
 
+void read_safetensors(const std::string&, const std::string& path) {
+  const SafetensorsFile file(path);
+  for (const SafetensorsEntry& entry : file.entries()) {
+    require(file.read(entry.name).nbytes() == entry.bytes, "a tensor of other bytes than its entry");
+  }
+}
+
 void read_message_bytes(const std::string& bytes, const std::string&) {
   const at::Tensor buffer = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
   if (!bytes.empty()) std::memcpy(buffer.data_ptr(), bytes.data(), bytes.size());
@@ -259,6 +271,14 @@ std::string tensor_file(const std::string& ending, const c10::IValue& value) {
   return bytes;
 }
 
+std::string safetensors_bytes(const NamedTensors& tensors) {
+  const std::string file = work_file("seed.safetensors");
+  write_safetensors(file, tensors);
+  const std::string bytes = slurp(file);
+  std::filesystem::remove(file);
+  return bytes;
+}
+
 c10::IValue tensors_in_a_dict() {
   c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
   dict.insert("w", at::ones({2, 3}));
@@ -303,6 +323,11 @@ std::vector<Reader> all_readers() {
        read_tensors,
        broken_archive,
        ".pt"},
+      {"safetensors",
+       {safetensors_bytes({{"a.weight", at::ones({2, 3})}, {"b", at::arange(4)}, {"c", at::ones({2}, at::kBool)}})},
+       read_safetensors,
+       broken_safetensors,
+       ".safetensors"},
       {"message",
        {message_bytes({{at::ones({2, 3}), true}, {}, {at::arange(4).to(at::kShort)}}, {0, 2, 3, 4}),
         message_bytes({{at::ones({4, 3}).t(), false}}, {})},

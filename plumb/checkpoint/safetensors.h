@@ -1,0 +1,90 @@
+// The `safetensors` format: a JSON header of names, dtypes, shapes and offsets, then the tensors' bytes.
+// Format: https://github.com/huggingface/safetensors ("Format").
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "plumb/core/input_file.h"
+
+namespace plumb {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+struct SafetensorsEntry {
+  std::string name;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> sizes;
+  uint64_t offset = 0, bytes = 0;  // in the file
+};
+
+// The format's name of a dtype ("F32", "BF16", "F8_E4M3"); "" for a dtype that the format does not have.
+std::string_view safetensors_dtype(at::ScalarType dtype);
+
+// An open file. The header is checked when it is opened: its length, its grammar, names that come twice, dtypes, shapes
+// against bytes, offsets inside of the file without holes or overlaps. Memory is at most a few times the header's
+// length, which is at most 100 MB. Raises Error(BadFile) that names the file, the tensor and what is wrong; functions
+// that take a name raise Error(UnknownName) for one that is not in the file. Threads may read at the same time.
+class SafetensorsFile {
+ public:
+  explicit SafetensorsFile(std::string path);
+
+  const std::string& path() const { return path_; }
+  const std::vector<SafetensorsEntry>& entries() const { return entries_; }  // in the order of their bytes
+  const SafetensorsEntry* find(std::string_view name) const;                 // null if there is none
+  const SafetensorsEntry& get(std::string_view name) const;
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+
+  // A contiguous CPU tensor that owns its memory. `checksum` gets the crc32 of its bytes in the file.
+  at::Tensor read(std::string_view name, uint32_t* checksum = nullptr) const;
+  // The crc32 of the tensor's bytes, read in pieces.
+  uint32_t checksum(std::string_view name) const;
+
+ private:
+  std::string path_;
+  InputFile file_;
+  std::vector<SafetensorsEntry> entries_;
+  std::unordered_map<std::string_view, size_t> index_;
+  std::map<std::string, std::string> metadata_;
+};
+
+// Writes the file through core/output_file.h; answers the crc32 of every tensor's bytes, in the order given. Tensors of
+// any device and strides; at most one copy at a time. Each starts at a multiple of its element size. Raises
+// Error(InvalidArgument) for a name that comes twice, is "__metadata__" or no UTF-8, Error(Unsupported) for a tensor
+// that the format cannot hold, Error(CannotWrite).
+std::vector<uint32_t> write_safetensors(const std::string& path, const NamedTensors& tensors,
+                                        const std::map<std::string, std::string>& metadata = {{"format", "pt"}});
+
+// Tensors of a folder: of the files that `STEM.safetensors.index.json` names (as `transformers` writes it), of
+// `STEM.safetensors`, or of the only file that ends in `.safetensors`. Or `path` is such a file itself. Files are
+// opened when they are first needed. Names of files in an index are plain names in the folder. One thread at a time.
+// Raises Error(BadFile), and Error(UnknownName) for a name that is not there.
+class TensorFolder {
+ public:
+  explicit TensorFolder(const std::string& path, const std::string& stem = "model");
+
+  std::vector<std::string> names() const;  // sorted
+  bool contains(const std::string& name) const { return files_.count(name) > 0; }
+  const SafetensorsEntry& meta(const std::string& name) const;  // reads no tensor
+  at::Tensor read(const std::string& name) const;
+  // Of tensors, by read() so far. Headers are not counted.
+  uint64_t bytes_read() const { return bytes_read_; }
+
+ private:
+  const SafetensorsFile& file_of(const std::string& name) const;
+  std::string folder_;
+  std::map<std::string, std::string> files_;  // by tensor
+  mutable std::map<std::string, std::unique_ptr<SafetensorsFile>> open_;
+  mutable std::atomic<uint64_t> bytes_read_ = 0;
+};
+
+}  // namespace plumb
