@@ -39,24 +39,6 @@ std::string read_header(const std::string& path, const InputFile& file) {
 // As the format has them: dense, little-endian, in memory of the host.
 at::Tensor plain(const at::Tensor& tensor) { return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous(); }
 
-void check_writable(const std::string& path, const NamedTensors& tensors) {
-  std::set<std::string_view> names;
-  for (const auto& [name, tensor] : tensors) {
-    const auto refuse = [&, &name = name](ErrorKind kind, const std::string& what, const std::string& remedy) {
-      throw Error(kind, path + ": tensor '" + name + "' " + what, "", remedy);
-    };
-    if (name == "__metadata__" || !is_utf8(name))
-      refuse(ErrorKind::InvalidArgument, "has a name that the format cannot hold", "give it another name, in UTF-8");
-    if (!names.insert(name).second) refuse(ErrorKind::InvalidArgument, "is given twice", "give every name once");
-    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta())
-      refuse(ErrorKind::Unsupported, "is not an ordinary dense one with values", "save its values as a dense tensor");
-    if (safetensors_dtype(tensor.scalar_type()).empty())
-      refuse(ErrorKind::Unsupported,
-             std::string("has the dtype ") + at::toString(tensor.scalar_type()) + ", which the format lacks",
-             "save it as another dtype");
-  }
-}
-
 // Tensors in the order of their bytes: those of large elements first, so that each is aligned without gaps.
 std::vector<size_t> order_of_bytes(const NamedTensors& tensors) {
   std::vector<size_t> order(tensors.size());
@@ -101,6 +83,24 @@ std::string header_text(const std::string& path, const NamedTensors& tensors, co
 }
 
 }  // namespace
+
+void check_holdable(const std::string& place, const NamedTensors& tensors) {
+  std::set<std::string_view> names;
+  for (const auto& [name, tensor] : tensors) {
+    const auto refuse = [&, &name = name](ErrorKind kind, const std::string& what, const std::string& remedy) {
+      throw Error(kind, place + ": tensor '" + name + "' " + what, "", remedy);
+    };
+    if (name == "__metadata__" || !is_utf8(name))
+      refuse(ErrorKind::InvalidArgument, "has a name that the format cannot hold", "give it another name, in UTF-8");
+    if (!names.insert(name).second) refuse(ErrorKind::InvalidArgument, "is given twice", "give every name once");
+    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta())
+      refuse(ErrorKind::Unsupported, "is not an ordinary dense one with values", "save its values as a dense tensor");
+    if (safetensors_dtype(tensor.scalar_type()).empty())
+      refuse(ErrorKind::Unsupported,
+             std::string("has the dtype ") + at::toString(tensor.scalar_type()) + ", which the format lacks",
+             "save it as another dtype");
+  }
+}
 
 SafetensorsFile::SafetensorsFile(std::string path) : path_(std::move(path)), file_(path_) {
   const std::string text = read_header(path_, file_);
@@ -148,7 +148,7 @@ uint32_t SafetensorsFile::checksum(std::string_view name) const {
 
 std::vector<uint32_t> write_safetensors(const std::string& path, const NamedTensors& tensors,
                                         const std::map<std::string, std::string>& metadata) {
-  check_writable(path, tensors);
+  check_holdable(path, tensors);
   const std::vector<size_t> order = order_of_bytes(tensors);
   const std::string header = header_text(path, tensors, order, metadata);
   OutputFile file(path);

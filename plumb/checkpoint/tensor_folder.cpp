@@ -1,8 +1,7 @@
 #include <filesystem>
 
-#include "plumb/checkpoint/safetensors.h"
+#include "plumb/checkpoint/checkpoint_json.h"
 #include "plumb/core/error.h"
-#include "plumb/exported/json_doc.h"
 
 namespace plumb {
 namespace {
@@ -18,7 +17,7 @@ std::map<std::string, std::string> read_weight_map(const std::string& path) {
   const Json& map = doc.object(doc.at(doc.root(), "weight_map"));
   for (auto it = map.begin(); it != map.end(); ++it) {
     const std::string& file = doc.string(*it);
-    if (!file.ends_with(kTensorFileEnding) || file.find_first_of(std::string_view("/\0", 2)) != file.npos) {
+    if (!is_plain_file_name(file, kTensorFileEnding)) {
       throw Error(ErrorKind::BadFile,
                   path + ": tensor '" + it.key() + "' is in '" + file + "', which is no name of a file here", "",
                   "files of an index end in .safetensors and lie beside it");

@@ -1,0 +1,151 @@
+#include "plumb/checkpoint/checkpoint.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <filesystem>
+#include <sstream>
+
+#include "plumb/checkpoint/checkpoint_json.h"
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kUseAnother = "use the checkpoint before it (Checkpoint::newest finds it), or another copy";
+
+std::string shape_and_dtype(at::ScalarType dtype, at::IntArrayRef sizes) {
+  std::ostringstream text;
+  text << at::toString(dtype) << sizes;
+  return text.str();
+}
+
+std::string stored_name(const CheckpointContents& contents, const std::string& name) {
+  const auto tie = contents.ties.find(name);
+  return tie == contents.ties.end() ? name : tie->second;
+}
+
+std::string stored_optimizer_name(const CheckpointContents& contents, const std::string& name) {
+  const size_t slash = name.find('/');
+  if (contents.optimizer.count(name) || slash == name.npos) return name;
+  return name.substr(0, slash + 1) + stored_name(contents, name.substr(slash + 1));
+}
+
+}  // namespace
+
+Checkpoint::Checkpoint(std::string folder, CheckpointContents contents)
+    : folder_(std::move(folder)), contents_(std::make_shared<CheckpointContents>(std::move(contents))) {}
+
+Checkpoint Checkpoint::open(const std::string& folder) {
+  const std::string path = (fs::path(folder) / kCheckpointJson).string();
+  return Checkpoint(folder, checkpoint_from_text(path, folder, read_file(path)));
+}
+
+std::optional<Checkpoint> Checkpoint::newest(const std::string& run_folder, std::vector<std::string>* problems) {
+  const std::vector<int64_t> steps = checkpoint_steps(run_folder);
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    try {
+      Checkpoint checkpoint = open((fs::path(run_folder) / checkpoint_name(*step)).string());
+      checkpoint.verify();
+      return checkpoint;
+    } catch (const Error& e) {
+      if (problems) problems->push_back(checkpoint_name(*step) + " is not used: " + e.message());
+    }
+  }
+  return std::nullopt;
+}
+
+std::vector<std::string> Checkpoint::names() const {
+  std::map<std::string, bool> sorted;
+  for (const auto& [name, tensor] : contents_->model) sorted[name];
+  for (const auto& [name, first] : contents_->ties) sorted[name];
+  std::vector<std::string> names;
+  for (const auto& [name, none] : sorted) names.push_back(name);
+  return names;
+}
+
+std::vector<std::string> Checkpoint::optimizer_names() const {
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : contents_->optimizer) names.push_back(name);
+  return names;
+}
+
+const CheckpointTensor* Checkpoint::find(const std::string& name) const {
+  const auto found = contents_->model.find(stored_name(*contents_, name));
+  return found == contents_->model.end() ? nullptr : &found->second;
+}
+
+const CheckpointTensor* Checkpoint::find_optimizer(const std::string& name) const {
+  const auto found = contents_->optimizer.find(stored_optimizer_name(*contents_, name));
+  return found == contents_->optimizer.end() ? nullptr : &found->second;
+}
+
+const SafetensorsFile& Checkpoint::file_of(const std::string& name, const CheckpointTensor& tensor) const {
+  auto& file = open_[tensor.file];
+  if (!file) file = std::make_shared<SafetensorsFile>((fs::path(folder_) / tensor.file).string());
+  const SafetensorsEntry* entry = file->find(name);
+  if (!entry || entry->dtype != tensor.dtype || entry->sizes != tensor.sizes)
+    throw Error(ErrorKind::BadFile,
+                file->path() + ": tensor '" + name + "' is not as " + kCheckpointJson + " beside it says", "",
+                kUseAnother);
+  return *file;
+}
+
+at::Tensor Checkpoint::read_checked(const std::string& name, const CheckpointTensor& tensor) const {
+  const SafetensorsFile& file = file_of(name, tensor);
+  uint32_t sum = 0;
+  at::Tensor read = file.read(name, &sum);
+  if (sum != tensor.checksum)
+    throw Error(ErrorKind::BadFile, file.path() + ": tensor '" + name + "' is not as it was written", "", kUseAnother);
+  bytes_read_ += read.nbytes();
+  return read;
+}
+
+at::Tensor Checkpoint::read(const std::string& name) const {
+  const CheckpointTensor* tensor = find(name);
+  if (!tensor) throw Error(ErrorKind::UnknownName, folder_ + ": holds no tensor '" + name + "'");
+  return read_checked(stored_name(*contents_, name), *tensor);
+}
+
+at::Tensor Checkpoint::read_optimizer(const std::string& name) const {
+  const CheckpointTensor* tensor = find_optimizer(name);
+  if (!tensor) throw Error(ErrorKind::UnknownName, folder_ + ": holds no state of an optimiser '" + name + "'");
+  return read_checked(stored_optimizer_name(*contents_, name), *tensor);
+}
+
+void Checkpoint::load(const NamedTensors& into) const {
+  std::string missing;
+  size_t count = 0;
+  for (const auto& [name, tensor] : into) {
+    const CheckpointTensor* stored = find(name);
+    if (!stored && ++count <= 10) missing += (missing.empty() ? "" : ", ") + name;
+    if (!stored) continue;
+    if (stored->dtype != tensor.scalar_type() || at::IntArrayRef(stored->sizes) != tensor.sizes())
+      throw Error(ErrorKind::TensorMismatch,
+                  folder_ + ": '" + name + "' is " + shape_and_dtype(stored->dtype, stored->sizes) +
+                      ", the model has " + shape_and_dtype(tensor.scalar_type(), tensor.sizes()),
+                  "", "load it into the model that it was saved from");
+  }
+  if (count > 0)
+    throw Error(
+        ErrorKind::UnknownName,
+        folder_ + ": " + std::to_string(count) + " tensors are missing: " + missing + (count > 10 ? ", ..." : ""), "",
+        "load it into the model that it was saved from");
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : into) tensor.copy_(read(name));
+}
+
+void Checkpoint::verify() const {
+  for (const auto* tensors : {&contents_->model, &contents_->optimizer}) {
+    for (const auto& [name, tensor] : *tensors) {
+      const SafetensorsFile& file = file_of(name, tensor);
+      if (file.checksum(name) != tensor.checksum)
+        throw Error(ErrorKind::BadFile, file.path() + ": tensor '" + name + "' is not as it was written", "",
+                    kUseAnother);
+    }
+  }
+}
+
+}  // namespace plumb

@@ -1,0 +1,492 @@
+#include "plumb/checkpoint/checkpoint.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+#include <unistd.h>
+
+#include <barrier>
+#include <csignal>
+#include <filesystem>
+#include <thread>
+
+#include "plumb/checkpoint/checkpoint_writer.h"
+#include "plumb/checkpoint/optimizer_state.h"
+#include "plumb/core/crc32.h"
+#include "plumb/core/error.h"
+#include "plumb/exported/programs_for_test.h"
+#include "tests/fuzz/mutate.h"
+
+namespace plumb {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using plumb::testing::slurp;
+using plumb::testing::spill;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+class Checkpoints : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string name = (fs::temp_directory_path() / "plumb_checkpoints_XXXXXX").string();
+    ASSERT_NE(mkdtemp(name.data()), nullptr);
+    run_ = name;
+  }
+  void TearDown() override { fs::remove_all(run_); }
+
+  // Tensors that tell the step.
+  static CheckpointPart part(double step, int64_t size = 4) {
+    return {{{"a.weight", at::full({2, size}, step)}, {"b.weight", at::full({size}, step + 0.5)}},
+            {{"exp_avg/a.weight", at::full({2, size}, -step)}}};
+  }
+  static void expect_step(const Checkpoint& c, int64_t step) {
+    EXPECT_EQ(c.step(), step);
+    EXPECT_TRUE(at::equal(c.read("a.weight"), at::full({2, 4}, double(step))));
+    EXPECT_TRUE(at::equal(c.read("b.weight"), at::full({4}, step + 0.5)));
+    EXPECT_TRUE(at::equal(c.read_optimizer("exp_avg/a.weight"), at::full({2, 4}, -double(step))));
+  }
+  std::vector<std::string> entries() const {
+    std::vector<std::string> names;
+    for (const auto& e : fs::directory_iterator(run_)) {
+      if (e.path().filename().string()[0] != '.') names.push_back(e.path().filename().string());
+    }
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+  fs::path run_;
+};
+
+template <typename F>
+Error error_from(F&& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    return e;
+  }
+  ADD_FAILURE() << "no error";
+  return Error(ErrorKind::Internal, "none");
+}
+
+TEST_F(Checkpoints, HoldTensorsStateAndStep) {
+  const json state = {{"rng", {1, 2, UINT64_MAX}}, {"rate", 0.1}, {"text", "ä"}};
+  {
+    CheckpointWriter writer(run_, 0, 1, "r");
+    writer.save(120, part(120), state);
+    writer.wait();
+    const auto reports = writer.take_reports();
+    ASSERT_THAT(reports, SizeIs(1));
+    EXPECT_EQ(reports[0].problem, "");
+    EXPECT_EQ(reports[0].folder, (run_ / "step-00000120").string());
+    EXPECT_EQ(reports[0].bytes, 80u);
+  }
+  EXPECT_THAT(entries(), ElementsAre("step-00000120"));
+  const Checkpoint c = Checkpoint::open(run_ / "step-00000120");
+  expect_step(c, 120);
+  EXPECT_EQ(c.state(), state);
+  EXPECT_THAT(c.names(), ElementsAre("a.weight", "b.weight"));
+  EXPECT_THAT(c.optimizer_names(), ElementsAre("exp_avg/a.weight"));
+  EXPECT_EQ(c.bytes_read(), 80u);
+  EXPECT_EQ(error_from([&] { c.read("c"); }).kind(), ErrorKind::UnknownName);
+}
+
+TEST_F(Checkpoints, OfSeveralRanksAreOneModel) {
+  std::vector<std::thread> ranks;
+  std::barrier all(3);
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.emplace_back([&, rank] {
+      CheckpointWriter writer(run_, rank, 3, "r");
+      all.arrive_and_wait();
+      CheckpointPart p;
+      // Rank 1 has nothing. A tensor of two ranks is the same on both.
+      if (rank != 1) p.model = {{"x." + std::to_string(rank), at::full({4}, rank)}, {"shared", at::ones({2})}};
+      if (rank == 2) p.ties = {{"head", "x.0"}};
+      for (int step : {1, 2}) writer.save(step, p, {{"from", rank}});
+      writer.wait();
+      EXPECT_EQ(writer.problem(), std::nullopt);
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+  EXPECT_THAT(entries(), ElementsAre("step-00000001", "step-00000002"));
+  const Checkpoint c = *Checkpoint::newest(run_);
+  EXPECT_EQ(c.step(), 2);
+  EXPECT_EQ(c.state(), json({{"from", 0}}));
+  EXPECT_THAT(c.names(), ElementsAre("head", "shared", "x.0", "x.2"));
+  EXPECT_TRUE(at::equal(c.read("head"), at::zeros({4})));
+  EXPECT_TRUE(at::equal(c.read("x.2"), at::full({4}, 2)));
+  EXPECT_TRUE(fs::exists(run_ / "step-00000002/model-00002-of-00002.safetensors"));
+  // What other readers see.
+  EXPECT_THAT(TensorFolder((run_ / "step-00000002").string()).names(), ElementsAre("shared", "x.0", "x.2"));
+}
+
+TEST_F(Checkpoints, SayWhichTensorRanksDifferIn) {
+  std::vector<std::thread> ranks;
+  std::barrier all(2);
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      CheckpointWriter writer(run_, rank, 2, "r");
+      all.arrive_and_wait();
+      writer.save(1, {{{"w", at::full({4}, rank)}}, {}}, {});
+      writer.wait();
+      EXPECT_THAT(writer.problem().value_or(""), HasSubstr(rank == 0 ? "'w' of rank 1" : "rank 0 gave it up"));
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+  EXPECT_EQ(Checkpoint::newest(run_), std::nullopt);
+}
+
+TEST_F(Checkpoints, StoreATensorOfSeveralNamesOnce) {
+  const at::Tensor w = at::ones({3, 3});
+  {
+    CheckpointWriter writer(run_, 0, 1, "r");
+    writer.save(1, {{{"embed", w}, {"head", w}, {"head.t", w.t()}}, {{"exp_avg/embed", w}}}, {});
+  }
+  const Checkpoint c = *Checkpoint::newest(run_);
+  EXPECT_EQ(c.contents().ties, (std::map<std::string, std::string>{{"head", "embed"}}));
+  EXPECT_EQ(c.contents().model.size(), 2u);
+  EXPECT_TRUE(at::equal(c.read("head"), w));
+  EXPECT_TRUE(at::equal(c.read_optimizer("exp_avg/head"), w));
+  const SafetensorsFile file(run_ / "step-00000001/model-00001-of-00001.safetensors");
+  EXPECT_EQ(file.metadata().at("head"), "embed");
+}
+
+TEST_F(Checkpoints, AreCopiesOfTheStepsEdge) {
+  CheckpointWriter writer(run_, 0, 1, "r");
+  CheckpointPart p = part(1);
+  writer.save(1, p, {});
+  for (auto& [name, tensor] : p.model) tensor.zero_();
+  for (auto& [name, tensor] : p.optimizer) tensor.zero_();
+  writer.wait();
+  expect_step(Checkpoint::open(run_ / "step-00000001"), 1);
+}
+
+TEST_F(Checkpoints, KeepTheLastAndEveryNth) {
+  fs::create_directories(run_ / "step-7");
+  fs::create_directories(run_ / "step-00000001x");
+  fs::create_directories(run_ / "mine");
+  {
+    CheckpointWriter writer(run_, 0, 1, "r", {.keep_last = 2, .keep_every = 30});
+    for (int step = 10; step <= 80; step += 10) writer.save(step, part(step), {});
+  }
+  EXPECT_THAT(entries(), ElementsAre("mine", "step-00000001x", "step-00000030", "step-00000060", "step-00000070",
+                                     "step-00000080", "step-7"));
+  // A run that went back to step 60 does not count what it left behind, and removes none of it.
+  {
+    CheckpointWriter writer(run_, 0, 1, "r2", {.keep_last = 1});
+    writer.save(65, part(65), {});
+  }
+  EXPECT_THAT(entries(),
+              ElementsAre("mine", "step-00000001x", "step-00000065", "step-00000070", "step-00000080", "step-7"));
+}
+
+TEST_F(Checkpoints, OfAStepThatIsThereReplaceIt) {
+  for (const char* run : {"r1", "r2"}) {
+    CheckpointWriter writer(run_, 0, 1, run);
+    writer.save(1, part(1), {{"run", run}});
+  }
+  EXPECT_THAT(entries(), ElementsAre("step-00000001"));
+  EXPECT_EQ(Checkpoint::newest(run_)->state(), json({{"run", "r2"}}));
+}
+
+TEST_F(Checkpoints, OfDeadRunsThatAreUnfinishedAreRemoved) {
+  fs::create_directories(run_ / "step-00000001.writing-dead");
+  spill(run_ / "step-00000001.writing-dead/rank-00000.json", "{}");
+  EXPECT_EQ(Checkpoint::newest(run_), std::nullopt);
+  CheckpointWriter writer(run_, 0, 1, "r");
+  EXPECT_THAT(entries(), ElementsAre());
+}
+
+TEST_F(Checkpoints, OfTwoLiveRunsDoNotMix) {
+  CheckpointWriter writer(run_, 0, 1, "r");
+  const Error error = error_from([&] { CheckpointWriter(run_, 0, 1, "r2"); });
+  EXPECT_EQ(error.kind(), ErrorKind::InvalidState);
+  EXPECT_THAT(error.what(), HasSubstr("another run"));
+}
+
+TEST_F(Checkpoints, AreRefusedWithArgumentsThatCannotBeKept) {
+  for (const char* run : {"", "../x", "a b", "a.b"})
+    EXPECT_EQ(error_from([&] { CheckpointWriter(run_, 0, 1, run); }).kind(), ErrorKind::InvalidArgument) << run;
+  EXPECT_EQ(error_from([&] { CheckpointWriter(run_, 1, 1, "r"); }).kind(), ErrorKind::InvalidArgument);
+  CheckpointWriter writer(run_, 0, 1, "r");
+  json deep = 1;
+  for (int i = 0; i < 70; ++i) deep = json::array({deep});
+  for (const json& state : {json(std::nan("")), json(INFINITY), json("\xff"), deep})
+    EXPECT_EQ(error_from([&] { writer.save(1, part(1), state); }).kind(), ErrorKind::InvalidArgument);
+  EXPECT_EQ(error_from([&] { writer.save(-1, part(1), {}); }).kind(), ErrorKind::InvalidArgument);
+  EXPECT_EQ(error_from([&] { writer.save(1, {{{"w", at::ones({2}).to_sparse()}}, {}}, {}); }).kind(),
+            ErrorKind::Unsupported);
+}
+
+TEST_F(Checkpoints, OfALostRankFailAndNameIt) {
+  CheckpointWriter writer(run_, 0, 3, "r", {.timeout = 0.2});
+  std::thread other([&] {
+    CheckpointWriter second(run_, 1, 3, "r", {.timeout = 5});
+    second.save(1, part(1), {});
+    second.wait();
+    EXPECT_THAT(second.problem().value_or(""), HasSubstr("rank 0 gave it up"));
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  writer.save(1, {}, {});
+  writer.wait();
+  EXPECT_THAT(writer.problem().value_or(""), HasSubstr("rank 2 did not write its part"));
+  other.join();
+  EXPECT_EQ(Checkpoint::newest(run_), std::nullopt);
+  // A rank that is late sees it too, and does not wait.
+  CheckpointWriter late(run_, 2, 3, "r", {.background = false, .timeout = 60});
+  late.save(1, part(1), {});
+  EXPECT_THAT(late.problem().value_or(""), HasSubstr("rank 0 gave it up"));
+}
+
+TEST_F(Checkpoints, ThatAreAbandonedDoNotWait) {
+  CheckpointWriter writer(run_, 0, 2, "r", {.timeout = 600});
+  writer.save(1, part(1), {});
+  writer.abandon();
+  writer.wait();
+  EXPECT_THAT(writer.problem().value_or(""), HasSubstr("rank 1"));
+}
+
+// In a process of its own: a limit of files' sizes is a full disk.
+TEST_F(Checkpoints, OfAFullDiskFailAndTheNextIsTried) {
+  const pid_t child = fork();
+  if (child == 0) {
+    std::signal(SIGXFSZ, SIG_IGN);
+    CheckpointWriter writer(run_, 0, 1, "r", {.background = false});
+    writer.save(1, part(1), {});
+    rlimit limit{1000, RLIM_INFINITY};
+    setrlimit(RLIMIT_FSIZE, &limit);
+    writer.save(2, part(2, 4000), {});
+    const std::string problem = writer.problem().value_or("");
+    limit.rlim_cur = RLIM_INFINITY;
+    setrlimit(RLIMIT_FSIZE, &limit);
+    writer.save(3, part(3), {});
+    const bool right = problem.find("model.rank-00000.safetensors: cannot be written") != problem.npos &&
+                       !writer.problem() && Checkpoint::newest(run_)->step() == 3;
+    if (!right) fprintf(stderr, "%s\n%s\n", problem.c_str(), writer.problem().value_or("").c_str());
+    _exit(right ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_THAT(entries(), ElementsAre("step-00000001", "step-00000003"));
+}
+
+TEST_F(Checkpoints, WithoutPermissionFailAndTheRunGoesOn) {
+  if (geteuid() == 0) {
+    // Root may write everywhere: a file in the folder's place is as good.
+    CheckpointWriter writer(run_, 0, 1, "r");
+    spill(run_ / "step-00000001.writing-r", "");
+    writer.save(1, part(1), {});
+    writer.wait();
+    EXPECT_THAT(writer.problem().value_or(""), HasSubstr("step-00000001.writing-r"));
+    writer.save(2, part(2), {});
+    writer.wait();
+    EXPECT_EQ(writer.problem(), std::nullopt);
+  } else {
+    CheckpointWriter writer(run_, 0, 1, "r");
+    fs::permissions(run_, fs::perms::owner_read | fs::perms::owner_exec);
+    writer.save(1, part(1), {});
+    writer.wait();
+    EXPECT_THAT(writer.problem().value_or(""), HasSubstr("ermission"));
+    fs::permissions(run_, fs::perms::owner_all);
+    writer.save(2, part(2), {});
+    writer.wait();
+    EXPECT_EQ(writer.problem(), std::nullopt);
+  }
+  expect_step(*Checkpoint::newest(run_), 2);
+  const Error error = error_from([&] { CheckpointWriter("/proc/none", 0, 1, "r"); });
+  EXPECT_EQ(error.kind(), ErrorKind::CannotWrite);
+}
+
+TEST_F(Checkpoints, ThatAreTornOrAlteredAreNamedAndTheOneBeforeIsUsed) {
+  {
+    CheckpointWriter writer(run_, 0, 1, "r", {.keep_last = 0});
+    for (int step : {1, 2, 3, 4, 5}) writer.save(step, part(step), {});
+  }
+  fs::remove(run_ / "step-00000005/checkpoint.json");
+  std::string bytes = slurp(run_ / "step-00000004/model-00001-of-00001.safetensors");
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  spill(run_ / "step-00000004/model-00001-of-00001.safetensors", bytes);
+  fs::resize_file(run_ / "step-00000003/optimizer-00001-of-00001.safetensors", 20);
+  std::vector<std::string> problems;
+  expect_step(*Checkpoint::newest(run_, &problems), 2);
+  EXPECT_THAT(problems, ElementsAre(AllOf(HasSubstr("step-00000005 is not used"), HasSubstr("checkpoint.json")),
+                                    AllOf(HasSubstr("step-00000004 is not used"),
+                                          HasSubstr("'b.weight' is not as it was written")),
+                                    AllOf(HasSubstr("step-00000003 is not used"), HasSubstr("20 bytes"))));
+}
+
+TEST_F(Checkpoints, ThatAreBrokenAreErrorsOrEqual) {
+  {
+    CheckpointWriter writer(run_, 0, 1, "r");
+    writer.save(1, part(1), {{"data", 17}, {"rate", 0.25}});
+  }
+  const fs::path folder = run_ / "step-00000001";
+  std::vector<fs::path> files;
+  for (const auto& e : fs::directory_iterator(folder)) files.push_back(e.path());
+  std::sort(files.begin(), files.end());
+  ASSERT_THAT(files, SizeIs(5));
+  fuzz::Random random(11);
+  int errors = 0, equal = 0;
+  for (int i = 0; i < 3000; ++i) {
+    const fs::path& file = files[static_cast<size_t>(i) % files.size()];
+    const std::string whole = slurp(file);
+    std::string bytes = whole;
+    fuzz::mutate_bytes(bytes, random);
+    spill(file, bytes);
+    try {
+      const Checkpoint c = Checkpoint::open(folder);
+      c.verify();
+      expect_step(c, 1);
+      EXPECT_EQ(c.state(), json({{"data", 17}, {"rate", 0.25}}));
+      ++equal;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::BadFile) << e.what();
+      ++errors;
+    }
+    spill(file, whole);
+    if (HasFailure()) FAIL() << file << " at " << i;
+  }
+  EXPECT_GT(errors, 2500);
+  std::printf("3000 broken checkpoints: %d errors, %d equal, 0 wrong\n", errors, equal);
+}
+
+// A liar's files have right checksums.
+TEST_F(Checkpoints, ThatLieLeadOutOfTheirFolderNowhere) {
+  {
+    CheckpointWriter writer(run_, 0, 1, "r");
+    writer.save(1, part(1), {});
+  }
+  const fs::path path = run_ / "step-00000001/checkpoint.json";
+  const std::string text = slurp(path);
+  const auto lie = [&](const std::function<void(json&)>& change) {
+    json document = json::parse(text);
+    change(document);
+    document.erase("checksum");
+    const std::string dumped = document.dump();
+    document["checksum"] = crc32(dumped.data(), dumped.size());
+    spill(path, document.dump());
+    const Error error = error_from([&] { Checkpoint::open(run_ / "step-00000001").verify(); });
+    EXPECT_EQ(error.kind(), ErrorKind::BadFile) << error.what();
+  };
+  lie([](json& d) { d["model"]["a.weight"]["file"] = "../step-00000001/model-00001-of-00001.safetensors"; });
+  lie([](json& d) { d["files"]["../../etc/passwd"] = {{"bytes", 1}}; });
+  lie([](json& d) { d["files"]["/etc/x.json"] = {{"bytes", 1}}; });
+  lie([](json& d) { d["model"]["a.weight"]["shape"] = {8}; });
+  lie([](json& d) { d["model"]["a.weight"]["dtype"] = "I32"; });
+  lie([](json& d) { d["model"]["a.weight"]["crc32"] = -1; });
+  lie([](json& d) { d["ties"]["x"] = "nobody"; });
+  lie([](json& d) { d["ties"]["a.weight"] = "b.weight"; });
+  lie([](json& d) { d["version"] = 2; });
+  lie([](json& d) { d["model"] = json::array(); });
+}
+
+// Written, killed and read again; every time is another one. The child says when it has begun.
+TEST_F(Checkpoints, OfAWriterThatIsKilledAreWholeOrNotThere) {
+  std::map<std::string, int> outcomes;
+  int64_t last = 0;
+  for (int kill_at = 0; kill_at < 100; ++kill_at) {
+    int ready[2];
+    ASSERT_EQ(pipe(ready), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+      CheckpointWriter writer(run_, 0, 1, "run-" + std::to_string(kill_at), {.background = false});
+      if (write(ready[1], "x", 1) != 1) _exit(1);
+      for (int64_t step = last + 1;; ++step) writer.save(step, part(double(step)), {{"step", step}});
+    }
+    close(ready[1]);
+    char byte;
+    ASSERT_EQ(read(ready[0], &byte, 1), 1);
+    close(ready[0]);
+    usleep(static_cast<useconds_t>(kill_at * 211 % 7001));
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    std::vector<std::string> problems;
+    const auto newest = Checkpoint::newest(run_, &problems);
+    ASSERT_THAT(problems, SizeIs(0)) << "kill " << kill_at;
+    if (newest) {
+      expect_step(*newest, newest->step());
+      EXPECT_EQ(newest->state(), json({{"step", newest->step()}}));
+      EXPECT_GE(newest->step(), last);
+      ++outcomes[newest->step() > last ? "a newer one, whole" : "the one before, whole"];
+      last = newest->step();
+    } else {
+      EXPECT_EQ(last, 0);
+      ++outcomes["none yet"];
+    }
+  }
+  std::printf("100 kills while writing, %lld checkpoints:", static_cast<long long>(last));
+  for (const auto& [what, count] : outcomes) std::printf(" %d %s;", count, what.c_str());
+  std::printf(" 0 torn\n");
+  EXPECT_GT(last, 0);
+}
+
+TEST_F(Checkpoints, LoadIntoTensorsOrSayWhatDiffers) {
+  {
+    CheckpointWriter writer(run_, 0, 1, "r");
+    writer.save(1, part(1), {});
+  }
+  const Checkpoint c = Checkpoint::open(run_ / "step-00000001");
+  const at::Tensor a = at::zeros({4, 2}).t().requires_grad_(), b = at::zeros({4});
+  c.load({{"a.weight", a}, {"b.weight", b}});
+  EXPECT_TRUE(at::equal(a, at::ones({2, 4})));
+  b.zero_();
+  const Error missing = error_from([&] { c.load({{"b.weight", b}, {"c.weight", a}, {"d.weight", a}}); });
+  EXPECT_EQ(missing.kind(), ErrorKind::UnknownName);
+  EXPECT_THAT(missing.what(), HasSubstr("2 tensors are missing: c.weight, d.weight"));
+  const Error other = error_from([&] { c.load({{"b.weight", at::zeros({5})}}); });
+  EXPECT_EQ(other.kind(), ErrorKind::TensorMismatch);
+  EXPECT_THAT(other.what(), HasSubstr("'b.weight' is Float[4], the model has Float[5]"));
+  EXPECT_EQ(error_from([&] { c.load({{"b.weight", at::zeros({4}, at::kDouble)}}); }).kind(), ErrorKind::TensorMismatch);
+  EXPECT_TRUE(at::equal(b, at::zeros({4})));
+}
+
+template <class Optimizer, class Options>
+void resumes(const fs::path& run, const Options& options) {
+  const auto make = [] {
+    at::manual_seed(0);
+    return NamedTensors{{"a", at::randn({3}).requires_grad_()}, {"b", at::randn({2, 2}).requires_grad_()}};
+  };
+  const auto tensors = [](const NamedTensors& named) {
+    std::vector<at::Tensor> list;
+    for (const auto& [name, tensor] : named) list.push_back(tensor);
+    return list;
+  };
+  const auto train = [](const NamedTensors& p, Optimizer& optimizer, int from, int to) {
+    for (int step = from; step < to; ++step) {
+      optimizer.zero_grad();
+      (p[0].second.pow(2).sum() * step + p[1].second.exp().sum()).backward();
+      optimizer.step();
+    }
+  };
+  const NamedTensors whole = make(), first = make(), again = make();
+  Optimizer undisturbed(tensors(whole), options), before(tensors(first), options), after(tensors(again), options);
+  train(whole, undisturbed, 0, 6);
+  train(first, before, 0, 3);
+  {
+    CheckpointWriter writer(run, 0, 1, "r");
+    writer.save(3, {first, optimizer_state(before, first)}, {});
+  }
+  const Checkpoint c = *Checkpoint::newest(run);
+  c.load(again);
+  load_optimizer_state(after, again, c);
+  train(again, after, 3, 6);
+  for (size_t i = 0; i < whole.size(); ++i) EXPECT_TRUE(at::equal(whole[i].second, again[i].second));
+}
+
+TEST_F(Checkpoints, OptimizersGoOnBitForBit) {
+  resumes<torch::optim::AdamW>(run_ / "adamw", torch::optim::AdamWOptions(0.1).amsgrad(true));
+  resumes<torch::optim::AdamW>(run_ / "plain", torch::optim::AdamWOptions(0.1));
+  resumes<torch::optim::SGD>(run_ / "sgd", torch::optim::SGDOptions(0.1).momentum(0.9));
+  at::Tensor a = at::zeros({3}).requires_grad_();
+  torch::optim::SGD sgd({a}, torch::optim::SGDOptions(0.1).momentum(0.9));
+  const Error error = error_from([&] { load_optimizer_state(sgd, {{"a", a}}, *Checkpoint::newest(run_ / "plain")); });
+  EXPECT_THAT(error.what(), HasSubstr("momentum_buffer/a"));
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,95 @@
+// Writes checkpoints (checkpoint.h) from all ranks of a run, in the background, each rank its part.
+//
+// Ranks send each other nothing: they share the folder. Every rank writes its tensors and then a small file that lists
+// them into `step-N.writing-RUN`; rank 0 waits for these, writes the indices and checkpoint.json, and renames the
+// folder. So a checkpoint is there whole or not at all, whoever is killed when. A save that fails changes nothing: the
+// run goes on, its next save is tried, and problem() says what went wrong.
+#pragma once
+
+#include <atomic>
+#include <future>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plumb/checkpoint/safetensors.h"
+
+namespace plumb {
+
+// What one rank has. A name that several ranks hold (replicas, a parameter of several stages) is to be given by one of
+// them; if it is given by more, their bytes must be equal.
+struct CheckpointPart {
+  // By the model's own names. One tensor under several names is stored once, under the first.
+  NamedTensors model;
+  // "exp_avg/NAME" and the like (optimizer_state.h).
+  NamedTensors optimizer;
+  // Other names of tensors that this or another rank gives: name, and that which it is stored under.
+  std::map<std::string, std::string> ties = {};
+};
+
+struct CheckpointOptions {
+  int keep_last = 2;       // so many of the newest are kept; 0: all
+  int64_t keep_every = 0;  // those of steps that this divides are kept, too; 0: none
+  bool background = true;  // save() copies and returns; else it returns when all is done
+  double timeout = 300;    // seconds that a rank waits for the others
+};
+
+struct CheckpointReport {
+  int64_t step = 0;
+  std::string folder;   // the checkpoint; empty if it could not be written
+  std::string problem;  // what went wrong, naming rank and file; empty if nothing did
+  double waited = 0;    // seconds that save() waited for the save before it,
+  double copied = 0;    // copied this rank's part,
+  double written = 0;   // and that writing it took after that
+  uint64_t bytes = 0;   // of this rank
+};
+
+class CheckpointWriter {
+ public:
+  // `run_folder` is made if it is not there. `run_id`: the same on all ranks of this start of the run, and of no other
+  // start: letters, digits, '-' and '_'. Rank 0 removes what dead runs have left unfinished, so all ranks make their
+  // writers before the first save. Raises Error(InvalidArgument), Error(CannotWrite), and on rank 0 Error(InvalidState)
+  // if another run that is alive writes into the folder.
+  CheckpointWriter(std::string run_folder, int rank, int world, std::string run_id, CheckpointOptions options = {});
+  // Waits.
+  ~CheckpointWriter();
+  CheckpointWriter(const CheckpointWriter&) = delete;
+  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
+
+  // Copies the tensors to memory of the host, and writes them from there. A save that still runs is waited for first.
+  // `state`: the trainer's own, that of rank 0 counts. All ranks call it with the same step; a checkpoint of this step
+  // that is there is replaced in one step, too. Raises Error(InvalidArgument) for a state that JSON cannot hold exactly
+  // (infinity, NaN, text that is no UTF-8) and for names and tensors that a file cannot hold; whatever befalls files
+  // and other ranks is said by problem().
+  void save(int64_t step, const CheckpointPart& part, const nlohmann::json& state);
+  // Until the last save is done on all ranks.
+  void wait();
+  // Ends waiting for other ranks: the save that runs fails. For runs that have lost a rank.
+  void abandon() { abandoned_ = true; }
+  // What went wrong with the last save that is done.
+  std::optional<std::string> problem();
+  // Of the saves that are done since the last call.
+  std::vector<CheckpointReport> take_reports();
+
+ private:
+  struct Job;
+  void collect();
+  CheckpointReport write(Job& job) noexcept;
+  void publish(const Job& job, const std::string& folder, CheckpointReport& report) const;
+  void await_publication(const std::string& folder, CheckpointReport& report) const;
+  void remove_unfinished(std::optional<int64_t> up_to_step) const;
+  void remove_old(int64_t newest, CheckpointReport& report) const;
+
+  std::string run_folder_, run_id_;
+  int rank_, world_;
+  CheckpointOptions options_;
+  int lock_ = -1;
+  std::atomic<bool> abandoned_ = false;
+  std::future<CheckpointReport> running_;
+  std::vector<CheckpointReport> reports_;
+  std::string problem_;
+};
+
+}  // namespace plumb

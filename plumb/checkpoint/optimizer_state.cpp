@@ -1,0 +1,113 @@
+#include "plumb/checkpoint/optimizer_state.h"
+
+#include <ATen/ATen.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+namespace {
+
+using torch::optim::Optimizer;
+
+// One line a part of a state: its name, and whether every state has it.
+template <class State, class Visit>
+void visit_adam(State& state, const Visit& visit) {
+  visit("exp_avg", state.exp_avg(), true);
+  visit("exp_avg_sq", state.exp_avg_sq(), true);
+  visit("max_exp_avg_sq", state.max_exp_avg_sq(), false);
+}
+template <class Visit>
+void visit_parts(torch::optim::AdamParamState& state, const Visit& visit) {
+  visit_adam(state, visit);
+}
+template <class Visit>
+void visit_parts(torch::optim::AdamWParamState& state, const Visit& visit) {
+  visit_adam(state, visit);
+}
+template <class Visit>
+void visit_parts(torch::optim::SGDParamState& state, const Visit& visit) {
+  visit("momentum_buffer", state.momentum_buffer(), true);
+}
+
+constexpr const char* kParts[] = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"};
+
+template <class State>
+void add_state(torch::optim::OptimizerParamState& held, const std::string& name, NamedTensors& all) {
+  auto& state = static_cast<State&>(held);
+  if constexpr (requires { state.step(); })
+    all.emplace_back("step/" + name, at::scalar_tensor(state.step(), at::kLong));
+  visit_parts(state, [&](const char* part, const at::Tensor& tensor, bool) {
+    if (tensor.defined()) all.emplace_back(std::string(part) + "/" + name, tensor);
+  });
+}
+
+template <class State>
+std::unique_ptr<torch::optim::OptimizerParamState> read_state(const Checkpoint& checkpoint, const std::string& name,
+                                                              const at::Tensor& parameter) {
+  auto state = std::make_unique<State>();
+  size_t read = 0, there = 0;
+  for (const char* part : kParts) there += checkpoint.find_optimizer(std::string(part) + "/" + name) ? 1 : 0;
+  if (there == 0) return nullptr;
+  if constexpr (requires { state->step(); }) {
+    // Python's optimisers count in floating point.
+    state->step(checkpoint.read_optimizer("step/" + name).to(at::kLong).template item<int64_t>());
+    ++read;
+  }
+  visit_parts(*state, [&](const char* part, at::Tensor& tensor, bool always) {
+    const std::string key = std::string(part) + "/" + name;
+    if (!always && !checkpoint.find_optimizer(key)) return;
+    const at::Tensor stored = checkpoint.read_optimizer(key);
+    if (stored.sizes() != parameter.sizes())
+      throw Error(ErrorKind::TensorMismatch,
+                  checkpoint.folder() + ": '" + key + "' has another shape than its parameter", "",
+                  "load it into the model that it was saved from");
+    tensor = stored.to(parameter.device());
+    ++read;
+  });
+  if (read != there)
+    throw Error(ErrorKind::TensorMismatch,
+                checkpoint.folder() + ": the state of '" + name + "' is that of another kind of optimiser", "",
+                "resume with the optimiser that the run was begun with");
+  return state;
+}
+
+// What to do with the state of a parameter, by the kind of the optimiser: SGD and Adam have nothing in common here.
+template <class Function>
+void by_kind(const Optimizer& optimizer, const Function& function) {
+  if (dynamic_cast<const torch::optim::AdamW*>(&optimizer)) return function(torch::optim::AdamWParamState());
+  if (dynamic_cast<const torch::optim::Adam*>(&optimizer)) return function(torch::optim::AdamParamState());
+  if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return function(torch::optim::SGDParamState());
+  throw Error(ErrorKind::Unsupported, "checkpoints hold the state of Adam, AdamW and SGD, not of this optimiser");
+}
+
+}  // namespace
+
+NamedTensors optimizer_state(const Optimizer& optimizer, const NamedTensors& parameters) {
+  NamedTensors all;
+  by_kind(optimizer, [&]<class State>(const State&) {
+    for (const auto& [name, parameter] : parameters) {
+      const auto held = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (held != optimizer.state().end()) add_state<State>(*held->second, name, all);
+    }
+  });
+  return all;
+}
+
+void load_optimizer_state(Optimizer& optimizer, const NamedTensors& parameters, const Checkpoint& checkpoint) {
+  by_kind(optimizer, [&]<class State>(const State&) {
+    for (const auto& [name, parameter] : parameters) {
+      auto state = read_state<State>(checkpoint, name, parameter);
+      void* key = parameter.unsafeGetTensorImpl();
+      if (state) {
+        optimizer.state()[key] = std::move(state);
+      } else {
+        optimizer.state().erase(key);
+      }
+    }
+  });
+}
+
+}  // namespace plumb
