@@ -27,7 +27,7 @@ std::optional<int64_t> backward_seed(std::optional<int64_t> seed) {
   return seed ? std::optional<int64_t>(int64_t(uint64_t(*seed) ^ 0x9E3779B97F4A7C15ull)) : std::nullopt;
 }
 
-at::Tensor simulate_format_cpu(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
+at::Tensor simulate_format_kernel(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
                                std::optional<int64_t> seed, int64_t dim) {
   if (!leaves_alone(bwd)) cached_format(bwd);
   // The schema promises a tensor of its own.
@@ -164,6 +164,6 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   m.def("simulate_format(Tensor x, str fwd, str bwd, int? seed=None, int dim=-1) -> Tensor",
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
 }
-TORCH_LIBRARY_IMPL(plumb, CPU, m) { m.impl("simulate_format", plumb::simulate_format_cpu); }
+TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("simulate_format", plumb::simulate_format_kernel); }
 TORCH_LIBRARY_IMPL(plumb, Meta, m) { m.impl("simulate_format", plumb::simulate_format_meta); }
 TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("simulate_format", plumb::simulate_format_autograd); }

@@ -3,42 +3,18 @@
 #include <ATen/WrapDimUtils.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/ldexp.h>
-#include <ATen/ops/ones.h>
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/quantise.h"
 
 namespace plumb {
 namespace {
-
-constexpr double kScaleMax = 448;  // e4m3fn's
-
-double largest_finite(kernel::Carrier carrier) {
-  switch (carrier) {
-    case kernel::kFloat64: return std::numeric_limits<double>::max();
-    case kernel::kFloat16: return 65504.0;
-    case kernel::kBFloat16: return 0x1.fep127;
-    default: return std::numeric_limits<float>::max();
-  }
-}
-
-kernel::BlockSpec block_spec(const FPFormat& format, kernel::Carrier carrier, kernel::Carrier computed) {
-  kernel::BlockSpec spec;
-  spec.size = format.block_size;
-  spec.power_of_two = format.block_scale == BlockScale::PowerOfTwo;
-  spec.element_exponent = format.max_exponent();
-  spec.element_max = format.max_absolute_value();
-  spec.largest = largest_finite(carrier);
-  spec.scale_rounding = rounding_spec(FPFormat::parse("e4m3fn-RN"), computed);
-  return spec;
-}
 
 double largest_magnitude(const at::Tensor& x, kernel::Carrier carrier) {
   const char* data = static_cast<const char*>(x.const_data_ptr());
@@ -57,8 +33,9 @@ double largest_magnitude(const at::Tensor& x, kernel::Carrier carrier) {
 // One number for the tensor, so that the block of its largest value has the largest scale.
 double tensor_scale(const at::Tensor& x, const FPFormat& format, kernel::Carrier carrier) {
   if (format.block_scale != BlockScale::E4M3) return 1;
-  const double largest = std::min(largest_magnitude(x, carrier), largest_finite(carrier));
-  const double scale = largest / (format.max_absolute_value() * kScaleMax);
+  const auto block = block_spec(format, carrier);
+  const double largest = std::min(largest_magnitude(x, carrier), block.largest);
+  const double scale = largest / (block.element_max * block.scale_max);
   return std::max(carrier == kernel::kFloat64 ? scale : double(float(scale)), 0x1p-126);
 }
 
@@ -68,14 +45,17 @@ int64_t blocks_in(const at::Tensor& x, const FPFormat& format) {
   return (row_length(x) + format.block_size - 1) / format.block_size;
 }
 
-// x: contiguous, blocks along its last dimension. out, codes and scales: contiguous or undefined.
+uint64_t stream_of(const FPFormat& format, std::optional<uint64_t> seed) {
+  return format.rounding != Rounding::Stochastic ? 0 : seed ? *seed : draw_seed();
+}
+
+// x: contiguous, on the CPU, blocks along its last dimension. out, codes and scales: contiguous or undefined.
 double run_blocks(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed, at::Tensor* out,
                   at::Tensor* codes, at::Tensor* scales) {
   const auto carrier = carrier_of(x.scalar_type(), "quantise");
-  const auto computed = carrier == kernel::kFloat64 ? kernel::kFloat64 : kernel::kFloat32;
-  const auto spec = rounding_spec(format.element(), computed);
-  const auto block = block_spec(format, carrier, computed);
-  const uint64_t stream = format.rounding != Rounding::Stochastic ? 0 : seed ? *seed : draw_seed();
+  const auto spec = rounding_spec(format.element(), computed_in(carrier));
+  const auto block = block_spec(format, carrier);
+  const uint64_t stream = stream_of(format, seed);
   const double unit = tensor_scale(x, format, carrier);
   kernel::CodeSpec code_spec{};
   if (codes) code_spec = code_spec_of(format);
@@ -115,7 +95,9 @@ at::Tensor quantise_blocks(const at::Tensor& x, const FPFormat& format, std::opt
   at::NoGradGuard no_grad;
   const at::Tensor rows = blocks_last(x, dim).resolve_neg().contiguous();
   at::Tensor out = fresh_like(x, x.scalar_type());
-  if (blocks_last(out, dim).is_contiguous()) {
+  if (!x.is_cpu()) {
+    out.copy_(blocks_back(aten_kernels::round_blocks(rows, format, stream_of(format, seed), false).values, dim));
+  } else if (blocks_last(out, dim).is_contiguous()) {
     run_blocks(rows, format, seed, &out, nullptr, nullptr);
   } else {
     at::Tensor rounded = at::empty_like(rows);
@@ -130,6 +112,10 @@ BlockCodes encode_blocks(const at::Tensor& x, const FPFormat& format, std::optio
   at::NoGradGuard no_grad;
   const at::Tensor rows = blocks_last(x, dim).resolve_neg().contiguous();
   BlockCodes result;
+  if (!x.is_cpu()) {
+    const auto made = aten_kernels::round_blocks(rows, format, stream_of(format, seed), true);
+    return {blocks_back(made.codes, dim), made.scales, made.unit.item().toDouble()};
+  }
   at::Tensor codes = at::empty(rows.sizes(), rows.options().dtype(at::kByte));
   auto sizes = rows.sizes().vec();
   if (sizes.empty()) sizes.push_back(1);
@@ -144,20 +130,20 @@ at::Tensor decode_blocks(const BlockCodes& codes, const FPFormat& format, at::Sc
   check_tensor(codes.codes, "decode_blocks");
   check_tensor(codes.scales, "decode_blocks");
   const auto carrier = carrier_of(dtype, "decode_blocks");
-  const auto computed = carrier == kernel::kFloat64 ? at::kDouble : at::kFloat;
+  const auto computed = computed_in(carrier) == kernel::kFloat64 ? at::kDouble : at::kFloat;
   at::NoGradGuard no_grad;
   const at::Tensor rows = blocks_last(codes.codes, dim);
   at::Tensor values = decode(rows.contiguous(), format.element(), computed);
   at::Tensor scales;
   if (format.block_scale == BlockScale::PowerOfTwo) {
-    const at::Tensor exponents = codes.scales.to(at::kInt).sub_(127);
-    scales = at::ldexp(at::ones(exponents.sizes(), values.options()), exponents);
+    scales = aten_kernels::power_of_two(codes.scales.to(at::kInt).sub_(127), computed);
   } else {
     scales = decode(codes.scales, FPFormat::parse("e4m3fn"), computed).mul_(codes.tensor_scale);
   }
   scales = scales.repeat_interleave(format.block_size, -1).narrow(-1, 0, row_length(rows));
   values = values.mul_(scales.view(values.sizes()));
-  if (format.block_scale == BlockScale::E4M3) values.clamp_(-largest_finite(carrier), largest_finite(carrier));
+  const double largest = block_spec(format, carrier).largest;
+  if (format.block_scale == BlockScale::E4M3) values.clamp_(-largest, largest);
   return blocks_back(values.to(dtype), dim);
 }
 

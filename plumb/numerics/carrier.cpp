@@ -38,9 +38,9 @@ kernel::Carrier carrier_of(at::ScalarType dtype, const char* what) {
 
 void check_tensor(const at::Tensor& x, const char* what) {
   if (!x.defined()) throw Error(ErrorKind::TensorMismatch, std::string(what) + " was given an undefined tensor");
-  if (!x.device().is_cpu())
-    throw Error(ErrorKind::TensorMismatch, std::string(what) + " was given a tensor on " + x.device().str(), "",
-                "move it to the CPU first");
+  if (x.is_meta())
+    throw Error(ErrorKind::TensorMismatch, std::string(what) + " was given a tensor on the meta device, without values",
+                "", "give it values first, or call the operator of torch.ops.plumb");
   if (x.layout() != at::kStrided)
     throw Error(ErrorKind::TensorMismatch, std::string(what) + " was given a tensor that is not strided", "",
                 "make it dense first (to_dense)");
@@ -70,12 +70,29 @@ kernel::RoundingSpec rounding_spec(const FPFormat& format, kernel::Carrier carri
   return spec;
 }
 
+kernel::Carrier computed_in(kernel::Carrier carrier) {
+  return carrier == kernel::kFloat64 ? kernel::kFloat64 : kernel::kFloat32;
+}
+
+kernel::BlockSpec block_spec(const FPFormat& format, kernel::Carrier carrier) {
+  const FPFormat scales = FPFormat::parse("e4m3fn-RN");
+  kernel::BlockSpec spec;
+  spec.size = format.block_size;
+  spec.power_of_two = format.block_scale == BlockScale::PowerOfTwo;
+  spec.element_exponent = format.max_exponent();
+  spec.element_max = format.max_absolute_value();
+  spec.scale_max = scales.max_absolute_value();
+  spec.largest = kRanges[carrier].max;
+  spec.scale_rounding = rounding_spec(scales, computed_in(carrier));
+  return spec;
+}
+
 bool is_dense(const at::Tensor& x) { return x.is_contiguous() || x.is_non_overlapping_and_dense(); }
 
 at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype) {
   at::Tensor result = at::empty_like(x, x.options().dtype(dtype));
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  if (result.nbytes() >= kHugePageBytes) {
+  if (result.is_cpu() && result.nbytes() >= kHugePageBytes) {
     constexpr uintptr_t page = uintptr_t(2) << 20;
     uintptr_t begin = reinterpret_cast<uintptr_t>(result.mutable_data_ptr());
     uintptr_t from = (begin + page - 1) & ~(page - 1), to = (begin + result.nbytes()) & ~(page - 1);

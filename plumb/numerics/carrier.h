@@ -13,10 +13,18 @@ namespace plumb {
 // Throws Error(InvalidArgument), naming `what`, for other dtypes.
 kernel::Carrier carrier_of(at::ScalarType dtype, const char* what);
 
-// Strided, on the CPU; else Error(InvalidArgument).
+// Strided, with values (not on the meta device); else Error(InvalidArgument).
 void check_tensor(const at::Tensor& x, const char* what);
 
+// What measure() takes; else Error(InvalidArgument).
+void check_measurable(const at::Tensor& x);
+
 kernel::RoundingSpec rounding_spec(const FPFormat& format, kernel::Carrier carrier);
+
+// The type in which elements of blocks are computed.
+kernel::Carrier computed_in(kernel::Carrier carrier);
+// Of a format whose blocks share scales.
+kernel::BlockSpec block_spec(const FPFormat& format, kernel::Carrier carrier);
 
 // Of a format of at most 8 bits (its elements); else Error(InvalidArgument).
 kernel::CodeSpec code_spec_of(const FPFormat& format);

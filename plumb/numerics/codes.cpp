@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/quantise.h"
 
@@ -113,6 +114,7 @@ at::Tensor encode(const at::Tensor& x, const FPFormat& format, std::optional<uin
   const auto spec = rounding_spec(format, carrier);
   const uint64_t stream = format.rounding != Rounding::Stochastic ? 0 : seed ? *seed : draw_seed();
   at::NoGradGuard no_grad;
+  if (!x.is_cpu()) return aten_kernels::encode(x, format, stream);
   at::Tensor codes = fresh_like(x, at::kByte), source = x.resolve_neg();
   if (!is_dense(source) || source.strides() != codes.strides()) {
     source = at::empty_like(codes, x.options());
@@ -163,6 +165,10 @@ at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarTyp
                 "give what encode returned");
   carrier_of(dtype, "decode");
   code_spec(format);
+  if (!codes.is_cpu()) {
+    at::NoGradGuard no_grad;
+    return aten_kernels::decode(codes, format, dtype);
+  }
   return decode_by(value_tables(format), codes, dtype);
 }
 

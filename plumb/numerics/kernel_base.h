@@ -149,42 +149,65 @@ inline void stream(const void* from, int64_t bytes, void* to, const char*) {
 inline void end_stream() {}
 #endif
 
-// --- random numbers: xoshiro128++ (Blackman, Vigna) in 64 lanes, each lane's state one call of Philox4x32-10 (Salmon
-// et al., 2011) on (lane, block) under the seed. A block's numbers depend on seed and block only, so any split over
-// threads gives the same.
+// --- random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
+//
+// A group is 256 values in memory order. Of group g the values j, 64 + j, 128 + j and 192 + j (j < 64) take words 0 to
+// 3 of the call with counter (64 g + j in 64 bits, 0, 'plmb') under the seed as key: vectors are stored as they come,
+// and any split at groups gives the same numbers.
 
 constexpr int kLanes = 64;
+static_assert(kRandomGroup == 4 * kLanes);
 
-struct Random {
-  alignas(64) uint32_t s0[kLanes], s1[kLanes], s2[kLanes], s3[kLanes];
+// Words in the low halves of 64 bits, whatever is above them: what the processors multiply to 64 bits.
+#if defined(__AVX512F__)
+typedef uint64_t Wide __attribute__((vector_size(64)));
+inline Wide multiply_low(Wide a, Wide b) { return (Wide)_mm512_maskz_mul_epu32(0xff, (__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
+typedef uint64_t Wide __attribute__((vector_size(32)));
+inline Wide multiply_low(Wide a, Wide b) { return (Wide)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+#elif defined(__SSE2__)
+typedef uint64_t Wide __attribute__((vector_size(16)));
+inline Wide multiply_low(Wide a, Wide b) { return (Wide)_mm_mul_epu32((__m128i)a, (__m128i)b); }
+#else
+typedef uint64_t Wide __attribute__((vector_size(16)));
+inline Wide multiply_low(Wide a, Wide b) { return (a & 0xffffffffu) * (b & 0xffffffffu); }
+#endif
+constexpr int kWideLanes = sizeof(Wide) / 8;
+typedef uint32_t Narrow __attribute__((vector_size(4 * kWideLanes)));
 
-  void seed(uint64_t seed, uint64_t block) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      uint32_t a = uint32_t(lane), b = uint32_t(block), c = uint32_t(block >> 32), d = 0x706c6d62u;
-      uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
+class Random {
+ public:
+  // The group that next_group() gives first.
+  Random(uint64_t seed, uint64_t group) : seed_(seed), counter_(group * kLanes) {}
+
+  const uint32_t* next_group() {
+    for (int lane = 0; lane < kLanes; lane += kWideLanes) {
+      Wide a{}, b = Wide{} + (counter_ >> 32), c{}, d = Wide{} + kPhiloxDomain;
+      for (int i = 0; i < kWideLanes; ++i) a[i] = counter_ + uint64_t(lane + i);
+      uint32_t key0 = uint32_t(seed_), key1 = uint32_t(seed_ >> 32);
       for (int round = 0; round < 10; ++round) {
-        uint64_t p = uint64_t(0xD2511F53u) * a, q = uint64_t(0xCD9E8D57u) * c;
-        a = uint32_t(q >> 32) ^ b ^ key0;
-        b = uint32_t(q);
-        c = uint32_t(p >> 32) ^ d ^ key1;
-        d = uint32_t(p);
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
+        const Wide p = multiply_low(a, Wide{} + kPhilox0), q = multiply_low(c, Wide{} + kPhilox1);
+        a = (q >> 32) ^ b ^ (Wide{} + key0);
+        b = q;
+        c = (p >> 32) ^ d ^ (Wide{} + key1);
+        d = p;
+        key0 += kPhiloxKey0;
+        key1 += kPhiloxKey1;
       }
-      s0[lane] = a, s1[lane] = b, s2[lane] = c, s3[lane] = d;
+      const Wide words[4] = {a, b, c, d};
+      for (int word = 0; word < 4; ++word) {
+        const Narrow narrow = __builtin_convertvector(words[word], Narrow);
+        __builtin_memcpy(words_ + word * kLanes + lane, &narrow, sizeof narrow);
+      }
     }
+    counter_ += kLanes;
+    return words_;
   }
 
-  uint32_t next(int lane) {
-    uint32_t sum = s0[lane] + s3[lane], result = (sum << 7 | sum >> 25) + s0[lane], t = s1[lane] << 9;
-    s2[lane] ^= s0[lane];
-    s3[lane] ^= s1[lane];
-    s1[lane] ^= s2[lane];
-    s0[lane] ^= s3[lane];
-    s2[lane] ^= t;
-    s3[lane] = s3[lane] << 11 | s3[lane] >> 21;
-    return result;
-  }
+ private:
+  const uint64_t seed_;
+  uint64_t counter_;  // a multiple of kLanes: its low half does not overflow within a group
+  alignas(64) uint32_t words_[kRandomGroup];
 };
 
 }  // namespace

@@ -130,11 +130,10 @@ void round_blocks_all(const void* x_void, void* y_void, int64_t begin, int64_t e
   // Powers of two cannot lead beyond the carrier, and infinity must be let through.
   const T limit = block.power_of_two ? T(__builtin_inf()) : T(block.largest);
   const bool whole = length % block.size == 0;
-  Random random;
+  Random random(seed, uint64_t(begin / kRandomGroup));
   alignas(64) T wide[kChunk];
   alignas(64) T ups[kChunk];
   for (int64_t i = begin; i < end; i += kChunk) {
-    if (spec.mode == RoundingSpec::Stochastic && i % kRandomBlock == 0) random.seed(seed, uint64_t(i / kRandomBlock));
     const int m = int(smaller(end - i, kChunk));
     if (!whole) {
       scale_ragged<C, T>(x, i, m, length, scaler, wide, ups, scales);

@@ -81,11 +81,9 @@ void encode_all(const void* x_void, uint8_t* codes, int64_t n, const RoundingSpe
   const C* x = static_cast<const C*>(x_void);
   const RoundingConstants<T> constants(spec);
   const RoundRun<T> run = choose_round<T>(spec);
-  Random random;
+  Random random(seed, uint64_t(first_block) * (kRandomBlock / kRandomGroup));
   alignas(64) T rounded[kChunk];
   for (int64_t i = 0; i < n; i += kChunk) {
-    if (spec.mode == RoundingSpec::Stochastic && i % kRandomBlock == 0)
-      random.seed(seed, uint64_t(first_block + i / kRandomBlock));
     const int m = int(smaller(n - i, kChunk));
     const T* from = rounded;
     if constexpr (kDirect<C>)

@@ -111,16 +111,19 @@ inline T round_one(T value, uint32_t random, const RoundingConstants<T>& c) {
   }
 }
 
-// x and y may be the same.
+// x and y may be the same. By chance, all but a tensor's last call take whole groups of random numbers.
 template <class T, Way kWay, bool kSimple>
 inline void round_run(const T* x, T* y, int64_t n, const RoundingConstants<T>& constants, Random* random) {
   const RoundingConstants<T> c = constants;
   if constexpr (kWay == kByChance) {
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes)
-      for (int lane = 0; lane < kLanes; ++lane)
-        y[i + lane] = round_one<T, kWay, kSimple>(x[i + lane], random->next(lane), c);
-    for (int lane = 0; i < n; ++i, ++lane) y[i] = round_one<T, kWay, kSimple>(x[i], random->next(lane), c);
+    for (; i + kRandomGroup <= n; i += kRandomGroup) {
+      const uint32_t* words = random->next_group();
+      for (int j = 0; j < kRandomGroup; ++j) y[i + j] = round_one<T, kWay, kSimple>(x[i + j], words[j], c);
+    }
+    if (i == n) return;
+    const uint32_t* words = random->next_group();
+    for (int j = 0; i < n; ++i, ++j) y[i] = round_one<T, kWay, kSimple>(x[i], words[j], c);
   } else {
     for (int64_t i = 0; i < n; ++i) y[i] = round_one<T, kWay, kSimple>(x[i], 0, c);
   }

@@ -22,7 +22,7 @@ bool round_pass(const void* x_void, void* y_void, int64_t n, const RoundingSpec&
   const RoundRun<T> run = choose_round<T>(spec);
   const bool chance = spec.mode == RoundingSpec::Stochastic;
   const bool streams = kDirect<C> && n * int64_t(sizeof(C)) >= kStreamBytes && x_void != y_void && can_stream(y_void);
-  Random random;
+  Random random(seed, uint64_t(first_block) * (kRandomBlock / kRandomGroup));
   if constexpr (kCanStreamRounding && sizeof(C) == 4) {
     if (streams && !before && !after && !codes && run == round_run<float, kNearestByAddition, true>) {
       const int64_t whole = n / kStreamGroup * kStreamGroup;
@@ -41,7 +41,6 @@ bool round_pass(const void* x_void, void* y_void, int64_t n, const RoundingSpec&
   Measurer<T> measure_before(before ? *before : unused), measure_after(after ? *after : unused);
   alignas(64) T wide[kChunk];
   for (int64_t i = 0; i < n; i += kChunk) {
-    if (chance && i % kRandomBlock == 0) random.seed(seed, uint64_t(first_block + i / kRandomBlock));
     const int m = int(smaller(n - i, kChunk));
     const T* from;
     T* to;

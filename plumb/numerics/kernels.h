@@ -8,7 +8,11 @@ namespace plumb::kernel {
 // Element types that kernels read and write; the index into the tables below.
 enum Carrier { kFloat32, kFloat64, kFloat16, kBFloat16, kCarriers };
 
-constexpr int64_t kRandomBlock = 16384;  // values served by one seeding of the generator; splits go on its multiples
+constexpr int kRandomGroup = 256;        // values that a group of random numbers serves (kernel_base.h)
+constexpr int64_t kRandomBlock = 16384;  // values, in groups; splits go on its multiples
+// Philox4x32's multipliers and key steps, and the last word of the counter, which sets plumb's numbers apart.
+constexpr uint32_t kPhilox0 = 0xD2511F53, kPhilox1 = 0xCD9E8D57, kPhiloxKey0 = 0x9E3779B9, kPhiloxKey1 = 0xBB67AE85;
+constexpr uint32_t kPhiloxDomain = 0x706c6d62;  // "plmb"
 constexpr int kHistogramBins = 256;
 
 // How to round to one format within one carrier: FPFormat, worked out in numbers.
@@ -29,7 +33,7 @@ struct BlockSpec {
   int size;              // 32 where scales are powers of two, else 16
   bool power_of_two;     // else scales are rounded as scale_rounding says, in units of one number for the tensor
   int element_exponent;  // of the largest element
-  double element_max;
+  double element_max, scale_max;  // largest element, largest scale in the tensor's unit
   double largest;  // the carrier's largest finite value: what infinity counts as
   RoundingSpec scale_rounding;
 };
@@ -81,7 +85,7 @@ static inline void merge(Partial& into, const Partial& from) {
 
 struct KernelTable {
   const char* level;
-  // y = x rounded; x == y is fine. Block b of kRandomBlock values uses the random stream (seed, first_block + b).
+  // y = x rounded; x == y is fine. Random numbers are those of the blocks of kRandomBlock values from first_block on.
   // before and after, where not null, measure x and y on the way.
   void (*round[kCarriers])(const void* x, void* y, int64_t n, const RoundingSpec&, uint64_t seed, int64_t first_block,
                            Partial* before, Partial* after);

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/metrics_gather.h"
 #include "plumb/numerics/metrics_sum.h"
@@ -154,8 +155,6 @@ double TensorMetrics::overflow_share(const FPFormat& format) const {
   return weighted_share(*this, [&](int e) { return share_above(e, limit); });
 }
 
-namespace {
-
 void check_measurable(const at::Tensor& x) {
   check_tensor(x, "measure");
   if (x.is_complex())
@@ -163,11 +162,14 @@ void check_measurable(const at::Tensor& x) {
                 "measure at::view_as_real(x), or x.abs()");
 }
 
-}  // namespace
-
 TensorMetrics measure(const at::Tensor& x, const MetricsOptions& options) {
   check_measurable(x);
   at::NoGradGuard no_grad;
+  if (!x.is_cpu()) {
+    MetricsSum one(options);
+    one.add(x);
+    return one.metrics();
+  }
   kernel::Partial partial;
   std::array<uint64_t, kernel::kHistogramBins> counts;
   if (options.histogram) {
@@ -183,6 +185,7 @@ struct MetricsSum::State {
   int64_t numel = 0;
   kernel::Partial partial;
   std::array<uint64_t, kernel::kHistogramBins> counts{};
+  std::vector<at::Tensor> on_devices;  // gathered there, and not asked for yet
 };
 
 MetricsSum::MetricsSum(const MetricsOptions& options) : state_(std::make_unique<State>()) {
@@ -196,7 +199,10 @@ MetricsSum& MetricsSum::operator=(MetricsSum&&) noexcept = default;
 void MetricsSum::add(const at::Tensor& x) {
   check_measurable(x);
   at::NoGradGuard no_grad;
-  measure_any(x, state_->partial, state_->options);
+  if (x.is_cpu())
+    measure_any(x, state_->partial, state_->options);
+  else
+    state_->on_devices.push_back(aten_kernels::gather_metrics(x, state_->options.histogram));
   state_->numel += x.numel();
 }
 
@@ -204,9 +210,17 @@ void MetricsSum::add(const MetricsSum& other) {
   State& mine = *state_;
   if (!other.state_->options.histogram) mine.partial.histogram = nullptr, mine.options.histogram = false;
   merge(mine.partial, other.state_->partial);
+  mine.on_devices.insert(mine.on_devices.end(), other.state_->on_devices.begin(), other.state_->on_devices.end());
   mine.numel += other.state_->numel;
 }
 
-TensorMetrics MetricsSum::metrics() const { return finish_metrics(state_->partial, state_->numel); }
+TensorMetrics MetricsSum::metrics() const {
+  if (state_->on_devices.empty()) return finish_metrics(state_->partial, state_->numel);
+  kernel::Partial all = state_->partial;
+  auto counts = state_->counts;
+  if (all.histogram) all.histogram = counts.data();
+  for (const at::Tensor& gathered : state_->on_devices) aten_kernels::merge_gathered(all, gathered.cpu());
+  return finish_metrics(all, state_->numel);
+}
 
 }  // namespace plumb

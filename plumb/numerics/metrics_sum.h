@@ -9,7 +9,7 @@ namespace plumb {
 
 // Takes what measure() takes and computes what it computes, over the elements of every tensor added: maxima and minima
 // of all, means weighted by numbers of elements, std from the moments, counts summed. One tensor has measure()'s own
-// bits.
+// bits. Tensors on a device are measured there; metrics() waits for it, add() does not.
 class MetricsSum {
  public:
   explicit MetricsSum(const MetricsOptions& options = {});

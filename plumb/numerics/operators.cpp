@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/quantise.h"
@@ -38,7 +39,7 @@ TensorMetrics metrics_of_tensor(const at::Tensor& values) {
       (values.numel() != fields && values.numel() != with_histogram))
     throw Error(ErrorKind::TensorMismatch, "this tensor was not written by plumb::tensor_metrics", "",
                 "give its float64 result of 9 or 265 values");
-  const at::Tensor flat = values.contiguous();
+  const at::Tensor flat = values.cpu().contiguous();
   const double* v = flat.const_data_ptr<double>();
   TensorMetrics m;
   m.mean_abs = v[0], m.abs_mean = v[1], m.std = v[2], m.abs_max = v[3], m.abs_min = v[4];
@@ -64,22 +65,27 @@ FPFormat chosen_format(std::string_view format, std::string_view rounding, int64
   return named.with_rounding(chosen, srbits != 0 ? int(srbits) : kept);
 }
 
-// --- CPU
+// --- any device
 
-at::Tensor quantise_cpu(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
+at::Tensor quantise_kernel(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
                         std::optional<int64_t> seed, int64_t dim) {
   return quantise(x, chosen_format(format, rounding, srbits), as_seed(seed), dim);
 }
 
-at::Tensor encode_cpu(const at::Tensor& x, std::string_view format, std::optional<int64_t> seed) {
+at::Tensor encode_kernel(const at::Tensor& x, std::string_view format, std::optional<int64_t> seed) {
   return encode(x, cached_format(format), as_seed(seed));
 }
 
-at::Tensor decode_cpu(const at::Tensor& codes, std::string_view format, at::ScalarType dtype) {
+at::Tensor decode_kernel(const at::Tensor& codes, std::string_view format, at::ScalarType dtype) {
   return decode(codes, cached_format(format), dtype);
 }
 
-at::Tensor tensor_metrics_cpu(const at::Tensor& x, bool histogram) {
+at::Tensor tensor_metrics_kernel(const at::Tensor& x, bool histogram) {
+  check_measurable(x);
+  if (!x.is_cpu()) {
+    at::NoGradGuard no_grad;
+    return aten_kernels::tensor_metrics(x, histogram);
+  }
   const TensorMetrics m = measure(x, {histogram});
   at::Tensor values = at::empty({histogram ? 265 : 9}, at::kDouble);
   double* v = values.mutable_data_ptr<double>();
@@ -208,11 +214,11 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   m.def("tensor_metrics(Tensor x, bool histogram=False) -> Tensor", fixed);
 }
 
-TORCH_LIBRARY_IMPL(plumb, CPU, m) {
-  m.impl("quantise", plumb::quantise_cpu);
-  m.impl("encode", plumb::encode_cpu);
-  m.impl("decode", plumb::decode_cpu);
-  m.impl("tensor_metrics", plumb::tensor_metrics_cpu);
+TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
+  m.impl("quantise", plumb::quantise_kernel);
+  m.impl("encode", plumb::encode_kernel);
+  m.impl("decode", plumb::decode_kernel);
+  m.impl("tensor_metrics", plumb::tensor_metrics_kernel);
 }
 
 TORCH_LIBRARY_IMPL(plumb, Meta, m) {

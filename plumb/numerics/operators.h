@@ -3,6 +3,7 @@
 //   dim: along which blocks share scales, in formats that have them
 //   plumb::encode(x, format, seed), plumb::decode(codes, format, dtype)     one-byte codes (codes.h)
 //   plumb::tensor_metrics(x, histogram)   float64 [9] or [9 + 256]: the fields of TensorMetrics in order, then the bins
+// On any device, with the same bits but for metrics' sums (aten_kernels.h); no result is waited for.
 // Formats are texts that FPFormat::parse() takes, read once. rounding "" and srbits 0 mean the format's own.
 #pragma once
 

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/blocks.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/metrics_gather.h"
@@ -54,6 +55,7 @@ at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<u
   check_tensor(x, "quantise");
   carrier_of(x.scalar_type(), "quantise");
   at::NoGradGuard no_grad;
+  if (!x.is_cpu()) return aten_kernels::quantise(x, format, seed_for(format, seed));
   at::Tensor out = fresh_like(x, x.scalar_type());
   if (!x.is_neg() && is_dense(x) && out.strides() == x.strides()) {
     round_dense(x, out, format, seed);
@@ -105,8 +107,8 @@ at::Tensor& quantise_out(at::Tensor& out, const at::Tensor& x, const FPFormat& f
                 "give an out with memory of its own");
   const bool apart =
       !x.storage().is_alias_of(out.storage()) || at::get_overlap_status(x, out) == at::MemOverlapStatus::Full;
-  if (!format.has_blocks() && apart && !x.is_neg() && !out.is_neg() && is_dense(x) && is_dense(out) &&
-      out.strides() == x.strides()) {
+  if (x.is_cpu() && out.is_cpu() && !format.has_blocks() && apart && !x.is_neg() && !out.is_neg() && is_dense(x) &&
+      is_dense(out) && out.strides() == x.strides()) {
     round_dense(x, out, format, seed);
     bump_version(out);
   } else {
@@ -119,7 +121,7 @@ at::Tensor& quantise_(at::Tensor& x, const FPFormat& format, std::optional<uint6
   check_tensor(x, "quantise_");
   carrier_of(x.scalar_type(), "quantise_");
   at::NoGradGuard no_grad;
-  if (!format.has_blocks() && !x.is_neg() && is_dense(x)) {
+  if (x.is_cpu() && !format.has_blocks() && !x.is_neg() && is_dense(x)) {
     round_dense(x, x, format, seed);
     bump_version(x);
   } else if (at::has_internal_overlap(x) == at::MemOverlap::Yes) {
@@ -135,8 +137,8 @@ at::Tensor quantise_and_measure(const at::Tensor& x, const FPFormat& format, Ten
                                 TensorMetrics* after, const MetricsOptions& options, std::optional<uint64_t> seed,
                                 int64_t dim) {
   check_tensor(x, "quantise_and_measure");
-  if (format.has_blocks()) {
-    at::Tensor out = quantise_blocks(x, format, seed, dim);
+  if (format.has_blocks() || !x.is_cpu()) {
+    at::Tensor out = quantise(x, format, seed, dim);
     if (before) *before = measure(x, options);
     if (after) *after = measure(out, options);
     return out;

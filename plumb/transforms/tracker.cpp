@@ -102,23 +102,24 @@ std::optional<Metrics> ScaleTracker::metrics(int64_t slot) const {
   std::lock_guard lock(mutex_);
   if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return std::nullopt;
   const Slot& s = slots_[static_cast<size_t>(slot)];
-  if (!s.has_fwd) return std::nullopt;
-  return Metrics{s.fwd, s.has_bwd ? std::optional(s.bwd) : std::nullopt};
+  if (!s.fwd.any) return std::nullopt;
+  return Metrics{s.fwd.numbers(), s.bwd.any ? std::optional(s.bwd.numbers()) : std::nullopt};
 }
 
 std::optional<Metrics::Data> ScaleTracker::measured(int64_t slot, Direction direction) const {
   std::lock_guard lock(mutex_);
   if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return std::nullopt;
   const Slot& s = slots_[static_cast<size_t>(slot)];
-  if (direction == Direction::Forward) return s.has_fwd ? std::optional(s.fwd) : std::nullopt;
-  return s.has_bwd ? std::optional(s.bwd) : std::nullopt;
+  const Seen& seen = direction == Direction::Forward ? s.fwd : s.bwd;
+  return seen.any ? std::optional(seen.numbers()) : std::nullopt;
 }
 
 std::shared_ptr<const MetricsSum> ScaleTracker::sum(int64_t slot, Direction direction) const {
   std::lock_guard lock(mutex_);
   if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return nullptr;
   const Slot& s = slots_[static_cast<size_t>(slot)];
-  return direction == Direction::Forward ? s.fwd_sum : s.bwd_sum;
+  const Seen& seen = direction == Direction::Forward ? s.fwd : s.bwd;
+  return seen.together ? seen.sum : nullptr;
 }
 
 void ScaleTracker::want(int64_t slot, Wanted wanted) {
@@ -134,10 +135,7 @@ ScaleTracker::Wanted ScaleTracker::wanted(int64_t slot) const {
 
 void ScaleTracker::clear() {
   std::lock_guard lock(mutex_);
-  for (Slot& slot : slots_) {
-    slot.has_fwd = slot.has_bwd = false;
-    slot.fwd_sum = slot.bwd_sum = nullptr;
-  }
+  for (Slot& slot : slots_) slot.fwd = slot.bwd = {};
 }
 
 std::shared_ptr<ScaleTracker> ScaleTracker::twin() const {
@@ -157,17 +155,18 @@ void ScaleTracker::record(int64_t slot, Direction direction, const at::Tensor& x
       at::isTensorSubclassLike(x))
     return;
   const MetricsOptions options = options_for(slot);
-  const at::Tensor here = x.is_cpu() ? x : x.detach().cpu();
-  if (!together(slot, direction)) return keep(slot, direction, Metrics::Data::of(measure(here, options)));
+  const bool together = this->together(slot, direction);
+  if (!together && x.is_cpu())
+    return keep(slot, direction, {.any = true, .data = Metrics::Data::of(measure(x, options))});
   auto sum = std::make_shared<MetricsSum>(options);
-  sum->add(here);
-  keep(slot, direction, {}, std::move(sum));
+  sum->add(x.is_mps() ? x.detach().cpu() : x);  // a device without float64
+  keep(slot, direction, {.any = true, .together = together, .sum = std::move(sum)});
 }
 
 void ScaleTracker::record(int64_t slot, Direction direction, const TensorMetrics& metrics) {
   Metrics::Data data = Metrics::Data::of(metrics);
   if (!options_for(slot).histogram) data.histogram = nullptr;
-  keep(slot, direction, std::move(data));
+  keep(slot, direction, {.any = true, .data = std::move(data)});
 }
 
 MetricsOptions ScaleTracker::options_for(int64_t slot) const {
@@ -179,28 +178,19 @@ bool ScaleTracker::together(int64_t slot, Direction direction) const {
   return direction == Direction::Forward ? wanted.forward_together : wanted.backward_together;
 }
 
-void ScaleTracker::keep(int64_t slot, Direction direction, Metrics::Data data, std::shared_ptr<MetricsSum> sum) {
+void ScaleTracker::keep(int64_t slot, Direction direction, Seen seen) {
   const bool forward = direction == Direction::Forward;
   std::lock_guard lock(mutex_);
   if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return;
   Slot& s = slots_[static_cast<size_t>(slot)];
-  if (sum) {
-    auto& all = forward ? s.fwd_sum : s.bwd_sum;
-    if (all) {
-      all->add(*sum);
-    } else {
-      all = std::move(sum);
-    }
-    data = Metrics::Data::of(all->metrics());
-  }
-  if (forward) {
-    s.fwd = std::move(data);
-    s.has_fwd = true;
-    if (!s.wanted.backward_together) s.has_bwd = false;
+  Seen& so_far = forward ? s.fwd : s.bwd;
+  if (seen.together && so_far.together) {
+    so_far.sum->add(*seen.sum);
+    so_far.any = true;
   } else {
-    s.bwd = std::move(data);
-    s.has_bwd = true;
+    so_far = std::move(seen);
   }
+  if (forward && !s.wanted.backward_together) s.bwd.any = false;
 }
 
 namespace {

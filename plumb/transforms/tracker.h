@@ -76,7 +76,8 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   // An empty tracker with the same slots and options.
   std::shared_ptr<ScaleTracker> twin() const;
 
-  // Takes strided floating-point tensors on any device; others, and meta tensors, are passed over.
+  // Takes strided floating-point tensors on any device; others, and meta tensors, are passed over. A device measures
+  // them itself and is not waited for until the numbers are asked for.
   void record(int64_t slot, Direction direction, const at::Tensor& x);
   // Records what was measured elsewhere, as options_for() says; not for slots wanted together.
   void record(int64_t slot, Direction direction, const TensorMetrics& metrics);
@@ -84,14 +85,20 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   bool together(int64_t slot, Direction direction) const;
 
  private:
-  void keep(int64_t slot, Direction direction, Metrics::Data data, std::shared_ptr<MetricsSum> sum = nullptr);
-  explicit ScaleTracker(MetricsOptions options);
-  struct Slot {
-    bool input = false, has_fwd = false, has_bwd = false;
-    Wanted wanted;
-    Metrics::Data fwd, bwd;
-    std::shared_ptr<MetricsSum> fwd_sum, bwd_sum;
+  // What one direction of a slot saw: the numbers, or the sum that they are asked of.
+  struct Seen {
+    bool any = false, together = false;
+    Metrics::Data data;
+    std::shared_ptr<MetricsSum> sum;
+    Metrics::Data numbers() const { return sum ? Metrics::Data::of(sum->metrics()) : data; }
   };
+  struct Slot {
+    bool input = false;
+    Wanted wanted;
+    Seen fwd, bwd;
+  };
+  explicit ScaleTracker(MetricsOptions options);
+  void keep(int64_t slot, Direction direction, Seen seen);
   const int64_t id_;
   const MetricsOptions options_;
   std::atomic<bool> enabled_ = true;

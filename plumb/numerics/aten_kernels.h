@@ -1,0 +1,47 @@
+// The room's kernels in ATen operators: right on every device, with the bits of the CPU's kernels (kernels.h), which
+// CPU tensors take instead. They work on the bits of floats as integers and read no value on the host. What they take
+// is checked by their callers: strided tensors of a carrier's dtype. Not for other rooms.
+//
+// They need float32 and int64 on the device, for float64 tensors and metrics float64 too; a device that flushes
+// subnormal floats to zero loses those of formats with shared scales and no others.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "plumb/numerics/format.h"
+#include "plumb/numerics/kernels.h"
+
+namespace plumb::aten_kernels {
+
+// The numbers that values 0 to n - 1 of a tensor are rounded with, in 0..2^32-1: int64 [n] (kernel_base.h says which).
+at::Tensor random_words(int64_t n, uint64_t seed, at::Device device);
+
+// Like quantise() in quantise.h; strides as at::empty_like's.
+at::Tensor quantise(const at::Tensor& x, const FPFormat& format, uint64_t seed);
+
+// Like encode() and decode() in codes.h.
+at::Tensor encode(const at::Tensor& x, const FPFormat& format, uint64_t seed);
+at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype);
+
+struct Blocks {
+  at::Tensor values;  // of x's sizes and dtype
+  at::Tensor codes;   // uint8 [x's sizes], where they were asked for
+  at::Tensor scales;  // uint8, the last size the number of blocks
+  at::Tensor unit;    // float32 or float64 []: what the scales are in units of
+};
+// x: contiguous, blocks along its last dimension.
+Blocks round_blocks(const at::Tensor& x, const FPFormat& format, uint64_t seed, bool with_codes);
+
+// 2^exponent for exponents from -127 to 127, int32, as float32 or float64.
+at::Tensor power_of_two(const at::Tensor& exponent, at::ScalarType dtype);
+
+// What kernel::Partial holds, of x: float64 [10], its fields in order, or [10 + 256] with the histogram. Counts,
+// largest and smallest are the CPU's; sums are taken in float64, in the device's order.
+at::Tensor gather_metrics(const at::Tensor& x, bool histogram);
+// Merges what gather_metrics() gave, on the CPU by now.
+void merge_gathered(kernel::Partial& into, const at::Tensor& gathered);
+
+// Like plumb::tensor_metrics (operators.h).
+at::Tensor tensor_metrics(const at::Tensor& x, bool histogram);
+
+}  // namespace plumb::aten_kernels
