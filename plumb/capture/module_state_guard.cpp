@@ -17,14 +17,15 @@ ModuleStateGuard::ModuleStateGuard(const State& state, const std::vector<c10::IV
     if (!attr.tensor.defined() || !seen.insert(attr.tensor.unsafeGetTensorImpl()).second) continue;
     watch(index, attr.tensor);
     if (attr.kind == AttrKind::Parameter) grads_.emplace_back(attr.tensor, attr.tensor.grad());
-    if (attr.tensor.is_cuda()) keep_generator(attr.tensor.device());
+    keep_generator(attr.tensor.device());
   }
   for (const auto& v : inputs) {
-    if (v.isTensor() && v.toTensor().defined() && v.toTensor().is_cuda()) keep_generator(v.toTensor().device());
+    if (v.isTensor() && v.toTensor().defined()) keep_generator(v.toTensor().device());
   }
 }
 
 void ModuleStateGuard::keep_generator(const at::Device& device) {
+  if (device.is_meta()) return;
   at::Generator generator = at::globalContext().defaultGenerator(device);
   if (std::any_of(generators_.begin(), generators_.end(), [&](const auto& kept) { return kept.first == generator; }))
     return;

@@ -141,9 +141,10 @@ bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
                        bool& composite) {
   const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
   bool active = false;
-  for (auto [device, key] :
-       {std::pair{at::kCPU, c10::DispatchKey::AutocastCPU}, std::pair{at::kCUDA, c10::DispatchKey::AutocastCUDA}}) {
-    if (!at::autocast::is_autocast_enabled(device) || excluded.has(key)) continue;
+  for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    if (!at::autocast::is_autocast_enabled(device)) continue;
+    const auto key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
+    if (excluded.has(key)) continue;
     active = true;
     if (keys.has(key) && op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key)) {
       ++autocast_hits_;

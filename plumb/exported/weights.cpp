@@ -1,8 +1,8 @@
 #include "plumb/exported/weights.h"
 
-#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <tuple>
 #include <unordered_map>
@@ -15,7 +15,9 @@ namespace plumb::pt2 {
 namespace {
 
 void check_device(const JsonDoc& doc, const Json& j, at::Device device) {
-  const bool there = device.is_cpu() || device.is_meta() || (device.is_cuda() && at::hasCUDA());
+  const bool there = device.is_cpu() || device.is_meta() ||
+                     (c10::impl::hasDeviceGuardImpl(device.type()) &&
+                      device.index() < c10::impl::getDeviceGuardImpl(device.type())->deviceCount());
   if (!there) {
     doc.fail(j, "the tensor belongs on device '" + device.str() + "', which is not available here",
              "load the file onto another device, for example cpu");

@@ -6,7 +6,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <array>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -135,13 +134,13 @@ struct StageSpecializer::Ambient {
     bool on;
     at::ScalarType dtype;
   };
-  std::array<Autocast, 2> autocast;
+  std::vector<Autocast> autocast;
 
   static Ambient now() {
-    auto of = [](at::DeviceType d) {
-      return Autocast{d, at::autocast::is_autocast_enabled(d), at::autocast::get_autocast_dtype(d)};
-    };
-    return {{of(at::kCPU), of(at::kCUDA)}};
+    Ambient ambient;
+    for (const at::DeviceType d : at::autocast::_AUTOCAST_SUPPORTED_DEVICES)
+      ambient.autocast.push_back({d, at::autocast::is_autocast_enabled(d), at::autocast::get_autocast_dtype(d)});
+    return ambient;
   }
   void set() const {
     for (const Autocast& a : autocast) {

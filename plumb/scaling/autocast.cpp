@@ -10,7 +10,7 @@ using at::autocast::cached_cast;
 
 template <at::DeviceType kDevice>
 c10::DispatchKeySet autocast_keys() {
-  return c10::DispatchKeySet(kDevice == at::kCPU ? c10::DispatchKey::AutocastCPU : c10::DispatchKey::AutocastCUDA);
+  return c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
 }
 
 // Casts the tensors among the arguments and goes on without autocast.
@@ -41,5 +41,8 @@ void implement_autocast(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(plumb, AutocastCPU, m) { implement_autocast<at::kCPU>(m); }
 TORCH_LIBRARY_IMPL(plumb, AutocastCUDA, m) { implement_autocast<at::kCUDA>(m); }
+TORCH_LIBRARY_IMPL(plumb, AutocastXPU, m) { implement_autocast<at::kXPU>(m); }
+TORCH_LIBRARY_IMPL(plumb, AutocastMPS, m) { implement_autocast<at::kMPS>(m); }
+TORCH_LIBRARY_IMPL(plumb, AutocastPrivateUse1, m) { implement_autocast<at::kPrivateUse1>(m); }
 
 }  // namespace plumb

@@ -15,6 +15,13 @@ from . import _C
 from ._errors import Error, ErrorKind
 
 
+def autocast_regions() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Of the CPU, and of the accelerator if there is one: whether autocast is on, and to which dtype."""
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+
+
 @contextlib.contextmanager
 def module_stack(module: nn.Module) -> Iterator[None]:
     """Tells the engine which module's forward runs, by hooks on every module."""
@@ -74,12 +81,14 @@ def opaque_functions(open_checkpoints: bool) -> Iterator[None]:
                 remedy="write it with torch operators there",
             )
         shape: list[Any] = []
-        region = {"dtype": torch.get_autocast_dtype("cpu"), "enabled": torch.is_autocast_enabled("cpu")}
+        regions = autocast_regions()
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
             it = iter(inputs)
             a, k = pytree.tree_unflatten([next(it) if isinstance(x, Tensor) else x for x in leaves], spec)
-            with torch.autocast("cpu", **region):
+            with contextlib.ExitStack() as stack:
+                for device, enabled, dtype in regions:
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
                 out = bound(*a, **k)
             many = isinstance(out, tuple)
             outs = list(out) if many else [out]

@@ -7,3 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, os.path.dirname(__file__))
 _TOOLS = os.path.join(os.path.dirname(__file__), "..", "..", "tools")
 sys.path[1:1] = [_TOOLS, os.path.join(_TOOLS, "published_pipelining")]  # the latter has torch_names
+
+import device  # noqa: E402
+
+device.use()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import device
 import torch
 import torch.distributed as dist
 
@@ -30,6 +31,7 @@ class Ended:
 
 def _rank(fn, rank, size, store, pipe, timeout, args):
     torch.set_num_threads(1)
+    device.use()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )

@@ -21,6 +21,7 @@ from .._capture import capture_engine, signature
 from .._errors import Error, ErrorKind
 from .._module_state_guard import refuse_modules
 from .._state import BUFFER, CONSTANT, sync_state
+from .._tracing import autocast_regions
 from .._trees import flatten
 from .._unit_scaled import capturing
 from . import _in_graph
@@ -173,7 +174,7 @@ class TransformedForward:
         if self._tree is None or not self._tree.is_current():
             self._cache.clear()
             self._tree = _Tree(self.module)
-        autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        autocast = autocast_regions()
         modes = self._tree.modes()
         key = (spec, signature(leaves), modes, autocast)
         try:

@@ -1,0 +1,393 @@
+// A device for tests: "testdevice", two of them, on torch's PrivateUse1. Its memory is the host's, mapped twice.
+// Tensors hold the address where nothing may be read or written, so that whoever takes it for CPU memory is stopped by
+// the processor (SIGSEGV); kernels use the other one. Operators run the CPU's kernels on copies, backwards in
+// autograd's threads for the device. Random numbers are the CPU generator's, from a state of the device's own.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <sys/mman.h>
+#include <torch/library.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace {
+
+using at::Tensor;
+constexpr auto kDevice = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kDevices = 2;
+
+// --- memory
+
+class Arena {
+ public:
+  static Arena& get() {
+    static Arena* arena = new Arena;  // tensors may die after static destruction began
+    return *arena;
+  }
+
+  void* allocate(size_t bytes) {
+    bytes = (bytes + kAlign - 1) / kAlign * kAlign;
+    std::lock_guard lock(mutex_);
+    for (auto it = free_.begin(); it != free_.end(); ++it) {
+      const auto [begin, size] = *it;
+      if (size < bytes) continue;
+      free_.erase(it);
+      if (size > bytes) free_[begin + bytes] = size - bytes;
+      used_[begin] = bytes;
+      return forbidden_ + begin;
+    }
+    TORCH_CHECK(false, "testdevice is out of memory");
+  }
+
+  void release(void* address) {
+    std::lock_guard lock(mutex_);
+    auto used = used_.find(static_cast<char*>(address) - forbidden_);
+    size_t begin = used->first, size = used->second;
+    used_.erase(used);
+    auto next = free_.lower_bound(begin);
+    if (next != free_.end() && begin + size == next->first) size += next->second, next = free_.erase(next);
+    if (next != free_.begin()) {
+      auto before = std::prev(next);
+      if (before->first + before->second == begin) begin = before->first, size += before->second, free_.erase(before);
+    }
+    free_[begin] = size;
+  }
+
+  // Where the host may touch what tensors have at `address`.
+  void* host(const void* address) {
+    if (!address) return nullptr;
+    const auto* at = static_cast<const char*>(address);
+    TORCH_CHECK(at >= forbidden_ && at < forbidden_ + kBytes, "this is no memory of testdevice");
+    return open_ + (at - forbidden_);
+  }
+
+ private:
+  static constexpr size_t kBytes = size_t(8) << 30, kAlign = 64;
+
+  Arena() {
+    const int file = memfd_create("testdevice", 0);
+    TORCH_CHECK(file >= 0 && ftruncate(file, kBytes) == 0, "testdevice found no memory");
+    open_ = map(file, PROT_READ | PROT_WRITE);
+    forbidden_ = map(file, PROT_NONE);
+    close(file);
+    free_[0] = kBytes;
+  }
+
+  static char* map(int file, int rights) {
+    void* at = mmap(nullptr, kBytes, rights, MAP_SHARED | MAP_NORESERVE, file, 0);
+    TORCH_CHECK(at != MAP_FAILED, "testdevice found no addresses");
+    return static_cast<char*>(at);
+  }
+
+  std::mutex mutex_;
+  char *open_, *forbidden_;
+  std::map<size_t, size_t> free_, used_;  // begin -> bytes
+};
+
+thread_local c10::DeviceIndex current_device = 0;
+
+struct Allocator final : c10::Allocator {
+  static void release(void* address) { Arena::get().release(address); }
+  c10::DataPtr allocate(size_t bytes) override {
+    void* at = bytes ? Arena::get().allocate(bytes) : nullptr;
+    return {at, at, at ? &release : nullptr, c10::Device(kDevice, current_device)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(Arena::get().host(to), Arena::get().host(from), bytes);
+  }
+};
+Allocator allocator;
+REGISTER_ALLOCATOR(kDevice, &allocator)
+
+// The tensor's memory as the CPU sees it; of a CPU tensor itself.
+Tensor on_host(const Tensor& t) {
+  if (t.is_cpu()) return t;
+  const auto options = at::TensorOptions().dtype(t.dtype()).device(at::kCPU);
+  if (t.numel() == 0) return at::empty_strided(t.sizes(), t.strides(), options);
+  return at::from_blob(Arena::get().host(t.const_data_ptr()), t.sizes(), t.strides(), options);
+}
+
+// --- devices and streams: one stream each, on which everything is done when it is asked for
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kDevice; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  c10::Device getDevice() const override { return {kDevice, current_device}; }
+  void setDevice(c10::Device device) const override {
+    TORCH_CHECK(device.index() < kDevices, "there is no ", device);
+    if (device.index() >= 0) current_device = device.index();
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0) current_device = device.index();
+  }
+  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+// --- random numbers
+
+struct DeviceGenerator final : c10::GeneratorImpl {
+  explicit DeviceGenerator(c10::DeviceIndex index)
+      : GeneratorImpl({kDevice, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        own(at::detail::createCPUGenerator()) {}
+  void set_current_seed(uint64_t seed) override { own.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { own.set_offset(offset); }
+  uint64_t get_offset() const override { return own.get_offset(); }
+  uint64_t current_seed() const override { return own.current_seed(); }
+  uint64_t seed() override { return own.seed(); }
+  void set_state(const c10::TensorImpl& state) override { own.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return own.unsafeGetGeneratorImpl()->get_state(); }
+  DeviceGenerator* clone_impl() const override {
+    auto* copy = new DeviceGenerator(device().index());
+    copy->own = own.clone();
+    return copy;
+  }
+  mutable at::Generator own;
+};
+
+const at::Generator& default_generator(c10::DeviceIndex index) {
+  static const at::Generator generators[kDevices] = {at::make_generator<DeviceGenerator>(0),
+                                                     at::make_generator<DeviceGenerator>(1)};
+  return generators[index < 0 ? current_device : index];
+}
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { current_device = index; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(current_device, index);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<DeviceGenerator>(index < 0 ? current_device : index);
+  }
+  at::Device getDeviceFromPtr(void*) const override { return {kDevice, 0}; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    c10::DataPtr larger = allocator.allocate(bytes);
+    if (const size_t kept = std::min(bytes, storage.nbytes()))
+      allocator.copy_data(larger.mutable_get(), storage.data(), kept);
+    larger.unsafe_set_device(storage.device());
+    storage.set_data_ptr_noswap(std::move(larger));
+    storage.set_nbytes(bytes);
+  }
+};
+
+// --- operators that are not the CPU's on copies
+
+struct OnDevice {
+  explicit OnDevice(std::optional<at::Device> device) : before(current_device) {
+    if (device && device->index() >= 0) current_device = device->index();
+  }
+  ~OnDevice() { current_device = before; }
+  c10::DeviceIndex before;
+};
+
+Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const OnDevice on(device);
+  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   at::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  const OnDevice on(device);
+  return at::detail::empty_strided_generic(size, stride, &allocator,
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           at::dtype_or_default(dtype));
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
+  on_host(to).copy_(on_host(from));
+  return to;
+}
+
+const Tensor& resize(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(size);
+  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  const size_t bytes = size_t(self.storage_offset() + self.numel()) * self.element_size();
+  if (bytes > self.storage().nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), bytes);
+  return self;
+}
+
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  if (to.sizes() != from.sizes()) to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+at::Scalar local_scalar(const Tensor& x) { return on_host(x).item(); }
+
+Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  if (stride.empty() && size.size() != 0) {
+    impl->set_storage_offset(offset);
+    impl->set_sizes_contiguous(size);
+  } else {
+    impl->set_sizes_and_strides(size, stride, offset);
+  }
+  return self;
+}
+Tensor& set_whole(Tensor& self, at::Storage source) {
+  const auto count = int64_t(source.nbytes() / self.element_size());
+  return set_storage(self, std::move(source), 0, {count}, {});
+}
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef stride,
+                   at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+                   int64_t groups) {
+  const Tensor b = bias && bias->defined() ? bias->cpu() : Tensor();
+  return at::convolution(input.cpu(), weight.cpu(), b, stride, padding, dilation, transposed, output_padding, groups)
+      .to(input.device());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                        at::IntArrayRef stride, at::IntArrayRef padding,
+                                                        at::IntArrayRef dilation, bool transposed,
+                                                        at::IntArrayRef output_padding, int64_t groups,
+                                                        std::array<bool, 3> mask) {
+  const int64_t outputs = weight.size(transposed ? 1 : 0) * (transposed ? groups : 1);
+  auto [x, w, b] = at::convolution_backward(grad.cpu(), input.cpu(), weight.cpu(), at::IntArrayRef{outputs}, stride,
+                                            padding, dilation, transposed, output_padding, groups, mask);
+  const auto back = [&](const Tensor& t) { return t.defined() ? t.to(input.device()) : t; };
+  return {back(x), back(w), back(b)};
+}
+
+// Draws from the device's generator in place of the CPU's.
+class Draws {
+ public:
+  Draws(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    if (!op.hasTag(at::Tag::nondeterministic_seeded)) return;
+    c10::DeviceIndex index = current_device;
+    auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      auto& value = (*stack)[stack->size() - arguments.size() + i];
+      if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_privateuseone())
+        index = value.toTensor().device().index();
+      if (value.isGenerator() && value.toGenerator().device().type() == kDevice) {
+        value = value.toGenerator().get<DeviceGenerator>()->own;
+        return;
+      }
+    }
+    own_ = &default_generator(index).get<DeviceGenerator>()->own;
+    swap();
+  }
+  ~Draws() {
+    if (own_) swap();
+  }
+  Draws(const Draws&) = delete;
+
+ private:
+  void swap() {
+    auto cpu = at::detail::getDefaultCPUGenerator();
+    std::lock_guard lock(cpu.mutex());
+    const Tensor state = cpu.get_state();
+    cpu.set_state(own_->get_state());
+    own_->set_state(state);
+  }
+  at::Generator* own_ = nullptr;
+};
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Draws draws(op, stack);
+  at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
+}
+
+// --- for Python's torch.testdevice
+
+void manual_seed(int64_t seed) {
+  for (c10::DeviceIndex i = 0; i < kDevices; ++i) {
+    auto generator = default_generator(i);
+    std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(uint64_t(seed));
+  }
+}
+Tensor get_rng_state(int64_t index) { return default_generator(c10::DeviceIndex(index)).get_state(); }
+void set_rng_state(const Tensor& state, int64_t index) {
+  at::Generator(default_generator(c10::DeviceIndex(index))).set_state(state);
+}
+int64_t get_device() { return current_device; }
+void set_device(int64_t index) { Guard().setDevice({kDevice, c10::DeviceIndex(index)}); }
+
+struct Register {
+  Register() {
+    c10::register_privateuse1_backend("testdevice");
+    at::RegisterPrivateUse1HooksInterface(new Hooks);
+  }
+} at_load;
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", at::native::view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("unfold", at::native::unfold);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("resize_", resize);
+  m.impl("_local_scalar_dense", local_scalar);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+}
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(FLOAT32)
+}
+TORCH_LIBRARY(plumb_test_device, m) {
+  m.def("manual_seed(int seed) -> ()", manual_seed);
+  m.def("get_rng_state(int index) -> Tensor", get_rng_state);
+  m.def("set_rng_state(Tensor state, int index) -> ()", set_rng_state);
+  m.def("get_device() -> int", get_device);
+  m.def("set_device(int index) -> ()", set_device);
+}
