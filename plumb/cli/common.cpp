@@ -3,10 +3,8 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 
 #include "plumb/cli/progress.h"
@@ -14,7 +12,6 @@
 #include "plumb/core/input_file.h"
 #include "plumb/core/output_file.h"
 #include "plumb/core/table.h"
-#include "plumb/graph/summary.h"
 #include "plumb/partition/split.h"
 
 namespace plumb::cli {
@@ -45,10 +42,6 @@ std::shared_ptr<GraphModule> module_of_text(const std::string& path) {
 }  // namespace
 
 bool is_pt2(const std::string& path) { return path.ends_with(".pt2"); }
-
-bool is_tensor_file(const std::string& path) {
-  return path.ends_with(".pt") || path.ends_with(".pth") || path.ends_with(".npy");
-}
 
 Loaded load(const std::string& path) {
   Loaded loaded;
@@ -89,15 +82,6 @@ Loaded load_with_tensors(const std::string& path) {
                      "give a .pt2 file of torch.export.save or plumb");
   }
   return load(path);
-}
-
-void check_writable(const std::string& option, const std::string& path) {
-  if (path.empty() || path == "-") return;
-  try {
-    const OutputFile probe(path);
-  } catch (const Error& e) {
-    throw Error(e.kind(), option + " " + e.message(), "", e.remedy());
-  }
 }
 
 void write_text(const std::string& text, const std::string& path) {
@@ -142,10 +126,6 @@ at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IVal
   return sum;
 }
 
-std::string type_text(const std::optional<TensorMeta>& meta) { return meta ? plumb::type_text(*meta) : "?"; }
-
-std::string type_text(const at::Tensor& tensor) { return plumb::type_text(TensorMeta::of(tensor)); }
-
 std::string columns(std::vector<std::vector<std::string>> rows) {
   constexpr size_t kWidest = 60;
   for (auto& row : rows) {
@@ -155,40 +135,6 @@ std::string columns(std::vector<std::vector<std::string>> rows) {
   }
   Table table{rows.at(0), {rows.begin() + 1, rows.end()}};
   return to_text(table);
-}
-
-NumberCheck whole_number(int64_t least, int64_t most) {
-  return [=](const std::string& text) -> std::string {
-    char* end = nullptr;
-    errno = 0;
-    const long long value = std::strtoll(text.c_str(), &end, 10);
-    const bool number = !text.empty() && *end == '\0';
-    if (number && errno == 0 && value >= least && value <= most) return "";
-    const bool open = most >= std::numeric_limits<int>::max();
-    if (open && number && value > 0) return text + " is more than the largest possible, " + std::to_string(most);
-    if (least == std::numeric_limits<int64_t>::min()) return text + " is no whole number of 64 bits";
-    return text + " is no whole number " +
-           (open ? "of " + std::to_string(least) + " or more"
-                 : "from " + std::to_string(least) + " to " + std::to_string(most));
-  };
-}
-
-NumberCheck number_within(double least, double most) {
-  return [=](const std::string& text) -> std::string {
-    char* end = nullptr;
-    const double value = std::strtod(text.c_str(), &end);
-    if (!text.empty() && *end == '\0' && std::isfinite(value) && value >= least && value <= most) return "";
-    return text + " is no finite number " +
-           (std::isinf(most) ? "of " + short_number(least) + " or more"
-                             : "from " + short_number(least) + " to " + short_number(most));
-  };
-}
-
-std::string positive_number(const std::string& text) {
-  char* end = nullptr;
-  const double value = std::strtod(text.c_str(), &end);
-  if (!text.empty() && *end == '\0' && std::isfinite(value) && value > 0) return "";
-  return text + " is no positive, finite number";
 }
 
 std::string duration_text(double seconds) {

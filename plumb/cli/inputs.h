@@ -6,6 +6,7 @@
 
 #include "plumb/cli/common.h"
 #include "plumb/cli/progress.h"
+#include "plumb/training/inputs.h"
 
 namespace CLI {
 class App;
@@ -27,11 +28,5 @@ struct Model {
 };
 // Throws UsageError for a graph's text, and naming the --input that is missing, too many, or does not fit.
 Model open_model(const ModelOptions& options, Progress& progress);
-
-// "--input [NAME=]x.pt" texts as the module's flat inputs. Files without a name fill the inputs in order (a dict by its
-// keys, a tuple as several); a number, true, false or none may stand instead of a file. `option` is for messages.
-// Shapes and dtypes are checked only if `fit`.
-std::vector<c10::IValue> read_inputs(const GraphModule& module, const std::vector<std::string>& texts,
-                                     const std::string& option, bool fit);
 
 }  // namespace plumb::cli

@@ -71,7 +71,7 @@ int run(int argc, char** argv) {
   plumb::cli::add_split(app);
   if (argc > 1 && argv[1][0] != '-' &&
       app.get_subcommands([&](const CLI::App* c) { return c->get_name() == argv[1]; }).empty()) {
-    throw plumb::cli::UsageError("no command '" + std::string(argv[1]) + "'", "plumb --help");
+    throw plumb::UsageError("no command '" + std::string(argv[1]) + "'", "plumb --help");
   }
   try {
     app.parse(argc, argv);
@@ -105,7 +105,7 @@ int main(int argc, char** argv) {
     return code;
   } catch (const plumb::cli::ExitCode& e) {
     return e.code;
-  } catch (const plumb::cli::UsageError& e) {
+  } catch (const plumb::UsageError& e) {
     std::cerr << "plumb: " << e.what() << "\n";
     return 2;
   } catch (const plumb::Error& e) {

@@ -1,23 +1,25 @@
-// plumb train: the command line, the local processes, and what is printed. The work of one process is in train_rank.
+// plumb train: the command line, the local processes, and what is printed. The work is that of plumb/training.
 #include <signal.h>
 #include <string.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <chrono>
 #include <cmath>
 #include <fstream>
 #include <iostream>
+#include <map>
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/exit_code.h"
 #include "plumb/cli/progress.h"
 #include "plumb/cli/signals.h"
-#include "plumb/cli/train_rank.h"
+#include "plumb/core/input_file.h"
 #include "plumb/core/table.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/launch.h"
-#include "plumb/schedule/generators.h"
+#include "plumb/training/trainer.h"
 
 namespace plumb::cli {
 namespace {
@@ -37,6 +39,26 @@ class Printer {
     if (json_) {
       saved_ = saved_ || event.contains("saved");
       std::cout << event.dump() << std::endl;
+      return;
+    }
+    if (event.contains("options")) {
+      std::cerr << event["options"].get<std::string>();
+      return;
+    }
+    if (event.contains("group")) {
+      std::cerr << "group " << event["group"].get<std::string>() << ": " << list(event["parameters"]) << "\n";
+      return;
+    }
+    if (event.contains("eval")) {
+      end_bar();
+      const double loss = event["eval_loss"];
+      std::cout << "evaluation after step " << event["eval"] << ": loss " << number(loss) << ", perplexity "
+                << short_number(std::exp(loss)) << ", " << event["eval_targets"] << " targets" << std::endl;
+      return;
+    }
+    if (event.contains("dumped")) {
+      end_bar();
+      std::cout << "dumped the step to " << event["dumped"].get<std::string>() << std::endl;
       return;
     }
     if (event.contains("interrupted")) {
@@ -63,8 +85,8 @@ class Printer {
     }
     if (!event.contains("step")) return;
     const int step = event["step"], steps = event["steps"];
-    const std::string loss = event["loss"].is_number() ? number(event["loss"]) : "nan";
-    const std::string tail = "  loss " + loss + speed(step, steps, event["seconds"]);
+    const auto of = [&](const char* name) { return event[name].is_number() ? number(event[name]) : "nan"; };
+    const std::string tail = "  loss " + of("loss") + "  norm " + of("norm") + speed(step, steps, event["seconds"]);
     if (!bar_) {
       std::cout << "step " << step << "/" << steps << tail << std::endl;
       return;
@@ -83,6 +105,11 @@ class Printer {
     return text;
   }
 
+  static std::string list(const nlohmann::json& names) {
+    std::string text;
+    for (const auto& name : names) text += (text.empty() ? "" : ", ") + name.get<std::string>();
+    return text;
+  }
   static std::string number(double value) {
     char text[32];
     std::snprintf(text, sizeof text, "%.6f", value);
@@ -138,95 +165,105 @@ int launch(const TrainOptions& o) {
   return result.exit_code();
 }
 
-int train(const TrainOptions& o) {
-  const auto environment = discover_ranks();
-  const int processes = environment ? environment->world_size : 1;
-  if (processes == 1 && o.processes() > 1) {
-    check_train(o);  // wrong use is said once, not by every process
-    return launch(o);
+// Says on stderr how far a long step is: first after a second, then less and less often.
+class StepProgress {
+ public:
+  void operator()(int64_t step, size_t done, size_t total) {
+    const auto now = std::chrono::steady_clock::now();
+    if (step != step_ || done <= done_) begin_ = now, next_ = 1;
+    step_ = step;
+    done_ = done;
+    const double seconds = std::chrono::duration<double>(now - begin_).count();
+    if (seconds < next_ || done == total) return;
+    next_ = 2 * seconds;
+    std::fprintf(stderr, "step %lld: %zu of %zu actions after %.0f s\n", static_cast<long long>(step), done, total,
+                 seconds);
   }
-  if (processes > 1 && processes != o.processes()) {
-    throw UsageError("--stages " + std::to_string(o.stages) + " --data-parallel " + std::to_string(o.replicas) +
-                         ": the launcher started " + std::to_string(processes) + " processes",
-                     "--stages times --data-parallel of " + std::to_string(processes));
-  }
+
+ private:
+  int64_t step_ = 0;
+  size_t done_ = 0;
+  double next_ = 1;
+  std::chrono::steady_clock::time_point begin_;
+};
+
+int train_here(const TrainOptions& o) {
   Printer print(o.json);
-  const int signal = train_rank(o, std::ref(print));
+  std::optional<KeptSignal> signal;
+  StepProgress steps;
+  Progress progress(2, o.json || o.processes() > 1);
+  TrainHooks hooks{.event = std::ref(print), .phase = [&](const std::string& what) { progress.next(what); }};
+  if (!o.json) hooks.progress = std::ref(steps);
+  hooks.stop_signal = [&] { return signal ? signal->taken() : 0; };
+  Trainer trainer(o, hooks);
+  progress.finish();
+  if (!o.save.empty()) signal.emplace(/*others=*/false);
+  const int stopped_by = trainer.run().stopped_by;
+  print.end_bar();
   // A process that plumb started leaves it to the one that started it.
-  if (signal != 0 && !process_variable("PLUMB_STORE_SOCKET")) end_by_signal(signal);
+  if (stopped_by != 0 && !process_variable("PLUMB_STORE_SOCKET")) end_by_signal(stopped_by);
   return 0;
+}
+
+int train_command(const TrainOptions& o) {
+  const auto environment = discover_ranks();
+  const bool alone = !environment || environment->world_size == 1;
+  if (!alone || o.processes() == 1) return train_here(o);
+  {
+    Progress progress(2, o.json);
+    check_training(o, {.phase = [&](const std::string& what) { progress.next(what); }});  // said once, not by all
+  }
+  return launch(o);
+}
+
+// What the command line says, on top of a file's.
+struct Given {
+  std::string config;
+  std::map<std::string, std::vector<std::string>> texts;
+
+  TrainOptions options() const {
+    TrainOptions o;
+    if (!config.empty()) read_toml(o, read_file(config), config);
+    for (const auto& [name, texts_of] : texts) set_field(o, train_field(name), texts_of);
+    return o;
+  }
+};
+
+void add_field(CLI::App* sub, const TrainField& field, const std::shared_ptr<Given>& given) {
+  const std::string name = field.name == "file" ? "FILE" : "--" + field.name;
+  const auto initial = field_texts(TrainOptions(), field);
+  CLI::Option* option = nullptr;
+  if (field.is_flag()) {
+    const bool on = initial[0] == "true";
+    option = sub->add_flag_callback(
+        on ? "--no-" + field.name : name,
+        [given, name = field.name, on] { given->texts[name] = {on ? "false" : "true"}; },
+        on ? "Do not: " + field.help : field.help);
+    return;
+  }
+  option = sub->add_option_function<std::vector<std::string>>(
+      name, [given, name = field.name](const std::vector<std::string>& texts) { given->texts[name] = texts; },
+      field.help);
+  option->allow_extra_args(false)->type_name("");
+  if (!field.is_list()) option->expected(1);
+  if (!field.choices.empty()) option->check(CLI::IsMember(field.choices));
+  if (field.check) option->check(field.check);
+  if (!field.is_list() && !initial.empty() && !initial[0].empty()) option->default_str(initial[0]);
 }
 
 }  // namespace
 
 void add_train(CLI::App& app) {
-  auto o = std::make_shared<TrainOptions>();
-  std::string schedules;
-  for (const std::string& name : schedule_names()) schedules += (schedules.empty() ? "" : ", ") + name;
   CLI::App* sub = app.add_subcommand("train", "Trains a .pt2 file, in one process or as a pipeline of several");
-  sub->add_option("FILE", o->file, "A .pt2 file")->required();
-  sub->add_option("--data", o->data,
-                  "Raw tokens (every other name), or a .pt or .npy of the inputs, one row a sample (several: a dict, "
-                  "list or tuple)")
-      ->required();
-  sub->add_option("--token-type", o->token_type, "Of raw tokens: u8, u16 or i32")
-      ->check(CLI::IsMember({"u8", "u16", "i32"}));
-  sub->add_option("--targets", o->targets, "A .pt or .npy, one row a sample; raw tokens are their own targets");
-  sub->add_option("--loss", o->loss, "cross_entropy, mse, or output: the model returns its loss")
-      ->check(CLI::IsMember({"cross_entropy", "mse", "output"}));
-  sub->add_option("--optimizer", o->optimizer, "adamw, adam or sgd")->check(CLI::IsMember({"adamw", "adam", "sgd"}));
-  sub->add_option("--lr", o->lr, "Learning rate")->check(positive_number);
-  sub->add_option("--steps", o->steps, "Optimiser steps")->check(whole_number(1));
-  sub->add_option("--batch", o->batch, "Rows of a step (default: the file's batch times the microbatches)")
-      ->check(whole_number(1, std::numeric_limits<int64_t>::max()));
-  sub->add_option("--microbatches", o->microbatches, "Parts of a batch, each as long as the file's own batch")
-      ->check(whole_number(1, 65536));
-  sub->add_option("--stages", o->stages, "Pipeline processes; plumb starts them itself, or runs under torchrun")
-      ->check(whole_number(1, 1024));
-  add_cut_options(sub, o->cuts);
-  sub->add_option("--schedule", o->schedule, schedules + ", or a .csv table (plumb plan writes them)");
-  sub->add_option("--data-parallel", o->replicas,
-                  "So many pipelines beside each other, on parts of the batch of their own; gradients are summed")
-      ->check(whole_number(1));
-  sub->add_option("--recompute", o->recompute,
-                  "cheap: the backward computes results of gelu, norms and the like again instead of keeping them, bit "
-                  "for bit the same; none: it keeps everything")
-      ->check(CLI::IsMember({"cheap", "none"}));
-  sub->add_option(
-      "--timeline", o->timeline,
-      "Draw the last step beside its simulations (.svg), or write it for Perfetto and chrome://tracing (.json)");
-  sub->add_option("--timeline-steps", o->timeline_steps, "So many of the last steps, in a .json time line")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  sub->add_option("--save", o->save,
-                  "The .pt2 file for the trained weights, under the same names. Ctrl-C ends training with its step and "
-                  "saves; a second one ends at once");
-  sub->add_option("--record", o->record,
-                  "A TOML file of rules: what to measure while training, and when (docs/history.md)");
-  sub->add_option("--history", o->history,
-                  "Where to record it; plumb track --history shows it. With several stages a file each rank, "
-                  "FILE.rank0, FILE.rank1, ...");
-  sub->add_option("--seed", o->seed, "Of the draw of samples, and of dropout")
-      ->check(whole_number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()));
-  sub->add_option("--threads", o->threads,
-                  "Of each process (default: the cores shared out). With the same number losses are equal bit for bit "
-                  "whatever the stages, but for dropout (each stage draws its own masks) and for weights tied across "
-                  "stages (gradients are summed in another order)")
-      ->check(whole_number(1, 1024));
-  for (const char* name : {"--token-type", "--loss", "--optimizer", "--lr", "--steps", "--microbatches", "--stages",
-                           "--schedule", "--seed", "--recompute"}) {
-    sub->get_option(name)->capture_default_str();
-  }
-  sub->add_flag("--json", o->json,
-                "One JSON object a line: {learning_rates} if they are each parameter's own, {step, steps, loss, "
-                "seconds} after each "
-                "step (loss is null if it is no number, seconds since the start), {stage, recompute} after the first, "
-                "{interrupted, steps}, {saved}, {drew, bubble, conclusion}");
+  auto given = std::make_shared<Given>();
+  for (const TrainField& field : train_fields()) add_field(sub, field, given);
+  sub->add_option("--config", given->config,
+                  "A TOML file of these options by name, NAME = VALUE; what stands on the command line goes before");
   sub->footer(
       "Example:\n  plumb train gpt.pt2 --data text.bin --loss cross_entropy --lr 1e-3 --steps 200 --microbatches 4 "
       "--stages 2 --save trained.pt2");
-  sub->callback([o] {
-    if (const int code = train(*o); code != 0) throw ExitCode{code};
+  sub->callback([given] {
+    if (const int code = train_command(given->options()); code != 0) throw ExitCode{code};
   });
 }
 

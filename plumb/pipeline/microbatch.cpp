@@ -119,7 +119,7 @@ at::Tensor mean_by_rows(const Tensors& losses, const std::vector<int64_t>& rows)
   at::Tensor mean;
   for (size_t m = 0; m < losses.size(); m++) {
     if (!losses[m].defined()) return {};
-    const auto part = losses[m] * (static_cast<double>(rows[m]) / total);
+    const auto part = losses[m] * (total > 0 ? static_cast<double>(rows[m]) / total : 0);
     mean = mean.defined() ? mean + part : part;
   }
   return mean;

@@ -103,7 +103,7 @@ void PipelineState::begin(bool train, const std::vector<int64_t>& rows) {
   for (auto n : rows) total += static_cast<double>(n);
   weights.assign(num, 1);
   if (options.scale_grads) {
-    for (int m = 0; m < num; m++) weights[m] = static_cast<double>(rows[m]) * num / total;
+    for (int m = 0; m < num; m++) weights[m] = total > 0 ? static_cast<double>(rows[m]) * num / total : 0;
   }
   training = train;
   batch_rows = rows;

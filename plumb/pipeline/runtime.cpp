@@ -196,6 +196,7 @@ const std::vector<TiedParameter>& Pipeline::tied() const { return state_->shared
 const Schedule& Pipeline::schedule() const { return state_->schedule; }
 const PipelineLayout& Pipeline::layout() const { return state_->layout; }
 int Pipeline::rank() const { return state_->rank(); }
+void Pipeline::set_step(std::int64_t number) { state_->step_number = number; }
 StepDriver Pipeline::driver() { return StepDriver(*state_); }
 
 }  // namespace plumb

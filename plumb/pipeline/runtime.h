@@ -104,6 +104,9 @@ class Pipeline {
   // ranks must call it.
   at::Tensor gather_loss();
 
+  // The number of the next step, for PipelineOptions::seed: 0 at first, and one more with every step and evaluation.
+  void set_step(std::int64_t number);
+
   // The results that a stage of this rank did not keep in its last forward, one microbatch's; empty before the first
   // training step. Raises Error(InvalidArgument) for a stage of another rank.
   const RecomputeReport& recomputed(int stage) const;

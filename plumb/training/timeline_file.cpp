@@ -1,12 +1,14 @@
-#include "plumb/cli/timeline.h"
+#include "plumb/training/timeline_file.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "plumb/analysis/adapters.h"
-#include "plumb/cli/common.h"
+#include "plumb/core/file.h"
+#include "plumb/training/usage.h"
 
-namespace plumb::cli {
+namespace plumb {
+
 void check_timeline(const std::string& path) {
   if (path.empty()) return;
   if (!path.ends_with(".svg") && !path.ends_with(".json")) {
@@ -35,11 +37,11 @@ DrawnTimeline draw_timeline(const std::string& path, const Schedule& schedule,
       }
       runs.push_back(std::move(run));
     }
-    write_text(to_trace(runs), path);
+    write_file_atomically(path, to_trace(runs));
   } else {
-    write_text(to_svg(step.chart), path);
+    write_file_atomically(path, to_svg(step.chart));
   }
   return {step.bubble, step.conclusion};
 }
 
-}  // namespace plumb::cli
+}  // namespace plumb

@@ -7,7 +7,7 @@
 #include "plumb/pipeline/timeline.h"
 #include "plumb/schedule/schedule.h"
 
-namespace plumb::cli {
+namespace plumb {
 
 // Throws UsageError for a name of another kind, Error where no file can be written. "" is none.
 void check_timeline(const std::string& path);
@@ -22,4 +22,4 @@ struct DrawnTimeline {
 DrawnTimeline draw_timeline(const std::string& path, const Schedule& schedule,
                             const std::vector<std::vector<TimelineEvent>>& steps, int last);
 
-}  // namespace plumb::cli
+}  // namespace plumb

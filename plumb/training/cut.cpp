@@ -1,0 +1,77 @@
+#include "plumb/training/cut.h"
+
+#include "plumb/core/error.h"
+#include "plumb/partition/balance.h"
+#include "plumb/partition/pipe_split.h"
+#include "plumb/partition/split.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+std::pair<std::string, SplitPoint> split_point(const std::string& text) {
+  const std::string end = ":end";
+  if (text.ends_with(end)) return {text.substr(0, text.size() - end.size()), SplitPoint::End};
+  return {text, SplitPoint::Beginning};
+}
+
+// What becomes of parameters that several stages use.
+void choose_multi_use(const GraphModule& module, const std::vector<std::string>& transmit, SplitOptions& options) {
+  for (const std::string& name : transmit) {
+    if (name == "all") {
+      options.multi_use = MultiUse::Transmit;
+      continue;
+    }
+    if (!module.state().contains(name)) {
+      throw UsageError("--transmit " + name + ": the program has no parameter of that name",
+                       "a name that `plumb show FILE` prints, or all");
+    }
+    options.multi_use_by_name[name] = MultiUse::Transmit;
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOptions& cuts, const std::string& needed_by) {
+  const std::vector<std::string>& at = cuts.at;
+  SplitOptions options;
+  bool marked = false;
+  for (const Node* node : module.graph().nodes()) marked = marked || is_pipe_split(*node);
+  std::string where = "the graph's marks give";
+  if (stages == 1) {
+    options.policy = [](const Node&) { return 0; };
+    where = "one stage gives";
+  } else if (!at.empty()) {
+    where = "--at gives";
+    for (const std::string& name : at) options.points.push_back(split_point(name));
+  } else if (!marked) {
+    if (stages == 0)
+      throw UsageError("--stages is missing, and the graph has no marks to be cut at",
+                       "--stages N, or --at MODULE,MODULE");
+    BalanceOptions balanced;
+    balanced.stages = stages;
+    try {
+      options = balance(module, estimate_cost(module), balanced).options;
+    } catch (const Error& e) {
+      throw UsageError(needed_by + ": " + e.message(), e.remedy());
+    }
+    where = "balancing gives";
+  }
+  choose_multi_use(module, cuts.transmit, options);
+  auto pipe = [&] {
+    try {
+      return pipeline(module, options);
+    } catch (const Error& e) {
+      if (at.empty()) throw;
+      throw Error(e.kind(), "--at: " + e.message(), e.where(), e.remedy());
+    }
+  }();
+  if (stages != 0 && pipe->num_stages() != stages) {
+    throw UsageError(
+        needed_by + " needs " + std::to_string(stages) + " stages: " + where + " " + std::to_string(pipe->num_stages()),
+        "--at with " + std::to_string(stages - 1) + " module" + (stages == 2 ? "" : "s") + ", or another --stages");
+  }
+  return pipe;
+}
+
+}  // namespace plumb

@@ -1,0 +1,23 @@
+// Where a program is cut into stages, as options say it.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/partition/pipe.h"
+
+namespace plumb {
+
+struct CutOptions {
+  std::vector<std::string> at;        // "layers.2": cut before that module, "layers.2:end": after it
+  std::vector<std::string> transmit;  // parameters of several stages that their first stage sends; "all": every one
+};
+
+// Cut at the modules of `options`; without names at the graph's own marks, and without marks so that the slowest stage
+// is as fast as can be. `stages` 0: as many as the cuts give; 1: not cut at all. Throws UsageError if that is not
+// `stages`, which is what `needed_by` ("--stages 2") asks for.
+std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOptions& options,
+                          const std::string& needed_by);
+
+}  // namespace plumb

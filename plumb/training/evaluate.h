@@ -1,0 +1,45 @@
+// The loss on held-out data.
+#pragma once
+
+#include <memory>
+
+#include "plumb/pipeline/process_group.h"
+#include "plumb/training/job.h"
+
+namespace plumb {
+
+// A copy of the graph in which dropout and the like draw nothing and batch norm takes its running statistics; the
+// tensors are those of `module`. torch's module.eval(), for a graph.
+std::shared_ptr<GraphModule> evaluation_graph(const GraphModule& module);
+
+struct Evaluation {
+  double loss = 0;      // the mean over all targets that count
+  int64_t targets = 0;  // how many these were
+};
+
+// Runs the samples in order, each pipeline its share of the batches. Losses are taken by microbatch and summed in their
+// order, in double, so the result does not depend on stages, schedule and the number of pipelines. A last microbatch
+// that is not full is filled with rows that do not count; with --loss output, where none can be left out, it is dropped.
+class Evaluator {
+ public:
+  // All ranks of `world` call it, and run().
+  Evaluator(const TrainOptions& options, const TrainJob& job, Samples& samples, const ProcessGroup& world,
+            const ReplicatedGroups& groups);
+  // Parameters, buffers and the generator stay as they are. Throws UsageError if the data has no full microbatch (with
+  // --loss output) or no target that counts.
+  Evaluation run();
+
+ private:
+  Batch unit(int64_t number) const;
+
+  const TrainOptions& options_;
+  const TrainJob& job_;
+  Samples& samples_;
+  ProcessGroup world_;
+  ReplicatedGroups groups_;
+  std::vector<std::shared_ptr<GraphModule>> modules_;  // of this rank's stages
+  std::unique_ptr<Pipeline> pipeline_;
+  int64_t rows_ = 0, units_ = 0;  // rows of a microbatch, microbatches
+};
+
+}  // namespace plumb

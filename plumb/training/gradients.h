@@ -1,0 +1,55 @@
+// The norm of a whole model's gradient, whatever the stages, and what is done with it.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "plumb/partition/pipe.h"
+#include "plumb/pipeline/process_group.h"
+#include "plumb/pipeline/stage.h"
+#include "plumb/schedule/schedule.h"
+
+namespace plumb {
+
+// A trained parameter of the whole model. Of several names of one tensor the first.
+struct ModelParameter {
+  std::string name;
+  int stage = 0;        // the first that holds it
+  std::string held_as;  // its name there
+};
+// In the model's order; those that no stage uses are left out.
+std::vector<ModelParameter> trained_parameters(const GraphModule& model, const Pipe& pipe);
+
+// Every rank's numbers: `values[i]` is that of rank `owners[i]`, on all of them. All ranks call it.
+void share_numbers(const ProcessGroup& group, const std::vector<int>& owners, std::vector<double>& values);
+
+// The sum of the squares in double, in an order that depends on the number of elements alone (not on threads).
+double sum_of_squares(const at::Tensor& tensor);
+
+// The squared norms of the gradients of these parameters, which add up to that of the whole.
+struct GradientNorms {
+  std::vector<double> squares;  // by parameter
+  double norm() const;          // of all, summed in the model's order
+  int first_not_finite() const;  // -1: none
+};
+
+// Scales gradients by max_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does. Answers
+// the factor, 1 if nothing was done.
+double clip_gradients(const std::vector<NamedTensor>& parameters, double norm, double max_norm);
+
+// The mean over several passes of a schedule: sums of gradients, each pass by its weight.
+class PassSum {
+ public:
+  explicit PassSum(std::vector<NamedTensor> parameters) : parameters_(std::move(parameters)) {}
+  // Takes the parameters' gradients of a pass away. `weight`: 1 if all passes count alike.
+  void take(double weight);
+  // Puts sum / passes where the gradients were.
+  void give(int64_t passes);
+
+ private:
+  std::vector<NamedTensor> parameters_;
+  std::map<size_t, at::Tensor> sums_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,160 @@
+#include "plumb/training/job.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "plumb/core/error.h"
+#include "plumb/recording/rules.h"
+#include "plumb/scaling/parameter.h"
+#include "plumb/schedule/generators.h"
+#include "plumb/training/cut.h"
+#include "plumb/training/loss.h"
+#include "plumb/training/optimizer.h"
+#include "plumb/training/timeline_file.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+// By name, or a table in a file.
+Schedule read_schedule(const TrainOptions& o) {
+  const auto stages = static_cast<int>(o.stages), microbatches = static_cast<int>(o.microbatches);
+  if (!o.schedule.ends_with(".csv")) {
+    try {
+      return make_schedule(schedule_traits(o.schedule).name, stages, microbatches);
+    } catch (const Error& e) {
+      throw UsageError("--schedule " + o.schedule + ": " + e.message(),
+                       e.remedy().empty() ? "--schedule 1F1B" : e.remedy());
+    }
+  }
+  Schedule schedule = read_csv(o.schedule);
+  if (schedule.num_ranks() != stages || schedule.num_microbatches != microbatches) {
+    throw UsageError("--schedule " + o.schedule + ": is for " + std::to_string(schedule.num_ranks()) +
+                         " processes and " + std::to_string(schedule.num_microbatches) + " microbatches",
+                     "--stages " + std::to_string(schedule.num_ranks()) + " --microbatches " +
+                         std::to_string(schedule.num_microbatches));
+  }
+  return schedule;
+}
+
+void check_outputs(const TrainOptions& o) {
+  if (!o.save.empty() && !o.save.ends_with(".pt2")) {
+    throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
+  }
+  check_writable("--save", o.save);
+  check_writable("--csv", o.csv);
+  check_timeline(o.timeline);
+  if (!o.history.empty()) check_writable("--history", history_file(o, 0));
+  if (o.record.empty() != o.history.empty()) {
+    throw UsageError(o.record.empty() ? "--history: nothing says what to record" : "--record: nothing says where to",
+                     "--record RULES.toml --history FILE");
+  }
+  if (!o.record.empty()) RecordRules::load(o.record);
+}
+
+void check_rates(const TrainOptions& o) {
+  if (o.warmup > o.steps) {
+    throw UsageError("--warmup " + std::to_string(o.warmup) + ": more than --steps " + std::to_string(o.steps),
+                     "--warmup of at most --steps");
+  }
+  if (o.rate == "wsd" && o.warmup + o.decay_steps > o.steps) {
+    throw UsageError("--decay-steps " + std::to_string(o.decay_steps) + ": with --warmup more than --steps",
+                     "fewer --decay-steps");
+  }
+}
+
+ExportedProgram open_program(const TrainOptions& o, const std::shared_ptr<GraphModule>& module) {
+  if (module) {
+    ExportedProgram program;
+    program.module = module;
+    return program;
+  }
+  if (o.file.empty()) throw UsageError("FILE is missing", "a .pt2 file of torch.export.save or plumb");
+  std::error_code failed;
+  if (!o.file.ends_with(".pt2") && std::filesystem::is_regular_file(o.file, failed)) {
+    throw UsageError("FILE " + o.file + ": is no .pt2 file", "a .pt2 file of torch.export.save or plumb");
+  }
+  return load_pt2(o.file);
+}
+
+void name_parameters(const TrainOptions& o, TrainJob& job) {
+  job.trained = trained_parameters(job.module(), *job.pipe);
+  std::vector<std::string> names;
+  for (const ModelParameter& p : job.trained) names.push_back(p.name);
+  job.by_group = names_by_group(o, names);
+  std::map<const c10::TensorImpl*, std::string> first;
+  for (const Attr& attr : job.module().state()) {
+    job.first_names[attr.name] = first.emplace(attr.tensor.unsafeGetTensorImpl(), attr.name).first->second;
+    job.tagged = job.tagged || parameter_data(attr.tensor).has_value();
+  }
+}
+
+}  // namespace
+
+std::string history_file(const TrainOptions& o, int rank) {
+  return o.stages > 1 ? o.history + ".rank" + std::to_string(rank) : o.history;
+}
+
+TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& hooks) {
+  TrainJob job;
+  const auto phase = [&](const std::string& what) {
+    if (hooks.phase) hooks.phase(what);
+  };
+  if (o.stages == 1 && !o.at.empty()) {
+    throw UsageError("--at: one process has no cuts", "--stages " + std::to_string(o.at.size() + 1));
+  }
+  job.schedule = read_schedule(o);  // wrong names before anything is read
+  check_outputs(o);
+  check_rates(o);
+  const std::string name = o.file.empty() ? "the model" : o.file;
+  phase("reading " + name);
+  job.program = open_program(o, parts.module);
+  const GraphModule& module = job.module();
+  job.rows = rows_of_step(o, module);
+  if (parts.batches) {
+    job.batches = std::move(parts.batches);
+  } else {
+    auto samples = open_samples(o, {o.data, o.targets, o.mask}, module);
+    check_memory(job.rows, samples->bytes_of_row());
+    job.batches = std::make_unique<ReadAhead>(
+        std::make_unique<EpochBatches>(std::move(samples), job.rows, o.shuffle, static_cast<uint64_t>(o.seed)));
+  }
+  if (!o.eval_data.empty()) {
+    job.eval_samples = open_samples(o, {o.eval_data, o.eval_targets, "", "--eval-data", "--eval-targets"}, module);
+  } else if (o.eval_every > 0 || o.eval_batches > 0 || !o.eval_targets.empty()) {
+    throw UsageError("--eval-data is missing", "--eval-data FILE of held-out data");
+  }
+  if (o.loss == "output") {
+    job.pipeline.loss_output = loss_output(module);
+  } else {
+    job.pipeline.loss = make_loss(o);
+  }
+  job.pipeline.return_outputs = false;
+  job.pipeline.seed = static_cast<uint64_t>(o.seed);
+  job.pipeline.record_timeline = !o.timeline.empty();
+  phase("cutting " + name);
+  const int stages = job.schedule.num_stages();
+  std::string needed_by = "--stages " + std::to_string(o.stages);
+  if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
+  job.pipe = cut(module, stages, {o.at, o.transmit}, needed_by);
+  name_parameters(o, job);
+  return job;
+}
+
+void take_trained(const TrainJob& job) {
+  at::NoGradGuard no_grad;
+  const State trained = job.pipe->merge_state_dict();
+  for (const Attr& attr : job.module().state()) {
+    const Attr* now = trained.find(attr.name);
+    if (now != nullptr && now->tensor.data_ptr() != attr.tensor.data_ptr()) attr.tensor.detach().copy_(now->tensor);
+  }
+}
+
+void save_trained(const TrainOptions& o, const TrainJob& job) {
+  take_trained(job);
+  save_pt2(job.program, o.save);
+}
+
+}  // namespace plumb

@@ -1,0 +1,65 @@
+// A training before its first step: the program, its cut, its schedule and its data.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/exported/exported.h"
+#include "plumb/partition/pipe.h"
+#include "plumb/pipeline/runtime.h"
+#include "plumb/schedule/schedule.h"
+#include "plumb/training/batches.h"
+#include "plumb/training/gradients.h"
+#include "plumb/training/options.h"
+
+namespace plumb {
+
+// What is told while a training runs; all may be empty.
+struct TrainHooks {
+  // Everything the help of --json lists. From rank 0, and {stage, recompute} from each of the first pipeline's ranks.
+  std::function<void(const nlohmann::json& event)> event = {};
+  // What is done before the first step: "reading model.pt2".
+  std::function<void(const std::string& what)> phase = {};
+  // After each action of a step on rank 0.
+  std::function<void(int64_t step, size_t done, size_t total)> progress = {};
+  // Asked on rank 0 at each step's end, if there is something to save: the number of a signal ends the training then,
+  // 0 does not.
+  std::function<int()> stop_signal = {};
+};
+
+// What a caller has instead of files; both may be null.
+struct TrainParts {
+  std::shared_ptr<GraphModule> module;
+  std::unique_ptr<BatchSource> batches;
+};
+
+struct TrainJob {
+  ExportedProgram program;
+  Schedule schedule;
+  std::shared_ptr<Pipe> pipe;
+  std::unique_ptr<BatchSource> batches;
+  std::unique_ptr<Samples> eval_samples;  // null: no --eval-data
+  PipelineOptions pipeline;
+  std::vector<ModelParameter> trained;
+  std::vector<std::vector<std::string>> by_group;  // names, by options.groups
+  std::map<std::string, std::string> first_names;  // of each name, that of its tensor that comes first in the model
+  bool tagged = false;
+  int64_t rows = 0;  // of a step
+
+  const GraphModule& module() const { return *program.module; }
+};
+
+// Reads, checks and cuts: everything that can be wrong before processes meet. Throws UsageError or Error.
+TrainJob prepare_job(const TrainOptions& options, TrainParts parts, const TrainHooks& hooks);
+
+// Writes the program with the pipe's weights to options.save.
+void save_trained(const TrainOptions& options, const TrainJob& job);
+// The pipe's weights into the program's own tensors, where these are others.
+void take_trained(const TrainJob& job);
+
+// A process writes its own history: it has one writer.
+std::string history_file(const TrainOptions& options, int rank);
+
+}  // namespace plumb

@@ -1,0 +1,87 @@
+#include "plumb/training/loss.h"
+
+#include <ATen/ATen.h>
+
+#include <numeric>
+
+#include "plumb/partition/split.h"
+#include "plumb/pipeline/microbatch.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+at::Tensor cross_entropy(const Tensors& outputs, const Tensors& targets, int64_t ignored) {
+  const at::Tensor& logits = outputs.at(0);
+  if (logits.dim() < 2) {
+    throw Error(ErrorKind::TensorMismatch,
+                "--loss cross_entropy: the first output is " + type_text(logits) + ", no logits", "",
+                "a model that returns [rows, ..., classes], or another --loss");
+  }
+  const at::Tensor wanted = targets.at(0).reshape({-1});
+  // The mean over no target is 0 / 0.
+  const bool any = wanted.ne(ignored).any().item<bool>();
+  return at::cross_entropy_loss(logits.reshape({-1, logits.size(-1)}), wanted, {},
+                                any ? at::Reduction::Mean : at::Reduction::Sum, ignored);
+}
+
+at::Tensor mse(const Tensors& outputs, const Tensors& targets) {
+  if (outputs.at(0).sizes() != targets.at(0).sizes()) {
+    throw Error(
+        ErrorKind::TensorMismatch,
+        "--loss mse: the first output is " + type_text(outputs[0]) + ", the targets are " + type_text(targets[0]), "",
+        "targets of the output's shape");
+  }
+  if (targets.size() == 1) return at::mse_loss(outputs[0], targets[0]);
+  const at::Tensor errors = at::mse_loss(outputs[0], targets[0], at::Reduction::None) * targets[1];
+  return errors.sum() / targets[1].sum().clamp_min(1);
+}
+
+int64_t count_of(const TrainOptions& o, const Tensors& inputs, const Tensors& targets) {
+  if (targets.empty()) return inputs.at(0).size(0);
+  if (targets.size() == 2) return at::count_nonzero(targets[1]).item<int64_t>();
+  if (o.loss == "mse") return targets[0].numel();
+  return targets[0].ne(o.ignore_index).sum().item<int64_t>();
+}
+
+}  // namespace
+
+Loss make_loss(const TrainOptions& o) {
+  if (o.loss == "output") return {};
+  Loss loss = mse;
+  if (o.loss == "cross_entropy") {
+    loss = [ignored = o.ignore_index](const Tensors& outputs, const Tensors& targets) {
+      return cross_entropy(outputs, targets, ignored);
+    };
+  }
+  if (o.autocast == "none") return loss;
+  // torch.autocast takes losses in float32.
+  return [loss](Tensors outputs, const Tensors& targets) {
+    if (!outputs.empty() && outputs[0].scalar_type() == at::kBFloat16) outputs[0] = outputs[0].to(at::kFloat);
+    return loss(outputs, targets);
+  };
+}
+
+int loss_output(const GraphModule& module) {
+  if (const auto named = find_loss_by_name(module.out_spec())) return static_cast<int>(*named);
+  const auto args = module.graph().output_node()->args();
+  for (size_t i = 0; i < args.size(); ++i) {
+    const auto* meta = args[i].is_value() && args[i].value()->meta() ? &*args[i].value()->meta() : nullptr;
+    if (meta != nullptr && meta->sizes.empty() && meta->is_floating_point()) return static_cast<int>(i);
+  }
+  throw UsageError("--loss output: the model returns no number",
+                   "--loss cross_entropy or mse, or a model that returns its loss");
+}
+
+int64_t Parts::total() const { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
+
+Parts cut_batch(const TrainOptions& o, const Batch& batch, int64_t parts) {
+  Parts cut;
+  const auto num = static_cast<int>(parts);
+  cut.inputs = split_batch(batch.inputs, {}, num).inputs;
+  cut.targets = batch.targets.empty() ? std::vector<Tensors>(parts) : split_batch(batch.targets, {}, num).inputs;
+  for (size_t i = 0; i < cut.inputs.size(); ++i) cut.counts.push_back(count_of(o, cut.inputs[i], cut.targets[i]));
+  return cut;
+}
+
+}  // namespace plumb

@@ -1,0 +1,25 @@
+// The loss of a microbatch, and how many targets it is the mean of.
+#pragma once
+
+#include "plumb/graph/graph_module.h"
+#include "plumb/pipeline/runtime.h"
+#include "plumb/training/samples.h"
+
+namespace plumb {
+
+// The mean over the targets that count: for cross_entropy those that are not the ignored one, for mse those of the mask.
+// 0, with gradients of 0, where none counts. None for --loss output.
+Loss make_loss(const TrainOptions& options);
+// The output that is the loss: the one named so, or the only floating-point number. Throws UsageError.
+int loss_output(const GraphModule& module);
+
+// A step's batch in parts, rows of each as equal as can be, the first ones one longer. `counts`: the targets that count,
+// by part; with --loss output the rows.
+struct Parts {
+  std::vector<Tensors> inputs, targets;
+  std::vector<int64_t> counts;
+  int64_t total() const;
+};
+Parts cut_batch(const TrainOptions& options, const Batch& batch, int64_t parts);
+
+}  // namespace plumb

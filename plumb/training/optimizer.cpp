@@ -1,0 +1,236 @@
+#include "plumb/training/optimizer.h"
+
+#include <ATen/ops/scalar_tensor.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <cmath>
+
+#include "plumb/core/text.h"
+#include "plumb/scaling/optim.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+constexpr const char* kGroupExample = "--group '*.bias: weight_decay=0, lr=0.1x'";
+
+std::string trimmed(const std::string& text) {
+  const size_t begin = text.find_first_not_of(" \t"), end = text.find_last_not_of(" \t");
+  return begin == std::string::npos ? "" : text.substr(begin, end - begin + 1);
+}
+
+// The value of "0.1" or "0.1x" (`factor` then); NaN if it is none.
+double value_of(std::string text, bool& factor) {
+  factor = text.ends_with('x');
+  if (factor) text.pop_back();
+  char* end = nullptr;
+  const double value = std::strtod(text.c_str(), &end);
+  return !text.empty() && *end == '\0' && std::isfinite(value) && value >= 0 ? value : NAN;
+}
+
+struct OwnRates {
+  double lr, weight_decay;
+};
+
+OwnRates rates_of(const TrainOptions& o, const std::vector<ParameterGroup>& groups, bool tagged,
+                  const NamedTensor& parameter) {
+  OwnRates own{o.lr, o.weight_decay.value_or(o.optimizer == "adamw" && !tagged ? 0.01 : 0)};
+  for (const ParameterGroup& group : groups) {
+    if (!matches_pattern(group.pattern, parameter.name)) continue;
+    own.lr = group.lr.value_or(o.lr) * group.lr_factor.value_or(1);
+    own.weight_decay = group.weight_decay.value_or(own.weight_decay);
+    break;
+  }
+  if (!tagged || own.lr == 0) return own;
+  const optim::ScaledOptions others{.allow_non_unit_scaling_params = true};
+  const optim::LrScale scale = o.optimizer == "sgd" ? optim::lr_scale_func_sgd(std::nullopt) : optim::lr_scale_func_adam;
+  const optim::Rates scaled =
+      optim::scaled_rates(parameter.tensor, parameter.name, scale, own.lr, own.weight_decay, others);
+  return {scaled.lr, scaled.weight_decay};
+}
+
+template <class Options>
+Options adam_options(const TrainOptions& o, const OwnRates& own) {
+  return Options(own.lr).betas(std::make_tuple(o.beta1, o.beta2)).eps(o.eps).weight_decay(own.weight_decay);
+}
+
+torch::optim::SGDOptions sgd_options(const TrainOptions& o, const OwnRates& own) {
+  return torch::optim::SGDOptions(own.lr).momentum(o.momentum).nesterov(o.nesterov).weight_decay(own.weight_decay);
+}
+
+template <class Base, class Options>
+std::unique_ptr<torch::optim::Optimizer> make(const std::vector<NamedTensor>& parameters,
+                                              const std::vector<OwnRates>& rates,
+                                              const std::function<Options(const OwnRates&)>& options) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    groups.emplace_back(std::vector<at::Tensor>{parameters[i].tensor}, std::make_unique<Options>(options(rates[i])));
+  }
+  return std::make_unique<Base>(std::move(groups), options(rates[0]));
+}
+
+}  // namespace
+
+ParameterGroup parse_group(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  ParameterGroup group{text, trimmed(text.substr(0, colon)), {}, {}, {}};
+  if (colon == std::string::npos || group.pattern.empty()) {
+    throw UsageError("--group " + text + ": is no PATTERN: VALUES", kGroupExample);
+  }
+  std::string rest = text.substr(colon + 1);
+  while (!rest.empty()) {
+    const size_t comma = rest.find(',');
+    const std::string part = trimmed(rest.substr(0, comma));
+    rest = comma == std::string::npos ? "" : rest.substr(comma + 1);
+    const size_t equals = part.find('=');
+    const std::string key = trimmed(part.substr(0, equals));
+    bool factor = false;
+    const double value = equals == std::string::npos ? NAN : value_of(trimmed(part.substr(equals + 1)), factor);
+    if (std::isnan(value) || (key != "lr" && (key != "weight_decay" || factor))) {
+      throw UsageError("--group " + text + ": '" + part + "' is neither lr=NUMBER, lr=NUMBERx nor weight_decay=NUMBER",
+                       kGroupExample);
+    }
+    (key == "weight_decay" ? group.weight_decay : factor ? group.lr_factor : group.lr) = value;
+  }
+  return group;
+}
+
+std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options,
+                                                     const std::vector<std::string>& names) {
+  std::vector<ParameterGroup> groups;
+  for (const std::string& text : options.groups) groups.push_back(parse_group(text));
+  std::vector<std::vector<std::string>> fitting(groups.size());
+  for (const std::string& name : names) {
+    for (size_t g = 0; g < groups.size(); ++g) {
+      if (!matches_pattern(groups[g].pattern, name)) continue;
+      fitting[g].push_back(name);
+      break;
+    }
+  }
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (fitting[g].empty()) {
+      throw UsageError("--group " + groups[g].text + ": no parameter's name fits '" + groups[g].pattern +
+                           "' that fits no group before",
+                       names.empty() ? "leave --group out" : "a pattern for names like " + names.front());
+    }
+  }
+  return fitting;
+}
+
+Optimizer::Optimizer(const TrainOptions& o, bool tagged, const std::vector<NamedTensor>& parameters)
+    : parameters_(parameters) {
+  if (o.nesterov && (o.optimizer != "sgd" || o.momentum == 0)) {
+    throw UsageError("--nesterov: is of --optimizer sgd with --momentum", "--optimizer sgd --momentum 0.9 --nesterov");
+  }
+  std::vector<ParameterGroup> groups;
+  for (const std::string& text : o.groups) groups.push_back(parse_group(text));
+  std::vector<OwnRates> rates;
+  for (const NamedTensor& parameter : parameters) {
+    rates.push_back(rates_of(o, groups, tagged, parameter));
+    peaks_.push_back(rates.back().lr);
+  }
+  if (parameters.empty()) return;
+  if (o.optimizer == "sgd") {
+    optimizer_ = make<torch::optim::SGD, torch::optim::SGDOptions>(
+        parameters, rates, [&](const OwnRates& own) { return sgd_options(o, own); });
+  } else if (o.optimizer == "adam") {
+    optimizer_ = make<torch::optim::Adam, torch::optim::AdamOptions>(
+        parameters, rates, [&](const OwnRates& own) { return adam_options<torch::optim::AdamOptions>(o, own); });
+  } else {
+    optimizer_ = make<torch::optim::AdamW, torch::optim::AdamWOptions>(
+        parameters, rates, [&](const OwnRates& own) { return adam_options<torch::optim::AdamWOptions>(o, own); });
+  }
+}
+
+void Optimizer::set_rate(double share) {
+  for (size_t i = 0; i < peaks_.size(); ++i) optimizer_->param_groups()[i].options().set_lr(peaks_[i] * share);
+}
+
+void Optimizer::step() {
+  if (optimizer_) optimizer_->step();
+}
+
+namespace {
+
+// Visits a parameter's tensors by the names of the state; `step` as a tensor that is written back.
+template <class AdamState, class Visit>
+void visit_adam(AdamState& state, const Visit& visit) {
+  at::Tensor step = at::scalar_tensor(state.step(), at::kLong);
+  visit("step", step);
+  state.step(step.template item<int64_t>());
+  visit("exp_avg", state.exp_avg());
+  visit("exp_avg_sq", state.exp_avg_sq());
+}
+
+template <class Visit>
+void visit_state(torch::optim::OptimizerParamState& state, const Visit& visit) {
+  if (auto* adamw = dynamic_cast<torch::optim::AdamWParamState*>(&state)) return visit_adam(*adamw, visit);
+  if (auto* adam = dynamic_cast<torch::optim::AdamParamState*>(&state)) return visit_adam(*adam, visit);
+  if (auto* sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) visit("momentum_buffer", sgd->momentum_buffer());
+}
+
+// A state for the parameter's first step, to be filled.
+std::unique_ptr<torch::optim::OptimizerParamState> empty_state(const torch::optim::Optimizer& optimizer,
+                                                               const at::Tensor& like) {
+  const auto of_adam = [&](auto state) -> std::unique_ptr<torch::optim::OptimizerParamState> {
+    state->exp_avg(at::zeros_like(like));
+    state->exp_avg_sq(at::zeros_like(like));
+    return state;
+  };
+  if (dynamic_cast<const torch::optim::AdamW*>(&optimizer) != nullptr)
+    return of_adam(std::make_unique<torch::optim::AdamWParamState>());
+  if (dynamic_cast<const torch::optim::Adam*>(&optimizer) != nullptr)
+    return of_adam(std::make_unique<torch::optim::AdamParamState>());
+  auto sgd = std::make_unique<torch::optim::SGDParamState>();
+  sgd->momentum_buffer(at::zeros_like(like));
+  return sgd;
+}
+
+}  // namespace
+
+std::vector<NamedTensor> Optimizer::state() const {
+  std::vector<NamedTensor> all;
+  for (const NamedTensor& parameter : parameters_) {
+    const auto& states = optimizer_->state();
+    const auto found = states.find(parameter.tensor.unsafeGetTensorImpl());
+    if (found == states.end()) continue;
+    visit_state(*found->second, [&](const char* what, const at::Tensor& tensor) {
+      if (tensor.defined()) all.push_back({std::string(what) + "/" + parameter.name, tensor});
+    });
+  }
+  return all;
+}
+
+void Optimizer::load_state(const std::function<at::Tensor(const std::string& name)>& find) {
+  at::NoGradGuard no_grad;
+  for (const NamedTensor& parameter : parameters_) {
+    auto state = empty_state(*optimizer_, parameter.tensor.detach());
+    size_t there = 0;
+    std::string missing;
+    visit_state(*state, [&](const char* what, at::Tensor& into) {
+      const std::string name = std::string(what) + "/" + parameter.name;
+      const at::Tensor from = find(name);
+      if (!from.defined()) {
+        missing = name;
+        return;
+      }
+      ++there;
+      if (from.sizes() != into.sizes() || from.scalar_type() != into.scalar_type()) {
+        throw Error(ErrorKind::TensorMismatch,
+                    "the optimiser's " + name + " is " + type_text(from) + ", here it is " + type_text(into), "",
+                    "the same model and --optimizer as in the run that wrote it");
+      }
+      into.copy_(from);
+    });
+    if (there == 0) continue;  // it had no gradient yet
+    if (!missing.empty()) {
+      throw Error(ErrorKind::StructureMismatch, "the optimiser's state has no " + missing, "",
+                  "the same --optimizer as in the run that wrote it");
+    }
+    optimizer_->state()[parameter.tensor.unsafeGetTensorImpl()] = std::move(state);
+  }
+}
+
+}  // namespace plumb

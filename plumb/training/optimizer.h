@@ -1,0 +1,53 @@
+// torch's optimisers with each parameter's own learning rate and weight decay: u-muP's by tags, and those of groups.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/pipeline/stage.h"
+#include "plumb/training/options.h"
+
+namespace plumb {
+
+// "layers.*.norm*: weight_decay=0, lr=0.1x": what the parameters whose names fit get instead of the options' values.
+struct ParameterGroup {
+  std::string text, pattern;
+  std::optional<double> lr, lr_factor, weight_decay;
+};
+// Throws UsageError "--group TEXT: ...".
+ParameterGroup parse_group(const std::string& text);
+
+// The names that each of options.groups fits first, of all parameters of a model that are trained. Throws UsageError for
+// a group that fits none.
+std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options,
+                                                     const std::vector<std::string>& names);
+
+// torch's AdamW, Adam or SGD. `tagged`: some parameter of the model has a tag (scaling/parameter.h); then tagged ones
+// get u-muP's learning rates, and weight decay does not depend on the learning rate.
+class Optimizer {
+ public:
+  // `parameters`: this rank's. With none, every call does nothing.
+  Optimizer(const TrainOptions& options, bool tagged, const std::vector<NamedTensor>& parameters);
+
+  // Every parameter's rate as this share of its peak.
+  void set_rate(double share);
+  void step();
+
+  // The state so far, by "exp_avg/layers.0.weight" and the like: step (i64, no dimensions), exp_avg, exp_avg_sq of Adam
+  // and AdamW, momentum_buffer of SGD. The tensors are the optimiser's own, but `step`.
+  std::vector<NamedTensor> state() const;
+  // Copies a parameter's state. `find` answers the tensor of such a name, undefined if there is none. Throws
+  // Error(TensorMismatch) that names a tensor of other sizes or dtype, and Error(StructureMismatch) one that is missing
+  // where others of its parameter are there.
+  void load_state(const std::function<at::Tensor(const std::string& name)>& find);
+
+ private:
+  std::vector<NamedTensor> parameters_;
+  std::vector<double> peaks_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,306 @@
+#include "plumb/training/options.h"
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <sstream>
+
+#include <toml++/toml.h>
+
+#include "plumb/core/error.h"
+#include "plumb/core/number_text.h"
+#include "plumb/schedule/generators.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+using O = TrainOptions;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+std::string schedule_list() {
+  std::string all;
+  for (const std::string& name : schedule_names()) all += (all.empty() ? "" : ", ") + name;
+  return all;
+}
+
+// Each part of the table keeps the order of the help.
+std::vector<TrainField> data_fields() {
+  return {
+      {"data", &O::data,
+       "Raw tokens (every other name) or a folder of such files, or a .pt or .npy of the inputs, one row a sample "
+       "(several: a dict, list or tuple). Rows, or windows of tokens, are drawn without repetition until all have been"},
+      {"data-pattern", &O::data_pattern, "Of a folder's files, by their path in it: '*.py'"},
+      {"token-type", &O::token_type, "Of raw tokens: u8, u16 or i32", {"u8", "u16", "i32"}, {}, false, true},
+      {"targets", &O::targets, "A .pt or .npy, one row a sample; raw tokens are their own targets"},
+      {"mask", &O::mask, "A .pt or .npy of true and false, of the targets' shape: which of them count in the loss"},
+      {"loss",
+       &O::loss,
+       "cross_entropy, mse, or output: the model returns its loss",
+       {"cross_entropy", "mse", "output"},
+       {},
+       false,
+       true},
+      {"ignore-index", &O::ignore_index, "With --loss cross_entropy: the target that does not count", {},
+       whole_number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()), false, true},
+      {"shuffle", &O::shuffle, "Draw in an order by the seed, another one each epoch; else as the data stands", {}, {},
+       false, true},
+  };
+}
+
+std::vector<TrainField> optimizer_fields() {
+  const auto share = number_within(0, 1), not_negative = number_within(0, kInfinity);
+  return {
+      {"optimizer", &O::optimizer, "adamw, adam or sgd; with u-muP's learning rates for a file whose parameters are "
+       "tagged", {"adamw", "adam", "sgd"}, {}, false, true},
+      {"lr", &O::lr, "Learning rate", {}, positive_number, false, true},
+      {"beta1", &O::beta1, "Of adamw and adam: the decay of the mean of gradients", {}, number_within(0, 0.9999999),
+       false, true},
+      {"beta2", &O::beta2, "Of adamw and adam: the decay of the mean of their squares", {},
+       number_within(0, 0.9999999), false, true},
+      {"eps", &O::eps, "Of adamw and adam: added to the root", {}, not_negative, false, true},
+      {"weight-decay", &O::weight_decay,
+       "Not given: 0.01 for adamw, else 0; 0 for tagged files, where it does not depend on the learning rate", {},
+       not_negative, false, true},
+      {"momentum", &O::momentum, "Of sgd", {}, share, false, true},
+      {"nesterov", &O::nesterov, "Of sgd: Nesterov's momentum", {}, {}, false, true},
+      {"group", &O::groups,
+       "'PATTERN: weight_decay=0, lr=0.1x': other values for the parameters whose names fit (* and ?); x is times "
+       "--lr. As often as wanted, the first that fits counts", {}, {}, false, true},
+      {"clip", &O::clip, "Scale gradients down to this global norm; 0: never", {}, not_negative, false, true},
+      {"rate", &O::rate,
+       "The learning rate over the steps: constant, linear or cosine (down to --final-rate), wsd (constant, then "
+       "linear in the last --decay-steps)", {"constant", "linear", "cosine", "wsd"}, {}, false, true},
+      {"warmup", &O::warmup, "Steps in which the rate grows from 0", {}, whole_number(0), false, true},
+      {"decay-steps", &O::decay_steps, "Of --rate wsd; 0: a fifth of the steps", {}, whole_number(0), false, true},
+      {"final-rate", &O::final_rate, "The share of --lr that the rate falls to", {}, share, false, true},
+  };
+}
+
+std::vector<TrainField> step_fields() {
+  return {
+      {"steps", &O::steps, "Optimiser steps", {}, whole_number(1), false, true},
+      {"batch", &O::batch,
+       "Rows of a step (default: the file's batch times the microbatches, pipelines and --accumulate)", {},
+       whole_number(1, std::numeric_limits<int64_t>::max()), false, true},
+      {"microbatches", &O::microbatches, "Parts of a batch, each as long as the file's own batch", {},
+       whole_number(1, 65536), false, true},
+      {"accumulate", &O::accumulate, "Run the schedule so many times for a step of the optimiser", {},
+       whole_number(1, 65536), false, true},
+      {"autocast", &O::autocast, "bf16: products and convolutions of the forward in bfloat16, as torch.autocast has it",
+       {"none", "bf16"}, {}, false, true},
+      {"seed", &O::seed, "Of the order of samples, and of dropout", {},
+       whole_number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()), false, true},
+      {"eval-data", &O::eval_data, "Held-out data, of the kind of --data: its loss at the end, and every --eval-every"},
+      {"eval-targets", &O::eval_targets, "The targets of --eval-data"},
+      {"eval-every", &O::eval_every, "Evaluate each time so many steps are done; 0: at the end only", {},
+       whole_number(0)},
+      {"eval-batches", &O::eval_batches, "So many batches of --eval-data each time; 0: all of it", {},
+       whole_number(0)},
+  };
+}
+
+std::vector<TrainField> layout_fields() {
+  return {
+      {"stages", &O::stages, "Pipeline processes; plumb starts them itself, or runs under torchrun", {},
+       whole_number(1, 1024)},
+      {"at", &O::at,
+       "Cut before these modules, or after NAME:end: --at layers.2,layers.4:end (default: marks, else balanced)", {}, {},
+       true},
+      {"transmit", &O::transmit,
+       "Parameters of several stages, or all of them, that the first stage which uses them sends to the others "
+       "(default: each stage has a copy)", {}, {}, true},
+      {"schedule", &O::schedule, schedule_list() + ", or a .csv table (plumb plan writes them)"},
+      {"data-parallel", &O::replicas,
+       "So many pipelines beside each other, on parts of the batch of their own; gradients are summed", {},
+       whole_number(1)},
+      {"recompute", &O::recompute,
+       "cheap: the backward computes results of gelu, norms and the like again instead of keeping them, bit for bit "
+       "the same; none: it keeps everything", {"cheap", "none"}},
+      {"threads", &O::threads,
+       "Of each process (default: the cores shared out). With the same number losses are equal bit for bit whatever the "
+       "stages, but for dropout (each stage draws its own masks) and for weights tied across stages (gradients are "
+       "summed in another order)", {}, whole_number(0, 1024)},
+  };
+}
+
+std::vector<TrainField> output_fields() {
+  return {
+      {"save", &O::save,
+       "The .pt2 file for the trained weights, under the same names. Ctrl-C ends training with its step and saves; a "
+       "second one ends at once"},
+      {"dump", &O::dump,
+       "A folder for the step whose loss or gradients are no numbers: the model before it and its batch, for plumb run "
+       "and plumb track"},
+      {"record", &O::record, "A TOML file of rules: what to measure while training, and when (docs/history.md)"},
+      {"history", &O::history,
+       "Where to record it; plumb track --history shows it. With several stages a file each rank, FILE.rank0, "
+       "FILE.rank1, ..."},
+      {"timeline", &O::timeline,
+       "Draw the last step beside its simulations (.svg), or write it for Perfetto and chrome://tracing (.json)"},
+      {"timeline-steps", &O::timeline_steps, "So many of the last steps, in a .json time line", {}, whole_number(1)},
+      {"csv", &O::csv, "A table of the steps: loss, rate, norm of the gradients, seconds, evaluations"},
+      {"json", &O::json,
+       "One JSON object a line: {options} first, {group, parameters} for each --group, {learning_rates} if they are each "
+       "parameter's own, {step, steps, loss, lr, norm, rows, seconds} after each step (loss and norm are null if they "
+       "are no numbers, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
+       "recompute} after the first step, {interrupted, steps}, {saved}, {dumped, not_finite}, {drew, bubble, "
+       "conclusion}"},
+  };
+}
+
+}  // namespace
+
+const std::vector<TrainField>& train_fields() {
+  static const std::vector<TrainField> fields = [] {
+    std::vector<TrainField> all = {{"file", &O::file, "A .pt2 file"}};
+    for (auto part : {data_fields, optimizer_fields, step_fields, layout_fields, output_fields}) {
+      for (TrainField& field : part()) all.push_back(std::move(field));
+    }
+    return all;
+  }();
+  return fields;
+}
+
+const TrainField& train_field(const std::string& name) {
+  std::string wanted = name;
+  std::replace(wanted.begin(), wanted.end(), '_', '-');
+  std::string all;
+  for (const TrainField& field : train_fields()) {
+    if (field.name == wanted) return field;
+    all += (all.empty() ? "" : ", ") + field.name;
+  }
+  throw Error(ErrorKind::UnknownName, "no option of a training is named '" + name + "'", "", all);
+}
+
+namespace {
+
+[[noreturn]] void refuse(const TrainField& field, const std::string& problem) {
+  std::string fix = "plumb train --help";
+  if (!field.choices.empty()) {
+    fix.clear();
+    for (const std::string& choice : field.choices) fix += (fix.empty() ? "" : ", ") + choice;
+  }
+  throw UsageError("--" + field.name + ": " + problem, fix);
+}
+
+std::vector<std::string> parted(const std::vector<std::string>& texts) {
+  std::vector<std::string> parts;
+  for (const std::string& text : texts) {
+    std::istringstream stream(text);
+    for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
+  }
+  return parts;
+}
+
+template <class T>
+std::string shortest(T value) {
+  char text[64];
+  return {text, std::to_chars(text, text + sizeof text, value).ptr};
+}
+
+}  // namespace
+
+void set_field(TrainOptions& options, const TrainField& field, const std::vector<std::string>& texts) {
+  if (field.is_list()) {
+    options.*std::get<std::vector<std::string> O::*>(field.member) = field.commas ? parted(texts) : texts;
+    return;
+  }
+  if (texts.size() != 1) refuse(field, "takes one value, got " + std::to_string(texts.size()));
+  const std::string& text = texts[0];
+  if (!field.choices.empty() && std::find(field.choices.begin(), field.choices.end(), text) == field.choices.end()) {
+    refuse(field, "'" + text + "' is not known");
+  }
+  if (field.check) {
+    if (const std::string problem = field.check(text); !problem.empty()) refuse(field, problem);
+  }
+  if (const auto* m = std::get_if<std::string O::*>(&field.member)) options.*(*m) = text;
+  if (const auto* m = std::get_if<int64_t O::*>(&field.member)) options.*(*m) = std::stoll(text);
+  if (const auto* m = std::get_if<double O::*>(&field.member)) options.*(*m) = std::strtod(text.c_str(), nullptr);
+  if (const auto* m = std::get_if<std::optional<double> O::*>(&field.member)) {
+    options.*(*m) = std::strtod(text.c_str(), nullptr);
+  }
+  if (const auto* m = std::get_if<bool O::*>(&field.member)) {
+    if (text != "true" && text != "false") refuse(field, "'" + text + "' is neither true nor false");
+    options.*(*m) = text == "true";
+  }
+}
+
+std::vector<std::string> field_texts(const TrainOptions& options, const TrainField& field) {
+  if (const auto* m = std::get_if<std::vector<std::string> O::*>(&field.member)) return options.*(*m);
+  if (const auto* m = std::get_if<std::string O::*>(&field.member)) return {options.*(*m)};
+  if (const auto* m = std::get_if<int64_t O::*>(&field.member)) return {std::to_string(options.*(*m))};
+  if (const auto* m = std::get_if<double O::*>(&field.member)) return {shortest(options.*(*m))};
+  if (const auto* m = std::get_if<bool O::*>(&field.member)) return {options.*(*m) ? "true" : "false"};
+  const auto& value = options.*std::get<std::optional<double> O::*>(field.member);
+  return value ? std::vector<std::string>{shortest(*value)} : std::vector<std::string>();
+}
+
+std::string to_toml(const TrainOptions& options) {
+  std::ostringstream out;
+  const auto quoted = [](const std::string& text) {
+    std::ostringstream one;
+    one << toml::value<std::string>(text);
+    return one.str();
+  };
+  for (const TrainField& field : train_fields()) {
+    const auto texts = field_texts(options, field);
+    if (!field.is_list() && texts.empty()) {
+      out << "# " << field.name << ": not set\n";
+      continue;
+    }
+    out << field.name << " = ";
+    if (field.is_list()) {
+      out << "[";
+      for (size_t i = 0; i < texts.size(); ++i) out << (i == 0 ? "" : ", ") << quoted(texts[i]);
+      out << "]\n";
+    } else {
+      const bool text = std::holds_alternative<std::string O::*>(field.member);
+      out << (text ? quoted(texts[0]) : texts[0]) << "\n";
+    }
+  }
+  return out.str();
+}
+
+namespace {
+
+// A value of a document as on a command line; none for a table, a date and the like.
+std::optional<std::string> text_of_value(const toml::node& node) {
+  if (const auto text = node.value_exact<std::string>()) return *text;
+  if (const auto flag = node.value_exact<bool>()) return *flag ? "true" : "false";
+  if (const auto whole = node.value_exact<int64_t>()) return std::to_string(*whole);
+  if (const auto number = node.value_exact<double>()) return shortest(*number);
+  return std::nullopt;
+}
+
+}  // namespace
+
+void read_toml(TrainOptions& options, const std::string& text, const std::string& file) {
+  const auto place = [&](const toml::source_region& at) { return file + ":" + std::to_string(at.begin.line) + ": "; };
+  toml::table document;
+  try {
+    document = toml::parse(text);
+  } catch (const toml::parse_error& e) {
+    throw Error(ErrorKind::BadFile, place(e.source()) + "is no TOML: " + std::string(e.description()), "",
+                "NAME = value lines; texts stand in quotes");
+  }
+  for (const auto& [key, node] : document) {
+    const std::string name(key.str());
+    try {
+      const TrainField& field = train_field(name);
+      std::vector<std::string> texts;
+      if (const toml::array* list = node.as_array(); list != nullptr && field.is_list()) {
+        for (const toml::node& each : *list) texts.push_back(text_of_value(each).value_or(""));
+      } else if (const auto one = text_of_value(node)) {
+        texts = {*one};
+      } else {
+        refuse(field, "is no text, number, true or false");
+      }
+      set_field(options, field, texts);
+    } catch (const Error& e) {
+      throw Error(e.kind(), place(key.source()) + e.message(), "", e.remedy());
+    }
+  }
+}
+
+}  // namespace plumb

@@ -1,0 +1,83 @@
+// What a training is told: one struct, and one table from which the command's options, the keys of a TOML file and
+// Python's keywords come.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace plumb {
+
+// docs/howto/train.md says what each is for, train_fields() in a sentence.
+struct TrainOptions {
+  // The model and its data.
+  std::string file, data, data_pattern, token_type = "u8", targets, mask, loss = "cross_entropy";
+  int64_t ignore_index = -100;
+  bool shuffle = true;
+  // The optimiser.
+  std::string optimizer = "adamw";
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, momentum = 0, clip = 0;
+  std::optional<double> weight_decay;
+  bool nesterov = false;
+  std::vector<std::string> groups;
+  std::string rate = "constant";
+  int64_t warmup = 0, decay_steps = 0;
+  double final_rate = 0;
+  // A step.
+  int64_t steps = 100, batch = 0, microbatches = 1, accumulate = 1;
+  std::string autocast = "none";
+  // The layout.
+  int64_t stages = 1, replicas = 1, threads = 0;
+  std::vector<std::string> at, transmit;
+  std::string schedule = "1F1B", recompute = "cheap";
+  int64_t seed = 0;
+  // Held-out data.
+  std::string eval_data, eval_targets;
+  int64_t eval_every = 0, eval_batches = 0;
+  // What is written.
+  std::string save, dump, record, history, timeline, csv;
+  int64_t timeline_steps = 1;
+  bool json = false;
+
+  int processes() const { return static_cast<int>(stages * replicas); }
+  bool operator==(const TrainOptions&) const = default;
+};
+
+struct TrainField {
+  using Member = std::variant<std::string TrainOptions::*, std::vector<std::string> TrainOptions::*,
+                              int64_t TrainOptions::*, double TrainOptions::*, std::optional<double> TrainOptions::*,
+                              bool TrainOptions::*>;
+  std::string name;  // "eval-every": --eval-every, eval-every = 100, eval_every=100
+  Member member;
+  std::string help;
+  std::vector<std::string> choices = {};
+  // "" or what is wrong with a value, in words.
+  std::function<std::string(const std::string& text)> check = {};
+  bool commas = false;        // a list's elements may be given as one text with commas between
+  bool makes_numbers = false;  // another value is another run: a resumed run must have the same
+
+  bool is_flag() const { return std::holds_alternative<bool TrainOptions::*>(member); }
+  bool is_list() const { return std::holds_alternative<std::vector<std::string> TrainOptions::*>(member); }
+};
+
+// In the order of the help.
+const std::vector<TrainField>& train_fields();
+// By name, "_" and "-" alike. Throws Error(UnknownName) with near names.
+const TrainField& train_field(const std::string& name);
+
+// Sets a field from texts, as they stand on a command line: one, or any number for a list; "true" or "false" for a flag.
+// Throws UsageError "--steps: 0 is no whole number of 1 or more".
+void set_field(TrainOptions& options, const TrainField& field, const std::vector<std::string>& texts);
+// Its value as such texts; none for an optional one that is not set.
+std::vector<std::string> field_texts(const TrainOptions& options, const TrainField& field);
+
+// Every option, a line each, as a TOML document that read_toml() takes: "# weight-decay: not set" for what is not.
+std::string to_toml(const TrainOptions& options);
+// Sets what the document names. Throws Error with file and line: BadFile for what is no TOML, UnknownName for a key,
+// InvalidArgument for a value.
+void read_toml(TrainOptions& options, const std::string& text, const std::string& file);
+
+}  // namespace plumb

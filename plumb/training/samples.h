@@ -1,0 +1,55 @@
+// The training data: rows of tensors, or windows of tokens.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/graph/graph_module.h"
+#include "plumb/training/options.h"
+
+namespace plumb {
+
+struct Batch {
+  std::vector<at::Tensor> inputs, targets;  // targets: none with --loss output; a second one weighs each (mse's mask)
+};
+
+// Rows that can be read in any order. One thread at a time calls it.
+class Samples {
+ public:
+  virtual ~Samples() = default;
+  virtual int64_t rows() const = 0;
+  // Each from 0 to rows() - 1. Throws Error(BadFile) naming a file that has changed since it was opened.
+  virtual Batch read(const std::vector<int64_t>& rows) = 0;
+  virtual double bytes_of_row() const = 0;
+  // What a resumed run must find again: a text of names, sizes and dtypes.
+  virtual std::string identity() const = 0;
+};
+
+struct DataFiles {
+  std::string data, targets, mask;
+  std::string option = "--data", targets_option = "--targets";  // for messages
+};
+
+// Raw tokens, and .pt and .npy files of one whole-number tensor of one dimension for a model that takes ids: windows of
+// the input's length beside each other, the last shorter one left out, with the same windows one token on as targets or
+// as the model's second input (--loss output). A folder's files, sorted by path, follow each other as one text; those
+// whose name, or folder's name, begins with a dot are left out. Files are read, not mapped: one that becomes shorter
+// ends a read with an error, and a mapping with a signal.
+// Other tensor files: a row a sample. Throws UsageError.
+std::unique_ptr<Samples> open_samples(const TrainOptions& options, const DataFiles& files, const GraphModule& module);
+
+// Rows of a step: --batch, or the file's batch times the parts of a step. Throws UsageError if the file's batch is fixed
+// and does not fit.
+int64_t rows_of_step(const TrainOptions& options, const GraphModule& module);
+// How many parts a step's rows are cut into.
+int64_t parts_of_step(const TrainOptions& options);
+
+// A step's rows that cannot be held are wrong use, not a machine that swaps: throws UsageError.
+void check_memory(int64_t batch, double bytes_of_row);
+
+// The first input of a model, a tensor with rows. Throws UsageError.
+const TensorMeta& first_input(const GraphModule& module);
+bool is_dynamic(const TensorMeta& meta, size_t dim);
+
+}  // namespace plumb

@@ -1,0 +1,321 @@
+#include "plumb/training/trainer.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/full.h>
+#include <torch/utils.h>
+
+#include <chrono>
+#include <cmath>
+#include <fstream>
+#include <limits>
+#include <set>
+#include <thread>
+
+#include "plumb/core/table.h"
+#include "plumb/pipeline/broadcast.h"
+#include "plumb/pipeline/graph_stage.h"
+#include "plumb/recording/recorder.h"
+#include "plumb/training/evaluate.h"
+#include "plumb/training/loss.h"
+#include "plumb/training/not_finite.h"
+#include "plumb/training/optimizer.h"
+#include "plumb/training/rates.h"
+#include "plumb/training/stages.h"
+#include "plumb/training/timeline_file.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+using Json = nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+// What rank 0 knows, told to all.
+int64_t of_rank_0(const ProcessGroup& world, int64_t number) {
+  if (world.size() == 1) return number;
+  const at::Tensor told = at::full({1}, number, at::kLong);
+  broadcast(world, told, 0);
+  return told.item<int64_t>();
+}
+
+// The process's threads and generator are the caller's again afterwards.
+class ProcessSettings {
+ public:
+  explicit ProcessSettings(const TrainOptions& o) : threads_(at::get_num_threads()) {
+    const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+    at::set_num_threads(o.threads > 0 ? static_cast<int>(o.threads) : std::max(1, cores / o.processes()));
+  }
+  ~ProcessSettings() { at::set_num_threads(threads_); }
+  ProcessSettings(const ProcessSettings&) = delete;
+
+ private:
+  const int threads_;
+};
+
+std::string csv_number(double value) { return std::isfinite(value) ? Json(value).dump() : std::isnan(value) ? "nan" : "inf"; }
+
+}  // namespace
+
+struct Trainer::State {
+  State(TrainOptions options, TrainHooks hooks, TrainParts parts);
+  TrainResult run();
+
+  // --- a step ---
+  struct Numbers {
+    double loss = 0, norm = 0;
+    GradientNorms gradients;
+  };
+  // Leaves the step's gradients in the parameters.
+  Numbers compute(int64_t step, const Parts& parts);
+  [[noreturn]] void fail_at(int64_t step, const Numbers& numbers, const Parts& parts);
+  void tell_step(int64_t step, const Numbers& numbers, double share);
+  void evaluate(int64_t step);
+  void finish(int64_t stopped_by);
+
+  void event(const Json& what) const {
+    if (hooks.event) hooks.event(what);
+  }
+  bool is_first() const { return world.rank() == 0; }
+  bool in_first_pipeline() const { return groups.replicas.rank() == 0; }
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+  const TrainOptions o;
+  const TrainHooks hooks;
+  const ProcessSettings settings;
+  TrainJob job;
+  ProcessGroup world;
+  ReplicatedGroups groups;
+  std::map<int, std::shared_ptr<StageFunction>> stages;
+  std::vector<NamedTensor> parameters;  // that this rank trains, each tensor once, by their first names in the model
+  std::vector<at::Tensor> measured;     // of job.trained: the tensor, on the rank that owns it
+  std::vector<int> owners;              // of job.trained, then of the loss
+  std::unique_ptr<Optimizer> optimizer;
+  std::unique_ptr<Pipeline> pipeline;
+  std::unique_ptr<PassSum> passes;  // null: one pass a step
+  std::unique_ptr<Evaluator> evaluator;
+  std::unique_ptr<Recorder> recorder;
+  std::ofstream csv;
+  std::vector<std::vector<TimelineEvent>> timelines;
+  int64_t last_timeline = 0;
+  Clock::time_point begin;
+  int64_t current = 1;  // for hooks.progress
+  TrainResult result;
+};
+
+Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts)
+    : o(std::move(options)), hooks(std::move(hooks_)), settings(o) {
+  torch::manual_seed(static_cast<uint64_t>(o.seed));
+  job = prepare_job(o, std::move(parts), hooks);
+  if (o.processes() > 1) world = make_group_from_environment();
+  if (world.size() != o.processes()) {
+    throw UsageError("--stages " + std::to_string(o.stages) + " --data-parallel " + std::to_string(o.replicas) +
+                         ": the launcher started " + std::to_string(world.size()) + " processes",
+                     "--stages times --data-parallel of " + std::to_string(world.size()));
+  }
+  groups = divide_into_replicas(world, static_cast<int>(o.replicas));
+  PipelineOptions of_run = job.pipeline;
+  of_run.replicas = groups.replicas;
+  if (is_first() && hooks.progress) {
+    of_run.progress = [this](size_t done, size_t total) { hooks.progress(current, done, total); };
+  }
+  const int rank = groups.pipeline.rank();
+  stages = make_stages(o, job, rank);
+  std::set<const c10::TensorImpl*> seen;
+  for (const auto& [index, stage] : stages) {
+    for (const NamedTensor& p : stage->parameters()) {
+      if (!p.tensor.requires_grad() || !seen.insert(p.tensor.unsafeGetTensorImpl()).second) continue;
+      const auto first = job.first_names.find(p.name);
+      parameters.push_back({first == job.first_names.end() ? p.name : first->second, p.tensor});
+    }
+  }
+  for (const ModelParameter& p : job.trained) {
+    owners.push_back(job.schedule.placement.rank_of(p.stage, 0));
+    measured.push_back(owners.back() == rank ? job.pipe->stage(p.stage)->state().get(p.held_as).tensor : at::Tensor());
+  }
+  owners.push_back(job.schedule.placement.rank_of(job.schedule.num_stages() - 1, 0));
+  optimizer = std::make_unique<Optimizer>(o, job.tagged, parameters);
+  pipeline = std::make_unique<Pipeline>(make_layout(job.pipe->table()), job.schedule, stages, groups.pipeline, of_run);
+  if (o.accumulate > 1) passes = std::make_unique<PassSum>(parameters);
+  if (job.eval_samples) evaluator = std::make_unique<Evaluator>(o, job, *job.eval_samples, world, groups);
+  if (!o.record.empty() && in_first_pipeline()) {  // replicas have the same weights
+    const bool part = o.stages > 1;
+    recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, rank),
+                                          RecorderOptions{.part = part});
+    for (const auto& [index, stage] : stages) {
+      recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), part ? index : -1);
+    }
+  }
+}
+
+Trainer::State::Numbers Trainer::State::compute(int64_t step, const Parts& parts) {
+  const double whole = static_cast<double>(parts.total());
+  if (whole == 0) {
+    throw Error(ErrorKind::InvalidArgument, "step " + std::to_string(step) + ": no target of the batch counts", "",
+                "a larger --batch, or data with fewer masked or ignored targets");
+  }
+  for (const NamedTensor& p : parameters) p.tensor.mutable_grad().reset();
+  Numbers numbers;
+  const auto of_pipeline = static_cast<size_t>(o.microbatches), of_pass = of_pipeline * static_cast<size_t>(o.replicas);
+  for (int64_t pass = 0; pass < o.accumulate; ++pass) {
+    const size_t first = static_cast<size_t>(pass) * of_pass;
+    const size_t mine = first + static_cast<size_t>(groups.replicas.rank()) * of_pipeline;
+    const auto part = [&](const auto& all, size_t from, size_t count) {
+      return std::vector(all.begin() + static_cast<int64_t>(from), all.begin() + static_cast<int64_t>(from + count));
+    };
+    double counting = 0;
+    for (const int64_t count : part(parts.counts, first, of_pass)) counting += static_cast<double>(count);
+    if (counting == 0) continue;  // no target of the pass counts
+    pipeline->set_step((step - 1) * o.accumulate + pass);
+    pipeline->step_microbatches(part(parts.inputs, mine, of_pipeline), part(parts.targets, mine, of_pipeline),
+                                part(parts.counts, mine, of_pipeline));
+    const double weight = counting * static_cast<double>(o.accumulate) / whole;
+    if (passes) passes->take(weight);
+    const at::Tensor loss = pipeline->gather_loss();
+    if (loss.defined()) numbers.loss += loss.item<double>() * (weight / static_cast<double>(o.accumulate));
+  }
+  if (passes) passes->give(o.accumulate);
+  std::vector<double> shared;
+  for (const at::Tensor& p : measured) {
+    shared.push_back(p.defined() && p.grad().defined() ? sum_of_squares(p.grad()) : 0);
+  }
+  shared.push_back(numbers.loss);
+  share_numbers(groups.pipeline, owners, shared);
+  numbers.loss = shared.back();
+  shared.pop_back();
+  numbers.gradients.squares = std::move(shared);
+  numbers.norm = numbers.gradients.norm();
+  return numbers;
+}
+
+void Trainer::State::fail_at(int64_t step, const Numbers& numbers, const Parts& parts) {
+  std::string what = "the loss of step " + std::to_string(step) + " is " + short_number(numbers.loss);
+  if (const int bad = numbers.gradients.first_not_finite(); std::isfinite(numbers.loss) && bad >= 0) {
+    what = "the gradient of " + job.trained[static_cast<size_t>(bad)].name + " in step " + std::to_string(step) +
+           " is not finite";
+  }
+  gather_state(*job.pipe, job.schedule, groups.pipeline);
+  std::string where, remedy = "a smaller --lr, or plumb track to see where numbers grow";
+  if (is_first()) {
+    take_trained(job);
+    const NotFinite found = find_not_finite(o, job, parts);
+    where = found.where;
+    if (!o.dump.empty()) {
+      dump_step(o, job, parts, step, found, what);
+      event({{"dumped", o.dump}, {"not_finite", where}});
+      remedy += "; the step is in " + o.dump;
+    } else {
+      remedy += "; --dump FOLDER keeps the step";
+    }
+  }
+  of_rank_0(world, 0);  // the others end after rank 0 has looked
+  throw Error(ErrorKind::Numerics,
+              what + ": training ended, its weights are not saved" + (where.empty() ? "" : "; first was " + where), "",
+              remedy);
+}
+
+void Trainer::State::tell_step(int64_t step, const Numbers& numbers, double share) {
+  if (!is_first()) return;
+  event({{"step", step},
+         {"steps", o.steps},
+         {"loss", numbers.loss},
+         {"lr", o.lr * share},
+         {"norm", numbers.norm},
+         {"rows", job.rows},
+         {"seconds", seconds()}});
+  if (csv.is_open()) {
+    csv << step << "," << csv_number(numbers.loss) << "," << csv_number(o.lr * share) << "," << csv_number(numbers.norm)
+        << "," << csv_number(seconds()) << ",";
+  }
+}
+
+void Trainer::State::evaluate(int64_t step) {
+  const bool now = evaluator && (step == result.steps || (o.eval_every > 0 && step % o.eval_every == 0));
+  if (now) {
+    const Evaluation found = evaluator->run();
+    result.eval_loss = found.loss;
+    if (is_first()) event({{"eval", step}, {"eval_loss", found.loss}, {"eval_targets", found.targets}});
+  }
+  if (csv.is_open()) csv << (now ? csv_number(*result.eval_loss) : "") << std::endl;
+}
+
+void Trainer::State::finish(int64_t stopped_by) {
+  result.stopped_by = static_cast<int>(stopped_by);
+  if (!in_first_pipeline()) return;
+  const bool first = groups.pipeline.rank() == 0;
+  // Weights before pictures.
+  if (!o.save.empty() || o.file.empty()) {
+    gather_state(*job.pipe, job.schedule, groups.pipeline);
+    if (!o.save.empty() && first) {
+      save_trained(o, job);
+      event({{"saved", o.save}});
+    } else if (o.file.empty()) {
+      take_trained(job);
+    }
+  }
+  if (!o.timeline.empty() && first) {
+    const DrawnTimeline drawn = draw_timeline(o.timeline, job.schedule, timelines, static_cast<int>(last_timeline));
+    event({{"drew", o.timeline}, {"bubble", drawn.bubble}, {"conclusion", drawn.conclusion}});
+  }
+}
+
+TrainResult Trainer::State::run() {
+  if (is_first()) {
+    event({{"options", to_toml(o)}});
+    for (size_t g = 0; g < job.by_group.size(); ++g) event({{"group", o.groups[g]}, {"parameters", job.by_group[g]}});
+    if (job.tagged) event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
+    if (!o.csv.empty()) {
+      csv.open(o.csv, std::ios::trunc);
+      csv << "step,loss,lr,norm,seconds,eval_loss" << std::endl;
+    }
+  }
+  begin = Clock::now();
+  int64_t stopped_by = 0;
+  for (int64_t step = 1; step <= o.steps && stopped_by == 0; ++step) {
+    current = step;
+    const Parts parts = cut_batch(o, job.batches->next(), parts_of_step(o));
+    const double share = rate_share(o, step);
+    optimizer->set_rate(share);
+    const Numbers numbers = compute(step, parts);
+    result.loss = numbers.loss;
+    if (!std::isfinite(numbers.loss) || !std::isfinite(numbers.norm)) {
+      tell_step(step, numbers, share);
+      fail_at(step, numbers, parts);
+    }
+    clip_gradients(parameters, numbers.norm, o.clip);
+    optimizer->step();
+    if (step == 1 && o.recompute != "none" && in_first_pipeline()) {
+      for (const auto& [index, stage] : stages)
+        event({{"stage", index}, {"recompute", pipeline->recomputed(index).text()}});
+    }
+    if (recorder) {
+      const bool has_loss = owners.back() == groups.pipeline.rank();
+      recorder->step(has_loss ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
+    }
+    tell_step(step, numbers, share);
+    if (!o.save.empty()) stopped_by = of_rank_0(world, is_first() && hooks.stop_signal ? hooks.stop_signal() : 0);
+    result.steps = step == o.steps || stopped_by != 0 ? step : 0;
+    evaluate(step);
+    result.steps = step;
+    if (stopped_by != 0 && is_first()) event({{"interrupted", step}, {"steps", o.steps}});
+    if (!o.timeline.empty() && (stopped_by != 0 || step > o.steps - o.timeline_steps)) {
+      timelines.push_back(pipeline->gather_timeline());
+      last_timeline = step;
+    }
+  }
+  finish(stopped_by);
+  return result;
+}
+
+Trainer::Trainer(TrainOptions options, TrainHooks hooks, TrainParts parts)
+    : state_(std::make_unique<State>(std::move(options), std::move(hooks), std::move(parts))) {}
+Trainer::~Trainer() = default;
+TrainResult Trainer::run() { return state_->run(); }
+
+TrainResult train(const TrainOptions& options, const TrainHooks& hooks) { return Trainer(options, hooks).run(); }
+
+void check_training(const TrainOptions& options, const TrainHooks& hooks) {
+  TrainJob job = prepare_job(options, {}, hooks);
+  job.batches->next();
+}
+
+}  // namespace plumb

@@ -1,0 +1,47 @@
+// Trains a model: the engine behind `plumb train`, plumb.Trainer and plumb::train().
+//
+//   plumb::TrainOptions options;
+//   options.file = "gpt.pt2";
+//   options.data = "text.bin";
+//   options.save = "trained.pt2";
+//   plumb::train(options);
+//
+// In one process, or as one rank of a launcher's (pipeline/environment.h). The losses and weights do not depend on
+// stages and schedule, as far as the runtime's sums do not (pipeline/runtime.h).
+#pragma once
+
+#include <memory>
+
+#include "plumb/training/job.h"
+
+namespace plumb {
+
+struct TrainResult {
+  int64_t steps = 0;  // the last one that was done
+  double loss = 0;    // of it, over all rows
+  std::optional<double> eval_loss;
+  int stopped_by = 0;  // what TrainHooks::stop_signal answered
+};
+
+class Trainer {
+ public:
+  // Reads everything, checks it and meets the other ranks. Throws UsageError or Error.
+  explicit Trainer(TrainOptions options, TrainHooks hooks = {}, TrainParts parts = {});
+  ~Trainer();
+  Trainer(const Trainer&) = delete;
+
+  // Trains, evaluates and writes what the options ask for. Throws Error(Numerics) at a loss or gradients that are no
+  // numbers, before the step changes a weight.
+  TrainResult run();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+TrainResult train(const TrainOptions& options, const TrainHooks& hooks = {});
+
+// Everything that can be wrong before the first step, without other ranks: throws UsageError or Error.
+void check_training(const TrainOptions& options, const TrainHooks& hooks = {});
+
+}  // namespace plumb

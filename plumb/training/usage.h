@@ -1,0 +1,31 @@
+// Wrong use of options, and the words that options' errors share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+
+#include "plumb/core/error.h"
+#include "plumb/graph/meta.h"
+
+namespace plumb {
+
+// An option that cannot be used as it was given: the command ends with exit code 2. An InvalidArgument everywhere else.
+class UsageError : public Error {
+ public:
+  // message names the option; fix says what to give instead.
+  UsageError(const std::string& message, const std::string& fix)
+      : Error(ErrorKind::InvalidArgument, message, "", fix) {}
+};
+
+bool is_tensor_file(const std::string& path);  // .pt, .pth or .npy
+
+// Before work that takes long: throws Error naming the option if no file can be written to `path`. "" and "-" can.
+void check_writable(const std::string& option, const std::string& path);
+
+// "f32[2, 3]", with symbols where a dimension has one.
+std::string type_text(const std::optional<TensorMeta>& meta);
+std::string type_text(const at::Tensor& tensor);
+
+}  // namespace plumb
