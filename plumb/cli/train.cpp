@@ -232,19 +232,18 @@ struct Given {
 void add_field(CLI::App* sub, const TrainField& field, const std::shared_ptr<Given>& given) {
   const std::string name = field.name == "file" ? "FILE" : "--" + field.name;
   const auto initial = field_texts(TrainOptions(), field);
-  CLI::Option* option = nullptr;
   if (field.is_flag()) {
     const bool on = initial[0] == "true";
-    option = sub->add_flag_callback(
+    sub->add_flag_callback(
         on ? "--no-" + field.name : name,
-        [given, name = field.name, on] { given->texts[name] = {on ? "false" : "true"}; },
-        on ? "Do not: " + field.help : field.help);
+        [given, name = field.name, on] { given->texts[name] = {on ? "false" : "true"}; }, field.help);
     return;
   }
-  option = sub->add_option_function<std::vector<std::string>>(
+  CLI::Option* option = sub->add_option_function<std::vector<std::string>>(
       name, [given, name = field.name](const std::vector<std::string>& texts) { given->texts[name] = texts; },
       field.help);
-  option->allow_extra_args(false)->type_name("");
+  const bool text = field.is_list() || std::holds_alternative<std::string TrainOptions::*>(field.member);
+  option->allow_extra_args(false)->type_name(!field.choices.empty() ? "" : text ? "TEXT" : "NUMBER");
   if (!field.is_list()) option->expected(1);
   if (!field.choices.empty()) option->check(CLI::IsMember(field.choices));
   if (field.check) option->check(field.check);

@@ -48,17 +48,9 @@ int64_t count_of(const TrainOptions& o, const Tensors& inputs, const Tensors& ta
 
 Loss make_loss(const TrainOptions& o) {
   if (o.loss == "output") return {};
-  Loss loss = mse;
-  if (o.loss == "cross_entropy") {
-    loss = [ignored = o.ignore_index](const Tensors& outputs, const Tensors& targets) {
-      return cross_entropy(outputs, targets, ignored);
-    };
-  }
-  if (o.autocast == "none") return loss;
-  // torch.autocast takes losses in float32.
-  return [loss](Tensors outputs, const Tensors& targets) {
-    if (!outputs.empty() && outputs[0].scalar_type() == at::kBFloat16) outputs[0] = outputs[0].to(at::kFloat);
-    return loss(outputs, targets);
+  if (o.loss == "mse") return mse;
+  return [ignored = o.ignore_index](const Tensors& outputs, const Tensors& targets) {
+    return cross_entropy(outputs, targets, ignored);
   };
 }
 

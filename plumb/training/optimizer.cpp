@@ -1,6 +1,5 @@
 #include "plumb/training/optimizer.h"
 
-#include <ATen/ops/scalar_tensor.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
@@ -119,8 +118,7 @@ std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options
   return fitting;
 }
 
-Optimizer::Optimizer(const TrainOptions& o, bool tagged, const std::vector<NamedTensor>& parameters)
-    : parameters_(parameters) {
+Optimizer::Optimizer(const TrainOptions& o, bool tagged, const std::vector<NamedTensor>& parameters) {
   if (o.nesterov && (o.optimizer != "sgd" || o.momentum == 0)) {
     throw UsageError("--nesterov: is of --optimizer sgd with --momentum", "--optimizer sgd --momentum 0.9 --nesterov");
   }
@@ -150,87 +148,6 @@ void Optimizer::set_rate(double share) {
 
 void Optimizer::step() {
   if (optimizer_) optimizer_->step();
-}
-
-namespace {
-
-// Visits a parameter's tensors by the names of the state; `step` as a tensor that is written back.
-template <class AdamState, class Visit>
-void visit_adam(AdamState& state, const Visit& visit) {
-  at::Tensor step = at::scalar_tensor(state.step(), at::kLong);
-  visit("step", step);
-  state.step(step.template item<int64_t>());
-  visit("exp_avg", state.exp_avg());
-  visit("exp_avg_sq", state.exp_avg_sq());
-}
-
-template <class Visit>
-void visit_state(torch::optim::OptimizerParamState& state, const Visit& visit) {
-  if (auto* adamw = dynamic_cast<torch::optim::AdamWParamState*>(&state)) return visit_adam(*adamw, visit);
-  if (auto* adam = dynamic_cast<torch::optim::AdamParamState*>(&state)) return visit_adam(*adam, visit);
-  if (auto* sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) visit("momentum_buffer", sgd->momentum_buffer());
-}
-
-// A state for the parameter's first step, to be filled.
-std::unique_ptr<torch::optim::OptimizerParamState> empty_state(const torch::optim::Optimizer& optimizer,
-                                                               const at::Tensor& like) {
-  const auto of_adam = [&](auto state) -> std::unique_ptr<torch::optim::OptimizerParamState> {
-    state->exp_avg(at::zeros_like(like));
-    state->exp_avg_sq(at::zeros_like(like));
-    return state;
-  };
-  if (dynamic_cast<const torch::optim::AdamW*>(&optimizer) != nullptr)
-    return of_adam(std::make_unique<torch::optim::AdamWParamState>());
-  if (dynamic_cast<const torch::optim::Adam*>(&optimizer) != nullptr)
-    return of_adam(std::make_unique<torch::optim::AdamParamState>());
-  auto sgd = std::make_unique<torch::optim::SGDParamState>();
-  sgd->momentum_buffer(at::zeros_like(like));
-  return sgd;
-}
-
-}  // namespace
-
-std::vector<NamedTensor> Optimizer::state() const {
-  std::vector<NamedTensor> all;
-  for (const NamedTensor& parameter : parameters_) {
-    const auto& states = optimizer_->state();
-    const auto found = states.find(parameter.tensor.unsafeGetTensorImpl());
-    if (found == states.end()) continue;
-    visit_state(*found->second, [&](const char* what, const at::Tensor& tensor) {
-      if (tensor.defined()) all.push_back({std::string(what) + "/" + parameter.name, tensor});
-    });
-  }
-  return all;
-}
-
-void Optimizer::load_state(const std::function<at::Tensor(const std::string& name)>& find) {
-  at::NoGradGuard no_grad;
-  for (const NamedTensor& parameter : parameters_) {
-    auto state = empty_state(*optimizer_, parameter.tensor.detach());
-    size_t there = 0;
-    std::string missing;
-    visit_state(*state, [&](const char* what, at::Tensor& into) {
-      const std::string name = std::string(what) + "/" + parameter.name;
-      const at::Tensor from = find(name);
-      if (!from.defined()) {
-        missing = name;
-        return;
-      }
-      ++there;
-      if (from.sizes() != into.sizes() || from.scalar_type() != into.scalar_type()) {
-        throw Error(ErrorKind::TensorMismatch,
-                    "the optimiser's " + name + " is " + type_text(from) + ", here it is " + type_text(into), "",
-                    "the same model and --optimizer as in the run that wrote it");
-      }
-      into.copy_(from);
-    });
-    if (there == 0) continue;  // it had no gradient yet
-    if (!missing.empty()) {
-      throw Error(ErrorKind::StructureMismatch, "the optimiser's state has no " + missing, "",
-                  "the same --optimizer as in the run that wrote it");
-    }
-    optimizer_->state()[parameter.tensor.unsafeGetTensorImpl()] = std::move(state);
-  }
 }
 
 }  // namespace plumb

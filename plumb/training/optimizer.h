@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,16 +37,10 @@ class Optimizer {
   void set_rate(double share);
   void step();
 
-  // The state so far, by "exp_avg/layers.0.weight" and the like: step (i64, no dimensions), exp_avg, exp_avg_sq of Adam
-  // and AdamW, momentum_buffer of SGD. The tensors are the optimiser's own, but `step`.
-  std::vector<NamedTensor> state() const;
-  // Copies a parameter's state. `find` answers the tensor of such a name, undefined if there is none. Throws
-  // Error(TensorMismatch) that names a tensor of other sizes or dtype, and Error(StructureMismatch) one that is missing
-  // where others of its parameter are there.
-  void load_state(const std::function<at::Tensor(const std::string& name)>& find);
+  // For its state; null if there are no parameters.
+  torch::optim::Optimizer* torch() const { return optimizer_.get(); }
 
  private:
-  std::vector<NamedTensor> parameters_;
   std::vector<double> peaks_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };

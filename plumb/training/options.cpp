@@ -43,7 +43,7 @@ std::vector<TrainField> data_fields() {
        true},
       {"ignore-index", &O::ignore_index, "With --loss cross_entropy: the target that does not count", {},
        whole_number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()), false, true},
-      {"shuffle", &O::shuffle, "Draw in an order by the seed, another one each epoch; else as the data stands", {}, {},
+      {"shuffle", &O::shuffle, "Rows in an order by the seed, another one each epoch; with --no-shuffle as the data stands", {}, {},
        false, true},
   };
 }
@@ -81,13 +81,13 @@ std::vector<TrainField> step_fields() {
   return {
       {"steps", &O::steps, "Optimiser steps", {}, whole_number(1), false, true},
       {"batch", &O::batch,
-       "Rows of a step (default: the file's batch times the microbatches, pipelines and --accumulate)", {},
-       whole_number(1, std::numeric_limits<int64_t>::max()), false, true},
+       "Rows of a step (0: the file's batch times the microbatches, pipelines and --accumulate)", {},
+       whole_number(0, std::numeric_limits<int64_t>::max()), false, true},
       {"microbatches", &O::microbatches, "Parts of a batch, each as long as the file's own batch", {},
        whole_number(1, 65536), false, true},
       {"accumulate", &O::accumulate, "Run the schedule so many times for a step of the optimiser", {},
        whole_number(1, 65536), false, true},
-      {"autocast", &O::autocast, "bf16: products and convolutions of the forward in bfloat16, as torch.autocast has it",
+      {"autocast", &O::autocast, "bf16: products and convolutions in bfloat16, forward and backward, their results cast back to float32",
        {"none", "bf16"}, {}, false, true},
       {"seed", &O::seed, "Of the order of samples, and of dropout", {},
        whole_number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()), false, true},
@@ -118,7 +118,7 @@ std::vector<TrainField> layout_fields() {
        "cheap: the backward computes results of gelu, norms and the like again instead of keeping them, bit for bit "
        "the same; none: it keeps everything", {"cheap", "none"}},
       {"threads", &O::threads,
-       "Of each process (default: the cores shared out). With the same number losses are equal bit for bit whatever the "
+       "Of each process (0: the cores shared out). With the same number losses are equal bit for bit whatever the "
        "stages, but for dropout (each stage draws its own masks) and for weights tied across stages (gradients are "
        "summed in another order)", {}, whole_number(0, 1024)},
   };

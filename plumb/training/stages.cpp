@@ -1,52 +1,54 @@
 #include "plumb/training/stages.h"
 
-#include <ATen/autocast_mode.h>
-
+#include "plumb/graph/operator_facts.h"
 #include "plumb/pipeline/graph_stage.h"
 
 namespace plumb {
 namespace {
 
-// torch.autocast("cpu", torch.bfloat16) around a forward.
-class AutocastStage : public GraphStage {
- public:
-  using GraphStage::GraphStage;
-  Tensors run(const Tensors& inputs, const Microbatch& microbatch) override {
-    const Region region;
-    return GraphStage::run(inputs, microbatch);
-  }
+bool is_float(const Value& value) { return value.is_tensor() && value.meta() && value.meta()->dtype == at::kFloat; }
 
- private:
-  struct Region {
-    bool was = at::autocast::is_autocast_enabled(at::kCPU);
-    at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCPU);
-    Region() {
-      at::autocast::set_autocast_enabled(at::kCPU, true);
-      at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-      at::autocast::increment_nesting();
-    }
-    ~Region() {
-      if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-      at::autocast::set_autocast_enabled(at::kCPU, was);
-      at::autocast::set_autocast_dtype(at::kCPU, dtype);
-    }
-  };
-};
+Value* cast(Graph& graph, Value* value, at::ScalarType dtype) {
+  Value* made = graph.call("aten::to.dtype", {value, static_cast<int64_t>(dtype)})->result();
+  TensorMeta meta = *value->meta();
+  meta.dtype = dtype;
+  made->set_meta(std::move(meta));
+  return made;
+}
 
 }  // namespace
+
+std::shared_ptr<GraphModule> bf16_products(const GraphModule& module) {
+  Graph graph = module.graph().clone();
+  for (Node* node : graph.nodes()) {
+    if (!node->is_call() || !operator_facts(node->target()).contraction || node->num_results() != 1) continue;
+    Value* result = node->result();
+    if (!is_float(*result)) continue;
+    {
+      const auto before = graph.inserting_before(node);
+      for (size_t i = 0; i < node->num_inputs(); ++i) {
+        if (is_float(*node->input(i))) node->set_input(i, cast(graph, node->input(i), at::kBFloat16));
+      }
+    }
+    TensorMeta low = *result->meta();
+    low.dtype = at::kBFloat16;
+    result->set_meta(std::move(low));
+    const auto after = graph.inserting_after(node);
+    Value* full = cast(graph, result, at::kFloat);
+    graph.replace_all_uses_with(result, full, full->producer());
+  }
+  return std::make_shared<GraphModule>(std::move(graph), module.state(), module.in_spec(), module.out_spec());
+}
 
 std::map<int, std::shared_ptr<StageFunction>> make_stages(
     const TrainOptions& o, const TrainJob& job, int rank,
     const std::function<std::shared_ptr<GraphModule>(const GraphModule&)>& change) {
   std::map<int, std::shared_ptr<StageFunction>> stages = stages_of_rank(*job.pipe, job.schedule, rank);
   for (auto& [index, stage] : stages) {
-    if (change || o.autocast == "bf16") {
-      auto module = job.pipe->stage(index);
-      if (change) module = change(*module);
-      const PipeTable& table = job.pipe->table();
-      stage = o.autocast == "bf16" ? std::make_shared<AutocastStage>(module, table, index)
-                                   : std::make_shared<GraphStage>(module, table, index);
-    }
+    auto module = job.pipe->stage(index);
+    if (change) module = change(*module);
+    if (o.autocast == "bf16") module = bf16_products(*module);
+    stage = std::make_shared<GraphStage>(module, job.pipe->table(), index);
     stage->recompute = parse_recompute(o.recompute);
   }
   return stages;
