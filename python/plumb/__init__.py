@@ -6,6 +6,7 @@ from ._version import __version__ as __version__  # isort: skip  (first: it says
 from ._errors import Error, ErrorKind  # isort: skip  (before all that may raise one)
 from . import (
     analysis,
+    checkpoint,
     constraints,
     core,
     formats,
@@ -42,6 +43,7 @@ __all__ = [
     "allow_operators",
     "analysis",
     "capture",
+    "checkpoint",
     "constraints",
     "core",
     "formats",
