@@ -27,7 +27,7 @@ JOIN := $(if $(JOINED),-DPLUMB_JOINED=$(JOINED),$(if $(wildcard $(BUILD)/CMakeCa
 CONFIGURE := $(CMAKE) -S . -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY) $(JOIN)
 SAY := printf 'plumb: %s\n'
 
-.PHONY: all setup setup-dev configure demo test test-cpp test-python wheel bench sanitize fuzz docs format lint rooms install clean
+.PHONY: all setup setup-dev configure demo test test-cpp test-python test-device wheel bench sanitize fuzz docs format lint rooms install clean
 
 all: configure
 	@$(SAY) "compiling library, command, Python package and tests ($(JOBS) at once)"
@@ -69,6 +69,17 @@ test-cpp: all
 test-python: all
 	@$(SAY) "running the Python tests"
 	@PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q -n $(JOBS) --dist loadfile python/tests
+	@$(MAKE) --no-print-directory test-device
+
+# The suites that a device matters to, on one that is not the CPU: DEVICE=cuda on a machine with a GPU.
+DEVICE ?= testdevice
+DEVICE_TESTS = devices capture capture_questions capture_values exported fold formats numerics_ops transforms transform_modules \
+	transform_models scales_graph scaling recorder strides pipelining_run pipelining_stages pipelining_steps \
+	pipelining_transforms
+test-device: all
+	@$(SAY) "running the Python tests on $(DEVICE)"
+	@PLUMB_TEST_DEVICE=$(DEVICE) PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q -n $(JOBS) --dist loadfile \
+		$(DEVICE_TESTS:%=python/tests/test_%.py)
 
 wheel:
 	@tools/bootstrap.sh wheel

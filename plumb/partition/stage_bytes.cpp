@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "plumb/core/error.h"
+#include "plumb/partition/move.h"
 #include "plumb/core/json_text.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/pipe.h"
@@ -182,6 +183,12 @@ StagePackage deserialize_stage(std::string_view bytes) {
                                                    TreeSpec::from_json(header.at("in_spec").get<std::string>()),
                                                    TreeSpec::from_json(header.at("out_spec").get<std::string>()));
     package.module->lint();
+    // The tensors came to the CPU: what was made on a device says so no longer.
+    rewrite_devices(package.module->graph(), at::kCPU);
+    for (StageInputPort& port : package.table.stages[package.index].inputs)
+      if (port.meta) port.meta->device = at::kCPU;
+    for (StageOutputPort& port : package.table.stages[package.index].outputs)
+      if (port.meta) port.meta->device = at::kCPU;
     const StageIO& io = package.table.stages[package.index];
     if (io.inputs.size() != package.module->graph().placeholders().size() ||
         io.outputs.size() != package.module->graph().output_node()->args().size()) {

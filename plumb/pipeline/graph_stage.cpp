@@ -181,6 +181,16 @@ Tensors GraphStage::run(const Tensors& inputs, const Microbatch& microbatch) {
   return outputs;
 }
 
+std::optional<at::Device> GraphStage::device() const {
+  for (const Attr& attr : module_->state()) {
+    if (attr.tensor.defined()) return attr.tensor.device();
+  }
+  for (const StageInputPort& port : io_.inputs) {
+    if (port.meta) return port.meta->device;
+  }
+  return std::nullopt;
+}
+
 std::vector<NamedTensor> GraphStage::parameters() const {
   std::vector<NamedTensor> named;
   std::set<const c10::TensorImpl*> seen;

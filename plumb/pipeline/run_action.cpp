@@ -31,14 +31,14 @@ void PipelineState::take_values(LocalStage& stage, Slot& slot, int from, std::ve
 void PipelineState::take_grads(LocalStage& stage, Slot& slot, int from, const std::vector<MessageValue>& values) const {
   if (layout.dynamic_outputs) {
     slot.output_grads.clear();
-    for (const auto& v : values) slot.output_grads.push_back(v.tensor);
+    for (const auto& v : values) slot.output_grads.push_back(moved_to(stage, v.tensor));
     return;
   }
   for (const auto& bundle : stage.wiring->grads_in) {
     if (bundle.stage != from) continue;
     for (size_t i = 0; i < bundle.targets.size(); i++) {
       const auto& target = bundle.targets[i];
-      (target.output ? slot.output_grads : slot.seeds)[target.index] = values.at(i).tensor;
+      (target.output ? slot.output_grads : slot.seeds)[target.index] = moved_to(stage, values.at(i).tensor);
     }
   }
 }

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "plumb/core/error.h"
@@ -47,7 +48,22 @@ void check_finite(const at::Tensor& t, const std::function<std::string()>& name)
 void PipelineState::seed_generator(int stage, int m) const {
   if (!options.seed) return;
   const int first = options.replicas.rank() * schedule.num_microbatches;
-  cpu_generator().set_current_seed(((*options.seed * 1000003 + step_number) * 1000003 + stage) * 1000003 + first + m);
+  const auto seed = ((*options.seed * 1000003 + step_number) * 1000003 + stage) * 1000003 + first + m;
+  for (at::Generator& generator : generators()) {
+    std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(seed);
+  }
+}
+
+std::vector<at::Generator> PipelineState::generators() const {
+  std::vector<at::Generator> all{at::detail::getDefaultCPUGenerator()};
+  for (const auto& [index, stage] : stages) {
+    const auto device = stage.function->device();
+    if (!device || device->is_cpu() || device->is_meta()) continue;
+    const at::Generator& generator = at::globalContext().defaultGenerator(*device);
+    if (std::find(all.begin(), all.end(), generator) == all.end()) all.push_back(generator);
+  }
+  return all;
 }
 
 void PipelineState::start_recompute(LocalStage& stage, const Tensors& inputs,
@@ -110,7 +126,7 @@ void PipelineState::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors&
       const auto& input = (*given)[index];
       source = {input, input.requires_grad()};
     }
-    values.push_back(source.tensor);
+    values.push_back(moved_to(stage, source.tensor));
     wants.push_back(training && source.requires_grad);
   }
   slot.sources.clear();

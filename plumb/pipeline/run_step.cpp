@@ -53,10 +53,13 @@ void PipelineState::sum_tied_gradients(const RunPlan& plan) {
       const at::Tensor g = copy.rank == rank() ? stages.at(copy.local_stage).gradients->step_gradient(copy.index)
                                                : foreign[{copy.rank, &copy}];
       if (!g.defined()) continue;
-      total = total.defined() ? total.add_(g) : g.clone();
+      total = total.defined() ? total.add_(g.to(total.device())) : g.clone();
     }
     for (const auto& copy : group) {
-      if (copy.rank == rank()) stages.at(copy.local_stage).gradients->set_step_gradient(copy.index, total);
+      if (copy.rank != rank()) continue;
+      const auto& stage = stages.at(copy.local_stage);
+      const auto own = stage.function->parameters()[static_cast<size_t>(copy.index)].tensor.device();
+      stage.gradients->set_step_gradient(copy.index, total.defined() ? total.to(own) : total);
     }
   }
 }
@@ -169,20 +172,21 @@ StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<
   inputs = &in;
   targets = &tgt;
   const RunPlan& plan = train ? train_plan : eval_plan;
-  at::Tensor generator_state;
-  if (options.seed) generator_state = cpu_generator().get_state();
+  std::vector<std::pair<at::Generator, at::Tensor>> generator_states;
+  if (options.seed)
+    for (const at::Generator& generator : generators()) generator_states.emplace_back(generator, generator.get_state());
   struct Cleanup {
     PipelineState& s;
-    at::Tensor generator;
+    std::vector<std::pair<at::Generator, at::Tensor>> generators;
     ~Cleanup() {
       for (auto& [i, stage] : s.stages) {
         stage.slots.clear();
         stage.gradients->end_step();
       }
       s.inputs = s.targets = nullptr;
-      if (generator.defined()) cpu_generator().set_state(generator);
+      for (auto& [generator, before] : generators) generator.set_state(before);
     }
-  } cleanup{*this, generator_state};
+  } cleanup{*this, std::move(generator_states)};
   c10::AutoGradMode grad_mode(train);
   try {
     begin(train, rows);

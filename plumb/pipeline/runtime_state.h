@@ -16,7 +16,6 @@
 
 namespace plumb {
 
-inline at::Generator cpu_generator() { return at::detail::getDefaultCPUGenerator(); }
 
 // One microbatch in one stage, from its forward to the end of its backward.
 struct Slot {
@@ -49,6 +48,13 @@ struct LocalStage {
   RecomputeReport recomputed;         // of the last forward of a training step
   int64_t nothing_to_recompute = -1;  // a microbatch whose inputs have so many values kept everything
 };
+
+// `x` where the stage computes.
+inline at::Tensor moved_to(const LocalStage& stage, const at::Tensor& x) {
+  if (!x.defined()) return x;
+  const auto device = stage.function->device();
+  return device && !device->is_meta() && x.device() != *device ? x.detach().to(*device) : x;
+}
 
 struct PipelineState {
   PipelineLayout layout;
@@ -97,6 +103,8 @@ struct PipelineState {
   void prepare(LocalStage& stage, Slot& slot) const;
 
   // --- run_forward.cpp ---
+  // The CPU's, and those of the devices that stages are on.
+  std::vector<at::Generator> generators() const;
   void seed_generator(int stage, int m) const;
   void start_recompute(LocalStage& stage, const Tensors& inputs, std::optional<CheapRecompute>& recompute) const;
   void finish_recompute(LocalStage& stage, const Slot& slot, std::optional<CheapRecompute>& recompute) const;

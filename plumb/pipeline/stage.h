@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,11 @@ class StageFunction {
   }
   // Leaves whose gradients are accumulated; frozen ones may be among them. Asked for at the start of every step.
   virtual std::vector<NamedTensor> parameters() const { return {}; }
+  // Where the stage computes: the runtime moves inputs and gradients there. Nothing: it takes them where they are.
+  virtual std::optional<at::Device> device() const {
+    const auto own = parameters();
+    return own.empty() ? std::nullopt : std::optional(own.front().tensor.device());
+  }
   // A stage that does a part of its weight gradients by itself: the runtime then runs autograd's whole backward where
   // the input half would be, asks for the work right after it, and does it where the weight half would be.
   virtual bool has_own_weight_work() const { return false; }

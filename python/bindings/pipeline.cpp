@@ -33,13 +33,13 @@ auto guarded(const F& f) {
 class PyStage : public StageFunction {
  public:
   explicit PyStage(const py::object& stage)
-      : run_(stage.attr("run")), parameters_(stage.attr("parameters")), weight_work_(stage.attr("weight_work")) {
+      : stage_(stage), run_(stage.attr("run")), parameters_(stage.attr("parameters")), weight_work_(stage.attr("weight_work")) {
     own_work_ = !weight_work_.is_none();
     recompute = parse_recompute(py::getattr(stage, "recompute", py::str("cheap")).cast<std::string>());
   }
   ~PyStage() override {
     py::gil_scoped_acquire gil;
-    run_ = parameters_ = weight_work_ = py::object();
+    stage_ = run_ = parameters_ = weight_work_ = py::object();
   }
 
   Tensors forward(const Tensors& inputs) override { return run(inputs, {}); }
@@ -65,6 +65,11 @@ class PyStage : public StageFunction {
     });
   }
 
+  std::optional<at::Device> device() const override {
+    py::gil_scoped_acquire gil;
+    return guarded([&] { return at::Device(py::str(stage_.attr("device")).cast<std::string>()); });
+  }
+
   bool has_own_weight_work() const override { return own_work_; }
   std::function<void()> own_weight_work() override {
     py::gil_scoped_acquire gil;
@@ -82,7 +87,7 @@ class PyStage : public StageFunction {
   }
 
  private:
-  py::object run_, parameters_, weight_work_;
+  py::object stage_, run_, parameters_, weight_work_;
   bool own_work_ = false;
 };
 

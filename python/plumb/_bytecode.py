@@ -141,6 +141,21 @@ class Code:
 _codes: dict[CodeType, Code] = {}
 
 
+# Between a call and the operator while a function mode is on, such as that of torch.set_default_device.
+_MODES = ("torch/overrides.py", "torch/utils/_device.py")
+
+
+def of_mode(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith(_MODES)
+
+
+def past_modes(frame: FrameType) -> FrameType:
+    """The frame, or the one that called torch's function modes that it is part of."""
+    while of_mode(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def running(frame: FrameType) -> tuple[Code, int] | None:
     """The code of a frame and the number of the instruction that runs."""
     code = _codes.get(frame.f_code)

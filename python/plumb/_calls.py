@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ._bytecode import Code, running
+from ._bytecode import Code, of_mode, past_modes, running
 
 _OPERATORS = {
     "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
@@ -109,7 +109,7 @@ def _names(frame: FrameType | None) -> list[str] | None:
         file = frame.f_code.co_filename
         if file in _CAPTURE:
             return None  # what lies outside of the module's forward is not its own
-        if file != _CALL_MODULE:
+        if file != _CALL_MODULE and not of_mode(frame):
             found = running(frame)
             where = found[0].assigned(found[1]) if found else None
             if where is not True:
@@ -127,7 +127,7 @@ def _library_function(frame: FrameType) -> tuple[Any, FrameType] | None:
     inner: FrameType | None = frame
     while inner is not None:
         file = inner.f_code.co_filename
-        if file == _OPS:
+        if file == _OPS or of_mode(inner):
             inner = inner.f_back
             continue
         if file != _FUNCTIONAL and not file.startswith(_PLUMB_FUNCTIONAL):
@@ -144,7 +144,7 @@ def _library_function(frame: FrameType) -> tuple[Any, FrameType] | None:
 
 def here() -> Call:
     """The call in Python of the operator that is being recorded."""
-    frame = sys._getframe(1)
+    frame = past_modes(sys._getframe(1))
     stand_in = replacing[-1] if replacing else None
     if known := _library_function(frame):
         return Call(known[0], _names(known[1]), replaced=stand_in)

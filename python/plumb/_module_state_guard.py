@@ -37,6 +37,21 @@ def refuse_modules(module: nn.Module, with_root: bool) -> None:
             )
 
 
+def random_states() -> tuple[Tensor, Tensor | None]:
+    """Of torch's generators: the CPU's, and that of the current accelerator if there is one and it was used."""
+    device = torch.accelerator.current_accelerator()
+    module = device and torch.get_device_module(device)
+    used = module is not None and getattr(module, "is_initialized", lambda: True)()
+    return torch.get_rng_state(), module.get_rng_state() if used else None
+
+
+def set_random_states(states: tuple[Tensor, Tensor | None]) -> None:
+    cpu, accelerator = states
+    torch.set_rng_state(cpu)
+    if accelerator is not None:
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(accelerator)
+
+
 class ModuleStateGuard:
     """Keeps attributes of modules and the random states of Python and NumPy, puts them back after a capture, and tells what
     the forward did to them."""

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._bytecode import running
+from ._bytecode import past_modes, running
 
 
 def is_check() -> bool:
     """Whether the truth of a tensor that the calling frame asks for only decides if it raises: one of the two ways does
     nothing else."""
-    found = running(sys._getframe(1))
+    found = running(past_modes(sys._getframe(1)))
     return found is not None and found[0].decides_a_raise(found[1])
 
 
@@ -26,10 +26,18 @@ def _asks_for_emptiness(frame: FrameType) -> bool:
     return found is not None and found[0].asks_for_emptiness(found[1])
 
 
+def _reader() -> FrameType:
+    """Who calls the function that calls this: not torch's function modes, and not a watch that they call again."""
+    frame = past_modes(sys._getframe(2))
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = past_modes(frame.f_back)
+    return frame
+
+
 def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
     def watch(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _C.size_depends_on_values(self):
-            _C.guard_size(self, not _asks_for_emptiness(sys._getframe(1)))
+            _C.guard_size(self, not _asks_for_emptiness(_reader()))
         return read(self, *args, **kwargs)
 
     return watch

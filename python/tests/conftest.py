@@ -9,5 +9,12 @@ _TOOLS = os.path.join(os.path.dirname(__file__), "..", "..", "tools")
 sys.path[1:1] = [_TOOLS, os.path.join(_TOOLS, "published_pipelining")]  # the latter has torch_names
 
 import device  # noqa: E402
+import pytest  # noqa: E402
 
 device.use()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if why := device.left_out(item.name):
+            item.add_marker(pytest.mark.skip(reason=why))

@@ -9,6 +9,7 @@ import types
 
 import torch
 
+FOLDER = os.path.dirname(os.path.abspath(__file__))
 NAME = os.environ.get("PLUMB_TEST_DEVICE") or "cpu"
 
 
@@ -54,3 +55,33 @@ def use():
         _load_testdevice()
     torch.set_default_device(NAME)
     use.done = True
+
+
+# What is left out on the test device: parts of tests' names, by the reason.
+_NOT_THERE = {
+    "torch has no kernels of recurrent layers for it": (
+        "LSTM", "GRU", "recurrent", "a_cell_in_a_loop", "packed_sequences", "LSTMCell",
+    ),
+    "torch's check of operators knows its own devices only": ("torch_finds_nothing_wrong", "pass_torchs_own_checks"),
+    "NumPy and DLPack read the CPU's memory only": (
+        "ml_dtypes", "raw_memory", "visualiser_draws", "leaves_torch_unseen",
+        "refuses_values_taken_out_of_tensors_naming_operator_and_line",
+    ),
+    "the compiler has no code for it": (
+        "torch_compile_follows", "a_compiled_layer_has_the_same_gradients", "tracking_is_a_backend",
+    ),
+    "a gradient inside of the forward runs in a thread of the device's, which a capture refuses": (
+        "gradients_taken_inside_of_the_forward",
+    ),
+    "transformers asks for another package where there is a default device": ("checkpoint_of_transformers_is_folded",),
+    "torch's own group_norm refuses channels last there": ("group_norm-channels last",),
+    "torch's DistributedDataParallel needs a backend of the device's": ("means_over_replicas", "lost_during_the_mean"),
+    "it places stages on the CPU on purpose": ("stages_move_with_their_device_arguments",),
+}  # fmt: skip
+
+
+def left_out(test):
+    """Why this test does not run on the test device, if it does not."""
+    if not NAME.startswith("testdevice"):
+        return None
+    return next((why for why, parts in _NOT_THERE.items() if any(part in test for part in parts)), None)

@@ -278,7 +278,7 @@ def test_verify_finds_what_leaves_torch_unseen():
 
 def test_refuses_other_shapes_dtypes_and_structure():
     m = plumb.capture(nn.Linear(4, 3), torch.randn(2, 4))
-    with pytest.raises(plumb.Error, match=r"should be f32\[2, 4\], got f32\[3, 4\]"):
+    with pytest.raises(plumb.Error, match=r"should be f32\[2, 4\].*, got f32\[3, 4\]"):
         m(torch.randn(3, 4))
     with pytest.raises(plumb.Error, match=r"takes 1 positional input \('input'\), got 2"):
         m(torch.randn(2, 4), torch.randn(2, 4))

@@ -80,3 +80,12 @@ def test_operators_of_others_run_live_and_stand_in_files_once_allowed(tmp_path):
 def test_allowing_takes_names_of_operators_or_of_others_namespaces(name):
     with pytest.raises(plumb.Error, match="allow_operators"):
         plumb.allow_operators(name)
+
+
+def test_every_operator_has_a_kernel_for_any_device():
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    ours = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("plumb::")]
+    names = {s.name + (f".{s.overload_name}" if s.overload_name else "") for s in ours}
+    assert len(names) > 90
+    composite = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    assert [n for n in sorted(names) if not any(has(n, key) for key in composite)] == []

@@ -50,7 +50,7 @@ def test_stages_run_alone(how):
     elif how == "pickle":
         stages = [pickle.loads(pickle.dumps(s)) for s in stages]
     elif how == "bytes":
-        stages = [deserialize_stage(pipe.serialize_stage(s))[0] for s in range(3)]
+        stages = [deserialize_stage(pipe.serialize_stage(s))[0].to(x.device) for s in range(3)]  # they come to the CPU
     elif how == "state_dict":
         other = pipeline(Shared(), (x,))
         for s in range(3):

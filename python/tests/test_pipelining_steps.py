@@ -145,7 +145,7 @@ def over_ranks(rank, size, cases):
                 ids = torch.randint(16, (8, 5))
                 x, target, loss = ids, ids.roll(1, 1), cross_entropy
                 pipe = pipeline(Tied(), (ids[:2],))
-                stages = [pipe.build_stage(i, torch.device("cpu")) for i in here]
+                stages = [pipe.build_stage(i, torch.get_default_device()) for i in here]
             else:
                 modules = tied_modules("by name", count)
                 if what == "dropout":

@@ -58,7 +58,7 @@ def work(rank, size):
     found = {}
     for name, transform in TRANSFORMS.items():
         pipe = pipeline(transform(model()), (ids[:2],), split_spec=SPEC)
-        stage = pipe.build_stage(rank, "cpu")
+        stage = pipe.build_stage(rank, torch.get_default_device())
         losses = []
         schedule = get_schedule_class("1F1B")(stage, 4, loss_fn)
         schedule.step(*([ids] if rank == 0 else []), target=target if rank else None, losses=losses if rank else None)
@@ -155,7 +155,7 @@ def test_stage_modules_of_a_pipe_are_transformed():
     ids, target = data()
     pipe = pipeline(model(), (ids[:2],), split_spec=SPEC)
     modules = [track_scales(rounded(pipe.get_stage_module(s))) for s in range(2)]
-    stages = [build_stage(m, s, pipe.info(), "cpu") for s, m in enumerate(modules)]
+    stages = [build_stage(m, s, pipe.info(), torch.get_default_device()) for s, m in enumerate(modules)]
     get_schedule_class("Interleaved1F1B")(stages, 4, loss_fn).step(ids, target=target)
     gradients, _ = alone(rounded)
     found = {n: p.grad for m in modules for n, p in m.named_parameters()}

@@ -20,9 +20,13 @@
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
+#include <string>
+#include <utility>
 
 namespace {
 
@@ -232,7 +236,19 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
                                            at::dtype_or_default(dtype));
 }
 
+// How often the host has read the device's memory, or waited for it: in whatever is not the device's own work.
+std::atomic<int64_t> host_reads = 0;
+thread_local bool working = false;
+
+// Below it nothing is the host's doing.
+struct Working {
+  Working() : before(std::exchange(working, true)) {}
+  ~Working() { working = before; }
+  const bool before;
+};
+
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
+  if (!working && to.is_cpu()) ++host_reads;
   on_host(to).copy_(on_host(from));
   return to;
 }
@@ -251,7 +267,10 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
   return copy_from(from, to, false);
 }
 
-at::Scalar local_scalar(const Tensor& x) { return on_host(x).item(); }
+at::Scalar local_scalar(const Tensor& x) {
+  if (!working) ++host_reads;
+  return on_host(x).item();
+}
 
 Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
   auto* impl = self.unsafeGetTensorImpl();
@@ -275,6 +294,7 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef stride,
                    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
                    int64_t groups) {
+  const Working work;
   const Tensor b = bias && bias->defined() ? bias->cpu() : Tensor();
   return at::convolution(input.cpu(), weight.cpu(), b, stride, padding, dilation, transposed, output_padding, groups)
       .to(input.device());
@@ -285,11 +305,27 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, cons
                                                         at::IntArrayRef dilation, bool transposed,
                                                         at::IntArrayRef output_padding, int64_t groups,
                                                         std::array<bool, 3> mask) {
+  const Working work;
   const int64_t outputs = weight.size(transposed ? 1 : 0) * (transposed ? groups : 1);
   auto [x, w, b] = at::convolution_backward(grad.cpu(), input.cpu(), weight.cpu(), at::IntArrayRef{outputs}, stride,
                                             padding, dilation, transposed, output_padding, groups, mask);
   const auto back = [&](const Tensor& t) { return t.defined() ? t.to(input.device()) : t; };
   return {back(x), back(w), back(b)};
+}
+
+// torch's schema does not say that these statistics are written, so that copies of them would be lost.
+std::tuple<Tensor, Tensor, Tensor> native_batch_norm(const Tensor& input, const std::optional<Tensor>& weight,
+                                                     const std::optional<Tensor>& bias,
+                                                     const std::optional<Tensor>& mean,
+                                                     const std::optional<Tensor>& var, bool training, double momentum,
+                                                     double eps) {
+  const Working work;
+  const auto here = [](const std::optional<Tensor>& t) {
+    return t && t->defined() ? std::optional(on_host(*t)) : std::nullopt;
+  };
+  const auto [result, saved_mean, saved_rstd] = at::native_batch_norm(on_host(input), here(weight), here(bias),
+                                                                      here(mean), here(var), training, momentum, eps);
+  return {result.to(input.device()), saved_mean.to(input.device()), saved_rstd.to(input.device())};
 }
 
 // Draws from the device's generator in place of the CPU's.
@@ -328,6 +364,11 @@ class Draws {
 };
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  // Sizes that depend on values, and answers, make the host wait on any device.
+  static const auto& waits = *new std::set<std::string>{"aten::nonzero", "aten::equal", "aten::masked_select",
+                                                        "aten::_unique2"};
+  if (!working && waits.count(op.schema().name())) ++host_reads;
+  const Working work;
   const Draws draws(op, stack);
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
@@ -345,6 +386,7 @@ Tensor get_rng_state(int64_t index) { return default_generator(c10::DeviceIndex(
 void set_rng_state(const Tensor& state, int64_t index) {
   at::Generator(default_generator(c10::DeviceIndex(index))).set_state(state);
 }
+int64_t reads_by_host() { return host_reads; }
 int64_t get_device() { return current_device; }
 void set_device(int64_t index) { Guard().setDevice({kDevice, c10::DeviceIndex(index)}); }
 
@@ -375,6 +417,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_whole);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("convolution_overrideable", convolution);
+  m.impl("native_batch_norm", native_batch_norm);
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
@@ -389,5 +432,6 @@ TORCH_LIBRARY(plumb_test_device, m) {
   m.def("get_rng_state(int index) -> Tensor", get_rng_state);
   m.def("set_rng_state(Tensor state, int index) -> ()", set_rng_state);
   m.def("get_device() -> int", get_device);
+  m.def("host_reads() -> int", reads_by_host);
   m.def("set_device(int index) -> ()", set_device);
 }

@@ -3,6 +3,7 @@ the place of actions, stages with methods of their own, stages run by hand). The
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,13 @@ class EngineStage:
     def __init__(self, stage: Any, names: dict[int, str] | None = None):
         self._stage, self._names = stage, names or {}
         self.weight_work, self.recompute = stage.dw_builder, stage.recompute
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stage's tensors are; what is handed over is moved there."""
+        module = self._stage.submod
+        own = itertools.chain(module.parameters(), module.buffers()) if isinstance(module, torch.nn.Module) else ()
+        return next((t.device for t in own), self._stage.device)
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         index = self._stage.stage_index

@@ -71,7 +71,7 @@ def unpack(values: list[torch.Tensor | None]) -> tuple:
     if not values or values[0] is not None:
         return tuple(values)
     try:
-        spec, places = json.loads(bytes(values[1].numpy()).decode())
+        spec, places = json.loads(bytes(values[1].cpu().numpy()).decode())
         tensors = iter(values[2:])
         leaves = [next(tensors) if place is None else place[0] for place in places]
         output = pytree.tree_unflatten(leaves, load_spec(spec))

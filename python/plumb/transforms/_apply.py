@@ -19,7 +19,7 @@ from .. import _C
 from .._calls import Call, hint
 from .._capture import capture_engine, signature
 from .._errors import Error, ErrorKind
-from .._module_state_guard import refuse_modules
+from .._module_state_guard import random_states, refuse_modules, set_random_states
 from .._state import BUFFER, CONSTANT, sync_state
 from .._tracing import autocast_regions
 from .._trees import flatten
@@ -225,12 +225,12 @@ class TransformedForward:
         if _C.is_capturing():  # a failed attempt would leave its checks in the graph that is being made
             return self._capture(args, kwargs).run(leaves)
         known = first.known = first.known or [first]
-        random = torch.get_rng_state()
+        random = random_states()
         before = [(b, b.clone()) for b in self.module.buffers()]
         control_values: list[Tensor] = []  # as far as any graph has come
 
         def reset() -> None:
-            torch.set_rng_state(random)
+            set_random_states(random)
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)
