@@ -49,16 +49,19 @@ bool Guards::answered_at_capture(const c10::OperatorHandle& op, const std::strin
   const auto& schema = op.schema();
   if (schema.returns().empty() || returns_tensors(schema)) return false;
   if (!is_value_reader(name)) return true;  // about shapes and dtypes: part of the signature
-  if (from_constants) {
+  const auto given = torch::jit::last(stack, schema.arguments().size());
+  // On the meta device there is no value to take, not even of a constant.
+  const bool has_values = std::none_of(given.begin(), given.end(),
+                                       [](const c10::IValue& v) { return v.isTensor() && v.toTensor().is_meta(); });
+  if (from_constants && has_values) {
     recorder_.note_here(name + " read a value that depends on constants alone; it is part of the graph");
     return true;
   }
   const std::string_view base = base_name(name);
-  if (base == "aten::equal") {
+  if (base == "aten::equal" && has_values) {
     guard_equal(args, stack);
     return true;
   }
-  const auto given = torch::jit::last(stack, schema.arguments().size());
   const at::Tensor asked = given[0].isTensor() ? given[0].toTensor() : at::Tensor();
   const bool one = asked.defined() && asked.numel() == 1 && (base == "aten::is_nonzero" || base == "aten::item");
   if (one && guard_one(base, args[0], asked)) return true;
