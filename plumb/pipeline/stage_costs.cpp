@@ -194,7 +194,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
 StageCosts estimate_stages(const Pipe& pipe, const StageCostOptions& options) {
   StageCosts result = empty_costs();
   for (int s = 0; s < pipe.num_stages(); s++) {
-    const GraphCost cost = estimate_cost(*pipe.stage(s));
+    const GraphCost cost = estimate_cost(*pipe.stage(s), {}, options.machine);
     double bytes = 0;
     for (const NodeCost& node : cost.nodes) bytes += static_cast<double>(node.output_bytes);
     result.costs.forward.push_back(cost.forward());

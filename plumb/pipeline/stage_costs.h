@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "plumb/partition/cost.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/schedule/compare.h"
 
@@ -15,6 +16,7 @@ struct StageCostOptions {
   double bytes_per_second = 2e9;
   // Bytes of a parameter, its gradient and the optimiser's state, as a multiple of the parameter's bytes (4: AdamW).
   double bytes_per_parameter_byte = 4;
+  Machine machine = {};  // for estimates
 };
 
 // Seconds and bytes of one microbatch, stage by stage. `inputs`: the whole graph's, flat. Every stage runs on what it
