@@ -20,4 +20,5 @@ def main():
         sys.exit("plumb: " + refusal)
     paths = [os.path.join(folder, "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(p for p in paths if p)
+    os.environ.setdefault("PLUMB_PYTHON", sys.executable)  # `plumb import` reads folders of transformers with it
     os.execv(program, ["plumb", *sys.argv[1:]])

@@ -7,6 +7,7 @@ class App;
 
 namespace plumb::cli {
 
+void add_import(CLI::App& app);
 void add_show(CLI::App& app);
 void add_opt(CLI::App& app);
 void add_run(CLI::App& app);

@@ -61,6 +61,7 @@ int run(int argc, char** argv) {
          "Let files name an operator (ns::op) that plumb does not know as tensor arithmetic; as often as wanted")
       ->type_name("NAME")
       ->trigger_on_parse();
+  plumb::cli::add_import(app);
   plumb::cli::add_show(app);
   plumb::cli::add_opt(app);
   plumb::cli::add_run(app);

@@ -47,6 +47,9 @@ struct ExportedProgram {
   std::map<std::string, int64_t> opset_versions;
   std::string sample_inputs;  // bytes of a torch.save'd (args, kwargs); may be empty
   std::string torch_version;  // that wrote the file
+  // JSON (plumb/checkpoint/pretrained.h): the folder of `transformers` that the program was imported from, and what its
+  // tensors are called there. Parameters without values, on the meta device, come from there. May be empty.
+  std::string pretrained;
   int64_t schema_major = 8, schema_minor = 0;
 };
 

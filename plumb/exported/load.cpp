@@ -79,6 +79,7 @@ class Loader {
     if (const ZipEntry* samples = zip_.find("data/sample_inputs/" + name_ + ".pt"))
       program_.sample_inputs = zip_.read(*samples);
     read_tags();
+    read_pretrained();
     program_.module = std::make_shared<GraphModule>(std::move(graph_), std::move(state_), in_spec_, out_spec_);
     program_.module->lint();
     return std::move(program_);
@@ -97,6 +98,7 @@ class Loader {
   void add_size_check();
   void read_outputs(const Json& graph, const Json& signature);
   void read_tags() const;
+  void read_pretrained();
   void add_attribute(const Json& at, const std::string& value_name, const std::string& name, AttrKind kind,
                      bool persistent, const Json& graph);
   c10::IValue constant(const Json& j) const;
@@ -215,7 +217,10 @@ void Loader::add_attribute(const Json& at, const std::string& value_name, const 
       stated && (stated->dtype != tensor.scalar_type() || stated->sizes != tensor.sizes().vec()))
     doc_.fail(at, "the stored tensor '" + name + "' is of another dtype or shape than the graph says");
   state_.add({name, kind, tensor, persistent});
-  Node* node = graph_.get_attr(name, TensorMeta::of(tensor));
+  TensorMeta meta = TensorMeta::of(tensor);
+  // Its values come from elsewhere (see ExportedProgram::pretrained), to where the graph runs.
+  if (tensor.is_meta() && zip_.find(pt2::kPretrained)) meta.device = at::kCPU;
+  Node* node = graph_.get_attr(name, std::move(meta));
   nodes_.name_value(node->result(), value_name);
   NodeReader::bind(doc_, at, scope_, value_name, node->result());
   attributes_.emplace(name, node);
@@ -410,6 +415,10 @@ void Loader::read_tags() const {
   if (!entry) return;
   const JsonDoc tags(zip_.path() + "/" + pt2::kTags, zip_.read_text(*entry));
   pt2::give_tags(tags, state_);
+}
+
+void Loader::read_pretrained() {
+  if (const ZipEntry* entry = zip_.find(pt2::kPretrained)) program_.pretrained = zip_.read_text(*entry);
 }
 
 }  // namespace

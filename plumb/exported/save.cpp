@@ -81,6 +81,7 @@ void write_archive(const GraphModule& module, const ExportedProgram& program, co
     text("models/" + base + ".json", model);
     text("data/sample_inputs/" + base + ".pt", program.sample_inputs);
     if (const Json tags = pt2::tags_of(module.state()); !tags.empty()) text(pt2::kTags, tags.dump());
+    if (!program.pretrained.empty()) text(pt2::kPretrained, program.pretrained);
     text("archive_format", "pt2");
     text("archive_version", "0");
     text("byteorder", "little");

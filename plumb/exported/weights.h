@@ -14,6 +14,9 @@
 
 namespace plumb::pt2 {
 
+// An entry of the archive that torch.export hands through as an extra file: ExportedProgram::pretrained.
+inline constexpr const char* kPretrained = "extra/plumb_pretrained.json";
+
 struct StoredTensor {
   at::Tensor tensor;
   bool is_parameter = false;

@@ -25,6 +25,17 @@ bool fits(const TensorMeta& want, const at::Tensor& got) {
   return true;
 }
 
+// A tensor on the meta device has a shape and no values: a graph of another device cannot run on it.
+void check_values(const Graph& graph, const State& state) {
+  for (const Node* node : graph.attributes()) {
+    const Attr* attr = state.find(node->target());
+    const auto& meta = node->result()->meta();
+    if (!attr || !attr->tensor.defined() || !attr->tensor.is_meta() || !meta || meta->device.is_meta()) continue;
+    throw Error(ErrorKind::InvalidState, "'" + attr->name + "' has a shape and no values: its weights are not loaded",
+                "", "load them first: plumb.hf.load(FOLDER), plumb train --weights FOLDER");
+  }
+}
+
 }  // namespace
 
 GraphModule::GraphModule(Graph graph, State state, TreeSpec in_spec, TreeSpec out_spec)
@@ -40,6 +51,7 @@ std::shared_ptr<const Plan> GraphModule::plan() {
   std::shared_ptr<const Plan> old;  // goes after the lock: freeing tensors may wait for Python
   const std::lock_guard guard(*lock_);
   if (!plan_ || plan_version_ != graph_.version()) {
+    check_values(graph_, state_);
     old = std::move(plan_);
     plan_ = std::make_shared<const Plan>(graph_, state_);
     plan_version_ = graph_.version();
@@ -62,12 +74,12 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
     }
     if (i < inputs.size() && want) {
       if (!inputs[i].isTensor() || !inputs[i].toTensor().defined() || !fits(*want, inputs[i].toTensor())) {
-        throw Error(
-            ErrorKind::TensorMismatch,
-            "input '" + node->target() + "' should be " + type_text(*want) + ", got " +
-                (inputs[i].isTensor() && inputs[i].toTensor().defined() ? type_text(TensorMeta::of(inputs[i].toTensor()))
-                                                                        : inputs[i].tagKind()),
-            "", "a graph is made for one signature: capture the model again on inputs like these");
+        throw Error(ErrorKind::TensorMismatch,
+                    "input '" + node->target() + "' should be " + type_text(*want) + ", got " +
+                        (inputs[i].isTensor() && inputs[i].toTensor().defined()
+                             ? type_text(TensorMeta::of(inputs[i].toTensor()))
+                             : inputs[i].tagKind()),
+                    "", "a graph is made for one signature: capture the model again on inputs like these");
       }
     }
     ++i;

@@ -58,7 +58,7 @@ py::tuple to_tuple(const ExportedProgram& p) {
   for (const auto& [name, range] : p.ranges) ranges[name] = {range.min, range.max};
   return py::make_tuple(ranges, p.guards, p.symbol_spelling, p.value_expressions, p.argument_names, p.submodules,
                         p.namedtuple_fields, p.opset_versions, py::bytes(p.sample_inputs), p.torch_version,
-                        p.schema_major, p.schema_minor);
+                        p.schema_major, p.schema_minor, p.pretrained);
 }
 
 template <typename T>
@@ -82,13 +82,16 @@ ExportedProgram from_tuple(const py::tuple& t) {
   take(t, 9, p.torch_version);
   take(t, 10, p.schema_major);
   take(t, 11, p.schema_minor);
+  take(t, 12, p.pretrained);
   return p;
 }
 
 Register exported_part([](py::module_& m) {
   py::class_<ExportedProgram, std::shared_ptr<ExportedProgram>>(m, "ExportedProgram",
                                                                 "What only a .pt2 file knows of a module.")
+      .def(py::init<>())
       .def_readonly("argument_names", &ExportedProgram::argument_names)
+      .def_readwrite("pretrained", &ExportedProgram::pretrained)
       .def_property_readonly("sample_inputs", [](const ExportedProgram& p) { return py::bytes(p.sample_inputs); })
       .def(py::pickle(&to_tuple, &from_tuple));
   m.def("load_pt2", &load, py::arg("path"), py::arg("device"));

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from . import _C
 from ._errors import Error, ErrorKind
-from ._state import put_state, sync_state
+from ._state import own_parameters, put_state, sync_state
 from ._trees import check_plain_inputs, structure_error
 
 
@@ -177,6 +177,11 @@ class GraphModule(nn.Module):
         self.__dict__.update(state)
         self.__dict__["_fx"] = None
         self.__dict__["_engine"] = _C.GraphModule(text, tensors, *specs)
+        self.take_state()
+
+    def take_state(self) -> None:
+        """Shows the tensors that the engine has by now."""
+        own_parameters(self._engine)
         self._modules.clear()
         self._parameters.clear()
         self._buffers.clear()

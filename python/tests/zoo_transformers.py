@@ -78,6 +78,28 @@ TABLE = {
         LM,
     ),
     "GPT-OSS": ("GptOss", "ForCausalLM", dict(DECODER, **MOE, num_local_experts=4, head_dim=4), LM),
+    "OLMoE": ("Olmoe", "ForCausalLM", dict(DECODER, **MOE, num_experts=4, pad_token_id=0), LM),
+    "Granite MoE": ("GraniteMoe", "ForCausalLM", dict(DECODER, **MOE, num_local_experts=4), LM),
+    "PhiMoE": ("Phimoe", "ForCausalLM", dict(DECODER, **MOE, num_local_experts=4), LM),
+    "JetMoE": ("JetMoe", "ForCausalLM", dict(without(DECODER, "num_attention_heads"), kv_channels=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2), LM),
+    "GLM-4 MoE": (
+        "Glm4Moe", "ForCausalLM",
+        dict(DECODER, **MOE, n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=16, first_k_dense_replace=1, head_dim=8), LM,
+    ),
+    "dots1": (
+        "Dots1", "ForCausalLM",
+        dict(DECODER, **MOE, n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1, topk_group=1), LM,
+    ),
+    "Ernie 4.5 MoE": (
+        "Ernie4_5_Moe", "ForCausalLM",
+        dict(DECODER, num_key_value_heads=2, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_num_shared_experts=1, moe_layer_start_index=1,
+             pad_token_id=0), LM,
+    ),
+    "DeepSeek-V2": (
+        "DeepseekV2", "ForCausalLM",
+        dict(DECODER, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1,
+             q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, n_shared_experts=1, n_group=1, topk_group=1), LM,
+    ),
     "Gemma": ("Gemma", "ForCausalLM", dict(DECODER, num_key_value_heads=2, head_dim=4), LM),
     "Gemma 2": ("Gemma2", "ForCausalLM", dict(DECODER, num_key_value_heads=2, head_dim=4), LM),
     "Gemma 3": ("Gemma3Text", "Gemma3ForCausalLM", dict(DECODER, num_key_value_heads=2, head_dim=4), LM),

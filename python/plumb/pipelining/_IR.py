@@ -186,6 +186,10 @@ class CutPipe(Pipe):
     for (cuts that were moved).
     """
 
+    weights: Any = None  # `plumb.hf.Weights`, which give a stage's tensors their values when it is built
+
+    weights: Any = None  # `plumb.hf.Weights`: gives a stage its tensors' values when it is built
+
     def __init__(
         self, engine: Any, source: Source, loss_spec: Any = None, cut_arguments: dict | None = None, specializer: Any = None
     ):
@@ -260,6 +264,9 @@ class CutPipe(Pipe):
         self, stage_index: int, device: torch.device, group: Any = None, *, recompute: str = "cheap"
     ) -> Any:
         module, stages = self.get_stage_module(stage_index), self._stages()
+        if self.weights is not None:
+            self.weights.read_into(module)
+            self._share_copies()
         device = torch.empty(0).to(device).device  # with its number
         for copies in self._engine.table.replicated:  # stages on several devices have one each
             others = [stages[s].moved_to for s in copies if s != stage_index]

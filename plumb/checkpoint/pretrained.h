@@ -1,0 +1,61 @@
+// Weights in folders of the Python package transformers: read into an imported program, stage by stage, and written
+// back under the folder's names.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/checkpoint/safetensors.h"
+#include "plumb/graph/graph_module.h"
+
+namespace plumb {
+
+// What an imported program knows of its folder (ExportedProgram::pretrained).
+struct Pretrained {
+  // Tensors that the folder has in another form, experts one by one where the program has them stacked, say. A graph
+  // computes one form from the other; transformers' own conversion was captured for it.
+  struct Conversion {
+    std::vector<std::string> state, stored;   // names in the program, in the folder
+    std::shared_ptr<GraphModule> load, save;  // stored -> state, state -> stored; tensors in the order of the names
+  };
+  std::string folder;                        // where the weights were at the import; may be empty
+  std::map<std::string, std::string> files;  // written again as they were: {"config.json": its bytes}
+  std::map<std::string, std::string> names;  // of the program's tensors, to those of the folder; of tied ones each name
+  std::vector<Conversion> conversions;
+
+  // Of {"folder", "files", "names", "conversions": [{"state", "stored", "graphs": index}], "graphs": [{"load",
+  // "save"}]}. The text may come from anywhere: raises Error(BadFile) that names the place.
+  static Pretrained parse(const std::string& json);
+};
+
+// A conversion's results, in the order of `to`. Raises Error(BadFile) where its graph does not fit the tensors.
+std::vector<at::Tensor> run_conversion(GraphModule& graph, const std::vector<std::string>& from,
+                                       const std::vector<std::string>& to, const std::vector<at::Tensor>& tensors);
+
+// Gives values to those tensors of the state that have none (those on the meta device), on the CPU, in the program's
+// dtypes; reads these alone. A module without any is left as it is. Raises Error(UnknownName) for a tensor that the
+// folder does not have, (TensorMismatch) for one of another shape, (BadFile).
+void load_weights(GraphModule& module, const Pretrained& from, const TensorFolder& folder);
+
+// The parts of a program, a state each: its stages in order, then the whole, for what no stage uses. Every part may be
+// written by another process, but each knows the names and shapes of all.
+using StateParts = std::vector<const State*>;
+
+// Writes the tensors of one part into the folder `out`, which is made if it is not there: each tensor once, with the
+// first part that has it. What has no values is copied from the folder `source`. Raises Error(InvalidArgument) for
+// unit-scaled weights, which mean something else in a plain model, and for a conversion whose tensors are in several
+// parts; (InvalidState) for values that are nowhere; (CannotWrite).
+void write_weights(const std::string& out, const StateParts& parts, size_t part, const Pretrained& as,
+                   const std::string& source);
+// When all parts are written: the index, the files of `as` and, from the folder `source` ("": none), what belongs to
+// the tokenizer. After it `from_pretrained` of transformers reads the folder.
+void finish_weights_folder(const std::string& out, const StateParts& parts, const Pretrained& as,
+                           const std::string& source);
+
+// Before work that takes long: makes the folder, and raises Error(CannotWrite) if it cannot be, or has something in it.
+void check_new_folder(const std::string& out);
+
+}  // namespace plumb

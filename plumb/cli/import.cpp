@@ -1,0 +1,97 @@
+// plumb import: a folder of transformers as a .pt2 file without its weights.
+#include "plumb/cli/import.h"
+
+#include <stdlib.h>
+
+#include <CLI/CLI.hpp>
+#include <cstring>
+#include <filesystem>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "plumb/cli/commands.h"
+#include "plumb/cli/common.h"
+#include "plumb/cli/exit_code.h"
+#include "plumb/cli/progress.h"
+#include "plumb/core/error.h"
+#include "plumb/pipeline/environment.h"
+#include "plumb/pipeline/launch.h"
+
+namespace plumb::cli {
+namespace fs = std::filesystem;
+
+TemporaryFolder::TemporaryFolder() {
+  std::error_code error;
+  path_ = (fs::temp_directory_path(error) / "plumb-XXXXXX").string();
+  if (error || ::mkdtemp(path_.data()) == nullptr) {
+    throw Error(ErrorKind::CannotWrite, "no temporary folder can be made: " + std::string(std::strerror(errno)), "",
+                "set TMPDIR to a folder that can be written");
+  }
+}
+
+TemporaryFolder::~TemporaryFolder() {
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
+}
+
+void import_folder(const ImportOptions& o) {
+  nlohmann::json asked = {
+      {"folder", o.folder}, {"path", o.output}, {"batch", o.batch}, {"dtype", o.dtype}, {"training", o.training}};
+  if (o.length > 0) asked["length"] = o.length;
+  if (o.fresh) asked["fresh"] = *o.fresh;
+  LaunchOptions launch;
+  launch.program = process_variable("PLUMB_PYTHON").value_or("python3");
+  std::string text;
+  try {
+    text = asked.dump();
+  } catch (const nlohmann::json::exception&) {
+    throw UsageError("FOLDER: its name is no UTF-8", "another name");
+  }
+  launch.arguments = {"-m", "plumb.hf", text};
+  std::string last;
+  launch.on_line = [&](int, bool is_stderr, const std::string& line) {
+    (is_stderr ? std::cerr : std::cout) << line << std::endl;
+    if (is_stderr) last = line;
+  };
+  const LaunchResult result = launch_local(launch);
+  if (result.exit_code() == 0) return;
+  if (last.find("No module named 'plumb") != last.npos || last.find("No module named plumb") != last.npos) {
+    throw Error(ErrorKind::ExecutionFailed, "the Python '" + launch.program + "' has no plumb, which reads the folder",
+                "", "PLUMB_PYTHON=/path/to/python of the environment that plumb is installed in");
+  }
+  throw ExitCode{1};
+}
+
+void add_import(CLI::App& app) {
+  auto o = std::make_shared<ImportOptions>();
+  CLI::App* sub = app.add_subcommand(
+      "import", "Makes a .pt2 file of a folder of transformers (Python's package), without loading its weights");
+  sub->add_option("FOLDER", o->folder, "With config.json, and safetensors or the config alone. No code in it is run")
+      ->required();
+  sub->add_option("-o,--output", o->output, "The .pt2 file")->required();
+  sub->add_option("--batch", o->batch, "Rows of the inputs")->check(whole_number(1, 1 << 20))->capture_default_str();
+  sub->add_option("--length", o->length, "Tokens of a row (default: the config's longest, at most 2048)")
+      ->check(whole_number(1, 1 << 24));
+  sub->add_option("--dtype", o->dtype, "Of the weights: auto (the config's), float32, bfloat16 or float16")
+      ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16"}))
+      ->capture_default_str();
+  sub->add_flag("--eval{false}", o->training, "For inference: without dropout and the like");
+  sub->add_option(
+      "--fresh", o->fresh,
+      "Weights as the model's class makes them anew from this seed, written into the file (default: they stay "
+      "in FOLDER, and plumb train --weights FOLDER reads them)");
+  sub->footer(
+      "Example:\n  plumb import Llama-3.2-1B -o llama.pt2 --length 512\n  plumb train llama.pt2 --weights Llama-3.2-1B "
+      "--data tokens.bin --token-type i32 --stages 2 --microbatches 4 --save-hf tuned");
+  sub->callback([o] {
+    if (!is_pt2(o->output)) throw UsageError("-o " + o->output + ": is no .pt2 name", "-o OUT.pt2");
+    check_writable("-o", o->output);
+    if (!fs::is_directory(o->folder))
+      throw UsageError("FOLDER " + o->folder + ": is no folder", "a folder with config.json");
+    import_folder(*o);
+    Progress progress(0);
+    say_wrote(progress, o->output);
+  });
+}
+
+}  // namespace plumb::cli

@@ -1,0 +1,70 @@
+// plumb import, and plumb plan of a folder.
+#include "plumb/cli/command_for_test.h"
+
+namespace {
+
+class Importing : public Command {
+ protected:
+  void SetUp() override {
+    Command::SetUp();
+    setenv("PLUMB_PYTHON", PLUMB_TEST_PYTHON, 1);
+    if (fs::exists(folder() / "llama")) return;
+    python(
+        "import os; os.environ['HF_HUB_OFFLINE'] = '1'\n"
+        "import torch, transformers\n"
+        "torch.manual_seed(0)\n"
+        "config = transformers.LlamaConfig(vocab_size=256, hidden_size=16, num_hidden_layers=4, "
+        "num_attention_heads=4,\n"
+        "    intermediate_size=32, max_position_embeddings=64, num_key_value_heads=2)\n"
+        "transformers.LlamaForCausalLM(config).save_pretrained('llama')\n"
+        "os.makedirs('bare')\n"
+        "config.save_pretrained('bare')\n");
+  }
+};
+
+TEST_F(Importing, WritesAProgramThatSaysWhereItsWeightsAre) {
+  const Ended made = plumb("import llama -o llama.pt2 --batch 2 --length 8");
+  ASSERT_EQ(made.code, 0) << made.err;
+  EXPECT_NE(made.err.find("wrote llama.pt2"), std::string::npos);
+  EXPECT_NE(plumb("show llama.pt2").out.find("model.layers.3.mlp.down_proj"), std::string::npos);
+  EXPECT_EQ(plumb("import bare -o fresh.pt2 --batch 2 --length 12 --fresh 3 --eval").code, 0);
+  EXPECT_EQ(plumb("run fresh.pt2 -o y.pt --input ids.pt").code, 0);
+  const Ended without = plumb("import bare -o without.pt2 --batch 2 --length 12");
+  ASSERT_EQ(without.code, 0);
+  EXPECT_NE(plumb("run without.pt2 -o y.pt --input ids.pt").err.find("has a shape and no values"), std::string::npos);
+}
+
+TEST_F(Importing, SaysWhatIsWrong) {
+  wrong("import nowhere -o x.pt2", "is no folder");
+  wrong("import llama -o x.txt", "is no .pt2 name");
+  wrong("import llama -o x.pt2 --dtype int8", "--dtype");
+  wrong("import llama -o x.pt2 --length 0", "--length: 0 is no whole number");
+  fs::create_directory(folder() / "empty");
+  const Ended empty = plumb("import empty -o x.pt2");
+  EXPECT_EQ(empty.code, 1);
+  EXPECT_NE(empty.err.find("holds no config.json"), std::string::npos) << empty.err;
+  EXPECT_FALSE(fs::exists(folder() / "x.pt2"));
+  setenv("PLUMB_PYTHON", "/nowhere/python", 1);
+  EXPECT_NE(plumb("import llama -o x.pt2").err.find("cannot start '/nowhere/python'"), std::string::npos);
+}
+
+TEST_F(Importing, PlansForAFolderWithoutItsWeights) {
+  const Ended text = plumb("plan bare --ranks 2 --memory 1GiB --length 16");
+  ASSERT_EQ(text.code, 0) << text.err;
+  EXPECT_NE(text.out.find("that keep 1GiB a rank"), std::string::npos) << text.out;
+  EXPECT_NE(text.out.find("model.embed_tokens"), std::string::npos) << text.out;
+  EXPECT_NE(text.out.find("estimated from shapes"), std::string::npos) << text.out;
+  const auto step = [](const std::string& options) {
+    return Json::parse(plumb("plan bare --ranks 2 --length 16 --json " + options).out)["schedules"][0]["step"]
+        .get<double>();
+  };
+  EXPECT_GT(step("--machine 1e6,1e6,1e6"), 2 * step("--machine 1e8,1e8,1e8"));
+  wrong("plan bare --ranks 2 --machine 1,2", "--machine");
+  wrong("plan bare --ranks 2 --machine 1,2,0", "--machine");
+  const Ended little = plumb("plan bare --ranks 1 --memory 60kB --length 16 --schedules 1F1B,GPipe");
+  EXPECT_EQ(little.code, 1);
+  EXPECT_NE(little.err.find("the least that a rank needs is"), std::string::npos) << little.err;
+  EXPECT_NE(little.err.find("--memory-limit of"), std::string::npos) << little.err;
+}
+
+}  // namespace

@@ -1,0 +1,55 @@
+// Folders of transformers: which tensors they have, their weights into modules, modules into folders.
+#include "plumb/checkpoint/pretrained.h"
+#include "convert.h"
+#include "module.h"
+
+namespace plumb::python {
+namespace {
+
+using Modules = std::vector<std::shared_ptr<GraphModule>>;
+
+StateParts parts_of(const Modules& modules) {
+  StateParts parts;
+  for (const auto& module : modules) parts.push_back(&module->state());
+  return parts;
+}
+
+// [(name, dtype, sizes)] of all files together; no tensor is read.
+py::list stored_tensors(const std::string& path) {
+  const TensorFolder folder(path);
+  py::list all;
+  for (const std::string& name : folder.names()) {
+    const SafetensorsEntry& entry = folder.meta(name);
+    auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(entry.dtype)));
+    all.append(py::make_tuple(name, std::move(dtype), entry.sizes));
+  }
+  return all;
+}
+
+Register pretrained_part([](py::module_& m) {
+  m.def("stored_tensors", &stored_tensors);
+  m.def("check_pretrained", [](const std::string& record) { Pretrained::parse(record); });
+  m.def(
+      "load_weights",
+      [](GraphModule& module, const std::string& record, const std::string& path) {
+        const TensorFolder folder(path);
+        load_weights(module, Pretrained::parse(record), folder);
+        return folder.bytes_read();
+      },
+      py::call_guard<py::gil_scoped_release>(), "Answers how many bytes of tensors were read.");
+  m.def(
+      "write_weights",
+      [](const std::string& out, const Modules& modules, size_t part, const std::string& record,
+         const std::string& source) { write_weights(out, parts_of(modules), part, Pretrained::parse(record), source); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "finish_weights_folder",
+      [](const std::string& out, const Modules& modules, const std::string& record, const std::string& source) {
+        finish_weights_folder(out, parts_of(modules), Pretrained::parse(record), source);
+      },
+      py::call_guard<py::gil_scoped_release>());
+  m.def("check_new_folder", &check_new_folder);
+});
+
+}  // namespace
+}  // namespace plumb::python

@@ -1,0 +1,206 @@
+"""Folders of the package transformers: programs from them, their weights stage by stage, and such folders from programs.
+
+``load`` and ``import_folder`` build the model of ``config.json`` without memory for its weights and capture it; weights come
+straight from the folder's safetensors, on every rank those of its stages alone. ``save`` writes a folder that
+``from_pretrained`` reads: names, dtypes, ties, config and tokenizer are the folder's. No code of a folder is run, and
+nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+
+from .. import _C
+from .._errors import Error, ErrorKind
+from .._exported import save_pt2
+from .._graph_module import GraphModule
+from .._state import sync_state
+from ..pipelining import SplitPoint, pipeline
+from ..pipelining._IR import CutPipe
+from . import _model
+from ._names import Names, stored_by_default, to_json
+
+__all__ = ["Weights", "import_folder", "load", "save"]
+
+_KEPT = ("config.json", "generation_config.json")  # as bytes in the program
+
+
+class Weights:
+    """The weights of an imported program: where they are, and how its tensors are called and stored there.
+
+    ``bytes_read``: of tensors, by this process so far.
+    """
+
+    def __init__(self, record: str, folder: str):
+        _C.check_pretrained(record)
+        self.record, self.folder, self.bytes_read = record, folder, 0
+
+    def read_into(self, module: GraphModule) -> None:
+        """Gives a program, or a stage of it, the values that its tensors do not have yet. Raises `plumb.Error` naming the
+        tensor or file."""
+        self.bytes_read += _C.load_weights(module._engine, self.record, os.fsencode(self.folder))
+        module.take_state()
+
+
+def _dtype(config: Any, dtype: torch.dtype | str | None) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    stated = getattr(config, "dtype", None) or torch.float32  # (4.57 too: torch_dtype is its old name)
+    found = getattr(torch, str(stated).removeprefix("torch."), None) if dtype in ("auto", None) else getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise Error(f"'{dtype if dtype != 'auto' else stated}' is no dtype of weights", remedy="auto, float32, bfloat16 or float16")
+    return found
+
+
+def import_folder(
+    folder: str | os.PathLike,
+    path: str | os.PathLike | None = None,
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    dtype: torch.dtype | str = "auto",
+    training: bool = True,
+    fresh: int | None = None,
+    inputs: dict[str, Any] | None = None,
+) -> GraphModule:
+    """The model of a folder as a program without weights; with `path` it is written there as a ``.pt2`` file.
+
+    Its parameters are on the meta device until ``Weights.read_into``, ``load`` or ``plumb train --weights`` reads them.
+
+    Args:
+        folder: with ``config.json``, and ``model.safetensors`` or its shards and index. Without weights (a config alone)
+            the program knows what they would be called.
+        batch, length: of the token ids that it takes. Default: the config's longest, at most 2048.
+        dtype: of the weights; "auto": the config's.
+        training: the mode of dropout and the like.
+        fresh: a seed: weights as the model's class makes them anew, which are part of the program.
+        inputs: an example of other inputs, by the names of the forward's parameters. Values do not matter.
+
+    Raises `plumb.Error` naming the file, the parameter, or the operator that a graph cannot hold.
+    """
+    folder = os.fspath(folder)
+    config = _model.read_config(folder)
+    kind = _dtype(config, dtype)
+    model = _model.build(config, kind, training)
+    given = inputs or _model.example_inputs(model, batch, length or _model.default_length(config))
+    has_weights = fresh is None and _has_weights(folder)
+    stored = {n: torch.Size(s) for n, _, s in _C.stored_tensors(folder)} if has_weights else stored_by_default(model)
+    names = Names(model, stored)
+    graph = _model.captured(model, given, names.has if has_weights else None)
+    _model.make(graph, model, names.made)
+    files = {name: _text(os.path.join(folder, name)) for name in _KEPT if os.path.isfile(os.path.join(folder, name))}
+    files["config.json"] = _with_dtype(files["config.json"], config, kind)
+    program = _C.ExportedProgram()
+    program.pretrained = to_json({"folder": os.path.abspath(folder), "files": files, **names.record()})
+    graph._program = program
+    if has_weights and names.unexpected:
+        graph.notes.append(f"{len(names.unexpected)} tensors of the folder are not the model's: {', '.join(names.unexpected[:3])}")
+    if fresh is not None:
+        _model.fill(graph, _model.build(config, kind, training, seed=fresh))
+    if path is not None:
+        save_pt2(graph, path)
+    return graph
+
+
+def _has_weights(folder: str) -> bool:
+    names = os.listdir(folder)
+    if any(name.endswith(".safetensors") for name in names):
+        return True
+    if old := [name for name in names if name.endswith((".bin", ".pth", ".ckpt", ".h5", ".msgpack"))]:
+        raise Error(
+            f"{os.path.join(folder, old[0])}: weights are read from safetensors files alone",
+            kind=ErrorKind.BadFile,
+            remedy="from_pretrained(FOLDER).save_pretrained(NEW), in Python, writes them",
+        )
+    return False
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Error(f"{path}: cannot be read: {error}", kind=ErrorKind.BadFile) from error
+
+
+def _with_dtype(text: str, config: Any, dtype: torch.dtype) -> str:
+    """The config as it is, but for the dtype of the weights where they get another one."""
+    if _dtype(config, "auto") == dtype:
+        return text
+    known = json.loads(text)
+    key = "torch_dtype" if "torch_dtype" in known else "dtype"
+    return json.dumps({**known, key: str(dtype).removeprefix("torch.")}, indent=2, ensure_ascii=False) + "\n"
+
+
+def load(
+    folder: str | os.PathLike, *, stages: int | dict[str, SplitPoint] | None = None, **how: Any
+) -> GraphModule | CutPipe:
+    """The model of a folder, with its weights.
+
+    Without `stages` a whole program. With a number of stages, or a dict from names of modules to where to cut there, a
+    pipe as `plumb.pipelining.pipeline` makes it, cut by estimated cost: ``build_stage(i, device)`` then reads the tensors of
+    stage i and no others. ``pipe.weights.bytes_read`` says how much that was. `how`: what `import_folder` takes.
+
+    Raises `plumb.Error`.
+    """
+    graph = import_folder(folder, **how)
+    weights = Weights(graph._program.pretrained, os.fspath(folder))
+    if stages is None:
+        weights.read_into(graph)
+        return graph
+    if isinstance(stages, int):
+        pipe = pipeline(graph, split_policy="estimated", num_stages=stages) if stages > 1 else pipeline(graph)
+    else:
+        pipe = pipeline(graph, split_spec=stages)
+    pipe.weights = weights
+    return pipe
+
+
+def save(model: GraphModule | CutPipe, out: str | os.PathLike, *, tokenizer: str | os.PathLike | None = None, group: Any = None) -> None:
+    """Writes a folder that ``from_pretrained`` reads, from a program or pipe that was imported from one.
+
+    Of a pipe every rank writes the stages that it built, into one folder that all of them see; all ranks of `group`
+    (default: all there are) call this together.
+
+    Args:
+        out: a folder that is new or empty.
+        tokenizer: the folder that the tokenizer's files are copied from. Default: the one that was imported.
+
+    Raises `plumb.Error` for weights that are unit-scaled (fold them first), or a folder that cannot be written.
+    """
+    if not isinstance(model, (GraphModule, CutPipe)):
+        raise TypeError(f"plumb.hf.save takes a program or pipe that plumb.hf imported, got {type(model).__name__}")
+    program = model._source.program if isinstance(model, CutPipe) else model._program
+    record = program.pretrained if program is not None else ""
+    if not record:
+        raise Error(
+            "the program does not know a folder of transformers: it was not imported from one",
+            kind=ErrorKind.InvalidState,
+            remedy="plumb.hf.import_folder or plumb.hf.load, and train what they give",
+        )
+    path, together = os.fsencode(out), torch.distributed.is_initialized() and isinstance(model, CutPipe)
+    if isinstance(model, CutPipe):
+        model._sync()
+        parts = [*(model._engine.stage(s) for s in range(model.num_stages)), model._source.engine]
+        here = sorted(model._stages_here) or list(range(model.num_stages))
+        here += [model.num_stages] if 0 in here else []  # what no stage uses
+    else:
+        sync_state(model._engine, model._slots)
+        parts, here = [model._engine], [0]
+    if 0 in here:
+        _C.check_new_folder(path)
+    if together:
+        torch.distributed.barrier(group)
+    source = os.fsencode(json.loads(record)["folder"])
+    for part in here:
+        _C.write_weights(path, parts, part, record, source)
+    if together:
+        torch.distributed.barrier(group)
+    if 0 in here:
+        _C.finish_weights_folder(path, parts, record, source if tokenizer is None else os.fsencode(tokenizer))
+    if together:
+        torch.distributed.barrier(group)

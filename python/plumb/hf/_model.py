@@ -1,0 +1,310 @@
+"""A model of transformers from a folder's config: built without memory for its weights, and captured so."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
+
+from .. import _C
+from .._capture import capture
+from .._errors import Error, ErrorKind
+from .._graph_module import GraphModule
+from .._state import BUFFER, CONSTANT, PARAMETER
+
+_MOST_LAYERS = 4096  # of a config that may come from anywhere
+_MOST_CONFIG_BYTES = 1 << 24
+_patch_lock = threading.Lock()
+
+
+def transformers() -> Any:
+    """The package. Raises `plumb.Error` where there is none, or an older one than is known."""
+    try:
+        import transformers as package
+    except ImportError as error:
+        raise Error(
+            f"the package transformers cannot be imported: {error}",
+            kind=ErrorKind.InvalidState,
+            remedy="pip install 'transformers>=4.57,<6'",
+        ) from error
+    version = tuple(int(part) for part in package.__version__.split(".")[:2])
+    if not (4, 57) <= version < (6, 0):
+        raise Error(
+            f"transformers {package.__version__} is installed: folders are read with 4.57 to 5.x",
+            kind=ErrorKind.InvalidState,
+            remedy="pip install 'transformers>=4.57,<6'",
+        )
+    return package
+
+
+def read_config(folder: str) -> Any:
+    """The config of a local folder. No code of the folder is run, and nothing is fetched."""
+    path = os.path.join(folder, "config.json")
+    if not os.path.isfile(path):
+        raise Error(
+            f"{folder}: holds no config.json",
+            kind=ErrorKind.BadFile,
+            remedy="a folder that save_pretrained of transformers wrote, or a download of one (hf download NAME --local-dir FOLDER)",
+        )
+    if os.path.getsize(path) > _MOST_CONFIG_BYTES:
+        raise Error(f"{path}: is larger than any config", kind=ErrorKind.BadFile)
+    package = transformers()
+    try:
+        config = package.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise Error(
+            f"{path}: transformers {package.__version__} cannot read it: {_first_line(error)}",
+            kind=ErrorKind.BadFile,
+            remedy="a model that transformers itself has; code that lies in folders is never run",
+        ) from error
+    for part in (config, config.get_text_config()):
+        layers = getattr(part, "num_hidden_layers", None)
+        if isinstance(layers, int) and layers > _MOST_LAYERS:
+            raise Error(f"{path}: has {layers} layers; {_MOST_LAYERS} are the most", kind=ErrorKind.BadFile)
+    if getattr(config, "quantization_config", None) is not None:
+        raise Error(
+            f"{path}: its weights are quantised, and cannot be trained as they are",
+            kind=ErrorKind.Unsupported,
+            remedy="the folder of the model before it was quantised",
+        )
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def model_class(config: Any) -> Any:
+    """The class that the config names, of those that transformers itself has; else that of its causal models."""
+    package = transformers()
+    for name in config.architectures or []:
+        found = getattr(package, name, None) if isinstance(name, str) and name.isidentifier() else None
+        if isinstance(found, type) and issubclass(found, package.PreTrainedModel):
+            return found
+    with contextlib.suppress(KeyError):
+        return package.AutoModelForCausalLM._model_mapping[type(config)]
+    raise Error(
+        f"the config names no class of transformers {package.__version__} ({config.architectures}), and its kind "
+        f"'{config.model_type}' has no causal language model",
+        kind=ErrorKind.Unsupported,
+        remedy='"architectures": ["CLASS"] in config.json',
+    )
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters have no memory; buffers do, for their values come from the config."""
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        original(self, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            self._parameters[name] = type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    with _patch_lock:
+        nn.Module.register_parameter = register
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logger = transformers().utils.logging
+    before = logger.get_verbosity()
+    logger.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logger.set_verbosity(before)
+
+
+def build(config: Any, dtype: torch.dtype, training: bool, seed: int | None = None) -> nn.Module:
+    """The config's model. Without a `seed` its parameters are on the meta device; with one they are fresh, as the class
+    makes them from that seed. Buffers have their values."""
+    cls = model_class(config)
+    config = copy.deepcopy(config)
+    for part in {id(p): p for p in (config, config.get_text_config())}.values():
+        if hasattr(part, "use_cache"):
+            part.use_cache = False  # what a cache holds is no output of a training step
+    try:
+        with _quiet(), contextlib.ExitStack() as stack:
+            if seed is None:
+                stack.enter_context(_parameters_on_meta())
+            else:
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                torch.manual_seed(seed)
+            model = cls._from_config(config, dtype=dtype)
+    except Error:
+        raise
+    except Exception as error:
+        raise Error(
+            f"transformers cannot build {cls.__name__} from the config: {_first_line(error)}",
+            kind=ErrorKind.ExecutionFailed,
+            remedy=f"look whether {cls.__name__}(config) works in Python",
+        ) from error
+    return model.train(training)
+
+
+def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Tensor]:
+    """Inputs of a forward as training gives them, without values: token ids, or pixels of the config's size."""
+    config, name = model.config, model.main_input_name
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    if name == "input_ids":
+        return {name: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
+    if name == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        channels = getattr(config, "num_channels", 3)
+        return {name: torch.zeros(batch, channels, height, width, dtype=model.dtype, device="meta")}
+    raise Error(
+        f"what {type(model).__name__} takes ('{name}') does not follow from its config",
+        kind=ErrorKind.Unsupported,
+        remedy="plumb.hf.load(folder, inputs={...}) with an example of its inputs",
+    )
+
+
+def default_length(config: Any) -> int:
+    known = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(known, 2048) if isinstance(known, int) and known > 0 else 2048
+
+
+_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+_OF_VALUES = (torch.tensor, torch.scalar_tensor)
+_BY_INDEX = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+
+class _SaysCpu(TorchFunctionMode):
+    """Tensors of the meta device say that they are on the CPU, and what is asked for on the CPU is made on the meta device:
+    models take other ways on other devices."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func == _DEVICE:
+            found = args[0].device
+            return torch.device("cpu") if found.type == "meta" else found
+        if func in _OF_VALUES:  # they have their values, which become constants of the graph
+            made = func(*args, **{**(kwargs or {}), "device": "cpu"})
+            return made if made.dim() == 0 else made.to("meta")
+        if func in _BY_INDEX and len(args) > 1:
+            args = (args[0], _of_lists(args[1]), *args[2:])
+        kwargs = {name: _on_meta(value) for name, value in (kwargs or {}).items()}
+        if func in _device_constructors() and kwargs.get("device") is None:
+            kwargs["device"] = torch.device("meta")
+        return func(*map(_on_meta, args), **kwargs)
+
+
+def _of_lists(index: Any) -> Any:
+    """An index whose lists are tensors with values; torch would make them on the meta device, without."""
+    if isinstance(index, tuple):
+        return tuple(map(_of_lists, index))
+    return torch.tensor(index).to("meta") if isinstance(index, list) and index and type(index[0]) is int else index
+
+
+def _on_meta(value: Any) -> Any:
+    is_cpu = value == "cpu" if isinstance(value, str) else isinstance(value, torch.device) and value.type == "cpu"
+    return torch.device("meta") if is_cpu else value
+
+
+@contextlib.contextmanager
+def _positions_in_order(inputs: dict) -> Iterator[None]:
+    """transformers 5 looks whether position ids begin anew within a row. Those that it counts itself do not."""
+    masks = getattr(transformers(), "masking_utils", None)
+    original = getattr(masks, "find_packed_sequence_indices", None)
+    if original is None or "position_ids" in inputs or transformers().__version__.startswith("4."):
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = original
+
+
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """torch's shapes of products of experts refuse what the CPU's kernel takes, dtypes other than bfloat16."""
+    shapes = torch._meta_registrations
+    original, sizes = (getattr(shapes, f"_{name}", None) for name in ("meta_grouped_mm_common", "create_grouped_mm_output_tensor"))
+    if original is None or sizes is None:
+        yield
+        return
+
+    def common(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, offs: Any = None, *rest: Any, out_dtype: Any = None, **more: Any) -> Tensor:
+        if scale_a is not None or scale_b is not None:
+            return original(a, b, scale_a, scale_b, offs, *rest, out_dtype=out_dtype, **more)
+        return a.new_empty(sizes(a, b, offs, out_dtype).shape, dtype=out_dtype or a.dtype)
+
+    shapes._meta_grouped_mm_common = common
+    try:
+        yield
+    finally:
+        shapes._meta_grouped_mm_common = original
+
+
+def captured(model: nn.Module, inputs: dict[str, Any], stored: Callable[[str], bool] | None) -> GraphModule:
+    """The forward of a model without weights as a graph for the CPU. Its parameters are on the meta device, and so are
+    buffers that are `stored` with them; other buffers have the model's values."""
+    on_meta = copy.deepcopy(model).to("meta")
+    inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), inputs)
+    alone = list(inputs) == [model.main_input_name]  # by position, where raw tokens and `plumb run --input` find it
+    try:
+        with _quiet(), _positions_in_order(inputs), _grouped_products(), _SaysCpu():
+            graph = capture(on_meta, *inputs.values()) if alone else capture(on_meta, **inputs)
+    except Error:
+        raise
+    except Exception as error:
+        raise Error(
+            f"{type(model).__name__} cannot be captured without weights: {_first_line(error)[:300]}",
+            kind=ErrorKind.Capture,
+            remedy="load it with from_pretrained, and plumb.capture it with its weights",
+        ) from error
+    engine, buffers = graph._engine, dict(model.named_buffers(remove_duplicate=False))
+    _C.rewrite_devices(engine, torch.device("cpu"))
+    values = []
+    for name, kind, tensor, _ in engine.state():
+        if kind == BUFFER and not (stored and stored(name)):
+            values.append((name, buffers[name]))
+        elif kind == CONSTANT and tensor.is_meta:
+            raise Error(
+                f"the forward of {type(model).__name__} takes a tensor that is neither parameter nor buffer ('{name}'), whose "
+                "values are not known without weights",
+                kind=ErrorKind.Capture,
+                remedy="load the model with from_pretrained and plumb.capture it",
+            )
+    _C.set_states(engine, values)
+    return GraphModule(
+        engine, graph._in_spec, graph._out_spec, graph._plain_inputs, graph._plain_outputs, graph.notes, training=model.training
+    )
+
+
+def make(graph: GraphModule, model: nn.Module, names: list[str]) -> None:
+    """Gives the graph the values of parameters that no folder has, as their class makes them."""
+    values = []
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        module = copy.deepcopy(model.get_submodule(owner)).to_empty(device="cpu")
+        with torch.no_grad(), _quiet():
+            model._init_weights(module)
+        values.append((name, module._parameters[leaf]))
+    _C.set_states(graph._engine, values)
+    graph.take_state()
+
+
+def fill(graph: GraphModule, model: nn.Module) -> None:
+    """Gives the graph the parameters of a model that has values."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    _C.set_states(graph._engine, [(name, own[name]) for name, kind, *_ in graph._engine.state() if kind == PARAMETER])
+    graph.take_state()

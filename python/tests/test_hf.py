@@ -1,0 +1,231 @@
+"""Folders of transformers: programs from them, weights stage by stage, and folders from programs."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+import plumb
+from plumb import hf
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors")
+FIVE = int(transformers.__version__.split(".")[0]) >= 5
+
+SMALL = dict(vocab_size=64, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, intermediate_size=32, max_position_embeddings=64)
+EXPERTS = dict(SMALL, num_key_value_heads=2, num_experts_per_tok=2, num_local_experts=4)
+IDS = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def llama(**more):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=2, use_cache=False, **more))
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**EXPERTS, use_cache=False))
+
+
+def gpt2():
+    config = dict(n_layer=3, n_head=2, n_embd=16, vocab_size=64, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, use_cache=False))
+
+
+MODELS = {"Llama": llama, "tied Llama": lambda: llama(tie_word_embeddings=True), "GPT-2": gpt2}
+if FIVE:
+    MODELS["Mixtral"] = mixtral
+
+
+def folder_of(make, path, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(path)
+    (path / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    return model.train()
+
+
+def stored(path):
+    found = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safetensors.safe_open(file, "pt") as opened:
+            found.update({name: opened.get_tensor(name) for name in opened.keys()})
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_stage_reads_its_own_tensors_and_the_saved_folder_is_the_one_read(name, tmp_path):
+    model = folder_of(MODELS[name], tmp_path / "in")
+    pipe = hf.load(tmp_path / "in", stages=3, batch=2, length=8)
+    for s in range(3):
+        before = pipe.weights.bytes_read
+        stage = pipe.build_stage(s, torch.device("cpu")).submod
+        own = sum(t.nbytes for t in stage.state_dict().values())
+        assert pipe.weights.bytes_read - before <= 1.05 * own
+        assert own < 0.8 * sum(p.nbytes for p in model.parameters())
+    assert torch.equal(pipe(IDS)[0], model(IDS).logits)
+    hf.save(pipe, tmp_path / "out")
+    before, after = stored(tmp_path / "in"), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "in" / file).read_bytes()
+    again = type(model).from_pretrained(tmp_path / "out").train()
+    state = again.state_dict()
+    assert all(torch.equal(value, state[n]) for n, value in model.state_dict().items())
+    tied = again.get_input_embeddings().weight is again.get_output_embeddings().weight
+    assert tied == (model.get_input_embeddings().weight is model.get_output_embeddings().weight)
+
+
+def test_a_whole_program_trains_and_comes_back(tmp_path):
+    model = folder_of(llama, tmp_path / "in", torch.bfloat16)
+    program = hf.load(tmp_path / "in", batch=2, length=8)
+    assert torch.equal(program(IDS).logits, model(IDS).logits)
+    for module in (program, model):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(IDS).logits.float().pow(2).mean().backward()
+        optimizer.step()
+    hf.save(program, tmp_path / "out")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert again.dtype == torch.bfloat16
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_another_dtype_is_the_written_folders_too(tmp_path):
+    folder_of(llama, tmp_path / "in", torch.bfloat16)
+    hf.save(hf.load(tmp_path / "in", batch=1, length=8, dtype="float32"), tmp_path / "out")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert again.dtype == torch.float32
+    assert {t.dtype for t in stored(tmp_path / "out").values()} == {torch.float32}
+
+
+def test_a_program_without_weights_says_so_when_it_runs(tmp_path):
+    folder_of(llama, tmp_path / "in")
+    program = hf.import_folder(tmp_path / "in", tmp_path / "llama.pt2", batch=2, length=8)
+    assert all(p.is_meta for p in program.parameters())
+    assert (tmp_path / "llama.pt2").stat().st_size < 400_000
+    for module in (program, plumb.load_pt2(tmp_path / "llama.pt2")):
+        with pytest.raises(plumb.Error, match="'model.embed_tokens.weight' has a shape and no values") as caught:
+            module(IDS)
+        assert caught.value.kind is plumb.ErrorKind.InvalidState
+        assert "weights" in caught.value.remedy
+    torch.export.load(tmp_path / "llama.pt2")
+
+
+def test_fresh_weights_are_those_of_the_class_and_the_seed(tmp_path):
+    llama().config.save_pretrained(tmp_path / "in")
+    first = hf.import_folder(tmp_path / "in", tmp_path / "fresh.pt2", batch=2, length=8, fresh=5)
+    torch.manual_seed(5)
+    model = llama()
+    assert all(torch.equal(p, dict(first.named_parameters())[n]) for n, p in model.named_parameters())
+    assert torch.equal(plumb.load_pt2(tmp_path / "fresh.pt2")(IDS).logits, model(IDS).logits)
+    hf.save(first, tmp_path / "out")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.skipif(not FIVE, reason="4.57 stores experts as it has them")
+def test_experts_of_a_config_alone_are_stored_one_by_one(tmp_path):
+    config = transformers.MixtralConfig(**EXPERTS, architectures=["MixtralForCausalLM"])
+    config.save_pretrained(tmp_path / "in")
+    hf.save(hf.import_folder(tmp_path / "in", batch=1, length=8, fresh=0), tmp_path / "out")
+    assert any("experts.3.w2.weight" in name for name in stored(tmp_path / "out"))
+
+
+def refused(match, *args, **how):
+    with pytest.raises(plumb.Error, match=match) as caught:
+        hf.load(*args, **how)
+    return caught.value
+
+
+def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path):
+    refused("holds no config.json", tmp_path)
+    refused("holds no config.json", "meta-llama/Llama-3.2-1B")  # a name is not fetched
+    folder = tmp_path / "in"
+    folder_of(llama, folder)
+    config = json.loads((folder / "config.json").read_text())
+
+    def change(**more):
+        (folder / "config.json").write_text(json.dumps({**config, **more}))
+
+    change(intermediate_size=48)
+    refused(r"'model.layers.0.mlp.\w+.weight' is \[\d+, \d+\] in the folder, and", folder, batch=1, length=8)
+    change(num_hidden_layers=5)
+    refused("no tensor for parameter 'model.layers.4", folder, batch=1, length=8)
+    change(num_hidden_layers=10**9)
+    refused("1000000000 layers", folder)
+    change(quantization_config={"quant_method": "gptq", "bits": 4})
+    refused("quantised", folder)
+    (folder / "config.json").write_text("{" * 100_000)
+    refused("cannot read it", folder)
+    change(num_hidden_layers=3)  # fewer than the folder has
+    assert any("are not the model's" in note for note in hf.load(folder, batch=1, length=8).notes)
+    change()
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+    refused("model.safetensors", folder, batch=1, length=8)
+    os.rename(folder / "model.safetensors", folder / "pytorch_model.bin")
+    assert "save_pretrained" in refused("safetensors files alone", folder, batch=1, length=8).remedy
+
+
+def test_code_of_a_folder_is_never_run(tmp_path):
+    (tmp_path / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Config: pass\nclass Model: pass\n")
+    config = dict(model_type="evil", architectures=["EvilModel"], auto_map={"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused("config.json", tmp_path)
+    config["model_type"] = "llama"
+    for name in ("EvilModel", "__class__", "pipeline", "os.system"):
+        config["architectures"] = [name]
+        (tmp_path / "config.json").write_text(json.dumps({**config, **SMALL}))
+        program = hf.import_folder(tmp_path, batch=1, length=8)
+        assert "model.layers.0.self_attn.q_proj.weight" in dict(program.named_parameters())
+    assert not (tmp_path / "ran").exists() and "modeling_evil" not in sys.modules
+
+
+def test_saving_refuses_what_would_be_another_model(tmp_path):
+    folder_of(llama, tmp_path / "in")
+    program = hf.load(tmp_path / "in", batch=2, length=8)
+    with pytest.raises(plumb.Error, match="is not empty"):
+        hf.save(program, tmp_path / "in")
+    with pytest.raises(plumb.Error, match="was not imported"):
+        hf.save(plumb.capture(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "out")
+    with pytest.raises(TypeError, match="Linear"):
+        hf.save(torch.nn.Linear(2, 2), tmp_path / "out")
+    unread = hf.import_folder(tmp_path / "in", batch=2, length=8)
+    hf.save(unread, tmp_path / "copy")  # what has no values is the folder's
+    before, after = stored(tmp_path / "in"), stored(tmp_path / "copy")
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    os.rename(tmp_path / "in", tmp_path / "gone")
+    with pytest.raises(plumb.Error, match="has no values"):
+        hf.save(unread, tmp_path / "out")
+
+
+def test_inputs_that_do_not_follow_from_the_config_are_given(tmp_path):
+    config = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, conv_dim=(8, 8),
+                  conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+                  num_conv_pos_embedding_groups=2, mask_time_prob=0.0, layerdrop=0.0)  # fmt: skip
+    folder_of(lambda: transformers.HubertModel(transformers.HubertConfig(**config)), tmp_path / "in")
+    assert "inputs=" in refused("'input_values'", tmp_path / "in").remedy
+    masked = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS)
+    model = folder_of(llama, tmp_path / "llama")
+    program = hf.load(tmp_path / "llama", inputs=masked)
+    assert torch.equal(program(**masked).loss, model(**masked).loss)
+
+
+def test_a_record_from_anywhere_is_checked():
+    good = {"folder": "", "files": {}, "names": {}, "conversions": [], "graphs": []}
+    hf.Weights(json.dumps(good), "")
+    graph = "graph {\n  %x: f32[2] = placeholder \"x\"\n  output(%x)\n}\n"
+    opens = graph.replace("output(%x)", '%y: f32[2] = aten::from_file("/etc/passwd", None, 2)\n  output(%y)')
+    bad = [
+        "[]", "{}", "{" * 1000, json.dumps({**good, "files": {"../x": ""}}), json.dumps({**good, "files": {".x": ""}}),
+        json.dumps({**good, "names": {"a": 1}}), json.dumps({**good, "graphs": [{"load": "", "save": ""}]}),
+        json.dumps({**good, "graphs": [{"load": opens, "save": graph}]}),
+        json.dumps({**good, "conversions": [{"state": ["a"], "stored": ["b"], "graphs": 0}]}),
+        json.dumps({**good, "graphs": [{"load": graph, "save": graph}], "conversions": [{"state": ["a"], "stored": ["b", "c"], "graphs": 0}]}),
+        json.dumps({**good, "graphs": [{"load": graph, "save": graph}], "conversions": [{"state": [], "stored": [], "graphs": 0}]}),
+    ]  # fmt: skip
+    for text in bad:
+        with pytest.raises(plumb.Error) as caught:
+            hf.Weights(text, "")
+        assert caught.value.kind is plumb.ErrorKind.BadFile, text
