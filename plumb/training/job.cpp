@@ -10,6 +10,7 @@
 #include "plumb/scaling/parameter.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/training/cut.h"
+#include "plumb/training/folder_weights.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/optimizer.h"
 #include "plumb/training/timeline_file.h"
@@ -111,6 +112,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   const std::string name = o.file.empty() ? "the model" : o.file;
   phase("reading " + name);
   job.program = open_program(o, parts.module);
+  check_folders(o, job);
   const GraphModule& module = job.module();
   job.rows = rows_of_step(o, module);
   if (parts.batches) {
@@ -146,10 +148,17 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
 void take_trained(const TrainJob& job) {
   at::NoGradGuard no_grad;
   const State trained = job.pipe->merge_state_dict();
+  std::vector<std::pair<std::string, at::Tensor>> loaded;  // in the place of those that had no values
   for (const Attr& attr : job.module().state()) {
     const Attr* now = trained.find(attr.name);
-    if (now != nullptr && now->tensor.data_ptr() != attr.tensor.data_ptr()) attr.tensor.detach().copy_(now->tensor);
+    if (now == nullptr || now->tensor.is_meta()) continue;
+    if (attr.tensor.is_meta()) {
+      loaded.emplace_back(attr.name, now->tensor);
+    } else if (now->tensor.data_ptr() != attr.tensor.data_ptr()) {
+      attr.tensor.detach().copy_(now->tensor);
+    }
   }
+  if (!loaded.empty()) job.program.module->set_state(loaded);
 }
 
 void save_trained(const TrainOptions& o, const TrainJob& job) {

@@ -14,7 +14,7 @@ namespace plumb {
 // docs/howto/train.md says what each is for, train_fields() in a sentence.
 struct TrainOptions {
   // The model and its data.
-  std::string file, data, data_pattern, token_type = "u8", targets, mask, loss = "cross_entropy";
+  std::string file, weights, data, data_pattern, token_type = "u8", targets, mask, loss = "cross_entropy";
   int64_t ignore_index = -100;
   bool shuffle = true;
   // The optimiser.
@@ -38,7 +38,7 @@ struct TrainOptions {
   std::string eval_data, eval_targets;
   int64_t eval_every = 0, eval_batches = 0;
   // What is written.
-  std::string save, dump, record, history, timeline, csv;
+  std::string save, save_hf, dump, record, history, timeline, csv;
   int64_t timeline_steps = 1;
   bool json = false;
 
@@ -47,16 +47,16 @@ struct TrainOptions {
 };
 
 struct TrainField {
-  using Member = std::variant<std::string TrainOptions::*, std::vector<std::string> TrainOptions::*,
-                              int64_t TrainOptions::*, double TrainOptions::*, std::optional<double> TrainOptions::*,
-                              bool TrainOptions::*>;
+  using Member =
+      std::variant<std::string TrainOptions::*, std::vector<std::string> TrainOptions::*, int64_t TrainOptions::*,
+                   double TrainOptions::*, std::optional<double> TrainOptions::*, bool TrainOptions::*>;
   std::string name;  // "eval-every": --eval-every, eval-every = 100, eval_every=100
   Member member;
   std::string help;
   std::vector<std::string> choices = {};
   // "" or what is wrong with a value, in words.
   std::function<std::string(const std::string& text)> check = {};
-  bool commas = false;        // a list's elements may be given as one text with commas between
+  bool commas = false;         // a list's elements may be given as one text with commas between
   bool makes_numbers = false;  // another value is another run: a resumed run must have the same
 
   bool is_flag() const { return std::holds_alternative<bool TrainOptions::*>(member); }
@@ -68,8 +68,8 @@ const std::vector<TrainField>& train_fields();
 // By name, "_" and "-" alike. Throws Error(UnknownName) with near names.
 const TrainField& train_field(const std::string& name);
 
-// Sets a field from texts, as they stand on a command line: one, or any number for a list; "true" or "false" for a flag.
-// Throws UsageError "--steps: 0 is no whole number of 1 or more".
+// Sets a field from texts, as they stand on a command line: one, or any number for a list; "true" or "false" for a
+// flag. Throws UsageError "--steps: 0 is no whole number of 1 or more".
 void set_field(TrainOptions& options, const TrainField& field, const std::vector<std::string>& texts);
 // Its value as such texts; none for an optional one that is not set.
 std::vector<std::string> field_texts(const TrainOptions& options, const TrainField& field);

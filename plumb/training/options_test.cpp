@@ -2,6 +2,7 @@
 #include <fstream>
 #include <map>
 
+#include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/input_file.h"
 #include "plumb/training/rates.h"
 #include "plumb/training/training_for_test.h"
@@ -34,6 +35,34 @@ class TrainingOptions : public Training {
   }
   void refuses(const TrainOptions& o, const std::string& says) const {
     EXPECT_THAT(message_of([&] { run(o, lm()); }), HasSubstr(says));
+  }
+  void refuses_file(const TrainOptions& o, const std::string& says) const {
+    EXPECT_THAT(message_of([&] { run(o); }), HasSubstr(says));
+  }
+  // lm() as plumb import writes it: without weights, which are in a folder.
+  std::string imported() const {
+    ExportedProgram program;
+    program.module = lm();
+    NamedTensors stored;
+    nlohmann::json names;
+    for (const Attr& attr : std::vector<Attr>(program.module->state().attrs())) {
+      if (attr.kind != AttrKind::Parameter) continue;
+      stored.emplace_back(attr.name, attr.tensor.detach());
+      names[attr.name] = attr.name;
+      const at::Tensor none = at::empty_like(attr.tensor, at::device(at::kMeta)).detach().set_requires_grad(true);
+      program.module->set_state({{attr.name, none}});
+    }
+    fs::create_directories(folder / "weights");
+    write_safetensors(path("weights/model.safetensors"), stored);
+    const auto nothing = nlohmann::json::array();
+    program.pretrained = nlohmann::json({{"folder", path("weights")},
+                                         {"files", {{"config.json", "{}"}}},
+                                         {"names", names},
+                                         {"conversions", nothing},
+                                         {"graphs", nothing}})
+                             .dump();
+    save_pt2(program, path("imported.pt2"));
+    return path("imported.pt2");
   }
   TrainOptions sgd() const { return with("optimizer", {"sgd"}); }
 };
@@ -90,8 +119,7 @@ std::map<std::string, Check> checks_of_data() {
          o.mask = t.path("x.pt");
          EXPECT_THAT(message_of([&] { t.run(o, t.mlp()); }), HasSubstr("--mask: is f32[20, 4]"));
        }},
-      {"loss",
-       [](TrainingOptions& t) { t.refuses(t.with("loss", {"mse"}), "--loss mse: tokens have no numbers"); }},
+      {"loss", [](TrainingOptions& t) { t.refuses(t.with("loss", {"mse"}), "--loss mse: tokens have no numbers"); }},
       {"ignore-index",
        [](TrainingOptions& t) {
          EXPECT_NE(t.losses_with("ignore-index", "1"), t.losses(t.options));
@@ -250,6 +278,22 @@ std::map<std::string, Check> checks_of_layout() {
 
 std::map<std::string, Check> checks_of_output() {
   return {
+      {"weights",
+       [](TrainingOptions& t) {
+         t.refuses(t.with("weights", {"x"}), "--weights x: the program was not imported from a folder");
+         TrainOptions o = t.options;
+         o.file = t.imported();
+         const std::vector<double> losses = t.run(o).losses();
+         fs::rename(t.folder / "weights", t.folder / "moved");
+         t.refuses_file(o, "--weights is missing");
+         o.weights = t.path("moved");
+         o.save = t.path("out.pt2");
+         EXPECT_EQ(t.run(o).losses(), losses);
+         const auto saved = load_pt2(o.save);
+         EXPECT_FALSE(saved.module->state().get("head.weight").tensor.is_meta());
+         write_safetensors(t.path("moved/model.safetensors"), {{"wte", at::zeros({1})}});
+         t.refuses_file(o, "has no tensor");
+       }},
       {"save",
        [](TrainingOptions& t) {
          const Told told = t.run(t.with("save", {t.path("out.pt2")}), t.lm());
@@ -257,6 +301,17 @@ std::map<std::string, Check> checks_of_output() {
          for (const Attr& attr : told.module->state())
            EXPECT_TRUE(at::equal(attr.tensor, saved.module->state().get(attr.name).tensor)) << attr.name;
          t.refuses(t.with("save", {"out.bin"}), "--save out.bin: is no .pt2 name");
+       }},
+      {"save-hf",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("save-hf", {t.path("out")});
+         t.refuses(o, "--save-hf " + t.path("out") + ": the program was not imported from a folder");
+         o.file = t.imported();
+         const std::vector<double> losses = t.run(o).losses();
+         EXPECT_EQ(losses, t.run(t.options, t.lm()).losses());
+         EXPECT_EQ(TensorFolder(t.path("out")).names(), TensorFolder(t.path("weights")).names());
+         EXPECT_EQ(read_file(t.path("out/config.json")), "{}");
+         t.refuses_file(o, "is not empty");
        }},
       {"dump",
        [](TrainingOptions& t) {
@@ -269,7 +324,8 @@ std::map<std::string, Check> checks_of_output() {
          EXPECT_FALSE(at::isfinite((*dumped.module)(inputs.at(0).toTensor())).all().item<bool>())
              << "the file and its inputs show it again";
        }},
-      {"record", [](TrainingOptions& t) { t.refuses(t.with("record", {"r.toml"}), "--record: nothing says where to"); }},
+      {"record",
+       [](TrainingOptions& t) { t.refuses(t.with("record", {"r.toml"}), "--record: nothing says where to"); }},
       {"history",
        [](TrainingOptions& t) {
          std::ofstream(t.folder / "rules.toml") << "every = 2\n[[rule]]\n";
@@ -342,9 +398,7 @@ TEST_F(TrainingOptions, AreTheSameInATomlFileAsPrintedBack) {
 }
 
 TEST_F(TrainingOptions, SayWhereATomlFileIsWrong) {
-  const auto says = [&](const std::string& text) {
-    return message_of([&] { read_toml(options, text, "run.toml"); });
-  };
+  const auto says = [&](const std::string& text) { return message_of([&] { read_toml(options, text, "run.toml"); }); };
   EXPECT_THAT(says("lr = 0.1\nstep = 5\n"), HasSubstr("run.toml:2: no option of a training is named 'step'"));
   EXPECT_THAT(says("\nsteps = 0"), HasSubstr("run.toml:2: --steps: 0 is no whole number of 1 or more"));
   EXPECT_THAT(says("steps = 1.5"), HasSubstr("--steps: 1.5 is no whole number"));

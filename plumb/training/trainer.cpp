@@ -16,6 +16,7 @@
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/training/evaluate.h"
+#include "plumb/training/folder_weights.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/not_finite.h"
 #include "plumb/training/optimizer.h"
@@ -52,7 +53,9 @@ class ProcessSettings {
   const int threads_;
 };
 
-std::string csv_number(double value) { return std::isfinite(value) ? Json(value).dump() : std::isnan(value) ? "nan" : "inf"; }
+std::string csv_number(double value) {
+  return std::isfinite(value) ? Json(value).dump() : std::isnan(value) ? "nan" : "inf";
+}
 
 }  // namespace
 
@@ -119,6 +122,7 @@ Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts)
     of_run.progress = [this](size_t done, size_t total) { hooks.progress(current, done, total); };
   }
   const int rank = groups.pipeline.rank();
+  load_folder_weights(o, job, rank);
   stages = make_stages(o, job, rank);
   std::set<const c10::TensorImpl*> seen;
   for (const auto& [index, stage] : stages) {
@@ -139,8 +143,8 @@ Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts)
   if (job.eval_samples) evaluator = std::make_unique<Evaluator>(o, job, *job.eval_samples, world, groups);
   if (!o.record.empty() && in_first_pipeline()) {  // replicas have the same weights
     const bool part = o.stages > 1;
-    recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, rank),
-                                          RecorderOptions{.part = part});
+    recorder =
+        std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, rank), RecorderOptions{.part = part});
     for (const auto& [index, stage] : stages) {
       recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), part ? index : -1);
     }
@@ -243,7 +247,12 @@ void Trainer::State::finish(int64_t stopped_by) {
   if (!in_first_pipeline()) return;
   const bool first = groups.pipeline.rank() == 0;
   // Weights before pictures.
+  if (!o.save_hf.empty()) {
+    save_folder_weights(o, job, groups.pipeline);
+    if (first) event({{"saved", o.save_hf}});
+  }
   if (!o.save.empty() || o.file.empty()) {
+    make_room_for_weights(job);
     gather_state(*job.pipe, job.schedule, groups.pipeline);
     if (!o.save.empty() && first) {
       save_trained(o, job);
@@ -262,7 +271,8 @@ TrainResult Trainer::State::run() {
   if (is_first()) {
     event({{"options", to_toml(o)}});
     for (size_t g = 0; g < job.by_group.size(); ++g) event({{"group", o.groups[g]}, {"parameters", job.by_group[g]}});
-    if (job.tagged) event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
+    if (job.tagged)
+      event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
     if (!o.csv.empty()) {
       csv.open(o.csv, std::ios::trunc);
       csv << "step,loss,lr,norm,seconds,eval_loss" << std::endl;
@@ -292,7 +302,8 @@ TrainResult Trainer::State::run() {
       recorder->step(has_loss ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
     }
     tell_step(step, numbers, share);
-    if (!o.save.empty()) stopped_by = of_rank_0(world, is_first() && hooks.stop_signal ? hooks.stop_signal() : 0);
+    if (!o.save.empty() || !o.save_hf.empty())
+      stopped_by = of_rank_0(world, is_first() && hooks.stop_signal ? hooks.stop_signal() : 0);
     result.steps = step == o.steps || stopped_by != 0 ? step : 0;
     evaluate(step);
     result.steps = step;

@@ -1,0 +1,103 @@
+#include "plumb/training/folder_weights.h"
+
+#include <ATen/ops/ones.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+
+#include "plumb/checkpoint/pretrained.h"
+#include "plumb/core/error.h"
+#include "plumb/pipeline/broadcast.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+bool has_values(const State& state) {
+  return std::none_of(state.begin(), state.end(),
+                      [](const Attr& a) { return a.tensor.defined() && a.tensor.is_meta(); });
+}
+
+std::string folder_of(const TrainOptions& o, const Pretrained& known) {
+  return o.weights.empty() ? known.folder : o.weights;
+}
+
+// Returns when every rank has come here.
+void wait_for_all(const ProcessGroup& group) {
+  for (int rank = 0; rank < group.size() && group.size() > 1; ++rank) broadcast(group, at::ones({1}, at::kLong), rank);
+}
+
+// The stages, and the whole for what none of them uses.
+StateParts parts_of(const TrainJob& job) {
+  StateParts parts;
+  for (int s = 0; s < job.pipe->num_stages(); ++s) parts.push_back(&job.pipe->stage(s)->state());
+  parts.push_back(&job.module().state());
+  return parts;
+}
+
+}  // namespace
+
+void check_folders(const TrainOptions& o, const TrainJob& job) {
+  const std::string& record = job.program.pretrained;
+  if (record.empty()) {
+    for (const auto& [option, value] : {std::pair{"--weights", o.weights}, {"--save-hf", o.save_hf}}) {
+      if (!value.empty()) {
+        throw UsageError(std::string(option) + " " + value + ": the program was not imported from a folder",
+                         "plumb import FOLDER -o model.pt2, and train that");
+      }
+    }
+    return;
+  }
+  const Pretrained known = Pretrained::parse(record);
+  if (!has_values(job.module().state())) {
+    std::error_code error;
+    const std::string folder = folder_of(o, known);
+    if (!std::filesystem::exists(folder, error)) {
+      throw UsageError(o.weights.empty() ? "--weights is missing: the program has no weights, and " + folder +
+                                               ", which it was imported from, is not there"
+                                         : "--weights " + folder + ": is not there",
+                       "--weights FOLDER");
+    }
+    const TensorFolder opened(folder);
+    for (const auto& [name, stored] : known.names) {
+      if (!opened.contains(stored))
+        throw UsageError("--weights " + folder + ": has no tensor '" + stored + "'", "the folder that was imported");
+    }
+  } else if (!o.weights.empty()) {
+    throw UsageError("--weights " + o.weights + ": the program has its own weights", "leave --weights out");
+  }
+  if (!o.save_hf.empty()) check_new_folder(o.save_hf);
+}
+
+void load_folder_weights(const TrainOptions& o, const TrainJob& job, int rank) {
+  if (job.program.pretrained.empty()) return;
+  const Pretrained known = Pretrained::parse(job.program.pretrained);
+  std::unique_ptr<TensorFolder> folder;
+  for (const int s : job.schedule.placement.stages_of(rank)) {
+    GraphModule& stage = *job.pipe->stage(s);
+    if (has_values(stage.state())) continue;
+    if (!folder) folder = std::make_unique<TensorFolder>(folder_of(o, known));
+    load_weights(stage, known, *folder);
+  }
+}
+
+void make_room_for_weights(const TrainJob& job) {
+  for (int s = 0; s < job.pipe->num_stages(); ++s) {
+    if (!has_values(job.pipe->stage(s)->state())) job.pipe->move_stage(s, at::kCPU);
+  }
+}
+
+void save_folder_weights(const TrainOptions& o, const TrainJob& job, const ProcessGroup& group) {
+  const Pretrained known = Pretrained::parse(job.program.pretrained);
+  const StateParts parts = parts_of(job);
+  const std::string folder = folder_of(o, known);
+  for (const int s : job.schedule.placement.stages_of(group.rank()))
+    write_weights(o.save_hf, parts, static_cast<size_t>(s), known, folder);
+  if (group.rank() == 0) write_weights(o.save_hf, parts, parts.size() - 1, known, folder);
+  wait_for_all(group);
+  if (group.rank() == 0) finish_weights_folder(o.save_hf, parts, known, folder);
+  wait_for_all(group);
+}
+
+}  // namespace plumb

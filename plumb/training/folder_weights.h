@@ -1,0 +1,19 @@
+// Programs that were imported without weights: each rank reads those of its stages, and writes them back.
+#pragma once
+
+#include "plumb/pipeline/process_group.h"
+#include "plumb/training/job.h"
+
+namespace plumb {
+
+// Before processes meet: throws UsageError if weights are missing (--weights), or for --save-hf of a program that does
+// not know a folder; Error for a folder that cannot be read or written.
+void check_folders(const TrainOptions& options, const TrainJob& job);
+// Reads what this rank's stages have no values of, from --weights or the folder that was imported.
+void load_folder_weights(const TrainOptions& options, const TrainJob& job, int rank);
+// After a training, called by all ranks of the first pipeline: writes the folder --save-hf together.
+void save_folder_weights(const TrainOptions& options, const TrainJob& job, const ProcessGroup& group);
+// Before every rank's stages are gathered: memory for those whose weights this rank did not read.
+void make_room_for_weights(const TrainJob& job);
+
+}  // namespace plumb
