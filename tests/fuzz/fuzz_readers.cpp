@@ -5,6 +5,8 @@
 
 #include <cstring>
 
+#include "plumb/checkpoint/checkpoint.h"
+#include "plumb/checkpoint/checkpoint_writer.h"
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/crc32.h"
 #include "plumb/exported/exported.h"
@@ -100,6 +102,17 @@ std::string broken_header(const std::string& seed, size_t at, Random& random) {
 
 std::string broken_stage(const std::string& seed, Random& random) { return broken_header(seed, 8, random); }
 std::string broken_safetensors(const std::string& seed, Random& random) { return broken_header(seed, 0, random); }
+
+// Most are a liar's: the checksum of the values is right.
+std::string broken_checkpoint(const std::string& seed, Random& random) {
+  const std::string text = broken_json(seed, random);
+  json document = json::parse(text, nullptr, false);
+  if (!document.is_object() || chance(random, 4)) return text;
+  document.erase("checksum");
+  const std::string dumped = document.dump(-1, ' ', false, json::error_handler_t::replace);
+  document["checksum"] = crc32(dumped.data(), dumped.size());
+  return document.dump(-1, ' ', false, json::error_handler_t::replace);
+}
 
 // Most broken records have a right checksum.
 std::string broken_history(const std::string& seed, Random& random) {
@@ -211,6 +224,17 @@ void read_safetensors(const std::string&, const std::string& path) {
   }
 }
 
+// The files beside checkpoint.json are whole.
+std::string checkpoint_folder() { return work_file("run") + "/step-00000001"; }
+
+void read_checkpoint(const std::string& bytes, const std::string&) {
+  spill(checkpoint_folder() + "/checkpoint.json", bytes);
+  const Checkpoint checkpoint = Checkpoint::open(checkpoint_folder());
+  checkpoint.verify();
+  for (const std::string& name : checkpoint.names()) checkpoint.read(name);
+  for (const std::string& name : checkpoint.optimizer_names()) checkpoint.read_optimizer(name);
+}
+
 void read_message_bytes(const std::string& bytes, const std::string&) {
   const at::Tensor buffer = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
   if (!bytes.empty()) std::memcpy(buffer.data_ptr(), bytes.data(), bytes.size());
@@ -279,6 +303,15 @@ std::string safetensors_bytes(const NamedTensors& tensors) {
   return bytes;
 }
 
+std::string checkpoint_text() {
+  {
+    CheckpointWriter writer(work_file("run"), 0, 1, "seed");
+    const at::Tensor w = at::ones({2, 3});
+    writer.save(1, {{{"a.weight", w}, {"b.weight", w}}, {{"exp_avg/a.weight", w}}}, {{"data", {1, 2}}});
+  }
+  return slurp(checkpoint_folder() + "/checkpoint.json");
+}
+
 c10::IValue tensors_in_a_dict() {
   c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
   dict.insert("w", at::ones({2, 3}));
@@ -328,6 +361,7 @@ std::vector<Reader> all_readers() {
        read_safetensors,
        broken_safetensors,
        ".safetensors"},
+      {"checkpoint", {checkpoint_text()}, read_checkpoint, broken_checkpoint},
       {"message",
        {message_bytes({{at::ones({2, 3}), true}, {}, {at::arange(4).to(at::kShort)}}, {0, 2, 3, 4}),
         message_bytes({{at::ones({4, 3}).t(), false}}, {})},
