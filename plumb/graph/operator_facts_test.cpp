@@ -190,9 +190,9 @@ TEST(Files, NameNoOperatorThatTakesAHandle) {
 TEST(Files, GiveNoStringsButModesAndMessages) {
   const std::set<std::string> known = {
       "UPLO",          "api_name", "approximate", "assert_msg", "bwd",           "constraint", "driver", "equation",
-      "expected",      "format",   "fwd",         "indexing",   "interpolation", "mode",       "name",   "norm",
-      "ord",           "p",        "pad_mode",    "padding",    "padding_side",  "program",    "reduce", "rounding",
-      "rounding_mode", "side",     "spec",        "value",      "where"};
+      "expected",      "format",   "fwd",         "indexing",   "interpolation", "kernel",     "mode",   "name",
+      "norm",          "ord",      "p",           "pad_mode",   "padding",       "padding_side", "program", "reduce",
+      "rounding",      "rounding_mode", "side",   "spec",       "value",         "where"};
   for (const auto& [name, op] : registered()) {
     if (refused_in_files(name)) continue;
     for (const c10::Argument& a : op.schema().arguments()) {

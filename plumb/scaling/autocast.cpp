@@ -28,8 +28,9 @@ void cast_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 template <at::DeviceType kDevice>
 void implement_autocast(torch::Library& m) {
-  for (const char* name : {"linear", "linear_readout", "matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-                           "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"}) {
+  for (const char* name :
+       {"linear", "linear_readout", "matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "scaled_dot_product_attention", "fp8_linear", "fp8_matmul"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cast_and_call<kDevice, true>>());
   }
   for (const char* name : {"softmax", "cross_entropy", "mse_loss"}) {

@@ -18,6 +18,7 @@
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/pointwise_steps.h"
 #include "plumb/transforms/recurrent.h"
+#include "plumb/transforms/use_fp8.h"
 
 namespace plumb {
 namespace {
@@ -490,7 +491,8 @@ const RegisterPass fold_pass({
 
 bool fold(GraphModule& module, Report* report) {
   Report own("fold");
-  return Folder(module, report ? *report : own).run();
+  const bool was_fp8 = drop_fp8(module);
+  return Folder(module, report ? *report : own).run() || was_fp8;
 }
 
 std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& module) {

@@ -23,6 +23,7 @@ std::optional<std::string> hidden_product(const Node* node) {
   const std::string_view name = node->op_name();
   if (name == "aten::_native_multi_head_attention" || name == "aten::_transformer_encoder_layer_fwd")
     return "a fused inference operator: capture with gradients enabled";
+  if (name.starts_with("plumb::fp8_")) return "it multiplies FP8 already";
   if (name.starts_with("aten::cudnn_") || name.starts_with("aten::mkldnn_")) return "an operator of one library only";
   return std::nullopt;
 }
@@ -219,15 +220,6 @@ class Simulator {
   std::unordered_set<const Node*> taken_apart_;
 };
 
-std::vector<std::string> split_list(const std::string& text) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) {
-    if (!part.empty()) parts.push_back(part);
-  }
-  return parts;
-}
-
 const std::vector<PassOption> kOptions = {
     {"fwd", "E4M3-SR", "format of inputs: E<e>M<m> or a standard name, with -RN, -SR, -SRn or -RZ; none"},
     {"bwd", "E5M2-SR", "format of gradients"},
@@ -242,8 +234,8 @@ bool run_from_table(GraphModule& module, const PassOptions& given, std::vector<s
     if (name == "fwd") options.fwd = value;
     if (name == "bwd") options.bwd = value;
     if (name == "rounding") options.rounding = parse_rounding(value);
-    if (name == "operators") options.operators = split_list(value);
-    if (name == "exclude") options.exclude = split_list(value);
+    if (name == "operators") options.operators = split_names(value);
+    if (name == "exclude") options.exclude = split_names(value);
   }
   options.srbits = static_cast<int>(number_option(given, "srbits", options.srbits));
   Report report("simulate_format");
@@ -258,6 +250,15 @@ const RegisterPass simulate_format_pass(
      kOptions, run_from_table});
 
 }  // namespace
+
+std::vector<std::string> split_names(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) {
+    if (!part.empty()) parts.push_back(part);
+  }
+  return parts;
+}
 
 std::vector<std::string> matrix_product_operators() {
   std::vector<std::string> names;

@@ -6,6 +6,7 @@
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
+#include "plumb/transforms/use_fp8.h"
 
 namespace plumb::python {
 namespace {
@@ -43,6 +44,13 @@ std::string simulate(GraphModule& engine, const std::string& fwd, const std::str
   options.exclude = exclude;
   Report report("simulate_format");
   run_checked("simulate_format", [&] { return simulate_format(engine, options, &report); }, engine);
+  return report.to_json();
+}
+
+std::string fp8(GraphModule& engine, const std::string& fwd, const std::string& bwd, const std::string& kernel,
+                const std::vector<std::string>& operators, const std::vector<std::string>& exclude) {
+  Report report("use_fp8");
+  run_checked("use_fp8", [&] { return use_fp8(engine, {fwd, bwd, kernel, operators, exclude}, &report); }, engine);
   return report.to_json();
 }
 
@@ -157,6 +165,10 @@ Register transforms_part([](py::module_& m) {
     return py::make_tuple(std::string(to_string(data->type)), data->scaling_depth);
   });
   m.def("simulate_format", &simulate);
+  m.def("use_fp8", &fp8);
+  m.def("check_fp8", [](const std::string& fwd, const std::string& bwd, const std::string& kernel) {
+    check(UseFp8Options{fwd, bwd, kernel});
+  });
   py::class_<ScaleTracker, std::shared_ptr<ScaleTracker>>(m, "ScaleTracker")
       .def(py::init([](bool histogram) { return ScaleTracker::create({.histogram = histogram}); }),
            py::arg("histogram") = false)

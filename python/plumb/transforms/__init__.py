@@ -5,7 +5,7 @@ from ._apply import Report, report
 from ._compile import compile
 from ._fold import fold
 from ._passes import PassResult, run_passes
-from ._simulate_format import simulate_format, simulate_fp8
+from ._simulate_format import simulate_format, simulate_fp8, use_fp8
 from ._track_scales import (
     Metrics,
     ScaleTrackingAutogradFunction,
@@ -35,5 +35,6 @@ __all__ = [
     "track_scales",
     "unit_scale",
     "unit_scaling_backend",
+    "use_fp8",
     "utils",
 ]

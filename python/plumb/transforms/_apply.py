@@ -376,7 +376,7 @@ def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
 
 
 def display_name(name: str) -> str:
-    return {"unit_scale": "unit scaling", "simulate_format": "quantisation", "track_scales": "tracking"}.get(name, name)
+    return {"unit_scale": "unit scaling", "simulate_format": "quantisation", "use_fp8": "FP8", "track_scales": "tracking"}.get(name, name)
 
 
 # Of plain modules that fold() made, while they live.

@@ -1,4 +1,4 @@
-"""Low-precision formats around matrix products."""
+"""Low-precision formats around matrix products, simulated or multiplied."""
 
 from __future__ import annotations
 
@@ -50,3 +50,38 @@ def simulate_format(
 def simulate_fp8(module: nn.Module, **options: Any) -> nn.Module:
     """``simulate_format`` with E4M3 forward and E5M2 backward, rounded stochastically; the options are its own."""
     return simulate_format(module, FPFormat(4, 3), FPFormat(5, 2), **options)
+
+
+@dataclass
+class UseFp8Pass:
+    fwd: str
+    bwd: str
+    kernel: str
+    operators: list[str]
+    exclude: list[str]
+
+    def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
+        return json.loads(_C.use_fp8(captured.engine, self.fwd, self.bwd, self.kernel, self.operators, self.exclude))
+
+
+def use_fp8(
+    module: nn.Module,
+    fwd_format: FPFormat | str = "e4m3fn",
+    bwd_format: FPFormat | str = "e5m2",
+    *,
+    kernel: str = "auto",
+    operators: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> nn.Module:
+    """A copy of `module` whose matrix products take FP8: what :func:`simulate_format` would round is cast to one-byte
+    codes, multiplied and saved for the backward pass as such. What has no FP8 kernel stays simulated; the report says
+    which and why.
+
+    fwd_format, bwd_format: ``"e4m3fn"`` or ``"e5m2"``, with any rounding, of inputs and of gradients.
+    kernel: who multiplies. ``"scaled_mm"``: torch's ``_scaled_mm``; ``"decoded"``: the values, bit for bit the simulation;
+    ``"auto"``: FP8 units where the device has them, else the values.
+    operators: treat these alone (``"aten::linear"``); exclude: patterns of module paths or parameter names left alone.
+    """
+    run = UseFp8Pass(format_text(fwd_format), format_text(bwd_format), kernel, list(operators), list(exclude))
+    _C.check_fp8(run.fwd, run.bwd, run.kernel)
+    return apply_pass(module, Pass("use_fp8", run, before=("track_scales",)))

@@ -237,7 +237,7 @@ def unit_scale(
 
 
 def _pass(run: UnitScalePass) -> Pass:
-    return Pass("unit_scale", run, before=("simulate_format", "track_scales"), replace=run.functions)
+    return Pass("unit_scale", run, before=("simulate_format", "use_fp8", "track_scales"), replace=run.functions)
 
 
 class _UnitScalingBackend(PassBackend):

@@ -1,0 +1,188 @@
+#include "plumb/scaling/fp8.h"
+
+#include <ATen/ATen.h>
+
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+#include "plumb/core/error.h"
+#include "plumb/numerics/operators.h"
+#include "plumb/scaling/kernels.h"
+
+namespace plumb {
+namespace {
+
+constexpr int64_t kUnit = 16;  // the units take dimensions that are multiples of it
+
+int64_t filled(int64_t n) { return (n + kUnit - 1) / kUnit * kUnit; }
+
+// A matrix of codes, row by row in memory, its sizes filled up. The code 0 is zero in every format.
+at::Tensor row_by_row(const at::Tensor& codes, int64_t rows, int64_t columns) {
+  if (codes.size(0) == rows && codes.size(1) == columns) return codes.contiguous();
+  return at::constant_pad_nd(codes, {0, columns - codes.size(1), 0, rows - codes.size(0)}).contiguous();
+}
+
+// Codes of weights, by the weight.
+class WeightCodes {
+ public:
+  at::Tensor find(const at::Tensor& weight, std::string_view format) {
+    std::lock_guard lock(mutex_);
+    const auto it = entries_.find(weight.unsafeGetTensorImpl());
+    if (it == entries_.end() || it->second.weight.expired()) return {};
+    Entry& entry = it->second;
+    if (entry.format != format || entry.version != weight._version() || entry.memory != weight.const_data_ptr())
+      return {};
+    auto codes = at::Tensor(entry.codes.lock());
+    const bool fits = codes.defined() && codes._version() == entry.codes_version &&
+                      codes.sizes() == weight.sizes() && codes.device() == weight.device();
+    if (!fits) return {};
+    if (keepers_ > 0) entry.kept = codes;
+    return codes;
+  }
+
+  void add(const at::Tensor& weight, std::string_view format, const at::Tensor& codes) {
+    std::lock_guard lock(mutex_);
+    if (entries_.size() >= sweep_at_) {
+      std::erase_if(entries_, [](const auto& entry) { return entry.second.codes.expired(); });
+      sweep_at_ = 2 * entries_.size() + 64;
+    }
+    entries_.insert_or_assign(
+        weight.unsafeGetTensorImpl(),
+        Entry{Weak(weight.getIntrusivePtr()), weight._version(), weight.const_data_ptr(), std::string(format),
+              Weak(codes.getIntrusivePtr()), codes._version(), keepers_ > 0 ? codes : at::Tensor(), {}});
+  }
+
+  // The transposed copy of codes, kept where they are a weight's.
+  at::Tensor transposed(const at::Tensor& codes) {
+    const auto copy = [&] { return codes.t().contiguous(); };
+    std::lock_guard lock(mutex_);
+    if (keepers_ == 0) return copy();
+    for (auto& [weight, entry] : entries_) {
+      if (!entry.kept.defined() || entry.kept.unsafeGetTensorImpl() != codes.unsafeGetTensorImpl()) continue;
+      if (!entry.transposed.defined()) entry.transposed = copy();
+      return entry.transposed;
+    }
+    return copy();
+  }
+
+  void keep() {
+    std::lock_guard lock(mutex_);
+    ++keepers_;
+  }
+  void release() {
+    std::lock_guard lock(mutex_);
+    if (--keepers_ == 0) entries_.clear();
+  }
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  struct Entry {
+    Weak weight;
+    int64_t version;
+    const void* memory;
+    std::string format;
+    Weak codes;
+    int64_t codes_version;
+    at::Tensor kept, transposed;
+  };
+  std::mutex mutex_;
+  std::unordered_map<const c10::TensorImpl*, Entry> entries_;
+  size_t sweep_at_ = 64;
+  int keepers_ = 0;
+};
+
+WeightCodes& weight_codes() {
+  static WeightCodes codes;
+  return codes;
+}
+
+at::Tensor scaled_matrices(const at::Tensor& a, const FPFormat& format_a, const at::Tensor& b, const FPFormat& format_b,
+                           const at::Tensor& alpha, const at::Tensor& one, at::ScalarType dtype) {
+  const int64_t inner = filled(a.size(1)), columns = filled(b.size(1));
+  const at::Tensor left = row_by_row(a, a.size(0), inner).view(fp8_dtype(format_a));
+  const bool as_it_is = b.size(0) == inner && b.size(1) == columns;
+  const at::Tensor right =
+      as_it_is && !b.t().is_contiguous() ? weight_codes().transposed(b) : row_by_row(b.t(), columns, inner);
+  at::Tensor out =
+      at::_scaled_mm(left, right.view(fp8_dtype(format_b)).t(), alpha, one, std::nullopt, std::nullopt, dtype);
+  return columns == b.size(1) ? out : out.slice(1, 0, b.size(1)).contiguous();
+}
+
+bool has_units(at::Device device) {
+  static std::mutex mutex;
+  static std::map<std::pair<at::DeviceType, at::DeviceIndex>, bool> known;
+  std::lock_guard lock(mutex);
+  auto [it, fresh] = known.try_emplace({device.type(), device.index()}, false);
+  if (!fresh) return it->second;
+  try {
+    const auto codes = at::zeros({kUnit, kUnit}, at::TensorOptions(device).dtype(at::kByte));
+    const auto one = at::ones({}, at::TensorOptions(device).dtype(at::kFloat));
+    const auto& format = fp8_format("e4m3fn");
+    scaled_matrices(codes, format, codes, format, one, one, at::kFloat);
+    it->second = true;
+  } catch (const std::exception&) {
+    // No such kernel, or no such units.
+  }
+  return it->second;
+}
+
+}  // namespace
+
+Fp8Kernel parse_fp8_kernel(std::string_view text) {
+  if (text == "auto") return Fp8Kernel::Auto;
+  if (text == "scaled_mm") return Fp8Kernel::ScaledMM;
+  if (text == "decoded") return Fp8Kernel::Decoded;
+  throw Error(ErrorKind::InvalidArgument, "'" + std::string(text) + "' is no kernel for products of FP8", "",
+              "auto, scaled_mm or decoded");
+}
+
+const FPFormat& fp8_format(std::string_view text) {
+  const FPFormat& format = cached_format(text);
+  if (const auto name = format.name(); name == "e4m3fn" || name == "e5m2") return format;
+  throw Error(ErrorKind::InvalidArgument, "no unit multiplies the format " + std::string(text), "",
+              "e4m3fn or e5m2; simulate_format takes every format");
+}
+
+at::ScalarType fp8_dtype(const FPFormat& format) {
+  return format.exponent_bits == 4 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2;
+}
+
+bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype) {
+  if (kernel == Fp8Kernel::Decoded || dtype == at::kDouble) return false;
+  return kernel == Fp8Kernel::ScaledMM || (!device.is_cpu() && !device.is_meta() && has_units(device));
+}
+
+at::Tensor scaled_mm(const at::Tensor& a, const FPFormat& format_a, const at::Tensor& b, const FPFormat& format_b,
+                     double alpha, at::ScalarType dtype) {
+  const auto options = a.options().dtype(at::kFloat);
+  const auto factor = at::full({}, alpha, options), one = at::ones({}, options);
+  if (a.numel() == 0 || b.numel() == 0) {
+    auto sizes = a.sizes().vec();
+    sizes.back() = b.size(-1);
+    return at::zeros(sizes, a.options().dtype(dtype));
+  }
+  if (a.dim() == 2) return scaled_matrices(a, format_a, b, format_b, factor, one, dtype);
+  auto out = at::empty({a.size(0), a.size(1), b.size(2)}, a.options().dtype(dtype));
+  for (int64_t i = 0; i < a.size(0); ++i)
+    out.select(0, i).copy_(scaled_matrices(a.select(0, i), format_a, b.select(0, i), format_b, factor, one, dtype));
+  return out;
+}
+
+at::Tensor encode_weight(const at::Tensor& weight, std::string_view format) {
+  const FPFormat& rounds_to = fp8_format(format);
+  at::AutoDispatchBelowADInplaceOrView below;
+  const bool may_keep = rounds_to.rounding != Rounding::Stochastic && plain(weight) && !weight.is_inference() &&
+                        !c10::InferenceMode::is_enabled();
+  if (!may_keep) return ops::encode(weight, format);
+  at::Tensor codes = weight_codes().find(weight, format);
+  if (codes.defined()) return codes;
+  codes = ops::encode(weight, format);
+  weight_codes().add(weight, format, codes);
+  return codes;
+}
+
+KeepWeightCodes::KeepWeightCodes() { weight_codes().keep(); }
+KeepWeightCodes::~KeepWeightCodes() { weight_codes().release(); }
+
+}  // namespace plumb

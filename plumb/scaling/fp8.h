@@ -1,0 +1,54 @@
+// Codes of FP8 as the operands of products: who multiplies them, and the codes of weights, which are made once.
+//
+// A code is a byte as plumb::encode makes it; for e4m3fn and e5m2 it is the byte of torch's float8_e4m3fn and
+// float8_e5m2.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+
+#include "plumb/numerics/format.h"
+
+namespace plumb {
+
+// Who multiplies two matrices of codes.
+//   ScaledMM  torch's _scaled_mm: FP8 units where the device has them. On a CPU without them torch multiplies float32
+//             copies, the second one row by row in memory, and puts the factor into the first one.
+//   Decoded   the product of the values, as the simulation computes it: bit for bit the same.
+//   Auto      ScaledMM on devices with FP8 units (asked once a device), Decoded elsewhere and for float64.
+enum class Fp8Kernel { Auto, ScaledMM, Decoded };
+// "auto", "scaled_mm" or "decoded"; else Error(InvalidArgument).
+Fp8Kernel parse_fp8_kernel(std::string_view text);
+
+// Of "e4m3fn" or "e5m2", with any rounding; another text is an Error(InvalidArgument).
+const FPFormat& fp8_format(std::string_view text);
+
+// float8_e4m3fn or float8_e5m2.
+at::ScalarType fp8_dtype(const FPFormat& format);
+
+// Whether products of codes on this device, with results of `dtype`, go to _scaled_mm.
+bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype);
+
+// alpha * a @ b by _scaled_mm, of matrices of codes (uint8) or equal batches of them. Dimensions that the units do not
+// take (no multiple of 16) are filled up with zeros, and the second operand is copied where it does not lie column by
+// column. dtype: of the result; float32, bfloat16 or float16.
+at::Tensor scaled_mm(const at::Tensor& a, const FPFormat& format_a, const at::Tensor& b, const FPFormat& format_b,
+                     double alpha, at::ScalarType dtype);
+
+// The codes of a weight. They are made again only when the weight was written (its version counter, its memory), as
+// long as somebody holds them: the backward pass of a product does until it has run. So microbatches that are under way
+// at once share them. Rounding stochastically, they are made for every call.
+at::Tensor encode_weight(const at::Tensor& weight, std::string_view format);
+
+// While one lives, in any thread, codes of weights (and their transposed copies for the units) stay until the last one
+// goes: a step of a pipeline casts each weight once. Weights are not to be written meanwhile behind autograd's back.
+class KeepWeightCodes {
+ public:
+  KeepWeightCodes();
+  ~KeepWeightCodes();
+  KeepWeightCodes(const KeepWeightCodes&) = delete;
+  KeepWeightCodes& operator=(const KeepWeightCodes&) = delete;
+};
+
+}  // namespace plumb

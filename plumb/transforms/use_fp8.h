@@ -1,0 +1,49 @@
+// FP8 that is computed: what simulate_format would round becomes products of FP8's codes. Inputs and weights are cast
+// forward, the gradient of the output backward; the products take the codes, and the codes are what is saved for the
+// backward pass.
+//
+//   auto fp8 = plumb::use_fp8(plumb::unit_scale(module));
+//
+// There are no scale factors for the tensors: unit scaling makes them unnecessary. A unit-scaled product's own factors
+// stay where they are, in the product.
+//
+// linear, addmm, mm, matmul and bmm, and the unit-scaled ones, become plumb::fp8_linear and plumb::fp8_matmul.
+// Convolutions, attention and what else has no FP8 kernel stay simulated, to the same formats. The report says for each
+// product which, and why. A value that several products use is cast once, a weight once for all microbatches that are
+// under way (plumb/scaling/fp8.h).
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plumb/transforms/module.h"
+
+namespace plumb {
+
+struct UseFp8Options {
+  // e4m3fn or e5m2, with any rounding.
+  std::string fwd = "e4m3fn";
+  std::string bwd = "e5m2";
+  // Who multiplies (Fp8Kernel): auto, scaled_mm or decoded.
+  std::string kernel = "auto";
+  // As simulate_format has them.
+  std::vector<std::string> operators, exclude;
+};
+
+// Throws Error(InvalidArgument) for formats that no unit multiplies and kernels that there are not.
+void check(const UseFp8Options& options);
+
+// Throws what check() throws, and Error(UnknownName) for operators that are no products. Answers whether anything
+// changed.
+bool use_fp8(GraphModule& module, const UseFp8Options& options = {}, Report* report = nullptr);
+
+// The way back: products of values again, unit-scaled ones as they were, nothing rounded. (What stayed simulated stays
+// so.) Answers whether there were any.
+bool drop_fp8(GraphModule& module);
+
+// A new module that shares the tensors of `module`.
+std::shared_ptr<TransformedModule> use_fp8(const std::shared_ptr<GraphModule>& module,
+                                           const UseFp8Options& options = {});
+
+}  // namespace plumb
