@@ -9,11 +9,13 @@
 namespace plumb {
 namespace {
 
-void add_action(TimelineRun& run, const Action& action, int rank, double waiting, double start, double end) {
+void add_action(TimelineRun& run, const Action& action, int rank, double waiting, double start, double end,
+                int64_t sent = 0) {
   if (!action.is_compute()) return;
   const Action second = action.second_part();
   auto add = [&](const Action& a, int half) {
-    run.actions.push_back({rank, std::string(to_string(a.kind)), a.stage, a.microbatch, start, end, waiting, half});
+    run.actions.push_back({rank, std::string(to_string(a.kind)), a.stage, a.microbatch, start, end, waiting, half,
+                           half == 2 ? 0 : sent});
   };
   add(action.first_part(), second.is_idle() ? 0 : 1);
   if (!second.is_idle()) add(second, 2);
@@ -104,7 +106,7 @@ TimelineRun timeline_of(std::vector<TimelineEvent> events, std::string name) {
   start_at_zero(events);
   std::erase_if(events, [](const TimelineEvent& e) { return !e.action.is_compute(); });
   for (const TimelineEvent& e : events) {
-    add_action(run, e.action, e.rank, e.waiting, e.start, e.end);
+    add_action(run, e.action, e.rank, e.waiting, e.start, e.end, e.sent);
     run.num_ranks = std::max(run.num_ranks, e.rank + 1);
   }
   if (!run.actions.empty()) run.note = "bubble " + percent(measured_bubble(events));

@@ -90,6 +90,7 @@ std::string action_of(const TimelineAction& a, const Laid& run, double scale, do
                       short_number((a.end - a.start) * run.factor) + ")";
   std::string out;
   const bool waited = std::isfinite(a.waiting) && a.waiting < a.start;
+  if (a.sent > 0) title += "\nsent " + std::to_string(a.sent) + " bytes";
   if (waited) {
     title += "\nwaited " + short_number((a.start - a.waiting) * run.factor) + " " + run.unit;
     const double from = (a.waiting - run.begin) * scale;
@@ -287,6 +288,7 @@ std::string to_trace(const std::vector<TimelineRun>& steps) {
           std::to_string(a.stage) + a.kind + (a.microbatch < 0 ? "" : std::to_string(a.microbatch));
       nlohmann::json facts = {{"step", run.name}, {"stage", a.stage}};
       if (a.microbatch >= 0) facts["microbatch"] = a.microbatch;
+      if (a.sent > 0) facts["bytes sent"] = a.sent;
       stages[a.rank].insert(a.stage);
       begin = std::min(begin, a.start);
       const bool waited = std::isfinite(a.waiting) && a.waiting < a.start && a.half != 2;

@@ -16,6 +16,7 @@ struct TimelineAction {
   double waiting = NAN;  // the action waited for its messages from here on; NaN: not known
   // Of an overlapped pair each half has its own action at the same time: 0 full height, 1 upper half, 2 lower half.
   int half = 0;
+  int64_t sent = 0;  // bytes that it handed to other ranks
 };
 
 struct TimelineRun {

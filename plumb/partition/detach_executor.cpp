@@ -11,6 +11,7 @@
 #include "plumb/graph/plan.h"
 #include "plumb/partition/backward.h"
 #include "plumb/partition/pipe.h"
+#include "plumb/partition/wire.h"
 
 namespace plumb {
 namespace {
@@ -83,6 +84,10 @@ std::vector<c10::IValue> DetachExecutor::forward(std::vector<c10::IValue> inputs
     for (const StageInputPort& in : table.stages[s].inputs) {
       c10::IValue v =
           in.source.is_pipeline_input() ? inputs[in.source.index] : runs[in.source.stage].outputs[in.source.index];
+      if (table.crosses_rounded(in.source) && v.isTensor() && v.toTensor().defined()) {
+        const bool asks = v.toTensor().requires_grad();
+        v = over_the_wire(v.toTensor().detach(), table.wire).requires_grad_(asks);
+      }
       run.inputs.push_back(v.isTensor() ? enter(v.toTensor()) : Entry{});
       values.push_back(v.isTensor() ? c10::IValue(run.inputs.back().tensor) : std::move(v));
     }
@@ -124,8 +129,12 @@ std::vector<at::Tensor> DetachExecutor::backward() {
                                                pipe.table().stages.back().outputs[plan.loss_port].name +
                                                ", is no tensor of one element that requires a gradient");
   }
+  const PipeTable& table = pipe.table();
   auto grad_of = [&](const std::optional<GradRef>& ref) {
-    return ref ? runs[ref->stage].inputs[ref->input].grad() : at::Tensor();
+    const at::Tensor grad = ref ? runs[ref->stage].inputs[ref->input].grad() : at::Tensor();
+    if (!grad.defined() || !table.crosses_rounded(table.stages[ref->stage].inputs[ref->input].source)) return grad;
+    at::NoGradGuard no_grad;
+    return over_the_wire(grad, {table.wire.bwd, "none"});
   };
   // A replicated parameter's gradient so far, handed from a later stage's copy to an earlier one's: see
   // StageBackwardStep.

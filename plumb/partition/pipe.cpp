@@ -2,9 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <set>
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/partition/wire.h"
 
 namespace plumb {
 namespace {
@@ -112,7 +114,15 @@ std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
                                                   std::to_string(inputs.size()));
   }
   std::vector<std::vector<c10::IValue>> made(stages_.size());
+  std::set<PortSource> crossed;
   for (size_t s = 0; s < stages_.size(); ++s) {
+    for (const StageInputPort& in : table_.stages[s].inputs) {
+      if (!table_.crosses_rounded(in.source)) continue;
+      c10::IValue& value = made[in.source.stage][in.source.index];
+      const bool first = crossed.insert(in.source).second;
+      if (value.isTensor())
+        value = over_the_wire(value.toTensor(), {first ? table_.wire.fwd : "none", table_.wire.bwd});
+    }
     made[s] = stages_[s]->run(gather(table_.stages[s], inputs, made));
     // A value whose last user has run is of no use any more.
     for (const StageInputPort& in : table_.stages[s].inputs) {

@@ -5,10 +5,13 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
+#include "plumb/core/text.h"
 #include "plumb/graph/copy_node.h"
+#include "plumb/graph/names.h"
 #include "plumb/partition/assign.h"
 #include "plumb/partition/pipe_split.h"
 #include "plumb/scaling/parameter.h"
+#include "plumb/transforms/operands.h"
 
 namespace plumb {
 namespace {
@@ -50,6 +53,7 @@ class Cutter {
   Arg local(int stage, Value* v);
   void build(int stage);
   void finish_outputs(int stage);
+  void choose_wire();
   std::vector<std::shared_ptr<GraphModule>> make_modules();
   std::vector<Pipe::Origin> origins() const;
 
@@ -141,7 +145,8 @@ void Cutter::number_ports() {
   }
   table_.stages.resize(drafts_.size());
   for (size_t s = 0; s < exports_.size(); ++s) {
-    for (const Value* v : exports_[s]) table_.stages[s].outputs.push_back({v->name(), v->type(), v->meta(), {}, {}});
+    for (const Value* v : exports_[s])
+      table_.stages[s].outputs.push_back({v->name(), v->type(), v->meta(), {}, {}, {}});
   }
 }
 
@@ -205,11 +210,48 @@ void Cutter::finish_outputs(int stage) {
       }
       const Value* v = out.value();
       table_.outputs.push_back({outputs.size(), {}});
-      io.outputs.push_back({v->name(), v->type(), v->meta(), {}, table_.outputs.size() - 1});
+      io.outputs.push_back({v->name(), v->type(), v->meta(), {}, table_.outputs.size() - 1, {}});
       outputs.push_back(local(stage, out.value()));
     }
   }
   draft.graph.output(std::move(outputs));
+}
+
+void Cutter::choose_wire() {
+  const WireOptions& wire = options_.wire;
+  for (const std::string& pattern : wire.exclude) {
+    bool known = false;
+    for (const auto& values : exports_)
+      for (const Value* v : values) known = known || matches_pattern(pattern, v->name());
+    if (!known)
+      throw Error(ErrorKind::UnknownName, "no value that crosses between stages fits '" + pattern + "'", "",
+                  "a name of the wire's report");
+  }
+  if (!wire.formats) return;
+  check(wire.formats);
+  auto canonical = [](const std::string& text) {
+    const FPFormat* format = wire_format(text);
+    return format ? format->to_string() : std::string("none");
+  };
+  table_.wire = {canonical(wire.formats.fwd), canonical(wire.formats.bwd)};
+  const auto differentiable = differentiable_nodes(graph_, module_.state());
+  for (size_t s = 0; s < exports_.size(); ++s) {
+    for (size_t i = 0; i < exports_[s].size(); ++i) {
+      const Value* v = exports_[s][i];
+      std::string& why = table_.stages[s].outputs[i].as_it_is;
+      const auto dtype = dtype_of(v, module_.state());
+      if (!v->is_tensor()) {
+        why = "it is no tensor";
+      } else if (dtype && !has_wire_codes(*dtype)) {
+        why = "its type is " + short_name(*dtype);
+      } else if (!differentiable.count(v->producer())) {
+        why = "it has no gradient";
+      }
+      for (const std::string& pattern : wire.exclude) {
+        if (why.empty() && matches_pattern(pattern, v->name())) why = "excluded by '" + pattern + "'";
+      }
+    }
+  }
 }
 
 std::vector<std::shared_ptr<GraphModule>> Cutter::make_modules() {
@@ -303,6 +345,7 @@ std::shared_ptr<Pipe> Cutter::cut() {
     for (size_t i = 0; i < op->num_results(); ++i) drafts_[s].local.emplace(op->result(i), twin->result(i));
   }
   for (int s = 0; s < a_.num_stages; ++s) finish_outputs(s);
+  choose_wire();
   if (options_.loss_spec) table_.loss_output = find_loss_output(module_.out_spec(), *options_.loss_spec);
   auto kept = origins();
   auto modules = make_modules();

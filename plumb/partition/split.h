@@ -23,6 +23,7 @@
 
 #include "plumb/graph/graph_module.h"
 #include "plumb/partition/pipe.h"
+#include "plumb/partition/wire.h"
 
 namespace plumb {
 
@@ -56,6 +57,9 @@ struct SplitOptions {
   std::map<std::string, MultiUse> multi_use_by_name;  // full parameter names; stronger than multi_use
 
   AtConflict at_conflict = AtConflict::MoveCut;
+
+  // Formats on the way between stages. Integers, values without a gradient and what is excluded travel as they are.
+  WireOptions wire;
 
   // Which output is the loss: the structure of the outputs with `true` in its place and `false` elsewhere (a bool, or
   // tuples, lists and dicts of them). Puts a symbolic backward into the pipe. None: no backward.

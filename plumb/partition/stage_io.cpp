@@ -7,6 +7,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/json_text.h"
 #include "plumb/graph/names.h"
+#include "plumb/partition/wire.h"
 
 namespace plumb {
 namespace {
@@ -101,6 +102,7 @@ json write(const StageIO& io) {
                        {"meta", write(out.meta)},
                        {"consumers", uses},
                        {"output", out.pipeline_output ? json(*out.pipeline_output) : json(nullptr)}});
+    if (!out.as_it_is.empty()) outputs.back()["as_it_is"] = out.as_it_is;
   }
   return {{"inputs", inputs}, {"outputs", outputs}};
 }
@@ -116,7 +118,8 @@ StageIO read_io(const json& j) {
   }
   for (const json& out : j.at("outputs")) {
     StageOutputPort port{
-        out.at("name").get<std::string>(), read_type(out.at("type")), read_meta(out.at("meta")), {}, {}};
+        out.at("name").get<std::string>(), read_type(out.at("type")), read_meta(out.at("meta")), {}, {}, {}};
+    port.as_it_is = out.value("as_it_is", std::string());
     for (const json& use : out.at("consumers"))
       port.consumers.push_back({use.at(0).get<int>(), use.at(1).get<size_t>()});
     if (!out.at("output").is_null()) port.pipeline_output = out.at("output").get<size_t>();
@@ -168,6 +171,8 @@ std::string PipeTable::to_string() const {
       for (const PortUse& use : out.consumers) {
         text += (&use == &out.consumers.front() ? " to stage " : ", ") + std::to_string(use.stage);
       }
+      if (wire && !out.consumers.empty() && out.as_it_is.empty())
+        text += " as " + wire.fwd + ", its gradient as " + wire.bwd;
       if (out.pipeline_output) {
         text += std::string(loss_output == out.pipeline_output ? " is the loss," : " is") + " output " +
                 std::to_string(*out.pipeline_output);
@@ -198,6 +203,7 @@ std::string PipeTable::to_json() const {
     for (const auto& [stage, name] : param) copies.push_back({stage, name});
     j["replicated"].push_back(copies);
   }
+  if (wire) j["wire"] = {wire.fwd, wire.bwd};
   j["loss"] = loss_output ? json(*loss_output) : json(nullptr);
   return j.dump();
 }
@@ -223,6 +229,10 @@ PipeTable PipeTable::from_json(const std::string& text) {
       ReplicatedParam copies;
       for (const json& copy : param) copies[copy.at(0).get<int>()] = copy.at(1).get<std::string>();
       table.replicated.push_back(std::move(copies));
+    }
+    if (j.contains("wire")) {
+      table.wire = {j.at("wire").at(0).get<std::string>(), j.at("wire").at(1).get<std::string>()};
+      plumb::check(table.wire);
     }
     if (!j.at("loss").is_null()) table.loss_output = j.at("loss").get<size_t>();
     check(table);

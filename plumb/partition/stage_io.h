@@ -31,6 +31,13 @@ struct StageInputPort {
   bool operator==(const StageInputPort&) const = default;
 };
 
+// Formats that values and their gradients have on their way between stages (wire.h). "" and "none": as they are.
+struct WireFormats {
+  std::string fwd, bwd;
+  explicit operator bool() const { return !(fwd.empty() && bwd.empty()); }
+  bool operator==(const WireFormats&) const = default;
+};
+
 struct PortUse {
   int stage;
   size_t input;  // position among that stage's inputs
@@ -45,6 +52,7 @@ struct StageOutputPort {
   std::optional<TensorMeta> meta;
   std::vector<PortUse> consumers;
   std::optional<size_t> pipeline_output;
+  std::string as_it_is;  // why it is not rounded on the wire; "" where it is, if the table has formats for it
   bool operator==(const StageOutputPort&) const = default;
 };
 
@@ -71,9 +79,14 @@ struct PipeTable {
   size_t num_inputs = 0;  // flat inputs of the whole graph
   std::vector<PipelineOutput> outputs;
   std::vector<ReplicatedParam> replicated;
+  WireFormats wire;
   std::optional<size_t> loss_output;  // flat output that is the loss, if a loss spec was given
 
   int num_stages() const { return static_cast<int>(stages.size()); }
+  // Whether the value of this source is rounded on its way.
+  bool crosses_rounded(const PortSource& source) const {
+    return wire && !source.is_pipeline_input() && stages[source.stage].outputs[source.index].as_it_is.empty();
+  }
   // One line an input and output, for people.
   std::string to_string() const;
   // For sending; from_json throws Error(BadFile) that names what is wrong.

@@ -47,6 +47,7 @@ PipelineLayout make_layout(const PipeTable& table) {
   PipelineLayout layout;
   layout.num_inputs = static_cast<int>(table.num_inputs);
   layout.input_sizes.resize(table.num_inputs);
+  layout.wire = table.wire;
   for (int s = 0; s < table.num_stages(); ++s) {
     const StageIO& io = table.stages[static_cast<size_t>(s)];
     StageLayout stage;
@@ -57,6 +58,9 @@ PipelineLayout make_layout(const PipeTable& table) {
       if (of_model && port.meta) layout.input_sizes[port.source.index] = sizes_made_for(*port.meta);
     }
     stage.num_outputs = static_cast<int>(io.outputs.size());
+    for (int i = 0; table.wire && i < stage.num_outputs; ++i) {
+      if (!io.outputs[static_cast<size_t>(i)].as_it_is.empty()) stage.as_they_are.insert(i);
+    }
     layout.stages.push_back(std::move(stage));
   }
   for (const ReplicatedParam& parameter : table.replicated) {

@@ -72,8 +72,11 @@ std::string PipelineLayout::text() const {
       out += '.';
       out += std::to_string(in.index);
     }
-    out += " -> " + std::to_string(stages[s].num_outputs) + "\n";
+    out += " -> " + std::to_string(stages[s].num_outputs);
+    for (const int index : stages[s].as_they_are) out += " " + std::to_string(index) + " as it is";
+    out += "\n";
   }
+  if (wire) out += "wire: " + wire.fwd + " " + wire.bwd + "\n";
   for (const auto& group : tied) {
     out += "tied:";
     for (const auto& copy : group.copies) out += " stage" + std::to_string(copy.stage) + "." + copy.name;
@@ -84,6 +87,7 @@ std::string PipelineLayout::text() const {
 
 void PipelineLayout::check() const {
   if (stages.empty()) throw Error(ErrorKind::InvalidArgument, "the pipeline has no stages");
+  plumb::check(wire);
   for (int s = 0; s < num_stages(); s++) {
     for (size_t i = 0; i < stages[s].inputs.size(); i++) {
       const auto& in = stages[s].inputs[i];

@@ -3,9 +3,11 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
+#include "plumb/partition/wire.h"
 #include "plumb/schedule/schedule.h"
 
 namespace plumb {
@@ -21,6 +23,7 @@ struct ValueSource {
 struct StageLayout {
   std::vector<ValueSource> inputs;  // in the order of the stage's inputs; stages before this one, or the model's inputs
   int num_outputs = 1;
+  std::set<int> as_they_are = {};  // outputs that are not rounded on the wire
 };
 
 // One parameter that several stages hold a copy of (or the same stage under two names). Its gradients are summed over
@@ -46,6 +49,9 @@ struct PipelineLayout {
   // A linear chain: each stage sends all outputs to the next, in order. The number of outputs may vary between
   // microbatches. Stage 0 takes nothing: it gets the model's inputs by itself.
   bool dynamic_outputs = false;
+  // Formats of all values between stages but those that are to stay as they are, and of their gradients
+  // (plumb/partition/wire.h).
+  WireFormats wire;
 
   int num_stages() const { return static_cast<int>(stages.size()); }
   // Stage s takes what stage s - 1 gives; stage 0 takes the model's one input.
@@ -55,6 +61,16 @@ struct PipelineLayout {
   // go from a later user to the one before it (wiring.h).
   StageEdges edges() const;
   std::string text() const;
+  // The format of a value between stages and of its gradient; null: as it is.
+  const FPFormat* value_format(const ValueSource& value) const {
+    return rounds(value) ? wire_format(wire.fwd) : nullptr;
+  }
+  const FPFormat* gradient_format(const ValueSource& value) const {
+    return rounds(value) ? wire_format(wire.bwd) : nullptr;
+  }
+  bool rounds(const ValueSource& value) const {
+    return wire && value.stage >= 0 && (dynamic_outputs || !stages[value.stage].as_they_are.count(value.index));
+  }
   // Raises Error(InvalidArgument) that names the stage and input.
   void check() const;
 };

@@ -8,6 +8,9 @@
 #include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
+#include "plumb/numerics/codes.h"
+#include "plumb/numerics/operators.h"
+#include "plumb/partition/wire.h"
 
 namespace plumb {
 
@@ -43,7 +46,8 @@ struct Entry {
   std::int8_t dtype = -1;  // -1: no value
   std::uint8_t requires_grad = 0;
   std::uint16_t dims = 0;
-  std::uint32_t unused = 0;
+  std::uint8_t coded = 0;  // its bytes are codes of the format agreed on
+  std::uint8_t unused[3] = {};
 };
 static_assert(sizeof(Entry) == 8);
 
@@ -69,6 +73,17 @@ std::vector<std::int64_t> wire_strides(const at::Tensor& t) {
   return strides;
 }
 
+std::int64_t value_bytes(const MessageValue& v) {
+  return static_cast<std::int64_t>(v.codes != nullptr ? v.tensor.numel() : v.tensor.nbytes());
+}
+
+// The tensor whose memory travels.
+at::Tensor on_the_wire(const MessageValue& v) {
+  if (v.codes == nullptr) return v.tensor;
+  at::NoGradGuard no_grad;
+  return ops::encode(v.tensor.detach(), v.codes->to_string());
+}
+
 bool has_plain_dtype(int number) {
   if (number < 0 || number >= static_cast<int>(at::ScalarType::NumOptions)) return false;
   const auto dtype = static_cast<at::ScalarType>(number);
@@ -84,8 +99,9 @@ std::uint32_t sum_of(const Prologue& prologue) { return crc32(&prologue, offseto
 // Reads a message whose checksums are right: its sender may still lie.
 class Reader {
  public:
-  Reader(const at::Tensor& buffer, const Prologue& prologue)
+  Reader(const at::Tensor& buffer, const Prologue& prologue, const FPFormat* codes)
       : buffer_(buffer),
+        codes_(codes),
         base_(static_cast<const char*>(buffer.const_data_ptr())),
         prologue_(prologue),
         end_(prologue.total_bytes),
@@ -134,13 +150,16 @@ class Reader {
     const auto dtype = static_cast<at::ScalarType>(s.entry.dtype);
     const bool may_ask =
         prologue_.kind == MessageKind::Activation && (at::isFloatingType(dtype) || at::isComplexType(dtype));
+    if (s.entry.coded > (codes_ != nullptr && has_wire_codes(dtype) ? 1 : 0)) {
+      raise_malformed("a value comes as codes, which was not agreed on");
+    }
     if (s.entry.requires_grad > (may_ask ? 1 : 0)) raise_malformed("a value asks for a gradient that it cannot have");
     const std::int64_t n = s.entry.dims;
     if (n > kMostDims) raise_malformed("a value has " + std::to_string(n) + " dimensions");
     if (end_ - at_ < 2 * bytes_of_sizes(n)) raise_malformed("its table of values is cut off");
     s.sizes = take_numbers(n);
     s.strides = take_numbers(n);
-    s.bytes = check_shape(s) * static_cast<std::int64_t>(c10::elementSize(dtype));
+    s.bytes = check_shape(s) * static_cast<std::int64_t>(s.entry.coded ? 1 : c10::elementSize(dtype));
     return s;
   }
 
@@ -166,15 +185,18 @@ class Reader {
     if (s.entry.dtype == -1) return {};
     if (s.bytes > end_ - at_) raise_malformed("a value's bytes are cut off");
     // from_blob, not views: each value has a version counter of its own.
+    const auto dtype = static_cast<at::ScalarType>(s.entry.dtype);
     at::Tensor value = at::from_blob(
         const_cast<char*>(base_) + at_, s.sizes, s.strides, [buffer = buffer_](void*) {},
-        at::TensorOptions(static_cast<at::ScalarType>(s.entry.dtype)));
+        at::TensorOptions(s.entry.coded ? at::kByte : dtype));
     if (!value.is_non_overlapping_and_dense()) raise_malformed("a value's strides overlap or leave gaps");
     at_ += align(s.bytes);
-    return {value, s.entry.requires_grad != 0};
+    if (s.entry.coded) value = decode(value, *codes_, dtype);
+    return {value, s.entry.requires_grad != 0, s.entry.coded ? codes_ : nullptr};
   }
 
   const at::Tensor& buffer_;
+  const FPFormat* const codes_;
   const char* base_;
   const Prologue& prologue_;
   const std::int64_t end_;
@@ -201,6 +223,9 @@ void check_agreed(const std::vector<MessageValue>& values, const std::vector<Agr
     bool fits = a.comes != (t.defined() ? AgreedValue::Comes::Never : AgreedValue::Comes::Always);
     if (fits && t.defined())
       fits = t.scalar_type() == a.dtype.value_or(t.scalar_type()) && (!a.sizes || t.sizes() == *a.sizes);
+    if (fits && t.defined() && (values[i].codes != nullptr) != (a.codes != nullptr && has_wire_codes(t.scalar_type())))
+      refuse("its value " + std::to_string(i) + (a.codes ? " comes as it is, agreed were codes of " + a.codes->name()
+                                                         : " comes as codes, which was not agreed on"));
     if (!fits) refuse("its value " + std::to_string(i) + " is " + describe(t) + ", agreed was " + text(a));
   }
 }
@@ -222,7 +247,7 @@ int size_class(std::int64_t bytes) {
 std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes) {
   std::int64_t bytes = align(sizeof(Prologue) + bytes_of_sizes(num_sizes) + table_bytes(values));
   for (const auto& v : values) {
-    if (v.tensor.defined()) bytes += align(static_cast<std::int64_t>(v.tensor.nbytes()));
+    if (v.tensor.defined()) bytes += align(value_bytes(v));
   }
   return bytes;
 }
@@ -264,6 +289,7 @@ void write_message(char* to, Prologue prologue, const std::vector<MessageValue>&
       entry.dtype = static_cast<std::int8_t>(t.scalar_type());
       entry.requires_grad = v.requires_grad;
       entry.dims = static_cast<std::uint16_t>(t.dim());
+      entry.coded = v.codes != nullptr;
     }
     put(&entry, sizeof entry);
     if (!t.defined()) continue;
@@ -273,13 +299,13 @@ void write_message(char* to, Prologue prologue, const std::vector<MessageValue>&
   }
   fill();
   for (const auto& v : values) {
-    const auto& t = v.tensor;
-    if (!t.defined()) continue;
+    if (!v.tensor.defined()) continue;
+    const at::Tensor t = on_the_wire(v);
     if (t.is_cpu() && t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg()) {
       put(t.const_data_ptr(), t.nbytes());
     } else {
       if (t.numel() > 0)
-        at::from_blob(at, t.sizes(), wire_strides(t), at::TensorOptions(t.scalar_type())).copy_(t.detach());
+        at::from_blob(at, t.sizes(), wire_strides(v.tensor), at::TensorOptions(t.scalar_type())).copy_(t.detach());
       at += t.nbytes();
     }
     fill();
@@ -289,7 +315,7 @@ void write_message(char* to, Prologue prologue, const std::vector<MessageValue>&
   std::memcpy(to, &prologue, sizeof prologue);
 }
 
-Message read_message(const at::Tensor& buffer, const AgreedValues& agreed) {
+Message read_message(const at::Tensor& buffer, const AgreedValues& agreed, const FPFormat* codes) {
   Prologue prologue;
   if (buffer.numel() < static_cast<std::int64_t>(sizeof prologue)) raise_malformed("it is cut off");
   const char* base = static_cast<const char*>(buffer.const_data_ptr());
@@ -304,7 +330,7 @@ Message read_message(const at::Tensor& buffer, const AgreedValues& agreed) {
     throw Error(ErrorKind::Communication, "it is damaged: its checksum does not match", "",
                 "look at the network and the memory of both hosts");
   }
-  Message message = Reader(buffer, prologue).read();
+  Message message = Reader(buffer, prologue, codes).read();
   if (agreed) check_agreed(message.values, *agreed);
   return message;
 }

@@ -1,7 +1,7 @@
 // One message between stages: a header and the values' bytes behind it, in one buffer.
 //
-//   prologue (64 bytes) | the microbatch's sizes | an entry per value: dtype, flags, sizes, strides | values, each at a
-//   multiple of 64 bytes
+//   prologue (64 bytes) | the microbatch's sizes | an entry per value: dtype, flags, sizes, strides | values or their
+//   codes, each at a multiple of 64 bytes
 //
 // The prologue has a checksum of itself and one of all that follows it. The microbatch's sizes are packed ModelSizes:
 // numbers, of which this file knows no more.
@@ -16,6 +16,8 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "plumb/numerics/format.h"
 
 namespace plumb {
 
@@ -42,6 +44,8 @@ std::string to_string(const MessageId& id);
 struct MessageValue {
   at::Tensor tensor;
   bool requires_grad = false;  // of an activation
+  // It travels as codes of this format, a byte each, and arrives rounded, in its own dtype.
+  const FPFormat* codes = nullptr;
 };
 
 // What both ends know of a value before it comes.
@@ -50,6 +54,7 @@ struct AgreedValue {
   Comes comes = Comes::Maybe;
   std::optional<at::ScalarType> dtype;             // nothing: any
   std::optional<std::vector<std::int64_t>> sizes;  // nothing: any
+  const FPFormat* codes = nullptr;                 // of a floating-point value: as MessageValue has it
 };
 // One for each value of a message. Nothing: as many come as the sender likes.
 using AgreedValues = std::optional<std::vector<AgreedValue>>;
@@ -59,7 +64,7 @@ AgreedValue agreed_gradient(const at::Tensor& parameter, const at::Tensor& own);
 
 namespace wire {
 
-inline constexpr std::uint32_t kMagic = 0x32424c50;  // "PLB2"
+inline constexpr std::uint32_t kMagic = 0x33424c50;  // "PLB3"
 inline constexpr std::int64_t kAlignment = 64;
 
 enum class Content : std::uint8_t {
@@ -110,8 +115,10 @@ struct Message {
 };
 // The message in `buffer` (a byte tensor), which stays alive as long as the values do. Raises Error(Communication) that
 // says what is wrong with it: damaged, values that are cut off or of no plain dtype, strides that leave their memory or
-// overlap, a gradient that asks for a gradient, values other than `agreed`.
-Message read_message(const at::Tensor& buffer, const AgreedValues& agreed = std::nullopt);
+// overlap, a gradient that asks for a gradient, codes where `codes` is null or of what has none, values other than
+// `agreed`. `codes`: the format of values that come as codes.
+Message read_message(const at::Tensor& buffer, const AgreedValues& agreed = std::nullopt,
+                     const FPFormat* codes = nullptr);
 
 }  // namespace wire
 }  // namespace plumb

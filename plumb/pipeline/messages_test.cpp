@@ -5,6 +5,7 @@
 
 #include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
+#include "plumb/numerics/quantise.h"
 #include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/message.h"
 #include "plumb/pipeline/processes_test.h"
@@ -80,6 +81,64 @@ TEST(Message, CarriesTheSizesOfItsMicrobatchAndNoMoreThanItHolds) {
       (of_values ? prologue->num_values : prologue->num_sizes) = lie;
       seal_again(damaged);
       EXPECT_THROW(wire::read_message(damaged), Error) << lie;
+    }
+  }
+}
+
+TEST(Message, CarriesCodesOfAByteAndGivesRoundedValues) {
+  const FPFormat format = FPFormat::parse("e4m3fn");
+  std::vector<MessageValue> values;
+  for (auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16})
+    values.push_back({at::randn({40, 50}).to(type).t(), true, &format});
+  values.push_back({at::arange(7), false});
+  values.push_back({at::tensor({NAN, INFINITY, -0.0f, 1e9f}), false, &format});
+  const auto buffer = pack(values);
+  EXPECT_LT(buffer.numel(), 5 * 2048 + 4 * 256 + 64);
+  std::vector<AgreedValue> agreed(values.size());
+  for (size_t i = 0; i < values.size(); i++) agreed[i].codes = values[i].codes;
+  const auto back = wire::read_message(buffer, agreed, &format).values;
+  for (size_t i = 0; i < 4; i++) {
+    EXPECT_TRUE(at::equal(back[i].tensor, quantise(values[i].tensor, format))) << i;
+    EXPECT_EQ(back[i].tensor.scalar_type(), values[i].tensor.scalar_type());
+    EXPECT_EQ(back[i].tensor.strides(), values[i].tensor.strides());
+    EXPECT_TRUE(back[i].requires_grad);
+  }
+  EXPECT_TRUE(at::equal(back[4].tensor, values[4].tensor));
+  EXPECT_TRUE(back[5].tensor[0].isnan().item<bool>());
+  EXPECT_EQ(back[5].tensor[3].item<float>(), 448.0f);
+}
+
+TEST(Message, RefusesCodesThatWereNotAgreedOnAndValuesInTheirPlace) {
+  const FPFormat format = FPFormat::parse("e5m2");
+  const at::Tensor x = at::randn({8, 8});
+  const auto coded = pack({{x, false, &format}}), plain = pack({{x, false}});
+  EXPECT_THAT(message_of([&] { wire::read_message(coded); }), HasSubstr("comes as codes, which was not agreed on"));
+  const std::vector<AgreedValue> as_codes{{AgreedValue::Comes::Maybe, at::kFloat, std::nullopt, &format}};
+  const std::vector<AgreedValue> as_it_is{{AgreedValue::Comes::Maybe, at::kFloat, std::nullopt, nullptr}};
+  EXPECT_THAT(message_of([&] { wire::read_message(plain, as_codes, &format); }), HasSubstr("comes as it is"));
+  EXPECT_THAT(message_of([&] { wire::read_message(coded, as_it_is, &format); }), HasSubstr("comes as codes"));
+  auto integers = pack({{at::arange(64), false}});
+  const int64_t flag = sizeof(wire::Prologue) + 4;  // of the first value's entry, behind dtype, flag and dimensions
+  static_cast<unsigned char*>(integers.data_ptr())[flag] = 1;
+  seal_again(integers);
+  EXPECT_THAT(message_of([&] { wire::read_message(integers, std::nullopt, &format); }), HasSubstr("not agreed on"));
+}
+
+TEST(Message, NeverReadsBeyondALiarsCodes) {
+  const FPFormat format = FPFormat::parse("e4m3fn");
+  const auto whole = pack({{at::rand({3, 5}), true, &format}, {at::rand({70}), false, &format}});
+  for (int64_t i = 0; i < 192; i++) {
+    for (int flip : {0x01, 0x80, 0xff}) {
+      auto damaged = whole.clone();
+      static_cast<unsigned char*>(damaged.data_ptr())[i] ^= flip;
+      seal_again(damaged);
+      try {
+        for (auto& v : wire::read_message(damaged, std::nullopt, &format).values) {
+          if (v.tensor.defined()) v.tensor.clone();
+        }
+      } catch (const Error& e) {
+        EXPECT_EQ(e.kind(), ErrorKind::Communication) << e.what();
+      }
     }
   }
 }

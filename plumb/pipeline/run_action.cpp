@@ -5,6 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
+#include "plumb/numerics/operators.h"
 #include "plumb/pipeline/runtime_state.h"
 
 namespace plumb {
@@ -15,7 +16,20 @@ AgreedValue agreed_gradient(const std::optional<GradientMeta>& meta) {
   return {AgreedValue::Comes::Maybe, meta->options.dtype().toScalarType(), meta->sizes};
 }
 
+const FPFormat* codes_of(const at::Tensor& t, const FPFormat* format) {
+  return t.defined() && has_wire_codes(t.scalar_type()) ? format : nullptr;
+}
+
 }  // namespace
+
+std::vector<MessageValue> arrived(std::vector<MessageValue> values) {
+  at::NoGradGuard no_grad;
+  for (auto& v : values) {
+    if (v.codes != nullptr) v.tensor = ops::quantise(v.tensor, v.codes->to_string());
+    v.codes = nullptr;
+  }
+  return values;
+}
 
 void PipelineState::take_values(LocalStage& stage, Slot& slot, int from, std::vector<MessageValue> values) const {
   if (layout.dynamic_outputs) {
@@ -43,27 +57,33 @@ void PipelineState::take_grads(LocalStage& stage, Slot& slot, int from, const st
   }
 }
 
-std::vector<MessageValue> PipelineState::values_for(const StageWiring::Bundle& bundle, const Tensors& outputs) const {
+std::vector<MessageValue> PipelineState::values_for(int from, const StageWiring::Bundle& bundle,
+                                                    const Tensors& outputs) const {
   std::vector<MessageValue> values;
-  auto add = [&](const at::Tensor& t) {
-    values.push_back({t.defined() ? t.detach() : t, t.defined() && t.requires_grad()});
+  auto add = [&](const at::Tensor& t, int index) {
+    values.push_back({t.defined() ? t.detach() : t, t.defined() && t.requires_grad(),
+                      codes_of(t, layout.value_format({from, index}))});
   };
   if (layout.dynamic_outputs) {
     values.reserve(outputs.size());
-    for (const auto& t : outputs) add(t);
+    for (const auto& t : outputs) add(t, 0);
   } else {
     values.reserve(bundle.indices.size());
-    for (int k : bundle.indices) add(outputs[k]);
+    for (int k : bundle.indices) add(outputs[k], k);
   }
   return values;
 }
 
-std::vector<MessageValue> PipelineState::grads_for(const StageWiring::Bundle& bundle, const Tensors& grads) const {
+std::vector<MessageValue> PipelineState::grads_for(const LocalStage& of, const StageWiring::Bundle& bundle,
+                                                   const Tensors& grads) const {
   std::vector<MessageValue> values;
+  auto add = [&](const at::Tensor& g, const ValueSource& source) {
+    values.push_back({g, false, codes_of(g, layout.gradient_format(source))});
+  };
   if (layout.dynamic_outputs) {
-    for (const auto& g : grads) values.push_back({g, false});
+    for (const auto& g : grads) add(g, {bundle.stage, 0});
   } else {
-    for (int k : bundle.indices) values.push_back({grads[k], false});
+    for (int k : bundle.indices) add(grads[k], of.wiring->sources[static_cast<size_t>(k)]);
   }
   return values;
 }
@@ -78,19 +98,23 @@ void PipelineState::prepare(LocalStage& stage, Slot& slot) const {
 }
 
 // Of gradients: those of the values that went the other way.
-AgreedValues PipelineState::agreed_grads(const StageWiring::GradBundle& bundle, const Slot& slot) const {
+AgreedValues PipelineState::agreed_grads(const LocalStage& stage, const StageWiring::GradBundle& bundle,
+                                         const Slot& slot) const {
   std::vector<AgreedValue> agreed;
   if (layout.dynamic_outputs) {
     for (const auto& output : slot.outputs) agreed.push_back(agreed_gradient(gradient_meta(output)));
+    for (auto& a : agreed) a.codes = layout.gradient_format({0, 0});
     return agreed;
   }
   for (const auto& [output, index] : bundle.targets) {
     const auto k = static_cast<size_t>(index);
+    const ValueSource value = output ? ValueSource{stage.stage, index} : stage.wiring->sources[k];
     if (output) {
       agreed.push_back(agreed_gradient(k < slot.outputs.size() ? gradient_meta(slot.outputs[k]) : std::nullopt));
     } else {
       agreed.push_back(agreed_gradient(slot.boundary ? slot.boundary->gradient_meta(k) : std::nullopt));
     }
+    agreed.back().codes = layout.gradient_format(value);
   }
   return agreed;
 }
@@ -101,13 +125,19 @@ void PipelineState::receive(const RunAction& run, LocalStage& stage, Slot& slot)
     if (run.receives[i] < 0) continue;  // was handed over on this rank
     if (run.action.kind != ActionKind::Forward) {
       take_grads(stage, slot, w.grads_in[i].stage,
-                 transport.receive(run.receives[i], run.text, agreed_grads(w.grads_in[i], slot)).values);
+                 transport
+                     .receive(run.receives[i], run.text, agreed_grads(stage, w.grads_in[i], slot),
+                              wire_format(layout.wire.bwd))
+                     .values);
       continue;
     }
     // What values are is the stage's to check, which may take many.
     AgreedValues agreed;
-    if (!layout.dynamic_outputs) agreed.emplace(w.values_in[i].indices.size());
-    auto message = transport.receive(run.receives[i], run.text, agreed);
+    if (!layout.dynamic_outputs) agreed.emplace();
+    for (int k : w.values_in[i].indices) {
+      if (agreed) agreed->emplace_back().codes = layout.value_format(w.sources[static_cast<size_t>(k)]);
+    }
+    auto message = transport.receive(run.receives[i], run.text, agreed, wire_format(layout.wire.fwd));
     slot.sizes.merge(unpack_sizes(message.sizes));
     take_values(stage, slot, w.values_in[i].stage, std::move(message.values));
   }
@@ -118,7 +148,7 @@ void PipelineState::send_values(const RunAction& run, LocalStage& stage, int m, 
   const auto& sizes = stage.slots[m].sizes;
   for (size_t i = 0; i < bundles.size(); i++) {
     if (run.sends[i] >= 0) {
-      transport.send(run.sends[i], values_for(bundles[i], outputs), pack_sizes(sizes));
+      transport.send(run.sends[i], values_for(stage.stage, bundles[i], outputs), pack_sizes(sizes));
       continue;
     }
     auto& to = stages.at(bundles[i].stage);
@@ -126,7 +156,7 @@ void PipelineState::send_values(const RunAction& run, LocalStage& stage, int m, 
     slot.sizes.insert(sizes.begin(), sizes.end());
     if (slot.values_given_for.count(stage.stage)) continue;
     prepare(to, slot);
-    take_values(to, slot, stage.stage, values_for(bundles[i], outputs));
+    take_values(to, slot, stage.stage, arrived(values_for(stage.stage, bundles[i], outputs)));
   }
 }
 
@@ -134,12 +164,13 @@ void PipelineState::send_grads(const RunAction& run, LocalStage& stage, int m, c
   const auto& bundles = stage.wiring->grads_out;
   for (size_t i = 0; i < bundles.size(); i++) {
     if (run.sends[i] >= 0) {
-      transport.send(run.sends[i], grads_for(bundles[i], grads));
+      transport.send(run.sends[i], grads_for(stage, bundles[i], grads));
       continue;
     }
     auto& to = stages.at(bundles[i].stage);
     auto& slot = to.slots[m];
-    if (!slot.grads_given_for.count(stage.stage)) take_grads(to, slot, stage.stage, grads_for(bundles[i], grads));
+    if (!slot.grads_given_for.count(stage.stage))
+      take_grads(to, slot, stage.stage, arrived(grads_for(stage, bundles[i], grads)));
   }
 }
 
@@ -236,6 +267,7 @@ void PipelineState::run_actions(std::span<const RunAction> parts) {
   const RunAction& run = parts.front();
   TimelineEvent event{rank(), run.hooked};
   if (options.record_timeline) event.waiting = seconds_now();
+  const std::int64_t sent_before = transport.sent();
   const RunAction* at = &run;  // for the error's text
   try {
     for (const auto& part : parts) {
@@ -267,6 +299,7 @@ void PipelineState::run_actions(std::span<const RunAction> parts) {
   }
   if (options.record_timeline) {
     event.end = seconds_now();
+    event.sent = transport.sent() - sent_before;
     timeline.push_back(event);
   }
 }

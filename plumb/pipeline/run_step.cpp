@@ -7,6 +7,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/runtime_state.h"
+#include "plumb/scaling/fp8.h"
 
 namespace plumb {
 
@@ -172,6 +173,7 @@ StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<
   inputs = &in;
   targets = &tgt;
   const RunPlan& plan = train ? train_plan : eval_plan;
+  const KeepWeightCodes cast_once;
   std::vector<std::pair<at::Generator, at::Tensor>> generator_states;
   if (options.seed)
     for (const at::Generator& generator : generators()) generator_states.emplace_back(generator, generator.get_state());

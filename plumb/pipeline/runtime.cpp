@@ -59,6 +59,7 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
     : state_(std::make_unique<PipelineState>(std::move(group))) {
   auto& s = *state_;
   const int me = s.rank();
+  if (options.wire) layout.wire = options.wire;
   try {
     check_parts(layout, schedule, stages, me, s.transport.group().size());
   } catch (const Error& e) {

@@ -55,6 +55,9 @@ struct PipelineOptions {
   ProcessGroup replicas;
   // Gradients are the mean over replicas, whatever their rows.
   bool average_replicas = false;
+  // Formats between stages, for a layout that says none (a pipe's says its own): of every floating-point value, and of
+  // its gradient. The same on all ranks.
+  WireFormats wire;
   // Functions in the place of this rank's actions (step_driver.h). Other ranks need not have the same.
   ActionHooks hooks;
 };

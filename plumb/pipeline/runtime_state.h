@@ -98,8 +98,10 @@ struct PipelineState {
   // Values and gradients that arrive at a stage of this rank. With dynamic outputs they say how many there are.
   void take_values(LocalStage& stage, Slot& slot, int from, std::vector<MessageValue> values) const;
   void take_grads(LocalStage& stage, Slot& slot, int from, const std::vector<MessageValue>& values) const;
-  std::vector<MessageValue> values_for(const StageWiring::Bundle& bundle, const Tensors& outputs) const;
-  std::vector<MessageValue> grads_for(const StageWiring::Bundle& bundle, const Tensors& grads) const;
+  // With the formats in which they cross. `from`: the stage of the outputs; `of`: the one of the gradients.
+  std::vector<MessageValue> values_for(int from, const StageWiring::Bundle& bundle, const Tensors& outputs) const;
+  std::vector<MessageValue> grads_for(const LocalStage& of, const StageWiring::Bundle& bundle,
+                                      const Tensors& grads) const;
   void prepare(LocalStage& stage, Slot& slot) const;
 
   // --- run_forward.cpp ---
@@ -134,7 +136,7 @@ struct PipelineState {
   void finish_gradients(StepResult& done);
   StepResult result(const std::vector<int64_t>& rows);
 
-  AgreedValues agreed_grads(const StageWiring::GradBundle& bundle, const Slot& slot) const;
+  AgreedValues agreed_grads(const LocalStage& stage, const StageWiring::GradBundle& bundle, const Slot& slot) const;
   void receive(const RunAction& run, LocalStage& stage, Slot& slot);
   void forward(const RunAction& run, LocalStage& stage, Slot& slot);
   void backward(const RunAction& run, LocalStage& stage, Slot& slot);
@@ -151,6 +153,9 @@ struct PipelineState {
   void start_of_backward(const LocalStage& stage, const Slot& slot, int m, const at::Tensor& loss, Tensors& outputs,
                          Tensors& grads) const;
 };
+
+// What stays in this process, rounded as if it had travelled.
+std::vector<MessageValue> arrived(std::vector<MessageValue> values);
 
 // "output 0 of stage 1, microbatch 2"
 std::string value_name(const char* what, size_t index, int stage, int m);

@@ -122,7 +122,7 @@ void StepDriver::take_outputs(int stage, int microbatch, int from, const Tensors
   state.training = state.by_hand ? at::GradMode::is_enabled() : state.training;
   state.prepare(local, slot);
   for (const auto& bundle : state.wiring[static_cast<size_t>(from)].values_out) {
-    if (bundle.stage == stage) state.take_values(local, slot, from, state.values_for(bundle, outputs));
+    if (bundle.stage == stage) state.take_values(local, slot, from, arrived(state.values_for(from, bundle, outputs)));
   }
   slot.values_given_for.insert(from);
   slot.sizes.insert(sizes.begin(), sizes.end());
@@ -163,7 +163,8 @@ Tensors StepDriver::input_gradients(int stage, int microbatch, int to) const {
   Tensors gradients;
   for (const auto& bundle : local.wiring->grads_out) {
     if (bundle.stage != to) continue;
-    for (const auto& value : state_->grads_for(bundle, slot.input_grads)) gradients.push_back(value.tensor);
+    for (const auto& value : arrived(state_->grads_for(local, bundle, slot.input_grads)))
+      gradients.push_back(value.tensor);
   }
   return gradients;
 }

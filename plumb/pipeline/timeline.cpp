@@ -17,8 +17,8 @@ std::string to_text(const std::vector<TimelineEvent>& events) {
   std::string out;
   char line[160];
   for (const auto& e : events) {
-    std::snprintf(line, sizeof line, "%d %s %.3f %.3f %.3f\n", e.rank, to_string(e.action).c_str(), e.waiting * 1e6,
-                  e.start * 1e6, e.end * 1e6);
+    std::snprintf(line, sizeof line, "%d %s %.3f %.3f %.3f %" PRId64 "\n", e.rank, to_string(e.action).c_str(),
+                  e.waiting * 1e6, e.start * 1e6, e.end * 1e6, e.sent);
     out += line;
   }
   return out;
@@ -35,8 +35,9 @@ std::vector<TimelineEvent> parse_timeline(const std::string& text) {
     std::string action;
     if (!(fields >> e.rank >> action >> e.waiting >> e.start >> e.end)) {
       throw Error(ErrorKind::BadFile, "line " + std::to_string(n) + " of the time line, '" + line +
-                                          "', is not 'rank action waiting start end'");
+                                          "', is not 'rank action waiting start end', perhaps with the bytes sent");
     }
+    if (!(fields >> e.sent)) e.sent = 0;
     e.action = parse_action(action);
     for (double* t : {&e.waiting, &e.start, &e.end}) *t /= 1e6;
     events.push_back(e);

@@ -14,9 +14,10 @@ struct TimelineEvent {
   // Seconds on the host's monotonic clock (comparable between processes of one host). From `waiting` to `start` the
   // action waited for its messages; from `start` to `end` it computed and handed its results over.
   double waiting = 0, start = 0, end = 0;
+  std::int64_t sent = 0;  // bytes that it handed to other ranks
 };
 
-// A line an event: "rank action waiting start end", times in microseconds. Round-trips.
+// A line an event: "rank action waiting start end sent", times in microseconds; the last may be left out. Round-trips.
 std::string to_text(const std::vector<TimelineEvent>& events);
 // Raises Error(InvalidArgument) that names the line.
 std::vector<TimelineEvent> parse_timeline(const std::string& text);

@@ -101,6 +101,7 @@ Transport::~Transport() {
 
 const ProcessGroup& Transport::group() const { return state_->group; }
 std::int64_t Transport::grown() const { return state_->grown; }
+std::int64_t Transport::sent() const { return state_->sent; }
 
 std::vector<std::string> Transport::exchange(const std::string& own) {
   auto& s = *state_;
@@ -208,6 +209,7 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
       s.grown++;
     }
     route.largest = std::max(route.largest, bytes);
+    s.sent += bytes;
     out.num_sent++;
     out.in_flight.push_back(std::move(sent));
   } catch (const std::exception& e) {
@@ -240,7 +242,8 @@ Posted Transport::State::receive_second(const Prologue& first, size_t position, 
   return second;
 }
 
-wire::Message Transport::receive(int index, const std::string& action, const AgreedValues& agreed) {
+wire::Message Transport::receive(int index, const std::string& action, const AgreedValues& agreed,
+                                 const FPFormat* codes) {
   auto& s = *state_;
   const auto& m = s.plan->receives.at(index);
   auto& in = s.incoming[m.peer];
@@ -262,7 +265,7 @@ wire::Message Transport::receive(int index, const std::string& action, const Agr
   }
   wire::Message read;
   try {
-    read = wire::read_message(message.buffer, agreed);
+    read = wire::read_message(message.buffer, agreed, codes);
   } catch (const Error& e) {
     s.raise_wrong(m, action, e.message(), e.remedy());
   }

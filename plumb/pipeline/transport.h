@@ -55,7 +55,9 @@ class Transport {
   void send(int index, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {});
   // Waits for message `index` of the plan. `action` is what needs it, for the error's text ("1F3"). Raises
   // Error(Communication) that names both ranks, the message and what is wrong with it if its values are not `agreed`.
-  wire::Message receive(int index, const std::string& action, const AgreedValues& agreed = std::nullopt);
+  // `codes`: the format of values that come as codes.
+  wire::Message receive(int index, const std::string& action, const AgreedValues& agreed = std::nullopt,
+                        const FPFormat* codes = nullptr);
   // Waits until everything sent has left.
   void end_step();
 
@@ -67,6 +69,8 @@ class Transport {
 
   // Messages that did not fit the buffer agreed on, so far.
   std::int64_t grown() const;
+  // Bytes of the messages that were sent so far.
+  std::int64_t sent() const;
 
  private:
   struct State;

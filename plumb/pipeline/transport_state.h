@@ -73,7 +73,7 @@ struct Transport::State {
   std::vector<int> position;  // of each receive in its peer's order
   std::map<std::tuple<MessageKind, int, int>, Route> routes_in, routes_out;
   std::vector<Route*> receive_routes, send_routes;  // by index in the plan
-  std::int64_t grown = 0;
+  std::int64_t grown = 0, sent = 0;
   bool told = false;
   std::mutex lock;  // of the next two
   bool interrupted = false;

@@ -49,7 +49,8 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, const std::optional<std::ve
                           const std::vector<std::pair<std::string, bool>>& modules,
                           const std::vector<size_t>& before_ops, const std::optional<py::function>& policy,
                           bool transmit, const std::map<std::string, bool>& transmit_by_name, bool move_cuts,
-                          const py::object& loss) {
+                          const py::object& loss, const std::pair<std::string, std::string>& wire,
+                          const std::vector<std::string>& wire_exclude) {
   SplitOptions options;
   for (const auto& [path, end] : modules)
     options.points.emplace_back(path, end ? SplitPoint::End : SplitPoint::Beginning);
@@ -64,6 +65,7 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, const std::optional<std::ve
     options.multi_use_by_name[name] = send ? MultiUse::Transmit : MultiUse::Replicate;
   options.at_conflict = move_cuts ? AtConflict::MoveCut : AtConflict::Refuse;
   if (!loss.is_none()) options.loss_spec = loss_spec(loss);
+  options.wire = {{wire.first, wire.second}, wire_exclude};
   return before_values ? pipeline(*mark_before(module, *before_values), options) : pipeline(module, options);
 }
 
@@ -184,6 +186,7 @@ void bind_pipe_table(py::module_& m) {
                                }
                                return outputs;
                              })
+      .def("wire_report", [](const PipeTable& t) { return wire_report(t).to_json(); })
       .def("to_json", &PipeTable::to_json)
       .def(py::pickle([](const PipeTable& table) { return table.to_json(); },
                       [](const std::string& text) { return std::make_shared<PipeTable>(PipeTable::from_json(text)); }))
@@ -243,7 +246,8 @@ void bind_cuts(py::module_& m) {
         py::arg("modules") = std::vector<std::pair<std::string, bool>>{}, py::arg("before_ops") = std::vector<size_t>{},
         py::arg("policy") = py::none(), py::arg("transmit") = false,
         py::arg("transmit_by_name") = std::map<std::string, bool>{}, py::arg("move_cuts") = true,
-        py::arg("loss") = py::none());
+        py::arg("loss") = py::none(), py::arg("wire") = std::pair<std::string, std::string>{},
+        py::arg("wire_exclude") = std::vector<std::string>{});
   m.def("balance", &balance_cuts, py::arg("module"), py::arg("stages"), py::kw_only(), py::arg("inputs") = py::none(),
         py::arg("repeats") = 5, py::arg("seconds_per_message") = 0.0, py::arg("bytes_per_second") = 1e10,
         py::arg("memory_limits") = std::vector<int64_t>{}, py::arg("bytes_per_parameter_byte") = 4.0);

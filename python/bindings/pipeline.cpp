@@ -152,7 +152,8 @@ PipelineLayout make_layout(const std::vector<std::pair<std::vector<std::pair<int
 
 py::list events_to_python(const std::vector<TimelineEvent>& events) {
   py::list list;
-  for (const auto& e : events) list.append(py::make_tuple(e.rank, to_string(e.action), e.waiting, e.start, e.end));
+  for (const auto& e : events)
+    list.append(py::make_tuple(e.rank, to_string(e.action), e.waiting, e.start, e.end, e.sent));
   return list;
 }
 
@@ -243,7 +244,7 @@ std::vector<TimelineEvent> to_events(const py::sequence& list) {
   for (py::handle h : list) {
     const auto t = py::reinterpret_borrow<py::tuple>(h);
     events.push_back({t[0].cast<int>(), parse_action(t[1].cast<std::string>()), t[2].cast<double>(),
-                      t[3].cast<double>(), t[4].cast<double>()});
+                      t[3].cast<double>(), t[4].cast<double>(), t.size() > 5 ? t[5].cast<std::int64_t>() : 0});
   }
   return events;
 }
@@ -256,7 +257,15 @@ Register pipeline_part([](py::module_& m) {
       // ...]
       .def(py::init(&make_layout), py::arg("stages"), py::arg("num_inputs") = 1,
            py::arg("tied") = std::vector<std::vector<std::pair<int, std::string>>>())
-      .def_static("dynamic_chain", &PipelineLayout::dynamic_chain)
+      .def_static(
+          "dynamic_chain",
+          [](int num_stages, const std::pair<std::string, std::string>& wire) {
+            auto layout = PipelineLayout::dynamic_chain(num_stages);
+            layout.wire = {wire.first, wire.second};
+            layout.check();
+            return layout;
+          },
+          py::arg("num_stages"), py::arg("wire") = std::pair<std::string, std::string>{})
       .def_static("of", py::overload_cast<const PipeTable&>(&plumb::make_layout), py::arg("table"))
       .def_property_readonly("num_stages", &PipelineLayout::num_stages)
       .def_readonly("num_inputs", &PipelineLayout::num_inputs)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from .._errors import Error, ErrorKind
 from .._exported import save_pt2
 from .._state import BUFFER, PARAMETER
 from .._unit_scaled import add_mark
+from ..transforms._apply import Report
 from ._backward import _null_coalesce_accumulate, stage_backward  # noqa: F401
 from ._errors import InvalidValue
 from ._marks import (  # noqa: F401  (known under this module's name)
@@ -49,7 +51,7 @@ from ._split_graph import (  # noqa: F401
     top_graph,
 )
 from ._stage_module import StageModule, put_parameter, share_copies
-from ._utils import PipeInfo
+from ._utils import PipeInfo, Wire, wire_texts
 from ._wrappers import LossWrapper, PipeSequential, TrivialLossWrapper  # noqa: F401
 from .stage import PipelineStage, _PipelineStage
 
@@ -351,6 +353,10 @@ class CutPipe(Pipe):
             print(text)
         return text
 
+    def wire_report(self) -> Report:
+        """What crosses between stages in which format, with bytes of one microbatch; the title has the sum."""
+        return Report([json.loads(self._engine.table.wire_report())])
+
     def cost_report(self) -> str:
         """A table of what every stage costs, estimated from shapes: time, messages, memory."""
         return self._engine.cost_report()
@@ -366,8 +372,9 @@ class CutPipe(Pipe):
         return _rebuild, (parts, source, self._cut_arguments, self.loss_spec, *where)
 
 def _cut(
-    source: Source, spec: Any, policy: Any, num_stages: int | None, multi_use: Any, loss: Any, move_cuts: bool
-) -> CutPipe:
+    source: Source, spec: Any, policy: Any, num_stages: int | None, multi_use: Any, loss: Any, move_cuts: bool,
+    wire: Wire | None = None, wire_exclude: Sequence[str] = (),
+) -> CutPipe:  # fmt: skip
     where: dict[str, Any] = {}
     if policy is not None:
         logger.info("Auto-splitting model")
@@ -376,6 +383,7 @@ def _cut(
         where = {"modules": [(name, SplitPoint[point.name] is SplitPoint.END) for name, point in spec.items()]}
     plain = None if loss is None else plain_loss_spec(loss, source.out_spec)
     arguments = {**where, **multi_use_arguments(multi_use), "move_cuts": move_cuts, "loss": plain}
+    arguments |= {"wire": wire_texts(wire), "wire_exclude": list(wire_exclude)}
     pipe = CutPipe(_C.cut(source.engine, **arguments), source, loss, arguments)
     pipe._share_copies()
     log_cut(pipe, [name for name, *_ in source.engine.state()])
@@ -407,6 +415,8 @@ def pipeline(
     multi_use_param_spec: MultiUseParamSpec | None = None,
     output_loss_value_spec: Any = None,
     move_cuts: bool = True,
+    wire: Wire | None = None,
+    wire_exclude: Sequence[str] = (),
 ) -> CutPipe:
     """Cuts a model into stages.
 
@@ -422,6 +432,11 @@ def pipeline(
             REPLICATE.
         output_loss_value_spec: the outputs' structure with True for the loss and False elsewhere; "auto" for an output
             "loss". The pipe then has a backward.
+        wire: ``("e4m3fn", "e5m2")``: formats of what crosses between stages, values and their gradients; ``"none"`` for
+            either leaves it as it is. Both are rounded wherever the stages run, as a part of the model, and travel
+            between processes as codes, one byte each. Integers and values without a gradient (masks) stay as they are;
+            ``wire_report()`` says what travels how.
+        wire_exclude: patterns of the names of values that travel as they are, as that report names them.
         move_cuts: whether a cut through memory that is written may move to where it is right (said in ``notes``).
 
     Cuts before the first and after the last operator, and cuts next to each other, make no empty stages.
@@ -434,7 +449,7 @@ def pipeline(
         raise InvalidValue("Cannot specify both `split_spec` and `split_policy`", remedy="one of them")
     source, spec = make_source(module, mb_args, mb_kwargs, split_spec)
     loss = find_loss_spec(module, source, output_loss_value_spec)
-    pipe = _cut(source, spec, split_policy, num_stages, multi_use_param_spec, loss, move_cuts)
+    pipe = _cut(source, spec, split_policy, num_stages, multi_use_param_spec, loss, move_cuts, wire, wire_exclude)
     if num_stages is not None and pipe.num_stages != num_stages:
         raise InvalidValue(f"the cuts give {pipe.num_stages} stages instead of {num_stages}")
     return pipe

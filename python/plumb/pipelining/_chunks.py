@@ -144,7 +144,7 @@ class ChunkSteps:
         if self._step is not None:
             return getattr(self._step.driver, work)(*args)
         if self._by_hand is None:
-            layout = self.layout or _C.PipelineLayout.dynamic_chain(self.num_stages)
+            layout = self.layout or self.chain()
             self._by_hand = _C.StepDriver(layout, self.stage_index, EngineStage(weakref.proxy(self)))
         try:
             return getattr(self._by_hand, work)(*args)

@@ -149,7 +149,7 @@ class Run:
         self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.current: _Step | None = None
         self._divisor = table.num_microbatches if options.get("scale_grads") else 1
-        layout = self.stages[0].layout or _C.PipelineLayout.dynamic_chain(self.stages[0].num_stages)
+        layout = self.stages[0].layout or self.stages[0].chain()
         names = names_of(self.stages)
         group = self.stages[0].group
         if group is None and self.stages[0].group_size > 1:

@@ -203,6 +203,13 @@ class _PipelineSchedule(CustomFunctions):
     def timeline(self) -> list[tuple[int, str, float, float, float]]:
         """The last step on all ranks: (rank, action, seconds when it began to wait, to run, and ended). All ranks must
         ask; `record_timeline` must be set."""
+        return [event[:5] for event in self._events()]
+
+    def bytes_sent(self) -> dict[tuple[int, str], int]:
+        """What each action of the last step sent to other ranks, by (rank, action). As `timeline`."""
+        return {event[:2]: event[5] for event in self._events()}
+
+    def _events(self) -> list[tuple]:
         if self._run is None or not self.record_timeline:
             raise Error("no time line was recorded: set record_timeline before the first step", kind=ErrorKind.InvalidState)
         return self._run.pipeline.gather_timeline()
@@ -211,7 +218,7 @@ class _PipelineSchedule(CustomFunctions):
         """Draws the last step: a name that ends in ".json" becomes a trace for Chrome and Perfetto, any other a picture
         (SVG), with the table as simulated below it if `costs` in seconds are given (see `search_schedule`). All ranks
         must ask; those with a file name write it."""
-        events = self.timeline()
+        events = self._events()
         if filename is None:
             return
         if os.fspath(filename).lower().endswith(".json"):

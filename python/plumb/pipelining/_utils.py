@@ -8,7 +8,19 @@ from typing import Any
 from torch import fx
 
 from .. import _C
-from ._errors import PipeliningMetadataError, PipeliningShapeError  # noqa: F401  (caught by users of torch's)
+from ..formats import FPFormat, format_text
+from ._errors import InvalidValue, PipeliningMetadataError, PipeliningShapeError  # noqa: F401  (caught by users of torch's)
+
+
+Wire = tuple["FPFormat | str", "FPFormat | str"]  # of values between stages, and of their gradients
+
+
+def wire_texts(wire: Wire | None) -> tuple[str, str]:
+    if wire is None:
+        return "", ""
+    if isinstance(wire, (str, FPFormat)) or len(wire) != 2:
+        raise InvalidValue(f"wire is {wire!r}", remedy='formats of values and of gradients: wire=("e4m3fn", "e5m2")')
+    return format_text(wire[0]), format_text(wire[1])
 
 
 @dataclass

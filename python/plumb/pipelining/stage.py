@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from .. import _C
 from .._errors import Error, ErrorKind
 from ._chunks import ChunkSteps
 from ._data_parallel import reduction_of
 from ._errors import InvalidValue
 from ._specialize import Sizes, at_sizes
 from ._stage_module import StageModule
-from ._utils import PipeInfo, PipeliningMetadataError  # noqa: F401
+from ._utils import PipeInfo, PipeliningMetadataError, Wire, wire_texts  # noqa: F401
 from ._values import as_tensor, metas
 
 __all__ = ["PipelineStage", "build_stage"]
@@ -29,6 +30,7 @@ class _PipelineStageBase(ChunkSteps):
     reduction = None  # of a data parallel module, while a step runs
     # Where values come from, for stages cut from a graph (`_C.PipelineLayout`); None: from the stage before.
     layout = None
+    wire = ("", "")
 
     def __init__(
         self,
@@ -61,6 +63,10 @@ class _PipelineStageBase(ChunkSteps):
         self.output_chunks: list[Any] = []
         self.stage_index_to_group_rank = {i: i % self.group_size for i in range(num_stages)}
         self._begin_chunks()
+
+    def chain(self) -> Any:
+        """The layout of stages that follow each other."""
+        return _C.PipelineLayout.dynamic_chain(self.num_stages, self.wire)
 
     @property
     def is_first(self) -> bool:
@@ -144,6 +150,8 @@ class PipelineStage(_PipelineStageBase):
         recompute: ``"cheap"``: the backward computes results of gelu, norms, casts and the like again instead of keeping
             them, with the same bits; ``"none"``: it keeps everything. After a step, ``recomputed`` says what one
             microbatch did not keep: ``{operator: (results, bytes)}``.
+        wire: ``("e4m3fn", "e5m2")``: formats of what this stage hands on and takes, values and gradients, the same on
+            every stage; all floating-point values are rounded to them, and travel as codes between processes.
         tied: ``{"head.weight": "embedding"}``: parameters of this module that are copies of others; equal names on
             other stages tie them. Their gradients are summed over the copies after every step.
     """
@@ -164,8 +172,11 @@ class PipelineStage(_PipelineStageBase):
         *,
         tied: dict[str, str] | None = None,
         recompute: str = "cheap",
+        wire: Wire | None = None,
     ):
         super().__init__(submodule, stage_index, num_stages, device, group, dw_builder, recompute)
+        self.wire = wire_texts(wire)
+        self.chain()  # refuses formats
         self.tied = dict(tied or {})
         unknown = self.tied.keys() - {name for name, _ in self.named_parameters()}
         if unknown:
