@@ -55,7 +55,7 @@ demo:
 	@$(call configured,.configured-demo,,)
 	@$(SAY) "compiling the library and the demo ($(JOBS) at once)"
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target plumb_demo
-	@$(SAY) "training a small GPT four times"
+	@$(SAY) "training a small GPT five times"
 	@$(BUILD)/bin/plumb_demo $(if $(TEXT),--text "$(TEXT)") --out demo
 
 test:

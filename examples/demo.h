@@ -1,4 +1,4 @@
-// Parts of the demo: four training runs of one model on the same bytes, and a page about them.
+// Parts of the demo: five training runs of one model on the same bytes, and a page about them.
 #pragma once
 
 #include <string>
@@ -24,7 +24,7 @@ struct DemoOptions {
   double tau_attention = plumb::UnitScaleOptions().tau_attention;
 };
 
-enum class Variant { FP32, PlainFP8, ScaledFP8 };
+enum class Variant { FP32, PlainFP8, ScaledFP8, RealFP8 };
 std::string name_of(Variant variant);
 
 struct RunResult {
@@ -42,18 +42,22 @@ double schedule(int step, int steps);
 std::shared_ptr<plumb::GraphModule> make_module(const DemoOptions& options, Variant variant, int rows);
 TextBatches make_batches(const DemoOptions& options);
 
-// In this process. The batch goes through in `microbatches` parts whose gradients are accumulated.
-RunResult train(const DemoOptions& options, Variant variant, double lr);
+// In this process. The batch goes through in `microbatches` parts whose gradients are accumulated. May run in several
+// threads at once; `shown`: says how far it is.
+RunResult train(const DemoOptions& options, Variant variant, double lr, bool shown = true);
 
-// The unit-scaled FP8 run again, over `stages` local processes that this program starts as "--worker".
-RunResult train_in_processes(const DemoOptions& options, const std::vector<std::string>& arguments,
+// The unit-scaled FP8 run again, over `stages` local processes that this program starts as "--worker". `real`: FP8 is
+// multiplied, and travels between the stages, as a user of FP8 units has it.
+RunResult train_in_processes(const DemoOptions& options, const std::vector<std::string>& arguments, bool real,
                              std::vector<plumb::TimelineEvent>& timeline);
-int worker(const DemoOptions& options);
+int worker(const DemoOptions& options, bool real);
 
 struct DemoResult {
-  std::vector<RunResult> runs;  // FP32, plain FP8, unit-scaled FP8, the same over two processes
-  std::vector<plumb::TimelineEvent> timeline;
-  bool equal = false;  // the last two, loss by loss
+  // FP32, plain FP8, unit-scaled FP8, the same over two processes, FP8 for real over two processes
+  std::vector<RunResult> runs;
+  std::vector<plumb::TimelineEvent> timeline;  // of the fourth
+  double bytes_sent = 1;                       // of the fifth, against the fourth's
+  bool equal = false;                          // the third and the fourth, loss by loss
 };
 // The table, and what it shows; then demo/report.html.
 void print_table(const DemoResult& result);

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstring>
 #include <iostream>
+#include <mutex>
 
 #include "demo.h"
 #include "plumb/capture/capture.h"
@@ -15,6 +16,7 @@
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
+#include "plumb/transforms/use_fp8.h"
 
 namespace example {
 namespace {
@@ -56,6 +58,8 @@ void progress(const std::string& name, int step, int steps, double loss) {
   }
 }
 
+std::string pipeline_name(bool real) { return real ? name_of(Variant::RealFP8) : "the same in two processes"; }
+
 std::string file_of(const DemoOptions& o, const char* name) { return o.out + "/" + name; }
 
 }  // namespace
@@ -65,6 +69,7 @@ std::string name_of(Variant variant) {
     case Variant::FP32: return "FP32";
     case Variant::PlainFP8: return "plain FP8";
     case Variant::ScaledFP8: return "unit-scaled FP8";
+    case Variant::RealFP8: return "FP8 for real, two processes";
   }
   return "";
 }
@@ -83,6 +88,8 @@ double schedule(int step, int steps) {
 }
 
 std::shared_ptr<plumb::GraphModule> make_module(const DemoOptions& o, Variant variant, int rows) {
+  static std::mutex one_generator;
+  const std::lock_guard lock(one_generator);
   torch::manual_seed(o.seed);
   GPT gpt(o.model);
   plumb::CaptureOptions capture_options;
@@ -93,14 +100,16 @@ std::shared_ptr<plumb::GraphModule> make_module(const DemoOptions& o, Variant va
   if (variant == Variant::PlainFP8) return plumb::simulate_fp8(graph, hardware_fp8());
   plumb::UnitScaleOptions scale;
   scale.tau_attention = o.tau_attention;
-  return plumb::simulate_fp8(plumb::unit_scale(graph, scale), hardware_fp8());
+  const auto scaled = plumb::unit_scale(graph, scale);
+  if (variant == Variant::RealFP8) return plumb::use_fp8(scaled);
+  return plumb::simulate_fp8(scaled, hardware_fp8());
 }
 
 TextBatches make_batches(const DemoOptions& o) {
   return TextBatches(read_text(o.text), o.batch, o.model.context, o.seed);
 }
 
-RunResult train(const DemoOptions& o, Variant variant, double lr) {
+RunResult train(const DemoOptions& o, Variant variant, double lr, bool shown) {
   const auto start = std::chrono::steady_clock::now();
   RunResult result{name_of(variant), lr, 0, {}, {}};
   auto module = make_module(o, variant, o.batch / o.microbatches);
@@ -122,7 +131,7 @@ RunResult train(const DemoOptions& o, Variant variant, double lr) {
     }
     optimizer.step(schedule(step, o.steps));
     result.losses.push_back(loss / o.microbatches);
-    progress(result.name, step, o.steps, result.losses.back());
+    if (shown) progress(result.name, step, o.steps, result.losses.back());
   }
   // One batch more, measured: the model as it has become.
   auto tracked = plumb::track_scales(module, {.histogram = true});
@@ -134,14 +143,16 @@ RunResult train(const DemoOptions& o, Variant variant, double lr) {
   return result;
 }
 
-int worker(const DemoOptions& o) {
+int worker(const DemoOptions& o, bool real) {
+  const std::string name = pipeline_name(real);
   auto group = plumb::make_group_from_environment();
-  auto module = make_module(o, Variant::ScaledFP8, o.batch / o.microbatches);
+  auto module = make_module(o, real ? Variant::RealFP8 : Variant::ScaledFP8, o.batch / o.microbatches);
   // In the middle of the blocks: before the first operator that uses a parameter of that block.
   plumb::SplitOptions cut;
   for (int s = 1; s < o.stages; ++s) {
     cut.points.emplace_back("blocks." + std::to_string(o.model.layers * s / o.stages), plumb::SplitPoint::Beginning);
   }
+  if (real) cut.wire.formats = {"e4m3fn", "e5m2"};
   auto pipe = plumb::pipeline(*module, cut);
   auto table = plumb::make_schedule("1F1B", o.stages, o.microbatches, 1);
   auto stages = plumb::stages_of_rank(*pipe, table, group.rank());
@@ -164,7 +175,7 @@ int worker(const DemoOptions& o) {
     double loss = 0;
     for (const at::Tensor& part : result.losses) loss += part.item<double>();
     losses.push_back(loss / o.microbatches);
-    if (!result.losses.empty()) progress("the same in two processes", step, o.steps, losses.back());
+    if (!result.losses.empty()) progress(name, step, o.steps, losses.back());
   }
   const auto timeline = pipeline.gather_timeline();
   if (group.rank() == 0) std::ofstream(file_of(o, "timeline.txt")) << plumb::to_text(timeline);
@@ -176,19 +187,19 @@ int worker(const DemoOptions& o) {
   return 0;
 }
 
-RunResult train_in_processes(const DemoOptions& o, const std::vector<std::string>& arguments,
+RunResult train_in_processes(const DemoOptions& o, const std::vector<std::string>& arguments, bool real,
                              std::vector<plumb::TimelineEvent>& timeline) {
   const auto start = std::chrono::steady_clock::now();
   plumb::LaunchOptions launch;
   launch.num_processes = o.stages;
   launch.arguments = arguments;
-  launch.arguments.push_back("--worker");
+  launch.arguments.push_back(real ? "--real-worker" : "--worker");
   const auto ended = plumb::launch_local(launch);
   if (ended.exit_code() != 0) {
     throw plumb::Error(plumb::ErrorKind::Communication,
                        "process " + std::to_string(ended.first_failed) + " of the pipeline failed");
   }
-  RunResult result{"the same in two processes", o.lr_scaled, seconds_since(start), {}, {}};
+  RunResult result{pipeline_name(real), o.lr_scaled, seconds_since(start), {}, {}};
   std::ifstream in(file_of(o, "pipeline_losses.bin"), std::ios::binary);
   std::vector<char> bytes(std::istreambuf_iterator<char>(in), {});
   result.losses.resize(bytes.size() / sizeof(double));

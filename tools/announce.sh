@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 goal=$1 build=$2 jobs=$3
 case "$goal" in
-  demo) level=demo made="$build/bin/plumb_demo" serial=60 parallel=600 run=90 what="trains a small GPT four times" ;;
+  demo) level=demo made="$build/bin/plumb_demo" serial=60 parallel=600 run=90 what="trains a small GPT five times" ;;
   test) level=test made="$build/tests/plumb_pipeline_test" serial=60 parallel=1400 run=660 what="runs every test" ;;
 esac
 steps="" seconds=$run

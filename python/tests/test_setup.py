@@ -146,7 +146,7 @@ def test_the_demo_says_first_how_long_it_takes_and_what_it_does(bootstrap):
         return int(text.split("about ")[1].split()[0])
 
     first = announced(2)
-    assert "installs" in first and "compiles" in first and "trains a small GPT four times" in first
+    assert "installs" in first and "compiles" in first and "trains a small GPT five times" in first
     assert minutes(announced(1)) > minutes(first) >= minutes(announced(16))
     stamp(bootstrap, ".plumb-stamp-demo")
     assert "installs" not in announced(2) and "compiles" in announced(2)
