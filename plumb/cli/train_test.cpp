@@ -55,6 +55,18 @@ TEST_F(Train, PrintsEveryOptionOfItsHelpBackAndTakesItAsAFile) {
   EXPECT_NE(wrong.err.find("wrong.toml:2: no option of a training is named 'step'"), std::string::npos) << wrong.err;
 }
 
+TEST_F(Train, RoundsWhatGoesFromStageToStage) {
+  const std::string job = base() + "--microbatches 4 --stages 2 ";
+  const auto plain = values(plumb(job)), wired = values(plumb(job + "--wire e4m3fn,e5m2"));
+  EXPECT_NE(wired, plain);
+  EXPECT_NEAR(wired.back(), plain.back(), 0.05 * plain.back());
+  EXPECT_EQ(values(plumb(job + "--wire e4m3fn,e5m2 --schedule GPipe")), wired);
+  EXPECT_EQ(values(plumb(job + "--wire e4m3fn,e5m2 --wire-exclude '*'")), plain);
+  const Ended wrong = plumb(job + "--wire mxfp8,e5m2");
+  EXPECT_EQ(wrong.code, 2);
+  EXPECT_NE(wrong.err.find("--wire: the wire format mxfp8 has no codes of one byte"), std::string::npos) << wrong.err;
+}
+
 TEST_F(Train, ClipsAndEvaluatesTheSameInEveryLayout) {
   const std::string job = base() + "--clip 0.3 --eval-data tokens.bin --eval-every 2 --eval-batches 3 ";
   const Ended one = plumb(job + "--microbatches 4"), two = plumb(job + "--microbatches 4 --stages 2");

@@ -58,6 +58,12 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOption
     where = "balancing gives";
   }
   choose_multi_use(module, cuts.transmit, options);
+  options.wire = cuts.wire;
+  try {
+    check(options.wire.formats);
+  } catch (const Error& e) {
+    throw UsageError("--wire: " + e.message(), e.remedy());
+  }
   auto pipe = [&] {
     try {
       return pipeline(module, options);

@@ -6,12 +6,14 @@
 #include <vector>
 
 #include "plumb/partition/pipe.h"
+#include "plumb/partition/wire.h"
 
 namespace plumb {
 
 struct CutOptions {
   std::vector<std::string> at;        // "layers.2": cut before that module, "layers.2:end": after it
   std::vector<std::string> transmit;  // parameters of several stages that their first stage sends; "all": every one
+  WireOptions wire;                   // formats between stages
 };
 
 // Cut at the modules of `options`; without names at the graph's own marks, and without marks so that the slowest stage

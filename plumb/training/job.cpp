@@ -106,6 +106,12 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   if (o.stages == 1 && !o.at.empty()) {
     throw UsageError("--at: one process has no cuts", "--stages " + std::to_string(o.at.size() + 1));
   }
+  if (!o.wire.empty() && o.wire.size() != 2) {
+    throw UsageError("--wire: takes two formats, of values and of gradients", "--wire e4m3fn,e5m2");
+  }
+  if (o.stages == 1 && !o.wire.empty()) {
+    throw UsageError("--wire: in one process nothing goes from stage to stage", "--stages 2 or more");
+  }
   job.schedule = read_schedule(o);  // wrong names before anything is read
   check_outputs(o);
   check_rates(o);
@@ -140,7 +146,8 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   const int stages = job.schedule.num_stages();
   std::string needed_by = "--stages " + std::to_string(o.stages);
   if (stages != o.stages) needed_by += " with --schedule " + o.schedule;
-  job.pipe = cut(module, stages, {o.at, o.transmit}, needed_by);
+  const WireFormats wire = o.wire.empty() ? WireFormats() : WireFormats{o.wire[0], o.wire[1]};
+  job.pipe = cut(module, stages, {o.at, o.transmit, {wire, o.wire_exclude}}, needed_by);
   name_parameters(o, job);
   return job;
 }

@@ -31,7 +31,7 @@ struct TrainOptions {
   std::string autocast = "none";
   // The layout.
   int64_t stages = 1, replicas = 1, threads = 0;
-  std::vector<std::string> at, transmit;
+  std::vector<std::string> at, transmit, wire, wire_exclude;
   std::string schedule = "1F1B", recompute = "cheap";
   int64_t seed = 0;
   // Held-out data.

@@ -266,6 +266,13 @@ std::map<std::string, Check> checks_of_layout() {
        [](TrainingOptions& t) { t.refuses(t.with("data-parallel", {"2"}), "the launcher started 1 processes"); }},
       {"at", [](TrainingOptions& t) { t.refuses(t.with("at", {"norm"}), "--at: one process has no cuts"); }},
       {"transmit", [](TrainingOptions& t) { t.refuses(t.with("transmit", {"no.such"}), "--transmit no.such"); }},
+      {"wire",
+       [](TrainingOptions& t) {
+         t.refuses(t.with("wire", {"e4m3fn"}), "--wire: takes two formats");
+         t.refuses(t.with("wire", {"e4m3fn,e5m2"}), "--wire: in one process nothing goes from stage to stage");
+       }},
+      {"wire-exclude",
+       [](TrainingOptions& t) { t.refuses(t.with("wire-exclude", {"x*"}), "no value that crosses between stages"); }},
       {"schedule",
        [](TrainingOptions& t) {
          t.keeps("schedule", "GPipe");
