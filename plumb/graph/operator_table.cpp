@@ -61,6 +61,7 @@ constexpr OperatorFacts kRows[] = {
     {.name = "plumb::linear_readout", .contraction = kLinear},
     {.name = "plumb::matmul", .contraction = product("left", -1, "right", -2)},
     {.name = "plumb::fp8_linear", .contraction = kLinear},
+    {.name = "plumb::fp8_scaled_linear", .contraction = kLinear},
     {.name = "plumb::fp8_matmul", .contraction = product("left", -1, "right", -2)},
     {.name = "plumb::scaled_dot_product_attention", .draws_with = "dropout_p", .contraction = kAttention},
     {.name = "plumb::conv1d", .contraction = convolution(1)},
@@ -213,9 +214,9 @@ constexpr OperatorGroup kGroups[] = {
     // --- backward passes ---
     {"plumb::",
      "add_backward attention_scale_backward conv1d_backward conv2d_backward conv3d_backward cross_entropy_backward "
-     "dropout_backward embedding_backward fp8_linear_backward fp8_matmul_backward gelu_backward layer_norm_backward "
-     "linear_backward linear_readout_backward matmul_backward mse_loss_backward rms_norm_backward silu_backward "
-     "silu_glu_backward softmax_backward",
+     "dropout_backward embedding_backward fp8_linear_backward fp8_matmul_backward fp8_scaled_linear_backward "
+     "gelu_backward layer_norm_backward linear_backward linear_readout_backward matmul_backward mse_loss_backward "
+     "rms_norm_backward silu_backward silu_glu_backward softmax_backward",
      {.refused = kTrustsSaved}},
 
     // --- operators that a file may name, and no more ---
@@ -340,7 +341,8 @@ constexpr OperatorGroup kGroups[] = {
     {"plumb::",
      "add add_scales attention_scale avg_pool1d avg_pool2d avg_pool3d check_input check_sizes control_value "
      "conv1d_scales "
-     "conv2d_scales conv3d_scales cross_entropy decision decode embedding encode encode_weight gelu gelu_scales "
+     "conv2d_scales conv3d_scales cross_entropy decision decode embedding encode encode_weight fp8_cast gelu "
+     "gelu_scales "
      "group_norm "
      "guard_answer guard_check guard_equal guard_size guard_value guard_value_read layer_norm linear_scales "
      "matmul_scales "

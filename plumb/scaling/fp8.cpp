@@ -150,7 +150,7 @@ at::ScalarType fp8_dtype(const FPFormat& format) {
 
 bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype) {
   if (kernel == Fp8Kernel::Decoded || dtype == at::kDouble) return false;
-  return kernel == Fp8Kernel::ScaledMM || (!device.is_cpu() && !device.is_meta() && has_units(device));
+  return kernel == Fp8Kernel::ScaledMM || ((device.is_cuda() || device.is_xpu()) && has_units(device));
 }
 
 at::Tensor scaled_mm(const at::Tensor& a, const FPFormat& format_a, const at::Tensor& b, const FPFormat& format_b,

@@ -1,5 +1,6 @@
 #include "plumb/transforms/use_fp8.h"
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <optional>
@@ -10,6 +11,8 @@
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/fp8.h"
+#include "plumb/scaling/fp8_recipes.h"
+#include "plumb/transforms/operands.h"
 #include "plumb/transforms/simulate_format.h"
 
 namespace plumb {
@@ -58,6 +61,18 @@ std::string filled_up(const Node* product, const Form& form) {
     if (size % 16 != 0) text += (text.empty() ? "" : ", ") + std::string(name) + " " + std::to_string(size);
   }
   return text.empty() ? "" : "; FP8 units get zeros up to a multiple of 16 of: " + text;
+}
+
+// Why an addmm is no linear layer.
+std::optional<std::string> obstacle_of_addmm(const Node* node) {
+  const auto dims = dimensions(node->arg("self").value());
+  if (!dims || *dims != 1) return "what it adds is no vector";
+  for (const char* name : {"alpha", "beta"}) {
+    const Arg& factor = node->arg(name);
+    if (!factor.is_constant() || !factor.constant().isScalar() || !factor.constant().toScalar().equal(1))
+      return "its factor " + std::string(name) + " is not one";
+  }
+  return std::nullopt;
 }
 
 class Fp8Lowering {
@@ -135,15 +150,7 @@ class Fp8Lowering {
     if (node->result()->has_uses() && !rounding_of_gradient(node)) {
       return "the gradient is used or measured before it is rounded: track scales after use_fp8";
     }
-    if (form.target != "aten::addmm") return std::nullopt;
-    const auto dims = dimensions(node->arg(form.bias).value());
-    if (!dims || *dims != 1) return "what it adds is no vector";
-    for (const char* name : {"alpha", "beta"}) {
-      const Arg& factor = node->arg(name);
-      if (!factor.is_constant() || !factor.constant().isScalar() || !factor.constant().toScalar().equal(1))
-        return "its factor " + std::string(name) + " is not one";
-    }
-    return std::nullopt;
+    return form.target == "aten::addmm" ? obstacle_of_addmm(node) : std::nullopt;
   }
 
   // The codes of `value`, made where it is rounded: once for all products that take them.
@@ -204,10 +211,57 @@ class Fp8Lowering {
   std::set<Node*> roundings_, views_;  // that products took, perhaps the last ones to
 };
 
+// Linear layers with scale factors.
+bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& report) {
+  Graph& graph = module.graph();
+  const auto excluded = [&](const Node* node) {
+    for (const auto& pattern : options.exclude) {
+      bool hit = matches_pattern(pattern, node->result()->name());
+      hit = hit || matches_pattern(pattern, node->meta().module_path());
+      for (const Value* value : node->inputs()) {
+        const Node* attr = source_attribute(value);
+        hit = hit || (attr && matches_pattern(pattern, attr->target()));
+      }
+      if (hit) return true;
+    }
+    return false;
+  };
+  bool changed = false;
+  for (Node* node : graph.nodes()) {
+    if (!node->is_call() || !operator_facts(node->target()).contraction || node->num_results() == 0) continue;
+    const bool linear = node->target() == "aten::linear", add = node->target() == "aten::addmm";
+    const Value* right = add || node->target() == "aten::mm" ? node->arg("mat2").value() : nullptr;
+    Value* weight = linear ? node->arg("weight").value() : right ? transposed_of(right) : nullptr;
+    std::string why;
+    if (!weight) why = "recipes are for linear layers";
+    if (add && why.empty()) why = obstacle_of_addmm(node).value_or("");
+    if (why.empty() && excluded(node)) why = "excluded";
+    if (!options.operators.empty() && std::find(options.operators.begin(), options.operators.end(), node->target()) ==
+                                          options.operators.end())
+      why = "not among the operators asked for";
+    if (!why.empty()) {
+      report.add(ReportKind::LeftAlone, node, node->target(), "", why);
+      continue;
+    }
+    const Arg input = node->arg(linear ? "input" : add ? "mat1" : "self");
+    const Arg bias = linear ? node->arg("bias") : add ? node->arg("self") : Arg();
+    auto here = graph.inserting_before(node);
+    Node* made =
+        graph.call("plumb::fp8_scaled_linear", {input, weight, bias, options.recipe, options.fwd, options.bwd});
+    report.add(ReportKind::Replaced, node, node->target(), made->target(), options.recipe + " scales");
+    const std::string name = node->result()->name();
+    graph.replace_node(node, made);
+    made->result()->rename(name);
+    changed = true;
+  }
+  return changed;
+}
+
 const std::vector<PassOption> kUseFp8Options = {
     {"fwd", "e4m3fn", "format of inputs: e4m3fn or e5m2, with -RN, -SR, -SRn or -RZ"},
     {"bwd", "e5m2", "format of gradients"},
     {"kernel", "auto", "who multiplies: scaled_mm (torch's), decoded (the values), auto (FP8 units where there are)"},
+    {"recipe", "", "scale factors: tensorwise, rowwise, blocks128, mxfp8 or mxfp8-up; none without it"},
     {"operators", "", "only these, comma separated"},
     {"exclude", "", "patterns of modules, parameters or values to leave alone, comma separated"}};
 
@@ -217,6 +271,7 @@ bool use_fp8_from_table(GraphModule& module, const PassOptions& given, std::vect
     if (name == "fwd") options.fwd = value;
     if (name == "bwd") options.bwd = value;
     if (name == "kernel") options.kernel = value;
+    if (name == "recipe") options.recipe = value;
     if (name == "operators") options.operators = split_names(value);
     if (name == "exclude") options.exclude = split_names(value);
   }
@@ -236,11 +291,16 @@ void check(const UseFp8Options& options) {
   parse_fp8_kernel(options.kernel);
   fp8_format(options.fwd);
   fp8_format(options.bwd);
+  if (!options.recipe.empty()) parse_fp8_recipe(options.recipe);
 }
 
 bool use_fp8(GraphModule& module, const UseFp8Options& options, Report* report) {
   check(options);
   const std::string fwd = fp8_format(options.fwd).to_string(), bwd = fp8_format(options.bwd).to_string();
+  if (!options.recipe.empty()) {
+    Report own("use_fp8");
+    return use_recipe(module, options, report ? *report : own);
+  }
   Report simulated("simulate_format");
   SimulateFormatOptions simulate;
   simulate.fwd = fwd, simulate.bwd = bwd;

@@ -29,6 +29,10 @@ struct UseFp8Options {
   std::string kernel = "auto";
   // As simulate_format has them.
   std::vector<std::string> operators, exclude;
+  // Scale factors for tensors, one of fp8_recipes(), instead of none: linear layers become plumb::fp8_scaled_linear,
+  // everything else is left alone. To compare with; torchao's formats for gradients are e5m2 with "tensorwise", else
+  // e4m3fn. The values of the casts are multiplied.
+  std::string recipe = "";
 };
 
 // Throws Error(InvalidArgument) for formats that no unit multiplies and kernels that there are not.

@@ -48,9 +48,11 @@ std::string simulate(GraphModule& engine, const std::string& fwd, const std::str
 }
 
 std::string fp8(GraphModule& engine, const std::string& fwd, const std::string& bwd, const std::string& kernel,
-                const std::vector<std::string>& operators, const std::vector<std::string>& exclude) {
+                const std::vector<std::string>& operators, const std::vector<std::string>& exclude,
+                const std::string& recipe) {
   Report report("use_fp8");
-  run_checked("use_fp8", [&] { return use_fp8(engine, {fwd, bwd, kernel, operators, exclude}, &report); }, engine);
+  const UseFp8Options options{fwd, bwd, kernel, operators, exclude, recipe};
+  run_checked("use_fp8", [&] { return use_fp8(engine, options, &report); }, engine);
   return report.to_json();
 }
 
@@ -166,9 +168,8 @@ Register transforms_part([](py::module_& m) {
   });
   m.def("simulate_format", &simulate);
   m.def("use_fp8", &fp8);
-  m.def("check_fp8", [](const std::string& fwd, const std::string& bwd, const std::string& kernel) {
-    check(UseFp8Options{fwd, bwd, kernel});
-  });
+  m.def("check_fp8", [](const std::string& fwd, const std::string& bwd, const std::string& kernel,
+                        const std::string& recipe) { check(UseFp8Options{fwd, bwd, kernel, {}, {}, recipe}); });
   py::class_<ScaleTracker, std::shared_ptr<ScaleTracker>>(m, "ScaleTracker")
       .def(py::init([](bool histogram) { return ScaleTracker::create({.histogram = histogram}); }),
            py::arg("histogram") = false)

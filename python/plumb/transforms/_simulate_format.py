@@ -59,9 +59,11 @@ class UseFp8Pass:
     kernel: str
     operators: list[str]
     exclude: list[str]
+    recipe: str
 
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
-        return json.loads(_C.use_fp8(captured.engine, self.fwd, self.bwd, self.kernel, self.operators, self.exclude))
+        given = (self.fwd, self.bwd, self.kernel, self.operators, self.exclude, self.recipe)
+        return json.loads(_C.use_fp8(captured.engine, *given))
 
 
 def use_fp8(
@@ -69,6 +71,7 @@ def use_fp8(
     fwd_format: FPFormat | str = "e4m3fn",
     bwd_format: FPFormat | str = "e5m2",
     *,
+    recipe: str | None = None,
     kernel: str = "auto",
     operators: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -78,10 +81,13 @@ def use_fp8(
     which and why.
 
     fwd_format, bwd_format: ``"e4m3fn"`` or ``"e5m2"``, with any rounding, of inputs and of gradients.
+    recipe: for plain models and to compare with: scale factors for tensors, ``"tensorwise"``, ``"rowwise"``,
+        ``"blocks128"``, ``"mxfp8"`` (scales rounded down) or ``"mxfp8-up"``. Linear layers alone are treated, their casts
+        are torchao's bit for bit, and their values are multiplied.
     kernel: who multiplies. ``"scaled_mm"``: torch's ``_scaled_mm``; ``"decoded"``: the values, bit for bit the simulation;
     ``"auto"``: FP8 units where the device has them, else the values.
     operators: treat these alone (``"aten::linear"``); exclude: patterns of module paths or parameter names left alone.
     """
-    run = UseFp8Pass(format_text(fwd_format), format_text(bwd_format), kernel, list(operators), list(exclude))
-    _C.check_fp8(run.fwd, run.bwd, run.kernel)
+    run = UseFp8Pass(format_text(fwd_format), format_text(bwd_format), kernel, list(operators), list(exclude), recipe or "")
+    _C.check_fp8(run.fwd, run.bwd, run.kernel, run.recipe)
     return apply_pass(module, Pass("use_fp8", run, before=("track_scales",)))

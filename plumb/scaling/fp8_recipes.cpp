@@ -1,0 +1,182 @@
+#include "plumb/scaling/fp8_recipes.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <array>
+
+#include "plumb/core/error.h"
+#include "plumb/numerics/operators.h"
+#include "plumb/scaling/fp8.h"
+#include "plumb/scaling/matmul_parts.h"
+
+namespace plumb {
+namespace {
+
+using at::Tensor;
+using std::string_view;
+
+constexpr std::array<std::pair<string_view, Fp8Recipe>, 5> kRecipes{{{"tensorwise", Fp8Recipe::Tensorwise},
+                                                                     {"rowwise", Fp8Recipe::Rowwise},
+                                                                     {"blocks128", Fp8Recipe::Blocks128},
+                                                                     {"mxfp8", Fp8Recipe::Mx},
+                                                                     {"mxfp8-up", Fp8Recipe::MxUp}}};
+
+constexpr double kLeast = 1e-12;      // a largest value counts as no less
+constexpr int kExponentBias = 127;    // of float32 and of E8M0
+constexpr int kFloatMantissa = 23;
+constexpr double kLeastNormal = 1.1754943508222875e-38;  // float32's
+
+// Values by line and block: [lines, blocks, length], or of square blocks [lines, side, blocks, side]. Filled up with
+// zeros, which change no largest value.
+Tensor in_blocks(const Tensor& x, int64_t length, bool square) {
+  auto fill = [&](int64_t size) { return (length - size % length) % length; };
+  const Tensor full = at::constant_pad_nd(x, {0, fill(x.size(1)), 0, square ? fill(x.size(0)) : 0});
+  if (square) return full.view({full.size(0) / length, length, full.size(1) / length, length});
+  return full.view({x.size(0), full.size(1) / length, length});
+}
+
+// What values are divided by.
+Tensor scales_of(const Tensor& largest, const FPFormat& format, Fp8Recipe recipe) {
+  const double top = format.max_absolute_value();
+  if (recipe == Fp8Recipe::MxUp) {
+    const Tensor exponent = at::clamp(at::ceil(at::log2(largest / top)), -kExponentBias, kExponentBias);
+    // The code 0 stands for a factor of one there.
+    return at::where(exponent == -kExponentBias, at::ones_like(exponent), at::exp2(exponent));
+  }
+  if (recipe == Fp8Recipe::Mx) {
+    const Tensor bits = at::bitwise_and(at::bitwise_right_shift(largest.view(at::kInt), kFloatMantissa), 255);
+    const Tensor exponent = at::clamp(bits - kExponentBias - format.max_exponent(), -kExponentBias, kExponentBias);
+    return at::clamp_min(at::exp2(exponent.to(at::kFloat)), kLeastNormal);
+  }
+  return at::clamp_min(largest.to(at::kDouble), kLeast);
+}
+
+Tensor sized(const Tensor& blocks, const Tensor& like, bool square) {
+  const Tensor lines = blocks.reshape({square ? blocks.size(0) * blocks.size(1) : blocks.size(0), -1});
+  return lines.slice(0, 0, like.size(0)).slice(1, 0, like.size(1)).contiguous();
+}
+
+}  // namespace
+
+Fp8Recipe parse_fp8_recipe(string_view text) {
+  std::string known;
+  for (const auto& [name, recipe] : kRecipes) {
+    if (name == text) return recipe;
+    known += (known.empty() ? "" : ", ") + std::string(name);
+  }
+  throw Error(ErrorKind::InvalidArgument, "'" + std::string(text) + "' is no recipe for FP8", "", known);
+}
+
+std::vector<std::string> fp8_recipes() {
+  std::vector<std::string> names;
+  for (const auto& [name, recipe] : kRecipes) names.emplace_back(name);
+  return names;
+}
+
+ScaledCodes cast_scaled(const Tensor& matrix, const FPFormat& format, Fp8Recipe recipe, int64_t dim, bool weight) {
+  if (matrix.dim() != 2 || !at::isFloatingType(matrix.scalar_type()) || matrix.scalar_type() == at::kDouble)
+    bad_shape("fp8_cast", "a matrix of float32, bfloat16 or float16 is cast, not " + shape_text(matrix) + " of " +
+                              c10::toString(matrix.scalar_type()) + ".");
+  if (dim < -2 || dim > 1) bad_shape("fp8_cast", "a matrix has no dimension " + std::to_string(dim) + ".");
+  at::NoGradGuard no_grad;
+  const bool down = dim == 0 || dim == -2;
+  const Tensor x = (down ? matrix.t() : matrix).to(at::kFloat).contiguous();
+  const bool mx = recipe == Fp8Recipe::Mx || recipe == Fp8Recipe::MxUp;
+  const bool square = recipe == Fp8Recipe::Blocks128 && weight;
+  const int64_t whole = std::max<int64_t>(x.size(1), 1);
+  const int64_t length = mx ? 32 : recipe == Fp8Recipe::Blocks128 ? 128 : whole;
+  Tensor blocks = in_blocks(x, length, square);
+  if (blocks.numel() == 0) return {at::empty_like(matrix, at::kByte), at::empty({0}, x.options()), matrix.clone()};
+  const Tensor magnitude = blocks.abs();
+  const Tensor largest = recipe == Fp8Recipe::Tensorwise ? magnitude.max()
+                         : square                        ? magnitude.amax({1, 3}, /*keepdim=*/true)
+                                                         : magnitude.amax({2}, /*keepdim=*/true);
+  Tensor divisor = scales_of(largest, format, recipe), scaled, scale;
+  if (mx) {
+    scaled = recipe == Fp8Recipe::MxUp ? blocks * divisor.reciprocal() : blocks / divisor;
+    scale = divisor;
+  } else {
+    Tensor factor = (format.max_absolute_value() / divisor).to(at::kFloat);
+    if (recipe == Fp8Recipe::Rowwise) factor = at::exp2(at::floor(at::log2(factor)));
+    scaled = blocks * factor;
+    scale = factor.reciprocal();
+  }
+  const Tensor codes = ops::encode(scaled, format.to_string());
+  const Tensor values = ops::decode(codes, format.to_string(), at::kFloat) * scale;
+  auto back = [&](const Tensor& t) { return down ? sized(t, x, square).t() : sized(t, x, square); };
+  return {back(codes), recipe == Fp8Recipe::Tensorwise ? scale : scale.reshape({scale.size(0), -1}),
+          back(values).to(matrix.scalar_type())};
+}
+
+namespace {
+
+// A product of casts with scales: of each operand, the dimension summed over and whether it is a weight.
+Tensor product(const Tensor& a, const FPFormat& format_a, bool weight_a, const Tensor& b, const FPFormat& format_b,
+               bool weight_b, Fp8Recipe recipe, const OptionalTensor& bias = {}) {
+  return ValueProduct()(Factors::Operands, cast_scaled(a, format_a, recipe, 1, weight_a).values,
+                        cast_scaled(b, format_b, recipe, 0, weight_b).values, 1, bias);
+}
+
+std::tuple<Tensor, Tensor> fp8_cast(const Tensor& matrix, string_view format, string_view recipe, int64_t dim,
+                                    bool weight) {
+  auto cast = cast_scaled(matrix, fp8_format(format), parse_fp8_recipe(recipe), dim, weight);
+  return {cast.codes, cast.scales};
+}
+
+Tensor fp8_scaled_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, string_view recipe,
+                         string_view fwd, string_view bwd) {
+  linear_rule(input, weight, bias, std::array{0.5, 0.5, 0.5});  // checks sizes
+  fp8_format(bwd);
+  const FPFormat& format = fp8_format(fwd);
+  auto sizes = input.sizes().vec();
+  sizes.back() = weight.size(0);
+  return product(as_rows(input), format, false, weight.t(), format, true, parse_fp8_recipe(recipe), bias).view(sizes);
+}
+
+std::tuple<Tensor, Tensor, Tensor> fp8_scaled_linear_backward(const Tensor& grad, const Tensor& input,
+                                                              const Tensor& weight, string_view recipe,
+                                                              string_view fwd, string_view bwd,
+                                                              std::array<bool, 3> mask) {
+  if (recording(grad))
+    throw Error(ErrorKind::Unsupported, "fp8_scaled_linear has no gradient of a gradient", "",
+                "a plain linear layer where gradients of gradients are needed");
+  const Fp8Recipe by = parse_fp8_recipe(recipe);
+  const FPFormat &forward = fp8_format(fwd), &backward = fp8_format(bwd);
+  const Tensor rows = as_rows(grad), inputs = as_rows(input);
+  Tensor grad_input, grad_weight, grad_bias;
+  if (mask[0]) grad_input = product(rows, backward, false, weight, forward, true, by).view(input.sizes());
+  if (mask[1]) grad_weight = product(rows.t(), backward, false, inputs, forward, false, by);
+  if (mask[2]) grad_bias = rows.sum(0);
+  return {grad_input, grad_weight, grad_bias};
+}
+
+Tensor fp8_scaled_linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, string_view,
+                              string_view, string_view) {
+  return linear_sizes(input, weight);
+}
+
+std::tuple<Tensor, Tensor, Tensor> fp8_scaled_linear_backward_meta(const Tensor& grad, const Tensor& input,
+                                                                   const Tensor& weight, string_view, string_view,
+                                                                   string_view, std::array<bool, 3> mask) {
+  return {mask[0] ? grad.new_empty_symint(input.sym_sizes()) : Tensor(),
+          mask[1] ? grad.new_empty_symint(weight.sym_sizes()) : Tensor(),
+          mask[2] ? grad.new_empty_symint({weight.sym_size(0)}) : Tensor()};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(plumb, m) {
+  define(m, "fp8_scaled_linear(Tensor input, Tensor weight, Tensor? bias, str recipe, str fwd, str bwd) -> Tensor",
+         fp8_scaled_linear, fp8_scaled_linear_meta, differentiable());
+  define(m,
+         "fp8_scaled_linear_backward(Tensor grad, Tensor input, Tensor weight, str recipe, str fwd, str bwd, "
+         "bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+         fp8_scaled_linear_backward, fp8_scaled_linear_backward_meta, differentiable_backward());
+  define(m,
+         "fp8_cast(Tensor matrix, str format, str recipe, int dim=-1, bool weight=False) -> (Tensor codes, Tensor "
+         "scales)",
+         {at::Tag::nondeterministic_seeded}, fp8_cast);
+}
+
+}  // namespace plumb

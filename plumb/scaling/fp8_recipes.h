@@ -1,0 +1,38 @@
+// FP8 with scale factors, as others train with it: for plain models, and to compare unit scaling with. A matrix is cast
+// to codes of code = round(value / scale), with a scale for the whole, for a row, or for blocks.
+//
+// Scale factors are as torchao 0.18 makes them (torchao/float8/float8_utils.py, prototype/blockwise_fp8_training,
+// prototype/mx_formats/mx_tensor.py), its casts are these bit for bit (python/tests/test_fp8_recipes.py).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plumb/numerics/format.h"
+
+namespace plumb {
+
+enum class Fp8Recipe {
+  Tensorwise,  // one scale, from the largest value now
+  Rowwise,     // one for each line along which a product sums, a power of two
+  Blocks128,   // one for 128 neighbours along it; of weights for 128 x 128
+  Mx,          // one for 32 neighbours, 2^floor(log2(largest) - log2(the format's largest)) (OCP MX 1.0, 6.3)
+  MxUp,        // the same, 2^ceil(log2(largest / the format's largest)): nothing overflows
+};
+// "tensorwise", "rowwise", "blocks128", "mxfp8", "mxfp8-up"; else Error(InvalidArgument).
+Fp8Recipe parse_fp8_recipe(std::string_view text);
+std::vector<std::string> fp8_recipes();
+
+struct ScaledCodes {
+  at::Tensor codes;   // uint8, the matrix's sizes
+  at::Tensor scales;  // float32; () for one, else by line and block, the blocks' dimension last
+  at::Tensor values;  // what the codes stand for, in the matrix's dtype
+};
+// matrix: 2-D, float32, bfloat16 or float16. dim: the dimension that a product sums over. weight: Blocks128 takes
+// square blocks. The last block of a line may be shorter.
+ScaledCodes cast_scaled(const at::Tensor& matrix, const FPFormat& format, Fp8Recipe recipe, int64_t dim, bool weight);
+
+}  // namespace plumb

@@ -1,0 +1,137 @@
+"""use_fp8 with a recipe: casts with scale factors as torchao and ml_dtypes make them."""
+
+import sys
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+from plumb.transforms import report, use_fp8
+
+RECIPES = ["tensorwise", "rowwise", "blocks128", "mxfp8", "mxfp8-up"]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+cast = torch.ops.plumb.fp8_cast
+
+
+def values():
+    """Matrices with large and small rows, zeros, ties, subnormals and infinity."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 384) * torch.exp2(torch.randint(-20, 20, (256, 1)).float())
+    x[3], x[5, :128], x[7, 0] = 0, 0, 1e30
+    x[9] = torch.arange(384) / 256
+    x[11] *= 2.0**-130
+    return {"mixed": x, "half": x[:128].clamp(-6e4, 6e4).bfloat16(), "odd": torch.randn(5, 70)}
+
+
+@pytest.mark.parametrize("fmt, dtype", [("e4m3fn", E4M3), ("e5m2", E5M2)])
+def test_tensorwise_and_rowwise_casts_are_torchaos(fmt, dtype):
+    utils = pytest.importorskip("torchao.float8.float8_utils")
+    config = pytest.importorskip("torchao.float8.config")
+    for x in values().values():
+        scale = utils.tensor_to_scale(x, dtype)
+        codes, inverse = cast(x, fmt, "tensorwise")
+        assert torch.equal(codes, utils.to_fp8_saturated(x.float() * scale, dtype).view(torch.uint8))
+        assert torch.equal(inverse, scale.reciprocal())
+        for dim in (0, 1):
+            scale = utils.tensor_to_scale(
+                x, dtype, scaling_granularity=config.ScalingGranularity.AXISWISE, axiswise_dim=dim,
+                round_scales_to_power_of_2=True,
+            )  # fmt: skip
+            codes, inverse = cast(x, fmt, "rowwise", dim)
+            assert torch.equal(codes, utils.to_fp8_saturated(x.float() * scale, dtype).view(torch.uint8))
+            assert torch.equal(inverse.flatten(), scale.reciprocal().flatten())
+
+
+def test_casts_of_128_blocks_are_torchaos(monkeypatch):
+    pytest.importorskip("torchao")
+    for name in ("triton", "triton.language"):  # of its kernels for GPUs, beside which the casts of torch stand
+        if name not in sys.modules:
+            monkeypatch.setitem(sys.modules, name, MagicMock())
+    kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
+    x = values()["mixed"]
+    for weight, theirs in ((False, kernels.torch_blockwise_scale_act_quant_lhs), (True, kernels.torch_blockwise_scale_weight_quant)):
+        expected, inverse = theirs(x)
+        codes, scales = cast(x, "e4m3fn", "blocks128", 1, weight)
+        assert torch.equal(codes, expected.view(torch.uint8))
+        assert torch.equal(scales, inverse.float())
+
+
+@pytest.mark.parametrize("fmt, dtype", [("e4m3fn", E4M3), ("e5m2", E5M2)])
+@pytest.mark.parametrize("recipe, mode", [("mxfp8", "FLOOR"), ("mxfp8-up", "RCEIL")])
+def test_mx_casts_are_torchaos(fmt, dtype, recipe, mode):
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    config = pytest.importorskip("torchao.prototype.mx_formats.config")
+    for name in ("mixed", "half"):
+        x = values()[name]
+        scale, expected = mx.to_mx(x, dtype, 32, config.ScaleCalculationMode[mode])
+        codes, scales = cast(x, fmt, recipe)
+        assert torch.equal(codes, expected.to(dtype).view(torch.uint8)), name
+        theirs = torch.exp2(scale.view(torch.uint8).float() - 127).reshape(scales.shape)
+        ordinary = theirs > 2.0**-126  # what stands for less is one there
+        assert torch.equal(scales[ordinary], theirs[ordinary])
+
+
+def test_mx_codes_are_those_of_ml_dtypes_on_scaled_values():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = values()["mixed"]
+    codes, scales = cast(x, "e4m3fn", "mxfp8")
+    scaled = (x.view(256, -1, 32) / scales.unsqueeze(-1)).clamp(-448, 448).view(256, -1)
+    assert (codes.numpy() == scaled.numpy().astype(ml_dtypes.float8_e4m3fn).view("uint8")).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_linear_layer_multiplies_the_casts_in_all_three_products(recipe):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(160, 96), torch.randn(2, 40, 160, requires_grad=True)
+    y = use_fp8(layer, "e4m3fn", "e5m2", recipe=recipe)(x)
+    g = torch.randn_like(y)
+    y.backward(g)
+
+    def rounded(matrix, fmt, dim, weight=False):
+        matrix = matrix.detach()
+        codes, scales = cast(matrix, fmt, recipe, dim, weight)
+        lines = torch.ops.plumb.decode(codes, fmt)
+        lines = lines.t() if dim == 0 else lines
+        if scales.dim() == 0:
+            lines = lines * scales
+        else:
+            length = {"rowwise": lines.shape[1], "blocks128": 128}.get(recipe, 32)
+            wide = scales.repeat_interleave(length, 1)[:, : lines.shape[1]]
+            if recipe == "blocks128" and weight:
+                wide = wide.repeat_interleave(128, 0)[: lines.shape[0]]
+            lines = lines * wide
+        return lines.t() if dim == 0 else lines
+
+    rows, grads, w = x.reshape(-1, 160), g.reshape(-1, 96), layer.weight
+    expected = rounded(rows, "e4m3fn", 1) @ rounded(w, "e4m3fn", 1, True).t() + layer.bias
+    assert torch.allclose(y.reshape(-1, 96), expected, atol=1e-5)
+    assert torch.allclose(x.grad.reshape(-1, 160), rounded(grads, "e5m2", 1) @ rounded(w, "e4m3fn", 0, True), atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_trains(recipe):
+    torch.manual_seed(0)
+    net = use_fp8(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), recipe=recipe)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    x = torch.randn(64, 32)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (net(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert "plumb::fp8_scaled_linear: " + recipe + " scales" in str(report(net))
+
+
+def test_other_products_are_left_alone_and_unknown_recipes_refused():
+    conv = use_fp8(nn.Conv2d(3, 4, 3), recipe="mxfp8")
+    x = torch.randn(1, 3, 8, 8)
+    assert torch.equal(conv(x), nn.functional.conv2d(x, conv.weight, conv.bias))
+    assert "recipes are for linear layers" in str(report(conv))
+    with pytest.raises(plumb.Error, match="no recipe for FP8") as e:
+        use_fp8(nn.Linear(4, 4), recipe="delayedd")
+    assert "tensorwise" in e.value.remedy
