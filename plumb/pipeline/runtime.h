@@ -46,8 +46,8 @@ struct PipelineOptions {
   // Called after each of this rank's actions of a step: how many are done, of how many.
   std::function<void(size_t done, size_t total)> progress;
   bool check_numerics = false;  // raise Error(Numerics) at the first NaN or infinity that leaves a stage
-  // Seeds the CPU generator for each forward from this, the step, the stage and the microbatch, so that dropout does
-  // not depend on the schedule either. The generator's own state is put back after the step.
+  // Seeds the generators of the CPU and of the stages' devices for each forward from this, the step, the stage and the
+  // microbatch, so that dropout does not depend on the schedule either. Their own state is put back after the step.
   std::optional<std::uint64_t> seed;
   // Ranks of other pipelines that hold the same stages as this one and train on other rows of the batch (replicas.h);
   // this rank's place among them is its replica's number. All replicas run the same schedule. Gradients are summed over

@@ -5,6 +5,7 @@
 
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/runtime.h"
+#include "tests/test_device.h"
 
 namespace plumb {
 
@@ -31,12 +32,12 @@ struct TestModel {
 
 inline at::Tensor test_weight(std::uint64_t seed, at::IntArrayRef sizes) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  return (at::randn(sizes, generator) * 0.4).requires_grad_(true);
+  return (at::randn(sizes, generator) * 0.4).to(test_device()).requires_grad_(true);
 }
 
 inline at::Tensor test_data(std::uint64_t seed, at::IntArrayRef sizes) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  return at::randn(sizes, generator);
+  return at::randn(sizes, generator).to(test_device());
 }
 
 // Tokens to logits: places, a mask and the last shape are made of the input's sizes.
@@ -50,9 +51,9 @@ struct TestTokensImpl : torch::nn::Module {
     head = register_parameter("head", test_weight(9, {11, width}));
   }
   at::Tensor forward(const at::Tensor& x) {
-    at::Tensor h = at::embedding(table, x) + at::embedding(places, at::arange(x.size(1)));
+    at::Tensor h = at::embedding(table, x) + at::embedding(places, at::arange(x.size(1), x.options()));
     for (const auto& w : weights) {
-      const auto mask = at::ones({x.size(1), x.size(1)}).triu(1) * -1e4;
+      const auto mask = at::ones({x.size(1), x.size(1)}, table.options()).triu(1) * -1e4;
       const auto scores = at::matmul(h, h.transpose(1, 2)) / static_cast<double>(x.size(1)) + mask;
       h = (h + at::gelu(at::linear(at::matmul(scores.softmax(-1), h), w))).reshape({-1, h.size(2)});
       h = h.view({x.size(0), x.size(1), -1});
@@ -114,7 +115,7 @@ inline void make_tied(TestModel& model, int num_stages) {
 inline void make_norm(TestModel& model) {
   model.make_stage = [](int s) {
     auto w = test_matrix(s), g = test_weight(10 * s + 2, {kTestWidth});
-    auto mean = at::zeros({kTestWidth}), var = at::ones({kTestWidth});
+    auto mean = at::zeros({kTestWidth}, test_device()), var = at::ones({kTestWidth}, test_device());
     auto forward = [=](const Tensors& in) -> Tensors {
       return {at::batch_norm(at::linear(in[0], w), g, {}, mean, var, true, 0.1, 1e-5, false)};
     };
@@ -156,7 +157,7 @@ inline void make_cut(TestModel& model, int num_stages) {
   };
   auto cut = std::make_shared<Cut>();
   cut->model = TestTokens(num_stages, kTestWidth);
-  const auto tokens = at::zeros({2, 4}, at::kLong);
+  const auto tokens = at::zeros({2, 4}, at::device(test_device()).dtype(at::kLong));
   SplitOptions options;
   for (int s = 1; s < num_stages; s++) {
     options.points.emplace_back("layer" + std::to_string(s), SplitPoint::Beginning);
