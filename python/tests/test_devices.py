@@ -97,7 +97,8 @@ def trained(where, steps=4):
 def test_training_in_simulated_fp8_has_the_cpus_bits():
     ours, theirs = trained(device.NAME), trained("cpu")
     assert same(ours[0], theirs[0]) and same(ours[1], theirs[1])
-    scales = [[n.meta["metrics"] for n in run[2].scales_graph().nodes if n.meta.get("metrics")] for run in (ours, theirs)]
+    graphs = [run[2].scales_graph() for run in (ours, theirs)]
+    scales = [[n.meta["metrics"] for n in graph.nodes if n.meta.get("metrics")] for graph in graphs]
     assert len(scales[0]) == len(scales[1]) > 5
     for a, b in zip(*scales):
         for mine, other in ((a.fwd, b.fwd), *([(a.bwd, b.bwd)] if a.bwd else [])):
@@ -139,7 +140,7 @@ def blocks(places, train=False):
 
 def run_stages(name, places, train=False, seed=None):
     modules = blocks(places, train)
-    stages = [PipelineStage(m, i, len(places), torch.device(place)) for i, (m, place) in enumerate(zip(modules, places))]
+    stages = [PipelineStage(m, i, len(places), torch.device(p)) for i, (m, p) in enumerate(zip(modules, places))]
     schedule = get_schedule_class(name)(stages, 4, nn.functional.mse_loss)
     schedule.seed = seed
     x, losses = values(12, 8, seed=1).to(places[0]).requires_grad_(), []
