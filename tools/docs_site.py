@@ -22,7 +22,8 @@ OUTSIDE = {"README.md": "index.md", "HACKING.md": "hacking.md", "CHANGELOG.md": 
 
 # Modules of the Python reference, and what a page shows where that is not all.
 MODULES = {
-    "plumb": ["capture", "GraphModule", "report", "load_pt2", "save_pt2", "Recorder", "History", "read_history"],
+    "plumb": ["capture", "GraphModule", "report", "load_pt2", "save_pt2", "Recorder", "History", "read_history",
+              "Trainer", "TrainResult"],
     "plumb.transforms": [],
     "plumb.functional": [],
     "plumb.nn": [],

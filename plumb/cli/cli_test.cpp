@@ -5,7 +5,7 @@ namespace {
 
 TEST_F(Command, SaysItsVersionAndAnExampleForEverySubcommand) {
   EXPECT_EQ(plumb("--version").out.rfind("plumb ", 0), 0u);
-  for (const char* name : {"show", "opt", "run", "plan", "train", "scale", "track", "split"}) {
+  for (const char* name : {"show", "opt", "run", "plan", "train", "scale", "track", "split", "eval", "sample"}) {
     const Ended help = plumb(std::string(name) + " --help");
     EXPECT_EQ(help.code, 0);
     EXPECT_NE(help.out.find("plumb " + std::string(name) + " "), std::string::npos) << help.out;

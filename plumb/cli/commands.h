@@ -16,5 +16,7 @@ void add_train(CLI::App& app);
 void add_scale(CLI::App& app);
 void add_track(CLI::App& app);
 void add_split(CLI::App& app);
+void add_eval(CLI::App& app);
+void add_sample(CLI::App& app);
 
 }  // namespace plumb::cli

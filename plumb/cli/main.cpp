@@ -70,6 +70,8 @@ int run(int argc, char** argv) {
   plumb::cli::add_scale(app);
   plumb::cli::add_track(app);
   plumb::cli::add_split(app);
+  plumb::cli::add_eval(app);
+  plumb::cli::add_sample(app);
   if (argc > 1 && argv[1][0] != '-' &&
       app.get_subcommands([&](const CLI::App* c) { return c->get_name() == argv[1]; }).empty()) {
     throw plumb::UsageError("no command '" + std::string(argv[1]) + "'", "plumb --help");

@@ -37,7 +37,7 @@ class Printer {
 
   void operator()(const nlohmann::json& event) {
     if (json_) {
-      saved_ = saved_ || event.contains("saved");
+      saved_ = saved_ || event.contains("saved") || event.contains("checkpoint");
       std::cout << event.dump() << std::endl;
       return;
     }
@@ -59,6 +59,23 @@ class Printer {
     if (event.contains("dumped")) {
       end_bar();
       std::cout << "dumped the step to " << event["dumped"].get<std::string>() << std::endl;
+      return;
+    }
+    if (event.contains("resumed")) {
+      std::cout << "goes on after step " << event["resumed"] << " from " << event["folder"].get<std::string>()
+                << std::endl;
+      return;
+    }
+    if (event.contains("checkpoint")) {
+      saved_ = true;
+      end_bar();
+      std::cout << "wrote " << event["folder"].get<std::string>() << std::endl;
+      return;
+    }
+    for (const char* problem : {"checkpoint_problem", "why"}) {
+      if (!event.contains(problem)) continue;
+      end_bar();
+      std::cerr << "plumb: " << event[problem].get<std::string>() << std::endl;
       return;
     }
     if (event.contains("interrupted")) {
@@ -98,8 +115,9 @@ class Printer {
  private:
   // "  0.12 s a step, 1 min 20 s left": of the steps after the first, which also makes what later ones find made.
   std::string speed(int step, int steps, double seconds) {
-    if (step == 1) first_seconds_ = seconds;
-    const double each = step == 1 ? seconds : (seconds - first_seconds_) / (step - 1);
+    if (first_step_ == 0 || step <= last_step_) first_step_ = step, first_seconds_ = seconds;  // a new start
+    last_step_ = step;
+    const double each = step == first_step_ ? seconds : (seconds - first_seconds_) / (step - first_step_);
     std::string text = "  " + short_number(each) + " s a step";
     if (step < steps) text += ", " + duration_text(each * (steps - step)) + " left";
     return text;
@@ -118,6 +136,7 @@ class Printer {
   const bool json_, bar_;
   bool open_ = false, saved_ = false;
   double first_seconds_ = 0;
+  int first_step_ = 0, last_step_ = 0;
 };
 
 // This process's own arguments.
@@ -127,6 +146,23 @@ std::vector<std::string> own_arguments() {
   for (std::string a; std::getline(file, a, '\0');) arguments.push_back(a);
   if (!arguments.empty()) arguments.erase(arguments.begin());
   return arguments;
+}
+
+// Exit code of a training that SIGTERM ended after a checkpoint: run it again to go on (EX_TEMPFAIL of sysexits.h).
+constexpr int kGoesOnLater = 75;
+
+int end_interrupted(const TrainOptions& o, int signal, bool saved) {
+  if (signal == SIGTERM && !o.checkpoints.empty() && saved) return kGoesOnLater;
+  std::cerr << "\nplumb: interrupted" << (saved ? "" : ", nothing was saved") << "\n";
+  end_by_signal(signal);
+}
+
+std::string how_it_failed(const LaunchResult& result) {
+  const ProcessEnd& end = result.processes[result.first_failed];
+  return "rank " + std::to_string(result.first_failed) +
+         (end.was_stopped   ? " was stopped by a signal for a minute"
+          : end.signal != 0 ? " was killed by signal " + std::to_string(end.signal) + " (" + ::strsignal(end.signal) + ")"
+                            : " failed with exit code " + std::to_string(end.exit_code));
 }
 
 int launch(const TrainOptions& o) {
@@ -145,24 +181,26 @@ int launch(const TrainOptions& o) {
   };
   const KeptSignal signal(/*others=*/true);
   launch.signal = [&] { return signal.to_pass_on(); };
-  const LaunchResult result = launch_local(launch);
-  print.end_bar();
-  const char* nothing = print.saved() ? "" : ", nothing was saved";
-  if (signal.taken() != 0) {
-    std::cerr << "\nplumb: interrupted" << nothing << "\n";
-    end_by_signal(signal.taken());
-  }
-  if (result.first_failed >= 0) {
+  for (int64_t restart = 0;; ++restart) {
+    launch.environment = {{"PLUMB_RESTART", std::to_string(restart)}};
+    const LaunchResult result = launch_local(launch);
+    print.end_bar();
+    if (signal.taken() != 0) return end_interrupted(o, signal.taken(), print.saved());
+    if (result.first_failed < 0) return result.exit_code();
+    const std::string failed = how_it_failed(result);
+    if (restart < o.max_restarts) {
+      print({{"restart", restart + 1},
+             {"of", o.max_restarts},
+             {"why", failed + ": all start again from the last checkpoint (" + std::to_string(restart + 1) + " of " +
+                         std::to_string(o.max_restarts) + ")"}});
+      continue;
+    }
     const ProcessEnd& end = result.processes[result.first_failed];
-    const std::string how = end.was_stopped   ? "was stopped by a signal for a minute"
-                            : end.signal != 0 ? std::string("was killed by signal ") + std::to_string(end.signal) +
-                                                    " (" + ::strsignal(end.signal) + ")"
-                                              : "failed with exit code " + std::to_string(end.exit_code);
-    std::cerr << "plumb: rank " << result.first_failed << " " << how << ": training ended" << nothing << "\n";
+    std::cerr << "plumb: " << failed << ": training ended" << (print.saved() ? "" : ", nothing was saved") << "\n";
     if (end.signal == SIGKILL && !end.was_stopped)
       std::cerr << "  try: less memory a process: more --stages, or smaller microbatches\n";
+    return result.exit_code();
   }
-  return result.exit_code();
 }
 
 // Says on stderr how far a long step is: first after a second, then less and less often.
@@ -194,15 +232,17 @@ int train_here(const TrainOptions& o) {
   Progress progress(2, o.json || o.processes() > 1);
   TrainHooks hooks{.event = std::ref(print), .phase = [&](const std::string& what) { progress.next(what); }};
   if (!o.json) hooks.progress = std::ref(steps);
-  hooks.stop_signal = [&] { return signal ? signal->taken() : 0; };
+  const bool stoppable = !o.save.empty() || !o.save_hf.empty() || !o.checkpoints.empty();
+  if (stoppable) hooks.stop_signal = [&] { return signal->taken(); };
   Trainer trainer(o, hooks);
   progress.finish();
-  if (!o.save.empty()) signal.emplace(/*others=*/false);
+  if (stoppable) signal.emplace(/*others=*/!o.checkpoints.empty());
   const int stopped_by = trainer.run().stopped_by;
   print.end_bar();
   // A process that plumb started leaves it to the one that started it.
-  if (stopped_by != 0 && !process_variable("PLUMB_STORE_SOCKET")) end_by_signal(stopped_by);
-  return 0;
+  if (stopped_by == 0 || process_variable("PLUMB_STORE_SOCKET")) return 0;
+  if (stopped_by == SIGTERM && !o.checkpoints.empty()) return kGoesOnLater;
+  end_by_signal(stopped_by);
 }
 
 int train_command(const TrainOptions& o) {
@@ -244,7 +284,7 @@ void add_field(CLI::App* sub, const TrainField& field, const std::shared_ptr<Giv
       field.help);
   const bool text = field.is_list() || std::holds_alternative<std::string TrainOptions::*>(field.member);
   option->allow_extra_args(false)->type_name(!field.choices.empty() ? "" : text ? "TEXT" : "NUMBER");
-  if (!field.is_list()) option->expected(1);
+  if (!field.is_list()) option->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   if (!field.choices.empty()) option->check(CLI::IsMember(field.choices));
   if (field.check) option->check(field.check);
   if (!field.is_list() && !initial.empty() && !initial[0].empty()) option->default_str(initial[0]);

@@ -1,5 +1,6 @@
 // Trainings of the command: options from files, layouts, what is told.
 #include <cmath>
+#include <map>
 
 #include "plumb/cli/command_for_test.h"
 
@@ -42,7 +43,8 @@ TEST_F(Train, PrintsEveryOptionOfItsHelpBackAndTakesItAsAFile) {
   }
   helped.erase("config");
   helped.erase("no-shuffle");
-  helped.insert({"file", "shuffle"});
+  helped.erase("no-resume");
+  helped.insert({"file", "shuffle", "resume"});
   EXPECT_EQ(helped, printed);
   std::ofstream(folder() / "run.toml") << options;
   const Ended again = plumb("train --config run.toml");
@@ -86,10 +88,160 @@ TEST_F(Train, ClipsAndEvaluatesTheSameInEveryLayout) {
   for (size_t i = 0; i < 3; ++i) EXPECT_NEAR(whole[i], cut[i], 1e-5);
 }
 
+TEST_F(Train, EvaluatesAndSamplesWhatItLearned) {
+  const Ended run = plumb(base() + "--steps 60 --eval-data tokens.bin --microbatches 4 --save learned.pt2");
+  const Json found = Json::parse(plumb("eval learned.pt2 --data tokens.bin --json").out);
+  EXPECT_NEAR(found["loss"].get<double>(), values(run, "eval_loss").at(0), 1e-6);
+  EXPECT_NEAR(found["perplexity"].get<double>(), std::exp(found["loss"].get<double>()), 1e-6);
+  EXPECT_EQ(found["targets"], 3996);
+  EXPECT_GT(Json::parse(plumb("eval lm.pt2 --data tokens.bin --json").out)["loss"], found["loss"]);
+  // The data is of a to h alone.
+  const Ended text = plumb("sample learned.pt2 --prompt abc --tokens 40 --top-k 8 --seed 1");
+  ASSERT_EQ(text.code, 0) << text.err;
+  EXPECT_EQ(text.out.find_first_not_of("abcdefgh\n"), std::string::npos) << text.out;
+  EXPECT_EQ(text.out.size(), 44u);
+  EXPECT_EQ(text.out, plumb("sample learned.pt2 --prompt abc --tokens 40 --top-k 8 --seed 1").out);
+  EXPECT_NE(text.out, plumb("sample learned.pt2 --prompt abc --tokens 40 --top-k 8 --seed 2").out);
+  const std::string greedy = "sample learned.pt2 --prompt abc --tokens 20 --temperature 0 --json --seed ";
+  EXPECT_EQ(plumb(greedy + "1").out, plumb(greedy + "2").out);
+  python(
+      "import json\n"
+      "net = torch.export.load('learned.pt2').module()\n"
+      "ids = list(b'abc')\n"
+      "for _ in range(20):\n"
+      "    x = torch.zeros(2, 12, dtype=torch.long); last = ids[-12:]; x[0, :len(last)] = torch.tensor(last)\n"
+      "    ids.append(net(x)[0, len(last) - 1].argmax().item())\n"
+      "import subprocess\n"
+      "out = subprocess.check_output(['" PLUMB_COMMAND "'] + '" + greedy + "1'.split())\n"
+      "assert json.loads(out)['tokens'] == ids[3:], (out, ids)");
+  wrong("sample mlp.pt2", "sampling needs a model of one input");
+  wrong("sample lm.pt2 --temperature -1", "--temperature");
+  wrong("eval lm.pt2", "--data");
+}
+
 TEST_F(Train, CutsBatchesThatDoNotDivide) {
   const std::string job =
       "train dynamic.pt2 --data tokens.bin --steps 4 --batch 7 --microbatches 3 --threads 1 --seed 3 --json ";
   EXPECT_EQ(values(plumb(job + "--stages 2")), values(plumb(job)));
+}
+
+// Weights of two trained files are equal, bit for bit.
+const char* const kSameWeights =
+    "a, b = (torch.export.load(n).state_dict for n in ('whole.pt2', 'other.pt2'))\n"
+    "assert list(a) == list(b) and all(torch.equal(a[n], b[n]) for n in a)";
+
+class Checkpoints : public Train {
+ protected:
+  void SetUp() override { fs::remove_all(folder() / "run"); }
+  static std::string job() {
+    return base() + "--steps 9 --microbatches 4 --clip 0.4 --rate cosine --warmup 2 --weight-decay 0.1 ";
+  }
+  // Losses by step; of a step that was computed twice the later ones, which must be equal to the first.
+  static std::vector<double> by_step(const std::vector<Ended>& runs) {
+    std::map<int, double> losses;
+    for (const Ended& run : runs) {
+      std::istringstream lines(run.out);
+      for (std::string line; std::getline(lines, line);) {
+        const Json event = Json::parse(line);
+        if (!event.contains("loss")) continue;
+        const auto [it, is_new] = losses.emplace(event["step"].get<int>(), event["loss"].get<double>());
+        EXPECT_EQ(it->second, event["loss"].get<double>()) << "step " << it->first;
+      }
+    }
+    std::vector<double> list;
+    for (const auto& [step, loss] : losses) list.push_back(loss);
+    return list;
+  }
+};
+
+TEST_F(Checkpoints, LetARunGoOnInAnotherLayoutBitForBit) {
+  const Ended whole = plumb(job() + "--save whole.pt2");
+  const std::vector<double> wanted = values(whole);
+  ASSERT_EQ(wanted.size(), 9u);
+  const std::vector<std::pair<std::string, std::string>> layouts = {
+      {"", "--stages 2"},
+      {"--stages 2", ""},
+      {"--stages 2 --schedule ZBVZeroBubble", "--stages 4 --schedule GPipe"},
+      {"--stages 3 --schedule Interleaved1F1B", "--stages 2 --at layers.1"}};
+  for (const auto& [first, second] : layouts) {
+    SCOPED_TRACE(first + " then " + second);
+    fs::remove_all(folder() / "run");
+    // A fault ends the first one in the middle of step 6, after the checkpoint of step 4.
+    const Ended stopped = plumb(job() + "--checkpoints run --checkpoint-every 4 --inject 'raise rank 0 at 0F1 of step 6' " + first);
+    EXPECT_NE(stopped.code, 0);
+    const Ended rest = plumb(job() + "--checkpoints run --checkpoint-every 4 --save other.pt2 " + second);
+    EXPECT_EQ(values(rest, "resumed"), std::vector<double>{4}) << rest.out << rest.err << stopped.err;
+    EXPECT_EQ(by_step({stopped, rest}), wanted);
+    python(kSameWeights);
+  }
+}
+
+TEST_F(Checkpoints, OfTiedWeightsGoOnAtTheSameCuts) {
+  const std::string tied = "train tied.pt2 --data tokens.bin --steps 6 --microbatches 2 --threads 1 --lr 0.01 --json ";
+  for (const char* layout : {"", "--stages 2 --at head"}) {
+    fs::remove_all(folder() / "run");
+    const Ended whole = plumb(tied + layout);
+    const std::string part = tied + "--checkpoints run --checkpoint-every 2 " + layout;
+    const Ended stopped = plumb(part + " --inject 'raise rank 0 at 0F1 of step 4'"), rest = plumb(part);
+    EXPECT_EQ(values(rest, "resumed"), std::vector<double>{2}) << rest.err;
+    EXPECT_EQ(by_step({stopped, rest}), values(whole));
+  }
+  EXPECT_EQ(plumb(tied + "--checkpoints run --stages 2").code, 0) << "loads what another cut wrote";
+}
+
+TEST_F(Checkpoints, RestartALostRankWithTheBitsOfTheUndisturbedRun) {
+  const Ended whole = plumb(job() + "--save whole.pt2 --stages 2");
+  for (const char* fault : {"kill rank 1 at 1B2 of step 7", "kill rank 0 at 0F0 of step 1", "raise rank 0 at 0B3 of step 3"}) {
+    SCOPED_TRACE(fault);
+    fs::remove_all(folder() / "run");
+    const Ended run = plumb(job() + "--stages 2 --checkpoints run --checkpoint-every 3 --save other.pt2 --max-restarts 1 --inject '" +
+                            fault + "'");
+    EXPECT_EQ(run.code, 0) << run.err;
+    EXPECT_EQ(values(run, "restart"), std::vector<double>{1});
+    EXPECT_EQ(by_step({run}), values(whole));
+    python(kSameWeights);
+  }
+  wrong("train lm.pt2 --data tokens.bin --max-restarts 1", "--max-restarts: there are no checkpoints");
+  wrong("train lm.pt2 --data tokens.bin --inject 'kill rank 0 at 0F7 of step 1'", "rank 0 has no action 0F7");
+  wrong("train lm.pt2 --data tokens.bin --inject 'kill rank 1 at 0F0 of step 1'", "there are 1 ranks");
+  wrong("train lm.pt2 --data tokens.bin --inject 'kill all'", "is no fault");
+}
+
+TEST_F(Checkpoints, RefuseAnotherRun) {
+  ASSERT_EQ(plumb(job() + "--checkpoints run --steps 2 --rate constant").code, 0);
+  const auto refuses = [&](const std::string& change, const std::string& says) {
+    wrong(job() + "--checkpoints run --rate constant " + change, says);
+  };
+  refuses("--seed 4", "has [\"4\"]");
+  refuses("--lr 0.02", "--lr");
+  refuses("--microbatches 2", "rows of a step");
+  std::ofstream(folder() / "more.bin") << read(folder() / "tokens.bin") << "abc";
+  refuses("--data more.bin", "--data (names, sizes, types)");
+  EXPECT_EQ(plumb(job() + "--checkpoints run --rate constant --no-resume --seed 4").code, 0);
+  std::ofstream(folder() / "run" / "step-00000009" / "checkpoint.json") << "{}";
+  const Ended damaged = plumb(job() + "--checkpoints run --rate constant --seed 4 --no-resume --warmup 0 --steps 1");
+  EXPECT_EQ(damaged.code, 0) << damaged.err;
+}
+
+TEST_F(Checkpoints, AreWrittenOnSigtermAndTheRunGoesOn) {
+  const char* stop =
+      "import subprocess, signal, sys\n"
+      "p = subprocess.Popen([COMMAND] + sys.argv[1].split(), stdout=subprocess.PIPE, text=True)\n"
+      "lines = [p.stdout.readline() for _ in range(6)]\n"
+      "p.send_signal(signal.SIGTERM)\n"
+      "out = ''.join(lines) + p.communicate(timeout=60)[0]\n"
+      "print(out, end='')\n"
+      "sys.exit(p.returncode)\n";
+  std::ofstream(folder() / "term.py") << "COMMAND = '" PLUMB_COMMAND "'\n" << stop;
+  for (const char* layout : {"", " --stages 2"}) {
+    fs::remove_all(folder() / "run");
+    const std::string train = base() + "--steps 3000 --checkpoints run" + layout;
+    const Ended run = shell(PLUMB_TEST_PYTHON " term.py '" + train + "'");
+    EXPECT_EQ(run.code, 75) << run.err;
+    const Ended rest = plumb(base() + "--steps 3000 --checkpoints run --steps 5");
+    EXPECT_EQ(rest.code, 0) << rest.err;
+    EXPECT_NE(rest.out.find("\"resumed\""), std::string::npos) << rest.out;
+  }
 }
 
 TEST_F(Train, NamesTheFirstNumberThatIsNoneInEveryLayout) {

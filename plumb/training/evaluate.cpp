@@ -138,4 +138,12 @@ Evaluation Evaluator::run() {
   return {sum / count, static_cast<int64_t>(count)};
 }
 
+Evaluation evaluate_file(TrainOptions options, const std::function<void(const std::string& what)>& phase) {
+  options.eval_data = options.data;
+  options.eval_targets = options.targets;
+  const TrainJob job = prepare_job(options, {}, {.phase = phase});
+  const ProcessGroup alone;
+  return Evaluator(options, job, *job.eval_samples, alone, divide_into_replicas(alone, 1)).run();
+}
+
 }  // namespace plumb

@@ -42,4 +42,7 @@ class Evaluator {
   int64_t rows_ = 0, units_ = 0;  // rows of a microbatch, microbatches
 };
 
+// Of options.file on options.data, in this process. Throws UsageError or Error.
+Evaluation evaluate_file(TrainOptions options, const std::function<void(const std::string& what)>& phase = {});
+
 }  // namespace plumb

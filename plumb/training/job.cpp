@@ -115,6 +115,12 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   job.schedule = read_schedule(o);  // wrong names before anything is read
   check_outputs(o);
   check_rates(o);
+  if (o.checkpoints.empty() && (o.checkpoint_every > 0 || o.max_restarts > 0)) {
+    throw UsageError(o.max_restarts > 0 ? "--max-restarts: there are no checkpoints to start again from"
+                                        : "--checkpoint-every: nothing says where to",
+                     "--checkpoints FOLDER");
+  }
+  if (!o.inject.empty()) job.fault = parse_fault(o.inject, o, job.schedule);
   const std::string name = o.file.empty() ? "the model" : o.file;
   phase("reading " + name);
   job.program = open_program(o, parts.module);
@@ -130,7 +136,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
         std::make_unique<EpochBatches>(std::move(samples), job.rows, o.shuffle, static_cast<uint64_t>(o.seed)));
   }
   if (!o.eval_data.empty()) {
-    job.eval_samples = open_samples(o, {o.eval_data, o.eval_targets, "", "--eval-data", "--eval-targets"}, module);
+    job.eval_samples = open_samples(o, {o.eval_data, o.eval_targets, o.eval_data == o.data ? o.mask : "", "--eval-data", "--eval-targets"}, module);
   } else if (o.eval_every > 0 || o.eval_batches > 0 || !o.eval_targets.empty()) {
     throw UsageError("--eval-data is missing", "--eval-data FILE of held-out data");
   }

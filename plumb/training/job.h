@@ -11,6 +11,7 @@
 #include "plumb/pipeline/runtime.h"
 #include "plumb/schedule/schedule.h"
 #include "plumb/training/batches.h"
+#include "plumb/training/fault.h"
 #include "plumb/training/gradients.h"
 #include "plumb/training/options.h"
 
@@ -24,8 +25,8 @@ struct TrainHooks {
   std::function<void(const std::string& what)> phase = {};
   // After each action of a step on rank 0.
   std::function<void(int64_t step, size_t done, size_t total)> progress = {};
-  // Asked on rank 0 at each step's end, if there is something to save: the number of a signal ends the training then,
-  // 0 does not.
+  // Asked on rank 0 at each step's end: the number of a signal ends the training then, 0 does not. All ranks have one or
+  // none.
   std::function<int()> stop_signal = {};
 };
 
@@ -45,6 +46,7 @@ struct TrainJob {
   std::vector<ModelParameter> trained;
   std::vector<std::vector<std::string>> by_group;  // names, by options.groups
   std::map<std::string, std::string> first_names;  // of each name, that of its tensor that comes first in the model
+  std::optional<Fault> fault;
   bool tagged = false;
   int64_t rows = 0;  // of a step
 

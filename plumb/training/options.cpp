@@ -123,21 +123,17 @@ std::vector<TrainField> optimizer_fields() {
 
 std::vector<TrainField> step_fields() {
   return {
-      {"steps", &O::steps, "Optimiser steps", {}, whole_number(1), false, true},
+      {"steps", &O::steps, "Optimiser steps", {}, whole_number(1)},
       {"batch",
        &O::batch,
        "Rows of a step (0: the file's batch times the microbatches, pipelines and --accumulate)",
        {},
-       whole_number(0, std::numeric_limits<int64_t>::max()),
-       false,
-       true},
+       whole_number(0, std::numeric_limits<int64_t>::max())},
       {"microbatches",
        &O::microbatches,
        "Parts of a batch, each as long as the file's own batch",
        {},
-       whole_number(1, 65536),
-       false,
-       true},
+       whole_number(1, 65536)},
       {"accumulate",
        &O::accumulate,
        "Run the schedule so many times for a step of the optimiser",
@@ -226,6 +222,24 @@ std::vector<TrainField> layout_fields() {
   };
 }
 
+std::vector<TrainField> checkpoint_fields() {
+  return {
+      {"checkpoints", &O::checkpoints,
+       "A folder for checkpoints. A training that finds one there goes on from it, at any --stages and --schedule, with "
+       "the losses and weights of one that was not stopped. SIGTERM: a checkpoint, then exit code 75"},
+      {"checkpoint-every", &O::checkpoint_every, "Steps between checkpoints; 0: at the end and when stopped only", {},
+       whole_number(0)},
+      {"keep-last", &O::keep_last, "So many of the newest checkpoints are kept; 0: all", {}, whole_number(0)},
+      {"keep-every", &O::keep_every, "Those of steps that this divides are kept, too; 0: none", {}, whole_number(0)},
+      {"resume", &O::resume, "Go on from the newest checkpoint; with --no-resume begin at the first step"},
+      {"max-restarts", &O::max_restarts,
+       "Where plumb starts the processes: start all of them again so often, from the last checkpoint, when one fails",
+       {}, whole_number(0, 1000000)},
+      {"inject", &O::inject,
+       "A fault for drills, in the first start: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP) or raise"},
+  };
+}
+
 std::vector<TrainField> output_fields() {
   return {
       {"save", &O::save,
@@ -250,7 +264,8 @@ std::vector<TrainField> output_fields() {
        "each "
        "parameter's own, {step, steps, loss, lr, norm, rows, seconds} after each step (loss and norm are null if they "
        "are no numbers, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
-       "recompute} after the first step, {interrupted, steps}, {saved}, {dumped, not_finite}, {drew, bubble, "
+       "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
+       "{checkpoint_problem}, {restart, of, why}, {interrupted, steps}, {saved}, {dumped, not_finite}, {drew, bubble, "
        "conclusion}"},
   };
 }
@@ -260,7 +275,7 @@ std::vector<TrainField> output_fields() {
 const std::vector<TrainField>& train_fields() {
   static const std::vector<TrainField> fields = [] {
     std::vector<TrainField> all = {{"file", &O::file, "A .pt2 file"}};
-    for (auto part : {data_fields, optimizer_fields, step_fields, layout_fields, output_fields}) {
+    for (auto part : {data_fields, optimizer_fields, step_fields, layout_fields, checkpoint_fields, output_fields}) {
       for (TrainField& field : part()) all.push_back(std::move(field));
     }
     return all;

@@ -37,6 +37,10 @@ struct TrainOptions {
   // Held-out data.
   std::string eval_data, eval_targets;
   int64_t eval_every = 0, eval_batches = 0;
+  // Going on.
+  std::string checkpoints, inject;
+  int64_t checkpoint_every = 0, keep_last = 2, keep_every = 0, max_restarts = 0;
+  bool resume = true;
   // What is written.
   std::string save, save_hf, dump, record, history, timeline, csv;
   int64_t timeline_steps = 1;

@@ -283,6 +283,64 @@ std::map<std::string, Check> checks_of_layout() {
   };
 }
 
+// Stops and restarts are tested with the command, too.
+std::map<std::string, Check> checks_of_checkpoints() {
+  return {
+      {"checkpoints",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("checkpoints", {t.path("run")});
+         EXPECT_EQ(t.losses(o), t.losses(t.options));
+         o.steps = 8;
+         const Told more = t.run(o, t.lm());
+         EXPECT_EQ(more.of("resumed"), std::vector<double>{6});
+         EXPECT_EQ(more.losses().size(), 2u);
+         o.checkpoints = t.path("other");
+         const auto whole = t.losses(o);
+         EXPECT_EQ(more.losses(), std::vector<double>(whole.begin() + 6, whole.end()));
+       }},
+      {"checkpoint-every",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("checkpoint-every", {"4"});
+         t.refuses(o, "--checkpoint-every: nothing says where to");
+         o.checkpoints = t.path("every");
+         EXPECT_THAT(t.run(o, t.lm()).of("checkpoint"), ElementsAre(4, 6));
+       }},
+      {"keep-last",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("keep-last", {"1"});
+         o.checkpoints = t.path("last");
+         o.checkpoint_every = 2;
+         t.losses(o);
+         EXPECT_FALSE(fs::exists(t.folder / "last" / "step-00000004"));
+         EXPECT_TRUE(fs::exists(t.folder / "last" / "step-00000006"));
+       }},
+      {"keep-every",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("keep-every", {"4"});
+         o.checkpoints = t.path("kept");
+         o.checkpoint_every = 2;
+         o.keep_last = 1;
+         t.losses(o);
+         EXPECT_FALSE(fs::exists(t.folder / "kept" / "step-00000002"));
+         EXPECT_TRUE(fs::exists(t.folder / "kept" / "step-00000004"));
+       }},
+      {"resume",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("resume", {"false"});
+         o.checkpoints = t.path("again");
+         EXPECT_EQ(t.losses(o), t.losses(t.options));
+         EXPECT_EQ(t.losses(o), t.losses(t.options)) << "from the first step";
+       }},
+      {"max-restarts",
+       [](TrainingOptions& t) { t.refuses(t.with("max-restarts", {"1"}), "--max-restarts: there are no checkpoints"); }},
+      {"inject",
+       [](TrainingOptions& t) {
+         t.refuses(t.with("inject", {"raise rank 0 at 0B0 of step 3"}), "injected: raise rank 0 at 0B0 of step 3");
+         t.keeps("inject", "raise rank 0 at 0B0 of step 7");
+       }},
+  };
+}
+
 std::map<std::string, Check> checks_of_output() {
   return {
       {"weights",
@@ -376,7 +434,8 @@ std::map<std::string, Check> checks_of_output() {
 
 TEST_F(TrainingOptions, DoEachWhatTheHelpSays) {
   std::map<std::string, Check> all;
-  for (auto part : {checks_of_data, checks_of_optimizer, checks_of_steps, checks_of_layout, checks_of_output})
+  for (auto part : {checks_of_data, checks_of_optimizer, checks_of_steps, checks_of_layout, checks_of_checkpoints,
+                    checks_of_output})
     all.merge(part());
   for (const TrainField& field : train_fields()) {
     SCOPED_TRACE(field.name);

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <set>
@@ -13,6 +14,7 @@
 
 #include "plumb/core/table.h"
 #include "plumb/pipeline/broadcast.h"
+#include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/recording/recorder.h"
 #include "plumb/training/evaluate.h"
@@ -21,6 +23,7 @@
 #include "plumb/training/not_finite.h"
 #include "plumb/training/optimizer.h"
 #include "plumb/training/rates.h"
+#include "plumb/training/run_checkpoints.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/timeline_file.h"
 #include "plumb/training/usage.h"
@@ -53,6 +56,14 @@ class ProcessSettings {
   const int threads_;
 };
 
+// Of a job whose launcher has started its processes again.
+bool is_restart() {
+  for (const char* name : {"PLUMB_RESTART", "TORCHELASTIC_RESTART_COUNT"}) {
+    if (process_variable(name).value_or("0") != "0") return true;
+  }
+  return false;
+}
+
 std::string csv_number(double value) {
   return std::isfinite(value) ? Json(value).dump() : std::isnan(value) ? "nan" : "inf";
 }
@@ -72,7 +83,11 @@ struct Trainer::State {
   Numbers compute(int64_t step, const Parts& parts);
   [[noreturn]] void fail_at(int64_t step, const Numbers& numbers, const Parts& parts);
   void tell_step(int64_t step, const Numbers& numbers, double share);
-  void evaluate(int64_t step);
+  void tell_checkpoints();
+  void open_csv();
+  void evaluate(int64_t step, bool last);
+  void train_step(int64_t step);
+  void run_steps();
   void finish(int64_t stopped_by);
 
   void event(const Json& what) const {
@@ -96,12 +111,16 @@ struct Trainer::State {
   std::unique_ptr<Pipeline> pipeline;
   std::unique_ptr<PassSum> passes;  // null: one pass a step
   std::unique_ptr<Evaluator> evaluator;
+  std::unique_ptr<RunCheckpoints> checkpoints;
+  std::vector<std::string> damaged;  // checkpoints that were passed over
+  int64_t start = 0;                 // the step of the checkpoint that this run goes on from
   std::unique_ptr<Recorder> recorder;
   std::ofstream csv;
   std::vector<std::vector<TimelineEvent>> timelines;
   int64_t last_timeline = 0;
   Clock::time_point begin;
-  int64_t current = 1;  // for hooks.progress
+  int64_t current = 1;     // the step that runs
+  size_t done_before = 0;  // actions of the step, for an injected fault
   TrainResult result;
 };
 
@@ -118,8 +137,15 @@ Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts)
   groups = divide_into_replicas(world, static_cast<int>(o.replicas));
   PipelineOptions of_run = job.pipeline;
   of_run.replicas = groups.replicas;
-  if (is_first() && hooks.progress) {
-    of_run.progress = [this](size_t done, size_t total) { hooks.progress(current, done, total); };
+  if (job.fault && (job.fault->rank != world.rank() || is_restart())) job.fault.reset();
+  if (job.fault || (is_first() && hooks.progress)) {
+    of_run.progress = [this](size_t done, size_t total) {
+      if (is_first() && hooks.progress) hooks.progress(current, done, total);
+      if (job.fault && job.fault->step == current && done_before <= job.fault->action && done >= job.fault->action) {
+        job.fault->happen();
+      }
+      done_before = done;
+    };
   }
   const int rank = groups.pipeline.rank();
   load_folder_weights(o, job, rank);
@@ -141,10 +167,14 @@ Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts)
   pipeline = std::make_unique<Pipeline>(make_layout(job.pipe->table()), job.schedule, stages, groups.pipeline, of_run);
   if (o.accumulate > 1) passes = std::make_unique<PassSum>(parameters);
   if (job.eval_samples) evaluator = std::make_unique<Evaluator>(o, job, *job.eval_samples, world, groups);
+  if (!o.checkpoints.empty()) {
+    checkpoints = std::make_unique<RunCheckpoints>(o, job, world, groups, parameters, *optimizer);
+    start = checkpoints->resume(damaged);
+  }
   if (!o.record.empty() && in_first_pipeline()) {  // replicas have the same weights
     const bool part = o.stages > 1;
-    recorder =
-        std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, rank), RecorderOptions{.part = part});
+    recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, rank),
+                                          RecorderOptions{.append = start > 0, .part = part});
     for (const auto& [index, stage] : stages) {
       recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), part ? index : -1);
     }
@@ -232,8 +262,8 @@ void Trainer::State::tell_step(int64_t step, const Numbers& numbers, double shar
   }
 }
 
-void Trainer::State::evaluate(int64_t step) {
-  const bool now = evaluator && (step == result.steps || (o.eval_every > 0 && step % o.eval_every == 0));
+void Trainer::State::evaluate(int64_t step, bool last) {
+  const bool now = evaluator && (last || (o.eval_every > 0 && step % o.eval_every == 0));
   if (now) {
     const Evaluation found = evaluator->run();
     result.eval_loss = found.loss;
@@ -261,59 +291,100 @@ void Trainer::State::finish(int64_t stopped_by) {
       take_trained(job);
     }
   }
-  if (!o.timeline.empty() && first) {
+  if (!o.timeline.empty() && first && !timelines.empty()) {
     const DrawnTimeline drawn = draw_timeline(o.timeline, job.schedule, timelines, static_cast<int>(last_timeline));
     event({{"drew", o.timeline}, {"bubble", drawn.bubble}, {"conclusion", drawn.conclusion}});
   }
 }
 
-TrainResult Trainer::State::run() {
-  if (is_first()) {
-    event({{"options", to_toml(o)}});
-    for (size_t g = 0; g < job.by_group.size(); ++g) event({{"group", o.groups[g]}, {"parameters", job.by_group[g]}});
-    if (job.tagged)
-      event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
-    if (!o.csv.empty()) {
-      csv.open(o.csv, std::ios::trunc);
-      csv << "step,loss,lr,norm,seconds,eval_loss" << std::endl;
-    }
+void Trainer::State::tell_checkpoints() {
+  if (!checkpoints || !is_first()) return;
+  for (const CheckpointReport& report : checkpoints->take_reports()) {
+    if (!report.problem.empty()) event({{"checkpoint_problem", report.problem}});
+    if (report.folder.empty()) continue;
+    event({{"checkpoint", report.step},
+           {"folder", report.folder},
+           {"copied", report.copied + report.waited},
+           {"written", report.written}});
   }
-  begin = Clock::now();
-  int64_t stopped_by = 0;
-  for (int64_t step = 1; step <= o.steps && stopped_by == 0; ++step) {
-    current = step;
-    const Parts parts = cut_batch(o, job.batches->next(), parts_of_step(o));
-    const double share = rate_share(o, step);
-    optimizer->set_rate(share);
-    const Numbers numbers = compute(step, parts);
-    result.loss = numbers.loss;
-    if (!std::isfinite(numbers.loss) || !std::isfinite(numbers.norm)) {
-      tell_step(step, numbers, share);
-      fail_at(step, numbers, parts);
-    }
-    clip_gradients(parameters, numbers.norm, o.clip);
-    optimizer->step();
-    if (step == 1 && o.recompute != "none" && in_first_pipeline()) {
-      for (const auto& [index, stage] : stages)
-        event({{"stage", index}, {"recompute", pipeline->recomputed(index).text()}});
-    }
-    if (recorder) {
-      const bool has_loss = owners.back() == groups.pipeline.rank();
-      recorder->step(has_loss ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
-    }
+}
+
+// The lines of steps that are not done again stay.
+void Trainer::State::open_csv() {
+  std::string kept = "step,loss,lr,norm,seconds,eval_loss\n";
+  if (start > 0 && std::filesystem::exists(o.csv)) {
+    std::ifstream before(o.csv);
+    std::string line;
+    std::getline(before, line);
+    while (std::getline(before, line) && std::strtoll(line.c_str(), nullptr, 10) <= start) kept += line + "\n";
+  }
+  csv.open(o.csv, std::ios::trunc);
+  csv << kept << std::flush;
+}
+
+void Trainer::State::train_step(int64_t step) {
+  current = step;
+  done_before = 0;
+  if (job.fault && job.fault->step == step && job.fault->action == 0) job.fault->happen();
+  const Parts parts = cut_batch(o, job.batches->next(), parts_of_step(o));
+  const double share = rate_share(o, step);
+  optimizer->set_rate(share);
+  const Numbers numbers = compute(step, parts);
+  result.loss = numbers.loss;
+  if (!std::isfinite(numbers.loss) || !std::isfinite(numbers.norm)) {
     tell_step(step, numbers, share);
-    if (!o.save.empty() || !o.save_hf.empty())
-      stopped_by = of_rank_0(world, is_first() && hooks.stop_signal ? hooks.stop_signal() : 0);
-    result.steps = step == o.steps || stopped_by != 0 ? step : 0;
-    evaluate(step);
+    fail_at(step, numbers, parts);
+  }
+  clip_gradients(parameters, numbers.norm, o.clip);
+  optimizer->step();
+  if (step == start + 1 && o.recompute != "none" && in_first_pipeline()) {
+    for (const auto& [index, stage] : stages)
+      event({{"stage", index}, {"recompute", pipeline->recomputed(index).text()}});
+  }
+  if (recorder) {
+    const bool has_loss = owners.back() == groups.pipeline.rank();
+    recorder->step(has_loss ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
+  }
+  tell_step(step, numbers, share);
+}
+
+void Trainer::State::run_steps() {
+  result.steps = start;
+  int64_t stopped_by = 0;
+  for (int64_t step = start + 1; step <= o.steps && stopped_by == 0; ++step) {
+    train_step(step);
+    if (hooks.stop_signal) stopped_by = of_rank_0(world, is_first() ? hooks.stop_signal() : 0);
     result.steps = step;
+    evaluate(step, step == o.steps || stopped_by != 0);
+    if (checkpoints) checkpoints->save(step, step == o.steps || stopped_by != 0);
+    tell_checkpoints();
     if (stopped_by != 0 && is_first()) event({{"interrupted", step}, {"steps", o.steps}});
     if (!o.timeline.empty() && (stopped_by != 0 || step > o.steps - o.timeline_steps)) {
       timelines.push_back(pipeline->gather_timeline());
       last_timeline = step;
     }
   }
+  if (checkpoints) checkpoints->wait();
+  tell_checkpoints();
   finish(stopped_by);
+}
+
+TrainResult Trainer::State::run() {
+  if (is_first()) {
+    event({{"options", to_toml(o)}});
+    for (size_t g = 0; g < job.by_group.size(); ++g) event({{"group", o.groups[g]}, {"parameters", job.by_group[g]}});
+    if (job.tagged) event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
+    for (const std::string& problem : damaged) event({{"checkpoint_problem", problem}});
+    if (start > 0) event({{"resumed", start}, {"folder", o.checkpoints}});
+    if (!o.csv.empty()) open_csv();
+  }
+  begin = Clock::now();
+  try {
+    run_steps();
+  } catch (...) {
+    if (checkpoints) checkpoints->abandon();
+    throw;
+  }
   return result;
 }
 

@@ -24,6 +24,7 @@ from ._C import Graph, allow_operators, keep_freed_memory, parse_graph, release_
 from ._capture import GraphModule, capture
 from ._exported import load_pt2, save_pt2
 from ._recorder import History, Recorder, read_history
+from ._trainer import Trainer, TrainResult
 from ._writers import TensorBoardWriter, WandbWriter
 from .core.functional import transformer_residual_scaling_rule
 from .nn import *  # noqa: F403
@@ -40,6 +41,8 @@ __all__ = [
     "Parameter",
     "Recorder",
     "TensorBoardWriter",
+    "TrainResult",
+    "Trainer",
     "WandbWriter",
     "allow_operators",
     "analysis",

@@ -1,0 +1,62 @@
+#include "plumb/training/fault.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <regex>
+
+#include "plumb/pipeline/run_plan.h"
+#include "plumb/training/usage.h"
+
+namespace plumb {
+namespace {
+
+constexpr const char* kExample = "--inject 'kill rank 2 at 1F3 of step 7'; kill, stop or raise";
+
+// The actions of a rank, the halves of overlapped ones apart.
+std::vector<std::string> actions_of(const Schedule& schedule, int rank) {
+  std::vector<std::string> all;
+  const Schedule computing = compute_only(schedule);
+  for (const Action& action : computing.rows.at(static_cast<size_t>(rank))) {
+    for (const Action& part : {action.first_part(), action.second_part()}) {
+      if (!part.is_idle()) all.push_back(to_string(part));
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+void Fault::happen() const {
+  if (kind == Kind::Raise) throw Error(ErrorKind::ExecutionFailed, "injected: " + text);
+  ::raise(kind == Kind::Kill ? SIGKILL : SIGSTOP);
+}
+
+Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule& schedule) {
+  static const std::regex pattern(R"((kill|stop|raise) rank (\d{1,6}) at (\w{3,12}) of step (\d{1,12}))");
+  std::smatch match;
+  if (text.size() > 100 || !std::regex_match(text, match, pattern)) {
+    throw UsageError("--inject " + text.substr(0, 100) + ": is no fault", kExample);
+  }
+  Fault fault;
+  fault.text = text;
+  fault.kind = match[1] == "kill" ? Fault::Kind::Kill : match[1] == "stop" ? Fault::Kind::Stop : Fault::Kind::Raise;
+  fault.rank = std::stoi(match[2]);
+  fault.step = std::stoll(match[4]);
+  if (fault.rank >= o.processes()) {
+    throw UsageError("--inject " + text + ": there are " + std::to_string(o.processes()) + " ranks",
+                     "a rank from 0 to " + std::to_string(o.processes() - 1));
+  }
+  const auto actions = actions_of(schedule, fault.rank % static_cast<int>(o.stages));
+  const auto found = std::find(actions.begin(), actions.end(), match[3].str());
+  if (found == actions.end()) {
+    std::string some;
+    for (size_t i = 0; i < std::min<size_t>(actions.size(), 12); ++i) some += (i == 0 ? "" : " ") + actions[i];
+    throw UsageError("--inject " + text + ": rank " + std::to_string(fault.rank) + " has no action " + match[3].str(),
+                     "one of " + some + (actions.size() > 12 ? " ..." : ""));
+  }
+  fault.action = static_cast<size_t>(found - actions.begin());
+  return fault;
+}
+
+}  // namespace plumb

@@ -1,0 +1,27 @@
+// A fault on purpose, for tests and drills: `--inject 'kill rank 2 at 1F3 of step 7'`.
+#pragma once
+
+#include <string>
+
+#include "plumb/schedule/schedule.h"
+#include "plumb/training/options.h"
+
+namespace plumb {
+
+struct Fault {
+  enum class Kind { Kill, Stop, Raise };
+  Kind kind = Kind::Kill;
+  int rank = 0;  // among all processes
+  int64_t step = 0;
+  size_t action = 0;  // so many of the rank's actions of the step are done before
+  std::string text;
+
+  // Kills or stops (SIGSTOP) this process, or throws Error(ExecutionFailed).
+  void happen() const;
+};
+
+// "kill", "stop" or "raise", a rank, an action of its row of the schedule ("1F3": stage 1, forward, microbatch 3) and a
+// step from 1. Throws UsageError.
+Fault parse_fault(const std::string& text, const TrainOptions& options, const Schedule& schedule);
+
+}  // namespace plumb

@@ -1,0 +1,187 @@
+"""Trains a model by options: :class:`Trainer`, the engine of `plumb train`."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _C
+from ._errors import Error, ErrorKind
+from ._graph_module import GraphModule
+from ._state import sync_state
+
+_METHODS = {
+    "options": "on_start",
+    "resumed": "on_resume",
+    "step": "on_step",
+    "eval": "on_eval",
+    "checkpoint": "on_checkpoint",
+    "checkpoint_problem": "on_problem",
+    "dumped": "on_problem",
+    "saved": "on_save",
+    "interrupted": "on_stop",
+}
+
+
+class TrainResult(NamedTuple):
+    """What :meth:`Trainer.run` answers."""
+
+    steps: int
+    """The last step that was done."""
+    loss: float
+    """Of that step, over all its rows."""
+    eval_loss: float | None
+    """Of the last evaluation."""
+    stopped: bool
+    """:meth:`Trainer.stop` was called."""
+
+
+class Trainer:
+    """Trains a model as options say, in this process or as one rank of a launcher's (torchrun).
+
+    ::
+
+        trainer = plumb.Trainer("gpt.pt2", "text.bin", steps=200, lr=3e-4, rate="cosine", warmup=20, clip=1.0,
+                                eval_data="held.bin", checkpoints="run", checkpoint_every=50)
+        print(trainer.run().eval_loss)
+
+    `model`: a ``.pt2`` file, or a graph of :func:`plumb.capture` or :func:`plumb.load_pt2`, whose parameters are trained in
+    place. `data`: what ``--data`` takes, or any iterable of batches, ``inputs`` or ``(inputs, targets)``, each a tensor or
+    a tuple of tensors: a DataLoader, for example. It is gone through again when it ends. If it has ``state_dict()`` and
+    ``load_state_dict()``, checkpoints keep its state; else a resumed run goes through as many batches as were taken. Every
+    rank must have equal batches: all rows of a step.
+
+    The other options are those of `plumb train --help`, with ``_`` for ``-``; ``config`` is a TOML file of them. The same
+    options give the same bits as the command. `hooks`: an object with any of the methods ``on_start``, ``on_resume``,
+    ``on_step``, ``on_eval``, ``on_checkpoint``, ``on_problem``, ``on_save``, ``on_stop``; each gets a dict, as ``--json``
+    prints it, and ``on_event`` gets those of all other kinds. An exception of a hook ends the training.
+
+    Errors (:class:`plumb.Error`) name the option and say what to give instead.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike | GraphModule | None = None,
+        data: str | os.PathLike | Iterable | None = None,
+        *,
+        hooks: Any = None,
+        config: str | os.PathLike | None = None,
+        **options: Any,
+    ):
+        self._hooks = hooks
+        engine = None
+        if isinstance(model, GraphModule):
+            engine = model._engine
+            sync_state(engine, model._slots)
+        elif isinstance(model, (str, os.PathLike)):
+            options["file"] = os.fspath(model)
+        elif model is not None:
+            raise Error(
+                f"a {type(model).__name__} is neither a .pt2 file nor a graph", remedy="plumb.capture(model, *example_inputs)"
+            )
+        batches = None
+        if isinstance(data, (str, os.PathLike)):
+            options["data"] = os.fspath(data)
+        elif data is not None:
+            batches = _Batches(data)
+        path = "" if config is None else os.fspath(config)
+        texts = {name.replace("_", "-"): _texts(value) for name, value in options.items() if value is not None}
+        self.options = _C.train_toml(path, texts)
+        """Every option, as a TOML document."""
+        self._trainer = _C.Trainer(path, texts, engine, batches, self._tell)
+
+    def run(self) -> TrainResult:
+        """Trains to the last step, once. An error of the training is a :class:`plumb.Error`."""
+        if self._trainer is None:
+            raise Error("this training has run", kind=ErrorKind.InvalidState, remedy="make another Trainer")
+        try:
+            return TrainResult(*self._trainer.run())
+        finally:
+            self._trainer = None  # its folder of checkpoints is free for the next
+
+    def stop(self) -> None:
+        """Ends the training with the step that runs (called by a hook, or from another thread)."""
+        if self._trainer is not None:
+            self._trainer.stop()
+
+    def _tell(self, text: str) -> None:
+        event = json.loads(text)
+        name = next((method for key, method in _METHODS.items() if key in event), "on_event")
+        method = getattr(self._hooks, name, None)
+        if method is not None:
+            method(event)
+
+
+def _texts(value: Any) -> list[str]:
+    return [_text(each) for each in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+class _Batches:
+    """An iterable as the engine wants it."""
+
+    def __init__(self, source: Iterable):
+        self._source = source
+        self._iterator: Iterator | None = None
+        self._taken = 0  # of this time through
+
+    def next(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator, self._taken = iter(self._source), 0
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                if self._taken == 0:
+                    raise Error("the data has no batch", remedy="an iterable that can be gone through again") from None
+                self._iterator = None
+                continue
+            self._taken += 1
+            pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+            inputs, targets = batch if pair else (batch, ())
+            return _tensors(inputs), _tensors(targets)
+        raise Error("the data has no batch when it is gone through again", remedy="no generator: a DataLoader or a list")
+
+    def state(self) -> str:
+        kept = getattr(self._source, "state_dict", None)
+        if kept is None:
+            return json.dumps({"batches": self._taken})
+        file = io.BytesIO()
+        torch.save(kept(), file)
+        return json.dumps({"batches": self._taken, "state": base64.b64encode(file.getvalue()).decode()})
+
+    def load_state(self, text: str) -> None:
+        state = json.loads(text)
+        if not isinstance(state, Mapping) or not isinstance(state.get("batches"), int):
+            raise Error("the checkpoint's position in the data is not one of an iterable", remedy="the data it was written with")
+        self._iterator = None
+        if "state" in state and hasattr(self._source, "load_state_dict"):
+            self._source.load_state_dict(torch.load(io.BytesIO(base64.b64decode(state["state"])), weights_only=True))
+            self._iterator, self._taken = iter(self._source), state["batches"]
+            return
+        self._iterator, self._taken = iter(self._source), 0
+        for _ in range(state["batches"]):
+            next(self._iterator, None)
+            self._taken += 1
+
+    def identity(self) -> str:
+        return type(self._source).__qualname__
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    flat = list(values) if isinstance(values, (tuple, list)) else [values]
+    for value in flat:
+        if not isinstance(value, torch.Tensor):
+            raise Error(f"a batch holds a {type(value).__name__}", remedy="tensors, or (inputs, targets) of tensors")
+    return flat

@@ -1,0 +1,177 @@
+"""plumb.Trainer: the engine of `plumb train`, with the same bits."""
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+
+COMMAND = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
+
+
+class Lm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.up, self.drop, self.head = nn.Embedding(64, 16), nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 64)
+
+    def forward(self, ids):
+        return self.head(self.drop(torch.relu(self.up(self.wte(ids)))))
+
+
+class Events:
+    def __init__(self):
+        self.steps, self.seen = [], []
+
+    def on_step(self, event):
+        self.steps.append(event)
+
+    def on_event(self, event):
+        self.seen.append(event)
+
+    def __getattr__(self, name):
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda event: self.seen.append((name, event))
+
+    @property
+    def losses(self):
+        return [e["loss"] for e in self.steps]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    torch.export.save(torch.export.export(Lm(), (torch.randint(64, (2, 8)),)), tmp_path / "lm.pt2")
+    (tmp_path / "tokens.bin").write_bytes(bytes((i * i + i // 7) % 64 for i in range(500)))
+    return tmp_path
+
+
+OPTIONS = dict(steps=6, lr=0.01, microbatches=2, clip=0.5, rate="cosine", warmup=2, group=["*.bias: weight_decay=0"], threads=1, seed=3)
+
+
+def trained(folder, model=None, data=None, **options):
+    events = Events()
+    result = plumb.Trainer(
+        model if model is not None else folder / "lm.pt2",
+        data if data is not None else folder / "tokens.bin",
+        hooks=events,
+        **(OPTIONS | options),
+    ).run()
+    return events, result
+
+
+def test_the_command_and_python_give_the_same_bits_from_one_file(folder):
+    events, result = trained(folder, save=str(folder / "python.pt2"))
+    assert result.steps == 6 and result.loss == events.losses[-1] and not result.stopped
+    trainer = plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", save=folder / "command.pt2", **OPTIONS)
+    (folder / "run.toml").write_text(trainer.options)
+    out = subprocess.run([COMMAND, "train", "--config", "run.toml", "--json"], cwd=folder, check=True, capture_output=True)
+    told = [json.loads(line) for line in out.stdout.splitlines()]
+    assert [e["loss"] for e in told if "loss" in e] == events.losses
+    again = Events()
+    plumb.Trainer(config=folder / "run.toml", save=folder / "file.pt2", hooks=again).run()
+    assert again.losses == events.losses
+    states = [torch.export.load(folder / f"{name}.pt2").state_dict for name in ("python", "command", "file")]
+    assert all(torch.equal(states[0][n], s[n]) for s in states for n in states[0])
+
+
+def test_a_captured_graph_is_trained_in_place(folder):
+    torch.manual_seed(0)
+    net = Lm()
+    before = net.head.weight.detach().clone()
+    events, _ = trained(folder, plumb.capture(net, torch.zeros(2, 8, dtype=torch.long)))
+    assert not torch.equal(net.head.weight, before)
+    assert events.losses == trained(folder)[0].losses
+
+
+class Counted:
+    """Batches with a state."""
+
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        while self.position < 5:
+            generator = torch.Generator().manual_seed(self.position)
+            ids = torch.randint(64, (4, 9), generator=generator)
+            self.position += 1
+            yield ids[:, :-1], ids[:, 1:]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_batches_of_an_iterable_go_on_where_they_were(folder, kept):
+    def data():
+        if kept:
+            return Counted()
+        return [(ids[:, :-1], ids[:, 1:]) for ids in (torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(i)) for i in range(5))]
+
+    whole, _ = trained(folder, data=data(), steps=8, rate="constant")
+    first, _ = trained(folder, data=data(), steps=6, rate="constant", checkpoints=folder / "run")
+    rest, _ = trained(folder, data=data(), steps=8, rate="constant", checkpoints=folder / "run")
+    assert len(first.losses) == 6 and len(rest.losses) == 2
+    assert first.losses + rest.losses == whole.losses
+
+
+def test_a_data_loader_is_gone_through_again(folder):
+    ids = torch.randint(64, (12, 9))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=4)
+    assert len(trained(folder, data=loader, steps=7)[0].losses) == 7
+
+
+def test_stop_ends_with_the_step(folder):
+    class Stop(Events):
+        def on_step(self, event):
+            super().on_step(event)
+            if event["step"] == 3:
+                trainer.stop()
+
+    events = Stop()
+    trainer = plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", hooks=events, **OPTIONS)
+    result = trainer.run()
+    assert result.stopped and result.steps == 3 and len(events.losses) == 3
+
+
+def test_an_exception_of_a_hook_ends_the_training(folder):
+    class Broken:
+        def on_step(self, event):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", hooks=Broken(), **OPTIONS).run()
+
+
+def test_wrong_use_names_what_is_wrong(folder):
+    def says(*args, **kwargs):
+        with pytest.raises(plumb.Error) as error:
+            plumb.Trainer(*args, **kwargs).run()
+        return str(error.value)
+
+    model, data = folder / "lm.pt2", folder / "tokens.bin"
+    assert "no option of a training is named 'step'" in says(model, data, step=3)
+    assert "--steps: 0 is no whole number" in says(model, data, steps=0)
+    assert "--lr: takes one value, got 2" in says(model, data, lr=[0.1, 0.2])
+    assert "--data is missing" in says(model)
+    assert "a Lm is neither a .pt2 file nor a graph" in says(Lm(), data)
+    assert "the data has no batch" in says(model, [])
+    assert "a batch holds a str" in says(model, ["text"])
+    assert "ValueError: broken" in says(model, map(lambda _: (_ for _ in ()).throw(ValueError("broken")), [1]))
+    assert "launcher started 1 processes" in says(model, data, stages=2)
+
+
+def test_a_trainer_runs_once(folder):
+    trainer = plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", **OPTIONS)
+    trainer.run()
+    trainer.stop()
+    with pytest.raises(plumb.Error, match="this training has run"):
+        trainer.run()
