@@ -28,7 +28,7 @@ std::optional<int64_t> backward_seed(std::optional<int64_t> seed) {
 }
 
 at::Tensor simulate_format_kernel(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
-                               std::optional<int64_t> seed, int64_t dim) {
+                                  std::optional<int64_t> seed, int64_t dim) {
   if (!leaves_alone(bwd)) cached_format(bwd);
   // The schema promises a tensor of its own.
   if (leaves_alone(fwd)) return x.clone();
@@ -54,7 +54,7 @@ at::Tensor same_memory(const at::Tensor& x) {
 
 // Nobody else can see the gradient, and nothing watches operators: it may be rounded where it lies.
 bool is_ours(const at::Tensor& gradient) {
-  return gradient.use_count() == 1 && gradient.device().is_cpu() && gradient.layout() == at::kStrided &&
+  return gradient.use_count() == 1 && (gradient.is_cpu() || gradient.is_cuda()) && gradient.layout() == at::kStrided &&
          !at::GradMode::is_enabled() && !at::isTensorSubclassLike(gradient) && !gradient.is_neg() &&
          gradient.storage().use_count() == 1 && is_dense(gradient) && !c10::impl::dispatch_mode_enabled();
 }

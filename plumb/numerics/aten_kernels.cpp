@@ -2,12 +2,14 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
 #include <limits>
 #include <optional>
 #include <vector>
 
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/codes.h"
+#include "plumb/numerics/device_kernels.h"
 #include "plumb/numerics/kernel_round.h"
 
 namespace plumb::aten_kernels {
@@ -99,8 +101,7 @@ Tensor round_magnitude_by_chance(const Tensor& magnitude, const Tensor& random, 
   const int64_t low = word_of(c.threshold) >> F::mantissa;
   const auto [field, unit, significand] = parts_of<T>(magnitude);
   const Tensor units = shift_to_nearest(significand, (low - unit).clamp(0, F::mantissa + 2));
-  const Tensor steps =
-      (units + offset.bitwise_right_shift(c.low_shift)).bitwise_and(~int64_t(c.mask >> c.low_shift));
+  const Tensor steps = (units + offset.bitwise_right_shift(c.low_shift)).bitwise_and(~int64_t(c.mask >> c.low_shift));
   Tensor small = steps;  // the bits of subnormal floats, where that is what they are
   if (low > 1) {
     const int64_t down = (F::bias + F::mantissa - low) << F::mantissa;
@@ -120,8 +121,7 @@ Tensor round_to(const Tensor& x, const RoundingSpec& spec, const Tensor& random 
   const Tensor bounded = magnitude.clamp_max(word(F::exponent));
   Tensor result = spec.mode == RoundingSpec::Stochastic ? round_magnitude_by_chance<T>(bounded, random, c)
                                                         : round_magnitude<T>(bounded, spec, c);
-  const Tensor beyond =
-      spec.mode == RoundingSpec::TowardZero ? bounded == word(F::exponent) : result > word_of(c.max);
+  const Tensor beyond = spec.mode == RoundingSpec::TowardZero ? bounded == word(F::exponent) : result > word_of(c.max);
   if (spec.mode == RoundingSpec::TowardZero) result = result.clamp_max(word_of(c.max));
   result = at::where(beyond, at::Scalar(word_of(c.overflow)), result);
   if (!spec.negative_zero) sign = sign * (result != 0);
@@ -140,9 +140,13 @@ Tensor words_for(const Tensor& x, uint64_t seed) {
   return random_words(x.numel(), seed, x.device()).as_strided(x.sizes(), x.strides());
 }
 
+RoundingSpec rounding_of(const Tensor& x, const FPFormat& format) {
+  return rounding_spec(format, carrier_of(x.scalar_type(), "quantise"));
+}
+
 // x rounded, in the type that is computed in.
 Tensor rounded(const Tensor& x, const FPFormat& format, uint64_t seed) {
-  const auto spec = rounding_spec(format, carrier_of(x.scalar_type(), "quantise"));
+  const auto spec = rounding_of(x, format);
   const Tensor source = in_memory_order(x);
   const Tensor random = spec.mode == RoundingSpec::Stochastic ? words_for(source, seed) : Tensor();
   if (x.scalar_type() == at::kDouble) return round_to<double>(source, spec, random);
@@ -281,23 +285,72 @@ Tensor random_words(int64_t n, uint64_t seed, at::Device device) {
 
 Tensor quantise(const Tensor& x, const FPFormat& format, uint64_t seed) {
   if (x.numel() == 0) return at::empty_like(x);
+  if (const auto* own = device_kernels(x, x.scalar_type())) {
+    const Tensor source = in_memory_order(x), result = at::empty_like(source);
+    if (own->pass({.x = source, .y = result, .rounding = rounding_of(x, format), .seed = seed})) return result;
+  }
   return rounded(x, format, seed).to(x.scalar_type());
+}
+
+bool quantise_into(const Tensor& out, const Tensor& x, const FPFormat& format, uint64_t seed) {
+  const auto* own = device_kernels(x, x.scalar_type());
+  return own && own->pass({.x = x, .y = out, .rounding = rounding_of(x, format), .seed = seed});
+}
+
+Tensor quantise_and_gather(const Tensor& x, const FPFormat& format, uint64_t seed, bool histogram, Tensor* before,
+                           Tensor* after) {
+  if (const auto* own = device_kernels(x, x.scalar_type())) {
+    const auto fields = [&](bool wanted) {
+      return wanted ? at::empty({kFields + (histogram ? kernel::kHistogramBins : 0)},
+                                x.options().dtype(at::kDouble).requires_grad(false))
+                    : Tensor();
+    };
+    const Tensor source = in_memory_order(x), result = at::empty_like(source);
+    const PassTask task{.x = source,
+                        .y = result,
+                        .rounding = rounding_of(x, format),
+                        .seed = seed,
+                        .histogram = histogram,
+                        .before = fields(before),
+                        .after = fields(after)};
+    if (own->pass(task)) {
+      if (before) *before = task.before;
+      if (after) *after = task.after;
+      return result;
+    }
+  }
+  if (before) *before = gather_metrics(x, histogram);
+  const Tensor result = quantise(x, format, seed);
+  if (after) *after = gather_metrics(result, histogram);
+  return result;
 }
 
 Tensor encode(const Tensor& x, const FPFormat& format, uint64_t seed) {
   if (x.numel() == 0) return at::empty_like(x, x.options().dtype(at::kByte));
+  if (const auto* own = device_kernels(x, x.scalar_type())) {
+    const Tensor source = in_memory_order(x), result = at::empty_like(source, x.options().dtype(at::kByte));
+    const auto codes = code_spec_of(format);
+    if (own->pass({.x = source, .y = result, .rounding = rounding_of(x, format), .codes = &codes, .seed = seed}))
+      return result;
+  }
   return codes_of(rounded(x, format, seed), code_spec_of(format));
 }
 
 // As decode_one() in codes.h, in float: it holds every value of a format of at most 8 bits.
 Tensor decode(const Tensor& codes, const FPFormat& format, at::ScalarType dtype) {
   using F = FloatTraits<float>;
+  if (const auto* own = device_kernels(codes, dtype)) {
+    const Tensor source = in_memory_order(codes), result = at::empty_like(source, codes.options().dtype(dtype));
+    std::array<float, 256> table;
+    for (int code = 0; code < 256; ++code) table[size_t(code)] = float(decode_one(uint8_t(code), format));
+    if (own->decode(source, result, table)) return result;
+  }
   const auto spec = code_spec_of(format);
   const int64_t sign_bit = int64_t(1) << (spec.bits - 1), least_normal = int64_t(1) << spec.mantissa_bits;
   const Tensor code = in_memory_order(codes).to(at::kInt), magnitude = code.bitwise_and(sign_bit - 1);
   const Tensor sign = code.bitwise_and(sign_bit) != 0;
-  const Tensor normal = magnitude.bitwise_left_shift(F::mantissa - spec.mantissa_bits) +
-                        (int64_t(F::bias - spec.bias) << F::mantissa);
+  const Tensor normal =
+      magnitude.bitwise_left_shift(F::mantissa - spec.mantissa_bits) + (int64_t(F::bias - spec.bias) << F::mantissa);
   const float spacing = kernel::power_of_two<float>(1 - spec.bias - spec.mantissa_bits);
   const Tensor small = magnitude.to(at::kFloat) * double(spacing);
   Tensor value = at::where(magnitude < least_normal, small, normal.view(at::kFloat));
@@ -328,6 +381,17 @@ Blocks round_blocks(const Tensor& x, const FPFormat& format, uint64_t seed, bool
   const auto spec = rounding_spec(format.element(), computed_in(carrier));
   std::optional<kernel::CodeSpec> codes;
   if (with_codes) codes = code_spec_of(format);
+  if (const auto* own = device_kernels(x, x.scalar_type())) {
+    auto sizes = x.sizes().vec();
+    if (sizes.empty()) sizes.push_back(1);
+    sizes.back() = (sizes.back() + block.size - 1) / block.size;
+    const auto bytes = x.options().dtype(at::kByte);
+    const Blocks result{at::empty_like(x), with_codes ? at::empty(x.sizes(), bytes) : Tensor(), at::empty(sizes, bytes),
+                        at::empty({}, x.options().dtype(at::kFloat))};
+    if (own->round_blocks({x, result.values, result.codes, result.scales, result.unit, spec, block,
+                           codes.value_or(kernel::CodeSpec{}), seed}))
+      return result;
+  }
   if (carrier == kernel::kFloat64) return round_blocks_in<double>(x, spec, block, seed, codes);
   return round_blocks_in<float>(x, spec, block, seed, codes);
 }
@@ -340,15 +404,19 @@ Tensor gather_metrics(const Tensor& x, bool histogram) {
     nothing.select(0, 5).fill_(kInfinity);
     return nothing;
   }
+  if (const auto* own = device_kernels(x, x.scalar_type())) {
+    const Tensor gathered = at::empty({kFields + bins}, options);
+    if (own->pass({.x = in_memory_order(x), .histogram = histogram, .before = gathered})) return gathered;
+  }
   const Tensor v = x.to(at::kDouble), finite = at::isfinite(v), zero = at::zeros({}, options);
   const Tensor kept = at::where(finite, v, zero), magnitude = kept.abs();
   const auto number_of = [](const Tensor& condition) { return condition.sum().to(at::kDouble); };
   const Tensor count = number_of(finite), mean = kept.sum() / count.clamp_min(1);
   const Tensor apart = at::where(finite, v - mean, zero);
   const Tensor least = at::where(finite, magnitude, at::Scalar(kInfinity)).min();
-  Tensor fields = at::stack({count, mean, (apart * apart).sum(), magnitude.sum(), magnitude.max(), least,
-                             number_of(at::isnan(v)), number_of(v == kInfinity), number_of(v == -kInfinity),
-                             number_of(v == 0)});
+  Tensor fields =
+      at::stack({count, mean, (apart * apart).sum(), magnitude.sum(), magnitude.max(), least, number_of(at::isnan(v)),
+                 number_of(v == kInfinity), number_of(v == -kInfinity), number_of(v == 0)});
   return histogram ? at::cat({fields, exponent_counts(x)}) : fields;
 }
 
@@ -366,8 +434,20 @@ void merge_gathered(kernel::Partial& into, const Tensor& gathered) {
   merge(into, from);
 }
 
+TensorMetrics metrics_of(const Tensor& gathered, int64_t numel) {
+  kernel::Partial all;
+  uint64_t counts[kernel::kHistogramBins] = {};
+  if (gathered.numel() > kFields) all.histogram = counts;
+  merge_gathered(all, gathered.cpu());
+  return finish_metrics(all, numel);
+}
+
 // finish_metrics() in tensors.
 Tensor tensor_metrics(const Tensor& x, bool histogram) {
+  if (const auto* own = device_kernels(x, x.scalar_type())) {
+    const Tensor metrics = at::empty({histogram ? 265 : 9}, x.options().dtype(at::kDouble).requires_grad(false));
+    if (own->pass({.x = in_memory_order(x), .histogram = histogram, .metrics = metrics})) return metrics;
+  }
   const Tensor gathered = gather_metrics(x, histogram), p = gathered.narrow(0, 0, kFields);
   const auto n = double(x.numel());
   const auto number = [&](double value) { return at::full({}, value, p.options()); };

@@ -1,6 +1,7 @@
-// The room's kernels in ATen operators: right on every device, with the bits of the CPU's kernels (kernels.h), which
-// CPU tensors take instead. They work on the bits of floats as integers and read no value on the host. What they take
-// is checked by their callers: strided tensors of a carrier's dtype. Not for other rooms.
+// The room's kernels for any device: a device's own (device_kernels.h), else in ATen operators: right on every device,
+// with the bits of the CPU's kernels (kernels.h), which CPU tensors take instead. They work on the bits of floats as
+// integers and read no value on the host. What they take is checked by their callers: strided tensors of a carrier's
+// dtype. Not for other rooms.
 //
 // They need float32 and int64 on the device, for float64 tensors and metrics float64 too; a device that flushes
 // subnormal floats to zero loses those of formats with shared scales and no others.
@@ -10,6 +11,7 @@
 
 #include "plumb/numerics/format.h"
 #include "plumb/numerics/kernels.h"
+#include "plumb/numerics/metrics.h"
 
 namespace plumb::aten_kernels {
 
@@ -18,6 +20,13 @@ at::Tensor random_words(int64_t n, uint64_t seed, at::Device device);
 
 // Like quantise() in quantise.h; strides as at::empty_like's.
 at::Tensor quantise(const at::Tensor& x, const FPFormat& format, uint64_t seed);
+
+// Into `out`, which may be x: both dense, in the same order. False where the device has no kernels of its own
+// (device_kernels.h): then nothing is written.
+bool quantise_into(const at::Tensor& out, const at::Tensor& x, const FPFormat& format, uint64_t seed);
+// quantise() and gather_metrics() of x and of the result, where they are asked for.
+at::Tensor quantise_and_gather(const at::Tensor& x, const FPFormat& format, uint64_t seed, bool histogram,
+                               at::Tensor* before, at::Tensor* after);
 
 // Like encode() and decode() in codes.h.
 at::Tensor encode(const at::Tensor& x, const FPFormat& format, uint64_t seed);
@@ -40,6 +49,9 @@ at::Tensor power_of_two(const at::Tensor& exponent, at::ScalarType dtype);
 at::Tensor gather_metrics(const at::Tensor& x, bool histogram);
 // Merges what gather_metrics() gave, on the CPU by now.
 void merge_gathered(kernel::Partial& into, const at::Tensor& gathered);
+
+// Of one tensor; waits for its device.
+TensorMetrics metrics_of(const at::Tensor& gathered, int64_t numel);
 
 // Like plumb::tensor_metrics (operators.h).
 at::Tensor tensor_metrics(const at::Tensor& x, bool histogram);

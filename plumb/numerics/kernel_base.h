@@ -9,81 +9,12 @@
 #include <immintrin.h>
 #endif
 
-#include "plumb/numerics/kernels.h"
+#include "plumb/numerics/element.h"
 
 namespace plumb::kernel {
 namespace {
 
 constexpr int kChunk = 4096;  // values that pass through L1 together
-
-template <class T>
-struct FloatTraits;
-template <>
-struct FloatTraits<float> {
-  using Bits = uint32_t;
-  static constexpr int mantissa = 23, bias = 127;
-  static constexpr Bits sign = 0x80000000u, exponent = 0x7f800000u;
-};
-template <>
-struct FloatTraits<double> {
-  using Bits = uint64_t;
-  static constexpr int mantissa = 52, bias = 1023;
-  static constexpr Bits sign = 0x8000000000000000u, exponent = 0x7ff0000000000000u;
-};
-template <class T>
-using BitsOf = typename FloatTraits<T>::Bits;
-
-template <class T>
-inline BitsOf<T> to_bits(T value) {
-  return __builtin_bit_cast(BitsOf<T>, value);
-}
-inline float from_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
-inline double from_bits(uint64_t bits) { return __builtin_bit_cast(double, bits); }
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// 2^e as T, subnormals included; infinity above, zero below.
-template <class T>
-inline T power_of_two(int e) {
-  using F = FloatTraits<T>;
-  if (e > F::bias) return __builtin_inf();
-  if (e >= 1 - F::bias) return from_bits(BitsOf<T>(e + F::bias) << F::mantissa);
-  int shift = e - (1 - F::bias - F::mantissa);
-  return shift < 0 ? T(0) : from_bits(BitsOf<T>(1) << shift);
-}
-
-// --- carriers of 16 bits, to and from float
-
-struct Half {
-  uint16_t bits;
-};
-struct BHalf {
-  uint16_t bits;
-};
-
-inline float widen_one(Half h) {
-  // A half's subnormals become float's by a multiplication that is exact.
-  uint32_t sign = uint32_t(h.bits & 0x8000) << 16, magnitude = uint32_t(h.bits & 0x7fff) << 13;
-  uint32_t scaled = to_bits(from_bits(magnitude) * power_of_two<float>(112));
-  return from_bits(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : scaled));
-}
-inline float widen_one(BHalf h) { return from_bits(uint32_t(h.bits) << 16); }
-
-// Round to nearest even; NaN stays NaN.
-inline Half narrow_one(Half, float value) {
-  uint32_t bits = to_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffffu;
-  uint32_t normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
-  uint32_t small = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
-  uint32_t result = magnitude < 0x38800000u ? small : normal;
-  result = magnitude >= 0x477ff000u ? 0x7c00u : result;
-  result = magnitude > 0x7f800000u ? 0x7e00u : result;
-  return Half{uint16_t(sign | result)};
-}
-inline BHalf narrow_one(BHalf, float value) {
-  uint32_t bits = to_bits(value), magnitude = bits & 0x7fffffffu;
-  uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-  return BHalf{uint16_t(magnitude > 0x7f800000u ? (bits >> 16 | 0x40u) : rounded)};
-}
 
 inline void widen(const BHalf* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = widen_one(from[i]);
@@ -108,18 +39,6 @@ inline void narrow(const float* from, int64_t n, Half* to) {
 #endif
   for (; i < n; ++i) to[i] = narrow_one(Half{}, from[i]);
 }
-
-template <class C>
-struct ComputeOf {
-  using type = float;
-};
-template <>
-struct ComputeOf<double> {
-  using type = double;
-};
-
-template <class C>
-constexpr bool kDirect = sizeof(C) >= 4;  // float and double are worked on where they lie
 
 // --- results too large for any cache: written past it, so that their lines are not read first
 

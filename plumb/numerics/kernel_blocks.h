@@ -11,65 +11,12 @@
 namespace plumb::kernel {
 namespace {
 
-inline float value_of(float x) { return x; }
-inline double value_of(double x) { return x; }
-inline float value_of(Half x) { return widen_one(x); }
-inline float value_of(BHalf x) { return widen_one(x); }
-
-// The largest magnitude as bits: infinity counts, NaN does not.
-template <class T>
-inline BitsOf<T> larger_magnitude(BitsOf<T> so_far, T value) {
-  using F = FloatTraits<T>;
-  BitsOf<T> magnitude = to_bits(value) & ~F::sign;
-  magnitude = magnitude > F::exponent ? 0 : magnitude;
-  return magnitude > so_far ? magnitude : so_far;
-}
-
 template <class T, int kSize>
 inline BitsOf<T> largest_of(const T* x) {
   BitsOf<T> largest = 0;
   for (int j = 0; j < kSize; ++j) largest = larger_magnitude(largest, x[j]);
   return largest;
 }
-
-// Computes a block's scale from its largest value.
-template <class T>
-struct Scaler {
-  using F = FloatTraits<T>;
-  const BlockSpec spec;
-  const T unit;
-  const T element_max;
-  const RoundingConstants<T> round_scale;
-  BitsOf<T> limit;
-
-  Scaler(const BlockSpec& block, double tensor_scale)
-      : spec(block),
-        unit(T(tensor_scale)),
-        element_max(T(block.element_max)),
-        round_scale(block.scale_rounding),
-        limit(to_bits(T(block.largest))) {}
-
-  // Values are multiplied by `down` (divided by it, where scales are no powers of two) and later by `up`. Answers the
-  // scale's code.
-  inline uint8_t scale(BitsOf<T> largest, T& down, T& up) const {
-    if (largest > limit) largest = limit;
-    if (spec.power_of_two) {
-      int e = int(largest >> F::mantissa) - F::bias - spec.element_exponent;
-      e = e < -127 ? -127 : e;
-      e = e > 127 ? 127 : e;
-      down = power_of_two<T>(-e);
-      up = power_of_two<T>(e);
-      return uint8_t(e + 127);
-    }
-    const T wanted = from_bits(largest) / element_max / unit;
-    const T rounded = round_one<T, kNearestByAddition, true>(wanted, 0, round_scale);
-    up = rounded * unit;
-    down = up > 0 ? up : T(__builtin_inf());
-    // e4m3fn's code: 2^-9 is its smallest value.
-    if (rounded < T(0.015625)) return uint8_t(int(rounded * T(512)));
-    return uint8_t((to_bits(rounded) >> (F::mantissa - 3)) - (BitsOf<T>(F::bias - 7) << 3));
-  }
-};
 
 template <class T, int kSize, bool kDivide>
 inline void scale_blocks(const T* from, T* to, int blocks, const Scaler<T>& scaler, T* ups, uint8_t* codes) {

@@ -27,39 +27,17 @@ inline void narrow_words(const uint32_t* words, int n, uint8_t* bytes) {
 // Codes of values that are already the format's.
 template <class T>
 inline void codes_of(const T* x, uint8_t* codes, int n, const CodeSpec& spec) {
-  const int down = 23 - spec.mantissa_bits;
-  const uint32_t rebias = uint32_t(127 - spec.bias) << spec.mantissa_bits;
-  const float least_normal = power_of_two<float>(1 - spec.bias);
-  const float magic = power_of_two<float>(1 - spec.bias - spec.mantissa_bits + 23);
-  const uint32_t magic_bits = to_bits(magic);
-  const uint32_t sign_bit = uint32_t(1) << (spec.bits - 1);
-  const uint32_t zero_sign = spec.negative_zero ? sign_bit : 0, nan_sign = spec.nan_is_signed ? sign_bit : 0;
-  const uint32_t nan = uint32_t(spec.nan_code), infinity = uint32_t(spec.infinity_code);
+  const CodeConstants c(spec);
   const bool finite = spec.nan_code < 0 && spec.negative_zero;  // and every sign is kept
-  const int to_sign = 32 - spec.bits;
   constexpr int kWords = 256;
   alignas(64) uint32_t words[kWords];
   for (int begin = 0; begin < n; begin += kWords) {
     const int m = n - begin < kWords ? n - begin : kWords;
     const T* from = x + begin;
     if (finite) {
-      for (int i = 0; i < m; ++i) {
-        const uint32_t bits = to_bits(float(from[i])), magnitude = bits & 0x7fffffffu;
-        const float a = from_bits(magnitude);
-        const uint32_t normal = (magnitude >> down) - rebias, small = to_bits(a + magic) - magic_bits;
-        words[i] = (a < least_normal ? small : normal) | (bits >> to_sign & sign_bit);
-      }
+      for (int i = 0; i < m; ++i) words[i] = code_of<true>(float(from[i]), c);
     } else {
-      for (int i = 0; i < m; ++i) {
-        const uint32_t bits = to_bits(float(from[i])), magnitude = bits & 0x7fffffffu;
-        const uint32_t sign = bits >> to_sign & sign_bit;
-        const float a = from_bits(magnitude);
-        const uint32_t normal = (magnitude >> down) - rebias, small = to_bits(a + magic) - magic_bits;
-        uint32_t code = a < least_normal ? small : normal;
-        code = magnitude == 0x7f800000u ? infinity : code;
-        const uint32_t signed_code = code | (code == 0 ? sign & zero_sign : sign);
-        words[i] = magnitude > 0x7f800000u ? nan | (sign & nan_sign) : signed_code;
-      }
+      for (int i = 0; i < m; ++i) words[i] = code_of<false>(float(from[i]), c);
     }
     narrow_words(words, m, codes + begin);
   }

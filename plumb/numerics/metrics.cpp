@@ -1,19 +1,17 @@
 #include "plumb/numerics/metrics.h"
 
 #include <cmath>
-#include <limits>
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/carrier.h"
+#include "plumb/numerics/element.h"
 #include "plumb/numerics/metrics_gather.h"
 #include "plumb/numerics/metrics_sum.h"
 
 namespace plumb {
 namespace {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kBias = 127;
 
 void measure_dense(const at::Tensor& x, kernel::Partial& into, const MetricsOptions& options) {
@@ -113,22 +111,8 @@ TensorMetrics finish_metrics(const kernel::Partial& p, int64_t numel) {
   m.nan_count = p.nans;
   m.inf_count = p.positive_infinities + p.negative_infinities;
   m.zero_count = p.zeros;
-  if (numel == 0 || p.nans > 0) {
-    m.mean_abs = m.abs_mean = m.std = m.abs_max = m.abs_min = kNaN;
-  } else if (m.inf_count > 0) {
-    m.mean_abs = m.abs_max = kInfinity;
-    m.abs_mean = p.positive_infinities > 0 && p.negative_infinities > 0 ? kNaN : kInfinity;
-    m.std = kNaN;
-    m.abs_min = p.abs_min;
-  } else {
-    m.mean_abs = p.sum_abs / double(numel);
-    m.abs_mean = std::fabs(p.mean);
-    // Of values of one sign these are one number, gathered in two ways.
-    if (std::fabs(m.mean_abs - m.abs_mean) <= 1e-11 * m.mean_abs) m.abs_mean = m.mean_abs;
-    m.std = numel > 1 ? std::sqrt(std::max(0.0, p.m2) / double(numel - 1)) : kNaN;
-    m.abs_max = p.abs_max;
-    m.abs_min = p.abs_min;
-  }
+  const auto [mean_abs, abs_mean, std, abs_max, abs_min] = kernel::finish(p, numel);
+  m.mean_abs = mean_abs, m.abs_mean = abs_mean, m.std = std, m.abs_max = abs_max, m.abs_min = abs_min;
   if (p.histogram) {
     m.histogram.emplace();
     for (int i = 0; i < kernel::kHistogramBins; ++i) m.histogram->counts[i] = int64_t(p.histogram[i]);

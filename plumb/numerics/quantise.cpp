@@ -22,19 +22,21 @@ uint64_t seed_for(const FPFormat& format, std::optional<uint64_t> seed) {
   return seed ? *seed : draw_seed();
 }
 
-// Both tensors one run of memory in the same order, or the same tensor.
-void round_dense(const at::Tensor& x, const at::Tensor& out, const FPFormat& format, std::optional<uint64_t> seed) {
+// Both tensors one run of memory in the same order, or the same tensor. False on a device without kernels of its own.
+bool round_dense(const at::Tensor& x, const at::Tensor& out, const FPFormat& format, uint64_t seed) {
   auto carrier = carrier_of(x.scalar_type(), "quantise");
   const auto spec = rounding_spec(format, carrier);
-  const uint64_t stream = seed_for(format, seed);
+  if (x.numel() == 0) return true;
+  if (!x.is_cpu()) return aten_kernels::quantise_into(out, x, format, seed);
   const auto run = kernel::kernels().round[carrier];
   const size_t size = x.element_size();
   const char* from = static_cast<const char*>(x.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
   for_blocks(x.numel(), [&](int64_t begin, int64_t end) {
-    run(from + begin * size, to + begin * size, end - begin, spec, stream, begin / kernel::kRandomBlock, nullptr,
+    run(from + begin * size, to + begin * size, end - begin, spec, seed, begin / kernel::kRandomBlock, nullptr,
         nullptr);
   });
+  return true;
 }
 
 // Autograd must notice that memory it may have saved has changed.
@@ -55,13 +57,14 @@ at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<u
   check_tensor(x, "quantise");
   carrier_of(x.scalar_type(), "quantise");
   at::NoGradGuard no_grad;
-  if (!x.is_cpu()) return aten_kernels::quantise(x, format, seed_for(format, seed));
+  const uint64_t stream = seed_for(format, seed);
+  if (!x.is_cpu()) return aten_kernels::quantise(x, format, stream);
   at::Tensor out = fresh_like(x, x.scalar_type());
   if (!x.is_neg() && is_dense(x) && out.strides() == x.strides()) {
-    round_dense(x, out, format, seed);
+    round_dense(x, out, format, stream);
   } else {
     out.copy_(x);
-    round_dense(out, out, format, seed);
+    round_dense(out, out, format, stream);
   }
   return out;
 }
@@ -105,14 +108,14 @@ at::Tensor& quantise_out(at::Tensor& out, const at::Tensor& x, const FPFormat& f
   if (at::has_internal_overlap(out) == at::MemOverlap::Yes)
     throw Error(ErrorKind::TensorMismatch, "quantise: several of out's elements are one place in memory", "",
                 "give an out with memory of its own");
+  const uint64_t stream = seed_for(format, seed);
   const bool apart =
       !x.storage().is_alias_of(out.storage()) || at::get_overlap_status(x, out) == at::MemOverlapStatus::Full;
-  if (x.is_cpu() && out.is_cpu() && !format.has_blocks() && apart && !x.is_neg() && !out.is_neg() && is_dense(x) &&
-      is_dense(out) && out.strides() == x.strides()) {
-    round_dense(x, out, format, seed);
+  if (out.device() == x.device() && !format.has_blocks() && apart && !x.is_neg() && !out.is_neg() && is_dense(x) &&
+      is_dense(out) && out.strides() == x.strides() && round_dense(x, out, format, stream)) {
     bump_version(out);
   } else {
-    out.copy_(quantise(x, format, seed, dim));
+    out.copy_(quantise(x, format, stream, dim));
   }
   return out;
 }
@@ -121,14 +124,14 @@ at::Tensor& quantise_(at::Tensor& x, const FPFormat& format, std::optional<uint6
   check_tensor(x, "quantise_");
   carrier_of(x.scalar_type(), "quantise_");
   at::NoGradGuard no_grad;
-  if (x.is_cpu() && !format.has_blocks() && !x.is_neg() && is_dense(x)) {
-    round_dense(x, x, format, seed);
+  const uint64_t stream = seed_for(format, seed);
+  if (!format.has_blocks() && !x.is_neg() && is_dense(x) && round_dense(x, x, format, stream)) {
     bump_version(x);
   } else if (at::has_internal_overlap(x) == at::MemOverlap::Yes) {
     throw Error(ErrorKind::TensorMismatch, "quantise_: several of the tensor's elements are one place in memory", "",
                 "clone() it first");
   } else {
-    x.copy_(quantise(x, format, seed, dim));
+    x.copy_(quantise(x, format, stream, dim));
   }
   return x;
 }
@@ -137,7 +140,7 @@ at::Tensor quantise_and_measure(const at::Tensor& x, const FPFormat& format, Ten
                                 TensorMetrics* after, const MetricsOptions& options, std::optional<uint64_t> seed,
                                 int64_t dim) {
   check_tensor(x, "quantise_and_measure");
-  if (format.has_blocks() || !x.is_cpu()) {
+  if (format.has_blocks()) {
     at::Tensor out = quantise(x, format, seed, dim);
     if (before) *before = measure(x, options);
     if (after) *after = measure(out, options);
@@ -145,6 +148,15 @@ at::Tensor quantise_and_measure(const at::Tensor& x, const FPFormat& format, Ten
   }
   auto carrier = carrier_of(x.scalar_type(), "quantise_and_measure");
   at::NoGradGuard no_grad;
+  if (!x.is_cpu()) {
+    at::Tensor gathered_before, gathered_after;
+    at::Tensor out =
+        aten_kernels::quantise_and_gather(x, format, seed_for(format, seed), options.histogram,
+                                          before ? &gathered_before : nullptr, after ? &gathered_after : nullptr);
+    if (before) *before = aten_kernels::metrics_of(gathered_before, x.numel());
+    if (after) *after = aten_kernels::metrics_of(gathered_after, x.numel());
+    return out;
+  }
   at::Tensor out = fresh_like(x, x.scalar_type());
   at::Tensor source = x;
   if (x.is_neg() || !is_dense(x) || out.strides() != x.strides()) {

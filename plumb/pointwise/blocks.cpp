@@ -390,10 +390,19 @@ std::vector<bool> passes_through(const PointwiseProgram& program) {
 
 }  // namespace
 
-bool blockable(const Tensor& x) { return x.is_cpu() && x.layout() == at::kStrided && !x.is_neg() && x.is_contiguous(); }
+bool blockable(const Tensor& x) {
+  return (x.is_cpu() || pointwise_kernels_for(x)) && x.layout() == at::kStrided && !x.is_neg() && x.is_contiguous();
+}
 
 Tensor run_in_blocks(const PointwiseProgram& program, at::TensorList inputs, const Tensors& kept) {
   Tensor result = fresh_like(inputs[0], inputs[0].scalar_type());
+  if (const auto* own = pointwise_kernels_for(inputs[0])) {
+    if (own->forward(program, inputs, result, kept)) return result;
+    const Tensors steps = run_steps(program, inputs);
+    for (size_t i = 0; i < steps.size(); ++i)
+      if (kept[i].defined()) Tensor(kept[i]).copy_(steps[i]);
+    return steps.back();
+  }
   Layout layout(program, inputs[0], inputs);
   layout.values.back().whole = flat(result);
   layout.stays.back() = true;
@@ -417,6 +426,12 @@ Tensor run_in_blocks(const PointwiseProgram& program, at::TensorList inputs, con
 Tensors backward_in_blocks(const PointwiseProgram& program, const PointwiseNeeds& needs, const Tensor& gradient,
                            const Tensors& inputs, const Tensors& steps, const std::vector<bool>& wanted) {
   Tensors results(wanted.size());
+  if (const auto* own = pointwise_kernels_for(gradient)) {
+    for (size_t i = 0; i < wanted.size(); ++i)
+      if (wanted[i]) results[i] = fresh_like(gradient, gradient.scalar_type());
+    if (own->backward(program, needs, gradient, inputs, steps, results)) return results;
+    return backward_whole(program, needs, gradient, inputs, steps, wanted);
+  }
   Layout layout(program, gradient, inputs);
   layout.wanted.resize(wanted.size());
   const auto through = passes_through(program);

@@ -17,7 +17,8 @@ inline bool passes_gradient_through(const PointwiseStep& step, int side) {
          (step.kind == PointwiseKind::Scale && step.backward == 1);
 }
 
-// Step by step with torch's operators, which autograd may watch.
+// Step by step with torch's operators, which autograd may watch: every step's result, and the last one's.
+Tensors run_steps(const PointwiseProgram& program, at::TensorList inputs);
 at::Tensor run_whole(const PointwiseProgram& program, at::TensorList inputs);
 
 // Gradients of the inputs where wanted, in operators that autograd may watch. inputs and steps hold what was saved;
@@ -25,7 +26,20 @@ at::Tensor run_whole(const PointwiseProgram& program, at::TensorList inputs);
 Tensors backward_whole(const PointwiseProgram& program, const PointwiseNeeds& needs, const at::Tensor& gradient,
                        const Tensors& inputs, Tensors steps, const std::vector<bool>& wanted);
 
-// Dense CPU tensors in C order: in other layouts torch picks other kernels, whose last bits differ.
+// All of a program in one kernel, for tensors of one kind of device, in C order: a room that has such kernels registers
+// them. Both answer false where they cannot; nothing is written then. `kept` and `results`: undefined where not wanted.
+struct PointwiseKernels {
+  bool (*forward)(const PointwiseProgram& program, at::TensorList inputs, const at::Tensor& result,
+                  const Tensors& kept);
+  bool (*backward)(const PointwiseProgram& program, const PointwiseNeeds& needs, const at::Tensor& gradient,
+                   const Tensors& inputs, const Tensors& steps, const Tensors& results);
+};
+void register_pointwise_kernels(at::DeviceType kind, const PointwiseKernels* kernels);
+// Those for tensors like x; else null.
+const PointwiseKernels* pointwise_kernels_for(const at::Tensor& x);
+
+// Dense tensors in C order, on the CPU or where there are kernels for them: in other layouts torch picks other kernels,
+// whose last bits differ.
 bool blockable(const at::Tensor& x);
 
 // `kept`: for each step undefined, or where its result goes as well. Inputs must be blockable.

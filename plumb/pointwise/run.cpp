@@ -55,17 +55,11 @@ bool all_blockable(at::TensorList tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [](const Tensor& x) { return !x.defined() || blockable(x); });
 }
 
-Tensor pointwise_cpu(at::TensorList inputs, std::string_view text) {
+Tensor pointwise_kernel(at::TensorList inputs, std::string_view text) {
   const auto& program = cached_program(text);
   check_inputs(program, inputs);
   if (!all_blockable(inputs)) return run_whole(program, inputs);
   return run_in_blocks(program, inputs, Tensors(program.steps.size()));
-}
-
-Tensor pointwise_whole(at::TensorList inputs, std::string_view text) {
-  const auto& program = cached_program(text);
-  check_inputs(program, inputs);
-  return run_whole(program, inputs);
 }
 
 Tensor pointwise_meta(at::TensorList inputs, std::string_view text) {
@@ -163,7 +157,7 @@ struct Pointwise : torch::autograd::Function<Pointwise> {
                         !at::areAnyTensorSubclassLike(gradients) && !at::areAnyTensorSubclassLike(inputs) &&
                         !at::areAnyTensorSubclassLike(steps);
     if (const Tensor& g = gradients[0]; g.defined()) {
-      if (blocks && g.is_cpu() && g.layout() == at::kStrided)
+      if (blocks && (g.is_cpu() || pointwise_kernels_for(g)) && g.layout() == at::kStrided)
         add(backward_in_blocks(*program, needs, g.resolve_neg().contiguous(), inputs, steps, wanted));
       else
         add(backward_whole(*program, needs, g, inputs, steps, wanted));
@@ -218,7 +212,6 @@ at::Tensor ops::pointwise(at::TensorList inputs, std::string_view program) {
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   m.def("pointwise(Tensor[] inputs, str program) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("pointwise", plumb::pointwise_whole); }
-TORCH_LIBRARY_IMPL(plumb, CPU, m) { m.impl("pointwise", plumb::pointwise_cpu); }
+TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("pointwise", plumb::pointwise_kernel); }
 TORCH_LIBRARY_IMPL(plumb, Meta, m) { m.impl("pointwise", plumb::pointwise_meta); }
 TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("pointwise", plumb::pointwise_autograd); }

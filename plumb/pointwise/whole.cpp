@@ -99,12 +99,14 @@ Tensor value_of(const PointwiseArg& arg, at::TensorList inputs, const Tensors& s
 
 }  // namespace
 
-Tensor run_whole(const PointwiseProgram& program, at::TensorList inputs) {
+Tensors run_steps(const PointwiseProgram& program, at::TensorList inputs) {
   Tensors values;
   for (const auto& step : program.steps)
     values.push_back(apply_step(step, value_of(step.a, inputs, values), value_of(step.b, inputs, values)));
-  return values.back();
+  return values;
 }
+
+Tensor run_whole(const PointwiseProgram& program, at::TensorList inputs) { return run_steps(program, inputs).back(); }
 
 Tensors backward_whole(const PointwiseProgram& program, const PointwiseNeeds& needs, const Tensor& gradient,
                        const Tensors& inputs, Tensors steps, const std::vector<bool>& wanted) {

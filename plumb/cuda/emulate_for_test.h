@@ -1,0 +1,101 @@
+// Runs kernels' texts on this machine: g++ compiles them, a loop goes over blocks and, within a phase, over threads.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "plumb/cuda/launch.h"
+
+namespace plumb::cuda {
+
+// First a test's calls are made with nothing loaded: their texts are noted and ATen's operators answer. compile() makes
+// one library of all of them; from then on they run. A text that was not noted stays unloaded, and is counted.
+class Emulator : public Machine {
+ public:
+  Emulator() {
+    std::string folder = (std::filesystem::temp_directory_path() / "plumb_kernels_XXXXXX").string();
+    if (!mkdtemp(folder.data())) throw std::runtime_error("no temporary folder");
+    folder_ = folder;
+    use_machine(this);
+  }
+  ~Emulator() override {
+    use_machine(nullptr);
+    std::error_code none;
+    std::filesystem::remove_all(folder_, none);
+  }
+
+  void* loaded(const std::string& text) override {
+    const auto [at, added] = kernels_.try_emplace(text);
+    if (!at->second.run) ++declined;
+    return at->second.run ? &at->second : nullptr;
+  }
+
+  void start(void* kernel, int64_t blocks, void** arguments) override {
+    ++started;
+    static_cast<Kernel*>(kernel)->run(arguments, blocks);
+  }
+
+  void compile() {
+    const std::string source = folder_ + "/kernels.cpp", library = folder_ + "/kernels.so";
+    std::ofstream out(source);
+    out << "#include \"plumb/cuda/pass.cuh\"\n#include \"plumb/cuda/blocks.cuh\"\n#include "
+           "\"plumb/cuda/pointwise.cuh\"\n"
+        << "#include <type_traits>\n#include <utility>\n#define __global__\n#define __grid_constant__\n"
+        << "#define __launch_bounds__(n)\n"
+        << "template <class... A> void run(void (*kernel)(A...), void** a, int64_t blocks) {\n"
+        << "  for (int64_t b = 0; b < blocks; ++b) {\n    plumb::cuda_kernel::emulated_grid() = {b, blocks};\n"
+        << "    [&]<std::size_t... I>(std::index_sequence<I...>) {\n"
+        << "      kernel(*static_cast<std::remove_cvref_t<A>*>(a[I])...);\n    }(std::index_sequence_for<A...>());\n  "
+           "}\n}\n";
+    int number = 0;
+    for (auto& [text, kernel] : kernels_) {
+      kernel.number = number++;
+      const std::string n = std::to_string(kernel.number);
+      out << "#define entry entry_" << n << "\n"
+          << text << "#undef entry\nextern \"C\" void run_" << n << "(void** a, int64_t blocks) { run(entry_" << n
+          << ", a, blocks); }\n";
+    }
+    out.close();
+    const std::string command = "g++ -std=c++20 -O1 -ffp-contract=off -shared -fPIC -w -I " PLUMB_SOURCE_DIR " -o " +
+                                library + " " + source + " 2>" + folder_ + "/log";
+    if (std::system(command.c_str()) != 0) {
+      std::ifstream log(folder_ + "/log");
+      throw std::runtime_error(std::string(std::istreambuf_iterator<char>(log), {}));
+    }
+    void* opened = dlopen(library.c_str(), RTLD_NOW);
+    if (!opened) throw std::runtime_error(dlerror());
+    for (auto& [text, kernel] : kernels_)
+      kernel.run = reinterpret_cast<Run>(dlsym(opened, ("run_" + std::to_string(kernel.number)).c_str()));
+    declined = started = 0;
+    compiled = true;
+  }
+
+  int declined = 0, started = 0;  // since compile()
+  bool compiled = false;
+
+ private:
+  using Run = void (*)(void**, int64_t);
+  struct Kernel {
+    int number = 0;
+    Run run = nullptr;
+  };
+  std::map<std::string, Kernel> kernels_;
+  std::string folder_;
+};
+
+// Runs `calls` for their texts, compiles, and runs them again: this time none may be declined.
+template <class Calls>
+void emulated(Emulator& emulator, const Calls& calls) {
+  calls();
+  emulator.compile();
+  calls();
+}
+
+}  // namespace plumb::cuda

@@ -1,0 +1,32 @@
+// The kernels that there are: each is a template's instance, so that one compilation takes milliseconds. Their texts.
+#pragma once
+
+#include <string>
+
+#include "plumb/numerics/kernels.h"
+
+namespace plumb::cuda {
+
+struct PassKernel {
+  kernel::Carrier carrier = kernel::kFloat32;
+  int pack = 1;  // neighbours moved together
+  kernel::RoundingSpec rounding{};
+  bool writes = true;
+  const kernel::CodeSpec* codes = nullptr;
+  bool before = false, after = false, histogram = false;
+};
+
+std::string text_of(const PassKernel& kernel);
+std::string finish_text();
+std::string decode_text(kernel::Carrier carrier, int pack);
+std::string largest_text(kernel::Carrier carrier, int pack);
+std::string blocks_text(kernel::Carrier carrier, const kernel::BlockSpec& block, int64_t length,
+                        const kernel::RoundingSpec& rounding);
+
+// "Half", as element.h has it.
+const char* type_name(kernel::Carrier carrier);
+
+// What stands in for the codes of kernels that write none.
+kernel::CodeSpec no_codes();
+
+}  // namespace plumb::cuda

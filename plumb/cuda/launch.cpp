@@ -1,0 +1,102 @@
+#include "plumb/cuda/launch.h"
+
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "plumb/core/error.h"
+#include "plumb/cuda/driver.h"
+#include "plumb/cuda/texts.h"
+
+namespace plumb::cuda {
+namespace {
+
+// What a device can run.
+struct DeviceState {
+  bool usable = true;
+  std::string architecture;
+  std::unordered_map<std::string, void*> functions;  // by text
+};
+
+std::mutex& state_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+const Compiler& compiler() {
+  static const Compiler opened =
+      Compiler::open(at::hasCUDA() ? int(at::detail::getCUDAHooks().versionCUDART() / 1000) : 0);
+  return opened;
+}
+
+Machine*& machine_for_tests() {
+  static Machine* machine = nullptr;
+  return machine;
+}
+
+bool are_wanted() {
+  const char* asked = std::getenv("PLUMB_CUDA_KERNELS");
+  return !asked || std::string(asked) != "0";
+}
+
+// The caller holds the mutex: two threads that need one kernel compile it once.
+void* function_of(DeviceState& state, int index, const std::string& text) {
+  if (auto it = state.functions.find(text); it != state.functions.end()) return it->second;
+  if (!are_wanted()) throw Error(ErrorKind::Unsupported, "PLUMB_CUDA_KERNELS=0");
+  const Driver& driver = Driver::get();
+  if (state.architecture.empty()) state.architecture = driver.architecture(index);
+  if (!compiler().knows(state.architecture))
+    throw Error(ErrorKind::Unsupported,
+                "NVRTC " + compiler().version() + " (" + compiler().path() + ") does not know " + state.architecture);
+  static const CubinCache cache = CubinCache::of_user();
+  const auto binary = compiled(compiler(), cache, text, state.architecture);
+  return state.functions[text] = driver.load(index, binary, kEntry);
+}
+
+}  // namespace
+
+std::vector<char> compiled(const Compiler& compiler, const CubinCache& cache, const std::string& text,
+                           const std::string& architecture) {
+  std::string key = "NVRTC " + compiler.version();
+  for (const auto& option : Compiler::options(architecture)) key += " " + option;
+  key += "\n" + text;
+  for (const Header& header : kernel_headers()) key += std::string("\n--- ") + header.name + "\n" + header.text;
+  if (auto kept = cache.read(key)) return *kept;
+  auto binary = compiler.compile(text, architecture);
+  cache.write(key, binary);
+  return binary;
+}
+
+void use_machine(Machine* machine) { machine_for_tests() = machine; }
+
+void* loaded(c10::Device device, const std::string& text) {
+  if (Machine* machine = machine_for_tests()) return machine->loaded(text);
+  const c10::DeviceGuard guard(device);
+  static std::map<int, DeviceState> states;
+  std::lock_guard<std::mutex> lock(state_mutex());
+  DeviceState& state = states[device.index()];
+  if (!state.usable) return nullptr;
+  try {
+    return function_of(state, device.index(), text);
+  } catch (const Error& error) {
+    state.usable = false;
+    TORCH_WARN_ONCE("plumb's CUDA kernels are not used, torch's operators do the same, slower: ", error.message());
+    return nullptr;
+  }
+}
+
+void start(c10::Device device, void* kernel, int64_t blocks, std::vector<void*> arguments) {
+  if (Machine* machine = machine_for_tests()) return machine->start(kernel, blocks, arguments.data());
+  const c10::DeviceGuard guard(device);
+  const Driver& driver = Driver::get();
+  driver.launch(kernel, blocks, kThreadsOfBlock, driver.current_stream(device.index()), arguments.data());
+}
+
+}  // namespace plumb::cuda

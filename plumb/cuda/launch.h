@@ -1,0 +1,38 @@
+// Kernels by their texts: compiled or read from disk at the first use on a device, and started on torch's current
+// stream.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plumb/cuda/compiler.h"
+#include "plumb/cuda/cubin_cache.h"
+
+namespace plumb::cuda {
+
+constexpr int kThreadsOfBlock = 128;  // device.cuh's kThreads
+
+// From the cache or the compiler, and into the cache.
+std::vector<char> compiled(const Compiler& compiler, const CubinCache& cache, const std::string& text,
+                           const std::string& architecture);
+
+// The loaded kernel; null where this machine cannot: no NVRTC, an architecture it does not know, a driver that does not
+// load the kernel. That is said once, as a warning, and is so for the device from then on. PLUMB_CUDA_KERNELS=0 in the
+// environment asks for it.
+void* loaded(c10::Device device, const std::string& text);
+
+// In place of the GPU, for tests: null gives it back.
+struct Machine {
+  virtual ~Machine() = default;
+  virtual void* loaded(const std::string& text) = 0;
+  virtual void start(void* kernel, int64_t blocks, void** arguments) = 0;
+};
+void use_machine(Machine* machine);
+
+// Starts what loaded() gave; arguments: a pointer to each. Throws Error(ExecutionFailed).
+void start(c10::Device device, void* kernel, int64_t blocks, std::vector<void*> arguments);
+
+}  // namespace plumb::cuda
