@@ -5,6 +5,7 @@
 #   make install PREFIX=/usr/local   headers, library, command and CMake package
 #   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers, FUZZ_SECONDS a reader
 #   make sanitize SANITIZER=thread   one module in several threads, under ThreadSanitizer
+#   make gpu                         on a machine with a GPU: operators against the CPU, kernels' speed, docs/gpu.md
 #   make docs                        the site of docs/, in build-docs/
 #   make format | lint | clean       lint looks at what differs from BASE (main); ALL=1 at every file
 #
@@ -27,7 +28,7 @@ JOIN := $(if $(JOINED),-DPLUMB_JOINED=$(JOINED),$(if $(wildcard $(BUILD)/CMakeCa
 CONFIGURE := $(CMAKE) -S . -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY) $(JOIN)
 SAY := printf 'plumb: %s\n'
 
-.PHONY: all setup setup-dev configure demo test test-cpp test-python test-device wheel bench sanitize fuzz docs format lint rooms install clean
+.PHONY: all setup setup-dev configure demo test test-cpp test-python test-device wheel bench gpu sanitize fuzz docs format lint rooms install clean
 
 all: configure
 	@$(SAY) "compiling library, command, Python package and tests ($(JOBS) at once)"
@@ -91,6 +92,9 @@ wheel:
 bench: setup-dev configure
 	@$(CONFIGURE) -B $(BUILD) -DPLUMB_BENCHMARKS=ON
 	@JOBS=$(JOBS) tools/bench.sh $(BUILD) docs/benchmarks.md
+
+gpu:
+	@tools/gpu_machine.sh
 
 sanitize: setup
 	@JOBS=$(JOBS) SANITIZER=$(SANITIZER) tools/sanitize.sh build-sanitize$(addprefix -,$(SANITIZER))
