@@ -8,7 +8,7 @@
 
 #include "plumb/analysis/svg.h"
 #include "plumb/graph/describe.h"
-#include "plumb/graph/names.h"
+#include "plumb/graph/summary.h"
 
 namespace plumb {
 namespace {
@@ -71,12 +71,9 @@ struct Drawing {
 // "f32[batch, 4]"
 std::string meta_text(const std::optional<TensorMeta>& meta) {
   if (!meta) return "?";
-  std::string text = std::string(short_name(meta->dtype)) + "[";
-  for (size_t i = 0; i < meta->sizes.size(); ++i) {
-    if (i) text += ", ";
-    text += i < meta->symbols.size() && !meta->symbols[i].empty() ? meta->symbols[i] : std::to_string(meta->sizes[i]);
-  }
-  return text + "]";
+  TensorMeta anywhere = *meta;
+  anywhere.device = at::kCPU;  // no room for it in a box
+  return type_text(anywhere);
 }
 
 std::vector<std::string> parts_of(const std::string& path) {

@@ -1,3 +1,4 @@
+#include "plumb/capture/module_names.h"
 #include "plumb/capture/session.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/operator_facts.h"
@@ -32,6 +33,7 @@ class Builder {
     }
     graph_.output(std::move(results));
     refuse_unwritten_reads(graph_);
+    if (!recorder_.request.module_types.empty()) name_modules_by_state(graph_, recorder_.request.module_types);
     State state;
     for (size_t i = 0; i < recorder_.attributes.size(); ++i) {
       // A constant that nothing reads was made on the way and dropped.
@@ -39,7 +41,7 @@ class Builder {
     }
     auto module = std::make_shared<GraphModule>(std::move(graph_), std::move(state), recorder_.request.in_spec,
                                                 std::move(out_spec));
-    module->train(recorder_.request.training);
+    module->set_made_in_training(recorder_.request.training);
     return module;
   }
 

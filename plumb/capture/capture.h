@@ -68,6 +68,9 @@ struct CaptureRequest {
   // Whether the model has modules of such a library. They are told whenever values are guarded.
   bool has_libraries = false;
   bool training = false;
+  // Class names by module path, if nothing calls push_module() and pop_module(): nodes then get their modules by the
+  // parameters that they read (module_names.h).
+  std::map<std::string, std::string> module_types;
 };
 std::shared_ptr<GraphModule> capture(const CaptureRequest& request, const CaptureOptions& options = {});
 
@@ -156,6 +159,10 @@ std::shared_ptr<GraphModule> capture_call(torch::nn::Module& module, F&& functio
   request.inputs = {c10::IValue(inputs)...};
   request.in_spec = TreeSpec::positional_inputs(sizeof...(Inputs));
   request.training = module.is_training();
+  request.module_types[""] = module.name();
+  for (const auto& m : module.named_modules("", /*include_self=*/false)) {
+    request.module_types[m.key()] = m.value()->name();
+  }
   request.call = [&](const std::vector<c10::IValue>& flat, TreeSpec& out_spec) {
     return [&]<size_t... I>(std::index_sequence<I...>) {
       return flatten(capture_detail::to_ivalue(function(flat[I].template to<std::decay_t<Inputs>>()...)), &out_spec);

@@ -4,6 +4,7 @@
 #include <torch/nn/cloneable.h>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/mode.h"
 #include "plumb/graph/summary.h"
 
 namespace plumb {
@@ -44,7 +45,20 @@ GraphModule::GraphModule(Graph graph, State state, TreeSpec in_spec, TreeSpec ou
       state_(std::move(state)),
       in_spec_(std::move(in_spec)),
       out_spec_(std::move(out_spec)) {
+  set_made_in_training(made_in_training(graph_));
   sync_module();
+}
+
+void GraphModule::train(bool on) {
+  if (on != is_training() && depends_on_mode(graph_, is_training())) {
+    const char* modes[] = {"evaluation", "training"};
+    throw Error(ErrorKind::InvalidState,
+                std::string("the graph was made in ") + modes[is_training()] + " mode and cannot change to " +
+                    modes[on] + " mode",
+                "", std::string("set the model to the other mode, model->") + (on ? "train" : "eval") +
+                        "(), and capture or export it again");
+  }
+  Module::train(on);
 }
 
 std::shared_ptr<const Plan> GraphModule::plan() {
@@ -177,7 +191,7 @@ void GraphModule::register_members() {
 
 std::shared_ptr<GraphModule> GraphModule::deep_copy() const {
   auto copy = std::make_shared<GraphModule>(graph_.clone(), state_.deep_copy(), in_spec_, out_spec_);
-  copy->train(is_training());
+  copy->set_made_in_training(is_training());
   return copy;
 }
 

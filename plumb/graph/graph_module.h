@@ -49,6 +49,12 @@ class GraphModule : public torch::nn::Module {
   // Puts other tensors in the place of the state's of these names, and into the module's.
   void set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
+  // A graph is made for one training mode, is_training(). Raises Error(InvalidState) where the other one would change
+  // what an operator computes (mode.h); eval() comes here, too.
+  void train(bool on = true) override;
+  // Says which mode the graph was made in. The constructor tells it by the operators.
+  void set_made_in_training(bool training) { Module::train(training); }
+
   // Registers every parameter and buffer of the state as torch::nn::Module members.
   void sync_module();
   // Deep copy of graph and state (aliases kept).

@@ -194,7 +194,7 @@ StagePackage deserialize_stage(std::string_view bytes) {
         io.outputs.size() != package.module->graph().output_node()->args().size()) {
       bad("its graph does not fit its table");
     }
-    package.module->train(header.at("training").get<bool>());
+    package.module->set_made_in_training(header.at("training").get<bool>());
     return package;
   } catch (const json::exception& e) {
     bad(std::string("its header cannot be read: ") + e.what());

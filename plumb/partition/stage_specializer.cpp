@@ -314,7 +314,7 @@ std::shared_ptr<GraphModule> StageSpecializer::stage(int index, const ModelSizes
   }
   auto module = std::make_shared<GraphModule>(made.graph.clone(), std::move(state), made.in_spec, made.out_spec);
   if (device) rewrite_devices(module->graph(), *device);
-  module->train(now.is_training());
+  module->set_made_in_training(now.is_training());
   return module;
 }
 

@@ -35,12 +35,6 @@ std::vector<int64_t> sizes_made_for(const TensorMeta& meta) {
 
 bool is_tensor(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
-std::string text_of(at::IntArrayRef sizes) {
-  std::string list;
-  for (int64_t size : sizes) list += (list.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + list + "]";
-}
-
 }  // namespace
 
 PipelineLayout make_layout(const PipeTable& table) {
@@ -111,8 +105,8 @@ ModelSizes GraphStage::sizes_by_hand(const std::vector<c10::IValue>& inputs, Mod
     const at::IntArrayRef sizes = inputs[i].toTensor().sizes();
     if (as_cut(*port.meta, sizes)) continue;
     throw Error(ErrorKind::InvalidState,
-                "stage " + std::to_string(index_) + ": '" + port.name + "' came as " + text_of(sizes) + " where " +
-                    text_of(port.meta->sizes) +
+                "stage " + std::to_string(index_) + ": '" + port.name + "' came as " + c10::str(sizes) + " where " +
+                    c10::str(at::IntArrayRef(port.meta->sizes)) +
                     " was cut, and the sizes of the model's inputs cannot be told from that",
                 "",
                 "hand on what the stage before returned as it is (a detached tensor or a copy does not say where it "
@@ -126,8 +120,8 @@ void GraphStage::raise_other_sizes(const ModelSizes& known) const {
   for (const auto& [input, sizes] : known) {
     const auto cut = model_inputs_.find(input);
     if (cut == model_inputs_.end() || as_cut(*cut->second.meta, sizes)) continue;
-    came += (came.empty() ? "'" : ", '") + cut->second.name + "' was " + text_of(cut->second.meta->sizes) + " and is " +
-            text_of(sizes);
+    came += (came.empty() ? "'" : ", '") + cut->second.name + "' was " +
+            c10::str(at::IntArrayRef(cut->second.meta->sizes)) + " and is " + c10::str(sizes);
   }
   throw Error(ErrorKind::TensorMismatch,
               "stage " + std::to_string(index_) + " was cut for other sizes of the model's inputs: " + came, "",

@@ -311,12 +311,13 @@ class Folder {
 
   LogFactor relate_product(Node* node, const FactorRelation& relation, const std::vector<size_t>& operands) {
     const std::string_view added = added_argument(node);
-    const std::optional<size_t> sum = added.empty() ? std::nullopt : place_of(node, added);
+    constexpr size_t kNone = SIZE_MAX;
+    const size_t sum = added.empty() ? kNone : place_of(node, added).value_or(kNone);
     LogFactor product;
     for (size_t place : operands) {
-      if (!sum || place != *sum) product = product + factor(node->input(place));
+      if (place != sum) product = product + factor(node->input(place));
     }
-    if (sum) align(node, *sum, product + std::log(relation.outer) - std::log(relation.added));
+    if (sum != kNone) align(node, sum, product + std::log(relation.outer) - std::log(relation.added));
     products_.push_back(product + std::log(relation.outer));
     return product;
   }
@@ -498,7 +499,7 @@ bool fold(GraphModule& module, Report* report) {
 std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& module) {
   auto result = std::make_shared<TransformedModule>(module->graph().clone(), module->state().deep_copy(),
                                                     module->in_spec(), module->out_spec());
-  result->train(module->is_training());
+  result->set_made_in_training(module->is_training());
   Report report("fold");
   run_checked("fold", [&] { return fold(*result, &report); }, *result);
   result->reports.push_back(std::move(report));

@@ -97,6 +97,7 @@ std::string Report::to_json() const {
       if (!value->empty()) entry[name] = *value;
     }
     if (e.tau) entry["tau"] = *e.tau;
+    if (e.asked) entry["asked"] = true;
     entries.push_back(std::move(entry));
   }
   nlohmann::ordered_json all = {{"pass", pass_}, {"entries", std::move(entries)}};

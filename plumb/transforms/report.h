@@ -34,6 +34,7 @@ struct ReportEntry {
   std::string to;      // operator after
   std::optional<double> tau;
   std::string reason;
+  bool asked = false;  // the caller's map of operators wanted it, no rule
 };
 
 class Report {

@@ -115,7 +115,7 @@ class UnitScaler {
           made = r.to.empty() ? r.build(graph_, *node) : build_same_arguments(graph_, node, r.to);
         }
         if (!made) continue;
-        report_.add(ReportKind::Replaced, node, node->target(), made->target(), "as asked for");
+        report_.add(ReportKind::Replaced, node, node->target(), made->target(), "as asked for").asked = true;
         replace(graph_, node, made);
         users_choice_.insert(made);
         if (made->num_results()) chosen_[made->result()->name()] = made->target();

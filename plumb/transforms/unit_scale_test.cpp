@@ -223,6 +223,7 @@ TEST(UnitScale, ReplacesWhatTheUserNamesFirst) {
   EXPECT_THAT(text, HasSubstr("%b = plumb::silu("));
   EXPECT_THAT(text, HasSubstr("%c = plumb::silu("));
   EXPECT_EQ(report.find(ReportKind::Replaced, "a")->reason, "as asked for");
+  EXPECT_TRUE(report.find(ReportKind::Replaced, "a")->asked);
 }
 
 TEST(UnitScale, TheUsersMapComesBeforeOperatorsArePutTogether) {

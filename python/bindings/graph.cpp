@@ -2,6 +2,7 @@
 #include "convert.h"
 #include "module.h"
 #include "plumb/graph/graph_module.h"
+#include "plumb/graph/mode.h"
 #include "plumb/graph/names.h"
 #include "plumb/graph/node_kind.h"
 #include "plumb/graph/operator_facts.h"
@@ -140,6 +141,7 @@ void bind_graph(py::module_& m) {
       "operators that plumb does not know as tensor arithmetic. Allow what is safe with arguments that a file's "
       "author\n"
       "chose.");
+  m.def("depends_on_mode", &depends_on_mode);
   m.def("summary", [](const Graph& g) { return summary(g); });
   // The row of an operator, as far as Python asks; None without one.
   m.def("operator_facts", [](const std::string& name) -> py::object {
@@ -208,6 +210,7 @@ void bind_graph_module(py::module_& m) {
            })
       .def_property_readonly(
           "graph", [](GraphModule& g) { return &g.graph(); }, py::return_value_policy::reference_internal)
+      .def_property_readonly("training", [](const GraphModule& g) { return g.is_training(); })
       .def("state",
            [](const GraphModule& g) {
              std::vector<StateEntry> all;

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from . import _C
 from ._errors import Error, ErrorKind
-from ._graph_module import GraphModule, mode_of
+from ._graph_module import GraphModule
 from ._state import own_parameters, state_of, sync_state
 from ._trees import load_spec
 from .parameter import tell_engine
@@ -52,7 +52,7 @@ def _load(path: str | os.PathLike, device: torch.device | str | None, own: dict[
     _C.set_states(engine, [(name, own[name]) for name, *_ in engine.state() if name in own])
     own_parameters(engine)
     in_spec, out_spec = (_spec(text, os.fsdecode(path)) for text in engine.specs())
-    return GraphModule(engine, in_spec, out_spec, None, [None] * out_spec.num_leaves, [], program, mode_of(engine))
+    return GraphModule(engine, in_spec, out_spec, None, [None] * out_spec.num_leaves, [], program, engine.training)
 
 
 def capture_dynamic(module: nn.Module, args: tuple, kwargs: dict, dynamic_shapes: Any) -> GraphModule:

@@ -27,26 +27,6 @@ def _make_fx(module: GraphModule) -> tuple[str, ...]:
     return tuple(module.to_fx().attributes)
 
 
-def _modes(node: Any) -> dict[str, Any]:
-    """The arguments of a call that follow from the training mode, by name."""
-    if node.op != "call_function":
-        return {}
-    return {n: a for (n, _), a in zip(node.arg_names, node.args) if n in ("train", "training", "dropout_p")}
-
-
-def _depends_on_mode(node: Any, made_in_training: bool) -> bool:
-    modes = _modes(node)
-    # Attention has a probability alone, which is 0 in evaluation and may be 0 in training.
-    return bool(modes) and (set(modes) != {"dropout_p"} or not made_in_training or modes["dropout_p"] != 0)
-
-
-def mode_of(engine: Any) -> bool:
-    """The training mode that a graph of unknown origin was made in: evaluation if all its operators that know a mode say
-    so."""
-    said = [bool(v) for node in engine.graph.nodes for n, v in _modes(node).items() if n != "dropout_p"]
-    return not said or any(said)
-
-
 class GraphModule(nn.Module):
     """A captured module: called like the original, sharing its parameters under the same names.
 
@@ -132,7 +112,7 @@ class GraphModule(nn.Module):
         if self.training == self._made_in_training:
             return
         if self._has_mode is None:
-            self._has_mode = any(_depends_on_mode(node, self._made_in_training) for node in self.graph.nodes)
+            self._has_mode = _C.depends_on_mode(self.graph, self._made_in_training)
         if self._has_mode:
             modes = ("evaluation", "training")
             raise Error(

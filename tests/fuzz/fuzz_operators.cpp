@@ -1,6 +1,7 @@
 // plumb's operators on arguments nobody would give, on the CPU, on the meta device and through autograd: every call
 // must end in a result or an exception. --seconds is for all of them; --only=plumb::softmax calls one.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd.h>
 

@@ -112,7 +112,7 @@ def _refuse_what_remains(name: str, entries: list[dict], captured: CapturedGraph
         remains += [
             f"{_place(e)}: {e['from']} became {e['to']}, as asked for"
             for e in unit_scaling["entries"]
-            if e["kind"] == "replaced" and e.get("reason", "").startswith("as asked for") and not _same_function(e, captured)
+            if e["kind"] == "replaced" and e.get("asked") and not _same_function(e, captured)
         ]
     if remains:
         more = f" and {len(remains) - _SHOWN} more" if len(remains) > _SHOWN else ""

@@ -150,7 +150,7 @@ def _replacements(captured: CapturedGraph, mine: Mapping[str, Any]) -> list[dict
         if call.replaced is not None and first[id(call)] == name:
             old, new = map(_display_name, call.replaced)
             reason = "as asked for" if name in mine else "as asked for, then scaled"
-            entries.append({"kind": "replaced", "node": name, "from": old, "to": new, "reason": reason})
+            entries.append({"kind": "replaced", "node": name, "from": old, "to": new, "reason": reason, "asked": True})
     return entries
 
 
@@ -158,7 +158,7 @@ def _log(e: dict) -> None:
     node, kind, reason = e["node"], e["kind"], e.get("reason", "")
     if kind == "residual":
         logger.info("unit scaling function: %s (residual-add, tau=%s)", node, e["tau"])
-    elif kind == "replaced" and reason.startswith("as asked for"):
+    elif e.get("asked"):
         logger.info("replacing function: %s with %s", node, e["to"])
     elif kind == "replaced" or reason == "it adds a number":  # an add of a number is its own unit-scaled form
         logger.info("unit scaling function: %s", node)

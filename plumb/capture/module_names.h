@@ -1,0 +1,19 @@
+// The modules of a graph's nodes where the front end cannot tell them: a C++ module has no hooks around its forward.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+// Class names by path, "" for the root: what named_modules() says.
+using ModuleTypes = std::map<std::string, std::string>;
+
+// Gives every call without a module one, by the parameters and buffers that are read: a node that reads one, itself or
+// through what was made of such alone, is of the module that has it; one that reads none is of the innermost module
+// around the ones before and behind it. So a call of a module without parameters counts to the module around it.
+void name_modules_by_state(Graph& graph, const ModuleTypes& types);
+
+}  // namespace plumb
