@@ -7,7 +7,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/exported/json_doc.h"
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
 namespace {

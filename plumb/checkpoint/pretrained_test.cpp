@@ -8,7 +8,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/exported/programs_for_test.h"
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
 namespace {

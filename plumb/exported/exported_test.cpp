@@ -7,7 +7,7 @@
 #include <torch/utils.h>
 
 #include "plumb/exported/programs_for_test.h"
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
 namespace {

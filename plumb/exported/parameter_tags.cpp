@@ -1,7 +1,7 @@
 #include "plumb/exported/parameter_tags.h"
 
 #include "plumb/core/error.h"
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb::pt2 {
 

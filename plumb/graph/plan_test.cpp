@@ -5,6 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/graph_module.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
 namespace {
@@ -169,7 +170,9 @@ TEST(GraphModule, ShowsParametersUnderTheirFullNames) {
   EXPECT_TRUE(params["embed.weight"].is_same(params["head.weight"]));
   EXPECT_TRUE(m.named_buffers().contains("layers.0.mean"));
   EXPECT_EQ(m(at::full({}, 3.0f)).item<float>(), 3);
+  tag(tied, {MupType::Output});
   auto copy = m.deep_copy();
+  EXPECT_EQ(parameter_data(copy->named_parameters()["head.weight"]), (ParameterData{MupType::Output}));
   EXPECT_FALSE(copy->named_parameters()["embed.weight"].is_same(tied));
   EXPECT_TRUE(copy->named_parameters()["embed.weight"].is_same(copy->named_parameters()["head.weight"]));
   EXPECT_NO_THROW(m.lint());

@@ -4,6 +4,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/text.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
 
@@ -85,7 +86,10 @@ State State::deep_copy() const {
     Attr twin = attr;
     if (attr.tensor.defined()) {
       auto [it, fresh] = seen.emplace(attr.tensor.unsafeGetTensorImpl(), at::Tensor());
-      if (fresh) it->second = attr.tensor.detach().clone().set_requires_grad(attr.tensor.requires_grad());
+      if (fresh) {
+        it->second = attr.tensor.detach().clone().set_requires_grad(attr.tensor.requires_grad());
+        copy_tag(attr.tensor, it->second);
+      }
       twin.tensor = it->second;
     }
     copy.add(std::move(twin));

@@ -43,7 +43,7 @@ class State {
   std::vector<std::string> names(AttrKind kind) const;
   // A fresh name "hint", "hint_1", ... not yet taken.
   std::string unique_name(const std::string& hint) const;
-  // Entries with copied tensors (leaves, same requires_grad); aliases stay aliases.
+  // Entries with copied tensors (leaves, same requires_grad and tag); aliases stay aliases.
   State deep_copy() const;
 
  private:

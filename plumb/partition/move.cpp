@@ -4,7 +4,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/partition/pipe.h"
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
 namespace {

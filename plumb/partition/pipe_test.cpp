@@ -7,7 +7,7 @@
 #include "plumb/partition/pipe_split.h"
 #include "plumb/partition/stage_bytes.h"
 #include "plumb/partition/testing.h"
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
 namespace {

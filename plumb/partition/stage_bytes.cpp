@@ -13,7 +13,7 @@
 #include "plumb/core/json_text.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/pipe.h"
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
 namespace {

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "plumb/scaling/functional.h"
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 #include "plumb/scaling/rules.h"
 
 namespace plumb::nn {

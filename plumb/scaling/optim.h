@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb::optim {
 

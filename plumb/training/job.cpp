@@ -7,7 +7,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/recording/rules.h"
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/training/cut.h"
 #include "plumb/training/folder_weights.h"

@@ -26,7 +26,7 @@ ParameterGroup parse_group(const std::string& text);
 std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options,
                                                      const std::vector<std::string>& names);
 
-// torch's AdamW, Adam or SGD. `tagged`: some parameter of the model has a tag (scaling/parameter.h); then tagged ones
+// torch's AdamW, Adam or SGD. `tagged`: some parameter of the model has a tag (graph/parameter_tag.h); then tagged ones
 // get u-muP's learning rates, and weight decay does not depend on the learning rate.
 class Optimizer {
  public:

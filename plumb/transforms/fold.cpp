@@ -502,6 +502,7 @@ std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& modu
   result->set_made_in_training(module->is_training());
   Report report("fold");
   run_checked("fold", [&] { return fold(*result, &report); }, *result);
+  for (const Attr& attr : result->state()) untag(attr.tensor);  // plain weights train at plain rates
   result->reports.push_back(std::move(report));
   return result;
 }

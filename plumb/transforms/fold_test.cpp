@@ -100,6 +100,7 @@ TEST(Fold, GivesAPlainGptWithTheFunctionOfTheUnitScaledOne) {
     EXPECT_EQ(f.report().find(ReportKind::Folded, named(*f.plain, "0.ln1.weight")), nullptr);
     EXPECT_THAT(f.report().find(ReportKind::Replaced, "att0")->reason, HasSubstr("a length of 32"));
     EXPECT_TRUE(f.plain->mup.empty());
+    for (const Attr& attr : f.plain->state()) EXPECT_FALSE(parameter_data(attr.tensor)) << attr.name;
   }
 }
 

@@ -36,7 +36,6 @@ std::shared_ptr<TransformedModule> TransformedModule::deep_copy() const {
   copy->set_made_in_training(is_training());
   copy->reports = reports;
   copy->mup = mup;
-  for (const Attr& attr : copy->state()) copy_tag(state().get(attr.name).tensor, attr.tensor);
   take_tracker(*copy, tracker);
   return copy;
 }

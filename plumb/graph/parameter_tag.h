@@ -27,6 +27,7 @@ at::Tensor make_parameter(at::Tensor data, MupType type, std::optional<int64_t> 
 // detach() and to() give none: copy_tag() does. Safe from several threads.
 void tag(const at::Tensor& parameter, ParameterData data);
 std::optional<ParameterData> parameter_data(const at::Tensor& parameter);
+void untag(const at::Tensor& parameter);
 // Gives `to` the tag of `from`, if that has one.
 void copy_tag(const at::Tensor& from, const at::Tensor& to);
 

@@ -1,4 +1,4 @@
-#include "plumb/scaling/parameter.h"
+#include "plumb/graph/parameter_tag.h"
 
 #include <mutex>
 #include <string>
@@ -17,31 +17,31 @@ struct Entry {
   ParameterData data;
 };
 
-struct Table {
+struct Tags {
   std::mutex mutex;
   std::unordered_map<const c10::TensorImpl*, Entry> entries;
   size_t sweep_at = 64;
 };
 
-Table& table() {
-  static auto* tags = new Table;  // outlives every tensor, those of other static objects too
+Tags& all_tags() {
+  static auto* tags = new Tags;  // outlives every tensor, those of other static objects too
   return *tags;
 }
 
-constexpr std::pair<MupType, std::string_view> kNames[] = {
+constexpr std::pair<MupType, std::string_view> kTypeNames[] = {
     {MupType::Weight, "weight"}, {MupType::Bias, "bias"}, {MupType::Norm, "norm"}, {MupType::Output, "output"}};
 
 }  // namespace
 
 std::string_view to_string(MupType type) {
-  for (const auto& [value, name] : kNames) {
+  for (const auto& [value, name] : kTypeNames) {
     if (value == type) return name;
   }
   return "unknown";
 }
 
 MupType mup_type_from(std::string_view name) {
-  for (const auto& [value, known] : kNames) {
+  for (const auto& [value, known] : kTypeNames) {
     if (known == name) return value;
   }
   throw Error(ErrorKind::UnknownName, "There is no u-muP parameter type '" + std::string(name) + "'.", "",
@@ -60,7 +60,7 @@ void tag(const at::Tensor& parameter, ParameterData data) {
     throw Error(ErrorKind::InvalidArgument,
                 "A scaling depth is at least 1, not " + std::to_string(*data.scaling_depth) + ".");
   }
-  auto& tags = table();
+  auto& tags = all_tags();
   std::lock_guard lock(tags.mutex);
   tags.entries.insert_or_assign(parameter.unsafeGetTensorImpl(), Entry{Weak(parameter.getIntrusivePtr()), data});
   if (tags.entries.size() < tags.sweep_at) return;
@@ -70,10 +70,16 @@ void tag(const at::Tensor& parameter, ParameterData data) {
 
 std::optional<ParameterData> parameter_data(const at::Tensor& parameter) {
   if (!parameter.defined()) return std::nullopt;
-  auto& tags = table();
+  auto& tags = all_tags();
   std::lock_guard lock(tags.mutex);
   auto found = tags.entries.find(parameter.unsafeGetTensorImpl());
   return found == tags.entries.end() ? std::nullopt : std::optional(found->second.data);
+}
+
+void untag(const at::Tensor& parameter) {
+  auto& tags = all_tags();
+  std::lock_guard lock(tags.mutex);
+  if (parameter.defined()) tags.entries.erase(parameter.unsafeGetTensorImpl());
 }
 
 void copy_tag(const at::Tensor& from, const at::Tensor& to) {
