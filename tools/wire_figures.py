@@ -26,7 +26,7 @@ from plumb.pipelining import SplitPoint, pipeline  # noqa: E402
 from plumb.pipelining.schedules import Schedule1F1B  # noqa: E402
 
 WIRE = ("e4m3fn", "e5m2")
-MICROBATCHES, ROWS, CONTEXT, WIDTH = 8, 16, 128, 32
+MICROBATCHES, ROWS, CONTEXT, WIDTH = 8, 64, 32, 64
 
 
 def by_schedule():
