@@ -35,6 +35,10 @@ std::vector<std::string> output_names(const GraphModule& module);
 // a gradient.
 at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IValue>& outputs);
 
+// Says on stderr where a result went; nothing for "" and "-".
+class Progress;
+void say_wrote(Progress& progress, const std::string& path);
+
 // How many columns a line of the terminal has that stdout is; none if it is no terminal.
 std::optional<int> terminal_width();
 
