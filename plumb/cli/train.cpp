@@ -1,4 +1,5 @@
 // plumb train: the command line, the local processes, and what is printed. The work is that of plumb/training.
+#include <ATen/Parallel.h>
 #include <signal.h>
 #include <string.h>
 #include <unistd.h>
@@ -19,6 +20,7 @@
 #include "plumb/core/table.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/launch.h"
+#include "plumb/training/dry_run.h"
 #include "plumb/training/trainer.h"
 
 namespace plumb::cli {
@@ -245,9 +247,21 @@ int train_here(const TrainOptions& o) {
   end_by_signal(stopped_by);
 }
 
+int dry_run(const TrainOptions& o) {
+  Progress progress(3, o.json);
+  at::set_num_threads(o.threads > 0 ? static_cast<int>(o.threads) : at::get_num_threads());
+  const TrainJob job = prepare_job(o, {}, {.phase = [&](const std::string& what) { progress.next(what); }});
+  progress.next("measuring the stages");
+  const TrainNeeds needs = measure_needs(o, job);
+  progress.finish();
+  std::cout << (o.json ? to_json(needs).dump() + "\n" : to_text(needs, o));
+  return 0;
+}
+
 int train_command(const TrainOptions& o) {
   const auto environment = discover_ranks();
   const bool alone = !environment || environment->world_size == 1;
+  if (o.dry_run && alone) return dry_run(o);
   if (!alone || o.processes() == 1) return train_here(o);
   {
     Progress progress(2, o.json);

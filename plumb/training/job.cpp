@@ -46,6 +46,7 @@ void check_outputs(const TrainOptions& o) {
   }
   check_writable("--save", o.save);
   check_writable("--csv", o.csv);
+  check_writable("--page", o.page);
   check_timeline(o.timeline);
   if (!o.history.empty()) check_writable("--history", history_file(o, 0));
   if (o.record.empty() != o.history.empty()) {

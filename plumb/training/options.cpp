@@ -258,14 +258,19 @@ std::vector<TrainField> output_fields() {
       {"timeline", &O::timeline,
        "Draw the last step beside its simulations (.svg), or write it for Perfetto and chrome://tracing (.json)"},
       {"timeline-steps", &O::timeline_steps, "So many of the last steps, in a .json time line", {}, whole_number(1)},
-      {"csv", &O::csv, "A table of the steps: loss, rate, norm of the gradients, seconds, evaluations"},
+      {"csv", &O::csv, "A table of the steps: loss, rate, norm of the gradients, rows a second, seconds, evaluations"},
+      {"tensorboard", &O::tensorboard, "A folder for TensorBoard's event files of the same numbers"},
+      {"page", &O::page, "An HTML page of the same, as curves, written again every few seconds while it runs"},
+      {"dry-run", &O::dry_run,
+       "Train nothing: say how long a step takes, by stages measured once and the schedule simulated, and what each rank "
+       "would hold"},
       {"json", &O::json,
        "One JSON object a line: {options} first, {group, parameters} for each --group, {learning_rates} if they are "
        "each "
        "parameter's own, {step, steps, loss, lr, norm, rows, seconds} after each step (loss and norm are null if they "
        "are no numbers, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
-       "{checkpoint_problem}, {restart, of, why}, {interrupted, steps}, {saved}, {dumped, not_finite}, {drew, bubble, "
+       "{checkpoint_problem}, {restart, of, why}, {interrupted, steps}, {dry_run, bubble, rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {drew, bubble, "
        "conclusion}"},
   };
 }

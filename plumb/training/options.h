@@ -42,9 +42,9 @@ struct TrainOptions {
   int64_t checkpoint_every = 0, keep_last = 2, keep_every = 0, max_restarts = 0;
   bool resume = true;
   // What is written.
-  std::string save, save_hf, dump, record, history, timeline, csv;
+  std::string save, save_hf, dump, record, history, timeline, csv, tensorboard, page;
   int64_t timeline_steps = 1;
-  bool json = false;
+  bool dry_run = false, json = false;
 
   int processes() const { return static_cast<int>(stages * replicas); }
   bool operator==(const TrainOptions&) const = default;

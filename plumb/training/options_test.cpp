@@ -4,6 +4,7 @@
 
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/input_file.h"
+#include "plumb/training/dry_run.h"
 #include "plumb/training/rates.h"
 #include "plumb/training/training_for_test.h"
 
@@ -421,12 +422,40 @@ std::map<std::string, Check> checks_of_output() {
          std::ifstream lines(t.path("run.csv"));
          std::string head, line, last;
          std::getline(lines, head);
-         EXPECT_EQ(head, "step,loss,lr,norm,seconds,eval_loss");
+         EXPECT_EQ(head, "step,loss,lr,norm,rows_per_second,seconds,eval_loss");
          int count = 0;
          while (std::getline(lines, line)) last = line, ++count;
          EXPECT_EQ(count, 6);
          EXPECT_EQ(last.rfind("6,", 0), 0u) << last;
          EXPECT_NE(last.back(), ',') << "the evaluation at the end";
+       }},
+      {"tensorboard",
+       [](TrainingOptions& t) {
+         t.keeps("tensorboard", t.path("events"));
+         std::string bytes;
+         for (const auto& entry : fs::directory_iterator(t.folder / "events")) bytes += read_file(entry.path());
+         EXPECT_THAT(bytes, AllOf(HasSubstr("brain.Event:2"), HasSubstr("gradient_norm")));
+       }},
+      {"page",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("page", {t.path("run.html")});
+         o.eval_data = t.path("held.bin");
+         t.losses(o);
+         EXPECT_THAT(read_file(t.path("run.html")), AllOf(HasSubstr("Throughput"), HasSubstr("held-out data")));
+       }},
+      {"dry-run",
+       [](TrainingOptions& t) {
+         TrainOptions o = t.with("dry-run", {"true"});
+         o.schedule = "Interleaved1F1B";
+         o.microbatches = 4;
+         const TrainNeeds needs = measure_needs(o, prepare_job(o, {t.lm(), nullptr}, {}));
+         ASSERT_EQ(needs.ranks.size(), 1u);
+         EXPECT_EQ(needs.ranks[0].stages, (std::vector<int>{0, 1}));
+         EXPECT_EQ(needs.ranks[0].parameters, 32 * 8 + 8 + 8 + 8 * 32 + 32);
+         EXPECT_EQ(needs.ranks[0].resident, 4.0 * 4 * static_cast<double>(needs.ranks[0].parameters));
+         EXPECT_GT(needs.ranks[0].peak, needs.ranks[0].resident);
+         EXPECT_GT(needs.seconds, 0);
+         EXPECT_EQ(needs.rows, 8);
        }},
       {"json", [](TrainingOptions& t) { t.keeps("json", "true"); }},  // the command's printing
   };

@@ -6,8 +6,6 @@
 
 #include <chrono>
 #include <cmath>
-#include <filesystem>
-#include <fstream>
 #include <limits>
 #include <set>
 #include <thread>
@@ -17,6 +15,7 @@
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/recording/recorder.h"
+#include "plumb/training/dry_run.h"
 #include "plumb/training/evaluate.h"
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/loss.h"
@@ -24,6 +23,7 @@
 #include "plumb/training/optimizer.h"
 #include "plumb/training/rates.h"
 #include "plumb/training/run_checkpoints.h"
+#include "plumb/training/run_log.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/timeline_file.h"
 #include "plumb/training/usage.h"
@@ -64,10 +64,6 @@ bool is_restart() {
   return false;
 }
 
-std::string csv_number(double value) {
-  return std::isfinite(value) ? Json(value).dump() : std::isnan(value) ? "nan" : "inf";
-}
-
 }  // namespace
 
 struct Trainer::State {
@@ -84,7 +80,6 @@ struct Trainer::State {
   [[noreturn]] void fail_at(int64_t step, const Numbers& numbers, const Parts& parts);
   void tell_step(int64_t step, const Numbers& numbers, double share);
   void tell_checkpoints();
-  void open_csv();
   void evaluate(int64_t step, bool last);
   void train_step(int64_t step);
   void run_steps();
@@ -115,12 +110,13 @@ struct Trainer::State {
   std::vector<std::string> damaged;  // checkpoints that were passed over
   int64_t start = 0;                 // the step of the checkpoint that this run goes on from
   std::unique_ptr<Recorder> recorder;
-  std::ofstream csv;
+  std::unique_ptr<RunLog> log;  // on rank 0
   std::vector<std::vector<TimelineEvent>> timelines;
   int64_t last_timeline = 0;
   Clock::time_point begin;
   int64_t current = 1;     // the step that runs
   size_t done_before = 0;  // actions of the step, for an injected fault
+  StepNumbers told;  // of the last step, on rank 0
   TrainResult result;
 };
 
@@ -256,10 +252,8 @@ void Trainer::State::tell_step(int64_t step, const Numbers& numbers, double shar
          {"norm", numbers.norm},
          {"rows", job.rows},
          {"seconds", seconds()}});
-  if (csv.is_open()) {
-    csv << step << "," << csv_number(numbers.loss) << "," << csv_number(o.lr * share) << "," << csv_number(numbers.norm)
-        << "," << csv_number(seconds()) << ",";
-  }
+  const double now = seconds();
+  told = {step, numbers.loss, o.lr * share, numbers.norm, static_cast<double>(job.rows) / (now - told.seconds), now, {}};
 }
 
 void Trainer::State::evaluate(int64_t step, bool last) {
@@ -269,7 +263,8 @@ void Trainer::State::evaluate(int64_t step, bool last) {
     result.eval_loss = found.loss;
     if (is_first()) event({{"eval", step}, {"eval_loss", found.loss}, {"eval_targets", found.targets}});
   }
-  if (csv.is_open()) csv << (now ? csv_number(*result.eval_loss) : "") << std::endl;
+  if (now) told.eval_loss = result.eval_loss;
+  if (log) log->add(told, last);
 }
 
 void Trainer::State::finish(int64_t stopped_by) {
@@ -307,19 +302,6 @@ void Trainer::State::tell_checkpoints() {
            {"copied", report.copied + report.waited},
            {"written", report.written}});
   }
-}
-
-// The lines of steps that are not done again stay.
-void Trainer::State::open_csv() {
-  std::string kept = "step,loss,lr,norm,seconds,eval_loss\n";
-  if (start > 0 && std::filesystem::exists(o.csv)) {
-    std::ifstream before(o.csv);
-    std::string line;
-    std::getline(before, line);
-    while (std::getline(before, line) && std::strtoll(line.c_str(), nullptr, 10) <= start) kept += line + "\n";
-  }
-  csv.open(o.csv, std::ios::trunc);
-  csv << kept << std::flush;
 }
 
 void Trainer::State::train_step(int64_t step) {
@@ -370,13 +352,17 @@ void Trainer::State::run_steps() {
 }
 
 TrainResult Trainer::State::run() {
+  if (o.dry_run) {
+    if (is_first()) event(to_json(measure_needs(o, job)));
+    return result;
+  }
   if (is_first()) {
     event({{"options", to_toml(o)}});
     for (size_t g = 0; g < job.by_group.size(); ++g) event({{"group", o.groups[g]}, {"parameters", job.by_group[g]}});
     if (job.tagged) event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
     for (const std::string& problem : damaged) event({{"checkpoint_problem", problem}});
     if (start > 0) event({{"resumed", start}, {"folder", o.checkpoints}});
-    if (!o.csv.empty()) open_csv();
+    log = std::make_unique<RunLog>(o, start);
   }
   begin = Clock::now();
   try {

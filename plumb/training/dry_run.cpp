@@ -1,0 +1,63 @@
+#include "plumb/training/dry_run.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "plumb/core/table.h"
+#include "plumb/pipeline/stage_costs.h"
+#include "plumb/schedule/simulate.h"
+
+namespace plumb {
+namespace {
+
+std::string mebibytes(double bytes) { return short_number(bytes / (1 << 20)) + " MiB"; }
+
+}  // namespace
+
+TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
+  StageCostOptions measuring;
+  // Parameters and gradients, and what the optimiser keeps of each.
+  measuring.bytes_per_parameter_byte = o.optimizer != "sgd" ? 4 : o.momentum > 0 ? 3 : 2;
+  const StageCosts costs = measure_stages(*job.pipe, example_inputs(job.module()), measuring);
+  const Simulation simulation = simulate_schedule(job.schedule, costs.costs);
+  TrainNeeds needs{job.schedule.name, simulation.makespan * static_cast<double>(o.accumulate),
+                   simulation.bubble_rate(), job.rows, {}};
+  for (int rank = 0; rank < job.schedule.num_ranks(); ++rank) {
+    RankNeeds own;
+    own.stages = job.schedule.placement.stages_of(rank);
+    for (const int stage : own.stages) {
+      own.resident += costs.resident.size() == 1 ? costs.resident[0] : costs.resident.at(static_cast<size_t>(stage));
+      for (const Attr& attr : job.pipe->stage(stage)->state()) {
+        if (attr.kind == AttrKind::Parameter) own.parameters += attr.tensor.numel();
+      }
+    }
+    own.peak = own.resident + simulation.peak_memory[static_cast<size_t>(rank)];
+    needs.ranks.push_back(std::move(own));
+  }
+  return needs;
+}
+
+nlohmann::json to_json(const TrainNeeds& needs) {
+  nlohmann::json ranks = nlohmann::json::array();
+  for (const RankNeeds& r : needs.ranks) {
+    ranks.push_back({{"stages", r.stages}, {"parameters", r.parameters}, {"resident", r.resident}, {"peak", r.peak}});
+  }
+  return {{"dry_run", needs.seconds}, {"bubble", needs.bubble}, {"rows", needs.rows}, {"ranks", ranks}};
+}
+
+std::string to_text(const TrainNeeds& needs, const TrainOptions& o) {
+  Table table{{"rank", "stages", "parameters", "weights and optimiser", "peak memory"}, {}};
+  for (size_t rank = 0; rank < needs.ranks.size(); ++rank) {
+    const RankNeeds& own = needs.ranks[rank];
+    std::string stages;
+    for (const int s : own.stages) stages += (stages.empty() ? "" : ", ") + std::to_string(s);
+    table.rows.push_back({std::to_string(rank), stages, std::to_string(own.parameters), mebibytes(own.resident),
+                          mebibytes(own.peak)});
+  }
+  const std::string pipelines = o.replicas == 1 ? "" : ", in each of " + std::to_string(o.replicas) + " pipelines";
+  return "A step of " + std::to_string(needs.rows) + " rows takes about " + short_number(needs.seconds) + " s by " +
+         needs.schedule + " (bubble " + percent(needs.bubble) + "), " + std::to_string(o.steps) + " steps " +
+         short_number(needs.seconds * static_cast<double>(o.steps)) + " s" + pipelines + ".\n\n" + to_text(table);
+}
+
+}  // namespace plumb
