@@ -14,7 +14,7 @@ namespace {
 
 struct ScaleArguments {
   std::string file, out, html;
-  bool report = false, json = false, depth = false, fold = false;
+  bool report = false, json = false, depth = false, fold = false, preserve = false;
   UnitScaleOptions scaling;
   std::vector<std::string> replace;
 };
@@ -47,7 +47,9 @@ void scale(const ScaleArguments& o) {
   UnitScaleOptions options = o.scaling;
   for (const std::string& text : o.replace) options.replace.push_back(replacement(text));
   if (o.depth) options.tau_rule = TauRule::Depth;
-  const auto scaled = o.fold ? fold(loaded.program.module) : unit_scale(loaded.program.module, options);
+  const auto scaled = o.fold       ? fold(loaded.program.module)
+                      : o.preserve ? unit_scale_preserving(loaded.program.module, options)
+                                   : unit_scale(loaded.program.module, options);
   const Report& report = scaled->reports.back();
   loaded.program.module = scaled;
   progress.next("writing " + o.out);
@@ -78,6 +80,9 @@ void add_scale(CLI::App& app) {
                 "The way back: FILE is unit-scaled, and OUT computes the same with torch's operators alone. Factors go "
                 "into parameters, or stay as multiplications")
       ->excludes(depth);
+  sub->add_flag("--preserve", o->preserve,
+                "Keep the function that FILE computes: weights take the factors instead of starting anew")
+      ->excludes("--fold");
   sub->add_option("--tau-attention", o->scaling.tau_attention, "Weight of residual branches with attention")
       ->check(positive_number)
       ->capture_default_str();

@@ -13,6 +13,7 @@
 #include "plumb/graph/aliases.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/pass.h"
+#include "plumb/scaling/parameter.h"
 #include "plumb/transforms/factor_equations.h"
 #include "plumb/transforms/factor_rules.h"
 #include "plumb/transforms/operands.h"
@@ -44,6 +45,18 @@ std::string_view argument_of(const Node* node, const Value* value) {
 class Folder {
  public:
   Folder(GraphModule& module, Report& report) : module_(module), graph_(module.graph()), report_(report) {}
+
+  // The other way: the operators stay, and state and eps become those with which they compute the plain graph's.
+  bool take_plain() {
+    to_plain_ = false;
+    add_parameters();
+    for (Node* node : graph_.nodes()) relate(node);
+    choose_freely();
+    multiply_operands();
+    adjust_epsilons();
+    divide_state();
+    return changed_;
+  }
 
   bool run() {
     add_parameters();
@@ -349,7 +362,7 @@ class Folder {
 
   void multiply_operands() {
     for (const auto& [node, place, log] : remains_) {
-      const double by = std::exp(equations_.value(log));
+      const double by = factor_of(equations_.value(log));
       Value* operand = node->input(place);
       for (const Value* written : node->written_inputs()) {
         if (written != operand) continue;
@@ -371,7 +384,7 @@ class Folder {
 
   void adjust_epsilons() {
     for (const auto& [node, operand, epsilon] : epsilons_) {
-      const double by = std::exp(-epsilon.power * equations_.value(factor(operand)));
+      const double by = factor_of(-epsilon.power * equations_.value(factor(operand)));
       if (by == 1) continue;
       node->set_arg(epsilon.argument, epsilon.value * by);
       report_.add(ReportKind::Replaced, node, "eps " + number_text(epsilon.value),
@@ -429,9 +442,12 @@ class Folder {
       }
       const double by = std::exp(equations_.value(parameter.factor));
       if (by == 1) continue;
-      const at::Tensor values = attr.tensor.detach().div(by).set_requires_grad(attr.tensor.requires_grad());
+      const at::Tensor plain = attr.tensor.detach();
+      const at::Tensor values =
+          (to_plain_ ? plain.div(by) : plain.mul(by)).set_requires_grad(attr.tensor.requires_grad());
+      if (!to_plain_) copy_tag(attr.tensor, values);
       for (const std::string& name : parameter.names) module_.state().set(name, values, attr.kind);
-      add(ReportKind::Folded, parameter, "divided by " + number_text(by), "");
+      add(ReportKind::Folded, parameter, (to_plain_ ? "divided by " : "multiplied by ") + number_text(by), "");
       divided = true;
     }
     if (divided) module_.sync_module();
@@ -447,6 +463,9 @@ class Folder {
     entry.reason = std::move(reason);
     report_.add(std::move(entry));
   }
+
+  // Of a scaled graph's tensor over the plain one's, or the other way.
+  double factor_of(double log) const { return std::exp(to_plain_ ? log : -log); }
 
   struct Remaining {
     Node* node;
@@ -466,7 +485,7 @@ class Folder {
   GraphModule& module_;
   Graph& graph_;
   Report& report_;
-  bool changed_ = false;
+  bool changed_ = false, to_plain_ = true;
   FactorEquations equations_;
   std::unordered_map<const c10::TensorImpl*, Parameter> parameters_;
   std::unordered_map<const Value*, LogFactor> factors_;  // none: 1
@@ -504,6 +523,20 @@ std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& modu
   run_checked("fold", [&] { return fold(*result, &report); }, *result);
   for (const Attr& attr : result->state()) untag(attr.tensor);  // plain weights train at plain rates
   result->reports.push_back(std::move(report));
+  return result;
+}
+
+std::shared_ptr<TransformedModule> unit_scale_preserving(const std::shared_ptr<GraphModule>& module,
+                                                         UnitScaleOptions options) {
+  options.scale_parameters = false;
+  auto result = unit_scale(module, options);
+  result->state() = result->state().deep_copy();
+  result->sync_module();
+  Report& report = result->reports.back();
+  run_checked("unit_scale", [&] { return Folder(*result, report).take_plain(); }, *result);
+  for (const auto& [name, data] : result->mup) {
+    if (const Attr* attr = result->state().find(name)) tag(attr->tensor, data);
+  }
   return result;
 }
 

@@ -18,6 +18,7 @@
 #include <memory>
 
 #include "plumb/transforms/module.h"
+#include "plumb/transforms/unit_scale.h"
 
 namespace plumb {
 
@@ -28,5 +29,13 @@ bool fold(GraphModule& module, Report* report = nullptr);
 
 // A new module with its own copy of parameters and buffers, and without tags; `module` stays as it is.
 std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& module);
+
+// A unit-scaled copy of a plain module that computes the same function, for weights that were trained: they are
+// multiplied by the factors that fold() would divide them by, and eps of norms follows. Outputs are equal within
+// rounding at the sizes of this graph; fold() of it gives the plain module again. Where one tensor would have to have
+// two factors a multiplication stands in the graph, which the report names (ReportKind::Remains): behind it tensors
+// have the plain model's scale. Throws as fold() does.
+std::shared_ptr<TransformedModule> unit_scale_preserving(const std::shared_ptr<GraphModule>& module,
+                                                         UnitScaleOptions options = {});
 
 }  // namespace plumb

@@ -11,10 +11,8 @@
 namespace plumb::python {
 namespace {
 
-// The report as JSON, and for every parameter what an optimiser must know: (name, type, depth or None).
-py::tuple scale(GraphModule& engine, const std::vector<std::pair<std::string, std::string>>& replace,
-                double tau_attention, double tau_mlp, bool depth_rule, double residual_mult, double residual_attn_ratio,
-                ParameterScaling* live, std::map<std::string, bool> keep) {
+UnitScaleOptions scale_options(const std::vector<std::pair<std::string, std::string>>& replace, double tau_attention,
+                               double tau_mlp, bool depth_rule, double residual_mult, double residual_attn_ratio) {
   UnitScaleOptions options;
   for (const auto& [from, to] : replace) options.replace.push_back({from, to, {}});
   options.tau_attention = tau_attention;
@@ -22,6 +20,15 @@ py::tuple scale(GraphModule& engine, const std::vector<std::pair<std::string, st
   options.tau_rule = depth_rule ? TauRule::Depth : TauRule::Fixed;
   options.residual_mult = residual_mult;
   options.residual_attn_ratio = residual_attn_ratio;
+  return options;
+}
+
+// The report as JSON, and for every parameter what an optimiser must know: (name, type, depth or None).
+py::tuple scale(GraphModule& engine, const std::vector<std::pair<std::string, std::string>>& replace,
+                double tau_attention, double tau_mlp, bool depth_rule, double residual_mult, double residual_attn_ratio,
+                ParameterScaling* live, std::map<std::string, bool> keep) {
+  UnitScaleOptions options =
+      scale_options(replace, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio);
   options.live = live;
   options.scale_parameters = live != nullptr;
   options.keep = std::move(keep);
@@ -154,6 +161,13 @@ void bind_parameter_scaling(py::module_& m) {
 Register transforms_part([](py::module_& m) {
   bind_parameter_scaling(m);
   m.def("unit_scale", &scale);
+  m.def("unit_scale_preserving",
+        [](const std::shared_ptr<GraphModule>& engine, const std::vector<std::pair<std::string, std::string>>& replace,
+           double tau_attention, double tau_mlp, bool depth_rule, double residual_mult, double residual_attn_ratio) {
+          const auto scaled = unit_scale_preserving(
+              engine, scale_options(replace, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio));
+          return py::make_tuple(std::static_pointer_cast<GraphModule>(scaled), scaled->reports.back().to_json());
+        });
   m.def("fold", [](const std::shared_ptr<GraphModule>& engine) {
     auto folded = fold(engine);
     return py::make_tuple(std::static_pointer_cast<GraphModule>(folded), folded->reports.back().to_json());

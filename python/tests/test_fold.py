@@ -226,3 +226,22 @@ def test_a_checkpoint_of_transformers_is_folded_before_it_is_saved(tmp_path):
     scaled.eval()
     again.eval()
     assert difference(again(**kwargs).logits, scaled(**kwargs).logits) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["GPT", "GPT tied", "ViT", "ConvNet eval", "Llama", "root Sequential", "Llama of transformers"])
+def test_a_graph_is_unit_scaled_and_keeps_its_function(name):
+    if "transformers" in name:
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, args, kwargs = transform_models.MODELS[name]()
+    graph = plumb.capture(model.eval(), *args, **kwargs)
+    before = {n: p.detach().clone() for n, p in graph.named_parameters()}
+    scaled = unit_scale(graph, preserve=True)
+    with torch.no_grad():
+        assert difference(first_tensor(scaled(*args, **kwargs)), first_tensor(graph(*args, **kwargs))) < 10 * ROUNDING
+    assert all(torch.equal(p, before[n]) for n, p in graph.named_parameters())
+    assert "multiplied by" in str(plumb.report(scaled)) and any("plumb::" in str(n.target) for n in scaled.graph.nodes)
+    plain = dict(fold(scaled).named_parameters())
+    assert all(difference(plain[n], p) < ROUNDING for n, p in before.items() if p.abs().max() > 0)
+    with pytest.raises(plumb.Error, match="works on a graph"):
+        unit_scale(model, preserve=True)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._errors import Error
+from .._errors import Error, ErrorKind
+from .._graph_module import GraphModule
 from .._replace import is_torch_function
-from .._state import state_of
-from .._unit_scaled import mark
+from .._state import own_parameters, state_of, sync_state
+from .._unit_scaled import mark, mark_state_dict
 from ..functional import torch_map
 from ..parameter import tag_parameter
-from ._apply import CapturedGraph, Pass, apply_pass, logger
+from ._apply import CapturedGraph, Pass, apply_pass, folded_reports, logger
 from .utils import Backend, PassBackend
 
 # Modules whose weights belong to operators that become unit-scaled, and whose biases start at zero.
@@ -208,6 +209,7 @@ def unit_scale(
     depth_rule: bool = False,
     residual_mult: float = 1.0,
     residual_attn_ratio: float = 1.0,
+    preserve: bool = False,
 ) -> nn.Module:
     """A unit-scaled copy of `module` (Unit Scaling, arXiv 2303.11257).
 
@@ -227,12 +229,39 @@ def unit_scale(
     The weights are of no use to the plain module, whose operators have no factors. :func:`fold` gives weights that are.
     State dicts bear a mark that ``load_state_dict`` of a plain module names, and parts of the result refuse to be called
     alone.
+
+    preserve: for weights that were trained: a graph (:func:`plumb.capture`) becomes a unit-scaled graph of the same function.
+    Weights are multiplied by the factors that :func:`fold` divides by, and tensors have unit scale where that is possible;
+    ``print(plumb.report(m))`` says where a multiplication stays. Outputs are equal within rounding, for the inputs' sizes
+    that the graph was captured with.
     """
     operators, functions = _split(replace)
+    if preserve:
+        return _preserving(module, operators, functions, (tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio))
     run = UnitScalePass(operators, functions, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio)
     scaled = apply_pass(module, _pass(run))
     _scale_parameters(scaled, run)
     mark(scaled)
+    return scaled
+
+
+def _preserving(module: nn.Module, operators: list, functions: dict, how: tuple) -> GraphModule:
+    if not isinstance(module, GraphModule) or functions:
+        raise Error(
+            "unit_scale(preserve=True) works on a graph, whose factors are known, and replaces operators alone",
+            kind=ErrorKind.InvalidArgument,
+            remedy="unit_scale(plumb.capture(module, *inputs), preserve=True)",
+        )
+    sync_state(module._engine, module._slots)
+    engine, text = _C.unit_scale_preserving(module._engine, operators, *how)
+    own_parameters(engine)
+    scaled = GraphModule(
+        engine, module._in_spec, module._out_spec, module._plain_inputs, module._plain_outputs, module.notes,
+        module._program, module._made_in_training,
+    )  # fmt: skip
+    scaled.train(module.training)
+    folded_reports[scaled] = json.loads(text)
+    mark_state_dict(scaled)
     return scaled
 
 
