@@ -59,8 +59,7 @@ plumb::Table settings_of(const DemoOptions& o, const DemoResult& result) {
            {"optimiser", "AdamW; the rate warms up over the first tenth of the steps and then falls as a cosine to 0"},
            {"learning rates", rates + ": each run's best of a sweep"},
            {"formats", "values E4M3, gradients E5M2, rounded to nearest, in every matrix product"},
-           {"tau", "attention " + text(o.tau_attention) + ", feed-forward " +
-                       text(plumb::UnitScaleOptions().tau_mlp) +
+           {"tau", "attention " + text(o.tau_attention) + ", feed-forward " + text(plumb::UnitScaleOptions().tau_mlp) +
                        ": the weight of a residual branch" +
                        (o.tau_attention == plumb::UnitScaleOptions().tau_attention ? "; unit_scale's defaults" : "")},
            {"pipeline", std::to_string(o.stages) +
@@ -81,8 +80,8 @@ std::vector<std::string> findings(const DemoResult& r) {
                           : "The two-process losses DIFFER from the one-process losses: this is a bug.");
   const double apart = 100 * (r.runs[4].tail() / scaled - 1);
   lines.push_back("FP8 that is multiplied, and sent between the stages in " + number(100 * r.bytes_sent, 0) +
-                  " % of the bytes, ends " + number(std::fabs(apart), 2) + " % " +
-                  (apart < 0 ? "below" : "above") + " the simulated one.");
+                  " % of the bytes, ends " + number(std::fabs(apart), 2) + " % " + (apart < 0 ? "below" : "above") +
+                  " the simulated one.");
   return lines;
 }
 

@@ -14,8 +14,8 @@ void add_action(TimelineRun& run, const Action& action, int rank, double waiting
   if (!action.is_compute()) return;
   const Action second = action.second_part();
   auto add = [&](const Action& a, int half) {
-    run.actions.push_back({rank, std::string(to_string(a.kind)), a.stage, a.microbatch, start, end, waiting, half,
-                           half == 2 ? 0 : sent});
+    run.actions.push_back(
+        {rank, std::string(to_string(a.kind)), a.stage, a.microbatch, start, end, waiting, half, half == 2 ? 0 : sent});
   };
   add(action.first_part(), second.is_idle() ? 0 : 1);
   if (!second.is_idle()) add(second, 2);

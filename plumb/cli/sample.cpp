@@ -70,8 +70,7 @@ struct EvalArguments {
 
 void evaluate(const EvalArguments& o) {
   Progress progress(2, o.json);
-  const Evaluation found =
-      evaluate_file(o.options, [&](const std::string& what) { progress.next(what); });
+  const Evaluation found = evaluate_file(o.options, [&](const std::string& what) { progress.next(what); });
   progress.finish();
   const double perplexity = std::exp(found.loss);
   if (o.json) {
@@ -101,8 +100,9 @@ void add_fields(CLI::App* sub, const std::shared_ptr<EvalArguments>& o, const st
 void add_eval(CLI::App& app) {
   auto o = std::make_shared<EvalArguments>();
   CLI::App* sub = app.add_subcommand("eval", "The loss and perplexity of a .pt2 file's model on data");
-  add_fields(sub, o,
-             {"file", "data", "data-pattern", "token-type", "targets", "mask", "loss", "ignore-index", "batch", "threads"});
+  add_fields(
+      sub, o,
+      {"file", "data", "data-pattern", "token-type", "targets", "mask", "loss", "ignore-index", "batch", "threads"});
   sub->add_flag("--json", o->json, "{loss, perplexity, targets}");
   sub->footer("Example:\n  plumb eval trained.pt2 --data held.bin");
   sub->callback([o] { evaluate(*o); });

@@ -162,9 +162,10 @@ int end_interrupted(const TrainOptions& o, int signal, bool saved) {
 std::string how_it_failed(const LaunchResult& result) {
   const ProcessEnd& end = result.processes[result.first_failed];
   return "rank " + std::to_string(result.first_failed) +
-         (end.was_stopped   ? " was stopped by a signal for a minute"
-          : end.signal != 0 ? " was killed by signal " + std::to_string(end.signal) + " (" + ::strsignal(end.signal) + ")"
-                            : " failed with exit code " + std::to_string(end.exit_code));
+         (end.was_stopped ? " was stopped by a signal for a minute"
+          : end.signal != 0
+              ? " was killed by signal " + std::to_string(end.signal) + " (" + ::strsignal(end.signal) + ")"
+              : " failed with exit code " + std::to_string(end.exit_code));
 }
 
 int launch(const TrainOptions& o) {

@@ -28,7 +28,8 @@ class Train : public Command {
 };
 
 TEST_F(Train, PrintsEveryOptionOfItsHelpBackAndTakesItAsAFile) {
-  const std::string more = "--microbatches 2 --clip 0.5 --rate cosine --warmup 2 --group '*.bias: lr=0.5x' --no-shuffle";
+  const std::string more =
+      "--microbatches 2 --clip 0.5 --rate cosine --warmup 2 --group '*.bias: lr=0.5x' --no-shuffle";
   const Ended run = plumb(base() + more);
   const std::string options = options_of(run);
   std::set<std::string> printed, helped;
@@ -112,7 +113,9 @@ TEST_F(Train, EvaluatesAndSamplesWhatItLearned) {
       "    x = torch.zeros(2, 12, dtype=torch.long); last = ids[-12:]; x[0, :len(last)] = torch.tensor(last)\n"
       "    ids.append(net(x)[0, len(last) - 1].argmax().item())\n"
       "import subprocess\n"
-      "out = subprocess.check_output(['" PLUMB_COMMAND "'] + '" + greedy + "1'.split())\n"
+      "out = subprocess.check_output(['" PLUMB_COMMAND "'] + '" +
+      greedy +
+      "1'.split())\n"
       "assert json.loads(out)['tokens'] == ids[3:], (out, ids)");
   wrong("sample mlp.pt2", "sampling needs a model of one input");
   wrong("sample lm.pt2 --temperature -1", "--temperature");
@@ -167,7 +170,8 @@ TEST_F(Checkpoints, LetARunGoOnInAnotherLayoutBitForBit) {
     SCOPED_TRACE(first + " then " + second);
     fs::remove_all(folder() / "run");
     // A fault ends the first one in the middle of step 6, after the checkpoint of step 4.
-    const Ended stopped = plumb(job() + "--checkpoints run --checkpoint-every 4 --inject 'raise rank 0 at 0F1 of step 6' " + first);
+    const Ended stopped =
+        plumb(job() + "--checkpoints run --checkpoint-every 4 --inject 'raise rank 0 at 0F1 of step 6' " + first);
     EXPECT_NE(stopped.code, 0);
     const Ended rest = plumb(job() + "--checkpoints run --checkpoint-every 4 --save other.pt2 " + second);
     EXPECT_EQ(values(rest, "resumed"), std::vector<double>{4}) << rest.out << rest.err << stopped.err;
@@ -191,11 +195,13 @@ TEST_F(Checkpoints, OfTiedWeightsGoOnAtTheSameCuts) {
 
 TEST_F(Checkpoints, RestartALostRankWithTheBitsOfTheUndisturbedRun) {
   const Ended whole = plumb(job() + "--save whole.pt2 --stages 2");
-  for (const char* fault : {"kill rank 1 at 1B2 of step 7", "kill rank 0 at 0F0 of step 1", "raise rank 0 at 0B3 of step 3"}) {
+  for (const char* fault :
+       {"kill rank 1 at 1B2 of step 7", "kill rank 0 at 0F0 of step 1", "raise rank 0 at 0B3 of step 3"}) {
     SCOPED_TRACE(fault);
     fs::remove_all(folder() / "run");
-    const Ended run = plumb(job() + "--stages 2 --checkpoints run --checkpoint-every 3 --save other.pt2 --max-restarts 1 --inject '" +
-                            fault + "'");
+    const Ended run =
+        plumb(job() + "--stages 2 --checkpoints run --checkpoint-every 3 --save other.pt2 --max-restarts 1 --inject '" +
+              fault + "'");
     EXPECT_EQ(run.code, 0) << run.err;
     EXPECT_EQ(values(run, "restart"), std::vector<double>{1});
     EXPECT_EQ(by_step({run}), values(whole));

@@ -55,8 +55,9 @@ void GraphModule::train(bool on) {
     throw Error(ErrorKind::InvalidState,
                 std::string("the graph was made in ") + modes[is_training()] + " mode and cannot change to " +
                     modes[on] + " mode",
-                "", std::string("set the model to the other mode, model->") + (on ? "train" : "eval") +
-                        "(), and capture or export it again");
+                "",
+                std::string("set the model to the other mode, model->") + (on ? "train" : "eval") +
+                    "(), and capture or export it again");
   }
   Module::train(on);
 }

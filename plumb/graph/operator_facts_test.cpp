@@ -189,10 +189,11 @@ TEST(Files, NameNoOperatorThatTakesAHandle) {
 // Strings choose among ways to compute, or are messages; a new one is looked at before a file may give it.
 TEST(Files, GiveNoStringsButModesAndMessages) {
   const std::set<std::string> known = {
-      "UPLO", "api_name", "approximate", "assert_msg", "bwd", "constraint", "driver", "equation", "expected",
-      "format", "fwd", "indexing", "interpolation", "kernel", "mode", "name", "norm", "ord", "p", "pad_mode",
-      "padding", "padding_side", "program", "recipe", "reduce", "rounding", "rounding_mode", "side", "spec", "value",
-      "where"};
+      "UPLO",         "api_name", "approximate", "assert_msg", "bwd",      "constraint",    "driver",
+      "equation",     "expected", "format",      "fwd",        "indexing", "interpolation", "kernel",
+      "mode",         "name",     "norm",        "ord",        "p",        "pad_mode",      "padding",
+      "padding_side", "program",  "recipe",      "reduce",     "rounding", "rounding_mode", "side",
+      "spec",         "value",    "where"};
   for (const auto& [name, op] : registered()) {
     if (refused_in_files(name)) continue;
     for (const c10::Argument& a : op.schema().arguments()) {

@@ -33,9 +33,9 @@ void expect_equal_bits(const at::Tensor& got, const at::Tensor& expected, const 
   EXPECT_TRUE(at::equal(bits(numbers(got)), bits(numbers(expected)))) << what;
 }
 
-const std::vector<const char*> kByChance = {"E4M3-SR",     "E2M1-SR5",    "E3M0-SR",  "E2M0-SR",  "E8M2-SR", "E8M0-SR1",
-                                            "e4m3fnuz-SR", "e5m2-SR-inf", "bf16-SR",  "E5M21-SR", "fp16-SR4",
-                                            "E7M10-SR",    "E8M22-SR",    "fp32-SR",  "e2m1fn-SR", "e4m3fn-SR3-inf"};
+const std::vector<const char*> kByChance = {
+    "E4M3-SR", "E2M1-SR5", "E3M0-SR",  "E2M0-SR",  "E8M2-SR",  "E8M0-SR1", "e4m3fnuz-SR", "e5m2-SR-inf",
+    "bf16-SR", "E5M21-SR", "fp16-SR4", "E7M10-SR", "E8M22-SR", "fp32-SR",  "e2m1fn-SR",   "e4m3fn-SR3-inf"};
 
 std::vector<at::Tensor> values_of_all_carriers() {
   at::manual_seed(1);
@@ -178,10 +178,10 @@ void expect_metrics(const TensorMetrics& got, const at::Tensor& x, const char* w
 TEST(AtenKernels, MetricsAreThoseOfTheCpu) {
   at::manual_seed(4);
   const double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
-  std::vector<at::Tensor> all = {at::randn({5000}) + 1e4, at::randn({3000}).relu(), at::randn({300}) * 1e-20,
-                                 at::randn({40, 50}).t(), at::full({70}, inf),      at::full({70}, nan),
-                                 at::zeros({9}),          at::empty({0, 3}),        at::scalar_tensor(-3.0),
-                                 float_grid().nan_to_num(1)};
+  std::vector<at::Tensor> all = {
+      at::randn({5000}) + 1e4, at::randn({3000}).relu(),  at::randn({300}) * 1e-20, at::randn({40, 50}).t(),
+      at::full({70}, inf),     at::full({70}, nan),       at::zeros({9}),           at::empty({0, 3}),
+      at::scalar_tensor(-3.0), float_grid().nan_to_num(1)};
   for (std::vector<double> specials : {std::vector{inf}, {-inf}, {inf, -inf}, {nan}, {nan, inf}}) {
     at::Tensor x = at::randn({1000});
     for (size_t i = 0; i < specials.size(); ++i) x[int64_t(i) * 7] = specials[i];

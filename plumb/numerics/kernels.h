@@ -34,7 +34,7 @@ struct BlockSpec {
   bool power_of_two;     // else scales are rounded as scale_rounding says, in units of one number for the tensor
   int element_exponent;  // of the largest element
   double element_max, scale_max;  // largest element, largest scale in the tensor's unit
-  double largest;  // the carrier's largest finite value: what infinity counts as
+  double largest;                 // the carrier's largest finite value: what infinity counts as
   RoundingSpec scale_rounding;
 };
 

@@ -68,7 +68,7 @@ FPFormat chosen_format(std::string_view format, std::string_view rounding, int64
 // --- any device
 
 at::Tensor quantise_kernel(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
-                        std::optional<int64_t> seed, int64_t dim) {
+                           std::optional<int64_t> seed, int64_t dim) {
   return quantise(x, chosen_format(format, rounding, srbits), as_seed(seed), dim);
 }
 

@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 
 #include "plumb/core/error.h"
-#include "plumb/partition/pipe.h"
 #include "plumb/graph/parameter_tag.h"
+#include "plumb/partition/pipe.h"
 
 namespace plumb {
 namespace {

@@ -9,11 +9,11 @@
 #include <nlohmann/json.hpp>
 
 #include "plumb/core/error.h"
-#include "plumb/partition/move.h"
 #include "plumb/core/json_text.h"
 #include "plumb/graph/names.h"
-#include "plumb/partition/pipe.h"
 #include "plumb/graph/parameter_tag.h"
+#include "plumb/partition/move.h"
+#include "plumb/partition/pipe.h"
 
 namespace plumb {
 namespace {

@@ -224,8 +224,9 @@ void check_agreed(const std::vector<MessageValue>& values, const std::vector<Agr
     if (fits && t.defined())
       fits = t.scalar_type() == a.dtype.value_or(t.scalar_type()) && (!a.sizes || t.sizes() == *a.sizes);
     if (fits && t.defined() && (values[i].codes != nullptr) != (a.codes != nullptr && has_wire_codes(t.scalar_type())))
-      refuse("its value " + std::to_string(i) + (a.codes ? " comes as it is, agreed were codes of " + a.codes->name()
-                                                         : " comes as codes, which was not agreed on"));
+      refuse("its value " + std::to_string(i) +
+             (a.codes ? " comes as it is, agreed were codes of " + a.codes->name()
+                      : " comes as codes, which was not agreed on"));
     if (!fits) refuse("its value " + std::to_string(i) + " is " + describe(t) + ", agreed was " + text(a));
   }
 }

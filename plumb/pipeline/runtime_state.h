@@ -16,7 +16,6 @@
 
 namespace plumb {
 
-
 // One microbatch in one stage, from its forward to the end of its backward.
 struct Slot {
   std::vector<MessageValue> sources;

@@ -34,8 +34,8 @@ class WeightCodes {
     if (entry.format != format || entry.version != weight._version() || entry.memory != weight.const_data_ptr())
       return {};
     auto codes = at::Tensor(entry.codes.lock());
-    const bool fits = codes.defined() && codes._version() == entry.codes_version &&
-                      codes.sizes() == weight.sizes() && codes.device() == weight.device();
+    const bool fits = codes.defined() && codes._version() == entry.codes_version && codes.sizes() == weight.sizes() &&
+                      codes.device() == weight.device();
     if (!fits) return {};
     if (keepers_ > 0) entry.kept = codes;
     return codes;
@@ -47,10 +47,14 @@ class WeightCodes {
       std::erase_if(entries_, [](const auto& entry) { return entry.second.codes.expired(); });
       sweep_at_ = 2 * entries_.size() + 64;
     }
-    entries_.insert_or_assign(
-        weight.unsafeGetTensorImpl(),
-        Entry{Weak(weight.getIntrusivePtr()), weight._version(), weight.const_data_ptr(), std::string(format),
-              Weak(codes.getIntrusivePtr()), codes._version(), keepers_ > 0 ? codes : at::Tensor(), {}});
+    entries_.insert_or_assign(weight.unsafeGetTensorImpl(), Entry{Weak(weight.getIntrusivePtr()),
+                                                                  weight._version(),
+                                                                  weight.const_data_ptr(),
+                                                                  std::string(format),
+                                                                  Weak(codes.getIntrusivePtr()),
+                                                                  codes._version(),
+                                                                  keepers_ > 0 ? codes : at::Tensor(),
+                                                                  {}});
   }
 
   // The transposed copy of codes, kept where they are a weight's.

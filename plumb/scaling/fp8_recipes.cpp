@@ -22,8 +22,8 @@ constexpr std::array<std::pair<string_view, Fp8Recipe>, 5> kRecipes{{{"tensorwis
                                                                      {"mxfp8", Fp8Recipe::Mx},
                                                                      {"mxfp8-up", Fp8Recipe::MxUp}}};
 
-constexpr double kLeast = 1e-12;      // a largest value counts as no less
-constexpr int kExponentBias = 127;    // of float32 and of E8M0
+constexpr double kLeast = 1e-12;    // a largest value counts as no less
+constexpr int kExponentBias = 127;  // of float32 and of E8M0
 constexpr int kFloatMantissa = 23;
 constexpr double kLeastNormal = 1.1754943508222875e-38;  // float32's
 
@@ -135,9 +135,8 @@ Tensor fp8_scaled_linear(const Tensor& input, const Tensor& weight, const Option
 }
 
 std::tuple<Tensor, Tensor, Tensor> fp8_scaled_linear_backward(const Tensor& grad, const Tensor& input,
-                                                              const Tensor& weight, string_view recipe,
-                                                              string_view fwd, string_view bwd,
-                                                              std::array<bool, 3> mask) {
+                                                              const Tensor& weight, string_view recipe, string_view fwd,
+                                                              string_view bwd, std::array<bool, 3> mask) {
   if (recording(grad))
     throw Error(ErrorKind::Unsupported, "fp8_scaled_linear has no gradient of a gradient", "",
                 "a plain linear layer where gradients of gradients are needed");

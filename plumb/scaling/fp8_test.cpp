@@ -15,9 +15,7 @@ namespace {
 const FPFormat& e4m3() { return fp8_format("e4m3fn"); }
 const FPFormat& e5m2() { return fp8_format("e5m2"); }
 
-at::Tensor codes_of_random(at::IntArrayRef sizes, const FPFormat& format) {
-  return encode(at::randn(sizes), format);
-}
+at::Tensor codes_of_random(at::IntArrayRef sizes, const FPFormat& format) { return encode(at::randn(sizes), format); }
 
 TEST(Fp8, CodesAreTheBytesOfTorchsTypes) {
   const auto all = at::arange(256, at::kInt).to(at::kByte);
@@ -46,8 +44,8 @@ TEST(Fp8, ScaledMMOfTorchIsTheProductOfTheValuesAtEverySize) {
     }
   }
   const at::Tensor a = codes_of_random({3, 8, 20}, e4m3()), b = codes_of_random({3, 20, 12}, e4m3());
-  EXPECT_TRUE(at::allclose(scaled_mm(a, e4m3(), b, e4m3(), 2, at::kFloat),
-                           at::bmm(decode(a, e4m3()), decode(b, e4m3())) * 2));
+  EXPECT_TRUE(
+      at::allclose(scaled_mm(a, e4m3(), b, e4m3(), 2, at::kFloat), at::bmm(decode(a, e4m3()), decode(b, e4m3())) * 2));
   EXPECT_EQ(scaled_mm(a.slice(1, 0, 0), e4m3(), b, e4m3(), 1, at::kFloat).sizes(), (at::IntArrayRef{3, 0, 12}));
 }
 
@@ -112,8 +110,17 @@ TEST(Fp8, GradientsComeOfBothProductsAndTheBias) {
   const auto linear = c10::Dispatcher::singleton().findSchemaOrThrow("plumb::fp8_linear", "");
   at::Tensor x = at::randn({24, 40}).requires_grad_(), w = at::randn({8, 40}).requires_grad_();
   at::Tensor b = at::randn({8}).requires_grad_();
-  torch::jit::Stack stack{x, w, b, encode(x, e4m3()), encode(w, e4m3()), "e4m3fn", "e5m2", c10::IValue(),
-                          std::vector<double>{0.5, 0.5, 0.5}, std::vector<double>{2, 3, 5, 7, 11}, "decoded"};
+  torch::jit::Stack stack{x,
+                          w,
+                          b,
+                          encode(x, e4m3()),
+                          encode(w, e4m3()),
+                          "e4m3fn",
+                          "e5m2",
+                          c10::IValue(),
+                          std::vector<double>{0.5, 0.5, 0.5},
+                          std::vector<double>{2, 3, 5, 7, 11},
+                          "decoded"};
   linear.callBoxed(stack);
   const at::Tensor y = stack[0].toTensor();
   const at::Tensor xq = decode(encode(x, e4m3()), e4m3()), wq = decode(encode(w, e4m3()), e4m3());

@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "plumb/scaling/functional.h"
 #include "plumb/graph/parameter_tag.h"
+#include "plumb/scaling/functional.h"
 #include "plumb/scaling/rules.h"
 
 namespace plumb::nn {

@@ -111,8 +111,8 @@ std::tuple<Tensor, Tensor, Tensor> fp8_matmul_backward(const Tensor& grad, const
   const auto s = choose_scales("matmul", scales, constraint, 3, matmul_rule(o));
   const CodeProduct product(fwd, bwd, grad.scalar_type(), kernel);
   const Tensor codes = gradient_codes("fp8_matmul", grad, bwd);
-  const auto [grad_left, grad_right] = matmul_gradients(codes, o, left_codes.sizes(), right_codes.sizes(), s,
-                                                        {mask[0], mask[1]}, product);
+  const auto [grad_left, grad_right] =
+      matmul_gradients(codes, o, left_codes.sizes(), right_codes.sizes(), s, {mask[0], mask[1]}, product);
   return {grad_left, grad_right, mask[2] ? product.values(as_rows(codes)).sum(0) : Tensor()};
 }
 

@@ -87,8 +87,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Ten
   return linear_gradients(grad, input, weight, s, mask, ValueProduct());
 }
 
-Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, OptionalName,
-                   at::ArrayRef<double>, OptionalScales) {
+Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, OptionalName, at::ArrayRef<double>,
+                   OptionalScales) {
   return linear_sizes(input, weight);
 }
 

@@ -25,8 +25,8 @@ nlohmann::json EpochBatches::state() { return {{"rows", drawn_}, {"epoch", drawn
 
 void EpochBatches::load_state(const nlohmann::json& state) {
   const auto rows = state.is_object() ? state.find("rows") : state.end();
-  if (!state.is_object() || rows == state.end() || !rows->is_number_integer() ||
-      rows->get<int64_t>() < 0 || rows->get<int64_t>() > int64_t{1} << 60) {
+  if (!state.is_object() || rows == state.end() || !rows->is_number_integer() || rows->get<int64_t>() < 0 ||
+      rows->get<int64_t>() > int64_t{1} << 60) {
     throw Error(ErrorKind::BadFile, "the checkpoint's position in the data is no number of rows", "",
                 "a checkpoint of a training on files");
   }

@@ -158,7 +158,8 @@ TEST_F(TrainingData, LossesCountByTheTargetsThatCount) {
   }
   const at::Tensor whole = loss({logits}, {targets});
   EXPECT_NEAR(sum.item<double>(), whole.item<double>(), 1e-6);
-  const auto by_parts = torch::autograd::grad({sum}, {logits})[0], at_once = torch::autograd::grad({whole}, {logits})[0];
+  const auto by_parts = torch::autograd::grad({sum}, {logits})[0],
+             at_once = torch::autograd::grad({whole}, {logits})[0];
   EXPECT_TRUE(at::allclose(by_parts, at_once, 1e-5, 1e-7));
 }
 

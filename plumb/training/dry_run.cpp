@@ -20,8 +20,11 @@ TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
   measuring.bytes_per_parameter_byte = o.optimizer != "sgd" ? 4 : o.momentum > 0 ? 3 : 2;
   const StageCosts costs = measure_stages(*job.pipe, example_inputs(job.module()), measuring);
   const Simulation simulation = simulate_schedule(job.schedule, costs.costs);
-  TrainNeeds needs{job.schedule.name, simulation.makespan * static_cast<double>(o.accumulate),
-                   simulation.bubble_rate(), job.rows, {}};
+  TrainNeeds needs{job.schedule.name,
+                   simulation.makespan * static_cast<double>(o.accumulate),
+                   simulation.bubble_rate(),
+                   job.rows,
+                   {}};
   for (int rank = 0; rank < job.schedule.num_ranks(); ++rank) {
     RankNeeds own;
     own.stages = job.schedule.placement.stages_of(rank);
@@ -51,8 +54,8 @@ std::string to_text(const TrainNeeds& needs, const TrainOptions& o) {
     const RankNeeds& own = needs.ranks[rank];
     std::string stages;
     for (const int s : own.stages) stages += (stages.empty() ? "" : ", ") + std::to_string(s);
-    table.rows.push_back({std::to_string(rank), stages, std::to_string(own.parameters), mebibytes(own.resident),
-                          mebibytes(own.peak)});
+    table.rows.push_back(
+        {std::to_string(rank), stages, std::to_string(own.parameters), mebibytes(own.resident), mebibytes(own.peak)});
   }
   const std::string pipelines = o.replicas == 1 ? "" : ", in each of " + std::to_string(o.replicas) + " pipelines";
   return "A step of " + std::to_string(needs.rows) + " rows takes about " + short_number(needs.seconds) + " s by " +

@@ -29,8 +29,8 @@ double sum_of_squares(const at::Tensor& tensor);
 
 // The squared norms of the gradients of these parameters, which add up to that of the whole.
 struct GradientNorms {
-  std::vector<double> squares;  // by parameter
-  double norm() const;          // of all, summed in the model's order
+  std::vector<double> squares;   // by parameter
+  double norm() const;           // of all, summed in the model's order
   int first_not_finite() const;  // -1: none
 };
 

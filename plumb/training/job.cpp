@@ -6,8 +6,8 @@
 #include <filesystem>
 
 #include "plumb/core/error.h"
-#include "plumb/recording/rules.h"
 #include "plumb/graph/parameter_tag.h"
+#include "plumb/recording/rules.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/training/cut.h"
 #include "plumb/training/folder_weights.h"
@@ -137,7 +137,8 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
         std::make_unique<EpochBatches>(std::move(samples), job.rows, o.shuffle, static_cast<uint64_t>(o.seed)));
   }
   if (!o.eval_data.empty()) {
-    job.eval_samples = open_samples(o, {o.eval_data, o.eval_targets, o.eval_data == o.data ? o.mask : "", "--eval-data", "--eval-targets"}, module);
+    job.eval_samples = open_samples(
+        o, {o.eval_data, o.eval_targets, o.eval_data == o.data ? o.mask : "", "--eval-data", "--eval-targets"}, module);
   } else if (o.eval_every > 0 || o.eval_batches > 0 || !o.eval_targets.empty()) {
     throw UsageError("--eval-data is missing", "--eval-data FILE of held-out data");
   }

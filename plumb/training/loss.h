@@ -7,14 +7,14 @@
 
 namespace plumb {
 
-// The mean over the targets that count: for cross_entropy those that are not the ignored one, for mse those of the mask.
-// 0, with gradients of 0, where none counts. None for --loss output.
+// The mean over the targets that count: for cross_entropy those that are not the ignored one, for mse those of the
+// mask. 0, with gradients of 0, where none counts. None for --loss output.
 Loss make_loss(const TrainOptions& options);
 // The output that is the loss: the one named so, or the only floating-point number. Throws UsageError.
 int loss_output(const GraphModule& module);
 
-// A step's batch in parts, rows of each as equal as can be, the first ones one longer. `counts`: the targets that count,
-// by part; with --loss output the rows.
+// A step's batch in parts, rows of each as equal as can be, the first ones one longer. `counts`: the targets that
+// count, by part; with --loss output the rows.
 struct Parts {
   std::vector<Tensors> inputs, targets;
   std::vector<int64_t> counts;

@@ -14,8 +14,8 @@ namespace {
 bool is_bad(const Metrics::Data& data) { return data.nan_count > 0 || data.inf_count > 0; }
 
 std::string tell(const std::string& what, const ScaleNode& node, const Metrics::Data& data) {
-  std::string text = what + " of " + (node.kind == NodeKind::CallFunction ? "%" + node.name + " (" + node.target + ")"
-                                                                          : node.target);
+  std::string text =
+      what + " of " + (node.kind == NodeKind::CallFunction ? "%" + node.name + " (" + node.target + ")" : node.target);
   if (!node.module.empty()) text += " at " + node.module;
   if (!node.source.empty()) text += " (" + node.source + ")";
   return text + ": " + std::to_string(data.nan_count) + " nan, " + std::to_string(data.inf_count) + " inf of " +
@@ -46,7 +46,8 @@ NotFinite find_not_finite(const TrainOptions& o, const TrainJob& job, const Part
                                               : tensors.at(static_cast<size_t>(job.pipeline.loss_output));
     if (loss.requires_grad()) loss.backward();
     std::string where = first_bad(scales_graph(*tracked));
-    if (where.empty() && !at::isfinite(loss.detach()).all().item<bool>()) where = "the loss itself (--loss " + o.loss + ")";
+    if (where.empty() && !at::isfinite(loss.detach()).all().item<bool>())
+      where = "the loss itself (--loss " + o.loss + ")";
     if (!where.empty()) return {part, where};
   }
   return {};

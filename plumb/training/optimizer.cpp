@@ -44,7 +44,8 @@ OwnRates rates_of(const TrainOptions& o, const std::vector<ParameterGroup>& grou
   }
   if (!tagged || own.lr == 0) return own;
   const optim::ScaledOptions others{.allow_non_unit_scaling_params = true};
-  const optim::LrScale scale = o.optimizer == "sgd" ? optim::lr_scale_func_sgd(std::nullopt) : optim::lr_scale_func_adam;
+  const optim::LrScale scale =
+      o.optimizer == "sgd" ? optim::lr_scale_func_sgd(std::nullopt) : optim::lr_scale_func_adam;
   const optim::Rates scaled =
       optim::scaled_rates(parameter.tensor, parameter.name, scale, own.lr, own.weight_decay, others);
   return {scaled.lr, scaled.weight_decay};

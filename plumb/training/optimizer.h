@@ -21,8 +21,8 @@ struct ParameterGroup {
 // Throws UsageError "--group TEXT: ...".
 ParameterGroup parse_group(const std::string& text);
 
-// The names that each of options.groups fits first, of all parameters of a model that are trained. Throws UsageError for
-// a group that fits none.
+// The names that each of options.groups fits first, of all parameters of a model that are trained. Throws UsageError
+// for a group that fits none.
 std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options,
                                                      const std::vector<std::string>& names);
 

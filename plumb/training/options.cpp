@@ -225,16 +225,22 @@ std::vector<TrainField> layout_fields() {
 std::vector<TrainField> checkpoint_fields() {
   return {
       {"checkpoints", &O::checkpoints,
-       "A folder for checkpoints. A training that finds one there goes on from it, at any --stages and --schedule, with "
+       "A folder for checkpoints. A training that finds one there goes on from it, at any --stages and --schedule, "
+       "with "
        "the losses and weights of one that was not stopped. SIGTERM: a checkpoint, then exit code 75"},
-      {"checkpoint-every", &O::checkpoint_every, "Steps between checkpoints; 0: at the end and when stopped only", {},
+      {"checkpoint-every",
+       &O::checkpoint_every,
+       "Steps between checkpoints; 0: at the end and when stopped only",
+       {},
        whole_number(0)},
       {"keep-last", &O::keep_last, "So many of the newest checkpoints are kept; 0: all", {}, whole_number(0)},
       {"keep-every", &O::keep_every, "Those of steps that this divides are kept, too; 0: none", {}, whole_number(0)},
       {"resume", &O::resume, "Go on from the newest checkpoint; with --no-resume begin at the first step"},
-      {"max-restarts", &O::max_restarts,
+      {"max-restarts",
+       &O::max_restarts,
        "Where plumb starts the processes: start all of them again so often, from the last checkpoint, when one fails",
-       {}, whole_number(0, 1000000)},
+       {},
+       whole_number(0, 1000000)},
       {"inject", &O::inject,
        "A fault for drills, in the first start: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP) or raise"},
   };
@@ -262,7 +268,8 @@ std::vector<TrainField> output_fields() {
       {"tensorboard", &O::tensorboard, "A folder for TensorBoard's event files of the same numbers"},
       {"page", &O::page, "An HTML page of the same, as curves, written again every few seconds while it runs"},
       {"dry-run", &O::dry_run,
-       "Train nothing: say how long a step takes, by stages measured once and the schedule simulated, and what each rank "
+       "Train nothing: say how long a step takes, by stages measured once and the schedule simulated, and what each "
+       "rank "
        "would hold"},
       {"json", &O::json,
        "One JSON object a line: {options} first, {group, parameters} for each --group, {learning_rates} if they are "
@@ -270,7 +277,8 @@ std::vector<TrainField> output_fields() {
        "parameter's own, {step, steps, loss, lr, norm, rows, seconds} after each step (loss and norm are null if they "
        "are no numbers, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
-       "{checkpoint_problem}, {restart, of, why}, {interrupted, steps}, {dry_run, bubble, rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {drew, bubble, "
+       "{checkpoint_problem}, {restart, of, why}, {interrupted, steps}, {dry_run, bubble, rows, ranks: [{stages, "
+       "parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {drew, bubble, "
        "conclusion}"},
   };
 }

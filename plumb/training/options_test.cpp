@@ -333,7 +333,9 @@ std::map<std::string, Check> checks_of_checkpoints() {
          EXPECT_EQ(t.losses(o), t.losses(t.options)) << "from the first step";
        }},
       {"max-restarts",
-       [](TrainingOptions& t) { t.refuses(t.with("max-restarts", {"1"}), "--max-restarts: there are no checkpoints"); }},
+       [](TrainingOptions& t) {
+         t.refuses(t.with("max-restarts", {"1"}), "--max-restarts: there are no checkpoints");
+       }},
       {"inject",
        [](TrainingOptions& t) {
          t.refuses(t.with("inject", {"raise rank 0 at 0B0 of step 3"}), "injected: raise rank 0 at 0B0 of step 3");

@@ -12,16 +12,16 @@
 namespace plumb {
 
 // options.checkpoints is the run's folder. A checkpoint holds the parameters and buffers under the model's names, the
-// optimiser's state, and the position in the data. Masks of dropout are drawn by seed and step, so there is no generator
-// to keep. Ranks of the first pipeline write, each the tensors whose first stage it holds.
+// optimiser's state, and the position in the data. Masks of dropout are drawn by seed and step, so there is no
+// generator to keep. Ranks of the first pipeline write, each the tensors whose first stage it holds.
 class RunCheckpoints {
  public:
   // All ranks of `world` make it together. `parameters`: those of `optimizer`.
   RunCheckpoints(const TrainOptions& options, TrainJob& job, const ProcessGroup& world, const ReplicatedGroups& groups,
                  const std::vector<NamedTensor>& parameters, Optimizer& optimizer);
 
-  // Loads the newest whole checkpoint of the folder into the stages, the optimiser and the data, and answers its step; 0
-  // if there is none, or options.resume is off. `told` gets a sentence for each that is damaged, on rank 0. Throws
+  // Loads the newest whole checkpoint of the folder into the stages, the optimiser and the data, and answers its step;
+  // 0 if there is none, or options.resume is off. `told` gets a sentence for each that is damaged, on rank 0. Throws
   // UsageError that names an option whose other value would make another run.
   int64_t resume(std::vector<std::string>& told);
   // After `step`, if it is time, or `now`. Written in the background.
@@ -42,9 +42,9 @@ class RunCheckpoints {
   ReplicatedGroups groups_;
   const std::vector<NamedTensor>& parameters_;
   Optimizer& optimizer_;
-  NamedTensors held_;                        // parameters and buffers of this rank's stages, by their first names
-  CheckpointPart part_;                      // of this rank; the optimiser's follows at each save
-  std::vector<std::string> owned_;           // names of parameters whose state this rank saves
+  NamedTensors held_;                         // parameters and buffers of this rank's stages, by their first names
+  CheckpointPart part_;                       // of this rank; the optimiser's follows at each save
+  std::vector<std::string> owned_;            // names of parameters whose state this rank saves
   std::unique_ptr<CheckpointWriter> writer_;  // null: another pipeline's rank
   int64_t last_saved_ = -1;
 };

@@ -106,9 +106,9 @@ void RunLog::open_events() {
   const std::filesystem::path folder = options_.tensorboard;
   std::error_code failed;
   std::filesystem::create_directories(folder, failed);
-  const std::string path = (folder / ("events.out.tfevents." + std::to_string(microseconds) + "." + host + "." +
-                                      std::to_string(::getpid())))
-                               .string();
+  const std::string path =
+      (folder / ("events.out.tfevents." + std::to_string(microseconds) + "." + host + "." + std::to_string(::getpid())))
+          .string();
   events_.open(path, std::ios::binary);
   if (!events_.is_open()) {
     throw Error(ErrorKind::CannotWrite, "--tensorboard " + path + ": cannot be written: " + std::strerror(errno), "",

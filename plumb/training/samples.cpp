@@ -51,8 +51,8 @@ void check_targets(const TrainOptions& o, const DataFiles& files, const GraphMod
       fits = fits && d < static_cast<size_t>(targets.dim()) && targets.size(d) == sizes[d];
   }
   if (fits) return;
-  throw UsageError(files.targets_option + " " + files.targets + ": is " + type_text(targets) + ", --loss " + o.loss + " needs " + wanted +
-                       "[" + shape + "] for the model's first output",
+  throw UsageError(files.targets_option + " " + files.targets + ": is " + type_text(targets) + ", --loss " + o.loss +
+                       " needs " + wanted + "[" + shape + "] for the model's first output",
                    "targets of that type and shape, or another --loss");
 }
 
@@ -74,10 +74,9 @@ class TokenWindows : public Samples {
         tokens_(std::move(tokens)) {
     const size_t inputs = module.graph().placeholders().size();
     const TensorMeta& ids = first_input(module);
-    if (inputs != (with_targets_ ? 2u : 1u) || ids.sizes.size() != 2 || ids.sizes[1] < 1 ||
-        ids.dtype != at::kLong) {
-      throw UsageError(data_ + ": raw tokens need a model of " + (with_targets_ ? "ids and targets" : "one input, the ids") +
-                           ", i64[batch, length]",
+    if (inputs != (with_targets_ ? 2u : 1u) || ids.sizes.size() != 2 || ids.sizes[1] < 1 || ids.dtype != at::kLong) {
+      throw UsageError(data_ + ": raw tokens need a model of " +
+                           (with_targets_ ? "ids and targets" : "one input, the ids") + ", i64[batch, length]",
                        "give a .pt or .npy file of the inputs, or another --loss");
     }
     if (o.loss == "mse") throw UsageError("--loss mse: tokens have no numbers to be near", "--loss cross_entropy");
@@ -200,8 +199,8 @@ std::unique_ptr<Samples> open_samples(const TrainOptions& o, const DataFiles& fi
     return std::make_unique<TensorRows>(o, files, module);
   }
   const auto dtype = o.token_type == "u8" ? at::kByte : o.token_type == "u16" ? at::kUInt16 : at::kInt;
-  return std::make_unique<TokenWindows>(
-      o, files, module, std::make_unique<TokenFiles>(files.data, o.data_pattern, dtype, files.option));
+  return std::make_unique<TokenWindows>(o, files, module,
+                                        std::make_unique<TokenFiles>(files.data, o.data_pattern, dtype, files.option));
 }
 
 int64_t parts_of_step(const TrainOptions& o) { return o.microbatches * o.replicas * o.accumulate; }

@@ -39,8 +39,8 @@ struct DataFiles {
 // Other tensor files: a row a sample. Throws UsageError.
 std::unique_ptr<Samples> open_samples(const TrainOptions& options, const DataFiles& files, const GraphModule& module);
 
-// Rows of a step: --batch, or the file's batch times the parts of a step. Throws UsageError if the file's batch is fixed
-// and does not fit.
+// Rows of a step: --batch, or the file's batch times the parts of a step. Throws UsageError if the file's batch is
+// fixed and does not fit.
 int64_t rows_of_step(const TrainOptions& options, const GraphModule& module);
 // How many parts a step's rows are cut into.
 int64_t parts_of_step(const TrainOptions& options);

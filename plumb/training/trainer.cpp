@@ -116,7 +116,7 @@ struct Trainer::State {
   Clock::time_point begin;
   int64_t current = 1;     // the step that runs
   size_t done_before = 0;  // actions of the step, for an injected fault
-  StepNumbers told;  // of the last step, on rank 0
+  StepNumbers told;        // of the last step, on rank 0
   TrainResult result;
 };
 
@@ -253,7 +253,8 @@ void Trainer::State::tell_step(int64_t step, const Numbers& numbers, double shar
          {"rows", job.rows},
          {"seconds", seconds()}});
   const double now = seconds();
-  told = {step, numbers.loss, o.lr * share, numbers.norm, static_cast<double>(job.rows) / (now - told.seconds), now, {}};
+  told = {step, numbers.loss, o.lr * share, numbers.norm, static_cast<double>(job.rows) / (now - told.seconds), now,
+          {}};
 }
 
 void Trainer::State::evaluate(int64_t step, bool last) {
@@ -359,7 +360,8 @@ TrainResult Trainer::State::run() {
   if (is_first()) {
     event({{"options", to_toml(o)}});
     for (size_t g = 0; g < job.by_group.size(); ++g) event({{"group", o.groups[g]}, {"parameters", job.by_group[g]}});
-    if (job.tagged) event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
+    if (job.tagged)
+      event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
     for (const std::string& problem : damaged) event({{"checkpoint_problem", problem}});
     if (start > 0) event({{"resumed", start}, {"folder", o.checkpoints}});
     log = std::make_unique<RunLog>(o, start);

@@ -236,8 +236,8 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
     if (!weight) why = "recipes are for linear layers";
     if (add && why.empty()) why = obstacle_of_addmm(node).value_or("");
     if (why.empty() && excluded(node)) why = "excluded";
-    if (!options.operators.empty() && std::find(options.operators.begin(), options.operators.end(), node->target()) ==
-                                          options.operators.end())
+    if (!options.operators.empty() &&
+        std::find(options.operators.begin(), options.operators.end(), node->target()) == options.operators.end())
       why = "not among the operators asked for";
     if (!why.empty()) {
       report.add(ReportKind::LeftAlone, node, node->target(), "", why);

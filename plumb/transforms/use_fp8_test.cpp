@@ -20,7 +20,7 @@ using testing::Not;
 using namespace testing_models;
 
 std::string lowered(const std::string& text, State state = {}, const UseFp8Options& options = {},
-                  Report* report = nullptr) {
+                    Report* report = nullptr) {
   auto module = module_of(text, std::move(state));
   use_fp8(*module, options, report);
   module->lint();
@@ -63,7 +63,7 @@ void expect_same_bits(const Fp8Results& a, const Fp8Results& b, const std::strin
 TEST(UseFp8, MakesALinearLayerAProductOfCodes) {
   EXPECT_EQ(lowered(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %b = get_attr "b"
       %y: f32[4, 3] = aten::linear(%x, %w, %b) %z = aten::relu(%y) output(%z) })",
-                  random_weights({{"w", {3, 8}}, {"b", {3}}})),
+                    random_weights({{"w", {3, 8}}, {"b", {3}}})),
             to_string(parse_graph(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %w = get_attr "w"
@@ -79,7 +79,7 @@ TEST(UseFp8, MakesALinearLayerAProductOfCodes) {
 TEST(UseFp8, CastsAValueOnceForSeveralProducts) {
   const std::string text = lowered(R"(graph { %x: f32[4, 8] = placeholder "x" %w = get_attr "w" %v = get_attr "v"
       %a = aten::linear(%x, %w) %b = aten::linear(%x, %v) output(%a, %b) })",
-                                 random_weights({{"w", {8, 8}}, {"v", {8, 8}}}));
+                                   random_weights({{"w", {8, 8}}, {"v", {8, 8}}}));
   EXPECT_EQ(text.find("plumb::encode(%x"), text.rfind("plumb::encode(%x")) << text;
   EXPECT_THAT(text, Not(HasSubstr("simulate_format")));
 }
@@ -96,36 +96,46 @@ TEST(UseFp8, HasTheBitsOfTheSimulationForEveryFormOfAProduct) {
       {"linear of three dimensions",
        R"(graph { %x: f32[3, 5, 24] = placeholder "x" %w = get_attr "w" %b = get_attr "b"
         %y = aten::linear(%x, %w, %b) output(%y) })",
-       random_weights({{"w", {40, 24}}, {"b", {40}}}), {at::randn({3, 5, 24}).requires_grad_()}},
+       random_weights({{"w", {40, 24}}, {"b", {40}}}),
+       {at::randn({3, 5, 24}).requires_grad_()}},
       {"addmm with a transposed weight, odd sizes",
        R"(graph { %x: f32[65, 33] = placeholder "x" %w: f32[17, 33] = get_attr "w" %b: f32[17] = get_attr "b"
         %t = aten::t(%w) %y = aten::addmm(%b, %x, %t) output(%y) })",
-       random_weights({{"w", {17, 33}}, {"b", {17}}}), {at::randn({65, 33}).requires_grad_()}},
+       random_weights({{"w", {17, 33}}, {"b", {17}}}),
+       {at::randn({65, 33}).requires_grad_()}},
       {"addmm with a weight that lies row by row",
        R"(graph { %x: f32[64, 512] = placeholder "x" %w: f32[512, 96] = get_attr "w" %b: f32[96] = get_attr "b"
         %y = aten::addmm(%b, %x, %w) output(%y) })",
-       random_weights({{"w", {512, 96}}, {"b", {96}}}), {at::randn({64, 512}).requires_grad_()}},
-      {"mm", R"(graph { %x: f32[7, 640] = placeholder "x" %w = get_attr "w" %y = aten::mm(%x, %w) output(%y) })",
-       random_weights({{"w", {640, 48}}}), {at::randn({7, 640}).requires_grad_()}},
+       random_weights({{"w", {512, 96}}, {"b", {96}}}),
+       {at::randn({64, 512}).requires_grad_()}},
+      {"mm",
+       R"(graph { %x: f32[7, 640] = placeholder "x" %w = get_attr "w" %y = aten::mm(%x, %w) output(%y) })",
+       random_weights({{"w", {640, 48}}}),
+       {at::randn({7, 640}).requires_grad_()}},
       {"bmm",
        R"(graph { %x: f32[6, 32, 16] = placeholder "x" %k: f32[6, 16, 48] = placeholder "k" %w = get_attr "w"
         %s = aten::mul.Tensor(%k, %w) %y = aten::bmm(%x, %s) output(%y) })",
-       random_weights({{"w", {48}}}), {at::randn({6, 32, 16}).requires_grad_(), at::randn({6, 16, 48})}},
+       random_weights({{"w", {48}}}),
+       {at::randn({6, 32, 16}).requires_grad_(), at::randn({6, 16, 48})}},
       {"matmul over a batch",
        R"(graph { %x: f32[2, 3, 32, 16] = placeholder "x" %k: f32[3, 16, 48] = placeholder "k" %w = get_attr "w"
         %s = aten::mul.Tensor(%k, %w) %y = aten::matmul(%x, %s) output(%y) })",
-       random_weights({{"w", {48}}}), {at::randn({2, 3, 32, 16}).requires_grad_(), at::randn({3, 16, 48})}},
+       random_weights({{"w", {48}}}),
+       {at::randn({2, 3, 32, 16}).requires_grad_(), at::randn({3, 16, 48})}},
       {"unit-scaled linear",
        R"(graph { %x: f32[64, 200] = placeholder "x" %w = get_attr "w" %b = get_attr "b"
         %y = plumb::linear(%x, %w, %b, constraint="to_output_scale") output(%y) })",
-       random_weights({{"w", {40, 200}}, {"b", {40}}}), {at::randn({64, 200}).requires_grad_()}},
+       random_weights({{"w", {40, 200}}, {"b", {40}}}),
+       {at::randn({64, 200}).requires_grad_()}},
       {"unit-scaled readout and matmul",
        R"(graph { %x: f32[64, 48] = placeholder "x" %w = get_attr "w"
         %y = plumb::linear_readout(%x, %w) %t = aten::t(%y) %z = plumb::matmul(%t, %y, constraint=None) output(%z) })",
-       random_weights({{"w", {40, 48}}}), {at::randn({64, 48}).requires_grad_()}},
+       random_weights({{"w", {40, 48}}}),
+       {at::randn({64, 48}).requires_grad_()}},
       {"a batch with no rows",
        R"(graph { %x: f32[0, 48] = placeholder "x" %w = get_attr "w" %y = aten::linear(%x, %w) output(%y) })",
-       random_weights({{"w", {40, 48}}}), {at::randn({0, 48}).requires_grad_()}},
+       random_weights({{"w", {40, 48}}}),
+       {at::randn({0, 48}).requires_grad_()}},
   };
   for (const auto& c : cases) {
     auto module = module_of(c.text, c.state);
@@ -178,7 +188,7 @@ TEST(UseFp8, SaysWhatStaysSimulatedAndWhatIsFilledUp) {
       %h: f32[4, 32] = aten::mm(%m, %w)
       output(%e, %f, %g, %h)
     })",
-                                 random_weights({{"k", {2, 2, 3, 3}}, {"w", {65, 32}}, {"b", {4, 32}}}), {}, &report);
+                                   random_weights({{"k", {2, 2, 3, 3}}, {"w", {65, 32}}, {"b", {4, 32}}}), {}, &report);
   auto reason = [&](ReportKind kind, const char* node) {
     const ReportEntry* entry = report.find(kind, node);
     return entry ? entry->reason : "no entry";

@@ -33,7 +33,10 @@ auto guarded(const F& f) {
 class PyStage : public StageFunction {
  public:
   explicit PyStage(const py::object& stage)
-      : stage_(stage), run_(stage.attr("run")), parameters_(stage.attr("parameters")), weight_work_(stage.attr("weight_work")) {
+      : stage_(stage),
+        run_(stage.attr("run")),
+        parameters_(stage.attr("parameters")),
+        weight_work_(stage.attr("weight_work")) {
     own_work_ = !weight_work_.is_none();
     recompute = parse_recompute(py::getattr(stage, "recompute", py::str("cheap")).cast<std::string>());
   }

@@ -231,8 +231,7 @@ Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::opt
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   const OnDevice on(device);
-  return at::detail::empty_strided_generic(size, stride, &allocator,
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            at::dtype_or_default(dtype));
 }
 
@@ -323,8 +322,8 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm(const Tensor& input, const 
   const auto here = [](const std::optional<Tensor>& t) {
     return t && t->defined() ? std::optional(on_host(*t)) : std::nullopt;
   };
-  const auto [result, saved_mean, saved_rstd] = at::native_batch_norm(on_host(input), here(weight), here(bias),
-                                                                      here(mean), here(var), training, momentum, eps);
+  const auto [result, saved_mean, saved_rstd] =
+      at::native_batch_norm(on_host(input), here(weight), here(bias), here(mean), here(var), training, momentum, eps);
   return {result.to(input.device()), saved_mean.to(input.device()), saved_rstd.to(input.device())};
 }
 
@@ -365,8 +364,8 @@ class Draws {
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   // Sizes that depend on values, and answers, make the host wait on any device.
-  static const auto& waits = *new std::set<std::string>{"aten::nonzero", "aten::equal", "aten::masked_select",
-                                                        "aten::_unique2"};
+  static const auto& waits =
+      *new std::set<std::string>{"aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2"};
   if (!working && waits.count(op.schema().name())) ++host_reads;
   const Working work;
   const Draws draws(op, stack);
@@ -421,13 +420,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m){
 #define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
-  AT_FORALL_LOWER_PRECISION_FP(LOWER)
-  AT_FORALL_FP32(FLOAT32)
-}
-TORCH_LIBRARY(plumb_test_device, m) {
+    AT_FORALL_LOWER_PRECISION_FP(LOWER) AT_FORALL_FP32(FLOAT32)} TORCH_LIBRARY(plumb_test_device, m) {
   m.def("manual_seed(int seed) -> ()", manual_seed);
   m.def("get_rng_state(int index) -> Tensor", get_rng_state);
   m.def("set_rng_state(Tensor state, int index) -> ()", set_rng_state);

@@ -11,7 +11,6 @@ from .. import _C
 from ..formats import FPFormat, format_text
 from ._errors import InvalidValue, PipeliningMetadataError, PipeliningShapeError  # noqa: F401  (caught by users of torch's)
 
-
 Wire = tuple["FPFormat | str", "FPFormat | str"]  # of values between stages, and of their gradients
 
 
