@@ -59,16 +59,33 @@ std::shared_ptr<const ModuleStack> stack_of(const std::string& path, const Modul
 
 void name_modules_by_state(Graph& graph, const ModuleTypes& types) {
   std::unordered_map<std::string, std::shared_ptr<const ModuleStack>> stacks;
-  auto name = [&](Node* node, const std::string& path) {
+  std::unordered_map<const Value*, std::string> callers;  // of what made a value: the module around a layer, or its own
+  auto name = [&](Node* node, const std::string& path, const std::string& caller) {
     auto& stack = stacks[path];
     if (!stack) stack = stack_of(path, types);
     node->meta().modules = stack;
+    for (const Value* result : node->results()) callers[result] = caller;
+  };
+  // The innermost module around the callers of what a node reads.
+  auto around_inputs = [&](const Node* node) {
+    Path path;
+    for (const Value* value : node->inputs()) {
+      const auto known = callers.find(value);
+      if (known != callers.end()) path = path ? around(*path, known->second) : known->second;
+    }
+    return path;
   };
   Owners owners;
   std::string before;
   std::vector<Node*> open;  // since the last one with an owner
   auto close = [&](const std::string& behind) {
-    for (Node* node : open) name(node, around(before, behind));
+    const std::string place = around(before, behind);
+    for (Node* node : open) {
+      // The last add of a block stands before the next one, and reads what this one made.
+      const Path read = around_inputs(node);
+      const std::string& path = read && around(*read, place) == place ? *read : place;
+      name(node, path, path);
+    }
     open.clear();
     before = behind;
   };
@@ -77,7 +94,7 @@ void name_modules_by_state(Graph& graph, const ModuleTypes& types) {
     const Path owner = owners.owner_of(node);
     if (owner) {
       close(*owner);
-      name(node, *owner);
+      name(node, *owner, parent_of(*owner));
     } else {
       open.push_back(node);
     }

@@ -13,7 +13,10 @@ struct BlockImpl : torch::nn::Module {
     up = register_module("up", torch::nn::Linear(torch::nn::LinearOptions(4, 8).bias(false)));
     down = register_module("down", torch::nn::Linear(8, 4));
   }
-  at::Tensor forward(const at::Tensor& x) { return x + down(torch::relu(up(norm(x)))); }
+  at::Tensor forward(at::Tensor x) {
+    x = x + norm(x);
+    return x + down(torch::relu(up(x)));
+  }
   torch::nn::LayerNorm norm{nullptr};
   torch::nn::Linear up{nullptr}, down{nullptr};
 };
@@ -33,6 +36,7 @@ TEST(ModuleNames, OfACppModuleFollowFromTheParametersThatNodesRead) {
   const auto graph = capture(net, torch::randn({3, 4}));
   EXPECT_EQ(paths_of(*graph, "aten::layer_norm"), (std::vector<std::string>{"0.norm", "1.norm"}));
   EXPECT_EQ(paths_of(*graph, "aten::relu"), (std::vector<std::string>{"0", "1"})) << "between up and down";
+  EXPECT_EQ(paths_of(*graph, "aten::add"), (std::vector<std::string>{"0", "0", "1", "1"})) << "residual, both";
   const auto products = paths_of(*graph, "aten::matmul");
   EXPECT_TRUE(products.empty() || products.front() == "0.up") << "by the transposed weight";
   for (const Node* node : graph->graph().nodes()) {
