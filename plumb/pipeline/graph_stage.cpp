@@ -121,7 +121,7 @@ void GraphStage::raise_other_sizes(const ModelSizes& known) const {
     const auto cut = model_inputs_.find(input);
     if (cut == model_inputs_.end() || as_cut(*cut->second.meta, sizes)) continue;
     came += (came.empty() ? "'" : ", '") + cut->second.name + "' was " +
-            c10::str(at::IntArrayRef(cut->second.meta->sizes)) + " and is " + c10::str(sizes);
+            c10::str(at::IntArrayRef(cut->second.meta->sizes)) + " and is " + c10::str(at::IntArrayRef(sizes));
   }
   throw Error(ErrorKind::TensorMismatch,
               "stage " + std::to_string(index_) + " was cut for other sizes of the model's inputs: " + came, "",

@@ -83,7 +83,7 @@ TEST_F(TrainingData, GoesOnAtItsPosition) {
 }
 
 TEST_F(TrainingData, NamesAFileThatChangesUnderTheTraining) {
-  ReadAhead batches(std::make_unique<EpochBatches>(open("held.bin"), 4, true, 3), 1);
+  EpochBatches batches(open("held.bin"), 4, true, 3);
   batches.next();
   const auto says = [&] {
     return message_of([&] {

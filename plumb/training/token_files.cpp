@@ -67,8 +67,7 @@ void TokenFiles::add(const std::string& path, const std::string& name) {
   files_.push_back({path, name, stamp_of(path), begin, begin + file.size()});
 }
 
-const TokenFile& TokenFiles::open(size_t file) {
-  const File& of = files_[file];
+void TokenFiles::check_unchanged(const File& of) {
   const Stamp now = stamp_of(of.path);
   if (now != of.stamp) {
     throw Error(ErrorKind::BadFile,
@@ -76,6 +75,11 @@ const TokenFile& TokenFiles::open(size_t file) {
                     std::to_string(now.size) + " now" + (now.size == of.stamp.size ? ", written again" : ""),
                 "", "leave the data as it is while a training runs, or train on a copy");
   }
+}
+
+const TokenFile& TokenFiles::open(size_t file) {
+  const File& of = files_[file];
+  check_unchanged(of);
   const auto found = std::find_if(open_.begin(), open_.end(), [&](const auto& entry) { return entry.first == file; });
   if (found != open_.end()) {
     open_.splice(open_.begin(), open_, found);
@@ -93,7 +97,12 @@ at::Tensor TokenFiles::read(int64_t start, int64_t count) {
   for (int64_t at = start; at < start + count; ++it) {
     if (it->begin == it->end) continue;
     const int64_t here = std::min(it->end, start + count) - at;
-    parts.push_back(open(static_cast<size_t>(it - files_.begin())).read(at - it->begin, here));
+    try {
+      parts.push_back(open(static_cast<size_t>(it - files_.begin())).read(at - it->begin, here));
+    } catch (const Error&) {
+      check_unchanged(*it);  // it may have become shorter since it was opened
+      throw;
+    }
     at += here;
   }
   return parts.size() == 1 ? parts[0] : at::cat(parts);

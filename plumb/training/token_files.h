@@ -46,6 +46,8 @@ class TokenFiles : public Tokens {
   };
   static Stamp stamp_of(const std::string& path);
   void add(const std::string& path, const std::string& name);
+  // Throws Error(BadFile) if the file is not what it was at the start.
+  static void check_unchanged(const File& of);
   const TokenFile& open(size_t file);
 
   const at::ScalarType dtype_;
