@@ -51,7 +51,7 @@ std::string masked_crc(const std::string& bytes) {
 
 std::string varint(uint64_t value) {
   std::string bytes;
-  for (; value > 127; value >>= 7) bytes += static_cast<char>(value & 127 | 128);
+  for (; value > 127; value >>= 7) bytes += static_cast<char>((value & 127) | 128);
   return bytes + static_cast<char>(value);
 }
 
