@@ -26,7 +26,7 @@ int main() {
   at::Tensor x = torch::randn({32, 16});
 
   auto graph = plumb::capture(net, x);  // bit for bit what net computes, gradients too
-  std::cout << to_string(graph->graph());
+  std::cout << to_string(graph->graph(), {.locations = false});
 
   auto fp8 = plumb::track_scales(plumb::simulate_fp8(plumb::unit_scale(graph)));
   plumb::optim::AdamW optimizer(fp8->parameters(), torch::optim::AdamWOptions(0.1));
