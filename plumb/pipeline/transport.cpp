@@ -149,14 +149,14 @@ void Transport::begin_step(const MessagePlan& plan) {
     auto& in = s.incoming.at(m.peer);
     s.position[i] = static_cast<int>(in.order.size());
     in.order.push_back(static_cast<int>(i));
-    auto& route = s.routes_in[{m.id.kind, m.id.from, m.id.to}];
+    auto& route = s.routes_in[{m.id.kind, m.id.from, m.id.to, m.peer}];
     route.size_class = wire::size_class(route.largest);
     s.receive_routes.push_back(&route);
   }
   for (size_t i = 0; i < plan.sends.size(); i++) {
     const auto& m = plan.sends[i];
     s.outgoing.at(m.peer).order.push_back(static_cast<int>(i));
-    auto& route = s.routes_out[{m.id.kind, m.id.from, m.id.to}];
+    auto& route = s.routes_out[{m.id.kind, m.id.from, m.id.to, m.peer}];
     route.size_class = wire::size_class(route.largest);
     s.send_routes.push_back(&route);
   }

@@ -71,7 +71,8 @@ struct Transport::State {
   std::vector<Incoming> incoming;  // by peer
   std::vector<Outgoing> outgoing;
   std::vector<int> position;  // of each receive in its peer's order
-  std::map<std::tuple<MessageKind, int, int>, Route> routes_in, routes_out;
+  // By peer, too: a rank sends each of its replicas other parts of one gradient. Both ends must have the same sizes.
+  std::map<std::tuple<MessageKind, int, int, int>, Route> routes_in, routes_out;
   std::vector<Route*> receive_routes, send_routes;  // by index in the plan
   std::int64_t grown = 0, sent = 0;
   bool told = false;
