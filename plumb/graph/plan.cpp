@@ -10,6 +10,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/node_seeds.h"
 
 namespace plumb {
 namespace {
@@ -35,6 +36,7 @@ struct Instruction {
   uint32_t first_drop, num_drops;  // into drops: registers to release although no argument moved them
   int32_t nested;                  // CallModule: index of nested plans, else -1
   bool grad;
+  uint64_t random = 0;  // what seeds it (node_seeds.h); 0: draws nothing
 };
 
 // What a return of the schema becomes.
@@ -116,6 +118,7 @@ struct Plan::Impl {
             stack.emplace_back(fetch(*slot, regs));
           }
         }
+        if (in.random) seed_node(in.random);
         if (in.nested < 0) {
           in.op.callBoxed(stack);
         } else {
@@ -180,7 +183,9 @@ struct Plan::Impl {
 // Compiles one graph. Registers are given in graph order, so a node's results are neighbours.
 class PlanCompiler {
  public:
-  PlanCompiler(const Graph& graph, const State& state) : graph_(graph), state_(state) {}
+  // `within`: of a nested graph, what seeds the node that calls it.
+  PlanCompiler(const Graph& graph, const State& state, uint64_t within = 0)
+      : graph_(graph), state_(state), within_(within) {}
 
   Plan::Impl compile();
 
@@ -200,6 +205,7 @@ class PlanCompiler {
 
   const Graph& graph_;
   const State& state_;
+  const uint64_t within_;
   Plan::Impl plan_;
   std::unordered_map<const Value*, uint32_t> registers_;
   std::unordered_map<const Value*, std::pair<const Node*, uint32_t>>
@@ -293,9 +299,12 @@ void PlanCompiler::instruction(const Node& node) {
   in.first_slot = static_cast<uint32_t>(plan_.slots.size());
   in.num_slots = static_cast<uint32_t>(slots.size());
   plan_.slots.insert(plan_.slots.end(), slots.begin(), slots.end());
+  const uint64_t seed = node.num_results() ? mix_seeds(within_, seed_of_name(node.result(0)->name())) : within_;
+  // A function that nobody looks into may draw, too.
+  if (node.is_call() && (node.is_random() || node.target() == "plumb::python_function")) in.random = seed;
   if (node.kind() == NodeKind::CallModule) {
     in.nested = static_cast<int32_t>(plan_.nested.size());
-    plan_.nested.push_back(PlanCompiler(*node.subgraph(), state_).compile());
+    plan_.nested.push_back(PlanCompiler(*node.subgraph(), state_, seed).compile());
   }
   in.first_out = static_cast<uint32_t>(plan_.outs.size());
   size_t next = 0;

@@ -1,5 +1,4 @@
 // What ranks have in parts, brought together after a step or a training.
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
@@ -12,19 +11,16 @@
 namespace plumb {
 namespace {
 
-// The mean of `loss` over the ranks of `replicas` by their rows, in their order.
+// The mean of `loss` over the ranks of `replicas` by their rows, summed as ReplicaSums does.
 at::Tensor mean_over_replicas(const ProcessGroup& replicas, const at::Tensor& loss, double rows) {
-  const at::Tensor own = at::tensor({loss.item<double>(), rows}, at::kDouble);
-  std::vector<std::pair<double, double>> all;
-  double total = 0, mean = 0;
+  const at::Tensor own = at::tensor({loss.item<double>() * rows, rows}, at::kDouble);
+  Tensors all;
   for (int r = 0; r < replicas.size(); r++) {
-    const at::Tensor theirs = own.clone();
-    broadcast(replicas, theirs, r);
-    all.emplace_back(theirs[0].item<double>(), theirs[1].item<double>());
-    total += all.back().second;
+    all.push_back(own.clone());
+    broadcast(replicas, all.back(), r);
   }
-  for (const auto& [value, weight] : all) mean += value * weight / total;
-  return at::scalar_tensor(mean, loss.options());
+  const at::Tensor sum = tree_sum(std::move(all));
+  return sum[0].div(sum[1]).to(loss.scalar_type());
 }
 
 }  // namespace

@@ -6,8 +6,30 @@
 
 namespace plumb {
 
-GradientAccumulator::GradientAccumulator(std::vector<int> order, std::set<int> shared, bool separate_step_grads)
-    : order_(std::move(order)), shared_(std::move(shared)), separate_step_grads_(separate_step_grads) {
+namespace {
+
+at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined() || !b.defined()) return a.defined() ? a : b;
+  return a + b;
+}
+
+}  // namespace
+
+at::Tensor tree_sum(Tensors parts) {
+  if (parts.empty()) return {};
+  for (; parts.size() > 1; parts.resize((parts.size() + 1) / 2)) {
+    for (size_t i = 0; i < parts.size(); i += 2)
+      parts[i / 2] = i + 1 < parts.size() ? sum_of(parts[i], parts[i + 1]) : parts[i];
+  }
+  return parts[0];
+}
+
+GradientAccumulator::GradientAccumulator(std::vector<int> order, std::set<int> shared, bool separate_step_grads,
+                                         int groups)
+    : order_(std::move(order)),
+      shared_(std::move(shared)),
+      separate_step_grads_(separate_step_grads || groups > 1),
+      groups_(groups) {
   in_order_ = std::is_sorted(order_.begin(), order_.end());
   std::sort(order_.begin(), order_.end());
 }
@@ -18,6 +40,7 @@ void GradientAccumulator::begin_step(std::vector<NamedTensor> parameters) {
   out_of_order_.clear();
   before_.assign(parameters_.size(), {});
   own_.assign(parameters_.size(), {});
+  sums_.assign(groups_ > 1 ? parameters_.size() : 0, {});
   for (size_t i = 0; i < parameters_.size(); i++) {
     const auto& p = parameters_[i].tensor;
     if (!p.requires_grad() || !is_separate(i)) continue;
@@ -51,7 +74,7 @@ void GradientAccumulator::accumulate(int m, const std::function<void()>& backwar
   const OwnGradients own(*this);
   if (in_order_ || order_[next_] == m) {
     backward();
-    next_++;
+    end_microbatch();
   } else {
     Tensors held;
     for (const auto& p : parameters_) {
@@ -79,8 +102,39 @@ void GradientAccumulator::accumulate(int m, const std::function<void()>& backwar
       }
     }
     out_of_order_.erase(out_of_order_.begin());
-    next_++;
+    end_microbatch();
   }
+}
+
+// At the end of a group its sum goes to those of the tree, and two of one level become one of the next: at most as many
+// are kept as the number of groups so far has bits. After the last group all become one.
+void GradientAccumulator::end_microbatch() {
+  next_++;
+  const size_t size = order_.size() / static_cast<size_t>(groups_);
+  if (groups_ == 1 || next_ % size != 0) return;
+  const bool last = next_ == order_.size();
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); i++) {
+    const auto& p = parameters_[i].tensor;
+    if (!p.requires_grad()) continue;
+    const bool shared = shared_.count(static_cast<int>(i)) > 0;
+    auto& sums = sums_[i];
+    at::Tensor sum = p.grad();
+    p.mutable_grad() = at::Tensor();
+    for (size_t before = next_ / size - 1; !shared && !sums.empty() && (before % 2 == 1 || last); before /= 2) {
+      sum = sum_of(sums.back(), sum);
+      sums.pop_back();
+    }
+    if (last && !shared) {
+      p.mutable_grad() = sum;
+    } else {
+      sums.push_back(sum);
+    }
+  }
+}
+
+Tensors GradientAccumulator::group_gradients(int index) const {
+  return groups_ > 1 ? sums_[index] : Tensors{step_gradient(index)};
 }
 
 at::Tensor GradientAccumulator::step_gradient(int index) const {
@@ -122,6 +176,7 @@ void GradientAccumulator::end_step() noexcept {
   }
   before_.clear();
   own_.clear();
+  sums_.clear();
   out_of_order_.clear();
   parameters_.clear();
 }

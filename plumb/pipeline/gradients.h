@@ -15,8 +15,10 @@ class GradientAccumulator {
  public:
   // `order`: the microbatches in the order in which the table accumulates them. `shared`: parameters (by index) whose
   // step gradient is summed over copies. `separate_step_grads`: the step's gradients are not simply added to those that
-  // were there before, but divided, or summed over replicas, at its end.
-  GradientAccumulator(std::vector<int> order, std::set<int> shared, bool separate_step_grads);
+  // were there before, but divided, or summed over replicas, at its end. `groups`: the microbatches are so many
+  // groups of equally many, each summed in order and then pairwise in a binary tree (tree_sum), with one sum kept for
+  // each level; those of shared parameters are kept apart.
+  GradientAccumulator(std::vector<int> order, std::set<int> shared, bool separate_step_grads, int groups = 1);
 
   void begin_step(std::vector<NamedTensor> parameters);
   // Runs `backward`, which accumulates microbatch `m` into `.grad`. Microbatches that come too early are set aside and
@@ -25,7 +27,10 @@ class GradientAccumulator {
   // Runs `reduction`, which may change the step's complete gradients in `.grad`.
   void reduce(const std::function<void()>& reduction);
 
-  // Of the step so far; undefined if there is none.
+  int groups() const { return groups_; }
+  // Of a shared parameter, by group.
+  Tensors group_gradients(int index) const;
+  // Of the step so far; undefined if there is none. Of a shared parameter of several groups after set_step_gradient().
   at::Tensor step_gradient(int index) const;
   void set_step_gradient(int index, const at::Tensor& gradient);
 
@@ -37,6 +42,7 @@ class GradientAccumulator {
  private:
   struct OwnGradients;
   void swap_own();
+  void end_microbatch();
   bool is_separate(size_t i) const { return separate_step_grads_ || shared_.count(static_cast<int>(i)) > 0; }
 
   std::vector<int> order_;  // sorted: the order of accumulation
@@ -48,6 +54,11 @@ class GradientAccumulator {
   Tensors own_;     // gradients of shared parameters of this stage: another stage here may hold the very same tensor
   size_t next_ = 0;
   std::map<int, Tensors> out_of_order_;
+  int groups_;
+  std::vector<Tensors> sums_;  // by parameter, of several groups: those of the tree so far, or of shared ones by group
 };
+
+// The sum of tensors of which some may be undefined, neighbours first: ((0 + 1) + (2 + 3)) + 4. Changes none.
+at::Tensor tree_sum(Tensors parts);
 
 }  // namespace plumb

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/aliases.h"
 
 namespace plumb {
 
@@ -187,6 +188,18 @@ std::optional<at::Device> GraphStage::device() const {
     if (port.meta) return port.meta->device;
   }
   return std::nullopt;
+}
+
+std::vector<NamedTensor> GraphStage::written_buffers() const {
+  const State& state = module_->state();
+  const Aliases aliases(module_->graph(), &state);
+  std::vector<NamedTensor> written;
+  for (const Node* node : module_->graph().nodes()) {
+    if (node->kind() != NodeKind::GetAttr || !aliases.is_written(aliases.memory(node->result()))) continue;
+    const Attr& attr = state.get(node->target());
+    if (attr.kind == AttrKind::Buffer) written.push_back({attr.name, attr.tensor});
+  }
+  return written;
 }
 
 std::vector<NamedTensor> GraphStage::parameters() const {

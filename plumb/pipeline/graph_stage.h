@@ -33,6 +33,7 @@ class GraphStage : public StageFunction {
   Tensors run(const Tensors& inputs, const Microbatch& microbatch) override;
   std::vector<NamedTensor> parameters() const override;
   std::optional<at::Device> device() const override;
+  std::vector<NamedTensor> written_buffers() const override;
   const std::shared_ptr<GraphModule>& module() const { return module_; }
 
   // Inputs that are no tensors may also be given as such. `sizes`: of the model's inputs; empty: as they were cut.

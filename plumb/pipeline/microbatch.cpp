@@ -2,8 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <numeric>
+
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
+#include "plumb/pipeline/gradients.h"
 
 namespace plumb {
 
@@ -123,6 +126,17 @@ at::Tensor mean_by_rows(const Tensors& losses, const std::vector<int64_t>& rows)
     mean = mean.defined() ? mean + part : part;
   }
   return mean;
+}
+
+at::Tensor sum_by_rows(const Tensors& losses, const std::vector<int64_t>& rows, int groups) {
+  const auto size = static_cast<std::ptrdiff_t>(losses.size()) / groups;
+  Tensors sums;
+  for (auto m = std::ptrdiff_t{0}; m < size * groups; m += size) {
+    const std::vector<int64_t> own(rows.begin() + m, rows.begin() + m + size);
+    const at::Tensor mean = mean_by_rows(Tensors(losses.begin() + m, losses.begin() + m + size), own);
+    sums.push_back(mean.to(at::kDouble) * static_cast<double>(std::accumulate(own.begin(), own.end(), int64_t{0})));
+  }
+  return tree_sum(std::move(sums));
 }
 
 }  // namespace plumb

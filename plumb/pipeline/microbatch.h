@@ -47,5 +47,8 @@ Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vect
 
 // The mean of the microbatches' losses, each by its rows; undefined if one of them is.
 at::Tensor mean_by_rows(const Tensors& losses, const std::vector<int64_t>& rows);
+// The sum of losses times rows: of each of `groups` groups mean_by_rows() in the losses' dtype, times its rows; of
+// groups in float64, in a binary tree (tree_sum).
+at::Tensor sum_by_rows(const Tensors& losses, const std::vector<int64_t>& rows, int groups);
 
 }  // namespace plumb

@@ -34,7 +34,7 @@ double seconds_now() {
 
 ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
                          const std::map<int, std::vector<NamedTensor>>& parameters, std::map<int, std::set<int>> shared,
-                         const RunPlan& plan)
+                         const RunPlan& plan, const std::map<int, std::vector<NamedTensor>>& buffers)
     : transport_(std::move(group)) {
   std::string text = description;
   for (const auto& [stage, list] : parameters) {
@@ -65,6 +65,10 @@ ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
       const bool is_copy = shared[stage].count(static_cast<int>(i)) > 0 || part == parts_.end();
       (is_copy ? copies : *part).members.push_back({stage, static_cast<int>(i), 0, list[i].tensor});
     }
+  }
+  for (const auto& [stage, list] : buffers) {
+    for (size_t i = 0; i < list.size(); i++)
+      copies.members.push_back({stage, static_cast<int>(i), 0, list[i].tensor, /*is_buffer=*/true});
   }
   parts_.push_back(std::move(copies));
   for (auto& part : parts_) {
@@ -121,8 +125,12 @@ void ReplicaSums::begin_step(double rows, bool weighted) {
   changed_.notify_all();
 }
 
-void ReplicaSums::hand_over(Part& part, const std::map<int, const GradientAccumulator*>& gradients) {
-  for (const auto& m : part.members) part.own.push_back(gradients.at(m.stage)->step_gradient(m.index));
+void ReplicaSums::hand_over(Part& part, const std::map<int, const GradientAccumulator*>& gradients,
+                            const std::map<int, Tensors>& buffers) {
+  for (const auto& m : part.members) {
+    part.own.push_back(m.is_buffer ? buffers.at(m.stage)[static_cast<size_t>(m.index)]
+                                   : gradients.at(m.stage)->step_gradient(m.index));
+  }
   part.event.action = {.kind = ActionKind::ReduceGrad, .stage = part.stage};
   part.event.waiting = seconds_now();
   {
@@ -149,9 +157,10 @@ bool ReplicaSums::summed(int stage) const {
   return std::all_of(parts_.begin(), parts_.end(), [&](const Part& p) { return p.stage != stage || p.summed; });
 }
 
-void ReplicaSums::finish(const std::map<int, GradientAccumulator*>& gradients, const at::Tensor& loss) {
+void ReplicaSums::finish(const std::map<int, GradientAccumulator*>& gradients, const at::Tensor& loss,
+                         std::map<int, Tensors>& buffers) {
   losses_[rank()] = loss;
-  hand_over(parts_.back(), {gradients.begin(), gradients.end()});
+  hand_over(parts_.back(), {gradients.begin(), gradients.end()}, buffers);
   {
     std::unique_lock<std::mutex> lock(lock_);
     changed_.wait(lock, [&] { return !under_way_; });
@@ -160,16 +169,19 @@ void ReplicaSums::finish(const std::map<int, GradientAccumulator*>& gradients, c
   at::NoGradGuard no_grad;
   for (auto& part : parts_) {
     for (size_t i = 0; i < part.members.size(); i++) {
-      gradients.at(part.members[i].stage)->set_step_gradient(part.members[i].index, part.sums[i]);
+      const auto& m = part.members[i];
+      if (m.is_buffer) {
+        buffers.at(m.stage)[static_cast<size_t>(m.index)] = part.sums[i];
+      } else {
+        gradients.at(m.stage)->set_step_gradient(m.index, part.sums[i]);
+      }
     }
     part.own.clear();
     part.sums.clear();
   }
   if (std::all_of(losses_.begin(), losses_.end(), [](const auto& l) { return l.defined(); })) {
     const double total = std::accumulate(rows_.begin(), rows_.end(), 0.0);
-    double mean = 0;
-    for (int r = 0; r < size(); r++) mean += losses_[r].item<double>() * rows_[r] / total;
-    loss_ = at::scalar_tensor(mean, loss.options());
+    loss_ = tree_sum(losses_) / total;
   }
 }
 
@@ -269,7 +281,7 @@ void ReplicaSums::sum_part(size_t index) {
     std::vector<at::Tensor> by_replica(size());
     for (int r = 0; r < size(); r++) by_replica[r] = r == rank() ? part.own[i] : values[r].at(k).tensor;
     k++;
-    part.sums[i] = add_up(by_replica);
+    part.sums[i] = add_up(part.members[i], by_replica);
     sums.push_back({part.sums[i]});
   }
   values.clear();
@@ -290,17 +302,16 @@ void ReplicaSums::sum_part(size_t index) {
   }
 }
 
-at::Tensor ReplicaSums::add_up(const std::vector<at::Tensor>& by_replica) const {
+at::Tensor ReplicaSums::add_up(const Part::Member& member, const std::vector<at::Tensor>& by_replica) const {
+  if (member.is_buffer) return member.parameter.is_floating_point() ? tree_sum(by_replica) : by_replica[0];
   const double total = std::accumulate(rows_.begin(), rows_.end(), 0.0);
-  at::Tensor sum;
+  Tensors parts = by_replica;
   for (int r = 0; r < size(); r++) {
-    if (!by_replica[r].defined()) continue;
     // Equal batches need no factor, and get none.
     const double factor = weighted_ ? rows_[r] * size() / total : 1;
-    const at::Tensor part = factor == 1 ? by_replica[r] : by_replica[r] * factor;
-    sum = sum.defined() ? sum + part : part;
+    if (parts[r].defined() && factor != 1) parts[r] = parts[r] * factor;
   }
-  return sum;
+  return tree_sum(std::move(parts));
 }
 
 }  // namespace plumb

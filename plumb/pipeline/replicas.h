@@ -2,9 +2,9 @@
 //
 // A stage's gradients are summed as soon as its last weight gradient of the step is there, by a thread of their own,
 // while the rank goes on with its other stages and earlier ranks with theirs. Every parameter belongs to one of the
-// replicas: it gets the others' gradients, adds them in the order of replicas (replica 0's first), and hands the sum to
-// all. So the sum does not depend on timing or on the number of messages, and all replicas have the same bits: those of
-// one process that accumulates each replica's microbatches in order and then adds these sums in order.
+// replicas: it gets the others' gradients, adds neighbours first ((0 + 1) + (2 + 3)), and hands the sum to all. So the
+// sum does not depend on timing or on the number of messages, and all replicas have the same bits: those of one process
+// with as many groups of microbatches (PipelineOptions::gradient_groups).
 #pragma once
 
 #include <atomic>
@@ -35,7 +35,7 @@ class ReplicaSums {
   // replicas. Raises Error(Communication) if replicas differ in any of this, or in their parameters' values.
   ReplicaSums(ProcessGroup group, const std::string& description,
               const std::map<int, std::vector<NamedTensor>>& parameters, std::map<int, std::set<int>> shared,
-              const RunPlan& plan);
+              const RunPlan& plan, const std::map<int, std::vector<NamedTensor>>& buffers = {});
 
   ~ReplicaSums();
 
@@ -50,9 +50,12 @@ class ReplicaSums {
   void check() const;
   // Whether the stage's sums of this step are here.
   bool summed(int stage) const;
-  // Waits for everything and puts the sums into the accumulators. `loss`: this replica's mean, may be undefined.
-  void finish(const std::map<int, GradientAccumulator*>& gradients, const at::Tensor& loss);
-  // The mean over all replicas by rows; undefined if one has none.
+  // Waits for everything and puts the sums into the accumulators. `loss`: this replica's, summed over its rows in
+  // float64; may be undefined. `buffers`: by stage those given at first, summed over this replica's groups, then over
+  // all replicas; of whole numbers the first replica's.
+  void finish(const std::map<int, GradientAccumulator*>& gradients, const at::Tensor& loss,
+              std::map<int, Tensors>& buffers);
+  // The mean over all replicas by rows, in float64; undefined if one has none.
   const at::Tensor& loss() const { return loss_; }
   // Of the last step, a ReduceGrad for every stage: `waiting` when its share was there, `start` and `end` of summing.
   std::vector<TimelineEvent> timeline() const;
@@ -66,7 +69,8 @@ class ReplicaSums {
     int stage;  // -1: summed over copies
     struct Member {
       int stage, index, owner;
-      at::Tensor parameter;
+      at::Tensor parameter;  // or buffer
+      bool is_buffer = false;
     };
     std::vector<Member> members;
     // Of the step that runs. Handed over by the step's thread, ...
@@ -83,14 +87,15 @@ class ReplicaSums {
   };
 
   Way add_messages(int from, int phase);
-  void hand_over(Part& part, const std::map<int, const GradientAccumulator*>& gradients);
+  void hand_over(Part& part, const std::map<int, const GradientAccumulator*>& gradients,
+                 const std::map<int, Tensors>& buffers = {});
   // --- in the thread ---
   void run();
   void sum_all();
   void sum_part(size_t index);
   // What comes with another replica's message: `first`, then the gradients of the members that `owner` owns.
   std::vector<AgreedValue> agreed(const Part& part, int owner, std::vector<AgreedValue> first) const;
-  at::Tensor add_up(const std::vector<at::Tensor>& by_replica) const;
+  at::Tensor add_up(const Part::Member& member, const std::vector<at::Tensor>& by_replica) const;
 
   Transport transport_;
   std::vector<Part> parts_;  // in the order in which they are summed; the shared ones last

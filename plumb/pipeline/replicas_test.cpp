@@ -74,7 +74,7 @@ Role replicas_role("replicas", [] {
   return 0;
 });
 
-// The order that is promised: each replica's microbatches one after the other, then the replicas' sums.
+// The order that is promised: that of one process whose microbatches are a group for each replica.
 std::map<std::string, std::string> by_one_process(const std::string& name, const std::string& table) {
   const int num = stages_of(table);
   auto model = test_model(name, num);
@@ -82,31 +82,22 @@ std::map<std::string, std::string> by_one_process(const std::string& name, const
   for (int s = 0; s < num; s++) stages[s] = model.make_stage(s);
   PipelineOptions options;
   options.loss = model.loss;
-  options.scale_grads = false;
-  Pipeline pipeline(model.layout, make_schedule("LoopedBFS", 1, kMicrobatches, num), stages, {}, options);
+  options.gradient_groups = kReplicas;
+  const Schedule schedule = make_schedule("LoopedBFS", 1, kReplicas * kMicrobatches, num);
+  Pipeline pipeline(model.layout, schedule, stages, {}, options);
   std::map<std::string, std::string> values;
   for (int step = 0; step < kSteps; step++) {
-    std::map<std::string, at::Tensor> sums;
-    double loss = 0;
-    for (int r = 0; r < kReplicas; r++) {
-      auto [inputs, targets] = model.batch(kReplicas * step + r);
-      loss += pipeline.step(inputs, targets).loss.item<double>() / kReplicas;
-      for (const auto& [s, stage] : stages) {
-        for (const auto& p : stage->parameters()) {
-          auto& sum = sums[key(step, s, p.name)];
-          sum = sum.defined() ? sum + p.tensor.grad() : p.tensor.grad();
-          p.tensor.mutable_grad() = at::Tensor();
-        }
-      }
+    auto [inputs, targets] = model.batch(kReplicas * step);
+    for (int r = 1; r < kReplicas; r++) {
+      const auto [more, more_targets] = model.batch(kReplicas * step + r);
+      for (size_t i = 0; i < inputs.size(); i++) inputs[i] = at::cat({inputs[i], more[i]});
+      for (size_t i = 0; i < targets.size(); i++) targets[i] = at::cat({targets[i], more_targets[i]});
     }
+    values["loss" + std::to_string(step)] = bits(pipeline.step(inputs, targets).loss.to(at::kFloat));
     for (const auto& [s, stage] : stages) {
-      for (const auto& p : stage->parameters()) {
-        p.tensor.mutable_grad() = sums[key(step, s, p.name)].div_(kReplicas * kMicrobatches);
-        values[key(step, s, p.name)] = bits(p.tensor.grad());
-      }
+      for (const auto& p : stage->parameters()) values[key(step, s, p.name)] = bits(p.tensor.grad());
       descend(stage->parameters());
     }
-    values["loss" + std::to_string(step)] = bits(at::scalar_tensor(loss, at::kFloat));
   }
   return values;
 }
@@ -272,7 +263,8 @@ Role sums_role("sums by hand", [] {
   }
   std::map<int, GradientAccumulator*> all;
   for (auto& [stage, accumulator] : accumulators) all.emplace(stage, &accumulator);
-  sums.finish(all, at::ones({}));
+  std::map<int, Tensors> no_buffers;
+  sums.finish(all, at::ones({}), no_buffers);
   for (auto& [stage, accumulator] : accumulators) {
     report("sum" + std::to_string(stage), std::to_string(accumulator.step_gradient(0).sum().item<int64_t>()));
   }

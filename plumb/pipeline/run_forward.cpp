@@ -7,6 +7,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
+#include "plumb/graph/node_seeds.h"
 #include "plumb/pipeline/runtime_state.h"
 
 namespace plumb {
@@ -45,10 +46,14 @@ void check_finite(const at::Tensor& t, const std::function<std::string()>& name)
   if (!bad.empty()) throw Error(ErrorKind::Numerics, name() + ": entry " + bad);
 }
 
+std::uint64_t PipelineState::seed_of_microbatch(int m) const {
+  const auto first = static_cast<std::uint64_t>(options.replicas.rank()) * schedule.num_microbatches;
+  return mix_seeds(mix_seeds(*options.seed, static_cast<std::uint64_t>(step_number)), first + m);
+}
+
 void PipelineState::seed_generator(int stage, int m) const {
   if (!options.seed) return;
-  const int first = options.replicas.rank() * schedule.num_microbatches;
-  const auto seed = ((*options.seed * 1000003 + step_number) * 1000003 + stage) * 1000003 + first + m;
+  const std::uint64_t seed = mix_seeds(seed_of_microbatch(m), static_cast<std::uint64_t>(stage));
   for (at::Generator& generator : generators()) {
     std::lock_guard lock(generator.mutex());
     generator.set_current_seed(seed);
@@ -172,7 +177,11 @@ void PipelineState::run_function(LocalStage& stage, Slot& slot, int m, std::opti
     for (int source : w.source_of_input) in.push_back(boundary->inputs()[source]);
   }
   complete_sizes(slot, m);
+  if (training && stage.buffers) stage.buffers->begin_forward(m);
+  std::optional<NodeSeeds> seeds;
+  if (options.seed) seeds.emplace(seed_of_microbatch(m), generators());
   slot.results = stage.function->run(in, {m, slot.sizes});
+  seeds.reset();
   // The last stage's outputs are nobody's inputs; a stage with a loss of its own returns that alone.
   const bool counted =
       !layout.dynamic_outputs && (stage.stage != last_stage() || options.loss || options.return_outputs);

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 
 #include <map>
+#include <numeric>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
@@ -11,15 +12,18 @@
 
 namespace plumb {
 
-// The gradient of another rank's copy is one of this rank's copy, too.
-AgreedValue PipelineState::agreed_with(const ParameterCopy& theirs) const {
+// The gradients of another rank's copy, by group, are those of this rank's copy, too.
+std::vector<AgreedValue> PipelineState::agreed_with(const ParameterCopy& theirs) const {
   for (const auto& group : shared.groups) {
     if (&theirs < group.data() || &theirs >= group.data() + group.size()) continue;
     for (const auto& copy : group) {
       if (copy.rank != rank()) continue;
       const auto& stage = stages.at(copy.local_stage);
-      const auto index = static_cast<size_t>(copy.index);
-      return agreed_gradient(stage.function->parameters()[index].tensor, stage.gradients->step_gradient(copy.index));
+      const at::Tensor parameter = stage.function->parameters()[static_cast<size_t>(copy.index)].tensor;
+      std::vector<AgreedValue> agreed;
+      for (const at::Tensor& own : stage.gradients->group_gradients(copy.index))
+        agreed.push_back(agreed_gradient(parameter, own));
+      return agreed;
     }
   }
   return {};
@@ -28,13 +32,14 @@ AgreedValue PipelineState::agreed_with(const ParameterCopy& theirs) const {
 // Sums the gradients of shared parameters over their copies.
 void PipelineState::sum_tied_gradients(const RunPlan& plan) {
   if (shared.groups.empty()) return;
-  std::map<std::pair<int, const ParameterCopy*>, at::Tensor> foreign;
+  std::map<std::pair<int, const ParameterCopy*>, Tensors> foreign;
   for (size_t i = 0; i < plan.messages.sends.size(); i++) {
     const auto& m = plan.messages.sends[i];
     if (m.id.kind != MessageKind::TiedGradients) continue;
     std::vector<MessageValue> values;
     for (const auto* c : copies_for_peer(shared, rank(), m.peer)) {
-      values.push_back({stages.at(c->local_stage).gradients->step_gradient(c->index), false});
+      for (const at::Tensor& g : stages.at(c->local_stage).gradients->group_gradients(c->index))
+        values.push_back({g, false});
     }
     transport.send(static_cast<int>(i), values);
   }
@@ -43,19 +48,26 @@ void PipelineState::sum_tied_gradients(const RunPlan& plan) {
     if (m.id.kind != MessageKind::TiedGradients) continue;
     const auto copies = copies_for_peer(shared, m.peer, rank());
     std::vector<AgreedValue> agreed;
-    for (const auto* c : copies) agreed.push_back(agreed_with(*c));
+    for (const auto* c : copies) {
+      for (const AgreedValue& value : agreed_with(*c)) agreed.push_back(value);
+    }
     const auto values = transport.receive(static_cast<int>(i), "the end of the step", agreed).values;
-    for (size_t k = 0; k < copies.size(); k++) foreign[{m.peer, copies[k]}] = values[k].tensor;
+    for (size_t k = 0; k < values.size(); k++)
+      foreign[{m.peer, copies[k * copies.size() / values.size()]}].push_back(values[k].tensor);
   }
   at::NoGradGuard no_grad;
   for (const auto& group : shared.groups) {
-    at::Tensor total;
+    Tensors totals;  // by group of microbatches
     for (const auto& copy : group) {
-      const at::Tensor g = copy.rank == rank() ? stages.at(copy.local_stage).gradients->step_gradient(copy.index)
-                                               : foreign[{copy.rank, &copy}];
-      if (!g.defined()) continue;
-      total = total.defined() ? total.add_(g.to(total.device())) : g.clone();
+      const Tensors parts = copy.rank == rank() ? stages.at(copy.local_stage).gradients->group_gradients(copy.index)
+                                                : foreign[{copy.rank, &copy}];
+      totals.resize(parts.size());
+      for (size_t k = 0; k < parts.size(); k++) {
+        if (!parts[k].defined()) continue;
+        totals[k] = totals[k].defined() ? totals[k].add_(parts[k].to(totals[k].device())) : parts[k].clone();
+      }
     }
+    const at::Tensor total = tree_sum(totals);
     for (const auto& copy : group) {
       if (copy.rank != rank()) continue;
       const auto& stage = stages.at(copy.local_stage);
@@ -74,6 +86,10 @@ StepResult PipelineState::result(const std::vector<int64_t>& rows) {
     if (loss.defined()) r.losses.push_back(loss);
   }
   r.loss = mean_by_rows(losses, rows);
+  const double total = std::accumulate(rows.begin(), rows.end(), 0.0);
+  if (groups_here() > 1 && r.loss.defined() && total > 0) {
+    r.loss = (sum_by_rows(losses, rows, groups_here()) / total).to(r.loss.scalar_type());
+  }
   // In a two-way table this rank has the outputs of some microbatches only.
   std::vector<Tensors> here;
   std::vector<int64_t> rows_here;
@@ -141,20 +157,33 @@ void PipelineState::run_row(const RunPlan& plan) {
   }
 }
 
+void PipelineState::finish_buffers(const std::map<int, Tensors>& sums) {
+  const int groups = groups_here() * options.replicas.size();
+  for (const auto& [s, values] : sums) stages.at(s).buffers->finish_step(values, groups);
+}
+
 // The end of a training step: sums over copies and replicas, and the mean.
 void PipelineState::finish_gradients(StepResult& done) {
   sum_tied_gradients(train_plan);
   for (auto& [s, stage] : stages) reduce_by_hook(s);
+  std::map<int, Tensors> buffers;
+  for (auto& [s, stage] : stages) {
+    if (stage.buffers) buffers[s] = stage.buffers->sums();
+  }
   if (replicas) {
     std::map<int, GradientAccumulator*> accumulators;
     for (auto& [s, stage] : stages) accumulators.emplace(s, stage.gradients.get());
-    replicas->finish(accumulators, done.loss);
-    done.loss = replicas->loss();
+    at::Tensor sum;
+    if (done.loss.defined()) sum = sum_by_rows(losses, batch_rows, groups_here());
+    replicas->finish(accumulators, sum, buffers);
+    if (done.loss.defined())
+      done.loss = replicas->loss().defined() ? replicas->loss().to(done.loss.scalar_type()) : at::Tensor();
     for (auto event : options.record_timeline ? replicas->timeline() : std::vector<TimelineEvent>()) {
       event.rank = rank();
       timeline.push_back(event);
     }
   }
+  finish_buffers(buffers);
   if (options.record_timeline) done.timeline = timeline;
   const bool mean = options.scale_grads || options.average_replicas;
   const int parts = (options.scale_grads ? schedule.num_microbatches : 1) * (replicas && mean ? replicas->size() : 1);
@@ -194,7 +223,10 @@ StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<
     begin(train, rows);
     transport.begin_step(plan.messages);
     if (train) {
-      for (auto& [s, stage] : stages) stage.gradients->begin_step(stage.function->parameters());
+      for (auto& [s, stage] : stages) {
+        stage.gradients->begin_step(stage.function->parameters());
+        if (stage.buffers) stage.buffers->begin_step();
+      }
     }
     run_row(plan);
     StepResult done = result(rows);

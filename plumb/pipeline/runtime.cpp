@@ -54,6 +54,31 @@ void check_parts(const PipelineLayout& layout, const Schedule& schedule,
 
 }  // namespace
 
+void check_gradient_groups(int groups, int replicas, const Schedule& schedule) {
+  if (groups == 0 || groups == replicas) return;
+  const auto refuse = [&](const std::string& why, const std::string& remedy) {
+    throw Error(ErrorKind::InvalidArgument, "gradient_groups is " + std::to_string(groups) + ", but " + why, "",
+                remedy);
+  };
+  if (groups < 0 || groups % replicas != 0)
+    refuse("there are " + std::to_string(replicas) + " replicas", "a number of groups that replicas divide");
+  // Of other numbers the tree over groups is not one of replicas' trees.
+  const int here = groups / replicas;
+  if (replicas > 1 && (here & (here - 1)) != 0)
+    refuse("each of " + std::to_string(replicas) + " replicas would have " + std::to_string(here),
+           "1, 2, 4, 8, ... groups a replica, or one replica");
+  if (schedule.num_microbatches % here != 0)
+    refuse("each replica has " + std::to_string(schedule.num_microbatches) + " microbatches",
+           "a number of groups that all microbatches divide by");
+  for (int m = 1; m < schedule.num_microbatches; m++) {
+    for (int stage = 0; stage < schedule.num_stages(); stage++) {
+      if (schedule.placement.rank_of(stage, m) != schedule.placement.rank_of(stage, 0))
+        refuse("'" + schedule.name + "' runs stages on two ranks, which sum their shares at the end",
+               "another schedule, or one group a replica");
+    }
+  }
+}
+
 Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::shared_ptr<StageFunction>> stages,
                    ProcessGroup group, PipelineOptions options)
     : state_(std::make_unique<PipelineState>(std::move(group))) {
@@ -62,6 +87,7 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
   if (options.wire) layout.wire = options.wire;
   try {
     check_parts(layout, schedule, stages, me, s.transport.group().size());
+    check_gradient_groups(options.gradient_groups, options.replicas.size(), schedule);
   } catch (const Error& e) {
     // The others wait for this rank: they are told why it does not come.
     try {
@@ -75,7 +101,8 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
   s.schedule = compute_only(schedule);
   s.layout = std::move(layout);
   s.options = std::move(options);
-  const std::string digest = digest_text(s.layout, s.schedule);
+  std::string digest = digest_text(s.layout, s.schedule);
+  if (s.options.gradient_groups > 0) digest += "gradient groups " + std::to_string(s.options.gradient_groups);
   const auto digests = s.transport.exchange(digest);
   for (size_t r = 0; r < digests.size(); r++) {
     if (digests[r] == digest) continue;
@@ -105,6 +132,7 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
       if (copy.rank == me) shared_indices[copy.local_stage].insert(copy.index);
     }
   }
+  std::map<int, std::vector<NamedTensor>> buffers;
   for (auto& [index, local] : s.stages) {
     std::vector<int> order;
     for (const auto& action : s.schedule.rows[me]) {
@@ -115,12 +143,17 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
     }
     const bool separate_step_grads = s.options.replicas.size() > 1 || (s.options.scale_grads && order.size() > 1) ||
                                      find_hook(s.options.hooks, ActionKind::ReduceGrad, index) != nullptr;
-    local.gradients = std::make_unique<GradientAccumulator>(order, shared_indices[index], separate_step_grads);
+    local.gradients =
+        std::make_unique<GradientAccumulator>(order, shared_indices[index], separate_step_grads, s.groups_here());
+    if (s.groups_here() * s.options.replicas.size() == 1) continue;
+    buffers[index] = local.function->written_buffers();
+    local.buffers = std::make_unique<GroupBuffers>(buffers[index], s.groups_here(), s.schedule.num_microbatches);
   }
   s.train_plan = plan_run(schedule, s.wiring, me, s.shared.copy_peers, s.options.hooks);
   s.eval_plan = plan_run(without_backwards(std::move(schedule)), s.wiring, me, {}, s.options.hooks);
   if (s.options.replicas.size() > 1) {
-    s.replicas = std::make_unique<ReplicaSums>(s.options.replicas, digest, parameters, shared_indices, s.train_plan);
+    s.replicas =
+        std::make_unique<ReplicaSums>(s.options.replicas, digest, parameters, shared_indices, s.train_plan, buffers);
   }
 }
 

@@ -7,7 +7,9 @@
 // backward(), for tied ones by this runtime with all stages in one process. (Two-way tables, where a stage lives on two
 // ranks, sum the two ranks' shares at the end and are equal from run to run.)
 //
-// A stage's forwards run in the order of the table, so buffers (batch norm) are updated once per microbatch.
+// A stage's forwards run in the order of the table, so buffers (batch norm) are updated once per microbatch. Of several
+// groups of microbatches (PipelineOptions::gradient_groups; replicas are such) each begins with the buffers as they
+// were before the step, which then are the mean over the groups (group_buffers.h).
 #pragma once
 
 #include <functional>
@@ -46,13 +48,21 @@ struct PipelineOptions {
   // Called after each of this rank's actions of a step: how many are done, of how many.
   std::function<void(size_t done, size_t total)> progress;
   bool check_numerics = false;  // raise Error(Numerics) at the first NaN or infinity that leaves a stage
-  // Seeds the generators of the CPU and of the stages' devices for each forward from this, the step, the stage and the
-  // microbatch, so that dropout does not depend on the schedule either. Their own state is put back after the step.
+  // Seeds the generators of the CPU and of the stages' devices for each forward, so that dropout does not depend on the
+  // schedule either: for every random node of a stage's graph from this, the step, the node's name and the microbatch's
+  // place in the batch of all replicas, so not on the cut and the replicas either (graph/node_seeds.h); for a stage
+  // that is no graph from its number instead of the node. Their own state is put back after the step.
   std::optional<std::uint64_t> seed;
   // Ranks of other pipelines that hold the same stages as this one and train on other rows of the batch (replicas.h);
   // this rank's place among them is its replica's number. All replicas run the same schedule. Gradients are summed over
   // them in that order; with scale_grads they are those of the mean over all their rows.
   ProcessGroup replicas;
+  // The microbatches of a step, those of all replicas, are so many groups of consecutive ones. A group's gradients are
+  // summed in order, the groups' sums in a binary tree: (0 + 1) + (2 + 3). Equal groups give the same bits for every
+  // number of replicas, losses too, if all microbatches have the same rows: one replica, or so many that each has 1, 2,
+  // 4, 8, ... groups. 0: as many as there are replicas. A rank keeps log2 of its groups sums of a parameter; all of
+  // them of a tied one. Several groups a replica are not for tables that run a stage on two ranks.
+  int gradient_groups = 0;
   // Gradients are the mean over replicas, whatever their rows.
   bool average_replicas = false;
   // Formats between stages, for a layout that says none (a pipe's says its own): of every floating-point value, and of
@@ -61,6 +71,10 @@ struct PipelineOptions {
   // Functions in the place of this rank's actions (step_driver.h). Other ranks need not have the same.
   ActionHooks hooks;
 };
+
+// Throws Error(InvalidArgument) if so many PipelineOptions::gradient_groups cannot be spread over so many replicas that
+// each run the schedule.
+void check_gradient_groups(int groups, int replicas, const Schedule& schedule);
 
 struct StepResult {
   // On ranks that hold the last stage; empty elsewhere. By microbatch, detached.

@@ -3,11 +3,13 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <algorithm>
 #include <optional>
 #include <set>
 #include <span>
 
 #include "plumb/pipeline/gradients.h"
+#include "plumb/pipeline/group_buffers.h"
 #include "plumb/pipeline/replicas.h"
 #include "plumb/pipeline/run_plan.h"
 #include "plumb/pipeline/runtime.h"
@@ -42,6 +44,7 @@ struct LocalStage {
   const StageWiring* wiring = nullptr;
   std::vector<Slot> slots;
   std::unique_ptr<GradientAccumulator> gradients;
+  std::unique_ptr<GroupBuffers> buffers;  // none: all microbatches are one group
   int num_outputs = 0;
   bool recompute_checked = false;     // the first forward holds what it would compute again against what it has
   RecomputeReport recomputed;         // of the last forward of a training step
@@ -106,6 +109,8 @@ struct PipelineState {
   // --- run_forward.cpp ---
   // The CPU's, and those of the devices that stages are on.
   std::vector<at::Generator> generators() const;
+  // Of the step that runs; the microbatch's place among those of all replicas counts.
+  std::uint64_t seed_of_microbatch(int m) const;
   void seed_generator(int stage, int m) const;
   void start_recompute(LocalStage& stage, const Tensors& inputs, std::optional<CheapRecompute>& recompute) const;
   void finish_recompute(LocalStage& stage, const Slot& slot, std::optional<CheapRecompute>& recompute) const;
@@ -117,6 +122,9 @@ struct PipelineState {
   const Tensors* model_inputs(const Slot& slot, int m) const;
   void check_results(const LocalStage& stage, Slot& slot, int m, bool hooked);
   void keep_for_backward(const LocalStage& stage, Slot& slot) const;
+
+  // Of the groups of microbatches, those of this replica.
+  int groups_here() const { return std::max(1, options.gradient_groups / options.replicas.size()); }
 
   // --- run_backward.cpp ---
   // Leaves the inputs' gradients in the slot.
@@ -130,9 +138,10 @@ struct PipelineState {
                    const std::vector<int64_t>& rows) const;
   void begin(bool train, const std::vector<int64_t>& rows);
   void run_row(const RunPlan& plan);
-  AgreedValue agreed_with(const ParameterCopy& theirs) const;
+  std::vector<AgreedValue> agreed_with(const ParameterCopy& theirs) const;
   void sum_tied_gradients(const RunPlan& plan);
   void finish_gradients(StepResult& done);
+  void finish_buffers(const std::map<int, Tensors>& sums);
   StepResult result(const std::vector<int64_t>& rows);
 
   AgreedValues agreed_grads(const LocalStage& stage, const StageWiring::GradBundle& bundle, const Slot& slot) const;

@@ -47,6 +47,8 @@ class StageFunction {
     const auto own = parameters();
     return own.empty() ? std::nullopt : std::optional(own.front().tensor.device());
   }
+  // Buffers that forwards write (running statistics). Asked for once.
+  virtual std::vector<NamedTensor> written_buffers() const { return {}; }
   // A stage that does a part of its weight gradients by itself: the runtime then runs autograd's whole backward where
   // the input half would be, asks for the work right after it, and does it where the weight half would be.
   virtual bool has_own_weight_work() const { return false; }

@@ -188,7 +188,8 @@ class PyPipeline {
  public:
   PyPipeline(const PipelineLayout& layout, const Schedule& schedule, const std::map<int, py::object>& stages,
              const py::object& group, double timeout, bool scale_grads, bool record_timeline, bool check_numerics,
-             std::optional<std::uint64_t> seed, const py::object& replicas, const Hooks& hooks) {
+             std::optional<std::uint64_t> seed, const py::object& replicas, const Hooks& hooks, std::int64_t first_step,
+             int gradient_groups) {
     PipelineOptions options;
     for (const auto& [point, function] : hooks)
       options.hooks[{parse_kind(point.first), point.second}] = make_hook(function);
@@ -199,11 +200,13 @@ class PyPipeline {
     options.record_timeline = record_timeline;
     options.check_numerics = check_numerics;
     options.seed = seed;
+    options.gradient_groups = gradient_groups;
     std::map<int, std::shared_ptr<StageFunction>> functions;
     for (const auto& [index, stage] : stages) functions[index] = std::make_shared<PyStage>(stage);
     auto ranks = shared_group(group, timeout);
     py::gil_scoped_release free;
     pipeline_ = std::make_unique<Pipeline>(layout, schedule, std::move(functions), std::move(ranks), options);
+    pipeline_->set_step(first_step);
   }
 
   py::object run(const py::sequence& inputs, const std::vector<int64_t>& rows, bool train) {
@@ -324,11 +327,12 @@ Register pipeline_part([](py::module_& m) {
       });
   py::class_<PyPipeline>(m, "Pipeline", "Runs a rank's part of a schedule over Python stages.")
       .def(py::init<const PipelineLayout&, const Schedule&, const std::map<int, py::object>&, const py::object&, double,
-                    bool, bool, bool, std::optional<std::uint64_t>, const py::object&, const Hooks&>(),
+                    bool, bool, bool, std::optional<std::uint64_t>, const py::object&, const Hooks&, std::int64_t,
+                    int>(),
            py::arg("layout"), py::arg("schedule"), py::arg("stages"), py::arg("group") = py::none(),
            py::arg("timeout") = 60.0, py::arg("scale_grads") = true, py::arg("record_timeline") = false,
            py::arg("check_numerics") = false, py::arg("seed") = py::none(), py::arg("replicas") = py::none(),
-           py::arg("hooks") = Hooks())
+           py::arg("hooks") = Hooks(), py::arg("first_step") = 0, py::arg("gradient_groups") = 0)
       .def("run", &PyPipeline::run)
       .def("driver", &PyPipeline::driver, py::keep_alive<0, 1>())
       .def("recomputed", &PyPipeline::recomputed, py::arg("stage"))

@@ -7,7 +7,7 @@ import ranks
 import torch
 from plumb.pipelining import PipelineStage, pipe_split, pipeline
 from plumb.pipelining.schedules import REDUCE_GRAD, get_schedule_class
-from test_pipelining_run import LOOPED, MSE, SINGLE, Block, V, batch, blocks, grads, same
+from test_pipelining_run import LOOPED, MSE, SINGLE, Block, V, accumulate, batch, blocks, grads, same
 from torch import nn
 
 import plumb
@@ -203,6 +203,36 @@ def test_dropout_is_drawn_the_same_when_seeded():
         found.append((outs, grads(modules)))
     for plain, own in zip(*found):
         assert same(plain, own)
+
+
+@pytest.mark.parametrize("groups", [3, 4])
+@pytest.mark.parametrize("name", ["GPipe", "ZBVZeroBubble", "LoopedBFS"])
+def test_groups_of_microbatches_are_summed_in_a_tree(name, groups):
+    count = 2 * groups
+    modules = blocks(count_for(name))
+    reference, (x, target) = copy.deepcopy(modules), batch(count)
+    schedule = schedule_of(name, stages_of(modules), PLAIN, count, gradient_groups=groups)
+    schedule.step(x, target=target)
+    sums = []
+    for own in zip(x.chunk(groups), target.chunk(groups)):
+        accumulate(reference, *own, 2, scale=False)
+        sums.append(grads(reference))
+        nn.ModuleList(reference).zero_grad()
+    expected = [((a + b) + (c + rest[0] if rest else c)) / count for a, b, c, *rest in zip(*sums)]
+    assert same(grads(modules), expected)
+    schedule = schedule_of(name, stages_of(modules), PLAIN, count, gradient_groups=5)
+    with pytest.raises(plumb.Error, match=f"gradient_groups is 5, but each replica has {count} microbatches"):
+        schedule.step(x, target=target)
+
+
+def test_a_run_that_is_resumed_draws_what_it_would_have_drawn():
+    modules = [nn.Sequential(m, nn.Dropout(0.5)) for m in blocks(2)]
+    x, target = batch()
+    whole = schedule_of("ZBVZeroBubble", stages_of(modules), PLAIN, seed=11)
+    outs = [whole.step(x, target=target) for _ in range(3)]
+    rest = schedule_of("ZBVZeroBubble", stages_of(modules), PLAIN, seed=11, first_step=2)
+    assert torch.equal(rest.step(x, target=target), outs[2])
+    assert not torch.equal(outs[1], outs[2])
 
 
 class Bad(nn.Linear):

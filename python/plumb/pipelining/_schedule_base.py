@@ -33,14 +33,20 @@ class _PipelineSchedule(CustomFunctions):
         timeout: seconds (or a timedelta) to wait for another rank; None: the group's own if it was set, else 60.
         record_timeline: keep what this rank did when, for `timeline()` and `measured_bubble()`.
         check_numerics: raise at the first NaN or infinity that leaves a stage.
-        seed: draw random numbers from a generator seeded anew for every stage and microbatch, so that dropout does not
-            depend on the schedule.
+        seed: draw random numbers from a generator seeded anew for every step, microbatch and random node of a stage's
+            graph, so that dropout does not depend on the schedule, the cut and the replicas.
+        first_step: the number of the first step for `seed`; of a run that is resumed, how many steps and evaluations
+            there were.
+        gradient_groups: microbatches are summed in so many groups, and the groups' sums in a binary tree: the same bits
+            for every number of replicas that divides it. 0: a group for each replica.
     """
 
     timeout: float | datetime.timedelta | None = None
     record_timeline = False
     check_numerics = False
     seed: int | None = None
+    first_step = 0
+    gradient_groups = 0
 
     _stages: list[_PipelineStageBase]
     _backward_requires_autograd = True
@@ -186,6 +192,8 @@ class _PipelineSchedule(CustomFunctions):
             record_timeline=self.record_timeline,
             check_numerics=self.check_numerics,
             seed=self.seed,
+            first_step=self.first_step,
+            gradient_groups=self.gradient_groups,
             functions=self._functions,
         )
 
