@@ -180,6 +180,34 @@ TEST_F(Checkpoints, LetARunGoOnInAnotherLayoutBitForBit) {
   }
 }
 
+TEST_F(Checkpoints, LetARunGoOnWithAnotherNumberOfReplicasBitForBit) {
+  const Ended whole = plumb(job() + "--microbatches 2 --data-parallel 2 --save whole.pt2");
+  const std::vector<double> wanted = values(whole);
+  const std::string parted = "--microbatches 2 --data-parallel 2 ", once = "--microbatches 4 ",
+                    kept = "--gradient-groups 2 ";
+  const std::vector<std::pair<std::string, std::string>> layouts = {
+      {parted, once}, {once + kept, parted}, {parted + "--stages 2", once}};
+  for (const auto& [first, second] : layouts) {
+    SCOPED_TRACE(first + " then " + second);
+    fs::remove_all(folder() / "run");
+    const std::string saved = job() + "--checkpoints run --checkpoint-every 4 ";
+    const Ended stopped = plumb(saved + "--inject 'raise rank 0 at 0F1 of step 6' " + first);
+    EXPECT_NE(stopped.code, 0);
+    const Ended rest = plumb(saved + "--save other.pt2 " + second);
+    EXPECT_EQ(values(rest, "resumed"), std::vector<double>{4}) << rest.out << rest.err << stopped.err;
+    EXPECT_EQ(by_step({stopped, rest}), wanted);
+    python(kSameWeights);
+  }
+  EXPECT_NE(values(plumb(job())), wanted) << "another order";
+  const std::string more =
+      job() + "--checkpoints run --steps 4 --rate constant --warmup 0 --microbatches 1 --data-parallel 4 ";
+  fs::remove_all(folder() / "run");
+  ASSERT_EQ(plumb(job() + "--checkpoints run --steps 2 --rate constant --warmup 0 " + parted).code, 0);
+  wrong(more, "gradient_groups is 2, but there are 4 replicas");
+  EXPECT_EQ(plumb(more + "--gradient-groups 4").code, 0) << "in another order, as it was told to";
+  wrong("train lm.pt2 --data tokens.bin --gradient-groups 3", "gradient_groups is 3");
+}
+
 TEST_F(Checkpoints, OfTiedWeightsGoOnAtTheSameCuts) {
   const std::string tied = "train tied.pt2 --data tokens.bin --steps 6 --microbatches 2 --threads 1 --lr 0.01 --json ";
   for (const char* layout : {"", "--stages 2 --at head"}) {

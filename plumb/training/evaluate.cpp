@@ -73,6 +73,7 @@ Evaluator::Evaluator(const TrainOptions& options, const TrainJob& job, Samples& 
   of_run.record_timeline = false;
   of_run.progress = {};
   of_run.replicas = {};
+  of_run.gradient_groups = 0;
   pipeline_ = std::make_unique<Pipeline>(make_layout(job.pipe->table()), job.schedule, std::move(stages),
                                          groups.pipeline, of_run);
 }

@@ -116,6 +116,12 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   job.schedule = read_schedule(o);  // wrong names before anything is read
   check_outputs(o);
   check_rates(o);
+  job.pipeline.gradient_groups = static_cast<int>(o.gradient_groups > 0 ? o.gradient_groups : o.replicas);
+  try {
+    check_gradient_groups(job.pipeline.gradient_groups, static_cast<int>(o.replicas), job.schedule);
+  } catch (const Error& e) {
+    throw UsageError("--gradient-groups: " + e.message(), e.remedy());
+  }
   if (o.checkpoints.empty() && (o.checkpoint_every > 0 || o.max_restarts > 0)) {
     throw UsageError(o.max_restarts > 0 ? "--max-restarts: there are no checkpoints to start again from"
                                         : "--checkpoint-every: nothing says where to",

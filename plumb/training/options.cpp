@@ -207,6 +207,14 @@ std::vector<TrainField> layout_fields() {
        "So many pipelines beside each other, on parts of the batch of their own; gradients are summed",
        {},
        whole_number(1)},
+      {"gradient-groups",
+       &O::gradient_groups,
+       "The microbatches of all pipelines are so many groups, each summed in order, and the groups' sums in a binary "
+       "tree: "
+       "with the same groups losses and weights are the same bits at every --data-parallel (0: those of the run that "
+       "goes on, else as many as --data-parallel)",
+       {},
+       whole_number(0, 65536)},
       {"recompute",
        &O::recompute,
        "cheap: the backward computes results of gelu, norms and the like again instead of keeping them, bit for bit "
@@ -215,8 +223,7 @@ std::vector<TrainField> layout_fields() {
       {"threads",
        &O::threads,
        "Of each process (0: the cores shared out). With the same number losses are equal bit for bit whatever the "
-       "stages, but for dropout (each stage draws its own masks) and for weights tied across stages (gradients are "
-       "summed in another order)",
+       "stages, but for weights tied across stages (gradients are summed in another order, or --transmit)",
        {},
        whole_number(0, 1024)},
   };

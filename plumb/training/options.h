@@ -30,7 +30,7 @@ struct TrainOptions {
   int64_t steps = 100, batch = 0, microbatches = 1, accumulate = 1;
   std::string autocast = "none";
   // The layout.
-  int64_t stages = 1, replicas = 1, threads = 0;
+  int64_t stages = 1, replicas = 1, gradient_groups = 0, threads = 0;
   std::vector<std::string> at, transmit, wire, wire_exclude;
   std::string schedule = "1F1B", recompute = "cheap";
   int64_t seed = 0;

@@ -265,6 +265,24 @@ std::map<std::string, Check> checks_of_layout() {
       {"stages", [](TrainingOptions& t) { t.refuses(t.with("stages", {"2"}), "the launcher started 1 processes"); }},
       {"data-parallel",
        [](TrainingOptions& t) { t.refuses(t.with("data-parallel", {"2"}), "the launcher started 1 processes"); }},
+      {"gradient-groups",
+       [](TrainingOptions& t) {
+         TrainOptions one = t.with("microbatches", {"4"}), two = one, three = one;
+         two.gradient_groups = 2;
+         three.gradient_groups = 3;
+         EXPECT_NE(t.losses(two), t.losses(one)) << "sums of another order";
+         t.refuses(three, "gradient_groups is 3, but each replica has 4 microbatches");
+         two.checkpoints = t.path("groups");
+         const auto first = t.losses(two);
+         two.steps = 9;
+         two.gradient_groups = 0;
+         std::vector<double> all = first;
+         for (const double loss : t.losses(two)) all.push_back(loss);
+         two.checkpoints.clear();
+         EXPECT_NE(t.losses(two), all);
+         two.gradient_groups = 2;
+         EXPECT_EQ(t.losses(two), all) << "a run goes on with its groups";
+       }},
       {"at", [](TrainingOptions& t) { t.refuses(t.with("at", {"norm"}), "--at: one process has no cuts"); }},
       {"transmit", [](TrainingOptions& t) { t.refuses(t.with("transmit", {"no.such"}), "--transmit no.such"); }},
       {"wire",

@@ -84,6 +84,7 @@ nlohmann::json RunCheckpoints::state(int64_t step) const {
           {"steps", options_.steps},
           {"rows", job_.rows},
           {"parts", parts_of_step(options_)},
+          {"gradient_groups", job_.pipeline.gradient_groups},
           {"data", job_.batches->state()},
           {"data_identity", job_.batches->identity()},
           {"options", same}};
@@ -119,6 +120,24 @@ void RunCheckpoints::check_same_run(const nlohmann::json& state, const std::stri
   }
 }
 
+// Sums go on in the groups they had, if options name no others.
+void RunCheckpoints::take_gradient_groups(const nlohmann::json& state, const std::string& folder) {
+  if (options_.gradient_groups > 0) return;
+  const nlohmann::json was = state.value("gradient_groups", nlohmann::json());
+  const int64_t groups = was.is_number_unsigned() ? was.get<int64_t>() : 0;
+  if (groups < 1 || groups > 65536) {
+    throw Error(ErrorKind::BadFile, folder + ": " + was.dump() + " is no number of gradient groups", "",
+                "--gradient-groups N, or --no-resume");
+  }
+  try {
+    check_gradient_groups(static_cast<int>(groups), static_cast<int>(options_.replicas), job_.schedule);
+  } catch (const Error& e) {
+    throw UsageError("--resume: " + folder + ": " + e.message(),
+                     "--gradient-groups N to go on with sums in another order, that is other last bits");
+  }
+  job_.pipeline.gradient_groups = static_cast<int>(groups);
+}
+
 int64_t RunCheckpoints::resume(std::vector<std::string>& told) {
   if (!options_.resume) return 0;
   std::optional<Checkpoint> checkpoint;
@@ -135,6 +154,7 @@ int64_t RunCheckpoints::resume(std::vector<std::string>& told) {
   }
   const nlohmann::json& state = checkpoint->state();
   check_same_run(state, checkpoint->folder());
+  take_gradient_groups(state, checkpoint->folder());
   checkpoint->load(held_);
   if (optimizer_.torch() != nullptr) load_optimizer_state(*optimizer_.torch(), as_pairs(parameters_), *checkpoint);
   job_.batches->load_state(state.value("data", nlohmann::json()));

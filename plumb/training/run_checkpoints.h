@@ -20,9 +20,10 @@ class RunCheckpoints {
   RunCheckpoints(const TrainOptions& options, TrainJob& job, const ProcessGroup& world, const ReplicatedGroups& groups,
                  const std::vector<NamedTensor>& parameters, Optimizer& optimizer);
 
-  // Loads the newest whole checkpoint of the folder into the stages, the optimiser and the data, and answers its step;
-  // 0 if there is none, or options.resume is off. `told` gets a sentence for each that is damaged, on rank 0. Throws
-  // UsageError that names an option whose other value would make another run.
+  // Loads the newest whole checkpoint of the folder into the stages, the optimiser and the data, takes its gradient
+  // groups into job.pipeline if options give none, and answers its step; 0 if there is none, or options.resume is off.
+  // `told` gets a sentence for each that is damaged, on rank 0. Throws UsageError
+  // that names an option whose other value would make another run.
   int64_t resume(std::vector<std::string>& told);
   // After `step`, if it is time, or `now`. Written in the background.
   void save(int64_t step, bool now);
@@ -35,6 +36,7 @@ class RunCheckpoints {
  private:
   nlohmann::json state(int64_t step) const;
   void check_same_run(const nlohmann::json& state, const std::string& folder) const;
+  void take_gradient_groups(const nlohmann::json& state, const std::string& folder);
 
   const TrainOptions& options_;
   TrainJob& job_;

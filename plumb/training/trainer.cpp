@@ -131,11 +131,9 @@ Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts)
                      "--stages times --data-parallel of " + std::to_string(world.size()));
   }
   groups = divide_into_replicas(world, static_cast<int>(o.replicas));
-  PipelineOptions of_run = job.pipeline;
-  of_run.replicas = groups.replicas;
   if (job.fault && (job.fault->rank != world.rank() || is_restart())) job.fault.reset();
   if (job.fault || (is_first() && hooks.progress)) {
-    of_run.progress = [this](size_t done, size_t total) {
+    job.pipeline.progress = [this](size_t done, size_t total) {
       if (is_first() && hooks.progress) hooks.progress(current, done, total);
       if (job.fault && job.fault->step == current && done_before <= job.fault->action && done >= job.fault->action) {
         job.fault->happen();
@@ -160,13 +158,15 @@ Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts)
   }
   owners.push_back(job.schedule.placement.rank_of(job.schedule.num_stages() - 1, 0));
   optimizer = std::make_unique<Optimizer>(o, job.tagged, parameters);
-  pipeline = std::make_unique<Pipeline>(make_layout(job.pipe->table()), job.schedule, stages, groups.pipeline, of_run);
   if (o.accumulate > 1) passes = std::make_unique<PassSum>(parameters);
   if (job.eval_samples) evaluator = std::make_unique<Evaluator>(o, job, *job.eval_samples, world, groups);
   if (!o.checkpoints.empty()) {
     checkpoints = std::make_unique<RunCheckpoints>(o, job, world, groups, parameters, *optimizer);
     start = checkpoints->resume(damaged);
   }
+  PipelineOptions of_run = job.pipeline;
+  of_run.replicas = groups.replicas;
+  pipeline = std::make_unique<Pipeline>(make_layout(job.pipe->table()), job.schedule, stages, groups.pipeline, of_run);
   if (!o.record.empty() && in_first_pipeline()) {  // replicas have the same weights
     const bool part = o.stages > 1;
     recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, rank),
