@@ -131,6 +131,7 @@ class Printer {
     return text;
   }
   static std::string number(double value) {
+    if (std::isnan(value)) return "nan";
     char text[32];
     std::snprintf(text, sizeof text, "%.6f", value);
     return text;
@@ -175,7 +176,8 @@ int launch(const TrainOptions& o) {
   launch.arguments = own_arguments();
   if (!o.json) launch.arguments.push_back("--json");
   launch.on_line = [&](int rank, bool is_stderr, const std::string& line) {
-    const auto event = is_stderr ? nlohmann::json() : nlohmann::json::parse(line, nullptr, false);
+    auto event = is_stderr ? nlohmann::json() : nlohmann::json::parse(line, nullptr, false);
+    if (event.contains("options")) event["options"] = to_toml(o);  // the user's, without --json
     if (event.is_object()) {
       print(event);
     } else {

@@ -1,6 +1,7 @@
 #include "plumb/core/table.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 
@@ -91,6 +92,7 @@ std::string to_text(const Table& table) {
 }
 
 std::string short_number(double value, int digits) {
+  if (std::isnan(value)) return "nan";  // printf knows its sign, which says nothing
   char text[64];
   std::snprintf(text, sizeof text, "%.*g", std::clamp(digits, 1, 17), value);
   return text;

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
+
 namespace plumb {
 namespace {
 
@@ -52,6 +54,7 @@ TEST(Table, KnowsNumbersFromNames) {
 TEST(Table, WritesNumbersShort) {
   EXPECT_EQ(short_number(0.031251), "0.03125");
   EXPECT_EQ(short_number(1500000), "1.5e+06");
+  EXPECT_EQ(short_number(-std::numeric_limits<double>::quiet_NaN()), "nan");
   EXPECT_EQ(percent(0.1249), "12.5%");
   EXPECT_EQ(percent(1, 0), "100%");
 }
