@@ -20,6 +20,10 @@
 namespace plumb::cli {
 namespace fs = std::filesystem;
 
+// What python -m plumb.hf does, but for the folder that it is called in: a downloaded one may hold a torch.py.
+constexpr const char* kReadFolder =
+    "import sys; sys.path[:] = [p for p in sys.path if p]; from plumb.hf.__main__ import main; sys.exit(main())";
+
 TemporaryFolder::TemporaryFolder() {
   std::error_code error;
   path_ = (fs::temp_directory_path(error) / "plumb-XXXXXX").string();
@@ -47,7 +51,7 @@ void import_folder(const ImportOptions& o) {
   } catch (const nlohmann::json::exception&) {
     throw UsageError("FOLDER: its name is no UTF-8", "another name");
   }
-  launch.arguments = {"-m", "plumb.hf", text};
+  launch.arguments = {"-c", kReadFolder, text};
   std::string last;
   launch.on_line = [&](int, bool is_stderr, const std::string& line) {
     (is_stderr ? std::cerr : std::cout) << line << std::endl;
