@@ -111,7 +111,7 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
     });
     if (!(x0 < x1)) { x0 = isFinite(x0) ? x0 - 0.5 : 0; x1 = x0 + 1; }
     if (!(y0 <= y1)) { y0 = 0; y1 = 1; }
-    const margin = y1 > y0 ? (y1 - y0) * 0.04 : Math.max(0.5, Math.abs(y0) * 0.05);
+    const margin = y1 > y0 ? (y1 - y0) * 0.04 : log || powers || y0 === 0 ? 0.5 : Math.abs(y0) * 0.5;
     y0 -= margin;
     y1 += margin;
     if (!isFinite(y1 - y0)) { y0 = -1; y1 = 1; }
@@ -160,6 +160,10 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
       const under = spans.some(b => b.i > i && near([a, b]));
       make("path", {...style, d: path(curve.x, lines[i], px, py, low, high), "stroke-width": under ? 7 : 2, opacity: under ? .45 : 1,
         ...(curve.dashed && !under ? {"stroke-dasharray": "7 4"} : {})}, group);
+      for (let k = low; tools && high - low < 8 && k <= high; ++k) {  // a line through few points may be too short to see
+        const v = position(lines[i][k]);
+        if (isFinite(v)) make("circle", {class: "area", cx: px(curve.x[k]), cy: py(v), r: 3}, group);
+      }
       let last = curve.y.length;
       while (last > 0 && !isFinite(curve.y[last - 1])) --last;
       if (last < curve.y.length) {
