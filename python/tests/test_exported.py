@@ -22,6 +22,8 @@ NOT_EXPORTED = {
 }
 if not transformers.__version__.startswith("4."):
     NOT_EXPORTED = {}  # transformers 5 makes the mask without vmap
+# Whose exported program has other last bits than eager when torch itself runs it.
+UNLIKE_EAGER = {"transformers Llama"}
 
 
 def everything(module, args, kwargs):
@@ -85,8 +87,10 @@ def test_exported_by_torch_runs_in_plumb(name, tmp_path):
         return
     torch.export.save(torch.export.export(copy.deepcopy(model), args, kwargs), tmp_path / "model.pt2")
     loaded = plumb.load_pt2(tmp_path / "model.pt2")
-    assert set(loaded.state_dict()) == set(torch.export.load(tmp_path / "model.pt2").state_dict)
-    same(everything(loaded, args, kwargs), everything(model, args, kwargs))
+    program = torch.export.load(tmp_path / "model.pt2")
+    assert set(loaded.state_dict()) == set(program.state_dict)
+    wanted = program.module() if name in UNLIKE_EAGER else model
+    same(everything(loaded, args, kwargs), everything(wanted, args, kwargs))
 
 
 class Values(nn.Module):
