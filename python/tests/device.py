@@ -74,6 +74,9 @@ _NOT_THERE = {
         "gradients_taken_inside_of_the_forward",
     ),
     "transformers asks for another package where there is a default device": ("checkpoint_of_transformers_is_folded",),
+    "transformers 5 counts tokens of experts as integers off the CPU, where torch's histc knows floats only": (
+        "mixtures_of_transformers",
+    ),
     "torch's own group_norm refuses channels last there": ("group_norm-channels last",),
     "torch's DistributedDataParallel needs a backend of the device's": ("means_over_replicas", "lost_during_the_mean"),
     "it places stages on the CPU on purpose": ("stages_move_with_their_device_arguments",),
