@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "plumb/checkpoint/checkpoint_writer.h"
+#include "plumb/checkpoint/folder_for_test.h"
 #include "plumb/checkpoint/optimizer_state.h"
 #include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
@@ -31,15 +32,8 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::SizeIs;
 
-class Checkpoints : public ::testing::Test {
+class Checkpoints : public FolderTest {
  protected:
-  void SetUp() override {
-    std::string name = (fs::temp_directory_path() / "plumb_checkpoints_XXXXXX").string();
-    ASSERT_NE(mkdtemp(name.data()), nullptr);
-    run_ = name;
-  }
-  void TearDown() override { fs::remove_all(run_); }
-
   // Tensors that tell the step.
   static CheckpointPart part(double step, int64_t size = 4) {
     return {{{"a.weight", at::full({2, size}, step)}, {"b.weight", at::full({size}, step + 0.5)}},
@@ -53,46 +47,34 @@ class Checkpoints : public ::testing::Test {
   }
   std::vector<std::string> entries() const {
     std::vector<std::string> names;
-    for (const auto& e : fs::directory_iterator(run_)) {
+    for (const auto& e : fs::directory_iterator(folder_)) {
       if (e.path().filename().string()[0] != '.') names.push_back(e.path().filename().string());
     }
     std::sort(names.begin(), names.end());
     return names;
   }
-  fs::path run_;
 };
-
-template <typename F>
-Error error_from(F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e;
-  }
-  ADD_FAILURE() << "no error";
-  return Error(ErrorKind::Internal, "none");
-}
 
 TEST_F(Checkpoints, HoldTensorsStateAndStep) {
   const json state = {{"rng", {1, 2, UINT64_MAX}}, {"rate", 0.1}, {"text", "ä"}};
   {
-    CheckpointWriter writer(run_, 0, 1, "r");
+    CheckpointWriter writer(folder_, 0, 1, "r");
     writer.save(120, part(120), state);
     writer.wait();
     const auto reports = writer.take_reports();
     ASSERT_THAT(reports, SizeIs(1));
     EXPECT_EQ(reports[0].problem, "");
-    EXPECT_EQ(reports[0].folder, (run_ / "step-00000120").string());
+    EXPECT_EQ(reports[0].folder, (folder_ / "step-00000120").string());
     EXPECT_EQ(reports[0].bytes, 80u);
   }
   EXPECT_THAT(entries(), ElementsAre("step-00000120"));
-  const Checkpoint c = Checkpoint::open(run_ / "step-00000120");
+  const Checkpoint c = Checkpoint::open(folder_ / "step-00000120");
   expect_step(c, 120);
   EXPECT_EQ(c.state(), state);
   EXPECT_THAT(c.names(), ElementsAre("a.weight", "b.weight"));
   EXPECT_THAT(c.optimizer_names(), ElementsAre("exp_avg/a.weight"));
   EXPECT_EQ(c.bytes_read(), 80u);
-  EXPECT_EQ(error_from([&] { c.read("c"); }).kind(), ErrorKind::UnknownName);
+  EXPECT_EQ(error_of([&] { c.read("c"); }).kind(), ErrorKind::UnknownName);
 }
 
 TEST_F(Checkpoints, OfSeveralRanksAreOneModel) {
@@ -100,7 +82,7 @@ TEST_F(Checkpoints, OfSeveralRanksAreOneModel) {
   std::barrier all(3);
   for (int rank = 0; rank < 3; ++rank) {
     ranks.emplace_back([&, rank] {
-      CheckpointWriter writer(run_, rank, 3, "r");
+      CheckpointWriter writer(folder_, rank, 3, "r");
       all.arrive_and_wait();
       CheckpointPart p;
       // Rank 1 has nothing. A tensor of two ranks is the same on both.
@@ -113,15 +95,15 @@ TEST_F(Checkpoints, OfSeveralRanksAreOneModel) {
   }
   for (auto& rank : ranks) rank.join();
   EXPECT_THAT(entries(), ElementsAre("step-00000001", "step-00000002"));
-  const Checkpoint c = *Checkpoint::newest(run_);
+  const Checkpoint c = *Checkpoint::newest(folder_);
   EXPECT_EQ(c.step(), 2);
   EXPECT_EQ(c.state(), json({{"from", 0}}));
   EXPECT_THAT(c.names(), ElementsAre("head", "shared", "x.0", "x.2"));
   EXPECT_TRUE(at::equal(c.read("head"), at::zeros({4})));
   EXPECT_TRUE(at::equal(c.read("x.2"), at::full({4}, 2)));
-  EXPECT_TRUE(fs::exists(run_ / "step-00000002/model-00002-of-00002.safetensors"));
+  EXPECT_TRUE(fs::exists(folder_ / "step-00000002/model-00002-of-00002.safetensors"));
   // What other readers see.
-  EXPECT_THAT(TensorFolder((run_ / "step-00000002").string()).names(), ElementsAre("shared", "x.0", "x.2"));
+  EXPECT_THAT(TensorFolder((folder_ / "step-00000002").string()).names(), ElementsAre("shared", "x.0", "x.2"));
 }
 
 TEST_F(Checkpoints, SayWhichTensorRanksDifferIn) {
@@ -129,7 +111,7 @@ TEST_F(Checkpoints, SayWhichTensorRanksDifferIn) {
   std::barrier all(2);
   for (int rank = 0; rank < 2; ++rank) {
     ranks.emplace_back([&, rank] {
-      CheckpointWriter writer(run_, rank, 2, "r");
+      CheckpointWriter writer(folder_, rank, 2, "r");
       all.arrive_and_wait();
       writer.save(1, {{{"w", at::full({4}, rank)}}, {}}, {});
       writer.wait();
@@ -137,47 +119,47 @@ TEST_F(Checkpoints, SayWhichTensorRanksDifferIn) {
     });
   }
   for (auto& rank : ranks) rank.join();
-  EXPECT_EQ(Checkpoint::newest(run_), std::nullopt);
+  EXPECT_EQ(Checkpoint::newest(folder_), std::nullopt);
 }
 
 TEST_F(Checkpoints, StoreATensorOfSeveralNamesOnce) {
   const at::Tensor w = at::ones({3, 3});
   {
-    CheckpointWriter writer(run_, 0, 1, "r");
+    CheckpointWriter writer(folder_, 0, 1, "r");
     writer.save(1, {{{"embed", w}, {"head", w}, {"head.t", w.t()}}, {{"exp_avg/embed", w}}}, {});
   }
-  const Checkpoint c = *Checkpoint::newest(run_);
+  const Checkpoint c = *Checkpoint::newest(folder_);
   EXPECT_EQ(c.contents().ties, (std::map<std::string, std::string>{{"head", "embed"}}));
   EXPECT_EQ(c.contents().model.size(), 2u);
   EXPECT_TRUE(at::equal(c.read("head"), w));
   EXPECT_TRUE(at::equal(c.read_optimizer("exp_avg/head"), w));
-  const SafetensorsFile file(run_ / "step-00000001/model-00001-of-00001.safetensors");
+  const SafetensorsFile file(folder_ / "step-00000001/model-00001-of-00001.safetensors");
   EXPECT_EQ(file.metadata().at("head"), "embed");
 }
 
 TEST_F(Checkpoints, AreCopiesOfTheStepsEdge) {
-  CheckpointWriter writer(run_, 0, 1, "r");
+  CheckpointWriter writer(folder_, 0, 1, "r");
   CheckpointPart p = part(1);
   writer.save(1, p, {});
   for (auto& [name, tensor] : p.model) tensor.zero_();
   for (auto& [name, tensor] : p.optimizer) tensor.zero_();
   writer.wait();
-  expect_step(Checkpoint::open(run_ / "step-00000001"), 1);
+  expect_step(Checkpoint::open(folder_ / "step-00000001"), 1);
 }
 
 TEST_F(Checkpoints, KeepTheLastAndEveryNth) {
-  fs::create_directories(run_ / "step-7");
-  fs::create_directories(run_ / "step-00000001x");
-  fs::create_directories(run_ / "mine");
+  fs::create_directories(folder_ / "step-7");
+  fs::create_directories(folder_ / "step-00000001x");
+  fs::create_directories(folder_ / "mine");
   {
-    CheckpointWriter writer(run_, 0, 1, "r", {.keep_last = 2, .keep_every = 30});
+    CheckpointWriter writer(folder_, 0, 1, "r", {.keep_last = 2, .keep_every = 30});
     for (int step = 10; step <= 80; step += 10) writer.save(step, part(step), {});
   }
   EXPECT_THAT(entries(), ElementsAre("mine", "step-00000001x", "step-00000030", "step-00000060", "step-00000070",
                                      "step-00000080", "step-7"));
   // A run that went back to step 60 does not count what it left behind, and removes none of it.
   {
-    CheckpointWriter writer(run_, 0, 1, "r2", {.keep_last = 1});
+    CheckpointWriter writer(folder_, 0, 1, "r2", {.keep_last = 1});
     writer.save(65, part(65), {});
   }
   EXPECT_THAT(entries(),
@@ -186,46 +168,46 @@ TEST_F(Checkpoints, KeepTheLastAndEveryNth) {
 
 TEST_F(Checkpoints, OfAStepThatIsThereReplaceIt) {
   for (const char* run : {"r1", "r2"}) {
-    CheckpointWriter writer(run_, 0, 1, run);
+    CheckpointWriter writer(folder_, 0, 1, run);
     writer.save(1, part(1), {{"run", run}});
   }
   EXPECT_THAT(entries(), ElementsAre("step-00000001"));
-  EXPECT_EQ(Checkpoint::newest(run_)->state(), json({{"run", "r2"}}));
+  EXPECT_EQ(Checkpoint::newest(folder_)->state(), json({{"run", "r2"}}));
 }
 
 TEST_F(Checkpoints, OfDeadRunsThatAreUnfinishedAreRemoved) {
-  fs::create_directories(run_ / "step-00000001.writing-dead");
-  spill(run_ / "step-00000001.writing-dead/rank-00000.json", "{}");
-  EXPECT_EQ(Checkpoint::newest(run_), std::nullopt);
-  CheckpointWriter writer(run_, 0, 1, "r");
+  fs::create_directories(folder_ / "step-00000001.writing-dead");
+  spill(folder_ / "step-00000001.writing-dead/rank-00000.json", "{}");
+  EXPECT_EQ(Checkpoint::newest(folder_), std::nullopt);
+  CheckpointWriter writer(folder_, 0, 1, "r");
   EXPECT_THAT(entries(), ElementsAre());
 }
 
 TEST_F(Checkpoints, OfTwoLiveRunsDoNotMix) {
-  CheckpointWriter writer(run_, 0, 1, "r");
-  const Error error = error_from([&] { CheckpointWriter(run_, 0, 1, "r2"); });
+  CheckpointWriter writer(folder_, 0, 1, "r");
+  const Error error = error_of([&] { CheckpointWriter(folder_, 0, 1, "r2"); });
   EXPECT_EQ(error.kind(), ErrorKind::InvalidState);
   EXPECT_THAT(error.what(), HasSubstr("another run"));
 }
 
 TEST_F(Checkpoints, AreRefusedWithArgumentsThatCannotBeKept) {
   for (const char* run : {"", "../x", "a b", "a.b"})
-    EXPECT_EQ(error_from([&] { CheckpointWriter(run_, 0, 1, run); }).kind(), ErrorKind::InvalidArgument) << run;
-  EXPECT_EQ(error_from([&] { CheckpointWriter(run_, 1, 1, "r"); }).kind(), ErrorKind::InvalidArgument);
-  CheckpointWriter writer(run_, 0, 1, "r");
+    EXPECT_EQ(error_of([&] { CheckpointWriter(folder_, 0, 1, run); }).kind(), ErrorKind::InvalidArgument) << run;
+  EXPECT_EQ(error_of([&] { CheckpointWriter(folder_, 1, 1, "r"); }).kind(), ErrorKind::InvalidArgument);
+  CheckpointWriter writer(folder_, 0, 1, "r");
   json deep = 1;
   for (int i = 0; i < 70; ++i) deep = json::array({deep});
   for (const json& state : {json(std::nan("")), json(INFINITY), json("\xff"), deep})
-    EXPECT_EQ(error_from([&] { writer.save(1, part(1), state); }).kind(), ErrorKind::InvalidArgument);
-  EXPECT_EQ(error_from([&] { writer.save(-1, part(1), {}); }).kind(), ErrorKind::InvalidArgument);
-  EXPECT_EQ(error_from([&] { writer.save(1, {{{"w", at::ones({2}).to_sparse()}}, {}}, {}); }).kind(),
+    EXPECT_EQ(error_of([&] { writer.save(1, part(1), state); }).kind(), ErrorKind::InvalidArgument);
+  EXPECT_EQ(error_of([&] { writer.save(-1, part(1), {}); }).kind(), ErrorKind::InvalidArgument);
+  EXPECT_EQ(error_of([&] { writer.save(1, {{{"w", at::ones({2}).to_sparse()}}, {}}, {}); }).kind(),
             ErrorKind::Unsupported);
 }
 
 TEST_F(Checkpoints, OfALostRankFailAndNameIt) {
-  CheckpointWriter writer(run_, 0, 3, "r", {.timeout = 0.2});
+  CheckpointWriter writer(folder_, 0, 3, "r", {.timeout = 0.2});
   std::thread other([&] {
-    CheckpointWriter second(run_, 1, 3, "r", {.timeout = 5});
+    CheckpointWriter second(folder_, 1, 3, "r", {.timeout = 5});
     second.save(1, part(1), {});
     second.wait();
     EXPECT_THAT(second.problem().value_or(""), HasSubstr("rank 0 gave it up"));
@@ -235,15 +217,15 @@ TEST_F(Checkpoints, OfALostRankFailAndNameIt) {
   writer.wait();
   EXPECT_THAT(writer.problem().value_or(""), HasSubstr("rank 2 did not write its part"));
   other.join();
-  EXPECT_EQ(Checkpoint::newest(run_), std::nullopt);
+  EXPECT_EQ(Checkpoint::newest(folder_), std::nullopt);
   // A rank that is late sees it too, and does not wait.
-  CheckpointWriter late(run_, 2, 3, "r", {.background = false, .timeout = 60});
+  CheckpointWriter late(folder_, 2, 3, "r", {.background = false, .timeout = 60});
   late.save(1, part(1), {});
   EXPECT_THAT(late.problem().value_or(""), HasSubstr("rank 0 gave it up"));
 }
 
 TEST_F(Checkpoints, ThatAreAbandonedDoNotWait) {
-  CheckpointWriter writer(run_, 0, 2, "r", {.timeout = 600});
+  CheckpointWriter writer(folder_, 0, 2, "r", {.timeout = 600});
   writer.save(1, part(1), {});
   writer.abandon();
   writer.wait();
@@ -255,7 +237,7 @@ TEST_F(Checkpoints, OfAFullDiskFailAndTheNextIsTried) {
   const pid_t child = fork();
   if (child == 0) {
     std::signal(SIGXFSZ, SIG_IGN);
-    CheckpointWriter writer(run_, 0, 1, "r", {.background = false});
+    CheckpointWriter writer(folder_, 0, 1, "r", {.background = false});
     writer.save(1, part(1), {});
     rlimit limit{1000, RLIM_INFINITY};
     setrlimit(RLIMIT_FSIZE, &limit);
@@ -265,7 +247,7 @@ TEST_F(Checkpoints, OfAFullDiskFailAndTheNextIsTried) {
     setrlimit(RLIMIT_FSIZE, &limit);
     writer.save(3, part(3), {});
     const bool right = problem.find("model.rank-00000.safetensors: cannot be written") != problem.npos &&
-                       !writer.problem() && Checkpoint::newest(run_)->step() == 3;
+                       !writer.problem() && Checkpoint::newest(folder_)->step() == 3;
     if (!right) fprintf(stderr, "%s\n%s\n", problem.c_str(), writer.problem().value_or("").c_str());
     _exit(right ? 0 : 1);
   }
@@ -278,8 +260,8 @@ TEST_F(Checkpoints, OfAFullDiskFailAndTheNextIsTried) {
 TEST_F(Checkpoints, WithoutPermissionFailAndTheRunGoesOn) {
   if (geteuid() == 0) {
     // Root may write everywhere: a file in the folder's place is as good.
-    CheckpointWriter writer(run_, 0, 1, "r");
-    spill(run_ / "step-00000001.writing-r", "");
+    CheckpointWriter writer(folder_, 0, 1, "r");
+    spill(folder_ / "step-00000001.writing-r", "");
     writer.save(1, part(1), {});
     writer.wait();
     EXPECT_THAT(writer.problem().value_or(""), HasSubstr("step-00000001.writing-r"));
@@ -287,33 +269,33 @@ TEST_F(Checkpoints, WithoutPermissionFailAndTheRunGoesOn) {
     writer.wait();
     EXPECT_EQ(writer.problem(), std::nullopt);
   } else {
-    CheckpointWriter writer(run_, 0, 1, "r");
-    fs::permissions(run_, fs::perms::owner_read | fs::perms::owner_exec);
+    CheckpointWriter writer(folder_, 0, 1, "r");
+    fs::permissions(folder_, fs::perms::owner_read | fs::perms::owner_exec);
     writer.save(1, part(1), {});
     writer.wait();
     EXPECT_THAT(writer.problem().value_or(""), HasSubstr("ermission"));
-    fs::permissions(run_, fs::perms::owner_all);
+    fs::permissions(folder_, fs::perms::owner_all);
     writer.save(2, part(2), {});
     writer.wait();
     EXPECT_EQ(writer.problem(), std::nullopt);
   }
-  expect_step(*Checkpoint::newest(run_), 2);
-  const Error error = error_from([&] { CheckpointWriter("/proc/none", 0, 1, "r"); });
+  expect_step(*Checkpoint::newest(folder_), 2);
+  const Error error = error_of([&] { CheckpointWriter("/proc/none", 0, 1, "r"); });
   EXPECT_EQ(error.kind(), ErrorKind::CannotWrite);
 }
 
 TEST_F(Checkpoints, ThatAreTornOrAlteredAreNamedAndTheOneBeforeIsUsed) {
   {
-    CheckpointWriter writer(run_, 0, 1, "r", {.keep_last = 0});
+    CheckpointWriter writer(folder_, 0, 1, "r", {.keep_last = 0});
     for (int step : {1, 2, 3, 4, 5}) writer.save(step, part(step), {});
   }
-  fs::remove(run_ / "step-00000005/checkpoint.json");
-  std::string bytes = slurp(run_ / "step-00000004/model-00001-of-00001.safetensors");
+  fs::remove(folder_ / "step-00000005/checkpoint.json");
+  std::string bytes = slurp(folder_ / "step-00000004/model-00001-of-00001.safetensors");
   bytes.back() = static_cast<char>(bytes.back() ^ 1);
-  spill(run_ / "step-00000004/model-00001-of-00001.safetensors", bytes);
-  fs::resize_file(run_ / "step-00000003/optimizer-00001-of-00001.safetensors", 20);
+  spill(folder_ / "step-00000004/model-00001-of-00001.safetensors", bytes);
+  fs::resize_file(folder_ / "step-00000003/optimizer-00001-of-00001.safetensors", 20);
   std::vector<std::string> problems;
-  expect_step(*Checkpoint::newest(run_, &problems), 2);
+  expect_step(*Checkpoint::newest(folder_, &problems), 2);
   EXPECT_THAT(problems, ElementsAre(AllOf(HasSubstr("step-00000005 is not used"), HasSubstr("checkpoint.json")),
                                     AllOf(HasSubstr("step-00000004 is not used"),
                                           HasSubstr("'b.weight' is not as it was written")),
@@ -322,10 +304,10 @@ TEST_F(Checkpoints, ThatAreTornOrAlteredAreNamedAndTheOneBeforeIsUsed) {
 
 TEST_F(Checkpoints, ThatAreBrokenAreErrorsOrEqual) {
   {
-    CheckpointWriter writer(run_, 0, 1, "r");
+    CheckpointWriter writer(folder_, 0, 1, "r");
     writer.save(1, part(1), {{"data", 17}, {"rate", 0.25}});
   }
-  const fs::path folder = run_ / "step-00000001";
+  const fs::path folder = folder_ / "step-00000001";
   std::vector<fs::path> files;
   for (const auto& e : fs::directory_iterator(folder)) files.push_back(e.path());
   std::sort(files.begin(), files.end());
@@ -358,10 +340,10 @@ TEST_F(Checkpoints, ThatAreBrokenAreErrorsOrEqual) {
 // A liar's files have right checksums.
 TEST_F(Checkpoints, ThatLieLeadOutOfTheirFolderNowhere) {
   {
-    CheckpointWriter writer(run_, 0, 1, "r");
+    CheckpointWriter writer(folder_, 0, 1, "r");
     writer.save(1, part(1), {});
   }
-  const fs::path path = run_ / "step-00000001/checkpoint.json";
+  const fs::path path = folder_ / "step-00000001/checkpoint.json";
   const std::string text = slurp(path);
   const auto lie = [&](const std::function<void(json&)>& change) {
     json document = json::parse(text);
@@ -370,7 +352,7 @@ TEST_F(Checkpoints, ThatLieLeadOutOfTheirFolderNowhere) {
     const std::string dumped = document.dump();
     document["checksum"] = crc32(dumped.data(), dumped.size());
     spill(path, document.dump());
-    const Error error = error_from([&] { Checkpoint::open(run_ / "step-00000001").verify(); });
+    const Error error = error_of([&] { Checkpoint::open(folder_ / "step-00000001").verify(); });
     EXPECT_EQ(error.kind(), ErrorKind::BadFile) << error.what();
   };
   lie([](json& d) { d["model"]["a.weight"]["file"] = "../step-00000001/model-00001-of-00001.safetensors"; });
@@ -390,12 +372,12 @@ TEST_F(Checkpoints, ThatLieLeadOutOfTheirFolderNowhere) {
 TEST_F(Checkpoints, OfAWriterThatIsKilledAreWholeOrNotThere) {
   const auto start = std::chrono::steady_clock::now();
   {
-    CheckpointWriter writer(run_ / "timed", 0, 1, "timed", {.background = false});
+    CheckpointWriter writer(folder_ / "timed", 0, 1, "timed", {.background = false});
     writer.save(1, part(1), {});
   }
   const double microseconds =
       std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
-  const fs::path run = run_ / "killed";
+  const fs::path run = folder_ / "killed";
   std::map<std::string, int> outcomes;
   int64_t last = 0;
   for (int kill_at = 0; kill_at < 100; ++kill_at) {
@@ -439,21 +421,21 @@ TEST_F(Checkpoints, OfAWriterThatIsKilledAreWholeOrNotThere) {
 
 TEST_F(Checkpoints, LoadIntoTensorsOrSayWhatDiffers) {
   {
-    CheckpointWriter writer(run_, 0, 1, "r");
+    CheckpointWriter writer(folder_, 0, 1, "r");
     writer.save(1, part(1), {});
   }
-  const Checkpoint c = Checkpoint::open(run_ / "step-00000001");
+  const Checkpoint c = Checkpoint::open(folder_ / "step-00000001");
   const at::Tensor a = at::zeros({4, 2}).t().requires_grad_(), b = at::zeros({4});
   c.load({{"a.weight", a}, {"b.weight", b}});
   EXPECT_TRUE(at::equal(a, at::ones({2, 4})));
   b.zero_();
-  const Error missing = error_from([&] { c.load({{"b.weight", b}, {"c.weight", a}, {"d.weight", a}}); });
+  const Error missing = error_of([&] { c.load({{"b.weight", b}, {"c.weight", a}, {"d.weight", a}}); });
   EXPECT_EQ(missing.kind(), ErrorKind::UnknownName);
   EXPECT_THAT(missing.what(), HasSubstr("2 tensors are missing: c.weight, d.weight"));
-  const Error other = error_from([&] { c.load({{"b.weight", at::zeros({5})}}); });
+  const Error other = error_of([&] { c.load({{"b.weight", at::zeros({5})}}); });
   EXPECT_EQ(other.kind(), ErrorKind::TensorMismatch);
   EXPECT_THAT(other.what(), HasSubstr("'b.weight' is Float[4], the model has Float[5]"));
-  EXPECT_EQ(error_from([&] { c.load({{"b.weight", at::zeros({4}, at::kDouble)}}); }).kind(), ErrorKind::TensorMismatch);
+  EXPECT_EQ(error_of([&] { c.load({{"b.weight", at::zeros({4}, at::kDouble)}}); }).kind(), ErrorKind::TensorMismatch);
   EXPECT_TRUE(at::equal(b, at::zeros({4})));
 }
 
@@ -491,12 +473,12 @@ void resumes(const fs::path& run, const Options& options) {
 }
 
 TEST_F(Checkpoints, OptimizersGoOnBitForBit) {
-  resumes<torch::optim::AdamW>(run_ / "adamw", torch::optim::AdamWOptions(0.1).amsgrad(true));
-  resumes<torch::optim::AdamW>(run_ / "plain", torch::optim::AdamWOptions(0.1));
-  resumes<torch::optim::SGD>(run_ / "sgd", torch::optim::SGDOptions(0.1).momentum(0.9));
+  resumes<torch::optim::AdamW>(folder_ / "adamw", torch::optim::AdamWOptions(0.1).amsgrad(true));
+  resumes<torch::optim::AdamW>(folder_ / "plain", torch::optim::AdamWOptions(0.1));
+  resumes<torch::optim::SGD>(folder_ / "sgd", torch::optim::SGDOptions(0.1).momentum(0.9));
   at::Tensor a = at::zeros({3}).requires_grad_();
   torch::optim::SGD sgd({a}, torch::optim::SGDOptions(0.1).momentum(0.9));
-  const Error error = error_from([&] { load_optimizer_state(sgd, {{"a", a}}, *Checkpoint::newest(run_ / "plain")); });
+  const Error error = error_of([&] { load_optimizer_state(sgd, {{"a", a}}, *Checkpoint::newest(folder_ / "plain")); });
   EXPECT_THAT(error.what(), HasSubstr("momentum_buffer/a"));
 }
 

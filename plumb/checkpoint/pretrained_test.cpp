@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "plumb/checkpoint/folder_for_test.h"
 #include "plumb/core/error.h"
 #include "plumb/exported/programs_for_test.h"
 #include "plumb/graph/parameter_tag.h"
@@ -45,19 +46,16 @@ json record() {
       {"graphs", json::array({{{"load", kStack}, {"save", kUnstack}}})}};
 }
 
-class Folders : public ::testing::Test {
+class Folders : public FolderTest {
  protected:
   void SetUp() override {
-    std::string name = (fs::temp_directory_path() / "plumb_pretrained_XXXXXX").string();
-    ASSERT_NE(mkdtemp(name.data()), nullptr);
-    folder_ = name;
+    FolderTest::SetUp();
     fs::create_directory(folder_ / "in");
     at::manual_seed(0);
     wte_ = at::randn({4, 3});
     e0_ = at::randn({3}), e1_ = at::randn({3});
     write_safetensors((folder_ / "in/model.safetensors").string(), {{"old.wte", wte_}, {"e.0", e0_}, {"e.1", e1_}});
   }
-  void TearDown() override { fs::remove_all(folder_); }
   // A part of the program, without values.
   static std::shared_ptr<GraphModule> part(const std::vector<std::string>& names, at::ScalarType dtype = at::kFloat) {
     State state;
@@ -72,17 +70,6 @@ class Folders : public ::testing::Test {
   }
   TensorFolder in() const { return TensorFolder((folder_ / "in").string()); }
   std::string out() const { return (folder_ / "out").string(); }
-  template <typename F>
-  Error error_of(F&& f) const {
-    try {
-      f();
-    } catch (const Error& e) {
-      return e;
-    }
-    ADD_FAILURE() << "no error";
-    return Error(ErrorKind::Internal, "none");
-  }
-  fs::path folder_;
   at::Tensor wte_, e0_, e1_;
 };
 

@@ -5,6 +5,7 @@
 
 #include <filesystem>
 
+#include "plumb/checkpoint/folder_for_test.h"
 #include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
 #include "plumb/exported/programs_for_test.h"
@@ -19,14 +20,8 @@ using plumb::testing::spill;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-class Safetensors : public ::testing::Test {
+class Safetensors : public FolderTest {
  protected:
-  void SetUp() override {
-    std::string name = (fs::temp_directory_path() / "plumb_safetensors_XXXXXX").string();
-    ASSERT_NE(mkdtemp(name.data()), nullptr);
-    folder_ = name;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
   std::string path(const std::string& name = "x.safetensors") const { return (folder_ / name).string(); }
   // A file with this header and so many bytes after it.
   std::string with_header(const std::string& header, size_t bytes) const {
@@ -35,17 +30,6 @@ class Safetensors : public ::testing::Test {
     spill(path(), text + header + std::string(bytes, '\1'));
     return path();
   }
-  template <typename F>
-  Error error_of(F&& f) const {
-    try {
-      f();
-    } catch (const Error& e) {
-      return e;
-    }
-    ADD_FAILURE() << "no error";
-    return Error(ErrorKind::Internal, "none");
-  }
-  fs::path folder_;
 };
 
 // Bytes and all, for NaN and dtypes without arithmetic.

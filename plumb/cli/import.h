@@ -14,7 +14,7 @@ struct ImportOptions {
   std::optional<int64_t> fresh;  // a seed: fresh weights, in the file
 };
 
-// Runs `python -m plumb.hf`, which writes the file: Python is $PLUMB_PYTHON (the installed command sets it), else
+// Runs plumb.hf in Python, which writes the file: Python is $PLUMB_PYTHON (the installed command sets it), else
 // python3. Raises ExitCode after Python has said what is wrong, and Error(ExecutionFailed) if there is no Python.
 void import_folder(const ImportOptions& options);
 
