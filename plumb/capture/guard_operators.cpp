@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <sstream>
 
 #include "plumb/capture/capture.h"
@@ -71,7 +72,9 @@ void control_value(const at::Tensor& x) {
 }
 
 void guard_size(const at::Tensor& x, at::IntArrayRef sizes, bool exact, std::string_view where) {
-  if (x.is_meta() || (exact ? x.sizes() == sizes : (x.numel() == 0) == (c10::multiply_integers(sizes) == 0))) return;
+  // No product: sizes that a file wrote overflow.
+  const bool was_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+  if (x.is_meta() || (exact ? x.sizes() == sizes : (x.numel() == 0) == was_empty)) return;
   if (exact) {
     throw Error(ErrorKind::GuardFailed,
                 "the model read a size that depends on the data: " + text(sizes) + " when it was captured, " +
@@ -79,7 +82,6 @@ void guard_size(const at::Tensor& x, at::IntArrayRef sizes, bool exact, std::str
                 std::string(where),
                 "capture the model again on data like these, or use masks instead of boolean indexing and nonzero");
   }
-  const bool was_empty = c10::multiply_integers(sizes) == 0;
   throw Error(ErrorKind::GuardFailed,
               std::string("the model took the path for a tensor ") + (was_empty ? "without" : "with") +
                   " elements when it was captured; now it has " + (was_empty ? "some" : "none"),

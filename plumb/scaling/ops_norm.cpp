@@ -149,7 +149,7 @@ std::tuple<Tensor> embedding_backward(const Tensor& grad, at::IntArrayRef weight
   check_lookup(grad, weight_size, indices);
   const int64_t rows = weight_size[0];
   const double s = rules::embedding_grad_weight(rows, indices.numel());
-  const bool scale_grad = sparse || grad.numel() < rows * weight_size[1];
+  const bool scale_grad = sparse || static_cast<double>(grad.numel()) < static_cast<double>(rows) * weight_size[1];
   auto result =
       at::embedding_backward(scale_grad ? grad * s : grad, indices, rows, padding_idx, scale_grad_by_freq, sparse);
   return {scale_grad ? result : scaled(result, s)};

@@ -34,6 +34,8 @@ Tensor add(const Tensor& input, const Tensor& other, const at::Scalar& alpha, Op
 std::tuple<Tensor, Tensor> add_backward(const Tensor& grad, at::IntArrayRef input_size, at::IntArrayRef other_size,
                                         const at::Scalar& alpha, OptionalName constraint, OptionalScales scales,
                                         std::array<bool, 2> mask) {
+  // Before anything is computed from them: they are numbers of a file, perhaps.
+  check_gradient("add", grad, at::infer_size(input_size, other_size));
   const auto s = choose_scales("add", scales, constraint, 3, add_rule(input_size, other_size));
   // Summing first: the factor then goes over the smaller tensor.
   auto back = [&](at::IntArrayRef size, double factor) {
