@@ -4,7 +4,7 @@
 #   make wheel                       dist/plumb-VERSION+torchX.Y-....whl, for this torch's minor version
 #   make install PREFIX=/usr/local   headers, library, command and CMake package
 #   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers, FUZZ_SECONDS a reader
-#   make sanitize SANITIZER=thread   one module in several threads, under ThreadSanitizer
+#   make sanitize SANITIZER=thread   modules, checkpoints, trainings, pipelines in several threads, under ThreadSanitizer
 #   make gpu                         on a machine with a GPU: operators against the CPU, kernels' speed, docs/gpu.md
 #   make docs                        the site of docs/, in build-docs/
 #   make format | lint | clean       lint looks at what differs from BASE (main); ALL=1 at every file

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds with address and undefined-behaviour sanitizers and runs every C++ test: sanitize.sh BUILD [ctest arguments].
-# SANITIZER=thread: with ThreadSanitizer, what runs in several threads.
+# SANITIZER=thread: with ThreadSanitizer, the suites with several threads: modules, checkpoints, trainings, pipelines.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=$1
@@ -9,10 +9,14 @@ export PATH="$PWD/.venv/bin:$PATH"
 cmake -S . -B "$build" -G Ninja -DPLUMB_PYTHON="$PWD/.venv/bin/python" -DPLUMB_PYTHON_PACKAGE=OFF -DPLUMB_JOINED=ON \
   -DPLUMB_SANITIZE="${SANITIZER:-address,undefined}" >/dev/null
 if [ "${SANITIZER:-}" = thread ]; then
-  cmake --build "$build" -j "${JOBS:-2}" --target plumb_transforms_test
+  cmake --build "$build" -j "${JOBS:-2}" --target plumb_{transforms,checkpoint,training,pipeline}_test
   export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
   export TSAN_OPTIONS="halt_on_error=1:ignore_noninstrumented_modules=1:suppressions=$PWD/tools/thread_suppressions.txt"
-  exec "$build/tests/plumb_transforms_test" --gtest_filter='Threads.*'
+  "$build/tests/plumb_transforms_test" --gtest_filter='Threads.*'
+  "$build/tests/plumb_checkpoint_test"
+  "$build/tests/plumb_training_test"
+  # The heap is not glibc's here, so its settings cannot be looked at.
+  exec "$build/tests/plumb_pipeline_test" --gtest_filter=-FreedMemory*
 fi
 cmake --build "$build" -j "${JOBS:-2}"
 . tools/sanitizer_options.sh
