@@ -1,6 +1,7 @@
 #include "plumb/schedule/check.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -13,6 +14,7 @@ namespace {
 using schedule_internal::Event;
 using schedule_internal::EventKind;
 using schedule_internal::EventSimulation;
+using schedule_internal::other_end;
 using schedule_internal::StageGraph;
 
 constexpr std::int32_t kAbsent = -1;
@@ -28,6 +30,7 @@ class Checker {
     if (report_.ok()) check_complete();
     if (report_.ok()) check_order();
     if (report_.ok() && messages_) check_messages();
+    if (report_.ok() && messages_ && options_.in_order) check_message_order();
     if (report_.ok()) check_progress();
     if (report_.ok()) check_memory();
     return std::move(report_);
@@ -341,6 +344,32 @@ class Checker {
           named(send_rank, sent) + " has no " + to_string(receiving) + " on rank " + std::to_string(receive_rank));
     }
     return false;
+  }
+
+  // The k-th send to a rank meets the k-th receive there. Every message has both ends by now.
+  void check_message_order() {
+    std::map<std::pair<int, int>, std::vector<int>> sends, receives;  // positions, by sender and receiver
+    for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
+      for (std::size_t i = 0; i < schedule_.rows[rank].size(); ++i) {
+        const Action& action = schedule_.rows[rank][i];
+        if (!action.is_message()) continue;
+        int peer = schedule_.placement.rank_of(action.other_stage, action.microbatch);
+        (action.is_send() ? sends[{rank, peer}] : receives[{peer, rank}]).push_back(static_cast<int>(i));
+      }
+    }
+    for (const auto& [pair, sent] : sends) {
+      const auto& received = receives[pair];
+      auto [from, to] = pair;
+      for (std::size_t k = 0; k < sent.size(); ++k) {
+        const Action& send = schedule_.rows[from][sent[k]];
+        if (other_end(send) == schedule_.rows[to][received[k]]) continue;
+        add(ProblemKind::Message, from, sent[k], send,
+            named(from, sent[k]) + " meets " + named(to, received[k]) + ": each is number " + std::to_string(k + 1) +
+                " from rank " + std::to_string(from) + " to rank " + std::to_string(to) +
+                ", and messages of two ranks match in order");
+        break;  // those behind it are off as well
+      }
+    }
   }
 
   // Where an event is to happen.

@@ -35,6 +35,10 @@ struct CheckOptions {
   // runs where receives are posted ahead. Sends that block (until the receiver is there) are harder still.
   bool blocking_receives = true;
   bool blocking_sends = false;
+  // Messages of two ranks have no tags: of each direction the k-th send is the k-th receive, as with NCCL. Together
+  // with blocking receives this proves a table for sends that complete only when their receive is posted, where every
+  // pair of ranks has a stream for each direction; with blocking sends also where a rank has one stream for all.
+  bool in_order = false;
   // Most activations a rank may hold, in the unit of memory.activation (default: microbatches of a whole rank).
   double memory_limit = std::numeric_limits<double>::infinity();
   Costs memory;                   // only activation and held_for_weight are used

@@ -133,6 +133,32 @@ TEST(Check, SkipConnectionsAreDependencies) {
   EXPECT_THROW(check_text(table, {{0, 1}, {0, 1}}), Error);
 }
 
+TEST(Check, NamesEntriesThatMeetInTheWrongOrder) {
+  const char* overtaking =
+      "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+      "1RECV_F1,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n";
+  CheckOptions streams;
+  streams.blocking_receives = false;
+  EXPECT_TRUE(check_text(overtaking, {}, streams).ok()) << "messages have tags";
+  streams.in_order = true;
+  CheckReport report = check_text(overtaking, {}, streams);
+  EXPECT_EQ(
+      report.text(),
+      "0SEND_F0 (rank 0, position 1) meets 1RECV_F1 (rank 1, position 0): each is number 1 from rank 0 to rank 1, "
+      "and messages of two ranks match in order");
+  EXPECT_EQ(report.problems[0].kind, ProblemKind::Message);
+}
+
+TEST(Check, AStreamForEachDirectionIsEnoughWhereBothRanksSendFirst) {
+  const char* crossed =
+      "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+      "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n";
+  CheckOptions streams{.in_order = true};
+  EXPECT_TRUE(check_text(crossed, {}, streams).ok());
+  streams.blocking_sends = true;
+  EXPECT_THAT(check_text(crossed, {}, streams).text(), HasSubstr("deadlock: rank"));
+}
+
 TEST(Check, MemoryOverTheLimitIsNamedWhereItHappens) {
   CheckOptions options;
   options.memory_limit = 3;

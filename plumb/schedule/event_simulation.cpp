@@ -286,4 +286,12 @@ EventSimulation::EventSimulation(const Schedule& schedule, const StageGraph& gra
   EventSimulator(schedule, graph, costs, options, *this).run();
 }
 
+Action other_end(const Action& message) {
+  const auto kind = message.kind == ActionKind::SendForward    ? ActionKind::RecvForward
+                    : message.kind == ActionKind::RecvForward  ? ActionKind::SendForward
+                    : message.kind == ActionKind::SendBackward ? ActionKind::RecvBackward
+                                                               : ActionKind::SendBackward;
+  return Action::message(kind, message.other_stage, message.microbatch, message.stage);
+}
+
 }  // namespace plumb::schedule_internal

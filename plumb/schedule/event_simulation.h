@@ -67,4 +67,7 @@ struct EventSimulation {
 // there first (-1 if nothing is ever held).
 std::pair<double, int> peak_activations(const std::vector<Action>& row, const Costs& costs);
 
+// The entry at the other end of a message: of a send its receive, of a receive its send.
+Action other_end(const Action& message);
+
 }  // namespace plumb::schedule_internal

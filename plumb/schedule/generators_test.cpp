@@ -146,12 +146,29 @@ TEST(Generators, EveryTableOfSmallCountsRuns) {
             for (const Action& action : row) splits |= action.kind == ActionKind::BackwardInput;
           }
           EXPECT_TRUE(traits.splits_backward || !splits) << name;
-          CheckOptions blocking;
-          blocking.blocking_sends = true;
-          report = check_schedule(lower_schedule(schedule), {}, blocking);
-          ASSERT_TRUE(report.ok()) << name << " " << ranks << " " << microbatches << " " << v << "\n" << report.text();
+          CheckOptions rendezvous{.blocking_sends = true, .in_order = true};
+          for (const bool keep_pairs : {false, true}) {
+            report = check_schedule(lower_schedule(schedule, {}, {.keep_pairs = keep_pairs}), {}, rendezvous);
+            ASSERT_TRUE(report.ok()) << name << " " << ranks << " " << microbatches << " " << v << "\n"
+                                     << report.text();
+          }
         }
       }
+    }
+  }
+}
+
+// With skip connections from the first stage to all others, as the engine posts messages where values stay on devices.
+TEST(Generators, EveryTableWithSkipConnectionsRunsWithRendezvousAndOneStreamARank) {
+  for (const std::string& name : schedule_names()) {
+    const ScheduleTraits& traits = schedule_traits(name);
+    for (int ranks : {2, 4, 6}) {
+      Schedule schedule = make_schedule(name, ranks, 2 * ranks + 1, traits.min_stages_per_rank);
+      StageEdges edges = chain_edges(schedule.num_stages());
+      for (int stage = 2; stage < schedule.num_stages(); ++stage) edges.push_back({0, stage});
+      CheckReport report = check_schedule(lower_schedule(schedule, edges, {.keep_pairs = true}), edges,
+                                          {.blocking_sends = true, .in_order = true});
+      EXPECT_TRUE(report.ok()) << name << " " << ranks << "\n" << report.text();
     }
   }
 }

@@ -13,6 +13,7 @@ namespace plumb {
 namespace {
 
 using schedule_internal::EventSimulation;
+using schedule_internal::other_end;
 using schedule_internal::StageGraph;
 
 // A message and where its ends go: into the rows of both ranks at one instant.
@@ -205,6 +206,34 @@ Schedule lower_schedule(const Schedule& given, const StageEdges& edges, const Lo
     surroundings.finish(out);
   }
   return lowered;
+}
+
+std::vector<std::vector<int>> meeting_messages(const Schedule& lowered) {
+  std::vector<std::vector<int>> meets;
+  for (const auto& row : lowered.rows) meets.emplace_back(row.size(), -1);
+  auto peer_of = [&](const Action& message) {
+    return lowered.placement.rank_of(message.other_stage, message.microbatch);
+  };
+  for (int rank = 0; rank < lowered.num_ranks(); ++rank) {
+    const auto& row = lowered.rows[rank];
+    for (std::size_t i = 0; i + 1 < row.size(); ++i) {
+      const Action &first = row[i], &second = row[i + 1];
+      if (!first.is_message() || !second.is_message() || first.is_send() == second.is_send()) continue;
+      const int peer = peer_of(first);
+      if (peer_of(second) != peer || meets[rank][i] >= 0) continue;
+      const auto& theirs = lowered.rows[peer];
+      const auto at = std::find(theirs.begin(), theirs.end(), other_end(first)) - theirs.begin();
+      const auto end = static_cast<std::ptrdiff_t>(theirs.size());
+      // Rows follow one order in time: the second is behind the first there, too.
+      if (at + 1 >= end || theirs[at + 1] != other_end(second) || meets[peer][at] >= 0 || meets[peer][at + 1] >= 0)
+        continue;
+      meets[rank][i] = static_cast<int>(i) + 1;
+      meets[rank][i + 1] = static_cast<int>(i);
+      meets[peer][at] = static_cast<int>(at) + 1;
+      meets[peer][at + 1] = static_cast<int>(at);
+    }
+  }
+  return meets;
 }
 
 std::vector<Action> with_surroundings(const std::vector<Action>& given, const LowerOptions& options) {

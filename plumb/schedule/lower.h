@@ -25,6 +25,11 @@ struct LowerOptions {
 // is taken as such.
 Schedule lower_schedule(const Schedule& schedule, const StageEdges& edges = {}, const LowerOptions& options = {});
 
+// Messages of a lowered table that meet: two that two ranks send each other, with nothing between them in either rank's
+// row. Both ends post them as one (coalesced), so that they travel at the same time even where a rank has one stream
+// for all its messages. For each entry of each row the position of the other one in that row, next to it, or -1.
+std::vector<std::vector<int>> meeting_messages(const Schedule& lowered);
+
 // A row of a rank with UNSHARD, RESHARD and REDUCE_GRAD as the options say; idle entries go.
 std::vector<Action> with_surroundings(const std::vector<Action>& row, const LowerOptions& options);
 

@@ -39,6 +39,25 @@ TEST(Lower, SkipConnectionsGoStraightToEachUser) {
   EXPECT_FALSE(check_schedule(lowered).ok());
 }
 
+TEST(Lower, NamesTheMessagesOfTwoRanksThatMeet) {
+  Schedule lowered = lower_schedule(one_f_one_b_schedule(2, 4));
+  std::vector<std::vector<int>> meets = meeting_messages(lowered);
+  int pairs = 0;
+  for (int rank = 0; rank < 2; ++rank) {
+    for (std::size_t i = 0; i < meets[rank].size(); ++i) {
+      if (meets[rank][i] < 0) continue;
+      const Action &one = lowered.rows[rank][i], &other = lowered.rows[rank][static_cast<std::size_t>(meets[rank][i])];
+      EXPECT_NE(one.is_send(), other.is_send());
+      EXPECT_EQ(meets[rank][static_cast<std::size_t>(meets[rank][i])], static_cast<int>(i));
+      ++pairs;
+    }
+  }
+  EXPECT_EQ(pairs, 4 * 2) << to_csv(lowered);  // in the steady state, from both ranks' sides
+  for (const auto& row : meeting_messages(lower_schedule(gpipe_schedule(3, 4)))) {
+    for (int other : row) EXPECT_EQ(other, -1) << "all forwards come before all backwards";
+  }
+}
+
 TEST(Lower, ValuesWithoutGradientComeBackWithNone) {
   StageEdges edges = {{0, 1, false}};
   EXPECT_EQ(to_csv(lower_schedule(gpipe_schedule(2, 1), edges)), "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0\n");
