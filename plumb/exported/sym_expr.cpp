@@ -10,6 +10,11 @@ namespace {
 
 constexpr int kMaxExpressionDepth = 64;
 
+// Printed as an operator between arguments: a sum or a product of one is printed as a call.
+bool is_operator(const SymExpr& e, std::string_view name) {
+  return e.kind() == SymExpr::Kind::Call && e.text() == name && e.args().size() > 1;
+}
+
 class Parser {
  public:
   Parser(std::string_view text, std::map<std::string, std::string>* spelling) : text_(text), spelling_(spelling) {}
@@ -67,7 +72,7 @@ class Parser {
     Chain(const char* name, SymExpr first) : name_(name), first_(std::move(first)) {}
     void append(SymExpr next) {
       if (args_.empty()) {
-        if (first_.kind() == SymExpr::Kind::Call && first_.text() == name_) {
+        if (is_operator(first_, name_)) {
           args_ = first_.args();
         } else {
           args_.push_back(first_);
@@ -158,7 +163,7 @@ class Parser {
   // The rest of Symbol('name', positive=True, ...): assumptions are kept in the spelling only.
   Result symbol(size_t start) {
     auto name = quoted();
-    if (!name || name->empty()) return std::nullopt;
+    if (!name || name->empty() || std::isdigit(static_cast<unsigned char>(name->front()))) return std::nullopt;
     for (char c : *name) {
       if (!std::isalnum(static_cast<unsigned char>(c)) && c != '_') return std::nullopt;
     }
@@ -193,10 +198,9 @@ class Parser {
 int strength(const SymExpr& e) {
   if (e.kind() == SymExpr::Kind::Integer) return e.value() < 0 ? 0 : 3;
   if (e.kind() == SymExpr::Kind::Number) return e.text().starts_with("-") ? 0 : 3;
-  if (e.kind() != SymExpr::Kind::Call) return 3;
-  if (e.text() == "Add") return 0;
-  if (e.text() == "Mul") return 1;
-  if (e.text() == "Pow" && e.args().size() == 2) return 2;
+  if (is_operator(e, "Add")) return 0;
+  if (is_operator(e, "Mul")) return 1;
+  if (is_operator(e, "Pow") && e.args().size() == 2) return 2;
   return 3;
 }
 
@@ -231,10 +235,13 @@ std::string SymExpr::to_infix() const {
     case Kind::Call: break;
   }
   std::string out;
-  const bool add = text_ == "Add", mul = text_ == "Mul";
-  if ((add || mul) && args().size() > 1) {
-    for (size_t i = 0; i < args().size(); ++i)
-      out += (i ? (add ? " + " : "*") : "") + bracketed(args()[i], add ? 1 : 2);
+  const bool add = is_operator(*this, "Add");
+  if (add || is_operator(*this, "Mul")) {
+    for (size_t i = 0; i < args().size(); ++i) {
+      // (a*b)*c is a*b*c, as it is read.
+      const bool same = i == 0 && is_operator(args()[i], text_);
+      out += (i ? (add ? " + " : "*") : "") + (same ? args()[i].to_infix() : bracketed(args()[i], add ? 1 : 2));
+    }
     return out;
   }
   if (text_ == "Pow" && args().size() == 2) return bracketed(args()[0], 3) + "**" + bracketed(args()[1], 3);

@@ -199,6 +199,11 @@ TEST(SymExpr, KeepsCallsItDoesNotKnow) {
   ASSERT_TRUE(e);
   EXPECT_EQ(e->to_infix(), "FloorDiv(s0, 2)*Strange(s0, 3)**2");
   EXPECT_EQ(SymExpr::parse(e->to_infix())->to_infix(), e->to_infix());
+  // A product of a product is read as one; a sum of one argument stays a call.
+  const auto nested = SymExpr::parse("Add(Mul(Mul(Integer(2), Symbol('s7')), s1*-1))");
+  EXPECT_EQ(nested->to_infix(), "Add(2*s7*(s1*(-1)))");
+  EXPECT_EQ(SymExpr::parse(nested->to_infix())->to_infix(), nested->to_infix());
+  EXPECT_FALSE(SymExpr::parse("Symbol('077')"));
   EXPECT_EQ(e->evaluate({{"s0", 4}}), std::nullopt);
   EXPECT_EQ(SymExpr::parse("FloorDiv(-s0, 2)")->evaluate({{"s0", 3}}), -2);
 }

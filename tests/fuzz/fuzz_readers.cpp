@@ -391,11 +391,17 @@ void add_files(std::vector<Reader>& readers, const std::vector<std::string>& fol
 
 bool fuzz_reader(const Options& options, const Reader& reader) {
   const std::string file = work_file(reader.name + reader.ending);
-  // What nobody has broken is read.
+  // Seeds are read as they are first. The corpus holds refused ones too, so they are counted only.
+  size_t refused = 0;
   for (const std::string& seed : reader.seeds) {
     spill(file, seed);
-    reader.read(seed, file);
+    try {
+      reader.read(seed, file);
+    } catch (const Error&) {
+      ++refused;
+    }
   }
+  std::printf("%zu of %zu seeds are read; ", reader.seeds.size() - refused, reader.seeds.size());
   return run(options, reader.name, file, [&](Random& random) {
     const std::string bytes = reader.broken(reader.seeds[below(random, reader.seeds.size())], random);
     spill(file, bytes);
