@@ -7,6 +7,7 @@
 
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/deferred_checks.h"
 
 namespace plumb {
 namespace {
@@ -18,51 +19,84 @@ std::string text(const T& value) {
   return out.str();
 }
 
+// Whether two tensors are equal: bool [] on their device, which is not waited for.
+at::Tensor same_values(const at::Tensor& a, const at::Tensor& b) {
+  // at::equal knows more of these without reading them.
+  if (a.is_cpu() || a.sizes() != b.sizes() || a.is_alias_of(b)) return at::scalar_tensor(at::equal(a, b), at::kBool);
+  return a.eq(b).all();
+}
+
+// Whether a tensor of one element counts as true, as bool [].
+at::Tensor truth_of(const at::Tensor& x) {
+  return x.numel() == 1 ? x.reshape({}).ne(0) : at::scalar_tensor(at::is_nonzero(x), at::kBool);
+}
+
 void guard_equal(const at::Tensor& a, const at::Tensor& b, bool expected) {
-  if (a.is_meta() || b.is_meta() || at::equal(a, b) == expected) return;
-  throw Error(ErrorKind::GuardFailed,
-              std::string("the model took the path for ") + (expected ? "equal" : "different") +
-                  " tensors when it was captured; these are " + (expected ? "different" : "equal"),
-              "", "capture the model again on inputs like these");
+  if (a.is_meta() || b.is_meta()) return;
+  at::NoGradGuard no_grad;
+  const at::Tensor same = same_values(a, b);
+  check_value(expected ? same : same.logical_not(), [expected] {
+    return Error(ErrorKind::GuardFailed,
+                 std::string("the model took the path for ") + (expected ? "equal" : "different") +
+                     " tensors when it was captured; these are " + (expected ? "different" : "equal"),
+                 "", "capture the model again on inputs like these");
+  });
 }
 
 void guard_check(const at::Tensor& condition, bool expected, std::string_view where) {
-  if (condition.is_meta() || at::is_nonzero(condition) == expected) return;
-  throw Error(ErrorKind::GuardFailed,
-              std::string("a check that the model makes in its forward fails: the condition was ") +
-                  (expected ? "true" : "false") + " when it was captured and is " + (expected ? "false" : "true") +
-                  " now, where the model itself raises an error",
-              std::string(where), "look at the line of the check: the inputs or parameters are not what it asks for");
+  if (condition.is_meta()) return;
+  at::NoGradGuard no_grad;
+  const at::Tensor answer = truth_of(condition);
+  check_value(expected ? answer : answer.logical_not(), [expected, where = std::string(where)] {
+    return Error(ErrorKind::GuardFailed,
+                 std::string("a check that the model makes in its forward fails: the condition was ") +
+                     (expected ? "true" : "false") + " when it was captured and is " + (expected ? "false" : "true") +
+                     " now, where the model itself raises an error",
+                 where, "look at the line of the check: the inputs or parameters are not what it asks for");
+  });
 }
 
 void guard_value(const at::Tensor& buffer, const at::Tensor& expected, std::string_view where) {
-  if (buffer.is_meta() || at::equal(buffer, expected)) return;
-  throw Error(ErrorKind::GuardFailed,
-              "a buffer whose value the model took into the program (item, float, int) has another value than when it "
-              "was captured",
-              std::string(where), "capture the model again, or compute with the buffer as a tensor");
+  if (buffer.is_meta()) return;
+  at::NoGradGuard no_grad;
+  check_value(same_values(buffer, expected), [where = std::string(where)] {
+    return Error(ErrorKind::GuardFailed,
+                 "a buffer whose value the model took into the program (item, float, int) has another value than when "
+                 "it was captured",
+                 where, "capture the model again, or compute with the buffer as a tensor");
+  });
 }
 
-bool same_answer(const at::Tensor& a, const at::Tensor& b) {
-  return at::equal(a, b) ||
-         (a.is_floating_point() && a.isnan().logical_and(b.isnan()).logical_or(a == b).all().item<bool>());
+// NaN is as good as NaN.
+at::Tensor same_answer(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor same = same_values(a, b);
+  if (!a.is_floating_point() || a.sizes() != b.sizes() || (a.is_cpu() && same.item<bool>())) return same;
+  return a.isnan().logical_and(b.isnan()).logical_or(a == b).all();
 }
 
 // truth: the program asked only whether the tensor counts as true.
 void guard_value_read(const at::Tensor& x, const at::Tensor& expected, bool truth, std::string_view where) {
   if (x.is_meta()) return;
-  if (truth ? at::is_nonzero(x) == at::is_nonzero(expected) : same_answer(x, expected)) return;
-  std::string was = "values out of a tensor into the program when it was captured; they are others now";
-  if (truth) {
-    const bool then = at::is_nonzero(expected);
-    was = std::string("the path for a ") + (then ? "true" : "false") + " condition when it was captured; it is " +
-          (then ? "false" : "true") + " now";
-  } else if (x.numel() == 1 && !x.is_complex()) {
-    was = "the value " + text(expected.item()) + " out of a tensor into the program when it was captured; it is " +
-          text(x.item()) + " now";
-  }
-  throw Error(ErrorKind::GuardFailed, "the model took " + was, std::string(where),
-              "capture the model again on data like these, or use torch.where or masks instead of branching on values");
+  at::NoGradGuard no_grad;
+  const bool number = !truth && x.numel() == 1 && !x.is_complex();
+  // Of a device: the model may write over it before the check is read.
+  const at::Tensor found = number && !x.is_cpu() ? x.clone() : x;
+  check_value(truth ? truth_of(x).eq(truth_of(expected).to(x.device())) : same_answer(x, expected),
+              [truth, number, found, expected, where = std::string(where)] {
+                std::string was = "values out of a tensor into the program when it was captured; they are others now";
+                if (truth) {
+                  const bool then = at::is_nonzero(expected);
+                  was = std::string("the path for a ") + (then ? "true" : "false") +
+                        " condition when it was captured; it is " + (then ? "false" : "true") + " now";
+                } else if (number) {
+                  was = "the value " + text(expected.item()) +
+                        " out of a tensor into the program when it was captured; it is " + text(found.item()) + " now";
+                }
+                return Error(
+                    ErrorKind::GuardFailed, "the model took " + was, where,
+                    "capture the model again on data like these, or use torch.where or masks instead of branching on "
+                    "values");
+              });
 }
 
 thread_local ControlValueLog* control_value_log = nullptr;

@@ -116,7 +116,7 @@ TEST_F(CudaKernels, RoundBlocksToTheBitsOfTheCpu) {
           EXPECT_TRUE(same_bits(made.values, quantise_blocks(values, format, 99, -1))) << text << " " << dtype;
           EXPECT_TRUE(same_bits(made.codes, codes.codes)) << text << " " << dtype << x.sizes();
           EXPECT_TRUE(same_bits(made.scales, codes.scales)) << text << " " << dtype << x.sizes();
-          EXPECT_EQ(made.unit.item<double>(), codes.tensor_scale) << text << " " << dtype;
+          EXPECT_EQ(made.unit.item<double>(), codes.tensor_scale.item<double>()) << text << " " << dtype;
         }
     }
   });

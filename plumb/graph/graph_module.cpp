@@ -4,6 +4,7 @@
 #include <torch/nn/cloneable.h>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/deferred_checks.h"
 #include "plumb/graph/mode.h"
 #include "plumb/graph/summary.h"
 
@@ -99,7 +100,8 @@ std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
     }
     ++i;
   }
-  return compiled->run(std::move(inputs));
+  if (DeferredChecks::active()) return compiled->run(std::move(inputs));
+  return with_deferred_checks("", [&] { return compiled->run(std::move(inputs)); });
 }
 
 c10::IValue GraphModule::forward(std::vector<c10::IValue> args,

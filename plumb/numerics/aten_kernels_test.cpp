@@ -128,7 +128,7 @@ void expect_equal_blocks(const at::Tensor& x, const FPFormat& format, uint64_t s
   expect_equal_bits(got.values, quantise_blocks(rows, format, seed, -1), what);
   expect_equal_bits(got.codes, expected.codes, what);
   expect_equal_bits(got.scales, expected.scales, what);
-  EXPECT_EQ(got.unit.item().toDouble(), expected.tensor_scale) << what;
+  EXPECT_EQ(got.unit.item().toDouble(), expected.tensor_scale.item<double>()) << what;
 }
 
 TEST(AtenKernels, BlocksAreThoseOfTheCpu) {

@@ -3,6 +3,7 @@
 #include <ATen/WrapDimUtils.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
 #include <atomic>
@@ -114,14 +115,15 @@ BlockCodes encode_blocks(const at::Tensor& x, const FPFormat& format, std::optio
   BlockCodes result;
   if (!x.is_cpu()) {
     const auto made = aten_kernels::round_blocks(rows, format, stream_of(format, seed), true);
-    return {blocks_back(made.codes, dim), made.scales, made.unit.item().toDouble()};
+    return {blocks_back(made.codes, dim), made.scales, made.unit};
   }
   at::Tensor codes = at::empty(rows.sizes(), rows.options().dtype(at::kByte));
   auto sizes = rows.sizes().vec();
   if (sizes.empty()) sizes.push_back(1);
   sizes.back() = blocks_in(rows, format);
   result.scales = at::empty(sizes, codes.options());
-  result.tensor_scale = run_blocks(rows, format, seed, nullptr, &codes, &result.scales);
+  const double unit = run_blocks(rows, format, seed, nullptr, &codes, &result.scales);
+  result.tensor_scale = at::scalar_tensor(unit, x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   result.codes = blocks_back(codes, dim);
   return result;
 }
@@ -138,7 +140,7 @@ at::Tensor decode_blocks(const BlockCodes& codes, const FPFormat& format, at::Sc
   if (format.block_scale == BlockScale::PowerOfTwo) {
     scales = aten_kernels::power_of_two(codes.scales.to(at::kInt).sub_(127), computed);
   } else {
-    scales = decode(codes.scales, FPFormat::parse("e4m3fn"), computed).mul_(codes.tensor_scale);
+    scales = decode(codes.scales, FPFormat::parse("e4m3fn"), computed).mul_(codes.tensor_scale.to(computed));
   }
   scales = scales.repeat_interleave(format.block_size, -1).narrow(-1, 0, row_length(rows));
   values = values.mul_(scales.view(values.sizes()));

@@ -22,10 +22,11 @@ at::Tensor quantise_blocks(const at::Tensor& x, const FPFormat& format, std::opt
 struct BlockCodes {
   at::Tensor codes;   // uint8, sizes of x: codes of the elements (codes.h)
   at::Tensor scales;  // uint8, the blocks' dimension last: E8M0 (2^(code - 127)) or e4m3fn codes
-  double tensor_scale = 1;
+  at::Tensor tensor_scale;  // float32 [], of float64 tensors float64: what the scales are in units of
 };
 
-// As hardware and ml_dtypes have them: rounds as quantise() does, with the same stream for the same seed.
+// As hardware and ml_dtypes have them: rounds as quantise() does, with the same stream for the same seed. All on x's
+// device, which is not waited for.
 BlockCodes encode_blocks(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed = std::nullopt,
                          int64_t dim = -1);
 at::Tensor decode_blocks(const BlockCodes& codes, const FPFormat& format, at::ScalarType dtype = at::kFloat,

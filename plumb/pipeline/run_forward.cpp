@@ -2,10 +2,13 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 #include <mutex>
+#include <sstream>
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/deferred_checks.h"
 #include "plumb/graph/describe.h"
 #include "plumb/graph/node_seeds.h"
 #include "plumb/pipeline/runtime_state.h"
@@ -13,20 +16,20 @@
 namespace plumb {
 namespace {
 
-// The first entry that is not finite, as "[2, 5] is nan"; empty if all are.
-std::string first_not_finite(const at::Tensor& t) {
-  if (!t.defined() || !(t.is_floating_point() || t.is_complex()) || t.numel() == 0) return "";
-  const auto finite = at::isfinite(t.detach());
-  if (finite.all().item<bool>()) return "";
-  const auto flat = finite.reshape(-1);
-  int64_t at = at::argmin(flat.to(at::kByte)).item<int64_t>();
-  const auto value = t.detach().reshape(-1)[at].item().toDouble();
+// "[2, 5] is nan", of a tensor of these sizes.
+std::string entry_text(int64_t at, at::IntArrayRef sizes, const at::Scalar& value) {
   std::string index;
-  for (int64_t d = t.dim() - 1; d >= 0; d--) {
-    index = std::to_string(at % t.size(d)) + (index.empty() ? "" : ", " + index);
-    at /= t.size(d);
+  for (int64_t d = static_cast<int64_t>(sizes.size()) - 1; d >= 0; d--) {
+    index = std::to_string(at % sizes[d]) + (index.empty() ? "" : ", " + index);
+    at /= sizes[d];
   }
-  return "[" + index + "] is " + std::to_string(value);
+  std::ostringstream text;
+  text << "[" << index << "] is ";
+  if (value.isFloatingPoint() && std::isnan(value.toDouble()))
+    text << "nan";  // its sign says nothing
+  else
+    text << value;
+  return text.str();
 }
 
 int64_t count_values(const Tensors& tensors) {
@@ -42,8 +45,16 @@ std::string value_name(const char* what, size_t index, int stage, int m) {
 }
 
 void check_finite(const at::Tensor& t, const std::function<std::string()>& name) {
-  const auto bad = first_not_finite(t);
-  if (!bad.empty()) throw Error(ErrorKind::Numerics, name() + ": entry " + bad);
+  if (!t.defined() || !(t.is_floating_point() || t.is_complex()) || t.numel() == 0) return;
+  at::NoGradGuard no_grad;
+  const auto finite = at::isfinite(t);
+  const auto passed = finite.all();
+  if (t.is_cpu() && passed.item<bool>()) return;
+  // Where the first one is, too, is found on the device: nothing keeps the tensor.
+  const auto at = at::argmin(finite.reshape(-1).to(at::kByte)), value = t.reshape(-1).index_select(0, at.view(1));
+  check_value(passed, [at, value, sizes = t.sizes().vec(), name = name()] {
+    return Error(ErrorKind::Numerics, name + ": entry " + entry_text(at.item<int64_t>(), sizes, value.item()));
+  });
 }
 
 std::uint64_t PipelineState::seed_of_microbatch(int m) const {

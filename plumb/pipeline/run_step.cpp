@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/deferred_checks.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/runtime_state.h"
 #include "plumb/scaling/fp8.h"
@@ -228,8 +229,12 @@ StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<
         if (stage.buffers) stage.buffers->begin_step();
       }
     }
-    run_row(plan);
-    StepResult done = result(rows);
+    const std::string end =
+        "rank " + std::to_string(transport.group().world_rank(rank())) + " at the end of the step: ";
+    StepResult done = with_deferred_checks(end, [&] {
+      run_row(plan);
+      return result(rows);
+    });
     if (train) finish_gradients(done);
     transport.end_step();
     loss = done.loss;

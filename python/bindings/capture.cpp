@@ -3,6 +3,7 @@
 #include "convert.h"
 #include "module.h"
 #include "plumb/capture/nested.h"
+#include "plumb/graph/deferred_checks.h"
 
 #include <frameobject.h>
 
@@ -190,9 +191,15 @@ struct Pause {
   std::unique_ptr<PausedCapture> held;
 };
 
-// The tensors that plumb::control_value nodes see while it is entered.
+struct PythonDeferredChecks {
+  std::unique_ptr<DeferredChecks> held;
+};
+
+// The tensors that plumb::control_value nodes see while it is entered. Who keeps one tries another graph where a check
+// fails: no scope outside may keep the check.
 struct PythonControlValueLog {
   std::unique_ptr<ControlValueLog> log;
+  std::unique_ptr<DeferredChecks::Apart> apart;
   std::vector<at::Tensor> tensors;
 };
 
@@ -223,13 +230,34 @@ Register capture_part([](py::module_& m) {
   });
   py::class_<PythonControlValueLog>(m, "ControlValueLog")
       .def(py::init<>())
-      .def("__enter__", [](PythonControlValueLog& d) { d.log = std::make_unique<ControlValueLog>(); })
+      .def("__enter__",
+           [](PythonControlValueLog& d) {
+             d.log = std::make_unique<ControlValueLog>();
+             d.apart = std::make_unique<DeferredChecks::Apart>();
+           })
       .def("__exit__",
            [](PythonControlValueLog& d, const py::args&) {
              d.tensors = std::move(d.log->tensors);
              d.log.reset();
+             d.apart.reset();
            })
       .def_readonly("tensors", &PythonControlValueLog::tensors);
+  py::class_<PythonDeferredChecks>(
+      m, "DeferredChecks",
+      "``with plumb.DeferredChecks():`` around a training step: checks that captured models make of values on a "
+      "device\n"
+      "(guard nodes) are read once, at its end, and the first that failed raises its :class:`plumb.Error` there. "
+      "Without\n"
+      "it the host waits once for every run of such a graph. The steps of a pipeline have it already. On the CPU it\n"
+      "changes nothing. Of the thread that enters it.")
+      .def(py::init<>())
+      .def("__enter__", [](PythonDeferredChecks& d) { d.held = std::make_unique<DeferredChecks>(); })
+      .def("__exit__", [](PythonDeferredChecks& d, const py::object& type, const py::object&, const py::object&) {
+        const auto held = std::move(d.held);
+        if (!held || !type.is_none()) return;
+        py::gil_scoped_release release;
+        held->raise();
+      });
   m.def("register_opaque", &register_python);
 });
 

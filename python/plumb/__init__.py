@@ -20,7 +20,7 @@ from . import (
     transforms,
     utils,
 )
-from ._C import Graph, allow_operators, keep_freed_memory, parse_graph, release_freed_memory
+from ._C import DeferredChecks, Graph, allow_operators, keep_freed_memory, parse_graph, release_freed_memory
 from ._capture import GraphModule, capture
 from ._exported import load_pt2, save_pt2
 from ._recorder import History, Recorder, read_history
@@ -32,6 +32,7 @@ from .parameter import MupType, Parameter
 from .transforms import report
 
 __all__ = [
+    "DeferredChecks",
     "Error",
     "ErrorKind",
     "Graph",

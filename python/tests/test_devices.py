@@ -122,6 +122,74 @@ def test_a_step_never_waits_for_the_device():
     assert reads() > before
 
 
+class Checked(nn.Module):
+    """Asserts, takes a buffer's value into the program and compares tensors: three guard nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net(device.NAME)
+        self.register_buffer("power", torch.tensor(2.0))
+
+    def forward(self, x):
+        if not torch.isfinite(x).all():
+            raise ValueError("x is not finite")
+        return self.inner(x * float(self.power)) if torch.equal(x, x + 1) else self.inner(x).abs()
+
+
+def read_during(call):
+    before = torch.ops.plumb_test_device.host_reads()
+    result = call()
+    return result, torch.ops.plumb_test_device.host_reads() - before
+
+
+@only_testdevice
+def test_guards_are_read_once_a_run_and_once_a_scope():
+    model, x = Checked(), values(32, 16).to(device.NAME)
+    graph = plumb.capture(model, x)
+    assert str(graph.graph).count("plumb::guard_") >= 2
+    out, reads = read_during(lambda: graph(x))
+    assert torch.equal(out, model(x)) and reads == 1
+
+    def steps():
+        with plumb.DeferredChecks():
+            _, inside = read_during(lambda: [graph(x).pow(2).mean().backward() for _ in range(3)])
+        return inside
+
+    assert read_during(steps) == (0, 1)
+
+
+@only_testdevice
+def test_a_check_that_failed_is_raised_where_it_is_read():
+    x = values(32, 16).to(device.NAME)
+    graph, bad = plumb.capture(Checked(), x), x.clone()
+    bad[3, 3] = torch.nan
+    with pytest.raises(plumb.Error, match="a check that the model makes in its forward fails") as alone:
+        graph(bad)
+    assert alone.value.kind is plumb.ErrorKind.GuardFailed and "test_devices.py" in alone.value.where
+    with pytest.raises(plumb.Error) as together, plumb.DeferredChecks():
+        graph(x)
+        graph(bad)
+        reached = True
+    assert reached and str(together.value) == str(alone.value)
+    with pytest.raises(ZeroDivisionError), plumb.DeferredChecks():
+        graph(bad)
+        1 / 0  # noqa: B018
+    graph(x)
+
+
+@only_testdevice
+def test_a_transformed_module_chooses_its_graph_inside_of_a_scope():
+    class Branching(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x - 1
+
+    module = simulate_fp8(Branching())
+    ones = torch.ones(4, 4, device=device.NAME)
+    with plumb.DeferredChecks():
+        found = [module(ones), module(-ones), module(ones)]
+    assert same(found, [ones * 2, -ones - 1, ones * 2])
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -146,6 +214,26 @@ def run_stages(name, places, train=False, seed=None):
     x, losses = values(12, 8, seed=1).to(places[0]).requires_grad_(), []
     schedule.step(x, target=values(12, 8, seed=2).to(places[-1]), losses=losses)
     return [*losses, *(p.grad for m in modules for p in m.parameters())], modules
+
+
+@only_testdevice
+def test_numbers_are_checked_at_the_end_of_a_pipelines_step():
+    x, target = values(12, 8, seed=1).to(device.NAME), values(12, 8, seed=2).to(device.NAME)
+
+    def made(check):
+        stages = [PipelineStage(m, i, 2, torch.device(device.NAME)) for i, m in enumerate(blocks([device.NAME] * 2))]
+        schedule = get_schedule_class("LoopedBFS")(stages, 4, nn.functional.mse_loss)
+        schedule.check_numerics = check
+        schedule.step(x, target=target)
+        return schedule
+
+    reads = [read_during(lambda s=made(check): s.step(x, target=target))[1] for check in (False, True)]
+    assert reads[1] == reads[0] + 1
+    x[4, 2] = torch.inf
+    what = r"rank 0 at the end of the step: output 0 of stage 0, microbatch 1: entry \[1, \d\] is (inf|-inf|nan)"
+    with pytest.raises(plumb.Error, match=what) as caught:
+        made(True)
+    assert caught.value.kind is plumb.ErrorKind.Numerics
 
 
 def two_devices():

@@ -1,0 +1,70 @@
+// Checks of values that a device holds. The host does not wait for each: they are noted while the device works and
+// read together at the end of what they belong to, a run of a graph or a step of a pipeline.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "plumb/core/error.h"
+
+namespace plumb {
+
+// While it lives, checks of its thread are kept in it; those of a scope inside of another in the inner one.
+class DeferredChecks {
+ public:
+  DeferredChecks();
+  ~DeferredChecks();
+  DeferredChecks(const DeferredChecks&) = delete;
+
+  // Whether the thread has such a scope.
+  static bool active();
+  // Waits for the devices of what was noted, once each, forgets it and throws the error of the first check that
+  // failed, in the order in which they were made, with `at` before its message.
+  void raise(const std::string& at = "");
+  // The same where `thrown` says that the device cannot go on: what goes wrong after a failed check says little.
+  // Returns if none failed or the device answers no more.
+  void raise_before(const Error& thrown, const std::string& at = "");
+
+  // While it lives, the thread has no scope: for who acts on a failed check by himself.
+  class Apart {
+   public:
+    Apart();
+    ~Apart();
+    Apart(const Apart&) = delete;
+
+   private:
+    DeferredChecks* const outer_;
+  };
+
+ private:
+  friend void check_value(const at::Tensor& passed, std::function<Error()> failure);
+  struct Check {
+    at::Tensor passed;
+    std::function<Error()> failure;
+  };
+  std::vector<Check> checks_;
+  DeferredChecks* const outer_;
+};
+
+// passed: bool [], on any device. If it is false, throws what `failure` makes: at once on the CPU and where there is no
+// scope, else by raise(). What `failure` reads must keep its values until then.
+void check_value(const at::Tensor& passed, std::function<Error()> failure);
+
+// What `run` gives, after the checks that it made.
+template <class Run>
+auto with_deferred_checks(const std::string& at, const Run& run) {
+  DeferredChecks checks;
+  try {
+    auto result = run();
+    checks.raise(at);
+    return result;
+  } catch (const Error& e) {
+    checks.raise_before(e, at);
+    throw;
+  }
+}
+
+}  // namespace plumb
