@@ -62,6 +62,7 @@ constexpr OperatorFacts kRows[] = {
     {.name = "plumb::matmul", .contraction = product("left", -1, "right", -2)},
     {.name = "plumb::fp8_linear", .contraction = kLinear},
     {.name = "plumb::fp8_scaled_linear", .contraction = kLinear},
+    {.name = "plumb::fp8_delayed_linear", .writes = {"state"}, .writes_if = "training", .contraction = kLinear},
     {.name = "plumb::fp8_matmul", .contraction = product("left", -1, "right", -2)},
     {.name = "plumb::scaled_dot_product_attention", .draws_with = "dropout_p", .contraction = kAttention},
     {.name = "plumb::conv1d", .contraction = convolution(1)},

@@ -16,11 +16,12 @@ namespace {
 using at::Tensor;
 using std::string_view;
 
-constexpr std::array<std::pair<string_view, Fp8Recipe>, 5> kRecipes{{{"tensorwise", Fp8Recipe::Tensorwise},
+constexpr std::array<std::pair<string_view, Fp8Recipe>, 6> kRecipes{{{"tensorwise", Fp8Recipe::Tensorwise},
                                                                      {"rowwise", Fp8Recipe::Rowwise},
                                                                      {"blocks128", Fp8Recipe::Blocks128},
                                                                      {"mxfp8", Fp8Recipe::Mx},
-                                                                     {"mxfp8-up", Fp8Recipe::MxUp}}};
+                                                                     {"mxfp8-up", Fp8Recipe::MxUp},
+                                                                     {"delayed", Fp8Recipe::Delayed}}};
 
 constexpr double kLeast = 1e-12;    // a largest value counts as no less
 constexpr int kExponentBias = 127;  // of float32 and of E8M0
@@ -78,6 +79,9 @@ ScaledCodes cast_scaled(const Tensor& matrix, const FPFormat& format, Fp8Recipe 
   if (matrix.dim() != 2 || !at::isFloatingType(matrix.scalar_type()) || matrix.scalar_type() == at::kDouble)
     bad_shape("fp8_cast", "a matrix of float32, bfloat16 or float16 is cast, not " + shape_text(matrix) + " of " +
                               c10::toString(matrix.scalar_type()) + ".");
+  if (recipe == Fp8Recipe::Delayed)
+    throw Error(ErrorKind::InvalidArgument, "delayed scaling has no cast without a state", "",
+                "fp8_delayed_linear, or another recipe");
   if (dim < -2 || dim > 1) bad_shape("fp8_cast", "a matrix has no dimension " + std::to_string(dim) + ".");
   at::NoGradGuard no_grad;
   const bool down = dim == 0 || dim == -2;

@@ -21,8 +21,9 @@ enum class Fp8Recipe {
   Blocks128,   // one for 128 neighbours along it; of weights for 128 x 128
   Mx,          // one for 32 neighbours, 2^floor(log2(largest) - log2(the format's largest)) (OCP MX 1.0, 6.3)
   MxUp,        // the same, 2^ceil(log2(largest / the format's largest)): nothing overflows
+  Delayed,     // one for the whole, from the largest values of earlier casts: fp8_delayed.h, not cast_scaled()
 };
-// "tensorwise", "rowwise", "blocks128", "mxfp8", "mxfp8-up"; else Error(InvalidArgument).
+// "tensorwise", "rowwise", "blocks128", "mxfp8", "mxfp8-up", "delayed"; else Error(InvalidArgument).
 Fp8Recipe parse_fp8_recipe(std::string_view text);
 std::vector<std::string> fp8_recipes();
 

@@ -7,10 +7,13 @@
 #include <set>
 #include <variant>
 
+#include "plumb/core/error.h"
 #include "plumb/core/text.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/pass.h"
+#include "plumb/graph/passes/tools.h"
 #include "plumb/scaling/fp8.h"
+#include "plumb/scaling/fp8_delayed.h"
 #include "plumb/scaling/fp8_recipes.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/simulate_format.h"
@@ -211,21 +214,42 @@ class Fp8Lowering {
   std::set<Node*> roundings_, views_;  // that products took, perhaps the last ones to
 };
 
+bool is_excluded(const Node* node, const std::vector<std::string>& patterns) {
+  for (const auto& pattern : patterns) {
+    bool hit = matches_pattern(pattern, node->result()->name());
+    hit = hit || matches_pattern(pattern, node->meta().module_path());
+    for (const Value* value : node->inputs()) {
+      const Node* attr = source_attribute(value);
+      hit = hit || (attr && matches_pattern(pattern, attr->target()));
+    }
+    if (hit) return true;
+  }
+  return false;
+}
+
+// The state of delayed scaling for this weight, made now if it is not there yet; products of one weight share it.
+Value* delayed_state_of(GraphModule& module, const Node* weight, int64_t history) {
+  const std::string name = weight->target() + "_fp8_state";
+  if (!module.state().contains(name)) {
+    module.state().add(
+        {name, AttrKind::Buffer, delayed_state(history, module.state().get(weight->target()).tensor.device())});
+    module.sync_module();
+  }
+  Node* beside = nullptr;
+  for (Node* node : module.graph().attributes()) {
+    if (node->target() == name) return node->result();
+    if (node == weight) beside = node;
+  }
+  auto here = module.graph().inserting_before(beside);
+  Node* node = module.graph().get_attr(name, TensorMeta::of(module.state().get(name).tensor));
+  node->result()->rename(module.graph().unique_name("fp8_state"));
+  return node->result();
+}
+
 // Linear layers with scale factors.
 bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& report) {
   Graph& graph = module.graph();
-  const auto excluded = [&](const Node* node) {
-    for (const auto& pattern : options.exclude) {
-      bool hit = matches_pattern(pattern, node->result()->name());
-      hit = hit || matches_pattern(pattern, node->meta().module_path());
-      for (const Value* value : node->inputs()) {
-        const Node* attr = source_attribute(value);
-        hit = hit || (attr && matches_pattern(pattern, attr->target()));
-      }
-      if (hit) return true;
-    }
-    return false;
-  };
+  const bool delayed = parse_fp8_recipe(options.recipe) == Fp8Recipe::Delayed;
   bool changed = false;
   for (Node* node : graph.nodes()) {
     if (!node->is_call() || !operator_facts(node->target()).contraction || node->num_results() == 0) continue;
@@ -235,7 +259,9 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
     std::string why;
     if (!weight) why = "recipes are for linear layers";
     if (add && why.empty()) why = obstacle_of_addmm(node).value_or("");
-    if (why.empty() && excluded(node)) why = "excluded";
+    if (why.empty() && is_excluded(node, options.exclude)) why = "excluded";
+    const Node* parameter = weight ? source_attribute(weight) : nullptr;
+    if (delayed && why.empty() && !parameter) why = "its weight is computed: nothing keeps a state for it";
     if (!options.operators.empty() &&
         std::find(options.operators.begin(), options.operators.end(), node->target()) == options.operators.end())
       why = "not among the operators asked for";
@@ -246,8 +272,11 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
     const Arg input = node->arg(linear ? "input" : add ? "mat1" : "self");
     const Arg bias = linear ? node->arg("bias") : add ? node->arg("self") : Arg();
     auto here = graph.inserting_before(node);
-    Node* made =
-        graph.call("plumb::fp8_scaled_linear", {input, weight, bias, options.recipe, options.fwd, options.bwd});
+    Value* state = delayed ? delayed_state_of(module, parameter, options.history) : nullptr;
+    Node* made = delayed ? graph.call("plumb::fp8_delayed_linear",
+                                      {input, weight, bias, state, options.fwd, options.bwd, module.is_training()})
+                         : graph.call("plumb::fp8_scaled_linear",
+                                      {input, weight, bias, options.recipe, options.fwd, options.bwd});
     report.add(ReportKind::Replaced, node, node->target(), made->target(), options.recipe + " scales");
     const std::string name = node->result()->name();
     graph.replace_node(node, made);
@@ -261,7 +290,8 @@ const std::vector<PassOption> kUseFp8Options = {
     {"fwd", "e4m3fn", "format of inputs: e4m3fn or e5m2, with -RN, -SR, -SRn or -RZ"},
     {"bwd", "e5m2", "format of gradients"},
     {"kernel", "auto", "who multiplies: scaled_mm (torch's), decoded (the values), auto (FP8 units where there are)"},
-    {"recipe", "", "scale factors: tensorwise, rowwise, blocks128, mxfp8 or mxfp8-up; none without it"},
+    {"recipe", "", "scale factors: tensorwise, rowwise, blocks128, mxfp8, mxfp8-up or delayed; none without it"},
+    {"history", "1024", "the delayed recipe's: the largest values of so many casts count"},
     {"operators", "", "only these, comma separated"},
     {"exclude", "", "patterns of modules, parameters or values to leave alone, comma separated"}};
 
@@ -275,6 +305,7 @@ bool use_fp8_from_table(GraphModule& module, const PassOptions& given, std::vect
     if (name == "operators") options.operators = split_names(value);
     if (name == "exclude") options.exclude = split_names(value);
   }
+  options.history = number_option(given, "history", options.history);
   Report report("use_fp8");
   const bool changed = use_fp8(module, options, &report);
   if (lines) *lines = report.lines();
@@ -292,6 +323,9 @@ void check(const UseFp8Options& options) {
   fp8_format(options.fwd);
   fp8_format(options.bwd);
   if (!options.recipe.empty()) parse_fp8_recipe(options.recipe);
+  if (options.history < 1 || options.history > 1 << 20)
+    throw Error(ErrorKind::InvalidArgument, "a history of " + std::to_string(options.history) + " casts", "",
+                "give one from 1 to 1048576");
 }
 
 bool use_fp8(GraphModule& module, const UseFp8Options& options, Report* report) {

@@ -8,6 +8,7 @@
 #include "plumb/graph/pass.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/scaling/fp8.h"
+#include "plumb/scaling/fp8_delayed.h"
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/test_models.h"
 #include "plumb/transforms/unit_scale.h"
@@ -234,6 +235,42 @@ TEST(UseFp8, StandsInTheTableOfPassesAndRefusesWhatNoUnitMultiplies) {
   }
   run_passes({parse_pass_step("use_fp8,fwd=e5m2")}, *module);
   EXPECT_THAT(to_string(module->graph()), HasSubstr("plumb::fp8_linear"));
+}
+
+TEST(UseFp8, GivesEveryWeightAStateOfDelayedScaling) {
+  const std::string text =
+      "graph {\n  %x: f32[4, 16] = placeholder \"x\"\n  %w: f32[16, 16] grad = get_attr \"up.weight\"\n"
+      "  %y: f32[4, 16] grad = aten::linear(%x, %w, None)\n  %z: f32[4, 16] grad = aten::linear(%y, %w, None)\n"
+      "  output(%z)\n}\n";
+  at::manual_seed(0);
+  auto module = module_of(text, random_weights({{"up.weight", {16, 16}}}));
+  module->set_made_in_training(true);
+  UseFp8Options options;
+  options.recipe = "delayed", options.history = 5;
+  ASSERT_TRUE(use_fp8(*module, options));
+  module->lint();
+  const Attr& state = module->state().get("up.weight_fp8_state");
+  EXPECT_EQ(state.kind, AttrKind::Buffer);
+  EXPECT_EQ(state.tensor.sizes(), at::IntArrayRef({3, 6}));
+  EXPECT_TRUE(module->named_buffers().contains("up.weight_fp8_state"));
+  const at::Tensor x = at::randn({4, 16});
+  const at::Tensor y = module->run({x})[0].toTensor();
+  // Both layers have entered their inputs and the weight, none a gradient yet.
+  EXPECT_EQ(state.tensor[0][2].item<float>(), x.abs().max().item<float>());
+  EXPECT_EQ(state.tensor[1][1].item<float>(), state.tensor[1][2].item<float>());
+  EXPECT_EQ(state.tensor[2].slice(0, 1).abs().max().item<float>(), 0);
+  y.sum().backward();
+  EXPECT_EQ(state.tensor[2][2].item<float>(), 1);
+  module->run({x * 100});
+  EXPECT_EQ(state.tensor[0][2].item<float>(), (x * 100).abs().max().item<float>());
+
+  auto fixed = module_of(text, random_weights({{"up.weight", {16, 16}}}));
+  fixed->set_made_in_training(false);
+  use_fp8(*fixed, options);
+  fixed->run({x});
+  EXPECT_TRUE(at::equal(fixed->state().get("up.weight_fp8_state").tensor, delayed_state(5, at::kCPU)));
+  options.history = 0;
+  EXPECT_THROW(use_fp8(*module, options), Error);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include "convert.h"
 #include "module.h"
 #include "plumb/graph/pass.h"
+#include "plumb/scaling/fp8_delayed.h"
 #include "plumb/transforms/fold.h"
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
@@ -56,9 +57,9 @@ std::string simulate(GraphModule& engine, const std::string& fwd, const std::str
 
 std::string fp8(GraphModule& engine, const std::string& fwd, const std::string& bwd, const std::string& kernel,
                 const std::vector<std::string>& operators, const std::vector<std::string>& exclude,
-                const std::string& recipe) {
+                const std::string& recipe, int64_t history) {
   Report report("use_fp8");
-  const UseFp8Options options{fwd, bwd, kernel, operators, exclude, recipe};
+  const UseFp8Options options{fwd, bwd, kernel, operators, exclude, recipe, history};
   run_checked("use_fp8", [&] { return use_fp8(engine, options, &report); }, engine);
   return report.to_json();
 }
@@ -182,8 +183,10 @@ Register transforms_part([](py::module_& m) {
   });
   m.def("simulate_format", &simulate);
   m.def("use_fp8", &fp8);
-  m.def("check_fp8", [](const std::string& fwd, const std::string& bwd, const std::string& kernel,
-                        const std::string& recipe) { check(UseFp8Options{fwd, bwd, kernel, {}, {}, recipe}); });
+  m.def("check_fp8",
+        [](const std::string& fwd, const std::string& bwd, const std::string& kernel, const std::string& recipe,
+           int64_t history) { check(UseFp8Options{fwd, bwd, kernel, {}, {}, recipe, history}); });
+  m.def("delayed_fp8_state", &delayed_state);
   py::class_<ScaleTracker, std::shared_ptr<ScaleTracker>>(m, "ScaleTracker")
       .def(py::init([](bool histogram) { return ScaleTracker::create({.histogram = histogram}); }),
            py::arg("histogram") = false)

@@ -110,7 +110,7 @@ def test_a_linear_layer_multiplies_the_casts_in_all_three_products(recipe):
     assert torch.allclose(x.grad.reshape(-1, 160), rounded(grads, "e5m2", 1) @ rounded(w, "e4m3fn", 0, True), atol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
 def test_trains(recipe):
     torch.manual_seed(0)
     net = use_fp8(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), recipe=recipe)
@@ -124,7 +124,8 @@ def test_trains(recipe):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
-    assert "plumb::fp8_scaled_linear: " + recipe + " scales" in str(report(net))
+    op = "delayed" if recipe == "delayed" else "scaled"
+    assert f"plumb::fp8_{op}_linear: {recipe} scales" in str(report(net))
 
 
 def test_other_products_are_left_alone_and_unknown_recipes_refused():
@@ -135,3 +136,100 @@ def test_other_products_are_left_alone_and_unknown_recipes_refused():
     with pytest.raises(plumb.Error, match="no recipe for FP8") as e:
         use_fp8(nn.Linear(4, 4), recipe="delayedd")
     assert "tensorwise" in e.value.remedy
+
+
+class Delayed:
+    """A tensor's delayed scaling, by the formulas of Transformer Engine's recipe.DelayedScaling (algo "max", margin 0)."""
+
+    def __init__(self, length, dtype):
+        self.scale, self.history, self.dtype = torch.tensor(1.0), torch.zeros(length), dtype
+        self.top = torch.finfo(dtype).max
+
+    def __call__(self, x):
+        x = x.detach()
+        cast = (x.float() * self.scale).clamp(-self.top, self.top).to(self.dtype).float() * (1 / self.scale)
+        self.history = torch.cat([x.float().abs().max().view(1), self.history[:-1]])
+        amax = self.history.max()
+        if amax > 0 and amax.isfinite():
+            scale = torch.tensor(self.top) / amax  # (a plain number would be multiplied with the reciprocal)
+            self.scale = torch.where(scale.isinf(), torch.finfo(torch.float32).max, scale)
+        return cast.to(x.dtype)
+
+    @property
+    def state(self):
+        return torch.cat([self.scale.view(1), self.history])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_delayed_casts_are_those_of_the_published_formulas(dtype):
+    torch.manual_seed(0)
+    layer = use_fp8(nn.Linear(48, 24, dtype=dtype), recipe="delayed", history=3)
+    of_x, of_w, of_g = Delayed(3, E4M3), Delayed(3, E4M3), Delayed(3, E5M2)
+    for step, size in enumerate([1.0, 300.0, 0.0, 1e-3, 1e-42, 1.0, torch.inf, 1.0, 5.0, 7.0, 1.0]):
+        x = torch.randn(4, 10, 48).to(dtype) * (size if size != torch.inf else 1)
+        if size == torch.inf:
+            x[0, 0, 0] = size
+        x.requires_grad_()
+        g = torch.randn(4, 10, 24).to(dtype) * 2.0**-step
+        y = layer(x)
+        layer.weight.grad = layer.bias.grad = None
+        y.backward(g)
+        xs, ws, gs = of_x(x).view(-1, 48), of_w(layer.weight), of_g(g).view(-1, 24)
+        same = dict(rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(y.detach().view(-1, 24), torch.addmm(layer.bias.detach(), xs, ws.t()), **same)
+        torch.testing.assert_close(x.grad.view(-1, 48), gs @ ws, **same)
+        torch.testing.assert_close(layer.weight.grad, gs.t() @ xs, **same)
+        assert torch.equal(layer.bias.grad, g.view(-1, 24).sum(0))
+        assert torch.equal(layer.weight_fp8_state, torch.stack([of_x.state, of_w.state, of_g.state]))
+        with torch.no_grad():
+            layer.weight *= 1.5
+    layer.eval()
+    before = layer.weight_fp8_state.clone()
+    layer(torch.randn(2, 48, dtype=dtype) * 1e4)
+    assert torch.equal(layer.weight_fp8_state, before)
+
+
+def steps_of(net, optimizer, first, last):
+    for step in range(first, last):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = (net(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.detach()
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def test_the_state_of_delayed_scaling_travels_with_state_dict_copies_and_files(tmp_path):
+    made = lambda net: (net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))  # noqa: E731
+    net, optimizer = made(use_fp8(two_layers(), recipe="delayed", history=4))
+    assert {"0.weight_fp8_state", "2.weight_fp8_state"} < set(net.state_dict())
+    steps_of(net, optimizer, 0, 3)
+    torch.save([net.state_dict(), optimizer.state_dict()], tmp_path / "at3.pt")
+    graph = plumb.capture(net, torch.randn(16, 8))
+    plumb.save_pt2(graph, tmp_path / "at3.pt2")
+    expected = steps_of(net, optimizer, 3, 6)
+
+    resumed, optimizer = made(use_fp8(two_layers(), recipe="delayed", history=4))
+    for part, state in zip((resumed, optimizer), torch.load(tmp_path / "at3.pt"), strict=True):
+        part.load_state_dict(state)
+    assert torch.equal(steps_of(resumed, optimizer, 3, 6), expected)
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), resumed.state_dict().values(), strict=True))
+
+    loaded, optimizer = made(plumb.load_pt2(tmp_path / "at3.pt2"))
+    optimizer.load_state_dict(torch.load(tmp_path / "at3.pt")[1])
+    assert torch.equal(steps_of(loaded, optimizer, 3, 6), expected)
+
+
+def test_delayed_scaling_says_what_it_cannot_take():
+    with pytest.raises(plumb.Error, match="history of 0"):
+        use_fp8(nn.Linear(4, 4), recipe="delayed", history=0)
+    net = use_fp8(two_layers(), recipe="delayed", exclude=["2"])
+    net(torch.randn(4, 8))
+    assert "2.weight_fp8_state" not in net.state_dict() and "excluded" in str(report(net))
+    with pytest.raises(plumb.Error, match="change the model's dtype before use_fp8"):
+        net.bfloat16()(torch.randn(4, 8, dtype=torch.bfloat16))

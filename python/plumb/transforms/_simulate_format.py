@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _C
+from .._state import BUFFER
 from ..formats import FPFormat, format_text
 from ._apply import CapturedGraph, Pass, apply_pass, logger
 
@@ -60,10 +62,26 @@ class UseFp8Pass:
     operators: list[str]
     exclude: list[str]
     recipe: str
+    history: int
 
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
-        given = (self.fwd, self.bwd, self.kernel, self.operators, self.exclude, self.recipe)
-        return json.loads(_C.use_fp8(captured.engine, *given))
+        given = (self.fwd, self.bwd, self.kernel, self.operators, self.exclude, self.recipe, self.history)
+        report = json.loads(_C.use_fp8(captured.engine, *given))
+        for name, kind, tensor, _ in captured.engine.state():
+            if kind == BUFFER and name.endswith(_STATE):
+                _give_state(module, name, tensor)
+        return report
+
+
+_STATE = "_fp8_state"
+
+
+def _give_state(module: nn.Module, name: str, state: Tensor) -> None:
+    """Makes `state` a buffer of `module`, if it has none of that name."""
+    owner, _, leaf = name.rpartition(".")
+    sub = module.get_submodule(owner)
+    if leaf not in sub._buffers:
+        sub.register_buffer(leaf, state)
 
 
 def use_fp8(
@@ -72,6 +90,7 @@ def use_fp8(
     bwd_format: FPFormat | str = "e5m2",
     *,
     recipe: str | None = None,
+    history: int = 1024,
     kernel: str = "auto",
     operators: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -83,11 +102,22 @@ def use_fp8(
     fwd_format, bwd_format: ``"e4m3fn"`` or ``"e5m2"``, with any rounding, of inputs and of gradients.
     recipe: for plain models and to compare with: scale factors for tensors, ``"tensorwise"``, ``"rowwise"``,
         ``"blocks128"``, ``"mxfp8"`` (scales rounded down) or ``"mxfp8-up"``. Linear layers alone are treated, their casts
-        are torchao's bit for bit, and their values are multiplied.
+        are torchao's bit for bit, and their values are multiplied. ``"delayed"``: scales from the largest values of the
+        last `history` casts of a tensor, as Transformer Engine's delayed scaling; a buffer ``NAME_fp8_state`` beside a
+        weight has them, so that a ``state_dict`` and checkpoints do.
     kernel: who multiplies. ``"scaled_mm"``: torch's ``_scaled_mm``; ``"decoded"``: the values, bit for bit the simulation;
     ``"auto"``: FP8 units where the device has them, else the values.
     operators: treat these alone (``"aten::linear"``); exclude: patterns of module paths or parameter names left alone.
     """
-    run = UseFp8Pass(format_text(fwd_format), format_text(bwd_format), kernel, list(operators), list(exclude), recipe or "")
-    _C.check_fp8(run.fwd, run.bwd, run.kernel, run.recipe)
-    return apply_pass(module, Pass("use_fp8", run, before=("track_scales",)))
+    run = UseFp8Pass(
+        format_text(fwd_format), format_text(bwd_format), kernel, list(operators), list(exclude), recipe or "", history
+    )
+    _C.check_fp8(run.fwd, run.bwd, run.kernel, run.recipe, history)
+    result = apply_pass(module, Pass("use_fp8", run, before=("track_scales",)))
+    if recipe == "delayed":  # there before the first call, for a state_dict that is loaded
+        weights = {id(m.weight) for m in result.modules() if isinstance(m, nn.Linear)}
+        for name, parameter in list(result.named_parameters()):
+            names = (name, name.rpartition(".")[0])
+            if id(parameter) in weights and not any(fnmatchcase(n, pattern) for pattern in exclude for n in names):
+                _give_state(result, name + _STATE, _C.delayed_fp8_state(history, parameter.device))
+    return result
