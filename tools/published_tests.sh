@@ -32,7 +32,9 @@ class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.machinery.ModuleSpec(name, self)
 
     def create_module(self, spec):
-        return importlib.import_module(spec.name.replace("unit_scaling", "plumb", 1))
+        # Its `_modules` has all layers; plumb's are in two files.
+        name = "nn" if spec.name == "unit_scaling._modules" else spec.name.partition(".")[2]
+        return importlib.import_module(f"plumb.{name}")
 
     def exec_module(self, module):
         pass

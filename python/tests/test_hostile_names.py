@@ -11,8 +11,8 @@ import pytest
 import torch
 from plumb._trees import load_spec
 from plumb.pipelining import pipe_split, pipeline
+from plumb.pipelining._chunks import unpack
 from plumb.pipelining._IR import deserialize_stage
-from plumb.pipelining._values import unpack
 from torch import fx, nn
 
 import plumb

@@ -7,7 +7,7 @@ import pytest
 import ranks
 import torch
 from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, pipe_split, pipeline
-from plumb.pipelining._debug import map_debug_info
+from plumb.pipelining._backward import map_debug_info
 from plumb.pipelining._utils import PipeliningMetadataError
 from plumb.pipelining.schedules import (
     BACKWARD_INPUT,

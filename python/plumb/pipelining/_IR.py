@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from .. import _C
@@ -23,16 +24,25 @@ from ..transforms._apply import Report
 from ._backward import _null_coalesce_accumulate, stage_backward  # noqa: F401
 from ._errors import InvalidValue
 from ._marks import (  # noqa: F401  (known under this module's name)
+    LossWrapper,
+    PipeSequential,
     PipeSplitWrapper,
     SplitPoint,
+    TrivialLossWrapper,
     annotate_split_points,
     aten_pipe_split_alias,
     pipe_split,
 )
-from ._policies import SplitPolicy, make_policy
+from ._policies import (  # noqa: F401
+    MultiUseParameterConfig,
+    MultiUseParamSpec,
+    SplitPolicy,
+    find_loss_spec,
+    make_policy,
+    multi_use_arguments,
+    plain_loss_spec,
+)
 from ._sources import Source, from_exported, make_source
-from ._specialize import make_specializer
-from ._specs import MultiUseParameterConfig, MultiUseParamSpec, find_loss_spec, multi_use_arguments, plain_loss_spec  # noqa: F401
 from ._split_graph import (  # noqa: F401
     PP_SUBMOD_PREFIX,
     DetachExecutor,
@@ -50,15 +60,9 @@ from ._split_graph import (  # noqa: F401
     sync_stages,
     top_graph,
 )
-from ._stage_module import StageModule, put_parameter, share_copies
+from ._stage_module import StageModule, at_sizes, make_specializer, put_parameter, share_copies
 from ._utils import PipeInfo, Wire, wire_texts
-from ._wrappers import LossWrapper, PipeSequential, TrivialLossWrapper  # noqa: F401
 from .stage import PipelineStage, _PipelineStage
-
-
-def _names(engine: Any, stage: int) -> list[str] | None:
-    """Of a stage's tensors; None if the cut has no such stage."""
-    return [name for name, *_ in engine.stage(stage).state()] if stage < engine.num_stages else None
 
 
 class Pipe(nn.Module):
@@ -231,31 +235,16 @@ class CutPipe(Pipe):
         return tuple(o if p is None else p for o, p in zip(flat, self._source.plain_outputs))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple:
-        flat = self.flat_inputs(args, kwargs)
-        engine = self._engine_for(flat, args, kwargs)
-        if self.has_loss_and_backward and torch.is_grad_enabled():
-            return self.plain_outputs(engine.run_with_backward(flat)[0])
-        return self.plain_outputs(engine.run(flat))
-
-    def _engine_for(self, flat: list, args: tuple, kwargs: dict) -> Any:
-        """A graph is made for one signature: for other sizes a live model is captured and cut again, once for each, with
-        the stages' tensors. What cannot be done so is refused by the engine itself."""
-        source, sizes = self._source, self._source.sizes(flat)
-        if source.again is None or not source.example or sizes == source.sizes(source.example):
-            return self._engine
-        others = self.__dict__.setdefault("_engines", {})
-        if sizes not in others:
-            other = source.again(args, kwargs)
-            cut = other and _C.cut(other.engine, **self._cut_arguments)
-            if not cut or any(_names(cut, s) != _names(self._engine, s) for s in range(max(cut.num_stages, self.num_stages))):
-                return self._engine
-            others[sizes] = cut
-        for s, device in enumerate(self._devices):
-            for name, _, tensor, _ in self._engine.stage(s).state():
-                others[sizes].stage(s).set_state(name, tensor)
-            if device is not None:
-                others[sizes].move_stage(s, device)
-        return others[sizes]
+        flat, engine = self.flat_inputs(args, kwargs), self._engine
+        backward = self.has_loss_and_backward and torch.is_grad_enabled()
+        if self._specializer is None or self._source.sizes(flat) == self._source.sizes(self._source.example):
+            return self.plain_outputs(engine.run_with_backward(flat)[0] if backward else engine.run(flat))
+        sizes = {i: tuple(x.shape) for i, x in enumerate(flat) if isinstance(x, Tensor)}
+        with at_sizes(self._stages(), sizes):
+            if backward:
+                return DetachExecutor(self).run(*args, **kwargs)
+            forwards = top_graph(engine.input_names, engine.table, False)
+            return self.plain_outputs(fx.Interpreter(self.split_gm, graph=forwards).run(*flat))
 
     def unflatten(self, outputs: tuple) -> Any:
         """A call's flat outputs in the structure that the model returns."""
@@ -464,3 +453,26 @@ def deserialize_stage(data: bytes) -> tuple[StageModule, PipeInfo]:
     stage = StageModule(parts["engine"], parts["index"], table, names, parts["training"])
     info = PipeInfo(top_graph(parts["input_names"], table, False), table.num_stages, table.loss_output is not None, table)
     return stage, info
+
+
+def scatter_stages(
+    pipe: Pipe | None, group: Any = None, src: int = 0, rank_of: Callable[[int], int] | None = None
+) -> tuple[dict[int, StageModule], PipeInfo]:
+    """Sends every stage of rank `src`'s pipe to its rank: a collective call, `pipe` is None on the others.
+
+    `rank_of` says which rank of the group runs a stage (default: stage % group size, as schedules place loops). Answers
+    this rank's stages by number, and the picture of the pipe.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    parcels: list[Any] | None = None
+    if rank == dist.get_group_rank(group or dist.group.WORLD, src):
+        if pipe is None:
+            raise Error(f"rank {src} has no pipe to send the stages of")
+        parcels = [(pipe.info(), {}) for _ in range(size)]
+        for s in range(pipe.num_stages):
+            parcels[rank_of(s) if rank_of else s % size][1][s] = pipe.serialize_stage(s)
+        pipe._stages_here.add(-1)  # none of its own stages runs
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, parcels, src=src, group=group)
+    info, stages = mine[0]
+    return {s: deserialize_stage(data)[0] for s, data in stages.items()}, info

@@ -57,18 +57,9 @@ class _Action(NamedTuple):
         return _from_engine(_C.parse_action(action_string))
 
 
-FORWARD = F = _ComputationType.FORWARD
-BACKWARD_INPUT = I = _ComputationType.BACKWARD_INPUT  # noqa: E741
-BACKWARD_WEIGHT = W = _ComputationType.BACKWARD_WEIGHT
-FULL_BACKWARD = B = _ComputationType.FULL_BACKWARD
-OVERLAP_F_B = _ComputationType.OVERLAP_F_B
-UNSHARD = _ComputationType.UNSHARD
-RESHARD = _ComputationType.RESHARD
-REDUCE_GRAD = _ComputationType.REDUCE_GRAD
-SEND_F = _ComputationType.SEND_F
-RECV_F = _ComputationType.RECV_F
-SEND_B = _ComputationType.SEND_B
-RECV_B = _ComputationType.RECV_B
+(FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, UNSHARD, RESHARD, SEND_F, RECV_F, SEND_B, RECV_B, FULL_BACKWARD, OVERLAP_F_B,
+ REDUCE_GRAD) = _ComputationType  # fmt: skip
+F, I, W, B = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD  # noqa: E741
 _COMPUTES = frozenset((F, I, W, B, OVERLAP_F_B))
 
 Table = dict[int, list["_Action | None"]]

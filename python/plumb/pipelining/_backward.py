@@ -8,10 +8,20 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._errors import Error, ErrorKind
-from ._debug import map_debug_info
+
+
+def map_debug_info(values: Any) -> Any:
+    """Nested values with every tensor as a text of its sizes, dtype and whether it requires a gradient."""
+
+    def text(v: object) -> str:
+        is_tensor = isinstance(v, torch.Tensor)
+        return f"Tensor({v.shape}, grad={v.requires_grad}, dtype={v.dtype})" if is_tensor else str(v)
+
+    return pytree.tree_map(text, values)
 
 
 def _get_grad_fn_or_grad_acc(t: torch.Tensor) -> Node | None:

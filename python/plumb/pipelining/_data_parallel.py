@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -55,17 +54,12 @@ class Replicated:
     def finish(self, divisor: int) -> None:
         """Means over the replicas. The engine has divided by the microbatches."""
         group = self._module.process_group
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in self._module.parameters():
-            if parameter.grad is not None:
-                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        grads = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
         try:
-            for grads in by_dtype.values():
-                flat = torch.cat([grad.reshape(-1) for grad in grads])
-                dist.all_reduce(flat, group=group)
-                flat.div_(dist.get_world_size(group))
-                for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-                    grad.copy_(part.view_as(grad))
+            for work in [dist.all_reduce(grad, group=group, async_op=True) for grad in grads]:
+                work.wait()
+            for grad in grads:
+                grad.div_(dist.get_world_size(group))
         except RuntimeError as error:
             others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"

@@ -1,7 +1,8 @@
-"""Where a model may be cut: marks in its forward, and marks put around its modules."""
+"""Where a model may be cut: marks in its forward, marks put around its modules, and models that mark themselves."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from enum import Enum
 from types import MethodType
@@ -68,19 +69,15 @@ def _module(root: nn.Module, name: str) -> nn.Module:
     return module
 
 
-def check_is_dict(spec: Any) -> None:
-    """Raises `plumb.Error` (a TypeError too) for a `split_spec` that is no dict of names and points."""
+def check_split_spec(mod: nn.Module | None, spec: Mapping[str, SplitPoint]) -> list[tuple[nn.Module, SplitPoint]]:
+    """The modules and points that `spec` names. Raises `plumb.Error` (a TypeError too) for a spec that is no dict, and (an
+    AttributeError too) for a name that is none. None for a model of which no modules are there: only the first."""
     if not isinstance(spec, Mapping):
         raise InvalidType(
             f"split_spec is a {type(spec).__name__}, not a dict from names of modules to split points",
             remedy='split_spec={"layers.4": SplitPoint.BEGINNING}',
         )
-
-
-def check_split_spec(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> list[tuple[nn.Module, SplitPoint]]:
-    """The modules and points that `spec` names. Raises `plumb.Error` (an AttributeError too) for a name that is none."""
-    check_is_dict(spec)
-    return [(_module(mod, name), _point(value)) for name, value in spec.items()]
+    return [(_module(mod, name), _point(value)) for name, value in spec.items()] if mod is not None else []
 
 
 class _Points(set):
@@ -153,3 +150,48 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Mar
             points.add(point)
             added.append((module, point))
     return Marks(added, {module: name for name, (module, _) in zip(spec, wanted)})
+
+
+class PipeSequential(nn.Sequential):
+    """A sequence with a mark between any two neighbours: one stage a module."""
+
+    @staticmethod
+    def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
+        """The same modules (shallow copies, shared parameters) under the same names."""
+        marked = PipeSequential()
+        for name, module in sequential_instance.named_children():
+            marked.add_module(name, copy.copy(module))
+        return marked
+
+    def forward(self, input: Any) -> Any:
+        for i, module in enumerate(self):
+            if i:
+                pipe_split()
+            input = module(input)
+        return input
+
+
+class LossWrapper(nn.Module):
+    """A model together with its loss: subclasses say in ``forward`` how they are connected.
+
+    ``self.module`` and ``self.loss_fn`` hold the two; what ``forward`` returns holds the loss.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: Any):
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} has no forward: say there how inputs, self.module, self.loss_fn and the loss hang together"
+        )
+
+
+class TrivialLossWrapper(LossWrapper):
+    """``loss_fn(module(x), targets)``; its one output is the loss."""
+
+    loss_spec = True
+
+    def forward(self, x: Any, targets: Any) -> Any:
+        return self.loss_fn(self.module(x), targets)

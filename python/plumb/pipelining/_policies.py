@@ -1,11 +1,13 @@
-"""Policies: where to cut a model that does not say it itself. `pipeline(split_policy=...)` takes any of them."""
+"""What a cut is told: the places, by a policy; which output is the loss; what becomes of shared parameters."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, Union
 
 import torch
 from torch import fx
@@ -15,7 +17,7 @@ from .._errors import Error, ErrorKind
 from .._fx import attribute_targets, graph_module, to_graph
 from .._state import BUFFER, CONSTANT, put_state
 from ._errors import InvalidType, InvalidValue
-from ._marks import is_mark
+from ._marks import TrivialLossWrapper, is_mark
 from ._sources import Source
 
 
@@ -143,3 +145,69 @@ def make_policy(policy: Any, num_stages: int | None) -> SplitPolicy:
     if callable(policy):
         return MarkingPolicy(policy)
     raise InvalidType(f"a {type(policy).__name__} is no split policy: give a function, a policy object or its name")
+
+
+class MultiUseParameterConfig(Enum):
+    """What becomes of a parameter that several stages use: the first stage owns it and sends it with every microbatch,
+    or each stage has a copy, whose gradients are summed before the optimiser's step."""
+
+    TRANSMIT = 1
+    REPLICATE = 2
+
+
+MultiUseParamSpec = Union[MultiUseParameterConfig, dict[str, MultiUseParameterConfig]]
+
+
+def find_loss_spec(module: Any, source: Source, spec: Any) -> Any:
+    if spec is None:
+        return None
+    if isinstance(module, TrivialLossWrapper):
+        return TrivialLossWrapper.loss_spec
+    if spec != "auto":
+        return spec
+    keys = _keys(source.out_spec)
+    if "loss" not in keys:
+        raise InvalidValue(
+            "output_loss_value_spec='auto' finds no loss: the model returns no dict with a 'loss'",
+            remedy="the outputs' structure with True for the loss and False elsewhere",
+        )
+    return {key: key == "loss" for key in keys}
+
+
+def _keys(spec: Any) -> list:
+    """Keys of a dict, or of a class like transformers' outputs that is flattened as one."""
+    context = spec.context
+    for keys in (context, *(context if isinstance(context, tuple) else ())):
+        if isinstance(keys, list) and len(keys) == spec.num_children and all(isinstance(k, str) for k in keys):
+            return keys
+    return []
+
+
+def plain_loss_spec(loss: Any, spec: Any) -> Any:
+    """Dicts as sequences where the model returns a class that only looks like a dict."""
+    children = spec.children() if hasattr(spec, "children") else spec.children_specs
+    if isinstance(loss, dict) and spec.type not in (dict, OrderedDict) and (keys := _keys(spec)):
+        if set(loss) != set(keys):
+            raise InvalidValue(f"the loss spec has the keys {sorted(loss)}, the outputs {sorted(keys)}")
+        loss = [loss[k] for k in keys]
+        return [plain_loss_spec(part, child) for part, child in zip(loss, children)]
+    if isinstance(loss, dict) and set(loss) == set(spec.context or []):
+        return {k: plain_loss_spec(loss[k], c) for k, c in zip(spec.context, children)}
+    if isinstance(loss, (tuple, list)) and len(loss) == len(children):
+        return type(loss)(plain_loss_spec(part, child) for part, child in zip(loss, children))
+    return loss
+
+
+def multi_use_arguments(spec: Any) -> dict[str, Any]:
+    def transmit(value: Any, message: str) -> bool:
+        name = getattr(value, "name", None)
+        if name not in ("TRANSMIT", "REPLICATE"):
+            raise InvalidValue(message, remedy="MultiUseParameterConfig.TRANSMIT or MultiUseParameterConfig.REPLICATE")
+        return name == "TRANSMIT"
+
+    if spec is None:
+        return {}
+    if isinstance(spec, Mapping):
+        unknown = "Unknown multi-use config value {} specified for {}"
+        return {"transmit_by_name": {name: transmit(v, unknown.format(v, name)) for name, v in spec.items()}}
+    return {"transmit": transmit(spec, f"multi_use_param_spec must be MultiUseParamSpec enum or dict, not {spec!r}")}

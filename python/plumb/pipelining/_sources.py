@@ -26,7 +26,7 @@ from .._trees import check_plain_inputs, structure_error
 from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
 from ._errors import InvalidType
-from ._marks import annotate_split_points, check_is_dict, check_split_spec
+from ._marks import annotate_split_points, check_split_spec
 
 logger = logging.getLogger("plumb.pipelining")
 
@@ -127,11 +127,6 @@ def _parameters(module: nn.Module) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def has_transforms(module: nn.Module) -> bool:
-    """Whether a part of the model runs a graph of its own, in which modules have names but are not called."""
-    return any(forward_of(sub) is not None for sub in module.modules())
 
 
 class _AsCut:
@@ -243,11 +238,12 @@ def make_source(module: Any, args: Any, kwargs: dict | None, spec: Any = None) -
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     kwargs = dict(kwargs or {})
     if spec is not None:
-        check_is_dict(spec)
+        check_split_spec(None, spec)
     if isinstance(module, GraphModule):
         return from_graph_module(module, args, kwargs), spec
     if isinstance(module, nn.Module):
-        if spec and has_transforms(module):
+        # A part that runs a graph of its own has names for its modules there, and does not call them.
+        if spec and any(forward_of(sub) is not None for sub in module.modules()):
             check_split_spec(module, spec)
             return from_module(module, args, kwargs), spec
         return from_module(module, args, kwargs, spec), None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +19,17 @@ __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
 DEFAULT_CHUNK_DIM = 0
 
 
+@dataclass(unsafe_hash=True, repr=False)
 class TensorChunkSpec:
     """A tensor that is cut along a dimension."""
 
-    def __init__(self, split_dim: int):
-        self.split_dim = split_dim
+    split_dim: int
 
     def __repr__(self):
         return f"{type(self).__module__}.{type(self).__name__}({self.split_dim})"
 
     def __str__(self):
         return f"TensorChunkSpec({self.split_dim})"
-
-    def __eq__(self, other):
-        return isinstance(other, TensorChunkSpec) and self.split_dim == other.split_dim
-
-    def __hash__(self):
-        return hash((TensorChunkSpec, self.split_dim))
 
     @staticmethod
     def from_tuple(chunk_dims: tuple[int, ...]) -> Any:
@@ -49,12 +46,12 @@ class _Replicate:
     """A value that every microbatch gets whole."""
 
 
+@dataclass
 class _CustomReducer:
     """Merges the values of all microbatches: ``reduce_fn(reduce_fn(init_value, first), second)`` and so on."""
 
-    def __init__(self, init_value, reduce_fn):
-        self.init_value = init_value
-        self.reduce_fn = reduce_fn
+    init_value: Any
+    reduce_fn: Callable[[Any, Any], Any]
 
 
 class _LossReducer(_CustomReducer):
@@ -96,13 +93,10 @@ def _bounds(length: int, chunks: int) -> list[tuple[int, int]]:
 
 def _distributed_like(first, local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """A DTensor of this length along `dim`, of which this rank holds `local`."""
-    from torch.distributed.tensor import DTensor
-
     shape = list(first.shape)
     shape[dim] = length
-    return DTensor.from_local(
-        local, first.device_mesh, first.placements, run_check=False, shape=torch.Size(shape), stride=first.stride()
-    )
+    how = {"run_check": False, "shape": torch.Size(shape), "stride": first.stride()}
+    return type(first).from_local(local, first.device_mesh, first.placements, **how)
 
 
 def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) -> list[torch.Tensor]:
@@ -202,14 +196,13 @@ def split_args_kwargs_into_chunks(
 
 
 def _concatenate(values: list, dim: int):
-    distributed = [_is_distributed(value) for value in values]
-    if any(distributed):
-        first = values[0]
-        if not all(distributed) or any(value.placements != first.placements for value in values):
+    first = values[0]
+    if any(map(_is_distributed, values)):
+        if not all(map(_is_distributed, values)) or any(value.placements != first.placements for value in values):
             raise InvalidSchedule("the microbatches' outputs are distributed in different ways and cannot be merged")
         local = torch.cat([value.to_local() for value in values], dim)
         return _distributed_like(first, local, dim, sum(value.shape[dim] for value in values))
-    return torch.stack(values) if values[0].dim() == 0 else torch.cat(values, dim)
+    return torch.stack(values) if first.dim() == 0 else torch.cat(values, dim)
 
 
 def merge_chunks(chunks: list[Any], chunk_spec) -> Any:
@@ -233,18 +226,14 @@ def merge_chunks(chunks: list[Any], chunk_spec) -> Any:
         if isinstance(spec, TensorChunkSpec):
             merged.append(_concatenate(list(values), spec.split_dim))
         elif isinstance(spec, _CustomReducer):
-            total = spec.init_value
-            for value in values:
-                total = spec.reduce_fn(total, value)
-            merged.append(total)
-        else:
-            if not all(_equal(value, values[0]) for value in values):
-                raise InvalidSchedule(f"the microbatches' values differ and nothing says how to merge them: {values}")
+            merged.append(functools.reduce(spec.reduce_fn, values, spec.init_value))
+        elif all(_equal(value, values[0]) for value in values):
             merged.append(values[0])
+        else:
+            raise InvalidSchedule(f"the microbatches' values differ and nothing says how to merge them: {values}")
     return pytree.tree_unflatten(merged, structure)
 
 
 def _equal(a, b) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return torch.equal(a, b) if both else bool(a == b)

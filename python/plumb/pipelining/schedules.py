@@ -14,12 +14,15 @@ from .._errors import Error, ErrorKind
 from ._actions import *  # noqa: F403  (users of torch's schedules import the kinds of actions from here)
 from ._actions import _Action, _ComputationType, _validate_schedule  # noqa: F401
 from ._errors import InvalidSchedule, InvalidValue
-from ._hooks import _PipelineContext, _wait_batch_p2p  # noqa: F401
-from ._schedule_base import _TARGET_CHUNK_SPEC, PipelineScheduleSingle, _PipelineSchedule, compute_actions  # noqa: F401
-from ._schedule_multi import (  # noqa: F401
+from ._run import _PipelineContext, _wait_batch_p2p  # noqa: F401
+from ._schedule_base import (  # noqa: F401
+    _TARGET_CHUNK_SPEC,
     PipelineScheduleMulti,
+    PipelineScheduleSingle,
     _check_torch_compile_compatibility,
+    _PipelineSchedule,
     _PipelineScheduleRuntime,
+    compute_actions,
 )
 from .microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks  # noqa: F401
 from .stage import PipelineStage, _PipelineStageBase  # noqa: F401
@@ -29,16 +32,9 @@ __all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "ScheduleTable", "
 
 class _NamedSchedule(PipelineScheduleMulti):
     def __init__(  # torch's signature of these schedules
-        self,
-        stages: list[_PipelineStageBase],
-        n_microbatches: int,
-        loss_fn: Callable | None = None,
-        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
-        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
-        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ):
+        self, stages, n_microbatches, loss_fn=None, args_chunk_spec=None, kwargs_chunk_spec=None, output_merge_spec=None,
+        *args, **kwargs,
+    ):  # fmt: skip
         chunks = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__(stages, n_microbatches, loss_fn, *chunks, None, *args, **kwargs)
 
@@ -106,13 +102,10 @@ class ScheduleTable(_NamedSchedule):
     ):
         super().__init__(stages, n_microbatches, loss_fn, **kwargs)
         if isinstance(table, _C.Schedule):
-            problems = table.check()
-            if problems != "ok" or table.num_microbatches != n_microbatches:
-                raise InvalidSchedule(
-                    problems
-                    if problems != "ok"
-                    else f"the table has {table.num_microbatches} microbatches, not {n_microbatches}"
-                )
+            if (problems := table.check()) != "ok":
+                raise InvalidSchedule(problems)
+            if table.num_microbatches != n_microbatches:
+                raise InvalidSchedule(f"the table has {table.num_microbatches} microbatches, not {n_microbatches}")
             self._take(table)
         elif isinstance(table, dict):
             self._prepare_schedule_with_comms(compute_actions(table))

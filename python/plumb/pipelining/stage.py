@@ -13,13 +13,11 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._errors import Error, ErrorKind
-from ._chunks import ChunkSteps
+from ._chunks import ChunkSteps, as_tensor, metas
 from ._data_parallel import reduction_of
 from ._errors import InvalidValue
-from ._specialize import Sizes, at_sizes
-from ._stage_module import StageModule
+from ._stage_module import Sizes, StageModule, at_sizes
 from ._utils import PipeInfo, PipeliningMetadataError, Wire, wire_texts  # noqa: F401
-from ._values import as_tensor, metas
 
 __all__ = ["PipelineStage", "build_stage"]
 

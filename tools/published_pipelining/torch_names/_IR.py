@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from plumb.pipelining._errors import InvalidSchedule, InvalidValue
-from plumb.pipelining._marks import pipe_split
-from plumb.pipelining._wrappers import TrivialLossWrapper
+from plumb.pipelining._marks import TrivialLossWrapper, pipe_split
 from torch import fx
 
 
