@@ -101,10 +101,10 @@ class GraphModule(nn.Module):
                 args, kwargs, self._in_spec, names, "call it as it was captured or exported, or capture again"
             )
         if self._plain_inputs is not None:
-            check_plain_inputs(leaves, self._plain_inputs, self._takes_tensor, "the graph was captured", "capture again")
+            check_plain_inputs(leaves, self._plain_inputs, self._takes_tensor, self._made_how, self._make_again)
         return leaves
 
-    _made_how = "the graph was captured"
+    _made_how, _make_again = "the graph was captured", "capture again"
 
     def check_mode(self) -> None:
         """A graph is made for one training mode. Raises `plumb.Error` if the module is in the other one and that would

@@ -174,7 +174,7 @@ def save(model: GraphModule | CutPipe, out: str | os.PathLike, *, tokenizer: str
     """
     if not isinstance(model, (GraphModule, CutPipe)):
         raise TypeError(f"plumb.hf.save takes a program or pipe that plumb.hf imported, got {type(model).__name__}")
-    program = model._source.program if isinstance(model, CutPipe) else model._program
+    program = model._source.module._program if isinstance(model, CutPipe) else model._program
     record = program.pretrained if program is not None else ""
     if not record:
         raise Error(

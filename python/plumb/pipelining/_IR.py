@@ -11,18 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._capture import GraphModule
 from .._errors import Error, ErrorKind
 from .._exported import save_pt2
-from .._state import BUFFER, PARAMETER
+from .._state import BUFFER, PARAMETER, sync_state
 from .._unit_scaled import add_mark
 from ..transforms._apply import Report
 from ._backward import _null_coalesce_accumulate, stage_backward  # noqa: F401
-from ._errors import InvalidValue
 from ._marks import (  # noqa: F401  (known under this module's name)
     LossWrapper,
     PipeSequential,
@@ -33,16 +32,18 @@ from ._marks import (  # noqa: F401  (known under this module's name)
     aten_pipe_split_alias,
     pipe_split,
 )
-from ._policies import (  # noqa: F401
+from ._sources import (  # noqa: F401
     MultiUseParameterConfig,
     MultiUseParamSpec,
+    Source,
     SplitPolicy,
     find_loss_spec,
+    from_exported,
     make_policy,
+    make_source,
     multi_use_arguments,
     plain_loss_spec,
 )
-from ._sources import Source, from_exported, make_source
 from ._split_graph import (  # noqa: F401
     PP_SUBMOD_PREFIX,
     DetachExecutor,
@@ -57,12 +58,24 @@ from ._split_graph import (  # noqa: F401
     shared_parameters,
     split_module,
     stage_calls,
-    sync_stages,
     top_graph,
 )
-from ._stage_module import StageModule, at_sizes, make_specializer, put_parameter, share_copies
-from ._utils import PipeInfo, Wire, wire_texts
+from ._stage_module import StageModule, deserialize_stage, make_specializer, put_parameter, scatter_stages, share_copies  # noqa: F401
+from ._utils import InvalidValue, PipeInfo, Wire, wire_texts
 from .stage import PipelineStage, _PipelineStage
+
+
+def _names(engine: Any) -> list[list[str]]:
+    """Of the stages' tensors."""
+    return [[name for name, *_ in engine.stage(s).state()] for s in range(engine.num_stages)]
+
+
+def _put_stage(engine: Any, s: int, state: list, device: torch.device | None) -> None:
+    """Gives a stage of a cut these tensors, and moves it."""
+    for name, _, tensor, _ in state:
+        engine.stage(s).set_state(name, tensor)
+    if device is not None:
+        engine.move_stage(s, device)
 
 
 class Pipe(nn.Module):
@@ -201,8 +214,9 @@ class CutPipe(Pipe):
     ):
         table = engine.table
         specializer = specializer or make_specializer(engine, source, cut_arguments)
+        training = source.module._made_in_training
         stages = [
-            StageModule(engine.stage(s), s, table, source.arguments, source.training, specializer, source.other_sizes)
+            StageModule(engine.stage(s), s, table, source.arguments, training, specializer, source.other_sizes)
             for s in range(engine.num_stages)
         ]
         has_loss = table.loss_output is not None
@@ -210,20 +224,26 @@ class CutPipe(Pipe):
         super().__init__(split_module(graph, stages), engine.num_stages, has_loss, loss_spec)
         self.split_gm.__dict__["_pipe_ref"] = weakref.ref(self)
         self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments, _specializer=specializer)
-        self.notes: list[str] = [*source.notes, *engine.notes]
+        self.notes: list[str] = [*source.module.notes, *engine.notes]
         self._stages_here: set[int] = set()  # that were built for a schedule over several ranks
         self._devices = [stage.device for stage in stages]
         self.replicated_params: list[dict[str, str]] = [
             {get_submod_name(s): name for s, name in sorted(copies.items())} for copies in table.replicated
         ]
-        self.training = source.training
+        self.training = training
 
     def _share_copies(self) -> None:
         share_copies(self._stages(), self._engine.table.replicated)
 
     # --- running ---
     def _sync(self) -> None:
-        sync_stages(self._stages(), self._engine, self._devices)
+        """Tells the engine what happened to the stages in Python: replaced tensors, and moves to other devices."""
+        for s, stage in enumerate(self._stages()):
+            stage.check_mode()
+            sync_state(stage._engine, stage._slots)  # tensors that the Python module has got meanwhile
+            if stage.device is not None and stage.device != self._devices[s]:
+                self._engine.move_stage(s, stage.device)
+                self._devices[s] = stage.device
 
     def flat_inputs(self, args: tuple, kwargs: dict) -> list:
         """A call's inputs as ``split_gm``'s graph takes them; None for what is no tensor."""
@@ -232,23 +252,34 @@ class CutPipe(Pipe):
 
     def plain_outputs(self, flat: list) -> tuple:
         """What ``split_gm``'s graph answers, with the model's outputs that are no tensors in it."""
-        return tuple(o if p is None else p for o, p in zip(flat, self._source.plain_outputs))
+        return tuple(o if p is None else p for o, p in zip(flat, self._source.module._plain_outputs))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple:
-        flat, engine = self.flat_inputs(args, kwargs), self._engine
+        flat = self.flat_inputs(args, kwargs)
+        engine = self._engine_for(flat, args, kwargs)
         backward = self.has_loss_and_backward and torch.is_grad_enabled()
-        if self._specializer is None or self._source.sizes(flat) == self._source.sizes(self._source.example):
-            return self.plain_outputs(engine.run_with_backward(flat)[0] if backward else engine.run(flat))
-        sizes = {i: tuple(x.shape) for i, x in enumerate(flat) if isinstance(x, Tensor)}
-        with at_sizes(self._stages(), sizes):
-            if backward:
-                return DetachExecutor(self).run(*args, **kwargs)
-            forwards = top_graph(engine.input_names, engine.table, False)
-            return self.plain_outputs(fx.Interpreter(self.split_gm, graph=forwards).run(*flat))
+        return self.plain_outputs(engine.run_with_backward(flat)[0] if backward else engine.run(flat))
+
+    def _engine_for(self, flat: list, args: tuple, kwargs: dict) -> Any:
+        """A graph is made for one signature: for other sizes a live model is captured and cut again, once for each, with
+        the stages' tensors. What cannot be done so is refused by the engine itself."""
+        source, sizes = self._source, self._source.sizes(flat)
+        if source.again is None or not source.example or sizes == source.sizes(source.example):
+            return self._engine
+        others = self.__dict__.setdefault("_engines", {})
+        if sizes not in others:
+            other = source.again(args, kwargs)
+            cut = other and _C.cut(other.engine, **self._cut_arguments)
+            if not cut or _names(cut) != _names(self._engine):
+                return self._engine
+            others[sizes] = cut
+        for s, device in enumerate(self._devices):
+            _put_stage(others[sizes], s, self._engine.stage(s).state(), device)
+        return others[sizes]
 
     def unflatten(self, outputs: tuple) -> Any:
         """A call's flat outputs in the structure that the model returns."""
-        return self._source.unflatten(list(outputs))
+        return pytree.tree_unflatten(outputs, self._source.module._out_spec)
 
     # --- stages ---
     def build_stage(
@@ -318,13 +349,11 @@ class CutPipe(Pipe):
     def merge(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> GraphModule:
         """The undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""
         self._merged(stage_states)
-        source = self._source
+        whole = self._source.module
         engine = self._engine.merge()
         self._share_copies()
-        plain_inputs = None if source.takes_plain else source.plain_inputs
-        merged = GraphModule(
-            engine, source.in_spec, source.out_spec, plain_inputs, source.plain_outputs, [], source.program, source.training
-        )
+        call = (whole._in_spec, whole._out_spec, whole._plain_inputs, whole._plain_outputs)
+        merged = GraphModule(engine, *call, [], whole._program, whole._made_in_training)
         merged.training = self.training
         return merged
 
@@ -353,12 +382,10 @@ class CutPipe(Pipe):
     # --- copies: the undivided model, where it was cut, and every stage's tensors ---
     def __reduce_ex__(self, _protocol: Any) -> Any:
         self._sync()
-        whole = self._source.engine
         stages = [self._engine.stage(s).state() for s in range(self.num_stages)]
-        source = replace(self._source, engine=None, example=None, again=None)
-        parts = (whole.graph.to_string(), whole.state(), *whole.specs())
+        source = replace(self._source, example=None, again=None)
         where = (stages, self._devices, self.training, self._specializer)
-        return _rebuild, (parts, source, self._cut_arguments, self.loss_spec, *where)
+        return _rebuild, (source, self._cut_arguments, self.loss_spec, *where)
 
 def _cut(
     source: Source, spec: Any, policy: Any, num_stages: int | None, multi_use: Any, loss: Any, move_cuts: bool,
@@ -370,7 +397,7 @@ def _cut(
         where = make_policy(policy, num_stages).cuts(source)
     elif spec:
         where = {"modules": [(name, SplitPoint[point.name] is SplitPoint.END) for name, point in spec.items()]}
-    plain = None if loss is None else plain_loss_spec(loss, source.out_spec)
+    plain = None if loss is None else plain_loss_spec(loss, source.module._out_spec)
     arguments = {**where, **multi_use_arguments(multi_use), "move_cuts": move_cuts, "loss": plain}
     arguments |= {"wire": wire_texts(wire), "wire_exclude": list(wire_exclude)}
     pipe = CutPipe(_C.cut(source.engine, **arguments), source, loss, arguments)
@@ -380,16 +407,12 @@ def _cut(
 
 
 def _rebuild(
-    parts: tuple, source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, specializer: Any
+    source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, specializer: Any
 ) -> CutPipe:
     """A pipe's copy: cut again at the same places, with the stages' own tensors."""
-    source.engine = _C.GraphModule(*parts)
     engine = _C.cut(source.engine, **arguments)
-    for s, state in enumerate(stages):
-        for name, _, tensor, _ in state:
-            engine.stage(s).set_state(name, tensor)
-        if devices[s] is not None:
-            engine.move_stage(s, devices[s])
+    for s, (state, device) in enumerate(zip(stages, devices)):
+        _put_stage(engine, s, state, device)
     return CutPipe(engine, source, loss, arguments, specializer).train(training)
 
 
@@ -442,37 +465,3 @@ def pipeline(
     if num_stages is not None and pipe.num_stages != num_stages:
         raise InvalidValue(f"the cuts give {pipe.num_stages} stages instead of {num_stages}")
     return pipe
-
-
-def deserialize_stage(data: bytes) -> tuple[StageModule, PipeInfo]:
-    """A stage from `Pipe.serialize_stage`, on the CPU, and the picture of its pipe. The bytes may come from anywhere:
-    damaged ones raise `plumb.Error`."""
-    parts = _C.deserialize_stage(data)
-    table = parts["table"]
-    names = [(name, 0) for name in parts["input_names"]]
-    stage = StageModule(parts["engine"], parts["index"], table, names, parts["training"])
-    info = PipeInfo(top_graph(parts["input_names"], table, False), table.num_stages, table.loss_output is not None, table)
-    return stage, info
-
-
-def scatter_stages(
-    pipe: Pipe | None, group: Any = None, src: int = 0, rank_of: Callable[[int], int] | None = None
-) -> tuple[dict[int, StageModule], PipeInfo]:
-    """Sends every stage of rank `src`'s pipe to its rank: a collective call, `pipe` is None on the others.
-
-    `rank_of` says which rank of the group runs a stage (default: stage % group size, as schedules place loops). Answers
-    this rank's stages by number, and the picture of the pipe.
-    """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    parcels: list[Any] | None = None
-    if rank == dist.get_group_rank(group or dist.group.WORLD, src):
-        if pipe is None:
-            raise Error(f"rank {src} has no pipe to send the stages of")
-        parcels = [(pipe.info(), {}) for _ in range(size)]
-        for s in range(pipe.num_stages):
-            parcels[rank_of(s) if rank_of else s % size][1][s] = pipe.serialize_stage(s)
-        pipe._stages_here.add(-1)  # none of its own stages runs
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, parcels, src=src, group=group)
-    info, stages = mine[0]
-    return {s: deserialize_stage(data)[0] for s, data in stages.items()}, info

@@ -15,7 +15,7 @@ from ._IR import (
     pipeline,
     scatter_stages,
 )
-from ._policies import Balanced, StagePolicy, split_into_equal_size, split_on_size_threshold
+from ._sources import Balanced, StagePolicy, split_into_equal_size, split_on_size_threshold
 from .microbatch import TensorChunkSpec
 from .schedules import *  # noqa: F403  (a class for every schedule that the engine knows)
 from .schedules import _ScheduleForwardOnly  # noqa: F401  (imported from here by users of torch's)

@@ -6,7 +6,7 @@ import enum
 from typing import NamedTuple
 
 from .. import _C
-from ._errors import InvalidSchedule
+from ._utils import InvalidSchedule
 
 
 class _ComputationType(str, enum.Enum):
@@ -90,6 +90,11 @@ def _schedule(actions: Table, ranks: list[int] | None = None, num_microbatches: 
     return _C.schedule_from_rows(name, rows, num_microbatches, ranks or [])
 
 
+def _check(schedule: _C.Schedule, *how: bool) -> None:
+    if (problems := schedule.check(*how)) != "ok":
+        raise InvalidSchedule(problems)
+
+
 def _validate_schedule(
     actions: Table, pp_group_size: int, num_stages: int, num_microbatches: int, forward_only: bool = False
 ) -> dict[int, int]:
@@ -105,7 +110,5 @@ def _validate_schedule(
     if len(ranks) != num_stages or -1 in ranks:
         missing = [s for s in range(num_stages) if s >= len(ranks) or ranks[s] < 0] or "none"
         raise InvalidSchedule(f"the schedule is for {len(ranks)} stages, not {num_stages}; not run: {missing}")
-    problems = schedule.check(forward_only)
-    if problems != "ok":
-        raise InvalidSchedule(problems)
+    _check(schedule, forward_only)
     return dict(enumerate(ranks))

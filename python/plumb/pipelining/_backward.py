@@ -202,6 +202,11 @@ def _group_backward(weights: list[torch.nn.Parameter], group: dict[str, Any], re
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
+def _parts(value: Any) -> dict | None:
+    """Of a dict, tuple or list."""
+    return value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, (tuple, list)) else None
+
+
 def _collect(output, grad, outputs: list, grads: list) -> None:
     """Tensors of a nested output beside their gradients; where a whole part has no gradient it takes no part."""
     if isinstance(output, torch.Tensor):
@@ -210,18 +215,12 @@ def _collect(output, grad, outputs: list, grads: list) -> None:
                 raise Error(f"an output of the stage is a tensor and its gradient a {type(grad).__name__}")
             outputs.append(output)
             grads.append(grad)
-    elif grad is None:
-        return
-    elif isinstance(output, (tuple, list)):
-        if not isinstance(grad, (tuple, list)) or len(grad) != len(output):
-            raise Error(f"an output of the stage is a {type(output).__name__} of {len(output)}, its gradient {grad!r}")
-        for pair in zip(output, grad):
-            _collect(*pair, outputs, grads)
-    elif isinstance(output, dict):
-        if not isinstance(grad, dict) or grad.keys() != output.keys():
-            raise Error(f"an output of the stage is a dict with keys {list(output)}, its gradient {grad!r}")
-        for key in output:
-            _collect(output[key], grad[key], outputs, grads)
+    elif grad is not None and (parts := _parts(output)) is not None:
+        given = _parts(grad)
+        if given is None or given.keys() != parts.keys():
+            raise Error(f"an output of the stage is a {type(output).__name__} with {list(parts)}, its gradient {grad!r}")
+        for key, part in parts.items():
+            _collect(part, given[key], outputs, grads)
 
 
 def stage_backward(

@@ -16,14 +16,10 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._errors import Error, ErrorKind
 from .._trees import load_spec
-from ._errors import InvalidSchedule, PipeliningMetadataError
 from ._stage_module import Sizes, sizes_of
+from ._utils import InvalidSchedule, PipeliningMetadataError
 
 Values = list["torch.Tensor | None"]
-
-
-def as_tensor(value: Any) -> torch.Tensor | None:
-    return value if value is None or isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def detached(value: Any) -> Any:
@@ -35,15 +31,8 @@ def flat_output(output: Any) -> list[torch.Tensor | None]:
     return [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor)]
 
 
-def metas(values):
-    if values is None:
-        return None
-    values = values if isinstance(values, (tuple, list)) else (values,)
-    return tuple((list(v.shape), v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in values)
-
-
 def meta_of(value: Any) -> dict[str, Any] | None:
-    return dict(shape=value.shape, stride=value.stride(), dtype=value.dtype) if isinstance(value, torch.Tensor) else None
+    return dict(shape=value.shape, dtype=value.dtype, stride=value.stride()) if isinstance(value, torch.Tensor) else None
 
 
 def check_alike(where: str, expected: list, actual: list) -> None:
@@ -108,11 +97,21 @@ def own_arguments(stage: Any, stages: list, kwargs: dict[str, Any]) -> dict[str,
     return {name: value for name, value in kwargs.items() if name in own}
 
 
+def names_of(stages: list) -> dict[int, str]:
+    """By id of a parameter: the name under which copies of it are known in the whole pipeline."""
+    names: dict[int, str] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            own = name if stage.layout is not None else f"stage {stage.stage_index}: {name}"
+            names.setdefault(id(parameter), getattr(stage, "tied", {}).get(name, own))
+    return names
+
+
 class EngineStage:
     """A stage as the engine calls it. `names`: of parameters in the whole pipeline, by id."""
 
     def __init__(self, stage: Any, names: dict[int, str] | None = None):
-        self._stage, self._names = stage, names or {}
+        self._stage, self._names = stage, names or names_of([stage])
         self.weight_work, self.recompute = stage.dw_builder, stage.recompute
 
     @property
@@ -123,8 +122,7 @@ class EngineStage:
         return next((t.device for t in own), self._stage.device)
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
-        index = self._stage.stage_index
-        return [(self._names.get(id(p), f"stage {index}: {name}"), p) for name, p in self._stage.summed_parameters()]
+        return [(self._names[id(parameter)], parameter) for _, parameter in self._stage.summed_parameters()]
 
     def run(self, inputs: Values, microbatch: int, sizes: Sizes) -> Values:
         stage = self._stage
@@ -139,7 +137,7 @@ class EngineStage:
 class ChunkSteps:
     """The part of a stage that runs a microbatch's forward and backward, in the step of a schedule or by hand."""
 
-    _has_backward = False
+    has_backward = False  # whether the schedule has one
     _runtime_validate = False  # compare every microbatch's values with the first one's
     _step: Any = None  # the step that runs
     failure: BaseException | None = None  # of the stage's own code, by hand
@@ -152,15 +150,6 @@ class ChunkSteps:
         self._by_hand: Any = None  # _C.StepDriver
 
     @property
-    def has_backward(self) -> bool:
-        """Whether the schedule has a backward."""
-        return self._has_backward
-
-    @has_backward.setter
-    def has_backward(self, has_backward: bool) -> None:
-        self._has_backward = has_backward
-
-    @property
     def log_prefix(self) -> str:
         return f"[Stage {self.stage_index}]"
 
@@ -169,11 +158,10 @@ class ChunkSteps:
             raise InvalidSchedule(f"{self.log_prefix} microbatch {chunk_id} is none of the step's {self.chunks}")
 
     # --- before a step: shapes come with the messages, so that there is nothing to find out ---
-    def _prepare_forward_infra(self, num_microbatches, args=(), kwargs=None, has_backward=False) -> tuple:
+    def _prepare_forward_infra(self, num_microbatches, *_, **__) -> tuple:
         return ()
 
-    def _prepare_backward_infra(self, num_microbatches, loss_fn=None, target=None, received_grad_meta=None) -> tuple:
-        return ()
+    _prepare_backward_infra = _prepare_forward_infra
 
     def get_fwd_recv_ops(self, chunk_id: int) -> list:
         """Raises `plumb.Error`: the engine receives and sends."""

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from .. import _C  # noqa: F401  (registers the operator)
 from .._errors import Error, ErrorKind
-from ._errors import InvalidType, InvalidValue
+from ._utils import InvalidType, InvalidValue
 
 aten_pipe_split_alias = torch.ops.plumb.pipe_split.default
 fx.has_side_effect(aten_pipe_split_alias)  # torch.export and torch.fx keep it although nothing uses it

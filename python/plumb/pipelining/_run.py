@@ -18,10 +18,9 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._errors import Error, ErrorKind
 from ._actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, REDUCE_GRAD, _Action, _ComputationType
-from ._chunks import ChunkSteps, EngineStage, detached, own_arguments
-from ._data_parallel import replicas_of
-from ._errors import InvalidSchedule, InvalidValue
-from .stage import _PipelineStageBase
+from ._chunks import ChunkSteps, EngineStage, detached, names_of, own_arguments
+from ._utils import InvalidSchedule, InvalidValue
+from .stage import _PipelineStageBase, replicas_of
 
 # The methods of a stage that stand for actions.
 _METHODS = {
@@ -50,16 +49,6 @@ def _overrides(stage: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if name in stage.__dict__ or getattr(cls, name) is not getattr(base, name)]
 
 
-def hooks_of(stages: list, functions: dict[_ComputationType, Callable], perform: Callable) -> dict:
-    """By kind of action and stage (-1: every stage). Stages with methods of their own are run by `perform`."""
-    hooks = {(kind.value, -1): function for kind, function in functions.items()}
-    for stage in stages:
-        for kind, method in _METHODS.items():
-            if kind not in functions and _overrides(stage, [method]):
-                hooks[kind.value, stage.stage_index] = perform
-    return hooks
-
-
 def prepare_own(stages: list, arg_mbs: list, kwarg_mbs: list, train: bool) -> InvalidSchedule | None:
     """Before the first step: has stages prepare themselves that do so. Answers why a table with actions cannot be run, if
     it cannot. Raises `InvalidSchedule` for messages to others than neighbours."""
@@ -81,16 +70,10 @@ def prepare_own(stages: list, arg_mbs: list, kwarg_mbs: list, train: bool) -> In
 def _check_neighbours(stage: Any) -> None:
     """Refuses a stage that describes messages to others than its neighbours: the table knows only these."""
     index = stage.stage_index
-    infos = getattr(stage, "args_recv_info", {}).get(0, ())
-    asked = {
-        "receives from": ({info.source for info in infos if getattr(info, "source", None) is not None}, index - 1),
-        "sends to": (
-            {target for targets in getattr(stage, "act_send_info", {}).values() for target in targets if target is not None},
-            index + 1,
-        ),
-    }
-    for what, (others, neighbour) in asked.items():
-        if far := sorted(others - ({neighbour} if 0 <= neighbour < stage.num_stages else set())):
+    sources = {getattr(info, "source", None) for info in getattr(stage, "args_recv_info", {}).get(0, ())}
+    targets = {target for some in getattr(stage, "act_send_info", {}).values() for target in some}
+    for what, others, neighbour in (("receives from", sources, index - 1), ("sends to", targets, index + 1)):
+        if far := sorted(others - {neighbour, None}):
             raise InvalidSchedule(
                 f"stage {index} {what} stages {far}, and this schedule has adjacent-stage communication only",
                 remedy="pipeline(...), whose stages send values to wherever they are used",
@@ -172,16 +155,6 @@ def group_timeout(given, group: dist.ProcessGroup | None) -> float:
     if given is None:
         return 60.0
     return given.total_seconds() if isinstance(given, datetime.timedelta) else float(given)
-
-
-def names_of(stages: list) -> dict[int, str]:
-    """By id of a parameter: the name under which copies of it are known in the whole pipeline."""
-    names: dict[int, str] = {}
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            own = name if stage.layout is not None else f"stage {stage.stage_index}: {name}"
-            names.setdefault(id(parameter), getattr(stage, "tied", {}).get(name, own))
-    return names
 
 
 class _Step:
@@ -275,14 +248,7 @@ class _Step:
 class Run:
     """The engine's pipeline over Python stages. Blocks until all ranks have made theirs."""
 
-    def __init__(
-        self,
-        table: _C.Schedule,
-        stages: list[_PipelineStageBase],
-        timeout: float,
-        functions: dict[_ComputationType, Callable] | None = None,
-        **options,
-    ):
+    def __init__(self, table: _C.Schedule, stages: list[_PipelineStageBase], timeout: float, functions: dict, **options):
         self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.current: _Step | None = None
         self._divisor = table.num_microbatches if options.get("scale_grads") else 1
@@ -297,9 +263,14 @@ class Run:
         if group is not None and dist.get_world_size(group) == 1:
             group = None
         this = weakref.ref(self)  # the engine's objects are none for Python's collector
+        instead = {(kind.value, -1): function for kind, function in functions.items()}  # by kind and stage; -1: all
+        for kind, method in _METHODS.items():
+            for stage in self.stages if (kind.value, -1) not in instead else ():
+                if _overrides(stage, [method]):
+                    instead[kind.value, stage.stage_index] = lambda action, _: this().perform(action)
         hooks = {
             point: lambda text, function=function: this().current.call(function, _Action.from_str(text))
-            for point, function in hooks_of(self.stages, functions or {}, lambda action, _: this().perform(action)).items()
+            for point, function in instead.items()
         }
         self.has_hooks = bool(hooks)
         reduce = REDUCE_GRAD.value

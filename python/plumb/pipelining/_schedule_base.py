@@ -14,13 +14,11 @@ import torch.distributed as dist
 
 from .. import _C
 from .._errors import Error, ErrorKind
-from ._actions import BACKWARD_INPUT, RESHARD, UNSHARD, Table, _row, _schedule, _table, _validate_schedule
-from ._errors import InvalidSchedule, InvalidType, InvalidValue
+from ._actions import BACKWARD_INPUT, RESHARD, UNSHARD, Table, _check, _row, _schedule, _table, _validate_schedule
 from ._run import CustomFunctions, Run, group_timeout, prepare_own
+from ._utils import InvalidSchedule, InvalidType, InvalidValue
 from .microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from .stage import _PipelineStageBase
-
-_TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 
 
 class _PipelineSchedule(CustomFunctions):
@@ -49,6 +47,7 @@ class _PipelineSchedule(CustomFunctions):
     first_step = 0
     gradient_groups = 0
 
+    _name: str | None = None  # of the engine's table
     _stages: list[_PipelineStageBase]
     _backward_requires_autograd = True
     # The engine's table; `pipeline_order` is made from it when asked for, and replaces it when set.
@@ -64,16 +63,14 @@ class _PipelineSchedule(CustomFunctions):
         self._n_microbatches, self._loss_fn, self.scale_grads = n_microbatches, loss_fn, scale_grads
         self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
         self._output_merge_spec = output_merge_spec
-        self._has_backward = loss_fn is not None
-        self._run: Run | None = None
+        self._has_backward, self._run = loss_fn is not None, None  # and the engine's pipeline, from the first step on
         self._begin_functions()
         self._stages, self._num_stages = stages, stages[0].num_stages
         # A model that was cut with a loss in it needs no loss function.
         info = getattr(stages[0], "pipe_info", None)
         if self._loss_fn is None and info is not None and info.has_loss_and_backward:
-            index = info.table.loss_output
+            index, self._has_backward = info.table.loss_output, True
             self._loss_fn = lambda output, target: output if isinstance(output, torch.Tensor) else output[index]
-            self._has_backward = True
 
     @property
     def pipeline_order(self) -> Table | None:
@@ -99,13 +96,7 @@ class _PipelineSchedule(CustomFunctions):
         return _schedule(compute_actions(actions, self._functions), None, self._n_microbatches, type(self).__name__)
 
     def step(
-        self,
-        *args,
-        target=None,
-        losses: list | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        **kwargs,
+        self, *args, target=None, losses: list | None = None, return_outputs: bool = True, loss_kwargs: dict | None = None, **kwargs
     ):
         """Runs a batch: cuts it into microbatches, and trains on it if there is a loss function.
 
@@ -127,9 +118,7 @@ class _PipelineSchedule(CustomFunctions):
         for stage in self._stages:
             stage.has_backward = self._has_backward
             stage.clear_runtime_states()
-        self._step_microbatches(
-            arg_mbs, kwarg_mbs, self._split_target(target), losses, return_outputs, loss_kwargs=loss_kwargs
-        )
+        self._step_microbatches(arg_mbs, kwarg_mbs, self._split_target(target), losses, return_outputs, loss_kwargs)
         for stage in self._stages:
             if stage.is_last and return_outputs and stage.output_chunks:
                 return merge_chunks(stage.output_chunks, self._output_merge_spec)
@@ -144,13 +133,7 @@ class _PipelineSchedule(CustomFunctions):
             self._has_backward = has_backward
 
     def _step_microbatches(
-        self,
-        arg_mbs: list | None = None,
-        kwarg_mbs: list | None = None,
-        target_mbs: list | None = None,
-        losses: list | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
+        self, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None, return_outputs=True, loss_kwargs=None
     ) -> None:
         """A step on a batch that is cut already."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
@@ -235,7 +218,7 @@ class _PipelineSchedule(CustomFunctions):
 
     def _split_target(self, target) -> list | None:
         if target is None or isinstance(target, torch.Tensor):
-            return None if target is None else _split_tensor(target, _TARGET_CHUNK_SPEC, self._n_microbatches)
+            return None if target is None else _split_tensor(target, TensorChunkSpec(0), self._n_microbatches)
         return [args[0] for args in split_args_kwargs_into_chunks((target,), None, self._n_microbatches)[0]]
 
 
@@ -249,8 +232,6 @@ def compute_actions(actions: Table, others: Container = ()) -> Table:
 
 class PipelineScheduleSingle(_PipelineSchedule):
     """Schedules with one stage a rank."""
-
-    _name: str | None = None
 
     def __init__(
         self,
@@ -292,8 +273,6 @@ class PipelineScheduleMulti(_PipelineSchedule):
     a step refuse a table that halves it.
     """
 
-    _name: str | None = None
-
     def __init__(
         self,
         stages: list[_PipelineStageBase],
@@ -315,11 +294,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self._begin(list(stages), n_microbatches, loss_fn, *chunks, scale_grads)
         self._defer_pp_recv = defer_pp_recv
         self.pp_group_size, self.rank, self.n_local_stages = stages[0].group_size, stages[0].group_rank, len(stages)
-        self._backward_requires_autograd = backward_requires_autograd
-        self._use_full_backward = use_full_backward
-        self._set_ranks(
-            stage_index_to_group_rank or {stage: stage % self.pp_group_size for stage in range(self._num_stages)}
-        )
+        self._backward_requires_autograd, self._use_full_backward = backward_requires_autograd, use_full_backward
+        self._set_ranks(stage_index_to_group_rank or {s: s % self.pp_group_size for s in range(self._num_stages)})
         self._pipeline_order = {}
         if self._name is not None:
             self._make()
@@ -413,9 +389,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         else:
             if any(action is None for row in actions.values() for action in row):
                 raise InvalidSchedule("a table with messages has no idle entries")
-            problems = _schedule(actions, None, self._n_microbatches).check(False, False)
-            if problems != "ok":
-                raise InvalidSchedule(problems)
+            _check(_schedule(actions, None, self._n_microbatches), False, False)
             self._with_comms = {rank: list(row) for rank, row in actions.items()}
         self._run = None
 

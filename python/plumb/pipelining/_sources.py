@@ -1,32 +1,36 @@
-"""What can be cut: a live module, a captured one, a ``.pt2`` file, an exported program. All become a `Source`."""
+"""What can be cut (a live module, a captured one, a ``.pt2`` file, an exported program: all become a `Source`), and what a
+cut is told: the places, by a policy; which output is the loss; what becomes of shared parameters."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import io
 import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, Union
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .. import _C
 from .._capture import GraphModule, capture_engine
 from .._errors import Error, ErrorKind
 from .._exported import load_pt2
-from .._state import state_of, sync_state
-from .._trees import check_plain_inputs, structure_error
+from .._fx import attribute_targets, graph_module, to_graph
+from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
 from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
-from ._errors import InvalidType
-from ._marks import annotate_split_points, check_split_spec
+from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark
+from ._utils import InvalidType, InvalidValue
 
 logger = logging.getLogger("plumb.pipelining")
 
@@ -38,66 +42,42 @@ _CUT_THE_MODULE = "cut the module itself instead of its graph, which holds the s
 class Source:
     """A graph to be cut, with what Python knows of the model's call."""
 
-    engine: Any
-    in_spec: Any
-    out_spec: Any
-    plain_inputs: list  # per flat input: the value a capture was made for, None for tensors
-    plain_outputs: list
+    module: GraphModule  # the whole
     arguments: list[tuple[str, int]]  # per flat input: the argument it belongs to, and which leaf of it
     parameters: list[str]  # names of the forward's positional parameters
-    training: bool
-    notes: list[str] = field(default_factory=list)
     example: list | None = None
-    program: Any = None  # of a .pt2: what only the file knows
-    takes_plain: bool = False  # whether the graph itself takes values that are no tensors (and checks them)
     again: Any = None  # of a live module: captures it for other inputs; answers None once the module is gone
     other_sizes: str | None = None  # of what holds one graph alone: what to do for other sizes
     unit_scaled: bool = False  # state dicts of the whole bear the mark of unit-scaled weights
 
-    @functools.cached_property
-    def takes_tensor(self) -> list[bool]:
-        return [node.results[0].is_tensor for node in self.engine.graph.nodes if node.op == "placeholder"]
+    @property
+    def engine(self) -> Any:
+        return self.module._engine
 
     def flatten(self, args: tuple, kwargs: dict) -> list:
-        """Flat inputs of a call that may pass by position what the example passed by name, and the other way round."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self.in_spec:
-            leaves, spec = pytree.tree_flatten(self._as_captured(args, kwargs))
-        if spec != self.in_spec:
-            raise structure_error(
-                args, kwargs, self.in_spec, [name for name, _ in self.arguments],
-                "call it as it was cut, or cut it with inputs like these",
-            )  # fmt: skip
-        if not self.takes_plain:
-            check_plain_inputs(
-                leaves, self.plain_inputs, self.takes_tensor, "the model was cut", "cut it with inputs like these"
-            )
-        return [x if isinstance(x, Tensor) or self.takes_plain else None for x in leaves]
+        """Flat inputs of a call that may pass by position what the example passed by name, and the other way round; None
+        for what is no tensor and not the graph's to take."""
+        if pytree.tree_structure((args, kwargs)) != self.module._in_spec:
+            args, kwargs = self._as_captured(args, kwargs)
+        leaves = self.module._leaves(args, kwargs)
+        return [x if isinstance(x, Tensor) or self.module._plain_inputs is None else None for x in leaves]
 
     def _as_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        num_args, keywords = _call_shape(self.in_spec)
-        if len(self.parameters) < num_args:
-            return args, kwargs
+        num_args, keywords = _call_shape(self.module._in_spec)
         names = [*self.parameters[:num_args], *keywords]
-        for name in kwargs:
-            if name in self.parameters[: len(args)]:
-                raise InvalidType(f"the model got multiple values for argument '{name}'")
-            if name not in names and name not in self.parameters:
-                raise InvalidType(
-                    f"the model got an unexpected keyword argument '{name}'",
-                    kind=ErrorKind.UnknownName,
-                    remedy=", ".join(names),
-                )
-        given = dict(zip(self.parameters, args), **kwargs)
-        if len(given) != len(args) + len(kwargs) or set(names) != set(given):
+        if len(self.parameters) < max(num_args, len(args)):
+            return args, kwargs
+        known = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in dict.fromkeys([*self.parameters, *names])]
+        try:
+            given = inspect.Signature(known).bind_partial(*args, **kwargs).arguments
+        except TypeError as error:
+            raise InvalidType(f"the model's call: {error}", kind=ErrorKind.UnknownName, remedy=", ".join(names)) from None
+        if set(names) != set(given):
             return args, kwargs
         return tuple(given[n] for n in names[:num_args]), {n: given[n] for n in keywords}
 
     def sizes(self, flat: list | None) -> tuple:
         return tuple(x.shape if isinstance(x, Tensor) else None for x in flat or [])
-
-    def unflatten(self, outputs: list) -> Any:
-        return pytree.tree_unflatten(outputs, self.out_spec)
 
 
 def _parts(spec: Any) -> list:
@@ -182,7 +162,8 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
             marks.check_called()
     leaves = pytree.tree_leaves((args, kwargs))
     plain_inputs = [None if isinstance(x, Tensor) else x for x in leaves]
-    arguments = _argument_names(in_spec, parameters)
+    whole = GraphModule(engine, in_spec, out_spec, plain_inputs, plain, notes, training=module.training)
+    whole._made_how, whole._make_again = "the model was cut", "cut it with inputs like these"
     alive, as_cut = weakref.ref(module), _AsCut(module, engine.state())
 
     def again(args: tuple, kwargs: dict) -> Source | None:
@@ -191,24 +172,19 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
             return None
         return as_cut.run(model, lambda: from_module(model, args, kwargs, spec))
 
-    return Source(
-        engine, in_spec, out_spec, plain_inputs, plain, arguments, parameters, module.training, notes, leaves, again=again,
-        unit_scaled=is_marked(module),
-    )  # fmt: skip
+    arguments = _argument_names(in_spec, parameters)
+    return Source(whole, arguments, parameters, leaves, again, unit_scaled=is_marked(module))
 
 
 def from_graph_module(module: GraphModule, args: tuple, kwargs: dict) -> Source:
     """A captured module, or one from a file, whose graph takes and checks every input itself."""
     sync_state(module._engine, module._slots)
-    program, from_file = module._program, module._plain_inputs is None
+    program = module._program
     parameters = list(program.argument_names) if program is not None else []
     example = pytree.tree_leaves((args, kwargs)) or (_sample(program.sample_inputs) if program is not None else None)
-    return Source(
-        module._engine, module._in_spec, module._out_spec,
-        [None] * module._in_spec.num_leaves if from_file else module._plain_inputs, module._plain_outputs,
-        _argument_names(module._in_spec, parameters), parameters, module.training, list(module.notes), example, program,
-        from_file, other_sizes=_EXPORT if from_file else _CUT_THE_MODULE, unit_scaled=is_marked(module),
-    )  # fmt: skip
+    other_sizes = _EXPORT if module._plain_inputs is None else _CUT_THE_MODULE
+    arguments = _argument_names(module._in_spec, parameters)
+    return Source(module, arguments, parameters, example, None, other_sizes, is_marked(module))
 
 
 def from_pt2(path: str | os.PathLike, args: tuple, kwargs: dict) -> Source:
@@ -255,3 +231,196 @@ def make_source(module: Any, args: Any, kwargs: dict | None, spec: Any = None) -
         f"a {type(module).__name__} cannot be cut: give a torch.nn.Module, a plumb.GraphModule, a torch.export program or "
         "the path of a .pt2 file"
     )
+
+
+# --- where to cut it ---
+class SplitPolicy(ABC):
+    """Says where to cut a `Source`, as arguments of ``_C.cut``."""
+
+    @abstractmethod
+    def cuts(self, source: Source) -> dict[str, Any]: ...
+
+
+@dataclass
+class Balanced(SplitPolicy):
+    """Cuts so that the slowest stage is as fast as can be, by dynamic programming over all places.
+
+    The cost of every operator is measured on the example inputs (``measure``), or else estimated from shapes and
+    FLOPs. Each stage pays for what crosses its boundaries: `seconds_per_message` and `bytes_per_second`, forward and
+    backward. `memory_limits`: bytes a stage may need, one a stage or one for all: `bytes_per_parameter_byte` (4: a
+    gradient and AdamW's state beside the parameter) and the activations of the microbatches that 1F1B holds there.
+    After a cut, `rows` has a dict a stage, and `report` is a table.
+    """
+
+    num_stages: int
+    measure: bool = True
+    repeats: int = 5
+    memory_limits: int | Sequence[int] | None = None
+    seconds_per_message: float = 0.0
+    bytes_per_second: float = 1e10
+    bytes_per_parameter_byte: float = 4.0
+    rows: list[dict] = field(default_factory=list, init=False, repr=False)
+    report: str = field(default="", init=False, repr=False)
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        limits = self.memory_limits
+        limits = [] if limits is None else [limits] if isinstance(limits, int) else list(limits)
+        before, self.rows, self.report = _C.balance(
+            source.engine, self.num_stages, inputs=source.example, repeats=self.repeats if self.measure else 0,
+            seconds_per_message=self.seconds_per_message, bytes_per_second=self.bytes_per_second,
+            memory_limits=limits, bytes_per_parameter_byte=self.bytes_per_parameter_byte,
+        )  # fmt: skip
+        return {"before_ops": before} if before else {"before_values": []}
+
+
+@dataclass
+class split_into_equal_size(SplitPolicy):
+    """So many stages of about the same size of parameters and buffers."""
+
+    nstages: int = 1
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        return {"before_values": _C.cuts_of_equal_size(source.engine, self.nstages)}
+
+
+@dataclass
+class split_on_size_threshold(SplitPolicy):
+    """Stages of at most so many bytes of parameters and buffers; one operator's own may be more."""
+
+    threshold: int
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        return {"before_values": _C.cuts_at_size(source.engine, self.threshold)}
+
+
+@dataclass
+class StagePolicy(SplitPolicy):
+    """The stage of every operator, by a function of its node (`plumb.Graph`'s). Values may only go forward."""
+
+    stage_of: Callable[[Any], int]
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        return {"policy": self.stage_of}
+
+
+@dataclass
+class MarkingPolicy(SplitPolicy):
+    """A function that puts marks (`pipe_split`, or ``torch.ops.pippy._pipe_split``) into the model's ``torch.fx`` graph,
+    in place or in the module that it returns. It may add nothing else."""
+
+    mark: Callable[[fx.GraphModule], fx.GraphModule | None]
+
+    def cuts(self, source: Source) -> dict[str, Any]:
+        traced = fx_view(source)
+        marked = self.mark(traced)
+        marked = traced if marked is None else marked
+        if not isinstance(marked, fx.GraphModule):
+            raise InvalidType(f"the split policy returned a {type(marked).__name__} instead of a torch.fx.GraphModule")
+        values, pending = [], False
+        for node in marked.graph.nodes:
+            if node.op == "call_function" and is_mark(node.target):
+                pending = True
+            elif node.op in ("call_function", "call_module", "call_method") and "plumb" not in node.meta:
+                raise Error(f"the split policy put '{node.format_node()}' into the graph: it may put marks there only", kind=ErrorKind.Partition)
+            elif pending and node.meta.get("plumb") and node.op == "call_function":
+                values.append(node.meta["plumb"])
+                pending = False
+        return {"before_values": values}
+
+
+def fx_view(source: Source) -> fx.GraphModule:
+    """The graph as policies for torch's pipelining know it: parameters are members, nodes have ``meta["val"]``."""
+    root, graph = torch.nn.Module(), fx.Graph()
+    state = source.engine.state()
+    targets = attribute_targets(name for name, *_ in state)
+    put_state(root, [(targets[name], BUFFER if kind == CONSTANT else kind, *rest) for name, kind, *rest in state])
+    to_graph(source.engine.graph, graph, lambda node: graph.get_attr(targets[node.target]))
+    metas = {v.name: v.meta for node in source.engine.graph.nodes for v in node.results}
+    for node in graph.nodes:
+        if (meta := metas.get(node.meta.get("plumb"))) is not None:
+            node.meta["val"] = torch.empty_strided(meta["shape"], meta["stride"], dtype=meta["dtype"], device="meta")
+    return graph_module(root, graph)
+
+
+def make_policy(policy: Any, num_stages: int | None) -> SplitPolicy:
+    """From a policy, a function, or a name: "balanced" (measured), "estimated", "equal_size"."""
+    if isinstance(policy, SplitPolicy):
+        return policy
+    if isinstance(policy, str):
+        names = {"balanced": Balanced, "estimated": lambda n: Balanced(n, measure=False), "equal_size": split_into_equal_size}
+        if policy not in names:
+            raise InvalidValue(
+                f"there is no split policy '{policy}'", kind=ErrorKind.UnknownName, remedy=f"one of {', '.join(names)}"
+            )
+        if num_stages is None:
+            raise InvalidValue(f"split_policy='{policy}' needs num_stages: how many stages to cut into")
+        return names[policy](num_stages)
+    if callable(policy):
+        return MarkingPolicy(policy)
+    raise InvalidType(f"a {type(policy).__name__} is no split policy: give a function, a policy object or its name")
+
+
+class MultiUseParameterConfig(Enum):
+    """What becomes of a parameter that several stages use: the first stage owns it and sends it with every microbatch,
+    or each stage has a copy, whose gradients are summed before the optimiser's step."""
+
+    TRANSMIT = 1
+    REPLICATE = 2
+
+
+MultiUseParamSpec = Union[MultiUseParameterConfig, dict[str, MultiUseParameterConfig]]
+
+
+def find_loss_spec(module: Any, source: Source, spec: Any) -> Any:
+    if spec is None:
+        return None
+    if isinstance(module, TrivialLossWrapper):
+        return TrivialLossWrapper.loss_spec
+    if spec != "auto":
+        return spec
+    keys = _keys(source.module._out_spec)
+    if "loss" not in keys:
+        raise InvalidValue(
+            "output_loss_value_spec='auto' finds no loss: the model returns no dict with a 'loss'",
+            remedy="the outputs' structure with True for the loss and False elsewhere",
+        )
+    return {key: key == "loss" for key in keys}
+
+
+def _keys(spec: Any) -> list:
+    """Keys of a dict, or of a class like transformers' outputs that is flattened as one."""
+    context = spec.context
+    for keys in (context, *(context if isinstance(context, tuple) else ())):
+        if isinstance(keys, list) and len(keys) == spec.num_children and all(isinstance(k, str) for k in keys):
+            return keys
+    return []
+
+
+def plain_loss_spec(loss: Any, spec: Any) -> Any:
+    """Dicts as sequences where the model returns a class that only looks like a dict."""
+    children = spec.children() if hasattr(spec, "children") else spec.children_specs
+    if isinstance(loss, dict) and spec.type not in (dict, OrderedDict) and (keys := _keys(spec)):
+        if set(loss) != set(keys):
+            raise InvalidValue(f"the loss spec has the keys {sorted(loss)}, the outputs {sorted(keys)}")
+        loss = [loss[k] for k in keys]
+        return [plain_loss_spec(part, child) for part, child in zip(loss, children)]
+    if isinstance(loss, dict) and set(loss) == set(spec.context or []):
+        return {k: plain_loss_spec(loss[k], c) for k, c in zip(spec.context, children)}
+    if isinstance(loss, (tuple, list)) and len(loss) == len(children):
+        return type(loss)(plain_loss_spec(part, child) for part, child in zip(loss, children))
+    return loss
+
+
+def multi_use_arguments(spec: Any) -> dict[str, Any]:
+    def transmit(value: Any, message: str) -> bool:
+        name = getattr(value, "name", None)
+        if name not in ("TRANSMIT", "REPLICATE"):
+            raise InvalidValue(message, remedy="MultiUseParameterConfig.TRANSMIT or MultiUseParameterConfig.REPLICATE")
+        return name == "TRANSMIT"
+
+    if spec is None:
+        return {}
+    if isinstance(spec, Mapping):
+        unknown = "Unknown multi-use config value {} specified for {}"
+        return {"transmit_by_name": {name: transmit(v, unknown.format(v, name)) for name, v in spec.items()}}
+    return {"transmit": transmit(spec, f"multi_use_param_spec must be MultiUseParamSpec enum or dict, not {spec!r}")}

@@ -13,9 +13,8 @@ from torch.utils import _pytree as pytree
 
 from .._errors import Error, ErrorKind
 from .._fx import graph_module, placeholder
-from .._state import sync_state
 from ._backward import _null_coalesce_accumulate, stage_backward
-from ._errors import InvalidSchedule
+from ._utils import InvalidSchedule
 
 logger = logging.getLogger("plumb.pipelining")
 
@@ -236,14 +235,3 @@ class DetachExecutor(fx.Interpreter):
         if target is stage_backward:  # answers the gradients of what the stage was given
             kwargs = {**kwargs, "input_values": [self._as_given(v) for v in kwargs["input_values"]]}
         return super().call_function(target, args, kwargs)
-
-
-def sync_stages(stages: list[nn.Module], engine: Any, devices: list) -> None:
-    """Tells the engine's pipe what happened to its stages in Python: replaced tensors, and moves to other devices."""
-    for s, stage in enumerate(stages):
-        stage.check_mode()
-        sync_state(stage._engine, stage._slots)  # tensors that the Python module has got meanwhile
-        device = stage.device
-        if device is not None and device != devices[s]:
-            engine.move_stage(s, device)
-            devices[s] = device

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -17,6 +18,8 @@ from .._capture import GraphModule
 from .._errors import Error, ErrorKind
 from .._state import CONSTANT, own_parameters, sync_state
 from ._sources import Source
+from ._split_graph import top_graph
+from ._utils import PipeInfo
 
 _SENT = (
     "give batches of the sizes it was cut for. Only stages of a live model follow others, in the process that cut it: this "
@@ -60,9 +63,12 @@ def at_sizes(stages: list, sizes: Sizes) -> Iterator[None]:
             stage.__dict__["_given"] = None
 
 
-def cut_again(source: Source, arguments: dict) -> Callable[[list], Any]:
-    """A function that captures the live model for other flat inputs, and cuts it at the same places."""
-    again, plain, spec = source.again, source.plain_inputs, source.in_spec
+def make_specializer(engine: Any, source: Source, arguments: dict | None) -> Any:
+    """The engine's `StageSpecializer` for a live model: it is captured for other flat inputs and cut at the same places. None
+    for what holds one graph alone."""
+    again, plain, spec = source.again, source.module._plain_inputs, source.module._in_spec
+    if again is None or arguments is None or not any(isinstance(x, Tensor) for x in source.example or []):
+        return None
 
     def cut(flat: list) -> Any:
         leaves = [value if known is None else known for value, known in zip(flat, plain)]
@@ -78,16 +84,8 @@ def cut_again(source: Source, arguments: dict) -> Callable[[list], Any]:
             )
         return _C.cut(other.engine, **arguments)
 
-    return cut
-
-
-def make_specializer(engine: Any, source: Source, arguments: dict | None) -> Any:
-    """The engine's `StageSpecializer` for a live model; None for what holds one graph alone."""
-    if source.again is None or arguments is None or not any(isinstance(x, Tensor) for x in source.example or []):
-        return None
     by_place = any(arguments.get(how) for how in ("before_ops", "before_values", "policy"))
-    example = [x if isinstance(x, Tensor) else None for x in source.example]
-    return _C.StageSpecializer(engine, example, cut_again(source, arguments), by_place)
+    return _C.StageSpecializer(engine, [x if isinstance(x, Tensor) else None for x in source.example], cut, by_place)
 
 
 class StageModule(GraphModule):
@@ -105,14 +103,7 @@ class StageModule(GraphModule):
     _given: Sizes | None = None  # in a schedule: the sizes of the microbatch that runs, see `at_sizes`
 
     def __init__(
-        self,
-        engine: Any,
-        stage_index: int,
-        table: Any,
-        arguments: list[tuple[str, int]],
-        training: bool,
-        specializer: Any = None,
-        remedy: str | None = None,
+        self, engine: Any, stage_index: int, table: Any, arguments: list, training: bool, specializer=None, remedy=None
     ):
         inputs, outputs = table.inputs(stage_index), table.outputs(stage_index)
         in_spec = pytree.tree_structure(((0,) * len(inputs), {}))
@@ -245,3 +236,37 @@ def share_copies(stages: list[StageModule], replicated: list[dict[int, str]]) ->
         for s, own in others:
             if stages[s].get_parameter(own).device == shared.device:
                 put_parameter(stages[s], own, shared)
+
+
+def deserialize_stage(data: bytes) -> tuple[StageModule, PipeInfo]:
+    """A stage from `Pipe.serialize_stage`, on the CPU, and the picture of its pipe. The bytes may come from anywhere:
+    damaged ones raise `plumb.Error`."""
+    parts = _C.deserialize_stage(data)
+    table = parts["table"]
+    names = [(name, 0) for name in parts["input_names"]]
+    stage = StageModule(parts["engine"], parts["index"], table, names, parts["training"])
+    info = PipeInfo(top_graph(parts["input_names"], table, False), table.num_stages, table.loss_output is not None, table)
+    return stage, info
+
+
+def scatter_stages(
+    pipe: Any, group: Any = None, src: int = 0, rank_of: Callable[[int], int] | None = None
+) -> tuple[dict[int, StageModule], PipeInfo]:
+    """Sends every stage of rank `src`'s pipe to its rank: a collective call, `pipe` is None on the others.
+
+    `rank_of` says which rank of the group runs a stage (default: stage % group size, as schedules place loops). Answers
+    this rank's stages by number, and the picture of the pipe.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    parcels: list[Any] | None = None
+    if rank == dist.get_group_rank(group or dist.group.WORLD, src):
+        if pipe is None:
+            raise Error(f"rank {src} has no pipe to send the stages of")
+        parcels = [(pipe.info(), {}) for _ in range(size)]
+        for s in range(pipe.num_stages):
+            parcels[rank_of(s) if rank_of else s % size][1][s] = pipe.serialize_stage(s)
+        pipe._stages_here.add(-1)  # none of its own stages runs
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, parcels, src=src, group=group)
+    info, stages = mine[0]
+    return {s: deserialize_stage(data)[0] for s, data in stages.items()}, info

@@ -1,4 +1,5 @@
-"""What a rank has to know of the whole pipeline."""
+"""What every module here shares: errors (plumb's, also as the built-in types that users of ``torch.distributed.pipelining``
+catch), and what a rank has to know of the whole pipeline."""
 
 from __future__ import annotations
 
@@ -8,8 +9,32 @@ from typing import Any
 from torch import fx
 
 from .. import _C
+from .._errors import Error, ErrorKind
 from ..formats import FPFormat, format_text
-from ._errors import InvalidValue, PipeliningMetadataError, PipeliningShapeError  # noqa: F401  (caught by users of torch's)
+
+
+class InvalidSchedule(Error, AssertionError):
+    """A table that cannot run."""
+
+    default_kind = ErrorKind.Schedule
+
+
+class InvalidValue(Error, ValueError):
+    """An argument with a value that makes no sense."""
+
+
+class InvalidType(Error, TypeError):
+    """An argument of a type that makes no sense."""
+
+
+class PipeliningMetadataError(Error):
+    """A value between stages is not like the first microbatch's."""
+
+    default_kind = ErrorKind.TensorMismatch
+
+
+PipeliningShapeError = PipeliningMetadataError  # its name until torch 2.10
+
 
 Wire = tuple["FPFormat | str", "FPFormat | str"]  # of values between stages, and of their gradients
 

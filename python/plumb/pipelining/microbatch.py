@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ._errors import InvalidSchedule, InvalidValue
+from ._utils import InvalidSchedule, InvalidValue
 
 __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
 

@@ -12,20 +12,17 @@ from typing import Any
 from .. import _C
 from .._errors import Error, ErrorKind
 from ._actions import *  # noqa: F403  (users of torch's schedules import the kinds of actions from here)
-from ._actions import _Action, _ComputationType, _validate_schedule  # noqa: F401
-from ._errors import InvalidSchedule, InvalidValue
+from ._actions import _Action, _check, _ComputationType, _validate_schedule  # noqa: F401
 from ._run import _PipelineContext, _wait_batch_p2p  # noqa: F401
 from ._schedule_base import (  # noqa: F401
-    _TARGET_CHUNK_SPEC,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _check_torch_compile_compatibility,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
     compute_actions,
 )
-from .microbatch import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks  # noqa: F401
-from .stage import PipelineStage, _PipelineStageBase  # noqa: F401
+from ._utils import InvalidSchedule, InvalidValue
+from .stage import _PipelineStageBase
 
 __all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "ScheduleTable", "get_schedule_class", "search_schedule"]
 
@@ -102,8 +99,7 @@ class ScheduleTable(_NamedSchedule):
     ):
         super().__init__(stages, n_microbatches, loss_fn, **kwargs)
         if isinstance(table, _C.Schedule):
-            if (problems := table.check()) != "ok":
-                raise InvalidSchedule(problems)
+            _check(table)
             if table.num_microbatches != n_microbatches:
                 raise InvalidSchedule(f"the table has {table.num_microbatches} microbatches, not {n_microbatches}")
             self._take(table)

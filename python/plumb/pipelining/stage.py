@@ -1,4 +1,5 @@
-"""A stage of a pipeline: a part of the model on one rank."""
+"""A stage of a pipeline: a part of the model on one rank. If torch replicates or shards its module over other ranks, its
+gradients are reduced once a step."""
 
 from __future__ import annotations
 
@@ -13,13 +14,142 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._errors import Error, ErrorKind
-from ._chunks import ChunkSteps, as_tensor, metas
-from ._data_parallel import reduction_of
-from ._errors import InvalidValue
+from ._chunks import ChunkSteps
 from ._stage_module import Sizes, StageModule, at_sizes
-from ._utils import PipeInfo, PipeliningMetadataError, Wire, wire_texts  # noqa: F401
+from ._utils import InvalidValue, PipeInfo, PipeliningMetadataError, Wire, wire_texts  # noqa: F401
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError:  # torch without c10d
+    FSDPModule = ()
 
 __all__ = ["PipelineStage", "build_stage"]
+
+
+def reduction_of(module: Any) -> Replicated | Sharded | None:
+    """How the gradients of a stage's module become means over its replicas; None: it has none."""
+    if isinstance(module, DistributedDataParallel):
+        return Replicated(module)
+    if isinstance(module, torch.nn.Module) and any(isinstance(m, FSDPModule) for m in module.modules()):
+        return Sharded(module)
+    return None
+
+
+def replicas_of(stages: list) -> dist.ProcessGroup | None:
+    """The ranks over which the engine takes means of gradients, stage by stage while others go on: those of the
+    `DistributedDataParallel` modules if all stages are such, over the same ranks, on the CPU. None: `Replicated` does it
+    after the step."""
+    if not all(isinstance(stage.submod, DistributedDataParallel) for stage in stages):
+        return None
+    groups = {id(stage.submod.process_group): stage.submod.process_group for stage in stages}
+    (group, *others) = groups.values()
+    on_cpu = all(p.device.type == "cpu" for stage in stages for p in stage.submod.parameters())
+    if others or not on_cpu or dist.get_world_size(group) == 1 or "gloo" not in dist.get_backend(group):
+        return None
+    return group
+
+
+class Replicated:
+    """`DistributedDataParallel`: every rank holds all parameters."""
+
+    def __init__(self, module: DistributedDataParallel):
+        self._module = module
+
+    def owned(self) -> set[int]:
+        return set()
+
+    def begin(self) -> None:
+        pass  # forwards run under no_sync
+
+    end = begin
+
+    def finish(self, divisor: int) -> None:
+        """Means over the replicas. The engine has divided by the microbatches."""
+        group = self._module.process_group
+        grads = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
+        try:
+            for work in [dist.all_reduce(grad, group=group, async_op=True) for grad in grads]:
+                work.wait()
+            for grad in grads:
+                grad.div_(dist.get_world_size(group))
+        except RuntimeError as error:
+            others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+            who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
+            said = str(error).splitlines()[0]
+            raise Error(
+                f"the mean of gradients over replicas: {who} is gone or late ({said})",
+                kind=ErrorKind.Communication,
+                remedy="look at what it printed",
+            ) from error
+
+
+class Sharded:
+    """`fully_shard` and `replicate`: parameters are gathered for the step's first forward and kept until its last
+    gradient, which goes to the parameters' gathered copies. Microbatches add up there, in the halves of a backward as in
+    a whole one; torch's own hooks would reduce after every backward, and after an input half there is nothing yet.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = module
+        self._options: list[tuple[Any, bool]] | None = None
+
+    def _roots(self) -> list[FSDPModule]:
+        """The outermost sharded modules: their settings reach all within."""
+        roots: list[FSDPModule] = []
+        within: set[torch.nn.Module] = set()
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule) and module not in within:
+                roots.append(module)
+                within.update(module.modules())
+        return roots
+
+    def _groups(self, root: FSDPModule) -> list[Any]:
+        states = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]
+        if states and not hasattr(states[0], "_fsdp_param_groups"):  # torch before 2.13
+            return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+        return [group for state in states for group in state._fsdp_param_groups]
+
+    def begin(self) -> None:
+        if self._options is None:
+            self._options = [(g, g.reshard_after_backward) for root in self._roots() for g in self._groups(root)]
+        for root in self._roots():
+            root.set_is_last_backward(False)
+            root.set_requires_gradient_sync(False)
+            root.set_reshard_after_backward(False)
+
+    def _parameters(self) -> list[Any]:
+        return [p for root in self._roots() for group in self._groups(root) for p in group.fsdp_params]
+
+    def owned(self) -> set[int]:
+        """Ids of the parameters, in shards and gathered, whose gradients are for `finish` to scale."""
+        both = [(p.sharded_param, getattr(p, "_unsharded_param", None)) for p in self._parameters()]
+        return {id(tensor) for pair in both for tensor in pair}
+
+    def finish(self, divisor: int) -> None:
+        """Reduces what the step has accumulated, divided by the microbatches; gradients from before are added to."""
+        self.end()
+        shards = [p.sharded_param for p in self._parameters()]
+        before = [shard.grad for shard in shards]
+        for shard in shards:
+            shard.grad = None
+        for root in self._roots():
+            for group in self._groups(root):
+                group.post_backward()
+            root._get_fsdp_state()._root_post_backward_final_callback()
+        for shard, old in zip(shards, before):
+            if shard.grad is not None and divisor > 1:
+                shard.grad.div_(divisor)
+            if old is not None:
+                shard.grad = old if shard.grad is None else old.add_(shard.grad)
+
+    def end(self) -> None:
+        """The modules' settings as they were, whether the step went well or not."""
+        for root in self._roots() if self._options is not None else ():
+            root.set_is_last_backward(True)
+            root.set_requires_gradient_sync(True)
+        for group, reshard in self._options or ():
+            group.reshard_after_backward = reshard
+        self._options = None
 
 
 class _PipelineStageBase(ChunkSteps):
@@ -31,26 +161,15 @@ class _PipelineStageBase(ChunkSteps):
     wire = ("", "")
 
     def __init__(
-        self,
-        submodule: torch.nn.Module,
-        stage_index: int,
-        num_stages: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        dw_builder: Callable[[], Callable[..., None]] | None = None,
-        recompute: str = "cheap",
+        self, submodule, stage_index: int, num_stages: int, device, group=None, dw_builder=None, recompute: str = "cheap"
     ):
         if recompute not in ("none", "cheap"):
             raise InvalidValue(f"recompute is {recompute!r}, neither 'none' nor 'cheap'")
         if not 0 <= stage_index < num_stages:
             raise InvalidValue(f"there is no stage {stage_index} among {num_stages} stages")
-        self.submod = submodule
-        self.stage_index = stage_index
-        self.num_stages = num_stages
-        self.device = torch.device(device)
-        self.group = group
-        self.dw_builder = dw_builder
-        self.recompute = recompute
+        self.submod, self.stage_index, self.num_stages = submodule, stage_index, num_stages
+        self.device, self.group = torch.device(device), group
+        self.dw_builder, self.recompute = dw_builder, recompute
         self.recomputed: dict[str, tuple[int, int]] = {}
         together = dist.is_available() and dist.is_initialized()
         self.group_rank = dist.get_rank(group) if together else 0
@@ -179,25 +298,22 @@ class PipelineStage(_PipelineStageBase):
         unknown = self.tied.keys() - {name for name, _ in self.named_parameters()}
         if unknown:
             raise InvalidValue(f"stage {stage_index} has no parameter {sorted(unknown)} that could be tied")
-        self._expected = {"input": metas(input_args), "output": metas(output_args)}
+        self._expected = {"input": self._metas_of(input_args), "output": self._metas_of(output_args)}
+
+    @staticmethod
+    def _metas_of(values: Any) -> list | None:
+        values = values if isinstance(values, (tuple, list)) or values is None else (values,)
+        return values and [(list(v.shape), v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in values]
 
     def check_example(self, what: str, values) -> None:
         """Warns once if the first microbatch's values are not like the examples."""
         expected, self._expected[what] = self._expected.get(what), None
-        if expected is not None and expected != (actual := metas(values)):
-            warnings.warn(
-                f"stage {self.stage_index}: the {what}s are {actual}, the examples said {expected}", stacklevel=2
-            )
+        if expected is not None and expected != (actual := self._metas_of(values)):
+            warnings.warn(f"stage {self.stage_index}: the {what}s are {actual}, the examples said {expected}", stacklevel=2)
 
 
 def build_stage(
-    stage_module: torch.nn.Module,
-    stage_index: int,
-    pipe_info,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    *,
-    recompute: str = "cheap",
+    stage_module: torch.nn.Module, stage_index: int, pipe_info, device: torch.device, group=None, *, recompute: str = "cheap"
 ) -> _PipelineStageBase:
     """The stage of a cut model (`Pipe.info()`) around `stage_module`, which may have been changed meanwhile.
     `recompute`: as for `PipelineStage`."""
@@ -225,8 +341,7 @@ class _PipelineStage(_PipelineStageBase):
             self._told = [m for m in modules if isinstance(m, StageModule)]
         if sizes and not isinstance(self.submod, torch.nn.Module):
             raise Error(
-                f"stage {self.stage_index} is a function, and cannot be told that a microbatch has other sizes than it was cut "
-                "for",
+                f"stage {self.stage_index} is a function, and cannot be told that a microbatch has other sizes than it was cut for",
                 kind=ErrorKind.Unsupported,
                 remedy="put the stage's module into a torch.nn.Module",
             )
@@ -245,4 +360,5 @@ class _PipelineStage(_PipelineStageBase):
         if len(args) > len(names) or given.keys() - set(names):
             raise Error(f"the model takes {names}, and got {len(args)} positional and {list(kwargs)}")
         values = {name: pytree.tree_leaves(value) for name, value in given.items()}
-        return [as_tensor(values[name][i]) if name in values else None for name, i in leaves]
+        flat = [values[name][i] if name in values else None for name, i in leaves]
+        return [v if v is None or isinstance(v, torch.Tensor) else torch.tensor(v) for v in flat]

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from plumb.pipelining._errors import InvalidSchedule, InvalidValue
 from plumb.pipelining._marks import TrivialLossWrapper, pipe_split
+from plumb.pipelining._utils import InvalidSchedule, InvalidValue
 from torch import fx
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from plumb.pipelining._errors import PipeliningMetadataError
+from plumb.pipelining._utils import PipeliningMetadataError
 
 
 @dataclass(frozen=True)

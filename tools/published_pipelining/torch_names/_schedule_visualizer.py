@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from plumb.pipelining._actions import _Action, _ComputationType, _schedule, _table
-from plumb.pipelining._errors import InvalidSchedule, InvalidValue
+from plumb.pipelining._utils import InvalidSchedule, InvalidValue
 from plumb.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from plumb.pipelining._errors import InvalidValue
+from plumb.pipelining._utils import InvalidValue
 from torch.utils import _pytree as pytree
 
 from ._metadata import (  # noqa: F401

@@ -6,7 +6,7 @@ import json
 
 import torch.distributed as dist  # noqa: F401  (replaced by tests)
 from plumb.pipelining._actions import REDUCE_GRAD, B, Table, W, _Action, _row, _schedule, _table
-from plumb.pipelining._errors import InvalidSchedule
+from plumb.pipelining._utils import InvalidSchedule
 
 from plumb import _C
 
