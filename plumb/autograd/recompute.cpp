@@ -11,18 +11,19 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <sstream>
 #include <unordered_map>
 
-#include "plumb/autograd/recompute_note.h"
 #include "plumb/autograd/recompute_recipe.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/operator_facts.h"
+#include "plumb/graph/recompute_facts.h"
 
 namespace plumb {
 namespace {
 
 // A mode key above autograd and the composite operators that nothing else uses (captures have the one above it). Only
-// the operators below have kernels for it, all others do not notice.
+// the operators of recompute_facts.h have kernels for it, all others do not notice.
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
 constexpr size_t kFewBytes = 4096;  // below it the hook costs more than it saves
@@ -343,56 +344,23 @@ std::string RecomputeReport::text() const {
   return line;
 }
 
-torch::CppFunction cheap_to_recompute() { return torch::CppFunction::makeFromBoxedFunction<&note_call<true>>(); }
-torch::CppFunction saves_its_arguments() { return torch::CppFunction::makeFromBoxedFunction<&note_call<false>>(); }
+namespace {
 
-TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
-  for (const char* name : {"gelu",
-                           "silu",
-                           "relu",
-                           "leaky_relu",
-                           "elu",
-                           "hardtanh",
-                           "hardswish",
-                           "hardsigmoid",
-                           "softplus",
-                           "mish",
-                           "threshold",
-                           "sigmoid",
-                           "tanh",
-                           "log_sigmoid_forward",
-                           "glu",
-                           "native_layer_norm",
-                           "_fused_rms_norm",
-                           "native_group_norm",
-                           "mul.Tensor",
-                           "div.Tensor",
-                           "add.Tensor",
-                           "sub.Tensor",
-                           "neg",
-                           "rsqrt",
-                           "reciprocal",
-                           "pow.Tensor_Scalar",
-                           "sqrt",
-                           "abs",
-                           "clamp",
-                           "exp",
-                           "where.self",
-                           "masked_fill.Scalar",
-                           "masked_fill.Tensor",
-                           "_softmax",
-                           "_to_copy",
-                           "clone",
-                           "cat"}) {
-    m.impl(name, cheap_to_recompute());
-  }
-  for (const char* name :
-       {"mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
-        "native_batch_norm", "addcmul", "_log_softmax", "nll_loss_forward", "max_pool2d_with_indices", "avg_pool2d"}) {
-    m.impl(name, saves_its_arguments());
+void note_operators(torch::Library& library, std::string_view space) {
+  for (const RecomputeFacts& facts : recompute_facts()) {
+    if (facts.space != space) continue;
+    std::istringstream names{std::string(facts.names)};
+    for (std::string name; names >> name;) {
+      library.impl(name.c_str(), facts.cheap ? torch::CppFunction::makeFromBoxedFunction<&note_call<true>>()
+                                             : torch::CppFunction::makeFromBoxedFunction<&note_call<false>>());
+    }
   }
 }
 
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) { note_operators(m, "aten"); }
+TORCH_LIBRARY_IMPL(plumb, TESTING_ONLY_GenericWrapper, m) { note_operators(m, "plumb"); }
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 }  // namespace plumb

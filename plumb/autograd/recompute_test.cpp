@@ -213,15 +213,18 @@ TEST(Recompute, KeepsAResultThatWasWrittenBeforeItWasSaved) {
   EXPECT_TRUE(at::equal(gradient(false), gradient(true)));
 }
 
-TEST(Recompute, RefusesAnInputThatWasWrittenSince) {
+Written written_in_a_scope() {
   at::manual_seed(3);
   Written m;
-  {
-    CheapRecompute scope;
-    m.y = at::gelu(m.h);
-    m.out = at::mm(m.y, m.w);
-    scope.finish();
-  }
+  CheapRecompute scope;
+  m.y = at::gelu(m.h);
+  m.out = at::mm(m.y, m.w);
+  scope.finish();
+  return m;
+}
+
+TEST(Recompute, RefusesAnInputThatWasWrittenSince) {
+  Written m = written_in_a_scope();
   m.y = at::Tensor();
   m.h.detach().mul_(2);
   try {
@@ -304,14 +307,7 @@ TEST(Recompute, LeavesSmallResultsAndOperatorsThatDrawAlone) {
 }
 
 TEST(Recompute, SaysThatATensorIsNotThere) {
-  at::manual_seed(3);
-  Written m;
-  {
-    CheapRecompute scope;
-    m.y = at::gelu(m.h);
-    m.out = at::mm(m.y, m.w);
-    scope.finish();
-  }
+  Written m = written_in_a_scope();
   auto& node = dynamic_cast<torch::autograd::generated::MmBackward0&>(*m.out.grad_fn());
   const at::Tensor saved = node.self_.unpack();
   EXPECT_EQ(saved.sizes(), m.y.sizes());

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "plumb/graph/recompute_facts.h"
+
 namespace plumb {
 namespace {
 
@@ -355,6 +357,22 @@ constexpr OperatorGroup kGroups[] = {
     {"pippy::", "_pipe_split"},
 };
 
+// Of unit-scaled operators those whose own backward needs their result are not among the cheap ones: it is kept anyway.
+constexpr RecomputeFacts kRecompute[] = {
+    {"aten",
+     "_fused_rms_norm _softmax _to_copy abs add.Tensor cat clamp clone div.Tensor elu exp gelu glu hardsigmoid "
+     "hardswish hardtanh leaky_relu log_sigmoid_forward masked_fill.Scalar masked_fill.Tensor mish mul.Tensor "
+     "native_group_norm native_layer_norm neg pow.Tensor_Scalar reciprocal relu rsqrt sigmoid silu softplus sqrt "
+     "sub.Tensor tanh threshold where.self",
+     true},
+    {"aten",
+     "_log_softmax _scaled_dot_product_flash_attention_for_cpu addcmul addmm avg_pool2d baddbmm bmm convolution "
+     "max_pool2d_with_indices mm native_batch_norm nll_loss_forward",
+     false},
+    {"plumb", "gelu layer_norm rms_norm silu silu_glu", true},
+    {"plumb", "conv1d conv2d conv3d linear linear_readout matmul", false},
+};
+
 constexpr RefusedFamily kFamilies[] = {
     {"aten::fbgemm_", kForeignMemory},
     {"aten::_cufft_", "it sets what the whole process uses"},
@@ -381,6 +399,7 @@ constexpr std::string_view kTorchs[] = {"aten",     "prim",      "prims",    "c1
 std::span<const OperatorFacts> operator_rows() { return kRows; }
 std::span<const OperatorGroup> operator_groups() { return kGroups; }
 std::span<const RefusedFamily> refused_families() { return kFamilies; }
+std::span<const RecomputeFacts> recompute_facts() { return kRecompute; }
 
 bool is_torch_namespace(std::string_view space) {
   return std::find(std::begin(kTorchs), std::end(kTorchs), space) != std::end(kTorchs);

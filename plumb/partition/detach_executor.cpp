@@ -115,6 +115,32 @@ std::vector<c10::IValue> DetachExecutor::forward(std::vector<c10::IValue> inputs
   return outputs;
 }
 
+namespace {
+
+void check_loss(const c10::IValue& loss, const std::string& output) {
+  if (loss.isTensor() && loss.toTensor().defined() && loss.toTensor().requires_grad() && loss.toTensor().numel() == 1)
+    return;
+  throw Error(ErrorKind::TensorMismatch,
+              "the loss, output %" + output + ", is no tensor of one element that requires a gradient");
+}
+
+// The gradients of replicated parameters, where there are any, to every stage's copy.
+void add_to_copies(const Pipe& pipe, const std::vector<at::Tensor>& replicated) {
+  at::NoGradGuard no_grad;
+  for (size_t p = 0; p < replicated.size(); ++p) {
+    if (!replicated[p].defined()) continue;
+    std::set<const c10::TensorImpl*> given;  // copies may be one tensor
+    for (const auto& [s, name] : pipe.replicated_params()[p]) {
+      at::Tensor param = pipe.stage(s)->state().get(name).tensor;
+      if (!given.insert(param.unsafeGetTensorImpl()).second) continue;
+      const at::Tensor sum = replicated[p].to(param.device());
+      param.mutable_grad() = param.grad().defined() ? param.grad() + sum : sum.clone();
+    }
+  }
+}
+
+}  // namespace
+
 std::vector<at::Tensor> DetachExecutor::backward() {
   const Pipe& pipe = state_->pipe;
   const SymbolicBackward& plan = pipe.backward();
@@ -123,12 +149,7 @@ std::vector<at::Tensor> DetachExecutor::backward() {
     throw Error(ErrorKind::InvalidState, "backward without a forward before it", "",
                 "call forward() first, once a backward");
   const c10::IValue& loss = runs.back().outputs[plan.loss_port];
-  if (!loss.isTensor() || !loss.toTensor().defined() || !loss.toTensor().requires_grad() ||
-      loss.toTensor().numel() != 1) {
-    throw Error(ErrorKind::TensorMismatch, "the loss, output %" +
-                                               pipe.table().stages.back().outputs[plan.loss_port].name +
-                                               ", is no tensor of one element that requires a gradient");
-  }
+  check_loss(loss, pipe.table().stages.back().outputs[plan.loss_port].name);
   const PipeTable& table = pipe.table();
   auto grad_of = [&](const std::optional<GradRef>& ref) {
     const at::Tensor grad = ref ? runs[ref->stage].inputs[ref->input].grad() : at::Tensor();
@@ -180,17 +201,7 @@ std::vector<at::Tensor> DetachExecutor::backward() {
       if (it != run.shared.end() && it->second.grad().defined()) replicated[p] = it->second.grad();
     }
   }
-  at::NoGradGuard no_grad;
-  for (size_t p = 0; p < replicated.size(); ++p) {
-    if (!replicated[p].defined()) continue;
-    std::set<const c10::TensorImpl*> given;  // copies may be one tensor
-    for (const auto& [s, name] : pipe.replicated_params()[p]) {
-      at::Tensor param = pipe.stage(s)->state().get(name).tensor;
-      if (!given.insert(param.unsafeGetTensorImpl()).second) continue;
-      const at::Tensor sum = replicated[p].to(param.device());
-      param.mutable_grad() = param.grad().defined() ? param.grad() + sum : sum.clone();
-    }
-  }
+  add_to_copies(pipe, replicated);
   std::vector<at::Tensor> input_grads;
   for (const auto& ref : plan.input_grads) input_grads.push_back(grad_of(ref));
   runs.clear();

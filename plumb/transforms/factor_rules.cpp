@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/stack.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <unordered_map>
@@ -21,6 +22,16 @@ namespace {
 constexpr double kLargestEpsilon = 1e-3;
 constexpr double kLargestWindowed = 1 << 28;  // elements, so that sizes that a file claims take no memory
 
+// Of names apart by spaces.
+template <class Visit>
+void for_each_name(std::string_view names, const Visit& visit) {
+  while (!names.empty()) {
+    const size_t end = std::min(names.find(' '), names.size());
+    visit(names.substr(0, end));
+    names.remove_prefix(std::min(end + 1, names.size()));
+  }
+}
+
 struct Family {
   FactorRule rule;
   std::string_view names;  // apart by spaces; with an overload where only that one is meant
@@ -32,32 +43,30 @@ const std::unordered_map<std::string_view, const Family*>& families() {
   static constexpr Family kFamilies[] = {
       {Ignores,
        "argmax argmin argsort sign sgn signbit isnan isinf isfinite isneginf isposinf zeros_like ones_like full_like "
-       "empty_like rand_like randn_like new_zeros new_ones new_full new_empty sym_size sym_numel sym_stride size numel "
-       "argwhere nonzero count_nonzero logical_not logical_and logical_or logical_xor _assert_tensor_metadata"},
+       "empty_like rand_like randn_like new_zeros new_ones new_full new_empty sym_size sym_numel sym_stride size "
+       "numel argwhere nonzero count_nonzero logical_not logical_and logical_or logical_xor _assert_tensor_metadata"},
       {First,
        "neg negative positive abs absolute relu leaky_relu prelu dropout feature_dropout native_dropout avg_pool1d "
        "avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices "
        "max_pool3d_with_indices adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d "
-       "_adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d sum mean nansum nanmean amax "
-       "amin aminmax max max.dim min min.dim median cumsum cummax cummin roll flip fliplr flipud repeat "
+       "_adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d sum mean nansum nanmean "
+       "amax amin aminmax max max.dim min min.dim median cumsum cummax cummin roll flip fliplr flipud repeat "
        "repeat_interleave tile gather index index_select take take_along_dim masked_select tril triu diag diag_embed "
        "diagonal diagonal_copy upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
        "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d grid_sampler grid_sampler_2d grid_sampler_3d "
-       "unfold "
-       "unfold_copy im2col col2im std norm linalg_vector_norm linalg_norm linalg_matrix_norm frobenius_norm sort topk "
-       "kthvalue msort pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-       "replication_pad2d replication_pad3d pixel_shuffle pixel_unshuffle channel_shuffle sum_to_size trace rot90 "
-       "broadcast_to broadcast_tensors view_as_complex view_as_real real imag conj conj_physical resolve_conj "
-       "resolve_neg complex fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn "
-       "fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift masked_fill masked_fill_ embedding as_strided "
-       "atleast_1d atleast_2d atleast_3d view_copy t_copy slice_copy select_copy lift_fresh_copy diff zero_ "
-       "segment_reduce"},
+       "unfold unfold_copy im2col col2im std norm linalg_vector_norm linalg_norm linalg_matrix_norm frobenius_norm "
+       "sort topk kthvalue msort pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d "
+       "replication_pad1d replication_pad2d replication_pad3d pixel_shuffle pixel_unshuffle channel_shuffle "
+       "sum_to_size trace rot90 broadcast_to broadcast_tensors view_as_complex view_as_real real imag conj "
+       "conj_physical resolve_conj resolve_neg complex fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 "
+       "fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift masked_fill "
+       "masked_fill_ embedding as_strided atleast_1d atleast_2d atleast_3d view_copy t_copy slice_copy select_copy "
+       "lift_fresh_copy diff zero_ segment_reduce"},
       {Common,
        "add sub subtract rsub cat concat concatenate stack hstack vstack dstack column_stack where maximum minimum "
-       "fmax "
-       "fmin max.other min.other copy copy_ index_put index_put_ index_add index_copy index_fill scatter scatter_add "
-       "select_scatter slice_scatter diagonal_scatter masked_scatter lerp.Scalar hypot eq ne lt le gt ge greater less "
-       "greater_equal less_equal not_equal clamp clamp_min clamp_max meshgrid block_diag"},
+       "fmax fmin max.other min.other copy copy_ index_put index_put_ index_add index_copy index_fill scatter "
+       "scatter_add select_scatter slice_scatter diagonal_scatter masked_scatter lerp.Scalar hypot eq ne lt le gt ge "
+       "greater less greater_equal less_equal not_equal clamp clamp_min clamp_max meshgrid block_diag"},
       {Product,
        "mul multiply matmul linalg_matmul mm bmm mv dot vdot inner outer einsum kron tensordot linalg_vecdot linear "
        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution "
@@ -73,13 +82,8 @@ const std::unordered_map<std::string_view, const Family*>& families() {
   };
   static const auto known = [] {
     std::unordered_map<std::string_view, const Family*> map;
-    for (const Family& family : kFamilies) {
-      for (std::string_view rest = family.names; !rest.empty();) {
-        const size_t end = std::min(rest.find(' '), rest.size());
-        map.emplace(rest.substr(0, end), &family);
-        rest.remove_prefix(std::min(end + 1, rest.size()));
-      }
-    }
+    for (const Family& family : kFamilies)
+      for_each_name(family.names, [&](std::string_view name) { map.emplace(name, &family); });
     return map;
   }();
   return known;
@@ -301,6 +305,16 @@ bool window(FactorRelation& relation, const Node* node, const State& state) {
   return std::isfinite(relation.outer) && relation.outer > 0;
 }
 
+// Functions of each element of mult times the input, and their scales.
+using ElementwiseRule = rules::Scales (*)(double mult);
+const std::unordered_map<std::string_view, ElementwiseRule>& elementwise_rules() {
+  static const std::unordered_map<std::string_view, ElementwiseRule> known = {{"plumb::gelu", rules::gelu},
+                                                                              {"plumb::silu", rules::silu},
+                                                                              {"plumb::tanh", rules::tanh},
+                                                                              {"plumb::sigmoid", rules::sigmoid}};
+  return known;
+}
+
 bool activation(FactorRelation& relation, const Node* node, const State& state) {
   const std::string_view name = node->op_name();
   const double mult = mult_of(node);
@@ -308,11 +322,9 @@ bool activation(FactorRelation& relation, const Node* node, const State& state) 
   relation.rule = name == "plumb::silu_glu" ? FactorRule::Gated : FactorRule::Fixed;
   relation.inner = mult;
   bool known = false;
-  if (name == "plumb::gelu") known = choose(relation, node, 2, rules::gelu(mult));
-  if (name == "plumb::silu") known = choose(relation, node, 2, rules::silu(mult));
+  if (auto rule = elementwise_rules().find(name); rule != elementwise_rules().end())
+    known = choose(relation, node, 2, rule->second(mult));
   if (name == "plumb::silu_glu") known = choose(relation, node, 0, {rules::silu_glu(mult)});
-  if (name == "plumb::tanh") known = choose(relation, node, 2, rules::tanh(mult));
-  if (name == "plumb::sigmoid") known = choose(relation, node, 2, rules::sigmoid(mult));
   if (name == "plumb::softmax") known = softmax(relation, node, state, mult);
   // gelu(mult x) / mult, x sigmoid(mult x) = silu(mult x) / mult.
   if (name == "plumb::gelu" || name.starts_with("plumb::silu")) relation.outer /= mult;
@@ -329,45 +341,27 @@ enum class UnitScaled { Factor, Activation, Window, Linear, Matmul, Add, Attenti
 
 const std::unordered_map<std::string_view, UnitScaled>& unit_scaled() {
   using enum UnitScaled;
-  static const std::unordered_map<std::string_view, UnitScaled> known = {
-      {"plumb::linear", Linear},
-      {"plumb::linear_readout", Linear},
-      {"plumb::matmul", Matmul},
-      {"plumb::add", Add},
-      {"plumb::residual_add", Add},
-      {"plumb::residual_split", Factor},
-      {"plumb::scale_fwd", Factor},
-      {"plumb::scale_bwd", Factor},
-      {"plumb::rescale", Factor},
-      {"plumb::gelu", Activation},
-      {"plumb::silu", Activation},
-      {"plumb::silu_glu", Activation},
-      {"plumb::tanh", Activation},
-      {"plumb::sigmoid", Activation},
-      {"plumb::softmax", Activation},
-      {"plumb::scaled_dot_product_attention", Attention},
-      {"plumb::relu", Other},
-      {"plumb::dropout", Other},
-      {"plumb::embedding", Other},
-      {"plumb::cross_entropy", Other},
-      {"plumb::mse_loss", Other},
-      {"plumb::layer_norm", Other},
-      {"plumb::rms_norm", Other},
-      {"plumb::group_norm", Other},
-      {"plumb::batch_norm", Other},
-      {"plumb::conv1d", Window},
-      {"plumb::conv2d", Window},
-      {"plumb::conv3d", Window},
-      {"plumb::avg_pool1d", Window},
-      {"plumb::avg_pool2d", Window},
-      {"plumb::avg_pool3d", Window},
-      {"plumb::max_pool1d", Window},
-      {"plumb::max_pool2d", Window},
-      {"plumb::max_pool3d", Window},
-      {"plumb::conv_transpose1d", Window},
-      {"plumb::conv_transpose2d", Window},
-      {"plumb::conv_transpose3d", Window},
-  };
+  static const auto known = [] {
+    std::unordered_map<std::string_view, UnitScaled> found;
+    auto add = [&](UnitScaled kind, std::string_view names) {
+      for_each_name(names, [&](std::string_view name) { found.emplace(name, kind); });
+    };
+    add(Linear, "plumb::linear plumb::linear_readout");
+    add(Matmul, "plumb::matmul");
+    add(Add, "plumb::add plumb::residual_add");
+    add(Factor, "plumb::residual_split plumb::scale_fwd plumb::scale_bwd plumb::rescale");
+    add(Activation, "plumb::silu_glu plumb::softmax");
+    for (const auto& entry : elementwise_rules()) add(Activation, entry.first);
+    add(Attention, "plumb::scaled_dot_product_attention");
+    add(Other,
+        "plumb::relu plumb::dropout plumb::embedding plumb::cross_entropy plumb::mse_loss plumb::layer_norm "
+        "plumb::rms_norm plumb::group_norm plumb::batch_norm");
+    add(Window,
+        "plumb::conv1d plumb::conv2d plumb::conv3d plumb::avg_pool1d plumb::avg_pool2d plumb::avg_pool3d "
+        "plumb::max_pool1d plumb::max_pool2d plumb::max_pool3d plumb::conv_transpose1d plumb::conv_transpose2d "
+        "plumb::conv_transpose3d");
+    return found;
+  }();
   return known;
 }
 

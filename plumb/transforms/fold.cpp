@@ -2,366 +2,39 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <cmath>
-#include <map>
-#include <unordered_map>
-#include <unordered_set>
 
 #include "plumb/core/error.h"
 #include "plumb/core/table.h"
-#include "plumb/graph/aliases.h"
-#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/parameter_tag.h"
 #include "plumb/graph/pass.h"
-#include "plumb/transforms/factor_equations.h"
-#include "plumb/transforms/factor_rules.h"
+#include "plumb/transforms/fold_equations.h"
 #include "plumb/transforms/operands.h"
-#include "plumb/transforms/pointwise_steps.h"
-#include "plumb/transforms/recurrent.h"
 #include "plumb/transforms/use_fp8.h"
 
 namespace plumb {
 namespace {
 
-// Which factors equations decide first: those that nothing else hangs on.
-enum Rank : int { kEmbedding = 1, kGain, kWeight, kBias, kStatistics };
-
-// Products of very many factors are no layers: such values keep the factor 1.
-constexpr size_t kMostTerms = 1000;
-constexpr double kLargestMultiple = 1e6;
-
 std::string number_text(double x) { return short_number(x, 6); }
-
-// The argument of a node that this input stands in, seen through lists.
-std::string_view argument_of(const Node* node, const Value* value) {
-  if (!node->is_call()) return "";
-  for (size_t i = 0; i < node->args().size(); ++i) {
-    if (node->args()[i].value() == value) return node->schema().arguments()[i].name();
-  }
-  return "";
-}
 
 class Folder {
  public:
-  Folder(GraphModule& module, Report& report) : module_(module), graph_(module.graph()), report_(report) {}
-
-  // The other way: the operators stay, and state and eps become those with which they compute the plain graph's.
-  bool take_plain() {
-    to_plain_ = false;
-    add_parameters();
-    for (Node* node : graph_.nodes()) relate(node);
-    choose_freely();
-    multiply_operands();
-    adjust_epsilons();
-    divide_state();
-    return changed_;
-  }
+  // `to_plain` false: the other way. The operators stay, and state and eps become those with which they compute the
+  // plain graph's function.
+  Folder(GraphModule& module, Report& report, bool to_plain)
+      : module_(module), graph_(module.graph()), report_(report), to_plain_(to_plain), equations_(module, report) {}
 
   bool run() {
-    add_parameters();
-    for (Node* node : graph_.nodes()) relate(node);
-    choose_freely();
     multiply_operands();
     adjust_epsilons();
-    replace_operators();
+    if (to_plain_) replace_operators();
     divide_state();
     return changed_;
   }
 
  private:
-  // --- unknowns
-
-  struct Parameter {
-    std::vector<std::string> names;  // of one tensor
-    LogFactor factor;
-    bool used = false;
-  };
-
-  void add_parameters() {
-    std::unordered_map<const void*, const c10::TensorImpl*> memory;
-    std::unordered_set<const c10::TensorImpl*> overlapping;
-    for (const Attr& attr : module_.state()) {
-      if (!attr.tensor.defined()) continue;
-      const auto* impl = attr.tensor.unsafeGetTensorImpl();
-      auto [it, fresh] = parameters_.try_emplace(impl);
-      it->second.names.push_back(attr.name);
-      if (!fresh || !attr.tensor.has_storage() || attr.tensor.is_meta() || attr.tensor.numel() == 0) continue;
-      // Two views of one memory cannot be divided each.
-      auto [first, alone] = memory.try_emplace(attr.tensor.storage().data(), impl);
-      if (!alone) overlapping.insert({impl, first->second});
-    }
-    std::map<std::string, std::vector<const Node*>> nodes;
-    for (const Node* node : graph_.attributes()) nodes[node->target()].push_back(node);
-    for (const Attr& attr : module_.state()) {
-      if (!attr.tensor.defined()) continue;
-      const auto* impl = attr.tensor.unsafeGetTensorImpl();
-      Parameter& parameter = parameters_.at(impl);
-      if (parameter.names[0] != attr.name) continue;
-      std::optional<int> rank;
-      for (const std::string& name : parameter.names) {
-        for (const Node* node : nodes[name]) {
-          parameter.used = true;
-          const int here = rank_of(node->result());
-          rank = std::min(rank.value_or(here), here);
-        }
-      }
-      const bool statistics = rank == kStatistics;
-      if (!rank || overlapping.count(impl) || !at::isFloatingType(attr.tensor.scalar_type())) continue;
-      if (attr.kind == AttrKind::Parameter || (attr.kind == AttrKind::Buffer && statistics))
-        parameter.factor = equations_.add_unknown(*rank);
-    }
-  }
-
-  static int rank_of(const Value* value) {
-    int rank = kStatistics;
-    for (const Use& use : effective_uses(value)) {
-      int here = kGain;
-      const std::string_view argument = argument_of(use.user, use.user->input(use.index));
-      if (use.user->is_call()) {
-        const OperatorFacts& facts = operator_facts(use.user->target());
-        if (use.user->op_name().ends_with("::embedding")) {
-          here = kEmbedding;
-        } else if (argument == "running_mean" || argument == "running_var") {
-          here = kStatistics;
-        } else if (!argument.empty() && (argument == "bias" || argument == added_argument(use.user))) {
-          here = kBias;
-        } else if (facts.contraction || facts.recurrent != RecurrentLayer::None || is_factor_alone(use.user)) {
-          here = kWeight;
-        }
-      }
-      rank = std::min(rank, here);
-    }
-    return rank;
-  }
-
-  // --- equations
-
-  // Numbers that are no reals have no factor. Of complex ones it is a real number, too.
-  bool carries(const Value* value) const {
-    if (!value->is_tensor()) return false;
-    const auto dtype = dtype_of(value, module_.state());
-    return !dtype || at::isFloatingType(*dtype) || at::isComplexType(*dtype);
-  }
-
-  const LogFactor& factor(const Value* value) const {
-    static const LogFactor one;
-    auto it = factors_.find(value);
-    return it == factors_.end() ? one : it->second;
-  }
-
-  // An operand, by its place among the inputs, whose factor is to be `wanted`: from now on, or by a multiplication.
-  void align(Node* node, size_t place, const LogFactor& wanted) {
-    const Value* operand = node->input(place);
-    if (!carries(operand) || equations_.equate(factor(operand), wanted)) return;
-    remains_.push_back({node, place, factor(operand) - wanted});
-  }
-
-  // The same of an argument that may be None.
-  void align(Node* node, std::string_view argument, const LogFactor& wanted) {
-    if (const auto place = place_of(node, argument)) align(node, *place, wanted);
-  }
-
-  static std::optional<size_t> place_of(const Node* node, std::string_view argument) {
-    const Arg* arg = node->try_arg(argument);
-    if (!arg || !arg->is_value()) return std::nullopt;
-    for (size_t i = 0, place = 0; i < node->args().size(); ++i) {
-      if (&node->args()[i] == arg) return place;
-      std::vector<Value*> before;
-      collect_values(node->args()[i], before);
-      place += before.size();
-    }
-    return std::nullopt;
-  }
-
-  // The places of inputs that have a factor.
-  std::vector<size_t> operands_of(const Node* node) const {
-    std::vector<size_t> found;
-    for (size_t i = 0; i < node->num_inputs(); ++i) {
-      if (carries(node->input(i))) found.push_back(i);
-    }
-    return found;
-  }
-
-  void keep_all(Node* node, double inner = 1) {
-    const std::vector<size_t> operands = operands_of(node);
-    for (size_t i = 0; i < operands.size(); ++i) align(node, operands[i], i == 0 ? -std::log(inner) : 0.0);
-  }
-
-  void set_results(const Node* node, const LogFactor& factor) {
-    for (const Value* result : node->results()) {
-      if (carries(result)) factors_[result] = factor;
-    }
-  }
-
-  void relate(Node* node) {
-    switch (node->kind()) {
-      case NodeKind::Placeholder: return;
-      case NodeKind::GetAttr: return relate_attribute(node);
-      case NodeKind::Output: return keep_all(node);
-      case NodeKind::CallModule: return leave_alone(node, "a nested graph: fold the model before it is cut");
-      case NodeKind::CallFunction: break;
-    }
-    const auto relation = factor_relation(node, module_.state());
-    if (!relation) {
-      return leave_alone(node,
-                         "its factors are not known from the graph: they follow from sizes that are symbols, or "
-                         "from scales that are computed");
-    }
-    refuse_dropout_between_layers(node);
-    if (is_unit_scaled(node)) {
-      plain_.push_back({node, relation->holds_for});
-    } else if (node->op_name() == "plumb::pointwise") {
-      return leave_alone(node, "operators made one by optimise: fold before that");
-    }
-    const LogFactor result = relate_call(node, *relation) + std::log(relation->outer);
-    if (can_have(node, result)) return set_results(node, result);
-    keep_all(node);
-    set_results(node, std::log(relation->outer));
-  }
-
-  // Memory that a node writes is seen by others, who know its factor.
-  bool can_have(const Node* node, const LogFactor& result) {
-    if (result.terms.size() > kMostTerms || !std::isfinite(result.number)) return false;
-    for (const auto& term : result.terms) {
-      if (!(std::abs(term.second) < kLargestMultiple)) return false;
-    }
-    for (const Value* written : node->written_inputs()) {
-      if (written->producer()->kind() == NodeKind::GetAttr && argument_of(node, written).starts_with("running_"))
-        continue;
-      if (carries(written) && !equations_.equate(factor(written), result)) return false;
-    }
-    return true;
-  }
-
-  // unit_scale puts its factor into weights, where nothing tells it from others.
-  static void refuse_dropout_between_layers(const Node* node) {
-    const Arg* dropout = is_recurrent(node) ? node->try_arg("dropout") : nullptr;
-    if (!dropout || number_of(*dropout).value_or(1) == 0 || !is_set(node, "train")) return;
-    throw Error(ErrorKind::Unsupported,
-                node->describe() + " has dropout between its layers: factors of its weights are those of training",
-                node->meta().where(), "fold the graph of evaluation: model.eval(), and capture or run it again");
-  }
-
-  void relate_attribute(Node* node) {
-    const Attr* attr = module_.state().find(node->target());
-    if (!attr || !attr->tensor.defined()) return;
-    set_results(node, parameters_.at(attr->tensor.unsafeGetTensorImpl()).factor);
-  }
-
-  void leave_alone(Node* node, const std::string& why) {
-    keep_all(node);
-    if (node->kind() == NodeKind::CallModule || node->op_name().starts_with("plumb::"))
-      report_.add(ReportKind::LeftAlone, node, node->target(), "", why);
-  }
-
-  // The factor of the results, without `outer`.
-  LogFactor relate_call(Node* node, const FactorRelation& relation) {
-    const std::vector<size_t> operands = operands_of(node);
-    if (operands.empty() || relation.rule == FactorRule::Ignores) return {};
-    const LogFactor first = factor(node->input(operands[0]));
-    const std::optional<Epsilon> epsilon = epsilon_of(node);
-    if (epsilon) epsilons_.push_back({node, node->input(operands[0]), *epsilon});
-    switch (relation.rule) {
-      case FactorRule::Fixed: return keep_all(node, relation.inner), LogFactor();
-      case FactorRule::Ignores: return {};
-      case FactorRule::First:
-      case FactorRule::Shape: return relate_first(node, relation, operands);
-      case FactorRule::Common:
-        return !epsilon && adds_number(node) ? (keep_all(node), LogFactor()) : relate_common(node, relation, operands);
-      case FactorRule::Product: return relate_product(node, relation, operands);
-      case FactorRule::Quotient: return relate_quotient(node, operands);
-      case FactorRule::Power: return first * relation.power;
-      case FactorRule::Norm: return relate_norm(node, first);
-      case FactorRule::Attention: return relate_attention(node, relation);
-      case FactorRule::Gated: return align(node, operands.back(), -std::log(relation.inner)), first;
-    }
-    return {};
-  }
-
-  // The others follow the first operand; in a residual layer the branch follows the skip, which comes last.
-  LogFactor relate_common(Node* node, const FactorRelation& relation, const std::vector<size_t>& operands) {
-    auto weight = [&](size_t i) { return relation.weights.empty() ? 0.0 : std::log(relation.weights[i]); };
-    const size_t reference = relation.weights.empty() ? 0 : operands.size() - 1;
-    const LogFactor result = factor(node->input(operands[reference])) + weight(operands[reference]);
-    for (size_t i = 0; i < operands.size(); ++i) {
-      if (i != reference) align(node, operands[i], result - weight(operands[i]));
-    }
-    return result;
-  }
-
-  LogFactor relate_first(Node* node, const FactorRelation& relation, const std::vector<size_t>& operands) {
-    const bool casts = relation.rule == FactorRule::Shape && node->num_results() && !carries(node->result());
-    if (casts || adds_number(node)) return keep_all(node), LogFactor();
-    for (size_t i = 1; relation.rule == FactorRule::First && i < operands.size(); ++i) align(node, operands[i], {});
-    return factor(node->input(operands[0]));
-  }
-
-  // A number beside tensors, or a tensor without a factor: no factor goes into it. Zero and the infinities are
-  // themselves with every factor.
-  bool adds_number(const Node* node) const {
-    auto keeps = [&](const Arg& arg) {
-      if (arg.is_value()) return !carries(arg.value());
-      const auto n = number_of(arg);
-      return !arg.is_none() && (!n || (*n != 0 && std::isfinite(*n)));
-    };
-    for (std::string_view argument : {"self", "other", "value", "min", "max", "tensors"}) {
-      const Arg* arg = node->try_arg(argument);
-      if (!arg) continue;
-      if (arg->is_list() ? std::any_of(arg->list().begin(), arg->list().end(), keeps) : keeps(*arg)) return true;
-    }
-    return false;
-  }
-
-  LogFactor relate_quotient(const Node* node, const std::vector<size_t>& operands) const {
-    LogFactor result;
-    for (size_t place : operands) {
-      const bool divided = place == 0 && node->args()[0].is_value();
-      result = result + factor(node->input(place)) * (divided ? 1 : -1);
-    }
-    return result;
-  }
-
-  LogFactor relate_product(Node* node, const FactorRelation& relation, const std::vector<size_t>& operands) {
-    const std::string_view added = added_argument(node);
-    constexpr size_t kNone = SIZE_MAX;
-    const size_t sum = added.empty() ? kNone : place_of(node, added).value_or(kNone);
-    LogFactor product;
-    for (size_t place : operands) {
-      if (place != sum) product = product + factor(node->input(place));
-    }
-    if (sum != kNone) align(node, sum, product + std::log(relation.outer) - std::log(relation.added));
-    products_.push_back(product + std::log(relation.outer));
-    return product;
-  }
-
-  LogFactor relate_norm(Node* node, const LogFactor& input) {
-    align(node, "running_mean", input);
-    align(node, "running_var", input * 2);
-    const auto weight = place_of(node, "weight");
-    const LogFactor result = weight ? factor(node->input(*weight)) : LogFactor();
-    align(node, "bias", result);
-    return result;
-  }
-
-  LogFactor relate_attention(Node* node, const FactorRelation& relation) {
-    const LogFactor key = factor(node->arg("key").value()), logits = std::log(relation.inner);
-    if (!equations_.equate(factor(node->arg("query").value()) + key, logits)) align(node, "query", logits - key);
-    align(node, "attn_mask", {});
-    return factor(node->arg("value").value());
-  }
-
-  void choose_freely() {
-    for (const auto& [node, operand, epsilon] : epsilons_) equations_.equate(factor(operand), 0);
-    for (const LogFactor& product : products_) {
-      if (equations_.highest_rank(product) == kWeight) equations_.equate(product, 0);
-    }
-  }
-
-  // --- the plain graph
-
   void multiply_operands() {
-    for (const auto& [node, place, log] : remains_) {
+    for (const auto& [node, place, log] : equations_.remains()) {
       const double by = factor_of(equations_.value(log));
       Value* operand = node->input(place);
       for (const Value* written : node->written_inputs()) {
@@ -383,8 +56,8 @@ class Folder {
   }
 
   void adjust_epsilons() {
-    for (const auto& [node, operand, epsilon] : epsilons_) {
-      const double by = factor_of(-epsilon.power * equations_.value(factor(operand)));
+    for (const auto& [node, operand, epsilon] : equations_.epsilons()) {
+      const double by = factor_of(-epsilon.power * equations_.value(equations_.factor(operand)));
       if (by == 1) continue;
       node->set_arg(epsilon.argument, epsilon.value * by);
       report_.add(ReportKind::Replaced, node, "eps " + number_text(epsilon.value),
@@ -400,7 +73,7 @@ class Folder {
   }
 
   void replace_operators() {
-    for (const auto& [node, holds_for] : plain_) {
+    for (const auto& [node, holds_for] : equations_.unit_scaled()) {
       if (is_factor_alone(node)) {
         for (Value* result : node->results()) graph_.replace_all_uses_with(result, node->input(0));
         graph_.erase(node);
@@ -417,7 +90,7 @@ class Folder {
       graph_.replace_node(node, made);
       made->result()->rename(name);
     }
-    changed_ = changed_ || !plain_.empty();
+    changed_ = changed_ || !equations_.unit_scaled().empty();
     for (Node* node : graph_.nodes()) {
       if (!node->is_call() || !only_observes(node)) continue;
       report_.add(ReportKind::Replaced, node, node->target(), "", "it only rounds or measures");
@@ -433,7 +106,7 @@ class Folder {
     std::vector<Attr> attrs = module_.state().attrs();
     for (const Attr& attr : attrs) {
       if (!attr.tensor.defined()) continue;
-      const Parameter& parameter = parameters_.at(attr.tensor.unsafeGetTensorImpl());
+      const FoldEquations::Parameter& parameter = equations_.parameter(attr.tensor);
       if (attr.name != parameter.names[0]) continue;
       if (!parameter.used) {
         if (attr.kind == AttrKind::Parameter)
@@ -454,7 +127,7 @@ class Folder {
     changed_ = changed_ || divided;
   }
 
-  void add(ReportKind kind, const Parameter& parameter, std::string from, std::string reason) {
+  void add(ReportKind kind, const FoldEquations::Parameter& parameter, std::string from, std::string reason) {
     ReportEntry entry;
     entry.kind = kind;
     entry.node = parameter.names[0];
@@ -467,32 +140,12 @@ class Folder {
   // Of a scaled graph's tensor over the plain one's, or the other way.
   double factor_of(double log) const { return std::exp(to_plain_ ? log : -log); }
 
-  struct Remaining {
-    Node* node;
-    size_t place;
-    LogFactor factor;
-  };
-  struct EpsilonOf {
-    Node* node;
-    Value* operand;
-    Epsilon epsilon;
-  };
-  struct ToPlain {
-    Node* node;
-    std::string holds_for;
-  };
-
   GraphModule& module_;
   Graph& graph_;
   Report& report_;
-  bool changed_ = false, to_plain_ = true;
-  FactorEquations equations_;
-  std::unordered_map<const c10::TensorImpl*, Parameter> parameters_;
-  std::unordered_map<const Value*, LogFactor> factors_;  // none: 1
-  std::vector<Remaining> remains_;
-  std::vector<EpsilonOf> epsilons_;
-  std::vector<LogFactor> products_;
-  std::vector<ToPlain> plain_;
+  const bool to_plain_;
+  bool changed_ = false;
+  FoldEquations equations_;
 };
 
 const RegisterPass fold_pass({
@@ -512,7 +165,7 @@ const RegisterPass fold_pass({
 bool fold(GraphModule& module, Report* report) {
   Report own("fold");
   const bool was_fp8 = drop_fp8(module);
-  return Folder(module, report ? *report : own).run() || was_fp8;
+  return Folder(module, report ? *report : own, true).run() || was_fp8;
 }
 
 std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& module) {
@@ -533,7 +186,7 @@ std::shared_ptr<TransformedModule> unit_scale_preserving(const std::shared_ptr<G
   result->state() = result->state().deep_copy();
   result->sync_module();
   Report& report = result->reports.back();
-  run_checked("unit_scale", [&] { return Folder(*result, report).take_plain(); }, *result);
+  run_checked("unit_scale", [&] { return Folder(*result, report, false).run(); }, *result);
   for (const auto& [name, data] : result->mup) {
     if (const Attr* attr = result->state().find(name)) tag(attr->tensor, data);
   }

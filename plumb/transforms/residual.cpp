@@ -263,4 +263,20 @@ ResidualAnalysis find_residual_adds(const Graph& graph, const std::vector<Node*>
   return ResidualFinder(graph, is_attention).find(candidates, operands);
 }
 
+std::vector<double> depth_taus(const std::vector<bool>& attention, double residual_mult, double residual_attn_ratio) {
+  // Variances that all branches of a kind add, for an input of variance 1 (appendix G.2.2, equations 30 and 31).
+  const double mlp = residual_mult * residual_mult * 2 / (1 + residual_attn_ratio * residual_attn_ratio);
+  const double attn = mlp * residual_attn_ratio * residual_attn_ratio;
+  const auto n_attn = static_cast<double>(std::count(attention.begin(), attention.end(), true));
+  const double n_mlp = static_cast<double>(attention.size()) - n_attn;
+  double so_far = 1;
+  std::vector<double> taus;
+  for (bool a : attention) {
+    const double here = a ? attn / n_attn : mlp / n_mlp;
+    taus.push_back(std::sqrt(here / so_far));
+    so_far += here;
+  }
+  return taus;
+}
+
 }  // namespace plumb

@@ -80,8 +80,4 @@ bool unit_scale(GraphModule& module, const UnitScaleOptions& options, Report* re
 std::shared_ptr<TransformedModule> unit_scale(const std::shared_ptr<GraphModule>& module,
                                               const UnitScaleOptions& options = {});
 
-// taus of residual branches in order, for TauRule::Depth: attention[i] says whether branch i has attention.
-std::vector<double> depth_taus(const std::vector<bool>& attention, double residual_mult = 1.0,
-                               double residual_attn_ratio = 1.0);
-
 }  // namespace plumb

@@ -257,7 +257,7 @@ std::vector<TimelineEvent> to_events(const py::sequence& list) {
 
 using FreeGil = py::call_guard<py::gil_scoped_release>;
 
-Register pipeline_part([](py::module_& m) {
+void bind_stages(py::module_& m) {
   py::class_<PipelineLayout>(m, "PipelineLayout", "What flows between the stages of a pipeline.")
       // stages: ([(stage or -1 for the model's inputs, index), ...], number of outputs); tied: [[(stage, name), ...],
       // ...]
@@ -294,6 +294,10 @@ Register pipeline_part([](py::module_& m) {
              return to_list(values);
            })
       .def("forget_sizes", &GraphStage::forget_sizes);
+}
+
+Register pipeline_part([](py::module_& m) {
+  bind_stages(m);
   py::class_<StepDriver>(m, "StepDriver",
                          "The parts of actions: of the step that a pipeline runs, or of one stage by hand.")
       .def(py::init([](const PipelineLayout& layout, int index, const py::object& stage) {

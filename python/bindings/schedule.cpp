@@ -144,8 +144,9 @@ void bind_schedule_table(py::module_& m) {
           "torch_lowering",
           [](const Schedule& s, int max_unsharded, bool reduce_grad, bool late_receives) {
             Schedule table = s;
-            for (Row& row : table.rows) {
-              row = with_surroundings(row, {.reduce_grad = reduce_grad, .max_unsharded = max_unsharded});
+            if (reduce_grad || max_unsharded > 0) {  // idle entries go, which otherwise take a turn
+              for (Row& row : table.rows)
+                row = with_surroundings(row, {.reduce_grad = reduce_grad, .max_unsharded = max_unsharded});
             }
             table = add_send_recv(table);
             return late_receives ? defer_receives(table) : table;

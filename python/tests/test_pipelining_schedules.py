@@ -142,6 +142,14 @@ def test_lowering_is_torchs(name):
         }
 
 
+def test_idle_entries_take_a_turn_where_messages_are_put_in_as_torchs_do():
+    rows = {0: ["0F0", "0F1", "", "0B0", "", "0B1"], 1: ["", "1F0", "1B0", "1F1", "1B1", ""]}
+    ours, theirs = both(rows)
+    lowered = schedules._add_send_recv(ours, lambda stage: stage, 2)
+    assert [str(action) for action in lowered[1][:3]] == ["1RECV_F0", "1RECV_F1", "1F0"]
+    assert text(lowered.values()) == text(torchs._add_send_recv(theirs, lambda stage: stage, 2).values())
+
+
 def test_a_table_as_text_is_torchs():
     ours, theirs = both({0: ["0F0", "", "0F1", "0B0", "0B1"], 1: ["", "1F0", "1B0", "", "1RECV_F1", "1F1", "1B1"]})
     for step in (None, 0, 5):
