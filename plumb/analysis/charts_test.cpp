@@ -1,6 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "plumb/analysis/adapters.h"
@@ -236,12 +237,18 @@ TEST(TimelineChart, BecomesATraceOfSeveralStepsWithNamedProcesses) {
   for (const auto& e : events) {
     if (e["name"] == "process_name") processes.push_back(e["args"]["name"].get<std::string>());
     if (e["ph"] != "X") continue;
-    (e["pid"] == 0 ? steps : e["cat"] == "wait" ? waits : ran).push_back(e["name"].get<std::string>());
+    (e["pid"] == 1 ? steps : e["cat"] == "wait" ? waits : ran).push_back(e["name"].get<std::string>());
   }
   EXPECT_EQ(processes, (std::vector<std::string>{"steps", "rank 0, stage 0", "rank 1, stage 1"}));
   EXPECT_EQ(steps, (std::vector<std::string>{"step 8", "step 9"}));
   EXPECT_EQ(ran, (std::vector<std::string>{"0F0", "1F0", "1F1", "1B0"}));
   EXPECT_EQ(waits, (std::vector<std::string>{"wait for 1F0"}));
+  std::map<int, int> process_of;  // Perfetto joins threads of one number, and those of number 0
+  for (const auto& e : events) {
+    const int thread = e["tid"], process = e["pid"];
+    EXPECT_GT(std::min(thread, process), 0);
+    EXPECT_EQ(process_of.emplace(thread, process).first->second, process) << e;
+  }
 }
 
 TEST(TimelineChart, SaysWhatTheBubbleIsMadeOf) {

@@ -262,22 +262,25 @@ std::string to_html(const TimelineChart& chart) {
 
 std::string to_trace(const std::vector<TimelineRun>& steps) {
   TimelineChart chart{"trace", steps};
+  // Perfetto takes thread numbers as an operating system's: each is one process's alone, the first has the process's own
+  // number, and 0 is nobody's.
+  constexpr int kComputing = 0, kWaiting = 1, kBeside = 2, kSteps = 1;
+  auto process_of = [](int rank) { return 4 * (rank + 1); };
   auto events = nlohmann::json::array();
   auto name = [&](const char* what, int process, int thread, const std::string& text) {
-    events.push_back({{"ph", "M"}, {"name", what}, {"pid", process}, {"tid", thread}, {"args", {{"name", text}}}});
+    events.push_back({{"ph", "M"}, {"name", what}, {"pid", process}, {"tid", process + thread}, {"args", {{"name", text}}}});
   };
   auto slice = [&](const std::string& what, int process, int thread, double from, double to, nlohmann::json facts) {
     events.push_back({{"ph", "X"},
                       {"name", what},
-                      {"cat", thread == 1 ? "wait" : "compute"},
+                      {"cat", thread == kWaiting ? "wait" : "compute"},
                       {"pid", process},
-                      {"tid", thread},
+                      {"tid", process + thread},
                       {"ts", from * 1e6},
                       {"dur", (to - from) * 1e6},
                       {"args", std::move(facts)}});
   };
   std::map<int, std::set<int>> stages;  // by rank
-  constexpr int kSteps = 0;             // processes: the steps, then the ranks
   name("process_name", kSteps, 0, "steps");
   for (const TimelineRun& run : steps) {
     const Laid checked = laid(run, chart);
@@ -292,19 +295,19 @@ std::string to_trace(const std::vector<TimelineRun>& steps) {
       stages[a.rank].insert(a.stage);
       begin = std::min(begin, a.start);
       const bool waited = std::isfinite(a.waiting) && a.waiting < a.start && a.half != 2;
-      if (waited) slice("wait for " + what, a.rank + 1, 1, a.waiting, a.start, facts);
+      if (waited) slice("wait for " + what, process_of(a.rank), kWaiting, a.waiting, a.start, facts);
       // Halves of a pair run at the same time: a thread each.
-      slice(what, a.rank + 1, a.half == 2 ? 2 : 0, a.start, a.end, std::move(facts));
+      slice(what, process_of(a.rank), a.half == 2 ? kBeside : kComputing, a.start, a.end, std::move(facts));
     }
     if (begin <= checked.end) slice(run.name, kSteps, 0, begin, checked.end, nlohmann::json::object());
   }
   for (const auto& [rank, of] : stages) {
     std::string list;
     for (int stage : of) list += (list.empty() ? "" : ", ") + std::to_string(stage);
-    name("process_name", rank + 1, 0, "rank " + std::to_string(rank) + ", stage" + (of.size() > 1 ? "s " : " ") + list);
+    name("process_name", process_of(rank), 0, "rank " + std::to_string(rank) + ", stage" + (of.size() > 1 ? "s " : " ") + list);
     for (const auto& [thread, text] :
-         {std::pair{0, "computes"}, std::pair{1, "waits"}, std::pair{2, "computes beside it"}}) {
-      name("thread_name", rank + 1, thread, text);
+         {std::pair{kComputing, "computes"}, std::pair{kWaiting, "waits"}, std::pair{kBeside, "computes beside it"}}) {
+      name("thread_name", process_of(rank), thread, text);
     }
   }
   return nlohmann::json{{"traceEvents", std::move(events)}}.dump(-1, ' ', true,

@@ -97,7 +97,7 @@ class Loader {
   void check_constant_inputs();
   void add_size_check();
   void read_outputs(const Json& graph, const Json& signature);
-  void read_tags() const;
+  void read_tags();
   void read_pretrained();
   void add_attribute(const Json& at, const std::string& value_name, const std::string& name, AttrKind kind,
                      bool persistent, const Json& graph);
@@ -410,7 +410,8 @@ void Loader::read_outputs(const Json& graph, const Json& signature) {
   graph_.output(std::move(results));
 }
 
-void Loader::read_tags() const {
+void Loader::read_tags() {
+  program_.unit_scaled_layers = zip_.find(pt2::kUnitScaledLayers) != nullptr;
   const ZipEntry* entry = zip_.find(pt2::kTags);
   if (!entry) return;
   const JsonDoc tags(zip_.path() + "/" + pt2::kTags, zip_.read_text(*entry));

@@ -8,6 +8,7 @@
 namespace plumb::pt2 {
 
 inline constexpr const char* kTags = "extra/plumb_parameter_tags.json";
+inline constexpr const char* kUnitScaledLayers = "extra/plumb_unit_scaled_layers";  // there or not, with no content
 
 // Of every tagged tensor, by its names.
 Json tags_of(const State& state);

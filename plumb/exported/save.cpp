@@ -80,7 +80,10 @@ void write_archive(const GraphModule& module, const ExportedProgram& program, co
          pt2::write_stored(writer.constants(), "data/constants/", "tensor_", record).dump());
     text("models/" + base + ".json", model);
     text("data/sample_inputs/" + base + ".pt", program.sample_inputs);
-    if (const Json tags = pt2::tags_of(module.state()); !tags.empty()) text(pt2::kTags, tags.dump());
+    if (const Json tags = pt2::tags_of(module.state()); !tags.empty()) {
+      text(pt2::kTags, tags.dump());
+      if (program.unit_scaled_layers) text(pt2::kUnitScaledLayers, "");
+    }
     if (!program.pretrained.empty()) text(pt2::kPretrained, program.pretrained);
     text("archive_format", "pt2");
     text("archive_version", "0");

@@ -148,6 +148,11 @@ class Folder {
   FoldEquations equations_;
 };
 
+// Plain weights train at plain rates.
+void untag_all(const GraphModule& module) {
+  for (const Attr& attr : module.state()) untag(attr.tensor);
+}
+
 const RegisterPass fold_pass({
     "fold",
     "Replaces unit-scaled operators by torch's, whose parameters take the factors over.",
@@ -155,6 +160,7 @@ const RegisterPass fold_pass({
     [](GraphModule& module, const PassOptions&, std::vector<std::string>* lines) {
       Report report("fold");
       const bool changed = fold(module, &report);
+      if (changed) untag_all(module);
       if (lines) *lines = report.lines();
       return changed;
     },
@@ -174,7 +180,7 @@ std::shared_ptr<TransformedModule> fold(const std::shared_ptr<GraphModule>& modu
   result->set_made_in_training(module->is_training());
   Report report("fold");
   run_checked("fold", [&] { return fold(*result, &report); }, *result);
-  for (const Attr& attr : result->state()) untag(attr.tensor);  // plain weights train at plain rates
+  untag_all(*result);
   result->reports.push_back(std::move(report));
   return result;
 }

@@ -322,6 +322,7 @@ TEST(Fold, RunsFromTheTableOfPasses) {
   std::vector<std::string> lines;
   EXPECT_TRUE(run_pass(find_pass("fold"), *module, {}, &lines, true));
   EXPECT_THAT(lines, testing::Contains(HasSubstr("qkv.weight divided by")));
+  for (const Attr& attr : module->state()) EXPECT_FALSE(parameter_data(attr.tensor)) << attr.name;
 }
 
 TEST(FactorEquations, DecideTheUnknownOfTheHigherRankAndFindContradictions) {

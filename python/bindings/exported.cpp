@@ -44,9 +44,10 @@ std::shared_ptr<GraphModule> with_values(const std::shared_ptr<GraphModule>& eng
 }
 
 void save(const std::shared_ptr<GraphModule>& engine, const ExportedProgram* program, const py::list& inputs,
-          const py::list& outputs, const std::string& path) {
+          const py::list& outputs, bool unit_scaled_layers, const std::string& path) {
   ExportedProgram file;
   if (program) file = *program;
+  file.unit_scaled_layers = unit_scaled_layers;
   file.module = with_values(engine, to_ivalues(inputs), to_ivalues(outputs));
   py::gil_scoped_release release;
   save_pt2(file, path);
@@ -58,7 +59,7 @@ py::tuple to_tuple(const ExportedProgram& p) {
   for (const auto& [name, range] : p.ranges) ranges[name] = {range.min, range.max};
   return py::make_tuple(ranges, p.guards, p.symbol_spelling, p.value_expressions, p.argument_names, p.submodules,
                         p.namedtuple_fields, p.opset_versions, py::bytes(p.sample_inputs), p.torch_version,
-                        p.schema_major, p.schema_minor, p.pretrained);
+                        p.schema_major, p.schema_minor, p.pretrained, p.unit_scaled_layers);
 }
 
 template <typename T>
@@ -83,6 +84,7 @@ ExportedProgram from_tuple(const py::tuple& t) {
   take(t, 10, p.schema_major);
   take(t, 11, p.schema_minor);
   take(t, 12, p.pretrained);
+  take(t, 13, p.unit_scaled_layers);
   return p;
 }
 
@@ -92,6 +94,7 @@ Register exported_part([](py::module_& m) {
       .def(py::init<>())
       .def_readonly("argument_names", &ExportedProgram::argument_names)
       .def_readwrite("pretrained", &ExportedProgram::pretrained)
+      .def_readonly("unit_scaled_layers", &ExportedProgram::unit_scaled_layers)
       .def_property_readonly("sample_inputs", [](const ExportedProgram& p) { return py::bytes(p.sample_inputs); })
       .def(py::pickle(&to_tuple, &from_tuple));
   m.def("load_pt2", &load, py::arg("path"), py::arg("device"));

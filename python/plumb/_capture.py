@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from . import _C, _tracing
 from ._calls import here
 from ._changed_attributes import Change, refuse_other_paths, watched
-from ._errors import Error
+from ._errors import Error, ErrorKind
 from ._exported import capture_dynamic
 from ._graph_module import GraphModule
 from ._module_state_guard import ModuleStateGuard, refuse_modules
@@ -210,6 +210,13 @@ def capture(
         if plumb_verify:
             raise Error("plumb_verify captures twice at one size", remedy="it, or dynamic_shapes")
         refuse_modules(module, with_root=True)
+        if any(hasattr(sub.__dict__.get("forward"), "prepare") for sub in module.modules()):
+            raise Error(
+                "dynamic_shapes: a transformed module has a graph for each size",
+                kind=ErrorKind.Unsupported,
+                remedy="graph = plumb.capture(plain_module, ..., dynamic_shapes=...), then "
+                'plumb.transforms.run_passes(graph, "unit_scale", "simulate_format")',
+            )
         return capture_dynamic(module, args, kwargs, dynamic_shapes)
     forward = module.__dict__.get("forward")
     if hasattr(forward, "prepare"):  # a transformed module's own capture cannot run inside of this one

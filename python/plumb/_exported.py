@@ -16,7 +16,8 @@ from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule
 from ._state import own_parameters, state_of, sync_state
 from ._trees import load_spec
-from .parameter import tell_engine
+from ._unit_scaled import is_marked, mark_state_dict
+from .parameter import has_parameter_data, tell_engine
 
 _IN_A_FILE = (int, float, bool, str, type(None))
 
@@ -39,11 +40,14 @@ def load_pt2(path: str | os.PathLike, device: torch.device | str | None = None) 
 
     It is called like the exported model, has its parameters and buffers under their names, and trains. Dynamic sizes are
     checked against the file's ranges, constant inputs against their value. `device`: where its tensors go, if not where
-    they were.
+    they were. The state dict of a program that a transform unit-scaled bears a mark, so that a plain model says so.
 
     Raises :class:`plumb.Error` naming the file, the place in it and the remedy.
     """
-    return _load(path, device, {})
+    module = _load(path, device, {})
+    if not module._program.unit_scaled_layers and any(map(has_parameter_data, module.parameters())):
+        mark_state_dict(module)
+    return module
 
 
 def _load(path: str | os.PathLike, device: torch.device | str | None, own: dict[str, Tensor]) -> GraphModule:
@@ -103,4 +107,4 @@ def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:
     sync_state(module._engine, module._slots)
     for parameter in module.parameters():
         tell_engine(parameter)
-    _C.save_pt2(module._engine, module._program, inputs, module._plain_outputs, os.fsencode(path))
+    _C.save_pt2(module._engine, module._program, inputs, module._plain_outputs, not is_marked(module), os.fsencode(path))

@@ -52,6 +52,12 @@ def tag_parameter(parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth:
     return parameter
 
 
+def untag_parameter(parameter: nn.Parameter) -> None:
+    """Takes away what `tag_parameter` gave, in Python."""
+    for name in ("mup_type", "mup_scaling_depth", "__deepcopy__", "__reduce_ex__"):
+        vars(parameter).pop(name, None)
+
+
 def tell_engine(parameter: Tensor) -> None:
     """Tags that were set or changed as attributes: the engine writes its own into files and stages."""
     if has_parameter_data(parameter):

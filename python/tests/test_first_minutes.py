@@ -221,6 +221,8 @@ def test_a_graph_with_dynamic_shapes_takes_the_last_partial_batch(tmp_path):
     refused(lambda: graph(torch.randint(20, (8, 6))), "cannot change to evaluation mode")
     refused(lambda: plumb.capture(model, torch.randint(20, (8, 6)), dynamic_shapes=({7: torch.export.Dim("no")},)),
             "torch.export", kind=plumb.ErrorKind.Capture)  # fmt: skip
+    refused(lambda: plumb.capture(unit_scale(mlp()), torch.randn(2, 8), dynamic_shapes=({0: torch.export.Dim("n")},)),
+            "a graph for each size", "run_passes", kind=plumb.ErrorKind.Unsupported)  # fmt: skip
 
 
 def test_two_transformed_modules_under_torch_compile_take_turns():

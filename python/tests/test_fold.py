@@ -1,7 +1,9 @@
 """Unit-scaled weights and the way back: fold, the mark of state dicts, parts that refuse to be called alone."""
 
 import copy
+import os
 import pickle
+import subprocess
 
 import plumb.functional as U
 import pytest
@@ -14,6 +16,9 @@ from torch import nn
 
 import plumb
 from plumb.transforms import fold, simulate_fp8, track_scales, unit_scale
+
+
+PLUMB = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
 
 
 def first_tensor(out):
@@ -95,6 +100,49 @@ def test_a_captured_graph_bears_the_mark_of_its_module():
         model.load_state_dict(graph.state_dict())
     assert not any(scaled.load_state_dict(graph.state_dict())) and not any(graph.load_state_dict(scaled.state_dict()))
     model.load_state_dict(fold(graph).state_dict())
+
+
+def test_a_file_bears_the_mark_of_its_module(tmp_path):
+    """However the file was made: by Python, by the command, from a capture with dynamic sizes, in a pipeline's weights."""
+    path, model = tmp_path / "m.pt2", nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    x = torch.randn(6, 8)
+    scaled = unit_scale(model)
+    dynamic = plumb.capture(model, x, dynamic_shapes=({0: torch.export.Dim("n", min=2, max=64)},))
+    plumb.transforms.run_passes(dynamic, "unit_scale")
+    plumb.save_pt2(plumb.capture(model, x), path)
+    subprocess.run([PLUMB, "scale", path, "-o", tmp_path / "command.pt2"], check=True, stdout=subprocess.DEVNULL)
+    by_pass = plumb.capture(model, x)
+    plumb.transforms.run_passes(by_pass, "unit_scale")
+    plumb.save_pt2(by_pass, tmp_path / "by_pass.pt2")
+    plumb.save_pt2(dynamic, tmp_path / "dynamic.pt2")
+    plumb.save_pt2(plumb.capture(scaled, x), path)
+    loaded = {name: plumb.load_pt2(tmp_path / name) for name in ("m.pt2", "command.pt2", "by_pass.pt2", "dynamic.pt2")}
+    plumb.save_pt2(loaded["m.pt2"], tmp_path / "again.pt2")
+    loaded |= {"again": plumb.load_pt2(tmp_path / "again.pt2"), "copy": copy.deepcopy(loaded["m.pt2"])}
+    loaded |= {"pass": by_pass, "dynamic": dynamic}
+    for graph in loaded.values():
+        with pytest.raises(RuntimeError, match="Unexpected key.*unit_scaled.*fold"):
+            model.load_state_dict(graph.state_dict())
+        assert not any(scaled.load_state_dict(graph.state_dict())) and not any(graph.load_state_dict(scaled.state_dict()))
+        assert not any(model.load_state_dict(fold(graph).state_dict()))
+    stages = pipeline(loaded["m.pt2"], (x,), split_spec={"2": SplitPoint.BEGINNING})
+    with pytest.raises(RuntimeError, match="fold"):
+        model.load_state_dict(stages.merge_state_dict())
+    plumb.transforms.run_passes(by_pass, "fold")
+    assert not any(model.load_state_dict(by_pass.state_dict()))
+
+
+def test_a_file_of_unit_scaled_layers_bears_no_mark(tmp_path):
+    """Its weights are those of the model that was written so."""
+    model, x = nn.Sequential(plumb.nn.Linear(8, 16), plumb.nn.GELU(), plumb.nn.LinearReadout(16, 4)), torch.randn(6, 8)
+    plumb.save_pt2(plumb.capture(model, x), tmp_path / "m.pt2")
+    loaded = plumb.load_pt2(tmp_path / "m.pt2")
+    assert not any(model.load_state_dict(loaded.state_dict())) and not any(loaded.load_state_dict(model.state_dict()))
+    plumb.save_pt2(pickle.loads(pickle.dumps(loaded)), tmp_path / "again.pt2")
+    assert not any(model.load_state_dict(plumb.load_pt2(tmp_path / "again.pt2").state_dict()))
+    plain = plumb.capture(nn.Sequential(nn.Linear(8, 4)), x)
+    plumb.save_pt2(plain, tmp_path / "plain.pt2")
+    assert plumb.load_pt2(tmp_path / "plain.pt2").state_dict().keys() == plain.state_dict().keys()
 
 
 def test_weights_merged_from_stages_bear_the_mark():

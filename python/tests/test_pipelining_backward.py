@@ -141,6 +141,20 @@ def test_two_halves_are_backward(make):
     assert Checkpointed.calls == isinstance(module, Checkpointed)  # computed again once in all
 
 
+@pytest.mark.parametrize("reached", [(True, False), (False, True), (False, False)])
+def test_the_weight_half_reaches_weights_that_no_inputs_gradient_passes(reached):
+    """An input that requires no gradient, as the tokens of a first stage, has layers whose weights still learn."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    weights = [*first.parameters(), *second.parameters()]
+    inputs = [torch.randn(2, 4, requires_grad=wanted) for wanted in reached]
+    out = torch.relu(first(inputs[0])) * second(inputs[1])
+    expected = torch.autograd.grad(out.sum(), weights, retain_graph=True)
+    found, groups = stage_backward_input([out.sum()], None, inputs, weights)
+    assert [g is not None for g in found] == list(reached)
+    answer = stage_backward_weight(weights, groups)
+    assert all(map(torch.equal, answer, expected)) and all(w.grad is a for w, a in zip(weights, answer))
+
+
 def test_halves_of_several_microbatches_add_up_in_any_order():
     module, _, reference, _ = case(Block)
     inputs = [torch.randn(4, 8, requires_grad=True) for _ in range(3)]

@@ -17,6 +17,7 @@ from plumb.pipelining import (
     split_into_equal_size,
     split_on_size_threshold,
 )
+from plumb.pipelining._IR import aten_pipe_split_alias
 from split_models import (
     BEGIN,
     END,
@@ -112,6 +113,12 @@ def test_wrong_arguments_are_named():
         pipeline(model, (x,), num_stages=2)
     with pytest.raises(TypeError, match="cannot be cut"):
         pipeline(lambda x: x, (x,))
+    for args in (None, {"x": x}):
+        with pytest.raises(TypeError, match="mb_args is a"):
+            pipeline(model, args)
+    for kwargs in ([x], {1: x}):
+        with pytest.raises(TypeError, match="mb_kwargs is no dict"):
+            pipeline(model, (x,), kwargs)
     pipe = pipeline(model, (x,), split_spec={"layers.1": BEGIN})
     with pytest.raises(ValueError, match="Invalid stage index 2"):
         pipe.get_stage_module(2)
@@ -180,6 +187,30 @@ def test_functions_that_mark_the_fx_graph():
         pipeline(model, (torch.randn(2, 8),), split_policy=changes)
     with pytest.raises(TypeError, match="GraphModule"):
         pipeline(model, (torch.randn(2, 8),), split_policy=lambda traced: 3)
+
+
+MARKS = [pipe_split, aten_pipe_split_alias, torch.ops.pippy._pipe_split, torch.ops.pippy._pipe_split.default]
+
+
+@pytest.mark.parametrize("mark", MARKS, ids=["function", "alias", "torchs", "torchs overload"])
+def test_a_function_adds_to_the_models_own_marks(mark):
+    """Whatever torch.fx holds as a mark counts, and a function that changes nothing leaves the cuts as they are."""
+
+    def before_relu(traced):
+        for node in traced.graph.nodes:
+            if node.target is torch.ops.aten.relu.default:
+                with traced.graph.inserting_before(node):
+                    traced.graph.call_function(mark, ())
+        return traced
+
+    class Net(MLP):
+        def forward(self, x):
+            x = self.layers[0](x)
+            pipe_split()
+            return self.layers[2](self.layers[1](x).relu())
+
+    equals_whole(Net(), (torch.randn(2, 8),), stages=2, split_policy=lambda traced: traced)
+    equals_whole(Net(), (torch.randn(2, 8),), stages=3, split_policy=before_relu)
 
 
 # --- sources ---

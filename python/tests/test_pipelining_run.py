@@ -432,7 +432,7 @@ def test_time_lines_are_recorded_and_drawn(tmp_path):
     assert schedule.measured_bubble() == pytest.approx(1 - busy / whole, abs=1e-3)
     schedule.draw_timeline(str(tmp_path / "t.json"))
     traced = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    ran = [e for e in traced if e.get("cat") == "compute" and e["pid"] > 0]
+    ran = [e for e in traced if e.get("cat") == "compute" and e["pid"] > 1]
     assert [e["name"] for e in ran] == [e[1] for e in events] and ran[0]["dur"] > 0
     processes = [e["args"]["name"] for e in traced if e["name"] == "process_name"]
     assert processes == ["steps", "rank 0, stages 0, 1"]

@@ -3,6 +3,7 @@
 import copy
 import math
 import operator
+import random
 
 import plumb.functional as U
 import pytest
@@ -58,7 +59,7 @@ def named(graph):
 
 def test_metrics_are_made_of_tensors():
     t = torch.tensor([[1.0, -2.0], [0.0, 5.0]])
-    metrics = Metrics(t)
+    metrics = Metrics(fwd_tensor=t)
     assert metrics.bwd is None and metrics.fwd == Metrics.from_tensor(t)
     data = metrics.fwd
     assert (data.mean_abs, data.abs_mean, data.abs_max, data.abs_min, data.numel) == (2.0, 1.0, 5.0, 0.0, 4)
@@ -116,7 +117,7 @@ def test_what_is_no_float_goes_and_is_logged(graph, caplog):
     assert gone == ["ids", "ones", "later"]
     assert [r.getMessage() for r in caplog.records] == [f"pruning non-float node: {n}" for n in gone]
     masked = named(pruned)["masked"]
-    assert masked.args == (named(pruned)["scores"], -math.inf)
+    assert masked.args == (named(pruned)["scores"], None, -math.inf)
 
 
 def test_equal_scales_are_pruned_with_infinities_too_and_logged(graph, caplog):
@@ -136,6 +137,70 @@ def test_users_take_all_inputs_of_a_selected_node(graph, caplog):
     assert nodes["sum_1"].args == tuple(named(pruned)[n.name] for n in named(graph)["both"].args)
     assert [r.getMessage() for r in caplog.records] == ["pruning node: both", "pruning node: gelu"]
     pruned.lint()
+
+
+def random_graph(rng):
+    """Of nodes with one or two inputs, by position and by name, of which a quarter is no float; scales of a few sizes."""
+    graph, nodes = fx.Graph(), []
+    for i in range(rng.randint(2, 14)):
+        inputs = rng.sample(nodes, min(len(nodes), rng.choice([1, 1, 1, 2])))
+        if i < 2:
+            node = graph.placeholder(f"x{i}")
+        elif rng.random() < 0.8:
+            node = graph.call_function(torch.relu, (*inputs, 3))
+        else:
+            node = graph.call_function(torch.add, tuple(inputs[:1]), {"other": inputs[-1]})
+        node.meta["outputs_float_tensor"] = rng.random() < 0.75
+        if node.meta["outputs_float_tensor"]:
+            node.meta["metrics"] = Metrics(*(Metrics.Data(v, v, v, v, v, 5) for v in rng.choices([1, 1, 1.4, 1.9, math.inf], k=2)))
+        nodes.append(node)
+    outputs = rng.sample(nodes, 2)
+    graph.output(tuple(outputs) if rng.random() < 0.5 else outputs[0])
+    return graph
+
+
+def pruned_one_by_one(graph, goes):
+    """The definition: in order, a node that `goes` leaves its place to its only float input, or to None."""
+    graph = copy.deepcopy(graph)
+    for node in graph.nodes:
+        floats = [a for a in (*node.args, *node.kwargs.values()) if getattr(a, "meta", {}).get("outputs_float_tensor")]
+        instead = floats[0] if len(floats) == 1 else None
+        if node.op == "output" or not goes(node, instead):
+            continue
+        for user in list(node.users):
+            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda a: instead if a is node else a)
+        graph.erase_node(node)
+    return graph
+
+
+@pytest.mark.parametrize("rtol", [2**-16, 0.5])
+def test_random_graphs_are_pruned_as_the_definition_says(rtol):
+    def close(a, b):
+        return math.isclose(a.mean_abs, b.mean_abs, rel_tol=rtol)
+
+    def same_scale(node, instead):
+        if instead is None or "metrics" not in node.meta:
+            return False
+        a, b = node.meta["metrics"], instead.meta["metrics"]
+        return close(a.fwd, b.fwd) and close(a.bwd, b.bwd)
+
+    rng = random.Random(0)
+    for _ in range(150):
+        graph = random_graph(rng)
+        no_float = pruned_one_by_one(graph, lambda node, instead: not node.meta["outputs_float_tensor"])
+        assert str(prune_non_float_tensors(graph)) == str(no_float)
+        assert str(prune_same_scale_tensors(graph, rtol)) == str(pruned_one_by_one(graph, same_scale))
+
+
+def test_wrong_arguments_of_prune_functions_are_named(graph):
+    for rtol in (-1, math.nan):
+        with pytest.raises(plumb.Error, match=f"rtol is {rtol}"):
+            prune_same_scale_tensors(graph, rtol)
+    for prune in (prune_non_float_tensors, prune_same_scale_tensors, lambda g: prune_selected_nodes(g, [])):
+        with pytest.raises(TypeError, match=r"graph is a Linear.*scales_graph\(\)"):
+            prune(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="targets is <function gelu|targets is <built-in function gelu"):
+        prune_selected_nodes(graph, F.gelu)
 
 
 def test_graphs_that_were_not_tracked_can_be_pruned():

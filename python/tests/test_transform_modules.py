@@ -88,6 +88,12 @@ def test_a_replacement_loses_its_constraint_after_the_last_residual_add():
         assert torch.equal(model(x), U.gelu(U.residual_add(hidden, skip, 0.5), constraint=last))
 
 
+def test_wrong_replacements_are_named():
+    for replace, said in [(None, "replace is a NoneType"), ([F.gelu], "replace is a list"), ({F.gelu: 3}, "replace has 3, which")]:
+        with pytest.raises(TypeError, match=said):
+            unit_scale(nn.Linear(2, 2), replace)
+
+
 def test_keys_that_match_nothing_are_reported_and_logged(caplog):
     keys = {double: U.gelu, F.relu: double, "aten::sigmoid": "plumb::tanh", own_gelu: U.gelu}
     model = unit_scale(Calls(), replace=keys)

@@ -205,8 +205,6 @@ class CutPipe(Pipe):
     for (cuts that were moved).
     """
 
-    weights: Any = None  # `plumb.hf.Weights`, which give a stage's tensors their values when it is built
-
     weights: Any = None  # `plumb.hf.Weights`: gives a stage its tensors' values when it is built
 
     def __init__(

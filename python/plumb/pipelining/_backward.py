@@ -218,7 +218,7 @@ def _collect(output, grad, outputs: list, grads: list) -> None:
     elif grad is not None and (parts := _parts(output)) is not None:
         given = _parts(grad)
         if given is None or given.keys() != parts.keys():
-            raise Error(f"an output of the stage is a {type(output).__name__} with {list(parts)}, its gradient {grad!r}")
+            raise Error(f"an output of the stage is a {type(output).__name__} with {list(parts)}, its gradient {map_debug_info(grad)}")
         for key, part in parts.items():
             _collect(part, given[key], outputs, grads)
 

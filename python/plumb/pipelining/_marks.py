@@ -45,7 +45,7 @@ def pipe_split() -> None:
 
 def is_mark(target: Any) -> bool:
     """True for every form in which torch.fx may hold a mark: the operator or the function, plumb's or torch's."""
-    name = getattr(target, "_qualified_op_name", None) or getattr(target, "__name__", "")
+    name = getattr(target, "_qualified_op_name", None) or getattr(target, "_name", None) or getattr(target, "__name__", "")
     return target is pipe_split or name in ("plumb::pipe_split", "pippy::_pipe_split", "pipe_split")
 
 

@@ -27,6 +27,7 @@ from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
 from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
+from .._trees import not_an_example
 from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
 from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark
@@ -211,6 +212,8 @@ def from_exported(program: torch.export.ExportedProgram, args: tuple, kwargs: di
 
 def make_source(module: Any, args: Any, kwargs: dict | None, spec: Any = None) -> tuple[Source, Any]:
     """The source, and the part of `spec` that is still to be cut at (by module names in the graph)."""
+    if said := not_an_example(args, kwargs):
+        raise InvalidType(said)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     kwargs = dict(kwargs or {})
     if spec is not None:

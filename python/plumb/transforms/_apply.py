@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import sys
 import threading
@@ -135,6 +136,10 @@ class TransformedForward:
     def __code__(self) -> Any:
         """Of the module's own forward: torch.export reads the arguments' names from it."""
         return self.original.__code__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
 
     @property
     def original(self) -> Callable[..., Any]:

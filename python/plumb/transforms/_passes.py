@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from .. import _C
 from .._capture import GraphModule
+from .._unit_scaled import mark_state_dict, unmark
+from ..parameter import has_parameter_data, tag_parameter, tell_engine, untag_parameter
 
 
 class PassResult(NamedTuple):
@@ -17,15 +20,32 @@ class PassResult(NamedTuple):
     notes: list[str]
 
 
+def _show_tags(module: GraphModule) -> bool:
+    """Shows the engine's tags on the parameters; answers whether there are any."""
+    for parameter in module.parameters():
+        tag = _C.tag_of(parameter)
+        if tag is not None:
+            tag_parameter(parameter, *tag)
+        elif has_parameter_data(parameter):
+            untag_parameter(parameter)
+    return any(map(has_parameter_data, module.parameters()))
+
+
 def run_passes(module: GraphModule, *passes: str, dump: str | os.PathLike | None = None) -> list[PassResult]:
     """Runs passes on a graph in place, in order: ``run_passes(plumb.capture(net, x), "dead_code", "optimise,fuse=true")``.
 
     passes: ``"NAME[,option=value]..."``; ``plumb opt --list`` shows names and options.
     dump: a folder for the graph's text before the first pass and after every pass.
 
+    The tensors are the captured module's own: weights that a pass rescales (``unit_scale``) are rescaled there, too.
     The graph is linted after every pass. Raises `plumb.Error` for a pass or option that there is not.
     """
+    for parameter in module.parameters():
+        tell_engine(parameter)
+    had_tags = _show_tags(module)
     done = module._engine.run_passes(list(passes), "" if dump is None else os.fspath(dump))
     module.__dict__["_fx"] = None
     module._register()
+    if _show_tags(module) != had_tags:  # it was unit-scaled, or folded
+        (unmark if had_tags else mark_state_dict)(module)
     return [PassResult(*result) for result in done]

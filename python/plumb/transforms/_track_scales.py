@@ -37,9 +37,9 @@ class Metrics:
         numel: int
         histogram: dict[int, int] | None = field(default=None, repr=False)
 
-    def __init__(self, fwd: Tensor | Metrics.Data, bwd: Tensor | Metrics.Data | None = None):
-        self.fwd = Metrics.from_tensor(fwd) if isinstance(fwd, Tensor) else fwd
-        self.bwd = Metrics.from_tensor(bwd) if isinstance(bwd, Tensor) else bwd
+    def __init__(self, fwd_tensor: Tensor | Metrics.Data, bwd_tensor: Tensor | Metrics.Data | None = None):
+        self.fwd = Metrics.from_tensor(fwd_tensor) if isinstance(fwd_tensor, Tensor) else fwd_tensor
+        self.bwd = Metrics.from_tensor(bwd_tensor) if isinstance(bwd_tensor, Tensor) else bwd_tensor
 
     def set_bwd(self, bwd_tensor: Tensor) -> None:
         """Measures the gradient."""
@@ -286,27 +286,32 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
 class _Instead(list):
     """Nodes that stand in an argument's place."""
 
+    def one(self) -> Any:
+        """What stands there where there is room for one thing: a node, several, or None."""
+        return tuple(self) if len(self) > 1 else next(iter(self), None)
+
 
 def _with_inputs(value: Any, instead: Iterator[_Instead]) -> Any:
-    """An argument with other nodes: several where one stood become neighbours, and of none nothing is left."""
+    """An argument with other nodes: several where one stood become neighbours, of none None is left."""
     if isinstance(value, fx.Node):
         return next(instead)
     if isinstance(value, (tuple, list)):
         parts = [_with_inputs(v, instead) for v in value]
-        spread = itertools.chain.from_iterable(p if isinstance(p, _Instead) else [p] for p in parts)
+        spread = itertools.chain.from_iterable((p or [None]) if isinstance(p, _Instead) else [p] for p in parts)
         return tuple(spread) if isinstance(value, tuple) else list(spread)
     if isinstance(value, dict):
         parts = {key: _with_inputs(v, instead) for key, v in value.items()}
-        one = {k: (p[0] if len(p) == 1 else tuple(p)) for k, p in parts.items() if isinstance(p, _Instead) and p}
-        return {k: one.get(k, p) for k, p in parts.items() if k in one or not isinstance(p, _Instead)}
+        return {key: p.one() if isinstance(p, _Instead) else p for key, p in parts.items()}
     if isinstance(value, slice):
         parts = [_with_inputs(v, instead) for v in (value.start, value.stop, value.step)]
-        return slice(*(next(iter(p), None) if isinstance(p, _Instead) else p for p in parts))
+        return slice(*(p.one() if isinstance(p, _Instead) else p for p in parts))
     return value
 
 
 def _pruned(graph: fx.Graph, how: str, said: str, selected: Collection[fx.Node] = (), rtol: float = 0.0) -> fx.Graph:
     """A copy without what the engine takes out; `said` is logged of each node that goes."""
+    if not rtol >= 0:
+        raise Error(f"rtol is {rtol}, not a number from 0 on", kind=ErrorKind.InvalidArgument)
     nodes = list(graph.nodes)
     places = {node: i for i, node in enumerate(nodes)}
     rows = []
@@ -325,17 +330,27 @@ def _pruned(graph: fx.Graph, how: str, said: str, selected: Collection[fx.Node] 
         for place, source in kept[i]:
             instead[place].append(made[nodes[source]])
         args, kwargs = _with_inputs((tuple(node.args), dict(node.kwargs)), iter(instead))
+        if node.op == "output" and len(args) != 1:  # an output is one thing
+            args = (args,)
         made[node] = result.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         made[node].meta = copy.copy(node.meta)
     result.lint()
     return result
 
 
+def _check_graph(graph: Any) -> None:
+    if not isinstance(graph, fx.Graph):
+        raise TypeError(
+            f"graph is a {type(graph).__name__}, not a torch.fx.Graph: that of a tracked module is module.scales_graph()"
+        )
+
+
 def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
-    """A copy without nodes that are no floating-point tensors. Users take such a node's only float input, if it has one.
+    """A copy without nodes that are no floating-point tensors. Users take such a node's only float input, or None.
 
     Of a graph that was not tracked the notes of torch's own tracers say what is one. Raises `plumb.Error` if there are none.
     """
+    _check_graph(graph)
     if len(graph.nodes) and all(_is_float(node) is None for node in graph.nodes if node.op != "output"):
         raise Error(
             "nothing is known of the dtypes of this graph's values, so there is nothing to prune by",
@@ -348,6 +363,7 @@ def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
 def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
     """A copy without nodes whose one float input has the same scale (mean absolute value, forward and backward) within
     `rtol`. Nodes that were not measured stay."""
+    _check_graph(graph)
     if all("metrics" not in node.meta for node in graph.nodes):
         return _pruned(graph, "selected", "")
     return _pruned(graph, "same_scale", "pruning same-scale node: %s", rtol=rtol)
@@ -356,6 +372,9 @@ def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
 def prune_selected_nodes(graph: fx.Graph, targets: Iterable[Any]) -> fx.Graph:
     """A copy without nodes of these targets (an operator without its overload stands for all of them); users take a removed
     node's inputs, all of them. Any ``torch.fx`` graph will do."""
+    _check_graph(graph)
+    if isinstance(targets, str) or not isinstance(targets, Iterable):
+        raise TypeError(f"targets is {targets!r}, not a list of operators, functions or names: [{targets!r}]")
     wanted = set(targets)
     chosen = {n for n in graph.nodes if n.target in wanted or getattr(n.target, "overloadpacket", None) in wanted}
     return _pruned(graph, "selected", "pruning node: %s", chosen)

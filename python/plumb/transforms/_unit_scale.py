@@ -50,7 +50,12 @@ def _split(replace: Mapping[Any, Any]) -> tuple[list[tuple[str, str]], dict[Call
     """Replacements of operators by operators, made in the graph, and of functions by functions, made while it is captured."""
     operators: list[tuple[str, str]] = []
     functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+    if not isinstance(replace, Mapping):
+        raise TypeError(f"replace is a {type(replace).__name__}, not a dict of functions or operators: {{F.gelu: U.gelu}}")
     for old, new in replace.items():
+        for what in (old, new):
+            if not callable(what) and not isinstance(what, str):
+                raise TypeError(f"replace has {what!r}, which is neither a function nor an operator's name")
         a, b = _operator_name(old), _operator_name(new)
         if a is not None and b is not None:
             scaled = None if isinstance(new, str) else torch_map.get(new)
