@@ -340,6 +340,16 @@ def test_nested_values_cross_between_ranks_of_stages_that_compare_values():
 
 
 # --- values that are compared ---
+def test_a_step_raises_the_type_of_its_stages_error():
+    stage = PipelineStage(nn.Linear(8, 8), 0, 1, "cpu")
+    stage._runtime_validate = True
+    schedule = ScheduleGPipe(stage, 2)
+    schedule.step(torch.randn(4, 8))
+    with pytest.raises(PipeliningMetadataError, match="rank 0 at 0F0: .*shape mismatch") as raised:
+        schedule.step(torch.randn(6, 8))
+    assert raised.value.kind is plumb.ErrorKind.TensorMismatch and raised.value.__cause__ is not None
+
+
 def compared():
     stage = PipelineStage(nn.Linear(8, 8), 0, 2, "cpu")
     stage._runtime_validate = True

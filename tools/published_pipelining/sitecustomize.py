@@ -73,6 +73,7 @@ class OnTheCpu(importlib.abc.MetaPathFinder):
             for condition in ("requires_accelerator_dist_backend", "requires_nccl", "skip_if_lt_x_gpu"):
                 setattr(module, condition, lambda *args, **kwargs: lambda test: test)
             common_utils.TEST_MULTIACCELERATOR = True
+            torch.cpu.device_count = lambda: 2  # tests start a process for each
             barrier = dist.barrier
             dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
 

@@ -306,7 +306,8 @@ class Run:
                 raise
             if not isinstance(failure, Exception):  # an interrupt is the user's, not the pipeline's
                 raise failure from None
-            raise error from failure
+            raised = type(failure) if isinstance(failure, Error) else Error  # which may be a ValueError, too
+            raise raised(error.message, kind=error.kind, where=error.where, remedy=error.remedy) from failure
         finally:
             for stage in self.stages:
                 stage.release_gradients()
