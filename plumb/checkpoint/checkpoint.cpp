@@ -95,7 +95,7 @@ const SafetensorsFile& Checkpoint::file_of(const std::string& name, const Checkp
 
 at::Tensor Checkpoint::read_checked(const std::string& name, const CheckpointTensor& tensor) const {
   const SafetensorsFile& file = file_of(name, tensor);
-  uint32_t sum = 0;
+  Checksum sum{tensor.checksum.bits};
   at::Tensor read = file.read(name, &sum);
   if (sum != tensor.checksum)
     throw Error(ErrorKind::BadFile, file.path() + ": tensor '" + name + "' is not as it was written", "", kUseAnother);
@@ -141,7 +141,9 @@ void Checkpoint::verify() const {
   for (const auto* tensors : {&contents_->model, &contents_->optimizer}) {
     for (const auto& [name, tensor] : *tensors) {
       const SafetensorsFile& file = file_of(name, tensor);
-      if (file.checksum(name) != tensor.checksum)
+      Checksum sum{tensor.checksum.bits};
+      file.add_to(name, sum);
+      if (sum != tensor.checksum)
         throw Error(ErrorKind::BadFile, file.path() + ": tensor '" + name + "' is not as it was written", "",
                     kUseAnother);
     }

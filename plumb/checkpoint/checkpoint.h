@@ -2,7 +2,7 @@
 //
 //   model-00001-of-00002.safetensors, model.safetensors.index.json          the model, as `transformers` lays it out
 //   optimizer-00001-of-00002.safetensors, optimizer.safetensors.index.json  "exp_avg/NAME" of every parameter's NAME
-//   checkpoint.json    step, the trainer's own JSON, ties, and dtype, shape and crc32 of every tensor
+//   checkpoint.json    step, the trainer's own JSON, ties, and dtype, shape and crc64 of every tensor
 //
 // Names are the model's. How many processes wrote it shows in the number of files alone. A tensor that has several
 // names is stored under the first; the others are ties. Written by CheckpointWriter (checkpoint_writer.h).
@@ -23,7 +23,7 @@ struct CheckpointTensor {
   std::string file;  // in the checkpoint's folder
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes;
-  uint32_t checksum = 0;  // crc32 of its bytes
+  Checksum checksum;  // of its bytes
 };
 
 struct CheckpointContents {

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdio>
 #include <filesystem>
 
 #include "plumb/checkpoint/safetensors_header.h"
-#include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
 
 namespace plumb {
@@ -14,7 +14,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kFormatName = "plumb checkpoint";
-constexpr int64_t kFormatVersion = 1;
+constexpr int64_t kFormatVersion = 2;
 constexpr std::string_view kStep = "step-", kUnfinished = ".writing-";
 
 // The digits after "step-", and what follows them.
@@ -28,16 +28,37 @@ std::optional<std::pair<int64_t, std::string_view>> step_and_rest(std::string_vi
   return std::pair{step, name.substr(digits)};
 }
 
-uint32_t checksum_of(Json document) {
+Checksum checksum_of(Json document, int bits) {
   document.erase("checksum");
   const std::string text = document.dump();
-  return crc32(text.data(), text.size());
+  Checksum sum{bits};
+  sum.add(text.data(), text.size());
+  return sum;
 }
 
-uint32_t checksum_from(const JsonDoc& doc, const Json& element) {
-  const int64_t value = doc.integer(element);
-  if (value < 0 || value > UINT32_MAX) doc.fail(element, "is no crc32");
-  return static_cast<uint32_t>(value);
+std::string to_text(const Checksum& sum) {
+  char digits[20];
+  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(sum.value));
+  return digits;
+}
+
+// A number is a crc32, 16 digits are a crc64.
+Checksum checksum_from(const JsonDoc& doc, const Json& element) {
+  if (!element.is_string()) {
+    const int64_t value = doc.integer(element);
+    if (value < 0 || value > UINT32_MAX) doc.fail(element, "is no checksum");
+    return {32, static_cast<uint64_t>(value)};
+  }
+  const std::string digits = doc.string(element);
+  Checksum sum;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), sum.value, 16);
+  if (digits.size() != 16 || error != std::errc() || end != digits.data() + 16) doc.fail(element, "is no checksum");
+  return sum;
+}
+
+const Json* find_checksum(const JsonDoc& doc, const Json& of) {
+  const Json* found = doc.find(of, "crc64");
+  return found ? found : doc.find(of, "crc32");
 }
 
 void check_files(const JsonDoc& doc, const Json& files, const fs::path& folder) {
@@ -50,12 +71,14 @@ void check_files(const JsonDoc& doc, const Json& files, const fs::path& folder) 
       throw Error(ErrorKind::BadFile, (folder / it.key()).string() + ": has " + std::to_string(file.size()) +
                                           " bytes, " + std::to_string(bytes) + " were written");
     }
-    const Json* sum = doc.find(*it, "crc32");
-    if (!sum) continue;
+    const Json* given = find_checksum(doc, *it);
+    if (!given) continue;
+    const Checksum wanted = checksum_from(doc, *given);
     std::string text(file.size(), '\0');
     file.read_at(0, text.data(), text.size());
-    if (crc32(text.data(), text.size()) != checksum_from(doc, *sum))
-      throw Error(ErrorKind::BadFile, (folder / it.key()).string() + ": is not as it was written");
+    Checksum sum{wanted.bits};
+    sum.add(text.data(), text.size());
+    if (sum != wanted) throw Error(ErrorKind::BadFile, (folder / it.key()).string() + ": is not as it was written");
   }
 }
 
@@ -106,7 +129,8 @@ bool is_plain_file_name(const std::string& name, const std::string& ending) {
 nlohmann::json tensors_to_json(const std::map<std::string, CheckpointTensor>& tensors) {
   nlohmann::json all = nlohmann::json::object();
   for (const auto& [name, t] : tensors) {
-    all[name] = {{"file", t.file}, {"dtype", safetensors_dtype(t.dtype)}, {"shape", t.sizes}, {"crc32", t.checksum}};
+    all[name] = {
+        {"file", t.file}, {"dtype", safetensors_dtype(t.dtype)}, {"shape", t.sizes}, {"crc64", to_text(t.checksum)}};
   }
   return all;
 }
@@ -116,8 +140,10 @@ std::map<std::string, CheckpointTensor> tensors_from_json(const JsonDoc& doc, co
   for (auto it = doc.object(element).begin(); it != element.end(); ++it) {
     const auto dtype = dtype_of_safetensors(doc.string(doc.at(*it, "dtype")));
     if (!dtype) doc.fail(*it, "has a dtype that torch does not have");
+    const Json* sum = find_checksum(doc, *it);
+    if (!sum) doc.fail(*it, "has no checksum");
     CheckpointTensor tensor{doc.string(doc.at(*it, "file")), *dtype, doc.integers(doc.at(*it, "shape")),
-                            checksum_from(doc, doc.at(*it, "crc32"))};
+                            checksum_from(doc, *sum)};
     if (!is_plain_file_name(tensor.file, ".safetensors"))
       doc.fail(*it, "is in '" + tensor.file + "', which is no name of a file here");
     tensors.emplace(it.key(), std::move(tensor));
@@ -142,9 +168,9 @@ std::string checkpoint_to_text(const CheckpointContents& contents, const std::ma
                              {"files", nlohmann::json::object()}};
   for (const auto& [name, file] : files) {
     document["files"][name] = {{"bytes", file.bytes}};
-    if (file.checksum) document["files"][name]["crc32"] = *file.checksum;
+    if (file.checksum) document["files"][name]["crc64"] = to_text(*file.checksum);
   }
-  document["checksum"] = checksum_of(document);
+  document["checksum"] = to_text(checksum_of(document, 64));
   return document.dump(1);
 }
 
@@ -153,9 +179,11 @@ CheckpointContents checkpoint_from_text(const std::string& path, const std::stri
   const Json& root = doc.object(doc.root());
   const Json* format = doc.find(root, "format");
   if (!format || *format != kFormatName) doc.fail(root, "is no checkpoint of plumb");
-  if (doc.integer(doc.at(root, "version")) != kFormatVersion)
-    doc.fail(doc.at(root, "version"), "another version than 1", "read it with the plumb that wrote it");
-  if (checksum_from(doc, doc.at(root, "checksum")) != checksum_of(root)) doc.fail(root, "is not as it was written");
+  const int64_t version = doc.integer(doc.at(root, "version"));
+  if (version < 1 || version > kFormatVersion)
+    doc.fail(doc.at(root, "version"), "another version than 1 and 2", "read it with the plumb that wrote it");
+  const Checksum wanted = checksum_from(doc, doc.at(root, "checksum"));
+  if (checksum_of(root, wanted.bits) != wanted) doc.fail(root, "is not as it was written");
   CheckpointContents contents;
   contents.step = doc.integer(doc.at(root, "step"));
   if (root.contains("state")) contents.state = root["state"];

@@ -29,13 +29,14 @@ nlohmann::json tensors_to_json(const std::map<std::string, CheckpointTensor>& te
 std::map<std::string, CheckpointTensor> tensors_from_json(const JsonDoc& doc, const Json& element);
 std::map<std::string, std::string> ties_from_json(const JsonDoc& doc, const Json& element);
 
-// A file beside the tensors: how long it is, and for a small one the crc32 of its bytes.
+// A file beside the tensors: how long it is, and for a small one the checksum of its bytes.
 struct CheckpointFile {
   uint64_t bytes = 0;
-  std::optional<uint32_t> checksum;
+  std::optional<Checksum> checksum;
 };
 
-// The text of checkpoint.json. It holds a checksum of itself: of its values, not of the spaces between.
+// The text of checkpoint.json. It holds a checksum of itself: of its values, not of the spaces between. Checksums are
+// "crc64" with 16 hexadecimal digits; version 1, which is read too, had "crc32" with a number.
 std::string checkpoint_to_text(const CheckpointContents& contents, const std::map<std::string, CheckpointFile>& files);
 // Checks the text, and the files that it names in `folder`. `path` is for messages. Raises Error(BadFile).
 CheckpointContents checkpoint_from_text(const std::string& path, const std::string& folder, std::string_view text);

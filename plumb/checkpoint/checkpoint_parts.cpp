@@ -11,7 +11,6 @@
 #include <thread>
 #include <tuple>
 
-#include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
 
@@ -50,8 +49,8 @@ void add_part(std::map<std::string, CheckpointTensor>& all, std::map<std::string
   for (auto& [name, tensor] : part) {
     const auto [there, is_new] = all.emplace(name, tensor);
     const CheckpointTensor& other = there->second;
-    if (!is_new &&
-        std::tie(other.dtype, other.sizes, other.checksum) != std::tie(tensor.dtype, tensor.sizes, tensor.checksum)) {
+    if (!is_new && (other.checksum != tensor.checksum ||
+                    std::tie(other.dtype, other.sizes) != std::tie(tensor.dtype, tensor.sizes))) {
       throw Error(ErrorKind::InvalidState,
                   "'" + name + "' of rank " + std::to_string(rank) + " is not that of an earlier rank, bit for bit", "",
                   "give each name by one rank, or keep the ranks' copies equal");
@@ -86,7 +85,9 @@ CheckpointFile write_text(const fs::path& path, const std::string& text) {
   OutputFile file(path.string());
   file.write(text.data(), text.size());
   file.commit();
-  return {text.size(), crc32(text.data(), text.size())};
+  Checksum sum;
+  sum.add(text.data(), text.size());
+  return {text.size(), sum};
 }
 
 // Renames the files of ranks that have tensors and writes the index.

@@ -360,11 +360,50 @@ TEST_F(Checkpoints, ThatLieLeadOutOfTheirFolderNowhere) {
   lie([](json& d) { d["files"]["/etc/x.json"] = {{"bytes", 1}}; });
   lie([](json& d) { d["model"]["a.weight"]["shape"] = {8}; });
   lie([](json& d) { d["model"]["a.weight"]["dtype"] = "I32"; });
-  lie([](json& d) { d["model"]["a.weight"]["crc32"] = -1; });
+  for (const json& sum : {json(-1), json("12"), json("00000000000000g0"), json("-000000000000001"), json(nullptr)})
+    lie([&](json& d) { d["model"]["a.weight"]["crc64"] = sum; });
+  lie([](json& d) { d["model"]["a.weight"].erase("crc64"); });
+  lie([](json& d) { d["model"]["a.weight"]["crc64"] = "0123456789abcdef"; });
   lie([](json& d) { d["ties"]["x"] = "nobody"; });
   lie([](json& d) { d["ties"]["a.weight"] = "b.weight"; });
-  lie([](json& d) { d["version"] = 2; });
+  lie([](json& d) { d["version"] = 3; });
   lie([](json& d) { d["model"] = json::array(); });
+}
+
+TEST_F(Checkpoints, OfTheFirstVersionAreReadAndHeldAgainstTheirChecksums) {
+  {
+    CheckpointWriter writer(folder_, 0, 1, "r");
+    writer.save(1, part(1), {{"data", 17}});
+  }
+  const fs::path folder = folder_ / "step-00000001", path = folder / "checkpoint.json";
+  json document = json::parse(slurp(path));
+  document["version"] = 1;
+  for (const char* kind : {"model", "optimizer"}) {
+    for (auto& [name, tensor] : document[kind].items()) {
+      const SafetensorsFile file((folder / tensor["file"].get<std::string>()).string());
+      Checksum sum{32};
+      file.add_to(name, sum);
+      tensor.erase("crc64");
+      tensor["crc32"] = sum.value;
+    }
+  }
+  for (auto& [name, file] : document["files"].items()) {
+    const std::string bytes = slurp(folder / name);
+    if (file.erase("crc64")) file["crc32"] = crc32(bytes.data(), bytes.size());
+  }
+  const auto write = [&] {
+    document.erase("checksum");
+    const std::string dumped = document.dump();
+    document["checksum"] = crc32(dumped.data(), dumped.size());
+    spill(path, document.dump());
+  };
+  write();
+  const Checkpoint old = Checkpoint::open(folder);
+  old.verify();
+  expect_step(old, 1);
+  document["model"]["a.weight"]["crc32"] = 1;
+  write();
+  EXPECT_THAT(error_of([&] { Checkpoint::open(folder).read("a.weight"); }).message(), HasSubstr("a.weight"));
 }
 
 // Written, killed and read again; every time at another moment of a save. Most children are let write one whole

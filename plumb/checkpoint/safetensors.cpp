@@ -9,7 +9,6 @@
 #include <set>
 
 #include "plumb/checkpoint/safetensors_header.h"
-#include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
 #include "plumb/core/text.h"
@@ -124,29 +123,27 @@ const SafetensorsEntry& SafetensorsFile::get(std::string_view name) const {
   throw Error(ErrorKind::UnknownName, path_ + ": holds no tensor '" + std::string(name) + "'");
 }
 
-at::Tensor SafetensorsFile::read(std::string_view name, uint32_t* checksum) const {
+at::Tensor SafetensorsFile::read(std::string_view name, Checksum* checksum) const {
   const SafetensorsEntry& entry = get(name);
   const at::Tensor tensor = at::empty(entry.sizes, at::dtype(entry.dtype));
   if (entry.bytes) file_.read_at(entry.offset, tensor.data_ptr(), entry.bytes);
-  if (checksum) *checksum = crc32(entry.bytes ? tensor.data_ptr() : "", entry.bytes);
+  if (checksum && entry.bytes) checksum->add(tensor.data_ptr(), entry.bytes);
   // A byte that is neither 0 nor 1 is no bool, but C++ would take it for one.
   if (entry.dtype == at::kBool) tensor.view(at::kByte).ne_(0);
   return tensor;
 }
 
-uint32_t SafetensorsFile::checksum(std::string_view name) const {
+void SafetensorsFile::add_to(std::string_view name, Checksum& checksum) const {
   const SafetensorsEntry& entry = get(name);
   std::string piece(std::min<uint64_t>(entry.bytes, uint64_t{1} << 20), '\0');
-  uint32_t sum = crc32("", 0);
   for (uint64_t done = 0; done < entry.bytes; done += piece.size()) {
     piece.resize(std::min<uint64_t>(piece.size(), entry.bytes - done));
     file_.read_at(entry.offset + done, piece.data(), piece.size());
-    sum = crc32(piece.data(), piece.size(), sum);
+    checksum.add(piece.data(), piece.size());
   }
-  return sum;
 }
 
-std::vector<uint32_t> write_safetensors(const std::string& path, const NamedTensors& tensors,
+std::vector<Checksum> write_safetensors(const std::string& path, const NamedTensors& tensors,
                                         const std::map<std::string, std::string>& metadata) {
   check_holdable(path, tensors);
   const std::vector<size_t> order = order_of_bytes(tensors);
@@ -156,13 +153,13 @@ std::vector<uint32_t> write_safetensors(const std::string& path, const NamedTens
   for (int i = 0; i < 8; ++i) length += static_cast<char>(header.size() >> (8 * i) & 0xFF);
   file.write(length.data(), length.size());
   file.write(header.data(), header.size());
-  std::vector<uint32_t> sums(tensors.size());
+  std::vector<Checksum> sums(tensors.size());
   for (const size_t i : order) {
     const at::Tensor tensor = plain(tensors[i].second);
     const void* bytes = tensor.numel() ? tensor.data_ptr() : "";
     file.write(bytes, tensor.nbytes());
     file.check();
-    sums[i] = crc32(bytes, tensor.nbytes());
+    sums[i].add(bytes, tensor.nbytes());
   }
   file.commit();
   return sums;

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "plumb/core/checksum.h"
 #include "plumb/core/input_file.h"
 
 namespace plumb {
@@ -44,10 +45,10 @@ class SafetensorsFile {
   const SafetensorsEntry& get(std::string_view name) const;
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
 
-  // A contiguous CPU tensor that owns its memory. `checksum` gets the crc32 of its bytes in the file.
-  at::Tensor read(std::string_view name, uint32_t* checksum = nullptr) const;
-  // The crc32 of the tensor's bytes, read in pieces.
-  uint32_t checksum(std::string_view name) const;
+  // A contiguous CPU tensor that owns its memory. `checksum` gets its bytes in the file.
+  at::Tensor read(std::string_view name, Checksum* checksum = nullptr) const;
+  // Gives the tensor's bytes to the checksum, read in pieces.
+  void add_to(std::string_view name, Checksum& checksum) const;
 
  private:
   std::string path_;
@@ -57,11 +58,11 @@ class SafetensorsFile {
   std::map<std::string, std::string> metadata_;
 };
 
-// Writes the file through core/output_file.h; answers the crc32 of every tensor's bytes, in the order given. Tensors of
+// Writes the file through core/output_file.h; answers the crc64 of every tensor's bytes, in the order given. Tensors of
 // any device and strides; at most one copy at a time. Each starts at a multiple of its element size. Raises
 // Error(InvalidArgument) for a name that comes twice, is "__metadata__" or no UTF-8, Error(Unsupported) for a tensor
 // that the format cannot hold, Error(CannotWrite).
-std::vector<uint32_t> write_safetensors(const std::string& path, const NamedTensors& tensors,
+std::vector<Checksum> write_safetensors(const std::string& path, const NamedTensors& tensors,
                                         const std::map<std::string, std::string>& metadata = {{"format", "pt"}});
 
 // Tensors of a folder: of the files that `STEM.safetensors.index.json` names (as `transformers` writes it), of
