@@ -25,12 +25,29 @@ struct Row {
   std::vector<int64_t> crossing;          // bytes over the place before op k
   std::vector<int> messages;              // values over it
   std::vector<bool> closed;               // no cut here: written memory
+  std::vector<bool> gaps;                 // a value over it has gaps, which a message closes
   struct ParameterUse {
     size_t op, previous;  // ops; previous + 1 == 0: first use
     int64_t bytes;
   };
   std::vector<ParameterUse> parameters;  // by op
 };
+
+// Whether the elements fill the memory from the first to the last, in any order of dimensions. Expanded ones count
+// once.
+bool is_dense(const TensorMeta& meta) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (size_t d = 0; d < meta.strides.size(); ++d) {
+    if (meta.sizes[d] != 1 && meta.strides[d] != 0) dims.emplace_back(meta.strides[d], meta.sizes[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t filled = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride != filled) return false;
+    filled *= size;
+  }
+  return true;
+}
 
 Row make_row(const GraphModule& module, const Graph& graph, const GraphCost& cost) {
   const MemorySets memory(graph, module.state());
@@ -51,7 +68,7 @@ Row make_row(const GraphModule& module, const Graph& graph, const GraphCost& cos
   row.forward.assign(n + 1, 0);
   row.backward.assign(n + 1, 0);
   row.activations.assign(n + 1, 0);
-  std::vector<int64_t> bytes(n + 2, 0), closed(n + 2, 0);
+  std::vector<int64_t> bytes(n + 2, 0), closed(n + 2, 0), gaps(n + 2, 0);
   std::vector<int> messages(n + 2, 0);
   std::unordered_map<const void*, size_t> last_use;
   for (size_t k = 0; k < n; ++k) {
@@ -71,6 +88,7 @@ Row make_row(const GraphModule& module, const Graph& graph, const GraphCost& cos
                     : costs[k]->output_bytes / static_cast<int64_t>(std::max<size_t>(row.ops[k]->num_results(), 1));
       bytes[k + 1] += size, bytes[last + 1] -= size;
       messages[k + 1] += 1, messages[last + 1] -= 1;
+      if (v->meta() && !is_dense(*v->meta())) gaps[k + 1] += 1, gaps[last + 1] -= 1;
     }
     for (const Value* v : row.ops[k]->inputs()) {
       if (v->producer()->kind() != NodeKind::GetAttr) continue;
@@ -101,23 +119,29 @@ Row make_row(const GraphModule& module, const Graph& graph, const GraphCost& cos
     }
     if (first < last) closed[first + 1] += 1, closed[last + 1] -= 1;
   }
-  int64_t b = 0, c = 0;
+  int64_t b = 0, c = 0, g = 0;
   int m = 0;
   for (size_t k = 0; k <= n; ++k) {
     row.crossing.push_back(b += bytes[k]);
     row.messages.push_back(m += messages[k]);
     row.closed.push_back((c += closed[k]) > 0);
+    row.gaps.push_back((g += gaps[k]) > 0);
   }
   return row;
 }
 
-// Places for cuts: ends first and last, in between those open ones that are cheap to cross, evenly by cost.
-std::vector<size_t> choose_places(const Row& row, size_t limit) {
+// Places for cuts: ends first and last, in between those open ones that are cheap to cross, evenly by cost. A value
+// with gaps arrives without, and operators may then take other ways with other last bits: cut there only if the other
+// places are too few, for `wanted` cuts or for a balance (less than a quarter).
+std::vector<size_t> choose_places(const Row& row, size_t wanted, size_t limit) {
   const size_t n = row.ops.size();
-  std::vector<size_t> open;
+  std::vector<size_t> open, dense;
   for (size_t k = 1; k < n; ++k) {
-    if (!row.closed[k]) open.push_back(k);
+    if (row.closed[k]) continue;
+    open.push_back(k);
+    if (!row.gaps[k]) dense.push_back(k);
   }
+  if (dense.size() >= wanted && 4 * dense.size() >= open.size()) open = std::move(dense);
   if (open.size() > limit) {
     const double total = row.forward[n] + row.backward[n];
     std::vector<size_t> best(limit, 0);
@@ -176,7 +200,8 @@ class Balancer {
   Balancer(const Row& row, const BalanceOptions& options)
       : row_(row),
         options_(options),
-        places_(choose_places(row, std::max<size_t>(options.max_places, static_cast<size_t>(options.stages) + 1))) {}
+        places_(choose_places(row, static_cast<size_t>(options.stages) - 1,
+                              std::max<size_t>(options.max_places, static_cast<size_t>(options.stages) + 1))) {}
 
   // Indices of places, from the graph's begin to its end; empty if no cut keeps the memory limits.
   std::vector<size_t> find_cuts() const;

@@ -204,6 +204,20 @@ TEST(Balance, NeverCutsThroughWrittenMemory) {
   EXPECT_TRUE(pipe->notes().empty()) << "a cut had to be moved";
 }
 
+// A message closes the gaps of a split's parts, and what multiplies them may then round otherwise.
+TEST(Balance, CutsBesideValuesWithGapsWhereItCan) {
+  std::string text = "graph { %x: f32[4, 6] = placeholder \"x\" %a: f32[4, 6] = aten::relu(%x)";
+  text += " [%b: f32[4, 3]{6, 1}, %c: f32[4, 3]{6, 1}] = aten::split.Tensor(%a, 3, 1)";
+  text += " %d: f32[4, 3] = aten::add.Tensor(%b, %c) %e: f32[4, 3] = aten::relu(%d) output(%e) }";
+  const auto module = model(text);
+  GraphCost cost;
+  cost.nodes.resize(module->graph().size());
+  for (const size_t i : {1, 2, 3, 4}) cost.nodes[i] = {1, 1, 0, 0, 96};
+  EXPECT_EQ(ops(balance(*module, cost, {.stages = 2})), (std::vector<size_t>{3, 1})) << "not 2, 2, which is quicker";
+  EXPECT_EQ(ops(balance(*module, cost, {.stages = 3})), (std::vector<size_t>{1, 2, 1})) << "not 2, 1, 1";
+  EXPECT_EQ(ops(balance(*module, cost, {.stages = 4})), (std::vector<size_t>{1, 1, 1, 1})) << "there is no other place";
+}
+
 TEST(Balance, HandlesLongGraphs) {
   std::vector<double> seconds(20000, 1.0);
   Chain c = chain(seconds);
