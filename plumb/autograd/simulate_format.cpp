@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "plumb/autograd/saved_codes.h"
+#include "plumb/graph/node_seeds.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
@@ -72,6 +73,12 @@ at::Tensor measured_apart(const at::Tensor& x, const Measuring& measuring, const
 
 }  // namespace
 
+std::optional<int64_t> seed_of_passes(std::optional<int64_t> seed, std::string_view bwd) {
+  if (seed || !nodes_are_seeded() || leaves_alone(bwd)) return seed;
+  if (cached_format(bwd).rounding != Rounding::Stochastic) return seed;
+  return static_cast<int64_t>(draw_seed());
+}
+
 at::Tensor simulate_forward(const at::Tensor& x, std::string_view fwd, std::optional<int64_t> seed, int64_t dim,
                             const Measuring& measuring) {
   auto [before, after, options] = measuring;
@@ -118,6 +125,7 @@ struct SimulateFormat : torch::autograd::Function<SimulateFormat> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, std::string fwd,
                             std::string bwd, std::optional<int64_t> seed, int64_t dim) {
     at::AutoDispatchBelowADInplaceOrView below;
+    seed = seed_of_passes(seed, bwd);
     context->saved_data["seed"] = seed;
     context->saved_data["dim"] = dim;
     context->saved_data["format"] = std::move(bwd);

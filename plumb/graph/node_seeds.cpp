@@ -35,4 +35,6 @@ void seed_node(std::uint64_t node) {
   }
 }
 
+bool nodes_are_seeded() { return seeds_of_run != nullptr; }
+
 }  // namespace plumb

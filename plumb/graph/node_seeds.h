@@ -32,5 +32,7 @@ std::uint64_t mix_seeds(std::uint64_t a, std::uint64_t b);
 std::uint64_t seed_of_name(std::string_view name);
 // Where a NodeSeeds lives on this thread: seeds its generators for the node of this seed_of_name().
 void seed_node(std::uint64_t node);
+// Whether a NodeSeeds lives on this thread.
+bool nodes_are_seeded();
 
 }  // namespace plumb

@@ -118,13 +118,15 @@ void PipelineState::check_batch(const std::vector<Tensors>& in, const std::vecto
   }
 }
 
-void PipelineState::begin(bool train, const std::vector<int64_t>& rows) {
+void PipelineState::begin(bool train, const std::vector<int64_t>& rows, int64_t rows_of_all) {
   const int num = schedule.num_microbatches;
   double total = 0;
   for (auto n : rows) total += static_cast<double>(n);
   weights.assign(num, 1);
   if (options.scale_grads) {
-    for (int m = 0; m < num; m++) weights[m] = total > 0 ? static_cast<double>(rows[m]) * num / total : 0;
+    const int microbatches = rows_of_all > 0 ? num * options.replicas.size() : num;
+    const double of = rows_of_all > 0 ? static_cast<double>(rows_of_all) : total;
+    for (int m = 0; m < num; m++) weights[m] = of > 0 ? static_cast<double>(rows[m]) * microbatches / of : 0;
   }
   training = train;
   batch_rows = rows;
@@ -137,7 +139,8 @@ void PipelineState::begin(bool train, const std::vector<int64_t>& rows) {
     stage.slots.clear();
     stage.slots.resize(num);
   }
-  if (replicas && train) replicas->begin_step(total, options.scale_grads && !options.average_replicas);
+  const bool weighted = options.scale_grads && !options.average_replicas && rows_of_all == 0;
+  if (replicas && train) replicas->begin_step(total, weighted);
 }
 
 void PipelineState::run_row(const RunPlan& plan) {
@@ -197,7 +200,7 @@ void PipelineState::finish_gradients(StepResult& done) {
 }
 
 StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt,
-                              std::vector<int64_t> rows, bool train) {
+                              std::vector<int64_t> rows, bool train, int64_t rows_of_all) {
   check_batch(in, tgt, rows);
   if (rows.empty()) rows.assign(schedule.num_microbatches, 1);
   inputs = &in;
@@ -221,7 +224,7 @@ StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<
   } cleanup{*this, std::move(generator_states)};
   c10::AutoGradMode grad_mode(train);
   try {
-    begin(train, rows);
+    begin(train, rows, rows_of_all);
     transport.begin_step(plan.messages);
     if (train) {
       for (auto& [s, stage] : stages) {

@@ -195,8 +195,8 @@ StepResult Pipeline::step(const Tensors& inputs, const Tensors& targets) {
 }
 
 StepResult Pipeline::step_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets,
-                                       const std::vector<int64_t>& rows) {
-  return state_->run(inputs, targets, rows, true);
+                                       const std::vector<int64_t>& rows, int64_t rows_of_all) {
+  return state_->run(inputs, targets, rows, true, rows_of_all);
 }
 
 StepResult Pipeline::eval_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets,

@@ -59,9 +59,10 @@ struct PipelineOptions {
   ProcessGroup replicas;
   // The microbatches of a step, those of all replicas, are so many groups of consecutive ones. A group's gradients are
   // summed in order, the groups' sums in a binary tree: (0 + 1) + (2 + 3). Equal groups give the same bits for every
-  // number of replicas, losses too, if all microbatches have the same rows: one replica, or so many that each has 1, 2,
-  // 4, 8, ... groups. 0: as many as there are replicas. A rank keeps log2 of its groups sums of a parameter; all of
-  // them of a tied one. Several groups a replica are not for tables that run a stage on two ranks.
+  // number of replicas, losses too, if all microbatches have the same rows, or the rows of all replicas are known
+  // (step_microbatches()): one replica, or so many that each has 1, 2, 4, 8, ... groups. 0: as many as there are
+  // replicas. A rank keeps log2 of its groups sums of a parameter; all of them of a tied one. Several groups a replica
+  // are not for tables that run a stage on two ranks.
   int gradient_groups = 0;
   // Gradients are the mean over replicas, whatever their rows.
   bool average_replicas = false;
@@ -104,9 +105,11 @@ class Pipeline {
   // that hold the last stage. Raises what a stage raised, as Error with rank and action; every other rank raises
   // Error(Communication) that names this rank and its text.
   StepResult step(const Tensors& inputs, const Tensors& targets = {});
-  // step() on a batch that is cut already; `rows` weighs the losses (empty: all alike).
+  // step() on a batch that is cut already; `rows` weighs the losses (empty: all alike). `rows_of_all`: of all replicas,
+  // where it is known beforehand: each microbatch then weighs by its share of all, and gradients have the same bits for
+  // every number of replicas. 0: a replica weighs by its own rows, and the sum over replicas by theirs.
   StepResult step_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets = {},
-                               const std::vector<int64_t>& rows = {});
+                               const std::vector<int64_t>& rows = {}, int64_t rows_of_all = 0);
   // Forwards only, without autograd. Losses where targets are given.
   StepResult eval(const Tensors& inputs, const Tensors& targets = {});
   StepResult eval_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets = {},

@@ -89,8 +89,8 @@ struct PipelineState {
   int last_stage() const { return layout.num_stages() - 1; }
 
   // --- run_step.cpp ---
-  StepResult run(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt, std::vector<int64_t> rows,
-                 bool train);
+  StepResult run(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt, std::vector<int64_t> rows, bool train,
+                 int64_t rows_of_all = 0);
 
   // --- run_action.cpp ---
   // Runs one action, or several that a hook runs as one: waits for messages, computes, hands the results over.
@@ -136,7 +136,7 @@ struct PipelineState {
  private:
   void check_batch(const std::vector<Tensors>& in, const std::vector<Tensors>& tgt,
                    const std::vector<int64_t>& rows) const;
-  void begin(bool train, const std::vector<int64_t>& rows);
+  void begin(bool train, const std::vector<int64_t>& rows, int64_t rows_of_all);
   void run_row(const RunPlan& plan);
   std::vector<AgreedValue> agreed_with(const ParameterCopy& theirs) const;
   void sum_tied_gradients(const RunPlan& plan);

@@ -78,6 +78,7 @@ struct TrackRounded : torch::autograd::Function<TrackRounded> {
                             std::string bwd, std::optional<int64_t> seed, int64_t dim, int64_t before, int64_t after,
                             int64_t tracker) {
     at::AutoDispatchBelowADInplaceOrView below;
+    seed = seed_of_passes(seed, bwd);
     context->saved_data["seed"] = seed;
     context->saved_data["numbers"] = std::vector<int64_t>{dim, before, after, tracker};
     context->saved_data["format"] = std::move(bwd);
