@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 
 #include "module.h"
+#include "plumb/recording/event_file.h"
 #include "plumb/recording/recorder.h"
 
 namespace plumb::python {
@@ -96,6 +97,18 @@ Register analysis_part([](py::module_& m) {
       .def("current_step", &Recorder::current_step)
       .def("set_enabled", &Recorder::set_enabled)
       .def("enabled", &Recorder::enabled);
+  py::class_<EventFile>(m, "EventFile")
+      .def(py::init<const std::string&>(), py::arg("folder"))
+      .def(
+          "add",
+          [](EventFile& file, int64_t step, const std::vector<std::pair<std::string, double>>& scalars,
+             const std::map<std::string, std::pair<std::vector<double>, std::vector<double>>>& histograms) {
+            std::vector<EventFile::Histogram> all;
+            for (const auto& [tag, bins] : histograms) all.push_back({tag, bins.second, bins.first});
+            file.add(step, scalars, all);
+          },
+          py::arg("step"), py::arg("scalars"), py::arg("histograms"),
+          "A step's numbers, and counts and edges of histograms, by their tags.");
   py::class_<History>(m, "History")
       .def_readonly("rules", &History::rules)
       .def_readonly("torn_bytes", &History::torn_bytes)

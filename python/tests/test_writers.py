@@ -87,9 +87,6 @@ def values(event):
 
 
 def test_checksums_are_those_of_the_standard():
-    from plumb._writers import _checksum
-
-    assert crc32c(b"123456789") == struct.unpack("<I", _checksum(b"123456789"))[0]
     crc = 0xE3069283  # of RFC 3720
     assert crc32c(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -137,3 +134,7 @@ def test_writers_say_what_they_need(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(plumb.Error, match="events cannot be written"):
         plumb.TensorBoardWriter(tmp_path / "file")
+    closed = plumb.TensorBoardWriter(tmp_path / "runs")
+    closed.close()
+    with pytest.raises(plumb.Error, match="closed"):
+        closed.write(1, {"loss": 1.0}, None)
