@@ -190,8 +190,9 @@ void save_tensors(const c10::IValue& value, const std::string& path) {
   save_npy(value.toTensor(), path);
 }
 
-at::Tensor load_npy(const std::string& path) {
-  const InputFile file(path);
+namespace {
+
+NpyHeader read_npy_header(const std::string& path, const InputFile& file) {
   unsigned char start[12];
   if (file.size() < 10) bad(path, "is no .npy file");
   file.read_at(0, start, 10);
@@ -235,10 +236,20 @@ at::Tensor load_npy(const std::string& path) {
   if (static_cast<uint64_t>(bytes) != file.size() - header_end - length)
     bad(path, "has " + std::to_string(file.size() - header_end - length) + " bytes of data, its shape (" + shape +
                   ") needs " + std::to_string(bytes));
-  at::Tensor tensor = at::empty(sizes, at::dtype(type->dtype));
-  if (bytes) file.read_at(header_end + length, tensor.data_ptr(), static_cast<uint64_t>(bytes));
+  return {type->dtype, sizes, header_end + length};
+}
+
+}  // namespace
+
+NpyHeader read_npy_header(const std::string& path) { return read_npy_header(path, InputFile(path)); }
+
+at::Tensor load_npy(const std::string& path) {
+  const InputFile file(path);
+  const NpyHeader header = read_npy_header(path, file);
+  at::Tensor tensor = at::empty(header.sizes, at::dtype(header.dtype));
+  if (tensor.numel()) file.read_at(header.offset, tensor.data_ptr(), tensor.nbytes());
   // A byte that is neither 0 nor 1 is no bool, but C++ would take it for one.
-  if (type->dtype == at::kBool) tensor.view(at::kByte).ne_(0);
+  if (header.dtype == at::kBool) tensor.view(at::kByte).ne_(0);
   return tensor;
 }
 
@@ -269,9 +280,17 @@ TokenFile::TokenFile(std::string path, at::ScalarType dtype) : file_(path), dtyp
     throw Error(ErrorKind::InvalidArgument, path + ": tokens are uint8, uint16 or int32, not " + at::toString(dtype));
   if (file_.size() % at::elementSize(dtype))
     bad(path, "has " + std::to_string(file_.size()) + " bytes, no whole number of " + at::toString(dtype) + " tokens");
+  count_ = static_cast<int64_t>(file_.size() / at::elementSize(dtype));
 }
 
-int64_t TokenFile::size() const { return static_cast<int64_t>(file_.size() / at::elementSize(dtype_)); }
+TokenFile::TokenFile(std::string path, at::ScalarType dtype, uint64_t offset, int64_t count)
+    : file_(path), dtype_(dtype), offset_(offset), count_(count) {
+  if (!at::isIntegralType(dtype, /*includeBool=*/false))
+    bad(path, std::string("tokens are whole numbers, not ") + at::toString(dtype));
+  const uint64_t item = at::elementSize(dtype);
+  if (count < 0 || offset > file_.size() || static_cast<uint64_t>(count) > (file_.size() - offset) / item)
+    bad(path, "has not " + std::to_string(count) + " tokens from byte " + std::to_string(offset) + " on");
+}
 
 at::Tensor TokenFile::read(int64_t start, int64_t count) const {
   if (start < 0 || count < 0 || start > size() - count) {
@@ -280,7 +299,7 @@ at::Tensor TokenFile::read(int64_t start, int64_t count) const {
   }
   const at::Tensor tokens = at::empty({count}, at::dtype(dtype_));
   const uint64_t item = at::elementSize(dtype_);
-  if (count) file_.read_at(static_cast<uint64_t>(start) * item, tokens.data_ptr(), static_cast<uint64_t>(count) * item);
+  if (count) file_.read_at(offset_ + static_cast<uint64_t>(start) * item, tokens.data_ptr(), tokens.nbytes());
   return tokens.to(at::kLong);
 }
 

@@ -5,6 +5,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <string>
+#include <vector>
 
 #include "plumb/core/input_file.h"
 
@@ -21,17 +22,30 @@ void save_tensors(const c10::IValue& value, const std::string& path);
 at::Tensor load_npy(const std::string& path);
 void save_npy(const at::Tensor& tensor, const std::string& path);
 
-// A file of nothing but numbers: kByte, kUInt16 or kInt, little endian. It stays open, and is read in pieces.
+// What a `.npy` file holds, without its numbers.
+struct NpyHeader {
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> sizes;
+  uint64_t offset = 0;  // of the first byte of its numbers
+};
+// Checks the header, and that the file holds what it says.
+NpyHeader read_npy_header(const std::string& path);
+
+// A file of nothing but numbers: kByte, kUInt16 or kInt, little endian. It stays open, and is read in pieces. Or a part
+// of a file: `count` numbers of any whole-number type from byte `offset` on.
 class TokenFile {
  public:
   TokenFile(std::string path, at::ScalarType dtype);
-  int64_t size() const;  // tokens
+  TokenFile(std::string path, at::ScalarType dtype, uint64_t offset, int64_t count);
+  int64_t size() const { return count_; }  // tokens
   // So many tokens from `start` on, 1-d, kLong. Throws Error (BadFile) where the file has become shorter.
   at::Tensor read(int64_t start, int64_t count) const;
 
  private:
   InputFile file_;
   at::ScalarType dtype_;
+  uint64_t offset_ = 0;
+  int64_t count_ = 0;
 };
 
 }  // namespace plumb

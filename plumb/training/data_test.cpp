@@ -4,6 +4,7 @@
 #include <set>
 #include <thread>
 
+#include "plumb/checkpoint/safetensors.h"
 #include "plumb/training/batches.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/permutation.h"
@@ -111,6 +112,47 @@ TEST_F(TrainingData, ReadsAFoldersFilesAsOneText) {
   const Batch batch = samples->read({0, 1});
   EXPECT_TRUE(at::equal(batch.inputs[0].reshape({-1}), at::arange(1, 15)));
   EXPECT_TRUE(at::equal(batch.targets[0].reshape({-1}), at::arange(2, 16)));
+}
+
+TEST_F(TrainingData, ReadsTokensInPiecesFromNpyAndSafetensors) {
+  const at::Tensor tokens = at::arange(400) * 7 % 32;
+  save_npy(tokens.to(at::kShort), path("t.npy"));
+  write_safetensors(path("one.safetensors"), {{"text", tokens.to(at::kInt)}});
+  write_safetensors(path("named.safetensors"), {{"length", at::ones({2})}, {"tokens", tokens}});
+  std::ofstream raw(folder / "t.bin", std::ios::binary);
+  for (int i = 0; i < 400; ++i) raw.put(static_cast<char>(i * 7 % 32));
+  raw.close();
+  const Batch wanted = open("t.bin")->read({0, 3, 11});
+  for (const char* name : {"t.npy", "one.safetensors", "named.safetensors"}) {
+    const auto samples = open(name);
+    EXPECT_EQ(samples->rows(), open("t.bin")->rows()) << name;
+    const Batch batch = samples->read({0, 3, 11});
+    EXPECT_TRUE(at::equal(batch.inputs[0], wanted.inputs[0])) << name;
+    EXPECT_TRUE(at::equal(batch.targets[0], wanted.targets[0])) << name;
+    fs::resize_file(folder / name, fs::file_size(folder / name) - 100);
+    EXPECT_THAT(message_of([&] { samples->read({0}); }), HasSubstr("has changed since the training began")) << name;
+    EXPECT_THAT(message_of([&] { open(name); }), HasSubstr(name)) << "is cut off";
+  }
+  fs::create_directories(folder / "mixed");
+  save_npy(tokens.narrow(0, 0, 150), path("mixed/a.npy"));
+  write_safetensors(path("mixed/b.safetensors"), {{"text", tokens.narrow(0, 150, 250)}});
+  EXPECT_TRUE(at::equal(open("mixed")->read({0, 3, 11}).inputs[0], wanted.inputs[0]));
+  save_npy(at::rand({3}), path("mixed/c.npy"));
+  EXPECT_THAT(message_of([&] { open("mixed"); }), HasSubstr("c.npy: holds no tokens"));
+}
+
+TEST_F(TrainingData, ReadsRowsByNameFromSafetensors) {
+  const at::Tensor x = at::randn({20, 4}), y = at::randn({20, 2}), mask = at::rand({20, 2}) > 0.5;
+  write_safetensors(path("rows.safetensors"), {{"x0", x}, {"targets", y}, {"mask", mask}});
+  save_tensors(x, path("x2.pt"));
+  save_tensors(y, path("y2.pt"));
+  save_tensors(mask, path("mask2.pt"));
+  TrainOptions apart = rows(), together = rows();
+  apart.data = path("x2.pt"), apart.targets = path("y2.pt"), apart.mask = path("mask2.pt");
+  together.data = path("rows.safetensors"), together.targets = "";
+  EXPECT_EQ(run(together, mlp()).losses(), run(apart, mlp()).losses());
+  write_safetensors(path("rows.safetensors"), {{"z", x}, {"targets", y}});
+  EXPECT_THAT(message_of([&] { run(together, mlp()); }), HasSubstr("there is no input 'z'"));
 }
 
 // A source that says when it is asked.

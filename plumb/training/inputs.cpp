@@ -2,10 +2,10 @@
 
 #include <ATen/ops/scalar_tensor.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "plumb/core/error.h"
-#include "plumb/exported/tensor_file.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/stage_io.h"
 #include "plumb/training/usage.h"
@@ -47,7 +47,8 @@ bool fits(const TensorMeta& want, const at::Tensor& got) {
 
 class Inputs {
  public:
-  Inputs(const GraphModule& module, std::string option) : option_(std::move(option)) {
+  Inputs(const GraphModule& module, std::string option, std::vector<std::string> beside)
+      : option_(std::move(option)), beside_(std::move(beside)) {
     for (Node* node : module.graph().placeholders()) nodes_.push_back(node);
     given_.resize(nodes_.size());
   }
@@ -61,7 +62,8 @@ class Inputs {
       put_named(name, text, value);
     } else if (value.isGenericDict()) {
       for (const auto& item : value.toGenericDict()) {
-        put_named(item.key().isString() ? item.key().toStringRef() : "?", text, item.value());
+        const std::string key = item.key().isString() ? item.key().toStringRef() : "?";
+        if (std::find(beside_.begin(), beside_.end(), key) == beside_.end()) put_named(key, text, item.value());
       }
     } else if (value.isTuple() || value.isList()) {
       for (const c10::IValue& leaf : flatten(value, nullptr)) put_next(text, leaf);
@@ -94,7 +96,7 @@ class Inputs {
   c10::IValue read_value(const std::string& text, const std::string& source) const {
     if (const auto number = constant(source, option_)) return *number;
     try {
-      return load_tensors(source);
+      return load_tensor_file(source);
     } catch (const Error& e) {
       throw Error(e.kind(), option_ + " " + text + ": " + e.message(), e.where(), e.remedy());
     }
@@ -144,6 +146,7 @@ class Inputs {
   }
 
   std::string option_;
+  std::vector<std::string> beside_;
   std::vector<Node*> nodes_;
   std::vector<std::optional<Given>> given_;
 };
@@ -151,8 +154,8 @@ class Inputs {
 }  // namespace
 
 std::vector<c10::IValue> read_inputs(const GraphModule& module, const std::vector<std::string>& texts,
-                                     const std::string& option, bool fit) {
-  Inputs inputs(module, option);
+                                     const std::string& option, bool fit, const std::vector<std::string>& beside) {
+  Inputs inputs(module, option, beside);
   for (const std::string& text : texts) inputs.read(text);
   return inputs.take(fit);
 }

@@ -67,6 +67,14 @@ int loss_output(const GraphModule& module) {
 
 int64_t Parts::total() const { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
 
+int64_t Parts::tokens() const {
+  int64_t sum = 0;
+  for (const Tensors& part : inputs) {
+    if (part.at(0).dim() > 1 && at::isIntegralType(part[0].scalar_type(), false)) sum += part[0].numel();
+  }
+  return sum;
+}
+
 Parts cut_batch(const TrainOptions& o, const Batch& batch, int64_t parts) {
   Parts cut;
   const auto num = static_cast<int>(parts);

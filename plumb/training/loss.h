@@ -19,6 +19,7 @@ struct Parts {
   std::vector<Tensors> inputs, targets;
   std::vector<int64_t> counts;
   int64_t total() const;
+  int64_t tokens() const;  // numbers of the first input, where that is rows of whole numbers; else 0
 };
 Parts cut_batch(const TrainOptions& options, const Batch& batch, int64_t parts);
 

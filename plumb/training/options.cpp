@@ -31,13 +31,16 @@ std::vector<TrainField> data_fields() {
        "Of a program that plumb import made: the folder with its safetensors, of which each rank reads what its stages "
        "hold (default: the folder that was imported)"},
       {"data", &O::data,
-       "Raw tokens (every other name) or a folder of such files, or a .pt or .npy of the inputs, one row a sample "
-       "(several: a dict, list or tuple). Rows, or windows of tokens, are drawn without repetition until all have "
-       "been"},
+       "Tokens: raw ones (every other name), a .npy or .safetensors of one whole-number tensor, or a folder of such "
+       "files; or a .pt, .npy or .safetensors of the inputs, one row a sample (several: by name, or a list or tuple). "
+       "Rows, or windows of tokens, are drawn without repetition until all have been"},
       {"data-pattern", &O::data_pattern, "Of a folder's files, by their path in it: '*.py'"},
       {"token-type", &O::token_type, "Of raw tokens: u8, u16 or i32", {"u8", "u16", "i32"}, {}, false, true},
-      {"targets", &O::targets, "A .pt or .npy, one row a sample; raw tokens are their own targets"},
-      {"mask", &O::mask, "A .pt or .npy of true and false, of the targets' shape: which of them count in the loss"},
+      {"targets", &O::targets,
+       "A .pt, .npy or .safetensors, one row a sample (default: the tensor 'targets' of a .safetensors given as "
+       "--data); "
+       "tokens are their own targets"},
+      {"mask", &O::mask, "As --targets, of true and false, of the targets' shape: which of them count in the loss"},
       {"loss",
        &O::loss,
        "cross_entropy, mse, or output: the model returns its loss",
@@ -271,9 +274,13 @@ std::vector<TrainField> output_fields() {
       {"timeline", &O::timeline,
        "Draw the last step beside its simulations (.svg), or write it for Perfetto and chrome://tracing (.json)"},
       {"timeline-steps", &O::timeline_steps, "So many of the last steps, in a .json time line", {}, whole_number(1)},
-      {"csv", &O::csv, "A table of the steps: loss, rate, norm of the gradients, rows a second, seconds, evaluations"},
+      {"csv", &O::csv,
+       "A table of the steps: loss, rate, norm of the gradients, rows and tokens a second, memory of the largest rank, "
+       "seconds, evaluations"},
       {"tensorboard", &O::tensorboard, "A folder for TensorBoard's event files of the same numbers"},
-      {"page", &O::page, "An HTML page of the same, as curves, written again every few seconds while it runs"},
+      {"page", &O::page,
+       "An HTML page of the same, as curves, and of the scales that --record measured, written again every few seconds "
+       "while it runs"},
       {"dry-run", &O::dry_run,
        "Train nothing: say how long a step takes, by stages measured once and the schedule simulated, and what each "
        "rank "
@@ -281,10 +288,12 @@ std::vector<TrainField> output_fields() {
       {"json", &O::json,
        "One JSON object a line: {options} first, {group, parameters} for each --group, {learning_rates} if they are "
        "each "
-       "parameter's own, {step, steps, loss, lr, norm, rows, seconds} after each step (loss and norm are null if they "
-       "are no numbers, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
+       "parameter's own, {step, steps, loss, lr, norm, rows, tokens, memory, seconds} after each step (loss and "
+       "norm are null if they are no numbers, tokens are there for models that take some, memory is bytes of the "
+       "largest rank, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
-       "{checkpoint_problem}, {restart, of, why}, {interrupted, steps}, {dry_run, bubble, rows, ranks: [{stages, "
+       "{checkpoint_problem}, {problem}, {restart, of, why}, {interrupted, steps}, {dry_run, bubble, rows, ranks: "
+       "[{stages, "
        "parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {drew, bubble, "
        "conclusion}"},
   };

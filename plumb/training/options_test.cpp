@@ -442,7 +442,7 @@ std::map<std::string, Check> checks_of_output() {
          std::ifstream lines(t.path("run.csv"));
          std::string head, line, last;
          std::getline(lines, head);
-         EXPECT_EQ(head, "step,loss,lr,norm,rows_per_second,seconds,eval_loss");
+         EXPECT_EQ(head, "step,loss,lr,norm,rows_per_second,tokens_per_second,memory,seconds,eval_loss");
          int count = 0;
          while (std::getline(lines, line)) last = line, ++count;
          EXPECT_EQ(count, 6);

@@ -1,14 +1,14 @@
 #include "plumb/training/run_log.h"
 
-#include <unistd.h>
-
-#include <array>
+#include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "plumb/analysis/html_report.h"
+#include "plumb/core/file.h"
 #include "plumb/core/table.h"
 #include "plumb/training/usage.h"
 
@@ -16,53 +16,10 @@ namespace plumb {
 namespace {
 
 constexpr std::chrono::seconds kPageEvery{5};
+constexpr const char* kColumns = "step,loss,lr,norm,rows_per_second,tokens_per_second,memory,seconds,eval_loss";
 
 std::string csv_number(double value) {
   return std::isfinite(value) ? nlohmann::json(value).dump() : std::isnan(value) ? "nan" : "inf";
-}
-
-// --- TFRecord and the wire format of protocol buffers, as far as TensorBoard's event.proto and summary.proto need it
-
-// CRC-32C, by which a record's length and data are checked (RFC 3720, appendix B.4).
-uint32_t crc32c(const std::string& bytes) {
-  static const std::array<uint32_t, 256> table = [] {
-    std::array<uint32_t, 256> made{};
-    for (uint32_t i = 0; i < 256; ++i) {
-      uint32_t c = i;
-      for (int bit = 0; bit < 8; ++bit) c = c & 1 ? c >> 1 ^ 0x82F63B78u : c >> 1;
-      made[i] = c;
-    }
-    return made;
-  }();
-  uint32_t c = ~0u;
-  for (const char byte : bytes) c = table[(c ^ static_cast<unsigned char>(byte)) & 255] ^ c >> 8;
-  return ~c;
-}
-
-template <class T>
-std::string raw(T value) {
-  return {reinterpret_cast<const char*>(&value), sizeof value};
-}
-
-std::string masked_crc(const std::string& bytes) {
-  const uint32_t c = crc32c(bytes);
-  return raw<uint32_t>((c >> 15 | c << 17) + 0xA282EAD8u);
-}
-
-std::string varint(uint64_t value) {
-  std::string bytes;
-  for (; value > 127; value >>= 7) bytes += static_cast<char>((value & 127) | 128);
-  return bytes + static_cast<char>(value);
-}
-
-std::string field_key(int field, int wire_type) { return varint(static_cast<uint64_t>(field << 3 | wire_type)); }
-
-std::string length_delimited(int field, const std::string& bytes) {
-  return field_key(field, 2) + varint(bytes.size()) + bytes;
-}
-
-std::string scalar(const std::string& tag, double value) {
-  return length_delimited(1, length_delimited(1, tag) + field_key(2, 5) + raw(static_cast<float>(value)));
 }
 
 LineChart chart_of(const std::string& title, const std::vector<StepNumbers>& steps, double StepNumbers::*number) {
@@ -78,70 +35,98 @@ LineChart chart_of(const std::string& title, const std::vector<StepNumbers>& ste
   return chart;
 }
 
+// A line of the table.
+StepNumbers numbers_of(const std::string& line) {
+  const char* at = line.c_str();
+  const auto next = [&] {
+    char* end = nullptr;
+    const double value = std::strtod(at, &end);
+    at = *end == ',' ? end + 1 : end;
+    return value;
+  };
+  StepNumbers n;
+  n.step = static_cast<int64_t>(next());
+  for (double* value : {&n.loss, &n.lr, &n.norm, &n.rows_per_second, &n.tokens_per_second, &n.memory, &n.seconds})
+    *value = next();
+  if (*at != '\0') n.eval_loss = next();
+  return n;
+}
+
+// What is recorded so far, of all stages; nothing where that is not at hand yet, or on other machines.
+std::optional<HistoryView> recorded(const TrainOptions& o) {
+  if (o.history.empty()) return std::nullopt;
+  try {
+    HistoryView view{o.file.empty() ? "a model" : o.file, {}, {FPFormat::parse("E4M3"), FPFormat::parse("E5M2")}};
+    view.runs.push_back({"this run", read_history(o.history)});
+    check_recorded(view);
+    return view;
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
 }  // namespace
 
-RunLog::RunLog(const TrainOptions& options, int64_t start) : options_(options) {
+RunLog::RunLog(const TrainOptions& options, int64_t start) : options_(options), page_(!options.page.empty()) {
   if (!options.csv.empty()) open_table(start);
-  if (!options.tensorboard.empty()) open_events();
+  if (!options.tensorboard.empty()) events_ = std::make_unique<EventFile>(options.tensorboard);
 }
 
 // The lines of steps that are not done again stay.
 void RunLog::open_table(int64_t start) {
-  std::string kept = "step,loss,lr,norm,rows_per_second,seconds,eval_loss\n";
+  std::string kept = std::string(kColumns) + "\n";
   if (start > 0 && std::filesystem::exists(options_.csv)) {
     std::ifstream before(options_.csv);
     std::string line;
     std::getline(before, line);
-    while (std::getline(before, line) && std::strtoll(line.c_str(), nullptr, 10) <= start) kept += line + "\n";
+    if (line != kColumns) {
+      throw Error(ErrorKind::InvalidState, "--csv " + options_.csv + ": has other columns than " + kColumns, "",
+                  "another file");
+    }
+    while (std::getline(before, line) && std::strtoll(line.c_str(), nullptr, 10) <= start) {
+      kept += line + "\n";
+      if (page_) steps_.push_back(numbers_of(line));
+    }
   }
-  table_.open(options_.csv, std::ios::trunc);
-  table_ << kept << std::flush;
+  write_file_atomically(options_.csv, kept);
+  table_.open(options_.csv, std::ios::app);
 }
 
-void RunLog::open_events() {
-  char host[256] = "host";
-  ::gethostname(host, sizeof host - 1);
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  const auto microseconds = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
-  const std::filesystem::path folder = options_.tensorboard;
-  std::error_code failed;
-  std::filesystem::create_directories(folder, failed);
-  const std::string path =
-      (folder / ("events.out.tfevents." + std::to_string(microseconds) + "." + host + "." + std::to_string(::getpid())))
-          .string();
-  events_.open(path, std::ios::binary);
-  if (!events_.is_open()) {
-    throw Error(ErrorKind::CannotWrite, "--tensorboard " + path + ": cannot be written: " + std::strerror(errno), "",
-                "another folder");
-  }
-  write_event(length_delimited(3, "brain.Event:2"));
+void RunLog::add_line(const StepNumbers& n) {
+  table_ << n.step;
+  for (const double value : {n.loss, n.lr, n.norm, n.rows_per_second, n.tokens_per_second, n.memory, n.seconds})
+    table_ << "," << csv_number(value);
+  table_ << "," << (n.eval_loss ? csv_number(*n.eval_loss) : "") << std::endl;
+  if (!table_) throw Error(ErrorKind::CannotWrite, options_.csv + ": cannot be written: " + std::strerror(errno));
 }
 
-void RunLog::write_event(const std::string& fields) {
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  const std::string data = field_key(1, 1) + raw(std::chrono::duration<double>(now).count()) + fields;
-  const std::string length = raw(static_cast<uint64_t>(data.size()));
-  events_ << length << masked_crc(length) << data << masked_crc(data) << std::flush;
-}
-
-void RunLog::add(const StepNumbers& n, bool last) {
-  if (table_.is_open()) {
-    table_ << n.step;
-    for (const double value : {n.loss, n.lr, n.norm, n.rows_per_second, n.seconds}) table_ << "," << csv_number(value);
-    table_ << "," << (n.eval_loss ? csv_number(*n.eval_loss) : "") << std::endl;
+std::string RunLog::add(const StepNumbers& n, bool last) {
+  std::string problems;
+  const auto attempt = [&](const char* option, const auto& write, const auto& give_up) {
+    try {
+      write();
+    } catch (const Error& e) {
+      give_up();
+      problems += (problems.empty() ? "" : "; ") + std::string(option) + " ends here: " + e.message();
+    }
+  };
+  if (table_.is_open()) attempt("--csv", [&] { add_line(n); }, [&] { table_.close(); });
+  if (events_) {
+    std::vector<std::pair<std::string, double>> values = {
+        {"loss", n.loss}, {"lr", n.lr}, {"gradient_norm", n.norm}, {"rows_per_second", n.rows_per_second}};
+    if (n.tokens_per_second > 0) values.emplace_back("tokens_per_second", n.tokens_per_second);
+    values.emplace_back("memory", n.memory);
+    if (n.eval_loss) values.emplace_back("eval_loss", *n.eval_loss);
+    attempt("--tensorboard", [&] { events_->add(n.step, values); }, [&] { events_.reset(); });
   }
-  if (events_.is_open()) {
-    std::string values = scalar("loss", n.loss) + scalar("lr", n.lr) + scalar("gradient_norm", n.norm) +
-                         scalar("rows_per_second", n.rows_per_second);
-    if (n.eval_loss) values += scalar("eval_loss", *n.eval_loss);
-    write_event(field_key(2, 0) + varint(static_cast<uint64_t>(n.step)) + length_delimited(5, values));
-  }
-  if (options_.page.empty()) return;
+  if (!page_) return problems;
   steps_.push_back(n);
+  const auto before = std::chrono::steady_clock::now();
+  if (!last && before < next_page_) return problems;
+  attempt("--page", [&] { write_page(); }, [&] { page_ = false; });
   const auto now = std::chrono::steady_clock::now();
-  if (!last && steps_.size() > 1 && now - page_written_ < kPageEvery) return;
-  write_page();
-  page_written_ = std::chrono::steady_clock::now();
+  next_page_ = now + std::max<std::chrono::steady_clock::duration>(kPageEvery, 20 * (now - before));
+  return problems;
 }
 
 void RunLog::write_page() const {
@@ -149,7 +134,10 @@ void RunLog::write_page() const {
   HtmlReport report("Training", options_.file.empty() ? "a model" : options_.file);
   std::vector<Figure> figures = {{std::to_string(now.step) + " of " + std::to_string(options_.steps), "steps", ""},
                                  {short_number(now.loss), "loss", ""},
-                                 {short_number(now.rows_per_second), "rows a second", ""}};
+                                 now.tokens_per_second > 0
+                                     ? Figure{short_number(now.tokens_per_second), "tokens a second", ""}
+                                     : Figure{short_number(now.rows_per_second), "rows a second", ""},
+                                 {short_number(now.memory / 1e9) + " GB", "memory of a rank", "the largest"}};
   LineChart losses = chart_of("loss", steps_, &StepNumbers::loss);
   Curve evaluations{"held-out data", {}, {}};
   for (const StepNumbers& s : steps_) {
@@ -167,7 +155,13 @@ void RunLog::write_page() const {
   LineChart norms = chart_of("norm of the gradient", steps_, &StepNumbers::norm);
   norms.log_y = true;
   report.section("Norm of the gradient").add(norms);
-  report.section("Throughput").add(chart_of("rows a second", steps_, &StepNumbers::rows_per_second));
+  report.section("Throughput");
+  if (now.tokens_per_second > 0) {
+    report.add(chart_of("tokens a second", steps_, &StepNumbers::tokens_per_second));
+  } else {
+    report.add(chart_of("rows a second", steps_, &StepNumbers::rows_per_second));
+  }
+  if (const auto view = recorded(options_)) report.section("Scales").prose(conclusion(*view)).add(*view);
   report.section("Options").code(to_toml(options_));
   report.write(options_.page);
 }

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <unistd.h>
 
+#include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/table.h"
 #include "plumb/exported/tensor_file.h"
 #include "plumb/training/inputs.h"
@@ -118,17 +119,25 @@ class TokenWindows : public Samples {
   int64_t length_ = 0;
 };
 
-at::Tensor load_one(const std::string& option, const std::string& path) {
-  const c10::IValue value = load_tensors(path);
-  if (!value.isTensor()) throw UsageError(option + " " + path + ": is not one tensor", "one tensor, a row a sample");
+// The file's only tensor, or that of this name.
+at::Tensor load_one(const std::string& option, const std::string& path, const std::string& name) {
+  const c10::IValue value = load_tensor_file(path);
+  if (value.isGenericDict()) {
+    const auto found = value.toGenericDict().find(name);
+    if (found != value.toGenericDict().end() && found->value().isTensor()) return found->value().toTensor();
+  }
+  if (!value.isTensor())
+    throw UsageError(option + " " + path + ": is not one tensor",
+                     "one tensor, a row a sample, or one that is named '" + name + "'");
   return value.toTensor();
 }
 
 class TensorRows : public Samples {
  public:
-  TensorRows(const TrainOptions& o, const DataFiles& files, const GraphModule& module) {
+  TensorRows(const TrainOptions& o, DataFiles files, const GraphModule& module) {
+    find_beside(o, files, module);
     const std::string& targets_option = files.targets_option;
-    for (const c10::IValue& v : read_inputs(module, {files.data}, files.option, false)) {
+    for (const c10::IValue& v : read_inputs(module, {files.data}, files.option, false, beside_)) {
       if (!v.isTensor())
         throw UsageError(files.option + " " + files.data + ": holds what is no tensor", "tensors with a row a sample");
       inputs_.push_back(v.toTensor());
@@ -136,10 +145,10 @@ class TensorRows : public Samples {
     if (o.loss != "output") {
       if (files.targets.empty())
         throw UsageError(targets_option + " is missing", targets_option + " FILE.pt, or --loss output");
-      targets_.push_back(load_one(targets_option, files.targets));
+      targets_.push_back(load_one(targets_option, files.targets, "targets"));
       check_targets(o, files, module, targets_[0]);
     }
-    if (!files.mask.empty()) add_mask(o, load_one("--mask", files.mask));
+    if (!files.mask.empty()) add_mask(o, load_one("--mask", files.mask, "mask"));
     std::vector<at::Tensor> all = inputs_;
     all.insert(all.end(), targets_.begin(), targets_.end());
     for (const at::Tensor& t : all) {
@@ -167,6 +176,19 @@ class TensorRows : public Samples {
   std::string identity() const override { return identity_; }
 
  private:
+  // Targets and mask in the data's own file.
+  void find_beside(const TrainOptions& o, DataFiles& files, const GraphModule& module) {
+    if (!files.data.ends_with(".safetensors")) return;
+    const SafetensorsFile all(files.data);
+    for (auto [name, file] : {std::pair{"targets", &files.targets}, {"mask", &files.mask}}) {
+      bool is_input = false;
+      for (const Node* input : module.graph().placeholders()) is_input = is_input || input->target() == name;
+      if (is_input || all.find(name) == nullptr) continue;
+      beside_.push_back(name);
+      if (file->empty() && o.loss != "output") *file = files.data;
+    }
+  }
+
   void add_mask(const TrainOptions& o, const at::Tensor& mask) {
     if (targets_.empty()) throw UsageError("--mask: --loss output has no targets", "leave --mask out");
     if (mask.scalar_type() != at::kBool || mask.sizes() != targets_[0].sizes()) {
@@ -181,6 +203,7 @@ class TensorRows : public Samples {
   }
 
   std::vector<at::Tensor> inputs_, targets_;
+  std::vector<std::string> beside_;  // names in the data's file that are no inputs
   double bytes_ = 0;
   std::string identity_;
 };
@@ -189,9 +212,11 @@ class TensorRows : public Samples {
 
 std::unique_ptr<Samples> open_samples(const TrainOptions& o, const DataFiles& files, const GraphModule& module) {
   if (files.data.empty()) throw UsageError(files.option + " is missing", files.option + " FILE");
-  if (is_tensor_file(files.data)) {
-    const c10::IValue tokens = files.targets.empty() ? load_tensors(files.data) : c10::IValue();
-    if (tokens.isTensor() && tokens.toTensor().dim() == 1 && first_input(module).sizes.size() == 2 &&
+  const bool may_be_tokens = files.targets.empty() && first_input(module).sizes.size() == 2;
+  if (is_tensor_file(files.data) && !(may_be_tokens && is_token_tensor(files.data))) {
+    const bool pickled = files.data.ends_with(".pt") || files.data.ends_with(".pth");
+    const c10::IValue tokens = may_be_tokens && pickled ? load_tensors(files.data) : c10::IValue();
+    if (tokens.isTensor() && tokens.toTensor().dim() == 1 &&
         c10::isIntegralType(tokens.toTensor().scalar_type(), false)) {
       return std::make_unique<TokenWindows>(o, files, module,
                                             std::make_unique<TensorTokens>(tokens.toTensor(), "tokens"));

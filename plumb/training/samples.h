@@ -31,12 +31,14 @@ struct DataFiles {
   std::string option = "--data", targets_option = "--targets";  // for messages
 };
 
-// Raw tokens, and .pt and .npy files of one whole-number tensor of one dimension for a model that takes ids: windows of
+// Raw tokens, and .npy, .safetensors and .pt files of one whole-number tensor of one dimension (is_token_tensor() of
+// token_files.h) for a model that takes ids: windows of
 // the input's length beside each other, the last shorter one left out, with the same windows one token on as targets or
 // as the model's second input (--loss output). A folder's files, sorted by path, follow each other as one text; those
 // whose name, or folder's name, begins with a dot are left out. Files are read, not mapped: one that becomes shorter
 // ends a read with an error, and a mapping with a signal.
-// Other tensor files: a row a sample. Throws UsageError.
+// Other tensor files: a row a sample. Of a file of several tensors the one that is named "targets", and "mask", are
+// what their names say where no other file is given. Throws UsageError.
 std::unique_ptr<Samples> open_samples(const TrainOptions& options, const DataFiles& files, const GraphModule& module);
 
 // Rows of a step: --batch, or the file's batch times the parts of a step. Throws UsageError if the file's batch is

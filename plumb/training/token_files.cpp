@@ -7,7 +7,9 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 
+#include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/crc32.h"
 #include "plumb/core/text.h"
 #include "plumb/training/usage.h"
@@ -35,7 +37,33 @@ std::vector<std::string> files_below(const std::string& folder, const std::strin
   return names;
 }
 
+struct TokenPlace {
+  at::ScalarType dtype;
+  uint64_t offset;
+  int64_t count;
+};
+
+// Where in such a file the tokens are; nothing if it holds other tensors.
+std::optional<TokenPlace> find_tokens(const std::string& path) {
+  const auto fits = [](at::ScalarType dtype, const std::vector<int64_t>& sizes) {
+    return sizes.size() == 1 && at::isIntegralType(dtype, /*includeBool=*/false);
+  };
+  if (path.ends_with(".npy")) {
+    const NpyHeader header = read_npy_header(path);
+    if (!fits(header.dtype, header.sizes)) return std::nullopt;
+    return TokenPlace{header.dtype, header.offset, header.sizes[0]};
+  }
+  const SafetensorsFile file(path);
+  const SafetensorsEntry* entry = file.entries().size() == 1 ? &file.entries()[0] : file.find("tokens");
+  if (entry == nullptr || !fits(entry->dtype, entry->sizes)) return std::nullopt;
+  return TokenPlace{entry->dtype, entry->offset, entry->sizes[0]};
+}
+
+bool is_array_file(const std::string& path) { return path.ends_with(".npy") || path.ends_with(".safetensors"); }
+
 }  // namespace
+
+bool is_token_tensor(const std::string& path) { return is_array_file(path) && find_tokens(path).has_value(); }
 
 TokenFiles::TokenFiles(const std::string& path, const std::string& pattern, at::ScalarType dtype,
                        const std::string& option)
@@ -63,8 +91,20 @@ TokenFiles::Stamp TokenFiles::stamp_of(const std::string& path) {
 
 void TokenFiles::add(const std::string& path, const std::string& name) {
   const int64_t begin = size();
-  const TokenFile file(path, dtype_);  // says what is wrong with it
-  files_.push_back({path, name, stamp_of(path), begin, begin + file.size()});
+  at::ScalarType dtype = dtype_;
+  const auto file = open_new(path, dtype);  // says what is wrong with it
+  files_.push_back({path, name, stamp_of(path), begin, begin + file->size(), dtype});
+}
+
+std::unique_ptr<TokenFile> TokenFiles::open_new(const std::string& path, at::ScalarType& dtype) const {
+  if (!is_array_file(path)) return std::make_unique<TokenFile>(path, dtype);
+  const auto place = find_tokens(path);
+  if (!place) {
+    throw Error(ErrorKind::BadFile, path + ": holds no tokens: one whole-number tensor of one dimension", "",
+                "such a tensor, alone or with the name 'tokens'");
+  }
+  dtype = place->dtype;
+  return std::make_unique<TokenFile>(path, place->dtype, place->offset, place->count);
 }
 
 void TokenFiles::check_unchanged(const File& of) {
@@ -84,7 +124,8 @@ const TokenFile& TokenFiles::open(size_t file) {
   if (found != open_.end()) {
     open_.splice(open_.begin(), open_, found);
   } else {
-    open_.emplace_front(file, std::make_unique<TokenFile>(of.path, dtype_));
+    at::ScalarType dtype = dtype_;
+    open_.emplace_front(file, open_new(of.path, dtype));
     if (open_.size() > kOpenFiles) open_.pop_back();
   }
   return *open_.front().second;
@@ -111,8 +152,8 @@ at::Tensor TokenFiles::read(int64_t start, int64_t count) {
 std::string TokenFiles::identity() const {
   std::string list;
   for (const File& file : files_) list += file.name + " " + std::to_string(file.stamp.size) + "\n";
-  return std::to_string(files_.size()) + " files, " + std::to_string(size()) + " tokens, " + at::toString(dtype_) +
-         ", list " + std::to_string(crc32(list.data(), list.size()));
+  return std::to_string(files_.size()) + " files, " + std::to_string(size()) + " tokens, " +
+         at::toString(files_.front().dtype) + ", list " + std::to_string(crc32(list.data(), list.size()));
 }
 
 at::Tensor TensorTokens::read(int64_t start, int64_t count) { return tokens_.narrow(0, start, count).to(at::kLong); }

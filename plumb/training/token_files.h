@@ -21,11 +21,17 @@ class Tokens {
   virtual std::string identity() const = 0;
 };
 
-// A file, or the files below a folder as one text. At most 32 are open at once. Throws Error(BadFile) where a file has
-// another size, time or inode than when this was made.
+// Whether a .npy or .safetensors file's tokens are one whole-number tensor of one dimension, which TokenFiles reads:
+// the only tensor of a .safetensors file, or the one that is named "tokens".
+bool is_token_tensor(const std::string& path);
+
+// A file, or the files below a folder as one text: nothing but numbers, or by their names' endings .npy and
+// .safetensors files of which is_token_tensor() holds. At most 32 are open at once. Throws Error(BadFile) where a file
+// has another size, time or inode than when this was made.
 class TokenFiles : public Tokens {
  public:
-  // `pattern`: of the paths below the folder; empty: all. `option` is for messages. Throws UsageError for a folder
+  // `pattern`: of the paths below the folder; empty: all. `dtype`: of files of nothing but numbers. `option` is for
+  // messages. Throws UsageError for a folder
   // without such a file.
   TokenFiles(const std::string& path, const std::string& pattern, at::ScalarType dtype, const std::string& option);
   int64_t size() const override { return files_.empty() ? 0 : files_.back().end; }
@@ -43,12 +49,14 @@ class TokenFiles : public Tokens {
     std::string path, name;
     Stamp stamp;
     int64_t begin = 0, end = 0;  // among all tokens
+    at::ScalarType dtype = at::kByte;
   };
   static Stamp stamp_of(const std::string& path);
   void add(const std::string& path, const std::string& name);
   // Throws Error(BadFile) if the file is not what it was at the start.
   static void check_unchanged(const File& of);
   const TokenFile& open(size_t file);
+  std::unique_ptr<TokenFile> open_new(const std::string& path, at::ScalarType& dtype) const;
 
   const at::ScalarType dtype_;
   std::vector<File> files_;

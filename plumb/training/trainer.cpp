@@ -4,6 +4,7 @@
 #include <ATen/ops/full.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -73,12 +74,13 @@ struct Trainer::State {
   // --- a step ---
   struct Numbers {
     double loss = 0, norm = 0;
+    double memory = 0;  // of this pipeline's largest rank
     GradientNorms gradients;
   };
   // Leaves the step's gradients in the parameters.
   Numbers compute(int64_t step, const Parts& parts);
   [[noreturn]] void fail_at(int64_t step, const Numbers& numbers, const Parts& parts);
-  void tell_step(int64_t step, const Numbers& numbers, double share);
+  void tell_step(int64_t step, const Numbers& numbers, const Parts& parts, double share);
   void tell_checkpoints();
   void evaluate(int64_t step, bool last);
   void train_step(int64_t step);
@@ -101,7 +103,7 @@ struct Trainer::State {
   std::map<int, std::shared_ptr<StageFunction>> stages;
   std::vector<NamedTensor> parameters;  // that this rank trains, each tensor once, by their first names in the model
   std::vector<at::Tensor> measured;     // of job.trained: the tensor, on the rank that owns it
-  std::vector<int> owners;              // of job.trained, then of the loss
+  std::vector<int> owners;              // of job.trained, then each rank, then that of the loss
   std::unique_ptr<Optimizer> optimizer;
   std::unique_ptr<Pipeline> pipeline;
   std::unique_ptr<PassSum> passes;  // null: one pass a step
@@ -156,6 +158,7 @@ Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts)
     owners.push_back(job.schedule.placement.rank_of(p.stage, 0));
     measured.push_back(owners.back() == rank ? job.pipe->stage(p.stage)->state().get(p.held_as).tensor : at::Tensor());
   }
+  for (int r = 0; r < groups.pipeline.size(); ++r) owners.push_back(r);
   owners.push_back(job.schedule.placement.rank_of(job.schedule.num_stages() - 1, 0));
   optimizer = std::make_unique<Optimizer>(o, job.tagged, parameters);
   if (o.accumulate > 1) passes = std::make_unique<PassSum>(parameters);
@@ -197,7 +200,7 @@ Trainer::State::Numbers Trainer::State::compute(int64_t step, const Parts& parts
     if (counting == 0) continue;  // no target of the pass counts
     pipeline->set_step((step - 1) * o.accumulate + pass);
     pipeline->step_microbatches(part(parts.inputs, mine, of_pipeline), part(parts.targets, mine, of_pipeline),
-                                part(parts.counts, mine, of_pipeline));
+                                part(parts.counts, mine, of_pipeline), static_cast<int64_t>(counting));
     const double weight = counting * static_cast<double>(o.accumulate) / whole;
     if (passes) passes->take(weight);
     const at::Tensor loss = pipeline->gather_loss();
@@ -208,10 +211,12 @@ Trainer::State::Numbers Trainer::State::compute(int64_t step, const Parts& parts
   for (const at::Tensor& p : measured) {
     shared.push_back(p.defined() && p.grad().defined() ? sum_of_squares(p.grad()) : 0);
   }
+  shared.resize(owners.size() - 1, resident_memory());
   shared.push_back(numbers.loss);
   share_numbers(groups.pipeline, owners, shared);
   numbers.loss = shared.back();
-  shared.pop_back();
+  numbers.memory = *std::max_element(shared.begin() + static_cast<int64_t>(measured.size()), shared.end() - 1);
+  shared.resize(measured.size());
   numbers.gradients.squares = std::move(shared);
   numbers.norm = numbers.gradients.norm();
   return numbers;
@@ -243,18 +248,24 @@ void Trainer::State::fail_at(int64_t step, const Numbers& numbers, const Parts& 
               remedy);
 }
 
-void Trainer::State::tell_step(int64_t step, const Numbers& numbers, double share) {
+void Trainer::State::tell_step(int64_t step, const Numbers& numbers, const Parts& parts, double share) {
   if (!is_first()) return;
-  event({{"step", step},
-         {"steps", o.steps},
-         {"loss", numbers.loss},
-         {"lr", o.lr * share},
-         {"norm", numbers.norm},
-         {"rows", job.rows},
-         {"seconds", seconds()}});
   const double now = seconds();
-  told = {step, numbers.loss, o.lr * share, numbers.norm, static_cast<double>(job.rows) / (now - told.seconds), now,
-          {}};
+  Json event_of_step = {
+      {"step", step},         {"steps", o.steps}, {"loss", numbers.loss},     {"lr", o.lr * share},
+      {"norm", numbers.norm}, {"rows", job.rows}, {"tokens", parts.tokens()}, {"memory", numbers.memory},
+      {"seconds", now}};
+  if (parts.tokens() == 0) event_of_step.erase("tokens");
+  event(event_of_step);
+  const double each = now - told.seconds;
+  told = {.step = step,
+          .loss = numbers.loss,
+          .lr = o.lr * share,
+          .norm = numbers.norm,
+          .rows_per_second = static_cast<double>(job.rows) / each,
+          .tokens_per_second = static_cast<double>(parts.tokens()) / each,
+          .memory = numbers.memory,
+          .seconds = now};
 }
 
 void Trainer::State::evaluate(int64_t step, bool last) {
@@ -265,7 +276,8 @@ void Trainer::State::evaluate(int64_t step, bool last) {
     if (is_first()) event({{"eval", step}, {"eval_loss", found.loss}, {"eval_targets", found.targets}});
   }
   if (now) told.eval_loss = result.eval_loss;
-  if (log) log->add(told, last);
+  const std::string problem = log ? log->add(told, last) : "";
+  if (!problem.empty()) event({{"problem", problem}});
 }
 
 void Trainer::State::finish(int64_t stopped_by) {
@@ -315,7 +327,7 @@ void Trainer::State::train_step(int64_t step) {
   const Numbers numbers = compute(step, parts);
   result.loss = numbers.loss;
   if (!std::isfinite(numbers.loss) || !std::isfinite(numbers.norm)) {
-    tell_step(step, numbers, share);
+    tell_step(step, numbers, parts, share);
     fail_at(step, numbers, parts);
   }
   clip_gradients(parameters, numbers.norm, o.clip);
@@ -328,7 +340,7 @@ void Trainer::State::train_step(int64_t step) {
     const bool has_loss = owners.back() == groups.pipeline.rank();
     recorder->step(has_loss ? Recorder::Scalars{{"loss", numbers.loss}} : Recorder::Scalars{});
   }
-  tell_step(step, numbers, share);
+  tell_step(step, numbers, parts, share);
 }
 
 void Trainer::State::run_steps() {

@@ -1,12 +1,27 @@
 #include "plumb/training/usage.h"
 
+#include <unistd.h>
+
+#include <fstream>
+
+#include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/output_file.h"
+#include "plumb/exported/tensor_file.h"
 #include "plumb/graph/summary.h"
 
 namespace plumb {
 
 bool is_tensor_file(const std::string& path) {
-  return path.ends_with(".pt") || path.ends_with(".pth") || path.ends_with(".npy");
+  return path.ends_with(".pt") || path.ends_with(".pth") || path.ends_with(".npy") || path.ends_with(".safetensors");
+}
+
+c10::IValue load_tensor_file(const std::string& path) {
+  if (!path.ends_with(".safetensors")) return load_tensors(path);
+  const SafetensorsFile file(path);
+  if (file.entries().size() == 1) return file.read(file.entries()[0].name);
+  c10::Dict<std::string, at::Tensor> all;
+  for (const SafetensorsEntry& entry : file.entries()) all.insert(entry.name, file.read(entry.name));
+  return all;
 }
 
 void check_writable(const std::string& option, const std::string& path) {
@@ -16,6 +31,13 @@ void check_writable(const std::string& option, const std::string& path) {
   } catch (const Error& e) {
     throw Error(e.kind(), option + " " + e.message(), "", e.remedy());
   }
+}
+
+double resident_memory() {
+  std::ifstream pages("/proc/self/statm");
+  double all = 0, resident = 0;
+  pages >> all >> resident;
+  return resident * static_cast<double>(::sysconf(_SC_PAGE_SIZE));
 }
 
 std::string type_text(const std::optional<TensorMeta>& meta) { return meta ? type_text(*meta) : "?"; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <optional>
 #include <string>
@@ -19,13 +20,18 @@ class UsageError : public Error {
       : Error(ErrorKind::InvalidArgument, message, "", fix) {}
 };
 
-bool is_tensor_file(const std::string& path);  // .pt, .pth or .npy
+bool is_tensor_file(const std::string& path);  // .pt, .pth, .npy or .safetensors
+// load_tensors(), and .safetensors files: their only tensor, or a dict of all.
+c10::IValue load_tensor_file(const std::string& path);
 
 // Before work that takes long: throws Error naming the option if no file can be written to `path`. "" and "-" can.
 void check_writable(const std::string& option, const std::string& path);
 
 // "f32[2, 3]", with symbols where a dimension has one.
 std::string type_text(const std::optional<TensorMeta>& meta);
+// Bytes of this process's memory that are in the machine's; 0 where the system does not say.
+double resident_memory();
+
 std::string type_text(const at::Tensor& tensor);
 
 }  // namespace plumb

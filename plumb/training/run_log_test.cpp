@@ -1,0 +1,67 @@
+// What a training writes besides its weights while it runs.
+#include <algorithm>
+
+#include "plumb/core/input_file.h"
+#include "plumb/training/training_for_test.h"
+
+namespace plumb {
+namespace {
+
+using namespace testing_training;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
+
+class TrainingLog : public Training {
+ public:
+  std::vector<double> losses(const TrainOptions& o) const { return run(o, lm()).losses(); }
+};
+
+TEST_F(TrainingLog, TellsTokensAndMemoryOfEachStep) {
+  const Told told = run(options, lm());
+  EXPECT_EQ(told.of("tokens"), std::vector<double>(6, 2 * 7));
+  for (const double memory : told.of("memory")) EXPECT_GT(memory, 1e7);
+  EXPECT_EQ(run(rows(), mlp()).of("tokens"), std::vector<double>()) << "rows of floats are no tokens";
+}
+
+TEST_F(TrainingLog, ThePageHasTheScalesThatAreRecorded) {
+  TrainOptions o = options;
+  o.page = path("run.html");
+  losses(o);
+  EXPECT_THAT(read_file(o.page), AllOf(HasSubstr("tokens a second"), Not(HasSubstr("Scales"))));
+  std::ofstream(folder / "rules.toml") << "every = 2\n[[rule]]\n";
+  o.record = path("rules.toml");
+  o.history = path("run.history");
+  EXPECT_EQ(losses(o), losses(options));
+  EXPECT_THAT(read_file(o.page), HasSubstr("Scales"));
+}
+
+TEST_F(TrainingLog, AFullDiskEndsThePageAndNotTheTraining) {
+  TrainOptions o = options;
+  o.page = "/dev/full";
+  const Told told = run(o, lm());
+  EXPECT_EQ(told.losses(), losses(options));
+  EXPECT_THAT(nlohmann::json(told.events).dump(), HasSubstr("--page ends here: /dev/full"));
+}
+
+TEST_F(TrainingLog, TableAndPageGoOnWithTheRun) {
+  TrainOptions o = options;
+  o.csv = path("run.csv");
+  o.page = path("run.html");
+  o.checkpoints = path("checkpoints");
+  o.steps = 3;
+  losses(o);
+  o.steps = 6;
+  losses(o);
+  const std::string table = read_file(o.csv);
+  EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 7) << table;
+  for (int step = 1; step <= 6; ++step) EXPECT_THAT(table, HasSubstr("\n" + std::to_string(step) + ","));
+  EXPECT_THAT(read_file(o.page), AllOf(HasSubstr("6 of 6"), HasSubstr("loss")));
+  std::ofstream(folder / "run.csv") << "step,loss\n1,2\n";
+  o.steps = 7;
+  EXPECT_THAT(message_of([&] { losses(o); }), HasSubstr("run.csv: has other columns"));
+  EXPECT_EQ(read_file(o.csv), "step,loss\n1,2\n");
+}
+
+}  // namespace
+}  // namespace plumb
