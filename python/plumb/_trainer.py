@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +12,7 @@ import torch
 from . import _C
 from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule
+from ._plain_state import from_plain, to_plain
 from ._state import sync_state
 
 _METHODS = {
@@ -23,6 +22,7 @@ _METHODS = {
     "eval": "on_eval",
     "checkpoint": "on_checkpoint",
     "checkpoint_problem": "on_problem",
+    "problem": "on_problem",
     "dumped": "on_problem",
     "saved": "on_save",
     "interrupted": "on_stop",
@@ -54,7 +54,8 @@ class Trainer:
     `model`: a ``.pt2`` file, or a graph of :func:`plumb.capture` or :func:`plumb.load_pt2`, whose parameters are trained in
     place. `data`: what ``--data`` takes, or any iterable of batches, ``inputs`` or ``(inputs, targets)``, each a tensor or
     a tuple of tensors: a DataLoader, for example. It is gone through again when it ends. If it has ``state_dict()`` and
-    ``load_state_dict()``, checkpoints keep its state; else a resumed run goes through as many batches as were taken. Every
+    ``load_state_dict()``, checkpoints keep its state, as JSON (of numbers, texts, bytes, tensors, arrays, lists, tuples and
+    dicts); else a resumed run goes through as many batches as were taken. Every
     rank must have equal batches: all rows of a step.
 
     The other options are those of `plumb train --help`, with ``_`` for ``-``; ``config`` is a TOML file of them. The same
@@ -157,9 +158,7 @@ class _Batches:
         kept = getattr(self._source, "state_dict", None)
         if kept is None:
             return json.dumps({"batches": self._taken})
-        file = io.BytesIO()
-        torch.save(kept(), file)
-        return json.dumps({"batches": self._taken, "state": base64.b64encode(file.getvalue()).decode()})
+        return json.dumps({"batches": self._taken, "state": to_plain(kept())})
 
     def load_state(self, text: str) -> None:
         state = json.loads(text)
@@ -167,7 +166,7 @@ class _Batches:
             raise Error("the checkpoint's position in the data is not one of an iterable", remedy="the data it was written with")
         self._iterator = None
         if "state" in state and hasattr(self._source, "load_state_dict"):
-            self._source.load_state_dict(torch.load(io.BytesIO(base64.b64decode(state["state"])), weights_only=True))
+            self._source.load_state_dict(from_plain(state["state"]))
             self._iterator, self._taken = iter(self._source), state["batches"]
             return
         self._iterator, self._taken = iter(self._source), 0
