@@ -52,7 +52,11 @@ def folder(name):
         source, out = pathlib.Path(place, "in"), pathlib.Path(place, "out")
         model.save_pretrained(source)
         # (Into memory of its own: that of a mapped file is aligned otherwise, and convolutions then take other ways.)
+        frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
         model = copy.deepcopy(type(model).from_pretrained(source).train(model.training))
+        # (from_pretrained of transformers 5 forgets which ones the class has frozen: Whisper's positions.)
+        for n in frozen:
+            model.get_parameter(n).requires_grad_(False)
         pipe = hf.load(source, stages=2, inputs=given, training=model.training)
         shares = []
         for s in range(pipe.num_stages):

@@ -1,5 +1,6 @@
 """Folders of transformers: programs from them, weights stage by stage, and folders from programs."""
 
+import copy
 import json
 import os
 import sys
@@ -98,6 +99,26 @@ def test_another_dtype_is_the_written_folders_too(tmp_path):
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert again.dtype == torch.float32
     assert {t.dtype for t in stored(tmp_path / "out").values()} == {torch.float32}
+
+
+def test_what_a_library_remembers_has_values_after_an_import(tmp_path):
+    """BEiT of transformers 5 keeps its table of positions in an lru_cache."""
+    config = transformers.BeitConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4,
+        use_relative_position_bias=True, out_indices=[1],
+    )  # fmt: skip
+    model = transformers.BeitForImageClassification(config).eval()
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, std=0.2 if "relative" in name else 0.05)
+    model.save_pretrained(tmp_path)
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    pipe = hf.load(tmp_path, stages=2, inputs={"pixel_values": images}, training=False)
+    for s in range(2):
+        pipe.build_stage(s, torch.device("cpu"))
+    expected = model(pixel_values=images).logits
+    assert torch.equal(pipe(images)[0], expected)
+    other = copy.deepcopy(model)
+    assert torch.equal(other(pixel_values=images).logits, expected)
 
 
 def test_a_program_without_weights_says_so_when_it_runs(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -256,6 +258,23 @@ def _grouped_products() -> Iterator[None]:
         shapes._meta_grouped_mm_common = original
 
 
+@contextlib.contextmanager
+def _nothing_remembered() -> Iterator[None]:
+    """Empties each functools.lru_cache that took something in: a tensor without values that a library keeps (BEiT's table of
+    positions) would be handed to the next model, which computes with whatever its memory holds."""
+
+    def caches() -> dict[int, Any]:
+        return {id(x): x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper}
+
+    before = {key: cache.cache_info().misses for key, cache in caches().items()}
+    try:
+        yield
+    finally:
+        for key, cache in caches().items():
+            if cache.cache_info().misses > before.get(key, 0):
+                cache.cache_clear()
+
+
 def captured(model: nn.Module, inputs: dict[str, Any], stored: Callable[[str], bool] | None) -> GraphModule:
     """The forward of a model without weights as a graph for the CPU. Its parameters are on the meta device, and so are
     buffers that are `stored` with them; other buffers have the model's values."""
@@ -263,7 +282,7 @@ def captured(model: nn.Module, inputs: dict[str, Any], stored: Callable[[str], b
     inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), inputs)
     alone = list(inputs) == [model.main_input_name]  # by position, where raw tokens and `plumb run --input` find it
     try:
-        with _quiet(), _positions_in_order(inputs), _grouped_products(), _SaysCpu():
+        with _quiet(), _nothing_remembered(), _positions_in_order(inputs), _grouped_products(), _SaysCpu():
             graph = capture(on_meta, *inputs.values()) if alone else capture(on_meta, **inputs)
     except Error:
         raise
