@@ -8,6 +8,7 @@
 #include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
+#include "plumb/graph/names.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/partition/wire.h"
@@ -84,10 +85,10 @@ at::Tensor on_the_wire(const MessageValue& v) {
   return ops::encode(v.tensor.detach(), v.codes->to_string());
 }
 
+// Quantised types and those of a few bits have no name: torch can hardly copy them.
 bool has_plain_dtype(int number) {
-  if (number < 0 || number >= static_cast<int>(at::ScalarType::NumOptions)) return false;
-  const auto dtype = static_cast<at::ScalarType>(number);
-  return dtype != at::ScalarType::Undefined && !c10::isQIntType(dtype);
+  return number >= 0 && number < static_cast<int>(at::ScalarType::NumOptions) &&
+         dtype_names(static_cast<at::ScalarType>(number)) != nullptr;
 }
 
 [[noreturn]] void raise_malformed(const std::string& what) {

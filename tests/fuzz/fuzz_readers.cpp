@@ -427,5 +427,6 @@ int main(int argc, char** argv) {
       clean = fuzz_reader(options, reader) && clean;
     }
   }
+  std::filesystem::remove_all(work_file("run"));
   return clean ? 0 : 1;
 }
