@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from . import _C
 from ._errors import Error, ErrorKind
 from ._state import own_parameters, put_state, sync_state
-from ._trees import check_plain_inputs, structure_error
+from ._trees import check_plain_inputs, children, structure_error
 
 
 def _member(module: nn.Module, name: str) -> Tensor:
@@ -62,9 +62,8 @@ class GraphModule(nn.Module):
         inputs = [node.results[0] for node in self.graph.nodes if node.op == "placeholder"]
         self.__dict__["_takes_tensor"] = [value.is_tensor for value in inputs]
         leaves = self._in_spec.num_leaves
-        # Older torch has the list alone, newer torch warns about it.
-        args, kwargs = self._in_spec.children() if hasattr(self._in_spec, "children") else self._in_spec.children_specs
-        parts = args.children() if hasattr(args, "children") else args.children_specs
+        args, kwargs = children(self._in_spec)
+        parts = children(args)
         simple_in = kwargs.num_leaves == 0 and len(parts) == leaves and all(p.is_leaf() for p in parts) and (
             self._plain_inputs is None or all(self._takes_tensor)
         )
@@ -91,7 +90,7 @@ class GraphModule(nn.Module):
         return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
 
     def _leaves(self, args: tuple, kwargs: dict) -> list:
-        known = self._in_spec.children()[1] if hasattr(self._in_spec, "children") else self._in_spec.children_specs[1]
+        known = children(self._in_spec)[1]
         if kwargs and known.type is dict and set(kwargs) == set(known.context):
             kwargs = {name: kwargs[name] for name in known.context}  # keywords come in any order
         leaves, spec = pytree.tree_flatten((args, kwargs))

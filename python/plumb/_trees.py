@@ -92,7 +92,7 @@ def register_named_tuples(spec: Any) -> None:
         name = f"{cls.__module__}.{cls.__qualname__}"
         if cls.__module__ != "__main__" and _find_named_tuple(name) is cls:
             pytree._register_namedtuple(cls, serialized_type_name=name)
-    for child in _children(spec):
+    for child in children(spec):
         register_named_tuples(child)
 
 
@@ -127,7 +127,8 @@ def flatten_output(output: Any) -> tuple[list, Any]:
     return leaves, spec
 
 
-def _children(spec: Any) -> list:
+def children(spec: Any) -> list:
+    """The parts of a tree spec."""
     return spec.children() if hasattr(spec, "children") else spec.children_specs  # older torch has the list alone
 
 
@@ -137,14 +138,14 @@ def _in_words(spec: Any) -> str:
     if isinstance(spec.type, type) and issubclass(spec.type, dict) and isinstance(spec.context, (list, tuple)):
         return f"a {spec.type.__name__} of {', '.join(map(repr, spec.context)) or 'nothing'}"
     cls = spec.context if hasattr(spec.context, "_fields") else spec.type
-    return f"a {getattr(cls, '__name__', cls)} of {len(_children(spec))}"
+    return f"a {getattr(cls, '__name__', cls)} of {len(children(spec))}"
 
 
 def _differences(want: Any, got: Any, name: str) -> list[str]:
     """How an input differs from what is expected, by name: one difference for each place."""
     if want == got:
         return []
-    w, g = _children(want), _children(got)
+    w, g = children(want), children(got)
     if want.is_leaf() or got.is_leaf() or want.type != got.type or want.context != got.context or len(w) != len(g):
         return [f"input {name} should be {_in_words(want)}, got {_in_words(got)}"]
     keys = want.context if isinstance(want.context, (list, tuple)) and len(want.context) == len(w) else range(len(w))
@@ -163,8 +164,8 @@ def not_an_example(args: Any, kwargs: Any) -> str:
 def structure_error(args: tuple, kwargs: dict, in_spec: Any, names: list[str], remedy: str) -> Error:
     """The error for inputs that are built differently from what a graph was made for, in terms of the call. `names`: one
     for each leaf of the inputs; a positional input that is no leaf is known by its number."""
-    want_args, want_kwargs = map(_children, _children(in_spec))
-    keywords = dict(zip(_children(in_spec)[1].context or [], want_kwargs))
+    want_args, want_kwargs = map(children, children(in_spec))
+    keywords = dict(zip(children(in_spec)[1].context or [], want_kwargs))
     positional, leaf = [], 0
     for i, part in enumerate(want_args):
         positional.append(f"'{names[leaf]}'" if part.is_leaf() and leaf < len(names) else str(i))

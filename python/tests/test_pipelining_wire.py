@@ -7,6 +7,7 @@ import ranks
 import torch
 import zoo
 from plumb.pipelining import PipelineStage, SplitPoint, pipeline
+from plumb.pipelining._IR import DetachExecutor
 from plumb.pipelining.schedules import get_schedule_class
 from test_pipelining_run import LOOPED, SINGLE, V
 from torch import nn
@@ -212,6 +213,14 @@ def test_refuses_formats_that_cannot_travel(wire, message):
 def test_a_pattern_that_names_nothing_is_refused():
     with pytest.raises(plumb.Error, match="no value that crosses"):
         cut(2, wire=WIRE, wire_exclude=["nothing.like.this"])
+
+
+def test_the_executor_which_rounds_nothing_refuses_a_pipe_that_does():
+    _, pipe = cut(2, wire=WIRE)
+    with pytest.raises(plumb.Error, match="rounded between these stages"):
+        DetachExecutor(pipe).run(batch(0, 2)[0])
+    _, pipe = cut(2)
+    assert torch.equal(DetachExecutor(pipe).run(batch(0, 2)[0])[0], pipe(batch(0, 2)[0])[0])
 
 
 def test_a_copy_and_a_sent_stage_keep_the_wire():

@@ -27,7 +27,7 @@ from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
 from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
-from .._trees import not_an_example
+from .._trees import children, not_an_example
 from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
 from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark
@@ -81,22 +81,18 @@ class Source:
         return tuple(x.shape if isinstance(x, Tensor) else None for x in flat or [])
 
 
-def _parts(spec: Any) -> list:
-    return spec.children() if hasattr(spec, "children") else spec.children_specs  # older torch has the list alone
-
-
 def _call_shape(spec: Any) -> tuple[int, list[str]]:
-    args, kwargs = _parts(spec)
-    return len(_parts(args)), list(kwargs.context or [])
+    args, kwargs = children(spec)
+    return len(children(args)), list(kwargs.context or [])
 
 
 def _argument_names(in_spec: Any, parameters: list[str]) -> list[tuple[str, int]]:
-    args, kwargs = _parts(in_spec)
+    args, kwargs = children(in_spec)
     names = []
-    for i, part in enumerate(_parts(args)):
+    for i, part in enumerate(children(args)):
         name = parameters[i] if i < len(parameters) else f"arg{i}"
         names += [(name, leaf) for leaf in range(part.num_leaves)]
-    for name, part in zip(kwargs.context or [], _parts(kwargs)):
+    for name, part in zip(kwargs.context or [], children(kwargs)):
         names += [(str(name), leaf) for leaf in range(part.num_leaves)]
     return names
 
@@ -401,16 +397,16 @@ def _keys(spec: Any) -> list:
 
 def plain_loss_spec(loss: Any, spec: Any) -> Any:
     """Dicts as sequences where the model returns a class that only looks like a dict."""
-    children = spec.children() if hasattr(spec, "children") else spec.children_specs
+    parts = children(spec)
     if isinstance(loss, dict) and spec.type not in (dict, OrderedDict) and (keys := _keys(spec)):
         if set(loss) != set(keys):
             raise InvalidValue(f"the loss spec has the keys {sorted(loss)}, the outputs {sorted(keys)}")
         loss = [loss[k] for k in keys]
-        return [plain_loss_spec(part, child) for part, child in zip(loss, children)]
+        return [plain_loss_spec(part, child) for part, child in zip(loss, parts)]
     if isinstance(loss, dict) and set(loss) == set(spec.context or []):
-        return {k: plain_loss_spec(loss[k], c) for k, c in zip(spec.context, children)}
-    if isinstance(loss, (tuple, list)) and len(loss) == len(children):
-        return type(loss)(plain_loss_spec(part, child) for part, child in zip(loss, children))
+        return {k: plain_loss_spec(loss[k], c) for k, c in zip(spec.context, parts)}
+    if isinstance(loss, (tuple, list)) and len(loss) == len(parts):
+        return type(loss)(plain_loss_spec(part, child) for part, child in zip(loss, parts))
     return loss
 
 

@@ -219,6 +219,8 @@ class DetachExecutor(fx.Interpreter):
         pipe = self.module.__dict__.get("_pipe_ref", lambda: None)()
         if pipe is None:
             return super().run(*bind_inputs(self.graph, args, kwargs), initial_env=initial_env)
+        if any(format not in ("", "none") for format in (pipe._cut_arguments or {}).get("wire", ())):
+            raise Error("values are rounded between these stages, and here not", kind=ErrorKind.Unsupported, remedy="pipe(...)")
         return pipe.plain_outputs(super().run(*pipe.flat_inputs(args, kwargs), initial_env=initial_env))
 
     def call_module(self, target: Any, args: tuple, kwargs: dict) -> Any:
