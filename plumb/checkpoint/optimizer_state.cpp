@@ -5,12 +5,15 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <map>
+
 #include "plumb/core/error.h"
 
 namespace plumb {
 namespace {
 
 using torch::optim::Optimizer;
+using ReadState = std::function<at::Tensor(const std::string& key)>;
 
 // One line a part of a state: its name, and whether every state has it.
 template <class State, class Visit>
@@ -45,32 +48,39 @@ void add_state(torch::optim::OptimizerParamState& held, const std::string& name,
 }
 
 template <class State>
-std::unique_ptr<torch::optim::OptimizerParamState> read_state(const Checkpoint& checkpoint, const std::string& name,
-                                                              const at::Tensor& parameter) {
+std::unique_ptr<torch::optim::OptimizerParamState> read_state(const std::string& place, const ReadState& read_key,
+                                                              const std::string& name, const at::Tensor& parameter) {
   auto state = std::make_unique<State>();
-  size_t read = 0, there = 0;
-  for (const char* part : kParts) there += checkpoint.find_optimizer(std::string(part) + "/" + name) ? 1 : 0;
-  if (there == 0) return nullptr;
+  std::map<std::string, at::Tensor> there;
+  for (const char* part : kParts) {
+    const at::Tensor stored = read_key(std::string(part) + "/" + name);
+    if (stored.defined()) there.emplace(part, stored);
+  }
+  if (there.empty()) return nullptr;
+  const auto take = [&](const std::string& part) {
+    const auto found = there.find(part);
+    if (found == there.end())
+      throw Error(ErrorKind::UnknownName, place + ": holds no state of an optimiser '" + part + "/" + name + "'");
+    const at::Tensor stored = found->second;
+    there.erase(found);
+    return stored;
+  };
   if constexpr (requires { state->step(); }) {
     // Python's optimisers count in floating point.
-    state->step(checkpoint.read_optimizer("step/" + name).to(at::kLong).template item<int64_t>());
-    ++read;
+    state->step(take("step").to(at::kLong).template item<int64_t>());
   }
   visit_parts(*state, [&](const char* part, at::Tensor& tensor, bool always) {
-    const std::string key = std::string(part) + "/" + name;
-    if (!always && !checkpoint.find_optimizer(key)) return;
-    const at::Tensor stored = checkpoint.read_optimizer(key);
+    if (!always && !there.contains(part)) return;
+    const at::Tensor stored = take(part);
     if (stored.sizes() != parameter.sizes())
       throw Error(ErrorKind::TensorMismatch,
-                  checkpoint.folder() + ": '" + key + "' has another shape than its parameter", "",
+                  place + ": '" + part + "/" + name + "' has another shape than its parameter", "",
                   "load it into the model that it was saved from");
     tensor = stored.to(parameter.device());
-    ++read;
   });
-  if (read != there)
-    throw Error(ErrorKind::TensorMismatch,
-                checkpoint.folder() + ": the state of '" + name + "' is that of another kind of optimiser", "",
-                "resume with the optimiser that the run was begun with");
+  if (!there.empty())
+    throw Error(ErrorKind::TensorMismatch, place + ": the state of '" + name + "' is that of another kind of optimiser",
+                "", "resume with the optimiser that the run was begun with");
   return state;
 }
 
@@ -97,9 +107,16 @@ NamedTensors optimizer_state(const Optimizer& optimizer, const NamedTensors& par
 }
 
 void load_optimizer_state(Optimizer& optimizer, const NamedTensors& parameters, const Checkpoint& checkpoint) {
+  load_optimizer_state(optimizer, parameters, checkpoint.folder(), [&](const std::string& key) {
+    return checkpoint.find_optimizer(key) ? checkpoint.read_optimizer(key) : at::Tensor();
+  });
+}
+
+void load_optimizer_state(Optimizer& optimizer, const NamedTensors& parameters, const std::string& place,
+                          const ReadState& read) {
   by_kind(optimizer, [&]<class State>(const State&) {
     for (const auto& [name, parameter] : parameters) {
-      auto state = read_state<State>(checkpoint, name, parameter);
+      auto state = read_state<State>(place, read, name, parameter);
       void* key = parameter.unsafeGetTensorImpl();
       if (state) {
         optimizer.state()[key] = std::move(state);

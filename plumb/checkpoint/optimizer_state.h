@@ -20,5 +20,9 @@ NamedTensors optimizer_state(const torch::optim::Optimizer& optimizer, const Nam
 // of another shape or of another kind of optimiser.
 void load_optimizer_state(torch::optim::Optimizer& optimizer, const NamedTensors& parameters,
                           const Checkpoint& checkpoint);
+// The same from elsewhere: `read` answers the tensor of "exp_avg/NAME", the optimiser's from then on; undefined if
+// there is none. `place` begins errors.
+void load_optimizer_state(torch::optim::Optimizer& optimizer, const NamedTensors& parameters, const std::string& place,
+                          const std::function<at::Tensor(const std::string& key)>& read);
 
 }  // namespace plumb

@@ -37,11 +37,11 @@ extern "C" void on_signal(int signal, siginfo_t* info, void*) {
 
 void handle_signals() {
   // Of several processes only the one that the user started speaks.
-  speaks = !plumb::process_variable("PLUMB_STORE_SOCKET");
+  speaks = !plumb::started_by_plumb();
   struct sigaction action {};
   action.sa_sigaction = &on_signal;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
-  for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
+  for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
     struct sigaction before {};
     ::sigaction(signal, &action, &before);
     if (before.sa_handler == SIG_IGN) ::signal(signal, SIG_IGN);  // as nohup and a shell's background jobs have it

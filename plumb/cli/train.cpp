@@ -21,6 +21,7 @@
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/launch.h"
 #include "plumb/training/dry_run.h"
+#include "plumb/training/lasting.h"
 #include "plumb/training/trainer.h"
 
 namespace plumb::cli {
@@ -156,19 +157,23 @@ std::vector<std::string> own_arguments() {
   return arguments;
 }
 
-// Exit code of a training that SIGTERM ended after a checkpoint: run it again to go on (EX_TEMPFAIL of sysexits.h).
+// Exit code of a training that SIGTERM or SIGUSR1 ended after a checkpoint: run it again to go on (EX_TEMPFAIL of
+// sysexits.h).
 constexpr int kGoesOnLater = 75;
 
+bool goes_on_later(const TrainOptions& o, int signal) {
+  return (signal == SIGTERM || signal == SIGUSR1) && !o.checkpoints.empty();
+}
+
 int end_interrupted(const TrainOptions& o, int signal, bool saved) {
-  if (signal == SIGTERM && !o.checkpoints.empty() && saved) return kGoesOnLater;
+  if (goes_on_later(o, signal) && saved) return kGoesOnLater;
   std::cerr << "\nplumb: interrupted" << (saved ? "" : ", nothing was saved") << "\n";
   end_by_signal(signal);
 }
 
-std::string how_it_failed(const LaunchResult& result) {
-  const ProcessEnd& end = result.processes[result.first_failed];
-  return "rank " + std::to_string(result.first_failed) +
-         (end.was_stopped ? " was stopped by a signal for a minute"
+std::string how_it_failed(int rank, const ProcessEnd& end) {
+  return "rank " + std::to_string(rank) +
+         (end.was_stopped ? " was stopped by a signal for too long"
           : end.signal != 0
               ? " was killed by signal " + std::to_string(end.signal) + " (" + ::strsignal(end.signal) + ")"
               : " failed with exit code " + std::to_string(end.exit_code));
@@ -186,31 +191,33 @@ int launch(const TrainOptions& o) {
     if (event.is_object()) {
       print(event);
     } else {
-      std::cerr << "[rank " << rank << "] " << line << std::endl;
+      std::cerr << (rank < 0 ? "[spare] " : "[rank " + std::to_string(rank) + "] ") << line << std::endl;
     }
   };
   const KeptSignal signal(/*others=*/true);
   launch.signal = [&] { return signal.to_pass_on(); };
-  for (int64_t restart = 0;; ++restart) {
-    launch.environment = {{"PLUMB_RESTART", std::to_string(restart)}};
-    const LaunchResult result = launch_local(launch);
-    print.end_bar();
-    if (signal.taken() != 0) return end_interrupted(o, signal.taken(), print.saved());
-    if (result.first_failed < 0) return result.exit_code();
-    const std::string failed = how_it_failed(result);
-    if (restart < o.max_restarts) {
-      print({{"restart", restart + 1},
-             {"of", o.max_restarts},
-             {"why", failed + ": all start again from the last checkpoint (" + std::to_string(restart + 1) + " of " +
-                         std::to_string(o.max_restarts) + ")"}});
-      continue;
-    }
-    const ProcessEnd& end = result.processes[result.first_failed];
-    std::cerr << "plumb: " << failed << ": training ended" << (print.saved() ? "" : ", nothing was saved") << "\n";
-    if (end.signal == SIGKILL && !end.was_stopped)
-      std::cerr << "  try: less memory a process: more --stages, or smaller microbatches\n";
-    return result.exit_code();
-  }
+  launch.replacements = static_cast<int>(o.max_restarts);
+  launch.spares = static_cast<int>(o.spares);
+  launch.patience_with_stopped = launch.patience_with_silent = std::chrono::seconds(o.patience);
+  int64_t lost = 0;
+  launch.on_lost = [&](int rank, const ProcessEnd& end, const std::string& instead) {
+    print({{"restart", ++lost},
+           {"of", o.max_restarts},
+           {"rank", rank},
+           {"why", how_it_failed(rank, end) + ": " + instead + " (" + std::to_string(lost) + " of " +
+                       std::to_string(o.max_restarts) + ")"}});
+  };
+  if (o.recut) launch.fewer = [&](int left) { return fewer_processes(o, left); };
+  const LaunchResult result = launch_local(launch);
+  print.end_bar();
+  if (signal.taken() != 0) return end_interrupted(o, signal.taken(), print.saved());
+  if (result.first_failed < 0) return result.exit_code();
+  const ProcessEnd& end = result.processes[static_cast<size_t>(result.first_failed)];
+  std::cerr << "plumb: " << how_it_failed(result.first_failed, end) << ": training ended"
+            << (print.saved() ? "" : ", nothing was saved") << "\n";
+  if (end.signal == SIGKILL && !end.was_stopped)
+    std::cerr << "  try: less memory a process: more --stages, or smaller microbatches\n";
+  return result.exit_code();
 }
 
 // Says on stderr how far a long step is: first after a second, then less and less often.
@@ -242,16 +249,26 @@ int train_here(const TrainOptions& o) {
   Progress progress(2, o.json || o.processes() > 1);
   TrainHooks hooks{.event = std::ref(print), .phase = [&](const std::string& what) { progress.next(what); }};
   if (!o.json) hooks.progress = std::ref(steps);
+  const std::optional<Membership> members = Membership::from_environment();
   const bool stoppable = !o.save.empty() || !o.save_hf.empty() || !o.checkpoints.empty();
   if (stoppable) hooks.stop_signal = [&] { return signal->taken(); };
-  Trainer trainer(o, hooks);
-  progress.finish();
-  if (stoppable) signal.emplace(/*others=*/!o.checkpoints.empty());
-  const int stopped_by = trainer.run().stopped_by;
+  const auto keep_signals = [&] {
+    progress.finish();
+    if (stoppable) signal.emplace(/*others=*/!o.checkpoints.empty());
+  };
+  int stopped_by = 0;
+  if (members) {
+    keep_signals();
+    stopped_by = train_lasting(o, hooks, *members).stopped_by;
+  } else {
+    Trainer trainer(o, hooks);
+    keep_signals();
+    stopped_by = trainer.run().stopped_by;
+  }
   print.end_bar();
   // A process that plumb started leaves it to the one that started it.
-  if (stopped_by == 0 || process_variable("PLUMB_STORE_SOCKET")) return 0;
-  if (stopped_by == SIGTERM && !o.checkpoints.empty()) return kGoesOnLater;
+  if (stopped_by == 0 || started_by_plumb()) return 0;
+  if (goes_on_later(o, stopped_by)) return kGoesOnLater;
   end_by_signal(stopped_by);
 }
 
@@ -266,14 +283,28 @@ int dry_run(const TrainOptions& o) {
   return 0;
 }
 
+// Before it is needed.
+void check_recut(const TrainOptions& o) {
+  const int fewer = fewer_processes(o, o.processes() - 1);
+  if (fewer == 0)
+    throw UsageError("--recut: there is no layout on fewer processes", "leave --recut out, or more --stages");
+  try {
+    prepare_job(options_for(o, fewer), {}, {});
+  } catch (const Error& e) {
+    throw UsageError("--recut, on " + std::to_string(fewer) + " processes: " + e.message(), e.remedy());
+  }
+}
+
 int train_command(const TrainOptions& o) {
   const auto environment = discover_ranks();
   const bool alone = !environment || environment->world_size == 1;
   if (o.dry_run && alone) return dry_run(o);
-  if (!alone || o.processes() == 1) return train_here(o);
+  const bool lasts = o.max_restarts > 0 && !started_by_plumb();
+  if (!alone || (o.processes() == 1 && !lasts)) return train_here(o);
   {
     Progress progress(2, o.json);
     check_training(o, {.phase = [&](const std::string& what) { progress.next(what); }});  // said once, not by all
+    if (o.recut) check_recut(o);
   }
   return launch(o);
 }

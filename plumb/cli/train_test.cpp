@@ -221,24 +221,76 @@ TEST_F(Checkpoints, OfTiedWeightsGoOnAtTheSameCuts) {
   EXPECT_EQ(plumb(tied + "--checkpoints run --stages 2").code, 0) << "loads what another cut wrote";
 }
 
-TEST_F(Checkpoints, RestartALostRankWithTheBitsOfTheUndisturbedRun) {
-  const Ended whole = plumb(job() + "--save whole.pt2 --stages 2");
-  for (const char* fault :
-       {"kill rank 1 at 1B2 of step 7", "kill rank 0 at 0F0 of step 1", "raise rank 0 at 0B3 of step 3"}) {
-    SCOPED_TRACE(fault);
-    fs::remove_all(folder() / "run");
-    const Ended run =
-        plumb(job() + "--stages 2 --checkpoints run --checkpoint-every 3 --save other.pt2 --max-restarts 1 --inject '" +
-              fault + "'");
+// A run that loses ranks ends with the bits of the one that nothing befell.
+TEST_F(Checkpoints, ALostRankLosesNothing) {
+  const Ended whole = plumb(job() + "--save whole.pt2 --stages 3");
+  const auto lose = [&](const std::string& more, size_t lost) {
+    SCOPED_TRACE(more);
+    fs::remove(folder() / "other.pt2");
+    const Ended run = plumb(job() + "--stages 3 --save other.pt2 --max-restarts 2 " + more);
     EXPECT_EQ(run.code, 0) << run.err;
-    EXPECT_EQ(values(run, "restart"), std::vector<double>{1});
+    EXPECT_EQ(values(run, "restart").size(), lost);
+    EXPECT_EQ(by_step({run}), values(whole));
+    python(kSameWeights);
+    return run;
+  };
+  const Ended two = lose("--inject 'kill rank 0 at 0B2 of step 4' --inject 'raise rank 2 at 2F1 of step 7'", 2);
+  ASSERT_EQ(values(two, "resumed").size(), 2u);
+  EXPECT_GE(values(two, "resumed")[0], 2) << "at most one whole step is computed again";
+  EXPECT_GE(values(two, "resumed")[1], 5);
+  EXPECT_NE(two.out.find("copies in memory"), std::string::npos);
+  lose("--spares 1 --inject 'kill rank 1 at 1F0 of step 1'", 1);
+  lose("--recut --inject 'kill rank 1 at 1B3 of step 5'", 1);
+  lose("--patience 1 --inject 'stop rank 2 at 2F0 of step 5'", 1);
+  // Two beside each other have both copies of a state: the last checkpoint.
+  const Ended beside = lose(
+      "--checkpoints run --checkpoint-every 2 --inject 'kill rank 1 at 1F2 of step 6' "
+      "--inject 'kill rank 2 at 2F0 of step 6'",
+      2);
+  for (const double step : values(beside, "resumed")) EXPECT_TRUE(step == 2 || step == 4) << step;
+}
+
+TEST_F(Checkpoints, AReplicaIsACopy) {
+  const std::string layout = job() + "--microbatches 2 --stages 2 --data-parallel 2 ";
+  const Ended whole = plumb(layout + "--save whole.pt2");
+  for (const char* more :
+       {"--inject 'kill rank 3 at 1F1 of step 4'", "--recut --inject 'kill rank 0 at 0B0 of step 4'"}) {
+    SCOPED_TRACE(more);
+    const Ended run = plumb(layout + "--save other.pt2 --max-restarts 1 " + more);
+    EXPECT_EQ(run.code, 0) << run.err;
+    EXPECT_NE(run.out.find("copies in memory"), std::string::npos);
     EXPECT_EQ(by_step({run}), values(whole));
     python(kSameWeights);
   }
+}
+
+TEST_F(Checkpoints, OneProcessIsStartedAgainFromTheLastOne) {
+  const Ended whole = plumb(job() + "--save whole.pt2");
+  const Ended run = plumb(job() +
+                          "--save other.pt2 --max-restarts 1 --checkpoints run --checkpoint-every 2 "
+                          "--inject 'kill rank 0 at 0F3 of step 6'");
+  EXPECT_EQ(run.code, 0) << run.err;
+  EXPECT_EQ(values(run, "resumed"), std::vector<double>{4});
+  EXPECT_EQ(by_step({run}), values(whole));
+  python(kSameWeights);
+}
+
+TEST_F(Checkpoints, WrongWaysToLoseARankAreNamed) {
   wrong("train lm.pt2 --data tokens.bin --max-restarts 1", "--max-restarts: there are no checkpoints");
+  wrong("train lm.pt2 --data tokens.bin --stages 2 --spares 1", "--spares: no lost process is made up for");
+  wrong("train lm.pt2 --data tokens.bin --max-restarts 1 --checkpoints run --data-parallel 3 --batch 6 --recut",
+        "--recut: there is no layout on fewer processes");
+  wrong("train lm.pt2 --data tokens.bin --patience 0", "--patience");
   wrong("train lm.pt2 --data tokens.bin --inject 'kill rank 0 at 0F7 of step 1'", "rank 0 has no action 0F7");
   wrong("train lm.pt2 --data tokens.bin --inject 'kill rank 1 at 0F0 of step 1'", "there are 1 ranks");
   wrong("train lm.pt2 --data tokens.bin --inject 'kill all'", "is no fault");
+  // What another process would meet, too, is not tried again.
+  const Ended nan = plumb(
+      "train lm.pt2 --data tokens.bin --steps 50 --optimizer sgd --lr 1e30 --threads 1 --stages 2 "
+      "--max-restarts 3 --json");
+  EXPECT_EQ(nan.code, 1);
+  EXPECT_EQ(nan.out.find("restart"), nan.out.find("restarts")) << nan.out;
+  EXPECT_NE(nan.err.find("first was the value of "), std::string::npos) << nan.err;
 }
 
 TEST_F(Checkpoints, RefuseAnotherRun) {

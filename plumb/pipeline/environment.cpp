@@ -60,6 +60,8 @@ std::optional<std::string> process_variable(const std::string& name) {
   return std::string(value);
 }
 
+bool started_by_plumb() { return process_variable("PLUMB_STORE_SOCKET") || process_variable("PLUMB_PROCESS"); }
+
 std::string first_slurm_host(const std::string& list) {
   const auto open = list.find('[');
   const auto comma = list.find(',');
@@ -83,6 +85,7 @@ std::optional<RankEnvironment> discover_ranks(const Variables& variables) {
     env.launcher = "torchrun";
     read_ranks(read, env, "RANK", "WORLD_SIZE", "LOCAL_RANK");
     one_host = read.number_or("LOCAL_WORLD_SIZE", -1, 1, kMostRanks) == env.world_size || env.world_size == 1;
+    if (read.has("PLUMB_PROCESS")) env.launcher = "plumb";
     if (read.has("PLUMB_STORE_SOCKET")) {
       env.launcher = "plumb";
       if (env.rank == 0) env.listening_socket = read.number("PLUMB_STORE_SOCKET", 0, 1 << 20);

@@ -25,7 +25,8 @@ std::vector<std::uint8_t> as_bytes(const std::string& text) { return {text.begin
 
 std::string late_key(int rank) { return "plumb/late/" + std::to_string(rank); }
 
-// "Read error [127.0.0.1]:61108: Connection reset by peer": without the place in Gloo's source, and its advice.
+}  // namespace
+
 std::string what_gloo_says(const std::exception& e) {
   std::string text = first_line(e.what());
   if (!text.empty() && text[0] == '[') {
@@ -34,8 +35,6 @@ std::string what_gloo_says(const std::exception& e) {
   }
   return text.substr(0, text.find(". This is typically"));
 }
-
-}  // namespace
 
 void Transport::State::check_usable() const {
   const auto& shared = group.state();

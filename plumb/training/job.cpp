@@ -67,6 +67,20 @@ void check_rates(const TrainOptions& o) {
   }
 }
 
+void check_going_on(const TrainOptions& o) {
+  // One process has no neighbour that keeps its state.
+  const bool alone = o.max_restarts > 0 && o.processes() == 1;
+  if (o.checkpoints.empty() && (o.checkpoint_every > 0 || alone)) {
+    throw UsageError(alone ? "--max-restarts: there are no checkpoints to start again from"
+                           : "--checkpoint-every: nothing says where to",
+                     "--checkpoints FOLDER");
+  }
+  if (o.max_restarts == 0 && (o.spares > 0 || o.recut)) {
+    throw UsageError(std::string(o.recut ? "--recut" : "--spares") + ": no lost process is made up for",
+                     "--max-restarts N");
+  }
+}
+
 ExportedProgram open_program(const TrainOptions& o, const std::shared_ptr<GraphModule>& module) {
   if (module) {
     ExportedProgram program;
@@ -122,12 +136,8 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   } catch (const Error& e) {
     throw UsageError("--gradient-groups: " + e.message(), e.remedy());
   }
-  if (o.checkpoints.empty() && (o.checkpoint_every > 0 || o.max_restarts > 0)) {
-    throw UsageError(o.max_restarts > 0 ? "--max-restarts: there are no checkpoints to start again from"
-                                        : "--checkpoint-every: nothing says where to",
-                     "--checkpoints FOLDER");
-  }
-  if (!o.inject.empty()) job.fault = parse_fault(o.inject, o, job.schedule);
+  check_going_on(o);
+  for (const std::string& text : o.inject) job.faults.push_back(parse_fault(text, o, job.schedule));
   const std::string name = o.file.empty() ? "the model" : o.file;
   phase("reading " + name);
   job.program = open_program(o, parts.module);

@@ -46,7 +46,7 @@ struct TrainJob {
   std::vector<ModelParameter> trained;
   std::vector<std::vector<std::string>> by_group;  // names, by options.groups
   std::map<std::string, std::string> first_names;  // of each name, that of its tensor that comes first in the model
-  std::optional<Fault> fault;
+  std::vector<Fault> faults;
   bool tagged = false;
   int64_t rows = 0;  // of a step
 

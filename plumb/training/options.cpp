@@ -248,11 +248,20 @@ std::vector<TrainField> checkpoint_fields() {
       {"resume", &O::resume, "Go on from the newest checkpoint; with --no-resume begin at the first step"},
       {"max-restarts",
        &O::max_restarts,
-       "Where plumb starts the processes: start all of them again so often, from the last checkpoint, when one fails",
+       "Where plumb starts the processes: make up for so many that are killed, hang or fail. The others keep theirs; "
+       "the state comes from copies in the neighbours' memory, or from the last checkpoint",
        {},
        whole_number(0, 1000000)},
-      {"inject", &O::inject,
-       "A fault for drills, in the first start: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP) or raise"},
+      {"spares",
+       &O::spares,
+       "With --max-restarts: so many processes more, that have read the model and wait to take a lost one's place",
+       {},
+       whole_number(0, 1000)},
+      {"recut", &O::recut,
+       "With --max-restarts: when no spare is left, go on with fewer processes at another cut and schedule, instead of "
+       "starting a new one"},
+      {"patience", &O::patience, "Seconds that a rank which does not answer is waited for", {}, whole_number(1, 86400)},
+      {"inject", &O::inject, "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP) or raise"},
   };
 }
 

@@ -38,9 +38,10 @@ struct TrainOptions {
   std::string eval_data, eval_targets;
   int64_t eval_every = 0, eval_batches = 0;
   // Going on.
-  std::string checkpoints, inject;
-  int64_t checkpoint_every = 0, keep_last = 2, keep_every = 0, max_restarts = 0;
-  bool resume = true;
+  std::string checkpoints;
+  std::vector<std::string> inject;
+  int64_t checkpoint_every = 0, keep_last = 2, keep_every = 0, max_restarts = 0, spares = 0, patience = 60;
+  bool resume = true, recut = false;
   // What is written.
   std::string save, save_hf, dump, record, history, timeline, csv, tensorboard, page;
   int64_t timeline_steps = 1;

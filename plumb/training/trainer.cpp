@@ -19,6 +19,7 @@
 #include "plumb/training/dry_run.h"
 #include "plumb/training/evaluate.h"
 #include "plumb/training/folder_weights.h"
+#include "plumb/training/lasting.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/not_finite.h"
 #include "plumb/training/optimizer.h"
@@ -47,8 +48,7 @@ int64_t of_rank_0(const ProcessGroup& world, int64_t number) {
 class ProcessSettings {
  public:
   explicit ProcessSettings(const TrainOptions& o) : threads_(at::get_num_threads()) {
-    const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-    at::set_num_threads(o.threads > 0 ? static_cast<int>(o.threads) : std::max(1, cores / o.processes()));
+    at::set_num_threads(threads_of(o));
   }
   ~ProcessSettings() { at::set_num_threads(threads_); }
   ProcessSettings(const ProcessSettings&) = delete;
@@ -59,7 +59,7 @@ class ProcessSettings {
 
 // Of a job whose launcher has started its processes again.
 bool is_restart() {
-  for (const char* name : {"PLUMB_RESTART", "TORCHELASTIC_RESTART_COUNT"}) {
+  for (const char* name : {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"}) {
     if (process_variable(name).value_or("0") != "0") return true;
   }
   return false;
@@ -67,9 +67,21 @@ bool is_restart() {
 
 }  // namespace
 
+int threads_of(const TrainOptions& o) {
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  return o.threads > 0 ? static_cast<int>(o.threads) : std::max(1, cores / o.processes());
+}
+
 struct Trainer::State {
-  State(TrainOptions options, TrainHooks hooks, TrainParts parts);
+  State(TrainOptions options, TrainHooks hooks, TrainParts parts, TrainSession* session);
   TrainResult run();
+
+  // --- before the first step ---
+  void meet();
+  void watch_progress();
+  void make_stages_and_optimizer();
+  void go_on();
+  void make_recorder(int rank);
 
   // --- a step ---
   struct Numbers {
@@ -82,6 +94,8 @@ struct Trainer::State {
   [[noreturn]] void fail_at(int64_t step, const Numbers& numbers, const Parts& parts);
   void tell_step(int64_t step, const Numbers& numbers, const Parts& parts, double share);
   void tell_checkpoints();
+  void fail_on_purpose(size_t done);
+  void keep_copy(int64_t step);
   void evaluate(int64_t step, bool last);
   void train_step(int64_t step);
   void run_steps();
@@ -97,7 +111,10 @@ struct Trainer::State {
   const TrainOptions o;
   const TrainHooks hooks;
   const ProcessSettings settings;
-  TrainJob job;
+  TrainSession* const session;  // null: the loss of a process ends the run
+  const std::shared_ptr<TrainJob> own_job;
+  TrainJob& job;
+  std::vector<Fault> faults;  // of this rank
   ProcessGroup world;
   ReplicatedGroups groups;
   std::map<int, std::shared_ptr<StageFunction>> stages;
@@ -110,7 +127,8 @@ struct Trainer::State {
   std::unique_ptr<Evaluator> evaluator;
   std::unique_ptr<RunCheckpoints> checkpoints;
   std::vector<std::string> damaged;  // checkpoints that were passed over
-  int64_t start = 0;                 // the step of the checkpoint that this run goes on from
+  int64_t start = 0;                 // the step that this run goes on after
+  std::optional<int64_t> edge;       // of the copies that it goes on from
   std::unique_ptr<Recorder> recorder;
   std::unique_ptr<RunLog> log;  // on rank 0
   std::vector<std::vector<TimelineEvent>> timelines;
@@ -122,27 +140,60 @@ struct Trainer::State {
   TrainResult result;
 };
 
-Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts)
-    : o(std::move(options)), hooks(std::move(hooks_)), settings(o) {
+Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts, TrainSession* session_)
+    : o(std::move(options)),
+      hooks(std::move(hooks_)),
+      settings(o),
+      session(session_),
+      own_job(session ? session->job : std::make_shared<TrainJob>()),
+      job(*own_job) {
   torch::manual_seed(static_cast<uint64_t>(o.seed));
-  job = prepare_job(o, std::move(parts), hooks);
-  if (o.processes() > 1) world = make_group_from_environment();
+  if (!session) job = prepare_job(o, std::move(parts), hooks);
+  meet();
+  watch_progress();
+  make_stages_and_optimizer();
+  if (job.eval_samples) evaluator = std::make_unique<Evaluator>(o, job, *job.eval_samples, world, groups);
+  go_on();
+  PipelineOptions of_run = job.pipeline;
+  of_run.replicas = groups.replicas;
+  pipeline = std::make_unique<Pipeline>(make_layout(job.pipe->table()), job.schedule, stages, groups.pipeline, of_run);
+  if (!o.record.empty() && in_first_pipeline())
+    make_recorder(groups.pipeline.rank());  // replicas have the same weights
+}
+
+void Trainer::State::meet() {
+  if (session) {
+    world = make_gloo_group(session->place);
+  } else if (o.processes() > 1) {
+    world = make_group_from_environment();
+  }
+  world.set_timeout(std::chrono::seconds(o.patience));
   if (world.size() != o.processes()) {
     throw UsageError("--stages " + std::to_string(o.stages) + " --data-parallel " + std::to_string(o.replicas) +
                          ": the launcher started " + std::to_string(world.size()) + " processes",
                      "--stages times --data-parallel of " + std::to_string(world.size()));
   }
   groups = divide_into_replicas(world, static_cast<int>(o.replicas));
-  if (job.fault && (job.fault->rank != world.rank() || is_restart())) job.fault.reset();
-  if (job.fault || (is_first() && hooks.progress)) {
-    job.pipeline.progress = [this](size_t done, size_t total) {
-      if (is_first() && hooks.progress) hooks.progress(current, done, total);
-      if (job.fault && job.fault->step == current && done_before <= job.fault->action && done >= job.fault->action) {
-        job.fault->happen();
-      }
-      done_before = done;
-    };
+  if (!session) return;
+  if (session->members.generation() > 0) edge = session->copies.find_edge(world, job);
+  if (session->was_used && !edge) job = prepare_job(o, {}, hooks);  // as the file has it
+  session->was_used = true;
+}
+
+void Trainer::State::watch_progress() {
+  for (const Fault& fault : job.faults) {
+    if (fault.rank == world.rank() && !is_restart()) faults.push_back(fault);
   }
+  job.pipeline.progress = {};
+  if (faults.empty() && !(is_first() && hooks.progress)) return;
+  job.pipeline.progress = [this](size_t done, size_t total) {
+    if (is_first() && hooks.progress) hooks.progress(current, done, total);
+    fail_on_purpose(done);
+    done_before = done;
+  };
+}
+
+void Trainer::State::make_stages_and_optimizer() {
   const int rank = groups.pipeline.rank();
   load_folder_weights(o, job, rank);
   stages = make_stages(o, job, rank);
@@ -158,25 +209,35 @@ Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts)
     owners.push_back(job.schedule.placement.rank_of(p.stage, 0));
     measured.push_back(owners.back() == rank ? job.pipe->stage(p.stage)->state().get(p.held_as).tensor : at::Tensor());
   }
+  // None goes on before all have come (state_copies.h).
   for (int r = 0; r < groups.pipeline.size(); ++r) owners.push_back(r);
   owners.push_back(job.schedule.placement.rank_of(job.schedule.num_stages() - 1, 0));
   optimizer = std::make_unique<Optimizer>(o, job.tagged, parameters);
   if (o.accumulate > 1) passes = std::make_unique<PassSum>(parameters);
-  if (job.eval_samples) evaluator = std::make_unique<Evaluator>(o, job, *job.eval_samples, world, groups);
-  if (!o.checkpoints.empty()) {
+}
+
+// From the others' copies, or from the newest checkpoint, if there are any.
+void Trainer::State::go_on() {
+  if (!o.checkpoints.empty())
     checkpoints = std::make_unique<RunCheckpoints>(o, job, world, groups, parameters, *optimizer);
+  if (edge) {
+    const RankState state{held_tensors(job, groups.pipeline.rank()), &parameters, optimizer.get()};
+    const Json counted = session->copies.restore(world, job, state);
+    job.batches->load_state(counted.value("data", Json()));
+    job.pipeline.gradient_groups = counted.value("gradient_groups", job.pipeline.gradient_groups);
+    start = *edge;
+  } else if (checkpoints) {
     start = checkpoints->resume(damaged);
   }
-  PipelineOptions of_run = job.pipeline;
-  of_run.replicas = groups.replicas;
-  pipeline = std::make_unique<Pipeline>(make_layout(job.pipe->table()), job.schedule, stages, groups.pipeline, of_run);
-  if (!o.record.empty() && in_first_pipeline()) {  // replicas have the same weights
-    const bool part = o.stages > 1;
-    recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, rank),
-                                          RecorderOptions{.append = start > 0, .part = part});
-    for (const auto& [index, stage] : stages) {
-      recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), part ? index : -1);
-    }
+  if (session) session->copies.connect(world, static_cast<int>(o.replicas));
+}
+
+void Trainer::State::make_recorder(int rank) {
+  const bool part = o.stages > 1;
+  recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, rank),
+                                        RecorderOptions{.append = start > 0, .part = part});
+  for (const auto& [index, stage] : stages) {
+    recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), part ? index : -1);
   }
 }
 
@@ -213,6 +274,7 @@ Trainer::State::Numbers Trainer::State::compute(int64_t step, const Parts& parts
   }
   shared.resize(owners.size() - 1, resident_memory());
   shared.push_back(numbers.loss);
+  if (session) session->copies.settle();
   share_numbers(groups.pipeline, owners, shared);
   numbers.loss = shared.back();
   numbers.memory = *std::max_element(shared.begin() + static_cast<int64_t>(measured.size()), shared.end() - 1);
@@ -317,10 +379,27 @@ void Trainer::State::tell_checkpoints() {
   }
 }
 
+// `done`: actions of the step.
+void Trainer::State::fail_on_purpose(size_t done) {
+  for (const Fault& fault : faults) {
+    if (fault.step != current || fault.action > done || (done > 0 && fault.action <= done_before)) continue;
+    if (session && !session->members.is_first_to(fault.text)) continue;
+    event({{"injected", fault.text}});
+    fault.happen();
+  }
+}
+
+void Trainer::State::keep_copy(int64_t step) {
+  if (!session) return;
+  const RankState state{held_tensors(job, groups.pipeline.rank()), &parameters, optimizer.get()};
+  session->copies.take(step, state,
+                       {{"data", job.batches->state()}, {"gradient_groups", job.pipeline.gradient_groups}});
+}
+
 void Trainer::State::train_step(int64_t step) {
   current = step;
   done_before = 0;
-  if (job.fault && job.fault->step == step && job.fault->action == 0) job.fault->happen();
+  fail_on_purpose(0);
   const Parts parts = cut_batch(o, job.batches->next(), parts_of_step(o));
   const double share = rate_share(o, step);
   optimizer->set_rate(share);
@@ -346,6 +425,9 @@ void Trainer::State::train_step(int64_t step) {
 void Trainer::State::run_steps() {
   result.steps = start;
   int64_t stopped_by = 0;
+  keep_copy(start);
+  // The one that was being written may have been given up.
+  if (checkpoints && edge && start > 0) checkpoints->save(start, start == o.steps);
   for (int64_t step = start + 1; step <= o.steps && stopped_by == 0; ++step) {
     train_step(step);
     if (hooks.stop_signal) stopped_by = of_rank_0(world, is_first() ? hooks.stop_signal() : 0);
@@ -358,10 +440,16 @@ void Trainer::State::run_steps() {
       timelines.push_back(pipeline->gather_timeline());
       last_timeline = step;
     }
+    keep_copy(step);
   }
   if (checkpoints) checkpoints->wait();
   tell_checkpoints();
   finish(stopped_by);
+  // Who is through could not help one that is lost now.
+  std::vector<int> each;
+  for (int r = 0; r < world.size(); ++r) each.push_back(r);
+  std::vector<double> through(each.size());
+  if (session) share_numbers(world, each, through);
 }
 
 TrainResult Trainer::State::run() {
@@ -369,15 +457,16 @@ TrainResult Trainer::State::run() {
     if (is_first()) event(to_json(measure_needs(o, job)));
     return result;
   }
-  if (is_first()) {
+  if (is_first() && edge) event({{"resumed", start}, {"folder", "copies in memory"}});
+  if (is_first() && !edge) {
     event({{"options", to_toml(o)}});
     for (size_t g = 0; g < job.by_group.size(); ++g) event({{"group", o.groups[g]}, {"parameters", job.by_group[g]}});
     if (job.tagged)
       event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
     for (const std::string& problem : damaged) event({{"checkpoint_problem", problem}});
     if (start > 0) event({{"resumed", start}, {"folder", o.checkpoints}});
-    log = std::make_unique<RunLog>(o, start);
   }
+  if (is_first()) log = std::make_unique<RunLog>(o, start);
   begin = Clock::now();
   try {
     run_steps();
@@ -389,7 +478,9 @@ TrainResult Trainer::State::run() {
 }
 
 Trainer::Trainer(TrainOptions options, TrainHooks hooks, TrainParts parts)
-    : state_(std::make_unique<State>(std::move(options), std::move(hooks), std::move(parts))) {}
+    : state_(std::make_unique<State>(std::move(options), std::move(hooks), std::move(parts), nullptr)) {}
+Trainer::Trainer(TrainOptions options, TrainHooks hooks, TrainSession& session)
+    : state_(std::make_unique<State>(std::move(options), std::move(hooks), TrainParts(), &session)) {}
 Trainer::~Trainer() = default;
 TrainResult Trainer::run() { return state_->run(); }
 

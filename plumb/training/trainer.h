@@ -16,6 +16,8 @@
 
 namespace plumb {
 
+struct TrainSession;
+
 struct TrainResult {
   int64_t steps = 0;  // the last one that was done
   double loss = 0;    // of it, over all rows
@@ -27,6 +29,8 @@ class Trainer {
  public:
   // Reads everything, checks it and meets the other ranks. Throws UsageError or Error.
   explicit Trainer(TrainOptions options, TrainHooks hooks = {}, TrainParts parts = {});
+  // The same as a part of a run that goes on when a process is lost (lasting.h).
+  Trainer(TrainOptions options, TrainHooks hooks, TrainSession& session);
   ~Trainer();
   Trainer(const Trainer&) = delete;
 
@@ -40,6 +44,9 @@ class Trainer {
 };
 
 TrainResult train(const TrainOptions& options, const TrainHooks& hooks = {});
+
+// Of each process: options.threads, or the cores shared out.
+int threads_of(const TrainOptions& options);
 
 // Everything that can be wrong before the first step, without other ranks: throws UsageError or Error.
 void check_training(const TrainOptions& options, const TrainHooks& hooks = {});

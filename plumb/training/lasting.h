@@ -1,0 +1,34 @@
+// A training that goes on when a process is lost, as a process of plumb's own launcher (pipeline/launch.h).
+//
+// When a rank is lost, every other one gets Error(Communication). It drops everything that belongs to the group of that
+// generation, keeps its process, its model and the copies of state (state_copies.h), and waits for the next generation
+// (pipeline/generations.h). There all ranks agree on the last edge of which everything is held, take it from the copies
+// or, if there is none, from the last checkpoint, and go on. Any other error ends the process: its rank is lost.
+#pragma once
+
+#include "plumb/pipeline/generations.h"
+#include "plumb/training/state_copies.h"
+#include "plumb/training/trainer.h"
+
+namespace plumb {
+
+// What a process keeps from one generation to the next.
+struct TrainSession {
+  Membership members;
+  RankEnvironment place;  // in the generation that runs
+  StateCopies copies;
+  std::shared_ptr<TrainJob> job;
+  bool was_used = false;  // the job's weights are no longer the file's
+};
+
+// As train(); a spare process returns when it was not needed.
+TrainResult train_lasting(const TrainOptions& options, const TrainHooks& hooks, Membership members);
+
+// The most processes, at most `left`, that the training can be run on with the bits of the options' own layout: fewer
+// stages, or with one stage fewer replicas. 0: none.
+int fewer_processes(const TrainOptions& options, int left);
+// Its options on so many: the cut balanced anew, the schedule the one of plumb's that is quickest for stages of equal
+// cost.
+TrainOptions options_for(const TrainOptions& options, int processes);
+
+}  // namespace plumb

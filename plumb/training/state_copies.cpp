@@ -1,0 +1,316 @@
+#include "plumb/training/state_copies.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "plumb/checkpoint/optimizer_state.h"
+#include "plumb/checkpoint/safetensors_header.h"
+#include "plumb/core/error.h"
+#include "plumb/core/json_text.h"
+#include "plumb/pipeline/transport.h"
+
+namespace plumb {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int64_t kAlignment = 64;
+constexpr const char* kModel = "model/";
+constexpr const char* kOptimizer = "optimizer/";
+constexpr int kDepth = 64;
+
+// A copy: lengths of the header and of what was counted, these two, and after a multiple of 64 bytes the tensors as the
+// header says (that of a safetensors file).
+struct Lengths {
+  int64_t header = 0, counted = 0;
+  int64_t data() const {
+    return (static_cast<int64_t>(sizeof(Lengths)) + header + counted + kAlignment - 1) / kAlignment * kAlignment;
+  }
+};
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw Error(ErrorKind::Communication, "the copy of a rank's state " + what, "",
+              "run the same version of plumb on every rank");
+}
+
+// "exp_avg/layers.0.weight" is of layers.0.weight.
+std::string name_of(const std::string& key) {
+  if (key.starts_with(kModel)) return key.substr(std::strlen(kModel));
+  const size_t end = key.find('/', std::strlen(kOptimizer));
+  return end == std::string::npos ? key : key.substr(end + 1);
+}
+
+NamedTensors everything(const RankState& state) {
+  NamedTensors all;
+  for (const auto& [name, tensor] : state.held) all.emplace_back(kModel + name, tensor);
+  if (state.optimizer->torch() == nullptr) return all;
+  NamedTensors parameters;
+  for (const NamedTensor& p : *state.parameters) parameters.emplace_back(p.name, p.tensor);
+  for (auto& [name, tensor] : optimizer_state(*state.optimizer->torch(), parameters))
+    all.emplace_back(kOptimizer + name, tensor);
+  return all;
+}
+
+Json parse_or_refuse(const std::string& text) {
+  try {
+    return parse_json(text, kDepth);
+  } catch (const std::exception& e) {
+    refuse(std::string("is described in no JSON: ") + e.what());
+  }
+}
+
+std::string text_of(const at::Tensor& bytes) {
+  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.nbytes())};
+}
+
+at::Tensor bytes_of(const std::string& text) {
+  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::memcpy(bytes.data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+}  // namespace
+
+NamedTensors held_tensors(const TrainJob& job, int rank) {
+  NamedTensors held;
+  std::set<std::string> seen;
+  for (const int stage : job.schedule.placement.stages_of(rank)) {
+    for (const Attr& attr : job.pipe->stage(stage)->state()) {
+      if (attr.kind == AttrKind::Constant) continue;
+      const auto first = job.first_names.find(attr.name);
+      const std::string& name = first == job.first_names.end() ? attr.name : first->second;
+      if (seen.insert(name).second) held.emplace_back(name, attr.tensor);
+    }
+  }
+  return held;
+}
+
+std::set<std::string> StateCopies::Opened::names() const {
+  std::set<std::string> names;
+  for (const auto& [key, tensor] : tensors) {
+    if (key.starts_with(kModel)) names.insert(name_of(key));
+  }
+  return names;
+}
+
+void StateCopies::lay_out(const NamedTensors& tensors) {
+  const auto same = [&] {
+    if (tensors.size() != names_.size()) return false;
+    for (size_t i = 0; i < names_.size(); ++i) {
+      if (tensors[i].first != names_[i]) return false;
+    }
+    return true;
+  };
+  if (same()) return;
+  std::vector<size_t> order(tensors.size());
+  std::iota(order.begin(), order.end(), 0);
+  // Each at a multiple of its element's size.
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return tensors[a].second.element_size() > tensors[b].second.element_size();
+  });
+  check_holdable("the copy of a rank's state", tensors);
+  names_.clear();
+  for (const auto& [name, tensor] : tensors) names_.push_back(name);
+  offsets_.assign(tensors.size(), 0);
+  data_bytes_ = 0;
+  Json header = Json::object();
+  for (const size_t i : order) {
+    const at::Tensor& tensor = tensors[i].second;
+    offsets_[i] = data_bytes_;
+    data_bytes_ += static_cast<int64_t>(tensor.nbytes());
+    header[names_[i]] = {{"dtype", safetensors_dtype(tensor.scalar_type())},
+                         {"shape", tensor.sizes().vec()},
+                         {"data_offsets", {offsets_[i], data_bytes_}}};
+  }
+  header_ = header.dump();
+}
+
+void StateCopies::take(int64_t edge, const RankState& state, const Json& counted) {
+  const at::NoGradGuard no_grad;
+  if (first_ < 0) first_ = edge;
+  // All have taken the first edge of this generation, and their neighbours have it.
+  if (edge > first_) before_.clear();
+  const NamedTensors all = everything(state);
+  lay_out(all);
+  const std::string counted_text = counted.dump();
+  const Lengths lengths{static_cast<int64_t>(header_.size()), static_cast<int64_t>(counted_text.size())};
+  Copy& copy = own_[edge % 2];
+  const int64_t bytes = lengths.data() + data_bytes_;
+  copy.edge = -1;
+  if (!copy.bytes.defined() || copy.bytes.numel() != bytes) copy.bytes = at::empty({bytes}, at::kByte);
+  char* to = static_cast<char*>(copy.bytes.data_ptr());
+  std::memset(to, 0, static_cast<size_t>(lengths.data()));
+  std::memcpy(to, &lengths, sizeof lengths);
+  std::memcpy(to + sizeof lengths, header_.data(), header_.size());
+  std::memcpy(to + sizeof lengths + header_.size(), counted_text.data(), counted_text.size());
+  to += lengths.data();
+  for (size_t i = 0; i < all.size(); ++i) {
+    const at::Tensor& tensor = all[i].second;
+    if (tensor.nbytes() == 0) continue;
+    if (tensor.is_cpu() && tensor.is_contiguous()) {
+      std::memcpy(to + offsets_[i], tensor.const_data_ptr(), tensor.nbytes());
+    } else {
+      at::from_blob(to + offsets_[i], tensor.sizes(), at::dtype(tensor.scalar_type())).copy_(tensor.detach());
+    }
+  }
+  copy.edge = last_ = edge;
+  if (ring_) ring_->begin(edge, copy.bytes);
+  settled_ = false;
+}
+
+void StateCopies::settle() {
+  if (settled_) return;
+  settled_ = true;
+  if (ring_) theirs_[last_ % 2] = {last_, ring_->finish()};
+}
+
+void StateCopies::leave() {
+  ring_.reset();
+  for (Copy* copy : {&own_[0], &own_[1], &theirs_[0], &theirs_[1]}) {
+    if (copy->edge >= 0) before_.push_back(open(*copy));
+    *copy = {};
+  }
+  first_ = last_ = -1;
+  settled_ = true;
+  names_.clear();
+}
+
+StateCopies::Opened StateCopies::open(const Copy& copy) {
+  const auto* from = static_cast<const char*>(copy.bytes.const_data_ptr());
+  const int64_t bytes = copy.bytes.numel();
+  Lengths lengths;
+  if (bytes < static_cast<int64_t>(sizeof lengths)) refuse("is cut off");
+  std::memcpy(&lengths, from, sizeof lengths);
+  const auto fits = [&](int64_t length) { return length >= 0 && length <= bytes; };
+  if (!fits(lengths.header) || !fits(lengths.counted) || lengths.data() > bytes) refuse("is cut off");
+  Opened opened;
+  opened.edge = copy.edge;
+  from += sizeof lengths;
+  opened.counted = parse_or_refuse(std::string(from + lengths.header, static_cast<size_t>(lengths.counted)));
+  const SafetensorsHeader header =
+      parse_safetensors_header("the copy of a rank's state", {from, static_cast<size_t>(lengths.header)},
+                               static_cast<uint64_t>(bytes - lengths.data()));
+  for (const SafetensorsEntry& entry : header.entries) {
+    const int64_t at = lengths.data() + static_cast<int64_t>(entry.offset);
+    if (at % c10::elementSize(entry.dtype) != 0) refuse("has tensors at odd places");
+    opened.tensors[entry.name] =
+        copy.bytes.narrow(0, at, static_cast<int64_t>(entry.bytes)).view(entry.dtype).view(entry.sizes);
+  }
+  return opened;
+}
+
+std::optional<int64_t> StateCopies::find_edge(const ProcessGroup& world, const TrainJob& job) {
+  Json own = Json::array();
+  for (const Opened& copy : before_)
+    own.push_back({{"edge", copy.edge}, {"names", copy.names()}, {"counted", copy.counted}});
+  const auto texts = Transport(world).exchange(own.dump());
+  std::map<int64_t, std::vector<std::set<std::string>>> held;  // by edge and rank
+  std::map<int64_t, Json> counted;
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    const Json said = parse_or_refuse(texts[rank]);
+    try {
+      for (const Json& copy : said) {
+        auto& by_rank = held[copy.at("edge").get<int64_t>()];
+        by_rank.resize(texts.size());
+        const auto names = copy.at("names").get<std::vector<std::string>>();
+        by_rank[rank].insert(names.begin(), names.end());
+        counted.emplace(copy.at("edge").get<int64_t>(), copy.at("counted"));
+      }
+    } catch (const Json::exception& e) {
+      refuse(std::string("is described otherwise than expected: ") + e.what());
+    }
+  }
+  std::set<std::string> wanted;
+  for (int rank = 0; rank < job.schedule.num_ranks(); ++rank) {
+    for (const auto& [name, tensor] : held_tensors(job, rank)) wanted.insert(name);
+  }
+  std::optional<int64_t> found;
+  for (auto it = held.rbegin(); it != held.rend() && !found; ++it) {
+    const bool all = std::all_of(wanted.begin(), wanted.end(), [&](const std::string& name) {
+      return std::any_of(it->second.begin(), it->second.end(), [&](const auto& names) { return names.contains(name); });
+    });
+    if (all) found = it->first;
+  }
+  std::erase_if(before_, [&](const Opened& copy) { return copy.edge != found; });
+  if (!found) return found;
+  held_by_ = held[*found];
+  counted_ = counted[*found];
+  return found;
+}
+
+Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, const RankState& state) {
+  const at::NoGradGuard no_grad;
+  const int size = world.size(), me = world.rank(), length = job.schedule.num_ranks();
+  std::map<std::string, at::Tensor> mine;
+  for (const Opened& copy : before_) mine.insert(copy.tensors.begin(), copy.tensors.end());
+  // Who gives whom: a rank what it has itself, else the first one that has it.
+  std::vector<std::set<std::string>> to(static_cast<size_t>(size));
+  std::set<int> from;
+  for (int rank = 0; rank < size; ++rank) {
+    for (const auto& [name, tensor] : held_tensors(job, rank % length)) {
+      if (held_by_[static_cast<size_t>(rank)].contains(name)) continue;
+      const auto holder =
+          std::find_if(held_by_.begin(), held_by_.end(), [&](const auto& names) { return names.contains(name); });
+      const int giver = static_cast<int>(holder - held_by_.begin());
+      if (giver == me) to[static_cast<size_t>(rank)].insert(name);
+      if (rank == me) from.insert(giver);
+    }
+  }
+  MessagePlan plan;
+  std::vector<std::vector<MessageValue>> values;
+  for (int rank = 0; rank < size; ++rank) {
+    if (to[static_cast<size_t>(rank)].empty()) continue;
+    Json keys = Json::array();
+    std::vector<MessageValue> message(1);
+    for (const auto& [key, tensor] : mine) {
+      if (!to[static_cast<size_t>(rank)].contains(name_of(key))) continue;
+      keys.push_back(key);
+      message.push_back({tensor});
+    }
+    message[0].tensor = bytes_of(keys.dump());
+    plan.sends.push_back({{MessageKind::Exchange, me, rank}, rank});
+    values.push_back(std::move(message));
+  }
+  for (const int rank : from) plan.receives.push_back({{MessageKind::Exchange, rank, me}, rank});
+  Transport transport(world);
+  transport.begin_step(plan);
+  for (size_t i = 0; i < values.size(); ++i) transport.send(static_cast<int>(i), values[i]);
+  for (size_t i = 0; i < plan.receives.size(); ++i) {
+    const auto came = transport.receive(static_cast<int>(i), "going on").values;
+    const Json keys = came.empty() || !came[0].tensor.defined() || came[0].tensor.scalar_type() != at::kByte
+                          ? Json()
+                          : parse_or_refuse(text_of(came[0].tensor));
+    if (!keys.is_array() || keys.size() + 1 != came.size()) refuse("comes without its names");
+    for (size_t k = 0; k < keys.size(); ++k) {
+      if (!keys[k].is_string() || !came[k + 1].tensor.defined()) refuse("comes without its names");
+      mine.emplace(keys[k].get<std::string>(), came[k + 1].tensor);
+    }
+  }
+  transport.end_step();
+  for (const auto& [name, tensor] : state.held) {
+    const auto found = mine.find(kModel + name);
+    if (found == mine.end() || found->second.sizes() != tensor.sizes() ||
+        found->second.scalar_type() != tensor.scalar_type())
+      refuse("has no " + name + " of this shape");
+    tensor.detach().copy_(found->second);
+  }
+  if (state.optimizer->torch() != nullptr) {
+    NamedTensors parameters;
+    for (const NamedTensor& p : *state.parameters) parameters.emplace_back(p.name, p.tensor);
+    load_optimizer_state(*state.optimizer->torch(), parameters, "the copy of a rank's state",
+                         [&](const std::string& key) {
+                           const auto found = mine.find(kOptimizer + key);
+                           return found == mine.end() ? at::Tensor() : found->second.clone();
+                         });
+  }
+  return counted_;
+}
+
+void StateCopies::connect(const ProcessGroup& world, int replicas) {
+  if (world.size() > 1 && replicas == 1) ring_ = std::make_unique<CopyRing>(world);
+}
+
+}  // namespace plumb

@@ -1,0 +1,159 @@
+"""Trainings of the command whose launcher, or whose user, ends them: nothing is left, and they go on."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+COMMAND = os.path.abspath(os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb"))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(256, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 256))
+
+    def forward(self, tokens):
+        return self.layers(self.embedding(tokens))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lost")
+    torch.manual_seed(0)
+    torch.export.save(torch.export.export(Net(), (torch.zeros(2, 12, dtype=torch.long),)), folder / "net.pt2")
+    (folder / "tokens.bin").write_bytes(bytes(range(97, 105)) * 500)
+    return folder
+
+
+def arguments(steps, *more):
+    words = f"train ../net.pt2 --data ../tokens.bin --steps {steps} --microbatches 2 --stages 2 --threads 1 --json"
+    return [COMMAND, *words.split(), *more]
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    place = model / tmp_path.name
+    place.mkdir()
+    return place
+
+
+def processes_in(folder):
+    found = []
+    for entry in os.listdir("/proc"):
+        try:
+            if entry.isdigit() and os.readlink(f"/proc/{entry}/cwd") == str(folder):
+                found.append(int(entry))
+        except OSError:
+            pass
+    return found
+
+
+def wait_until_none(folder):
+    for _ in range(100):
+        if not processes_in(folder):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"left: {processes_in(folder)}")
+
+
+def start(folder, *words, **settings):
+    return subprocess.Popen(
+        [*words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **settings
+    )
+
+
+def read_steps(process, count):
+    while count > 0:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        count -= '"loss"' in line
+
+
+@pytest.mark.parametrize("signals", [["SIGINT", "SIGINT"], ["SIGKILL"]])
+def test_no_process_and_no_file_is_left(folder, signals):
+    """Ctrl-C twice means now, and a launcher that is killed takes its processes with it."""
+    process = start(folder, *arguments(1000000, "--max-restarts", "2", "--spares", "1", "--checkpoints", "run"))
+    read_steps(process, 3)
+    assert len(processes_in(folder)) == 4
+    for name in signals:
+        process.send_signal(getattr(signal, name))
+        time.sleep(0.02)
+    process.wait(timeout=20)
+    assert process.returncode != 0
+    wait_until_none(folder)
+    assert [name for name in os.listdir(folder) if "writing" in name or "tmp" in name] == []
+
+
+def ports_of(pids):
+    """Ports of loopback at which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                target = os.readlink(f"/proc/{pid}/fd/{link}")
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    rows = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def test_no_port_is_left_when_a_lost_rank_was_made_up_for(folder):
+    process = start(folder, *arguments(400, "--max-restarts", "2", "--inject", "kill rank 0 at 0B1 of step 3"))
+    read_steps(process, 20)
+    ports = ports_of(processes_in(folder))
+    assert ports, "the store's"
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    wait_until_none(folder)
+    for port in ports:
+        with socket.socket() as one:
+            assert one.connect_ex(("127.0.0.1", port)) != 0, "nobody listens there any more"
+
+
+def test_torchrun_starts_all_again_from_the_checkpoint(folder):
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words += ["--no-python", *arguments(6, "--checkpoints", "run", "--checkpoint-every", "2")]
+    process = start(folder, *words, "--inject", "kill rank 1 at 1F1 of step 5")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert '"resumed":4' in out, out
+    whole = subprocess.run(arguments(6), cwd=folder, check=True, capture_output=True, text=True).stdout
+    last = [line.split('"lr"')[0] for line in whole.splitlines() if '"step":6' in line]
+    assert last and last[0] in out
+
+
+def test_srun_gives_notice_and_the_job_goes_on(folder):
+    """SIGUSR1 to every task: a checkpoint, and exit code 75; the job that is queued again goes on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def tasks(steps, restarts):
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+        environment |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+        environment |= {"MASTER_PORT": str(port), "SLURM_RESTART_COUNT": str(restarts)}
+        words = arguments(steps, "--checkpoints", "run")
+        return [start(folder, *words, env=environment | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in (0, 1)]
+
+    first = tasks(1000000, 0)
+    read_steps(first[0], 3)
+    for task in first:
+        task.send_signal(signal.SIGUSR1)
+    outs = [task.communicate(timeout=60) for task in first]
+    assert [task.returncode for task in first] == [75, 75], outs
+    checkpoint = max(name for name in os.listdir(folder / "run") if name.startswith("step-"))
+    step = int(checkpoint.removeprefix("step-"))
+    again = tasks(step + 2, 1)
+    outs = [task.communicate(timeout=60) for task in again]
+    assert [task.returncode for task in again] == [0, 0], outs
+    assert f'"resumed":{step}' in outs[0][0]
