@@ -51,7 +51,8 @@ std::vector<std::string> child_environment(const std::vector<std::pair<std::stri
     if (equals != std::string::npos) values[text.substr(0, equals)] = text.substr(equals + 1);
   }
   // Left over from a launcher around this one, these would mean something else.
-  for (const char* name : {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}) {
+  for (const char* name : {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+                           "PLUMB_PROCESS", "PLUMB_STORE_SOCKET"}) {
     values.erase(name);
   }
   for (const auto& [name, value] : variables) values[name] = value;

@@ -32,6 +32,7 @@ constexpr const char* kEnd = "end";
 constexpr const char* kInVain = "plumb/in-vain";
 
 std::string generation_key(int number) { return "plumb/generation/" + std::to_string(number); }
+std::string ready_key(int process) { return "plumb/ready/" + std::to_string(process); }
 std::string left_key(int number) { return "plumb/left/" + std::to_string(number); }
 std::string left_key(int number, int process) { return left_key(number) + "/" + std::to_string(process); }
 
@@ -61,6 +62,7 @@ void Generations::end() { store_->set(generation_key(++number_), kEnd); }
 
 bool Generations::anyone_left() const { return store_->has(left_key(number_)); }
 bool Generations::has_left(int process) const { return store_->has(left_key(number_, process)); }
+bool Generations::is_ready(int process) const { return store_->has(ready_key(process)); }
 bool Generations::in_vain() const { return store_->has(kInVain); }
 
 std::optional<Membership> Membership::from_environment() {
@@ -85,6 +87,7 @@ std::optional<Membership> Membership::from_environment() {
 }
 
 std::optional<RankEnvironment> Membership::next() {
+  if (number_ < 0) store_->set(ready_key(process_), "1");
   while (true) {
     const std::string text = store_->get(generation_key(number_ + 1));
     if (text == kEnd) return std::nullopt;

@@ -31,6 +31,8 @@ class Generations {
   // Whether someone has left the generation that runs, and whether this process has.
   bool anyone_left() const;
   bool has_left(int process) const;
+  // Whether it waits for its first one.
+  bool is_ready(int process) const;
   // Whether a process has said that others in its place would fail as well.
   bool in_vain() const;
 

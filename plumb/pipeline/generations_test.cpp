@@ -24,6 +24,7 @@ using testing::HasSubstr;
 Role lasting_role("lasting", [] {
   auto me = Membership::from_environment();
   const std::string kind = setting("KIND");
+  if (kind == "twice" && std::getenv("PLUMB_PROCESS") == std::string("3")) return 5;  // the first new one
   while (const auto place = me->next()) {
     try {
       ProcessGroup world = make_gloo_group(*place);
@@ -33,7 +34,7 @@ Role lasting_role("lasting", [] {
         ring.begin(edge, torch::full({1000 + edge}, world.rank(), torch::kByte));
         const bool faulty = world.rank() == number_setting("FAULTY", 1) && edge == 3;
         if (faulty && me->is_first_to("fail")) {
-          if (kind == "kill") ::raise(SIGKILL);
+          if (kind == "kill" || kind == "twice") ::raise(SIGKILL);
           if (kind == "stop") ::raise(SIGSTOP);
           if (kind == "exit") return 3;
           if (kind == "good") me->fail_for_good();
@@ -110,6 +111,13 @@ TEST(Generations, GoOnWithFewer) {
   EXPECT_THAT(run.met, ElementsAre("1:01", "1:01"));
   const Lasting one = run_lasting("kill", 0, [](LaunchOptions& o) { o.fewer = [](int) { return 1; }; });
   EXPECT_EQ(one.result.exit_code(), 0) << "the other one waits and is not needed" << one.errors;
+}
+
+TEST(Generations, WaitForANewProcessThatFailsBeforeItJoins) {
+  const Lasting run = run_lasting("twice", 1, [](LaunchOptions& o) { o.replacements = 2; });
+  EXPECT_EQ(run.result.exit_code(), 0) << run.errors;
+  EXPECT_THAT(run.met, ElementsAre("1:012", "1:012", "1:012"));
+  EXPECT_EQ(run.lost.size(), 2u);
 }
 
 TEST(Generations, KillAProcessThatIsStopped) {

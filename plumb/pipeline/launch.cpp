@@ -116,7 +116,7 @@ class Launch {
       if (children_[members_[r]].failed() && !missing_.contains(static_cast<int>(r)) && !replace(static_cast<int>(r)))
         return false;
     }
-    if (!all_have_left()) return true;
+    if (!all_have_left() || !all_are_ready()) return true;
     // They lost each other, and all are there.
     if (used_ == used_before_ && used_++ >= options_.replacements) return false;
     go_on();
@@ -157,6 +157,16 @@ class Launch {
       if (Clock::now() - failing_since_ > options_.patience_with_silent) children_.signal(member, SIGKILL, false);
     }
     return all;
+  }
+
+  // A new process that fails before it can join is made up for while the others wait.
+  bool all_are_ready() const {
+    for (size_t r = 0; r < members_.size(); r++) {
+      const int member = members_[r];
+      const bool is_new = !taking_part_.contains(member) && !missing_.contains(static_cast<int>(r));
+      if (is_new && !generations_->is_ready(member)) return false;
+    }
+    return true;
   }
 
   void go_on() {
