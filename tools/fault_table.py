@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-STAGES, MICROBATCHES, PATIENCE = 4, 4, 1
+STAGES, MICROBATCHES, PATIENCE = 4, 4, 2
 
 
 class Model(nn.Module):

@@ -239,9 +239,8 @@ TEST_F(Checkpoints, ALostRankLosesNothing) {
   EXPECT_GE(values(two, "resumed")[0], 2) << "at most one whole step is computed again";
   EXPECT_GE(values(two, "resumed")[1], 5);
   EXPECT_NE(two.out.find("copies in memory"), std::string::npos);
-  lose("--spares 1 --inject 'kill rank 1 at 1F0 of step 1'", 1);
+  lose("--spares 1 --patience 1 --inject 'kill rank 1 at 1F0 of step 1' --inject 'stop rank 2 at 2F0 of step 6'", 2);
   lose("--recut --inject 'kill rank 1 at 1B3 of step 5'", 1);
-  lose("--patience 1 --inject 'stop rank 2 at 2F0 of step 5'", 1);
   // Two beside each other have both copies of a state: the last checkpoint.
   const Ended beside = lose(
       "--checkpoints run --checkpoint-every 2 --inject 'kill rank 1 at 1F2 of step 6' "

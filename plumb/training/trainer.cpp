@@ -233,9 +233,9 @@ void Trainer::State::go_on() {
 }
 
 void Trainer::State::make_recorder(int rank) {
-  const bool part = o.stages > 1;
+  const bool part = o.stages > 1, is_later = session && session->members.generation() > 0;
   recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, rank),
-                                        RecorderOptions{.append = start > 0, .part = part});
+                                        RecorderOptions{.append = start > 0 || is_later, .part = part});
   for (const auto& [index, stage] : stages) {
     recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), part ? index : -1);
   }
