@@ -171,18 +171,19 @@ class Launch {
 
   void go_on() {
     if (!missing_.empty()) {
+      const auto missing = std::exchange(missing_, {});
       std::vector<int> left;
       for (size_t r = 0; r < members_.size(); r++) {
-        if (!missing_.contains(static_cast<int>(r))) left.push_back(members_[r]);
+        if (!missing.contains(static_cast<int>(r))) left.push_back(members_[r]);
       }
       const int wanted = left.empty() ? 0 : options_.fewer(static_cast<int>(left.size()));
       if (wanted > 0 && wanted <= static_cast<int>(left.size())) {
         members_.assign(left.begin(), left.begin() + wanted);
         spares_.insert(spares_.end(), left.begin() + wanted, left.end());
       } else {
-        for (const int rank : missing_) members_[static_cast<size_t>(rank)] = start(rank, -1);
+        for (const int rank : missing) members_[static_cast<size_t>(rank)] = start(rank, -1);
+        return;  // they are waited for
       }
-      missing_.clear();
     }
     begin_generation();
   }
