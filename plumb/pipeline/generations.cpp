@@ -63,7 +63,7 @@ void Generations::end() { store_->set(generation_key(++number_), kEnd); }
 bool Generations::anyone_left() const { return store_->has(left_key(number_)); }
 bool Generations::has_left(int process) const { return store_->has(left_key(number_, process)); }
 bool Generations::is_ready(int process) const { return store_->has(ready_key(process)); }
-bool Generations::in_vain() const { return store_->has(kInVain); }
+int Generations::in_vain() const { return store_->has(kInVain) ? std::atoi(store_->get(kInVain).c_str()) : -1; }
 
 std::optional<Membership> Membership::from_environment() {
   const auto process = process_variable("PLUMB_PROCESS");
@@ -109,7 +109,7 @@ void Membership::leave() {
   store_->set(left_key(number_), "1");
 }
 
-void Membership::fail_for_good() { store_->set(kInVain, "1"); }
+void Membership::fail_for_good() { store_->set(kInVain, std::to_string(process_)); }
 
 bool Membership::is_first_to(const std::string& what) { return store_->store.add("plumb/first/" + what, 1) == 1; }
 

@@ -33,8 +33,8 @@ class Generations {
   bool has_left(int process) const;
   // Whether it waits for its first one.
   bool is_ready(int process) const;
-  // Whether a process has said that others in its place would fail as well.
-  bool in_vain() const;
+  // The process that has said that others in its place would fail as well; -1: none.
+  int in_vain() const;
 
  private:
   std::shared_ptr<LauncherStore> store_;

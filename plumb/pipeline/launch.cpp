@@ -48,7 +48,11 @@ class Launch {
     }
     end_spares();
     children_.read_to_the_end();
-    for (const int member : members_) result_.processes.push_back(children_[member].end);
+    for (size_t r = 0; r < members_.size(); r++) {
+      result_.processes.push_back(children_[members_[r]].end);
+      // The others may have ended before it.
+      if (members_[r] == in_vain_ && children_[in_vain_].failed()) result_.first_failed = static_cast<int>(r);
+    }
     return result_;
   }
 
@@ -107,7 +111,8 @@ class Launch {
     if (!generations_) return !lost;
     if (!lost && (failing_since_ == Clock::time_point() && !generations_->anyone_left())) return true;
     // A process that has ended well has written what there is to be written.
-    if (signalled_ || done || generations_->in_vain()) return false;
+    in_vain_ = generations_->in_vain();
+    if (signalled_ || done || in_vain_ >= 0) return false;
     if (failing_since_ == Clock::time_point()) {
       failing_since_ = Clock::now();
       used_before_ = used_;
@@ -233,6 +238,7 @@ class Launch {
   LaunchResult result_;
   std::unique_ptr<Generations> generations_;  // null: the first loss is the end
   int port_ = 0;
+  int in_vain_ = -1;                // the child that nobody is to replace
   int used_ = 0, used_before_ = 0;  // replacements, and those before this loss
   std::vector<int> rank_of_;        // by child; -1: a spare
   std::vector<int> members_;        // by rank, that child

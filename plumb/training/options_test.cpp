@@ -5,6 +5,7 @@
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/input_file.h"
 #include "plumb/training/dry_run.h"
+#include "plumb/training/lasting.h"
 #include "plumb/training/rates.h"
 #include "plumb/training/training_for_test.h"
 
@@ -354,6 +355,24 @@ std::map<std::string, Check> checks_of_checkpoints() {
        [](TrainingOptions& t) {
          t.refuses(t.with("max-restarts", {"1"}), "--max-restarts: there are no checkpoints");
        }},
+      {"spares",
+       [](TrainingOptions& t) { t.refuses(t.with("spares", {"1"}), "--spares: no lost process is made up for"); }},
+      {"recut",
+       [](TrainingOptions& t) {
+         t.refuses(t.with("recut", {"true"}), "--recut: no lost process is made up for");
+         TrainOptions o = t.options;
+         o.stages = 3, o.replicas = 2, o.microbatches = 4;
+         EXPECT_EQ(fewer_processes(o, 5), 4);
+         EXPECT_EQ(options_for(o, 4).stages, 2);
+         EXPECT_EQ(options_for(o, 4).gradient_groups, 2) << "the sums stay what they were";
+         EXPECT_EQ(fewer_processes(o, 1), 1);
+         EXPECT_EQ(options_for(o, 1).microbatches, 8) << "of all replicas";
+         EXPECT_EQ(options_for(o, 1).threads, threads_of(o));
+         EXPECT_EQ(options_for(o, 6), o);
+         o.stages = 1, o.replicas = 3;
+         EXPECT_EQ(fewer_processes(o, 2), 0);
+       }},
+      {"patience", [](TrainingOptions& t) { t.keeps("patience", "5"); }},
       {"inject",
        [](TrainingOptions& t) {
          t.refuses(t.with("inject", {"raise rank 0 at 0B0 of step 3"}), "injected: raise rank 0 at 0B0 of step 3");
