@@ -6,6 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/vectorised.h"
+#include "plumb/pointwise/fused.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
@@ -57,11 +58,32 @@ Tensor made_in_blocks(const Tensor& x, double s, const Make& make) {
 
 Tensor times(const Tensor& t, double s) { return s == 1 ? t : at::mul(t, s); }
 
+PointwiseProgram gelu_program(std::string_view approximate, double mult, double forward, double backward) {
+  const auto kind = approximate == "tanh" ? PointwiseKind::GeluTanh : PointwiseKind::Gelu;
+  return scaled_step(kind, mult, forward / mult, backward);
+}
+
+// input * silu(gate), one factor throughout.
+PointwiseProgram glu_program(double s) {
+  using Arg = PointwiseArg;
+  PointwiseProgram program;
+  program.num_inputs = 2;
+  program.steps.push_back({PointwiseKind::Scale, {Arg::Input, 0}, {}, 1, s});
+  program.steps.push_back({PointwiseKind::Scale, {Arg::Input, 1}, {}, 1, s});
+  program.steps.push_back({PointwiseKind::Silu, {Arg::Step, 1}, {}});
+  program.steps.push_back({PointwiseKind::Mul, {Arg::Step, 0}, {Arg::Step, 2}});
+  program.steps.push_back({PointwiseKind::Scale, {Arg::Step, 3}, {}, s, 1});
+  return program;
+}
+
 // ---- gelu: gelu(mult * x) / mult, whose slope is gelu'(mult * x)
 
 Tensor gelu(const Tensor& input, std::string_view approximate, double mult, OptionalName constraint,
             OptionalScales scales) {
   const double s = choose_scales("gelu", scales, constraint, 2, rules::gelu(mult))[0];
+  if (fuses_pointwise(input)) {
+    if (auto fused = fused_pointwise(gelu_program(approximate, mult, s, 1), input); fused.defined()) return fused;
+  }
   if (can_go_in_blocks(input)) {
     const auto x = input.view(-1);
     return made_in_blocks(input, s / mult, [&](Tensor& out, int64_t begin, int64_t n) {
@@ -79,6 +101,10 @@ std::tuple<Tensor> gelu_backward(const Tensor& grad, const Tensor& input, std::s
   check_gradient("gelu", grad, input.sizes());
   const double s = choose_scales("gelu", scales, constraint, 2, rules::gelu(mult))[1];
   if (recording(grad) || recording(input)) return {at::gelu_backward(grad, times(input, mult), approximate) * s};
+  if (fuses_pointwise(input)) {
+    auto fused = fused_pointwise_backward(gelu_program(approximate, mult, 1, s), grad, input, {true});
+    if (fused[0].defined()) return {fused[0]};
+  }
   if (can_go_in_blocks(input) && can_go_in_blocks(grad)) {
     const auto x = input.view(-1), g = grad.view(-1);
     return {made_in_blocks(input, s, [&](Tensor& out, int64_t begin, int64_t n) {
@@ -113,6 +139,9 @@ Tensor like(const Tensor& value, const Tensor& layout) {
 
 Tensor silu(const Tensor& input, double mult, OptionalName constraint, OptionalScales scales) {
   const double s = choose_scales("silu", scales, constraint, 2, rules::silu(mult))[0];
+  if (mult == 1 && fuses_pointwise(input)) {
+    if (auto fused = fused_pointwise(scaled_step(PointwiseKind::Silu, 1, s, 1), input); fused.defined()) return fused;
+  }
   return scaled(like(silu_unscaled(input, mult), input), s);
 }
 
@@ -121,6 +150,10 @@ std::tuple<Tensor> silu_backward(const Tensor& grad, const Tensor& input, double
   if (!mask[0]) return {Tensor()};
   check_gradient("silu", grad, input.sizes());
   const double s = choose_scales("silu", scales, constraint, 2, rules::silu(mult))[1];
+  if (mult == 1 && fuses_pointwise(input) && !recording(grad) && !recording(input)) {
+    auto fused = fused_pointwise_backward(scaled_step(PointwiseKind::Silu, 1, 1, s), grad, input, {true});
+    if (fused[0].defined()) return {fused[0]};
+  }
   return {scaled(like(silu_backward_unscaled(grad, input, mult), input), s)};
 }
 
@@ -137,7 +170,11 @@ void check_glu(const Tensor& input, const Tensor& gate) {
 
 Tensor silu_glu(const Tensor& input, const Tensor& gate, double mult, OptionalScales scales) {
   check_glu(input, gate);
-  return scaled(like(input * silu_unscaled(gate, mult), input), glu_scale(mult, scales));
+  const double s = glu_scale(mult, scales);
+  if (mult == 1 && fuses_pointwise(input)) {
+    if (auto fused = fused_pointwise(glu_program(s), {input, gate}); fused.defined()) return fused;
+  }
+  return scaled(like(input * silu_unscaled(gate, mult), input), s);
 }
 
 std::tuple<Tensor, Tensor> silu_glu_backward(const Tensor& grad, const Tensor& input, const Tensor& gate, double mult,
@@ -145,6 +182,11 @@ std::tuple<Tensor, Tensor> silu_glu_backward(const Tensor& grad, const Tensor& i
   check_glu(input, gate);
   check_gradient("silu_glu", grad, input.sizes());
   const double s = glu_scale(mult, scales);
+  if (mult == 1 && fuses_pointwise(input) && (mask[0] || mask[1]) && !recording(grad) && !recording(input) &&
+      !recording(gate)) {
+    auto fused = fused_pointwise_backward(glu_program(s), grad, {input, gate}, {mask[0], mask[1]});
+    if (fused[0].defined() || fused[1].defined()) return {fused[0], fused[1]};
+  }
   Tensor grad_input, grad_gate;
   if (mask[0]) grad_input = scaled(like(grad * silu_unscaled(gate, mult), input), s);
   if (mask[1]) grad_gate = scaled(like(silu_backward_unscaled(grad * input, gate, mult), gate), s);
