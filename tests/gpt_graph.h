@@ -9,6 +9,7 @@
 #include <string>
 
 #include "plumb/graph/graph_module.h"
+#include "tests/test_device.h"
 
 namespace plumb::testing_models {
 
@@ -17,7 +18,9 @@ inline std::shared_ptr<GraphModule> module_of(const std::string& text, State sta
   const size_t outputs = graph.output_node()->args().size();
   TreeSpec in = TreeSpec::positional_inputs(graph.placeholders().size());
   TreeSpec out = outputs == 1 ? TreeSpec::leaf() : TreeSpec::tuple(std::vector<TreeSpec>(outputs));
-  return std::make_shared<GraphModule>(std::move(graph), std::move(state), std::move(in), std::move(out));
+  auto module = std::make_shared<GraphModule>(std::move(graph), std::move(state), std::move(in), std::move(out));
+  move_there(*module);
+  return module;
 }
 
 inline void parameter(State& state, const std::string& name, at::Tensor value) {
@@ -129,7 +132,7 @@ inline std::shared_ptr<GraphModule> gpt(const GptConfig& c = {}) {
 }
 
 inline std::vector<c10::IValue> gpt_inputs(const GptConfig& c = {}) {
-  return {at::randint(c.vocabulary, {c.batch, c.length}), at::randint(c.vocabulary, {c.batch, c.length})};
+  return {there(at::randint(c.vocabulary, {c.batch, c.length})), there(at::randint(c.vocabulary, {c.batch, c.length}))};
 }
 
 }  // namespace plumb::testing_models

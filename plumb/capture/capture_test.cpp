@@ -6,6 +6,7 @@
 #include "plumb/capture/fake_result.h"
 #include "plumb/core/error.h"
 #include "tests/gpt_graph.h"
+#include "tests/test_device.h"
 #include "tests/zoo.h"
 
 namespace plumb {
@@ -62,6 +63,7 @@ Ran run_all(torch::nn::Module& module, const std::function<c10::IValue(const std
 template <typename Model, typename... Inputs>
 std::shared_ptr<GraphModule> check(Model model, const Inputs&... inputs) {
   auto& module = *model;
+  move_there(module);
   std::vector<Tensor> before;
   for (const auto& p : module.named_parameters()) before.push_back(p.value().detach().clone());
   for (const auto& b : module.named_buffers()) before.push_back(b.value().clone());
@@ -70,7 +72,7 @@ std::shared_ptr<GraphModule> check(Model model, const Inputs&... inputs) {
   Tensor rng = at::globalContext().defaultGenerator(at::kCPU).get_state();
   CaptureOptions options;
   options.verify = true;
-  auto graph = capture(options, model, inputs...);
+  auto graph = capture(options, model, there(inputs)...);
   EXPECT_TRUE(at::equal(rng, at::globalContext().defaultGenerator(at::kCPU).get_state()));
   std::vector<Tensor> after;
   for (const auto& p : module.named_parameters()) {
@@ -82,7 +84,7 @@ std::shared_ptr<GraphModule> check(Model model, const Inputs&... inputs) {
   graph->lint();
   EXPECT_EQ(to_string(parse_graph(to_string(graph->graph()))), to_string(graph->graph()));
 
-  const std::vector<Tensor> in{inputs...};
+  const std::vector<Tensor> in{there(inputs)...};
   auto restore = [&] {
     torch::NoGradGuard guard;
     size_t i = 0;
@@ -126,6 +128,7 @@ TEST(Zoo, TheGPTAsATextIsTheSameModel) {
     testing_models::GptConfig config{.tied = tied};
     example::GPT model(
         example::GPTOptions{config.vocabulary, config.width, config.layers, config.heads, config.length, tied});
+    move_there(*model);
     auto text = testing_models::gpt(config);
     const auto parameters = model->named_parameters();
     ASSERT_EQ(text->state().size(), parameters.size());

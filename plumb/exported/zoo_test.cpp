@@ -7,6 +7,7 @@
 
 #include "plumb/capture/capture.h"
 #include "plumb/exported/exported.h"
+#include "tests/test_device.h"
 #include "tests/zoo.h"
 
 namespace plumb {
@@ -46,8 +47,9 @@ std::map<std::string, Tensor> everything(torch::nn::Module& module, const Call& 
 template <typename Model, typename... Inputs>
 void there_and_back(Model model, const Inputs&... inputs) {
   at::set_num_threads(1);
-  const std::vector<Tensor> in{inputs...};
-  auto graph = capture(model, inputs...);
+  move_there(*model);
+  const std::vector<Tensor> in{there(inputs)...};
+  auto graph = capture(model, there(inputs)...);
   const auto file = std::filesystem::temp_directory_path() / ("plumb_zoo_" + std::to_string(getpid()) + ".pt2");
   save_pt2(*graph, file.string());
   const ExportedProgram program = load_pt2(file.string());

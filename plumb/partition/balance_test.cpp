@@ -65,7 +65,7 @@ TEST(Balance, FindsTheBestCut) {
   at::manual_seed(0);
   for (int trial = 0; trial < 20; ++trial) {
     std::vector<double> seconds;
-    for (int i = 0; i < 12; ++i) seconds.push_back(at::rand({1}).item<double>());
+    for (int i = 0; i < 12; ++i) seconds.push_back(rand_there({1}).item<double>());
     Chain c = chain(seconds);
     for (int stages : {1, 2, 3, 5}) {
       BalanceOptions options;
@@ -110,10 +110,10 @@ TEST(Balance, CutsAGptByMeasuredAndByEstimatedCosts) {
   const auto before = module->deep_copy();
   const auto inputs = gpt_inputs();
   at::manual_seed(3);
-  const auto random = at::rand({1});
+  const auto random = rand_there({1});
   at::manual_seed(3);
   const GraphCost measured = measure_cost(*module, inputs, 2);
-  EXPECT_TRUE(same(at::rand({1}), random)) << "measuring drew from the generator";
+  EXPECT_TRUE(same(rand_there({1}), random)) << "measuring drew from the generator";
   for (const Attr& attr : module->state())
     EXPECT_TRUE(same(attr.tensor.detach(), before->state().get(attr.name).tensor.detach()) &&
                 !attr.tensor.grad().defined());
@@ -165,7 +165,7 @@ TEST(Balance, MeasuresAndCutsAroundViewsMadeWithoutGradMode) {
     output(%loss)
   })",
                       state);
-  const std::vector<c10::IValue> inputs{at::randn({2, 3, 4})};
+  const std::vector<c10::IValue> inputs{randn_there({2, 3, 4})};
   const GraphCost cost = measure_cost(*module, inputs, 2);
   EXPECT_GT(cost.backward(), 0);
   size_t operators = 0;
@@ -200,7 +200,7 @@ TEST(Balance, NeverCutsThroughWrittenMemory) {
   options.stages = 2;
   const Balance b = balance(*module, estimate_cost(*module), options);
   at::manual_seed(0);
-  auto pipe = expect_equals_whole(*module, b.options, {at::randn({4}).requires_grad_()}, 2);
+  auto pipe = expect_equals_whole(*module, b.options, {randn_there({4}).requires_grad_()}, 2);
   EXPECT_TRUE(pipe->notes().empty()) << "a cut had to be moved";
 }
 

@@ -18,7 +18,7 @@ SplitOptions refuse() {
 
 std::vector<c10::IValue> x34() {
   at::manual_seed(1);
-  return {at::randn({3, 4}).requires_grad_()};
+  return {randn_there({3, 4}).requires_grad_()};
 }
 
 TEST(Memory, AnInPlaceOperatorMayBeginAStage) {
@@ -84,17 +84,17 @@ TEST(Memory, AWrittenInputUsedLaterIsFound) {
     plumb::pipe_split() %m = aten::mul.Tensor(%a, %x) %l = aten::sum(%m) output(%l) })";
   EXPECT_THAT(error_of([&] { pipeline(*model(text), refuse()); }), HasSubstr("as it was before the write"));
   at::manual_seed(2);
-  auto pipe = expect_equals_whole(*model(text), {}, {at::randn({3, 4}), at::randn({3, 4}).requires_grad_()}, 2);
+  auto pipe = expect_equals_whole(*model(text), {}, {randn_there({3, 4}), randn_there({3, 4}).requires_grad_()}, 2);
   EXPECT_EQ(pipe->notes().size(), 1u);
 }
 
 State norm_state(const std::string& prefix) {
   State state;
-  state.add({prefix + ".weight", AttrKind::Parameter, at::ones({4}).requires_grad_()});
-  state.add({prefix + ".bias", AttrKind::Parameter, at::zeros({4}).requires_grad_()});
-  state.add({prefix + ".running_mean", AttrKind::Buffer, at::zeros({4})});
-  state.add({prefix + ".running_var", AttrKind::Buffer, at::ones({4})});
-  state.add({prefix + ".num_batches_tracked", AttrKind::Buffer, at::zeros({}, at::kLong)});
+  state.add({prefix + ".weight", AttrKind::Parameter, ones_there({4}).requires_grad_()});
+  state.add({prefix + ".bias", AttrKind::Parameter, zeros_there({4}).requires_grad_()});
+  state.add({prefix + ".running_mean", AttrKind::Buffer, zeros_there({4})});
+  state.add({prefix + ".running_var", AttrKind::Buffer, ones_there({4})});
+  state.add({prefix + ".num_batches_tracked", AttrKind::Buffer, zeros_there({}, at::kLong)});
   return state;
 }
 
@@ -128,7 +128,7 @@ TEST(Memory, BatchNormUsedInTwoStagesIsRefused) {
 TEST(Memory, ACutMovesToTheFartherSideIfAStageVanishesAtTheNearer) {
   // What the buffer was is read in a stage, and it is written in the next: both belong into one.
   State state;
-  state.add({"history", AttrKind::Buffer, at::ones({3, 4})});
+  state.add({"history", AttrKind::Buffer, ones_there({3, 4})});
   const std::string text =
       R"(graph { %x: f32[3, 4] = placeholder "x" %h = get_attr "history" %y = aten::sin(%x) plumb::pipe_split()
     %old = aten::clone(%h) %z = aten::cos(%y) plumb::pipe_split() %d = aten::detach(%z) %n = aten::neg(%d)
@@ -140,12 +140,12 @@ TEST(Memory, ACutMovesToTheFartherSideIfAStageVanishesAtTheNearer) {
 
 TEST(Memory, ABufferThatIsSentIsSentAsItWas) {
   State state;
-  state.add({"count", AttrKind::Buffer, at::zeros({4})});
+  state.add({"count", AttrKind::Buffer, zeros_there({4})});
   const std::string text =
       R"(graph { %x: f32[3, 4] = placeholder "x" %c = get_attr "count" %c1 = aten::add_.Tensor(%c, 1) %a = aten::mul.Tensor(%x, %c1) plumb::pipe_split()
     %m = aten::mul.Tensor(%a, %c1) %l = aten::sum(%m) output(%l) })";
   auto pipe = expect_equals_whole(*model(text, state), refuse(), x34(), 2);
-  const auto sent = pipe->stage(0)->run({at::ones({3, 4})});
+  const auto sent = pipe->stage(0)->run({ones_there({3, 4})});
   for (const auto& v : sent) {
     EXPECT_FALSE(v.toTensor().is_alias_of(pipe->stage(0)->state().get("count").tensor))
         << "the next microbatch would change it on its way";

@@ -26,12 +26,12 @@ TEST(Pipe, TakesStructuredCallsAsTheWholeDoes) {
       State(), in, TreeSpec::dict({"y", "a"}, {TreeSpec::leaf(), TreeSpec::leaf()}));
   auto pipe = pipeline(m);
   EXPECT_EQ(pipe->num_stages(), 2);
-  auto out = pipe->forward({at::ones({2})}, {{"scale", at::full({}, 4.0f)}}).toGenericDict();
+  auto out = pipe->forward({ones_there({2})}, {{"scale", at::full({}, 4.0f)}}).toGenericDict();
   EXPECT_EQ(out.at("y").toTensor().sum().item<double>(), -8.0);
-  EXPECT_THAT(error_of([&] { pipe->forward({at::ones({2})}); }), HasSubstr("'scale' is missing"));
-  EXPECT_THAT(error_of([&] { pipe->forward({at::ones({3})}, {{"scale", at::ones({})}}); }),
+  EXPECT_THAT(error_of([&] { pipe->forward({ones_there({2})}); }), HasSubstr("'scale' is missing"));
+  EXPECT_THAT(error_of([&] { pipe->forward({ones_there({3})}, {{"scale", ones_there({})}}); }),
               HasSubstr("input 'x' should be f32[2]"));
-  EXPECT_THAT(error_of([&] { pipe->run({at::ones({2})}); }), HasSubstr("takes 2 inputs, got 1"));
+  EXPECT_THAT(error_of([&] { pipe->run({ones_there({2})}); }), HasSubstr("takes 2 inputs, got 1"));
   EXPECT_THAT(error_of([&] { pipe->stage(2); }), HasSubstr("no stage 2, it has 2"));
   EXPECT_THAT(error_of([&] { pipe->backward(); }), HasSubstr("no loss"));
   EXPECT_FALSE(pipe->info().has_loss_and_backward);
@@ -96,7 +96,7 @@ TEST(Pipe, StagesThatDoNotReachTheLossHaveNoBackward) {
     %b = aten::mul.Tensor(%a, %y) %l = aten::sum(%b) output(%l, %b) })"),
       options);
   EXPECT_EQ(pipe->backward().steps.size(), 1u);
-  auto result = pipe->run_with_backward({at::ones({4}).requires_grad_(), at::ones({4}).requires_grad_()});
+  auto result = pipe->run_with_backward({ones_there({4}).requires_grad_(), ones_there({4}).requires_grad_()});
   EXPECT_FALSE(result.input_grads[0].defined());
   EXPECT_TRUE(result.input_grads[1].defined());
 }
@@ -184,13 +184,13 @@ TEST(StageBytes, AStageComesBackWhole) {
 
 TEST(StageBytes, KeepsTiesStridesAndTypes) {
   State state;
-  at::Tensor w = at::randn({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast).requires_grad_();
+  at::Tensor w = randn_there({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast).requires_grad_();
   state.add({"a", AttrKind::Parameter, w});
   state.add({"b", AttrKind::Parameter, w});
-  state.add({"t", AttrKind::Buffer, at::randn({3, 4}).t(), false});
-  state.add({"e", AttrKind::Buffer, at::ones({2, 1}).expand({2, 3})});
-  state.add({"i", AttrKind::Constant, at::arange(3)});
-  state.add({"z", AttrKind::Buffer, at::zeros({0, 4}, at::kBFloat16)});
+  state.add({"t", AttrKind::Buffer, randn_there({3, 4}).t(), false});
+  state.add({"e", AttrKind::Buffer, ones_there({2, 1}).expand({2, 3})});
+  state.add({"i", AttrKind::Constant, there(at::arange(3))});
+  state.add({"z", AttrKind::Buffer, zeros_there({0, 4}, at::kBFloat16)});
   auto pipe = pipeline(
       *model("graph { %x = placeholder \"x\" %a = get_attr \"a\" %b = get_attr \"b\" %t = get_attr \"t\" %e = get_attr "
              "\"e\" %i = get_attr \"i\" %z = get_attr \"z\" output(%x, %a, %b, %t, %e, %i, %z, None, nan, inf) }",

@@ -24,11 +24,11 @@ std::shared_ptr<GraphModule> random_model() {
   at::manual_seed(3);
   for (const char* name : {"a.w", "b.w", "c.w"}) parameter(state, name, {4, 4});
   state.add({"tied.w", AttrKind::Parameter, state.get("b.w").tensor});
-  state.add({"norm.mean", AttrKind::Buffer, at::zeros({4, 4})});
-  state.add({"k", AttrKind::Constant, at::randn({4, 4})});
+  state.add({"norm.mean", AttrKind::Buffer, zeros_there({4, 4})});
+  state.add({"k", AttrKind::Constant, randn_there({4, 4})});
   Graph g;
   std::vector<Value*> pool;
-  TensorMeta meta = TensorMeta::of(at::ones({4, 4}));
+  TensorMeta meta = TensorMeta::of(ones_there({4, 4}));
   for (const char* name : {"x", "y"}) pool.push_back(g.placeholder(name, meta)->result());
   for (Value*& v : pool) v = g.call("aten::mul.Tensor", {v, 1.5})->result();
   auto pick = [&] { return pool[draw<size_t>(0, pool.size())]; };
@@ -107,7 +107,7 @@ bool makes_aliases(const Graph& graph) {
 
 std::vector<c10::IValue> inputs() {
   at::manual_seed(17);
-  return {at::randn({4, 4}).requires_grad_(), at::randn({4, 4}).requires_grad_()};
+  return {randn_there({4, 4}).requires_grad_(), randn_there({4, 4}).requires_grad_()};
 }
 
 bool trains(const GraphModule& module) {

@@ -109,7 +109,7 @@ TEST(Split, ByPolicy) {
   EXPECT_THAT(error_of([&] { pipeline(*model(text), options); }),
               HasSubstr("puts node %l (aten::sum) into stage 0, before stage 1 of node %h1"));
   options.policy = [](const Node& n) { return n.is_op("aten::neg") ? 0 : 5; };
-  auto pipe = expect_equals_whole(*model(text), options, {at::randn({3, 3}).requires_grad_()}, 2);
+  auto pipe = expect_equals_whole(*model(text), options, {randn_there({3, 3}).requires_grad_()}, 2);
   EXPECT_EQ(pipe->stage_inputs(1).size(), 2u) << "the input goes to both stages";
   options.points = {{"a", SplitPoint::End}};
   EXPECT_THAT(error_of([&] { pipeline(*model(text), options); }), HasSubstr("split points and a split policy"));
@@ -119,10 +119,10 @@ TEST(Split, CutsThatLeaveNothingMakeNoStage) {
   const std::string text =
       R"(graph { %x: f32[3] = placeholder "x" plumb::pipe_split() %a = aten::neg(%x) plumb::pipe_split()
     plumb::pipe_split() pippy::_pipe_split() %b = aten::exp(%a) %l = aten::sum(%b) plumb::pipe_split() output(%l) })";
-  expect_equals_whole(*model(text), {}, {at::randn({3}).requires_grad_()}, 2);
+  expect_equals_whole(*model(text), {}, {randn_there({3}).requires_grad_()}, 2);
   auto pipe = pipeline(*model("graph { %x = placeholder \"x\" plumb::pipe_split() output(%x, 3, None) }"));
   EXPECT_EQ(pipe->num_stages(), 1);
-  auto out = pipe->run({at::ones({2})});
+  auto out = pipe->run({ones_there({2})});
   EXPECT_TRUE(out[2].isNone());
   EXPECT_EQ(out[1].toInt(), 3);
 }
@@ -137,7 +137,7 @@ TEST(Split, SkipConnectionsGoStraightToTheirUsers) {
     %w2 = get_attr "u1.w" %c = aten::linear(%s1, %w2) %c1 = aten::mul.Tensor(%c, %s1) %c2 = aten::mul.Tensor(%c1, %s0) plumb::pipe_split()
     %w3 = get_attr "u0.w" %d = aten::linear(%c2, %w3) %d0 = aten::mul.Tensor(%d, %s0) %d1 = aten::mul.Tensor(%d0, %s0)
     %e = aten::add.Tensor(%d1, %x) %l = aten::mean(%e) output(%l, %s0) })";
-  auto pipe = expect_equals_whole(*model(unet, state), {}, {at::randn({5, 4}).requires_grad_()}, 4);
+  auto pipe = expect_equals_whole(*model(unet, state), {}, {randn_there({5, 4}).requires_grad_()}, 4);
   const auto& s0 = pipe->stage_outputs(0)[0];
   EXPECT_EQ(s0.name, "s0");
   EXPECT_THAT(s0.consumers, ElementsAre(PortUse{1, 0}, PortUse{2, 0}, PortUse{3, 1}));
@@ -149,29 +149,29 @@ TEST(Split, NumbersCrossBetweenStages) {
   const std::string text =
       R"(graph { %x: f32["s0"=5, 4] = placeholder "x" %n: int = aten::sym_size.int(%x, 0) %a = aten::neg(%x) plumb::pipe_split()
     %v = aten::view(%a, [%n, 2, 2]) %s = aten::sum(%v) output(%s, %n) })";
-  auto pipe = expect_equals_whole(*model(text), {}, {at::randn({5, 4}).requires_grad_()}, 2);
+  auto pipe = expect_equals_whole(*model(text), {}, {randn_there({5, 4}).requires_grad_()}, 2);
   EXPECT_EQ(pipe->stage_inputs(1)[0].type, ValueType::Int);
   EXPECT_EQ(unpack_value(pack_value(c10::IValue(int64_t{1} << 60)), ValueType::Int).toInt(), int64_t{1} << 60);
   EXPECT_EQ(unpack_value(pack_value(c10::IValue(0.1)), ValueType::Float).toDouble(), 0.1);
   EXPECT_EQ(unpack_value(pack_value(c10::IValue(true)), ValueType::Bool).toBool(), true);
   EXPECT_THROW(pack_value(c10::IValue("text")), Error);
-  expect_equals_whole(*model(text), {}, {at::randn({7, 4}).requires_grad_()}, 2);
+  expect_equals_whole(*model(text), {}, {randn_there({7, 4}).requires_grad_()}, 2);
 }
 
 TEST(Split, ConstantsAndCheapNodesAreTakenNotSent) {
   State state;
-  state.add({"c", AttrKind::Constant, at::randn({4})});
+  state.add({"c", AttrKind::Constant, randn_there({4})});
   const std::string text =
       R"(graph { %x: f32[4] = placeholder "x" %c = get_attr "c" %k = aten::clone(%c) %i = aten::arange(4) %f = aten::add.Tensor(%i, %k)
     %a = aten::mul.Tensor(%x, %f) plumb::pipe_split() %b = aten::mul.Tensor(%a, %f) %l = aten::sum(%b) output(%l, %f) })";
-  auto pipe = expect_equals_whole(*model(text, state), {}, {at::randn({4}).requires_grad_()}, 2);
+  auto pipe = expect_equals_whole(*model(text, state), {}, {randn_there({4}).requires_grad_()}, 2);
   ASSERT_EQ(pipe->stage_inputs(1).size(), 1u);
   EXPECT_EQ(pipe->stage_inputs(1)[0].name, "a");
   // Random ones are drawn once and sent.
   pipe = expect_equals_whole(
       *model(R"(graph { %x: f32[4] = placeholder "x" %r = aten::rand([4]) %a = aten::mul.Tensor(%x, %r)
     plumb::pipe_split() %b = aten::mul.Tensor(%a, %r) %l = aten::sum(%b) output(%l) })"),
-      {}, {at::randn({4}).requires_grad_()}, 2);
+      {}, {randn_there({4}).requires_grad_()}, 2);
   EXPECT_EQ(pipe->stage_inputs(1).size(), 2u);
 }
 
@@ -182,7 +182,7 @@ TEST(Split, ParametersViewedInAnEarlierStageAreNotSent) {
   const std::string text =
       R"(graph { %x: f32[5, 4] = placeholder "x" %w = get_attr "w" %b = get_attr "b" %t = aten::t(%w) %y = aten::neg(%x)
     plumb::pipe_split() %m = aten::addmm(%b, %y, %t) %l = aten::mean(%m) output(%l) })";
-  auto pipe = expect_equals_whole(*model(text, state), {}, {at::randn({5, 4})}, 2);
+  auto pipe = expect_equals_whole(*model(text, state), {}, {randn_there({5, 4})}, 2);
   EXPECT_EQ(pipe->stage(0)->state().size(), 0u);
   EXPECT_EQ(pipe->stage_inputs(1).size(), 1u);
 }
@@ -196,7 +196,7 @@ TEST(Split, AModuleUsedInTwoStagesIsReplicated) {
   for (MultiUse use : {MultiUse::Replicate, MultiUse::Transmit}) {
     SplitOptions options;
     options.multi_use = use;
-    auto pipe = expect_equals_whole(*model(text, state), options, {at::randn({5, 4}).requires_grad_()}, 3);
+    auto pipe = expect_equals_whole(*model(text, state), options, {randn_there({5, 4}).requires_grad_()}, 3);
     EXPECT_EQ(pipe->replicated_params().size(), use == MultiUse::Replicate ? 1u : 0u);
   }
 }
@@ -217,7 +217,7 @@ TEST(Split, CutsBySizeCountATensorOnce) {
   EXPECT_EQ(cuts_of_equal_size(*whole, 6).size(), 1u);
   EXPECT_EQ(cuts_at_size(*whole, 64), std::vector<std::string>{"h3"});
   EXPECT_TRUE(cuts_at_size(*whole, 128).empty());
-  expect_equals_whole(*mark_before(*whole, {"h3"}), {}, {at::randn({2, 4}).requires_grad_()}, 2);
+  expect_equals_whole(*mark_before(*whole, {"h3"}), {}, {randn_there({2, 4}).requires_grad_()}, 2);
   EXPECT_THAT(error_of([&] { mark_before(*whole, {"h9"}); }), HasSubstr("no value %h9"));
   EXPECT_THAT(error_of([&] { cuts_of_equal_size(*whole, 0); }), HasSubstr("into 0 stages"));
 }
@@ -245,7 +245,7 @@ TEST(Split, NestedGraphsAreCutLikeOthers) {
   const std::string text = R"(graph { %x: f32[3] = placeholder "x" %p, %q = call_module "inner" (%x, 2) {
       %a = placeholder "a" %b: int = placeholder "b" %m = aten::mul.Tensor(%a, %b) plumb::pipe_split() %e = aten::exp(%m) output(%e, %a) }
     %s = aten::mul.Tensor(%p, %q) %l = aten::sum(%s) output(%l, %q) })";
-  expect_equals_whole(*model(text), {}, {at::randn({3}).requires_grad_()}, 2);
+  expect_equals_whole(*model(text), {}, {randn_there({3}).requires_grad_()}, 2);
 }
 
 TEST(Split, FindsTheLossInEveryStructure) {

@@ -21,7 +21,7 @@ inline std::shared_ptr<GraphModule> gpt(int layers, bool tied, bool marks, bool 
   testing_models::GptConfig config = kSmallGpt;
   config.layers = layers, config.tied = tied, config.marks = marks, config.stacks = stacks, config.dropout = dropout;
   auto module = testing_models::gpt(config);
-  module->state().add({"unused.weight", AttrKind::Parameter, at::ones({2}).requires_grad_()});
+  module->state().add({"unused.weight", AttrKind::Parameter, ones_there({2}).requires_grad_()});
   module->sync_module();
   return module;
 }
@@ -40,8 +40,10 @@ inline bool same(const at::Tensor& a, const at::Tensor& b) {
 inline std::shared_ptr<GraphModule> model(const std::string& text, State state = {}) {
   Graph graph = parse_graph(text);
   const size_t inputs = graph.placeholders().size(), outputs = graph.output_node()->args().size();
-  return std::make_shared<GraphModule>(std::move(graph), std::move(state), TreeSpec::positional_inputs(inputs),
-                                       TreeSpec::tuple(std::vector<TreeSpec>(outputs, TreeSpec::leaf())));
+  auto module = std::make_shared<GraphModule>(std::move(graph), std::move(state), TreeSpec::positional_inputs(inputs),
+                                              TreeSpec::tuple(std::vector<TreeSpec>(outputs, TreeSpec::leaf())));
+  move_there(*module);
+  return module;
 }
 
 inline std::vector<c10::IValue> fresh(const std::vector<c10::IValue>& inputs) {
@@ -49,7 +51,7 @@ inline std::vector<c10::IValue> fresh(const std::vector<c10::IValue>& inputs) {
   for (const auto& v : inputs) {
     if (v.isTensor()) {
       at::Tensor t = v.toTensor();
-      copies.emplace_back(t.detach().clone().set_requires_grad(t.requires_grad()));
+      copies.emplace_back(there(t).detach().clone().set_requires_grad(t.requires_grad()));
     } else {
       copies.push_back(v);
     }

@@ -54,7 +54,7 @@ const char* kModel = R"(graph {
 
 std::shared_ptr<GraphModule> model() {
   State state;
-  parameter(state, "fc.weight", at::randn({8, 8}));
+  parameter(state, "fc.weight", randn_there({8, 8}));
   return module_of(kModel, std::move(state));
 }
 
@@ -145,7 +145,7 @@ TEST_F(Recording, RecordsWhatTorchComputesAndLeavesTheTrainingAlone) {
   Recorder recorder(*recorded, RecordRules::everything(2), file());
   at::Tensor weight, gradient;
   for (int step = 1; step <= 3; ++step) {
-    at::Tensor x = at::randn({16, 8});
+    at::Tensor x = randn_there({16, 8});
     EXPECT_TRUE(at::equal(train_step(*recorded, x), train_step(*plain, x)));
     const at::Tensor a = recorded->state().get("fc.weight").tensor, b = plain->state().get("fc.weight").tensor;
     EXPECT_TRUE(at::equal(a.grad(), b.grad()));
@@ -197,7 +197,7 @@ every = 3
 )toml"),
                     file());
   for (int step = 1; step <= 4; ++step) {
-    train_step(*module, at::randn({16, 8}));
+    train_step(*module, randn_there({16, 8}));
     EXPECT_EQ(recorder.step(), step % 3 == 1 ? 2u : 1u);
   }
   const History history = read_history(file());
@@ -233,7 +233,7 @@ limit = 2
                     file());
   std::vector<size_t> rows;
   for (int step = 1; step <= 8; ++step) {
-    at::Tensor x = at::randn({16, 8});
+    at::Tensor x = randn_there({16, 8});
     if (step == 3 || step == 5 || step == 7) x[0][0] = NAN;
     train_step(*module, x);
     rows.push_back(recorder.step());
@@ -257,7 +257,7 @@ TEST_F(Recording, AnswersWhatAFormatWouldDoToAGradient) {
   const char* rules =
       "[[rule]]\ndirection = \"backward\"\nwhen = { statistic = \"underflow(e4m3fn)\", above = 0.5 }\nevery = 1\n";
   Recorder recorder(*module, RecordRules::parse(rules), file());
-  at::Tensor x = at::randn({16, 8});
+  at::Tensor x = randn_there({16, 8});
   module->run({x})[0].toTensor().backward();
   EXPECT_EQ(recorder.step(), 0u);
   // The same gradients, 2^-14 times as large: most are below half of E4M3's smallest value, 2^-9.
@@ -269,12 +269,12 @@ TEST_F(Recording, MeasuresNothingBetweenStepsAndWhileSwitchedOff) {
   auto module = model();
   Recorder recorder(*module, RecordRules::everything(2), file());
   recorder.set_enabled(false);
-  train_step(*module, at::randn({16, 8}));
+  train_step(*module, randn_there({16, 8}));
   EXPECT_EQ(recorder.step(), 0u);
   recorder.set_enabled(true);
-  train_step(*module, at::randn({16, 8}));
+  train_step(*module, randn_there({16, 8}));
   EXPECT_EQ(recorder.step(), 0u);
-  train_step(*module, at::randn({16, 8}));
+  train_step(*module, randn_there({16, 8}));
   EXPECT_EQ(recorder.step(), 12u);
 }
 
@@ -282,7 +282,7 @@ TEST_F(Recording, StandsBesideATrackerAndAnotherRecorder) {
   auto tracked = track_scales(model());
   Recorder a(*tracked, RecordRules::everything(1), file("a"));
   Recorder b(*tracked, RecordRules::everything(1), file("b"));
-  train_step(*tracked, at::randn({16, 8}));
+  train_step(*tracked, randn_there({16, 8}));
   EXPECT_EQ(a.step(), 12u);
   EXPECT_EQ(b.step(), 12u);
   const ScalesGraph scales = scales_graph(*tracked);
@@ -324,7 +324,7 @@ TEST_F(Recording, MicrobatchesOfAStepAreMeasuredAsOneTensor) {
     Recorder recorder(*module, RecordRules::everything(1), path);
     std::vector<at::Tensor> inputs, losses, gradients;
     for (int m = 0; m < 3; ++m) {
-      inputs.push_back(at::randn({16, 8}) * (m + 1) + m);
+      inputs.push_back(randn_there({16, 8}) * (m + 1) + m);
       losses.push_back(module->run({inputs.back()})[0].toTensor() * std::exp2(-4 * m));
       if (!forwards_first) losses.back().backward();
     }
@@ -359,27 +359,27 @@ TEST_F(Recording, AConditionSeesEveryMicrobatch) {
       *module,
       RecordRules::parse("[[rule]]\nname = \"x\"\nevery = 1\nwhen = { statistic = \"nan_count\", above = 0 }\n"),
       file());
-  at::Tensor bad = at::randn({16, 8});
+  at::Tensor bad = randn_there({16, 8});
   bad[0][0] = NAN;
   train_step(*module, bad);
-  train_step(*module, at::randn({16, 8}));
+  train_step(*module, randn_there({16, 8}));
   EXPECT_EQ(recorder.step(), 2u);
-  train_step(*module, at::randn({16, 8}));
+  train_step(*module, randn_there({16, 8}));
   EXPECT_EQ(recorder.step(), 0u);
 }
 
 TEST_F(Recording, GraphsForSeveralShapesShareAParametersGradient) {
   State state;
-  parameter(state, "fc.weight", at::randn({8, 8}));
+  parameter(state, "fc.weight", randn_there({8, 8}));
   auto large = module_of(kModel, state);
   std::string text = kModel;
   for (size_t at = 0; (at = text.find("[16, 8]", at)) != std::string::npos;) text.replace(at, 7, "[4, 8]");
   auto small = module_of(text.c_str(), state);
   Recorder recorder(*large, RecordRules::everything(1), file());
   recorder.attach(*small);
-  large->run({at::randn({16, 8})})[0].toTensor().backward();
+  large->run({randn_there({16, 8})})[0].toTensor().backward();
   const at::Tensor first = large->state().get("fc.weight").tensor.grad().clone();
-  small->run({at::randn({4, 8})})[0].toTensor().backward();
+  small->run({randn_there({4, 8})})[0].toTensor().backward();
   const at::Tensor second = large->state().get("fc.weight").tensor.grad() - first;
   recorder.step();
   const History history = read_history(file());
@@ -392,7 +392,7 @@ TEST_F(Recording, GraphsForSeveralShapesShareAParametersGradient) {
 TEST_F(Recording, AGraphOutlivesItsRecorder) {
   auto module = model();
   { Recorder recorder(*module, RecordRules::everything(1), file()); }
-  EXPECT_NO_THROW(train_step(*module, at::randn({16, 8})));
+  EXPECT_NO_THROW(train_step(*module, randn_there({16, 8})));
 }
 
 TEST_F(Recording, ARuleThatFitsNothingIsRefusedWithTheNamesThereAre) {
@@ -415,7 +415,7 @@ TEST_F(Recording, AppendsAfterTheLastStepAndRefusesToOverwrite) {
   auto module = model();
   {
     Recorder recorder(*module, RecordRules::everything(1), file());
-    train_step(*module, at::randn({16, 8}));
+    train_step(*module, randn_there({16, 8}));
     recorder.step();
     EXPECT_THAT(message_of([&] { Recorder(RecordRules::everything(1), file(), {.append = true}); }),
                 HasSubstr("another recorder"));
@@ -426,7 +426,7 @@ TEST_F(Recording, AppendsAfterTheLastStepAndRefusesToOverwrite) {
     auto again = model();
     Recorder recorder(*again, RecordRules::everything(1), file(), {.append = true});
     EXPECT_EQ(recorder.current_step(), 2);
-    train_step(*again, at::randn({16, 8}));
+    train_step(*again, randn_there({16, 8}));
     recorder.step();
   }
   const History history = read_history(file());

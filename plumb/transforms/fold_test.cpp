@@ -122,13 +122,13 @@ TEST(Fold, FoldsConvolutionsNormsWithStatisticsAndPools) {
   for (const char* training : {"False", "True"}) {
     at::manual_seed(2);
     State state;
-    parameter(state, "k", at::randn({8, 3, 3, 3}) * 0.05);
-    parameter(state, "g", at::ones({8}));
-    parameter(state, "h", at::zeros({8}));
-    parameter(state, "u", at::randn({8, 4, 2, 2}) * 0.05);
-    parameter(state, "v", at::randn({4}));
-    state.add({"mean", AttrKind::Buffer, at::randn({8}) * 0.3});
-    state.add({"var", AttrKind::Buffer, at::rand({8}) + 0.5});
+    parameter(state, "k", randn_there({8, 3, 3, 3}) * 0.05);
+    parameter(state, "g", ones_there({8}));
+    parameter(state, "h", zeros_there({8}));
+    parameter(state, "u", randn_there({8, 4, 2, 2}) * 0.05);
+    parameter(state, "v", randn_there({4}));
+    state.add({"mean", AttrKind::Buffer, randn_there({8}) * 0.3});
+    state.add({"var", AttrKind::Buffer, rand_there({8}) + 0.5});
     const Folded f = expect_folds(module_of(std::string(R"(graph {
       %x: f32[4, 3, 8, 8] = placeholder "x"
       %k = get_attr "k"
@@ -148,7 +148,7 @@ TEST(Fold, FoldsConvolutionsNormsWithStatisticsAndPools) {
       output(%t)
     })",
                                             state),
-                                  {at::randn({4, 3, 8, 8})});
+                                  {randn_there({4, 3, 8, 8})});
     EXPECT_EQ(f.report().count(ReportKind::Remains), 0u) << f.report().to_text();
     EXPECT_NE(f.report().find(ReportKind::Folded, "u"), nullptr);
     EXPECT_NE(f.report().find(ReportKind::Folded, "v"), nullptr);
@@ -158,9 +158,9 @@ TEST(Fold, FoldsConvolutionsNormsWithStatisticsAndPools) {
 TEST(Fold, DividesStatisticsOfANormWhoseInputNoWeightCanTake) {
   at::manual_seed(2);
   State state;
-  parameter(state, "w", at::randn({8, 8}));
-  state.add({"mean", AttrKind::Buffer, at::randn({8}) * 0.3});
-  state.add({"var", AttrKind::Buffer, at::rand({8}) + 0.5});
+  parameter(state, "w", randn_there({8, 8}));
+  state.add({"mean", AttrKind::Buffer, randn_there({8}) * 0.3});
+  state.add({"var", AttrKind::Buffer, rand_there({8}) + 0.5});
   const Folded f = expect_folds(module_of(R"(graph {
       %x: f32[4, 8] = placeholder "x"
       %w = get_attr "w"
@@ -172,7 +172,7 @@ TEST(Fold, DividesStatisticsOfANormWhoseInputNoWeightCanTake) {
       output(%y)
     })",
                                           state),
-                                {at::randn({4, 8})}, 1e-4);
+                                {randn_there({4, 8})}, 1e-4);
   const ReportEntry* mean = f.report().find(ReportKind::Folded, "mean");
   ASSERT_NE(mean, nullptr) << f.report().to_text();
   EXPECT_NE(f.report().find(ReportKind::Folded, "var"), nullptr);
@@ -228,14 +228,14 @@ State spelled_out_state() {
   const std::initializer_list<std::pair<const char*, std::vector<int64_t>>> shapes = {
       {"in", {8, 8}}, {"gain", {8}},     {"q", {8, 8}},   {"k", {8, 8}},    {"v", {8, 8}},
       {"o", {8, 8}},  {"gate", {16, 8}}, {"up", {16, 8}}, {"down", {8, 16}}};
-  for (const auto& [name, sizes] : shapes) parameter(state, name, at::randn(sizes) * 0.3 + 0.05);
+  for (const auto& [name, sizes] : shapes) parameter(state, name, randn_there(sizes) * 0.3 + 0.05);
   return state;
 }
 
 TEST(Fold, FollowsSpelledOutNormsGatesAndAttention) {
   at::manual_seed(4);
   const Folded f =
-      expect_folds(module_of(kSpelledOut, spelled_out_state()), {at::randn({2, 6, 8}), at::rand({6, 8})}, 1e-4);
+      expect_folds(module_of(kSpelledOut, spelled_out_state()), {randn_there({2, 6, 8}), rand_there({6, 8})}, 1e-4);
   EXPECT_EQ(f.report().count(ReportKind::Remains), 0u) << f.report().to_text();
 }
 
@@ -244,7 +244,7 @@ TEST(Fold, FoldsRecurrentLayers) {
   State state;
   for (const auto& [name, sizes] : std::initializer_list<std::pair<const char*, std::vector<int64_t>>>{
            {"w_ih", {32, 6}}, {"w_hh", {32, 8}}, {"b_ih", {32}}, {"b_hh", {32}}, {"head", {3, 8}}})
-    parameter(state, name, at::randn(sizes) * 0.2);
+    parameter(state, name, randn_there(sizes) * 0.2);
   const Folded f = expect_folds(module_of(R"(graph {
       %x: f32[5, 4, 6] = placeholder "x"
       %w_ih: f32[32, 6] = get_attr "w_ih"
@@ -258,14 +258,14 @@ TEST(Fold, FoldsRecurrentLayers) {
       output(%z)
     })",
                                           state),
-                                {at::randn({5, 4, 6})});
+                                {randn_there({5, 4, 6})});
   EXPECT_EQ(f.report().count(ReportKind::Remains), 0u) << f.report().to_text();
 }
 
 TEST(Fold, KeepsAMultiplicationForATensorThatMustHaveTwoFactors) {
   at::manual_seed(6);
   State state;
-  parameter(state, "w", at::randn({8, 8}));
+  parameter(state, "w", randn_there({8, 8}));
   // gelu needs the embedding as it is, and the head its factor.
   const Folded f = expect_folds(module_of(R"(graph {
       %ids: i64[5] = placeholder "ids"
@@ -276,7 +276,7 @@ TEST(Fold, KeepsAMultiplicationForATensorThatMustHaveTwoFactors) {
       output(%y)
     })",
                                           state),
-                                {at::arange(5)});
+                                {there(at::arange(5))});
   EXPECT_EQ(f.report().count(ReportKind::Remains), 1u) << f.report().to_text();
   EXPECT_THAT(f.report().to_text(), HasSubstr("remains output %y times 0.62"));
   EXPECT_THAT(f.report().to_text(), HasSubstr("no parameter before it is free to take the factor"));

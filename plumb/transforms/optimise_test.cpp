@@ -51,7 +51,7 @@ Tensors outputs_and_gradients(GraphModule& module, Tensors inputs) {
     root_seeds.push_back(seeds[i]);
   }
   for (const at::Tensor& g : torch::autograd::grad(roots, wanted, root_seeds, std::nullopt, false, true))
-    all.push_back(g.defined() ? g : at::zeros({}));
+    all.push_back(g.defined() ? g : zeros_there({}));
   return all;
 }
 
@@ -88,7 +88,7 @@ TEST(Optimise, RunsAChainOfPointwiseOperatorsAsOne) {
   output(%d)
 }
 )");
-  expect_same_bits(*module, *fast, {at::randn({300, 50}), at::randn({300, 50})});
+  expect_same_bits(*module, *fast, {randn_there({300, 50}), randn_there({300, 50})});
   EXPECT_NE(fast->reports.back().to_text().find("4 steps in one pass"), std::string::npos);
 }
 
@@ -109,8 +109,8 @@ TEST(Optimise, KeepsTheBitsOfUnitScaledChains) {
   EXPECT_EQ(fast->graph().size(), 4u);
   auto folded = compile(module, {.min_elements = 0});
   EXPECT_EQ(folded->graph().size(), 4u);
-  expect_close(*module, *folded, {at::randn({300, 50}), at::randn({300, 50})});
-  expect_same_bits(*module, *fast, {at::randn({300, 50}), at::randn({300, 50})});
+  expect_close(*module, *folded, {randn_there({300, 50}), randn_there({300, 50})});
+  expect_same_bits(*module, *fast, {randn_there({300, 50}), randn_there({300, 50})});
 }
 
 TEST(Optimise, KeepsTheBitsInEveryFloatingType) {
@@ -129,14 +129,14 @@ TEST(Optimise, KeepsTheBitsInEveryFloatingType) {
     auto fast = compile(module, {.min_elements = 0});
     EXPECT_EQ(count(*fast, "plumb::pointwise"), 1u);
     const auto dtype = module->graph().find_value("x")->meta()->dtype;
-    expect_same_bits(*module, *fast, {at::randn({90, 50}).to(dtype), at::randn({90, 50}).to(dtype)});
+    expect_same_bits(*module, *fast, {randn_there({90, 50}).to(dtype), randn_there({90, 50}).to(dtype)});
   }
 }
 
 TEST(Optimise, MakesFactorsPartOfTheProduct) {
   State state;
-  parameter(state, "w", at::randn({16, 32}));
-  parameter(state, "b", at::randn({16}));
+  parameter(state, "w", randn_there({16, 32}));
+  parameter(state, "b", randn_there({16}));
   auto module = module_of(R"(graph {
     %x: f32[8, 32] = placeholder "x"
     %w: f32[16, 32] grad = get_attr "w"
@@ -150,7 +150,7 @@ TEST(Optimise, MakesFactorsPartOfTheProduct) {
   auto fast = compile(module);
   EXPECT_EQ(count(*fast, "plumb::linear"), 1u);
   EXPECT_EQ(fast->graph().size(), 5u) << to_string(fast->graph());
-  expect_close(*module, *fast, {at::randn({8, 32})});
+  expect_close(*module, *fast, {randn_there({8, 32})});
 }
 
 TEST(Optimise, MakesAnOperandsFactorPartOfTheProduct) {
@@ -164,7 +164,7 @@ TEST(Optimise, MakesAnOperandsFactorPartOfTheProduct) {
   })");
   auto fast = compile(module);
   EXPECT_EQ(fast->graph().size(), 4u) << to_string(fast->graph());
-  expect_close(*module, *fast, {at::randn({3, 8, 32}), at::randn({3, 32, 5})});
+  expect_close(*module, *fast, {randn_there({3, 8, 32}), randn_there({3, 32, 5})});
 }
 
 TEST(Optimise, LeavesFactorsAloneThatWouldRoundOtherwiseWhenItMustBeExact) {
@@ -184,8 +184,8 @@ TEST(Optimise, LeavesFactorsAloneThatWouldRoundOtherwiseWhenItMustBeExact) {
 TEST(Optimise, MakesTheFactorOfALayersInputPartOfItButNotOfItsBias) {
   at::manual_seed(4);
   State state;
-  parameter(state, "w", at::randn({16, 32}));
-  parameter(state, "b", at::randn({16}));
+  parameter(state, "w", randn_there({16, 32}));
+  parameter(state, "b", randn_there({16}));
   auto module = module_of(R"(graph {
     %x: f32[8, 32] = placeholder "x"
     %w: f32[16, 32] grad = get_attr "w"
@@ -205,15 +205,15 @@ TEST(Optimise, MakesTheFactorOfALayersInputPartOfItButNotOfItsBias) {
   output(%z)
 }
 )");
-  expect_close(*module, *fast, {at::randn({8, 32})});
+  expect_close(*module, *fast, {randn_there({8, 32})});
   EXPECT_EQ(count(*compile(module, {.exact = true}), "aten::mul"), 1u) << "three is no power of two";
 }
 
 TEST(Optimise, SeesFactorsThroughViews) {
   at::manual_seed(4);
   State state;
-  parameter(state, "w", at::randn({16, 12}));
-  parameter(state, "b", at::randn({16}));
+  parameter(state, "w", randn_there({16, 12}));
+  parameter(state, "b", randn_there({16}));
   const std::string before = R"(graph {
     %x: f32[2, 3, 5, 4] = placeholder "x"
     %w: f32[16, 12] grad = get_attr "w"
@@ -226,7 +226,7 @@ TEST(Optimise, SeesFactorsThroughViews) {
   auto module = module_of(before + "  output(%y)\n}", state);
   auto fast = compile(module);
   EXPECT_EQ(fast->graph().size(), module->graph().size() - 1) << to_string(fast->graph());
-  expect_close(*module, *fast, {at::randn({2, 3, 5, 4})});
+  expect_close(*module, *fast, {randn_there({2, 3, 5, 4})});
   // Every operator that only rearranges is looked through.
   auto other_views = module_of(R"(graph {
     %x: f32[5, 12, 1] = placeholder "x"
@@ -242,7 +242,7 @@ TEST(Optimise, SeesFactorsThroughViews) {
                                state);
   auto quick = compile(other_views);
   EXPECT_EQ(quick->graph().size(), other_views->graph().size() - 1) << to_string(quick->graph());
-  expect_close(*other_views, *quick, {at::randn({5, 12, 1})});
+  expect_close(*other_views, *quick, {randn_there({5, 12, 1})});
   // Another reader of any of these values sees the factor.
   for (const char* other : {"%m", "%t", "%r"}) {
     auto seen = module_of(before + "  output(%y, " + other + ")\n}", state);
@@ -253,8 +253,8 @@ TEST(Optimise, SeesFactorsThroughViews) {
 TEST(Optimise, MakesTheFactorOfAttentionPartOfTheLayerBehindIt) {
   at::manual_seed(4);
   State state;
-  parameter(state, "w", at::randn({32, 32}));
-  parameter(state, "b", at::randn({32}));
+  parameter(state, "w", randn_there({32, 32}));
+  parameter(state, "b", randn_there({32}));
   const std::string before = R"(graph {
     %q: f32[2, 4, 16, 8] = placeholder "q"
     %k: f32[2, 4, 16, 8] = placeholder "k"
@@ -266,7 +266,7 @@ TEST(Optimise, MakesTheFactorOfAttentionPartOfTheLayerBehindIt) {
     %r: f32[2, 16, 32] = aten::reshape(%t, [2, 16, 32])
     %y: f32[2, 16, 32] = plumb::linear(%r, %w, %b)
   )";
-  const Tensors inputs = {at::randn({2, 4, 16, 8}), at::randn({2, 4, 16, 8}), at::randn({2, 4, 16, 8})};
+  const Tensors inputs = {randn_there({2, 4, 16, 8}), randn_there({2, 4, 16, 8}), randn_there({2, 4, 16, 8})};
   auto module = module_of(before + "  output(%y)\n}", state);
   auto fast = compile(module);
   EXPECT_NE(to_string(fast->graph()).find("is_causal=True, scales=[1.0])"), std::string::npos)
@@ -339,7 +339,7 @@ TEST(Optimise, DoesNotMoveReadsOverWrites) {
   auto fast = compile(module, {.min_elements = 0});
   EXPECT_EQ(count(*fast, "aten::mul"), 1u);
   EXPECT_EQ(count(*fast, "plumb::pointwise"), 1u);
-  expect_same_bits(*module, *fast, {at::randn({30})});
+  expect_same_bits(*module, *fast, {randn_there({30})});
 }
 
 TEST(Optimise, CutsLongChainsAndStaysNearLinear) {
@@ -350,7 +350,7 @@ TEST(Optimise, CutsLongChainsAndStaysNearLinear) {
   EXPECT_EQ(compile(module)->graph().size(), 3u) << "one factor";
   auto fast = compile(module, {.exact = true});
   EXPECT_EQ(fast->graph().size(), 2u + 20000 / 32);
-  const at::Tensor x = at::randn({8});
+  const at::Tensor x = randn_there({8});
   EXPECT_TRUE(at::equal(run(*module, {x})[0], run(*fast, {x})[0]));
 }
 
@@ -391,7 +391,7 @@ TEST(Optimise, RandomGraphsKeepTheirBits) {
     auto fast = compile(module, {.exact = true, .min_elements = 0});
     fast->lint();
     fused += count(*fast, "plumb::pointwise");
-    const Tensors inputs = {at::randn({6, 7}), at::randn({6, 7})};
+    const Tensors inputs = {randn_there({6, 7}), randn_there({6, 7})};
     const Tensors x = outputs_and_gradients(*module, inputs), y = outputs_and_gradients(*fast, inputs);
     EXPECT_TRUE(at::equal(x[0], y[0])) << text;
     // Inner operands of unknown grad: only the order of three sums may differ.
@@ -408,7 +408,7 @@ TEST(Optimise, RandomGraphsKeepTheirBits) {
 TEST(Optimise, WorksOnAWholeModelAfterTheTransforms) {
   at::manual_seed(3);
   auto model = gpt();
-  const Tensors inputs = {at::randint(96, {8, 32}), at::randint(96, {8, 32})};
+  const Tensors inputs = {there(at::randint(96, {8, 32})), there(at::randint(96, {8, 32}))};
   SimulateFormatOptions nearest;
   nearest.fwd = "E4M3-RN";
   nearest.bwd = "E5M2-RN";
@@ -474,7 +474,7 @@ TEST(Optimise, DropsAFactorOfOneThatNobodyCanSee) {
   })");
   auto fast = compile(module, {.exact = true});
   EXPECT_EQ(count(*fast, "aten::mul"), 1u) << "the result is a tensor of its own";
-  expect_same_bits(*module, *fast, {at::randn({8, 32})});
+  expect_same_bits(*module, *fast, {randn_there({8, 32})});
 }
 
 void expect_same_numbers(const std::optional<Metrics>& a, const std::optional<Metrics>& b, const std::string& what) {
@@ -498,7 +498,7 @@ void expect_same_numbers(const std::optional<Metrics>& a, const std::optional<Me
 
 TEST(Optimise, MeasuresWhileItRounds) {
   at::manual_seed(3);
-  const Tensors inputs = {at::randint(96, {8, 32}), at::randint(96, {8, 32})};
+  const Tensors inputs = {there(at::randint(96, {8, 32})), there(at::randint(96, {8, 32}))};
   SimulateFormatOptions nearest;
   nearest.fwd = "E4M3-RN";
   nearest.bwd = "E5M2-RN";
@@ -542,7 +542,7 @@ TEST(Optimise, MeasuresSeveralRunsAsOneTensorWhileItRounds) {
     }
     std::vector<int64_t> once;
     for (int run = 0; run < 3; ++run) {
-      expect_same_bits(*tracked, *fast, {at::randint(96, {8, 32}), at::randint(96, {8, 32})});
+      expect_same_bits(*tracked, *fast, {there(at::randint(96, {8, 32})), there(at::randint(96, {8, 32}))});
       const ScalesGraph a = scales_graph(*tracked), b = scales_graph(*fast);
       ASSERT_EQ(a.nodes.size(), b.nodes.size());
       size_t rounded_tensors = 0, grown = 0;
@@ -572,7 +572,7 @@ TEST(Optimise, MeasuresApartWhatSeveralUse) {
   auto tracked = track_scales(module), fast = compile(tracked, {.fuse = false});
   EXPECT_EQ(count(*fast, "plumb::track_rounded"), 1u);
   EXPECT_EQ(count(*fast, "plumb::track"), count(*tracked, "plumb::track") - 1);
-  expect_same_bits(*tracked, *fast, {at::randn({40, 50})});
+  expect_same_bits(*tracked, *fast, {randn_there({40, 50})});
   const ScalesGraph a = scales_graph(*tracked), b = scales_graph(*fast);
   for (size_t i = 0; i < a.nodes.size(); ++i)
     expect_same_numbers(a.nodes[i].metrics, b.nodes[i].metrics, a.nodes[i].name);

@@ -32,7 +32,7 @@ std::multiset<std::string> operands(const Node* node) {
 std::shared_ptr<GraphModule> random_module(std::mt19937& random, int nodes, int reach) {
   Graph graph = random_graph(random, nodes, reach);
   State state;
-  for (const Node* node : graph.attributes()) parameter(state, node->target(), at::randn({4, 4}));
+  for (const Node* node : graph.attributes()) parameter(state, node->target(), randn_there({4, 4}));
   const size_t inputs = graph.placeholders().size();
   return std::make_shared<GraphModule>(std::move(graph), std::move(state), TreeSpec::positional_inputs(inputs),
                                        TreeSpec::leaf());

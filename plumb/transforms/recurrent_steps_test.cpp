@@ -42,7 +42,7 @@ std::shared_ptr<GraphModule> layer(const Shape& s) {
   text += "  %c: f32[" + rows + ", 3, 4] = placeholder \"c\"\n";
   auto add = [&](at::IntArrayRef sizes) {
     const std::string name = "p" + std::to_string(names.size());
-    parameter(state, name, at::randn(sizes) * 0.4);
+    parameter(state, name, randn_there(sizes) * 0.4);
     text += "  %" + name + " = get_attr \"" + name + "\"\n";
     names.push_back(name);
   };
@@ -69,9 +69,9 @@ Tensors all_gradients(GraphModule& module, Tensors inputs) {
   std::vector<c10::IValue> values(inputs.begin(), inputs.end());
   for (const c10::IValue& v : module.run(std::move(values))) all.push_back(v.toTensor());
   at::manual_seed(4);
-  for (const at::Tensor& y : all) seeds.push_back(at::randn(y.sizes()));
+  for (const at::Tensor& y : all) seeds.push_back(randn_there(y.sizes()));
   for (const at::Tensor& g : torch::autograd::grad(all, wanted, seeds, std::nullopt, false, true))
-    all.push_back(g.defined() ? g : at::zeros({}));
+    all.push_back(g.defined() ? g : zeros_there({}));
   return all;
 }
 
@@ -96,8 +96,8 @@ TEST(RecurrentSteps, ComputeWhatTheFusedOperatorDoes) {
     }
     steps->lint();
     const int64_t rows = s.layers * (s.bidirectional ? 2 : 1), out = s.projection ? s.projection : 4;
-    Tensors inputs = {s.batch_first ? at::randn({3, 7, 5}) : at::randn({7, 3, 5}), at::randn({rows, 3, out}),
-                      at::randn({rows, 3, 4})};
+    Tensors inputs = {s.batch_first ? randn_there({3, 7, 5}) : randn_there({7, 3, 5}), randn_there({rows, 3, out}),
+                      randn_there({rows, 3, 4})};
     const Tensors a = all_gradients(*fused, inputs), b = all_gradients(*steps, inputs);
     ASSERT_EQ(a.size(), b.size());
     for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::allclose(a[i], b[i], 1e-4, 1e-5)) << s.op << i;
@@ -106,7 +106,7 @@ TEST(RecurrentSteps, ComputeWhatTheFusedOperatorDoes) {
 
 TEST(RecurrentSteps, DropBetweenLayersAsTheFusedOperatorDoes) {
   State state;
-  for (const char* name : {"a", "b", "c", "d"}) parameter(state, name, at::randn({4, 4}));
+  for (const char* name : {"a", "b", "c", "d"}) parameter(state, name, randn_there({4, 4}));
   auto fused = module_of(R"(graph {
     %x: f32[7, 3, 4] = placeholder "x"
     %h: f32[2, 3, 4] = placeholder "h"
@@ -124,7 +124,7 @@ TEST(RecurrentSteps, DropBetweenLayersAsTheFusedOperatorDoes) {
     take_apart(*steps, node);
     break;
   }
-  const at::Tensor x = at::randn({7, 3, 4}), h = at::randn({2, 3, 4});
+  const at::Tensor x = randn_there({7, 3, 4}), h = randn_there({2, 3, 4});
   at::manual_seed(8);
   const auto a = fused->run({x, h});
   at::manual_seed(8);
@@ -137,10 +137,10 @@ TEST(RecurrentSteps, ComputeWhatACellDoes) {
     const std::string name = op;
     const int64_t gates = (name == "lstm_cell" ? 4 : name == "gru_cell" ? 3 : 1) * 4;
     State state;
-    parameter(state, "a", at::randn({gates, 5}));
-    parameter(state, "b", at::randn({gates, 4}));
-    parameter(state, "u", at::randn({gates}));
-    parameter(state, "v", at::randn({gates}));
+    parameter(state, "a", randn_there({gates, 5}));
+    parameter(state, "b", randn_there({gates, 4}));
+    parameter(state, "u", randn_there({gates}));
+    parameter(state, "v", randn_there({gates}));
     const bool lstm = name == "lstm_cell";
     auto fused = module_of(std::string(R"(graph {
       %x: f32[3, 5] = placeholder "x"
@@ -161,7 +161,7 @@ TEST(RecurrentSteps, ComputeWhatACellDoes) {
       break;
     }
     steps->lint();
-    const Tensors inputs = {at::randn({3, 5}), at::randn({3, 4}), at::randn({3, 4})};
+    const Tensors inputs = {randn_there({3, 5}), randn_there({3, 4}), randn_there({3, 4})};
     const Tensors a = all_gradients(*fused, inputs), b = all_gradients(*steps, inputs);
     for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::allclose(a[i], b[i], 1e-4, 1e-5)) << op << i;
   }

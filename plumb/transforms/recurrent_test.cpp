@@ -40,10 +40,10 @@ std::shared_ptr<GraphModule> layers(const Case& c, int64_t num_layers) {
   for (int64_t layer = 0; layer < num_layers; ++layer) {
     const std::string l = std::to_string(layer);
     const int64_t rows = c.gates * kHidden;
-    parameter(state, "w_ih" + l, at::rand({rows, layer ? kHidden : kIn}) * 0.1 - 0.05);
-    parameter(state, "w_hh" + l, at::rand({rows, kHidden}) * 0.1 - 0.05);
-    parameter(state, "b_ih" + l, at::rand({rows}) * 0.1);
-    parameter(state, "b_hh" + l, at::rand({rows}) * 0.1);
+    parameter(state, "w_ih" + l, rand_there({rows, layer ? kHidden : kIn}) * 0.1 - 0.05);
+    parameter(state, "w_hh" + l, rand_there({rows, kHidden}) * 0.1 - 0.05);
+    parameter(state, "b_ih" + l, rand_there({rows}) * 0.1);
+    parameter(state, "b_hh" + l, rand_there({rows}) * 0.1);
     for (const char* p : {"w_ih", "w_hh", "b_ih", "b_hh"}) {
       lines += " %" + (p + l) + " = get_attr \"" + p + l + "\"";
       names += (names.empty() ? "%" : ", %") + (p + l);
@@ -67,7 +67,7 @@ struct Measured {
 Measured train_once(const std::shared_ptr<GraphModule>& module) {
   Measured m;
   m.module = unit_scale(module);
-  at::Tensor x = at::randn({kSteps, kBatch, kIn}).requires_grad_();
+  at::Tensor x = randn_there({kSteps, kBatch, kIn}).requires_grad_();
   m.output = (*m.module)(x);
   m.output.backward(at::randn_like(m.output));
   m.input_gradient = x.grad();
@@ -116,8 +116,8 @@ INSTANTIATE_TEST_SUITE_P(Kinds, Recurrent,
 TEST(RecurrentCells, CalledStepByStepAreLikeALayer) {
   at::manual_seed(1);
   State state;
-  parameter(state, "w_ih", at::randn({4 * kHidden, kIn}));
-  parameter(state, "w_hh", at::randn({4 * kHidden, kHidden}));
+  parameter(state, "w_ih", randn_there({4 * kHidden, kIn}));
+  parameter(state, "w_hh", randn_there({4 * kHidden, kHidden}));
   std::string text =
       "graph { %x: f32[6, 32, 96] = placeholder \"x\" %a = get_attr \"w_ih\" %b = get_attr \"w_hh\"\n"
       "%h0: f32[32, 128] = aten::zeros([32, 128])\n";
@@ -135,7 +135,7 @@ TEST(RecurrentCells, CalledStepByStepAreLikeALayer) {
       "%l: f32[1, 32, 128] = aten::unsqueeze(%h0, 0)\n%y, %hn, %cn = aten::lstm.input(%x, [%l, %l], [%a, %b], "
       "False, 1, 0.0, False, False, False) output(%y) }";
   const auto cells = unit_scale(module_of(text, state)), layer = unit_scale(module_of(together, state));
-  const at::Tensor x = at::randn({6, 32, 96});
+  const at::Tensor x = randn_there({6, 32, 96});
   const at::Tensor y = (*cells)(x), z = (*layer)(x);
   EXPECT_TRUE(at::allclose(y, z, 1e-4, 1e-5)) << rms(y - z);
   y.backward(at::ones_like(y));
@@ -148,9 +148,9 @@ TEST(RecurrentCells, CalledStepByStepAreLikeALayer) {
 
 TEST(RecurrentCells, ProjectedStatesAreLeftAloneWithTheirWeights) {
   State state;
-  parameter(state, "w_ih", at::randn({16, 4}) * 0.1);
-  parameter(state, "w_hh", at::randn({16, 2}) * 0.1);
-  parameter(state, "w_hr", at::randn({2, 4}) * 0.1);
+  parameter(state, "w_ih", randn_there({16, 4}) * 0.1);
+  parameter(state, "w_hh", randn_there({16, 2}) * 0.1);
+  parameter(state, "w_hr", randn_there({2, 4}) * 0.1);
   auto module = module_of(
       R"(graph { %x: f32[5, 2, 4] = placeholder "x" %h: f32[1, 2, 2] = placeholder "h" %k: f32[1, 2, 4] = placeholder "k"
       %a = get_attr "w_ih" %b = get_attr "w_hh" %c = get_attr "w_hr"

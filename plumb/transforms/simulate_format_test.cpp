@@ -34,7 +34,7 @@ std::string after(const std::string& text, State state = {}, const SimulateForma
 
 State weights(std::initializer_list<std::pair<const char*, std::vector<int64_t>>> parameters) {
   State state;
-  for (const auto& [name, sizes] : parameters) parameter(state, name, at::randn(sizes));
+  for (const auto& [name, sizes] : parameters) parameter(state, name, randn_there(sizes));
   return state;
 }
 
@@ -61,7 +61,7 @@ TEST(SimulateFormat, GivesTheValuesAndGradientsOfQuantisedOperands) {
       %y = aten::linear(%x, %w, %b) %q = aten::mul.Tensor(%y, %y) output(%q) })",
                           weights({{"w", {3, 8}}, {"b", {3}}}));
   auto simulated = simulate_format(module, nearest());
-  at::Tensor x = at::randn({16, 8}).requires_grad_();
+  at::Tensor x = randn_there({16, 8}).requires_grad_();
   const at::Tensor out = simulated->run({x})[0].toTensor();
   const at::Tensor seed = at::randn_like(out);
   out.backward(seed);
@@ -154,7 +154,7 @@ TEST(SimulateFormat, TakesRecurrentOperatorsApartAndRoundsTheirLinearLayers) {
   EXPECT_EQ(report.count(ReportKind::Quantised), 6u);
 
   at::manual_seed(5);
-  const at::Tensor x = at::randn({5, 2, 4}).requires_grad_(), h0 = at::randn({1, 2, 6});
+  const at::Tensor x = randn_there({5, 2, 4}).requires_grad_(), h0 = randn_there({1, 2, 6});
   const at::Tensor w = state.get("a").tensor, u = state.get("b").tensor;
   auto linear = [](const at::Tensor& input, const at::Tensor& weight) {
     const at::Tensor y =
@@ -172,7 +172,7 @@ TEST(SimulateFormat, TakesRecurrentOperatorsApartAndRoundsTheirLinearLayers) {
   const auto got = low->run({x, h0});
   EXPECT_TRUE(at::allclose(got[0].toTensor(), at::stack(all)));
   EXPECT_TRUE(at::allclose(got[1].toTensor()[0], c));
-  const at::Tensor seed = at::randn({5, 2, 6});
+  const at::Tensor seed = randn_there({5, 2, 6});
   const std::vector<at::Tensor> wanted = {x, w, u};
   const auto mine = torch::autograd::grad({got[0].toTensor()}, wanted, {seed});
   const auto expected = torch::autograd::grad({at::stack(all)}, wanted, {seed});

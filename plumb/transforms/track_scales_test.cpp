@@ -34,7 +34,7 @@ const char* kSmall = R"(graph {
 std::shared_ptr<GraphModule> small() {
   at::manual_seed(4);
   State state;
-  parameter(state, "w", at::randn({8, 8}));
+  parameter(state, "w", randn_there({8, 8}));
   return module_of(kSmall, std::move(state));
 }
 
@@ -53,7 +53,7 @@ void expect_metrics(const Metrics::Data& got, const at::Tensor& t, const std::st
 TEST(TrackScales, MeasuresEveryTensorAndGradientAsTorchDoes) {
   auto module = small();
   auto tracked = track_scales(module);
-  at::Tensor x = at::randn({16, 8}), i = at::arange(16);
+  at::Tensor x = randn_there({16, 8}), i = there(at::arange(16));
   tracked->run({x, i})[0].toTensor().backward();
   const ScalesGraph graph = scales_graph(*tracked);
 
@@ -85,7 +85,7 @@ TEST(TrackScales, MeasuresEveryTensorAndGradientAsTorchDoes) {
 
 TEST(TrackScales, DoesNotTouchTheCallersTensors) {
   auto tracked = track_scales(small());
-  at::Tensor x = at::randn({16, 8}), i = at::arange(16);
+  at::Tensor x = randn_there({16, 8}), i = there(at::arange(16));
   const at::Tensor copy = x.clone();
   tracked->run({x, i})[0].toTensor().backward();
   EXPECT_FALSE(x.requires_grad());
@@ -122,7 +122,7 @@ TEST(TrackScales, GivesTheValuesAndGradientsOfTheModuleBitForBit) {
 TEST(TrackScales, MeasuresForwardOnlyWithoutGradients) {
   auto tracked = track_scales(small());
   at::NoGradGuard no_grad;
-  tracked->run({at::randn({16, 8}), at::arange(16)});
+  tracked->run({randn_there({16, 8}), there(at::arange(16))});
   const ScalesGraph graph = scales_graph(*tracked);
   EXPECT_TRUE(graph.find("s")->metrics);
   EXPECT_FALSE(graph.find("s")->metrics->bwd);
@@ -130,7 +130,7 @@ TEST(TrackScales, MeasuresForwardOnlyWithoutGradients) {
 
 TEST(TrackScales, ForgetsTheLastGradientWhenItRunsForwardAgain) {
   auto tracked = track_scales(small());
-  const std::vector<c10::IValue> inputs{at::randn({16, 8}), at::arange(16)};
+  const std::vector<c10::IValue> inputs{randn_there({16, 8}), there(at::arange(16))};
   tracked->run(inputs)[0].toTensor().backward();
   EXPECT_TRUE(scales_graph(*tracked).find("s")->metrics->bwd);
   auto held = tracked->run(inputs);
@@ -142,7 +142,7 @@ TEST(TrackScales, TellsApartTheGradientsOfTwoNamesOfOneTensor) {
   auto tracked = track_scales(module_of(R"(graph { %x: f32[4] = placeholder "x" %m: f32[4] = aten::mul.Tensor(%x, 1.0)
       %d: f32[4] = aten::dropout(%m, 0.5, False) %e: f32[4] = aten::mul.Tensor(%d, 3.0) %f: f32[4] = aten::add.Tensor(%e, %m)
       %o: f32[] = aten::sum(%f) output(%o) })"));
-  tracked->run({at::ones({4})})[0].toTensor().backward();
+  tracked->run({ones_there({4})})[0].toTensor().backward();
   const ScalesGraph graph = scales_graph(*tracked);
   EXPECT_EQ(graph.find("d")->metrics->bwd->abs_max, 3.0);
   EXPECT_EQ(graph.find("m")->metrics->bwd->abs_max, 4.0);
@@ -152,7 +152,7 @@ TEST(TrackScales, FollowsWritesInPlace) {
   auto module = module_of(R"(graph { %x: f32[4] = placeholder "x" %m: f32[4] = aten::mul.Tensor(%x, 2.0)
       %a: f32[4] = aten::mul_.Tensor(%m, 5.0) %o: f32[] = aten::sum(%m) output(%o) })");
   auto tracked = track_scales(module);
-  const at::Tensor loss = tracked->run({at::ones({4})})[0].toTensor();
+  const at::Tensor loss = tracked->run({ones_there({4})})[0].toTensor();
   EXPECT_EQ(loss.item<double>(), 40.0);
   loss.backward();
   EXPECT_EQ(scales_graph(*tracked).find("x")->metrics->bwd->abs_max, 10.0);
@@ -160,7 +160,7 @@ TEST(TrackScales, FollowsWritesInPlace) {
 
 TEST(TrackScales, KeepsHistogramsWhereAskedTo) {
   auto tracked = track_scales(small(), MetricsOptions{true});
-  tracked->run({at::randn({16, 8}), at::arange(16)})[0].toTensor().backward();
+  tracked->run({randn_there({16, 8}), there(at::arange(16))})[0].toTensor().backward();
   const ScalesGraph graph = scales_graph(*tracked);
   ASSERT_TRUE(graph.find("y")->metrics->bwd->histogram);
   int64_t total = 0;
@@ -172,23 +172,23 @@ TEST(TrackScales, KeepsHistogramsWhereAskedTo) {
 TEST(TrackScales, SwitchesOff) {
   auto tracked = track_scales(small());
   tracked->tracker->set_enabled(false);
-  tracked->run({at::randn({16, 8}), at::arange(16)})[0].toTensor().backward();
+  tracked->run({randn_there({16, 8}), there(at::arange(16))})[0].toTensor().backward();
   EXPECT_FALSE(scales_graph(*tracked).find("y")->metrics);
 }
 
 TEST(TrackScales, HandsTensorsOnWhenTheTrackerIsGone) {
   auto tracked = track_scales(small());
-  at::Tensor x = at::randn({16, 8});
-  const at::Tensor before = tracked->run({x, at::arange(16)})[0].toTensor();
+  at::Tensor x = randn_there({16, 8});
+  const at::Tensor before = tracked->run({x, there(at::arange(16))})[0].toTensor();
   tracked->tracker.reset();
-  EXPECT_TRUE(at::equal(tracked->run({x, at::arange(16)})[0].toTensor(), before));
+  EXPECT_TRUE(at::equal(tracked->run({x, there(at::arange(16))})[0].toTensor(), before));
   EXPECT_THROW(scales_graph(*tracked), Error);
 }
 
 TEST(TrackScales, MeasuresCopiesApart) {
   auto tracked = track_scales(small());
   auto copy = tracked->deep_copy();
-  copy->run({at::randn({16, 8}), at::arange(16)});
+  copy->run({randn_there({16, 8}), there(at::arange(16))});
   EXPECT_FALSE(scales_graph(*tracked).find("y")->metrics);
   EXPECT_TRUE(scales_graph(*copy).find("y")->metrics);
 }
@@ -221,24 +221,24 @@ TEST(TrackScales, TracksOnlyWhatIsNewTheSecondTime) {
   auto once = track_scales(small());
   auto twice = track_scales(once);
   EXPECT_EQ(to_string(twice->graph()).find("tracked_tracked"), std::string::npos);
-  twice->run({at::randn({16, 8}), at::arange(16)});
+  twice->run({randn_there({16, 8}), there(at::arange(16))});
   EXPECT_TRUE(scales_graph(*twice).find("y")->metrics);
 }
 
 TEST(TrackScales, RunsFromTheTableOfPasses) {
   auto module = small();
-  const at::Tensor x = at::randn({16, 8});
-  const at::Tensor before = module->run({x, at::arange(16)})[0].toTensor();
+  const at::Tensor x = randn_there({16, 8});
+  const at::Tensor before = module->run({x, there(at::arange(16))})[0].toTensor();
   EXPECT_TRUE(run_pass(find_pass("track_scales"), *module, {}, nullptr, true));
   EXPECT_FALSE(run_pass(find_pass("track_scales"), *module, {}, nullptr, true));
-  EXPECT_TRUE(at::equal(module->run({x, at::arange(16)})[0].toTensor(), before));
+  EXPECT_TRUE(at::equal(module->run({x, there(at::arange(16))})[0].toTensor(), before));
 }
 
 // --- pruning
 
 ScalesGraph run_small() {
   auto tracked = track_scales(small());
-  tracked->run({at::randn({16, 8}), at::arange(16)})[0].toTensor().backward();
+  tracked->run({randn_there({16, 8}), there(at::arange(16))})[0].toTensor().backward();
   return scales_graph(*tracked);
 }
 

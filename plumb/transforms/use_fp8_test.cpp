@@ -30,7 +30,7 @@ std::string lowered(const std::string& text, State state = {}, const UseFp8Optio
 
 State random_weights(std::initializer_list<std::pair<const char*, std::vector<int64_t>>> parameters) {
   State state;
-  for (const auto& [name, sizes] : parameters) parameter(state, name, at::randn(sizes));
+  for (const auto& [name, sizes] : parameters) parameter(state, name, randn_there(sizes));
   return state;
 }
 
@@ -98,45 +98,45 @@ TEST(UseFp8, HasTheBitsOfTheSimulationForEveryFormOfAProduct) {
        R"(graph { %x: f32[3, 5, 24] = placeholder "x" %w = get_attr "w" %b = get_attr "b"
         %y = aten::linear(%x, %w, %b) output(%y) })",
        random_weights({{"w", {40, 24}}, {"b", {40}}}),
-       {at::randn({3, 5, 24}).requires_grad_()}},
+       {randn_there({3, 5, 24}).requires_grad_()}},
       {"addmm with a transposed weight, odd sizes",
        R"(graph { %x: f32[65, 33] = placeholder "x" %w: f32[17, 33] = get_attr "w" %b: f32[17] = get_attr "b"
         %t = aten::t(%w) %y = aten::addmm(%b, %x, %t) output(%y) })",
        random_weights({{"w", {17, 33}}, {"b", {17}}}),
-       {at::randn({65, 33}).requires_grad_()}},
+       {randn_there({65, 33}).requires_grad_()}},
       {"addmm with a weight that lies row by row",
        R"(graph { %x: f32[64, 512] = placeholder "x" %w: f32[512, 96] = get_attr "w" %b: f32[96] = get_attr "b"
         %y = aten::addmm(%b, %x, %w) output(%y) })",
        random_weights({{"w", {512, 96}}, {"b", {96}}}),
-       {at::randn({64, 512}).requires_grad_()}},
+       {randn_there({64, 512}).requires_grad_()}},
       {"mm",
        R"(graph { %x: f32[7, 640] = placeholder "x" %w = get_attr "w" %y = aten::mm(%x, %w) output(%y) })",
        random_weights({{"w", {640, 48}}}),
-       {at::randn({7, 640}).requires_grad_()}},
+       {randn_there({7, 640}).requires_grad_()}},
       {"bmm",
        R"(graph { %x: f32[6, 32, 16] = placeholder "x" %k: f32[6, 16, 48] = placeholder "k" %w = get_attr "w"
         %s = aten::mul.Tensor(%k, %w) %y = aten::bmm(%x, %s) output(%y) })",
        random_weights({{"w", {48}}}),
-       {at::randn({6, 32, 16}).requires_grad_(), at::randn({6, 16, 48})}},
+       {randn_there({6, 32, 16}).requires_grad_(), randn_there({6, 16, 48})}},
       {"matmul over a batch",
        R"(graph { %x: f32[2, 3, 32, 16] = placeholder "x" %k: f32[3, 16, 48] = placeholder "k" %w = get_attr "w"
         %s = aten::mul.Tensor(%k, %w) %y = aten::matmul(%x, %s) output(%y) })",
        random_weights({{"w", {48}}}),
-       {at::randn({2, 3, 32, 16}).requires_grad_(), at::randn({3, 16, 48})}},
+       {randn_there({2, 3, 32, 16}).requires_grad_(), randn_there({3, 16, 48})}},
       {"unit-scaled linear",
        R"(graph { %x: f32[64, 200] = placeholder "x" %w = get_attr "w" %b = get_attr "b"
         %y = plumb::linear(%x, %w, %b, constraint="to_output_scale") output(%y) })",
        random_weights({{"w", {40, 200}}, {"b", {40}}}),
-       {at::randn({64, 200}).requires_grad_()}},
+       {randn_there({64, 200}).requires_grad_()}},
       {"unit-scaled readout and matmul",
        R"(graph { %x: f32[64, 48] = placeholder "x" %w = get_attr "w"
         %y = plumb::linear_readout(%x, %w) %t = aten::t(%y) %z = plumb::matmul(%t, %y, constraint=None) output(%z) })",
        random_weights({{"w", {40, 48}}}),
-       {at::randn({64, 48}).requires_grad_()}},
+       {randn_there({64, 48}).requires_grad_()}},
       {"a batch with no rows",
        R"(graph { %x: f32[0, 48] = placeholder "x" %w = get_attr "w" %y = aten::linear(%x, %w) output(%y) })",
        random_weights({{"w", {40, 48}}}),
-       {at::randn({0, 48}).requires_grad_()}},
+       {randn_there({0, 48}).requires_grad_()}},
   };
   for (const auto& c : cases) {
     auto module = module_of(c.text, c.state);
@@ -148,7 +148,8 @@ TEST(UseFp8, HasTheBitsOfTheSimulationForEveryFormOfAProduct) {
 }
 
 TEST(UseFp8, TrainsTheGptWithTheBitsOfTheSimulation) {
-  const at::Tensor ids = at::randint(96, {8, 32}, at::kLong), targets = at::randint(96, {8, 32}, at::kLong);
+  const at::Tensor ids = there(at::randint(96, {8, 32}, at::kLong)),
+                   targets = there(at::randint(96, {8, 32}, at::kLong));
   for (const bool scaled : {false, true}) {
     auto train = [&](auto transform) {
       at::manual_seed(1);
@@ -253,7 +254,7 @@ TEST(UseFp8, GivesEveryWeightAStateOfDelayedScaling) {
   EXPECT_EQ(state.kind, AttrKind::Buffer);
   EXPECT_EQ(state.tensor.sizes(), at::IntArrayRef({3, 6}));
   EXPECT_TRUE(module->named_buffers().contains("up.weight_fp8_state"));
-  const at::Tensor x = at::randn({4, 16});
+  const at::Tensor x = randn_there({4, 16});
   const at::Tensor y = module->run({x})[0].toTensor();
   // Both layers have entered their inputs and the weight, none a gradient yet.
   EXPECT_EQ(state.tensor[0][2].item<float>(), x.abs().max().item<float>());
