@@ -5,7 +5,7 @@
 #   make install PREFIX=/usr/local   headers, library, command and CMake package
 #   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers, FUZZ_SECONDS a reader
 #   make sanitize SANITIZER=thread   modules, checkpoints, trainings, pipelines in several threads, under ThreadSanitizer
-#   make gpu                         on a machine with a GPU: operators against the CPU, kernels' speed, docs/gpu.md
+#   make gpu                         on a machine with a GPU: all suites, kernels' speed, steps of a GPT, docs/gpu.md
 #   make docs                        the site of docs/, in build-docs/
 #   make format | lint | clean       lint looks at what differs from BASE (main); ALL=1 at every file
 #
@@ -28,7 +28,7 @@ JOIN := $(if $(JOINED),-DPLUMB_JOINED=$(JOINED),$(if $(wildcard $(BUILD)/CMakeCa
 CONFIGURE := $(CMAKE) -S . -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY) $(JOIN)
 SAY := printf 'plumb: %s\n'
 
-.PHONY: all setup setup-dev configure demo test test-cpp test-python test-device wheel bench gpu sanitize fuzz docs format lint rooms install clean
+.PHONY: all setup setup-dev configure demo test test-cpp test-python test-device test-device-python wheel bench gpu sanitize fuzz docs format lint rooms install clean
 
 all: configure
 	@$(SAY) "compiling library, command, Python package and tests ($(JOBS) at once)"
@@ -70,14 +70,17 @@ test-cpp: all
 test-python: all
 	@$(SAY) "running the Python tests"
 	@PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q -n $(JOBS) --dist loadfile python/tests
-	@$(MAKE) --no-print-directory test-device
+	@$(MAKE) --no-print-directory test-device-python
 
 # The suites that a device matters to, on one that is not the CPU: DEVICE=cuda on a machine with a GPU.
 DEVICE ?= testdevice
-DEVICE_TESTS = devices capture capture_questions capture_values exported fold formats numerics_ops transforms transform_modules \
-	transform_models scales_graph scaling recorder strides pipelining_run pipelining_stages pipelining_steps \
-	pipelining_transforms
+DEVICE_TESTS = $(shell cat python/tests/device_suites.txt)
 test-device: all
+	@$(SAY) "running the C++ tests on $(DEVICE)"
+	@PLUMB_TEST_DEVICE=$(DEVICE) .venv/bin/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS) -L device
+	@$(MAKE) --no-print-directory test-device-python
+
+test-device-python: all
 	@$(SAY) "running the Python tests on $(DEVICE)"
 	@PLUMB_TEST_DEVICE=$(DEVICE) PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q -n $(JOBS) --dist loadfile \
 		$(DEVICE_TESTS:%=python/tests/test_%.py)

@@ -13,9 +13,9 @@ class GraphModule;
 // "testdevice" is tests/device/test_device.cpp, which is loaded for it.
 c10::Device test_device();
 
-// The values there, as a leaf; the tensor itself where it is there already.
+// The values there, as a leaf; the tensor itself where it is there already or has no values.
 inline at::Tensor there(const at::Tensor& t) {
-  if (!t.defined() || t.device().type() == test_device().type()) return t;
+  if (!t.defined() || t.is_meta() || t.device().type() == test_device().type()) return t;
   return t.detach().to(test_device()).set_requires_grad(t.requires_grad());
 }
 

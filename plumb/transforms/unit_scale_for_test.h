@@ -25,7 +25,7 @@ inline std::string same(const std::string& text) { return to_string(parse_graph(
 
 inline State with(std::initializer_list<std::pair<const char*, std::vector<int64_t>>> parameters) {
   State state;
-  for (const auto& [name, sizes] : parameters) parameter(state, name, at::randn(sizes) * 0.02 + 0.001);
+  for (const auto& [name, sizes] : parameters) parameter(state, name, randn_there(sizes) * 0.02 + 0.001);
   return state;
 }
 

@@ -103,7 +103,7 @@ TEST(UnitScale, GivesWeightsUnitVarianceAndZeroesBiasesInACopy) {
     EXPECT_TRUE(at::equal(attr.tensor, module->state().get(attr.name).tensor)) << attr.name;
   EXPECT_NEAR(now.get("w").tensor.std().item<double>(), 1.0, 1e-5);
   EXPECT_TRUE(at::allclose(now.get("w").tensor, before.get("w").tensor / before.get("w").tensor.std()));
-  EXPECT_TRUE(at::equal(now.get("b").tensor, at::zeros({16})));
+  EXPECT_TRUE(at::equal(now.get("b").tensor, zeros_there({16})));
   for (const char* name : {"g", "gb", "other"}) {
     EXPECT_TRUE(at::equal(now.get(name).tensor, before.get(name).tensor)) << name;
     EXPECT_FALSE(now.get(name).tensor.is_same(module->state().get(name).tensor)) << name;
@@ -164,7 +164,7 @@ TEST(UnitScale, SeesPackedAndCastWeights) {
 
 TEST(UnitScale, LeavesAConstantWeightAlone) {
   // The deviation of ten times 0.1 that torch computes is not quite zero.
-  for (const at::Tensor& constant : {at::ones({4, 4}), at::full({10, 4}, 0.1)}) {
+  for (const at::Tensor& constant : {ones_there({4, 4}), at::full({10, 4}, 0.1)}) {
     State state;
     parameter(state, "w", constant.clone());
     auto scaled = unit_scale(

@@ -176,7 +176,7 @@ TEST(UnitScale, SaysWhatItLeavesAlone) {
     })",
       [] {
         State state;
-        state.add({"positions", AttrKind::Buffer, at::ones({3})});
+        state.add({"positions", AttrKind::Buffer, ones_there({3})});
         return state;
       }(),
       {}, &report);
@@ -266,7 +266,7 @@ TEST(UnitScale, KeepsEveryGradientsDirection) {
   // central differences, in double.
   at::manual_seed(5);
   State state;
-  for (const char* name : {"a", "b", "c", "d", "e"}) parameter(state, name, at::randn({3, 3}, at::kDouble));
+  for (const char* name : {"a", "b", "c", "d", "e"}) parameter(state, name, randn_there({3, 3}, at::kDouble));
   auto module = module_of(R"(graph {
       %x: f64[5, 3] = placeholder "x"
       %target: f64[5, 3] = placeholder "target"
@@ -291,7 +291,7 @@ TEST(UnitScale, KeepsEveryGradientsDirection) {
                           std::move(state));
   auto scaled = unit_scale(module);
   ASSERT_EQ(scaled->reports.back().count(ReportKind::Residual), 2u);
-  const at::Tensor x = at::randn({5, 3}, at::kDouble), target = at::randn({5, 3}, at::kDouble);
+  const at::Tensor x = randn_there({5, 3}, at::kDouble), target = randn_there({5, 3}, at::kDouble);
   scaled->run({x, target})[0].toTensor().backward();
   at::NoGradGuard no_grad;
   for (const char* name : {"a", "b", "c", "d", "e"}) {
@@ -328,12 +328,12 @@ TEST(UnitScale, ChoosesTausByDepth) {
 TEST(UnitScale, ScalesAConvolutionalNet) {
   at::manual_seed(0);
   State state;
-  parameter(state, "k", at::randn({8, 3, 3, 3}) * 0.05);
-  parameter(state, "g", at::ones({8}));
-  parameter(state, "h", at::zeros({8}));
-  parameter(state, "u", at::randn({8, 4, 2, 2}) * 0.05);
-  state.add({"mean", AttrKind::Buffer, at::zeros({8})});
-  state.add({"var", AttrKind::Buffer, at::ones({8})});
+  parameter(state, "k", randn_there({8, 3, 3, 3}) * 0.05);
+  parameter(state, "g", ones_there({8}));
+  parameter(state, "h", zeros_there({8}));
+  parameter(state, "u", randn_there({8, 4, 2, 2}) * 0.05);
+  state.add({"mean", AttrKind::Buffer, zeros_there({8})});
+  state.add({"var", AttrKind::Buffer, ones_there({8})});
   auto scaled = unit_scale(module_of(R"(graph {
       %x: f32[4, 3, 8, 8] = placeholder "x"
       %k = get_attr "k"
@@ -358,7 +358,7 @@ TEST(UnitScale, ScalesAConvolutionalNet) {
     EXPECT_THAT(text, HasSubstr(call));
   }
   EXPECT_NEAR(scaled->state().get("u").tensor.std().item<double>(), 1.0, 1e-5);
-  EXPECT_EQ(scaled->run({at::randn({4, 3, 8, 8})})[0].toTensor().size(1), 4);
+  EXPECT_EQ(scaled->run({randn_there({4, 3, 8, 8})})[0].toTensor().size(1), 4);
 }
 
 TEST(UnitScale, GivesTheSameAfterSimulateFormatAsBefore) {
@@ -409,10 +409,10 @@ TEST(UnitScale, RunsFromTheTableOfPasses) {
 
 TEST(UnitScale, LeavesLayersAloneWhoseWeightIsComputedFromParameters) {
   State state;
-  parameter(state, "g", at::rand({4, 1}));
-  parameter(state, "v", at::randn({4, 8}) * 3);
-  parameter(state, "b", at::ones({4}));
-  parameter(state, "w", at::randn({8, 4}) * 3);
+  parameter(state, "g", rand_there({4, 1}));
+  parameter(state, "v", randn_there({4, 8}) * 3);
+  parameter(state, "b", ones_there({4}));
+  parameter(state, "w", randn_there({8, 4}) * 3);
   auto scaled = unit_scale(module_of(R"(graph {
     %x: f32[6, 8] = placeholder "x"
     %g: f32[4, 1] grad = get_attr "g"
@@ -432,7 +432,7 @@ TEST(UnitScale, LeavesLayersAloneWhoseWeightIsComputedFromParameters) {
   EXPECT_TRUE(report.find(ReportKind::Replaced, "z"));
   EXPECT_TRUE(at::equal(scaled->state().get("v").tensor, state.get("v").tensor));
   EXPECT_TRUE(at::equal(scaled->state().get("b").tensor, state.get("b").tensor));
-  const at::Tensor x = at::randn({6, 8});
+  const at::Tensor x = randn_there({6, 8});
   EXPECT_TRUE(
       at::equal(scaled->run({x})[0].toTensor(),
                 at::linear(x, at::_weight_norm(state.get("v").tensor, state.get("g").tensor), state.get("b").tensor)));
