@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -68,13 +69,13 @@ class Runs:
         """The run's events, each with the time at which it came."""
         arguments = [self.command, "train", model, "--data", "tokens.bin", "--steps", str(steps), "--lr", "0.01"]
         arguments += ["--threads", "1", "--microbatches", str(MICROBATCHES), "--stages", str(STAGES), "--json", *more]
-        process = subprocess.Popen(arguments, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         events = []
-        for line in process.stdout:
-            if line.startswith("{"):
-                events.append((time.monotonic(), json.loads(line)))
-        errors = process.stderr.read()
-        return events, process.wait(), errors
+        with open(self.folder / "errors.txt", "w") as errors:
+            process = subprocess.Popen(arguments, cwd=self.folder, stdout=subprocess.PIPE, stderr=errors, text=True)
+            for line in process.stdout:
+                if line.startswith("{"):
+                    events.append((time.monotonic(), json.loads(line)))
+        return events, process.wait(), (self.folder / "errors.txt").read_text()
 
 
 def losses(events):
@@ -166,7 +167,7 @@ def parse():
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="rows whose title has this")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begins no run after so many")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begins no run after so many, shared by the rows")
     parser.add_argument("--command", default=os.environ.get("PLUMB_COMMAND", "plumb"))
     return parser.parse_args()
 
@@ -175,7 +176,7 @@ def main():
     o = parse()
     dice, begin = random.Random(o.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        runs = Runs(o.command, Path(name))
+        runs = Runs(os.path.abspath(shutil.which(o.command) or o.command), Path(name))
         write_model(runs.folder / "small.pt2", 16, STAGES, 2, 12)
         noise = torch.Generator().manual_seed(1)
         (runs.folder / "tokens.bin").write_bytes(bytes(torch.randint(97, 105, (40000,), generator=noise).tolist()))
@@ -192,12 +193,11 @@ def main():
             ("exception, a new process", "raise", o.raises, 14, []),
         ]
         rows = []
-        for title, kind, count, each, more in plan:
-            if o.only not in title:
-                continue
+        plan = [part for part in plan if o.only in part[0]]
+        for part, (title, kind, count, each, more) in enumerate(plan, 1):
             row = Row(title)
             rows.append(row)
-            while row.faults < count and not row.wrong and time.monotonic() - begin < o.seconds:
+            while row.faults < count and not row.wrong and time.monotonic() - begin < o.seconds * part / len(plan):
                 row.add(runs, kind, min(each, count - row.faults), dice, whole, *more)
         print(
             "| fault, and what makes up for it | faults | runs with other bits | median to the next step's begin | worst |"
