@@ -295,8 +295,8 @@ std::string graph_html(const Graph& graph) {
   }
   for (const ModuleBox& m : d.modules) data["modules"].push_back({known(m.parent), m.depth, m.head, m.last});
   for (const Wire& w : d.wires) data["wires"].push_back({w.from, w.to, known(w.lane)});
-  return "<figure class=\"graph-view\">\n<div class=\"tools\"><input type=\"search\" placeholder=\"search: operator, "
-         "module, parameter, shape\" aria-label=\"search\"> <button type=\"button\" class=\"more fold-all\">fold "
+  return "<figure class=\"graph-view\">\n<div class=\"tools\"><input type=\"search\" placeholder=\"operator, module, "
+         "shape\" aria-label=\"search\"> <button type=\"button\" class=\"more fold-all\">fold "
          "all</button> <button type=\"button\" class=\"more unfold-all\">unfold all</button> <span "
          "class=\"count\"></span></div>\n<div class=\"graph-scroll\">" +
          svg::picture(d.full_width(), d.height(), body_of(d), false) + "</div>\n<script type=\"application/json\">" +

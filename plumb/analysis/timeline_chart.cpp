@@ -281,7 +281,7 @@ std::string to_trace(const std::vector<TimelineRun>& steps) {
                       {"args", std::move(facts)}});
   };
   std::map<int, std::set<int>> stages;  // by rank
-  name("process_name", kSteps, 0, "steps");
+  for (const char* what : {"process_name", "thread_name"}) name(what, kSteps, 0, "steps");
   for (const TimelineRun& run : steps) {
     const Laid checked = laid(run, chart);
     double begin = INFINITY;

@@ -185,6 +185,10 @@ void finish_weights_folder(const std::string& out, const StateParts& parts, cons
                            const std::string& source) {
   const fs::path folder(out);
   std::error_code error;
+  const auto all = shares(parts, as);
+  if (shard_name(all, 0) != "model.safetensors") write_index(folder, parts, all);
+  for (const auto& [name, text] : as.files) write_file(folder / name, text);
+  // Last: whatever is wrong with one, the weights can be loaded.
   for (const char* name : kCopied) {
     const fs::path path = fs::path(source) / name;
     if (source.empty() || as.files.count(name) || !fs::is_regular_file(path, error)) continue;
@@ -193,9 +197,6 @@ void finish_weights_folder(const std::string& out, const StateParts& parts, cons
     }
     write_file(folder / name, read_file(path));
   }
-  const auto all = shares(parts, as);
-  if (shard_name(all, 0) != "model.safetensors") write_index(folder, parts, all);
-  for (const auto& [name, text] : as.files) write_file(folder / name, text);
 }
 
 }  // namespace plumb

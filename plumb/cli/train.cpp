@@ -296,6 +296,8 @@ void check_recut(const TrainOptions& o) {
 }
 
 int train_command(const TrainOptions& o) {
+  // Whoever reads what is printed may go (`| head`): the weights are not lost with it. A rank ends with its launcher.
+  ::signal(SIGPIPE, process_variable("PLUMB_STORE_SOCKET") ? SIG_DFL : SIG_IGN);
   const auto environment = discover_ranks();
   const bool alone = !environment || environment->world_size == 1;
   if (o.dry_run && alone) return dry_run(o);

@@ -40,6 +40,16 @@ Schedule read_schedule(const TrainOptions& o) {
   return schedule;
 }
 
+// A folder that is made when it is needed: what is there already of its path can be written.
+void check_folder(const std::string& option, const std::string& path) {
+  std::filesystem::path folder = path;
+  std::error_code ignored;
+  while (std::filesystem::symlink_status(folder, ignored).type() == std::filesystem::file_type::not_found) {
+    folder = folder.has_parent_path() ? folder.parent_path() : ".";
+  }
+  check_writable(option, (folder / "x").string());
+}
+
 void check_outputs(const TrainOptions& o) {
   if (!o.save.empty() && !o.save.ends_with(".pt2")) {
     throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
@@ -47,6 +57,7 @@ void check_outputs(const TrainOptions& o) {
   check_writable("--save", o.save);
   check_writable("--csv", o.csv);
   check_writable("--page", o.page);
+  if (!o.dump.empty()) check_folder("--dump", o.dump);
   check_timeline(o.timeline);
   if (!o.history.empty()) check_writable("--history", history_file(o, 0));
   if (o.record.empty() != o.history.empty()) {

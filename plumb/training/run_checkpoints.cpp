@@ -87,6 +87,7 @@ nlohmann::json RunCheckpoints::state(int64_t step) const {
           {"gradient_groups", job_.pipeline.gradient_groups},
           {"data", job_.batches->state()},
           {"data_identity", job_.batches->identity()},
+          {"unit_scaled", job_.tagged && !job_.program.unit_scaled_layers},  // no plain model can take the weights
           {"options", same}};
 }
 

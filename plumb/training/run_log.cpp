@@ -150,17 +150,17 @@ void RunLog::write_page() const {
     losses.curves.push_back(std::move(evaluations));
   }
   report.figures(figures);
-  report.section("Losses").prose(conclusion(losses)).add(losses);
-  report.section("Learning rate").add(chart_of("learning rate", steps_, &StepNumbers::lr));
+  auto section = [&](const char* title, const LineChart& chart) {
+    report.section(title).prose(conclusion(chart)).add(chart);
+  };
+  section("Losses", losses);
+  section("Learning rate", chart_of("learning rate", steps_, &StepNumbers::lr));
   LineChart norms = chart_of("norm of the gradient", steps_, &StepNumbers::norm);
   norms.log_y = true;
-  report.section("Norm of the gradient").add(norms);
-  report.section("Throughput");
-  if (now.tokens_per_second > 0) {
-    report.add(chart_of("tokens a second", steps_, &StepNumbers::tokens_per_second));
-  } else {
-    report.add(chart_of("rows a second", steps_, &StepNumbers::rows_per_second));
-  }
+  section("Norm of the gradient", norms);
+  section("Throughput", now.tokens_per_second > 0
+                            ? chart_of("tokens a second", steps_, &StepNumbers::tokens_per_second)
+                            : chart_of("rows a second", steps_, &StepNumbers::rows_per_second));
   if (const auto view = recorded(options_)) report.section("Scales").prose(conclusion(*view)).add(*view);
   report.section("Options").code(to_toml(options_));
   report.write(options_.page);

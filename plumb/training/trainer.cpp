@@ -297,9 +297,13 @@ void Trainer::State::fail_at(int64_t step, const Numbers& numbers, const Parts& 
     const NotFinite found = find_not_finite(o, job, parts);
     where = found.where;
     if (!o.dump.empty()) {
-      dump_step(o, job, parts, step, found, what);
-      event({{"dumped", o.dump}, {"not_finite", where}});
-      remedy += "; the step is in " + o.dump;
+      try {
+        dump_step(o, job, parts, step, found, what);
+        event({{"dumped", o.dump}, {"not_finite", where}});
+        remedy += "; the step is in " + o.dump;
+      } catch (const Error& e) {
+        remedy += "; the step could not be kept: " + std::string(e.message());
+      }
     } else {
       remedy += "; --dump FOLDER keeps the step";
     }

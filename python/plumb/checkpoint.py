@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
 from ._errors import Error, ErrorKind
+from ._unit_scaled import MARK
+from .parameter import has_parameter_data
 
 Model = Union[nn.Module, Mapping[str, Tensor], Iterable[Any], Any]
 
@@ -313,8 +315,9 @@ def load(
     :class:`plumb.Error` before anything is changed.
     """
     checkpoint = _find(folder)
-    tensors = _tensors(model)
-    unexpected = sorted(set(checkpoint.names()) - set(tensors))
+    names = set(checkpoint.names())
+    tensors = {n: t for n, t in _tensors(model).items() if n in names or not n.endswith(MARK)}
+    unexpected = sorted(names - set(tensors))
     if unexpected and (isinstance(model, (nn.Module, Mapping)) if whole is None else whole):
         raise Error(
             f"{checkpoint.folder}: holds {len(unexpected)} tensors that the model does not have: "
@@ -325,6 +328,13 @@ def load(
         )
     document = json.loads(checkpoint.state())
     by_python = isinstance(document, dict) and set(document) == {"state", "groups", "values"}
+    scaled = isinstance(document, dict) and document.get("unit_scaled") is True
+    if scaled and isinstance(model, nn.Module) and not any(map(has_parameter_data, model.parameters())):
+        raise Error(
+            f"{checkpoint.folder}: its weights are unit-scaled, and the model is not",
+            kind=ErrorKind.InvalidState,
+            remedy="load it into the unit-scaled model, then plumb.transforms.fold",
+        )
     checkpoint.load(list(tensors.items()))
     if optimizer is not None:
         if not by_python:

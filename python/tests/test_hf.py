@@ -221,6 +221,17 @@ def test_saving_refuses_what_would_be_another_model(tmp_path):
         hf.save(unread, tmp_path / "out")
 
 
+def test_a_tokenizer_that_cannot_be_copied_does_not_cost_the_weights(tmp_path):
+    model = folder_of(llama, tmp_path / "in")
+    program = hf.load(tmp_path / "in", batch=2, length=8)
+    (tmp_path / "in" / "added_tokens.json").touch()
+    os.truncate(tmp_path / "in" / "added_tokens.json", 1 << 40)  # all zeros, of no blocks
+    with pytest.raises(plumb.Error, match="larger than any tokenizer"):
+        hf.save(program, tmp_path / "out")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
 def test_inputs_that_do_not_follow_from_the_config_are_given(tmp_path):
     config = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, conv_dim=(8, 8),
                   conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=4,

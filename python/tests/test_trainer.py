@@ -199,3 +199,43 @@ def test_a_trainer_runs_once(folder):
     trainer.stop()
     with pytest.raises(plumb.Error, match="this training has run"):
         trainer.run()
+
+
+def test_a_table_and_a_dump_that_cannot_be_made_are_said_before_the_first_step(folder):
+    (folder / "file").write_text("kept")
+    (folder / "dangling").symlink_to("nowhere")
+    dumps = ["file", "dangling", "/dev/null", "x" * 300, "file/below/it"]
+    for option, name in [("--csv", "x" * 300), ("--csv", "/dev/full"), *(("--dump", name) for name in dumps)]:
+        command = [COMMAND, "train", "lm.pt2", "--data", "tokens.bin", "--steps", "3", option, name]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1 and name.removesuffix("/below/it") in done.stderr and "step 1/" not in done.stdout, (option, name, done)
+    assert (folder / "file").read_text() == "kept" and not (folder / "nowhere").exists()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_training_that_nobody_reads_saves(folder, stages):
+    command = [COMMAND, "train", "lm.pt2", "--data", "tokens.bin", "--steps", "20", "--save", "t.pt2", "--stages", str(stages)]
+    train = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    train.stdout.close()  # as `| head -0` does
+    said = train.stderr.read()
+    train.stderr.close()
+    assert train.wait(timeout=120) == 1 and "standard output cannot be written" in said, said
+    assert plumb.load_pt2(folder / "t.pt2")(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 64)
+
+
+def test_checkpoints_of_a_unit_scaled_file_are_for_unit_scaled_models(folder):
+    subprocess.run([COMMAND, "scale", "lm.pt2", "-o", "scaled.pt2"], cwd=folder, check=True, capture_output=True)
+    trained(folder, folder / "scaled.pt2", steps=2, checkpoints=folder / "run")
+    trained(folder, steps=2, checkpoints=folder / "plain run")
+    scaled, plain = plumb.load_pt2(folder / "scaled.pt2"), plumb.load_pt2(folder / "lm.pt2")
+    before = plain.state_dict()["up.weight"].clone()
+    for model in (plain, Lm()):
+        with pytest.raises(plumb.Error, match="weights are unit-scaled, and the model is not"):
+            plumb.checkpoint.load(folder / "run", model)
+    assert torch.equal(plain.state_dict()["up.weight"], before)
+    assert plumb.checkpoint.load(folder / "run", scaled)[0] == 2
+    assert plumb.checkpoint.load(folder / "plain run", Lm())[0] == 2
+    plumb.checkpoint.save(folder / "again", scaled, step=3)
+    with pytest.raises(plumb.Error, match="unit_scaled__plumb_transforms_fold"):
+        plumb.checkpoint.load(folder / "again", plain)
+    assert plumb.checkpoint.load(folder / "again", scaled)[0] == 3
