@@ -87,10 +87,15 @@ function(plumb_tests)
   target_compile_definitions(plumb_testing PRIVATE PLUMB_BINARY_DIR="${CMAKE_BINARY_DIR}")
   target_link_libraries(plumb_testing PUBLIC ${CMAKE_DL_LIBS})
   # A device for tests, which a process loads that wants it (tests/test_device.h, python/tests/device.py).
-  add_library(plumb_test_device MODULE "${CMAKE_CURRENT_SOURCE_DIR}/tests/device/test_device.cpp")
+  file(GLOB test_device CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/tests/device/*.cpp")
+  add_library(plumb_test_device MODULE ${test_device})
   target_link_libraries(plumb_test_device PRIVATE torch_wheel)
+  # Its backend is over Gloo, as plumb/pipeline/gloo_backend.cpp.
+  target_include_directories(plumb_test_device PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}"
+    "${CMAKE_CURRENT_SOURCE_DIR}/plumb/pipeline/gloo_seam")
   plumb_test_program(plumb_test_device)
   set_target_properties(plumb_test_device PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}")
+  add_dependencies(plumb_testing plumb_test_device)
   foreach(room IN LISTS PLUMB_ROOMS)
     if(NOT room)
       continue()

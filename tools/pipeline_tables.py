@@ -3,15 +3,17 @@
 pipeline_tables.py [BUILD]: runs the roles of BUILD/tests/plumb_pipeline_test as processes of their own and replaces what
 stands between the file's marks `<!-- NAME -->` and `<!-- end of NAME -->`.
 pipeline_tables.py --schedules: writes the table of schedules alone, from the engine's list.
+pipeline_tables.py --device testdevice --backend strict [--ranks 2]: writes the table of runs whose values travel on a
+device alone, held against one process on that device.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -99,20 +101,25 @@ def differences(mine: dict[str, str], one: dict[str, str]) -> int:
     return sum(mine.get(key) != value for key, value in one.items())
 
 
-def equality(build: Path) -> str:
+def equality(build: Path, counts: tuple[int, ...] = (2, 4), models: list[str] = MODELS, **device: str) -> str:
+    """`device`: DEVICE and BACKEND of the processes; without it on the CPU, over Gloo."""
     lines, per_rank_of = [], stages_a_rank()
-    for ranks in (2, 4):
-        cases = {(m, s): f"{m},{s},{ranks},{MICROBATCHES},{v}" for m in MODELS for s, v in per_rank_of.items()}
-        alone = {(m, n): f"{m},LoopedBFS,1,{MICROBATCHES},{n}" for m in MODELS for n in (ranks, 2 * ranks)}
-        over = run_role(build, ranks, ROLE="train", CASES=";".join(cases.values()) + ";")
-        one = run_role(build, 1, ROLE="train", CASES=";".join(alone.values()) + ";")
-        lines += ["", f"{ranks} processes:", "", "| schedule | " + " | ".join(MODELS) + " |"]
-        lines += ["|---" * (len(MODELS) + 1) + "|"]
+    alone_on = {"DEVICE": device["DEVICE"]} if device else {}
+    for ranks in counts:
+        cases = {(m, s): f"{m},{s},{ranks},{MICROBATCHES},{v}" for m in models for s, v in per_rank_of.items()}
+        alone = {(m, n): f"{m},LoopedBFS,1,{MICROBATCHES},{n}" for m in models for n in (ranks, 2 * ranks)}
+        over = run_role(build, ranks, ROLE="train", CASES=";".join(cases.values()) + ";", **device)
+        one = run_role(build, 1, ROLE="train", CASES=";".join(alone.values()) + ";", **alone_on)
+        twice = [case for (_, schedule), case in cases.items() if schedule == "DualPipe"] if device else []
+        gloo = run_role(build, ranks, ROLE="train", CASES=";".join(twice) + ";", **alone_on) if twice else []
+        lines += ["", f"{ranks} processes:", "", "| schedule | " + " | ".join(models) + " |"]
+        lines += ["|---" * (len(models) + 1) + "|"]
         for schedule, per_rank in per_rank_of.items():
             cells = []
-            for m in MODELS:
-                expected = values(one, alone[m, ranks * per_rank])
-                wrong = differences(values(over, cases[m, schedule]), expected)
+            for m in models:
+                case = cases[m, schedule]
+                expected = values(gloo, case) if case in twice else values(one, alone[m, ranks * per_rank])
+                wrong = differences(values(over, case), expected)
                 cells.append(f"= ({len(expected)})" if wrong == 0 else f"{wrong} of {len(expected)} differ")
             lines.append(f"| {schedule} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -152,17 +159,23 @@ def put(text: str, name: str, section: str) -> str:
 
 
 def main() -> None:
-    only_schedules = sys.argv[1:] == ["--schedules"]
-    build = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build")
-    sections = {"schedules": schedules}
-    if not only_schedules:
-        sections |= {"equality": lambda: equality(build), "faults": lambda: faults(build)}
-    text = DOCUMENT.read_text()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("build", nargs="?", type=Path, default=ROOT / "build")
+    parser.add_argument("--schedules", action="store_true")
+    parser.add_argument("--device")
+    parser.add_argument("--backend", default="")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    given = parser.parse_args()
+    build, counts, sections = given.build, tuple(given.ranks), {"schedules": schedules}
+    if given.device:
+        device = {"DEVICE": given.device, "BACKEND": given.backend}
+        sections = {f"{given.backend} equality of {n}": lambda n=n: equality(build, (n,), **device) for n in counts}
+    elif not given.schedules:
+        sections |= {"equality": lambda: equality(build, counts), "faults": lambda: faults(build)}
     for name, make in sections.items():
         section = make()
-        text = put(text, name, section)
+        DOCUMENT.write_text(put(DOCUMENT.read_text(), name, section))
         print(section, flush=True)
-    DOCUMENT.write_text(text)
 
 
 if __name__ == "__main__":

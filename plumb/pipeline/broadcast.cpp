@@ -82,9 +82,9 @@ void broadcast(const ProcessGroup& group, const at::Tensor& tensor, int root) {
   }
   if (group.size() == 1) return;
   at::NoGradGuard no_grad;
-  const at::Tensor own = tensor.detach(), whole = own.contiguous();
+  const at::Tensor own = tensor.detach(), whole = own.cpu().contiguous();
   Broadcast(group, root)(whole);
-  if (whole.data_ptr() != own.data_ptr()) own.copy_(whole);
+  if (!whole.is_same(own)) own.copy_(whole);
 }
 
 }  // namespace plumb

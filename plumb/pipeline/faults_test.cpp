@@ -23,7 +23,7 @@ using testing::Not;
 // Two good steps' worth of pipeline, of which rank FAULTY leaves the second one in the middle, by KIND.
 Role fault_role("fault", [] {
   const std::string kind = setting("KIND");
-  auto group = make_group_from_environment({std::chrono::seconds(60)});
+  auto group = test_group(std::chrono::seconds(60));
   const bool faulty = group.rank() == number_setting("FAULTY", 1);
   auto model = test_model("mlp", group.size());
   auto stage = model.make_stage(group.rank());
@@ -134,7 +134,7 @@ TEST(Faults, NameRankZeroThatWasStoppedWithItsStore) {
 
 Role meet_role("meet", [] {
   if (setting("STOPS") == std::getenv("RANK")) ::raise(SIGSTOP);
-  make_group_from_environment({std::chrono::seconds(3)});
+  test_group(std::chrono::seconds(3));
   report("met", "yes");
   return 0;
 });
@@ -156,7 +156,7 @@ Role few_files_role("few_files", [] {
     limit.rlim_cur = static_cast<rlim_t>(next + number_setting("SPARE", 0));
     ::setrlimit(RLIMIT_NOFILE, &limit);
   }
-  auto group = make_group_from_environment({std::chrono::seconds(3)});
+  auto group = test_group(std::chrono::seconds(3));
   Transport(group).exchange("here");
   report("met", "yes");
   return 0;

@@ -23,7 +23,7 @@ std::string exact_text(const at::Tensor& loss) {
 
 // A model whose batches do not divide, trained under SCHEDULE by REPLICAS pipelines of two ranks.
 Role loss_role("gather_loss", [] {
-  const auto world = make_group_from_environment({std::chrono::seconds(60)});
+  const auto world = test_group(std::chrono::seconds(60));
   const auto groups = divide_into_replicas(world, number_setting("REPLICAS", 1));
   const auto schedule = make_schedule(setting("SCHEDULE"), groups.pipeline.size(), kGathered);
   const auto model = test_model("ragged", schedule.num_stages());
@@ -100,7 +100,7 @@ TEST(GatherLoss, IsUndefinedWhereThereWereNoTargets) {
 
 // Every rank writes to its own stages' tensors alone.
 Role state_role("gather_state", [] {
-  const auto group = make_group_from_environment({std::chrono::seconds(60)});
+  const auto group = test_group(std::chrono::seconds(60));
   const auto schedule = make_schedule("ZBVZeroBubble", group.size(), kGathered);
   const int stages = schedule.num_stages();
   TestTokens model(stages, 6);

@@ -19,10 +19,16 @@ struct ProcessGroup::State {
   std::vector<std::shared_ptr<void>> until_closed;
   c10::intrusive_ptr<c10d::Store> store;
   c10::intrusive_ptr<c10d::Backend> backend;
+  // Values on `device` go through this one; null: all values are staged through `backend`.
+  c10::intrusive_ptr<c10d::Backend> device_backend;
+  c10::Device device = c10::kCPU;
   int tag_ranges = 0;   // handed out to transports
   bool failed = false;  // a peer is lost: no more messages
   std::string failure;
 };
+
+// Gives a group that plumb makes the backend that is registered for the options' device, if there is one.
+void add_device_backend(ProcessGroup::State& state);
 
 // gloo_backend.cpp
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

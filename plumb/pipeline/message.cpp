@@ -1,6 +1,8 @@
 #include "plumb/pipeline/message.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstring>
@@ -47,8 +49,9 @@ struct Entry {
   std::int8_t dtype = -1;  // -1: no value
   std::uint8_t requires_grad = 0;
   std::uint16_t dims = 0;
-  std::uint8_t coded = 0;  // its bytes are codes of the format agreed on
-  std::uint8_t unused[3] = {};
+  std::uint8_t coded = 0;   // its bytes are codes of the format agreed on
+  std::uint8_t direct = 0;  // and go through the device's backend
+  std::uint8_t unused[2] = {};
 };
 static_assert(sizeof(Entry) == 8);
 
@@ -78,11 +81,25 @@ std::int64_t value_bytes(const MessageValue& v) {
   return static_cast<std::int64_t>(v.codes != nullptr ? v.tensor.numel() : v.tensor.nbytes());
 }
 
+bool is_direct(const MessageValue& v, DirectDevice device) {
+  return device && v.tensor.defined() && v.tensor.device().type() == *device && v.tensor.numel() > 0;
+}
+
 // The tensor whose memory travels.
 at::Tensor on_the_wire(const MessageValue& v) {
   if (v.codes == nullptr) return v.tensor;
   at::NoGradGuard no_grad;
   return ops::encode(v.tensor.detach(), v.codes->to_string());
+}
+
+// Into memory that must not be read before `copied`.
+void copy_to_host(const at::Tensor& to, const at::Tensor& from, std::vector<c10::Event>& copied) {
+  const auto device = from.device();
+  const bool later = !from.is_cpu() && c10::impl::hasDeviceGuardImpl(device.type());
+  to.copy_(from.detach(), /*non_blocking=*/later);
+  if (!later) return;
+  copied.emplace_back(device.type());
+  copied.back().record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 // Quantised types and those of a few bits have no name: torch can hardly copy them.
@@ -108,21 +125,29 @@ class Reader {
         end_(prologue.total_bytes),
         at_(sizeof(Prologue)) {}
 
-  Message read() {
+  Message read(const std::vector<at::Tensor>& direct) {
     Message message;
-    if (prologue_.num_sizes > (end_ - at_) / sizeof(std::int64_t)) {
-      raise_malformed("the sizes of its microbatch are cut off");
-    }
-    message.sizes = take_numbers(prologue_.num_sizes);
-    if (prologue_.num_values > (end_ - at_) / sizeof(Entry)) raise_malformed("its table of values is cut off");
-    std::vector<Shape> shapes;
-    for (std::uint32_t i = 0; i < prologue_.num_values; i++) shapes.push_back(take_shape());
-    at_ = align(at_);
-    for (const auto& s : shapes) message.values.push_back(take_value(s));
+    const auto shapes = read_table(message.sizes);
+    size_t next = 0;
+    for (const auto& s : shapes)
+      message.values.push_back(s.entry.direct ? take_direct(s, direct, next++) : take_value(s));
+    if (next < direct.size()) raise_malformed("it has " + std::to_string(next) + " values on the device");
     if (at_ != end_) {
       raise_malformed("its values take " + std::to_string(at_) + " of its " + std::to_string(end_) + " bytes");
     }
     return message;
+  }
+
+  std::vector<at::Tensor> make_direct(c10::Device device) {
+    std::vector<std::int64_t> sizes;
+    std::vector<at::Tensor> made;
+    for (const auto& s : read_table(sizes)) {
+      if (!s.entry.direct) continue;
+      const auto dtype = s.entry.coded ? at::kByte : static_cast<at::ScalarType>(s.entry.dtype);
+      made.push_back(at::empty_strided(s.sizes, s.strides, at::TensorOptions(dtype).device(device)));
+      check_dense(made.back());
+    }
+    return made;
   }
 
  private:
@@ -131,6 +156,18 @@ class Reader {
     std::vector<std::int64_t> sizes, strides;
     std::int64_t bytes = 0;
   };
+
+  std::vector<Shape> read_table(std::vector<std::int64_t>& sizes) {
+    if (prologue_.num_sizes > (end_ - at_) / sizeof(std::int64_t)) {
+      raise_malformed("the sizes of its microbatch are cut off");
+    }
+    sizes = take_numbers(prologue_.num_sizes);
+    if (prologue_.num_values > (end_ - at_) / sizeof(Entry)) raise_malformed("its table of values is cut off");
+    std::vector<Shape> shapes;
+    for (std::uint32_t i = 0; i < prologue_.num_values; i++) shapes.push_back(take_shape());
+    at_ = align(at_);
+    return shapes;
+  }
 
   std::vector<std::int64_t> take_numbers(std::int64_t count) {
     std::vector<std::int64_t> numbers(count);
@@ -144,6 +181,7 @@ class Reader {
     if (end_ - at_ < static_cast<std::int64_t>(sizeof(Entry))) raise_malformed("its table of values is cut off");
     std::memcpy(&s.entry, base_ + at_, sizeof(Entry));
     at_ += sizeof(Entry);
+    if (s.entry.direct > (s.entry.dtype == -1 ? 0 : 1)) raise_malformed("a value comes on a way that is unknown");
     if (s.entry.dtype == -1) return s;
     if (!has_plain_dtype(s.entry.dtype)) {
       raise_malformed("a value has the type " + std::to_string(s.entry.dtype) + ", which no message carries");
@@ -160,15 +198,19 @@ class Reader {
     if (end_ - at_ < 2 * bytes_of_sizes(n)) raise_malformed("its table of values is cut off");
     s.sizes = take_numbers(n);
     s.strides = take_numbers(n);
-    s.bytes = check_shape(s) * static_cast<std::int64_t>(s.entry.coded ? 1 : c10::elementSize(dtype));
+    const std::int64_t numel = check_shape(s);
+    if (s.entry.direct && numel == 0) raise_malformed("a value without elements comes on its own");
+    if (!s.entry.direct) s.bytes = numel * static_cast<std::int64_t>(s.entry.coded ? 1 : c10::elementSize(dtype));
     return s;
   }
 
   // How many elements there are; they all lie in as much memory.
   std::int64_t check_shape(const Shape& s) const {
+    // What the message itself holds is no more than its bytes; a device says by itself what it has no room for.
+    const std::int64_t most = s.entry.direct ? std::int64_t{1} << 48 : end_;
     std::int64_t numel = 1, furthest = 0;
     for (size_t i = 0; i < s.sizes.size(); i++) {
-      if (s.sizes[i] < 0 || s.strides[i] < 0 || __builtin_mul_overflow(numel, s.sizes[i], &numel) || numel > end_) {
+      if (s.sizes[i] < 0 || s.strides[i] < 0 || __builtin_mul_overflow(numel, s.sizes[i], &numel) || numel > most) {
         raise_malformed("a value's sizes are impossible");
       }
     }
@@ -190,10 +232,22 @@ class Reader {
     at::Tensor value = at::from_blob(
         const_cast<char*>(base_) + at_, s.sizes, s.strides, [buffer = buffer_](void*) {},
         at::TensorOptions(s.entry.coded ? at::kByte : dtype));
-    if (!value.is_non_overlapping_and_dense()) raise_malformed("a value's strides overlap or leave gaps");
+    check_dense(value);
     at_ += align(s.bytes);
     if (s.entry.coded) value = decode(value, *codes_, dtype);
     return {value, s.entry.requires_grad != 0, s.entry.coded ? codes_ : nullptr};
+  }
+
+  MessageValue take_direct(const Shape& s, const std::vector<at::Tensor>& direct, size_t index) const {
+    if (index >= direct.size()) raise_malformed("a value comes through a device's backend, which was not agreed on");
+    at::Tensor value = direct[index];
+    const auto dtype = static_cast<at::ScalarType>(s.entry.dtype);
+    if (s.entry.coded) value = ops::decode(value, codes_->to_string(), dtype);
+    return {value, s.entry.requires_grad != 0, s.entry.coded ? codes_ : nullptr};
+  }
+
+  static void check_dense(const at::Tensor& value) {
+    if (!value.is_non_overlapping_and_dense()) raise_malformed("a value's strides overlap or leave gaps");
   }
 
   const at::Tensor& buffer_;
@@ -246,10 +300,10 @@ int size_class(std::int64_t bytes) {
   return found;
 }
 
-std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes) {
+std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes, DirectDevice direct) {
   std::int64_t bytes = align(sizeof(Prologue) + bytes_of_sizes(num_sizes) + table_bytes(values));
   for (const auto& v : values) {
-    if (v.tensor.defined()) bytes += align(value_bytes(v));
+    if (v.tensor.defined() && !is_direct(v, direct)) bytes += align(value_bytes(v));
   }
   return bytes;
 }
@@ -267,11 +321,31 @@ void check_sendable(const MessageId& id, const std::vector<MessageValue>& values
   }
 }
 
-void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes) {
+std::vector<at::Tensor> direct_values(const std::vector<MessageValue>& values, c10::Device device) {
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> direct;
+  for (const auto& v : values) {
+    if (!is_direct(v, device.type())) continue;
+    at::Tensor t = on_the_wire(v).detach().to(device);
+    // A copy, as the stage may write to its own tensor while this one is under way.
+    if (t.is_alias_of(v.tensor) || t.strides() != at::IntArrayRef(wire_strides(v.tensor)))
+      t = at::empty_strided(t.sizes(), wire_strides(v.tensor), t.options()).copy_(t);
+    direct.push_back(std::move(t));
+  }
+  return direct;
+}
+
+at::Tensor bytes_of(const at::Tensor& dense) {
+  at::NoGradGuard no_grad;
+  return dense.detach().as_strided({dense.numel()}, {1}).view(at::kByte);
+}
+
+void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes,
+                   DirectDevice direct) {
   prologue.content = Content::Values;
   prologue.num_values = static_cast<std::uint32_t>(values.size());
   prologue.num_sizes = static_cast<std::uint32_t>(sizes.size());
-  prologue.total_bytes = message_bytes(values, sizes.size());
+  prologue.total_bytes = message_bytes(values, sizes.size(), direct);
   char* at = to + sizeof prologue;
   auto put = [&at](const void* from, size_t bytes) {
     if (bytes > 0) std::memcpy(at, from, bytes);
@@ -292,6 +366,7 @@ void write_message(char* to, Prologue prologue, const std::vector<MessageValue>&
       entry.requires_grad = v.requires_grad;
       entry.dims = static_cast<std::uint16_t>(t.dim());
       entry.coded = v.codes != nullptr;
+      entry.direct = is_direct(v, direct);
     }
     put(&entry, sizeof entry);
     if (!t.defined()) continue;
@@ -300,24 +375,31 @@ void write_message(char* to, Prologue prologue, const std::vector<MessageValue>&
     put(strides.data(), bytes_of_sizes(t.dim()));
   }
   fill();
+  // Copies from a device are asked for together and waited for once.
+  std::vector<c10::Event> copied;
   for (const auto& v : values) {
-    if (!v.tensor.defined()) continue;
+    if (!v.tensor.defined() || is_direct(v, direct)) continue;
     const at::Tensor t = on_the_wire(v);
     if (t.is_cpu() && t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg()) {
       put(t.const_data_ptr(), t.nbytes());
     } else {
       if (t.numel() > 0)
-        at::from_blob(at, t.sizes(), wire_strides(v.tensor), at::TensorOptions(t.scalar_type())).copy_(t.detach());
+        copy_to_host(at::from_blob(at, t.sizes(), wire_strides(v.tensor), at::TensorOptions(t.scalar_type())), t,
+                     copied);
       at += t.nbytes();
     }
     fill();
   }
+  for (const auto& event : copied) event.synchronize();
   prologue.body_sum = crc32(to + sizeof prologue, prologue.total_bytes - sizeof prologue);
   seal(prologue);
   std::memcpy(to, &prologue, sizeof prologue);
 }
 
-Message read_message(const at::Tensor& buffer, const AgreedValues& agreed, const FPFormat* codes) {
+namespace {
+
+// The prologue of an undamaged message of values.
+Prologue read_prologue_of(const at::Tensor& buffer) {
   Prologue prologue;
   if (buffer.numel() < static_cast<std::int64_t>(sizeof prologue)) raise_malformed("it is cut off");
   const char* base = static_cast<const char*>(buffer.const_data_ptr());
@@ -332,7 +414,21 @@ Message read_message(const at::Tensor& buffer, const AgreedValues& agreed, const
     throw Error(ErrorKind::Communication, "it is damaged: its checksum does not match", "",
                 "look at the network and the memory of both hosts");
   }
-  Message message = Reader(buffer, prologue, codes).read();
+  return prologue;
+}
+
+}  // namespace
+
+std::vector<at::Tensor> make_direct_values(const at::Tensor& buffer, c10::Device device) {
+  const Prologue prologue = read_prologue_of(buffer);
+  // Codes of any format take a byte each; read_message() knows which were agreed on.
+  return Reader(buffer, prologue, wire_format("e4m3fn")).make_direct(device);
+}
+
+Message read_message(const at::Tensor& buffer, const AgreedValues& agreed, const FPFormat* codes,
+                     const std::vector<at::Tensor>& direct) {
+  const Prologue prologue = read_prologue_of(buffer);
+  Message message = Reader(buffer, prologue, codes).read(direct);
   if (agreed) check_agreed(message.values, *agreed);
   return message;
 }

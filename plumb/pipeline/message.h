@@ -6,8 +6,12 @@
 // The prologue has a checksum of itself and one of all that follows it. The microbatch's sizes are packed ModelSizes:
 // numbers, of which this file knows no more.
 //
-// Received values are tensors over the received buffer itself. A message that is not what was agreed (another step,
-// stage or microbatch, other values, damaged, or not plumb's at all) is an error that says so, never read as data.
+// Direct values, those on a device whose group has a backend for it, are in the table only: their bytes go through that
+// backend, device to device, each a message of its own behind this one and without a checksum.
+//
+// Received values are tensors over the received buffer itself, direct ones over what the backend wrote. A message that
+// is not what was agreed (another step, stage or microbatch, other values, damaged, or not plumb's at all) is an error
+// that says so, never read as data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -102,11 +106,20 @@ std::int64_t class_bytes(int size_class);
 int size_class(std::int64_t bytes);
 inline constexpr int kSizeClasses = 512;
 
-// Bytes of the whole message.
-std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes = 0);
+// Bytes of the whole message. `direct`: the kind of device whose values are direct.
+using DirectDevice = std::optional<c10::DeviceType>;
+std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes = 0, DirectDevice direct = {});
 // Writes the message to `to`, which has room. `prologue` is completed and sealed. Raises Error(InvalidArgument) for
 // tensors that have no plain memory (sparse, quantised), naming the value.
-void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {});
+void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {},
+                   DirectDevice direct = {});
+// What follows the message, one tensor a direct value, on `device`: dense, values or their codes.
+std::vector<at::Tensor> direct_values(const std::vector<MessageValue>& values, c10::Device device);
+// Tensors on `device` for the direct values of the message in `buffer`. Raises as read_message() does, and what the
+// device raises if it has no room.
+std::vector<at::Tensor> make_direct_values(const at::Tensor& buffer, c10::Device device);
+// The bytes of a dense tensor, in the order in which they lie in memory: what a backend sends or receives.
+at::Tensor bytes_of(const at::Tensor& dense);
 void check_sendable(const MessageId& id, const std::vector<MessageValue>& values);
 
 struct Message {
@@ -116,9 +129,9 @@ struct Message {
 // The message in `buffer` (a byte tensor), which stays alive as long as the values do. Raises Error(Communication) that
 // says what is wrong with it: damaged, values that are cut off or of no plain dtype, strides that leave their memory or
 // overlap, a gradient that asks for a gradient, codes where `codes` is null or of what has none, values other than
-// `agreed`. `codes`: the format of values that come as codes.
+// `agreed`. `codes`: the format of values that come as codes. `direct`: the direct values, as many as the message says.
 Message read_message(const at::Tensor& buffer, const AgreedValues& agreed = std::nullopt,
-                     const FPFormat* codes = nullptr);
+                     const FPFormat* codes = nullptr, const std::vector<at::Tensor>& direct = {});
 
 }  // namespace wire
 }  // namespace plumb

@@ -108,6 +108,50 @@ TEST(Message, CarriesCodesOfAByteAndGivesRoundedValues) {
   EXPECT_EQ(back[5].tensor[3].item<float>(), 448.0f);
 }
 
+// Of the CPU's values here: which device they are on is the backend's business.
+TEST(Message, LeavesValuesOnTheirDeviceToItsBackend) {
+  const FPFormat format = FPFormat::parse("e4m3fn");
+  const std::vector<MessageValue> values{{at::rand({4, 6}).t(), true},        {},
+                                         {at::rand({3, 1}).expand({3, 4})},   {at::empty({0, 3})},
+                                         {at::randn({8, 8}), false, &format}, {at::arange(7)}};
+  auto buffer = at::empty({wire::message_bytes(values, 0, at::kCPU)}, at::kByte);
+  wire::write_message(static_cast<char*>(buffer.data_ptr()), {}, values, {}, at::kCPU);
+  EXPECT_LT(buffer.numel(), wire::message_bytes(values));
+  const Tensors sent = wire::direct_values(values, at::kCPU);
+  const Tensors received = wire::make_direct_values(buffer, at::kCPU);
+  ASSERT_EQ(sent.size(), 4u);
+  ASSERT_EQ(received.size(), 4u);
+  for (size_t i = 0; i < sent.size(); i++) {
+    ASSERT_EQ(wire::bytes_of(sent[i]).numel(), wire::bytes_of(received[i]).numel()) << i;
+    wire::bytes_of(received[i]).copy_(wire::bytes_of(sent[i]));
+  }
+  const auto back = wire::read_message(buffer, std::nullopt, &format, received).values;
+  ASSERT_EQ(back.size(), values.size());
+  EXPECT_EQ(back[0].tensor.strides(), values[0].tensor.strides());
+  EXPECT_TRUE(back[0].requires_grad);
+  EXPECT_FALSE(back[1].tensor.defined());
+  EXPECT_EQ(back[3].tensor.sizes(), values[3].tensor.sizes());
+  for (size_t i : {0, 2, 5}) EXPECT_TRUE(at::equal(back[i].tensor, values[i].tensor)) << i;
+  EXPECT_TRUE(at::equal(back[4].tensor, quantise(values[4].tensor, format)));
+  EXPECT_THAT(message_of([&] { wire::read_message(buffer, std::nullopt, &format); }),
+              HasSubstr("comes through a device's backend, which was not agreed on"));
+  EXPECT_THAT(message_of([&] { wire::read_message(pack(values), std::nullopt, &format, received); }),
+              HasSubstr("it has 0 values on the device"));
+  // The flag of a value that is not there, and of one without elements.
+  for (const size_t entry : {sizeof(wire::Prologue) + 8 + 4 * 8, sizeof(wire::Prologue) + 16 + 4 * 8 + 8 + 4 * 8}) {
+    auto lie = buffer.clone();
+    static_cast<char*>(lie.data_ptr())[entry + 5] = 1;
+    seal_again(lie);
+    EXPECT_THROW(wire::make_direct_values(lie, at::kCPU), Error) << entry;
+  }
+  // Sizes beyond any memory.
+  auto lie = buffer.clone();
+  auto* sizes = reinterpret_cast<std::int64_t*>(static_cast<char*>(lie.data_ptr()) + sizeof(wire::Prologue) + 8);
+  sizes[0] = sizes[1] = std::int64_t{1} << 31;
+  seal_again(lie);
+  EXPECT_THAT(message_of([&] { wire::make_direct_values(lie, at::kCPU); }), HasSubstr("sizes are impossible"));
+}
+
 TEST(Message, RefusesCodesThatWereNotAgreedOnAndValuesInTheirPlace) {
   const FPFormat format = FPFormat::parse("e5m2");
   const at::Tensor x = at::randn({8, 8});

@@ -1,8 +1,12 @@
 #include "plumb/pipeline/process_group.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <map>
+#include <mutex>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
@@ -85,7 +89,62 @@ std::shared_ptr<ProcessGroup::State> connected(std::shared_ptr<ProcessGroup::Sta
     throw Error(ErrorKind::Communication, me + " cannot connect to its peers: " + first_line(e.what()), "",
                 "on several hosts set GLOO_SOCKET_IFNAME to the network interface to use");
   }
+  add_device_backend(*state);
   return state;
+}
+
+std::map<c10::DeviceType, MakeDeviceBackend>& device_backends() {
+  static auto& all = *new std::map<c10::DeviceType, MakeDeviceBackend>;
+  return all;
+}
+
+// The device of a group's that is not the CPU and has a backend of its own.
+void find_device_backend(c10d::ProcessGroup& group, ProcessGroup::State& state) {
+  for (const c10::Device& device : group.getDeviceTypes()) {
+    if (device.is_cpu() || device.is_meta() || !c10::impl::hasDeviceGuardImpl(device.type())) continue;
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    if (guard.deviceCount() == 0) continue;
+    c10::intrusive_ptr<c10d::Backend> backend;
+    try {
+      backend = group.getBackend(device.type());
+    } catch (const std::exception&) {
+      continue;  // named in the group's description, but never made
+    }
+    // Gloo serves torch's CUDA tensors by copies; staging them here keeps their checksums.
+    if (!backend || backend == state.backend || backend->getBackendName() == "gloo") continue;
+    state.device_backend = std::move(backend);
+    state.device = guard.getDevice();
+    return;
+  }
+}
+
+// The Gloo group beside a backend that has none for the CPU: one for all pipelines of the group.
+c10::intrusive_ptr<c10d::Backend> gloo_beside(const c10::intrusive_ptr<c10d::Backend>& of,
+                                              const c10::intrusive_ptr<c10d::Store>& store,
+                                              std::chrono::milliseconds timeout) {
+  struct Beside {
+    c10::weak_intrusive_ptr<c10d::Backend> of;
+    c10::intrusive_ptr<c10d::Backend> gloo;
+  };
+  static std::mutex lock;
+  static auto& known = *new std::map<const c10d::Backend*, Beside>;
+  const std::lock_guard<std::mutex> guard(lock);
+  std::erase_if(known, [](const auto& entry) { return entry.second.of.expired(); });
+  const auto it = known.find(of.get());
+  if (it != known.end()) return it->second.gloo;
+  GlooOptions options;
+  options.timeout = timeout;
+  try {
+    auto gloo = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("plumb/gloo", store), of->getRank(),
+                                  of->getSize(), "", options);
+    known.emplace(of.get(), Beside{c10::weak_intrusive_ptr<c10d::Backend>(of), gloo});
+    return gloo;
+  } catch (const std::exception& e) {
+    throw Error(ErrorKind::Communication,
+                "rank " + std::to_string(of->getRank()) + " cannot connect a Gloo group beside " +
+                    of->getBackendName() + ": " + first_line(e.what()),
+                "", "make the group with \"cpu:gloo,cuda:nccl\", or set GLOO_SOCKET_IFNAME");
+  }
 }
 
 }  // namespace
@@ -99,6 +158,9 @@ int ProcessGroup::world_rank(int rank) const {
   return rank >= 0 && static_cast<size_t>(rank) < world.size() ? world[rank] : rank;
 }
 std::chrono::milliseconds ProcessGroup::timeout() const { return state_->timeout; }
+std::optional<c10::Device> ProcessGroup::device() const {
+  return state_->device_backend ? std::optional(state_->device) : std::nullopt;
+}
 void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
   check_timeout(timeout);
   state_->timeout = timeout;
@@ -168,7 +230,26 @@ ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, c
     throw Error(ErrorKind::Communication, "rank " + std::to_string(parent.rank) + " cannot connect subgroup '" + name +
                                               "': " + first_line(e.what()));
   }
+  add_device_backend(*state);
   return ProcessGroup(state);
+}
+
+void register_device_backend(c10::DeviceType type, MakeDeviceBackend make) {
+  device_backends()[type] = std::move(make);
+}
+
+void add_device_backend(ProcessGroup::State& state) {
+  if (!state.options.device || state.size == 1) return;
+  const auto make = device_backends().find(state.options.device->type());
+  if (make == device_backends().end()) return;
+  try {
+    state.device_backend = make->second(c10::make_intrusive<c10d::PrefixStore>("plumb/device", state.store), state.rank,
+                                        state.size, *state.options.device, state.timeout);
+    state.device = *state.options.device;
+  } catch (const std::exception& e) {
+    throw Error(ErrorKind::Communication, "rank " + std::to_string(state.rank) + " cannot connect " +
+                                              state.options.device->str() + " to its peers: " + first_line(e.what()));
+  }
 }
 
 ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas) {
@@ -190,13 +271,24 @@ ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrus
   if (!group) throw Error(ErrorKind::InvalidArgument, "the process group is null");
   if (!store) store = group->getStore();
   c10::intrusive_ptr<c10d::Backend> backend;
+  std::string why;
   try {
     backend = group->getBackend(c10::DeviceType::CPU);
   } catch (const std::exception& e) {
-    throw Error(ErrorKind::Unsupported, "the process group has no backend for CPU tensors: " + first_line(e.what()), "",
+    why = first_line(e.what());
+  }
+  ProcessGroup::State found;
+  found.backend = backend;
+  find_device_backend(*group, found);
+  if (!backend && found.device_backend && store) backend = gloo_beside(found.device_backend, store, timeout);
+  if (!backend) {
+    throw Error(ErrorKind::Unsupported, "the process group has no backend for CPU tensors: " + why, "",
                 "make it with init_process_group(\"gloo\") or \"cpu:gloo,cuda:nccl\"");
   }
-  return use_backend(std::move(backend), std::move(store), timeout);
+  ProcessGroup made = use_backend(std::move(backend), std::move(store), timeout);
+  made.state().device_backend = std::move(found.device_backend);
+  made.state().device = found.device;
+  return made;
 }
 
 ProcessGroup use_backend(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,

@@ -1,10 +1,15 @@
-// A rank's place among the processes of a pipeline, and the c10d backend its messages go through.
+// A rank's place among the processes of a pipeline, and the c10d backends its messages go through: Gloo for sizes,
+// faults and values of the CPU; for values on a device the device's own (NCCL), if the group has one, and else Gloo
+// too.
 #pragma once
 
+#include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,6 +36,9 @@ class ProcessGroup {
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds timeout);
 
+  // The device whose values travel through a backend of its own.
+  std::optional<c10::Device> device() const;
+
   // The state behind; `group_state.h` for this room.
   struct State;
   explicit ProcessGroup(std::shared_ptr<State> state);
@@ -48,7 +56,20 @@ struct GlooOptions {
   // Runs Gloo's own threads under SCHED_BATCH: a woken thread then does not take the core from the one that computes,
   // which halves a message's cost on busy cores. The calling thread keeps its own policy.
   bool batch_threads = true;
+  // The device that this rank computes on. Its values travel through the backend registered for it, if there is one.
+  std::optional<c10::Device> device;
 };
+
+// Makes a backend for a device's values over ranks that meet in `store`. It must match the sends and receives of two
+// ranks in order and coalesce (startCoalescing) or else be asked for one message at a time; it needs no buffers, no
+// tags and nothing but send and recv of contiguous byte tensors on the device.
+using MakeDeviceBackend =
+    std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    c10::Device device, std::chrono::milliseconds timeout)>;
+// For groups made from here on. torch gives C++ no way to make NCCL's backend without CUDA's headers: a program that
+// has them registers `[](auto& store, ...) { return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, ...); }`.
+// Groups of torch.distributed bring their own.
+void register_device_backend(c10::DeviceType type, MakeDeviceBackend make);
 
 // Connects all ranks of `env` over Gloo. Rank 0 serves the store unless the launcher does. Blocks until all are there.
 // Raises Error(Communication) that names the address, and the ranks that did not come, after the time-out.
@@ -71,7 +92,8 @@ struct ReplicatedGroups {
 ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas);
 
 // A group that exists already, such as torch.distributed's. `store` carries error texts between ranks; null: the
-// group's own.
+// group's own. A group with a backend for a device ("nccl", "cpu:gloo,cuda:nccl") sends that device's values through
+// it; if it has none for the CPU a Gloo group is made beside it, for which all ranks must make this call.
 ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
                        std::chrono::milliseconds timeout = std::chrono::seconds(60));
 ProcessGroup use_backend(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,

@@ -55,6 +55,7 @@ ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
                     texts[r].substr(begin, texts[r].find('\n', at) - begin),
                 "", "make every replica from the same model, weights and schedule");
   }
+  transport_.connect_device();
   for (const auto& run : plan.actions) {
     if (run.completes_gradients) parts_.push_back({run.action.stage, {}});
   }
@@ -102,6 +103,8 @@ ReplicaSums::Way ReplicaSums::add_messages(int from, int phase) {
     way.receives[peer] = static_cast<int>(plan_.receives.size());
     plan_.sends.push_back(message);
     plan_.receives.push_back(message);
+    // Replica by replica, both ways at once.
+    if (transport_.group().device()) plan_.order.push_back({{true, way.sends[peer]}, {false, way.receives[peer]}});
   }
   return way;
 }

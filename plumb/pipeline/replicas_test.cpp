@@ -45,7 +45,7 @@ std::string key(int step, int stage, const std::string& name) {
 
 // "MODEL,SCHEDULE;...", each trained for some steps by replicas that get batches of their own.
 Role replicas_role("replicas", [] {
-  auto world = make_group_from_environment({std::chrono::seconds(60)});
+  auto world = test_group(std::chrono::seconds(60));
   auto groups = divide_into_replicas(world, kReplicas);
   std::istringstream cases(setting("CASES"));
   for (std::string text; std::getline(cases, text, ';');) {
@@ -165,7 +165,7 @@ void report_overlap(const std::string& table, const std::vector<TimelineEvent>& 
 }
 
 Role overlap_role("overlapping replicas", [] {
-  auto groups = divide_into_replicas(make_group_from_environment({std::chrono::seconds(60)}), kReplicas);
+  auto groups = divide_into_replicas(test_group(std::chrono::seconds(60)), kReplicas);
   std::istringstream cases(setting("CASES"));
   for (std::string table; std::getline(cases, table, ';');) {
     auto schedule = make_schedule(table, 2, kMicrobatches);
@@ -217,7 +217,7 @@ TEST(Replicas, SumAStagesGradientsWhileTheOthersGoOn) {
 // Sums of two stages by hand, by KIND.
 Role sums_role("sums by hand", [] {
   const std::string kind = setting("KIND");
-  auto group = make_group_from_environment({std::chrono::seconds(60)});
+  auto group = test_group(std::chrono::seconds(60));
   const bool faulty = group.rank() == 1;
   RunPlan plan;
   std::map<int, std::vector<NamedTensor>> parameters;
@@ -296,7 +296,7 @@ TEST(Replicas, NameTheOneThatIsLostWhileGradientsAreSummed) {
 }
 
 Role uneven_role("uneven replicas", [] {
-  auto groups = divide_into_replicas(make_group_from_environment({std::chrono::seconds(60)}), 2);
+  auto groups = divide_into_replicas(test_group(std::chrono::seconds(60)), 2);
   auto model = test_model("mlp", 1);
   auto stage = model.make_stage(0);
   PipelineOptions options;

@@ -1,7 +1,10 @@
 #include "plumb/pipeline/run_plan.h"
 
+#include <algorithm>
 #include <map>
 #include <set>
+
+#include "plumb/schedule/lower.h"
 
 namespace plumb {
 
@@ -148,6 +151,47 @@ RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wirin
   }
   mark_backward_is_next(plan.actions);
   return plan;
+}
+
+void order_messages(RunPlan& plan, const Schedule& schedule, const StageEdges& edges, int rank) {
+  using End = MessagePlan::End;
+  auto& messages = plan.messages;
+  std::map<std::pair<bool, MessageKey>, int> indices;
+  const auto note = [&](bool sends, const std::vector<PlannedMessage>& list) {
+    for (size_t i = 0; i < list.size(); i++) {
+      const auto& id = list[i].id;
+      indices[{sends, {id.kind, id.from, id.to, id.microbatch}}] = static_cast<int>(i);
+    }
+  };
+  note(true, messages.sends);
+  note(false, messages.receives);
+  // Pairs stay whole, as hooks of some ranks may run them as one.
+  Schedule computing = schedule;
+  for (auto& row : computing.rows) std::erase_if(row, [](const Action& a) { return !a.is_compute(); });
+  const Schedule lowered = lower_schedule(computing, edges, {.keep_pairs = true});
+  const std::vector<int> meets = meeting_messages(lowered)[static_cast<size_t>(rank)];
+  const auto& row = lowered.rows[static_cast<size_t>(rank)];
+  int last = -1;  // the entry whose message is the last one in the order
+  for (size_t i = 0; i < row.size(); i++) {
+    const Action& action = row[i];
+    if (!action.is_message()) continue;
+    const bool forward = action.kind == ActionKind::SendForward || action.kind == ActionKind::RecvForward;
+    const int from = action.is_send() ? action.stage : action.other_stage,
+              to = action.stage + action.other_stage - from;
+    const auto it = indices.find(
+        {action.is_send(), {forward ? MessageKind::Activation : MessageKind::Gradient, from, to, action.microbatch}});
+    if (it == indices.end()) continue;  // a value goes straight to its users, its gradient from user to user
+    const bool joins = last >= 0 && meets[i] == last && last < static_cast<int>(i);
+    if (!joins) messages.order.emplace_back();
+    messages.order.back().push_back({action.is_send(), it->second});
+    last = static_cast<int>(i);
+  }
+  std::map<int, std::vector<End>> tied;  // by the other rank: both ways meet
+  for (const auto& [key, index] : indices) {
+    if (key.second.kind != MessageKind::TiedGradients) continue;
+    tied[key.first ? key.second.to : key.second.from].push_back({key.first, index});
+  }
+  for (auto& [peer, ends] : tied) messages.order.push_back(std::move(ends));
 }
 
 }  // namespace plumb

@@ -37,6 +37,10 @@ struct RunPlan {
 RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank,
                  const std::vector<std::vector<bool>>& copy_peers, const ActionHooks& hooks = no_hooks());
 
+// Gives the plan of `rank` the order in which all ranks post messages whose values stay on devices: that of the rows
+// with their messages (lower.h), then tied gradients pair of ranks by pair.
+void order_messages(RunPlan& plan, const Schedule& schedule, const StageEdges& edges, int rank);
+
 // Compute actions only, overlapped pairs taken apart, no idle entries.
 Schedule compute_only(const Schedule& schedule);
 

@@ -150,7 +150,13 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
     local.buffers = std::make_unique<GroupBuffers>(buffers[index], s.groups_here(), s.schedule.num_microbatches);
   }
   s.train_plan = plan_run(schedule, s.wiring, me, s.shared.copy_peers, s.options.hooks);
-  s.eval_plan = plan_run(without_backwards(std::move(schedule)), s.wiring, me, {}, s.options.hooks);
+  const Schedule forwards = without_backwards(schedule);
+  s.eval_plan = plan_run(forwards, s.wiring, me, {}, s.options.hooks);
+  if (s.transport.group().device()) {
+    s.transport.connect_device();
+    order_messages(s.train_plan, schedule, s.layout.edges(), me);
+    order_messages(s.eval_plan, forwards, s.layout.edges(), me);
+  }
   if (s.options.replicas.size() > 1) {
     s.replicas =
         std::make_unique<ReplicaSums>(s.options.replicas, digest, parameters, shared_indices, s.train_plan, buffers);

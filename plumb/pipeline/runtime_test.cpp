@@ -22,7 +22,7 @@ using Values = std::map<std::string, std::string>;
 
 std::string hex(const at::Tensor& t) {
   if (!t.defined()) return "none";
-  auto c = t.detach().contiguous();
+  auto c = t.detach().cpu().contiguous();
   std::string out;
   char two[3];
   for (size_t i = 0; i < c.nbytes(); i++) {
@@ -51,6 +51,7 @@ Values train_pipeline(const TestModel& model, const Schedule& schedule, const Pr
   PipelineOptions options;
   options.loss = model.loss;
   options.seed = model.seed;
+  options.wire = {setting("WIRE"), setting("WIRE")};
   std::map<int, std::shared_ptr<StageFunction>> stages;
   for (int s : schedule.placement.stages_of(group.rank())) stages[s] = model.make_stage(s);
   Pipeline pipeline(model.layout, schedule, stages, group, options);
@@ -148,7 +149,7 @@ Case parse_case(const std::string& text) {
 
 // Every case on one process group, one pipeline after the other.
 testing_processes::Role train_role("train", [] {
-  auto group = make_group_from_environment({std::chrono::seconds(120)});
+  auto group = test_group(std::chrono::seconds(120));
   std::istringstream cases(setting("CASES"));
   for (std::string text; std::getline(cases, text, ';');) {
     const Case c = parse_case(text);

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/profiler.h>
 
 #include <algorithm>
@@ -19,6 +20,16 @@ namespace plumb {
 namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// The time when the stage's device has done what it was asked to.
+double done_by(GraphStage& stage) {
+  const auto device = stage.device();
+  if (device && !device->is_cpu() && !device->is_meta()) {
+    const c10::impl::VirtualGuardImpl guard(device->type());
+    guard.synchronizeStream(guard.getStream(*device));
+  }
+  return now();
+}
 
 // Puts the buffers and gradients of a pipe's stages, and the random state, back at the end of its scope.
 class PipeStateGuard {
@@ -68,13 +79,13 @@ struct Ran {
 Ran run_forward(GraphStage& stage, InputBoundary& boundary, const LiveBytes& meter) {
   Ran ran;
   const int64_t before = meter.live();
-  const double begin = now();
+  const double begin = done_by(stage);
   std::optional<CheapRecompute> recompute;
   if (stage.recompute == Recompute::Cheap) recompute.emplace();
   Tensors outputs = stage.forward(boundary.inputs());
   if (recompute) recompute->finish();
   recompute.reset();
-  ran.seconds = now() - begin;
+  ran.seconds = done_by(stage) - begin;
   int64_t kept = 0;
   for (auto& out : outputs) {
     at::Tensor copy;
@@ -149,9 +160,9 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
       {
         InputBoundary boundary(values, wants);
         Ran ran = run_forward(stage, boundary, meter);
-        const double begin = now();
+        const double begin = done_by(stage);
         stage_backward(ran.handles, ran.grads, boundary);
-        b.full = std::min(b.full, now() - begin);
+        b.full = std::min(b.full, done_by(stage) - begin);
         b.forward = std::min(b.forward, ran.seconds);
         b.activation = std::max(b.activation, ran.activation);
       }
@@ -159,16 +170,16 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
       InputBoundary boundary(values, wants);
       Ran ran = run_forward(stage, boundary, meter);
       const int64_t before = meter.live();
-      double begin = now();
+      double begin = done_by(stage);
       InputHalf half = stage_backward_input(ran.handles, ran.grads, boundary);
-      b.input = std::min(b.input, now() - begin);
+      b.input = std::min(b.input, done_by(stage) - begin);
       int64_t returned = 0;
       for (const auto& g : half.input_grads) returned += g.defined() ? static_cast<int64_t>(g.nbytes()) : 0;
       b.held = std::max(b.held, ran.activation + meter.live() - before - returned);
       half.input_grads.clear();
-      begin = now();
+      begin = done_by(stage);
       if (half.deferred.pending()) stage_backward_weight(half.deferred);
-      b.weight = std::min(b.weight, now() - begin);
+      b.weight = std::min(b.weight, done_by(stage) - begin);
       b.forward = std::min(b.forward, ran.seconds);
       state_guard.drop_gradients();
       made.push_back(std::move(ran.outputs));

@@ -30,6 +30,14 @@ struct TestModel {
   std::function<std::shared_ptr<TestStage>()> make_whole;
 };
 
+// The launcher's group; values on the test device go through the backend that there is for it.
+inline ProcessGroup test_group(std::chrono::milliseconds timeout) {
+  GlooOptions options;
+  options.timeout = timeout;
+  if (!test_device().is_cpu()) options.device = c10::Device(test_device().type(), 0);
+  return make_group_from_environment(options);
+}
+
 inline at::Tensor test_weight(std::uint64_t seed, at::IntArrayRef sizes) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
   return (at::randn(sizes, generator) * 0.4).to(test_device()).requires_grad_(true);
@@ -192,12 +200,26 @@ inline void make_in_place(TestModel& model, bool half) {
   };
 }
 
+inline void make_scribbling(TestModel& model, int num_stages) {
+  model.make_stage = [=](int s) {
+    auto w = test_matrix(s);
+    auto last = std::make_shared<at::Tensor>();
+    auto forward = [=](const Tensors& in) -> Tensors {
+      if (last->defined()) last->zero_();  // what another stage has been sent
+      auto y = at::sin(at::linear(in[0], w));
+      if (s + 1 < num_stages) *last = y.detach();
+      return {y};
+    };
+    return test_stage(forward, {{test_layer(s), w}});
+  };
+}
+
 // "mlp": a chain. "ragged": the same with a batch that does not divide and another size at every step. "skip": an early
 // value used by every later stage, more than once, and an integer mask beside it. "tied": the first stage's weight
 // again in the last. "cut": a module cut by pipeline() for one size, with another batch, which does not divide, and
 // another length at every step. "norm": batch norm in training mode. "tokens": integers into the first stage, an
 // embedding, a transposed boundary. "inplace": every stage begins with an in-place operator. "half": bfloat16 between
-// the stages.
+// the stages. "scribbling": stages write to what they have sent.
 inline TestModel test_model(const std::string& name, int num_stages) {
   TestModel model;
   model.layout = PipelineLayout::chain(num_stages);
@@ -218,6 +240,7 @@ inline TestModel test_model(const std::string& name, int num_stages) {
   if (name == "norm") make_norm(model);
   if (name == "tokens") make_tokens(model, num_stages);
   if (name == "cut") make_cut(model, num_stages);
+  if (name == "scribbling") make_scribbling(model, num_stages);
   if (name == "inplace" || name == "half") make_in_place(model, name == "half");
   return model;
 }

@@ -1,8 +1,10 @@
 #include "plumb/pipeline/transport.h"
 
 #include <ATen/ATen.h>
+#include <ATen/DeviceAccelerator.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
@@ -20,6 +22,18 @@ constexpr std::int64_t kBytesAhead = 1 << 20;
 
 }  // namespace
 
+at::Tensor byte_buffer(std::int64_t bytes) {
+  const auto accelerator = at::getAccelerator();
+  if (accelerator && at::globalContext().getAcceleratorHooksInterface(*accelerator).hasPrimaryContext(0)) {
+    try {
+      return at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
+    } catch (const std::exception&) {
+      // There is none, or no more of it.
+    }
+  }
+  return at::empty({bytes}, at::kByte);
+}
+
 Transport::State::State(ProcessGroup g) : group(std::move(g)) {
   auto& shared = group.state();
   first_tag = kFirstTag + shared.tag_ranges++ % kTransports * kTagsPerTransport;
@@ -33,20 +47,22 @@ int Transport::State::second_part_tag(int size_class, int position) const {
   return first_tag + kFirstOfSecondParts + size_class * kPositions + position % kPositions;
 }
 
-void Transport::State::wait(const Posted& posted) {
+void Transport::State::wait(const Posted& posted, bool on_device) {
   struct Waiting {
     State& s;
-    explicit Waiting(State& state, const Posted& posted) : s(state) {
+    Waiting(State& state, const Posted& posted, bool on_device) : s(state) {
       std::lock_guard<std::mutex> guard(s.lock);
       if (s.interrupted) throw std::runtime_error("interrupted");
       s.waited_for = posted.work;
+      s.on_device = on_device;
     }
     ~Waiting() {
       std::lock_guard<std::mutex> guard(s.lock);
       s.waited_for.reset();
     }
-  } waiting(*this, posted);
-  if (!posted.work->wait(group.timeout())) throw std::runtime_error("interrupted");
+  } waiting(*this, posted, on_device);
+  // With a time NCCL's works have the host wait.
+  if (!posted.work->wait(on_device ? kNoTimeout : group.timeout())) throw std::runtime_error("interrupted");
 }
 
 Posted Transport::State::post_receive(at::Tensor buffer, int peer, int tag) {
@@ -142,6 +158,9 @@ void Transport::begin_step(const MessagePlan& plan) {
   for (auto& in : s.incoming) in = Incoming();
   for (auto& out : s.outgoing) out = Outgoing();
   s.position.assign(plan.receives.size(), 0);
+  s.came.clear();
+  s.came.resize(plan.receives.size());
+  s.begin_direct();
   s.receive_routes.clear();
   s.send_routes.clear();
   for (size_t i = 0; i < plan.receives.size(); i++) {
@@ -189,9 +208,10 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
   p.to = m.id.to;
   p.microbatch = m.id.microbatch;
   p.received = s.incoming[m.peer].received;
-  const std::int64_t bytes = wire::message_bytes(values, sizes.size());
+  const auto direct = s.direct() ? wire::DirectDevice(s.group.state().device.type()) : std::nullopt;
+  const std::int64_t bytes = wire::message_bytes(values, sizes.size(), direct);
   auto buffer = byte_buffer(bytes);
-  wire::write_message(static_cast<char*>(buffer.data_ptr()), p, values, sizes);
+  wire::write_message(static_cast<char*>(buffer.data_ptr()), p, values, sizes, direct);
   try {
     Outgoing::Sent sent;
     const int tag = s.message_tag(route.size_class);
@@ -215,6 +235,7 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
   } catch (const std::exception& e) {
     s.raise_lost(m.peer, "sending " + to_string(m.id), e);
   }
+  if (direct) s.submit(index, values);
 }
 
 Posted Transport::State::receive_second(const Prologue& first, size_t position, const PlannedMessage& expected,
@@ -242,39 +263,60 @@ Posted Transport::State::receive_second(const Prologue& first, size_t position, 
   return second;
 }
 
+bool Transport::State::has_arrived(int index) {
+  auto& in = incoming[plan->receives.at(static_cast<size_t>(index)).peer];
+  const auto at = static_cast<size_t>(position[static_cast<size_t>(index)]);
+  return at < in.num_posted && in.posted[at].work->isCompleted();
+}
+
+void Transport::State::come(int index, const std::string& action) {
+  auto& c = came.at(static_cast<size_t>(index));
+  const auto& m = plan->receives.at(static_cast<size_t>(index));
+  auto& in = incoming[m.peer];
+  auto& route = *receive_routes[static_cast<size_t>(index)];
+  const auto at = static_cast<size_t>(position[static_cast<size_t>(index)]);
+  try {
+    post_ahead(m.peer, at);
+    wait(in.posted[at]);
+    c.message = std::move(in.posted[at]);
+    in.posted[at] = {};
+    c.prologue = read_agreed(c.message.buffer, m, action);
+    if (c.prologue.content == Content::Grow) c.message = receive_second(c.prologue, at, m, action);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& e) {
+    raise_lost(m.peer, action + " waiting for " + to_string(m.id), e);
+  }
+  in.done[at] = 1;
+  while (in.received < in.done.size() && in.done[in.received]) in.received++;
+  route.largest = std::max(route.largest, c.prologue.total_bytes);
+  if (direct()) make_direct(index, action);
+}
+
 wire::Message Transport::receive(int index, const std::string& action, const AgreedValues& agreed,
                                  const FPFormat* codes) {
   auto& s = *state_;
   const auto& m = s.plan->receives.at(index);
-  auto& in = s.incoming[m.peer];
-  auto& route = *s.receive_routes[index];
-  const size_t position = s.position[index];
-  Posted message;
-  Prologue p;
+  if (s.direct()) {
+    s.post_direct(index, action);
+  } else {
+    s.come(index, action);
+  }
+  const Came c = std::exchange(s.came[index], {});
   try {
-    s.post_ahead(m.peer, position);
-    s.wait(in.posted[position]);
-    message = std::move(in.posted[position]);
-    in.posted[position] = {};
-    p = s.read_agreed(message.buffer, m, action);
-    if (p.content == Content::Grow) message = s.receive_second(p, position, m, action);
-  } catch (const Error&) {
-    throw;
+    if (s.direct()) s.use_direct(c);
   } catch (const std::exception& e) {
-    s.raise_lost(m.peer, action + " waiting for " + to_string(m.id), e);
+    s.raise_lost(m.peer, action + " waiting for the values of " + to_string(m.id), e);
   }
   wire::Message read;
   try {
-    read = wire::read_message(message.buffer, agreed, codes);
+    read = wire::read_message(c.message.buffer, agreed, codes, c.direct);
   } catch (const Error& e) {
     s.raise_wrong(m, action, e.message(), e.remedy());
   }
-  in.done[position] = 1;
-  while (in.received < in.done.size() && in.done[in.received]) in.received++;
-  route.largest = std::max(route.largest, p.total_bytes);
   try {
-    s.release_sent(m.peer, p.received);
-    s.post_ahead(m.peer, position + 1);
+    s.release_sent(m.peer, c.prologue.received);
+    s.post_ahead(m.peer, static_cast<size_t>(s.position[index]) + 1);
   } catch (const std::exception& e) {
     s.raise_lost(m.peer, "after " + to_string(m.id), e);
   }
@@ -284,6 +326,7 @@ wire::Message Transport::receive(int index, const std::string& action, const Agr
 void Transport::end_step() {
   auto& s = *state_;
   if (s.plan == nullptr) return;
+  if (s.direct()) s.end_direct();
   for (int peer = 0; peer < s.group.size(); peer++) {
     auto& out = s.outgoing[peer];
     const int total = static_cast<int>(out.order.size());
@@ -306,7 +349,11 @@ void Transport::interrupt() noexcept {
   std::lock_guard<std::mutex> guard(s.lock);
   s.interrupted = true;
   try {
-    if (s.waited_for) s.waited_for->abort();
+    if (s.waited_for && s.on_device) {
+      s.group.state().device_backend->abort();
+    } else if (s.waited_for) {
+      s.waited_for->abort();
+    }
   } catch (const std::exception&) {
     // A backend that cannot: the wait ends with its time.
   }

@@ -13,6 +13,9 @@
 // What arrives is held against what was agreed before it is used: its checksums, which message of which step it is, and
 // the values that receive() is told to expect.
 //
+// If the group has a backend for a device, only headers and values of the CPU go this way; the others follow through
+// that backend (transport_direct.cpp), where the plan has an order for them.
+//
 // Every fault becomes Error(Communication) on every rank that notices: who is at fault, what it said itself, and which
 // action waited for which message. After a fault the process group takes no more messages.
 #pragma once
@@ -35,6 +38,13 @@ struct PlannedMessage {
 // peers is free. `sends`: likewise, and send() must be called in this order for each peer.
 struct MessagePlan {
   std::vector<PlannedMessage> sends, receives;
+  // For values that travel on their device: all of this rank's messages in an order that all ranks follow. Messages
+  // that meet, both between the same two ranks, are one element on both. Empty: all values are staged through the CPU.
+  struct End {
+    bool sends;
+    int index;  // in `sends` or `receives`
+  };
+  std::vector<std::vector<End>> order;
 };
 
 class Transport {
@@ -48,6 +58,10 @@ class Transport {
 
   // Every rank gives every other a text and gets theirs, by rank. Before the first step.
   std::vector<std::string> exchange(const std::string& own);
+
+  // Connects the device's backend, for which all ranks must call it at once. Before the first step whose values travel
+  // there. Raises Error(Communication) after the time-out.
+  void connect_device();
 
   // Begins a step and posts its first receives. The plan must live until end_step().
   void begin_step(const MessagePlan& plan);

@@ -267,6 +267,7 @@ void Transport::State::fail(int rank_at_fault, const std::string& cause, const s
       // It does not take messages any more.
     }
   }
+  abort_direct();
   try {
     shared.until_closed.push_back(std::make_shared<std::vector<Posted>>(std::move(sent)));
     keep_buffers();

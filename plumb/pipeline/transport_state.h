@@ -18,7 +18,8 @@ inline constexpr int kTransports = 512, kTagsPerTransport = 1 << 21, kFirstTag =
 inline constexpr int kFirstOfSecondParts = kTagsPerTransport / 2;
 inline constexpr int kPositions = kFirstOfSecondParts / wire::kSizeClasses;
 
-inline at::Tensor byte_buffer(std::int64_t bytes) { return at::empty({bytes}, at::kByte); }
+// Pinned where this process uses an accelerator: values are copied to and from it without a second copy on the host.
+at::Tensor byte_buffer(std::int64_t bytes);
 
 inline wire::Prologue read_prologue(const at::Tensor& buffer) {
   wire::Prologue p;
@@ -56,6 +57,17 @@ struct Route {
   std::int64_t capacity() const { return wire::class_bytes(size_class); }
 };
 
+// A message that has come, until it is used.
+struct Came {
+  Posted message;  // undefined: not yet
+  wire::Prologue prologue;
+  bool posted = false;             // of its direct values, if it has any, and of all before them
+  std::vector<at::Tensor> direct;  // and what fills them
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+};
+
+struct DirectMessages;
+
 // The known reason why a message did not come.
 struct Cause {
   int rank = -1;  // the rank at fault
@@ -74,11 +86,13 @@ struct Transport::State {
   // By peer, too: a rank sends each of its replicas other parts of one gradient. Both ends must have the same sizes.
   std::map<std::tuple<MessageKind, int, int, int>, Route> routes_in, routes_out;
   std::vector<Route*> receive_routes, send_routes;  // by index in the plan
+  std::vector<Came> came;                           // by index in the plan
   std::int64_t grown = 0, sent = 0;
   bool told = false;
-  std::mutex lock;  // of the next two
+  std::mutex lock;  // of the next three
   bool interrupted = false;
   c10::intrusive_ptr<c10d::Work> waited_for;
+  bool on_device = false;  // it is the device backend's
   // Lost: asking again would print c10d's warnings each time. Silent: lost as it did not answer, its rank is stopped.
   enum class StoreState : uint8_t { Answers, Lost, Silent } store_state = StoreState::Answers;
 
@@ -91,13 +105,34 @@ struct Transport::State {
   int message_tag(int size_class) const;
   int second_part_tag(int size_class, int position) const;
 
-  void wait(const Posted& posted);
+  // `on_device`: has the device's current stream wait, where the backend can.
+  void wait(const Posted& posted, bool on_device = false);
   Posted post_receive(at::Tensor buffer, int peer, int tag);
   Posted post_send(at::Tensor buffer, int peer, int tag);
   // Posts the receives that may be posted now that `needed` of the peer's messages have come.
   void post_ahead(int peer, size_t needed);
   // The work of sends that the peer says it has received is done; their buffers may go.
   void release_sent(int peer, std::uint32_t received);
+
+  // Waits for message `index` and holds its header against the plan.
+  void come(int index, const std::string& action);
+  // Whether come() would not wait for its first part.
+  bool has_arrived(int index);
+
+  // --- transport_direct.cpp: values that travel on their device ---
+  // Whether there may be such in this step.
+  bool direct() const;
+  void begin_direct();
+  // The values of message `index` are made.
+  void submit(int index, const std::vector<MessageValue>& values);
+  // Posts what can be posted without waiting. `until`: a message whose receive must be posted, waiting for headers; -1:
+  // all messages.
+  void post_direct(std::optional<int> until, const std::string& action);
+  void make_direct(int index, const std::string& action);
+  // What uses the values waits for them.
+  void use_direct(const Came& c);
+  void end_direct();
+  void abort_direct() noexcept;
 
   // --- faults ---
   void check_usable() const;
@@ -117,6 +152,9 @@ struct Transport::State {
   void fail(int rank_at_fault, const std::string& cause, const std::string& own_text) noexcept;
 
  private:
+  bool is_ready(const std::vector<MessagePlan::End>& ends, bool wait, const std::string& action);
+  void finish_first();
+  void post_group(const std::vector<MessagePlan::End>& ends);
   void keep_buffers();
   std::string store_key(int rank) const { return "plumb/failure/" + std::to_string(rank); }
   template <class Ask>
@@ -125,6 +163,11 @@ struct Transport::State {
   int last_waited_for(int peer);
   bool find_told(Cause& cause) const;
   bool find_stored(Cause& cause, int suspect);
+
+  struct DeleteDirect {
+    void operator()(DirectMessages* d) const;
+  };
+  std::unique_ptr<DirectMessages, DeleteDirect> direct_;  // none: the group has no device
 };
 
 }  // namespace plumb

@@ -1,6 +1,10 @@
 """What a device that is not the CPU must be given: run with PLUMB_TEST_DEVICE, by `make test` with the test device."""
 
 import copy
+import json
+import os
+import pathlib
+import socket
 import subprocess
 import sys
 
@@ -283,6 +287,8 @@ def rank_of_pipe(rank, size, where):
     schedule, losses = get_schedule_class("1F1B")(stage, 2, lambda y, t: y.pow(2).mean()), []
     first, last = rank == 0, rank == size - 1
     schedule.step(*([ids.to(where)] if first else []), target=ids.to(where) if last else None, losses=losses)
+    if device.NAME == "testdevice" and where != "cpu":
+        assert torch.ops.plumb_test_device.pinned_buffers() > 0
     return [t.detach().cpu() for t in (*losses, *(p.grad for p in stage.submod.parameters()))]
 
 
@@ -293,6 +299,121 @@ def test_messages_between_processes_are_staged_through_the_cpu():
         for a, b in zip(mine, other):
             torch.testing.assert_close(a, b)
         assert device.NAME != "testdevice" or same(mine, other)
+
+
+def rank_over_a_backend_of_the_devices(rank, size, where):
+    torch.ops.plumb_test_device.use_strict_backend(torch.distributed.group.WORLD.boxed(), 60_000)
+    places, reads = [where] * size, torch.ops.plumb_test_device.host_reads
+    module = blocks(places)[rank]
+    stage, counts = PipelineStage(module, rank, size, torch.device(where)), []
+    schedule = get_schedule_class("1F1B")(stage, 4, nn.functional.mse_loss)
+    x, target, losses = values(12, 8, seed=1).to(where), values(12, 8, seed=2).to(where), []
+    for _ in range(2):
+        for p in module.parameters():
+            p.grad = None
+        before, losses = reads(), []
+        schedule.step(*([x] if rank == 0 else []), target=target if rank == size - 1 else None, losses=losses)
+        counts.append(reads() - before)
+    return [t.detach().cpu() for t in (*losses, *(p.grad for p in module.parameters()))], counts
+
+
+@only_testdevice
+def test_messages_between_processes_stay_on_a_device_that_has_a_backend():
+    ours = ranks.run(rank_over_a_backend_of_the_devices, 2, device.NAME)
+    expected, _ = run_stages("LoopedBFS", ["cpu"] * 2)
+    found = [*ours[1][0][:4], *ours[0][0], *ours[1][0][4:]]
+    assert same(found, expected)
+    assert [counts[1] for _, counts in ours] == [0, 0], "the host never reads what the device has"
+
+
+@only_testdevice
+def test_the_example_computes_on_the_device(tmp_path):
+    script = pathlib.Path(__file__).resolve().parents[2] / "examples" / "pipeline.py"
+    code = "import device, runpy, sys; device._load_testdevice(); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "PYTHONPATH": device.FOLDER,
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(script), "--device", device.NAME],
+            env={**env, "RANK": str(rank)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ends = [(*process.communicate(timeout=200), process.returncode) for process in started]
+    assert [code for _, _, code in ends] == [0, 0], ends
+    assert "the very same losses" in ends[1][0] and "trained.pt is the very same model" in ends[1][0]
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.head = nn.Embedding(32, 8), nn.Linear(8, 16), nn.Linear(16, 32)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.up(self.table(ids))))
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("words")
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        torch.export.save(torch.export.export(Words(), (torch.arange(16).view(2, 8),)), folder / "words.pt2")
+    (folder / "tokens.bin").write_bytes(bytes((i * i + i // 7) % 32 for i in range(400)))
+    return folder
+
+
+def train(folder, name, *options, steps=4, backend=""):
+    build = os.environ.get("PLUMB_BUILD_DIR", "build")
+    preload = os.path.join(os.path.abspath(build), "libplumb_test_device.so")
+    command = [os.path.join(build, "bin", "plumb"), "train", "words.pt2", "--data", "tokens.bin", "--json"]
+    command += ["--threads", "1", "--microbatches", "2", "--steps", str(steps), "--save", f"{name}.pt2", *options]
+    env = {**os.environ, "LD_PRELOAD": preload, "PLUMB_TEST_BACKEND": backend}
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    return [event["loss"] for event in told if "step" in event and "loss" in event], ended
+
+
+@only_testdevice
+@pytest.mark.parametrize("backend", ["", "strict"])
+def test_the_command_trains_stages_on_the_device(words, backend):
+    layout = ["--stages", "2", "--at", "head"]
+    expected, ended = train(words, "cpu", *layout)
+    assert len(expected) == 4, ended.stderr
+    name = f"there{backend}"
+    losses, ended = train(words, name, *layout, "--device", "testdevice", backend=backend)
+    assert losses == expected, ended.stderr
+    states = [torch.export.load(words / f"{file}.pt2").state_dict for file in ("cpu", name)]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@only_testdevice
+def test_the_command_goes_on_from_a_checkpoint_on_the_device(words):
+    options = ["--device", "testdevice", "--checkpoints", "kept", "--checkpoint-every", "2", "--clip", "0.5"]
+    expected, ended = train(words, "whole", *options[:2], *options[-2:])
+    assert len(expected) == 4, ended.stderr
+    first, ended = train(words, "half", *options, steps=2)
+    rest, ended = train(words, "rest", *options)
+    assert first + rest == expected, ended.stderr
+
+
+@only_testdevice
+def test_the_command_names_a_device_that_is_not_there(words):
+    for name in ("nowhere", "meta", "testdevice:7", "cuda"):
+        losses, ended = train(words, "none", "--device", name)
+        assert ended.returncode == 2 and f"--device {name}: " in ended.stderr and not losses, ended.stderr
 
 
 def test_a_captured_model_is_saved_moved_and_loaded(tmp_path):

@@ -15,10 +15,12 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
 #include <torch/library.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
 #include <cstring>
@@ -27,6 +29,8 @@
 #include <set>
 #include <string>
 #include <utility>
+
+#include "tests/device/strict_backend.h"
 
 namespace {
 
@@ -43,25 +47,29 @@ class Arena {
     return *arena;
   }
 
-  void* allocate(size_t bytes) {
-    bytes = (bytes + kAlign - 1) / kAlign * kAlign;
+  void* allocate(size_t asked) {
+    size_t bytes = (asked + kAlign - 1) / kAlign * kAlign;
     std::lock_guard lock(mutex_);
     for (auto it = free_.begin(); it != free_.end(); ++it) {
       const auto [begin, size] = *it;
       if (size < bytes) continue;
       free_.erase(it);
       if (size > bytes) free_[begin + bytes] = size - bytes;
-      used_[begin] = bytes;
+      used_[begin] = {bytes, asked};
+      live_ += asked;
       return forbidden_ + begin;
     }
     TORCH_CHECK(false, "testdevice is out of memory");
   }
 
-  void release(void* address) {
+  // How many bytes had been asked for.
+  size_t release(void* address) {
     std::lock_guard lock(mutex_);
     auto used = used_.find(static_cast<char*>(address) - forbidden_);
-    size_t begin = used->first, size = used->second;
+    size_t begin = used->first;
+    auto [size, asked] = used->second;
     used_.erase(used);
+    live_ -= asked;
     auto next = free_.lower_bound(begin);
     if (next != free_.end() && begin + size == next->first) size += next->second, next = free_.erase(next);
     if (next != free_.begin()) {
@@ -69,6 +77,12 @@ class Arena {
       if (before->first + before->second == begin) begin = before->first, size += before->second, free_.erase(before);
     }
     free_[begin] = size;
+    return asked;
+  }
+
+  size_t live() {
+    std::lock_guard lock(mutex_);
+    return live_;
   }
 
   // Where the host may touch what tensors have at `address`.
@@ -99,15 +113,22 @@ class Arena {
 
   std::mutex mutex_;
   char *open_, *forbidden_;
-  std::map<size_t, size_t> free_, used_;  // begin -> bytes
+  std::map<size_t, size_t> free_;                     // begin -> bytes
+  std::map<size_t, std::pair<size_t, size_t>> used_;  // begin -> bytes, bytes asked for
+  size_t live_ = 0;
 };
 
 thread_local c10::DeviceIndex current_device = 0;
 
 struct Allocator final : c10::Allocator {
-  static void release(void* address) { Arena::get().release(address); }
+  // As CUDA's allocator does.
+  static void report(void* address, int64_t bytes) {
+    c10::reportMemoryUsageToProfiler(address, bytes, Arena::get().live(), Arena::get().live(), {kDevice, 0});
+  }
+  static void release(void* address) { report(address, -int64_t(Arena::get().release(address))); }
   c10::DataPtr allocate(size_t bytes) override {
     void* at = bytes ? Arena::get().allocate(bytes) : nullptr;
+    if (at) report(at, int64_t(bytes));
     return {at, at, at ? &release : nullptr, c10::Device(kDevice, current_device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -118,6 +139,18 @@ struct Allocator final : c10::Allocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(kDevice, &allocator)
 
+// Of the host, where copies to and from the device end; nothing but a name here.
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    ++buffers;
+    return c10::GetCPUAllocator()->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return c10::GetCPUAllocator()->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  std::atomic<int64_t> buffers = 0;
+};
+PinnedAllocator pinned;
+
 // The tensor's memory as the CPU sees it; of a CPU tensor itself.
 Tensor on_host(const Tensor& t) {
   if (t.is_cpu()) return t;
@@ -126,7 +159,7 @@ Tensor on_host(const Tensor& t) {
   return at::from_blob(Arena::get().host(t.const_data_ptr()), t.sizes(), t.strides(), options);
 }
 
-// --- devices and streams: one stream each, on which everything is done when it is asked for
+// --- devices and streams: two streams each, on which everything is done when it is asked for
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
@@ -145,6 +178,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device, 1);
+  }
   c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
@@ -188,6 +224,7 @@ const at::Generator& default_generator(c10::DeviceIndex index) {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   void setCurrentDevice(c10::DeviceIndex index) const override { current_device = index; }
@@ -290,6 +327,9 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
+// Nothing is done later than it is asked for.
+void record_stream(Tensor&, c10::Stream) {}
+
 Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef stride,
                    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
                    int64_t groups) {
@@ -386,7 +426,14 @@ void set_rng_state(const Tensor& state, int64_t index) {
   at::Generator(default_generator(c10::DeviceIndex(index))).set_state(state);
 }
 int64_t reads_by_host() { return host_reads; }
+int64_t pinned_buffers() { return pinned.buffers; }
 int64_t get_device() { return current_device; }
+// Values of the device go through the strict backend in this group from now on.
+void use_strict_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t timeout_ms) {
+  group->setBackend(kDevice, c10d::ProcessGroup::BackendType::CUSTOM,
+                    plumb_test::make_strict_backend(group->getStore(), group->getRank(), group->getSize(),
+                                                    std::chrono::milliseconds(timeout_ms)));
+}
 void set_device(int64_t index) { Guard().setDevice({kDevice, c10::DeviceIndex(index)}); }
 
 struct Register {
@@ -397,6 +444,8 @@ struct Register {
 } at_load;
 
 }  // namespace
+
+at::Tensor plumb_test::memory_of(const at::Tensor& tensor) { return on_host(tensor); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -415,6 +464,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Storage", set_whole);
   m.impl("set_.source_Tensor", set_tensor);
+  m.impl("record_stream", record_stream);
   m.impl("convolution_overrideable", convolution);
   m.impl("native_batch_norm", native_batch_norm);
   m.impl("convolution_backward_overrideable", convolution_backward);
@@ -429,5 +479,8 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m){
   m.def("set_rng_state(Tensor state, int index) -> ()", set_rng_state);
   m.def("get_device() -> int", get_device);
   m.def("host_reads() -> int", reads_by_host);
+  m.def("pinned_buffers() -> int", pinned_buffers);
   m.def("set_device(int index) -> ()", set_device);
+  m.def("use_strict_backend(__torch__.torch.classes.c10d.ProcessGroup group, int timeout_ms) -> ()",
+        use_strict_backend);
 }

@@ -1,0 +1,236 @@
+// Values that travel on their device, through a backend that behaves as NCCL (tests/device/strict_backend.h): every
+// table and model, replicas and faults. Processes of these tests compute on the test device.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <thread>
+
+#include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/stage_costs.h"
+#include "plumb/pipeline/test_models.h"
+#include "plumb/schedule/generators.h"
+
+namespace plumb {
+namespace {
+
+using namespace testing_processes;
+using testing::HasSubstr;
+
+using Settings = std::map<std::string, std::string>;
+
+Settings strict(Settings settings) {
+  settings.insert({{"DEVICE", "testdevice"}, {"BACKEND", "strict"}});
+  return settings;
+}
+
+std::string text_of(const std::vector<std::string>& errors) {
+  std::string all;
+  for (size_t rank = 0; rank < errors.size(); rank++) {
+    if (!errors[rank].empty()) all += "rank " + std::to_string(rank) + ": " + errors[rank];
+  }
+  return all;
+}
+
+// What all ranks reported.
+std::map<std::string, std::string> reports(const Run& run) {
+  EXPECT_EQ(run.result.exit_code(), 0) << text_of(run.errors);
+  std::map<std::string, std::string> all;
+  for (const auto& of_rank : run.reports) all.insert(of_rank.begin(), of_rank.end());
+  return all;
+}
+
+// "MODEL,SCHEDULE,RANKS,MICROBATCHES,STAGES A RANK" over strict processes and in one process.
+void expect_strict_equals_one(const std::vector<std::pair<std::string, std::string>>& cases, int ranks,
+                              const Settings& more = {}) {
+  std::string over, alone;
+  std::vector<std::pair<std::string, std::string>> names;
+  for (const auto& [model, schedule] : cases) {
+    const int per_rank = std::min(2, schedule_traits(schedule).max_stages_per_rank);
+    const std::string n = std::to_string(ranks), v = std::to_string(per_rank);
+    names.emplace_back(model + "," + schedule + "," + n + ",5," + v,
+                       model + ",LoopedBFS,1,5," + std::to_string(ranks * per_rank));
+    over += names.back().first + ";";
+    if (alone.find(names.back().second + ";") == std::string::npos) alone += names.back().second + ";";
+  }
+  Settings settings = more;
+  settings["CASES"] = over;
+  const auto found = reports(run_role("train", ranks, strict(settings), std::chrono::seconds(60)));
+  settings["CASES"] = alone;
+  settings["DEVICE"] = "testdevice";
+  const auto expected = reports(run_role("train", 1, settings, std::chrono::seconds(60)));
+  for (const auto& [mine, one] : names) {
+    size_t count = 0;
+    for (auto it = expected.lower_bound(one + ":"); it != expected.end() && it->first.starts_with(one + ":"); ++it) {
+      const auto at = found.find(mine + it->first.substr(one.size()));
+      ASSERT_TRUE(at != found.end()) << mine << ": nothing reported " << it->first;
+      EXPECT_TRUE(at->second == it->second) << at->first;
+      count++;
+    }
+    EXPECT_GT(count, 20u) << mine;
+  }
+}
+
+// DualPipe's sums over two ranks are of another order than one process's; tools/pipeline_tables.py holds it to itself.
+TEST(Strict, EveryScheduleOnTwoProcessesEqualsOne) {
+  std::vector<std::pair<std::string, std::string>> cases;
+  for (const auto& name : schedule_names()) {
+    if (!schedule_traits(name).bidirectional) cases.emplace_back("skip", name);
+  }
+  expect_strict_equals_one(cases, 2);
+}
+
+TEST(Strict, EveryModelOnTwoProcessesEqualsOne) {
+  expect_strict_equals_one({{"tied", "1F1B"},
+                            {"tied", "ZBVZeroBubble"},
+                            {"cut", "Interleaved1F1B"},
+                            {"norm", "1F1B"},
+                            {"tokens", "DualPipeV"},
+                            {"half", "1F1B"},
+                            {"inplace", "GPipe"},
+                            {"ragged", "ZBH1"}},
+                           2);
+}
+
+TEST(Strict, FourProcessesEqualOne) {
+  expect_strict_equals_one({{"skip", "1F1B"}, {"tied", "InterleavedZeroBubble"}, {"cut", "VHalf"}}, 4);
+}
+
+TEST(Strict, CodesTravelOnTheDevice) {
+  expect_strict_equals_one({{"mlp", "1F1B"}, {"skip", "ZBVZeroBubble"}}, 2, {{"WIRE", "e4m3fn"}});
+}
+
+TEST(Strict, ReplicasEqualThoseOverGloo) {
+  const Settings cases{{"CASES", "mlp,1F1B;tied,ZBVZeroBubble;"}};
+  const auto found = reports(run_role("replicas", 4, strict(cases), std::chrono::seconds(60)));
+  EXPECT_GT(found.size(), 20u);
+  EXPECT_EQ(found, reports(run_role("replicas", 4, cases)));
+}
+
+TEST(Strict, AStageMayWriteToWhatItHasSent) {
+  const Settings cases{{"CASES", "scribbling,1F1B,2,6,1;scribbling,GPipe,2,6,1;"}};
+  const auto found = reports(run_role("train", 2, strict(cases), std::chrono::seconds(60)));
+  auto over_gloo = cases;
+  over_gloo["DEVICE"] = "testdevice";
+  EXPECT_GT(found.size(), 20u);
+  EXPECT_EQ(found, reports(run_role("train", 2, over_gloo)));
+}
+
+Run strict_fault(const std::string& kind, int ranks, int faulty, int timeout = 60000) {
+  return run_role("fault", ranks,
+                  strict({{"KIND", kind}, {"FAULTY", std::to_string(faulty)}, {"TIMEOUT", std::to_string(timeout)}}),
+                  std::chrono::seconds(kind == "stop" ? 6 : 40));
+}
+
+TEST(Strict, FaultsAreNamedAsOverGloo) {
+  auto run = strict_fault("raise", 3, 2);
+  EXPECT_THAT(run.errors[2], HasSubstr("rank 2 at 2F2: no more cheese"));
+  EXPECT_THAT(run.errors[1], HasSubstr("rank 2 failed: rank 2 at 2F2: no more cheese"));
+  EXPECT_THAT(run.errors[0], HasSubstr("rank 2 failed: rank 2 at 2F2: no more cheese"));
+  run = strict_fault("kill", 2, 0);
+  EXPECT_THAT(run.errors[1], HasSubstr("rank 0: it is gone"));
+  run = strict_fault("shape", 2, 0);
+  EXPECT_THAT(run.errors[1], HasSubstr("rank 1 at 1F2: "));
+  EXPECT_THAT(run.errors[0], HasSubstr("rank 1 failed: rank 1 at 1F2: "));
+  run = strict_fault("stop", 2, 1, 3000);
+  EXPECT_THAT(run.errors[0], HasSubstr("rank 1: no answer within 3000 ms"));
+  EXPECT_FALSE(run.result.processes[0].stopped_by_launcher);
+}
+
+Role costs_role("stage costs", [] {
+  TestTokens tokens(2, 16);
+  SplitOptions cut;
+  cut.points.emplace_back("layer1", SplitPoint::Beginning);
+  const auto batch = at::zeros({4, 8}, at::device(test_device()).dtype(at::kLong));
+  const auto pipe = pipeline(*capture(tokens, batch), cut);
+  const StageCosts costs = measure_stages(*pipe, {batch}, {});
+  for (size_t s = 0; s < 2; s++) {
+    report("activation " + std::to_string(s), std::to_string(costs.costs.activation[s]));
+    report("resident " + std::to_string(s), std::to_string(costs.resident[s]));
+    report("takes time " + std::to_string(s), costs.costs.forward[s] > 0 && costs.costs.full[s] > 0 ? "yes" : "no");
+  }
+  return 0;
+});
+
+TEST(DeviceCosts, CountADevicesMemoryAsTheCpus) {
+  auto there = reports(run_role("stage costs", 1, {{"DEVICE", "testdevice"}}));
+  auto here = reports(run_role("stage costs", 1));
+  for (const std::string stage : {"0", "1"}) {
+    EXPECT_EQ(there["resident " + stage], here["resident " + stage]);
+    EXPECT_EQ(there["takes time " + stage], "yes");
+    // Devices keep what the CPU makes again.
+    const double kept = std::stod(there["activation " + stage]), least = std::stod(here["activation " + stage]);
+    EXPECT_GE(kept, least);
+    EXPECT_GT(least, 0);
+    EXPECT_LT(kept, 3 * least);
+  }
+}
+
+std::string said(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::exception& e) {
+    return std::string(e.what()).substr(0, std::string(e.what()).find('\n'));
+  }
+  return "";
+}
+
+// The backend itself: rank 1 posts its receive late, then both send first.
+Role backend_role("strict backend", [] {
+  const auto group = test_group(std::chrono::seconds(60));
+  auto& backend = *group.state().device_backend;
+  auto& gloo = *group.state().backend;
+  const int other = 1 - group.rank();
+  Tensors x{at::full({4}, group.rank() + 1, at::device(test_device()).dtype(at::kByte))};
+  Tensors y{at::zeros({4}, at::device(test_device()).dtype(at::kByte))}, on_cpu{at::zeros({4})};
+  report("cpu", said([&] { backend.send(on_cpu, other, 0); }));
+  report("broadcast", said([&] { backend.broadcast(x, {}); }));
+  const auto sleep = [](int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); };
+  if (group.rank() == 0) {
+    const auto work = backend.send(x, other, 0);
+    sleep(200);
+    report("done before its receive", work->isCompleted() ? "yes" : "no");
+    gloo.send(on_cpu, other, 7)->wait();
+    work->wait();
+  } else {
+    gloo.recv(on_cpu, other, 7)->wait();
+    backend.recv(y, other, 0)->wait();
+    report("received", std::to_string(y[0][0].item<int>()));
+  }
+  backend.startCoalescing();
+  backend.send(x, other, 0);
+  backend.recv(y, other, 0);
+  backend.endCoalescing()->wait();
+  report("coalesced", std::to_string(y[0][0].item<int>()));
+  const auto send = backend.send(x, other, 0), receive = backend.recv(y, other, 0);
+  sleep(300);
+  report("crossed", receive->isCompleted() ? "passed" : "wait");
+  const auto bye = gloo.send(on_cpu, other, 8);
+  Tensors told{at::zeros({4})};
+  gloo.recv(told, other, 8)->wait();
+  bye->wait();
+  backend.abort();
+  report("aborted", said([&] { send->wait(); }));
+  return 0;
+});
+
+TEST(Strict, TheBackendBehavesAsNccl) {
+  const auto run = run_role("strict backend", 2, strict({}));
+  ASSERT_EQ(run.result.exit_code(), 0) << text_of(run.errors);
+  for (int rank = 0; rank < 2; rank++) {
+    auto of = run.reports[static_cast<size_t>(rank)];
+    EXPECT_THAT(of["cpu"], HasSubstr("no tensors of cpu"));
+    EXPECT_THAT(of["broadcast"], HasSubstr("does not support broadcast"));
+    EXPECT_EQ(of["coalesced"], std::to_string(2 - rank));
+    EXPECT_EQ(of["crossed"], "wait") << "both send first";
+    EXPECT_NE(of["aborted"], "");
+  }
+  auto first = run.reports[0], second = run.reports[1];
+  EXPECT_EQ(first["done before its receive"], "no");
+  EXPECT_EQ(second["received"], "1");
+}
+
+}  // namespace
+}  // namespace plumb
