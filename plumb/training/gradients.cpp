@@ -79,6 +79,7 @@ void share_numbers(const ProcessGroup& group, const std::vector<int>& owners, st
 }
 
 double sum_of_squares(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) return tensor.detach().to(at::kDouble).square().sum().item<double>();
   at::Tensor flat = tensor.detach().contiguous().reshape({-1});
   if (flat.scalar_type() == at::kDouble) return sum_blocks<double>(flat);
   if (flat.scalar_type() != at::kFloat) flat = flat.to(at::kFloat);

@@ -13,6 +13,7 @@
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/optimizer.h"
+#include "plumb/training/stages.h"
 #include "plumb/training/timeline_file.h"
 #include "plumb/training/usage.h"
 
@@ -141,6 +142,7 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   job.schedule = read_schedule(o);  // wrong names before anything is read
   check_outputs(o);
   check_rates(o);
+  device_of(o, 0);
   job.pipeline.gradient_groups = static_cast<int>(o.gradient_groups > 0 ? o.gradient_groups : o.replicas);
   try {
     check_gradient_groups(job.pipeline.gradient_groups, static_cast<int>(o.replicas), job.schedule);

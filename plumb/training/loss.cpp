@@ -48,9 +48,11 @@ int64_t count_of(const TrainOptions& o, const Tensors& inputs, const Tensors& ta
 
 Loss make_loss(const TrainOptions& o) {
   if (o.loss == "output") return {};
-  if (o.loss == "mse") return mse;
-  return [ignored = o.ignore_index](const Tensors& outputs, const Tensors& targets) {
-    return cross_entropy(outputs, targets, ignored);
+  return [is_mse = o.loss == "mse", ignored = o.ignore_index](const Tensors& outputs, const Tensors& targets) {
+    Tensors there;  // where the model's outputs are
+    for (const at::Tensor& t : targets)
+      there.push_back(t.defined() && !outputs.empty() && outputs[0].defined() ? t.to(outputs[0].device()) : t);
+    return is_mse ? mse(outputs, there) : cross_entropy(outputs, there, ignored);
   };
 }
 

@@ -223,6 +223,8 @@ std::vector<TrainField> layout_fields() {
        "cheap: the backward computes results of gelu, norms and the like again instead of keeping them, bit for bit "
        "the same; none: it keeps everything",
        {"cheap", "none"}},
+      {"device", &O::device,
+       "cpu, cuda, ...: where stages compute; each process of a host has the device of its own number there"},
       {"threads",
        &O::threads,
        "Of each process (0: the cores shared out). With the same number losses are equal bit for bit whatever the "

@@ -32,7 +32,7 @@ struct TrainOptions {
   // The layout.
   int64_t stages = 1, replicas = 1, gradient_groups = 0, threads = 0;
   std::vector<std::string> at, transmit, wire, wire_exclude;
-  std::string schedule = "1F1B", recompute = "cheap";
+  std::string schedule = "1F1B", recompute = "cheap", device = "cpu";
   int64_t seed = 0;
   // Held-out data.
   std::string eval_data, eval_targets;

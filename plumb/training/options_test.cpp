@@ -299,6 +299,7 @@ std::map<std::string, Check> checks_of_layout() {
          t.refuses(t.with("schedule", {"nope"}), "--schedule nope");
        }},
       {"recompute", [](TrainingOptions& t) { t.keeps("recompute", "none"); }},
+      {"device", [](TrainingOptions& t) { t.refuses(t.with("device", {"nowhere"}), "--device nowhere"); }},
       {"threads", [](TrainingOptions& t) { t.keeps("threads", "2"); }},
   };
 }

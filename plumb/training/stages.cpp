@@ -1,7 +1,12 @@
 #include "plumb/training/stages.h"
 
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "plumb/graph/describe.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/pipeline/graph_stage.h"
+#include "plumb/training/usage.h"
 
 namespace plumb {
 namespace {
@@ -38,6 +43,21 @@ std::shared_ptr<GraphModule> bf16_products(const GraphModule& module) {
     graph.replace_all_uses_with(result, full, full->producer());
   }
   return std::make_shared<GraphModule>(std::move(graph), module.state(), module.in_spec(), module.out_spec());
+}
+
+at::Device device_of(const TrainOptions& o, int local_rank) {
+  try {
+    at::Device device(o.device);
+    if (!device.is_cpu() && !device.has_index() && c10::impl::hasDeviceGuardImpl(device.type())) {
+      const int count = c10::impl::VirtualGuardImpl(device.type()).deviceCount();
+      if (count > 0) device.set_index(static_cast<c10::DeviceIndex>(local_rank % count));
+    }
+    if (device.is_meta()) throw std::runtime_error("it computes nothing");
+    at::zeros({1}, at::device(device)).add_(1);
+    return device;
+  } catch (const std::exception& e) {
+    throw UsageError("--device " + o.device + ": " + first_line(e.what()), "--device cpu, or a device of this machine");
+  }
 }
 
 std::map<int, std::shared_ptr<StageFunction>> make_stages(

@@ -117,6 +117,7 @@ struct Trainer::State {
   std::vector<Fault> faults;  // of this rank
   ProcessGroup world;
   ReplicatedGroups groups;
+  at::Device device = at::kCPU;  // where this rank's stages compute
   std::map<int, std::shared_ptr<StageFunction>> stages;
   std::vector<NamedTensor> parameters;  // that this rank trains, each tensor once, by their first names in the model
   std::vector<at::Tensor> measured;     // of job.trained: the tensor, on the rank that owns it
@@ -162,10 +163,14 @@ Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts,
 }
 
 void Trainer::State::meet() {
+  const auto place = session ? std::optional(session->place) : o.processes() > 1 ? discover_ranks() : std::nullopt;
+  device = device_of(o, place ? place->local_rank : 0);
+  GlooOptions of_group;
+  if (!device.is_cpu()) of_group.device = device;
   if (session) {
-    world = make_gloo_group(session->place);
+    world = make_gloo_group(session->place, of_group);
   } else if (o.processes() > 1) {
-    world = make_group_from_environment();
+    world = make_group_from_environment(of_group);
   }
   world.set_timeout(std::chrono::seconds(o.patience));
   if (world.size() != o.processes()) {
@@ -196,6 +201,9 @@ void Trainer::State::watch_progress() {
 void Trainer::State::make_stages_and_optimizer() {
   const int rank = groups.pipeline.rank();
   load_folder_weights(o, job, rank);
+  if (!device.is_cpu()) {
+    for (const int stage : job.schedule.placement.stages_of(rank)) job.pipe->move_stage(stage, device);
+  }
   stages = make_stages(o, job, rank);
   std::set<const c10::TensorImpl*> seen;
   for (const auto& [index, stage] : stages) {

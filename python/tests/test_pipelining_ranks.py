@@ -366,3 +366,13 @@ def test_the_example_trains_as_one_process_does(tmp_path):
     first, last = map(float, re.search(r"loss ([0-9.]+) -> ([0-9.]+)", done.stdout).groups())
     assert last < first / 10
     assert "trained.pt is the very same model" in done.stdout
+
+
+def test_the_example_names_a_device_that_is_not_there(tmp_path):
+    script = pathlib.Path(__file__).resolve().parents[2] / "examples" / "pipeline.py"
+    env = {k: v for k, v in os.environ.items() if k != "RANK"}
+    for name in ("nowhere", *(["cuda"] if not torch.cuda.is_available() else [])):
+        command = [sys.executable, script, "--device", name]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and done.stderr.startswith(f"--device {name}: "), done.stderr
+        assert len(done.stderr.splitlines()) == 1
