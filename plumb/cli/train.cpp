@@ -302,6 +302,9 @@ int train_command(const TrainOptions& o) {
   const bool alone = !environment || environment->world_size == 1;
   if (o.dry_run && alone) return dry_run(o);
   const bool lasts = o.max_restarts > 0 && !started_by_plumb();
+  if (!alone && o.recut && !started_by_plumb() &&
+      fewer_processes(o, environment->world_size) == environment->world_size)
+    return train_here(options_for(o, environment->world_size));  // so many another launcher has
   if (!alone || (o.processes() == 1 && !lasts)) return train_here(o);
   {
     Progress progress(2, o.json);

@@ -132,6 +132,18 @@ def test_torchrun_starts_all_again_from_the_checkpoint(folder):
     assert last and last[0] in out
 
 
+def test_fewer_processes_of_torchrun_take_another_layout_with_the_same_bits(folder):
+    """As an agent of --nnodes MIN:MAX starts them again when a node is lost."""
+    layout = ["--data-parallel", "2", "--microbatches", "1"]
+    whole = subprocess.run(arguments(4, *layout), cwd=folder, check=True, capture_output=True, text=True).stdout
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    process = start(folder, *words, *arguments(4, *layout, "--max-restarts", "1", "--recut"))
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    losses = [[line.split('"lr"')[0] for line in text.splitlines() if '"loss"' in line] for text in (whole, out)]
+    assert len(losses[0]) == 4 and losses[0] == losses[1]
+
+
 def test_srun_gives_notice_and_the_job_goes_on(folder):
     """SIGUSR1 to every task: a checkpoint, and exit code 75; the job that is queued again goes on."""
     with socket.socket() as free:
