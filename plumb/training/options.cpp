@@ -303,7 +303,8 @@ std::vector<TrainField> output_fields() {
        "norm are null if they are no numbers, tokens are there for models that take some, memory is bytes of the "
        "largest rank, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
-       "{checkpoint_problem}, {problem}, {restart, of, why}, {interrupted, steps}, {dry_run, bubble, rows, ranks: "
+       "{checkpoint_problem}, {problem}, {injected}, {restart, of, rank, why}, {interrupted, steps}, {dry_run, bubble, "
+       "rows, ranks: "
        "[{stages, "
        "parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {drew, bubble, "
        "conclusion}"},
