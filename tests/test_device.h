@@ -10,8 +10,8 @@ namespace plumb {
 
 class GraphModule;
 
-// "testdevice" is tests/device/test_device.cpp, which is loaded for it. With PLUMB_TEST_BACKEND=strict its values travel
-// through tests/device/strict_backend.h in groups that are made for it.
+// "testdevice" is tests/device/test_device.cpp, which is loaded for it. With PLUMB_TEST_BACKEND=strict its values
+// travel through tests/device/strict_backend.h in groups that are made for it.
 c10::Device test_device();
 
 // The values there, as a leaf; the tensor itself where it is there already or has no values.

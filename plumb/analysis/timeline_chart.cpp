@@ -262,13 +262,14 @@ std::string to_html(const TimelineChart& chart) {
 
 std::string to_trace(const std::vector<TimelineRun>& steps) {
   TimelineChart chart{"trace", steps};
-  // Perfetto takes thread numbers as an operating system's: each is one process's alone, the first has the process's own
-  // number, and 0 is nobody's.
+  // Perfetto takes thread numbers as an operating system's: each is one process's alone, the first has the process's
+  // own number, and 0 is nobody's.
   constexpr int kComputing = 0, kWaiting = 1, kBeside = 2, kSteps = 1;
   auto process_of = [](int rank) { return 4 * (rank + 1); };
   auto events = nlohmann::json::array();
   auto name = [&](const char* what, int process, int thread, const std::string& text) {
-    events.push_back({{"ph", "M"}, {"name", what}, {"pid", process}, {"tid", process + thread}, {"args", {{"name", text}}}});
+    events.push_back(
+        {{"ph", "M"}, {"name", what}, {"pid", process}, {"tid", process + thread}, {"args", {{"name", text}}}});
   };
   auto slice = [&](const std::string& what, int process, int thread, double from, double to, nlohmann::json facts) {
     events.push_back({{"ph", "X"},
@@ -304,7 +305,8 @@ std::string to_trace(const std::vector<TimelineRun>& steps) {
   for (const auto& [rank, of] : stages) {
     std::string list;
     for (int stage : of) list += (list.empty() ? "" : ", ") + std::to_string(stage);
-    name("process_name", process_of(rank), 0, "rank " + std::to_string(rank) + ", stage" + (of.size() > 1 ? "s " : " ") + list);
+    name("process_name", process_of(rank), 0,
+         "rank " + std::to_string(rank) + ", stage" + (of.size() > 1 ? "s " : " ") + list);
     for (const auto& [thread, text] :
          {std::pair{kComputing, "computes"}, std::pair{kWaiting, "waits"}, std::pair{kBeside, "computes beside it"}}) {
       name("thread_name", process_of(rank), thread, text);

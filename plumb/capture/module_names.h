@@ -13,8 +13,8 @@ using ModuleTypes = std::map<std::string, std::string>;
 
 // Gives every call without a module one, by the parameters and buffers that are read: a node that reads one, itself or
 // through what was made of such alone, is of the module that has it; one that reads none is of the innermost module
-// around the ones before and behind it, or around those that called what it reads, if that is farther in. So a call of a
-// module without parameters counts to the module around it.
+// around the ones before and behind it, or around those that called what it reads, if that is farther in. So a call of
+// a module without parameters counts to the module around it.
 void name_modules_by_state(Graph& graph, const ModuleTypes& types);
 
 }  // namespace plumb

@@ -441,22 +441,6 @@ TEST_F(Command, LeavesNothingBehindWhenItIsStopped) {
   EXPECT_NE(killed.find("rank 1 was killed by signal 9"), std::string::npos) << killed;
 }
 
-TEST_F(Command, FailsCleanlyOnMissingAndCorruptFiles) {
-  fs::create_directories(folder() / "folder.pt2");
-  for (const char* arguments :
-       {"show missing.pt2", "show missing.txt", "show corrupt.pt2", "show x.pt", "show /tmp",
-        "run mlp.pt2 --input missing.pt", "run mlp.pt2 --input /tmp", "split lm.pt2 --at nope -o q",
-        "show mlp.pt2 -o /no/such/folder/a.txt", "show folder.pt2", "run mlp.pt2 --input x.pt -o /no/such/y.pt",
-        "opt mlp.pt2 --pass=dead_code -o folder.pt2", "scale lm.pt2 -o /no/such/a.pt2",
-        "split lm.pt2 --stages 2 -o mlp.pt2", "track mlp.pt2 --input x.pt --html /no/such/a.html",
-        "train lm.pt2 --data tokens.bin --save folder.pt2"}) {
-    const Ended run = plumb(arguments);
-    EXPECT_EQ(run.code, 1) << arguments << "\n" << run.err;
-    EXPECT_EQ(run.err.rfind("plumb: ", 0), 0u) << run.err;
-    EXPECT_EQ(run.err.find("frame #"), std::string::npos) << run.err;
-  }
-}
-
 TEST_F(Command, RecordsATrainingAndShowsItsHistory) {
   const std::string train = "train lm.pt2 --data tokens.bin --steps 6 --microbatches 4 --threads 1 --seed 3 ";
   std::ofstream(folder() / "rules.toml") << "every = 2\n[[rule]]\n";

@@ -165,4 +165,20 @@ TEST_F(Outputs, LeaveNoHalfFilesWhenTrainingIsEndedAtOnce) {
   }
 }
 
+TEST_F(Outputs, AndInputsThatAreMissingOrCorruptFailCleanly) {
+  fs::create_directories(folder() / "folder.pt2");
+  for (const char* arguments :
+       {"show missing.pt2", "show missing.txt", "show corrupt.pt2", "show x.pt", "show /tmp",
+        "run mlp.pt2 --input missing.pt", "run mlp.pt2 --input /tmp", "split lm.pt2 --at nope -o q",
+        "show mlp.pt2 -o /no/such/folder/a.txt", "show folder.pt2", "run mlp.pt2 --input x.pt -o /no/such/y.pt",
+        "opt mlp.pt2 --pass=dead_code -o folder.pt2", "scale lm.pt2 -o /no/such/a.pt2",
+        "split lm.pt2 --stages 2 -o mlp.pt2", "track mlp.pt2 --input x.pt --html /no/such/a.html",
+        "train lm.pt2 --data tokens.bin --save folder.pt2"}) {
+    const Ended run = plumb(arguments);
+    EXPECT_EQ(run.code, 1) << arguments << "\n" << run.err;
+    EXPECT_EQ(run.err.rfind("plumb: ", 0), 0u) << run.err;
+    EXPECT_EQ(run.err.find("frame #"), std::string::npos) << run.err;
+  }
+}
+
 }  // namespace

@@ -20,8 +20,8 @@ namespace plumb {
 at::Tensor quantise_blocks(const at::Tensor& x, const FPFormat& format, std::optional<uint64_t> seed, int64_t dim);
 
 struct BlockCodes {
-  at::Tensor codes;   // uint8, sizes of x: codes of the elements (codes.h)
-  at::Tensor scales;  // uint8, the blocks' dimension last: E8M0 (2^(code - 127)) or e4m3fn codes
+  at::Tensor codes;         // uint8, sizes of x: codes of the elements (codes.h)
+  at::Tensor scales;        // uint8, the blocks' dimension last: E8M0 (2^(code - 127)) or e4m3fn codes
   at::Tensor tensor_scale;  // float32 [], of float64 tensors float64: what the scales are in units of
 };
 

@@ -174,8 +174,8 @@ Tensor group_norm(const Tensor& input, int64_t num_groups, const OptionalTensor&
   const double s = channel_scale("group_norm", input);
   // torch counts to num_groups where there are no channels.
   if (num_groups < 1 || num_groups > std::max<int64_t>(input.size(1), 1)) {
-    bad_shape("group_norm", "there are " + std::to_string(num_groups) + " groups for " +
-                                std::to_string(input.size(1)) + " channels.");
+    bad_shape("group_norm", "there are " + std::to_string(num_groups) + " groups for " + std::to_string(input.size(1)) +
+                                " channels.");
   }
   return at::group_norm(input, num_groups, gradient_scaled(weight, s), gradient_scaled(bias, s), eps, cudnn_enabled);
 }

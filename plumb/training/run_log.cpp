@@ -158,9 +158,8 @@ void RunLog::write_page() const {
   LineChart norms = chart_of("norm of the gradient", steps_, &StepNumbers::norm);
   norms.log_y = true;
   section("Norm of the gradient", norms);
-  section("Throughput", now.tokens_per_second > 0
-                            ? chart_of("tokens a second", steps_, &StepNumbers::tokens_per_second)
-                            : chart_of("rows a second", steps_, &StepNumbers::rows_per_second));
+  section("Throughput", now.tokens_per_second > 0 ? chart_of("tokens a second", steps_, &StepNumbers::tokens_per_second)
+                                                  : chart_of("rows a second", steps_, &StepNumbers::rows_per_second));
   if (const auto view = recorded(options_)) report.section("Scales").prose(conclusion(*view)).add(*view);
   report.section("Options").code(to_toml(options_));
   report.write(options_.page);

@@ -17,7 +17,6 @@ from torch import nn
 import plumb
 from plumb.transforms import fold, simulate_fp8, track_scales, unit_scale
 
-
 PLUMB = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
 
 

@@ -7,10 +7,10 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+from plumb._plain_state import from_plain, to_plain
 from torch import nn
 
 import plumb
-from plumb._plain_state import from_plain, to_plain
 
 COMMAND = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
 
