@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <functional>
 #include <sstream>
 
 #include "plumb/capture/capture.h"
@@ -17,6 +18,15 @@ std::string text(const T& value) {
   std::ostringstream out;
   out << value;
   return out.str();
+}
+
+thread_local ControlValueLog* control_value_log = nullptr;
+
+// Whoever keeps a log takes another graph where a check fails: at once, before the run goes on along a path that is not
+// these values'.
+void check_guard(const at::Tensor& passed, std::function<Error()> failure) {
+  if (!control_value_log) return check_value(passed, std::move(failure));
+  if (!passed.item<bool>()) throw failure();
 }
 
 // Whether two tensors are equal: bool [] on their device, which is not waited for.
@@ -35,7 +45,7 @@ void guard_equal(const at::Tensor& a, const at::Tensor& b, bool expected) {
   if (a.is_meta() || b.is_meta()) return;
   at::NoGradGuard no_grad;
   const at::Tensor same = same_values(a, b);
-  check_value(expected ? same : same.logical_not(), [expected] {
+  check_guard(expected ? same : same.logical_not(), [expected] {
     return Error(ErrorKind::GuardFailed,
                  std::string("the model took the path for ") + (expected ? "equal" : "different") +
                      " tensors when it was captured; these are " + (expected ? "different" : "equal"),
@@ -47,7 +57,7 @@ void guard_check(const at::Tensor& condition, bool expected, std::string_view wh
   if (condition.is_meta()) return;
   at::NoGradGuard no_grad;
   const at::Tensor answer = truth_of(condition);
-  check_value(expected ? answer : answer.logical_not(), [expected, where = std::string(where)] {
+  check_guard(expected ? answer : answer.logical_not(), [expected, where = std::string(where)] {
     return Error(ErrorKind::GuardFailed,
                  std::string("a check that the model makes in its forward fails: the condition was ") +
                      (expected ? "true" : "false") + " when it was captured and is " + (expected ? "false" : "true") +
@@ -59,7 +69,7 @@ void guard_check(const at::Tensor& condition, bool expected, std::string_view wh
 void guard_value(const at::Tensor& buffer, const at::Tensor& expected, std::string_view where) {
   if (buffer.is_meta()) return;
   at::NoGradGuard no_grad;
-  check_value(same_values(buffer, expected), [where = std::string(where)] {
+  check_guard(same_values(buffer, expected), [where = std::string(where)] {
     return Error(ErrorKind::GuardFailed,
                  "a buffer whose value the model took into the program (item, float, int) has another value than when "
                  "it was captured",
@@ -81,7 +91,7 @@ void guard_value_read(const at::Tensor& x, const at::Tensor& expected, bool trut
   const bool number = !truth && x.numel() == 1 && !x.is_complex();
   // Of a device: the model may write over it before the check is read.
   const at::Tensor found = number && !x.is_cpu() ? x.clone() : x;
-  check_value(truth ? truth_of(x).eq(truth_of(expected).to(x.device())) : same_answer(x, expected),
+  check_guard(truth ? truth_of(x).eq(truth_of(expected).to(x.device())) : same_answer(x, expected),
               [truth, number, found, expected, where = std::string(where)] {
                 std::string was = "values out of a tensor into the program when it was captured; they are others now";
                 if (truth) {
@@ -98,8 +108,6 @@ void guard_value_read(const at::Tensor& x, const at::Tensor& expected, bool trut
                     "values");
               });
 }
-
-thread_local ControlValueLog* control_value_log = nullptr;
 
 void control_value(const at::Tensor& x) {
   if (control_value_log && !x.is_meta()) control_value_log->tensors.push_back(x.detach().clone());
