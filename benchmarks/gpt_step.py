@@ -218,7 +218,8 @@ def main():
     parser.add_argument("--limit", type=int, default=150, help="seconds that a case may take")
     options = parser.parse_args()
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        sys.exit("There is no CUDA device: not measured.")
+        print("There is no CUDA device: not measured.")
+        return 0
     if options.case:
         print(json.dumps(run_case(options.case, options.tiny, options.device)))
         return 0
