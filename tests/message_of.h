@@ -1,5 +1,7 @@
-// What a call that must fail says.
+// What a call that must fail says, and the error itself.
 #pragma once
+
+#include <gtest/gtest.h>
 
 #include <string>
 
@@ -16,6 +18,18 @@ std::string message_of(const F& call) {
     return e.what();
   }
   return "no error";
+}
+
+// The Error that call() throws; a failure of the test if there is none.
+template <typename F>
+Error error_of(const F& call) {
+  try {
+    call();
+  } catch (const Error& e) {
+    return e;
+  }
+  ADD_FAILURE() << "no error";
+  return Error(ErrorKind::Internal, "no error");
 }
 
 }  // namespace plumb

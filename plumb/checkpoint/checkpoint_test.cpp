@@ -20,6 +20,7 @@
 #include "plumb/core/error.h"
 #include "plumb/exported/programs_for_test.h"
 #include "tests/fuzz/mutate.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {

@@ -1,4 +1,4 @@
-// What the tests of this room share: a folder of a test's own, and the error of a call that must fail.
+// A folder of a test's own.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -6,8 +6,6 @@
 
 #include <filesystem>
 #include <string>
-
-#include "plumb/core/error.h"
 
 namespace plumb {
 
@@ -22,17 +20,5 @@ class FolderTest : public ::testing::Test {
 
   std::filesystem::path folder_;
 };
-
-// The Error that call() throws; a failure of the test if there is none.
-template <typename F>
-Error error_of(F&& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    return e;
-  }
-  ADD_FAILURE() << "no error";
-  return Error(ErrorKind::Internal, "none");
-}
 
 }  // namespace plumb

@@ -10,6 +10,7 @@
 #include "plumb/core/error.h"
 #include "plumb/exported/programs_for_test.h"
 #include "plumb/graph/parameter_tag.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {

@@ -8,6 +8,7 @@
 
 #include "plumb/exported/programs_for_test.h"
 #include "plumb/graph/parameter_tag.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {

@@ -10,6 +10,7 @@
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/zip_file.h"
 #include "tests/fuzz/mutate.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {

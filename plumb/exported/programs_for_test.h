@@ -2,15 +2,18 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <sys/file.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
 
-#include "plumb/core/error.h"
 #include "plumb/exported/pickle_file.h"
 
 namespace plumb::testing {
@@ -36,18 +39,22 @@ inline const fs::path& programs_script() {
 
 // Runs Python; what it printed goes to `said`.
 inline int python(const std::string& arguments, std::string* said = nullptr) {
-  const fs::path log = fs::path(PLUMB_BINARY_DIR) / "tests/python.log";
+  const fs::path log = fs::path(PLUMB_BINARY_DIR) / ("tests/python." + std::to_string(::getpid()) + ".log");
   const std::string command = "OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 '" PLUMB_TEST_PYTHON "' " + arguments +
                               " > '" + log.string() + "' 2>&1";
   const int status = std::system(command.c_str());
   if (said) *said = slurp(log);
+  fs::remove(log);
   return status;
 }
 
-// The folder of programs; made when it is missing or the scripts have changed.
+// The folder of programs; made when it is missing or the scripts have changed. Suites run side by side: the first makes
+// it, the others wait.
 inline const fs::path& programs() {
   static const fs::path folder = [] {
     const fs::path where = fs::path(PLUMB_BINARY_DIR) / "tests/programs";
+    const std::unique_ptr<FILE, int (*)(FILE*)> lock(std::fopen((where.string() + ".lock").c_str(), "a"), std::fclose);
+    if (!lock || ::flock(::fileno(lock.get()), LOCK_EX) != 0) throw std::runtime_error("cannot lock " + where.string());
     const fs::path stamp = where / "stamp";
     const std::string script = slurp(programs_script()) + slurp(programs_script().parent_path() / "run_programs.py") +
                                slurp(fs::path(PLUMB_SOURCE_DIR) / "examples/gpt.py");
@@ -104,18 +111,6 @@ inline ::testing::AssertionResult same(const c10::IValue& a, const c10::IValue& 
     return ::testing::AssertionFailure() << "differ by up to "
                                          << (x.to(at::kDouble) - y.to(at::kDouble)).abs().max().item<double>();
   return ::testing::AssertionSuccess();
-}
-
-// The error that a call ends in; fails the test if it does not.
-template <typename Call>
-Error error_of(Call&& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    return e;
-  }
-  ADD_FAILURE() << "no error";
-  return Error(ErrorKind::Internal, "no error");
 }
 
 }  // namespace plumb::testing

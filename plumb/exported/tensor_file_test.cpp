@@ -13,6 +13,7 @@
 #include "plumb/exported/sym_math.h"
 #include "plumb/exported/zip_file.h"
 #include "tests/fuzz/mutate.h"
+#include "tests/message_of.h"
 
 namespace plumb {
 namespace {

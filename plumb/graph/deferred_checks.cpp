@@ -2,7 +2,7 @@
 
 #include <ATen/ops/stack.h>
 
-#include <map>
+#include <unordered_map>
 #include <utility>
 
 namespace plumb {
@@ -15,17 +15,11 @@ thread_local DeferredChecks* scope = nullptr;
 DeferredChecks::DeferredChecks() : outer_(std::exchange(scope, this)) {}
 DeferredChecks::~DeferredChecks() { scope = outer_; }
 
-DeferredChecks::Apart::Apart() : outer_(std::exchange(scope, nullptr)) {}
-DeferredChecks::Apart::~Apart() { scope = outer_; }
-
 bool DeferredChecks::active() { return scope != nullptr; }
 
 void DeferredChecks::raise(const std::string& at) {
   const std::vector<Check> checks = std::exchange(checks_, {});
-  std::map<c10::Device, std::vector<size_t>, bool (*)(const c10::Device&, const c10::Device&)> places(
-      [](const c10::Device& a, const c10::Device& b) {
-        return std::pair(a.type(), a.index()) < std::pair(b.type(), b.index());
-      });
+  std::unordered_map<c10::Device, std::vector<size_t>> places;
   for (size_t i = 0; i < checks.size(); ++i) places[checks[i].passed.device()].push_back(i);
   size_t first = checks.size();
   for (const auto& [device, which] : places) {

@@ -28,17 +28,6 @@ class DeferredChecks {
   // Returns if none failed or the device answers no more.
   void raise_before(const Error& thrown, const std::string& at = "");
 
-  // While it lives, the thread has no scope: for who acts on a failed check by himself.
-  class Apart {
-   public:
-    Apart();
-    ~Apart();
-    Apart(const Apart&) = delete;
-
-   private:
-    DeferredChecks* const outer_;
-  };
-
  private:
   friend void check_value(const at::Tensor& passed, std::function<Error()> failure);
   struct Check {

@@ -3,6 +3,8 @@
 #include <mutex>
 #include <utility>
 
+#include "plumb/core/mix_bits.h"
+
 namespace plumb {
 namespace {
 
@@ -13,13 +15,6 @@ thread_local NodeSeeds* seeds_of_run = nullptr;
 NodeSeeds::NodeSeeds(std::uint64_t seed, std::vector<at::Generator> generators)
     : seed_(seed), generators_(std::move(generators)), before_(std::exchange(seeds_of_run, this)) {}
 NodeSeeds::~NodeSeeds() { seeds_of_run = before_; }
-
-std::uint64_t mix_seeds(std::uint64_t a, std::uint64_t b) {
-  std::uint64_t z = a * 0x9E3779B97F4A7C15u + b + 0x9E3779B97F4A7C15u;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
-}
 
 std::uint64_t seed_of_name(std::string_view name) {
   std::uint64_t seed = 1;

@@ -26,9 +26,6 @@ class NodeSeeds {
   NodeSeeds* before_;
 };
 
-// Mixes two numbers into one that depends on every bit of both (SplitMix64's finaliser: Steele, Lea and Flood, "Fast
-// splittable pseudorandom number generators", 2014).
-std::uint64_t mix_seeds(std::uint64_t a, std::uint64_t b);
 std::uint64_t seed_of_name(std::string_view name);
 // Where a NodeSeeds lives on this thread: seeds its generators for the node of this seed_of_name().
 void seed_node(std::uint64_t node);

@@ -25,7 +25,7 @@ GraphModule module_for_passes() {
                      State(), TreeSpec::positional_inputs(1), TreeSpec::leaf());
 }
 
-std::string error_of(const std::function<void()>& run) {
+std::string message_and_remedy(const std::function<void()>& run) {
   try {
     run();
   } catch (const Error& e) {
@@ -73,9 +73,11 @@ TEST(RunPasses, AStepsTextHasANameAndOptions) {
   const PassStep step = parse_pass_step("raise,inexact=true");
   EXPECT_EQ(step.pass->name, "raise");
   EXPECT_EQ(step.options.at("inexact"), "true");
-  EXPECT_THAT(error_of([] { parse_pass_step("nothing"); }), HasSubstr("no pass 'nothing' | one of: "));
-  EXPECT_THAT(error_of([] { parse_pass_step("raise,exact=1"); }), HasSubstr("no option 'exact' | one of: inexact"));
-  EXPECT_THAT(error_of([] { parse_pass_step("raise,inexact"); }), HasSubstr("'inexact' of pass raise has no value"));
+  EXPECT_THAT(message_and_remedy([] { parse_pass_step("nothing"); }), HasSubstr("no pass 'nothing' | one of: "));
+  EXPECT_THAT(message_and_remedy([] { parse_pass_step("raise,exact=1"); }),
+              HasSubstr("no option 'exact' | one of: inexact"));
+  EXPECT_THAT(message_and_remedy([] { parse_pass_step("raise,inexact"); }),
+              HasSubstr("'inexact' of pass raise has no value"));
 }
 
 TEST(RunChecked, AGraphThatIsBrokenAfterwardsNamesThePass) {
@@ -84,10 +86,10 @@ TEST(RunChecked, AGraphThatIsBrokenAfterwardsNamesThePass) {
     m.graph().output({Arg(3)});
     return true;
   };
-  EXPECT_EQ(error_of([&] { run_checked("fine", [] { return false; }, m, true); }), "");
-  EXPECT_THAT(error_of([&] { run_checked("says_no", [&] { return broken(), false; }, m, true); }),
+  EXPECT_EQ(message_and_remedy([&] { run_checked("fine", [] { return false; }, m, true); }), "");
+  EXPECT_THAT(message_and_remedy([&] { run_checked("says_no", [&] { return broken(), false; }, m, true); }),
               HasSubstr("says_no"));
-  EXPECT_THAT(error_of([&] { run_checked("says_yes", [] { return true; }, m, true); }),
+  EXPECT_THAT(message_and_remedy([&] { run_checked("says_yes", [] { return true; }, m, true); }),
               HasSubstr("pass says_yes answered 'changed' but the module is as before"));
 }
 

@@ -10,6 +10,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/mix_bits.h"
 #include "plumb/graph/node_seeds.h"
 
 namespace plumb {

@@ -96,13 +96,14 @@ TEST(Balance, KeepsMemoryLimits) {
   options.memory_limits = {1000, 80};
   EXPECT_THAT(ops(balance(*c.module, c.cost, options)), testing::ElementsAre(2, 2));
   options.memory_limits = {50};
-  EXPECT_THAT(error_of([&] { balance(*c.module, c.cost, options); }),
+  EXPECT_THAT(message_of([&] { balance(*c.module, c.cost, options); }),
               HasSubstr("no cut into 2 stages keeps the memory limits"));
   options.memory_limits = {1, 2, 3};
-  EXPECT_THAT(error_of([&] { balance(*c.module, c.cost, options); }), HasSubstr("3 memory limits for 2 stages"));
+  EXPECT_THAT(message_of([&] { balance(*c.module, c.cost, options); }), HasSubstr("3 memory limits for 2 stages"));
   options = {};
   options.stages = 5;
-  EXPECT_THAT(error_of([&] { balance(*c.module, c.cost, options); }), HasSubstr("3 places for a cut, 5 stages need 4"));
+  EXPECT_THAT(message_of([&] { balance(*c.module, c.cost, options); }),
+              HasSubstr("3 places for a cut, 5 stages need 4"));
 }
 
 TEST(Balance, CutsAGptByMeasuredAndByEstimatedCosts) {
@@ -121,7 +122,7 @@ TEST(Balance, CutsAGptByMeasuredAndByEstimatedCosts) {
   EXPECT_GT(measured.backward(), 0);
   const GraphCost estimated = estimate_cost(*module, gpt_inputs());
   EXPECT_EQ(measured.flops(), estimated.flops()) << "shapes on the meta device are those of the run";
-  EXPECT_THAT(error_of([&] { estimate_cost(*module); }), HasSubstr("does not say the shapes"));
+  EXPECT_THAT(message_of([&] { estimate_cost(*module); }), HasSubstr("does not say the shapes"));
   for (const GraphCost* cost : {&measured, &estimated}) {
     BalanceOptions options;
     options.stages = 3;

@@ -47,7 +47,7 @@ TEST(Memory, AViewOfWhatALaterStageWritesIsFound) {
   const std::string text =
       R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) %v = aten::view(%a, [12]) plumb::pipe_split()
     %r = aten::mul_.Tensor(%a, 2) %m = aten::mean(%r) plumb::pipe_split() %n = aten::mul.Tensor(%v, %m) %l = aten::sum(%n) output(%l) })";
-  const std::string error = error_of([&] { pipeline(*model(text), refuse()); });
+  const std::string error = message_of([&] { pipeline(*model(text), refuse()); });
   EXPECT_THAT(error, HasSubstr("node %r (aten::mul_.Tensor), which writes memory, from node %n (aten::mul.Tensor)"));
   auto pipe = expect_equals_whole(*model(text), {}, x34(), 3);
   EXPECT_THAT(pipe->notes(), testing::Contains(HasSubstr("a cut was moved to before")));
@@ -57,7 +57,7 @@ TEST(Memory, TwoViewsOfOneMemoryDoNotArriveApartWhereItIsWritten) {
   const std::string text =
       R"(graph { %x: f32[3, 4] = placeholder "x" %a = aten::mul.Tensor(%x, 3) %v = aten::view(%a, [12]) %y = aten::neg(%x) plumb::pipe_split()
     %r = aten::mul_.Tensor(%a, 2) %n = aten::mul.Tensor(%v, 5) %m = aten::mean(%n) %l = aten::mul.Tensor(%m, %m) output(%l, %r, %y) })";
-  EXPECT_THAT(error_of([&] { pipeline(*model(text), refuse()); }), HasSubstr("share memory and would arrive apart"));
+  EXPECT_THAT(message_of([&] { pipeline(*model(text), refuse()); }), HasSubstr("share memory and would arrive apart"));
 }
 
 TEST(Memory, ViewsNobodyWritesMayCross) {
@@ -82,7 +82,7 @@ TEST(Memory, AWrittenInputUsedLaterIsFound) {
   const std::string text =
       R"(graph { %x: f32[3, 4] = placeholder "x" %w: f32[3, 4] = placeholder "w" %s = aten::select.int(%x, 0, 1) %z = aten::zero_(%s) %a = aten::mul.Tensor(%w, 2)
     plumb::pipe_split() %m = aten::mul.Tensor(%a, %x) %l = aten::sum(%m) output(%l) })";
-  EXPECT_THAT(error_of([&] { pipeline(*model(text), refuse()); }), HasSubstr("as it was before the write"));
+  EXPECT_THAT(message_of([&] { pipeline(*model(text), refuse()); }), HasSubstr("as it was before the write"));
   at::manual_seed(2);
   auto pipe = expect_equals_whole(*model(text), {}, {randn_there({3, 4}), randn_there({3, 4}).requires_grad_()}, 2);
   EXPECT_EQ(pipe->notes().size(), 1u);
@@ -121,7 +121,7 @@ TEST(Memory, BatchNormUsedInTwoStagesIsRefused) {
   const std::string text = "graph { %x: f32[3, 4] = placeholder \"x\" " + norm("bn", "x", "a") +
                            "plumb::pipe_split() %r = aten::relu(%a) " + norm("bn", "r", "b") +
                            "%s = aten::mul.Tensor(%b, %b) %l = aten::sum(%s) output(%l) }";
-  EXPECT_THAT(error_of([&] { pipeline(*model(text, norm_state("bn")), refuse()); }),
+  EXPECT_THAT(message_of([&] { pipeline(*model(text, norm_state("bn")), refuse()); }),
               HasSubstr("can live in one stage only"));
 }
 
@@ -133,7 +133,7 @@ TEST(Memory, ACutMovesToTheFartherSideIfAStageVanishesAtTheNearer) {
       R"(graph { %x: f32[3, 4] = placeholder "x" %h = get_attr "history" %y = aten::sin(%x) plumb::pipe_split()
     %old = aten::clone(%h) %z = aten::cos(%y) plumb::pipe_split() %d = aten::detach(%z) %n = aten::neg(%d)
     %w = aten::copy_(%h, %n) %s = aten::add.Tensor(%z, %old) %l = aten::sum(%s) output(%l) })";
-  EXPECT_THAT(error_of([&] { pipeline(*model(text, state), refuse()); }), HasSubstr("can live in one stage only"));
+  EXPECT_THAT(message_of([&] { pipeline(*model(text, state), refuse()); }), HasSubstr("can live in one stage only"));
   auto pipe = expect_equals_whole(*model(text, state), {}, x34(), 3);
   EXPECT_THAT(pipe->notes(), testing::Contains(HasSubstr("a cut was moved to before")));
 }

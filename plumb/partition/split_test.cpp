@@ -55,7 +55,7 @@ TEST(Split, TiedWeightsAreReplicatedWithSummedGradients) {
   // Copies that were trained apart are no one model any more.
   at::NoGradGuard guard;
   second.add_(1);
-  EXPECT_THAT(error_of([&] { pipe->merge_state_dict(); }),
+  EXPECT_THAT(message_of([&] { pipe->merge_state_dict(); }),
               HasSubstr("'tok.weight' in stage 0 and of 'head.weight' in stage 2 differ"));
 }
 
@@ -70,7 +70,7 @@ TEST(Split, TiedWeightsAreTransmittedOnRequest) {
   options.multi_use_by_name = {{"tok.weight", MultiUse::Transmit}, {"head.weight", MultiUse::Transmit}};
   expect_equals_whole(*gpt(2, true, true), options, gpt_inputs(), 3);
   options.multi_use_by_name = {{"tk.weight", MultiUse::Transmit}};
-  EXPECT_THAT(error_of([&] { pipeline(*gpt(1, true, true), options); }), HasSubstr("'tk.weight'"));
+  EXPECT_THAT(message_of([&] { pipeline(*gpt(1, true, true), options); }), HasSubstr("'tk.weight'"));
 }
 
 TEST(Split, AtModuleNamesByStackOrByParameterNames) {
@@ -84,9 +84,9 @@ TEST(Split, AtModuleNamesByStackOrByParameterNames) {
   }
   SplitOptions options;
   options.points = {{"block.1", SplitPoint::Beginning}};
-  EXPECT_THAT(error_of([&] { pipeline(*gpt(1, false, false), options); }),
+  EXPECT_THAT(message_of([&] { pipeline(*gpt(1, false, false), options); }),
               HasSubstr("no operator of the graph belongs to a module 'block.1'"));
-  EXPECT_THAT(error_of([&] { pipeline(*gpt(1, false, false), options); }), HasSubstr("blocks.0.down"));
+  EXPECT_THAT(message_of([&] { pipeline(*gpt(1, false, false), options); }), HasSubstr("blocks.0.down"));
 }
 
 TEST(Split, ModuleNamesAreWholeNamesNotPrefixes) {
@@ -106,13 +106,13 @@ TEST(Split, ByPolicy) {
   };
   const std::string text = R"(graph { %x: f32[3, 3] = placeholder "x" %a = aten::neg(%x) %h1 = aten::mul.Tensor(%a, %x)
     %l = aten::sum(%h1) output(%l) })";
-  EXPECT_THAT(error_of([&] { pipeline(*model(text), options); }),
+  EXPECT_THAT(message_of([&] { pipeline(*model(text), options); }),
               HasSubstr("puts node %l (aten::sum) into stage 0, before stage 1 of node %h1"));
   options.policy = [](const Node& n) { return n.is_op("aten::neg") ? 0 : 5; };
   auto pipe = expect_equals_whole(*model(text), options, {randn_there({3, 3}).requires_grad_()}, 2);
   EXPECT_EQ(pipe->stage_inputs(1).size(), 2u) << "the input goes to both stages";
   options.points = {{"a", SplitPoint::End}};
-  EXPECT_THAT(error_of([&] { pipeline(*model(text), options); }), HasSubstr("split points and a split policy"));
+  EXPECT_THAT(message_of([&] { pipeline(*model(text), options); }), HasSubstr("split points and a split policy"));
 }
 
 TEST(Split, CutsThatLeaveNothingMakeNoStage) {
@@ -218,8 +218,8 @@ TEST(Split, CutsBySizeCountATensorOnce) {
   EXPECT_EQ(cuts_at_size(*whole, 64), std::vector<std::string>{"h3"});
   EXPECT_TRUE(cuts_at_size(*whole, 128).empty());
   expect_equals_whole(*mark_before(*whole, {"h3"}), {}, {randn_there({2, 4}).requires_grad_()}, 2);
-  EXPECT_THAT(error_of([&] { mark_before(*whole, {"h9"}); }), HasSubstr("no value %h9"));
-  EXPECT_THAT(error_of([&] { cuts_of_equal_size(*whole, 0); }), HasSubstr("into 0 stages"));
+  EXPECT_THAT(message_of([&] { mark_before(*whole, {"h9"}); }), HasSubstr("no value %h9"));
+  EXPECT_THAT(message_of([&] { cuts_of_equal_size(*whole, 0); }), HasSubstr("into 0 stages"));
 }
 
 TEST(Split, UnusedParametersComeBackWithTheWhole) {
@@ -261,12 +261,12 @@ TEST(Split, FindsTheLossInEveryStructure) {
   EXPECT_EQ(find_loss_output(dict, spec), 2u);
   EXPECT_EQ(find_loss_by_name(dict), 2u);
   EXPECT_EQ(find_loss_by_name(pair), std::nullopt);
-  EXPECT_THAT(error_of([&] { find_loss_output(pair, tuple({false, false})); }), HasSubstr("marks no output"));
-  EXPECT_THAT(error_of([&] { find_loss_output(pair, tuple({true, true})); }), HasSubstr("marks 2 outputs"));
-  EXPECT_THAT(error_of([&] { find_loss_output(pair, true); }), HasSubstr("says true for (*, *)"));
-  EXPECT_THAT(error_of([&] { find_loss_output(dict, tuple({true, false})); }),
+  EXPECT_THAT(message_of([&] { find_loss_output(pair, tuple({false, false})); }), HasSubstr("marks no output"));
+  EXPECT_THAT(message_of([&] { find_loss_output(pair, tuple({true, true})); }), HasSubstr("marks 2 outputs"));
+  EXPECT_THAT(message_of([&] { find_loss_output(pair, true); }), HasSubstr("says true for (*, *)"));
+  EXPECT_THAT(message_of([&] { find_loss_output(dict, tuple({true, false})); }),
               HasSubstr("a sequence where the outputs are a dict"));
-  EXPECT_THAT(error_of([&] { find_loss_output(pair, tuple({true})); }), HasSubstr("1 entries"));
+  EXPECT_THAT(message_of([&] { find_loss_output(pair, tuple({true})); }), HasSubstr("1 entries"));
 }
 
 }  // namespace

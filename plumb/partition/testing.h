@@ -6,6 +6,7 @@
 #include "plumb/core/error.h"
 #include "plumb/partition/split.h"
 #include "tests/gpt_graph.h"
+#include "tests/message_of.h"
 
 namespace plumb::partition_testing {
 
@@ -119,15 +120,6 @@ inline std::shared_ptr<Pipe> expect_equals_whole(const GraphModule& module, cons
   EXPECT_EQ(difference(module, options, inputs, &pipe), "");
   EXPECT_EQ(pipe->num_stages(), stages);
   return pipe;
-}
-
-inline std::string error_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
 }
 
 }  // namespace plumb::partition_testing

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/core/mix_bits.h"
 #include "plumb/graph/deferred_checks.h"
 #include "plumb/graph/describe.h"
 #include "plumb/graph/node_seeds.h"

@@ -1,6 +1,7 @@
 #include "plumb/training/batches.h"
 
 #include "plumb/core/error.h"
+#include "plumb/core/mix_bits.h"
 #include "plumb/training/permutation.h"
 
 namespace plumb {

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <limits>
 #include <sstream>
+#include <thread>
 
 #include <toml++/toml.h>
 
@@ -312,6 +313,11 @@ std::vector<TrainField> output_fields() {
 }
 
 }  // namespace
+
+int threads_of(const TrainOptions& o) {
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  return o.threads > 0 ? static_cast<int>(o.threads) : std::max(1, cores / o.processes());
+}
 
 const std::vector<TrainField>& train_fields() {
   static const std::vector<TrainField> fields = [] {

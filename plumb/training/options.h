@@ -51,6 +51,9 @@ struct TrainOptions {
   bool operator==(const TrainOptions&) const = default;
 };
 
+// Of each process: options.threads, or the cores shared out.
+int threads_of(const TrainOptions& options);
+
 struct TrainField {
   using Member =
       std::variant<std::string TrainOptions::*, std::vector<std::string> TrainOptions::*, int64_t TrainOptions::*,

@@ -1,13 +1,8 @@
 #include "plumb/training/permutation.h"
 
-namespace plumb {
+#include "plumb/core/mix_bits.h"
 
-uint64_t mix_bits(uint64_t x) {
-  x += 0x9E3779B97F4A7C15u;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return x ^ (x >> 31);
-}
+namespace plumb {
 
 Permutation::Permutation(int64_t n, uint64_t key) : n_(static_cast<uint64_t>(n)) {
   while (2 * half_bits_ < 62 && (n_ - 1) >> (2 * half_bits_) != 0) ++half_bits_;

@@ -8,8 +8,8 @@ namespace plumb {
 
 // A permutation of 0 ... n - 1 by a key, in constant memory: a Feistel network over the smallest even number of bits
 // that holds n, applied again until the value is below n ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary
-// Finite Domains, CT-RSA 2002, section 3). Six rounds; the round function is the finaliser of splitmix64 (Steele, Lea
-// and Flood, OOPSLA 2014). Under four applications on average. The same on every machine.
+// Finite Domains, CT-RSA 2002, section 3). Six rounds; the round function is mix_bits(). Under four applications on
+// average. The same on every machine.
 class Permutation {
  public:
   // n from 1 to 2^62.
@@ -22,8 +22,5 @@ class Permutation {
   int half_bits_ = 1;
   std::array<uint64_t, 6> keys_{};
 };
-
-// splitmix64 of `x`.
-uint64_t mix_bits(uint64_t x);
 
 }  // namespace plumb

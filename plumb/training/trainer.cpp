@@ -9,7 +9,6 @@
 #include <cmath>
 #include <limits>
 #include <set>
-#include <thread>
 
 #include "plumb/core/table.h"
 #include "plumb/pipeline/broadcast.h"
@@ -44,7 +43,7 @@ int64_t of_rank_0(const ProcessGroup& world, int64_t number) {
   return told.item<int64_t>();
 }
 
-// The process's threads and generator are the caller's again afterwards.
+// The number of threads is the caller's again afterwards.
 class ProcessSettings {
  public:
   explicit ProcessSettings(const TrainOptions& o) : threads_(at::get_num_threads()) {
@@ -66,11 +65,6 @@ bool is_restart() {
 }
 
 }  // namespace
-
-int threads_of(const TrainOptions& o) {
-  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  return o.threads > 0 ? static_cast<int>(o.threads) : std::max(1, cores / o.processes());
-}
 
 struct Trainer::State {
   State(TrainOptions options, TrainHooks hooks, TrainParts parts, TrainSession* session);

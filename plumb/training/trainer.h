@@ -45,9 +45,6 @@ class Trainer {
 
 TrainResult train(const TrainOptions& options, const TrainHooks& hooks = {});
 
-// Of each process: options.threads, or the cores shared out.
-int threads_of(const TrainOptions& options);
-
 // Everything that can be wrong before the first step, without other ranks: throws UsageError or Error.
 void check_training(const TrainOptions& options, const TrainHooks& hooks = {});
 

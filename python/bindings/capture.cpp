@@ -195,11 +195,9 @@ struct PythonDeferredChecks {
   std::unique_ptr<DeferredChecks> held;
 };
 
-// The tensors that plumb::control_value nodes see while it is entered. Who keeps one tries another graph where a check
-// fails: no scope outside may keep the check.
+// The tensors that plumb::control_value nodes see while it is entered.
 struct PythonControlValueLog {
   std::unique_ptr<ControlValueLog> log;
-  std::unique_ptr<DeferredChecks::Apart> apart;
   std::vector<at::Tensor> tensors;
 };
 
@@ -230,16 +228,11 @@ Register capture_part([](py::module_& m) {
   });
   py::class_<PythonControlValueLog>(m, "ControlValueLog")
       .def(py::init<>())
-      .def("__enter__",
-           [](PythonControlValueLog& d) {
-             d.log = std::make_unique<ControlValueLog>();
-             d.apart = std::make_unique<DeferredChecks::Apart>();
-           })
+      .def("__enter__", [](PythonControlValueLog& d) { d.log = std::make_unique<ControlValueLog>(); })
       .def("__exit__",
            [](PythonControlValueLog& d, const py::args&) {
              d.tensors = std::move(d.log->tensors);
              d.log.reset();
-             d.apart.reset();
            })
       .def_readonly("tensors", &PythonControlValueLog::tensors);
   py::class_<PythonDeferredChecks>(
