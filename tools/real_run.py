@@ -173,7 +173,7 @@ plumb train {' '.join(map(str, run.options()))} LAYOUT
 {fence}
 
 It took {seconds / 60:.1f} minutes and {len(steps)} steps of {tokens:,} tokens; the median step took {median:.2f} s ({tokens / median:,.0f} tokens a second) with all
-processes on {os.cpu_count()} shared cores. Of {again} steps that were computed twice {bits}.
+processes on {os.cpu_count()} shared cores. Steps computed twice: {again}; {bits}.
 
 | when | what happened |
 |---|---|
