@@ -1,6 +1,8 @@
 #include "module.h"
 
+#include "plumb/core/file.h"
 #include "plumb/core/freed_memory.h"
+#include "plumb/core/input_file.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "plumb's C++ engine";
@@ -15,5 +17,11 @@ PYBIND11_MODULE(_C, m) {
         "After training steps glibc holds about what a step allocates, and the holes between: `RSS` says more than\n"
         "tensors need. No setting changes. The next step asks for its pages again, one fault each, so call this when\n"
         "training is over or memory is needed elsewhere. With other C libraries than glibc it does nothing.");
+  // Bytes, not text: what a file holds need not be UTF-8, and the engine's parsers say where it is wrong.
+  m.def("read_file", [](const std::string& path) { return py::bytes(plumb::read_file(path)); }, py::arg("path"));
+  m.def(
+      "write_file",
+      [](const std::string& path, std::string_view contents) { plumb::write_file_atomically(path, contents); },
+      py::arg("path"), py::arg("contents"));
   for (const auto& bind : plumb::python::bindings()) bind(m);
 }

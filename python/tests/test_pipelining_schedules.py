@@ -1,7 +1,10 @@
 """Schedules as data, beside torch's own."""
 
 import json
+import os
 import re
+import resource
+import signal
 
 import pytest
 import torch
@@ -224,6 +227,31 @@ def test_csv_files_round_trip_and_take_comments(tmp_path):
         f.write("0Q0\n")
     with pytest.raises(plumb.Error, match="compute.csv"):
         runtime._load_csv(compute)
+
+
+def test_files_that_are_no_schedules_are_named(tmp_path):
+    runtime = _PipelineScheduleRuntime(stand_ins(2, 2), 4)
+    (tmp_path / "binary.csv").write_bytes(b"0F0,\xff\xfe\n")
+    os.mkfifo(tmp_path / "fifo.csv")  # nobody writes into it: whoever waits for that hangs
+    for name in ("binary.csv", "fifo.csv", "missing.csv"):
+        with pytest.raises(plumb.Error, match=name):
+            runtime._load_csv(str(tmp_path / name))
+
+
+def test_a_table_is_written_whole_or_not_at_all(tmp_path):
+    made = get_schedule_class("ZBVZeroBubble")(stand_ins(2, 2), 4)
+    file = tmp_path / "table.csv"
+    file.write_text("as it was")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+        with pytest.raises(plumb.Error, match="table.csv"):
+            made._dump_csv(str(file))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert file.read_text() == "as it was" and os.listdir(tmp_path) == ["table.csv"]
 
 
 def test_subclasses_give_their_own_tables():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import pathlib
 import sys
 from collections.abc import Callable, Container
 from typing import Any, Literal
@@ -197,7 +196,7 @@ class _PipelineSchedule(CustomFunctions):
         if filename is not None:
             trace = os.fspath(filename).lower().endswith(".json")
             text = _C.timeline_trace(events) if trace else _C.timeline_svg(events, self._table_to_run(), costs or {})
-            pathlib.Path(filename).write_text(text)
+            _C.write_file(os.fspath(filename), text)
 
     def measured_bubble(self) -> float:
         """The share of the last step in which ranks did not compute. All ranks must ask."""
@@ -397,7 +396,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
     def _load_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only") -> None:
         """Takes the table of a file: a line a rank, a cell an action. '#' begins a comment."""
-        actions = _table(_C.parse_schedule_csv(pathlib.Path(filename).read_text(), os.fspath(filename)))
+        actions = _table(_C.parse_schedule_csv(_C.read_file(os.fspath(filename)), os.fspath(filename)))
         if format == "compute_comms":
             actions = {rank: [a for a in row if a is not None] for rank, row in actions.items()}
         self._prepare_schedule_with_comms(actions, format)
@@ -407,7 +406,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
     def _dump_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_comms") -> None:
         actions = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
         lines = [",".join("" if action is None else str(action) for action in row) + "\n" for row in actions.values()]
-        pathlib.Path(filename).write_text("".join(lines))
+        _C.write_file(os.fspath(filename), "".join(lines))
 
     def _simulate(self) -> Table:
         return _table(self._with_ranks(self.pipeline_order_with_comms).simulate_send_recv())
