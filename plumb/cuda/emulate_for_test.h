@@ -46,7 +46,7 @@ class Emulator : public Machine {
     const std::string source = folder_ + "/kernels.cpp", library = folder_ + "/kernels.so";
     std::ofstream out(source);
     out << "#include \"plumb/cuda/pass.cuh\"\n#include \"plumb/cuda/blocks.cuh\"\n#include "
-           "\"plumb/cuda/pointwise.cuh\"\n"
+           "\"plumb/cuda/rows.cuh\"\n"
         << "#include <type_traits>\n#include <utility>\n#define __global__\n#define __grid_constant__\n"
         << "#define __launch_bounds__(n)\n"
         << "template <class... A> void run(void (*kernel)(A...), void** a, int64_t blocks) {\n"

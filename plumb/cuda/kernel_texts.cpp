@@ -75,4 +75,16 @@ std::string blocks_text(kernel::Carrier carrier, const kernel::BlockSpec& block,
                        way_names(rounding) + ">(a)");
 }
 
+std::string softmax_text(kernel::Carrier carrier, int pack, bool gradient) {
+  return kernel_of("rows.cuh", "const __grid_constant__ SoftmaxArguments a",
+                   std::string(gradient ? "softmax_gradient<" : "softmax<") + type_name(carrier) + ", " +
+                       std::to_string(pack) + ">(a)");
+}
+
+std::string rms_norm_text(kernel::Carrier carrier, kernel::Carrier weight, int pack, bool gradient) {
+  return kernel_of("rows.cuh", "const __grid_constant__ RmsNormArguments a",
+                   std::string(gradient ? "rms_norm_gradient<" : "rms_norm<") + type_name(carrier) + ", " +
+                       type_name(weight) + ", " + std::to_string(pack) + ">(a)");
+}
+
 }  // namespace plumb::cuda

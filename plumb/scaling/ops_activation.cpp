@@ -6,6 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/vectorised.h"
+#include "plumb/cuda/rows.h"
 #include "plumb/pointwise/fused.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
@@ -63,16 +64,21 @@ PointwiseProgram gelu_program(std::string_view approximate, double mult, double 
   return scaled_step(kind, mult, forward / mult, backward);
 }
 
+// x * sigmoid(mult * x) is silu(mult * x) / mult.
+PointwiseProgram silu_program(double mult, double forward, double backward) {
+  return scaled_step(PointwiseKind::Silu, mult, forward / mult, backward);
+}
+
 // input * silu(gate), one factor throughout.
-PointwiseProgram glu_program(double s) {
+PointwiseProgram glu_program(double mult, double s) {
   using Arg = PointwiseArg;
   PointwiseProgram program;
   program.num_inputs = 2;
-  program.steps.push_back({PointwiseKind::Scale, {Arg::Input, 0}, {}, 1, s});
-  program.steps.push_back({PointwiseKind::Scale, {Arg::Input, 1}, {}, 1, s});
+  program.steps.push_back({PointwiseKind::Scale, {Arg::Input, 0}, {}, 1, s / mult});
+  program.steps.push_back({PointwiseKind::Scale, {Arg::Input, 1}, {}, mult, s});
   program.steps.push_back({PointwiseKind::Silu, {Arg::Step, 1}, {}});
   program.steps.push_back({PointwiseKind::Mul, {Arg::Step, 0}, {Arg::Step, 2}});
-  program.steps.push_back({PointwiseKind::Scale, {Arg::Step, 3}, {}, s, 1});
+  program.steps.push_back({PointwiseKind::Scale, {Arg::Step, 3}, {}, s / mult, 1});
   return program;
 }
 
@@ -139,8 +145,8 @@ Tensor like(const Tensor& value, const Tensor& layout) {
 
 Tensor silu(const Tensor& input, double mult, OptionalName constraint, OptionalScales scales) {
   const double s = choose_scales("silu", scales, constraint, 2, rules::silu(mult))[0];
-  if (mult == 1 && fuses_pointwise(input)) {
-    if (auto fused = fused_pointwise(scaled_step(PointwiseKind::Silu, 1, s, 1), input); fused.defined()) return fused;
+  if (mult != 0 && fuses_pointwise(input)) {
+    if (auto fused = fused_pointwise(silu_program(mult, s, 1), input); fused.defined()) return fused;
   }
   return scaled(like(silu_unscaled(input, mult), input), s);
 }
@@ -150,8 +156,8 @@ std::tuple<Tensor> silu_backward(const Tensor& grad, const Tensor& input, double
   if (!mask[0]) return {Tensor()};
   check_gradient("silu", grad, input.sizes());
   const double s = choose_scales("silu", scales, constraint, 2, rules::silu(mult))[1];
-  if (mult == 1 && fuses_pointwise(input) && !recording(grad) && !recording(input)) {
-    auto fused = fused_pointwise_backward(scaled_step(PointwiseKind::Silu, 1, 1, s), grad, input, {true});
+  if (mult != 0 && fuses_pointwise(input) && !recording(grad) && !recording(input)) {
+    auto fused = fused_pointwise_backward(silu_program(mult, 1, s), grad, input, {true});
     if (fused[0].defined()) return {fused[0]};
   }
   return {scaled(like(silu_backward_unscaled(grad, input, mult), input), s)};
@@ -171,8 +177,8 @@ void check_glu(const Tensor& input, const Tensor& gate) {
 Tensor silu_glu(const Tensor& input, const Tensor& gate, double mult, OptionalScales scales) {
   check_glu(input, gate);
   const double s = glu_scale(mult, scales);
-  if (mult == 1 && fuses_pointwise(input)) {
-    if (auto fused = fused_pointwise(glu_program(s), {input, gate}); fused.defined()) return fused;
+  if (mult != 0 && fuses_pointwise(input)) {
+    if (auto fused = fused_pointwise(glu_program(mult, s), {input, gate}); fused.defined()) return fused;
   }
   return scaled(like(input * silu_unscaled(gate, mult), input), s);
 }
@@ -182,9 +188,9 @@ std::tuple<Tensor, Tensor> silu_glu_backward(const Tensor& grad, const Tensor& i
   check_glu(input, gate);
   check_gradient("silu_glu", grad, input.sizes());
   const double s = glu_scale(mult, scales);
-  if (mult == 1 && fuses_pointwise(input) && (mask[0] || mask[1]) && !recording(grad) && !recording(input) &&
+  if (mult != 0 && fuses_pointwise(input) && (mask[0] || mask[1]) && !recording(grad) && !recording(input) &&
       !recording(gate)) {
-    auto fused = fused_pointwise_backward(glu_program(s), grad, {input, gate}, {mask[0], mask[1]});
+    auto fused = fused_pointwise_backward(glu_program(mult, s), grad, {input, gate}, {mask[0], mask[1]});
     if (fused[0].defined() || fused[1].defined()) return {fused[0], fused[1]};
   }
   Tensor grad_input, grad_gate;
@@ -200,10 +206,18 @@ std::vector<double> softmax_rule(const Tensor& input, int64_t dim, double mult) 
   return rules::softmax(input.size(at::maybe_wrap_dim(dim, input.dim())), mult);
 }
 
+// Whether a kernel of its own takes t along this dimension.
+bool takes_softmax(const Tensor& t, int64_t dim) {
+  return plain(t) && cuda::takes_rows(t) && (t.dim() <= 1 || at::maybe_wrap_dim(dim, t.dim()) == t.dim() - 1);
+}
+
 Tensor softmax(const Tensor& input, int64_t dim, std::optional<at::ScalarType> dtype, double mult,
                OptionalName constraint, OptionalScales scales) {
   check_dtype("softmax", dtype);
   const double s = choose_scales("softmax", scales, constraint, 2, softmax_rule(input, dim, mult))[0];
+  if (dtype.value_or(input.scalar_type()) == input.scalar_type() && takes_softmax(input, dim)) {
+    if (auto fused = cuda::softmax(input, mult, s); fused.defined()) return fused;
+  }
   auto x = times(dtype ? input.to(*dtype) : input, mult);
   return scaled(at::_softmax(x.contiguous(), dim, /*half_to_float=*/false), s);
 }
@@ -213,6 +227,10 @@ std::tuple<Tensor> softmax_backward(const Tensor& grad, const Tensor& result, in
   if (!mask[0]) return {Tensor()};
   check_gradient("softmax", grad, result.sizes());
   const auto s = choose_scales("softmax", scales, constraint, 2, softmax_rule(result, dim, mult));
+  if (takes_softmax(result, dim) && takes_softmax(grad, dim) && grad.scalar_type() == result.scalar_type() &&
+      grad.device() == result.device()) {
+    if (auto fused = cuda::softmax_gradient(grad, result, 1 / s[0], mult * s[1]); fused.defined()) return {fused};
+  }
   auto probabilities = at::mul(result, 1 / s[0]);
   auto back = at::_softmax_backward_data(grad.contiguous(), probabilities, dim, result.scalar_type());
   return {scaled(back, mult * s[1])};
