@@ -1,10 +1,13 @@
 // Values that travel on their device, through a backend that behaves as NCCL (tests/device/strict_backend.h): every
 // table and model, replicas and faults. Processes of these tests compute on the test device.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <functional>
+#include <sstream>
 #include <thread>
 
 #include "plumb/pipeline/group_state.h"
@@ -212,9 +215,105 @@ Role backend_role("strict backend", [] {
   gloo.recv(told, other, 8)->wait();
   bye->wait();
   backend.abort();
-  report("aborted", said([&] { send->wait(); }));
+  report("aborted", said([&] { send->wait(std::chrono::seconds(30)); }));
   return 0;
 });
+
+// Memory that a receive fills is touched, and let go, before anybody has waited for it.
+Role memory_role("memory of transfers", [] {
+  const auto group = test_group(std::chrono::seconds(60));
+  auto& backend = *group.state().device_backend;
+  auto& gloo = *group.state().backend;
+  Tensors token{at::zeros({1})};
+  if (group.rank() == 1) {
+    gloo.recv(token, 0, 7)->wait();
+    return 0;
+  }
+  Tensors y{at::zeros({4}, at::device(test_device()).dtype(at::kByte))};
+  const auto work = backend.recv(y, 1, 0);
+  report("read", said([&] { y[0].cpu(); }));
+  report("written", said([&] { y[0].copy_(at::ones({4}, at::kByte)); }));
+  gloo.send(token, 1, 7)->wait();
+  y.clear();
+  return 0;
+});
+
+TEST(Strict, MemoryIsNotUsedAndNotLetGoWhileATransferHasIt) {
+  const auto run = run_role("memory of transfers", 2, strict({}));
+  auto of = run.reports[0];
+  EXPECT_THAT(of["read"], HasSubstr("memory is read that a transfer receives into"));
+  EXPECT_THAT(of["written"], HasSubstr("memory is written that a transfer receives into"));
+  EXPECT_THAT(run.errors[0], HasSubstr("memory is let go that a transfer receives into"));
+  EXPECT_NE(run.result.exit_code(), 0);
+}
+
+constexpr double kForward = 0.06, kLink = 0.04;  // seconds of a forward, of a transfer
+constexpr int kUnderWay = 6;  // microbatches
+
+at::Tensor compute_on_device(const at::Tensor& x) {
+  static const auto compute = c10::Dispatcher::singleton()
+                                  .findSchemaOrThrow("plumb_test_device::compute", "")
+                                  .typed<at::Tensor(const at::Tensor&, double)>();
+  return compute.call(x, kForward);
+}
+
+// Each stage takes its time on the device, while its host goes on.
+Role under_way_role("under way", [] {
+  const auto group = test_group(std::chrono::seconds(60));
+  const int rank = group.rank();
+  const auto stage = test_stage([](const Tensors& in) { return Tensors{compute_on_device(in[0])}; }, {});
+  Pipeline pipeline(PipelineLayout::chain(2), make_schedule("GPipe", 2, kUnderWay, 1), {{rank, stage}}, group, {});
+  const auto x = test_data(1, {kUnderWay, 1000});
+  const Tensors inputs{x};
+  pipeline.eval(inputs);
+  const auto activities = c10::Dispatcher::singleton()
+                              .findSchemaOrThrow("plumb_test_device::activities", "")
+                              .typed<std::string()>();
+  const size_t before = activities.call().size();
+  const auto outputs = pipeline.eval(inputs).outputs;
+  if (rank == 1) report("output", at::equal(outputs.at(0), x) ? "right" : "wrong");
+  std::istringstream lines(activities.call().substr(before));
+  int count = 0;
+  for (std::string line; std::getline(lines, line);)
+    report(std::to_string(rank) + " " + line.substr(0, line.find(' ')) + " " + std::to_string(count++),
+           line.substr(line.find(' ') + 1));
+  return 0;
+});
+
+using Spans = std::vector<std::pair<double, double>>;
+
+Spans spans_of(const std::map<std::string, std::string>& reports, const std::string& of) {
+  Spans spans;
+  for (const auto& [key, value] : reports) {
+    if (!key.starts_with(of)) continue;
+    std::istringstream in(value);
+    in >> spans.emplace_back().first >> spans.back().second;
+  }
+  return spans;
+}
+
+// How long both last at once.
+double both_last(const Spans& a, const Spans& b) {
+  double seconds = 0;
+  for (const auto& [begin, end] : a) {
+    for (const auto& [other_begin, other_end] : b)
+      seconds += std::max(0.0, std::min(end, other_end) - std::max(begin, other_begin));
+  }
+  return seconds;
+}
+
+TEST(Strict, TransfersAreUnderWayWhileBothRanksCompute) {
+  const auto all = reports(run_role("under way", 2, strict({{"LINK_MS", "40"}})));
+  EXPECT_EQ(all.at("output"), "right");
+  const Spans transfers = spans_of(all, "0 transfer");
+  ASSERT_EQ(transfers.size(), size_t(kUnderWay));
+  for (const std::string rank : {"0", "1"}) {
+    const Spans forwards = spans_of(all, rank + " compute");
+    ASSERT_EQ(forwards.size(), size_t(kUnderWay));
+    // All but the last transfer on the sender, all but the first one on the receiver.
+    EXPECT_GT(both_last(transfers, forwards), 0.7 * (kUnderWay - 1) * kLink) << "rank " << rank;
+  }
+}
 
 TEST(Strict, TheBackendBehavesAsNccl) {
   const auto run = run_role("strict backend", 2, strict({}));

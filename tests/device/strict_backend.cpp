@@ -4,7 +4,9 @@
 #include <cstdlib>
 #include <deque>
 #include <exception>
+#include <future>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -14,6 +16,7 @@
 #include <vector>
 
 #include "plumb/pipeline/process_group.h"
+#include "tests/device/streams.h"
 
 namespace plumb_test {
 namespace {
@@ -24,7 +27,28 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 struct StrictWork final : c10d::Work {
   StrictWork() : Work(-1, c10d::OpType::UNKNOWN) {}
   void end(std::exception_ptr why = nullptr) { finish(std::move(why)); }
+
+  // Without a time the stream waits and the host goes on, whatever becomes of the work.
+  bool wait(milliseconds timeout) override {
+    if (timeout != kNoTimeout) return Work::wait(timeout);
+    if (isCompleted()) return true;
+    enqueue(current_stream(device), [self = c10::intrusive_ptr<StrictWork>::unsafe_reclaim_from_nonowning(this)] {
+      try {
+        self->Work::wait(kNoTimeout);
+      } catch (const std::exception&) {
+        // Who asks exception() knows.
+      }
+    });
+    return true;
+  }
+  c10::DeviceIndex device = 0;
 };
+
+// What a transfer takes at least, in milliseconds, for tests of what goes on meanwhile.
+milliseconds time_of_link() {
+  const char* wanted = std::getenv("PLUMB_TEST_LINK_MS");
+  return milliseconds(wanted ? std::atoi(wanted) : 0);
+}
 
 class StrictBackend final : public c10d::Backend {
  public:
@@ -56,11 +80,12 @@ class StrictBackend final : public c10d::Backend {
     TORCH_CHECK(group_ && !group_->transfers.empty(), "strict: a group without transfers");
     Group group = std::move(*group_);
     group_.reset();
-    return enqueue(std::move(group));
+    return post_group(std::move(group));
   }
   WorkPtr send(std::vector<at::Tensor>& tensors, int to, int) override { return add(true, tensors, to); }
   WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int) override { return add(false, tensors, from); }
 
+  // No memory is used any more after it.
   void abort() override {
     std::vector<WorkPtr> running;
     {
@@ -70,17 +95,22 @@ class StrictBackend final : public c10d::Backend {
     }
     changed_.notify_all();
     for (const auto& work : running) work->abort();
+    std::unique_lock<std::mutex> lock(lock_);
+    changed_.wait(lock, [&] { return queue_.empty() && !transferring_; });
   }
 
  private:
+  // Who posts it holds the memory.
   struct Transfer {
     bool sends;
     int peer;
-    at::Tensor tensor;
+    at::Tensor memory;
+    std::unique_ptr<InTransfer> use;
   };
   struct Group {
     std::vector<Transfer> transfers;
     c10::intrusive_ptr<StrictWork> work = c10::make_intrusive<StrictWork>();
+    std::shared_future<void> begin;  // when the stream that posted it has come so far
   };
 
   WorkPtr add(bool sends, const std::vector<at::Tensor>& tensors, int peer) {
@@ -89,17 +119,19 @@ class StrictBackend final : public c10d::Backend {
     TORCH_CHECK(tensor.is_privateuseone(), "strict: no tensors of ", tensor.device());
     TORCH_CHECK(tensor.is_contiguous() && tensor.numel() > 0, "strict: contiguous tensors with values only");
     TORCH_CHECK(peer >= 0 && peer < getSize() && peer != getRank(), "strict: no rank ", peer);
-    if (group_) {
-      group_->transfers.push_back({sends, peer, tensor});
-      return group_->work;
-    }
-    Group single;
-    single.transfers.push_back({sends, peer, tensor});
-    return enqueue(std::move(single));
+    const bool alone = !group_;
+    if (alone) group_.emplace();
+    const at::Tensor memory = memory_of(tensor);
+    group_->work->device = tensor.device().index();
+    group_->transfers.push_back(
+        {sends, peer, memory, std::make_unique<InTransfer>(memory.const_data_ptr(), memory.nbytes(), !sends)});
+    if (alone) return endCoalescing();
+    return group_->work;
   }
 
-  WorkPtr enqueue(Group group) {
+  WorkPtr post_group(Group group) {
     const WorkPtr work = group.work;
+    group.begin = marker(current_stream(group.work->device));
     {
       const std::lock_guard<std::mutex> guard(lock_);
       queue_.push_back(std::move(group));
@@ -119,9 +151,11 @@ class StrictBackend final : public c10d::Backend {
         group = std::move(queue_.front());
         queue_.pop_front();
         broken = broken_;
+        transferring_ = true;
       }
       if (!broken) {
         try {
+          while (group.begin.wait_for(milliseconds(1)) != std::future_status::ready) check_whole();
           transfer(group);
         } catch (const std::exception&) {
           broken = std::current_exception();
@@ -135,7 +169,17 @@ class StrictBackend final : public c10d::Backend {
       }
       group.transfers.clear();
       group.work->end(broken);
+      {
+        const std::lock_guard<std::mutex> guard(lock_);
+        transferring_ = false;
+      }
+      changed_.notify_all();
     }
+  }
+
+  void check_whole() {
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (broken_) std::rethrow_exception(broken_);
   }
 
   WorkPtr post(bool sends, at::Tensor tensor, int peer, int tag) {
@@ -160,8 +204,8 @@ class StrictBackend final : public c10d::Backend {
     for (const auto& t : group.transfers) {
       int& count = (t.sends ? sent_ : received_)[t.peer];
       Running r{
-          &t, 2 * count++, at::full({1}, t.sends ? -1 : static_cast<int64_t>(t.tensor.nbytes()), at::kLong), {}, {}};
-      if (!t.sends) r.moved = post(false, memory_of(t.tensor), t.peer, r.tag + 1);
+          &t, 2 * count++, at::full({1}, t.sends ? -1 : static_cast<int64_t>(t.memory.nbytes()), at::kLong), {}, {}};
+      if (!t.sends) r.moved = post(false, t.memory, t.peer, r.tag + 1);
       r.asked = post(!t.sends, r.ready, t.peer, r.tag);
       all.push_back(std::move(r));
     }
@@ -169,9 +213,13 @@ class StrictBackend final : public c10d::Backend {
       if (!r.transfer->sends) continue;
       wait(r.asked);
       const auto asked = r.ready.item<int64_t>();
-      TORCH_CHECK(asked == static_cast<int64_t>(r.transfer->tensor.nbytes()), "strict: rank ", r.transfer->peer,
-                  " receives ", asked, " bytes where ", r.transfer->tensor.nbytes(), " are sent");
-      r.moved = post(true, memory_of(r.transfer->tensor), r.transfer->peer, r.tag + 1);
+      TORCH_CHECK(asked == static_cast<int64_t>(r.transfer->memory.nbytes()), "strict: rank ", r.transfer->peer,
+                  " receives ", asked, " bytes where ", r.transfer->memory.nbytes(), " are sent");
+      r.transfer->use->begin();
+      const double begin = clock_now();
+      std::this_thread::sleep_for(time_);
+      r.moved = post(true, r.transfer->memory, r.transfer->peer, r.tag + 1);
+      note_activity("transfer", begin, clock_now());
     }
     for (auto& r : all) {
       if (!r.transfer->sends) wait(r.asked);
@@ -179,7 +227,7 @@ class StrictBackend final : public c10d::Backend {
     }
   }
 
-  const milliseconds timeout_;
+  const milliseconds timeout_, time_ = time_of_link();
   c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_;
   std::optional<Group> group_;          // that is being made
   std::map<int, int> sent_, received_;  // by peer
@@ -188,7 +236,7 @@ class StrictBackend final : public c10d::Backend {
   std::deque<Group> queue_;
   std::vector<WorkPtr> running_;
   std::exception_ptr broken_;
-  bool closing_ = false;
+  bool closing_ = false, transferring_ = false;
   std::thread thread_;
 };
 

@@ -1,7 +1,8 @@
 // A device for tests: "testdevice", two of them, on torch's PrivateUse1. Its memory is the host's, mapped twice.
 // Tensors hold the address where nothing may be read or written, so that whoever takes it for CPU memory is stopped by
 // the processor (SIGSEGV); kernels use the other one. Operators run the CPU's kernels on copies, backwards in
-// autograd's threads for the device. Random numbers are the CPU generator's, from a state of the device's own.
+// autograd's threads for the device; a copy waits for what its stream has to do (streams.h). Random numbers are the CPU
+// generator's, from a state of the device's own.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -17,106 +18,31 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <sys/mman.h>
 #include <torch/library.h>
-#include <unistd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
-#include <map>
+#include <future>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 
+#include "tests/device/arena.h"
+#include "tests/device/streams.h"
 #include "tests/device/strict_backend.h"
 
 namespace {
 
 using at::Tensor;
+using plumb_test::Arena;
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kDevices = 2;
 
 // --- memory
-
-class Arena {
- public:
-  static Arena& get() {
-    static Arena* arena = new Arena;  // tensors may die after static destruction began
-    return *arena;
-  }
-
-  void* allocate(size_t asked) {
-    size_t bytes = (asked + kAlign - 1) / kAlign * kAlign;
-    std::lock_guard lock(mutex_);
-    for (auto it = free_.begin(); it != free_.end(); ++it) {
-      const auto [begin, size] = *it;
-      if (size < bytes) continue;
-      free_.erase(it);
-      if (size > bytes) free_[begin + bytes] = size - bytes;
-      used_[begin] = {bytes, asked};
-      live_ += asked;
-      return forbidden_ + begin;
-    }
-    TORCH_CHECK(false, "testdevice is out of memory");
-  }
-
-  // How many bytes had been asked for.
-  size_t release(void* address) {
-    std::lock_guard lock(mutex_);
-    auto used = used_.find(static_cast<char*>(address) - forbidden_);
-    size_t begin = used->first;
-    auto [size, asked] = used->second;
-    used_.erase(used);
-    live_ -= asked;
-    auto next = free_.lower_bound(begin);
-    if (next != free_.end() && begin + size == next->first) size += next->second, next = free_.erase(next);
-    if (next != free_.begin()) {
-      auto before = std::prev(next);
-      if (before->first + before->second == begin) begin = before->first, size += before->second, free_.erase(before);
-    }
-    free_[begin] = size;
-    return asked;
-  }
-
-  size_t live() {
-    std::lock_guard lock(mutex_);
-    return live_;
-  }
-
-  // Where the host may touch what tensors have at `address`.
-  void* host(const void* address) {
-    if (!address) return nullptr;
-    const auto* at = static_cast<const char*>(address);
-    TORCH_CHECK(at >= forbidden_ && at < forbidden_ + kBytes, "this is no memory of testdevice");
-    return open_ + (at - forbidden_);
-  }
-
- private:
-  static constexpr size_t kBytes = size_t(8) << 30, kAlign = 64;
-
-  Arena() {
-    const int file = memfd_create("testdevice", 0);
-    TORCH_CHECK(file >= 0 && ftruncate(file, kBytes) == 0, "testdevice found no memory");
-    open_ = map(file, PROT_READ | PROT_WRITE);
-    forbidden_ = map(file, PROT_NONE);
-    close(file);
-    free_[0] = kBytes;
-  }
-
-  static char* map(int file, int rights) {
-    void* at = mmap(nullptr, kBytes, rights, MAP_SHARED | MAP_NORESERVE, file, 0);
-    TORCH_CHECK(at != MAP_FAILED, "testdevice found no addresses");
-    return static_cast<char*>(at);
-  }
-
-  std::mutex mutex_;
-  char *open_, *forbidden_;
-  std::map<size_t, size_t> free_;                     // begin -> bytes
-  std::map<size_t, std::pair<size_t, size_t>> used_;  // begin -> bytes, bytes asked for
-  size_t live_ = 0;
-};
 
 thread_local c10::DeviceIndex current_device = 0;
 
@@ -159,7 +85,17 @@ Tensor on_host(const Tensor& t) {
   return at::from_blob(Arena::get().host(t.const_data_ptr()), t.sizes(), t.strides(), options);
 }
 
-// --- devices and streams: two streams each, on which everything is done when it is asked for
+c10::Stream stream_of(const Tensor& t) { return plumb_test::current_stream(t.device().index()); }
+
+// Waits for what this thread's stream of t's device has to do, and makes sure that t's memory may be used then.
+void before_access(const Tensor& t, bool writes) {
+  if (!t.is_privateuseone() || t.numel() == 0) return;
+  plumb_test::drain(stream_of(t));
+  const size_t bytes = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.element_size());
+  plumb_test::check_access(Arena::get().host(t.const_data_ptr()), bytes, writes);
+}
+
+// --- devices and streams
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
@@ -176,20 +112,37 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.index() >= 0) current_device = device.index();
   }
-  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return c10::Stream(c10::Stream::UNSAFE, device, 1);
+  static c10::DeviceIndex index_of(c10::Device device) { return device.index() < 0 ? current_device : device.index(); }
+  c10::Stream getStream(c10::Device device) const override { return plumb_test::current_stream(index_of(device)); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, {kDevice, index_of(device)});
   }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return c10::Stream(c10::Stream::UNSAFE, {kDevice, index_of(device)}, 1);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override { return getStreamFromGlobalPool(device, false); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return plumb_test::exchange_stream(stream); }
+  bool queryStream(const c10::Stream& stream) const override { return plumb_test::is_idle(stream); }
+  void synchronizeStream(const c10::Stream& stream) const override { plumb_test::drain(stream); }
+  void synchronizeDevice(const c10::DeviceIndex index) const override {
+    for (c10::StreamId id = 0; id < 2; ++id)
+      plumb_test::drain(c10::Stream(c10::Stream::UNSAFE, {kDevice, index}, id));
+  }
+  using Event = std::shared_future<void>;  // ready when it was reached
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Event;
+    *static_cast<Event*>(*event) = plumb_test::marker(stream);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (!queryEvent(event)) plumb_test::enqueue(stream, [e = *static_cast<Event*>(event)] { e.wait(); });
+  }
+  bool queryEvent(void* event) const override {
+    return !event || static_cast<Event*>(event)->wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event) static_cast<Event*>(event)->wait();
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -285,6 +238,12 @@ struct Working {
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
   if (!working && to.is_cpu()) ++host_reads;
+  if (from.device() == to.device() && !plumb_test::is_idle(stream_of(to))) {  // the host goes on
+    plumb_test::enqueue(stream_of(to), [from, to] { on_host(to).copy_(on_host(from)); });
+    return to;
+  }
+  before_access(from, false);
+  before_access(to, true);
   on_host(to).copy_(on_host(from));
   return to;
 }
@@ -305,6 +264,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 at::Scalar local_scalar(const Tensor& x) {
   if (!working) ++host_reads;
+  before_access(x, false);
   return on_host(x).item();
 }
 
@@ -359,6 +319,7 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm(const Tensor& input, const 
                                                      const std::optional<Tensor>& var, bool training, double momentum,
                                                      double eps) {
   const Working work;
+  before_access(input, false);
   const auto here = [](const std::optional<Tensor>& t) {
     return t && t->defined() ? std::optional(on_host(*t)) : std::nullopt;
   };
@@ -402,7 +363,17 @@ class Draws {
   at::Generator* own_ = nullptr;
 };
 
+// torch's fallback gives operators that fill a tensor another one than they would make; they resize it and warn.
+struct Quiet final : c10::WarningHandler {
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find("was resized since it had shape") == std::string::npos) before->process(warning);
+  }
+  c10::WarningHandler* const before = c10::WarningUtils::get_warning_handler();
+};
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Quiet quiet;
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   // Sizes that depend on values, and answers, make the host wait on any device.
   static const auto& waits =
       *new std::set<std::string>{"aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2"};
@@ -428,6 +399,19 @@ void set_rng_state(const Tensor& state, int64_t index) {
 int64_t reads_by_host() { return host_reads; }
 int64_t pinned_buffers() { return pinned.buffers; }
 int64_t get_device() { return current_device; }
+// x, after a time in which the device computes and the host goes on.
+Tensor compute(const Tensor& x, double seconds) {
+  const Tensor from = x.detach().contiguous(), to = at::empty_like(from);
+  plumb_test::enqueue(stream_of(to), [from, to, seconds] {
+    const double begin = plumb_test::clock_now();
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    plumb_test::check_access(Arena::get().host(from.const_data_ptr()), from.nbytes(), false);
+    plumb_test::check_access(Arena::get().host(to.const_data_ptr()), to.nbytes(), true);
+    on_host(to).copy_(on_host(from));
+    plumb_test::note_activity("compute", begin, plumb_test::clock_now());
+  });
+  return to;
+}
 // Values of the device go through the strict backend in this group from now on.
 void use_strict_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t timeout_ms) {
   group->setBackend(kDevice, c10d::ProcessGroup::BackendType::CUSTOM,
@@ -480,6 +464,8 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m){
   m.def("get_device() -> int", get_device);
   m.def("host_reads() -> int", reads_by_host);
   m.def("pinned_buffers() -> int", pinned_buffers);
+  m.def("compute(Tensor x, float seconds) -> Tensor", compute);
+  m.def("activities() -> str", plumb_test::activities);
   m.def("set_device(int index) -> ()", set_device);
   m.def("use_strict_backend(__torch__.torch.classes.c10d.ProcessGroup group, int timeout_ms) -> ()",
         use_strict_backend);
