@@ -26,6 +26,11 @@ void deal_out(const std::vector<std::int64_t>& sizes, int replicas, const std::f
   }
 }
 
+// What came through the CPU goes where it is used.
+at::Tensor on_device_of(const at::Tensor& of, const at::Tensor& value) {
+  return value.defined() && of.defined() ? value.to(of.device()) : value;
+}
+
 }  // namespace
 
 double seconds_now() {
@@ -184,6 +189,7 @@ void ReplicaSums::finish(const std::map<int, GradientAccumulator*>& gradients, c
   }
   if (std::all_of(losses_.begin(), losses_.end(), [](const auto& l) { return l.defined(); })) {
     const double total = std::accumulate(rows_.begin(), rows_.end(), 0.0);
+    for (auto& theirs : losses_) theirs = on_device_of(loss, theirs);
     loss_ = tree_sum(losses_) / total;
   }
 }
@@ -282,7 +288,8 @@ void ReplicaSums::sum_part(size_t index) {
   for (size_t i = 0; i < part.members.size(); i++) {
     if (part.members[i].owner != rank()) continue;
     std::vector<at::Tensor> by_replica(size());
-    for (int r = 0; r < size(); r++) by_replica[r] = r == rank() ? part.own[i] : values[r].at(k).tensor;
+    for (int r = 0; r < size(); r++)
+      by_replica[r] = r == rank() ? part.own[i] : on_device_of(part.members[i].parameter, values[r].at(k).tensor);
     k++;
     part.sums[i] = add_up(part.members[i], by_replica);
     sums.push_back({part.sums[i]});
@@ -300,7 +307,8 @@ void ReplicaSums::sum_part(size_t index) {
     size_t at = 0;
     if (last) losses_[peer] = theirs.at(at++).tensor;
     for (size_t i = 0; i < part.members.size(); i++) {
-      if (part.members[i].owner == peer) part.sums[i] = theirs.at(at++).tensor;
+      if (part.members[i].owner == peer)
+        part.sums[i] = on_device_of(part.members[i].parameter, theirs.at(at++).tensor);
     }
   }
 }

@@ -226,12 +226,12 @@ TEST(Pipeline, StagesOfOneGraphAloneRefuseOtherSizesAndNameThem) {
   TestTokens tokens(2, 6);
   SplitOptions cut;
   cut.points.emplace_back("layer1", SplitPoint::Beginning);
-  auto pipe = pipeline(*capture(tokens, at::zeros({2, 4}, at::kLong)), cut);
+  auto pipe = pipeline(*capture(tokens, zeros_there({2, 4}, at::kLong)), cut);
   const auto schedule = make_schedule("LoopedBFS", 1, 2, 2);
   Pipeline runs(make_layout(pipe->table()), schedule, stages_of_rank(*pipe, schedule, 0), {}, {});
-  EXPECT_EQ(runs.eval({at::ones({4, 4}, at::kLong)}).outputs.at(0).size(0), 16);
+  EXPECT_EQ(runs.eval({ones_there({4, 4}, at::kLong)}).outputs.at(0).size(0), 16);
   try {
-    runs.eval({at::ones({4, 5}, at::kLong)});
+    runs.eval({ones_there({4, 5}, at::kLong)});
     FAIL() << "sizes that the graph was not made for were taken";
   } catch (const Error& e) {
     EXPECT_THAT(e.what(),
@@ -549,7 +549,7 @@ struct GrowingStage : StageFunction {
     }
     EXPECT_EQ(inputs.size(), microbatch + 2u);
     EXPECT_FALSE(inputs.back().defined());
-    auto sum = at::zeros({2, 4});
+    auto sum = zeros_there({2, 4});
     for (size_t i = 0; i + 1 < inputs.size(); i++) sum = sum + at::linear(inputs[i], weight).tanh();
     return {sum.square().mean()};
   }

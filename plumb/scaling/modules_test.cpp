@@ -6,6 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/scaling/optim.h"
+#include "tests/test_device.h"
 
 namespace plumb {
 namespace {
@@ -88,6 +89,40 @@ TEST_F(Modules, EveryOptimiserLowersALoss) {
   EXPECT_TRUE(lowers([](auto p) { return optim::SGD(p, torch::optim::SGDOptions(0.01)); }));
   EXPECT_TRUE(lowers([](auto p) { return optim::Adam(p, torch::optim::AdamOptions(0.01)); }));
   EXPECT_TRUE(lowers([](auto p) { return optim::AdamW(p, torch::optim::AdamWOptions(0.01)); }));
+}
+
+TEST_F(Modules, OptimisersOnADeviceHaveTheCpusBits) {
+  const auto trained = [](auto make, bool on_device) {
+    torch::manual_seed(5);
+    nn::Linear model(16, 25);
+    at::Tensor x = torch::randn({10, 16}), y = torch::randn({10, 25});
+    if (on_device) {
+      move_there(*model);
+      x = there(x), y = there(y);
+    }
+    auto optimizer = make(model->parameters());
+    for (int step = 0; step < 4; ++step) {
+      optimizer.zero_grad();
+      functional::mse_loss(model(x), y).backward();
+      optimizer.step();
+    }
+    std::vector<at::Tensor> result;
+    for (const auto& p : model->parameters()) {
+      EXPECT_EQ(p.device().type(), on_device ? test_device().type() : at::kCPU);
+      result.push_back(p.detach().cpu());
+    }
+    return result;
+  };
+  const auto same = [&](auto make) {
+    const auto found = trained(make, true), expected = trained(make, false);
+    bool same = !found.empty();
+    for (size_t i = 0; i < found.size(); ++i)
+      same &= test_device().is_cuda() ? at::allclose(found[i], expected[i]) : at::equal(found[i], expected[i]);
+    return same;
+  };
+  EXPECT_TRUE(same([](auto p) { return optim::SGD(p, torch::optim::SGDOptions(0.01).momentum(0.9).nesterov(true)); }));
+  EXPECT_TRUE(same([](auto p) { return optim::Adam(p, torch::optim::AdamOptions(0.01).amsgrad(true)); }));
+  EXPECT_TRUE(same([](auto p) { return optim::AdamW(p, torch::optim::AdamWOptions(0.01).weight_decay(0.1)); }));
 }
 
 TEST_F(Modules, StacksTellTheirDepthOnce) {
