@@ -27,7 +27,8 @@ class Metrics:
     @dataclass
     class Data:
         """Of one tensor. ``histogram``, if it was asked for: how many values there are by the exponent of their power of two;
-        -127 counts zeros and subnormal values, 128 infinities and NaN."""
+        -127 counts zeros and subnormal values, 128 infinities and NaN. Measurements of a device's tensor stay on the device
+        until one of them is read."""
 
         mean_abs: float
         abs_mean: float
@@ -36,6 +37,17 @@ class Metrics:
         abs_min: float
         numel: int
         histogram: dict[int, int] | None = field(default=None, repr=False)
+
+        def __getattr__(self, name: str) -> Any:  # of what is still on the device
+            if name not in _FULL_NAMES or "_on_device" not in self.__dict__:
+                raise AttributeError(f"Metrics.Data has no '{name}'")
+            *values, numel = self.__dict__["_on_device"][:6].tolist()
+            self.__dict__.update(vars(_data((*values, int(numel)))))
+            self.__dict__.pop("_on_device", None)
+            return self.__dict__[name]
+
+        def __getstate__(self) -> dict:
+            return {name: getattr(self, name) for name in (*_FULL_NAMES, "histogram")}
 
     def __init__(self, fwd_tensor: Tensor | Metrics.Data, bwd_tensor: Tensor | Metrics.Data | None = None):
         self.fwd = Metrics.from_tensor(fwd_tensor) if isinstance(fwd_tensor, Tensor) else fwd_tensor
@@ -47,8 +59,12 @@ class Metrics:
 
     @staticmethod
     def from_tensor(t: Tensor) -> Metrics.Data:
-        """Measures a floating-point tensor, in one pass over it."""
-        return _data(_C.measure(t))
+        """Measures a floating-point tensor, in one pass over it. A device is not waited for."""
+        if t.device.type in ("cpu", "meta", "mps"):  # Metal has no float64
+            return _data(_C.measure(t))
+        data = object.__new__(Metrics.Data)
+        data.__dict__["_on_device"] = torch.ops.plumb.tensor_metrics(t.detach())
+        return data
 
     def __str__(self) -> str:
         return f"fwd: {self.fwd}, bwd: {self.bwd}"
