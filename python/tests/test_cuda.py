@@ -130,3 +130,22 @@ def test_kernels_run_on_the_current_stream():
         y = ops.quantise(x.cuda(non_blocking=True), "e4m3fn-RN")
     stream.synchronize()
     assert same_bits(y, ops.quantise(x, "e4m3fn-RN"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(2, 5, 1024), (600, 8), (3, 149), (7, 4096)])
+def test_softmax_and_rms_norm_are_the_cpus_but_for_the_order_of_sums(sizes, dtype):
+    bound = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    calls = [lambda x, w: ops.softmax(x, -1, mult=0.7), lambda x, w: ops.rms_norm(x, [sizes[-1]], w)]
+    torch.manual_seed(0)
+    x, g, w = torch.randn(sizes).to(dtype), torch.randn(sizes).to(dtype), torch.rand(sizes[-1]) + 0.5
+    for call in calls:
+        results = []
+        for device in ("cpu", "cuda"):
+            leaves = [t.to(device).detach().requires_grad_() for t in (x, w)]
+            y = call(*leaves)
+            y.backward(g.to(device))
+            results.append([y.detach().cpu(), *(t.grad.cpu() for t in leaves if t.grad is not None)])
+        for wanted, found in zip(*results, strict=True):
+            apart = (wanted.double() - found.double()).abs().max() / wanted.double().abs().max().clamp_min(0.1)
+            assert apart <= bound
