@@ -130,7 +130,7 @@ function(plumb_tests)
         ENVIRONMENT "OMP_WAIT_POLICY=PASSIVE;GTEST_FILTER=${left}")
     endif()
     if(room STREQUAL pipeline)  # its processes fill two cores, and some watch the clock
-      set_tests_properties(${room} PROPERTIES PROCESSORS 2)
+      set_tests_properties(pipeline pipeline_on_device PROPERTIES PROCESSORS 2)
     endif()
   endforeach()
 endfunction()
