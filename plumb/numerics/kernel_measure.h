@@ -66,6 +66,25 @@ inline double sum_lanes(const T* lanes, int n) {
   for (int j = 0; j < n; ++j) sum += double(lanes[j]);
   return sum;
 }
+#if defined(__AVX512F__)
+// The same bits without waiting for each addition: where the exponents of kSumLanes floats lie within 2^21 of each
+// other, double rounds none of their sums.
+inline double sum_lanes(const float* lanes, int n) {
+  const __m512i exponent = _mm512_set1_epi32(0x7f800000);
+  __m512i above = _mm512_setzero_si512(), below = exponent;
+  __m512d sums = _mm512_setzero_pd();
+  for (int j = 0; j < kSumLanes; j += 16) {
+    const __m512 x = _mm512_loadu_ps(lanes + j);
+    const __m512i e = _mm512_and_si512(_mm512_castps_si512(x), exponent);
+    above = _mm512_max_epu32(above, e);
+    below = _mm512_mask_min_epu32(below, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ), below, e);
+    sums = _mm512_add_pd(sums, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
+    sums = _mm512_add_pd(sums, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
+  }
+  const bool exact = _mm512_reduce_max_epu32(above) <= _mm512_reduce_min_epu32(below) + (21u << 23);
+  return n == kSumLanes && exact ? _mm512_reduce_add_pd(sums) : sum_lanes<float>(lanes, n);
+}
+#endif
 
 // Whether no two values have different signs; zeros have none. For sums that say it may be so.
 template <class T>
@@ -214,11 +233,73 @@ inline int count_equal(const uint8_t* bytes, int n, uint8_t value) {
   return total;
 }
 
+#if defined(__AVX512BW__)
+// How often each bit of 512 is set in up to 127 numbers: a counter a bit, its digits in vectors of their own.
+struct BitCounters {
+  __m512i digits[7] = {};
+
+  static __m512i sum(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+  static __m512i carry(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi64(a, b, c, 0xe8); }
+  static __m512i add(__m512i& digit, __m512i a, __m512i b) {
+    const __m512i over = carry(digit, a, b);
+    digit = sum(digit, a, b);
+    return over;
+  }
+  void add8(const __m512i x[8]) {
+    __m512i fours[2];
+    for (int k = 0; k < 2; ++k) {
+      const __m512i a = add(digits[0], x[4 * k], x[4 * k + 1]), b = add(digits[0], x[4 * k + 2], x[4 * k + 3]);
+      fours[k] = add(digits[1], a, b);
+    }
+    __m512i over = add(digits[2], fours[0], fours[1]);
+    for (int d = 3; d < 7; ++d) {
+      const __m512i both = _mm512_and_si512(digits[d], over);
+      digits[d] = _mm512_xor_si512(digits[d], over);
+      over = both;
+    }
+  }
+  // Of all bytes together.
+  int count(int bit) const {
+    int total = 0;
+    for (int d = 0; d < 7; ++d)
+      total += __builtin_popcountll(_mm512_test_epi8_mask(digits[d], _mm512_set1_epi8(char(1 << bit)))) << d;
+    return total;
+  }
+};
+
+constexpr int kBitBins = 16;
+
+// How many of n (a multiple of 512, at most kChunk) bytes equal top, top - 1, ...: each becomes one bit of 16.
+inline void count_bits(const uint8_t* bytes, int n, uint8_t top, int counts[kBitBins], const char* next) {
+  const __m512i first = _mm512_set1_epi8(char(top)), over = _mm512_set1_epi8(0x70);
+  const __m512i low = _mm512_set4_epi32(0, 0, int(0x80402010), 0x08040201);
+  const __m512i high = _mm512_set4_epi32(int(0x80402010), 0x08040201, 0, 0);
+  BitCounters counters[2];
+  for (int i = 0; i < n; i += 512) {
+    __m512i a[8], b[8];
+    for (int k = 0; k < 8; ++k) {
+      if (next) __builtin_prefetch(next + 4 * (i + 64 * k) / 2), __builtin_prefetch(next + 4 * (i + 64 * k) / 2 + 64);
+      const __m512i below = _mm512_sub_epi8(first, _mm512_loadu_si512(bytes + i + 64 * k));
+      const __m512i place = _mm512_adds_epu8(below, over);  // beyond 15 its highest bit is set, and no bit is chosen
+      a[k] = _mm512_shuffle_epi8(low, place);
+      b[k] = _mm512_shuffle_epi8(high, place);
+    }
+    counters[0].add8(a);
+    counters[1].add8(b);
+  }
+  for (int b = 0; b < kBitBins; ++b) counts[b] = counters[b / 8].count(b % 8);
+}
+#endif
+
 // Tensors' exponents cluster just below the largest: those bins by comparing whole vectors, the few values left one by
 // one, and by table when they are many.
 inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& tables, uint64_t* histogram,
                             const char* next) {
+#if defined(__AVX512BW__)
+  int whole = n & ~511;
+#else
   int whole = n & ~63;
+#endif
   if (whole < 512) {
     for (int i = 0; i < n; ++i) ++histogram[exponents[i]];
     return;
@@ -258,7 +339,19 @@ inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& ta
     }
     bin -= Bins;
   };
-  if (top - low > 4 && bin - kManyBins >= floor - 1) count_next(Constant<kManyBins>());
+#if defined(__AVX512BW__)
+  if (top - low > 4 && bin - kBitBins >= floor - 1) {
+    int counts[kBitBins];
+    count_bits(exponents, whole, uint8_t(bin), counts, next);
+    next = nullptr;
+    for (int b = 0; b < kBitBins; ++b) {
+      histogram[bin - b] += counts[b];
+      left -= counts[b];
+    }
+    bin -= kBitBins;
+  }
+#endif
+  if (top - low > 4 && bin - kManyBins >= floor - 1 && bin == top) count_next(Constant<kManyBins>());
   while (left > 0 && bin - 4 >= floor - 1 && bin > top - 12) count_next(Constant<4>());
   if (left == 0) return;
 #if defined(__AVX2__)

@@ -117,6 +117,37 @@ TEST(Metrics, AnyRangeOfValues) {
   expect_torch(at::zeros({5000}));
 }
 
+TEST(Metrics, HistogramsOfAnySpreadCountEveryValue) {
+  at::manual_seed(2);
+  for (int64_t n : {512, 700, 4096, 5000}) {
+    expect_torch(at::ones({n}));                          // one bin
+    for (double spread : {3.0, 12.0, 16.0, 40.0, 200.0})  // bins below the largest
+      for (double top : {120.0, 1.0, -110.0})             // down to what is no normal number
+        expect_torch(at::exp2(top - spread * at::rand({n})) * at::randn({n}).sign());
+  }
+}
+
+// avx512 adds lanes of one magnitude in another order, which must not round: the bits are those of one after another.
+TEST(Metrics, LanesOfAnyMagnitudesAddUpToTheSameBits) {
+  const kernel::KernelTable* tables[3];
+  const int levels = kernel::runnable_kernels(tables);
+  if (std::string(tables[levels - 1]->level) != "avx512") GTEST_SKIP() << "this CPU has no AVX-512";
+  constexpr int kLanes = 64;
+  at::manual_seed(3);
+  for (double spread : {0.0, 4.0, 20.0, 22.0, 25.0, 40.0, 60.0}) {
+    // All of a lane have its own magnitude.
+    const at::Tensor scale = at::exp2(at::floor(-spread * at::rand({kLanes})));
+    const at::Tensor x = (at::randn({64, kLanes}) * scale).contiguous();
+    float sums[kLanes] = {};
+    for (int64_t i = 0; i < x.numel(); ++i) sums[i % kLanes] += std::fabs(x.const_data_ptr<float>()[i]);
+    double expected = 0;
+    for (float sum : sums) expected += double(sum);
+    kernel::Partial partial;
+    tables[levels - 1]->measure[kernel::kFloat32](x.const_data_ptr(), x.numel(), partial);
+    EXPECT_EQ(partial.sum_abs, expected) << spread;
+  }
+}
+
 TEST(Metrics, NaNAndInfinityGiveWhatTorchGivesAndAreCounted) {
   at::manual_seed(5);
   for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
