@@ -5,19 +5,23 @@ an eager one in turn in one process; what counts is the median of those ratios. 
 exact: every allocation of torch's CPU allocator in a step is counted, parameters not. The oracle, the package
 unit-scaling, is measured in the same rounds where it can be imported.
 
-    transforms_bench.py [steps|models|chain|large] [--quick] [--only=NAME,...]
+`resident` is what a process of its own holds after 20 steps, with malloc's settings as they are.
+
+    transforms_bench.py [steps|models|chain|large|resident] [--quick] [--only=NAME,...]
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import statistics
+import subprocess
 import sys
 import warnings
 from typing import Any, Callable
 
 import torch
-from execution_bench import load_cases, table, timed, verdict
+from execution_bench import load_cases, status, table, timed, verdict
 from plumb.transforms._apply import CapturedGraph, Pass, apply_pass, forward_of
 from torch import nn
 
@@ -339,9 +343,35 @@ def large(nodes: int) -> None:
     table(["", "seconds", "us a node", "bar"], rows)
 
 
+def resident_of(name: str) -> None:
+    before = status("VmRSS")
+    step = Step(None if name == "eager" else variants()[name][0])
+    for _ in range(20):
+        step()
+    held, peak = status("VmRSS"), status("VmHWM")
+    plumb.release_freed_memory()
+    print(json.dumps([x - before for x in (held, peak, status("VmRSS"))]))
+
+
+def resident(only: list[str]) -> None:
+    """What a process has grown by: most of it is free memory of the heap, which can be given back."""
+    rows = []
+    for name in ["eager", *(v for v in variants() if not v.startswith("oracle"))]:
+        if only and name not in only:
+            continue
+        run = subprocess.run([sys.executable, __file__, f"--resident-of={name}"], check=True, stdout=subprocess.PIPE, text=True)
+        rows.append([name, *(f"{x / 2**20:.0f}" for x in json.loads(run.stdout.splitlines()[-1]))])
+    print("\nResident memory that a fresh process has grown by after 20 such steps, MiB; once its free memory is given back")
+    print("(`plumb.release_freed_memory()`).")
+    table(["", "after 20 steps", "at its peak", "given back"], rows)
+
+
 def main(args: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    alone = next((a.partition("=")[2] for a in args if a.startswith("--resident-of=")), None)
+    if alone:
+        return resident_of(alone)
     plumb.keep_freed_memory()  # as a program that trains would
     quick = "--quick" in args
     only = next((a[7:].split(",") for a in args if a.startswith("--only=")), [])
@@ -351,6 +381,7 @@ def main(args: list[str]) -> None:
         "models": lambda: models(21 if quick else 101, only),
         "chain": lambda: chain(20 if quick else 200),
         "large": lambda: large(10_000 if quick else 100_000),
+        "resident": lambda: resident(only),
     }
     for name, part in parts.items():
         if not chosen or name in chosen:
