@@ -192,10 +192,7 @@ void finish_weights_folder(const std::string& out, const StateParts& parts, cons
   for (const char* name : kCopied) {
     const fs::path path = fs::path(source) / name;
     if (source.empty() || as.files.count(name) || !fs::is_regular_file(path, error)) continue;
-    if (fs::file_size(path, error) > kMostCopied) {
-      throw Error(ErrorKind::BadFile, path.string() + ": is larger than any tokenizer", "", "take it away");
-    }
-    write_file(folder / name, read_file(path));
+    write_file(folder / name, read_file(path, kMostCopied));
   }
 }
 

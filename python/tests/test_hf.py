@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -174,8 +175,16 @@ def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path):
     refused(r"'model.layers.0.mlp.\w+.weight' is \[\d+, \d+\] in the folder, and", folder, batch=1, length=8)
     change(num_hidden_layers=5)
     refused("no tensor for parameter 'model.layers.4", folder, batch=1, length=8)
-    change(num_hidden_layers=10**9)
-    refused("1000000000 layers", folder)
+    change(num_hidden_layers=2000)
+    refused("has 2000 layers", folder)
+    change(num_hidden_layers=-5)
+    refused("has -5 layers", folder)
+    change(architectures=5)  # names none, so that the kind's own counts
+    assert len(hf.load(folder, batch=1, length=8).state_dict()) == len(stored(folder))
+    (folder / "generation_config.json").touch()
+    os.truncate(folder / "generation_config.json", 1 << 36)
+    refused("generation_config.json: is larger than any config", folder, batch=1, length=8)
+    os.remove(folder / "generation_config.json")
     change(quantization_config={"quant_method": "gptq", "bits": 4})
     refused("quantised", folder)
     (folder / "config.json").write_text("{" * 100_000)
@@ -187,6 +196,38 @@ def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path):
     refused("model.safetensors", folder, batch=1, length=8)
     os.rename(folder / "model.safetensors", folder / "pytorch_model.bin")
     assert "save_pretrained" in refused("safetensors files alone", folder, batch=1, length=8).remedy
+
+
+BART = dict(model_type="bart", architectures=["BartForConditionalGeneration"], d_model=16, encoder_attention_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (dict(SMALL, model_type="llama", num_hidden_layers=10**9), "'num_hidden_layers' is 1000000000"),
+        (dict(SMALL, model_type="llama", num_labels=10**9), "'num_labels' is 1000000000"),
+        (dict(BART, encoder_layers=10**30), "'encoder_layers' is 1000"),
+        (dict(BART, decoder_layers=10**6, decoder_attention_heads=2), "more than 1000 parameters"),
+        (dict(model_type="resnet", depths=[3, [10**9]]), "'depths' is 1000000000"),
+        (dict(model_type="resnet", depths=[10**6], hidden_sizes=[8], embedding_size=8, architectures=["ResNetForImageClassification"]), "more than 1000 parameters"),
+        (dict(SMALL, model_type="llama", hidden_size=10**12), "cannot build LlamaForCausalLM"),
+        (dict(SMALL, model_type="mixtral", num_local_experts=10**9), "'num_local_experts' is 1000000000"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_config_that_asks_for_ever_so_much_is_refused_at_once(config, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf._model, "_MOST_PARAMETERS", 1000)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    start = time.monotonic()
+    refused(says, tmp_path, batch=1, length=8)
+    assert time.monotonic() - start < 30
+
+
+def test_sizes_of_images_that_are_none_are_refused(tmp_path):
+    config = dict(SMALL, model_type="vit", architectures=["ViTForImageClassification"], image_size=[8, 8, 8], patch_size=4)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(plumb.Error):
+        hf.import_folder(tmp_path)
 
 
 def test_code_of_a_folder_is_never_run(tmp_path):
@@ -226,7 +267,7 @@ def test_a_tokenizer_that_cannot_be_copied_does_not_cost_the_weights(tmp_path):
     program = hf.load(tmp_path / "in", batch=2, length=8)
     (tmp_path / "in" / "added_tokens.json").touch()
     os.truncate(tmp_path / "in" / "added_tokens.json", 1 << 40)  # all zeros, of no blocks
-    with pytest.raises(plumb.Error, match="larger than any tokenizer"):
+    with pytest.raises(plumb.Error, match="added_tokens.json: has 1099511627776 bytes"):
         hf.save(program, tmp_path / "out")
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))

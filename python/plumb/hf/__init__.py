@@ -86,7 +86,7 @@ def import_folder(
     config = _model.read_config(folder)
     kind = _dtype(config, dtype)
     model = _model.build(config, kind, training)
-    given = inputs or _model.example_inputs(model, batch, length or _model.default_length(config))
+    given = inputs or _model.example_inputs(model, batch, length)
     has_weights = fresh is None and _has_weights(folder)
     stored = {n: torch.Size(s) for n, _, s in _C.stored_tensors(folder)} if has_weights else stored_by_default(model)
     names = Names(model, stored)
@@ -120,6 +120,8 @@ def _has_weights(folder: str) -> bool:
 
 
 def _text(path: str) -> str:
+    if os.path.getsize(path) > _model.MOST_CONFIG_BYTES:
+        raise Error(f"{path}: is larger than any config", kind=ErrorKind.BadFile)
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()

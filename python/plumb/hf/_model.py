@@ -6,7 +6,10 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
+import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,8 +26,12 @@ from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, PARAMETER
 
-_MOST_LAYERS = 4096  # of a config that may come from anywhere
-_MOST_CONFIG_BYTES = 1 << 24
+# Of a config that may come from anywhere:
+_MOST_LAYERS = 1024
+_MOST_PARAMETERS = 1 << 17  # tensors; the most known are some 70,000, of a model with an expert each
+_MOST_COUNTED = 1 << 20
+_COUNTS = re.compile("layer|depth|label|block|stage|expert")  # what transformers makes lists of, while it reads
+MOST_CONFIG_BYTES = 1 << 24
 _patch_lock = threading.Lock()
 
 
@@ -57,11 +64,14 @@ def read_config(folder: str) -> Any:
             kind=ErrorKind.BadFile,
             remedy="a folder that save_pretrained of transformers wrote, or a download of one (hf download NAME --local-dir FOLDER)",
         )
-    if os.path.getsize(path) > _MOST_CONFIG_BYTES:
+    if os.path.getsize(path) > MOST_CONFIG_BYTES:
         raise Error(f"{path}: is larger than any config", kind=ErrorKind.BadFile)
     package = transformers()
     try:
+        _check_counts(path)
         config = package.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Error:
+        raise
     except Exception as error:
         raise Error(
             f"{path}: transformers {package.__version__} cannot read it: {_first_line(error)}",
@@ -70,7 +80,7 @@ def read_config(folder: str) -> Any:
         ) from error
     for part in (config, config.get_text_config()):
         layers = getattr(part, "num_hidden_layers", None)
-        if isinstance(layers, int) and layers > _MOST_LAYERS:
+        if isinstance(layers, int) and not 0 <= layers <= _MOST_LAYERS:
             raise Error(f"{path}: has {layers} layers; {_MOST_LAYERS} are the most", kind=ErrorKind.BadFile)
     if getattr(config, "quantization_config", None) is not None:
         raise Error(
@@ -81,6 +91,20 @@ def read_config(folder: str) -> Any:
     return config
 
 
+def _check_counts(path: str) -> None:
+    """Refuses numbers that transformers would make lists of as long."""
+    with open(path, encoding="utf-8") as file:
+        left = [("", json.load(file))]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left.extend(value.items())
+        elif isinstance(value, list):
+            left.extend((key, each) for each in value)
+        elif isinstance(value, int) and value > _MOST_COUNTED and _COUNTS.search(key):
+            raise Error(f"{path}: '{key}' is {str(value)[:20]}; {_MOST_COUNTED} is the most", kind=ErrorKind.BadFile)
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
@@ -89,7 +113,8 @@ def _first_line(error: Exception) -> str:
 def model_class(config: Any) -> Any:
     """The class that the config names, of those that transformers itself has; else that of its causal models."""
     package = transformers()
-    for name in config.architectures or []:
+    named = config.architectures
+    for name in named if isinstance(named, (list, tuple)) else []:
         found = getattr(package, name, None) if isinstance(name, str) and name.isidentifier() else None
         if isinstance(found, type) and issubclass(found, package.PreTrainedModel):
             return found
@@ -106,9 +131,11 @@ def model_class(config: Any) -> Any:
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Parameters have no memory; buffers do, for their values come from the config."""
-    original = nn.Module.register_parameter
+    original, count = nn.Module.register_parameter, itertools.count(1)
 
     def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if next(count) > _MOST_PARAMETERS:
+            raise Error(f"config.json: the model has more than {_MOST_PARAMETERS} parameters", kind=ErrorKind.BadFile)
         original(self, name, parameter)
         if parameter is not None and not parameter.is_meta:
             self._parameters[name] = type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
@@ -159,8 +186,21 @@ def build(config: Any, dtype: torch.dtype, training: bool, seed: int | None = No
     return model.train(training)
 
 
-def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Tensor]:
+def example_inputs(model: nn.Module, batch: int, length: int | None) -> dict[str, Tensor]:
     """Inputs of a forward as training gives them, without values: token ids, or pixels of the config's size."""
+    try:
+        return _example_inputs(model, batch, length or _default_length(model.config))
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        if isinstance(error, Error):
+            raise
+        raise Error(
+            f"no inputs of {type(model).__name__} can be made for a batch of {batch} and its config: {_first_line(error)}",
+            kind=ErrorKind.InvalidArgument,
+            remedy="sizes as torch.zeros takes them",
+        ) from error
+
+
+def _example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Tensor]:
     config, name = model.config, model.main_input_name
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     if name == "input_ids":
@@ -177,7 +217,7 @@ def example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Tenso
     )
 
 
-def default_length(config: Any) -> int:
+def _default_length(config: Any) -> int:
     known = getattr(config.get_text_config(), "max_position_embeddings", None)
     return min(known, 2048) if isinstance(known, int) and known > 0 else 2048
 
