@@ -16,7 +16,7 @@ def _escaped(text: str) -> str:
             if j % 2 and ("_" in word or "::" in word or word.endswith("()")):
                 words[j] = f"`{word}`"
             else:
-                words[j] = re.sub(r"([*<\[\]_\\])", r"\\\1", word)
+                words[j] = re.sub(r"([*\[\]_\\])", r"\\\1", word).replace("<", "&lt;")  # no backslash stands for "<"
         parts[i] = "".join(words)
     return "".join(parts)
 

@@ -218,6 +218,16 @@ TEST_F(Browser, AHistoryFitsANarrowPageAndShowsSeveralRuns) {
   EXPECT_THAT(body, HasSubstr("data-colours=\"s0,s1,s2\" data-wide=\"fits\" data-side=\"one\" data-heads=\"4\""));
 }
 
+TEST_F(Browser, MarksOfACurveThatHardlyMovesAreToldApart) {
+  History history = made(4, 12, 0, -4);
+  for (size_t s = 0; s < history.steps.size(); ++s)
+    for (HistoryRow& row : history.steps[s].rows) row.data.std = 1.38 + 0.003 * static_cast<double>(s);
+  const std::string dom = open(page_of({"flat", {{"a", history}}, formats()}), "--dump-dom");
+  EXPECT_THAT(dom, ::testing::ContainsRegex(">1\\.(38|39|40|41)</text>"));
+  const size_t first = dom.find(">1.4</text>");
+  EXPECT_TRUE(first == dom.npos || dom.find(">1.4</text>", first + 1) == dom.npos);
+}
+
 TEST_F(Browser, AHistoryOfTwoThousandTensorsStaysUsable) {
   const std::string page = page_of({"large", {{"a", made(2000, 40, 0, 0)}, {"b", made(2000, 40, 0, -3)}}, formats()});
   EXPECT_LT(page.size(), 40u << 20);

@@ -22,7 +22,8 @@ struct TrackArguments {
 
 // A page that needs nothing else: the picture of every scale, what formats would do, and the numbers.
 std::string page(const TrackArguments& o, const ScalesGraph& scales, const HistoryView& view) {
-  Table table{{"value", "module", "operator", "std", "largest", "gradient's std", "gradient's largest"}, {}};
+  Table table{{"value", "module", "operator or name", "std", "largest"}, {}};
+  if (o.backward) table.header.insert(table.header.end(), {"gradient's std", "gradient's largest"});
   const ScaleNode *largest = nullptr, *smallest = nullptr;
   for (const ScaleNode& node : scales.nodes) {
     if (!node.metrics) continue;

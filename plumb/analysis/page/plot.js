@@ -128,10 +128,12 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
       const inside = decades.filter(m => m >= y0 && m <= y1);
       if (inside.length > 1 && inside.length < 15) marks = inside;
     }
+    let digits = 2;  // as many as tell marks between powers of two apart
+    while (powers && digits < 7 && new Set(marks.map(m => (2 ** m).toPrecision(digits) / 1)).size < marks.length) ++digits;
     for (const m of marks) {
       make("line", {class: "grid", x1: left, x2: right, y1: py(m), y2: py(m)}, svg);
       if (powers && Number.isInteger(m)) power(svg, left - 5, py(m) + 4, m, "end");
-      else if (powers) word(svg, left - 5, py(m) + 4, short(+(2 ** m).toPrecision(2)), "muted", "end");
+      else if (powers) word(svg, left - 5, py(m) + 4, String(+(2 ** m).toPrecision(digits)), "muted", "end");
       else word(svg, left - 6, py(m) + 4, short(+(log ? 10 ** m : m).toPrecision(6)), "muted", "end");
     }
     for (const x of ticks(x0, x1, Math.max(2, Math.round((right - left) / 90)))) {
