@@ -1,9 +1,11 @@
 // The `plumb` command. Exit codes: 0 done, 1 the work failed, 2 wrong use.
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <cstdio>
 #include <iostream>
 
@@ -23,10 +25,12 @@ namespace {
 // is over, and its processes end; a second signal ends at once.
 bool speaks = false;
 extern "C" void on_signal(int signal, siginfo_t* info, void*) {
-  if (plumb::cli::take_signal(signal, info->si_code != SI_KERNEL)) return;
+  const bool from_a_process = info->si_code != SI_KERNEL;
+  const bool from_launcher = !speaks && from_a_process && info->si_pid == ::getppid();
+  if (plumb::cli::take_signal(signal, from_a_process, from_launcher)) return;
   constexpr char kText[] = "\nplumb: interrupted\n", kNothing[] = "\nplumb: interrupted, nothing was saved\n";
   if (signal == SIGINT && speaks) {
-    const bool saved = plumb::was_any_file_written();
+    const bool saved = plumb::cli::anything_saved();
     [[maybe_unused]] const auto written =
         ::write(STDERR_FILENO, saved ? kText : kNothing, (saved ? sizeof kText : sizeof kNothing) - 1);
   }
@@ -41,12 +45,19 @@ void handle_signals() {
   struct sigaction action {};
   action.sa_sigaction = &on_signal;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
-  for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
+  for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1}) {
     struct sigaction before {};
     ::sigaction(signal, &action, &before);
     if (before.sa_handler == SIG_IGN) ::signal(signal, SIG_IGN);  // as nohup and a shell's background jobs have it
   }
   ::signal(SIGXFSZ, SIG_IGN);  // a file beyond its limit is an error of the write
+}
+
+// Standard streams that were closed: else a file that is opened gets their number, and what is printed goes into it.
+void hold_standard_streams() {
+  for (int stream = 0; stream <= STDERR_FILENO; ++stream) {
+    if (::fcntl(stream, F_GETFD) < 0 && errno == EBADF) (void)::open("/dev/null", stream == 0 ? O_WRONLY : O_RDONLY);
+  }
 }
 
 int run(int argc, char** argv) {
@@ -100,6 +111,7 @@ void flush_stdout() {
 }  // namespace
 
 int main(int argc, char** argv) {
+  hold_standard_streams();
   handle_signals();
   plumb::keep_freed_memory();
   try {

@@ -38,6 +38,29 @@ TEST_F(Outputs, FollowALinkAlsoToWhatIsNotThereYet) {
   EXPECT_EQ(read(folder() / "other/new.txt"), plumb("show mlp.pt2").out);
 }
 
+TEST_F(Outputs, LeaveLinksThatLeadToNoFile) {
+  fs::create_symlink("circle.txt", folder() / "circle.txt");
+  fs::create_symlink("no/such/file.pt2", folder() / "nowhere.pt2");
+  fs::create_directory_symlink(".", folder() / "dot.pt2");
+  for (const char* arguments :
+       {"show mlp.pt2 -o circle.txt", "scale mlp.pt2 -o nowhere.pt2", "scale mlp.pt2 -o dot.pt2",
+        "train lm.pt2 --data tokens.bin --steps 1 --save nowhere.pt2"}) {
+    const Ended run = plumb(arguments);
+    EXPECT_EQ(run.code, 1) << arguments;
+    EXPECT_NE(run.err.find("cannot be written: "), std::string::npos) << run.err;
+  }
+  for (const char* link : {"circle.txt", "nowhere.pt2", "dot.pt2"})
+    EXPECT_TRUE(fs::is_symlink(folder() / link)) << link;
+}
+
+TEST_F(Outputs, AreNotMixedWithWhatIsPrintedWhereStandardStreamsAreClosed) {
+  const Ended run = shell(PLUMB_COMMAND " train lm.pt2 --data tokens.bin --steps 2 --save closed.pt2 <&- >&- 2>&-");
+  EXPECT_EQ(run.code, 1);  // nobody could be told
+  EXPECT_EQ(plumb("show closed.pt2").code, 0);
+  EXPECT_EQ(shell(PLUMB_COMMAND " scale lm.pt2 -o closed.pt2 2>&-").code, 0);
+  EXPECT_EQ(plumb("show closed.pt2").code, 0);
+}
+
 TEST_F(Outputs, ThatCannotBeWrittenAreErrors) {
   for (const char* arguments : {"show lm.pt2", "--help", "run mlp.pt2 --input x.pt", "show lm.pt2 --json"}) {
     const Ended run = shell(std::string(PLUMB_COMMAND " ") + arguments + " > /dev/full");
@@ -61,10 +84,11 @@ TEST_F(Outputs, WithoutDescriptorsAreErrorsThatSaySo) {
       "train mlp.pt2 --data rows.pt --targets targets.pt --loss mse --steps 2 --stages 2 --save few.pt2";
   ASSERT_EQ(plumb(train).code, 0) << plumb(train).err;
   int failed = 0;
-  for (const char* arguments : {"scale mlp.pt2 -o few.pt2", "run mlp.pt2 --input x=x.pt -o few.pt", train.c_str()}) {
-    for (int most = 4; most < 24; most += 2) {
-      const Ended run =
-          shell("ulimit -n " + std::to_string(most) + "; exec timeout 60 " PLUMB_COMMAND " " + std::string(arguments));
+  const std::string lasting = train + " --max-restarts 1";
+  for (const std::string& arguments :
+       {std::string("scale mlp.pt2 -o few.pt2"), std::string("run mlp.pt2 --input x=x.pt -o few.pt"), train, lasting}) {
+    for (int most = 4; most < 24; most += arguments.starts_with("train") ? 6 : 2) {
+      const Ended run = shell("ulimit -n " + std::to_string(most) + "; exec timeout 60 " PLUMB_COMMAND " " + arguments);
       if (run.code == 0) continue;
       if (run.err.find("while loading shared libraries") != std::string::npos) continue;  // no program starts
       failed++;
@@ -77,10 +101,12 @@ TEST_F(Outputs, WithoutDescriptorsAreErrorsThatSaySo) {
 }
 
 TEST_F(Outputs, AreTriedBeforeTraining) {
-  for (const char* wrong : {"--timeline step.png", "--timeline no/such/step.svg", "--save no/such/a.pt2"}) {
+  for (const char* wrong : {"--timeline step.png", "--timeline no/such/step.svg", "--save no/such/a.pt2",
+                            "--tensorboard mlp.pt2/tb", "--checkpoints mlp.pt2/ck", "--dump mlp.pt2/d --stages 2"}) {
     const Ended run = plumb("train lm.pt2 --data tokens.bin --steps 2 --save tried.pt2 " + std::string(wrong));
     EXPECT_NE(run.code, 0) << wrong;
     EXPECT_EQ(run.out, "") << wrong;
+    EXPECT_EQ(run.err.find("[rank"), std::string::npos) << run.err;
   }
 }
 
@@ -144,7 +170,7 @@ print("parts:", [f for f in os.listdir() if f.endswith(".part")])
 
 TEST_F(Outputs, HoldWhatWasReachedWhenTrainingIsInterrupted) {
   std::ofstream(folder() / "interrupt.py") << "COMMAND = '" PLUMB_COMMAND "'\n" << kInterrupt;
-  for (const char* how : {"1 SIGINT 1", "2 SIGINT 1"}) {
+  for (const char* how : {"1 SIGINT 1", "2 SIGINT 1", "2 all 1"}) {
     fs::remove(folder() / "stopped.pt2");
     const Ended run = shell(PLUMB_TEST_PYTHON " interrupt.py " + std::string(how));
     EXPECT_EQ(run.out.rfind("-2\n", 0), 0u) << run.out << run.err;
@@ -157,12 +183,30 @@ TEST_F(Outputs, HoldWhatWasReachedWhenTrainingIsInterrupted) {
 
 TEST_F(Outputs, LeaveNoHalfFilesWhenTrainingIsEndedAtOnce) {
   std::ofstream(folder() / "interrupt.py") << "COMMAND = '" PLUMB_COMMAND "'\n" << kInterrupt;
-  for (const char* how : {"2 SIGTERM 1", "2 SIGHUP 1", "1 SIGTERM 1", "1 SIGINT 2"}) {
+  for (const char* how : {"2 SIGTERM 1", "2 SIGHUP 1", "2 SIGQUIT 1", "1 SIGTERM 1", "1 SIGQUIT 1", "1 SIGINT 2"}) {
     fs::remove(folder() / "stopped.pt2");
     const Ended run = shell(PLUMB_TEST_PYTHON " interrupt.py " + std::string(how));
     EXPECT_EQ(run.out.rfind("-", 0), 0u) << run.out << run.err;
     EXPECT_NE(run.out.find("parts: []"), std::string::npos) << run.out;
   }
+}
+
+// The launcher's handler ends it; that its ranks have saved, it knows from what they print.
+TEST_F(Outputs, ThatRanksSavedAreNotDeniedWhenASecondSignalEndsTheirLauncher) {
+  std::ofstream(folder() / "saved.py")
+      << "import os, signal, subprocess, sys\n"
+         "p = subprocess.Popen(['" PLUMB_COMMAND
+         "', *'train lm.pt2 --data tokens.bin --steps 100000 --batch 4 "
+         "--microbatches 2 --stages 2 --checkpoints twice --checkpoint-every 2'.split()],\n"
+         "    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)\n"
+         "while not p.stdout.readline().startswith('wrote twice'): pass\n"
+         "p.send_signal(signal.SIGINT); p.send_signal(signal.SIGINT)\n"
+         "out, err = p.communicate(timeout=60)\n"
+         "print(p.returncode, err)\n";
+  const Ended run = shell(PLUMB_TEST_PYTHON " saved.py");
+  EXPECT_EQ(run.out.rfind("-2 ", 0), 0u) << run.out << run.err;
+  EXPECT_NE(run.out.find("interrupted"), std::string::npos) << run.out;
+  EXPECT_EQ(run.out.find("nothing was saved"), std::string::npos) << run.out;
 }
 
 TEST_F(Outputs, AndInputsThatAreMissingOrCorruptFailCleanly) {

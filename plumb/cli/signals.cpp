@@ -6,22 +6,30 @@
 #include <cstdlib>
 #include <iostream>
 
+#include "plumb/core/output_file.h"
+
 namespace plumb::cli {
 namespace {
 
-std::atomic<bool> keeping = false, keeping_others = false;
+std::atomic<bool> keeping = false, keeping_others = false, saved = false;
 std::atomic<int> kept = 0, to_pass = 0;
+// A signal to a whole group of processes comes to a rank twice: as itself, and passed on by its launcher.
+std::atomic<bool> seen[2];
 
 }  // namespace
 
 KeptSignal::KeptSignal(bool others) {
   kept = to_pass = 0;
+  seen[0] = seen[1] = false;
   keeping_others = others;
   keeping = true;
 }
 KeptSignal::~KeptSignal() { keeping = false; }
 int KeptSignal::taken() const { return kept; }
 int KeptSignal::to_pass_on() const { return to_pass.exchange(0); }
+
+void note_saved() noexcept { saved = true; }
+bool anything_saved() noexcept { return saved || was_any_file_written(); }
 
 void end_by_signal(int signal) {
   std::cout.flush();
@@ -30,10 +38,11 @@ void end_by_signal(int signal) {
   std::abort();  // not reached
 }
 
-bool take_signal(int signal, bool from_a_process) noexcept {
+bool take_signal(int signal, bool from_a_process, bool from_launcher) noexcept {
+  if (!keeping || signal == SIGQUIT || (signal != SIGINT && !keeping_others)) return false;
+  if (seen[from_launcher].exchange(true)) return false;
   int none = 0;
-  if (!keeping || (signal != SIGINT && !keeping_others) || !kept.compare_exchange_strong(none, signal)) return false;
-  if (from_a_process) to_pass = signal;
+  if (kept.compare_exchange_strong(none, signal) && from_a_process) to_pass = signal;
   return true;
 }
 

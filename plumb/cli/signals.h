@@ -3,7 +3,8 @@
 
 namespace plumb::cli {
 
-// While one lives, the first SIGINT is kept instead of ending the process; with `others` SIGTERM and SIGHUP are, too.
+// While one lives, the first SIGINT is kept instead of ending the process; with `others` SIGTERM, SIGHUP and SIGUSR1
+// are, too. SIGQUIT ends it always.
 class KeptSignal {
  public:
   explicit KeptSignal(bool others);
@@ -15,10 +16,15 @@ class KeptSignal {
   int to_pass_on() const;
 };
 
+// Another process has said that it saved something.
+void note_saved() noexcept;
+// By this process or another. Safe in a signal handler.
+bool anything_saved() noexcept;
+
 // As the shell expects it of who was interrupted.
 [[noreturn]] void end_by_signal(int signal);
 
-// For the handler: whether the signal was kept.
-bool take_signal(int signal, bool from_a_process) noexcept;
+// For the handler: whether the signal was kept. Of a second one from the same side, launcher or any other, it is not.
+bool take_signal(int signal, bool from_a_process, bool from_launcher) noexcept;
 
 }  // namespace plumb::cli

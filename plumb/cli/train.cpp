@@ -30,7 +30,6 @@ namespace {
 // Prints events: JSON lines, a bar on a terminal, or plain lines.
 class Printer {
  public:
-  bool saved() const { return saved_; }
   explicit Printer(bool json) : json_(json), bar_(!json && ::isatty(STDOUT_FILENO) == 1) {}
   ~Printer() { end_bar(); }
   void end_bar() {
@@ -39,8 +38,8 @@ class Printer {
   }
 
   void operator()(const nlohmann::json& event) {
+    if (event.contains("saved") || event.contains("checkpoint")) note_saved();
     if (json_) {
-      saved_ = saved_ || event.contains("saved") || event.contains("checkpoint");
       std::cout << event.dump() << std::endl;
       return;
     }
@@ -70,7 +69,6 @@ class Printer {
       return;
     }
     if (event.contains("checkpoint")) {
-      saved_ = true;
       end_bar();
       std::cout << "wrote " << event["folder"].get<std::string>() << std::endl;
       return;
@@ -88,7 +86,6 @@ class Printer {
       return;
     }
     if (event.contains("saved")) {
-      saved_ = true;
       end_bar();
       std::cout << "saved " << event["saved"].get<std::string>() << std::endl;
       return;
@@ -143,7 +140,7 @@ class Printer {
     return text;
   }
   const bool json_, bar_;
-  bool open_ = false, saved_ = false;
+  bool open_ = false;
   double first_seconds_ = 0;
   int first_step_ = 0, last_step_ = 0;
 };
@@ -165,9 +162,9 @@ bool goes_on_later(const TrainOptions& o, int signal) {
   return (signal == SIGTERM || signal == SIGUSR1) && !o.checkpoints.empty();
 }
 
-int end_interrupted(const TrainOptions& o, int signal, bool saved) {
-  if (goes_on_later(o, signal) && saved) return kGoesOnLater;
-  std::cerr << "\nplumb: interrupted" << (saved ? "" : ", nothing was saved") << "\n";
+int end_interrupted(const TrainOptions& o, int signal) {
+  if (goes_on_later(o, signal) && anything_saved()) return kGoesOnLater;
+  std::cerr << "\nplumb: interrupted" << (anything_saved() ? "" : ", nothing was saved") << "\n";
   end_by_signal(signal);
 }
 
@@ -210,11 +207,11 @@ int launch(const TrainOptions& o) {
   if (o.recut) launch.fewer = [&](int left) { return fewer_processes(o, left); };
   const LaunchResult result = launch_local(launch);
   print.end_bar();
-  if (signal.taken() != 0) return end_interrupted(o, signal.taken(), print.saved());
+  if (signal.taken() != 0) return end_interrupted(o, signal.taken());
   if (result.first_failed < 0) return result.exit_code();
   const ProcessEnd& end = result.processes[static_cast<size_t>(result.first_failed)];
   std::cerr << "plumb: " << how_it_failed(result.first_failed, end) << ": training ended"
-            << (print.saved() ? "" : ", nothing was saved") << "\n";
+            << (anything_saved() ? "" : ", nothing was saved") << "\n";
   if (end.signal == SIGKILL && !end.was_stopped)
     std::cerr << "  try: less memory a process: more --stages, or smaller microbatches\n";
   return result.exit_code();

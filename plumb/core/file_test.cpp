@@ -89,6 +89,49 @@ TEST_F(File, ALinkToWhatIsNotThereYetStaysALink) {
   EXPECT_EQ(read(folder_ / "there" / "x"), "1");
 }
 
+TEST_F(File, LinksThatLeadToNoFileAreErrorsAndStay) {
+  fs::create_symlink("self", folder_ / "self");
+  fs::create_symlink("b", folder_ / "a");
+  fs::create_symlink("a", folder_ / "b");
+  fs::create_symlink("self", folder_ / "to_self");
+  fs::create_directory(folder_ / "folder");
+  fs::create_symlink("folder", folder_ / "to_folder");
+  fs::create_symlink("no/such/x", folder_ / "to_nowhere");
+  fs::create_symlink("self/x", folder_ / "through_self");
+  const size_t before = files();
+  for (const char* name : {"self", "a", "to_self", "to_folder", "to_nowhere", "through_self"}) {
+    const fs::path leads = fs::read_symlink(folder_ / name);
+    try {
+      OutputFile file((folder_ / name).string());
+      FAIL() << name;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::CannotWrite);
+      EXPECT_NE(e.message().find((folder_ / name).string()), std::string::npos) << e.what();
+    }
+    EXPECT_EQ(fs::read_symlink(folder_ / name), leads);
+  }
+  EXPECT_EQ(files(), before);
+}
+
+TEST_F(File, AZeroByteDoesNotEndAName) {
+  const std::string cut = (folder_ / "x").string(), name = cut + std::string("\0.txt", 5);
+  write_file_atomically(cut, "1");
+  EXPECT_THROW(OutputFile(std::string(name)), Error);
+  EXPECT_THROW(InputFile(std::string(name)), Error);
+}
+
+TEST_F(File, OfHolesIsNotReadWhole) {
+  write_file_atomically(folder_ / "x", "1");
+  fs::resize_file(folder_ / "x", uint64_t{1} << 40);
+  try {
+    read_file(folder_ / "x");
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::BadFile);
+    EXPECT_NE(e.message().find("has 1099511627776 bytes"), std::string::npos) << e.what();
+  }
+}
+
 TEST_F(File, AFifoIsWrittenToAndStays) {
   ASSERT_EQ(mkfifo((folder_ / "fifo").c_str(), 0600), 0);
   std::string got;

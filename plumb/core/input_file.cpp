@@ -15,6 +15,7 @@
 namespace plumb {
 
 InputFile::InputFile(std::string path) : path_(std::move(path)) {
+  if (path_.find('\0') != path_.npos) fail("a file's name has no zero byte");
   // Without waiting: opening a FIFO would otherwise last until somebody writes to it.
   descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   struct stat info {};
@@ -49,8 +50,14 @@ void InputFile::read_at(uint64_t offset, void* into, uint64_t size) const {
   }
 }
 
-std::string read_file(const std::filesystem::path& path) {
+std::string read_file(const std::filesystem::path& path, uint64_t most) {
   const InputFile file(path.string());
+  if (file.size() > most) {
+    throw Error(ErrorKind::BadFile,
+                path.string() + ": has " + std::to_string(file.size()) + " bytes; " + std::to_string(most) +
+                    " are the most that are read of such a file",
+                "", "look whether this is the file that was meant");
+  }
   std::string bytes(file.size(), '\0');
   file.read_at(0, bytes.data(), bytes.size());
   return bytes;

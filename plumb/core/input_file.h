@@ -27,7 +27,7 @@ class InputFile {
   uint64_t size_ = 0;
 };
 
-// The whole file.
-std::string read_file(const std::filesystem::path& path);
+// The whole file, of at most so many bytes: texts are no larger, and a file of holes has any size.
+std::string read_file(const std::filesystem::path& path, uint64_t most = uint64_t{1} << 30);
 
 }  // namespace plumb

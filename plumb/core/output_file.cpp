@@ -70,7 +70,9 @@ OutputFile::OutputFile(std::string path) : path_(std::move(path)) {
   target_ = target.string();
   struct stat old {};
   const bool exists = ::stat(target_.c_str(), &old) == 0;
+  if (!exists && errno != ENOENT) fail(errno);  // links in a circle, say: nothing takes their place
   if (target_.empty()) fail(ENOENT);
+  if (path_.find('\0') != path_.npos) fail(EINVAL);  // the system would end the name there
   if (exists ? S_ISDIR(old.st_mode) : target.filename().empty()) fail(EISDIR);
   if (exists && !S_ISREG(old.st_mode)) {
     if (::access(target_.c_str(), W_OK) != 0) fail(errno);

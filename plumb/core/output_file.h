@@ -8,9 +8,9 @@
 namespace plumb {
 
 // The file has no name while it is written (where the file system knows such files; else one beside `path`, and it is
-// removed if commit() is not reached). commit() names it `path`. A symbolic link stays, and its target is replaced. A
-// device, a FIFO or another file that is not regular is written to directly, from the first write on. Raises
-// Error(CannotWrite) that names the path and the system's reason.
+// removed if commit() is not reached). commit() names it `path`. A symbolic link stays, and its target is replaced; one
+// that leads back to itself is an error. A device, a FIFO or another file that is not regular is written to directly,
+// from the first write on. Raises Error(CannotWrite) that names the path and the system's reason.
 class OutputFile {
  public:
   explicit OutputFile(std::string path);

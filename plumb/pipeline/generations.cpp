@@ -8,6 +8,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
+#include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/listen.h"
 
 namespace plumb {
@@ -38,7 +39,9 @@ std::string left_key(int number, int process) { return left_key(number) + "/" + 
 
 }  // namespace
 
-Generations::Generations() {
+Generations::Generations(int processes) {
+  // Each process's output, errors and connection. Without them the store would wait, or end the process.
+  require_descriptors("the launcher", 3 * processes + kDescriptorsBeside + 2);
   c10d::TCPStoreOptions options;
   options.isServer = true;
   options.waitWorkers = false;

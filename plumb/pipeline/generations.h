@@ -19,8 +19,9 @@ struct LauncherStore;  // c10d's, which this header does not need
 // The launcher's side.
 class Generations {
  public:
-  // Serves the store at a free port of loopback.
-  Generations();
+  // Serves the store for so many processes at a free port of loopback. Raises Error(ExecutionFailed) where there are
+  // too few descriptors for that, Error(Communication) where it fails otherwise.
+  explicit Generations(int processes);
   Generations(const Generations&) = delete;
 
   int port() const { return port_; }

@@ -29,7 +29,7 @@ class Launch {
   LaunchResult run() {
     Descriptor socket;  // so that no other program can take the port
     if (options_.replacements > 0) {
-      generations_ = std::make_unique<Generations>();
+      generations_ = std::make_unique<Generations>(options_.num_processes + options_.spares);
       port_ = generations_->port();
     } else {
       socket = Descriptor(listen_at("127.0.0.1", port_));

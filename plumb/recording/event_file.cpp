@@ -80,6 +80,7 @@ EventFile::EventFile(const std::string& folder) {
               .string();
   std::error_code failed;
   fs::create_directories(folder, failed);
+  if (failed) fail(failed.value());
   file_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (file_ < 0) fail(errno);
   write(text(3, "brain.Event:2"));

@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "plumb/core/error.h"
+#include "plumb/core/output_file.h"
 #include "plumb/graph/parameter_tag.h"
 #include "plumb/recording/rules.h"
 #include "plumb/schedule/generators.h"
@@ -43,12 +44,18 @@ Schedule read_schedule(const TrainOptions& o) {
 
 // A folder that is made when it is needed: what is there already of its path can be written.
 void check_folder(const std::string& option, const std::string& path) {
+  if (path.empty()) return;
   std::filesystem::path folder = path;
   std::error_code ignored;
   while (std::filesystem::symlink_status(folder, ignored).type() == std::filesystem::file_type::not_found) {
     folder = folder.has_parent_path() ? folder.parent_path() : ".";
   }
-  check_writable(option, (folder / "x").string());
+  const std::string inside = (folder / "x").string();
+  try {
+    const OutputFile probe(inside);
+  } catch (const Error& e) {
+    throw Error(e.kind(), option + " " + path + e.message().substr(inside.size()), "", e.remedy());
+  }
 }
 
 void check_outputs(const TrainOptions& o) {
@@ -58,7 +65,9 @@ void check_outputs(const TrainOptions& o) {
   check_writable("--save", o.save);
   check_writable("--csv", o.csv);
   check_writable("--page", o.page);
-  if (!o.dump.empty()) check_folder("--dump", o.dump);
+  check_folder("--dump", o.dump);
+  check_folder("--tensorboard", o.tensorboard);
+  check_folder("--checkpoints", o.checkpoints);
   check_timeline(o.timeline);
   if (!o.history.empty()) check_writable("--history", history_file(o, 0));
   if (o.record.empty() != o.history.empty()) {
