@@ -72,7 +72,7 @@ TEST(Generators, NamesIgnoreCaseAndUnknownOnesListTheKnown) {
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::UnknownName);
     EXPECT_THAT(error.what(), HasSubstr("no schedule named '1F2B'"));
-    EXPECT_THAT(error.what(), HasSubstr("GPipe, 1F1B"));
+    for (const std::string& name : schedule_names()) EXPECT_THAT(error.what(), HasSubstr(name));
   }
 }
 
