@@ -44,7 +44,9 @@ ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
   std::string text = description;
   for (const auto& [stage, list] : parameters) {
     for (const auto& p : list) {
-      text += "\nstage " + std::to_string(stage) + " " + p.name + " " + describe(p.tensor) + " " +
+      // Each may have a device of its own.
+      text += "\nstage " + std::to_string(stage) + " " + p.name + " " +
+              describe(p.tensor.sizes(), at::TensorOptions(p.tensor.scalar_type())) + " " +
               std::to_string(content_hash(p.tensor));
     }
   }

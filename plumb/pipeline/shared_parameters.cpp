@@ -91,7 +91,9 @@ class CopyFinder {
   std::vector<Known> exchange_names() {
     json mine = json::array();
     for (const auto& [stage, parameters] : local_) {
-      for (const auto& p : parameters) mine.push_back({stage, p.name, describe(p.tensor)});
+      // Copies may have devices of their own.
+      for (const auto& p : parameters)
+        mine.push_back({stage, p.name, describe(p.tensor.sizes(), at::TensorOptions(p.tensor.scalar_type()))});
     }
     std::vector<Known> known;
     const auto texts = transport_.exchange(mine.dump());
