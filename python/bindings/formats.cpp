@@ -1,5 +1,9 @@
-// Number formats as plain numbers: plumb.formats is made of these.
+// Number formats as plain numbers: plumb.formats is made of these. And which CUDA kernels operators ask for.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
 #include "module.h"
+#include "plumb/cuda/noted.h"
 #include "plumb/numerics/format.h"
 
 namespace plumb::python {
@@ -27,6 +31,12 @@ Register formats_part([](py::module_& m) {
     return facts(FPFormat(exponent_bits, mantissa_bits, rounding, srbits));
   });
   m.def("standard_format_names", &standard_format_names);
+  m.def(
+      "noted_cuda_kernels",
+      [](const std::string& device, const std::function<void()>& call) {
+        return cuda::noted_kernels(c10::Device(device).type(), call);
+      },
+      py::arg("device"), py::arg("call"));
 });
 
 }  // namespace

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pathlib
+import pickle
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from plumb.pipelining.schedules import get_schedule_class
 from torch import nn
 
 import plumb
-from plumb.transforms import simulate_fp8, track_scales, unit_scale
+from plumb.transforms import Metrics, simulate_fp8, track_scales, unit_scale
 
 pytestmark = pytest.mark.skipif(device.NAME == "cpu", reason="PLUMB_TEST_DEVICE names no device")
 only_testdevice = pytest.mark.skipif(device.NAME != "testdevice", reason="asks the test device")
@@ -124,6 +125,21 @@ def test_a_step_never_waits_for_the_device():
     before = reads()
     str(fp8.scales_graph())
     assert reads() > before
+
+
+@only_testdevice
+def test_metrics_are_read_when_they_are_asked_for():
+    x = values(100, 3).to(device.NAME)
+    metrics, reads = read_during(lambda: Metrics(x, x * 2))
+    assert reads == 0
+    theirs = Metrics(x.cpu(), x.cpu() * 2)
+    told, reads = read_during(lambda: (metrics.fwd.abs_max, metrics.fwd.std, metrics.fwd.numel, metrics.bwd.abs_max))
+    assert told[0] == theirs.fwd.abs_max and told[2:] == (300, theirs.bwd.abs_max) and reads == 2
+    assert told[1] == pytest.approx(theirs.fwd.std, rel=1e-6)
+    x.zero_()
+    assert metrics.fwd == copy.deepcopy(metrics.fwd) and "abs_max" in repr(pickle.loads(pickle.dumps(Metrics(x).fwd)))
+    with pytest.raises(AttributeError):
+        Metrics(x).fwd.nothing  # noqa: B018
 
 
 class Checked(nn.Module):
@@ -282,6 +298,7 @@ def cut(where):
 
 
 def rank_of_pipe(rank, size, where):
+    where = f"{where}:{rank}" if where == "testdevice" else where  # copies of the tied weight are on two devices
     pipe, ids = cut(where)
     stage = pipe.build_stage(rank, torch.device(where))
     schedule, losses = get_schedule_class("1F1B")(stage, 2, lambda y, t: y.pow(2).mean()), []
@@ -326,10 +343,23 @@ def test_messages_between_processes_stay_on_a_device_that_has_a_backend():
     assert [counts[1] for _, counts in ours] == [0, 0], "the host never reads what the device has"
 
 
+# What init_process_group("cpu:gloo,cuda:nccl") does by itself.
+WITH_A_BACKEND = """
+import torch.distributed as dist
+init = dist.init_process_group
+def with_backend(*args, **kwargs):
+    init(*args, **kwargs)
+    torch.ops.plumb_test_device.use_strict_backend(dist.group.WORLD.boxed(), 60_000)
+dist.init_process_group = with_backend
+"""
+
+
 @only_testdevice
-def test_the_example_computes_on_the_device(tmp_path):
+@pytest.mark.parametrize("backend", ["", WITH_A_BACKEND], ids=["staged", "strict"])
+def test_the_example_computes_on_the_device(tmp_path, backend):
     script = pathlib.Path(__file__).resolve().parents[2] / "examples" / "pipeline.py"
-    code = "import device, runpy, sys; device._load_testdevice(); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    code = "import device, runpy, sys, torch; device._load_testdevice()" + (backend or "\n")
+    code += "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -357,9 +387,11 @@ def test_the_example_computes_on_the_device(tmp_path):
 
 
 class Words(nn.Module):
-    def __init__(self):
+    def __init__(self, tied):
         super().__init__()
-        self.table, self.up, self.head = nn.Embedding(32, 8), nn.Linear(8, 16), nn.Linear(16, 32)
+        self.table, self.up, self.head = nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32)
+        if tied:
+            self.head.weight = self.table.weight
 
     def forward(self, ids):
         return self.head(torch.relu(self.up(self.table(ids))))
@@ -370,15 +402,16 @@ def words(tmp_path_factory):
     folder = tmp_path_factory.mktemp("words")
     torch.manual_seed(0)
     with torch.device("cpu"):
-        torch.export.save(torch.export.export(Words(), (torch.arange(16).view(2, 8),)), folder / "words.pt2")
+        for name, tied in (("words", False), ("tied", True)):
+            torch.export.save(torch.export.export(Words(tied), (torch.arange(16).view(2, 8),)), folder / f"{name}.pt2")
     (folder / "tokens.bin").write_bytes(bytes((i * i + i // 7) % 32 for i in range(400)))
     return folder
 
 
-def train(folder, name, *options, steps=4, backend=""):
+def train(folder, name, *options, steps=4, backend="", program="words.pt2"):
     build = os.environ.get("PLUMB_BUILD_DIR", "build")
     preload = os.path.join(os.path.abspath(build), "libplumb_test_device.so")
-    command = [os.path.join(build, "bin", "plumb"), "train", "words.pt2", "--data", "tokens.bin", "--json"]
+    command = [os.path.join(build, "bin", "plumb"), "train", program, "--data", "tokens.bin", "--json"]
     command += ["--threads", "1", "--microbatches", "2", "--steps", str(steps), "--save", f"{name}.pt2", *options]
     env = {**os.environ, "LD_PRELOAD": preload, "PLUMB_TEST_BACKEND": backend}
     ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
@@ -388,12 +421,13 @@ def train(folder, name, *options, steps=4, backend=""):
 
 @only_testdevice
 @pytest.mark.parametrize("backend", ["", "strict"])
-def test_the_command_trains_stages_on_the_device(words, backend):
-    layout = ["--stages", "2", "--at", "head"]
-    expected, ended = train(words, "cpu", *layout)
+@pytest.mark.parametrize("program", ["words.pt2", "tied.pt2"])
+@pytest.mark.parametrize("layout", ["--stages 2 --at head", "--data-parallel 2"])
+def test_the_command_trains_stages_on_the_device(words, backend, layout, program):
+    layout, name = layout.split(), f"there{backend}{len(layout)}{program}"
+    expected, ended = train(words, "cpu", *layout, program=program)
     assert len(expected) == 4, ended.stderr
-    name = f"there{backend}"
-    losses, ended = train(words, name, *layout, "--device", "testdevice", backend=backend)
+    losses, ended = train(words, name, *layout, "--device", "testdevice", backend=backend, program=program)
     assert losses == expected, ended.stderr
     states = [torch.export.load(words / f"{file}.pt2").state_dict for file in ("cpu", name)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
@@ -407,6 +441,23 @@ def test_the_command_goes_on_from_a_checkpoint_on_the_device(words):
     first, ended = train(words, "half", *options, steps=2)
     rest, ended = train(words, "rest", *options)
     assert first + rest == expected, ended.stderr
+
+
+@only_testdevice
+@pytest.mark.parametrize("backend", ["", "strict"])
+@pytest.mark.parametrize("fault", ["kill rank 1 at 1F1 of step 2", "kill rank 0 at 0B0 of step 3"])
+def test_the_command_replaces_a_rank_that_is_lost_on_the_device(words, backend, fault):
+    layout = ["--stages", "2", "--at", "head", "--device", "testdevice", "--checkpoints", f"lost {fault} {backend}"]
+    expected, ended = train(words, "whole", *layout[:4], steps=5)
+    assert len(expected) == 5, ended.stderr
+    name = f"lost{fault[10]}{backend}"
+    losses, ended = train(
+        words, name, *layout, "--checkpoint-every", "100", "--max-restarts", "1", "--inject", fault, steps=5, backend=backend
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert losses[-2:] == expected[-2:] and set(losses) == set(expected), ended.stderr
+    states = [torch.export.load(words / f"{file}.pt2").state_dict for file in ("whole", name)]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 @only_testdevice
