@@ -218,6 +218,15 @@ TEST_F(Browser, AHistoryFitsANarrowPageAndShowsSeveralRuns) {
   EXPECT_THAT(body, HasSubstr("data-colours=\"s0,s1,s2\" data-wide=\"fits\" data-side=\"one\" data-heads=\"4\""));
 }
 
+TEST_F(Browser, AHistoryWithoutGradientsShowsNoneOfTheirAxes) {
+  History history = made(4, 3, 0, -4);
+  for (HistoryStep& step : history.steps) std::erase_if(step.rows, [](const HistoryRow& row) { return row.backward; });
+  const std::string body =
+      body_tag(open(page_of({"forward", {{"a", history}}, formats()}), "--dump-dom --window-size=1400,900"));
+  EXPECT_THAT(body, Not(HasSubstr("data-error")));
+  EXPECT_THAT(body, HasSubstr("data-heads=\"6\""));
+}
+
 TEST_F(Browser, MarksOfACurveThatHardlyMovesAreToldApart) {
   History history = made(4, 12, 0, -4);
   for (size_t s = 0; s < history.steps.size(); ++s)

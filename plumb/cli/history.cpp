@@ -37,6 +37,12 @@ void read_formats(HistoryView& view, const HistoryOptions& o) {
   }
 }
 
+std::string layers_conclusion(const Table& layers) {
+  return "**" + layers.rows.at(0)[0] + "** is the worst of " +
+         std::to_string(std::count(layers.levels.begin(), layers.levels.end(), 0)) + " layers: " + layers.rows[0][1] +
+         " of its values and gradients lose 1 % or more. A layer shows its worst tensor; a click unfolds the others.";
+}
+
 std::string history_page(const HistoryView& view, const std::string& title, const std::string& subtitle) {
   HtmlReport report(title, subtitle);
   std::vector<std::string> names;
@@ -55,13 +61,7 @@ std::string history_page(const HistoryView& view, const std::string& title, cons
         .add(events);
   }
   if (const Table losses = layer_table(view); !losses.rows.empty()) {
-    report.section("What formats would do, by layer")
-        .prose("**" + losses.rows.front()[0] + "** is the worst of " +
-               std::to_string(std::count(losses.levels.begin(), losses.levels.end(), 0)) +
-               " layers: " + losses.rows.front()[1] +
-               " of its values and gradients lose 1 % or more. A layer shows its worst tensor; a click unfolds the "
-               "others.")
-        .add(losses);
+    report.section("What formats would do, by layer").prose(layers_conclusion(losses)).add(losses);
   }
   return report.html();
 }

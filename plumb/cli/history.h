@@ -22,6 +22,9 @@ struct HistoryOptions {
 // Sets the formats of roles and those asked for. UsageError names the option.
 void read_formats(HistoryView& view, const HistoryOptions& options);
 
+// The sentence before a layer_table() that has rows.
+std::string layers_conclusion(const Table& layers);
+
 // A page of everything there is to see.
 std::string history_page(const HistoryView& view, const std::string& title, const std::string& subtitle);
 

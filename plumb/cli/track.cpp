@@ -43,9 +43,7 @@ std::string page(const TrackArguments& o, const ScalesGraph& scales, const Histo
       .prose(conclusion(view))
       .add(view);
   if (const Table losses = layer_table(view); !losses.rows.empty()) {
-    report.section("By layer")
-        .prose("**" + losses.rows.front()[0] + "** has the worst tensor. A click on a layer shows its others.")
-        .add(losses);
+    report.section("By layer").prose(layers_conclusion(losses)).add(losses);
   }
   report.section("Numbers")
       .prose(largest ? "Standard deviations of values go from " + short_number(smallest->metrics->fwd.std) + " (`" +

@@ -102,10 +102,12 @@ for (const figure of all(".history-view")) {
   const row = (r, i, dir) => last(r, i, dir, steps[+slider.value], format(dir));
 
   // The axes hold still while the slider moves.
+  const measured = [false, false];
   const axis = [0, 1].map(dir => {
     let low = Infinity, high = -Infinity;
     for (let r = 0; r < R; ++r) for (let i = 0; i < N; ++i) for (let k = 0; k < d.runs[r].steps.length; ++k) {
       const s = at(r, i, dir, k, -1);
+      measured[dir] ||= !!s;
       for (const v of s ? [s.std, s.mean_abs, s.abs_max] : []) { const e = lg(v); if (e !== null) { low = Math.min(low, e); high = Math.max(high, e); } }
     }
     for (const f of d.formats) if (f.max) { low = Math.min(low, Math.log2(f.sub)); high = Math.max(high, Math.log2(f.max)); }
@@ -113,6 +115,8 @@ for (const figure of all(".history-view")) {
     high = Math.ceil(high) + 1;
     return {low: Math.max(Math.floor(low) - 1, high - 64), high};
   });
+  const sides = measured[1] ? measured[0] ? [0, 1] : [1] : [0];
+  selects.forEach((select, dir) => { select.parentNode.hidden ||= !sides.includes(dir); });
   // Places by width: a narrow page shows values or gradients, and no operators.
   const rowHeight = 6 + 11 * Math.max(1, R);
   let W = 0, panels = [], NAME = 0, OP = 0, columns = [];
@@ -128,8 +132,8 @@ for (const figure of all(".history-view")) {
   let sorted = "tensor", down = false, order = [], chosen = -1;
   const place = width => {
     W = width;
-    const narrow = W < 620, dirs = narrow ? [side.selectedIndex] : [0, 1];
-    side.parentNode.hidden = !narrow;
+    const narrow = W < 620, dirs = narrow && sides.length > 1 ? [side.selectedIndex] : sides;
+    side.parentNode.hidden = !narrow || sides.length < 2;
     NAME = narrow ? Math.min(150, W * .36) : W < 900 ? 190 : 232;
     OP = W < 900 ? 0 : 118;
     const STD = narrow ? 0 : W < 900 ? 58 : 70, LOSS = 52;
