@@ -2,8 +2,10 @@
 #include "plumb/cli/import.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <iostream>
@@ -24,18 +26,31 @@ namespace fs = std::filesystem;
 constexpr const char* kReadFolder =
     "import sys; sys.path[:] = [p for p in sys.path if p]; from plumb.hf.__main__ import main; sys.exit(main())";
 
-TemporaryFolder::TemporaryFolder() {
+namespace {
+std::atomic<const char*> temporary_folder = nullptr, temporary_file = nullptr;
+}  // namespace
+
+TemporaryFile::TemporaryFile(const std::string& name) {
   std::error_code error;
-  path_ = (fs::temp_directory_path(error) / "plumb-XXXXXX").string();
-  if (error || ::mkdtemp(path_.data()) == nullptr) {
+  folder_ = (fs::temp_directory_path(error) / "plumb-XXXXXX").string();
+  if (error || ::mkdtemp(folder_.data()) == nullptr) {
     throw Error(ErrorKind::CannotWrite, "no temporary folder can be made: " + std::string(std::strerror(errno)), "",
                 "set TMPDIR to a folder that can be written");
   }
+  path_ = folder_ + "/" + name;
+  temporary_file = path_.c_str();
+  temporary_folder = folder_.c_str();
 }
 
-TemporaryFolder::~TemporaryFolder() {
+TemporaryFile::~TemporaryFile() {
+  temporary_folder = temporary_file = nullptr;
   std::error_code ignored;
-  fs::remove_all(path_, ignored);
+  fs::remove_all(folder_, ignored);
+}
+
+void TemporaryFile::remove() noexcept {
+  if (const char* file = temporary_file) ::unlink(file);
+  if (const char* folder = temporary_folder) ::rmdir(folder);
 }
 
 void import_folder(const ImportOptions& o) {

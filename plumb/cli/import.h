@@ -18,17 +18,21 @@ struct ImportOptions {
 // python3. Raises ExitCode after Python has said what is wrong, and Error(ExecutionFailed) if there is no Python.
 void import_folder(const ImportOptions& options);
 
-// A folder of its own under the system's for temporary files, gone with the object.
-class TemporaryFolder {
+// A file to be written under this name, in a folder of its own under the system's for temporary files. Both are gone
+// with the object. One at a time.
+class TemporaryFile {
  public:
-  TemporaryFolder();
-  ~TemporaryFolder();
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  std::string file(const std::string& name) const { return path_ + "/" + name; }
+  explicit TemporaryFile(const std::string& name);
+  ~TemporaryFile();
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+  const std::string& path() const { return path_; }
+
+  // Of the one that there is. Safe in a signal handler, before the process ends.
+  static void remove() noexcept;
 
  private:
-  std::string path_;
+  std::string folder_, path_;
 };
 
 }  // namespace plumb::cli

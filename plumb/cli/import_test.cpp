@@ -50,6 +50,17 @@ TEST_F(Importing, SaysWhatIsWrong) {
   EXPECT_NE(plumb("import llama -o x.pt2").err.find("cannot start '/nowhere/python'"), std::string::npos);
 }
 
+TEST_F(Importing, LeavesNoTemporaryFolderWhenAPlanIsInterrupted) {
+  fs::create_directory(folder() / "tmp");
+  for (const char* seconds : {"0.2", "1"}) {
+    const Ended run = shell("TMPDIR=$PWD/tmp timeout -s INT " + std::string(seconds) +
+                            " " PLUMB_COMMAND " plan bare --ranks 2 --length 16");
+    EXPECT_NE(run.code, 0);
+    for (const auto& entry : fs::directory_iterator(folder() / "tmp"))
+      EXPECT_NE(entry.path().filename().string().rfind("plumb-", 0), 0u) << entry.path();
+  }
+}
+
 TEST_F(Importing, PlansForAFolderWithoutItsWeights) {
   const Ended text = plumb("plan bare --ranks 2 --memory 1GiB --length 16");
   ASSERT_EQ(text.code, 0) << text.err;

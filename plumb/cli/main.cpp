@@ -12,6 +12,7 @@
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
 #include "plumb/cli/exit_code.h"
+#include "plumb/cli/import.h"
 #include "plumb/cli/signals.h"
 #include "plumb/core/error.h"
 #include "plumb/core/freed_memory.h"
@@ -35,6 +36,7 @@ extern "C" void on_signal(int signal, siginfo_t* info, void*) {
         ::write(STDERR_FILENO, saved ? kText : kNothing, (saved ? sizeof kText : sizeof kNothing) - 1);
   }
   plumb::remove_temporary_files();
+  plumb::cli::TemporaryFile::remove();
   ::signal(signal, SIG_DFL);
   ::raise(signal);
 }

@@ -160,12 +160,12 @@ void check_arguments(PlanArguments& o) {
 void read_planned(PlanArguments& o, Planned& planned, Progress& progress) {
   at::set_num_threads(o.threads);
   std::string file = o.file;
-  std::optional<TemporaryFolder> temporary;
+  std::optional<TemporaryFile> temporary;
   if (std::filesystem::is_directory(file)) {
     progress.next("capturing the model of " + file);
     ImportOptions import;
     import.folder = o.file;
-    import.output = file = temporary.emplace().file("model.pt2");
+    import.output = file = temporary.emplace("model.pt2").path();
     import.batch = o.batch;
     import.length = o.length;
     import_folder(import);

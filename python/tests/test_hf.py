@@ -192,6 +192,11 @@ def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path):
     change(num_hidden_layers=3)  # fewer than the folder has
     assert any("are not the model's" in note for note in hf.load(folder, batch=1, length=8).notes)
     change()
+    index = folder / "model.safetensors.index.json"
+    index.touch()
+    os.truncate(index, 1 << 36)
+    refused("index.json: has 68719476736 bytes", folder, batch=1, length=8)
+    os.remove(index)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
     refused("model.safetensors", folder, batch=1, length=8)
     os.rename(folder / "model.safetensors", folder / "pytorch_model.bin")
