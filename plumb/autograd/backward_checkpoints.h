@@ -6,6 +6,7 @@
 // checkpoint's tensors, those that the weight half will need are taken too, and kept by their nodes until it has run.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -16,6 +17,13 @@ class SavedVariable;
 }
 
 namespace plumb {
+
+// An autograd node of this library shows what it saved.
+class SavesTensors {
+ public:
+  virtual ~SavesTensors() = default;
+  virtual void visit_saved(const std::function<void(torch::autograd::SavedVariable&)>& visit) = 0;
+};
 
 struct CheckpointedVariable {
   torch::autograd::SavedVariable* variable;

@@ -22,10 +22,6 @@
 namespace plumb {
 namespace {
 
-// A mode key above autograd and the composite operators that nothing else uses (captures have the one above it). Only
-// the operators of recompute_facts.h have kernels for it, all others do not notice.
-constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
-
 constexpr size_t kFewBytes = 4096;  // below it the hook costs more than it saves
 constexpr size_t kSmallShare = 8;   // an input that nobody keeps is copied if it is so much smaller than the result
 constexpr int64_t kMostSteps = 8;   // operators in a row that are computed again for one result
@@ -43,16 +39,22 @@ struct Loan {
 };
 
 struct CheapRecompute::State {
-  explicit State(bool check) : check(check), outer(std::exchange(current, this)), keys(kKey) {}
+  explicit State(bool check) : check(check), outer(std::exchange(current, this)) { keys.emplace(kRecomputeKey); }
   ~State() { current = outer; }
+  // Where no CheapRecompute lives: knows of values of formats alone (saved_codes.h).
+  static State& of_codes() {
+    thread_local State state;
+    return state;
+  }
 
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool cheap);
   void decide_all();
 
-  const bool check;
+  const bool check = false;
   RecomputeReport report;
 
  private:
+  State() = default;
   void lend(size_t arg, c10::IValue& value, std::vector<Loan>& loans);
   void remember(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at::ArrayRef<c10::IValue> results,
                 std::vector<RecipeUse>& uses);
@@ -65,8 +67,8 @@ struct CheapRecompute::State {
   bool same_again(Recipe& recipe);
   void drop(Recipe& recipe);
 
-  State* const outer;
-  const c10::impl::IncludeDispatchKeyGuard keys;
+  State* const outer = nullptr;
+  std::optional<c10::impl::IncludeDispatchKeyGuard> keys;
   // By memory. The weak references inside keep addresses from being given out again.
   std::unordered_map<const c10::StorageImpl*, std::shared_ptr<Recipe>> recipes;
   std::unordered_map<const c10::StorageImpl*, WeakStorage> retained;  // kept by some node
@@ -84,12 +86,12 @@ bool may_cast(const c10::OperatorHandle& op) {
 
 template <bool cheap>
 void note_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  keys = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  const bool watched = current && c10::GradMode::is_enabled() &&
+  keys = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kRecomputeKey);
+  const bool watched = (current || knows_codes()) && c10::GradMode::is_enabled() &&
                        !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradCPU) &&
                        !at::SavedTensorDefaultHooks::get_hooks();
   if (!watched || may_cast(op)) return op.redispatchBoxed(keys, stack);
-  current->call(op, keys, stack, cheap);
+  (current ? *current : CheapRecompute::State::of_codes()).call(op, keys, stack, cheap);
 }
 
 template <class Visit>
@@ -125,6 +127,7 @@ int needed_by(const c10::OperatorHandle& op, size_t arg) {
 
 void CheapRecompute::State::call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
                                  bool cheap) {
+  const bool codes_only = this != current;
   const size_t count = op.schema().arguments().size(), first = stack->size() - count;
   std::vector<c10::IValue> args(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
   bool plain = true;
@@ -151,20 +154,21 @@ void CheapRecompute::State::call(const c10::OperatorHandle& op, c10::DispatchKey
     }
   }
   if (result.defined() && result.grad_fn() && has_plain_memory(result)) {
-    if (cheap) {
+    if (cheap && !codes_only) {
       remember(op, std::move(args), results, uses);
-    } else if (result.storage().use_count() > 1) {
+    } else if (!codes_only && result.storage().use_count() > 1) {
       retain(result);
     }
     if (!uses.empty()) {
       for (const RecipeUse& use : uses) {
+        if (use.recipe->is_of_codes()) let_go_of_codes(use.recipe);
         if (use.recipe->decision == Recipe::Decision::Pending) undecided.push_back(use.recipe);
         if (use.recipe->decision == Recipe::Decision::Recompute) drop(*use.recipe);
       }
       fill_around(*result.grad_fn(), std::move(uses));
     }
   }
-  if (cheap) decide_all();
+  if (cheap || codes_only) decide_all();
 }
 
 void CheapRecompute::State::retain(const at::Tensor& saved) {
@@ -179,7 +183,7 @@ void CheapRecompute::State::lend(size_t arg, c10::IValue& value, std::vector<Loa
   if (impl->is_wrapped_number() || (t.requires_grad() && t.is_leaf())) return;
   auto recipe = recipe_of(Part(t));
   if (recipe && recipe->decision == Recipe::Decision::Keep) return;
-  if (!recipe && is_retained(t.storage().unsafeGetStorageImpl())) return;
+  if (!recipe && (this != current || is_retained(t.storage().unsafeGetStorageImpl()))) return;
   auto copy = impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true);
   if (recipe) copy->set_storage_keep_dtype(recipe->lend(t.storage()));
   at::Tensor alias(std::move(copy));
@@ -209,10 +213,12 @@ void CheapRecompute::State::remember(const c10::OperatorHandle& op, std::vector<
 }
 
 std::shared_ptr<Recipe> CheapRecompute::State::recipe_of(const Part& part) const {
-  const auto it = recipes.find(part.storage._unsafe_get_target());
-  if (it == recipes.end()) return nullptr;
-  const Part& result = it->second->result;
-  return result.version == part.version && result.options.dtype() == part.options.dtype() ? it->second : nullptr;
+  const c10::StorageImpl* storage = part.storage._unsafe_get_target();
+  const auto it = recipes.find(storage);
+  auto recipe = it == recipes.end() ? recipe_of_codes(storage) : it->second;
+  if (!recipe || recipe->result.version != part.version || recipe->result.options.dtype() != part.options.dtype())
+    return nullptr;
+  return recipe;
 }
 
 bool CheapRecompute::State::is_retained(const c10::StorageImpl* storage) const {

@@ -98,6 +98,7 @@ Recipe::Recipe(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at:
 at::Tensor Recipe::compute() {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below;
+  if (make_) return make_();
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   torch::jit::Stack stack = args_;
   std::map<size_t, std::vector<at::Tensor>> lists;

@@ -5,6 +5,7 @@
 #include <ATen/core/stack.h>
 #include <c10/core/TensorImpl.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -38,6 +39,13 @@ class Recipe : public std::enable_shared_from_this<Recipe> {
   // `results`: all that the call gave.
   Recipe(const c10::OperatorHandle& op, std::vector<c10::IValue> args, at::ArrayRef<c10::IValue> results,
          int64_t order);
+
+  // Not by the call but by this: the values of a format from their codes. Not counted among what was computed again.
+  void make_by(std::function<at::Tensor()> make) {
+    make_ = std::move(make);
+    counted = true;
+  }
+  bool is_of_codes() const { return make_ != nullptr; }
 
   struct Source {
     size_t arg;
@@ -88,10 +96,17 @@ class Recipe : public std::enable_shared_from_this<Recipe> {
     Part of_mean, of_rstd;
   };
   std::optional<Moments> moments_;
+  std::function<at::Tensor()> make_;
   std::optional<at::Tensor> waiting_;
   std::optional<WeakStorage> lent_;
   bool filled_ = false;
 };
+
+// Of memory that a quantiser filled on this thread, if its codes are there (saved_codes.h).
+std::shared_ptr<Recipe> recipe_of_codes(const c10::StorageImpl* storage);
+bool knows_codes();
+// Nodes keep the recipe now, and its codes as long as they live.
+void let_go_of_codes(const std::shared_ptr<Recipe>& recipe);
 
 // For a result that its own node saved: the node keeps the storage it has, which is the answer and now lent; the result
 // gets one of its own.

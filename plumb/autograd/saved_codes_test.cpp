@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "plumb/autograd/simulate_format.h"
+#include "plumb/graph/recompute_facts.h"
 #include "plumb/numerics/quantise.h"
 
 namespace plumb {
@@ -36,6 +37,7 @@ const std::vector<Product> kProducts = {
 Tensors gradients(const Product& c, const std::string& bwd) {
   at::manual_seed(1);
   at::Tensor a = at::randn(c.left).requires_grad_(), b = at::randn(c.right).requires_grad_();
+  const c10::impl::IncludeDispatchKeyGuard as_in_a_graph(kRecomputeKey);
   at::Tensor qa = ops::simulate_format(a, "E4M3-SR", "none", 5), qb = ops::simulate_format(b, "E4M3-SR", "none", 6);
   at::Tensor y = c.product(qa, qb);
   if (!bwd.empty()) y = ops::simulate_format(y, "none", bwd, 7);
@@ -52,6 +54,7 @@ TEST(SavedCodes, GradientsOfProductsAreTheSameBits) {
 }
 
 TEST(SavedCodes, LetGoOfTheQuantisedTensor) {
+  const c10::impl::IncludeDispatchKeyGuard as_in_a_graph(kRecomputeKey);
   for (const Product& c : kProducts) {
     at::Tensor a = at::randn(c.left).requires_grad_(), b = at::randn(c.right).requires_grad_(), y;
     c10::weak_intrusive_ptr<c10::StorageImpl> memory = [&] {
@@ -65,6 +68,7 @@ TEST(SavedCodes, LetGoOfTheQuantisedTensor) {
 
 TEST(SavedCodes, LeaveAloneWhatWasWrittenSince) {
   // Written before it is saved: no longer values of the format.
+  const c10::impl::IncludeDispatchKeyGuard as_in_a_graph(kRecomputeKey);
   at::manual_seed(1);
   at::Tensor a = at::randn({20, 32}).requires_grad_(), b = at::randn({40, 32}).requires_grad_();
   at::Tensor qa = ops::simulate_format(a, "E4M3", "none");
@@ -75,6 +79,7 @@ TEST(SavedCodes, LeaveAloneWhatWasWrittenSince) {
 }
 
 TEST(SavedCodes, GradientsOfGradientsArePossible) {
+  const c10::impl::IncludeDispatchKeyGuard as_in_a_graph(kRecomputeKey);
   at::Tensor a = at::randn({20, 32}).requires_grad_(), b = at::randn({40, 32}).requires_grad_();
   at::Tensor y = ops::simulate_format(
       at::linear(ops::simulate_format(a, "E4M3", "none"), ops::simulate_format(b, "E4M3", "none")), "none", "E5M2");

@@ -12,6 +12,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/mix_bits.h"
 #include "plumb/graph/node_seeds.h"
+#include "plumb/graph/recompute_facts.h"
 
 namespace plumb {
 namespace {
@@ -65,6 +66,7 @@ struct Plan::Impl {
   std::vector<Slot> outputs;
   std::vector<Impl> nested;
   uint32_t num_registers = 0;
+  bool rounds = false;  // values to formats: products may keep codes of them
   // For messages only: they must not keep the graph alive.
   struct Label {
     std::string node, where;
@@ -104,6 +106,8 @@ struct Plan::Impl {
     const bool caller_grad = c10::GradMode::is_enabled();
     bool grad = caller_grad;
     GradModeScope restore;
+    std::optional<c10::impl::IncludeDispatchKeyGuard> watched;
+    if (rounds && caller_grad) watched.emplace(kRecomputeKey);
     const Instruction* now = nullptr;
     try {
       for (const Instruction& in : instructions) {
@@ -303,9 +307,11 @@ void PlanCompiler::instruction(const Node& node) {
   const uint64_t seed = node.num_results() ? mix_seeds(within_, seed_of_name(node.result(0)->name())) : within_;
   // A function that nobody looks into may draw, too.
   if (node.is_call() && (node.is_random() || node.target() == "plumb::python_function")) in.random = seed;
+  plan_.rounds = plan_.rounds || node.is_op("plumb::simulate_format") || node.is_op("plumb::track_rounded");
   if (node.kind() == NodeKind::CallModule) {
     in.nested = static_cast<int32_t>(plan_.nested.size());
     plan_.nested.push_back(PlanCompiler(*node.subgraph(), state_, seed).compile());
+    plan_.rounds = plan_.rounds || plan_.nested.back().rounds;
   }
   in.first_out = static_cast<uint32_t>(plan_.outs.size());
   size_t next = 0;

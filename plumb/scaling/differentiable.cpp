@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "plumb/autograd/saved_codes.h"
+#include "plumb/autograd/backward_checkpoints.h"
 #include "plumb/core/error.h"
 #include "plumb/scaling/kernels.h"
 

@@ -10,7 +10,6 @@
 #include "module.h"
 #include "plumb/autograd/backward_checkpoints.h"
 #include "plumb/autograd/backward_halves.h"
-#include "plumb/autograd/saved_codes.h"
 #include "tensors.h"
 
 namespace plumb::python {
