@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from types import MethodType
-from typing import Any, Dict, Literal, Optional, Protocol, get_args
+from typing import Any, Callable, Dict, Literal, Optional, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 from typing_extensions import TypeGuard
 
 from . import _C
@@ -46,10 +46,24 @@ def tag_parameter(parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth:
     parameter.mup_type = mup_type
     parameter.mup_scaling_depth = mup_scaling_depth
     # copy and pickle look on the object first; nn.Parameter's own methods would drop the tags or keep these methods.
-    parameter.__deepcopy__ = MethodType(_deepcopy, parameter)
-    parameter.__reduce_ex__ = MethodType(_reduce_ex, parameter)
+    parameter.__deepcopy__ = _Method(_deepcopy, parameter)
+    parameter.__reduce_ex__ = _Method(_reduce_ex, parameter)
     _C.tag(parameter, mup_type, mup_scaling_depth)
     return parameter
+
+
+class _Method:
+    """A bound method that does not keep its parameter, whose memory would else be held until Python looks for cycles: that does not
+    depend on how large tensors are."""
+
+    def __init__(self, function: Callable, parameter: nn.Parameter):
+        self._function, self._parameter = function, TensorWeakRef(parameter)
+
+    def __call__(self, *args: Any) -> Any:
+        parameter = self._parameter()
+        if parameter is None:
+            raise ReferenceError("the parameter that these tags were given to is gone: plumb.parameter.tag_parameter gives them anew")
+        return self._function(parameter, *args)
 
 
 def untag_parameter(parameter: nn.Parameter) -> None:

@@ -1,7 +1,9 @@
 """u-muP's tags go where parameters go: files, stages, copies, pickles."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -29,6 +31,27 @@ def scaled():
     model(*args)
     assert tags(model)["blocks.0.mlp.0.weight"][1] is not None, "the depth rule gives depths"
     return model, args
+
+
+def test_tagged_parameters_that_nobody_has_are_free_at_once():
+    gc.disable()
+    try:
+        layer = plumb.nn.Linear(4, 4)
+        kept = [weakref.ref(p) for p in layer.parameters()]
+        del layer
+        assert kept and not any(ref() is not None for ref in kept)
+    finally:
+        gc.enable()
+
+
+def test_a_transformed_model_that_nobody_has_is_free_after_one_look_for_cycles(scaled):
+    model = copy.deepcopy(scaled[0])
+    model(*scaled[1])
+    kept = [weakref.ref(p) for p in model.parameters()]
+    gc.collect()
+    del model
+    gc.collect()
+    assert kept and not any(ref() is not None for ref in kept)
 
 
 def test_a_file_keeps_tags(scaled, tmp_path):
