@@ -179,6 +179,8 @@ def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path):
     refused("has 2000 layers", folder)
     change(num_hidden_layers=-5)
     refused("has -5 layers", folder)
+    change(get_text_config=5)
+    refused("config.json", folder, batch=1, length=8)
     change(architectures=5)  # names none, so that the kind's own counts
     assert len(hf.load(folder, batch=1, length=8).state_dict()) == len(stored(folder))
     (folder / "generation_config.json").touch()

@@ -78,6 +78,9 @@ def read_config(folder: str) -> Any:
             kind=ErrorKind.BadFile,
             remedy="a model that transformers itself has; code that lies in folders is never run",
         ) from error
+    for key in vars(config):
+        if callable(getattr(type(config), key, None)):
+            raise Error(f"{path}: '{key}' is a function of {type(config).__name__}, and no value", kind=ErrorKind.BadFile)
     for part in (config, config.get_text_config()):
         layers = getattr(part, "num_hidden_layers", None)
         if isinstance(layers, int) and not 0 <= layers <= _MOST_LAYERS:
