@@ -13,6 +13,7 @@ unit-scaling, is measured in the same rounds where it can be imported.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import statistics
 import subprocess
@@ -349,6 +350,7 @@ def resident_of(name: str) -> None:
     for _ in range(20):
         step()
     held, peak = status("VmRSS"), status("VmHWM")
+    gc.collect()  # the models that transforms copied
     plumb.release_freed_memory()
     print(json.dumps([x - before for x in (held, peak, status("VmRSS"))]))
 
@@ -361,8 +363,8 @@ def resident(only: list[str]) -> None:
             continue
         run = subprocess.run([sys.executable, __file__, f"--resident-of={name}"], check=True, stdout=subprocess.PIPE, text=True)
         rows.append([name, *(f"{x / 2**20:.0f}" for x in json.loads(run.stdout.splitlines()[-1]))])
-    print("\nResident memory that a fresh process has grown by after 20 such steps, MiB; once its free memory is given back")
-    print("(`plumb.release_freed_memory()`).")
+    print("\nResident memory that a fresh process has grown by after 20 such steps, MiB; once what is free is given back")
+    print("(`gc.collect()`, `plumb.release_freed_memory()`).")
     table(["", "after 20 steps", "at its peak", "given back"], rows)
 
 
