@@ -363,7 +363,7 @@ def resident(only: list[str]) -> None:
             continue
         run = subprocess.run([sys.executable, __file__, f"--resident-of={name}"], check=True, stdout=subprocess.PIPE, text=True)
         rows.append([name, *(f"{x / 2**20:.0f}" for x in json.loads(run.stdout.splitlines()[-1]))])
-    print("\nResident memory that a fresh process has grown by after 20 such steps, MiB; once what is free is given back")
+    print("\nResident memory that a fresh process has grown by after 20 steps of that GPT, MiB; once what is free is given back")
     print("(`gc.collect()`, `plumb.release_freed_memory()`).")
     table(["", "after 20 steps", "at its peak", "given back"], rows)
 
