@@ -148,7 +148,7 @@ Box box(3);
 
 ### `Box`
 
-Holds `box_size` things. Throws Error for a size \\< 1.
+Holds `box_size` things. Throws Error for a size &lt; 1.
 
 ```cpp
 class Box {
