@@ -26,7 +26,8 @@ from plumb.pipelining import SplitPoint, pipeline  # noqa: E402
 from plumb.pipelining.schedules import Schedule1F1B  # noqa: E402
 
 WIRE = ("e4m3fn", "e5m2")
-MICROBATCHES, ROWS, CONTEXT, WIDTH = 8, 64, 32, 64
+MICROBATCHES = 8
+SIZES = [(32, 16, 128), (64, 64, 32), (128, 64, 32)]  # width, rows of a microbatch, context
 
 
 def by_schedule():
@@ -45,33 +46,63 @@ def by_schedule():
             print(f"| {size} | {name} | {sent[None]:,} | {sent[WIRE]:,} | {share:.2f} | {'yes' if equal else 'NO'} |")
 
 
-def steps(rank, size, wire, count):
+def loss(y, t):
+    return torch.nn.functional.cross_entropy(y.flatten(0, 1), t.flatten())
+
+
+def model_and_batch(width, rows, context):
     torch.manual_seed(0)
-    model = GPT(vocab=64, d=WIDTH, layers=2, context=CONTEXT)
-    ids = torch.randint(64, (ROWS * MICROBATCHES, CONTEXT))
-    pipe = pipeline(model, (ids[:ROWS],), split_spec={"blocks.1": SplitPoint.BEGINNING}, wire=wire)
-    stage = pipe.build_stage(rank, torch.device("cpu"))
-    loss = lambda y, t: torch.nn.functional.cross_entropy(y.flatten(0, 1), t.flatten())  # noqa: E731
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss)
+    return GPT(vocab=64, d=width, layers=2, context=context), torch.randint(64, (rows * MICROBATCHES, context))
+
+
+def steps(rank, size, wire, count, *sizes):
+    """Seconds of each step, and a rank's seconds of a processor."""
+    model, ids = model_and_batch(*sizes)
+    pipe = pipeline(model, (ids[: sizes[1]],), split_spec={"blocks.1": SplitPoint.BEGINNING}, wire=wire)
+    schedule = Schedule1F1B(pipe.build_stage(rank, torch.device("cpu")), MICROBATCHES, loss)
     seconds = []
     for _ in range(count):
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         schedule.step(*([ids] if rank == 0 else []), target=ids)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append((time.perf_counter() - begin, time.process_time() - busy))
     return seconds[2:]
 
 
+def half_of_eager(sizes):
+    """A processor's seconds for half of what eager mode computes in a step: a rank's share."""
+    torch.set_num_threads(1)
+    model, ids = model_and_batch(*sizes)
+    seconds = []
+    for _ in range(8):
+        busy = time.process_time()
+        for batch in ids.chunk(MICROBATCHES):
+            loss(model(batch), batch).backward()
+        seconds.append(time.process_time() - busy)
+    return statistics.median(seconds[2:]) / 2
+
+
 def over_a_slow_link():
-    print("| link | format | a step, median | against float32 |\n|---|---|---|---|")
-    for link in ("loopback", "100 Mbit/s"):
-        if link != "loopback":
+    """Medians in milliseconds: a step, and what the busier rank computes in it."""
+    print(
+        "| width, rows x context | half of eager | loopback, float32 | computed | FP8 | computed | 100 Mbit/s, float32 | FP8 | share |"
+        "\n|---|---|---|---|---|---|---|---|---|"
+    )
+    cells = {sizes: [f"{1000 * half_of_eager(sizes):.0f} ms"] for sizes in SIZES}
+    plain = {}
+    for slow in (False, True):
+        if slow:
             subprocess.run("tc qdisc add dev lo root tbf rate 100mbit burst 128kb latency 2s", shell=True, check=True)
-        plain = None
-        for name, wire in (("float32", None), ("FP8", WIRE)):
-            ends = ranks.run(steps, 2, wire, 12, timeout=300.0)
-            median = statistics.median([max(both) for both in zip(*ends)])
-            plain = plain or median
-            print(f"| {link} | {name} | {1000 * median:.0f} ms | {median / plain:.2f} |", flush=True)
+        for sizes, row in cells.items():
+            for wire in (None, WIRE):
+                ends = ranks.run(steps, 2, wire, 12, *sizes, timeout=300.0)
+                step = statistics.median(max(both)[0] for both in zip(*ends))
+                busy = max(statistics.median(b for _, b in end) for end in ends)
+                row += [f"{1000 * step:.0f} ms"] + ([] if slow else [f"{1000 * busy:.0f} ms"])
+                if slow and wire:
+                    row.append(f"{step / plain[sizes]:.2f}")
+                plain[sizes] = step  # of float32, when FP8's comes
+    for (width, rows, context), row in cells.items():
+        print(f"| {width}, {rows} x {context} | {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":
