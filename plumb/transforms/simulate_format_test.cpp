@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "plumb/autograd/live_bytes.h"
 #include "plumb/autograd/simulate_format.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
@@ -53,6 +54,20 @@ TEST(SimulateFormat, RoundsInputsAndWeightsForwardAndTheOutputsGradient) {
       %z = aten::relu(%y_bwd)
       output(%z)
     })")));
+}
+
+TEST(SimulateFormat, ARunKeepsAQuarterOfWhatProductsSave) {
+  State state;
+  const at::Tensor x = at::randn({128, 256}).requires_grad_(), w = at::randn({256, 256}).requires_grad_();
+  state.add({"w", AttrKind::Parameter, w});
+  auto module = module_of(R"(graph { %x: f32[128, 256] = placeholder "x" %w = get_attr "w"
+      %y: f32[128, 256] = aten::linear(%x, %w) output(%y) })",
+                          std::move(state));
+  simulate_format(*module, nearest());
+  module->run({x});
+  const LiveBytes meter;
+  const at::Tensor y = module->run({x})[0].toTensor();
+  EXPECT_LE(double(meter.live()) - double(y.nbytes()), 0.3 * double(x.nbytes() + w.nbytes()));
 }
 
 TEST(SimulateFormat, GivesTheValuesAndGradientsOfQuantisedOperands) {
