@@ -72,7 +72,7 @@ std::string host_name() {
 
 }  // namespace
 
-EventFile::EventFile(const std::string& folder) {
+EventFile::EventFile(const std::string& folder, std::optional<int64_t> after) {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   const auto microseconds = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
   path_ = (fs::path(folder) / ("events.out.tfevents." + std::to_string(microseconds) + "." + host_name() + "." +
@@ -84,6 +84,8 @@ EventFile::EventFile(const std::string& folder) {
   file_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (file_ < 0) fail(errno);
   write(text(3, "brain.Event:2"));
+  const std::string start = key(1, kVarint) + varint(1);
+  if (after) write(key(2, kVarint) + varint(static_cast<uint64_t>(*after + 1)) + text(7, start));
 }
 
 EventFile::~EventFile() { ::close(file_); }

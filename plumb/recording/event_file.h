@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,7 +18,9 @@ class EventFile {
     std::vector<double> edges, counts;  // one edge more than counts
   };
 
-  explicit EventFile(const std::string& folder);
+  // `after`: the step that a run goes on after. What files beside it say of later steps is out of date (a SessionLog
+  // that starts, at which TensorBoard drops those).
+  explicit EventFile(const std::string& folder, std::optional<int64_t> after = {});
   ~EventFile();
   EventFile(const EventFile&) = delete;
   EventFile& operator=(const EventFile&) = delete;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -93,8 +94,9 @@ class HistoryWriter {
  public:
   // A new file; with `append`, an existing one is read, a torn last record is cut off, and goes on. Throws
   // Error(InvalidArgument) for a file that holds anything already (without `append`), that cannot be written, or that
-  // another writer has open, and Error(BadFile) for one to be appended to that is no history.
-  HistoryWriter(const std::filesystem::path& path, bool append);
+  // another writer has open, and Error(BadFile) for one to be appended to that is no history. `after`: what an existing
+  // one has of later steps is cut off, for they are computed again.
+  HistoryWriter(const std::filesystem::path& path, bool append, std::optional<int64_t> after = {});
   ~HistoryWriter();
   HistoryWriter(const HistoryWriter&) = delete;
 

@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace plumb::history_format {
@@ -10,6 +11,8 @@ namespace plumb::history_format {
 static_assert(std::endian::native == std::endian::little, "histories are written as memory holds them");
 
 inline constexpr std::string_view kMagic{"PLUMBHIS\x01\0\0\0\0\0\0\0", 16};
+
+inline constexpr uint64_t kMostBytes = uint64_t{1} << 36;  // of a file that is read
 
 struct Head {
   uint32_t kind = 0;
@@ -40,5 +43,8 @@ static_assert(sizeof(Row) == 88);
 inline constexpr int kBinShift = 56;
 
 uint32_t checksum(const Head& head, std::string_view payload);
+
+// Of bytes that parse_history() takes, what stands before the first record of a step beyond this one.
+std::string_view until_step(std::string_view bytes, int64_t last);
 
 }  // namespace plumb::history_format

@@ -7,6 +7,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/input_file.h"
 #include "plumb/recording/history.h"
+#include "plumb/recording/history_format.h"
 
 namespace plumb {
 namespace {
@@ -14,9 +15,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr size_t kMostCases = 16;  // of an event
-constexpr uint64_t kMostHistory = uint64_t{1} << 36;
 
-History history_of(const fs::path& path) { return parse_history(read_file(path, kMostHistory), path.string()); }
+History history_of(const fs::path& path) {
+  return parse_history(read_file(path, history_format::kMostBytes), path.string());
+}
 
 fs::path file_of_rank(const fs::path& path, size_t rank) {
   return fs::path(path).concat(".rank" + std::to_string(rank));

@@ -165,6 +165,22 @@ class Parser {
 
 }  // namespace
 
+std::string_view history_format::until_step(std::string_view bytes, int64_t last) {
+  size_t at = kMagic.size();
+  while (at + sizeof(Head) <= bytes.size()) {
+    std::string_view rest = bytes.substr(at);
+    const auto head = take<Head>(rest);
+    if (head.length > rest.size()) break;
+    const std::string_view payload = rest.substr(0, head.length);
+    int64_t step = 0;
+    if (head.kind == kStep) std::memcpy(&step, payload.data(), sizeof step);
+    if (head.kind == kScalars || head.kind == kEvent) step = parse_json(payload).at("step").get<int64_t>();
+    if (step > last) break;
+    at += sizeof head + payload.size();
+  }
+  return bytes.substr(0, at);
+}
+
 int64_t History::last_step() const {
   int64_t last = 0;
   if (!steps.empty()) last = std::max(last, steps.back().step);

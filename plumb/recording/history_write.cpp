@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "plumb/core/error.h"
+#include "plumb/core/input_file.h"
 #include "plumb/core/system_remedy.h"
 #include "plumb/recording/history.h"
 #include "plumb/recording/history_format.h"
@@ -55,7 +56,8 @@ bool holds_nothing(const std::filesystem::path& path) {
 
 }  // namespace
 
-HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append) : path_(path) {
+HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append, std::optional<int64_t> after)
+    : path_(path) {
   std::error_code error;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
   file_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
@@ -72,15 +74,21 @@ HistoryWriter::HistoryWriter(const std::filesystem::path& path, bool append) : p
       }
       if (ftruncate(file_, 0) != 0) fail(std::strerror(errno));
     } else {
-      const History old = read_history(path);
+      const std::string bytes = read_file(path, format::kMostBytes);
+      History old = parse_history(bytes, path.string());
+      end_ = bytes.size() - old.torn_bytes;
+      if (after && old.last_step() > *after) {
+        const std::string_view kept = format::until_step(std::string_view(bytes).substr(0, end_), *after);
+        old = parse_history(kept, path.string());
+        end_ = kept.size();
+      }
+      if (end_ < bytes.size() && ftruncate(file_, static_cast<off_t>(end_)) != 0) fail(std::strerror(errno));
       tensors_ = old.tensors;
       written_ = tensors_.size();
       for (size_t i = 0; i < tensors_.size(); ++i) {
         places_.emplace(text_of(json_of(tensors_[i])), static_cast<uint32_t>(i));
       }
       last_step_ = old.last_step();
-      end_ = std::filesystem::file_size(path) - old.torn_bytes;
-      if (old.torn_bytes > 0 && ftruncate(file_, static_cast<off_t>(end_)) != 0) fail(std::strerror(errno));
     }
     if (end_ == 0) {
       if (pwrite(file_, format::kMagic.data(), format::kMagic.size(), 0) !=

@@ -82,11 +82,11 @@ std::string some(const std::vector<HistoryTensor>& tensors, std::string HistoryT
 Recorder::Recorder(RecordRules rules, const std::filesystem::path& path, RecorderOptions options)
     : rules_(std::move(rules)),
       part_(options.part),
-      writer_(path, options.append),
+      writer_(path, options.append, options.after),
       fitted_(rules_.rules.size()),
       recorded_(rules_.rules.size()),
       due_(rules_.rules.size()),
-      step_(writer_.last_step() + 1) {
+      step_(options.after.value_or(writer_.last_step()) + 1) {
   writer_.rules(rules_.text);
 }
 

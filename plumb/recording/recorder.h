@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,7 +28,10 @@ namespace plumb {
 
 struct RecorderOptions {
   bool append = false;  // go on with a history that is there, after its last step
-  bool part = false;    // what is attached is a part of the model, a pipeline's stage: rules may fit nothing in it
+  // With `append`: the step that the run goes on after, whatever step the history ends with; what it has of later ones
+  // is cut off.
+  std::optional<int64_t> after = {};
+  bool part = false;  // what is attached is a part of the model, a pipeline's stage: rules may fit nothing in it
 };
 
 // Not thread-safe: attach() and step() are called between steps of training.

@@ -414,6 +414,36 @@ TEST_F(Recording, AppendsAfterTheLastStepAndRefusesToOverwrite) {
   EXPECT_EQ(history.rules.size(), 2u);
 }
 
+TEST_F(Recording, StepsThatAreComputedAgainAreThereOnce) {
+  auto module = model();
+  const auto train = [&](RecorderOptions options, int64_t last) {
+    Recorder recorder(*module, RecordRules::parse("every = 2\n[[rule]]\n", "r.toml"), file(), options);
+    for (int64_t step = recorder.current_step(); step <= last; ++step) {
+      train_step(*module, randn_there({16, 8}));
+      recorder.step({{"loss", static_cast<double>(step)}});
+    }
+  };
+  train({}, 6);  // recorded: 1, 3, 5
+  const std::string before = slurp(file());
+  train({.append = true, .after = 4}, 8);
+  const auto steps = [&] {
+    std::vector<int64_t> found;
+    for (const HistoryStep& step : read_history(file()).steps) found.push_back(step.step);
+    return found;
+  };
+  EXPECT_EQ(steps(), (std::vector<int64_t>{1, 3, 5, 7}));
+  EXPECT_EQ(read_history(file()).scalars.size(), 8u);
+  EXPECT_EQ(read_history(file()).tensors.size(), 6u);
+  // A history that ends before: its steps keep the run's numbers.
+  train({.append = true, .after = 12}, 14);
+  EXPECT_EQ(steps(), (std::vector<int64_t>{1, 3, 5, 7, 13}));
+  // Nothing of it is left; a torn end does not matter.
+  spill(file(), before + "half a record");
+  train({.append = true, .after = 0}, 2);
+  EXPECT_EQ(steps(), (std::vector<int64_t>{1}));
+  EXPECT_EQ(read_history(file()).torn_bytes, 0u);
+}
+
 TEST_F(Recording, SaysWhichFileCannotBeWritten) {
   EXPECT_THAT(message_of([] { Recorder(RecordRules::everything(), "/proc/none/a.history"); }),
               HasSubstr("/proc/none/a.history"));

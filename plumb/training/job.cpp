@@ -8,6 +8,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
 #include "plumb/graph/parameter_tag.h"
+#include "plumb/recording/history.h"
 #include "plumb/recording/rules.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/training/cut.h"
@@ -132,6 +133,16 @@ void name_parameters(const TrainOptions& o, TrainJob& job) {
 
 std::string history_file(const TrainOptions& o, int rank) {
   return o.stages > 1 ? o.history + ".rank" + std::to_string(rank) : o.history;
+}
+
+std::string history_to_go_on_with(const TrainOptions& o, int rank, int64_t after) {
+  const auto of_rank = [&](int64_t r) { return o.history + ".rank" + std::to_string(r); };
+  const bool whole = std::filesystem::exists(o.history), parted = std::filesystem::exists(of_rank(0));
+  if (rank == 0) {
+    if (whole && !parted && o.stages > 1) std::filesystem::rename(o.history, of_rank(0));
+    for (int64_t r = o.stages; std::filesystem::exists(of_rank(r)); ++r) HistoryWriter(of_rank(r), true, after);
+  }
+  return o.stages > 1 || (parted && !whole) ? of_rank(rank) : o.history;
 }
 
 TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& hooks) {

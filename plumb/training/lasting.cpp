@@ -62,6 +62,8 @@ TrainOptions options_for(const TrainOptions& o, int processes) {
   now.at.clear();
   now.inject.clear();
   if (now.stages == 1) now.wire.clear();
+  // Nobody has a copy of one process's state, and nothing else makes up for its loss.
+  if (processes == 1 && now.checkpoints.empty()) now.max_restarts = now.spares = 0, now.recut = false;
   return now;
 }
 

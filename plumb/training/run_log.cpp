@@ -67,9 +67,10 @@ std::optional<HistoryView> recorded(const TrainOptions& o) {
 
 }  // namespace
 
-RunLog::RunLog(const TrainOptions& options, int64_t start) : options_(options), page_(!options.page.empty()) {
-  if (!options.csv.empty()) open_table(start);
-  if (!options.tensorboard.empty()) events_ = std::make_unique<EventFile>(options.tensorboard);
+RunLog::RunLog(const TrainOptions& options, std::optional<int64_t> after)
+    : options_(options), page_(!options.page.empty()) {
+  if (!options.csv.empty()) open_table(after.value_or(0));
+  if (!options.tensorboard.empty()) events_ = std::make_unique<EventFile>(options.tensorboard, after);
 }
 
 // The lines of steps that are not done again stay.

@@ -21,12 +21,13 @@ struct StepNumbers {
   std::optional<double> eval_loss;
 };
 
-// On rank 0. After a resume the table goes on, TensorBoard gets another file beside the first, and the page shows the
-// steps of the table, or without one those since.
+// On rank 0. In a run that goes on the table goes on, TensorBoard gets another file beside the first, and the page
+// shows the steps of the table, or without one those since. Steps that are computed again are there once: the lines
+// that there were of them go.
 class RunLog {
  public:
-  // `start`: the step that the run goes on after. Throws Error(CannotWrite).
-  RunLog(const TrainOptions& options, int64_t start);
+  // `after`: the step that the run goes on after; none for one that begins. Throws Error(CannotWrite).
+  RunLog(const TrainOptions& options, std::optional<int64_t> after);
   // Writes the page if the last one is some seconds old (and twenty times as long as it takes), or `last`. Answers ""
   // or what cannot be written any more: each of the files is given up when it fails, the training is not.
   std::string add(const StepNumbers& numbers, bool last);

@@ -99,6 +99,11 @@ struct Trainer::State {
     if (hooks.event) hooks.event(what);
   }
   bool is_first() const { return world.rank() == 0; }
+  // None: the run begins.
+  std::optional<int64_t> goes_on_after() const {
+    if (start > 0 || (session && session->members.generation() > 0)) return start;
+    return std::nullopt;
+  }
   bool in_first_pipeline() const { return groups.replicas.rank() == 0; }
   double seconds() const { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
@@ -235,11 +240,12 @@ void Trainer::State::go_on() {
 }
 
 void Trainer::State::make_recorder(int rank) {
-  const bool part = o.stages > 1, is_later = session && session->members.generation() > 0;
-  recorder = std::make_unique<Recorder>(RecordRules::load(o.record), history_file(o, rank),
-                                        RecorderOptions{.append = start > 0 || is_later, .part = part});
+  const auto after = goes_on_after();
+  recorder = std::make_unique<Recorder>(
+      RecordRules::load(o.record), after ? history_to_go_on_with(o, rank, *after) : history_file(o, rank),
+      RecorderOptions{.append = after.has_value(), .after = after, .part = o.stages > 1});
   for (const auto& [index, stage] : stages) {
-    recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), part ? index : -1);
+    recorder->attach(*std::static_pointer_cast<GraphStage>(stage)->module(), o.stages > 1 ? index : -1);
   }
 }
 
@@ -472,7 +478,7 @@ TrainResult Trainer::State::run() {
     for (const std::string& problem : damaged) event({{"checkpoint_problem", problem}});
     if (start > 0) event({{"resumed", start}, {"folder", o.checkpoints}});
   }
-  if (is_first()) log = std::make_unique<RunLog>(o, start);
+  if (is_first()) log = std::make_unique<RunLog>(o, goes_on_after());
   begin = Clock::now();
   try {
     run_steps();

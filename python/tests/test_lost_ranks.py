@@ -1,5 +1,6 @@
 """Trainings of the command whose launcher, or whose user, ends them: nothing is left, and they go on."""
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,8 @@ import time
 import pytest
 import torch
 from torch import nn
+
+import plumb
 
 COMMAND = os.path.abspath(os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb"))
 
@@ -120,6 +123,40 @@ def test_no_port_is_left_when_a_lost_rank_was_made_up_for(folder):
             assert one.connect_ex(("127.0.0.1", port)) != 0, "nobody listens there any more"
 
 
+def measured(history):
+    """What a history says, whichever ranks said it. The second of two stages also measures what comes from the first."""
+    frame = plumb.read_history(history).to_dataframe("std", "abs_max")
+    place = [name for name in ("step", "name", "direction", "stage", "rank") if name in frame]
+    assert not frame.duplicated(place).any()
+    frame = frame[frame.name != "linear"]  # in the first stage it is layers.0.linear
+    return set(frame[["step", "name", "direction", "std", "abs_max"]].itertuples(index=False, name=None))
+
+
+def test_what_is_recorded_of_a_run_that_goes_on_is_that_of_one_that_nothing_befell(folder):
+    """Steps that are computed again are there once, under their own numbers, in whatever layout the run goes on."""
+    (folder / "rules.toml").write_text("every = 2\n[[rule]]\n")
+
+    def run(name, steps, *more):
+        words = ["--record", "rules.toml", "--history", f"{name}.history", "--csv", f"{name}.csv", "--page", f"{name}.html"]
+        done = subprocess.run(arguments(steps, *words, *more), cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "9 of 9" in (folder / f"{name}.html").read_text() or steps < 9
+        return [line.split(",")[:2] for line in (folder / f"{name}.csv").read_text().splitlines()[1:]]
+
+    table = run("whole", 9)
+    rows = measured(folder / "whole.history")
+    assert [step for step, _ in table] == [str(step) for step in range(1, 10)]
+    assert {step for step, *_ in rows} == {1, 3, 5, 7, 9}
+    fault = ["--max-restarts", "1", "--inject", "kill rank 1 at 1B1 of step 6"]
+    for name, more in (("again", fault), ("fewer", [*fault, "--recut"])):
+        assert run(name, 9, *more) == table, name
+        assert measured(folder / f"{name}.history") == rows, name
+    for steps, stages in ((3, "1"), (6, "2"), (9, "1")):  # from one file to one of each rank
+        saved = run("layouts", steps, "--checkpoints", "run", "--stages", stages)
+    assert saved == table
+    assert measured(folder / "layouts.history") == rows
+
+
 def test_torchrun_starts_all_again_from_the_checkpoint(folder):
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     words += ["--no-python", *arguments(6, "--checkpoints", "run", "--checkpoint-every", "2")]
@@ -142,6 +179,53 @@ def test_fewer_processes_of_torchrun_take_another_layout_with_the_same_bits(fold
     assert process.returncode == 0, err
     losses = [[line.split('"lr"')[0] for line in text.splitlines() if '"loss"' in line] for text in (whole, out)]
     assert len(losses[0]) == 4 and losses[0] == losses[1]
+
+
+def test_a_node_that_is_lost_leaves_the_other_to_go_on_alone(folder):
+    """Two agents of torchrun --nnodes 1:2; the second one and its ranks are killed."""
+    layout = ["--data-parallel", "2"]
+    whole = subprocess.run(arguments(200, *layout), cwd=folder, check=True, capture_output=True, text=True).stdout
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job", "--no-python"]
+    words += ["--rdzv-conf", "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=3"]
+    words += arguments(200, *layout, "--checkpoints", "run", "--checkpoint-every", "20", "--max-restarts", "1", "--recut")
+    agents = []
+    for number in range(2):
+        with open(folder / f"out{number}", "w") as out, open(folder / f"err{number}", "w") as err:
+            agents.append(subprocess.Popen(words, cwd=folder, stdout=out, stderr=err, start_new_session=True))
+        time.sleep(2)  # the first one has the store
+
+    def told():
+        return (folder / "out0").read_text() + (folder / "out1").read_text()
+
+    for _ in range(600):
+        if '"checkpoint":20' in told():
+            break
+        time.sleep(0.1)
+    def parent(pid):
+        with open(f"/proc/{pid}/stat") as stat:
+            return int(stat.read().rpartition(")")[2].split()[1])
+
+    lost = [pid for pid in processes_in(folder) if parent(pid) == agents[1].pid]
+    assert len(lost) == 2, told()
+    for pid in [*lost, agents[1].pid]:
+        os.kill(pid, signal.SIGKILL)
+    agents[1].wait()
+    assert agents[0].wait(timeout=120) == 0, (folder / "err0").read_text()
+    wait_until_none(folder)
+    losses = []
+    for text in (whole, told()):
+        steps = {}
+        for line in text.splitlines():
+            if '"loss"' in line:
+                event = json.loads(line)
+                assert steps.setdefault(event["step"], event["loss"]) == event["loss"], event
+        losses.append(steps)
+    assert losses[0] == losses[1] and len(losses[0]) == 200
+    assert '"resumed":' in told() and told().count('"step":200') == 1
 
 
 def test_srun_gives_notice_and_the_job_goes_on(folder):
