@@ -12,6 +12,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/mix_bits.h"
 #include "plumb/graph/node_seeds.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/recompute_facts.h"
 
 namespace plumb {
@@ -38,7 +39,8 @@ struct Instruction {
   uint32_t first_drop, num_drops;  // into drops: registers to release although no argument moved them
   int32_t nested;                  // CallModule: index of nested plans, else -1
   bool grad;
-  uint64_t random = 0;  // what seeds it (node_seeds.h); 0: draws nothing
+  uint64_t random = 0;   // what seeds it (node_seeds.h); 0: draws nothing
+  bool by_rows = false;  // and it may draw row by row
 };
 
 // What a return of the schema becomes.
@@ -123,9 +125,10 @@ struct Plan::Impl {
             stack.emplace_back(fetch(*slot, regs));
           }
         }
-        if (in.random) seed_node(in.random);
+        const bool by_rows = in.by_rows && run_by_rows(in.random, in.op, stack);
+        if (in.random && !by_rows) seed_node(in.random);
         if (in.nested < 0) {
-          in.op.callBoxed(stack);
+          if (!by_rows) in.op.callBoxed(stack);
         } else {
           stack = nested[static_cast<size_t>(in.nested)].run(std::move(stack));
         }
@@ -308,6 +311,9 @@ void PlanCompiler::instruction(const Node& node) {
   // A function that nobody looks into may draw, too.
   if (node.is_call() && (node.is_random() || node.target() == "plumb::python_function")) in.random = seed;
   plan_.rounds = plan_.rounds || node.is_op("plumb::simulate_format") || node.is_op("plumb::track_rounded");
+  // Dropout, also that of attention: it draws only where an argument says so.
+  const OperatorFacts* facts = in.random && node.is_call() ? &operator_facts(node.target()) : nullptr;
+  in.by_rows = facts && !(facts->draws_if.empty() && facts->draws_with.empty()) && !node.writes();
   if (node.kind() == NodeKind::CallModule) {
     in.nested = static_cast<int32_t>(plan_.nested.size());
     plan_.nested.push_back(PlanCompiler(*node.subgraph(), state_, seed).compile());

@@ -7,6 +7,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/node_seeds.h"
+#include "plumb/graph/plan.h"
 #include "plumb/partition/split.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/pipeline/processes_test.h"
@@ -229,6 +230,65 @@ TEST(NodeSeeds, AreThoseOfSeedAndNode) {
   }
   EXPECT_EQ(drawn[0], drawn[2]);
   EXPECT_NE(drawn[0], drawn[1]);
+}
+
+// Every form of dropout on rows of a batch of 4: whole, behind a batch that heads are folded into, and in attention.
+TEST(NodeSeeds, OfDropoutAreThoseOfTheRowHoweverTheBatchIsCut) {
+  State state;
+  const auto module = testing_models::module_of(
+      "graph {\n  %x: f32[4, 6, 8] = placeholder \"x\"\n  %q: f32[4, 2, 6, 8] = placeholder \"q\"\n"
+      "  %mask: f32[4, 1, 6, 6] = placeholder \"mask\"\n  %one: f32[6, 6] = placeholder \"one\"\n"
+      "  %a = aten::dropout(%x, 0.5, True)\n  %b, %seen = aten::native_dropout(%x, 0.5, True)\n"
+      "  %c = aten::feature_dropout(%q, 0.5, True)\n  %heads = aten::flatten.using_ints(%q, 0, 1)\n"
+      "  %d = aten::alpha_dropout(%heads, 0.5, True)\n"
+      "  %e = aten::scaled_dot_product_attention(%q, %q, %q, %mask, 0.5)\n"
+      "  %f = aten::scaled_dot_product_attention(%q, %q, %q, %one, 0.5)\n"
+      "  output(%a, %b, %seen, %c, %d, %e, %f)\n}\n",
+      std::move(state));
+  const Plan plan(module->graph(), module->state());
+  at::manual_seed(1);
+  const at::Tensor q = at::rand({1, 2, 6, 8}).expand({4, 2, 6, 8}).contiguous();
+  const at::Tensor mask = at::randn({1, 1, 6, 6}).expand({4, 1, 6, 6}).contiguous();
+  const auto run = [&](int64_t from, int64_t to, bool rows_known = true) {
+    const NodeSeeds seeds(7, {at::detail::getDefaultCPUGenerator()}, static_cast<uint64_t>(from),
+                          rows_known ? to - from : 0);
+    Tensors results;
+    for (const auto& v :
+         plan.run({at::ones({to - from, 6, 8}), q.slice(0, from, to), mask.slice(0, from, to), mask[0][0]}))
+      results.push_back(v.toTensor());
+    return results;
+  };
+  const Tensors whole = run(0, 4);
+  for (const std::vector<int64_t>& cuts : {std::vector<int64_t>{0, 2, 4}, {0, 1, 4}, {0, 1, 2, 3, 4}}) {
+    std::vector<Tensors> parts(whole.size());
+    for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+      const Tensors of_part = run(cuts[i], cuts[i + 1]);
+      for (size_t k = 0; k < whole.size(); ++k) parts[k].push_back(of_part[k]);
+    }
+    for (size_t k = 0; k < whole.size(); ++k) EXPECT_TRUE(at::equal(at::cat(parts[k]), whole[k])) << "result " << k;
+  }
+  for (size_t k = 0; k < whole.size(); ++k) {
+    const int64_t each = whole[k].size(0) / 4;
+    EXPECT_FALSE(at::equal(whole[k].slice(0, 0, each), whole[k].slice(0, each, 2 * each)))
+        << "rows have masks of their own";
+    EXPECT_FALSE(at::equal(whole[k], run(0, 4, false)[k])) << "result " << k << " is not drawn by rows";
+  }
+}
+
+TEST(NodeSeeds, DrawAMicrobatchAsAWholeWhereItsRowsCannotBeTakenApart) {
+  const auto module = testing_models::module_of(
+      "graph {\n  %x: f32[6, 4] = placeholder \"x\"\n  %t = aten::t(%x)\n  %y = aten::dropout(%t, 0.5, True)\n"
+      "  %z = aten::dropout(%x, 0.5, True)\n  output(%y, %z)\n}\n",
+      State());
+  const Plan plan(module->graph(), module->state());
+  const auto run = [&](int64_t rows) {
+    const NodeSeeds seeds(7, {at::detail::getDefaultCPUGenerator()}, 0, rows);
+    return plan.run({at::ones({6, 4})});
+  };
+  const auto whole = run(0), parted = run(4);
+  EXPECT_TRUE(at::equal(parted[0].toTensor(), whole[0].toTensor())) << "rows of a transposed tensor are no pieces";
+  EXPECT_EQ(parted[0].toTensor().strides(), at::IntArrayRef({1, 4})) << "as the graph was made for";
+  EXPECT_TRUE(at::equal(parted[1].toTensor(), whole[1].toTensor())) << "6 is no multiple of 4";
 }
 
 }  // namespace

@@ -58,14 +58,19 @@ void check_finite(const at::Tensor& t, const std::function<std::string()>& name)
   });
 }
 
-std::uint64_t PipelineState::seed_of_microbatch(int m) const {
-  const auto first = static_cast<std::uint64_t>(options.replicas.rank()) * schedule.num_microbatches;
-  return mix_seeds(mix_seeds(*options.seed, static_cast<std::uint64_t>(step_number)), first + m);
+std::uint64_t PipelineState::seed_of_step() const {
+  return mix_seeds(*options.seed, static_cast<std::uint64_t>(step_number));
+}
+
+std::uint64_t PipelineState::place_of_microbatch(int m) const {
+  if (!first_rows.empty()) return static_cast<std::uint64_t>(first_rows[static_cast<size_t>(m)]);
+  return static_cast<std::uint64_t>(options.replicas.rank()) * schedule.num_microbatches + m;
 }
 
 void PipelineState::seed_generator(int stage, int m) const {
   if (!options.seed) return;
-  const std::uint64_t seed = mix_seeds(seed_of_microbatch(m), static_cast<std::uint64_t>(stage));
+  const std::uint64_t seed =
+      mix_seeds(mix_seeds(seed_of_step(), place_of_microbatch(m)), static_cast<std::uint64_t>(stage));
   for (at::Generator& generator : generators()) {
     std::lock_guard lock(generator.mutex());
     generator.set_current_seed(seed);
@@ -191,7 +196,9 @@ void PipelineState::run_function(LocalStage& stage, Slot& slot, int m, std::opti
   complete_sizes(slot, m);
   if (training && stage.buffers) stage.buffers->begin_forward(m);
   std::optional<NodeSeeds> seeds;
-  if (options.seed) seeds.emplace(seed_of_microbatch(m), generators());
+  const int64_t rows =
+      first_rows.empty() ? 0 : first_rows[static_cast<size_t>(m) + 1] - first_rows[static_cast<size_t>(m)];
+  if (options.seed) seeds.emplace(seed_of_step(), generators(), place_of_microbatch(m), rows);
   slot.results = stage.function->run(in, {m, slot.sizes});
   seeds.reset();
   // The last stage's outputs are nobody's inputs; a stage with a loss of its own returns that alone.

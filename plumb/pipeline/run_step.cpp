@@ -242,6 +242,7 @@ StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<
     transport.end_step();
     loss = done.loss;
     step_number++;
+    first_rows.clear();
     return done;
   } catch (const std::exception& e) {
     const std::string reason = error_text(e);

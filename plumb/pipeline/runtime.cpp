@@ -236,7 +236,15 @@ const std::vector<TiedParameter>& Pipeline::tied() const { return state_->shared
 const Schedule& Pipeline::schedule() const { return state_->schedule; }
 const PipelineLayout& Pipeline::layout() const { return state_->layout; }
 int Pipeline::rank() const { return state_->rank(); }
-void Pipeline::set_step(std::int64_t number) { state_->step_number = number; }
+void Pipeline::set_step(std::int64_t number, std::vector<std::int64_t> rows) {
+  const auto wanted = static_cast<size_t>(state_->schedule.num_microbatches) + 1;
+  if (!rows.empty() && (rows.size() != wanted || !std::is_sorted(rows.begin(), rows.end()))) {
+    throw Error(ErrorKind::InvalidArgument, "set_step() takes where each of " + std::to_string(wanted - 1) +
+                                                " microbatches begins, in order, and where the last one ends");
+  }
+  state_->step_number = number;
+  state_->first_rows = std::move(rows);
+}
 StepDriver Pipeline::driver() { return StepDriver(*state_); }
 
 }  // namespace plumb

@@ -50,8 +50,8 @@ struct PipelineOptions {
   bool check_numerics = false;  // raise Error(Numerics) at the first NaN or infinity that leaves a stage
   // Seeds the generators of the CPU and of the stages' devices for each forward, so that dropout does not depend on the
   // schedule either: for every random node of a stage's graph from this, the step, the node's name and the microbatch's
-  // place in the batch of all replicas, so not on the cut and the replicas either (graph/node_seeds.h); for a stage
-  // that is no graph from its number instead of the node. Their own state is put back after the step.
+  // place in the batch of all replicas, so not on the cut and the replicas either (graph/node_seeds.h; set_step()); for
+  // a stage that is no graph from its number instead of the node. Their own state is put back after the step.
   std::optional<std::uint64_t> seed;
   // Ranks of other pipelines that hold the same stages as this one and train on other rows of the batch (replicas.h);
   // this rank's place among them is its replica's number. All replicas run the same schedule. Gradients are summed over
@@ -125,7 +125,10 @@ class Pipeline {
   at::Tensor gather_loss();
 
   // The number of the next step, for PipelineOptions::seed: 0 at first, and one more with every step and evaluation.
-  void set_step(std::int64_t number);
+  // `rows`: of that step, where each microbatch of this replica begins in the batch of all, and where the last one
+  // ends: dropout then draws the same numbers for a row however the batch is cut. Raises Error(InvalidArgument) for
+  // another number of them.
+  void set_step(std::int64_t number, std::vector<std::int64_t> rows = {});
 
   // The results that a stage of this rank did not keep in its last forward, one microbatch's; empty before the first
   // training step. Raises Error(InvalidArgument) for a stage of another rank.

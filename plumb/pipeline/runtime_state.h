@@ -69,6 +69,7 @@ struct PipelineState {
   std::unique_ptr<ReplicaSums> replicas;  // none: no other replicas
   RunPlan train_plan, eval_plan;
   std::int64_t step_number = 0;
+  std::vector<std::int64_t> first_rows;  // of the next step's microbatches and, last, the end; empty: not known
   std::vector<TimelineEvent> timeline;
   bool training = false;
   bool by_hand = false;  // one stage, without steps
@@ -109,8 +110,9 @@ struct PipelineState {
   // --- run_forward.cpp ---
   // The CPU's, and those of the devices that stages are on.
   std::vector<at::Generator> generators() const;
-  // Of the step that runs; the microbatch's place among those of all replicas counts.
-  std::uint64_t seed_of_microbatch(int m) const;
+  std::uint64_t seed_of_step() const;
+  // The microbatch's first row, where rows are known, else its number, among those of all replicas.
+  std::uint64_t place_of_microbatch(int m) const;
   void seed_generator(int stage, int m) const;
   void start_recompute(LocalStage& stage, const Tensors& inputs, std::optional<CheapRecompute>& recompute) const;
   void finish_recompute(LocalStage& stage, const Slot& slot, std::optional<CheapRecompute>& recompute) const;

@@ -82,7 +82,11 @@ Parts cut_batch(const TrainOptions& o, const Batch& batch, int64_t parts) {
   const auto num = static_cast<int>(parts);
   cut.inputs = split_batch(batch.inputs, {}, num).inputs;
   cut.targets = batch.targets.empty() ? std::vector<Tensors>(parts) : split_batch(batch.targets, {}, num).inputs;
-  for (size_t i = 0; i < cut.inputs.size(); ++i) cut.counts.push_back(count_of(o, cut.inputs[i], cut.targets[i]));
+  cut.first_rows = {0};
+  for (size_t i = 0; i < cut.inputs.size(); ++i) {
+    cut.counts.push_back(count_of(o, cut.inputs[i], cut.targets[i]));
+    cut.first_rows.push_back(cut.first_rows.back() + cut.inputs[i].at(0).size(0));
+  }
   return cut;
 }
 

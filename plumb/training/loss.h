@@ -18,6 +18,7 @@ int loss_output(const GraphModule& module);
 struct Parts {
   std::vector<Tensors> inputs, targets;
   std::vector<int64_t> counts;
+  std::vector<int64_t> first_rows;  // in the batch, by part and, last, its end
   int64_t total() const;
   int64_t tokens() const;  // numbers of the first input, where that is rows of whole numbers; else 0
 };

@@ -267,7 +267,7 @@ Trainer::State::Numbers Trainer::State::compute(int64_t step, const Parts& parts
     double counting = 0;
     for (const int64_t count : part(parts.counts, first, of_pass)) counting += static_cast<double>(count);
     if (counting == 0) continue;  // no target of the pass counts
-    pipeline->set_step((step - 1) * o.accumulate + pass);
+    pipeline->set_step(step - 1, part(parts.first_rows, mine, of_pipeline + 1));
     pipeline->step_microbatches(part(parts.inputs, mine, of_pipeline), part(parts.targets, mine, of_pipeline),
                                 part(parts.counts, mine, of_pipeline), static_cast<int64_t>(counting));
     const double weight = counting * static_cast<double>(o.accumulate) / whole;
