@@ -31,12 +31,14 @@ std::string rank_file(const std::string& kind, int rank) { return kind + with_di
 
 std::map<std::string, CheckpointTensor> write_tensors(const std::string& folder, const std::string& file,
                                                       const NamedTensors& tensors,
-                                                      const std::map<std::string, std::string>& ties) {
+                                                      const std::map<std::string, std::string>& ties,
+                                                      bool unit_scaled = false) {
   std::map<std::string, CheckpointTensor> written;
   if (tensors.empty()) return written;
   // As safetensors' own save_model says which names it left out.
   std::map<std::string, std::string> metadata = ties;
   metadata["format"] = "pt";
+  if (unit_scaled) metadata[kUnitScaledKey] = "plumb.transforms.fold makes them plain";
   const auto sums = write_safetensors((fs::path(folder) / file).string(), tensors, metadata);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& [name, tensor] = tensors[i];
@@ -123,7 +125,7 @@ void finish_kind(const fs::path& folder, const std::string& kind, const std::str
 }  // namespace
 
 CheckpointPart without_copies_of_ties(const CheckpointPart& part) {
-  CheckpointPart once{{}, part.optimizer, part.ties};
+  CheckpointPart once{{}, part.optimizer, part.ties, part.unit_scaled};
   using View = std::tuple<const void*, int64_t, std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>;
   std::map<View, std::string> seen;
   for (const auto& [name, tensor] : part.model) {
@@ -142,7 +144,7 @@ CheckpointPart without_copies_of_ties(const CheckpointPart& part) {
 }
 
 uint64_t write_rank_files(const std::string& folder, int rank, const CheckpointPart& part) {
-  const auto model = write_tensors(folder, rank_file("model", rank), part.model, part.ties);
+  const auto model = write_tensors(folder, rank_file("model", rank), part.model, part.ties, part.unit_scaled);
   const auto optimizer = write_tensors(folder, rank_file("optimizer", rank), part.optimizer, {});
   const nlohmann::json list = {
       {"model", tensors_to_json(model)}, {"optimizer", tensors_to_json(optimizer)}, {"ties", part.ties}};

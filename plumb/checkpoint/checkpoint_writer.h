@@ -27,6 +27,7 @@ struct CheckpointPart {
   NamedTensors optimizer;
   // Other names of tensors that this or another rank gives: name, and that which it is stored under.
   std::map<std::string, std::string> ties = {};
+  bool unit_scaled = false;  // the model's weights: their files say so (kUnitScaledKey)
 };
 
 struct CheckpointOptions {

@@ -146,6 +146,11 @@ Pretrained Pretrained::parse(const std::string& json) {
 }
 
 void load_weights(GraphModule& module, const Pretrained& from, const TensorFolder& folder) {
+  if (folder.is_unit_scaled()) {
+    throw Error(ErrorKind::InvalidState,
+                "the folder's weights are unit-scaled, and mean something else in this program", "",
+                "plumb.checkpoint.load into the unit-scaled model, then plumb.transforms.fold and save");
+  }
   Reader reader(from, folder);
   std::vector<std::pair<std::string, at::Tensor>> loaded;
   std::unordered_map<const at::TensorImpl*, at::Tensor> known;  // tied ones are read once

@@ -37,7 +37,8 @@ std::vector<at::Tensor> run_conversion(GraphModule& graph, const std::vector<std
 
 // Gives values to those tensors of the state that have none (those on the meta device), on the CPU, in the program's
 // dtypes; reads these alone. A module without any is left as it is. Raises Error(UnknownName) for a tensor that the
-// folder does not have, (TensorMismatch) for one of another shape, (BadFile).
+// folder does not have, (TensorMismatch) for one of another shape, (InvalidState) for unit-scaled weights on either
+// side, (BadFile).
 void load_weights(GraphModule& module, const Pretrained& from, const TensorFolder& folder);
 
 // The parts of a program, a state each: its stages in order, then the whole, for what no stage uses. Every part may be

@@ -91,6 +91,16 @@ TEST_F(Folders, APartReadsItsOwnTensorsAndNoOthers) {
   EXPECT_TRUE(at::equal(low->state().get("experts").tensor, at::stack({e0_, e1_}).to(at::kBFloat16)));
 }
 
+TEST_F(Folders, OfUnitScaledWeightsAreRefused) {
+  const auto known = Pretrained::parse(record().dump());
+  write_safetensors((folder_ / "in/marked.safetensors").string(), {{"old.wte", wte_}}, {{kUnitScaledKey, "yes"}});
+  const TensorFolder marked((folder_ / "in/marked.safetensors").string());
+  const auto first = part({"wte"});
+  EXPECT_THAT(error_of([&] { load_weights(*first, known, marked); }).message(),
+              HasSubstr("the folder's weights are unit-scaled"));
+  EXPECT_TRUE(first->state().get("wte").tensor.is_meta()) << "nothing was loaded";
+}
+
 TEST_F(Folders, PartsWriteTheFolderThatWasRead) {
   const auto known = Pretrained::parse(record().dump());
   spill((folder_ / "in/tokenizer.json").string(), "{}");

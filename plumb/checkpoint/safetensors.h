@@ -65,6 +65,10 @@ class SafetensorsFile {
 std::vector<Checksum> write_safetensors(const std::string& path, const NamedTensors& tensors,
                                         const std::map<std::string, std::string>& metadata = {{"format", "pt"}});
 
+// In the metadata of a file whose weights are unit-scaled: a plain model cannot take them. Other libraries pass it
+// over.
+inline constexpr const char* kUnitScaledKey = "plumb.unit_scaled";
+
 // Tensors of a folder: of the files that `STEM.safetensors.index.json` names (as `transformers` writes it), of
 // `STEM.safetensors`, or of the only file that ends in `.safetensors`. Or `path` is such a file itself. Files are
 // opened when they are first needed. Names of files in an index are plain names in the folder. One thread at a time.
@@ -77,6 +81,7 @@ class TensorFolder {
   bool contains(const std::string& name) const { return files_.count(name) > 0; }
   const SafetensorsEntry& meta(const std::string& name) const;  // reads no tensor
   at::Tensor read(const std::string& name) const;
+  bool is_unit_scaled() const;  // as its first file says
   // Of tensors, by read() so far. Headers are not counted.
   uint64_t bytes_read() const { return bytes_read_; }
 

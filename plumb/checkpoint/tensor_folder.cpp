@@ -88,6 +88,10 @@ const SafetensorsFile& TensorFolder::file_of(const std::string& name) const {
 
 const SafetensorsEntry& TensorFolder::meta(const std::string& name) const { return file_of(name).get(name); }
 
+bool TensorFolder::is_unit_scaled() const {
+  return !files_.empty() && file_of(files_.begin()->first).metadata().count(kUnitScaledKey) > 0;
+}
+
 at::Tensor TensorFolder::read(const std::string& name) const {
   const SafetensorsFile& file = file_of(name);
   bytes_read_ += file.get(name).bytes;

@@ -62,6 +62,7 @@ RunCheckpoints::RunCheckpoints(const TrainOptions& o, TrainJob& job, const Proce
       if (rank == 0) part_.model.emplace_back(name, attr.tensor);
     }
   }
+  part_.unit_scaled = is_unit_scaled();
   for (const auto& [name, tensor] : part_.model) owned_.push_back(name);
   std::sort(owned_.begin(), owned_.end());
   const at::Tensor id = at::full({1}, static_cast<int64_t>(std::random_device()()), at::kLong);
@@ -73,6 +74,8 @@ RunCheckpoints::RunCheckpoints(const TrainOptions& o, TrainJob& job, const Proce
   writer_ = std::make_unique<CheckpointWriter>(o.checkpoints, rank, groups.pipeline.size(),
                                                std::to_string(id.item<int64_t>()), keep);
 }
+
+bool RunCheckpoints::is_unit_scaled() const { return job_.tagged && !job_.program.unit_scaled_layers; }
 
 nlohmann::json RunCheckpoints::state(int64_t step) const {
   nlohmann::json same;
@@ -87,7 +90,7 @@ nlohmann::json RunCheckpoints::state(int64_t step) const {
           {"gradient_groups", job_.pipeline.gradient_groups},
           {"data", job_.batches->state()},
           {"data_identity", job_.batches->identity()},
-          {"unit_scaled", job_.tagged && !job_.program.unit_scaled_layers},  // no plain model can take the weights
+          {"unit_scaled", is_unit_scaled()},
           {"options", same}};
 }
 

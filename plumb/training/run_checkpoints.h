@@ -36,6 +36,7 @@ class RunCheckpoints {
  private:
   nlohmann::json state(int64_t step) const;
   void check_same_run(const nlohmann::json& state, const std::string& folder) const;
+  bool is_unit_scaled() const;  // no plain model can take the weights
   void take_gradient_groups(const nlohmann::json& state, const std::string& folder);
 
   const TrainOptions& options_;

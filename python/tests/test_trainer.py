@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from plumb._plain_state import from_plain, to_plain
+from safetensors import safe_open
 from torch import nn
 
 import plumb
@@ -228,6 +229,10 @@ def test_checkpoints_of_a_unit_scaled_file_are_for_unit_scaled_models(folder):
     trained(folder, folder / "scaled.pt2", steps=2, checkpoints=folder / "run")
     trained(folder, steps=2, checkpoints=folder / "plain run")
     scaled, plain = plumb.load_pt2(folder / "scaled.pt2"), plumb.load_pt2(folder / "lm.pt2")
+    (file,) = (folder / "run" / "step-00000002").glob("model-*.safetensors")
+    (other,) = (folder / "plain run" / "step-00000002").glob("model-*.safetensors")
+    with safe_open(file, "pt") as marked, safe_open(other, "pt") as unmarked:
+        assert "plumb.unit_scaled" in marked.metadata() and "plumb.unit_scaled" not in unmarked.metadata()
     before = plain.state_dict()["up.weight"].clone()
     for model in (plain, Lm()):
         with pytest.raises(plumb.Error, match="weights are unit-scaled, and the model is not"):
