@@ -233,6 +233,12 @@ TEST_F(TrainingOptions, AreTheSameInATomlFileAsPrintedBack) {
   TrainOptions again;
   read_toml(again, to_toml(o), "run.toml");
   EXPECT_EQ(again, o);
+  TrainOptions from_file;
+  read_toml(from_file, to_toml(options), "run.toml");
+  const Told by_file = run(from_file, lm(0.2)), by_hand = run(options, lm(0.2));
+  EXPECT_EQ(by_file.losses(), by_hand.losses());
+  for (const Attr& attr : by_hand.module->state())
+    EXPECT_TRUE(at::equal(attr.tensor, by_file.module->state().get(attr.name).tensor)) << attr.name;
   o.weight_decay.reset();
   TrainOptions unset;
   read_toml(unset, to_toml(o), "run.toml");

@@ -333,7 +333,7 @@ def captured(model: nn.Module, inputs: dict[str, Any], stored: Callable[[str], b
         raise Error(
             f"{type(model).__name__} cannot be captured without weights: {_first_line(error)[:300]}",
             kind=ErrorKind.Capture,
-            remedy="load it with from_pretrained, and plumb.capture it with its weights",
+            remedy="transformers 5 for a mixture of experts; else load it with from_pretrained, and plumb.capture it with its weights",
         ) from error
     engine, buffers = graph._engine, dict(model.named_buffers(remove_duplicate=False))
     _C.rewrite_devices(engine, torch.device("cpu"))
