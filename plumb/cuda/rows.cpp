@@ -67,8 +67,8 @@ const void* memory_of(const Tensor& t) { return t.defined() ? t.const_data_ptr()
 void use_rows_on(at::DeviceType kind) { kind_with_rows() = kind; }
 
 bool takes_rows(const Tensor& x) {
-  return x.device().type() == kind_with_rows() && x.layout() == at::kStrided && !x.is_neg() &&
-         known(x.scalar_type()) && x.is_contiguous() && x.numel() > 0;
+  return x.device().type() == kind_with_rows() && x.layout() == at::kStrided && !x.is_neg() && known(x.scalar_type()) &&
+         x.is_contiguous() && x.numel() > 0;
 }
 
 Tensor softmax(const Tensor& x, double before, double after) { return run_softmax(x, {}, before, after); }

@@ -66,7 +66,9 @@ void Generations::end() { store_->set(generation_key(++number_), kEnd); }
 bool Generations::anyone_left() const { return store_->has(left_key(number_)); }
 bool Generations::has_left(int process) const { return store_->has(left_key(number_, process)); }
 bool Generations::is_ready(int process) const { return store_->has(ready_key(process)); }
-int Generations::in_vain() const { return store_->has(kInVain) ? std::atoi(store_->get(kInVain).c_str()) : -1; }
+int Generations::in_vain() const {
+  return store_->has(kInVain) ? static_cast<int>(std::strtol(store_->get(kInVain).c_str(), nullptr, 10)) : -1;
+}
 
 std::optional<Membership> Membership::from_environment() {
   const auto process = process_variable("PLUMB_PROCESS");

@@ -309,8 +309,7 @@ void ReplicaSums::sum_part(size_t index) {
     size_t at = 0;
     if (last) losses_[peer] = theirs.at(at++).tensor;
     for (size_t i = 0; i < part.members.size(); i++) {
-      if (part.members[i].owner == peer)
-        part.sums[i] = on_device_of(part.members[i].parameter, theirs.at(at++).tensor);
+      if (part.members[i].owner == peer) part.sums[i] = on_device_of(part.members[i].parameter, theirs.at(at++).tensor);
     }
   }
 }

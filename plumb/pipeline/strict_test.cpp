@@ -248,7 +248,7 @@ TEST(Strict, MemoryIsNotUsedAndNotLetGoWhileATransferHasIt) {
 }
 
 constexpr double kForward = 0.06, kLink = 0.04;  // seconds of a forward, of a transfer
-constexpr int kUnderWay = 6;  // microbatches
+constexpr int kUnderWay = 6;                     // microbatches
 
 at::Tensor compute_on_device(const at::Tensor& x) {
   static const auto compute = c10::Dispatcher::singleton()
@@ -266,9 +266,8 @@ Role under_way_role("under way", [] {
   const auto x = test_data(1, {kUnderWay, 1000});
   const Tensors inputs{x};
   pipeline.eval(inputs);
-  const auto activities = c10::Dispatcher::singleton()
-                              .findSchemaOrThrow("plumb_test_device::activities", "")
-                              .typed<std::string()>();
+  const auto activities =
+      c10::Dispatcher::singleton().findSchemaOrThrow("plumb_test_device::activities", "").typed<std::string()>();
   const size_t before = activities.call().size();
   const auto outputs = pipeline.eval(inputs).outputs;
   if (rank == 1) report("output", at::equal(outputs.at(0), x) ? "right" : "wrong");

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <chrono>
+#include <string_view>
 #include <thread>
 
 #include "plumb/core/crc32.h"
@@ -24,6 +26,13 @@ using wire::Prologue;
 std::vector<std::uint8_t> as_bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
 std::string late_key(int rank) { return "plumb/late/" + std::to_string(rank); }
+
+// The rank at the begin of a text that a peer wrote; `otherwise` where it is none of a group of `size`.
+int written_rank(std::string_view text, int size, int otherwise) {
+  int rank = -1;
+  std::from_chars(text.data(), text.data() + text.size(), rank);
+  return rank >= 0 && rank < size ? rank : otherwise;
+}
 
 }  // namespace
 
@@ -120,7 +129,7 @@ std::optional<Cause> Transport::State::told_cause(const at::Tensor& buffer) cons
   const auto room = buffer.numel() - static_cast<std::int64_t>(sizeof p);
   if (!wire::intact(p) || p.content != Content::Error || p.total_bytes < 0 || p.total_bytes > room) return std::nullopt;
   const char* text = static_cast<const char*>(buffer.const_data_ptr()) + sizeof p;
-  if (crc32(text, p.total_bytes) != p.body_sum) return std::nullopt;
+  if (crc32(text, p.total_bytes) != p.body_sum || p.microbatch < 0 || p.microbatch >= group.size()) return std::nullopt;
   return Cause{p.microbatch, std::string(text, p.total_bytes), true};
 }
 
@@ -155,7 +164,7 @@ bool Transport::State::find_stored(Cause& cause, int suspect) {
     return std::string();
   });
   if (!text || text->empty()) return false;
-  cause = {std::atoi(text->c_str()), text->substr(text->find(':') + 1), true};
+  cause = {written_rank(*text, group.size(), suspect), text->substr(text->find(':') + 1), true};
   return true;
 }
 
@@ -175,7 +184,7 @@ int Transport::State::last_waited_for(int peer) {
                      int rank = peer;
                      for (int k = 0; k < size && store.check({late_key(rank)}); k++) {
                        const auto bytes = store.get(late_key(rank));
-                       rank = std::atoi(std::string(bytes.begin(), bytes.end()).c_str());
+                       rank = written_rank({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, size, rank);
                      }
                      return rank;
                    }).value_or(peer);

@@ -158,8 +158,8 @@ TEST(FusedRows, AreOneKernelForwardAndOneBackwardWithinSumsInAnotherOrder) {
 TEST(FusedRows, OfSpecialValuesAreTorchs) {
   cuda::Emulator emulator;
   const float inf = INFINITY;
-  const Tensor x = at::tensor({1.f, -inf, 2.f, -inf, -inf, -inf, 1.f, inf, 0.f, NAN, 1.f, 2.f, 88.f, -88.f, 3e38f})
-                       .view({5, 3});
+  const Tensor x =
+      at::tensor({1.f, -inf, 2.f, -inf, -inf, -inf, 1.f, inf, 0.f, NAN, 1.f, 2.f, 88.f, -88.f, 3e38f}).view({5, 3});
   const auto run = [&](bool check) {
     const Tensor wanted = functional::softmax(x, -1);
     const RowsHere here;

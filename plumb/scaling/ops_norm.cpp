@@ -103,8 +103,8 @@ std::tuple<Tensor, Tensor> native_rms_norm(const Tensor& input, at::IntArrayRef 
                                            std::optional<double> eps) {
   check_normalized("rms_norm", input, shape, weight);
   if (takes_norm(input, weight)) {
-    const auto made = cuda::rms_norm(input, c10::multiply_integers(shape), weight.value_or(Tensor()),
-                                     rms_eps(input, eps));
+    const auto made =
+        cuda::rms_norm(input, c10::multiply_integers(shape), weight.value_or(Tensor()), rms_eps(input, eps));
     if (made.result.defined()) return {made.result, made.rstd.view_symint(statistics_sizes(input, shape))};
   }
   auto x = input.to(wide(input)).contiguous(input.suggest_memory_format());  // as torch lays its result out

@@ -56,7 +56,8 @@ TEST_F(TrainingLog, TableAndPageGoOnWithTheRun) {
   losses(o);
   std::string events;
   for (const auto& entry : fs::directory_iterator(folder / "events")) events += read_file(entry.path());
-  EXPECT_THAT(events, HasSubstr("\x10\x04\x3a\x02\x08\x01")) << "what starts at step 4 takes the place of what there was";
+  EXPECT_THAT(events, HasSubstr("\x10\x04\x3a\x02\x08\x01"))
+      << "what starts at step 4 takes the place of what there was";
   const std::string table = read_file(o.csv);
   EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 7) << table;
   for (int step = 1; step <= 6; ++step) EXPECT_THAT(table, HasSubstr("\n" + std::to_string(step) + ","));

@@ -182,8 +182,7 @@ void check_release(const void* at, size_t bytes) {
   const std::lock_guard lock(uses_lock);
   for (const auto& [begin, use] : uses()) {
     if (!use.meets(at, bytes)) continue;
-    std::fprintf(stderr, "testdevice: memory is let go that a transfer %s\n",
-                 use.receives ? "receives into" : "sends");
+    std::fprintf(stderr, "testdevice: memory is let go that a transfer %s\n", use.receives ? "receives into" : "sends");
     std::abort();
   }
 }

@@ -125,8 +125,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override { return plumb_test::is_idle(stream); }
   void synchronizeStream(const c10::Stream& stream) const override { plumb_test::drain(stream); }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
-    for (c10::StreamId id = 0; id < 2; ++id)
-      plumb_test::drain(c10::Stream(c10::Stream::UNSAFE, {kDevice, index}, id));
+    for (c10::StreamId id = 0; id < 2; ++id) plumb_test::drain(c10::Stream(c10::Stream::UNSAFE, {kDevice, index}, id));
   }
   using Event = std::shared_future<void>;  // ready when it was reached
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
