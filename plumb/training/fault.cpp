@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <regex>
 
+#include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/run_plan.h"
 #include "plumb/training/usage.h"
 
@@ -57,6 +58,17 @@ Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule
   }
   fault.action = static_cast<size_t>(found - actions.begin());
   return fault;
+}
+
+std::vector<Fault> faults_of(const std::vector<Fault>& faults, int rank) {
+  for (const char* name : {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"}) {
+    if (process_variable(name).value_or("0") != "0") return {};
+  }
+  std::vector<Fault> own;
+  for (const Fault& fault : faults) {
+    if (fault.rank == rank) own.push_back(fault);
+  }
+  return own;
 }
 
 }  // namespace plumb

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "plumb/schedule/schedule.h"
 #include "plumb/training/options.h"
@@ -23,5 +24,8 @@ struct Fault {
 // "kill", "stop" or "raise", a rank, an action of its row of the schedule ("1F3": stage 1, forward, microbatch 3) and a
 // step from 1. Throws UsageError.
 Fault parse_fault(const std::string& text, const TrainOptions& options, const Schedule& schedule);
+
+// Those of a rank; none in a job whose launcher has started its processes again.
+std::vector<Fault> faults_of(const std::vector<Fault>& faults, int rank);
 
 }  // namespace plumb

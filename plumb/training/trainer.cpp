@@ -56,14 +56,6 @@ class ProcessSettings {
   const int threads_;
 };
 
-// Of a job whose launcher has started its processes again.
-bool is_restart() {
-  for (const char* name : {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"}) {
-    if (process_variable(name).value_or("0") != "0") return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 struct Trainer::State {
@@ -185,9 +177,7 @@ void Trainer::State::meet() {
 }
 
 void Trainer::State::watch_progress() {
-  for (const Fault& fault : job.faults) {
-    if (fault.rank == world.rank() && !is_restart()) faults.push_back(fault);
-  }
+  faults = faults_of(job.faults, world.rank());
   job.pipeline.progress = {};
   if (faults.empty() && !(is_first() && hooks.progress)) return;
   job.pipeline.progress = [this](size_t done, size_t total) {
