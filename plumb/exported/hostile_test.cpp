@@ -199,6 +199,18 @@ TEST(HostileFiles, TensorsThatReachOutsideOfTheirRecordAreRefused) {
   }
 }
 
+TEST(HostileFiles, TensorsOfMoreElementsThanNumbersCountAreRefused) {
+  for (const int64_t last : {int64_t{1} << 32, int64_t{0}}) {  // of strides 0: all are the first byte
+    Archive archive("linear");
+    Json config = Json::parse(archive.entry("model_weights_config.json"));
+    Json& meta = config["config"]["0.weight"]["tensor_meta"];
+    meta["sizes"] = {{{"as_int", int64_t{1} << 32}}, {{"as_int", int64_t{1} << 32}}, {{"as_int", last}}};
+    meta["strides"] = {{{"as_int", 0}}, {{"as_int", 0}}, {{"as_int", 0}}};
+    archive.entry("model_weights_config.json") = config.dump();
+    EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr("0.weight"));
+  }
+}
+
 TEST(HostileFiles, RecordsOutsideOfTheArchiveAreNotLookedFor) {
   Archive archive("linear");
   Json config = Json::parse(archive.entry("model_weights_config.json"));

@@ -28,10 +28,11 @@ void check_device(const JsonDoc& doc, const Json& j, at::Device device) {
 
 bool lies_inside(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset,
                  int64_t item_size, uint64_t bytes) {
-  int64_t last = offset;
+  int64_t last = offset, all = item_size;  // all: a stride of 0 shows a byte any number of times
   for (int64_t size : sizes) {
-    if (size == 0) return true;
+    if (__builtin_mul_overflow(all, size, &all)) return false;
   }
+  if (all == 0) return true;
   for (size_t i = 0; i < sizes.size(); ++i) {
     int64_t reach;
     if (__builtin_mul_overflow(sizes[i] - 1, strides[i], &reach) || __builtin_add_overflow(last, reach, &last))

@@ -54,6 +54,8 @@ bool run_by_rows(std::uint64_t node, const c10::OperatorHandle& op, std::vector<
   // The result of one tensor lies in memory as that does.
   const auto tensors = std::count_if(stack.begin(), stack.end(), [](const c10::IValue& v) { return v.isTensor(); });
   if (tensors == 1 && !first.is_contiguous()) return false;
+  // Attention of two dimensions goes over the first one.
+  if (tensors > 1 && first.dim() < 3) return false;
   std::vector<std::vector<at::Tensor>> results;
   for (std::int64_t row = 0; row < rows; ++row) {
     std::vector<c10::IValue> given = stack;

@@ -311,9 +311,10 @@ void PlanCompiler::instruction(const Node& node) {
   // A function that nobody looks into may draw, too.
   if (node.is_call() && (node.is_random() || node.target() == "plumb::python_function")) in.random = seed;
   plan_.rounds = plan_.rounds || node.is_op("plumb::simulate_format") || node.is_op("plumb::track_rounded");
-  // Dropout, also that of attention: it draws only where an argument says so.
+  // Dropout, also that of attention: it draws only where an argument says so. What is recurrent has no rows of its own.
   const OperatorFacts* facts = in.random && node.is_call() ? &operator_facts(node.target()) : nullptr;
-  in.by_rows = facts && !(facts->draws_if.empty() && facts->draws_with.empty()) && !node.writes();
+  in.by_rows = facts && !(facts->draws_if.empty() && facts->draws_with.empty()) && !node.writes() &&
+               facts->recurrent == RecurrentLayer::None;
   if (node.kind() == NodeKind::CallModule) {
     in.nested = static_cast<int32_t>(plan_.nested.size());
     plan_.nested.push_back(PlanCompiler(*node.subgraph(), state_, seed).compile());

@@ -278,7 +278,8 @@ TEST(NodeSeeds, OfDropoutAreThoseOfTheRowHoweverTheBatchIsCut) {
 TEST(NodeSeeds, DrawAMicrobatchAsAWholeWhereItsRowsCannotBeTakenApart) {
   const auto module = testing_models::module_of(
       "graph {\n  %x: f32[6, 4] = placeholder \"x\"\n  %t = aten::t(%x)\n  %y = aten::dropout(%t, 0.5, True)\n"
-      "  %z = aten::dropout(%x, 0.5, True)\n  output(%y, %z)\n}\n",
+      "  %z = aten::dropout(%x, 0.5, True)\n"
+      "  %e = aten::scaled_dot_product_attention(%x, %x, %x, None, 0.5)\n  output(%y, %z, %e)\n}\n",
       State());
   const Plan plan(module->graph(), module->state());
   const auto run = [&](int64_t rows) {
@@ -289,6 +290,33 @@ TEST(NodeSeeds, DrawAMicrobatchAsAWholeWhereItsRowsCannotBeTakenApart) {
   EXPECT_TRUE(at::equal(parted[0].toTensor(), whole[0].toTensor())) << "rows of a transposed tensor are no pieces";
   EXPECT_EQ(parted[0].toTensor().strides(), at::IntArrayRef({1, 4})) << "as the graph was made for";
   EXPECT_TRUE(at::equal(parted[1].toTensor(), whole[1].toTensor())) << "6 is no multiple of 4";
+  EXPECT_TRUE(at::equal(run(3)[2].toTensor(), whole[2].toTensor())) << "attention over the rows needs all of them";
+}
+
+// 8 times, 2 layers: a piece of 2 times has as many rows as the state has layers, but it is no batch of its own.
+TEST(NodeSeeds, LeaveRecurrentLayersWhole) {
+  std::string text = "graph {\n  %x: f32[8, 4, 3] = placeholder \"x\"\n  %h: f32[2, 4, 5] = placeholder \"h\"\n";
+  const std::vector<std::vector<int64_t>> sizes{{20, 3}, {20, 5}, {20}, {20}, {20, 5}, {20, 5}, {20}, {20}};
+  std::string weights;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const std::string name = "%w" + std::to_string(i);
+    text += "  " + name + ": f32[" + std::to_string(sizes[i][0]);
+    text += (sizes[i].size() > 1 ? ", " + std::to_string(sizes[i][1]) : "") + "] = placeholder \"" + name.substr(1) +
+            "\"\n";
+    weights += (i ? ", " : "") + name;
+  }
+  text += "  %y, %hn, %cn = aten::lstm.input(%x, [%h, %h], [" + weights + "], True, 2, 0.5, True, False, False)\n";
+  const auto module = testing_models::module_of(text + "  output(%y, %hn, %cn)\n}\n", State());
+  const Plan plan(module->graph(), module->state());
+  at::manual_seed(1);
+  std::vector<c10::IValue> inputs{at::randn({8, 4, 3}), at::zeros({2, 4, 5})};
+  for (const auto& size : sizes) inputs.emplace_back(at::randn(size));
+  const auto run = [&](int64_t rows) {
+    const NodeSeeds seeds(7, {at::detail::getDefaultCPUGenerator()}, 0, rows);
+    return plan.run(inputs);
+  };
+  const auto whole = run(0), of_rows = run(4);
+  for (size_t k = 0; k < whole.size(); ++k) EXPECT_TRUE(at::equal(of_rows[k].toTensor(), whole[k].toTensor())) << k;
 }
 
 }  // namespace
