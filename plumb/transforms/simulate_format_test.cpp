@@ -58,7 +58,7 @@ TEST(SimulateFormat, RoundsInputsAndWeightsForwardAndTheOutputsGradient) {
 
 TEST(SimulateFormat, ARunKeepsAQuarterOfWhatProductsSave) {
   State state;
-  const at::Tensor x = at::randn({128, 256}).requires_grad_(), w = at::randn({256, 256}).requires_grad_();
+  const at::Tensor x = randn_there({128, 256}).requires_grad_(), w = randn_there({256, 256}).requires_grad_();
   state.add({"w", AttrKind::Parameter, w});
   auto module = module_of(R"(graph { %x: f32[128, 256] = placeholder "x" %w = get_attr "w"
       %y: f32[128, 256] = aten::linear(%x, %w) output(%y) })",

@@ -81,6 +81,11 @@ inline Seen observe(GraphModule& module, const std::vector<at::Tensor>& inputs) 
     auto kept = given;
     at::manual_seed(11);
     auto outs = copy->run(given);
+    // A view of what was written afterwards gets its node when it is asked for. If that were below, after a loss of
+    // another output, the backward would sum in another order than that of a graph without writes.
+    for (const c10::IValue& out : outs) {
+      if (out.isTensor() && out.toTensor().defined()) out.toTensor().grad_fn();
+    }
     at::Tensor loss;
     for (size_t i = 0; i < outs.size(); ++i) {
       if (!outs[i].isTensor()) continue;
