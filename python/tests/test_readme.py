@@ -39,7 +39,8 @@ def test_python_blocks_run(tmp_path):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
 def test_links_lead_to_files(document):
-    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)  # a lambda of C++ is no link
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
