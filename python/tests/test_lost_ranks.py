@@ -69,7 +69,15 @@ def wait_until_none(folder):
 
 def start(folder, *words, **settings):
     return subprocess.Popen(
-        [*words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **settings
+        [*words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell's background job, as these tests may be, ignores Ctrl-C, and what it starts does, too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **settings,
     )
 
 
@@ -88,7 +96,7 @@ def test_no_process_and_no_file_is_left(folder, signals):
     assert len(processes_in(folder)) == 4
     for name in signals:
         process.send_signal(getattr(signal, name))
-        time.sleep(0.3)  # two that come before the first one is taken are one
+        time.sleep(0.02)
     process.wait(timeout=20)
     assert process.returncode != 0
     wait_until_none(folder)
