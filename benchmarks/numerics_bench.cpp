@@ -103,7 +103,8 @@ int main(int argc, char** argv) {
     for (auto& c : cases(*kept.back()))
       benchmark::RegisterBenchmark((c.name + "/" + std::to_string(n)).c_str(), [c, n](benchmark::State& state) {
         for (auto _ : state) c.run();
-        state.SetBytesProcessed(state.iterations() * n * int64_t(sizeof(float)));
+        const int64_t item = c.name.ends_with("16") ? 2 : 4;  // metrics_bf16, metrics_fp16
+        state.SetBytesProcessed(state.iterations() * n * item);
       });
   }
   benchmark::Initialize(&argc, argv);
