@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include "plumb/core/error.h"
+#include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules_windows.h"
 
@@ -151,9 +152,11 @@ Tensor gelu(const Tensor& input, double mult, const Constraint& constraint, cons
   return op.call(input, approximate, mult, tied.name_view(), tied.scales_view());
 }
 
-Tensor silu(const Tensor& input, double mult, const Constraint& constraint) {
-  static const auto op = find_operator<Tensor(const Tensor&, double, OptionalName, OptionalScales)>("plumb::silu");
-  auto tied = resolve(constraint, 2, [&] { return rules::silu(mult); });
+Tensor detail::elementwise(std::string_view name, const Tensor& input, double mult, const Constraint& constraint) {
+  const ElementwiseFunction& function = find_elementwise(name);
+  const auto op = find_operator<Tensor(const Tensor&, double, OptionalName, OptionalScales)>(
+      ("plumb::" + std::string(function.name)).c_str());
+  auto tied = resolve(constraint, 2, [&] { return function.rule(mult); });
   return op.call(input, mult, tied.name_view(), tied.scales_view());
 }
 
@@ -215,18 +218,6 @@ Tensor relu(const Tensor& input, const Constraint& constraint) {
   static const auto op = find_operator<Tensor(const Tensor&, OptionalName, OptionalScales)>("plumb::relu");
   auto tied = resolve(constraint, 2, [] { return rules::relu(); });
   return op.call(input, tied.name_view(), tied.scales_view());
-}
-
-Tensor tanh(const Tensor& input, double mult, const Constraint& constraint) {
-  static const auto op = find_operator<Tensor(const Tensor&, double, OptionalName, OptionalScales)>("plumb::tanh");
-  auto tied = resolve(constraint, 2, [&] { return rules::tanh(mult); });
-  return op.call(input, mult, tied.name_view(), tied.scales_view());
-}
-
-Tensor sigmoid(const Tensor& input, double mult, const Constraint& constraint) {
-  static const auto op = find_operator<Tensor(const Tensor&, double, OptionalName, OptionalScales)>("plumb::sigmoid");
-  auto tied = resolve(constraint, 2, [&] { return rules::sigmoid(mult); });
-  return op.call(input, mult, tied.name_view(), tied.scales_view());
 }
 
 Tensor avg_pool1d(const Tensor& input, const PoolOptions& options) { return avg_pool("1d", input, options); }

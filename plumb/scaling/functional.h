@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <variant>
 #include <vector>
@@ -32,7 +33,19 @@ Tensor scale_bwd(const Tensor& input, double scale);
 
 Tensor gelu(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale",
             const std::string& approximate = "none");
-Tensor silu(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale");
+namespace detail {
+// plumb::NAME of those of elementwise.h that take no more arguments than these.
+Tensor elementwise(std::string_view name, const Tensor& input, double mult, const Constraint& constraint);
+}  // namespace detail
+inline Tensor silu(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale") {
+  return detail::elementwise("silu", input, mult, constraint);
+}
+inline Tensor tanh(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale") {
+  return detail::elementwise("tanh", input, mult, constraint);
+}
+inline Tensor sigmoid(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale") {
+  return detail::elementwise("sigmoid", input, mult, constraint);
+}
 // input * silu(gate); both of one shape.
 Tensor silu_glu(const Tensor& input, const Tensor& gate, double mult = 1.0);
 Tensor softmax(const Tensor& input, int64_t dim, std::optional<at::ScalarType> dtype = std::nullopt,
@@ -69,8 +82,6 @@ Tensor conv3d(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 
 // The mean of relu's, sigmoid's and the largest-value pools' results is not 0; their standard deviation is 1.
 Tensor relu(const Tensor& input, const Constraint& constraint = "to_output_scale");
-Tensor tanh(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale");
-Tensor sigmoid(const Tensor& input, double mult = 1.0, const Constraint& constraint = "to_output_scale");
 
 // One value stands for every dimension. The constraints of pools and transposed convolutions go by name.
 struct PoolOptions {

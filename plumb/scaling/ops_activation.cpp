@@ -352,8 +352,6 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
          {at::Tag::nondeterministic_seeded}, native_dropout, native_dropout_meta);
   define(m, "dropout_backward(Tensor grad, Tensor noise, bool[1] mask) -> (Tensor grad_input)", dropout_backward,
          dropout_backward_meta, differentiable_backward());
-  m.def("gelu_scales(float mult) -> float[]", rules::gelu);
-  m.def("silu_scales(float mult) -> float[]", rules::silu);
   define(m, "softmax_scales(Tensor input, int dim, float mult) -> float[]", softmax_scales);
 }
 

@@ -1,5 +1,6 @@
-// relu, tanh, sigmoid, pooling, transposed convolutions, group_norm, batch_norm: torch's operators between scale
-// factors. They dissolve into those when a program is decomposed; each rule is derived in rules_windows.h.
+// relu, functions of each element (elementwise.h), pooling, transposed convolutions, group_norm, batch_norm: torch's
+// operators between scale factors. They dissolve into those when a program is decomposed; each rule is derived in
+// rules_windows.h.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -7,6 +8,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/scaling/differentiable.h"
+#include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules_windows.h"
 
@@ -54,14 +56,6 @@ OptionalTensor gradient_scaled(const OptionalTensor& parameter, double s) {
 
 Tensor relu(const Tensor& input, OptionalName constraint, OptionalScales scales) {
   return rescaled(at::relu(input), choose_scales("relu", scales, constraint, 2, rules::relu()));
-}
-Tensor tanh(const Tensor& input, double mult, OptionalName constraint, OptionalScales scales) {
-  return rescaled(at::tanh(mult == 1 ? input : input * mult),
-                  choose_scales("tanh", scales, constraint, 2, rules::tanh(mult)));
-}
-Tensor sigmoid(const Tensor& input, double mult, OptionalName constraint, OptionalScales scales) {
-  return rescaled(at::sigmoid(mult == 1 ? input : input * mult),
-                  choose_scales("sigmoid", scales, constraint, 2, rules::sigmoid(mult)));
 }
 
 // ---- geometry of windows over the last n dimensions
@@ -215,8 +209,17 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string tail = "str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor";
   define(m, "rescale(Tensor input, float forward, float backward) -> Tensor", rescale, rescale, rescale_autograd);
   define_composite(m, "relu(Tensor input, *, " + tail, relu);
-  define_composite(m, "tanh(Tensor input, *, float mult=1.0, " + tail, tanh);
-  define_composite(m, "sigmoid(Tensor input, *, float mult=1.0, " + tail, sigmoid);
+  for (const ElementwiseFunction& function : elementwise_functions()) {
+    if (!function.torch) continue;
+    define_composite(m, std::string(function.name) + "(Tensor input, *, float mult=1.0, " + tail,
+                     [function](const Tensor& input, double mult, OptionalName constraint, OptionalScales scales) {
+                       const std::string name(function.name);
+                       return rescaled(function.torch(mult == 1 ? input : input * mult),
+                                       choose_scales(name.c_str(), scales, constraint, 2, function.rule(mult)));
+                     });
+  }
+  m.def("elementwise_scales(str name, float mult) -> float[]",
+        [](std::string_view name, double mult) { return find_elementwise(name).rule(mult); });
   define_windows<1>(m);
   define_windows<2>(m);
   define_windows<3>(m);

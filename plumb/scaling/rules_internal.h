@@ -1,9 +1,10 @@
-// Checks of the rules' arguments. For files of rules only.
+// Checks of the rules' arguments, and an integral. For files of rules only.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numbers>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,19 @@ inline void require_positive(const char* what, double value) {
   if (value > 0 && std::isfinite(value)) return;
   throw Error(ErrorKind::InvalidArgument,
               std::string(what) + " must be a positive number, not " + std::to_string(value) + ".");
+}
+
+// The mean of f over a unit normal variable. The trapezoid rule is exact to rounding for smooth functions.
+template <class F>
+double normal_mean(const F& f) {
+  constexpr int kSteps = 400;
+  constexpr double kWidth = 9;
+  double sum = 0;
+  for (int i = -kSteps; i <= kSteps; ++i) {
+    const double x = kWidth * i / kSteps;
+    sum += f(x) * std::exp(-x * x / 2);
+  }
+  return sum * kWidth / kSteps / std::sqrt(2 * std::numbers::pi);
 }
 
 inline void require_powers(const std::vector<double>& power) {

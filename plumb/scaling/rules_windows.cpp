@@ -8,51 +8,7 @@
 #include "plumb/scaling/rules_internal.h"
 
 namespace plumb::rules {
-namespace {
-
-// The mean of f over a unit normal variable. The trapezoid rule is exact to rounding for smooth functions.
-template <class F>
-double normal_mean(const F& f) {
-  constexpr int kSteps = 400;
-  constexpr double kWidth = 9;
-  double sum = 0;
-  for (int i = -kSteps; i <= kSteps; ++i) {
-    const double x = kWidth * i / kSteps;
-    sum += f(x) * std::exp(-x * x / 2);
-  }
-  return sum * kWidth / kSteps / std::sqrt(2 * std::numbers::pi);
-}
-
-template <class F, class Slope>
-Scales elementwise(const F& f, const Slope& slope) {
-  const double mean = normal_mean(f);
-  const double variance = normal_mean([&](double x) { return f(x) * f(x); }) - mean * mean;
-  return {1 / std::sqrt(variance), 1 / std::sqrt(normal_mean([&](double x) { return slope(x) * slope(x); }))};
-}
-
-}  // namespace
-
 Scales relu() { return {std::sqrt(2 / (1 - 1 / std::numbers::pi)), std::numbers::sqrt2}; }
-
-Scales tanh(double mult) {
-  require_positive("mult", mult);
-  auto rule = [](double m) {
-    return elementwise([m](double x) { return std::tanh(m * x); },
-                       [m](double x) { return m * (1 - std::tanh(m * x) * std::tanh(m * x)); });
-  };
-  static const Scales plain = rule(1);
-  return mult == 1 ? plain : rule(mult);
-}
-
-Scales sigmoid(double mult) {
-  require_positive("mult", mult);
-  auto rule = [](double m) {
-    auto f = [m](double x) { return 1 / (1 + std::exp(-m * x)); };
-    return elementwise(f, [m, f](double x) { return m * f(x) * (1 - f(x)); });
-  };
-  static const Scales plain = rule(1);
-  return mult == 1 ? plain : rule(mult);
-}
 
 void count_taps(Taps& taps, int64_t length, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
   const int64_t outputs = (length + 2 * padding - dilation * (kernel - 1) - 1) / stride + 1;

@@ -1,4 +1,4 @@
-// Scale factors of operators that slide a window over positions, and of activations whose moments are integrated.
+// Scale factors of operators that slide a window over positions, and of relu.
 #pragma once
 
 #include "plumb/scaling/rules.h"
@@ -23,9 +23,7 @@ Scales transposed_convolution(int64_t in_channels, int64_t out_channels_per_grou
 Scales average_pool(const Taps& taps);
 Scales max_pool(const Taps& taps);
 
-// [output, grad_input], from the moments of the function and of its slope over a unit normal variable. mult > 0.
+// [output, grad_input].
 Scales relu();
-Scales tanh(double mult);
-Scales sigmoid(double mult);
 
 }  // namespace plumb::rules

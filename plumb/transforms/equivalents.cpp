@@ -1,61 +1,96 @@
 #include "plumb/transforms/equivalents.h"
 
 #include <cmath>
-#include <unordered_map>
+#include <functional>
+#include <map>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
+#include "plumb/scaling/elementwise.h"
 
 namespace plumb {
 namespace {
 
-const std::unordered_map<std::string_view, Equivalent>& table() {
-  static const std::unordered_map<std::string_view, Equivalent> equivalents = [] {
-    std::unordered_map<std::string_view, Equivalent> t = {
-        {"aten::linear", {"plumb::linear", {"weight"}, "bias"}},
-        {"aten::addmm", {"plumb::linear", {"mat2"}, "self"}},
-        {"aten::matmul", {"plumb::matmul", {"self", "other"}, "", true}},
-        {"aten::mm", {"plumb::matmul", {"self", "mat2"}, "", true}},
-        {"aten::bmm", {"plumb::matmul", {"self", "mat2"}, "", true}},
-        {"aten::conv1d", {"plumb::conv1d", {"weight"}, "bias"}},
-        {"aten::conv2d", {"plumb::conv2d", {"weight"}, "bias"}},
-        {"aten::conv3d", {"plumb::conv3d", {"weight"}, "bias"}},
-        {"aten::embedding", {"plumb::embedding", {"weight"}, ""}},
-        {"aten::gelu", {"plumb::gelu", {}, ""}},
-        {"aten::silu", {"plumb::silu", {}, ""}},
-        {"aten::softmax", {"plumb::softmax", {}, ""}},
-        {"aten::_softmax", {"plumb::softmax", {}, ""}},
-        {"aten::layer_norm", {"plumb::layer_norm", {}, "", false, true}},
-        {"aten::rms_norm", {"plumb::rms_norm", {}, "", false, true}},
-        {"aten::scaled_dot_product_attention", {"plumb::scaled_dot_product_attention", {}, ""}},
-        {"aten::dropout", {"plumb::dropout", {}, ""}},
-        {"aten::cross_entropy_loss", {"plumb::cross_entropy", {}, ""}},
-        {"aten::mse_loss", {"plumb::mse_loss", {}, ""}},
-        {"aten::relu", {"plumb::relu", {}, ""}},
-        {"aten::tanh", {"plumb::tanh", {}, ""}},
-        {"aten::sigmoid", {"plumb::sigmoid", {}, ""}},
-        {"aten::avg_pool1d", {"plumb::avg_pool1d", {}, ""}},
-        {"aten::avg_pool2d", {"plumb::avg_pool2d", {}, ""}},
-        {"aten::avg_pool3d", {"plumb::avg_pool3d", {}, ""}},
-        {"aten::max_pool1d", {"plumb::max_pool1d", {}, ""}},
-        {"aten::max_pool2d", {"plumb::max_pool2d", {}, ""}},
-        {"aten::max_pool3d", {"plumb::max_pool3d", {}, ""}},
-        {"aten::conv_transpose1d", {"plumb::conv_transpose1d", {"weight"}, "bias"}},
-        {"aten::conv_transpose2d", {"plumb::conv_transpose2d", {"weight"}, "bias"}},
-        {"aten::conv_transpose3d", {"plumb::conv_transpose3d", {"weight"}, "bias"}},
-        {"aten::group_norm", {"plumb::group_norm", {}, "", false, true}},
-        {"aten::batch_norm", {"plumb::batch_norm", {}, "", false, true}},
-    };
-    for (const OperatorFacts* facts : operator_table()) {
-      if (facts->recurrent != RecurrentLayer::None)
-        t.emplace(facts->name, Equivalent{facts->name, {}, "", false, false, true});
+struct Row {
+  std::string_view of;  // torch's operator; "" for one that replaces none, or that names its arguments otherwise
+  Equivalent equivalent;
+};
+
+const std::vector<Row>& rows() {
+  using enum ScaledBy;
+  static const std::vector<Row> table = {
+      {"aten::linear", {"plumb::linear", Linear, {"weight"}, "bias"}},
+      {"aten::addmm", {"plumb::linear", Linear, {"mat2"}, "self"}},
+      {"", {"plumb::linear_readout", Linear, {"weight"}, "bias"}},
+      {"", {"plumb::matmul", Matmul, {"left", "right"}, "", true}},
+      {"aten::matmul", {"plumb::matmul", Matmul, {"self", "other"}, "", true}},
+      {"aten::mm", {"plumb::matmul", Matmul, {"self", "mat2"}, "", true}},
+      {"aten::bmm", {"plumb::matmul", Matmul, {"self", "mat2"}, "", true}},
+      {"aten::conv1d", {"plumb::conv1d", Window, {"weight"}, "bias"}},
+      {"aten::conv2d", {"plumb::conv2d", Window, {"weight"}, "bias"}},
+      {"aten::conv3d", {"plumb::conv3d", Window, {"weight"}, "bias"}},
+      {"aten::conv_transpose1d", {"plumb::conv_transpose1d", Window, {"weight"}, "bias"}},
+      {"aten::conv_transpose2d", {"plumb::conv_transpose2d", Window, {"weight"}, "bias"}},
+      {"aten::conv_transpose3d", {"plumb::conv_transpose3d", Window, {"weight"}, "bias"}},
+      {"aten::avg_pool1d", {"plumb::avg_pool1d", Window}},
+      {"aten::avg_pool2d", {"plumb::avg_pool2d", Window}},
+      {"aten::avg_pool3d", {"plumb::avg_pool3d", Window}},
+      {"aten::max_pool1d", {"plumb::max_pool1d", Window}},
+      {"aten::max_pool2d", {"plumb::max_pool2d", Window}},
+      {"aten::max_pool3d", {"plumb::max_pool3d", Window}},
+      {"aten::embedding", {"plumb::embedding", None, {"weight"}}},
+      {"", {"plumb::silu_glu", Gate}},
+      {"aten::softmax", {"plumb::softmax", Softmax}},
+      {"aten::_softmax", {"plumb::softmax", Softmax}},
+      {"aten::relu", {"plumb::relu", Relu}},
+      {"aten::dropout", {"plumb::dropout"}},
+      {"aten::layer_norm", {"plumb::layer_norm"}},
+      {"aten::rms_norm", {"plumb::rms_norm"}},
+      {"aten::group_norm", {"plumb::group_norm"}},
+      {"aten::batch_norm", {"plumb::batch_norm"}},
+      {"aten::scaled_dot_product_attention", {"plumb::scaled_dot_product_attention", Attention}},
+      {"aten::cross_entropy_loss", {"plumb::cross_entropy", Loss}},
+      {"aten::mse_loss", {"plumb::mse_loss"}},
+      {"", {"plumb::add", Add}},  // which adds become which, unit_scale.cpp decides
+      {"", {"plumb::residual_add", Add}},
+      {"", {"plumb::residual_split", Factor}},
+      {"", {"plumb::scale_fwd", Factor}},
+      {"", {"plumb::scale_bwd", Factor}},
+      {"", {"plumb::rescale", Factor}},
+  };
+  return table;
+}
+
+struct Tables {
+  std::map<std::string, Equivalent, std::less<>> of_torch, scaled;
+};
+
+const Tables& tables() {
+  static const Tables made = [] {
+    Tables t;
+    for (const Row& row : rows()) {
+      if (!row.of.empty()) t.of_torch.emplace(row.of, row.equivalent);
+      t.scaled.emplace(row.equivalent.to, row.equivalent);
     }
-    // Only what is built into this library.
-    std::erase_if(t, [](const auto& item) { return !item.second.recurrent && !try_find_operator(item.second.to); });
+    for (const ElementwiseFunction& function : elementwise_functions()) {
+      const std::string name(function.name);
+      const auto& entry = *t.scaled.emplace("plumb::" + name, Equivalent{"", ScaledBy::Elementwise}).first;
+      t.of_torch.emplace("aten::" + name, Equivalent{entry.first, ScaledBy::Elementwise});
+    }
+    for (const OperatorFacts* facts : operator_table()) {
+      if (facts->recurrent == RecurrentLayer::None) continue;
+      t.of_torch.emplace(facts->name, Equivalent{.to = facts->name, .recurrent = true});
+    }
     return t;
   }();
-  return equivalents;
+  return made;
+}
+
+const Equivalent* find_in(const std::map<std::string, Equivalent, std::less<>>& table, const Node* node) {
+  if (!node->is_call()) return nullptr;
+  auto it = table.find(node->op_name());
+  return it == table.end() ? nullptr : &it->second;
 }
 
 const c10::IValue* constant(const Node* node, std::string_view name) {
@@ -93,29 +128,9 @@ Arg transposed(Graph& graph, const Arg& arg, const Node* near) {
 
 }  // namespace
 
-const Equivalent* find_equivalent(const Node* node) {
-  if (!node->is_call()) return nullptr;
-  auto it = table().find(node->op_name());
-  return it == table().end() ? nullptr : &it->second;
-}
+const Equivalent* find_equivalent(const Node* node) { return find_in(tables().of_torch, node); }
 
-const Equivalent* find_unit_scaled(const Node* node) {
-  static const std::unordered_map<std::string_view, Equivalent> weighty = {
-      {"plumb::linear", {"plumb::linear", {"weight"}, "bias"}},
-      {"plumb::linear_readout", {"plumb::linear_readout", {"weight"}, "bias"}},
-      {"plumb::conv1d", {"plumb::conv1d", {"weight"}, "bias"}},
-      {"plumb::conv2d", {"plumb::conv2d", {"weight"}, "bias"}},
-      {"plumb::conv3d", {"plumb::conv3d", {"weight"}, "bias"}},
-      {"plumb::conv_transpose1d", {"plumb::conv_transpose1d", {"weight"}, "bias"}},
-      {"plumb::conv_transpose2d", {"plumb::conv_transpose2d", {"weight"}, "bias"}},
-      {"plumb::conv_transpose3d", {"plumb::conv_transpose3d", {"weight"}, "bias"}},
-      {"plumb::embedding", {"plumb::embedding", {"weight"}, ""}},
-      {"plumb::matmul", {"plumb::matmul", {"left", "right"}, "", true}},
-  };
-  if (!node->is_call()) return nullptr;
-  auto it = weighty.find(node->op_name());
-  return it == weighty.end() ? nullptr : &it->second;
-}
+const Equivalent* find_unit_scaled(const Node* node) { return find_in(tables().scaled, node); }
 
 std::optional<std::string> why_not(const Node* node) {
   const std::string_view name = node->op_name();

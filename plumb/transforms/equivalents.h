@@ -1,4 +1,4 @@
-// Which operator is which one's unit-scaled equivalent, and how to call it with the same arguments.
+// The table of unit-scaled operators: which of torch's each replaces, and what the way back must know of it.
 #pragma once
 
 #include <optional>
@@ -10,19 +10,22 @@
 
 namespace plumb {
 
+// How fold() takes a unit-scaled operator's factors away, by what they follow from: factor_rules.cpp.
+enum class ScaledBy { None, Factor, Elementwise, Gate, Softmax, Window, Linear, Matmul, Add, Attention, Relu, Loss };
+
 struct Equivalent {
-  std::string_view to;                    // "plumb::linear"
-  std::vector<std::string_view> weights;  // arguments of the operator that may be weights
-  std::string_view bias;                  // "" if there is none
-  bool any_weight = false;                // a matmul: an operand is a weight only if it is a parameter
-  bool norm = false;                      // its weight is a gain, and stays as it is
-  bool recurrent = false;                 // the operator stays, with factors around it: recurrent.h
+  std::string_view to;  // "plumb::linear"
+  ScaledBy scaled_by = ScaledBy::None;
+  std::vector<std::string_view> weights = {};  // arguments of the operator that may be weights
+  std::string_view bias = "";                  // "" if there is none
+  bool any_weight = false;                     // a matmul: an operand is a weight only if it is a parameter
+  bool recurrent = false;                      // the operator stays, with factors around it: recurrent.h
 };
 
-// Null if there is none.
+// Of one of torch's operators. Null if there is none.
 const Equivalent* find_equivalent(const Node* node);
 
-// The entry of a node that is a unit-scaled operator already, if that operator has weights; else null.
+// The entry of a node that is a unit-scaled operator already, its arguments' names its own. Null if it is none.
 const Equivalent* find_unit_scaled(const Node* node);
 
 // Why this call cannot be replaced although its operator can; nothing if it can.

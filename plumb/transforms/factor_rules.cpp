@@ -11,8 +11,10 @@
 
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
+#include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/rules.h"
 #include "plumb/scaling/rules_windows.h"
+#include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/pointwise_steps.h"
 
@@ -305,29 +307,15 @@ bool window(FactorRelation& relation, const Node* node, const State& state) {
   return std::isfinite(relation.outer) && relation.outer > 0;
 }
 
-// Functions of each element of mult times the input, and their scales.
-using ElementwiseRule = rules::Scales (*)(double mult);
-const std::unordered_map<std::string_view, ElementwiseRule>& elementwise_rules() {
-  static const std::unordered_map<std::string_view, ElementwiseRule> known = {{"plumb::gelu", rules::gelu},
-                                                                              {"plumb::silu", rules::silu},
-                                                                              {"plumb::tanh", rules::tanh},
-                                                                              {"plumb::sigmoid", rules::sigmoid}};
-  return known;
-}
-
-bool activation(FactorRelation& relation, const Node* node, const State& state) {
-  const std::string_view name = node->op_name();
-  const double mult = mult_of(node);
+bool activation(FactorRelation& relation, const Node* node, const State& state, ScaledBy by) {
+  const double mult = relation.inner = mult_of(node);
   if (!(mult > 0)) return false;
-  relation.rule = name == "plumb::silu_glu" ? FactorRule::Gated : FactorRule::Fixed;
-  relation.inner = mult;
-  bool known = false;
-  if (auto rule = elementwise_rules().find(name); rule != elementwise_rules().end())
-    known = choose(relation, node, 2, rule->second(mult));
-  if (name == "plumb::silu_glu") known = choose(relation, node, 0, {rules::silu_glu(mult)});
-  if (name == "plumb::softmax") known = softmax(relation, node, state, mult);
-  // gelu(mult x) / mult, x sigmoid(mult x) = silu(mult x) / mult.
-  if (name == "plumb::gelu" || name.starts_with("plumb::silu")) relation.outer /= mult;
+  relation.rule = by == ScaledBy::Gate ? FactorRule::Gated : FactorRule::Fixed;
+  if (by == ScaledBy::Softmax) return softmax(relation, node, state, mult);
+  const ElementwiseFunction* function = try_find_elementwise(node->op_name());
+  const bool known =
+      function ? choose(relation, node, 2, function->rule(mult)) : choose(relation, node, 0, {rules::silu_glu(mult)});
+  if (!function || function->divided) relation.outer /= mult;
   return known;
 }
 
@@ -335,34 +323,6 @@ bool number_argument(const Node* node, std::string_view argument, double& to) {
   const auto n = number_of(node->arg(argument));
   if (n) to = *n;
   return n && std::isfinite(to) && to > 0;
-}
-
-enum class UnitScaled { Factor, Activation, Window, Linear, Matmul, Add, Attention, Other };
-
-const std::unordered_map<std::string_view, UnitScaled>& unit_scaled() {
-  using enum UnitScaled;
-  static const auto known = [] {
-    std::unordered_map<std::string_view, UnitScaled> found;
-    auto add = [&](UnitScaled kind, std::string_view names) {
-      for_each_name(names, [&](std::string_view name) { found.emplace(name, kind); });
-    };
-    add(Linear, "plumb::linear plumb::linear_readout");
-    add(Matmul, "plumb::matmul");
-    add(Add, "plumb::add plumb::residual_add");
-    add(Factor, "plumb::residual_split plumb::scale_fwd plumb::scale_bwd plumb::rescale");
-    add(Activation, "plumb::silu_glu plumb::softmax");
-    for (const auto& entry : elementwise_rules()) add(Activation, entry.first);
-    add(Attention, "plumb::scaled_dot_product_attention");
-    add(Other,
-        "plumb::relu plumb::dropout plumb::embedding plumb::cross_entropy plumb::mse_loss plumb::layer_norm "
-        "plumb::rms_norm plumb::group_norm plumb::batch_norm");
-    add(Window,
-        "plumb::conv1d plumb::conv2d plumb::conv3d plumb::avg_pool1d plumb::avg_pool2d plumb::avg_pool3d "
-        "plumb::max_pool1d plumb::max_pool2d plumb::max_pool3d plumb::conv_transpose1d plumb::conv_transpose2d "
-        "plumb::conv_transpose3d");
-    return found;
-  }();
-  return known;
 }
 
 bool factor_alone(FactorRelation& relation, const Node* node) {
@@ -381,11 +341,6 @@ bool sum(FactorRelation& relation, const Node* node, const State& state) {
   return true;
 }
 
-bool other(FactorRelation& relation, const Node* node) {
-  if (node->is_op("plumb::cross_entropy")) return number_argument(node, "mult", relation.inner);
-  return !node->is_op("plumb::relu") || choose(relation, node, 2, rules::relu());
-}
-
 bool is_number_between(const Arg* arg, double least, double most) {
   if (!arg) return false;
   const auto n = number_of(*arg);
@@ -394,29 +349,33 @@ bool is_number_between(const Arg* arg, double least, double most) {
 
 }  // namespace
 
-bool is_unit_scaled(const Node* node) { return node->is_call() && unit_scaled().count(node->op_name()); }
+bool is_unit_scaled(const Node* node) { return find_unit_scaled(node); }
 
 bool is_factor_alone(const Node* node) {
-  if (!is_unit_scaled(node)) return false;
-  return unit_scaled().at(node->op_name()) == UnitScaled::Factor;
+  const Equivalent* scaled = find_unit_scaled(node);
+  return scaled && scaled->scaled_by == ScaledBy::Factor;
 }
 
 std::optional<FactorRelation> factor_relation(const Node* node, const State& state) {
   if (!node->is_call()) return FactorRelation{};
-  const auto it = unit_scaled().find(node->op_name());
-  if (it == unit_scaled().end()) return of_torch(node);
+  const Equivalent* scaled = find_unit_scaled(node);
+  if (!scaled) return of_torch(node);
   FactorRelation relation;
   if (const Family* family = family_of(node->target())) relation.rule = family->rule;
-  bool known = false;
-  switch (it->second) {
-    case UnitScaled::Factor: known = factor_alone(relation, node); break;
-    case UnitScaled::Activation: known = activation(relation, node, state); break;
-    case UnitScaled::Window: known = window(relation, node, state); break;
-    case UnitScaled::Linear: relation.rule = FactorRule::Product, known = linear(relation, node, state); break;
-    case UnitScaled::Matmul: known = matmul(relation, node, state); break;
-    case UnitScaled::Add: relation.rule = FactorRule::Common, known = sum(relation, node, state); break;
-    case UnitScaled::Attention: known = attention(relation, node, state); break;
-    case UnitScaled::Other: known = other(relation, node); break;
+  bool known = true;
+  switch (const ScaledBy by = scaled->scaled_by) {
+    case ScaledBy::None: break;
+    case ScaledBy::Factor: known = factor_alone(relation, node); break;
+    case ScaledBy::Elementwise:
+    case ScaledBy::Gate:
+    case ScaledBy::Softmax: known = activation(relation, node, state, by); break;
+    case ScaledBy::Window: known = window(relation, node, state); break;
+    case ScaledBy::Linear: relation.rule = FactorRule::Product, known = linear(relation, node, state); break;
+    case ScaledBy::Matmul: known = matmul(relation, node, state); break;
+    case ScaledBy::Add: relation.rule = FactorRule::Common, known = sum(relation, node, state); break;
+    case ScaledBy::Attention: known = attention(relation, node, state); break;
+    case ScaledBy::Relu: known = choose(relation, node, 2, rules::relu()); break;
+    case ScaledBy::Loss: known = number_argument(node, "mult", relation.inner); break;
   }
   return known ? std::optional(relation) : std::nullopt;
 }

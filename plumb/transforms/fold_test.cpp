@@ -5,6 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
+#include "plumb/scaling/elementwise.h"
 #include "plumb/transforms/factor_equations.h"
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/test_models.h"
@@ -102,6 +103,32 @@ TEST(Fold, GivesAPlainGptWithTheFunctionOfTheUnitScaledOne) {
     EXPECT_TRUE(f.plain->mup.empty());
     for (const Attr& attr : f.plain->state()) EXPECT_FALSE(parameter_data(attr.tensor)) << attr.name;
   }
+}
+
+// A row of the table is all that one needs.
+TEST(Fold, EveryFunctionOfEachElementGoesThereAndBack) {
+  for (const ElementwiseFunction& function : elementwise_functions()) {
+    const std::string name(function.name);
+    SCOPED_TRACE(name);
+    at::manual_seed(4);
+    State state;
+    parameter(state, "w", randn_there({8, 4}));
+    parameter(state, "v", randn_there({3, 8}));
+    const Folded f = expect_folds(module_of(R"(graph {
+      %x: f32[5, 4] = placeholder "x"
+      %w = get_attr "w"
+      %v = get_attr "v"
+      %l: f32[5, 8] = aten::linear(%x, %w)
+      %y: f32[5, 8] = aten::)" + name + R"((%l)
+      %out: f32[5, 3] = aten::linear(%y, %v)
+      output(%out)
+    })",
+                                            state),
+                                  {randn_there({5, 4})});
+    EXPECT_THAT(to_string(f.scaled->graph()), HasSubstr("plumb::" + name + "(%l"));
+    EXPECT_EQ(f.report().count(ReportKind::Remains), 0u) << f.report().to_text();
+  }
+  EXPECT_THROW(find_elementwise("plumb::softsign"), Error);
 }
 
 TEST(Fold, LoadsNothingLikeTheFunctionWithoutFolding) {

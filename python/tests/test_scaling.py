@@ -51,7 +51,10 @@ def test_a_constraint_may_be_a_function_of_the_users():
         24**-0.5,
         [24**-0.5, 6**-0.5],
     )
-    assert_scaled(lambda x: U.gelu(x, constraint=lambda out, grad: 3.0), F.gelu, [leaf(9)], 3.0, [3.0])
+    for ours, theirs in ((U.gelu, F.gelu), (U.silu, F.silu), (U.tanh, torch.tanh), (U.sigmoid, torch.sigmoid)):
+        assert_scaled(lambda x, f=ours: f(x, constraint=lambda out, grad: 3.0), theirs, [leaf(9)], 3.0, [3.0])
+    with pytest.raises(plumb.Error, match="no unit-scaled function of each element named 'relu6'"):
+        torch.ops.plumb.elementwise_scales("relu6", 1.0)
 
 
 @pytest.mark.parametrize("padding", [0, 2, (1,), "same", "valid"])

@@ -40,18 +40,23 @@ from ._windows import (
 )
 
 
+def _elementwise(name: str, input: Tensor, mult: float, constraint: Constraint) -> Tensor:
+    tied = _tie(constraint, 2, lambda: ops.elementwise_scales(name, mult))
+    return getattr(ops, name)(input, mult=mult, **tied)
+
+
 def gelu(
     input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale", approximate: str = "none"
 ) -> Tensor:
     """``gelu(mult * input) / mult``."""
-    tied = _tie(constraint, 2, lambda: ops.gelu_scales(mult))
+    tied = _tie(constraint, 2, lambda: ops.elementwise_scales("gelu", mult))
     return ops.gelu(input, approximate=approximate, mult=mult, **tied)
 
 
 def silu(input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale", inplace: bool = False) -> Tensor:
     """``input * sigmoid(mult * input)``."""
     _refuse("silu", inplace=inplace)
-    return ops.silu(input, mult=mult, **_tie(constraint, 2, lambda: ops.silu_scales(mult)))
+    return _elementwise("silu", input, mult, constraint)
 
 
 def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
@@ -108,14 +113,14 @@ def relu(input: Tensor, constraint: Optional[str] = "to_output_scale") -> Tensor
     return ops.relu(input, constraint=constraint)
 
 
-def tanh(input: Tensor, mult: float = 1.0, constraint: Optional[str] = "to_output_scale") -> Tensor:
+def tanh(input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale") -> Tensor:
     """``tanh(mult * input)``."""
-    return ops.tanh(input, mult=mult, constraint=constraint)
+    return _elementwise("tanh", input, mult, constraint)
 
 
-def sigmoid(input: Tensor, mult: float = 1.0, constraint: Optional[str] = "to_output_scale") -> Tensor:
+def sigmoid(input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale") -> Tensor:
     """``sigmoid(mult * input)``; the standard deviation is 1, the mean is not 0."""
-    return ops.sigmoid(input, mult=mult, constraint=constraint)
+    return _elementwise("sigmoid", input, mult, constraint)
 
 
 def group_norm(
