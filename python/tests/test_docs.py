@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed.pipelining.schedules
 from test_readme import DOCUMENTS, ROOT, fences
 
 import plumb
@@ -54,6 +55,14 @@ def outputs(page, folder):
         elif language == "text":
             found.append((body, last))
     return found
+
+
+def test_the_page_about_moving_lists_every_schedule_of_the_engine():
+    ours = {f"Schedule{name}" for name in plumb._C.schedule_names()}
+    torchs = {name for name in vars(torch.distributed.pipelining.schedules) if name in ours}
+    rows = (ROOT / "docs/howto/moving.md").read_text().splitlines()
+    listed = [set(re.findall(r"`(Schedule\w+)`", row)) for row in rows if row.count("`Schedule") > 1]
+    assert listed == [torchs, ours - torchs]
 
 
 @pytest.mark.parametrize("page", ["differences.md", "reference_documents.md"])
