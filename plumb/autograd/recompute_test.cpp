@@ -73,9 +73,22 @@ Model convnet() {
           0.95};
 }
 
+// aten::rms_norm is made of single operators on the CPU: several nodes of one call save what it was given.
+Model rms_norms() {
+  return {"rms norms in a row",
+          {leaf({2, 40, 96}), leaf({96}), leaf({96, 96})},
+          [](const Tensors& t) {
+            auto x = at::linear(t[0], t[2]);
+            for (int i = 0; i < 3; ++i) x = x + at::rms_norm(x, {96}, t[1], 1e-6);
+            return at::linear(x, t[2]);
+          },
+          0.95};
+}
+
 std::vector<Model> zoo() {
   at::manual_seed(3);
-  return {transformer_mlp(at::kFloat),
+  return {rms_norms(),
+          transformer_mlp(at::kFloat),
           transformer_mlp(at::kBFloat16),
           llama_mlp(at::kFloat),
           llama_mlp(at::kBFloat16),

@@ -326,6 +326,9 @@ TEST(Table, OperatorsThatABackwardComputesAgainAreThereOnceAndGiveATensorFirst) 
       ASSERT_TRUE(op) << full << " is no operator: does its overload have a name?";
       EXPECT_TRUE(op->hasKernelForDispatchKey(c10::DispatchKey::TESTING_ONLY_GenericWrapper)) << full;
       EXPECT_FALSE(op->schema().is_mutable() && facts.cheap) << full << " writes";
+      EXPECT_FALSE(op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+                   !op->hasKernelForDispatchKey(c10::DispatchKey::CPU))
+          << full << " is made of others, whose nodes save for themselves";
       EXPECT_EQ(op->schema().returns().at(0).type()->kind(), c10::TypeKind::TensorType) << full;
       EXPECT_FALSE(facts.cheap && op->hasTag(at::Tag::nondeterministic_seeded)) << full << " draws";
     }

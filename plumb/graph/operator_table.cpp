@@ -354,13 +354,14 @@ constexpr OperatorGroup kGroups[] = {
     {"pippy::", "_pipe_split"},
 };
 
+// None that is made of others on the CPU: its parts are noted, and each has its own node to save what it needs.
 // Of unit-scaled operators those whose own backward needs their result are not among the cheap ones: it is kept anyway.
 constexpr RecomputeFacts kRecompute[] = {
     {"aten",
-     "_fused_rms_norm _softmax _to_copy abs add.Tensor cat clamp clone div.Tensor elu exp gelu glu hardsigmoid "
-     "hardswish hardtanh leaky_relu log_sigmoid_forward masked_fill.Scalar masked_fill.Tensor mish mul.Tensor "
-     "native_group_norm native_layer_norm neg pow.Tensor_Scalar reciprocal relu rsqrt sigmoid silu softplus sqrt "
-     "sub.Tensor tanh threshold where.self",
+     "_softmax _to_copy abs add.Tensor cat clamp clone div.Tensor elu exp gelu glu hardsigmoid hardswish hardtanh "
+     "leaky_relu log_sigmoid_forward masked_fill.Scalar masked_fill.Tensor mish mul.Tensor native_group_norm "
+     "native_layer_norm neg pow.Tensor_Scalar reciprocal relu rsqrt sigmoid silu softplus sqrt sub.Tensor tanh "
+     "threshold where.self",
      true},
     {"aten",
      "_log_softmax _scaled_dot_product_flash_attention_for_cpu addcmul addmm avg_pool2d baddbmm bmm convolution "
