@@ -2,6 +2,7 @@
 
 #include <ATen/ops/std.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 
@@ -52,10 +53,18 @@ void ParameterScaling::remember(const std::vector<std::string>& names, const at:
   for (const std::string& name : names) versions_[name] = parameter._version();
 }
 
-// Of a copied model it is taken for granted.
-bool ParameterScaling::untouched(const std::string& name, const at::Tensor& parameter) const {
-  auto it = versions_.find(name);
-  return it == versions_.end() || it->second == parameter._version();
+bool ParameterScaling::untouched(const std::vector<std::string>& names, const at::Tensor& parameter) const {
+  return std::ranges::all_of(names, [&](const std::string& name) {
+    auto it = versions_.find(name);
+    return it == versions_.end() || (it->second && parameter._version() <= *it->second);
+  });
+}
+
+void ParameterScaling::mark_changed(const std::string& name) { versions_[name].reset(); }
+
+void ParameterScaling::look_at(const std::string& name, const at::Tensor& parameter) {
+  auto it = versions_.try_emplace(name, parameter._version()).first;
+  if (it->second && parameter._version() > *it->second) it->second.reset();
 }
 
 void ParameterScaling::add(Scaled scaled) {
@@ -78,7 +87,7 @@ bool ParameterScaling::confirm(const std::vector<std::string>& names) {
 
 bool ParameterScaling::write(const std::vector<std::string>& names, const at::Tensor& parameter,
                              const at::Tensor& values) {
-  if (!untouched(names.at(0), parameter)) return false;
+  if (!untouched(names, parameter)) return false;
   at::NoGradGuard no_grad;
   parameter.copy_(values);
   remember(names, parameter);
@@ -87,7 +96,7 @@ bool ParameterScaling::write(const std::vector<std::string>& names, const at::Te
 
 bool ParameterScaling::undo(const std::vector<std::string>& names, const at::Tensor& parameter) {
   Scaled* scaled = find(names);
-  const bool back = scaled && !confirmed_.count(names.at(0)) && untouched(names.at(0), parameter);
+  const bool back = scaled && !confirmed_.count(names.at(0)) && untouched(names, parameter);
   if (back) {
     at::NoGradGuard no_grad;
     if (scaled->kind == ScaledKind::Weight) {
@@ -122,7 +131,9 @@ void ParameterScaling::add_to(Report& report) const {
 
 ParameterScaling ParameterScaling::for_copy() const {
   ParameterScaling copy = *this;
-  copy.versions_.clear();
+  for (auto& [name, version] : copy.versions_) {
+    if (version) version = 0u;
+  }
   return copy;
 }
 
@@ -138,13 +149,22 @@ std::vector<ParameterScaling::Saved> ParameterScaling::scaled() const {
 
 std::vector<std::string> ParameterScaling::confirmed() const { return {confirmed_.begin(), confirmed_.end()}; }
 
-ParameterScaling ParameterScaling::restore(const std::vector<Saved>& scaled,
-                                           const std::vector<std::string>& confirmed) {
+std::map<std::string, bool> ParameterScaling::changed() const {
+  std::map<std::string, bool> changed;
+  for (const auto& [name, version] : versions_) changed[name] = !version;
+  return changed;
+}
+
+ParameterScaling ParameterScaling::restore(const std::vector<Saved>& scaled, const std::vector<std::string>& confirmed,
+                                           const std::map<std::string, bool>& changed) {
   ParameterScaling result;
   for (const auto& [names, kind, std, before] : scaled) {
     result.add({names, static_cast<ScaledKind>(kind), std, before.value_or(at::Tensor())});
   }
   result.confirmed_.insert(confirmed.begin(), confirmed.end());
+  // Unpickling fills a tensor once at most.
+  for (const auto& [name, by_somebody] : changed)
+    result.versions_[name] = by_somebody ? std::nullopt : std::optional(1u);
   return result;
 }
 

@@ -51,14 +51,21 @@ class ParameterScaling {
   // Adds an entry for every scaled parameter that the report does not name yet.
   void add_to(Report& report) const;
 
-  // A copy for a copied model, whose tensors count versions of their own: all of them as they were proposed.
+  // Somebody has put other values there, or another tensor (load_state_dict).
+  void mark_changed(const std::string& name);
+  // Notes whether somebody has changed the parameter since propose(). Before a copy, which does not know the tensor.
+  void look_at(const std::string& name, const at::Tensor& parameter);
+  // A copy for a copied model, whose tensors are new: their versions count from zero.
   ParameterScaling for_copy() const;
 
-  // For files: (names, kind, std, values before) of every scaled parameter, and the confirmed names.
+  // For files: (names, kind, std, values before) of every scaled parameter, the confirmed names, and of every name
+  // whether somebody has changed it since propose().
   using Saved = std::tuple<std::vector<std::string>, int, double, std::optional<at::Tensor>>;
   std::vector<Saved> scaled() const;
   std::vector<std::string> confirmed() const;
-  static ParameterScaling restore(const std::vector<Saved>& scaled, const std::vector<std::string>& confirmed);
+  std::map<std::string, bool> changed() const;
+  static ParameterScaling restore(const std::vector<Saved>& scaled, const std::vector<std::string>& confirmed,
+                                  const std::map<std::string, bool>& changed);
 
  private:
   struct Scaled {
@@ -69,13 +76,14 @@ class ParameterScaling {
   };
   void add(Scaled scaled);
   Scaled* find(const std::vector<std::string>& names);
-  bool untouched(const std::string& name, const at::Tensor& parameter) const;
+  bool untouched(const std::vector<std::string>& names, const at::Tensor& parameter) const;
   void remember(const std::vector<std::string>& names, const at::Tensor& parameter);
 
   std::vector<Scaled> scaled_;           // in the order of the model; no names: undone
   std::map<std::string, size_t> index_;  // by every name
   std::set<std::string> confirmed_;
-  std::map<std::string, uint32_t> versions_;  // empty for a copied model
+  // At which version each name's tensor was left; none: somebody has changed it.
+  std::map<std::string, std::optional<uint32_t>> versions_;
 };
 
 }  // namespace plumb

@@ -134,9 +134,32 @@ TEST(ParameterScaling, IsRestoredFromWhatIsSaved) {
   const at::Tensor before = w.detach().clone();
   ParameterScaling scaling;
   scaling.propose({{{"w"}, w, ScaledKind::Weight}});
-  ParameterScaling again = ParameterScaling::restore(scaling.scaled(), scaling.confirmed());
+  ParameterScaling again = ParameterScaling::restore(scaling.scaled(), scaling.confirmed(), scaling.changed());
   confirm_live(again, live_used_twice(w));
   EXPECT_TRUE(at::allclose(w.detach(), before));
+}
+
+TEST(ParameterScaling, ACopyLeavesValuesAloneThatWereWrittenBeforeItOrSince) {
+  for (const bool before : {true, false}) {
+    at::Tensor w = live_parameter({3, 4}, 0.5), copied;
+    ParameterScaling scaling;
+    scaling.propose({{{"w"}, w, ScaledKind::Weight}});
+    const auto write = [](const at::Tensor& t) {
+      at::NoGradGuard no_grad;
+      t.fill_(7);
+    };
+    if (before) write(w);
+    scaling.look_at("w", w);
+    ParameterScaling copy = scaling.for_copy();
+    copied = w.detach().clone().requires_grad_();
+    if (!before) write(copied);
+    ParameterScaling file = ParameterScaling::restore(copy.scaled(), copy.confirmed(), copy.changed());
+    confirm_live(copy, live_used_twice(copied));
+    EXPECT_TRUE(at::equal(copied.detach(), at::full({3, 4}, 7.0f)));
+    if (!before) file.mark_changed("w");
+    confirm_live(file, live_used_twice(copied));
+    EXPECT_TRUE(at::equal(copied.detach(), at::full({3, 4}, 7.0f)));
+  }
 }
 
 }  // namespace

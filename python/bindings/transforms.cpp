@@ -151,11 +151,15 @@ void bind_parameter_scaling(py::module_& m) {
              }
              return s.propose(proposals);
            })
+      .def("mark_changed", &ParameterScaling::mark_changed)
+      .def("look_at", &ParameterScaling::look_at)
       .def("__deepcopy__", [](const ParameterScaling& s, const py::dict&) { return s.for_copy(); })
-      .def(py::pickle([](const ParameterScaling& s) { return py::make_tuple(s.scaled(), s.confirmed()); },
+      .def(py::pickle([](const ParameterScaling& s) { return py::make_tuple(s.scaled(), s.confirmed(), s.changed()); },
                       [](const py::tuple& t) {
+                        using Changed = std::map<std::string, bool>;
                         return ParameterScaling::restore(t[0].cast<std::vector<ParameterScaling::Saved>>(),
-                                                         t[1].cast<std::vector<std::string>>());
+                                                         t[1].cast<std::vector<std::string>>(),
+                                                         t.size() > 2 ? t[2].cast<Changed>() : Changed());
                       }));
 }
 

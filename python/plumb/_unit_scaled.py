@@ -33,6 +33,10 @@ def _add_mark(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_
 
 def _take_mark(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     state_dict.pop(prefix + MARK, None)
+    loaded = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
+    for p in getattr(module.__dict__.get("forward"), "passes", ()):
+        if hasattr(p.run, "values_loaded"):
+            p.run.values_loaded(loaded)
 
 
 def _refuse_alone(path: str, module: nn.Module, args: tuple) -> None:

@@ -185,6 +185,70 @@ def test_values_loaded_before_the_first_forward_stay():
     assert torch.equal(other(x), trained(x)) and torch.equal(other.w, trained.w)
 
 
+COPIES = {
+    "copied": copy.deepcopy,
+    "transformed": track_scales,
+    "transformed twice": lambda m: track_scales(compile(m, backend="eager")),
+    "pickled": lambda m: pickle.loads(pickle.dumps(m)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("how", ["load", "assign", "by hand", "checkpoint", "before"])
+def test_values_loaded_into_a_copy_before_its_first_forward_stay(copied, how, tmp_path):
+    trained = unit_scale(FunctionalLinear())
+    x = torch.randn(8, 32)
+    trained(x)
+    with torch.no_grad():
+        trained.w.mul_(3)
+    state = {name: value.clone() for name, value in trained.state_dict().items()}
+    other = unit_scale(FunctionalLinear())
+    if how == "before":
+        other.load_state_dict(state)
+    other = COPIES[copied](other)
+    if how == "load":
+        other.load_state_dict(state)
+    elif how == "assign":
+        other.load_state_dict(state, assign=True)
+    elif how == "by hand":
+        with torch.no_grad():
+            for name, parameter in other.named_parameters():
+                parameter.copy_(state[name])
+    elif how == "checkpoint":
+        plumb.checkpoint.save(tmp_path, trained, step=1)
+        plumb.checkpoint.load(tmp_path, other)
+    assert torch.equal(other(x), trained(x)) and torch.equal(other.w, trained.w)
+
+
+def traced():
+    torch.manual_seed(0)
+    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8)))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_modules_of_fx_stay_transformed_when_they_are_copied(again):
+    x = torch.randn(16, 8)
+    fp8 = track_scales(simulate_format(unit_scale(traced()), "e4m3fn-RN", "e5m2-RN"))
+    fp8(x)
+    copied = again(fp8)
+    assert not any(copied.load_state_dict(fp8.state_dict()))
+    assert torch.equal(copied(x), fp8(x)) and not torch.equal(copied(x), traced()(x))
+    with pytest.raises(plumb.Error, match="called alone"):
+        copied.get_submodule("0")(x)
+    assert [part["pass"] for part in report(copied)] == [part["pass"] for part in report(fp8)]
+    assert "these_weights_are_unit_scaled" in str(list(copied.state_dict()))
+    fp8.eval()
+    plain = plumb.transforms.fold(again(fp8), x)
+    torch.testing.assert_close(plain.eval()(x), unit_scaled_alone(fp8)(x), rtol=1e-4, atol=1e-4)
+    assert not any(traced().load_state_dict(plain.state_dict()))
+
+
+def unit_scaled_alone(module):
+    scaled = unit_scale(traced())
+    scaled.load_state_dict(module.state_dict())
+    return scaled.eval()
+
+
 def test_the_users_own_tags_stay():
     model = unit_scale(nn.Sequential(plumb.Linear(8, 8), plumb.LinearReadout(8, 8)))
     model(torch.randn(2, 8))

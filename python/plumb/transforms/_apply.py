@@ -26,6 +26,7 @@ from .._tracing import autocast_regions
 from .._trees import flatten
 from .._unit_scaled import capturing
 from . import _in_graph
+from ._own_copies import keep_transforms
 
 logger = logging.getLogger("plumb.transforms")
 
@@ -292,11 +293,17 @@ class TransformedForward:
         yield
 
     # A copy belongs to the copied module and captures afresh; the passes know how to copy what they hold.
+    def passes_to_copy(self) -> list[Pass]:
+        for p in self.passes:
+            if hasattr(p.run, "before_copy"):
+                p.run.before_copy(self.module)
+        return self.passes
+
     def __deepcopy__(self, memo: dict) -> TransformedForward:
-        return TransformedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.passes, memo))
+        return TransformedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.passes_to_copy(), memo))
 
     def __getstate__(self) -> dict:
-        return {"module": self.module, "passes": self.passes}
+        return {"module": self.module, "passes": self.passes_to_copy()}
 
     def __setstate__(self, state: dict) -> None:
         self._set(state["module"], state["passes"])
@@ -358,6 +365,12 @@ def _refuse_compiled(module: nn.Module) -> None:
         )
 
 
+def _attach(module: nn.Module, passes: list[Pass]) -> None:
+    module.__dict__["forward"] = TransformedForward(module, passes)
+    module.__dict__["extra_repr"] = _ExtraRepr(module)
+    keep_transforms(module, _attach)
+
+
 def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
     """A deep copy of `module` whose forward applies `new` after the transforms it has already (or before those that must
     follow it)."""
@@ -373,8 +386,7 @@ def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
     for later in passes[place:]:
         logger.info("moving %s backend to precede %s backend", display_name(new.name), display_name(later.name))
     passes.insert(place, new)
-    module.__dict__["forward"] = TransformedForward(module, passes)
-    module.__dict__["extra_repr"] = _ExtraRepr(module)
+    _attach(module, passes)
     if compiled:
         module.compile(**module.__dict__.get("compile_options", {}))
     return module

@@ -15,6 +15,7 @@ from .._errors import Error, ErrorKind
 from .._state import CONSTANT, own_parameters, sync_state
 from .._unit_scaled import unmark
 from ._apply import CapturedGraph, TransformedForward, _copy, folded_reports, forward_of, logger
+from ._own_copies import without_transforms
 
 _SHOWN = 5  # of the factors that an error names
 
@@ -55,7 +56,7 @@ def fold(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     _refuse_what_remains(type(module).__name__, report["entries"], captured)
     logger.info("folding factors into %d parameters", sum(e["kind"] == "folded" for e in report["entries"]))
     plain = _copy(module)
-    del plain.__dict__["forward"]
+    without_transforms(plain)
     unmark(plain)
     _untag(plain, unit_scaling.users_tags)
     with torch.no_grad():

@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,15 @@ class UnitScalePass:
             else:
                 _log(e)
         return report
+
+    def before_copy(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False) if self.scaling is not None else ():
+            self.scaling.look_at(name, parameter)
+
+    def values_loaded(self, names: Iterable[str]) -> None:
+        """Other values are in these parameters: the first graph leaves them as they are."""
+        for name in names if self.scaling is not None else ():
+            self.scaling.mark_changed(name)
 
     def log_parameter(self, name: str, kind: str) -> None:
         if name not in self.logged:

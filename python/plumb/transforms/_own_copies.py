@@ -1,0 +1,58 @@
+"""Transformed modules of classes that copy and pickle themselves, and take only what they know along: torch.fx's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Callable
+
+from torch import fx, nn
+
+from .._unit_scaled import mark
+
+# What a transform puts beside a module's own attributes.
+ADDED = ("forward", "extra_repr", "__deepcopy__", "__reduce_ex__")
+
+
+class _Deepcopy:
+    def __init__(self, module: nn.Module, attach: Callable[[nn.Module, list], None]):
+        self.module, self.attach = module, attach
+
+    def __call__(self, memo: dict) -> nn.Module:
+        own = self.module.__dict__
+        for name in ADDED:  # the copy gets its own
+            memo[id(own[name])] = None
+        passes = own["forward"].passes_to_copy()
+        copied = type(self.module).__deepcopy__(self.module, memo)
+        self.attach(copied, copy.deepcopy(passes, memo))
+        return copied
+
+
+class _Reduce:
+    def __init__(self, module: nn.Module, attach: Callable[[nn.Module, list], None]):
+        self.module, self.attach = module, attach
+
+    def __call__(self, protocol: int) -> tuple:
+        make, args = type(self.module).__reduce__(self.module)[:2]
+        args = tuple({k: v for k, v in a.items() if k not in ADDED} if isinstance(a, dict) else a for a in args)
+        return _made_again, (make, args, self.attach, self.module.__dict__["forward"].passes_to_copy())
+
+
+def _made_again(make: Callable[..., nn.Module], args: tuple, attach: Callable[[nn.Module, list], None], passes: list) -> nn.Module:
+    module = make(*args)
+    attach(module, passes)
+    if any(getattr(p.run, "scaling", None) is not None for p in passes):
+        mark(module)
+    return module
+
+
+def keep_transforms(module: nn.Module, attach: Callable[[nn.Module, list], None]) -> None:
+    """Lets copies and pickles of `module` be transformed as it is: `attach(module, passes)` transforms one."""
+    if isinstance(module, fx.GraphModule):
+        module.__dict__["__deepcopy__"] = _Deepcopy(module, attach)
+        module.__dict__["__reduce_ex__"] = _Reduce(module, attach)
+
+
+def without_transforms(module: nn.Module) -> None:
+    """Takes off what transforms have put beside the module's own attributes."""
+    for name in ADDED:
+        module.__dict__.pop(name, None)
