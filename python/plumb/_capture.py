@@ -79,6 +79,7 @@ class _Forward:
         self.has_libraries = _tracing.has_libraries(module)
         self.told_libraries = False
         self.start_from: list[Change] = []  # attributes that begin with other values
+        self.start_with: list[tuple[Any, Any]] = []  # lists, dicts and sets that begin with other contents
         self.out_spec: Any = None
         self.plain_outputs: list = []
 
@@ -92,10 +93,11 @@ class _Forward:
     def buffers_after(self) -> list[tuple[str, Tensor]]:
         """Buffers that the forward re-assigned: (name, new). The old ones are there again afterwards."""
         changed = []
+        owners = dict(self.module.named_modules(remove_duplicate=False))  # scripted modules have no get_submodule
         for name, kind, old, _ in self.state:
             owner, _, leaf = name.rpartition(".")
-            buffers = self.module.get_submodule(owner)._buffers if kind == BUFFER else {}
-            now = buffers.get(leaf)
+            buffers = owners[owner]._buffers if kind == BUFFER else {}
+            now = buffers[leaf] if leaf in buffers else None
             if now is not None and now is not old:
                 changed.append((name, now))
                 buffers[leaf] = old
@@ -108,6 +110,8 @@ class _Forward:
         self.state_guard.restore(warn=False)
         for change in self.start_from:
             change.module.__dict__[change.key] = change.now
+        for container, content in self.start_with:
+            container.fill(content)
         self.told_libraries = tell_libraries
 
     @contextlib.contextmanager
@@ -163,6 +167,7 @@ def capture_engine(
     all_notes = [*notes, *request.changed, *told]
     if changes := request.state_guard.changes:
         request.start_from = changes
+        request.start_with = [(c, c.now) for c in request.state_guard.containers]
         with traced(), watched(changes) as reads:
             all_notes += refuse_other_paths(
                 changes,

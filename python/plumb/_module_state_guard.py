@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import random
 import sys
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +55,38 @@ def set_random_states(states: tuple[Tensor, Tensor | None]) -> None:
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(accelerator)
 
 
+class _Container:
+    """A list, dict or set that a module has as an attribute (results kept for later, hooks), and what is in it."""
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self.module, self.key, self.value = module, key, module.__dict__[key]
+        self.before = self.now = copy.copy(self.value)
+
+    def look(self) -> bool:
+        """Whether the forward has changed it."""
+        self.now = copy.copy(self.value)
+        here = self.module.__dict__.get(self.key) is self.value
+        return not here or len(self.now) != len(self.before) or not all(map(_is, self._all(self.now), self._all(self.before)))
+
+    def _all(self, content: Any) -> list:
+        if isinstance(content, set):
+            return sorted(map(id, content))
+        return [x for item in content.items() for x in item] if isinstance(content, dict) else list(content)
+
+    def fill(self, content: Any) -> None:
+        self.module.__dict__[self.key] = self.value
+        self.value.clear()
+        self.value.update(content) if isinstance(self.value, (dict, set)) else self.value.extend(content)
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)
+
+
+_CONTAINERS = {list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque}
+_KEPT_BY_MODULES = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+
+
 class ModuleStateGuard:
     """Keeps attributes of modules and the random states of Python and NumPy, puts them back after a capture, and tells what
     the forward did to them."""
@@ -59,6 +94,12 @@ class ModuleStateGuard:
     def __init__(self, module: nn.Module) -> None:
         self.modules = [
             (name, sub, dict(sub.__dict__), dict(sub._buffers.items()), sub.training) for name, sub in module.named_modules()
+        ]
+        self.containers = [
+            _Container(sub, key)
+            for _, sub, before, *_ in self.modules
+            for key, value in before.items()
+            if key not in _KEPT_BY_MODULES and type(value) in _CONTAINERS
         ]
         self.changes: list[Change] = []  # as the last restore() found them
         self.random = random.getstate()
@@ -102,6 +143,9 @@ class ModuleStateGuard:
                     self.changes.append(Change(sub, key, full, value, now))
                     notes.append(f"attribute '{full}' changed from {value!r} to {now!r} in the forward: a graph does not")
             sub.training = training
+        for container in self.containers:
+            if container.look():
+                container.fill(container.before)
         if random.getstate() != self.random:
             random.setstate(self.random)
             drawn.append("Python's random")

@@ -214,6 +214,96 @@ def test_reports_and_restores_changed_attributes():
     assert model.calls == 0 and any("'calls' changed from 0 to 1" in n for n in m.notes)
 
 
+class Recording(nn.Module):
+    """It registers a hook in its first forward, and keeps what the hook sees, and a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.seen, self.handles, self.table, self.ready = [], [], {}, False
+
+    def keep(self, module, inputs, output):
+        self.seen.append(output)
+
+    def forward(self, x):
+        self.seen.clear()
+        if not self.ready:
+            self.handles.append(self.a.register_forward_hook(self.keep))
+            self.ready = True
+        if "bias" not in self.table:
+            self.table["bias"] = self.b.bias * 2
+        return self.b(self.a(x)) + self.table["bias"] + torch.stack(self.seen).sum(0)
+
+
+@pytest.mark.parametrize("runs_first", [False, True])
+def test_lists_dicts_and_hooks_are_as_before_a_capture(runs_first):
+    torch.manual_seed(0)
+    model, x = Recording(), torch.randn(3, 4)
+    expected = copy.deepcopy(model)(x)
+    if runs_first:
+        model(x)
+        model.table.clear()
+    before = [len(model.a._forward_hooks), len(model.seen), len(model.handles), model.ready]
+    graph = plumb.capture(model, x, plumb_verify=True)
+    assert [len(model.a._forward_hooks), len(model.seen), len(model.handles), model.ready] == before and not model.table
+    tracked = plumb.transforms.track_scales(model)
+    for module in (graph, tracked, graph, tracked, model):
+        assert torch.equal(module(x), expected)
+    assert all(p.grad is None for p in model.parameters())
+    graph(x).sum().backward()
+    assert torch.equal(model.b.bias.grad, torch.full((4,), 9.0)), "through the table, too"
+
+
+def test_a_list_that_chooses_the_path_of_the_next_call_is_refused():
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.seen = 0, []
+
+        def forward(self, x):
+            self.calls += 1
+            self.seen.append(1)
+            return x * 2 if len(self.seen) == 1 else x * 3
+
+    model = Grows()
+    with pytest.raises(plumb.Error, match="takes another path in the next call"):
+        plumb.capture(model, torch.ones(2))
+    assert model.calls == 0 and model.seen == []
+
+
+def test_a_checkpointed_batch_norm_counts_a_batch_once():
+    class Checkpointed(nn.Sequential):
+        inside = True
+
+        def forward(self, x):
+            if not self.inside:
+                return super().forward(x)
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model, x = Checkpointed(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), torch.randn(8, 4)
+    plain = copy.deepcopy(model)
+    plain.inside = False
+    graph = plumb.capture(copy.deepcopy(model), x)
+    for m in (model, plain, graph):
+        m(x).sum().backward()
+    assert [int(b) for m in (model, plain, graph) for n, b in m.named_buffers() if "tracked" in n] == [2, 1, 1]
+    for a, b in zip(graph.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(a, b)
+    for a, b, c in zip(graph.parameters(), plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad) and torch.equal(a.grad, c.grad)
+
+
+def test_scripted_modules_with_buffers_are_captured():
+    torch.manual_seed(0)
+    module = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    x = torch.randn(8, 4)
+    graph = plumb.capture(module, x)
+    expected = copy.deepcopy(module)
+    assert torch.equal(graph(x), expected(x))
+    assert all(torch.equal(a, b) for a, b in zip(graph.buffers(), expected.buffers(), strict=True))
+
+
 def test_sees_through_vmap():
     m = plumb.capture(Fn(lambda x: torch.func.vmap(lambda r, k: (r * k).sum() + 1)(x, x + 1)), torch.randn(4, 4), plumb_verify=True)
     x = torch.randn(4, 4)
