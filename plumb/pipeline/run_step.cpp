@@ -245,10 +245,17 @@ StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<
     first_rows.clear();
     return done;
   } catch (const std::exception& e) {
-    const std::string reason = error_text(e);
+    std::exception_ptr error = std::current_exception();
+    std::string reason = error_text(e);
+    try {
+      transport.check_values();
+    } catch (const std::exception& lost) {  // that is why
+      error = std::current_exception();
+      reason = error_text(lost);
+    }
     transport.tell_failure(reason);
     if (replicas) replicas->tell_failure(reason);
-    throw;
+    std::rethrow_exception(error);
   } catch (...) {
     transport.tell_failure("an exception of unknown type");
     if (replicas) replicas->tell_failure("an exception of unknown type");

@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -140,6 +141,53 @@ TEST(Strict, FaultsAreNamedAsOverGloo) {
   run = strict_fault("stop", 2, 1, 3000);
   EXPECT_THAT(run.errors[0], HasSubstr("rank 1: no answer within 3000 ms"));
   EXPECT_FALSE(run.result.processes[0].stopped_by_launcher);
+}
+
+// Every rank knows what it must get, forward and backward, and fails on anything else. Rank 1 ends at any moment.
+Role watchful_role("watchful", [] {
+  const auto group = test_group(std::chrono::seconds(60));
+  const int rank = group.rank(), last = group.size() - 1;
+  const auto expect = [](const at::Tensor& got, int value) {
+    TORCH_CHECK(got.eq(value).all().item<bool>(), "what came is not what was sent");
+  };
+  int forwards = 0;
+  const at::Tensor weight = at::ones({1}, test_device()).requires_grad_(true);
+  const auto stage = test_stage(
+      [&](const Tensors& in) -> Tensors {
+        const int n = ++forwards;
+        if (rank > 0) expect(in[0], n);
+        at::Tensor y = (rank == 0 ? at::full_like(in[0], n) : in[0]) * weight;
+        if (rank < last) y.register_hook([&, n](const at::Tensor& grad) { expect(grad, n); });
+        return {rank == last ? y * n : y};
+      },
+      {{"weight", weight}});
+  PipelineOptions options;
+  options.loss = [](const Tensors& out, const Tensors&) { return out[0].sum(); };
+  options.scale_grads = false;
+  Pipeline pipeline(PipelineLayout::chain(group.size()), make_schedule("1F1B", group.size(), 6), {{rank, stage}}, group,
+                    options);
+  const Tensors inputs{at::zeros({6, 500}, test_device())};
+  pipeline.step(inputs, inputs);
+  std::thread end;
+  if (rank == 1) {
+    end = std::thread([] {
+      std::this_thread::sleep_for(std::chrono::microseconds(number_setting("AFTER", 0)));
+      ::raise(SIGKILL);
+    });
+  }
+  while (true) pipeline.step(inputs, inputs);
+  return 0;
+});
+
+TEST(Strict, TheLostRankIsNamedAndNotWhatAStageMadeOfItsValues) {
+  for (const int after : {0, 3100, 17300, 46900, 90100}) {
+    const auto run = run_role("watchful", 3, strict({{"LINK_MS", "5"}, {"AFTER", std::to_string(after)}}));
+    for (const size_t other : {0, 2}) {
+      EXPECT_EQ(run.result.processes[other].exit_code, 1) << after << run.errors[other];
+      EXPECT_THAT(run.errors[other], HasSubstr("rank 1: it is gone")) << after;
+      EXPECT_THAT(run.errors[other], testing::Not(HasSubstr("what was sent"))) << after;
+    }
+  }
 }
 
 Role costs_role("stage costs", [] {

@@ -359,6 +359,11 @@ void Transport::interrupt() noexcept {
   }
 }
 
+void Transport::check_values() {
+  auto& s = *state_;
+  if (s.plan != nullptr && !s.told && s.direct()) s.check_direct();
+}
+
 void Transport::tell_failure(const std::string& reason) noexcept {
   auto& s = *state_;
   // A process alone has nobody to tell and may go on with the next step.

@@ -78,6 +78,9 @@ class Transport {
   // From another thread: what this one waits for, now or later, is an error instead. Then only tell_failure() may
   // follow.
   void interrupt() noexcept;
+  // Something failed within the step: raises Error(Communication) if values of a message never came whole. Work on a
+  // device goes on with what such a message left in memory, and may have failed for that.
+  void check_values();
   // This rank has failed: tells the peers that still wait for messages of this rank, so that they name `reason`.
   void tell_failure(const std::string& reason) noexcept;
 

@@ -291,6 +291,13 @@ void Transport::State::finish_first() {
   }
 }
 
+void Transport::State::check_direct() {
+  auto& in_flight = direct_->in_flight;
+  // Those of another peer may have ended before.
+  std::stable_partition(in_flight.begin(), in_flight.end(), [](const auto& f) { return f.work->isCompleted(); });
+  while (!in_flight.empty() && (in_flight.front().work->isCompleted() || direct_->watch.late())) finish_first();
+}
+
 void Transport::State::make_direct(int index, const std::string& action) {
   auto& c = came[static_cast<size_t>(index)];
   const auto& m = plan->receives[static_cast<size_t>(index)];

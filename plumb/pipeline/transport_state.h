@@ -131,6 +131,8 @@ struct Transport::State {
   void make_direct(int index, const std::string& action);
   // What uses the values waits for them.
   void use_direct(const Came& c);
+  // Raises where values that are under way came to nothing.
+  void check_direct();
   void end_direct();
   void abort_direct() noexcept;
 
