@@ -28,15 +28,19 @@ inline void raise_atomically(uint32_t* to, uint32_t value) { atomicMax(to, value
 #else
 
 #define PLUMB_SHARED
-#define PLUMB_PHASE(t) for (int t = 0; t < kThreads; ++t)
+#define PLUMB_PHASE(t) \
+  for (int t##_turn = 0, t = emulated_thread(0); t##_turn < kThreads; t = emulated_thread(++t##_turn))
 
+// Threads run in order, or the last one first: where that changes a result, threads disturb each other in a phase.
 struct EmulatedGrid {
   int64_t block = 0, blocks = 1;
+  bool backwards = false;
 };
 inline EmulatedGrid& emulated_grid() {
   static EmulatedGrid grid;
   return grid;
 }
+inline int emulated_thread(int turn) { return emulated_grid().backwards ? kThreads - 1 - turn : turn; }
 inline int64_t block_index() { return emulated_grid().block; }
 inline int64_t block_count() { return emulated_grid().blocks; }
 inline void add_atomically(uint32_t* to, uint32_t value) { *to += value; }

@@ -38,6 +38,8 @@ class Emulator : public Machine {
   }
 
   void start(void* kernel, int64_t blocks, void** arguments) override {
+    if (blocks < 1 || blocks > INT32_MAX)
+      throw std::runtime_error("no GPU starts " + std::to_string(blocks) + " blocks");
     ++started;
     static_cast<Kernel*>(kernel)->run(arguments, blocks);
   }
@@ -49,8 +51,10 @@ class Emulator : public Machine {
            "\"plumb/cuda/rows.cuh\"\n"
         << "#include <type_traits>\n#include <utility>\n#define __global__\n#define __grid_constant__\n"
         << "#define __launch_bounds__(n)\n"
+        << "extern \"C\" bool backwards = false;\n"
         << "template <class... A> void run(void (*kernel)(A...), void** a, int64_t blocks) {\n"
-        << "  for (int64_t b = 0; b < blocks; ++b) {\n    plumb::cuda_kernel::emulated_grid() = {b, blocks};\n"
+        << "  for (int64_t b = 0; b < blocks; ++b) {\n"
+        << "    plumb::cuda_kernel::emulated_grid() = {backwards ? blocks - 1 - b : b, blocks, backwards};\n"
         << "    [&]<std::size_t... I>(std::index_sequence<I...>) {\n"
         << "      kernel(*static_cast<std::remove_cvref_t<A>*>(a[I])...);\n    }(std::index_sequence_for<A...>());\n  "
            "}\n}\n";
@@ -63,8 +67,10 @@ class Emulator : public Machine {
           << ", a, blocks); }\n";
     }
     out.close();
-    const std::string command = "g++ -std=c++20 -O1 -ffp-contract=off -shared -fPIC -w -I " PLUMB_SOURCE_DIR " -o " +
-                                library + " " + source + " 2>" + folder_ + "/log";
+    const char* more = std::getenv("PLUMB_EMULATOR_FLAGS");  // sanitizers
+    const std::string command = "g++ -std=c++20 -O1 -ffp-contract=off -shared -fPIC -w " +
+                                std::string(more ? more : "") + " -I " PLUMB_SOURCE_DIR " -o " + library + " " +
+                                source + " 2>" + folder_ + "/log";
     if (std::system(command.c_str()) != 0) {
       std::ifstream log(folder_ + "/log");
       throw std::runtime_error(std::string(std::istreambuf_iterator<char>(log), {}));
@@ -73,9 +79,13 @@ class Emulator : public Machine {
     if (!opened) throw std::runtime_error(dlerror());
     for (auto& [text, kernel] : kernels_)
       kernel.run = reinterpret_cast<Run>(dlsym(opened, ("run_" + std::to_string(kernel.number)).c_str()));
+    backwards_ = static_cast<bool*>(dlsym(opened, "backwards"));
     declined = started = 0;
     compiled = true;
   }
+
+  // From now on the last block and thread come first, or last again.
+  void run_backwards(bool wanted) { *backwards_ = wanted; }
 
   int declined = 0, started = 0;  // since compile()
   bool compiled = false;
@@ -88,6 +98,7 @@ class Emulator : public Machine {
   };
   std::map<std::string, Kernel> kernels_;
   std::string folder_;
+  bool* backwards_ = nullptr;
 };
 
 // Runs `calls` for their texts, compiles, and runs them again: this time none may be declined.

@@ -19,6 +19,7 @@ namespace {
 using at::Tensor;
 using values_for_test::all_16_bit_values;
 using values_for_test::float_grid;
+using values_for_test::same_bits;
 
 // CPU tensors take the CUDA kernels, run by the emulator, while one lives.
 class CudaKernels : public ::testing::Test {
@@ -27,15 +28,6 @@ class CudaKernels : public ::testing::Test {
   ~CudaKernels() override { register_device_kernels(at::kCPU, nullptr); }
   Emulator emulator;
 };
-
-// The same bits, but that a NaN is a NaN.
-bool same_bits(const Tensor& a, const Tensor& b) {
-  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
-  if (!at::isFloatingType(a.scalar_type())) return at::equal(a, b);
-  const auto integers = a.element_size() == 4 ? at::kInt : a.element_size() == 8 ? at::kLong : at::kShort;
-  const Tensor x = a.contiguous(), y = b.contiguous();
-  return (x.view(integers) == y.view(integers)).logical_or(x.isnan().logical_and(y.isnan())).all().item<bool>();
-}
 
 std::vector<Tensor> rounding_values() {
   return {float_grid(), all_16_bit_values(at::kHalf), all_16_bit_values(at::kBFloat16)};

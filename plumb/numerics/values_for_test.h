@@ -41,4 +41,13 @@ inline at::Tensor float_grid() {
   return at::tensor(values);
 }
 
+// The same bits, but that a NaN is a NaN.
+inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
+  if (!at::isFloatingType(a.scalar_type())) return at::equal(a, b);
+  const auto integers = a.element_size() == 4 ? at::kInt : a.element_size() == 8 ? at::kLong : at::kShort;
+  const at::Tensor x = a.contiguous(), y = b.contiguous();
+  return (x.view(integers) == y.view(integers)).logical_or(x.isnan().logical_and(y.isnan())).all().item<bool>();
+}
+
 }  // namespace plumb::values_for_test
