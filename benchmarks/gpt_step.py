@@ -175,14 +175,14 @@ def run_case(name, tiny, device):
     return fp8(run, compiled=name.endswith("compiled"), tracked=name.endswith("tracked"))
 
 
-def measured(name, options):
+def measured(name, options, limit):
     """The case's numbers, from a process of its own: memory and compiled code of one are not the next one's."""
     command = [sys.executable, os.path.abspath(__file__), "--case", name, "--device", options.device]
     command += ["--tiny"] if options.tiny else []
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=options.limit)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return {"missing": f"not done after {options.limit} s"}
+        return {"missing": f"not done after {limit:.0f} s"}
     if ended.returncode != 0:
         print(ended.stderr, file=sys.stderr)
         last = ended.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
@@ -192,9 +192,12 @@ def measured(name, options):
 
 def report(options):
     print("| step | ms, median | ms, mean | of bf16 compiled | of torchao | loss |\n|---|---:|---:|---:|---:|---:|", flush=True)
-    found, failed = {}, False
+    found, failed, end = {}, False, time.monotonic() + options.within
     for name in options.cases or CASES:
-        now = found[name] = measured(name, options)
+        left = end - time.monotonic()
+        now = found[name] = (
+            measured(name, options, min(options.limit, left)) if left > 0 else {"missing": "no time was left"}
+        )
         if "missing" in now:
             failed = failed or name != "torchao"
             print(f"| {CASES[name]} | not measured: {now['missing']} | | | | |", flush=True)
@@ -216,6 +219,7 @@ def main():
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--cases", nargs="+", choices=CASES, help="only these in the table")
     parser.add_argument("--limit", type=int, default=150, help="seconds that a case may take")
+    parser.add_argument("--within", type=int, default=24 * 3600, help="seconds that the whole table may take")
     options = parser.parse_args()
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device: not measured.")

@@ -2,48 +2,56 @@
 # What only a GPU shows, on a machine that may have no network. Parts in their order, none longer than ten minutes:
 #
 #   gpu_machine.sh pack       with a network, before: fetches headers and build tools into .gpu (under 64 MiB), to take along
-#   gpu_machine.sh build      library and Python package in build-gpu, with the torch that is there
+#   gpu_machine.sh build      library, command and Python package in build-gpu, with the torch that is there
 #   gpu_machine.sh operators  every operator on the GPU against the CPU
 #   gpu_machine.sh bench      kernels against the memory's speed
 #   gpu_machine.sh gpt        steps of a GPT of 1 billion parameters in bf16 and FP8; two processes on the GPU
 #   gpu_machine.sh suites     the Python suites of devices, with PLUMB_TEST_DEVICE=cuda
 #   gpu_machine.sh build-cpp  the C++ suites
 #   gpu_machine.sh cpp        the C++ suites of devices, with PLUMB_TEST_DEVICE=cuda
-#   gpu_machine.sh report     docs/gpu.md, of what has run here; each part that measures writes it again
+#   gpu_machine.sh report     docs/gpu.md, of the logs that are there
 #   gpu_machine.sh            all of them but pack; goes on after a part that fails, and says so in the end
+#
+# A part writes its log line by line, so that what ends it leaves the figures it had; the report takes them as they are.
 #
 #   TORCH_PYTHON=/path/to/python   the Python that has torch (default: python3)
 #   GPU_BUILD=folder               a build folder that is there instead of build-gpu
+#   GPU_RESULTS=folder             where logs and the page go (default: .gpu; then the page is docs/gpu.md)
+#   GPU_DEVICE=testdevice          a dry run: everything on the device for tests, the GPT a very small one on the CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${TORCH_PYTHON:-python3}
 build=${GPU_BUILD:-build-gpu}
+results=${GPU_RESULTS:-.gpu}
+device=${GPU_DEVICE:-cuda}
+limit=560 # seconds; who runs a part may allow it ten minutes
 say() { printf 'plumb: %s\n' "$*"; }
 die() { printf 'plumb: %s\n' "$*" >&2; exit 1; }
 headers="nlohmann-json3-dev libtomlplusplus-dev libcli11-dev libgtest-dev libgmock-dev"
+wheels="cmake ninja pytest iniconfig pluggy packaging pygments pytest-xdist execnet torchao"
 
 pack() {
   mkdir -p .gpu/wheels .gpu/debs
   (cd .gpu/debs && apt-get download $headers)
   "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
     --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
-    -d .gpu/wheels cmake ninja pytest iniconfig pluggy packaging pygments pytest-xdist execnet
+    --platform manylinux_2_24_x86_64 -d .gpu/wheels $wheels
   size=$(du -sm .gpu | cut -f1)
   [ "$size" -lt 64 ] || die ".gpu has $size MiB: more than the 64 that are carried"
-  say ".gpu has $size MiB: headers of $headers, wheels of cmake, ninja, pytest and xdist"
+  say ".gpu has $size MiB: headers of $headers, wheels of $wheels"
 }
 
-# Tools that the machine lacks come from .gpu; headers too.
+# What the machine lacks comes from .gpu.
 prepare() {
   "$python" -c 'import torch' 2>/dev/null || die "'$python' has no torch; set TORCH_PYTHON."
-  mkdir -p .gpu/site .gpu/headers
+  mkdir -p "$results" .gpu/site .gpu/headers
   PATH="$(dirname "$(command -v "$python")"):$PWD/.gpu/site/bin:$PATH"
-  export PATH PYTHONPATH="$PWD/python:$PWD/.gpu/site${PYTHONPATH:+:$PYTHONPATH}"
-  if ! { command -v cmake && command -v ninja && "$python" -c 'import pytest'; } >/dev/null 2>&1; then
-    ls .gpu/wheels/*.whl >/dev/null 2>&1 \
-      || die "cmake, ninja or pytest is missing: run 'tools/gpu_machine.sh pack' where there is a network, and bring .gpu along."
+  export PATH PYTHONPATH="$PWD/python:$PWD/.gpu/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+  if [ ! -e .gpu/site/pytest ] && ls .gpu/wheels/*.whl >/dev/null 2>&1; then
     "$python" -m pip install -q --disable-pip-version-check --no-index --no-deps --upgrade --target .gpu/site .gpu/wheels/*.whl
   fi
+  { command -v cmake && command -v ninja && "$python" -c 'import pytest, xdist'; } >/dev/null 2>&1 \
+    || die "cmake, ninja, pytest or xdist is missing: run 'tools/gpu_machine.sh pack' where there is a network, and bring .gpu along."
   for package in .gpu/debs/*.deb; do [ ! -e "$package" ] || dpkg -x "$package" .gpu/headers; done
 }
 
@@ -51,100 +59,111 @@ configure() {
   say "building with torch $("$python" -c 'import torch; print(torch.__version__)')"
   # The linker finds torch's CUDA libraries by their own paths (cmake/TorchWheel.cmake); a CUDA toolkit is not needed.
   cmake -S . -B "$build" -G Ninja --log-level=WARNING -DPLUMB_PYTHON="$(command -v "$python")" -DPLUMB_JOINED=ON \
-    -DPLUMB_TESTS="$1" -DPLUMB_COMMAND=OFF -DPLUMB_PYTHON_PACKAGE=ON -DCMAKE_PREFIX_PATH="$PWD/.gpu/headers/usr"
+    -DPLUMB_TESTS="$1" -DPLUMB_COMMAND=ON -DPLUMB_PYTHON_PACKAGE=ON -DCMAKE_PREFIX_PATH="$PWD/.gpu/headers/usr"
 }
+
+compile() { timeout "$limit" cmake --build "$build" -j "$(nproc)" --target "$@"; }
 
 build() {
   prepare
-  configure OFF
-  timeout 600 cmake --build "$build" -j "$(nproc)" --target plumb plumb_python
+  if [ "$device" = cuda ]; then
+    configure OFF
+    compile plumb plumb_python plumb_cli
+  else
+    configure ON
+    compile plumb plumb_python plumb_cli plumb_test_device
+  fi
 }
 
-cpp_suites="capture exported partition pipeline transforms recording"
+# The rooms that ctest runs once more on a device.
+device_tests() {
+  for room in plumb/*/; do
+    room=$(basename "$room")
+    if grep -q "^$room " tests/device/left_out.txt; then printf 'plumb_%s_test ' "$room"; fi
+  done
+}
 
 build_cpp() {
   prepare
   configure ON
-  timeout 600 cmake --build "$build" -j "$(nproc)" --target $(printf 'plumb_%s_test ' $cpp_suites)
+  compile plumb_test_device $(device_tests)
 }
 
-need_gpu() {
+need_device() {
   prepare
-  "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+  export PLUMB_BUILD_DIR="$PWD/$build"
+  [ "$device" != cuda ] || "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
     || die "torch sees no CUDA device here: everything before the first CUDA call is done, the rest needs a GPU."
 }
 
-# tests WORDS...: pytest with this build; workers share the device.
-tests() { PLUMB_BUILD_DIR="$PWD/$build" timeout 600 "$python" -m pytest -q "$@"; }
-
-# logged PART COMMAND...: keeps what it prints for the page, also where it fails.
+# logged PART COMMAND...: keeps what it prints, line by line, and writes the page, also where it fails.
 logged() {
   local part=$1 status=0
   shift
-  mkdir -p .gpu
-  "$@" | tee ".gpu/$part.log" || status=$?
-  note "$part" ".gpu/$part.log"
+  if [ "$device" = cuda ]; then
+    "$python" -c 'import torch; print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")' >"$results/machine"
+    git rev-parse --short HEAD >"$results/commit" 2>/dev/null || echo "an export" >"$results/commit"
+  fi
+  timeout "$limit" "$@" 2>&1 | tee "$results/$part.log" || status=$?
+  [ $status -ne 124 ] || echo "(Ended after $limit s.)" | tee -a "$results/$part.log"
+  report
   return $status
 }
 
 operators() {
-  need_gpu
+  need_device
   say "comparing operators on the GPU with the CPU (under 5 minutes)"
-  logged operators tests python/tests/test_cuda.py
+  logged operators "$python" -m pytest -q python/tests/test_cuda.py
 }
 
+# Its workers share the device.
 suites() {
-  need_gpu
+  need_device
   say "running the Python suites on the GPU (under 10 minutes)"
-  export PLUMB_TEST_DEVICE=cuda
-  logged suites tests -n 4 --dist loadfile $(sed 's|.*|python/tests/test_&.py|' python/tests/device_suites.txt)
+  logged suites env PLUMB_TEST_DEVICE="$device" "$python" -m pytest -q -n 4 --dist loadfile \
+    $(sed 's|.*|python/tests/test_&.py|' python/tests/device_suites.txt)
 }
 
 cpp() {
-  need_gpu
+  need_device
   say "running the C++ suites on the GPU (under 10 minutes)"
-  export PLUMB_TEST_DEVICE=cuda
-  logged cpp timeout 600 ctest --test-dir "$build" --output-on-failure -L device
+  logged cpp env PLUMB_TEST_DEVICE="$device" ctest --test-dir "$build" -j 4 --output-on-failure -L device
 }
 
 bench() {
-  need_gpu
+  need_device
   say "measuring kernels (under 5 minutes)"
-  export PLUMB_BUILD_DIR="$PWD/$build"
-  logged bench timeout 600 "$python" benchmarks/cuda_kernels.py
+  logged bench "$python" benchmarks/cuda_kernels.py
 }
 
 gpt() {
-  need_gpu
+  need_device
   say "measuring steps of a GPT (under 10 minutes)"
-  export PLUMB_BUILD_DIR="$PWD/$build"
-  logged gpt timeout 600 "$python" benchmarks/gpt_step.py --limit 120
+  local tiny=""
+  [ "$device" = cuda ] || tiny="--tiny --device cpu"
+  logged gpt "$python" benchmarks/gpt_step.py --within $((limit - 20)) $tiny
 }
 
-# note PART LOG: keeps what a part found, for the page. Of tests the last line.
-note() {
-  mkdir -p .gpu/found
-  case "$1" in
-    bench | gpt) cp "$2" ".gpu/found/$1.md" ;;
-    *) { echo '```'; tail -n 1 "$2"; echo '```'; } >".gpu/found/$1.md" ;;
-  esac
-  "$python" -c 'import torch; print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")' >.gpu/found/machine
-  git rev-parse --short HEAD >.gpu/found/commit 2>/dev/null || echo "an export" >.gpu/found/commit
-  report
-}
-
-# section PART TITLE TEXT
+# section PART TITLE TEXT: of tables all that was printed, of tests the last line.
 section() {
+  local log="$results/$1.log"
   printf '\n## %s\n\n%s\n\n' "$2" "$3"
-  if [ -e ".gpu/found/$1.md" ]; then cat ".gpu/found/$1.md"; else echo "Not measured."; fi
+  if [ ! -s "$log" ]; then
+    echo "Not measured."
+  elif [ "$1" = bench ] || [ "$1" = gpt ]; then
+    grep -v '^plumb: ' "$log"
+  else
+    printf '```\n%s\n```\n' "$(tail -n 1 "$log")"
+  fi
 }
 
 report() {
-  draft=$(mktemp)
+  local page="$results/gpu.md"
+  mkdir -p "$results"
   {
     printf '# On a GPU\n\n'
-    if [ -e .gpu/found/machine ]; then
-      echo "Written by \`make gpu\` at $(cat .gpu/found/commit), on $(cat .gpu/found/machine)."
+    if [ -e "$results/machine" ]; then
+      echo "Written by \`make gpu\` at $(cat "$results/commit"), on $(cat "$results/machine")."
     else
       echo "\`make gpu\` (\`tools/gpu_machine.sh\`) writes this page on a machine with a GPU. It was not run yet."
     fi
@@ -155,15 +174,16 @@ metrics at least 0.85 of \`clone\`."
 unit-scaled FP8 at least 1.25 times as quick as compiled bf16 and no slower than torchao; recording every 10 steps at most 1.02."
     section suites "Python suites" "Those of \`python/tests/device_suites.txt\`, with \`PLUMB_TEST_DEVICE=cuda\`."
     section cpp "C++ suites" "\`ctest -L device\`, with \`PLUMB_TEST_DEVICE=cuda\`."
-  } >"$draft"
-  cp "$draft" docs/gpu.md
-  rm -f "$draft"
-  say "docs/gpu.md is written"
+  } >"$page.new"
+  mv "$page.new" "$page"
+  # Of a dry run the page is nobody's.
+  if [ "$device" = cuda ] && [ "$results" = .gpu ]; then cp "$page" docs/gpu.md && page=docs/gpu.md; fi
+  say "$page is written"
 }
 
 everything() {
   build
-  need_gpu
+  need_device
   failed=""
   for part in operators bench gpt suites build-cpp cpp; do tools/gpu_machine.sh "$part" || failed="$failed $part"; done
   [ -z "$failed" ] || die "failed:$failed"

@@ -64,7 +64,9 @@ def test_metrics_are_those_of_the_cpu(histogram, dtype):
     normal = torch.randn(1_000_003).to(dtype)
     for x in [normal, normal + 100, values(dtype), torch.zeros(7, dtype=dtype), torch.empty(0, dtype=dtype)]:
         found, wanted = ops.tensor_metrics(x.cuda(), histogram).cpu(), ops.tensor_metrics(x, histogram)
-        torch.testing.assert_close(found[:3], wanted[:3], rtol=1e-6, atol=1e-12, equal_nan=True)
+        # A mean may be all but zero: its digits are those of larger sums.
+        for i, scale in enumerate(wanted[[0, 0, 2]]):
+            torch.testing.assert_close(found[i], wanted[i], rtol=0, atol=float(1e-6 * scale.abs().nan_to_num()), equal_nan=True)
         assert torch.equal(found[3:].nan_to_num(-1), wanted[3:].nan_to_num(-1))
 
 
@@ -101,7 +103,9 @@ def test_transformed_models_train_as_on_the_cpu():
     net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 8))
     x = torch.randn(32, 64)
     model = plumb.transforms.track_scales(plumb.transforms.simulate_fp8(plumb.transforms.unit_scale(net)))
+    torch.manual_seed(1)  # of rounding by chance
     expected = model(x)
+    torch.manual_seed(1)
     found = model.cuda()(x.cuda())
     torch.testing.assert_close(found.cpu(), expected, rtol=0.1, atol=0.1)
     found.sum().backward()
