@@ -22,7 +22,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from transformers_table import NO_INPUT_GRADIENTS, RUNS_FIRST, equal, made, run, same, tensors, tried  # noqa: E402, F401
+from compared import equal, run, same, tensors, tried  # noqa: E402, F401
+from transformers_table import made  # noqa: E402
 from zoo_table import table  # noqa: E402
 from zoo_transformers import MODELS  # noqa: E402
 
