@@ -16,7 +16,9 @@ ModuleStateGuard::ModuleStateGuard(const State& state, const std::vector<c10::IV
     ++index;
     if (!attr.tensor.defined() || !seen.insert(attr.tensor.unsafeGetTensorImpl()).second) continue;
     watch(index, attr.tensor);
-    if (attr.kind == AttrKind::Parameter) grads_.emplace_back(attr.tensor, attr.tensor.grad());
+    // torch.func.functional_call puts tensors there that others compute: they keep no gradient, and warn who asks for
+    // it.
+    if (attr.kind == AttrKind::Parameter && attr.tensor.is_leaf()) grads_.emplace_back(attr.tensor, attr.tensor.grad());
     keep_generator(attr.tensor.device());
   }
   for (const auto& v : inputs) {

@@ -34,15 +34,21 @@ bool equal_or_both_nan(const at::Tensor& a, const at::Tensor& b) {
 
 using Buffers = std::vector<std::pair<std::string, at::Tensor>>;
 
-// Runs with these inputs and answers outputs, gradients of inputs and parameters, and the buffers afterwards. `call`
+struct Result {
+  std::string what;  // "output 0"
+  at::Tensor tensor;
+};
+
+// Runs with these inputs and answers outputs, gradients of inputs and parameters, and the state afterwards. `call`
 // may name buffers that it holds in other tensors than the state's.
-std::vector<at::Tensor> run_with_gradients(
+std::vector<Result> run_with_gradients(
     const CaptureRequest& request, const std::vector<at::Tensor>& inputs,
     const std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>&, Buffers&)>& call) {
   const ModuleStateGuard restore(request.state, request.inputs);
   at::AutoGradMode grad(true);
   at::manual_seed(1234);
   std::vector<at::Tensor> leaves;
+  std::vector<std::string> names;  // of the leaves
   std::vector<c10::IValue> fed;
   size_t next = 0;
   for (const auto& v : request.inputs) {
@@ -53,30 +59,37 @@ std::vector<at::Tensor> run_with_gradients(
     at::Tensor leaf = inputs[next++].detach();
     if (leaf.is_floating_point()) leaf.requires_grad_(true);
     leaves.push_back(leaf);
+    names.push_back("input " + std::to_string(next - 1));
     fed.emplace_back(leaf.clone());
   }
   std::map<std::string, at::Tensor> saved;
   for (const Attr& attr : request.state) {
     if (attr.tensor.defined()) saved[attr.name] = attr.tensor.detach().clone();
-    if (attr.kind == AttrKind::Parameter && attr.tensor.defined()) leaves.push_back(attr.tensor);
+    if (attr.kind != AttrKind::Parameter || !attr.tensor.defined()) continue;
+    leaves.push_back(attr.tensor);
+    names.push_back("'" + attr.name + "'");
   }
   Buffers elsewhere;
   auto outputs = call(fed, elsewhere);
-  std::vector<at::Tensor> answer, roots, seeds, sources;
+  std::vector<Result> answer;
+  std::vector<at::Tensor> roots, seeds, sources;
+  std::vector<std::string> of_sources;
   for (const auto& v : outputs) {
     if (!v.isTensor() || !v.toTensor().defined()) continue;
-    answer.push_back(v.toTensor().detach().clone());
+    answer.push_back({"output " + std::to_string(answer.size()), v.toTensor().detach().clone()});
     if (v.toTensor().requires_grad()) {
       roots.push_back(v.toTensor());
       seeds.push_back(at::ones_like(v.toTensor()));
     }
   }
-  for (const at::Tensor& leaf : leaves) {
-    if (leaf.requires_grad()) sources.push_back(leaf);
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    if (!leaves[i].requires_grad()) continue;
+    sources.push_back(leaves[i]);
+    of_sources.push_back("the gradient of " + names[i]);
   }
   if (!roots.empty() && !sources.empty()) {
-    for (auto& g : torch::autograd::grad(roots, sources, seeds, std::nullopt, false, /*allow_unused=*/true))
-      answer.push_back(g);
+    const auto grads = torch::autograd::grad(roots, sources, seeds, std::nullopt, false, /*allow_unused=*/true);
+    for (size_t i = 0; i < grads.size(); ++i) answer.push_back({of_sources[i], grads[i]});
   }
   at::NoGradGuard no_grad;
   for (const Attr& attr : request.state) {
@@ -86,7 +99,7 @@ std::vector<at::Tensor> run_with_gradients(
     for (const auto& [name, tensor] : elsewhere) {
       if (name == attr.name) now = tensor;
     }
-    answer.push_back(now.detach().clone());
+    answer.push_back({"'" + attr.name + "' after the run", now.detach().clone()});
     attr.tensor.detach().copy_(it->second);
   }
   return answer;
@@ -110,6 +123,25 @@ std::string comparable(const Graph& graph) {
   return all;
 }
 
+// The first operator that the other graph does not have in its place, if it shows by its name or its results.
+const Node* first_difference(const Graph& graph, const Graph& other) {
+  const auto others = other.nodes();
+  auto it = others.begin();
+  for (const Node* node : graph.nodes()) {
+    if (!(it != others.end())) return node;
+    const Node* twin = *it;
+    ++it;
+    if (!node->is_call() && !twin->is_call()) continue;
+    bool equal = node->target() == twin->target() && node->num_results() == twin->num_results();
+    for (size_t i = 0; equal && i < node->num_results(); ++i) {
+      const auto &a = node->result(i)->meta(), &b = twin->result(i)->meta();
+      equal = a.has_value() == b.has_value() && (!a || a->sizes == b->sizes);
+    }
+    if (!equal) return node;
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 void verify_capture(const CaptureRequest& request, GraphModule& first,
@@ -125,14 +157,18 @@ void verify_capture(const CaptureRequest& request, GraphModule& first,
     }
   }
   const std::shared_ptr<GraphModule> second = capture_again(other);
-  auto differs = [](const std::string& what) {
+  auto differs = [](const std::string& what, const std::string& where = "") {
     throw Error(
-        ErrorKind::Capture, "verify: " + what, "",
+        ErrorKind::Capture, "verify: " + what, where,
         "the forward depends on tensor values in a way torch's dispatcher does not show (numpy, tolist, raw memory, "
         "tensor hooks, data-dependent Python code)");
   };
-  if (comparable(first.graph()) != comparable(second->graph()))
-    differs("two captures on different inputs gave different graphs");
+  if (comparable(first.graph()) != comparable(second->graph())) {
+    const Node* node = first_difference(first.graph(), second->graph());
+    differs("two captures on different inputs gave different graphs" +
+                (node ? ", from " + std::string(node->target()) + " on" : ""),
+            node ? node->meta().where() : "");
+  }
   for (const Attr& attr : first.state()) {
     if (attr.kind != AttrKind::Constant) continue;
     const Attr* twin = second->state().find(attr.name);
@@ -150,8 +186,8 @@ void verify_capture(const CaptureRequest& request, GraphModule& first,
       run_with_gradients(request, values, [&](const std::vector<c10::IValue>& in, Buffers&) { return first.run(in); });
   if (eager.size() != replay.size()) differs("the graph has other gradients than eager");
   for (size_t i = 0; i < eager.size(); ++i) {
-    if (!equal_or_both_nan(eager[i], replay[i]))
-      differs("replay on other inputs differs from eager in tensor " + std::to_string(i));
+    if (!equal_or_both_nan(eager[i].tensor, replay[i].tensor))
+      differs("the graph on other inputs differs from eager in " + eager[i].what);
   }
 }
 

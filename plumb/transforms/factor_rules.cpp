@@ -72,7 +72,7 @@ const std::unordered_map<std::string_view, const Family*>& families() {
       {Product,
        "mul multiply matmul linalg_matmul mm bmm mv dot vdot inner outer einsum kron tensordot linalg_vecdot linear "
        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution "
-       "_convolution_mode bilinear addmm baddbmm addbmm addmv addr"},
+       "_convolution_mode bilinear addmm baddbmm addbmm addmv addr addcmul"},
       {Quotient, "div true_divide divide"},
       {Power, "square var", 2},
       {Power, "sqrt", 0.5},
@@ -384,7 +384,7 @@ std::string_view added_argument(const Node* node) {
   std::string_view name = node->op_name();
   name.remove_prefix(std::min(name.size(), name.find("::") + 2));
   if (name.starts_with("addmm") || name.starts_with("baddbmm") || name.starts_with("addbmm") ||
-      name.starts_with("addmv") || name.starts_with("addr"))
+      name.starts_with("addmv") || name.starts_with("addr") || name.starts_with("addcmul"))
     return "self";
   return node->try_arg("bias") ? "bias" : "";
 }

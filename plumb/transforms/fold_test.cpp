@@ -266,6 +266,29 @@ TEST(Fold, FollowsSpelledOutNormsGatesAndAttention) {
   EXPECT_EQ(f.report().count(ReportKind::Remains), 0u) << f.report().to_text();
 }
 
+// A norm of vision models: each channel by a gain and a shift, in one operator.
+TEST(Fold, FollowsAShiftAndAGainInOneOperator) {
+  at::manual_seed(4);
+  State state;
+  for (const char* name : {"up", "down"}) parameter(state, name, randn_there({8, 8}) * 0.3);
+  for (const char* name : {"gain", "shift"}) parameter(state, name, randn_there({8}));
+  const Folded f = expect_folds(module_of(R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %up = get_attr "up"
+      %down = get_attr "down"
+      %gain = get_attr "gain"
+      %shift = get_attr "shift"
+      %u: f32[4, 8] = aten::linear(%x, %up)
+      %g: f32[4, 8] = aten::gelu(%u)
+      %a: f32[4, 8] = aten::addcmul(%shift, %gain, %g)
+      %y: f32[4, 8] = aten::linear(%a, %down)
+      output(%y)
+    })",
+                                          state),
+                                {randn_there({4, 8})});
+  EXPECT_EQ(f.report().count(ReportKind::Remains), 0u) << f.report().to_text();
+}
+
 TEST(Fold, FoldsRecurrentLayers) {
   at::manual_seed(5);
   State state;

@@ -43,11 +43,11 @@ def own_parameters(engine: Any) -> None:
 def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
     """Gives the engine the tensors that ``to()``, ``load_state_dict(assign=True)`` and the like have put in a module's
     tables. A slot is (table, key, full name, tensor that the engine has)."""
-    for i, (table, leaf, name, tensor) in enumerate(slots):
-        now = table.get(leaf)
-        if now is not tensor:
-            engine.set_state(name, now)
-            slots[i] = (table, leaf, name, now)
+    changed = [(i, table.get(leaf)) for i, (table, leaf, _, tensor) in enumerate(slots) if table.get(leaf) is not tensor]
+    if changed:
+        _C.set_states(engine, [(slots[i][2], now) for i, now in changed])
+        for i, now in changed:
+            slots[i] = (*slots[i][:3], now)
 
 
 _ATTRIBUTES = frozenset(dir(nn.Module()))  # for which torch.nn.Module looks before it looks for tensors

@@ -285,6 +285,8 @@ def test_a_checkpointed_batch_norm_counts_a_batch_once():
     plain = copy.deepcopy(model)
     plain.inside = False
     graph = plumb.capture(copy.deepcopy(model), x)
+    with pytest.raises(plumb.Error, match=r"differs from eager in '1\.running_mean' after the run"):
+        plumb.capture(copy.deepcopy(model), x, plumb_verify=True)
     for m in (model, plain, graph):
         m(x).sum().backward()
     assert [int(b) for m in (model, plain, graph) for n, b in m.named_buffers() if "tracked" in n] == [2, 1, 1]

@@ -249,6 +249,19 @@ def unit_scaled_alone(module):
     return scaled.eval()
 
 
+def test_functional_call_with_computed_parameters_gives_them_gradients_and_no_warnings(capfd):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    tracked, x, factor = track_scales(plain), torch.randn(3, 4), torch.tensor(1.5, requires_grad=True)
+    found = []
+    for module in (plain, tracked, tracked):
+        parameters = {name: p.detach() * factor for name, p in plain.named_parameters()}
+        y = torch.func.functional_call(module, parameters, (x,))
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), factor)])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
+    assert "Warning" not in capfd.readouterr().err
+
+
 def test_the_users_own_tags_stay():
     model = unit_scale(nn.Sequential(plumb.Linear(8, 8), plumb.LinearReadout(8, 8)))
     model(torch.randn(2, 8))
