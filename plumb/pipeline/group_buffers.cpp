@@ -35,7 +35,7 @@ void GroupBuffers::keep() {
   if (now_ >= 0) by_group_[static_cast<size_t>(now_)] = values_of(buffers_);
 }
 
-void GroupBuffers::begin_forward(int microbatch) {
+void GroupBuffers::begin_microbatch(int microbatch) {
   const int group = microbatch / size_;
   if (group == now_ || buffers_.empty()) return;
   keep();

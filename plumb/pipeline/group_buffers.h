@@ -1,4 +1,4 @@
-// Buffers that forwards write (running statistics), by groups of microbatches.
+// Buffers that forwards and backwards write (running statistics, scales), by groups of microbatches.
 #pragma once
 
 #include <vector>
@@ -17,9 +17,9 @@ class GroupBuffers {
 
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
   void begin_step();
-  // Puts the buffers of the microbatch's group in place.
-  void begin_forward(int microbatch);
-  // The forwards are done: what this rank's groups come to, by buffer. The sum, or the first group's whole numbers.
+  // Puts the buffers of the microbatch's group in place, for a forward or backward of it.
+  void begin_microbatch(int microbatch);
+  // All are done: what this rank's groups come to, by buffer. The sum, or the first group's whole numbers.
   Tensors sums();
   // The same of all groups, of which there are so many.
   void finish_step(const Tensors& sums, int groups_of_all);

@@ -34,6 +34,7 @@ void PipelineState::start_of_backward(const LocalStage& stage, const Slot& slot,
 }
 
 void PipelineState::run_backward(ActionKind kind, LocalStage& stage, Slot& slot, int m, const at::Tensor& loss) {
+  if (stage.buffers) stage.buffers->begin_microbatch(m);
   if (kind == ActionKind::BackwardWeight) {
     if (!slot.weights_due) {
       throw Error(ErrorKind::InvalidState, "the weight half of microbatch " + std::to_string(m) + " in stage " +

@@ -194,7 +194,7 @@ void PipelineState::run_function(LocalStage& stage, Slot& slot, int m, std::opti
     for (int source : w.source_of_input) in.push_back(boundary->inputs()[source]);
   }
   complete_sizes(slot, m);
-  if (training && stage.buffers) stage.buffers->begin_forward(m);
+  if (training && stage.buffers) stage.buffers->begin_microbatch(m);
   std::optional<NodeSeeds> seeds;
   const int64_t rows =
       first_rows.empty() ? 0 : first_rows[static_cast<size_t>(m) + 1] - first_rows[static_cast<size_t>(m)];

@@ -62,42 +62,65 @@ Forward forward_of(const Tensor& input, const Tensor& weight, const OptionalTens
   return done;
 }
 
-// The state is written, forward and backward: it is no variable that is saved.
-struct DelayedLinear : torch::autograd::Function<DelayedLinear> {
+void refuse_second_gradient(const Tensor& grad) {
+  if (!recording(grad)) return;
+  throw Error(ErrorKind::Unsupported, "fp8_delayed_linear has no gradient of a gradient", "",
+              "a plain linear layer where gradients of gradients are needed");
+}
+
+// The products, whose gradient has been cast.
+struct DelayedProducts : torch::autograd::Function<DelayedProducts> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& input, const Tensor& weight,
-                        const OptionalTensor& bias, const Tensor& state, std::string fwd, std::string bwd,
-                        bool training) {
+                        const OptionalTensor& bias, const Tensor& state, std::string fwd, bool training) {
     at::AutoDispatchBelowADInplaceOrView below;
     Forward done = forward_of(input, weight, bias, state, fwd, training);
     context->save_for_backward({done.input.codes, done.input.inverse, done.weight.codes, done.weight.inverse});
-    context->saved_data["state"] = state;
     context->saved_data["fwd"] = std::move(fwd);
-    context->saved_data["bwd"] = std::move(bwd);
-    context->saved_data["training"] = training;
     return done.result;
   }
 
   static variable_list backward(torch::autograd::AutogradContext* context, const variable_list& gradients) {
-    const Tensor& grad = gradients[0];
-    variable_list results(7);
-    if (!grad.defined()) return results;
-    if (recording(grad))
-      throw Error(ErrorKind::Unsupported, "fp8_delayed_linear has no gradient of a gradient", "",
-                  "a plain linear layer where gradients of gradients are needed");
+    const Tensor& cast = gradients[0];
+    variable_list results(6);
+    if (!cast.defined()) return results;
+    refuse_second_gradient(cast);
     const auto saved = context->get_saved_variables();
     const FPFormat& forward = fp8_format(context->saved_data["fwd"].toStringRef());
-    const FPFormat& backward = fp8_format(context->saved_data["bwd"].toStringRef());
-    const Tensor cast = cast_delayed(grad, backward, context->saved_data["state"].toTensor(), DelayedRow::Gradient,
-                                     context->saved_data["training"].toBool())
-                            .values(backward, grad.scalar_type());
     const Tensor rows = as_rows(cast);
     if (context->needs_input_grad(0)) {
       auto sizes = saved[0].sizes();
-      results[0] = multiplied(rows, DelayedCodes{saved[2], saved[3]}.values(forward, grad.scalar_type())).view(sizes);
+      results[0] = multiplied(rows, DelayedCodes{saved[2], saved[3]}.values(forward, cast.scalar_type())).view(sizes);
     }
     if (context->needs_input_grad(1))
-      results[1] = multiplied(rows.t(), as_rows(DelayedCodes{saved[0], saved[1]}.values(forward, grad.scalar_type())));
-    if (context->needs_input_grad(2)) results[2] = as_rows(grad).sum(0);
+      results[1] = multiplied(rows.t(), as_rows(DelayedCodes{saved[0], saved[1]}.values(forward, cast.scalar_type())));
+    return results;
+  }
+};
+
+// Casts the gradient of the products: a node of its own, as theirs runs twice where a backward is divided, and a cast
+// enters the state. The state is written, it is no variable that is saved.
+struct DelayedGradient : torch::autograd::Function<DelayedGradient> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& result, const OptionalTensor&,
+                        const Tensor& state, std::string bwd, bool training) {
+    context->saved_data["state"] = state;
+    context->saved_data["bwd"] = std::move(bwd);
+    context->saved_data["training"] = training;
+    at::AutoDispatchBelowADInplaceOrView below;  // no view to autograd, which may be written to
+    return at::alias(result);
+  }
+
+  static variable_list backward(torch::autograd::AutogradContext* context, const variable_list& gradients) {
+    const Tensor& grad = gradients[0];
+    variable_list results(5);
+    if (!grad.defined()) return results;
+    refuse_second_gradient(grad);
+    const FPFormat& format = fp8_format(context->saved_data["bwd"].toStringRef());
+    if (context->needs_input_grad(0)) {
+      results[0] = cast_delayed(grad, format, context->saved_data["state"].toTensor(), DelayedRow::Gradient,
+                                context->saved_data["training"].toBool())
+                       .values(format, grad.scalar_type());
+    }
+    if (context->needs_input_grad(1)) results[1] = as_rows(grad).sum(0);
     return results;
   }
 };
@@ -116,7 +139,9 @@ Tensor fp8_delayed_linear_meta(const Tensor& input, const Tensor& weight, const 
 Tensor fp8_delayed_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                    const Tensor& state, string_view fwd, string_view bwd, bool training) {
   fp8_format(bwd);
-  return DelayedLinear::apply(input, weight, bias, state, std::string(fwd), std::string(bwd), training);
+  const OptionalTensor added = present(bias) ? OptionalTensor(bias->detach()) : bias;
+  const Tensor result = DelayedProducts::apply(input, weight, added, state, std::string(fwd), training);
+  return DelayedGradient::apply(result, bias, state, std::string(bwd), training);
 }
 
 }  // namespace

@@ -40,7 +40,14 @@ std::shared_ptr<GraphModule> bf16_products(const GraphModule& module) {
     result->set_meta(std::move(low));
     const auto after = graph.inserting_after(node);
     Value* full = cast(graph, result, at::kFloat);
-    graph.replace_all_uses_with(result, full, full->producer());
+    Node* const cast_back = full->producer();
+    // The gradient is rounded to FP8 before it is cast, as around products of values.
+    if (node->is_op("plumb::fp8_linear") || node->is_op("plumb::fp8_matmul")) {
+      Node* rounding = graph.call("plumb::simulate_format", {full, "none", node->arg("bwd")});
+      rounding->result()->set_meta(full->meta());
+      full = rounding->result();
+    }
+    graph.replace_all_uses_with(result, full, cast_back);
   }
   return std::make_shared<GraphModule>(std::move(graph), module.state(), module.in_spec(), module.out_spec());
 }

@@ -108,6 +108,7 @@ class Fp8Lowering {
       done.emplace(name, std::pair(lower(node, *form), sizes));
     }
     for (Node* rounding : roundings_) {
+      sum_as_simulated(rounding, takers_.at(rounding));
       if (!rounding->result()->has_uses()) graph_.erase(rounding);
     }
     for (Node* view : views_) {
@@ -171,8 +172,32 @@ class Fp8Lowering {
       node->result()->set_meta(std::move(meta));
     }
     node->result()->rename(graph_.unique_name(value->name() + "_codes"));
-    roundings_.insert(rounding);
     return it->second = node->result();
+  }
+
+  // The gradients of several products are summed where the value would be rounded, before those of its other users.
+  void sum_as_simulated(Node* rounding, const std::vector<Node*>& products) {
+    Value* value = rounding->input(0);
+    const auto has_others = [&] {
+      return std::ranges::any_of(value->uses(), [&](const Use& use) {
+        return use.user != rounding && !use.user->is_op("plumb::encode") && !use.user->is_op("plumb::encode_weight") &&
+               std::ranges::find(products, use.user) == products.end();
+      });
+    };
+    Value* taken = rounding->result();
+    if (!taken->has_uses()) {
+      if (products.size() < 2 || !has_others()) return;
+      auto here = graph_.inserting_before(rounding);
+      Node* node = graph_.call("aten::alias", {value});
+      node->meta() = rounding->meta();
+      node->result()->set_meta(value->meta());
+      taken = node->result();
+    }
+    for (Node* product : products) {
+      for (size_t i = 0; i < 2; ++i) {
+        if (product->arg(i).value() == value) product->set_arg(i, taken);
+      }
+    }
   }
 
   std::string lower(Node* node, const Form& form) {
@@ -184,13 +209,22 @@ class Fp8Lowering {
     const bool linear = form.linear || weight;
     if (weight) views_.insert(right_value->producer());
     if (!weight) weight = right_value;
+    const FPFormat back_format = FPFormat::parse(bwd_);
+    // What is drawn is drawn once: a product's backward may run in halves, and rounds again what is rounded already.
+    const bool drawn = back_format.rounding == Rounding::Stochastic;
     Value* left_codes = codes(left, left->input(0));
     Value* right_codes = codes(right, weight);
     Node* back = rounding_of_gradient(node);
     auto here = graph_.inserting_before(node);
     const std::string target = linear ? "plumb::fp8_linear" : "plumb::fp8_matmul";
-    Node* made = graph_.call(target, {left->input(0), weight, form.bias.empty() ? Arg() : node->arg(form.bias),
-                                      left_codes, right_codes, fwd_, bwd_});
+    Node* made = graph_.call(
+        target, {left->input(0), weight, form.bias.empty() ? Arg() : node->arg(form.bias), left_codes, right_codes,
+                 fwd_, drawn ? back_format.with_rounding(Rounding::Nearest).to_string() : bwd_});
+    for (Node* rounding : {left, right}) {
+      auto& takers = takers_[rounding];
+      if (takers.empty()) roundings_.push_back(rounding);
+      if (takers.empty() || takers.back() != made) takers.push_back(made);
+    }
     made->set_arg("kernel", options_.kernel);
     for (const char* name : {"constraint", "scale_power", "scales"}) {
       if (form.unit_scaled && node->try_arg(name)) made->set_arg(name, *node->try_arg(name));
@@ -200,6 +234,7 @@ class Fp8Lowering {
     Value* result = made->result();
     result->set_meta(node->result()->meta());
     const std::string name = node->result()->name();
+    if (drawn) back = nullptr;
     graph_.replace_all_uses_with(back ? back->result() : node->result(), result);
     if (back) graph_.erase(back);
     graph_.erase(node);
@@ -211,7 +246,9 @@ class Fp8Lowering {
   const UseFp8Options& options_;
   const std::string fwd_, bwd_;
   std::map<std::pair<const Node*, const Value*>, Value*> codes_;
-  std::set<Node*> roundings_, views_;  // that products took, perhaps the last ones to
+  std::vector<Node*> roundings_;  // that products took, perhaps the last ones to
+  std::map<Node*, std::vector<Node*>> takers_;
+  std::set<Node*> views_;  // likewise
 };
 
 bool is_excluded(const Node* node, const std::vector<std::string>& patterns) {
@@ -364,6 +401,22 @@ bool use_fp8(GraphModule& module, const UseFp8Options& options, Report* report) 
   return true;
 }
 
+namespace {
+
+// The value whose codes a product takes.
+Value* value_of_codes(const Arg& taken) {
+  Node* node = taken.value()->producer();
+  const bool passes =
+      node->is_op("aten::alias") || (node->is_op("plumb::simulate_format") && node->arg("bwd") == Arg("none"));
+  return passes ? node->input(0) : taken.value();
+}
+
+void erase_unused(Graph& graph, Value* value) {
+  if (value && !value->has_uses() && value->producer()->is_call()) graph.erase(value->producer());
+}
+
+}  // namespace
+
 bool drop_fp8(GraphModule& module) {
   Graph& graph = module.graph();
   bool changed = false;
@@ -371,7 +424,7 @@ bool drop_fp8(GraphModule& module) {
     const bool linear = node->is_op("plumb::fp8_linear");
     if (!linear && !node->is_op("plumb::fp8_matmul")) continue;
     auto here = graph.inserting_before(node);
-    const Arg left = node->arg(0), right = node->arg(1), bias = node->arg(2);
+    const Arg left = value_of_codes(node->arg(0)), right = value_of_codes(node->arg(1)), bias = node->arg(2);
     const bool plain = node->arg("scales") == Arg(c10::IValue(std::vector<double>{1, 1, 1}));
     Node* made = nullptr;
     if (linear) {
@@ -384,10 +437,16 @@ bool drop_fp8(GraphModule& module) {
     for (const char* name : {"constraint", "scale_power", "scales"}) {
       if (!plain && made->try_arg(name)) made->set_arg(name, node->arg(name));
     }
-    const std::set<Value*> codes = {node->arg(3).value(), node->arg(4).value()};
+    std::set<Value*> taken = {node->arg(3).value(), node->arg(4).value()};
+    if (!(node->arg(0) == left)) taken.insert(node->arg(0).value());
+    if (!(node->arg(1) == right)) taken.insert(node->arg(1).value());
     graph.replace_node(node, made);
-    for (Value* value : codes) {
-      if (value && !value->has_uses() && value->producer()->is_call()) graph.erase(value->producer());
+    for (Value* value : taken) erase_unused(graph, value);
+    Value* result = made->result();
+    if (Node* user = result->uses().size() == 1 ? result->uses()[0].user : nullptr;
+        user && user->is_op("plumb::simulate_format") && user->arg("fwd") == Arg("none")) {
+      graph.replace_all_uses_with(user->result(), result);
+      graph.erase(user);
     }
     changed = true;
   }

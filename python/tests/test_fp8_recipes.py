@@ -1,14 +1,18 @@
 """use_fp8 with a recipe: casts with scale factors as torchao and ml_dtypes make them."""
 
+import json
+import os
+import subprocess
 import sys
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+import zoo
 from torch import nn
 
 import plumb
-from plumb.transforms import report, use_fp8
+from plumb.transforms import report, simulate_format, use_fp8
 
 RECIPES = ["tensorwise", "rowwise", "blocks128", "mxfp8", "mxfp8-up"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -51,7 +55,10 @@ def test_casts_of_128_blocks_are_torchaos(monkeypatch):
             monkeypatch.setitem(sys.modules, name, MagicMock())
     kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
     x = values()["mixed"]
-    for weight, theirs in ((False, kernels.torch_blockwise_scale_act_quant_lhs), (True, kernels.torch_blockwise_scale_weight_quant)):
+    for weight, theirs in (
+        (False, kernels.torch_blockwise_scale_act_quant_lhs),
+        (True, kernels.torch_blockwise_scale_weight_quant),
+    ):
         expected, inverse = theirs(x)
         codes, scales = cast(x, "e4m3fn", "blocks128", 1, weight)
         assert torch.equal(codes, expected.view(torch.uint8))
@@ -233,3 +240,43 @@ def test_delayed_scaling_says_what_it_cannot_take():
     assert "2.weight_fp8_state" not in net.state_dict() and "excluded" in str(report(net))
     with pytest.raises(plumb.Error, match="change the model's dtype before use_fp8"):
         net.bfloat16()(torch.randn(4, 8, dtype=torch.bfloat16))
+
+
+PLUMB = os.path.join(os.environ.get("PLUMB_BUILD_DIR", "build"), "bin", "plumb")
+
+
+def trained(program, folder, *options):
+    """Loss and norm of each step of `plumb train`."""
+    command = [PLUMB, "train", program, "--data", "tokens.bin", "--json", "--steps", "4", "--microbatches", "4"]
+    run = subprocess.run([*command, "--threads", "1", *options], cwd=folder, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return [(line["loss"], line["norm"]) for line in lines if "step" in line and "loss" in line]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "tokens.bin").write_bytes(bytes(i * i % 61 for i in range(4000)))
+    return tmp_path
+
+
+def save_gpt(folder, name, transform):
+    torch.manual_seed(0)
+    plumb.save_pt2(
+        plumb.capture(transform(zoo.GPT(vocab=64, d=32, layers=2)), torch.randint(64, (2, 16))), folder / name
+    )
+
+
+def test_delayed_scaling_has_the_same_bits_in_every_layout(folder):
+    save_gpt(folder, "gpt.pt2", lambda net: use_fp8(net, recipe="delayed", history=6))
+    expected = trained("gpt.pt2", folder)
+    for layout in (["--stages", "2"], ["--stages", "2", "--schedule", "ZBH1"]):
+        assert trained("gpt.pt2", folder, *layout) == expected, layout
+    groups = ["--data-parallel", "2", "--gradient-groups", "4"]
+    assert trained("gpt.pt2", folder, *groups, "--stages", "2") == trained("gpt.pt2", folder, *groups)
+
+
+def test_autocast_of_the_command_has_the_bits_of_the_simulation(folder):
+    save_gpt(folder, "fp8.pt2", use_fp8)
+    save_gpt(folder, "simulated.pt2", lambda net: simulate_format(net, "e4m3fn-RN", "e5m2-RN"))
+    assert trained("fp8.pt2", folder, "--autocast", "bf16") == trained("simulated.pt2", folder, "--autocast", "bf16")
