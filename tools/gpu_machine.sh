@@ -31,6 +31,7 @@ headers="nlohmann-json3-dev libtomlplusplus-dev libcli11-dev libgtest-dev libgmo
 wheels="cmake ninja pytest iniconfig pluggy packaging pygments pytest-xdist execnet torchao"
 
 pack() {
+  rm -rf .gpu/site .gpu/headers # unpacked where it is used
   mkdir -p .gpu/wheels .gpu/debs
   (cd .gpu/debs && apt-get download $headers)
   "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
@@ -104,7 +105,7 @@ logged() {
     "$python" -c 'import torch; print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")' >"$results/machine"
     git rev-parse --short HEAD >"$results/commit" 2>/dev/null || echo "an export" >"$results/commit"
   fi
-  timeout "$limit" "$@" 2>&1 | tee "$results/$part.log" || status=$?
+  timeout "$limit" "$@" | tee "$results/$part.log" || status=$?
   [ $status -ne 124 ] || echo "(Ended after $limit s.)" | tee -a "$results/$part.log"
   report
   return $status

@@ -154,3 +154,17 @@ def test_the_demo_says_first_how_long_it_takes_and_what_it_does(bootstrap):
     (bootstrap.folder / "build/bin/plumb_demo").touch()
     again = announced(2)
     assert "compiles" not in again and minutes(again) < minutes(first)
+
+
+def test_what_a_part_on_a_gpu_printed_before_it_ended_is_on_the_page(tmp_path):
+    (tmp_path / "bench.log").write_text("| kernel | type |\n|---|---|\n| clone | float32 |\n")
+    (tmp_path / "suites.log").write_text("....\n12 passed in 3.00s\n")
+    (tmp_path / "machine").write_text("a GPU, torch 2.11.0\n")
+    (tmp_path / "commit").write_text("1234567\n")
+    script, env = ROOT / "tools/gpu_machine.sh", {**os.environ, "GPU_RESULTS": str(tmp_path), "GPU_DEVICE": "testdevice"}
+    done = subprocess.run([script, "report"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "gpu.md").read_text()
+    assert "at 1234567, on a GPU, torch 2.11.0" in page
+    assert "| clone | float32 |\n" in page and "```\n12 passed in 3.00s\n```" in page
+    assert page.count("Not measured.") == 3
