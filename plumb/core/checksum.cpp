@@ -59,7 +59,8 @@ struct Crc {
   static constexpr long long power_of_x(int n) {
     T c = T{1} << (8 * sizeof(T) - 1);
     for (; n > 0; --n) c = times_x(c);
-    return static_cast<long long>(uint64_t{c} << (64 - 8 * sizeof(T)));
+    const uint64_t factor = uint64_t{c} << (64 - 8 * sizeof(T));
+    return static_cast<long long>(factor);
   }
 
   // What moves 16 bytes so many bits further on. The first eight of them are 64 bits further from the end; the product

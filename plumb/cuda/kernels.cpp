@@ -43,7 +43,9 @@ struct Gathering {
   void finish(c10::Device device, void* kernel, int64_t blocks, int64_t numel, const Tensor& gathered,
               const Tensor& metrics) const {
     void *from = data_of(parts), *bins = data_of(counts), *fields = data_of(gathered), *all = data_of(metrics);
-    start(device, kernel, 1, {&from, &blocks, &bins, &numel, &fields, &all});
+    start(device, kernel, 1,
+          {static_cast<void*>(&from), &blocks, static_cast<void*>(&bins), &numel, static_cast<void*>(&fields),
+           static_cast<void*>(&all)});
   }
 };
 

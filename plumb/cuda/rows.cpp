@@ -110,7 +110,7 @@ RmsNormGradient rms_norm_gradient(const Tensor& grad, const Tensor& x, int64_t l
   cuda_kernel::RmsNormArguments arguments{x.const_data_ptr(),
                                           grad.const_data_ptr(),
                                           memory_of(weight),
-                                          static_cast<float*>(const_cast<void*>(rstd.const_data_ptr())),
+                                          const_cast<float*>(rstd.const_data_ptr<float>()),
                                           input.defined() ? input.mutable_data_ptr() : nullptr,
                                           partial.defined() ? partial.mutable_data_ptr<float>() : nullptr,
                                           rows,

@@ -37,7 +37,7 @@ bool push_argument(torch::jit::Stack& stack, const c10::OperatorHandle& op, size
       auto tensor = stand_in(e);
       if (!tensor) return false;
       tensors.push_back(*tensor);
-      optionals.push_back(*tensor);
+      optionals.push_back(tensor);
     }
     stack.push_back(optional ? c10::IValue(optionals) : c10::IValue(tensors));
     return true;

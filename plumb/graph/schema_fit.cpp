@@ -138,7 +138,7 @@ struct Fitter {
     c10::impl::GenericList list(ints ? TypePtr(c10::IntType::get()) : element);
     list.reserve(fitted.size());
     for (const Arg& e : fitted) list.push_back(e.constant());
-    return IValue(std::move(list));
+    return IValue(list);
   }
 };
 

@@ -115,7 +115,7 @@ class Random {
  public:
   // The group that next_group() gives first.
   Random(uint64_t seed, uint64_t group) : seed_(seed), counter_(group * kLanes) {
-    for (int i = 0; i < kWideLanes; ++i) place_[i] = uint64_t(i / 2 * 4 + i % 2);  // as packed() takes them
+    for (int i = 0; i < kWideLanes; ++i) place_[i] = uint64_t(i) / 2 * 4 + uint64_t(i) % 2;  // as packed() takes them
     for (int round = 0; round < 8; ++round) {
       keys_[round][0] = Wide{} + uint32_t(uint32_t(seed) + uint32_t(round + 2) * kPhiloxKey0);
       keys_[round][1] = Wide{} + uint32_t(uint32_t(seed >> 32) + uint32_t(round + 2) * kPhiloxKey1);

@@ -123,7 +123,10 @@ class Launch {
     }
     if (!all_have_left() || !all_are_ready()) return true;
     // They lost each other, and all are there.
-    if (used_ == used_before_ && used_++ >= options_.replacements) return false;
+    if (used_ == used_before_) {
+      if (used_ >= options_.replacements) return false;
+      ++used_;
+    }
     go_on();
     return true;
   }

@@ -24,7 +24,7 @@ constexpr std::int64_t kBytesAhead = 1 << 20;
 
 at::Tensor byte_buffer(std::int64_t bytes) {
   const auto accelerator = at::getAccelerator();
-  if (accelerator && at::globalContext().getAcceleratorHooksInterface(*accelerator).hasPrimaryContext(0)) {
+  if (accelerator && at::globalContext().getAcceleratorHooksInterface(accelerator).hasPrimaryContext(0)) {
     try {
       return at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
     } catch (const std::exception&) {

@@ -107,7 +107,7 @@ class Reader {
       if (limit == nullptr) continue;
       const auto value = limit->value<double>();
       if (!limit->is_number() || !value || std::isnan(*value)) fail(*limit, key, "is no number", fix);
-      *into = *value;
+      *into = value;
     }
     if (!out.above && !out.below) fail(node, "when", "says neither above nor below what", fix);
     return out;

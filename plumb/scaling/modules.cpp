@@ -61,7 +61,7 @@ void RMSNormImpl::reset() {
   }
 }
 
-EmbeddingImpl::EmbeddingImpl(EmbeddingOptions o) : options(std::move(o)) { EmbeddingImpl::reset(); }
+EmbeddingImpl::EmbeddingImpl(EmbeddingOptions o) : options(o) { EmbeddingImpl::reset(); }
 void EmbeddingImpl::reset() {
   auto table = torch::randn({options.num_embeddings, options.embedding_dim});
   if (options.padding_idx) table.select(0, *options.padding_idx).zero_();
@@ -87,7 +87,7 @@ Tensor MLPImpl::forward(const Tensor& input) {
   return linear_2(functional::silu_glu(linear_1(input), linear_gate(input)));
 }
 
-MHSAImpl::MHSAImpl(MHSAOptions o) : options(std::move(o)) { MHSAImpl::reset(); }
+MHSAImpl::MHSAImpl(MHSAOptions o) : options(o) { MHSAImpl::reset(); }
 void MHSAImpl::reset() {
   if (options.heads < 1 || options.hidden_size % options.heads) {
     throw Error(ErrorKind::InvalidArgument, "MHSA: hidden_size " + std::to_string(options.hidden_size) +
@@ -105,7 +105,7 @@ Tensor MHSAImpl::forward(const Tensor& input) {
   return linear_o(mixed.transpose(-3, -2).flatten(-2));
 }
 
-TransformerLayerImpl::TransformerLayerImpl(TransformerLayerOptions o) : options(std::move(o)) {
+TransformerLayerImpl::TransformerLayerImpl(TransformerLayerOptions o) : options(o) {
   TransformerLayerImpl::reset();
 }
 void TransformerLayerImpl::reset() {

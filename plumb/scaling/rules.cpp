@@ -109,8 +109,8 @@ ResidualScalingFn transformer_residual_scaling_rule(double residual_mult, double
   const double mlp = residual_mult * std::sqrt(2 / (1 + residual_attn_ratio * residual_attn_ratio));
   const double attn = residual_attn_ratio * mlp;
   return [mlp, attn](int64_t index, int64_t layers) {
-    const double attn_before = static_cast<double>((index + 1) / 2);
-    const double mlp_before = static_cast<double>(index / 2);
+    const int64_t attns = (index + 1) / 2, mlps = index / 2;  // before this one
+    const auto attn_before = static_cast<double>(attns), mlp_before = static_cast<double>(mlps);
     const double here = index % 2 == 0 ? attn : mlp;
     return here / std::sqrt(static_cast<double>(layers) / 2 + attn_before * attn * attn + mlp_before * mlp * mlp);
   };

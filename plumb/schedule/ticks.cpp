@@ -1,4 +1,6 @@
 // The form of a table in which a column is a tick.
+#include <cmath>
+
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/event_simulation.h"
 
@@ -18,7 +20,7 @@ Schedule with_idle_ticks(const Schedule& given) {
   for (std::size_t rank = 0; rank < schedule.rows.size(); ++rank) {
     std::vector<Action> row;
     for (std::size_t i = 0; i < schedule.rows[rank].size(); ++i) {
-      std::size_t tick = static_cast<std::size_t>(events.spans[rank][i].start + 0.5);
+      const auto tick = static_cast<std::size_t>(std::lround(events.spans[rank][i].start));
       if (row.size() < tick) row.resize(tick, Action::idle());
       row.push_back(schedule.rows[rank][i]);
     }

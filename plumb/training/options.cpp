@@ -434,7 +434,7 @@ namespace {
 
 // A value of a document as on a command line; none for a table, a date and the like.
 std::optional<std::string> text_of_value(const toml::node& node) {
-  if (const auto text = node.value_exact<std::string>()) return *text;
+  if (auto text = node.value_exact<std::string>()) return text;
   if (const auto flag = node.value_exact<bool>()) return *flag ? "true" : "false";
   if (const auto whole = node.value_exact<int64_t>()) return std::to_string(*whole);
   if (const auto number = node.value_exact<double>()) return shortest(*number);
