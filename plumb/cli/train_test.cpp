@@ -239,7 +239,10 @@ TEST_F(Checkpoints, ALostRankLosesNothing) {
   EXPECT_GE(values(two, "resumed")[0], 2) << "at most one whole step is computed again";
   EXPECT_GE(values(two, "resumed")[1], 5);
   EXPECT_NE(two.out.find("copies in memory"), std::string::npos);
-  lose("--spares 1 --patience 1 --inject 'kill rank 1 at 1F0 of step 1' --inject 'stop rank 2 at 2F0 of step 6'", 2);
+  const Ended early = lose(
+      "--spares 1 --patience 1 --inject 'kill rank 1 at 1F0 of step 1' --inject 'stop rank 2 at 2F0 of step 6'", 2);
+  ASSERT_EQ(values(early, "resumed").size(), 2u);
+  EXPECT_EQ(values(early, "resumed")[0], 0) << "no rank had sent its copy yet: it begins anew, and says so";
   lose("--recut --inject 'kill rank 1 at 1B3 of step 5'", 1);
   // Two beside each other have both copies of a state: the last checkpoint.
   const Ended beside = lose(

@@ -466,7 +466,9 @@ TrainResult Trainer::State::run() {
     if (job.tagged)
       event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
     for (const std::string& problem : damaged) event({{"checkpoint_problem", problem}});
-    if (start > 0) event({{"resumed", start}, {"folder", o.checkpoints}});
+    // Without a checkpoint a run that lost more than its copies make up for begins anew.
+    if (const auto after = goes_on_after())
+      event({{"resumed", *after}, {"folder", *after > 0 ? o.checkpoints : "the first weights"}});
   }
   if (is_first()) log = std::make_unique<RunLog>(o, goes_on_after());
   begin = Clock::now();
