@@ -3,6 +3,8 @@
 #include <ATen/core/Reduction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
+
 #include "plumb/core/error.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/kernels.h"
@@ -11,18 +13,68 @@
 namespace plumb::functional {
 namespace {
 
-// The handle of an operator; looked up once for each place of call.
+// How the dispatcher's functions take an argument.
+template <class T>
+struct Taken {
+  using type = T;
+};
+template <>
+struct Taken<Tensor> {
+  using type = const Tensor&;
+};
+template <>
+struct Taken<OptionalTensor> {
+  using type = const OptionalTensor&;
+};
+template <>
+struct Taken<at::Scalar> {
+  using type = const at::Scalar&;
+};
+template <>
+struct Taken<std::vector<int64_t>> {
+  using type = at::IntArrayRef;
+};
+template <>
+struct Taken<ScalePower> {
+  using type = at::ArrayRef<double>;
+};
+template <>
+struct Taken<std::string> {
+  using type = std::string_view;
+};
+
+// The name of an operator of plumb's, with its overload: "conv2d.padding".
+template <size_t N>
+struct Name {
+  char text[N];
+  constexpr Name(const char (&from)[N]) { std::copy_n(from, N, text); }  // NOLINT
+};
+
 template <class Signature>
-auto find_operator(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+auto find_operator(std::string_view name) {
+  const size_t dot = std::min(name.find('.'), name.size());
+  const std::string base = "plumb::" + std::string(name.substr(0, dot));
+  const std::string overload(dot < name.size() ? name.substr(dot + 1) : "");
+  return c10::Dispatcher::singleton().findSchemaOrThrow(base.c_str(), overload.c_str()).typed<Signature>();
+}
+
+// Calls the operator with all of its arguments, in order. It is looked up once.
+template <Name name, class Result = Tensor, class... Args>
+Result call(const Args&... args) {
+  static const auto op = find_operator<Result(typename Taken<Args>::type...)>(name.text);
+  return op.call(args...);
+}
+template <Name name, class... Args>
+std::vector<double> scales_of(const Args&... args) {
+  return call<name, std::vector<double>>(args...);
 }
 
 // What goes into an operator for a constraint: its name, or, for a user's function, scales already tied.
 struct Resolved {
-  std::optional<std::string> name;
-  std::vector<double> scales;
-  OptionalName name_view() const { return name ? OptionalName(*name) : OptionalName(); }
-  OptionalScales scales_view() const { return scales.empty() ? OptionalScales() : OptionalScales(scales); }
+  std::optional<std::string> name_text;
+  std::vector<double> tied;
+  OptionalName name() const { return name_text ? OptionalName(*name_text) : OptionalName(); }
+  OptionalScales scales() const { return tied.empty() ? OptionalScales() : OptionalScales(tied); }
 };
 
 template <class Rule>
@@ -34,6 +86,13 @@ Resolved resolve(const Constraint& constraint, size_t constrained, const Rule& r
   return {std::nullopt, scales};
 }
 
+// What a user's function would tie depends on how windows meet the input, which only the operator counts.
+Resolved named(const char* op, const Constraint& constraint) {
+  if (!constraint.is_user_function()) return {constraint.name(), {}};
+  throw Error(ErrorKind::InvalidArgument, std::string(op) + ": its constraint is one of those with a name, no function",
+              "", "gmean, hmean, amean, to_output_scale, to_grad_input_scale, or none");
+}
+
 int64_t reduction_code(const char* op, const std::string& reduction) {
   if (reduction == "none") return at::Reduction::None;
   if (reduction == "mean") return at::Reduction::Mean;
@@ -42,261 +101,169 @@ int64_t reduction_code(const char* op, const std::string& reduction) {
               "mean, sum or none");
 }
 
-using LinearOp = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, OptionalName, at::ArrayRef<double>,
-                        OptionalScales);
-
-Resolved linear_constraint(const Tensor& input, const Tensor& weight, const Constraint& constraint,
-                           const ScalePower& power) {
-  return resolve(constraint, 2, [&] {
-    static const auto op =
-        find_operator<std::vector<double>(const Tensor&, const Tensor&, at::ArrayRef<double>)>("plumb::linear_scales");
-    return op.call(input, weight, power);
-  });
+template <Name op>
+Tensor any_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Constraint& constraint,
+                  const ScalePower& power) {
+  const auto tied = resolve(constraint, 2, [&] { return scales_of<"linear_scales">(input, weight, power); });
+  return call<op>(input, weight, bias, tied.name(), power, tied.scales());
 }
 
-template <class Padding>
-using ConvOp = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, at::IntArrayRef, Padding, at::IntArrayRef,
-                      int64_t, OptionalName, at::ArrayRef<double>, OptionalScales);
-
-Tensor conv(int n, const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const ConvOptions& o) {
-  const std::string name = "plumb::conv" + std::to_string(n) + "d";
-  auto& dispatcher = c10::Dispatcher::singleton();
-  if (const auto* padding = std::get_if<std::string>(&o.padding)) {
-    // The kernel's padding does not change what the rule says by more than the edges.
-    auto tied = resolve(o.constraint, 2, [&] {
-      auto op = dispatcher.findSchemaOrThrow((name + "_scales").c_str(), "")
-                    .typed<std::vector<double>(const Tensor&, const Tensor&, at::IntArrayRef, at::IntArrayRef,
-                                               at::IntArrayRef, int64_t, at::ArrayRef<double>)>();
-      std::vector<int64_t> none{0};
-      return op.call(input, weight, o.stride, none, o.dilation, o.groups, o.scale_power);
-    });
-    return dispatcher.findSchemaOrThrow(name.c_str(), "padding")
-        .typed<ConvOp<std::string_view>>()
-        .call(input, weight, bias, o.stride, *padding, o.dilation, o.groups, tied.name_view(), o.scale_power,
-              tied.scales_view());
+template <Name op, Name with_named_padding, Name scales>
+Tensor conv(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const ConvOptions& o) {
+  const auto* padding_name = std::get_if<std::string>(&o.padding);
+  // A padding with a name changes what the rule says by no more than the edges.
+  const auto padding = padding_name ? std::vector<int64_t>{0} : std::get<std::vector<int64_t>>(o.padding);
+  const auto tied = resolve(o.constraint, 2, [&] {
+    return scales_of<scales>(input, weight, o.stride, padding, o.dilation, o.groups, o.scale_power);
+  });
+  if (padding_name) {
+    return call<with_named_padding>(input, weight, bias, o.stride, *padding_name, o.dilation, o.groups, tied.name(),
+                                    o.scale_power, tied.scales());
   }
-  const auto& padding = std::get<std::vector<int64_t>>(o.padding);
-  auto tied = resolve(o.constraint, 2, [&] {
-    return dispatcher.findSchemaOrThrow((name + "_scales").c_str(), "")
-        .typed<std::vector<double>(const Tensor&, const Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
-                                   int64_t, at::ArrayRef<double>)>()
-        .call(input, weight, o.stride, padding, o.dilation, o.groups, o.scale_power);
-  });
-  return dispatcher.findSchemaOrThrow(name.c_str(), "")
-      .typed<ConvOp<at::IntArrayRef>>()
-      .call(input, weight, bias, o.stride, padding, o.dilation, o.groups, tied.name_view(), o.scale_power,
-            tied.scales_view());
+  return call<op>(input, weight, bias, o.stride, padding, o.dilation, o.groups, tied.name(), o.scale_power,
+                  tied.scales());
 }
 
-// What a user's function would tie depends on how windows meet the input, which only the operator counts.
-std::optional<std::string> named(const std::string& op, const Constraint& constraint) {
-  if (!constraint.is_user_function()) return constraint.name();
-  throw Error(ErrorKind::InvalidArgument, op + ": its constraint is one of those with a name, no function", "",
-              "gmean, hmean, amean, to_output_scale, to_grad_input_scale, or none");
-}
-
-OptionalName view(const std::optional<std::string>& name) { return name ? OptionalName(*name) : OptionalName(); }
-
-Tensor avg_pool(const std::string& rank, const Tensor& input, const PoolOptions& o) {
-  const std::string name = "avg_pool" + rank;
+template <Name op>
+Tensor avg_pool(const Tensor& input, const PoolOptions& o) {
   if (o.dilation != std::vector<int64_t>{1}) {
-    throw Error(ErrorKind::InvalidArgument, name + ": an average has no dilation", "", "max_pool" + rank);
+    throw Error(ErrorKind::InvalidArgument, std::string(op.text) + ": an average has no dilation", "",
+                "the max_pool of as many dimensions");
   }
-  const auto constraint = named(name, o.constraint);
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(("plumb::" + name).c_str(), "")
-      .typed<Tensor(const Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, bool, bool, OptionalName,
-                    OptionalScales)>()
-      .call(input, o.kernel_size, o.stride, o.padding, o.ceil_mode, o.count_include_pad, view(constraint),
-            std::nullopt);
+  return call<op>(input, o.kernel_size, o.stride, o.padding, o.ceil_mode, o.count_include_pad,
+                  named(op.text, o.constraint).name(), OptionalScales());
 }
 
-Tensor max_pool(const std::string& rank, const Tensor& input, const PoolOptions& o) {
-  const std::string name = "max_pool" + rank;
-  const auto constraint = named(name, o.constraint);
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(("plumb::" + name).c_str(), "")
-      .typed<Tensor(const Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, bool,
-                    OptionalName, OptionalScales)>()
-      .call(input, o.kernel_size, o.stride, o.padding, o.dilation, o.ceil_mode, view(constraint), std::nullopt);
+template <Name op>
+Tensor max_pool(const Tensor& input, const PoolOptions& o) {
+  return call<op>(input, o.kernel_size, o.stride, o.padding, o.dilation, o.ceil_mode,
+                  named(op.text, o.constraint).name(), OptionalScales());
 }
 
-Tensor conv_transpose(const std::string& rank, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+template <Name op>
+Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                       const ConvTransposeOptions& o) {
-  const std::string name = "conv_transpose" + rank;
-  const auto constraint = named(name, o.constraint);
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(("plumb::" + name).c_str(), "")
-      .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, at::IntArrayRef, at::IntArrayRef,
-                    at::IntArrayRef, int64_t, at::IntArrayRef, OptionalName, at::ArrayRef<double>, OptionalScales)>()
-      .call(input, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation, view(constraint),
-            o.scale_power, std::nullopt);
+  return call<op>(input, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation,
+                  named(op.text, o.constraint).name(), o.scale_power, OptionalScales());
 }
 
 }  // namespace
 
-Tensor scale_fwd(const Tensor& input, double scale) {
-  static const auto op = find_operator<Tensor(const Tensor&, double)>("plumb::scale_fwd");
-  return op.call(input, scale);
-}
-
-Tensor scale_bwd(const Tensor& input, double scale) {
-  static const auto op = find_operator<Tensor(const Tensor&, double)>("plumb::scale_bwd");
-  return op.call(input, scale);
-}
+Tensor scale_fwd(const Tensor& input, double scale) { return call<"scale_fwd">(input, scale); }
+Tensor scale_bwd(const Tensor& input, double scale) { return call<"scale_bwd">(input, scale); }
 
 Tensor gelu(const Tensor& input, double mult, const Constraint& constraint, const std::string& approximate) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, std::string_view, double, OptionalName, OptionalScales)>("plumb::gelu");
-  auto tied = resolve(constraint, 2, [&] { return rules::gelu(mult); });
-  return op.call(input, approximate, mult, tied.name_view(), tied.scales_view());
+  const auto tied = resolve(constraint, 2, [&] { return rules::gelu(mult); });
+  return call<"gelu">(input, approximate, mult, tied.name(), tied.scales());
 }
 
 Tensor detail::elementwise(std::string_view name, const Tensor& input, double mult, const Constraint& constraint) {
   const ElementwiseFunction& function = find_elementwise(name);
-  const auto op = find_operator<Tensor(const Tensor&, double, OptionalName, OptionalScales)>(
-      ("plumb::" + std::string(function.name)).c_str());
-  auto tied = resolve(constraint, 2, [&] { return function.rule(mult); });
-  return op.call(input, mult, tied.name_view(), tied.scales_view());
+  const auto tied = resolve(constraint, 2, [&] { return function.rule(mult); });
+  return find_operator<Tensor(const Tensor&, double, OptionalName, OptionalScales)>(function.name)
+      .call(input, mult, tied.name(), tied.scales());
 }
 
 Tensor silu_glu(const Tensor& input, const Tensor& gate, double mult) {
-  static const auto op = find_operator<Tensor(const Tensor&, const Tensor&, double, OptionalScales)>("plumb::silu_glu");
-  return op.call(input, gate, mult, std::nullopt);
+  return call<"silu_glu">(input, gate, mult, OptionalScales());
 }
 
 Tensor softmax(const Tensor& input, int64_t dim, std::optional<at::ScalarType> dtype, const Constraint& constraint,
                double mult) {
-  static const auto op = find_operator<Tensor(const Tensor&, int64_t, std::optional<at::ScalarType>, double,
-                                              OptionalName, OptionalScales)>("plumb::softmax");
-  auto tied = resolve(constraint, 2, [&] {
-    return rules::softmax(input.dim() == 0 ? 1 : input.size(at::maybe_wrap_dim(dim, input.dim())), mult);
-  });
-  return op.call(input, dim, dtype, mult, tied.name_view(), tied.scales_view());
+  const auto tied = resolve(constraint, 2, [&] { return scales_of<"softmax_scales">(input, dim, mult); });
+  return call<"softmax">(input, dim, dtype, mult, tied.name(), tied.scales());
 }
 
 Tensor dropout(const Tensor& input, double p, bool training) {
-  if (!training) return input;
-  static const auto op = find_operator<Tensor(const Tensor&, double, bool)>("plumb::dropout");
-  return op.call(input, p, training);
+  return training ? call<"dropout">(input, p, training) : input;
 }
 
 Tensor matmul(const Tensor& left, const Tensor& right, const Constraint& constraint) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, OptionalName, OptionalScales)>("plumb::matmul");
-  static const auto scales = find_operator<std::vector<double>(const Tensor&, const Tensor&)>("plumb::matmul_scales");
-  auto tied = resolve(constraint, 3, [&] { return scales.call(left, right); });
-  return op.call(left, right, tied.name_view(), tied.scales_view());
+  const auto tied = resolve(constraint, 3, [&] { return scales_of<"matmul_scales">(left, right); });
+  return call<"matmul">(left, right, tied.name(), tied.scales());
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Constraint& constraint,
               const ScalePower& scale_power) {
-  static const auto op = find_operator<LinearOp>("plumb::linear");
-  auto tied = linear_constraint(input, weight, constraint, scale_power);
-  return op.call(input, weight, bias, tied.name_view(), scale_power, tied.scales_view());
+  return any_linear<"linear">(input, weight, bias, constraint, scale_power);
 }
-
 Tensor linear_readout(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                       const Constraint& constraint) {
-  static const auto op = find_operator<LinearOp>("plumb::linear_readout");
-  constexpr ScalePower power{1.0, 0.5, 0.5};
-  auto tied = linear_constraint(input, weight, constraint, power);
-  return op.call(input, weight, bias, tied.name_view(), power, tied.scales_view());
+  return any_linear<"linear_readout">(input, weight, bias, constraint, {1.0, 0.5, 0.5});
 }
 
 Tensor conv1d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const ConvOptions& options) {
-  return conv(1, input, weight, bias, options);
+  return conv<"conv1d", "conv1d.padding", "conv1d_scales">(input, weight, bias, options);
 }
 Tensor conv2d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const ConvOptions& options) {
-  return conv(2, input, weight, bias, options);
+  return conv<"conv2d", "conv2d.padding", "conv2d_scales">(input, weight, bias, options);
 }
 Tensor conv3d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const ConvOptions& options) {
-  return conv(3, input, weight, bias, options);
+  return conv<"conv3d", "conv3d.padding", "conv3d_scales">(input, weight, bias, options);
 }
 
 Tensor relu(const Tensor& input, const Constraint& constraint) {
-  static const auto op = find_operator<Tensor(const Tensor&, OptionalName, OptionalScales)>("plumb::relu");
-  auto tied = resolve(constraint, 2, [] { return rules::relu(); });
-  return op.call(input, tied.name_view(), tied.scales_view());
+  const auto tied = resolve(constraint, 2, [] { return rules::relu(); });
+  return call<"relu">(input, tied.name(), tied.scales());
 }
 
-Tensor avg_pool1d(const Tensor& input, const PoolOptions& options) { return avg_pool("1d", input, options); }
-Tensor avg_pool2d(const Tensor& input, const PoolOptions& options) { return avg_pool("2d", input, options); }
-Tensor avg_pool3d(const Tensor& input, const PoolOptions& options) { return avg_pool("3d", input, options); }
-Tensor max_pool1d(const Tensor& input, const PoolOptions& options) { return max_pool("1d", input, options); }
-Tensor max_pool2d(const Tensor& input, const PoolOptions& options) { return max_pool("2d", input, options); }
-Tensor max_pool3d(const Tensor& input, const PoolOptions& options) { return max_pool("3d", input, options); }
+Tensor avg_pool1d(const Tensor& input, const PoolOptions& options) { return avg_pool<"avg_pool1d">(input, options); }
+Tensor avg_pool2d(const Tensor& input, const PoolOptions& options) { return avg_pool<"avg_pool2d">(input, options); }
+Tensor avg_pool3d(const Tensor& input, const PoolOptions& options) { return avg_pool<"avg_pool3d">(input, options); }
+Tensor max_pool1d(const Tensor& input, const PoolOptions& options) { return max_pool<"max_pool1d">(input, options); }
+Tensor max_pool2d(const Tensor& input, const PoolOptions& options) { return max_pool<"max_pool2d">(input, options); }
+Tensor max_pool3d(const Tensor& input, const PoolOptions& options) { return max_pool<"max_pool3d">(input, options); }
 
 Tensor conv_transpose1d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const ConvTransposeOptions& options) {
-  return conv_transpose("1d", input, weight, bias, options);
+  return conv_transpose<"conv_transpose1d">(input, weight, bias, options);
 }
 Tensor conv_transpose2d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const ConvTransposeOptions& options) {
-  return conv_transpose("2d", input, weight, bias, options);
+  return conv_transpose<"conv_transpose2d">(input, weight, bias, options);
 }
 Tensor conv_transpose3d(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const ConvTransposeOptions& options) {
-  return conv_transpose("3d", input, weight, bias, options);
+  return conv_transpose<"conv_transpose3d">(input, weight, bias, options);
 }
 
 Tensor group_norm(const Tensor& input, int64_t num_groups, const OptionalTensor& weight, const OptionalTensor& bias,
                   double eps) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, double, bool)>(
-          "plumb::group_norm");
-  return op.call(input, num_groups, weight, bias, eps, true);
+  return call<"group_norm">(input, num_groups, weight, bias, eps, true);
 }
 
 Tensor batch_norm(const Tensor& input, const OptionalTensor& running_mean, const OptionalTensor& running_var,
                   const OptionalTensor& weight, const OptionalTensor& bias, bool training, double momentum,
                   double eps) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                           const OptionalTensor&, bool, double, double, bool)>("plumb::batch_norm");
-  return op.call(input, weight, bias, running_mean, running_var, training, momentum, eps, true);
+  return call<"batch_norm">(input, weight, bias, running_mean, running_var, training, momentum, eps, true);
 }
 
 Tensor layer_norm(const Tensor& input, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, at::IntArrayRef, const OptionalTensor&, const OptionalTensor&, double, bool)>(
-          "plumb::layer_norm");
-  return op.call(input, normalized_shape, weight, bias, eps, true);
+  return call<"layer_norm">(input, normalized_shape, weight, bias, eps, true);
 }
 
 Tensor rms_norm(const Tensor& input, at::IntArrayRef normalized_shape, const OptionalTensor& weight, double eps) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, at::IntArrayRef, const OptionalTensor&, std::optional<double>)>(
-          "plumb::rms_norm");
-  return op.call(input, normalized_shape, weight, eps);
+  return call<"rms_norm">(input, normalized_shape, weight, std::optional<double>(eps));
 }
 
 Tensor add(const Tensor& input, const Tensor& other, const Constraint& constraint, const at::Scalar& alpha) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, const at::Scalar&, OptionalName, OptionalScales)>(
-          "plumb::add");
-  static const auto scales = find_operator<std::vector<double>(const Tensor&, const Tensor&)>("plumb::add_scales");
-  auto tied = resolve(constraint, 3, [&] { return scales.call(input, other); });
-  return op.call(input, other, alpha, tied.name_view(), tied.scales_view());
+  const auto tied = resolve(constraint, 3, [&] { return scales_of<"add_scales">(input, other); });
+  return call<"add">(input, other, alpha, tied.name(), tied.scales());
 }
 
 Tensor add(const Tensor& input, const at::Scalar& other) { return at::add(input, other); }
 
 std::tuple<Tensor, Tensor> residual_split(const Tensor& input, double tau) {
-  static const auto op = find_operator<std::tuple<Tensor, Tensor>(const Tensor&, double)>("plumb::residual_split");
-  return op.call(input, tau);
+  return call<"residual_split", std::tuple<Tensor, Tensor>>(input, tau);
 }
 
 Tensor residual_add(const Tensor& residual, const Tensor& skip, double tau) {
-  static const auto op = find_operator<Tensor(const Tensor&, const Tensor&, double)>("plumb::residual_add");
-  return op.call(residual, skip, tau);
+  return call<"residual_add">(residual, skip, tau);
 }
 
 Tensor embedding(const Tensor& indices, const Tensor& weight, std::optional<int64_t> padding_idx,
                  std::optional<double> max_norm, double norm_type) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, c10::SymInt, bool, bool)>("plumb::embedding");
   int64_t padding = padding_idx.value_or(-1);
   if (padding_idx) {
     const int64_t rows = weight.size(0);
@@ -311,30 +278,24 @@ Tensor embedding(const Tensor& indices, const Tensor& weight, std::optional<int6
     auto table = weight;
     at::embedding_renorm_(table, indices.contiguous(), *max_norm, norm_type);
   }
-  return op.call(weight, indices, padding, false, false);
+  return call<"embedding">(weight, indices, c10::SymInt(padding), false, false);
 }
 
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const OptionalTensor& attn_mask, double dropout_p, bool is_causal, double mult,
                                     bool enable_gqa) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double, bool,
-                           std::optional<double>, bool, double, OptionalScales)>("plumb::scaled_dot_product_attention");
-  return op.call(query, key, value, attn_mask, dropout_p, is_causal, std::nullopt, enable_gqa, mult, std::nullopt);
+  return call<"scaled_dot_product_attention">(query, key, value, attn_mask, dropout_p, is_causal,
+                                              std::optional<double>(), enable_gqa, mult, OptionalScales());
 }
 
 Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight, int64_t ignore_index,
                      const std::string& reduction, double label_smoothing, double mult) {
-  static const auto op =
-      find_operator<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, c10::SymInt, double, double)>(
-          "plumb::cross_entropy");
-  return op.call(input, target, weight, reduction_code("cross_entropy", reduction), ignore_index, label_smoothing,
-                 mult);
+  return call<"cross_entropy">(input, target, weight, reduction_code("cross_entropy", reduction),
+                               c10::SymInt(ignore_index), label_smoothing, mult);
 }
 
 Tensor mse_loss(const Tensor& input, const Tensor& target, const std::string& reduction) {
-  static const auto op = find_operator<Tensor(const Tensor&, const Tensor&, int64_t)>("plumb::mse_loss");
-  return op.call(input, target, reduction_code("mse_loss", reduction));
+  return call<"mse_loss">(input, target, reduction_code("mse_loss", reduction));
 }
 
 }  // namespace plumb::functional
