@@ -2,10 +2,10 @@
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <vector>
+
+#include "plumb/autograd/node_handle.h"
 
 namespace plumb {
 
@@ -13,17 +13,6 @@ using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-// An intrusive pointer from torch 2.12 on, a std::shared_ptr before.
-using NodePtr = decltype(Edge::function);
-
-template <typename T>
-auto make_node() {
-  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
-    return std::make_shared<T>();
-  } else {
-    return c10::make_intrusive<T>();
-  }
-}
 
 // The end of autograd's graph at a stage's inputs: keeps what arrives.
 struct StageInputNode : Node {

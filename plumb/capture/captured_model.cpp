@@ -15,9 +15,10 @@ std::string signature_of(const torch::nn::Module& model, const std::vector<at::T
 void share_state(const GraphModule& from, GraphModule& to) {
   std::vector<std::pair<std::string, at::Tensor>> own;
   for (const Attr& attr : from.state()) {
-    if (attr.kind != AttrKind::Constant && to.state().contains(attr.name)) own.emplace_back(attr.name, attr.tensor);
+    const Attr* other = attr.kind == AttrKind::Constant ? nullptr : to.state().find(attr.name);
+    if (other && !other->tensor.is_same(attr.tensor)) own.emplace_back(attr.name, attr.tensor);
   }
-  to.set_state(own);
+  if (!own.empty()) to.set_state(own);
 }
 
 }  // namespace plumb

@@ -1,12 +1,10 @@
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <map>
 #include <set>
-#include <unordered_map>
 
+#include "plumb/autograd/stage_backward.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/plan.h"
 #include "plumb/partition/backward.h"
@@ -16,46 +14,12 @@
 namespace plumb {
 namespace {
 
-using FunctionPtr = decltype(torch::autograd::Edge::function);  // shared or intrusive, by torch's version
-
-// Stands where a stage's graph begins: the sum of what flows into it is the value's gradient. A tensor behind it is no
-// leaf, so a stage may begin with an in-place operator.
-struct StageEdge : torch::autograd::Node {
-  at::Tensor grad;
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
-    grad = grads.empty() ? at::Tensor() : std::move(grads[0]);
-    return {};
-  }
-  std::string name() const override { return "plumb::StageEdge"; }
-};
-
-template <typename Pointer>
-Pointer make_edge() {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::make_shared<StageEdge>();
-  } else {
-    return c10::make_intrusive<StageEdge>();
-  }
-}
-
-struct Entry {
-  FunctionPtr edge;   // null: no gradient
-  at::Tensor tensor;  // what the stage is called with
-  at::Tensor grad() const { return edge ? static_cast<StageEdge&>(*edge).grad : at::Tensor(); }
-};
-
-Entry enter(const at::Tensor& value) {
-  if (!value.defined() || !value.requires_grad()) return {{}, value};
-  Entry entry{make_edge<FunctionPtr>(), value.detach()};
-  const uint32_t slot = entry.edge->add_input_metadata(entry.tensor);
-  torch::autograd::impl::set_gradient_edge(entry.tensor, {entry.edge, slot});
-  return entry;
-}
-
 struct StageRun {
-  std::vector<Entry> inputs;
-  std::map<std::string, Entry> shared;  // replicated parameters, by name here
+  // What the stage was called with, then its replicated parameters: autograd's graph begins there.
+  std::optional<InputBoundary> boundary;
+  std::map<std::string, size_t> shared;  // replicated parameters, by name here: which of these it is
   std::vector<c10::IValue> outputs;
+  Tensors grads;  // of what is at the boundary, once the stage has gone back
 };
 
 }  // namespace
@@ -80,6 +44,7 @@ std::vector<c10::IValue> DetachExecutor::forward(std::vector<c10::IValue> inputs
   runs.clear();
   for (int s = 0; s < pipe.num_stages(); ++s) {
     StageRun run;
+    Tensors entering;
     std::vector<c10::IValue> values;
     for (const StageInputPort& in : table.stages[s].inputs) {
       c10::IValue v =
@@ -88,20 +53,29 @@ std::vector<c10::IValue> DetachExecutor::forward(std::vector<c10::IValue> inputs
         const bool asks = v.toTensor().requires_grad();
         v = over_the_wire(v.toTensor().detach(), table.wire).requires_grad_(asks);
       }
-      run.inputs.push_back(v.isTensor() ? enter(v.toTensor()) : Entry{});
-      values.push_back(v.isTensor() ? c10::IValue(run.inputs.back().tensor) : std::move(v));
+      entering.push_back(v.isTensor() ? v.toTensor() : at::Tensor());
+      values.push_back(std::move(v));
     }
     GraphModule& stage = *pipe.stage(s);
-    plumb::State with_edges = stage.state();
     for (const ReplicatedParam& param : table.replicated) {
       auto here = param.find(s);
       if (here == param.end() || !c10::GradMode::is_enabled()) continue;
       const at::Tensor own = stage.state().get(here->second).tensor;
-      const Entry entry = enter(own);
-      if (!entry.edge) continue;
-      run.shared.emplace(here->second, entry);
+      if (!own.requires_grad()) continue;
+      run.shared.emplace(here->second, entering.size());
+      entering.push_back(own);
+    }
+    std::vector<bool> asks;
+    for (const at::Tensor& tensor : entering) asks.push_back(tensor.defined() && tensor.requires_grad());
+    run.boundary.emplace(entering, asks);
+    const Tensors& entered = run.boundary->inputs();
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (values[i].isTensor()) values[i] = entered[i];
+    }
+    plumb::State with_edges = stage.state();
+    for (const auto& [name, place] : run.shared) {
       for (const Attr& attr : stage.state()) {
-        if (attr.tensor.is_same(own)) with_edges.set(attr.name, entry.tensor);
+        if (attr.tensor.is_same(entering[place])) with_edges.set(attr.name, entered[place]);
       }
     }
     run.outputs =
@@ -152,7 +126,8 @@ std::vector<at::Tensor> DetachExecutor::backward() {
   check_loss(loss, pipe.table().stages.back().outputs[plan.loss_port].name);
   const PipeTable& table = pipe.table();
   auto grad_of = [&](const std::optional<GradRef>& ref) {
-    const at::Tensor grad = ref ? runs[ref->stage].inputs[ref->input].grad() : at::Tensor();
+    const Tensors* grads = ref ? &runs[ref->stage].grads : nullptr;
+    const at::Tensor grad = grads && ref->input < grads->size() ? (*grads)[ref->input] : at::Tensor();
     if (!grad.defined() || !table.crosses_rounded(table.stages[ref->stage].inputs[ref->input].source)) return grad;
     at::NoGradGuard no_grad;
     return over_the_wire(grad, {table.wire.bwd, "none"});
@@ -162,43 +137,33 @@ std::vector<at::Tensor> DetachExecutor::backward() {
   std::vector<at::Tensor> replicated(pipe.replicated_params().size());
   for (const StageBackwardStep& step : plan.steps) {
     StageRun& run = runs[step.stage];
-    torch::autograd::edge_list roots;
-    torch::autograd::variable_list grads;
-    auto add_root = [&](torch::autograd::Edge edge, at::Tensor grad) {
-      roots.push_back(std::move(edge));
-      grads.push_back(std::move(grad));
-    };
-    for (size_t i = 0; i < run.inputs.size(); ++i) {
-      const at::Tensor seed = grad_of(step.input_seeds[i]);
-      if (seed.defined() && run.inputs[i].edge) add_root({run.inputs[i].edge, 0}, seed);
-    }
-    for (size_t p = 0; p < replicated.size(); ++p) {
+    auto place_of = [&](size_t p) -> std::optional<size_t> {
       auto here = pipe.replicated_params()[p].find(step.stage);
-      if (here == pipe.replicated_params()[p].end() || !replicated[p].defined()) continue;
-      if (auto it = run.shared.find(here->second); it != run.shared.end())
-        add_root({it->second.edge, 0}, replicated[p]);
+      auto it = here == pipe.replicated_params()[p].end() ? run.shared.end() : run.shared.find(here->second);
+      return it == run.shared.end() ? std::nullopt : std::optional(it->second);
+    };
+    Tensors outputs, grads, seeds(run.boundary->inputs().size());
+    for (size_t i = 0; i < step.input_seeds.size(); ++i) seeds[i] = grad_of(step.input_seeds[i]);
+    for (size_t p = 0; p < replicated.size(); ++p) {
+      if (auto place = place_of(p)) seeds[*place] = replicated[p];
     }
     for (size_t j : step.outputs_with_grads) {
       if (!run.outputs[j].isTensor()) continue;
       const at::Tensor& out = run.outputs[j].toTensor();
       if (!out.defined() || !out.requires_grad()) continue;
-      auto edge = torch::autograd::impl::gradient_edge(out);
-      if (!edge.function) continue;  // a view made without grad mode: it says so because its base does
+      // A view made without grad mode: it says so because its base does.
+      if (!torch::autograd::impl::gradient_edge(out).function) continue;
       at::Tensor grad = grad_of(step.output_grads[j]);
       if (!grad.defined()) {
         if (step.stage + 1 != pipe.num_stages() || j != plan.loss_port) continue;
         grad = at::ones_like(out, at::MemoryFormat::Preserve);
       }
-      add_root(std::move(edge), std::move(grad));
+      outputs.push_back(out);
+      grads.push_back(std::move(grad));
     }
-    if (roots.empty()) continue;
-    torch::autograd::Engine::get_default_engine().execute(roots, grads, /*keep_graph=*/false, /*create_graph=*/false,
-                                                          /*accumulate_grad=*/true);
+    run.grads = stage_backward(outputs, grads, *run.boundary, seeds);
     for (size_t p = 0; p < replicated.size(); ++p) {
-      auto here = pipe.replicated_params()[p].find(step.stage);
-      if (here == pipe.replicated_params()[p].end()) continue;
-      auto it = run.shared.find(here->second);
-      if (it != run.shared.end() && it->second.grad().defined()) replicated[p] = it->second.grad();
+      if (auto place = place_of(p); place && run.grads[*place].defined()) replicated[p] = run.grads[*place];
     }
   }
   add_to_copies(pipe, replicated);

@@ -318,17 +318,6 @@ std::shared_ptr<GraphModule> StageSpecializer::stage(int index, const ModelSizes
   return module;
 }
 
-void StageSpecializer::share_state(const GraphModule& from, GraphModule& to) {
-  std::vector<const Attr*> changed;
-  for (const Attr& attr : to.state()) {
-    if (attr.kind == AttrKind::Constant) continue;
-    const Attr* own = from.state().find(attr.name);
-    if (own && !own->tensor.is_same(attr.tensor)) changed.push_back(own);
-  }
-  for (const Attr* own : changed) to.state().set(own->name, own->tensor);
-  if (!changed.empty()) to.sync_module();
-}
-
 namespace specializer_detail {
 
 std::vector<bool> modes_of(const torch::nn::Module& model) {

@@ -46,8 +46,6 @@ class StageSpecializer {
   // follow the others: it matters to later stages alone. Throws Error(InvalidArgument) that names the sizes and says
   // why: the model is gone, does not take them, or is cut otherwise with them. Leaves the model as it is. Thread-safe.
   std::shared_ptr<GraphModule> stage(int index, const ModelSizes& known, const GraphModule& now);
-  // Gives `to` the parameters and buffers of `from`, where they are others.
-  static void share_state(const GraphModule& from, GraphModule& to);
 
   // How often the model was captured.
   int captures() const { return captures_; }

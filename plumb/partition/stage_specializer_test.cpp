@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "plumb/capture/captured_model.h"
 #include "plumb/core/error.h"
 #include "tests/message_of.h"
 
@@ -64,7 +65,7 @@ TEST(StageSpecializer, SharesTheStagesTensorsWhateverBecameOfThem) {
   auto stage = cut.specializer->stage(1, sizes, *cut.pipe->stage(1));
   EXPECT_TRUE(stage->state().get("down.weight").tensor.is_same(cut.model->down->weight));
   cut.pipe->stage(1)->state().set("down.weight", at::ones({3, 6}).requires_grad_());
-  StageSpecializer::share_state(*cut.pipe->stage(1), *stage);
+  share_state(*cut.pipe->stage(1), *stage);
   const at::Tensor h = at::randn({3, 6});
   EXPECT_TRUE(at::equal(stage->run({h})[0].toTensor(),
                         at::linear(h, at::ones({3, 6}), cut.model->down->bias) / 5.0 + at::arange(3)));

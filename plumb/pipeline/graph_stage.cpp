@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <set>
 
+#include "plumb/capture/captured_model.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/aliases.h"
 
@@ -138,7 +139,7 @@ std::shared_ptr<GraphModule> GraphStage::graph_for(const ModelSizes& known) {
     if (others_.size() >= kKept) others_.erase(others_.begin());
     it = others_.emplace(known, specializer_->stage(index_, known, *module_)).first;
   } else {
-    StageSpecializer::share_state(*module_, *it->second);
+    share_state(*module_, *it->second);
   }
   return it->second;
 }

@@ -8,10 +8,12 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <memory>
 #include <optional>
 
 #include "plumb/autograd/live_bytes.h"
 #include "plumb/autograd/stage_backward.h"
+#include "plumb/capture/module_state_guard.h"
 #include "plumb/core/error.h"
 #include "plumb/partition/cost.h"
 #include "plumb/pipeline/graph_stage.h"
@@ -34,34 +36,23 @@ double done_by(GraphStage& stage) {
 // Puts the buffers and gradients of a pipe's stages, and the random state, back at the end of its scope.
 class PipeStateGuard {
  public:
-  explicit PipeStateGuard(const Pipe& pipe) : random_(at::detail::getDefaultCPUGenerator().get_state()) {
-    at::NoGradGuard no_grad;
+  explicit PipeStateGuard(const Pipe& pipe) : pipe_(pipe) {
     for (int s = 0; s < pipe.num_stages(); s++) {
-      for (const Attr& attr : pipe.stage(s)->state()) {
-        if (attr.kind == AttrKind::Parameter) {
-          gradients_.emplace_back(attr.tensor, attr.tensor.grad());
-          attr.tensor.mutable_grad() = at::Tensor();
-        } else if (attr.kind == AttrKind::Buffer) {
-          buffers_.emplace_back(attr.tensor, attr.tensor.clone());
-        }
+      const State& state = pipe.stage(s)->state();
+      guards_.push_back(std::make_unique<ModuleStateGuard>(state, std::vector<c10::IValue>()));
+      for (const Attr& attr : state) {
+        if (attr.kind == AttrKind::Buffer && attr.tensor.defined()) guards_.back()->before_write(attr.tensor);
       }
     }
-  }
-  ~PipeStateGuard() {
-    at::NoGradGuard no_grad;
-    // Backwards: of a tensor with two names the first entry has what was there.
-    for (auto it = gradients_.rbegin(); it != gradients_.rend(); ++it) it->first.mutable_grad() = it->second;
-    for (auto& [tensor, before] : buffers_) tensor.detach().copy_(before);
-    at::Generator generator = at::detail::getDefaultCPUGenerator();
-    generator.set_state(random_);
+    drop_gradients();
   }
   void drop_gradients() {
-    for (auto& entry : gradients_) entry.first.mutable_grad() = at::Tensor();
+    for (const at::Tensor& parameter : pipe_.parameters()) parameter.mutable_grad() = at::Tensor();
   }
 
  private:
-  at::Tensor random_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_, buffers_;
+  const Pipe& pipe_;
+  std::vector<std::unique_ptr<ModuleStateGuard>> guards_;
 };
 
 struct Best {

@@ -1,7 +1,6 @@
 #include "plumb/scaling/differentiable.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -9,11 +8,11 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "plumb/autograd/backward_checkpoints.h"
+#include "plumb/autograd/node_handle.h"
 #include "plumb/core/error.h"
 #include "plumb/scaling/kernels.h"
 
@@ -24,24 +23,6 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
-
-// Node handles are std::shared_ptr in older releases of torch and c10::intrusive_ptr in newer ones.
-template <class N>
-auto node_handle(N* node) {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, N>) {
-    return c10::intrusive_ptr<N>::reclaim_copy(node);
-  } else {
-    return node->getptr();
-  }
-}
-template <class T, class Base>
-auto make_node() {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Base>) {
-    return c10::make_intrusive<T>();
-  } else {
-    return std::make_shared<T>();
-  }
-}
 
 struct Source {
   enum Kind { Grad, Tensor, Value, Size, Output, Mask } kind;
@@ -192,7 +173,7 @@ class DifferentiableKernel : public c10::OperatorKernel {
       op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
       return;
     }
-    auto node = make_node<OperatorNode, Node>();
+    auto node = make_node<OperatorNode>();
     node->plan = &plan_;
     for (size_t i : plan_.differentiable) {
       const auto* tensor = tensor_of(argument(i));

@@ -10,13 +10,13 @@
 #include <ATen/ops/alias.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
-#include <type_traits>
 #include <unordered_map>
+
+#include "plumb/autograd/node_handle.h"
 
 namespace plumb {
 
@@ -243,16 +243,6 @@ struct InputProbe : torch::autograd::Node {
   variable_list apply(variable_list&&) override { return {}; }
   std::string name() const override { return "plumb::track"; }
 };
-
-// Node handles are std::shared_ptr in older releases of torch and c10::intrusive_ptr in newer ones.
-template <class T, class Base = torch::autograd::Node>
-auto make_node() {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Base>) {
-    return c10::make_intrusive<T>();
-  } else {
-    return std::make_shared<T>();
-  }
-}
 
 void watch(const at::Tensor& x, std::shared_ptr<ScaleTracker> tracker, int64_t slot) {
   const auto output = static_cast<uint32_t>(x.output_nr());
