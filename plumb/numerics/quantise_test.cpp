@@ -6,7 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/carrier.h"
-#include "plumb/numerics/reference.h"
+#include "plumb/numerics/reference_for_test.h"
 #include "plumb/numerics/values_for_test.h"
 
 namespace plumb {

@@ -8,6 +8,7 @@
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/schema_fit.h"
 #include "plumb/scaling/elementwise.h"
+#include "plumb/transforms/operands.h"
 
 namespace plumb {
 namespace {
@@ -93,17 +94,7 @@ const Equivalent* find_in(const std::map<std::string, Equivalent, std::less<>>& 
   return it == table.end() ? nullptr : &it->second;
 }
 
-const c10::IValue* constant(const Node* node, std::string_view name) {
-  const Arg* arg = node->try_arg(name);
-  return arg && arg->is_constant() ? &arg->constant() : nullptr;
-}
-
-double as_double(const c10::IValue& v) { return v.isInt() ? static_cast<double>(v.toInt()) : v.toDouble(); }
-
-bool is_one(const Node* node, std::string_view name) {
-  const auto* v = constant(node, name);
-  return v && (v->isInt() || v->isDouble()) && as_double(*v) == 1.0;
-}
+bool is_one(const Node* node, std::string_view name) { return number_of(node->arg(name)) == 1.0; }
 
 // Head size of an attention's query, 0 if it is not known.
 int64_t head_size(const Node* node) {
@@ -143,10 +134,11 @@ std::optional<std::string> why_not(const Node* node) {
       return "what it adds is no bias vector";
   }
   if (name == "aten::scaled_dot_product_attention" && !node->arg("scale").is_none() &&
-      (!constant(node, "scale") || head_size(node) == 0))
+      (!number_of(node->arg("scale")) || head_size(node) == 0))
     return "it has a scale of its own, and the head size is not known";
   if (name == "aten::_softmax") {
-    if (const auto* half = constant(node, "half_to_float"); !half || half->toBool()) return "it converts half to float";
+    if (const Arg& half = node->arg("half_to_float"); !half.is_constant() || half.constant().toBool())
+      return "it converts half to float";
   }
   if (const Arg* divisor = node->try_arg("divisor_override"); divisor && !divisor->is_none())
     return "it has a divisor of its own";
@@ -201,7 +193,7 @@ Node* build_equivalent(Graph& graph, const Node* node, const Equivalent& equival
   if (name == "aten::scaled_dot_product_attention" && !node->arg("scale").is_none()) {
     // torch's own logits have the scale 1 / sqrt(size) by default, unit-scaled ones mult / size: a scale that differs
     // from the default differs by the same factor afterwards.
-    const double mult = as_double(*constant(node, "scale")) * std::sqrt(static_cast<double>(head_size(node)));
+    const double mult = *number_of(node->arg("scale")) * std::sqrt(static_cast<double>(head_size(node)));
     Node* call = graph.call(to, std::move(args));
     call->set_arg("scale", std::nullopt);
     call->set_arg("mult", std::abs(mult - 1) < 1e-9 ? 1.0 : mult);

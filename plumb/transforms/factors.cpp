@@ -6,6 +6,7 @@
 #include "plumb/graph/operator_facts.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
+#include "plumb/transforms/operands.h"
 #include "plumb/transforms/pointwise_steps.h"
 
 namespace plumb {

@@ -9,17 +9,17 @@
 namespace plumb {
 namespace {
 
-std::optional<double> number(const Arg* arg) {
-  if (!arg || !arg->is_constant()) return std::nullopt;
-  const auto& v = arg->constant();
-  if (v.isDouble()) return v.toDouble();
-  if (v.isInt()) return static_cast<double>(v.toInt());
-  return std::nullopt;
-}
-
 constexpr double kBlocking = -1e4;  // added to a logit, no weight is left: exp(-1e4) is 0 in every type
 
 }  // namespace
+
+std::optional<double> number_of(const Arg& arg) {
+  if (!arg.is_constant()) return std::nullopt;
+  const auto& v = arg.constant();
+  return v.isDouble() ? std::optional(v.toDouble())
+         : v.isInt()  ? std::optional(static_cast<double>(v.toInt()))
+                      : std::nullopt;
+}
 
 bool is_passthrough(const Node* node) {
   return node->is_call() && node->num_inputs() > 0 && operator_facts(node->target()).passes_through;
@@ -131,7 +131,8 @@ bool looks_like_mask(const Value* value, const State& state) {
     if (!node->is_call()) return false;
     const std::string_view name = node->op_name();
     auto blocks = [&](std::string_view argument) {
-      const auto n = number(node->try_arg(argument));
+      const Arg* arg = node->try_arg(argument);
+      const auto n = arg ? number_of(*arg) : std::nullopt;
       return n && *n <= kBlocking;
     };
     if (name == "aten::full" || name == "aten::full_like" || name == "aten::new_full") return blocks("fill_value");

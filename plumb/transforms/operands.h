@@ -16,6 +16,9 @@ namespace plumb {
 // views, `to`, plumb::simulate_format.
 bool is_passthrough(const Node* node);
 
+// A constant number; nothing for anything else.
+std::optional<double> number_of(const Arg& arg);
+
 // The get_attr node that this value comes from through pass-through nodes; null if something is computed on the way.
 const Node* source_attribute(const Value* value);
 

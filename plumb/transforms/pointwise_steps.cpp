@@ -8,14 +8,9 @@
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
 #include "plumb/transforms/factors.h"
+#include "plumb/transforms/operands.h"
 
 namespace plumb {
-std::optional<double> number_of(const Arg& arg) {
-  if (!arg.is_constant()) return std::nullopt;
-  if (arg.constant().isDouble()) return arg.constant().toDouble();
-  if (arg.constant().isInt()) return static_cast<double>(arg.constant().toInt());
-  return std::nullopt;
-}
 
 std::optional<std::vector<double>> chosen_scales(const Node* node, size_t constrained, std::vector<double> rule) {
   const Arg* constraint = node->try_arg("constraint");
@@ -39,7 +34,7 @@ using Kind = PointwiseKind;
 
 bool is_number(const Node* node, std::string_view name, double wanted) {
   const Arg* arg = node->try_arg(name);
-  return !arg || (number_of(*arg) && *number_of(*arg) == wanted);
+  return !arg || number_of(*arg) == wanted;
 }
 
 PointwiseArg input(int64_t i) { return {PointwiseArg::Input, i, 0}; }

@@ -33,9 +33,6 @@ Saving saving_of(const Node* node, const LoweredNode& lowered);
 // The scales that a unit-scaled node chooses when it runs, from those given or `rule`; nothing if it is not known.
 std::optional<std::vector<double>> chosen_scales(const Node* node, size_t constrained, std::vector<double> rule);
 
-// A constant number.
-std::optional<double> number_of(const Arg& arg);
-
 // Factors that follow each other become one, factors of one go; `exact`: only where that rounds as before. cheap: of
 // each step, as below.
 void merge_factors(PointwiseProgram& program, std::vector<bool>& cheap, bool exact);

@@ -250,10 +250,8 @@ class UnitScaler {
   }
 
   static bool plain_alpha(const Node* node) {
-    const Arg* arg = node->try_arg("alpha");
-    if (!arg || !arg->is_constant()) return false;
-    const c10::IValue& alpha = arg->constant();
-    return alpha.isInt() ? alpha.toInt() == 1 : alpha.isDouble() && alpha.toDouble() == 1.0;
+    const Arg* alpha = node->try_arg("alpha");
+    return alpha && number_of(*alpha) == 1.0;
   }
 
   void replace_adds() {
