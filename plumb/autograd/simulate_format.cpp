@@ -10,6 +10,7 @@
 
 #include "plumb/autograd/saved_codes.h"
 #include "plumb/graph/node_seeds.h"
+#include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
@@ -158,10 +159,7 @@ at::Tensor simulate_format_autograd(const at::Tensor& x, std::string_view fwd, s
 
 at::Tensor ops::simulate_format(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
                                 std::optional<int64_t> seed, int64_t dim) {
-  using Signature = at::Tensor(const at::Tensor&, std::string_view, std::string_view, std::optional<int64_t>, int64_t);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("plumb::simulate_format", "").typed<Signature>();
-  return op.call(x, fwd, bwd, seed, dim);
+  return call_operator<"simulate_format">(x, fwd, bwd, seed, dim);
 }
 
 }  // namespace plumb

@@ -12,6 +12,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/aten_kernels.h"
+#include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/quantise.h"
@@ -123,17 +124,6 @@ at::Tensor tensor_metrics_meta(const at::Tensor& x, bool histogram) {
 
 // --- Autograd
 
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-using QuantiseSignature = at::Tensor(const at::Tensor&, std::string_view, std::string_view, int64_t,
-                                     std::optional<int64_t>, int64_t);
-using EncodeSignature = at::Tensor(const at::Tensor&, std::string_view, std::optional<int64_t>);
-using DecodeSignature = at::Tensor(const at::Tensor&, std::string_view, at::ScalarType);
-using MetricsSignature = at::Tensor(const at::Tensor&, bool);
-
 bool needs_gradient(const at::Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
 
 struct StraightThrough : torch::autograd::Function<StraightThrough> {
@@ -181,24 +171,18 @@ namespace ops {
 
 at::Tensor quantise(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
                     std::optional<int64_t> seed, int64_t dim) {
-  static const auto op = find<QuantiseSignature>("plumb::quantise");
-  return op.call(x, format, rounding, srbits, seed, dim);
+  return call_operator<"quantise">(x, format, rounding, srbits, seed, dim);
 }
 
 at::Tensor encode(const at::Tensor& x, std::string_view format, std::optional<int64_t> seed) {
-  static const auto op = find<EncodeSignature>("plumb::encode");
-  return op.call(x, format, seed);
+  return call_operator<"encode">(x, format, seed);
 }
 
 at::Tensor decode(const at::Tensor& codes, std::string_view format, at::ScalarType dtype) {
-  static const auto op = find<DecodeSignature>("plumb::decode");
-  return op.call(codes, format, dtype);
+  return call_operator<"decode">(codes, format, dtype);
 }
 
-at::Tensor tensor_metrics(const at::Tensor& x, bool histogram) {
-  static const auto op = find<MetricsSignature>("plumb::tensor_metrics");
-  return op.call(x, histogram);
-}
+at::Tensor tensor_metrics(const at::Tensor& x, bool histogram) { return call_operator<"tensor_metrics">(x, histogram); }
 
 }  // namespace ops
 }  // namespace plumb

@@ -12,6 +12,7 @@
 #include <unordered_map>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/pointwise/parts.h"
 
@@ -201,10 +202,7 @@ Tensor pointwise_autograd(at::TensorList inputs, std::string_view text) {
 }  // namespace
 
 at::Tensor ops::pointwise(at::TensorList inputs, std::string_view program) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("plumb::pointwise", "")
-                             .typed<Tensor(at::TensorList, std::string_view)>();
-  return op.call(inputs, program);
+  return call_operator<"pointwise">(inputs, program);
 }
 
 }  // namespace plumb

@@ -1,11 +1,9 @@
 #include "plumb/scaling/functional.h"
 
 #include <ATen/core/Reduction.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-
-#include <algorithm>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/call_operator.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules_windows.h"
@@ -13,60 +11,9 @@
 namespace plumb::functional {
 namespace {
 
-// How the dispatcher's functions take an argument.
-template <class T>
-struct Taken {
-  using type = T;
-};
-template <>
-struct Taken<Tensor> {
-  using type = const Tensor&;
-};
-template <>
-struct Taken<OptionalTensor> {
-  using type = const OptionalTensor&;
-};
-template <>
-struct Taken<at::Scalar> {
-  using type = const at::Scalar&;
-};
-template <>
-struct Taken<std::vector<int64_t>> {
-  using type = at::IntArrayRef;
-};
-template <>
-struct Taken<ScalePower> {
-  using type = at::ArrayRef<double>;
-};
-template <>
-struct Taken<std::string> {
-  using type = std::string_view;
-};
-
-// The name of an operator of plumb's, with its overload: "conv2d.padding".
-template <size_t N>
-struct Name {
-  char text[N];
-  constexpr Name(const char (&from)[N]) { std::copy_n(from, N, text); }  // NOLINT
-};
-
-template <class Signature>
-auto find_operator(std::string_view name) {
-  const size_t dot = std::min(name.find('.'), name.size());
-  const std::string base = "plumb::" + std::string(name.substr(0, dot));
-  const std::string overload(dot < name.size() ? name.substr(dot + 1) : "");
-  return c10::Dispatcher::singleton().findSchemaOrThrow(base.c_str(), overload.c_str()).typed<Signature>();
-}
-
-// Calls the operator with all of its arguments, in order. It is looked up once.
-template <Name name, class Result = Tensor, class... Args>
-Result call(const Args&... args) {
-  static const auto op = find_operator<Result(typename Taken<Args>::type...)>(name.text);
-  return op.call(args...);
-}
-template <Name name, class... Args>
+template <OperatorName name, class... Args>
 std::vector<double> scales_of(const Args&... args) {
-  return call<name, std::vector<double>>(args...);
+  return call_operator<name, std::vector<double>>(args...);
 }
 
 // What goes into an operator for a constraint: its name, or, for a user's function, scales already tied.
@@ -101,14 +48,14 @@ int64_t reduction_code(const char* op, const std::string& reduction) {
               "mean, sum or none");
 }
 
-template <Name op>
+template <OperatorName op>
 Tensor any_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Constraint& constraint,
                   const ScalePower& power) {
   const auto tied = resolve(constraint, 2, [&] { return scales_of<"linear_scales">(input, weight, power); });
-  return call<op>(input, weight, bias, tied.name(), power, tied.scales());
+  return call_operator<op>(input, weight, bias, tied.name(), power, tied.scales());
 }
 
-template <Name op, Name with_named_padding, Name scales>
+template <OperatorName op, OperatorName with_named_padding, OperatorName scales>
 Tensor conv(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const ConvOptions& o) {
   const auto* padding_name = std::get_if<std::string>(&o.padding);
   // A padding with a name changes what the rule says by no more than the edges.
@@ -117,70 +64,70 @@ Tensor conv(const Tensor& input, const Tensor& weight, const OptionalTensor& bia
     return scales_of<scales>(input, weight, o.stride, padding, o.dilation, o.groups, o.scale_power);
   });
   if (padding_name) {
-    return call<with_named_padding>(input, weight, bias, o.stride, *padding_name, o.dilation, o.groups, tied.name(),
-                                    o.scale_power, tied.scales());
+    return call_operator<with_named_padding>(input, weight, bias, o.stride, *padding_name, o.dilation, o.groups,
+                                             tied.name(), o.scale_power, tied.scales());
   }
-  return call<op>(input, weight, bias, o.stride, padding, o.dilation, o.groups, tied.name(), o.scale_power,
-                  tied.scales());
+  return call_operator<op>(input, weight, bias, o.stride, padding, o.dilation, o.groups, tied.name(), o.scale_power,
+                           tied.scales());
 }
 
-template <Name op>
+template <OperatorName op>
 Tensor avg_pool(const Tensor& input, const PoolOptions& o) {
   if (o.dilation != std::vector<int64_t>{1}) {
     throw Error(ErrorKind::InvalidArgument, std::string(op.text) + ": an average has no dilation", "",
                 "the max_pool of as many dimensions");
   }
-  return call<op>(input, o.kernel_size, o.stride, o.padding, o.ceil_mode, o.count_include_pad,
-                  named(op.text, o.constraint).name(), OptionalScales());
+  return call_operator<op>(input, o.kernel_size, o.stride, o.padding, o.ceil_mode, o.count_include_pad,
+                           named(op.text, o.constraint).name(), OptionalScales());
 }
 
-template <Name op>
+template <OperatorName op>
 Tensor max_pool(const Tensor& input, const PoolOptions& o) {
-  return call<op>(input, o.kernel_size, o.stride, o.padding, o.dilation, o.ceil_mode,
-                  named(op.text, o.constraint).name(), OptionalScales());
+  return call_operator<op>(input, o.kernel_size, o.stride, o.padding, o.dilation, o.ceil_mode,
+                           named(op.text, o.constraint).name(), OptionalScales());
 }
 
-template <Name op>
+template <OperatorName op>
 Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                       const ConvTransposeOptions& o) {
-  return call<op>(input, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation,
-                  named(op.text, o.constraint).name(), o.scale_power, OptionalScales());
+  return call_operator<op>(input, weight, bias, o.stride, o.padding, o.output_padding, o.groups, o.dilation,
+                           named(op.text, o.constraint).name(), o.scale_power, OptionalScales());
 }
 
 }  // namespace
 
-Tensor scale_fwd(const Tensor& input, double scale) { return call<"scale_fwd">(input, scale); }
-Tensor scale_bwd(const Tensor& input, double scale) { return call<"scale_bwd">(input, scale); }
+Tensor scale_fwd(const Tensor& input, double scale) { return call_operator<"scale_fwd">(input, scale); }
+Tensor scale_bwd(const Tensor& input, double scale) { return call_operator<"scale_bwd">(input, scale); }
 
 Tensor gelu(const Tensor& input, double mult, const Constraint& constraint, const std::string& approximate) {
   const auto tied = resolve(constraint, 2, [&] { return rules::gelu(mult); });
-  return call<"gelu">(input, approximate, mult, tied.name(), tied.scales());
+  return call_operator<"gelu">(input, approximate, mult, tied.name(), tied.scales());
 }
 
 Tensor detail::elementwise(std::string_view name, const Tensor& input, double mult, const Constraint& constraint) {
   const ElementwiseFunction& function = find_elementwise(name);
   const auto tied = resolve(constraint, 2, [&] { return function.rule(mult); });
-  return find_operator<Tensor(const Tensor&, double, OptionalName, OptionalScales)>(function.name)
+  return find_plumb_operator<Tensor(const Tensor&, double, OptionalName, OptionalScales)>(function.name)
       .call(input, mult, tied.name(), tied.scales());
 }
 
 Tensor silu_glu(const Tensor& input, const Tensor& gate, double mult) {
-  return call<"silu_glu">(input, gate, mult, OptionalScales());
+  return call_operator<"silu_glu">(input, gate, mult, OptionalScales());
 }
 
 Tensor softmax(const Tensor& input, int64_t dim, std::optional<at::ScalarType> dtype, const Constraint& constraint,
                double mult) {
   const auto tied = resolve(constraint, 2, [&] { return scales_of<"softmax_scales">(input, dim, mult); });
-  return call<"softmax">(input, dim, dtype, mult, tied.name(), tied.scales());
+  return call_operator<"softmax">(input, dim, dtype, mult, tied.name(), tied.scales());
 }
 
 Tensor dropout(const Tensor& input, double p, bool training) {
-  return training ? call<"dropout">(input, p, training) : input;
+  return training ? call_operator<"dropout">(input, p, training) : input;
 }
 
 Tensor matmul(const Tensor& left, const Tensor& right, const Constraint& constraint) {
   const auto tied = resolve(constraint, 3, [&] { return scales_of<"matmul_scales">(left, right); });
-  return call<"matmul">(left, right, tied.name(), tied.scales());
+  return call_operator<"matmul">(left, right, tied.name(), tied.scales());
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Constraint& constraint,
@@ -204,7 +151,7 @@ Tensor conv3d(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 
 Tensor relu(const Tensor& input, const Constraint& constraint) {
   const auto tied = resolve(constraint, 2, [] { return rules::relu(); });
-  return call<"relu">(input, tied.name(), tied.scales());
+  return call_operator<"relu">(input, tied.name(), tied.scales());
 }
 
 Tensor avg_pool1d(const Tensor& input, const PoolOptions& options) { return avg_pool<"avg_pool1d">(input, options); }
@@ -229,37 +176,37 @@ Tensor conv_transpose3d(const Tensor& input, const Tensor& weight, const Optiona
 
 Tensor group_norm(const Tensor& input, int64_t num_groups, const OptionalTensor& weight, const OptionalTensor& bias,
                   double eps) {
-  return call<"group_norm">(input, num_groups, weight, bias, eps, true);
+  return call_operator<"group_norm">(input, num_groups, weight, bias, eps, true);
 }
 
 Tensor batch_norm(const Tensor& input, const OptionalTensor& running_mean, const OptionalTensor& running_var,
                   const OptionalTensor& weight, const OptionalTensor& bias, bool training, double momentum,
                   double eps) {
-  return call<"batch_norm">(input, weight, bias, running_mean, running_var, training, momentum, eps, true);
+  return call_operator<"batch_norm">(input, weight, bias, running_mean, running_var, training, momentum, eps, true);
 }
 
 Tensor layer_norm(const Tensor& input, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps) {
-  return call<"layer_norm">(input, normalized_shape, weight, bias, eps, true);
+  return call_operator<"layer_norm">(input, normalized_shape, weight, bias, eps, true);
 }
 
 Tensor rms_norm(const Tensor& input, at::IntArrayRef normalized_shape, const OptionalTensor& weight, double eps) {
-  return call<"rms_norm">(input, normalized_shape, weight, std::optional<double>(eps));
+  return call_operator<"rms_norm">(input, normalized_shape, weight, std::optional<double>(eps));
 }
 
 Tensor add(const Tensor& input, const Tensor& other, const Constraint& constraint, const at::Scalar& alpha) {
   const auto tied = resolve(constraint, 3, [&] { return scales_of<"add_scales">(input, other); });
-  return call<"add">(input, other, alpha, tied.name(), tied.scales());
+  return call_operator<"add">(input, other, alpha, tied.name(), tied.scales());
 }
 
 Tensor add(const Tensor& input, const at::Scalar& other) { return at::add(input, other); }
 
 std::tuple<Tensor, Tensor> residual_split(const Tensor& input, double tau) {
-  return call<"residual_split", std::tuple<Tensor, Tensor>>(input, tau);
+  return call_operator<"residual_split", std::tuple<Tensor, Tensor>>(input, tau);
 }
 
 Tensor residual_add(const Tensor& residual, const Tensor& skip, double tau) {
-  return call<"residual_add">(residual, skip, tau);
+  return call_operator<"residual_add">(residual, skip, tau);
 }
 
 Tensor embedding(const Tensor& indices, const Tensor& weight, std::optional<int64_t> padding_idx,
@@ -278,24 +225,24 @@ Tensor embedding(const Tensor& indices, const Tensor& weight, std::optional<int6
     auto table = weight;
     at::embedding_renorm_(table, indices.contiguous(), *max_norm, norm_type);
   }
-  return call<"embedding">(weight, indices, c10::SymInt(padding), false, false);
+  return call_operator<"embedding">(weight, indices, c10::SymInt(padding), false, false);
 }
 
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const OptionalTensor& attn_mask, double dropout_p, bool is_causal, double mult,
                                     bool enable_gqa) {
-  return call<"scaled_dot_product_attention">(query, key, value, attn_mask, dropout_p, is_causal,
-                                              std::optional<double>(), enable_gqa, mult, OptionalScales());
+  return call_operator<"scaled_dot_product_attention">(query, key, value, attn_mask, dropout_p, is_causal,
+                                                       std::optional<double>(), enable_gqa, mult, OptionalScales());
 }
 
 Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight, int64_t ignore_index,
                      const std::string& reduction, double label_smoothing, double mult) {
-  return call<"cross_entropy">(input, target, weight, reduction_code("cross_entropy", reduction),
-                               c10::SymInt(ignore_index), label_smoothing, mult);
+  return call_operator<"cross_entropy">(input, target, weight, reduction_code("cross_entropy", reduction),
+                                        c10::SymInt(ignore_index), label_smoothing, mult);
 }
 
 Tensor mse_loss(const Tensor& input, const Tensor& target, const std::string& reduction) {
-  return call<"mse_loss">(input, target, reduction_code("mse_loss", reduction));
+  return call_operator<"mse_loss">(input, target, reduction_code("mse_loss", reduction));
 }
 
 }  // namespace plumb::functional

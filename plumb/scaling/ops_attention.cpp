@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/call_operator.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
@@ -70,11 +71,9 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
                  double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa, double mult,
                  OptionalScales scales) {
   check_attention(query, key, value, dropout_p);
-  static const auto rescale =
-      c10::Dispatcher::singleton().findSchemaOrThrow("plumb::attention_scale", "").typed<decltype(attention_scale)>();
   auto out = at::scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal,
                                               logit_scale(query, mult, scale), enable_gqa);
-  return rescale.call(out, value, dropout_p, is_causal, mult, scales);
+  return call_operator<"attention_scale">(out, value, dropout_p, is_causal, mult, scales);
 }
 
 Tensor attention_meta(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor&, double, bool,

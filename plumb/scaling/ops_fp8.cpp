@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/scaling/matmul_parts.h"
@@ -136,11 +137,8 @@ Tensor encode_weight_meta(const Tensor& weight, string_view format) {
 }
 
 Tensor encode_weight_autograd(const Tensor& weight, string_view format) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("plumb::encode_weight", "")
-                             .typed<Tensor(const Tensor&, string_view)>();
   at::AutoDispatchBelowADInplaceOrView below;
-  return op.call(weight, format);
+  return call_operator<"encode_weight">(weight, format);
 }
 
 }  // namespace

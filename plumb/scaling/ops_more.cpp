@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
+#include "plumb/numerics/call_operator.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/kernels.h"
@@ -23,18 +24,11 @@ using torch::autograd::variable_list;
 
 Tensor rescale(const Tensor& input, double forward, double) { return at::mul(input, forward); }
 
-const auto& rescale_operator() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("plumb::rescale", "")
-                             .typed<Tensor(const Tensor&, double, double)>();
-  return op;
-}
-
 struct Rescale : torch::autograd::Function<Rescale> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, double forward, double backward) {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->saved_data["backward"] = backward;
-    return rescale_operator().call(input, forward, backward);
+    return call_operator<"rescale">(input, forward, backward);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     return {grads[0].defined() ? grads[0] * ctx->saved_data["backward"].toDouble() : Tensor(), Tensor(), Tensor()};
@@ -46,10 +40,10 @@ Tensor rescale_autograd(const Tensor& input, double forward, double backward) {
 }
 
 Tensor rescaled(const Tensor& input, const std::vector<double>& scales) {
-  return rescale_operator().call(input, scales[0], scales[1]);
+  return call_operator<"rescale">(input, scales[0], scales[1]);
 }
 OptionalTensor gradient_scaled(const OptionalTensor& parameter, double s) {
-  return present(parameter) ? OptionalTensor(rescale_operator().call(*parameter, 1.0, s)) : std::nullopt;
+  return present(parameter) ? OptionalTensor(call_operator<"rescale">(*parameter, 1.0, s)) : std::nullopt;
 }
 
 // ---- activations
@@ -146,14 +140,14 @@ Tensor conv_transpose(const Tensor& input, const Tensor& weight, const OptionalT
   }
   const auto rule = rules::transposed_convolution(weight.size(0), weight.size(1), groups, taps, scale_power.vec());
   const auto s = choose_scales(op.c_str(), scales, constraint, 2, rule);
-  auto x = rescale_operator().call(input, 1.0, s[1]);
-  auto w = rescale_operator().call(weight, 1.0, s[2]);
+  auto x = call_operator<"rescale">(input, 1.0, s[1]);
+  auto w = call_operator<"rescale">(weight, 1.0, s[2]);
   const auto b = gradient_scaled(bias, s[2]);
   Tensor out;
   if constexpr (N == 1) out = at::conv_transpose1d(x, w, b, stride, padding, output_padding, groups, dilation);
   if constexpr (N == 2) out = at::conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation);
   if constexpr (N == 3) out = at::conv_transpose3d(x, w, b, stride, padding, output_padding, groups, dilation);
-  return rescale_operator().call(out, s[0], 1.0);
+  return call_operator<"rescale">(out, s[0], 1.0);
 }
 
 // ---- norms over channels: a weight's gradient sums over everything but the channels

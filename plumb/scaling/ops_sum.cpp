@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "plumb/numerics/call_operator.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
 #include "plumb/scaling/rules.h"
@@ -77,10 +78,7 @@ struct ResidualAdd : Function<ResidualAdd> {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->saved_data["residual"] = residual.sym_sizes();
     ctx->saved_data["skip"] = skip.sym_sizes();
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("plumb::residual_add", "")
-                               .typed<Tensor(const Tensor&, const Tensor&, double)>();
-    return op.call(residual, skip, tau);
+    return call_operator<"residual_add">(residual, skip, tau);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     auto back = [&](const char* name, size_t i) {
@@ -115,10 +113,7 @@ struct ResidualSplit : Function<ResidualSplit> {
       return {input.view_as(input), input.view_as(input)};
     }
     at::AutoDispatchBelowADInplaceOrView below;
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("plumb::residual_split", "")
-                               .typed<std::tuple<Tensor, Tensor>(const Tensor&, double)>();
-    auto [residual, skip] = op.call(input, tau);
+    auto [residual, skip] = call_operator<"residual_split", std::tuple<Tensor, Tensor>>(input, tau);
     return {residual, skip};
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -128,10 +123,7 @@ struct ResidualSplit : Function<ResidualSplit> {
     if (!grads[0].defined()) return {grads[1] * weight.skip, Tensor()};
     // Under a tracer one operator, so that the traced program sums as this one does.
     if (at::isTensorSubclassLike(grads[0]) && !recording(grads[0]) && !recording(grads[1])) {
-      static const auto op = c10::Dispatcher::singleton()
-                                 .findSchemaOrThrow("plumb::residual_add", "")
-                                 .typed<Tensor(const Tensor&, const Tensor&, double)>();
-      return {op.call(grads[0], grads[1], ctx->saved_data["tau"].toDouble()), Tensor()};
+      return {call_operator<"residual_add">(grads[0], grads[1], ctx->saved_data["tau"].toDouble()), Tensor()};
     }
     return {weighted_sum(grads[0], weight.residual, grads[1], weight.skip), Tensor()};
   }
@@ -140,10 +132,7 @@ struct ResidualSplit : Function<ResidualSplit> {
 std::tuple<Tensor, Tensor> residual_split_autograd(const Tensor& input, double tau) {
   if (!input.requires_grad() || !at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("plumb::residual_split", "")
-                               .typed<std::tuple<Tensor, Tensor>(const Tensor&, double)>();
-    return op.call(input, tau);
+    return call_operator<"residual_split", std::tuple<Tensor, Tensor>>(input, tau);
   }
   auto both = ResidualSplit::apply(input, tau);
   return {both[0], both[1]};
@@ -161,10 +150,7 @@ struct Scale : Function<Scale<kForward>> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, double scale) {
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->saved_data["scale"] = scale;
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(kForward ? "plumb::scale_fwd" : "plumb::scale_bwd", "")
-                               .typed<Tensor(const Tensor&, double)>();
-    return op.call(input, scale);
+    return kForward ? call_operator<"scale_fwd">(input, scale) : call_operator<"scale_bwd">(input, scale);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     if (kForward || !grads[0].defined()) return {grads[0], Tensor()};

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "plumb/autograd/simulate_format.h"
+#include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/transforms/tracker.h"
 
@@ -112,12 +113,9 @@ struct TrackRounded : torch::autograd::Function<TrackRounded> {
 // One by one, for tensors that cannot be measured while they are rounded.
 at::Tensor one_by_one(const at::Tensor& x, std::string_view fwd, std::string_view bwd, std::optional<int64_t> seed,
                       int64_t dim, int64_t before, int64_t after, int64_t tracker) {
-  static const auto track = c10::Dispatcher::singleton()
-                                .findSchemaOrThrow("plumb::track", "")
-                                .typed<at::Tensor(const at::Tensor&, int64_t, int64_t)>();
-  const at::Tensor seen = before >= 0 ? track.call(x, before, tracker) : x;
+  const at::Tensor seen = before >= 0 ? call_operator<"track">(x, before, tracker) : x;
   const at::Tensor rounded = ops::simulate_format(seen, fwd, bwd, seed, dim);
-  return after >= 0 ? track.call(rounded, after, tracker) : rounded;
+  return after >= 0 ? call_operator<"track">(rounded, after, tracker) : rounded;
 }
 
 at::Tensor track_rounded(const at::Tensor& x, std::string_view fwd, std::string_view bwd, std::optional<int64_t> seed,

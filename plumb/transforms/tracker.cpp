@@ -17,6 +17,7 @@
 #include <unordered_map>
 
 #include "plumb/autograd/node_handle.h"
+#include "plumb/numerics/call_operator.h"
 
 namespace plumb {
 
@@ -214,11 +215,8 @@ at::Tensor track_traced(const at::Tensor& x, int64_t slot, int64_t id, bool back
 at::Tensor track_traced_meta(const at::Tensor& x, int64_t, int64_t, bool) { return at::empty({0}, x.options()); }
 
 void call_traced(const at::Tensor& x, int64_t slot, int64_t id, bool backward) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("plumb::track_traced", "")
-                             .typed<at::Tensor(const at::Tensor&, int64_t, int64_t, bool)>();
   at::AutoDispatchBelowADInplaceOrView below;
-  op.call(x, slot, id, backward);
+  call_operator<"track_traced">(x, slot, id, backward);
 }
 
 struct TrackHook : torch::autograd::FunctionPreHook {
