@@ -4,6 +4,7 @@
 
 #include <string_view>
 
+#include "plumb/core/text.h"
 #include "plumb/graph/operator_facts.h"
 
 namespace plumb {
@@ -52,6 +53,18 @@ std::vector<Use> effective_uses(const Value* value) {
     }
   }
   return found;
+}
+
+const std::string* excluded_by(const Node* node, const std::vector<std::string>& patterns) {
+  for (const std::string& pattern : patterns) {
+    bool hit = matches_pattern(pattern, node->result()->name()) || matches_pattern(pattern, node->meta().module_path());
+    for (const Value* value : node->inputs()) {
+      const Node* attr = source_attribute(value);
+      hit = hit || (attr && matches_pattern(pattern, attr->target()));
+    }
+    if (hit) return &pattern;
+  }
+  return nullptr;
 }
 
 std::optional<at::ScalarType> dtype_of(const Value* value, const State& state) {

@@ -25,6 +25,10 @@ const Node* source_attribute(const Value* value);
 // The uses of a value by nodes that compute, seen through pass-through nodes.
 std::vector<Use> effective_uses(const Value* value);
 
+// The first of the patterns (core/text.h) that fits the name of the node's result, its module's path or a parameter
+// that it takes; null if none does.
+const std::string* excluded_by(const Node* node, const std::vector<std::string>& patterns);
+
 // The dtype of a value from its meta or the state; nullopt if it is not known without running.
 std::optional<at::ScalarType> dtype_of(const Value* value, const State& state);
 // False only if the dtype is known and is no floating-point one.

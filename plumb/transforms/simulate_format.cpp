@@ -6,7 +6,6 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
-#include "plumb/core/text.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
 #include "plumb/transforms/operands.h"
@@ -107,14 +106,7 @@ class Simulator {
       if (!wanted) return "not among the operators asked for";
     }
     if (node->target().ends_with(".out")) return "it writes into a given tensor";
-    for (const auto& pattern : options_.exclude) {
-      auto excluded = [&](std::string_view text) { return matches_pattern(pattern, text); };
-      bool hit = excluded(node->result()->name()) || excluded(node->meta().module_path());
-      for (const Value* value : node->inputs()) {
-        if (const Node* attr = source_attribute(value)) hit = hit || excluded(attr->target());
-      }
-      if (hit) return "excluded by '" + pattern + "'";
-    }
+    if (const std::string* pattern = excluded_by(node, options_.exclude)) return "excluded by '" + *pattern + "'";
     if (!may_be_float(node->result(), state_)) return "it is no floating-point computation";
     return std::nullopt;
   }

@@ -8,7 +8,6 @@
 #include <variant>
 
 #include "plumb/core/error.h"
-#include "plumb/core/text.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/pass.h"
 #include "plumb/graph/passes/tools.h"
@@ -251,19 +250,6 @@ class Fp8Lowering {
   std::set<Node*> views_;  // likewise
 };
 
-bool is_excluded(const Node* node, const std::vector<std::string>& patterns) {
-  for (const auto& pattern : patterns) {
-    bool hit = matches_pattern(pattern, node->result()->name());
-    hit = hit || matches_pattern(pattern, node->meta().module_path());
-    for (const Value* value : node->inputs()) {
-      const Node* attr = source_attribute(value);
-      hit = hit || (attr && matches_pattern(pattern, attr->target()));
-    }
-    if (hit) return true;
-  }
-  return false;
-}
-
 // The state of delayed scaling for this weight, made now if it is not there yet; products of one weight share it.
 Value* delayed_state_of(GraphModule& module, const Node* weight, int64_t history) {
   const std::string name = weight->target() + "_fp8_state";
@@ -296,7 +282,8 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
     std::string why;
     if (!weight) why = "recipes are for linear layers";
     if (add && why.empty()) why = obstacle_of_addmm(node).value_or("");
-    if (why.empty() && is_excluded(node, options.exclude)) why = "excluded";
+    if (const std::string* pattern = excluded_by(node, options.exclude); pattern && why.empty())
+      why = "excluded by '" + *pattern + "'";
     const Node* parameter = weight ? source_attribute(weight) : nullptr;
     if (delayed && why.empty() && !parameter) why = "its weight is computed: nothing keeps a state for it";
     if (!options.operators.empty() &&
