@@ -44,8 +44,8 @@ struct Gathering {
               const Tensor& metrics) const {
     void *from = data_of(parts), *bins = data_of(counts), *fields = data_of(gathered), *all = data_of(metrics);
     start(device, kernel, 1,
-          {static_cast<void*>(&from), &blocks, static_cast<void*>(&bins), &numel, static_cast<void*>(&fields),
-           static_cast<void*>(&all)});
+          {reinterpret_cast<void*>(&from), &blocks, reinterpret_cast<void*>(&bins), &numel,
+           reinterpret_cast<void*>(&fields), reinterpret_cast<void*>(&all)});
   }
 };
 
