@@ -169,8 +169,13 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Seconds of one forward and one backward of a node, on leaves that want gradients as its inputs did.
-std::pair<double, double> time_once(const Plan& plan, const std::vector<IValue>& args) {
+struct TimedRun {
+  double forward = 0, backward = 0;  // seconds
+  std::vector<bool> wants_gradient;  // of the results
+};
+
+// One forward and one backward of a node, on leaves that want gradients as its inputs did.
+TimedRun time_once(const Plan& plan, const std::vector<IValue>& args) {
   std::vector<IValue> leaves;
   std::vector<at::Tensor> wanted;
   for (const IValue& v : args) {
@@ -185,19 +190,22 @@ std::pair<double, double> time_once(const Plan& plan, const std::vector<IValue>&
   }
   auto start = std::chrono::steady_clock::now();
   auto out = plan.run(std::move(leaves));
-  const double forward = seconds_since(start);
+  TimedRun timed{seconds_since(start)};
   std::vector<at::Tensor> roots, grads;
   for (const IValue& v : out) {
+    timed.wants_gradient.push_back(false);
     if (!v.isTensor() || !v.toTensor().defined() || !v.toTensor().requires_grad()) continue;
     // A view made without grad mode says that it requires a gradient, as its base does, and has none to hand on.
     if (!torch::autograd::impl::gradient_edge(v.toTensor()).function) continue;
+    timed.wants_gradient.back() = true;
     roots.push_back(v.toTensor());
     grads.push_back(at::ones_like(v.toTensor()));
   }
-  if (roots.empty() || wanted.empty()) return {forward, 0};
+  if (roots.empty() || wanted.empty()) return timed;
   start = std::chrono::steady_clock::now();
   torch::autograd::grad(roots, wanted, grads, std::nullopt, false, /*allow_unused=*/true);
-  return {forward, seconds_since(start)};
+  timed.backward = seconds_since(start);
+  return timed;
 }
 
 }  // namespace
@@ -268,25 +276,22 @@ GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, in
   stepper.run(inputs, [&](const Node& node, const Plan& plan, std::vector<IValue> args) {
     NodeCost c;
     c.forward = c.backward = std::numeric_limits<double>::infinity();
+    TimedRun timed;
     for (int r = 0; r < repeats; ++r) {
-      const auto [forward, backward] = time_once(plan, args);
-      c.forward = std::min(c.forward, forward);
-      c.backward = std::min(c.backward, backward);
+      timed = time_once(plan, args);
+      c.forward = std::min(c.forward, timed.forward);
+      c.backward = std::min(c.backward, timed.backward);
     }
     // Values go on cut off from their makers: only whether they want gradients matters.
     auto out = [&] {
       at::AutoGradMode mode(false);
       return plan.run(args);
     }();
-    bool wants = false;
-    for (const IValue& v : args)
-      wants = wants || (v.isTensor() && v.toTensor().defined() && v.toTensor().requires_grad());
     for (size_t i = 0; i < out.size(); ++i) {
       if (!out[i].isTensor() || !out[i].toTensor().defined()) continue;
       at::Tensor t = out[i].toTensor();
       metas[node.result(i)] = TensorMeta::of(t);
-      if (wants && node.meta().grad_enabled && at::isFloatingType(t.scalar_type()) && !t.requires_grad())
-        out[i] = t.detach().set_requires_grad(true);
+      if (timed.wants_gradient.at(i) && !t.requires_grad()) out[i] = t.detach().set_requires_grad(true);
     }
     const NodeCost fixed = static_cost(node, metas);
     c.flops = fixed.flops, c.bytes = fixed.bytes, c.output_bytes = fixed.output_bytes;

@@ -100,8 +100,19 @@ class Frozen(nn.Module):
         return self.block(x)
 
 
-MODULES = [Block, Shared, OffPath, Custom, View, Frozen, lambda: Checkpointed(False), lambda: Checkpointed(True)]
-NAMES = ["block", "shared", "off_path", "custom", "view", "frozen", "checkpointed", "reentrant"]
+class ChannelsLast(nn.Module):
+    """torch's group norm writes the gradient of such an input even if none is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.GroupNorm(1, 2)
+
+    def forward(self, x):
+        return self.norm(self.linear(x).view(4, 2, 2, 2).permute(0, 3, 1, 2))
+
+
+MODULES = [Block, Shared, OffPath, Custom, View, Frozen, ChannelsLast, lambda: Checkpointed(False), lambda: Checkpointed(True)]
+NAMES = ["block", "shared", "off_path", "custom", "view", "frozen", "channels_last", "checkpointed", "reentrant"]
 
 
 def case(make):

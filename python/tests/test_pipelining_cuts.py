@@ -145,6 +145,22 @@ def test_balanced_cuts_by_measured_and_estimated_costs():
         pipeline(model, x, split_policy=Balanced(2, measure=False, memory_limits=1000))
 
 
+def test_measured_costs_know_what_is_cut_off_from_its_gradient():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = nn.Embedding(10, 8, max_norm=1.0), nn.Linear(8, 8)  # renorm has no derivative
+
+        def forward(self, x):
+            return self.layer(self.table(x))
+
+    x = torch.arange(6)
+    model, twin = Words(), Words()
+    twin.load_state_dict(model.state_dict())
+    pipe = pipeline(model, (x,), split_policy="balanced", num_stages=2)
+    assert torch.equal(pipe(x)[0], twin(x))
+
+
 def test_policies_by_size_and_by_operator():
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)])
     x = (torch.randn(2, 8),)
