@@ -240,7 +240,7 @@ void GraphWriter::write_node(const Node& node, Level& level) {
        {"metadata", std::move(metadata)},
        {"is_hop_single_tensor_return", nullptr},
        {"name", single ? name_of(node.result())
-                       : fresh_name(std::string(node.op_name().substr(node.op_name().find("::") + 2)))}});
+                       : fresh_name(std::string(node.op_name().substr(node.op_name().find("::") + 2)) + "_call")}});
 }
 
 // Nodes that run with gradients off, in a row: torch has a graph of their own for them.

@@ -230,6 +230,10 @@ void NodeReader::read_node(const Json& node, const Json& graph, Scope& scope, Re
               "'" + target.substr(10) +
                   "' cannot be held in a graph: control flow and other operators on graphs are not straight lines",
               "export the model without it (torch.cond: choose the branch before exporting)");
+  if (target.starts_with("torch._functorch.predispatch.")) {
+    doc_.fail(node, "the program holds torch.func (" + target.substr(target.rfind('.') + 1) + ") as it was called",
+              "write it as operators before saving: torch.export.save(program.run_decompositions({}), ...)");
+  }
   size_arithmetic(node, graph, target, scope, region);
 }
 

@@ -150,6 +150,33 @@ def test_dynamic_sizes_stay_dynamic_through_copies_and_files(tmp_path):
         torch.export.load(tmp_path / "again.pt2").module()(torch.randn(17, 3))
 
 
+def test_results_that_are_named_as_pythons_builtins_are_loaded_by_torch(tmp_path):
+    class Largest(nn.Module):
+        def forward(self, max):
+            first, second = max.max(-1), (max * 2).max(-1)
+            return first.values + second.values + abs(max).sum(-1) + max.sum(-1), second.indices, max.min()
+
+    x = torch.randn(3, 4)
+    plumb.save_pt2(plumb.capture(Largest(), x), tmp_path / "m.pt2")
+    for again in (torch.export.load(tmp_path / "m.pt2").module(), plumb.load_pt2(tmp_path / "m.pt2")):
+        for a, b in zip(again(x), Largest()(x)):
+            assert torch.equal(a, b)
+
+
+def test_a_program_with_torch_func_says_how_to_save_it(tmp_path):
+    class Rows(nn.Module):
+        def forward(self, x):
+            return torch.func.vmap(lambda row: row.sin().sum())(x)
+
+    x = torch.randn(3, 4)
+    program = torch.export.export(Rows(), (x,))
+    torch.export.save(program, tmp_path / "m.pt2")
+    with pytest.raises(plumb.Error, match="(?s)holds torch.func.*run_decompositions"):
+        plumb.load_pt2(tmp_path / "m.pt2")
+    torch.export.save(program.run_decompositions({}), tmp_path / "m.pt2")
+    assert torch.equal(plumb.load_pt2(tmp_path / "m.pt2")(x), Rows()(x))
+
+
 def test_trains_a_loaded_file_and_saves_it(tmp_path):
     torch.manual_seed(0)
     model = zoo.GPT(tied=True)
