@@ -43,7 +43,9 @@ def own_parameters(engine: Any) -> None:
 def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
     """Gives the engine the tensors that ``to()``, ``load_state_dict(assign=True)`` and the like have put in a module's
     tables. A slot is (table, key, full name, tensor that the engine has)."""
-    changed = [(i, table.get(leaf)) for i, (table, leaf, _, tensor) in enumerate(slots) if table.get(leaf) is not tensor]
+    # A scripted module's table has no get.
+    found = [table[leaf] if leaf in table else None for table, leaf, _, _ in slots]
+    changed = [(i, n) for i, (n, slot) in enumerate(zip(found, slots)) if n is not slot[3]]
     if changed:
         _C.set_states(engine, [(slots[i][2], now) for i, now in changed])
         for i, now in changed:

@@ -77,7 +77,8 @@ def mark(module: nn.Module) -> None:
     for path, sub in module.named_modules():
         # Whoever reads a parametrized weight calls what makes it.
         makes_weights = "parametrizations" in path.split(".")
-        if sub is module or makes_weights or isinstance(sub, _WITHOUT_FACTOR):
+        # A scripted module takes no hook.
+        if sub is module or makes_weights or isinstance(sub, (*_WITHOUT_FACTOR, torch.jit.ScriptModule)):
             continue
         if next(sub.parameters(), None) is not None:
             sub.register_forward_pre_hook(functools.partial(_refuse_alone, path))

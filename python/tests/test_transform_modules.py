@@ -543,3 +543,40 @@ def test_nodes_are_named_after_variables_and_functions():
         ("left_2", operator.iadd),
         ("softmax", F.softmax), ("sum_1", "sum"),
     ]  # fmt: skip
+
+
+def test_hooks_of_parameters_are_kept():
+    model = nn.Linear(4, 4)
+    seen = []
+    model.weight.register_hook(lambda g: g * 2)
+    model.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    module, x = track_scales(model), torch.randn(3, 4)
+    for m in (module, model):
+        m(x).sum().backward()
+    assert torch.equal(module.weight.grad, model.weight.grad) and seen[0] is module.bias and seen[1] is model.bias
+
+
+def test_modules_with_scripted_parts():
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.sigmoid(self.layer(x)) * x
+
+    model, x = nn.Sequential(nn.Linear(4, 4), torch.jit.script(Part())), torch.randn(3, 4)
+    tracked = track_scales(model)
+    assert torch.equal(tracked(x), model(x))
+    for module in (tracked, simulate_fp8(model), unit_scale(model)):
+        module(x).sum().backward()
+        assert module[1].layer.weight.grad is not None and module[0].weight.grad is not None
+    plain = plumb.transforms.fold(unit_scale(model), x)
+    torch.testing.assert_close(plain(x), unit_scale(model)(x))
+
+
+def test_a_module_that_cannot_be_copied_says_so():
+    model = nn.Linear(4, 4)
+    model.lines = (line for line in "ab")
+    with pytest.raises(plumb.Error, match="the Linear cannot be copied, and a transform is a copy: .*generator"):
+        track_scales(model)

@@ -103,7 +103,7 @@ class _Tree:
     def __init__(self, root: nn.Module):
         self.modules = list(root.modules())
         self.keyed = [m for m in self.modules if hasattr(type(m), "graph_key")]
-        self.tables = [m._modules for m in self.modules]
+        self.tables = [m._modules for m in self.modules if isinstance(m._modules, dict)]  # a scripted module's stays
         self.entries = [(table, key, sub) for table in self.tables for key, sub in table.items()]
 
     def is_current(self) -> bool:
@@ -316,7 +316,7 @@ def forward_of(module: nn.Module) -> TransformedForward | None:
 
 def _copy(module: nn.Module) -> nn.Module:
     """A deep copy, of modules too that keep what torch does not copy: results of their last forward (features of a hook,
-    pruned weights) are kept as plain tensors, scripted functions as they are."""
+    pruned weights) are kept as plain tensors, scripted functions and hooks of parameters as they are."""
     memo: dict[int, Any] = {}
     for sub in module.modules():
         kept = [v for v in sub.__dict__.values() if isinstance(v, (Tensor, list, tuple, dict, torch.jit.ScriptFunction))]
@@ -325,7 +325,23 @@ def _copy(module: nn.Module) -> nn.Module:
                 memo[id(value)] = value
             elif isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(module, memo)
+    try:
+        with torch.no_grad():  # torch copies parameters of scripted modules by an operator
+            copied = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise Error(
+            f"the {type(module).__name__} cannot be copied, and a transform is a copy: {error}",
+            kind=ErrorKind.Unsupported,
+            remedy="copy.deepcopy(model) says the same: keep what it names out of the model's attributes, or give it a __deepcopy__",
+        ) from error
+    for p, q in zip(module.parameters(), copied.parameters()):
+        if q.requires_grad != p.requires_grad:
+            q.requires_grad_(p.requires_grad)
+        for hook in (p._backward_hooks or {}).values():
+            q.register_hook(hook)
+        for hook in (p._post_accumulate_grad_hooks or {}).values():
+            q.register_post_accumulate_grad_hook(hook)
+    return copied
 
 
 class _ExtraRepr:
