@@ -79,7 +79,6 @@ class _Forward:
         self.has_libraries = _tracing.has_libraries(module)
         self.told_libraries = False
         self.start_from: list[Change] = []  # attributes that begin with other values
-        self.start_with: list[tuple[Any, Any]] = []  # lists, dicts and sets that begin with other contents
         self.out_spec: Any = None
         self.plain_outputs: list = []
 
@@ -109,19 +108,17 @@ class _Forward:
     def begin_attempt(self, tell_libraries: bool) -> None:
         self.state_guard.restore(warn=False)
         for change in self.start_from:
-            change.module.__dict__[change.key] = change.now
-        for container, content in self.start_with:
-            container.fill(content)
+            change.put()
         self.told_libraries = tell_libraries
 
     @contextlib.contextmanager
-    def traced(self, open_checkpoints: bool, replace: dict) -> Iterator[None]:
+    def traced(self, replace: dict) -> Iterator[None]:
         """While it lasts, torch is as a capture needs it, and the module is as before afterwards."""
         with _capture_lock, contextlib.ExitStack() as stack:
             self.state_guard = ModuleStateGuard(self.module)
             stack.enter_context(_tracing.answer_compiling(lambda: self.told_libraries))
             stack.enter_context(_tracing.module_stack(self.module))
-            stack.enter_context(_tracing.opaque_functions(open_checkpoints))
+            stack.enter_context(_tracing.opaque_functions())
             stack.enter_context(replaced(replace))
             with contextlib.suppress(Exception):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -158,23 +155,23 @@ def capture_engine(
     """
     refuse_modules(module, with_root=forward is None)
     request = _Forward(module, args, kwargs, forward)
-    traced = functools.partial(request.traced, verify or calls is not None, replace or {})
+    traced = functools.partial(request.traced, replace or {})
     with traced():
         engine, notes, found = _C.capture(
             request, verify, here if calls is not None else None, guard_values, control_values
         )
     told = [_tracing.TOLD_NOTE] if request.told_libraries else []
     all_notes = [*notes, *request.changed, *told]
-    if changes := request.state_guard.changes:
-        request.start_from = changes
-        request.start_with = [(c, c.now) for c in request.state_guard.containers]
+    changes, kept = request.state_guard.changes, request.state_guard.kept
+    if changes or kept:
+        request.start_from = [*changes, *kept]
+
+        def capture_again() -> tuple[Any, dict]:
+            again = _C.capture(request, False, None, guard_values, control_values)[0]
+            return again, request.state_guard.left
+
         with traced(), watched(changes) as reads:
-            all_notes += refuse_other_paths(
-                changes,
-                engine,
-                lambda: _C.capture(request, False, None, guard_values, control_values)[0],
-                reads,
-            )
+            all_notes += refuse_other_paths(changes, kept, engine, capture_again, reads)
     for parameter in module.parameters():
         tell_engine(parameter)
     if calls is not None:

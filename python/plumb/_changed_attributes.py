@@ -8,20 +8,27 @@ import re
 import sys
 from typing import Any, Callable, Iterator, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ._bytecode import running
 from ._errors import Error, ErrorKind
+from ._state import CONSTANT
+from ._tables import Table, same_objects
 
 
 class Change(NamedTuple):
-    """`key` of `module`, called `name` from the root, was `before` and is `now`."""
+    """`key` of `table`, called `name` from the root, was `before` and is `now`. `computed`: autograd made `now` of inputs."""
 
-    module: nn.Module
-    key: str
+    table: Table
+    key: Any
     name: str
     before: Any
     now: Any
+    computed: bool = False
+
+    def put(self) -> None:
+        self.table.put(self.key, self.now)
 
 
 class Read(NamedTuple):
@@ -55,7 +62,8 @@ def watched(changes: list[Change]) -> Iterator[list[Read]]:
     reads: list[Read] = []
     keys: dict[int, tuple[nn.Module, dict[str, str]]] = {}
     for change in changes:
-        keys.setdefault(id(change.module), (change.module, {}))[1][change.key] = change.name
+        if (module := change.table.module) is not None:
+            keys.setdefault(id(module), (module, {}))[1][change.key] = change.name
     classes = []
     try:
         for module, names in keys.values():
@@ -74,24 +82,50 @@ def _text(engine: Any) -> str:
     return re.sub(r"plumb::python_function\(\d+", "plumb::python_function(", engine.graph.to_string(locations=False))
 
 
-def refuse_other_paths(changes: list[Change], engine: Any, capture_again: Callable[[], Any], reads: list[Read]) -> list[str]:
-    """`capture_again` captures a call that begins with the attributes as the first call left them; `reads` is what watched() yields.
+def _reads_kept(kept: list[Change], again: Any, left: dict[str, Any]) -> bool:
+    """Whether the call `again` reads tensors that the call before it left in slots that held none, as tables that are made once.
+    `left`: what `again` left in such slots. Raises `plumb.Error` for tensors that every call makes anew, as a state is."""
+    read = {id(tensor) for _, kind, tensor, _ in again.state() if kind == CONSTANT}
+    used = [c for c in kept if any(id(t) in read for t in pytree.tree_leaves(c.now) if isinstance(t, Tensor))]
+    for change in used:
+        if change.computed or not same_objects(left.get(change.name), change.now):
+            raise Error(
+                f"the forward keeps a tensor in '{change.name}' for its next call, and a graph begins every call as the first",
+                kind=ErrorKind.Capture,
+                remedy="register it as a buffer of one size before the capture, or pass it in and return it",
+            )
+    return bool(used)
+
+
+def refuse_other_paths(
+    changes: list[Change],
+    kept: list[Change],
+    engine: Any,
+    capture_again: Callable[[], tuple[Any, dict]],
+    reads: list[Read],
+) -> list[str]:
+    """`capture_again` captures a call that begins with what the first call left, and answers the engine and the tensors that this
+    call leaves; `reads` is what watched() yields.
 
     Raises `plumb.Error` if that call takes another path, or if a later one may. Returns notes."""
-    names = ", ".join(f"'{change.name}'" for change in changes)
-    remedy = "keep it out of the forward, register it as a buffer and compute with it as a tensor, or pass it as an input"
+    names = ", ".join(f"'{change.name}'" for change in [*changes, *kept])
+    remedy = (
+        "keep it out of the forward, register it as a buffer and compute with it as a tensor, or pass it as an input"
+    )
     try:
-        again = capture_again()
+        again, left = capture_again()
     except Exception as error:
         return [f"another call of the forward, which changes {names}, could not be tried: {error}"]
-    if _text(engine) != _text(again):
+    if _reads_kept(kept, again, left):
+        return [f"the forward makes {names} in its first call and keeps them: the graph makes them in every run"]
+    if changes and _text(engine) != _text(again):
         raise Error(
             f"the forward changes the attribute {names} and takes another path in the next call, which a graph does not",
             kind=ErrorKind.DataDependent,
             where=next((read.line for read in reads), ""),
-            remedy=remedy,
+            remedy="if only the first call differs (a table that is made once), call the model once before; else " + remedy,
         )
-    goes_on = {c.name for c in changes if c.module.__dict__.get(c.key) != c.now}
+    goes_on = {c.name for c in changes if c.table.module is not None and c.table.live.get(c.key) != c.now}
     for read in reads:
         if read.name in goes_on:
             raise Error(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import collections
-import copy
 import random
+import reprlib
 import sys
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ._changed_attributes import Change
 from ._errors import Error, ErrorKind
+from ._tables import MISSING, tables
 from ._trees import PLAIN
 
 
@@ -55,97 +56,87 @@ def set_random_states(states: tuple[Tensor, Tensor | None]) -> None:
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(accelerator)
 
 
-class _Container:
-    """A list, dict or set that a module has as an attribute (results kept for later, hooks), and what is in it."""
-
-    def __init__(self, module: nn.Module, key: str) -> None:
-        self.module, self.key, self.value = module, key, module.__dict__[key]
-        self.before = self.now = copy.copy(self.value)
-
-    def look(self) -> bool:
-        """Whether the forward has changed it."""
-        self.now = copy.copy(self.value)
-        here = self.module.__dict__.get(self.key) is self.value
-        return not here or len(self.now) != len(self.before) or not all(map(_is, self._all(self.now), self._all(self.before)))
-
-    def _all(self, content: Any) -> list:
-        if isinstance(content, set):
-            return sorted(map(id, content))
-        return [x for item in content.items() for x in item] if isinstance(content, dict) else list(content)
-
-    def fill(self, content: Any) -> None:
-        self.module.__dict__[self.key] = self.value
-        self.value.clear()
-        self.value.update(content) if isinstance(self.value, (dict, set)) else self.value.extend(content)
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)
-
-
-_CONTAINERS = {list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque}
-_KEPT_BY_MODULES = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
-
-
 class ModuleStateGuard:
     """Keeps attributes of modules and the random states of Python and NumPy, puts them back after a capture, and tells what
     the forward did to them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.modules = [
-            (name, sub, dict(sub.__dict__), dict(sub._buffers.items()), sub.training) for name, sub in module.named_modules()
-        ]
-        self.containers = [
-            _Container(sub, key)
-            for _, sub, before, *_ in self.modules
-            for key, value in before.items()
-            if key not in _KEPT_BY_MODULES and type(value) in _CONTAINERS
-        ]
-        self.changes: list[Change] = []  # as the last restore() found them
+        self.tables = tables(module)
+        self.parameters = list(module.parameters())
+        self.modes = [(sub, sub.training) for sub in module.modules()]
+        self.changes: list[Change] = []  # of values that are no tensors, as the last restore() found them
+        self.kept: list[Change] = []  # of slots that held no tensors, as the last tensors() found them
+        self.left: dict[str, Any] = {}  # by their names, the very objects
         self.random = random.getstate()
         self.numpy = getattr(sys.modules.get("numpy"), "random", None)
         self.numpy_state = self.numpy.get_state() if self.numpy else None
 
     def tensors(self) -> list[tuple[str, Tensor, Tensor]]:
-        """Tensors that are mere attributes and were re-assigned: (name, old, new). The old ones, and buffers that were
-        None, are there again afterwards; new ones are gone."""
+        """Tensors outside of parameters and buffers that were re-assigned: (name, old, new). The old ones, and buffers that
+        were None, are there again afterwards; new ones are gone."""
         changed = []
-        for name, sub, before, buffers, _ in self.modules:
-            for key, now in list(sub.__dict__.items()):
-                old = before.get(key)
-                if not isinstance(now, Tensor) or now is old:
+        self.kept, self.left = [], {}
+        for table in self.tables:
+            for key, old, now in list(table.differences()):
+                leaves, spec = pytree.tree_flatten(now)
+                if not any(isinstance(x, Tensor) for x in leaves):
                     continue
-                if isinstance(old, Tensor):
-                    changed.append((_full(name, key), old, now))
-                if key in before:
-                    sub.__dict__[key] = old
+                name = table.slot(key)
+                before, before_spec = pytree.tree_flatten(old)
+                alike = spec == before_spec and all(
+                    isinstance(a, Tensor) == isinstance(b, Tensor) for a, b in zip(before, leaves)
+                )
+                if alike:
+                    pairs = [
+                        (i, a, b)
+                        for i, (a, b) in enumerate(zip(before, leaves))
+                        if isinstance(a, Tensor) and a is not b
+                    ]
+                    changed += [(f"{name}[{i}]" if len(leaves) > 1 else name, a, b) for i, a, b in pairs]
                 else:
-                    del sub.__dict__[key]
-            for key in [k for k, b in sub._buffers.items() if b is not None and buffers.get(k) is None]:
-                if key in buffers:
-                    sub._buffers[key] = None
-                else:
-                    del sub._buffers[key]
+                    self.left[name] = now
+                    computed = self._hang_on_inputs(leaves)
+                    plain = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), now)
+                    self.kept.append(Change(table, key, name, old, plain, computed))
+                table.put(key, old)
         return changed
+
+    def _hang_on_inputs(self, tensors: list) -> bool:
+        """Whether autograd would hand a gradient of these on to anything but the module's parameters."""
+        own = {id(p) for p in self.parameters}
+        nodes = [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            if hasattr(node, "variable") and id(node.variable) not in own:
+                return True
+            further = {n for n, _ in node.next_functions if n is not None} - seen
+            seen |= further
+            nodes += further
+        return False
 
     def restore(self, warn: bool = True) -> list[str]:
         """Puts everything back. Returns notes on changes; `warn`: random draws are warned of, too."""
         notes, drawn = [], []
         self.changes = []
-        for name, sub, before, _, training in self.modules:
-            for key, value in before.items():
-                now = sub.__dict__.get(key)
-                if key == "training" or not isinstance(value, PLAIN):
+        for table in self.tables:
+            for key, before, now in list(table.differences()):
+                if table.dotted and (key == "training" or not isinstance(before, PLAIN)):
                     continue
-                if type(now) is not type(value) or (now != value and now == now):
-                    sub.__dict__[key] = value
-                    full = _full(name, key)
-                    self.changes.append(Change(sub, key, full, value, now))
-                    notes.append(f"attribute '{full}' changed from {value!r} to {now!r} in the forward: a graph does not")
+                if isinstance(before, PLAIN) and type(now) is type(before) and (now == before or now != now):
+                    continue
+                table.put(key, before)
+                name = table.slot(key)
+                self.changes.append(Change(table, key, name, before, now))
+                if all(
+                    isinstance(x, PLAIN) for x in pytree.tree_leaves([b for b in (before, now) if b is not MISSING])
+                ):
+                    told = ["nothing" if x is MISSING else reprlib.repr(x) for x in (before, now)]
+                    notes.append(
+                        f"attribute '{name}' changed from {told[0]} to {told[1]} in the forward: a graph does not"
+                    )
+        for sub, training in self.modes:
             sub.training = training
-        for container in self.containers:
-            if container.look():
-                container.fill(container.before)
         if random.getstate() != self.random:
             random.setstate(self.random)
             drawn.append("Python's random")

@@ -1,0 +1,167 @@
+"""Tensors that a forward keeps for its next call outside of buffers: in attributes, dicts, lists and objects."""
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+
+
+class Kept(nn.Module):
+    """A linear layer, `state`, and a function of the module, the layer's result and the input."""
+
+    def __init__(self, state, step):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.cell = nn.Linear(4, 4), nn.LSTMCell(4, 4)
+        self.state, self.step = state, step
+
+    def forward(self, x):
+        return self.step(self, self.layer(x), x)
+
+
+class Box:
+    def __init__(self, mean=None):
+        self.mean = mean
+
+
+def zeros():
+    return torch.zeros(4)
+
+
+def moving(old, x):
+    return old * 0.5 + x.mean(0).detach()
+
+
+def in_a_dict(m, y, x):
+    m.state["mean"] = moving(m.state["mean"], x)
+    return y + m.state["mean"]
+
+
+def in_a_nested_list(m, y, x):
+    m.state["all"][1] = moving(m.state["all"][1], x)
+    return y + m.state["all"][1]
+
+
+def in_an_object(m, y, x):
+    m.state.mean = moving(m.state.mean, x)
+    return y + m.state.mean
+
+
+def in_a_new_tuple(m, y, x):
+    m.state = tuple(s.detach() for s in m.cell(y, m.state))
+    return m.state[0] + y
+
+
+def in_a_new_dict(m, y, x):
+    m.state = {"mean": moving(m.state["mean"], x)}
+    return y + m.state["mean"]
+
+
+GOES_ON = {
+    "dict": (lambda: {"mean": zeros()}, in_a_dict),
+    "nested": (lambda: {"all": [1, zeros()]}, in_a_nested_list),
+    "object": (lambda: Box(zeros()), in_an_object),
+    "tuple": (lambda: (torch.zeros(3, 4), torch.zeros(3, 4)), in_a_new_tuple),
+    "new dict": (lambda: {"mean": zeros()}, in_a_new_dict),
+}
+
+
+@pytest.mark.parametrize("transform", [lambda m, x: plumb.capture(m, x), lambda m, x: plumb.transforms.track_scales(m)])
+@pytest.mark.parametrize("name", GOES_ON)
+def test_state_in_containers_goes_on_from_call_to_call(name, transform):
+    state, step = GOES_ON[name]
+    model, twin = Kept(state(), step), Kept(state(), step)
+    graph = transform(model, torch.randn(3, 4))
+    kept = vars(model.state) if name == "object" else model.state
+    assert not any(t.any() for t in torch.utils._pytree.tree_leaves(kept) if isinstance(t, torch.Tensor))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(3, 4)
+        assert torch.equal(graph(x), twin(x))
+
+
+def begins_without_a_tensor(m, y, x):
+    m.state = y.detach() if m.state is None else m.state + y.detach()
+    return m.state
+
+
+def fills_a_dict(m, y, x):
+    m.state["keys"] = torch.cat([m.state["keys"], y], 0) if "keys" in m.state else y
+    return m.state["keys"].sum(0)
+
+
+def fills_a_deque(m, y, x):
+    m.state.append(y.detach())
+    return sum(m.state)
+
+
+def remembers_what_it_computed(m, y, x):
+    if m.state is None:
+        m.state = y
+    return m.state + x
+
+
+def fills_an_object(m, y, x):
+    m.state.mean = x.mean(0) if m.state.mean is None else moving(m.state.mean, x)
+    return y + m.state.mean
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "name"),
+    [
+        (None, begins_without_a_tensor, "'state'"),
+        ({}, fills_a_dict, "'state['keys']'"),
+        (collections.deque(maxlen=4), fills_a_deque, "'state'"),
+        (None, remembers_what_it_computed, "'state'"),
+        (Box(), fills_an_object, "'state.mean'"),
+    ],
+)
+def test_state_that_begins_as_no_tensor_is_refused_by_name(state, step, name):
+    model = Kept(state, step)
+    with pytest.raises(plumb.Error) as caught:
+        plumb.capture(model, torch.randn(3, 4))
+    assert caught.value.kind is plumb.ErrorKind.Capture and f"keeps a tensor in {name}" in caught.value.message
+    assert "buffer" in caught.value.remedy
+    assert not state if not isinstance(state, Box) else state.mean is None
+
+
+def table_in_a_dict(m, y, x):
+    if x.shape not in m.state:
+        m.state[x.shape] = torch.arange(x.shape[0], dtype=x.dtype)[:, None]
+    return y * m.state[x.shape]
+
+
+def test_a_table_that_the_first_call_makes_is_no_state():
+    model = Kept({}, table_in_a_dict)
+    x = torch.randn(3, 4)
+    graph = plumb.capture(model, x)
+    assert model.state == {} and torch.equal(graph(x), model(x))
+    assert any("in its first call and keeps them" in n for n in graph.notes)
+
+
+def collects(m, y, x):
+    m.state["features"].append(y)
+    m.state["calls"] += 1
+    return y * 2
+
+
+def test_results_that_are_collected_are_no_state_and_are_taken_back():
+    model = Kept({"features": [], "calls": 0}, collects)
+    graph = plumb.capture(model, torch.randn(3, 4))
+    assert model.state == {"features": [], "calls": 0}
+    assert any("'state['calls']' changed from 0 to 1" in n for n in graph.notes)
+    x = torch.randn(3, 4)
+    assert torch.equal(graph(x), model(x))
+
+
+def counts_in_a_dict(m, y, x):
+    m.state["calls"] += 1
+    return y * m.state["calls"]
+
+
+def test_a_path_chosen_by_a_counter_in_a_dict_is_refused():
+    with pytest.raises(plumb.Error, match=r"state\['calls'\]' and takes another path in the next call"):
+        plumb.capture(Kept({"calls": 0}, counts_in_a_dict), torch.randn(3, 4))
