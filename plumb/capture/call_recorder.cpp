@@ -70,6 +70,12 @@ void CallRecorder::refuse(const std::string& what, const std::string& remedy, Er
   throw *refusal;
 }
 
+void CallRecorder::refuse_nested(const at::Tensor& t, const std::string& reader) {
+  if (!t.defined() || !t.is_nested()) return;
+  refuse(reader + " works on a nested tensor, whose rows have no common size",
+         "pad the rows to one length (torch.nn.utils.rnn.pad_sequence) and mask what was added");
+}
+
 void CallRecorder::check_tensor(const at::Tensor& t, const std::string& reader) {
   const auto keys = t.key_set();
   if (keys.has(c10::DispatchKey::FuncTorchBatched) || keys.has(c10::DispatchKey::FuncTorchGradWrapper)) {
@@ -79,6 +85,7 @@ void CallRecorder::check_tensor(const at::Tensor& t, const std::string& reader) 
   if (keys.has(c10::DispatchKey::Python)) {
     refuse(reader + " works on a tensor subclass with __torch_dispatch__", "give the model plain tensors");
   }
+  refuse_nested(t, reader);
 }
 
 int CallRecorder::look_up(const at::Tensor& t, const std::string& reader) {
@@ -119,6 +126,12 @@ int CallRecorder::known_as(ValueTable::Found found, const at::Tensor& t, const s
          "create parameters in the module's constructor and register them");
 }
 
+void CallRecorder::cut_off_data(const at::Tensor& t, RecordedArg& arg) {
+  if (!t.defined() || !values.find(t).by_memory) return;
+  const bool from_constants = values[std::get<int>(arg.data)].from_constants;
+  arg = RecordedArg{emit("aten::detach", {arg}, t, from_constants)};
+}
+
 int CallRecorder::add_constant(const at::Tensor& tensor, const std::string& reader) {
   const int value = values.add(tensor, RecordedValue::Attribute);
   const int index = static_cast<int>(attributes.size());
@@ -152,6 +165,7 @@ int CallRecorder::constant_copy(const at::Tensor& t) {
 }
 
 void CallRecorder::add_input(const at::Tensor& fed, const at::Tensor& given) {
+  refuse_nested(fed, "an input");
   const int value = values.add(fed, RecordedValue::Input);
   values[value].meta.requires_grad = given.requires_grad();
   values.bind(fed, value);
@@ -201,6 +215,7 @@ Record CallRecorder::begin(const c10::OperatorHandle& op) {
 }
 
 void CallRecorder::bind_result(Record& record, const at::Tensor& t, bool from_constants) {
+  refuse_nested(t, operator_name(record.op));
   const int value = values.add(t, RecordedValue::Result);
   values[value].from_constants = from_constants;
   if (record.dynamic && t.defined() && t.dim() > 0) any_dynamic = values[value].dynamic = true;

@@ -23,6 +23,9 @@ class CallRecorder {
   int look_up(const at::Tensor& tensor, const std::string& reader);
   // Looks up every tensor of an operator's argument. `from_constants` becomes false if one of them is no constant.
   RecordedArg argument(const c10::IValue& v, const std::string& reader, bool& from_constants);
+  // `arg` is about to be written, as `tensor`. If that is another tensor on the same memory (`.data`), the write is one
+  // to a detached tensor.
+  void cut_off_data(const at::Tensor& tensor, RecordedArg& arg);
   // A tensor that the model is called with in place of `given`.
   void add_input(const at::Tensor& fed, const at::Tensor& given);
   // A constant of the graph with a copy of this tensor's contents.
@@ -72,6 +75,7 @@ class CallRecorder {
 
  private:
   void check_tensor(const at::Tensor& tensor, const std::string& reader);
+  void refuse_nested(const at::Tensor& tensor, const std::string& reader);
   int known_as(ValueTable::Found found, const at::Tensor& tensor, const std::string& reader);
   int add_constant(const at::Tensor& tensor, const std::string& reader);
   void bind_result(Record& record, const at::Tensor& tensor, bool from_constants);

@@ -6,6 +6,18 @@
 #include "plumb/graph/aliases.h"
 
 namespace plumb {
+namespace {
+
+// beta * self + ..., of which torch does not read `self` where beta is zero.
+bool is_unread(const Node& node, const Value* value) {
+  static const std::unordered_set<std::string_view> with_beta = {"aten::baddbmm", "aten::addmm", "aten::addbmm",
+                                                                 "aten::addmv", "aten::addr"};
+  if (!with_beta.count(node.op_name()) || node.args()[0].value() != value) return false;
+  const Arg& beta = node.arg("beta");
+  return beta.is_constant() && beta.constant().isScalar() && beta.constant().toScalar().equal(0);
+}
+
+}  // namespace
 
 void refuse_unwritten_reads(const Graph& graph) {
   // Memory that is still as `empty` left it, and the views that show it.
@@ -33,6 +45,7 @@ void refuse_unwritten_reads(const Graph& graph) {
         for (const Value* r : node->results()) base.emplace(r, root);
         continue;
       }
+      if (is_unread(*node, v)) continue;
       throw Error(ErrorKind::Capture,
                   node->describe() +
                       " reads memory made by torch.empty that no operator has written: it was filled outside of "

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <sstream>
 
 #include "plumb/graph/operator_facts.h"
@@ -240,6 +241,11 @@ bool Guards::results_have_dynamic_sizes(const c10::OperatorHandle& op, const std
                                         const std::vector<RecordedArg>& args, at::ArrayRef<c10::IValue> given,
                                         bool from_constants) {
   const auto& schema = op.schema();
+  // `out[mask] = rows` views its rows in their present size without asking for it where Python would show.
+  if (name == "aten::view" && has_dynamic_sizes(given[0].toTensor()) && given[1].isIntList()) {
+    const auto sizes = given[1].toIntVector();
+    if (std::find(sizes.begin(), sizes.end(), -1) == sizes.end()) guard_size(given[0].toTensor(), true);
+  }
   bool dynamic = !from_constants && shape_depends_on_values(op, name, given);
   if (dynamic) attempt_.need_values();
   dynamic = dynamic || (recorder_.any_dynamic && takes_dynamic(schema, args));

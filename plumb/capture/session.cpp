@@ -3,10 +3,14 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/functorch/DynamicLayer.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 #include "plumb/capture/fake_result.h"
 #include "plumb/graph/operator_facts.h"
@@ -25,6 +29,14 @@ bool is_wrapper(const at::Tensor& t) {
                          t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper));
 }
 
+// Inside torch.func.grad and jvp the result is a wrapper, whatever the operator takes.
+bool makes_wrappers() {
+  const auto& layers = at::functorch::getDynamicLayerStack();
+  return std::any_of(layers.begin(), layers.end(), [](const at::functorch::DynamicLayer& layer) {
+    return layer.key() == at::functorch::TransformType::Grad || layer.key() == at::functorch::TransformType::Jvp;
+  });
+}
+
 bool works_on_wrappers(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   for (const c10::IValue& v : torch::jit::last(stack, op.schema().arguments().size())) {
     if (v.isTensor() && is_wrapper(v.toTensor())) return true;
@@ -34,6 +46,13 @@ bool works_on_wrappers(const c10::OperatorHandle& op, const torch::jit::Stack& s
     }
   }
   return false;
+}
+
+bool writes(const c10::FunctionSchema& schema, size_t i) {
+  const auto& argument = schema.arguments()[i];
+  const OperatorFacts& facts = operator_facts(schema.name());
+  return (argument.alias_info() && argument.alias_info()->isWrite()) || argument.name() == facts.writes[0] ||
+         argument.name() == facts.writes[1];
 }
 
 void redispatch_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -114,6 +133,18 @@ void Session::record_lift_fresh(torch::jit::Stack* stack) {
   recorder.emit("aten::clone", {RecordedArg{value}, RecordedArg{c10::IValue()}}, t, true);
 }
 
+// torch.func.jvp keeps pairs of values and tangents in wrappers; here, below them, nothing reads what makes a pair.
+void Session::record_dual(torch::jit::Stack* stack) {
+  if (!inside_torch_func_) {
+    recorder.refuse(
+        "forward-mode differentiation (make_dual) computes tangents inside of operators, where they are not seen",
+        "use torch.func.jvp: its operators are seen");
+  }
+  torch::jit::drop(*stack, 2);  // leaves the value
+  const auto alias = find_operator("aten::alias");
+  record(alias, stack->back().toTensor().key_set(), stack);
+}
+
 void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const auto& schema = op.schema();
   const auto given = torch::jit::last(stack, schema.arguments().size());
@@ -122,12 +153,8 @@ void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stac
     recorder.values.mark_written(t);
     module_state_.before_write(t);
   };
-  const OperatorFacts& facts = operator_facts(schema.name());
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
-    const auto& argument = schema.arguments()[i];
-    const bool writes = (argument.alias_info() && argument.alias_info()->isWrite()) ||
-                        argument.name() == facts.writes[0] || argument.name() == facts.writes[1];
-    if (!writes) continue;
+    if (!writes(schema, i)) continue;
     if (given[i].isTensor()) keep(given[i].toTensor());
     if (given[i].isTensorList()) {
       for (const at::Tensor& t : given[i].toTensorVector()) keep(t);
@@ -190,7 +217,9 @@ struct Session::Call {
 
 void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   // Inside vmap or torch.func.grad the operator works on wrappers; its calls on plain tensors come back here.
-  if (works_on_wrappers(op, *stack)) {
+  if (works_on_wrappers(op, *stack) || makes_wrappers()) {
+    const auto leave = c10::make_scope_exit([this, outer = inside_torch_func_] { inside_torch_func_ = outer; });
+    inside_torch_func_ = true;
     // Those that a composite makes on the way are seen only from here.
     if (attempt.mode.open_composites && is_opened(op, operator_name(op)))
       op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
@@ -201,6 +230,7 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   bool composite = false;
   if (autocast(op, keys, stack, composite)) return;
   std::string name = operator_name(op);
+  if (name == "aten::_make_dual") return record_dual(stack);
   // A backward pass inside the forward works on tensors that the operators below composite ones have saved.
   if (!attempt.mode.open_composites && torch::autograd::get_current_node())
     attempt.give_up(RetryReason::NeedsComposites);
@@ -231,7 +261,11 @@ void Session::record_call(Call& call) {
     c10::impl::ExcludeDispatchKeyGuard below(kKey);
     const auto args = torch::jit::last(*call.stack, call.op.schema().arguments().size());
     Record& record = call.record;
-    for (const c10::IValue& v : args) record.args.push_back(recorder.argument(v, call.name, call.from_constants));
+    for (size_t i = 0; i < args.size(); ++i) {
+      const bool written = record.grad_enabled && args[i].isTensor() && writes(call.op.schema(), i);
+      record.args.push_back(recorder.argument(args[i], call.name, call.from_constants));
+      if (written) recorder.cut_off_data(args[i].toTensor(), record.args.back());
+    }
     if (!call.from_constants) guards.note_control_values(call.op, call.name, record.args, args);
     call.unrecorded = guards.answered_at_capture(call.op, call.name, record.args, call.from_constants, *call.stack);
     refuse_numpy(call, args);

@@ -52,6 +52,7 @@ class Session {
   struct Call;
   void record_call(Call& call);
   void record_lift_fresh(torch::jit::Stack* stack);
+  void record_dual(torch::jit::Stack* stack);
   bool is_opened(const c10::OperatorHandle& op, const std::string& name) const;
   bool autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite);
   void refuse_numpy(const Call& call, at::ArrayRef<c10::IValue> args);
@@ -59,6 +60,7 @@ class Session {
 
   size_t autocast_hits_ = 0;
   bool active_ = false;
+  bool inside_torch_func_ = false;
   Session* outer_ = nullptr;
 };
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from . import _C
 from ._errors import Error, ErrorKind
 from ._state import own_parameters, put_state, sync_state
+from ._tracing import refuse_holders
 from ._trees import check_plain_inputs, children, structure_error
 
 
@@ -144,6 +145,7 @@ class GraphModule(nn.Module):
 
     # --- copies: the graph travels as text, the state as tensors ---
     def __getstate__(self) -> dict:
+        refuse_holders(self.graph, "copied")
         state = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_slots", "_fx")}
         state["_text"] = self._engine.graph.to_string()
         state["_specs"] = self._engine.specs()

@@ -46,19 +46,36 @@ def module_stack(module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
+# Custom functions by number that were given a module: its gradients go to the module that was captured.
+_holders: dict[int, str] = {}
+
+
+def refuse_holders(graph: Any, what: str) -> None:
+    """Raises `plumb.Error` if a graph that is to be `what` calls a custom function that holds a module with parameters."""
+    for node in graph.nodes if _holders else []:
+        if node.target == "plumb::python_function" and node.args[0] in _holders:
+            raise Error(
+                f"the custom autograd function {_holders[node.args[0]]} is given a module, whose gradients it hands to the model "
+                f"that was captured: the graph cannot be {what}",
+                kind=ErrorKind.Unsupported,
+                where=f"{node.source[0]}:{node.source[1]}" if node.source else node.module_path,
+                remedy="give the function the module's parameters, too, function.apply(module, x, *module.parameters()), and return "
+                "their gradients from its backward",
+            )
+
+
 @contextlib.contextmanager
-def opaque_functions(open_checkpoints: bool) -> Iterator[None]:
+def opaque_functions() -> Iterator[None]:
     """While it lasts, ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all.
 
-    `open_checkpoints`: not what a re-entrant checkpoint calls; a transform is about its operators, and verification asks for
-    gradients in a way that such a checkpoint refuses."""
+    What a re-entrant checkpoint calls is captured instead: it would give its parameters' gradients to the module that was
+    captured, also where a copy or a stage of the graph runs."""
     Function = torch.autograd.Function
     original = Function.__dict__.get("apply")
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         bound = original.__get__(None, cls) if original is not None else super(Function, cls).apply
-        reentrant = cls.__name__ == "CheckpointFunction"
-        if reentrant and open_checkpoints and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        if cls.__name__ == "CheckpointFunction" and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return args[0](*args[2:])
         if not _C.is_capturing():
             return bound(*args, **kwargs)
@@ -66,7 +83,7 @@ def opaque_functions(open_checkpoints: bool) -> Iterator[None]:
         tensors = [a for a in leaves if isinstance(a, Tensor)]
         # Without a gradient to lose its operators may be seen; inside vmap the function has a rule of its own.
         wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
-        if not reentrant and not any(t.requires_grad for t in tensors):
+        if not any(t.requires_grad for t in tensors):
             if not wrapped:
                 return bound(*args, **kwargs)
             # torch.func's own call for functions cannot run under the capture's key: the forward alone can.
@@ -96,6 +113,9 @@ def opaque_functions(open_checkpoints: bool) -> Iterator[None]:
             return [o for o in outs if isinstance(o, Tensor)]
 
         number = _C.register_opaque(run, f"{cls.__module__}.{cls.__qualname__}")
+        given = {id(t) for t in tensors}
+        if any(id(p) not in given and p.requires_grad for m in leaves if isinstance(m, nn.Module) for p in m.parameters()):
+            _holders[number] = cls.__qualname__
         results = iter(torch.ops.plumb.python_function(number, tensors))
         many, others = shape
         outs = tuple(next(results) if o is None else o[0] for o in others)

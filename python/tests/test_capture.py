@@ -179,6 +179,31 @@ def test_reentrant_checkpoint_keeps_its_backward():
         assert torch.equal(got, model.a.weight.grad) and torch.equal(xg, x.grad)
 
 
+def test_copies_stages_and_files_have_the_gradients_of_a_reentrant_checkpoint(tmp_path):
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return checkpoint(lambda y: torch.tanh(self.b(y)), self.a(x).relu(), use_reentrant=True)
+
+    model, x = Net(), torch.randn(2, 4)
+    model(x).sum().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    graph = plumb.capture(model, x)
+    plumb.save_pt2(graph, tmp_path / "net.pt2")
+    stages = plumb.pipelining.pipeline(model, (x,), split_policy="balanced", num_stages=2)
+    for other in (copy.deepcopy(graph), plumb.load_pt2(tmp_path / "net.pt2"), stages):
+        model.zero_grad()
+        out = other(x)
+        (out[0] if other is stages else out).sum().backward()
+        grads = {n: p.grad for n, p in (model if other is stages else other).named_parameters()}
+        assert all(torch.equal(grads[n], expected[n]) for n in expected)
+
+
 def test_writes_a_reassigned_buffer():
     class EMA(nn.Module):
         def __init__(self):

@@ -222,3 +222,26 @@ def test_a_constants_value_on_the_meta_device_is_refused():
     with pytest.raises(plumb.Error, match="takes a value out of a tensor") as caught:
         plumb.capture(Counts(), x.to("meta"))
     assert caught.value.kind is plumb.ErrorKind.DataDependent
+
+
+def test_rows_that_a_mask_chooses_may_be_one_at_the_first_call():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            chosen = x[:, 0] > 0
+            out = torch.zeros_like(x)
+            out[chosen] = self.layer(x[chosen])  # torch drops the rows' dimension where it has the size one
+            return out
+
+    model, x = Rows(), torch.ones(4, 4)
+    module, graph = track_scales(model), None
+    for rows in (1, 2, 0, 1, 4):
+        x[:, 0] = torch.where(torch.arange(4) < rows, 1.0, -1.0)
+        assert torch.equal(module(x), model(x))
+        if graph is None:
+            graph = plumb.capture(model, x)
+    with pytest.raises(plumb.Error, match="a size that depends on the data"):
+        graph(x)

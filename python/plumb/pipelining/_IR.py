@@ -19,6 +19,7 @@ from .._capture import GraphModule
 from .._errors import Error, ErrorKind
 from .._exported import save_pt2
 from .._state import BUFFER, PARAMETER, sync_state
+from .._tracing import refuse_holders
 from .._unit_scaled import add_mark
 from ..transforms._apply import Report
 from ._backward import _null_coalesce_accumulate, stage_backward  # noqa: F401
@@ -389,6 +390,7 @@ def _cut(
     source: Source, spec: Any, policy: Any, num_stages: int | None, multi_use: Any, loss: Any, move_cuts: bool,
     wire: Wire | None = None, wire_exclude: Sequence[str] = (),
 ) -> CutPipe:  # fmt: skip
+    refuse_holders(source.module.graph, "cut")
     where: dict[str, Any] = {}
     if policy is not None:
         logger.info("Auto-splitting model")

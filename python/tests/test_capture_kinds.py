@@ -1,0 +1,136 @@
+"""Derivatives and tensors of other kinds in a forward: torch.func, dual, nested and sparse tensors, integers that are checked."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from test_capture import check, refusal
+from test_capture_questions import Net
+from torch import nn
+
+import plumb
+
+
+def energy(layer):
+    return lambda x: torch.tanh(layer(x)).square().sum()
+
+
+TORCH_FUNC = {
+    "grad": lambda m, x: torch.func.grad(energy(m.layer))(x),
+    "grad of grad": lambda m, x: torch.func.grad(lambda z: torch.func.grad(energy(m.layer))(z).sin().sum())(x),
+    "gradients of rows": lambda m, x: torch.func.vmap(torch.func.grad(energy(m.layer)))(x),
+    "vjp": lambda m, x: torch.func.vjp(m.layer, x)[1](x.cos())[0],
+    "jacrev": lambda m, x: torch.func.jacrev(lambda z: m.layer(z).sum(0))(x),
+    "jvp": lambda m, x: sum(torch.func.jvp(lambda z: torch.tanh(m.layer(z)), (x,), (x.cos(),))),
+    "jacfwd": lambda m, x: torch.func.jacfwd(lambda z: m.layer(z).sum(0))(x),
+    "jvp of grad": lambda m, x: torch.func.jvp(torch.func.grad(energy(m.layer)), (x,), (x.cos(),))[1],
+}
+
+
+@pytest.mark.parametrize("name", TORCH_FUNC)
+def test_derivatives_by_torch_func_are_part_of_the_graph(name):
+    check(Net(TORCH_FUNC[name]), torch.randn(3, 4))
+
+
+def test_dual_tensors_are_refused():
+    def tangent(x):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            return torch.autograd.forward_ad.unpack_dual(dual * dual).tangent
+
+    assert "make_dual" in refusal(tangent)
+
+
+def test_nested_tensors_are_refused():
+    def rows(x):
+        return torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([x[:1], x[1:]]) * 2, 0.0)
+
+    assert "nested tensor" in refusal(rows)
+    nested = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)])
+    assert "nested tensor" in refusal(lambda x: torch.nested.to_padded_tensor(x, 0.0), nested)
+
+
+def test_integers_that_the_model_checks_keep_their_values_in_a_verification():
+    class Bags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.EmbeddingBag(10, 4)
+
+        def forward(self, x, starts):  # torch wants the first one to be zero
+            return self.table(x, starts)
+
+    check(Bags(), torch.arange(6), torch.tensor([0, 2, 4]))
+
+
+def test_compressed_sparse_buffers_pass_verification():
+    x = torch.randn(4, 4)
+    model = Net(lambda m, x: m.sparse @ m.layer(x))
+    model.register_buffer("sparse", torch.eye(4).to_sparse_csr())
+    m = plumb.capture(model, x, plumb_verify=True)
+    assert torch.equal(m(x), model(x))
+
+
+def test_memory_that_a_product_is_told_not_to_read_need_not_be_written():
+    def scores(m, x):
+        return (
+            torch.baddbmm(torch.empty(2, 3, 3), x, x.mT, beta=0, alpha=0.5)
+            + torch.addmm(torch.empty(3, 4), x[0], m.layer.weight, beta=0)[:, :3]
+        )
+
+    check(Net(scores), torch.randn(2, 3, 4))
+    assert "torch.empty" in refusal(lambda x: torch.baddbmm(torch.empty(2, 3, 3), x, x.mT), torch.randn(2, 3, 4))
+
+
+def test_what_is_written_through_data_gives_the_buffer_no_gradient():
+    def moving(m, x):
+        y = m.layer(x)
+        m.mean.data.lerp_(y.mean(0), 0.1)
+        return y - m.mean
+
+    model = Net(moving)
+    model.register_buffer("mean", torch.zeros(4))
+    graph = check(model, torch.randn(3, 4))
+    for module in (graph, plumb.transforms.simulate_fp8(model)):
+        for _ in range(2):
+            module(torch.randn(3, 4)).sum().backward()
+        assert not module.mean.requires_grad and module.mean.any()
+
+
+class Holder(torch.autograd.Function):
+    """Gives a module its gradients itself, as reversible layers do, unless it is given the parameters."""
+
+    @staticmethod
+    def forward(ctx, x, module, *parameters):
+        ctx.module, ctx.given = module, len(parameters)
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        if not ctx.given:
+            y.backward(grad)
+            return x.grad, None
+        grads = torch.autograd.grad(y, [x, *ctx.module.parameters()], grad)
+        return grads[0], None, *grads[1:]
+
+
+def test_graphs_whose_functions_hold_modules_are_neither_copied_nor_cut():
+    model, x = Net(lambda m, x: Holder.apply(x * 2, m.layer)), torch.randn(3, 4)
+    graph = plumb.capture(model, x)
+    assert torch.equal(graph(x), model(x))
+    for use in (copy.deepcopy, pickle.dumps, lambda g: plumb.pipelining.pipeline(g, split_policy="equal_size", num_stages=2)):
+        with pytest.raises(plumb.Error, match="Holder is given a module") as caught:
+            use(graph)
+        assert "test_capture_kinds.py" in caught.value.where
+    model = Net(lambda m, x: Holder.apply(x * 2, m.layer, *m.layer.parameters()))
+    again = copy.deepcopy(check(model, x))
+    again.zero_grad()
+    model.zero_grad()
+    again(x).sum().backward()
+    model(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(again.parameters(), model.parameters()))
