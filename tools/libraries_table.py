@@ -11,6 +11,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -76,7 +77,8 @@ def main():
     parser.add_argument("--check", default=",".join(CHECKS))
     parser.add_argument("--modes", default="train,eval")
     parser.add_argument("--results", help="a file of what was found: models that are in it are not tried again")
-    options = parser.parse_args()
+    parser.add_argument("--print", action="store_true", help="only what is in that file")
+    options = parser.parse_intermixed_args()
     checks, modes = options.check.split(","), options.modes.split(",")
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -85,21 +87,24 @@ def main():
     if options.results and os.path.exists(options.results):
         with open(options.results) as file:
             known = [json.loads(line) for line in file]
-    rows = []
+    rows = {}  # models by what was found
     for name in [n for n in models if not options.models or any(m in n for m in options.models)]:
-        missing = [m for m in modes if not any(f[0] == name and f[1] in (m, "") for f in known)]
+        if options.print and not any(f[0] == name for f in known):
+            continue
+        missing = [] if options.print else [m for m in modes if not any(f[0] == name and f[1] in (m, "") for f in known)]
         found = results(models, name, checks, missing) if missing else []
         if options.results:
             with open(options.results, "a") as file:
                 file.writelines(json.dumps(f) + "\n" for f in found)
-        rows.append([name, *[cell([f for f in [*known, *found] if f[0] == name], c) for c in checks]])
-    print(table(["model", *checks], rows))
+        cells = tuple(cell([f for f in [*known, *found] if f[0] == name], c) for c in checks)
+        rows.setdefault(cells, []).append(name)
+    print(table(["models", *checks], [[", ".join(names), *cells] for cells, names in rows.items()]))
 
 
 def cell(found, check):
     """The two modes in one cell; what goes wrong with the model itself or its process stands in every cell."""
     words = [f[3] for f in found if f[2] == check or f[2] in ("itself", "process") and f[3] != SAME]
-    return " / ".join(dict.fromkeys(w[:100].replace("|", "/") for w in words)) or "not run"
+    return " / ".join(dict.fromkeys(re.sub(r"\[[\d, ]*\]|\d+F\d+", "...", w)[:100].replace("|", "/") for w in words)) or "not run"
 
 
 if __name__ == "__main__":

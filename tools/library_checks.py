@@ -17,10 +17,14 @@ from plumb import pipelining, transforms
 from plumb.transforms import fold, simulate_fp8, track_scales, unit_scale
 
 SAME, SAME_FUNCTION = "bit for bit", "within rounding"
+# Weights of several stages are sent: sums of copies have another order.
+TRANSMIT = pipelining.MultiUseParameterConfig.TRANSMIT
 
 
 def larger(args, kwargs):
-    """The inputs with twice as many rows."""
+    """The inputs with twice as many rows. Lists have rows of their own."""
+    if isinstance(args[0], list):
+        return args, kwargs
     return pytree.tree_map(lambda x: torch.cat([x, x * 0.5]) if isinstance(x, torch.Tensor) else x, (args, kwargs))
 
 
@@ -50,7 +54,7 @@ def worst(*words):
 def close(ours, theirs):
     for y, z in zip(ours[0], theirs[0], strict=True):
         off = (y - z).abs().max() / z.abs().max().clamp(min=1e-6)
-        assert off < 1e-3, f"differs by {off:.1g}"
+        assert off < (1e-3 if y.dtype == torch.float32 else 0.05), f"differs by {off:.1g}"
     return SAME_FUNCTION
 
 
@@ -132,7 +136,7 @@ def cut(stages, make):
     words = []
     for schedule in ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"):
         own = copy.deepcopy(model)
-        pipe = pipelining.pipeline(own, args, kwargs, split_policy="balanced", num_stages=stages)
+        pipe = pipelining.pipeline(own, args, kwargs, split_policy="balanced", num_stages=stages, multi_use_param_spec=TRANSMIT)
         parts = [pipe.build_stage(i, torch.device("cpu")) for i in range(pipe.num_stages)]
         step = getattr(pipelining, f"Schedule{schedule}")(parts, 3, loss_of)
         found = []

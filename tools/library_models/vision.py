@@ -227,8 +227,6 @@ MODELS["vit-pytorch na_vit"] = lambda: (navit(), ([[torch.randn(3, 16, 32), torc
 
 wrapped("checkpointed", checkpointed)
 wrapped("checkpointed", checkpointed, "test_resnet")
-wrapped("scripted", torch.jit.script, "test_resnet", scriptable=True)
-wrapped("scripted", torch.jit.script, scriptable=True)
 wrapped("features", lambda m: m, "test_resnet", features_only=True)
 wrapped("features", lambda m: m, features_only=True)
 wrapped("headless", lambda m: m.reset_classifier(0) or m, "test_convnext")
