@@ -21,11 +21,17 @@ SAME, SAME_FUNCTION = "bit for bit", "within rounding"
 TRANSMIT = pipelining.MultiUseParameterConfig.TRANSMIT
 
 
-def larger(args, kwargs):
-    """The inputs with twice as many rows. Lists have rows of their own."""
-    if isinstance(args[0], list):
+def larger(args, kwargs, factors=(1, 0.5)):
+    """The inputs with as many times their rows, integers as they are. Lists have rows of their own."""
+    if args and isinstance(args[0], list):
         return args, kwargs
-    return pytree.tree_map(lambda x: torch.cat([x, x * 0.5]) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+
+    def more(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        return torch.cat([x * f if x.is_floating_point() else x for f in factors])
+
+    return pytree.tree_map(more, (args, kwargs))
 
 
 def draws(model, args, kwargs):
@@ -125,7 +131,7 @@ def loss_of(out, target):
 def cut(stages, make):
     model, args, kwargs = without_dropout(make())
     drawn = draws(model, args, kwargs)
-    batch = pytree.tree_map(lambda x: torch.cat([x, x * 0.5, -x]) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+    batch = larger(args, kwargs, (1, 0.5, -1))
     target = torch.arange(1.0, 1 + len(tensors(batch)[0]))
     rows = len(tensors((args, kwargs))[0])
     eager, losses = copy.deepcopy(model), []
@@ -142,7 +148,8 @@ def cut(stages, make):
         found = []
         step.step(*batch[0], target=target, losses=found, **batch[1])
         grads = [(p.grad, None if q.grad is None else q.grad / 3) for p, q in zip(own.parameters(), eager.parameters(), strict=True)]
-        buffers = zip(own.buffers(), eager.buffers(), strict=True)
+        kept = dict(eager.named_buffers())  # more than its own where a forward makes tables
+        buffers = [(buffer, kept[name]) for name, buffer in own.named_buffers()]
         pairs = {"losses": zip(found, losses, strict=True), "gradients": grads, "buffers": buffers}
         off = [what for what, both in pairs.items() if not all(equal(a, b) for a, b in both)]
         words.append("runs, draws random numbers" if drawn else f"{schedule}: other {', '.join(off)}" if off else SAME)
