@@ -244,15 +244,12 @@ TEST_F(Checkpoints, ALostRankLosesNothing) {
   ASSERT_EQ(values(early, "resumed").size(), 2u);
   EXPECT_EQ(values(early, "resumed")[0], 0) << "no rank had sent its copy yet: it begins anew, and says so";
   lose("--recut --inject 'kill rank 1 at 1B3 of step 5'", 1);
-  // Two beside each other have both copies of a state: the last checkpoint.
-  const Ended beside = lose(
-      "--checkpoints run --checkpoint-every 2 --inject 'kill rank 1 at 1F2 of step 6' "
-      "--inject 'kill rank 2 at 2F0 of step 6'",
-      2);
-  for (const double step : values(beside, "resumed")) EXPECT_TRUE(step == 2 || step == 4) << step;
+  const Ended most = lose("--inject 'kill rank 1 at 1F2 of step 6' --inject 'kill rank 2 at 2F0 of step 6'", 2);
+  ASSERT_FALSE(values(most, "resumed").empty());
+  for (const double step : values(most, "resumed")) EXPECT_GE(step, 4) << "one that is left has the state of all";
 }
 
-TEST_F(Checkpoints, AReplicaIsACopy) {
+TEST_F(Checkpoints, ALostReplicaLosesNothing) {
   const std::string layout = job() + "--microbatches 2 --stages 2 --data-parallel 2 ";
   const Ended whole = plumb(layout + "--save whole.pt2");
   for (const char* more :

@@ -90,7 +90,7 @@ void check_rates(const TrainOptions& o) {
 }
 
 void check_going_on(const TrainOptions& o) {
-  // One process has no neighbour that keeps its state.
+  // Nobody else holds the state of one process.
   const bool alone = o.max_restarts > 0 && o.processes() == 1;
   if (o.checkpoints.empty() && (o.checkpoint_every > 0 || alone)) {
     throw UsageError(alone ? "--max-restarts: there are no checkpoints to start again from"

@@ -252,7 +252,7 @@ std::vector<TrainField> checkpoint_fields() {
       {"max-restarts",
        &O::max_restarts,
        "Where plumb starts the processes: make up for so many that are killed, hang or fail. The others keep theirs; "
-       "the state comes from copies in the neighbours' memory, or from the last checkpoint",
+       "the state comes from memory that they hold, too, or from the last checkpoint",
        {},
        whole_number(0, 1000000)},
       {"spares",

@@ -3,7 +3,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
 #include <cstring>
+#include <iterator>
 #include <numeric>
 
 #include "plumb/checkpoint/optimizer_state.h"
@@ -22,12 +26,13 @@ constexpr const char* kModel = "model/";
 constexpr const char* kOptimizer = "optimizer/";
 constexpr int kDepth = 64;
 
-// A copy: lengths of the header and of what was counted, these two, and after a multiple of 64 bytes the tensors as the
-// header says (that of a safetensors file).
-struct Lengths {
-  int64_t header = 0, counted = 0;
+// A copy: the step after its edge (0 while it is written), lengths of the header, of what was counted and of the
+// tensors; the first two, and after a multiple of 64 bytes the tensors as the header says (that of a safetensors file).
+// The memory may be larger.
+struct Begin {
+  int64_t next_step = 0, header = 0, counted = 0, tensors = 0;
   int64_t data() const {
-    return (static_cast<int64_t>(sizeof(Lengths)) + header + counted + kAlignment - 1) / kAlignment * kAlignment;
+    return (static_cast<int64_t>(sizeof(Begin)) + header + counted + kAlignment - 1) / kAlignment * kAlignment;
   }
 };
 
@@ -88,14 +93,6 @@ NamedTensors held_tensors(const TrainJob& job, int rank) {
   return held;
 }
 
-std::set<std::string> StateCopies::Opened::names() const {
-  std::set<std::string> names;
-  for (const auto& [key, tensor] : tensors) {
-    if (key.starts_with(kModel)) names.insert(name_of(key));
-  }
-  return names;
-}
-
 void StateCopies::lay_out(const NamedTensors& tensors) {
   const auto same = [&] {
     if (tensors.size() != names_.size()) return false;
@@ -131,22 +128,21 @@ void StateCopies::lay_out(const NamedTensors& tensors) {
 void StateCopies::take(int64_t edge, const RankState& state, const Json& counted) {
   const at::NoGradGuard no_grad;
   if (first_ < 0) first_ = edge;
-  // All have taken the first edge of this generation, and their neighbours have it.
+  // All have taken the first edge of this generation.
   if (edge > first_) before_.clear();
   const NamedTensors all = everything(state);
   lay_out(all);
   const std::string counted_text = counted.dump();
-  const Lengths lengths{static_cast<int64_t>(header_.size()), static_cast<int64_t>(counted_text.size())};
-  Copy& copy = own_[edge % 2];
-  const int64_t bytes = lengths.data() + data_bytes_;
-  copy.edge = -1;
-  if (!copy.bytes.defined() || copy.bytes.numel() != bytes) copy.bytes = at::empty({bytes}, at::kByte);
-  char* to = static_cast<char*>(copy.bytes.data_ptr());
-  std::memset(to, 0, static_cast<size_t>(lengths.data()));
-  std::memcpy(to, &lengths, sizeof lengths);
-  std::memcpy(to + sizeof lengths, header_.data(), header_.size());
-  std::memcpy(to + sizeof lengths + header_.size(), counted_text.data(), counted_text.size());
-  to += lengths.data();
+  const Begin begin{edge + 1, static_cast<int64_t>(header_.size()), static_cast<int64_t>(counted_text.size()),
+                    data_bytes_};
+  char* to = memory_[static_cast<size_t>(edge % 2)].grow(begin.data() + data_bytes_);
+  // Who reads it after this process is gone sees a whole copy or none.
+  const std::atomic_ref<int64_t> mark(*reinterpret_cast<int64_t*>(to));
+  mark.store(0, std::memory_order_seq_cst);
+  std::memcpy(to + offsetof(Begin, header), &begin.header, sizeof begin - offsetof(Begin, header));
+  std::memcpy(to + sizeof begin, header_.data(), header_.size());
+  std::memcpy(to + sizeof begin + header_.size(), counted_text.data(), counted_text.size());
+  to += begin.data();
   for (size_t i = 0; i < all.size(); ++i) {
     const at::Tensor& tensor = all[i].second;
     if (tensor.nbytes() == 0) continue;
@@ -156,59 +152,61 @@ void StateCopies::take(int64_t edge, const RankState& state, const Json& counted
       at::from_blob(to + offsets_[i], tensor.sizes(), at::dtype(tensor.scalar_type())).copy_(tensor.detach());
     }
   }
-  copy.edge = last_ = edge;
-  if (ring_) ring_->begin(edge, copy.bytes);
-  settled_ = false;
-}
-
-void StateCopies::settle() {
-  if (settled_) return;
-  settled_ = true;
-  if (ring_) theirs_[last_ % 2] = {last_, ring_->finish()};
+  mark.store(begin.next_step, std::memory_order_seq_cst);
 }
 
 void StateCopies::leave() {
-  ring_.reset();
-  for (Copy* copy : {&own_[0], &own_[1], &theirs_[0], &theirs_[1]}) {
-    if (copy->edge >= 0) before_.push_back(open(*copy));
-    *copy = {};
-  }
-  first_ = last_ = -1;
-  settled_ = true;
+  std::move(memory_.begin(), memory_.end(), std::back_inserter(before_));
+  memory_.clear();
+  opened_.clear();
+  first_ = -1;
   names_.clear();
 }
 
-StateCopies::Opened StateCopies::open(const Copy& copy) {
-  const auto* from = static_cast<const char*>(copy.bytes.const_data_ptr());
-  const int64_t bytes = copy.bytes.numel();
-  Lengths lengths;
-  if (bytes < static_cast<int64_t>(sizeof lengths)) refuse("is cut off");
-  std::memcpy(&lengths, from, sizeof lengths);
+std::optional<StateCopies::Opened> StateCopies::open(const at::Tensor& all) {
+  const auto* from = static_cast<const char*>(all.const_data_ptr());
+  const int64_t bytes = all.numel();
+  Begin begin;
+  if (bytes < static_cast<int64_t>(sizeof begin)) return {};
+  std::memcpy(&begin, from, sizeof begin);
+  if (begin.next_step == 0) return {};
   const auto fits = [&](int64_t length) { return length >= 0 && length <= bytes; };
-  if (!fits(lengths.header) || !fits(lengths.counted) || lengths.data() > bytes) refuse("is cut off");
+  if (!fits(begin.header) || !fits(begin.counted) || !fits(begin.tensors) || begin.data() > bytes - begin.tensors)
+    refuse("is cut off");
   Opened opened;
-  opened.edge = copy.edge;
-  from += sizeof lengths;
-  opened.counted = parse_or_refuse(std::string(from + lengths.header, static_cast<size_t>(lengths.counted)));
-  const SafetensorsHeader header =
-      parse_safetensors_header("the copy of a rank's state", {from, static_cast<size_t>(lengths.header)},
-                               static_cast<uint64_t>(bytes - lengths.data()));
+  opened.edge = begin.next_step - 1;
+  from += sizeof begin;
+  opened.counted = parse_or_refuse(std::string(from + begin.header, static_cast<size_t>(begin.counted)));
+  const SafetensorsHeader header = parse_safetensors_header(
+      "the copy of a rank's state", {from, static_cast<size_t>(begin.header)}, static_cast<uint64_t>(begin.tensors));
   for (const SafetensorsEntry& entry : header.entries) {
-    const int64_t at = lengths.data() + static_cast<int64_t>(entry.offset);
+    const int64_t at = begin.data() + static_cast<int64_t>(entry.offset);
     if (at % c10::elementSize(entry.dtype) != 0) refuse("has tensors at odd places");
     opened.tensors[entry.name] =
-        copy.bytes.narrow(0, at, static_cast<int64_t>(entry.bytes)).view(entry.dtype).view(entry.sizes);
+        all.narrow(0, at, static_cast<int64_t>(entry.bytes)).view(entry.dtype).view(entry.sizes);
   }
   return opened;
 }
 
 std::optional<int64_t> StateCopies::find_edge(const ProcessGroup& world, const TrainJob& job) {
-  Json own = Json::array();
-  for (const Opened& copy : before_)
-    own.push_back({{"edge", copy.edge}, {"names", copy.names()}, {"counted", copy.counted}});
-  const auto texts = Transport(world).exchange(own.dump());
-  std::map<int64_t, std::vector<std::set<std::string>>> held;  // by edge and rank
+  // All ranks have left the generations before, or are gone: nothing is written to these any more.
+  opened_.clear();
+  for (const SharedMemory& memory : before_) {
+    if (auto copy = open(memory.bytes())) opened_.push_back(*std::move(copy));
+  }
+  std::map<int64_t, std::set<std::string>> own;
   std::map<int64_t, Json> counted;
+  for (const Opened& copy : opened_) {
+    for (const auto& [key, tensor] : copy.tensors) {
+      if (key.starts_with(kModel)) own[copy.edge].insert(name_of(key));
+    }
+    counted.emplace(copy.edge, copy.counted);
+  }
+  Json own_text = Json::array();
+  for (const auto& [edge, names] : own)
+    own_text.push_back({{"edge", edge}, {"names", names}, {"counted", counted.at(edge)}});
+  const auto texts = Transport(world).exchange(own_text.dump());
+  std::map<int64_t, std::vector<std::set<std::string>>> held;  // by edge and rank
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     const Json said = parse_or_refuse(texts[rank]);
     try {
@@ -234,7 +232,7 @@ std::optional<int64_t> StateCopies::find_edge(const ProcessGroup& world, const T
     });
     if (all) found = it->first;
   }
-  std::erase_if(before_, [&](const Opened& copy) { return copy.edge != found; });
+  std::erase_if(opened_, [&](const Opened& copy) { return copy.edge != found; });
   if (!found) return found;
   held_by_ = held[*found];
   counted_ = counted[*found];
@@ -245,7 +243,7 @@ Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, const 
   const at::NoGradGuard no_grad;
   const int size = world.size(), me = world.rank(), length = job.schedule.num_ranks();
   std::map<std::string, at::Tensor> mine;
-  for (const Opened& copy : before_) mine.insert(copy.tensors.begin(), copy.tensors.end());
+  for (const Opened& copy : opened_) mine.insert(copy.tensors.begin(), copy.tensors.end());
   // Who gives whom: a rank what it has itself, else the first one that has it.
   std::vector<std::set<std::string>> to(static_cast<size_t>(size));
   std::set<int> from;
@@ -309,8 +307,25 @@ Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, const 
   return counted_;
 }
 
-void StateCopies::connect(const ProcessGroup& world, int replicas) {
-  if (world.size() > 1 && replicas == 1) ring_ = std::make_unique<CopyRing>(world);
+void StateCopies::connect(const ProcessGroup& world) {
+  opened_.clear();
+  memory_.resize(2);
+  if (world.size() == 1) return;
+  Json own = Json::array();
+  for (const SharedMemory& memory : memory_) own.push_back({memory.address().process, memory.address().descriptor});
+  const auto texts = Transport(world).exchange(own.dump());
+  for (int rank = 0; rank < world.size(); ++rank) {
+    if (rank == world.rank()) continue;
+    std::vector<std::array<int64_t, 2>> addresses;
+    try {
+      addresses = parse_or_refuse(texts[static_cast<size_t>(rank)]).get<decltype(addresses)>();
+    } catch (const Json::exception& e) {
+      refuse(std::string("is at no place that can be read: ") + e.what());
+    }
+    if (addresses.size() != 2) refuse("is not at two places");
+    for (const auto& [process, descriptor] : addresses)
+      memory_.emplace_back(SharedMemory::Address{process, descriptor});
+  }
 }
 
 }  // namespace plumb

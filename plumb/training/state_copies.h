@@ -1,16 +1,13 @@
-// The state of a training at the last edges of its steps, in memory: every rank's own, and a copy of a neighbour's.
+// The state of a training at the last edges of its steps, in memory that outlives a rank.
 //
 // Edge k is the end of step k: weights, buffers, the optimiser's state and the position in the data after it. At each
-// edge a rank copies its state, and in the next step it sends the copy to the rank after it (pipeline/copy_ring.h).
-// With replicas nothing is sent: a rank's own copy is one of its replicas' state, too.
+// edge a rank copies its state into memory that all others of the host hold as well (pipeline/shared_memory.h), so it
+// stays there when the rank is lost, and nothing is sent.
 //
-// A rank gives its numbers of step k + 1 to the sum of norms (share_numbers) only after settle(), when it holds its
-// neighbour's copy of edge k; and none has that sum, and so reaches edge k + 1, before all have given theirs. Hence:
-//  - ranks are at edges k and k + 1 at most, for one k;
-//  - when one is at k + 1, all neighbours' copies of edge k are where they belong; when none is, those of k - 1 are.
-// So two edges of each are kept, and whichever rank is lost, there is an edge, the last one or the one before, at which
-// every tensor is held by someone. At most one whole step is computed again. Two ranks beside each other that are lost
-// at once take both copies of a state with them.
+// A rank gives its numbers of step k + 1 to the sum of norms (share_numbers) when it has copied edge k; and none has
+// that sum, and so reaches edge k + 1, before all have given theirs. Hence ranks are at edges k and k + 1 at most, for
+// one k, and two edges of each are kept: whichever ranks are lost, there is an edge, the last one or the one before,
+// that is there of all. At most one whole step is computed again. Only the loss of all ranks at once loses it.
 //
 // Steps are the same bits whoever computes them: copies of an edge fit together whatever layout they were taken in.
 #pragma once
@@ -24,7 +21,8 @@
 #include <vector>
 
 #include "plumb/checkpoint/safetensors.h"
-#include "plumb/pipeline/copy_ring.h"
+#include "plumb/pipeline/process_group.h"
+#include "plumb/pipeline/shared_memory.h"
 #include "plumb/training/job.h"
 #include "plumb/training/optimizer.h"
 
@@ -48,43 +46,36 @@ class StateCopies {
   // The state of that edge into `state`, from this rank's copies and the others'; answers what `counted` was. Raises
   // Error(Communication) for copies that do not fit.
   nlohmann::json restore(const ProcessGroup& world, const TrainJob& job, const RankState& state);
-  // Connects to the neighbours.
-  void connect(const ProcessGroup& world, int replicas);
+  // Holds the memory of the others.
+  void connect(const ProcessGroup& world);
 
   // --- while it runs ---
   void take(int64_t edge, const RankState& state, const nlohmann::json& counted);
-  // Before this rank gives its numbers of a step: waits until the neighbour's copy is here.
-  void settle();
 
-  // The generation is over: closes the connections and keeps the copies.
+  // The generation is over: keeps the copies.
   void leave();
 
  private:
-  struct Copy {
-    int64_t edge = -1;
-    at::Tensor bytes;
-  };
   // A copy taken apart: tensors over its bytes.
   struct Opened {
     int64_t edge = -1;
     std::map<std::string, at::Tensor> tensors;  // "model/NAME", "optimizer/exp_avg/NAME"
     nlohmann::json counted;
-    std::set<std::string> names() const;  // of the model's tensors
   };
-  static Opened open(const Copy& copy);
+  // Nothing where no copy is, or one that its rank did not end.
+  static std::optional<Opened> open(const at::Tensor& bytes);
   void lay_out(const NamedTensors& tensors);
 
-  std::unique_ptr<CopyRing> ring_;
-  Copy own_[2], theirs_[2];         // by edge modulo 2
-  int64_t first_ = -1, last_ = -1;  // edges of this generation
-  bool settled_ = true;
-  std::vector<Opened> before_;  // of the generations before
+  std::vector<SharedMemory> memory_;  // of this generation: two of this rank, by edge modulo 2, then the others'
+  int64_t first_ = -1;                // edge of this generation
+  std::vector<SharedMemory> before_;  // of the generations before
   // How this rank's state stands in a copy.
   std::vector<std::string> names_;
   std::vector<int64_t> offsets_;
   std::string header_;
   int64_t data_bytes_ = 0;
-  // Between find_edge() and restore(): by rank the names that it has of the edge.
+  // Between find_edge() and restore(): the copies of the edge, and by rank the names that it has of it.
+  std::vector<Opened> opened_;
   std::vector<std::set<std::string>> held_by_;
   nlohmann::json counted_;
 };

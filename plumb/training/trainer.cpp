@@ -226,7 +226,7 @@ void Trainer::State::go_on() {
   } else if (checkpoints) {
     start = checkpoints->resume(damaged);
   }
-  if (session) session->copies.connect(world, static_cast<int>(o.replicas));
+  if (session) session->copies.connect(world);
 }
 
 void Trainer::State::make_recorder(int rank) {
@@ -272,7 +272,6 @@ Trainer::State::Numbers Trainer::State::compute(int64_t step, const Parts& parts
   }
   shared.resize(owners.size() - 1, resident_memory());
   shared.push_back(numbers.loss);
-  if (session) session->copies.settle();
   share_numbers(groups.pipeline, owners, shared);
   numbers.loss = shared.back();
   numbers.memory = *std::max_element(shared.begin() + static_cast<int64_t>(measured.size()), shared.end() - 1);

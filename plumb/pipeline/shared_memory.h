@@ -1,0 +1,38 @@
+// Memory that other processes of the host hold, too: it stays when the process that made it is gone.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace plumb {
+
+// Bytes without a name in any file system: they are free with the last process that holds them, however it ends.
+// The maker may let it grow while others hold it, and nobody can make it smaller under them.
+class SharedMemory {
+ public:
+  // Where others find it: a process and one of its file descriptors.
+  struct Address {
+    std::int64_t process = 0, descriptor = -1;
+  };
+
+  // Of no bytes. Raises Error(ExecutionFailed) where the system gives none.
+  SharedMemory();
+  // Holds that of another process, to read it. Raises Error(Communication) if the process is gone or names something
+  // else.
+  explicit SharedMemory(const Address& address);
+
+  Address address() const;
+  // For its maker: at least `bytes` of it, what was there kept, where they stand from now on. Raises
+  // Error(ExecutionFailed) without room.
+  char* grow(std::int64_t bytes);
+  // All that it has by now, as a tensor of bytes to read, which holds them by itself.
+  at::Tensor bytes() const;
+
+ private:
+  struct Held;
+  std::shared_ptr<Held> held_;
+};
+
+}  // namespace plumb
