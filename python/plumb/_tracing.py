@@ -46,7 +46,7 @@ def module_stack(module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-# Custom functions by number that were given a module: its gradients go to the module that was captured.
+# Custom functions by number that were given a module: they compute with the weights of the module that was captured.
 _holders: dict[int, str] = {}
 
 
@@ -55,12 +55,11 @@ def refuse_holders(graph: Any, what: str) -> None:
     for node in graph.nodes if _holders else []:
         if node.target == "plumb::python_function" and node.args[0] in _holders:
             raise Error(
-                f"the custom autograd function {_holders[node.args[0]]} is given a module, whose gradients it hands to the model "
-                f"that was captured: the graph cannot be {what}",
+                f"the custom autograd function {_holders[node.args[0]]} is given a module, so it computes with the weights of "
+                f"the model that was captured: the graph cannot be {what}",
                 kind=ErrorKind.Unsupported,
                 where=f"{node.source[0]}:{node.source[1]}" if node.source else node.module_path,
-                remedy="give the function the module's parameters, too, function.apply(module, x, *module.parameters()), and return "
-                "their gradients from its backward",
+                remedy="give the function the weights as tensors in place of the module",
             )
 
 
@@ -113,8 +112,7 @@ def opaque_functions() -> Iterator[None]:
             return [o for o in outs if isinstance(o, Tensor)]
 
         number = _C.register_opaque(run, f"{cls.__module__}.{cls.__qualname__}")
-        given = {id(t) for t in tensors}
-        if any(id(p) not in given and p.requires_grad for m in leaves if isinstance(m, nn.Module) for p in m.parameters()):
+        if any(next(m.parameters(), None) is not None for m in leaves if isinstance(m, nn.Module)):
             _holders[number] = cls.__qualname__
         results = iter(torch.ops.plumb.python_function(number, tensors))
         many, others = shape
