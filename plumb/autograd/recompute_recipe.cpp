@@ -26,6 +26,14 @@ std::vector<std::weak_ptr<Recipe>>& waiting_recipes() {
   return recipes;
 }
 
+// An emptied storage may be filled again. torch 2.11 cannot take its message back: there every result is kept.
+template <class Storage>
+constexpr bool kCanFill = requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
+template <class Storage>
+void take_message_back(Storage& storage) {
+  if constexpr (kCanFill<Storage>) storage.clear_data_ptr_access_error_msg_();
+}
+
 at::Tensor over(c10::Storage storage, const Part& part) {
   at::AutoDispatchBelowADInplaceOrView below;
   at::Tensor t = at::empty({0}, part.options);
@@ -44,9 +52,9 @@ at::Tensor over(c10::Storage storage, const Part& part) {
 }  // namespace
 
 bool has_plain_memory(const at::Tensor& x) {
-  return x.defined() && x.is_cpu() && x.layout() == at::kStrided && !x.is_inference() && !at::isTensorSubclassLike(x) &&
-         !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !x.is_conj() && !x.is_neg() && !x.is_quantized() &&
-         !c10::impl::dispatch_mode_enabled();
+  return kCanFill<c10::StorageImpl> && x.defined() && x.is_cpu() && x.layout() == at::kStrided && !x.is_inference() &&
+         !at::isTensorSubclassLike(x) && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !x.is_conj() &&
+         !x.is_neg() && !x.is_quantized() && !c10::impl::dispatch_mode_enabled();
 }
 
 Part::Part(const at::Tensor& t)
@@ -170,7 +178,7 @@ c10::Storage part_from_node(const at::Tensor& result) {
 
 void Recipe::fill(const c10::Storage& storage) {
   if (auto alive = lent_->lock()) {
-    alive->clear_data_ptr_access_error_msg_();
+    take_message_back(*alive);
     alive->set_data_ptr_noswap(pointer_into(storage));
     filled_ = true;
   }
