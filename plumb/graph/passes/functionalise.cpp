@@ -51,21 +51,30 @@ Node* scatter(Graph& g, const Node& view, Value* base, Value* piece) {
                 {base, piece, view.arg("dim"), view.arg("start"), view.arg("end"), view.arg("step")});
 }
 
+// Whether it takes what `in_place` takes, and writes to none of it.
+bool takes_the_same(const c10::FunctionSchema& pure, const c10::FunctionSchema& in_place) {
+  const auto &a = in_place.arguments(), &b = pure.arguments();
+  return pure.returns().size() == 1 &&
+         std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+           return x.name() == y.name() && *x.type() == *y.type() && y.alias_info() == nullptr;
+         });
+}
+
 std::optional<c10::OperatorHandle> pure_twin(const Node& node) {
   const std::string_view in_place = node.op_name();
   if (!in_place.ends_with('_') || !operator_facts(in_place.substr(0, in_place.size() - 1)).in_place_alike)
     return std::nullopt;
   std::string name = node.target();
   name.erase(in_place.size() - 1, 1);
-  auto op = try_find_operator(name);
-  if (!op) return std::nullopt;
-  const auto& a = node.schema();
-  const auto& b = op->schema();
-  if (a.arguments().size() != b.arguments().size() || b.returns().size() != 1) return std::nullopt;
-  for (size_t i = 0; i < a.arguments().size(); ++i) {
-    if (a.arguments()[i].name() != b.arguments()[i].name() || b.arguments()[i].alias_info()) return std::nullopt;
+  // Operators that also begin with a number (2 ** x) say in the overload what is a tensor: pow_.Scalar,
+  // pow.Tensor_Scalar.
+  std::string other = name;
+  if (const size_t dot = other.find('.'); dot != std::string::npos) other.insert(dot + 1, "Tensor_");
+  for (const std::string& target : {name, other}) {
+    auto op = try_find_operator(target);
+    if (op && takes_the_same(op->schema(), node.schema())) return op;
   }
-  return op;
+  return std::nullopt;
 }
 
 bool is_static(const TensorMeta& m) { return m.symbols.empty(); }

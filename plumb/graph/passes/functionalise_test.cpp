@@ -30,6 +30,24 @@ TEST(Functionalise, TurnsAnInPlaceSumIntoASum) {
 })");
 }
 
+TEST(Functionalise, KnowsThePureOperatorByItsArguments) {
+  // pow.Scalar has the number first.
+  expect_rewrite("functionalise", R"(graph {
+  %x: f32[4, 4] = placeholder "x"
+  %h: f32[4, 4] = aten::exp(%x)
+  %a: f32[4, 4] = aten::pow_.Scalar(%h, -0.5)
+  %b: f32[4, 4] = aten::pow_.Tensor(%a, %x)
+  output(%b)
+})",
+                 R"(graph {
+  %x = placeholder "x"
+  %h = aten::exp(%x)
+  %a = aten::pow.Tensor_Scalar(%h, -0.5)
+  %b = aten::pow.Tensor_Tensor(%a, %x)
+  output(%b)
+})");
+}
+
 TEST(Functionalise, TurnsAWriteThroughAViewIntoAScatter) {
   // x[:, 0] += 1 as Python writes it.
   expect_rewrite("functionalise", R"(graph {
