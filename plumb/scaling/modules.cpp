@@ -105,9 +105,7 @@ Tensor MHSAImpl::forward(const Tensor& input) {
   return linear_o(mixed.transpose(-3, -2).flatten(-2));
 }
 
-TransformerLayerImpl::TransformerLayerImpl(TransformerLayerOptions o) : options(o) {
-  TransformerLayerImpl::reset();
-}
+TransformerLayerImpl::TransformerLayerImpl(TransformerLayerOptions o) : options(o) { TransformerLayerImpl::reset(); }
 void TransformerLayerImpl::reset() {
   MHSAOptions attention(options.hidden_size, options.heads, options.is_causal);
   attention.dropout_p = options.dropout_p;

@@ -1,0 +1,109 @@
+"""Graphs whose inputs, mode or surroundings are of another kind than when they were captured."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask=None):
+        return x * 2 if mask is None else x * mask
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_tensor_where_none_was_captured_is_refused_and_the_other_way_round(by_name):
+    x, mask = torch.randn(3), torch.rand(3)
+
+    def call(module, m):
+        return module(x, mask=m) if by_name else module(x, m)
+
+    without = plumb.capture(Masked(), x, **{"mask": None}) if by_name else plumb.capture(Masked(), x, None)
+    given = plumb.capture(Masked(), x, **{"mask": mask}) if by_name else plumb.capture(Masked(), x, mask)
+    assert torch.equal(call(without, None), x * 2) and torch.equal(call(given, mask), x * mask)
+    for module, wrong in ((without, mask), (given, None), (without, 1.5), (given, 1.5)):
+        with pytest.raises(plumb.Error) as caught:
+            call(module, wrong)
+        assert caught.value.kind in (plumb.ErrorKind.StructureMismatch, plumb.ErrorKind.TensorMismatch)
+
+
+def test_a_mask_given_later_is_refused_by_a_file_and_a_pipe_too(tmp_path):
+    from plumb.pipelining import pipeline
+
+    x, mask = torch.randn(3), torch.rand(3)
+    plumb.save_pt2(plumb.capture(Masked(), x, None), tmp_path / "masked.pt2")
+    loaded = plumb.load_pt2(tmp_path / "masked.pt2")
+    pipe = pipeline(Masked(), (x, None))
+    for call in (loaded, pipe):
+        call(x, None)
+        with pytest.raises(plumb.Error):
+            call(x, mask)
+
+
+def test_a_transformed_module_captures_again_for_a_mask():
+    x, mask = torch.randn(3), torch.rand(3)
+    tracked = plumb.transforms.track_scales(Masked())
+    assert torch.equal(tracked(x, None), x * 2)
+    assert torch.equal(tracked(x, mask), x * mask)
+
+
+def test_a_graph_refuses_the_mode_that_it_was_not_captured_in(tmp_path):
+    x = torch.randn(4, 8)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    graph = plumb.capture(net, x)
+    graph.eval()
+    with pytest.raises(plumb.Error, match="captured in training mode and cannot change to evaluation mode") as caught:
+        graph(x)
+    assert caught.value.kind is plumb.ErrorKind.InvalidState and "model.eval()" in caught.value.remedy
+    graph.train()(x)
+    still = plumb.capture(net.eval(), x)
+    assert torch.equal(still(x), net(x))
+    plumb.save_pt2(still, tmp_path / "still.pt2")
+    loaded = plumb.load_pt2(tmp_path / "still.pt2")
+    assert not loaded.training and torch.equal(loaded(x), net(x))
+    for module in (still, copy.deepcopy(still), loaded):
+        with pytest.raises(plumb.Error, match="captured in evaluation mode"):
+            module.train()(x)
+
+
+def test_attention_that_is_captured_without_dropout_does_not_train_without_it():
+    q = torch.randn(1, 2, 4, 8)
+
+    class Attention(nn.Module):
+        def forward(self, q):
+            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5 if self.training else 0.0)
+
+    graph = plumb.capture(Attention().eval(), q)
+    with pytest.raises(plumb.Error, match="evaluation mode"):
+        graph.train()(q)
+
+
+def test_a_graph_without_modes_runs_in_both():
+    x = torch.randn(4, 8)
+    graph = plumb.capture(nn.Linear(8, 8), x)
+    assert torch.equal(graph.eval()(x), graph.train()(x))
+
+
+def test_is_undisturbed_by_the_callers_modes():
+    model = nn.Linear(4, 4)
+
+    def text():
+        return plumb.capture(model, torch.randn(2, 4)).graph.to_string()
+
+    plain = text()
+    with torch.no_grad():
+        assert text() == plain
+    with torch.inference_mode():
+        assert text() == plain
+
+
+def test_replay_ignores_the_callers_autocast():
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    m = plumb.capture(model, x)
+    expected = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(m(x), expected)
