@@ -471,3 +471,22 @@ def test_a_module_that_cannot_be_copied_says_so():
     model.lines = (line for line in "ab")
     with pytest.raises(plumb.Error, match="the Linear cannot be copied, and a transform is a copy: .*generator"):
         track_scales(model)
+
+
+@pytest.mark.parametrize("transform", [track_scales, unit_scale, simulate_fp8])
+def test_a_tensor_computed_from_weights_before_the_forward_is_not_a_constant_in_silence(transform):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 4))
+            self.first = self.weight[0]
+
+        def forward(self, x, reads=True):
+            return x * self.first if reads else x * self.weight[0]
+
+    net, x = transform(Net()), torch.ones(3, 4)
+    with pytest.raises(plumb.Error, match="'first', a tensor that was computed before") as caught:
+        net(x)
+    assert caught.value.kind is plumb.ErrorKind.Capture and "in the forward" in caught.value.remedy
+    net(x, False).sum().backward()
+    assert net.weight.grad[0].any()

@@ -162,6 +162,14 @@ class TransformedForward:
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values,
         )  # fmt: skip
+        for _, kind, tensor, _ in engine.state():
+            if kind == CONSTANT and (name := getattr(tensor, _COMPUTED, None)):
+                raise Error(
+                    f"the forward reads '{name}', a tensor that was computed before with gradients on: what it was computed"
+                    " from would get no gradient",
+                    kind=ErrorKind.Capture,
+                    remedy="compute it in the forward, or keep its detach()",
+                )
         captured = CapturedGraph(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
         _name_values(captured, found)
         for p in self.passes:
@@ -314,17 +322,23 @@ def forward_of(module: nn.Module) -> TransformedForward | None:
     return forward if isinstance(forward, TransformedForward) else None
 
 
+_COMPUTED = "_plumb_computed"  # on a copy of what autograd had made: the attribute that holds it
+
+
 def _copy(module: nn.Module) -> nn.Module:
     """A deep copy, of modules too that keep what torch does not copy: results of their last forward (features of a hook,
     pruned weights) are kept as plain tensors, scripted functions and hooks of parameters as they are."""
     memo: dict[int, Any] = {}
-    for sub in module.modules():
-        kept = [v for v in sub.__dict__.values() if isinstance(v, (Tensor, list, tuple, dict, torch.jit.ScriptFunction))]
-        for value in pytree.tree_leaves(kept):
-            if isinstance(value, torch.jit.ScriptFunction):
-                memo[id(value)] = value
-            elif isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
+    for path, sub in module.named_modules():
+        for key, kept in sub.__dict__.items():
+            if not isinstance(kept, (Tensor, list, tuple, dict, torch.jit.ScriptFunction)):
+                continue
+            for value in pytree.tree_leaves(kept):
+                if isinstance(value, torch.jit.ScriptFunction):
+                    memo[id(value)] = value
+                elif isinstance(value, Tensor) and not value.is_leaf:
+                    memo[id(value)] = plain = value.detach().clone()
+                    setattr(plain, _COMPUTED, f"{path}.{key}" if path else key)
     try:
         with torch.no_grad():  # torch copies parameters of scripted modules by an operator
             copied = copy.deepcopy(module, memo)
