@@ -217,7 +217,7 @@ TEST(UseFp8, SumsTheGradientsOfAValuesProductsBeforeThoseOfItsOtherUsers) {
   at::manual_seed(3);
   const auto module = module_of(text, random_weights({{"e", {16, 16}}, {"q", {16, 16}}, {"k", {16, 16}}}));
   const auto fp8 = use_fp8(module);
-  EXPECT_THAT(to_string(fp8->graph()), HasSubstr("%alias: f32[32, 16] grad = aten::alias(%h)"));
+  EXPECT_THAT(to_string(fp8->graph()), HasSubstr(" = aten::alias(%h)"));
   EXPECT_THAT(to_string(fp8->graph()), HasSubstr("plumb::fp8_linear(%alias, %k, "));
   const at::Tensor x = randn_there({32, 16});
   expect_same_bits(fp8_results(fp8, {x}), fp8_results(simulated_as_fp8(module), {x}), "");
