@@ -64,30 +64,32 @@ def same_objects(a: Any, b: Any) -> bool:
     )
 
 
+def _walk(name: str, value: Any, depth: int, found: list[Table], seen: set[int]) -> None:
+    """Adds the tables in `value` to `found`."""
+    if isinstance(value, tuple):
+        for i, v in enumerate(value):
+            _walk(f"{name}[{i}]", v, depth + 1, found, seen)
+        return
+    live, dotted = value, False
+    if not isinstance(value, (dict, list, deque, set)):
+        live, dotted = getattr(value, "__dict__", None), True
+        if not isinstance(live, dict) or isinstance(value, (type, nn.Module, Tensor)) or callable(value):
+            return
+        if type(value).__module__.partition(".")[0] in _LIBRARIES:
+            return
+    if id(live) in seen or depth > _DEEPEST or len(live) > _MOST:
+        return
+    seen.add(id(live))
+    table = Table(name, live, dict(live) if isinstance(live, dict) else copy.copy(live), dotted)
+    found.append(table)
+    for key, v in list(live.items() if isinstance(live, dict) else enumerate(live)):
+        _walk(table.slot(key), v, depth + 1, found, seen)
+
+
 def tables(module: nn.Module) -> list[Table]:
     """Of all modules, in the order in which a walk from the root meets them."""
     found: list[Table] = []
     seen: set[int] = set()
-
-    def walk(name: str, value: Any, depth: int) -> None:
-        if isinstance(value, tuple):
-            for i, v in enumerate(value):
-                walk(f"{name}[{i}]", v, depth + 1)
-            return
-        live, dotted = value, False
-        if not isinstance(value, (dict, list, deque, set)):
-            live, dotted = getattr(value, "__dict__", None), True
-            if not isinstance(live, dict) or isinstance(value, (type, nn.Module, Tensor)) or callable(value):
-                return
-            if type(value).__module__.partition(".")[0] in _LIBRARIES:
-                return
-        if id(live) in seen or depth > _DEEPEST or len(live) > _MOST:
-            return
-        seen.add(id(live))
-        table = Table(name, live, dict(live) if isinstance(live, dict) else copy.copy(live), dotted)
-        found.append(table)
-        for key, v in list(live.items() if isinstance(live, dict) else enumerate(live)):
-            walk(table.slot(key), v, depth + 1)
 
     for name, sub in module.named_modules():
         table = Table(name, sub.__dict__, dict(sub.__dict__), True, sub)
@@ -96,5 +98,5 @@ def tables(module: nn.Module) -> list[Table]:
             found.append(Table(name, sub._buffers, dict(sub._buffers), True))
         for key, value in list(sub.__dict__.items()):
             if key not in _STATE and key != "forward":
-                walk(table.slot(key), value, 1)
+                _walk(table.slot(key), value, 1, found, seen)
     return found
