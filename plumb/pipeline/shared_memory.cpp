@@ -68,9 +68,9 @@ char* SharedMemory::grow(std::int64_t bytes) {
   const std::string what = std::to_string(bytes) + " bytes of memory that processes share cannot be had";
   // Taken now, not when they are written to: then there would be a signal.
   if (const int reason = ::posix_fallocate(held.descriptor, 0, bytes); reason != 0)
-    fail(ErrorKind::ExecutionFailed, what, reason, "end other programs, or raise the limits of memory and file sizes");
+    fail(ErrorKind::CannotWrite, what, reason, "end other programs, or raise the limits of memory and file sizes");
   void* at = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, held.descriptor, 0);
-  if (at == MAP_FAILED) fail(ErrorKind::ExecutionFailed, what, errno, "");
+  if (at == MAP_FAILED) fail(ErrorKind::CannotWrite, what, errno, "");
   if (held.at != nullptr) ::munmap(held.at, static_cast<size_t>(held.size));
   held.at = static_cast<char*>(at);
   held.size = bytes;

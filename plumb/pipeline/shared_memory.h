@@ -25,7 +25,7 @@ class SharedMemory {
 
   Address address() const;
   // For its maker: at least `bytes` of it, what was there kept, where they stand from now on. Raises
-  // Error(ExecutionFailed) without room.
+  // Error(CannotWrite) without room: another process in this one's place would have none, either.
   char* grow(std::int64_t bytes);
   // All that it has by now, as a tensor of bytes to read, which holds them by itself.
   at::Tensor bytes() const;

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -57,6 +58,19 @@ TEST(SharedMemory, GrowsUnderThoseWhoHoldIt) {
   EXPECT_EQ(first[99].item<int>(), 2) << "one memory";
   EXPECT_EQ(other.bytes().numel(), 1 << 20);
   EXPECT_NE(::ftruncate(static_cast<int>(memory.address().descriptor), 10), 0) << "nobody can make it smaller";
+}
+
+TEST(SharedMemory, BeyondALimitIsAnErrorThatSaysSo) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto signal_before = ::signal(SIGXFSZ, SIG_IGN);
+  const rlimit small{4096, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  const Error error = error_of([] { SharedMemory().grow(1 << 20); });
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  ::signal(SIGXFSZ, signal_before);
+  EXPECT_EQ(error.kind(), ErrorKind::CannotWrite);
+  EXPECT_THAT(error.remedy(), HasSubstr("limits of memory and file sizes"));
 }
 
 TEST(SharedMemory, WhatAPeerNamesIsMemoryOfPlumbOrRefused) {
