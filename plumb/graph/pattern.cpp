@@ -118,11 +118,17 @@ std::optional<Match> Pattern::match(Node* root) const {
 
 bool is_private(const Match& match, size_t reach) {
   const std::unordered_set<const Node*> inside(match.nodes.begin(), match.nodes.end());
+  // An inner value that is one of the match's inputs as well (x.t() @ x.t()) stays in use.
+  std::unordered_set<const Value*> bound;
+  for (const auto& [name, arg] : match.bound) {
+    if (arg.is_value()) bound.insert(arg.value());
+  }
   const bool grad = match.root->meta().grad_enabled;
   for (const Node* node : match.nodes) {
     if (node->meta().grad_enabled != grad || node->is_random()) return false;
     if (node == match.root) continue;
     for (const Value* r : node->results()) {
+      if (bound.contains(r)) return false;
       for (const Use& use : r->uses()) {
         if (!inside.count(use.user)) return false;
       }

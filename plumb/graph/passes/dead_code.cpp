@@ -1,10 +1,12 @@
 #include "plumb/graph/passes/dead_code.h"
 
 #include <algorithm>
+#include <array>
 #include <unordered_set>
 #include <vector>
 
 #include "plumb/graph/aliases.h"
+#include "plumb/graph/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
 
 namespace plumb {
@@ -24,9 +26,11 @@ class Sweep {
       positions_.emplace(node, positions_.size());
       const auto& written = aliases_.written(node);
       for (Aliases::Memory m : written) writes_[m].push_back(positions_.size() - 1);
-      if (!written.empty() && node->is_call() && node->num_results() == 1 && node->arg(0).is_value()) {
-        same_[node->result()] = same(node->arg(0).value());
-      }
+      if (!node->is_call() || node->num_results() != 1 || node->args().empty() || !node->arg(0).is_value()) continue;
+      const Value* input = node->arg(0).value();
+      if (!written.empty()) same_[node->result()] = same(input);
+      const bool may_hand_back = node->result_aliases_input() && !operator_facts(node->target()).plain_view;
+      if (may_hand_back && aliases_.may_alias(node->result(), input)) first_[node->result()] = first(input);
     }
   }
 
@@ -36,7 +40,9 @@ class Sweep {
       Node* previous = node->prev();
       if (is_live(*node)) {
         for (Aliases::Memory m : aliases_.read(node)) seen_.insert(m);
-        for (size_t i = 0; i < node->num_inputs(); ++i) read_.insert(same(node->input(i)));
+        for (size_t i = 0; i < node->num_inputs(); ++i) {
+          for (const Value* v : tensors_of(node->input(i))) read_.insert(v);
+        }
       } else {
         graph_.erase(node);
         changed = true;
@@ -63,17 +69,22 @@ class Sweep {
   bool renews_history(const Node& node) const {
     if (!node.meta().grad_enabled) return false;
     for (size_t i = 0; i < node.num_inputs(); ++i) {
-      const Value* v = same(node.input(i));
-      const Node* maker = v->producer();
-      if (!read_.count(v) || !maker->result_aliases_input() || !flow_.may_require_grad(v)) continue;
-      auto found = writes_.find(aliases_.memory(v));
-      if (found == writes_.end()) continue;
-      // The writes before `node` are still there: the walk has not come to them.
-      const auto& all = found->second;
-      auto first = std::upper_bound(all.begin(), all.end(), positions_.at(maker));
-      if (first != all.end() && *first < positions_.at(&node)) return true;
+      for (const Value* v : tensors_of(node.input(i))) {
+        if (is_renewed(v, node)) return true;
+      }
     }
     return false;
+  }
+
+  bool is_renewed(const Value* v, const Node& by) const {
+    const Node* maker = v->producer();
+    if (!read_.count(v) || !maker->result_aliases_input() || !flow_.may_require_grad(v)) return false;
+    auto found = writes_.find(aliases_.memory(v));
+    if (found == writes_.end()) return false;
+    // The writes before `by` are still there: the walk has not come to them.
+    const auto& all = found->second;
+    auto next = std::upper_bound(all.begin(), all.end(), positions_.at(maker));
+    return next != all.end() && *next < positions_.at(&by);
   }
 
   // The result of a write is the tensor that was written.
@@ -82,13 +93,22 @@ class Sweep {
     return it == same_.end() ? v : it->second;
   }
 
+  // The value at the beginning of a row of operators that may hand their input back (dropout of nothing, reshape).
+  const Value* first(const Value* v) const {
+    auto it = first_.find(same(v));
+    return it == first_.end() ? same(v) : it->second;
+  }
+
+  // The tensors that the value may be. In between, of a longer row, none is looked at.
+  std::array<const Value*, 2> tensors_of(const Value* v) const { return {same(v), first(v)}; }
+
   Graph& graph_;
   Aliases aliases_;
   GradientFlow flow_;
   DeadCodeOptions options_;
   std::unordered_set<Aliases::Memory> seen_;  // memory that a later live node reads
   std::unordered_set<const Value*> read_;     // values that one reads
-  std::unordered_map<const Value*, const Value*> same_;
+  std::unordered_map<const Value*, const Value*> same_, first_;
   std::unordered_map<const Node*, size_t> positions_;
   std::unordered_map<Aliases::Memory, std::vector<size_t>> writes_;  // positions, ascending
 };

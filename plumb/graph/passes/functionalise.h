@@ -9,7 +9,10 @@
 // A memory is taken as a whole or left as it is. Left alone: inputs, parameters and buffers; writes through views that
 // have no inverse (transposes, reshapes that may or may not copy); writes whose pure form would have another dtype,
 // layout or backward (seen from the values' types: without types everything is left alone); random and metadata writes.
-// Outputs are the same bits, gradients too but for the sign of zeros.
+// Outputs are the same bits. Gradients are the same numbers, their layout need not be: eager gives the gradient of a
+// written memory the memory's strides, a pure view hands on what it gets, a transposed one. A matrix product behind
+// it then sums in another order, and its gradients may differ in the last places. Elsewhere gradients are the same
+// bits, but for the sign of zeros.
 #pragma once
 
 #include "plumb/graph/graph_module.h"

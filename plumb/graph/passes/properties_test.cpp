@@ -34,6 +34,7 @@ std::string broken_by(const std::vector<std::string>& passes, uint32_t seed, siz
   const Seen was = observe(module, inputs);
   if (!was.error.empty()) return "the random graph does not run: " + was.error + "\n" + before;
   std::string names;
+  Gradients gradients = Gradients::Equal;
   for (const std::string& pass : passes) {
     names += " " + pass;
     try {
@@ -43,7 +44,8 @@ std::string broken_by(const std::vector<std::string>& passes, uint32_t seed, siz
     } catch (const Error& e) {
       return std::string(e.what()) + "\n" + before + to_string(module.graph());
     }
-    const std::string now = difference(was, observe(module, inputs));
+    if (pass == "functionalise") gradients = Gradients::Rounded;
+    const std::string now = difference(was, observe(module, inputs), gradients);
     if (!now.empty()) return "after" + names + ": " + now + "\n" + before + to_string(module.graph());
   }
   return "";
@@ -68,6 +70,16 @@ TEST_F(Properties, EveryPassKeepsOutputsGradientsAndState) {
       }
     }));
   }
+}
+
+TEST_F(Properties, FunctionaliseHandsAGradientOnInAnotherLayoutThanEager) {
+  // A transposed view is read after its memory was written: the product behind rounds its gradient in another order.
+  EXPECT_EQ(broken_by({"functionalise"}, 70240720, 12), "");
+}
+
+TEST_F(Properties, RandomGraphsThatShowedFaultsKeepTheirMeaning) {
+  for (size_t nodes : {12, 40}) EXPECT_EQ(broken_by({"dead_code"}, 8215338, nodes), "");
+  EXPECT_EQ(broken_by({"dead_code", "common_subexpressions", "constant_folding", "raise"}, 1868576173, 30), "");
 }
 
 TEST_F(Properties, PassesKeepTheMeaningInAnyOrder) {

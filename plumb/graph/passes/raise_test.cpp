@@ -113,6 +113,16 @@ TEST(Raise, LeavesFormsWithAnInnerValueUsedElsewhereAlone) {
 )");
 }
 
+TEST(Raise, LeavesFormsAloneWhoseInnerValueIsTheirInputToo) {
+  expect_unchanged("raise", R"(graph {
+  %w: f32[4, 4] grad = get_attr "w"
+  %t: f32[4, 4]{1, 4} grad = aten::t(%w)
+  %y: f32[4, 4] grad = aten::matmul(%t, %t)
+  output(%y, %w)
+}
+)");
+}
+
 TEST(Raise, LeavesFormsWithAWriteInBetweenAlone) {
   expect_unchanged("raise", "graph {\n  %x: f32[3, 4] = placeholder \"x\"" + kState + R"(
   %t: f32[4, 8]{1, 4} = aten::t(%w)
