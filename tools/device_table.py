@@ -17,7 +17,7 @@ BEGIN, END = "<!-- tools/device_table.py -->", "<!-- end -->"
 # What the kernels of plumb/cuda do, by their file. Tests compile each of them, and run their texts on the CPU.
 KINDS = {
     "pass": "rounding, codes and metrics", "measure": "rounding, codes and metrics", "blocks": "rounding, codes and metrics",
-    "pointwise": "pointwise programs", "rows": "softmax and norms",
+    "pointwise": "pointwise programs", "rows": "softmax and norms", "dropout": "dropout",
 }  # fmt: skip
 
 
@@ -48,6 +48,8 @@ def calls():
     for name in ("layer_norm", "native_layer_norm"):
         yield name, lambda name=name: getattr(ops, name)(x, [8], row, row)
     yield "layer_norm_backward", lambda: ops.layer_norm_backward(x, x, [8], row, row, rstd, rstd, [True] * 3)
+    for name in ("dropout", "native_dropout"):
+        yield name, lambda name=name: getattr(ops, name)(x, 0.5, True)
     yield "fp8_cast", lambda: ops.fp8_cast(x, "e4m3fn", "tensorwise")
     # Operators of tracking have a tracker behind them: a tracked module runs them.
     for name in ("track", "track_rounded", "track_traced"):

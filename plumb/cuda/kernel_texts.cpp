@@ -57,6 +57,11 @@ std::string finish_text() {
                    "finish_metrics(blocks, count, counts, numel, gathered, metrics)");
 }
 
+std::string keep_text(kernel::Carrier carrier, int pack) {
+  return kernel_of("dropout.cuh", "const __grid_constant__ KeepArguments a",
+                   std::string("keep<") + type_name(carrier) + ", " + std::to_string(pack) + ">(a)");
+}
+
 std::string decode_text(kernel::Carrier carrier, int pack) {
   return kernel_of("pass.cuh", "const __grid_constant__ DecodeArguments a",
                    std::string("decode<") + type_name(carrier) + ", " + std::to_string(pack) + ">(a)");

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "plumb/cuda/blocks.cuh"
+#include "plumb/cuda/dropout.cuh"
 #include "plumb/cuda/kernel_texts.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/cuda/launch.h"
@@ -126,7 +127,16 @@ bool round_blocks(const BlocksTask& task) {
   return true;
 }
 
-constexpr DeviceKernels kKernels{pass, decode, round_blocks};
+bool keep(const Tensor& values, double value, uint32_t last, uint64_t seed) {
+  const int pack = pack_of(values, {&values});
+  void* const run = loaded(values.device(), keep_text(carrier_of(values.scalar_type(), "dropout"), pack));
+  if (!run) return false;
+  cuda_kernel::KeepArguments arguments{data_of(values), values.numel(), seed, float(value), last};
+  start(values.device(), run, blocks_for(cuda_kernel::quads_in<1>(values.numel()) / pack), {&arguments});
+  return true;
+}
+
+constexpr DeviceKernels kKernels{pass, decode, round_blocks, keep};
 [[maybe_unused]] const bool kRegistered = (register_device_kernels(at::kCUDA, &kKernels), true);
 
 }  // namespace

@@ -8,6 +8,8 @@
 #include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/blocks.h"
 #include "plumb/numerics/codes.h"
+#include "plumb/numerics/dropout_noise.h"
+#include "plumb/numerics/element.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/numerics/values_for_test.h"
@@ -72,6 +74,22 @@ TEST_F(CudaKernels, RoundAnyLengthStridesAndPlaceInMemory) {
         if (place.numel() > 0 && aten_kernels::quantise_into(place, place, format, 7))
           EXPECT_TRUE(same_bits(place, quantise(x, format, 7))) << x.sizes();
       }
+  });
+  EXPECT_EQ(emulator.declined, 0);
+}
+
+TEST_F(CudaKernels, KeepByChanceWithTheBitsOfTheCpu) {
+  const Tensor memory = at::empty({40000});
+  emulated(emulator, [&] {
+    for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16})
+      for (const int64_t n : {1, 255, 256, 4097, 30000})
+        for (const int64_t skipped : {0, 3}) {  // where a vector store may begin, and where not
+          const Tensor noise = memory.view(dtype).narrow(0, skipped, n);
+          for (const double kept : {0.9, 0.5, 1e-12}) {
+            aten_kernels::keep(noise, 1.7, kernel::last_word_of(kept), 12345);
+            EXPECT_TRUE(same_bits(noise, dropout_noise(noise, kept, 1.7, 12345))) << dtype << " " << n << " " << kept;
+          }
+        }
   });
   EXPECT_EQ(emulator.declined, 0);
 }

@@ -8,6 +8,7 @@ function(plumb_kernel_header NAME FILE)
 endfunction()
 plumb_kernel_header(cstdint plumb/cuda/nvrtc_base.h)
 foreach(_file numerics/kernels.h numerics/element.h cuda/device.cuh cuda/measure.cuh cuda/pass.cuh cuda/blocks.cuh
+        cuda/dropout.cuh
         cuda/pointwise.cuh cuda/rows.cuh)
   plumb_kernel_header(plumb/${_file} plumb/${_file})
 endforeach()

@@ -325,6 +325,12 @@ Tensor quantise_and_gather(const Tensor& x, const FPFormat& format, uint64_t see
   return result;
 }
 
+void keep(const Tensor& y, double value, uint32_t last, uint64_t seed) {
+  if (y.numel() == 0) return;
+  if (const auto* own = device_kernels(y, y.scalar_type()); own && own->keep(y, value, last, seed)) return;
+  y.copy_(words_for(y, seed).le(int64_t(last))).mul_(value);
+}
+
 Tensor encode(const Tensor& x, const FPFormat& format, uint64_t seed) {
   if (x.numel() == 0) return at::empty_like(x, x.options().dtype(at::kByte));
   if (const auto* own = device_kernels(x, x.scalar_type())) {

@@ -28,6 +28,9 @@ bool quantise_into(const at::Tensor& out, const at::Tensor& x, const FPFormat& f
 at::Tensor quantise_and_gather(const at::Tensor& x, const FPFormat& format, uint64_t seed, bool histogram,
                                at::Tensor* before, at::Tensor* after);
 
+// Into `y`, dense: `value` where random_words() of its place is at most `last`, else 0.
+void keep(const at::Tensor& y, double value, uint32_t last, uint64_t seed);
+
 // Like encode() and decode() in codes.h.
 at::Tensor encode(const at::Tensor& x, const FPFormat& format, uint64_t seed);
 at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype);

@@ -185,6 +185,9 @@ at::Tensor pack_codes(const at::Tensor& x, const FPFormat& format) {
   const auto carrier = carrier_of(x.scalar_type(), "pack_codes");
   const auto spec = saved_code_spec(format);
   at::NoGradGuard no_grad;
+  // Whether there is a NaN a device would have to be asked.
+  if (!x.is_cpu())
+    return lacks_nan(format) ? at::Tensor() : aten_kernels::encode(x, format.with_rounding(Rounding::Nearest), 0);
   at::Tensor codes = fresh_like(x, at::kByte);
   const char* from = static_cast<const char*>(x.const_data_ptr());
   uint8_t* to = codes.mutable_data_ptr<uint8_t>();
@@ -198,6 +201,7 @@ at::Tensor pack_codes(const at::Tensor& x, const FPFormat& format) {
 }
 
 at::Tensor unpack_codes(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype) {
+  if (!codes.is_cpu()) return decode(codes, format, dtype);
   if (format.encoding == Encoding::Fnuz || !is_dense(codes))
     return decode_by(value_tables(format, lacks_nan(format)), codes, dtype);
   const auto carrier = carrier_of(dtype, "unpack_codes");

@@ -24,8 +24,8 @@ at::Tensor decode(const at::Tensor& codes, const FPFormat& format, at::ScalarTyp
 // One code's value: slow, for tables and tests.
 double decode_one(uint8_t code, const FPFormat& format);
 
-// Codes of a dense CPU tensor's values, which are the format's, zeros with their signs; undefined if there is a NaN
-// that the format has not. And back.
+// Codes of a dense tensor's values, which are the format's, zeros with their signs; undefined if there is a NaN that
+// the format has not, off the CPU for every format that has none, as nothing waits for a device. And back.
 at::Tensor pack_codes(const at::Tensor& x, const FPFormat& format);
 at::Tensor unpack_codes(const at::Tensor& codes, const FPFormat& format, at::ScalarType dtype);
 

@@ -40,6 +40,8 @@ struct DeviceKernels {
   bool (*pass)(const PassTask& task);
   bool (*decode)(const at::Tensor& codes, const at::Tensor& values, const std::array<float, 256>& table);
   bool (*round_blocks)(const BlocksTask& task);
+  // values: `value` where the random word of its place is at most `last`, else 0.
+  bool (*keep)(const at::Tensor& values, double value, uint32_t last, uint64_t seed);
 };
 
 // For the life of the process; before tensors of that kind come.

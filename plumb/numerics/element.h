@@ -112,6 +112,12 @@ inline uint32_t random_word(uint64_t seed, uint64_t i) {
   return random_words(seed, i / kRandomGroup * lanes + i % lanes).word[i % kRandomGroup / lanes];
 }
 
+// Of the 2^32 words those up to this one are a probability, in steps of 2^-32 and at least one.
+inline uint32_t last_word_of(double probability) {
+  const double words = probability * 0x1p32 + 0.5;
+  return words < 2 ? 0 : words >= 0x1p32 ? 0xffffffff : uint32_t(uint64_t(words) - 1);
+}
+
 // --- rounding
 
 // Ways to round, finer than RoundingSpec::Mode.

@@ -99,6 +99,18 @@ void measure_all(const void* x_void, int64_t n, Partial& p) {
   measurer.finish();
 }
 
+template <class Word>
+void keep_all(void* y_void, int64_t n, const void* value, uint32_t last, uint64_t seed, int64_t first_block) {
+  Word* y = static_cast<Word*>(y_void);
+  const Word kept = *static_cast<const Word*>(value);
+  Random random(seed, uint64_t(first_block) * (kRandomBlock / kRandomGroup));
+  for (int64_t i = 0; i < n; i += kRandomGroup) {
+    const uint32_t* words = random.next_group();
+    const int m = int(smaller(n - i, kRandomGroup));
+    for (int j = 0; j < m; ++j) y[i + j] = words[j] <= last ? kept : Word(0);
+  }
+}
+
 constexpr KernelTable make_table(const char* level) {
   return {level,
           {round_all<float>, round_all<double>, round_all<Half>, round_all<BHalf>},
@@ -110,6 +122,7 @@ constexpr KernelTable make_table(const char* level) {
           {round_and_pack_all<float>, round_and_pack_all<double>, round_and_pack_all<Half>, round_and_pack_all<BHalf>},
           {unpack_all<float>, unpack_all<double>, unpack_all<Half>, unpack_all<BHalf>},
           {decode_all<uint32_t>, decode_all<uint64_t>, decode_all<uint16_t>, decode_all<uint16_t>},
+          {keep_all<uint32_t>, keep_all<uint64_t>, keep_all<uint16_t>, keep_all<uint16_t>},
           normalise_rows};
 }
 

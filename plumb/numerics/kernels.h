@@ -109,6 +109,8 @@ struct KernelTable {
   void (*unpack[kCarriers])(const uint8_t* codes, void* y, int64_t n, const CodeSpec&);
   // values: 256 entries of the carrier.
   void (*decode[kCarriers])(const uint8_t* codes, void* y, int64_t n, const void* values);
+  // y: `value` (an entry of the carrier) where the random word of its place is at most `last`, else 0.
+  void (*keep[kCarriers])(void* y, int64_t n, const void* value, uint32_t last, uint64_t seed, int64_t first_block);
   // y = (x - mean) * rstd * weight + bias: rows of n values, a mean and a reciprocal deviation each.
   void (*normalise)(const float* x, float* y, int64_t rows, int64_t n, const float* mean, const float* rstd,
                     const float* weight, const float* bias);

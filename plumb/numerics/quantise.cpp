@@ -12,6 +12,7 @@
 #include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/blocks.h"
 #include "plumb/numerics/carrier.h"
+#include "plumb/numerics/codes.h"
 #include "plumb/numerics/metrics_gather.h"
 
 namespace plumb {
@@ -74,6 +75,10 @@ std::pair<at::Tensor, at::Tensor> quantise_and_pack(const at::Tensor& x, const F
   check_tensor(x, "quantise");
   const auto carrier = carrier_of(x.scalar_type(), "quantise");
   at::NoGradGuard no_grad;
+  if (!x.is_cpu()) {
+    at::Tensor rounded = aten_kernels::quantise(x, format, seed_for(format, seed));
+    return {rounded, pack_codes(rounded.as_strided({rounded.numel()}, {1}), format)};
+  }
   at::Tensor out = fresh_like(x, x.scalar_type()), source = x;
   if (x.is_neg() || !is_dense(x) || out.strides() != x.strides()) source = out.copy_(x);
   at::Tensor codes = at::empty({x.numel()}, x.options().dtype(at::kByte).requires_grad(false));

@@ -243,7 +243,8 @@ TEST(NodeSeeds, OfDropoutAreThoseOfTheRowHoweverTheBatchIsCut) {
       "  %d = aten::alpha_dropout(%heads, 0.5, True)\n"
       "  %e = aten::scaled_dot_product_attention(%q, %q, %q, %mask, 0.5)\n"
       "  %f = aten::scaled_dot_product_attention(%q, %q, %q, %one, 0.5)\n"
-      "  output(%a, %b, %seen, %c, %d, %e, %f)\n}\n",
+      "  %g = plumb::dropout(%x, 0.5, True)\n"
+      "  output(%a, %b, %seen, %c, %d, %e, %f, %g)\n}\n",
       std::move(state));
   const Plan plan(module->graph(), module->state());
   at::manual_seed(1);

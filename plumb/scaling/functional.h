@@ -50,7 +50,8 @@ inline Tensor sigmoid(const Tensor& input, double mult = 1.0, const Constraint& 
 Tensor silu_glu(const Tensor& input, const Tensor& gate, double mult = 1.0);
 Tensor softmax(const Tensor& input, int64_t dim, std::optional<at::ScalarType> dtype = std::nullopt,
                const Constraint& constraint = "to_output_scale", double mult = 1.0);
-// 0 <= p <= 1; without `training` the input itself.
+// 0 <= p <= 1; without `training` the input itself. The mask is drawn by a seed from the CPU's generator and each
+// value's place in memory: the same on every device (numerics/dropout_noise.h).
 Tensor dropout(const Tensor& input, double p = 0.5, bool training = true);
 
 // Any ranks that torch::matmul takes, with broadcasting.

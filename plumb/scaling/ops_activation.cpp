@@ -7,6 +7,8 @@
 #include "plumb/core/error.h"
 #include "plumb/core/vectorised.h"
 #include "plumb/cuda/rows.h"
+#include "plumb/numerics/dropout_noise.h"
+#include "plumb/numerics/quantise.h"
 #include "plumb/pointwise/fused.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
@@ -248,12 +250,9 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, bool tr
   if (!train || p == 0) {
     return {at::empty_like(input).copy_(input), at::ones({}, input.options()).expand(input.sizes())};
   }
-  auto noise = at::empty_like(input);
-  if (p == 1) {
-    noise.zero_();
-  } else {
-    noise.bernoulli_(1 - p).mul_(rules::dropout(p) / (1 - p));
-  }
+  // The seed is the CPU generator's on every device, as that of stochastic rounding.
+  const auto noise =
+      p == 1 ? at::zeros_like(input) : dropout_noise(input, 1 - p, rules::dropout(p) / (1 - p), draw_seed());
   return {at::mul(input, noise), noise};
 }
 

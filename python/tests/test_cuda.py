@@ -83,6 +83,16 @@ def test_simulation_rounds_forward_and_backward(dtype):
     assert same_bits(cuda_y, y) and same_bits(cuda_grad, grad)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("count", [1, 255, 4097, 1_000_003])
+def test_masks_of_dropout_are_the_cpus(count, dtype):
+    x, results = torch.ones(count, dtype=dtype), []
+    for device in ["cpu", "cuda"]:
+        torch.manual_seed(4)
+        results.append([t.cpu() for t in ops.native_dropout(x.to(device), 0.1, True)])
+    assert all(same_bits(found, wanted) for wanted, found in zip(*results))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_pointwise_programs_are_those_of_the_cpu(program, dtype):

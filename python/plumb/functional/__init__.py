@@ -77,7 +77,10 @@ def softmax(
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Zeroes values with probability ``p`` and restores the variance; without ``training`` the input itself."""
+    """Zeroes values with probability ``p`` and restores the variance; without ``training`` the input itself.
+
+    The mask is drawn by a seed from the CPU's generator and each value's place in memory: the same on every device.
+    """
     _refuse("dropout", inplace=inplace)
     return ops.dropout(input, p, True) if training else input
 
