@@ -186,7 +186,7 @@ InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& in
       if (!e.in_input_half) deferred.starts.back().maker = maker_of(graph, wanted[i].function.get());
     }
   }
-  drop_recomputed();
+  for (const auto& e : graph.entries) drop_recomputed(*e.node);
   if (!keep_graph) {
     // Last use of these nodes: what they saved, and then they themselves, need not wait for the weight half.
     for (const auto& e : graph.entries) {

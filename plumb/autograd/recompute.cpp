@@ -1,7 +1,8 @@
 #include "plumb/autograd/recompute.h"
 
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
@@ -77,11 +78,13 @@ struct CheapRecompute::State {
 
 namespace {
 
-// Whether autocast may cast inside of this call: what it gives is then not made of its arguments as they are.
-bool may_cast(const c10::OperatorHandle& op) {
-  return at::autocast::is_autocast_enabled(at::kCPU) &&
-         !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU) &&
-         op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU);
+// Whether autocast may cast inside of this call: what it gives is then not made of its arguments as they are. `keys`
+// has those of autocast only where that is on, for the devices of the arguments.
+bool may_cast(const c10::OperatorHandle& op, c10::DispatchKeySet keys) {
+  for (const c10::DispatchKey key : keys& c10::autocast_dispatch_keyset) {
+    if (op.hasKernelForDispatchKey(key)) return true;
+  }
+  return false;
 }
 
 template <bool cheap>
@@ -90,7 +93,7 @@ void note_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   const bool watched = (current || knows_codes()) && c10::GradMode::is_enabled() &&
                        !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradCPU) &&
                        !at::SavedTensorDefaultHooks::get_hooks();
-  if (!watched || may_cast(op)) return op.redispatchBoxed(keys, stack);
+  if (!watched || may_cast(op, keys)) return op.redispatchBoxed(keys, stack);
   (current ? *current : CheapRecompute::State::of_codes()).call(op, keys, stack, cheap);
 }
 
@@ -114,6 +117,14 @@ std::optional<std::pair<int, int>> factors_of(const c10::OperatorHandle& op) {
     return op.schema().argumentIndexWithName(std::string(operand.argument)).value_or(0);
   };
   return std::pair(place(product.operands[0]), place(product.operands[1]));
+}
+
+// Of two results in one layout, the whole of their memory. Waits for their device.
+bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
+  if (a.is_cpu()) return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto bytes = [](const at::Tensor& t) { return t.as_strided({t.numel()}, {1}).view(at::kByte); };
+  return at::equal(bytes(a), bytes(b));
 }
 
 int needed_by(const c10::OperatorHandle& op, size_t arg) {
@@ -195,8 +206,12 @@ void CheapRecompute::State::lend(size_t arg, c10::IValue& value, std::vector<Loa
 void CheapRecompute::State::remember(const c10::OperatorHandle& op, std::vector<c10::IValue> args,
                                      at::ArrayRef<c10::IValue> results, std::vector<RecipeUse>& uses) {
   const at::Tensor& result = results[0].toTensor();
+  // On one device, whose thread alone then uses the recipe.
   bool apart = true;
-  visit_tensors(args, [&](const at::Tensor& t) { apart = apart && !t.is_alias_of(result); });
+  visit_tensors(args, [&](const at::Tensor& t) {
+    const bool here = t.device() == result.device() || t.unsafeGetTensorImpl()->is_wrapped_number();
+    apart = apart && here && !t.is_alias_of(result);
+  });
   const bool saved = result.storage().use_count() > 1;
   // The whole of its memory, so that any view of it can be made again.
   if (!apart || result.nbytes() < kFewBytes || result.storage().nbytes() != result.nbytes() ||
@@ -280,7 +295,7 @@ bool CheapRecompute::State::same_again(Recipe& recipe) {
     if (source.made_by) source.made_by->pending++;  // computing uses it
   }
   const at::Tensor again = recipe.compute();
-  if (std::memcmp(first.const_data_ptr(), again.const_data_ptr(), recipe.nbytes) == 0) return true;
+  if (same_bytes(first, again)) return true;
   report.differing++;
   return false;
 }

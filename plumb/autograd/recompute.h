@@ -74,9 +74,9 @@ class CheapRecompute {
   std::unique_ptr<State> state_;
 };
 
-// Frees recomputed results that wait for another node that saved them; that node computes them once more. For the time
-// between the halves of a backward.
-void drop_recomputed();
+// Frees recomputed results that wait for this node, which saved them; it computes them once more. For the time between
+// the halves of a backward.
+void drop_recomputed(torch::autograd::Node& node);
 
 // The hooks by which a node gets what it saved. They may run in each half of a backward.
 bool has_no_hooks_but_recipes(torch::autograd::Node& node);

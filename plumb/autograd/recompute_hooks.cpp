@@ -83,6 +83,14 @@ bool has_no_hooks_but_recipes(Node& node) {
          std::ranges::all_of(node.post_hooks(), [](const auto& hook) { return is_hook<Empty>(hook); });
 }
 
+void drop_recomputed(Node& node) {
+  for (const auto& hook : node.pre_hooks()) {
+    const auto* fill = dynamic_cast<const Fill*>(hook.get());
+    if (!fill) continue;
+    for (const RecipeUse& use : fill->of->uses) use.recipe->forget();
+  }
+}
+
 void drop_recipes(Node& node) {
   std::erase_if(node.pre_hooks(), [](const auto& hook) { return is_hook<Fill>(hook); });
   std::erase_if(node.post_hooks(), [](const auto& hook) { return is_hook<Empty>(hook); });

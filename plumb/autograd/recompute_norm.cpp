@@ -7,7 +7,9 @@
 namespace plumb {
 namespace {
 
-bool dense_floats(const at::Tensor& t) { return t.defined() && t.scalar_type() == at::kFloat && t.is_contiguous(); }
+bool dense_floats(const at::Tensor& t) {
+  return t.defined() && t.is_cpu() && t.scalar_type() == at::kFloat && t.is_contiguous();
+}
 
 at::Tensor normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& mean,
                      const at::Tensor& rstd) {

@@ -20,10 +20,9 @@ constexpr const char* kNotThere =
     "this tensor was not kept for the backward, which computes it again when it comes to it; to look at it before, run "
     "the stage with recompute = none";
 
-// Recipes with a result that waits for its next use, on this thread.
-std::vector<std::weak_ptr<Recipe>>& waiting_recipes() {
-  static thread_local std::vector<std::weak_ptr<Recipe>> recipes;
-  return recipes;
+// Where a tensor's storage points to its memory, and may point to another.
+bool has_memory(const at::Tensor& x) {
+  return x.is_cpu() || x.is_cuda() || x.is_xpu() || (x.is_privateuseone() && x.has_storage());
 }
 
 // An emptied storage may be filled again. torch 2.11 cannot take its message back: there every result is kept.
@@ -52,9 +51,9 @@ at::Tensor over(c10::Storage storage, const Part& part) {
 }  // namespace
 
 bool has_plain_memory(const at::Tensor& x) {
-  return kCanFill<c10::StorageImpl> && x.defined() && x.is_cpu() && x.layout() == at::kStrided && !x.is_inference() &&
-         !at::isTensorSubclassLike(x) && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !x.is_conj() &&
-         !x.is_neg() && !x.is_quantized() && !c10::impl::dispatch_mode_enabled();
+  return kCanFill<c10::StorageImpl> && x.defined() && has_memory(x) && x.layout() == at::kStrided &&
+         !x.is_inference() && !at::isTensorSubclassLike(x) && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+         !x.is_conj() && !x.is_neg() && !x.is_quantized() && !c10::impl::dispatch_mode_enabled();
 }
 
 Part::Part(const at::Tensor& t)
@@ -198,12 +197,7 @@ at::Tensor Recipe::memory() {
     if (at::Tensor alive = result.lock(); alive.defined()) return alive;
   }
   at::Tensor again = compute();
-  if (pending > 1) {
-    waiting_ = again;
-    auto& recipes = waiting_recipes();
-    if (recipes.size() == recipes.capacity()) std::erase_if(recipes, [](const auto& weak) { return weak.expired(); });
-    recipes.push_back(weak_from_this());
-  }
+  if (pending > 1) waiting_ = again;
   return again;
 }
 
@@ -211,9 +205,10 @@ void Recipe::done() {
   if (--pending <= 0) waiting_.reset();
 }
 
-void drop_recomputed() {
-  for (const auto& weak : std::exchange(waiting_recipes(), {})) {
-    if (auto recipe = weak.lock()) recipe->forget();
+void Recipe::forget() {
+  waiting_.reset();
+  for (const Source& source : sources) {
+    if (source.made_by) source.made_by->forget();
   }
 }
 

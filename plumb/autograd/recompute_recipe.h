@@ -33,7 +33,7 @@ struct Part {
   at::Tensor lock() const;
 };
 
-class Recipe : public std::enable_shared_from_this<Recipe> {
+class Recipe {
  public:
   // A call of `op` with `args` that has just given `result`.
   // `results`: all that the call gave.
@@ -83,7 +83,8 @@ class Recipe : public std::enable_shared_from_this<Recipe> {
   // One use is over.
   void done();
   at::Tensor compute();
-  void forget() { waiting_.reset(); }
+  // What waits for its next use, here and in what this is made of, is let go; that use computes it once more.
+  void forget();
 
  private:
   // By a quicker way than the call, where there is one.
@@ -126,7 +127,7 @@ void fill_around(torch::autograd::Node& node, std::vector<RecipeUse> uses);
 // would not be the bits that ATen gives.
 at::Tensor normalise_again(const std::vector<c10::IValue>& args, const at::Tensor& mean, const at::Tensor& rstd);
 
-// A strided CPU tensor of its own, no tracer's.
+// A strided tensor of its own, no tracer's, on the CPU or a device whose storages point to its memory.
 bool has_plain_memory(const at::Tensor& x);
 
 }  // namespace plumb

@@ -3,8 +3,8 @@
 //
 // plumb::simulate_format remembers the codes of its results. A product that takes such a result is lent it, as in
 // recompute.h, which takes the memory away again and has it filled from the codes while the product's node runs. That
-// holds in a graph's run and in a CheapRecompute. Small tensors, tensors with NaN in a format without one, what was
-// written since, and what hooks of the user's hold is left alone.
+// holds in a graph's run and in a CheapRecompute. Small tensors, tensors with NaN in a format without one (off
+// the CPU every tensor in such a format), what was written since, and what hooks of the user's hold is left alone.
 #pragma once
 
 #include <ATen/core/Tensor.h>

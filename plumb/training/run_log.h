@@ -16,7 +16,7 @@ namespace plumb {
 struct StepNumbers {
   int64_t step = 0;
   double loss = 0, lr = 0, norm = 0, rows_per_second = 0, tokens_per_second = 0;  // no tokens: 0
-  double memory = 0;                                                              // resident bytes of a rank at most
+  double memory = 0;                                                              // bytes of a rank at most
   double seconds = 0;
   std::optional<double> eval_loss;
 };

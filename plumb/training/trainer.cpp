@@ -270,7 +270,7 @@ Trainer::State::Numbers Trainer::State::compute(int64_t step, const Parts& parts
   for (const at::Tensor& p : measured) {
     shared.push_back(p.defined() && p.grad().defined() ? sum_of_squares(p.grad()) : 0);
   }
-  shared.resize(owners.size() - 1, resident_memory());
+  shared.resize(owners.size() - 1, memory_of_process(device));
   shared.push_back(numbers.loss);
   share_numbers(groups.pipeline, owners, shared);
   numbers.loss = shared.back();

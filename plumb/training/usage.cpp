@@ -1,5 +1,6 @@
 #include "plumb/training/usage.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <unistd.h>
 
 #include <fstream>
@@ -33,7 +34,13 @@ void check_writable(const std::string& option, const std::string& path) {
   }
 }
 
-double resident_memory() {
+double memory_of_process(c10::Device device) {
+  if (!device.is_cpu()) {
+    auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+    if (!allocator || !allocator->initialized()) return 0;
+    constexpr auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    return static_cast<double>(allocator->getDeviceStats(device.index()).allocated_bytes[all].peak);
+  }
   std::ifstream pages("/proc/self/statm");
   double all = 0, resident = 0;
   pages >> all >> resident;

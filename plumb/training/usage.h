@@ -29,8 +29,9 @@ void check_writable(const std::string& option, const std::string& path);
 
 // "f32[2, 3]", with symbols where a dimension has one.
 std::string type_text(const std::optional<TensorMeta>& meta);
-// Bytes of this process's memory that are in the machine's; 0 where the system does not say.
-double resident_memory();
+// Bytes of this process: on the CPU those of its memory that are in the machine's; on another device the most that
+// torch's allocator had given out there at once. 0 where nobody says.
+double memory_of_process(c10::Device device);
 
 std::string type_text(const at::Tensor& tensor);
 

@@ -76,6 +76,21 @@ def test_the_seed_without_a_seed_is_the_cpus():
     assert torch.equal(torch.ops.plumb.quantise(x.to(device.NAME), "E4M3-SR").cpu(), theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_unit_scaled_dropout_has_the_cpus_bits(dtype):
+    x = values(40, 333).to(dtype)
+
+    def dropped(where):
+        given = x.detach().to(where).requires_grad_()
+        torch.manual_seed(3)
+        results = [plumb.functional.dropout(view, 0.3) for view in (given, given.t(), given[:, ::3])]
+        sum(y.sum() for y in results).backward()
+        return [*results, given.grad]
+
+    assert same(dropped(device.NAME), dropped("cpu"))
+    assert 0.65 < (dropped(device.NAME)[0] != 0).float().mean() < 0.75
+
+
 def net(where):
     torch.manual_seed(0)
     with torch.device("cpu"):
@@ -211,23 +226,23 @@ def test_a_transformed_module_chooses_its_graph_inside_of_a_scope():
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, drop=nn.Dropout):
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.2)
+        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), drop(0.2)
 
     def forward(self, x):
         return x + self.drop(self.down(torch.relu(self.up(x))))
 
 
-def blocks(places, train=False):
+def blocks(places, train=False, drop=nn.Dropout):
     torch.manual_seed(0)
     with torch.device("cpu"):
-        made = [Block().train(train) for _ in places]
+        made = [Block(drop).train(train) for _ in places]
     return [m.to(place) for m, place in zip(made, places)]
 
 
-def run_stages(name, places, train=False, seed=None):
-    modules = blocks(places, train)
+def run_stages(name, places, train=False, seed=None, drop=nn.Dropout):
+    modules = blocks(places, train, drop)
     stages = [PipelineStage(m, i, len(places), torch.device(p)) for i, (m, p) in enumerate(zip(modules, places))]
     schedule = get_schedule_class(name)(stages, 4, nn.functional.mse_loss)
     schedule.seed = seed
@@ -276,6 +291,12 @@ def test_stages_on_devices_of_their_own_hand_values_over(name):
 def test_dropout_with_a_seed_is_the_same_in_every_schedule():
     found = [run_stages(n, [device.NAME] * 2, True, 5)[0] for n in ("LoopedBFS", "InterleavedZeroBubble")]
     assert same(*found)
+
+
+@only_testdevice
+def test_unit_scaled_dropout_of_microbatches_has_the_cpus_bits():
+    ours, theirs = (run_stages("LoopedBFS", [where] * 2, True, 5, plumb.Dropout)[0] for where in (device.NAME, "cpu"))
+    assert same(ours, theirs)
 
 
 class Tied(nn.Module):
@@ -458,6 +479,19 @@ def test_the_command_replaces_a_rank_that_is_lost_on_the_device(words, backend, 
     assert losses[-2:] == expected[-2:] and set(losses) == set(expected), ended.stderr
     states = [torch.export.load(words / f"{file}.pt2").state_dict for file in ("whole", name)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@only_testdevice
+def test_the_command_tells_the_devices_memory(words):
+    weights = sum(t.nbytes for t in torch.export.load(words / "words.pt2").state_dict.values())
+
+    def memory(where):
+        losses, ended = train(words, "memory", "--device", where, steps=2)
+        assert len(losses) == 2, ended.stderr
+        return [event["memory"] for event in map(json.loads, ended.stdout.splitlines()) if "memory" in event]
+
+    there, here = memory("testdevice"), memory("cpu")
+    assert all(2 * weights < there_now < here_now / 4 for there_now, here_now in zip(there, here, strict=True))
 
 
 @only_testdevice

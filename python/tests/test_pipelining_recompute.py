@@ -2,6 +2,7 @@
 
 import copy
 
+import device
 import pytest
 import torch
 from plumb.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
@@ -66,7 +67,7 @@ class UnderAutocast(nn.Module):
         self.block = Gpt()
 
     def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.NAME, torch.bfloat16):
             return self.block(x).float()
 
 
@@ -97,15 +98,16 @@ ZOO = {
 
 def train(module, dtype, recompute, kind):
     stages = [
-        PipelineStage(m, i, 2, torch.device("cpu"), recompute=recompute) for i, m in enumerate(copy.deepcopy(module))
+        PipelineStage(m, i, 2, torch.device(device.NAME), recompute=recompute)
+        for i, m in enumerate(copy.deepcopy(module))
     ]
 
     def loss(out, target):
         return nn.functional.mse_loss(out.float(), target)
 
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(8, 16, WIDTH, generator=generator).to(dtype)
-    target = torch.randn(8, 16, WIDTH, generator=generator)
+    torch.manual_seed(1)
+    x = torch.randn(8, 16, WIDTH).to(dtype)
+    target = torch.randn(8, 16, WIDTH)
     schedule = kind(stages, 2, loss_fn=loss)
     torch.manual_seed(5)
     losses: list[torch.Tensor] = []
@@ -140,10 +142,9 @@ def test_says_which_operators_results_were_not_kept():
     _, (report, _) = train(module, torch.float32, "cheap", ScheduleInterleavedZeroBubble)
     rows = 4 * 16
     assert report["aten::native_layer_norm"] == (2, 2 * rows * WIDTH * 4)
-    assert report["aten::mul"] == (
-        2,
-        4 * (rows * 4 * WIDTH + 4 * 4 * 16 * 16),
-    )  # what dropout gave, behind gelu and softmax
+    # What dropout gave, behind gelu and softmax. Off the CPU it is one operator, whose result is kept because it draws.
+    dropped = (2, 4 * (rows * 4 * WIDTH + 4 * 4 * 16 * 16)) if device.NAME == "cpu" else None
+    assert report.get("aten::mul") == dropped
 
 
 def test_stages_of_a_cut_model_take_it_too():
@@ -153,9 +154,9 @@ def test_stages_of_a_cut_model_take_it_too():
     alone = copy.deepcopy(model)
     (alone(x) - x).square().mean().backward()
     pipe = pipeline(model, (x,), split_spec={"1": SplitPoint.BEGINNING})
-    device = torch.device("cpu")
+    where = torch.device(device.NAME)
     for recompute in ("cheap", "none"):
-        stages = [pipe.build_stage(i, device, recompute=recompute) for i in range(2)]
+        stages = [pipe.build_stage(i, where, recompute=recompute) for i in range(2)]
         for stage in stages:
             stage.submod.zero_grad()
         schedule = ScheduleInterleavedZeroBubble(stages, 1, loss_fn=lambda out, y: (out - y).square().mean())
@@ -168,8 +169,8 @@ def test_stages_of_a_cut_model_take_it_too():
 
 def test_refuses_other_words():
     with pytest.raises(ValueError, match="neither 'none' nor 'cheap'"):
-        PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), recompute="full")
-    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
+        PipelineStage(nn.Linear(2, 2), 0, 1, torch.device(device.NAME), recompute="full")
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device(device.NAME))
     assert stage.recompute == "cheap"
     Schedule1F1B(stage, 1, loss_fn=nn.MSELoss()).step(torch.ones(2, 2), target=torch.ones(2, 2))
     assert stage.recomputed == {}

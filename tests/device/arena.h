@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <iterator>
 #include <map>
@@ -32,6 +33,7 @@ class Arena {
       if (size > bytes) free_[begin + bytes] = size - bytes;
       used_[begin] = {bytes, asked};
       live_ += asked;
+      peak_ = std::max(peak_, live_);
       return forbidden_ + begin;
     }
     TORCH_CHECK(false, "testdevice is out of memory");
@@ -59,6 +61,12 @@ class Arena {
   size_t live() {
     std::lock_guard lock(mutex_);
     return live_;
+  }
+
+  // The most since the start.
+  size_t peak() {
+    std::lock_guard lock(mutex_);
+    return peak_;
   }
 
   // Where the host may touch what tensors have at `address`.
@@ -91,7 +99,7 @@ class Arena {
   char *open_, *forbidden_;
   std::map<size_t, size_t> free_;                     // begin -> bytes
   std::map<size_t, std::pair<size_t, size_t>> used_;  // begin -> bytes, bytes asked for
-  size_t live_ = 0;
+  size_t live_ = 0, peak_ = 0;
 };
 
 }  // namespace plumb_test

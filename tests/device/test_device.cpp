@@ -17,6 +17,7 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -46,7 +47,7 @@ constexpr c10::DeviceIndex kDevices = 2;
 
 thread_local c10::DeviceIndex current_device = 0;
 
-struct Allocator final : c10::Allocator {
+struct Allocator final : c10::DeviceAllocator {
   // As CUDA's allocator does.
   static void report(void* address, int64_t bytes) {
     c10::reportMemoryUsageToProfiler(address, bytes, Arena::get().live(), Arena::get().live(), {kDevice, 0});
@@ -61,6 +62,19 @@ struct Allocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(Arena::get().host(to), Arena::get().host(from), bytes);
   }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  // Of both devices: they share their memory.
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto& bytes = stats.allocated_bytes[size_t(c10::CachingAllocator::StatType::AGGREGATE)];
+    bytes.current = int64_t(Arena::get().live());
+    bytes.peak = int64_t(Arena::get().peak());
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {}
 };
 Allocator allocator;
 REGISTER_ALLOCATOR(kDevice, &allocator)
@@ -97,6 +111,17 @@ void before_access(const Tensor& t, bool writes) {
 
 // --- devices and streams
 
+// How often the host has read the device's memory, or waited for it: in whatever is not the device's own work.
+std::atomic<int64_t> host_reads = 0;
+thread_local bool working = false;
+
+// Below it nothing is the host's doing.
+struct Working {
+  Working() : before(std::exchange(working, true)) {}
+  ~Working() { working = before; }
+  const bool before;
+};
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -123,8 +148,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override { return getStreamFromGlobalPool(device, false); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return plumb_test::exchange_stream(stream); }
   bool queryStream(const c10::Stream& stream) const override { return plumb_test::is_idle(stream); }
-  void synchronizeStream(const c10::Stream& stream) const override { plumb_test::drain(stream); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (!working) ++host_reads;
+    plumb_test::drain(stream);
+  }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
+    if (!working) ++host_reads;
     for (c10::StreamId id = 0; id < 2; ++id) plumb_test::drain(c10::Stream(c10::Stream::UNSAFE, {kDevice, index}, id));
   }
   using Event = std::shared_future<void>;  // ready when it was reached
@@ -139,6 +168,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return !event || static_cast<Event*>(event)->wait_for(std::chrono::seconds(0)) == std::future_status::ready;
   }
   void synchronizeEvent(void* event) const override {
+    if (!working) ++host_reads;
     if (event) static_cast<Event*>(event)->wait();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
@@ -223,17 +253,6 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
   return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            at::dtype_or_default(dtype));
 }
-
-// How often the host has read the device's memory, or waited for it: in whatever is not the device's own work.
-std::atomic<int64_t> host_reads = 0;
-thread_local bool working = false;
-
-// Below it nothing is the host's doing.
-struct Working {
-  Working() : before(std::exchange(working, true)) {}
-  ~Working() { working = before; }
-  const bool before;
-};
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
   if (!working && to.is_cpu()) ++host_reads;
