@@ -1,8 +1,11 @@
 #include "plumb/scaling/fp8.h"
 
+#include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/optim.h>
+
+#include <functional>
 
 #include "plumb/core/error.h"
 #include "plumb/numerics/codes.h"
@@ -103,6 +106,42 @@ TEST(Fp8, WeightsStayCastWhileSomebodyAsksForIt) {
   const void* memory = encode_weight(w, "e4m3fn").const_data_ptr();
   const at::Tensor other = at::empty({32, 48}, at::kByte);  // would take the memory if it were free
   EXPECT_EQ(encode_weight(w, "e4m3fn").const_data_ptr(), memory);
+}
+
+// How many copies of tensors a call makes.
+int copies_in(const std::function<void()>& call) {
+  static thread_local int count;
+  count = 0;
+  const auto seen = [](const at::RecordFunction& fn) -> std::unique_ptr<at::ObserverContext> {
+    count += std::string_view(fn.name()) == "aten::clone";
+    return nullptr;
+  };
+  const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(seen).scopes({at::RecordScope::FUNCTION}));
+  call();
+  at::removeCallback(handle);
+  return count;
+}
+
+TEST(Fp8, AWeightsCodesAreTransposedOnceWhileTheyAreKept) {
+  at::manual_seed(7);
+  const at::Tensor w = at::randn({32, 48}).requires_grad_(), g = codes_of_random({16, 32}, e5m2());
+  at::Tensor first, second;
+  const auto product = [&](at::Tensor& result) {
+    return copies_in([&] { result = scaled_mm(g, e5m2(), encode_weight(w, "e4m3fn"), e4m3(), 1, at::kFloat); });
+  };
+  const int alone = product(first);
+  EXPECT_EQ(product(second), alone) << "nobody keeps them";
+  {
+    KeepWeightCodes keep;
+    EXPECT_EQ(product(second), alone);
+    EXPECT_TRUE(at::equal(first, second));
+    EXPECT_EQ(product(second), alone - 1);
+    EXPECT_TRUE(at::equal(first, second));
+    at::NoGradGuard no_grad;
+    at::Tensor(w).mul_(2);
+    EXPECT_EQ(product(second), alone) << "written since: cast and transposed anew";
+    EXPECT_TRUE(at::equal(second, scaled_mm(g, e5m2(), encode(w, e4m3()), e4m3(), 1, at::kFloat)));
+  }
 }
 
 TEST(Fp8, GradientsComeOfBothProductsAndTheBias) {
