@@ -29,12 +29,13 @@ using ::testing::SizeIs;
 TEST_F(Checkpoints, OfALostRankFailAndNameIt) {
   CheckpointWriter writer(folder_, 0, 3, "r", {.timeout = 0.2});
   std::thread other([&] {
-    CheckpointWriter second(folder_, 1, 3, "r", {.timeout = 5});
+    CheckpointWriter second(folder_, 1, 3, "r", {.timeout = 60});
     second.save(1, part(1), {});
     second.wait();
     EXPECT_THAT(second.problem().value_or(""), HasSubstr("rank 0 gave it up"));
   });
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const fs::path there = fs::path(folder_) / "step-00000001.writing-r" / "rank-00001.json";
+  for (int i = 0; i < 6000 && !fs::exists(there); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   writer.save(1, {}, {});
   writer.wait();
   EXPECT_THAT(writer.problem().value_or(""), HasSubstr("rank 2 did not write its part"));

@@ -11,7 +11,8 @@ from plumb.pipelining.schedules import get_schedule_class
 from test_pipelining_run import MSE, batch, blocks
 from torch import nn
 
-TIMEOUT = 3.0
+TIMEOUT = 3.0  # of a rank that is stopped: nothing but the time tells
+AT_ONCE = 30.0  # long before the group's time-out of 60 seconds
 
 
 class Fault(nn.Module):
@@ -35,6 +36,8 @@ class Fault(nn.Module):
 def faulty(rank, size, how, at):
     module = Fault(how) if rank == at else blocks(1)[0]
     schedule = Schedule1F1B(PipelineStage(module, rank, size, "cpu"), 4, MSE)
+    if how == "stopped":
+        schedule.timeout = TIMEOUT
     x, target = batch()
     schedule.step(*([x] if rank == 0 else []), target=target if rank == size - 1 else None)
 
@@ -43,9 +46,9 @@ def faulty(rank, size, how, at):
     "how, at", [("raises", 0), ("raises", 1), ("raises", 2), ("exits", 1), ("killed", 0), ("killed", 2), ("stopped", 2)]
 )
 def test_every_other_rank_names_the_one_at_fault_within_the_time_out(how, at):
-    started = ranks.start(faulty, 3, how, at, timeout=TIMEOUT)
+    started = ranks.start(faulty, 3, how, at)
     try:
-        ends = ranks.finish([s for rank, s in enumerate(started) if rank != at], 60)
+        ends = ranks.finish([s for rank, s in enumerate(started) if rank != at])
     finally:
         if how == "stopped":
             started[at][0].kill()
@@ -53,8 +56,7 @@ def test_every_other_rank_names_the_one_at_fault_within_the_time_out(how, at):
     for rank, ended in zip([r for r in range(3) if r != at], ends):
         assert ended.error == "Error" and f"rank {at}" in ended.text.splitlines()[0], (rank, ended)
         assert f"rank {rank}" in ended.text.splitlines()[0] and ended.exit_code == 1
-        # At once where a connection closes or the rank says so itself; a step may wait twice, for either direction.
-        assert ended.seconds < (3 * TIMEOUT + 10 if how == "stopped" else TIMEOUT + 10)
+        assert ended.seconds < AT_ONCE, "a connection closes, or the rank says so itself"
         if how == "raises":
             assert "the stage's own words" in ended.text and f"{at}F2" in ended.text
     if how == "raises":
@@ -96,10 +98,10 @@ def disagreeing(rank, size, what):
     ],
 )
 def test_ranks_that_do_not_fit_together_say_so_and_do_not_hang(what, says):
-    ends = ranks.finish(ranks.start(disagreeing, 2, what, timeout=TIMEOUT), 60)
+    ends = ranks.finish(ranks.start(disagreeing, 2, what))
     for ended in ends:
         assert ended.error == "Error" and says in ended.text, ended
-        assert ended.seconds < TIMEOUT + 10
+        assert ended.seconds < AT_ONCE
 
 
 def leaves(rank, size):
@@ -112,7 +114,7 @@ def leaves(rank, size):
 
 
 def test_a_rank_that_goes_home_early_is_named():
-    stays, left = ranks.finish(ranks.start(leaves, 2, timeout=TIMEOUT), 60)
+    stays, left = ranks.finish(ranks.start(leaves, 2))
     assert left.result == "left" and stays.error == "Error" and "rank 1" in stays.text.splitlines()[0]
 
 
@@ -130,7 +132,7 @@ def after_a_fault(rank, size):
 
 
 def test_a_group_that_failed_takes_no_more_steps():
-    for first, second in ranks.run(after_a_fault, 2, timeout=TIMEOUT):
+    for first, second in ranks.run(after_a_fault, 2):
         assert "own words" in first and "cannot go on" in second
 
 
