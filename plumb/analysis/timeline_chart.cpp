@@ -7,6 +7,7 @@
 
 #include "plumb/analysis/svg.h"
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/core/table.h"
 
 namespace plumb {
@@ -303,8 +304,7 @@ std::string to_trace(const std::vector<TimelineRun>& steps) {
     if (begin <= checked.end) slice(run.name, kSteps, 0, begin, checked.end, nlohmann::json::object());
   }
   for (const auto& [rank, of] : stages) {
-    std::string list;
-    for (int stage : of) list += (list.empty() ? "" : ", ") + std::to_string(stage);
+    const std::string list = join(of, [](int stage) { return std::to_string(stage); });
     name("process_name", process_of(rank), 0,
          "rank " + std::to_string(rank) + ", stage" + (of.size() > 1 ? "s " : " ") + list);
     for (const auto& [thread, text] :

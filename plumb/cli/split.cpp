@@ -7,6 +7,7 @@
 #include "plumb/cli/cut.h"
 #include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/partition/describe_cut.h"
 
 namespace plumb::cli {
@@ -68,11 +69,6 @@ void split(const SplitArguments& o) {
     const auto parameters = stage.state().names(AttrKind::Parameter);
     manifest["stages"].push_back(
         {{"file", name}, {"operators", operators}, {"parameters", parameters}, {"inputs", in}, {"outputs", out}});
-    auto join = [](const std::vector<std::string>& names) {
-      std::string text;
-      for (const std::string& n : names) text += (text.empty() ? "" : ", ") + n;
-      return text;
-    };
     rows.push_back(
         {std::to_string(s), name, std::to_string(operators), std::to_string(parameters.size()), join(in), join(out)});
   }

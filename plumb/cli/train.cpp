@@ -17,6 +17,7 @@
 #include "plumb/cli/progress.h"
 #include "plumb/cli/signals.h"
 #include "plumb/core/input_file.h"
+#include "plumb/core/join.h"
 #include "plumb/core/table.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/launch.h"
@@ -48,7 +49,8 @@ class Printer {
       return;
     }
     if (event.contains("group")) {
-      std::cerr << "group " << event["group"].get<std::string>() << ": " << list(event["parameters"]) << "\n";
+      std::cerr << "group " << event["group"].get<std::string>() << ": "
+                << join(event["parameters"].get<std::vector<std::string>>()) << "\n";
       return;
     }
     if (event.contains("eval")) {
@@ -128,11 +130,6 @@ class Printer {
     return text;
   }
 
-  static std::string list(const nlohmann::json& names) {
-    std::string text;
-    for (const auto& name : names) text += (text.empty() ? "" : ", ") + name.get<std::string>();
-    return text;
-  }
   static std::string number(double value) {
     if (std::isnan(value)) return "nan";
     char text[32];

@@ -2,6 +2,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/json_doc.h"
 #include "plumb/exported/node_reader.h"
@@ -25,14 +26,12 @@ std::string choose_model(const ZipFile& zip, const std::string& wanted) {
     if (entry.name.starts_with(prefix) && entry.name.ends_with(".json"))
       names.push_back(entry.name.substr(prefix.size(), entry.name.size() - prefix.size() - 5));
   }
-  std::string list;
-  for (const auto& name : names) list += (list.empty() ? "" : ", ") + name;
   if (names.empty())
     throw Error(ErrorKind::BadFile, zip.path() + ": holds no exported program", "", "save it with torch.export.save");
   if (wanted.empty() && names.size() == 1) return names[0];
   const std::string name = wanted.empty() ? "model" : wanted;
   if (std::find(names.begin(), names.end(), name) != names.end()) return name;
-  throw Error(ErrorKind::BadFile, zip.path() + ": has no program '" + name + "'", "", "it has " + list);
+  throw Error(ErrorKind::BadFile, zip.path() + ": has no program '" + name + "'", "", "it has " + join(names));
 }
 
 void check_archive(const ZipFile& zip) {

@@ -1,11 +1,14 @@
 #include "plumb/graph/pass.h"
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
+#include <ranges>
 #include <sstream>
 
 #include "plumb/core/error.h"
 #include "plumb/core/file.h"
+#include "plumb/core/join.h"
 
 namespace plumb {
 namespace {
@@ -43,9 +46,8 @@ std::vector<const Pass*> all_passes() {
 const Pass& find_pass(std::string_view name) {
   auto it = table().find(name);
   if (it != table().end()) return *it->second;
-  std::string names;
-  for (const auto& [known, pass] : table()) names += (names.empty() ? "" : ", ") + known;
-  throw Error(ErrorKind::UnknownName, "no pass '" + std::string(name) + "'", "", "one of: " + names);
+  throw Error(ErrorKind::UnknownName, "no pass '" + std::string(name) + "'", "",
+              "one of: " + join(std::views::keys(table())));
 }
 
 bool run_checked(const std::string& name, const std::function<bool()>& run, GraphModule& module, bool check) {
@@ -70,13 +72,9 @@ bool run_checked(const std::string& name, const std::function<bool()>& run, Grap
 namespace {
 
 void check_option(const Pass& pass, const std::string& name) {
-  std::string names;
-  for (const PassOption& option : pass.options) {
-    if (option.name == name) return;
-    names += (names.empty() ? "" : ", ") + option.name;
-  }
+  if (std::ranges::find(pass.options, name, &PassOption::name) != pass.options.end()) return;
   throw Error(ErrorKind::UnknownName, "pass " + pass.name + " has no option '" + name + "'", "",
-              names.empty() ? "it has no options" : "one of: " + names);
+              pass.options.empty() ? "it has no options" : "one of: " + join(pass.options, &PassOption::name));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 
 namespace plumb {
 namespace {
@@ -91,11 +92,7 @@ Rounding parse_rounding(std::string_view text) {
               "use \"stochastic\", \"nearest\" or \"toward_zero\"");
 }
 
-std::string standard_format_names() {
-  std::string names;
-  for (const auto& standard : kStandard) names += (names.empty() ? "" : " ") + std::string(standard.name);
-  return names;
-}
+std::string standard_format_names() { return join(kStandard, &StandardFormat::name, " "); }
 
 FPFormat::FPFormat(int exponent_bits, int mantissa_bits, Rounding rounding, int srbits)
     : exponent_bits(exponent_bits), mantissa_bits(mantissa_bits), rounding(rounding), srbits(srbits) {

@@ -1,9 +1,11 @@
 #include "plumb/partition/assign.h"
 
 #include <algorithm>
+#include <ranges>
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/partition/pipe_split.h"
 
 namespace plumb::detail {
@@ -71,12 +73,7 @@ std::vector<size_t> cuts_by_parameters(const std::vector<Node*>& ops, const std:
     const size_t dot = attr.name.rfind('.');
     if (dot != std::string::npos) known.insert(attr.name.substr(0, dot));
   }
-  std::string some;
-  size_t listed = 0;
-  for (const std::string& name : known) {
-    if (++listed > 12) break;
-    some += (some.empty() ? "" : ", ") + name;
-  }
+  const std::string some = join(known | std::views::take(12));
   throw Error(ErrorKind::UnknownName, "no operator of the graph belongs to a module '" + path + "'", "",
               some.empty() ? "mark the place with plumb::pipe_split() instead"
                            : "modules of the graph: " + some + (known.size() > 12 ? ", ..." : ""));
@@ -155,7 +152,7 @@ void sort_by_stage(Assignment& a) {
       "move the cut so that both are in one stage, or use the operator that does not write in place");
 }
 
-// Where no cut may be because of a set: (first, last] in ops.
+// The range without cuts because of a set: (first, last] in ops.
 std::pair<size_t, size_t> closed_range(const MemorySets::Set& set,
                                        const std::unordered_map<const Node*, size_t>& position, size_t end) {
   size_t first = end, last = 0;

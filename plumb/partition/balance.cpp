@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/core/table.h"
 #include "plumb/partition/assign.h"
 #include "plumb/partition/memory_sets.h"
@@ -355,8 +356,7 @@ Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceO
     BalanceOptions free = options;
     free.memory_limits.clear();
     const Balance without = balance(module, cost, free);
-    std::string needs;
-    for (const BalancedStage& s : without.stages) needs += (needs.empty() ? "" : ", ") + megabytes(s.memory);
+    const std::string needs = join(without.stages, [](const BalancedStage& s) { return megabytes(s.memory); });
     wrong("no cut into " + std::to_string(stages) + " stages keeps the memory limits; the fastest cut needs " + needs,
           "raise the limits, or use more stages or smaller microbatches");
   }

@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/core/text.h"
 #include "plumb/graph/names.h"
 #include "plumb/transforms/operands.h"
@@ -24,7 +25,7 @@ struct Recorder::Part {
   std::vector<Place> places;
 };
 
-// What a step measured of a tensor or its gradient.
+// A step's measurements of a tensor or its gradient.
 struct Recorder::Seen {
   const Place* place = nullptr;
   bool backward = false;
@@ -72,9 +73,7 @@ std::string some(const std::vector<HistoryTensor>& tensors, std::string HistoryT
     if (std::find(found.begin(), found.end(), t.*what) == found.end()) found.push_back(t.*what);
     if (found.size() == 8) break;
   }
-  std::string out;
-  for (const auto& each : found) out += (out.empty() ? "" : ", ") + each;
-  return out;
+  return join(found);
 }
 
 }  // namespace

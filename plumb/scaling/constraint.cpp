@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 
 namespace plumb {
 namespace {
@@ -34,10 +35,8 @@ const Named& find(std::string_view name) {
   for (const auto& named : kNamed) {
     if (name == named.name) return named;
   }
-  std::string known;
-  for (const auto& named : kNamed) known += (known.empty() ? "" : ", ") + std::string(named.name);
   throw Error(ErrorKind::UnknownName, "There is no constraint named '" + std::string(name) + "'.", "",
-              "one of " + known + ", no constraint, or a function of your own");
+              "one of " + join(kNamed, &Named::name) + ", no constraint, or a function of your own");
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/scaling/rules_internal.h"
 
 namespace plumb {
@@ -48,10 +49,9 @@ const ElementwiseFunction* try_find_elementwise(std::string_view name) {
 
 const ElementwiseFunction& find_elementwise(std::string_view name) {
   if (const ElementwiseFunction* function = try_find_elementwise(name)) return *function;
-  std::string known;
-  for (const ElementwiseFunction& function : kFunctions) (known += known.empty() ? "" : ", ") += function.name;
   throw Error(ErrorKind::UnknownName,
-              "there is no unit-scaled function of each element named '" + std::string(name) + "'", "", known);
+              "there is no unit-scaled function of each element named '" + std::string(name) + "'", "",
+              join(kFunctions, &ElementwiseFunction::name));
 }
 
 }  // namespace plumb

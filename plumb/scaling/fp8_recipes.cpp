@@ -6,6 +6,7 @@
 #include <array>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/scaling/matmul_parts.h"
@@ -61,12 +62,10 @@ Tensor sized(const Tensor& blocks, const Tensor& like, bool square) {
 }  // namespace
 
 Fp8Recipe parse_fp8_recipe(string_view text) {
-  std::string known;
   for (const auto& [name, recipe] : kRecipes) {
     if (name == text) return recipe;
-    known += (known.empty() ? "" : ", ") + std::string(name);
   }
-  throw Error(ErrorKind::InvalidArgument, "'" + std::string(text) + "' is no recipe for FP8", "", known);
+  throw Error(ErrorKind::InvalidArgument, "'" + std::string(text) + "' is no recipe for FP8", "", join(fp8_recipes()));
 }
 
 std::vector<std::string> fp8_recipes() {

@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/generators_internal.h"
 
@@ -140,9 +141,8 @@ const Entry& entry(std::string_view name) {
   for (const Entry& candidate : entries()) {
     if (same_name(candidate.traits.name, name)) return candidate;
   }
-  std::string known;
-  for (const std::string& other : schedule_names()) known += (known.empty() ? "" : ", ") + other;
-  throw Error(ErrorKind::UnknownName, "there is no schedule named '" + std::string(name) + "'", "", "use " + known);
+  throw Error(ErrorKind::UnknownName, "there is no schedule named '" + std::string(name) + "'", "",
+              "use " + join(schedule_names()));
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "plumb/core/join.h"
 #include "plumb/core/table.h"
 #include "plumb/pipeline/stage_costs.h"
 #include "plumb/schedule/simulate.h"
@@ -52,10 +53,8 @@ std::string to_text(const TrainNeeds& needs, const TrainOptions& o) {
   Table table{{"rank", "stages", "parameters", "weights and optimiser", "peak memory"}, {}};
   for (size_t rank = 0; rank < needs.ranks.size(); ++rank) {
     const RankNeeds& own = needs.ranks[rank];
-    std::string stages;
-    for (const int s : own.stages) stages += (stages.empty() ? "" : ", ") + std::to_string(s);
-    table.rows.push_back(
-        {std::to_string(rank), stages, std::to_string(own.parameters), mebibytes(own.resident), mebibytes(own.peak)});
+    table.rows.push_back({std::to_string(rank), join(own.stages, [](int s) { return std::to_string(s); }),
+                          std::to_string(own.parameters), mebibytes(own.resident), mebibytes(own.peak)});
   }
   const std::string pipelines = o.replicas == 1 ? "" : ", in each of " + std::to_string(o.replicas) + " pipelines";
   return "A step of " + std::to_string(needs.rows) + " rows takes about " + short_number(needs.seconds) + " s by " +

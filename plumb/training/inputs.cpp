@@ -6,6 +6,7 @@
 #include <cerrno>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/stage_io.h"
 #include "plumb/training/usage.h"
@@ -31,9 +32,8 @@ std::optional<c10::IValue> constant(const std::string& text, const std::string& 
 }
 
 std::string list_inputs(const std::vector<Node*>& inputs) {
-  std::string text;
-  for (const Node* p : inputs) text += (text.empty() ? "" : ", ") + p->target() + ": " + type_text(p->result()->meta());
-  return text.empty() ? "none" : text;
+  if (inputs.empty()) return "none";
+  return join(inputs, [](const Node* p) { return p->target() + ": " + type_text(p->result()->meta()); });
 }
 
 bool fits(const TensorMeta& want, const at::Tensor& got) {

@@ -9,6 +9,7 @@
 #include <toml++/toml.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/core/number_text.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/training/usage.h"
@@ -18,12 +19,6 @@ namespace {
 
 using O = TrainOptions;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-std::string schedule_list() {
-  std::string all;
-  for (const std::string& name : schedule_names()) all += (all.empty() ? "" : ", ") + name;
-  return all;
-}
 
 // Each part of the table keeps the order of the help.
 std::vector<TrainField> data_fields() {
@@ -39,8 +34,7 @@ std::vector<TrainField> data_fields() {
       {"token-type", &O::token_type, "Of raw tokens: u8, u16 or i32", {"u8", "u16", "i32"}, {}, false, true},
       {"targets", &O::targets,
        "A .pt, .npy or .safetensors, one row a sample (default: the tensor 'targets' of a .safetensors given as "
-       "--data); "
-       "tokens are their own targets"},
+       "--data); tokens are their own targets"},
       {"mask", &O::mask, "As --targets, of true and false, of the targets' shape: which of them count in the loss"},
       {"loss",
        &O::loss,
@@ -205,7 +199,7 @@ std::vector<TrainField> layout_fields() {
        {},
        true,
        true},
-      {"schedule", &O::schedule, schedule_list() + ", or a .csv table (plumb plan writes them)"},
+      {"schedule", &O::schedule, join(schedule_names()) + ", or a .csv table (plumb plan writes them)"},
       {"data-parallel",
        &O::replicas,
        "So many pipelines beside each other, on parts of the batch of their own; gradients are summed",
@@ -214,9 +208,8 @@ std::vector<TrainField> layout_fields() {
       {"gradient-groups",
        &O::gradient_groups,
        "The microbatches of all pipelines are so many groups, each summed in order, and the groups' sums in a binary "
-       "tree: "
-       "with the same groups losses and weights are the same bits at every --data-parallel (0: those of the run that "
-       "goes on, else as many as --data-parallel)",
+       "tree: with the same groups losses and weights are the same bits at every --data-parallel (0: those of the run "
+       "that goes on, else as many as --data-parallel)",
        {},
        whole_number(0, 65536)},
       {"recompute",
@@ -239,8 +232,7 @@ std::vector<TrainField> checkpoint_fields() {
   return {
       {"checkpoints", &O::checkpoints,
        "A folder for checkpoints. A training that finds one there goes on from it, at any --stages and --schedule, "
-       "with "
-       "the losses and weights of one that was not stopped. SIGTERM: a checkpoint, then exit code 75"},
+       "with the losses and weights of one that was not stopped. SIGTERM: a checkpoint, then exit code 75"},
       {"checkpoint-every",
        &O::checkpoint_every,
        "Steps between checkpoints; 0: at the end and when stopped only",
@@ -295,20 +287,16 @@ std::vector<TrainField> output_fields() {
        "while it runs"},
       {"dry-run", &O::dry_run,
        "Train nothing: say how long a step takes, by stages measured once and the schedule simulated, and what each "
-       "rank "
-       "would hold"},
+       "rank would hold"},
       {"json", &O::json,
        "One JSON object a line: {options} first, {group, parameters} for each --group, {learning_rates} if they are "
-       "each "
-       "parameter's own, {step, steps, loss, lr, norm, rows, tokens, memory, seconds} after each step (loss and "
+       "each parameter's own, {step, steps, loss, lr, norm, rows, tokens, memory, seconds} after each step (loss and "
        "norm are null if they are no numbers, tokens are there for models that take some, memory is bytes of the "
        "largest rank, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
        "{checkpoint_problem}, {problem}, {injected}, {restart, of, rank, why}, {interrupted, steps}, {dry_run, bubble, "
-       "rows, ranks: "
-       "[{stages, "
-       "parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {drew, bubble, "
-       "conclusion}"},
+       "rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {drew, "
+       "bubble, conclusion}"},
   };
 }
 
@@ -333,23 +321,18 @@ const std::vector<TrainField>& train_fields() {
 const TrainField& train_field(const std::string& name) {
   std::string wanted = name;
   std::replace(wanted.begin(), wanted.end(), '_', '-');
-  std::string all;
   for (const TrainField& field : train_fields()) {
     if (field.name == wanted) return field;
-    all += (all.empty() ? "" : ", ") + field.name;
   }
-  throw Error(ErrorKind::UnknownName, "no option of a training is named '" + name + "'", "", all);
+  throw Error(ErrorKind::UnknownName, "no option of a training is named '" + name + "'", "",
+              join(train_fields(), &TrainField::name));
 }
 
 namespace {
 
 [[noreturn]] void refuse(const TrainField& field, const std::string& problem) {
-  std::string fix = "plumb train --help";
-  if (!field.choices.empty()) {
-    fix.clear();
-    for (const std::string& choice : field.choices) fix += (fix.empty() ? "" : ", ") + choice;
-  }
-  throw UsageError("--" + field.name + ": " + problem, fix);
+  throw UsageError("--" + field.name + ": " + problem,
+                   field.choices.empty() ? "plumb train --help" : join(field.choices));
 }
 
 std::vector<std::string> parted(const std::vector<std::string>& texts) {

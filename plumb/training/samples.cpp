@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "plumb/checkpoint/safetensors.h"
+#include "plumb/core/join.h"
 #include "plumb/core/table.h"
 #include "plumb/exported/tensor_file.h"
 #include "plumb/training/inputs.h"
@@ -158,8 +159,8 @@ class TensorRows : public Samples {
                          "as many rows in each");
       }
       bytes_ += static_cast<double>(t.nbytes()) / static_cast<double>(t.size(0));
-      identity_ += (identity_.empty() ? "" : ", ") + type_text(t);
     }
+    identity_ = join(all, [](const at::Tensor& t) { return type_text(t); });
   }
 
   int64_t rows() const override { return inputs_.at(0).size(0); }

@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/core/table.h"
 #include "plumb/graph/names.h"
 #include "plumb/graph/node_kind.h"
@@ -120,7 +121,7 @@ std::string ScalesGraph::to_text() const {
       row[2] = short_number(fwd.std), row[3] = short_number(fwd.abs_max);
       if (bwd) row[4] = short_number(bwd->std), row[5] = short_number(bwd->abs_max);
     }
-    for (size_t i : node.inputs) row[6] += (row[6].empty() ? "" : ", ") + nodes[i].name;
+    row[6] = join(node.inputs, [&](size_t i) { return nodes[i].name; });
     table.rows.push_back(std::move(row));
   }
   return plumb::to_text(table);
