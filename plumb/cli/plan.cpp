@@ -122,7 +122,7 @@ nlohmann::json to_json(const ScheduleChoice& c) {
     return row;
   }
   row["step"] = c.simulation.makespan;
-  row["apart"] = c.distance();
+  row["apart"] = c.simulation.cost();
   row["bubble"] = c.simulation.bubble_rate();
   row["zero_bubble_rate"] = c.simulation.zero_bubble_rate();
   row["memory"] = c.memory;
@@ -195,7 +195,7 @@ void print_table(const PlanArguments& o, const std::vector<ScheduleChoice>& choi
     }
     rows.push_back({&c == taken ? "*" : "", c.name, std::to_string(c.stages_per_rank),
                     seconds_text(c.simulation.makespan, measured), percent(c.simulation.bubble_rate()),
-                    seconds_text(c.distance(), measured), percent(c.simulation.zero_bubble_rate()),
+                    seconds_text(c.simulation.cost(), measured), percent(c.simulation.zero_bubble_rate()),
                     memory_text(c.peak(), measured), c.fits ? "" : "more memory than the limit"});
   }
   std::cout << columns(rows) << kColumns;
@@ -255,8 +255,8 @@ std::string why(const PlanArguments& o, const std::vector<ScheduleChoice>& choic
   const auto other = std::find_if(choices.begin(), choices.end(),
                                   [&](const ScheduleChoice& c) { return c.name == "1F1B" && c.problem.empty(); });
   if (other == choices.end() || &*other == &taken) return text;
-  return text + "; its steps are " + seconds_text(taken.distance(), o.measured()) + " apart, those of 1F1B " +
-         seconds_text(other->distance(), o.measured()) + (other->fits ? "" : " and more memory than there is");
+  return text + "; its steps are " + seconds_text(taken.simulation.cost(), o.measured()) + " apart, those of 1F1B " +
+         seconds_text(other->simulation.cost(), o.measured()) + (other->fits ? "" : " and more memory than there is");
 }
 
 // Where nothing keeps the limit: what would. Fewest ranks are looked for among doubled ones.

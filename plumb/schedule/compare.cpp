@@ -61,14 +61,6 @@ CostsOf even_costs(const Costs& costs, int num_ranks) {
   };
 }
 
-double ScheduleChoice::distance() const {
-  double longest = 0;
-  for (std::size_t rank = 0; rank < simulation.first.size(); ++rank) {
-    longest = std::max(longest, simulation.last[rank] - simulation.first[rank]);
-  }
-  return longest;
-}
-
 double ScheduleChoice::peak() const { return memory.empty() ? 0 : *std::max_element(memory.begin(), memory.end()); }
 
 std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatches, const CostsOf& costs_of,
@@ -119,7 +111,7 @@ std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatche
   std::stable_sort(choices.begin(), choices.end(), [](const ScheduleChoice& a, const ScheduleChoice& b) {
     auto key = [](const ScheduleChoice& c) { return std::tuple(!c.problem.empty(), !c.fits); };
     if (key(a) != key(b)) return key(a) < key(b);
-    const double x = a.distance(), y = b.distance();
+    const double x = a.simulation.cost(), y = b.simulation.cost();
     if (std::abs(x - y) > 1e-9 * std::max(x, y)) return x < y;
     return std::tuple(a.peak(), a.stages_per_rank) < std::tuple(b.peak(), b.stages_per_rank);
   });

@@ -42,9 +42,6 @@ struct ScheduleChoice {
   std::vector<double> memory;  // by rank: resident and activations
   bool fits = true;
 
-  // The longest a rank works at a step: how far steps are apart, as no rank waits for the others between them. (A step
-  // itself takes simulation.makespan.)
-  double distance() const;
   double peak() const;
 };
 

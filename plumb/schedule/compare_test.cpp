@@ -28,12 +28,13 @@ TEST(Compare, ListsEveryScheduleQuickestFirst) {
   auto choices = compare_schedules(4, 8, even_costs(unit_costs(), 4));
   EXPECT_EQ(choices.size(), schedule_names().size() + 1);
   for (size_t i = 1; i < choices.size(); ++i) {
-    if (choices[i].problem.empty()) EXPECT_LE(choices[i - 1].distance(), choices[i].distance() * (1 + 1e-9));
+    if (choices[i].problem.empty())
+      EXPECT_LE(choices[i - 1].simulation.cost(), choices[i].simulation.cost() * (1 + 1e-9));
   }
-  EXPECT_DOUBLE_EQ(find(choices, "1F1B").distance(), 33);
+  EXPECT_DOUBLE_EQ(find(choices, "1F1B").simulation.cost(), 33);
   EXPECT_DOUBLE_EQ(find(choices, "1F1B").peak(), 4);
   EXPECT_DOUBLE_EQ(find(choices, "GPipe").peak(), 8);
-  EXPECT_DOUBLE_EQ(find(choices, "ZBVZeroBubble").distance(), 24) << "no bubble by the paper's definition";
+  EXPECT_DOUBLE_EQ(find(choices, "ZBVZeroBubble").simulation.cost(), 24) << "no bubble by the paper's definition";
   EXPECT_DOUBLE_EQ(find(choices, "ZBVZeroBubble").peak(), 4);
 }
 
@@ -46,7 +47,7 @@ TEST(Compare, PutsThoseThatTakeTooMuchMemoryLast) {
   EXPECT_FALSE(find(choices, "GPipe").fits);
   EXPECT_TRUE(find(choices, "1F1B").fits);
   const auto& searched = find(choices, "Searched");
-  EXPECT_LE(searched.distance(), find(choices, "ZBH1").distance() + 1e-9);
+  EXPECT_LE(searched.simulation.cost(), find(choices, "ZBH1").simulation.cost() + 1e-9);
   EXPECT_TRUE(check_schedule(searched.schedule).ok());
 }
 

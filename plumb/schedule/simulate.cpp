@@ -51,14 +51,6 @@ double mean_of(const std::vector<double>& values) {
   return values.empty() ? 0 : std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-double longest_step(const Simulation& simulation) {
-  double longest = 0;
-  for (std::size_t rank = 0; rank < simulation.first.size(); ++rank) {
-    longest = std::max(longest, simulation.last[rank] - simulation.first[rank]);
-  }
-  return longest;
-}
-
 }  // namespace
 
 namespace schedule_internal {
@@ -109,14 +101,20 @@ Costs Costs::for_stages(int num_stages, int num_ranks) const {
 
 double Simulation::bubble_rate() const { return makespan > 0 ? 1 - mean_of(busy) / makespan : 0; }
 
+double Simulation::cost() const {
+  double longest = 0;
+  for (std::size_t rank = 0; rank < first.size(); ++rank) longest = std::max(longest, last[rank] - first[rank]);
+  return longest;
+}
+
 double Simulation::zero_bubble_rate() const {
-  double cost = longest_step(*this);
+  const double cost = this->cost();
   return cost > 0 ? 1 - mean_of(busy) / cost : 0;
 }
 
 double Simulation::bubble_time() const { return makespan - max_of(busy); }
 
-double Simulation::zero_bubble_time() const { return longest_step(*this) - max_of(busy); }
+double Simulation::zero_bubble_time() const { return cost() - max_of(busy); }
 
 double Simulation::max_peak_memory() const { return max_of(peak_memory); }
 

@@ -46,10 +46,12 @@ struct Simulation {
   // The ranks' idle share of the makespan: 1 - mean(busy) / makespan.
   double bubble_rate() const;
   // The Zero Bubble paper's (arXiv 2401.10241, section 4): every rank may start its step when its first work comes and
-  // end with its last, as the optimiser's step needs no common instant. cost = max over ranks of last - first; 1 -
-  // mean(busy) / cost.
+  // end with its last, as the optimiser's step needs no common instant. So steps are apart by the longest that a rank
+  // works at one: the largest last - first.
+  double cost() const;
+  // 1 - mean(busy) / cost().
   double zero_bubble_rate() const;
-  // Those in time: makespan - max(busy), and cost - max(busy).
+  // Those in time: makespan - max(busy), and cost() - max(busy).
   double bubble_time() const;
   double zero_bubble_time() const;
   double max_peak_memory() const;
