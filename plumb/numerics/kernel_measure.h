@@ -329,26 +329,24 @@ inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& ta
     floor = 1;
   }
   int bin = top;  // bins above it are counted
-  auto count_next = [&]<int Bins>(Constant<Bins>) {
-    int counts[Bins];
-    count_bins<Bins>(exponents, whole, uint8_t(bin), counts, next);
+  auto take = [&](const int* counts, int bins) {
     next = nullptr;
-    for (int b = 0; b < Bins; ++b) {
+    for (int b = 0; b < bins; ++b) {
       histogram[bin - b] += counts[b];
       left -= counts[b];
     }
-    bin -= Bins;
+    bin -= bins;
+  };
+  auto count_next = [&]<int Bins>(Constant<Bins>) {
+    int counts[Bins];
+    count_bins<Bins>(exponents, whole, uint8_t(bin), counts, next);
+    take(counts, Bins);
   };
 #if defined(__AVX512BW__)
   if (top - low > 4 && bin - kBitBins >= floor - 1) {
     int counts[kBitBins];
     count_bits(exponents, whole, uint8_t(bin), counts, next);
-    next = nullptr;
-    for (int b = 0; b < kBitBins; ++b) {
-      histogram[bin - b] += counts[b];
-      left -= counts[b];
-    }
-    bin -= kBitBins;
+    take(counts, kBitBins);
   }
 #endif
   if (top - low > 4 && bin - kManyBins >= floor - 1 && bin == top) count_next(Constant<kManyBins>());

@@ -160,7 +160,12 @@ void PipelineState::send_values(const RunAction& run, LocalStage& stage, int m, 
   }
 }
 
-void PipelineState::send_grads(const RunAction& run, LocalStage& stage, int m, const Tensors& grads) {
+// Takes them out of the slot.
+void PipelineState::deliver_input_grads(const RunAction& run, LocalStage& stage, Slot& slot) {
+  const int m = run.action.microbatch;
+  check_input_grads(stage, slot, m);
+  const Tensors grads = std::move(slot.input_grads);
+  slot.input_grads.clear();
   const auto& bundles = stage.wiring->grads_out;
   for (size_t i = 0; i < bundles.size(); i++) {
     if (run.sends[i] >= 0) {
@@ -168,10 +173,11 @@ void PipelineState::send_grads(const RunAction& run, LocalStage& stage, int m, c
       continue;
     }
     auto& to = stages.at(bundles[i].stage);
-    auto& slot = to.slots[m];
-    if (!slot.grads_given_for.count(stage.stage))
-      take_grads(to, slot, stage.stage, arrived(grads_for(stage, bundles[i], grads)));
+    auto& other = to.slots[m];
+    if (!other.grads_given_for.count(stage.stage))
+      take_grads(to, other, stage.stage, arrived(grads_for(stage, bundles[i], grads)));
   }
+  keep_input_grads(stage, m, grads);
 }
 
 void PipelineState::forward(const RunAction& run, LocalStage& stage, Slot& slot) {
@@ -194,11 +200,7 @@ void PipelineState::backward(const RunAction& run, LocalStage& stage, Slot& slot
     stage.gradients->accumulate(m, compute);
   }
   if (run.action.kind == ActionKind::BackwardWeight) return;
-  check_input_grads(stage, slot, m);
-  const Tensors grads = std::move(slot.input_grads);
-  slot.input_grads.clear();
-  send_grads(run, stage, m, grads);
-  keep_input_grads(stage, m, grads);
+  deliver_input_grads(run, stage, slot);
 }
 
 // The engine's part after a hook.
@@ -219,11 +221,7 @@ void PipelineState::finish_hooked(const RunAction& run, LocalStage& stage, Slot&
   } else {
     require(slot.went_back, "backward of its stage");
     require(run.action.kind == ActionKind::BackwardInput || !slot.weights_due, "weight half of its stage's backward");
-    check_input_grads(stage, slot, m);
-    const Tensors grads = std::move(slot.input_grads);
-    slot.input_grads.clear();
-    send_grads(run, stage, m, grads);
-    keep_input_grads(stage, m, grads);
+    deliver_input_grads(run, stage, slot);
   }
 }
 

@@ -52,6 +52,22 @@ void check_parts(const PipelineLayout& layout, const Schedule& schedule,
   }
 }
 
+// Throws if another rank has another digest, or says instead why it cannot start.
+void require_equal(const std::string& digest, Transport& transport, int me) {
+  const auto digests = transport.exchange(digest);
+  for (size_t r = 0; r < digests.size(); r++) {
+    if (digests[r] == digest) continue;
+    if (digests[r].substr(0, 1) == "!") {
+      throw Error(ErrorKind::Communication, "rank " + std::to_string(me) + " cannot start: rank " + std::to_string(r) +
+                                                " failed: " + digests[r].substr(1));
+    }
+    throw Error(
+        ErrorKind::Communication,
+        "rank " + std::to_string(me) + " and rank " + std::to_string(r) + " were given different layouts or schedules",
+        "", "make both from the same model and arguments on every rank");
+  }
+}
+
 }  // namespace
 
 void check_gradient_groups(int groups, int replicas, const Schedule& schedule) {
@@ -103,18 +119,7 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
   s.options = std::move(options);
   std::string digest = digest_text(s.layout, s.schedule);
   if (s.options.gradient_groups > 0) digest += "gradient groups " + std::to_string(s.options.gradient_groups);
-  const auto digests = s.transport.exchange(digest);
-  for (size_t r = 0; r < digests.size(); r++) {
-    if (digests[r] == digest) continue;
-    if (digests[r].substr(0, 1) == "!") {
-      throw Error(ErrorKind::Communication, "rank " + std::to_string(me) + " cannot start: rank " + std::to_string(r) +
-                                                " failed: " + digests[r].substr(1));
-    }
-    throw Error(
-        ErrorKind::Communication,
-        "rank " + std::to_string(me) + " and rank " + std::to_string(r) + " were given different layouts or schedules",
-        "", "make both from the same model and arguments on every rank");
-  }
+  require_equal(digest, s.transport, me);
   std::map<int, std::vector<NamedTensor>> parameters;
   for (auto& [index, function] : stages) {
     LocalStage local;

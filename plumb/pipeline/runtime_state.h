@@ -154,7 +154,7 @@ struct PipelineState {
   void call_hook(std::span<const RunAction> parts, std::span<const RunAction> left);
   void finish_hooked(const RunAction& run, LocalStage& stage, Slot& slot);
   void send_values(const RunAction& run, LocalStage& stage, int m, const Tensors& outputs);
-  void send_grads(const RunAction& run, LocalStage& stage, int m, const Tensors& grads);
+  void deliver_input_grads(const RunAction& run, LocalStage& stage, Slot& slot);
 
   void gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors& values, std::vector<bool>& wants);
   void finish_model(int m, Slot& slot, bool hooked);
@@ -164,7 +164,7 @@ struct PipelineState {
                          Tensors& grads) const;
 };
 
-// What stays in this process, rounded as if it had travelled.
+// Values that stay in this process, rounded as if they had travelled.
 std::vector<MessageValue> arrived(std::vector<MessageValue> values);
 
 // "output 0 of stage 1, microbatch 2"

@@ -79,9 +79,7 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.constraint = constraint
-        self.weight = Parameter(self.weight.data, weight_mup_type)
-        if self.bias is not None:
-            self.bias = Parameter(self.bias.data, "bias")
+        _tag(self, weight_mup_type)
 
     def reset_parameters(self) -> None:
         _unit_init(self)
@@ -142,9 +140,7 @@ class Conv1d(nn.Conv1d):
             dtype,
         )
         self.constraint = constraint
-        self.weight = Parameter(self.weight.data, weight_mup_type)
-        if self.bias is not None:
-            self.bias = Parameter(self.bias.data, "bias")
+        _tag(self, weight_mup_type)
 
     def reset_parameters(self) -> None:
         _unit_init(self)
@@ -172,10 +168,7 @@ class LayerNorm(nn.LayerNorm):
         dtype: Any = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        if self.weight is not None:
-            self.weight = Parameter(self.weight.data, "norm")
-        if self.bias is not None:
-            self.bias = Parameter(self.bias.data, "bias")
+        _tag(self, "norm")
 
     def forward(self, input: Tensor) -> Tensor:
         return U.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
@@ -268,6 +261,12 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             label_smoothing=self.label_smoothing,
             mult=self.mult,
         )
+
+
+def _tag(module: nn.Module, weight_type: MupType) -> None:
+    for name, kind in (("weight", weight_type), ("bias", "bias")):
+        if (parameter := getattr(module, name)) is not None:
+            setattr(module, name, Parameter(parameter.data, kind))
 
 
 def _unit_init(module: nn.Module) -> None:
