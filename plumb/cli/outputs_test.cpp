@@ -87,7 +87,7 @@ TEST_F(Outputs, WithoutDescriptorsAreErrorsThatSaySo) {
   const std::string lasting = train + " --max-restarts 1";
   for (const std::string& arguments :
        {std::string("scale mlp.pt2 -o few.pt2"), std::string("run mlp.pt2 --input x=x.pt -o few.pt"), train, lasting}) {
-    for (int most = 4; most < 24; most += arguments.starts_with("train") ? 6 : 2) {
+    for (int most = 4; most < 24; most += arguments.starts_with("train") ? 6 : 4) {
       const Ended run = shell("ulimit -n " + std::to_string(most) + "; exec timeout 60 " PLUMB_COMMAND " " + arguments);
       if (run.code == 0) continue;
       if (run.err.find("while loading shared libraries") != std::string::npos) continue;  // no program starts
