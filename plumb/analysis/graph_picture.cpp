@@ -238,7 +238,7 @@ std::string body_of(const Drawing& d) {
   for (size_t m = 0; m < d.modules.size(); ++m) {
     const ModuleBox& box = d.modules[m];
     const double x = kIndent * static_cast<double>(box.depth), top = d.entries[box.head].y;
-    // What ends with it ends inside of it.
+    // Modules that end with it end inside of it.
     size_t inside = 0;
     for (size_t other : d.around(box.last)) inside += d.modules[other].depth > box.depth;
     const double bottom = d.entries[box.last].y + kRow + kPad * static_cast<double>(inside) + 3;

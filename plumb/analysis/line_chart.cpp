@@ -28,7 +28,7 @@ std::vector<size_t> thinned(const std::vector<double>& values) {
     const size_t begin = s * n / stretches, end = (s + 1) * n / stretches;
     size_t low = begin, high = begin;
     for (size_t i = begin; i < end; ++i) {
-      // What is not finite must stay to break the line.
+      // A value that is not finite must stay, to break the line.
       if (!std::isfinite(values[i])) low = i;
       if (values[i] < values[low]) low = i;
       if (values[i] > values[high]) high = i;

@@ -56,7 +56,7 @@ KeptFromCheckpoints::KeptFromCheckpoints(BackwardGraph& graph) {
   }
   found_ = find(nodes);
   if (found_.empty()) return;
-  // What a C++ function saved is its own.
+  // A tensor that a C++ function saved is its own.
   for (auto& e : graph.entries) {
     if (!e.target && e.twice && e.node->name().find("CppNode<") != std::string::npos) e.twice = false;
   }

@@ -31,8 +31,8 @@ thread_local CheapRecompute::State* current = nullptr;
 
 }  // namespace
 
-// What an operator is given in a tensor's place: the same values, and nobody else holds it. Who does afterwards has
-// saved it.
+// Stands in for a tensor that an operator is given: the same values, and nobody else holds it. Whoever holds it
+// afterwards has saved it.
 struct Loan {
   size_t arg;
   at::Tensor alias;
@@ -42,7 +42,7 @@ struct Loan {
 struct CheapRecompute::State {
   explicit State(bool check) : check(check), outer(std::exchange(current, this)) { keys.emplace(kRecomputeKey); }
   ~State() { current = outer; }
-  // Where no CheapRecompute lives: knows of values of formats alone (saved_codes.h).
+  // While no CheapRecompute lives: knows of values of formats alone (saved_codes.h).
   static State& of_codes() {
     thread_local State state;
     return state;

@@ -16,7 +16,7 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// What both hooks of a node share.
+// State that both hooks of a node share.
 struct Uses {
   Uses(Node& node, std::vector<RecipeUse> of) : node(node), uses(std::move(of)) {
     for (RecipeUse& use : uses) use.recipe->pending++;

@@ -84,7 +84,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> read_state(const std::string&
   return state;
 }
 
-// What to do with the state of a parameter, by the kind of the optimiser: SGD and Adam have nothing in common here.
+// Calls the function with the type of a parameter's state: SGD's and Adam's have nothing in common here.
 template <class Function>
 void by_kind(const Optimizer& optimizer, const Function& function) {
   if (dynamic_cast<const torch::optim::AdamW*>(&optimizer)) return function(torch::optim::AdamWParamState());

@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What belongs to a tokenizer or processor, as transformers names it; none is large.
+// Files of tokenizers and processors, as transformers names them; none is large.
 constexpr const char* kCopied[] = {"added_tokens.json",
                                    "chat_template.jinja",
                                    "chat_template.json",
@@ -44,7 +44,7 @@ void write_file(const fs::path& path, const std::string& text) {
   file.commit();
 }
 
-// What a part writes: the stored names of plain tensors with their names in its state, and its conversions.
+// The tensors that a part writes: the stored names of plain tensors with their names in its state, and its conversions.
 struct Share {
   std::map<std::string, std::string> plain;
   std::vector<const Pretrained::Conversion*> conversions;
@@ -102,7 +102,7 @@ at::Tensor tensor_of(const State& state, const std::string& name) {
   return tensor.detach();
 }
 
-// What a part that was never loaded writes: the tensors of the folder it would have been loaded from.
+// The tensors of a part that was never loaded: they are copied from the folder it would have been loaded from.
 class Unread {
  public:
   explicit Unread(std::string source) : source_(std::move(source)) {}

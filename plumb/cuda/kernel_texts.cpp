@@ -17,7 +17,7 @@ std::string way_names(const kernel::RoundingSpec& rounding) {
     case kernel::kByChance: way = "kByChance"; break;
     case kernel::kDown: way = "kDown"; break;
   }
-  // What rounds toward zero has no simple form.
+  // Rounding toward zero has no simple form.
   return std::string(way) + ", " +
          bool_name(kernel::is_simple<float>(rounding) && kernel::way_of<float>(rounding) != kernel::kDown);
 }

@@ -31,7 +31,7 @@ int pack_of(const Tensor& x, std::initializer_list<const Tensor*> tensors) {
   return n;
 }
 
-// What one side of a measurement writes to until it is finished.
+// Buffers of one side of a measurement until it is finished.
 struct Gathering {
   Tensor parts, counts;
 

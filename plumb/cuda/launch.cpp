@@ -18,7 +18,7 @@
 namespace plumb::cuda {
 namespace {
 
-// What a device can run.
+// A device's architecture and the kernels that were loaded for it.
 struct DeviceState {
   bool usable = true;
   std::string architecture;

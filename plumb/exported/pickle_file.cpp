@@ -23,7 +23,7 @@ constexpr size_t kMaxObjects = 4'000'000;
 constexpr size_t kMaxLeaves = 4'000'000;
 constexpr int kMaxDepth = 64;
 
-// What stands on the pickle machine's stack. Owned by the machine, so cycles leak nothing.
+// An entry of the pickle machine's stack. Owned by the machine, so cycles leak nothing.
 struct Object {
   enum Kind : uint8_t { Plain, Global, Storage, List, Tuple, Dict, Mark } kind = Plain;
   c10::IValue value;           // Plain

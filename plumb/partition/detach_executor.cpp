@@ -15,7 +15,7 @@ namespace plumb {
 namespace {
 
 struct StageRun {
-  // What the stage was called with, then its replicated parameters: autograd's graph begins there.
+  // The stage's inputs, then its replicated parameters: autograd's graph begins there.
   std::optional<InputBoundary> boundary;
   std::map<std::string, size_t> shared;  // replicated parameters, by name here: which of these it is
   std::vector<c10::IValue> outputs;

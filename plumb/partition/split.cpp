@@ -255,7 +255,7 @@ void Cutter::choose_wire() {
 }
 
 std::vector<std::shared_ptr<GraphModule>> Cutter::make_modules() {
-  // Which stages hold a parameter's tensor, by whichever name.
+  // The stages that hold a parameter's tensor, by any name.
   std::unordered_map<const c10::TensorImpl*, std::map<int, std::string>> holders;
   std::vector<const c10::TensorImpl*> order;
   for (size_t s = 0; s < drafts_.size(); ++s) {

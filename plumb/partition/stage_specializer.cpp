@@ -86,7 +86,7 @@ std::set<size_t> inputs_before(const PipeTable& table, int index) {
   return found;
 }
 
-// Where a stage was moved to since it was cut, if it was.
+// The device that a stage was moved to since it was cut, if it was.
 std::optional<at::Device> moved_to(const GraphModule& now, const StageIO& io) {
   size_t i = 0;
   for (const Node* in : now.graph().placeholders()) {

@@ -93,7 +93,7 @@ class Parser {
     return static_cast<uint32_t>(index);
   }
 
-  // What is of a kind that is not known here was written by a newer plumb and is passed over.
+  // Records of unknown kinds were written by a newer plumb and are skipped.
   void record(uint32_t kind, std::string_view payload) {
     switch (kind) {
       case format::kRules: out_.rules.push_back(parse_json(payload).at("rules").get<std::string>()); break;

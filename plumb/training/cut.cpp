@@ -15,7 +15,7 @@ std::pair<std::string, SplitPoint> split_point(const std::string& text) {
   return {text, SplitPoint::Beginning};
 }
 
-// What becomes of parameters that several stages use.
+// Decides for each parameter of several stages whether it is replicated or transmitted.
 void choose_multi_use(const GraphModule& module, const std::vector<std::string>& transmit, SplitOptions& options) {
   for (const std::string& name : transmit) {
     if (name == "all") {

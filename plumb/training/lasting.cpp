@@ -8,7 +8,7 @@
 namespace plumb {
 namespace {
 
-// Where another process in this one's place would fail as well.
+// Whether another process in this one's place would fail as well.
 bool fails_for_good(const Error& e) {
   switch (e.kind()) {
     case ErrorKind::Communication:

@@ -52,7 +52,7 @@ StepNumbers numbers_of(const std::string& line) {
   return n;
 }
 
-// What is recorded so far, of all stages; nothing where that is not at hand yet, or on other machines.
+// The record so far, of all stages; nothing while it is not at hand, or on other machines.
 std::optional<HistoryView> recorded(const TrainOptions& o) {
   if (o.history.empty()) return std::nullopt;
   try {

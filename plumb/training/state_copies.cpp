@@ -136,7 +136,7 @@ void StateCopies::take(int64_t edge, const RankState& state, const Json& counted
   const Begin begin{edge + 1, static_cast<int64_t>(header_.size()), static_cast<int64_t>(counted_text.size()),
                     data_bytes_};
   char* to = memory_[static_cast<size_t>(edge % 2)].grow(begin.data() + data_bytes_);
-  // Who reads it after this process is gone sees a whole copy or none.
+  // A reader after this process is gone sees a whole copy or none.
   const std::atomic_ref<int64_t> mark(*reinterpret_cast<int64_t*>(to));
   mark.store(0, std::memory_order_seq_cst);
   std::memcpy(to + offsetof(Begin, header), &begin.header, sizeof begin - offsetof(Begin, header));
@@ -244,7 +244,7 @@ Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, const 
   const int size = world.size(), me = world.rank(), length = job.schedule.num_ranks();
   std::map<std::string, at::Tensor> mine;
   for (const Opened& copy : opened_) mine.insert(copy.tensors.begin(), copy.tensors.end());
-  // Who gives whom: a rank what it has itself, else the first one that has it.
+  // The sender for each rank: itself if it has the tensor, else the first rank that has it.
   std::vector<std::set<std::string>> to(static_cast<size_t>(size));
   std::set<int> from;
   for (int rank = 0; rank < size; ++rank) {

@@ -43,7 +43,7 @@ struct TokenPlace {
   int64_t count;
 };
 
-// Where in such a file the tokens are; nothing if it holds other tensors.
+// The tokens' place in such a file; nothing if it holds other tensors.
 std::optional<TokenPlace> find_tokens(const std::string& path) {
   const auto fits = [](at::ScalarType dtype, const std::vector<int64_t>& sizes) {
     return sizes.size() == 1 && at::isIntegralType(dtype, /*includeBool=*/false);

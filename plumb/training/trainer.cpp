@@ -35,7 +35,7 @@ namespace {
 using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
-// What rank 0 knows, told to all.
+// Rank 0's number, on all ranks.
 int64_t of_rank_0(const ProcessGroup& world, int64_t number) {
   if (world.size() == 1) return number;
   const at::Tensor told = at::full({1}, number, at::kLong);
@@ -446,7 +446,7 @@ void Trainer::State::run_steps() {
   if (checkpoints) checkpoints->wait();
   tell_checkpoints();
   finish(stopped_by);
-  // Who is through could not help one that is lost now.
+  // A rank that has finished could not help one that is lost now.
   std::vector<int> each;
   for (int r = 0; r < world.size(); ++r) each.push_back(r);
   std::vector<double> through(each.size());

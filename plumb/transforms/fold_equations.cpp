@@ -17,7 +17,7 @@
 namespace plumb {
 namespace {
 
-// Which factors equations decide first: those that nothing else hangs on.
+// The order in which equations decide factors: first those that nothing else depends on.
 enum Rank : int { kEmbedding = 1, kGain, kWeight, kBias, kStatistics };
 
 // Products of very many factors are no layers: such values keep the factor 1.

@@ -24,7 +24,7 @@ constexpr size_t kOrderedUses = 2;  // the sum of two gradients has no order
 constexpr int kMany = 6;            // operators whose calls cost more than one call of a chain
 constexpr int kWorthwhile = 3;      // passes that pay for what is computed again
 
-// Where nodes stand relative to writes: nothing is written between two nodes of one number.
+// For each node the number of writes before it: nothing is written between two nodes of one number.
 std::unordered_map<const Node*, size_t> count_writes(const Graph& graph) {
   std::unordered_map<const Node*, size_t> writes;
   size_t count = 0;

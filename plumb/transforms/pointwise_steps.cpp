@@ -208,7 +208,7 @@ void merge_factors(PointwiseProgram& program, std::vector<bool>& cheap, bool exa
       continue;
     }
     const auto outer = factors_of(step);
-    // What a factor multiplies is the step just before it, or an input.
+    // A factor multiplies the step just before it, or an input.
     const bool follows = step.a.kind == PointwiseArg::Step && step.a.index + 1 == static_cast<int64_t>(steps.size());
     if (const auto inner = outer && follows ? factors_of(steps.back()) : std::nullopt;
         inner &&

@@ -17,7 +17,7 @@ namespace {
 
 using Direction = ScaleTracker::Direction;
 
-// What of a pass two slots want to know. In: of what comes in, out: of what goes out.
+// The measurements that two slots want of one pass. In: of its input, out: of its output.
 class Observer {
  public:
   Observer(int64_t tracker, int64_t in, int64_t out, Direction direction, const at::Tensor& x)

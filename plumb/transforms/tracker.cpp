@@ -236,7 +236,7 @@ struct TrackHook : torch::autograd::FunctionPreHook {
   uint32_t output;
 };
 
-// Where a gradient ends that nobody asked for.
+// The end of a gradient that nobody asked for.
 struct InputProbe : torch::autograd::Node {
   variable_list apply(variable_list&&) override { return {}; }
   std::string name() const override { return "plumb::track"; }
@@ -263,7 +263,7 @@ at::Tensor track(const at::Tensor& x, int64_t slot, int64_t id) {
 
 at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
   auto tracker = ScaleTracker::find(id);
-  // What is wanted when a traced program runs, that run knows.
+  // A run of a traced program knows itself what is wanted of it.
   const bool traced = is_traced(x);
   if (!tracker || (!tracker->enabled() && !traced)) return x;
   const auto wanted = traced ? ScaleTracker::Wanted{} : tracker->wanted(slot);

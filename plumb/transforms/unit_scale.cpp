@@ -41,7 +41,7 @@ class UnitScaler {
       : module_(module), graph_(module.graph()), options_(options), report_(report), mup_(mup) {}
 
   bool run() {
-    // What prepare() makes of a kept node stands where it stood.
+    // Nodes that prepare() makes of a kept node stand in its place.
     for (const Node* node : graph_.nodes()) {
       if (!node->is_call() || !node->num_results() || !node->meta().source) continue;
       if (auto it = options_.keep.find(node->result()->name()); it != options_.keep.end())
@@ -273,7 +273,7 @@ class UnitScaler {
     std::unordered_map<const Node*, size_t> residual;
     for (size_t i = 0; i < found.adds.size(); ++i) residual.emplace(found.adds[i].add, i);
     note_depths(found);
-    // Which operand is the skip, while values are still those of the analysis.
+    // The index of the skip operand, while values are still those of the analysis.
     std::vector<size_t> skip_index(found.adds.size());
     for (size_t i = 0; i < found.adds.size(); ++i)
       skip_index[i] = found.adds[i].add->input(0) == found.adds[i].skip ? 0 : 1;

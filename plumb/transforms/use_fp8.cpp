@@ -209,7 +209,7 @@ class Fp8Lowering {
     if (weight) views_.insert(right_value->producer());
     if (!weight) weight = right_value;
     const FPFormat back_format = FPFormat::parse(bwd_);
-    // What is drawn is drawn once: a product's backward may run in halves, and rounds again what is rounded already.
+    // Random numbers are drawn once: a product's backward may run in halves, and rounds again what is rounded already.
     const bool drawn = back_format.rounding == Rounding::Stochastic;
     Value* left_codes = codes(left, left->input(0));
     Value* right_codes = codes(right, weight);

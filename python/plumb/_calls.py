@@ -1,7 +1,7 @@
 """Finds the caller of an operator in Python: the function or method, and the variable that its result goes to.
 
 Read from the calling frames' bytecode while a module is captured; nothing is patched, so the module runs as it always does.
-Where the bytecode has no positions (Python 3.10, or with them switched off) only operators such as ``+`` and the functions
+Without positions in the bytecode (Python 3.10, or with them switched off) only operators such as ``+`` and the functions
 of ``torch.nn.functional`` are known.
 """
 

@@ -27,7 +27,7 @@ def _asks_for_emptiness(frame: FrameType) -> bool:
 
 
 def _reader() -> FrameType:
-    """Who calls the function that calls this: not torch's function modes, and not a watch that they call again."""
+    """The caller of the function that calls this: not torch's function modes, and not a watch that they call again."""
     frame = past_modes(sys._getframe(2))
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = past_modes(frame.f_back)

@@ -176,7 +176,7 @@ class Recorder:
 
 
 class History:
-    """What a recorder wrote (:func:`read_history`). A row is a tensor, or its gradient, in one step.
+    """A recorder's measurements (:func:`read_history`). A row is a tensor, or its gradient, in one step.
 
     - ``tensors``: a list of dicts: name, module, operator, dtype, sizes, and stage and rank, None where nobody told.
     - ``columns``: numpy arrays by name, one entry a row: step, tensor (index into `tensors`), backward, by_condition,

@@ -1,4 +1,4 @@
-"""What a module keeps outside of its parameters and buffers: attributes, and the dicts, lists and objects in them."""
+"""A module's state outside of its parameters and buffers: attributes, and the dicts, lists and objects in them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def _minor(version: str) -> str:
 
 
 def refusal(found: str, where: str) -> str | None:
-    """What to say to torch `found` in the folder `where`, None if it fits. torch keeps no binary interface between its
+    """The error for torch `found` in the folder `where`, None if it fits. torch keeps no binary interface between its
     minor versions."""
     facts = built()
     wanted = _minor(facts["TORCH"])

@@ -67,7 +67,7 @@ def refuse_holders(graph: Any, what: str) -> None:
 def opaque_functions() -> Iterator[None]:
     """While it lasts, ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all.
 
-    What a re-entrant checkpoint calls is captured instead: it would give its parameters' gradients to the module that was
+    The function of a re-entrant checkpoint is captured instead: it would give its parameters' gradients to the module that was
     captured, also where a copy or a stage of the graph runs."""
     Function = torch.autograd.Function
     original = Function.__dict__.get("apply")

@@ -153,7 +153,7 @@ def _differences(want: Any, got: Any, name: str) -> list[str]:
 
 
 def not_an_example(args: Any, kwargs: Any) -> str:
-    """What is wrong with a microbatch's example inputs; empty if nothing is."""
+    """Says why these are no example inputs of a microbatch; empty if they are."""
     if isinstance(args, Mapping) or args is None:
         return f"mb_args is a {type(args).__name__}, not a tuple of inputs by position: mb_args=(), and names in mb_kwargs"
     if not isinstance(kwargs, (Mapping, type(None))) or not all(isinstance(name, str) for name in kwargs or ()):

@@ -1,4 +1,4 @@
-"""What keeps weights of a unit-scaled module from being taken for those of a plain one."""
+"""The mark that keeps weights of a unit-scaled module from being taken for those of a plain one."""
 
 from __future__ import annotations
 

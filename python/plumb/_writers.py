@@ -1,4 +1,4 @@
-"""Where a :class:`plumb.Recorder` tells its numbers besides its history: TensorBoard and Weights & Biases."""
+"""Writers of a :class:`plumb.Recorder` beside its history: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 

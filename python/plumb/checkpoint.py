@@ -203,7 +203,7 @@ class Writer:
         self._writer.wait()
 
     def problem(self) -> str | None:
-        """What went wrong with the last save that is done. The next one is tried all the same."""
+        """The error of the last finished save, None if it succeeded. The next save is tried all the same."""
         return self._writer.problem()
 
     def reports(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the unit-scaled functions are made of."""
+"""The parts of the unit-scaled functions."""
 
 from . import functional
 

@@ -1,4 +1,4 @@
-"""What the functions of this package share."""
+"""Helpers that the functions of this package share."""
 
 from __future__ import annotations
 

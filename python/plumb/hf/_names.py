@@ -1,4 +1,4 @@
-"""What a model's tensors are called in its folder, and how they are stored there, as transformers itself knows it."""
+"""The names and stored forms of a model's tensors in its folder, as transformers itself knows them."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Pipe(nn.Module):
         return PipelineStage(module, stage_index, self.num_stages, device, group=group, recompute=recompute)
 
     def info(self) -> PipeInfo:
-        """What every rank has to know. It keeps none of the stages alive."""
+        """The description of the pipe that every rank needs. It keeps none of the stages alive."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.split_gm.graph, {}))
         return PipeInfo(graph, self.num_stages, self.has_loss_and_backward)
@@ -371,7 +371,7 @@ class CutPipe(Pipe):
         return text
 
     def wire_report(self) -> Report:
-        """What crosses between stages in which format, with bytes of one microbatch; the title has the sum."""
+        """The values that cross between stages, their formats and bytes of one microbatch; the title has the sum."""
         return Report([json.loads(self._engine.table.wire_report())])
 
     def cost_report(self) -> str:

@@ -85,7 +85,7 @@ def get_param_groups(
 
 
 class _WeightHalf(dict):
-    """What the input half leaves to the weight half: one group for all weights, as one run of the engine does them.
+    """The work that the input half leaves to the weight half: one group for all weights, as one run of the engine does them.
 
     "intermediates" (nodes of autograd's graph where the weight half starts), "grads" (for each the gradients of its
     outputs, None where there is none) and "params" are made when they are asked for. Assigning "grads" makes the weight

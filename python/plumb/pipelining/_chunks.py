@@ -116,7 +116,7 @@ class EngineStage:
 
     @property
     def device(self) -> torch.device:
-        """Where the stage's tensors are; what is handed over is moved there."""
+        """The device of the stage's tensors; values handed over are moved there."""
         module = self._stage.submod
         own = itertools.chain(module.parameters(), module.buffers()) if isinstance(module, torch.nn.Module) else ()
         return next((t.device for t in own), self._stage.device)
@@ -243,7 +243,7 @@ class ChunkSteps:
         return call.output
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """What the stage before returned for a microbatch, where it is on this rank."""
+        """The previous stage's outputs for a microbatch, if that stage is on this rank."""
         before = self.stage_index - 1
         outputs = pack(prev_stage_outputs) if self.layout is None else flat_output(prev_stage_outputs)
         self._drive("take_outputs", self.stage_index, mb_index, before, outputs, sizes_of(outputs))
@@ -290,6 +290,6 @@ class ChunkSteps:
         self._drive("backward", "W", self.stage_index, bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """What is left to do once a stage's gradients are complete: means over replicas, and the scaling."""
+        """Finishes a stage's complete gradients: means over replicas, and the scaling."""
         self.reduce_gradients()
         self.scale_grads(grad_scale_factor)

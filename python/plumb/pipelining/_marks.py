@@ -1,4 +1,4 @@
-"""Where a model may be cut: marks in its forward, marks put around its modules, and models that mark themselves."""
+"""Marks for cuts of a model: in its forward, marks put around its modules, and models that mark themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NoSuchModule(Error, AttributeError):
 
 
 class SplitPoint(Enum):
-    """Where a named module is cut off from the rest: before or after each call of it."""
+    """The side of a named module to cut at: before or after each call of it."""
 
     BEGINNING = 1
     END = 2
@@ -81,7 +81,7 @@ def check_split_spec(mod: nn.Module | None, spec: Mapping[str, SplitPoint]) -> l
 
 
 class _Points(set):
-    """Where a module is marked, and whether it was called since."""
+    """The mark of a module, and whether the module was called since."""
 
     called = False
 

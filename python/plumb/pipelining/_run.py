@@ -35,7 +35,7 @@ _MESSAGES = ["get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bw
 
 @dataclass
 class _PipelineContext:
-    """What a custom function is told of the step, beside its action."""
+    """The step, as a custom function sees it beside its action."""
 
     schedule_ref: Any
     arg_mbs: list[tuple] | None = None
@@ -158,7 +158,7 @@ def group_timeout(given, group: dist.ProcessGroup | None) -> float:
 
 
 class _Step:
-    """What one step was given, and what came of it."""
+    """One step: its arguments and its results."""
 
     def __init__(self, run: Run, schedule: Any, args, kwargs, targets, loss_kwargs, keep_outputs, train):
         self.run, self.stages, self.driver, self.schedule = run, run.stages, run.driver, schedule

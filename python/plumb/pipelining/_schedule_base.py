@@ -1,4 +1,4 @@
-"""What all schedules have in common: those with one stage a rank, and those with any number, which run any table."""
+"""The base classes of all schedules: those with one stage a rank, and those with any number, which run any table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .stage import _PipelineStageBase
 
 
 class _PipelineSchedule(CustomFunctions):
-    """What all schedules have in common.
+    """The base class of all schedules.
 
     `loss_fn(output, target, **loss_kwargs)` answers one number a microbatch. With `scale_grads` it is a mean over the
     microbatch's rows: gradients become those of the mean over the batch, also where microbatches differ in size.
@@ -180,7 +180,7 @@ class _PipelineSchedule(CustomFunctions):
         return [event[:5] for event in self._events()]
 
     def bytes_sent(self) -> dict[tuple[int, str], int]:
-        """What each action of the last step sent to other ranks, by (rank, action). As `timeline`."""
+        """Bytes that each action of the last step sent to other ranks, by (rank, action). As `timeline`."""
         return {event[:2]: event[5] for event in self._events()}
 
     def _events(self) -> list[tuple]:

@@ -1,5 +1,5 @@
-"""What can be cut (a live module, a captured one, a ``.pt2`` file, an exported program: all become a `Source`), and what a
-cut is told: the places, by a policy; which output is the loss; what becomes of shared parameters."""
+"""Sources of a cut (a live module, a captured one, a ``.pt2`` file, an exported program: all become a `Source`), and its
+options: the places, by a policy; which output is the loss; how shared parameters are kept."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ def make_policy(policy: Any, num_stages: int | None) -> SplitPolicy:
 
 
 class MultiUseParameterConfig(Enum):
-    """What becomes of a parameter that several stages use: the first stage owns it and sends it with every microbatch,
+    """How a parameter of several stages is kept: the first stage owns it and sends it with every microbatch,
     or each stage has a copy, whose gradients are summed before the optimiser's step."""
 
     TRANSMIT = 1

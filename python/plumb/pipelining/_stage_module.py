@@ -35,7 +35,7 @@ MARK = "_plumb_model_sizes"  # of a tensor that a stage returned: the sizes of t
 
 
 def sizes_of(values: Any) -> Sizes:
-    """What a stage called by hand said of the values it returned."""
+    """The sizes of the model's inputs, as values that a stage called by hand returned carry them."""
     known: Sizes = {}
     for value in values:
         known.update(getattr(value, MARK, {}))
@@ -55,7 +55,7 @@ def at_sizes(stages: list, sizes: Sizes) -> Iterator[None]:
     for stage in stages:
         stage.__dict__["_given"] = sizes
     try:
-        # What torch.compile made of a stage is of the sizes it was cut for, and does not ask for these.
+        # torch.compile's result for a stage holds for the sizes it was cut for, and does not ask for these.
         with torch.compiler.set_stance("force_eager") if sizes else contextlib.nullcontext():
             yield
     finally:
@@ -130,7 +130,7 @@ class StageModule(GraphModule):
         return {key: value for key, value in super().__getstate__().items() if key not in ("_stage", "_given")}
 
     def graph_key(self) -> tuple:
-        """What a graph made of it depends on beside its inputs: the sizes of the whole model's."""
+        """A graph of it depends on this beside its inputs: the sizes of the whole model's inputs."""
         return tuple(sorted((self._given or {}).items()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ class StageModule(GraphModule):
 
     @property
     def device(self) -> torch.device | None:
-        """Where the stage's state is, or where it was moved to; None if it has no state and never was."""
+        """The device of the stage's state, or the one it was moved to; None if it has no state and was never moved."""
         return self.moved_to or next((t.device for _, _, t, _ in self._engine.state()), None)
 
 

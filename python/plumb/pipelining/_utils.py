@@ -1,4 +1,4 @@
-"""What every module here shares: errors (plumb's, also as the built-in types that users of ``torch.distributed.pipelining``
+"""Helpers of every module here: errors (plumb's, also as the built-in types that users of ``torch.distributed.pipelining``
 catch), and what a rank has to know of the whole pipeline."""
 
 from __future__ import annotations

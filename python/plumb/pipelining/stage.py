@@ -153,10 +153,10 @@ class Sharded:
 
 
 class _PipelineStageBase(ChunkSteps):
-    """What all stages have: a module, a place in the pipeline, and a process group."""
+    """The base class of stages: a module, a place in the pipeline, and a process group."""
 
     reduction = None  # of a data parallel module, while a step runs
-    # Where values come from, for stages cut from a graph (`_C.PipelineLayout`); None: from the stage before.
+    # The sources of values, for stages cut from a graph (`_C.PipelineLayout`); None: from the stage before.
     layout = None
     wire = ("", "")
 
@@ -249,7 +249,7 @@ class _PipelineStageBase(ChunkSteps):
 class PipelineStage(_PipelineStageBase):
     """A module as a stage of a pipeline whose stages follow each other.
 
-    What the module returns is what the next stage's module is called with: a tensor, a tuple or list of them, or any
+    The module's result is the argument of the next stage's module: a tensor, a tuple or list of them, or any
     nesting of tuples, lists, dicts, tensors, numbers, strings and None (a tuple or list is passed as positional
     arguments, anything else as one). Keyword arguments come from every rank's own ``step(**kwargs)``. Shapes and dtypes
     may change from microbatch to microbatch; nothing is run beforehand to learn them.

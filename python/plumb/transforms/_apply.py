@@ -359,7 +359,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 class _ExtraRepr:
-    """What a transformed module's repr says beside what the module's own says."""
+    """The ``extra_repr`` of a transformed module: the module's own, then its transforms."""
 
     def __init__(self, module: nn.Module):
         self.module = module

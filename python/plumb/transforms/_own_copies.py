@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from .._unit_scaled import mark
 
-# What a transform puts beside a module's own attributes.
+# Attributes that a transform adds to a module.
 ADDED = ("forward", "extra_repr", "__deepcopy__", "__reduce_ex__")
 
 

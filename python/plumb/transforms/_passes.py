@@ -12,7 +12,7 @@ from ..parameter import has_parameter_data, tag_parameter, tell_engine, untag_pa
 
 
 class PassResult(NamedTuple):
-    """What a pass did: its name, whether it changed the graph, how long it took, and its notes."""
+    """The result of one pass: its name, whether it changed the graph, how long it took, and its notes."""
 
     name: str
     changed: bool

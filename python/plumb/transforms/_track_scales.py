@@ -303,7 +303,7 @@ class _Instead(list):
     """Nodes that stand in an argument's place."""
 
     def one(self) -> Any:
-        """What stands there where there is room for one thing: a node, several, or None."""
+        """As one argument: a node, a tuple of several, or None."""
         return tuple(self) if len(self) > 1 else next(iter(self), None)
 
 

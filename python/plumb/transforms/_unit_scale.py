@@ -82,7 +82,7 @@ class UnitScalePass:
     depth_rule: bool
     residual_mult: float
     residual_attn_ratio: float
-    # What was done to parameters, and which a graph confirmed; None: they are left as they are.
+    # The scaling of parameters, and which a graph confirmed; None: they are left as they are.
     scaling: Any = field(default_factory=_C.ParameterScaling)
     users_tags: set[str] = field(default_factory=set)  # parameters that were tagged before
     logged: set[str] = field(default_factory=set)  # parameters
