@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 
 def run(command, folder):
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -191,7 +191,7 @@ def test_members_of_graphs_on_their_page_are_there():
 def test_the_site_is_built_without_a_dead_link(tmp_path):
     done = subprocess.run(
         ["mkdocs", "build", "-q", "-d", str(tmp_path)], cwd=ROOT, env=ENVIRONMENT | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     for page in tmp_path.rglob("*.html"):
