@@ -3,6 +3,7 @@
 #include <cmath>
 #include <functional>
 #include <map>
+#include <set>
 
 #include "plumb/core/error.h"
 #include "plumb/graph/operator_facts.h"
@@ -117,6 +118,31 @@ Arg transposed(Graph& graph, const Arg& arg, const Node* near) {
   return t->result();
 }
 
+// What reads a probability or a cosine by its range, views, numbers and powers between them; null if nothing does. One
+// minus a probability is the other outcome's.
+const Node* reader_of_range(const Value* value) {
+  static const std::set<std::string_view> readers = {"aten::binary_cross_entropy",
+                                                     "aten::bernoulli",
+                                                     "aten::bernoulli_",
+                                                     "aten::clamp",
+                                                     "aten::logit",
+                                                     "aten::acos",
+                                                     "aten::asin",
+                                                     "aten::atanh",
+                                                     "aten::rsub"};
+  static const std::set<std::string_view> maps = {"aten::mul", "aten::div", "aten::neg", "aten::pow", "aten::square"};
+  for (const Use& use : value->uses()) {
+    if (!use.user->is_call()) continue;
+    if (readers.count(use.user->op_name())) return use.user;
+    const bool by_number = maps.count(use.user->op_name()) && use.user->inputs().size() == 1;
+    if (!by_number && !is_passthrough(use.user) && !use.user->result_aliases_input()) continue;
+    for (const Value* result : use.user->results()) {
+      if (const Node* found = reader_of_range(result)) return found;
+    }
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 const Equivalent* find_equivalent(const Node* node) { return find_in(tables().of_torch, node); }
@@ -142,6 +168,10 @@ std::optional<std::string> why_not(const Node* node) {
   }
   if (const Arg* divisor = node->try_arg("divisor_override"); divisor && !divisor->is_none())
     return "it has a divisor of its own";
+  if (name == "aten::sigmoid" || name == "aten::tanh") {
+    if (const Node* reader = reader_of_range(node->result()))
+      return std::string(reader->op_name()) + " reads it by its range";
+  }
   for (const Arg& arg : node->args()) {
     if (!arg.is_constant() || !arg.constant().isTensor()) continue;
     return "an operand is a constant";

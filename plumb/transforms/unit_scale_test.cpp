@@ -57,6 +57,29 @@ TEST(UnitScale, ReplacesOperatorsByTheirEquivalents) {
       << "softmax lies on the branch, so its constraint stays";
 }
 
+TEST(UnitScale, LeavesProbabilitiesAloneThatAreReadByTheirRange) {
+  const std::string graph = R"(graph {
+      %x: f32[4, 8] = placeholder "x"
+      %p = aten::sigmoid(%x)
+      %v = aten::view(%p, [8, 4])
+      %b = aten::bernoulli(%v)
+      %g = aten::sigmoid(%x)
+      %o = aten::rsub.Scalar(%g, 1)
+      %s = aten::sigmoid(%x)
+      %t = aten::tanh(%s)
+      %m = aten::mul.Scalar(%t, 0.9)
+      %a = aten::atanh(%m)
+      output(%b, %o, %a)
+    })";
+  Report report("unit_scale");
+  const std::string scaled = after_scaling(graph, {}, {}, &report);
+  EXPECT_THAT(scaled, HasSubstr("%p = aten::sigmoid(%x)"));
+  EXPECT_THAT(scaled, HasSubstr("%g = aten::sigmoid(%x)"));
+  EXPECT_THAT(scaled, HasSubstr("%s = plumb::sigmoid(%x"));
+  EXPECT_THAT(scaled, HasSubstr("%t = aten::tanh(%s)"));
+  EXPECT_THAT(report.to_text(), HasSubstr("aten::bernoulli reads it by its range"));
+}
+
 TEST(UnitScale, SplitsASkipAndWeighsTheBranch) {
   EXPECT_EQ(after_scaling(R"(graph {
       %x: f32[4, 8] = placeholder "x"
