@@ -27,7 +27,9 @@ json dump(const TreeSpec& spec) {
     return j;
   }
   j["type"] = spec.type;
-  j["context"] = spec.context;
+  // torch writes the context of this one type as an object, and reads it only so.
+  const bool object = spec.type == "collections.defaultdict";
+  j["context"] = object ? parse_json(spec.context, kMaxJsonDepth) : json(spec.context);
   j["children_spec"] = json::array();
   for (const TreeSpec& child : spec.children) j["children_spec"].push_back(dump(child));
   return j;

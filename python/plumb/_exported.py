@@ -91,9 +91,10 @@ def save_pt2(module: GraphModule, path: str | os.PathLike) -> None:
     inputs = module._plain_inputs or []
     for what, values in (("input", inputs), ("output", module._plain_outputs)):
         for i, value in enumerate(values):
-            if not isinstance(value, _IN_A_FILE):
+            large = isinstance(value, int) and not -(2**63) <= value < 2**63
+            if large or not isinstance(value, _IN_A_FILE):
                 raise Error(
-                    f"{what} {i} is a {type(value).__name__}, which a .pt2 file cannot hold",
+                    f"{what} {i} is a {type(value).__name__}{' of more than 64 bits' * large}, which a .pt2 file cannot hold",
                     kind=ErrorKind.Unsupported,
                     remedy=f"a tensor, a number, a string or None as {what}",
                 )
