@@ -126,6 +126,11 @@ void guard_size_read(const at::Tensor& tensor, bool exact) {
   if (Session* s = Session::current()) s->guards.guard_size(tensor, exact);
 }
 
+bool requires_grad_as_given(const at::Tensor& tensor, bool guarded) {
+  Session* s = Session::current();
+  return s ? s->guards.requires_grad(tensor, guarded) : tensor.requires_grad();
+}
+
 at::Tensor guard_values_read(const at::Tensor& tensor) {
   Session* s = Session::current();
   return s ? s->guards.guard_values(tensor) : at::Tensor();

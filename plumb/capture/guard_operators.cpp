@@ -131,6 +131,14 @@ void guard_size(const at::Tensor& x, at::IntArrayRef sizes, bool exact, std::str
               "capture the model again on data like these, or leave the branch out: operators take empty tensors");
 }
 
+void guard_requires_grad(const at::Tensor& x, bool expected, std::string_view where) {
+  if (x.is_meta() || x.requires_grad() == expected) return;
+  throw Error(ErrorKind::GuardFailed,
+              std::string("the model asked whether an input requires a gradient when it was captured, where it did") +
+                  (expected ? "; it does not now" : " not; it does now"),
+              std::string(where), "capture the model again with an input like this, or give the input as it was");
+}
+
 // On meta tensors, and so under a tracer (torch.compile), they do nothing: they check when the traced program runs.
 void implement(torch::Library& m) {
   m.impl("guard_equal", guard_equal);
@@ -138,6 +146,7 @@ void implement(torch::Library& m) {
   m.impl("guard_value", guard_value);
   m.impl("guard_value_read", guard_value_read);
   m.impl("guard_size", guard_size);
+  m.impl("guard_requires_grad", guard_requires_grad);
   m.impl("control_value", control_value);
   m.impl("guard_answer", guard_value_read);
   m.impl("decision", control_value);
@@ -152,6 +161,7 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   m.def("guard_value(Tensor buffer, Tensor expected, str where) -> ()", tags);
   m.def("guard_value_read(Tensor x, Tensor expected, bool truth, str where) -> ()", tags);
   m.def("guard_size(Tensor x, int[] sizes, bool exact, str where) -> ()", tags);
+  m.def("guard_requires_grad(Tensor x, bool expected, str where) -> ()", tags);
   m.def("control_value(Tensor x) -> ()", tags);
   // Their names in files of older versions.
   m.def("guard_answer(Tensor x, Tensor expected, bool truth, str where) -> ()", tags);

@@ -3,7 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
 #include <sstream>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "plumb/graph/operator_facts.h"
 
@@ -254,6 +257,46 @@ bool Guards::results_have_dynamic_sizes(const c10::OperatorHandle& op, const std
   if (dynamic && returns_list && given[0].isTensor() && has_dynamic_sizes(given[0].toTensor()))
     guard_size(given[0].toTensor(), true);
   return dynamic;
+}
+
+bool Guards::requires_grad(const at::Tensor& tensor, bool guarded) {
+  const int asked = recorder_.values.find_object(tensor);
+  if (asked < 0 || !tensor.requires_grad()) return tensor.requires_grad();
+  std::unordered_map<int, const Record*> producers;
+  for (const Record& record : recorder_.records) {
+    for (const int result : record.results) producers[result] = &record;
+  }
+  std::vector<int> left{asked}, inputs;
+  std::unordered_set<int> seen;
+  const std::function<void(const RecordedArg&)> follow = [&](const RecordedArg& arg) {
+    if (const int* value = std::get_if<int>(&arg.data)) left.push_back(*value);
+    if (const auto* list = std::get_if<std::vector<RecordedArg>>(&arg.data))
+      std::for_each(list->begin(), list->end(), follow);
+  };
+  while (!left.empty()) {
+    const int value = left.back();
+    left.pop_back();
+    const RecordedValue& known = recorder_.values[value];
+    if (!seen.insert(value).second || !(known.requires_grad || known.written)) continue;
+    if (known.origin == RecordedValue::Input) inputs.push_back(value);
+    if (known.origin == RecordedValue::Attribute &&
+        recorder_.attributes[static_cast<size_t>(known.attribute)].tensor.requires_grad())
+      return true;
+    if (const auto made = producers.find(value); made != producers.end())
+      std::for_each(made->second->args.begin(), made->second->args.end(), follow);
+  }
+  if (inputs.empty()) return true;
+  const auto given = [&](int input) { return recorder_.values[input].meta.requires_grad; };
+  const auto one = std::find_if(inputs.begin(), inputs.end(), given);
+  const bool answer = one != inputs.end();
+  if (!guarded) return answer;
+  for (const int input : answer ? std::vector<int>{*one} : inputs)
+    guard(
+        "plumb::guard_requires_grad",
+        {RecordedArg{input}, RecordedArg{c10::IValue(answer)}, RecordedArg{c10::IValue(recorder_.where())}},
+        std::string("the forward asks whether a tensor requires a gradient, which hangs on an input that was given ") +
+            (answer ? "with one: the graph checks that it is" : "without: the graph checks that it is"));
+  return answer;
 }
 
 bool Guards::has_dynamic_sizes(const at::Tensor& tensor) const {

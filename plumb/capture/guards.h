@@ -33,6 +33,10 @@ class Guards {
   // Adds a node that checks in every run that the sizes are these (`exact`), or that the tensor stays as empty or not.
   void guard_size(const at::Tensor& tensor, bool exact);
 
+  // Whether this tensor requires a gradient in a run with the inputs as they were given, which are fed as requiring one.
+  // `guarded`: where the answer hangs on inputs, nodes check in every run that they still do or do not.
+  bool requires_grad(const at::Tensor& tensor, bool guarded);
+
   // The program reads all values of the tensor. Adds a node that checks them and returns a copy to read from; undefined
   // where they need no check or may not be guarded.
   at::Tensor guard_values(const at::Tensor& tensor);
@@ -62,5 +66,8 @@ class Guards {
   std::vector<std::pair<int, Error>> buffer_reads_;  // attribute, and the refusal if it is written
   size_t control_values_ = 0;
 };
+
+// Guards::requires_grad of the capture that runs on this thread; what the tensor says where there is none.
+bool requires_grad_as_given(const at::Tensor& tensor, bool guarded);
 
 }  // namespace plumb

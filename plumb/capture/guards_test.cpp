@@ -52,6 +52,16 @@ TEST(Guards, AGuardedValueIsCheckedInEveryRun) {
   EXPECT_EQ(kind_of([&] { module->run({at::full({2}, 2.0)}); }), ErrorKind::GuardFailed);
 }
 
+TEST(Guards, WhetherAnInputRequiresAGradientIsAnsweredAsItWasGivenAndCheckedInEveryRun) {
+  const auto asks = [](const at::Tensor& x) { return requires_grad_as_given(x.sin(), true) ? x * 2 : x * 3; };
+  const at::Tensor x = at::ones({2}), trained = at::ones({2}).requires_grad_();
+  for (const bool given : {false, true}) {
+    const auto module = capture(request_for(asks, given ? trained : x));
+    EXPECT_TRUE(at::equal(module->run({given ? trained : x})[0].toTensor(), at::full({2}, given ? 2.0 : 3.0)));
+    EXPECT_EQ(kind_of([&] { module->run({given ? x : trained}); }), ErrorKind::GuardFailed);
+  }
+}
+
 TEST(Guards, AProgramTakesThePathOfTheControlValuesItIsGiven) {
   auto request = request_for(gated, at::ones({2}));
   request.guard_values = true;

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/functorch/DynamicLayer.h>
 #include <c10/core/InferenceMode.h>
@@ -55,6 +56,13 @@ bool writes(const c10::FunctionSchema& schema, size_t i) {
          argument.name() == facts.writes[1];
 }
 
+// clone() lays out anew what has gaps, and a model may ask for strides.
+at::Tensor clone_as_laid_out(const at::Tensor& t) {
+  const bool gaps = t.layout() == at::kStrided && !t.is_nested() && !t.is_non_overlapping_and_dense() &&
+                    at::has_internal_overlap(t) != at::MemOverlap::Yes;
+  return gaps ? at::empty_strided(t.sizes(), t.strides(), t.options()).copy_(t) : t.clone();
+}
+
 void redispatch_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
@@ -87,9 +95,9 @@ std::vector<c10::IValue> Session::feed() {
     // (Where the caller's own is a leaf that requires grad, nobody may write it, and autocast tells leaves apart.)
     at::Tensor copy = given.is_inference() ? given.clone() : given.detach();
     const bool leaf = given.requires_grad() && given.is_leaf();
-    if (leaf) copy = copy.clone();
+    if (leaf) copy = clone_as_laid_out(copy);
     if (copy.is_floating_point() || copy.is_complex()) copy.requires_grad_(true);
-    if (!leaf) copy = copy.clone();
+    if (!leaf) copy = clone_as_laid_out(copy);
     recorder.add_input(copy, given);
     fed.emplace_back(copy);
   }
@@ -143,6 +151,15 @@ void Session::record_dual(torch::jit::Stack* stack) {
   torch::jit::drop(*stack, 2);  // leaves the value
   const auto alias = find_operator("aten::alias");
   record(alias, stack->back().toTensor().key_set(), stack);
+}
+
+// A graph that runs inside of this capture asks of what was fed here as requiring a gradient.
+void Session::record_asked(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::Tensor& x = (*stack)[stack->size() - 3].toTensor();
+  const bool answer = guards.requires_grad(x, true);
+  c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  if (!answer) x = x.detach();
+  op.callBoxed(*stack);
 }
 
 void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
@@ -230,7 +247,10 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   bool composite = false;
   if (autocast(op, keys, stack, composite)) return;
   std::string name = operator_name(op);
+  // Marks for the profiler (record_function) hold an object and compute nothing.
+  if (name.starts_with("profiler::")) return redispatch_below(op, keys, stack);
   if (name == "aten::_make_dual") return record_dual(stack);
+  if (name == "plumb::guard_requires_grad") return record_asked(op, stack);
   // A backward pass inside the forward works on tensors that the operators below composite ones have saved.
   if (!attempt.mode.open_composites && torch::autograd::get_current_node())
     attempt.give_up(RetryReason::NeedsComposites);

@@ -52,6 +52,7 @@ class Session {
   struct Call;
   void record_call(Call& call);
   void record_lift_fresh(torch::jit::Stack* stack);
+  void record_asked(const c10::OperatorHandle& op, torch::jit::Stack* stack);
   void record_dual(torch::jit::Stack* stack);
   bool is_opened(const c10::OperatorHandle& op, const std::string& name) const;
   bool autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite);

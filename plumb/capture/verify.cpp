@@ -41,9 +41,10 @@ struct Result {
 };
 
 // Runs with these inputs and answers outputs, gradients of inputs and parameters, and the state afterwards. `call`
-// may name buffers that it holds in other tensors than the state's.
+// may name buffers that it holds in other tensors than the state's. `as_given`: inputs require a gradient as the
+// request's do; all of floating point otherwise.
 std::vector<Result> run_with_gradients(
-    const CaptureRequest& request, const std::vector<at::Tensor>& inputs,
+    const CaptureRequest& request, const std::vector<at::Tensor>& inputs, bool as_given,
     const std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>&, Buffers&)>& call) {
   const ModuleStateGuard restore(request.state, request.inputs);
   at::AutoGradMode grad(true);
@@ -58,7 +59,7 @@ std::vector<Result> run_with_gradients(
       continue;
     }
     at::Tensor leaf = inputs[next++].detach();
-    if (leaf.is_floating_point()) leaf.requires_grad_(true);
+    if (leaf.is_floating_point()) leaf.requires_grad_(!as_given || v.toTensor().requires_grad());
     leaves.push_back(leaf);
     names.push_back("input " + std::to_string(next - 1));
     fed.emplace_back(leaf.clone());
@@ -155,8 +156,9 @@ void verify_capture(const CaptureRequest& request, GraphModule& first,
     other.inputs = request.inputs;
     for (auto& v : other.inputs) {
       if (!v.isTensor() || !v.toTensor().defined()) continue;
-      v = other_values(v.toTensor(), integers);
-      values.push_back(v.toTensor());
+      const bool grad = v.toTensor().requires_grad();
+      values.push_back(other_values(v.toTensor(), integers));
+      v = values.back().detach().requires_grad_(grad);
     }
   };
   std::shared_ptr<GraphModule> second;
@@ -188,15 +190,18 @@ void verify_capture(const CaptureRequest& request, GraphModule& first,
     if (!twin || !equal_or_both_nan(attr.tensor, twin->tensor))
       differs("the constant '" + attr.name + "' depends on the inputs");
   }
-  const auto eager = run_with_gradients(request, values, [&](const std::vector<c10::IValue>& in, Buffers& elsewhere) {
-    TreeSpec spec;
-    auto out = request.call(in, spec);
-    if (request.buffers_after) elsewhere = request.buffers_after();
-    if (request.attributes_after) request.attributes_after();
-    return out;
-  });
-  const auto replay =
-      run_with_gradients(request, values, [&](const std::vector<c10::IValue>& in, Buffers&) { return first.run(in); });
+  bool asks = false;
+  for (const Node* node : first.graph().nodes()) asks |= node->is_op("plumb::guard_requires_grad");
+  const auto eager =
+      run_with_gradients(request, values, asks, [&](const std::vector<c10::IValue>& in, Buffers& elsewhere) {
+        TreeSpec spec;
+        auto out = request.call(in, spec);
+        if (request.buffers_after) elsewhere = request.buffers_after();
+        if (request.attributes_after) request.attributes_after();
+        return out;
+      });
+  const auto replay = run_with_gradients(request, values, asks,
+                                         [&](const std::vector<c10::IValue>& in, Buffers&) { return first.run(in); });
   if (eager.size() != replay.size()) differs("the graph has other gradients than eager");
   for (size_t i = 0; i < eager.size(); ++i) {
     if (!equal_or_both_nan(eager[i].tensor, replay[i].tensor))

@@ -344,8 +344,9 @@ constexpr OperatorGroup kGroups[] = {
     {"plumb::",
      "add add_scales attention_scale avg_pool1d avg_pool2d avg_pool3d check_input check_sizes control_value "
      "conv1d_scales conv2d_scales conv3d_scales cross_entropy decision decode elementwise_scales embedding "
-     "encode encode_weight fp8_cast gelu group_norm guard_answer guard_check guard_equal guard_size guard_value "
-     "guard_value_read layer_norm linear_scales matmul_scales max_pool1d max_pool2d max_pool3d mse_loss "
+     "encode encode_weight fp8_cast gelu group_norm guard_answer guard_check guard_equal guard_requires_grad "
+     "guard_size "
+     "guard_value guard_value_read layer_norm linear_scales matmul_scales max_pool1d max_pool2d max_pool3d mse_loss "
      "native_cross_entropy native_layer_norm native_rms_norm pipe_split pointwise relu rescale residual_add "
      "residual_split rms_norm scale_bwd scale_fwd sigmoid silu silu_glu softmax softmax_scales sym_abs sym_add "
      "sym_and sym_ceil sym_eq sym_float sym_floor sym_floordiv sym_ge sym_gt sym_int sym_ite sym_le sym_lshift "

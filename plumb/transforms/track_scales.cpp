@@ -44,6 +44,10 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
       track->result()->set_meta(value->meta());
       track->result()->rename(graph.unique_name(value->name() + "_tracked"));
       graph.replace_all_uses_with(value, track->result(), track);
+      // Whether an input requires a gradient is asked of the input: what is tracked always does.
+      for (const Use& use : std::vector<Use>(track->result()->uses().begin(), track->result()->uses().end())) {
+        if (use.user->is_op("plumb::guard_requires_grad")) use.user->set_arg("x", value);
+      }
       report.add(ReportKind::Tracked, node, node->target()).node = value->name();
       changed = true;
     }

@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 
 #include "module.h"
+#include "plumb/core/error.h"
 #include "plumb/recording/event_file.h"
 #include "plumb/recording/recorder.h"
 
@@ -82,21 +83,39 @@ py::list events(const History& history) {
   return out;
 }
 
+// Closed by name: forwards and graphs that still know it neither keep its file open nor are measured.
+struct PythonRecorder {
+  explicit PythonRecorder(std::unique_ptr<Recorder> recorder) : open(std::move(recorder)) {}
+  Recorder& get() {
+    if (!open) throw Error(ErrorKind::InvalidState, "the recorder is closed", "", "make another with append=True");
+    return *open;
+  }
+  std::unique_ptr<Recorder> open;
+};
+
 Register analysis_part([](py::module_& m) {
   py::class_<RecordRules>(m, "RecordRules")
       .def_static("load", [](const std::string& path) { return RecordRules::load(path); })
       .def_static("everything", &RecordRules::everything)
       .def_readonly("text", &RecordRules::text);
-  py::class_<Recorder>(m, "Recorder")
+  py::class_<PythonRecorder>(m, "Recorder")
       .def(py::init([](const RecordRules& rules, const std::string& path, bool append, bool part) {
-        return std::make_unique<Recorder>(rules, path, RecorderOptions{.append = append, .part = part});
+        const RecorderOptions options{.append = append, .part = part};
+        return std::make_unique<PythonRecorder>(std::make_unique<Recorder>(rules, path, options));
       }))
-      .def("attach", [](Recorder& r, GraphModule& module, int64_t stage) { r.attach(module, stage); })
-      .def("step", &Recorder::step)
-      .def("written", &Recorder::written)
-      .def("current_step", &Recorder::current_step)
-      .def("set_enabled", &Recorder::set_enabled)
-      .def("enabled", &Recorder::enabled);
+      .def("attach",
+           [](PythonRecorder& r, GraphModule& module, int64_t stage) {
+             if (r.open) r.open->attach(module, stage);
+           })
+      .def("step", [](PythonRecorder& r, const Recorder::Scalars& scalars) { return r.get().step(scalars); })
+      .def("written", [](PythonRecorder& r) { return r.get().written(); })
+      .def("current_step", [](PythonRecorder& r) { return r.get().current_step(); })
+      .def("set_enabled",
+           [](PythonRecorder& r, bool enabled) {
+             if (r.open) r.open->set_enabled(enabled);
+           })
+      .def("enabled", [](PythonRecorder& r) { return r.open && r.open->enabled(); })
+      .def("close", [](PythonRecorder& r) { r.open.reset(); });
   py::class_<EventFile>(m, "EventFile")
       .def(py::init<const std::string&>(), py::arg("folder"))
       .def(

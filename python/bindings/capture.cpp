@@ -2,6 +2,7 @@
 #include "plumb/capture/capture.h"
 #include "convert.h"
 #include "module.h"
+#include "plumb/capture/guards.h"
 #include "plumb/capture/nested.h"
 #include "plumb/graph/deferred_checks.h"
 
@@ -222,6 +223,7 @@ Register capture_part([](py::module_& m) {
   m.def("refuse", &refuse_capture);
   m.def("size_depends_on_values", &size_depends_on_values);
   m.def("guard_size", &guard_size_read);
+  m.def("requires_grad_as_given", &requires_grad_as_given);
   m.def("guard_values", [](const at::Tensor& tensor) -> std::optional<at::Tensor> {
     at::Tensor copy = guard_values_read(tensor);
     return copy.defined() ? std::optional(copy) : std::nullopt;

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import json
-import os
 import threading
 from typing import Any, Callable, Iterator
 
@@ -21,16 +20,16 @@ from ._errors import Error, ErrorKind
 from ._exported import capture_dynamic
 from ._graph_module import GraphModule
 from ._module_state_guard import ModuleStateGuard, refuse_modules
-from ._questions import is_check, watched_tensors
+from ._questions import INSIDE, is_check, watched_grad_mode, watched_tensors
 from ._replace import replaced
 from ._state import BUFFER, state_of
-from ._trees import flatten_inputs, flatten_output, register_named_tuples
+from ._trees import flatten_inputs, flatten_output, hashed, plain_value, register_named_tuples, unflatten
 from ._unit_scaled import is_marked, mark_state_dict
 from .parameter import tell_engine
 
-_INSIDE = [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep]
 _LEAF = {"type": None, "context": None, "children_spec": []}
 _capture_lock = threading.RLock()
+GRAD_MODE_NOTE = "the forward asks torch.is_grad_enabled(): the graph takes the path for gradients"
 
 
 def _spec_json(spec: Any, num_leaves: int) -> str:
@@ -63,12 +62,15 @@ def _input_names(forward: Callable[..., Any], args: tuple, kwargs: dict) -> list
 class _Forward:
     """One forward to be captured, as the engine asks about it (``capture_python`` in bindings/capture.cpp)."""
 
-    inside = _INSIDE  # whose frames are not the user's lines
+    inside = list(INSIDE)  # whose frames are not the user's lines
     is_check = staticmethod(is_check)
 
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict, forward: Callable[..., Any] | None):
         self.module = module
         self.run = forward if forward is not None else module
+        self.one_graph = forward is None  # transformed modules have others
+        self.grad_mode = self.one_graph or torch.is_grad_enabled()
+        self.asks_grad_mode: list[str] = []  # lines
         self.leaves, self.spec = flatten_inputs(args, kwargs)
         self.inputs = [x if isinstance(x, Tensor) else None for x in self.leaves]
         self.in_spec = _spec_json(self.spec, len(self.leaves))
@@ -84,7 +86,7 @@ class _Forward:
 
     def call(self, flat: list) -> tuple[list, str]:
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
-        args, kwargs = pytree.tree_unflatten(given, self.spec)
+        args, kwargs = unflatten(given, self.spec)
         output, self.out_spec = flatten_output(self.run(*args, **kwargs))
         self.plain_outputs = [None if isinstance(o, Tensor) else o for o in output]
         return [o if isinstance(o, Tensor) else None for o in output], _spec_json(self.out_spec, len(output))
@@ -119,11 +121,13 @@ class _Forward:
             stack.enter_context(_tracing.answer_compiling(lambda: self.told_libraries))
             stack.enter_context(_tracing.module_stack(self.module))
             stack.enter_context(_tracing.opaque_functions())
+            stack.enter_context(_tracing.higher_order_operators())
             stack.enter_context(replaced(replace))
             with contextlib.suppress(Exception):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_tracing.unoptimised_scripts(self.module))
-            stack.enter_context(watched_tensors())
+            stack.enter_context(watched_tensors(self.one_graph))
+            self.asks_grad_mode = stack.enter_context(watched_grad_mode(self.grad_mode))
             try:
                 yield
             finally:
@@ -161,6 +165,8 @@ def capture_engine(
             request, verify, here if calls is not None else None, guard_values, control_values
         )
     told = [_tracing.TOLD_NOTE] if request.told_libraries else []
+    if request.asks_grad_mode:
+        told.append(f"{GRAD_MODE_NOTE} {'on' if request.grad_mode else 'off'}, at {request.asks_grad_mode[0]}")
     all_notes = [*notes, *request.changed, *told]
     changes, kept = request.state_guard.changes, request.state_guard.kept
     if changes or kept:
@@ -180,15 +186,14 @@ def capture_engine(
 
 
 def signature(leaves: list) -> tuple:
-    """The facts about inputs that a graph is specialised to."""
-    return tuple(
-        (x.dtype, x.shape, x.device, x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in leaves
-    )
-
-
-def _as_captured(tensor: Tensor) -> Tensor:
-    """As the forward sees an input while it is captured."""
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+    """The facts about inputs that a graph is specialised to. A forward may ask for a layout, and an operator refuse it."""
+    try:
+        return tuple([
+            (x.dtype, x.shape, x.device, x.requires_grad, x.is_contiguous() or x.stride()) if isinstance(x, Tensor) else hashed(x)
+            for x in leaves
+        ])
+    except RuntimeError:  # sparse and nested tensors have no strides
+        return tuple((x.dtype, x.shape, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor) else hashed(x) for x in leaves)
 
 
 def capture(
@@ -222,11 +227,10 @@ def capture(
         return capture_dynamic(module, args, kwargs, dynamic_shapes)
     forward = module.__dict__.get("forward")
     if hasattr(forward, "prepare"):  # a transformed module's own capture cannot run inside of this one
-        seen = pytree.tree_map_only(Tensor, _as_captured, (args, kwargs))
-        forward.prepare(*seen)
+        forward.prepare(args, kwargs)
     leaves, _ = flatten_inputs(args, kwargs)
     engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs, verify=plumb_verify)
-    plain_inputs = [None if isinstance(x, Tensor) else x for x in leaves]
+    plain_inputs = [plain_value(x) for x in leaves]
     graph = GraphModule(engine, in_spec, out_spec, plain_inputs, plain, notes, training=module.training)
     if is_marked(module):
         mark_state_dict(graph)

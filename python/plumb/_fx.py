@@ -111,6 +111,8 @@ def to_graph(source: Any, graph: fx.Graph, attribute: Callable[[Any], fx.Node], 
         elif node.op == "get_attr":
             if node.results[0].name not in env:
                 note(node.results[0], attribute(node))
+        elif node.target == "plumb::guard_requires_grad":
+            continue  # whoever takes such a graph guards it, and asks below autograd
         elif node.op == "call_function":
             set_grad(node.grad_enabled)
             args, kwargs = [], {}

@@ -12,7 +12,7 @@ from . import _C
 from ._errors import Error, ErrorKind
 from ._state import own_parameters, put_state, sync_state
 from ._tracing import refuse_holders
-from ._trees import check_plain_inputs, children, structure_error
+from ._trees import check_plain_inputs, children, structure_error, unflatten
 
 
 def _member(module: nn.Module, name: str) -> Tensor:
@@ -69,8 +69,7 @@ class GraphModule(nn.Module):
             self._plain_inputs is None or all(self._takes_tensor)
         )
         simple_out = self._out_spec.is_leaf() and self._plain_outputs == [None]
-        if self._plain_inputs is None:  # a file's only output may be a number
-            simple_out = simple_out and [v.is_tensor for v in self.graph.nodes[-1].inputs] == [True]
+        simple_out = simple_out and [v.is_tensor for v in self.graph.nodes[-1].inputs] == [True]  # no number of a file, no None
         self.__dict__["_simple"] = leaves if simple_in and simple_out else -1
 
     @property
@@ -88,7 +87,7 @@ class GraphModule(nn.Module):
         if self._plain_inputs is not None:
             leaves = [x if isinstance(x, Tensor) else None for x in leaves]
         out = self._engine.run(leaves)
-        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
+        return unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
 
     def _leaves(self, args: tuple, kwargs: dict) -> list:
         known = children(self._in_spec)[1]
@@ -141,7 +140,7 @@ class GraphModule(nn.Module):
         gm = self.__dict__["_fx"]
         state = [_member(self, name) for name in names]
         out = gm(*state, *[x for x in leaves if isinstance(x, Tensor)])
-        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
+        return unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
 
     # --- copies: the graph travels as text, the state as tensors ---
     def __getstate__(self) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from types import FrameType
 from typing import Any, Callable, Iterator
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from . import _C
 from ._bytecode import past_modes, running
+
+# Whose frames are not the user's.
+INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
 def is_check() -> bool:
@@ -43,9 +47,31 @@ def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
     return watch
 
 
+def _requires_grad(guarded: bool) -> Callable[[Tensor], bool]:
+    """What a tensor answers. Inputs of a capture require grad however they were given: the model's own code, which may
+    branch on it, hears of them as given. torch's code does not: its fused paths for inference have no gradients."""
+
+    def ask(self: Tensor) -> bool:
+        known = torch._C.TensorBase.requires_grad.__get__(self)
+        if not known or not _C.is_capturing() or _reader().f_code.co_filename.startswith(INSIDE):
+            return known
+        return _C.requires_grad_as_given(self, guarded)
+
+    return ask
+
+
+def as_given(x: Any) -> Any:
+    """An input of a part that is captured inside of another capture, as it was given where it hangs on inputs of that."""
+    asks = isinstance(x, Tensor) and x.requires_grad and not _C.requires_grad_as_given(x, False)
+    if not asks:
+        return x
+    with _C.PausedCapture():
+        return x.detach()
+
+
 def _set_requires_grad(self: Tensor, value: bool) -> None:
     # Inputs of a capture are no leaves and require grad: who asks them to gets what he wants.
-    if not (value and self.requires_grad):
+    if not (value and torch._C.TensorBase.requires_grad.__get__(self)):
         torch._C.TensorBase.requires_grad.__set__(self, value)
 
 
@@ -62,8 +88,29 @@ def _tolist(self: Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def watched_tensors() -> Iterator[None]:
-    """While it lasts, reading a size that depends on the data, or a list of values, is noticed, and hooks on tensors are refused."""
+def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
+    """While it lasts, the model's own code that asks torch.is_grad_enabled() outside of its own torch.no_grad() hears `answer`, as
+    a capture always runs with gradients on. Yields the lines that ask."""
+    original, lines = torch.is_grad_enabled, []
+
+    def is_grad_enabled() -> bool:
+        frame = past_modes(sys._getframe(1))
+        if not original() or not _C.is_capturing() or frame.f_code.co_filename.startswith(INSIDE):
+            return original()
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return answer
+
+    torch.is_grad_enabled = is_grad_enabled
+    try:
+        yield lines
+    finally:
+        torch.is_grad_enabled = original
+
+
+@contextlib.contextmanager
+def watched_tensors(one_graph: bool) -> Iterator[None]:
+    """While it lasts, reading a size that depends on the data, or a list of values, is noticed, and hooks on tensors are refused.
+    `one_graph`: there is no other for inputs that require gradients where these do not, so who asks for that is guarded."""
     base = torch._C.TensorBase
     if "shape" in Tensor.__dict__:  # a capture inside of another
         yield
@@ -72,12 +119,12 @@ def watched_tensors() -> Iterator[None]:
     hook = Tensor.__dict__["register_hook"]
 
     def register_hook(self: Tensor, function: Callable[..., Any]) -> Any:
-        if _C.is_capturing() and self.requires_grad and not self.is_leaf:
+        if _C.is_capturing() and torch._C.TensorBase.requires_grad.__get__(self) and not self.is_leaf:
             _refuse_hook(self)
         return hook(self, function)
 
     Tensor.shape = property(_watched(base.shape.__get__))
-    Tensor.requires_grad = property(base.requires_grad.__get__, _set_requires_grad)
+    Tensor.requires_grad = property(_requires_grad(one_graph), _set_requires_grad)
     for name in ("size", "numel", "nelement"):
         setattr(Tensor, name, _watched(getattr(base, name)))
     Tensor.__len__ = _watched(length)

@@ -13,14 +13,14 @@ from torch import nn
 
 from . import _C
 from ._errors import Error, ErrorKind
-from .transforms._apply import CapturedGraph, Pass, TransformedForward, forward_of
+from .transforms._apply import CapturedGraph, Pass, TransformedForward, forward_of, own_forward
 
 
 class _RecordedForward(TransformedForward):
     """Measures forwards that train: those with gradients on."""
 
     def __init__(self, module: nn.Module, passes: list[Pass], recorder: _C.Recorder):
-        super().__init__(module, passes)
+        super().__init__(module, passes, own_forward(module))
         self._recorder = recorder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,13 +42,13 @@ class _RecordedForward(TransformedForward):
 
     # A copy of the module is another model: nobody records it.
     def __deepcopy__(self, memo: dict) -> TransformedForward:
-        return TransformedForward(self.module, self.passes[:-1]).__deepcopy__(memo)
+        return TransformedForward(self.module, self.passes[:-1], self.own).__deepcopy__(memo)
 
     def __getstate__(self) -> dict:
-        return {"module": self.module, "passes": self.passes[:-1]}
+        return {"module": self.module, "passes": self.passes[:-1], "own": self.own}
 
     def __reduce__(self) -> tuple:
-        return TransformedForward, (self.module, self.passes[:-1])
+        return TransformedForward, (self.module, self.passes[:-1], self.own)
 
 
 class Recorder:
@@ -136,22 +136,24 @@ class Recorder:
     def step(self, **scalars: float) -> int:
         """The step is over: writes what its rules ask for, and numbers of your own (``loss=...``). Answers how many
         tensors and gradients were recorded."""
-        if self._engine is None:
-            raise Error(
-                "the recorder is closed", kind=ErrorKind.InvalidState, remedy="make another with append=True"
-            )
+        engine = self._open()
         numbers = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
         told = {name: float(value) for name, value in numbers.items()}
-        step = self._engine.current_step()
-        count = self._engine.step(list(told.items()))
+        step = engine.current_step()
+        count = engine.step(list(told.items()))
         for writer in self._writers:
-            writer.write(step, told, History(self._engine.written()) if count else None)
+            writer.write(step, told, History(engine.written()) if count else None)
         return count
 
     @property
     def current_step(self) -> int:
         """The number of the step that runs now; the first is 1."""
-        return self._engine.current_step()
+        return self._open().current_step()
+
+    def _open(self) -> _C.Recorder:
+        if self._engine is None:
+            raise Error("the recorder is closed", kind=ErrorKind.InvalidState, remedy="make another with append=True")
+        return self._engine
 
     def close(self) -> None:
         """Gives the modules their own forwards back and closes the file."""
@@ -164,6 +166,7 @@ class Recorder:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = before
+        self._engine.close()
         self._engine, self._places = None, []
         for writer in self._writers:
             writer.close()

@@ -9,6 +9,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from . import _C
@@ -127,6 +128,37 @@ def opaque_functions() -> Iterator[None]:
             Function.apply = original
         else:
             del Function.apply
+
+
+@contextlib.contextmanager
+def higher_order_operators() -> Iterator[None]:
+    """While it lasts, ``torch.cond`` and ``torch.while_loop`` run as what they mean, so that their conditions are seen like any
+    other value that chooses a path; torch's other operators on functions are refused by name."""
+    original = HigherOrderOperator.__call__
+
+    def run_while(condition: Callable, body: Callable, carried: tuple, additional: tuple = ()) -> tuple:
+        while condition(*carried, *additional):
+            carried = body(*carried, *additional)
+        return carried
+
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not _C.is_capturing():
+            return original(self, *args, **kwargs)
+        if self.name() == "cond":
+            condition, true, false, operands = args
+            return (true if condition else false)(*operands)
+        if self.name() == "while_loop":
+            return run_while(*args)
+        _C.refuse(
+            f"the forward calls the operator {self.name()} of torch.ops.higher_order, which works on functions",
+            "write it with plain operators: attention as scaled_dot_product_attention with a mask, loops in Python",
+        )
+
+    HigherOrderOperator.__call__ = call
+    try:
+        yield
+    finally:
+        HigherOrderOperator.__call__ = original
 
 
 @contextlib.contextmanager

@@ -9,16 +9,18 @@ import dataclasses
 import enum
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ._errors import Error, ErrorKind
 
-PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
+PLAIN = (int, float, bool, str, bytes, complex, type(None), enum.Enum, np.generic)
+PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def _register_mapping(cls: type) -> None:
@@ -64,6 +66,36 @@ def flatten(tree: Any) -> tuple[list, Any]:
         leaves, spec = pytree.tree_flatten(tree)
         if not any([not isinstance(x, (Tensor, *PLAIN)) and _register(x) for x in leaves]):
             return leaves, spec
+
+
+def _has_sizes(spec: Any) -> bool:
+    return spec.type is torch.Size or any(map(_has_sizes, children(spec)))
+
+
+def _build(spec: Any, leaves: Iterator) -> Any:
+    if spec.is_leaf():
+        return next(leaves)
+    parts = [_build(child, leaves) for child in children(spec)]
+    if spec.type is torch.Size and all(isinstance(n, int) for n in parts):
+        return torch.Size(parts)
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
+
+
+def unflatten(leaves: list, spec: Any) -> Any:
+    """As torch.utils._pytree, which makes a tuple of a torch.Size."""
+    return _build(spec, iter(leaves)) if _has_sizes(spec) else pytree.tree_unflatten(leaves, spec)
+
+
+def plain_value(x: Any) -> Any:
+    """An input that is no tensor, to be held against those of later calls; arrays may be written meanwhile."""
+    return None if isinstance(x, Tensor) else x.copy() if isinstance(x, np.ndarray) else x
+
+
+def hashed(x: Any) -> Any:
+    """What tells inputs that are no tensors apart: 1, 1.0 and True are three, 0.0 and -0.0 two, and NaN is NaN."""
+    if isinstance(x, np.ndarray):
+        return type(x), x.dtype.str, x.shape, x.tobytes()
+    return type(x), repr(x) if isinstance(x, (float, complex)) else x
 
 
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
@@ -189,7 +221,7 @@ def check_plain_inputs(leaves: list, known: list, takes_tensor: list[bool], made
     """Raises `plumb.Error` unless tensors are given where tensors were and plain values are those that were given. `known`:
     the plain values; `made`: "the graph was captured" and the like, for the message."""
     for given, value, tensor in zip(leaves, known, takes_tensor):
-        if isinstance(given, Tensor) != tensor or (not tensor and given is not value and given != value):
+        if isinstance(given, Tensor) != tensor or (not tensor and given is not value and hashed(given) != hashed(value)):
             was, now = "a tensor" if tensor else repr(value), "a tensor" if isinstance(given, Tensor) else repr(given)
             raise Error(f"{made} with {was} where {now} is given", kind=ErrorKind.StructureMismatch, remedy=remedy)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._capture import GraphModule
@@ -20,8 +19,9 @@ from .._errors import Error, ErrorKind
 from .._exported import save_pt2
 from .._state import BUFFER, PARAMETER, sync_state
 from .._tracing import refuse_holders
+from .._trees import unflatten
 from .._unit_scaled import add_mark
-from ..transforms._apply import Report
+from ..transforms._report import Report
 from ._backward import _null_coalesce_accumulate, stage_backward  # noqa: F401
 from ._marks import (  # noqa: F401  (known under this module's name)
     LossWrapper,
@@ -278,7 +278,7 @@ class CutPipe(Pipe):
 
     def unflatten(self, outputs: tuple) -> Any:
         """A call's flat outputs in the structure that the model returns."""
-        return pytree.tree_unflatten(outputs, self._source.module._out_spec)
+        return unflatten(outputs, self._source.module._out_spec)
 
     # --- stages ---
     def build_stage(

@@ -57,6 +57,8 @@ class _PipelineSchedule(CustomFunctions):
     def _begin(
         self, stages: list, n_microbatches: int, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
     ) -> None:
+        if wrong := next((type(s).__name__ for s in stages if not hasattr(s, "num_stages")), None):
+            raise InvalidType(f"a schedule takes a stage, or a list of stages if it has several a rank, not a {wrong}")
         if n_microbatches < 1:
             raise InvalidValue(f"a step cannot have {n_microbatches} microbatches")
         self._n_microbatches, self._loss_fn, self.scale_grads = n_microbatches, loss_fn, scale_grads

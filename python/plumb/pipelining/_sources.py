@@ -27,7 +27,7 @@ from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
 from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
-from .._trees import children, not_an_example
+from .._trees import children, flatten, not_an_example, plain_value
 from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
 from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark
@@ -157,8 +157,8 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
         engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs)
         if marks is not None:
             marks.check_called()
-    leaves = pytree.tree_leaves((args, kwargs))
-    plain_inputs = [None if isinstance(x, Tensor) else x for x in leaves]
+    leaves = flatten((args, kwargs))[0]
+    plain_inputs = [plain_value(x) for x in leaves]
     whole = GraphModule(engine, in_spec, out_spec, plain_inputs, plain, notes, training=module.training)
     whole._made_how, whole._make_again = "the model was cut", "cut it with inputs like these"
     alive, as_cut = weakref.ref(module), _AsCut(module, engine.state())
@@ -170,7 +170,8 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
         return as_cut.run(model, lambda: from_module(model, args, kwargs, spec))
 
     arguments = _argument_names(in_spec, parameters)
-    return Source(whole, arguments, parameters, leaves, again, unit_scaled=is_marked(module))
+    example = [x if isinstance(x, Tensor) else None for x in leaves]
+    return Source(whole, arguments, parameters, example, again, unit_scaled=is_marked(module))
 
 
 def from_graph_module(module: GraphModule, args: tuple, kwargs: dict) -> Source:

@@ -1,10 +1,10 @@
 """Transforms of modules: unit scaling, simulated number formats, scale tracking. They nest in every order."""
 
 from . import utils
-from ._apply import Report, report
 from ._compile import compile
 from ._fold import fold
 from ._passes import PassResult, run_passes
+from ._report import Report, report
 from ._simulate_format import simulate_format, simulate_fp8, use_fp8
 from ._track_scales import (
     Metrics,

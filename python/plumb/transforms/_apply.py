@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import logging
 import sys
 import threading
+import types
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
@@ -18,12 +20,13 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._calls import Call, hint
-from .._capture import capture_engine, signature
+from .._capture import GRAD_MODE_NOTE, capture_engine, signature
 from .._errors import Error, ErrorKind
 from .._module_state_guard import random_states, refuse_modules, set_random_states
+from .._questions import as_given
 from .._state import BUFFER, CONSTANT, sync_state
 from .._tracing import autocast_regions
-from .._trees import flatten
+from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
 from . import _in_graph
 from ._own_copies import keep_transforms
@@ -72,7 +75,7 @@ class CapturedGraph:
         return out[0] if self.simple else self.unflatten(out)
 
     def unflatten(self, out: Any) -> Any:
-        return pytree.tree_unflatten([p if p is not None else o for o, p in zip(out, self.plain)], self.out_spec)
+        return unflatten([p if p is not None else o for o, p in zip(out, self.plain)], self.out_spec)
 
 
 @dataclass
@@ -118,18 +121,20 @@ class TransformedForward:
     """The ``forward`` of a transformed module.
 
     The first call with new shapes, dtypes, devices, modes or constants captures the module's own forward and applies the
-    passes in order; the graph is kept for the next call like it.
+    passes in order; the graph is kept for the next call like it. `own`: the forward that was set on this module itself, as a
+    function of it (`bound`) or as it is; its class's otherwise. `copied_from`: the module that this one is a copy of.
     """
 
-    def __init__(self, module: nn.Module, passes: list[Pass]):
-        self._set(module, passes)
+    def __init__(self, module: nn.Module, passes: list[Pass], own: tuple | None = None, copied_from: Any = None):
+        self._set(module, passes, own, copied_from)
 
-    def _set(self, module: nn.Module, passes: list[Pass]) -> None:
+    def _set(self, module: nn.Module, passes: list[Pass], own: tuple | None = None, copied_from: Any = None) -> None:
         # The module may be in the making (copied, unpickled): what is made of it waits for the first call.
-        self.module, self.passes = module, passes
+        self.module, self.passes, self.own, self.copied_from = module, passes, own, copied_from
         self._cache: dict[Any, CapturedGraph] = {}
         self._lock = threading.RLock()  # of what is known of graphs; running one needs none
         self._tree: _Tree | None = None
+        self._asks_grad_mode = False
         self.last: CapturedGraph | None = None
         self.handle = _in_graph.register(self)
 
@@ -144,7 +149,10 @@ class TransformedForward:
 
     @property
     def original(self) -> Callable[..., Any]:
-        return type(self.module).forward.__get__(self.module)
+        if self.own is None:
+            return type(self.module).forward.__get__(self.module)
+        function, bound = self.own
+        return function.__get__(self.module) if bound else function
 
     def _capture(self, args: tuple, kwargs: dict, control_values: list[Tensor] | None = None) -> CapturedGraph:
         # Inside of another capture (of a model that holds this module, of a pipeline to be cut) this one is unseen. That
@@ -162,7 +170,15 @@ class TransformedForward:
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values,
         )  # fmt: skip
+        originals = self._originals()
         for _, kind, tensor, _ in engine.state():
+            if kind == CONSTANT and (name := originals.get(id(tensor))):
+                raise Error(
+                    f"the forward computes with '{name}' of the model that was given, and a transform is a copy: a function"
+                    " that was set on a module (module.forward = ...) holds that model",
+                    kind=ErrorKind.Capture,
+                    remedy="set it as a method: module.forward = types.MethodType(function, module)",
+                )
             if kind == CONSTANT and (name := getattr(tensor, _COMPUTED, None)):
                 raise Error(
                     f"the forward reads '{name}', a tensor that was computed before with gradients on: what it was computed"
@@ -184,17 +200,24 @@ class TransformedForward:
                 captured.slots.append((sub._buffers if kind == BUFFER else sub._parameters, leaf, name, tensor))
         return captured
 
+    def _originals(self) -> dict[int, str]:
+        """Names of the tensors of the model that this one is a copy of, while it is there."""
+        model = self.copied_from and self.copied_from()
+        return {} if model is None else {id(t): n for n, t in itertools.chain(model.named_parameters(), model.named_buffers())}
+
     def _key(self, leaves: list, spec: Any) -> Any:
         if self._tree is None or not self._tree.is_current():
             self._cache.clear()
             self._tree = _Tree(self.module)
         autocast = autocast_regions()
         modes = self._tree.modes()
+        if self._asks_grad_mode:
+            modes = (modes, torch.is_grad_enabled())
         key = (spec, signature(leaves), modes, autocast)
         try:
             hash(key)
         except TypeError:
-            plain = repr([None if isinstance(x, Tensor) else x for x in leaves])
+            plain = repr([None if isinstance(x, Tensor) else hashed(x) for x in leaves])
             key = (str(spec), plain, signature([x for x in leaves if isinstance(x, Tensor)]), modes, autocast)
         return key
 
@@ -204,6 +227,10 @@ class TransformedForward:
             captured = self._cache.pop(key, None)
             if captured is None:
                 captured = self._capture(args, kwargs)
+                if not self._asks_grad_mode and any(note.startswith(GRAD_MODE_NOTE) for note in captured.notes):
+                    self._asks_grad_mode = True  # from now on every mode has its graphs
+                    self._cache.clear()
+                    key = self._key(leaves, spec)
                 while len(self._cache) >= MAX_GRAPHS:
                     del self._cache[next(iter(self._cache))]
             self._cache[key] = self.last = captured
@@ -228,7 +255,12 @@ class TransformedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return _in_graph.call(self.handle, self.module, args, kwargs)
-        captured, leaves = self.prepare(args, kwargs)
+        if _C.is_capturing():
+            leaves, spec = flatten((args, kwargs))
+            args, kwargs = unflatten([as_given(x) for x in leaves], spec)
+            captured, _ = self.prepare(args, kwargs)
+        else:
+            captured, leaves = self.prepare(args, kwargs)
         if not captured.guarded:
             return captured.run(leaves)
         with self._lock:  # a run that is given up puts random state and buffers back
@@ -308,13 +340,14 @@ class TransformedForward:
         return self.passes
 
     def __deepcopy__(self, memo: dict) -> TransformedForward:
-        return TransformedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.passes_to_copy(), memo))
+        module, passes, own = copy.deepcopy((self.module, self.passes_to_copy(), self.own), memo)
+        return TransformedForward(module, passes, own, self.copied_from)
 
     def __getstate__(self) -> dict:
-        return {"module": self.module, "passes": self.passes_to_copy()}
+        return {"module": self.module, "passes": self.passes_to_copy(), "own": self.own}
 
     def __setstate__(self, state: dict) -> None:
-        self._set(state["module"], state["passes"])
+        self._set(state["module"], state["passes"], state["own"])
 
 
 def forward_of(module: nn.Module) -> TransformedForward | None:
@@ -395,8 +428,17 @@ def _refuse_compiled(module: nn.Module) -> None:
         )
 
 
-def _attach(module: nn.Module, passes: list[Pass]) -> None:
-    module.__dict__["forward"] = TransformedForward(module, passes)
+def own_forward(module: nn.Module) -> tuple | None:
+    """What was set as the forward of this very module, as TransformedForward keeps it."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, TransformedForward):
+        return forward.own
+    bound = isinstance(forward, types.MethodType) and forward.__self__ is module
+    return None if forward is None else (forward.__func__ if bound else forward, bound)
+
+
+def _attach(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> None:
+    module.__dict__["forward"] = TransformedForward(module, passes, own_forward(module), copied_from)
     module.__dict__["extra_repr"] = _ExtraRepr(module)
     keep_transforms(module, _attach)
 
@@ -409,6 +451,8 @@ def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
     _refuse_compiled(module)
     refuse_modules(module, with_root=False)
     compiled = module._compiled_call_impl is not None
+    known = forward_of(module)
+    first = known.copied_from if known else weakref.ref(module)
     module = _copy(module)
     known = forward_of(module)
     passes = list(known.passes) if known else []
@@ -416,7 +460,7 @@ def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
     for later in passes[place:]:
         logger.info("moving %s backend to precede %s backend", display_name(new.name), display_name(later.name))
     passes.insert(place, new)
-    _attach(module, passes)
+    _attach(module, passes, first)
     if compiled:
         module.compile(**module.__dict__.get("compile_options", {}))
     return module
@@ -424,46 +468,3 @@ def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
 
 def display_name(name: str) -> str:
     return {"unit_scale": "unit scaling", "simulate_format": "quantisation", "use_fp8": "FP8", "track_scales": "tracking"}.get(name, name)
-
-
-# Of plain modules that fold() made, while they live.
-folded_reports: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
-
-
-class Report(list):
-    """A list of changes that transforms made for the last forward: dicts with ``pass`` and ``entries``. Prints as text."""
-
-    def __str__(self) -> str:
-        lines = []
-        for report in self:
-            lines.append(f"{report['pass']}: {len(report['entries'])} entries")
-            for e in report["entries"]:
-                where = " ".join(x for x in (e.get("module", ""), f"({e['source']})" if e.get("source") else "") if x)
-                what = " -> ".join(x for x in (e.get("from", ""), e.get("to", "")) if x)
-                tau = f" tau={e['tau']:g}" if e.get("tau") is not None else ""
-                reason = f": {e['reason']}" if e.get("reason") else ""
-                at = f"  at {where}" if where else ""
-                lines.append(f"  {e['kind']:<14} {e['node']:<24} {what}{tau}{reason}{at}")
-        return "\n".join(lines)
-
-
-def report(module: nn.Module) -> Report:
-    """The report of a transformed module: what was replaced by what, which adds are residual, what was left alone and why.
-
-    Known after its first forward. Of a module that :func:`plumb.transforms.fold` made: what was divided by what."""
-    if module in folded_reports:
-        return Report([folded_reports[module]])
-    forward = forward_of(module)
-    if forward is None:
-        raise Error(
-            "the module was not transformed",
-            kind=ErrorKind.InvalidState,
-            remedy="plumb.transforms.unit_scale(module) and the like first",
-        )
-    if forward.last is None:
-        raise Error(
-            "the module has not run yet: its graph is made by the first forward",
-            kind=ErrorKind.InvalidState,
-            remedy="call it once",
-        )
-    return Report(forward.last.reports)

@@ -14,8 +14,9 @@ from .._capture import GraphModule
 from .._errors import Error, ErrorKind
 from .._state import CONSTANT, own_parameters, sync_state
 from .._unit_scaled import unmark
-from ._apply import CapturedGraph, TransformedForward, _copy, folded_reports, forward_of, logger
+from ._apply import CapturedGraph, TransformedForward, _copy, forward_of, logger
 from ._own_copies import without_transforms
+from ._report import folded_reports
 
 _SHOWN = 5  # of the factors that an error names
 

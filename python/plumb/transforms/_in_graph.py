@@ -61,6 +61,8 @@ def _stand_in(x: Tensor) -> Tensor:
             made = torch.rand(sizes, dtype=x.dtype, device=x.device)
         else:
             made = torch.zeros(sizes, dtype=x.dtype, device=x.device)
+        if not x.is_contiguous():
+            made = torch.empty_strided(sizes, [int(s) for s in x.stride()], dtype=x.dtype, device=x.device).copy_(made)
         return made.requires_grad_(x.requires_grad)
 
 

@@ -54,5 +54,8 @@ def keep_transforms(module: nn.Module, attach: Callable[[nn.Module, list], None]
 
 def without_transforms(module: nn.Module) -> None:
     """Takes off what transforms have put beside the module's own attributes."""
+    forward = module.__dict__.get("forward")
     for name in ADDED:
         module.__dict__.pop(name, None)
+    if getattr(forward, "own", None) is not None:
+        module.__dict__["forward"] = forward.original

@@ -19,7 +19,8 @@ from .._state import own_parameters, state_of, sync_state
 from .._unit_scaled import mark, mark_state_dict
 from ..functional import torch_map
 from ..parameter import tag_parameter
-from ._apply import CapturedGraph, Pass, apply_pass, folded_reports, logger
+from ._apply import CapturedGraph, Pass, apply_pass, logger
+from ._report import folded_reports
 from .utils import Backend, PassBackend
 
 # Modules whose weights belong to operators that become unit-scaled, and whose biases start at zero.
