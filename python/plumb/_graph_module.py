@@ -28,6 +28,14 @@ def _make_fx(module: GraphModule) -> tuple[str, ...]:
     return tuple(module.to_fx().attributes)
 
 
+@torch._dynamo.assume_constant_result
+def _asked(module: GraphModule) -> tuple[tuple[int, bool], ...]:
+    """Inputs by their number of which the forward has asked whether they require a gradient, and the answer."""
+    nodes = module.graph.nodes
+    places = {node.results[0].name: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
+    return tuple((places[n.args[0][1]], n.args[1]) for n in nodes if n.target == "plumb::guard_requires_grad")
+
+
 class GraphModule(nn.Module):
     """A captured module: called like the original, sharing its parameters under the same names.
 
@@ -136,6 +144,8 @@ class GraphModule(nn.Module):
 
     def _fx_forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = self._leaves(args, kwargs)
+        if any(leaves[place].requires_grad != answer for place, answer in _asked(self)):
+            self._engine.run([x if isinstance(x, Tensor) else None for x in leaves])  # which refuses them
         names = _make_fx(self)
         gm = self.__dict__["_fx"]
         state = [_member(self, name) for name in names]

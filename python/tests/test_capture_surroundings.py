@@ -59,6 +59,15 @@ def test_transformed_modules_have_a_graph_for_inputs_with_and_without_gradients(
         assert torch.equal(plumb.capture(tracked, given)(given), model(given))
 
 
+def test_a_compiled_graph_refuses_inputs_with_other_gradients_too():
+    x, model = torch.randn(3, 4), Asks()
+    for given, other in ((x, x.clone().requires_grad_()), (x.clone().requires_grad_(), x)):
+        compiled = torch.compile(plumb.capture(model, given), backend="aot_eager")
+        assert torch.equal(compiled(given), model(given))
+        with pytest.raises(plumb.Error, match="whether an input requires a gradient"):
+            compiled(other)
+
+
 def test_a_file_and_stages_take_the_branch_of_inputs_without_gradients(tmp_path):
     x = torch.randn(4, 4)
     model = Asks()
