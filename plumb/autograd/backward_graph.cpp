@@ -4,8 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <typeindex>
-#include <unordered_map>
+#include <typeinfo>
 
 #include "plumb/autograd/recompute.h"
 
@@ -16,11 +15,7 @@ struct Kind {
   bool pure, indivisible;
 };
 
-// By the node's class: names are demangled, which takes longer than the rest of the walk.
-Kind kind_of(Node& node) {
-  static thread_local std::unordered_map<std::type_index, Kind> known;
-  const std::type_index type(typeid(node));
-  if (auto it = known.find(type); it != known.end()) return it->second;
+Kind find_kind(Node& node) {
   Kind kind{false, false};
   try {
     kind.pure = node.is_traceable();
@@ -34,8 +29,17 @@ Kind kind_of(Node& node) {
   if (!kind.pure) {
     kind = {has("CppNode<plumb::"), has("CopySlices") || has("CheckpointFunctionBackward")};
   }
+  return kind;
+}
+
+// By the node's class: names are demangled, which takes longer than the rest of the walk, and so would a hash of names.
+Kind kind_of(Node& node) {
+  static thread_local ska::flat_hash_map<const std::type_info*, Kind> known;
+  const std::type_info& type = typeid(node);
+  if (auto it = known.find(&type); it != known.end()) return it->second;
+  const Kind kind = find_kind(node);
   // Every function written in Python is of one class.
-  if (std::strstr(type.name(), "PyNode") == nullptr) known.emplace(type, kind);
+  if (std::strstr(type.name(), "PyNode") == nullptr) known.emplace(&type, kind);
   return kind;
 }
 
@@ -46,23 +50,30 @@ bool has_hooks(Node& node) {
 }  // namespace
 
 BackwardGraph walk_backward(const edge_list& roots, const std::vector<Edge>& inputs) {
+  constexpr size_t kOften = 256;
   BackwardGraph graph;
-  graph.entries.reserve(128);
-  graph.children.reserve(256);
-  ska::flat_hash_map<Node*, bool> input_nodes;
+  graph.entries.reserve(kOften);
+  graph.children.reserve(kOften);
+  graph.index.reserve(kOften);
+  ska::flat_hash_set<Node*> input_nodes;
   for (const auto& edge : inputs) {
-    if (edge.function) input_nodes.emplace(edge.function.get(), true);
+    if (edge.function) input_nodes.insert(edge.function.get());
   }
-  std::vector<std::pair<Node*, size_t>> stack;
+  struct Open {
+    Node* node;
+    size_t next;
+    bool is_input;
+  };
+  std::vector<Open> stack;
   constexpr int kOpen = -2;
   auto open = [&](Node* node) {
-    if (graph.index.emplace(node, kOpen).second) stack.emplace_back(node, 0);
+    if (!graph.index.emplace(node, kOpen).second) return;
+    stack.push_back({node, 0, input_nodes.count(node) != 0});
   };
   for (const auto& root : roots) {
     open(root.function.get());
     while (!stack.empty()) {
-      auto& [node, next] = stack.back();
-      const bool is_input = input_nodes.find(node) != input_nodes.end();
+      auto& [node, next, is_input] = stack.back();
       const auto& edges = node->next_edges();
       if (!is_input && next < edges.size()) {
         if (Node* child = edges[next++].function.get()) open(child);
