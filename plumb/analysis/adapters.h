@@ -21,18 +21,18 @@ std::optional<FormatBand> band_of(const FPFormat& format);
 // With a histogram also the exponents and, with a format, what it would do to the elements.
 ScaleStats scale_stats(const TensorMetrics& metrics, const FPFormat* format = nullptr);
 
-// What a transform did, a line a node; without columns that are empty throughout.
+// A transform's report, a row for each node; without columns that are empty throughout.
 Table table_of(const Report& report);
 
-// What a unit scaling did in numbers, with the taus of its residual adds, and why nodes were left alone.
+// A unit scaling in numbers, with the taus of its residual adds, and why nodes were left alone.
 std::string conclusion(const Report& report);
 
-// What was simulated; `unit` is that of the costs. Spans that do not fit the table: Error(InvalidArgument). Only
+// The simulated run; `unit` is that of the costs. Spans that do not fit the table: Error(InvalidArgument). Only
 // computation is drawn, as messages take no rank's time; an overlapped pair is two halves.
 TimelineRun timeline_of(const Schedule& schedule, const Simulation& simulation, std::string name = "simulated",
                         std::string unit = "");
 
-// What ranks recorded, in seconds. The first event starts at 0.
+// The ranks' recorded events, in seconds. The first event starts at 0.
 TimelineRun timeline_of(std::vector<TimelineEvent> events, std::string name = "measured");
 
 // A recorded step beside two simulations of its table: with the stages' measured times, and with stages of the same

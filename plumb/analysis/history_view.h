@@ -43,10 +43,10 @@ ScaleChart scale_chart(const HistoryView& view, int64_t step = 0);
 // The numbers given to Recorder::step of all runs, a chart a name.
 std::vector<LineChart> scalar_charts(const HistoryView& view);
 
-// Where rules' conditions held; no rows if nowhere.
+// The steps at which rules' conditions held; no rows if there are none.
 Table event_table(const HistoryView& view);
 
-// What its role's format would do to each tensor and gradient, and what the formats asked for would: the shares that
+// The effect of its role's format and of the formats asked for on each tensor and gradient: the shares that
 // become zero, lose digits and are too large, of the last recorded step at or before `step` (0: the last). Rows without
 // a histogram are left out. Most lost by the role's format first; at most `most` rows, 0: all.
 Table format_table(const HistoryView& view, int64_t step = 0, size_t most = 0);

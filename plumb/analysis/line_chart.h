@@ -31,7 +31,7 @@ struct LineChart {
 // the curve for steps of another number than values, or not ascending. Long curves are thinned; peaks stay.
 std::string to_html(const LineChart& chart, RunColors& colors);
 
-// Where the curves end, the lowest first, and which are equal or lost: "B ends lowest, at 2.08 (mean of the last 30
+// The curves' last values, lowest first, and which are equal or lost: "B ends lowest, at 2.08 (mean of the last 30
 // steps); A is at 2.205, 6.0 % above. C equals B at every step." No curve has a finite value: says so.
 std::string conclusion(const LineChart& chart);
 

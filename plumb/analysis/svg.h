@@ -1,4 +1,4 @@
-// What the charts draw with. Colours are set twice: as attributes, which every SVG viewer and converter understands,
+// Elements of the charts. Colours are set twice: as attributes, which every SVG viewer and converter understands,
 // and as classes, by which a page gives them its own (light and dark): sN the Nth series' colour, "line" drawn in it,
 // "area" filled with it, "text", "muted", "grid", "axis".
 #pragma once

@@ -1,4 +1,4 @@
-// What every rank does when: measured runs next to simulated ones.
+// The time lines of all ranks: measured runs next to simulated ones.
 #pragma once
 
 #include <cmath>

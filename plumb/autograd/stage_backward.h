@@ -19,7 +19,7 @@ using Tensors = std::vector<at::Tensor>;
 // graph, and the output's own memory may go.
 at::Tensor backward_handle(const at::Tensor& output);
 
-// What a gradient must be.
+// The sizes, dtype and device that a gradient must have.
 struct GradientMeta {
   std::vector<int64_t> sizes;
   at::TensorOptions options;

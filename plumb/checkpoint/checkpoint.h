@@ -50,7 +50,7 @@ class Checkpoint {
 
   std::vector<std::string> names() const;            // of the model, sorted; ties too
   std::vector<std::string> optimizer_names() const;  // as stored, sorted: "exp_avg/NAME"
-  // Null if there is none. A tie is what it is tied to, also in "exp_avg/TIE".
+  // Null if there is none. A tie stands for the name it is tied to, also in "exp_avg/TIE".
   const CheckpointTensor* find(const std::string& name) const;
   const CheckpointTensor* find_optimizer(const std::string& name) const;
 
@@ -59,7 +59,7 @@ class Checkpoint {
   // Reads into tensors that are there, one at a time. Raises Error(UnknownName) that lists the names that are missing,
   // and Error(TensorMismatch) for another shape or dtype, before any is changed.
   void load(const NamedTensors& into) const;
-  // Reads everything, in pieces, and raises where a byte has changed.
+  // Reads everything, in pieces, and raises if a byte has changed.
   void verify() const;
   uint64_t bytes_read() const { return bytes_read_; }  // of tensors, by read(), read_optimizer() and load() so far
 

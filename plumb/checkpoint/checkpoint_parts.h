@@ -1,4 +1,4 @@
-// What the ranks' parts of a checkpoint say of themselves, and how they become one.
+// The lists that ranks write of their parts of a checkpoint, and how parts become one checkpoint.
 #pragma once
 
 #include <functional>
@@ -15,7 +15,7 @@ CheckpointPart without_copies_of_ties(const CheckpointPart& part);
 
 // Writes a rank's tensors into `folder`, and the file that lists them last. Answers the bytes of its tensors.
 uint64_t write_rank_files(const std::string& folder, int rank, const CheckpointPart& part);
-// In place of that file: why there is none.
+// The reason why a rank has no such file, in place of it.
 void write_rank_problem(const std::string& folder, int rank, const std::string& problem) noexcept;
 
 // Waits for the files of all ranks, in the order of ranks. `go_on`: false ends it. Raises Error(Communication) that

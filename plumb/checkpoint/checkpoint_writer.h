@@ -18,7 +18,7 @@
 
 namespace plumb {
 
-// What one rank has. A name that several ranks hold (replicas, a parameter of several stages) is to be given by one of
+// One rank's tensors. A name that several ranks hold (replicas, a parameter of several stages) is to be given by one of
 // them; if it is given by more, their bytes must be equal.
 struct CheckpointPart {
   // By the model's own names. One tensor under several names is stored once, under the first.
@@ -54,7 +54,7 @@ class CheckpointWriter {
   // writers before the first save. Raises Error(InvalidArgument), Error(CannotWrite), and on rank 0 Error(InvalidState)
   // if another run that is alive writes into the folder.
   CheckpointWriter(std::string run_folder, int rank, int world, std::string run_id, CheckpointOptions options = {});
-  // Waits.
+  // Waits for the save that runs.
   ~CheckpointWriter();
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
@@ -62,16 +62,16 @@ class CheckpointWriter {
   // Copies the tensors to memory of the host, and writes them from there. A save that still runs is waited for first.
   // `state`: the trainer's own, that of rank 0 counts. All ranks call it with the same step; a checkpoint of this step
   // that is there is replaced in one step, too. Raises Error(InvalidArgument) for a state that JSON cannot hold exactly
-  // (infinity, NaN, text that is no UTF-8) and for names and tensors that a file cannot hold; whatever befalls files
-  // and other ranks is said by problem().
+  // (infinity, NaN, text that is no UTF-8) and for names and tensors that a file cannot hold; errors of files and
+  // of other ranks are told by problem().
   void save(int64_t step, const CheckpointPart& part, const nlohmann::json& state);
-  // Until the last save is done on all ranks.
+  // Waits until the last save is done on all ranks.
   void wait();
   // Ends waiting for other ranks: the save that runs fails. For runs that have lost a rank.
   void abandon() { abandoned_ = true; }
-  // What went wrong with the last save that is done.
+  // The error of the last finished save, if it failed.
   std::optional<std::string> problem();
-  // Of the saves that are done since the last call.
+  // Reports of the saves that have finished since the last call.
   std::vector<CheckpointReport> take_reports();
 
  private:

@@ -13,7 +13,7 @@
 
 namespace plumb {
 
-// What an imported program knows of its folder (ExportedProgram::pretrained).
+// An imported program's knowledge of its folder (ExportedProgram::pretrained).
 struct Pretrained {
   // Tensors that the folder has in another form, experts one by one where the program has them stacked, say. A graph
   // computes one form from the other; transformers' own conversion was captured for it.
@@ -31,7 +31,7 @@ struct Pretrained {
   static Pretrained parse(const std::string& json);
 };
 
-// A conversion's results, in the order of `to`. Raises Error(BadFile) where its graph does not fit the tensors.
+// A conversion's results, in the order of `to`. Raises Error(BadFile) if its graph does not fit the tensors.
 std::vector<at::Tensor> run_conversion(GraphModule& graph, const std::vector<std::string>& from,
                                        const std::vector<std::string>& to, const std::vector<at::Tensor>& tensors);
 
@@ -46,7 +46,7 @@ void load_weights(GraphModule& module, const Pretrained& from, const TensorFolde
 using StateParts = std::vector<const State*>;
 
 // Writes the tensors of one part into the folder `out`, which is made if it is not there: each tensor once, with the
-// first part that has it. What has no values is copied from the folder `source`. Raises Error(InvalidArgument) for
+// first part that has it. Tensors without values are copied from the folder `source`. Raises Error(InvalidArgument) for
 // unit-scaled weights, which mean something else in a plain model, and for a conversion whose tensors are in several
 // parts; (InvalidState) for values that are nowhere; (CannotWrite).
 void write_weights(const std::string& out, const StateParts& parts, size_t part, const Pretrained& as,

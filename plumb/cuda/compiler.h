@@ -22,7 +22,7 @@ class Compiler {
   // A binary for `architecture`. Throws Error(ExecutionFailed) with the compiler's own words.
   std::vector<char> compile(const std::string& text, const std::string& architecture) const;
 
-  // What beside text and version decides the binary.
+  // Options that decide the binary, beside text and version.
   static std::vector<std::string> options(const std::string& architecture);
 
  private:

@@ -1,4 +1,4 @@
-// Which kernels an operator asks for, seen without a GPU: for tests, and for the table of operators and devices.
+// The kernels that an operator asks for, noted without a GPU: for tests, and for the table of operators and devices.
 #pragma once
 
 #include <c10/core/DeviceType.h>

@@ -34,7 +34,7 @@ struct RmsNormGradient {
 RmsNormGradient rms_norm_gradient(const at::Tensor& grad, const at::Tensor& x, int64_t length, const at::Tensor& weight,
                                   const at::Tensor& rstd, bool want_input, bool want_weight);
 
-// Which kind of device has these kernels: CUDA; tests, which emulate them, name the CPU.
+// Sets the kind of device that has these kernels: CUDA; tests, which emulate them, name the CPU.
 void use_rows_on(at::DeviceType kind);
 
 }  // namespace plumb::cuda

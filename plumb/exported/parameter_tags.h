@@ -1,4 +1,4 @@
-// What u-muP's learning rates must know of parameters (plumb/graph/parameter_tag.h), in an entry of the archive that
+// Tags of parameters, for u-muP's learning rates (plumb/graph/parameter_tag.h), in an entry of the archive that
 // torch.export hands through as an extra file: {"fc.weight": {"type": "weight", "depth": 4}, ...}.
 #pragma once
 

@@ -22,7 +22,7 @@ void save_tensors(const c10::IValue& value, const std::string& path);
 at::Tensor load_npy(const std::string& path);
 void save_npy(const at::Tensor& tensor, const std::string& path);
 
-// What a `.npy` file holds, without its numbers.
+// The header of a `.npy` file.
 struct NpyHeader {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes;

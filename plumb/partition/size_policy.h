@@ -1,4 +1,4 @@
-// Where to cut by the bytes of parameters and buffers. A tensor counts once, in the first stage that uses it.
+// Cuts by the bytes of parameters and buffers. A tensor counts once, in the first stage that uses it.
 #pragma once
 
 #include <cstdint>

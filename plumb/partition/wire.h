@@ -36,8 +36,8 @@ bool has_wire_codes(at::ScalarType dtype);
 // `value` as it arrives: rounded to `fwd`, its gradient to `bwd`; recorded by autograd.
 at::Tensor over_the_wire(const at::Tensor& value, const WireFormats& formats);
 
-// What crosses how, value by value: names, sizes and bytes of one microbatch, where the sizes are known. Its title has
-// the sum over all values, there and back.
+// The values that cross between stages: formats, names, and sizes and bytes of one microbatch if the sizes are known.
+// Its title has the sum over all values, there and back.
 Report wire_report(const PipeTable& table);
 
 }  // namespace plumb

@@ -74,7 +74,7 @@ class Children {
 
   // Hands lines on as they come, for so long, then looks who has ended, stopped or gone on.
   void watch(std::chrono::milliseconds wait);
-  // What is left in the pipes when all have ended.
+  // Reads the rest out of the pipes when all have ended.
   void read_to_the_end() { read_lines(std::chrono::milliseconds(50), /*to_the_end=*/true); }
 
  private:

@@ -1,4 +1,4 @@
-// Which rank of how many this process is, as its launcher says in environment variables.
+// This process's rank and the number of ranks, as its launcher says in environment variables.
 #pragma once
 
 #include <functional>

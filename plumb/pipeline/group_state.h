@@ -38,7 +38,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
 // "Read error [127.0.0.1]:61108: Connection reset by peer".
 std::string what_gloo_says(const std::exception& error);
 
-// What connections to the other ranks need beside one descriptor each: the store, listening sockets, Gloo's loop.
+// Descriptors of a group beside one for each connection to a rank: the store, listening sockets, Gloo's loop.
 inline constexpr int kDescriptorsBeside = 8;
 // Raises Error(ExecutionFailed) that begins with `who` if this process may not open `count` more files: without them,
 // Gloo's threads end the process.

@@ -33,7 +33,7 @@ enum class MessageKind : std::uint8_t {
   Exchange = 4,       // what ranks tell each other before the first step; stages are ranks here
 };
 
-// Which message: the same on both sides.
+// A message's identity: the same on both sides.
 struct MessageId {
   MessageKind kind = MessageKind::Activation;
   std::int32_t from = 0, to = 0;  // stages (ranks for TiedGradients and Exchange)
@@ -52,7 +52,7 @@ struct MessageValue {
   const FPFormat* codes = nullptr;
 };
 
-// What both ends know of a value before it comes.
+// A value's metadata that both ends know before it comes.
 struct AgreedValue {
   enum class Comes { Never, Maybe, Always };
   Comes comes = Comes::Maybe;
@@ -113,7 +113,7 @@ std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_s
 // tensors that have no plain memory (sparse, quantised), naming the value.
 void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {},
                    DirectDevice direct = {});
-// What follows the message, one tensor a direct value, on `device`: dense, values or their codes.
+// The tensors that follow the message, one tensor a direct value, on `device`: dense, values or their codes.
 std::vector<at::Tensor> direct_values(const std::vector<MessageValue>& values, c10::Device device);
 // Tensors on `device` for the direct values of the message in `buffer`. Raises as read_message() does, and what the
 // device raises if it has no room.

@@ -93,7 +93,7 @@ class ReplicaSums {
   void run();
   void sum_all();
   void sum_part(size_t index);
-  // What comes with another replica's message: `first`, then the gradients of the members that `owner` owns.
+  // The tensors of another replica's message: `first`, then the gradients of the members that `owner` owns.
   std::vector<AgreedValue> agreed(const Part& part, int owner, std::vector<AgreedValue> first) const;
   at::Tensor add_up(const Part::Member& member, const std::vector<at::Tensor>& by_replica) const;
 

@@ -12,7 +12,7 @@ namespace plumb {
 // The maker may let it grow while others hold it, and nobody can make it smaller under them.
 class SharedMemory {
  public:
-  // Where others find it: a process and one of its file descriptors.
+  // Its address for others: a process and one of its file descriptors.
   struct Address {
     std::int64_t process = 0, descriptor = -1;
   };

@@ -10,7 +10,7 @@
 // says how long the buffer is (one of a few hundred sizes): ranks that disagree about what comes next, because one runs
 // step() and the other eval(), wait for each other in vain instead.
 //
-// What arrives is held against what was agreed before it is used: its checksums, which message of which step it is, and
+// A message is checked against what was agreed before it is used: its checksums, which message of which step it is, and
 // the values that receive() is told to expect.
 //
 // If the group has a backend for a device, only headers and values of the CPU go this way; the others follow through

@@ -129,7 +129,7 @@ struct Transport::State {
   // all messages.
   void post_direct(std::optional<int> until, const std::string& action);
   void make_direct(int index, const std::string& action);
-  // What uses the values waits for them.
+  // Users of the values wait for them.
   void use_direct(const Came& c);
   // Raises where values that are under way came to nothing.
   void check_direct();

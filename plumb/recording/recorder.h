@@ -8,7 +8,7 @@
 //   }
 //
 // The module's graph gets plumb::track nodes; values and gradients stay what they were. In steps that no rule asks for
-// the nodes do nothing but hand on. When the recorder is gone they hand on for ever.
+// the nodes pass values through unmeasured, and always when the recorder is gone.
 #pragma once
 
 #include <cstdint>
@@ -45,16 +45,16 @@ class Recorder {
   Recorder(RecordRules rules, const std::filesystem::path& path, RecorderOptions options = {});
   ~Recorder();
 
-  // Records this graph too: the same model for other shapes, or a part of a model, where it is one the stage of a
-  // pipeline. Tensors of the same name, operator, sizes and stage are one. Throws Error(InvalidArgument) for a rule
-  // that fits no tensor of any module so far, with the names there are.
+  // Records this graph too: the same model for other shapes, or a part of a model. `stage`: its index, if the part is
+  // a stage of a pipeline. Tensors of the same name, operator, sizes and stage are one. Throws Error(InvalidArgument)
+  // for a rule that fits no tensor of any module so far, with the names there are.
   void attach(GraphModule& module, int64_t stage = -1);
 
   // Ends the step: writes what its rules ask for, and makes ready for the next. If a module ran several times
   // (microbatches), a value's and a gradient's elements of all runs are measured as one tensor (MetricsSum); of
   // parameters' and buffers' values the last counts. Steps count from 1. Answers the number of rows written.
   size_t step(const Scalars& scalars = {});
-  // What the last step() that wrote rows wrote, as a history of that one step; empty before.
+  // The rows of the last step() that wrote any, as a history of that one step; empty before.
   History written() const;
   // The number of the step that runs now.
   int64_t current_step() const { return step_; }

@@ -60,7 +60,7 @@ struct RecordRules {
   // Strict: throws Error(InvalidArgument) that names file, line and key, and says what to write instead. `file` is for
   // messages.
   static RecordRules parse(std::string_view text, const std::string& file = "rules");
-  // Throws Error(BadFile) where the file cannot be read.
+  // Throws Error(BadFile) if the file cannot be read.
   static RecordRules load(const std::filesystem::path& path);
 };
 

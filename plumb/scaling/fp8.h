@@ -12,7 +12,7 @@
 
 namespace plumb {
 
-// Who multiplies two matrices of codes.
+// The kernel that multiplies two matrices of codes.
 //   ScaledMM  torch's _scaled_mm: FP8 units where the device has them. On a CPU without them torch multiplies float32
 //             copies, the second one row by row in memory, and puts the factor into the first one.
 //   Decoded   the product of the values, as the simulation computes it: bit for bit the same.

@@ -26,7 +26,7 @@ at::Tensor delayed_state(int64_t length, at::Device device);
 struct DelayedCodes {
   at::Tensor codes;    // uint8, x's sizes
   at::Tensor inverse;  // float32 []: 1 / scale
-  // What the codes stand for.
+  // The values that the codes stand for.
   at::Tensor values(const FPFormat& format, at::ScalarType dtype) const;
 };
 // update: the largest magnitude of x enters the state, and the next cast's scale is computed. Nothing waits for x's

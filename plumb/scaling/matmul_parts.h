@@ -17,7 +17,7 @@
 
 namespace plumb {
 
-// What the two factors of a product are.
+// The kinds of a product's two factors.
 enum class Factors { Operands, GradientAndOperand, OperandAndGradient };
 
 // The rule's factors of a linear layer: output, gradients of input and weight. Checks sizes.

@@ -12,7 +12,7 @@
 
 namespace plumb::schedule_internal {
 
-// Which edges enter and leave every stage. Raises Error(InvalidArgument) for edges that do not lead up, are out of
+// The edges that enter and leave every stage. Raises Error(InvalidArgument) for edges that do not lead up, are out of
 // range or given twice.
 struct StageGraph {
   StageGraph(const StageEdges& edges, int num_stages);

@@ -20,7 +20,7 @@ class BatchSource {
  public:
   virtual ~BatchSource() = default;
   virtual Batch next() = 0;
-  // Where it stands, for a checkpoint: the next batch after load_state(state()) is the one that came next.
+  // Its position, for a checkpoint: the next batch after load_state(state()) is the one that came next.
   virtual nlohmann::json state() = 0;
   virtual void load_state(const nlohmann::json& state) = 0;
   // As Samples::identity().

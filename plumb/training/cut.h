@@ -1,4 +1,4 @@
-// Where a program is cut into stages, as options say it.
+// The cut of a program into stages, as the options ask for it.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// What a training would take, before it is started: memory, time and what each rank holds.
+// A training's cost before it is started: memory, time, and the tensors that each rank holds.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What a token model has learned: text that it writes.
+// Text that a trained token model writes.
 #pragma once
 
 #include <functional>

@@ -17,11 +17,11 @@
 
 namespace plumb {
 
-// What is told while a training runs; all may be empty.
+// Callbacks while a training runs; all may be empty.
 struct TrainHooks {
   // Everything the help of --json lists. From rank 0, and {stage, recompute} from each of the first pipeline's ranks.
   std::function<void(const nlohmann::json& event)> event = {};
-  // What is done before the first step: "reading model.pt2".
+  // The work before the first step, by name: "reading model.pt2".
   std::function<void(const std::string& what)> phase = {};
   // After each action of a step on rank 0.
   std::function<void(int64_t step, size_t done, size_t total)> progress = {};
@@ -30,7 +30,7 @@ struct TrainHooks {
   std::function<int()> stop_signal = {};
 };
 
-// What a caller has instead of files; both may be null.
+// Objects that a caller has instead of files; both may be null.
 struct TrainParts {
   std::shared_ptr<GraphModule> module;
   std::unique_ptr<BatchSource> batches;

@@ -12,7 +12,7 @@
 
 namespace plumb {
 
-// What a process keeps from one generation to the next.
+// A process's state that lasts from one generation to the next.
 struct TrainSession {
   Membership members;
   RankEnvironment place;  // in the generation that runs

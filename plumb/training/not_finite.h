@@ -1,4 +1,4 @@
-// Where the first number of a step arose that is none.
+// The place of a step's first NaN or infinity.
 #pragma once
 
 #include <string>

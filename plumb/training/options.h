@@ -1,4 +1,4 @@
-// What a training is told: one struct, and one table from which the command's options, the keys of a TOML file and
+// A training's options: one struct, and one table from which the command's options, the keys of a TOML file and
 // Python's keywords come.
 #pragma once
 
@@ -42,7 +42,7 @@ struct TrainOptions {
   std::vector<std::string> inject;
   int64_t checkpoint_every = 0, keep_last = 2, keep_every = 0, max_restarts = 0, spares = 0, patience = 60;
   bool resume = true, recut = false;
-  // What is written.
+  // Files that are written.
   std::string save, save_hf, dump, record, history, timeline, csv, tensorboard, page;
   int64_t timeline_steps = 1;
   bool dry_run = false, json = false;

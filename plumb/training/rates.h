@@ -13,9 +13,8 @@ namespace plumb {
 //   constant  1
 //   linear    1 - (1 - f) t
 //   cosine    f + (1 - f) (1 + cos(pi t)) / 2      (SGDR, arXiv 1608.03983, equation 5, one cycle)
-//   wsd       1, and in the last d steps 1 - (1 - f) (step - 1 - (steps - d)) / d      (warm-up, stable, decay:
-//   MiniCPM,
-//             arXiv 2404.06395, section 4; the linear decay of arXiv 2405.18392); d: decay_steps, 0: a fifth of steps
+//   wsd       1, and in the last d steps 1 - (1 - f) (step - 1 - (steps - d)) / d; d: decay_steps, 0: a fifth of steps
+//             (warm-up, stable, decay: MiniCPM, arXiv 2404.06395, section 4; the linear decay of arXiv 2405.18392)
 // Exactly 1 wherever the rate is the peak.
 double rate_share(const TrainOptions& options, int64_t step);
 

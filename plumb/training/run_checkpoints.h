@@ -22,15 +22,15 @@ class RunCheckpoints {
 
   // Loads the newest whole checkpoint of the folder into the stages, the optimiser and the data, takes its gradient
   // groups into job.pipeline if options give none, and answers its step; 0 if there is none, or options.resume is off.
-  // `told` gets a sentence for each that is damaged, on rank 0. Throws UsageError
-  // that names an option whose other value would make another run.
+  // `told` gets a sentence for each that is damaged, on rank 0. Throws UsageError that names an option whose other
+  // value would make another run.
   int64_t resume(std::vector<std::string>& told);
   // After `step`, if it is time, or `now`. Written in the background.
   void save(int64_t step, bool now);
   void wait();
   // A rank has failed: what is not written in a few seconds is not waited for.
   void abandon();
-  // Of the saves that are done since the last call.
+  // Reports of the saves that have finished since the last call.
   std::vector<CheckpointReport> take_reports();
 
  private:

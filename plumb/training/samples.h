@@ -22,7 +22,7 @@ class Samples {
   // Each from 0 to rows() - 1. Throws Error(BadFile) naming a file that has changed since it was opened.
   virtual Batch read(const std::vector<int64_t>& rows) = 0;
   virtual double bytes_of_row() const = 0;
-  // What a resumed run must find again: a text of names, sizes and dtypes.
+  // A resumed run must find the same: a text of names, sizes and dtypes.
   virtual std::string identity() const = 0;
 };
 
@@ -32,13 +32,12 @@ struct DataFiles {
 };
 
 // Raw tokens, and .npy, .safetensors and .pt files of one whole-number tensor of one dimension (is_token_tensor() of
-// token_files.h) for a model that takes ids: windows of
-// the input's length beside each other, the last shorter one left out, with the same windows one token on as targets or
-// as the model's second input (--loss output). A folder's files, sorted by path, follow each other as one text; those
-// whose name, or folder's name, begins with a dot are left out. Files are read, not mapped: one that becomes shorter
-// ends a read with an error, and a mapping with a signal.
-// Other tensor files: a row a sample. Of a file of several tensors the one that is named "targets", and "mask", are
-// what their names say where no other file is given. Throws UsageError.
+// token_files.h) for a model that takes ids: windows of the input's length beside each other, the last shorter one left
+// out, with the same windows one token on as targets or as the model's second input (--loss output). A folder's files,
+// sorted by path, follow each other as one text; those whose name, or folder's name, begins with a dot are left out.
+// Files are read, not mapped: one that becomes shorter ends a read with an error, and a mapping with a signal. Other
+// tensor files: a row a sample. Of a file of several tensors the one that is named "targets", and "mask", are what
+// their names say where no other file is given. Throws UsageError.
 std::unique_ptr<Samples> open_samples(const TrainOptions& options, const DataFiles& files, const GraphModule& module);
 
 // Rows of a step: --batch, or the file's batch times the parts of a step. Throws UsageError if the file's batch is

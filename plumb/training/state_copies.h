@@ -31,7 +31,7 @@ namespace plumb {
 // Parameters and buffers of the stages of a pipeline's rank, by their first names in the model.
 NamedTensors held_tensors(const TrainJob& job, int rank);
 
-// What a rank has to load and to keep.
+// A rank's state to load and to keep.
 struct RankState {
   NamedTensors held;                           // held_tensors()
   const std::vector<NamedTensor>* parameters;  // those of `optimizer`

@@ -1,4 +1,4 @@
-// Which parameters are weights and biases of the operators that unit_scale replaces, and stage 5: giving them unit
+// The weights and biases of the operators that unit_scale replaces, and stage 5: giving them unit
 // variance.
 #pragma once
 

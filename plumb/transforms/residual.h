@@ -1,4 +1,4 @@
-// Which adds of a graph are residual: one operand is an ancestor of the other.
+// Finds a graph's residual adds: one operand is an ancestor of the other.
 #pragma once
 
 #include <functional>

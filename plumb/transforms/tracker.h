@@ -85,7 +85,7 @@ class ScaleTracker : public std::enable_shared_from_this<ScaleTracker> {
   bool together(int64_t slot, Direction direction) const;
 
  private:
-  // What one direction of a slot saw: the numbers, or the sum that they are asked of.
+  // The measurements of one direction of a slot: the numbers, or the sum that they are asked of.
   struct Seen {
     bool any = false, together = false;
     Metrics::Data data;

@@ -25,7 +25,7 @@ struct UseFp8Options {
   // e4m3fn or e5m2, with any rounding.
   std::string fwd = "e4m3fn";
   std::string bwd = "e5m2";
-  // Who multiplies (Fp8Kernel): auto, scaled_mm or decoded.
+  // The kernel of the products (Fp8Kernel): auto, scaled_mm or decoded.
   std::string kernel = "auto";
   // As simulate_format has them.
   std::vector<std::string> operators, exclude;
