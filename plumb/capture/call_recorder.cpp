@@ -93,10 +93,11 @@ int CallRecorder::look_up(const at::Tensor& t, const std::string& reader) {
   const ValueTable::Found found = values.find(t);
   std::string function;
   if (is_custom_function(t, function) && (found.value < 0 || values[found.value].grad_fn != t.grad_fn().get())) {
-    refuse("the result of the custom autograd function " + function + " reaches " + reader +
-               ": its own backward would be lost",
-           "call it through Function.apply inside the captured module (kept as one node), or write it with torch "
-           "operators");
+    refuse(
+        "the result of the custom autograd function " + function + " reaches " + reader +
+            ": its own backward would be lost",
+        "call it inside the captured module, through Function.apply in Python, plumb::apply<Function>() in C++ (kept "
+        "as one node), or write it with torch operators");
   }
   if (found.value >= 0) return known_as(found, t, reader);
   if (t.grad_fn()) {

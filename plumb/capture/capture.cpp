@@ -70,6 +70,7 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
   session.stop();
   write_back(session);
   session.guards.check_buffer_reads();
+  refuse_hooks(session.recorder, outputs);
   OneCapture result;
   result.module = build_graph(session, outputs, std::move(out_spec), options);
   result.notes = std::move(session.recorder.notes);

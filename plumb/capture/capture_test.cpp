@@ -1,4 +1,5 @@
 #include "plumb/capture/capture.h"
+#include "plumb/capture/custom_function.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -210,6 +211,48 @@ TEST(Capture, RefusesCustomFunctionsWhoseBackwardWouldBeLost) {
     }
   };
   EXPECT_THAT(refusal([](Tensor x) { return Cube::apply(x) + 1; }), HasSubstr("custom autograd function"));
+}
+
+TEST(Capture, KeepsCustomFunctionsThatAreAppliedByPlumb) {
+  struct Cube : torch::autograd::Function<Cube> {
+    static Tensor forward(torch::autograd::AutogradContext*, Tensor x) { return x * 3; }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   torch::autograd::variable_list g) {
+      return {g[0] * 100};
+    }
+  };
+  struct Both : torch::autograd::Function<Both> {
+    static torch::autograd::variable_list forward(torch::autograd::AutogradContext*, Tensor a, Tensor b) {
+      return {a + b, a - b};
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   torch::autograd::variable_list g) {
+      return {g[0] * 2, g[1] * 5};
+    }
+  };
+  auto f = [](Tensor x) {
+    auto both = plumb::apply<Both>(plumb::apply<Cube>(x), x.sin());
+    return both[0] * both[1];
+  };
+  auto g = capture_fn(f, torch::randn({4, 4}).requires_grad_(), true);
+  EXPECT_THAT(to_string(g->graph()), HasSubstr("plumb::python_function"));
+  Tensor x = torch::randn({4, 4}).requires_grad_(), y = x.detach().clone().requires_grad_();
+  f(x).sum().backward();
+  (*g)(y).sum().backward();
+  EXPECT_TRUE(x.grad().equal(y.grad()));
+}
+
+TEST(Capture, RefusesHooksOnGradients) {
+  Tensor w = torch::ones({4}).requires_grad_();
+  auto hooked = [=](Tensor x, bool last) {
+    Tensor y = (x * w).sin(), z = y * 2;
+    (last ? z : y).register_hook([](Tensor g) { return g * 2; });
+    return z;
+  };
+  EXPECT_THAT(refusal([&](Tensor x) { return hooked(x, false); }), HasSubstr("registers a hook on a gradient"));
+  EXPECT_THAT(refusal([&](Tensor x) { return hooked(x, true); }), HasSubstr("registers a hook on a gradient"));
+  w.register_hook([](Tensor g) { return g * 2; });
+  EXPECT_EQ(refusal([=](Tensor x) { return x * w; }), "captured");
 }
 
 TEST(Capture, RefusesMemoryFilledByRawPointer) {

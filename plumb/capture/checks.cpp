@@ -1,3 +1,9 @@
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <algorithm>
+#include <string_view>
+#include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -18,6 +24,32 @@ bool is_unread(const Node& node, const Value* value) {
 }
 
 }  // namespace
+
+void refuse_hooks(CallRecorder& recorder, const std::vector<c10::IValue>& outputs) {
+  using torch::autograd::Node;
+  std::vector<Node*> left;
+  for (const c10::IValue& out : outputs) {
+    if (out.isTensor() && out.toTensor().defined()) left.push_back(out.toTensor().grad_fn().get());
+  }
+  std::unordered_set<Node*> seen;
+  while (!left.empty()) {
+    Node* node = left.back();
+    left.pop_back();
+    // Hooks of parameters are the parameters' own, and go on.
+    if (!node || !seen.insert(node).second || dynamic_cast<torch::autograd::AccumulateGrad*>(node)) continue;
+    // plumb's own hooks are of other types: their operators' replay makes them again.
+    const auto& hooks = node->tensor_pre_hooks();
+    if (std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
+          return std::string_view(typeid(*hook).name()).find("CppFunction") != std::string_view::npos;
+        })) {
+      recorder.refuse(
+          "the forward registers a hook on a gradient (at " + node->name() + "), which a graph would not call",
+          "write it as a custom autograd function, or register the hook on the model's output or on a "
+          "parameter");
+    }
+    for (const auto& edge : node->next_edges()) left.push_back(edge.function.get());
+  }
+}
 
 void refuse_unwritten_reads(const Graph& graph) {
   // Memory that is still as `empty` left it, and the views that show it.

@@ -6,7 +6,7 @@
 #include <deque>
 #include <mutex>
 
-#include "plumb/capture/capture.h"
+#include "plumb/capture/custom_function.h"
 #include "plumb/core/error.h"
 
 namespace plumb {
@@ -68,5 +68,11 @@ int64_t register_opaque(OpaqueFunction function, std::string name) {
 }
 
 std::string opaque_name(int64_t id) { return opaque(id).second; }
+
+std::vector<at::Tensor> call_opaque(int64_t id, const std::vector<at::Tensor>& inputs) {
+  static const auto op =
+      find_operator("plumb::python_function").typed<std::vector<at::Tensor>(int64_t, at::TensorList)>();
+  return op.call(id, inputs);
+}
 
 }  // namespace plumb

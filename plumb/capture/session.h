@@ -69,6 +69,9 @@ class Session {
 std::shared_ptr<GraphModule> build_graph(Session& session, const std::vector<c10::IValue>& outputs, TreeSpec out_spec,
                                          const CaptureOptions& options);
 
+// Refuses a forward that left hooks on the gradients of its tensors: nothing of them is seen while it runs.
+void refuse_hooks(CallRecorder& recorder, const std::vector<c10::IValue>& outputs);
+
 // Refuses graphs in which memory made by `empty` is read before any recorded write: somebody filled it by raw pointer.
 void refuse_unwritten_reads(const Graph& graph);
 
