@@ -13,7 +13,8 @@ bool dense_floats(const at::Tensor& t) {
 
 at::Tensor normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& mean,
                      const at::Tensor& rstd) {
-  at::Tensor y = at::empty_like(x);
+  // Not as x: dimensions of size 1 may have any strides there, ATen gives its result the usual ones.
+  at::Tensor y = at::empty_like(x, at::MemoryFormat::Contiguous);
   const int64_t n = weight.numel(), rows = x.numel() / n;
   float* to = y.mutable_data_ptr<float>();
   const float *from = x.const_data_ptr<float>(), *w = weight.const_data_ptr<float>(), *b = bias.const_data_ptr<float>(),

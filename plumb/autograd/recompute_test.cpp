@@ -173,14 +173,17 @@ TEST(Recompute, NormalisesAgainWithTheBitsOfTheNorm) {
   at::manual_seed(3);
   for (const bool affine : {true, false}) {
     for (int64_t width : {1, 7, 33, 64, 250, 1024}) {
-      for (const bool transposed : {false, true}) {
-        const Model model{"norm of " + std::to_string(width),
+      for (const std::string layout : {"rows", "transposed", "of a 1 by 1 image"}) {
+        const Model model{"norm of " + std::to_string(width) + ", " + layout,
                           {leaf({96, width}), leaf({width, width}), leaf({width}), leaf({width}), leaf({width, width})},
                           [&](const Tensors& t) {
                             const auto h = at::mm(t[0], t[1]);
-                            const auto x = transposed ? h.reshape({8, 12, width}).transpose(0, 1) : h;
-                            const auto y = affine ? at::layer_norm(x * 2, {width}, t[2], t[3])
-                                                  : at::layer_norm(x * 2, {width}) + (t[2] + t[3]).sum() * 0;
+                            const auto x = layout == "rows" ? h * 2
+                                           : layout == "transposed"
+                                               ? h.reshape({8, 12, width}).transpose(0, 1) * 2
+                                               : (h * 2).view({96, width, 1, 1}).permute({0, 2, 3, 1});
+                            const auto y = affine ? at::layer_norm(x, {width}, t[2], t[3])
+                                                  : at::layer_norm(x, {width}) + (t[2] + t[3]).sum() * 0;
                             return at::matmul(y, t[4]);
                           },
                           1};

@@ -55,7 +55,8 @@ class Printer {
     }
     if (event.contains("eval")) {
       end_bar();
-      const double loss = event["eval_loss"];
+      // JSON has no NaN: what other ranks tell comes as null.
+      const double loss = event["eval_loss"].is_number() ? event["eval_loss"].get<double>() : std::nan("");
       std::cout << "evaluation after step " << event["eval"] << ": loss " << number(loss) << ", perplexity "
                 << short_number(std::exp(loss)) << ", " << event["eval_targets"] << " targets" << std::endl;
       return;
