@@ -86,8 +86,8 @@ CALLS = list(calls()) if device.NAME == "testdevice" else []
 TRACKED = {"track_rounded", "track_traced"}
 # Guards (read once a run or a step, test_devices.py), marks, functions of sizes, and what is a function of the user's.
 NO_VALUES = {
-    "control_value", "decision", "guard_answer", "guard_check", "guard_equal", "guard_size", "guard_value",
-    "guard_value_read", "check_input", "check_sizes", "pipe_split", "python_function",
+    "control_value", "decision", "guard_answer", "guard_check", "guard_equal", "guard_requires_grad", "guard_size",
+    "guard_value", "guard_value_read", "check_input", "check_sizes", "pipe_split", "python_function",
 }  # fmt: skip
 
 
