@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from . import _C
-from ._errors import Error, ErrorKind
+from ._errors import Error
 from .transforms._apply import CapturedGraph, Pass, TransformedForward, forward_of, own_forward
 
 
@@ -136,7 +136,7 @@ class Recorder:
     def step(self, **scalars: float) -> int:
         """The step is over: writes what its rules ask for, and numbers of your own (``loss=...``). Answers how many
         tensors and gradients were recorded."""
-        engine = self._open()
+        engine = self._engine
         numbers = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()}
         told = {name: float(value) for name, value in numbers.items()}
         step = engine.current_step()
@@ -148,17 +148,10 @@ class Recorder:
     @property
     def current_step(self) -> int:
         """The number of the step that runs now; the first is 1."""
-        return self._open().current_step()
-
-    def _open(self) -> _C.Recorder:
-        if self._engine is None:
-            raise Error("the recorder is closed", kind=ErrorKind.InvalidState, remedy="make another with append=True")
-        return self._engine
+        return self._engine.current_step()
 
     def close(self) -> None:
         """Gives the modules their own forwards back and closes the file."""
-        if self._engine is None:
-            return
         for module, before, forward in self._places:
             if module.__dict__.get("forward") is not forward:
                 continue
@@ -167,9 +160,9 @@ class Recorder:
             else:
                 module.__dict__["forward"] = before
         self._engine.close()
-        self._engine, self._places = None, []
         for writer in self._writers:
             writer.close()
+        self._places, self._writers = [], ()
 
     def __enter__(self) -> Recorder:
         return self

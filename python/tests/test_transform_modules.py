@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from torch import nn
+from transform_models import Branches
 
 import plumb
 from plumb.transforms import compile, report, simulate_format, simulate_fp8, track_scales, unit_scale
@@ -351,15 +352,6 @@ def test_parametrized_layers_are_left_alone():
 
 # --- as a module
 
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x, flag=True):
-        h = x + self.down(F.gelu(self.up(self.norm(x))))
-        return {"h": h, "both": (h.sum(), None)} if flag else h
 
 def test_names_hooks_modes_and_parameters_are_those_of_the_module(tmp_path):
     original = Branches()

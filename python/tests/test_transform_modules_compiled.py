@@ -7,19 +7,9 @@ import torch
 import torch.nn.functional as F
 from plumb.transforms.utils import apply_transform, replace_node_with_function
 from torch import nn
+from transform_models import Branches
 
 from plumb.transforms import compile, simulate_format, track_scales, unit_scale
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x, flag=True):
-        h = x + self.down(F.gelu(self.up(self.norm(x))))
-        return {"h": h, "both": (h.sum(), None)} if flag else h
-
 
 fp8 = lambda m: simulate_format(m, "e4m3fn-RN", "e5m2-RN")  # noqa: E731
 

@@ -1,6 +1,7 @@
 """Models that the transforms are tried on: name -> function that makes (model, args, kwargs)."""
 
 import torch
+import torch.nn.functional as F
 import zoo
 from torch import nn
 
@@ -61,3 +62,13 @@ MODELS = {
     "root Sequential": lambda: (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)), (zoo.r(4, 8),), {}),
     **{f"{k} of transformers": v for k, v in zoo.TRANSFORMERS.items()},
 }
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x, flag=True):
+        h = x + self.down(F.gelu(self.up(self.norm(x))))
+        return {"h": h, "both": (h.sum(), None)} if flag else h
