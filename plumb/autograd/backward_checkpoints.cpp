@@ -15,10 +15,6 @@ using torch::autograd::SavedVariable;
 
 std::atomic<FindCheckpointed> find_checkpointed{nullptr};
 
-bool runs_in_weight_half(const BackwardGraph::Entry& entry) {
-  return entry.start || (!entry.in_input_half && !entry.target);
-}
-
 }  // namespace
 
 void set_find_checkpointed(FindCheckpointed find) { find_checkpointed = find; }
@@ -56,6 +52,8 @@ KeptFromCheckpoints::KeptFromCheckpoints(BackwardGraph& graph) {
   }
   found_ = find(nodes);
   if (found_.empty()) return;
+  // What a checkpoint computes again belongs to one run of the engine.
+  for (const auto& v : found_) graph.entries[graph.index.at(v.node)].by_itself = false;
   // A tensor that a C++ function saved is its own.
   for (auto& e : graph.entries) {
     if (!e.target && e.twice && e.node->name().find("CppNode<") != std::string::npos) e.twice = false;
@@ -65,7 +63,7 @@ KeptFromCheckpoints::KeptFromCheckpoints(BackwardGraph& graph) {
 void KeptFromCheckpoints::watch(const BackwardGraph& graph) {
   std::map<const void*, Checkpoint*> needed;
   for (const auto& v : found_) {
-    if (!runs_in_weight_half(*graph.find(v.node))) continue;
+    if (!graph.find(v.node)->runs_in_weight_half()) continue;
     auto& checkpoint = needed[v.checkpoint];
     if (checkpoint == nullptr) {
       checkpoints_.push_back(std::make_unique<Checkpoint>());

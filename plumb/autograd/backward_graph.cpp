@@ -1,10 +1,12 @@
 #include "plumb/autograd/backward_graph.h"
 
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
 #include <cstring>
 #include <typeinfo>
+#include <utility>
 
 #include "plumb/autograd/recompute.h"
 
@@ -12,11 +14,11 @@ namespace plumb {
 namespace {
 
 struct Kind {
-  bool pure, indivisible;
+  bool pure, indivisible, plain;
 };
 
 Kind find_kind(Node& node) {
-  Kind kind{false, false};
+  Kind kind{false, false, false};
   try {
     kind.pure = node.is_traceable();
   } catch (const std::exception&) {
@@ -27,8 +29,12 @@ Kind find_kind(Node& node) {
   // torch's kernel for channels-last tensors writes the input's gradient also where none is asked for, to nowhere.
   if (has("NativeGroupNormBackward")) kind.pure = false;
   if (!kind.pure) {
-    kind = {has("CppNode<plumb::"), has("CopySlices") || has("CheckpointFunctionBackward")};
+    kind.pure = has("CppNode<plumb::");
+    kind.indivisible = has("CopySlices") || has("CheckpointFunctionBackward");
   }
+  // Views are generated from ATen's formulas as other operators are, but not called pure.
+  kind.plain = kind.pure || std::strstr(typeid(node).name(), "autograd9generated") != nullptr ||
+               dynamic_cast<torch::autograd::AccumulateGrad*>(&node) != nullptr;
   return kind;
 }
 
@@ -90,6 +96,8 @@ BackwardGraph walk_backward(const edge_list& roots, const std::vector<Edge>& inp
         const Kind kind = kind_of(*node);
         entry.twice = kind.pure && !has_hooks(*node);
         graph.indivisible = graph.indivisible || kind.indivisible;
+        // On another device the engine chooses streams.
+        entry.by_itself = kind.plain && node->num_inputs() == 1 && !node->stream() && !has_hooks(*node);
       }
       graph.index.find(node)->second = static_cast<int>(graph.entries.size());
       graph.entries.push_back(entry);
@@ -120,6 +128,26 @@ void divide(BackwardGraph& graph) {
     const int* child = graph.children.data() + e.first_child;
     e.start = e.twice && std::any_of(child, child + e.num_children, [&](int c) { return c >= 0 && !runs_first(c); });
   }
+}
+
+bool defers_chains(const BackwardGraph& graph, const edge_list& roots) {
+  const auto& entries = graph.entries;
+  std::vector<char> reached(entries.size());
+  auto reach = [&](int entry) { return std::exchange(reached[entry], 1) == 0; };
+  for (const Edge& root : roots) {
+    const int entry = graph.index.find(root.function.get())->second;
+    if (entries[entry].runs_in_weight_half() && !reach(entry)) return false;
+  }
+  for (const auto& e : entries) {
+    if (!e.runs_in_weight_half()) continue;
+    if (!e.by_itself) return false;
+    for (int k = 0; k < e.num_children; k++) {
+      const int child = graph.children[e.first_child + k];
+      if (child < 0 || entries[child].target || entries[child].in_input_half) continue;
+      if (!reach(child)) return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace plumb

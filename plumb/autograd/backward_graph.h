@@ -34,6 +34,9 @@ struct BackwardGraph {
     bool target = false;         // an input, or a node whose gradient the input half completes
     bool start = false;          // the weight half starts here
     bool twice = true;           // may run once in each half
+    bool by_itself = false;      // runs rightly without autograd's engine
+
+    bool runs_in_weight_half() const { return start || (!in_input_half && !target); }  // of a divided graph
   };
   std::vector<Entry> entries;
   std::vector<int> children;  // one per edge; -1 for none
@@ -53,5 +56,8 @@ BackwardGraph walk_backward(const edge_list& roots, const std::vector<Edge>& inp
 
 // Decides which nodes run in the input half and where the weight half starts.
 void divide(BackwardGraph& graph);
+
+// Whether one gradient comes to each node of a divided graph's weight half, and each of these nodes runs by itself.
+bool defers_chains(const BackwardGraph& graph, const edge_list& roots);
 
 }  // namespace plumb

@@ -30,6 +30,7 @@ struct DeferredWeights::State {
   std::vector<Start> starts;
   std::vector<Cut> cuts;  // still to be cut, because the graph is kept whole
   edge_list only;         // the leaves whose .grad is added to; empty: all
+  bool chains = false;    // see defers_chains()
 };
 
 struct BackwardAccess {

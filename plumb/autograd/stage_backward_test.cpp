@@ -283,6 +283,34 @@ TEST(StageBackward, RunsHooksOnce) {
   EXPECT_EQ(weight_calls, 1);
 }
 
+TEST(StageBackward, RunsHooksThatCameBetweenTheHalves) {
+  auto w = weight({8, 8});
+  InputBoundary boundary({at::randn({4, 8})}, {true});
+  const auto out = at::linear(boundary.inputs()[0], w);
+  auto half = stage_backward_input({out}, {at::ones_like(out)}, boundary);
+  int calls = 0;
+  w.register_hook([&](const at::Tensor& g) { return calls++, g * 0.5; });
+  stage_backward_weight(half.deferred, /*retain_graph=*/true);
+  const auto once = w.grad().clone();
+  EXPECT_EQ(calls, 1);
+  torch::autograd::DetectAnomalyGuard detect_anomaly;  // looks at nodes while the engine runs them
+  stage_backward_weight(half.deferred);
+  EXPECT_EQ(calls, 2);
+  EXPECT_TRUE(at::equal(w.grad(), once * 2));
+}
+
+TEST(StageBackward, AddsWhatComesToAWeightInAnyOrderAsBackwardDoes) {
+  // Three uses: the order of the sum shows in the bits. The last is an output twice, which no input's gradient reaches.
+  at::manual_seed(5);
+  auto w = weight({16, 16}), s = weight({16});
+  expect_equal_to_backward(
+      [&](const Tensors& in) -> Tensors {
+        const auto u = w.t() * s;
+        return {at::linear(at::linear(at::linear(in[0], w), w), w), at::linear(in[0], u), u, u};
+      },
+      {at::randn({8, 16}) * 1e3}, {w, s});
+}
+
 TEST(StageBackward, DefersEverythingWhereNoInputHasAGradient) {
   auto w = weight({4});
   InputBoundary boundary({at::ones({4})}, {false});
