@@ -50,7 +50,8 @@ Kind kind_of(Node& node) {
 }
 
 bool has_hooks(Node& node) {
-  return !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() || !has_no_hooks_but_recipes(node);
+  return !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() ||
+         node.tensor_post_acc_grad_hooks() != nullptr || !has_no_hooks_but_recipes(node);
 }
 
 }  // namespace
