@@ -2,7 +2,6 @@
 #include <pybind11/numpy.h>
 
 #include "module.h"
-#include "plumb/core/error.h"
 #include "plumb/recording/event_file.h"
 #include "plumb/recording/recorder.h"
 
@@ -74,11 +73,11 @@ py::list events(const History& history) {
   for (const HistoryEvent& e : history.events) {
     py::list first;
     for (const auto& c : e.first) {
-      first.append(py::dict(py::arg("tensor") = history.tensors[c.tensor].name,
-                            py::arg("direction") = c.backward ? "backward" : "forward", py::arg("value") = c.value));
+      first.append(py::dict("tensor"_a = history.tensors[c.tensor].name,
+                            "direction"_a = c.backward ? "backward" : "forward", "value"_a = c.value));
     }
-    out.append(py::dict(py::arg("step") = e.step, py::arg("rule") = e.rule, py::arg("condition") = e.condition,
-                        py::arg("count") = e.count, py::arg("first") = first));
+    out.append(py::dict("step"_a = e.step, "rule"_a = e.rule, "condition"_a = e.condition, "count"_a = e.count,
+                        "first"_a = first));
   }
   return out;
 }
@@ -134,20 +133,19 @@ Register analysis_part([](py::module_& m) {
       .def("tensors",
            [](const History& history) {
              py::list out;
-             auto known = [](int64_t n) { return n < 0 ? py::object(py::none()) : py::object(py::int_(n)); };
+             auto known = [](int64_t n) { return n < 0 ? std::nullopt : std::optional(n); };
              for (const HistoryTensor& t : history.tensors) {
-               out.append(py::dict(py::arg("name") = t.name, py::arg("module") = t.module,
-                                   py::arg("operator") = t.operation, py::arg("dtype") = t.dtype,
-                                   py::arg("sizes") = py::tuple(py::cast(t.sizes)), py::arg("stage") = known(t.stage),
-                                   py::arg("rank") = known(t.rank)));
+               out.append(py::dict("name"_a = t.name, "module"_a = t.module, "operator"_a = t.operation,
+                                   "dtype"_a = t.dtype, "sizes"_a = py::tuple(py::cast(t.sizes)),
+                                   "stage"_a = known(t.stage), "rank"_a = known(t.rank)));
              }
              return out;
            })
       .def("scalars",
            [](const History& history) {
-             py::list out;
+             std::vector<std::tuple<int64_t, std::string, double>> out;
              for (const HistoryScalars& s : history.scalars) {
-               for (const auto& [name, value] : s.values) out.append(py::make_tuple(s.step, name, value));
+               for (const auto& [name, value] : s.values) out.emplace_back(s.step, name, value);
              }
              return out;
            })

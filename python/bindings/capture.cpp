@@ -1,12 +1,12 @@
 // Capture of Python modules: the callbacks that the engine needs from Python.
 #include "plumb/capture/capture.h"
-#include "convert.h"
 #include "module.h"
 #include "plumb/capture/guards.h"
 #include "plumb/capture/nested.h"
 #include "plumb/graph/deferred_checks.h"
 
 #include <frameobject.h>
+#include <pybind11/functional.h>
 
 #include <algorithm>
 #include <unordered_map>
@@ -91,41 +91,30 @@ class Locator {
   std::map<std::pair<PyCodeObject*, int>, std::shared_ptr<const SourceLocation>> locations_;
 };
 
-// A callback of the request, called under the GIL.
-template <typename Result, typename... Args>
-std::function<Result(Args...)> callback(const py::object& request, const char* name) {
-  // Shared: requests are copied without the GIL.
-  return [method = std::make_shared<py::object>(request.attr(name))](Args... args) {
-    py::gil_scoped_acquire gil;
-    if constexpr (std::is_void_v<Result>) {
-      (*method)(args...);
-    } else {
-      return (*method)(args...).template cast<Result>();
-    }
-  };
+// A method of `forward` as C++ calls it: under the GIL, from any thread.
+template <typename Call>
+void take_method(std::function<Call>& to, const py::object& forward, const char* name) {
+  to = forward.attr(name).cast<std::function<Call>>();
 }
 
 // forward: plumb._capture._Forward.
 CaptureRequest request_of(const py::object& forward) {
   CaptureRequest request;
-  using State = std::vector<std::tuple<std::string, int, at::Tensor, bool>>;
-  for (const auto& [name, kind, tensor, persistent] : forward.attr("state").cast<State>())
-    request.state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
-  request.inputs = to_ivalues(forward.attr("inputs").cast<py::list>());
+  request.state = to_state(forward.attr("state").cast<std::vector<StateEntry>>());
+  request.inputs = forward.attr("inputs").cast<std::vector<c10::IValue>>();
   request.in_spec = TreeSpec::from_json(forward.attr("in_spec").cast<std::string>());
   request.training = forward.attr("training").cast<bool>();
-  request.call = [call = std::make_shared<py::object>(forward.attr("call"))](const std::vector<c10::IValue>& flat,
-                                                                             TreeSpec& out_spec) {
-    py::gil_scoped_acquire gil;
-    auto answer = (*call)(to_list(flat)).cast<std::pair<py::list, std::string>>();
-    out_spec = TreeSpec::from_json(answer.second);
-    return to_ivalues(answer.first);
+  std::function<std::pair<std::vector<c10::IValue>, std::string>(const std::vector<c10::IValue>&)> call;
+  take_method(call, forward, "call");
+  request.call = [call](const std::vector<c10::IValue>& flat, TreeSpec& out_spec) {
+    auto [outputs, spec] = call(flat);
+    out_spec = TreeSpec::from_json(spec);
+    return outputs;
   };
-  request.buffers_after = callback<std::vector<std::pair<std::string, at::Tensor>>>(forward, "buffers_after");
-  request.attributes_after =
-      callback<std::vector<std::tuple<std::string, at::Tensor, at::Tensor>>>(forward, "attributes_after");
-  request.is_check = callback<bool>(forward, "is_check");
-  request.begin_attempt = callback<void, bool>(forward, "begin_attempt");
+  take_method(request.buffers_after, forward, "buffers_after");
+  take_method(request.attributes_after, forward, "attributes_after");
+  take_method(request.is_check, forward, "is_check");
+  take_method(request.begin_attempt, forward, "begin_attempt");
   request.has_libraries = forward.attr("has_libraries").cast<bool>();
   if (auto folders = forward.attr("library_folders").cast<std::vector<std::string>>(); !folders.empty()) {
     request.in_library = [folders = std::move(folders)](const SourceLocation& at) {
@@ -178,44 +167,32 @@ std::vector<std::string> rename_values(GraphModule& module,
 }
 
 // A Python callable on a list of tensors, kept by the engine for the life of the process.
-int64_t register_python(py::function function, std::string name) {
-  auto* held = new py::function(std::move(function));  // never freed: replay may outlive the interpreter's teardown
-  return register_opaque(
-      [held](const std::vector<at::Tensor>& inputs) {
-        py::gil_scoped_acquire gil;
-        return (*held)(inputs).cast<std::vector<at::Tensor>>();
-      },
-      std::move(name));
+int64_t register_python(std::function<Tensors(const Tensors&)> function, std::string name) {
+  // Never freed: replay may outlive the interpreter's teardown.
+  auto* kept = new std::function<Tensors(const Tensors&)>(std::move(function));
+  return register_opaque([kept](const Tensors& inputs) { return (*kept)(inputs); }, std::move(name));
 }
 
-struct Pause {
-  std::unique_ptr<PausedCapture> held;
-};
-
-struct PythonDeferredChecks {
-  std::unique_ptr<DeferredChecks> held;
+// A C++ object that lives while Python is in a `with` block.
+template <typename Scope>
+struct Entered {
+  std::unique_ptr<Scope> scope;
+  void enter() { scope = std::make_unique<Scope>(); }
 };
 
 // The tensors that plumb::control_value nodes see while it is entered.
-struct PythonControlValueLog {
-  std::unique_ptr<ControlValueLog> log;
+struct PythonControlValueLog : Entered<ControlValueLog> {
   std::vector<at::Tensor> tensors;
 };
 
 Register capture_part([](py::module_& m) {
   m.def("capture", &capture_python);
-  m.def("run_recorded", [](GraphModule& g, const py::list& inputs) {
-    auto values = to_ivalues(inputs);
-    {
-      py::gil_scoped_release release;
-      values = run_recorded(g, std::move(values));
-    }
-    return to_list(values);
-  });
+  m.def("run_recorded", &run_recorded, FreeGil());
+  using Pause = Entered<PausedCapture>;
   py::class_<Pause>(m, "PausedCapture")
       .def(py::init<>())
-      .def("__enter__", [](Pause& pause) { pause.held = std::make_unique<PausedCapture>(); })
-      .def("__exit__", [](Pause& pause, const py::args&) { pause.held.reset(); });
+      .def("__enter__", &Pause::enter)
+      .def("__exit__", [](Pause& pause, const py::args&) { pause.scope.reset(); });
   m.def("rename_values", &rename_values);
   m.def("push_module", &push_module);
   m.def("pop_module", &pop_module);
@@ -230,14 +207,15 @@ Register capture_part([](py::module_& m) {
   });
   py::class_<PythonControlValueLog>(m, "ControlValueLog")
       .def(py::init<>())
-      .def("__enter__", [](PythonControlValueLog& d) { d.log = std::make_unique<ControlValueLog>(); })
+      .def("__enter__", &PythonControlValueLog::enter)
       .def("__exit__",
-           [](PythonControlValueLog& d, const py::args&) {
-             d.tensors = std::move(d.log->tensors);
-             d.log.reset();
+           [](PythonControlValueLog& log, const py::args&) {
+             log.tensors = std::move(log.scope->tensors);
+             log.scope.reset();
            })
       .def_readonly("tensors", &PythonControlValueLog::tensors);
-  py::class_<PythonDeferredChecks>(
+  using Checks = Entered<DeferredChecks>;
+  py::class_<Checks>(
       m, "DeferredChecks",
       "``with plumb.DeferredChecks():`` around a training step: checks that captured models make of values on a "
       "device\n"
@@ -246,12 +224,12 @@ Register capture_part([](py::module_& m) {
       "it the host waits once for every run of such a graph. The steps of a pipeline have it already. On the CPU it\n"
       "changes nothing. Of the thread that enters it.")
       .def(py::init<>())
-      .def("__enter__", [](PythonDeferredChecks& d) { d.held = std::make_unique<DeferredChecks>(); })
-      .def("__exit__", [](PythonDeferredChecks& d, const py::object& type, const py::object&, const py::object&) {
-        const auto held = std::move(d.held);
-        if (!held || !type.is_none()) return;
+      .def("__enter__", &Checks::enter)
+      .def("__exit__", [](Checks& checks, const py::object& type, const py::object&, const py::object&) {
+        const auto scope = std::move(checks.scope);
+        if (!scope || !type.is_none()) return;
         py::gil_scoped_release release;
-        held->raise();
+        scope->raise();
       });
   m.def("register_opaque", &register_python);
 });

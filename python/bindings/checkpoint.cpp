@@ -3,24 +3,14 @@
 
 #include "module.h"
 #include "plumb/checkpoint/checkpoint_writer.h"
-#include "plumb/core/error.h"
 #include "plumb/core/json_text.h"
 
 namespace plumb::python {
 namespace {
 
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
-
 py::dict report_dict(const CheckpointReport& r) {
-  py::dict d;
-  d["step"] = r.step;
-  d["folder"] = r.folder;
-  d["problem"] = r.problem;
-  d["waited"] = r.waited;
-  d["copied"] = r.copied;
-  d["written"] = r.written;
-  d["bytes"] = r.bytes;
-  return d;
+  return py::dict("step"_a = r.step, "folder"_a = r.folder, "problem"_a = r.problem, "waited"_a = r.waited,
+                  "copied"_a = r.copied, "written"_a = r.written, "bytes"_a = r.bytes);
 }
 
 void save_checkpoint(CheckpointWriter& writer, int64_t step, const NamedTensors& model, const NamedTensors& optimizer,
@@ -35,9 +25,8 @@ Register checkpoint_part([](py::module_& m) {
         return std::make_unique<CheckpointWriter>(folder, rank, world, run_id,
                                                   CheckpointOptions{keep_last, keep_every, background, timeout});
       }))
-      .def("save", &save_checkpoint, WithoutGil())
-      .def("wait", &CheckpointWriter::wait, WithoutGil())
-      .def("abandon", &CheckpointWriter::abandon)
+      .def("save", &save_checkpoint, FreeGil())
+      .def("wait", &CheckpointWriter::wait, FreeGil())
       .def("problem", &CheckpointWriter::problem)
       .def("take_reports", [](CheckpointWriter& writer) {
         py::list reports;
@@ -45,7 +34,7 @@ Register checkpoint_part([](py::module_& m) {
         return reports;
       });
   py::class_<Checkpoint>(m, "Checkpoint")
-      .def_static("open", &Checkpoint::open, WithoutGil())
+      .def_static("open", &Checkpoint::open, FreeGil())
       .def_static(
           "newest",
           [](const std::string& folder) {
@@ -53,7 +42,7 @@ Register checkpoint_part([](py::module_& m) {
             auto newest = Checkpoint::newest(folder, &problems);
             return std::make_pair(std::move(newest), std::move(problems));
           },
-          WithoutGil())
+          FreeGil())
       .def_property_readonly("folder", &Checkpoint::folder)
       .def_property_readonly("step", &Checkpoint::step)
       .def("state", [](const Checkpoint& c) { return c.state().dump(); })
@@ -63,10 +52,10 @@ Register checkpoint_part([](py::module_& m) {
       .def("has", [](const Checkpoint& c, const std::string& name) { return c.find(name) != nullptr; })
       .def("has_optimizer",
            [](const Checkpoint& c, const std::string& name) { return c.find_optimizer(name) != nullptr; })
-      .def("read", &Checkpoint::read, WithoutGil())
-      .def("read_optimizer", &Checkpoint::read_optimizer, WithoutGil())
-      .def("load", &Checkpoint::load, WithoutGil())
-      .def("verify", &Checkpoint::verify, WithoutGil())
+      .def("read", &Checkpoint::read, FreeGil())
+      .def("read_optimizer", &Checkpoint::read_optimizer, FreeGil())
+      .def("load", &Checkpoint::load, FreeGil())
+      .def("verify", &Checkpoint::verify, FreeGil())
       .def_property_readonly("bytes_read", &Checkpoint::bytes_read);
 });
 

@@ -1,14 +1,26 @@
-// Python leaves (tensors, numbers, None, ...) <-> IValue. Structure is flattened in Python before it gets here.
+// Values between Python and C++, for every file of bindings. Structure is flattened in Python before it gets here.
 #pragma once
 
 #include <torch/extension.h>
 
+#include <optional>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "plumb/core/error.h"
+#include "plumb/graph/meta.h"
+#include "plumb/graph/state.h"
 
 namespace plumb::python {
 
+using namespace py::literals;
+using Tensors = std::vector<at::Tensor>;
+using FreeGil = py::call_guard<py::gil_scoped_release>;
+
+inline std::string type_name(py::handle h) { return py::str(py::type::of(h)).cast<std::string>(); }
+
+// Leaves: tensors, numbers, None, ...
 inline c10::IValue to_ivalue(py::handle h) {
   if (h.is_none()) return {};
   if (THPVariable_Check(h.ptr())) return THPVariable_Unpack(h.ptr());
@@ -17,26 +29,24 @@ inline c10::IValue to_ivalue(py::handle h) {
   if (py::isinstance<py::float_>(h)) return h.cast<double>();
   if (py::isinstance<py::str>(h)) return h.cast<std::string>();
   if (PyComplex_Check(h.ptr())) return h.cast<c10::complex<double>>();
-  if (THPDevice_Check(h.ptr())) return reinterpret_cast<THPDevice*>(h.ptr())->device;
-  if (THPDtype_Check(h.ptr())) return static_cast<int64_t>(reinterpret_cast<THPDtype*>(h.ptr())->scalar_type);
+  if (THPDevice_Check(h.ptr())) return h.cast<at::Device>();
+  if (THPDtype_Check(h.ptr())) return static_cast<int64_t>(h.cast<at::ScalarType>());
   if (py::isinstance<py::list>(h) || py::isinstance<py::tuple>(h)) {
     c10::impl::GenericList list(c10::AnyType::get());
     for (py::handle e : h) list.push_back(to_ivalue(e));
     return list;
   }
-  throw Error(ErrorKind::Unsupported,
-              "a value of type " + py::str(py::type::of(h)).cast<std::string>() + " cannot be used here");
+  throw Error(ErrorKind::Unsupported, "a value of type " + type_name(h) + " cannot be used here");
 }
 
 inline py::object to_python(const c10::IValue& v) {
   if (v.isNone()) return py::none();
-  if (v.isTensor()) return v.toTensor().defined() ? py::cast(v.toTensor()) : py::none();
+  if (v.isTensor()) return py::cast(v.toTensor());
   if (v.isBool()) return py::bool_(v.toBool());
   if (v.isInt()) return py::int_(v.toInt());
   if (v.isDouble()) return py::float_(v.toDouble());
   if (v.isString()) return py::str(v.toStringRef());
-  if (v.isComplexDouble())
-    return py::cast(std::complex<double>(v.toComplexDouble().real(), v.toComplexDouble().imag()));
+  if (v.isComplexDouble()) return py::cast(v.toComplexDouble());
   if (v.isDevice()) return py::cast(v.toDevice());
   if (v.isList()) {
     py::list list;
@@ -46,17 +56,62 @@ inline py::object to_python(const c10::IValue& v) {
   throw Error(ErrorKind::Unsupported, "a value of kind " + v.tagKind() + " has no Python form");
 }
 
-inline std::vector<c10::IValue> to_ivalues(const py::list& list) {
-  std::vector<c10::IValue> values;
-  values.reserve(list.size());
-  for (py::handle h : list) values.push_back(to_ivalue(h));
-  return values;
+// None for what is not known.
+inline py::object to_python(const std::optional<TensorMeta>& m) {
+  if (!m) return py::none();
+  return py::dict("dtype"_a = m->dtype, "shape"_a = py::tuple(py::cast(m->sizes)),
+                  "stride"_a = py::tuple(py::cast(m->strides)), "device"_a = m->device,
+                  "requires_grad"_a = m->requires_grad, "symbols"_a = m->symbols);
 }
 
-inline py::list to_list(const std::vector<c10::IValue>& values) {
-  py::list list(values.size());
-  for (size_t i = 0; i < values.size(); ++i) list[i] = to_python(values[i]);
-  return list;
+using StateEntry = std::tuple<std::string, int, at::Tensor, bool>;  // name, kind, tensor, persistent
+
+inline std::vector<StateEntry> to_entries(const State& state) {
+  std::vector<StateEntry> all;
+  for (const Attr& a : state) all.emplace_back(a.name, static_cast<int>(a.kind), a.tensor, a.persistent);
+  return all;
+}
+
+inline State to_state(const std::vector<StateEntry>& entries) {
+  State state;
+  for (const auto& [name, kind, tensor, persistent] : entries)
+    state.add({name, static_cast<AttrKind>(kind), tensor, persistent});
+  return state;
 }
 
 }  // namespace plumb::python
+
+PYBIND11_NAMESPACE_BEGIN(PYBIND11_NAMESPACE)
+PYBIND11_NAMESPACE_BEGIN(detail)
+
+template <>
+struct type_caster<c10::IValue> {
+  PYBIND11_TYPE_CASTER(c10::IValue, const_name("object"));
+  bool load(handle h, bool) {
+    value = plumb::python::to_ivalue(h);
+    return true;
+  }
+  static handle cast(const c10::IValue& v, return_value_policy, handle) {
+    return plumb::python::to_python(v).release();
+  }
+};
+
+// Any of these tensors may be missing: None.
+template <>
+struct type_caster<plumb::python::Tensors> : list_caster<plumb::python::Tensors, at::Tensor> {
+  bool load(handle list, bool) {
+    if (!isinstance<sequence>(list)) return false;
+    value.clear();
+    for (handle h : list) {
+      if (!h.is_none() && !THPVariable_Check(h.ptr())) {
+        throw plumb::Error(plumb::ErrorKind::TensorMismatch,
+                           "a value of type " + plumb::python::type_name(h) + " stands where a tensor or None belongs");
+      }
+      value.push_back(h.is_none() ? at::Tensor() : THPVariable_Unpack(h.ptr()));
+    }
+    return true;
+  }
+};
+
+PYBIND11_NAMESPACE_END(detail)
+PYBIND11_NAMESPACE_END(PYBIND11_NAMESPACE)

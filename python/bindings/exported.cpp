@@ -1,21 +1,15 @@
 // `.pt2` files, there and back.
 #include "plumb/exported/exported.h"
-#include "convert.h"
 #include "module.h"
 
 namespace plumb::python {
 namespace {
 
-py::tuple load(const std::string& path, std::optional<at::Device> device) {
-  ExportedProgram program;
-  {
-    py::gil_scoped_release release;
-    LoadOptions options;
-    options.device = device;
-    program = load_pt2(path, options);
-  }
-  std::shared_ptr<GraphModule> engine = std::move(program.module);
-  return py::make_tuple(engine, std::make_shared<ExportedProgram>(std::move(program)));
+std::pair<std::shared_ptr<GraphModule>, std::shared_ptr<ExportedProgram>> load(const std::string& path,
+                                                                               std::optional<at::Device> device) {
+  auto program = std::make_shared<ExportedProgram>(load_pt2(path, {.device = device}));
+  auto engine = std::move(program->module);
+  return {std::move(engine), std::move(program)};
 }
 
 // The engine's graph with what Python keeps beside it: inputs that may have one value only, outputs that are no
@@ -43,48 +37,42 @@ std::shared_ptr<GraphModule> with_values(const std::shared_ptr<GraphModule>& eng
   return module;
 }
 
-void save(const std::shared_ptr<GraphModule>& engine, const ExportedProgram* program, const py::list& inputs,
-          const py::list& outputs, bool unit_scaled_layers, const std::string& path) {
+void save(const std::shared_ptr<GraphModule>& engine, const ExportedProgram* program,
+          const std::vector<c10::IValue>& inputs, const std::vector<c10::IValue>& outputs, bool unit_scaled_layers,
+          const std::string& path) {
   ExportedProgram file;
   if (program) file = *program;
   file.unit_scaled_layers = unit_scaled_layers;
-  file.module = with_values(engine, to_ivalues(inputs), to_ivalues(outputs));
-  py::gil_scoped_release release;
+  file.module = with_values(engine, inputs, outputs);
   save_pt2(file, path);
 }
 
-// Bytes that are no text have to stay bytes in Python.
-py::tuple to_tuple(const ExportedProgram& p) {
-  std::map<std::string, std::pair<std::optional<int64_t>, std::optional<int64_t>>> ranges;
-  for (const auto& [name, range] : p.ranges) ranges[name] = {range.min, range.max};
-  return py::make_tuple(ranges, p.guards, p.symbol_spelling, p.value_expressions, p.argument_names, p.submodules,
-                        p.namedtuple_fields, p.opset_versions, py::bytes(p.sample_inputs), p.torch_version,
-                        p.schema_major, p.schema_minor, p.pretrained, p.unit_scaled_layers);
+using Ranges = std::map<std::string, std::pair<std::optional<int64_t>, std::optional<int64_t>>>;
+
+// What pickles hold beside `ranges` and `sample_inputs`.
+auto fields(ExportedProgram& p) {
+  return std::tie(p.guards, p.symbol_spelling, p.value_expressions, p.argument_names, p.submodules, p.namedtuple_fields,
+                  p.opset_versions, p.torch_version, p.schema_major, p.schema_minor, p.pretrained,
+                  p.unit_scaled_layers);
 }
 
-template <typename T>
-void take(const py::tuple& from, size_t i, T& to) {
-  to = from[i].cast<T>();
+template <class... T>
+void take(std::tuple<T&...> to, py::handle from) {
+  to = from.cast<std::tuple<T...>>();
+}
+
+// Bytes that are no text have to stay bytes in Python.
+py::tuple to_tuple(ExportedProgram& p) {
+  Ranges ranges;
+  for (const auto& [name, range] : p.ranges) ranges[name] = {range.min, range.max};
+  return py::make_tuple(ranges, py::bytes(p.sample_inputs), fields(p));
 }
 
 ExportedProgram from_tuple(const py::tuple& t) {
   ExportedProgram p;
-  std::map<std::string, std::pair<std::optional<int64_t>, std::optional<int64_t>>> ranges;
-  take(t, 0, ranges);
-  for (const auto& [name, range] : ranges) p.ranges[name] = {range.first, range.second};
-  take(t, 1, p.guards);
-  take(t, 2, p.symbol_spelling);
-  take(t, 3, p.value_expressions);
-  take(t, 4, p.argument_names);
-  take(t, 5, p.submodules);
-  take(t, 6, p.namedtuple_fields);
-  take(t, 7, p.opset_versions);
-  p.sample_inputs = t[8].cast<std::string>();
-  take(t, 9, p.torch_version);
-  take(t, 10, p.schema_major);
-  take(t, 11, p.schema_minor);
-  take(t, 12, p.pretrained);
-  take(t, 13, p.unit_scaled_layers);
+  for (const auto& [name, range] : t[0].cast<Ranges>()) p.ranges[name] = {range.first, range.second};
+  p.sample_inputs = t[1].cast<std::string>();
+  take(fields(p), t[2]);
   return p;
 }
 
@@ -97,8 +85,8 @@ Register exported_part([](py::module_& m) {
       .def_readonly("unit_scaled_layers", &ExportedProgram::unit_scaled_layers)
       .def_property_readonly("sample_inputs", [](const ExportedProgram& p) { return py::bytes(p.sample_inputs); })
       .def(py::pickle(&to_tuple, &from_tuple));
-  m.def("load_pt2", &load, py::arg("path"), py::arg("device"));
-  m.def("save_pt2", &save);
+  m.def("load_pt2", &load, py::arg("path"), py::arg("device"), FreeGil());
+  m.def("save_pt2", &save, FreeGil());
 });
 
 }  // namespace

@@ -1,6 +1,5 @@
 // Number formats as plain numbers: plumb.formats is made of these. And which CUDA kernels operators ask for.
 #include <pybind11/functional.h>
-#include <pybind11/stl.h>
 
 #include "module.h"
 #include "plumb/cuda/noted.h"
@@ -10,19 +9,12 @@ namespace plumb::python {
 namespace {
 
 py::dict facts(const FPFormat& f) {
-  py::dict d;
-  d["exponent_bits"] = f.exponent_bits;
-  d["mantissa_bits"] = f.mantissa_bits;
-  d["rounding"] = std::string(to_string(f.rounding));
-  d["srbits"] = f.srbits;
-  d["bits"] = f.bits();
-  d["block_size"] = f.block_size;
-  d["max_absolute_value"] = f.max_absolute_value();
-  d["min_absolute_normal"] = f.min_absolute_normal();
-  d["min_absolute_subnormal"] = f.min_absolute_subnormal();
-  d["name"] = f.name();
-  d["text"] = f.to_string();
-  return d;
+  return py::dict("exponent_bits"_a = f.exponent_bits, "mantissa_bits"_a = f.mantissa_bits,
+                  "rounding"_a = std::string(to_string(f.rounding)), "srbits"_a = f.srbits, "bits"_a = f.bits(),
+                  "block_size"_a = f.block_size, "max_absolute_value"_a = f.max_absolute_value(),
+                  "min_absolute_normal"_a = f.min_absolute_normal(),
+                  "min_absolute_subnormal"_a = f.min_absolute_subnormal(), "name"_a = f.name(),
+                  "text"_a = f.to_string());
 }
 
 Register formats_part([](py::module_& m) {

@@ -1,5 +1,4 @@
-// Graph, Node, GraphModule, passes.
-#include "convert.h"
+// Graph, Node, GraphModule.
 #include "module.h"
 #include "plumb/graph/graph_module.h"
 #include "plumb/graph/mode.h"
@@ -23,35 +22,15 @@ py::object arg_to_python(const Arg& arg, IntMeaning meaning) {
   }
   const c10::IValue& v = arg.constant();
   if (v.isInt()) {
-    const auto as_py = [](PyObject* o) { return py::reinterpret_borrow<py::object>(o); };
-    if (meaning == IntMeaning::ScalarType)
-      return as_py(reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<at::ScalarType>(v.toInt()))));
-    if (meaning == IntMeaning::Layout)
-      return as_py(reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<at::Layout>(v.toInt()))));
-    if (meaning == IntMeaning::MemoryFormat) {
-      static constexpr const char* kFormats[] = {"contiguous_format", "preserve_format", "channels_last",
-                                                 "channels_last_3d"};
-      return py::module_::import("torch").attr(kFormats[v.toInt() & 3]);
+    if (meaning == IntMeaning::ScalarType) return py::cast(static_cast<at::ScalarType>(v.toInt()));
+    if (meaning == IntMeaning::Layout) {
+      PyObject* layout = reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<at::Layout>(v.toInt())));
+      return py::reinterpret_borrow<py::object>(layout);
     }
-  }
-  if (v.isComplexDouble()) {
-    const auto z = v.toComplexDouble();
-    return py::reinterpret_steal<py::object>(PyComplex_FromDoubles(z.real(), z.imag()));
+    if (meaning == IntMeaning::MemoryFormat) return py::cast(static_cast<at::MemoryFormat>(v.toInt() & 3));
   }
   return to_python(v);
 }
-
-py::dict meta_to_python(const TensorMeta& m) {
-  py::dict d;
-  d["dtype"] = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(m.dtype)));
-  d["shape"] = py::tuple(py::cast(m.sizes));
-  d["stride"] = py::tuple(py::cast(m.strides));
-  d["device"] = py::cast(m.device);
-  d["requires_grad"] = m.requires_grad;
-  return d;
-}
-
-py::object value_meta(const Value& v) { return v.meta() ? py::object(meta_to_python(*v.meta())) : py::none(); }
 
 void bind_value(py::module_& m) {
   py::class_<Value, std::unique_ptr<Value, py::nodelete>>(m, "Value", "A result of a node.")
@@ -59,7 +38,9 @@ void bind_value(py::module_& m) {
       .def_property_readonly("producer", &Value::producer, py::return_value_policy::reference_internal)
       .def_property_readonly("users", &Value::users, py::return_value_policy::reference_internal)
       .def_property_readonly("is_tensor", &Value::is_tensor)
-      .def_property_readonly("meta", &value_meta, "dtype, shape, stride, device, requires_grad; None when unknown")
+      .def_property_readonly(
+          "meta", [](const Value& v) { return to_python(v.meta()); },
+          "dtype, shape, stride, device, requires_grad, symbols; None when unknown")
       .def("__repr__", [](const Value& v) { return "%" + v.name(); });
 }
 
@@ -147,10 +128,7 @@ void bind_graph(py::module_& m) {
   m.def("operator_facts", [](const std::string& name) -> py::object {
     const OperatorFacts* facts = find_operator_facts(name);
     if (!facts) return py::none();
-    py::dict d;
-    d["refused"] = facts->refused;
-    d["sizes_from_values"] = facts->data_sizes == DataSizes::Always;
-    return d;
+    return py::dict("refused"_a = facts->refused, "sizes_from_values"_a = facts->data_sizes == DataSizes::Always);
   });
   m.def("operator_table", [] {
     std::vector<std::string> names;
@@ -163,22 +141,11 @@ void bind_graph(py::module_& m) {
   });
 }
 
-using StateEntry = std::tuple<std::string, int, at::Tensor, bool>;  // name, kind, tensor, persistent
-
 std::shared_ptr<GraphModule> make_module(const std::string& text, const std::vector<StateEntry>& state,
                                          const std::string& in_spec, const std::string& out_spec) {
-  State s;
-  for (const auto& [name, kind, tensor, persistent] : state) {
-    s.add({name, static_cast<AttrKind>(kind), tensor, persistent});
-  }
   // Pickles and copies of a graph of this process; whoever loads a pickle trusts it with more than operators.
-  return std::make_shared<GraphModule>(parse_trusted_graph(text), std::move(s), TreeSpec::from_json(in_spec),
+  return std::make_shared<GraphModule>(parse_trusted_graph(text), to_state(state), TreeSpec::from_json(in_spec),
                                        TreeSpec::from_json(out_spec));
-}
-
-std::vector<c10::IValue> run_released(GraphModule& g, std::vector<c10::IValue> values) {
-  py::gil_scoped_release release;
-  return g.run(std::move(values));
 }
 
 // [(pass, changed, seconds, notes), ...]
@@ -186,12 +153,9 @@ std::vector<std::tuple<std::string, bool, double, std::vector<std::string>>> run
     GraphModule& g, const std::vector<std::string>& steps, const std::string& dump) {
   std::vector<PassStep> sequence;
   for (const std::string& step : steps) sequence.push_back(parse_pass_step(step));
-  RunPassesOptions options;
-  options.dump = dump;
   std::vector<std::tuple<std::string, bool, double, std::vector<std::string>>> done;
-  for (const PassResult& r : run_passes(sequence, g, options)) {
+  for (const PassResult& r : run_passes(sequence, g, {.dump = dump}))
     done.emplace_back(r.pass, r.changed, r.seconds, r.notes);
-  }
   g.sync_module();
   return done;
 }
@@ -200,45 +164,21 @@ void bind_graph_module(py::module_& m) {
   // Not a torch.nn.Module in Python: plumb.GraphModule wraps it.
   py::class_<GraphModule, std::shared_ptr<GraphModule>>(m, "GraphModule")
       .def(py::init(&make_module))
-      .def("run", [](GraphModule& g, const py::list& inputs) { return to_list(run_released(g, to_ivalues(inputs))); })
+      .def("run", &GraphModule::run, FreeGil())
       .def("run1",
            [](GraphModule& g, const py::args& inputs) {  // tensors in, one tensor out
-             std::vector<c10::IValue> values;
-             values.reserve(inputs.size());
-             for (py::handle h : inputs) values.push_back(to_ivalue(h));
-             return run_released(g, std::move(values))[0].toTensor();
+             auto values = inputs.cast<std::vector<c10::IValue>>();
+             py::gil_scoped_release release;
+             return g.run(std::move(values))[0].toTensor();
            })
       .def_property_readonly(
           "graph", [](GraphModule& g) { return &g.graph(); }, py::return_value_policy::reference_internal)
       .def_property_readonly("training", [](const GraphModule& g) { return g.is_training(); })
-      .def("state",
-           [](const GraphModule& g) {
-             std::vector<StateEntry> all;
-             for (const Attr& a : g.state()) all.emplace_back(a.name, static_cast<int>(a.kind), a.tensor, a.persistent);
-             return all;
-           })
-      .def("set_state",
-           [](GraphModule& g, const std::string& name, const at::Tensor& t) {
-             py::gil_scoped_release release;  // who holds the module's lock may wait for Python
-             g.set_state({{name, t}});
-           })
+      .def("state", [](const GraphModule& g) { return to_entries(g.state()); })
+      // Many at once: the module's own tables are made again for every change. Who holds its lock may wait for Python.
+      .def("set_state", &GraphModule::set_state, FreeGil())
       .def("specs", [](const GraphModule& g) { return py::make_tuple(g.in_spec().to_json(), g.out_spec().to_json()); })
-      .def("deep_copy", &GraphModule::deep_copy)
-      .def("lint", &GraphModule::lint)
       .def("run_passes", &run_steps, py::arg("steps"), py::arg("dump") = "");
-}
-
-void bind_passes(py::module_& m) {
-  m.def("passes", [] {
-    std::vector<std::tuple<std::string, std::string, std::vector<std::tuple<std::string, std::string, std::string>>>>
-        all;
-    for (const Pass* p : all_passes()) {
-      std::vector<std::tuple<std::string, std::string, std::string>> options;
-      for (const auto& o : p->options) options.emplace_back(o.name, o.default_value, o.summary);
-      all.emplace_back(p->name, p->summary, std::move(options));
-    }
-    return all;
-  });
 }
 
 Register graph_part([](py::module_& m) {
@@ -246,7 +186,6 @@ Register graph_part([](py::module_& m) {
   bind_node(m);
   bind_graph(m);
   bind_graph_module(m);
-  bind_passes(m);
 });
 
 }  // namespace

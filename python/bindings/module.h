@@ -3,11 +3,11 @@
 //   static plumb::python::Register graph_part([](py::module_& m) { m.def("name", ...); });
 #pragma once
 
-#include <torch/extension.h>
-
 #include <functional>
 #include <utility>
 #include <vector>
+
+#include "convert.h"
 
 namespace plumb::python {
 

@@ -1,5 +1,4 @@
 // Cutting graphs into stages: Pipe and what is known of its stages, balanced cuts, stages as bytes.
-#include "convert.h"
 #include "errors.h"
 #include "module.h"
 #include "plumb/partition/balance.h"
@@ -14,18 +13,6 @@
 
 namespace plumb::python {
 namespace {
-
-py::object shape_of(const std::optional<TensorMeta>& m) {
-  if (!m) return py::none();
-  py::dict d;
-  d["dtype"] = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(m->dtype)));
-  d["shape"] = py::tuple(py::cast(m->sizes));
-  d["stride"] = py::tuple(py::cast(m->strides));
-  d["device"] = py::cast(m->device);
-  d["requires_grad"] = m->requires_grad;
-  d["symbols"] = m->symbols;
-  return d;
-}
 
 // A loss spec: bools in tuples, lists and dicts.
 c10::IValue loss_spec(py::handle h) {
@@ -69,60 +56,38 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, const std::optional<std::ve
   return before_values ? pipeline(*mark_before(module, *before_values), options) : pipeline(module, options);
 }
 
-py::tuple balance_cuts(const GraphModule& module, int stages, const std::optional<py::list>& inputs, int repeats,
-                       double seconds_per_message, double bytes_per_second, const std::vector<int64_t>& memory_limits,
-                       double bytes_per_parameter_byte) {
-  BalanceOptions options;
-  options.stages = stages;
-  options.seconds_per_message = seconds_per_message;
-  options.bytes_per_second = bytes_per_second;
-  options.memory_limits = memory_limits;
-  options.bytes_per_parameter_byte = bytes_per_parameter_byte;
-  std::vector<c10::IValue> values;
-  if (inputs) values = to_ivalues(*inputs);
+py::tuple balance_cuts(const GraphModule& module, int stages, const std::optional<std::vector<c10::IValue>>& inputs,
+                       int repeats, double seconds_per_message, double bytes_per_second,
+                       const std::vector<int64_t>& memory_limits, double bytes_per_parameter_byte) {
+  const BalanceOptions options{.stages = stages,
+                               .seconds_per_message = seconds_per_message,
+                               .bytes_per_second = bytes_per_second,
+                               .memory_limits = memory_limits,
+                               .bytes_per_parameter_byte = bytes_per_parameter_byte};
   Balance found;
   {
     py::gil_scoped_release release;  // measuring runs autograd
-    const GraphCost cost =
-        inputs && repeats > 0 ? measure_cost(module, values, repeats) : estimate_cost(module, values);
-    found = balance(module, cost, options);
+    const auto values = inputs.value_or(std::vector<c10::IValue>());
+    found = balance(
+        module, inputs && repeats > 0 ? measure_cost(module, values, repeats) : estimate_cost(module, values), options);
   }
   py::list rows;
   for (const BalancedStage& s : found.stages) {
-    py::dict row;
-    row["first_node"] = s.first_node;
-    row["num_ops"] = s.num_ops;
-    row["forward"] = s.forward;
-    row["backward"] = s.backward;
-    row["communication"] = s.communication;
-    row["parameter_bytes"] = s.parameter_bytes;
-    row["activation_bytes"] = s.activation_bytes;
-    row["memory"] = s.memory;
-    row["bytes_in"] = s.bytes_in;
-    row["bytes_out"] = s.bytes_out;
-    rows.append(row);
+    rows.append(py::dict("first_node"_a = s.first_node, "num_ops"_a = s.num_ops, "forward"_a = s.forward,
+                         "backward"_a = s.backward, "communication"_a = s.communication,
+                         "parameter_bytes"_a = s.parameter_bytes, "activation_bytes"_a = s.activation_bytes,
+                         "memory"_a = s.memory, "bytes_in"_a = s.bytes_in, "bytes_out"_a = s.bytes_out));
   }
   return py::make_tuple(found.options.cut_before, rows, found.report());
 }
 
 // `cut` answers a Pipe for flat inputs, or None once the model is gone.
-std::shared_ptr<StageSpecializer> make_specializer(const Pipe& pipe, const py::list& example, py::function cut,
+std::shared_ptr<StageSpecializer> make_specializer(const Pipe& pipe, std::vector<c10::IValue> example, py::function cut,
                                                    bool same_names) {
-  // The last copy may be let go without the GIL.
-  std::shared_ptr<py::function> held(new py::function(std::move(cut)), [](py::function* function) {
-    py::gil_scoped_acquire gil;
-    delete function;
-  });
-  auto again = [held](const std::vector<c10::IValue>& inputs) -> std::shared_ptr<Pipe> {
-    py::gil_scoped_acquire gil;
-    try {
-      const py::object made = (*held)(to_list(inputs));
-      return made.is_none() ? nullptr : made.cast<std::shared_ptr<Pipe>>();
-    } catch (const py::error_already_set& error) {  // must not travel through code without the GIL
-      throw to_error(error);
-    }
+  auto again = [cut = held(std::move(cut))](const std::vector<c10::IValue>& inputs) {
+    return with_gil([&] { return (*cut)(inputs).cast<std::shared_ptr<Pipe>>(); });
   };
-  return std::make_shared<StageSpecializer>(pipe, to_ivalues(example), std::move(again), same_names);
+  return std::make_shared<StageSpecializer>(pipe, std::move(example), std::move(again), same_names);
 }
 
 void bind_specializer(py::module_& m) {
@@ -139,7 +104,6 @@ void bind_specializer(py::module_& m) {
 void bind_pipe_table(py::module_& m) {
   py::class_<PipeTable, std::shared_ptr<PipeTable>>(m, "PipeTable", "What flows between the stages of a cut graph.")
       .def_property_readonly("num_stages", &PipeTable::num_stages)
-      .def_readonly("num_inputs", &PipeTable::num_inputs)
       .def_readonly("loss_output", &PipeTable::loss_output)
       .def_readonly("replicated", &PipeTable::replicated, "one dict a parameter: stage -> its name there")
       .def(
@@ -147,14 +111,9 @@ void bind_pipe_table(py::module_& m) {
           [](const PipeTable& t, size_t stage) {
             py::list ports;
             for (const StageInputPort& p : t.stages.at(stage).inputs) {
-              py::dict d;
-              d["name"] = p.name;
-              d["stage"] = p.source.stage;
-              d["index"] = p.source.index;
-              d["is_tensor"] = p.type == ValueType::Tensor;
-              d["meta"] = shape_of(p.meta);
-              d["written"] = p.written;
-              ports.append(d);
+              ports.append(py::dict("name"_a = p.name, "stage"_a = p.source.stage, "index"_a = p.source.index,
+                                    "is_tensor"_a = p.type == ValueType::Tensor, "meta"_a = to_python(p.meta),
+                                    "written"_a = p.written));
             }
             return ports;
           },
@@ -164,26 +123,19 @@ void bind_pipe_table(py::module_& m) {
           [](const PipeTable& t, size_t stage) {
             py::list ports;
             for (const StageOutputPort& p : t.stages.at(stage).outputs) {
-              py::list consumers;
-              for (const PortUse& use : p.consumers) consumers.append(py::make_tuple(use.stage, use.input));
-              py::dict d;
-              d["name"] = p.name;
-              d["is_tensor"] = p.type == ValueType::Tensor;
-              d["meta"] = shape_of(p.meta);
-              d["consumers"] = consumers;
-              d["pipeline_output"] = p.pipeline_output ? py::object(py::int_(*p.pipeline_output)) : py::none();
-              ports.append(d);
+              std::vector<std::pair<int, size_t>> consumers;
+              for (const PortUse& use : p.consumers) consumers.emplace_back(use.stage, use.input);
+              ports.append(py::dict("name"_a = p.name, "is_tensor"_a = p.type == ValueType::Tensor,
+                                    "meta"_a = to_python(p.meta), "consumers"_a = consumers,
+                                    "pipeline_output"_a = p.pipeline_output));
             }
             return ports;
           },
           "name, meta, consumers (stage, input), and which output of the whole it is")
       .def_property_readonly("outputs_of_whole",
                              [](const PipeTable& t) {
-                               py::list outputs;
-                               for (const PipelineOutput& o : t.outputs) {
-                                 outputs.append(py::make_tuple(o.port ? py::object(py::int_(*o.port)) : py::none(),
-                                                               to_python(o.constant)));
-                               }
+                               std::vector<std::pair<std::optional<size_t>, c10::IValue>> outputs;
+                               for (const PipelineOutput& o : t.outputs) outputs.emplace_back(o.port, o.constant);
                                return outputs;
                              })
       .def("wire_report", [](const PipeTable& t) { return wire_report(t).to_json(); })
@@ -200,33 +152,12 @@ void bind_pipe(py::module_& m) {
       .def_property_readonly("notes", &Pipe::notes)
       .def_property_readonly("input_names", &Pipe::input_names)
       .def("stage", &Pipe::stage)
-      .def("specs", [](const Pipe& p) { return py::make_tuple(p.in_spec().to_json(), p.out_spec().to_json()); })
-      .def("run",
-           [](const Pipe& p, const py::list& inputs) {
-             auto values = to_ivalues(inputs);
-             {
-               py::gil_scoped_release release;
-               values = p.run(std::move(values));
-             }
-             return to_list(values);
-           })
-      .def("run_with_backward",
-           [](const Pipe& p, const py::list& inputs) {
-             auto values = to_ivalues(inputs);
-             BackwardResult result;
-             {
-               py::gil_scoped_release release;
-               result = p.run_with_backward(std::move(values));
-             }
-             return py::make_tuple(to_list(result.outputs), result.input_grads);
-           })
-      .def("merged_state",
-           [](const Pipe& p) {
-             std::vector<std::tuple<std::string, int, at::Tensor, bool>> all;
-             const State merged = p.merge_state_dict();
-             for (const Attr& a : merged) all.emplace_back(a.name, static_cast<int>(a.kind), a.tensor, a.persistent);
-             return all;
-           })
+      .def("run", &Pipe::run, FreeGil())
+      .def(
+          "run_with_backward",
+          [](const Pipe& p, std::vector<c10::IValue> inputs) { return p.run_with_backward(std::move(inputs)).outputs; },
+          FreeGil())
+      .def("merged_state", [](const Pipe& p) { return to_entries(p.merge_state_dict()); })
       .def("merge",
            [](const Pipe& p) {
              auto module = p.merge();
@@ -253,23 +184,13 @@ void bind_cuts(py::module_& m) {
         py::arg("memory_limits") = std::vector<int64_t>{}, py::arg("bytes_per_parameter_byte") = 4.0);
   m.def("cuts_of_equal_size", &cuts_of_equal_size, py::arg("module"), py::arg("stages"));
   m.def("cuts_at_size", &cuts_at_size, py::arg("module"), py::arg("bytes"));
-  // Many at once: the module's own tables are made again for every change.
-  m.def("set_states", [](GraphModule& module, const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
-    py::gil_scoped_release release;
-    module.set_state(tensors);
-  });
   m.def("rewrite_devices",
         [](GraphModule& module, const at::Device& device) { return rewrite_devices(module.graph(), device); });
   m.def("deserialize_stage", [](const std::string& bytes) {
     StagePackage package = deserialize_stage(bytes);
-    py::dict d;
-    d["index"] = package.index;
-    d["engine"] = package.module;
-    d["training"] = package.module->is_training();
-    d["table"] = std::make_shared<PipeTable>(std::move(package.table));
-    d["input_names"] = package.input_names;
-    d["specs"] = py::make_tuple(package.in_spec.to_json(), package.out_spec.to_json());
-    return d;
+    return py::dict(
+        "index"_a = package.index, "engine"_a = package.module, "training"_a = package.module->is_training(),
+        "table"_a = std::make_shared<PipeTable>(std::move(package.table)), "input_names"_a = package.input_names);
   });
 }
 

@@ -1,6 +1,5 @@
 // Folders of transformers: which tensors they have, their weights into modules, modules into folders.
 #include "plumb/checkpoint/pretrained.h"
-#include "convert.h"
 #include "module.h"
 
 namespace plumb::python {
@@ -15,14 +14,11 @@ StateParts parts_of(const Modules& modules) {
 }
 
 // [(name, dtype, sizes)] of all files together; no tensor is read.
-py::list stored_tensors(const std::string& path) {
+std::vector<std::tuple<std::string, at::ScalarType, std::vector<int64_t>>> stored_tensors(const std::string& path) {
   const TensorFolder folder(path);
-  py::list all;
-  for (const std::string& name : folder.names()) {
-    const SafetensorsEntry& entry = folder.meta(name);
-    auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(entry.dtype)));
-    all.append(py::make_tuple(name, std::move(dtype), entry.sizes));
-  }
+  std::vector<std::tuple<std::string, at::ScalarType, std::vector<int64_t>>> all;
+  for (const std::string& name : folder.names())
+    all.emplace_back(name, folder.meta(name).dtype, folder.meta(name).sizes);
   return all;
 }
 
@@ -36,18 +32,18 @@ Register pretrained_part([](py::module_& m) {
         load_weights(module, Pretrained::parse(record), folder);
         return folder.bytes_read();
       },
-      py::call_guard<py::gil_scoped_release>(), "Answers how many bytes of tensors were read.");
+      FreeGil(), "Answers how many bytes of tensors were read.");
   m.def(
       "write_weights",
       [](const std::string& out, const Modules& modules, size_t part, const std::string& record,
          const std::string& source) { write_weights(out, parts_of(modules), part, Pretrained::parse(record), source); },
-      py::call_guard<py::gil_scoped_release>());
+      FreeGil());
   m.def(
       "finish_weights_folder",
       [](const std::string& out, const Modules& modules, const std::string& record, const std::string& source) {
         finish_weights_folder(out, parts_of(modules), Pretrained::parse(record), source);
       },
-      py::call_guard<py::gil_scoped_release>());
+      FreeGil());
   m.def("check_new_folder", &check_new_folder);
 });
 

@@ -10,12 +10,11 @@
 #include "module.h"
 #include "plumb/autograd/backward_checkpoints.h"
 #include "plumb/autograd/backward_halves.h"
-#include "tensors.h"
 
 namespace plumb::python {
 namespace {
 
-// A node of autograd's graph as torch shows it in Python.
+// A node of autograd's graph as torch shows it in Python, None for none.
 py::object to_node(const NodePtr& node) {
   if (!node) return py::none();
   return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
@@ -92,38 +91,27 @@ Register stage_backward_part([](py::module_& m) {
       .def_property_readonly("pending", &DeferredWeights::pending)
       // Where it starts: [(node, number of its input, gradient, node that made the gradient in the input half or None)]
       .def_property_readonly("starts", [](const DeferredWeights& deferred) {
-        py::list list;
-        for (const auto& s : BackwardAccess::starts(deferred)) {
-          list.append(py::make_tuple(to_node(s.edge.function), s.edge.input_nr, s.grad, to_node(s.maker)));
-        }
+        std::vector<py::tuple> list;
+        for (const auto& s : BackwardAccess::starts(deferred))
+          list.push_back(py::make_tuple(to_node(s.edge.function), s.edge.input_nr, s.grad, to_node(s.maker)));
         return list;
       });
-  m.def("stage_backward", [](const py::sequence& outputs, const py::sequence& grads, const py::sequence& inputs) {
-    const auto o = to_tensors(outputs), g = to_tensors(grads), i = to_tensors(inputs);
-    Tensors result;
-    {
-      py::gil_scoped_release free;
-      result = stage_backward(o, g, i);
-    }
-    return to_list(result);
-  });
-  m.def("stage_backward_input", [](const py::sequence& outputs, const py::sequence& grads, const py::sequence& inputs) {
-    const auto o = to_tensors(outputs), g = to_tensors(grads), i = to_tensors(inputs);
-    InputHalf half;
-    {
-      py::gil_scoped_release free;
-      half = stage_backward_input(o, g, i);
-    }
-    return py::make_tuple(to_list(half.input_grads), std::move(half.deferred));
-  });
+  m.def("stage_backward", py::overload_cast<const Tensors&, const Tensors&, const Tensors&>(&plumb::stage_backward),
+        FreeGil());
+  m.def(
+      "stage_backward_input",
+      [](const Tensors& outputs, const Tensors& grads, const Tensors& inputs) {
+        InputHalf half = stage_backward_input(outputs, grads, inputs);
+        return std::make_pair(std::move(half.input_grads), std::move(half.deferred));
+      },
+      FreeGil());
   m.def(
       "stage_backward_weight",
       [](DeferredWeights& deferred, const Tensors& weights, bool retain_graph) {
-        py::gil_scoped_release free;
         BackwardAccess::restrict_to(deferred, weights);
         stage_backward_weight(deferred, retain_graph);
       },
-      py::arg("deferred"), py::arg("weights"), py::arg("retain_graph") = false);
+      py::arg("deferred"), py::arg("weights"), py::arg("retain_graph") = false, FreeGil());
 });
 
 }  // namespace

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <csignal>
 
-#include "convert.h"
 #include "errors.h"
 #include "module.h"
 #include "plumb/core/input_file.h"
@@ -17,39 +16,25 @@ namespace {
 // An object with next() -> (inputs, targets), state() -> JSON and load_state(JSON).
 class PythonBatches : public BatchSource {
  public:
-  explicit PythonBatches(py::object source) : source_(std::move(source)) {}
-  ~PythonBatches() override {
-    py::gil_scoped_acquire gil;
-    source_ = py::object();
-  }
+  explicit PythonBatches(py::object source) : source_(held(std::move(source))) {}
 
   Batch next() override {
-    return call([&] {
-      const auto [inputs, targets] = source_.attr("next")().cast<std::pair<Tensors, Tensors>>();
+    return with_gil([&] {
+      const auto [inputs, targets] = source_->attr("next")().cast<std::pair<Tensors, Tensors>>();
       return Batch{inputs, targets};
     });
   }
-  nlohmann::json state() override {
-    return parse_json(call([&] { return source_.attr("state")().cast<std::string>(); }));
-  }
+  nlohmann::json state() override { return parse_json(text("state")); }
   void load_state(const nlohmann::json& state) override {
-    call([&] { source_.attr("load_state")(state.dump()); });
+    with_gil([&] { source_->attr("load_state")(state.dump()); });
   }
-  std::string identity() const override {
-    return call([&] { return source_.attr("identity")().cast<std::string>(); });
-  }
+  std::string identity() const override { return text("identity"); }
 
  private:
-  template <class F>
-  static auto call(const F& function) -> decltype(function()) {
-    py::gil_scoped_acquire gil;
-    try {
-      return function();
-    } catch (const py::error_already_set& error) {
-      throw to_error(error);
-    }
+  std::string text(const char* method) const {
+    return with_gil([&] { return source_->attr(method)().cast<std::string>(); });
   }
-  py::object source_;
+  std::shared_ptr<py::object> source_;
 };
 
 struct PythonTrainer {
@@ -82,35 +67,20 @@ std::unique_ptr<PythonTrainer> make_trainer(const std::string& config, const Tex
   return made;
 }
 
-std::string kind_of(const TrainField& field) {
-  static const char* const kKinds[] = {"str", "list", "int", "float", "float", "bool"};
-  return kKinds[field.member.index()];
-}
-
 const Register training_part([](py::module_& m) {
-  m.def(
-      "train_fields",
-      [] {
-        std::vector<std::tuple<std::string, std::string, std::string>> all;
-        for (const TrainField& field : train_fields()) all.emplace_back(field.name, kind_of(field), field.help);
-        return all;
-      },
-      "Name, kind and help of every option of a training.");
   m.def(
       "train_toml", [](const std::string& config, const Texts& texts) { return to_toml(options_of(config, texts)); },
       py::arg("config"), py::arg("texts"), "Every option as a TOML document.");
   py::class_<PythonTrainer>(m, "Trainer")
       .def(py::init(&make_trainer), py::arg("config"), py::arg("texts"), py::arg("module"), py::arg("batches"),
            py::arg("event"))
-      .def("run",
-           [](PythonTrainer& t) {
-             TrainResult result;
-             {
-               py::gil_scoped_release release;
-               result = t.trainer->run();
-             }
-             return std::make_tuple(result.steps, result.loss, result.eval_loss, result.stopped_by != 0);
-           })
+      .def(
+          "run",
+          [](PythonTrainer& t) {
+            const TrainResult result = t.trainer->run();
+            return std::make_tuple(result.steps, result.loss, result.eval_loss, result.stopped_by != 0);
+          },
+          FreeGil())
       .def("stop", [](PythonTrainer& t) { t.stop = true; });
 });
 

@@ -1,5 +1,4 @@
 // The transforms, in place on an engine, with their reports as JSON.
-#include "convert.h"
 #include "module.h"
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/fp8_delayed.h"
@@ -12,67 +11,65 @@
 namespace plumb::python {
 namespace {
 
-UnitScaleOptions scale_options(const std::vector<std::pair<std::string, std::string>>& replace, double tau_attention,
-                               double tau_mlp, bool depth_rule, double residual_mult, double residual_attn_ratio) {
+using Replacements = std::vector<std::pair<std::string, std::string>>;
+// tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio
+using Residuals = std::tuple<double, double, bool, double, double>;
+
+UnitScaleOptions scale_options(const Replacements& replace, const Residuals& residuals) {
   UnitScaleOptions options;
   for (const auto& [from, to] : replace) options.replace.push_back({from, to, {}});
-  options.tau_attention = tau_attention;
-  options.tau_mlp = tau_mlp;
-  options.tau_rule = depth_rule ? TauRule::Depth : TauRule::Fixed;
-  options.residual_mult = residual_mult;
-  options.residual_attn_ratio = residual_attn_ratio;
+  bool depth_rule = false;
+  std::tie(options.tau_attention, options.tau_mlp, depth_rule, options.residual_mult, options.residual_attn_ratio) =
+      residuals;
+  if (depth_rule) options.tau_rule = TauRule::Depth;
   return options;
 }
 
+// Runs a pass, which is given a report to fill, and answers that as JSON.
+template <typename F>
+std::string reported(const char* pass, GraphModule& engine, const F& run) {
+  Report report(pass);
+  run_checked(pass, [&] { return run(&report); }, engine);
+  return report.to_json();
+}
+
 // The report as JSON, and for every parameter what an optimiser must know: (name, type, depth or None).
-py::tuple scale(GraphModule& engine, const std::vector<std::pair<std::string, std::string>>& replace,
-                double tau_attention, double tau_mlp, bool depth_rule, double residual_mult, double residual_attn_ratio,
-                ParameterScaling* live, std::map<std::string, bool> keep) {
-  UnitScaleOptions options =
-      scale_options(replace, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio);
+py::tuple scale(GraphModule& engine, const Replacements& replace, const Residuals& residuals, ParameterScaling* live,
+                std::map<std::string, bool> keep) {
+  UnitScaleOptions options = scale_options(replace, residuals);
   options.live = live;
   options.scale_parameters = live != nullptr;
   options.keep = std::move(keep);
-  Report report("unit_scale");
   MupTable mup;
-  run_checked("unit_scale", [&] { return unit_scale(engine, options, &report, &mup); }, engine);
+  const std::string report =
+      reported("unit_scale", engine, [&](Report* r) { return unit_scale(engine, options, r, &mup); });
   engine.sync_module();
-  py::list tags;
-  for (const auto& [name, data] : mup)
-    tags.append(py::make_tuple(name, std::string(to_string(data.type)), data.scaling_depth));
-  return py::make_tuple(report.to_json(), tags);
+  std::vector<std::tuple<std::string, std::string, std::optional<int64_t>>> tags;
+  for (const auto& [name, data] : mup) tags.emplace_back(name, to_string(data.type), data.scaling_depth);
+  return py::make_tuple(report, tags);
 }
 
 std::string simulate(GraphModule& engine, const std::string& fwd, const std::string& bwd,
                      const std::vector<std::string>& operators, const std::vector<std::string>& exclude) {
-  SimulateFormatOptions options;
-  options.fwd = fwd;
-  options.bwd = bwd;
-  options.operators = operators;
-  options.exclude = exclude;
-  Report report("simulate_format");
-  run_checked("simulate_format", [&] { return simulate_format(engine, options, &report); }, engine);
-  return report.to_json();
+  const SimulateFormatOptions options{.fwd = fwd, .bwd = bwd, .operators = operators, .exclude = exclude};
+  return reported("simulate_format", engine, [&](Report* r) { return simulate_format(engine, options, r); });
 }
 
 std::string fp8(GraphModule& engine, const std::string& fwd, const std::string& bwd, const std::string& kernel,
-                const std::vector<std::string>& operators, const std::vector<std::string>& exclude,
-                const std::string& recipe, int64_t history) {
-  Report report("use_fp8");
+                const std::string& recipe, int64_t history, const std::vector<std::string>& operators,
+                const std::vector<std::string>& exclude) {
   const UseFp8Options options{fwd, bwd, kernel, operators, exclude, recipe, history};
-  run_checked("use_fp8", [&] { return use_fp8(engine, options, &report); }, engine);
-  return report.to_json();
+  return reported("use_fp8", engine, [&](Report* r) { return use_fp8(engine, options, r); });
 }
 
 // The fields of plumb.transforms.Metrics.Data, the last one {exponent: count} or None.
 py::tuple data_of(const Metrics::Data& d) {
-  py::object histogram = py::none();
+  std::optional<std::map<int, int64_t>> histogram;
   if (d.histogram) {
-    py::dict counts;
+    histogram.emplace();
     for (int i = 0; i < 256; ++i) {
-      if (const auto count = d.histogram->counts[static_cast<size_t>(i)]) counts[py::int_(i - 127)] = count;
+      if (const auto count = d.histogram->counts[static_cast<size_t>(i)]) histogram->emplace(i - 127, count);
     }
-    histogram = counts;
   }
   return py::make_tuple(d.mean_abs, d.abs_mean, d.std, d.abs_max, d.abs_min, d.numel, histogram);
 }
@@ -83,19 +80,14 @@ py::list scales(const GraphModule& engine, const std::shared_ptr<ScaleTracker>& 
   const ScalesGraph graph = scales_graph(*module);
   py::list nodes;
   for (const ScaleNode& node : graph.nodes) {
-    py::list inputs;
-    for (size_t i : node.inputs) inputs.append(graph.nodes[i].name);
-    py::dict d;
-    d["name"] = node.name;
-    d["kind"] = to_string(node.kind);
-    d["target"] = node.target;
-    d["inputs"] = inputs;
-    d["module"] = node.module;
-    d["source"] = node.source;
-    d["requires_grad"] = node.requires_grad;
-    d["fwd"] = node.metrics ? py::object(data_of(node.metrics->fwd)) : py::none();
-    d["bwd"] = node.metrics && node.metrics->bwd ? py::object(data_of(*node.metrics->bwd)) : py::none();
-    nodes.append(d);
+    std::vector<std::string> inputs;
+    for (size_t i : node.inputs) inputs.push_back(graph.nodes[i].name);
+    auto data = [](const Metrics::Data* d) { return d ? py::object(data_of(*d)) : py::none(); };
+    const Metrics* m = node.metrics ? &*node.metrics : nullptr;
+    nodes.append(py::dict("name"_a = node.name, "kind"_a = to_string(node.kind), "target"_a = node.target,
+                          "inputs"_a = inputs, "module"_a = node.module, "source"_a = node.source,
+                          "requires_grad"_a = node.requires_grad, "fwd"_a = data(m ? &m->fwd : nullptr),
+                          "bwd"_a = data(m && m->bwd ? &*m->bwd : nullptr)));
   }
   return nodes;
 }
@@ -156,10 +148,9 @@ void bind_parameter_scaling(py::module_& m) {
       .def("__deepcopy__", [](const ParameterScaling& s, const py::dict&) { return s.for_copy(); })
       .def(py::pickle([](const ParameterScaling& s) { return py::make_tuple(s.scaled(), s.confirmed(), s.changed()); },
                       [](const py::tuple& t) {
-                        using Changed = std::map<std::string, bool>;
                         return ParameterScaling::restore(t[0].cast<std::vector<ParameterScaling::Saved>>(),
                                                          t[1].cast<std::vector<std::string>>(),
-                                                         t.size() > 2 ? t[2].cast<Changed>() : Changed());
+                                                         t[2].cast<std::map<std::string, bool>>());
                       }));
 }
 
@@ -167,10 +158,8 @@ Register transforms_part([](py::module_& m) {
   bind_parameter_scaling(m);
   m.def("unit_scale", &scale);
   m.def("unit_scale_preserving",
-        [](const std::shared_ptr<GraphModule>& engine, const std::vector<std::pair<std::string, std::string>>& replace,
-           double tau_attention, double tau_mlp, bool depth_rule, double residual_mult, double residual_attn_ratio) {
-          const auto scaled = unit_scale_preserving(
-              engine, scale_options(replace, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio));
+        [](const std::shared_ptr<GraphModule>& engine, const Replacements& replace, const Residuals& residuals) {
+          const auto scaled = unit_scale_preserving(engine, scale_options(replace, residuals));
           return py::make_tuple(std::static_pointer_cast<GraphModule>(scaled), scaled->reports.back().to_json());
         });
   m.def("fold", [](const std::shared_ptr<GraphModule>& engine) {
@@ -180,10 +169,9 @@ Register transforms_part([](py::module_& m) {
   m.def("tag", [](const at::Tensor& parameter, const std::string& type, std::optional<int64_t> depth) {
     tag(parameter, {mup_type_from(type), depth});
   });
-  m.def("tag_of", [](const at::Tensor& parameter) -> py::object {
+  m.def("tag_of", [](const at::Tensor& parameter) {
     const auto data = parameter_data(parameter);
-    if (!data) return py::none();
-    return py::make_tuple(std::string(to_string(data->type)), data->scaling_depth);
+    return data ? std::optional(std::pair(std::string(to_string(data->type)), data->scaling_depth)) : std::nullopt;
   });
   m.def("simulate_format", &simulate);
   m.def("use_fp8", &fp8);
@@ -193,20 +181,13 @@ Register transforms_part([](py::module_& m) {
   m.def("delayed_fp8_state", &delayed_state);
   py::class_<ScaleTracker, std::shared_ptr<ScaleTracker>>(m, "ScaleTracker")
       .def(py::init([](bool histogram) { return ScaleTracker::create({.histogram = histogram}); }),
-           py::arg("histogram") = false)
-      .def("clear", &ScaleTracker::clear)
-      .def("set_enabled", &ScaleTracker::set_enabled);
+           py::arg("histogram") = false);
   m.def("track_scales", [](GraphModule& engine, ScaleTracker& tracker) {
-    Report report("track_scales");
-    run_checked("track_scales", [&] { return track_scales(engine, tracker, &report); }, engine);
-    return report.to_json();
+    return reported("track_scales", engine, [&](Report* r) { return track_scales(engine, tracker, r); });
   });
   m.def("scales_graph", &scales);
   m.def("prune", &prune, py::arg("how"), py::arg("nodes"), py::arg("rtol") = 0.0);
-  m.def(
-      "measure",
-      [](const at::Tensor& x, bool histogram) { return data_of(Metrics::Data::of(measure(x, {histogram}))); },
-      py::arg("x"), py::arg("histogram") = false);
+  m.def("measure", [](const at::Tensor& x) { return data_of(Metrics::Data::of(measure(x))); });
 });
 
 }  // namespace

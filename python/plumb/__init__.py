@@ -1,73 +1,41 @@
 """plumb: takes a PyTorch model as a graph and rewrites it."""
 
-import torch  # noqa: F401  (its libraries must be loaded before ours)
-
 from ._version import __version__ as __version__  # isort: skip  (first: it says so if this is another torch than plumb's)
-from ._errors import Error, ErrorKind  # isort: skip  (before all that may raise one)
-from . import (
-    analysis,
-    checkpoint,
-    constraints,
-    core,
-    formats,
-    functional,
-    hf,
-    nn,
-    optim,
-    parameter,
-    pipelining,
-    scale,
-    transforms,
-    utils,
-)
-from ._C import DeferredChecks, Graph, allow_operators, keep_freed_memory, parse_graph, release_freed_memory
-from ._capture import GraphModule, capture
-from ._exported import load_pt2, save_pt2
-from ._recorder import History, Recorder, read_history
-from ._trainer import Trainer, TrainResult
-from ._writers import TensorBoardWriter, WandbWriter
-from .core.functional import transformer_residual_scaling_rule
+from ._errors import Error as Error  # isort: skip  (before all that may raise one)
+from . import analysis as analysis
+from . import checkpoint as checkpoint
+from . import constraints as constraints
+from . import core as core
+from . import formats as formats
+from . import functional as functional
+from . import hf as hf
+from . import nn as nn
+from . import optim as optim
+from . import parameter as parameter
+from . import pipelining as pipelining
+from . import scale as scale
+from . import transforms as transforms
+from . import utils as utils
+from ._C import DeferredChecks as DeferredChecks
+from ._C import ErrorKind as ErrorKind
+from ._C import Graph as Graph
+from ._C import allow_operators as allow_operators
+from ._C import keep_freed_memory as keep_freed_memory
+from ._C import parse_graph as parse_graph
+from ._C import release_freed_memory as release_freed_memory
+from ._capture import GraphModule as GraphModule
+from ._capture import capture as capture
+from ._exported import load_pt2 as load_pt2
+from ._exported import save_pt2 as save_pt2
+from ._recorder import History as History
+from ._recorder import Recorder as Recorder
+from ._recorder import read_history as read_history
+from ._trainer import Trainer as Trainer
+from ._trainer import TrainResult as TrainResult
+from ._writers import TensorBoardWriter as TensorBoardWriter
+from ._writers import WandbWriter as WandbWriter
+from .core.functional import transformer_residual_scaling_rule as transformer_residual_scaling_rule
 from .nn import *  # noqa: F403
-from .parameter import MupType, Parameter
-from .transforms import report
-
-__all__ = [
-    "DeferredChecks",
-    "Error",
-    "ErrorKind",
-    "Graph",
-    "GraphModule",
-    "History",
-    "MupType",
-    "Parameter",
-    "Recorder",
-    "TensorBoardWriter",
-    "TrainResult",
-    "Trainer",
-    "WandbWriter",
-    "allow_operators",
-    "analysis",
-    "capture",
-    "checkpoint",
-    "constraints",
-    "core",
-    "formats",
-    "functional",
-    "hf",
-    "keep_freed_memory",
-    "load_pt2",
-    "nn",
-    "optim",
-    "parameter",
-    "parse_graph",
-    "pipelining",
-    "read_history",
-    "release_freed_memory",
-    "report",
-    "save_pt2",
-    "scale",
-    "transforms",
-    "transformer_residual_scaling_rule",
-    "utils",
-    *nn.__all__,
-]
+from .parameter import MupType as MupType
+from .parameter import Parameter as Parameter
+from .transforms import report as report

@@ -53,7 +53,7 @@ def load_pt2(path: str | os.PathLike, device: torch.device | str | None = None) 
 def _load(path: str | os.PathLike, device: torch.device | str | None, own: dict[str, Tensor]) -> GraphModule:
     """`own`: tensors by name that take the place of the file's."""
     engine, program = _C.load_pt2(os.fsencode(path), None if device is None else torch.device(device))
-    _C.set_states(engine, [(name, own[name]) for name, *_ in engine.state() if name in own])
+    engine.set_state([(name, own[name]) for name, *_ in engine.state() if name in own])
     own_parameters(engine)
     in_spec, out_spec = (_spec(text, os.fsdecode(path)) for text in engine.specs())
     return GraphModule(engine, in_spec, out_spec, None, [None] * out_spec.num_leaves, [], program, engine.training)

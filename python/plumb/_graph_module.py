@@ -10,16 +10,9 @@ from torch.utils import _pytree as pytree
 
 from . import _C
 from ._errors import Error, ErrorKind
-from ._state import own_parameters, put_state, sync_state
+from ._state import member, own_parameters, put_state, sync_state
 from ._tracing import refuse_holders
 from ._trees import check_plain_inputs, children, structure_error, unflatten
-
-
-def _member(module: nn.Module, name: str) -> Tensor:
-    *path, leaf = name.split(".")
-    for part in path:
-        module = module._modules[part]
-    return module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
 
 
 @torch._dynamo.assume_constant_result
@@ -148,9 +141,16 @@ class GraphModule(nn.Module):
             self._engine.run([x if isinstance(x, Tensor) else None for x in leaves])  # which refuses them
         names = _make_fx(self)
         gm = self.__dict__["_fx"]
-        state = [_member(self, name) for name in names]
+        state = [member(self, name) for name in names]
         out = gm(*state, *[x for x in leaves if isinstance(x, Tensor)])
         return unflatten([p if p is not None else o for o, p in zip(out, self._plain_outputs)], self._out_spec)
+
+    def on(self, engine: Any) -> GraphModule:
+        """Another graph that is called like this one and knows of its file what this one does."""
+        own_parameters(engine)
+        call = (self._in_spec, self._out_spec, self._plain_inputs, self._plain_outputs)
+        made = GraphModule(engine, *call, self.notes, self._program, self._made_in_training)
+        return made.train(self.training)
 
     # --- copies: the graph travels as text, the state as tensors ---
     def __getstate__(self) -> dict:
@@ -172,7 +172,6 @@ class GraphModule(nn.Module):
     def take_state(self) -> None:
         """Shows the tensors that the engine has by now."""
         own_parameters(self._engine)
-        self._modules.clear()
-        self._parameters.clear()
-        self._buffers.clear()
+        for table in (self._modules, self._parameters, self._buffers):
+            table.clear()
         self._register()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
@@ -12,6 +13,18 @@ from . import functional as U
 from .constraints import Constraint
 from .functional._common import refuse
 from .parameter import MupType, Parameter
+
+
+def _tag(module: nn.Module, weight_type: MupType) -> None:
+    for name, kind in (("weight", weight_type), ("bias", "bias")):
+        if (parameter := getattr(module, name)) is not None:
+            setattr(module, name, Parameter(parameter.data, kind))
+
+
+def _unit_init(module: nn.Module) -> None:
+    nn.init.normal_(module.weight)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
 
 
 class GELU(nn.GELU):
@@ -81,8 +94,7 @@ class Linear(nn.Linear):
         self.constraint = constraint
         _tag(self, weight_mup_type)
 
-    def reset_parameters(self) -> None:
-        _unit_init(self)
+    reset_parameters = _unit_init
 
     def forward(self, input: Tensor) -> Tensor:
         return U.linear(input, self.weight, self.bias, self.constraint)
@@ -142,8 +154,7 @@ class Conv1d(nn.Conv1d):
         self.constraint = constraint
         _tag(self, weight_mup_type)
 
-    def reset_parameters(self) -> None:
-        _unit_init(self)
+    reset_parameters = _unit_init
 
     def forward(self, input: Tensor) -> Tensor:
         padding = self.padding
@@ -201,32 +212,10 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Embedding):
     """See :func:`plumb.functional.embedding`."""
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: Optional[int] = None,
-        max_norm: Optional[float] = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Optional[Tensor] = None,
-        _freeze: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        refuse("Embedding", scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            _weight=_weight,
-            _freeze=_freeze,
-            device=device,
-            dtype=dtype,
-        )
+    @functools.wraps(nn.Embedding.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        refuse("Embedding", scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse)
         trained = self.weight.requires_grad
         self.weight = Parameter(self.weight.data, "weight").requires_grad_(trained)
 
@@ -261,18 +250,6 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             label_smoothing=self.label_smoothing,
             mult=self.mult,
         )
-
-
-def _tag(module: nn.Module, weight_type: MupType) -> None:
-    for name, kind in (("weight", weight_type), ("bias", "bias")):
-        if (parameter := getattr(module, name)) is not None:
-            setattr(module, name, Parameter(parameter.data, kind))
-
-
-def _unit_init(module: nn.Module) -> None:
-    nn.init.normal_(module.weight)
-    if module.bias is not None:
-        nn.init.zeros_(module.bias)
 
 
 __all__ = [

@@ -7,6 +7,7 @@ import os
 import sys
 from types import FrameType
 from typing import Any, Callable, Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,11 +26,6 @@ def is_check() -> bool:
     return found is not None and found[0].decides_a_raise(found[1])
 
 
-def _asks_for_emptiness(frame: FrameType) -> bool:
-    found = running(frame)
-    return found is not None and found[0].asks_for_emptiness(found[1])
-
-
 def _reader() -> FrameType:
     """The caller of the function that calls this: not torch's function modes, and not a watch that they call again."""
     frame = past_modes(sys._getframe(2))
@@ -41,7 +37,8 @@ def _reader() -> FrameType:
 def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
     def watch(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _C.size_depends_on_values(self):
-            _C.guard_size(self, not _asks_for_emptiness(_reader()))
+            found = running(_reader())
+            _C.guard_size(self, found is None or not found[0].asks_for_emptiness(found[1]))
         return read(self, *args, **kwargs)
 
     return watch
@@ -75,13 +72,6 @@ def _set_requires_grad(self: Tensor, value: bool) -> None:
         torch._C.TensorBase.requires_grad.__set__(self, value)
 
 
-def _refuse_hook(self: Tensor, *_: Any) -> None:
-    _C.refuse(
-        "a hook is registered on a tensor in the forward, which a graph would not call",
-        "write it as a torch.autograd.Function, or register the hook on the model's output or on a parameter",
-    )
-
-
 def _tolist(self: Tensor) -> Any:
     known = _C.guard_values(self)
     return torch._C.TensorBase.tolist(self if known is None else known)
@@ -100,11 +90,8 @@ def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
         lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return answer
 
-    torch.is_grad_enabled = is_grad_enabled
-    try:
+    with mock.patch.object(torch, "is_grad_enabled", is_grad_enabled):
         yield lines
-    finally:
-        torch.is_grad_enabled = original
 
 
 @contextlib.contextmanager
@@ -115,25 +102,18 @@ def watched_tensors(one_graph: bool) -> Iterator[None]:
     if "shape" in Tensor.__dict__:  # a capture inside of another
         yield
         return
-    length = Tensor.__dict__["__len__"]
-    hook = Tensor.__dict__["register_hook"]
+    hook = Tensor.register_hook
 
     def register_hook(self: Tensor, function: Callable[..., Any]) -> Any:
         if _C.is_capturing() and torch._C.TensorBase.requires_grad.__get__(self) and not self.is_leaf:
-            _refuse_hook(self)
+            _C.refuse(
+                "a hook is registered on a tensor in the forward, which a graph would not call",
+                "write it as a torch.autograd.Function, or register the hook on the model's output or on a parameter",
+            )
         return hook(self, function)
 
-    Tensor.shape = property(_watched(base.shape.__get__))
-    Tensor.requires_grad = property(_requires_grad(one_graph), _set_requires_grad)
-    for name in ("size", "numel", "nelement"):
-        setattr(Tensor, name, _watched(getattr(base, name)))
-    Tensor.__len__ = _watched(length)
-    Tensor.register_hook = register_hook
-    Tensor.tolist = _tolist
-    try:
+    watches: dict[str, Any] = {name: _watched(getattr(Tensor, name)) for name in ("size", "numel", "nelement", "__len__")}
+    watches["shape"] = property(_watched(base.shape.__get__))
+    watches["requires_grad"] = property(_requires_grad(one_graph), _set_requires_grad)
+    with mock.patch.multiple(Tensor, register_hook=register_hook, tolist=_tolist, **watches):
         yield
-    finally:
-        for name in ("shape", "requires_grad", "size", "numel", "nelement", "tolist"):
-            delattr(Tensor, name)
-        Tensor.__len__ = length
-        Tensor.register_hook = hook

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,26 +29,20 @@ class _RecordedForward(TransformedForward):
             self._recorder.set_enabled(train)
         return super().__call__(*args, **kwargs)
 
-    def _measures(self) -> bool:
-        return self._recorder.enabled()
-
-    @contextlib.contextmanager
-    def _unmeasured(self) -> Iterator[None]:
+    def _unmeasured(self) -> contextlib.ExitStack | None:
+        if not self._recorder.enabled():
+            return None
         self._recorder.set_enabled(False)
-        try:
-            yield
-        finally:
-            self._recorder.set_enabled(True)
+        stack = contextlib.ExitStack()
+        stack.callback(self._recorder.set_enabled, True)
+        return stack
 
     # A copy of the module is another model: nobody records it.
-    def __deepcopy__(self, memo: dict) -> TransformedForward:
-        return TransformedForward(self.module, self.passes[:-1], self.own).__deepcopy__(memo)
-
-    def __getstate__(self) -> dict:
-        return {"module": self.module, "passes": self.passes[:-1], "own": self.own}
+    def passes_to_copy(self) -> list[Pass]:
+        return super().passes_to_copy()[:-1]
 
     def __reduce__(self) -> tuple:
-        return TransformedForward, (self.module, self.passes[:-1], self.own)
+        return TransformedForward, (self.module, self.passes_to_copy(), self.own)
 
 
 class Recorder:

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import _C
 from ._errors import Error, ErrorKind
 from .parameter import made_from
 
@@ -37,7 +36,7 @@ def own_parameters(engine: Any) -> None:
                 made[id(tensor)] = made_from(tensor)
             changed.append((name, made[id(tensor)]))
     if changed:
-        _C.set_states(engine, changed)
+        engine.set_state(changed)
 
 
 def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
@@ -47,9 +46,22 @@ def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
     found = [table[leaf] if leaf in table else None for table, leaf, _, _ in slots]
     changed = [(i, n) for i, (n, slot) in enumerate(zip(found, slots)) if n is not slot[3]]
     if changed:
-        _C.set_states(engine, [(slots[i][2], now) for i, now in changed])
+        engine.set_state([(slots[i][2], now) for i, now in changed])
         for i, now in changed:
             slots[i] = (*slots[i][:3], now)
+
+
+def slot_of(module: nn.Module, name: str) -> tuple[dict, str]:
+    """The table that holds a parameter or buffer of this full name, and its key there."""
+    *path, leaf = name.split(".")
+    for part in path:
+        module = module._modules[part]
+    return module._parameters if leaf in module._parameters else module._buffers, leaf
+
+
+def member(module: nn.Module, name: str) -> Tensor:
+    table, leaf = slot_of(module, name)
+    return table[leaf]
 
 
 _ATTRIBUTES = frozenset(dir(nn.Module()))  # for which torch.nn.Module looks before it looks for tensors

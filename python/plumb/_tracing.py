@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, ContextManager, Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,7 @@ def autocast_regions() -> tuple[tuple[str, bool, torch.dtype], ...]:
 @contextlib.contextmanager
 def module_stack(module: nn.Module) -> Iterator[None]:
     """Tells the engine which module's forward runs, by hooks on every module."""
-    names: dict[int, str] = {}
-    for name, sub in module.named_modules():
-        names.setdefault(id(sub), name)
+    names = {id(sub): name for name, sub in module.named_modules()}
 
     def enter(sub: nn.Module, _args: Any) -> None:
         _C.push_module(names.get(id(sub), ""), type(sub).__name__)
@@ -64,8 +63,7 @@ def refuse_holders(graph: Any, what: str) -> None:
             )
 
 
-@contextlib.contextmanager
-def opaque_functions() -> Iterator[None]:
+def opaque_functions() -> ContextManager:
     """While it lasts, ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all.
 
     The function of a re-entrant checkpoint is captured instead: it would give its parameters' gradients to the module that was
@@ -120,18 +118,10 @@ def opaque_functions() -> Iterator[None]:
         outs = tuple(next(results) if o is None else o[0] for o in others)
         return outs if many else outs[0]
 
-    Function.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        if original is not None:
-            Function.apply = original
-        else:
-            del Function.apply
+    return mock.patch.object(Function, "apply", classmethod(apply))
 
 
-@contextlib.contextmanager
-def higher_order_operators() -> Iterator[None]:
+def higher_order_operators() -> ContextManager:
     """While it lasts, ``torch.cond`` and ``torch.while_loop`` run as what they mean, so that their conditions are seen like any
     other value that chooses a path; torch's other operators on functions are refused by name."""
     original = HigherOrderOperator.__call__
@@ -154,11 +144,7 @@ def higher_order_operators() -> Iterator[None]:
             "write it with plain operators: attention as scaled_dot_product_attention with a mask, loops in Python",
         )
 
-    HigherOrderOperator.__call__ = call
-    try:
-        yield
-    finally:
-        HigherOrderOperator.__call__ = original
+    return mock.patch.object(HigherOrderOperator, "__call__", call)
 
 
 @contextlib.contextmanager
@@ -167,19 +153,16 @@ def unoptimised_scripts(module: nn.Module) -> Iterator[None]:
     for sub in module.modules():
         if isinstance(sub, torch.jit.ScriptModule) and hasattr(getattr(sub, "forward", None), "_debug_flush_compilation_cache"):
             sub.forward._debug_flush_compilation_cache()
-    function, call = torch.jit.ScriptFunction, torch.jit.ScriptFunction.__call__
+    function = torch.jit.ScriptFunction
+    call = function.__call__
 
     def flush_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _C.is_capturing():
             self._debug_flush_compilation_cache()
         return call(self, *args, **kwargs)
 
-    function.__call__ = flush_and_call
-    try:
-        with torch.jit.optimized_execution(False):
-            yield
-    finally:
-        function.__call__ = call
+    with mock.patch.object(function, "__call__", flush_and_call), torch.jit.optimized_execution(False):
+        yield
 
 
 # Libraries with code of their own for graph makers. They branch on tensor values (are all masks ones?), and do not when
@@ -198,8 +181,7 @@ def has_libraries(module: nn.Module) -> bool:
     return any(type(m).__module__.partition(".")[0] in _LIBRARIES for m in module.modules())
 
 
-@contextlib.contextmanager
-def answer_compiling(tell: Callable[[], bool]) -> Iterator[None]:
+def answer_compiling(tell: Callable[[], bool]) -> ContextManager:
     """``torch.compiler.is_compiling()`` answers yes to such libraries alone, while `tell` answers true."""
     original = torch.compiler.is_compiling
 
@@ -207,8 +189,4 @@ def answer_compiling(tell: Callable[[], bool]) -> Iterator[None]:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         return (tell() and caller.partition(".")[0] in _LIBRARIES) or original()
 
-    torch.compiler.is_compiling = is_compiling
-    try:
-        yield
-    finally:
-        torch.compiler.is_compiling = original
+    return mock.patch.object(torch.compiler, "is_compiling", is_compiling)

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -182,15 +182,6 @@ def _differences(want: Any, got: Any, name: str) -> list[str]:
         return [f"input {name} should be {_in_words(want)}, got {_in_words(got)}"]
     keys = want.context if isinstance(want.context, (list, tuple)) and len(want.context) == len(w) else range(len(w))
     return [d for key, a, b in zip(keys, w, g) for d in _differences(a, b, f"{name}[{key!r}]")]
-
-
-def not_an_example(args: Any, kwargs: Any) -> str:
-    """Says why these are no example inputs of a microbatch; empty if they are."""
-    if isinstance(args, Mapping) or args is None:
-        return f"mb_args is a {type(args).__name__}, not a tuple of inputs by position: mb_args=(), and names in mb_kwargs"
-    if not isinstance(kwargs, (Mapping, type(None))) or not all(isinstance(name, str) for name in kwargs or ()):
-        return 'mb_kwargs is no dict of inputs by their names: mb_kwargs={"mask": mask}'
-    return ""
 
 
 def structure_error(args: tuple, kwargs: dict, in_spec: Any, names: list[str], remedy: str) -> Error:

@@ -51,14 +51,11 @@ def _name(rows: History, row: int) -> str:
 
 
 class WandbWriter:
-    """Logs every step to a run of Weights & Biases.
+    """Logs every step to a run of Weights & Biases: what :class:`TensorBoardWriter` writes.
 
     ::
 
         recorder = plumb.Recorder(model, 10, "run.history", writers=[plumb.WandbWriter(wandb.init(project="fp8"))])
-
-    Scalars keep their names; a tensor's statistics are ``values.std/NAME`` and ``gradients.std/NAME``, its magnitudes as a
-    histogram over powers of two ``values.log2/NAME`` (with `histograms`, where rules record them).
     """
 
     def __init__(self, run: Any, statistics: Iterable[str] = STATISTICS, histograms: bool = False) -> None:

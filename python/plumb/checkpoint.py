@@ -72,11 +72,8 @@ def _tensors(model: Model) -> dict[str, Tensor]:
     return found
 
 
-def _names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), name)
-    return names
+def _names(tensors: dict[str, Tensor]) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in reversed(tensors.items())}  # the first of several
 
 
 def _named(

@@ -6,7 +6,6 @@ parameter groups for any other optimiser.
 
 from __future__ import annotations
 
-import inspect
 from math import prod
 from typing import Any, Callable, Optional, Union
 
@@ -103,9 +102,8 @@ def scaled_parameters(
     return result
 
 
-def _unit_scaled(base: type, rule: Callable[..., LrScale], doc: str) -> type:
-    """`base` on parameter groups that :func:`scaled_parameters` makes; `rule` takes the options that it is asked for."""
-    own = set(inspect.signature(rule).parameters)
+def _unit_scaled(base: type, rule: Callable[[dict], LrScale], doc: str) -> type:
+    """`base` on parameter groups that :func:`scaled_parameters` makes; `rule` takes its options out of the keywords."""
 
     def __init__(
         self: Any,
@@ -117,25 +115,22 @@ def _unit_scaled(base: type, rule: Callable[..., LrScale], doc: str) -> type:
         allow_non_unit_scaling_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        scale = rule(**{k: kwargs.pop(k) for k in own & set(kwargs)})
-        groups = scaled_parameters(params, scale, lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
+        groups = scaled_parameters(
+            params, rule(kwargs), lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params
+        )
         base.__init__(self, groups, lr, *args, **kwargs)
 
     return type(base.__name__, (base,), {"__init__": __init__, "__doc__": doc, "__module__": __name__})
 
 
-def _for_adam() -> LrScale:
-    return lr_scale_func_adam
-
-
-def _for_sgd(readout_constraint: Optional[str] = None) -> LrScale:
-    return lr_scale_func_sgd(readout_constraint)
-
-
 _DOC = "``torch.optim.{}`` with u-μP's learning rates; see :func:`scaled_parameters`{}."
-SGD = _unit_scaled(torch.optim.SGD, _for_sgd, _DOC.format("SGD", " and, for ``readout_constraint``, :func:`lr_scale_func_sgd`"))
-Adam = _unit_scaled(torch.optim.Adam, _for_adam, _DOC.format("Adam", ""))
-AdamW = _unit_scaled(torch.optim.AdamW, _for_adam, _DOC.format("AdamW", ""))
+SGD = _unit_scaled(
+    torch.optim.SGD,
+    lambda options: lr_scale_func_sgd(options.pop("readout_constraint", None)),
+    _DOC.format("SGD", " and, for ``readout_constraint``, :func:`lr_scale_func_sgd`"),
+)
+Adam = _unit_scaled(torch.optim.Adam, lambda _: lr_scale_func_adam, _DOC.format("Adam", ""))
+AdamW = _unit_scaled(torch.optim.AdamW, lambda _: lr_scale_func_adam, _DOC.format("AdamW", ""))
 
 
 __all__ = [

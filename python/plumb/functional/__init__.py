@@ -24,33 +24,30 @@ from ._common import ScalePower
 from ._common import reduction_code as _reduction
 from ._common import refuse as _refuse
 from ._common import tie as _tie
-from ._windows import (
-    avg_pool1d,
-    avg_pool2d,
-    avg_pool3d,
-    conv1d,
-    conv2d,
-    conv3d,
-    conv_transpose1d,
-    conv_transpose2d,
-    conv_transpose3d,
-    max_pool1d,
-    max_pool2d,
-    max_pool3d,
-)
+from ._windows import avg_pool1d as avg_pool1d
+from ._windows import avg_pool2d as avg_pool2d
+from ._windows import avg_pool3d as avg_pool3d
+from ._windows import conv1d as conv1d
+from ._windows import conv2d as conv2d
+from ._windows import conv3d as conv3d
+from ._windows import conv_transpose1d as conv_transpose1d
+from ._windows import conv_transpose2d as conv_transpose2d
+from ._windows import conv_transpose3d as conv_transpose3d
+from ._windows import max_pool1d as max_pool1d
+from ._windows import max_pool2d as max_pool2d
+from ._windows import max_pool3d as max_pool3d
 
 
-def _elementwise(name: str, input: Tensor, mult: float, constraint: Constraint) -> Tensor:
+def _elementwise(name: str, input: Tensor, mult: float, constraint: Constraint, **more: str) -> Tensor:
     tied = _tie(constraint, 2, lambda: ops.elementwise_scales(name, mult))
-    return getattr(ops, name)(input, mult=mult, **tied)
+    return getattr(ops, name)(input, mult=mult, **more, **tied)
 
 
 def gelu(
     input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale", approximate: str = "none"
 ) -> Tensor:
     """``gelu(mult * input) / mult``."""
-    tied = _tie(constraint, 2, lambda: ops.elementwise_scales("gelu", mult))
-    return ops.gelu(input, approximate=approximate, mult=mult, **tied)
+    return _elementwise("gelu", input, mult, constraint, approximate=approximate)
 
 
 def silu(input: Tensor, mult: float = 1.0, constraint: Constraint = "to_output_scale", inplace: bool = False) -> Tensor:
@@ -272,53 +269,10 @@ def mse_loss(
     return ops.mse_loss(input, target, _reduction("mse_loss", reduction, size_average, reduce))
 
 
-__all__ = [
-    "add",
-    "avg_pool1d",
-    "avg_pool2d",
-    "avg_pool3d",
-    "batch_norm",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "cross_entropy",
-    "dropout",
-    "embedding",
-    "gelu",
-    "group_norm",
-    "layer_norm",
-    "linear",
-    "linear_readout",
-    "matmul",
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool3d",
-    "mse_loss",
-    "relu",
-    "residual_add",
-    "residual_apply",
-    "residual_split",
-    "rms_norm",
-    "scaled_dot_product_attention",
-    "sigmoid",
-    "silu",
-    "silu_glu",
-    "softmax",
-    "tanh",
-]
+# The functions above and those of _windows, by the module that they say they are of.
+__all__ = [name for name, f in sorted(globals().items()) if getattr(f, "__module__", "") == __name__ and name[0] != "_"]
 
-
-def _torch_functions() -> Dict[Callable, Callable]:
-    """Each torch function that has a unit-scaled version of the same name, and that version."""
-    pairs = {}
-    for name in __all__:
-        for namespace in (torch, F):
-            if hasattr(namespace, name):
-                pairs[getattr(namespace, name)] = globals()[name]
-    return pairs
-
-
-torch_map = _torch_functions()
+# Each torch function that has a unit-scaled version of the same name, and that version.
+torch_map: Dict[Callable, Callable] = {
+    getattr(namespace, name): globals()[name] for name in __all__ for namespace in (torch, F) if hasattr(namespace, name)
+}

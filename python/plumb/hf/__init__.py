@@ -8,6 +8,7 @@ nothing is fetched.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from typing import Any
@@ -22,7 +23,7 @@ from .._state import sync_state
 from ..pipelining import SplitPoint, pipeline
 from ..pipelining._IR import CutPipe
 from . import _model
-from ._names import Names, stored_by_default, to_json
+from ._names import Names, stored_by_default
 
 __all__ = ["Weights", "import_folder", "load", "save"]
 
@@ -95,7 +96,8 @@ def import_folder(
     files = {name: _text(os.path.join(folder, name)) for name in _KEPT if os.path.isfile(os.path.join(folder, name))}
     files["config.json"] = _with_dtype(files["config.json"], config, kind)
     program = _C.ExportedProgram()
-    program.pretrained = to_json({"folder": os.path.abspath(folder), "files": files, **names.record()})
+    record = {"folder": os.path.abspath(folder), "files": files, **names.record()}
+    program.pretrained = json.dumps(record, ensure_ascii=False)
     graph._program = program
     if has_weights and names.unexpected:
         graph.notes.append(f"{len(names.unexpected)} tensors of the folder are not the model's: {', '.join(names.unexpected[:3])}")
@@ -185,6 +187,7 @@ def save(model: GraphModule | CutPipe, out: str | os.PathLike, *, tokenizer: str
             remedy="plumb.hf.import_folder or plumb.hf.load, and train what they give",
         )
     path, together = os.fsencode(out), torch.distributed.is_initialized() and isinstance(model, CutPipe)
+    wait = functools.partial(torch.distributed.barrier, group) if together else lambda: None
     if isinstance(model, CutPipe):
         model._sync()
         parts = [*(model._engine.stage(s) for s in range(model.num_stages)), model._source.engine]
@@ -195,14 +198,11 @@ def save(model: GraphModule | CutPipe, out: str | os.PathLike, *, tokenizer: str
         parts, here = [model._engine], [0]
     if 0 in here:
         _C.check_new_folder(path)
-    if together:
-        torch.distributed.barrier(group)
+    wait()
     source = os.fsencode(json.loads(record)["folder"])
     for part in here:
         _C.write_weights(path, parts, part, record, source)
-    if together:
-        torch.distributed.barrier(group)
+    wait()
     if 0 in here:
         _C.finish_weights_folder(path, parts, record, source if tokenizer is None else os.fsencode(tokenizer))
-    if together:
-        torch.distributed.barrier(group)
+    wait()

@@ -12,7 +12,8 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ContextManager
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -67,17 +68,10 @@ def read_config(folder: str) -> Any:
     if os.path.getsize(path) > MOST_CONFIG_BYTES:
         raise Error(f"{path}: is larger than any config", kind=ErrorKind.BadFile)
     package = transformers()
-    try:
+    remedy = "a model that transformers itself has; code that lies in folders is never run"
+    with _told(f"{path}: transformers {package.__version__} cannot read it", ErrorKind.BadFile, remedy):
         _check_counts(path)
         config = package.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Error:
-        raise
-    except Exception as error:
-        raise Error(
-            f"{path}: transformers {package.__version__} cannot read it: {_first_line(error)}",
-            kind=ErrorKind.BadFile,
-            remedy="a model that transformers itself has; code that lies in folders is never run",
-        ) from error
     for key in vars(config):
         if callable(getattr(type(config), key, None)):
             raise Error(f"{path}: '{key}' is a function of {type(config).__name__}, and no value", kind=ErrorKind.BadFile)
@@ -108,9 +102,16 @@ def _check_counts(path: str) -> None:
             raise Error(f"{path}: '{key}' is {str(value)[:20]}; {_MOST_COUNTED} is the most", kind=ErrorKind.BadFile)
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+@contextlib.contextmanager
+def _told(message: str, kind: ErrorKind, remedy: str) -> Iterator[None]:
+    """What transformers and torch raise while it lasts becomes a `plumb.Error`, with the first line of what they said."""
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise Error(f"{message}: {said[:300]}", kind=kind, remedy=remedy) from error
 
 
 def model_class(config: Any) -> Any:
@@ -143,12 +144,8 @@ def _parameters_on_meta() -> Iterator[None]:
         if parameter is not None and not parameter.is_meta:
             self._parameters[name] = type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    with _patch_lock:
-        nn.Module.register_parameter = register
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = original
+    with _patch_lock, mock.patch.object(nn.Module, "register_parameter", register):
+        yield
 
 
 @contextlib.contextmanager
@@ -170,37 +167,22 @@ def build(config: Any, dtype: torch.dtype, training: bool, seed: int | None = No
     for part in {id(p): p for p in (config, config.get_text_config())}.values():
         if hasattr(part, "use_cache"):
             part.use_cache = False  # what a cache holds is no output of a training step
-    try:
-        with _quiet(), contextlib.ExitStack() as stack:
-            if seed is None:
-                stack.enter_context(_parameters_on_meta())
-            else:
-                stack.enter_context(torch.random.fork_rng(devices=[]))
-                torch.manual_seed(seed)
-            model = cls._from_config(config, dtype=dtype)
-    except Error:
-        raise
-    except Exception as error:
-        raise Error(
-            f"transformers cannot build {cls.__name__} from the config: {_first_line(error)}",
-            kind=ErrorKind.ExecutionFailed,
-            remedy=f"look whether {cls.__name__}(config) works in Python",
-        ) from error
+    message, remedy = f"transformers cannot build {cls.__name__} from the config", f"look whether {cls.__name__}(config) works in Python"
+    with _told(message, ErrorKind.ExecutionFailed, remedy), _quiet(), contextlib.ExitStack() as stack:
+        if seed is None:
+            stack.enter_context(_parameters_on_meta())
+        else:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.manual_seed(seed)
+        model = cls._from_config(config, dtype=dtype)
     return model.train(training)
 
 
 def example_inputs(model: nn.Module, batch: int, length: int | None) -> dict[str, Tensor]:
     """Inputs of a forward as training gives them, without values: token ids, or pixels of the config's size."""
-    try:
+    message = f"no inputs of {type(model).__name__} can be made for a batch of {batch} and its config"
+    with _told(message, ErrorKind.InvalidArgument, "sizes as torch.zeros takes them"):
         return _example_inputs(model, batch, length or _default_length(model.config))
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        if isinstance(error, Error):
-            raise
-        raise Error(
-            f"no inputs of {type(model).__name__} can be made for a batch of {batch} and its config: {_first_line(error)}",
-            kind=ErrorKind.InvalidArgument,
-            remedy="sizes as torch.zeros takes them",
-        ) from error
 
 
 def _example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Tensor]:
@@ -265,40 +247,28 @@ def _on_meta(value: Any) -> Any:
     return torch.device("meta") if is_cpu else value
 
 
-@contextlib.contextmanager
-def _positions_in_order(inputs: dict) -> Iterator[None]:
+def _positions_in_order(inputs: dict) -> ContextManager:
     """transformers 5 looks whether position ids begin anew within a row. Those that it counts itself do not."""
     masks = getattr(transformers(), "masking_utils", None)
-    original = getattr(masks, "find_packed_sequence_indices", None)
-    if original is None or "position_ids" in inputs or transformers().__version__.startswith("4."):
-        yield
-        return
-    masks.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = original
+    asks = hasattr(masks, "find_packed_sequence_indices") and not transformers().__version__.startswith("4.")
+    if not asks or "position_ids" in inputs:
+        return contextlib.nullcontext()
+    return mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None)
 
 
-@contextlib.contextmanager
-def _grouped_products() -> Iterator[None]:
+def _grouped_products() -> ContextManager:
     """torch's shapes of products of experts refuse what the CPU's kernel takes, dtypes other than bfloat16."""
     shapes = torch._meta_registrations
     original, sizes = (getattr(shapes, f"_{name}", None) for name in ("meta_grouped_mm_common", "create_grouped_mm_output_tensor"))
     if original is None or sizes is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     def common(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, offs: Any = None, *rest: Any, out_dtype: Any = None, **more: Any) -> Tensor:
         if scale_a is not None or scale_b is not None:
             return original(a, b, scale_a, scale_b, offs, *rest, out_dtype=out_dtype, **more)
         return a.new_empty(sizes(a, b, offs, out_dtype).shape, dtype=out_dtype or a.dtype)
 
-    shapes._meta_grouped_mm_common = common
-    try:
-        yield
-    finally:
-        shapes._meta_grouped_mm_common = original
+    return mock.patch.object(shapes, "_meta_grouped_mm_common", common)
 
 
 @contextlib.contextmanager
@@ -324,17 +294,12 @@ def captured(model: nn.Module, inputs: dict[str, Any], stored: Callable[[str], b
     on_meta = copy.deepcopy(model).to("meta")
     inputs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), inputs)
     alone = list(inputs) == [model.main_input_name]  # by position, where raw tokens and `plumb run --input` find it
-    try:
-        with _quiet(), _nothing_remembered(), _positions_in_order(inputs), _grouped_products(), _SaysCpu():
-            graph = capture(on_meta, *inputs.values()) if alone else capture(on_meta, **inputs)
-    except Error:
-        raise
-    except Exception as error:
-        raise Error(
-            f"{type(model).__name__} cannot be captured without weights: {_first_line(error)[:300]}",
-            kind=ErrorKind.Capture,
-            remedy="transformers 5 for a mixture of experts; else load it with from_pretrained, and plumb.capture it with its weights",
-        ) from error
+    remedy = "transformers 5 for a mixture of experts; else load it with from_pretrained, and plumb.capture it with its weights"
+    with (
+        _told(f"{type(model).__name__} cannot be captured without weights", ErrorKind.Capture, remedy),
+        _quiet(), _nothing_remembered(), _positions_in_order(inputs), _grouped_products(), _SaysCpu(),
+    ):  # fmt: skip
+        graph = capture(on_meta, *inputs.values()) if alone else capture(on_meta, **inputs)
     engine, buffers = graph._engine, dict(model.named_buffers(remove_duplicate=False))
     _C.rewrite_devices(engine, torch.device("cpu"))
     values = []
@@ -348,10 +313,8 @@ def captured(model: nn.Module, inputs: dict[str, Any], stored: Callable[[str], b
                 kind=ErrorKind.Capture,
                 remedy="load the model with from_pretrained and plumb.capture it",
             )
-    _C.set_states(engine, values)
-    return GraphModule(
-        engine, graph._in_spec, graph._out_spec, graph._plain_inputs, graph._plain_outputs, graph.notes, training=model.training
-    )
+    engine.set_state(values)
+    return graph.on(engine).train(model.training)
 
 
 def make(graph: GraphModule, model: nn.Module, names: list[str]) -> None:
@@ -363,12 +326,12 @@ def make(graph: GraphModule, model: nn.Module, names: list[str]) -> None:
         with torch.no_grad(), _quiet():
             model._init_weights(module)
         values.append((name, module._parameters[leaf]))
-    _C.set_states(graph._engine, values)
+    graph._engine.set_state(values)
     graph.take_state()
 
 
 def fill(graph: GraphModule, model: nn.Module) -> None:
     """Gives the graph the parameters of a model that has values."""
     own = dict(model.named_parameters(remove_duplicate=False))
-    _C.set_states(graph._engine, [(name, own[name]) for name, kind, *_ in graph._engine.state() if kind == PARAMETER])
+    graph._engine.set_state([(name, own[name]) for name, kind, *_ in graph._engine.state() if kind == PARAMETER])
     graph.take_state()

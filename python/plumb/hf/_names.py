@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from typing import Any
 
@@ -181,7 +180,3 @@ def stored_by_default(model: nn.Module) -> dict[str, torch.Size]:
 
         state = revert_weight_conversion(model, state)
     return {name: tensor.shape for name, tensor in state.items()}
-
-
-def to_json(record: dict) -> str:
-    return json.dumps(record, ensure_ascii=False)

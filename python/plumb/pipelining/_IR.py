@@ -73,8 +73,7 @@ def _names(engine: Any) -> list[list[str]]:
 
 def _put_stage(engine: Any, s: int, state: list, device: torch.device | None) -> None:
     """Gives a stage of a cut these tensors, and moves it."""
-    for name, _, tensor, _ in state:
-        engine.stage(s).set_state(name, tensor)
+    engine.stage(s).set_state([(name, tensor) for name, _, tensor, _ in state])
     if device is not None:
         engine.move_stage(s, device)
 
@@ -257,7 +256,7 @@ class CutPipe(Pipe):
         flat = self.flat_inputs(args, kwargs)
         engine = self._engine_for(flat, args, kwargs)
         backward = self.has_loss_and_backward and torch.is_grad_enabled()
-        return self.plain_outputs(engine.run_with_backward(flat)[0] if backward else engine.run(flat))
+        return self.plain_outputs(engine.run_with_backward(flat) if backward else engine.run(flat))
 
     def _engine_for(self, flat: list, args: tuple, kwargs: dict) -> Any:
         """A graph is made for one signature: for other sizes a live model is captured and cut again, once for each, with
@@ -348,12 +347,10 @@ class CutPipe(Pipe):
     def merge(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> GraphModule:
         """The undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""
         self._merged(stage_states)
-        whole = self._source.module
         engine = self._engine.merge()
         self._share_copies()
-        call = (whole._in_spec, whole._out_spec, whole._plain_inputs, whole._plain_outputs)
-        merged = GraphModule(engine, *call, [], whole._program, whole._made_in_training)
-        merged.training = self.training
+        merged = self._source.module.on(engine).train(self.training)
+        merged.notes = []
         return merged
 
     def save_pt2(self, path: str | os.PathLike, stage_states: list[Mapping[str, Tensor]] | None = None) -> None:

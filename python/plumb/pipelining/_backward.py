@@ -95,7 +95,7 @@ class _WeightHalf(dict):
     def __init__(self, deferred, weights: list[torch.Tensor]):
         super().__init__()
         self.deferred, self.weights = deferred, weights
-        self.replaced = False
+        self._made: list | None = None  # the gradients that are not replaced
 
     def __missing__(self, key: str):
         if key not in ("intermediates", "grads", "params"):
@@ -106,25 +106,15 @@ class _WeightHalf(dict):
                 grads.setdefault(maker, {})
             else:
                 grads.setdefault(node, {})[index] = grad
-        found = {
-            "intermediates": tuple(grads),
-            "grads": [tuple(of.get(i) for i in range(_num_inputs(node))) for node, of in grads.items()],
-            "params": {_get_grad_fn_or_grad_acc(w) for w in self.weights},
-        }
-        for name, value in found.items():
-            if name not in self:
-                super().__setitem__(name, value)
-        return super().__getitem__(key)
+        self._made = [tuple(of.get(i) for i in range(_num_inputs(node))) for node, of in grads.items()]
+        self.setdefault("intermediates", tuple(grads))
+        self.setdefault("grads", self._made)
+        self.setdefault("params", {_get_grad_fn_or_grad_acc(w) for w in self.weights})
+        return self[key]
 
-    def __setitem__(self, key: str, value) -> None:
-        if key == "grads":
-            self["params"]  # from here on the group is one like any other
-            self.replaced = True
-        super().__setitem__(key, value)
-
-    def update(self, *args, **kwargs) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
+    @property
+    def replaced(self) -> bool:
+        return self.get("grads") is not self._made
 
 
 def _num_inputs(node: Node) -> int:

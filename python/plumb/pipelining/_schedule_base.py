@@ -19,6 +19,8 @@ from ._utils import InvalidSchedule, InvalidType, InvalidValue
 from .microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from .stage import _PipelineStageBase
 
+_OPTIONS = ("scale_grads", "record_timeline", "check_numerics", "seed", "first_step", "gradient_groups")  # the engine's
+
 
 class _PipelineSchedule(CustomFunctions):
     """The base class of all schedules.
@@ -156,12 +158,7 @@ class _PipelineSchedule(CustomFunctions):
             self._table_to_run(),
             self._stages,
             timeout=group_timeout(self.timeout, self._stages[0].group),
-            scale_grads=self.scale_grads,
-            record_timeline=self.record_timeline,
-            check_numerics=self.check_numerics,
-            seed=self.seed,
-            first_step=self.first_step,
-            gradient_groups=self.gradient_groups,
+            **{name: getattr(self, name) for name in _OPTIONS},
             functions=self._functions,
         )
 
@@ -202,7 +199,7 @@ class _PipelineSchedule(CustomFunctions):
 
     def measured_bubble(self) -> float:
         """The share of the last step in which ranks did not compute. All ranks must ask."""
-        return _C.measured_bubble(self.timeline())
+        return _C.measured_bubble(self._events())
 
     def _check_inputs(self, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None) -> tuple[list, list]:
         for what, values in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
@@ -251,7 +248,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
             self._engine_table = _C.make_schedule(self._name, self._num_stages, n_microbatches)
 
     def _order_of(self, table: _C.Schedule) -> Table:
-        return {rank: _row(_C.with_surroundings(row, 0, True)) for rank, row in enumerate(table.rows)}
+        return {rank: _row(_C.with_surroundings(row, 0, True)) for rank, row in _table(table).items()}
 
 
 def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedule_name: str) -> None:

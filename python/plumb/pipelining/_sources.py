@@ -27,7 +27,7 @@ from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
 from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
-from .._trees import children, flatten, not_an_example, plain_value
+from .._trees import children, flatten, plain_value
 from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
 from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark
@@ -64,7 +64,8 @@ class Source:
         return [x if isinstance(x, Tensor) or self.module._plain_inputs is None else None for x in leaves]
 
     def _as_captured(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        num_args, keywords = _call_shape(self.module._in_spec)
+        positional, named = children(self.module._in_spec)
+        num_args, keywords = len(children(positional)), list(named.context or [])
         names = [*self.parameters[:num_args], *keywords]
         if len(self.parameters) < max(num_args, len(args)):
             return args, kwargs
@@ -79,11 +80,6 @@ class Source:
 
     def sizes(self, flat: list | None) -> tuple:
         return tuple(x.shape if isinstance(x, Tensor) else None for x in flat or [])
-
-
-def _call_shape(spec: Any) -> tuple[int, list[str]]:
-    args, kwargs = children(spec)
-    return len(children(args)), list(kwargs.context or [])
 
 
 def _argument_names(in_spec: Any, parameters: list[str]) -> list[tuple[str, int]]:
@@ -209,8 +205,12 @@ def from_exported(program: torch.export.ExportedProgram, args: tuple, kwargs: di
 
 def make_source(module: Any, args: Any, kwargs: dict | None, spec: Any = None) -> tuple[Source, Any]:
     """The source, and the part of `spec` that is still to be cut at (by module names in the graph)."""
-    if said := not_an_example(args, kwargs):
-        raise InvalidType(said)
+    if isinstance(args, Mapping) or args is None:
+        raise InvalidType(
+            f"mb_args is a {type(args).__name__}, not a tuple of inputs by position: mb_args=(), and names in mb_kwargs"
+        )
+    if not isinstance(kwargs, (Mapping, type(None))) or not all(isinstance(name, str) for name in kwargs or ()):
+        raise InvalidType('mb_kwargs is no dict of inputs by their names: mb_kwargs={"mask": mask}')
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     kwargs = dict(kwargs or {})
     if spec is not None:

@@ -187,18 +187,11 @@ def shared_parameters(split_gm: fx.GraphModule) -> list[dict[str, str]]:
     return [by_stage for by_stage in users.values() if len(by_stage) > 1]
 
 
-def bind_inputs(graph: fx.Graph, args: tuple, kwargs: dict) -> tuple:
+def bind_inputs(module: fx.GraphModule, args: tuple, kwargs: dict) -> tuple:
     """A call's values in the order of the graph's placeholders, whose names may be keywords."""
-    kinds = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
-    parameters = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            name = node.target.lstrip("*")
-            kind = kinds.get(node.target[: -len(name)], inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            parameters.append(inspect.Parameter(name, kind, default=node.args[0] if node.args else inspect.Parameter.empty))
-    bound = inspect.Signature(parameters).bind(*args, **kwargs)
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
-    return tuple(bound.arguments.values())
+    return tuple(bound.arguments.values())[1:]
 
 
 class DetachExecutor(fx.Interpreter):
@@ -218,7 +211,7 @@ class DetachExecutor(fx.Interpreter):
         self.value_remap = {}
         pipe = self.module.__dict__.get("_pipe_ref", lambda: None)()
         if pipe is None:
-            return super().run(*bind_inputs(self.graph, args, kwargs), initial_env=initial_env)
+            return super().run(*bind_inputs(self.module, args, kwargs), initial_env=initial_env)
         if any(format not in ("", "none") for format in (pipe._cut_arguments or {}).get("wire", ())):
             raise Error("values are rounded between these stages, and here not", kind=ErrorKind.Unsupported, remedy="pipe(...)")
         return pipe.plain_outputs(super().run(*pipe.flat_inputs(args, kwargs), initial_env=initial_env))

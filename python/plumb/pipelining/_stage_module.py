@@ -206,7 +206,7 @@ class StageModule(GraphModule):
                 # No checkpoint brings a constant's data back from the meta device.
                 kept = self.__dict__.setdefault("_constants", {})
                 kept[name] = kept[name] if tensor.is_meta else tensor
-                self._engine.set_state(name, kept[name].to(device))
+                self._engine.set_state([(name, kept[name].to(device))])
         for name in _C.rewrite_devices(self._engine, device):
             logger.debug("Changing device of Node %s to %s", name, device)
         self._stage.forget_sizes()

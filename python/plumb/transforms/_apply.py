@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import logging
@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, ContextManager
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from .._capture import GRAD_MODE_NOTE, capture_engine, signature
 from .._errors import Error, ErrorKind
 from .._module_state_guard import random_states, refuse_modules, set_random_states
 from .._questions import as_given
-from .._state import BUFFER, CONSTANT, sync_state
+from .._state import CONSTANT, slot_of, sync_state
 from .._tracing import autocast_regions
 from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
@@ -126,9 +126,6 @@ class TransformedForward:
     """
 
     def __init__(self, module: nn.Module, passes: list[Pass], own: tuple | None = None, copied_from: Any = None):
-        self._set(module, passes, own, copied_from)
-
-    def _set(self, module: nn.Module, passes: list[Pass], own: tuple | None = None, copied_from: Any = None) -> None:
         # The module may be in the making (copied, unpickled): what is made of it waits for the first call.
         self.module, self.passes, self.own, self.copied_from = module, passes, own, copied_from
         self._cache: dict[Any, CapturedGraph] = {}
@@ -195,9 +192,7 @@ class TransformedForward:
         captured.takes_values = any(n.target == "plumb::control_value" for n in engine.graph.nodes)
         for name, kind, tensor, _ in engine.state():
             if kind != CONSTANT:
-                owner, _, leaf = name.rpartition(".")
-                sub = self.module.get_submodule(owner)
-                captured.slots.append((sub._buffers if kind == BUFFER else sub._parameters, leaf, name, tensor))
+                captured.slots.append((*slot_of(self.module, name), name, tensor))
         return captured
 
     def _originals(self) -> dict[int, str]:
@@ -286,8 +281,8 @@ class TransformedForward:
             log = _C.ControlValueLog()
             try:
                 with log:
-                    if self._measures():
-                        with self._unmeasured(), torch.no_grad():
+                    if (unmeasured := self._unmeasured()) is not None:
+                        with unmeasured, torch.no_grad():
                             captured.run(leaves)
                         reset()
                     out = captured.run(leaves)
@@ -324,13 +319,9 @@ class TransformedForward:
                 return out
         raise error
 
-    def _measures(self) -> bool:
-        """Whether a run leaves measurements that a run given up must not leave."""
-        return False
-
-    @contextlib.contextmanager
-    def _unmeasured(self) -> Iterator[None]:
-        yield
+    def _unmeasured(self) -> ContextManager | None:
+        """Turns off measurements, which a run that is given up must not leave, until its end; None if there are none."""
+        return None
 
     # A copy belongs to the copied module and captures afresh; the passes know how to copy what they hold.
     def passes_to_copy(self) -> list[Pass]:
@@ -347,7 +338,7 @@ class TransformedForward:
         return {"module": self.module, "passes": self.passes_to_copy(), "own": self.own}
 
     def __setstate__(self, state: dict) -> None:
-        self._set(state["module"], state["passes"], state["own"])
+        TransformedForward.__init__(self, **state)
 
 
 def forward_of(module: nn.Module) -> TransformedForward | None:
@@ -391,24 +382,16 @@ def _copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-class _ExtraRepr:
+def _extra_repr(module: nn.Module) -> str:
     """The ``extra_repr`` of a transformed module: the module's own, then its transforms."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-
-    def __call__(self) -> str:
-        forward = forward_of(self.module)
-        own = type(self.module).extra_repr(self.module)
-        if forward is None:
-            return own
-        graphs = len(forward._cache)
-        what = f"{graphs} graph{'' if graphs == 1 else 's'}" if graphs else "no graph yet"
-        mine = f"plumb: {', '.join(p.name for p in forward.passes)} ({what})"
-        return f"{own}\n{mine}" if own else mine
-
-    def __deepcopy__(self, memo: dict) -> _ExtraRepr:
-        return _ExtraRepr(copy.deepcopy(self.module, memo))
+    forward = forward_of(module)
+    own = type(module).extra_repr(module)
+    if forward is None:
+        return own
+    graphs = len(forward._cache)
+    what = f"{graphs} graph{'' if graphs == 1 else 's'}" if graphs else "no graph yet"
+    mine = f"plumb: {', '.join(p.name for p in forward.passes)} ({what})"
+    return f"{own}\n{mine}" if own else mine
 
 
 def _refuse_compiled(module: nn.Module) -> None:
@@ -439,7 +422,7 @@ def own_forward(module: nn.Module) -> tuple | None:
 
 def _attach(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> None:
     module.__dict__["forward"] = TransformedForward(module, passes, own_forward(module), copied_from)
-    module.__dict__["extra_repr"] = _ExtraRepr(module)
+    module.__dict__["extra_repr"] = functools.partial(_extra_repr, module)  # which copies and pickles go with
     keep_transforms(module, _attach)
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from .. import _C
 from .._capture import GraphModule
 from .._errors import Error, ErrorKind
-from .._state import CONSTANT, own_parameters, sync_state
+from .._state import CONSTANT, slot_of, sync_state
 from .._unit_scaled import unmark
 from ._apply import CapturedGraph, TransformedForward, _copy, forward_of, logger
 from ._own_copies import without_transforms
-from ._report import folded_reports
+from ._report import folded_reports, rewritten
 
 _SHOWN = 5  # of the factors that an error names
 
@@ -40,7 +40,7 @@ def fold(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     would have to have two factors), naming them, and (InvalidState) for what was not unit-scaled.
     """
     if isinstance(module, GraphModule):
-        return _fold_graph(module)
+        return rewritten(module, _C.fold)
     forward = forward_of(module) if isinstance(module, nn.Module) else None
     unit_scaling = next((p.run for p in forward.passes if p.name == "unit_scale"), None) if forward else None
     if forward is None or unit_scaling is None:
@@ -63,23 +63,9 @@ def fold(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     with torch.no_grad():
         for name, kind, tensor, _ in engine.state():
             if kind != CONSTANT:
-                owner, _, leaf = name.rpartition(".")
-                sub = plain.get_submodule(owner)
-                (sub._parameters if leaf in sub._parameters else sub._buffers)[leaf].copy_(tensor)
+                table, leaf = slot_of(plain, name)
+                table[leaf].copy_(tensor)
     folded_reports[plain] = report
-    return plain
-
-
-def _fold_graph(module: GraphModule) -> GraphModule:
-    sync_state(module._engine, module._slots)
-    engine, text = _C.fold(module._engine)
-    own_parameters(engine)
-    plain = GraphModule(
-        engine, module._in_spec, module._out_spec, module._plain_inputs, module._plain_outputs, module.notes,
-        module._program, module._made_in_training,
-    )  # fmt: skip
-    plain.train(module.training)
-    folded_reports[plain] = json.loads(text)
     return plain
 
 
@@ -145,5 +131,5 @@ def _untag(module: nn.Module, keep: set[str]) -> None:
     tagged = {n: p for n, p in module.named_parameters(remove_duplicate=False) if hasattr(p, "mup_type") and n not in keep}
     fresh = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in tagged.values()}
     for name, p in tagged.items():
-        owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner)._parameters[leaf] = fresh[id(p)]
+        table, leaf = slot_of(module, name)
+        table[leaf] = fresh[id(p)]

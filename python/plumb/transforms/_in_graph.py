@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
-from .._state import CONSTANT, state_of
+from .._state import CONSTANT, member, state_of
+from .._trees import children
 
 _forwards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -142,36 +143,33 @@ _classes: dict[str, type] = {}
 
 
 def _template(spec: Any, plain: Iterator[Any], tensors: Iterator[bool], number: Iterator[int]) -> tuple:
-    """The structure of an output as nested tuples of literals."""
+    """The structure of an output as nested tuples of literals: (how to make it, its class, keys, parts)."""
     if spec.is_leaf():
         value = next(plain)
         return ("tensor", next(number)) if next(tensors) else ("value", value)
-    children = spec.children() if hasattr(spec, "children") else spec.children_specs
-    parts = tuple(_template(c, plain, tensors, number) for c in children)
-    name = f"{spec.type.__module__}.{spec.type.__qualname__}"
-    if spec.type in (tuple, list):
-        return (spec.type.__name__, parts)
-    if hasattr(spec.context, "_fields") or spec.type.__name__ == "namedtuple":
-        name = f"{spec.context.__module__}.{spec.context.__qualname__}"
-        _classes[name] = spec.context
-        return ("named", name, parts)
-    if spec.type.__module__ == "torch.return_types":
-        _classes[name] = spec.type
-        return ("sequence", name, parts)
-    if issubclass(spec.type, dict):  # also transformers' ModelOutput
-        if spec.type is not dict:
-            _classes[name] = spec.type
-        keys = spec.context if isinstance(spec.context, (list, tuple)) else list(spec.context)
-        return ("mapping", name, tuple(keys), parts)
-    if dataclasses.is_dataclass(spec.type):
-        _classes[name] = spec.type
-        keys = spec.context[0] if isinstance(spec.context[0], list) else spec.context
-        return ("mapping", name, tuple(keys), parts)
-    raise Error(
-        f"the module returns a {name}, which torch.compile cannot be told of",
-        kind=ErrorKind.Unsupported,
-        remedy="return tuples, lists and dicts of tensors",
-    )
+    parts = tuple(_template(c, plain, tensors, number) for c in children(spec))
+    cls, context = spec.type, spec.context
+    if cls in (tuple, list):
+        return (cls.__name__, "", (), parts)
+    how, keys = "mapping", ()
+    if hasattr(context, "_fields") or cls.__name__ == "namedtuple":
+        how, cls = "named", context
+    elif cls.__module__ == "torch.return_types":
+        how = "sequence"
+    elif issubclass(cls, dict):  # also transformers' ModelOutput
+        keys = context
+    elif dataclasses.is_dataclass(cls):
+        keys = context[0] if isinstance(context[0], list) else context
+    else:
+        raise Error(
+            f"the module returns a {cls.__module__}.{cls.__qualname__}, which torch.compile cannot be told of",
+            kind=ErrorKind.Unsupported,
+            remedy="return tuples, lists and dicts of tensors",
+        )
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if cls is not dict:
+        _classes[name] = cls
+    return (how, name, tuple(keys), parts)
 
 
 @torch._dynamo.assume_constant_result
@@ -199,17 +197,11 @@ def _build(template: tuple, out: tuple) -> Any:
     return _classes[template[1]](**mapping) if template[1] in _classes else mapping
 
 
-def _member(module: nn.Module, name: str) -> Tensor:
-    for part in name.split("."):
-        module = getattr(module, part)
-    return module
-
-
 def call(handle: str, module: nn.Module, args: tuple, kwargs: dict) -> Any:
     """The function that Dynamo follows."""
     names = _names(handle)
     # Read so that the compiled code is one for these modes and constants.
     modes = [m.training for m in module.modules()]
     modes += [str(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (bool, int, float, str))]
-    out = run(handle, names, [_member(module, n) for n in names], modes, args, kwargs)
+    out = run(handle, names, [member(module, n) for n in names], modes, args, kwargs)
     return _build(_structure(handle), out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Callable
 
 from torch import fx, nn
@@ -13,28 +14,20 @@ from .._unit_scaled import mark
 ADDED = ("forward", "extra_repr", "__deepcopy__", "__reduce_ex__")
 
 
-class _Deepcopy:
-    def __init__(self, module: nn.Module, attach: Callable[[nn.Module, list], None]):
-        self.module, self.attach = module, attach
-
-    def __call__(self, memo: dict) -> nn.Module:
-        own = self.module.__dict__
-        for name in ADDED:  # the copy gets its own
-            memo[id(own[name])] = None
-        passes = own["forward"].passes_to_copy()
-        copied = type(self.module).__deepcopy__(self.module, memo)
-        self.attach(copied, copy.deepcopy(passes, memo))
-        return copied
+def _deepcopy(module: nn.Module, attach: Callable[[nn.Module, list], None], memo: dict) -> nn.Module:
+    own = module.__dict__
+    for name in ADDED:  # the copy gets its own
+        memo[id(own[name])] = None
+    passes = own["forward"].passes_to_copy()
+    copied = type(module).__deepcopy__(module, memo)
+    attach(copied, copy.deepcopy(passes, memo))
+    return copied
 
 
-class _Reduce:
-    def __init__(self, module: nn.Module, attach: Callable[[nn.Module, list], None]):
-        self.module, self.attach = module, attach
-
-    def __call__(self, protocol: int) -> tuple:
-        make, args = type(self.module).__reduce__(self.module)[:2]
-        args = tuple({k: v for k, v in a.items() if k not in ADDED} if isinstance(a, dict) else a for a in args)
-        return _made_again, (make, args, self.attach, self.module.__dict__["forward"].passes_to_copy())
+def _reduce(module: nn.Module, attach: Callable[[nn.Module, list], None], protocol: int) -> tuple:
+    make, args = type(module).__reduce__(module)[:2]
+    args = tuple({k: v for k, v in a.items() if k not in ADDED} if isinstance(a, dict) else a for a in args)
+    return _made_again, (make, args, attach, module.__dict__["forward"].passes_to_copy())
 
 
 def _made_again(make: Callable[..., nn.Module], args: tuple, attach: Callable[[nn.Module, list], None], passes: list) -> nn.Module:
@@ -48,8 +41,8 @@ def _made_again(make: Callable[..., nn.Module], args: tuple, attach: Callable[[n
 def keep_transforms(module: nn.Module, attach: Callable[[nn.Module, list], None]) -> None:
     """Lets copies and pickles of `module` be transformed as it is: `attach(module, passes)` transforms one."""
     if isinstance(module, fx.GraphModule):
-        module.__dict__["__deepcopy__"] = _Deepcopy(module, attach)
-        module.__dict__["__reduce_ex__"] = _Reduce(module, attach)
+        module.__dict__["__deepcopy__"] = functools.partial(_deepcopy, module, attach)
+        module.__dict__["__reduce_ex__"] = functools.partial(_reduce, module, attach)
 
 
 def without_transforms(module: nn.Module) -> None:

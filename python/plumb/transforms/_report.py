@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import weakref
+from typing import Any, Callable
 
 from torch import nn
 
 from .._errors import Error, ErrorKind
+from .._graph_module import GraphModule
+from .._state import sync_state
 from ._apply import forward_of
 
-# Of plain modules that fold() made, while they live.
+# Of modules that fold() and the like made, while they live.
 folded_reports: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
+
+
+def rewritten(module: GraphModule, rewrite: Callable[..., tuple[Any, str]], *how: Any) -> GraphModule:
+    """The graph that `rewrite` of the engine makes of this one, and keeps its report."""
+    sync_state(module._engine, module._slots)
+    engine, text = rewrite(module._engine, *how)
+    made = module.on(engine)
+    folded_reports[made] = json.loads(text)
+    return made
 
 
 class Report(list):

@@ -12,23 +12,29 @@ from torch import Tensor, nn
 from .. import _C
 from .._state import BUFFER
 from ..formats import FPFormat, format_text
-from ._apply import CapturedGraph, Pass, apply_pass, logger
+from ._apply import CapturedGraph, Pass, apply_pass, display_name, logger
 
 
 @dataclass
-class SimulateFormatPass:
-    fwd: str
-    bwd: str
-    operators: list[str]
-    exclude: list[str]
+class FormatPass:
+    """`simulate_format` or `use_fp8` of the engine, with what it takes behind the graph."""
+
+    name: str
+    arguments: tuple
 
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
-        logger.info("running quantisation backend")
-        report = json.loads(_C.simulate_format(captured.engine, self.fwd, self.bwd, self.operators, self.exclude))
+        logger.info("running %s backend", display_name(self.name))
+        report = json.loads(getattr(_C, self.name)(captured.engine, *self.arguments))
         for entry in report["entries"]:
             if entry["kind"] == "quantised":
                 logger.info("quantising function: %s", entry["node"])
+        for name, kind, tensor, _ in captured.engine.state():
+            if kind == BUFFER and name.endswith(_STATE):
+                _give_state(module, name, tensor)
         return report
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        return apply_pass(module, Pass(self.name, self, before=("track_scales",)))
 
 
 def simulate_format(
@@ -45,32 +51,13 @@ def simulate_format(
     fwd_format, bwd_format: a :class:`plumb.formats.FPFormat`, or a text such as ``"e4m3fn-RN"``, ``"E5M2-SR"``, ``"none"``.
     operators: treat these alone (``"aten::linear"``); exclude: patterns of module paths or parameter names left alone.
     """
-    run = SimulateFormatPass(format_text(fwd_format), format_text(bwd_format), list(operators), list(exclude))
-    return apply_pass(module, Pass("simulate_format", run, before=("track_scales",)))
+    formats = format_text(fwd_format), format_text(bwd_format)
+    return FormatPass("simulate_format", (*formats, list(operators), list(exclude))).apply(module)
 
 
 def simulate_fp8(module: nn.Module, **options: Any) -> nn.Module:
     """``simulate_format`` with E4M3 forward and E5M2 backward, rounded stochastically; the options are its own."""
     return simulate_format(module, FPFormat(4, 3), FPFormat(5, 2), **options)
-
-
-@dataclass
-class UseFp8Pass:
-    fwd: str
-    bwd: str
-    kernel: str
-    operators: list[str]
-    exclude: list[str]
-    recipe: str
-    history: int
-
-    def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
-        given = (self.fwd, self.bwd, self.kernel, self.operators, self.exclude, self.recipe, self.history)
-        report = json.loads(_C.use_fp8(captured.engine, *given))
-        for name, kind, tensor, _ in captured.engine.state():
-            if kind == BUFFER and name.endswith(_STATE):
-                _give_state(module, name, tensor)
-        return report
 
 
 _STATE = "_fp8_state"
@@ -109,11 +96,9 @@ def use_fp8(
     ``"auto"``: FP8 units where the device has them, else the values.
     operators: treat these alone (``"aten::linear"``); exclude: patterns of module paths or parameter names left alone.
     """
-    run = UseFp8Pass(
-        format_text(fwd_format), format_text(bwd_format), kernel, list(operators), list(exclude), recipe or "", history
-    )
-    _C.check_fp8(run.fwd, run.bwd, run.kernel, run.recipe, history)
-    result = apply_pass(module, Pass("use_fp8", run, before=("track_scales",)))
+    how = format_text(fwd_format), format_text(bwd_format), kernel, recipe or "", history
+    _C.check_fp8(*how)
+    result = FormatPass("use_fp8", (*how, list(operators), list(exclude))).apply(module)
     if recipe == "delayed":  # there before the first call, for a state_dict that is loaded
         weights = {id(m.weight) for m in result.modules() if isinstance(m, nn.Linear)}
         for name, parameter in list(result.named_parameters()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 from dataclasses import dataclass, field
@@ -206,6 +207,10 @@ def _scales_graph(forward: TransformedForward | None) -> fx.Graph:
     return graph
 
 
+def _scales_graph_of(module: nn.Module) -> fx.Graph:
+    return _scales_graph(forward_of(module))
+
+
 def _function(target: str) -> Any:
     """plumb.functional's function of a unit-scaled operator, else the operator itself."""
     namespace, _, name = target.partition("::")
@@ -231,19 +236,8 @@ def track_scales(module: nn.Module, *, histogram: bool = False) -> nn.Module:
     tensors are not touched.
     """
     tracked = apply_pass(module, Pass("track_scales", TrackScalesPass(histogram)))
-    tracked.__dict__["scales_graph"] = _ScalesGraph(tracked)
+    tracked.__dict__["scales_graph"] = functools.partial(_scales_graph_of, tracked)  # which copies and pickles go with
     return tracked
-
-
-class _ScalesGraph:
-    def __init__(self, module: nn.Module):
-        self.module = module
-
-    def __call__(self) -> fx.Graph:
-        return _scales_graph(forward_of(self.module))
-
-    def __deepcopy__(self, memo: dict) -> "_ScalesGraph":
-        return _ScalesGraph(copy.deepcopy(self.module, memo))
 
 
 class ScaleTrackingBackend(PassBackend):

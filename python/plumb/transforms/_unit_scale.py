@@ -15,12 +15,12 @@ from .. import _C
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._replace import is_torch_function
-from .._state import own_parameters, state_of, sync_state
+from .._state import state_of
 from .._unit_scaled import mark, mark_state_dict
 from ..functional import torch_map
 from ..parameter import tag_parameter
 from ._apply import CapturedGraph, Pass, apply_pass, logger
-from ._report import folded_reports
+from ._report import rewritten
 from .utils import Backend, PassBackend
 
 # Modules whose weights belong to operators that become unit-scaled, and whose biases start at zero.
@@ -78,11 +78,7 @@ def _split(replace: Mapping[Any, Any]) -> tuple[list[tuple[str, str]], dict[Call
 class UnitScalePass:
     replace: list[tuple[str, str]]
     functions: dict[Callable[..., Any], Callable[..., Any]]
-    tau_attention: float
-    tau_mlp: float
-    depth_rule: bool
-    residual_mult: float
-    residual_attn_ratio: float
+    residuals: tuple[float, float, bool, float, float]  # tau_attention, ..., as unit_scale takes them
     # The scaling of parameters, and which a graph confirmed; None: they are left as they are.
     scaling: Any = field(default_factory=_C.ParameterScaling)
     users_tags: set[str] = field(default_factory=set)  # parameters that were tagged before
@@ -91,10 +87,8 @@ class UnitScalePass:
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running unit scaling backend")
         mine = _kept(captured)
-        text, tags = _C.unit_scale(
-            captured.engine, self.replace, self.tau_attention, self.tau_mlp, self.depth_rule, self.residual_mult,
-            self.residual_attn_ratio, self.scaling, {name: _takes_constraint(new) for name, (_, new) in mine.items()},
-        )  # fmt: skip
+        keep = {name: _takes_constraint(new) for name, (_, new) in mine.items()}
+        text, tags = _C.unit_scale(captured.engine, self.replace, self.residuals, self.scaling, keep)
         report = json.loads(text)
         report["entries"] = _replacements(captured, mine) + _unmatched(captured, self.functions) + report["entries"]
         parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -186,12 +180,6 @@ def _log(e: dict) -> None:
         logger.debug("leaving alone: %s (%s)", node, reason)
 
 
-def _role(sub: nn.Module, name: str) -> str | None:
-    if isinstance(sub, _SCALED):
-        return "weight" if "weight" in name else "bias"
-    return None
-
-
 def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
     """Scales what its layer says is a weight or a bias. The first graph confirms it, or takes it back, or adds to it."""
     names = _names({n: t for n, _, t, _ in state_of(module)})
@@ -203,7 +191,7 @@ def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
             if id(p) in done:
                 continue
             done.add(id(p))
-            kind = _role(sub, name)
+            kind = ("weight" if "weight" in name else "bias") if isinstance(sub, _SCALED) else None
             if hasattr(p, "mup_type"):
                 run.users_tags.update(names[full])
             else:
@@ -251,31 +239,24 @@ def unit_scale(
     that the graph was captured with.
     """
     operators, functions = _split(replace)
+    residuals = (tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio)
     if preserve:
-        return _preserving(module, operators, functions, (tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio))
-    run = UnitScalePass(operators, functions, tau_attention, tau_mlp, depth_rule, residual_mult, residual_attn_ratio)
+        return _preserving(module, operators, functions, residuals)
+    run = UnitScalePass(operators, functions, residuals)
     scaled = apply_pass(module, _pass(run))
     _scale_parameters(scaled, run)
     mark(scaled)
     return scaled
 
 
-def _preserving(module: nn.Module, operators: list, functions: dict, how: tuple) -> GraphModule:
+def _preserving(module: nn.Module, operators: list, functions: dict, residuals: tuple) -> GraphModule:
     if not isinstance(module, GraphModule) or functions:
         raise Error(
             "unit_scale(preserve=True) works on a graph, whose factors are known, and replaces operators alone",
             kind=ErrorKind.InvalidArgument,
             remedy="unit_scale(plumb.capture(module, *inputs), preserve=True)",
         )
-    sync_state(module._engine, module._slots)
-    engine, text = _C.unit_scale_preserving(module._engine, operators, *how)
-    own_parameters(engine)
-    scaled = GraphModule(
-        engine, module._in_spec, module._out_spec, module._plain_inputs, module._plain_outputs, module.notes,
-        module._program, module._made_in_training,
-    )  # fmt: skip
-    scaled.train(module.training)
-    folded_reports[scaled] = json.loads(text)
+    scaled = rewritten(module, _C.unit_scale_preserving, operators, residuals)
     mark_state_dict(scaled)
     return scaled
 
@@ -286,7 +267,7 @@ def _pass(run: UnitScalePass) -> Pass:
 
 class _UnitScalingBackend(PassBackend):
     def __init__(self, replacement_map: Mapping[Any, Any]):
-        self.run = functools.partial(UnitScalePass, *_split(replacement_map), 0.01, 0.5, False, 1.0, 1.0, scaling=None)
+        self.run = functools.partial(UnitScalePass, *_split(replacement_map), (0.01, 0.5, False, 1.0, 1.0), scaling=None)
 
     def as_pass(self) -> Pass:
         return _pass(self.run())
