@@ -6,18 +6,15 @@
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/schedule/event_simulation.h"
 
 namespace plumb {
 namespace {
 
-using schedule_internal::Event;
-using schedule_internal::EventKind;
-using schedule_internal::EventSimulation;
-using schedule_internal::other_end;
-using schedule_internal::StageGraph;
+using namespace schedule_internal;
 
-constexpr std::int32_t kAbsent = -1;
+constexpr int kAbsent = -1;
 
 class Checker {
  public:
@@ -37,59 +34,47 @@ class Checker {
   }
 
  private:
-  // Slots of the position table: what an action (or half of one) does to its stage and microbatch, or edge.
-  enum Slot { kForward, kGradient, kWeight, kStageSlots };
-  enum MessageSlot { kSendForward, kRecvForward, kSendBackward, kRecvBackward, kMessageSlots };
-
   void add(ProblemKind kind, int rank, int position, const Action& action, std::string message) {
     if (report_.num_problems++ < options_.max_problems) {
       report_.problems.push_back({kind, rank, position, action, std::move(message)});
     }
   }
 
-  static std::string at(int rank, std::int64_t position) {
-    return "rank " + std::to_string(rank) + ", position " + std::to_string(position);
-  }
-
   // An action of the table, as "1F2 (rank 0, position 5)".
   std::string named(int rank, int position) const {
-    return to_string(schedule_.rows[rank][position]) + " (" + at(rank, position) + ")";
+    return str(to_string(schedule_.rows[rank][position]), " (rank ", rank, ", position ", position, ")");
   }
 
-  std::size_t cell(int slot, int index, int microbatch, std::size_t height) const {
-    return (static_cast<std::size_t>(slot) * height + static_cast<std::size_t>(index)) *
-               static_cast<std::size_t>(schedule_.num_microbatches) +
-           static_cast<std::size_t>(microbatch);
+  // Of an action of the table, whose name begins the sentence.
+  template <class... Parts>
+  void blame(ProblemKind kind, int rank, int position, const Parts&... why) {
+    add(kind, rank, position, schedule_.rows[rank][position], str(named(rank, position), " ", why...));
   }
-  std::int32_t& position(Slot slot, int stage, int microbatch) {
-    return positions_[cell(slot, stage, microbatch, static_cast<std::size_t>(schedule_.num_stages()))];
-  }
-  std::int32_t& message_position(int slot, int edge, int microbatch) {
-    return message_positions_[cell(slot, edge, microbatch, graph_.edges.size())];
-  }
+
+  // Where an event is to happen in its rank's row.
+  int& position(EventKind kind, int index, int microbatch) { return (*positions_)[{kind, index, microbatch}]; }
 
   bool shape_fits() {
     auto fail = [this](std::string message) { add(ProblemKind::Shape, -1, -1, {}, std::move(message)); };
     const Placement& placement = schedule_.placement;
     int stages = schedule_.num_stages(), ranks = schedule_.num_ranks(), microbatches = schedule_.num_microbatches;
     if (ranks < 1 || stages < 1 || microbatches < 1) {
-      fail("the schedule has " + std::to_string(ranks) + " ranks, " + std::to_string(stages) + " stages and " +
-           std::to_string(microbatches) + " microbatches; it needs at least one of each");
+      fail(str("the schedule has ", ranks, " ranks, ", stages, " stages and ", microbatches,
+               " microbatches; it needs at least one of each"));
       return false;
     }
     if (!placement.reverse_ranks.empty() && placement.reverse_ranks.size() != placement.ranks.size()) {
-      fail("the placement gives ranks for " + std::to_string(stages) + " stages one way and for " +
-           std::to_string(placement.reverse_ranks.size()) + " the other way");
+      fail(str("the placement gives ranks for ", stages, " stages one way and for ", placement.reverse_ranks.size(),
+               " the other way"));
       return false;
     }
     for (const auto* list : {&placement.ranks, &placement.reverse_ranks}) {
       for (std::size_t stage = 0; stage < list->size(); ++stage) {
         int rank = (*list)[stage];
         if (rank < 0 && list == &placement.ranks)
-          fail("stage " + std::to_string(stage) + " is on no rank");
+          fail(str("stage ", stage, " is on no rank"));
         else if (rank < 0 || rank >= ranks) {
-          fail("stage " + std::to_string(stage) + " is placed on rank " + std::to_string(rank) +
-               ", but the table has " + std::to_string(ranks) + " rows");
+          fail(str("stage ", stage, " is placed on rank ", rank, ", but the table has ", ranks, " rows"));
         }
       }
     }
@@ -102,56 +87,45 @@ class Checker {
       }
     }
     if (computing / static_cast<std::size_t>(stages) + 1 < static_cast<std::size_t>(microbatches)) {
-      fail("the table has " + std::to_string(computing) + " forwards, too few for " + std::to_string(stages) +
-           " stages and " + std::to_string(microbatches) + " microbatches");
+      fail(str("the table has ", computing, " forwards, too few for ", stages, " stages and ", microbatches,
+               " microbatches"));
     }
     return report_.ok();
   }
 
   void place_actions() {
-    std::size_t microbatches = static_cast<std::size_t>(schedule_.num_microbatches);
-    positions_.assign(kStageSlots * static_cast<std::size_t>(schedule_.num_stages()) * microbatches, kAbsent);
-    if (messages_) message_positions_.assign(kMessageSlots * graph_.edges.size() * microbatches, kAbsent);
+    positions_.emplace(graph_, schedule_.num_microbatches, messages_, kAbsent);
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
       const auto& row = schedule_.rows[rank];
-      for (std::size_t i = 0; i < row.size(); ++i) {
-        const Action& action = row[i];
-        if (action.is_idle()) continue;
-        place(rank, static_cast<int>(i), action.first_part());
-        if (action.kind == ActionKind::Overlap) place(rank, static_cast<int>(i), action.second_part());
+      for (int i = 0; i < static_cast<int>(row.size()); ++i) {
+        for (const Action& part : {row[i].first_part(), row[i].second_part()}) {
+          if (!part.is_idle()) place(rank, i, part);
+        }
       }
     }
   }
 
   void place(int rank, int i, const Action& part) {
-    const Action& whole = schedule_.rows[rank][i];
-    if (part.stage < 0 || part.stage >= schedule_.num_stages()) {
-      add(ProblemKind::Shape, rank, i, whole,
-          named(rank, i) + " names stage " + std::to_string(part.stage) + ", but the schedule has " +
-              std::to_string(schedule_.num_stages()) + " stages");
-      return;
+    const int stage = part.stage, m = part.microbatch;
+    if (stage < 0 || stage >= schedule_.num_stages()) {
+      return blame(ProblemKind::Shape, rank, i, "names stage ", stage, ", but the schedule has ",
+                   schedule_.num_stages(), " stages");
     }
     if (part.is_message()) return place_message(rank, i, part);
-    bool compute = part.is_compute() && part.kind != ActionKind::Overlap;
-    if (compute && (part.microbatch < 0 || part.microbatch >= schedule_.num_microbatches)) {
-      add(ProblemKind::Shape, rank, i, whole,
-          named(rank, i) + " names microbatch " + std::to_string(part.microbatch) + ", but the schedule has " +
-              std::to_string(schedule_.num_microbatches));
-      return;
+    if (part.is_compute() && (m < 0 || m >= schedule_.num_microbatches)) {
+      return blame(ProblemKind::Shape, rank, i, "names microbatch ", m, ", but the schedule has ",
+                   schedule_.num_microbatches);
     }
-    if (!on_right_rank(rank, i, part)) return;
-    if (!compute) return;
-    if (options_.forward_only && part.kind != ActionKind::Forward) {
-      add(ProblemKind::Duplicate, rank, i, whole, named(rank, i) + " is a backward in a schedule without any");
-      return;
+    if (!on_right_rank(rank, i, part) || !part.is_compute()) return;
+    if (part.kind == ActionKind::Forward) return take(position(EventKind::Forward, stage, m), rank, i);
+    if (options_.forward_only) {
+      return blame(ProblemKind::Duplicate, rank, i, "is a backward in a schedule without any");
     }
-    if (part.kind == ActionKind::Forward) return take(position(kForward, part.stage, part.microbatch), rank, i);
-    if (part.kind == ActionKind::BackwardWeight) return take(position(kWeight, part.stage, part.microbatch), rank, i);
-    take(position(kGradient, part.stage, part.microbatch), rank, i);
-    if (part.kind == ActionKind::FullBackward) take(position(kWeight, part.stage, part.microbatch), rank, i);
+    if (part.kind != ActionKind::BackwardWeight) take(position(EventKind::Gradient, stage, m), rank, i);
+    if (part.kind != ActionKind::BackwardInput) take(position(EventKind::Weight, stage, m), rank, i);
   }
 
-  void take(std::int32_t& slot, int rank, int i) {
+  void take(int& slot, int rank, int i) {
     if (slot == kAbsent) {
       slot = i;
       return;
@@ -161,9 +135,8 @@ class Checker {
     const Action& before = schedule_.rows[rank][slot];
     const Action& now = schedule_.rows[rank][i];
     bool same = before.kind == now.kind || before.kind == ActionKind::Overlap || now.kind == ActionKind::Overlap;
-    add(ProblemKind::Duplicate, rank, i, now,
-        same ? named(rank, i) + " repeats " + named(rank, slot)
-             : named(rank, i) + " does again what " + named(rank, slot) + " does: a backward is either B or I and W");
+    blame(ProblemKind::Duplicate, rank, i, same ? "repeats " : "does again what ", named(rank, slot),
+          same ? "" : " does: a backward is either B or I and W");
   }
 
   bool on_right_rank(int rank, int i, const Action& part) {
@@ -171,9 +144,8 @@ class Checker {
     bool any = part.microbatch < 0 && !placement.reverse_ranks.empty() && placement.reverse_ranks[part.stage] == rank;
     int right = placement.rank_of(part.stage, part.microbatch);
     if (right == rank || any) return true;
-    add(ProblemKind::Placement, rank, i, schedule_.rows[rank][i],
-        named(rank, i) + " stands on rank " + std::to_string(rank) + ", but stage " + std::to_string(part.stage) +
-            " is placed on rank " + std::to_string(right) + placement_hint());
+    blame(ProblemKind::Placement, rank, i, "stands on rank ", rank, ", but stage ", part.stage, " is placed on rank ",
+          right, placement_hint());
     return false;
   }
 
@@ -190,41 +162,36 @@ class Checker {
   }
 
   void place_message(int rank, int i, const Action& message) {
-    bool up = message.kind == ActionKind::SendForward || message.kind == ActionKind::RecvBackward;
-    int from = up ? message.stage : message.other_stage, to = up ? message.other_stage : message.stage;
-    bool backward = message.kind == ActionKind::SendBackward || message.kind == ActionKind::RecvBackward;
-    auto fail = [&](const std::string& why) {
-      add(ProblemKind::Message, rank, i, message, named(rank, i) + " " + why);
-    };
-    if (message.microbatch < 0 || message.microbatch >= schedule_.num_microbatches) {
-      return fail("names a microbatch that the schedule does not have");
+    const int m = message.microbatch;
+    if (m < 0 || m >= schedule_.num_microbatches) {
+      return blame(ProblemKind::Message, rank, i, "names a microbatch that the schedule does not have");
     }
-    int edge = graph_.find(from, to);
-    if (edge < 0 || (backward && !graph_.edges[edge].gradient)) {
-      return fail(std::string("moves a ") + (backward ? "gradient" : "value") + " between stages " +
-                  std::to_string(from) + " and " + std::to_string(to) + " where there is none");
+    const auto [from, to] = ends_of(message);
+    const Event event = event_of(message, graph_);
+    bool backward = event.kind == EventKind::SentBackward || event.kind == EventKind::PostedBackward;
+    if (event.index < 0 || (backward && !graph_.edges[event.index].gradient)) {
+      return blame(ProblemKind::Message, rank, i, "moves a ", backward ? "gradient" : "value", " between stages ", from,
+                   " and ", to, " where there is none");
     }
     if (!on_right_rank(rank, i, message)) return;
-    if (schedule_.placement.rank_of(from, message.microbatch) == schedule_.placement.rank_of(to, message.microbatch)) {
-      return fail("moves a value between two stages of one rank, which needs no message");
+    if (schedule_.placement.rank_of(from, m) == schedule_.placement.rank_of(to, m)) {
+      return blame(ProblemKind::Message, rank, i,
+                   "moves a value between two stages of one rank, which needs no message");
     }
-    int slot = message.kind == ActionKind::SendForward    ? kSendForward
-               : message.kind == ActionKind::RecvForward  ? kRecvForward
-               : message.kind == ActionKind::SendBackward ? kSendBackward
-                                                          : kRecvBackward;
-    take(message_position(slot, edge, message.microbatch), rank, i);
+    take((*positions_)[event], rank, i);
   }
 
   void check_complete() {
     auto missing = [this](const Action& action) {
       int rank = schedule_.placement.rank_of(action.stage, action.microbatch);
-      add(ProblemKind::Missing, rank, -1, action, to_string(action) + " is missing on rank " + std::to_string(rank));
+      add(ProblemKind::Missing, rank, -1, action, str(to_string(action), " is missing on rank ", rank));
     };
     for (int stage = 0; stage < schedule_.num_stages(); ++stage) {
       for (int m = 0; m < schedule_.num_microbatches; ++m) {
-        if (position(kForward, stage, m) == kAbsent) missing(Action::forward(stage, m));
+        if (position(EventKind::Forward, stage, m) == kAbsent) missing(Action::forward(stage, m));
         if (options_.forward_only) continue;
-        bool gradient = position(kGradient, stage, m) != kAbsent, weight = position(kWeight, stage, m) != kAbsent;
+        bool gradient = position(EventKind::Gradient, stage, m) != kAbsent;
+        bool weight = position(EventKind::Weight, stage, m) != kAbsent;
         if (!gradient && !weight)
           missing(Action::backward(stage, m));
         else if (!gradient)
@@ -235,10 +202,9 @@ class Checker {
     }
   }
 
-  void before(int rank, std::int32_t first, std::int32_t second, const char* what) {
+  void before(int rank, int first, int second, const char* what) {
     if (first > second) {
-      add(ProblemKind::Order, rank, second, schedule_.rows[rank][second],
-          named(rank, second) + " comes before " + named(rank, first) + ", " + what);
+      blame(ProblemKind::Order, rank, second, "comes before ", named(rank, first), ", ", what);
     }
   }
 
@@ -246,10 +212,11 @@ class Checker {
     for (int stage = 0; stage < schedule_.num_stages(); ++stage) {
       for (int m = 0; m < schedule_.num_microbatches && !options_.forward_only; ++m) {
         int rank = schedule_.placement.rank_of(stage, m);
-        before(rank, position(kForward, stage, m), position(kGradient, stage, m), "its forward");
-        before(rank, position(kGradient, stage, m), position(kWeight, stage, m), "its input backward");
+        int gradient = position(EventKind::Gradient, stage, m), weight = position(EventKind::Weight, stage, m);
+        before(rank, position(EventKind::Forward, stage, m), gradient, "its forward");
+        before(rank, gradient, weight, "its input backward");
         if (m > 0 && schedule_.placement.rank_of(stage, m - 1) == rank &&
-            position(kWeight, stage, m - 1) > position(kWeight, stage, m)) {
+            position(EventKind::Weight, stage, m - 1) > weight) {
           report_.weights_in_microbatch_order = false;
         }
       }
@@ -267,35 +234,27 @@ class Checker {
       };
       bool sharded = has(ActionKind::Unshard) || has(ActionKind::Reshard);
       if (!sharded && !has(ActionKind::ReduceGrad)) continue;
-      std::vector<int> reduced(static_cast<std::size_t>(schedule_.num_stages()), -1);
+      std::vector<int> reduced(schedule_.num_stages(), -1);
       std::vector<char> whole(reduced.size(), !sharded);
-      for (std::size_t i = 0; i < row.size(); ++i) {
+      for (int i = 0; i < static_cast<int>(row.size()); ++i) {
         const Action& action = row[i];
-        int pos = static_cast<int>(i);
         if (action.kind == ActionKind::Unshard || action.kind == ActionKind::Reshard) {
           bool unshard = action.kind == ActionKind::Unshard;
           if (sharded && static_cast<bool>(whole[action.stage]) == unshard) {
-            add(ProblemKind::Order, rank, pos, action,
-                named(rank, pos) + " finds the stage " + (unshard ? "whole" : "sharded") + " already");
+            blame(ProblemKind::Order, rank, i, "finds the stage ", unshard ? "whole" : "sharded", " already");
           }
           whole[action.stage] = unshard;
         } else if (action.kind == ActionKind::ReduceGrad) {
           if (reduced[action.stage] >= 0) {
-            add(ProblemKind::Duplicate, rank, pos, action,
-                named(rank, pos) + " repeats " + named(rank, reduced[action.stage]));
+            blame(ProblemKind::Duplicate, rank, i, "repeats ", named(rank, reduced[action.stage]));
           }
-          reduced[action.stage] = pos;
-        } else if (action.is_compute()) {
-          for (const Action& part : {action.first_part(), action.second_part()}) {
-            if (part.is_idle()) continue;
-            if (sharded && !whole[part.stage]) {
-              add(ProblemKind::Order, rank, pos, action, named(rank, pos) + " runs while its stage is sharded");
-            }
-            if (part.kind != ActionKind::Forward && part.kind != ActionKind::BackwardInput &&
-                reduced[part.stage] >= 0) {
-              add(ProblemKind::Order, rank, pos, action,
-                  named(rank, pos) + " makes a gradient after " + named(rank, reduced[part.stage]));
-            }
+          reduced[action.stage] = i;
+        }
+        for (const Action& part : {action.first_part(), action.second_part()}) {
+          if (!part.is_compute()) continue;
+          if (sharded && !whole[part.stage]) blame(ProblemKind::Order, rank, i, "runs while its stage is sharded");
+          if (part.kind != ActionKind::Forward && part.kind != ActionKind::BackwardInput && reduced[part.stage] >= 0) {
+            blame(ProblemKind::Order, rank, i, "makes a gradient after ", named(rank, reduced[part.stage]));
           }
         }
       }
@@ -306,44 +265,32 @@ class Checker {
     for (int e = 0; e < static_cast<int>(graph_.edges.size()); ++e) {
       const StageEdge& edge = graph_.edges[e];
       for (int m = 0; m < schedule_.num_microbatches; ++m) {
-        int low = schedule_.placement.rank_of(edge.from, m), high = schedule_.placement.rank_of(edge.to, m);
-        if (low == high) continue;
-        if (matched(e, m, kSendForward, ActionKind::SendForward, edge.from, low, ActionKind::RecvForward, edge.to,
-                    high)) {
-          before(low, position(kForward, edge.from, m), message_position(kSendForward, e, m), "which makes its value");
-          before(high, message_position(kRecvForward, e, m), position(kForward, edge.to, m),
-                 "which receives its input");
-        }
-        if (!edge.gradient || options_.forward_only) continue;
-        if (matched(e, m, kSendBackward, ActionKind::SendBackward, edge.to, high, ActionKind::RecvBackward, edge.from,
-                    low)) {
-          before(high, position(kGradient, edge.to, m), message_position(kSendBackward, e, m), "which makes its value");
-          before(low, message_position(kRecvBackward, e, m), position(kGradient, edge.from, m),
-                 "which receives its gradient");
-        }
+        check_message(edge, e, m, false);
+        if (edge.gradient && !options_.forward_only) check_message(edge, e, m, true);
       }
     }
   }
 
-  // Both ends of a message are there; the receive's slot follows the send's.
-  bool matched(int edge, int m, int send_slot, ActionKind send, int send_stage, int send_rank, ActionKind receive,
-               int receive_stage, int receive_rank) {
-    int sent = message_position(send_slot, edge, m), received = message_position(send_slot + 1, edge, m);
-    Action sending = Action::message(send, send_stage, m, receive_stage);
-    Action receiving = Action::message(receive, receive_stage, m, send_stage);
-    if (sent != kAbsent && received != kAbsent) return true;
-    if (sent == kAbsent && received == kAbsent) {
-      add(ProblemKind::Missing, send_rank, -1, sending,
-          to_string(sending) + " on rank " + std::to_string(send_rank) + " and " + to_string(receiving) + " on rank " +
-              std::to_string(receive_rank) + " are missing");
-    } else if (sent == kAbsent) {
-      add(ProblemKind::Message, receive_rank, received, receiving,
-          named(receive_rank, received) + " has no " + to_string(sending) + " on rank " + std::to_string(send_rank));
-    } else {
-      add(ProblemKind::Message, send_rank, sent, sending,
-          named(send_rank, sent) + " has no " + to_string(receiving) + " on rank " + std::to_string(receive_rank));
+  // Both ends of a message are there, behind its value and before its use.
+  void check_message(const StageEdge& edge, int e, int m, bool backward) {
+    const int maker = backward ? edge.to : edge.from, user = backward ? edge.from : edge.to;
+    const int from = schedule_.placement.rank_of(maker, m), to = schedule_.placement.rank_of(user, m);
+    if (from == to) return;
+    const int sent = position(backward ? EventKind::SentBackward : EventKind::SentForward, e, m);
+    const int received = position(backward ? EventKind::PostedBackward : EventKind::PostedForward, e, m);
+    if (sent == kAbsent || received == kAbsent) {
+      const Action send =
+          Action::message(backward ? ActionKind::SendBackward : ActionKind::SendForward, maker, m, user);
+      const std::string sending = str(to_string(send), " on rank ", from);
+      const std::string receiving = str(to_string(other_end(send)), " on rank ", to);
+      if (sent != kAbsent) return blame(ProblemKind::Message, from, sent, "has no ", receiving);
+      if (received != kAbsent) return blame(ProblemKind::Message, to, received, "has no ", sending);
+      return add(ProblemKind::Missing, from, -1, send, sending + " and " + receiving + " are missing");
     }
-    return false;
+    const EventKind computed = backward ? EventKind::Gradient : EventKind::Forward;
+    before(from, position(computed, maker, m), sent, "which makes its value");
+    before(to, received, position(computed, user, m),
+           backward ? "which receives its gradient" : "which receives its input");
   }
 
   // The k-th send to a rank meets the k-th receive there. Every message has both ends by now.
@@ -361,34 +308,11 @@ class Checker {
       const auto& received = receives[pair];
       auto [from, to] = pair;
       for (std::size_t k = 0; k < sent.size(); ++k) {
-        const Action& send = schedule_.rows[from][sent[k]];
-        if (other_end(send) == schedule_.rows[to][received[k]]) continue;
-        add(ProblemKind::Message, from, sent[k], send,
-            named(from, sent[k]) + " meets " + named(to, received[k]) + ": each is number " + std::to_string(k + 1) +
-                " from rank " + std::to_string(from) + " to rank " + std::to_string(to) +
-                ", and messages of two ranks match in order");
+        if (other_end(schedule_.rows[from][sent[k]]) == schedule_.rows[to][received[k]]) continue;
+        blame(ProblemKind::Message, from, sent[k], "meets ", named(to, received[k]), ": each is number ", k + 1,
+              " from rank ", from, " to rank ", to, ", and messages of two ranks match in order");
         break;  // those behind it are off as well
       }
-    }
-  }
-
-  // Where an event is to happen.
-  std::pair<int, int> place_of(const Event& event) {
-    const Placement& placement = schedule_.placement;
-    int m = event.microbatch;
-    if (event.kind <= EventKind::Weight) {
-      Slot slot = event.kind == EventKind::Forward ? kForward : event.kind == EventKind::Gradient ? kGradient : kWeight;
-      return {placement.rank_of(event.index, m), position(slot, event.index, m)};
-    }
-    const StageEdge& edge = graph_.edges[event.index];
-    switch (event.kind) {
-      case EventKind::SentForward:
-        return {placement.rank_of(edge.from, m), message_position(kSendForward, event.index, m)};
-      case EventKind::SentBackward:
-        return {placement.rank_of(edge.to, m), message_position(kSendBackward, event.index, m)};
-      case EventKind::PostedForward:
-        return {placement.rank_of(edge.to, m), message_position(kRecvForward, event.index, m)};
-      default: return {placement.rank_of(edge.from, m), message_position(kRecvBackward, event.index, m)};
     }
   }
 
@@ -404,21 +328,22 @@ class Checker {
     int rank = events.stuck_ranks.front();
     while (!seen[rank]) {
       seen[rank] = 1;
-      rank = place_of(events.missing[rank]).first;
+      rank = rank_of(events.missing[rank], graph_, schedule_.placement);
     }
     std::string ring;
     int first = rank, length = 0;
     do {
       int stop = static_cast<int>(events.positions[rank]);
-      auto [next, wanted] = place_of(events.missing[rank]);
+      const Event& missing = events.missing[rank];
+      const int next = rank_of(missing, graph_, schedule_.placement);
       if (++length > 1) ring += "; ";
       if (length <= 8) {
-        ring += "rank " + std::to_string(rank) + " stops at " + to_string(schedule_.rows[rank][stop]) + " (position " +
-                std::to_string(stop) + "), which waits for " + named(next, wanted);
+        ring += str("rank ", rank, " stops at ", to_string(schedule_.rows[rank][stop]), " (position ", stop,
+                    "), which waits for ", named(next, (*positions_)[missing]));
       }
       rank = next;
     } while (rank != first);
-    if (length > 8) ring += "... (" + std::to_string(length) + " ranks in the ring)";
+    if (length > 8) ring += str("... (", length, " ranks in the ring)");
     int stop = static_cast<int>(events.positions[first]);
     add(ProblemKind::Deadlock, first, stop, schedule_.rows[first][stop], "deadlock: " + ring);
   }
@@ -426,14 +351,12 @@ class Checker {
   void check_memory() {
     Costs costs = options_.memory.for_stages(schedule_.num_stages(), schedule_.num_ranks());
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
-      const auto& row = schedule_.rows[rank];
-      auto [peak, where] = schedule_internal::peak_activations(row, costs);
+      auto [peak, where] = peak_activations(schedule_.rows[rank], costs);
       report_.peak_memory.push_back(peak);
       // Sums of shares like 1/3 may miss the limit by rounding.
       if (peak > options_.memory_limit * (1 + 1e-9)) {
-        add(ProblemKind::Memory, rank, where, row[where],
-            named(rank, where) + " brings the activations held to " + std::to_string(peak) + ", over the limit of " +
-                std::to_string(options_.memory_limit));
+        blame(ProblemKind::Memory, rank, where, "brings the activations held to ", peak, ", over the limit of ",
+              options_.memory_limit);
       }
     }
   }
@@ -442,7 +365,7 @@ class Checker {
   const CheckOptions& options_;
   StageGraph graph_;
   bool messages_ = false;
-  std::vector<std::int32_t> positions_, message_positions_;
+  std::optional<EventTable<int>> positions_;
   CheckReport report_;
 };
 
@@ -452,7 +375,7 @@ std::string CheckReport::text() const {
   if (ok()) return "ok";
   std::string text;
   for (const auto& problem : problems) text += (text.empty() ? "" : "\n") + problem.message;
-  if (num_problems > problems.size()) text += "\n... and " + std::to_string(num_problems - problems.size()) + " more";
+  if (num_problems > problems.size()) text += str("\n... and ", num_problems - problems.size(), " more");
   return text;
 }
 

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb {
@@ -16,7 +17,7 @@ constexpr const char* kSearched = "Searched";
 
 double at_stage(const std::vector<double>& values, int stage) {
   if (values.empty()) return 0;
-  return values.size() == 1 ? values[0] : values.at(static_cast<std::size_t>(stage));
+  return values.size() == 1 ? values[0] : values.at(stage);
 }
 
 // Resident memory of a rank: of every stage that lives there.
@@ -29,8 +30,7 @@ double resident_of(const StageCosts& costs, const Schedule& schedule, int rank) 
 void fill(ScheduleChoice& choice, const StageCosts& costs, const CompareOptions& options) {
   choice.simulation = simulate_schedule(choice.schedule, costs.costs, options.edges);
   for (int rank = 0; rank < choice.schedule.num_ranks(); ++rank) {
-    choice.memory.push_back(resident_of(costs, choice.schedule, rank) +
-                            choice.simulation.peak_memory[static_cast<std::size_t>(rank)]);
+    choice.memory.push_back(resident_of(costs, choice.schedule, rank) + choice.simulation.peak_memory[rank]);
   }
   choice.fits = choice.peak() <= options.memory_limit * (1 + 1e-9);
 }
@@ -66,8 +66,8 @@ double ScheduleChoice::peak() const { return memory.empty() ? 0 : *std::max_elem
 std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatches, const CostsOf& costs_of,
                                               const CompareOptions& options) {
   if (num_ranks < 1 || num_microbatches < 1) {
-    throw Error(ErrorKind::InvalidArgument, "schedules for " + std::to_string(num_ranks) + " ranks and " +
-                                                std::to_string(num_microbatches) + " microbatches do not exist");
+    throw Error(ErrorKind::InvalidArgument,
+                str("schedules for ", num_ranks, " ranks and ", num_microbatches, " microbatches do not exist"));
   }
   std::vector<std::string> names = options.names;
   if (names.empty()) {

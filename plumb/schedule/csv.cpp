@@ -5,6 +5,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/file.h"
 #include "plumb/core/input_file.h"
+#include "plumb/core/str.h"
 #include "plumb/schedule/schedule.h"
 
 namespace plumb {
@@ -21,8 +22,7 @@ std::vector<Action> parse_row(std::string_view line, const std::string& where, i
       row.push_back(parse_action(cell));
     } catch (const Error& error) {
       throw Error(ErrorKind::BadFile, error.message(),
-                  (where.empty() ? "" : where + ", ") + "line " + std::to_string(line_number) + " (rank " +
-                      std::to_string(rank) + "), column " + std::to_string(column),
+                  str(where.empty() ? "" : where + ", ", "line ", line_number, " (rank ", rank, "), column ", column),
                   error.remedy());
     }
     if (comma == std::string_view::npos) return row;
@@ -66,10 +66,9 @@ Schedule parse_csv(std::string_view text, const std::string& where) {
       // anything.
       if (largest >= 0 && static_cast<std::size_t>(largest) >= num_cells) {
         throw Error(ErrorKind::BadFile,
-                    "'" + to_string(row[column]) + "' names number " + std::to_string(largest) +
-                        ", but the whole table has only " + std::to_string(num_cells) + " cells",
-                    (where.empty() ? "" : where + ", ") + "rank " + std::to_string(rank) + ", column " +
-                        std::to_string(column + 1));
+                    str("'", to_string(row[column]), "' names number ", largest, ", but the whole table has only ",
+                        num_cells, " cells"),
+                    str(where.empty() ? "" : where + ", ", "rank ", rank, ", column ", column + 1));
       }
       for (const Action& part : {row[column].first_part(), row[column].second_part()}) {
         if (part.is_compute()) schedule.num_microbatches = std::max(schedule.num_microbatches, part.microbatch + 1);

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 
 namespace plumb::schedule_internal {
 
@@ -13,8 +14,7 @@ StageGraph::StageGraph(const StageEdges& given, int num_stages)
       in(static_cast<std::size_t>(num_stages)),
       out(static_cast<std::size_t>(num_stages)) {
   auto fail = [](const StageEdge& edge, const char* why) {
-    throw Error(ErrorKind::InvalidArgument,
-                "the stage edge " + std::to_string(edge.from) + " -> " + std::to_string(edge.to) + " " + why);
+    throw Error(ErrorKind::InvalidArgument, str("the stage edge ", edge.from, " -> ", edge.to, " ", why));
   };
   for (std::size_t i = 0; i < edges.size(); ++i) {
     const StageEdge& edge = edges[i];
@@ -37,6 +37,27 @@ int StageGraph::find(int from, int to) const {
   return -1;
 }
 
+int rank_of(const Event& event, const StageGraph& graph, const Placement& placement) {
+  if (event.kind <= EventKind::Weight) return placement.rank_of(event.index, event.microbatch);
+  const StageEdge& edge = graph.edges[event.index];
+  bool at_from = event.kind == EventKind::SentForward || event.kind == EventKind::PostedBackward;
+  return placement.rank_of(at_from ? edge.from : edge.to, event.microbatch);
+}
+
+std::pair<int, int> ends_of(const Action& message) {
+  bool up = message.kind == ActionKind::SendForward || message.kind == ActionKind::RecvBackward;
+  return up ? std::pair(message.stage, message.other_stage) : std::pair(message.other_stage, message.stage);
+}
+
+Event event_of(const Action& message, const StageGraph& graph) {
+  const auto [from, to] = ends_of(message);
+  const EventKind kind = message.kind == ActionKind::SendForward    ? EventKind::SentForward
+                         : message.kind == ActionKind::SendBackward ? EventKind::SentBackward
+                         : message.kind == ActionKind::RecvForward  ? EventKind::PostedForward
+                                                                    : EventKind::PostedBackward;
+  return {kind, graph.find(from, to), message.microbatch};
+}
+
 namespace {
 
 constexpr double kNever = -1;  // times are not negative
@@ -51,11 +72,7 @@ class EventSimulator {
         options_(options),
         result_(result),
         messages_(schedule.has_messages()),
-        stages_(schedule.num_stages()),
-        microbatches_(schedule.num_microbatches) {
-    std::size_t rows = 3 * static_cast<std::size_t>(stages_);
-    if (messages_) rows += (options.blocking_sends ? 4 : 2) * graph.edges.size();
-    times_.assign(rows * static_cast<std::size_t>(microbatches_), kNever);
+        times_(graph, schedule.num_microbatches, messages_, kNever) {
     result.positions.assign(schedule.rows.size(), 0);
     result.missing.assign(schedule.rows.size(), Event{});
     result.busy.assign(schedule.rows.size(), 0);
@@ -82,26 +99,11 @@ class EventSimulator {
   }
 
  private:
-  double& time_of(EventKind kind, int index, int microbatch) {
-    std::size_t row = static_cast<std::size_t>(index);
-    std::size_t stages = static_cast<std::size_t>(stages_), edges = graph_.edges.size();
-    switch (kind) {
-      case EventKind::Forward: break;
-      case EventKind::Gradient: row += stages; break;
-      case EventKind::Weight: row += 2 * stages; break;
-      case EventKind::SentForward: row += 3 * stages; break;
-      case EventKind::SentBackward: row += 3 * stages + edges; break;
-      case EventKind::PostedForward: row += 3 * stages + 2 * edges; break;
-      case EventKind::PostedBackward: row += 3 * stages + 3 * edges; break;
-    }
-    return times_[row * static_cast<std::size_t>(microbatches_) + static_cast<std::size_t>(microbatch)];
-  }
-
   // Moves `start` to when the event's outcome is there; false if it has not happened.
-  bool wait_for(int rank, EventKind kind, int index, int microbatch, double delay, double& start) {
-    double time = time_of(kind, index, microbatch);
+  bool wait_for(int rank, const Event& event, double delay, double& start) {
+    double time = times_[event];
     if (time == kNever) {
-      result_.missing[rank] = {kind, index, microbatch};
+      result_.missing[rank] = event;
       return false;
     }
     start = std::max(start, time + delay);
@@ -114,9 +116,10 @@ class EventSimulator {
     bool crosses = schedule_.placement.rank_of(producer, microbatch) != rank;
     double delay = crosses ? costs_.communication[e.from] : 0;
     if (crosses && messages_) {
-      return wait_for(rank, forward ? EventKind::SentForward : EventKind::SentBackward, edge, microbatch, delay, start);
+      return wait_for(rank, {forward ? EventKind::SentForward : EventKind::SentBackward, edge, microbatch}, delay,
+                      start);
     }
-    return wait_for(rank, forward ? EventKind::Forward : EventKind::Gradient, producer, microbatch, delay, start);
+    return wait_for(rank, {forward ? EventKind::Forward : EventKind::Gradient, producer, microbatch}, delay, start);
   }
 
   bool inputs_there(int rank, const Action& action, double& start) {
@@ -125,9 +128,9 @@ class EventSimulator {
         if (!wait_for_edge(rank, edge, action.microbatch, true, start)) return false;
       }
     } else if (action.kind == ActionKind::BackwardWeight) {
-      return wait_for(rank, EventKind::Gradient, action.stage, action.microbatch, 0, start);
+      return wait_for(rank, {EventKind::Gradient, action.stage, action.microbatch}, 0, start);
     } else if (action.kind == ActionKind::BackwardInput || action.kind == ActionKind::FullBackward) {
-      if (!wait_for(rank, EventKind::Forward, action.stage, action.microbatch, 0, start)) return false;
+      if (!wait_for(rank, {EventKind::Forward, action.stage, action.microbatch}, 0, start)) return false;
       for (int edge : graph_.out[action.stage]) {
         if (graph_.edges[edge].gradient && !wait_for_edge(rank, edge, action.microbatch, false, start)) return false;
       }
@@ -150,65 +153,38 @@ class EventSimulator {
   }
 
   void happened(int rank, const Action& action, double end) {
-    switch (action.kind) {
-      case ActionKind::Forward: fire(rank, EventKind::Forward, action.stage, action.microbatch, end); break;
-      case ActionKind::BackwardInput: fire(rank, EventKind::Gradient, action.stage, action.microbatch, end); break;
-      case ActionKind::FullBackward:
-        fire(rank, EventKind::Gradient, action.stage, action.microbatch, end);
-        [[fallthrough]];
-      case ActionKind::BackwardWeight: fire(rank, EventKind::Weight, action.stage, action.microbatch, end); break;
-      default: break;
-    }
+    if (!action.is_compute()) return;
+    const auto fires = [&](EventKind kind) { fire(rank, {kind, action.stage, action.microbatch}, end); };
+    if (action.kind == ActionKind::Forward) return fires(EventKind::Forward);
+    if (action.kind != ActionKind::BackwardWeight) fires(EventKind::Gradient);
+    if (action.kind != ActionKind::BackwardInput) fires(EventKind::Weight);
   }
 
-  void fire(int rank, EventKind kind, int index, int microbatch, double time) {
-    time_of(kind, index, microbatch) = time;
-    auto& waiting = waiting_[rank];
-    for (std::size_t i = 0; i < waiting.size();) {
-      const Event& event = result_.missing[waiting[i]];
-      if (event.kind == kind && event.index == index && event.microbatch == microbatch) {
-        ready_->push_back(waiting[i]);
-        waiting[i] = waiting.back();
-        waiting.pop_back();
-      } else {
-        ++i;
-      }
-    }
-  }
-
-  int edge_of(const Action& message) const {
-    bool up = message.kind == ActionKind::SendForward || message.kind == ActionKind::RecvBackward;
-    return up ? graph_.find(message.stage, message.other_stage) : graph_.find(message.other_stage, message.stage);
+  void fire(int rank, const Event& event, double time) {
+    times_[event] = time;
+    std::erase_if(waiting_[rank], [&](int other) {
+      const bool met = result_.missing[other] == event;
+      if (met) ready_->push_back(other);
+      return met;
+    });
   }
 
   // Messages: whether the rank may go on past one.
   bool pass_message(int rank, const Action& action, double& start) {
+    const Event event = event_of(action, graph_);
     bool forward = action.kind == ActionKind::SendForward || action.kind == ActionKind::RecvForward;
-    int edge = edge_of(action);
-    auto sent = forward ? EventKind::SentForward : EventKind::SentBackward;
-    auto posted = forward ? EventKind::PostedForward : EventKind::PostedBackward;
+    const Event sent{forward ? EventKind::SentForward : EventKind::SentBackward, event.index, event.microbatch};
+    const Event posted{forward ? EventKind::PostedForward : EventKind::PostedBackward, event.index, event.microbatch};
     if (action.is_send()) {
-      if (!wait_for(rank, forward ? EventKind::Forward : EventKind::Gradient, action.stage, action.microbatch, 0,
-                    start)) {
-        return false;
-      }
-      if (options_.blocking_sends && !wait_for(rank, posted, edge, action.microbatch, 0, start)) return false;
-      fire(rank, sent, edge, action.microbatch, start);
+      const Event made{forward ? EventKind::Forward : EventKind::Gradient, action.stage, action.microbatch};
+      if (!wait_for(rank, made, 0, start)) return false;
+      if (options_.blocking_sends && !wait_for(rank, posted, 0, start)) return false;
+      fire(rank, sent, start);
       return true;
     }
-    if (options_.blocking_sends && time_of(posted, edge, action.microbatch) == kNever) {
-      fire(rank, posted, edge, action.microbatch, start);
-    }
+    if (options_.blocking_sends && times_[posted] == kNever) fire(rank, posted, start);
     return !options_.blocking_receives ||
-           wait_for(rank, sent, edge, action.microbatch, costs_.communication[graph_.edges[edge].from], start);
-  }
-
-  // The rank that makes an event happen.
-  int owner_of(const Event& event) const {
-    if (event.kind <= EventKind::Weight) return schedule_.placement.rank_of(event.index, event.microbatch);
-    const StageEdge& edge = graph_.edges[event.index];
-    bool at_from = event.kind == EventKind::SentForward || event.kind == EventKind::PostedBackward;
-    return schedule_.placement.rank_of(at_from ? edge.from : edge.to, event.microbatch);
+           wait_for(rank, sent, costs_.communication[graph_.edges[event.index].from], start);
   }
 
   void advance(int rank, std::vector<int>& ready) {
@@ -223,7 +199,7 @@ class EventSimulator {
                   : action.kind == ActionKind::Overlap && !options_.pairs_at_once ? run_pair(rank, action, start, end)
                                                                                   : run_whole(rank, action, start, end);
       if (!goes) {
-        int owner = owner_of(result_.missing[rank]);
+        int owner = rank_of(result_.missing[rank], graph_, schedule_.placement);
         // Nobody will make it happen: keep the rank where it is counted as stuck.
         waiting_[owner >= 0 && owner < schedule_.num_ranks() ? owner : schedule_.num_ranks()].push_back(rank);
         return;
@@ -271,8 +247,7 @@ class EventSimulator {
   EventSimulationOptions options_;
   EventSimulation& result_;
   bool messages_;
-  int stages_, microbatches_;
-  std::vector<double> times_;
+  EventTable<double> times_;
   std::vector<double> clock_;              // by rank: when it is free
   std::vector<double> half_done_;          // by rank: start of a pair whose forward has run
   std::vector<std::vector<int>> waiting_;  // by rank: the ranks that wait for it

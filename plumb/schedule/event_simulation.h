@@ -2,6 +2,7 @@
 // this room.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -39,6 +40,35 @@ struct Event {
   EventKind kind = EventKind::Forward;
   int index = -1;  // stage, or edge for messages
   int microbatch = -1;
+  bool operator==(const Event&) const = default;
+};
+
+// The rank that makes an event happen.
+int rank_of(const Event& event, const StageGraph& graph, const Placement& placement);
+
+// Of a message: the stages that its value goes from and to in the forward, and what its entry in a row makes happen
+// (index -1: no edge leads there).
+std::pair<int, int> ends_of(const Action& message);
+Event event_of(const Action& message, const StageGraph& graph);
+
+// A value for every event.
+template <class T>
+class EventTable {
+ public:
+  EventTable(const StageGraph& graph, int num_microbatches, bool messages, T none)
+      : stages_(graph.in.size()),
+        edges_(graph.edges.size()),
+        microbatches_(num_microbatches),
+        values_((3 * stages_ + (messages ? 4 * edges_ : 0)) * microbatches_, none) {}
+  T& operator[](const Event& event) {
+    const auto kind = static_cast<std::size_t>(event.kind), of_stages = std::min<std::size_t>(kind, 3);
+    const std::size_t row = of_stages * stages_ + (kind - of_stages) * edges_ + event.index;
+    return values_[row * microbatches_ + event.microbatch];
+  }
+
+ private:
+  std::size_t stages_, edges_, microbatches_;
+  std::vector<T> values_;
 };
 
 struct EventSimulationOptions {
@@ -62,6 +92,9 @@ struct EventSimulation {
   std::vector<Event> missing;          // by rank: the event that this entry waits for
   std::vector<int> stuck_ranks;
 };
+
+// Whether it trains: an evaluation's table only goes forward.
+bool has_backward(const Schedule& schedule);
 
 // The most activations a rank's row holds, in the unit of costs.activation (a list by stage), and the entry that gets
 // there first (-1 if nothing is ever held).

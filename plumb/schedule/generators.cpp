@@ -9,32 +9,11 @@ namespace plumb {
 
 using schedule_internal::new_table;
 
-Schedule gpipe_schedule(int num_ranks, int num_microbatches) {
-  Schedule schedule = new_table("GPipe", num_ranks, num_microbatches, 1, false);
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    auto& row = schedule.rows[rank];
-    for (int m = 0; m < num_microbatches; ++m) row.push_back(Action::forward(rank, m));
-    for (int m = 0; m < num_microbatches; ++m) row.push_back(Action::backward(rank, m));
-  }
-  return schedule;
-}
+namespace {
 
-Schedule one_f_one_b_schedule(int num_ranks, int num_microbatches) {
-  Schedule schedule = new_table("1F1B", num_ranks, num_microbatches, 1, false);
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    auto& row = schedule.rows[rank];
-    int ahead = std::min(num_ranks - 1 - rank, num_microbatches);
-    for (int m = 0; m < ahead; ++m) row.push_back(Action::forward(rank, m));
-    for (int m = 0; m < num_microbatches; ++m) {
-      if (m + ahead < num_microbatches) row.push_back(Action::forward(rank, m + ahead));
-      row.push_back(Action::backward(rank, m));
-    }
-  }
-  return schedule;
-}
-
-Schedule looped_bfs_schedule(int num_ranks, int num_microbatches, int stages_per_rank, bool ascending) {
-  Schedule schedule = new_table("LoopedBFS", num_ranks, num_microbatches, stages_per_rank, false);
+// All microbatches through one stage of a rank before the next; `ascending`: backwards from the first microbatch on.
+Schedule stage_by_stage(const char* name, int num_ranks, int num_microbatches, int stages_per_rank, bool ascending) {
+  Schedule schedule = new_table(name, num_ranks, num_microbatches, stages_per_rank, false);
   for (int rank = 0; rank < num_ranks; ++rank) {
     auto& row = schedule.rows[rank];
     for (int chunk = 0; chunk < stages_per_rank; ++chunk) {
@@ -49,15 +28,13 @@ Schedule looped_bfs_schedule(int num_ranks, int num_microbatches, int stages_per
   return schedule;
 }
 
-namespace {
-
 struct Step {
   int chunk, microbatch;
 };
 
 // A rank's forwards (or backwards, chunks from the last) in rounds: a round of microbatches through one chunk, then the
 // next chunk, then the next round.
-std::vector<Step> in_rounds(int num_ranks, int num_microbatches, int chunks, bool backward) {
+std::vector<Step> steps_in_rounds(int num_ranks, int num_microbatches, int chunks, bool backward) {
   std::vector<Step> steps;
   int rounds = std::max(1, num_microbatches / num_ranks);
   int size = num_microbatches / rounds, longer = num_microbatches % rounds;
@@ -75,8 +52,8 @@ std::vector<Step> in_rounds(int num_ranks, int num_microbatches, int chunks, boo
 // weight_lag < 0: full backwards; otherwise halves, with so many inputs backwards ahead of the first weight backward.
 std::vector<Action> interleaved_row(int rank, int num_ranks, int num_microbatches, int chunks, int hop,
                                     int weight_lag) {
-  std::vector<Step> forwards = in_rounds(num_ranks, num_microbatches, chunks, false);
-  std::vector<Step> backwards = in_rounds(num_ranks, num_microbatches, chunks, true);
+  std::vector<Step> forwards = steps_in_rounds(num_ranks, num_microbatches, chunks, false);
+  std::vector<Step> backwards = steps_in_rounds(num_ranks, num_microbatches, chunks, true);
   int total = static_cast<int>(forwards.size());
   int rounds = std::max(1, num_microbatches / num_ranks);
   int round = (num_microbatches + rounds - 1) / rounds;
@@ -105,38 +82,44 @@ std::vector<Action> interleaved_row(int rank, int num_ranks, int num_microbatche
   return row;
 }
 
-}  // namespace
-
-Schedule interleaved_1f1b_schedule(int num_ranks, int num_microbatches, int stages_per_rank) {
-  Schedule schedule = new_table("Interleaved1F1B", num_ranks, num_microbatches, stages_per_rank, false);
+// lag: -1 for full backwards, else the weight_lag of rank 1; that of rank r is r times as much.
+Schedule in_rounds(const char* name, int num_ranks, int num_microbatches, int stages_per_rank, int hop, int lag) {
+  Schedule schedule = new_table(name, num_ranks, num_microbatches, stages_per_rank, false);
   for (int rank = 0; rank < num_ranks; ++rank) {
-    schedule.rows[rank] = interleaved_row(rank, num_ranks, num_microbatches, stages_per_rank, 2, -1);
+    schedule.rows[rank] =
+        interleaved_row(rank, num_ranks, num_microbatches, stages_per_rank, hop, lag < 0 ? lag : lag * rank);
   }
   return schedule;
+}
+
+}  // namespace
+
+Schedule gpipe_schedule(int num_ranks, int num_microbatches) {
+  return stage_by_stage("GPipe", num_ranks, num_microbatches, 1, true);
+}
+
+Schedule looped_bfs_schedule(int num_ranks, int num_microbatches, int stages_per_rank, bool ascending) {
+  return stage_by_stage("LoopedBFS", num_ranks, num_microbatches, stages_per_rank, ascending);
+}
+
+Schedule one_f_one_b_schedule(int num_ranks, int num_microbatches) {
+  return in_rounds("1F1B", num_ranks, num_microbatches, 1, 1, -1);
+}
+
+Schedule interleaved_1f1b_schedule(int num_ranks, int num_microbatches, int stages_per_rank) {
+  return in_rounds("Interleaved1F1B", num_ranks, num_microbatches, stages_per_rank, 2, -1);
 }
 
 Schedule interleaved_zero_bubble_schedule(int num_ranks, int num_microbatches, int stages_per_rank) {
-  Schedule schedule = new_table("InterleavedZeroBubble", num_ranks, num_microbatches, stages_per_rank, false);
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    schedule.rows[rank] = interleaved_row(rank, num_ranks, num_microbatches, stages_per_rank, 1, rank);
-  }
-  return schedule;
+  return in_rounds("InterleavedZeroBubble", num_ranks, num_microbatches, stages_per_rank, 1, 1);
 }
 
 Schedule zb_h1_schedule(int num_ranks, int num_microbatches) {
-  Schedule schedule = new_table("ZBH1", num_ranks, num_microbatches, 1, false);
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    schedule.rows[rank] = interleaved_row(rank, num_ranks, num_microbatches, 1, 1, rank);
-  }
-  return schedule;
+  return in_rounds("ZBH1", num_ranks, num_microbatches, 1, 1, 1);
 }
 
 Schedule zb_h2_schedule(int num_ranks, int num_microbatches) {
-  Schedule schedule = new_table("ZBH2", num_ranks, num_microbatches, 1, false);
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    schedule.rows[rank] = interleaved_row(rank, num_ranks, num_microbatches, 1, 2, 2 * rank);
-  }
-  return schedule;
+  return in_rounds("ZBH2", num_ranks, num_microbatches, 1, 2, 2);
 }
 
 }  // namespace plumb

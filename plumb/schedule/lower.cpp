@@ -1,7 +1,10 @@
 #include "plumb/schedule/lower.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
+#include <map>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -55,11 +58,6 @@ std::vector<Message> find_messages(const Schedule& schedule, const StageGraph& g
   return messages;
 }
 
-bool is_backward(const Action& action) {
-  return action.kind == ActionKind::BackwardInput || action.kind == ActionKind::BackwardWeight ||
-         action.kind == ActionKind::FullBackward || action.kind == ActionKind::Overlap;
-}
-
 bool makes_weight_gradient(const Action& action) {
   return action.kind == ActionKind::BackwardWeight || action.kind == ActionKind::FullBackward;
 }
@@ -79,14 +77,11 @@ void split_pairs(Schedule& schedule) {
 // What surrounds the computing of one rank: UNSHARD and RESHARD before an action, REDUCE_GRAD after it.
 class Surroundings {
  public:
-  Surroundings(const std::vector<Action>& row, int num_stages, const LowerOptions& options)
-      : row_(row), options_(options) {
-    if (options.reduce_grad) {
-      weights_left_.assign(static_cast<std::size_t>(num_stages), 0);
-      for (const Action& action : row) {
-        for (const Action& part : {action.first_part(), action.second_part()}) {
-          if (makes_weight_gradient(part)) ++weights_left_[part.stage];
-        }
+  Surroundings(const std::vector<Action>& row, const LowerOptions& options) : row_(row), options_(options) {
+    for (const Action& action : row) {
+      for (const Action& part : {action.first_part(), action.second_part()}) {
+        if (part.is_compute()) held_.insert(part.stage);
+        if (makes_weight_gradient(part)) ++weights_left_[part.stage];
       }
     }
   }
@@ -130,30 +125,33 @@ class Surroundings {
         }
       }
       // A rank holds few stages: past a while nothing new comes.
-      if (stages.size() == num_held()) break;
+      if (stages.size() == held_.size()) break;
     }
     return stages;
-  }
-  std::size_t num_held() const {
-    if (!held_) {
-      std::vector<int> stages;
-      for (const Action& action : row_) {
-        for (const Action& part : {action.first_part(), action.second_part()}) {
-          if (part.is_compute()) stages.push_back(part.stage);
-        }
-      }
-      std::sort(stages.begin(), stages.end());
-      held_ = static_cast<std::size_t>(std::unique(stages.begin(), stages.end()) - stages.begin());
-    }
-    return held_;
   }
 
   const std::vector<Action>& row_;
   const LowerOptions& options_;
-  std::vector<int> weights_left_;
+  std::set<int> held_;               // stages
+  std::map<int, int> weights_left_;  // of each, weight gradients to come
   std::vector<int> whole_;
-  mutable std::size_t held_ = 0;
 };
+
+// The row with what surrounds its entries. `before` adds what comes before entry i; row.size(): after the last one.
+std::vector<Action> surround(const std::vector<Action>& row, const LowerOptions& options,
+                             const std::function<void(std::size_t i, std::vector<Action>& out)>& before) {
+  std::vector<Action> out;
+  Surroundings surroundings(row, options);
+  for (std::size_t i = 0; i < row.size(); ++i) {
+    before(i, out);
+    surroundings.before(i, out);
+    out.push_back(row[i]);
+    surroundings.after(row[i], out);
+  }
+  before(row.size(), out);
+  surroundings.finish(out);
+  return out;
+}
 
 }  // namespace
 
@@ -163,8 +161,7 @@ Schedule lower_schedule(const Schedule& given, const StageEdges& edges, const Lo
                 "lower the table that only computes, or run this one as it is");
   }
   CheckOptions check;
-  check.forward_only = std::none_of(given.rows.begin(), given.rows.end(),
-                                    [](const auto& row) { return std::any_of(row.begin(), row.end(), is_backward); });
+  check.forward_only = !schedule_internal::has_backward(given);
   require_runnable(given, edges, check);
   Schedule schedule = without_idle(given);
   if (!options.keep_pairs) split_pairs(schedule);
@@ -180,13 +177,11 @@ Schedule lower_schedule(const Schedule& given, const StageEdges& edges, const Lo
   Schedule lowered = schedule;
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     const auto& row = schedule.rows[rank];
-    std::vector<Action>& out = lowered.rows[rank];
-    out.clear();
-    out.reserve(row.size() + of_rank[rank].size());
-    Surroundings surroundings(row, schedule.num_stages(), options);
     std::size_t next = 0;
-    auto place_until = [&](double time) {
-      for (; next < of_rank[rank].size() && messages[of_rank[rank][next]].time <= time; ++next) {
+    lowered.rows[rank] = surround(row, options, [&](std::size_t entry, std::vector<Action>& out) {
+      const double until =
+          entry < row.size() ? events.spans[rank][entry].start : std::numeric_limits<double>::infinity();
+      for (; next < of_rank[rank].size() && messages[of_rank[rank][next]].time <= until; ++next) {
         const Message& message = messages[of_rank[rank][next]];
         const StageEdge& edge = graph.edges[message.edge];
         bool sends = message.from_rank == rank;
@@ -195,15 +190,7 @@ Schedule lower_schedule(const Schedule& given, const StageEdges& edges, const Lo
                                            : (sends ? ActionKind::SendForward : ActionKind::RecvForward);
         out.push_back(Action::message(kind, here, message.microbatch, there));
       }
-    };
-    for (std::size_t i = 0; i < row.size(); ++i) {
-      place_until(events.spans[rank][i].start);
-      surroundings.before(i, out);
-      out.push_back(row[i]);
-      surroundings.after(row[i], out);
-    }
-    place_until(std::numeric_limits<double>::infinity());
-    surroundings.finish(out);
+    });
   }
   return lowered;
 }
@@ -237,21 +224,9 @@ std::vector<std::vector<int>> meeting_messages(const Schedule& lowered) {
 }
 
 std::vector<Action> with_surroundings(const std::vector<Action>& given, const LowerOptions& options) {
-  std::vector<Action> row, out;
-  int num_stages = 0;
-  for (const Action& action : given) {
-    if (action.is_idle()) continue;
-    row.push_back(action);
-    num_stages = std::max({num_stages, action.stage + 1, action.other_stage + 1});
-  }
-  Surroundings surroundings(row, num_stages, options);
-  for (std::size_t i = 0; i < row.size(); ++i) {
-    surroundings.before(i, out);
-    out.push_back(row[i]);
-    surroundings.after(row[i], out);
-  }
-  surroundings.finish(out);
-  return out;
+  std::vector<Action> row = given;
+  std::erase_if(row, [](const Action& action) { return action.is_idle(); });
+  return surround(row, options, [](std::size_t, std::vector<Action>&) {});
 }
 
 Schedule merge_backwards(const Schedule& given) {

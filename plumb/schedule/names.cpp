@@ -5,6 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
+#include "plumb/core/str.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/generators_internal.h"
 
@@ -16,16 +17,15 @@ Schedule new_table(const char* name, int num_ranks, int num_microbatches, int st
   auto fits = [](int count) { return count >= 1 && count <= kMost; };
   if (!fits(num_ranks) || !fits(num_microbatches) || !fits(stages_per_rank) || num_ranks > kMost / stages_per_rank) {
     throw Error(ErrorKind::InvalidArgument,
-                std::string(name) + " cannot be made for " + std::to_string(num_ranks) + " ranks, " +
-                    std::to_string(num_microbatches) + " microbatches and " + std::to_string(stages_per_rank) +
-                    " stages a rank",
+                str(name, " cannot be made for ", num_ranks, " ranks, ", num_microbatches, " microbatches and ",
+                    stages_per_rank, " stages a rank"),
                 "", "give at least one of each");
   }
   Schedule schedule;
   schedule.name = name;
   schedule.num_microbatches = num_microbatches;
   schedule.placement = v_shape ? v_placement(num_ranks, stages_per_rank) : loop_placement(num_ranks, stages_per_rank);
-  schedule.rows.resize(static_cast<std::size_t>(num_ranks));
+  schedule.rows.resize(num_ranks);
   return schedule;
 }
 
@@ -58,75 +58,51 @@ Generator one_stage(Schedule (*make)(int, int)) {
 }
 
 struct Entry {
+  Entry(const char* name, const char* summary, ScheduleTraits form, Generator generator)
+      : traits(std::move(form)), make(std::move(generator)) {
+    traits.name = name;
+    traits.summary = summary;
+  }
   ScheduleTraits traits;
   Generator make;
 };
 
 // The list of schedules.
 const std::vector<Entry>& entries() {
+  static const ScheduleTraits loops{.max_stages_per_rank = kMany}, halves{.splits_backward = true};
+  static const ScheduleTraits v{
+      .v_shape = true, .min_stages_per_rank = 2, .max_stages_per_rank = 2, .splits_backward = true};
   static const std::vector<Entry> table = {
-      {{.name = "GPipe", .summary = "All forwards, then all backwards (arXiv 1811.06965)."}, one_stage(gpipe_schedule)},
-      {{.name = "1F1B",
-        .summary = "Forwards until the first backward can come, then one forward, one backward (arXiv 2006.09503)."},
+      {"GPipe", "All forwards, then all backwards (arXiv 1811.06965).", {}, one_stage(gpipe_schedule)},
+      {"1F1B",
+       "Forwards until the first backward can come, then one forward, one backward (arXiv 2006.09503).",
+       {},
        one_stage(one_f_one_b_schedule)},
-      {{.name = "Interleaved1F1B",
-        .summary = "1F1B over several stages a rank, microbatches in rounds (arXiv 2104.04473). Any number of "
-                   "microbatches.",
-        .max_stages_per_rank = kMany},
+      {"Interleaved1F1B",
+       "1F1B over several stages a rank, microbatches in rounds (arXiv 2104.04473). Any number of microbatches.", loops,
        interleaved_1f1b_schedule},
-      {{.name = "LoopedBFS",
-        .summary = "All microbatches through one stage of a rank before the next stage (arXiv 2211.05953).",
-        .max_stages_per_rank = kMany},
+      {"LoopedBFS", "All microbatches through one stage of a rank before the next stage (arXiv 2211.05953).", loops,
        [](int ranks, int microbatches, int stages) { return looped_bfs_schedule(ranks, microbatches, stages); }},
-      {{.name = "InterleavedZeroBubble",
-        .summary = "Interleaved 1F1B with weight backwards where a rank would wait (arXiv 2401.10241).",
-        .max_stages_per_rank = kMany,
-        .splits_backward = true},
-       interleaved_zero_bubble_schedule},
-      {{.name = "ZBVZeroBubble",
-        .summary = "Two stages a rank in a V; no bubble if forward, input and weight backward cost the same (arXiv "
-                   "2401.10241, section 6).",
-        .v_shape = true,
-        .min_stages_per_rank = 2,
-        .max_stages_per_rank = 2,
-        .splits_backward = true},
-       one_stage(zbv_schedule)},
-      {{.name = "DualPipeV",
-        .summary = "Two stages a rank in a V, forwards and backwards of different microbatches in pairs (DualPipe cut "
-                   "in half).",
-        .v_shape = true,
-        .min_stages_per_rank = 2,
-        .max_stages_per_rank = 2,
-        .splits_backward = true},
+      {"InterleavedZeroBubble", "Interleaved 1F1B with weight backwards where a rank would wait (arXiv 2401.10241).",
+       ScheduleTraits{.max_stages_per_rank = kMany, .splits_backward = true}, interleaved_zero_bubble_schedule},
+      {"ZBVZeroBubble",
+       "Two stages a rank in a V; no bubble if forward, input and weight backward cost the same (arXiv 2401.10241, "
+       "section 6).",
+       v, one_stage(zbv_schedule)},
+      {"DualPipeV",
+       "Two stages a rank in a V, forwards and backwards of different microbatches in pairs (DualPipe cut in half).", v,
        one_stage(dual_pipe_v_schedule)},
-      {{.name = "ZBH1",
-        .summary = "1F1B with the backward halved, in 1F1B's memory (arXiv 2401.10241).",
-        .splits_backward = true},
+      {"ZBH1", "1F1B with the backward halved, in 1F1B's memory (arXiv 2401.10241).", halves,
        one_stage(zb_h1_schedule)},
-      {{.name = "ZBH2",
-        .summary = "1F1B with the backward halved, with about twice its memory and hardly a bubble (arXiv 2401.10241).",
-        .splits_backward = true},
-       one_stage(zb_h2_schedule)},
-      {{.name = "VHalf",
-        .summary = "Two stages a rank in a V, about half of 1F1B's memory (arXiv 2405.15362).",
-        .v_shape = true,
-        .min_stages_per_rank = 2,
-        .max_stages_per_rank = 2,
-        .splits_backward = true},
+      {"ZBH2", "1F1B with the backward halved, with about twice its memory and hardly a bubble (arXiv 2401.10241).",
+       halves, one_stage(zb_h2_schedule)},
+      {"VHalf", "Two stages a rank in a V, about half of 1F1B's memory (arXiv 2405.15362).", v,
        one_stage(v_half_schedule)},
-      {{.name = "VMin",
-        .summary = "Two stages a rank in a V, about a third of 1F1B's memory (arXiv 2405.15362).",
-        .v_shape = true,
-        .min_stages_per_rank = 2,
-        .max_stages_per_rank = 2,
-        .splits_backward = true},
+      {"VMin", "Two stages a rank in a V, about a third of 1F1B's memory (arXiv 2405.15362).", v,
        one_stage(v_min_schedule)},
-      {{.name = "DualPipe",
-        .summary = "Every stage on two ranks, s and p - 1 - s; half of the microbatches enter at either end (arXiv "
-                   "2412.19437).",
-        .bidirectional = true,
-        .splits_backward = true},
-       one_stage(dual_pipe_schedule)},
+      {"DualPipe",
+       "Every stage on two ranks, s and p - 1 - s; half of the microbatches enter at either end (arXiv 2412.19437).",
+       ScheduleTraits{.bidirectional = true, .splits_backward = true}, one_stage(dual_pipe_schedule)},
   };
   return table;
 }
@@ -164,9 +140,9 @@ Schedule make_schedule(std::string_view name, int num_ranks, int num_microbatche
   if (stages_per_rank == 0) stages_per_rank = std::min(traits.max_stages_per_rank, 2);
   if (stages_per_rank < traits.min_stages_per_rank || stages_per_rank > traits.max_stages_per_rank) {
     throw Error(ErrorKind::InvalidArgument,
-                traits.name + " has " + std::to_string(traits.min_stages_per_rank) +
-                    (traits.max_stages_per_rank == traits.min_stages_per_rank ? "" : " or more") +
-                    " stages a rank, not " + std::to_string(stages_per_rank));
+                str(traits.name, " has ", traits.min_stages_per_rank,
+                    traits.max_stages_per_rank == traits.min_stages_per_rank ? "" : " or more", " stages a rank, not ",
+                    stages_per_rank));
   }
   return found.make(num_ranks, num_microbatches, stages_per_rank);
 }

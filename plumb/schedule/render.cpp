@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 
 namespace plumb {
 namespace {
@@ -21,8 +22,7 @@ double check_spans(const Schedule& schedule, const TimeLine& spans) {
   for (const auto& row : spans) {
     for (const Span& span : row) {
       if (!std::isfinite(span.start) || !std::isfinite(span.end) || span.start < 0 || span.end < span.start) {
-        throw Error(ErrorKind::InvalidArgument,
-                    "the time line has a span from " + std::to_string(span.start) + " to " + std::to_string(span.end));
+        throw Error(ErrorKind::InvalidArgument, str("the time line has a span from ", span.start, " to ", span.end));
       }
       end = std::max(end, span.end);
     }
@@ -45,12 +45,12 @@ char letter_of(const Action& action) {
 std::string render_text(const Schedule& schedule, const TimeLine& spans, int columns) {
   double end = check_spans(schedule, spans);
   if (columns < 1 || columns > 10000) {
-    throw Error(ErrorKind::InvalidArgument, "a time line cannot have " + std::to_string(columns) + " columns");
+    throw Error(ErrorKind::InvalidArgument, str("a time line cannot have ", columns, " columns"));
   }
   std::string text;
   std::size_t digits = std::to_string(schedule.rows.size()).size();
   for (std::size_t rank = 0; rank < spans.size(); ++rank) {
-    std::vector<std::array<double, 5>> shares(static_cast<std::size_t>(columns), std::array<double, 5>{});
+    std::vector<std::array<double, 5>> shares(columns, std::array<double, 5>{});
     constexpr std::string_view kLetters = "FIWBX";
     double busy = 0;
     for (std::size_t i = 0; i < spans[rank].size(); ++i) {
@@ -69,9 +69,9 @@ std::string render_text(const Schedule& schedule, const TimeLine& spans, int col
       auto most = std::max_element(share.begin(), share.end());
       double idle = 1;
       for (double one : share) idle -= one;
-      text += *most > 0 && *most >= idle - 1e-9 ? kLetters[static_cast<std::size_t>(most - share.begin())] : '.';
+      text += *most > 0 && *most >= idle - 1e-9 ? kLetters[most - share.begin()] : '.';
     }
-    text += "| " + std::to_string(static_cast<int>(std::lround(end > 0 ? 100 * busy / end : 0))) + "%\n";
+    text += str("| ", static_cast<int>(std::lround(end > 0 ? 100 * busy / end : 0)), "%\n");
   }
   return text;
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 
 namespace plumb {
 
@@ -25,8 +26,8 @@ namespace {
 
 void check_counts(int num_ranks, int stages_per_rank) {
   if (num_ranks < 1 || stages_per_rank < 1) {
-    throw Error(ErrorKind::InvalidArgument, "a placement needs at least one rank and one stage a rank, not " +
-                                                std::to_string(num_ranks) + " and " + std::to_string(stages_per_rank));
+    throw Error(ErrorKind::InvalidArgument, str("a placement needs at least one rank and one stage a rank, not ",
+                                                num_ranks, " and ", stages_per_rank));
   }
 }
 
@@ -85,7 +86,7 @@ Placement infer_placement(const std::vector<std::vector<Action>>& rows) {
     }
   }
   Placement placement;
-  placement.ranks.assign(static_cast<std::size_t>(num_stages), -1);
+  placement.ranks.assign(num_stages, -1);
   // The rank of a stage's first and last microbatch: they differ only in a bidirectional table.
   std::vector<Seen> first(placement.ranks.size(), {-1, -1, -1}), last = first;
   for (const Seen& seen : forwards) {

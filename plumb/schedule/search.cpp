@@ -42,7 +42,7 @@ class Player {
   Score play(const std::vector<Habit>& habits, std::vector<std::vector<Action>>* rows = nullptr) {
     habits_ = &habits;
     rows_ = rows;
-    state_.assign(static_cast<std::size_t>(ranks_), {});
+    state_.assign(ranks_, {});
     forward_at_.assign(static_cast<std::size_t>(ranks_) * microbatches_, kNever);
     gradient_at_.assign(static_cast<std::size_t>(ranks_) * microbatches_, kNever);
     std::fill_n(forward_at_.begin(), microbatches_, 0.0);
@@ -343,7 +343,7 @@ int improve(Orders& orders, int most_tables, std::mt19937_64& random) {
   auto pairs = orders.critical_pairs();
   // A swap that memory forbids costs nothing and counts little, but cannot go on for ever.
   for (int i = 0; i < 4 * most_tables && tried < most_tables && !pairs.empty(); ++i) {
-    auto [rank, index] = pairs[static_cast<std::size_t>(pick(random, static_cast<int>(pairs.size())))];
+    auto [rank, index] = pairs[pick(random, static_cast<int>(pairs.size()))];
     if (!orders.swap(rank, index)) continue;
     ++tried;
     Score score = orders.time();

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/schedule/check.h"
 #include "plumb/schedule/event_simulation.h"
 
@@ -16,14 +17,12 @@ std::vector<double> spread(const std::vector<double>& values, int num_stages, co
   std::size_t count = static_cast<std::size_t>(num_stages);
   if (values.size() != 1 && values.size() != count) {
     throw Error(ErrorKind::InvalidArgument,
-                std::string("the ") + what + " costs have " + std::to_string(values.size()) + " entries for " +
-                    std::to_string(num_stages) + " stages",
-                "", "give one for all stages or one a stage");
+                str("the ", what, " costs have ", values.size(), " entries for ", num_stages, " stages"), "",
+                "give one for all stages or one a stage");
   }
   for (double value : values) {
     if (!std::isfinite(value) || value < 0) {
-      throw Error(ErrorKind::InvalidArgument,
-                  std::string("the ") + what + " cost " + std::to_string(value) + " is not a duration");
+      throw Error(ErrorKind::InvalidArgument, str("the ", what, " cost ", value, " is not a duration"));
     }
   }
   return values.size() == count ? values : std::vector<double>(count, values.front());
@@ -31,16 +30,8 @@ std::vector<double> spread(const std::vector<double>& values, int num_stages, co
 
 void check_share(double share, const char* what) {
   if (!(share >= 0 && share <= 1)) {
-    throw Error(ErrorKind::InvalidArgument,
-                std::string(what) + " is " + std::to_string(share) + ", not between 0 and 1");
+    throw Error(ErrorKind::InvalidArgument, str(what, " is ", share, ", not between 0 and 1"));
   }
-}
-
-bool has_backward(const Schedule& schedule) {
-  return std::any_of(schedule.rows.begin(), schedule.rows.end(), [](const auto& row) {
-    return std::any_of(row.begin(), row.end(),
-                       [](const Action& action) { return action.is_compute() && action.kind != ActionKind::Forward; });
-  });
 }
 
 double max_of(const std::vector<double>& values) {
@@ -54,6 +45,13 @@ double mean_of(const std::vector<double>& values) {
 }  // namespace
 
 namespace schedule_internal {
+
+bool has_backward(const Schedule& schedule) {
+  return std::any_of(schedule.rows.begin(), schedule.rows.end(), [](const auto& row) {
+    return std::any_of(row.begin(), row.end(),
+                       [](const Action& action) { return action.is_compute() && action.kind != ActionKind::Forward; });
+  });
+}
 
 // Time plays no part: a rank does one thing after the other.
 std::pair<double, int> peak_activations(const std::vector<Action>& row, const Costs& costs) {
@@ -120,7 +118,7 @@ double Simulation::max_peak_memory() const { return max_of(peak_memory); }
 
 Simulation simulate_schedule(const Schedule& schedule, const Costs& given, const StageEdges& edges) {
   CheckOptions check;
-  check.forward_only = !has_backward(schedule);
+  check.forward_only = !schedule_internal::has_backward(schedule);
   check.blocking_receives = false;
   require_runnable(schedule, edges, check);
   Costs costs = given.for_stages(schedule.num_stages(), schedule.num_ranks());

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 
 namespace plumb {
 namespace {
@@ -13,30 +15,23 @@ bool makes_input_gradient(const Action& a) {
   return a.kind == ActionKind::BackwardInput || a.kind == ActionKind::FullBackward;
 }
 
-// What a rank knows of: values made or received, by stage and microbatch.
+// What a rank has made, sent and received, by stage and microbatch.
 struct Known {
-  using Key = std::pair<int, int>;
-  std::set<Key> forward, forward_received, forward_sent, backward, backward_received, backward_sent;
+  std::set<std::tuple<ActionKind, int, int>> all;  // of backwards the input half
 
   void add(const Action& a) {
-    const Key key{a.stage, a.microbatch};
-    if (a.kind == ActionKind::Forward) forward.insert(key);
-    if (makes_input_gradient(a)) backward.insert(key);
-    if (a.kind == ActionKind::SendForward) forward_sent.insert(key);
-    if (a.kind == ActionKind::RecvForward) forward_received.insert(key);
-    if (a.kind == ActionKind::SendBackward) backward_sent.insert(key);
-    if (a.kind == ActionKind::RecvBackward) backward_received.insert(key);
+    all.insert({makes_input_gradient(a) ? ActionKind::BackwardInput : a.kind, a.stage, a.microbatch});
   }
+  bool has(ActionKind kind, int stage, int microbatch) const { return all.count({kind, stage, microbatch}) > 0; }
   // Whether the value that a forward or backward starts from is here.
   bool has_input(const Action& a, int num_stages) const {
-    const Key key{a.stage, a.microbatch};
     if (a.kind == ActionKind::Forward) {
-      return a.stage == 0 || forward_received.count(key) || forward.count({a.stage - 1, a.microbatch});
+      return a.stage == 0 || has(ActionKind::RecvForward, a.stage, a.microbatch) ||
+             has(ActionKind::Forward, a.stage - 1, a.microbatch);
     }
-    if (makes_input_gradient(a)) {
-      return a.stage == num_stages - 1 || backward_received.count(key) || backward.count({a.stage + 1, a.microbatch});
-    }
-    return true;
+    return !makes_input_gradient(a) || a.stage == num_stages - 1 ||
+           has(ActionKind::RecvBackward, a.stage, a.microbatch) ||
+           has(ActionKind::BackwardInput, a.stage + 1, a.microbatch);
   }
 };
 
@@ -44,8 +39,7 @@ struct Known {
   std::string text;
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     if (next[rank] >= schedule.rows[rank].size()) continue;
-    text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank) + " at " +
-            to_string(schedule.rows[rank][next[rank]]);
+    text += str(text.empty() ? "rank " : ", rank ", rank, " at ", to_string(schedule.rows[rank][next[rank]]));
   }
   throw Error(ErrorKind::Schedule, "the schedule " + schedule.name + " stops: nothing can run of " + text, "",
               "check the table; every entry needs its input from an entry before it");
@@ -54,17 +48,16 @@ struct Known {
 void check_ranks(const Schedule& schedule) {
   for (int rank : schedule.placement.ranks) {
     if (rank < 0 || rank >= schedule.num_ranks()) {
-      throw Error(ErrorKind::Schedule, "the schedule " + schedule.name + " has a stage on rank " +
-                                           std::to_string(rank) + " and rows for " +
-                                           std::to_string(schedule.num_ranks()) + " ranks");
+      throw Error(ErrorKind::Schedule, str("the schedule ", schedule.name, " has a stage on rank ", rank,
+                                           " and rows for ", schedule.num_ranks(), " ranks"));
     }
   }
   for (const auto& row : schedule.rows) {
     for (const Action& a : row) {
       const int stages = schedule.num_stages();
       if (!a.is_idle() && (a.stage < 0 || a.stage >= stages || a.other_stage >= stages)) {
-        throw Error(ErrorKind::Schedule, "the schedule " + schedule.name + " has " + std::to_string(stages) +
-                                             " stages, and an entry " + to_string(a));
+        throw Error(ErrorKind::Schedule,
+                    str("the schedule ", schedule.name, " has ", stages, " stages, and an entry ", to_string(a)));
       }
     }
   }
@@ -127,13 +120,12 @@ Schedule simulate_send_recv(const Schedule& given) {
   std::vector<Known> known(schedule.rows.size());
   std::vector<std::size_t> next(schedule.rows.size(), 0);
   auto ready = [&](int rank, const Action& a) {
-    const Known::Key key{a.stage, a.microbatch}, peer{a.other_stage, a.microbatch};
     auto other = [&]() -> const Known& { return known[schedule.placement.rank_of(a.other_stage, a.microbatch)]; };
     switch (a.kind) {
-      case ActionKind::SendForward: return known[rank].forward.count(key) > 0;
-      case ActionKind::SendBackward: return known[rank].backward.count(key) > 0;
-      case ActionKind::RecvForward: return other().forward_sent.count(peer) > 0;
-      case ActionKind::RecvBackward: return other().backward_sent.count(peer) > 0;
+      case ActionKind::SendForward: return known[rank].has(ActionKind::Forward, a.stage, a.microbatch);
+      case ActionKind::SendBackward: return known[rank].has(ActionKind::BackwardInput, a.stage, a.microbatch);
+      case ActionKind::RecvForward: return other().has(ActionKind::SendForward, a.other_stage, a.microbatch);
+      case ActionKind::RecvBackward: return other().has(ActionKind::SendBackward, a.other_stage, a.microbatch);
       default: return known[rank].has_input(a.first_part(), stages) && known[rank].has_input(a.second_part(), stages);
     }
   };
@@ -198,8 +190,8 @@ Schedule defer_receives(const Schedule& schedule) {
       row.push_back(action);
     }
     if (!held.empty()) {
-      throw Error(ErrorKind::Schedule, "rank " + std::to_string(rank) + " of the schedule " + schedule.name +
-                                           " receives " + to_string(held[0]) + " and nothing after it uses that");
+      throw Error(ErrorKind::Schedule, str("rank ", rank, " of the schedule ", schedule.name, " receives ",
+                                           to_string(held[0]), " and nothing after it uses that"));
     }
   }
   return late;

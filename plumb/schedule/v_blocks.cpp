@@ -53,24 +53,18 @@ std::optional<Block> block_of(int num_ranks, const std::array<int, 4>& hops, con
 }
 
 std::vector<Action> row_of(const std::array<int, kPasses>& ticks, int rank, int num_ranks, int num_microbatches) {
-  struct Timed {
-    long tick;
-    Action action;
-  };
-  std::vector<Timed> passes;
+  std::vector<std::pair<long, Action>> passes;
   int low = rank, high = 2 * num_ranks - 1 - rank;
   for (int m = 0; m < num_microbatches; ++m) {
-    long start = static_cast<long>(m) * kPeriod;
-    passes.push_back({start + ticks[kForward0], Action::forward(low, m)});
-    passes.push_back({start + ticks[kForward1], Action::forward(high, m)});
-    passes.push_back({start + ticks[kInput1], Action::input(high, m)});
-    passes.push_back({start + ticks[kInput0], Action::input(low, m)});
-    passes.push_back({start + ticks[kWeight1], Action::weight(high, m)});
-    passes.push_back({start + ticks[kWeight0], Action::weight(low, m)});
+    const Action actions[kPasses] = {Action::forward(low, m), Action::forward(high, m), Action::input(high, m),
+                                     Action::input(low, m),   Action::weight(high, m),  Action::weight(low, m)};
+    for (int pass = 0; pass < kPasses; ++pass) {
+      passes.emplace_back(static_cast<long>(m) * kPeriod + ticks[pass], actions[pass]);
+    }
   }
-  std::sort(passes.begin(), passes.end(), [](const Timed& a, const Timed& b) { return a.tick < b.tick; });
+  std::ranges::sort(passes, {}, &std::pair<long, Action>::first);
   std::vector<Action> row;
-  for (const Timed& pass : passes) row.push_back(pass.action);
+  for (const auto& [tick, action] : passes) row.push_back(action);
   return row;
 }
 

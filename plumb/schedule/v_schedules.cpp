@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/generators_internal.h"
 
@@ -162,9 +163,8 @@ Schedule dual_pipe_schedule(int num_ranks, int num_microbatches) {
   Schedule schedule = new_table("DualPipe", num_ranks, num_microbatches, 1, false);
   if (num_ranks % 2 != 0) {
     throw Error(ErrorKind::InvalidArgument,
-                "DualPipe pairs each rank with one at the other end, which " + std::to_string(num_ranks) +
-                    " ranks do not allow",
-                "", "use an even number of ranks, or DualPipeV");
+                str("DualPipe pairs each rank with one at the other end, which ", num_ranks, " ranks do not allow"), "",
+                "use an even number of ranks, or DualPipeV");
   }
   int first_way = (num_microbatches + 1) / 2, other_way = num_microbatches - first_way;
   schedule.placement.reverse_from = first_way;
