@@ -6,6 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
+#include "plumb/core/str.h"
 #include "plumb/partition/pipe_split.h"
 
 namespace plumb::detail {
@@ -80,7 +81,7 @@ std::vector<size_t> cuts_by_parameters(const std::vector<Node*>& ops, const std:
 }
 
 std::vector<size_t> find_cuts(const Graph& graph, const State& state, const std::vector<Node*>& ops,
-                              const std::unordered_set<const Node*>& copied, const SplitOptions& options) {
+                              const SplitOptions& options) {
   std::vector<size_t> cuts = options.cut_before;
   size_t position = 0;
   for (const Node* node : graph.nodes()) {
@@ -90,10 +91,8 @@ std::vector<size_t> find_cuts(const Graph& graph, const State& state, const std:
       ++position;
     }
   }
-  bool any_stack = false;
-  for (const Node* op : ops) any_stack = any_stack || (op->meta().modules && !op->meta().modules->empty());
   for (const auto& [path, point] : options.points) {
-    auto found = any_stack ? cuts_by_stack(ops, path, point) : std::vector<size_t>{};
+    auto found = cuts_by_stack(ops, path, point);
     if (found.empty()) found = cuts_by_parameters(ops, path, point);
     if (found.empty()) unknown_module(ops, state, path);
     cuts.insert(cuts.end(), found.begin(), found.end());
@@ -152,27 +151,9 @@ void sort_by_stage(Assignment& a) {
       "move the cut so that both are in one stage, or use the operator that does not write in place");
 }
 
-// The range without cuts because of a set: (first, last] in ops.
-std::pair<size_t, size_t> closed_range(const MemorySets::Set& set,
-                                       const std::unordered_map<const Node*, size_t>& position, size_t end) {
-  size_t first = end, last = 0;
-  auto touch = [&](const Node* node, bool low, bool high) {
-    auto it = position.find(node);
-    if (it == position.end()) return;
-    if (low) first = std::min(first, it->second);
-    if (high) last = std::max(last, it->second);
-  };
-  for (const Node* writer : set.writers) touch(writer, true, true);
-  for (const Value* v : set.values) {
-    touch(v->producer(), !set.has_input || set.has_state, true);
-    for (const Use& use : v->uses()) touch(use.user, set.has_state, set.has_input || set.has_state);
-  }
-  return {first, last};
-}
-
 void assign_by_cuts(Assignment& a, const Graph& graph, const State& state, const MemorySets& memory,
                     const std::vector<Node*>& ops, const SplitOptions& options) {
-  std::vector<size_t> cuts = find_cuts(graph, state, ops, a.copied, options);
+  std::vector<size_t> cuts = find_cuts(graph, state, ops, options);
   std::unordered_map<const Node*, size_t> position;
   for (size_t k = 0; k < ops.size(); ++k) position.emplace(ops[k], k);
   apply_cuts(a, ops, cuts, graph);
@@ -211,7 +192,7 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
   for (Node* op : ops) {
     const int s = options.policy(*op);
     if (s < 0) {
-      throw Error(ErrorKind::Partition, "the split policy puts " + op->describe() + " into stage " + std::to_string(s),
+      throw Error(ErrorKind::Partition, str("the split policy puts ", op->describe(), " into stage ", s),
                   op->meta().where(), "stages count from 0");
     }
     a.stage[op] = s;
@@ -228,8 +209,8 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
       auto it = a.stage.find(v->producer());
       if (it != a.stage.end() && it->second > s) {
         throw Error(ErrorKind::Partition,
-                    "the split policy puts " + op->describe() + " into stage " + std::to_string(s) + ", before stage " +
-                        std::to_string(it->second) + " of " + v->producer()->describe() + ", which it uses",
+                    str("the split policy puts ", op->describe(), " into stage ", s, ", before stage ", it->second,
+                        " of ", v->producer()->describe(), ", which it uses"),
                     op->meta().where(), "give a node the stage of its inputs or a later one");
       }
     }
@@ -264,6 +245,34 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
 }
 
 }  // namespace
+
+std::pair<size_t, size_t> closed_range(const MemorySets::Set& set,
+                                       const std::unordered_map<const Node*, size_t>& position, size_t end,
+                                       bool writers_only) {
+  size_t first = end, last = 0;
+  auto touch = [&](const Node* node, bool low, bool high) {
+    auto it = position.find(node);
+    if (it == position.end()) return;
+    if (low) first = std::min(first, it->second);
+    if (high) last = std::max(last, it->second);
+  };
+  for (const Node* writer : set.writers) touch(writer, true, true);
+  if (writers_only) return {first, last};
+  for (const Value* v : set.values) {
+    touch(v->producer(), !set.has_input || set.has_state, true);
+    for (const Use& use : v->uses()) touch(use.user, set.has_state, set.has_input || set.has_state);
+  }
+  return {first, last};
+}
+
+std::vector<Node*> nodes_to_assign(const Graph& graph, const std::unordered_set<const Node*>& copied) {
+  std::vector<Node*> ops;
+  for (Node* node : graph.nodes()) {
+    if ((node->is_call() || node->kind() == NodeKind::CallModule) && !is_pipe_split(*node) && !copied.count(node))
+      ops.push_back(node);
+  }
+  return ops;
+}
 
 std::unordered_set<const Node*> nodes_to_copy(const Graph& graph, const State& state, const MemorySets& memory) {
   std::unordered_map<const Node*, int> cost;  // nodes below and with it, counted with repetition
@@ -342,11 +351,7 @@ Assignment assign_stages(const Graph& graph, const State& state, const MemorySet
                          const SplitOptions& options) {
   Assignment a;
   a.copied = nodes_to_copy(graph, state, memory);
-  std::vector<Node*> ops;
-  for (Node* node : graph.nodes()) {
-    if ((node->is_call() || node->kind() == NodeKind::CallModule) && !is_pipe_split(*node) && !a.copied.count(node))
-      ops.push_back(node);
-  }
+  const std::vector<Node*> ops = nodes_to_assign(graph, a.copied);
   if (options.policy) {
     assign_by_policy(a, graph, memory, ops, options);
   } else {

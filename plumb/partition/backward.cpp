@@ -5,6 +5,8 @@
 #include <map>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
+#include "plumb/core/str.h"
 
 namespace plumb {
 namespace {
@@ -15,7 +17,7 @@ bool differentiable(ValueType type, const std::optional<TensorMeta>& meta) {
 
 std::string show(const std::optional<GradRef>& ref, const PipeTable& table) {
   if (!ref) return "None";
-  return "%grad_" + std::to_string(ref->stage) + "_" + table.stages[ref->stage].inputs[ref->input].name;
+  return str("%grad_", ref->stage, "_", table.stages[ref->stage].inputs[ref->input].name);
 }
 
 }  // namespace
@@ -54,26 +56,17 @@ SymbolicBackward make_backward(const PipeTable& table) {
 
 std::string SymbolicBackward::to_string(const PipeTable& table) const {
   std::string text = "backward of %" + table.stages.back().outputs[loss_port].name + "\n";
+  const auto value = [](const auto& port) { return "%" + port.name; };
+  const auto gradient = [&](const std::optional<GradRef>& ref) { return show(ref, table); };
   for (const StageBackwardStep& step : steps) {
     const StageIO& io = table.stages[step.stage];
-    text += "  ";
-    for (size_t i = 0; i < io.inputs.size(); ++i) {
-      const bool has = differentiable(io.inputs[i].type, io.inputs[i].meta);
-      text += (i ? ", " : "") + (has ? show(GradRef{step.stage, i}, table) : std::string("_"));
-    }
-    text += std::string(io.inputs.empty() ? "" : " = ") + "stage_backward(stage=" + std::to_string(step.stage) +
-            ", stage_output=[";
-    for (size_t j = 0; j < io.outputs.size(); ++j) text += (j ? ", %" : "%") + io.outputs[j].name;
-    text += "], output_grads=[";
-    for (size_t j = 0; j < step.output_grads.size(); ++j) text += (j ? ", " : "") + show(step.output_grads[j], table);
-    text += "], input_values=[";
-    for (size_t i = 0; i < io.inputs.size(); ++i) text += (i ? ", %" : "%") + io.inputs[i].name;
-    text += "], input_seeds=[";
-    for (size_t i = 0; i < step.input_seeds.size(); ++i) text += (i ? ", " : "") + show(step.input_seeds[i], table);
-    text += "], outputs_with_grads=[";
-    for (size_t j = 0; j < step.outputs_with_grads.size(); ++j)
-      text += (j ? ", " : "") + std::to_string(step.outputs_with_grads[j]);
-    text += "])\n";
+    std::vector<std::string> made;
+    for (size_t i = 0; i < io.inputs.size(); ++i)
+      made.push_back(differentiable(io.inputs[i].type, io.inputs[i].meta) ? show(GradRef{step.stage, i}, table) : "_");
+    text += str("  ", join(made), made.empty() ? "" : " = ", "stage_backward(stage=", step.stage, ", stage_output=[",
+                join(io.outputs, value), "], output_grads=[", join(step.output_grads, gradient), "], input_values=[",
+                join(io.inputs, value), "], input_seeds=[", join(step.input_seeds, gradient), "], outputs_with_grads=[",
+                join(step.outputs_with_grads, [](size_t j) { return str(j); }), "])\n");
   }
   return text;
 }

@@ -8,10 +8,10 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
+#include "plumb/core/str.h"
 #include "plumb/core/table.h"
 #include "plumb/partition/assign.h"
 #include "plumb/partition/memory_sets.h"
-#include "plumb/partition/pipe_split.h"
 
 namespace plumb {
 namespace {
@@ -54,16 +54,13 @@ Row make_row(const GraphModule& module, const Graph& graph, const GraphCost& cos
   const MemorySets memory(graph, module.state());
   const auto copied = detail::nodes_to_copy(graph, module.state(), memory);
   Row row;
-  std::unordered_map<const Node*, size_t> position;
+  for (const Node* op : detail::nodes_to_assign(graph, copied)) row.ops.push_back(op);
+  std::unordered_map<const Node*, size_t> index, position;
+  for (const Node* node : graph.nodes()) index.emplace(node, index.size());
   std::vector<const NodeCost*> costs;
-  size_t index = 0;
-  for (const Node* node : graph.nodes()) {
-    const size_t i = index++;
-    if ((node->is_call() || node->kind() == NodeKind::CallModule) && !is_pipe_split(*node) && !copied.count(node)) {
-      position.emplace(node, row.ops.size());
-      row.ops.push_back(node);
-      costs.push_back(&cost.nodes[i]);
-    }
+  for (const Node* op : row.ops) {
+    position.emplace(op, position.size());
+    costs.push_back(&cost.nodes[index.at(op)]);
   }
   const size_t n = row.ops.size();
   row.forward.assign(n + 1, 0);
@@ -102,22 +99,9 @@ Row make_row(const GraphModule& module, const Graph& graph, const GraphCost& cos
     }
   }
   for (const auto& set : memory.written()) {
-    size_t first = n, last = 0;
-    auto touch = [&](const Node* node, bool low) {
-      auto it = position.find(node);
-      if (it == position.end()) return;
-      if (low) first = std::min(first, it->second);
-      last = std::max(last, it->second);
-    };
-    for (const Node* w : set.writers) touch(w, true);
     // An in-place operator right at a boundary is fine; what else shares the memory stays with its writer.
-    if (set.has_state || set.has_input || set.values.size() > 2) {
-      for (const Value* v : set.values) {
-        touch(v->producer(), !set.has_input || set.has_state);
-        if (!set.has_state && !set.has_input) continue;
-        for (const Use& use : v->uses()) touch(use.user, set.has_state);
-      }
-    }
+    const bool alone = !set.has_state && !set.has_input && set.values.size() <= 2;
+    const auto [first, last] = detail::closed_range(set, position, n, alone);
     if (first < last) closed[first + 1] += 1, closed[last + 1] -= 1;
   }
   int64_t b = 0, c = 0, g = 0;
@@ -175,16 +159,14 @@ std::string milliseconds(double s) {
 }
 
 void check_options(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options) {
-  if (options.stages < 1) wrong("a pipeline has at least one stage, not " + std::to_string(options.stages));
+  if (options.stages < 1) wrong(str("a pipeline has at least one stage, not ", options.stages));
   if (cost.nodes.size() != module.graph().size()) {
-    wrong("the costs are of a graph with " + std::to_string(cost.nodes.size()) + " nodes, this one has " +
-              std::to_string(module.graph().size()),
+    wrong(str("the costs are of a graph with ", cost.nodes.size(), " nodes, this one has ", module.graph().size()),
           "measure this graph");
   }
   const size_t limits = options.memory_limits.size();
   if (limits > 1 && limits != static_cast<size_t>(options.stages)) {
-    wrong(std::to_string(limits) + " memory limits for " + std::to_string(options.stages) + " stages",
-          "give one a stage, or one for all");
+    wrong(str(limits, " memory limits for ", options.stages, " stages"), "give one a stage, or one for all");
   }
   for (const Node* node : module.graph().nodes()) {
     if (node->kind() == NodeKind::CallModule) {
@@ -333,10 +315,9 @@ std::string Balance::report() const {
                           percent(total() > 0 ? b.seconds() / total() : 0), megabytes(b.bytes_in),
                           megabytes(b.bytes_out), megabytes(b.memory), "%" + b.first_node});
   }
-  char even[96];
-  std::snprintf(even, sizeof even, "slowest stage %.3f ms; an even cut would have %.3f ms\n", slowest() * 1e3,
-                total() * 1e3 / static_cast<double>(std::max<size_t>(stages.size(), 1)));
-  return to_text(table) + even;
+  const double even = total() / static_cast<double>(std::max<size_t>(stages.size(), 1));
+  return str(to_text(table), "slowest stage ", milliseconds(slowest()), " ms; an even cut would have ",
+             milliseconds(even), " ms\n");
 }
 
 Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options) {
@@ -347,9 +328,9 @@ Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceO
   const Balancer balancer(row, options);
   const int stages = options.stages;
   if (const size_t places = balancer.num_places(); places < static_cast<size_t>(stages) + 1) {
-    wrong("the graph has " + std::to_string(places < 2 ? 0 : places - 2) + " places for a cut, " +
-              std::to_string(stages) + " stages need " + std::to_string(stages - 1),
-          "ask for fewer stages");
+    wrong(
+        str("the graph has ", places < 2 ? 0 : places - 2, " places for a cut, ", stages, " stages need ", stages - 1),
+        "ask for fewer stages");
   }
   const std::vector<size_t> cuts = balancer.find_cuts();
   if (cuts.empty()) {
@@ -357,7 +338,7 @@ Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceO
     free.memory_limits.clear();
     const Balance without = balance(module, cost, free);
     const std::string needs = join(without.stages, [](const BalancedStage& s) { return megabytes(s.memory); });
-    wrong("no cut into " + std::to_string(stages) + " stages keeps the memory limits; the fastest cut needs " + needs,
+    wrong(str("no cut into ", stages, " stages keeps the memory limits; the fastest cut needs ", needs),
           "raise the limits, or use more stages or smaller microbatches");
   }
   return balancer.describe(cuts);

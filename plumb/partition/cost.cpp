@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <chrono>
-#include <numeric>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/copy_node.h"
 #include "plumb/graph/plan.h"
 #include "plumb/partition/flops.h"
@@ -25,8 +25,6 @@ bool moves_only(const Node& node) {
   const auto& returns = node.schema().returns();
   return !node.writes() && std::any_of(returns.begin(), returns.end(), [](const auto& r) { return r.alias_info(); });
 }
-
-using Metas = ValueMetas;
 
 // Runs a graph node by node: each as a graph of its own, so that it can be run again.
 class Stepper {
@@ -76,8 +74,8 @@ class Stepper {
   std::unordered_map<const Value*, size_t> used_;
 };
 
-Metas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs) {
-  Metas metas;
+ValueMetas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs) {
+  ValueMetas metas;
   bool complete = true;
   for (const Node* node : module.graph().nodes()) {
     for (const Value* v : node->results()) {
@@ -151,14 +149,14 @@ Metas collect_metas(const GraphModule& module, const std::vector<IValue>& inputs
   return metas;
 }
 
-NodeCost static_cost(const Node& node, const Metas& metas) {
+NodeCost static_cost(const Node& node, const ValueMetas& metas) {
   NodeCost cost;
-  cost.flops = moves_only(node) ? 0 : flops_of(node, metas);
+  if (moves_only(node)) return cost;
+  cost.flops = flops_of(node, metas);
   auto bytes = [&](const Value* v) {
     auto it = metas.find(v);
     return it == metas.end() ? 0 : bytes_of(it->second);
   };
-  if (moves_only(node)) return cost;
   for (const Value* v : node.inputs()) cost.bytes += bytes(v);
   for (const Value* v : node.results())
     cost.bytes += bytes(v), cost.output_bytes += node.writes() && node.result_aliases_input() ? 0 : bytes(v);
@@ -208,26 +206,24 @@ TimedRun time_once(const Plan& plan, const std::vector<IValue>& args) {
   return timed;
 }
 
+double sum_of(const std::vector<NodeCost>& nodes, double NodeCost::*member) {
+  double sum = 0;
+  for (const NodeCost& node : nodes) sum += node.*member;
+  return sum;
+}
+
 }  // namespace
 
-double GraphCost::forward() const {
-  return std::accumulate(nodes.begin(), nodes.end(), 0.0,
-                         [](double sum, const NodeCost& c) { return sum + c.forward; });
-}
-double GraphCost::backward() const {
-  return std::accumulate(nodes.begin(), nodes.end(), 0.0,
-                         [](double sum, const NodeCost& c) { return sum + c.backward; });
-}
-double GraphCost::flops() const {
-  return std::accumulate(nodes.begin(), nodes.end(), 0.0, [](double sum, const NodeCost& c) { return sum + c.flops; });
-}
+double GraphCost::forward() const { return sum_of(nodes, &NodeCost::forward); }
+double GraphCost::backward() const { return sum_of(nodes, &NodeCost::backward); }
+double GraphCost::flops() const { return sum_of(nodes, &NodeCost::flops); }
 
 int64_t bytes_of(const std::optional<TensorMeta>& meta) {
   return meta ? meta->numel() * static_cast<int64_t>(c10::elementSize(meta->dtype)) : 0;
 }
 
 GraphCost estimate_cost(const GraphModule& module, const std::vector<IValue>& inputs, const Machine& machine) {
-  const Metas metas = collect_metas(module, inputs);
+  const ValueMetas metas = collect_metas(module, inputs);
   GraphCost cost;
   for (const Node* node : module.graph().nodes()) {
     NodeCost& c = cost.nodes.emplace_back();
@@ -247,14 +243,13 @@ GraphCost estimate_cost(const GraphModule& module, const std::vector<IValue>& in
 
 GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, int repeats) {
   if (repeats < 1)
-    throw Error(ErrorKind::InvalidArgument,
-                "a cost is measured at least once, not " + std::to_string(repeats) + " times");
+    throw Error(ErrorKind::InvalidArgument, str("a cost is measured at least once, not ", repeats, " times"));
   auto copy = module.deep_copy();
   auto generator = at::detail::getDefaultCPUGenerator();
   const auto saved = generator.get_state();
   GraphCost cost;
   cost.measured = true;
-  Metas metas;
+  ValueMetas metas;
   std::unordered_map<const Node*, size_t> position;
   for (const Node* node : copy->graph().nodes()) position.emplace(node, position.size());
   cost.nodes.resize(position.size());
@@ -274,13 +269,12 @@ GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, in
   }
   Stepper stepper(*copy, copy->state());
   stepper.run(inputs, [&](const Node& node, const Plan& plan, std::vector<IValue> args) {
-    NodeCost c;
-    c.forward = c.backward = std::numeric_limits<double>::infinity();
+    double forward = std::numeric_limits<double>::infinity(), backward = forward;
     TimedRun timed;
     for (int r = 0; r < repeats; ++r) {
       timed = time_once(plan, args);
-      c.forward = std::min(c.forward, timed.forward);
-      c.backward = std::min(c.backward, timed.backward);
+      forward = std::min(forward, timed.forward);
+      backward = std::min(backward, timed.backward);
     }
     // Values go on cut off from their makers: only whether they want gradients matters.
     auto out = [&] {
@@ -293,9 +287,8 @@ GraphCost measure_cost(const GraphModule& module, std::vector<IValue> inputs, in
       metas[node.result(i)] = TensorMeta::of(t);
       if (timed.wants_gradient.at(i) && !t.requires_grad()) out[i] = t.detach().set_requires_grad(true);
     }
-    const NodeCost fixed = static_cost(node, metas);
-    c.flops = fixed.flops, c.bytes = fixed.bytes, c.output_bytes = fixed.output_bytes;
-    cost.nodes[position.at(&node)] = c;
+    NodeCost& c = cost.nodes[position.at(&node)] = static_cost(node, metas);
+    c.forward = forward, c.backward = backward;
     return out;
   });
   generator.set_state(saved);

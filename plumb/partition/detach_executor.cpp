@@ -6,6 +6,7 @@
 
 #include "plumb/autograd/stage_backward.h"
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/plan.h"
 #include "plumb/partition/backward.h"
 #include "plumb/partition/pipe.h"
@@ -27,18 +28,16 @@ struct StageRun {
 struct DetachExecutor::State {
   const Pipe& pipe;
   std::vector<StageRun> runs;
-  std::vector<c10::IValue> flat_inputs;
 };
 
-DetachExecutor::DetachExecutor(const Pipe& pipe) : state_(new State{pipe, {}, {}}) {}
+DetachExecutor::DetachExecutor(const Pipe& pipe) : state_(new State{pipe, {}}) {}
 DetachExecutor::~DetachExecutor() = default;
 
 std::vector<c10::IValue> DetachExecutor::forward(std::vector<c10::IValue> inputs) {
   const Pipe& pipe = state_->pipe;
   const PipeTable& table = pipe.table();
   if (inputs.size() != table.num_inputs) {
-    throw Error(ErrorKind::StructureMismatch,
-                "the pipe takes " + std::to_string(table.num_inputs) + " inputs, got " + std::to_string(inputs.size()));
+    throw Error(ErrorKind::StructureMismatch, str("the pipe takes ", table.num_inputs, " inputs, got ", inputs.size()));
   }
   auto& runs = state_->runs;
   runs.clear();
@@ -82,11 +81,7 @@ std::vector<c10::IValue> DetachExecutor::forward(std::vector<c10::IValue> inputs
         run.shared.empty() ? stage.run(std::move(values)) : Plan(stage.graph(), with_edges).run(std::move(values));
     runs.push_back(std::move(run));
   }
-  state_->flat_inputs = std::move(inputs);
-  std::vector<c10::IValue> outputs;
-  for (const PipelineOutput& out : table.outputs)
-    outputs.push_back(out.port ? runs.back().outputs[*out.port] : out.constant);
-  return outputs;
+  return pipe.outputs_of(runs.back().outputs);
 }
 
 namespace {

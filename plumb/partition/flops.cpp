@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "plumb/core/str.h"
 #include "plumb/graph/operator_facts.h"
 
 namespace plumb {
@@ -95,7 +96,7 @@ class Counter {
     const size_t hidden = m->sizes.size() - names.size();
     if (dots != std::string_view::npos) {
       for (size_t k = 0; k < hidden; ++k)
-        names.insert(names.begin() + static_cast<int64_t>(dots + k), "." + std::to_string(hidden - k));
+        names.insert(names.begin() + static_cast<int64_t>(dots + k), str(".", hidden - k));
     }
     for (size_t d = 0; d < names.size() && d < m->sizes.size(); ++d)
       found[names[d]] = std::max(found[names[d]], static_cast<double>(m->sizes[d]));

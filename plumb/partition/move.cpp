@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/parameter_tag.h"
 #include "plumb/partition/pipe.h"
 
@@ -67,9 +68,8 @@ void Pipe::move_stage(int index, at::Device device) {
                    ? at::empty_like(attr.tensor, attr.tensor.options().device(device))
                    : attr.tensor.to(device);
       } catch (const c10::Error& e) {
-        throw Error(ErrorKind::ExecutionFailed, "stage " + std::to_string(index) + " cannot be moved to " +
-                                                    device.str() + ": '" + attr.name +
-                                                    "': " + std::string(e.what_without_backtrace()));
+        throw Error(ErrorKind::ExecutionFailed, str("stage ", index, " cannot be moved to ", device.str(), ": '",
+                                                    attr.name, "': ", e.what_without_backtrace()));
       }
       if (!twin.is_same(attr.tensor)) {
         twin = twin.detach().set_requires_grad(attr.tensor.requires_grad());

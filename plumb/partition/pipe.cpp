@@ -6,6 +6,8 @@
 #include <unordered_set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
+#include "plumb/core/str.h"
 #include "plumb/partition/wire.h"
 
 namespace plumb {
@@ -44,8 +46,8 @@ std::shared_ptr<Graph> make_top(const Graph& whole, const PipeTable& table,
     }
     // The nested graph is the stage's own, kept alive by its module.
     std::shared_ptr<Graph> graph(stages[s], &stages[s]->graph());
-    calls.push_back(top->call_module("stage_" + std::to_string(s), std::move(graph), std::move(args),
-                                     table.stages[s].outputs.size()));
+    calls.push_back(
+        top->call_module(str("stage_", s), std::move(graph), std::move(args), table.stages[s].outputs.size()));
   }
   std::vector<Arg> outputs;
   for (const PipelineOutput& out : table.outputs) {
@@ -80,8 +82,7 @@ Pipe::Pipe(std::vector<std::shared_ptr<GraphModule>> stages, PipeTable table, Gr
 
 void Pipe::check_stage(int index) const {
   if (index >= 0 && index < num_stages()) return;
-  throw Error(ErrorKind::InvalidArgument,
-              "the pipe has no stage " + std::to_string(index) + ", it has " + std::to_string(num_stages()), "",
+  throw Error(ErrorKind::InvalidArgument, str("the pipe has no stage ", index, ", it has ", num_stages()), "",
               "stages count from 0");
 }
 
@@ -110,8 +111,8 @@ std::vector<c10::IValue> Pipe::outputs_of(std::vector<c10::IValue>& last) const 
 
 std::vector<c10::IValue> Pipe::run(std::vector<c10::IValue> inputs) const {
   if (inputs.size() != table_.num_inputs) {
-    throw Error(ErrorKind::StructureMismatch, "the pipe takes " + std::to_string(table_.num_inputs) + " inputs, got " +
-                                                  std::to_string(inputs.size()));
+    throw Error(ErrorKind::StructureMismatch,
+                str("the pipe takes ", table_.num_inputs, " inputs, got ", inputs.size()));
   }
   std::vector<std::vector<c10::IValue>> made(stages_.size());
   std::set<PortSource> crossed;
@@ -192,8 +193,8 @@ State Pipe::merge_state_dict() const {
           (a.nbytes() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0))
         continue;
       throw Error(ErrorKind::InvalidState,
-                  "the copies of '" + first_name + "' in stage " + std::to_string(first_stage) + " and of '" + name +
-                      "' in stage " + std::to_string(s) + " differ",
+                  str("the copies of '", first_name, "' in stage ", first_stage, " and of '", name, "' in stage ", s,
+                      " differ"),
                   "", "sum the gradients of replicated_params() over their stages before every optimiser step");
     }
   }
@@ -218,14 +219,12 @@ std::string Pipe::stage_text(int index) const {
 
 std::string Pipe::print_readable() const {
   // The top graph without the stages' bodies, which follow one by one.
-  std::string text = "pipe of " + std::to_string(num_stages()) + " stages\n";
+  std::string text = str("pipe of ", num_stages(), " stages\n");
   for (const Node* node : top_->nodes()) {
     if (node->kind() == NodeKind::CallModule) {
-      text += "  ";
-      for (const Value* v : node->results()) text += (v->result_index() ? ", %" : "%") + v->name();
-      text += (node->num_results() ? " = " : "") + node->target() + "(";
-      for (size_t i = 0; i < node->num_inputs(); ++i) text += (i ? ", %" : "%") + node->input(i)->name();
-      text += ")\n";
+      const auto name = [](const Value* v) { return "%" + v->name(); };
+      text += str("  ", join(node->results(), name), node->num_results() ? " = " : "", node->target(), "(",
+                  join(node->inputs(), name), ")\n");
     } else if (node->kind() == NodeKind::Placeholder) {
       text += "  %" + node->result()->name() + " = placeholder \"" + node->target() + "\"\n";
     }
@@ -233,7 +232,7 @@ std::string Pipe::print_readable() const {
   text += table_.to_string();
   if (backward_) text += backward_->to_string(table_);
   for (const std::string& note : notes_) text += "note: " + note + "\n";
-  for (int s = 0; s < num_stages(); ++s) text += "stage " + std::to_string(s) + " " + stage_text(s);
+  for (int s = 0; s < num_stages(); ++s) text += str("stage ", s, " ", stage_text(s));
   return text;
 }
 

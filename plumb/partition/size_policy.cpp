@@ -5,6 +5,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/partition/pipe_split.h"
 
 namespace plumb {
@@ -48,8 +49,7 @@ std::vector<std::string> cuts(const GraphModule& module, const Begins& begins) {
 }  // namespace
 
 std::vector<std::string> cuts_of_equal_size(const GraphModule& module, int stages) {
-  if (stages < 1)
-    throw Error(ErrorKind::InvalidArgument, "a model cannot be cut into " + std::to_string(stages) + " stages");
+  if (stages < 1) throw Error(ErrorKind::InvalidArgument, str("a model cannot be cut into ", stages, " stages"));
   std::map<const void*, int64_t> tensors;
   for (const Attr& attr : module.state()) tensors[memory_of(attr.tensor)] = static_cast<int64_t>(attr.tensor.nbytes());
   double total = 0;

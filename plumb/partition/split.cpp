@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/core/text.h"
 #include "plumb/graph/copy_node.h"
 #include "plumb/graph/names.h"
@@ -46,6 +47,8 @@ class Cutter {
   void unify_transmitted();
   void find_owners();
   int stage_of(const Node* node) const;
+  // The stage that computes a value, or owns it.
+  int maker_of(const Value* v) const { return owner_.count(v) ? owner_.at(v) : stage_of(v->producer()); }
   void note_needs();
   void need(int stage, const Value* v);
   void number_ports();
@@ -137,8 +140,7 @@ void Cutter::number_ports() {
     if (node->kind() == NodeKind::Placeholder) continue;
     for (const Value* v : node->results()) {
       if (!sent.count(v)) continue;
-      auto owner = owner_.find(v);
-      auto& exported = exports_[owner == owner_.end() ? stage_of(node) : owner->second];
+      auto& exported = exports_[maker_of(v)];
       port_.emplace(v, exported.size());
       exported.push_back(v);
     }
@@ -154,8 +156,7 @@ void Cutter::add_placeholders(int stage) {
   Draft& draft = drafts_[stage];
   auto source = [&](const Value* v) -> PortSource {
     if (v->producer()->kind() == NodeKind::Placeholder) return {PortSource::kPipelineInput, input_index_.at(v)};
-    auto owner = owner_.find(v);
-    return {owner == owner_.end() ? stage_of(v->producer()) : owner->second, port_.at(v)};
+    return {maker_of(v), port_.at(v)};
   };
   std::vector<std::pair<PortSource, const Value*>> inputs;
   for (const Value* v : draft.needs) inputs.emplace_back(source(v), v);
@@ -330,7 +331,7 @@ std::shared_ptr<Pipe> Cutter::cut() {
   memory_.emplace(graph_, module_.state());
   a_ = detail::assign_stages(graph_, module_.state(), *memory_, options_);
   find_owners();
-  drafts_.resize(static_cast<size_t>(a_.num_stages));
+  drafts_.resize(a_.num_stages);
   for (const Node* node : graph_.placeholders()) {
     const size_t index = input_index_.size();
     input_index_.emplace(node->result(), index);
@@ -377,9 +378,8 @@ void mark(const TreeSpec& outputs, const c10::IValue& spec, const std::string& w
       for (const c10::IValue& e : spec.toListRef()) parts.push_back(e);
     }
     if (outputs.type.ends_with("ict")) wrong("it is a sequence where the outputs are a dict");
-    if (parts.size() != outputs.children.size()) wrong("it has " + std::to_string(parts.size()) + " entries");
-    for (size_t i = 0; i < parts.size(); ++i)
-      mark(outputs.children[i], parts[i], where + "[" + std::to_string(i) + "]", leaf, found);
+    if (parts.size() != outputs.children.size()) wrong(str("it has ", parts.size(), " entries"));
+    for (size_t i = 0; i < parts.size(); ++i) mark(outputs.children[i], parts[i], str(where, "[", i, "]"), leaf, found);
     return;
   }
   if (spec.isGenericDict()) {
@@ -404,7 +404,7 @@ size_t find_loss_output(const TreeSpec& outputs, const c10::IValue& loss_spec) {
   mark(outputs, loss_spec, "", leaf, found);
   if (found.size() == 1) return found[0];
   throw Error(ErrorKind::StructureMismatch,
-              "the loss spec marks " + (found.empty() ? "no output" : std::to_string(found.size()) + " outputs"), "",
+              "the loss spec marks " + (found.empty() ? "no output" : str(found.size(), " outputs")), "",
               "mark the one output that is the loss with true");
 }
 

@@ -10,6 +10,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/json_text.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/names.h"
 #include "plumb/graph/parameter_tag.h"
 #include "plumb/partition/move.h"
@@ -49,9 +50,7 @@ AttrKind kind_of(const json& j) {
 
 // Takes `size` bytes from the front.
 std::string_view take(std::string_view& bytes, uint64_t size, const char* what) {
-  if (size > bytes.size())
-    bad(std::string(what) + " is cut off: " + std::to_string(size) + " bytes are promised, " +
-        std::to_string(bytes.size()) + " are there");
+  if (size > bytes.size()) bad(str(what, " is cut off: ", size, " bytes are promised, ", bytes.size(), " are there"));
   std::string_view front = bytes.substr(0, size);
   bytes.remove_prefix(size);
   return front;
@@ -151,7 +150,7 @@ StagePackage deserialize_stage(std::string_view bytes) {
     package.index = header.at("index").get<int>();
     package.table = PipeTable::from_json(header.at("table").get<std::string>());
     if (package.index < 0 || package.index >= package.table.num_stages())
-      bad("it is stage " + std::to_string(package.index) + " of " + std::to_string(package.table.num_stages()));
+      bad(str("it is stage ", package.index, " of ", package.table.num_stages()));
     package.input_names = header.at("input_names").get<std::vector<std::string>>();
     if (package.input_names.size() != package.table.num_inputs) bad("its inputs' names do not fit its table");
     package.in_spec = TreeSpec::from_json(header.at("whole_in_spec").get<std::string>());
@@ -171,7 +170,7 @@ StagePackage deserialize_stage(std::string_view bytes) {
       }
       tensors.push_back(std::move(t));
     }
-    if (!bytes.empty()) bad(std::to_string(bytes.size()) + " bytes are left over");
+    if (!bytes.empty()) bad(str(bytes.size(), " bytes are left over"));
     State state;
     for (const json& entry : header.at("attrs")) {
       const size_t i = entry.at("tensor").get<size_t>();

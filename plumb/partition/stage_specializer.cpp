@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/names.h"
 #include "plumb/partition/move.h"
 
@@ -20,12 +21,6 @@ namespace {
 // Sizes change at every step for some: what a step needs again at once is kept, not everything there ever was.
 constexpr size_t kKept = 16;
 
-std::string text_of(at::IntArrayRef sizes) {
-  std::string text = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
-  return text + "]";
-}
-
 // `t` with other sizes: its first entries, or all of them again and again, so that indices stay valid ones. In memory
 // the dimensions keep their order.
 at::Tensor resized(const at::Tensor& t, const std::vector<int64_t>& sizes) {
@@ -33,22 +28,19 @@ at::Tensor resized(const at::Tensor& t, const std::vector<int64_t>& sizes) {
   const at::NoGradGuard no_grad;
   at::Tensor out = t.detach();
   for (int64_t d = 0; d < out.dim(); ++d) {
-    const int64_t old = out.size(d), now = sizes[static_cast<size_t>(d)];
+    const int64_t old = out.size(d), now = sizes[d];
     if (old == now) continue;
     if (old == 0) {
       std::vector<int64_t> shape = out.sizes().vec();
-      shape[static_cast<size_t>(d)] = now;
+      shape[d] = now;
       out = at::zeros(shape, out.options());
       continue;
     }
     out =
         out.index_select(d, at::arange(now, at::TensorOptions().dtype(at::kLong).device(out.device())).remainder(old));
   }
-  std::vector<int64_t> order(static_cast<size_t>(t.dim())), back(order.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return t.stride(a) > t.stride(b); });
-  for (size_t i = 0; i < order.size(); ++i) back[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);
-  return out.permute(order).contiguous().permute(back).set_requires_grad(t.requires_grad());
+  const auto strides = at::infer_dense_strides(out.sizes(), t.strides());
+  return at::empty_strided(out.sizes(), strides, out.options()).copy_(out).set_requires_grad(t.requires_grad());
 }
 
 bool alike(const std::optional<TensorMeta>& a, const std::optional<TensorMeta>& b) {
@@ -75,7 +67,7 @@ std::set<size_t> inputs_before(const PipeTable& table, int index) {
     const int s = stages.back();
     stages.pop_back();
     if (!seen.insert(s).second) continue;
-    for (const StageInputPort& port : table.stages[static_cast<size_t>(s)].inputs) {
+    for (const StageInputPort& port : table.stages[s].inputs) {
       if (port.source.is_pipeline_input()) {
         found.insert(port.source.index);
       } else {
@@ -121,7 +113,7 @@ ModelSizes unpack_sizes(at::IntArrayRef row) {
     if (end - at < 2 || at[0] < 0 || at[1] < 0 || at[1] > end - at - 2) wrong();
     const int64_t* first = at + 2;
     if (std::any_of(first, first + at[1], [](int64_t size) { return size < 0; })) wrong();
-    sizes[static_cast<size_t>(at[0])] = std::vector<int64_t>(first, first + at[1]);
+    sizes[at[0]] = std::vector<int64_t>(first, first + at[1]);
     at = first + at[1];
   }
   return sizes;
@@ -158,8 +150,8 @@ StageSpecializer::StageSpecializer(const Pipe& pipe, std::vector<c10::IValue> ex
       same_names_(same_names),
       ambient_(std::make_unique<Ambient>(Ambient::now())) {
   if (example_.size() != table_.num_inputs) {
-    throw Error(ErrorKind::StructureMismatch, "the pipe takes " + std::to_string(table_.num_inputs) +
-                                                  " inputs, and the example has " + std::to_string(example_.size()));
+    throw Error(ErrorKind::StructureMismatch,
+                str("the pipe takes ", table_.num_inputs, " inputs, and the example has ", example_.size()));
   }
 }
 
@@ -170,7 +162,7 @@ std::string StageSpecializer::describe(const std::vector<c10::IValue>& inputs) c
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!inputs[i].isTensor()) continue;
     text += (text.empty() ? "'" : ", '") + input_names_[i] + "' " + short_name(inputs[i].toTensor().scalar_type()) +
-            text_of(inputs[i].toTensor().sizes());
+            c10::str(inputs[i].toTensor().sizes());
   }
   return text;
 }
@@ -185,8 +177,8 @@ std::vector<c10::IValue> StageSpecializer::inputs_for(int index, const ModelSize
     const auto old = example_[input].toTensor().sizes();
     if (old.size() != sizes.size()) {
       throw Error(ErrorKind::TensorMismatch,
-                  "input '" + input_names_[input] + "' of the model came as " + text_of(sizes) + " where " +
-                      text_of(old) + " was cut: the number of dimensions may not change",
+                  "input '" + input_names_[input] + "' of the model came as " + c10::str(at::IntArrayRef(sizes)) +
+                      " where " + c10::str(old) + " was cut: the number of dimensions may not change",
                   "", "cut the model with an input of that many dimensions");
     }
     for (size_t d = 0; d < sizes.size(); ++d) {
@@ -219,14 +211,14 @@ std::vector<c10::IValue> StageSpecializer::inputs_for(int index, const ModelSize
 void StageSpecializer::check(const Pipe& pipe) const {
   std::string what;
   if (pipe.num_stages() != table_.num_stages())
-    what = "into " + std::to_string(pipe.num_stages()) + " stages instead of " + std::to_string(table_.num_stages());
+    what = str("into ", pipe.num_stages(), " stages instead of ", table_.num_stages());
   for (int s = 0; what.empty() && s < pipe.num_stages(); ++s) {
-    const StageIO &cut = table_.stages[static_cast<size_t>(s)], &now = pipe.table().stages[static_cast<size_t>(s)];
+    const StageIO &cut = table_.stages[s], &now = pipe.table().stages[s];
     const auto compare = [&](const char* side, const auto& a, const auto& b) {
       for (size_t i = 0; what.empty() && i < std::max(a.size(), b.size()); ++i) {
         if (i < a.size() && i < b.size() && alike(a[i], b[i], same_names_)) continue;
-        what = "so that " + std::string(side) + " " + std::to_string(i) + " of stage " + std::to_string(s) + " is " +
-               (i < b.size() ? "%" + b[i].name : "none") + " instead of " + (i < a.size() ? "%" + a[i].name : "none");
+        what = str("so that ", side, " ", i, " of stage ", s, " is ", i < b.size() ? "%" + b[i].name : "none",
+                   " instead of ", i < a.size() ? "%" + a[i].name : "none");
       }
     };
     compare("input", cut.inputs, now.inputs);
@@ -246,7 +238,7 @@ const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue
     made_.splice(made_.begin(), made_, it);
     return made_.front();
   }
-  const std::string what = "stage " + std::to_string(index) + " needs a graph for " + describe(inputs);
+  const std::string what = str("stage ", index, " needs a graph for ", describe(inputs));
   std::shared_ptr<Pipe> pipe;
   try {
     // As at the cut, whatever runs around the stage: evaluation, a mixed region, the recomputation of cheap results.
@@ -289,14 +281,14 @@ const StageSpecializer::Made& StageSpecializer::made_for(std::vector<c10::IValue
 
 std::shared_ptr<GraphModule> StageSpecializer::stage(int index, const ModelSizes& known, const GraphModule& now) {
   if (index < 0 || index >= table_.num_stages()) {
-    throw Error(ErrorKind::InvalidArgument, "the pipe has no stage " + std::to_string(index));
+    throw Error(ErrorKind::InvalidArgument, str("the pipe has no stage ", index));
   }
   const std::lock_guard lock(mutex_);
   const c10::InferenceMode outside(false);  // what is made here serves training too
   auto inputs = inputs_for(index, known);
   const std::string sizes = describe(inputs);
-  const Stage& made = made_for(std::move(inputs), index).stages[static_cast<size_t>(index)];
-  const auto device = moved_to(now, table_.stages[static_cast<size_t>(index)]);
+  const Stage& made = made_for(std::move(inputs), index).stages[index];
+  const auto device = moved_to(now, table_.stages[index]);
   State state;
   for (const Attr& attr : made.state) {
     Attr mine = attr;
@@ -306,8 +298,8 @@ std::shared_ptr<GraphModule> StageSpecializer::stage(int index, const ModelSizes
       mine.tensor = own->tensor;
     } else {
       throw Error(ErrorKind::Partition,
-                  "for " + sizes + " stage " + std::to_string(index) + " uses '" + attr.name +
-                      "', which it did not use for the sizes that it was cut for",
+                  str("for ", sizes, " stage ", index, " uses '", attr.name,
+                      "', which it did not use for the sizes that it was cut for"),
                   "", "cut the model with inputs for which all its parameters are used");
     }
     state.add(std::move(mine));
@@ -340,9 +332,8 @@ WithModes::WithModes(torch::nn::Module& model, const std::vector<bool>& modes)
     : model_(model), before_(modes_of(model)) {
   if (before_.size() != modes.size()) {
     throw Error(ErrorKind::InvalidState,
-                "the model has " + std::to_string(before_.size()) + " modules, and had " +
-                    std::to_string(modes.size()) + " when it was cut",
-                "", "cut the model again after changing it");
+                str("the model has ", before_.size(), " modules, and had ", modes.size(), " when it was cut"), "",
+                "cut the model again after changing it");
   }
   if (before_ != modes) set_modes(model_, modes);
 }

@@ -2,17 +2,13 @@
 
 #include "plumb/autograd/simulate_format.h"
 #include "plumb/core/error.h"
-#include "plumb/graph/names.h"
+#include "plumb/core/join.h"
+#include "plumb/core/str.h"
+#include "plumb/graph/summary.h"
 #include "plumb/numerics/operators.h"
 
 namespace plumb {
 namespace {
-
-std::string type_text(const TensorMeta& meta) {
-  std::string text = short_name(meta.dtype) + "[";
-  for (size_t i = 0; i < meta.sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(meta.sizes[i]);
-  return text + "]";
-}
 
 const std::string& or_none(const std::string& format) {
   static const std::string none = "none";
@@ -57,9 +53,8 @@ Report wire_report(const PipeTable& table) {
       ReportEntry entry;
       entry.node = port.name;
       entry.from = port.meta ? type_text(*port.meta) : "";
-      std::string ways = "from stage " + std::to_string(s) + " to";
-      for (const PortUse& use : port.consumers)
-        ways += (&use == &port.consumers.front() ? " " : ", ") + std::to_string(use.stage);
+      const std::string ways =
+          str("from stage ", s, " to ", join(port.consumers, [](const PortUse& use) { return str(use.stage); }));
       // As many gradients come back as values go.
       const auto messages = static_cast<int64_t>(port.consumers.size());
       const int64_t numel = port.meta ? port.meta->numel() : 0;
@@ -72,14 +67,12 @@ Report wire_report(const PipeTable& table) {
       sent += messages * (there + back);
       entry.kind = coded ? ReportKind::Quantised : ReportKind::LeftAlone;
       if (coded) entry.to = or_none(table.wire.fwd) + " forward, " + or_none(table.wire.bwd) + " backward";
-      entry.reason = ways + (coded ? ": " + std::to_string(there) + " and " + std::to_string(back) + " of " +
-                                         std::to_string(bytes) + " bytes"
-                                   : ": " + std::to_string(bytes) + " bytes" +
-                                         (port.as_it_is.empty() ? "" : "; " + port.as_it_is));
+      entry.reason = ways + (coded ? str(": ", there, " and ", back, " of ", bytes, " bytes")
+                                   : str(": ", bytes, " bytes", port.as_it_is.empty() ? "" : "; " + port.as_it_is));
       entries.push_back(std::move(entry));
     }
   }
-  Report report("wire (" + std::to_string(sent) + " of " + std::to_string(plain) + " bytes a microbatch)");
+  Report report(str("wire (", sent, " of ", plain, " bytes a microbatch)"));
   for (auto& entry : entries) report.add(std::move(entry));
   return report;
 }

@@ -6,6 +6,7 @@
 
 #include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/group_state.h"
 
@@ -51,14 +52,9 @@ class Broadcast {
     c10d::BroadcastOptions options;
     options.rootRank = root_;
     options.timeout = group_.timeout();
-    try {
-      group_.state().backend->broadcast(tensors, options)->wait();
-    } catch (const std::exception& e) {
-      throw Error(
-          ErrorKind::Communication,
-          name(group_.rank()) + " lost a peer while " + name(root_) + " sent a tensor to all: " + first_line(e.what()),
-          "", "look at what the other ranks printed");
-    }
+    connecting(str(name(group_.rank()), " lost a peer while ", name(root_), " sent a tensor to all"),
+               "look at what the other ranks printed",
+               [&] { return group_.state().backend->broadcast(tensors, options)->wait(); });
   }
 
   [[noreturn]] void fail(const std::string& what) const {
@@ -66,7 +62,7 @@ class Broadcast {
                 "make the same calls with the same model and the same version of plumb on every rank");
   }
 
-  std::string name(int rank) const { return "rank " + std::to_string(group_.world_rank(rank)); }
+  std::string name(int rank) const { return str("rank ", group_.world_rank(rank)); }
 
   const ProcessGroup& group_;
   const int root_;
@@ -76,9 +72,8 @@ class Broadcast {
 
 void broadcast(const ProcessGroup& group, const at::Tensor& tensor, int root) {
   if (root < 0 || root >= group.size()) {
-    throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(root) +
-                                                " cannot send a tensor to all: there are " +
-                                                std::to_string(group.size()) + " ranks");
+    throw Error(ErrorKind::InvalidArgument,
+                str("rank ", root, " cannot send a tensor to all: there are ", group.size(), " ranks"));
   }
   if (group.size() == 1) return;
   at::NoGradGuard no_grad;

@@ -132,7 +132,7 @@ bool Children::all_ended() const {
 }
 
 void Children::signal(int number, int signal, bool stops) {
-  auto& child = children_.at(static_cast<size_t>(number));
+  auto& child = children_.at(number);
   if (child.ended) return;
   child.told_to_stop = child.told_to_stop || stops;
   ::kill(child.pid, signal);
@@ -167,7 +167,7 @@ void Children::read_lines(milliseconds wait, bool to_the_end) {
     std::vector<std::pair<int, bool>> who;
     for (int c = 0; c < count(); c++) {
       for (bool is_stderr : {false, true}) {
-        const auto& child = children_[static_cast<size_t>(c)];
+        const auto& child = children_[c];
         const int fd = (is_stderr ? child.err : child.out).fd.get();
         if (fd < 0) continue;
         polls.push_back({fd, POLLIN, 0});
@@ -178,7 +178,7 @@ void Children::read_lines(milliseconds wait, bool to_the_end) {
     const int ready = ::poll(polls.data(), polls.size(), static_cast<int>(wait.count()));
     for (size_t i = 0; i < polls.size(); i++) {
       if (polls[i].revents == 0) continue;
-      auto& child = children_[static_cast<size_t>(who[i].first)];
+      auto& child = children_[who[i].first];
       drain(who[i].first, who[i].second ? child.err : child.out, who[i].second);
     }
     more = to_the_end && !polls.empty() && ready >= 0 && Clock::now() < until;
@@ -186,7 +186,7 @@ void Children::read_lines(milliseconds wait, bool to_the_end) {
 }
 
 void Children::reap(int number) {
-  auto& child = children_[static_cast<size_t>(number)];
+  auto& child = children_[number];
   if (child.ended) return;
   int status = 0;
   if (::waitpid(child.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) == child.pid) {

@@ -67,7 +67,7 @@ class Children {
             const std::vector<std::pair<std::string, std::string>>& variables, int inherits = -1);
 
   int count() const { return static_cast<int>(children_.size()); }
-  const Child& operator[](int child) const { return children_.at(static_cast<size_t>(child)); }
+  const Child& operator[](int child) const { return children_.at(child); }
   bool all_ended() const;
   // To one that lives; `stops` if that is to end it.
   void signal(int child, int signal, bool stops);

@@ -4,38 +4,24 @@
 #include <cstdlib>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 
 namespace plumb {
 namespace {
 
-int parse_number(const std::string& name, const std::string& text, int least, int most) {
+// `otherwise`: where it is not set.
+int number(const Variables& read, const std::string& name, int least, int most, std::optional<int> otherwise = {}) {
+  const auto text = read(name);
+  if (!text && otherwise) return *otherwise;
+  if (!text) throw Error(ErrorKind::InvalidArgument, "environment variable " + name + " is not set");
   int value = 0;
-  auto [end, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (failed != std::errc() || end != text.data() + text.size() || value < least || value > most) {
-    throw Error(ErrorKind::InvalidArgument, "environment variable " + name + " is '" + text +
-                                                "', not a whole number from " + std::to_string(least) + " to " +
-                                                std::to_string(most));
+  auto [end, failed] = std::from_chars(text->data(), text->data() + text->size(), value);
+  if (failed != std::errc() || end != text->data() + text->size() || value < least || value > most) {
+    throw Error(ErrorKind::InvalidArgument,
+                str("environment variable ", name, " is '", *text, "', not a whole number from ", least, " to ", most));
   }
   return value;
 }
-
-class Reader {
- public:
-  explicit Reader(const Variables& variables) : variables_(variables) {}
-  std::optional<std::string> text(const std::string& name) const { return variables_(name); }
-  bool has(const std::string& name) const { return variables_(name).has_value(); }
-  int number(const std::string& name, int least, int most) const {
-    auto value = variables_(name);
-    if (!value) throw Error(ErrorKind::InvalidArgument, "environment variable " + name + " is not set");
-    return parse_number(name, *value, least, most);
-  }
-  int number_or(const std::string& name, int otherwise, int least, int most) const {
-    return has(name) ? number(name, least, most) : otherwise;
-  }
-
- private:
-  const Variables& variables_;
-};
 
 constexpr int kMostRanks = 1 << 24;
 
@@ -46,10 +32,10 @@ int port_of_job(const std::string& id) {
   return 49152 + static_cast<int>(hash % (65000 - 49152));
 }
 
-void read_ranks(const Reader& read, RankEnvironment& env, const char* rank, const char* size, const char* local) {
-  env.world_size = read.number(size, 1, kMostRanks);
-  env.rank = read.number(rank, 0, env.world_size - 1);
-  env.local_rank = read.number_or(local, 0, 0, kMostRanks);
+void read_ranks(const Variables& read, RankEnvironment& env, const char* rank, const char* size, const char* local) {
+  env.world_size = number(read, size, 1, kMostRanks);
+  env.rank = number(read, rank, 0, env.world_size - 1);
+  env.local_rank = number(read, local, 0, kMostRanks, 0);
 }
 
 }  // namespace
@@ -76,58 +62,57 @@ std::string first_slurm_host(const std::string& list) {
   return list.substr(0, open) + list.substr(open + 1, end - open - 1) + tail;
 }
 
-std::optional<RankEnvironment> discover_ranks(const Variables& variables) {
-  Reader read(variables);
+std::optional<RankEnvironment> discover_ranks(const Variables& read) {
   RankEnvironment env;
   std::string job;  // names this job among others on the host
   bool one_host = false;
-  if (read.has("RANK") || (read.has("WORLD_SIZE") && read.has("MASTER_ADDR"))) {
+  if (read("RANK") || (read("WORLD_SIZE") && read("MASTER_ADDR"))) {
     env.launcher = "torchrun";
     read_ranks(read, env, "RANK", "WORLD_SIZE", "LOCAL_RANK");
-    one_host = read.number_or("LOCAL_WORLD_SIZE", -1, 1, kMostRanks) == env.world_size || env.world_size == 1;
-    if (read.has("PLUMB_PROCESS")) env.launcher = "plumb";
-    if (read.has("PLUMB_STORE_SOCKET")) {
+    one_host = number(read, "LOCAL_WORLD_SIZE", 1, kMostRanks, -1) == env.world_size || env.world_size == 1;
+    if (read("PLUMB_PROCESS")) env.launcher = "plumb";
+    if (read("PLUMB_STORE_SOCKET")) {
       env.launcher = "plumb";
-      if (env.rank == 0) env.listening_socket = read.number("PLUMB_STORE_SOCKET", 0, 1 << 20);
+      if (env.rank == 0) env.listening_socket = number(read, "PLUMB_STORE_SOCKET", 0, 1 << 20);
     }
-    job = read.text("TORCHELASTIC_RUN_ID").value_or("");
-    if (read.text("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True") {
+    job = read("TORCHELASTIC_RUN_ID").value_or("");
+    if (read("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True") {
       env.launcher_serves_store = true;
-      env.store_prefix = "plumb/attempt" + read.text("TORCHELASTIC_RESTART_COUNT").value_or("0");
+      env.store_prefix = "plumb/attempt" + read("TORCHELASTIC_RESTART_COUNT").value_or("0");
     }
-  } else if (read.has("OMPI_COMM_WORLD_RANK")) {
+  } else if (read("OMPI_COMM_WORLD_RANK")) {
     env.launcher = "Open MPI";
     read_ranks(read, env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK");
-    one_host = read.number_or("OMPI_COMM_WORLD_LOCAL_SIZE", -1, 1, kMostRanks) == env.world_size;
-    job = read.text("PMIX_NAMESPACE").value_or(read.text("OMPI_MCA_ess_base_jobid").value_or(""));
-  } else if (read.has("PMI_RANK")) {
+    one_host = number(read, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, kMostRanks, -1) == env.world_size;
+    job = read("PMIX_NAMESPACE").value_or(read("OMPI_MCA_ess_base_jobid").value_or(""));
+  } else if (read("PMI_RANK")) {
     env.launcher = "MPICH";
     read_ranks(read, env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID");
-    one_host = read.number_or("MPI_LOCALNRANKS", -1, 1, kMostRanks) == env.world_size;
-    job = read.text("PMI_JOBID").value_or(read.text("HYDRA_JOBID").value_or(""));
-  } else if (read.has("SLURM_PROCID") && read.has("SLURM_NTASKS")) {
+    one_host = number(read, "MPI_LOCALNRANKS", 1, kMostRanks, -1) == env.world_size;
+    job = read("PMI_JOBID").value_or(read("HYDRA_JOBID").value_or(""));
+  } else if (read("SLURM_PROCID") && read("SLURM_NTASKS")) {
     env.launcher = "SLURM";
     read_ranks(read, env, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID");
-    one_host = read.number_or("SLURM_NNODES", -1, 1, kMostRanks) == 1;
-    job = read.text("SLURM_JOB_ID").value_or("") + "." + read.text("SLURM_STEP_ID").value_or("");
+    one_host = number(read, "SLURM_NNODES", 1, kMostRanks, -1) == 1;
+    job = read("SLURM_JOB_ID").value_or("") + "." + read("SLURM_STEP_ID").value_or("");
     for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"}) {
-      if (one_host || !read.has(name)) continue;
-      env.master_address = first_slurm_host(*read.text(name));
+      if (one_host || !read(name)) continue;
+      env.master_address = first_slurm_host(*read(name));
       one_host = true;  // known well enough
       break;
     }
   } else {
     return std::nullopt;
   }
-  if (auto address = read.text("MASTER_ADDR")) {
+  if (auto address = read("MASTER_ADDR")) {
     env.master_address = *address;
   } else if (!one_host && env.world_size > 1) {
     throw Error(ErrorKind::InvalidArgument,
-                env.launcher + " started " + std::to_string(env.world_size) +
-                    " ranks on more than one host and MASTER_ADDR does not say which host rank 0 is on",
+                str(env.launcher, " started ", env.world_size,
+                    " ranks on more than one host and MASTER_ADDR does not say which host rank 0 is on"),
                 "", "set MASTER_ADDR to the host of rank 0 for all ranks");
   }
-  env.master_port = read.number_or("MASTER_PORT", job.empty() ? 29500 : port_of_job(job), 1, 65535);
+  env.master_port = number(read, "MASTER_PORT", 1, 65535, job.empty() ? 29500 : port_of_job(job));
   return env;
 }
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/listen.h"
@@ -32,10 +33,10 @@ constexpr const char* kHost = "127.0.0.1";
 constexpr const char* kEnd = "end";
 constexpr const char* kInVain = "plumb/in-vain";
 
-std::string generation_key(int number) { return "plumb/generation/" + std::to_string(number); }
-std::string ready_key(int process) { return "plumb/ready/" + std::to_string(process); }
-std::string left_key(int number) { return "plumb/left/" + std::to_string(number); }
-std::string left_key(int number, int process) { return left_key(number) + "/" + std::to_string(process); }
+std::string generation_key(int number) { return str("plumb/generation/", number); }
+std::string ready_key(int process) { return str("plumb/ready/", process); }
+std::string left_key(int number) { return str("plumb/left/", number); }
+std::string left_key(int number, int process) { return str(left_key(number), "/", process); }
 
 }  // namespace
 
@@ -47,17 +48,13 @@ Generations::Generations(int processes) {
   options.waitWorkers = false;
   options.masterListenFd = listen_at(kHost, port_);
   options.port = static_cast<std::uint16_t>(port_);
-  try {
-    store_ = std::make_shared<LauncherStore>(kHost, options);
-  } catch (const std::exception& e) {
-    throw Error(ErrorKind::Communication,
-                "the launcher cannot serve the store at port " + std::to_string(port_) + ": " + first_line(e.what()));
-  }
+  store_ = connecting(str("the launcher cannot serve the store at port ", port_), "",
+                      [&] { return std::make_shared<LauncherStore>(kHost, options); });
 }
 
 void Generations::begin(const std::vector<int>& processes) {
   std::string text;
-  for (const int p : processes) text += std::to_string(p) + " ";
+  for (const int p : processes) text += str(p, " ");
   store_->set(generation_key(++number_), text);
 }
 
@@ -82,12 +79,9 @@ std::optional<Membership> Membership::from_environment() {
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(env->master_port);
   options.waitWorkers = false;
-  try {
-    me.store_ = std::make_shared<LauncherStore>(env->master_address, options);
-  } catch (const std::exception& e) {
-    throw Error(ErrorKind::Communication, "process " + *process + " cannot reach the store of its launcher at port " +
-                                              std::to_string(env->master_port) + ": " + first_line(e.what()));
-  }
+  me.store_ =
+      connecting(str("process ", *process, " cannot reach the store of its launcher at port ", env->master_port), "",
+                 [&] { return std::make_shared<LauncherStore>(env->master_address, options); });
   return me;
 }
 
@@ -104,7 +98,7 @@ std::optional<RankEnvironment> Membership::next() {
     if (place == members.end()) continue;
     env_.rank = env_.local_rank = static_cast<int>(place - members.begin());
     env_.world_size = static_cast<int>(members.size());
-    env_.store_prefix = "plumb/group/" + std::to_string(number_);
+    env_.store_prefix = str("plumb/group/", number_);
     return env_;
   }
 }

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/core/system_remedy.h"
 #include "plumb/pipeline/group_state.h"
 
@@ -64,8 +65,8 @@ void require_descriptors(const std::string& who, int count) {
   for (int fd : held) ::close(fd);
   if (reason == 0) return;
   throw Error(ErrorKind::ExecutionFailed,
-              who + " cannot connect to its peers: " + std::strerror(reason) + " (" + std::to_string(held.size()) +
-                  " can be opened, " + std::to_string(count) + " are needed)",
+              str(who, " cannot connect to its peers: ", std::strerror(reason), " (", held.size(), " can be opened, ",
+                  count, " are needed)"),
               "", system_remedy(reason, ""));
 }
 

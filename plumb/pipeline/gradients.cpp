@@ -51,10 +51,14 @@ void GradientAccumulator::begin_step(std::vector<NamedTensor> parameters) {
 
 void GradientAccumulator::swap_own() {
   for (int i : shared_) {
+    std::swap(parameters_[i].tensor.mutable_grad(), own_[i]);
+  }
+}
+
+void GradientAccumulator::swap_with(Tensors& gradients) const {
+  for (size_t i = 0; i < parameters_.size(); i++) {
     const auto& p = parameters_[i].tensor;
-    at::Tensor held = p.grad();
-    p.mutable_grad() = own_[i];
-    own_[i] = held;
+    if (p.requires_grad()) std::swap(p.mutable_grad(), gradients[i]);
   }
 }
 
@@ -76,18 +80,11 @@ void GradientAccumulator::accumulate(int m, const std::function<void()>& backwar
     backward();
     end_microbatch();
   } else {
-    Tensors held;
-    for (const auto& p : parameters_) {
-      held.push_back(p.tensor.requires_grad() ? p.tensor.grad() : at::Tensor());
-      if (p.tensor.requires_grad()) p.tensor.mutable_grad() = at::Tensor();
-    }
+    Tensors gradients(parameters_.size());
+    swap_with(gradients);
     backward();
-    auto& early = out_of_order_[m];
-    for (size_t i = 0; i < parameters_.size(); i++) {
-      const auto& p = parameters_[i].tensor;
-      early.push_back(p.requires_grad() ? p.grad() : at::Tensor());
-      if (p.requires_grad()) p.mutable_grad() = held[i];
-    }
+    swap_with(gradients);
+    out_of_order_[m] = std::move(gradients);
   }
   at::NoGradGuard no_grad;
   while (!out_of_order_.empty() && next_ < order_.size() && out_of_order_.begin()->first == order_[next_]) {
@@ -117,7 +114,7 @@ void GradientAccumulator::end_microbatch() {
   for (size_t i = 0; i < parameters_.size(); i++) {
     const auto& p = parameters_[i].tensor;
     if (!p.requires_grad()) continue;
-    const bool shared = shared_.count(static_cast<int>(i)) > 0;
+    const bool shared = is_shared(i);
     auto& sums = sums_[i];
     at::Tensor sum = p.grad();
     p.mutable_grad() = at::Tensor();
@@ -138,11 +135,11 @@ Tensors GradientAccumulator::group_gradients(int index) const {
 }
 
 at::Tensor GradientAccumulator::step_gradient(int index) const {
-  return shared_.count(index) ? own_[index] : parameters_[index].tensor.grad();
+  return is_shared(index) ? own_[index] : parameters_[index].tensor.grad();
 }
 
 void GradientAccumulator::set_step_gradient(int index, const at::Tensor& gradient) {
-  if (shared_.count(index)) {
+  if (is_shared(index)) {
     own_[index] = gradient.defined() ? gradient.clone() : gradient;
   } else {
     parameters_[index].tensor.mutable_grad() = gradient;
@@ -154,7 +151,7 @@ void GradientAccumulator::finish_step(int divisor) {
   for (size_t i = 0; i < parameters_.size(); i++) {
     const auto& p = parameters_[i].tensor;
     if (!p.requires_grad()) continue;
-    const bool shared = shared_.count(static_cast<int>(i)) > 0;
+    const bool shared = is_shared(i);
     at::Tensor gradient = shared ? own_[i] : p.grad();
     if (gradient.defined() && divisor > 1) gradient.div_(divisor);
     if (before_[i].defined()) gradient = gradient.defined() ? before_[i].add_(gradient) : before_[i];
@@ -171,7 +168,7 @@ void GradientAccumulator::end_step() noexcept {
   for (size_t i = 0; i < before_.size(); i++) {
     const auto& p = parameters_[i].tensor;
     // Another stage here may hold the very same shared tensor, and what it was.
-    const bool shared = shared_.count(static_cast<int>(i)) > 0;
+    const bool shared = is_shared(i);
     if (before_[i].defined() || (p.requires_grad() && separate_step_grads_ && !shared)) p.mutable_grad() = before_[i];
   }
   before_.clear();

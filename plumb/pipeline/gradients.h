@@ -42,8 +42,10 @@ class GradientAccumulator {
  private:
   struct OwnGradients;
   void swap_own();
+  void swap_with(Tensors& gradients) const;
   void end_microbatch();
-  bool is_separate(size_t i) const { return separate_step_grads_ || shared_.count(static_cast<int>(i)) > 0; }
+  bool is_shared(size_t i) const { return shared_.contains(static_cast<int>(i)); }
+  bool is_separate(size_t i) const { return separate_step_grads_ || is_shared(i); }
 
   std::vector<int> order_;  // sorted: the order of accumulation
   bool in_order_;

@@ -7,6 +7,7 @@
 
 #include "plumb/capture/captured_model.h"
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/aliases.h"
 
 namespace plumb {
@@ -45,7 +46,7 @@ PipelineLayout make_layout(const PipeTable& table) {
   layout.input_sizes.resize(table.num_inputs);
   layout.wire = table.wire;
   for (int s = 0; s < table.num_stages(); ++s) {
-    const StageIO& io = table.stages[static_cast<size_t>(s)];
+    const StageIO& io = table.stages[s];
     StageLayout stage;
     for (const StageInputPort& port : io.inputs) {
       const bool of_model = port.source.is_pipeline_input();
@@ -55,7 +56,7 @@ PipelineLayout make_layout(const PipeTable& table) {
     }
     stage.num_outputs = static_cast<int>(io.outputs.size());
     for (int i = 0; table.wire && i < stage.num_outputs; ++i) {
-      if (!io.outputs[static_cast<size_t>(i)].as_it_is.empty()) stage.as_they_are.insert(i);
+      if (!io.outputs[i].as_it_is.empty()) stage.as_they_are.insert(i);
     }
     layout.stages.push_back(std::move(stage));
   }
@@ -70,7 +71,7 @@ PipelineLayout make_layout(const PipeTable& table) {
 GraphStage::GraphStage(std::shared_ptr<GraphModule> module, const PipeTable& table, int index,
                        std::shared_ptr<StageSpecializer> specializer, std::string remedy)
     : module_(std::move(module)),
-      io_(table.stages.at(static_cast<size_t>(index))),
+      io_(table.stages.at(index)),
       index_(index),
       specializer_(std::move(specializer)),
       remedy_(std::move(remedy)) {
@@ -107,9 +108,9 @@ ModelSizes GraphStage::sizes_by_hand(const std::vector<c10::IValue>& inputs, Mod
     const at::IntArrayRef sizes = inputs[i].toTensor().sizes();
     if (as_cut(*port.meta, sizes)) continue;
     throw Error(ErrorKind::InvalidState,
-                "stage " + std::to_string(index_) + ": '" + port.name + "' came as " + c10::str(sizes) + " where " +
-                    c10::str(at::IntArrayRef(port.meta->sizes)) +
-                    " was cut, and the sizes of the model's inputs cannot be told from that",
+                str("stage ", index_, ": '", port.name, "' came as ", c10::str(sizes), " where ",
+                    c10::str(at::IntArrayRef(port.meta->sizes)),
+                    " was cut, and the sizes of the model's inputs cannot be told from that"),
                 "",
                 "hand on what the stage before returned as it is (a detached tensor or a copy does not say where it "
                 "comes from), or run the stages in a schedule");
@@ -126,8 +127,7 @@ void GraphStage::raise_other_sizes(const ModelSizes& known) const {
             c10::str(at::IntArrayRef(cut->second.meta->sizes)) + " and is " + c10::str(at::IntArrayRef(sizes));
   }
   throw Error(ErrorKind::TensorMismatch,
-              "stage " + std::to_string(index_) + " was cut for other sizes of the model's inputs: " + came, "",
-              remedy_);
+              str("stage ", index_, " was cut for other sizes of the model's inputs: ", came), "", remedy_);
 }
 
 std::shared_ptr<GraphModule> GraphStage::graph_for(const ModelSizes& known) {
@@ -151,8 +151,8 @@ void GraphStage::forget_sizes() {
 
 std::vector<c10::IValue> GraphStage::run_values(std::vector<c10::IValue> inputs, const ModelSizes& sizes) {
   if (inputs.size() != io_.inputs.size()) {
-    throw Error(ErrorKind::StructureMismatch, "the stage takes " + std::to_string(io_.inputs.size()) + " inputs, got " +
-                                                  std::to_string(inputs.size()));
+    throw Error(ErrorKind::StructureMismatch,
+                str("the stage takes ", io_.inputs.size(), " inputs, got ", inputs.size()));
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     const StageInputPort& port = io_.inputs[i];
@@ -217,12 +217,8 @@ std::vector<NamedTensor> GraphStage::parameters() const {
 std::map<int, std::shared_ptr<StageFunction>> stages_of_rank(const Pipe& pipe, const Schedule& schedule, int rank,
                                                              const std::shared_ptr<StageSpecializer>& specializer) {
   std::map<int, std::shared_ptr<StageFunction>> stages;
-  for (int s = 0; s < pipe.num_stages(); ++s) {
-    bool here = false;
-    for (int mb = 0; mb < schedule.num_microbatches && !here; ++mb) here = schedule.placement.rank_of(s, mb) == rank;
-    if (!here) continue;
+  for (int s : schedule.placement.stages_of(rank))
     stages.emplace(s, std::make_shared<GraphStage>(pipe.stage(s), pipe.table(), s, specializer));
-  }
   return stages;
 }
 

@@ -27,19 +27,19 @@ GroupBuffers::GroupBuffers(std::vector<NamedTensor> buffers, int groups, int mic
 
 void GroupBuffers::begin_step() {
   before_ = values_of(buffers_);
-  by_group_.assign(static_cast<size_t>(groups_), {});
+  by_group_.assign(groups_, {});
   now_ = -1;
 }
 
 void GroupBuffers::keep() {
-  if (now_ >= 0) by_group_[static_cast<size_t>(now_)] = values_of(buffers_);
+  if (now_ >= 0) by_group_[now_] = values_of(buffers_);
 }
 
 void GroupBuffers::begin_microbatch(int microbatch) {
   const int group = microbatch / size_;
   if (group == now_ || buffers_.empty()) return;
   keep();
-  const Tensors& held = by_group_[static_cast<size_t>(group)];
+  const Tensors& held = by_group_[group];
   put(buffers_, held.empty() ? before_ : held);
   now_ = group;
 }

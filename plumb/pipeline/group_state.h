@@ -4,6 +4,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "plumb/core/error.h"
+#include "plumb/core/str.h"
+#include "plumb/graph/describe.h"
 #include "plumb/pipeline/process_group.h"
 
 namespace plumb {
@@ -37,6 +40,16 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
 // transport_faults.cpp: Gloo's own words, without the place in its source and its advice:
 // "Read error [127.0.0.1]:61108: Connection reset by peer".
 std::string what_gloo_says(const std::exception& error);
+
+// Does `work`. What it raises becomes Error(Communication): `what`, and the first line of its text.
+template <class Work>
+std::invoke_result_t<Work> connecting(const std::string& what, const std::string& remedy, Work work) {
+  try {
+    return work();
+  } catch (const std::exception& e) {
+    throw Error(ErrorKind::Communication, str(what, ": ", first_line(e.what())), "", remedy);
+  }
+}
 
 // Descriptors of a group beside one for each connection to a rank: the store, listening sockets, Gloo's loop.
 inline constexpr int kDescriptorsBeside = 8;

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/pipeline/children.h"
 #include "plumb/pipeline/generations.h"
 #include "plumb/pipeline/listen.h"
@@ -76,7 +77,7 @@ class Launch {
   }
 
   void begin_generation() {
-    for (size_t r = 0; r < members_.size(); r++) rank_of_[static_cast<size_t>(members_[r])] = static_cast<int>(r);
+    for (size_t r = 0; r < members_.size(); r++) rank_of_[members_[r]] = static_cast<int>(r);
     generations_->begin(members_);
     taking_part_ = {members_.begin(), members_.end()};
     failing_since_ = {};
@@ -90,11 +91,11 @@ class Launch {
   }
 
   void emit(int child, bool is_stderr, const std::string& line) {
-    const int rank = rank_of_[static_cast<size_t>(child)];
+    const int rank = rank_of_[child];
     if (options_.on_line) {
       options_.on_line(rank, is_stderr, line);
     } else if (is_stderr) {
-      std::fprintf(stderr, "[%s] %s\n", rank < 0 ? "spare" : ("rank " + std::to_string(rank)).c_str(), line.c_str());
+      std::fprintf(stderr, "[%s] %s\n", rank < 0 ? "spare" : (str("rank ", rank)).c_str(), line.c_str());
     } else {
       std::fprintf(stdout, "%s\n", line.c_str());
       std::fflush(stdout);
@@ -134,7 +135,7 @@ class Launch {
   bool replace(int rank) {
     if (used_ >= options_.replacements) return false;
     used_++;
-    const ProcessEnd end = children_[members_[static_cast<size_t>(rank)]].end;
+    const ProcessEnd end = children_[members_[rank]].end;
     const auto tell = [&](const std::string& instead) {
       if (options_.on_lost) options_.on_lost(rank, end, instead);
     };
@@ -142,7 +143,7 @@ class Launch {
       const int spare = spares_.front();
       spares_.pop_front();
       if (children_[spare].ended) continue;
-      members_[static_cast<size_t>(rank)] = spare;
+      members_[rank] = spare;
       tell("a spare process takes its place");
       return true;
     }
@@ -151,7 +152,7 @@ class Launch {
       tell("the others go on without it");
       return true;
     }
-    members_[static_cast<size_t>(rank)] = start(rank, -1);
+    members_[rank] = start(rank, -1);
     tell("a new process takes its place");
     return true;
   }
@@ -189,7 +190,7 @@ class Launch {
         members_.assign(left.begin(), left.begin() + wanted);
         spares_.insert(spares_.end(), left.begin() + wanted, left.end());
       } else {
-        for (const int rank : missing) members_[static_cast<size_t>(rank)] = start(rank, -1);
+        for (const int rank : missing) members_[rank] = start(rank, -1);
         return;  // they are waited for
       }
     }
@@ -257,7 +258,7 @@ class Launch {
 
 LaunchResult launch_local(const LaunchOptions& options) {
   if (options.num_processes < 1) {
-    throw Error(ErrorKind::InvalidArgument, std::to_string(options.num_processes) + " processes cannot be started");
+    throw Error(ErrorKind::InvalidArgument, str(options.num_processes, " processes cannot be started"));
   }
   return Launch(options).run();
 }

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/pipeline/wiring.h"
 
 namespace plumb {
@@ -64,22 +65,22 @@ StageEdges PipelineLayout::edges() const {
 }
 
 std::string PipelineLayout::text() const {
-  std::string out = std::to_string(num_inputs) + " inputs\n" + (dynamic_outputs ? "dynamic outputs\n" : "");
+  std::string out = str(num_inputs, " inputs\n", dynamic_outputs ? "dynamic outputs\n" : "");
   for (int s = 0; s < num_stages(); s++) {
-    out += "stage " + std::to_string(s) + ":";
+    out += str("stage ", s, ":");
     for (const auto& in : stages[s].inputs) {
-      out += in.stage < 0 ? " input" : " stage" + std::to_string(in.stage);
+      out += in.stage < 0 ? " input" : str(" stage", in.stage);
       out += '.';
       out += std::to_string(in.index);
     }
-    out += " -> " + std::to_string(stages[s].num_outputs);
-    for (const int index : stages[s].as_they_are) out += " " + std::to_string(index) + " as it is";
+    out += str(" -> ", stages[s].num_outputs);
+    for (const int index : stages[s].as_they_are) out += str(" ", index, " as it is");
     out += "\n";
   }
   if (wire) out += "wire: " + wire.fwd + " " + wire.bwd + "\n";
   for (const auto& group : tied) {
     out += "tied:";
-    for (const auto& copy : group.copies) out += " stage" + std::to_string(copy.stage) + "." + copy.name;
+    for (const auto& copy : group.copies) out += str(" stage", copy.stage, ".", copy.name);
     out += "\n";
   }
   return out;
@@ -91,34 +92,32 @@ void PipelineLayout::check() const {
   for (int s = 0; s < num_stages(); s++) {
     for (size_t i = 0; i < stages[s].inputs.size(); i++) {
       const auto& in = stages[s].inputs[i];
-      const std::string what = "input " + std::to_string(i) + " of stage " + std::to_string(s);
+      const std::string what = str("input ", i, " of stage ", s);
       if (in.stage == ValueSource::kModelInput) {
         if (in.index < 0 || in.index >= num_inputs) {
-          throw Error(ErrorKind::InvalidArgument, what + " is the model's input " + std::to_string(in.index) +
-                                                      ", the model has " + std::to_string(num_inputs));
+          throw Error(ErrorKind::InvalidArgument,
+                      str(what, " is the model's input ", in.index, ", the model has ", num_inputs));
         }
       } else if (in.stage < 0 || in.stage >= s) {
         throw Error(ErrorKind::InvalidArgument,
-                    what + " comes from stage " + std::to_string(in.stage) + ", which is not an earlier stage");
+                    str(what, " comes from stage ", in.stage, ", which is not an earlier stage"));
       } else if (in.index < 0 || in.index >= stages[in.stage].num_outputs) {
-        throw Error(ErrorKind::InvalidArgument, what + " is output " + std::to_string(in.index) + " of stage " +
-                                                    std::to_string(in.stage) + ", which has " +
-                                                    std::to_string(stages[in.stage].num_outputs));
+        throw Error(ErrorKind::InvalidArgument, str(what, " is output ", in.index, " of stage ", in.stage,
+                                                    ", which has ", stages[in.stage].num_outputs));
       }
     }
   }
   for (int s = 0; dynamic_outputs && s < num_stages(); s++) {
     if (stages[s].inputs != dynamic_chain(num_stages()).stages[s].inputs) {
       throw Error(ErrorKind::InvalidArgument,
-                  "stage " + std::to_string(s) + " of a layout with dynamic outputs is no link of a chain");
+                  str("stage ", s, " of a layout with dynamic outputs is no link of a chain"));
     }
   }
   for (const auto& group : tied) {
     for (const auto& copy : group.copies) {
       if (copy.stage < 0 || copy.stage >= num_stages()) {
-        throw Error(ErrorKind::InvalidArgument, "tied parameter " + copy.name + " is in stage " +
-                                                    std::to_string(copy.stage) + ", there are " +
-                                                    std::to_string(num_stages()));
+        throw Error(ErrorKind::InvalidArgument,
+                    str("tied parameter ", copy.name, " is in stage ", copy.stage, ", there are ", num_stages()));
       }
     }
   }

@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/core/system_remedy.h"
 
 namespace plumb {
@@ -44,8 +45,7 @@ int listen_at(const std::string& address, int& port) {
     ::close(fd);
   }
   if (reason == EADDRNOTAVAIL) return -1;
-  throw Error(ErrorKind::Communication,
-              "cannot listen at " + address + ":" + std::to_string(port) + ": " + std::strerror(reason), "",
+  throw Error(ErrorKind::Communication, str("cannot listen at ", address, ":", port, ": ", std::strerror(reason)), "",
               system_remedy(reason, "choose another port"));
 }
 

@@ -9,6 +9,7 @@
 
 #include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/graph/names.h"
 #include "plumb/numerics/codes.h"
@@ -131,9 +132,9 @@ class Reader {
     size_t next = 0;
     for (const auto& s : shapes)
       message.values.push_back(s.entry.direct ? take_direct(s, direct, next++) : take_value(s));
-    if (next < direct.size()) raise_malformed("it has " + std::to_string(next) + " values on the device");
+    if (next < direct.size()) raise_malformed(str("it has ", next, " values on the device"));
     if (at_ != end_) {
-      raise_malformed("its values take " + std::to_string(at_) + " of its " + std::to_string(end_) + " bytes");
+      raise_malformed(str("its values take ", at_, " of its ", end_, " bytes"));
     }
     return message;
   }
@@ -184,7 +185,7 @@ class Reader {
     if (s.entry.direct > (s.entry.dtype == -1 ? 0 : 1)) raise_malformed("a value comes on a way that is unknown");
     if (s.entry.dtype == -1) return s;
     if (!has_plain_dtype(s.entry.dtype)) {
-      raise_malformed("a value has the type " + std::to_string(s.entry.dtype) + ", which no message carries");
+      raise_malformed(str("a value has the type ", s.entry.dtype, ", which no message carries"));
     }
     const auto dtype = static_cast<at::ScalarType>(s.entry.dtype);
     const bool may_ask =
@@ -194,7 +195,7 @@ class Reader {
     }
     if (s.entry.requires_grad > (may_ask ? 1 : 0)) raise_malformed("a value asks for a gradient that it cannot have");
     const std::int64_t n = s.entry.dims;
-    if (n > kMostDims) raise_malformed("a value has " + std::to_string(n) + " dimensions");
+    if (n > kMostDims) raise_malformed(str("a value has ", n, " dimensions"));
     if (end_ - at_ < 2 * bytes_of_sizes(n)) raise_malformed("its table of values is cut off");
     s.sizes = take_numbers(n);
     s.strides = take_numbers(n);
@@ -270,7 +271,7 @@ void check_agreed(const std::vector<MessageValue>& values, const std::vector<Agr
     throw Error(ErrorKind::Communication, what, "", "run the same model and the same version of plumb on every rank");
   };
   if (values.size() != agreed.size()) {
-    refuse("it has " + std::to_string(values.size()) + " values, agreed were " + std::to_string(agreed.size()));
+    refuse(str("it has ", values.size(), " values, agreed were ", agreed.size()));
   }
   for (size_t i = 0; i < values.size(); i++) {
     const auto& t = values[i].tensor;
@@ -279,10 +280,10 @@ void check_agreed(const std::vector<MessageValue>& values, const std::vector<Agr
     if (fits && t.defined())
       fits = t.scalar_type() == a.dtype.value_or(t.scalar_type()) && (!a.sizes || t.sizes() == *a.sizes);
     if (fits && t.defined() && (values[i].codes != nullptr) != (a.codes != nullptr && has_wire_codes(t.scalar_type())))
-      refuse("its value " + std::to_string(i) +
-             (a.codes ? " comes as it is, agreed were codes of " + a.codes->name()
-                      : " comes as codes, which was not agreed on"));
-    if (!fits) refuse("its value " + std::to_string(i) + " is " + describe(t) + ", agreed was " + text(a));
+      refuse(str("its value ", i,
+                 a.codes ? " comes as it is, agreed were codes of " + a.codes->name()
+                         : " comes as codes, which was not agreed on"));
+    if (!fits) refuse(str("its value ", i, " is ", describe(t), ", agreed was ", text(a)));
   }
 }
 
@@ -314,8 +315,8 @@ void check_sendable(const MessageId& id, const std::vector<MessageValue>& values
     if (!t.defined()) continue;
     if (t.layout() != at::kStrided || t.is_quantized() || t.is_meta() || t.is_nested()) {
       throw Error(ErrorKind::Unsupported,
-                  "value " + std::to_string(i) + " of " + to_string(id) + " is " + describe(t) +
-                      " without plain memory (sparse, quantised, nested or on the meta device)",
+                  str("value ", i, " of ", to_string(id), " is ", describe(t),
+                      " without plain memory (sparse, quantised, nested or on the meta device)"),
                   "", "make it dense before the stage's end");
     }
   }
@@ -407,8 +408,7 @@ Prologue read_prologue_of(const at::Tensor& buffer) {
   if (!intact(prologue)) raise_malformed("it does not begin as plumb's messages do, or is damaged");
   if (prologue.content != Content::Values) raise_malformed("it has no values");
   if (prologue.total_bytes < static_cast<std::int64_t>(sizeof prologue) || prologue.total_bytes > buffer.numel()) {
-    raise_malformed("it says it is " + std::to_string(prologue.total_bytes) + " bytes long, the buffer is " +
-                    std::to_string(buffer.numel()));
+    raise_malformed(str("it says it is ", prologue.total_bytes, " bytes long, the buffer is ", buffer.numel()));
   }
   if (crc32(base + sizeof prologue, prologue.total_bytes - sizeof prologue) != prologue.body_sum) {
     throw Error(ErrorKind::Communication, "it is damaged: its checksum does not match", "",

@@ -16,6 +16,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <compare>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -38,7 +39,7 @@ struct MessageId {
   MessageKind kind = MessageKind::Activation;
   std::int32_t from = 0, to = 0;  // stages (ranks for TiedGradients and Exchange)
   std::int32_t microbatch = -1;
-  bool operator==(const MessageId&) const = default;
+  auto operator<=>(const MessageId&) const = default;
 };
 
 // "0SEND_F3 (output of stage 0 for stage 1, microbatch 3)"

@@ -5,41 +5,36 @@
 #include <numeric>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/gradients.h"
 
 namespace plumb {
 
 Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSpec>& specs, int num) {
-  if (num < 1)
-    throw Error(ErrorKind::InvalidArgument, "a batch cannot be cut into " + std::to_string(num) + " microbatches");
+  if (num < 1) throw Error(ErrorKind::InvalidArgument, str("a batch cannot be cut into ", num, " microbatches"));
   if (specs.size() > tensors.size()) {
-    throw Error(ErrorKind::StructureMismatch,
-                std::to_string(specs.size()) + " chunk specs for " + std::to_string(tensors.size()) + " tensors");
+    throw Error(ErrorKind::StructureMismatch, str(specs.size(), " chunk specs for ", tensors.size(), " tensors"));
   }
   auto spec_of = [&](size_t i) {
     if (i < specs.size()) return specs[i];
     return tensors[i].defined() && tensors[i].dim() == 0 ? TensorChunkSpec::whole() : TensorChunkSpec{};
+  };
+  auto refuse = [&](size_t i, const std::string& why, const std::string& remedy) {
+    throw Error(ErrorKind::TensorMismatch, str("tensor ", i, " of the batch, ", describe(tensors[i]), ", ", why), "",
+                remedy + "TensorChunkSpec::whole()");
   };
   int64_t shortest = -1;
   for (size_t i = 0; i < tensors.size(); i++) {
     const auto spec = spec_of(i);
     if (!tensors[i].defined() || spec.replicated) continue;
     const int64_t dims = tensors[i].dim();
-    if (spec.dim < -dims || spec.dim >= dims) {
-      throw Error(ErrorKind::TensorMismatch,
-                  "tensor " + std::to_string(i) + " of the batch, " + describe(tensors[i]) + ", has no dimension " +
-                      std::to_string(spec.dim) + " to cut along",
-                  "", "give it TensorChunkSpec::whole()");
-    }
+    if (spec.dim < -dims || spec.dim >= dims)
+      refuse(i, str("has no dimension ", spec.dim, " to cut along"), "give it ");
     const int64_t length = tensors[i].size(spec.dim);
-    if (length < num) {
-      throw Error(ErrorKind::TensorMismatch,
-                  "tensor " + std::to_string(i) + " of the batch, " + describe(tensors[i]) + ", has " +
-                      std::to_string(length) + " rows along dimension " + std::to_string(spec.dim) + ", too few for " +
-                      std::to_string(num) + " microbatches",
-                  "", "use fewer microbatches, or TensorChunkSpec::whole()");
-    }
+    if (length < num)
+      refuse(i, str("has ", length, " rows along dimension ", spec.dim, ", too few for ", num, " microbatches"),
+             "use fewer microbatches, or ");
     if (shortest < 0 || length < shortest) shortest = length;
   }
   Microbatches result;
@@ -54,12 +49,8 @@ Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSp
       continue;
     }
     const int64_t length = tensors[i].size(spec.dim);
-    if (length % base != 0) {
-      throw Error(ErrorKind::TensorMismatch,
-                  "tensor " + std::to_string(i) + " of the batch, " + describe(tensors[i]) +
-                      ", cannot be cut beside another of " + std::to_string(base) + " rows",
-                  "", "make the lengths equal or multiples, or use TensorChunkSpec::whole()");
-    }
+    if (length % base != 0)
+      refuse(i, str("cannot be cut beside another of ", base, " rows"), "make the lengths equal or multiples, or use ");
     int64_t at = 0;
     for (int m = 0; m < num; m++) {
       const int64_t rows = result.rows[m] * (length / base);
@@ -108,8 +99,7 @@ Tensors merge_outputs(const std::vector<Tensors>& by_microbatch, const std::vect
       }
     } catch (const c10::Error& e) {
       throw Error(ErrorKind::TensorMismatch,
-                  "output " + std::to_string(k) +
-                      " of the microbatches cannot be merged: " + first_line(e.what_without_backtrace()),
+                  str("output ", k, " of the microbatches cannot be merged: ", first_line(e.what_without_backtrace())),
                   describe(parts), "give the output an OutputMerge that fits its shape");
     }
   }

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/listen.h"
@@ -17,7 +18,7 @@
 namespace plumb {
 namespace {
 
-std::string present_key(int rank) { return "plumb/present/" + std::to_string(rank); }
+std::string present_key(int rank) { return str("plumb/present/", rank); }
 
 // "1, 3 and 4": who has not shown up in the store.
 std::string missing_ranks(c10d::Store& store, int size) {
@@ -27,14 +28,14 @@ std::string missing_ranks(c10d::Store& store, int size) {
   }
   std::string text;
   for (size_t i = 0; i < missing.size(); i++) {
-    text += (i == 0 ? "" : i + 1 == missing.size() ? " and " : ", ") + std::to_string(missing[i]);
+    text += str(i == 0 ? "" : i + 1 == missing.size() ? " and " : ", ", missing[i]);
   }
   return text;
 }
 
 void check_timeout(std::chrono::milliseconds timeout) {
   if (timeout.count() <= 0) {
-    throw Error(ErrorKind::InvalidArgument, "a time-out of " + std::to_string(timeout.count()) + " ms cannot be met");
+    throw Error(ErrorKind::InvalidArgument, str("a time-out of ", timeout.count(), " ms cannot be met"));
   }
 }
 
@@ -42,28 +43,24 @@ void check_timeout(std::chrono::milliseconds timeout) {
 std::shared_ptr<ProcessGroup::State> connected(std::shared_ptr<ProcessGroup::State> state) {
   const RankEnvironment& env = state->env;
   const GlooOptions& options = state->options;
-  const std::string address = env.master_address + ":" + std::to_string(env.master_port);
-  const std::string me = "rank " + std::to_string(env.rank) + " of " + std::to_string(env.world_size);
+  const std::string address = str(env.master_address, ":", env.master_port);
+  const std::string me = str("rank ", env.rank, " of ", env.world_size);
   const bool serves = env.rank == 0 && !env.launcher_serves_store;
   require_descriptors(me, (env.world_size + kDescriptorsBeside) * (serves ? 2 : 1));
-  try {
+  const auto what = str(me, serves ? " cannot serve the store at " : " cannot reach the store of rank 0 at ", address);
+  state->store = connecting(what, "check that rank 0 runs, and MASTER_ADDR and MASTER_PORT", [&] {
     c10d::TCPStoreOptions store;
     store.port = static_cast<std::uint16_t>(env.master_port);
     store.isServer = serves;
     store.timeout = options.timeout;
     store.waitWorkers = false;
     int port = env.master_port;
-    const int socket = !store.isServer             ? -1
+    const int socket = !serves                     ? -1
                        : env.listening_socket >= 0 ? env.listening_socket
                                                    : listen_at(env.master_address, port);
     if (socket >= 0) store.masterListenFd = socket;
-    state->store = c10::make_intrusive<c10d::TCPStore>(env.master_address, store);
-  } catch (const std::exception& e) {
-    throw Error(ErrorKind::Communication,
-                me + (serves ? " cannot serve the store at " : " cannot reach the store of rank 0 at ") + address +
-                    ": " + first_line(e.what()),
-                "", "check that rank 0 runs, and MASTER_ADDR and MASTER_PORT");
-  }
+    return c10::make_intrusive<c10d::TCPStore>(env.master_address, store);
+  });
   if (!env.store_prefix.empty()) {
     state->store = c10::make_intrusive<c10d::PrefixStore>(env.store_prefix, state->store);
   }
@@ -79,16 +76,15 @@ std::shared_ptr<ProcessGroup::State> connected(std::shared_ptr<ProcessGroup::Sta
     } catch (const std::exception&) {
       missing = "0 (its store is gone)";
     }
-    throw Error(ErrorKind::Communication, me + " waited " + std::to_string(options.timeout.count()) + " ms at " +
-                                              address + " for rank " + missing);
+    throw Error(ErrorKind::Communication,
+                str(me, " waited ", options.timeout.count(), " ms at ", address, " for rank ", missing));
   }
-  try {
-    state->backend = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("plumb/gloo", state->store), env.rank,
-                                       env.world_size, env.master_address, options);
-  } catch (const std::exception& e) {
-    throw Error(ErrorKind::Communication, me + " cannot connect to its peers: " + first_line(e.what()), "",
-                "on several hosts set GLOO_SOCKET_IFNAME to the network interface to use");
-  }
+  state->backend =
+      connecting(me + " cannot connect to its peers",
+                 "on several hosts set GLOO_SOCKET_IFNAME to the network interface to use", [&] {
+                   return make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("plumb/gloo", state->store),
+                                            env.rank, env.world_size, env.master_address, options);
+                 });
   add_device_backend(*state);
   return state;
 }
@@ -134,17 +130,13 @@ c10::intrusive_ptr<c10d::Backend> gloo_beside(const c10::intrusive_ptr<c10d::Bac
   if (it != known.end()) return it->second.gloo;
   GlooOptions options;
   options.timeout = timeout;
-  try {
-    auto gloo = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("plumb/gloo", store), of->getRank(),
-                                  of->getSize(), "", options);
-    known.emplace(of.get(), Beside{c10::weak_intrusive_ptr<c10d::Backend>(of), gloo});
-    return gloo;
-  } catch (const std::exception& e) {
-    throw Error(ErrorKind::Communication,
-                "rank " + std::to_string(of->getRank()) + " cannot connect a Gloo group beside " +
-                    of->getBackendName() + ": " + first_line(e.what()),
-                "", "make the group with \"cpu:gloo,cuda:nccl\", or set GLOO_SOCKET_IFNAME");
-  }
+  auto gloo = connecting(str("rank ", of->getRank(), " cannot connect a Gloo group beside ", of->getBackendName()),
+                         "make the group with \"cpu:gloo,cuda:nccl\", or set GLOO_SOCKET_IFNAME", [&] {
+                           return make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("plumb/gloo", store),
+                                                    of->getRank(), of->getSize(), "", options);
+                         });
+  known.emplace(of.get(), Beside{c10::weak_intrusive_ptr<c10d::Backend>(of), gloo});
+  return gloo;
 }
 
 }  // namespace
@@ -169,8 +161,7 @@ void ProcessGroup::set_timeout(std::chrono::milliseconds timeout) {
 ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& options) {
   check_timeout(options.timeout);
   if (env.rank < 0 || env.rank >= env.world_size) {
-    throw Error(ErrorKind::InvalidArgument,
-                "rank " + std::to_string(env.rank) + " of " + std::to_string(env.world_size) + " ranks does not exist");
+    throw Error(ErrorKind::InvalidArgument, str("rank ", env.rank, " of ", env.world_size, " ranks does not exist"));
   }
   auto state = std::make_shared<ProcessGroup::State>();
   state->rank = env.rank;
@@ -184,9 +175,8 @@ ProcessGroup make_gloo_group(const RankEnvironment& env, const GlooOptions& opti
   auto group = within(limit, [state] { return connected(state); });
   if (group) return ProcessGroup(std::move(*group));
   throw Error(ErrorKind::Communication,
-              "rank " + std::to_string(env.rank) + " of " + std::to_string(env.world_size) + " waited " +
-                  std::to_string(limit.count()) + " ms at " + env.master_address + ":" +
-                  std::to_string(env.master_port) + " for rank 0, whose store does not answer",
+              str("rank ", env.rank, " of ", env.world_size, " waited ", limit.count(), " ms at ", env.master_address,
+                  ":", env.master_port, " for rank 0, whose store does not answer"),
               "", "look at rank 0 (stopped? overloaded?), or give a longer time-out");
 }
 
@@ -201,14 +191,14 @@ ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, c
   state->rank = -1;
   for (size_t i = 0; i < ranks.size(); i++) {
     if (ranks[i] < 0 || ranks[i] >= parent.size) {
-      throw Error(ErrorKind::InvalidArgument, "subgroup '" + name + "' names rank " + std::to_string(ranks[i]) +
-                                                  ", the group has " + std::to_string(parent.size));
+      throw Error(ErrorKind::InvalidArgument,
+                  str("subgroup '", name, "' names rank ", ranks[i], ", the group has ", parent.size));
     }
     if (ranks[i] == parent.rank) state->rank = static_cast<int>(i);
   }
   if (state->rank < 0) {
     throw Error(ErrorKind::InvalidArgument,
-                "rank " + std::to_string(parent.rank) + " is not in the subgroup '" + name + "' it asks for");
+                str("rank ", parent.rank, " is not in the subgroup '", name, "' it asks for"));
   }
   state->size = static_cast<int>(ranks.size());
   for (int r : ranks) state->world.push_back(group.world_rank(r));
@@ -220,16 +210,11 @@ ProcessGroup make_subgroup(const ProcessGroup& group, const std::string& name, c
     throw Error(ErrorKind::InvalidArgument, "subgroup '" + name + "' needs the group's store, and it has none", "",
                 "give use_group() the store");
   }
-  require_descriptors("rank " + std::to_string(parent.rank) + " in subgroup '" + name + "'",
-                      state->size + kDescriptorsBeside);
+  require_descriptors(str("rank ", parent.rank, " in subgroup '", name, "'"), state->size + kDescriptorsBeside);
   state->store = c10::make_intrusive<c10d::PrefixStore>("plumb/subgroup/" + name, parent.store);
-  try {
-    state->backend =
-        make_gloo_backend(state->store, state->rank, state->size, parent.env.master_address, parent.options);
-  } catch (const std::exception& e) {
-    throw Error(ErrorKind::Communication, "rank " + std::to_string(parent.rank) + " cannot connect subgroup '" + name +
-                                              "': " + first_line(e.what()));
-  }
+  state->backend = connecting(str("rank ", parent.rank, " cannot connect subgroup '", name, "'"), "", [&] {
+    return make_gloo_backend(state->store, state->rank, state->size, parent.env.master_address, parent.options);
+  });
   add_device_backend(*state);
   return ProcessGroup(state);
 }
@@ -242,28 +227,26 @@ void add_device_backend(ProcessGroup::State& state) {
   if (!state.options.device || state.size == 1) return;
   const auto make = device_backends().find(state.options.device->type());
   if (make == device_backends().end()) return;
-  try {
-    state.device_backend = make->second(c10::make_intrusive<c10d::PrefixStore>("plumb/device", state.store), state.rank,
-                                        state.size, *state.options.device, state.timeout);
-    state.device = *state.options.device;
-  } catch (const std::exception& e) {
-    throw Error(ErrorKind::Communication, "rank " + std::to_string(state.rank) + " cannot connect " +
-                                              state.options.device->str() + " to its peers: " + first_line(e.what()));
-  }
+  const c10::Device device = *state.options.device;
+  state.device_backend =
+      connecting(str("rank ", state.rank, " cannot connect ", device.str(), " to its peers"), "", [&] {
+        return make->second(c10::make_intrusive<c10d::PrefixStore>("plumb/device", state.store), state.rank, state.size,
+                            device, state.timeout);
+      });
+  state.device = device;
 }
 
 ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas) {
   if (replicas < 1 || group.size() % replicas != 0) {
-    throw Error(ErrorKind::InvalidArgument, std::to_string(group.size()) + " ranks cannot be divided into " +
-                                                std::to_string(replicas) + " replicas of a pipeline");
+    throw Error(ErrorKind::InvalidArgument,
+                str(group.size(), " ranks cannot be divided into ", replicas, " replicas of a pipeline"));
   }
   if (replicas == 1) return {group, {}};
   const int length = group.size() / replicas, mine = group.rank() / length, place = group.rank() % length;
   std::vector<int> pipeline, same;
   for (int r = 0; r < length; r++) pipeline.push_back(mine * length + r);
   for (int r = 0; r < replicas; r++) same.push_back(r * length + place);
-  return {make_subgroup(group, "pipeline" + std::to_string(mine), pipeline),
-          make_subgroup(group, "replicas" + std::to_string(place), same)};
+  return {make_subgroup(group, str("pipeline", mine), pipeline), make_subgroup(group, str("replicas", place), same)};
 }
 
 ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/shared_parameters.h"
 
@@ -45,9 +46,8 @@ ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
   for (const auto& [stage, list] : parameters) {
     for (const auto& p : list) {
       // Each may have a device of its own.
-      text += "\nstage " + std::to_string(stage) + " " + p.name + " " +
-              describe(p.tensor.sizes(), at::TensorOptions(p.tensor.scalar_type())) + " " +
-              std::to_string(content_hash(p.tensor));
+      text += str("\nstage ", stage, " ", p.name, " ",
+                  describe(p.tensor.sizes(), at::TensorOptions(p.tensor.scalar_type())), " ", content_hash(p.tensor));
     }
   }
   const auto texts = transport_.exchange(text);
@@ -57,9 +57,8 @@ ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
     while (at < text.size() && at < texts[r].size() && text[at] == texts[r][at]) at++;
     const size_t begin = text.rfind('\n', at) + 1;
     throw Error(ErrorKind::Communication,
-                "replicas " + std::to_string(rank()) + " and " + std::to_string(r) +
-                    " differ: " + text.substr(begin, text.find('\n', at) - begin) + " against " +
-                    texts[r].substr(begin, texts[r].find('\n', at) - begin),
+                str("replicas ", rank(), " and ", r, " differ: ", text.substr(begin, text.find('\n', at) - begin),
+                    " against ", texts[r].substr(begin, texts[r].find('\n', at) - begin)),
                 "", "make every replica from the same model, weights and schedule");
   }
   transport_.connect_device();
@@ -93,11 +92,7 @@ ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
 ReplicaSums::~ReplicaSums() {
   if (!thread_.joinable()) return;
   transport_.interrupt();
-  {
-    std::lock_guard<std::mutex> lock(lock_);
-    given_up_ = closing_ = true;
-  }
-  changed_.notify_all();
+  change([&] { given_up_ = closing_ = true; });
   thread_.join();
 }
 
@@ -128,24 +123,23 @@ void ReplicaSums::begin_step(double rows, bool weighted) {
     part.sums.assign(part.members.size(), {});
   }
   transport_.begin_step(plan_);
-  {
-    std::lock_guard<std::mutex> lock(lock_);
-    under_way_ = true;
-  }
-  changed_.notify_all();
+  change([&] { under_way_ = true; });
 }
 
 void ReplicaSums::hand_over(Part& part, const std::map<int, const GradientAccumulator*>& gradients,
                             const std::map<int, Tensors>& buffers) {
   for (const auto& m : part.members) {
-    part.own.push_back(m.is_buffer ? buffers.at(m.stage)[static_cast<size_t>(m.index)]
-                                   : gradients.at(m.stage)->step_gradient(m.index));
+    part.own.push_back(m.is_buffer ? buffers.at(m.stage)[m.index] : gradients.at(m.stage)->step_gradient(m.index));
   }
   part.event.action = {.kind = ActionKind::ReduceGrad, .stage = part.stage};
   part.event.waiting = seconds_now();
+  change([&] { part.handed = true; });
+}
+
+void ReplicaSums::change(const std::function<void()>& what) {
   {
     std::lock_guard<std::mutex> lock(lock_);
-    part.handed = true;
+    what();
   }
   changed_.notify_all();
 }
@@ -181,7 +175,7 @@ void ReplicaSums::finish(const std::map<int, GradientAccumulator*>& gradients, c
     for (size_t i = 0; i < part.members.size(); i++) {
       const auto& m = part.members[i];
       if (m.is_buffer) {
-        buffers.at(m.stage)[static_cast<size_t>(m.index)] = part.sums[i];
+        buffers.at(m.stage)[m.index] = part.sums[i];
       } else {
         gradients.at(m.stage)->set_step_gradient(m.index, part.sums[i]);
       }

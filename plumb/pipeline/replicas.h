@@ -89,6 +89,8 @@ class ReplicaSums {
   Way add_messages(int from, int phase);
   void hand_over(Part& part, const std::map<int, const GradientAccumulator*>& gradients,
                  const std::map<int, Tensors>& buffers = {});
+  // Of what both threads look at.
+  void change(const std::function<void()>& what);
   // --- in the thread ---
   void run();
   void sum_all();

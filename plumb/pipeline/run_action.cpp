@@ -2,8 +2,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/pipeline/runtime_state.h"
@@ -32,44 +34,47 @@ std::vector<MessageValue> arrived(std::vector<MessageValue> values) {
 }
 
 void PipelineState::take_values(LocalStage& stage, Slot& slot, int from, std::vector<MessageValue> values) const {
-  if (layout.dynamic_outputs) {
-    slot.sources = std::move(values);
-    return;
-  }
+  if (layout.dynamic_outputs) slot.sources.resize(values.size());
   for (const auto& bundle : stage.wiring->values_in) {
     if (bundle.stage != from) continue;
-    for (size_t i = 0; i < bundle.indices.size(); i++) slot.sources[bundle.indices[i]] = std::move(values.at(i));
+    const auto to = places(bundle, values.size());
+    for (size_t i = 0; i < to.size(); i++) slot.sources[to[i]] = std::move(values.at(i));
   }
 }
 
 void PipelineState::take_grads(LocalStage& stage, Slot& slot, int from, const std::vector<MessageValue>& values) const {
-  if (layout.dynamic_outputs) {
-    slot.output_grads.clear();
-    for (const auto& v : values) slot.output_grads.push_back(moved_to(stage, v.tensor));
-    return;
-  }
+  if (layout.dynamic_outputs) slot.output_grads.resize(values.size());
   for (const auto& bundle : stage.wiring->grads_in) {
     if (bundle.stage != from) continue;
-    for (size_t i = 0; i < bundle.targets.size(); i++) {
-      const auto& target = bundle.targets[i];
-      (target.output ? slot.output_grads : slot.seeds)[target.index] = moved_to(stage, values.at(i).tensor);
-    }
+    const auto to = targets_of(bundle, values.size());
+    for (size_t i = 0; i < to.size(); i++)
+      (to[i].output ? slot.output_grads : slot.seeds)[to[i].index] = moved_to(stage, values.at(i).tensor);
   }
+}
+
+// The places of a bundle's values among `count`: with dynamic outputs all of them cross.
+std::vector<int> PipelineState::places(const StageWiring::Bundle& bundle, size_t count) const {
+  if (!layout.dynamic_outputs) return bundle.indices;
+  std::vector<int> all(count);
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+std::vector<StageWiring::GradBundle::Target> PipelineState::targets_of(const StageWiring::GradBundle& bundle,
+                                                                       size_t count) const {
+  if (!layout.dynamic_outputs) return bundle.targets;
+  std::vector<StageWiring::GradBundle::Target> all;
+  for (size_t k = 0; k < count; k++) all.push_back({true, static_cast<int>(k)});
+  return all;
 }
 
 std::vector<MessageValue> PipelineState::values_for(int from, const StageWiring::Bundle& bundle,
                                                     const Tensors& outputs) const {
   std::vector<MessageValue> values;
-  auto add = [&](const at::Tensor& t, int index) {
-    values.push_back({t.defined() ? t.detach() : t, t.defined() && t.requires_grad(),
-                      codes_of(t, layout.value_format({from, index}))});
-  };
-  if (layout.dynamic_outputs) {
-    values.reserve(outputs.size());
-    for (const auto& t : outputs) add(t, 0);
-  } else {
-    values.reserve(bundle.indices.size());
-    for (int k : bundle.indices) add(outputs[k], k);
+  for (int k : places(bundle, outputs.size())) {
+    const at::Tensor& t = outputs[k];
+    values.push_back(
+        {t.defined() ? t.detach() : t, t.defined() && t.requires_grad(), codes_of(t, layout.value_format({from, k}))});
   }
   return values;
 }
@@ -77,13 +82,9 @@ std::vector<MessageValue> PipelineState::values_for(int from, const StageWiring:
 std::vector<MessageValue> PipelineState::grads_for(const LocalStage& of, const StageWiring::Bundle& bundle,
                                                    const Tensors& grads) const {
   std::vector<MessageValue> values;
-  auto add = [&](const at::Tensor& g, const ValueSource& source) {
-    values.push_back({g, false, codes_of(g, layout.gradient_format(source))});
-  };
-  if (layout.dynamic_outputs) {
-    for (const auto& g : grads) add(g, {bundle.stage, 0});
-  } else {
-    for (int k : bundle.indices) add(grads[k], of.wiring->sources[static_cast<size_t>(k)]);
+  for (int k : places(bundle, grads.size())) {
+    const auto& source = of.wiring->sources[layout.dynamic_outputs ? 0 : k];
+    values.push_back({grads[k], false, codes_of(grads[k], layout.gradient_format(source))});
   }
   return values;
 }
@@ -101,19 +102,13 @@ void PipelineState::prepare(LocalStage& stage, Slot& slot) const {
 AgreedValues PipelineState::agreed_grads(const LocalStage& stage, const StageWiring::GradBundle& bundle,
                                          const Slot& slot) const {
   std::vector<AgreedValue> agreed;
-  if (layout.dynamic_outputs) {
-    for (const auto& output : slot.outputs) agreed.push_back(agreed_gradient(gradient_meta(output)));
-    for (auto& a : agreed) a.codes = layout.gradient_format({0, 0});
-    return agreed;
-  }
-  for (const auto& [output, index] : bundle.targets) {
+  for (const auto& [output, index] : targets_of(bundle, slot.outputs.size())) {
     const auto k = static_cast<size_t>(index);
     const ValueSource value = output ? ValueSource{stage.stage, index} : stage.wiring->sources[k];
-    if (output) {
-      agreed.push_back(agreed_gradient(k < slot.outputs.size() ? gradient_meta(slot.outputs[k]) : std::nullopt));
-    } else {
-      agreed.push_back(agreed_gradient(slot.boundary ? slot.boundary->gradient_meta(k) : std::nullopt));
-    }
+    std::optional<GradientMeta> meta;
+    if (output && k < slot.outputs.size()) meta = gradient_meta(slot.outputs[k]);
+    if (!output && slot.boundary) meta = slot.boundary->gradient_meta(k);
+    agreed.push_back(agreed_gradient(meta));
     agreed.back().codes = layout.gradient_format(value);
   }
   return agreed;
@@ -135,7 +130,7 @@ void PipelineState::receive(const RunAction& run, LocalStage& stage, Slot& slot)
     AgreedValues agreed;
     if (!layout.dynamic_outputs) agreed.emplace();
     for (int k : w.values_in[i].indices) {
-      if (agreed) agreed->emplace_back().codes = layout.value_format(w.sources[static_cast<size_t>(k)]);
+      if (agreed) agreed->emplace_back().codes = layout.value_format(w.sources[k]);
     }
     auto message = transport.receive(run.receives[i], run.text, agreed, wire_format(layout.wire.fwd));
     slot.sizes.merge(unpack_sizes(message.sizes));
@@ -288,12 +283,9 @@ void PipelineState::run_actions(std::span<const RunAction> parts) {
   } catch (const Error& e) {
     if (e.kind() == ErrorKind::Communication) throw;
     const std::string text = parts.size() > 1 && at == &run ? to_string(run.hooked) : at->text;
-    throw Error(e.kind(),
-                "rank " + std::to_string(transport.group().world_rank(rank())) + " at " + text + ": " + e.message(),
-                e.where(), e.remedy());
+    throw Error(e.kind(), str(me(), " at ", text, ": ", e.message()), e.where(), e.remedy());
   } catch (const std::exception& e) {
-    throw Error(ErrorKind::ExecutionFailed, "rank " + std::to_string(transport.group().world_rank(rank())) + " at " +
-                                                at->text + ": " + error_text(e));
+    throw Error(ErrorKind::ExecutionFailed, str(me(), " at ", at->text, ": ", error_text(e)));
   }
   if (options.record_timeline) {
     event.end = seconds_now();

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/pipeline/runtime_state.h"
 
 namespace plumb {
@@ -12,8 +13,7 @@ void PipelineState::start_of_backward(const LocalStage& stage, const Slot& slot,
   if (stage.stage == last_stage()) {
     const at::Tensor& root = loss.defined() ? loss : slot.loss;
     if (!root.defined()) {
-      throw Error(ErrorKind::InvalidState,
-                  "microbatch " + std::to_string(m) + " goes back from the last stage without a loss", "",
+      throw Error(ErrorKind::InvalidState, str("microbatch ", m, " goes back from the last stage without a loss"), "",
                   "give its backward the loss");
     }
     outputs.push_back(root);
@@ -22,9 +22,8 @@ void PipelineState::start_of_backward(const LocalStage& stage, const Slot& slot,
     return;
   }
   if (slot.output_grads.size() != slot.outputs.size()) {
-    throw Error(ErrorKind::Communication, "stage " + std::to_string(stage.stage) + " sent " +
-                                              std::to_string(slot.outputs.size()) + " values and got gradients for " +
-                                              std::to_string(slot.output_grads.size()));
+    throw Error(ErrorKind::Communication, str("stage ", stage.stage, " sent ", slot.outputs.size(),
+                                              " values and got gradients for ", slot.output_grads.size()));
   }
   for (size_t k = 0; k < slot.outputs.size(); k++) {
     if (!slot.outputs[k].defined() || !slot.output_grads[k].defined()) continue;
@@ -37,8 +36,8 @@ void PipelineState::run_backward(ActionKind kind, LocalStage& stage, Slot& slot,
   if (stage.buffers) stage.buffers->begin_microbatch(m);
   if (kind == ActionKind::BackwardWeight) {
     if (!slot.weights_due) {
-      throw Error(ErrorKind::InvalidState, "the weight half of microbatch " + std::to_string(m) + " in stage " +
-                                               std::to_string(stage.stage) + " comes without the input half before it");
+      throw Error(ErrorKind::InvalidState, str("the weight half of microbatch ", m, " in stage ", stage.stage,
+                                               " comes without the input half before it"));
     }
     if (slot.deferred.pending()) stage_backward_weight(slot.deferred);
     if (slot.own_weight_work) slot.own_weight_work();
@@ -46,8 +45,8 @@ void PipelineState::run_backward(ActionKind kind, LocalStage& stage, Slot& slot,
     return;
   }
   if (!slot.boundary) {
-    throw Error(ErrorKind::InvalidState, "microbatch " + std::to_string(m) + " goes back in stage " +
-                                             std::to_string(stage.stage) + " without a forward before it");
+    throw Error(ErrorKind::InvalidState,
+                str("microbatch ", m, " goes back in stage ", stage.stage, " without a forward before it"));
   }
   Tensors outputs, grads;
   start_of_backward(stage, slot, m, loss, outputs, grads);

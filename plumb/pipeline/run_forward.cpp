@@ -9,6 +9,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/core/mix_bits.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/deferred_checks.h"
 #include "plumb/graph/describe.h"
 #include "plumb/graph/node_seeds.h"
@@ -21,7 +22,7 @@ namespace {
 std::string entry_text(int64_t at, at::IntArrayRef sizes, const at::Scalar& value) {
   std::string index;
   for (int64_t d = static_cast<int64_t>(sizes.size()) - 1; d >= 0; d--) {
-    index = std::to_string(at % sizes[d]) + (index.empty() ? "" : ", " + index);
+    index = str(at % sizes[d], index.empty() ? "" : ", " + index);
     at /= sizes[d];
   }
   std::ostringstream text;
@@ -42,7 +43,7 @@ int64_t count_values(const Tensors& tensors) {
 }  // namespace
 
 std::string value_name(const char* what, size_t index, int stage, int m) {
-  return what + std::to_string(index) + " of stage " + std::to_string(stage) + ", microbatch " + std::to_string(m);
+  return str(what, index, " of stage ", stage, ", microbatch ", m);
 }
 
 void check_finite(const at::Tensor& t, const std::function<std::string()>& name) {
@@ -63,7 +64,7 @@ std::uint64_t PipelineState::seed_of_step() const {
 }
 
 std::uint64_t PipelineState::place_of_microbatch(int m) const {
-  if (!first_rows.empty()) return static_cast<std::uint64_t>(first_rows[static_cast<size_t>(m)]);
+  if (!first_rows.empty()) return static_cast<std::uint64_t>(first_rows[m]);
   return static_cast<std::uint64_t>(options.replicas.rank()) * schedule.num_microbatches + m;
 }
 
@@ -140,10 +141,10 @@ void PipelineState::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors&
     if (!layout.dynamic_outputs && w.sources[i].stage < 0) {
       const auto index = static_cast<size_t>(w.sources[i].index);
       if (given == nullptr || given->size() <= index || !(*given)[index].defined()) {
-        throw Error(ErrorKind::StructureMismatch,
-                    "stage " + std::to_string(stage.stage) + " uses input " + std::to_string(index) +
-                        " of the model, and rank " + std::to_string(rank()) + " was not given it",
-                    "", "give the input to step() on every rank whose stages use it");
+        throw Error(
+            ErrorKind::StructureMismatch,
+            str("stage ", stage.stage, " uses input ", index, " of the model, and rank ", rank(), " was not given it"),
+            "", "give the input to step() on every rank whose stages use it");
       }
       const auto& input = (*given)[index];
       source = {input, input.requires_grad()};
@@ -171,8 +172,8 @@ void PipelineState::check_writes(const LocalStage& stage, const Tensors& values,
     if (source.stage < 0 || !values[i].defined() || values[i].is_inference()) continue;
     if (static_cast<std::int64_t>(values[i]._version()) == versions[i] || !shared_on_this_rank(source, m)) continue;
     throw Error(ErrorKind::Unsupported,
-                "stage " + std::to_string(stage.stage) + " writes in place to output " + std::to_string(source.index) +
-                    " of stage " + std::to_string(source.stage) + ", which other stages of the same rank use too",
+                str("stage ", stage.stage, " writes in place to output ", source.index, " of stage ", source.stage,
+                    ", which other stages of the same rank use too"),
                 "", "clone the value before writing to it");
   }
 }
@@ -196,8 +197,7 @@ void PipelineState::run_function(LocalStage& stage, Slot& slot, int m, std::opti
   complete_sizes(slot, m);
   if (training && stage.buffers) stage.buffers->begin_microbatch(m);
   std::optional<NodeSeeds> seeds;
-  const int64_t rows =
-      first_rows.empty() ? 0 : first_rows[static_cast<size_t>(m) + 1] - first_rows[static_cast<size_t>(m)];
+  const int64_t rows = first_rows.empty() ? 0 : first_rows[static_cast<size_t>(m) + 1] - first_rows[m];
   if (options.seed) seeds.emplace(seed_of_step(), generators(), place_of_microbatch(m), rows);
   slot.results = stage.function->run(in, {m, slot.sizes});
   seeds.reset();
@@ -205,9 +205,8 @@ void PipelineState::run_function(LocalStage& stage, Slot& slot, int m, std::opti
   const bool counted =
       !layout.dynamic_outputs && (stage.stage != last_stage() || options.loss || options.return_outputs);
   if (counted && static_cast<int>(slot.results.size()) != stage.num_outputs) {
-    throw Error(ErrorKind::StructureMismatch, "stage " + std::to_string(stage.stage) + " returned " +
-                                                  std::to_string(slot.results.size()) + " values, its layout says " +
-                                                  std::to_string(stage.num_outputs));
+    throw Error(ErrorKind::StructureMismatch, str("stage ", stage.stage, " returned ", slot.results.size(),
+                                                  " values, its layout says ", stage.num_outputs));
   }
   check_writes(stage, values, versions, m);
   slot.boundary = std::move(boundary);
@@ -238,11 +237,11 @@ void PipelineState::finish_model(int m, Slot& slot, bool hooked) {
     if (!loss.defined() && hooked) return;  // a hook may go back from a loss that it alone knows
     if (!loss.defined() || loss.numel() != 1 || (training && !loss.requires_grad())) {
       throw Error(ErrorKind::TensorMismatch,
-                  "the loss of microbatch " + std::to_string(m) + " is " + describe(loss) +
-                      (loss.defined() && loss.numel() == 1 ? " and requires no gradient" : ", not one number"),
+                  str("the loss of microbatch ", m, " is ", describe(loss),
+                      loss.defined() && loss.numel() == 1 ? " and requires no gradient" : ", not one number"),
                   "", "give PipelineOptions::loss, or a model whose output loss_output is its loss");
     }
-    if (options.check_numerics) check_finite(loss, [&] { return "the loss of microbatch " + std::to_string(m); });
+    if (options.check_numerics) check_finite(loss, [&] { return str("the loss of microbatch ", m); });
     losses[m] = loss.detach();
     if (training) slot.loss = loss;
   }

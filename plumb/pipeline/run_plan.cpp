@@ -24,12 +24,7 @@ Schedule compute_only(const Schedule& schedule) {
 
 namespace {
 
-struct MessageKey {
-  MessageKind kind;
-  int from, to, microbatch;
-  auto operator<=>(const MessageKey&) const = default;
-};
-using Indices = std::map<MessageKey, int>;
+using Indices = std::map<MessageId, int>;
 
 bool goes_back_to_inputs(const Action& action) {
   return action.kind == ActionKind::FullBackward || action.kind == ActionKind::BackwardInput;
@@ -156,12 +151,9 @@ RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wirin
 void order_messages(RunPlan& plan, const Schedule& schedule, const StageEdges& edges, int rank) {
   using End = MessagePlan::End;
   auto& messages = plan.messages;
-  std::map<std::pair<bool, MessageKey>, int> indices;
+  std::map<std::pair<bool, MessageId>, int> indices;
   const auto note = [&](bool sends, const std::vector<PlannedMessage>& list) {
-    for (size_t i = 0; i < list.size(); i++) {
-      const auto& id = list[i].id;
-      indices[{sends, {id.kind, id.from, id.to, id.microbatch}}] = static_cast<int>(i);
-    }
+    for (size_t i = 0; i < list.size(); i++) indices[{sends, list[i].id}] = static_cast<int>(i);
   };
   note(true, messages.sends);
   note(false, messages.receives);
@@ -169,8 +161,8 @@ void order_messages(RunPlan& plan, const Schedule& schedule, const StageEdges& e
   Schedule computing = schedule;
   for (auto& row : computing.rows) std::erase_if(row, [](const Action& a) { return !a.is_compute(); });
   const Schedule lowered = lower_schedule(computing, edges, {.keep_pairs = true});
-  const std::vector<int> meets = meeting_messages(lowered)[static_cast<size_t>(rank)];
-  const auto& row = lowered.rows[static_cast<size_t>(rank)];
+  const std::vector<int> meets = meeting_messages(lowered)[rank];
+  const auto& row = lowered.rows[rank];
   int last = -1;  // the entry whose message is the last one in the order
   for (size_t i = 0; i < row.size(); i++) {
     const Action& action = row[i];

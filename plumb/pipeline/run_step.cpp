@@ -2,10 +2,12 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <map>
 #include <numeric>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/deferred_checks.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/runtime_state.h"
@@ -14,20 +16,15 @@
 namespace plumb {
 
 // The gradients of another rank's copy, by group, are those of this rank's copy, too.
-std::vector<AgreedValue> PipelineState::agreed_with(const ParameterCopy& theirs) const {
-  for (const auto& group : shared.groups) {
-    if (&theirs < group.data() || &theirs >= group.data() + group.size()) continue;
-    for (const auto& copy : group) {
-      if (copy.rank != rank()) continue;
-      const auto& stage = stages.at(copy.local_stage);
-      const at::Tensor parameter = stage.function->parameters()[static_cast<size_t>(copy.index)].tensor;
-      std::vector<AgreedValue> agreed;
-      for (const at::Tensor& own : stage.gradients->group_gradients(copy.index))
-        agreed.push_back(agreed_gradient(parameter, own));
-      return agreed;
-    }
-  }
-  return {};
+std::vector<AgreedValue> PipelineState::agreed_with(const CopyGroup& group) const {
+  std::vector<AgreedValue> agreed;
+  const auto own = std::ranges::find(group, rank(), &ParameterCopy::rank);
+  if (own == group.end()) return agreed;
+  const auto& stage = stages.at(own->local_stage);
+  const at::Tensor parameter = stage.function->parameters()[own->index].tensor;
+  for (const at::Tensor& gradient : stage.gradients->group_gradients(own->index))
+    agreed.push_back(agreed_gradient(parameter, gradient));
+  return agreed;
 }
 
 // Sums the gradients of shared parameters over their copies.
@@ -38,7 +35,7 @@ void PipelineState::sum_tied_gradients(const RunPlan& plan) {
     const auto& m = plan.messages.sends[i];
     if (m.id.kind != MessageKind::TiedGradients) continue;
     std::vector<MessageValue> values;
-    for (const auto* c : copies_for_peer(shared, rank(), m.peer)) {
+    for (const auto& [group, c] : copies_for_peer(shared, rank(), m.peer)) {
       for (const at::Tensor& g : stages.at(c->local_stage).gradients->group_gradients(c->index))
         values.push_back({g, false});
     }
@@ -49,12 +46,10 @@ void PipelineState::sum_tied_gradients(const RunPlan& plan) {
     if (m.id.kind != MessageKind::TiedGradients) continue;
     const auto copies = copies_for_peer(shared, m.peer, rank());
     std::vector<AgreedValue> agreed;
-    for (const auto* c : copies) {
-      for (const AgreedValue& value : agreed_with(*c)) agreed.push_back(value);
-    }
+    for (const auto& [group, c] : copies) std::ranges::copy(agreed_with(*group), std::back_inserter(agreed));
     const auto values = transport.receive(static_cast<int>(i), "the end of the step", agreed).values;
     for (size_t k = 0; k < values.size(); k++)
-      foreign[{m.peer, copies[k * copies.size() / values.size()]}].push_back(values[k].tensor);
+      foreign[{m.peer, copies[k * copies.size() / values.size()].second}].push_back(values[k].tensor);
   }
   at::NoGradGuard no_grad;
   for (const auto& group : shared.groups) {
@@ -72,7 +67,7 @@ void PipelineState::sum_tied_gradients(const RunPlan& plan) {
     for (const auto& copy : group) {
       if (copy.rank != rank()) continue;
       const auto& stage = stages.at(copy.local_stage);
-      const auto own = stage.function->parameters()[static_cast<size_t>(copy.index)].tensor.device();
+      const auto own = stage.function->parameters()[copy.index].tensor.device();
       stage.gradients->set_step_gradient(copy.index, total.defined() ? total.to(own) : total);
     }
   }
@@ -108,13 +103,12 @@ void PipelineState::check_batch(const std::vector<Tensors>& in, const std::vecto
   const int num = schedule.num_microbatches;
   for (const auto* list : {&in, &tgt}) {
     if (!list->empty() && static_cast<int>(list->size()) != num) {
-      throw Error(ErrorKind::StructureMismatch, "the schedule has " + std::to_string(num) +
-                                                    " microbatches, the batch " + std::to_string(list->size()));
+      throw Error(ErrorKind::StructureMismatch,
+                  str("the schedule has ", num, " microbatches, the batch ", list->size()));
     }
   }
   if (!rows.empty() && static_cast<int>(rows.size()) != num) {
-    throw Error(ErrorKind::StructureMismatch,
-                std::to_string(rows.size()) + " row counts for " + std::to_string(num) + " microbatches");
+    throw Error(ErrorKind::StructureMismatch, str(rows.size(), " row counts for ", num, " microbatches"));
   }
 }
 
@@ -232,9 +226,7 @@ StepResult PipelineState::run(const std::vector<Tensors>& in, const std::vector<
         if (stage.buffers) stage.buffers->begin_step();
       }
     }
-    const std::string end =
-        "rank " + std::to_string(transport.group().world_rank(rank())) + " at the end of the step: ";
-    StepResult done = with_deferred_checks(end, [&] {
+    StepResult done = with_deferred_checks(me() + " at the end of the step: ", [&] {
       run_row(plan);
       return result(rows);
     });

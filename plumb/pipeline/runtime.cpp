@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/pipeline/runtime_state.h"
 #include "plumb/schedule/check.h"
 
@@ -26,30 +27,22 @@ std::string digest_text(const PipelineLayout& layout, const Schedule& schedule) 
 
 void check_parts(const PipelineLayout& layout, const Schedule& schedule,
                  const std::map<int, std::shared_ptr<StageFunction>>& stages, int me, int size) {
-  layout.check();
-  if (schedule.num_stages() != layout.num_stages()) {
-    throw Error(ErrorKind::Schedule, "the schedule '" + schedule.name + "' has " +
-                                         std::to_string(schedule.num_stages()) + " stages, the model " +
-                                         std::to_string(layout.num_stages()));
-  }
-  if (schedule.num_ranks() != size) {
-    throw Error(ErrorKind::Schedule, "the schedule '" + schedule.name + "' is for " +
-                                         std::to_string(schedule.num_ranks()) + " ranks, the group has " +
-                                         std::to_string(size));
-  }
+  const auto require = [](bool fits, const std::string& otherwise) {
+    if (!fits) throw Error(ErrorKind::Schedule, otherwise);
+  };
+  const std::string the_schedule = "the schedule '" + schedule.name + "'";
+  require(schedule.num_stages() == layout.num_stages(),
+          str(the_schedule, " has ", schedule.num_stages(), " stages, the model ", layout.num_stages()));
+  require(schedule.num_ranks() == size,
+          str(the_schedule, " is for ", schedule.num_ranks(), " ranks, the group has ", size));
   require_runnable(compute_only(schedule), layout.edges());
   const auto mine = schedule.placement.stages_of(me);
   for (int stage : mine) {
-    if (!stages.count(stage) || !stages.at(stage)) {
-      throw Error(ErrorKind::Schedule, "rank " + std::to_string(me) + " runs stage " + std::to_string(stage) +
-                                           " in the schedule '" + schedule.name + "' and was not given it");
-    }
+    require(stages.count(stage) && stages.at(stage),
+            str("rank ", me, " runs stage ", stage, " in ", the_schedule, " and was not given it"));
   }
-  if (stages.size() != mine.size()) {
-    throw Error(ErrorKind::Schedule, "rank " + std::to_string(me) + " was given " + std::to_string(stages.size()) +
-                                         " stages, the schedule '" + schedule.name + "' has " +
-                                         std::to_string(mine.size()) + " there");
-  }
+  require(stages.size() == mine.size(),
+          str("rank ", me, " was given ", stages.size(), " stages, ", the_schedule, " has ", mine.size(), " there"));
 }
 
 // Throws if another rank has another digest, or says instead why it cannot start.
@@ -58,13 +51,12 @@ void require_equal(const std::string& digest, Transport& transport, int me) {
   for (size_t r = 0; r < digests.size(); r++) {
     if (digests[r] == digest) continue;
     if (digests[r].substr(0, 1) == "!") {
-      throw Error(ErrorKind::Communication, "rank " + std::to_string(me) + " cannot start: rank " + std::to_string(r) +
-                                                " failed: " + digests[r].substr(1));
+      throw Error(ErrorKind::Communication,
+                  str("rank ", me, " cannot start: rank ", r, " failed: ", digests[r].substr(1)));
     }
-    throw Error(
-        ErrorKind::Communication,
-        "rank " + std::to_string(me) + " and rank " + std::to_string(r) + " were given different layouts or schedules",
-        "", "make both from the same model and arguments on every rank");
+    throw Error(ErrorKind::Communication,
+                str("rank ", me, " and rank ", r, " were given different layouts or schedules"), "",
+                "make both from the same model and arguments on every rank");
   }
 }
 
@@ -73,18 +65,17 @@ void require_equal(const std::string& digest, Transport& transport, int me) {
 void check_gradient_groups(int groups, int replicas, const Schedule& schedule) {
   if (groups == 0 || groups == replicas) return;
   const auto refuse = [&](const std::string& why, const std::string& remedy) {
-    throw Error(ErrorKind::InvalidArgument, "gradient_groups is " + std::to_string(groups) + ", but " + why, "",
-                remedy);
+    throw Error(ErrorKind::InvalidArgument, str("gradient_groups is ", groups, ", but ", why), "", remedy);
   };
   if (groups < 0 || groups % replicas != 0)
-    refuse("there are " + std::to_string(replicas) + " replicas", "a number of groups that replicas divide");
+    refuse(str("there are ", replicas, " replicas"), "a number of groups that replicas divide");
   // Of other numbers the tree over groups is not one of replicas' trees.
   const int here = groups / replicas;
   if (replicas > 1 && (here & (here - 1)) != 0)
-    refuse("each of " + std::to_string(replicas) + " replicas would have " + std::to_string(here),
+    refuse(str("each of ", replicas, " replicas would have ", here),
            "1, 2, 4, 8, ... groups a replica, or one replica");
   if (schedule.num_microbatches % here != 0)
-    refuse("each replica has " + std::to_string(schedule.num_microbatches) + " microbatches",
+    refuse(str("each replica has ", schedule.num_microbatches, " microbatches"),
            "a number of groups that all microbatches divide by");
   for (int m = 1; m < schedule.num_microbatches; m++) {
     for (int stage = 0; stage < schedule.num_stages(); stage++) {
@@ -102,6 +93,7 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
   const int me = s.rank();
   if (options.wire) layout.wire = options.wire;
   try {
+    s.wiring = connect_stages(layout);
     check_parts(layout, schedule, stages, me, s.transport.group().size());
     check_gradient_groups(options.gradient_groups, options.replicas.size(), schedule);
   } catch (const Error& e) {
@@ -113,12 +105,11 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
     }
     throw;
   }
-  s.wiring = connect_stages(layout);
   s.schedule = compute_only(schedule);
   s.layout = std::move(layout);
   s.options = std::move(options);
   std::string digest = digest_text(s.layout, s.schedule);
-  if (s.options.gradient_groups > 0) digest += "gradient groups " + std::to_string(s.options.gradient_groups);
+  if (s.options.gradient_groups > 0) digest += str("gradient groups ", s.options.gradient_groups);
   require_equal(digest, s.transport, me);
   std::map<int, std::vector<NamedTensor>> parameters;
   for (auto& [index, function] : stages) {
@@ -174,35 +165,27 @@ Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 
 namespace {
 
-struct Batch {
-  std::vector<Tensors> inputs, targets;
-  std::vector<int64_t> rows;
-};
-
 bool any_defined(const Tensors& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const auto& t) { return t.defined(); });
 }
 
-Batch cut(const Tensors& inputs, const Tensors& targets, const PipelineOptions& options, int num) {
-  Batch batch;
-  if (any_defined(inputs)) {
-    auto cut = split_batch(inputs, options.input_chunks, num);
-    batch.inputs = std::move(cut.inputs);
-    batch.rows = std::move(cut.rows);
-  }
-  if (any_defined(targets)) {
-    auto cut = split_batch(targets, options.target_chunks, num);
-    batch.targets = std::move(cut.inputs);
-    batch.rows = std::move(cut.rows);  // the loss is over the targets
-  }
-  return batch;
+StepResult run_batch(PipelineState& state, const Tensors& inputs, const Tensors& targets, bool train) {
+  const int num = state.schedule.num_microbatches;
+  Microbatches in, out;
+  if (any_defined(inputs)) in = split_batch(inputs, state.options.input_chunks, num);
+  if (any_defined(targets)) out = split_batch(targets, state.options.target_chunks, num);
+  // The loss is over the targets.
+  return state.run(in.inputs, out.inputs, out.rows.empty() ? in.rows : out.rows, train);
 }
 
 }  // namespace
 
 StepResult Pipeline::step(const Tensors& inputs, const Tensors& targets) {
-  auto batch = cut(inputs, targets, state_->options, state_->schedule.num_microbatches);
-  return state_->run(batch.inputs, batch.targets, std::move(batch.rows), true);
+  return run_batch(*state_, inputs, targets, true);
+}
+
+StepResult Pipeline::eval(const Tensors& inputs, const Tensors& targets) {
+  return run_batch(*state_, inputs, targets, false);
 }
 
 StepResult Pipeline::step_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets,
@@ -213,11 +196,6 @@ StepResult Pipeline::step_microbatches(const std::vector<Tensors>& inputs, const
 StepResult Pipeline::eval_microbatches(const std::vector<Tensors>& inputs, const std::vector<Tensors>& targets,
                                        const std::vector<int64_t>& rows) {
   return state_->run(inputs, targets, rows, false);
-}
-
-StepResult Pipeline::eval(const Tensors& inputs, const Tensors& targets) {
-  auto batch = cut(inputs, targets, state_->options, state_->schedule.num_microbatches);
-  return state_->run(batch.inputs, batch.targets, std::move(batch.rows), false);
 }
 
 std::vector<TimelineEvent> Pipeline::gather_timeline() {
@@ -231,8 +209,7 @@ std::vector<TimelineEvent> Pipeline::gather_timeline() {
 const RecomputeReport& Pipeline::recomputed(int stage) const {
   const auto it = state_->stages.find(stage);
   if (it == state_->stages.end()) {
-    throw Error(ErrorKind::InvalidArgument,
-                "rank " + std::to_string(rank()) + " has no stage " + std::to_string(stage));
+    throw Error(ErrorKind::InvalidArgument, str("rank ", rank(), " has no stage ", stage));
   }
   return it->second.recomputed;
 }
@@ -244,8 +221,8 @@ int Pipeline::rank() const { return state_->rank(); }
 void Pipeline::set_step(std::int64_t number, std::vector<std::int64_t> rows) {
   const auto wanted = static_cast<size_t>(state_->schedule.num_microbatches) + 1;
   if (!rows.empty() && (rows.size() != wanted || !std::is_sorted(rows.begin(), rows.end()))) {
-    throw Error(ErrorKind::InvalidArgument, "set_step() takes where each of " + std::to_string(wanted - 1) +
-                                                " microbatches begins, in order, and where the last one ends");
+    throw Error(ErrorKind::InvalidArgument, str("set_step() takes where each of ", wanted - 1,
+                                                " microbatches begins, in order, and where the last one ends"));
   }
   state_->step_number = number;
   state_->first_rows = std::move(rows);

@@ -8,6 +8,7 @@
 #include <set>
 #include <span>
 
+#include "plumb/core/str.h"
 #include "plumb/pipeline/gradients.h"
 #include "plumb/pipeline/group_buffers.h"
 #include "plumb/pipeline/replicas.h"
@@ -87,6 +88,7 @@ struct PipelineState {
   explicit PipelineState(ProcessGroup group) : transport(std::move(group)) {}
 
   int rank() const { return transport.group().rank(); }
+  std::string me() const { return str("rank ", transport.group().world_rank(rank())); }
   int last_stage() const { return layout.num_stages() - 1; }
 
   // --- run_step.cpp ---
@@ -105,6 +107,8 @@ struct PipelineState {
   std::vector<MessageValue> values_for(int from, const StageWiring::Bundle& bundle, const Tensors& outputs) const;
   std::vector<MessageValue> grads_for(const LocalStage& of, const StageWiring::Bundle& bundle,
                                       const Tensors& grads) const;
+  std::vector<int> places(const StageWiring::Bundle& bundle, size_t count) const;
+  std::vector<StageWiring::GradBundle::Target> targets_of(const StageWiring::GradBundle& bundle, size_t count) const;
   void prepare(LocalStage& stage, Slot& slot) const;
 
   // --- run_forward.cpp ---
@@ -140,7 +144,7 @@ struct PipelineState {
                    const std::vector<int64_t>& rows) const;
   void begin(bool train, const std::vector<int64_t>& rows, int64_t rows_of_all);
   void run_row(const RunPlan& plan);
-  std::vector<AgreedValue> agreed_with(const ParameterCopy& theirs) const;
+  std::vector<AgreedValue> agreed_with(const CopyGroup& group) const;
   void sum_tied_gradients(const RunPlan& plan);
   void finish_gradients(StepResult& done);
   void finish_buffers(const std::map<int, Tensors>& sums);

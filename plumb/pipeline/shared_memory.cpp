@@ -12,6 +12,7 @@
 #include <string>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/core/system_remedy.h"
 
 namespace plumb {
@@ -25,7 +26,7 @@ constexpr const char* kRemedy = "look at what the other ranks printed; /proc has
 }
 
 std::string text_of(const SharedMemory::Address& address) {
-  return "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
+  return str("/proc/", address.process, "/fd/", address.descriptor);
 }
 
 }  // namespace
@@ -65,7 +66,7 @@ SharedMemory::Address SharedMemory::address() const { return {::getpid(), held_-
 char* SharedMemory::grow(std::int64_t bytes) {
   Held& held = *held_;
   if (bytes <= held.size) return held.at;
-  const std::string what = std::to_string(bytes) + " bytes of memory that processes share cannot be had";
+  const std::string what = str(bytes, " bytes of memory that processes share cannot be had");
   // Taken now, not when they are written to: then there would be a signal.
   if (const int reason = ::posix_fallocate(held.descriptor, 0, bytes); reason != 0)
     fail(ErrorKind::CannotWrite, what, reason, "end other programs, or raise the limits of memory and file sizes");

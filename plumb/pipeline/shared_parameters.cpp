@@ -7,10 +7,10 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <optional>
 
 #include "plumb/core/error.h"
 #include "plumb/core/json_text.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 
 namespace plumb {
@@ -21,11 +21,10 @@ using nlohmann::json;
 struct Known {
   int rank, stage;
   std::string name, type;
+  std::uint64_t hash = 0;  // of its values, where there are copies
 };
 
-std::string where(const Known& k) {
-  return "'" + k.name + "' of stage " + std::to_string(k.stage) + " on rank " + std::to_string(k.rank);
-}
+std::string where(const Known& k) { return str("'", k.name, "' of stage ", k.stage, " on rank ", k.rank); }
 
 // Merges sets of indices that share an element.
 class Union {
@@ -64,23 +63,25 @@ namespace {
 class CopyFinder {
  public:
   CopyFinder(const std::map<int, std::vector<NamedTensor>>& local, Transport& transport)
-      : local_(local), transport_(transport), me_(transport.group().rank()), known_(exchange_names()) {
-    sets_.emplace(known_.size());
-  }
+      : local_(local),
+        transport_(transport),
+        me_(transport.group().rank()),
+        known_(exchange_names()),
+        sets_(known_.size()) {}
 
   SharedParameters find(const PipelineLayout& layout) {
     join_names();
     join_tied(layout);
     join_tensors();
     std::map<size_t, std::vector<size_t>> members;
-    for (size_t i = 0; i < known_.size(); i++) members[sets_->root(i)].push_back(i);
+    for (size_t i = 0; i < known_.size(); i++) members[sets_.root(i)].push_back(i);
     std::erase_if(members, [](const auto& set) { return set.second.size() < 2; });
-    const auto hash_of = exchange_hashes(members);
+    exchange_hashes(members);
     SharedParameters shared;
     const int size = transport_.group().size();
     shared.copy_peers.assign(size, std::vector<bool>(size, false));
     for (const auto& [root, list] : members) {
-      check_alike(list, hash_of);
+      check_alike(list);
       add_group(list, shared);
     }
     return shared;
@@ -112,7 +113,7 @@ class CopyFinder {
     std::map<std::string, size_t> first_of_name;
     for (size_t i = 0; i < known_.size(); i++) {
       auto [it, fresh] = first_of_name.try_emplace(known_[i].name, i);
-      if (!fresh) sets_->join(it->second, i);
+      if (!fresh) sets_.join(it->second, i);
     }
   }
 
@@ -124,9 +125,9 @@ class CopyFinder {
         auto it = by_place.find({copy.stage, copy.name});
         if (it == by_place.end()) {
           throw Error(ErrorKind::UnknownName,
-                      "the tied parameter '" + copy.name + "' does not exist in stage " + std::to_string(copy.stage));
+                      str("the tied parameter '", copy.name, "' does not exist in stage ", copy.stage));
         }
-        sets_->join(by_place.at({group.copies[0].stage, group.copies[0].name}), it->second);
+        sets_.join(by_place.at({group.copies[0].stage, group.copies[0].name}), it->second);
       }
     }
   }
@@ -137,25 +138,23 @@ class CopyFinder {
     for (size_t i = 0; i < known_.size(); i++) {
       if (known_[i].rank != me_) continue;
       auto [it, fresh] = by_tensor.try_emplace(tensor_of(known_[i]).unsafeGetTensorImpl(), i);
-      if (!fresh) sets_->join(it->second, i);
+      if (!fresh) sets_.join(it->second, i);
     }
   }
 
-  std::map<size_t, std::uint64_t> exchange_hashes(const std::map<size_t, std::vector<size_t>>& members) {
+  void exchange_hashes(const std::map<size_t, std::vector<size_t>>& members) {
     json hashes = json::object();
     for (const auto& [root, list] : members) {
       for (auto i : list) {
         if (known_[i].rank == me_) hashes[std::to_string(i)] = content_hash(tensor_of(known_[i]));
       }
     }
-    std::map<size_t, std::uint64_t> hash_of;
     const auto texts = transport_.exchange(hashes.dump());
     for (size_t r = 0; r < texts.size(); r++) {
       read(texts[r], r, [&](const json& theirs) {
-        for (const auto& [key, value] : theirs.items()) hash_of[std::stoul(key)] = value.get<std::uint64_t>();
+        for (const auto& [key, value] : theirs.items()) known_.at(std::stoul(key)).hash = value.get<std::uint64_t>();
       });
     }
-    return hash_of;
   }
 
   // Reads what a rank sent. Whatever is wrong with it is an Error that names the rank.
@@ -163,24 +162,19 @@ class CopyFinder {
     try {
       take(parse_json(text));
     } catch (const std::exception&) {
-      throw Error(ErrorKind::Communication,
-                  "what rank " + std::to_string(rank) + " says of its parameters is malformed");
+      throw Error(ErrorKind::Communication, str("what rank ", rank, " says of its parameters is malformed"));
     }
   }
 
-  void check_alike(const std::vector<size_t>& list, const std::map<size_t, std::uint64_t>& hash_of) const {
+  void check_alike(const std::vector<size_t>& list) const {
     const Known& first = known_[list[0]];
-    auto hash = [&](size_t i) {
-      auto it = hash_of.find(i);
-      return it == hash_of.end() ? 0 : it->second;
-    };
     for (auto i : list) {
       const Known& k = known_[i];
       if (k.type != first.type) {
         throw Error(ErrorKind::InvalidState, "copies of one parameter differ: " + where(first) + " is " + first.type +
                                                  ", " + where(k) + " is " + k.type);
       }
-      if (hash(i) != hash(list[0])) {
+      if (k.hash != first.hash) {
         throw Error(ErrorKind::InvalidState,
                     "copies of one parameter hold different values: " + where(first) + " and " + where(k), "",
                     "initialise them alike on every rank, or load the same weights");
@@ -226,8 +220,8 @@ class CopyFinder {
   const std::map<int, std::vector<NamedTensor>>& local_;
   Transport& transport_;
   const int me_;
-  const std::vector<Known> known_;
-  std::optional<Union> sets_;
+  std::vector<Known> known_;
+  Union sets_;
 };
 
 }  // namespace
@@ -243,12 +237,13 @@ SharedParameters find_shared_parameters(const PipelineLayout& layout,
   return CopyFinder(local, transport).find(layout);
 }
 
-std::vector<const ParameterCopy*> copies_for_peer(const SharedParameters& shared, int holder, int other) {
-  std::vector<const ParameterCopy*> copies;
+std::vector<std::pair<const CopyGroup*, const ParameterCopy*>> copies_for_peer(const SharedParameters& shared,
+                                                                               int holder, int other) {
+  std::vector<std::pair<const CopyGroup*, const ParameterCopy*>> copies;
   for (const auto& group : shared.groups) {
     if (std::none_of(group.begin(), group.end(), [&](const auto& c) { return c.rank == other; })) continue;
     for (const auto& c : group) {
-      if (c.rank == holder) copies.push_back(&c);
+      if (c.rank == holder) copies.emplace_back(&group, &c);
     }
   }
   return copies;

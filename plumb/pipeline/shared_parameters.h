@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "plumb/pipeline/layout.h"
@@ -41,6 +42,7 @@ SharedParameters find_shared_parameters(const PipelineLayout& layout,
 
 // The values this rank sends to `peer` and gets from it at the end of a step: own (peer's) copies of the groups both
 // hold, in the order of groups and copies.
-std::vector<const ParameterCopy*> copies_for_peer(const SharedParameters& shared, int holder, int other);
+std::vector<std::pair<const CopyGroup*, const ParameterCopy*>> copies_for_peer(const SharedParameters& shared,
+                                                                               int holder, int other);
 
 }  // namespace plumb

@@ -100,8 +100,7 @@ Ran run_forward(GraphStage& stage, InputBoundary& boundary, const LiveBytes& met
 double message_seconds(const Pipe& pipe, int stage, const StageCostOptions& options) {
   double bytes = 0;
   for (const StageOutputPort& port : pipe.stage_outputs(stage)) {
-    if (!port.consumers.empty() && port.meta)
-      bytes += static_cast<double>(port.meta->numel() * at::elementSize(port.meta->dtype));
+    if (!port.consumers.empty()) bytes += static_cast<double>(bytes_of(port.meta));
   }
   return options.seconds_per_message + bytes / options.bytes_per_second;
 }
@@ -115,14 +114,7 @@ double resident_bytes(const Pipe& pipe, int stage, const StageCostOptions& optio
   return bytes;
 }
 
-StageCosts empty_costs() {
-  StageCosts result;
-  for (auto* list : {&result.costs.forward, &result.costs.input, &result.costs.weight, &result.costs.full,
-                     &result.costs.communication, &result.costs.activation}) {
-    list->clear();
-  }
-  return result;
-}
+StageCosts empty_costs() { return {{.forward = {}, .input = {}, .weight = {}, .communication = {}}, {}}; }
 
 }  // namespace
 
@@ -130,7 +122,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
   PipeStateGuard state_guard(pipe);
   const LiveBytes meter;
   c10::AutoGradMode grad_mode(true);
-  std::vector<Best> best(static_cast<size_t>(pipe.num_stages()));
+  std::vector<Best> best(pipe.num_stages());
   for (int repeat = 0; repeat < std::max(1, options.repeats); repeat++) {
     std::vector<Tensors> made;
     for (int s = 0; s < pipe.num_stages(); s++) {
@@ -143,11 +135,11 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
           values.push_back(value.isTensor() ? value.toTensor() : value.isNone() ? at::Tensor() : pack_value(value));
           wants.push_back(false);
         } else {
-          values.push_back(made[static_cast<size_t>(port.source.stage)][port.source.index]);
+          values.push_back(made[port.source.stage][port.source.index]);
           wants.push_back(true);
         }
       }
-      Best& b = best[static_cast<size_t>(s)];
+      Best& b = best[s];
       {
         InputBoundary boundary(values, wants);
         Ran ran = run_forward(stage, boundary, meter);
@@ -179,7 +171,7 @@ StageCosts measure_stages(const Pipe& pipe, const std::vector<c10::IValue>& inpu
   StageCosts result = empty_costs();
   double held = 0;
   for (int s = 0; s < pipe.num_stages(); s++) {
-    const Best& b = best[static_cast<size_t>(s)];
+    const Best& b = best[s];
     result.costs.forward.push_back(b.forward);
     result.costs.input.push_back(b.input);
     result.costs.weight.push_back(b.weight);

@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/pipeline/runtime_state.h"
 
 namespace plumb {
@@ -12,35 +13,36 @@ namespace {
 // A microbatch's number is a place in a list.
 constexpr int kMostByHand = 1 << 16;
 
-LocalStage& find_stage(PipelineState& state, int stage) {
+struct Found {
+  LocalStage& local;
+  Slot& slot;
+};
+
+Found find(PipelineState& state, int stage, int microbatch) {
   const auto it = state.stages.find(stage);
   if (it == state.stages.end()) {
-    throw Error(ErrorKind::InvalidArgument, "stage " + std::to_string(stage) + " is not on this rank");
+    throw Error(ErrorKind::InvalidArgument, str("stage ", stage, " is not on this rank"));
   }
-  return it->second;
-}
-
-Slot& find_slot(PipelineState& state, LocalStage& stage, int microbatch) {
+  auto& slots = it->second.slots;
   if (!state.by_hand && state.inputs == nullptr) {
-    throw Error(ErrorKind::InvalidState, "stage " + std::to_string(stage.stage) + " is run outside of a step");
+    throw Error(ErrorKind::InvalidState, str("stage ", stage, " is run outside of a step"));
   }
-  const auto have = static_cast<int>(stage.slots.size());
+  const auto have = static_cast<int>(slots.size());
   if (microbatch < 0 || microbatch >= (state.by_hand ? kMostByHand : have)) {
-    throw Error(ErrorKind::InvalidArgument,
-                "there is no microbatch " + std::to_string(microbatch) + " in stage " + std::to_string(stage.stage));
+    throw Error(ErrorKind::InvalidArgument, str("there is no microbatch ", microbatch, " in stage ", stage));
   }
-  if (microbatch >= have) stage.slots.resize(static_cast<size_t>(microbatch) + 1);
-  return stage.slots[static_cast<size_t>(microbatch)];
+  if (microbatch >= have) slots.resize(microbatch + 1);
+  return {it->second, slots[microbatch]};
 }
 
 std::string place(const LocalStage& stage, int microbatch) {
-  return "microbatch " + std::to_string(microbatch) + " in stage " + std::to_string(stage.stage);
+  return str("microbatch ", microbatch, " in stage ", stage.stage);
 }
 
 void check_count(size_t given, size_t expected, const LocalStage& stage, int microbatch, const char* what) {
   if (given == expected) return;
-  throw Error(ErrorKind::StructureMismatch, std::to_string(given) + " " + what + " were given to " +
-                                                place(stage, microbatch) + ", there are " + std::to_string(expected));
+  throw Error(ErrorKind::StructureMismatch,
+              str(given, " ", what, " were given to ", place(stage, microbatch), ", there are ", expected));
 }
 
 }  // namespace
@@ -52,16 +54,16 @@ StepDriver::StepDriver(PipelineLayout layout, int stage, std::shared_ptr<StageFu
   auto& state = *own_;
   state.wiring = connect_stages(layout);
   if (stage < 0 || stage >= layout.num_stages()) {
-    throw Error(ErrorKind::InvalidArgument, "there is no stage " + std::to_string(stage) + " among " +
-                                                std::to_string(layout.num_stages()) + " stages");
+    throw Error(ErrorKind::InvalidArgument,
+                str("there is no stage ", stage, " among ", layout.num_stages(), " stages"));
   }
   state.by_hand = true;
   state.options.return_outputs = false;
   LocalStage local;
   local.stage = stage;
   local.function = std::move(function);
-  local.wiring = &state.wiring[static_cast<size_t>(stage)];
-  local.num_outputs = layout.stages[static_cast<size_t>(stage)].num_outputs;
+  local.wiring = &state.wiring[stage];
+  local.num_outputs = layout.stages[stage].num_outputs;
   state.layout = std::move(layout);
   state.stages.emplace(stage, std::move(local));
 }
@@ -71,15 +73,14 @@ StepDriver::~StepDriver() = default;
 
 void StepDriver::forward(int stage, int microbatch) {
   auto& state = *state_;
-  auto& local = find_stage(state, stage);
-  auto& slot = find_slot(state, local, microbatch);
+  const auto [local, slot] = find(state, stage, microbatch);
   if (state.by_hand) {
     state.training = at::GradMode::is_enabled();
     if (slot.went_forward && local.wiring->values_in.empty()) slot = Slot();
     for (const auto& bundle : local.wiring->values_in) {
       if (slot.values_given_for.count(bundle.stage) || slot.went_forward) continue;
-      throw Error(ErrorKind::InvalidState, place(local, microbatch) + " runs before the values of stage " +
-                                               std::to_string(bundle.stage) + " arrived");
+      throw Error(ErrorKind::InvalidState,
+                  str(place(local, microbatch), " runs before the values of stage ", bundle.stage, " arrived"));
     }
     state.prepare(local, slot);
   }
@@ -91,29 +92,25 @@ void StepDriver::forward(int stage, int microbatch) {
 }
 
 void StepDriver::backward(ActionKind kind, int stage, int microbatch, const at::Tensor& loss) {
-  auto& local = find_stage(*state_, stage);
-  auto& slot = find_slot(*state_, local, microbatch);
+  const auto [local, slot] = find(*state_, stage, microbatch);
   const bool of_outputs = kind != ActionKind::BackwardWeight && stage != state_->last_stage();
   for (const auto& bundle : local.wiring->grads_in) {
     if (!state_->by_hand || !of_outputs || slot.grads_given_for.count(bundle.stage)) continue;
-    throw Error(ErrorKind::InvalidState, place(local, microbatch) + " goes back before the gradients of stage " +
-                                             std::to_string(bundle.stage) + " arrived");
+    throw Error(ErrorKind::InvalidState,
+                str(place(local, microbatch), " goes back before the gradients of stage ", bundle.stage, " arrived"));
   }
   state_->run_backward(kind, local, slot, microbatch, loss);
 }
 
 void StepDriver::set_loss(int microbatch, const at::Tensor& loss) {
-  auto& local = find_stage(*state_, state_->last_stage());
-  find_slot(*state_, local, microbatch).loss = loss;
+  find(*state_, state_->last_stage(), microbatch).slot.loss = loss;
 }
 
 void StepDriver::take_outputs(int stage, int microbatch, int from, const Tensors& outputs, const ModelSizes& sizes) {
   auto& state = *state_;
-  auto& local = find_stage(state, stage);
-  auto& slot = find_slot(state, local, microbatch);
+  const auto [local, slot] = find(state, stage, microbatch);
   if (from < 0 || from >= stage) {
-    throw Error(ErrorKind::InvalidArgument,
-                place(local, microbatch) + " takes nothing from stage " + std::to_string(from));
+    throw Error(ErrorKind::InvalidArgument, str(place(local, microbatch), " takes nothing from stage ", from));
   }
   if (state.by_hand && slot.went_forward) slot = Slot();
   if (!state.layout.dynamic_outputs)
@@ -121,7 +118,7 @@ void StepDriver::take_outputs(int stage, int microbatch, int from, const Tensors
                 "values");
   state.training = state.by_hand ? at::GradMode::is_enabled() : state.training;
   state.prepare(local, slot);
-  for (const auto& bundle : state.wiring[static_cast<size_t>(from)].values_out) {
+  for (const auto& bundle : state.wiring[from].values_out) {
     if (bundle.stage == stage) state.take_values(local, slot, from, arrived(state.values_for(from, bundle, outputs)));
   }
   slot.values_given_for.insert(from);
@@ -129,8 +126,7 @@ void StepDriver::take_outputs(int stage, int microbatch, int from, const Tensors
 }
 
 void StepDriver::take_gradients(int stage, int microbatch, int from, const Tensors& gradients) {
-  auto& local = find_stage(*state_, stage);
-  auto& slot = find_slot(*state_, local, microbatch);
+  const auto [local, slot] = find(*state_, stage, microbatch);
   std::vector<MessageValue> values;
   for (const auto& g : gradients) values.push_back({g, false});
   for (const auto& bundle : local.wiring->grads_in) {
@@ -143,8 +139,7 @@ void StepDriver::take_gradients(int stage, int microbatch, int from, const Tenso
 }
 
 void StepDriver::take_model_inputs(int stage, int microbatch, const Tensors& inputs) {
-  auto& local = find_stage(*state_, stage);
-  auto& slot = find_slot(*state_, local, microbatch);
+  const auto [local, slot] = find(*state_, stage, microbatch);
   if (state_->by_hand && slot.went_forward && local.wiring->values_in.empty()) slot = Slot();
   const Tensors* others = state_->model_inputs(slot, microbatch);
   Tensors all = inputs;
@@ -155,8 +150,7 @@ void StepDriver::take_model_inputs(int stage, int microbatch, const Tensors& inp
 }
 
 Tensors StepDriver::input_gradients(int stage, int microbatch, int to) const {
-  auto& local = find_stage(*state_, stage);
-  const auto& slot = find_slot(*state_, local, microbatch);
+  const auto [local, slot] = find(*state_, stage, microbatch);
   if (!slot.went_back) {
     throw Error(ErrorKind::InvalidState, place(local, microbatch) + " has no gradients of inputs: it did not go back");
   }

@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 
 namespace plumb {
 
@@ -34,8 +35,8 @@ std::vector<TimelineEvent> parse_timeline(const std::string& text) {
     TimelineEvent e;
     std::string action;
     if (!(fields >> e.rank >> action >> e.waiting >> e.start >> e.end)) {
-      throw Error(ErrorKind::BadFile, "line " + std::to_string(n) + " of the time line, '" + line +
-                                          "', is not 'rank action waiting start end', perhaps with the bytes sent");
+      throw Error(ErrorKind::BadFile, str("line ", n, " of the time line, '", line,
+                                          "', is not 'rank action waiting start end', perhaps with the bytes sent"));
     }
     if (!(fields >> e.sent)) e.sent = 0;
     e.action = parse_action(action);
@@ -62,8 +63,8 @@ Costs measured_costs(const std::vector<TimelineEvent>& events, int num_stages) {
     std::vector<double> sums(stages), counts(stages);
     for (const auto& e : events) {
       if (e.action.kind != kind) continue;
-      sums.at(static_cast<size_t>(e.action.stage)) += e.end - e.start;
-      counts[static_cast<size_t>(e.action.stage)] += 1;
+      sums.at(e.action.stage) += e.end - e.start;
+      counts[e.action.stage] += 1;
     }
     for (size_t s = 0; s < stages; s++) sums[s] = counts[s] > 0 ? sums[s] / counts[s] : 0;
     return sums;
@@ -85,7 +86,7 @@ Costs measured_costs(const std::vector<TimelineEvent>& events, int num_stages) {
     const auto from = done.find({forward, stage + (forward ? -1 : 1), microbatch});
     if (from == done.end() || from->second->rank == e->rank || e->waiting > from->second->end) continue;
     // A message and the gradient that comes back for it are of the stage that the message leaves.
-    trips.at(static_cast<size_t>(forward ? stage - 1 : stage)).push_back(std::max(0.0, e->start - from->second->end));
+    trips.at(forward ? stage - 1 : stage).push_back(std::max(0.0, e->start - from->second->end));
   }
   costs.communication.assign(stages, 0);
   for (size_t s = 0; s < stages; s++) {

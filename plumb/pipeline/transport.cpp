@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport_state.h"
 
@@ -19,6 +20,13 @@ using wire::Prologue;
 // Receives posted ahead per peer: at least the first number, more while they are small: their buffers are memory.
 constexpr int kLeastAhead = 2, kMostAhead = 64;
 constexpr std::int64_t kBytesAhead = 1 << 20;
+
+// With the size of this step's buffers.
+Route* route_in(Routes& routes, const PlannedMessage& m) {
+  auto& route = routes[{m.id.kind, m.id.from, m.id.to, m.peer}];
+  route.size_class = wire::size_class(route.largest);
+  return &route;
+}
 
 }  // namespace
 
@@ -99,12 +107,16 @@ void Transport::State::post_ahead(int peer, size_t needed) {
   }
 }
 
+void Transport::State::finish_oldest(Outgoing& out) {
+  for (const auto& part : out.in_flight.front()) wait(part);
+  out.in_flight.pop_front();
+  out.num_done++;
+}
+
 void Transport::State::release_sent(int peer, std::uint32_t received) {
   auto& out = outgoing[peer];
   while (out.num_done < received && !out.in_flight.empty()) {
-    for (auto& part : out.in_flight.front().parts) wait(part);
-    out.in_flight.pop_front();
-    out.num_done++;
+    finish_oldest(out);
   }
 }
 
@@ -168,16 +180,12 @@ void Transport::begin_step(const MessagePlan& plan) {
     auto& in = s.incoming.at(m.peer);
     s.position[i] = static_cast<int>(in.order.size());
     in.order.push_back(static_cast<int>(i));
-    auto& route = s.routes_in[{m.id.kind, m.id.from, m.id.to, m.peer}];
-    route.size_class = wire::size_class(route.largest);
-    s.receive_routes.push_back(&route);
+    s.receive_routes.push_back(route_in(s.routes_in, m));
   }
   for (size_t i = 0; i < plan.sends.size(); i++) {
     const auto& m = plan.sends[i];
     s.outgoing.at(m.peer).order.push_back(static_cast<int>(i));
-    auto& route = s.routes_out[{m.id.kind, m.id.from, m.id.to, m.peer}];
-    route.size_class = wire::size_class(route.largest);
-    s.send_routes.push_back(&route);
+    s.send_routes.push_back(route_in(s.routes_out, m));
   }
   for (int peer = 0; peer < s.group.size(); peer++) {
     auto& in = s.incoming[peer];
@@ -187,7 +195,7 @@ void Transport::begin_step(const MessagePlan& plan) {
     try {
       s.post_ahead(peer, 0);
     } catch (const std::exception& e) {
-      s.raise_lost(peer, "beginning step " + std::to_string(s.step), e);
+      s.raise_lost(peer, str("beginning step ", s.step), e);
     }
   }
 }
@@ -213,25 +221,25 @@ void Transport::send(int index, const std::vector<MessageValue>& values, at::Int
   auto buffer = byte_buffer(bytes);
   wire::write_message(static_cast<char*>(buffer.data_ptr()), p, values, sizes, direct);
   try {
-    Outgoing::Sent sent;
+    std::vector<Posted> parts;
     const int tag = s.message_tag(route.size_class);
     if (bytes <= route.capacity()) {
-      sent.parts.push_back(s.post_send(std::move(buffer), m.peer, tag));
+      parts.push_back(s.post_send(std::move(buffer), m.peer, tag));
     } else {
       p.content = Content::Grow;
       p.total_bytes = bytes;
       wire::seal(p);
       auto header = byte_buffer(sizeof p);
       std::memcpy(header.data_ptr(), &p, sizeof p);
-      sent.parts.push_back(s.post_send(std::move(header), m.peer, tag));
+      parts.push_back(s.post_send(std::move(header), m.peer, tag));
       const int second_tag = s.second_part_tag(wire::size_class(bytes), static_cast<int>(out.num_sent));
-      sent.parts.push_back(s.post_send(std::move(buffer), m.peer, second_tag));
+      parts.push_back(s.post_send(std::move(buffer), m.peer, second_tag));
       s.grown++;
     }
     route.largest = std::max(route.largest, bytes);
     s.sent += bytes;
     out.num_sent++;
-    out.in_flight.push_back(std::move(sent));
+    out.in_flight.push_back(std::move(parts));
   } catch (const std::exception& e) {
     s.raise_lost(m.peer, "sending " + to_string(m.id), e);
   }
@@ -248,7 +256,7 @@ Posted Transport::State::receive_second(const Prologue& first, size_t position, 
     // Said below.
   }
   if (!buffer.defined()) {
-    raise_wrong(expected, action, "it asks for a buffer of " + std::to_string(first.total_bytes) + " bytes",
+    raise_wrong(expected, action, str("it asks for a buffer of ", first.total_bytes, " bytes"),
                 "send less at once, or give this rank more memory");
   }
   Posted second =
@@ -264,17 +272,17 @@ Posted Transport::State::receive_second(const Prologue& first, size_t position, 
 }
 
 bool Transport::State::has_arrived(int index) {
-  auto& in = incoming[plan->receives.at(static_cast<size_t>(index)).peer];
-  const auto at = static_cast<size_t>(position[static_cast<size_t>(index)]);
+  auto& in = incoming[plan->receives.at(index).peer];
+  const auto at = static_cast<size_t>(position[index]);
   return at < in.num_posted && in.posted[at].work->isCompleted();
 }
 
 void Transport::State::come(int index, const std::string& action) {
-  auto& c = came.at(static_cast<size_t>(index));
-  const auto& m = plan->receives.at(static_cast<size_t>(index));
+  auto& c = came.at(index);
+  const auto& m = plan->receives.at(index);
   auto& in = incoming[m.peer];
-  auto& route = *receive_routes[static_cast<size_t>(index)];
-  const auto at = static_cast<size_t>(position[static_cast<size_t>(index)]);
+  auto& route = *receive_routes[index];
+  const auto at = static_cast<size_t>(position[index]);
   try {
     post_ahead(m.peer, at);
     wait(in.posted[at]);
@@ -331,11 +339,7 @@ void Transport::end_step() {
     auto& out = s.outgoing[peer];
     const int total = static_cast<int>(out.order.size());
     try {
-      while (!out.in_flight.empty()) {
-        for (auto& part : out.in_flight.front().parts) s.wait(part);
-        out.in_flight.pop_front();
-        out.num_done++;
-      }
+      while (!out.in_flight.empty()) s.finish_oldest(out);
     } catch (const std::exception& e) {
       const auto& m = s.plan->sends[out.order[std::min<size_t>(out.num_done, total - 1)]];
       s.raise_lost(peer, "at the end of the step sending " + to_string(m.id), e);

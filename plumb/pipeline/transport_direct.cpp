@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/pipeline/transport_state.h"
 #include "plumb/pipeline/within.h"
 
@@ -52,6 +53,10 @@ c10::Stream message_stream(const c10::impl::VirtualGuardImpl& guard, c10::Device
   } catch (const std::exception&) {
     return guard.getStream(device);  // a device with one stream
   }
+}
+
+const PlannedMessage& message_of(const MessagePlan& plan, const MessagePlan::End& end) {
+  return (end.sends ? plan.sends : plan.receives)[end.index];
 }
 
 }  // namespace
@@ -167,8 +172,8 @@ void Transport::connect_device() {
   });
   if (done) return;
   throw Error(ErrorKind::Communication,
-              state_->me() + " cannot connect " + backend->getBackendName() + " to its peers: no answer within " +
-                  std::to_string(state_->group.timeout().count()) + " ms",
+              str(state_->me(), " cannot connect ", backend->getBackendName(), " to its peers: no answer within ",
+                  state_->group.timeout().count(), " ms"),
               "", "look at what the other ranks printed");
 }
 
@@ -192,18 +197,18 @@ void Transport::State::submit(int index, const std::vector<MessageValue>& values
     made.made.emplace(d.device.type());
     made.made->record(d.guard.getStream(d.device));
   }
-  d.sends[static_cast<size_t>(index)] = std::move(made);
-  post_direct(std::nullopt, "sending " + to_string(plan->sends[static_cast<size_t>(index)].id));
+  d.sends[index] = std::move(made);
+  post_direct(std::nullopt, "sending " + to_string(plan->sends[index].id));
 }
 
 // Whether the group of messages may be posted; where `wait` is, waits for the headers that are missing.
 bool Transport::State::is_ready(const std::vector<MessagePlan::End>& ends, bool wait, const std::string& action) {
   for (const auto& end : ends) {
     if (end.sends) {
-      if (!direct_->sends[static_cast<size_t>(end.index)]) return false;
+      if (!direct_->sends[end.index]) return false;
       continue;
     }
-    if (came[static_cast<size_t>(end.index)].message.buffer.defined()) continue;
+    if (came[end.index].message.buffer.defined()) continue;
     if (!wait && !has_arrived(end.index)) return false;
     come(end.index, action);
   }
@@ -219,7 +224,7 @@ void Transport::State::post_group(const std::vector<MessagePlan::End>& ends) {
   int peer = -1;
   for (const auto& end : ends) {
     const auto index = static_cast<size_t>(end.index);
-    const auto& message = end.sends ? plan->sends[index] : plan->receives[index];
+    const auto& message = message_of(*plan, end);
     DirectMessages::Flight flight{nullptr, {}, message.peer, message.id};
     peer = message.peer;
     if (end.sends) {
@@ -245,7 +250,7 @@ void Transport::State::post_group(const std::vector<MessagePlan::End>& ends) {
   if (together) works.assign(1, backend.endCoalescing());
   for (const auto& work : works) d.watch.add(work, group.timeout());
   for (size_t i = 0; i < ends.size(); i++) {
-    if (!ends[i].sends) came[static_cast<size_t>(ends[i].index)].works = works;
+    if (!ends[i].sends) came[ends[i].index].works = works;
     for (const auto& work : works) {
       auto flight = flights[i];
       flight.work = work;
@@ -256,13 +261,11 @@ void Transport::State::post_group(const std::vector<MessagePlan::End>& ends) {
 
 void Transport::State::post_direct(std::optional<int> until, const std::string& action) {
   auto& d = *direct_;
-  const auto missing = [&] { return until && (*until < 0 || !came[static_cast<size_t>(*until)].posted); };
+  const auto missing = [&] { return until && (*until < 0 || !came[*until].posted); };
   while (d.next < plan->order.size()) {
     const auto& ends = plan->order[d.next];
     if (!is_ready(ends, missing(), action)) break;
-    const auto& first = ends.front();
-    const auto& message =
-        first.sends ? plan->sends[static_cast<size_t>(first.index)] : plan->receives[static_cast<size_t>(first.index)];
+    const auto& message = message_of(*plan, ends.front());
     try {
       post_group(ends);
     } catch (const Error&) {
@@ -299,8 +302,8 @@ void Transport::State::check_direct() {
 }
 
 void Transport::State::make_direct(int index, const std::string& action) {
-  auto& c = came[static_cast<size_t>(index)];
-  const auto& m = plan->receives[static_cast<size_t>(index)];
+  auto& c = came[index];
+  const auto& m = plan->receives[index];
   const OnStream on(direct_->guard, direct_->stream);
   try {
     c.direct = wire::make_direct_values(c.message.buffer, direct_->device);

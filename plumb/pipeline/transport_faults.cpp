@@ -10,6 +10,7 @@
 
 #include "plumb/core/crc32.h"
 #include "plumb/core/error.h"
+#include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/transport_state.h"
 #include "plumb/pipeline/within.h"
@@ -25,7 +26,7 @@ using wire::Prologue;
 
 std::vector<std::uint8_t> as_bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
-std::string late_key(int rank) { return "plumb/late/" + std::to_string(rank); }
+std::string late_key(int rank) { return str("plumb/late/", rank); }
 
 // The rank at the begin of a text that a peer wrote; `otherwise` where it is none of a group of `size`.
 int written_rank(std::string_view text, int size, int otherwise) {
@@ -68,21 +69,20 @@ Prologue Transport::State::read_agreed(const at::Tensor& buffer, const PlannedMe
     wrong = "a message whose header is damaged";
   } else if (p.step != step || p.kind != expected.id.kind || p.from != expected.id.from || p.to != expected.id.to ||
              p.microbatch != expected.id.microbatch) {
-    wrong = to_string(MessageId{p.kind, p.from, p.to, p.microbatch}) + " of step " + std::to_string(p.step);
+    wrong = str(to_string(MessageId{p.kind, p.from, p.to, p.microbatch}), " of step ", p.step);
   } else if (p.received > outgoing[expected.peer].num_sent) {
-    wrong = "the answer to " + std::to_string(p.received) + " messages, where " +
-            std::to_string(outgoing[expected.peer].num_sent) + " were sent";
+    wrong = str("the answer to ", p.received, " messages, where ", outgoing[expected.peer].num_sent, " were sent");
   }
   if (wrong.empty()) return p;
-  raise(me() + " at " + action + " expected " + to_string(expected.id) + " of step " + std::to_string(step) + " from " +
-            name(expected.peer) + " and got " + wrong,
+  raise(str(me(), " at ", action, " expected ", to_string(expected.id), " of step ", step, " from ",
+            name(expected.peer), " and got ", wrong),
         "make the same calls with the same schedule and the same version of plumb on every rank");
 }
 
 void Transport::State::raise_wrong(const PlannedMessage& message, const std::string& action, const std::string& what,
                                    const std::string& remedy) {
-  raise(me() + " at " + action + " cannot use " + to_string(message.id) + " of step " + std::to_string(step) +
-            " from " + name(message.peer) + ": " + what,
+  raise(str(me(), " at ", action, " cannot use ", to_string(message.id), " of step ", step, " from ",
+            name(message.peer), ": ", what),
         remedy);
 }
 
@@ -101,9 +101,7 @@ void Transport::State::keep_buffers() {
     }
   }
   for (auto& out : outgoing) {
-    for (auto& s : out.in_flight) {
-      for (auto& p : s.parts) kept->push_back(p);
-    }
+    for (const auto& parts : out.in_flight) kept->insert(kept->end(), parts.begin(), parts.end());
   }
   shared.until_closed.push_back(kept);
 }
@@ -130,7 +128,7 @@ std::optional<Cause> Transport::State::told_cause(const at::Tensor& buffer) cons
   if (!wire::intact(p) || p.content != Content::Error || p.total_bytes < 0 || p.total_bytes > room) return std::nullopt;
   const char* text = static_cast<const char*>(buffer.const_data_ptr()) + sizeof p;
   if (crc32(text, p.total_bytes) != p.body_sum || p.microbatch < 0 || p.microbatch >= group.size()) return std::nullopt;
-  return Cause{p.microbatch, std::string(text, p.total_bytes), true};
+  return Cause{p.microbatch, std::string(text, p.total_bytes)};
 }
 
 // Nothing once the store is lost: it goes with its rank, or does not answer because that rank is stopped, and most of
@@ -164,7 +162,7 @@ bool Transport::State::find_stored(Cause& cause, int suspect) {
     return std::string();
   });
   if (!text || text->empty()) return false;
-  cause = {written_rank(*text, group.size(), suspect), text->substr(text->find(':') + 1), true};
+  cause = {written_rank(*text, group.size(), suspect), text->substr(text->find(':') + 1)};
   return true;
 }
 
@@ -220,8 +218,7 @@ void Transport::State::raise_lost(int peer, const std::string& waiting, const st
     cause.rank = last_waited_for(peer);
     // A wait that times out closes all of that rank's connections: the peer is gone because it waited for another.
     late |= cause.rank != peer;
-    cause.text =
-        late ? "no answer within " + std::to_string(group.timeout().count()) + " ms" : "it is gone (" + text + ")";
+    cause.text = late ? str("no answer within ", group.timeout().count(), " ms") : "it is gone (" + text + ")";
   }
   const std::string message =
       me() + ", " + waiting + ": " + name(cause.rank) + (found ? " failed: " : ": ") + cause.text;
@@ -240,7 +237,7 @@ void Transport::State::fail(int rank_at_fault, const std::string& cause, const s
   shared.failed = true;
   shared.failure = own_text;
   try {  // and on the other way below
-    ask_store([key = store_key(group.rank()), text = std::to_string(rank_at_fault) + ":" + cause](c10d::Store& store) {
+    ask_store([key = store_key(group.rank()), text = str(rank_at_fault, ":", cause)](c10d::Store& store) {
       store.set(key, as_bytes(text));
       return true;
     });

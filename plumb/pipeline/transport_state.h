@@ -8,6 +8,7 @@
 #include <optional>
 #include <tuple>
 
+#include "plumb/core/str.h"
 #include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/transport.h"
 
@@ -44,10 +45,7 @@ struct Incoming {
 struct Outgoing {
   std::vector<int> order;  // indices into plan.sends
   size_t num_sent = 0;
-  struct Sent {
-    std::vector<Posted> parts;
-  };
-  std::deque<Sent> in_flight;
+  std::deque<std::vector<Posted>> in_flight;  // the parts of each message
   size_t num_done = 0;
 };
 
@@ -56,6 +54,10 @@ struct Route {
   std::int64_t largest = 0;  // message seen so far, in bytes
   std::int64_t capacity() const { return wire::class_bytes(size_class); }
 };
+
+// By kind, from, to and peer: a rank sends each of its replicas other parts of one gradient. Both ends must have the
+// same sizes.
+using Routes = std::map<std::tuple<MessageKind, int, int, int>, Route>;
 
 // A message that has come, until it is used.
 struct Came {
@@ -72,7 +74,6 @@ struct DirectMessages;
 struct Cause {
   int rank = -1;  // the rank at fault
   std::string text;
-  bool certain = false;  // the rank said so itself
 };
 
 struct Transport::State {
@@ -83,8 +84,7 @@ struct Transport::State {
   std::vector<Incoming> incoming;  // by peer
   std::vector<Outgoing> outgoing;
   std::vector<int> position;  // of each receive in its peer's order
-  // By peer, too: a rank sends each of its replicas other parts of one gradient. Both ends must have the same sizes.
-  std::map<std::tuple<MessageKind, int, int, int>, Route> routes_in, routes_out;
+  Routes routes_in, routes_out;
   std::vector<Route*> receive_routes, send_routes;  // by index in the plan
   std::vector<Came> came;                           // by index in the plan
   std::int64_t grown = 0, sent = 0;
@@ -98,7 +98,7 @@ struct Transport::State {
 
   explicit State(ProcessGroup g);
 
-  std::string name(int rank) const { return "rank " + std::to_string(group.world_rank(rank)); }
+  std::string name(int rank) const { return str("rank ", group.world_rank(rank)); }
   std::string me() const { return name(group.rank()); }
   c10d::Backend& backend() const { return *group.state().backend; }
   // By the class of the buffer, so that no message meets a buffer that is too short for it.
@@ -111,6 +111,8 @@ struct Transport::State {
   Posted post_send(at::Tensor buffer, int peer, int tag);
   // Posts the receives that may be posted now that `needed` of the peer's messages have come.
   void post_ahead(int peer, size_t needed);
+  // Waits for the oldest message under way.
+  void finish_oldest(Outgoing& out);
   // The work of sends that the peer says it has received is done; their buffers may go.
   void release_sent(int peer, std::uint32_t received);
 
@@ -158,7 +160,7 @@ struct Transport::State {
   void finish_first();
   void post_group(const std::vector<MessagePlan::End>& ends);
   void keep_buffers();
-  std::string store_key(int rank) const { return "plumb/failure/" + std::to_string(rank); }
+  std::string store_key(int rank) const { return str("plumb/failure/", rank); }
   template <class Ask>
   auto ask_store(Ask ask) -> std::optional<std::invoke_result_t<Ask, c10d::Store&>>;
   void store_late(int peer);

@@ -96,14 +96,7 @@ std::string_view to_string(ActionKind kind) {
 }
 
 bool Action::is_compute() const {
-  switch (kind) {
-    case ActionKind::Forward:
-    case ActionKind::BackwardInput:
-    case ActionKind::BackwardWeight:
-    case ActionKind::FullBackward:
-    case ActionKind::Overlap: return true;
-    default: return false;
-  }
+  return kind == ActionKind::Overlap || (kind >= ActionKind::Forward && kind <= ActionKind::FullBackward);
 }
 
 std::string to_string(const Action& action) {

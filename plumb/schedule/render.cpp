@@ -31,13 +31,7 @@ double check_spans(const Schedule& schedule, const TimeLine& spans) {
 }
 
 char letter_of(const Action& action) {
-  switch (action.kind) {
-    case ActionKind::Forward: return 'F';
-    case ActionKind::BackwardInput: return 'I';
-    case ActionKind::BackwardWeight: return 'W';
-    case ActionKind::FullBackward: return 'B';
-    default: return 'X';
-  }
+  return action.kind == ActionKind::Overlap ? 'X' : to_string(action.kind).front();
 }
 
 }  // namespace
