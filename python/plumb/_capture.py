@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import threading
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from .parameter import tell_engine
 
 _LEAF = {"type": None, "context": None, "children_spec": []}
 _capture_lock = threading.RLock()
-GRAD_MODE_NOTE = "the forward asks torch.is_grad_enabled(): the graph takes the path for gradients"
 
 
 def _spec_json(spec: Any, num_leaves: int) -> str:
@@ -134,6 +133,24 @@ class _Forward:
                 self.changed = self.state_guard.restore()
 
 
+class Captured(NamedTuple):
+    """What one forward of a module was captured as."""
+
+    engine: Any  # the engine's graph module
+    in_spec: Any
+    out_spec: Any
+    plain: list  # by output: the value of what is no tensor
+    notes: list[str]
+    asks_grad_mode: bool  # whether the forward may take another path under torch.no_grad()
+
+    def as_module(self, leaves: list, training: bool) -> GraphModule:
+        """`leaves`: the inputs of the capture."""
+        plain_inputs = [plain_value(x) for x in leaves]
+        return GraphModule(
+            self.engine, self.in_spec, self.out_spec, plain_inputs, self.plain, self.notes, training=training
+        )
+
+
 def capture_engine(
     module: nn.Module,
     args: tuple,
@@ -145,8 +162,8 @@ def capture_engine(
     replace: dict | None = None,
     guard_values: bool = False,
     control_values: list[Tensor] | None = None,
-) -> tuple[Any, Any, Any, list[str]]:
-    """The engine's graph module, the tree spec of the inputs, that of the outputs with those that are no tensors, and notes.
+) -> Captured:
+    """Runs the forward of `module` once and records its operators.
 
     Args:
         forward: is called instead of ``module(...)``.
@@ -166,7 +183,8 @@ def capture_engine(
         )
     told = [_tracing.TOLD_NOTE] if request.told_libraries else []
     if request.asks_grad_mode:
-        told.append(f"{GRAD_MODE_NOTE} {'on' if request.grad_mode else 'off'}, at {request.asks_grad_mode[0]}")
+        mode, line = "on" if request.grad_mode else "off", request.asks_grad_mode[0]
+        told.append(f"the forward asks torch.is_grad_enabled(): the graph takes the path for gradients {mode}, at {line}")
     all_notes = [*notes, *request.changed, *told]
     changes, kept = request.state_guard.changes, request.state_guard.kept
     if changes or kept:
@@ -182,7 +200,8 @@ def capture_engine(
         tell_engine(parameter)
     if calls is not None:
         calls[:] = found
-    return engine, request.spec, (request.out_spec, request.plain_outputs), all_notes
+    asks_grad_mode = bool(request.asks_grad_mode)
+    return Captured(engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode)
 
 
 def signature(leaves: list) -> tuple:
@@ -229,9 +248,7 @@ def capture(
     if hasattr(forward, "prepare"):  # a transformed module's own capture cannot run inside of this one
         forward.prepare(args, kwargs)
     leaves, _ = flatten_inputs(args, kwargs)
-    engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs, verify=plumb_verify)
-    plain_inputs = [plain_value(x) for x in leaves]
-    graph = GraphModule(engine, in_spec, out_spec, plain_inputs, plain, notes, training=module.training)
+    graph = capture_engine(module, args, kwargs, verify=plumb_verify).as_module(leaves, module.training)
     if is_marked(module):
         mark_state_dict(graph)
     return graph

@@ -27,7 +27,7 @@ from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
 from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
-from .._trees import children, flatten, plain_value
+from .._trees import children, flatten
 from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
 from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark
@@ -150,14 +150,13 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
     logger.info("Tracing model ...")
     parameters = _parameters(module)
     with annotate_split_points(module, spec) if spec else contextlib.nullcontext() as marks:
-        engine, in_spec, (out_spec, plain), notes = capture_engine(module, args, kwargs)
+        captured = capture_engine(module, args, kwargs)
         if marks is not None:
             marks.check_called()
     leaves = flatten((args, kwargs))[0]
-    plain_inputs = [plain_value(x) for x in leaves]
-    whole = GraphModule(engine, in_spec, out_spec, plain_inputs, plain, notes, training=module.training)
+    whole = captured.as_module(leaves, module.training)
     whole._made_how, whole._make_again = "the model was cut", "cut it with inputs like these"
-    alive, as_cut = weakref.ref(module), _AsCut(module, engine.state())
+    alive, as_cut = weakref.ref(module), _AsCut(module, captured.engine.state())
 
     def again(args: tuple, kwargs: dict) -> Source | None:
         model = alive()
@@ -165,7 +164,7 @@ def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) 
             return None
         return as_cut.run(model, lambda: from_module(model, args, kwargs, spec))
 
-    arguments = _argument_names(in_spec, parameters)
+    arguments = _argument_names(captured.in_spec, parameters)
     example = [x if isinstance(x, Tensor) else None for x in leaves]
     return Source(whole, arguments, parameters, example, again, unit_scaled=is_marked(module))
 

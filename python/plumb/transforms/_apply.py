@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from .._calls import Call, hint
-from .._capture import GRAD_MODE_NOTE, capture_engine, signature
+from .._capture import capture_engine, signature
 from .._errors import Error, ErrorKind
 from .._module_state_guard import random_states, refuse_modules, set_random_states
 from .._questions import as_given
@@ -62,6 +62,7 @@ class CapturedGraph:
     # first graph of a signature also has the graphs for all paths, the last one used first, and how many were made.
     guarded: bool = False
     takes_values: bool = False
+    asks_grad_mode: bool = False
     known: list[CapturedGraph] = field(default_factory=list)
     made: int = 1
 
@@ -163,7 +164,7 @@ class TransformedForward:
     ) -> CapturedGraph:
         found: list = []
         replace = {k: v for p in self.passes for k, v in p.replace.items()}
-        engine, _, (out_spec, plain), notes = capture_engine(
+        engine, _, out_spec, plain, notes, asks_grad_mode = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values,
         )  # fmt: skip
@@ -188,6 +189,7 @@ class TransformedForward:
         for p in self.passes:
             captured.reports.append(p.run(self.module, captured))
         captured.by_backend = captured.gm is not None
+        captured.asks_grad_mode = asks_grad_mode
         captured.guarded = any(n.target.startswith("plumb::guard_") for n in engine.graph.nodes)
         captured.takes_values = any(n.target == "plumb::control_value" for n in engine.graph.nodes)
         for name, kind, tensor, _ in engine.state():
@@ -222,7 +224,7 @@ class TransformedForward:
             captured = self._cache.pop(key, None)
             if captured is None:
                 captured = self._capture(args, kwargs)
-                if not self._asks_grad_mode and any(note.startswith(GRAD_MODE_NOTE) for note in captured.notes):
+                if captured.asks_grad_mode and not self._asks_grad_mode:
                     self._asks_grad_mode = True  # from now on every mode has its graphs
                     self._cache.clear()
                     key = self._key(leaves, spec)
