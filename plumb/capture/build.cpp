@@ -46,13 +46,6 @@ class Builder {
   }
 
  private:
-  static void collect(const RecordedArg& arg, std::vector<int>& values) {
-    if (const int* v = std::get_if<int>(&arg.data)) values.push_back(*v);
-    if (const auto* list = std::get_if<std::vector<RecordedArg>>(&arg.data)) {
-      for (const RecordedArg& e : *list) collect(e, values);
-    }
-  }
-
   // Which records stay: all, but unread results that are new memory or another record's values, such as
   // torch.tensor(..) leaves behind before lift_fresh.
   void find_used(const std::vector<int>& outputs) {
@@ -76,9 +69,7 @@ class Builder {
         live_[i] = 0;
         continue;
       }
-      std::vector<int> read;
-      for (const RecordedArg& arg : record.args) collect(arg, read);
-      for (int v : read) used[static_cast<size_t>(v)] = 1;
+      for (const RecordedArg& arg : record.args) for_each_value(arg, [&](int v) { used[static_cast<size_t>(v)] = 1; });
     }
     used_ = std::move(used);
   }

@@ -19,15 +19,6 @@ bool is_custom_function(const at::Tensor& t, std::string& name) {
   return true;
 }
 
-bool has_tensor(const c10::IValue& v) {
-  if (v.isTensor()) return true;
-  if (!v.isList()) return false;
-  for (const c10::IValue& e : v.toListRef()) {
-    if (e.isTensor()) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 CallRecorder::CallRecorder(const CaptureRequest& r, ModuleStateGuard& module_state)
@@ -134,33 +125,25 @@ void CallRecorder::cut_off_data(const at::Tensor& t, RecordedArg& arg) {
 }
 
 int CallRecorder::add_constant(const at::Tensor& tensor, const std::string& reader) {
-  const int value = values.add(tensor, RecordedValue::Attribute);
-  const int index = static_cast<int>(attributes.size());
-  const std::string name = "_constant_" + std::to_string(attributes.size() - num_state);
-  values[value].attribute = index;
-  values[value].from_constants = true;
-  attributes.push_back({name, AttrKind::Constant, tensor, true});
-  attribute_values.push_back(value);
+  const int value = add_attribute(tensor);
   values.bind(tensor, value);
-  module_state_.watch(index, tensor);
+  module_state_.watch(values[value].attribute, tensor);
   std::ostringstream text;
-  text << "constant " << name << ": a " << tensor.scalar_type() << tensor.sizes()
+  text << "constant " << attributes.back().name << ": a " << tensor.scalar_type() << tensor.sizes()
        << " tensor made outside of the forward, first used by " << reader;
   const std::string at = where();
   note(text.str() + (at.empty() ? "" : " at " + at));
   return value;
 }
 
-int CallRecorder::constant_copy(const at::Tensor& t) {
-  at::Tensor copy;
-  {
-    at::NoGradGuard no_grad;
-    copy = t.detach().clone();
-  }
-  const int value = values.add(copy, RecordedValue::Attribute);
+int CallRecorder::constant_copy(const at::Tensor& t) { return add_attribute(t.detach().clone()); }
+
+int CallRecorder::add_attribute(const at::Tensor& constant) {
+  const int value = values.add(constant, RecordedValue::Attribute);
   values[value].attribute = static_cast<int>(attributes.size());
   values[value].from_constants = true;
-  attributes.push_back({"_constant_" + std::to_string(attributes.size() - num_state), AttrKind::Constant, copy, true});
+  const std::string name = "_constant_" + std::to_string(attributes.size() - num_state);
+  attributes.push_back({name, AttrKind::Constant, constant, true});
   attribute_values.push_back(value);
   return value;
 }
@@ -186,7 +169,7 @@ RecordedArg CallRecorder::argument(const c10::IValue& v, const std::string& read
     return {value};
   }
   if (v.isList()) {
-    if (!has_tensor(v)) return {v.deepcopy()};
+    if (!any_tensor(v, [](const at::Tensor&) { return true; })) return {v.deepcopy()};
     std::vector<RecordedArg> elements;
     for (const c10::IValue& e : v.toListRef()) elements.push_back(argument(e, reader, from_constants));
     return {std::move(elements)};

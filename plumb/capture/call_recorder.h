@@ -77,6 +77,7 @@ class CallRecorder {
   void check_tensor(const at::Tensor& tensor, const std::string& reader);
   void refuse_nested(const at::Tensor& tensor, const std::string& reader);
   int known_as(ValueTable::Found found, const at::Tensor& tensor, const std::string& reader);
+  int add_attribute(const at::Tensor& constant);
   int add_constant(const at::Tensor& tensor, const std::string& reader);
   void bind_result(Record& record, const at::Tensor& tensor, bool from_constants);
 

@@ -78,12 +78,10 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
 }
 
 AllowedModes allowed_modes(const CaptureRequest& request, const CaptureOptions& options) {
-  AllowedModes allowed;
-  allowed.skip_compute = !options.verify;
-  allowed.tell_libraries = static_cast<bool>(request.in_library);
-  allowed.guard_values = request.guard_values;
-  allowed.guarded_tells_libraries = request.has_libraries;
-  return allowed;
+  return {.skip_compute = !options.verify,
+          .tell_libraries = static_cast<bool>(request.in_library),
+          .guard_values = request.guard_values,
+          .guarded_tells_libraries = request.has_libraries};
 }
 
 // Begins in `mode` and leaves there the one that the forward took.

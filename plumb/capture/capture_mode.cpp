@@ -3,11 +3,9 @@
 namespace plumb {
 
 CaptureMode first_mode(const AllowedModes& allowed, bool guard_values) {
-  CaptureMode mode;
-  mode.skip_compute = allowed.skip_compute;
-  mode.guard_values = guard_values;
-  mode.tell_libraries = guard_values && allowed.guarded_tells_libraries;
-  return mode;
+  return {.skip_compute = allowed.skip_compute,
+          .tell_libraries = guard_values && allowed.guarded_tells_libraries,
+          .guard_values = guard_values};
 }
 
 std::optional<CaptureMode> next_mode(const CaptureMode& mode, RetryReason reason, const AllowedModes& allowed) {

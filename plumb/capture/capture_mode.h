@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <stdexcept>
 
 namespace plumb {
 
@@ -25,6 +26,27 @@ enum class RetryReason {
   NeedsComposites,  // a backward pass runs inside the forward: it works on what composite operators are made of
   LibraryBranches,  // a library that has another way for graph makers did something that a graph cannot hold
   DataDependent,    // the forward takes values out of tensors
+};
+
+// One attempt at a capture: the mode it runs in, and why it has to be given up.
+struct Attempt {
+  // Thrown to leave the forward; what counts is `retry`, as the program may catch it.
+  struct GivenUp : std::runtime_error {
+    GivenUp() : std::runtime_error("the capture begins again in another mode") {}
+  };
+
+  CaptureMode mode;
+  bool skipped = false;  // some computation was skipped: values depend on zeros
+  std::optional<RetryReason> retry;
+
+  [[noreturn]] void give_up(RetryReason reason) {
+    retry = reason;
+    throw GivenUp();
+  }
+  // Before a value is read.
+  void need_values() {
+    if (skipped) give_up(RetryReason::NeedsValues);
+  }
 };
 
 // The modes that the caller allows.

@@ -1,10 +1,10 @@
 // The operators of guard nodes, which check in every run that values and sizes are still those of the capture.
 #include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <functional>
-#include <sstream>
 
 #include "plumb/capture/capture.h"
 #include "plumb/core/error.h"
@@ -12,13 +12,6 @@
 
 namespace plumb {
 namespace {
-
-template <typename T>
-std::string text(const T& value) {
-  std::ostringstream out;
-  out << value;
-  return out.str();
-}
 
 thread_local ControlValueLog* control_value_log = nullptr;
 
@@ -91,22 +84,22 @@ void guard_value_read(const at::Tensor& x, const at::Tensor& expected, bool trut
   const bool number = !truth && x.numel() == 1 && !x.is_complex();
   // Of a device: the model may write over it before the check is read.
   const at::Tensor found = number && !x.is_cpu() ? x.clone() : x;
-  check_guard(truth ? truth_of(x).eq(truth_of(expected).to(x.device())) : same_answer(x, expected),
-              [truth, number, found, expected, where = std::string(where)] {
-                std::string was = "values out of a tensor into the program when it was captured; they are others now";
-                if (truth) {
-                  const bool then = at::is_nonzero(expected);
-                  was = std::string("the path for a ") + (then ? "true" : "false") +
-                        " condition when it was captured; it is " + (then ? "false" : "true") + " now";
-                } else if (number) {
-                  was = "the value " + text(expected.item()) +
-                        " out of a tensor into the program when it was captured; it is " + text(found.item()) + " now";
-                }
-                return Error(
-                    ErrorKind::GuardFailed, "the model took " + was, where,
-                    "capture the model again on data like these, or use torch.where or masks instead of branching on "
-                    "values");
-              });
+  check_guard(
+      truth ? truth_of(x).eq(truth_of(expected).to(x.device())) : same_answer(x, expected),
+      [truth, number, found, expected, where = std::string(where)] {
+        std::string was = "values out of a tensor into the program when it was captured; they are others now";
+        if (truth) {
+          const bool then = at::is_nonzero(expected);
+          was = std::string("the path for a ") + (then ? "true" : "false") + " condition when it was captured; it is " +
+                (then ? "false" : "true") + " now";
+        } else if (number) {
+          was = "the value " + c10::str(expected.item()) +
+                " out of a tensor into the program when it was captured; it is " + c10::str(found.item()) + " now";
+        }
+        return Error(ErrorKind::GuardFailed, "the model took " + was, where,
+                     "capture the model again on data like these, or use torch.where or masks instead of branching on "
+                     "values");
+      });
 }
 
 void control_value(const at::Tensor& x) {
@@ -119,8 +112,8 @@ void guard_size(const at::Tensor& x, at::IntArrayRef sizes, bool exact, std::str
   if (x.is_meta() || (exact ? x.sizes() == sizes : (x.numel() == 0) == was_empty)) return;
   if (exact) {
     throw Error(ErrorKind::GuardFailed,
-                "the model read a size that depends on the data: " + text(sizes) + " when it was captured, " +
-                    text(x.sizes()) + " now",
+                "the model read a size that depends on the data: " + c10::str(sizes) + " when it was captured, " +
+                    c10::str(x.sizes()) + " now",
                 std::string(where),
                 "capture the model again on data like these, or use masks instead of boolean indexing and nonzero");
   }

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <functional>
 #include <sstream>
 #include <unordered_map>
 #include <unordered_set>
@@ -67,20 +66,17 @@ bool Guards::answered_at_capture(const c10::OperatorHandle& op, const std::strin
     return true;
   }
   const at::Tensor asked = given[0].isTensor() ? given[0].toTensor() : at::Tensor();
-  const bool one = asked.defined() && asked.numel() == 1 && (base == "aten::is_nonzero" || base == "aten::item");
-  if (one && guard_one(base, args[0], asked)) return true;
+  const bool truth = base == "aten::is_nonzero";
+  const bool one = asked.defined() && asked.numel() == 1 && (truth || base == "aten::item");
+  if (one && truth && (is_known(args[0]) || guard_check(args[0], asked))) return true;
+  if (one && guard_buffer(args[0], asked)) return true;
   refuse_random(name, args[0]);
-  if (one && guard_value_read(args[0], asked, base == "aten::is_nonzero")) return true;
+  if (one && guard_value_read(args[0], asked, truth)) return true;
   recorder_.refuse(name + " takes a value out of a tensor, so the program would depend on the data",
                    "use torch.where or masks instead of branching on tensor values, move the decision out of the "
                    "module, or transform "
                    "the module itself (plumb.transforms), which keeps a graph for each answer",
                    ErrorKind::DataDependent);
-}
-
-bool Guards::guard_one(std::string_view base, const RecordedArg& arg, const at::Tensor& asked) {
-  if (base == "aten::is_nonzero" && (is_known(arg) || guard_check(arg, asked))) return true;
-  return guard_buffer(arg, asked);
 }
 
 void Guards::refuse_random(const std::string& name, const RecordedArg& arg) {
@@ -112,7 +108,9 @@ bool Guards::is_known(const RecordedArg& condition) const {
   return number <= 0 || number >= 1;
 }
 
-void Guards::guard(std::string_view op, std::vector<RecordedArg> args, const std::string& about) {
+void Guards::guard(std::string_view op, std::vector<RecordedArg> args, std::vector<c10::IValue> constants,
+                   const std::string& about) {
+  for (c10::IValue& constant : constants) args.push_back({std::move(constant)});
   recorder_.emit(op, std::move(args));
   recorder_.note_here(about);
 }
@@ -123,8 +121,7 @@ bool Guards::guard_check(const RecordedArg& condition, const at::Tensor& tensor)
   attempt_.need_values();
   const bool answer = at::is_nonzero(tensor);
   if (!recorder_.request.is_check()) return false;
-  guard("plumb::guard_check",
-        {condition, RecordedArg{c10::IValue(answer)}, RecordedArg{c10::IValue(recorder_.where())}},
+  guard("plumb::guard_check", {condition}, {answer, recorder_.where()},
         std::string("a check of a value answered ") + (answer ? "true" : "false") +
             " at capture: the graph checks that it still does");
   return true;
@@ -144,8 +141,7 @@ bool Guards::guard_buffer(const RecordedArg& arg, const at::Tensor& tensor) {
       Error(ErrorKind::DataDependent,
             "the value of buffer '" + name + "' is taken into the program, and the forward writes the buffer",
             recorder_.where(), "compute with the buffer as a tensor (torch.where, index_copy, scatter)"));
-  guard("plumb::guard_value",
-        {arg, RecordedArg{recorder_.constant_copy(tensor)}, RecordedArg{c10::IValue(recorder_.where())}},
+  guard("plumb::guard_value", {arg, RecordedArg{recorder_.constant_copy(tensor)}}, {recorder_.where()},
         "the value of buffer '" + name + "' is part of the graph, which checks that it stays the same");
   return true;
 }
@@ -153,9 +149,7 @@ bool Guards::guard_buffer(const RecordedArg& arg, const at::Tensor& tensor) {
 bool Guards::guard_value_read(const RecordedArg& arg, const at::Tensor& tensor, bool truth) {
   if (!attempt_.mode.guard_values || !std::holds_alternative<int>(arg.data) || tensor.is_meta()) return false;
   attempt_.need_values();
-  guard("plumb::guard_value_read",
-        {arg, RecordedArg{recorder_.constant_copy(tensor)}, RecordedArg{c10::IValue(truth)},
-         RecordedArg{c10::IValue(recorder_.where())}},
+  guard("plumb::guard_value_read", {arg, RecordedArg{recorder_.constant_copy(tensor)}}, {truth, recorder_.where()},
         "a value is taken out of a tensor: the graph checks that it stays the same");
   return true;
 }
@@ -224,20 +218,17 @@ void Guards::guard_equal(const std::vector<RecordedArg>& args, const torch::jit:
   if (a.sizes() != b.sizes()) return;
   attempt_.need_values();
   const bool expected = at::equal(a, b);
-  guard("plumb::guard_equal", {args[0], args[1], RecordedArg{c10::IValue(expected)}},
+  guard("plumb::guard_equal", {args[0], args[1]}, {expected},
         std::string("aten::equal answered ") + (expected ? "true" : "false") +
             " at capture: the graph checks that it still does");
 }
 
 // An operator that writes in place keeps the size of what it writes: only its first argument counts.
 bool Guards::takes_dynamic(const c10::FunctionSchema& schema, const std::vector<RecordedArg>& args) const {
-  for (const RecordedArg& arg : args) {
-    if (const int* v = std::get_if<int>(&arg.data); v && recorder_.values[*v].dynamic) return true;
-    if (const auto* list = std::get_if<std::vector<RecordedArg>>(&arg.data); list && takes_dynamic(schema, *list))
-      return true;
-    if (schema.is_mutable()) return false;
-  }
-  return false;
+  bool dynamic = false;
+  for (size_t i = 0; i < (schema.is_mutable() ? 1 : args.size()); ++i)
+    for_each_value(args[i], [&](int v) { dynamic = dynamic || recorder_.values[v].dynamic; });
+  return dynamic;
 }
 
 bool Guards::results_have_dynamic_sizes(const c10::OperatorHandle& op, const std::string& name,
@@ -268,11 +259,6 @@ bool Guards::requires_grad(const at::Tensor& tensor, bool guarded) {
   }
   std::vector<int> left{asked}, inputs;
   std::unordered_set<int> seen;
-  const std::function<void(const RecordedArg&)> follow = [&](const RecordedArg& arg) {
-    if (const int* value = std::get_if<int>(&arg.data)) left.push_back(*value);
-    if (const auto* list = std::get_if<std::vector<RecordedArg>>(&arg.data))
-      std::for_each(list->begin(), list->end(), follow);
-  };
   while (!left.empty()) {
     const int value = left.back();
     left.pop_back();
@@ -282,8 +268,9 @@ bool Guards::requires_grad(const at::Tensor& tensor, bool guarded) {
     if (known.origin == RecordedValue::Attribute &&
         recorder_.attributes[static_cast<size_t>(known.attribute)].tensor.requires_grad())
       return true;
-    if (const auto made = producers.find(value); made != producers.end())
-      std::for_each(made->second->args.begin(), made->second->args.end(), follow);
+    if (const auto made = producers.find(value); made != producers.end()) {
+      for (const RecordedArg& arg : made->second->args) for_each_value(arg, [&](int v) { left.push_back(v); });
+    }
   }
   if (inputs.empty()) return true;
   const auto given = [&](int input) { return recorder_.values[input].meta.requires_grad; };
@@ -292,8 +279,7 @@ bool Guards::requires_grad(const at::Tensor& tensor, bool guarded) {
   if (!guarded) return answer;
   for (const int input : answer ? std::vector<int>{*one} : inputs)
     guard(
-        "plumb::guard_requires_grad",
-        {RecordedArg{input}, RecordedArg{c10::IValue(answer)}, RecordedArg{c10::IValue(recorder_.where())}},
+        "plumb::guard_requires_grad", {RecordedArg{input}}, {answer, recorder_.where()},
         std::string("the forward asks whether a tensor requires a gradient, which hangs on an input that was given ") +
             (answer ? "with one: the graph checks that it is" : "without: the graph checks that it is"));
   return answer;
@@ -311,9 +297,7 @@ void Guards::guard_size(const at::Tensor& tensor, bool exact) {
   if (exact) recorder_.values[value].size_guarded = true;
   std::ostringstream sizes;
   sizes << tensor.sizes();
-  guard("plumb::guard_size",
-        {RecordedArg{value}, RecordedArg{c10::IValue(tensor.sizes().vec())}, RecordedArg{c10::IValue(exact)},
-         RecordedArg{c10::IValue(recorder_.where())}},
+  guard("plumb::guard_size", {RecordedArg{value}}, {tensor.sizes().vec(), exact, recorder_.where()},
         "the forward reads a size that depends on the data, " + sizes.str() + ": the graph checks that " +
             (exact ? "it stays the same" : "it stays as empty or not"));
 }

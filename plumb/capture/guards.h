@@ -6,8 +6,8 @@
 #include <string_view>
 #include <vector>
 
-#include "plumb/capture/attempt.h"
 #include "plumb/capture/call_recorder.h"
+#include "plumb/capture/capture_mode.h"
 
 namespace plumb {
 
@@ -33,8 +33,8 @@ class Guards {
   // Adds a node that checks in every run that the sizes are these (`exact`), or that the tensor stays as empty or not.
   void guard_size(const at::Tensor& tensor, bool exact);
 
-  // Whether this tensor requires a gradient in a run with the inputs as they were given, which are fed as requiring one.
-  // `guarded`: where the answer hangs on inputs, nodes check in every run that they still do or do not.
+  // Whether this tensor requires a gradient in a run with the inputs as they were given, which are fed as requiring
+  // one. `guarded`: where the answer hangs on inputs, nodes check in every run that they still do or do not.
   bool requires_grad(const at::Tensor& tensor, bool guarded);
 
   // The program reads all values of the tensor. Adds a node that checks them and returns a copy to read from; undefined
@@ -49,12 +49,13 @@ class Guards {
   void check_buffer_reads() const;
 
  private:
-  void guard(std::string_view op, std::vector<RecordedArg> args, const std::string& about);
+  // A node with these values and constants as arguments; `about` goes to the notes.
+  void guard(std::string_view op, std::vector<RecordedArg> args, std::vector<c10::IValue> constants,
+             const std::string& about);
   void guard_equal(const std::vector<RecordedArg>& args, const torch::jit::Stack& stack);
   bool guard_check(const RecordedArg& condition, const at::Tensor& tensor);
   bool guard_buffer(const RecordedArg& arg, const at::Tensor& tensor);
   bool guard_value_read(const RecordedArg& arg, const at::Tensor& tensor, bool truth);
-  bool guard_one(std::string_view base, const RecordedArg& arg, const at::Tensor& asked);
   void refuse_random(const std::string& name, const RecordedArg& arg);
   bool is_known(const RecordedArg& condition) const;
   void note_control_value(const RecordedArg& arg, const at::Tensor& tensor);

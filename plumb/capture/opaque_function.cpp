@@ -33,26 +33,14 @@ const std::pair<OpaqueFunction, std::string>& opaque(int64_t id) {
 }
 
 // A replay ignores its caller's autocast; the function has the region that it was captured in.
-class AutocastAllowed {
- public:
-  AutocastAllowed() {
-    for (c10::DispatchKey key : c10::autocast_dispatch_keyset) {
-      if (!c10::impl::tls_is_dispatch_key_excluded(key)) continue;
-      excluded_.push_back(key);
-      c10::impl::tls_set_dispatch_key_excluded(key, false);
-    }
-  }
-  ~AutocastAllowed() {
-    for (c10::DispatchKey key : excluded_) c10::impl::tls_set_dispatch_key_excluded(key, true);
-  }
-  AutocastAllowed(const AutocastAllowed&) = delete;
-
- private:
-  std::vector<c10::DispatchKey> excluded_;
-};
+c10::impl::LocalDispatchKeySet with_autocast() {
+  c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  keys.excluded_ = keys.excluded_ - c10::autocast_dispatch_keyset;
+  return keys;
+}
 
 std::vector<at::Tensor> python_function(int64_t id, at::TensorList inputs) {
-  AutocastAllowed allowed;
+  const c10::impl::ForceDispatchKeyGuard allowed(with_autocast());
   return opaque(id).first(inputs.vec());
 }
 

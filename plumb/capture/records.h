@@ -3,6 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <memory>
 #include <variant>
 #include <vector>
@@ -15,6 +16,24 @@ namespace plumb {
 struct RecordedArg {
   std::variant<int, c10::IValue, std::vector<RecordedArg>> data;
 };
+
+// Calls `visit` with the number of every value in it, in order.
+template <class Visit>
+void for_each_value(const RecordedArg& arg, const Visit& visit) {
+  if (const int* value = std::get_if<int>(&arg.data)) visit(*value);
+  if (const auto* list = std::get_if<std::vector<RecordedArg>>(&arg.data)) {
+    for (const RecordedArg& element : *list) for_each_value(element, visit);
+  }
+}
+
+// Whether a tensor of a value, itself or an element of a list, is such.
+template <class Is>
+bool any_tensor(const c10::IValue& v, const Is& is) {
+  if (v.isTensor()) return is(v.toTensor());
+  if (!v.isList() || v.isIntList() || v.isDoubleList()) return false;
+  const auto elements = v.toListRef();
+  return std::any_of(elements.begin(), elements.end(), [&](const c10::IValue& e) { return any_tensor(e, is); });
+}
 
 struct Record {
   c10::OperatorHandle op;

@@ -40,11 +40,7 @@ bool makes_wrappers() {
 
 bool works_on_wrappers(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   for (const c10::IValue& v : torch::jit::last(stack, op.schema().arguments().size())) {
-    if (v.isTensor() && is_wrapper(v.toTensor())) return true;
-    if (!v.isList() || v.isIntList() || v.isDoubleList()) continue;
-    for (const c10::IValue& e : v.toListRef()) {
-      if (e.isTensor() && is_wrapper(e.toTensor())) return true;
-    }
+    if (any_tensor(v, is_wrapper)) return true;
   }
   return false;
 }

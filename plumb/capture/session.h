@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "plumb/capture/attempt.h"
 #include "plumb/capture/call_recorder.h"
+#include "plumb/capture/capture_mode.h"
 #include "plumb/capture/guards.h"
 #include "plumb/capture/module_state_guard.h"
 

@@ -47,14 +47,13 @@ class ValueTable {
     auto operator<=>(const Memory&) const = default;
   };
   // Weak references keep an address from being used again and leave use_count alone, on which factories depend.
-  struct ObjectEntry {
+  template <class Weak>
+  struct Entry {
     int value;
-    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> keep;
+    Weak keep;
   };
-  struct MemoryEntry {
-    int value;
-    c10::weak_intrusive_ptr<c10::StorageImpl> keep;
-  };
+  using ObjectEntry = Entry<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>;
+  using MemoryEntry = Entry<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 
   static std::optional<Memory> memory_of(const at::Tensor& tensor);
 

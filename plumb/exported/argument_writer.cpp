@@ -75,15 +75,12 @@ Json GraphWriter::list(const Node& node, const Arg::List& items) const {
                     : type == ValueType::Float ? "as_sym_floats"
                                                : "as_sym_bools";
   for (const Arg& e : items) {
-    if (e.is_value()) {
-      if (e.value()->type() != type) refuse(node, "a list of numbers of several types");
+    if (e.is_value() && e.value()->type() == type) {
       out.push_back({{"as_name", name_of(e.value())}});
-    } else if (e.is_constant() && e.constant().isInt() && type == ValueType::Int) {
-      out.push_back({{"as_int", e.constant().toInt()}});
-    } else if (e.is_constant() && e.constant().isDouble() && type == ValueType::Float) {
-      out.push_back({{"as_float", json_number(e.constant().toDouble())}});
-    } else if (e.is_constant() && e.constant().isBool() && type == ValueType::Bool) {
-      out.push_back({{"as_bool", e.constant().toBool()}});
+    } else if (e.is_constant() && (type == ValueType::Int     ? e.constant().isInt()
+                                   : type == ValueType::Float ? e.constant().isDouble()
+                                                              : e.constant().isBool())) {
+      out.push_back(constant(node, e.constant(), nullptr));
     } else {
       refuse(node, "a list of numbers of several types");
     }
@@ -111,8 +108,6 @@ Json GraphWriter::constant(const Node& node, const c10::IValue& v, const c10::Ar
   if (v.isDevice()) return {{"as_device", write_device(v.toDevice())}};
   if (v.isList()) {
     auto items = v.toListRef();
-    auto all = [&](auto&& test) { return std::all_of(items.begin(), items.end(), test); };
-    Json out = Json::array();
     if (items.empty()) {
       const std::string element = schema ? schema->type()->str() : "";
       const char* tag = element.find("Tensor") != std::string::npos  ? "as_tensors"
@@ -120,23 +115,19 @@ Json GraphWriter::constant(const Node& node, const c10::IValue& v, const c10::Ar
                         : element.find("bool") != std::string::npos  ? "as_bools"
                         : element.find("str") != std::string::npos   ? "as_strings"
                                                                      : "as_ints";
+      return {{tag, Json::array()}};
+    }
+    const bool numbers = items[0].isInt() || items[0].isDouble() || items[0].isBool() || items[0].isString();
+    if (numbers &&
+        std::all_of(items.begin(), items.end(), [&](auto& e) { return e.tagKind() == items[0].tagKind(); })) {
+      Json out = Json::array();
+      std::string tag;
+      for (const c10::IValue& e : items) {
+        const Json one = constant(node, e, nullptr);
+        tag = one.begin().key() + "s";
+        out.push_back(one.front());
+      }
       return {{tag, std::move(out)}};
-    }
-    if (all([](const c10::IValue& e) { return e.isInt(); })) {
-      for (const c10::IValue& e : items) out.push_back(e.toInt());
-      return {{"as_ints", std::move(out)}};
-    }
-    if (all([](const c10::IValue& e) { return e.isDouble(); })) {
-      for (const c10::IValue& e : items) out.push_back(json_number(e.toDouble()));
-      return {{"as_floats", std::move(out)}};
-    }
-    if (all([](const c10::IValue& e) { return e.isBool(); })) {
-      for (const c10::IValue& e : items) out.push_back(e.toBool());
-      return {{"as_bools", std::move(out)}};
-    }
-    if (all([](const c10::IValue& e) { return e.isString(); })) {
-      for (const c10::IValue& e : items) out.push_back(e.toStringRef());
-      return {{"as_strings", std::move(out)}};
     }
   }
   refuse(node, "a constant of kind " + v.tagKind());
@@ -168,19 +159,14 @@ SymExpr GraphWriter::expression(const Value* value) {
     }
   }
   static const std::map<std::string, std::string> calls = {{"plumb::sym_add.int", "Add"},
+                                                           {"plumb::sym_sub.int", "Add"},
                                                            {"plumb::sym_mul.int", "Mul"},
                                                            {"plumb::sym_floordiv.int", "FloorDiv"},
                                                            {"plumb::sym_mod.int", "PythonMod"}};
-  if (!e && node.num_results() == 1) {
-    auto call = calls.find(node.target());
-    if (call != calls.end() || node.target() == "plumb::sym_sub.int") {
-      auto a = operand(0), b = operand(1);
-      if (a && b && call == calls.end()) {
-        e = SymExpr::call("Add", {*a, SymExpr::call("Mul", {SymExpr::integer(-1), *b})});
-      } else if (a && b) {
-        e = SymExpr::call(call->second, {*a, *b});
-      }
-    }
+  if (auto call = calls.find(node.target()); !e && call != calls.end()) {
+    auto a = operand(0), b = operand(1);
+    if (b && call->first == "plumb::sym_sub.int") b = SymExpr::call("Mul", {SymExpr::integer(-1), *b});
+    if (a && b) e = SymExpr::call(call->second, {*a, *b});
   }
   // A size that only running tells: a symbol of its own.
   if (!e) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <set>
-#include <sstream>
 
 #include "plumb/core/error.h"
 #include "plumb/exported/infer_types.h"
@@ -87,17 +86,7 @@ void GraphWriter::read_checks() {
     if (node->is_op("plumb::check_input") && node->arg(0).is_value())
       constant_inputs_.emplace(node->input(0), node->arg(1).constant());
     if (!node->is_op("plumb::check_sizes")) continue;
-    std::istringstream spec(node->arg("spec").constant().toStringRef());
-    for (std::string line; std::getline(spec, line);) {
-      std::istringstream words(line);
-      std::string kind, name, min, max;
-      words >> kind >> name >> min >> max;
-      if (kind != "symbol" || ranges_.count(name)) continue;
-      SizeRange range;
-      if (min != "-") range.min = std::strtoll(min.c_str(), nullptr, 10);
-      if (max != "-") range.max = std::strtoll(max.c_str(), nullptr, 10);
-      ranges_.emplace(name, range);
-    }
+    ranges_.merge(ranges_in(node->arg("spec").constant().toStringRef()));
   }
 }
 
@@ -123,22 +112,22 @@ void GraphWriter::write_state(Level& level, Json& specs) {
     const bool weight = attr.kind == AttrKind::Parameter || (attr.kind == AttrKind::Buffer && attr.persistent);
     (weight ? weights_ : constants_).push_back({attr.name, attr.tensor, attr.kind == AttrKind::Parameter});
   }
+  static constexpr std::pair<const char*, const char*> kTypes[] = {
+      {"parameter", "p_"}, {"buffer", "b_"}, {"tensor_constant", "c_"}};
   for (AttrKind kind : {AttrKind::Parameter, AttrKind::Buffer, AttrKind::Constant}) {
     for (const Attr& attr : state_) {
       if (attr.kind != kind) continue;
       const bool used = uses.count(attr.name) > 0;
       if (kind == AttrKind::Constant && !used) continue;
-      const char* prefix = kind == AttrKind::Parameter ? "p_" : kind == AttrKind::Buffer ? "b_" : "c_";
+      const auto& [type, prefix] = kTypes[static_cast<size_t>(kind)];
       const std::string name = used ? name_of(uses[attr.name][0]) : fresh_name(prefix + attr.name);
       for (const Value* value : uses[attr.name]) names_[value] = name;
       const Json arg = {{"name", name}};
       level.inputs.push_back({{"as_tensor", arg}});
       level.tensors[name] = write_meta(TensorMeta::of(attr.tensor), spelling_);
-      if (kind == AttrKind::Parameter) specs.push_back({{"parameter", {{"arg", arg}, {"parameter_name", attr.name}}}});
-      if (kind == AttrKind::Buffer)
-        specs.push_back({{"buffer", {{"arg", arg}, {"buffer_name", attr.name}, {"persistent", attr.persistent}}}});
-      if (kind == AttrKind::Constant)
-        specs.push_back({{"tensor_constant", {{"arg", arg}, {"tensor_constant_name", attr.name}}}});
+      Json spec = {{"arg", arg}, {std::string(type) + "_name", attr.name}};
+      if (kind == AttrKind::Buffer) spec["persistent"] = attr.persistent;
+      specs.push_back({{type, std::move(spec)}});
     }
   }
 }

@@ -48,8 +48,7 @@ std::string JsonDoc::path_of(const Json& element) const {
 }
 
 const Json* JsonDoc::find(const Json& object, const char* key) const {
-  if (!object.is_object()) fail(object, "an object was expected");
-  auto it = object.find(key);
+  auto it = this->object(object).find(key);
   return it == object.end() || it->is_null() ? nullptr : &*it;
 }
 
@@ -59,31 +58,22 @@ const Json& JsonDoc::at(const Json& object, const char* key) const {
   return *found;
 }
 
-const Json& JsonDoc::array(const Json& j) const {
-  if (!j.is_array()) fail(j, "a list was expected");
+const Json& JsonDoc::expect(bool is, const Json& j, const char* what) const {
+  if (!is) fail(j, std::string(what) + " was expected");
   return j;
 }
 
-const Json& JsonDoc::object(const Json& j) const {
-  if (!j.is_object()) fail(j, "an object was expected");
-  return j;
-}
-
+const Json& JsonDoc::array(const Json& j) const { return expect(j.is_array(), j, "a list"); }
+const Json& JsonDoc::object(const Json& j) const { return expect(j.is_object(), j, "an object"); }
 const std::string& JsonDoc::string(const Json& j) const {
-  if (!j.is_string()) fail(j, "a string was expected");
-  return j.get_ref<const std::string&>();
+  return expect(j.is_string(), j, "a string").get_ref<const std::string&>();
 }
+bool JsonDoc::boolean(const Json& j) const { return expect(j.is_boolean(), j, "true or false").get<bool>(); }
 
 int64_t JsonDoc::integer(const Json& j) const {
   if (j.is_number_unsigned() && j.get<uint64_t>() > static_cast<uint64_t>(std::numeric_limits<int64_t>::max()))
     fail(j, "the integer does not fit 64 bits");
-  if (!j.is_number_integer()) fail(j, "an integer was expected");
-  return j.get<int64_t>();
-}
-
-bool JsonDoc::boolean(const Json& j) const {
-  if (!j.is_boolean()) fail(j, "true or false was expected");
-  return j.get<bool>();
+  return expect(j.is_number_integer(), j, "an integer").get<int64_t>();
 }
 
 double JsonDoc::number(const Json& j) const {
@@ -104,8 +94,14 @@ std::vector<int64_t> JsonDoc::integers(const Json& j) const {
   return values;
 }
 
+std::vector<std::string> JsonDoc::strings(const Json& j) const {
+  std::vector<std::string> values;
+  for (const Json& e : array(j)) values.push_back(string(e));
+  return values;
+}
+
 std::pair<const std::string&, const Json&> JsonDoc::tagged(const Json& j) const {
-  if (!j.is_object()) fail(j, "an object was expected");
+  object(j);
   const std::string* tag = nullptr;
   const Json* value = nullptr;
   for (auto it = j.begin(); it != j.end(); ++it) {

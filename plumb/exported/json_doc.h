@@ -32,6 +32,7 @@ class JsonDoc {
   bool boolean(const Json& j) const;
   double number(const Json& j) const;  // also "Infinity", "-Infinity", "NaN"
   std::vector<int64_t> integers(const Json& j) const;
+  std::vector<std::string> strings(const Json& j) const;
   // The one member of a tagged union that is set: {"as_int": 3}.
   std::pair<const std::string&, const Json&> tagged(const Json& j) const;
 
@@ -40,6 +41,7 @@ class JsonDoc {
   std::string path_of(const Json& element) const;
 
  private:
+  const Json& expect(bool is, const Json& j, const char* what) const;
   std::string file_;
   Json root_;
 };

@@ -85,23 +85,297 @@ class Loader {
   }
 
  private:
-  void read_versions();
-  void read_ranges();
-  void read_state();
-  void read_calls(const Json& module);
-  void read_inputs(const Json& graph, const Json& signature);
-  void read_placeholder(const Json& input, const Json& of_input, size_t index, const Json& graph);
-  void read_attribute(const Json& input, const Json& of_input, const Json& graph);
-  void complete_state();
-  void check_constant_inputs();
-  void add_size_check();
-  void read_outputs(const Json& graph, const Json& signature);
-  void read_tags();
-  void read_pretrained();
+  void read_versions() {
+    const Json& version = doc_.at(doc_.root(), "schema_version");
+    program_.schema_major = doc_.integer(doc_.at(version, "major"));
+    program_.schema_minor = doc_.integer(doc_.at(version, "minor"));
+    if (program_.schema_major != kSchemaMajor) {
+      doc_.fail(version,
+                "schema version " + std::to_string(program_.schema_major) + "." +
+                    std::to_string(program_.schema_minor) + ", 8.x is the one known",
+                "export the model again with a torch release from 2.11 on");
+    }
+    if (const Json* torch = doc_.find(doc_.root(), "torch_version")) program_.torch_version = doc_.string(*torch);
+    if (const Json* opsets = doc_.find(doc_.root(), "opset_version")) {
+      for (auto it = doc_.object(*opsets).begin(); it != opsets->end(); ++it)
+        program_.opset_versions[it.key()] = doc_.integer(*it);
+    }
+  }
+
+  void read_ranges() {
+    if (const Json* ranges = doc_.find(doc_.root(), "range_constraints")) {
+      for (auto it = doc_.object(*ranges).begin(); it != ranges->end(); ++it) {
+        if (!SymExpr::parse(it.key())) doc_.fail(*it, "'" + it.key() + "' is no size expression");
+        SizeRange range;
+        if (const Json* min = doc_.find(*it, "min_val")) range.min = doc_.integer(*min);
+        if (const Json* max = doc_.find(*it, "max_val")) range.max = doc_.integer(*max);
+        program_.ranges.emplace(it.key(), range);
+      }
+    }
+    if (const Json* guards = doc_.find(doc_.root(), "guards_code")) program_.guards = doc_.strings(*guards);
+  }
+
+  void read_state() {
+    weights_ =
+        pt2::read_stored(zip_, "data/weights/" + name_ + "_weights_config.json", "data/weights/", options_.device);
+    constants_ = pt2::read_stored(zip_, "data/constants/" + name_ + "_constants_config.json", "data/constants/",
+                                  options_.device);
+  }
+
+  void read_calls(const Json& module) {
+    const Json& calls = doc_.array(doc_.at(module, "module_call_graph"));
+    bool root = false;
+    for (const Json& call : calls) {
+      const std::string& fqn = doc_.string(doc_.at(call, "fqn"));
+      const Json* signature = doc_.find(call, "signature");
+      if (!fqn.empty()) {
+        program_.submodules.push_back(fqn);
+        continue;
+      }
+      if (root || !signature) doc_.fail(call, "the program's own signature must be there once");
+      root = true;
+      for (auto [key, spec] : {std::pair{"in_spec", &in_spec_}, {"out_spec", &out_spec_}}) {
+        const Json& text = doc_.at(*signature, key);
+        try {
+          *spec = TreeSpec::from_json(doc_.string(text));
+        } catch (const Error& e) {
+          doc_.fail(text, e.message());
+        }
+      }
+      if (const Json* names = doc_.find(*signature, "forward_arg_names"))
+        program_.argument_names = doc_.strings(*names);
+    }
+    if (!root) doc_.fail(calls, "the program's own signature is missing");
+    if (const Json* fields = doc_.find(module, "treespec_namedtuple_fields")) {
+      for (auto it = doc_.object(*fields).begin(); it != fields->end(); ++it)
+        program_.namedtuple_fields[it.key()] = doc_.strings(doc_.at(*it, "field_names"));
+    }
+  }
+
+  c10::IValue constant(const Json& j) const {
+    const auto [tag, value] = doc_.tagged(j);
+    if (tag == "as_none") return {};
+    if (tag == "as_int") return doc_.integer(value);
+    if (tag == "as_float") return doc_.number(value);
+    if (tag == "as_bool") return doc_.boolean(value);
+    if (tag == "as_string") return doc_.string(value);
+    doc_.fail(j, "unknown kind of constant '" + tag + "'");
+  }
+
   void add_attribute(const Json& at, const std::string& value_name, const std::string& name, AttrKind kind,
-                     bool persistent, const Json& graph);
-  c10::IValue constant(const Json& j) const;
-  const Json& tensor_name(const Json& spec) const { return doc_.at(doc_.at(spec, "arg"), "name"); }
+                     bool persistent, const Json& graph) {
+    auto& first = kind == AttrKind::Constant || !persistent ? constants_.by_name : weights_.by_name;
+    auto& second = &first == &weights_.by_name ? constants_.by_name : weights_.by_name;
+    auto stored = first.find(name);
+    auto* table = &first;
+    if (stored == first.end()) {
+      stored = second.find(name);
+      table = &second;
+    }
+    if (stored == table->end()) doc_.fail(at, "no tensor '" + name + "' is stored in the file");
+    if (state_.contains(name)) doc_.fail(at, "'" + name + "' is given twice");
+    const at::Tensor& tensor = stored->second.tensor;
+    if (auto stated = nodes_.meta_of(graph, value_name);
+        stated && (stated->dtype != tensor.scalar_type() || stated->sizes != tensor.sizes().vec()))
+      doc_.fail(at, "the stored tensor '" + name + "' is of another dtype or shape than the graph says");
+    state_.add({name, kind, tensor, persistent});
+    TensorMeta meta = TensorMeta::of(tensor);
+    // Its values come from elsewhere (see ExportedProgram::pretrained), to where the graph runs.
+    if (tensor.is_meta() && zip_.find(pt2::kPretrained)) meta.device = at::kCPU;
+    Node* node = graph_.get_attr(name, std::move(meta));
+    nodes_.name_value(node->result(), value_name);
+    NodeReader::bind(doc_, at, scope_, value_name, node->result());
+    attributes_.emplace(name, node);
+  }
+
+  void read_inputs(const Json& graph, const Json& signature) {
+    const Json& inputs = doc_.array(doc_.at(graph, "inputs"));
+    const Json& specs = doc_.array(doc_.at(signature, "input_specs"));
+    if (inputs.size() != specs.size())
+      doc_.fail(specs, "the graph has " + std::to_string(inputs.size()) + " inputs, the signature " +
+                           std::to_string(specs.size()));
+    auto is_placeholder = [&](size_t i) {
+      const auto [kind, spec] = doc_.tagged(specs[i]);
+      return kind == "user_input" || kind == "constant_input";
+    };
+    // Placeholders come first in the IR; in the file weights do.
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (is_placeholder(i)) read_placeholder(inputs[i], specs[i], i, graph);
+    }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!is_placeholder(i)) read_attribute(inputs[i], specs[i], graph);
+    }
+    complete_state();
+    check_constant_inputs();
+  }
+
+  void read_placeholder(const Json& input, const Json& of_input, size_t index, const Json& graph) {
+    const auto [kind, spec] = doc_.tagged(of_input);
+    const auto [tag, value] = doc_.tagged(input);
+    std::string name;
+    Node* node = nullptr;
+    if (tag == "as_tensor") {
+      name = doc_.string(doc_.at(value, "name"));
+      auto meta = nodes_.meta_of(graph, name);
+      if (!meta) doc_.fail(input, "the type of '" + name + "' is missing");
+      node = graph_.placeholder(name, std::move(meta));
+    } else if (tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool") {
+      name = doc_.string(doc_.at(value, "as_name"));
+      node = graph_.placeholder(name, std::nullopt,
+                                tag == "as_sym_int"     ? ValueType::Int
+                                : tag == "as_sym_float" ? ValueType::Float
+                                                        : ValueType::Bool);
+    } else {
+      const Json* given = kind == "constant_input" ? doc_.find(spec, "name") : nullptr;
+      name = given ? doc_.string(*given) : "arg" + std::to_string(index);
+      const c10::IValue only = constant(input);
+      const ValueType type = only.isInt()      ? ValueType::Int
+                             : only.isDouble() ? ValueType::Float
+                             : only.isBool()   ? ValueType::Bool
+                                               : ValueType::Other;
+      node = graph_.placeholder(name, std::nullopt, type);
+      constant_inputs_.emplace(node->result()->name(), only);
+    }
+    nodes_.name_value(node->result(), name);
+    if (node->result()->type() != ValueType::Tensor && !constant_inputs_.count(node->result()->name()))
+      nodes_.note_expression(graph, node->result(), name);
+    NodeReader::bind(doc_, input, scope_, name, node->result());
+  }
+
+  void read_attribute(const Json& input, const Json& of_input, const Json& graph) {
+    const auto [kind, spec] = doc_.tagged(of_input);
+    if (kind == "custom_obj") doc_.fail(of_input, "custom objects cannot be held in a graph");
+    if (kind == "token") doc_.fail(of_input, "operators with effect tokens cannot be held in a graph");
+    const auto [tag, value] = doc_.tagged(input);
+    if (tag != "as_tensor") doc_.fail(input, "a tensor was expected");
+    const std::string& name = doc_.string(doc_.at(value, "name"));
+    const std::map<std::string, AttrKind> kinds = {
+        {"parameter", AttrKind::Parameter}, {"buffer", AttrKind::Buffer}, {"tensor_constant", AttrKind::Constant}};
+    const auto known = kinds.find(kind);
+    if (known == kinds.end()) doc_.fail(of_input, "unknown kind of input '" + kind + "'");
+    const bool persistent = known->second != AttrKind::Buffer || doc_.boolean(doc_.at(spec, "persistent"));
+    add_attribute(of_input, name, doc_.string(doc_.at(spec, (kind + "_name").c_str())), known->second, persistent,
+                  graph);
+  }
+
+  void complete_state() {
+    // Further names of tied weights: no inputs of the graph, but part of the state.
+    for (const auto& [name, stored] : weights_.by_name) {
+      if (!state_.contains(name))
+        state_.add({name, stored.is_parameter ? AttrKind::Parameter : AttrKind::Buffer, stored.tensor, true});
+    }
+    // Parameters and buffers as the file's state_dict mixes them, each kind in the graph's order: torch lists tied
+    // names side by side, wherever their modules stand.
+    std::map<AttrKind, std::vector<const Attr*>> of_kind;
+    for (const Attr& attr : state_) {
+      if (weights_.by_name.count(attr.name)) of_kind[attr.kind].push_back(&attr);
+    }
+    std::map<AttrKind, size_t> next;
+    State ordered;
+    for (const std::string& name : weights_.order) {
+      const AttrKind kind = state_.get(name).kind;
+      ordered.add(*of_kind[kind][next[kind]++]);
+    }
+    for (const Attr& attr : state_) {
+      if (!ordered.contains(attr.name)) ordered.add(attr);
+    }
+    state_ = std::move(ordered);
+  }
+
+  // Nodes that hold inputs against the only values they may have.
+  void check_constant_inputs() {
+    for (const auto& [name, only] : constant_inputs_) {
+      const char* op = only.isString() ? "plumb::check_input.str" : "plumb::check_input";
+      graph_.call(op, {graph_.find_value(name), only, Arg(name)});
+    }
+  }
+
+  // One node that holds the inputs' dynamic sizes against the program's symbols and ranges.
+  void add_size_check() {
+    Arg::List inputs;
+    std::string sizes;
+    std::set<std::string> symbols;
+    for (Node* node : graph_.placeholders()) {
+      const auto& meta = node->result()->meta();
+      if (!meta || meta->symbols.empty()) continue;
+      for (size_t dim = 0; dim < meta->symbols.size(); ++dim) {
+        if (meta->symbols[dim].empty()) continue;
+        sizes += "size " + std::to_string(inputs.size()) + " " + std::to_string(dim) + " " + node->result()->name() +
+                 " " + meta->symbols[dim] + "\n";
+        symbols.insert(meta->symbols[dim]);
+      }
+      inputs.emplace_back(node->result());
+    }
+    if (inputs.empty()) return;
+    std::string spec;
+    for (const auto& [name, range] : program_.ranges) {
+      if (!symbols.count(name) || SymExpr::parse(name)->kind() != SymExpr::Kind::Symbol) continue;
+      auto bound = [](const std::optional<int64_t>& b) { return b ? std::to_string(*b) : std::string("-"); };
+      spec += "symbol " + name + " " + bound(range.min) + " " + bound(range.max) + "\n";
+    }
+    graph_.call("plumb::check_sizes", {Arg(std::move(inputs)), Arg(spec + sizes)});
+  }
+
+  void read_outputs(const Json& graph, const Json& signature) {
+    const Json& outputs = doc_.array(doc_.at(graph, "outputs"));
+    const Json& specs = doc_.array(doc_.at(signature, "output_specs"));
+    if (outputs.size() != specs.size())
+      doc_.fail(specs, "the graph has " + std::to_string(outputs.size()) + " outputs, the signature " +
+                           std::to_string(specs.size()));
+    // Mutations first, as torch does: a value that is also returned is returned as the thing it was written to.
+    std::unordered_map<Value*, Value*> written;
+    std::vector<Arg> results;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const auto [kind, spec] = doc_.tagged(specs[i]);
+      Value* target = nullptr;
+      if (kind == "buffer_mutation" || kind == "parameter_mutation") {
+        const std::string& name =
+            doc_.string(doc_.at(spec, kind == "buffer_mutation" ? "buffer_name" : "parameter_name"));
+        auto it = attributes_.find(name);
+        if (it == attributes_.end()) doc_.fail(specs[i], "'" + name + "' is written to, but is no input of the graph");
+        target = it->second->result();
+      } else if (kind == "user_input_mutation") {
+        const std::string& name = doc_.string(doc_.at(spec, "user_input_name"));
+        auto it = scope_.find(name);
+        if (it == scope_.end() || !it->second.is_value() ||
+            it->second.value()->producer()->kind() != NodeKind::Placeholder)
+          doc_.fail(specs[i], "'" + name + "' is written to, but is no input of the graph");
+        target = it->second.value();
+      } else if (kind == "user_output" || kind == "loss_output") {
+        continue;
+      } else {
+        doc_.fail(specs[i], "outputs of kind '" + kind + "' cannot be held in a graph",
+                  "export the forward pass: gradients come from autograd");
+      }
+      const Arg value = nodes_.read_argument(outputs[i], scope_);
+      if (!value.is_value() || !value.value()->is_tensor()) doc_.fail(outputs[i], "a tensor was expected");
+      if (value.value() == target) continue;
+      Node* copy = graph_.call("aten::copy_", {target, value});
+      copy->result()->set_meta(target->meta());
+      written.emplace(value.value(), copy->result());
+    }
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const auto kind = doc_.tagged(specs[i]).first;
+      if (kind != "user_output" && kind != "loss_output") continue;
+      Arg value = nodes_.read_argument(outputs[i], scope_);
+      if (value.is_list()) doc_.fail(outputs[i], "an output is a tensor, a number, a string or None");
+      if (auto it = written.find(value.value()); value.is_value() && it != written.end()) value = Arg(it->second);
+      results.push_back(std::move(value));
+    }
+    graph_.output(std::move(results));
+  }
+
+  void read_tags() {
+    program_.unit_scaled_layers = zip_.find(pt2::kUnitScaledLayers) != nullptr;
+    const ZipEntry* entry = zip_.find(pt2::kTags);
+    if (!entry) return;
+    const JsonDoc tags(zip_.path() + "/" + pt2::kTags, zip_.read_text(*entry));
+    pt2::give_tags(tags, state_);
+  }
+
+  void read_pretrained() {
+    if (const ZipEntry* entry = zip_.find(pt2::kPretrained)) program_.pretrained = zip_.read_text(*entry);
+  }
 
   const ZipFile& zip_;
   const JsonDoc& doc_;
@@ -117,309 +391,6 @@ class Loader {
   std::map<std::string, c10::IValue> constant_inputs_;  // by placeholder: the only value it may have
   pt2::StoredTensors weights_, constants_;
 };
-
-void Loader::read_versions() {
-  const Json& version = doc_.at(doc_.root(), "schema_version");
-  program_.schema_major = doc_.integer(doc_.at(version, "major"));
-  program_.schema_minor = doc_.integer(doc_.at(version, "minor"));
-  if (program_.schema_major != kSchemaMajor) {
-    doc_.fail(version,
-              "schema version " + std::to_string(program_.schema_major) + "." + std::to_string(program_.schema_minor) +
-                  ", 8.x is the one known",
-              "export the model again with a torch release from 2.11 on");
-  }
-  if (const Json* torch = doc_.find(doc_.root(), "torch_version")) program_.torch_version = doc_.string(*torch);
-  if (const Json* opsets = doc_.find(doc_.root(), "opset_version")) {
-    for (auto it = doc_.object(*opsets).begin(); it != opsets->end(); ++it)
-      program_.opset_versions[it.key()] = doc_.integer(*it);
-  }
-}
-
-void Loader::read_ranges() {
-  if (const Json* ranges = doc_.find(doc_.root(), "range_constraints")) {
-    for (auto it = doc_.object(*ranges).begin(); it != ranges->end(); ++it) {
-      if (!SymExpr::parse(it.key())) doc_.fail(*it, "'" + it.key() + "' is no size expression");
-      SizeRange range;
-      if (const Json* min = doc_.find(*it, "min_val")) range.min = doc_.integer(*min);
-      if (const Json* max = doc_.find(*it, "max_val")) range.max = doc_.integer(*max);
-      program_.ranges.emplace(it.key(), range);
-    }
-  }
-  if (const Json* guards = doc_.find(doc_.root(), "guards_code")) {
-    for (const Json& guard : doc_.array(*guards)) program_.guards.push_back(doc_.string(guard));
-  }
-}
-
-void Loader::read_state() {
-  weights_ = pt2::read_stored(zip_, "data/weights/" + name_ + "_weights_config.json", "data/weights/", options_.device);
-  constants_ =
-      pt2::read_stored(zip_, "data/constants/" + name_ + "_constants_config.json", "data/constants/", options_.device);
-}
-
-void Loader::read_calls(const Json& module) {
-  const Json& calls = doc_.array(doc_.at(module, "module_call_graph"));
-  bool root = false;
-  for (const Json& call : calls) {
-    const std::string& fqn = doc_.string(doc_.at(call, "fqn"));
-    const Json* signature = doc_.find(call, "signature");
-    if (!fqn.empty()) {
-      program_.submodules.push_back(fqn);
-      continue;
-    }
-    if (root || !signature) doc_.fail(call, "the program's own signature must be there once");
-    root = true;
-    for (auto [key, spec] : {std::pair{"in_spec", &in_spec_}, {"out_spec", &out_spec_}}) {
-      const Json& text = doc_.at(*signature, key);
-      try {
-        *spec = TreeSpec::from_json(doc_.string(text));
-      } catch (const Error& e) {
-        doc_.fail(text, e.message());
-      }
-    }
-    if (const Json* names = doc_.find(*signature, "forward_arg_names")) {
-      for (const Json& name : doc_.array(*names)) program_.argument_names.push_back(doc_.string(name));
-    }
-  }
-  if (!root) doc_.fail(calls, "the program's own signature is missing");
-  if (const Json* fields = doc_.find(module, "treespec_namedtuple_fields")) {
-    for (auto it = doc_.object(*fields).begin(); it != fields->end(); ++it) {
-      for (const Json& name : doc_.array(doc_.at(*it, "field_names")))
-        program_.namedtuple_fields[it.key()].push_back(doc_.string(name));
-    }
-  }
-}
-
-c10::IValue Loader::constant(const Json& j) const {
-  const auto [tag, value] = doc_.tagged(j);
-  if (tag == "as_none") return {};
-  if (tag == "as_int") return doc_.integer(value);
-  if (tag == "as_float") return doc_.number(value);
-  if (tag == "as_bool") return doc_.boolean(value);
-  if (tag == "as_string") return doc_.string(value);
-  doc_.fail(j, "unknown kind of constant '" + tag + "'");
-}
-
-void Loader::add_attribute(const Json& at, const std::string& value_name, const std::string& name, AttrKind kind,
-                           bool persistent, const Json& graph) {
-  auto& first = kind == AttrKind::Constant || !persistent ? constants_.by_name : weights_.by_name;
-  auto& second = &first == &weights_.by_name ? constants_.by_name : weights_.by_name;
-  auto stored = first.find(name);
-  auto* table = &first;
-  if (stored == first.end()) {
-    stored = second.find(name);
-    table = &second;
-  }
-  if (stored == table->end()) doc_.fail(at, "no tensor '" + name + "' is stored in the file");
-  if (state_.contains(name)) doc_.fail(at, "'" + name + "' is given twice");
-  const at::Tensor& tensor = stored->second.tensor;
-  if (auto stated = nodes_.meta_of(graph, value_name);
-      stated && (stated->dtype != tensor.scalar_type() || stated->sizes != tensor.sizes().vec()))
-    doc_.fail(at, "the stored tensor '" + name + "' is of another dtype or shape than the graph says");
-  state_.add({name, kind, tensor, persistent});
-  TensorMeta meta = TensorMeta::of(tensor);
-  // Its values come from elsewhere (see ExportedProgram::pretrained), to where the graph runs.
-  if (tensor.is_meta() && zip_.find(pt2::kPretrained)) meta.device = at::kCPU;
-  Node* node = graph_.get_attr(name, std::move(meta));
-  nodes_.name_value(node->result(), value_name);
-  NodeReader::bind(doc_, at, scope_, value_name, node->result());
-  attributes_.emplace(name, node);
-}
-
-void Loader::read_inputs(const Json& graph, const Json& signature) {
-  const Json& inputs = doc_.array(doc_.at(graph, "inputs"));
-  const Json& specs = doc_.array(doc_.at(signature, "input_specs"));
-  if (inputs.size() != specs.size())
-    doc_.fail(specs, "the graph has " + std::to_string(inputs.size()) + " inputs, the signature " +
-                         std::to_string(specs.size()));
-  auto is_placeholder = [&](size_t i) {
-    const auto [kind, spec] = doc_.tagged(specs[i]);
-    return kind == "user_input" || kind == "constant_input";
-  };
-  // Placeholders come first in the IR; in the file weights do.
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (is_placeholder(i)) read_placeholder(inputs[i], specs[i], i, graph);
-  }
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!is_placeholder(i)) read_attribute(inputs[i], specs[i], graph);
-  }
-  complete_state();
-  check_constant_inputs();
-}
-
-void Loader::read_placeholder(const Json& input, const Json& of_input, size_t index, const Json& graph) {
-  const auto [kind, spec] = doc_.tagged(of_input);
-  const auto [tag, value] = doc_.tagged(input);
-  std::string name;
-  Node* node = nullptr;
-  if (tag == "as_tensor") {
-    name = doc_.string(doc_.at(value, "name"));
-    auto meta = nodes_.meta_of(graph, name);
-    if (!meta) doc_.fail(input, "the type of '" + name + "' is missing");
-    node = graph_.placeholder(name, std::move(meta));
-  } else if (tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool") {
-    name = doc_.string(doc_.at(value, "as_name"));
-    node = graph_.placeholder(name, std::nullopt,
-                              tag == "as_sym_int"     ? ValueType::Int
-                              : tag == "as_sym_float" ? ValueType::Float
-                                                      : ValueType::Bool);
-  } else {
-    const Json* given = kind == "constant_input" ? doc_.find(spec, "name") : nullptr;
-    name = given ? doc_.string(*given) : "arg" + std::to_string(index);
-    const c10::IValue only = constant(input);
-    const ValueType type = only.isInt()      ? ValueType::Int
-                           : only.isDouble() ? ValueType::Float
-                           : only.isBool()   ? ValueType::Bool
-                                             : ValueType::Other;
-    node = graph_.placeholder(name, std::nullopt, type);
-    constant_inputs_.emplace(node->result()->name(), only);
-  }
-  nodes_.name_value(node->result(), name);
-  if (node->result()->type() != ValueType::Tensor && !constant_inputs_.count(node->result()->name()))
-    nodes_.note_expression(graph, node->result(), name);
-  NodeReader::bind(doc_, input, scope_, name, node->result());
-}
-
-void Loader::read_attribute(const Json& input, const Json& of_input, const Json& graph) {
-  const auto [kind, spec] = doc_.tagged(of_input);
-  if (kind == "custom_obj") doc_.fail(of_input, "custom objects cannot be held in a graph");
-  if (kind == "token") doc_.fail(of_input, "operators with effect tokens cannot be held in a graph");
-  const auto [tag, value] = doc_.tagged(input);
-  if (tag != "as_tensor") doc_.fail(input, "a tensor was expected");
-  const std::string& name = doc_.string(doc_.at(value, "name"));
-  if (kind == "parameter") {
-    add_attribute(of_input, name, doc_.string(doc_.at(spec, "parameter_name")), AttrKind::Parameter, true, graph);
-  } else if (kind == "buffer") {
-    add_attribute(of_input, name, doc_.string(doc_.at(spec, "buffer_name")), AttrKind::Buffer,
-                  doc_.boolean(doc_.at(spec, "persistent")), graph);
-  } else if (kind == "tensor_constant") {
-    add_attribute(of_input, name, doc_.string(doc_.at(spec, "tensor_constant_name")), AttrKind::Constant, true, graph);
-  } else {
-    doc_.fail(of_input, "unknown kind of input '" + kind + "'");
-  }
-}
-
-void Loader::complete_state() {
-  // Further names of tied weights: no inputs of the graph, but part of the state.
-  for (const auto& [name, stored] : weights_.by_name) {
-    if (!state_.contains(name))
-      state_.add({name, stored.is_parameter ? AttrKind::Parameter : AttrKind::Buffer, stored.tensor, true});
-  }
-  // Parameters and buffers as the file's state_dict mixes them, each kind in the graph's order: torch lists tied names
-  // side by side, wherever their modules stand.
-  std::map<AttrKind, std::vector<const Attr*>> of_kind;
-  for (const Attr& attr : state_) {
-    if (weights_.by_name.count(attr.name)) of_kind[attr.kind].push_back(&attr);
-  }
-  std::map<AttrKind, size_t> next;
-  State ordered;
-  for (const std::string& name : weights_.order) {
-    const AttrKind kind = state_.get(name).kind;
-    ordered.add(*of_kind[kind][next[kind]++]);
-  }
-  for (const Attr& attr : state_) {
-    if (!ordered.contains(attr.name)) ordered.add(attr);
-  }
-  state_ = std::move(ordered);
-}
-
-// Nodes that hold inputs against the only values they may have.
-void Loader::check_constant_inputs() {
-  for (const auto& [name, only] : constant_inputs_) {
-    Value* value = graph_.find_value(name);
-    if (only.isString()) {
-      graph_.call("plumb::check_input.str", {value, only, Arg(name)});
-    } else {
-      graph_.call("plumb::check_input", {value, only, Arg(name)});
-    }
-  }
-}
-
-// One node that holds the inputs' dynamic sizes against the program's symbols and ranges.
-void Loader::add_size_check() {
-  Arg::List inputs;
-  std::string sizes;
-  std::set<std::string> symbols;
-  for (Node* node : graph_.placeholders()) {
-    const auto& meta = node->result()->meta();
-    if (!meta || meta->symbols.empty()) continue;
-    for (size_t dim = 0; dim < meta->symbols.size(); ++dim) {
-      if (meta->symbols[dim].empty()) continue;
-      sizes += "size " + std::to_string(inputs.size()) + " " + std::to_string(dim) + " " + node->result()->name() +
-               " " + meta->symbols[dim] + "\n";
-      symbols.insert(meta->symbols[dim]);
-    }
-    inputs.emplace_back(node->result());
-  }
-  if (inputs.empty()) return;
-  std::string spec;
-  for (const auto& [name, range] : program_.ranges) {
-    if (!symbols.count(name) || SymExpr::parse(name)->kind() != SymExpr::Kind::Symbol) continue;
-    auto bound = [](const std::optional<int64_t>& b) { return b ? std::to_string(*b) : std::string("-"); };
-    spec += "symbol " + name + " " + bound(range.min) + " " + bound(range.max) + "\n";
-  }
-  graph_.call("plumb::check_sizes", {Arg(std::move(inputs)), Arg(spec + sizes)});
-}
-
-void Loader::read_outputs(const Json& graph, const Json& signature) {
-  const Json& outputs = doc_.array(doc_.at(graph, "outputs"));
-  const Json& specs = doc_.array(doc_.at(signature, "output_specs"));
-  if (outputs.size() != specs.size())
-    doc_.fail(specs, "the graph has " + std::to_string(outputs.size()) + " outputs, the signature " +
-                         std::to_string(specs.size()));
-  // Mutations first, as torch does: a value that is also returned is returned as the thing it was written to.
-  std::unordered_map<Value*, Value*> written;
-  std::vector<Arg> results;
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    const auto [kind, spec] = doc_.tagged(specs[i]);
-    Value* target = nullptr;
-    if (kind == "buffer_mutation" || kind == "parameter_mutation") {
-      const std::string& name =
-          doc_.string(doc_.at(spec, kind == "buffer_mutation" ? "buffer_name" : "parameter_name"));
-      auto it = attributes_.find(name);
-      if (it == attributes_.end()) doc_.fail(specs[i], "'" + name + "' is written to, but is no input of the graph");
-      target = it->second->result();
-    } else if (kind == "user_input_mutation") {
-      const std::string& name = doc_.string(doc_.at(spec, "user_input_name"));
-      auto it = scope_.find(name);
-      if (it == scope_.end() || !it->second.is_value() ||
-          it->second.value()->producer()->kind() != NodeKind::Placeholder)
-        doc_.fail(specs[i], "'" + name + "' is written to, but is no input of the graph");
-      target = it->second.value();
-    } else if (kind == "user_output" || kind == "loss_output") {
-      continue;
-    } else {
-      doc_.fail(specs[i], "outputs of kind '" + kind + "' cannot be held in a graph",
-                "export the forward pass: gradients come from autograd");
-    }
-    const Arg value = nodes_.read_argument(outputs[i], scope_);
-    if (!value.is_value() || !value.value()->is_tensor()) doc_.fail(outputs[i], "a tensor was expected");
-    if (value.value() == target) continue;
-    Node* copy = graph_.call("aten::copy_", {target, value});
-    copy->result()->set_meta(target->meta());
-    written.emplace(value.value(), copy->result());
-  }
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    const auto kind = doc_.tagged(specs[i]).first;
-    if (kind != "user_output" && kind != "loss_output") continue;
-    Arg value = nodes_.read_argument(outputs[i], scope_);
-    if (value.is_list()) doc_.fail(outputs[i], "an output is a tensor, a number, a string or None");
-    if (auto it = written.find(value.value()); value.is_value() && it != written.end()) value = Arg(it->second);
-    results.push_back(std::move(value));
-  }
-  graph_.output(std::move(results));
-}
-
-void Loader::read_tags() {
-  program_.unit_scaled_layers = zip_.find(pt2::kUnitScaledLayers) != nullptr;
-  const ZipEntry* entry = zip_.find(pt2::kTags);
-  if (!entry) return;
-  const JsonDoc tags(zip_.path() + "/" + pt2::kTags, zip_.read_text(*entry));
-  pt2::give_tags(tags, state_);
-}
-
-void Loader::read_pretrained() {
-  if (const ZipEntry* entry = zip_.find(pt2::kPretrained)) program_.pretrained = zip_.read_text(*entry);
-}
 
 }  // namespace
 

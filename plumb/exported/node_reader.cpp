@@ -2,7 +2,10 @@
 
 #include <ATen/core/jit_type.h>
 
+#include <set>
+
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/sym_ops.h"
 #include "plumb/graph/operator_facts.h"
@@ -73,15 +76,14 @@ void NodeReader::check_operators(const Json& graph) const {
     }
   }
   if (unknown.empty()) return;
-  std::string list, spaces;
-  std::string last_space;
+  std::vector<std::string> names;
+  std::set<std::string> of;
   for (const auto& [name, count] : unknown) {
-    list += (list.empty() ? "" : ", ") + name + (count > 1 ? " (" + std::to_string(count) + " nodes)" : "");
-    const std::string space = name.substr(0, name.find("::"));
-    if (space != last_space) spaces += (spaces.empty() ? "" : ", ") + space;
-    last_space = space;
+    names.push_back(name + (count > 1 ? " (" + std::to_string(count) + " nodes)" : ""));
+    of.insert(name.substr(0, name.find("::")));
   }
-  doc_.fail(*first, "the program uses operators that nobody has registered: " + list,
+  const std::string spaces = join(of);
+  doc_.fail(*first, "the program uses operators that nobody has registered: " + join(names),
             spaces == "aten" ? "read it with the torch release that wrote it"
                              : "first load the library that registers the operators of " + spaces +
                                    " (in C++ link or dlopen it, in Python import its package)");

@@ -124,21 +124,14 @@ class Machine {
     return std::bit_cast<double>(v);
   }
 
-  Object* add(Object object) {
+  Object& push(Object object) {
     if (objects_.size() >= kMaxObjects) fail("more than " + std::to_string(kMaxObjects) + " objects");
     objects_.push_back(std::move(object));
-    return &objects_.back();
+    stack_.push_back(&objects_.back());
+    return objects_.back();
   }
-  void push(c10::IValue value) {
-    Object object;
-    object.value = std::move(value);
-    stack_.push_back(add(std::move(object)));
-  }
-  void make(Object::Kind kind) {
-    Object object;
-    object.kind = kind;
-    stack_.push_back(add(std::move(object)));
-  }
+  void push(c10::IValue value) { push(Object{.value = std::move(value)}); }
+  Object& make(Object::Kind kind) { return push(Object{.kind = kind}); }
   Object* top() {
     if (stack_.empty()) fail("the pickle's stack is empty");
     return stack_.back();
@@ -162,10 +155,7 @@ class Machine {
     stack_.pop_back();
     return items;
   }
-  void collect(std::vector<Object*> items) {
-    make(Object::Tuple);
-    top()->items = std::move(items);
-  }
+  void collect(std::vector<Object*> items) { make(Object::Tuple).items = std::move(items); }
   void extend(Object::Kind kind, std::vector<Object*> items) {
     Object* to = top();
     if (to->kind != kind || (kind == Object::Dict && items.size() % 2))
@@ -188,8 +178,7 @@ class Machine {
     std::string name(line());
     name += " ";
     name += line();
-    make(Object::Global);
-    top()->text = std::move(name);
+    make(Object::Global).text = std::move(name);
   }
 
   const std::string& text(const Object& o) const {
@@ -222,9 +211,7 @@ class Machine {
       bytes = at::empty({static_cast<int64_t>(record.size)}, at::kByte);
       zip_.read_into(record, bytes.data_ptr());
     }
-    make(Object::Storage);
-    top()->bytes = bytes;
-    top()->dtype = *known;
+    push(Object{.kind = Object::Storage, .bytes = bytes, .dtype = *known});
   }
 
   void reduce() {
@@ -242,14 +229,7 @@ class Machine {
       tensor(*items[0], items, *dtype);
     } else if (name == "torch._utils _rebuild_parameter" && items.size() >= 2 && items[0]->kind == Object::Plain &&
                items[0]->value.isTensor()) {
-      const Object& grad = *items[1];
-      at::Tensor parameter = items[0]->value.toTensor();
-      if (grad.kind == Object::Plain && grad.value.isBool() && grad.value.toBool()) {
-        if (!parameter.is_floating_point() && !parameter.is_complex())
-          fail("an integer tensor cannot require gradients");
-        parameter.set_requires_grad(true);
-      }
-      push(parameter);
+      push(with_gradients(items[0]->value.toTensor(), *items[1]));
     } else if (name == "collections OrderedDict") {
       make(Object::Dict);
     } else if (name.starts_with("torch.jit._pickle ") && !items.empty()) {
@@ -269,12 +249,15 @@ class Machine {
     if (!sound || !pt2::lies_inside(sizes, strides, offset, static_cast<int64_t>(at::elementSize(dtype)),
                                     storage.bytes.storage().nbytes()))
       fail("a tensor reaches outside of its storage");
-    at::Tensor result = pt2::view_of_bytes(storage.bytes, dtype, offset, sizes, strides);
-    if (items.size() > 4 && items[4]->kind == Object::Plain && items[4]->value.isBool() && items[4]->value.toBool()) {
-      if (!result.is_floating_point() && !result.is_complex()) fail("an integer tensor cannot require gradients");
-      result.set_requires_grad(true);
-    }
-    push(result);
+    const at::Tensor result = pt2::view_of_bytes(storage.bytes, dtype, offset, sizes, strides);
+    push(items.size() > 4 ? with_gradients(result, *items[4]) : result);
+  }
+
+  // The tensor, which requires gradients if the flag is true.
+  at::Tensor with_gradients(at::Tensor tensor, const Object& flag) const {
+    if (flag.kind != Object::Plain || !flag.value.isBool() || !flag.value.toBool()) return tensor;
+    if (!tensor.is_floating_point() && !tensor.is_complex()) fail("an integer tensor cannot require gradients");
+    return tensor.set_requires_grad(true);
   }
 
   // State of an OrderedDict (its attributes) is of no interest; of anything else it is refused.

@@ -70,20 +70,19 @@ TensorMeta read_type(const JsonDoc& doc, const Json& j, Spelling* spelling) {
   const Json& strides = doc.array(doc.at(j, "strides"));
   if (sizes.size() > 64) doc.fail(sizes, "a tensor of " + std::to_string(sizes.size()) + " dimensions");
   if (strides.size() != sizes.size() && !strides.empty()) doc.fail(strides, "as many strides as sizes are needed");
+  auto read = [&](const Json& j, const char* what, std::string& symbol) {
+    const int64_t number = read_size(doc, j, spelling ? &symbol : nullptr, spelling);
+    if (number < 0) doc.fail(j, std::string("a negative ") + what);
+    return number;
+  };
   bool dynamic = false;
   for (const Json& size : sizes) {
-    std::string symbol;
-    meta.sizes.push_back(read_size(doc, size, spelling ? &symbol : nullptr, spelling));
-    if (meta.sizes.back() < 0) doc.fail(size, "a negative size");
-    dynamic = dynamic || !symbol.empty();
-    meta.symbols.push_back(std::move(symbol));
+    meta.sizes.push_back(read(size, "size", meta.symbols.emplace_back()));
+    dynamic = dynamic || !meta.symbols.back().empty();
   }
   if (!dynamic) meta.symbols.clear();
-  for (const Json& stride : strides) {
-    std::string symbol;
-    meta.strides.push_back(read_size(doc, stride, spelling ? &symbol : nullptr, spelling));
-    if (meta.strides.back() < 0) doc.fail(stride, "a negative stride");
-  }
+  std::string unused;
+  for (const Json& stride : strides) meta.strides.push_back(read(stride, "stride", unused));
   return meta;
 }
 

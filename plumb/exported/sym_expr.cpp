@@ -1,5 +1,6 @@
 #include "plumb/exported/sym_expr.h"
 
+#include <algorithm>
 #include <cctype>
 #include <charconv>
 
@@ -39,8 +40,18 @@ class Parser {
     return true;
   }
 
+  // The characters from here on that are such.
+  template <class Is>
+  std::string_view take(const Is& is) {
+    const size_t start = at_;
+    while (at_ < text_.size() && is(text_[at_])) ++at_;
+    return text_.substr(start, at_ - start);
+  }
+  static bool is_digit(char c) { return std::isdigit(static_cast<unsigned char>(c)); }
+  static bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
+
   Result sum(int depth) {
-    if (depth > kMaxDepth) return std::nullopt;
+    if (depth > kMaxExpressionDepth) return std::nullopt;
     Result first = product(depth + 1);
     if (!first) return std::nullopt;
     Chain terms("Add", std::move(*first));
@@ -106,17 +117,16 @@ class Parser {
     }
     const char c = text_[at_];
     const bool minus = c == '-';
-    if (minus && (at_ + 1 >= text_.size() || !std::isdigit(static_cast<unsigned char>(text_[at_ + 1])))) {
+    if (minus && (at_ + 1 >= text_.size() || !is_digit(text_[at_ + 1]))) {
       ++at_;
       Result inner = depth < kMaxExpressionDepth ? atom(depth + 1) : std::nullopt;
       if (!inner) return std::nullopt;
       return SymExpr::call("Mul", {SymExpr::integer(-1), *inner});
     }
-    if (minus || std::isdigit(static_cast<unsigned char>(c))) return literal();
-    if (!std::isalpha(static_cast<unsigned char>(c)) && c != '_') return std::nullopt;
+    if (minus || is_digit(c)) return literal();
+    if (!is_word(c)) return std::nullopt;
     const size_t start = at_;
-    while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_')) ++at_;
-    std::string name(text_.substr(start, at_ - start));
+    std::string name(take(is_word));
     if (!eat("(")) return SymExpr::symbol(std::move(name));
     if (name == "Symbol") return symbol(start);
     if (name == "Float") return number();
@@ -136,9 +146,7 @@ class Parser {
   Result literal() {
     const size_t start = at_;
     if (text_[at_] == '-') ++at_;
-    const size_t digits = at_;
-    while (at_ < text_.size() && std::isdigit(static_cast<unsigned char>(text_[at_]))) ++at_;
-    if (at_ == digits) return std::nullopt;
+    if (take(is_digit).empty()) return std::nullopt;
     if (at_ < text_.size() && text_[at_] == '.') {
       ++at_;
       while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) ||
@@ -154,24 +162,17 @@ class Parser {
 
   std::optional<std::string> quoted() {
     if (!eat("'")) return std::nullopt;
-    const size_t start = at_;
-    while (at_ < text_.size() && text_[at_] != '\'') ++at_;
-    if (at_ >= text_.size()) return std::nullopt;
-    return std::string(text_.substr(start, at_++ - start));
+    std::string inside(take([](char c) { return c != '\''; }));
+    return eat("'") ? std::optional(std::move(inside)) : std::nullopt;
   }
 
   // The rest of Symbol('name', positive=True, ...): assumptions are kept in the spelling only.
   Result symbol(size_t start) {
     auto name = quoted();
-    if (!name || name->empty() || std::isdigit(static_cast<unsigned char>(name->front()))) return std::nullopt;
-    for (char c : *name) {
-      if (!std::isalnum(static_cast<unsigned char>(c)) && c != '_') return std::nullopt;
-    }
+    if (!name || name->empty() || is_digit(name->front()) || !std::ranges::all_of(*name, is_word)) return std::nullopt;
     while (eat(",")) {
       skip();
-      while (at_ < text_.size() &&
-             (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '=' || text_[at_] == '_'))
-        ++at_;
+      take([](char c) { return is_word(c) || c == '='; });
     }
     if (!eat(")")) return std::nullopt;
     if (spelling_) spelling_->emplace(*name, std::string(text_.substr(start, at_ - start)));
@@ -184,7 +185,7 @@ class Parser {
     for (char c : *digits) {
       if (!std::isalnum(static_cast<unsigned char>(c)) && c != '.' && c != '-' && c != '+') return std::nullopt;
     }
-    while (at_ < text_.size() && text_[at_] != ')') ++at_;
+    take([](char c) { return c != ')'; });
     if (!eat(")")) return std::nullopt;
     return SymExpr::number(std::move(*digits));
   }
@@ -284,8 +285,8 @@ std::optional<int64_t> SymExpr::evaluate(const std::map<std::string, int64_t>& s
   Fold fold = nullptr;
   if (text_ == "Add") fold = sym_math::add;
   if (text_ == "Mul") fold = sym_math::mul;
-  if (text_ == "Max") fold = [](int64_t a, int64_t b) -> std::optional<int64_t> { return a > b ? a : b; };
-  if (text_ == "Min") fold = [](int64_t a, int64_t b) -> std::optional<int64_t> { return a < b ? a : b; };
+  if (text_ == "Max") fold = sym_math::max;
+  if (text_ == "Min") fold = sym_math::min;
   if (v.size() == 2) {
     if (text_ == "FloorDiv" || text_ == "CleanDiv") fold = sym_math::floordiv;
     if (text_ == "Mod" || text_ == "PythonMod") fold = sym_math::mod;

@@ -19,6 +19,8 @@ inline std::optional<int64_t> mul(int64_t a, int64_t b) {
   int64_t r;
   return __builtin_mul_overflow(a, b, &r) ? std::nullopt : std::optional(r);
 }
+inline std::optional<int64_t> max(int64_t a, int64_t b) { return a > b ? a : b; }
+inline std::optional<int64_t> min(int64_t a, int64_t b) { return a < b ? a : b; }
 // Rounds down, and the remainder has the divisor's sign.
 inline std::optional<int64_t> floordiv(int64_t a, int64_t b) {
   if (b == 0 || (b == -1 && a == std::numeric_limits<int64_t>::min())) return std::nullopt;

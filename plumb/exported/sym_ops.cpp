@@ -4,9 +4,10 @@
 #include <c10/core/Scalar.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <map>
+#include <compare>
 #include <sstream>
 
 #include "plumb/core/error.h"
@@ -18,45 +19,14 @@ namespace {
 
 using c10::Scalar;
 
-struct Name {
-  const char* python;
-  const char* op;  // without "plumb::" and overload
+// Python's functions, by what their names begin with; "plumb::sym_" takes its place in the operator's name.
+struct Functions {
+  std::string_view prefix, names;  // names: apart by spaces, one before the first and behind the last
 };
-// The first row of an operator is the spelling it is written back with.
-constexpr Name kNames[] = {
-    {"_operator.add", "sym_add"},
-    {"_operator.sub", "sym_sub"},
-    {"_operator.mul", "sym_mul"},
-    {"_operator.floordiv", "sym_floordiv"},
-    {"_operator.truediv", "sym_truediv"},
-    {"_operator.mod", "sym_mod"},
-    {"_operator.pow", "sym_pow"},
-    {"_operator.neg", "sym_neg"},
-    {"_operator.pos", "sym_pos"},
-    {"_operator.abs", "sym_abs"},
-    {"_operator.eq", "sym_eq"},
-    {"_operator.ne", "sym_ne"},
-    {"_operator.lt", "sym_lt"},
-    {"_operator.le", "sym_le"},
-    {"_operator.gt", "sym_gt"},
-    {"_operator.ge", "sym_ge"},
-    {"_operator.and_", "sym_and"},
-    {"_operator.or_", "sym_or"},
-    {"_operator.lshift", "sym_lshift"},
-    {"_operator.rshift", "sym_rshift"},
-    {"_operator.not_", "sym_not"},
-    {"torch.sym_not", "sym_not"},
-    {"torch.sym_int", "sym_int"},
-    {"torch.sym_float", "sym_float"},
-    {"torch.sym_max", "sym_max"},
-    {"torch.sym_min", "sym_min"},
-    {"torch.sym_ite", "sym_ite"},
-    {"torch.sym_sqrt", "sym_sqrt"},
-    {"torch._sym_sqrt", "sym_sqrt"},
-    {"torch.sym_sum", "sym_sum"},
-    {"math.trunc", "sym_trunc"},
-    {"math.floor", "sym_floor"},
-    {"math.ceil", "sym_ceil"},
+constexpr Functions kFunctions[] = {
+    {"_operator.", " add sub mul floordiv truediv mod pow neg pos abs eq ne lt le gt ge and_ or_ lshift rshift "},
+    {"torch.sym_", " not int float max min ite sqrt sum "},
+    {"math.", " trunc floor ceil "},
 };
 
 [[noreturn]] void undefined(const char* op) {
@@ -65,7 +35,7 @@ constexpr Name kNames[] = {
 
 bool whole(const Scalar& a) { return a.isIntegral(/*includeBool=*/true); }
 
-template <std::optional<int64_t> (*F)(int64_t, int64_t)>
+template <auto F>
 int64_t ints(const Scalar& a, const Scalar& b) {
   if (!whole(a) || !whole(b)) undefined("an integer operator on a float");
   auto r = F(a.toLong(), b.toLong());
@@ -80,12 +50,8 @@ std::optional<int64_t> rshift(int64_t a, int64_t b) {
   if (b < 0) return std::nullopt;
   return a >> std::min<int64_t>(b, 63);
 }
-std::optional<int64_t> bit_and(int64_t a, int64_t b) { return a & b; }
-std::optional<int64_t> bit_or(int64_t a, int64_t b) { return a | b; }
-std::optional<int64_t> larger(int64_t a, int64_t b) { return a > b ? a : b; }
-std::optional<int64_t> smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-template <double (*F)(double, double)>
+template <auto F>
 double floats(const Scalar& a, const Scalar& b) {
   return F(a.toDouble(), b.toDouble());
 }
@@ -102,17 +68,14 @@ double py_truediv(double a, double b) {
   if (b == 0) undefined("division by zero");
   return a / b;
 }
-double py_pow(double a, double b) { return std::pow(a, b); }
-double py_add(double a, double b) { return a + b; }
-double py_sub(double a, double b) { return a - b; }
-double py_mul(double a, double b) { return a * b; }
-double py_max(double a, double b) { return b > a ? b : a; }
-double py_min(double a, double b) { return b < a ? b : a; }
 
-int compare(const Scalar& a, const Scalar& b) {  // 2: unordered
-  if (whole(a) && whole(b)) return a.toLong() < b.toLong() ? -1 : a.toLong() > b.toLong();
-  const double x = a.toDouble(), y = b.toDouble();
-  return x < y ? -1 : x > y ? 1 : x == y ? 0 : 2;
+std::partial_ordering order(const Scalar& a, const Scalar& b) {
+  if (whole(a) && whole(b)) return a.toLong() <=> b.toLong();
+  return a.toDouble() <=> b.toDouble();
+}
+template <bool (*Holds)(std::partial_ordering)>
+bool compared(const Scalar& a, const Scalar& b) {
+  return Holds(order(a, b));
 }
 
 int64_t rounded(double v) {
@@ -144,7 +107,7 @@ std::string show(const std::optional<Scalar>& v) {
 }
 void check_number(const std::optional<Scalar>& value, const std::optional<Scalar>& expected, std::string_view name) {
   bool same = value.has_value() == expected.has_value();
-  if (same && value) same = value->isBoolean() == expected->isBoolean() && compare(*value, *expected) == 0;
+  if (same && value) same = value->isBoolean() == expected->isBoolean() && std::is_eq(order(*value, *expected));
   if (!same) wrong_input(name, show(expected), show(value));
 }
 void check_text(std::string_view value, std::string_view expected, std::string_view name) {
@@ -154,36 +117,23 @@ void check_text(std::string_view value, std::string_view expected, std::string_v
 // The sizes of inputs against the program's symbols. `spec`: lines "symbol NAME MIN MAX" ("-" for no bound) and
 // "size INDEX DIM NAME-OF-INPUT EXPRESSION".
 void check_sizes(at::TensorList inputs, std::string_view spec) {
-  struct Range {
-    std::optional<int64_t> min, max;
-  };
   struct Size {
     int64_t have;
     std::string what, expr;
   };
-  std::map<std::string, Range> ranges;
+  const std::map<std::string, SizeRange> ranges = ranges_in(spec);
   std::vector<Size> sizes;
   std::istringstream lines{std::string(spec)};
   for (std::string line; std::getline(lines, line);) {
     std::istringstream words(line);
-    std::string kind, name, a, b;
-    words >> kind;
-    if (kind == "symbol") {
-      words >> name >> a >> b;
-      auto bound = [](const std::string& s) {
-        int64_t v = 0;
-        auto [end, error] = std::from_chars(s.data(), s.data() + s.size(), v);
-        return error == std::errc() && end == s.data() + s.size() ? std::optional(v) : std::nullopt;
-      };
-      ranges[name] = {bound(a), bound(b)};
-    } else if (kind == "size") {
-      size_t index = 0;
-      int64_t dim = 0;
-      words >> index >> dim >> name;
-      std::getline(words >> std::ws, a);
-      if (index >= inputs.size() || dim < 0 || dim >= inputs[index].dim()) continue;
-      sizes.push_back({inputs[index].size(dim), "dimension " + std::to_string(dim) + " of input '" + name + "'", a});
-    }
+    std::string kind, name, expr;
+    size_t index = 0;
+    int64_t dim = 0;
+    if (!(words >> kind) || kind != "size") continue;
+    words >> index >> dim >> name;
+    std::getline(words >> std::ws, expr);
+    if (index >= inputs.size() || dim < 0 || dim >= inputs[index].dim()) continue;
+    sizes.push_back({inputs[index].size(dim), "dimension " + std::to_string(dim) + " of input '" + name + "'", expr});
   }
   std::map<std::string, int64_t> values;
   auto mismatch = [](const Size& s, const std::string& should) {
@@ -200,7 +150,8 @@ void check_sizes(at::TensorList inputs, std::string_view spec) {
     }
     auto [known, fresh] = values.emplace(e->text(), s.have);
     if (known->second != s.have) mismatch(s, s.expr + " = " + std::to_string(known->second));
-    const Range& range = ranges[e->text()];
+    const auto bounded = ranges.find(e->text());
+    const SizeRange range = bounded == ranges.end() ? SizeRange() : bounded->second;
     if (range.min && s.have < *range.min) mismatch(s, s.expr + " >= " + std::to_string(*range.min));
     if (range.max && s.have > *range.max) mismatch(s, s.expr + " <= " + std::to_string(*range.max));
   }
@@ -215,32 +166,28 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
     m.def((std::string(name) + ".int(Scalar a, Scalar b) -> int").c_str(), int_fn);
     m.def((std::string(name) + ".float(Scalar a, Scalar b) -> float").c_str(), float_fn);
   };
-  binary("sym_add", &ints<sym_math::add>, &floats<py_add>);
-  binary("sym_sub", &ints<sym_math::sub>, &floats<py_sub>);
-  binary("sym_mul", &ints<sym_math::mul>, &floats<py_mul>);
+  binary("sym_add", &ints<sym_math::add>, &floats<[](double a, double b) { return a + b; }>);
+  binary("sym_sub", &ints<sym_math::sub>, &floats<[](double a, double b) { return a - b; }>);
+  binary("sym_mul", &ints<sym_math::mul>, &floats<[](double a, double b) { return a * b; }>);
   binary("sym_floordiv", &ints<sym_math::floordiv>, &floats<py_floordiv>);
   binary("sym_mod", &ints<sym_math::mod>, &floats<py_mod>);
-  binary("sym_pow", &ints<sym_math::pow>, &floats<py_pow>);
-  binary("sym_max", &ints<larger>, &floats<py_max>);
-  binary("sym_min", &ints<smaller>, &floats<py_min>);
+  binary("sym_pow", &ints<sym_math::pow>, &floats<[](double a, double b) { return std::pow(a, b); }>);
+  binary("sym_max", &ints<sym_math::max>, &floats<[](double a, double b) { return std::max(a, b); }>);
+  binary("sym_min", &ints<sym_math::min>, &floats<[](double a, double b) { return std::min(a, b); }>);
   m.def("sym_truediv.float(Scalar a, Scalar b) -> float", &floats<py_truediv>);
   m.def("sym_lshift.int(Scalar a, Scalar b) -> int", &ints<lshift>);
   m.def("sym_rshift.int(Scalar a, Scalar b) -> int", &ints<rshift>);
-  m.def("sym_and.int(Scalar a, Scalar b) -> int", &ints<bit_and>);
-  m.def("sym_or.int(Scalar a, Scalar b) -> int", &ints<bit_or>);
+  m.def("sym_and.int(Scalar a, Scalar b) -> int", &ints<[](int64_t a, int64_t b) { return std::optional(a & b); }>);
+  m.def("sym_or.int(Scalar a, Scalar b) -> int", &ints<[](int64_t a, int64_t b) { return std::optional(a | b); }>);
   m.def("sym_and.bool(bool a, bool b) -> bool", [](bool a, bool b) { return a && b; });
   m.def("sym_or.bool(bool a, bool b) -> bool", [](bool a, bool b) { return a || b; });
   m.def("sym_not.bool(bool a) -> bool", [](bool a) { return !a; });
-  m.def("sym_eq.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) { return compare(a, b) == 0; });
-  m.def("sym_ne.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) { return compare(a, b) != 0; });
-  m.def("sym_lt.bool(Scalar a, Scalar b) -> bool",
-        [](const Scalar& a, const Scalar& b) { return compare(a, b) == -1; });
-  m.def("sym_gt.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) { return compare(a, b) == 1; });
-  m.def("sym_le.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) { return compare(a, b) <= 0; });
-  m.def("sym_ge.bool(Scalar a, Scalar b) -> bool", [](const Scalar& a, const Scalar& b) {
-    const int c = compare(a, b);
-    return c == 0 || c == 1;
-  });
+  m.def("sym_eq.bool(Scalar a, Scalar b) -> bool", &compared<std::is_eq>);
+  m.def("sym_ne.bool(Scalar a, Scalar b) -> bool", &compared<std::is_neq>);
+  m.def("sym_lt.bool(Scalar a, Scalar b) -> bool", &compared<std::is_lt>);
+  m.def("sym_gt.bool(Scalar a, Scalar b) -> bool", &compared<std::is_gt>);
+  m.def("sym_le.bool(Scalar a, Scalar b) -> bool", &compared<std::is_lteq>);
+  m.def("sym_ge.bool(Scalar a, Scalar b) -> bool", &compared<std::is_gteq>);
   m.def("sym_neg.int(Scalar a) -> int", &negate);
   m.def("sym_neg.float(Scalar a) -> float", [](const Scalar& a) { return -a.toDouble(); });
   m.def("sym_pos.int(Scalar a) -> int", [](const Scalar& a) { return a.toLong(); });
@@ -283,24 +230,46 @@ const char* overload(ValueType type) {
 
 }  // namespace
 
+std::map<std::string, SizeRange> ranges_in(std::string_view spec) {
+  auto bound = [](const std::string& s) {
+    int64_t v = 0;
+    auto [end, error] = std::from_chars(s.data(), s.data() + s.size(), v);
+    return error == std::errc() && end == s.data() + s.size() ? std::optional(v) : std::nullopt;
+  };
+  std::map<std::string, SizeRange> ranges;
+  std::istringstream lines{std::string(spec)};
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string kind, name, min, max;
+    words >> kind >> name >> min >> max;
+    if (kind == "symbol") ranges.emplace(name, SizeRange{bound(min), bound(max)});
+  }
+  return ranges;
+}
+
 std::optional<std::string> sym_operator(std::string_view python, ValueType result) {
-  for (const Name& name : kNames) {
-    if (python != name.python) continue;
-    std::string op = std::string("plumb::") + name.op + overload(result);
-    if (try_find_operator(op)) return op;
+  // Other spellings, which are read and not written: torch accepts torch.sym_not, not operator.not_, in a file.
+  if (python == "_operator.not_") python = "torch.sym_not";
+  if (python == "torch._sym_sqrt") python = "torch.sym_sqrt";
+  for (const auto& [prefix, names] : kFunctions) {
+    if (!python.starts_with(prefix)) continue;
+    const std::string name(python.substr(prefix.size()));
+    if (names.find(" " + name + " ") == names.npos) return std::nullopt;
     // and_ and or_ on sizes are logical or bitwise; the others have one type only.
-    return std::nullopt;
+    std::string op = "plumb::sym_" + name.substr(0, name.find('_')) + overload(result);
+    return try_find_operator(op) ? std::optional(op) : std::nullopt;
   }
   return std::nullopt;
 }
 
 std::optional<std::string> python_function(std::string_view op) {
-  if (!op.starts_with("plumb::sym_")) return std::nullopt;
-  op.remove_prefix(7);
-  const std::string_view base = op.substr(0, op.find('.'));
-  for (const Name& name : kNames) {
-    // torch accepts torch.sym_not, not operator.not_, when it reads a file.
-    if (base == name.op && std::string_view(name.python) != "_operator.not_") return name.python;
+  constexpr std::string_view kSym = "plumb::sym_";
+  if (!op.starts_with(kSym)) return std::nullopt;
+  const std::string name(op.substr(kSym.size(), op.find('.') - kSym.size()));
+  for (const auto& [prefix, names] : kFunctions) {
+    for (const std::string& python : {name, name + "_"}) {
+      if (names.find(" " + python + " ") != names.npos) return std::string(prefix) + python;
+    }
   }
   return std::nullopt;
 }

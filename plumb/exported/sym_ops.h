@@ -1,11 +1,12 @@
 // Arithmetic on sizes: Python's operators on symbolic numbers as operators of the graph.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
 
-#include "plumb/graph/graph.h"
+#include "plumb/exported/exported.h"
 
 namespace plumb {
 
@@ -14,5 +15,8 @@ namespace plumb {
 std::optional<std::string> sym_operator(std::string_view python, ValueType result);
 // The inverse: "plumb::sym_add.int" -> "_operator.add".
 std::optional<std::string> python_function(std::string_view op);
+
+// The ranges in the spec of a plumb::check_sizes node: its lines "symbol NAME MIN MAX", "-" for no bound.
+std::map<std::string, SizeRange> ranges_in(std::string_view spec);
 
 }  // namespace plumb

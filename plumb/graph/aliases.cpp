@@ -39,27 +39,26 @@ bool is_drawn_anew(const Node& node) {
   return p && p->is_constant() && p->constant().isDouble() && p->constant().toDouble() > 0;
 }
 
-}  // namespace
-
-Memory Aliases::id(const Value* value) {
-  auto [it, fresh] = ids_.emplace(value, static_cast<Memory>(parent_.size()));
-  if (fresh) parent_.push_back(it->second);
+// The class of a key, a new one where the map has none.
+template <class Map>
+Memory class_of(Map& map, const typename Map::key_type& key, std::vector<Memory>& parents) {
+  auto [it, fresh] = map.emplace(key, static_cast<Memory>(parents.size()));
+  if (fresh) parents.push_back(it->second);
   return it->second;
 }
 
+}  // namespace
+
+Memory Aliases::id(const Value* value) { return class_of(ids_, value, parent_); }
+
 Memory Aliases::attribute(const std::string& name) {
-  auto make = [&](auto& map, const auto& key) {
-    auto [it, fresh] = map.emplace(key, static_cast<Memory>(parent_.size()));
-    if (fresh) parent_.push_back(it->second);
-    return it->second;
-  };
   const Attr* attr = state_ ? state_->find(name) : nullptr;
   if (attr && attr->tensor.defined()) {
     // Tensors without memory (meta) are told apart by the tensor object.
     const void* key = attr->tensor.has_storage() ? attr->tensor.storage().unsafeGetStorageImpl() : nullptr;
-    return make(storages_, key ? key : static_cast<const void*>(attr->tensor.unsafeGetTensorImpl()));
+    return class_of(storages_, key ? key : static_cast<const void*>(attr->tensor.unsafeGetTensorImpl()), parent_);
   }
-  return make(names_, name);
+  return class_of(names_, name, parent_);
 }
 
 Memory Aliases::find(Memory m) const {

@@ -1,5 +1,6 @@
 #include "plumb/graph/arg.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -12,15 +13,7 @@ bool same_bits(double a, double b) {
 
 }  // namespace
 
-bool Arg::has_values() const {
-  if (is_value()) return true;
-  if (is_list()) {
-    for (const Arg& e : list()) {
-      if (e.has_values()) return true;
-    }
-  }
-  return false;
-}
+bool Arg::has_values() const { return is_value() || (is_list() && std::ranges::any_of(list(), &Arg::has_values)); }
 
 bool operator==(const Arg& a, const Arg& b) {
   if (a.data_.index() != b.data_.index()) return false;
@@ -36,12 +29,7 @@ bool same_constant(const c10::IValue& a, const c10::IValue& b) {
     return same_bits(x.real(), y.real()) && same_bits(x.imag(), y.imag());
   }
   if (a.isList() && b.isList()) {
-    auto x = a.toListRef(), y = b.toListRef();
-    if (x.size() != y.size()) return false;
-    for (size_t i = 0; i < x.size(); ++i) {
-      if (!same_constant(x[i], y[i])) return false;
-    }
-    return true;
+    return std::ranges::equal(a.toListRef(), b.toListRef(), same_constant);
   }
   if (a.isTensor() || b.isTensor()) return a.isTensor() && b.isTensor() && a.toTensor().is_same(b.toTensor());
   if (a.tagKind() != b.tagKind()) return false;

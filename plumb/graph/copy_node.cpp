@@ -42,10 +42,7 @@ Node* copy_node(Graph& into, const Node& node, const ArgOf& map) {
   return twin;
 }
 
-namespace {
-
-// Lets all users of a call's result take what stands for it.
-void replace_result(Graph& graph, const Value* gone, const Arg& result) {
+void replace_uses(Graph& graph, const Value* gone, const Arg& result) {
   const ArgOf map = [&](Value* v) { return v == gone ? result : Arg(v); };
   for (Node* user : gone->users()) {
     if (user->kind() == NodeKind::Output) {
@@ -57,6 +54,8 @@ void replace_result(Graph& graph, const Value* gone, const Arg& result) {
     for (size_t a = 0; a < user->args().size(); ++a) user->set_arg(a, map_arg(user->arg(a), map));
   }
 }
+
+namespace {
 
 // Copies the nodes of a call's graph before it, erases the call, and answers the first copy (or what came next).
 Node* inline_call(Graph& graph, Node* call) {
@@ -77,7 +76,7 @@ Node* inline_call(Graph& graph, Node* call) {
     }
   }
   for (size_t i = 0; i < call->num_results(); ++i) {
-    replace_result(graph, call->result(i), map_arg(inner.output_node()->arg(i), map));
+    replace_uses(graph, call->result(i), map_arg(inner.output_node()->arg(i), map));
   }
   Node* after = first ? first : call->next();
   graph.erase(call);

@@ -16,6 +16,9 @@ Arg map_arg(const Arg& arg, const ArgOf& map);
 // keep their names where those are free.
 Node* copy_node(Graph& into, const Node& node, const ArgOf& map);
 
+// Lets all users of a value take the argument in its place, which may be a constant.
+void replace_uses(Graph& graph, const Value* gone, const Arg& with);
+
 // Replaces every call of a nested graph by the nodes of that graph, at any depth. Answers whether there was one.
 bool inline_nested(Graph& graph);
 

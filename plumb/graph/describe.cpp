@@ -1,20 +1,16 @@
 #include "plumb/graph/describe.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
 
-#include <sstream>
+#include "plumb/core/join.h"
 
 namespace plumb {
 
 std::string describe(at::IntArrayRef sizes, const at::TensorOptions& options) {
   std::string name = c10::toString(options.dtype().toScalarType());
   for (auto& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  std::ostringstream out;
-  out << name << '[';
-  for (size_t i = 0; i < sizes.size(); i++) out << (i ? ", " : "") << sizes[i];
-  out << ']';
-  if (!options.device().is_cpu()) out << " on " << options.device();
-  return out.str();
+  return c10::str(name, sizes, options.device().is_cpu() ? "" : " on " + options.device().str());
 }
 
 std::string describe(const at::Tensor& tensor) {
@@ -22,9 +18,7 @@ std::string describe(const at::Tensor& tensor) {
 }
 
 std::string describe(const std::vector<at::Tensor>& tensors) {
-  std::string out = "(";
-  for (size_t i = 0; i < tensors.size(); i++) out += (i ? ", " : "") + describe(tensors[i]);
-  return out + ")";
+  return "(" + join(tensors, [](const at::Tensor& t) { return describe(t); }) + ")";
 }
 
 std::string first_line(std::string_view text) { return std::string(text.substr(0, text.find('\n'))); }

@@ -4,6 +4,7 @@
 #include <cctype>
 
 #include "plumb/core/error.h"
+#include "plumb/core/join.h"
 #include "plumb/graph/copy_node.h"
 #include "plumb/graph/schema_fit.h"
 
@@ -84,15 +85,15 @@ std::optional<c10::OperatorHandle> try_find_operator(std::string_view name) {
 
 c10::OperatorHandle find_operator(std::string_view name) {
   if (auto found = try_find_operator(name)) return *found;
-  std::string base(name.substr(0, name.find('.')));
-  std::string others;
+  const std::string base(name.substr(0, name.find('.')));
+  std::vector<std::string> others;
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (op.name == base) others += (others.empty() ? "" : ", ") + toString(op);
+    if (op.name == base) others.push_back(toString(op));
   }
   throw Error(ErrorKind::UnknownName, "no operator '" + std::string(name) + "' is registered", "",
               others.empty()
                   ? "load the library that registers '" + base.substr(0, base.find(':')) + "' operators first"
-                  : "one of its overloads: " + others);
+                  : "one of its overloads: " + join(others));
 }
 
 Graph::Graph() = default;
@@ -129,21 +130,20 @@ void Graph::clear() {
   names_.clear();
 }
 
-std::vector<Node*> Graph::placeholders() const {
+namespace {
+
+std::vector<Node*> nodes_of(const Graph& graph, NodeKind kind) {
   std::vector<Node*> found;
-  for (Node* node : nodes()) {
-    if (node->kind() == NodeKind::Placeholder) found.push_back(node);
+  for (Node* node : graph.nodes()) {
+    if (node->kind() == kind) found.push_back(node);
   }
   return found;
 }
 
-std::vector<Node*> Graph::attributes() const {
-  std::vector<Node*> found;
-  for (Node* node : nodes()) {
-    if (node->kind() == NodeKind::GetAttr) found.push_back(node);
-  }
-  return found;
-}
+}  // namespace
+
+std::vector<Node*> Graph::placeholders() const { return nodes_of(*this, NodeKind::Placeholder); }
+std::vector<Node*> Graph::attributes() const { return nodes_of(*this, NodeKind::GetAttr); }
 
 Value* Graph::find_value(std::string_view name) const {
   auto it = names_.find(std::string(name));
@@ -232,23 +232,20 @@ Node* Graph::get_attr(std::string target, std::optional<TensorMeta> meta) {
 void Graph::add_results(Node* node, const std::vector<int32_t>& list_sizes) {
   size_t lists = 0;
   for (const auto& ret : node->schema().returns()) {
-    if (const auto* list = expanded_list(ret)) {
-      if (lists >= list_sizes.size()) {
-        throw Error(ErrorKind::InvalidArgument,
-                    "operator " + node->target_ + " returns a list: say how many elements it has");
-      }
-      const int32_t n = list_sizes[lists++];
-      if (n < 0)
-        throw Error(ErrorKind::InvalidArgument,
-                    "operator " + node->target_ + ": a list cannot have " + std::to_string(n) + " elements");
-      node->layout_.push_back(n);
-      for (int32_t i = 0; i < n; ++i) {
-        node->results_.emplace_back(new Value(node, node->results_.size(), value_type(list->getElementType())));
-      }
-    } else {
-      node->layout_.push_back(-1);
-      node->results_.emplace_back(new Value(node, node->results_.size(), value_type(ret.type())));
+    const auto* list = expanded_list(ret);
+    if (list && lists >= list_sizes.size()) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "operator " + node->target_ + " returns a list: say how many elements it has");
     }
+    const int32_t n = list ? list_sizes[lists++] : -1;
+    if (list && n < 0) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "operator " + node->target_ + ": a list cannot have " + std::to_string(n) + " elements");
+    }
+    node->layout_.push_back(n);
+    const ValueType type = value_type(list ? list->getElementType() : ret.type());
+    for (int32_t i = 0; i < (list ? n : 1); ++i)
+      node->results_.emplace_back(new Value(node, node->results_.size(), type));
   }
   if (lists != list_sizes.size()) {
     throw Error(ErrorKind::InvalidArgument, "operator " + node->target_ + " returns " + std::to_string(lists) +

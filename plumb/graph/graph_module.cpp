@@ -77,28 +77,25 @@ std::shared_ptr<const Plan> GraphModule::plan() {
 
 std::vector<c10::IValue> GraphModule::run(std::vector<c10::IValue> inputs) {
   const std::shared_ptr<const Plan> compiled = plan();
+  constexpr const char* kRemedy = "a graph is made for one signature: capture the model again on inputs like these";
   size_t i = 0;
   for (const Node* node : graph_.nodes()) {
-    if (node->kind() != NodeKind::Placeholder) break;
+    if (node->kind() != NodeKind::Placeholder || i == inputs.size()) break;
+    const c10::IValue& input = inputs[i++];
+    const at::Tensor* got = input.isTensor() && input.toTensor().defined() ? &input.toTensor() : nullptr;
     const auto& want = node->result()->meta();
-    const bool no_tensor = node->result()->type() == ValueType::Other && !want;
-    if (i < inputs.size() && no_tensor && inputs[i].isTensor() && inputs[i].toTensor().defined()) {
+    if (node->result()->type() == ValueType::Other && !want && got) {
       throw Error(ErrorKind::StructureMismatch,
                   "input '" + node->target() + "' was None or no tensor when the graph was made, got " +
-                      type_text(TensorMeta::of(inputs[i].toTensor())),
-                  "", "a graph is made for one signature: capture the model again on inputs like these");
+                      type_text(TensorMeta::of(*got)),
+                  "", kRemedy);
     }
-    if (i < inputs.size() && want) {
-      if (!inputs[i].isTensor() || !inputs[i].toTensor().defined() || !fits(*want, inputs[i].toTensor())) {
-        throw Error(ErrorKind::TensorMismatch,
-                    "input '" + node->target() + "' should be " + type_text(*want) + ", got " +
-                        (inputs[i].isTensor() && inputs[i].toTensor().defined()
-                             ? type_text(TensorMeta::of(inputs[i].toTensor()))
-                             : inputs[i].tagKind()),
-                    "", "a graph is made for one signature: capture the model again on inputs like these");
-      }
+    if (want && !(got && fits(*want, *got))) {
+      throw Error(ErrorKind::TensorMismatch,
+                  "input '" + node->target() + "' should be " + type_text(*want) + ", got " +
+                      (got ? type_text(TensorMeta::of(*got)) : input.tagKind()),
+                  "", kRemedy);
     }
-    ++i;
   }
   if (DeferredChecks::active()) return compiled->run(std::move(inputs));
   return with_deferred_checks("", [&] { return compiled->run(std::move(inputs)); });

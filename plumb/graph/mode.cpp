@@ -16,19 +16,13 @@ const c10::IValue* mode_of(const Node* node) {
   return nullptr;
 }
 
-struct Said {
-  bool anything = false, training = false;
-};
-
-void listen(const Graph& graph, Said& said) {
+// Whether `holds` is true of a node of the graph or of those nested in it.
+template <class Holds>
+bool any_node(const Graph& graph, const Holds& holds) {
   for (const Node* node : graph.nodes()) {
-    if (const c10::IValue* mode = mode_of(node)) {
-      said.anything = true;
-      // native_dropout's mode is optional: none means training.
-      said.training = said.training || !mode->isBool() || mode->toBool();
-    }
-    if (node->subgraph()) listen(*node->subgraph(), said);
+    if (holds(node) || (node->subgraph() && any_node(*node->subgraph(), holds))) return true;
   }
+  return false;
 }
 
 bool depends_on_mode(const Node* node, bool made_in_training) {
@@ -40,17 +34,18 @@ bool depends_on_mode(const Node* node, bool made_in_training) {
 }  // namespace
 
 bool made_in_training(const Graph& graph) {
-  Said said;
-  listen(graph, said);
-  return said.training || !said.anything;
+  bool anything = false;
+  const bool training = any_node(graph, [&](const Node* node) {
+    const c10::IValue* mode = mode_of(node);
+    anything = anything || mode;
+    // native_dropout's mode is optional: none means training.
+    return mode && (!mode->isBool() || mode->toBool());
+  });
+  return training || !anything;
 }
 
 bool depends_on_mode(const Graph& graph, bool made_in_training) {
-  for (const Node* node : graph.nodes()) {
-    if (depends_on_mode(node, made_in_training)) return true;
-    if (node->subgraph() && depends_on_mode(*node->subgraph(), made_in_training)) return true;
-  }
-  return false;
+  return any_node(graph, [&](const Node* node) { return depends_on_mode(node, made_in_training); });
 }
 
 }  // namespace plumb

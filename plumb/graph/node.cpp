@@ -11,19 +11,13 @@
 namespace plumb {
 namespace {
 
-const bool* bool_arg(const Node& node, std::string_view name, bool& storage) {
+// Null if the operator has no such argument, or takes it from the graph.
+const c10::IValue* constant_arg(const Node& node, std::string_view name) {
   const Arg* arg = node.try_arg(name);
-  if (!arg || !arg->is_constant() || !arg->constant().isBool()) return nullptr;
-  storage = arg->constant().toBool();
-  return &storage;
+  return arg && arg->is_constant() ? &arg->constant() : nullptr;
 }
 
-double number_arg(const Node& node, std::string_view name, double fallback) {
-  const Arg* arg = node.try_arg(name);
-  if (!arg || !arg->is_constant()) return fallback;
-  const auto& v = arg->constant();
-  return v.isDouble() ? v.toDouble() : v.isInt() ? static_cast<double>(v.toInt()) : fallback;
-}
+bool is_off(const c10::IValue* flag) { return flag && flag->isBool() && !flag->toBool(); }
 
 }  // namespace
 
@@ -200,8 +194,7 @@ std::vector<Value*> Node::written_inputs() const {
     if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) collect_values(args_[i], written);
   }
   const OperatorFacts& facts = operator_facts(target_);
-  bool flag = true;
-  if (bool_arg(*this, facts.writes_if, flag) && !flag) return written;
+  if (is_off(constant_arg(*this, facts.writes_if))) return written;
   for (std::string_view name : facts.writes) {
     if (const Arg* arg = try_arg(name)) collect_values(*arg, written);
   }
@@ -231,9 +224,9 @@ bool Node::is_random() const {
   if (!op_) return false;
   if (!op_->hasTag(at::Tag::nondeterministic_seeded)) return false;
   const OperatorFacts& facts = operator_facts(target_);
-  bool draws = true;
-  if (bool_arg(*this, facts.draws_if, draws) && !draws) return false;
-  return number_arg(*this, facts.draws_with, 1.0) != 0;
+  if (is_off(constant_arg(*this, facts.draws_if))) return false;
+  const c10::IValue* p = constant_arg(*this, facts.draws_with);
+  return !(p && ((p->isDouble() && p->toDouble() == 0) || (p->isInt() && p->toInt() == 0)));
 }
 
 bool Node::has_side_effects() const {

@@ -14,14 +14,12 @@ namespace plumb {
 namespace {
 
 struct Table {
-  std::vector<OperatorFacts> grouped;  // rows of OperatorGroup
+  std::deque<std::pair<std::string, OperatorFacts>> named;  // the facts' names refer to the strings
   std::vector<const OperatorFacts*> rows;
   std::unordered_map<std::string_view, const OperatorFacts*> by_name;
 
   Table() {
     for (const OperatorGroup& operators : operator_groups()) add_group(operators);
-    for (const OperatorFacts& facts : grouped) rows.push_back(&facts);
-    for (const OperatorFacts& facts : operator_rows()) rows.push_back(&facts);
     std::sort(rows.begin(), rows.end(), [](const auto* a, const auto* b) { return a->name < b->name; });
     for (const OperatorFacts* facts : rows) {
       if (!by_name.emplace(facts->name, facts).second)
@@ -30,11 +28,11 @@ struct Table {
   }
 
   void add_group(const OperatorGroup& operators) {
-    static std::deque<std::string>* full_names = new std::deque<std::string>;  // the rows refer to them
     for (std::string_view names = operators.names; !names.empty();) {
       const size_t end = std::min(names.find(' '), names.size());
-      grouped.push_back(operators.facts);
-      grouped.back().name = full_names->emplace_back(std::string(operators.space) += names.substr(0, end));
+      auto& [name, facts] = named.emplace_back(std::string(operators.space) += names.substr(0, end), operators.facts);
+      facts.name = name;
+      rows.push_back(&facts);
       names.remove_prefix(std::min(end + 1, names.size()));
     }
   }

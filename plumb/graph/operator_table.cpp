@@ -28,160 +28,71 @@ constexpr const char* kQuantised = "it is about quantised tensors, which no grap
 constexpr const char* kSparse = "it is about sparse tensors, whose indices nobody checks";
 constexpr const char* kForeignMemory = "it can reach memory that is not its tensors' own";
 constexpr const char* kAutograd = "it acts on autograd's graph instead of computing";
-constexpr const char* kCommunication = "it talks to other processes";
-
-constexpr const char* kInterpreter = "it belongs to TorchScript's interpreter";
-
-constexpr OperatorFacts kRows[] = {
-    // --- products ---
-    {.name = "aten::linear", .contraction = kLinear},
-    {.name = "aten::matmul", .contraction = product("self", -1, "other", -2)},
-    {.name = "aten::linalg_matmul", .contraction = product("self", -1, "other", -2)},
-    {.name = "aten::mm", .contraction = product("self", -1, "mat2", -2)},
-    {.name = "aten::bmm", .contraction = product("self", -1, "mat2", -2)},
-    {.name = "aten::mv", .contraction = product("self", -1, "vec", -1)},
-    {.name = "aten::addmv", .in_place_alike = true, .contraction = product("mat", -1, "vec", -1)},
-    {.name = "aten::dot", .contraction = product("self", -1, "tensor", -1)},
-    {.name = "aten::inner", .contraction = product("self", -1, "other", -1)},
-    {.name = "aten::_addmm_activation", .contraction = product("mat1", -1, "mat2", -2)},
-    {.name = "aten::addmm", .in_place_alike = true, .contraction = product("mat1", -1, "mat2", -2)},
-    {.name = "aten::baddbmm", .in_place_alike = true, .contraction = product("batch1", -1, "batch2", -2)},
-    {.name = "aten::addbmm", .in_place_alike = true, .contraction = {BatchProduct, {{"batch1"}, {"batch2", -2}}}},
-    {.name = "aten::bilinear", .contraction = {Bilinear, {{"input1"}, {"input2"}, {"weight"}}}},
-    {.name = "aten::einsum", .may_alias = true, .contraction = {Einsum, {{"tensors"}}}},
-    // "convolution" says by an argument whether it is transposed: who needs that asks the node.
-    {.name = "aten::convolution", .contraction = {Convolution, {{"input", 1}, {"weight", 1}}, 1}},
-    {.name = "aten::_convolution", .contraction = {Convolution, {{"input", 1}, {"weight", 1}}, 1}},
-    {.name = "aten::_convolution_mode", .contraction = {Convolution, {{"input", 1}, {"weight", 1}}, 1}},
-    {.name = "aten::conv1d", .contraction = convolution(1)},
-    {.name = "aten::conv2d", .contraction = convolution(2)},
-    {.name = "aten::conv3d", .contraction = convolution(3)},
-    {.name = "aten::conv_transpose1d", .contraction = transposed(1)},
-    {.name = "aten::conv_transpose2d", .contraction = transposed(2)},
-    {.name = "aten::conv_transpose3d", .contraction = transposed(3)},
-    {.name = "plumb::linear", .contraction = kLinear},
-    {.name = "plumb::linear_readout", .contraction = kLinear},
-    {.name = "plumb::matmul", .contraction = product("left", -1, "right", -2)},
-    {.name = "plumb::fp8_linear", .contraction = kLinear},
-    {.name = "plumb::fp8_scaled_linear", .contraction = kLinear},
-    {.name = "plumb::fp8_delayed_linear", .writes = {"state"}, .writes_if = "training", .contraction = kLinear},
-    {.name = "plumb::fp8_matmul", .contraction = product("left", -1, "right", -2)},
-    {.name = "plumb::scaled_dot_product_attention", .draws_with = "dropout_p", .contraction = kAttention},
-    {.name = "plumb::conv1d", .contraction = convolution(1)},
-    {.name = "plumb::conv2d", .contraction = convolution(2)},
-    {.name = "plumb::conv3d", .contraction = convolution(3)},
-    {.name = "plumb::conv_transpose1d", .contraction = transposed(1)},
-    {.name = "plumb::conv_transpose2d", .contraction = transposed(2)},
-    {.name = "plumb::conv_transpose3d", .contraction = transposed(3)},
-
-    // --- recurrent ---
-    {.name = "aten::lstm", .draws_if = "train", .draws_with = "dropout", .recurrent = RecurrentLayer::Lstm},
-    {.name = "aten::gru", .draws_if = "train", .draws_with = "dropout", .recurrent = RecurrentLayer::Gru},
-    {.name = "aten::rnn_tanh", .draws_if = "train", .draws_with = "dropout", .recurrent = RecurrentLayer::Tanh},
-    {.name = "aten::rnn_relu", .draws_if = "train", .draws_with = "dropout", .recurrent = RecurrentLayer::Relu},
-    {.name = "aten::lstm_cell", .recurrent = RecurrentLayer::Lstm, .recurrent_cell = true},
-    {.name = "aten::gru_cell", .recurrent = RecurrentLayer::Gru, .recurrent_cell = true},
-    {.name = "aten::rnn_tanh_cell", .recurrent = RecurrentLayer::Tanh, .recurrent_cell = true},
-    {.name = "aten::rnn_relu_cell", .recurrent = RecurrentLayer::Relu, .recurrent_cell = true},
-
-    // --- norms that write their running statistics ---
-    {.name = "aten::batch_norm", .writes = {"running_mean", "running_var"}, .writes_if = "training"},
-    {.name = "aten::native_batch_norm", .writes = {"running_mean", "running_var"}, .writes_if = "training"},
-    {.name = "aten::_batch_norm_impl_index", .writes = {"running_mean", "running_var"}, .writes_if = "training"},
-    {.name = "aten::instance_norm", .writes = {"running_mean", "running_var"}, .writes_if = "use_input_stats"},
-    {.name = "plumb::batch_norm", .writes = {"running_mean", "running_var"}, .writes_if = "training"},
-    {.name = "aten::cudnn_batch_norm",
-     .refused = kOneLibrary,
-     .writes = {"running_mean", "running_var"},
-     .writes_if = "training"},
-    {.name = "aten::miopen_batch_norm",
-     .refused = kOneLibrary,
-     .writes = {"running_mean", "running_var"},
-     .writes_if = "training"},
-
-    // --- random ---
-    {.name = "aten::dropout_", .draws_if = "train"},
-    {.name = "aten::feature_dropout_", .draws_if = "train"},
-    {.name = "aten::alpha_dropout_", .draws_if = "train"},
-    {.name = "aten::feature_alpha_dropout_", .draws_if = "train"},
-    {.name = "aten::rrelu", .draws_if = "training"},
-    {.name = "aten::rrelu_", .draws_if = "training"},
-    {.name = "aten::_fused_sdp_choice", .draws_with = "dropout_p"},
-    {.name = "plumb::dropout", .draws_if = "train"},
-    {.name = "plumb::native_dropout", .draws_if = "train"},
-
-    // --- operators that pass their argument through ---
-    {.name = "aten::diagonal", .plain_view = true},
-    {.name = "aten::type_as", .may_alias = true, .passes_through = true},
-    {.name = "aten::unfold", .plain_view = true},
-    {.name = "plumb::quantise", .passes_through = true},
-    {.name = "plumb::simulate_format", .passes_through = true},
-    {.name = "plumb::track", .has_effects = true, .passes_through = true},
-    {.name = "plumb::track_rounded", .has_effects = true, .passes_through = true},
-    {.name = "plumb::track_traced", .has_effects = true},
-
-    // --- memory as it was found ---
-    {.name = "aten::empty_quantized", .refused = kQuantised, .uninitialised = true},
-
-    // --- values and sizes that depend on data ---
-    {.name = "aten::q_scale", .refused = kQuantised, .reads_value = true},
-    {.name = "aten::q_zero_point", .refused = kQuantised, .reads_value = true},
-    {.name = "aten::_choose_qparams_per_tensor", .refused = kQuantised, .reads_value = true},
-    {.name = "aten::_nnz", .refused = kSparse, .reads_value = true},
-    {.name = "aten::index", .data_sizes = OfMasks},
-    {.name = "aten::where", .data_sizes = OfCondition},
-    {.name = "aten::nonzero_numpy", .data_sizes = Always},
-    {.name = "aten::_pack_padded_sequence", .data_sizes = Always},
-    {.name = "aten::_pad_packed_sequence", .data_sizes = Always},
-
-    // --- no tensor arithmetic ---
-    {.name = "aten::from_file", .refused = "it opens files"},
-    {.name = "aten::_print", .refused = "it writes to the terminal"},
-    {.name = "aten::set", .refused = kForeignMemory},
-    {.name = "aten::set_", .refused = kForeignMemory},
-    {.name = "aten::set_data", .refused = kForeignMemory},
-    {.name = "aten::_reshape_alias", .refused = "it looks at memory without asking whether that is its tensor's"},
-    {.name = "aten::_backward", .refused = kAutograd},
-    {.name = "aten::retain_grad", .refused = kAutograd},
-    {.name = "aten::get_gradients", .refused = kAutograd},
-    {.name = "aten::record_stream", .refused = "it is about a device's streams"},
-    {.name = "plumb::python_function",
-     .refused = "it calls Python functions of this process by their number",
-     .opaque = true},
-
-    // --- whole namespaces ---
-    {.name = "_c10d_functional::", .refused = kCommunication, .has_effects = true},
-    {.name = "_c10d_functional_autograd::", .refused = kCommunication, .has_effects = true},
-    {.name = "_dtensor::", .refused = kCommunication, .has_effects = true},
-    {.name = "c10d::", .refused = kCommunication, .has_effects = true},
-    {.name = "symm_mem::", .refused = kCommunication, .has_effects = true},
-    {.name = "rpc::", .refused = kCommunication, .has_effects = true},
-    {.name = "inductor::", .refused = kForeignMemory},
-    {.name = "aoti_torch::", .refused = kForeignMemory},
-    {.name = "prim::", .refused = kInterpreter},
-    {.name = "static_runtime::", .refused = kInterpreter},
-    {.name = "profiler::", .refused = "it is about torch's profiler"},
-    {.name = "_test::", .refused = "it is torch's test of itself"},
-    {.name = "mkldnn::", .refused = kOneLibrary},
-    {.name = "mkldnn_prepacked::", .refused = kOneLibrary},
-    {.name = "mkl::", .refused = kOneLibrary},
-    {.name = "onednn::", .refused = kOneLibrary},
-    {.name = "quantized::", .refused = kQuantised},
-    {.name = "_quantized::", .refused = kQuantised},
-    {.name = "quantization::", .refused = kQuantised},
-    {.name = "sparse::", .refused = kSparse},
-};
+constexpr const char* kTestOfItself = "it is torch's test of itself";
 
 constexpr OperatorGroup kGroups[] = {
+    // --- products ---
+    {"",
+     "aten::linear plumb::linear plumb::linear_readout plumb::fp8_linear plumb::fp8_scaled_linear",
+     {.contraction = kLinear}},
+    {"plumb::", "fp8_delayed_linear", {.writes = {"state"}, .writes_if = "training", .contraction = kLinear}},
+    {"aten::", "matmul linalg_matmul", {.contraction = product("self", -1, "other", -2)}},
+    {"plumb::", "matmul fp8_matmul", {.contraction = product("left", -1, "right", -2)}},
+    {"aten::", "mm bmm", {.contraction = product("self", -1, "mat2", -2)}},
+    {"aten::", "mv", {.contraction = product("self", -1, "vec", -1)}},
+    {"aten::", "addmv", {.in_place_alike = true, .contraction = product("mat", -1, "vec", -1)}},
+    {"aten::", "dot", {.contraction = product("self", -1, "tensor", -1)}},
+    {"aten::", "inner", {.contraction = product("self", -1, "other", -1)}},
+    {"aten::", "_addmm_activation", {.contraction = product("mat1", -1, "mat2", -2)}},
+    {"aten::", "addmm", {.in_place_alike = true, .contraction = product("mat1", -1, "mat2", -2)}},
+    {"aten::", "baddbmm", {.in_place_alike = true, .contraction = product("batch1", -1, "batch2", -2)}},
+    {"aten::", "addbmm", {.in_place_alike = true, .contraction = {BatchProduct, {{"batch1"}, {"batch2", -2}}}}},
+    {"aten::", "bilinear", {.contraction = {Bilinear, {{"input1"}, {"input2"}, {"weight"}}}}},
+    {"aten::", "einsum", {.may_alias = true, .contraction = {Einsum, {{"tensors"}}}}},
+    // "convolution" says by an argument whether it is transposed: who needs that asks the node.
+    {"aten::",
+     "convolution _convolution _convolution_mode",
+     {.contraction = {Convolution, {{"input", 1}, {"weight", 1}}, 1}}},
+    {"", "aten::conv1d plumb::conv1d", {.contraction = convolution(1)}},
+    {"", "aten::conv2d plumb::conv2d", {.contraction = convolution(2)}},
+    {"", "aten::conv3d plumb::conv3d", {.contraction = convolution(3)}},
+    {"", "aten::conv_transpose1d plumb::conv_transpose1d", {.contraction = transposed(1)}},
+    {"", "aten::conv_transpose2d plumb::conv_transpose2d", {.contraction = transposed(2)}},
+    {"", "aten::conv_transpose3d plumb::conv_transpose3d", {.contraction = transposed(3)}},
+
+    // --- recurrent ---
+    {"aten::", "lstm", {.draws_if = "train", .draws_with = "dropout", .recurrent = RecurrentLayer::Lstm}},
+    {"aten::", "gru", {.draws_if = "train", .draws_with = "dropout", .recurrent = RecurrentLayer::Gru}},
+    {"aten::", "rnn_tanh", {.draws_if = "train", .draws_with = "dropout", .recurrent = RecurrentLayer::Tanh}},
+    {"aten::", "rnn_relu", {.draws_if = "train", .draws_with = "dropout", .recurrent = RecurrentLayer::Relu}},
+    {"aten::", "lstm_cell", {.recurrent = RecurrentLayer::Lstm, .recurrent_cell = true}},
+    {"aten::", "gru_cell", {.recurrent = RecurrentLayer::Gru, .recurrent_cell = true}},
+    {"aten::", "rnn_tanh_cell", {.recurrent = RecurrentLayer::Tanh, .recurrent_cell = true}},
+    {"aten::", "rnn_relu_cell", {.recurrent = RecurrentLayer::Relu, .recurrent_cell = true}},
+
+    // --- norms that write their running statistics ---
+    {"",
+     "aten::batch_norm aten::native_batch_norm aten::_batch_norm_impl_index plumb::batch_norm",
+     {.writes = {"running_mean", "running_var"}, .writes_if = "training"}},
+    {"aten::", "instance_norm", {.writes = {"running_mean", "running_var"}, .writes_if = "use_input_stats"}},
+    {"aten::",
+     "cudnn_batch_norm miopen_batch_norm",
+     {.refused = kOneLibrary, .writes = {"running_mean", "running_var"}, .writes_if = "training"}},
+
     // --- random ---
     {"aten::",
      "scaled_dot_product_attention _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention "
      "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
      "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable",
      {.draws_with = "dropout_p", .contraction = kAttention}},
+    {"plumb::", "scaled_dot_product_attention", {.draws_with = "dropout_p", .contraction = kAttention}},
+    {"aten::", "_fused_sdp_choice", {.draws_with = "dropout_p"}},
     {"aten::",
      "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout",
      {.may_alias = true, .draws_if = "train"}},
+    {"aten::", "dropout_ feature_dropout_ alpha_dropout_ feature_alpha_dropout_", {.draws_if = "train"}},
+    {"plumb::", "dropout native_dropout", {.draws_if = "train"}},
+    {"aten::", "rrelu rrelu_", {.draws_if = "training"}},
     {"aten::",
      "_cudnn_attention_forward _efficient_attention_forward _flash_attention_forward "
      "_flash_attention_forward_no_dropout_inplace _scaled_dot_product_attention_math_for_mps "
@@ -199,6 +110,11 @@ constexpr OperatorGroup kGroups[] = {
      "clone contiguous flatten reshape reshape_as swapdims unflatten _unsafe_view",
      {.passes_through = true, .rearranges = true}},
     {"aten::", "lift_fresh matrix_H resolve_conj resolve_neg tensor_split to _to_copy", {.passes_through = true}},
+    {"aten::", "diagonal unfold", {.plain_view = true}},
+    {"aten::", "type_as", {.may_alias = true, .passes_through = true}},
+    {"plumb::", "quantise simulate_format", {.passes_through = true}},
+    {"plumb::", "track track_rounded", {.has_effects = true, .passes_through = true}},
+    {"plumb::", "track_traced", {.has_effects = true}},
 
     // --- may return an input, and no schema says so ---
     {"aten::",
@@ -210,9 +126,38 @@ constexpr OperatorGroup kGroups[] = {
     {"aten::",
      "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_",
      {.uninitialised = true}},
+    {"aten::", "empty_quantized", {.refused = kQuantised, .uninitialised = true}},
 
-    // --- values that the program takes ---
+    // --- values and sizes that depend on data ---
     {"aten::", "item _local_scalar_dense is_nonzero equal allclose", {.reads_value = true}},
+    {"aten::", "q_scale q_zero_point _choose_qparams_per_tensor", {.refused = kQuantised, .reads_value = true}},
+    {"aten::", "_nnz", {.refused = kSparse, .reads_value = true}},
+    {"aten::", "index", {.data_sizes = OfMasks}},
+    {"aten::", "where", {.data_sizes = OfCondition}},
+    {"aten::", "nonzero_numpy _pack_padded_sequence _pad_packed_sequence", {.data_sizes = Always}},
+
+    // --- no tensor arithmetic ---
+    {"aten::", "from_file", {.refused = "it opens files"}},
+    {"aten::", "_print", {.refused = "it writes to the terminal"}},
+    {"aten::", "set set_ set_data", {.refused = kForeignMemory}},
+    {"aten::", "_reshape_alias", {.refused = "it looks at memory without asking whether that is its tensor's"}},
+    {"aten::", "_backward retain_grad get_gradients", {.refused = kAutograd}},
+    {"aten::", "record_stream", {.refused = "it is about a device's streams"}},
+    {"plumb::",
+     "python_function",
+     {.refused = "it calls Python functions of this process by their number", .opaque = true}},
+
+    // --- whole namespaces ---
+    {"",
+     "_c10d_functional:: _c10d_functional_autograd:: _dtensor:: c10d:: symm_mem:: rpc::",
+     {.refused = "it talks to other processes", .has_effects = true}},
+    {"", "inductor:: aoti_torch::", {.refused = kForeignMemory}},
+    {"", "prim:: static_runtime::", {.refused = "it belongs to TorchScript's interpreter"}},
+    {"", "profiler::", {.refused = "it is about torch's profiler"}},
+    {"", "_test::", {.refused = kTestOfItself}},
+    {"", "mkldnn:: mkldnn_prepacked:: mkl:: onednn::", {.refused = kOneLibrary}},
+    {"", "quantized:: _quantized:: quantization::", {.refused = kQuantised}},
+    {"", "sparse::", {.refused = kSparse}},
 
     // --- backward passes ---
     {"plumb::",
@@ -373,21 +318,14 @@ constexpr RecomputeFacts kRecompute[] = {
 };
 
 constexpr RefusedFamily kFamilies[] = {
-    {"aten::fbgemm_", kForeignMemory},
-    {"aten::_cufft_", "it sets what the whole process uses"},
-    {"aten::cudnn_", kOneLibrary},
-    {"aten::_cudnn_", kOneLibrary},
-    {"aten::miopen_", kOneLibrary},
-    {"aten::mkldnn_", kOneLibrary},
-    {"aten::_mkldnn_", kOneLibrary},
-    {"aten::mps_", kOneLibrary},
-    {"aten::_mps_", kOneLibrary},
-    {"aten::quantize", kQuantised},
-    {"aten::q_", kQuantised},
-    {"aten::sparse_", kSparse},
-    {"aten::_sparse_", kSparse},
-    {"aten::_nested_", "it makes nested tensors, whose parts nobody checks"},
-    {"aten::_test_", "it is torch's test of itself"},
+    {"aten::fbgemm_", kForeignMemory}, {"aten::_cufft_", "it sets what the whole process uses"},
+    {"aten::cudnn_", kOneLibrary},     {"aten::_cudnn_", kOneLibrary},
+    {"aten::miopen_", kOneLibrary},    {"aten::mkldnn_", kOneLibrary},
+    {"aten::_mkldnn_", kOneLibrary},   {"aten::mps_", kOneLibrary},
+    {"aten::_mps_", kOneLibrary},      {"aten::quantize", kQuantised},
+    {"aten::q_", kQuantised},          {"aten::sparse_", kSparse},
+    {"aten::_sparse_", kSparse},       {"aten::_nested_", "it makes nested tensors, whose parts nobody checks"},
+    {"aten::_test_", kTestOfItself},
 };
 
 constexpr std::string_view kTorchs[] = {"aten",     "prim",      "prims",    "c10d", "_c10d_functional",
@@ -395,7 +333,6 @@ constexpr std::string_view kTorchs[] = {"aten",     "prim",      "prims",    "c1
 
 }  // namespace
 
-std::span<const OperatorFacts> operator_rows() { return kRows; }
 std::span<const OperatorGroup> operator_groups() { return kGroups; }
 std::span<const RefusedFamily> refused_families() { return kFamilies; }
 std::span<const RecomputeFacts> recompute_facts() { return kRecompute; }

@@ -10,12 +10,9 @@ namespace plumb {
 
 constexpr const char* kTrustsSaved = "its kernel takes what a forward pass saved on trust";
 
-// Operators with a row of their own, and whole namespaces.
-std::span<const OperatorFacts> operator_rows();
-
-// Operators of one namespace whose rows are equal.
+// Operators, or whole namespaces, whose rows are equal.
 struct OperatorGroup {
-  std::string_view space;    // "aten::"
+  std::string_view space;    // "aten::"; "" where the names have theirs
   std::string_view names;    // apart by spaces
   OperatorFacts facts = {};  // of each of them, but for the name
 };

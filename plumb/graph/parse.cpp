@@ -1,5 +1,6 @@
 // Text -> Graph: the inverse of print.cpp. The text may come from anywhere: whatever is wrong ends in an Error that
 // names line and column.
+#include <algorithm>
 #include <cctype>
 #include <charconv>
 
@@ -57,12 +58,11 @@ class Parser : private Tokens {
       do {
         if (accept('[')) {
           int32_t n = 0;
-          while (!accept(']')) {
-            if (n) expect(',');
+          elements(']', [&] {
             results.push_back(result());
             if (results.size() > kMaxListResults) fail("too many results");
             ++n;
-          }
+          });
           list_sizes.push_back(n);
           layout.push_back(n);
         } else {
@@ -134,21 +134,19 @@ class Parser : private Tokens {
   Node* call(Graph& graph, const std::vector<int32_t>& list_sizes) {
     skip_space();
     const size_t start = at_;
-    while (at_ < text_.size() && (word_char(text_[at_]) || text_[at_] == ':' || text_[at_] == '.')) ++at_;
-    std::string name(text_.substr(start, at_ - start));
+    const std::string name(take([](char c) { return word_char(c) || c == ':' || c == '.'; }));
     if (name.empty()) fail("expected an operator" + found());
-    auto op = try_find_operator(name);
-    if (!op) {
+    const c10::OperatorHandle op = [&] {
       try {
-        find_operator(name);
+        return find_operator(name);
       } catch (const Error& e) {
         fail_at(start, e.message() + " (" + e.remedy() + ")");
       }
-    }
+    }();
     if (!is_trusted_) {
       if (auto refusal = refused_in_files(name)) fail_at(start, refusal->message + " (" + refusal->remedy + ")");
     }
-    const auto& arguments = op->schema().arguments();
+    const auto& arguments = op.schema().arguments();
     std::vector<std::optional<Arg>> given(arguments.size());
     expect('(');
     bool named = false;
@@ -158,21 +156,15 @@ class Parser : private Tokens {
       const size_t here = at_;
       size_t index = position;
       std::string_view key = peek_word();
-      if (!key.empty() && (std::isalpha(static_cast<unsigned char>(key[0])) || key[0] == '_')) {
-        word();
-        if (accept('=')) {
-          named = true;
-          index = arguments.size();
-          for (size_t i = 0; i < arguments.size(); ++i) {
-            if (arguments[i].name() == key) index = i;
-          }
-          if (index == arguments.size()) fail_at(here, name + " has no argument '" + std::string(key) + "'");
-        } else {
-          at_ = here;
-          if (named) fail("a positional argument after a named one");
-        }
-      } else if (named) {
-        fail("a positional argument after a named one");
+      const bool word_here = !key.empty() && (std::isalpha(static_cast<unsigned char>(key[0])) || key[0] == '_');
+      if (word_here && (word(), accept('='))) {
+        const auto found = op.schema().argumentIndexWithName(key);
+        if (!found) fail_at(here, name + " has no argument '" + std::string(key) + "'");
+        index = static_cast<size_t>(*found);
+        named = true;
+      } else {
+        at_ = here;
+        if (named) fail("a positional argument after a named one");
       }
       if (index >= arguments.size()) fail_at(here, name + " takes " + std::to_string(arguments.size()) + " arguments");
       if (given[index]) fail_at(here, "argument '" + arguments[index].name() + "' is given twice");
@@ -181,9 +173,9 @@ class Parser : private Tokens {
     std::vector<Arg> args;
     args.reserve(arguments.size());
     for (size_t i = 0; i < arguments.size(); ++i) {
-      args.push_back(given[i] ? std::move(*given[i]) : default_argument(op->schema(), i));
+      args.push_back(given[i] ? std::move(*given[i]) : default_argument(op.schema(), i));
     }
-    return graph.call(*op, std::move(args), list_sizes);
+    return graph.call(op, std::move(args), list_sizes);
   }
 
   Result result() {
@@ -193,14 +185,9 @@ class Parser : private Tokens {
       skip_space();
       const size_t start = at_;
       std::string_view type = word();
-      if (type == "int") {
-        r.type = ValueType::Int;
-      } else if (type == "float") {
-        r.type = ValueType::Float;
-      } else if (type == "bool") {
-        r.type = ValueType::Bool;
-      } else if (type == "other") {
-        r.type = ValueType::Other;
+      const auto known = std::ranges::find(kValueTypes, type);
+      if (known != std::end(kValueTypes)) {
+        r.type = static_cast<ValueType>(known - kValueTypes + 1);
       } else {
         auto dtype = dtype_from_short_name(type);
         if (!dtype) fail_at(start, "unknown type '" + std::string(type) + "'");
@@ -214,8 +201,7 @@ class Parser : private Tokens {
     TensorMeta m;
     m.dtype = dtype;
     expect('[');
-    while (!accept(']')) {
-      if (!m.sizes.empty()) expect(',');
+    elements(']', [&] {
       std::string symbol;
       if (peek('"')) {
         symbol = quoted();
@@ -225,20 +211,18 @@ class Parser : private Tokens {
       m.sizes.push_back(integer());
       if (!symbol.empty() || !m.symbols.empty()) m.symbols.push_back(std::move(symbol));
       if (m.sizes.size() > 64) fail("a tensor of more than 64 dimensions");
-    }
+    });
     m.strides = contiguous_strides(m.sizes);
     if (accept('{')) {
       m.strides.clear();
-      while (!accept('}')) {
-        if (!m.strides.empty()) expect(',');
+      elements('}', [&] {
         m.strides.push_back(integer());
         if (m.strides.size() > 64) fail("a tensor of more than 64 dimensions");
-      }
+      });
     }
     if (accept('@')) {
       size_t start = at_;
-      while (at_ < text_.size() && (word_char(text_[at_]) || text_[at_] == ':')) ++at_;
-      m.device = device(std::string(text_.substr(start, at_ - start)), start);
+      m.device = device(std::string(take([](char c) { return word_char(c) || c == ':'; })), start);
     }
     if (accept_word("grad")) m.requires_grad = true;
     return m;
@@ -255,10 +239,7 @@ class Parser : private Tokens {
   std::vector<Arg> plain_args(Graph& graph) {
     std::vector<Arg> args;
     expect('(');
-    while (!accept(')')) {
-      if (!args.empty()) expect(',');
-      args.push_back(arg(graph, IntMeaning::Plain, 0));
-    }
+    elements(')', [&] { args.push_back(arg(graph, IntMeaning::Plain, 0)); });
     return args;
   }
 
@@ -272,14 +253,9 @@ class Parser : private Tokens {
       fail_at(start, "%" + name + " is used before it is produced");
     }
     if (accept('[')) {
-      Arg::List elements;
-      bool values = false;
-      while (!accept(']')) {
-        if (!elements.empty()) expect(',');
-        elements.push_back(arg(graph, meaning, depth + 1));
-        values = values || elements.back().has_values();
-      }
-      return elements;
+      Arg::List list;
+      elements(']', [&] { list.push_back(arg(graph, meaning, depth + 1)); });
+      return list;
     }
     if (peek('"')) return quoted();
     if (at_ < text_.size() && (std::isdigit(static_cast<unsigned char>(text_[at_])) || text_[at_] == '-'))
@@ -313,11 +289,8 @@ class Parser : private Tokens {
   Arg torch_constant(std::string_view name, IntMeaning meaning, size_t at) {
     if (meaning == IntMeaning::Layout && name == "strided") return static_cast<int64_t>(at::kStrided);
     if (meaning == IntMeaning::MemoryFormat) {
-      int64_t i = 0;
-      for (std::string_view format : {"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"}) {
-        if (name == format) return i;
-        ++i;
-      }
+      const auto known = std::ranges::find(kMemoryFormats, name);
+      if (known != std::end(kMemoryFormats)) return static_cast<int64_t>(known - kMemoryFormats);
     }
     if (meaning == IntMeaning::ScalarType) {
       if (auto dtype = dtype_from_torch_name(name)) return static_cast<int64_t>(*dtype);

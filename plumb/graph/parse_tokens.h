@@ -1,4 +1,4 @@
-// The tokens of a graph's text. Internal to the parser (parse.cpp).
+// The tokens of a graph's text. Internal to its parser and printer (parse.cpp, print.cpp).
 #pragma once
 
 #include <cctype>
@@ -11,6 +11,11 @@
 #include "plumb/core/text.h"
 
 namespace plumb {
+
+// The types of values that are no tensors, as ValueType has them from Int on, and torch's memory formats by number.
+inline constexpr std::string_view kValueTypes[] = {"int", "float", "bool", "other"};
+inline constexpr std::string_view kMemoryFormats[] = {"contiguous_format", "preserve_format", "channels_last",
+                                                      "channels_last_3d"};
 
 // An error in a text, with the line and column at its start.
 struct ParseError : Error {
@@ -62,18 +67,31 @@ class Tokens {
     if (at_ >= text_.size()) return ", found the end of the text";
     return std::string(", found '") + text_[at_] + "'";
   }
+  // The characters from here on that are such.
+  template <class Is>
+  std::string_view take(const Is& is) {
+    const size_t start = at_;
+    while (at_ < text_.size() && is(text_[at_])) ++at_;
+    return text_.substr(start, at_ - start);
+  }
   static bool word_char(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
   std::string_view word() {
     skip_space();
-    size_t start = at_;
-    while (at_ < text_.size() && word_char(text_[at_])) ++at_;
-    return text_.substr(start, at_ - start);
+    return take(word_char);
   }
   std::string_view peek_word() {
     size_t start = (skip_space(), at_);
     auto w = word();
     at_ = start;
     return w;
+  }
+  // Reads an element with each call of `read`, with commas between, up to the closing bracket.
+  template <class Read>
+  void elements(char close, const Read& read) {
+    for (bool first = true; !accept(close); first = false) {
+      if (!first) expect(',');
+      read();
+    }
   }
   void expect_word(std::string_view w) {
     skip_space();
@@ -87,10 +105,9 @@ class Tokens {
   }
   std::string value_name() {
     expect('%');
-    size_t start = at_;
-    while (at_ < text_.size() && word_char(text_[at_])) ++at_;
-    if (at_ == start) fail("expected a value's name after '%'");
-    return std::string(text_.substr(start, at_ - start));
+    const std::string_view name = take(word_char);
+    if (name.empty()) fail("expected a value's name after '%'");
+    return std::string(name);
   }
   std::string quoted() {
     expect('"');

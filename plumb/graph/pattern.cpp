@@ -65,18 +65,13 @@ class Matcher {
     return pattern == candidate;
   }
 
-  static double number(const Arg& arg) {
-    const auto& v = arg.constant();
-    return v.isDouble() ? v.toDouble() : v.isInt() ? static_cast<double>(v.toInt()) : static_cast<double>(v.toBool());
-  }
+  static double number(const Arg& arg) { return arg.constant().toScalar().toDouble(); }
 
   bool bind(const Value& placeholder, const Arg& candidate) {
     if (candidate.is_list() || candidate.is_none()) return false;
-    if (placeholder.is_tensor()) {
-      if (candidate.is_value() ? !candidate.value()->is_tensor() : !is_number(candidate)) return false;
-    } else if (candidate.is_value() ? candidate.value()->is_tensor() : !is_number(candidate)) {
+    // A number fits both kinds, a value its own.
+    if (candidate.is_value() ? candidate.value()->is_tensor() != placeholder.is_tensor() : !is_number(candidate))
       return false;
-    }
     auto [it, fresh] = bound_.emplace(placeholder.producer()->target(), candidate);
     return fresh || it->second == candidate;
   }

@@ -49,11 +49,6 @@ struct Out {
   uint32_t reg;   // first register
 };
 
-struct GradModeScope {
-  bool saved = c10::GradMode::is_enabled();
-  ~GradModeScope() { c10::GradMode::set_enabled(saved); }
-};
-
 }  // namespace
 
 struct Plan::Impl {
@@ -107,7 +102,7 @@ struct Plan::Impl {
     stack.reserve(32);
     const bool caller_grad = c10::GradMode::is_enabled();
     bool grad = caller_grad;
-    GradModeScope restore;
+    const c10::AutoGradMode restore(caller_grad);
     std::optional<c10::impl::IncludeDispatchKeyGuard> watched;
     if (rounds && caller_grad) watched.emplace(kRecomputeKey);
     const Instruction* now = nullptr;
@@ -240,6 +235,12 @@ Slot PlanCompiler::use(const Node& node, const Value* v, bool wrap) {
   return {final_read || (last == &node && reads == 0) ? Slot::Move : Slot::Copy, reg(v)};
 }
 
+// Sums, products and the like, also in place.
+static bool is_arithmetic(std::string_view name) {
+  if (name.ends_with('_')) name.remove_suffix(1);
+  return name == "aten::mul" || name == "aten::add" || name == "aten::sub" || name == "aten::div";
+}
+
 static bool takes_tensor(c10::TypePtr type) {
   if (type->kind() == c10::TypeKind::OptionalType) type = type->castRaw<c10::OptionalType>()->getElementType();
   return type->kind() == c10::TypeKind::TensorType;
@@ -250,10 +251,7 @@ static bool takes_tensor(c10::TypePtr type) {
 // double itself.
 IValue PlanCompiler::wrapped_number(const Node& node, const IValue& number) const {
   at::Tensor tensor = at::native::wrapped_scalar_tensor(number.toScalar());
-  const std::string_view name = node.op_name();
-  const bool simple = name == "aten::mul" || name == "aten::add" || name == "aten::sub" || name == "aten::div" ||
-                      name == "aten::mul_" || name == "aten::add_" || name == "aten::sub_" || name == "aten::div_";
-  if (!simple || node.num_inputs() != 1) return tensor;
+  if (!is_arithmetic(node.op_name()) || node.num_inputs() != 1) return tensor;
   const auto& meta = node.input(0)->meta();
   if (!meta || meta->dtype != at::kFloat || !(number.isDouble() || number.isInt())) return tensor;
   at::Tensor cast = tensor.to(at::kFloat);
@@ -266,7 +264,7 @@ IValue PlanCompiler::wrapped_number(const Node& node, const IValue& number) cons
 std::optional<c10::OperatorHandle> PlanCompiler::faster_overload(const Node& node) {
   if (!node.is_call() || !node.target().ends_with(".Scalar") || node.num_inputs() != 1) return std::nullopt;
   const std::string_view name = node.op_name();
-  if (name != "aten::mul" && name != "aten::add" && name != "aten::sub" && name != "aten::div") return std::nullopt;
+  if (!is_arithmetic(name) || name.ends_with('_')) return std::nullopt;
   const auto& meta = node.input(0)->meta();
   if (!meta || meta->dtype != at::kFloat || !node.arg(1).is_constant()) return std::nullopt;
   if (!node.arg(1).constant().isDouble() && !node.arg(1).constant().isInt()) return std::nullopt;

@@ -1,8 +1,12 @@
 // Graph -> text. parse.cpp is its inverse; the grammar is in docs/design/graph.md.
+#include <c10/util/irange.h>
+
 #include <charconv>
 
 #include "plumb/graph/graph.h"
 #include "plumb/graph/names.h"
+#include "plumb/graph/node_kind.h"
+#include "plumb/graph/parse_tokens.h"
 #include "plumb/graph/schema_fit.h"
 
 namespace plumb {
@@ -32,11 +36,8 @@ class Printer {
     if (node.kind() != NodeKind::Output) results(node);
     switch (node.kind()) {
       case NodeKind::Placeholder:
-        out_ += "placeholder ";
-        quoted(node.target());
-        break;
       case NodeKind::GetAttr:
-        out_ += "get_attr ";
+        out_ += std::string(to_string(node.kind())) + " ";
         quoted(node.target());
         break;
       case NodeKind::CallFunction:
@@ -61,26 +62,25 @@ class Printer {
     if (options_.locations) location(node.meta());
   }
 
+  // What `put` writes for each element, with commas between.
+  template <class Range, class Put>
+  void commas(const Range& range, const Put& put) {
+    bool first = true;
+    for (const auto& element : range) {
+      if (!first) out_ += ", ";
+      first = false;
+      put(element);
+    }
+  }
+
   void results(const Node& node) {
     size_t next = 0;
-    bool first = true;
-    auto separator = [&](const char* text) {
-      if (!first) out_ += text;
-      first = false;
-    };
-    for (int32_t count : node.result_layout()) {
-      separator(", ");
-      if (count < 0) {
-        value(*node.result(next++));
-      } else {
-        out_ += '[';
-        for (int32_t i = 0; i < count; ++i) {
-          if (i) out_ += ", ";
-          value(*node.result(next++));
-        }
-        out_ += ']';
-      }
-    }
+    commas(node.result_layout(), [&](int32_t count) {
+      if (count < 0) return value(*node.result(next++));
+      out_ += '[';
+      commas(c10::irange(count), [&](int32_t) { value(*node.result(next++)); });
+      out_ += ']';
+    });
     if (!node.result_layout().empty()) out_ += " = ";
   }
 
@@ -88,38 +88,28 @@ class Printer {
     out_ += '%';
     out_ += v.name();
     // The type of a non-tensor is part of what the graph means; a tensor's meta can be left out.
-    switch (v.type()) {
-      case ValueType::Tensor:
-        if (options_.types && v.meta()) {
-          out_ += ": ";
-          tensor_type(*v.meta());
-        }
-        break;
-      case ValueType::Int: out_ += ": int"; break;
-      case ValueType::Float: out_ += ": float"; break;
-      case ValueType::Bool: out_ += ": bool"; break;
-      case ValueType::Other: out_ += ": other"; break;
+    if (!v.is_tensor()) {
+      out_ += ": " + std::string(kValueTypes[static_cast<size_t>(v.type()) - 1]);
+    } else if (options_.types && v.meta()) {
+      out_ += ": ";
+      tensor_type(*v.meta());
     }
   }
 
   void tensor_type(const TensorMeta& m) {
     out_ += short_name(m.dtype);
     out_ += '[';
-    for (size_t i = 0; i < m.sizes.size(); ++i) {
-      if (i) out_ += ", ";
+    commas(c10::irange(m.sizes.size()), [&](size_t i) {
       if (i < m.symbols.size() && !m.symbols[i].empty()) {
         quoted(m.symbols[i]);
         out_ += '=';
       }
       out_ += std::to_string(m.sizes[i]);
-    }
+    });
     out_ += ']';
     if (!m.is_contiguous()) {
       out_ += '{';
-      for (size_t i = 0; i < m.strides.size(); ++i) {
-        if (i) out_ += ", ";
-        out_ += std::to_string(m.strides[i]);
-      }
+      commas(m.strides, [&](int64_t stride) { out_ += std::to_string(stride); });
       out_ += '}';
     }
     if (m.device != at::Device(at::kCPU)) out_ += '@' + m.device.str();
@@ -128,10 +118,7 @@ class Printer {
 
   void plain_args(const Node& node) {
     out_ += '(';
-    for (size_t i = 0; i < node.args().size(); ++i) {
-      if (i) out_ += ", ";
-      arg(node.arg(i), IntMeaning::Plain);
-    }
+    commas(node.args(), [&](const Arg& a) { arg(a, IntMeaning::Plain); });
     out_ += ')';
   }
 
@@ -139,23 +126,16 @@ class Printer {
   void call_args(const Node& node) {
     const auto& schema = node.schema();
     out_ += '(';
-    bool named = false, first = true;
-    size_t last_shown = 0;  // one past the last argument that differs from its default
+    std::vector<size_t> shown;
     for (size_t i = 0; i < node.args().size(); ++i) {
-      if (!is_default(schema, i, node.arg(i))) last_shown = i + 1;
+      if (!is_default(schema, i, node.arg(i))) shown.push_back(i);
     }
-    for (size_t i = 0; i < last_shown; ++i) {
+    size_t next = 0;
+    commas(shown, [&](size_t i) {
       const auto& argument = schema.arguments()[i];
-      if (is_default(schema, i, node.arg(i))) {
-        named = true;
-        continue;
-      }
-      if (argument.kwarg_only()) named = true;
-      if (!first) out_ += ", ";
-      first = false;
-      if (named) out_ += argument.name() + "=";
+      if (i != next++ || argument.kwarg_only()) out_ += argument.name() + "=", next = node.args().size();
       arg(node.arg(i), int_meaning(argument));
-    }
+    });
     out_ += ')';
   }
 
@@ -169,10 +149,7 @@ class Printer {
       out_ += a.value()->name();
     } else if (a.is_list()) {
       out_ += '[';
-      for (size_t i = 0; i < a.list().size(); ++i) {
-        if (i) out_ += ", ";
-        arg(a.list()[i], meaning);
-      }
+      commas(a.list(), [&](const Arg& e) { arg(e, meaning); });
       out_ += ']';
     } else {
       constant(a.constant(), meaning);
@@ -202,12 +179,7 @@ class Printer {
       out_ += ')';
     } else if (v.isList()) {
       out_ += '[';
-      bool first = true;
-      for (const c10::IValue& e : v.toListRef()) {
-        if (!first) out_ += ", ";
-        first = false;
-        constant(e, meaning);
-      }
+      commas(v.toListRef(), [&](const c10::IValue& e) { constant(e, meaning); });
       out_ += ']';
     } else {
       out_ += "<" + v.tagKind() + ">";  // has no text; parse refuses it
@@ -220,9 +192,7 @@ class Printer {
     } else if (meaning == IntMeaning::Layout && v == static_cast<int64_t>(at::kStrided)) {
       out_ += "torch.strided";
     } else if (meaning == IntMeaning::MemoryFormat && v >= 0 && v <= 3) {
-      static constexpr const char* kFormats[] = {"contiguous_format", "preserve_format", "channels_last",
-                                                 "channels_last_3d"};
-      out_ += std::string("torch.") + kFormats[v];
+      out_ += "torch." + std::string(kMemoryFormats[static_cast<size_t>(v)]);
     } else {
       out_ += std::to_string(v);
     }

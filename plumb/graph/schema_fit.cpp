@@ -37,55 +37,47 @@ struct Fitter {
   [[noreturn]] void fail(const Arg& arg) const { misfit(schema, index, kind_of(arg)); }
 
   Arg constant(const TypePtr& type, const IValue& v, const Arg& original) const {
+    bool fits = true;
     switch (type->kind()) {
       case TypeKind::TensorType:
         // A number is a wrapped number; None is an undefined tensor.
-        if (v.isNone() || is_number(v)) return v;
         if (v.isTensor() && !v.toTensor().defined()) return IValue();
-        fail(original);
+        fits = v.isNone() || is_number(v);
+        break;
       case TypeKind::IntType:
       case TypeKind::SymIntType:
-        if (v.isInt()) return v;
         if (v.isBool()) return IValue(static_cast<int64_t>(v.toBool()));
         if (v.isSymInt()) {
           if (auto plain = v.toSymInt().maybe_as_int()) return IValue(*plain);
         }
-        fail(original);
+        fits = v.isInt();
+        break;
       case TypeKind::FloatType:
       case TypeKind::SymFloatType:
-        if (v.isDouble()) return v;
         if (v.isInt()) return IValue(static_cast<double>(v.toInt()));
         if (v.isSymFloat() && !v.toSymFloat().is_symbolic()) return IValue(v.toSymFloat().as_float_unchecked());
-        fail(original);
+        fits = v.isDouble();
+        break;
       case TypeKind::BoolType:
       case TypeKind::SymBoolType:
-        if (v.isBool()) return v;
         if (v.isInt()) return IValue(v.toInt() != 0);
-        fail(original);
-      case TypeKind::NumberType:
-        if (is_number(v)) return v;
-        fail(original);
-      case TypeKind::ComplexType:
-        if (v.isComplexDouble()) return v;
-        fail(original);
-      case TypeKind::StringType:
-        if (v.isString()) return v;
-        fail(original);
+        fits = v.isBool();
+        break;
       case TypeKind::DeviceObjType:
-        if (v.isDevice()) return v;
-        if (v.isString()) {
-          try {
-            return IValue(c10::Device(v.toStringRef()));
-          } catch (const c10::Error&) {
-            fail(original);
-          }
+        try {
+          if (v.isString()) return IValue(c10::Device(v.toStringRef()));
+        } catch (const c10::Error&) {
         }
-        fail(original);
-      case TypeKind::GeneratorType:
-        if (v.isGenerator() || v.isNone()) return v;
-        fail(original);
-      default: return v;  // Any, custom classes, streams: the operator checks them
+        fits = v.isDevice();
+        break;
+      case TypeKind::NumberType: fits = is_number(v); break;
+      case TypeKind::ComplexType: fits = v.isComplexDouble(); break;
+      case TypeKind::StringType: fits = v.isString(); break;
+      case TypeKind::GeneratorType: fits = v.isGenerator() || v.isNone(); break;
+      default: break;  // Any, custom classes, streams: the operator checks them
     }
+    if (!fits) fail(original);
+    return v;
   }
 
   Arg fit(const TypePtr& type, const Arg& arg) const {
@@ -94,12 +86,7 @@ struct Fitter {
       return fit(type->castRaw<c10::OptionalType>()->getElementType(), arg);
     }
     if (arg.is_value()) {
-      const ValueType have = arg.value()->type();
-      const bool wants_tensor = type->kind() == TypeKind::TensorType;
-      if (wants_tensor && have != ValueType::Tensor && have != ValueType::Int && have != ValueType::Float &&
-          have != ValueType::Bool && have != ValueType::Other)
-        fail(arg);
-      if (type->kind() == TypeKind::ListType && have == ValueType::Tensor) fail(arg);
+      if (type->kind() == TypeKind::ListType && arg.value()->is_tensor()) fail(arg);
       return arg;
     }
     if (type->kind() == TypeKind::ListType) return fit_list(type, arg);

@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue_inl.h>
 #include <ATen/core/jit_type.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "plumb/core/error.h"
@@ -19,18 +20,12 @@ constexpr int kMaxDepth = 200;
 constexpr int kMaxJsonDepth = 2 * kMaxDepth + 16;  // an object and a list for each level, and what contexts hold
 
 json dump(const TreeSpec& spec) {
-  json j;
-  if (spec.is_leaf()) {
-    j["type"] = nullptr;
-    j["context"] = nullptr;
-    j["children_spec"] = json::array();
-    return j;
-  }
+  json j = {{"type", nullptr}, {"context", nullptr}, {"children_spec", json::array()}};
+  if (spec.is_leaf()) return j;
   j["type"] = spec.type;
   // torch writes the context of this one type as an object, and reads it only so.
   const bool object = spec.type == "collections.defaultdict";
   j["context"] = object ? parse_json(spec.context, kMaxJsonDepth) : json(spec.context);
-  j["children_spec"] = json::array();
   for (const TreeSpec& child : spec.children) j["children_spec"].push_back(dump(child));
   return j;
 }
@@ -144,18 +139,16 @@ c10::IValue unflatten_from(const TreeSpec& spec, std::vector<c10::IValue>& leave
   std::vector<c10::IValue> children;
   children.reserve(spec.children.size());
   for (const TreeSpec& child : spec.children) children.push_back(unflatten_from(child, leaves, next));
+  const bool tensors =
+      !children.empty() && std::all_of(children.begin(), children.end(), [](const auto& c) { return c.isTensor(); });
+  const auto element = tensors ? c10::TypePtr(c10::TensorType::get()) : c10::TypePtr(c10::AnyType::get());
   if (is_list(spec)) {
-    bool tensors = !children.empty();
-    for (const auto& c : children) tensors = tensors && c.isTensor();
-    c10::impl::GenericList list(tensors ? c10::TypePtr(c10::TensorType::get()) : c10::TypePtr(c10::AnyType::get()));
+    c10::impl::GenericList list(element);
     for (auto& c : children) list.push_back(std::move(c));
     return list;
   }
   if (is_dict(spec)) {
-    bool tensors = !children.empty();
-    for (const auto& c : children) tensors = tensors && c.isTensor();
-    c10::impl::GenericDict dict(c10::StringType::get(),
-                                tensors ? c10::TypePtr(c10::TensorType::get()) : c10::TypePtr(c10::AnyType::get()));
+    c10::impl::GenericDict dict(c10::StringType::get(), element);
     const auto names = spec.keys();
     if (names.size() != children.size()) {
       throw Error(ErrorKind::StructureMismatch, "a dict's tree spec has " + std::to_string(names.size()) +

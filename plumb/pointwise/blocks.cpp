@@ -1,25 +1,8 @@
 // A block of elements through all steps while it is in cache. Steps of one path work in one place: a result that goes
 // to memory is made there, and a gradient where the input's gradient will be.
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/ScalarOps.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/exp.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/neg.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/sigmoid_backward.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/silu_backward.h>
-#include <ATen/ops/sqrt.h>
-#include <ATen/ops/sub.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/tanh_backward.h>
-#include <ATen/ops/threshold_backward.h>
 
 #include <algorithm>
 #include <cstring>
@@ -45,42 +28,12 @@ constexpr int64_t kCostlyCall = 8;
 #define PLUMB_INDEPENDENT
 #endif
 
-// The loops hold one operation each, and nothing may be contracted to a fused multiply-add. Results may be written
-// where an operand is: elements do not depend on each other.
-template <class T>
-PLUMB_VECTORISED void add_loop(const T* a, const T* b, T* y, int64_t n) {
+// y = of(in...). `of` is one operation, or a weighted sum, and nothing may be contracted to a fused multiply-add.
+// Results may be written where an operand is: elements do not depend on each other.
+template <class T, class Of, class... In>
+PLUMB_VECTORISED void loop(int64_t n, Of of, T* y, const In*... in) {
   PLUMB_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] + b[i];
-}
-template <class T>
-PLUMB_VECTORISED void weighted_loop(const T* a, T f, const T* b, T g, T* y, int64_t n) {
-  PLUMB_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] * f + b[i] * g;
-}
-template <class T>
-PLUMB_VECTORISED void sub_loop(const T* a, const T* b, T* y, int64_t n) {
-  PLUMB_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] - b[i];
-}
-template <class T>
-PLUMB_VECTORISED void mul_loop(const T* a, const T* b, T* y, int64_t n) {
-  PLUMB_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] * b[i];
-}
-template <class T>
-PLUMB_VECTORISED void add_number(const T* a, T b, T* y, int64_t n) {
-  PLUMB_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] + b;
-}
-template <class T>
-PLUMB_VECTORISED void mul_number(const T* a, T b, T* y, int64_t n) {
-  PLUMB_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) y[i] = a[i] * b;
-}
-template <class T>
-PLUMB_VECTORISED void neg_loop(const T* a, T* y, int64_t n) {
-  PLUMB_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) y[i] = -a[i];
+  for (int64_t i = 0; i < n; ++i) y[i] = of(in[i]...);
 }
 
 Tensor flat(const Tensor& x) { return x.defined() ? x.as_strided({x.numel()}, {1}, x.storage_offset()) : x; }
@@ -238,13 +191,13 @@ class Blocks {
       body(float());
   }
 
-  template <class T>
-  static const T* in(const Tensor& x) {
-    return static_cast<const T*>(x.const_data_ptr());
-  }
-  template <class T>
-  static T* out(const Tensor& x) {
-    return static_cast<T*>(x.mutable_data_ptr());
+  // y = of(in...), element by element.
+  template <class Of, class... In>
+  void each(const Of& of, Tensor& y, const In&... in) const {
+    typed([&](auto t) {
+      using T = decltype(t);
+      loop(n_, of, static_cast<T*>(y.mutable_data_ptr()), static_cast<const T*>(in.const_data_ptr())...);
+    });
   }
 
   void multiply(const Tensor& a, double b, Tensor& y) const {
@@ -252,21 +205,21 @@ class Blocks {
       at::mul_out(y, a, at::native::wrapped_scalar_tensor(b));
       return;
     }
-    typed([&](auto t) { mul_number(in<decltype(t)>(a), static_cast<decltype(t)>(b), out<decltype(t)>(y), n_); });
+    each([b](auto x) { return x * static_cast<decltype(x)>(b); }, y, a);
   }
   void multiply(const Tensor& a, const Tensor& b, Tensor& y) const {
     if (!plain_) {
       at::mul_out(y, a, b);
       return;
     }
-    typed([&](auto t) { mul_loop(in<decltype(t)>(a), in<decltype(t)>(b), out<decltype(t)>(y), n_); });
+    each([](auto x, auto z) { return x * z; }, y, a, b);
   }
   void negate(const Tensor& a, Tensor& y) const {
     if (!plain_) {
       at::neg_out(y, a);
       return;
     }
-    typed([&](auto t) { neg_loop(in<decltype(t)>(a), out<decltype(t)>(y), n_); });
+    each([](auto x) { return -x; }, y, a);
   }
   void copy(const Tensor& a, Tensor& y) const {
     if (a.const_data_ptr() != y.const_data_ptr())
@@ -274,13 +227,8 @@ class Blocks {
   }
   void sum(const PointwiseStep& step, const Tensor& a, const Tensor& b, Tensor& y) const {
     const double f = factor(step.a), g = factor(step.b);
-    typed([&](auto t) {
-      using T = decltype(t);
-      if (f == 1 && g == 1)
-        add_loop(in<T>(a), in<T>(b), out<T>(y), n_);
-      else
-        weighted_loop(in<T>(a), static_cast<T>(f), in<T>(b), static_cast<T>(g), out<T>(y), n_);
-    });
+    if (f == 1 && g == 1) return each([](auto x, auto z) { return x + z; }, y, a, b);
+    each([f, g](auto x, auto z) { return x * static_cast<decltype(x)>(f) + z * static_cast<decltype(z)>(g); }, y, a, b);
   }
 
   void step_forward(const PointwiseStep& step, Tensor& y) const {
@@ -295,7 +243,7 @@ class Blocks {
         if (!plain_) {
           at::add_out(y, a, b);
         } else if (number) {
-          typed([&](auto t) { add_number(in<decltype(t)>(a), static_cast<decltype(t)>(n), out<decltype(t)>(y), n_); });
+          each([n](auto x) { return x + static_cast<decltype(x)>(n); }, y, a);
         } else {
           sum(step, a, b, y);
         }
@@ -304,7 +252,7 @@ class Blocks {
         if (!plain_ || number) {
           at::sub_out(y, a, b);
         } else {
-          typed([&](auto t) { sub_loop(in<decltype(t)>(a), in<decltype(t)>(b), out<decltype(t)>(y), n_); });
+          each([](auto x, auto z) { return x - z; }, y, a, b);
         }
         return;
       case Kind::Mul: return number ? multiply(a, n, y) : multiply(a, b, y);

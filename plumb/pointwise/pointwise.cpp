@@ -1,5 +1,6 @@
 #include "plumb/pointwise/pointwise.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <sstream>
@@ -10,24 +11,9 @@
 namespace plumb {
 namespace {
 
-struct Name {
-  std::string_view name;
-  PointwiseKind kind;
-};
-constexpr std::array kNames = {Name{"add", PointwiseKind::Add},
-                               Name{"sub", PointwiseKind::Sub},
-                               Name{"mul", PointwiseKind::Mul},
-                               Name{"div", PointwiseKind::Div},
-                               Name{"neg", PointwiseKind::Neg},
-                               Name{"relu", PointwiseKind::Relu},
-                               Name{"sigmoid", PointwiseKind::Sigmoid},
-                               Name{"tanh", PointwiseKind::Tanh},
-                               Name{"exp", PointwiseKind::Exp},
-                               Name{"sqrt", PointwiseKind::Sqrt},
-                               Name{"silu", PointwiseKind::Silu},
-                               Name{"gelu", PointwiseKind::Gelu},
-                               Name{"gelu_tanh", PointwiseKind::GeluTanh},
-                               Name{"scale", PointwiseKind::Scale}};
+// In the order of PointwiseKind.
+constexpr std::string_view kNames[] = {"add",  "sub", "mul",  "div",  "neg",  "relu",      "sigmoid",
+                                       "tanh", "exp", "sqrt", "silu", "gelu", "gelu_tanh", "scale"};
 
 [[noreturn]] void bad(std::string_view step, const std::string& why) {
   throw Error(ErrorKind::InvalidArgument, "plumb::pointwise: step '" + std::string(step) + "': " + why, "",
@@ -88,18 +74,14 @@ PointwiseProgram PointwiseProgram::parse(std::string_view text) {
     const auto parts = words(step, ' ');
     if (parts.size() < 2) bad(step, "it has no argument");
     PointwiseStep made;
-    bool known = false;
     std::string_view wanted = parts[0];
     if (wanted.ends_with('!')) {
       made.keep = true;
       wanted.remove_suffix(1);
     }
-    for (const Name& name : kNames) {
-      if (name.name != wanted) continue;
-      made.kind = name.kind;
-      known = true;
-    }
-    if (!known) bad(step, "'" + std::string(wanted) + "' is not known");
+    const auto known = std::ranges::find(kNames, wanted);
+    if (known == std::end(kNames)) bad(step, "'" + std::string(wanted) + "' is not known");
+    made.kind = static_cast<PointwiseKind>(known - kNames);
     const bool binary = made.kind <= PointwiseKind::Div, scale = made.kind == PointwiseKind::Scale;
     if (parts.size() != (scale ? 4u : binary ? 3u : 2u)) bad(step, "it has another number of arguments");
     made.a = argument(step, parts[1]);
@@ -128,9 +110,7 @@ std::string PointwiseProgram::to_string() const {
   };
   for (const PointwiseStep& step : steps) {
     if (!text.empty()) text += "; ";
-    for (const Name& name : kNames) {
-      if (name.kind == step.kind) text += name.name;
-    }
+    text += kNames[static_cast<size_t>(step.kind)];
     if (step.keep) text += "!";
     put(step.a);
     put(step.b);

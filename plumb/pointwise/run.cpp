@@ -68,16 +68,9 @@ Tensor pointwise_meta(at::TensorList inputs, std::string_view text) {
   return at::empty_like(inputs[0]);
 }
 
-std::vector<bool> as_vector(const c10::IValue& list) {
-  std::vector<bool> values;
-  for (const bool b : list.toBoolList()) values.push_back(b);
-  return values;
-}
-
-c10::List<bool> as_list(const std::vector<bool>& values) {
-  c10::List<bool> list;
-  for (const bool b : values) list.push_back(b);
-  return list;
+PointwiseProgram without_kept(PointwiseProgram program) {
+  for (auto& step : program.steps) step.keep = false;
+  return program;
 }
 
 // Results: the last step's, then those of the kept steps, which have a history of their own for the gradient of the
@@ -92,14 +85,8 @@ struct Pointwise : torch::autograd::Function<Pointwise> {
     Tensors results(1), saved;
     // What a mode watches is one operator, with nothing kept on the side.
     const bool watched = at::areAnyTensorSubclassLike(inputs);
-    const PointwiseProgram* kept_by = &program;
-    PointwiseProgram nothing_kept;
-    if (watched) {
-      nothing_kept = program;
-      for (auto& step : nothing_kept.steps) step.keep = false;
-      kept_by = &nothing_kept;
-    }
-    const PointwiseNeeds needs = pointwise_needs(*kept_by, wanted);
+    const PointwiseNeeds needs =
+        watched ? pointwise_needs(without_kept(program), wanted) : pointwise_needs(program, wanted);
     if (watched) {
       results[0] = ops::pointwise(inputs, text);
     } else {
@@ -117,21 +104,18 @@ struct Pointwise : torch::autograd::Function<Pointwise> {
     saved.insert(saved.end(), results.begin() + 1, results.end());
     if (needs.kept.back()) saved.push_back(results[0]);
     context->save_for_backward(std::move(saved));
-    context->saved_data["wanted"] = as_list(wanted);
+    context->saved_data["wanted"] = c10::IValue(wanted);
     context->saved_data["watched"] = watched;
     context->saved_data["program"] = std::move(text);
     return results;
   }
 
   static Tensors backward(torch::autograd::AutogradContext* context, Tensors gradients) {
-    PointwiseProgram own;
-    const PointwiseProgram* program = &cached_program(context->saved_data["program"].toStringRef());
-    if (context->saved_data["watched"].toBool()) {
-      own = *program;
-      for (auto& step : own.steps) step.keep = false;
-      program = &own;
-    }
-    const auto saved_for = as_vector(context->saved_data["wanted"]);
+    const PointwiseProgram& cached = cached_program(context->saved_data["program"].toStringRef());
+    const bool watched = context->saved_data["watched"].toBool();
+    const PointwiseProgram own = watched ? without_kept(cached) : PointwiseProgram();
+    const PointwiseProgram* program = watched ? &own : &cached;
+    const auto saved_for = context->saved_data["wanted"].toBoolList().vec();
     const size_t num_inputs = saved_for.size(), num_steps = program->steps.size();
     Tensors results(num_inputs + 1);
     std::vector<bool> wanted(num_inputs);

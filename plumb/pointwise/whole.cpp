@@ -1,21 +1,4 @@
-#include <ATen/ops/add.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/exp.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/neg.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/rsub.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/sigmoid_backward.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/silu_backward.h>
-#include <ATen/ops/sqrt.h>
-#include <ATen/ops/sub.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/tanh_backward.h>
-#include <ATen/ops/threshold_backward.h>
+#include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "plumb/pointwise/parts.h"

@@ -1,5 +1,6 @@
 #include "plumb/graph/passes/common_subexpressions.h"
 
+#include <algorithm>
 #include <bit>
 #include <string>
 
@@ -86,11 +87,7 @@ class Merger {
   static bool is_same(const Seen& a, const Seen& b) {
     const Node &x = *a.node, &y = *b.node;
     if (x.target() != y.target() || x.meta().grad_enabled != y.meta().grad_enabled || a.times != b.times) return false;
-    if (x.result_layout() != y.result_layout() || x.args().size() != y.args().size()) return false;
-    for (size_t i = 0; i < x.args().size(); ++i) {
-      if (!(x.arg(i) == y.arg(i))) return false;
-    }
-    return true;
+    return x.result_layout() == y.result_layout() && std::ranges::equal(x.args(), y.args());
   }
 
   bool is_returned(const Value* v) const {

@@ -208,7 +208,7 @@ class Folder {
 
   // --- putting them in ---
   void replace(Value* v, const c10::IValue& value) {
-    if (!v->is_tensor()) return replace_number(v, value);
+    if (!v->is_tensor()) return replace_uses(graph_, v, value);
     at::Tensor tensor = value.toTensor().detach();
     std::string name;
     // A copy of a constant that nobody writes is the constant.
@@ -228,19 +228,11 @@ class Folder {
     graph_.replace_all_uses_with(v, constant->result());
   }
 
-  void replace_number(Value* v, const c10::IValue& value) {
-    const ArgOf swap = [&](Value* other) { return other == v ? Arg(value) : Arg(other); };
-    for (Node* user : v->users()) {
-      for (size_t i = 0; i < user->args().size(); ++i) user->set_arg(i, map_arg(user->arg(i), swap));
-    }
-  }
-
   void erase_folded() {
     std::unordered_set<Node*> sources;
     for (Node* node = graph_.last(); node;) {
       Node* previous = node->prev();
-      const auto results = node->results();
-      const bool used = std::any_of(results.begin(), results.end(), [](const Value* r) { return r->has_uses(); });
+      const bool used = is_used(*node);
       if (candidates_.count(node) && !used) {
         for (const Value* v : node->inputs()) {
           if (constant_attributes_.count(v->producer())) sources.insert(v->producer());

@@ -55,9 +55,7 @@ class Sweep {
  private:
   bool is_live(const Node& node) const {
     if (must_stay(node, options_)) return true;
-    for (size_t i = 0; i < node.num_results(); ++i) {
-      if (node.result(i)->has_uses()) return true;
-    }
+    if (is_used(node)) return true;
     for (Aliases::Memory m : aliases_.written(&node)) {
       if (aliases_.is_external(m) || seen_.count(m)) return true;
     }

@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include "plumb/graph/aliases.h"
+#include "plumb/graph/copy_node.h"
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/passes/tools.h"
 
@@ -76,8 +77,6 @@ std::optional<c10::OperatorHandle> pure_twin(const Node& node) {
   }
   return std::nullopt;
 }
-
-bool is_static(const TensorMeta& m) { return m.symbols.empty(); }
 
 class Functionaliser {
  public:
@@ -239,7 +238,8 @@ class Functionaliser {
     if (!source || !source->meta()) return refuse(a, *node, "the type of what it copies is not known");
     const TensorMeta &from = *source->meta(), &to = *rep->meta();
     if (from.device != to.device) return refuse(a, *node, "it copies from another device");
-    if (!is_static(from) || !is_static(to)) return refuse(a, *node, "it copies between sizes that may change");
+    if (!from.symbols.empty() || !to.symbols.empty())
+      return refuse(a, *node, "it copies between sizes that may change");
     const bool cast = from.dtype != to.dtype, spread = from.sizes != to.sizes;
     if (cast && spread) return refuse(a, *node, "it casts and broadcasts at once");
     if (rep == a.root && to.sizes.empty() && flow_.may_require_grad(rep))
@@ -320,15 +320,7 @@ class Functionaliser {
     std::vector<Value*> chain{a.current};
     for (auto it = steps.rbegin(); it != steps.rend(); ++it) {
       const Node& view = *it->first;
-      std::vector<Arg> args(view.args().begin(), view.args().end());
-      args[0] = chain.back();
-      std::vector<int32_t> sizes;
-      for (int32_t n : view.result_layout()) {
-        if (n >= 0) sizes.push_back(n);
-      }
-      Node* again = graph_.call(view.op(), std::move(args), std::move(sizes));
-      again->meta() = view.meta();
-      for (size_t i = 0; i < view.num_results(); ++i) again->result(i)->set_meta(view.result(i)->meta());
+      Node* again = copy_node(graph_, view, [&](Value* v) { return v == view.input(0) ? chain.back() : v; });
       made_.insert(again);
       views_.push_back(again);
       chain.push_back(again->result(it->second));
@@ -336,11 +328,11 @@ class Functionaliser {
     return chain;
   }
 
-  Node* adopt(Node* made, const Node& like, const std::optional<TensorMeta>& type) {
+  Value* adopt(Node* made, const Node& like, const std::optional<TensorMeta>& type) {
     made->meta() = like.meta();
     made->result()->set_meta(type);
     made_.insert(made);
-    return made;
+    return made->result();
   }
 
   // The write becomes a pure operator, and the root a new value with its result in place.
@@ -357,11 +349,11 @@ class Functionaliser {
     } else {
       std::vector<Arg> args(node->args().begin(), node->args().end());
       args[0] = chain.back();
-      piece = adopt(graph_.call(*pure_twin(*node), std::move(args)), *node, rep->meta())->result();
+      piece = adopt(graph_.call(*pure_twin(*node), std::move(args)), *node, rep->meta());
       names_.emplace_back(piece, node->result()->name());
     }
     for (size_t i = views.size(); i-- > 0;) {
-      piece = adopt(scatter(graph_, *views[i], chain[i], piece), *node, chain[i]->meta())->result();
+      piece = adopt(scatter(graph_, *views[i], chain[i], piece), *node, chain[i]->meta());
     }
     a.current = piece;
     ++a.version;
@@ -376,19 +368,18 @@ class Functionaliser {
     Value* source = node->arg("src").value();
     const TensorMeta from = *source->meta(), to = *rep->meta();
     if (from.dtype != to.dtype) {
-      source =
-          adopt(graph_.call("aten::to.dtype", {source, static_cast<int64_t>(to.dtype)}), *node, std::nullopt)->result();
+      source = adopt(graph_.call("aten::to.dtype", {source, static_cast<int64_t>(to.dtype)}), *node, std::nullopt);
     }
     if (from.sizes != to.sizes) {
-      source = adopt(graph_.call("aten::expand", {source, c10::IValue(to.sizes)}), *node, std::nullopt)->result();
+      source = adopt(graph_.call("aten::expand", {source, c10::IValue(to.sizes)}), *node, std::nullopt);
     }
     if (rep != a.root) return source;
     if (!flow_.may_require_grad(rep)) {
       Node* twin = graph_.call("aten::clone", {source, static_cast<int64_t>(at::MemoryFormat::Contiguous)});
-      return adopt(twin, *node, to)->result();
+      return adopt(twin, *node, to);
     }
     // Gives the overwritten value's history zeros, as copy_ does.
-    return adopt(graph_.call("aten::slice_scatter", {target, source}), *node, to)->result();
+    return adopt(graph_.call("aten::slice_scatter", {target, source}), *node, to);
   }
 
   void erase_unused_views() {
@@ -399,9 +390,7 @@ class Functionaliser {
     views.insert(views.end(), views_.begin(), views_.end());
     std::sort(views.begin(), views.end(), [](const Node* x, const Node* y) { return x != y && y->is_before(x); });
     for (Node* node : views) {
-      const auto results = node->results();
-      if (std::none_of(results.begin(), results.end(), [](const Value* r) { return r->has_uses(); }))
-        graph_.erase(node);
+      if (!is_used(*node)) graph_.erase(node);
     }
   }
 

@@ -4,6 +4,7 @@
 #include <map>
 #include <numeric>
 #include <string_view>
+#include <unordered_set>
 
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/passes/raise_rules.h"
@@ -15,13 +16,12 @@ namespace {
 // Moving an operator later in the graph moves its gradient in the sum of all gradients of its input. The bits stay if
 // nobody else uses that input in between, or if there are but two to add.
 bool keeps_order_of_sums(const Match& match) {
-  std::unordered_map<const Value*, bool> watched;
+  std::unordered_set<const Value*> watched;
   for (const auto& [name, arg] : match.bound) {
-    if (arg.is_value() && arg.value()->uses().size() > 2) watched[arg.value()] = true;
+    if (arg.is_value() && arg.value()->uses().size() > 2) watched.insert(arg.value());
   }
   if (watched.empty()) return true;
-  std::unordered_map<const Node*, bool> inside;
-  for (const Node* node : match.nodes) inside[node] = true;
+  const std::unordered_set<const Node*> inside(match.nodes.begin(), match.nodes.end());
   for (const Node* node = match.nodes.front(); node != match.root; node = node->next()) {
     if (inside.count(node)) continue;
     for (size_t i = 0; i < node->num_inputs(); ++i) {
@@ -120,10 +120,7 @@ Node* apply(Graph& graph, const RaiseRule& rule, Node* root) {
   graph.replace_node(root, made);
   // What fed the root and is not needed any more; another rule's piece may still be.
   for (size_t i = match->nodes.size() - 1; i-- > 0;) {
-    Node* node = match->nodes[i];
-    bool used = false;
-    for (const Value* r : node->results()) used = used || r->has_uses();
-    if (!used) graph.erase(node);
+    if (!is_used(*match->nodes[i])) graph.erase(match->nodes[i]);
   }
   return made;
 }
@@ -147,18 +144,18 @@ bool raise_operators(Graph& graph, const RaiseOptions& options, std::vector<std:
   std::map<std::string, size_t> counts;
   for (Graph* g : every_graph(graph)) {
     for (Node* node = g->first(); node; node = node->next()) {
-      for (bool again = true; again;) {
-        again = false;
+      while (true) {
         auto rules = node->is_call() ? by_root.find(node->op_name()) : by_root.end();
         if (rules == by_root.end()) break;
+        Node* made = nullptr;
         for (const RaiseRule* rule : rules->second) {
-          Node* made = apply(*g, *rule, node);
-          if (!made) continue;
-          ++counts[rule->name];
-          node = made;
-          again = true;
-          break;
+          if ((made = apply(*g, *rule, node))) {
+            ++counts[rule->name];
+            break;
+          }
         }
+        if (!made) break;
+        node = made;
       }
     }
   }

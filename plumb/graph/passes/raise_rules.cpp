@@ -6,7 +6,7 @@
 
 #include <map>
 #include <mutex>
-#include <set>
+#include <sstream>
 
 namespace plumb {
 namespace {
@@ -29,7 +29,15 @@ std::optional<int64_t> last_size(const Arg& arg) {
   return m->sizes.back();
 }
 
-std::string graph_text(const std::string& body) { return "graph {\n" + body + "}\n"; }
+// A rule for what these lines make of the placeholders, "x w eps:float", as %y.
+RaiseRule rule(const char* name, bool exact, const std::string& placeholders, const std::string& lines,
+               std::function<Node*(Graph&, const Match&)> build) {
+  std::string text = "graph {\n";
+  std::istringstream words(placeholders);
+  for (std::string word; words >> word;)
+    text += "%" + word + " = placeholder \"" + word.substr(0, word.find(':')) + "\"\n";
+  return {name, exact, Pattern(text + lines + " output(%y)\n}\n"), std::move(build)};
+}
 
 // --- linear ---
 // Every way to write the transpose of a matrix.
@@ -45,10 +53,9 @@ const std::vector<std::string>& transposes() {
   return all;
 }
 
-Node* biased(Graph& g, const Match& m) {
-  if (!has_rank(m.at("b"), 1)) return nullptr;
-  return g.call("aten::linear", {m.at("x"), m.at("w"), m.at("b")});
-}
+Node* with_bias(Graph& g, const Match& m) { return g.call("aten::linear", {m.at("x"), m.at("w"), m.at("b")}); }
+
+Node* biased(Graph& g, const Match& m) { return has_rank(m.at("b"), 1) ? with_bias(g, m) : nullptr; }
 
 Node* unbiased(Graph& g, const Match& m) {
   // A product of two activations is no linear: only what the state holds is a weight.
@@ -65,38 +72,30 @@ bool is_bias_of(const Match& m) {
 
 Node* exactly_biased(Graph& g, const Match& m) {
   const TensorMeta *x = type_of(m.at("x")), *w = type_of(m.at("w"));
-  if (!is_bias_of(m) || !x || !same_bits_with_bias(*x, *w)) return nullptr;
-  return g.call("aten::linear", {m.at("x"), m.at("w"), m.at("b")});
+  return is_bias_of(m) && x && same_bits_with_bias(*x, *w) ? with_bias(g, m) : nullptr;
 }
 
-Node* roughly_biased(Graph& g, const Match& m) {
-  return is_bias_of(m) ? g.call("aten::linear", {m.at("x"), m.at("w"), m.at("b")}) : nullptr;
-}
+Node* roughly_biased(Graph& g, const Match& m) { return is_bias_of(m) ? with_bias(g, m) : nullptr; }
 
 void add_linear(std::vector<RaiseRule>& rules) {
-  const std::string xwb = "%x = placeholder \"x\" %w = placeholder \"w\" %b = placeholder \"b\"\n";
-  const std::string xw = "%x = placeholder \"x\" %w = placeholder \"w\"\n";
   for (const std::string& t : transposes()) {
-    rules.push_back(
-        {"linear", true, Pattern(graph_text(xwb + "%t = " + t + " %y = aten::addmm(%b, %x, %t) output(%y)")), biased});
-    for (const char* product : {"aten::mm", "aten::matmul"}) {
-      rules.push_back({"linear", true,
-                       Pattern(graph_text(xw + "%t = " + t + " %y = " + product + "(%x, %t) output(%y)")), unbiased});
-    }
+    rules.push_back(rule("linear", true, "x w b", "%t = " + t + " %y = aten::addmm(%b, %x, %t)", biased));
+    for (const char* product : {"aten::mm", "aten::matmul"})
+      rules.push_back(rule("linear", true, "x w", "%t = " + t + " %y = " + product + "(%x, %t)", unbiased));
   }
-  for (const char* sum : {"aten::add.Tensor", "aten::add_.Tensor"}) {
-    Pattern pattern(graph_text(xwb + "%l = aten::linear(%x, %w) %y = " + sum + "(%l, %b) output(%y)"));
-    rules.push_back({"bias", true, std::move(pattern), exactly_biased});
-    Pattern same(graph_text(xwb + "%l = aten::linear(%x, %w) %y = " + sum + "(%l, %b) output(%y)"));
-    rules.push_back({"bias", false, std::move(same), roughly_biased});
+  for (const std::string sum : {"aten::add.Tensor", "aten::add_.Tensor"}) {
+    const std::string lines = "%l = aten::linear(%x, %w) %y = " + sum + "(%l, %b)";
+    rules.push_back(rule("bias", true, "x w b", lines, exactly_biased));
+    rules.push_back(rule("bias", false, "x w b", lines, roughly_biased));
   }
 }
 
 // --- activations ---
 void add_activations(std::vector<RaiseRule>& rules) {
-  auto unary = [&](const char* name, const std::string& body, std::function<Node*(Graph&, const Arg&)> make) {
-    rules.push_back({name, false, Pattern(graph_text("%x = placeholder \"x\"\n" + body + " output(%y)")),
-                     [make](Graph& g, const Match& m) { return m.at("x").is_value() ? make(g, m.at("x")) : nullptr; }});
+  auto unary = [&](const char* name, const std::string& lines, std::function<Node*(Graph&, const Arg&)> make) {
+    rules.push_back(rule(name, false, "x", lines, [make](Graph& g, const Match& m) {
+      return m.at("x").is_value() ? make(g, m.at("x")) : nullptr;
+    }));
   };
   auto silu = [](Graph& g, const Arg& x) { return g.call("aten::silu", {x}); };
   unary("silu", "%s = aten::sigmoid(%x) %y = aten::mul.Tensor(%x, %s)", silu);
@@ -121,10 +120,10 @@ void add_activations(std::vector<RaiseRule>& rules) {
 
 // --- softmax, norms ---
 void add_norms(std::vector<RaiseRule>& rules) {
-  rules.push_back({"softmax", false, Pattern(graph_text(R"(%x = placeholder "x"
+  rules.push_back(rule("softmax", false, "x", R"(
       %m = aten::amax(%x, [-1], True) %d = aten::sub.Tensor(%x, %m) %e = aten::exp(%d)
-      %s = aten::sum.dim_IntList(%e, [-1], True) %y = aten::div.Tensor(%e, %s) output(%y))")),
-                   [](Graph& g, const Match& m) { return g.call("aten::softmax.int", {m.at("x"), -1}); }});
+      %s = aten::sum.dim_IntList(%e, [-1], True) %y = aten::div.Tensor(%e, %s))",
+                       [](Graph& g, const Match& m) { return g.call("aten::softmax.int", {m.at("x"), -1}); }));
   auto shape = [](const Arg& x) -> std::optional<Arg> {
     auto n = last_size(x);
     if (!n) return std::nullopt;
@@ -136,39 +135,34 @@ void add_norms(std::vector<RaiseRule>& rules) {
     return g.call("aten::rms_norm", {m.at("x"), *n, m.at("w"), m.at("eps")});
   };
   // Llama's casts to float32 and back are nodes that do nothing on float32.
-  const std::string head = R"(%x = placeholder "x" %w = placeholder "w" %eps: float = placeholder "eps"
-      )";
   const std::string body = R"( %q = aten::pow.Tensor_Scalar(%f, 2) %v = aten::mean.dim(%q, [-1], True)
       %a = aten::add.Tensor(%v, %eps) %r = aten::rsqrt(%a) %n = aten::mul.Tensor(%f, %r) )";
   auto all_f32 = [rms](Graph& g, const Match& m) -> Node* {
     const TensorMeta *x = type_of(m.at("x")), *w = type_of(m.at("w"));
     return x && w && x->dtype == at::kFloat && w->dtype == at::kFloat ? rms(g, m) : nullptr;
   };
-  std::string plain = head + body + "%y = aten::mul.Tensor(%w, %n) output(%y)";
+  std::string plain = body + "%y = aten::mul.Tensor(%w, %n)";
   for (size_t at; (at = plain.find("%f")) != std::string::npos;) plain.replace(at, 2, "%x");
-  rules.push_back({"rms_norm", false, Pattern(graph_text(plain)), rms});
-  for (bool back : {false, true}) {
-    rules.push_back({"rms_norm", false,
-                     Pattern(graph_text(head + "%f = aten::to.dtype(%x, torch.float32)" + body +
-                                        (back ? "%o = aten::to.dtype(%n, torch.float32) %y = aten::mul.Tensor(%w, %o)"
-                                              : "%y = aten::mul.Tensor(%w, %n)") +
-                                        " output(%y)")),
-                     all_f32});
+  rules.push_back(rule("rms_norm", false, "x w eps:float", plain, rms));
+  for (const char* last :
+       {"%y = aten::mul.Tensor(%w, %n)", "%o = aten::to.dtype(%n, torch.float32) %y = aten::mul.Tensor(%w, %o)"}) {
+    rules.push_back(
+        rule("rms_norm", false, "x w eps:float", "%f = aten::to.dtype(%x, torch.float32)" + body + last, all_f32));
   }
   for (const char* scaled :
        {"%s = aten::sqrt(%a) %n = aten::div.Tensor(%d, %s)", "%s = aten::rsqrt(%a) %n = aten::mul.Tensor(%d, %s)"}) {
-    rules.push_back(
-        {"layer_norm", false,
-         Pattern(graph_text(std::string(R"(%x = placeholder "x" %w = placeholder "w" %b = placeholder "b"
-      %eps: float = placeholder "eps" %m = aten::mean.dim(%x, [-1], True) %d = aten::sub.Tensor(%x, %m)
+    rules.push_back(rule("layer_norm", false, "x w b eps:float",
+                         std::string(R"(
+      %m = aten::mean.dim(%x, [-1], True) %d = aten::sub.Tensor(%x, %m)
       %q = aten::pow.Tensor_Scalar(%d, 2) %v = aten::mean.dim(%q, [-1], True) %a = aten::add.Tensor(%v, %eps) )") +
-                            scaled + " %g = aten::mul.Tensor(%n, %w) %y = aten::add.Tensor(%g, %b) output(%y)")),
-         [shape](Graph& g, const Match& m) -> Node* {
-           auto n = shape(m.at("x"));
-           const Arg& eps = m.at("eps");
-           if (!n || !has_rank(m.at("w"), 1) || !has_rank(m.at("b"), 1) || !eps.is_constant()) return nullptr;
-           return g.call("aten::layer_norm", {m.at("x"), *n, m.at("w"), m.at("b"), eps});
-         }});
+                             scaled + " %g = aten::mul.Tensor(%n, %w) %y = aten::add.Tensor(%g, %b)",
+                         [shape](Graph& g, const Match& m) -> Node* {
+                           auto n = shape(m.at("x"));
+                           const Arg& eps = m.at("eps");
+                           if (!n || !has_rank(m.at("w"), 1) || !has_rank(m.at("b"), 1) || !eps.is_constant())
+                             return nullptr;
+                           return g.call("aten::layer_norm", {m.at("x"), *n, m.at("w"), m.at("b"), eps});
+                         }));
   }
 }
 
@@ -198,16 +192,12 @@ void add_attention(std::vector<RaiseRule>& rules) {
   };
   for (bool divides : {false, true}) {
     for (bool masked : {false, true}) {
-      std::string text =
-          R"(%q = placeholder "q" %k = placeholder "k" %v = placeholder "v" %scale: float = placeholder "scale")";
-      if (masked) text += R"( %mask = placeholder "mask")";
-      text += " %t = aten::transpose.int(%k, -2, -1) %p = aten::matmul(%q, %t) %s = aten::";
-      text += divides ? "div" : "mul";
-      text += ".Tensor(%p, %scale)";
+      std::string text = " %t = aten::transpose.int(%k, -2, -1) %p = aten::matmul(%q, %t) %s = aten::";
+      text += divides ? "div.Tensor(%p, %scale)" : "mul.Tensor(%p, %scale)";
       if (masked) text += " %z = aten::add.Tensor(%s, %mask)";
-      text += std::string(" %a = aten::softmax.int(") + (masked ? "%z" : "%s") +
-              ", -1) %y = aten::matmul(%a, %v) output(%y)";
-      rules.push_back({"attention", false, Pattern(graph_text(text)), build(divides, masked)});
+      text += std::string(" %a = aten::softmax.int(") + (masked ? "%z" : "%s") + ", -1) %y = aten::matmul(%a, %v)";
+      rules.push_back(rule("attention", false, masked ? "q k v scale:float mask" : "q k v scale:float", text,
+                           build(divides, masked)));
     }
   }
 }

@@ -41,6 +41,11 @@ double real_option(const PassOptions& options, std::string_view name, double fal
   return parsed(options, name, fallback, std::numeric_limits<double>::lowest(), "a number");
 }
 
+bool is_used(const Node& node) {
+  const auto results = node.results();
+  return std::any_of(results.begin(), results.end(), [](const Value* r) { return r->has_uses(); });
+}
+
 std::vector<Graph*> every_graph(Graph& graph) {
   std::vector<Graph*> found{&graph};
   std::unordered_set<Graph*> seen{&graph};
