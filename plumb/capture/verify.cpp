@@ -51,6 +51,11 @@ std::vector<Result> run_with_gradients(
   at::manual_seed(1234);
   std::vector<at::Tensor> leaves;
   std::vector<std::string> names;  // of the leaves
+  auto watch = [&](const at::Tensor& leaf, const std::string& name) {
+    if (!leaf.requires_grad()) return;
+    leaves.push_back(leaf);
+    names.push_back("the gradient of " + name);
+  };
   std::vector<c10::IValue> fed;
   size_t next = 0;
   for (const auto& v : request.inputs) {
@@ -60,22 +65,18 @@ std::vector<Result> run_with_gradients(
     }
     at::Tensor leaf = inputs[next++].detach();
     if (leaf.is_floating_point()) leaf.requires_grad_(!as_given || v.toTensor().requires_grad());
-    leaves.push_back(leaf);
-    names.push_back("input " + std::to_string(next - 1));
+    watch(leaf, "input " + std::to_string(next - 1));
     fed.emplace_back(leaf.clone());
   }
   std::map<std::string, at::Tensor> saved;
   for (const Attr& attr : request.state) {
     if (attr.tensor.defined()) saved[attr.name] = attr.tensor.detach().clone();
-    if (attr.kind != AttrKind::Parameter || !attr.tensor.defined()) continue;
-    leaves.push_back(attr.tensor);
-    names.push_back("'" + attr.name + "'");
+    if (attr.kind == AttrKind::Parameter && attr.tensor.defined()) watch(attr.tensor, "'" + attr.name + "'");
   }
   Buffers elsewhere;
   auto outputs = call(fed, elsewhere);
   std::vector<Result> answer;
-  std::vector<at::Tensor> roots, seeds, sources;
-  std::vector<std::string> of_sources;
+  std::vector<at::Tensor> roots, seeds;
   for (const auto& v : outputs) {
     if (!v.isTensor() || !v.toTensor().defined()) continue;
     answer.push_back({"output " + std::to_string(answer.size()), v.toTensor().detach().clone()});
@@ -84,14 +85,9 @@ std::vector<Result> run_with_gradients(
       seeds.push_back(at::ones_like(v.toTensor()));
     }
   }
-  for (size_t i = 0; i < leaves.size(); ++i) {
-    if (!leaves[i].requires_grad()) continue;
-    sources.push_back(leaves[i]);
-    of_sources.push_back("the gradient of " + names[i]);
-  }
-  if (!roots.empty() && !sources.empty()) {
-    const auto grads = torch::autograd::grad(roots, sources, seeds, std::nullopt, false, /*allow_unused=*/true);
-    for (size_t i = 0; i < grads.size(); ++i) answer.push_back({of_sources[i], grads[i]});
+  if (!roots.empty() && !leaves.empty()) {
+    const auto grads = torch::autograd::grad(roots, leaves, seeds, std::nullopt, false, /*allow_unused=*/true);
+    for (size_t i = 0; i < grads.size(); ++i) answer.push_back({names[i], grads[i]});
   }
   at::NoGradGuard no_grad;
   for (const Attr& attr : request.state) {

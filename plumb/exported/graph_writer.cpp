@@ -23,6 +23,25 @@ bool usable_in_python(const std::string& name) {
 
 bool is_check(const Node& node) { return node.is_op("plumb::check_input") || node.is_op("plumb::check_sizes"); }
 
+// Metadata as torch writes it.
+std::string module_stack_text(const ModuleStack& stack) {
+  auto plain = [](std::string text) {
+    std::replace_if(text.begin(), text.end(), [](char c) { return c == ',' || c == ';'; }, '_');
+    return text;
+  };
+  std::string text;
+  for (const ModuleFrame& frame : stack) {
+    text += (text.empty() ? "L__self__" : ";L__self__") + plain(frame.path) + "," + plain(frame.path) + "," +
+            plain(frame.type);
+  }
+  return text;
+}
+
+std::string stack_trace_text(const SourceLocation& source) {
+  return "File \"" + source.file + "\", line " + std::to_string(source.line) +
+         (source.function.empty() ? "" : ", in " + source.function);
+}
+
 }  // namespace
 
 Json GraphWriter::Level::finish() && {
@@ -319,24 +338,6 @@ Json GraphWriter::outputs_of(const Node& node, Level& level) {
     outputs.push_back(none ? Json{{"as_none", true}} : define(value, level));
   }
   return outputs;
-}
-
-std::string module_stack_text(const ModuleStack& stack) {
-  auto plain = [](std::string text) {
-    std::replace_if(text.begin(), text.end(), [](char c) { return c == ',' || c == ';'; }, '_');
-    return text;
-  };
-  std::string text;
-  for (const ModuleFrame& frame : stack) {
-    text += (text.empty() ? "L__self__" : ";L__self__") + plain(frame.path) + "," + plain(frame.path) + "," +
-            plain(frame.type);
-  }
-  return text;
-}
-
-std::string stack_trace_text(const SourceLocation& source) {
-  return "File \"" + source.file + "\", line " + std::to_string(source.line) +
-         (source.function.empty() ? "" : ", in " + source.function);
 }
 
 }  // namespace plumb::pt2

@@ -72,8 +72,4 @@ class GraphWriter {
   std::vector<ToStore> weights_, constants_;
 };
 
-// Metadata as torch writes it.
-std::string module_stack_text(const ModuleStack& stack);
-std::string stack_trace_text(const SourceLocation& source);
-
 }  // namespace plumb::pt2

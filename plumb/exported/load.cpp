@@ -6,10 +6,10 @@
 #include "plumb/exported/exported.h"
 #include "plumb/exported/json_doc.h"
 #include "plumb/exported/node_reader.h"
-#include "plumb/exported/parameter_tags.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/weights.h"
 #include "plumb/exported/zip_file.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
 namespace {
@@ -77,8 +77,7 @@ class Loader {
     read_outputs(graph, signature);
     if (const ZipEntry* samples = zip_.find("data/sample_inputs/" + name_ + ".pt"))
       program_.sample_inputs = zip_.read(*samples);
-    read_tags();
-    read_pretrained();
+    read_extras();
     program_.module = std::make_shared<GraphModule>(std::move(graph_), std::move(state_), in_spec_, out_spec_);
     program_.module->lint();
     return std::move(program_);
@@ -164,17 +163,12 @@ class Loader {
 
   void add_attribute(const Json& at, const std::string& value_name, const std::string& name, AttrKind kind,
                      bool persistent, const Json& graph) {
-    auto& first = kind == AttrKind::Constant || !persistent ? constants_.by_name : weights_.by_name;
-    auto& second = &first == &weights_.by_name ? constants_.by_name : weights_.by_name;
-    auto stored = first.find(name);
-    auto* table = &first;
-    if (stored == first.end()) {
-      stored = second.find(name);
-      table = &second;
-    }
-    if (stored == table->end()) doc_.fail(at, "no tensor '" + name + "' is stored in the file");
+    const bool constant = kind == AttrKind::Constant || !persistent;
+    const pt2::StoredTensor* stored = (constant ? constants_ : weights_).find(name);
+    if (!stored) stored = (constant ? weights_ : constants_).find(name);
+    if (!stored) doc_.fail(at, "no tensor '" + name + "' is stored in the file");
     if (state_.contains(name)) doc_.fail(at, "'" + name + "' is given twice");
-    const at::Tensor& tensor = stored->second.tensor;
+    const at::Tensor& tensor = stored->tensor;
     if (auto stated = nodes_.meta_of(graph, value_name);
         stated && (stated->dtype != tensor.scalar_type() || stated->sizes != tensor.sizes().vec()))
       doc_.fail(at, "the stored tensor '" + name + "' is of another dtype or shape than the graph says");
@@ -212,6 +206,7 @@ class Loader {
   void read_placeholder(const Json& input, const Json& of_input, size_t index, const Json& graph) {
     const auto [kind, spec] = doc_.tagged(of_input);
     const auto [tag, value] = doc_.tagged(input);
+    const ValueType type = pt2::type_of_tag(tag);
     std::string name;
     Node* node = nullptr;
     if (tag == "as_tensor") {
@@ -219,20 +214,13 @@ class Loader {
       auto meta = nodes_.meta_of(graph, name);
       if (!meta) doc_.fail(input, "the type of '" + name + "' is missing");
       node = graph_.placeholder(name, std::move(meta));
-    } else if (tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool") {
+    } else if (type != ValueType::Other && tag.starts_with("as_sym_")) {
       name = doc_.string(doc_.at(value, "as_name"));
-      node = graph_.placeholder(name, std::nullopt,
-                                tag == "as_sym_int"     ? ValueType::Int
-                                : tag == "as_sym_float" ? ValueType::Float
-                                                        : ValueType::Bool);
+      node = graph_.placeholder(name, std::nullopt, type);
     } else {
       const Json* given = kind == "constant_input" ? doc_.find(spec, "name") : nullptr;
       name = given ? doc_.string(*given) : "arg" + std::to_string(index);
       const c10::IValue only = constant(input);
-      const ValueType type = only.isInt()      ? ValueType::Int
-                             : only.isDouble() ? ValueType::Float
-                             : only.isBool()   ? ValueType::Bool
-                                               : ValueType::Other;
       node = graph_.placeholder(name, std::nullopt, type);
       constant_inputs_.emplace(node->result()->name(), only);
     }
@@ -365,16 +353,24 @@ class Loader {
     graph_.output(std::move(results));
   }
 
-  void read_tags() {
+  void read_extras() {
+    if (const ZipEntry* entry = zip_.find(pt2::kPretrained)) program_.pretrained = zip_.read_text(*entry);
     program_.unit_scaled_layers = zip_.find(pt2::kUnitScaledLayers) != nullptr;
     const ZipEntry* entry = zip_.find(pt2::kTags);
     if (!entry) return;
     const JsonDoc tags(zip_.path() + "/" + pt2::kTags, zip_.read_text(*entry));
-    pt2::give_tags(tags, state_);
-  }
-
-  void read_pretrained() {
-    if (const ZipEntry* entry = zip_.find(pt2::kPretrained)) program_.pretrained = zip_.read_text(*entry);
+    for (auto it = tags.object(tags.root()).begin(); it != tags.root().end(); ++it) {
+      const Attr* attr = state_.find(it.key());
+      if (!attr || !attr->tensor.defined()) tags.fail(*it, "'" + it.key() + "' is no parameter of the program");
+      try {
+        ParameterData data{mup_type_from(tags.string(tags.at(*it, "type"))), std::nullopt};
+        if (const Json* depth = tags.find(*it, "depth")) data.scaling_depth = tags.integer(*depth);
+        tag(attr->tensor, data);
+      } catch (const Error& e) {
+        if (e.kind() == ErrorKind::BadFile) throw;
+        tags.fail(*it, e.message());
+      }
+    }
   }
 
   const ZipFile& zip_;

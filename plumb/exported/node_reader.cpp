@@ -18,13 +18,6 @@ constexpr int kMaxNesting = 32;
 constexpr const char* kGradRegion = "torch.ops.higher_order.wrap_with_set_grad_enabled";
 constexpr const char* kAutocastRegion = "torch.ops.higher_order.wrap_with_autocast";
 
-ValueType type_of_tag(const std::string& tag) {
-  if (tag == "as_sym_int" || tag == "as_int") return ValueType::Int;
-  if (tag == "as_sym_float" || tag == "as_float") return ValueType::Float;
-  if (tag == "as_sym_bool" || tag == "as_bool") return ValueType::Bool;
-  return tag == "as_tensor" ? ValueType::Tensor : ValueType::Other;
-}
-
 const char* values_of(ValueType type) {
   switch (type) {
     case ValueType::Int: return "sym_int_values";
@@ -44,8 +37,7 @@ const Json* graph_of(const JsonDoc& doc, const Json& node) {
   return nullptr;
 }
 
-}  // namespace
-
+// "torch.ops.aten.add.Tensor" -> "aten::add.Tensor"; nothing for other targets.
 std::optional<std::string> operator_of_target(const std::string& target) {
   constexpr std::string_view prefix = "torch.ops.";
   if (!target.starts_with(prefix) || target.starts_with("torch.ops.higher_order.")) return std::nullopt;
@@ -54,6 +46,59 @@ std::optional<std::string> operator_of_target(const std::string& target) {
   std::string name = target.substr(prefix.size(), ns - prefix.size()) + "::" + target.substr(ns + 1);
   if (name.ends_with(".default")) name.resize(name.size() - 8);
   return name;
+}
+
+// The two pieces of metadata that are kept. Unreadable ones give null.
+// "KEY,PATH,TYPE;KEY,PATH,TYPE". Brackets may hold commas.
+std::shared_ptr<const ModuleStack> parse_module_stack(const std::string& text) {
+  auto stack = std::make_shared<ModuleStack>();
+  size_t start = 0;
+  while (start < text.size()) {
+    const size_t end = std::min(text.find(';', start), text.size());
+    std::vector<std::string> parts(1);
+    int depth = 0;
+    for (char c : text.substr(start, end - start)) {
+      if (c == '[' || c == '(') ++depth;
+      if (c == ']' || c == ')') --depth;
+      if (c == ',' && depth == 0) {
+        parts.emplace_back();
+      } else {
+        parts.back() += c;
+      }
+    }
+    if (parts.size() != 3) return nullptr;
+    stack->push_back({parts[1], parts[2]});
+    start = end + 1;
+  }
+  return stack->empty() ? nullptr : stack;
+}
+
+// Python's lines `File "model.py", line 12, in forward`: the innermost frame outside of torch.
+std::shared_ptr<const SourceLocation> parse_stack_trace(const std::string& text) {
+  std::shared_ptr<SourceLocation> found;
+  for (size_t at = text.find("File \""); at != std::string::npos; at = text.find("File \"", at + 1)) {
+    const size_t name = at + 6, quote = text.find("\", line ", name);
+    if (quote == std::string::npos) break;
+    size_t digit = quote + 8;
+    int64_t line = 0;
+    while (digit < text.size() && std::isdigit(static_cast<unsigned char>(text[digit])) && line < 100'000'000)
+      line = line * 10 + (text[digit++] - '0');
+    SourceLocation here{text.substr(name, quote - name), static_cast<int>(line), ""};
+    if (text.compare(digit, 5, ", in ") == 0)
+      here.function = text.substr(digit + 5, std::min(text.find('\n', digit), text.size()) - digit - 5);
+    const bool torchs = here.file.find("/torch/") != std::string::npos;
+    if (!found || !torchs) found = std::make_shared<SourceLocation>(std::move(here));
+  }
+  return found;
+}
+
+}  // namespace
+
+ValueType type_of_tag(const std::string& tag) {
+  if (tag == "as_sym_int" || tag == "as_int") return ValueType::Int;
+  if (tag == "as_sym_float" || tag == "as_float") return ValueType::Float;
+  if (tag == "as_sym_bool" || tag == "as_bool") return ValueType::Bool;
+  return tag == "as_tensor" ? ValueType::Tensor : ValueType::Other;
 }
 
 void NodeReader::check_operators(const Json& graph) const {
@@ -103,9 +148,7 @@ const Arg& NodeReader::lookup(const Json& at, const Scope& scope, const std::str
 Arg NodeReader::read_sym(const Json& j, const Scope& scope) const {
   const auto [tag, value] = doc_.tagged(j);
   if (tag == "as_name") return lookup(value, scope, doc_.string(value));
-  if (tag == "as_int") return Arg(doc_.integer(value));
-  if (tag == "as_float") return Arg(doc_.number(value));
-  if (tag == "as_bool") return Arg(doc_.boolean(value));
+  if (tag == "as_int" || tag == "as_float" || tag == "as_bool") return read_argument(j, scope);
   doc_.fail(j, "unknown kind of number '" + tag + "'");
 }
 
@@ -118,26 +161,32 @@ Arg NodeReader::read_argument(const Json& argument, const Scope& scope) const {
     if (kind != "as_tensor") doc_.fail(j, "unknown kind of optional tensor '" + kind + "'");
     return tensor(inner);
   };
-  auto list = [&](auto&& element) {
-    Arg::List items;
-    items.reserve(doc_.array(value).size());
-    for (const Json& e : value) items.push_back(element(e));
-    return Arg(std::move(items));
+  auto integer = [&](const Json& j) { return Arg(doc_.integer(j)); };
+  auto number = [&](const Json& j) { return Arg(doc_.number(j)); };
+  auto boolean = [&](const Json& j) { return Arg(doc_.boolean(j)); };
+  auto string = [&](const Json& j) { return Arg(doc_.string(j)); };
+  auto list_of = [&](auto&& element) {
+    return [&](const Json& j) {
+      Arg::List items;
+      items.reserve(doc_.array(j).size());
+      for (const Json& e : j) items.push_back(element(e));
+      return Arg(std::move(items));
+    };
   };
   if (tag == "as_tensor") return tensor(value);
   if (tag == "as_none") return Arg();
-  if (tag == "as_int") return Arg(doc_.integer(value));
-  if (tag == "as_float") return Arg(doc_.number(value));
-  if (tag == "as_bool") return Arg(doc_.boolean(value));
-  if (tag == "as_string") return Arg(doc_.string(value));
+  if (tag == "as_int") return integer(value);
+  if (tag == "as_float") return number(value);
+  if (tag == "as_bool") return boolean(value);
+  if (tag == "as_string") return string(value);
   if (tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool") return read_sym(value, scope);
-  if (tag == "as_tensors") return list(tensor);
-  if (tag == "as_ints") return list([&](const Json& e) { return Arg(doc_.integer(e)); });
-  if (tag == "as_floats") return list([&](const Json& e) { return Arg(doc_.number(e)); });
-  if (tag == "as_bools") return list([&](const Json& e) { return Arg(doc_.boolean(e)); });
-  if (tag == "as_strings") return list([&](const Json& e) { return Arg(doc_.string(e)); });
+  if (tag == "as_tensors") return list_of(tensor)(value);
+  if (tag == "as_ints") return list_of(integer)(value);
+  if (tag == "as_floats") return list_of(number)(value);
+  if (tag == "as_bools") return list_of(boolean)(value);
+  if (tag == "as_strings") return list_of(string)(value);
   if (tag == "as_sym_ints" || tag == "as_sym_floats" || tag == "as_sym_bools")
-    return list([&](const Json& e) { return read_sym(e, scope); });
+    return list_of([&](const Json& e) { return read_sym(e, scope); })(value);
   if (tag == "as_scalar_type") return Arg(static_cast<int64_t>(read_dtype(doc_, value)));
   if (tag == "as_memory_format") return Arg(read_memory_format(doc_, value));
   if (tag == "as_layout") return Arg(read_layout(doc_, value));
@@ -149,18 +198,10 @@ Arg NodeReader::read_argument(const Json& argument, const Scope& scope) const {
     return Arg(
         c10::IValue(c10::complex<double>(doc_.number(doc_.at(value, "real")), doc_.number(doc_.at(value, "imag")))));
   if (tag == "as_optional_tensor") return optional_tensor(value);
-  if (tag == "as_optional_tensors") return list(optional_tensor);
-  if (tag == "as_nested_tensors" || tag == "as_int_lists" || tag == "as_float_lists") {
-    return list([&](const Json& inner) {
-      Arg::List items;
-      for (const Json& e : doc_.array(inner)) {
-        items.push_back(tag == "as_nested_tensors" ? tensor(e)
-                        : tag == "as_int_lists"    ? Arg(doc_.integer(e))
-                                                   : Arg(doc_.number(e)));
-      }
-      return Arg(std::move(items));
-    });
-  }
+  if (tag == "as_optional_tensors") return list_of(optional_tensor)(value);
+  if (tag == "as_nested_tensors") return list_of(list_of(tensor))(value);
+  if (tag == "as_int_lists") return list_of(list_of(integer))(value);
+  if (tag == "as_float_lists") return list_of(list_of(number))(value);
   if (tag == "as_custom_obj") doc_.fail(argument, "custom objects cannot be held in a graph");
   if (tag == "as_graph") doc_.fail(argument, "a nested graph where an argument was expected");
   doc_.fail(argument, "unknown kind of argument '" + tag + "'", "the file may be newer than this reader");
@@ -421,49 +462,6 @@ void NodeReader::set_origin(const Json& node, Node* made, const Region& region) 
     if (fresh) it->second = parse_stack_trace(it->first);
     meta.source = it->second;
   }
-}
-
-// "KEY,PATH,TYPE;KEY,PATH,TYPE". Brackets may hold commas.
-std::shared_ptr<const ModuleStack> parse_module_stack(const std::string& text) {
-  auto stack = std::make_shared<ModuleStack>();
-  size_t start = 0;
-  while (start < text.size()) {
-    const size_t end = std::min(text.find(';', start), text.size());
-    std::vector<std::string> parts(1);
-    int depth = 0;
-    for (char c : text.substr(start, end - start)) {
-      if (c == '[' || c == '(') ++depth;
-      if (c == ']' || c == ')') --depth;
-      if (c == ',' && depth == 0) {
-        parts.emplace_back();
-      } else {
-        parts.back() += c;
-      }
-    }
-    if (parts.size() != 3) return nullptr;
-    stack->push_back({parts[1], parts[2]});
-    start = end + 1;
-  }
-  return stack->empty() ? nullptr : stack;
-}
-
-// Python's lines `File "model.py", line 12, in forward`: the innermost frame outside of torch.
-std::shared_ptr<const SourceLocation> parse_stack_trace(const std::string& text) {
-  std::shared_ptr<SourceLocation> found;
-  for (size_t at = text.find("File \""); at != std::string::npos; at = text.find("File \"", at + 1)) {
-    const size_t name = at + 6, quote = text.find("\", line ", name);
-    if (quote == std::string::npos) break;
-    size_t digit = quote + 8;
-    int64_t line = 0;
-    while (digit < text.size() && std::isdigit(static_cast<unsigned char>(text[digit])) && line < 100'000'000)
-      line = line * 10 + (text[digit++] - '0');
-    SourceLocation here{text.substr(name, quote - name), static_cast<int>(line), ""};
-    if (text.compare(digit, 5, ", in ") == 0)
-      here.function = text.substr(digit + 5, std::min(text.find('\n', digit), text.size()) - digit - 5);
-    const bool torchs = here.file.find("/torch/") != std::string::npos;
-    if (!found || !torchs) found = std::make_shared<SourceLocation>(std::move(here));
-  }
-  return found;
 }
 
 }  // namespace plumb::pt2

@@ -25,6 +25,9 @@ struct Region {
   std::optional<Autocast> autocast;
 };
 
+// The type of a value under a tag of the file ("as_sym_int", "as_float"); Other for what is no tensor or number.
+ValueType type_of_tag(const std::string& tag);
+
 class NodeReader {
  public:
   // The arguments that the names of one graph of the file stand for.
@@ -69,12 +72,5 @@ class NodeReader {
   std::unordered_map<std::string, std::shared_ptr<const SourceLocation>> sources_;
   std::unordered_map<Value*, Value*> cast_weights_;  // of the autocast region being read, where it caches
 };
-
-// "torch.ops.aten.add.Tensor" -> "aten::add.Tensor"; nothing for other targets.
-std::optional<std::string> operator_of_target(const std::string& target);
-
-// The two pieces of metadata that are kept. Unreadable ones give null.
-std::shared_ptr<const ModuleStack> parse_module_stack(const std::string& text);
-std::shared_ptr<const SourceLocation> parse_stack_trace(const std::string& text);
 
 }  // namespace plumb::pt2

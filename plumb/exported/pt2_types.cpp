@@ -86,6 +86,17 @@ TensorMeta read_type(const JsonDoc& doc, const Json& j, Spelling* spelling) {
   return meta;
 }
 
+Json write_size(int64_t hint, const std::string& symbol, const Spelling& spelling) {
+  if (symbol.empty()) return {{"as_int", hint}};
+  auto e = SymExpr::parse(symbol);
+  if (!e) throw Error(ErrorKind::InvalidGraph, "'" + symbol + "' is no size expression");
+  // Sizes that depend on data (u0) have no hint.
+  const std::string text = e->to_sympy(spelling);
+  Json as_expr = {{"expr_str", text}, {"hint", {{"as_int", hint}}}};
+  if (text.find("Symbol('u") != text.npos) as_expr["hint"] = nullptr;
+  return {{"as_expr", std::move(as_expr)}};
+}
+
 }  // namespace
 
 at::ScalarType read_dtype(const JsonDoc& doc, const Json& j) {
@@ -123,17 +134,6 @@ Json write_device(at::Device device) {
 }
 
 TensorMeta read_meta(const JsonDoc& doc, const Json& j, Spelling* spelling) { return read_type(doc, j, spelling); }
-
-Json write_size(int64_t hint, const std::string& symbol, const Spelling& spelling) {
-  if (symbol.empty()) return {{"as_int", hint}};
-  auto e = SymExpr::parse(symbol);
-  if (!e) throw Error(ErrorKind::InvalidGraph, "'" + symbol + "' is no size expression");
-  // Sizes that depend on data (u0) have no hint.
-  const std::string text = e->to_sympy(spelling);
-  Json as_expr = {{"expr_str", text}, {"hint", {{"as_int", hint}}}};
-  if (text.find("Symbol('u") != text.npos) as_expr["hint"] = nullptr;
-  return {{"as_expr", std::move(as_expr)}};
-}
 
 Json write_meta(const TensorMeta& meta, const Spelling& spelling) {
   Json sizes = Json::array(), strides = Json::array();

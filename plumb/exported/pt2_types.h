@@ -27,7 +27,6 @@ using Spelling = std::map<std::string, std::string>;
 // A value's type. Sizes may be expressions: their hints go to `sizes`, the expressions to `symbols`.
 TensorMeta read_meta(const JsonDoc& doc, const Json& j, Spelling* spelling);
 Json write_meta(const TensorMeta& meta, const Spelling& spelling);
-Json write_size(int64_t hint, const std::string& symbol, const Spelling& spelling);
 
 // A stored tensor's type: no expressions, and a place in its storage.
 struct StoredMeta {

@@ -7,8 +7,8 @@
 #include "plumb/core/output_file.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/graph_writer.h"
-#include "plumb/exported/parameter_tags.h"
 #include "plumb/graph/copy_node.h"
+#include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
 namespace {
@@ -30,16 +30,25 @@ Json tree(const GraphModule& module, const ExportedProgram& program) {
   return calls;
 }
 
+Json tags_of(const State& state) {
+  Json tags = Json::object();
+  for (const Attr& attr : state) {
+    const auto data = parameter_data(attr.tensor);
+    if (!data) continue;
+    tags[attr.name]["type"] = to_string(data->type);
+    if (data->scaling_depth) tags[attr.name]["depth"] = *data->scaling_depth;
+  }
+  return tags;
+}
+
 Json program_json(const GraphModule& module, const ExportedProgram& program, pt2::GraphWriter& writer) {
   Json parts = writer.write();
   Json fields = Json::object();
   for (const auto& [type, names] : program.namedtuple_fields) fields[type] = {{"field_names", names}};
   Json ranges = Json::object();
+  auto bound = [](const std::optional<int64_t>& b) { return b ? Json(*b) : Json(); };
   for (const auto& [name, range] : writer.ranges()) {
-    Json min = nullptr, max = nullptr;
-    if (range.min) min = *range.min;
-    if (range.max) max = *range.max;
-    ranges[name] = {{"min_val", min}, {"max_val", max}};
+    ranges[name] = {{"min_val", bound(range.min)}, {"max_val", bound(range.max)}};
   }
   Json opsets = program.opset_versions;
   if (opsets.empty()) opsets = {{"aten", static_cast<int64_t>(caffe2::serialize::kMaxSupportedFileFormatVersion)}};
@@ -80,7 +89,7 @@ void write_archive(const GraphModule& module, const ExportedProgram& program, co
          pt2::write_stored(writer.constants(), "data/constants/", "tensor_", record).dump());
     text("models/" + base + ".json", model);
     text("data/sample_inputs/" + base + ".pt", program.sample_inputs);
-    if (const Json tags = pt2::tags_of(module.state()); !tags.empty()) {
+    if (const Json tags = tags_of(module.state()); !tags.empty()) {
       text(pt2::kTags, tags.dump());
       if (program.unit_scaled_layers) text(pt2::kUnitScaledLayers, "");
     }

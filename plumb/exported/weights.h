@@ -14,8 +14,12 @@
 
 namespace plumb::pt2 {
 
-// An entry of the archive that torch.export hands through as an extra file: ExportedProgram::pretrained.
+// Entries of the archive that torch.export hands through as extra files: ExportedProgram::pretrained; tags of
+// parameters, for u-muP's learning rates (plumb/graph/parameter_tag.h), {"fc.weight": {"type": "weight", "depth": 4}};
+// and one that is there or not, with no content.
 inline constexpr const char* kPretrained = "extra/plumb_pretrained.json";
+inline constexpr const char* kTags = "extra/plumb_parameter_tags.json";
+inline constexpr const char* kUnitScaledLayers = "extra/plumb_unit_scaled_layers";
 
 struct StoredTensor {
   at::Tensor tensor;
@@ -24,7 +28,11 @@ struct StoredTensor {
 
 struct StoredTensors {
   std::map<std::string, StoredTensor> by_name;
-  std::vector<std::string> order;  // of the file: that of the program's state_dict
+  std::vector<std::string> order;                            // of the file: that of the program's state_dict
+  const StoredTensor* find(const std::string& name) const {  // null if there is none
+    const auto it = by_name.find(name);
+    return it == by_name.end() ? nullptr : &it->second;
+  }
 };
 
 // Reads `config` ("data/weights/model_weights_config.json") and the tensors it lists, which lie in `folder`

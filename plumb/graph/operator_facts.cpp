@@ -13,6 +13,16 @@
 namespace plumb {
 namespace {
 
+std::vector<std::string_view> words(std::string_view text) {
+  std::vector<std::string_view> found;
+  while (!text.empty()) {
+    const size_t end = std::min(text.find(' '), text.size());
+    found.push_back(text.substr(0, end));
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return found;
+}
+
 struct Table {
   std::deque<std::pair<std::string, OperatorFacts>> named;  // the facts' names refer to the strings
   std::vector<const OperatorFacts*> rows;
@@ -28,12 +38,10 @@ struct Table {
   }
 
   void add_group(const OperatorGroup& operators) {
-    for (std::string_view names = operators.names; !names.empty();) {
-      const size_t end = std::min(names.find(' '), names.size());
-      auto& [name, facts] = named.emplace_back(std::string(operators.space) += names.substr(0, end), operators.facts);
+    for (std::string_view word : words(operators.names)) {
+      auto& [name, facts] = named.emplace_back(std::string(operators.space).append(word), operators.facts);
       facts.name = name;
       rows.push_back(&facts);
-      names.remove_prefix(std::min(end + 1, names.size()));
     }
   }
 
@@ -94,8 +102,10 @@ std::optional<OperatorRefusal> refused_in_files(std::string_view name) {
   if (facts->refused.empty() || is_allowed(name)) return std::nullopt;
   const std::string text(name);
   std::string why(facts->refused);
-  for (const auto& [prefix, reason] : refused_families()) {
-    if (facts->name.empty() && name.starts_with(prefix)) why = reason;
+  for (const auto& [prefixes, reason] : refused_families()) {
+    for (std::string_view prefix : words(prefixes)) {
+      if (facts->name.empty() && name.starts_with(prefix)) why = reason;
+    }
   }
   if (facts->name.empty() && name.starts_with("aten::") && name.ends_with("_backward")) why = kTrustsSaved;
   return OperatorRefusal{text + " may not stand in a file: " + why,

@@ -318,13 +318,12 @@ constexpr RecomputeFacts kRecompute[] = {
 };
 
 constexpr RefusedFamily kFamilies[] = {
-    {"aten::fbgemm_", kForeignMemory}, {"aten::_cufft_", "it sets what the whole process uses"},
-    {"aten::cudnn_", kOneLibrary},     {"aten::_cudnn_", kOneLibrary},
-    {"aten::miopen_", kOneLibrary},    {"aten::mkldnn_", kOneLibrary},
-    {"aten::_mkldnn_", kOneLibrary},   {"aten::mps_", kOneLibrary},
-    {"aten::_mps_", kOneLibrary},      {"aten::quantize", kQuantised},
-    {"aten::q_", kQuantised},          {"aten::sparse_", kSparse},
-    {"aten::_sparse_", kSparse},       {"aten::_nested_", "it makes nested tensors, whose parts nobody checks"},
+    {"aten::fbgemm_", kForeignMemory},
+    {"aten::_cufft_", "it sets what the whole process uses"},
+    {"aten::cudnn_ aten::_cudnn_ aten::miopen_ aten::mkldnn_ aten::_mkldnn_ aten::mps_ aten::_mps_", kOneLibrary},
+    {"aten::quantize aten::q_", kQuantised},
+    {"aten::sparse_ aten::_sparse_", kSparse},
+    {"aten::_nested_", "it makes nested tensors, whose parts nobody checks"},
     {"aten::_test_", kTestOfItself},
 };
 

@@ -20,7 +20,7 @@ std::span<const OperatorGroup> operator_groups();
 
 // Why operators without a row are refused, by how their names begin: for the message.
 struct RefusedFamily {
-  std::string_view prefix, why;
+  std::string_view prefixes, why;  // prefixes: apart by spaces
 };
 std::span<const RefusedFamily> refused_families();
 

@@ -131,11 +131,8 @@ struct Plan::Impl {
         stack.clear();
         for (uint32_t i = 0; i < in.num_drops; ++i) regs[drops[in.first_drop + i]] = IValue();
       }
-    } catch (const c10::IndexError& e) {
-      index_error(labels[static_cast<size_t>(now - instructions.data())], stack, e);
     } catch (const c10::Error& e) {
-      const Label& label = labels[static_cast<size_t>(now - instructions.data())];
-      throw Error(ErrorKind::ExecutionFailed, label.node + ": " + e.what_without_backtrace(), label.where);
+      fail(labels[static_cast<size_t>(now - instructions.data())], stack, e);
     }
     std::vector<IValue> results;
     results.reserve(outputs.size());
@@ -143,9 +140,9 @@ struct Plan::Impl {
     return results;
   }
 
-  // torch says "index out of range in self". The arguments may be on the stack still.
-  [[noreturn]] static void index_error(const Label& label, const torch::jit::Stack& stack, const c10::IndexError& e) {
-    if (label.rows < 0)
+  // Of an index torch says "index out of range in self". The arguments may be on the stack still.
+  [[noreturn]] static void fail(const Label& label, const torch::jit::Stack& stack, const c10::Error& e) {
+    if (label.rows < 0 || !dynamic_cast<const c10::IndexError*>(&e))
       throw Error(ErrorKind::ExecutionFailed, label.node + ": " + e.what_without_backtrace(), label.where);
     std::string index = "an index";
     for (const IValue& v : stack) {
@@ -183,58 +180,6 @@ struct Plan::Impl {
   }
 };
 
-// Compiles one graph. Registers are given in graph order, so a node's results are neighbours.
-class PlanCompiler {
- public:
-  // `within`: of a nested graph, what seeds the node that calls it.
-  PlanCompiler(const Graph& graph, const State& state, uint64_t within = 0)
-      : graph_(graph), state_(state), within_(within) {}
-
-  Plan::Impl compile();
-
- private:
-  using Impl = Plan::Impl;
-  uint32_t reg(const Value* v) const { return registers_.at(v); }
-  Slot constant(IValue v) {
-    plan_.constants.push_back(std::move(v));
-    return {Slot::Const, static_cast<uint32_t>(plan_.constants.size() - 1)};
-  }
-  Slot slot(const Node& node, const Arg& arg, const c10::TypePtr& type);
-  Slot use(const Node& node, const Value* v, bool wrap);
-  IValue wrapped_number(const Node& node, const IValue& number) const;
-  static std::optional<c10::OperatorHandle> faster_overload(const Node& node);
-  void instruction(const Node& node);
-  void find_last_uses();
-
-  const Graph& graph_;
-  const State& state_;
-  const uint64_t within_;
-  Plan::Impl plan_;
-  std::unordered_map<const Value*, uint32_t> registers_;
-  std::unordered_map<const Value*, std::pair<const Node*, uint32_t>>
-      last_;  // last user, and how often it still reads it
-};
-
-void PlanCompiler::find_last_uses() {
-  for (const Node* node : graph_.nodes()) {
-    for (const Value* v : node->inputs()) {
-      auto& entry = last_[v];
-      entry = entry.first == node ? std::pair{node, entry.second + 1} : std::pair{node, 1u};
-    }
-  }
-}
-
-Slot PlanCompiler::use(const Node& node, const Value* v, bool wrap) {
-  auto& [last, reads] = last_[v];
-  const bool final_read = last == &node && --reads == 0 && node.kind() != NodeKind::Output;
-  if (wrap) {
-    if (final_read) plan_.drops.push_back(reg(v));
-    return {Slot::Wrap, reg(v)};
-  }
-  // Attributes may be moved like anything else: a run fetches them afresh.
-  return {final_read || (last == &node && reads == 0) ? Slot::Move : Slot::Copy, reg(v)};
-}
-
 // Sums, products and the like, also in place.
 static bool is_arithmetic(std::string_view name) {
   if (name.ends_with('_')) name.remove_suffix(1);
@@ -246,124 +191,168 @@ static bool takes_tensor(c10::TypePtr type) {
   return type->kind() == c10::TypeKind::TensorType;
 }
 
-// A Python number next to a tensor is a 0-dim double tensor that TensorIterator casts at every call. For float32
-// arithmetic the cast can be done once: bit for bit the same. Not for half types, whose kernels compute with the
-// double itself.
-IValue PlanCompiler::wrapped_number(const Node& node, const IValue& number) const {
-  at::Tensor tensor = at::native::wrapped_scalar_tensor(number.toScalar());
-  if (!is_arithmetic(node.op_name()) || node.num_inputs() != 1) return tensor;
-  const auto& meta = node.input(0)->meta();
-  if (!meta || meta->dtype != at::kFloat || !(number.isDouble() || number.isInt())) return tensor;
-  at::Tensor cast = tensor.to(at::kFloat);
-  cast.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return cast;
-}
+// Compiles one graph. Registers are given in graph order, so a node's results are neighbours.
+class PlanCompiler {
+ public:
+  // `within`: of a nested graph, what seeds the node that calls it.
+  PlanCompiler(const Graph& graph, const State& state, uint64_t within = 0)
+      : graph_(graph), state_(state), within_(within) {}
 
-// x.mul(Scalar) makes a tensor of the number at every call: the overload for tensors with the number made once is the
-// same arithmetic, forward and backward.
-std::optional<c10::OperatorHandle> PlanCompiler::faster_overload(const Node& node) {
-  if (!node.is_call() || !node.target().ends_with(".Scalar") || node.num_inputs() != 1) return std::nullopt;
-  const std::string_view name = node.op_name();
-  if (!is_arithmetic(name) || name.ends_with('_')) return std::nullopt;
-  const auto& meta = node.input(0)->meta();
-  if (!meta || meta->dtype != at::kFloat || !node.arg(1).is_constant()) return std::nullopt;
-  if (!node.arg(1).constant().isDouble() && !node.arg(1).constant().isInt()) return std::nullopt;
-  return find_operator(std::string(name) + ".Tensor");
-}
+  Plan::Impl compile() {
+    uint32_t next = 0;
+    registers_.reserve(graph_.size());
+    for (const Node* node : graph_.nodes()) {
+      for (const Value* v : node->results()) registers_.emplace(v, next++);
+    }
+    plan_.num_registers = next;
+    find_last_uses();
+    plan_.instructions.reserve(graph_.size());
+    for (const Node* node : graph_.nodes()) {
+      switch (node->kind()) {
+        case NodeKind::Placeholder: plan_.inputs.push_back(reg(node->result())); break;
+        case NodeKind::GetAttr:
+          if (node->result()->has_uses())
+            plan_.attrs.emplace_back(reg(node->result()), state_.get(node->target()).tensor);
+          break;
+        case NodeKind::Output:
+          for (const Arg& arg : node->args()) plan_.outputs.push_back(slot(*node, arg, nullptr));
+          break;
+        default: instruction(*node);
+      }
+    }
+    if (!graph_.output_node()) throw Error(ErrorKind::InvalidGraph, "the graph has no output node");
+    return std::move(plan_);
+  }
 
-Slot PlanCompiler::slot(const Node& node, const Arg& arg, const c10::TypePtr& type) {
-  const bool tensor = type && takes_tensor(type);
-  if (arg.is_value()) return use(node, arg.value(), tensor && !arg.value()->is_tensor());
-  if (arg.is_constant()) {
-    const IValue& v = arg.constant();
-    if (tensor && (v.isInt() || v.isDouble() || v.isBool() || v.isComplexDouble()))
-      return constant(wrapped_number(node, v));
-    if (v.isNone() && type && type->kind() == c10::TypeKind::TensorType) return constant(at::Tensor());
-    return constant(v);
+ private:
+  uint32_t reg(const Value* v) const { return registers_.at(v); }
+  Slot constant(IValue v) {
+    plan_.constants.push_back(std::move(v));
+    return {Slot::Const, static_cast<uint32_t>(plan_.constants.size() - 1)};
   }
-  c10::TypePtr list_type = type;
-  if (list_type && list_type->kind() == c10::TypeKind::OptionalType)
-    list_type = list_type->castRaw<c10::OptionalType>()->getElementType();
-  ListSlot list;
-  const auto* as_list = list_type ? list_type->castRaw<c10::ListType>() : nullptr;
-  c10::TypePtr element = as_list ? as_list->getElementType() : c10::TypePtr(c10::AnyType::get());
-  list.element = element->kind() == c10::TypeKind::SymIntType ? c10::TypePtr(c10::IntType::get()) : element;
-  for (const Arg& e : arg.list()) list.elements.push_back(slot(node, e, as_list ? element : nullptr));
-  plan_.lists.push_back(std::move(list));
-  return {Slot::List, static_cast<uint32_t>(plan_.lists.size() - 1)};
-}
 
-void PlanCompiler::instruction(const Node& node) {
-  static const c10::OperatorHandle any = find_operator("aten::relu");  // stands in where there is no operator
-  Instruction in{node.is_call() ? node.op() : any, 0, 0, 0, 0, 0, 0, -1, node.meta().grad_enabled};
-  in.first_drop = static_cast<uint32_t>(plan_.drops.size());
-  if (auto tensor_overload = faster_overload(node)) in.op = *tensor_overload;
-  std::vector<Slot> slots;
-  for (size_t i = 0; i < node.args().size(); ++i) {
-    slots.push_back(slot(node, node.arg(i), node.is_call() ? in.op.schema().arguments()[i].type() : nullptr));
-  }
-  in.first_slot = static_cast<uint32_t>(plan_.slots.size());
-  in.num_slots = static_cast<uint32_t>(slots.size());
-  plan_.slots.insert(plan_.slots.end(), slots.begin(), slots.end());
-  const uint64_t seed = node.num_results() ? mix_seeds(within_, seed_of_name(node.result(0)->name())) : within_;
-  // A function that nobody looks into may draw, too.
-  if (node.is_call() && (node.is_random() || node.target() == "plumb::python_function")) in.random = seed;
-  plan_.rounds = plan_.rounds || node.is_op("plumb::simulate_format") || node.is_op("plumb::track_rounded");
-  // Dropout, also that of attention: it draws only where an argument says so. What is recurrent has no rows of its own.
-  const OperatorFacts* facts = in.random && node.is_call() ? &operator_facts(node.target()) : nullptr;
-  in.by_rows = facts && !(facts->draws_if.empty() && facts->draws_with.empty()) && !node.writes() &&
-               facts->recurrent == RecurrentLayer::None;
-  if (node.kind() == NodeKind::CallModule) {
-    in.nested = static_cast<int32_t>(plan_.nested.size());
-    plan_.nested.push_back(PlanCompiler(*node.subgraph(), state_, seed).compile());
-    plan_.rounds = plan_.rounds || plan_.nested.back().rounds;
-  }
-  in.first_out = static_cast<uint32_t>(plan_.outs.size());
-  size_t next = 0;
-  for (int32_t count : node.result_layout()) {
-    const uint32_t first = next < node.num_results() ? reg(node.result(next)) : 0;
-    plan_.outs.push_back({count, first});
-    next += count < 0 ? 1 : static_cast<size_t>(count);
-  }
-  in.num_outs = static_cast<uint32_t>(plan_.outs.size()) - in.first_out;
-  for (const Value* v : node.results()) {
-    if (!v->has_uses()) plan_.drops.push_back(reg(v));
-  }
-  in.num_drops = static_cast<uint32_t>(plan_.drops.size()) - in.first_drop;
-  plan_.instructions.push_back(in);
-  plan_.labels.push_back({node.describe(), node.meta().where(), "", -1});
-  if (node.is_call() && node.op_name().ends_with("::embedding") && node.arg("weight").is_value()) {
-    const Value& table = *node.arg("weight").value();
-    if (table.producer()->kind() == NodeKind::GetAttr) plan_.labels.back().table = table.producer()->target();
-    if (table.meta() && !table.meta()->sizes.empty()) plan_.labels.back().rows = table.meta()->sizes[0];
-  }
-}
-
-Plan::Impl PlanCompiler::compile() {
-  uint32_t next = 0;
-  registers_.reserve(graph_.size());
-  for (const Node* node : graph_.nodes()) {
-    for (const Value* v : node->results()) registers_.emplace(v, next++);
-  }
-  plan_.num_registers = next;
-  find_last_uses();
-  plan_.instructions.reserve(graph_.size());
-  for (const Node* node : graph_.nodes()) {
-    switch (node->kind()) {
-      case NodeKind::Placeholder: plan_.inputs.push_back(reg(node->result())); break;
-      case NodeKind::GetAttr:
-        if (node->result()->has_uses())
-          plan_.attrs.emplace_back(reg(node->result()), state_.get(node->target()).tensor);
-        break;
-      case NodeKind::Output:
-        for (const Arg& arg : node->args()) plan_.outputs.push_back(slot(*node, arg, nullptr));
-        break;
-      default: instruction(*node);
+  void find_last_uses() {
+    for (const Node* node : graph_.nodes()) {
+      for (const Value* v : node->inputs()) {
+        auto& entry = last_[v];
+        entry = entry.first == node ? std::pair{node, entry.second + 1} : std::pair{node, 1u};
+      }
     }
   }
-  if (!graph_.output_node()) throw Error(ErrorKind::InvalidGraph, "the graph has no output node");
-  return std::move(plan_);
-}
+
+  Slot use(const Node& node, const Value* v, bool wrap) {
+    auto& [last, reads] = last_[v];
+    const bool final_read = last == &node && --reads == 0 && node.kind() != NodeKind::Output;
+    if (wrap) {
+      if (final_read) plan_.drops.push_back(reg(v));
+      return {Slot::Wrap, reg(v)};
+    }
+    // Attributes may be moved like anything else: a run fetches them afresh.
+    return {final_read || (last == &node && reads == 0) ? Slot::Move : Slot::Copy, reg(v)};
+  }
+
+  // A Python number next to a tensor is a 0-dim double tensor that TensorIterator casts at every call. For float32
+  // arithmetic the cast can be done once: bit for bit the same. Not for half types, whose kernels compute with the
+  // double itself.
+  IValue wrapped_number(const Node& node, const IValue& number) const {
+    at::Tensor tensor = at::native::wrapped_scalar_tensor(number.toScalar());
+    if (!is_arithmetic(node.op_name()) || node.num_inputs() != 1) return tensor;
+    const auto& meta = node.input(0)->meta();
+    if (!meta || meta->dtype != at::kFloat || !(number.isDouble() || number.isInt())) return tensor;
+    at::Tensor cast = tensor.to(at::kFloat);
+    cast.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return cast;
+  }
+
+  // x.mul(Scalar) makes a tensor of the number at every call: the overload for tensors with the number made once is the
+  // same arithmetic, forward and backward.
+  static std::optional<c10::OperatorHandle> faster_overload(const Node& node) {
+    if (!node.is_call() || !node.target().ends_with(".Scalar") || node.num_inputs() != 1) return std::nullopt;
+    const std::string_view name = node.op_name();
+    if (!is_arithmetic(name) || name.ends_with('_')) return std::nullopt;
+    const auto& meta = node.input(0)->meta();
+    if (!meta || meta->dtype != at::kFloat || !node.arg(1).is_constant()) return std::nullopt;
+    if (!node.arg(1).constant().isDouble() && !node.arg(1).constant().isInt()) return std::nullopt;
+    return find_operator(std::string(name) + ".Tensor");
+  }
+
+  Slot slot(const Node& node, const Arg& arg, const c10::TypePtr& type) {
+    const bool tensor = type && takes_tensor(type);
+    if (arg.is_value()) return use(node, arg.value(), tensor && !arg.value()->is_tensor());
+    if (arg.is_constant()) {
+      const IValue& v = arg.constant();
+      if (tensor && (v.isInt() || v.isDouble() || v.isBool() || v.isComplexDouble()))
+        return constant(wrapped_number(node, v));
+      if (v.isNone() && type && type->kind() == c10::TypeKind::TensorType) return constant(at::Tensor());
+      return constant(v);
+    }
+    c10::TypePtr list_type = type;
+    if (list_type && list_type->kind() == c10::TypeKind::OptionalType)
+      list_type = list_type->castRaw<c10::OptionalType>()->getElementType();
+    ListSlot list;
+    const auto* as_list = list_type ? list_type->castRaw<c10::ListType>() : nullptr;
+    c10::TypePtr element = as_list ? as_list->getElementType() : c10::TypePtr(c10::AnyType::get());
+    list.element = element->kind() == c10::TypeKind::SymIntType ? c10::TypePtr(c10::IntType::get()) : element;
+    for (const Arg& e : arg.list()) list.elements.push_back(slot(node, e, as_list ? element : nullptr));
+    plan_.lists.push_back(std::move(list));
+    return {Slot::List, static_cast<uint32_t>(plan_.lists.size() - 1)};
+  }
+
+  void instruction(const Node& node) {
+    static const c10::OperatorHandle any = find_operator("aten::relu");  // stands in where there is no operator
+    Instruction in{node.is_call() ? node.op() : any, 0, 0, 0, 0, 0, 0, -1, node.meta().grad_enabled};
+    in.first_drop = static_cast<uint32_t>(plan_.drops.size());
+    if (auto tensor_overload = faster_overload(node)) in.op = *tensor_overload;
+    std::vector<Slot> slots;
+    for (size_t i = 0; i < node.args().size(); ++i) {
+      slots.push_back(slot(node, node.arg(i), node.is_call() ? in.op.schema().arguments()[i].type() : nullptr));
+    }
+    in.first_slot = static_cast<uint32_t>(plan_.slots.size());
+    in.num_slots = static_cast<uint32_t>(slots.size());
+    plan_.slots.insert(plan_.slots.end(), slots.begin(), slots.end());
+    const uint64_t seed = node.num_results() ? mix_seeds(within_, seed_of_name(node.result(0)->name())) : within_;
+    // A function that nobody looks into may draw, too.
+    if (node.is_call() && (node.is_random() || node.target() == "plumb::python_function")) in.random = seed;
+    plan_.rounds = plan_.rounds || node.is_op("plumb::simulate_format") || node.is_op("plumb::track_rounded");
+    // Dropout, also that of attention: it draws only where an argument says so. What is recurrent has no rows of its
+    // own.
+    const OperatorFacts* facts = in.random && node.is_call() ? &operator_facts(node.target()) : nullptr;
+    in.by_rows = facts && !(facts->draws_if.empty() && facts->draws_with.empty()) && !node.writes() &&
+                 facts->recurrent == RecurrentLayer::None;
+    if (node.kind() == NodeKind::CallModule) {
+      in.nested = static_cast<int32_t>(plan_.nested.size());
+      plan_.nested.push_back(PlanCompiler(*node.subgraph(), state_, seed).compile());
+      plan_.rounds = plan_.rounds || plan_.nested.back().rounds;
+    }
+    in.first_out = static_cast<uint32_t>(plan_.outs.size());
+    size_t next = 0;
+    for (int32_t count : node.result_layout()) {
+      const uint32_t first = next < node.num_results() ? reg(node.result(next)) : 0;
+      plan_.outs.push_back({count, first});
+      next += count < 0 ? 1 : static_cast<size_t>(count);
+    }
+    in.num_outs = static_cast<uint32_t>(plan_.outs.size()) - in.first_out;
+    for (const Value* v : node.results()) {
+      if (!v->has_uses()) plan_.drops.push_back(reg(v));
+    }
+    in.num_drops = static_cast<uint32_t>(plan_.drops.size()) - in.first_drop;
+    plan_.instructions.push_back(in);
+    plan_.labels.push_back({node.describe(), node.meta().where(), "", -1});
+    if (node.is_call() && node.op_name().ends_with("::embedding") && node.arg("weight").is_value()) {
+      const Value& table = *node.arg("weight").value();
+      if (table.producer()->kind() == NodeKind::GetAttr) plan_.labels.back().table = table.producer()->target();
+      if (table.meta() && !table.meta()->sizes.empty()) plan_.labels.back().rows = table.meta()->sizes[0];
+    }
+  }
+
+  const Graph& graph_;
+  const State& state_;
+  const uint64_t within_;
+  Plan::Impl plan_;
+  std::unordered_map<const Value*, uint32_t> registers_;
+  std::unordered_map<const Value*, std::pair<const Node*, uint32_t>>
+      last_;  // last user, and how often it still reads it
+};
 
 Plan::Plan(const Graph& graph, const State& state) {
   // A plan first needed in inference mode serves training too, which cannot save that mode's tensors.

@@ -1,11 +1,18 @@
 #include "plumb/pointwise/fused.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 
 #include "plumb/pointwise/parts.h"
 
 namespace plumb {
 namespace {
+
+auto& kernels_by_device() {
+  static std::array<std::atomic<const pointwise_parts::PointwiseKernels*>, at::COMPILE_TIME_MAX_DEVICE_TYPES> kernels{};
+  return kernels;
+}
 
 bool fits_one_kernel(const at::Tensor& like, at::TensorList tensors) {
   return fuses_pointwise(like) && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
@@ -15,6 +22,16 @@ bool fits_one_kernel(const at::Tensor& like, at::TensorList tensors) {
 }
 
 }  // namespace
+
+void pointwise_parts::register_pointwise_kernels(at::DeviceType kind, const PointwiseKernels* kernels) {
+  kernels_by_device()[size_t(kind)] = kernels;
+}
+
+const pointwise_parts::PointwiseKernels* pointwise_parts::pointwise_kernels_for(const at::Tensor& x) {
+  const auto dtype = x.scalar_type();
+  const bool known = dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+  return known && x.numel() > 0 ? kernels_by_device()[size_t(x.device().type())].load() : nullptr;
+}
 
 bool fuses_pointwise(const at::Tensor& x) { return pointwise_parts::pointwise_kernels_for(x) != nullptr; }
 

@@ -252,13 +252,8 @@ class Functionaliser {
     auto it = reps_.find(v);
     if (it != reps_.end()) return it->second;
     auto origin = origins_.find(v);
-    Value* rep = origin != origins_.end() && !origin->second.view ? representative_known(origin->second.parent) : v;
-    return reps_[v] = rep;
-  }
-  Value* representative_known(Value* v) {
     // Parents were surveyed before their children: their entry is there, or they are their own.
-    auto it = reps_.find(v);
-    return it == reps_.end() ? v : it->second;
+    return reps_[v] = origin != origins_.end() && !origin->second.view ? representative(origin->second.parent) : v;
   }
 
   // The views from the root to the value, in order. Bounded: survey refuses deep ones.
