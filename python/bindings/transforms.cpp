@@ -33,6 +33,10 @@ std::string reported(const char* pass, GraphModule& engine, const F& run) {
   return report.to_json();
 }
 
+std::pair<std::shared_ptr<GraphModule>, std::string> with_report(const std::shared_ptr<TransformedModule>& made) {
+  return {made, made->reports.back().to_json()};
+}
+
 // The report as JSON, and for every parameter what an optimiser must know: (name, type, depth or None).
 py::tuple scale(GraphModule& engine, const Replacements& replace, const Residuals& residuals, ParameterScaling* live,
                 std::map<std::string, bool> keep) {
@@ -159,13 +163,9 @@ Register transforms_part([](py::module_& m) {
   m.def("unit_scale", &scale);
   m.def("unit_scale_preserving",
         [](const std::shared_ptr<GraphModule>& engine, const Replacements& replace, const Residuals& residuals) {
-          const auto scaled = unit_scale_preserving(engine, scale_options(replace, residuals));
-          return py::make_tuple(std::static_pointer_cast<GraphModule>(scaled), scaled->reports.back().to_json());
+          return with_report(unit_scale_preserving(engine, scale_options(replace, residuals)));
         });
-  m.def("fold", [](const std::shared_ptr<GraphModule>& engine) {
-    auto folded = fold(engine);
-    return py::make_tuple(std::static_pointer_cast<GraphModule>(folded), folded->reports.back().to_json());
-  });
+  m.def("fold", [](const std::shared_ptr<GraphModule>& engine) { return with_report(fold(engine)); });
   m.def("tag", [](const at::Tensor& parameter, const std::string& type, std::optional<int64_t> depth) {
     tag(parameter, {mup_type_from(type), depth});
   });

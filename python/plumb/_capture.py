@@ -40,15 +40,19 @@ def _spec_json(spec: Any, num_leaves: int) -> str:
         return json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [_LEAF] * num_leaves}])
 
 
+def positional_names(forward: Callable[..., Any]) -> list[str]:
+    """Of the parameters of a forward that may be given by position."""
+    try:
+        function = forward.forward if isinstance(forward, nn.Module) else forward
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
 def _input_names(forward: Callable[..., Any], args: tuple, kwargs: dict) -> list[str]:
     """Each input under the name of its parameter in the forward's signature, and its place inside of that."""
-    positional: list[str] = []
-    with contextlib.suppress(TypeError, ValueError):
-        function = forward.forward if isinstance(forward, nn.Module) else forward
-        for p in inspect.signature(function).parameters.values():
-            if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-                break
-            positional.append(p.name)
+    positional = positional_names(forward)
     names = []
     for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
         keys = [str(getattr(k, "idx", getattr(k, "key", getattr(k, "name", k)))) for k in path]

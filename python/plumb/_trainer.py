@@ -164,15 +164,12 @@ class _Batches:
         state = json.loads(text)
         if not isinstance(state, Mapping) or not isinstance(state.get("batches"), int):
             raise Error("the checkpoint's position in the data is not one of an iterable", remedy="the data it was written with")
-        self._iterator = None
-        if "state" in state and hasattr(self._source, "load_state_dict"):
+        restored = "state" in state and hasattr(self._source, "load_state_dict")
+        if restored:
             self._source.load_state_dict(from_plain(state["state"]))
-            self._iterator, self._taken = iter(self._source), state["batches"]
-            return
-        self._iterator, self._taken = iter(self._source), 0
-        for _ in range(state["batches"]):
+        self._iterator, self._taken = iter(self._source), state["batches"]
+        for _ in range(0 if restored else self._taken):
             next(self._iterator, None)
-            self._taken += 1
 
     def identity(self) -> str:
         return type(self._source).__qualname__

@@ -180,21 +180,17 @@ def build(config: Any, dtype: torch.dtype, training: bool, seed: int | None = No
 
 def example_inputs(model: nn.Module, batch: int, length: int | None) -> dict[str, Tensor]:
     """Inputs of a forward as training gives them, without values: token ids, or pixels of the config's size."""
+    config, name = model.config, model.main_input_name
     message = f"no inputs of {type(model).__name__} can be made for a batch of {batch} and its config"
     with _told(message, ErrorKind.InvalidArgument, "sizes as torch.zeros takes them"):
-        return _example_inputs(model, batch, length or _default_length(model.config))
-
-
-def _example_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Tensor]:
-    config, name = model.config, model.main_input_name
-    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
-    if name == "input_ids":
-        return {name: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
-    if name == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else tuple(size)
-        channels = getattr(config, "num_channels", 3)
-        return {name: torch.zeros(batch, channels, height, width, dtype=model.dtype, device="meta")}
+        ids = torch.zeros(batch, length or _default_length(config), dtype=torch.long, device="meta")
+        if name == "input_ids":
+            return {name: ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
+        if name == "pixel_values" and hasattr(config, "image_size"):
+            size = config.image_size
+            height, width = (size, size) if isinstance(size, int) else tuple(size)
+            channels = getattr(config, "num_channels", 3)
+            return {name: torch.zeros(batch, channels, height, width, dtype=model.dtype, device="meta")}
     raise Error(
         f"what {type(model).__name__} takes ('{name}') does not follow from its config",
         kind=ErrorKind.Unsupported,

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._capture import GraphModule, capture_engine
+from .._capture import GraphModule, capture_engine, positional_names
 from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
@@ -93,15 +93,6 @@ def _argument_names(in_spec: Any, parameters: list[str]) -> list[tuple[str, int]
     return names
 
 
-def _parameters(module: nn.Module) -> list[str]:
-    try:
-        forward = module.__dict__.get("_orig_forward", module.forward)
-        found = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
 class _AsCut:
     """A live model as it was when it was cut, for captures later: modes, and the dtypes and devices of its tensors."""
 
@@ -148,7 +139,7 @@ def _stand_in(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
 def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) -> Source:
     """Captures one forward, with marks around the modules of `spec`; the module is as before afterwards."""
     logger.info("Tracing model ...")
-    parameters = _parameters(module)
+    parameters = positional_names(module.__dict__.get("_orig_forward", module))
     with annotate_split_points(module, spec) if spec else contextlib.nullcontext() as marks:
         captured = capture_engine(module, args, kwargs)
         if marks is not None:

@@ -218,7 +218,9 @@ class TransformedForward:
             key = (str(spec), plain, signature([x for x in leaves if isinstance(x, Tensor)]), modes, autocast)
         return key
 
-    def captured_for(self, leaves: list, spec: Any, args: tuple, kwargs: dict) -> CapturedGraph:
+    def prepare(self, args: tuple, kwargs: dict) -> tuple[CapturedGraph, Any]:
+        """The graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
+        leaves, spec = self._leaves(args, kwargs)
         with self._lock:
             key = self._key(leaves, spec)
             captured = self._cache.pop(key, None)
@@ -231,7 +233,7 @@ class TransformedForward:
                 while len(self._cache) >= MAX_GRAPHS:
                     del self._cache[next(iter(self._cache))]
             self._cache[key] = self.last = captured
-            return captured
+            return captured, leaves
 
     def known_for(self, args: tuple, kwargs: dict) -> CapturedGraph | None:
         """The graph for inputs like these, if there is one."""
@@ -243,11 +245,6 @@ class TransformedForward:
         if not kwargs and all([type(a) is Tensor for a in args]):
             return args, len(args)
         return flatten((args, kwargs))
-
-    def prepare(self, args: tuple, kwargs: dict) -> tuple[CapturedGraph, Any]:
-        """The graph for inputs like these, captured now if there is none yet; and the inputs' leaves."""
-        leaves, spec = self._leaves(args, kwargs)
-        return self.captured_for(leaves, spec, args, kwargs), leaves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
