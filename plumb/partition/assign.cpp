@@ -125,7 +125,7 @@ void sink_parameter_views(Assignment& a) {
 // Gives every op its stage from cut positions; drops empty stages.
 void apply_cuts(Assignment& a, const std::vector<Node*>& ops, std::vector<size_t> cuts, const Graph& graph) {
   std::erase_if(cuts, [&](size_t k) { return k == 0 || k >= ops.size(); });
-  std::sort(cuts.begin(), cuts.end());
+  std::ranges::sort(cuts);
   cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
   a.num_stages = static_cast<int>(cuts.size()) + 1;
   a.stage.clear();
@@ -140,7 +140,7 @@ void apply_cuts(Assignment& a, const std::vector<Node*>& ops, std::vector<size_t
 }
 
 void sort_by_stage(Assignment& a) {
-  std::stable_sort(a.ops.begin(), a.ops.end(), [&](const Node* x, const Node* y) { return a.stage[x] < a.stage[y]; });
+  std::ranges::stable_sort(a.ops, [&](const Node* x, const Node* y) { return a.stage[x] < a.stage[y]; });
 }
 
 [[noreturn]] void refuse(const Conflict& c) {
@@ -170,7 +170,7 @@ void assign_by_cuts(Assignment& a, const Graph& graph, const State& state, const
       const bool before = cut - first <= last + 1 - cut;
       const size_t near = before ? first : last + 1, far = before ? last + 1 : first;
       const auto vanishes = [&](size_t place) {
-        return place == 0 || place >= ops.size() || std::find(cuts.begin(), cuts.end(), place) != cuts.end();
+        return place == 0 || place >= ops.size() || std::ranges::find(cuts, place) != cuts.end();
       };
       cut = vanishes(near) && !vanishes(far) ? far : near;
       a.notes.push_back("a cut was moved to before " +
@@ -234,7 +234,7 @@ void assign_by_policy(Assignment& a, const Graph& graph, const MemorySets& memor
         if (a.stage.count(use.user)) touching.push_back(use.user);
       }
     }
-    std::sort(touching.begin(), touching.end(), [](const Node* x, const Node* y) { return x != y && x->is_before(y); });
+    std::ranges::sort(touching, [](const Node* x, const Node* y) { return x != y && x->is_before(y); });
     for (size_t i = 1; i < touching.size(); ++i) {
       if (a.stage[touching[i - 1]] > a.stage[touching[i]])
         refuse({&set, touching[i - 1], touching[i], "their order would change"});

@@ -41,7 +41,7 @@ bool is_dense(const TensorMeta& meta) {
   for (size_t d = 0; d < meta.strides.size(); ++d) {
     if (meta.sizes[d] != 1 && meta.strides[d] != 0) dims.emplace_back(meta.strides[d], meta.sizes[d]);
   }
-  std::sort(dims.begin(), dims.end());
+  std::ranges::sort(dims);
   int64_t filled = 1;
   for (const auto& [stride, size] : dims) {
     if (stride != filled) return false;
@@ -265,7 +265,7 @@ std::vector<size_t> Balancer::find_cuts() const {
   if (best[stages - 1][P - 1].slowest == kNever) return {};
   std::vector<size_t> cuts{P - 1};
   for (int s = stages - 1; s >= 0; --s) cuts.push_back(best[s][cuts.back()].from);
-  std::reverse(cuts.begin(), cuts.end());
+  std::ranges::reverse(cuts);
   return cuts;
 }
 

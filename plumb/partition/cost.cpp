@@ -23,7 +23,7 @@ using c10::IValue;
 bool moves_only(const Node& node) {
   if (!node.is_call()) return true;
   const auto& returns = node.schema().returns();
-  return !node.writes() && std::any_of(returns.begin(), returns.end(), [](const auto& r) { return r.alias_info(); });
+  return !node.writes() && std::ranges::any_of(returns, [](const auto& r) { return r.alias_info(); });
 }
 
 // Runs a graph node by node: each as a graph of its own, so that it can be run again.

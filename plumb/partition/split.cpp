@@ -160,7 +160,7 @@ void Cutter::add_placeholders(int stage) {
   };
   std::vector<std::pair<PortSource, const Value*>> inputs;
   for (const Value* v : draft.needs) inputs.emplace_back(source(v), v);
-  std::sort(inputs.begin(), inputs.end());
+  std::ranges::sort(inputs);
   auto& ports = table_.stages[stage].inputs;
   for (const auto& [from, v] : inputs) {
     const std::string name = from.is_pipeline_input() ? v->producer()->target() : v->name();
@@ -371,12 +371,7 @@ void mark(const TreeSpec& outputs, const c10::IValue& spec, const std::string& w
   }
   if (outputs.is_leaf()) wrong("it has a structure where the output has one value");
   if (spec.isTuple() || spec.isList()) {
-    std::vector<c10::IValue> parts;
-    if (spec.isTuple()) {
-      parts = spec.toTupleRef().elements().vec();
-    } else {
-      for (const c10::IValue& e : spec.toListRef()) parts.push_back(e);
-    }
+    const auto parts = spec.isTuple() ? spec.toTupleRef().elements().vec() : spec.toListRef().vec();
     if (outputs.type.ends_with("ict")) wrong("it is a sequence where the outputs are a dict");
     if (parts.size() != outputs.children.size()) wrong(str("it has ", parts.size(), " entries"));
     for (size_t i = 0; i < parts.size(); ++i) mark(outputs.children[i], parts[i], str(where, "[", i, "]"), leaf, found);

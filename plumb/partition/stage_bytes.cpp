@@ -89,7 +89,7 @@ std::vector<int64_t> memory_order(const at::Tensor& t) {
   if (!t.is_non_overlapping_and_dense()) return {};
   std::vector<int64_t> order(t.dim());
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return t.stride(a) > t.stride(b); });
+  std::ranges::stable_sort(order, [&](int64_t a, int64_t b) { return t.stride(a) > t.stride(b); });
   return order;
 }
 

@@ -94,7 +94,7 @@ std::optional<RankEnvironment> Membership::next() {
     std::istringstream list(text);
     std::vector<int> members;
     for (int process; list >> process;) members.push_back(process);
-    const auto place = std::find(members.begin(), members.end(), process_);
+    const auto place = std::ranges::find(members, process_);
     if (place == members.end()) continue;
     env_.rank = env_.local_rank = static_cast<int>(place - members.begin());
     env_.world_size = static_cast<int>(members.size());

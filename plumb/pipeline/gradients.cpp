@@ -30,8 +30,8 @@ GradientAccumulator::GradientAccumulator(std::vector<int> order, std::set<int> s
       shared_(std::move(shared)),
       separate_step_grads_(separate_step_grads || groups > 1),
       groups_(groups) {
-  in_order_ = std::is_sorted(order_.begin(), order_.end());
-  std::sort(order_.begin(), order_.end());
+  in_order_ = std::ranges::is_sorted(order_);
+  std::ranges::sort(order_);
 }
 
 void GradientAccumulator::begin_step(std::vector<NamedTensor> parameters) {

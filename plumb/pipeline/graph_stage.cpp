@@ -93,7 +93,7 @@ ModelSizes GraphStage::known_sizes(const std::vector<c10::IValue>& inputs, Model
     if (port.source.is_pipeline_input() && port.meta && is_tensor(inputs[i]))
       known[port.source.index] = inputs[i].toTensor().sizes().vec();
   }
-  const bool other = std::any_of(known.begin(), known.end(), [&](const auto& entry) {
+  const bool other = std::ranges::any_of(known, [&](const auto& entry) {
     const auto cut = model_inputs_.find(entry.first);
     return cut != model_inputs_.end() && !as_cut(*cut->second.meta, entry.second);
   });

@@ -50,7 +50,7 @@ StageEdges PipelineLayout::edges() const {
   StageEdges edges;
   auto add = [&](int from, int to) {
     StageEdge edge{from, to};
-    if (std::find(edges.begin(), edges.end(), edge) == edges.end()) edges.push_back(edge);
+    if (std::ranges::find(edges, edge) == edges.end()) edges.push_back(edge);
   };
   for (const auto& [source, users] : users_of_values(*this)) {
     if (source.stage < 0) continue;
@@ -130,7 +130,7 @@ std::vector<StageWiring> connect_stages(const PipelineLayout& layout) {
     auto& w = wiring[s];
     w.output_used.assign(layout.stages[s].num_outputs, false);
     for (const auto& in : layout.stages[s].inputs) {
-      auto at = std::find(w.sources.begin(), w.sources.end(), in);
+      auto at = std::ranges::find(w.sources, in);
       w.source_of_input.push_back(static_cast<int>(at - w.sources.begin()));
       if (at == w.sources.end()) w.sources.push_back(in);
     }
@@ -138,7 +138,7 @@ std::vector<StageWiring> connect_stages(const PipelineLayout& layout) {
   const auto users = users_of_values(layout);
   auto source_index = [&](int stage, const ValueSource& value) {
     const auto& sources = wiring[stage].sources;
-    return static_cast<int>(std::find(sources.begin(), sources.end(), value) - sources.begin());
+    return static_cast<int>(std::ranges::find(sources, value) - sources.begin());
   };
   for (int s = 0; s < layout.num_stages(); s++) {
     auto& w = wiring[s];
@@ -150,7 +150,7 @@ std::vector<StageWiring> connect_stages(const PipelineLayout& layout) {
       bundle_for(w.values_in, value.stage).indices.push_back(i);
       bundle_for(maker.values_out, s).indices.push_back(value.index);
       const auto& list = users.at(value);
-      const auto at = std::find(list.begin(), list.end(), s);
+      const auto at = std::ranges::find(list, s);
       const int to = at == list.begin() ? value.stage : *(at - 1);
       bundle_for(w.grads_out, to).indices.push_back(i);
       bundle_for(wiring[to].grads_in, s)
@@ -160,9 +160,9 @@ std::vector<StageWiring> connect_stages(const PipelineLayout& layout) {
   }
   auto ascending = [](const auto& a, const auto& b) { return a.stage < b.stage; };
   for (auto& w : wiring) {
-    std::sort(w.values_out.begin(), w.values_out.end(), ascending);
-    std::sort(w.values_in.begin(), w.values_in.end(), ascending);
-    std::sort(w.grads_out.begin(), w.grads_out.end(), [](const auto& a, const auto& b) { return a.stage > b.stage; });
+    std::ranges::sort(w.values_out, ascending);
+    std::ranges::sort(w.values_in, ascending);
+    std::ranges::sort(w.grads_out, [](const auto& a, const auto& b) { return a.stage > b.stage; });
   }
   return wiring;
 }

@@ -18,10 +18,10 @@ namespace {
 void deal_out(const std::vector<std::int64_t>& sizes, int replicas, const std::function<void(size_t, int)>& give) {
   std::vector<size_t> order(sizes.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return sizes[a] > sizes[b]; });
+  std::ranges::stable_sort(order, [&](size_t a, size_t b) { return sizes[a] > sizes[b]; });
   std::vector<std::int64_t> load(replicas, 0);
   for (size_t i : order) {
-    const auto least = std::min_element(load.begin(), load.end());
+    const auto least = std::ranges::min_element(load);
     *least += sizes[i];
     give(i, static_cast<int>(least - load.begin()));
   }
@@ -62,12 +62,15 @@ ReplicaSums::ReplicaSums(ProcessGroup group, const std::string& description,
                 "", "make every replica from the same model, weights and schedule");
   }
   transport_.connect_device();
+  for (int r = 0; r < size(); r++) {
+    if (r != rank()) peers_.push_back(r);
+  }
   for (const auto& run : plan.actions) {
     if (run.completes_gradients) parts_.push_back({run.action.stage, {}});
   }
   Part copies{-1, {}};
   for (const auto& [stage, list] : parameters) {
-    auto part = std::find_if(parts_.begin(), parts_.end(), [&](const Part& p) { return p.stage == stage; });
+    auto part = std::ranges::find_if(parts_, [&](const Part& p) { return p.stage == stage; });
     for (size_t i = 0; i < list.size(); i++) {
       const bool is_copy = shared[stage].count(static_cast<int>(i)) > 0 || part == parts_.end();
       (is_copy ? copies : *part).members.push_back({stage, static_cast<int>(i), 0, list[i].tensor});
@@ -98,8 +101,7 @@ ReplicaSums::~ReplicaSums() {
 
 ReplicaSums::Way ReplicaSums::add_messages(int from, int phase) {
   Way way{std::vector<int>(size(), -1), std::vector<int>(size(), -1)};
-  for (int peer = 0; peer < size(); peer++) {
-    if (peer == rank()) continue;
+  for (int peer : peers_) {
     const PlannedMessage message{{MessageKind::Replicas, from, phase}, peer};
     way.sends[peer] = static_cast<int>(plan_.sends.size());
     way.receives[peer] = static_cast<int>(plan_.receives.size());
@@ -158,7 +160,7 @@ void ReplicaSums::check() const {
 
 bool ReplicaSums::summed(int stage) const {
   std::lock_guard<std::mutex> lock(lock_);
-  return std::all_of(parts_.begin(), parts_.end(), [&](const Part& p) { return p.stage != stage || p.summed; });
+  return std::ranges::all_of(parts_, [&](const Part& p) { return p.stage != stage || p.summed; });
 }
 
 void ReplicaSums::finish(const std::map<int, GradientAccumulator*>& gradients, const at::Tensor& loss,
@@ -183,7 +185,7 @@ void ReplicaSums::finish(const std::map<int, GradientAccumulator*>& gradients, c
     part.own.clear();
     part.sums.clear();
   }
-  if (std::all_of(losses_.begin(), losses_.end(), [](const auto& l) { return l.defined(); })) {
+  if (std::ranges::all_of(losses_, [](const auto& l) { return l.defined(); })) {
     const double total = std::accumulate(rows_.begin(), rows_.end(), 0.0);
     for (auto& theirs : losses_) theirs = on_device_of(loss, theirs);
     loss_ = tree_sum(losses_) / total;
@@ -267,12 +269,9 @@ void ReplicaSums::sum_part(size_t index) {
   for (size_t i = 0; i < part.members.size(); i++) {
     if (part.members[i].owner != rank()) values[part.members[i].owner].push_back({part.own[i]});
   }
-  for (int peer = 0; peer < size(); peer++) {
-    if (peer != rank()) transport_.send(to_owners_[index].sends[peer], values[peer]);
-  }
+  for (int peer : peers_) transport_.send(to_owners_[index].sends[peer], values[peer]);
   // By replica: the gradients of the members this replica owns.
-  for (int peer = 0; peer < size(); peer++) {
-    if (peer == rank()) continue;
+  for (int peer : peers_) {
     values[peer] =
         transport_.receive(to_owners_[index].receives[peer], waiting, agreed(part, rank(), {number(Comes::Always)}))
             .values;
@@ -291,11 +290,8 @@ void ReplicaSums::sum_part(size_t index) {
     sums.push_back({part.sums[i]});
   }
   values.clear();
-  for (int peer = 0; peer < size(); peer++) {
-    if (peer != rank()) transport_.send(from_owners_[index].sends[peer], sums);
-  }
-  for (int peer = 0; peer < size(); peer++) {
-    if (peer == rank()) continue;
+  for (int peer : peers_) transport_.send(from_owners_[index].sends[peer], sums);
+  for (int peer : peers_) {
     std::vector<AgreedValue> first;
     if (last) first.push_back(number(Comes::Maybe));
     const auto theirs =

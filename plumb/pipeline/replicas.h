@@ -100,6 +100,7 @@ class ReplicaSums {
   at::Tensor add_up(const Part::Member& member, const std::vector<at::Tensor>& by_replica) const;
 
   Transport transport_;
+  std::vector<int> peers_;   // the other replicas
   std::vector<Part> parts_;  // in the order in which they are summed; the shared ones last
   std::vector<Way> to_owners_, from_owners_;
   MessagePlan plan_;

@@ -84,7 +84,7 @@ std::vector<at::Generator> PipelineState::generators() const {
     const auto device = stage.function->device();
     if (!device || device->is_cpu() || device->is_meta()) continue;
     const at::Generator& generator = at::globalContext().defaultGenerator(*device);
-    if (std::find(all.begin(), all.end(), generator) == all.end()) all.push_back(generator);
+    if (std::ranges::find(all, generator) == all.end()) all.push_back(generator);
   }
   return all;
 }
@@ -158,9 +158,9 @@ void PipelineState::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors&
 // Whether a value that was handed over in memory has other users here.
 bool PipelineState::shared_on_this_rank(const ValueSource& source, int m) const {
   if (by_hand || schedule.placement.rank_of(source.stage, m) != rank()) return false;
-  return std::count_if(stages.begin(), stages.end(), [&](const auto& entry) {
+  return std::ranges::count_if(stages, [&](const auto& entry) {
            const auto& sources = entry.second.wiring->sources;
-           return std::find(sources.begin(), sources.end(), source) != sources.end();
+           return std::ranges::find(sources, source) != sources.end();
          }) > 1;
 }
 

@@ -166,7 +166,7 @@ Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 namespace {
 
 bool any_defined(const Tensors& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const auto& t) { return t.defined(); });
+  return std::ranges::any_of(tensors, [](const auto& t) { return t.defined(); });
 }
 
 StepResult run_batch(PipelineState& state, const Tensors& inputs, const Tensors& targets, bool train) {
@@ -220,7 +220,7 @@ const PipelineLayout& Pipeline::layout() const { return state_->layout; }
 int Pipeline::rank() const { return state_->rank(); }
 void Pipeline::set_step(std::int64_t number, std::vector<std::int64_t> rows) {
   const auto wanted = static_cast<size_t>(state_->schedule.num_microbatches) + 1;
-  if (!rows.empty() && (rows.size() != wanted || !std::is_sorted(rows.begin(), rows.end()))) {
+  if (!rows.empty() && (rows.size() != wanted || !std::ranges::is_sorted(rows))) {
     throw Error(ErrorKind::InvalidArgument, str("set_step() takes where each of ", wanted - 1,
                                                 " microbatches begins, in order, and where the last one ends"));
   }

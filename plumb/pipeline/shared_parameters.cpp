@@ -201,10 +201,10 @@ class CopyFinder {
       tied.copies.push_back({k.stage, k.name});
       for (auto j : list) shared.copy_peers[k.rank][known_[j].rank] = true;
     }
-    std::sort(group.begin(), group.end(), [](const auto& a, const auto& b) {
+    std::ranges::sort(group, [](const auto& a, const auto& b) {
       return std::tie(b.stage, a.rank, a.name) < std::tie(a.stage, b.rank, b.name);
     });
-    std::sort(tied.copies.begin(), tied.copies.end());
+    std::ranges::sort(tied.copies);
     tied.copies.erase(std::unique(tied.copies.begin(), tied.copies.end()), tied.copies.end());
     shared.tied.push_back(tied);
     if (here) shared.groups.push_back(group);
@@ -227,8 +227,8 @@ class CopyFinder {
 }  // namespace
 
 bool SharedParameters::in_stage(int stage) const {
-  return std::any_of(groups.begin(), groups.end(), [&](const CopyGroup& group) {
-    return std::any_of(group.begin(), group.end(), [&](const ParameterCopy& c) { return c.local_stage == stage; });
+  return std::ranges::any_of(groups, [&](const CopyGroup& group) {
+    return std::ranges::any_of(group, [&](const ParameterCopy& c) { return c.local_stage == stage; });
   });
 }
 
@@ -241,7 +241,7 @@ std::vector<std::pair<const CopyGroup*, const ParameterCopy*>> copies_for_peer(c
                                                                                int holder, int other) {
   std::vector<std::pair<const CopyGroup*, const ParameterCopy*>> copies;
   for (const auto& group : shared.groups) {
-    if (std::none_of(group.begin(), group.end(), [&](const auto& c) { return c.rank == other; })) continue;
+    if (std::ranges::none_of(group, [&](const auto& c) { return c.rank == other; })) continue;
     for (const auto& c : group) {
       if (c.rank == holder) copies.emplace_back(&group, &c);
     }

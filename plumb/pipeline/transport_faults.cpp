@@ -107,18 +107,15 @@ void Transport::State::keep_buffers() {
 }
 
 // An error message of any peer that has arrived, in a buffer posted for something else.
-bool Transport::State::find_told(Cause& cause) const {
+std::optional<Cause> Transport::State::find_told() const {
   std::atomic_thread_fence(std::memory_order_acquire);
   for (const auto& in : incoming) {
     for (size_t i = in.received; i < in.num_posted; i++) {
       if (!in.posted[i].buffer.defined()) continue;
-      if (const auto told = told_cause(in.posted[i].buffer)) {
-        cause = *told;
-        return true;
-      }
+      if (auto told = told_cause(in.posted[i].buffer)) return told;
     }
   }
-  return false;
+  return std::nullopt;
 }
 
 // Nothing if the buffer holds no error, or not the whole of it yet.
@@ -147,7 +144,7 @@ auto Transport::State::ask_store(Ask ask) -> std::optional<std::invoke_result_t<
   }
 }
 
-bool Transport::State::find_stored(Cause& cause, int suspect) {
+std::optional<Cause> Transport::State::find_stored(int suspect) {
   std::vector<std::string> keys;
   for (int k = 0; k < group.size(); k++) {
     const int rank = (suspect + k) % group.size();
@@ -161,9 +158,8 @@ bool Transport::State::find_stored(Cause& cause, int suspect) {
     }
     return std::string();
   });
-  if (!text || text->empty()) return false;
-  cause = {written_rank(*text, group.size(), suspect), text->substr(text->find(':') + 1)};
-  return true;
+  if (!text || text->empty()) return std::nullopt;
+  return Cause{written_rank(*text, group.size(), suspect), text->substr(text->find(':') + 1)};
 }
 
 // Tells the others that this rank has waited for `peer` in vain.
@@ -201,7 +197,6 @@ void Transport::State::raise_lost(int peer, const std::string& waiting, const st
   }
   const std::string text = what_gloo_says(e);
   bool late = text.find("imed out") != std::string::npos;
-  Cause cause;
   const auto& env = group.state().env;
   if (late) store_late(peer);
   if (!late && group.world_rank(peer) == 0 && !env.launcher_serves_store && store_state == StoreState::Answers)
@@ -209,11 +204,14 @@ void Transport::State::raise_lost(int peer, const std::string& waiting, const st
   // The peer may have told its reason on another way, or be about to.
   const auto patience = late ? std::min(group.timeout() / 2, milliseconds(2000)) : milliseconds(700);
   const auto until = Clock::now() + patience;
-  bool found = find_told(cause);
-  for (bool first = true; !found && (first || Clock::now() < until); first = false) {
-    found = find_told(cause) || find_stored(cause, peer);
-    if (!found) std::this_thread::sleep_for(milliseconds(10));
+  auto told_by = find_told();
+  for (bool first = true; !told_by && (first || Clock::now() < until); first = false) {
+    told_by = find_told();
+    if (!told_by) told_by = find_stored(peer);
+    if (!told_by) std::this_thread::sleep_for(milliseconds(10));
   }
+  const bool found = told_by.has_value();
+  Cause cause = told_by.value_or(Cause());
   if (!found) {
     cause.rank = last_waited_for(peer);
     // A wait that times out closes all of that rank's connections: the peer is gone because it waited for another.

@@ -165,8 +165,8 @@ struct Transport::State {
   auto ask_store(Ask ask) -> std::optional<std::invoke_result_t<Ask, c10d::Store&>>;
   void store_late(int peer);
   int last_waited_for(int peer);
-  bool find_told(Cause& cause) const;
-  bool find_stored(Cause& cause, int suspect);
+  std::optional<Cause> find_told() const;
+  std::optional<Cause> find_stored(int suspect);
 
   struct DeleteDirect {
     void operator()(DirectMessages* d) const;

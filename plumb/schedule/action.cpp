@@ -121,7 +121,7 @@ Action parse_action(std::string_view whole) {
   std::string_view rest = text;
   Action action;
   action.stage = take_number(text, rest, "stage");
-  auto end_of_kind = std::find_if(rest.begin(), rest.end(), [](char c) { return is_digit(c) || c == '>' || c == '<'; });
+  auto end_of_kind = std::ranges::find_if(rest, [](char c) { return is_digit(c) || c == '>' || c == '<'; });
   std::string_view name = rest.substr(0, static_cast<std::size_t>(end_of_kind - rest.begin()));
   action.kind = kind_named(text, name);
   if (action.kind == ActionKind::Overlap) fail(text, "OVERLAP_F_B needs its two actions in a bracket in front");

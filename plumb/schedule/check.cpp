@@ -230,7 +230,7 @@ class Checker {
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
       const auto& row = schedule_.rows[rank];
       auto has = [&row](ActionKind kind) {
-        return std::any_of(row.begin(), row.end(), [kind](const Action& action) { return action.kind == kind; });
+        return std::ranges::any_of(row, [kind](const Action& action) { return action.kind == kind; });
       };
       bool sharded = has(ActionKind::Unshard) || has(ActionKind::Reshard);
       if (!sharded && !has(ActionKind::ReduceGrad)) continue;

@@ -61,7 +61,7 @@ CostsOf even_costs(const Costs& costs, int num_ranks) {
   };
 }
 
-double ScheduleChoice::peak() const { return memory.empty() ? 0 : *std::max_element(memory.begin(), memory.end()); }
+double ScheduleChoice::peak() const { return memory.empty() ? 0 : *std::ranges::max_element(memory); }
 
 std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatches, const CostsOf& costs_of,
                                               const CompareOptions& options) {
@@ -79,36 +79,34 @@ std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatche
     auto it = known.find(stages);
     return it != known.end() ? it->second : known.emplace(stages, costs_of(stages)).first->second;
   };
+  std::vector<std::pair<std::string, int>> wanted;  // with the stages a rank
+  for (const std::string& name : names) {
+    if (name == kSearched) {
+      wanted.emplace_back(name, 1);
+      continue;
+    }
+    const ScheduleTraits& traits = schedule_traits(name);
+    if (traits.max_stages_per_rank == 1) wanted.emplace_back(traits.name, 1);
+    for (int per_rank : options.stages_per_rank) {
+      if (per_rank >= std::max(2, traits.min_stages_per_rank) && per_rank <= traits.max_stages_per_rank)
+        wanted.emplace_back(traits.name, per_rank);
+    }
+  }
   std::vector<ScheduleChoice> choices;
-  auto add = [&](const std::string& name, int per_rank, const std::function<Schedule(const StageCosts&)>& make) {
+  for (const auto& [name, per_rank] : wanted) {
     ScheduleChoice choice{name, per_rank};
     try {
       const StageCosts& stage_costs = costs(num_ranks * per_rank);
-      choice.schedule = make(stage_costs);
+      choice.schedule = name == kSearched ? search(num_ranks, num_microbatches, stage_costs, options)
+                                          : make_schedule(name, num_ranks, num_microbatches, per_rank);
       fill(choice, stage_costs, options);
     } catch (const Error& e) {
       choice = {name, per_rank, e.message()};
       choice.fits = false;
     }
     choices.push_back(std::move(choice));
-  };
-  for (const std::string& name : names) {
-    if (name == kSearched) {
-      add(name, 1, [&](const StageCosts& c) { return search(num_ranks, num_microbatches, c, options); });
-      continue;
-    }
-    const ScheduleTraits& traits = schedule_traits(name);
-    if (traits.max_stages_per_rank == 1) {
-      add(traits.name, 1, [&](const StageCosts&) { return make_schedule(name, num_ranks, num_microbatches, 1); });
-      continue;
-    }
-    for (int per_rank : options.stages_per_rank) {
-      if (per_rank < std::max(2, traits.min_stages_per_rank) || per_rank > traits.max_stages_per_rank) continue;
-      add(traits.name, per_rank,
-          [&](const StageCosts&) { return make_schedule(name, num_ranks, num_microbatches, per_rank); });
-    }
   }
-  std::stable_sort(choices.begin(), choices.end(), [](const ScheduleChoice& a, const ScheduleChoice& b) {
+  std::ranges::stable_sort(choices, [](const ScheduleChoice& a, const ScheduleChoice& b) {
     auto key = [](const ScheduleChoice& c) { return std::tuple(!c.problem.empty(), !c.fits); };
     if (key(a) != key(b)) return key(a) < key(b);
     const double x = a.simulation.cost(), y = b.simulation.cost();

@@ -25,7 +25,7 @@ StageGraph::StageGraph(const StageEdges& given, int num_stages)
     out[edge.from].push_back(static_cast<int>(i));
   }
   for (auto& list : out) {
-    std::sort(list.begin(), list.end(), [this](int a, int b) { return edges[a].to < edges[b].to; });
+    std::ranges::sort(list, [this](int a, int b) { return edges[a].to < edges[b].to; });
   }
 }
 

@@ -54,7 +54,7 @@ std::vector<Message> find_messages(const Schedule& schedule, const StageGraph& g
       }
     }
   }
-  std::sort(messages.begin(), messages.end(), [](const Message& a, const Message& b) { return a.key() < b.key(); });
+  std::ranges::sort(messages, [](const Message& a, const Message& b) { return a.key() < b.key(); });
   return messages;
 }
 
@@ -90,12 +90,12 @@ class Surroundings {
     if (options_.max_unsharded < 1) return;
     std::vector<int> wanted = next_stages(i);
     std::erase_if(whole_, [&](int stage) {
-      bool keep = std::find(wanted.begin(), wanted.end(), stage) != wanted.end();
+      bool keep = std::ranges::find(wanted, stage) != wanted.end();
       if (!keep) out.push_back(Action::of_stage(ActionKind::Reshard, stage));
       return !keep;
     });
     for (int stage : wanted) {
-      if (std::find(whole_.begin(), whole_.end(), stage) != whole_.end()) continue;
+      if (std::ranges::find(whole_, stage) != whole_.end()) continue;
       whole_.push_back(stage);
       out.push_back(Action::of_stage(ActionKind::Unshard, stage));
     }
@@ -120,7 +120,7 @@ class Surroundings {
     std::vector<int> stages;
     for (; i < row_.size() && static_cast<int>(stages.size()) < options_.max_unsharded; ++i) {
       for (const Action& part : {row_[i].first_part(), row_[i].second_part()}) {
-        if (part.is_compute() && std::find(stages.begin(), stages.end(), part.stage) == stages.end()) {
+        if (part.is_compute() && std::ranges::find(stages, part.stage) == stages.end()) {
           stages.push_back(part.stage);
         }
       }
@@ -209,7 +209,7 @@ std::vector<std::vector<int>> meeting_messages(const Schedule& lowered) {
       const int peer = peer_of(first);
       if (peer_of(second) != peer || meets[rank][i] >= 0) continue;
       const auto& theirs = lowered.rows[peer];
-      const auto at = std::find(theirs.begin(), theirs.end(), other_end(first)) - theirs.begin();
+      const auto at = std::ranges::find(theirs, other_end(first)) - theirs.begin();
       const auto end = static_cast<std::ptrdiff_t>(theirs.size());
       // Rows follow one order in time: the second is behind the first there, too.
       if (at + 1 >= end || theirs[at + 1] != other_end(second) || meets[peer][at] >= 0 || meets[peer][at + 1] >= 0)

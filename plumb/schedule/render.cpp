@@ -60,7 +60,7 @@ std::string render_text(const Schedule& schedule, const TimeLine& spans, int col
     std::string name = std::to_string(rank);
     text += "rank " + std::string(digits - std::min(digits, name.size()), ' ') + name + " |";
     for (const auto& share : shares) {
-      auto most = std::max_element(share.begin(), share.end());
+      auto most = std::ranges::max_element(share);
       double idle = 1;
       for (double one : share) idle -= one;
       text += *most > 0 && *most >= idle - 1e-9 ? kLetters[most - share.begin()] : '.';
@@ -78,8 +78,8 @@ std::string render_letters(const Schedule& schedule) {
                                                         {'X', "a forward and a backward at once"}};
   std::string text;
   for (const auto& [letter, meaning] : kMeanings) {
-    const bool there = std::any_of(schedule.rows.begin(), schedule.rows.end(), [l = letter](const auto& row) {
-      return std::any_of(row.begin(), row.end(), [l](const Action& a) { return a.is_compute() && letter_of(a) == l; });
+    const bool there = std::ranges::any_of(schedule.rows, [l = letter](const auto& row) {
+      return std::ranges::any_of(row, [l](const Action& a) { return a.is_compute() && letter_of(a) == l; });
     });
     if (there) text += std::string(1, letter) + " " + meaning + ", ";
   }

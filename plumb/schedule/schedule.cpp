@@ -52,15 +52,15 @@ Placement v_placement(int num_ranks, int stages_per_rank) {
 std::size_t Schedule::num_actions() const {
   std::size_t count = 0;
   for (const auto& row : rows) {
-    count += static_cast<std::size_t>(
-        std::count_if(row.begin(), row.end(), [](const Action& action) { return !action.is_idle(); }));
+    count +=
+        static_cast<std::size_t>(std::ranges::count_if(row, [](const Action& action) { return !action.is_idle(); }));
   }
   return count;
 }
 
 bool Schedule::has_messages() const {
-  return std::any_of(rows.begin(), rows.end(), [](const auto& row) {
-    return std::any_of(row.begin(), row.end(), [](const Action& action) { return action.is_message(); });
+  return std::ranges::any_of(rows, [](const auto& row) {
+    return std::ranges::any_of(row, [](const Action& action) { return action.is_message(); });
   });
 }
 

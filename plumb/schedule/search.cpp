@@ -165,8 +165,8 @@ class Orders {
   Score time() {
     int ranks = static_cast<int>(rows_.size());
     next_.assign(rows_.size(), 0);
-    std::fill(forward_end_.begin(), forward_end_.end(), kNever);
-    std::fill(input_end_.begin(), input_end_.end(), kNever);
+    std::ranges::fill(forward_end_, kNever);
+    std::ranges::fill(input_end_, kNever);
     std::size_t left = 0;
     for (const auto& row : rows_) left += row.size();
     while (left) {
@@ -207,7 +207,7 @@ class Orders {
       int from = action.kind == ActionKind::Forward ? rank - 1 : rank + 1;
       if (action.kind == ActionKind::BackwardWeight || from < 0 || from >= static_cast<int>(rows_.size())) break;
       rank = from;
-      auto it = std::find_if(rows_[rank].begin(), rows_[rank].end(), [&](const Action& other) {
+      auto it = std::ranges::find_if(rows_[rank], [&](const Action& other) {
         return other.kind == action.kind && other.microbatch == action.microbatch;
       });
       i = static_cast<std::size_t>(it - rows_[rank].begin());
@@ -363,7 +363,7 @@ SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& g
   SearchResult result;
   result.schedule = schedule_internal::new_table("Searched", num_ranks, num_microbatches, 1, false);
   Costs costs = given.for_stages(num_ranks, num_ranks);
-  double largest = *std::max_element(costs.activation.begin(), costs.activation.end());
+  double largest = *std::ranges::max_element(costs.activation);
   if (!(options.memory_limit >= largest * (1 - 1e-9))) {
     throw Error(ErrorKind::InvalidArgument, "not even one microbatch fits in the memory limit", "",
                 "a higher limit, more ranks, or smaller microbatches");
@@ -378,8 +378,7 @@ SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& g
     ++result.tried;
     candidates.push_back({player.play(habits), habits});
   }
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const Candidate& a, const Candidate& b) { return a.score < b.score; });
+  std::ranges::stable_sort(candidates, [](const Candidate& a, const Candidate& b) { return a.score < b.score; });
   auto same = [](const Candidate& a, const Candidate& b) { return !(a.score < b.score) && !(b.score < a.score); };
   candidates.erase(std::unique(candidates.begin(), candidates.end(), same), candidates.end());
   candidates.resize(std::min<std::size_t>(candidates.size(), 4));
@@ -395,8 +394,8 @@ SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& g
   };
   int left = most_tables - result.tried;
   for (Candidate& candidate : candidates) refine(candidate, left / 16);
-  Candidate& best = *std::min_element(candidates.begin(), candidates.end(),
-                                      [](const auto& a, const auto& b) { return a.score < b.score; });
+  Candidate& best =
+      *std::ranges::min_element(candidates, [](const auto& a, const auto& b) { return a.score < b.score; });
   refine(best, left / 2);
   player.play(best.habits, &result.schedule.rows);
   Orders orders(result.schedule.rows, num_microbatches, costs, options.memory_limit);

@@ -34,9 +34,7 @@ void check_share(double share, const char* what) {
   }
 }
 
-double max_of(const std::vector<double>& values) {
-  return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
-}
+double max_of(const std::vector<double>& values) { return values.empty() ? 0 : *std::ranges::max_element(values); }
 
 double mean_of(const std::vector<double>& values) {
   return values.empty() ? 0 : std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
@@ -47,9 +45,9 @@ double mean_of(const std::vector<double>& values) {
 namespace schedule_internal {
 
 bool has_backward(const Schedule& schedule) {
-  return std::any_of(schedule.rows.begin(), schedule.rows.end(), [](const auto& row) {
-    return std::any_of(row.begin(), row.end(),
-                       [](const Action& action) { return action.is_compute() && action.kind != ActionKind::Forward; });
+  return std::ranges::any_of(schedule.rows, [](const auto& row) {
+    return std::ranges::any_of(
+        row, [](const Action& action) { return action.is_compute() && action.kind != ActionKind::Forward; });
   });
 }
 
