@@ -192,6 +192,14 @@ Tensor counted_magnitude(const Tensor& x) {
   return magnitude * (magnitude <= word(F::exponent));
 }
 
+// Sizes of the scales of x's blocks.
+std::vector<int64_t> scale_sizes(const Tensor& x, const kernel::BlockSpec& block) {
+  auto sizes = x.sizes().vec();
+  if (sizes.empty()) sizes.push_back(1);
+  sizes.back() = (sizes.back() + block.size - 1) / block.size;
+  return sizes;
+}
+
 // kernel_blocks.h in tensors: rows [R, L] as [R, blocks, size].
 template <class T>
 Blocks round_blocks_in(const Tensor& x, const RoundingSpec& spec, const kernel::BlockSpec& block, uint64_t seed,
@@ -226,10 +234,7 @@ Blocks round_blocks_in(const Tensor& x, const RoundingSpec& spec, const kernel::
     small = wide / at::where(up > 0, up, at::Scalar(kInfinity));
     result.scales = codes_of(scale, code_spec_of(FPFormat::parse("e4m3fn")));
   }
-  auto sizes = x.sizes().vec();
-  if (sizes.empty()) sizes.push_back(1);
-  sizes.back() = count;
-  result.scales = result.scales.view(sizes);
+  result.scales = result.scales.view(scale_sizes(x, block));
   const bool chance = spec.mode == RoundingSpec::Stochastic;
   const Tensor random = chance ? in_blocks(random_words(x.numel(), seed, x.device())) : Tensor();
   const Tensor elements = round_to<T>(small, spec, random);
@@ -377,23 +382,17 @@ Tensor power_of_two(const Tensor& exponent, at::ScalarType dtype) {
 Blocks round_blocks(const Tensor& x, const FPFormat& format, uint64_t seed, bool with_codes) {
   const auto carrier = carrier_of(x.scalar_type(), "quantise");
   const auto block = block_spec(format, carrier);
+  const auto bytes = x.options().dtype(at::kByte);
   if (x.numel() == 0) {
-    auto sizes = x.sizes().vec();  // at least one: a scalar has an element
-    sizes.back() = (sizes.back() + block.size - 1) / block.size;
-    const auto bytes = x.options().dtype(at::kByte);
-    return {at::empty_like(x), at::empty(x.sizes(), bytes), at::empty(sizes, bytes),
+    return {at::empty_like(x), at::empty(x.sizes(), bytes), at::empty(scale_sizes(x, block), bytes),
             at::full({}, block.power_of_two ? 1 : kLeastUnit, x.options().dtype(at::kDouble))};
   }
   const auto spec = rounding_spec(format.element(), computed_in(carrier));
   std::optional<kernel::CodeSpec> codes;
   if (with_codes) codes = code_spec_of(format);
   if (const auto* own = device_kernels(x, x.scalar_type())) {
-    auto sizes = x.sizes().vec();
-    if (sizes.empty()) sizes.push_back(1);
-    sizes.back() = (sizes.back() + block.size - 1) / block.size;
-    const auto bytes = x.options().dtype(at::kByte);
-    const Blocks result{at::empty_like(x), with_codes ? at::empty(x.sizes(), bytes) : Tensor(), at::empty(sizes, bytes),
-                        at::empty({}, x.options().dtype(at::kFloat))};
+    const Blocks result{at::empty_like(x), with_codes ? at::empty(x.sizes(), bytes) : Tensor(),
+                        at::empty(scale_sizes(x, block), bytes), at::empty({}, x.options().dtype(at::kFloat))};
     if (own->round_blocks({x, result.values, result.codes, result.scales, result.unit, spec, block,
                            codes.value_or(kernel::CodeSpec{}), seed}))
       return result;

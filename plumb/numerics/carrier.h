@@ -1,9 +1,8 @@
 // Between tensors and kernels: dtype to carrier, format to RoundingSpec, and loops over blocks. For rooms with kernels.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-
-#include <functional>
 
 #include "plumb/numerics/format.h"
 #include "plumb/numerics/kernels.h"
@@ -38,15 +37,6 @@ bool is_dense(const at::Tensor& x);
 at::Tensor fresh_like(const at::Tensor& x, at::ScalarType dtype);
 
 // body(begin, end) over pieces of [0, n) that start at multiples of kernel::kRandomBlock, on torch's threads.
-template <class Body>
-void for_blocks(int64_t n, const Body& body);
-
-}  // namespace plumb
-
-#include <ATen/Parallel.h>
-
-namespace plumb {
-
 template <class Body>
 void for_blocks(int64_t n, const Body& body) {
   constexpr int64_t block = kernel::kRandomBlock;

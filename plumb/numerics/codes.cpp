@@ -45,6 +45,11 @@ kernel::CodeSpec code_spec_of(const FPFormat& format) {
 
 namespace {
 
+// x, or a copy of it whose memory is in the order of `like`.
+at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& x) {
+  return is_dense(x) && x.strides() == like.strides() ? x : at::empty_like(like, x.options()).copy_(x);
+}
+
 kernel::CodeSpec code_spec(const FPFormat& format) {
   if (format.has_blocks())
     throw Error(ErrorKind::InvalidArgument, "the codes of " + format.to_string() + " need their blocks' scales", "",
@@ -115,17 +120,13 @@ at::Tensor encode(const at::Tensor& x, const FPFormat& format, std::optional<uin
   const uint64_t stream = format.rounding != Rounding::Stochastic ? 0 : seed ? *seed : draw_seed();
   at::NoGradGuard no_grad;
   if (!x.is_cpu()) return aten_kernels::encode(x, format, stream);
-  at::Tensor codes = fresh_like(x, at::kByte), source = x.resolve_neg();
-  if (!is_dense(source) || source.strides() != codes.strides()) {
-    source = at::empty_like(codes, x.options());
-    source.copy_(x);
-  }
+  at::Tensor codes = fresh_like(x, at::kByte), source = in_order_of(codes, x.resolve_neg());
   const char* from = static_cast<const char*>(source.const_data_ptr());
   uint8_t* to = codes.mutable_data_ptr<uint8_t>();
   const size_t size = x.element_size();
-  const auto run = kernel::kernels().encode[carrier];
+  const auto run = kernel::kernels().round_and_pack[carrier];
   for_blocks(x.numel(), [&](int64_t begin, int64_t end) {
-    run(from + begin * size, to + begin, end - begin, spec, codes_spec, stream, begin / kernel::kRandomBlock);
+    run(from + begin * size, nullptr, to + begin, end - begin, spec, codes_spec, stream, begin / kernel::kRandomBlock);
   });
   return codes;
 }
@@ -140,11 +141,7 @@ bool lacks_nan(const FPFormat& format) {
 at::Tensor decode_by(const ValueTables& tables, const at::Tensor& codes, at::ScalarType dtype) {
   const auto carrier = carrier_of(dtype, "decode");
   at::NoGradGuard no_grad;
-  at::Tensor values = fresh_like(codes, dtype), source = codes;
-  if (!is_dense(codes) || codes.strides() != values.strides()) {
-    source = at::empty_like(values, codes.options());
-    source.copy_(codes);
-  }
+  at::Tensor values = fresh_like(codes, dtype), source = in_order_of(values, codes);
   const uint8_t* from = source.const_data_ptr<uint8_t>();
   char* to = static_cast<char*>(values.mutable_data_ptr());
   const size_t size = values.element_size();

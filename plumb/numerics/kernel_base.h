@@ -40,6 +40,15 @@ inline void narrow(const float* from, int64_t n, Half* to) {
   for (; i < n; ++i) to[i] = narrow_one(Half{}, from[i]);
 }
 
+// Values in the type that they are computed in: where they lie, or widened into `wide`.
+inline const float* widened(const float* from, int64_t, float*) { return from; }
+inline const double* widened(const double* from, int64_t, double*) { return from; }
+template <class C>
+inline const float* widened(const C* from, int64_t n, float* wide) {
+  widen(from, n, wide);
+  return wide;
+}
+
 // --- results too large for any cache: written past it, so that their lines are not read first
 
 constexpr int64_t kStreamBytes = int64_t(16) << 20;

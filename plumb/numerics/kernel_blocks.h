@@ -85,11 +85,7 @@ void round_blocks_all(const void* x_void, void* y_void, int64_t begin, int64_t e
     if (!whole) {
       scale_ragged<C, T>(x, i, m, length, scaler, wide, ups, scales);
     } else {
-      const T* from = wide;
-      if constexpr (kDirect<C>)
-        from = x + i;
-      else
-        widen(x + i, m, wide);
+      const T* from = widened(x + i, m, wide);
       uint8_t* here = scales ? scales + i / block.size : nullptr;
       if (block.power_of_two)
         scale_blocks<T, 32, false>(from, wide, m / 32, scaler, ups, here);
@@ -102,11 +98,7 @@ void round_blocks_all(const void* x_void, void* y_void, int64_t begin, int64_t e
     T* to = wide;
     if constexpr (kDirect<C>) to = y + i;
     if (!whole) {
-      for (int j = 0; j < m; ++j) {
-        T v = wide[j] * ups[j];
-        v = v > limit ? limit : v;
-        to[j] = v < -limit ? -limit : v;
-      }
+      unscale_blocks<T, 1>(wide, to, m, ups, limit);
     } else if (block.power_of_two) {
       unscale_blocks<T, 32>(wide, to, m / 32, ups, limit);
     } else {
@@ -124,12 +116,8 @@ double largest_all(const void* x_void, int64_t n) {
   alignas(64) T wide[kDirect<C> ? 1 : kChunk];
   for (int64_t i = 0; i < n; i += kChunk) {
     const int m = int(smaller(n - i, kChunk));
-    if constexpr (kDirect<C>) {
-      for (int j = 0; j < m; ++j) largest = larger_magnitude(largest, x[i + j]);
-    } else {
-      widen(x + i, m, wide);
-      for (int j = 0; j < m; ++j) largest = larger_magnitude(largest, wide[j]);
-    }
+    const T* from = widened(x + i, m, wide);
+    for (int j = 0; j < m; ++j) largest = larger_magnitude(largest, from[j]);
   }
   return double(from_bits(largest));
 }

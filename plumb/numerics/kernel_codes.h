@@ -2,7 +2,6 @@
 #pragma once
 
 #include "plumb/numerics/kernel_base.h"
-#include "plumb/numerics/kernel_round.h"
 
 namespace plumb::kernel {
 namespace {
@@ -50,27 +49,6 @@ inline bool fits_codes(const T* x, int n, const CodeSpec& spec) {
   uint32_t nans = 0;
   for (int i = 0; i < n; ++i) nans |= uint32_t(x[i] != x[i]);
   return !nans;
-}
-
-template <class C>
-void encode_all(const void* x_void, uint8_t* codes, int64_t n, const RoundingSpec& spec, const CodeSpec& code_spec,
-                uint64_t seed, int64_t first_block) {
-  using T = typename ComputeOf<C>::type;
-  const C* x = static_cast<const C*>(x_void);
-  const RoundingConstants<T> constants(spec);
-  const RoundRun<T> run = choose_round<T>(spec);
-  Random random(seed, uint64_t(first_block) * (kRandomBlock / kRandomGroup));
-  alignas(64) T rounded[kChunk];
-  for (int64_t i = 0; i < n; i += kChunk) {
-    const int m = int(smaller(n - i, kChunk));
-    const T* from = rounded;
-    if constexpr (kDirect<C>)
-      from = x + i;
-    else
-      widen(x + i, m, rounded);
-    run(from, rounded, m, constants, &random);
-    codes_of(rounded, codes + i, m, code_spec);
-  }
 }
 
 // Values of codes in which nothing but the sign's bit is above the magnitude: negative zero is a zero.
@@ -121,11 +99,7 @@ bool pack_all(const void* x_void, uint8_t* codes, int64_t n, const CodeSpec& spe
   alignas(64) T wide[kDirect<C> ? 1 : kChunk];
   for (int64_t i = 0; i < n; i += kChunk) {
     const int m = int(smaller(n - i, kChunk));
-    const T* from = wide;
-    if constexpr (kDirect<C>)
-      from = x + i;
-    else
-      widen(x + i, m, wide);
+    const T* from = widened(x + i, m, wide);
     if (!fits_codes(from, m, spec)) return false;
     codes_of(from, codes + i, m, spec);
   }

@@ -224,15 +224,6 @@ inline void count_bins(const uint8_t* bytes, int n, uint8_t first, int counts[Bi
 #endif
 }
 
-inline int count_equal(const uint8_t* bytes, int n, uint8_t value) {
-  uint8_t equal[64] = {};
-  for (int i = 0; i < n; i += 64)
-    for (int j = 0; j < 64; ++j) equal[j] += bytes[i + j] == value;
-  int total = 0;
-  for (int j = 0; j < 64; ++j) total += equal[j];
-  return total;
-}
-
 #if defined(__AVX512BW__)
 // How often each bit of 512 is set in up to 127 numbers: a counter a bit, its digits in vectors of their own.
 struct BitCounters {
@@ -323,9 +314,10 @@ inline void count_exponents(const uint8_t* exponents, int n, HistogramTables& ta
   int left = whole;
   int floor = 0;  // bins below it are counted
   if (low == 0) {
-    int zeros = count_equal(exponents, whole, 0);
-    histogram[0] += zeros;
-    left -= zeros;
+    int zeros[1];
+    count_bins<1>(exponents, whole, 0, zeros, nullptr);
+    histogram[0] += zeros[0];
+    left -= zeros[0];
     floor = 1;
   }
   int bin = top;  // bins above it are counted

@@ -5,7 +5,6 @@
 #include "plumb/numerics/kernel_blocks.h"
 #include "plumb/numerics/kernel_codes.h"
 #include "plumb/numerics/kernel_measure.h"
-#include "plumb/numerics/kernel_norm.h"
 #include "plumb/numerics/kernel_round.h"
 
 namespace plumb::kernel {
@@ -21,7 +20,8 @@ bool round_pass(const void* x_void, void* y_void, int64_t n, const RoundingSpec&
   const RoundingConstants<T> constants(spec);
   const RoundRun<T> run = choose_round<T>(spec);
   const bool chance = spec.mode == RoundingSpec::Stochastic;
-  const bool streams = kDirect<C> && n * int64_t(sizeof(C)) >= kStreamBytes && x_void != y_void && can_stream(y_void);
+  const bool streams =
+      kDirect<C> && y && n * int64_t(sizeof(C)) >= kStreamBytes && x_void != y_void && can_stream(y_void);
   Random random(seed, uint64_t(first_block) * (kRandomBlock / kRandomGroup));
   if constexpr (kCanStreamRounding && sizeof(C) == 4) {
     if (streams && !before && !after && !codes && run == round_run<float, kNearestByAddition, true>) {
@@ -42,15 +42,9 @@ bool round_pass(const void* x_void, void* y_void, int64_t n, const RoundingSpec&
   alignas(64) T wide[kChunk];
   for (int64_t i = 0; i < n; i += kChunk) {
     const int m = int(smaller(n - i, kChunk));
-    const T* from;
-    T* to;
-    if constexpr (kDirect<C>) {
-      from = x + i;
-      to = streams ? wide : y + i;
-    } else {
-      widen(x + i, m, wide);
-      from = to = wide;
-    }
+    const T* from = widened(x + i, m, wide);
+    T* to = wide;
+    if constexpr (kDirect<C>) to = y && !streams ? y + i : wide;
     if (before) measure_before.chunk(from, m, kDirect<C>);
     run(from, to, m, constants, &random);
     if (after) measure_after.chunk(to, m, false);
@@ -58,6 +52,7 @@ bool round_pass(const void* x_void, void* y_void, int64_t n, const RoundingSpec&
       codes_of(to, codes + i, m, *code_spec);
     else
       codes = nullptr;
+    if (!y) continue;
     if constexpr (!kDirect<C>)
       narrow(wide, m, y + i);
     else if (streams)
@@ -86,15 +81,10 @@ void measure_all(const void* x_void, int64_t n, Partial& p) {
   using T = typename ComputeOf<C>::type;
   const C* x = static_cast<const C*>(x_void);
   Measurer<T> measurer(p);
+  alignas(64) T wide[kDirect<C> ? 1 : kChunk];
   for (int64_t i = 0; i < n; i += kChunk) {
     const int m = int(smaller(n - i, kChunk));
-    if constexpr (kDirect<C>) {
-      measurer.chunk(x + i, m, true);
-    } else {
-      alignas(64) T wide[kChunk];
-      widen(x + i, m, wide);
-      measurer.chunk(wide, m, false);
-    }
+    measurer.chunk(widened(x + i, m, wide), m, kDirect<C>);
   }
   measurer.finish();
 }
@@ -111,11 +101,27 @@ void keep_all(void* y_void, int64_t n, const void* value, uint32_t last, uint64_
   }
 }
 
+// In the operations of LibTorch's layer_norm, one for one: its vectors end in a fused multiplication and addition where
+// the CPU has them.
+inline void normalise_rows(const float* x, float* y, int64_t rows, int64_t n, const float* mean, const float* rstd,
+                           const float* weight, const float* bias) {
+  for (int64_t r = 0; r < rows; ++r, x += n, y += n) {
+    const float shift = -mean[r], scale = rstd[r];
+    for (int64_t i = 0; i < n; ++i) {
+      const float normal = (x[i] + shift) * scale;
+#if defined(__FMA__)
+      y[i] = __builtin_fmaf(normal, weight[i], bias[i]);
+#else
+      y[i] = normal * weight[i] + bias[i];
+#endif
+    }
+  }
+}
+
 constexpr KernelTable make_table(const char* level) {
   return {level,
           {round_all<float>, round_all<double>, round_all<Half>, round_all<BHalf>},
           {measure_all<float>, measure_all<double>, measure_all<Half>, measure_all<BHalf>},
-          {encode_all<float>, encode_all<double>, encode_all<Half>, encode_all<BHalf>},
           {round_blocks_all<float>, round_blocks_all<double>, round_blocks_all<Half>, round_blocks_all<BHalf>},
           {largest_all<float>, largest_all<double>, largest_all<Half>, largest_all<BHalf>},
           {pack_all<float>, pack_all<double>, pack_all<Half>, pack_all<BHalf>},

@@ -90,8 +90,6 @@ struct KernelTable {
   void (*round[kCarriers])(const void* x, void* y, int64_t n, const RoundingSpec&, uint64_t seed, int64_t first_block,
                            Partial* before, Partial* after);
   void (*measure[kCarriers])(const void* x, int64_t n, Partial&);
-  void (*encode[kCarriers])(const void* x, uint8_t* codes, int64_t n, const RoundingSpec&, const CodeSpec&,
-                            uint64_t seed, int64_t first_block);
   // Values [begin, end) of rows of `length`, each row cut into blocks; begin is a multiple of kRandomBlock. Whole
   // blocks are read, beyond the range too. `spec` is the elements', in the type that is computed in. y may be x where
   // rows are whole numbers of blocks, or null; codes of elements (n) and scales (rows times blocks a row) may be null.
@@ -102,7 +100,7 @@ struct KernelTable {
   double (*largest[kCarriers])(const void* x, int64_t n);
   // Codes of values that are the format's already, signed zeros kept; false if one is NaN and the format has none.
   bool (*pack[kCarriers])(const void* x, uint8_t* codes, int64_t n, const CodeSpec&);
-  // round and pack in one pass; y is complete even where codes are not.
+  // round and pack in one pass; y, which may be null, is complete even where codes are not.
   bool (*round_and_pack[kCarriers])(const void* x, void* y, uint8_t* codes, int64_t n, const RoundingSpec&,
                                     const CodeSpec&, uint64_t seed, int64_t first_block);
   // The other way, for codes whose magnitudes rise up to infinity_code and are NaN from nan_code on.

@@ -146,24 +146,6 @@ void check_measurable(const at::Tensor& x) {
                 "measure at::view_as_real(x), or x.abs()");
 }
 
-TensorMetrics measure(const at::Tensor& x, const MetricsOptions& options) {
-  check_measurable(x);
-  at::NoGradGuard no_grad;
-  if (!x.is_cpu()) {
-    MetricsSum one(options);
-    one.add(x);
-    return one.metrics();
-  }
-  kernel::Partial partial;
-  std::array<uint64_t, kernel::kHistogramBins> counts;
-  if (options.histogram) {
-    counts.fill(0);
-    partial.histogram = counts.data();
-  }
-  measure_any(x, partial, options);
-  return finish_metrics(partial, x.numel());
-}
-
 struct MetricsSum::State {
   MetricsOptions options;
   int64_t numel = 0;
@@ -205,6 +187,12 @@ TensorMetrics MetricsSum::metrics() const {
   if (all.histogram) all.histogram = counts.data();
   for (const at::Tensor& gathered : state_->on_devices) aten_kernels::merge_gathered(all, gathered.cpu());
   return finish_metrics(all, state_->numel);
+}
+
+TensorMetrics measure(const at::Tensor& x, const MetricsOptions& options) {
+  MetricsSum one(options);
+  one.add(x);
+  return one.metrics();
 }
 
 }  // namespace plumb

@@ -16,30 +16,20 @@ class MetricsGatherer {
  public:
   static constexpr int64_t kPiece = 16 * kernel::kRandomBlock;
 
-  MetricsGatherer(int64_t numel, const MetricsOptions& options) : numel_(numel), options_(options) {
-    if (options.histogram) {
-      only_counts_.fill(0);
-      only_.histogram = only_counts_.data();
-    }
-    if (numel <= kPiece) return;
-    const size_t n = size_t((numel + kPiece - 1) / kPiece);
-    pieces_.resize(n);
-    if (!options.histogram) return;
-    counts_.resize(n);
-    for (size_t i = 0; i < n; ++i) {
-      counts_[i].fill(0);
-      pieces_[i].histogram = counts_[i].data();
-    }
+  MetricsGatherer(int64_t numel, const MetricsOptions& options)
+      : numel_(numel),
+        pieces_(size_t(std::max<int64_t>((numel + kPiece - 1) / kPiece, 1))),
+        counts_(options.histogram ? pieces_.size() : 0) {
+    for (size_t i = 0; i < counts_.size(); ++i) pieces_[i].histogram = counts_[i].data();
   }
   MetricsGatherer(const MetricsGatherer&) = delete;
 
-  kernel::Partial& piece(int64_t i) { return pieces_.empty() ? only_ : pieces_[size_t(i)]; }
+  kernel::Partial& piece(int64_t i) { return pieces_[size_t(i)]; }
 
-  // The merged pieces; also where more may be merged into.
-  kernel::Partial& merged() {
-    for (const auto& piece : pieces_) merge(only_, piece);
-    pieces_.clear();
-    return only_;
+  // The merged pieces. Once.
+  const kernel::Partial& merged() {
+    for (size_t i = 1; i < pieces_.size(); ++i) merge(pieces_[0], pieces_[i]);
+    return pieces_[0];
   }
 
   TensorMetrics finish() { return finish_metrics(merged(), numel_); }
@@ -58,9 +48,6 @@ class MetricsGatherer {
 
  private:
   int64_t numel_;
-  MetricsOptions options_;
-  kernel::Partial only_;
-  std::array<uint64_t, kernel::kHistogramBins> only_counts_;
   std::vector<kernel::Partial> pieces_;
   std::vector<std::array<uint64_t, kernel::kHistogramBins>> counts_;
 };

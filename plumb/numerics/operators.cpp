@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <mutex>
 #include <shared_mutex>
@@ -15,6 +14,7 @@
 #include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/carrier.h"
 #include "plumb/numerics/codes.h"
+#include "plumb/numerics/define_operator.h"
 #include "plumb/numerics/quantise.h"
 
 namespace plumb {
@@ -124,8 +124,6 @@ at::Tensor tensor_metrics_meta(const at::Tensor& x, bool histogram) {
 
 // --- Autograd
 
-bool needs_gradient(const at::Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
-
 struct StraightThrough : torch::autograd::Function<StraightThrough> {
   static constexpr bool is_traceable = true;
 
@@ -143,26 +141,10 @@ struct StraightThrough : torch::autograd::Function<StraightThrough> {
 
 at::Tensor quantise_autograd(const at::Tensor& x, std::string_view format, std::string_view rounding, int64_t srbits,
                              std::optional<int64_t> seed, int64_t dim) {
-  if (needs_gradient(x))
+  if (at::GradMode::is_enabled() && x.requires_grad())
     return StraightThrough::apply(x, std::string(format), std::string(rounding), srbits, seed, dim);
   at::AutoDispatchBelowADInplaceOrView below;
   return ops::quantise(x, format, rounding, srbits, seed, dim);
-}
-
-template <class Call>
-at::Tensor without_history(const Call& call) {
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call();
-}
-
-at::Tensor encode_autograd(const at::Tensor& x, std::string_view format, std::optional<int64_t> seed) {
-  return without_history([&] { return ops::encode(x, format, seed); });
-}
-at::Tensor decode_autograd(const at::Tensor& codes, std::string_view format, at::ScalarType dtype) {
-  return without_history([&] { return ops::decode(codes, format, dtype); });
-}
-at::Tensor tensor_metrics_autograd(const at::Tensor& x, bool histogram) {
-  return without_history([&] { return ops::tensor_metrics(x, histogram); });
 }
 
 }  // namespace
@@ -185,36 +167,19 @@ at::Tensor decode(const at::Tensor& codes, std::string_view format, at::ScalarTy
 at::Tensor tensor_metrics(const at::Tensor& x, bool histogram) { return call_operator<"tensor_metrics">(x, histogram); }
 
 }  // namespace ops
-}  // namespace plumb
 
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   // Random when stochastic and without a seed: torch.compile must neither merge nor replay such calls.
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
   const std::vector<at::Tag> fixed = {at::Tag::pt2_compliant_tag};
-  m.def("quantise(Tensor x, str format, str rounding=\"\", int srbits=0, int? seed=None, int dim=-1) -> Tensor",
-        random);
-  m.def("encode(Tensor x, str format, int? seed=None) -> Tensor", random);
-  m.def("decode(Tensor codes, str format, ScalarType dtype=float) -> Tensor", fixed);
-  m.def("tensor_metrics(Tensor x, bool histogram=False) -> Tensor", fixed);
+  define(m, "quantise(Tensor x, str format, str rounding=\"\", int srbits=0, int? seed=None, int dim=-1) -> Tensor",
+         random, quantise_kernel, quantise_meta, quantise_autograd);
+  define(m, "encode(Tensor x, str format, int? seed=None) -> Tensor", random, encode_kernel, encode_meta,
+         without_history());
+  define(m, "decode(Tensor codes, str format, ScalarType dtype=float) -> Tensor", fixed, decode_kernel, decode_meta,
+         without_history());
+  define(m, "tensor_metrics(Tensor x, bool histogram=False) -> Tensor", fixed, tensor_metrics_kernel,
+         tensor_metrics_meta, without_history());
 }
 
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) {
-  m.impl("quantise", plumb::quantise_kernel);
-  m.impl("encode", plumb::encode_kernel);
-  m.impl("decode", plumb::decode_kernel);
-  m.impl("tensor_metrics", plumb::tensor_metrics_kernel);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Meta, m) {
-  m.impl("quantise", plumb::quantise_meta);
-  m.impl("encode", plumb::encode_meta);
-  m.impl("decode", plumb::decode_meta);
-  m.impl("tensor_metrics", plumb::tensor_metrics_meta);
-}
-
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) {
-  m.impl("quantise", plumb::quantise_autograd);
-  m.impl("encode", plumb::encode_autograd);
-  m.impl("decode", plumb::decode_autograd);
-  m.impl("tensor_metrics", plumb::tensor_metrics_autograd);
-}
+}  // namespace plumb

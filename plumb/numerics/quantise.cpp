@@ -40,6 +40,16 @@ bool round_dense(const at::Tensor& x, const at::Tensor& out, const FPFormat& for
   return true;
 }
 
+// A new tensor for x's values rounded, and x in the same order of memory: itself, or a copy in the new tensor.
+struct Fresh {
+  at::Tensor out, source;
+};
+Fresh fresh_for(const at::Tensor& x) {
+  at::Tensor out = fresh_like(x, x.scalar_type());
+  if (!x.is_neg() && is_dense(x) && out.strides() == x.strides()) return {out, x};
+  return {out, out.copy_(x)};
+}
+
 // Autograd must notice that memory it may have saved has changed.
 void bump_version(const at::Tensor& x) {
   if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
@@ -60,13 +70,8 @@ at::Tensor quantise(const at::Tensor& x, const FPFormat& format, std::optional<u
   at::NoGradGuard no_grad;
   const uint64_t stream = seed_for(format, seed);
   if (!x.is_cpu()) return aten_kernels::quantise(x, format, stream);
-  at::Tensor out = fresh_like(x, x.scalar_type());
-  if (!x.is_neg() && is_dense(x) && out.strides() == x.strides()) {
-    round_dense(x, out, format, stream);
-  } else {
-    out.copy_(x);
-    round_dense(out, out, format, stream);
-  }
+  const auto [out, source] = fresh_for(x);
+  round_dense(source, out, format, stream);
   return out;
 }
 
@@ -79,8 +84,7 @@ std::pair<at::Tensor, at::Tensor> quantise_and_pack(const at::Tensor& x, const F
     at::Tensor rounded = aten_kernels::quantise(x, format, seed_for(format, seed));
     return {rounded, pack_codes(rounded.as_strided({rounded.numel()}, {1}), format)};
   }
-  at::Tensor out = fresh_like(x, x.scalar_type()), source = x;
-  if (x.is_neg() || !is_dense(x) || out.strides() != x.strides()) source = out.copy_(x);
+  const auto [out, source] = fresh_for(x);
   at::Tensor codes = at::empty({x.numel()}, x.options().dtype(at::kByte).requires_grad(false));
   const auto spec = rounding_spec(format, carrier);
   const auto code_spec = saved_code_spec(format);
@@ -162,12 +166,7 @@ at::Tensor quantise_and_measure(const at::Tensor& x, const FPFormat& format, Ten
     if (after) *after = aten_kernels::metrics_of(gathered_after, x.numel());
     return out;
   }
-  at::Tensor out = fresh_like(x, x.scalar_type());
-  at::Tensor source = x;
-  if (x.is_neg() || !is_dense(x) || out.strides() != x.strides()) {
-    out.copy_(x);
-    source = out;
-  }
+  const auto [out, source] = fresh_for(x);
   const auto spec = rounding_spec(format, carrier);
   const uint64_t stream = seed_for(format, seed);
   const size_t size = x.element_size();

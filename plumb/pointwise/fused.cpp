@@ -15,7 +15,9 @@ auto& kernels_by_device() {
 }
 
 bool fits_one_kernel(const at::Tensor& like, at::TensorList tensors) {
-  return fuses_pointwise(like) && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
+  const bool wide = like.scalar_type() == at::kFloat || like.scalar_type() == at::kDouble;
+  return (fuses_pointwise(like) || (like.is_cpu() && wide)) &&
+         std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
            return pointwise_parts::blockable(t) && t.sizes() == like.sizes() && t.scalar_type() == like.scalar_type() &&
                   t.device() == like.device();
          });

@@ -12,9 +12,10 @@ namespace plumb {
 // Whether tensors like x have such kernels.
 bool fuses_pointwise(const at::Tensor& x);
 
-// The program's result; every step is rounded to the inputs' dtype, as operators one by one would. Undefined where the
-// inputs' device or dtype has no such kernels, or the inputs are no dense tensors of one dtype and size in C order: the
-// caller has operators of its own for these. Nothing that autograd sees.
+// The program's result, on the CPU in blocks that stay in cache (float32 and float64); every step is rounded to the
+// inputs' dtype, as operators one by one would. Undefined where the inputs' device or dtype has no such kernels, or the
+// inputs are no dense tensors of one dtype and size in C order: the caller has operators of its own for these. Nothing
+// that autograd sees.
 at::Tensor fused_pointwise(const PointwiseProgram& program, at::TensorList inputs);
 
 // The gradients of the inputs that are wanted, all undefined where there are no such kernels. Steps of the forward pass

@@ -229,12 +229,8 @@ void backward_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
       watched |= tensor && tensor->requires_grad();
     }
   }
-  if (watched) {
-    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-  } else {
-    at::AutoDispatchBelowADInplaceOrView below;
-    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-  }
+  if (!watched) return call_below_autograd(op, keys, stack);
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
 }  // namespace
@@ -245,6 +241,45 @@ torch::CppFunction differentiable(IsIdentity is_identity) {
 }
 
 torch::CppFunction differentiable_backward() { return torch::CppFunction::makeFromBoxedFunction<&backward_kernel>(); }
+
+template <GradientLayout layout>
+void gradient_sizes(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& schema = op.schema();
+  const std::vector<c10::IValue> arguments = torch::jit::pop(*stack, schema.arguments().size());
+  const at::Tensor& grad = arguments[0].toTensor();
+  const c10::List<bool> mask = arguments.back().toBoolList();
+  auto find = [&](const std::string& name) {
+    const auto index = schema.argumentIndexWithName(name);
+    return index ? &arguments[static_cast<size_t>(*index)] : nullptr;
+  };
+  auto sized = [&](c10::SymIntArrayRef sizes) {
+    return layout == GradientLayout::kAsArgument && grad.sym_sizes() == sizes ? at::empty_like(grad)
+                                                                              : grad.new_empty_symint(sizes);
+  };
+  auto like = [](const at::Tensor* tensor) {
+    if (!tensor) return at::Tensor();
+    return layout == GradientLayout::kAsArgument ? at::empty_like(*tensor)
+                                                 : at::empty_like(*tensor, {}, at::MemoryFormat::Contiguous);
+  };
+  for (size_t k = 0; k < schema.returns().size(); ++k) {
+    const std::string name = schema.returns()[k].name().substr(5);
+    if (!mask.get(k)) {
+      stack->emplace_back(at::Tensor());
+    } else if (const auto* argument = find(name)) {
+      stack->emplace_back(like(tensor_of(*argument)));
+    } else if (const auto* codes = find(name + "_codes")) {
+      stack->emplace_back(sized(codes->toTensor().sym_sizes()));
+    } else if (const auto* sizes = find(name + "_size")) {
+      stack->emplace_back(sized(sizes->toSymIntVector()));
+    } else if (name == "bias") {
+      stack->emplace_back(sized({grad.sym_size(-1)}));
+    } else {
+      stack->emplace_back(like(tensor_of(arguments[arguments[1].isTensor() ? 1 : 0])));
+    }
+  }
+}
+template void gradient_sizes<GradientLayout::kAsArgument>(const c10::OperatorHandle&, Stack*);
+template void gradient_sizes<GradientLayout::kInOrder>(const c10::OperatorHandle&, Stack*);
 
 bool recording(const at::Tensor& tensor) {
   return at::GradMode::is_enabled() && tensor.defined() && tensor.requires_grad() &&

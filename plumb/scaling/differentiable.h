@@ -14,13 +14,9 @@
 // undefined.
 #pragma once
 
-#include <torch/library.h>
-
-#include <cstddef>
 #include <string>
-#include <type_traits>
-#include <utility>
-#include <vector>
+
+#include "plumb/numerics/define_operator.h"
 
 namespace plumb {
 
@@ -34,38 +30,24 @@ torch::CppFunction differentiable(IsIdentity is_identity = nullptr);
 // watching; it must then be made of differentiable operators (see recording()).
 torch::CppFunction differentiable_backward();
 
+// The Meta kernel of X_backward, read off its schema. The gradient of an argument is laid out as that is
+// (kAsArgument), or in C order (kInOrder); where X_backward has only its codes or its size, it is a tensor like `grad`
+// of these sizes. That of a bias that X_backward does not take has the last size of `grad`, any other is like what was
+// saved first, which is a result of X.
+enum class GradientLayout { kAsArgument, kInOrder };
+template <GradientLayout layout>
+void gradient_sizes(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
 // Whether autograd watches operators that are called on this tensor now. Kernels that write into their own results must
 // not then.
 bool recording(const at::Tensor& tensor);
 
-// Gives an operator a kernel, with its name as in the schema.
-template <class Kernel>
-void implement(torch::Library& library, const std::string& schema, c10::DispatchKey key, Kernel&& kernel) {
-  library.impl(schema.substr(0, schema.find('(')).c_str(), torch::dispatch(key, std::forward<Kernel>(kernel)));
-}
-
-// Declares an operator, with a kernel that is made of other operators and needs no more.
-template <class Kernel>
-void define_composite(torch::Library& library, const std::string& schema, Kernel kernel) {
-  library.def(torch::schema(schema.c_str()));
-  implement(library, schema, c10::DispatchKey::CompositeImplicitAutograd, kernel);
-}
-
-// Declares an operator, with one kernel for all devices and, where they are given, those for the meta device and for
-// autograd.
-template <class Kernel, class Meta = std::nullptr_t, class Autograd = std::nullptr_t>
-void define(torch::Library& library, const std::string& schema, const std::vector<at::Tag>& tags, Kernel kernel,
-            Meta meta = nullptr, Autograd&& autograd = nullptr) {
-  library.def(torch::schema(schema.c_str()), tags);
-  implement(library, schema, c10::DispatchKey::CompositeExplicitAutograd, kernel);
-  if constexpr (!std::is_same_v<Meta, std::nullptr_t>) implement(library, schema, c10::DispatchKey::Meta, meta);
-  if constexpr (!std::is_same_v<std::decay_t<Autograd>, std::nullptr_t>)
-    implement(library, schema, c10::DispatchKey::Autograd, std::forward<Autograd>(autograd));
-}
-template <class Kernel, class... Others>
-  requires(!std::is_convertible_v<Kernel, const std::vector<at::Tag>&>)
-void define(torch::Library& library, const std::string& schema, Kernel kernel, Others&&... others) {
-  define(library, schema, std::vector<at::Tag>{}, kernel, std::forward<Others>(others)...);
+// Declares X_backward.
+template <GradientLayout layout = GradientLayout::kAsArgument, class Kernel>
+void define_backward(torch::Library& library, const std::string& schema, Kernel kernel) {
+  define(library, schema, kernel, nullptr, differentiable_backward());
+  implement(library, schema, c10::DispatchKey::Meta,
+            torch::CppFunction::makeFromBoxedFunction<&gradient_sizes<layout>>());
 }
 
 // t * s: in place where t is a fresh result nobody else holds and autograd does not watch.

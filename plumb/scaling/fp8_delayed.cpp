@@ -131,11 +131,6 @@ Tensor fp8_delayed_linear(const Tensor& input, const Tensor& weight, const Optio
   return forward_of(input, weight, bias, state, fwd, training).result;
 }
 
-Tensor fp8_delayed_linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, const Tensor&,
-                               string_view, string_view, bool) {
-  return linear_sizes(input, weight);
-}
-
 Tensor fp8_delayed_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                    const Tensor& state, string_view fwd, string_view bwd, bool training) {
   fp8_format(bwd);
@@ -171,7 +166,8 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "fp8_delayed_linear(Tensor input, Tensor weight, Tensor? bias, Tensor state, str fwd, str bwd, bool training) "
          "-> Tensor",
-         {at::Tag::nondeterministic_seeded}, fp8_delayed_linear, fp8_delayed_linear_meta, fp8_delayed_linear_autograd);
+         {at::Tag::nondeterministic_seeded}, fp8_delayed_linear, meta_from<linear_sizes>(fp8_delayed_linear),
+         fp8_delayed_linear_autograd);
 }
 
 }  // namespace plumb

@@ -153,28 +153,16 @@ std::tuple<Tensor, Tensor, Tensor> fp8_scaled_linear_backward(const Tensor& grad
   return {grad_input, grad_weight, grad_bias};
 }
 
-Tensor fp8_scaled_linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, string_view,
-                              string_view, string_view) {
-  return linear_sizes(input, weight);
-}
-
-std::tuple<Tensor, Tensor, Tensor> fp8_scaled_linear_backward_meta(const Tensor& grad, const Tensor& input,
-                                                                   const Tensor& weight, string_view, string_view,
-                                                                   string_view, std::array<bool, 3> mask) {
-  return {mask[0] ? grad.new_empty_symint(input.sym_sizes()) : Tensor(),
-          mask[1] ? grad.new_empty_symint(weight.sym_sizes()) : Tensor(),
-          mask[2] ? grad.new_empty_symint({weight.sym_size(0)}) : Tensor()};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m, "fp8_scaled_linear(Tensor input, Tensor weight, Tensor? bias, str recipe, str fwd, str bwd) -> Tensor",
-         fp8_scaled_linear, fp8_scaled_linear_meta, differentiable());
-  define(m,
-         "fp8_scaled_linear_backward(Tensor grad, Tensor input, Tensor weight, str recipe, str fwd, str bwd, "
-         "bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-         fp8_scaled_linear_backward, fp8_scaled_linear_backward_meta, differentiable_backward());
+         fp8_scaled_linear, meta_from<linear_sizes>(fp8_scaled_linear), differentiable());
+  define_backward<GradientLayout::kInOrder>(
+      m,
+      "fp8_scaled_linear_backward(Tensor grad, Tensor input, Tensor weight, str recipe, str fwd, str bwd, "
+      "bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+      fp8_scaled_linear_backward);
   define(m,
          "fp8_cast(Tensor matrix, str format, str recipe, int dim=-1, bool weight=False) -> (Tensor codes, Tensor "
          "scales)",

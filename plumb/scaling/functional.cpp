@@ -6,7 +6,7 @@
 #include "plumb/numerics/call_operator.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/kernels.h"
-#include "plumb/scaling/rules_windows.h"
+#include "plumb/scaling/rules.h"
 
 namespace plumb::functional {
 namespace {

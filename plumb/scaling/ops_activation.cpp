@@ -1,11 +1,7 @@
 // gelu, silu, silu_glu, softmax, dropout.
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
 #include "plumb/core/error.h"
-#include "plumb/core/vectorised.h"
 #include "plumb/cuda/rows.h"
 #include "plumb/numerics/dropout_noise.h"
 #include "plumb/numerics/quantise.h"
@@ -19,47 +15,10 @@ namespace {
 
 using at::Tensor;
 
-// Elements of a block: few enough to stay in the second-level cache. Torch's gelu of floats is a library's, of which a
-// call takes as long as thousands of elements.
-constexpr int64_t kSmallestBlock = int64_t(1) << 15, kLargestBlock = int64_t(1) << 18;
-
-int64_t block_size(int64_t n) {
-  const int64_t threads = at::get_num_threads();
-  return std::clamp((n + threads - 1) / threads, kSmallestBlock, kLargestBlock);
-}
-
-template <class T>
-PLUMB_VECTORISED void multiply_loop(T* y, T s, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] *= s;
-}
-
-bool can_go_in_blocks(const Tensor& t) {
-  return plain(t) && t.is_cpu() && t.is_contiguous() &&
-         (t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble);
-}
-
-// A tensor like x, of which make(out, begin, n) fills blocks; each is multiplied while it is in cache.
-template <class Make>
-Tensor made_in_blocks(const Tensor& x, double s, const Make& make) {
-  auto result = at::empty_like(x);
-  const auto flat = result.view(-1);
-  const int64_t n = x.numel(), block = block_size(n);
-  at::parallel_for(0, (n + block - 1) / block, 1, [&](int64_t first, int64_t last) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    for (int64_t begin = first * block; begin < std::min(n, last * block); begin += block) {
-      auto out = flat.narrow(0, begin, std::min(block, n - begin));
-      make(out, begin, out.numel());
-      if (s == 1) continue;
-      if (x.scalar_type() == at::kFloat)
-        multiply_loop(out.template mutable_data_ptr<float>(), static_cast<float>(s), out.numel());
-      else
-        multiply_loop(out.template mutable_data_ptr<double>(), s, out.numel());
-    }
-  });
-  return result;
-}
-
 Tensor times(const Tensor& t, double s) { return s == 1 ? t : at::mul(t, s); }
+
+// Torch refuses other words.
+bool is_program(std::string_view approximate) { return approximate == "none" || approximate == "tanh"; }
 
 PointwiseProgram gelu_program(std::string_view approximate, double mult, double forward, double backward) {
   const auto kind = approximate == "tanh" ? PointwiseKind::GeluTanh : PointwiseKind::Gelu;
@@ -89,14 +48,8 @@ PointwiseProgram glu_program(double mult, double s) {
 Tensor gelu(const Tensor& input, std::string_view approximate, double mult, OptionalName constraint,
             OptionalScales scales) {
   const double s = choose_scales("gelu", scales, constraint, 2, rules::gelu(mult))[0];
-  if (fuses_pointwise(input)) {
+  if (is_program(approximate) && (fuses_pointwise(input) || plain(input))) {
     if (auto fused = fused_pointwise(gelu_program(approximate, mult, s, 1), input); fused.defined()) return fused;
-  }
-  if (can_go_in_blocks(input)) {
-    const auto x = input.view(-1);
-    return made_in_blocks(input, s / mult, [&](Tensor& out, int64_t begin, int64_t n) {
-      at::gelu_out(out, times(x.narrow(0, begin, n), mult), approximate);
-    });
   }
   auto out = at::empty_like(input);
   at::gelu_out(out, times(input, mult), approximate);
@@ -109,15 +62,9 @@ std::tuple<Tensor> gelu_backward(const Tensor& grad, const Tensor& input, std::s
   check_gradient("gelu", grad, input.sizes());
   const double s = choose_scales("gelu", scales, constraint, 2, rules::gelu(mult))[1];
   if (recording(grad) || recording(input)) return {at::gelu_backward(grad, times(input, mult), approximate) * s};
-  if (fuses_pointwise(input)) {
+  if (is_program(approximate) && (fuses_pointwise(input) || (plain(input) && plain(grad)))) {
     auto fused = fused_pointwise_backward(gelu_program(approximate, mult, 1, s), grad, input, {true});
     if (fused[0].defined()) return {fused[0]};
-  }
-  if (can_go_in_blocks(input) && can_go_in_blocks(grad)) {
-    const auto x = input.view(-1), g = grad.view(-1);
-    return {made_in_blocks(input, s, [&](Tensor& out, int64_t begin, int64_t n) {
-      at::gelu_backward_out(out, g.narrow(0, begin, n), times(x.narrow(0, begin, n), mult), approximate);
-    })};
   }
   auto out = at::empty_like(input);
   at::gelu_backward_out(out, grad, times(input, mult), approximate);
@@ -278,40 +225,15 @@ std::tuple<Tensor> dropout_backward(const Tensor& grad, const Tensor& noise, std
 
 Tensor like_meta(const Tensor& input) { return at::empty_like(input); }
 
-Tensor gelu_meta(const Tensor& input, std::string_view, double, OptionalName, OptionalScales) {
-  return like_meta(input);
-}
-std::tuple<Tensor> gelu_backward_meta(const Tensor& grad, const Tensor& input, std::string_view, double, OptionalName,
-                                      OptionalScales, std::array<bool, 1> mask) {
-  return {mask[0] ? like_meta(input) : Tensor()};
-}
-Tensor silu_meta(const Tensor& input, double, OptionalName, OptionalScales) { return like_meta(input); }
-std::tuple<Tensor> silu_backward_meta(const Tensor& grad, const Tensor& input, double, OptionalName, OptionalScales,
-                                      std::array<bool, 1> mask) {
-  return {mask[0] ? like_meta(input) : Tensor()};
-}
-Tensor silu_glu_meta(const Tensor& input, const Tensor& gate, double, OptionalScales) { return like_meta(input); }
-std::tuple<Tensor, Tensor> silu_glu_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& gate, double,
-                                                  OptionalScales, std::array<bool, 2> mask) {
-  return {mask[0] ? like_meta(input) : Tensor(), mask[1] ? like_meta(gate) : Tensor()};
-}
 Tensor softmax_meta(const Tensor& input, int64_t, std::optional<at::ScalarType> dtype, double, OptionalName,
                     OptionalScales) {
   check_dtype("softmax", dtype);
   return at::empty_like(input, input.options().dtype(dtype.value_or(input.scalar_type())),
                         at::MemoryFormat::Contiguous);
 }
-std::tuple<Tensor> softmax_backward_meta(const Tensor& grad, const Tensor& result, int64_t, double, OptionalName,
-                                         OptionalScales, std::array<bool, 1> mask) {
-  return {mask[0] ? at::empty_like(result) : Tensor()};
-}
 std::tuple<Tensor, Tensor> native_dropout_meta(const Tensor& input, double p, bool train) {
   if (!train || p == 0) return {like_meta(input), at::empty({}, input.options()).expand_symint(input.sym_sizes())};
   return {like_meta(input), like_meta(input)};
-}
-Tensor dropout_meta(const Tensor& input, double, bool) { return like_meta(input); }
-std::tuple<Tensor> dropout_backward_meta(const Tensor& grad, const Tensor& noise, std::array<bool, 1> mask) {
-  return {mask[0] ? like_meta(noise) : Tensor()};
 }
 
 std::vector<double> softmax_scales(const Tensor& input, int64_t dim, double mult) {
@@ -322,35 +244,38 @@ std::vector<double> softmax_scales(const Tensor& input, int64_t dim, double mult
 
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string tail = "str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor result";
-  define(m, "gelu(Tensor input, *, str approximate=\"none\", float mult=1.0, " + tail, gelu, gelu_meta,
+  define(m, "gelu(Tensor input, *, str approximate=\"none\", float mult=1.0, " + tail, gelu, meta_from<like_meta>(gelu),
          differentiable());
-  define(m,
-         "gelu_backward(Tensor grad, Tensor input, str approximate, float mult, str? constraint, float[]? scales, "
-         "bool[1] mask) -> (Tensor grad_input)",
-         gelu_backward, gelu_backward_meta, differentiable_backward());
-  define(m, "silu(Tensor input, *, float mult=1.0, " + tail, silu, silu_meta, differentiable());
-  define(m,
-         "silu_backward(Tensor grad, Tensor input, float mult, str? constraint, float[]? scales, bool[1] mask) -> "
-         "(Tensor grad_input)",
-         silu_backward, silu_backward_meta, differentiable_backward());
+  define_backward(
+      m,
+      "gelu_backward(Tensor grad, Tensor input, str approximate, float mult, str? constraint, float[]? scales, "
+      "bool[1] mask) -> (Tensor grad_input)",
+      gelu_backward);
+  define(m, "silu(Tensor input, *, float mult=1.0, " + tail, silu, meta_from<like_meta>(silu), differentiable());
+  define_backward(
+      m,
+      "silu_backward(Tensor grad, Tensor input, float mult, str? constraint, float[]? scales, bool[1] mask) -> "
+      "(Tensor grad_input)",
+      silu_backward);
   define(m, "silu_glu(Tensor input, Tensor gate, *, float mult=1.0, float[]? scales=None) -> Tensor", silu_glu,
-         silu_glu_meta, differentiable());
-  define(m,
-         "silu_glu_backward(Tensor grad, Tensor input, Tensor gate, float mult, float[]? scales, bool[2] mask) -> "
-         "(Tensor grad_input, Tensor grad_gate)",
-         silu_glu_backward, silu_glu_backward_meta, differentiable_backward());
+         meta_from<like_meta>(silu_glu), differentiable());
+  define_backward(
+      m,
+      "silu_glu_backward(Tensor grad, Tensor input, Tensor gate, float mult, float[]? scales, bool[2] mask) -> "
+      "(Tensor grad_input, Tensor grad_gate)",
+      silu_glu_backward);
   define(m, "softmax(Tensor input, int dim, ScalarType? dtype=None, *, float mult=1.0, " + tail, softmax, softmax_meta,
          differentiable());
-  define(m,
-         "softmax_backward(Tensor grad, Tensor result, int dim, float mult, str? constraint, float[]? scales, "
-         "bool[1] mask) -> (Tensor grad_input)",
-         softmax_backward, softmax_backward_meta, differentiable_backward());
+  define_backward(m,
+                  "softmax_backward(Tensor grad, Tensor result, int dim, float mult, str? constraint, float[]? scales, "
+                  "bool[1] mask) -> (Tensor grad_input)",
+                  softmax_backward);
   define(m, "dropout(Tensor input, float p=0.5, bool train=True) -> Tensor", {at::Tag::nondeterministic_seeded},
-         dropout, dropout_meta, differentiable(dropout_is_identity));
+         dropout, meta_from<like_meta>(dropout), differentiable(dropout_is_identity));
   define(m, "native_dropout(Tensor input, float p, bool train) -> (Tensor result, Tensor noise)",
          {at::Tag::nondeterministic_seeded}, native_dropout, native_dropout_meta);
-  define(m, "dropout_backward(Tensor grad, Tensor noise, bool[1] mask) -> (Tensor grad_input)", dropout_backward,
-         dropout_backward_meta, differentiable_backward());
+  define_backward(m, "dropout_backward(Tensor grad, Tensor noise, bool[1] mask) -> (Tensor grad_input)",
+                  dropout_backward);
   define(m, "softmax_scales(Tensor input, int dim, float mult) -> float[]", softmax_scales);
 }
 

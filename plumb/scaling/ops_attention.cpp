@@ -52,10 +52,6 @@ std::tuple<Tensor> attention_scale_backward(const Tensor& grad, at::IntArrayRef 
 Tensor attention_scale_meta(const Tensor& output, const Tensor&, double, bool, double, OptionalScales) {
   return at::mul(output, 1.0);
 }
-std::tuple<Tensor> attention_scale_backward_meta(const Tensor& grad, c10::SymIntArrayRef, double, bool, double,
-                                                 OptionalScales, std::array<bool, 1> mask) {
-  return {mask[0] ? at::mul(grad, 1.0) : Tensor()};
-}
 
 bool attention_scale_is_identity(at::ArrayRef<c10::IValue> arguments) {
   const c10::IValue& scales = arguments[5];
@@ -97,10 +93,11 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
       "attention_scale(Tensor output, Tensor value, float dropout_p, bool is_causal, float mult, float[]? scales) -> "
       "Tensor",
       attention_scale, attention_scale_meta, differentiable(attention_scale_is_identity));
-  define(m,
-         "attention_scale_backward(Tensor grad, SymInt[] value_size, float dropout_p, bool is_causal, float mult, "
-         "float[]? scales, bool[1] mask) -> (Tensor grad_output)",
-         attention_scale_backward, attention_scale_backward_meta, differentiable_backward());
+  define_backward(
+      m,
+      "attention_scale_backward(Tensor grad, SymInt[] value_size, float dropout_p, bool is_causal, float mult, "
+      "float[]? scales, bool[1] mask) -> (Tensor grad_output)",
+      attention_scale_backward);
 }
 
 }  // namespace plumb

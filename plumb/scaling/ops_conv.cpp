@@ -4,7 +4,7 @@
 #include "plumb/core/error.h"
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/kernels.h"
-#include "plumb/scaling/rules_windows.h"
+#include "plumb/scaling/rules.h"
 
 namespace plumb {
 namespace {

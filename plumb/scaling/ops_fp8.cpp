@@ -7,7 +7,6 @@
 #include <torch/library.h>
 
 #include "plumb/core/error.h"
-#include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/scaling/fp8.h"
 #include "plumb/scaling/matmul_parts.h"
@@ -78,20 +77,6 @@ std::tuple<Tensor, Tensor, Tensor> fp8_linear_backward(const Tensor& grad, const
                           CodeProduct(fwd, bwd, grad.scalar_type(), kernel));
 }
 
-Tensor fp8_linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, const Tensor&, const Tensor&,
-                       string_view, string_view, OptionalName, at::ArrayRef<double>, OptionalScales, string_view) {
-  return linear_sizes(input, weight);
-}
-
-std::tuple<Tensor, Tensor, Tensor> fp8_linear_backward_meta(const Tensor& grad, const Tensor& input_codes,
-                                                            const Tensor& weight_codes, string_view, string_view,
-                                                            OptionalName, at::ArrayRef<double>, OptionalScales,
-                                                            string_view, std::array<bool, 3> mask) {
-  return {mask[0] ? grad.new_empty_symint(input_codes.sym_sizes()) : Tensor(),
-          mask[1] ? grad.new_empty_symint(weight_codes.sym_sizes()) : Tensor(),
-          mask[2] ? grad.new_empty_symint({weight_codes.sym_size(0)}) : Tensor()};
-}
-
 Tensor fp8_matmul(const Tensor& left, const Tensor& right, const OptionalTensor& bias, const Tensor& left_codes,
                   const Tensor& right_codes, string_view fwd, string_view bwd, OptionalName constraint,
                   OptionalScales scales, string_view kernel) {
@@ -117,28 +102,9 @@ std::tuple<Tensor, Tensor, Tensor> fp8_matmul_backward(const Tensor& grad, const
   return {grad_left, grad_right, mask[2] ? product.values(as_rows(codes)).sum(0) : Tensor()};
 }
 
-Tensor fp8_matmul_meta(const Tensor& left, const Tensor& right, const OptionalTensor&, const Tensor&, const Tensor&,
-                       string_view, string_view, OptionalName, OptionalScales, string_view) {
-  return matmul_sizes(left, right);
-}
-
-std::tuple<Tensor, Tensor, Tensor> fp8_matmul_backward_meta(const Tensor& grad, const Tensor& left_codes,
-                                                            const Tensor& right_codes, string_view, string_view,
-                                                            OptionalName, OptionalScales, string_view,
-                                                            std::array<bool, 3> mask) {
-  return {mask[0] ? grad.new_empty_symint(left_codes.sym_sizes()) : Tensor(),
-          mask[1] ? grad.new_empty_symint(right_codes.sym_sizes()) : Tensor(),
-          mask[2] ? grad.new_empty_symint({grad.sym_size(-1)}) : Tensor()};
-}
-
 Tensor encode_weight_meta(const Tensor& weight, string_view format) {
   fp8_format(format);
   return at::empty_like(weight, weight.options().dtype(at::kByte));
-}
-
-Tensor encode_weight_autograd(const Tensor& weight, string_view format) {
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_operator<"encode_weight">(weight, format);
 }
 
 }  // namespace
@@ -148,23 +114,25 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
          "fp8_linear(Tensor input, Tensor weight, Tensor? bias, Tensor input_codes, Tensor weight_codes, str fwd, "
          "str bwd, *, str? constraint=\"to_output_scale\", float[] scale_power=[0.5, 0.5, 0.5], float[]? scales=None, "
          "str kernel=\"auto\") -> Tensor",
-         fp8_linear, fp8_linear_meta, differentiable());
-  define(m,
-         "fp8_linear_backward(Tensor grad, Tensor input_codes, Tensor weight_codes, str fwd, str bwd, "
-         "str? constraint, float[] scale_power, float[]? scales, str kernel, bool[3] mask) -> "
-         "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-         fp8_linear_backward, fp8_linear_backward_meta, differentiable_backward());
+         fp8_linear, meta_from<linear_sizes>(fp8_linear), differentiable());
+  define_backward<GradientLayout::kInOrder>(
+      m,
+      "fp8_linear_backward(Tensor grad, Tensor input_codes, Tensor weight_codes, str fwd, str bwd, "
+      "str? constraint, float[] scale_power, float[]? scales, str kernel, bool[3] mask) -> "
+      "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+      fp8_linear_backward);
   define(m,
          "fp8_matmul(Tensor left, Tensor right, Tensor? bias, Tensor left_codes, Tensor right_codes, str fwd, str bwd, "
          "*, str? constraint=\"to_output_scale\", float[]? scales=None, str kernel=\"auto\") -> Tensor",
-         fp8_matmul, fp8_matmul_meta, differentiable());
-  define(m,
-         "fp8_matmul_backward(Tensor grad, Tensor left_codes, Tensor right_codes, str fwd, str bwd, str? constraint, "
-         "float[]? scales, str kernel, bool[3] mask) -> (Tensor grad_left, Tensor grad_right, Tensor grad_bias)",
-         fp8_matmul_backward, fp8_matmul_backward_meta, differentiable_backward());
+         fp8_matmul, meta_from<matmul_sizes>(fp8_matmul), differentiable());
+  define_backward<GradientLayout::kInOrder>(
+      m,
+      "fp8_matmul_backward(Tensor grad, Tensor left_codes, Tensor right_codes, str fwd, str bwd, str? constraint, "
+      "float[]? scales, str kernel, bool[3] mask) -> (Tensor grad_left, Tensor grad_right, Tensor grad_bias)",
+      fp8_matmul_backward);
   // Rounding stochastically it draws.
   define(m, "encode_weight(Tensor weight, str format) -> Tensor", {at::Tag::nondeterministic_seeded}, encode_weight,
-         encode_weight_meta, encode_weight_autograd);
+         encode_weight_meta, without_history());
 }
 
 }  // namespace plumb

@@ -160,12 +160,6 @@ std::tuple<Tensor, Tensor> native_cross_entropy_meta(const Tensor& input, const 
   return {cross_entropy_meta(input, target, weight, reduction, ignore_index, smoothing, mult),
           at::empty_like(input, {}, at::MemoryFormat::Contiguous)};
 }
-std::tuple<Tensor, Tensor> cross_entropy_backward_meta(const Tensor&, const Tensor& input, const Tensor& target,
-                                                       const OptionalTensor&, int64_t, c10::SymInt, double, double,
-                                                       const Tensor&, std::array<bool, 2> mask) {
-  auto dense = [](const Tensor& t) { return at::empty_like(t, {}, at::MemoryFormat::Contiguous); };
-  return {mask[0] ? dense(input) : Tensor(), mask[1] ? dense(target) : Tensor()};
-}
 Tensor mse_loss_meta(const Tensor& input, const Tensor&, int64_t reduction) {
   return reduction == at::Reduction::None ? at::empty_like(input) : input.new_empty({});
 }
@@ -182,11 +176,12 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
       "float label_smoothing=0.0, *, float mult=1.0) -> ";
   define(m, entropy + "Tensor", cross_entropy, cross_entropy_meta, differentiable());
   define(m, "native_" + entropy + "(Tensor result, Tensor log_p)", native_cross_entropy, native_cross_entropy_meta);
-  define(m,
-         "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight, int reduction, "
-         "SymInt ignore_index, float label_smoothing, float mult, Tensor log_p, bool[2] mask) -> "
-         "(Tensor grad_input, Tensor grad_target)",
-         cross_entropy_backward, cross_entropy_backward_meta, differentiable_backward());
+  define_backward<GradientLayout::kInOrder>(
+      m,
+      "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight, int reduction, "
+      "SymInt ignore_index, float label_smoothing, float mult, Tensor log_p, bool[2] mask) -> "
+      "(Tensor grad_input, Tensor grad_target)",
+      cross_entropy_backward);
   define(m, "mse_loss(Tensor input, Tensor target, int reduction=Mean) -> Tensor", mse_loss, mse_loss_meta,
          differentiable());
   define(m,

@@ -87,19 +87,6 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Ten
   return linear_gradients(grad, input, weight, s, mask, ValueProduct());
 }
 
-Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, OptionalName, at::ArrayRef<double>,
-                   OptionalScales) {
-  return linear_sizes(input, weight);
-}
-
-std::tuple<Tensor, Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                        OptionalName, at::ArrayRef<double>, OptionalScales,
-                                                        std::array<bool, 3> mask) {
-  return {mask[0] ? grad.new_empty_symint(input.sym_sizes()) : Tensor(),
-          mask[1] ? grad.new_empty_symint(weight.sym_sizes()) : Tensor(),
-          mask[2] ? grad.new_empty_symint({weight.sym_size(0)}) : Tensor()};
-}
-
 Tensor matmul(const Tensor& left, const Tensor& right, OptionalName constraint, OptionalScales scales) {
   const auto o = matmul_operands(left, right);
   return matmul_product(o, choose_scales("matmul", scales, constraint, 3, matmul_rule(o))[0], ValueProduct());
@@ -110,16 +97,6 @@ std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const Tensor& lef
   const auto o = matmul_operands(left, right);
   const auto s = choose_scales("matmul", scales, constraint, 3, matmul_rule(o));
   return matmul_gradients(grad, o, left.sizes(), right.sizes(), s, mask, ValueProduct());
-}
-
-Tensor matmul_meta(const Tensor& left, const Tensor& right, OptionalName, OptionalScales) {
-  return matmul_sizes(left, right);
-}
-
-std::tuple<Tensor, Tensor> matmul_backward_meta(const Tensor& grad, const Tensor& left, const Tensor& right,
-                                                OptionalName, OptionalScales, std::array<bool, 2> mask) {
-  return {mask[0] ? grad.new_empty_symint(left.sym_sizes()) : Tensor(),
-          mask[1] ? grad.new_empty_symint(right.sym_sizes()) : Tensor()};
 }
 
 // ---- the scales before any constraint, for constraints that are functions of the user's
@@ -137,24 +114,26 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   define(m,
          "linear(Tensor input, Tensor weight, Tensor? bias=None, *, str? constraint=\"to_output_scale\", "
          "float[] scale_power=[0.5, 0.5, 0.5], float[]? scales=None) -> Tensor",
-         linear, linear_meta, differentiable());
+         linear, meta_from<linear_sizes>(linear), differentiable());
   define(m,
          "linear_readout(Tensor input, Tensor weight, Tensor? bias=None, *, str? constraint=None, "
          "float[] scale_power=[1.0, 0.5, 0.5], float[]? scales=None) -> Tensor",
-         linear, linear_meta, differentiable());
+         linear, meta_from<linear_sizes>(linear), differentiable());
   for (const char* name : {"linear", "linear_readout"}) {
-    define(m,
-           std::string(name) +
-               "_backward(Tensor grad, Tensor input, Tensor weight, str? constraint, float[] scale_power, "
-               "float[]? scales, bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-           linear_backward, linear_backward_meta, differentiable_backward());
+    define_backward<GradientLayout::kInOrder>(
+        m,
+        std::string(name) +
+            "_backward(Tensor grad, Tensor input, Tensor weight, str? constraint, float[] scale_power, "
+            "float[]? scales, bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+        linear_backward);
   }
   define(m, "matmul(Tensor left, Tensor right, *, str? constraint=\"to_output_scale\", float[]? scales=None) -> Tensor",
-         matmul, matmul_meta, differentiable());
-  define(m,
-         "matmul_backward(Tensor grad, Tensor left, Tensor right, str? constraint, float[]? scales, bool[2] mask) -> "
-         "(Tensor grad_left, Tensor grad_right)",
-         matmul_backward, matmul_backward_meta, differentiable_backward());
+         matmul, meta_from<matmul_sizes>(matmul), differentiable());
+  define_backward<GradientLayout::kInOrder>(
+      m,
+      "matmul_backward(Tensor grad, Tensor left, Tensor right, str? constraint, float[]? scales, bool[2] mask) -> "
+      "(Tensor grad_left, Tensor grad_right)",
+      matmul_backward);
   define(m, "linear_scales(Tensor input, Tensor weight, *, float[] scale_power=[0.5, 0.5, 0.5]) -> float[]",
          linear_scales);
   define(m, "matmul_scales(Tensor left, Tensor right) -> float[]", matmul_scales);

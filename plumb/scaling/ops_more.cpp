@@ -1,6 +1,6 @@
 // relu, functions of each element (elementwise.h), pooling, transposed convolutions, group_norm, batch_norm: torch's
 // operators between scale factors. They dissolve into those when a program is decomposed; each rule is derived in
-// rules_windows.h.
+// rules.h.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -11,7 +11,7 @@
 #include "plumb/scaling/differentiable.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/kernels.h"
-#include "plumb/scaling/rules_windows.h"
+#include "plumb/scaling/rules.h"
 
 namespace plumb {
 namespace {

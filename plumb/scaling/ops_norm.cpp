@@ -188,10 +188,6 @@ std::tuple<Tensor> embedding_backward(const Tensor& grad, at::IntArrayRef weight
 
 Tensor dense(const Tensor& t) { return at::empty_like(t, {}, at::MemoryFormat::Contiguous); }
 
-Tensor layer_norm_meta(const Tensor& input, at::IntArrayRef, const OptionalTensor&, const OptionalTensor&, double,
-                       bool) {
-  return dense(input);
-}
 std::tuple<Tensor, Tensor, Tensor> native_layer_norm_meta(const Tensor& input, at::IntArrayRef shape,
                                                           const OptionalTensor& weight, const OptionalTensor&, double,
                                                           bool) {
@@ -201,34 +197,16 @@ std::tuple<Tensor, Tensor, Tensor> native_layer_norm_meta(const Tensor& input, a
   auto statistics = [&] { return at::empty_symint(statistics_sizes(input, shape), input.options().dtype(type)); };
   return {dense(input), statistics(), statistics()};
 }
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor&, const Tensor& input, at::IntArrayRef,
-                                                            const OptionalTensor& weight, const OptionalTensor& bias,
-                                                            const Tensor&, const Tensor&, std::array<bool, 3> mask) {
-  return {mask[0] ? dense(input) : Tensor(), mask[1] && present(weight) ? dense(*weight) : Tensor(),
-          mask[2] && present(bias) ? dense(*bias) : Tensor()};
-}
 Tensor like_rms_norm(const Tensor& input) { return at::empty_like(input, {}, input.suggest_memory_format()); }
-Tensor rms_norm_meta(const Tensor& input, at::IntArrayRef, const OptionalTensor&, std::optional<double>) {
-  return like_rms_norm(input);
-}
 std::tuple<Tensor, Tensor> native_rms_norm_meta(const Tensor& input, at::IntArrayRef shape, const OptionalTensor&,
                                                 std::optional<double>) {
   check_rank("rms_norm", input, shape);
   return {like_rms_norm(input), at::empty_symint(statistics_sizes(input, shape), input.options().dtype(wide(input)))};
 }
-std::tuple<Tensor, Tensor> rms_norm_backward_meta(const Tensor&, const Tensor& input, at::IntArrayRef,
-                                                  const OptionalTensor& weight, std::optional<double>, const Tensor&,
-                                                  std::array<bool, 2> mask) {
-  return {mask[0] ? dense(input) : Tensor(), mask[1] && present(weight) ? dense(*weight) : Tensor()};
-}
 Tensor embedding_meta(const Tensor& weight, const Tensor& indices, c10::SymInt, bool, bool) {
   auto sizes = indices.sym_sizes().vec();
   sizes.push_back(weight.sym_size(1));
   return weight.new_empty_symint(sizes);
-}
-std::tuple<Tensor> embedding_backward_meta(const Tensor& grad, c10::SymIntArrayRef weight_size, const Tensor&,
-                                           c10::SymInt, bool, bool, std::array<bool, 1> mask) {
-  return {mask[0] ? grad.new_empty_symint(weight_size) : Tensor()};
 }
 
 }  // namespace
@@ -237,27 +215,30 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string layer =
       "layer_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
       "bool cudnn_enable=True) -> ";
-  define(m, layer + "Tensor", layer_norm, layer_norm_meta, differentiable());
+  define(m, layer + "Tensor", layer_norm, meta_from<dense>(layer_norm), differentiable());
   define(m, "native_" + layer + "(Tensor result, Tensor mean, Tensor rstd)", native_layer_norm, native_layer_norm_meta);
-  define(m,
-         "layer_norm_backward(Tensor grad, Tensor input, int[] normalized_shape, Tensor? weight, Tensor? bias, "
-         "Tensor mean, Tensor rstd, bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-         layer_norm_backward, layer_norm_backward_meta, differentiable_backward());
+  define_backward<GradientLayout::kInOrder>(
+      m,
+      "layer_norm_backward(Tensor grad, Tensor input, int[] normalized_shape, Tensor? weight, Tensor? bias, "
+      "Tensor mean, Tensor rstd, bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+      layer_norm_backward);
   const std::string rms = "rms_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, float? eps=None) -> ";
-  define(m, rms + "Tensor", rms_norm, rms_norm_meta, differentiable());
+  define(m, rms + "Tensor", rms_norm, meta_from<like_rms_norm>(rms_norm), differentiable());
   define(m, "native_" + rms + "(Tensor result, Tensor rstd)", native_rms_norm, native_rms_norm_meta);
-  define(m,
-         "rms_norm_backward(Tensor grad, Tensor input, int[] normalized_shape, Tensor? weight, float? eps, "
-         "Tensor rstd, bool[2] mask) -> (Tensor grad_input, Tensor grad_weight)",
-         rms_norm_backward, rms_norm_backward_meta, differentiable_backward());
+  define_backward<GradientLayout::kInOrder>(
+      m,
+      "rms_norm_backward(Tensor grad, Tensor input, int[] normalized_shape, Tensor? weight, float? eps, "
+      "Tensor rstd, bool[2] mask) -> (Tensor grad_input, Tensor grad_weight)",
+      rms_norm_backward);
   define(m,
          "embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, "
          "bool sparse=False) -> Tensor",
          embedding, embedding_meta, differentiable());
-  define(m,
-         "embedding_backward(Tensor grad, SymInt[] weight_size, Tensor indices, SymInt padding_idx, "
-         "bool scale_grad_by_freq, bool sparse, bool[1] mask) -> (Tensor grad_weight)",
-         embedding_backward, embedding_backward_meta, differentiable_backward());
+  define_backward<GradientLayout::kInOrder>(
+      m,
+      "embedding_backward(Tensor grad, SymInt[] weight_size, Tensor indices, SymInt padding_idx, "
+      "bool scale_grad_by_freq, bool sparse, bool[1] mask) -> (Tensor grad_weight)",
+      embedding_backward);
 }
 
 }  // namespace plumb

@@ -50,15 +50,6 @@ Tensor add_meta(const Tensor& input, const Tensor& other, const at::Scalar&, Opt
   return at::add(input, other);
 }
 
-std::tuple<Tensor, Tensor> add_backward_meta(const Tensor& grad, c10::SymIntArrayRef input_size,
-                                             c10::SymIntArrayRef other_size, const at::Scalar&, OptionalName,
-                                             OptionalScales, std::array<bool, 2> mask) {
-  auto back = [&](c10::SymIntArrayRef size) {
-    return grad.sym_sizes() == size ? at::empty_like(grad) : grad.new_empty_symint(size);
-  };
-  return {mask[0] ? back(input_size) : Tensor(), mask[1] ? back(other_size) : Tensor()};
-}
-
 std::vector<double> add_scales(const Tensor& input, const Tensor& other) {
   return add_rule(input.sizes(), other.sizes());
 }
@@ -70,8 +61,6 @@ Tensor residual_add(const Tensor& residual, const Tensor& skip, double tau) {
   const auto weight = rules::residual(tau);
   return weighted_sum(residual, weight.residual, skip, weight.skip);
 }
-
-Tensor residual_add_meta(const Tensor& residual, const Tensor& skip, double) { return at::add(residual, skip); }
 
 struct ResidualAdd : Function<ResidualAdd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& residual, const Tensor& skip, double tau) {
@@ -94,10 +83,6 @@ Tensor residual_add_autograd(const Tensor& residual, const Tensor& skip, double 
 
 std::tuple<Tensor, Tensor> residual_split(const Tensor& input, double) {
   return {at::empty_like(input).copy_(input), at::empty_like(input).copy_(input)};
-}
-
-std::tuple<Tensor, Tensor> residual_split_meta(const Tensor& input, double) {
-  return {at::empty_like(input), at::empty_like(input)};
 }
 
 struct ResidualSplit : Function<ResidualSplit> {
@@ -142,8 +127,6 @@ std::tuple<Tensor, Tensor> residual_split_autograd(const Tensor& input, double t
 
 Tensor scale_fwd(const Tensor& input, double scale) { return at::mul(input, scale); }
 Tensor scale_bwd(const Tensor& input, double) { return at::empty_like(input).copy_(input); }
-Tensor scale_fwd_meta(const Tensor& input, double scale) { return at::mul(input, scale); }
-Tensor scale_bwd_meta(const Tensor& input, double) { return at::empty_like(input); }
 
 template <bool kForward>
 struct Scale : Function<Scale<kForward>> {
@@ -168,17 +151,17 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
          "add(Tensor input, Tensor other, *, Scalar alpha=1, str? constraint=\"to_output_scale\", "
          "float[]? scales=None) -> Tensor",
          add, add_meta, differentiable());
-  define(m,
-         "add_backward(Tensor grad, SymInt[] input_size, SymInt[] other_size, Scalar alpha, str? constraint, "
-         "float[]? scales, bool[2] mask) -> (Tensor grad_input, Tensor grad_other)",
-         add_backward, add_backward_meta, differentiable_backward());
+  define_backward(m,
+                  "add_backward(Tensor grad, SymInt[] input_size, SymInt[] other_size, Scalar alpha, str? constraint, "
+                  "float[]? scales, bool[2] mask) -> (Tensor grad_input, Tensor grad_other)",
+                  add_backward);
   define(m, "add_scales(Tensor input, Tensor other) -> float[]", add_scales);
-  define(m, "residual_split(Tensor input, float tau=1.0) -> (Tensor, Tensor)", residual_split, residual_split_meta,
+  define(m, "residual_split(Tensor input, float tau=1.0) -> (Tensor, Tensor)", residual_split, residual_split,
          residual_split_autograd);
-  define(m, "residual_add(Tensor residual, Tensor skip, float tau=1.0) -> Tensor", residual_add, residual_add_meta,
+  define(m, "residual_add(Tensor residual, Tensor skip, float tau=1.0) -> Tensor", residual_add, residual_add,
          residual_add_autograd);
-  define(m, "scale_fwd(Tensor input, float scale) -> Tensor", scale_fwd, scale_fwd_meta, scale_fwd_autograd);
-  define(m, "scale_bwd(Tensor input, float scale) -> Tensor", scale_bwd, scale_bwd_meta, scale_bwd_autograd);
+  define(m, "scale_fwd(Tensor input, float scale) -> Tensor", scale_fwd, scale_fwd, scale_fwd_autograd);
+  define(m, "scale_bwd(Tensor input, float scale) -> Tensor", scale_bwd, scale_bwd, scale_bwd_autograd);
 }
 
 }  // namespace plumb

@@ -70,25 +70,18 @@ class ScaledOptimizer : public Base {
       : Base(scaled_parameters(parameters, lr_scale, defaults, options), defaults) {}
 };
 
-class Adam : public ScaledOptimizer<torch::optim::Adam, torch::optim::AdamOptions> {
+template <class Base, class OptimizerOptions>
+class ScaledAdam : public ScaledOptimizer<Base, OptimizerOptions> {
  public:
-  explicit Adam(const NamedParameters& parameters, const torch::optim::AdamOptions& defaults = {},
-                const ScaledOptions& options = {})
-      : ScaledOptimizer(parameters, lr_scale_func_adam, defaults, options) {}
-  explicit Adam(const std::vector<at::Tensor>& parameters, const torch::optim::AdamOptions& defaults = {},
-                const ScaledOptions& options = {})
-      : Adam(with_names(parameters), defaults, options) {}
+  explicit ScaledAdam(const NamedParameters& parameters, const OptimizerOptions& defaults = {},
+                      const ScaledOptions& options = {})
+      : ScaledOptimizer<Base, OptimizerOptions>(parameters, lr_scale_func_adam, defaults, options) {}
+  explicit ScaledAdam(const std::vector<at::Tensor>& parameters, const OptimizerOptions& defaults = {},
+                      const ScaledOptions& options = {})
+      : ScaledAdam(with_names(parameters), defaults, options) {}
 };
-
-class AdamW : public ScaledOptimizer<torch::optim::AdamW, torch::optim::AdamWOptions> {
- public:
-  explicit AdamW(const NamedParameters& parameters, const torch::optim::AdamWOptions& defaults = {},
-                 const ScaledOptions& options = {})
-      : ScaledOptimizer(parameters, lr_scale_func_adam, defaults, options) {}
-  explicit AdamW(const std::vector<at::Tensor>& parameters, const torch::optim::AdamWOptions& defaults = {},
-                 const ScaledOptions& options = {})
-      : AdamW(with_names(parameters), defaults, options) {}
-};
+using Adam = ScaledAdam<torch::optim::Adam, torch::optim::AdamOptions>;
+using AdamW = ScaledAdam<torch::optim::AdamW, torch::optim::AdamWOptions>;
 
 class SGD : public ScaledOptimizer<torch::optim::SGD, torch::optim::SGDOptions> {
  public:

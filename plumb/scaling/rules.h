@@ -18,6 +18,8 @@ double logarithmic_interpolation(double alpha, double lower, double upper);
 // [output, grad_input]; mult is the factor inside the nonlinearity (M, table "activation multipliers"). mult > 0.
 Scales gelu(double mult);
 Scales silu(double mult);
+// [output, grad_input].
+Scales relu();
 // One factor for the output and both gradients: the rule is constrained by construction.
 double silu_glu(double mult);
 // [output, grad_input] for a softmax over dim_size values.
@@ -49,6 +51,24 @@ double attention(int64_t seq_len, int64_t head_size, double mult, double dropout
 double cross_entropy_grad(int64_t classes, double label_smoothing);
 // The factor of both gradients of a summed squared error.
 double mse_grad();
+
+// How a window meets its inputs; what padding adds is zero, and values near a border are used less often.
+struct Taps {
+  int64_t examples = 1, inputs = 1, outputs = 1, kernel = 1;  // positions and kernel sizes, all dimensions multiplied
+  int64_t pairs = 1;                                          // (output position, kernel position) that meet an input
+};
+// One dimension's part of Taps, to be multiplied in.
+void count_taps(Taps& taps, int64_t length, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation);
+
+// [output, grad_input, grad_weight] of a convolution of any rank, borders counted.
+Scales convolution_nd(int64_t out_channels, int64_t in_channels_per_group, int64_t groups, const Taps& taps,
+                      const std::vector<double>& power);
+// weight sizes are (in, out / groups, kernel ...); taps: of the convolution from the output's positions to the input's.
+Scales transposed_convolution(int64_t in_channels, int64_t out_channels_per_group, int64_t groups, const Taps& taps,
+                              const std::vector<double>& power);
+// [output, grad_input]. An average of k values; the largest of k (a gradient goes to one input of each window).
+Scales average_pool(const Taps& taps);
+Scales max_pool(const Taps& taps);
 
 // The two weights of a residual layer: tau and 1 over sqrt(1 + tau^2) (M, section 2.3).
 struct Residual {

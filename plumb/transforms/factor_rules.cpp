@@ -13,7 +13,6 @@
 #include "plumb/graph/schema_fit.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/scaling/rules.h"
-#include "plumb/scaling/rules_windows.h"
 #include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/pointwise_steps.h"
@@ -434,15 +433,7 @@ Node* build_plain(Graph& graph, const Node* node) {
   if (node->target().ends_with(".padding")) to += ".padding";
   if (name == "conv_transpose2d" || name == "conv_transpose3d") to += ".input";
   const auto op = find_operator(to);
-  const auto& want = op.schema().arguments();
-  const auto& have = node->schema().arguments();
-  std::vector<Arg> args;
-  for (size_t i = 0; i < want.size(); ++i) {
-    const Arg* found = node->try_arg(want[i].name());
-    if (!found && i < have.size() && !have[i].kwarg_only()) found = &node->args()[i];
-    args.push_back(found ? *found : default_argument(op.schema(), i));
-  }
-  Node* made = graph.call(op, std::move(args));
+  Node* made = graph.call(op, arguments_for(op, node));
   if (name == "scaled_dot_product_attention") {
     const double mult = mult_of(node);
     const auto& query = node->arg("query").value()->meta();
