@@ -179,21 +179,22 @@ std::optional<std::string> why_not(const Node* node) {
   return std::nullopt;
 }
 
-Node* build_same_arguments(Graph& graph, const Node* node, std::string_view to) {
-  const auto op = find_operator(to);
+std::vector<Arg> arguments_for(const c10::OperatorHandle& op, const Node* node) {
   const auto& have = node->schema().arguments();
   const auto& want = op.schema().arguments();
   std::vector<Arg> args;
   for (size_t i = 0; i < want.size(); ++i) {
-    // By name where both know it, else by position among the positional ones.
     const Arg* found = node->try_arg(want[i].name());
     if (!found && i < have.size() && !have[i].kwarg_only() && !want[i].kwarg_only()) found = &node->args()[i];
-    if (found) {
-      args.push_back(*found);
-    } else {
-      args.push_back(default_argument(op.schema(), i));
-    }
+    args.push_back(found ? *found : default_argument(op.schema(), i));
   }
+  return args;
+}
+
+Node* build_same_arguments(Graph& graph, const Node* node, std::string_view to) {
+  const auto op = find_operator(to);
+  const auto& have = node->schema().arguments();
+  const auto& want = op.schema().arguments();
   for (size_t i = 0; i < have.size(); ++i) {
     const bool taken = i < want.size() && !have[i].kwarg_only() && !want[i].kwarg_only();
     bool named = false;
@@ -209,7 +210,7 @@ Node* build_same_arguments(Graph& graph, const Node* node, std::string_view to) 
   for (int32_t n : node->result_layout()) {
     if (n >= 0) lists.push_back(n);
   }
-  return graph.call(op, std::move(args), std::move(lists));
+  return graph.call(op, arguments_for(op, node), std::move(lists));
 }
 
 Node* build_equivalent(Graph& graph, const Node* node, const Equivalent& equivalent) {

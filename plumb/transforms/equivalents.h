@@ -34,6 +34,10 @@ std::optional<std::string> why_not(const Node* node);
 // Inserts the equivalent before the node, with its arguments; the caller replaces the node's uses.
 Node* build_equivalent(Graph& graph, const Node* node, const Equivalent& equivalent);
 
+// The node's arguments for `op`: by name where both know it, else by position among the positional ones, else the
+// default.
+std::vector<Arg> arguments_for(const c10::OperatorHandle& op, const Node* node);
+
 // A call of `to` with the node's arguments in the same order. Throws if `to` cannot take them.
 Node* build_same_arguments(Graph& graph, const Node* node, std::string_view to);
 

@@ -10,6 +10,7 @@
 #include "plumb/graph/pass.h"
 #include "plumb/transforms/fold_equations.h"
 #include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/use_fp8.h"
 
 namespace plumb {
@@ -43,11 +44,7 @@ class Folder {
                     node->describe() + " writes into %" + operand->name() + ", whose factor would have to change there",
                     node->meta().where(), "run the pass functionalise first");
       }
-      auto here = graph_.inserting_before(node);
-      Node* made = graph_.call("aten::mul.Tensor", {operand, by});
-      made->meta() = node->meta();
-      made->result()->set_meta(operand->meta());
-      node->set_input(place, made->result());
+      node->set_input(place, insert_call(graph_, node, "aten::mul.Tensor", {operand, by}, node, operand)->result());
       ReportEntry& entry = report_.add(ReportKind::Remains, node, "%" + operand->name() + " times " + number_text(by),
                                        "", "no parameter before it is free to take the factor");
       if (entry.node.empty()) entry.node = "output";
@@ -86,9 +83,7 @@ class Folder {
       }
       report_.add(ReportKind::Replaced, node, node->target(), made->target(),
                   holds_for.empty() ? "" : "its factor holds for " + holds_for + " alone");
-      const std::string name = node->result()->name();
-      graph_.replace_node(node, made);
-      made->result()->rename(name);
+      replace_and_name(graph_, node, made);
     }
     changed_ = changed_ || !equations_.unit_scaled().empty();
     for (Node* node : graph_.nodes()) {
@@ -127,14 +122,11 @@ class Folder {
     changed_ = changed_ || divided;
   }
 
-  void add(ReportKind kind, const FoldEquations::Parameter& parameter, std::string from, std::string reason) {
-    ReportEntry entry;
-    entry.kind = kind;
-    entry.node = parameter.names[0];
-    entry.from = std::move(from);
-    for (size_t i = 1; i < parameter.names.size(); ++i) reason += (i == 1 ? "also named " : ", ") + parameter.names[i];
-    entry.reason = std::move(reason);
-    report_.add(std::move(entry));
+  void add(ReportKind kind, const FoldEquations::Parameter& parameter, std::string from, const std::string& reason) {
+    report_.add({.kind = kind,
+                 .node = parameter.names[0],
+                 .from = std::move(from),
+                 .reason = reason + other_names(parameter.names)});
   }
 
   // Of a scaled graph's tensor over the plain one's, or the other way.

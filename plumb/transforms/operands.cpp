@@ -77,6 +77,14 @@ std::optional<at::ScalarType> dtype_of(const Value* value, const State& state) {
   return std::nullopt;
 }
 
+std::vector<int64_t> sizes_of(const Value* value, const State& state) {
+  if (!value) return {};
+  if (value->meta()) return value->meta()->sizes;
+  if (value->producer()->kind() != NodeKind::GetAttr) return {};
+  const Attr* attr = state.find(value->producer()->target());
+  return attr && attr->tensor.defined() ? attr->tensor.sizes().vec() : std::vector<int64_t>{};
+}
+
 bool may_be_float(const Value* value, const State& state) {
   if (value->type() == ValueType::Int || value->type() == ValueType::Bool) return false;
   const auto dtype = dtype_of(value, state);

@@ -31,6 +31,8 @@ const std::string* excluded_by(const Node* node, const std::vector<std::string>&
 
 // The dtype of a value from its meta or the state; nullopt if it is not known without running.
 std::optional<at::ScalarType> dtype_of(const Value* value, const State& state);
+// The sizes of a value from its meta or the state; empty if they are not known, and of null.
+std::vector<int64_t> sizes_of(const Value* value, const State& state);
 // False only if the dtype is known and is no floating-point one.
 bool may_be_float(const Value* value, const State& state);
 

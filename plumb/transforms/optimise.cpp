@@ -15,6 +15,7 @@
 #include "plumb/transforms/factors.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/pointwise_steps.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 namespace {
@@ -62,26 +63,27 @@ class Optimiser {
     return false;
   }
 
-  Node* put_product(Node* at, const ScaledProduct& product, const Node* meta_of) {
-    auto here = graph_.inserting_before(at);
+  // A call in place of `node`.
+  Node* insert(Node* node, std::string_view op, std::vector<Arg> args) {
+    Node* made = insert_call(graph_, node, op, std::move(args), node, node->result());
+    writes_[made] = writes_.at(node);
+    return made;
+  }
+
+  Node* put_product(Node* node, const ScaledProduct& product) {
+    auto here = graph_.inserting_before(node);
     Node* made = call_product(graph_, product);
-    made->meta() = meta_of->meta();
-    made->result()->set_meta(meta_of->result()->meta());
-    writes_[made] = writes_.at(at);
+    made->meta() = node->meta();
+    made->result()->set_meta(node->result()->meta());
+    writes_[made] = writes_.at(node);
     return made;
   }
 
   bool fold() {
     bool changed = false;
-    for (Node* node : graph_.nodes()) {
-      changed |= fold_behind(node);
-    }
-    for (Node* node : graph_.nodes()) {
-      changed |= fold_before(node);
-    }
-    for (Node* node : graph_.nodes()) {
-      changed |= fold_into_factor(node);
-    }
+    for (Node* node : graph_.nodes()) changed |= fold_behind(node);
+    for (Node* node : graph_.nodes()) changed |= fold_before(node);
+    for (Node* node : graph_.nodes()) changed |= fold_into_factor(node);
     return changed;
   }
 
@@ -108,21 +110,11 @@ class Optimiser {
     if (options_.exact && !(first->exact() || outer->exact())) return false;
     const double forward = first->forward * outer->forward, backward = first->backward * outer->backward;
     if (!std::isfinite(forward) || !std::isfinite(backward) || forward != backward) return false;
-    Node* made = nullptr;
-    {
-      auto here = graph_.inserting_before(node);
-      made = graph_.call("aten::mul.Tensor", {first->value, forward});
-    }
-    made->meta() = node->meta();
-    made->result()->set_meta(node->result()->meta());
-    writes_[made] = writes_.at(node);
+    Node* made = insert(node, "aten::mul.Tensor", {first->value, forward});
     report_.add(ReportKind::Replaced, node, inner->target() + " and " + node->target(), made->target(),
                 "their factors multiplied");
-    const std::string name = node->result()->name();
-    graph_.replace_all_uses_with(node->result(), made->result());
-    graph_.erase(node);
+    replace_and_name(graph_, node, made);
     graph_.erase(inner);
-    made->result()->rename(name);
     return true;
   }
 
@@ -135,7 +127,7 @@ class Optimiser {
     if (!product || factor->value->uses().size() != 1 || !alone_between(inner, node) || !takes(node, *factor))
       return false;
     product->multiply_result(*factor);
-    replace(node, inner, put_product(node, *product, node), *factor);
+    replace(node, inner, put_product(node, *product), *factor);
     return true;
   }
 
@@ -161,7 +153,7 @@ class Optimiser {
         operand = factor->value;
       else
         graph_.replace_all_uses_with(inner->result(), factor->value);
-      Node* made = put_product(node, *product, node);
+      Node* made = put_product(node, *product);
       replace(node, inner, made, *factor);
       node = made;
       changed = true;
@@ -173,10 +165,7 @@ class Optimiser {
     auto& entry = report_.add(ReportKind::Replaced, node, inner->target() + " and " + node->target(), made->target());
     entry.reason = factor.exact() ? "the factor is part of the product"
                                   : "the factor is part of the product: one rounding where there were two";
-    const std::string name = node->result()->name();
-    graph_.replace_all_uses_with(node->result(), made->result());
-    graph_.erase(node);
-    made->result()->rename(name);
+    replace_and_name(graph_, node, made);
     if (!inner->result()->has_uses()) graph_.erase(inner);
   }
 
@@ -199,17 +188,10 @@ class Optimiser {
       if (before && after && before->arg("tracker") != after->arg("tracker")) before = nullptr;
       if (!before && !after) continue;
       const Arg tracker = (after ? after : before)->arg("tracker");
-      Node* made = nullptr;
-      {
-        auto here = graph_.inserting_before(node);
-        made = graph_.call("plumb::track_rounded",
-                           {before ? before->input(0) : node->input(0), node->arg("fwd"), node->arg("bwd"),
-                            node->arg("seed"), node->arg("dim"), before ? before->arg("slot") : Arg(int64_t(-1)),
-                            after ? after->arg("slot") : Arg(int64_t(-1)), tracker});
-      }
-      made->meta() = node->meta();
-      made->result()->set_meta(node->result()->meta());
-      writes_[made] = writes_.at(node);
+      Node* made = insert(node, "plumb::track_rounded",
+                          {before ? before->input(0) : node->input(0), node->arg("fwd"), node->arg("bwd"),
+                           node->arg("seed"), node->arg("dim"), before ? before->arg("slot") : Arg(int64_t(-1)),
+                           after ? after->arg("slot") : Arg(int64_t(-1)), tracker});
       report_.add(ReportKind::Replaced, node, node->target() + " and plumb::track", made->target(),
                   "measured while it is rounded");
       const std::string name = node->result()->name();
@@ -333,15 +315,8 @@ class Optimiser {
     for (const auto& [name, count] : counts) {
       from += (from.empty() ? "" : ", ") + name + (count > 1 ? " x" + std::to_string(count) : "");
     }
-    Node* made = nullptr;
-    {
-      auto here = graph_.inserting_before(root);
-      made = graph_.call("plumb::pointwise",
-                         {Arg::List(tree.inputs.begin(), tree.inputs.end()), tree.program.to_string()});
-    }
-    made->meta() = root->meta();
-    made->result()->set_meta(root->result()->meta());
-    writes_[made] = writes_.at(root);
+    Node* made =
+        insert(root, "plumb::pointwise", {Arg::List(tree.inputs.begin(), tree.inputs.end()), tree.program.to_string()});
     report_.add(ReportKind::Replaced, root, from, "plumb::pointwise",
                 std::to_string(tree.steps) + " steps in one pass over memory");
     const std::string name = root->result()->name();

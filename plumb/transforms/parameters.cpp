@@ -5,6 +5,7 @@
 #include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/recurrent.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 namespace {
@@ -147,12 +148,12 @@ class ParameterWriter {
     if (!scale.obstacle.empty()) return add(ReportKind::LeftAlone, name, from, scale.obstacle);
     const at::Tensor values =
         weight.is_meta() ? at::empty_like(weight) : (scale.wide / scale.std).to(weight.scalar_type());
-    write(ReportKind::Weight, name, names, values, from, also(names));
+    write(ReportKind::Weight, name, names, values, from);
   }
 
   void clear_bias(const std::string& name, const std::vector<std::string>& names) {
     if (live_ && live_->confirm(names)) return;
-    write(ReportKind::Bias, name, names, at::zeros_like(state_.get(name).tensor), "", also(names));
+    write(ReportKind::Bias, name, names, at::zeros_like(state_.get(name).tensor), "");
   }
 
   void leave_alone(const std::string& name, const std::string& user) {
@@ -164,7 +165,7 @@ class ParameterWriter {
 
  private:
   void write(ReportKind kind, const std::string& name, const std::vector<std::string>& names, at::Tensor values,
-             const std::string& from, const std::string& reason) {
+             const std::string& from) {
     if (live_) {
       if (!live_->write(names, state_.get(name).tensor, values)) {
         return add(ReportKind::LeftAlone, name, from, "its values were changed since unit_scale()");
@@ -174,22 +175,11 @@ class ParameterWriter {
       for (const auto& n : names) state_.set(n, values, AttrKind::Parameter);
     }
     changed_ = true;
-    add(kind, name, from, reason);
+    add(kind, name, from, other_names(names));
   }
 
   void add(ReportKind kind, const std::string& name, std::string from, std::string reason) {
-    ReportEntry e;
-    e.kind = kind;
-    e.node = name;
-    e.from = std::move(from);
-    e.reason = std::move(reason);
-    report_.add(std::move(e));
-  }
-
-  static std::string also(const std::vector<std::string>& names) {
-    std::string text;
-    for (size_t i = 1; i < names.size(); ++i) text += (i == 1 ? "also named " : ", ") + names[i];
-    return text;
+    report_.add({.kind = kind, .node = name, .from = std::move(from), .reason = std::move(reason)});
   }
 
   std::vector<std::string> names_of(const std::string& name) const {

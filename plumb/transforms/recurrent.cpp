@@ -6,21 +6,12 @@
 #include <vector>
 
 #include "plumb/graph/operator_facts.h"
+#include "plumb/transforms/operands.h"
 
 namespace plumb {
 namespace {
 
 bool is_packed(const Node* node) { return node->target().ends_with(".data"); }
-
-// Sizes of an argument, empty when unknown.
-std::vector<int64_t> sizes_of(const Arg& arg, const State& state) {
-  if (!arg.is_value()) return {};
-  const Value* value = arg.value();
-  if (value->meta()) return {value->meta()->sizes.begin(), value->meta()->sizes.end()};
-  if (value->producer()->kind() != NodeKind::GetAttr) return {};
-  const Attr* attr = state.find(value->producer()->target());
-  return attr && attr->tensor.defined() ? attr->tensor.sizes().vec() : std::vector<int64_t>{};
-}
 
 size_t parameters_per_cell(const Node* node) { return is_set(node, "has_biases") ? 4 : 2; }
 
@@ -29,7 +20,7 @@ class Scaler {
   Scaler(GraphModule& module, Node* node) : graph_(module.graph()), state_(module.state()), node_(node) {}
 
   double run(int64_t steps_of_cells) {
-    const auto input = sizes_of(node_->arg(is_packed(node_) ? "data" : "input"), state_);
+    const auto input = sizes_of(node_->arg(is_packed(node_) ? "data" : "input").value(), state_);
     double rows = 1;
     for (size_t i = 0; i + 1 < input.size(); ++i) rows *= static_cast<double>(input[i]);
     const int64_t steps = is_recurrent_cell(node_) ? steps_of_cells : sequence_length(input);
@@ -45,7 +36,7 @@ class Scaler {
 
  private:
   int64_t sequence_length(const std::vector<int64_t>& input) const {
-    if (is_packed(node_)) return sizes_of(node_->arg("batch_sizes"), state_)[0];
+    if (is_packed(node_)) return sizes_of(node_->arg("batch_sizes").value(), state_)[0];
     return input.size() == 3 && is_set(node_, "batch_first") ? input[1] : input[0];
   }
 
@@ -72,7 +63,7 @@ class Scaler {
   // One cell's parameters. at_state: root of the mean square of the gradients at its states. input_scale: of what it
   // gets as input. Answers the sum of the squares of the gradients that go to one input value.
   double scale_cell_parameters(std::span<Arg> parameters, double at_state, double input_scale) {
-    const auto in = sizes_of(parameters[0], state_), hidden = sizes_of(parameters[1], state_);
+    const auto in = sizes_of(parameters[0].value(), state_), hidden = sizes_of(parameters[1].value(), state_);
     const double input_factor = std::sqrt((1 - rule_.state_share) / static_cast<double>(in[1])) / input_scale;
     const double hidden_factor = std::sqrt(rule_.state_share / static_cast<double>(hidden[1])) / rule_.hidden;
     const double summed = std::sqrt(rows_) * at_state;
@@ -191,15 +182,17 @@ std::optional<std::string> recurrent_obstacle(const Node* node, const State& sta
       cell ? Arg::List{node->arg("w_ih"), node->arg("w_hh")} : Arg::List(node->arg("params").list());
   for (const Arg& arg : weights) {
     if (!arg.is_value()) return "an operand is a constant";
-    if (sizes_of(arg, state).empty()) return "the sizes of its weights are not known";
+    if (sizes_of(arg.value(), state).empty()) return "the sizes of its weights are not known";
   }
   if (!cell) {
     const size_t each = parameters_per_cell(node), directions = is_set(node, "bidirectional") ? 2 : 1;
     const auto layers = static_cast<size_t>(node->arg("num_layers").constant().toInt());
     if (weights.size() != each * directions * layers) return "its states are projected, which no rule covers";
-    if (is_packed(node) && sizes_of(node->arg("batch_sizes"), state).empty()) return "its number of steps is not known";
+    if (is_packed(node) && sizes_of(node->arg("batch_sizes").value(), state).empty())
+      return "its number of steps is not known";
   }
-  if (sizes_of(node->arg(is_packed(node) ? "data" : "input"), state).empty()) return "its number of steps is not known";
+  if (sizes_of(node->arg(is_packed(node) ? "data" : "input").value(), state).empty())
+    return "its number of steps is not known";
   return std::nullopt;
 }
 

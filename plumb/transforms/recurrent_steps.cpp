@@ -2,6 +2,7 @@
 
 #include <string_view>
 
+#include "plumb/transforms/operands.h"
 #include "plumb/transforms/recurrent.h"
 
 namespace plumb {
@@ -13,12 +14,10 @@ using rules::RecurrentKind;
 std::vector<int64_t> known_sizes(const Arg& arg, const State& state) {
   if (!arg.is_value()) return {};
   const Value* value = arg.value();
-  if (const auto& meta = value->meta()) return meta->symbols.empty() ? meta->sizes : std::vector<int64_t>{};
+  if (value->meta()) return value->meta()->symbols.empty() ? value->meta()->sizes : std::vector<int64_t>{};
   while (value->producer()->is_op("plumb::scale_fwd") || value->producer()->is_op("plumb::scale_bwd"))
     value = value->producer()->input(0);
-  if (value->producer()->kind() != NodeKind::GetAttr) return {};
-  const Attr* attr = state.find(value->producer()->target());
-  return attr && attr->tensor.defined() ? attr->tensor.sizes().vec() : std::vector<int64_t>{};
+  return value->producer()->kind() == NodeKind::GetAttr ? sizes_of(value, state) : std::vector<int64_t>{};
 }
 
 struct Parameters {

@@ -11,6 +11,7 @@
 #include "plumb/transforms/operands.h"
 #include "plumb/transforms/recurrent.h"
 #include "plumb/transforms/recurrent_steps.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 namespace {
@@ -126,33 +127,28 @@ class Simulator {
   }
 
   // The value rounded forward: one node for all uses, as long as nothing is written in between.
-  Value* rounded(Value* value, int64_t dim, const Node* user) {
+  Value* rounded(Value* value, int64_t dim, Node* user) {
     if (!fwd_blocks_) dim = -1;
     auto [it, fresh] = rounded_.try_emplace({value, dim}, Made{nullptr, nullptr});
     if (!fresh && it->second.last_write == last_write_ && it->second.grad_enabled == user->meta().grad_enabled)
       return it->second.value;
-    if (Node* factor = value->producer(); is_factor_of_parameter(factor)) {
+    Node* made = nullptr;
+    if (const Node* factor = value->producer(); is_factor_of_parameter(factor)) {
       // Unit-scaled weights of recurrent operators: the weight is of unit scale, not what it is multiplied to.
-      Node* again = graph_.call(factor->target(), {rounded(factor->input(0), dim, user), factor->arg("scale")});
-      again->meta() = factor->meta();
-      again->result()->set_meta(value->meta());
-      again->result()->rename(graph_.unique_name(value->name() + "_fwd"));
-      Value* result = again->result();
-      rounded_[{value, dim}] = {result, last_write_, user->meta().grad_enabled};
-      return result;
+      made = insert_call(graph_, user, factor->target(), {rounded(factor->input(0), dim, user), factor->arg("scale")},
+                         factor, value);
+    } else {
+      made =
+          insert_call(graph_, user, "plumb::simulate_format", {value, fwd_, "none", c10::IValue(), dim}, user, value);
     }
-    Node* node = graph_.call("plumb::simulate_format", {value, fwd_, "none", c10::IValue(), dim});
-    node->meta() = user->meta();
-    node->result()->set_meta(value->meta());
-    node->result()->rename(graph_.unique_name(value->name() + "_fwd"));
-    it->second = {node->result(), last_write_, user->meta().grad_enabled};
-    return node->result();
+    made->result()->rename(graph_.unique_name(value->name() + "_fwd"));
+    it->second = {made->result(), last_write_, user->meta().grad_enabled};
+    return made->result();
   }
 
   bool quantise(Node* node, const Contraction& contraction) {
     bool changed = false;
     if (fwd_ != "none") {
-      auto here = graph_.inserting_before(node);
       for (const auto& [name, dim] : contraction.named_operands()) {
         const Arg arg = node->arg(name);
         if (arg.is_value() && roundable(arg.value())) {
@@ -180,11 +176,9 @@ class Simulator {
           }
         }
         if (!result->has_uses()) continue;
-        auto here = graph_.inserting_after(result->producer());
-        Node* back = graph_.call("plumb::simulate_format", {result, "none", bwd_, c10::IValue(),
-                                                            bwd_blocks_ ? int64_t{contraction.result_dim} : -1});
-        back->meta() = node->meta();
-        back->result()->set_meta(result->meta());
+        const int64_t dim = bwd_blocks_ ? int64_t{contraction.result_dim} : -1;
+        Node* back = insert_call(graph_, result->producer()->next(), "plumb::simulate_format",
+                                 {result, "none", bwd_, c10::IValue(), dim}, node, result);
         graph_.replace_all_uses_with(result, back->result(), back);
         back->result()->rename(graph_.unique_name(name + "_bwd"));
         changed = true;

@@ -5,10 +5,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "plumb/autograd/simulate_format.h"
 #include "plumb/numerics/call_operator.h"
+#include "plumb/numerics/define_operator.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/transforms/tracker.h"
 
@@ -143,12 +143,12 @@ at::Tensor track_rounded_meta(const at::Tensor& x, std::string_view, std::string
 }
 
 }  // namespace
-}  // namespace plumb
 
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
-  m.def("track_rounded(Tensor x, str fwd, str bwd, int? seed, int dim, int before, int after, int tracker) -> Tensor",
-        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  define(m,
+         "track_rounded(Tensor x, str fwd, str bwd, int? seed, int dim, int before, int after, int tracker) -> Tensor",
+         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded}, track_rounded, track_rounded_meta,
+         track_rounded_autograd);
 }
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("track_rounded", plumb::track_rounded); }
-TORCH_LIBRARY_IMPL(plumb, Meta, m) { m.impl("track_rounded", plumb::track_rounded_meta); }
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("track_rounded", plumb::track_rounded_autograd); }
+
+}  // namespace plumb

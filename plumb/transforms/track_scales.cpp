@@ -5,6 +5,7 @@
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
 #include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 namespace {
@@ -38,10 +39,8 @@ bool insert_tracking(GraphModule& module, int64_t tracker, const AddSlot& add_sl
         continue;
       Node* before = node->next();
       while (before->kind() == NodeKind::Placeholder) before = before->next();  // inputs come first
-      auto here = graph.inserting_before(before);
-      Node* track = graph.call(kTrack, {value, add_slot(node->kind() == NodeKind::Placeholder), tracker});
-      track->meta() = node->meta();
-      track->result()->set_meta(value->meta());
+      Node* track = insert_call(graph, before, kTrack,
+                                {value, add_slot(node->kind() == NodeKind::Placeholder), tracker}, node, value);
       track->result()->rename(graph.unique_name(value->name() + "_tracked"));
       graph.replace_all_uses_with(value, track->result(), track);
       // Whether an input requires a gradient is asked of the input: what is tracked always does.

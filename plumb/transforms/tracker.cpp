@@ -12,12 +12,12 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/library.h>
 
 #include <unordered_map>
 
 #include "plumb/autograd/node_handle.h"
 #include "plumb/numerics/call_operator.h"
+#include "plumb/numerics/define_operator.h"
 
 namespace plumb {
 
@@ -45,6 +45,14 @@ struct Registry {
 Registry& registry() {
   static Registry* r = new Registry;  // never destroyed: trackers may die after static destruction began
   return *r;
+}
+
+// Null if there is no such slot.
+auto* slot_at(auto& slots, int64_t slot) {
+  return slot >= 0 && static_cast<size_t>(slot) < slots.size() ? &slots[static_cast<size_t>(slot)] : nullptr;
+}
+auto& seen_in(auto& slot, ScaleTracker::Direction direction) {
+  return direction == ScaleTracker::Direction::Forward ? slot.fwd : slot.bwd;
 }
 
 int64_t next_id() {
@@ -96,42 +104,38 @@ size_t ScaleTracker::num_slots() const {
 
 bool ScaleTracker::is_input(int64_t slot) const {
   std::lock_guard lock(mutex_);
-  return slot >= 0 && static_cast<size_t>(slot) < slots_.size() && slots_[static_cast<size_t>(slot)].input;
+  const Slot* s = slot_at(slots_, slot);
+  return s && s->input;
 }
 
 std::optional<Metrics> ScaleTracker::metrics(int64_t slot) const {
   std::lock_guard lock(mutex_);
-  if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return std::nullopt;
-  const Slot& s = slots_[static_cast<size_t>(slot)];
-  if (!s.fwd.any) return std::nullopt;
-  return Metrics{s.fwd.numbers(), s.bwd.any ? std::optional(s.bwd.numbers()) : std::nullopt};
+  const Slot* s = slot_at(slots_, slot);
+  if (!s || !s->fwd.any) return std::nullopt;
+  return Metrics{s->fwd.numbers(), s->bwd.any ? std::optional(s->bwd.numbers()) : std::nullopt};
 }
 
 std::optional<Metrics::Data> ScaleTracker::measured(int64_t slot, Direction direction) const {
   std::lock_guard lock(mutex_);
-  if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return std::nullopt;
-  const Slot& s = slots_[static_cast<size_t>(slot)];
-  const Seen& seen = direction == Direction::Forward ? s.fwd : s.bwd;
-  return seen.any ? std::optional(seen.numbers()) : std::nullopt;
+  const Slot* s = slot_at(slots_, slot);
+  return s && seen_in(*s, direction).any ? std::optional(seen_in(*s, direction).numbers()) : std::nullopt;
 }
 
 std::shared_ptr<const MetricsSum> ScaleTracker::sum(int64_t slot, Direction direction) const {
   std::lock_guard lock(mutex_);
-  if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return nullptr;
-  const Slot& s = slots_[static_cast<size_t>(slot)];
-  const Seen& seen = direction == Direction::Forward ? s.fwd : s.bwd;
-  return seen.together ? seen.sum : nullptr;
+  const Slot* s = slot_at(slots_, slot);
+  return s && seen_in(*s, direction).together ? seen_in(*s, direction).sum : nullptr;
 }
 
 void ScaleTracker::want(int64_t slot, Wanted wanted) {
   std::lock_guard lock(mutex_);
-  if (slot >= 0 && static_cast<size_t>(slot) < slots_.size()) slots_[static_cast<size_t>(slot)].wanted = wanted;
+  if (Slot* s = slot_at(slots_, slot)) s->wanted = wanted;
 }
 
 ScaleTracker::Wanted ScaleTracker::wanted(int64_t slot) const {
   std::lock_guard lock(mutex_);
-  if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return {false, false, false};
-  return slots_[static_cast<size_t>(slot)].wanted;
+  const Slot* s = slot_at(slots_, slot);
+  return s ? s->wanted : Wanted{false, false, false};
 }
 
 void ScaleTracker::clear() {
@@ -180,18 +184,17 @@ bool ScaleTracker::together(int64_t slot, Direction direction) const {
 }
 
 void ScaleTracker::keep(int64_t slot, Direction direction, Seen seen) {
-  const bool forward = direction == Direction::Forward;
   std::lock_guard lock(mutex_);
-  if (slot < 0 || static_cast<size_t>(slot) >= slots_.size()) return;
-  Slot& s = slots_[static_cast<size_t>(slot)];
-  Seen& so_far = forward ? s.fwd : s.bwd;
+  Slot* s = slot_at(slots_, slot);
+  if (!s) return;
+  Seen& so_far = seen_in(*s, direction);
   if (seen.together && so_far.together) {
     so_far.sum->add(*seen.sum);
     so_far.any = true;
   } else {
     so_far = std::move(seen);
   }
-  if (forward && !s.wanted.backward_together) s.bwd.any = false;
+  if (direction == Direction::Forward && !s->wanted.backward_together) s->bwd.any = false;
 }
 
 namespace {
@@ -293,15 +296,12 @@ at::Tensor track_autograd(const at::Tensor& x, int64_t slot, int64_t id) {
 }
 
 }  // namespace
-}  // namespace plumb
 
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
-  m.def("track(Tensor(a) x, int slot, int tracker=0) -> Tensor(a)");
+  define(m, "track(Tensor(a) x, int slot, int tracker=0) -> Tensor(a)", {}, track, nullptr, track_autograd);
   // Never merged, never done again.
-  m.def("track_traced(Tensor x, int slot, int tracker, bool backward) -> Tensor",
-        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  define(m, "track_traced(Tensor x, int slot, int tracker, bool backward) -> Tensor",
+         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded}, track_traced, track_traced_meta);
 }
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("track_traced", plumb::track_traced); }
-TORCH_LIBRARY_IMPL(plumb, Meta, m) { m.impl("track_traced", plumb::track_traced_meta); }
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("track", plumb::track); }
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("track", plumb::track_autograd); }
+
+}  // namespace plumb

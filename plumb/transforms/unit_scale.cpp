@@ -12,6 +12,7 @@
 #include "plumb/transforms/parameters.h"
 #include "plumb/transforms/recurrent.h"
 #include "plumb/transforms/residual.h"
+#include "plumb/transforms/rewrite.h"
 
 namespace plumb {
 namespace {
@@ -26,13 +27,6 @@ bool is_attention(const Node* node) {
   if (operator_facts(name).contraction.kind == ContractionKind::Attention) return true;
   name.remove_prefix(name.rfind(':') + 1);
   return name == "softmax" || name == "_softmax" || name == "_native_multi_head_attention";
-}
-
-// Replaces `from` by `to`, which takes over its name.
-void replace(Graph& graph, Node* from, Node* to) {
-  const std::string name = from->num_results() == 1 ? from->result()->name() : "";
-  graph.replace_node(from, to);
-  if (!name.empty()) to->result()->rename(name);
 }
 
 class UnitScaler {
@@ -116,7 +110,7 @@ class UnitScaler {
         }
         if (!made) continue;
         report_.add(ReportKind::Replaced, node, node->target(), made->target(), "as asked for").asked = true;
-        replace(graph_, node, made);
+        replace_and_name(graph_, node, made);
         users_choice_.insert(made);
         if (made->num_results()) chosen_[made->result()->name()] = made->target();
         changed_ = true;
@@ -128,10 +122,7 @@ class UnitScaler {
   void report_unmatched() {
     for (const Replacement& r : options_.replace) {
       if (matched_.count(&r)) continue;
-      ReportEntry entry;
-      entry.node = r.from;
-      entry.reason = "asked to be replaced, and no such operator is in the graph";
-      report_.add(std::move(entry));
+      report_.add({.node = r.from, .reason = "asked to be replaced, and no such operator is in the graph"});
     }
   }
 
@@ -191,7 +182,7 @@ class UnitScaler {
       }
       report_.add(ReportKind::Replaced, node, node->target(), made->target());
       roles_.moved(node, made);
-      replace(graph_, node, made);
+      replace_and_name(graph_, node, made);
       changed_ = true;
     }
   }
@@ -299,7 +290,7 @@ class UnitScaler {
                     plain_alpha(add) ? (inside ? "inside a residual branch" : "")
                                      : "its alpha is not 1: not taken for a residual add");
       }
-      replace(graph_, add, made);
+      replace_and_name(graph_, add, made);
       changed_ = true;
     }
   }
@@ -375,11 +366,9 @@ class UnitScaler {
       if (before_residual.count(node)) continue;
       const std::string input = node->try_arg("data") ? "data" : "input";
       if (!node->arg(input).is_value()) continue;
-      auto here = graph_.inserting_before(node);
-      Node* made = graph_.call("plumb::scale_bwd", {node->arg(input).value(), 1 / grad_input});
-      made->meta() = node->meta();
-      made->result()->set_meta(node->arg(input).value()->meta());
-      node->set_arg(input, made->result());
+      Value* value = node->arg(input).value();
+      node->set_arg(input,
+                    insert_call(graph_, node, "plumb::scale_bwd", {value, 1 / grad_input}, node, value)->result());
       report_.add(ReportKind::Unconstrained, node, node->target(), "", "no residual add comes after it");
       changed_ = true;
     }

@@ -15,6 +15,7 @@
 #include "plumb/scaling/fp8_delayed.h"
 #include "plumb/scaling/fp8_recipes.h"
 #include "plumb/transforms/operands.h"
+#include "plumb/transforms/rewrite.h"
 #include "plumb/transforms/simulate_format.h"
 
 namespace plumb {
@@ -186,11 +187,7 @@ class Fp8Lowering {
     Value* taken = rounding->result();
     if (!taken->has_uses()) {
       if (products.size() < 2 || !has_others()) return;
-      auto here = graph_.inserting_before(rounding);
-      Node* node = graph_.call("aten::alias", {value});
-      node->meta() = rounding->meta();
-      node->result()->set_meta(value->meta());
-      taken = node->result();
+      taken = insert_call(graph_, rounding, "aten::alias", {value}, rounding, value)->result();
     }
     for (Node* product : products) {
       for (size_t i = 0; i < 2; ++i) {
@@ -302,9 +299,7 @@ bool use_recipe(GraphModule& module, const UseFp8Options& options, Report& repor
                          : graph.call("plumb::fp8_scaled_linear",
                                       {input, weight, bias, options.recipe, options.fwd, options.bwd});
     report.add(ReportKind::Replaced, node, node->target(), made->target(), options.recipe + " scales");
-    const std::string name = node->result()->name();
-    graph.replace_node(node, made);
-    made->result()->rename(name);
+    replace_and_name(graph, node, made);
     changed = true;
   }
   return changed;

@@ -1,0 +1,23 @@
+// Steps of a rewrite that transforms share. Not for other rooms.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plumb/graph/graph.h"
+
+namespace plumb {
+
+// A call inserted before `before` on behalf of `node`, whose module, source and grad mode it has. Its result is
+// described as `like`.
+Node* insert_call(Graph& graph, Node* before, std::string_view op, std::vector<Arg> args, const Node* node,
+                  const Value* like);
+
+// All uses of `node` go to `made`, and with them the name of its result where it has just one; `node` is erased.
+void replace_and_name(Graph& graph, Node* node, Node* made);
+
+// For reports: "also named b, c" of one tensor's names a, b, c; "" if it has just one.
+std::string other_names(const std::vector<std::string>& names);
+
+}  // namespace plumb
