@@ -1,5 +1,6 @@
 #include "plumb/autograd/backward_halves.h"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -46,19 +47,6 @@ class HooksOff {
   std::vector<Kept> kept_;
 };
 
-class EdgesCut {
- public:
-  explicit EdgesCut(std::vector<DeferredWeights::State::Cut>& cuts) : cuts_(cuts) {
-    for (auto& cut : cuts_) cut.edge = std::exchange(cut.node->next_edges()[cut.index], Edge());
-  }
-  ~EdgesCut() {
-    for (auto& cut : cuts_) cut.node->next_edges()[cut.index] = std::move(cut.edge);
-  }
-
- private:
-  std::vector<DeferredWeights::State::Cut>& cuts_;
-};
-
 // Everything in the input half, for graphs with nodes that stand no other way: what reaches the leaves is set aside.
 Tensors whole_backward_now(const BackwardRoots& roots, const BackwardGraph& graph, const std::vector<Edge>& inputs,
                            bool keep_graph, DeferredWeights::State& deferred) {
@@ -81,19 +69,14 @@ Tensors whole_backward_now(const BackwardRoots& roots, const BackwardGraph& grap
     node->variable.mutable_grad() = at::Tensor();
   }
   std::vector<at::Tensor> taken(leaves.size());
-  auto restore = [&] {
-    for (size_t i = 0; i < leaves.size(); i++) {
-      taken[i] = leaves[i].node->variable.grad();
-      leaves[i].node->variable.mutable_grad() = leaves[i].before;
-    }
-  };
-  try {
+  {
+    const auto restore = c10::make_scope_exit([&] {
+      for (size_t i = 0; i < leaves.size(); i++) {
+        taken[i] = std::exchange(leaves[i].node->variable.mutable_grad(), leaves[i].before);
+      }
+    });
     run_engine(roots.edges, roots.grads, keep_graph);
-  } catch (...) {
-    restore();
-    throw;
   }
-  restore();
   Tensors input_grads(inputs.size());
   std::set<Node*> is_input;
   for (size_t i = 0; i < inputs.size(); i++) {
@@ -238,7 +221,10 @@ void run_weight_half(DeferredWeights::State& deferred, bool retain_graph) {
     grads.push_back(retain_graph ? s.grad : std::move(s.grad));
   }
   HooksOff hooks(deferred.starts);
-  EdgesCut cut(deferred.cuts);
+  for (auto& cut : deferred.cuts) cut.edge = std::exchange(cut.node->next_edges()[cut.index], Edge());
+  const auto join = c10::make_scope_exit([&] {
+    for (auto& cut : deferred.cuts) cut.node->next_edges()[cut.index] = std::move(cut.edge);
+  });
   if (deferred.chains && deferred.only.empty() && !torch::autograd::AnomalyMode::is_enabled()) {
     for (size_t i = 0; i < edges.size(); i++) run_chains(edges[i].function, std::move(grads[i]), retain_graph);
   } else if (!edges.empty()) {

@@ -6,12 +6,12 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "plumb/autograd/saved_codes.h"
 #include "plumb/graph/node_seeds.h"
 #include "plumb/numerics/call_operator.h"
 #include "plumb/numerics/carrier.h"
+#include "plumb/numerics/define_operator.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
 
@@ -37,11 +37,16 @@ at::Tensor simulate_format_kernel(const at::Tensor& x, std::string_view fwd, std
   return quantise(x, cached_format(fwd), as_seed(seed), dim);
 }
 
-at::Tensor simulate_format_meta(const at::Tensor& x, std::string_view fwd, std::string_view bwd, std::optional<int64_t>,
-                                int64_t) {
+// Throws for a text that is no format, or a tensor that is not rounded.
+void check_formats(const at::Tensor& x, std::string_view fwd, std::string_view bwd) {
   if (!leaves_alone(fwd)) cached_format(fwd);
   if (!leaves_alone(bwd)) cached_format(bwd);
   if (!leaves_alone(fwd) || !leaves_alone(bwd)) carrier_of(x.scalar_type(), "simulate_format");
+}
+
+at::Tensor simulate_format_meta(const at::Tensor& x, std::string_view fwd, std::string_view bwd, std::optional<int64_t>,
+                                int64_t) {
+  check_formats(x, fwd, bwd);
   return at::empty_like(x);
 }
 
@@ -134,21 +139,18 @@ struct SimulateFormat : torch::autograd::Function<SimulateFormat> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list& gradients) {
-    if (!gradients[0].defined()) return {gradients[0], {}, {}, {}, {}};
-    return {simulate_backward(gradients[0], context->saved_data["format"].toStringRef(),
-                              context->saved_data["seed"].toOptional<int64_t>(), context->saved_data["dim"].toInt()),
-            {},
-            {},
-            {},
-            {}};
+    torch::autograd::variable_list results(5);
+    if (!gradients[0].defined()) return results;
+    results[0] =
+        simulate_backward(gradients[0], context->saved_data["format"].toStringRef(),
+                          context->saved_data["seed"].toOptional<int64_t>(), context->saved_data["dim"].toInt());
+    return results;
   }
 };
 
 at::Tensor simulate_format_autograd(const at::Tensor& x, std::string_view fwd, std::string_view bwd,
                                     std::optional<int64_t> seed, int64_t dim) {
-  if (!leaves_alone(fwd)) cached_format(fwd);
-  if (!leaves_alone(bwd)) cached_format(bwd);
-  if (!leaves_alone(fwd) || !leaves_alone(bwd)) carrier_of(x.scalar_type(), "simulate_format");
+  check_formats(x, fwd, bwd);
   if (at::GradMode::is_enabled() && x.requires_grad())
     return SimulateFormat::apply(x, std::string(fwd), std::string(bwd), seed, dim);
   at::AutoDispatchBelowADInplaceOrView below;
@@ -162,13 +164,11 @@ at::Tensor ops::simulate_format(const at::Tensor& x, std::string_view fwd, std::
   return call_operator<"simulate_format">(x, fwd, bwd, seed, dim);
 }
 
-}  // namespace plumb
-
 TORCH_LIBRARY_FRAGMENT(plumb, m) {
   // Random when stochastic and without a seed: torch.compile must neither merge nor replay such calls.
-  m.def("simulate_format(Tensor x, str fwd, str bwd, int? seed=None, int dim=-1) -> Tensor",
-        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  define(m, "simulate_format(Tensor x, str fwd, str bwd, int? seed=None, int dim=-1) -> Tensor",
+         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded}, simulate_format_kernel, simulate_format_meta,
+         simulate_format_autograd);
 }
-TORCH_LIBRARY_IMPL(plumb, CompositeExplicitAutograd, m) { m.impl("simulate_format", plumb::simulate_format_kernel); }
-TORCH_LIBRARY_IMPL(plumb, Meta, m) { m.impl("simulate_format", plumb::simulate_format_meta); }
-TORCH_LIBRARY_IMPL(plumb, Autograd, m) { m.impl("simulate_format", plumb::simulate_format_autograd); }
+
+}  // namespace plumb

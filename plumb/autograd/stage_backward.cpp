@@ -53,12 +53,19 @@ BackwardRoots collect_roots(const Tensors& outputs, const Tensors& output_grads)
   return roots;
 }
 
-[[noreturn]] void raise_failed(const char* what, const std::exception& cause, const Tensors& outputs,
-                               const Tensors& output_grads, const Tensors& inputs) {
-  if (const auto* own = dynamic_cast<const Error*>(&cause)) throw Error(*own);
-  throw Error(
-      ErrorKind::ExecutionFailed, std::string(what) + " failed: " + first_line(cause.what()),
-      "outputs " + describe(outputs) + "; output gradients " + describe(output_grads) + "; inputs " + describe(inputs));
+// Runs a backward; what it throws becomes an Error that describes its arguments.
+template <class Run>
+auto run_described(const char* what, const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs,
+                   const Run& run) {
+  try {
+    return run();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& cause) {
+    throw Error(ErrorKind::ExecutionFailed, std::string(what) + " failed: " + first_line(cause.what()),
+                "outputs " + describe(outputs) + "; output gradients " + describe(output_grads) + "; inputs " +
+                    describe(inputs));
+  }
 }
 
 void add_seeds(BackwardRoots& roots, const std::vector<Edge>& input_edges, const Tensors& seeds) {
@@ -144,27 +151,25 @@ DeferredWeights::~DeferredWeights() = default;
 bool DeferredWeights::pending() const { return state_ != nullptr; }
 
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs) {
-  try {
+  return run_described("stage backward", outputs, output_grads, inputs, [&] {
     auto edges = leaf_edges(inputs, /*leaves_only=*/true);
     auto roots = collect_roots(outputs, output_grads);
     if (!roots.edges.empty()) run_engine(roots.edges, roots.grads, /*keep_graph=*/false);
     Tensors grads(inputs.size());
     for (size_t i = 0; i < inputs.size(); i++) {
-      if (inputs[i].defined() && inputs[i].requires_grad()) grads[i] = inputs[i].grad();
+      if (edges[i].function) grads[i] = inputs[i].grad();
     }
-    for (const auto& in : inputs) {
-      if (in.defined() && in.requires_grad()) in.mutable_grad() = at::Tensor();
+    for (size_t i = 0; i < inputs.size(); i++) {
+      if (edges[i].function) inputs[i].mutable_grad() = at::Tensor();
     }
     return grads;
-  } catch (const std::exception& e) {
-    raise_failed("stage backward", e, outputs, output_grads, inputs);
-  }
+  });
 }
 
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                        const Tensors& input_seeds) {
   const auto& boundary = BackwardAccess::of(inputs);
-  try {
+  return run_described("stage backward", outputs, output_grads, boundary.inputs, [&] {
     auto roots = collect_roots(outputs, output_grads);
     add_seeds(roots, boundary.edges, input_seeds);
     auto* node = static_cast<StageInputNode*>(boundary.node.get());
@@ -177,30 +182,24 @@ Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, cons
     }
     node->gradients.clear();
     return grads;
-  } catch (const std::exception& e) {
-    raise_failed("stage backward", e, outputs, output_grads, boundary.inputs);
-  }
+  });
 }
 
 InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs,
                                bool keep_graph) {
-  try {
+  return run_described("input half of the stage backward", outputs, output_grads, inputs, [&] {
     return run_input_half(collect_roots(outputs, output_grads), leaf_edges(inputs, /*leaves_only=*/false), keep_graph);
-  } catch (const std::exception& e) {
-    raise_failed("input half of the stage backward", e, outputs, output_grads, inputs);
-  }
+  });
 }
 
 InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                                const Tensors& input_seeds, bool keep_graph) {
   const auto& boundary = BackwardAccess::of(inputs);
-  try {
+  return run_described("input half of the stage backward", outputs, output_grads, boundary.inputs, [&] {
     auto roots = collect_roots(outputs, output_grads);
     add_seeds(roots, boundary.edges, input_seeds);
     return run_input_half(roots, boundary.edges, keep_graph);
-  } catch (const std::exception& e) {
-    raise_failed("input half of the stage backward", e, outputs, output_grads, boundary.inputs);
-  }
+  });
 }
 
 void stage_backward_weight(DeferredWeights& deferred, bool retain_graph) {
@@ -209,11 +208,7 @@ void stage_backward_weight(DeferredWeights& deferred, bool retain_graph) {
     throw Error(ErrorKind::InvalidState, "the weight half of this stage backward has run already", "",
                 "run stage_backward_input first, or pass retain_graph to the weight half");
   }
-  try {
-    run_weight_half(*state, retain_graph);
-  } catch (const std::exception& e) {
-    raise_failed("weight half of the stage backward", e, {}, {}, {});
-  }
+  run_described("weight half of the stage backward", {}, {}, {}, [&] { run_weight_half(*state, retain_graph); });
   if (!retain_graph) state.reset();
 }
 

@@ -23,14 +23,6 @@ int64_t blocks_for(int64_t threads) {
   return std::clamp<int64_t>((threads + kThreadsOfBlock - 1) / kThreadsOfBlock, 1, most);
 }
 
-// How many neighbours move together: 16 bytes of x's type, where all of these allow it.
-int pack_of(const Tensor& x, std::initializer_list<const Tensor*> tensors) {
-  const int n = 16 / int(x.element_size());
-  for (const Tensor* t : tensors)
-    if (t->defined() && reinterpret_cast<uintptr_t>(t->const_data_ptr()) % (n * t->element_size()) != 0) return 1;
-  return n;
-}
-
 // Buffers of one side of a measurement until it is finished.
 struct Gathering {
   Tensor parts, counts;

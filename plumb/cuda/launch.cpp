@@ -74,6 +74,13 @@ std::vector<char> compiled(const Compiler& compiler, const CubinCache& cache, co
   return binary;
 }
 
+int pack_of(const at::Tensor& x, std::initializer_list<const at::Tensor*> tensors) {
+  const int n = 16 / int(x.element_size());
+  for (const at::Tensor* t : tensors)
+    if (t->defined() && reinterpret_cast<uintptr_t>(t->const_data_ptr()) % (n * t->element_size()) != 0) return 1;
+  return n;
+}
+
 void use_machine(Machine* machine) { machine_for_tests() = machine; }
 
 void* loaded(c10::Device device, const std::string& text) {

@@ -2,9 +2,10 @@
 // stream.
 #pragma once
 
-#include <c10/core/Device.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,9 @@ std::vector<char> compiled(const Compiler& compiler, const CubinCache& cache, co
 // load the kernel. That is said once, as a warning, and is so for the device from then on. PLUMB_CUDA_KERNELS=0 in the
 // environment asks for it.
 void* loaded(c10::Device device, const std::string& text);
+
+// How many neighbours move together: 16 bytes of x's type, where the memory of all of these allows it.
+int pack_of(const at::Tensor& x, std::initializer_list<const at::Tensor*> tensors);
 
 // In place of the GPU, for tests: null gives it back.
 struct Machine {

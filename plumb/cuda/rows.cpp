@@ -24,13 +24,10 @@ at::DeviceType& kind_with_rows() {
 
 bool known(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16; }
 
-// Neighbours that move together: 16 bytes of x's type, where rows and all tensors' memory allow it.
+// Of rows, which must allow it too.
 int row_pack(const Tensor& x, int64_t length, std::initializer_list<const Tensor*> tensors) {
-  const int n = 16 / int(x.element_size());
-  if (length % n != 0) return 1;
-  for (const Tensor* t : tensors)
-    if (t->defined() && reinterpret_cast<uintptr_t>(t->const_data_ptr()) % (n * t->element_size()) != 0) return 1;
-  return n;
+  const int n = pack_of(x, tensors);
+  return length % n == 0 ? n : 1;
 }
 
 // Fixed by the number of rows, so that sums over rows are the same on every GPU.
