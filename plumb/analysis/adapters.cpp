@@ -53,7 +53,7 @@ Table table_of(const Report& report) {
   // Without the columns that say nothing.
   Table table{{}, std::vector<std::vector<std::string>>(rows.size()), report.pass()};
   for (size_t c = 0; c < header.size(); ++c) {
-    if (std::all_of(rows.begin(), rows.end(), [&](const auto& row) { return row[c].empty(); })) continue;
+    if (std::ranges::all_of(rows, [&](const auto& row) { return row[c].empty(); })) continue;
     table.header.push_back(header[c]);
     for (size_t r = 0; r < rows.size(); ++r) table.rows[r].push_back(std::move(rows[r][c]));
   }
@@ -61,7 +61,7 @@ Table table_of(const Report& report) {
 }
 
 std::string conclusion(const Report& report) {
-  auto several = [](size_t n, const std::string& what) { return std::to_string(n) + " " + what + (n == 1 ? "" : "s"); };
+  auto several = [](size_t n, const std::string& what) { return c10::str(n, " ", what, n == 1 ? "" : "s"); };
   std::map<double, size_t> taus;
   std::map<std::string, size_t> reasons;
   for (const ReportEntry& e : report.entries()) {
@@ -73,12 +73,11 @@ std::string conclusion(const Report& report) {
                     "** divided by their standard deviation, **" +
                     several(report.count(ReportKind::Residual), "residual add") + "**";
   for (const auto& [tau, n] : taus) {
-    out += (tau == taus.begin()->first ? " (" : ", ") + std::to_string(n) + " with tau " + short_number(tau);
+    out += c10::str(tau == taus.begin()->first ? " (" : ", ", n, " with tau ", short_number(tau));
   }
   out += std::string(taus.empty() ? "" : ")") + ", **" + several(report.count(ReportKind::LeftAlone), "node") +
          "** left alone";
-  const auto most = std::max_element(reasons.begin(), reasons.end(),
-                                     [](const auto& a, const auto& b) { return a.second < b.second; });
+  const auto most = std::ranges::max_element(reasons, [](const auto& a, const auto& b) { return a.second < b.second; });
   if (most != reasons.end()) out += ", most often because: " + most->first;
   return out + ".";
 }
@@ -147,9 +146,9 @@ MeasuredStep measured_step(const Schedule& schedule, const std::vector<TimelineE
                    percent(ideal.bubble_rate()) + ".";
   out.conclusion += std::fabs(of_stages) < 0.005
                         ? " The stages take about as long as each other, so that they add nothing."
-                        : " That stages differ (stage " + std::to_string(slow) + " takes " +
-                              short_number(std::round(100 * slowest / mean) / 100) + " times the mean) " +
-                              (of_stages > 0 ? "adds " : "takes away ") + points(of_stages) + ".";
+                        : c10::str(" That stages differ (stage ", slow, " takes ",
+                                   short_number(std::round(100 * slowest / mean) / 100), " times the mean) ",
+                                   of_stages > 0 ? "adds " : "takes away ", points(of_stages), ".");
   const double rest = out.bubble - by_stage.bubble_rate();
   out.conclusion += std::fabs(rest) < 0.005 ? " Messages and uneven actions add nothing that can be seen."
                     : rest > 0              ? " The other " + points(rest) +

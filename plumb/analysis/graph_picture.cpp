@@ -56,7 +56,7 @@ struct Drawing {
     if (entry + 1 >= entries.size()) return around(entry).size();
     const auto next = around(entry + 1);
     size_t n = 0;
-    for (size_t m : around(entry)) n += std::find(next.begin(), next.end(), m) == next.end();
+    for (size_t m : around(entry)) n += std::ranges::find(next, m) == next.end();
     return n;
   }
   double indent(size_t entry) const {
@@ -170,8 +170,8 @@ void add_wires(Drawing& d, const std::unordered_map<const Node*, size_t>& places
     while (next < d.entries.size() && !d.entries[next].node) ++next;
     if (w.to.size() > 1 || w.to[0] != next) order.push_back(&w);
   }
-  std::stable_sort(order.begin(), order.end(),
-                   [](const Wire* a, const Wire* b) { return a->to.back() - a->from < b->to.back() - b->from; });
+  std::ranges::stable_sort(
+      order, [](const Wire* a, const Wire* b) { return a->to.back() - a->from < b->to.back() - b->from; });
   std::vector<std::map<size_t, size_t>> lanes;  // where each is taken: from, to
   for (Wire* w : order) {
     const size_t end = w->to.back();
@@ -242,9 +242,9 @@ std::string body_of(const Drawing& d) {
     size_t inside = 0;
     for (size_t other : d.around(box.last)) inside += d.modules[other].depth > box.depth;
     const double bottom = d.entries[box.last].y + kRow + kPad * static_cast<double>(inside) + 3;
-    out += "<rect class=\"module\" fill=\"#f8fafc\" stroke=\"#e2e8f0\" rx=\"5\" data-module=\"" + std::to_string(m) +
-           "\" x=\"" + number(x) + "\" y=\"" + number(top) + "\" width=\"" + number(d.width - 2 * x) + "\" height=\"" +
-           number(bottom - top) + "\"/>\n";
+    out += svg::rect(c10::str(R"(class="module" fill="#f8fafc" stroke="#e2e8f0" rx="5" data-module=")", m, '"'), x, top,
+                     d.width - 2 * x, bottom - top) +
+           "\n";
   }
   for (const Wire& w : d.wires) {
     out += "<path class=\"wire\" fill=\"none\" stroke=\"#94a3b8\" d=\"" + wire_path(d, w) + "\"/>\n";
@@ -255,16 +255,13 @@ std::string body_of(const Drawing& d) {
     out += std::string("<g class=\"") + (e.node ? "node" : "module-head") + "\" transform=\"translate(" + number(x) +
            " " + number(e.y) + ")\"><title>" + svg::escaped(e.hint) + "</title>";
     if (!e.node) {
-      out += "<rect class=\"hit\" fill=\"none\" pointer-events=\"all\" width=\"" + number(d.width - 2 * x) +
-             "\" height=\"" + number(kHead) +
-             "\"/><text class=\"module-name\" fill=\"#2563eb\" x=\"8\" y=\"16\" "
-             "font-weight=\"600\">" +
-             svg::escaped(e.title) + "</text></g>\n";
+      out += svg::rect(R"(class="hit" fill="none" pointer-events="all")", 0, 0, d.width - 2 * x, kHead) +
+             svg::text(8, 16, e.title, {"module-name", "start", 12, true, "#2563eb"}) + "</g>\n";
       continue;
     }
-    out += "<rect fill=\"white\" stroke=\"#94a3b8\" rx=\"4\" x=\"4\" y=\"3\" width=\"" + number(d.width - 2 * x - 8) +
-           "\" height=\"" + number(kRow - 6) + "\"/><path stroke-width=\"3\" stroke=\"" +
-           std::string(ground_of(e.node->kind())) + "\" d=\"M6 7v12\"/>" + svg::text(14, 17, e.title) +
+    out += svg::rect(R"(fill="white" stroke="#94a3b8" rx="4")", 4, 3, d.width - 2 * x - 8, kRow - 6) +
+           "<path stroke-width=\"3\" stroke=\"" + ground_of(e.node->kind()) + "\" d=\"M6 7v12\"/>" +
+           svg::text(14, 17, e.title) +
            svg::text(14 + svg::text_width(e.title, 12) + 10, 17, e.detail, {"muted", "start", 11}) + "</g>\n";
   }
   return out;
@@ -299,9 +296,8 @@ std::string graph_html(const Graph& graph) {
          "shape\" aria-label=\"search\"> <button type=\"button\" class=\"more fold-all\">fold "
          "all</button> <button type=\"button\" class=\"more unfold-all\">unfold all</button> <span "
          "class=\"count\"></span></div>\n<div class=\"graph-scroll\">" +
-         svg::picture(d.full_width(), d.height(), body_of(d), false) + "</div>\n<script type=\"application/json\">" +
-         svg::script_json(data.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace)) +
-         "</script>\n</figure>\n";
+         svg::picture(d.full_width(), d.height(), body_of(d), false) + "</div>\n" + svg::data_script(data) +
+         "</figure>\n";
 }
 
 std::string conclusion(const Graph& graph) {
@@ -314,10 +310,10 @@ std::string conclusion(const Graph& graph) {
     ++nodes, ++operators[std::string(node->op_name())];
     if (!node->meta().module_path().empty()) modules.insert(node->meta().module_path());
   }
-  std::string out = std::to_string(nodes) + " operators in " + std::to_string(modules.size()) + " modules, " +
-                    std::to_string(parameters) + " parameters and buffers.";
-  const auto most = std::max_element(operators.begin(), operators.end(),
-                                     [](const auto& a, const auto& b) { return a.second < b.second; });
+  std::string out =
+      c10::str(nodes, " operators in ", modules.size(), " modules, ", parameters, " parameters and buffers.");
+  const auto most =
+      std::ranges::max_element(operators, [](const auto& a, const auto& b) { return a.second < b.second; });
   if (most != operators.end()) {
     out += " The one used most is `" + most->first + "`, " + std::to_string(most->second) + " times.";
   }
@@ -339,8 +335,7 @@ std::string graph_dot(const Graph& graph) {
     dot += "  " + id + " [label=" + quote(label) + ", color=\"" + ground_of(node->kind()) +
            "\", tooltip=" + quote(node->meta().where()) + "];\n";
     for (const Value* v : node->inputs()) {
-      dot += "  n" + std::to_string(index.at(v->producer())) + " -> " + id + " [label=" + quote(v->name()) +
-             ", fontsize=8];\n";
+      dot += c10::str("  n", index.at(v->producer()), " -> ", id, " [label=", quote(v->name()), ", fontsize=8];\n");
     }
     index.emplace(node, index.size());
   }

@@ -46,7 +46,7 @@ Lines lines_of(const HistoryView& view) {
     for (uint32_t t : recorded) {
       const HistoryTensor& tensor = history.tensors[t];
       // A name alone, so that aten::linear stands beside plumb::linear; the same name again is another tensor.
-      const std::string key = tensor.name + '\n' + std::to_string(seen[tensor.name]++);
+      const std::string key = c10::str(tensor.name, '\n', seen[tensor.name]++);
       const auto [place, is_new] = places.try_emplace(key);
       if (is_new) place->second = lines.insert(next, Line{&tensor, {}});
       place->second->of.emplace_back(r, t);
@@ -147,11 +147,8 @@ json json_of(const HistoryRun& run, const std::vector<size_t>& of, const std::ve
       }
     }
   }
-  auto packed = [](const auto& list) {
-    return svg::base64({reinterpret_cast<const char*>(list.data()), list.size() * sizeof(list[0])});
-  };
-  return {{"name", run.name},          {"steps", std::move(steps)},  {"operators", std::move(operators)},
-          {"parts", std::move(parts)}, {"numbers", packed(numbers)}, {"shares", packed(shares)}};
+  return {{"name", run.name},          {"steps", std::move(steps)},       {"operators", std::move(operators)},
+          {"parts", std::move(parts)}, {"numbers", svg::packed(numbers)}, {"shares", svg::packed(shares)}};
 }
 
 std::string key_of(const HistoryView& view) {
@@ -171,8 +168,8 @@ std::string key_of(const HistoryView& view) {
 
 std::string to_html(const HistoryView& view, RunColors& colors) {
   if (view.runs.empty() || view.runs.size() > svg::kSeriesColors) {
-    throw Error(ErrorKind::InvalidArgument, "a page shows one to " + std::to_string(svg::kSeriesColors) +
-                                                " runs side by side, not " + std::to_string(view.runs.size()));
+    throw Error(ErrorKind::InvalidArgument,
+                c10::str("a page shows one to ", svg::kSeriesColors, " runs side by side, not ", view.runs.size()));
   }
   check_recorded(view);
   const Lines lines = lines_of(view);
@@ -181,7 +178,7 @@ std::string to_html(const HistoryView& view, RunColors& colors) {
   std::vector<FPFormat> formats;
   for (const auto* list : {&view.formats, &view.asked}) {
     for (const FPFormat& f : *list) {
-      if (std::none_of(formats.begin(), formats.end(), [&](const FPFormat& g) { return g.name() == f.name(); })) {
+      if (std::ranges::find(formats, f.name(), &FPFormat::name) == formats.end()) {
         formats.push_back(f);
       }
     }
@@ -202,8 +199,7 @@ std::string to_html(const HistoryView& view, RunColors& colors) {
     const HistoryRun& run = view.runs[r];
     const std::vector<size_t> kept = thinned(run.history.steps.size(), most);
     if (kept.size() < run.history.steps.size()) {
-      note += " " + run.name + ": " + std::to_string(kept.size()) + " of " + std::to_string(run.history.steps.size()) +
-              " recorded steps.";
+      note += c10::str(" ", run.name, ": ", kept.size(), " of ", run.history.steps.size(), " recorded steps.");
     }
     const size_t color = colors.of(run.name) % svg::kSeriesColors;
     data["runs"].push_back(json_of(run, lines.of_run[r], kept, n, formats, bins, sizes));
@@ -229,8 +225,8 @@ std::string to_html(const HistoryView& view, RunColors& colors) {
          "class=\"history-space\"></div></div>\n<div class=\"detail\" hidden></div>\n<div class=\"courses\" "
          "hidden><h3>Each layer over the steps</h3>\n<div class=\"tools\"><label>the <select "
          "class=\"layer-what\"></select></label> <label>of <select class=\"layer-which\"></select></label></div>\n"
-         "<div class=\"layers\"></div></div>\n<script type=\"application/json\">" +
-         svg::script_json(data.dump(-1, ' ', true, json::error_handler_t::replace)) + "</script>\n</figure>\n";
+         "<div class=\"layers\"></div></div>\n" +
+         svg::data_script(data) + "</figure>\n";
 }
 
 }  // namespace plumb

@@ -1,7 +1,6 @@
 #include "plumb/analysis/history_view.h"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <unordered_map>
 
@@ -24,9 +23,9 @@ std::vector<const HistoryRow*> rows_at(const History& history, int64_t step) {
 
 // Whether tensors are known to be of ranks or stages.
 bool of_parts(const HistoryView& view) {
-  return std::any_of(view.runs.begin(), view.runs.end(), [](const HistoryRun& run) {
+  return std::ranges::any_of(view.runs, [](const HistoryRun& run) {
     const auto& tensors = run.history.tensors;
-    return std::any_of(tensors.begin(), tensors.end(), [](const HistoryTensor& t) { return !t.part().empty(); });
+    return std::ranges::any_of(tensors, [](const HistoryTensor& t) { return !t.part().empty(); });
   });
 }
 
@@ -67,8 +66,7 @@ void add_rows(std::vector<LossRow>& rows, const HistoryView& view, const History
 std::vector<LossRow> loss_rows(const HistoryView& view, int64_t step) {
   std::vector<LossRow> rows;
   for (const HistoryRun& run : view.runs) add_rows(rows, view, run, step);
-  std::stable_sort(rows.begin(), rows.end(),
-                   [](const LossRow& a, const LossRow& b) { return a.loss.lost() > b.loss.lost(); });
+  std::ranges::stable_sort(rows, std::greater(), [](const LossRow& row) { return row.loss.lost(); });
   return rows;
 }
 
@@ -81,8 +79,8 @@ std::string lossy_of(const HistoryView& view, const HistoryRun& run, int64_t ste
     bool& counts = tensors[row.tensor];
     counts = counts || row.loss.counts();
   }
-  const auto lossy = std::count_if(tensors.begin(), tensors.end(), [](const auto& t) { return t.second; });
-  return tensors.empty() ? "" : std::to_string(lossy) + " of " + std::to_string(tensors.size());
+  const auto lossy = std::ranges::count_if(tensors, [](const auto& t) { return t.second; });
+  return tensors.empty() ? "" : c10::str(lossy, " of ", tensors.size());
 }
 
 std::vector<std::string> header_of(const HistoryView& view, const std::string& first) {
@@ -168,9 +166,9 @@ ScaleChart scale_chart(const HistoryView& view, int64_t step) {
   for (const HistoryRun& run : view.runs) {
     ScaleVariant variant{run.name, {}};
     const auto rows = rows_at(run.history, step);
-    if (std::all_of(rows.begin(), rows.end(), [](const HistoryRow* row) { return row == nullptr; })) {
+    if (std::ranges::all_of(rows, [](const HistoryRow* row) { return row == nullptr; })) {
       throw Error(ErrorKind::InvalidArgument,
-                  "the history of \"" + run.name + "\" has nothing recorded up to step " + std::to_string(step), "",
+                  c10::str("the history of \"", run.name, "\" has nothing recorded up to step ", step), "",
                   "its first recorded step is " + std::to_string(run.history.steps.front().step));
     }
     for (size_t t = 0; t < run.history.tensors.size(); ++t) {
@@ -249,14 +247,13 @@ Table layer_table(const HistoryView& view, int64_t step, size_t most) {
   Table table{header_of(view, "layer"), {}};
   table.header.insert(table.header.begin() + 1, "lose 1 % or more");
   for (const auto& [layer, rows] : layers) {
-    const auto lossy = std::count_if(rows.begin(), rows.end(), [](const LossRow& r) { return r.loss.counts(); });
+    const auto lossy = std::ranges::count_if(rows, [](const LossRow& r) { return r.loss.counts(); });
     auto add = [&](const LossRow& row, const std::string& name, const std::string& count, int level) {
       table.rows.push_back(cells_of(view, row, name));
       table.rows.back().insert(table.rows.back().begin() + 1, count);
       table.levels.push_back(level);
     };
-    add(rows.front(), layer.empty() ? "(the model itself)" : layer,
-        std::to_string(lossy) + " of " + std::to_string(rows.size()), 0);
+    add(rows.front(), layer.empty() ? "(the model itself)" : layer, c10::str(lossy, " of ", rows.size()), 0);
     for (size_t i = 0; i < std::min(rows.size(), most) && (i == 0 || rows[i].loss.lost() > 0); ++i) {
       add(rows[i], rows[i].tensor->name, "", 1);
     }
@@ -306,7 +303,7 @@ std::string conclusion(const HistoryView& view, int64_t step) {
   std::string out = "What loses 1 % or more of its elements in " +
                     (fwd == bwd ? fwd : fwd + " (values) or " + bwd + " (gradients)") + ": " + counts(last, "**");
   if (first < last) {
-    out += " at step " + std::to_string(last) + ", and " + counts(first, "") + " at step " + std::to_string(first);
+    out += c10::str(" at step ", last, ", and ", counts(first, ""), " at step ", first);
   }
   out += ".";
   const LossRow& worst = rows.front();

@@ -42,9 +42,8 @@ HtmlReport::HtmlReport(std::string title, std::string subtitle)
 HtmlReport& HtmlReport::section(std::string title) {
   if (!sections_.empty()) body_ += "</section>\n";
   sections_.push_back(std::move(title));
-  body_ +=
-      "<section id=\"section-" + std::to_string(sections_.size()) + "\">\n<h2>" + escaped(sections_.back()) + "</h2>\n";
-  return *this;
+  return put("<section id=\"section-" + std::to_string(sections_.size()) + "\">\n<h2>" + escaped(sections_.back()) +
+             "</h2>\n");
 }
 
 HtmlReport& HtmlReport::prose(std::string_view text) {
@@ -79,10 +78,12 @@ HtmlReport& HtmlReport::prose(std::string_view text) {
   return *this;
 }
 
-HtmlReport& HtmlReport::code(std::string_view text) {
-  body_ += "<pre>" + escaped(text) + "</pre>\n";
+HtmlReport& HtmlReport::put(const std::string& html) {
+  body_ += html;
   return *this;
 }
+
+HtmlReport& HtmlReport::code(std::string_view text) { return put("<pre>" + escaped(text) + "</pre>\n"); }
 
 HtmlReport& HtmlReport::figures(const std::vector<Figure>& figures) {
   body_ += "<div class=\"figures\">\n";
@@ -92,8 +93,7 @@ HtmlReport& HtmlReport::figures(const std::vector<Figure>& figures) {
     if (!f.note.empty()) body_ += "<div class=\"note\">" + escaped(f.note) + "</div>";
     body_ += "</div>\n";
   }
-  body_ += "</div>\n";
-  return *this;
+  return put("</div>\n");
 }
 
 HtmlReport& HtmlReport::runs(const std::vector<std::string>& names) {
@@ -106,7 +106,7 @@ HtmlReport& HtmlReport::add(const Table& table) {
   std::vector<const char*> kind(columns, "");
   for (size_t c = 0; c < columns; ++c) {
     // Sentences wrap, names do not.
-    const bool long_text = std::any_of(table.rows.begin(), table.rows.end(), [&](const auto& row) {
+    const bool long_text = std::ranges::any_of(table.rows, [&](const auto& row) {
       return c < row.size() && row[c].size() > 40 && row[c].find(' ') != std::string::npos;
     });
     kind[c] = table.is_numeric(c) ? " class=\"number\"" : long_text ? " class=\"long\"" : "";
@@ -133,29 +133,13 @@ HtmlReport& HtmlReport::add(const Table& table) {
     }
     body_ += "</tr>\n";
   }
-  body_ += "</tbody></table></div>\n";
-  return *this;
+  return put("</tbody></table></div>\n");
 }
 
-HtmlReport& HtmlReport::add(const LineChart& chart) {
-  body_ += to_html(chart, colors_);
-  return *this;
-}
-
-HtmlReport& HtmlReport::add(const TimelineChart& chart) {
-  body_ += to_html(chart);
-  return *this;
-}
-
-HtmlReport& HtmlReport::add(const HistoryView& view) {
-  body_ += to_html(view, colors_);
-  return *this;
-}
-
-HtmlReport& HtmlReport::add(const Graph& graph) {
-  body_ += graph_html(graph);
-  return *this;
-}
+HtmlReport& HtmlReport::add(const LineChart& chart) { return put(to_html(chart, colors_)); }
+HtmlReport& HtmlReport::add(const TimelineChart& chart) { return put(to_html(chart)); }
+HtmlReport& HtmlReport::add(const HistoryView& view) { return put(to_html(view, colors_)); }
+HtmlReport& HtmlReport::add(const Graph& graph) { return put(graph_html(graph)); }
 
 std::string HtmlReport::html() const {
   std::string out =
@@ -168,10 +152,8 @@ std::string HtmlReport::html() const {
   out += page_style();
   out +=
       "</style>\n<script>document.documentElement.dataset.theme = matchMedia(\"(prefers-color-scheme:dark)\").matches "
-      "? "
-      "\"dark\" : \"light\";</script>\n</head>\n<body>\n<header>\n<button id=\"theme\" type=\"button\" title=\"light "
-      "or "
-      "dark\">◐</button>\n<h1>" +
+      "? \"dark\" : \"light\";</script>\n</head>\n<body>\n<header>\n<button id=\"theme\" type=\"button\" "
+      "title=\"light or dark\">◐</button>\n<h1>" +
       escaped(title_) + "</h1>\n";
   if (!subtitle_.empty()) out += "<p class=\"subtitle\">" + escaped(subtitle_) + "</p>\n";
   if (sections_.size() > 1) {

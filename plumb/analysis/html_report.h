@@ -51,6 +51,7 @@ class HtmlReport {
   void write(const std::filesystem::path& path) const;
 
  private:
+  HtmlReport& put(const std::string& html);
   std::string title_, subtitle_, body_;
   std::vector<std::string> sections_;
   RunColors colors_;

@@ -53,11 +53,6 @@ void check(const Curve& curve, const LineChart& chart) {
   }
 }
 
-template <class T>
-std::string packed(const std::vector<T>& numbers) {
-  return svg::base64({reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(T)});
-}
-
 bool equal(const Curve& a, const Curve& b) {
   if (a.values.size() != b.values.size() || a.values.empty()) return false;
   for (size_t i = 0; i < a.values.size(); ++i) {
@@ -90,14 +85,12 @@ std::string to_html(const LineChart& chart, RunColors& colors) {
     data["curves"].push_back({{"name", curve.name},
                               {"color", colors.of(curve.name) % svg::kSeriesColors},
                               {"dashed", curve.dashed},
-                              {"y", packed(values)}});
-    if (!curve.steps.empty() || kept.size() < curve.values.size()) data["curves"].back()["x"] = packed(steps);
+                              {"y", svg::packed(values)}});
+    if (!curve.steps.empty() || kept.size() < curve.values.size()) data["curves"].back()["x"] = svg::packed(steps);
   }
   return "<figure class=\"line-chart\">\n" +
-         (chart.title.empty() ? "" : "<h3>" + svg::escaped(chart.title) + "</h3>\n") +
-         "<script type=\"application/json\">" +
-         svg::script_json(data.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace)) +
-         "</script>\n</figure>\n";
+         (chart.title.empty() ? "" : "<h3>" + svg::escaped(chart.title) + "</h3>\n") + svg::data_script(data) +
+         "</figure>\n";
 }
 
 std::string conclusion(const LineChart& chart) {
@@ -130,13 +123,12 @@ std::string conclusion(const LineChart& chart) {
     if (n > 0) ends.push_back({&curve, sum / n});
   }
   if (ends.empty()) return more.empty() ? "No run has a value." : more.substr(1);
-  std::stable_sort(ends.begin(), ends.end(), [](const End& a, const End& b) { return a.value < b.value; });
+  std::ranges::stable_sort(ends, {}, &End::value);
   std::string out = "**" + ends[0].curve->name + "** ends " + (ends.size() > 1 ? "lowest, " : "") + "at " +
                     short_number(ends[0].value);
   if (window > 1) out += " (mean of the last " + std::to_string(window) + " " + chart.x_label + "s)";
   if (ends.size() == 1) {
-    const auto first = std::find_if(ends[0].curve->values.begin(), ends[0].curve->values.end(),
-                                    [](double v) { return std::isfinite(v); });
+    const auto first = std::ranges::find_if(ends[0].curve->values, [](double v) { return std::isfinite(v); });
     out += " and began at " + short_number(*first);
   }
   for (size_t i = 1; i < ends.size(); ++i) {

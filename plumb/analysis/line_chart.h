@@ -1,12 +1,27 @@
 // Named curves over steps: losses, learning rates, times.
 #pragma once
 
+#include <algorithm>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "plumb/analysis/run_colors.h"
-
 namespace plumb {
+
+// Numbers runs by name, in the order in which they are first named; a page draws run N in its colour N (svg.h).
+class RunColors {
+ public:
+  size_t of(std::string_view run) {
+    const auto at = std::ranges::find(names_, run);
+    if (at != names_.end()) return static_cast<size_t>(at - names_.begin());
+    names_.emplace_back(run);
+    return names_.size() - 1;
+  }
+  bool knows(std::string_view run) const { return std::ranges::find(names_, run) != names_.end(); }
+
+ private:
+  std::vector<std::string> names_;
+};
 
 struct Curve {
   std::string name;                // the run's: it has the same colour everywhere on a page

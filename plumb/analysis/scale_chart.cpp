@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <list>
-#include <map>
 #include <unordered_map>
 
 #include "plumb/analysis/svg.h"
@@ -24,7 +23,7 @@ constexpr double kLeastShare = 5e-3;  // of lost elements that is worth a word
 struct Line {
   std::vector<const ScaleRow*> rows;
   const ScaleRow& any() const {
-    return **std::find_if(rows.begin(), rows.end(), [](const ScaleRow* row) { return row != nullptr; });
+    return **std::ranges::find_if(rows, [](const ScaleRow* row) { return row != nullptr; });
   }
 };
 
@@ -166,25 +165,22 @@ std::string header_of(const ScaleChart& chart, const std::vector<Panel>& panels,
 
 std::string ground_of(const std::vector<Panel>& panels, double top, double height) {
   std::string out;
-  auto band = [&](double a, double b, const char* name, const char* color) {
-    if (b > a) {
-      out += "<rect class=\"" + std::string(name) + "\" x=\"" + number(a) + "\" y=\"" + number(top) + "\" width=\"" +
-             number(b - a) + "\" height=\"" + number(height) + "\" fill=\"" + color + "\"/>";
-    }
+  auto band = [&](double a, double b, const char* look) {
+    if (b > a) out += svg::rect(look, a, top, b - a, height);
   };
+  constexpr const char* kLostLook = R"(class="band-lost" fill="#fee2e2")";
   for (const Panel& p : panels) {
     const double left = p.at_exponent(p.e0), right = p.at_exponent(p.e1);
     if (const auto& f = *p.band) {
-      band(left, p.at(f->min_subnormal), "band-lost", "#fee2e2");
-      band(p.at(f->min_subnormal), p.at(f->min_normal), "band-sub", "#fef3c7");
-      band(p.at(f->min_normal), p.at(f->max), "band-normal", "#dcfce7");
-      band(p.at(f->max), right, "band-lost", "#fee2e2");
+      band(left, p.at(f->min_subnormal), kLostLook);
+      band(p.at(f->min_subnormal), p.at(f->min_normal), R"(class="band-sub" fill="#fef3c7")");
+      band(p.at(f->min_normal), p.at(f->max), R"(class="band-normal" fill="#dcfce7")");
+      band(p.at(f->max), right, kLostLook);
     } else {
-      band(left, right, "band-none", "#f8fafc");
+      band(left, right, R"(class="band-none" fill="#f8fafc")");
     }
     if (p.e0 < 0 && p.e1 > 0) {
-      out += "<line class=\"one\" stroke=\"#64748b\" stroke-dasharray=\"2 3\" x1=\"" + number(p.at(1)) + "\" x2=\"" +
-             number(p.at(1)) + "\" y1=\"" + number(top) + "\" y2=\"" + number(top + height) + "\"/>";
+      out += svg::line(R"(class="one" stroke="#64748b" stroke-dasharray="2 3")", p.at(1), top, p.at(1), top + height);
     }
   }
   return out + "\n";
@@ -202,12 +198,12 @@ std::string lost_label(const ScaleStats& s) {
 // Marks of one tensor in one panel, at height y.
 std::string marks_of(const Panel& p, const ScaleStats& s, double y, const std::string& color) {
   std::string out;
-  auto stroke = [&](double a, double b, const char* width, const char* opacity) {
-    out += "<line class=\"line\" stroke=\"" + color + "\" stroke-width=\"" + width + "\" opacity=\"" + opacity +
-           "\" x1=\"" + number(a) + "\" x2=\"" + number(b) + "\" y1=\"" + number(y) + "\" y2=\"" + number(y) + "\"/>";
+  auto stroke = [&](double a, double b, const char* look) {
+    out += svg::line("class=\"line\" stroke=\"" + color + "\" " + look, a, y, b, y);
   };
-  if (std::isfinite(s.abs_max) && s.abs_max > 0 && s.abs_min >= 0) stroke(p.at(s.abs_min), p.at(s.abs_max), "1", ".45");
-  if (auto m = middle(s)) stroke(p.at_exponent(m->first), p.at_exponent(m->second), "5", ".3");
+  if (std::isfinite(s.abs_max) && s.abs_max > 0 && s.abs_min >= 0)
+    stroke(p.at(s.abs_min), p.at(s.abs_max), R"(stroke-width="1" opacity=".45")");
+  if (auto m = middle(s)) stroke(p.at_exponent(m->first), p.at_exponent(m->second), R"(stroke-width="5" opacity=".3")");
   if (std::isfinite(s.mean_abs) && s.mean_abs > 0) {
     out += "<path class=\"line\" stroke=\"" + color + "\" stroke-width=\"1.5\" d=\"M" + number(p.at(s.mean_abs)) + " " +
            number(y - 4) + "v8\"/>";
@@ -273,9 +269,7 @@ std::string row_of(const ScaleChart& chart, const std::vector<Panel>& panels, co
       if (!stats) continue;
       marks += marks_of(p, *stats, at, color);
       if (const std::string label = lost_label(*stats); !label.empty()) {
-        marks += "<text class=\"area\" fill=\"" + color + "\" font-size=\"9.5\" text-anchor=\"end\" x=\"" +
-                 number(p.left + kPanel + kLost - 2) + "\" y=\"" + number(at + 3.5) + "\">" + svg::escaped(label) +
-                 "</text>";
+        marks += svg::text(p.left + kPanel + kLost - 2, at + 3.5, label, {"area", "end", 9.5, false, color});
       }
     }
     marks += "</g>";
@@ -283,8 +277,8 @@ std::string row_of(const ScaleChart& chart, const std::vector<Panel>& panels, co
   const double middle_y = height / 2 + 4;
   const double name_width = std::min(svg::text_width(first.name, 11.5), kLabel * 0.6);
   std::string out = "<g class=\"row\" transform=\"translate(0 " + number(y) + ")\"><title>" +
-                    svg::escaped(title_of(chart, line)) + "</title><rect width=\"" + number(width) + "\" height=\"" +
-                    number(height) + "\" fill=\"none\" pointer-events=\"all\"/>";
+                    svg::escaped(title_of(chart, line)) + "</title>" +
+                    svg::rect(R"(fill="none" pointer-events="all")", 0, 0, width, height);
   out +=
       svg::text(0, middle_y, svg::shortened(first.module_path, kLabel - name_width - 22, 11), {"muted", "start", 11});
   out += svg::text(kLabel - 10, middle_y, svg::shortened(first.name, kLabel * 0.6, 11.5), {"text", "end", 11.5});

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <nlohmann/json.hpp>
 
 #include "plumb/analysis/page_assets.h"
 #include "plumb/core/text.h"
@@ -65,14 +66,13 @@ std::string number(double value) {
 
 std::string script_json(const std::string& json) {
   std::string out;
-  for (char c : json) {
-    if (c == '<') {
-      out += "\\u003c";
-    } else {
-      out += c;
-    }
-  }
+  for (const char c : json) out += c == '<' ? "\\u003c" : std::string(1, c);
   return out;
+}
+
+std::string data_script(const nlohmann::json& data) {
+  return "<script type=\"application/json\">" +
+         script_json(data.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace)) + "</script>\n";
 }
 
 std::string base64(std::string_view bytes) {
@@ -94,22 +94,28 @@ std::string_view series_color(size_t i) { return kSeries[i % kSeries.size()]; }
 std::string series_class(size_t i) { return "s" + std::to_string(i % kSeries.size()); }
 
 std::string text(double x, double y, std::string_view content, const Text& style) {
-  std::string out = "<text x=\"" + number(x) + "\" y=\"" + number(y) + "\" class=\"" + std::string(style.kind) +
-                    "\" fill=\"" + (style.kind == "muted" ? "#64748b" : "#1e293b") + "\"";
+  std::string out =
+      "<text x=\"" + number(x) + "\" y=\"" + number(y) + "\" class=\"" + std::string(style.kind) + "\" fill=\"";
+  out += style.color.empty() ? style.kind == "muted" ? "#64748b" : "#1e293b" : style.color;
+  out += "\"";
   if (style.size != 12) out += " font-size=\"" + number(style.size) + "\"";
   if (style.anchor != "start") out += " text-anchor=\"" + std::string(style.anchor) + "\"";
   if (style.bold) out += " font-weight=\"600\"";
-  if (style.mono) out += " font-family=\"ui-monospace,Menlo,Consolas,monospace\"";
   return out + ">" + escaped(content) + "</text>";
 }
 
-std::string line(double x1, double y1, double x2, double y2, std::string_view kind) {
-  return "<line x1=\"" + number(x1) + "\" y1=\"" + number(y1) + "\" x2=\"" + number(x2) + "\" y2=\"" + number(y2) +
-         "\" class=\"" + std::string(kind) + "\" stroke=\"" + (kind == "axis" ? "#94a3b8" : "#e2e8f0") + "\"/>";
+std::string line(std::string_view look, double x1, double y1, double x2, double y2) {
+  return "<line " + std::string(look) + " x1=\"" + number(x1) + "\" y1=\"" + number(y1) + "\" x2=\"" + number(x2) +
+         "\" y2=\"" + number(y2) + "\"/>";
+}
+
+std::string rect(std::string_view look, double x, double y, double width, double height) {
+  return "<rect " + std::string(look) + " x=\"" + number(x) + "\" y=\"" + number(y) + "\" width=\"" + number(width) +
+         "\" height=\"" + number(height) + "\"/>";
 }
 
 double text_width(std::string_view content, double size) {
-  const auto characters = std::count_if(content.begin(), content.end(), [](char c) { return (c & 0xC0) != 0x80; });
+  const auto characters = std::ranges::count_if(content, [](char c) { return (c & 0xC0) != 0x80; });
   return static_cast<double>(characters) * size * 0.58;
 }
 

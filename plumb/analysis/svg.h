@@ -3,9 +3,9 @@
 // "area" filled with it, "text", "muted", "grid", "axis".
 #pragma once
 
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 namespace plumb::svg {
@@ -17,8 +17,15 @@ std::string number(double value);
 // JSON for inside a <script> element: no "<" that could end it.
 std::string script_json(const std::string& json);
 
+// The element with a page's data for its scripts.
+std::string data_script(const nlohmann::json& data);
+
 // Bytes for inside a script.
 std::string base64(std::string_view bytes);
+template <class T>
+std::string packed(const std::vector<T>& numbers) {
+  return base64({reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(T)});
+}
 
 inline constexpr size_t kSeriesColors = 8;
 // The Nth series' colour on white; they repeat.
@@ -27,15 +34,17 @@ std::string_view series_color(size_t i);
 std::string series_class(size_t i);
 
 struct Text {
-  std::string_view kind = "text";     // or "muted"
+  std::string_view kind = "text";     // the class: also "muted"
   std::string_view anchor = "start";  // or "middle", "end"
   double size = 12;
-  bool bold = false, mono = false;
+  bool bold = false;
+  std::string_view color = {};  // of the kind if empty
 };
 // `content` is escaped.
 std::string text(double x, double y, std::string_view content, const Text& style = {});
-// kind: "grid" or "axis".
-std::string line(double x1, double y1, double x2, double y2, std::string_view kind);
+// `look`: the other attributes.
+std::string line(std::string_view look, double x1, double y1, double x2, double y2);
+std::string rect(std::string_view look, double x, double y, double width, double height);
 // About how wide text is drawn.
 double text_width(std::string_view content, double size = 12);
 // At most `width` wide, with an ellipsis at the front (the end of a module's path says more than its start).

@@ -38,6 +38,10 @@ size_t look_of(const std::string& kind) {
   return std::size(kLooks) - 1;
 }
 
+std::string swatch(size_t look) {
+  return "class=\"k" + std::to_string(look) + "\" fill=\"" + kLooks[look].color + "\"";
+}
+
 // A run with what its drawing needs.
 struct Laid {
   const TimelineRun* run;
@@ -96,25 +100,22 @@ std::string action_of(const TimelineAction& a, const Laid& run, double scale, do
     title += "\nwaited " + short_number((a.start - a.waiting) * run.factor) + " " + run.unit;
     const double from = (a.waiting - run.begin) * scale;
     if (x - from > 0.5) {
-      out += "<line " + std::string(kWaitLine) + " x1=\"" + number(from) + "\" x2=\"" + number(x) + "\" y1=\"" +
-             number(row / 2) + "\" y2=\"" + number(row / 2) + "\"/>";
+      out += svg::line(kWaitLine, from, row / 2, x, row / 2);
     }
   }
   // Later stages of a rank are fainter, so that chunks can be told apart.
   const auto& stages = run.stages.at(a.rank);
   const auto chunk = std::distance(stages.begin(), stages.find(a.stage));
-  out += "<g><title>" + svg::escaped(title) + "</title><rect class=\"k" + std::to_string(look) + "\" fill=\"" +
-         kLooks[look].color + "\" x=\"" + number(x) + "\" y=\"" + number(top) + "\" width=\"" +
-         number(width > 3 ? width - 0.6 : width) + "\" height=\"" + number(height) + "\" rx=\"" +
-         (width > 8 ? "2" : "0") + "\"" +
-         (chunk ? " opacity=\"" + number(std::max(0.45, 1 - 0.3 * static_cast<double>(chunk))) + "\"" : "") + "/>";
+  const double opacity = std::max(0.45, 1 - 0.3 * static_cast<double>(chunk));
+  out +=
+      "<g><title>" + svg::escaped(title) + "</title>" +
+      svg::rect(swatch(look) + (width > 8 ? " rx=\"2\"" : "") + (chunk ? " opacity=\"" + number(opacity) + "\"" : ""),
+                x, top, width > 3 ? width - 0.6 : width, height);
   const double size = a.half ? 9 : 11;
   std::string label = a.kind + microbatch;
   if (svg::text_width(label, size) + 3 > width) label = microbatch;
   if (!label.empty() && svg::text_width(label, size) + 1 < width) {
-    out += "<text class=\"on\" fill=\"#1e293b\" text-anchor=\"middle\" font-size=\"" + number(size) + "\" x=\"" +
-           number(x + width / 2) + "\" y=\"" + number(top + height / 2 + size * 0.36) + "\">" + svg::escaped(label) +
-           "</text>";
+    out += svg::text(x + width / 2, top + height / 2 + size * 0.36, label, {"on", "middle", size});
   }
   return out + "</g>";
 }
@@ -174,15 +175,15 @@ std::string lanes_of(const Laid& run, double left, double top, double row, doubl
   std::string out;
   double y = top;
   for (const std::string& actions : rows) {
-    out += "<g transform=\"translate(" + number(left) + " " + number(y) +
-           ")\"><rect class=\"lane\" fill=\"#f1f5f9\" width=\"" + number((run.end - run.begin) * scale) +
-           "\" y=\"1.5\" height=\"" + number(row - 3) + "\"/>" + actions + "</g>\n";
+    out += "<g transform=\"translate(" + number(left) + " " + number(y) + ")\">" +
+           svg::rect(R"(class="lane" fill="#f1f5f9")", 0, 1.5, (run.end - run.begin) * scale, row - 3) + actions +
+           "</g>\n";
     y += row;
   }
   if (run.end > run.begin) {
     for (double t : svg::ticks(0, (run.end - run.begin) * run.factor, 8)) {
       const double at = left + t / run.factor * scale;
-      out += svg::line(at, y, at, y + 4, "axis");
+      out += svg::line(R"(class="axis" stroke="#94a3b8")", at, y, at, y + 4);
       out += svg::text(at, y + 16, short_number(t) + (t > 0 && !run.unit.empty() ? " " + run.unit : ""),
                        {"muted", "middle", 10.5});
     }
@@ -194,14 +195,12 @@ std::string legend_of(const Sheet& sheet, double y) {
   std::string out;
   double x = 0;
   for (size_t look : sheet.looks) {
-    out += "<rect class=\"k" + std::to_string(look) + "\" fill=\"" + kLooks[look].color + "\" x=\"" + number(x) +
-           "\" y=\"" + number(y - 10) + "\" width=\"12\" height=\"12\" rx=\"2\"/>" +
+    out += svg::rect(swatch(look) + " rx=\"2\"", x, y - 10, 12, 12) +
            svg::text(x + 17, y, look_text(look), {"text", "start", 12});
     x += 44 + svg::text_width(kLooks[look].name, 12);
   }
   if (sheet.waits) {
-    out += "<line " + std::string(kWaitLine) + " x1=\"" + number(x) + "\" x2=\"" + number(x + 18) + "\" y1=\"" +
-           number(y - 4) + "\" y2=\"" + number(y - 4) + "\"/>" + svg::text(x + 23, y, kWaits);
+    out += svg::line(kWaitLine, x, y - 4, x + 18, y - 4) + svg::text(x + 23, y, kWaits);
     x += 150;
   }
   if (sheet.chunks) out += svg::text(x, y, kFainter, {"muted", "start", 12});
@@ -244,9 +243,7 @@ std::string to_html(const TimelineChart& chart) {
            look_text(look) + "</span>";
   }
   if (sheet.waits) {
-    key += "<span>" +
-           svg::picture(24, 8, "<line " + std::string(kWaitLine) + " x1=\"0\" x2=\"20\" y1=\"4\" y2=\"4\"/>", false) +
-           kWaits + "</span>";
+    key += "<span>" + svg::picture(24, 8, svg::line(kWaitLine, 0, 4, 20, 4), false) + kWaits + "</span>";
   }
   if (sheet.chunks) key += "<span>" + std::string(kFainter) + "</span>";
   out += "<p class=\"key\">" + key + "</p>\n";

@@ -27,10 +27,16 @@ std::string stored_name(const CheckpointContents& contents, const std::string& n
   return tie == contents.ties.end() ? name : tie->second;
 }
 
+// Of a tensor of the optimiser: "exp_avg/TIE" stands for the name that TIE is tied to.
 std::string stored_optimizer_name(const CheckpointContents& contents, const std::string& name) {
   const size_t slash = name.find('/');
   if (contents.optimizer.count(name) || slash == name.npos) return name;
   return name.substr(0, slash + 1) + stored_name(contents, name.substr(slash + 1));
+}
+
+const CheckpointTensor* find_in(const std::map<std::string, CheckpointTensor>& tensors, const std::string& stored) {
+  const auto found = tensors.find(stored);
+  return found == tensors.end() ? nullptr : &found->second;
 }
 
 }  // namespace
@@ -73,13 +79,11 @@ std::vector<std::string> Checkpoint::optimizer_names() const {
 }
 
 const CheckpointTensor* Checkpoint::find(const std::string& name) const {
-  const auto found = contents_->model.find(stored_name(*contents_, name));
-  return found == contents_->model.end() ? nullptr : &found->second;
+  return find_in(contents_->model, stored_name(*contents_, name));
 }
 
 const CheckpointTensor* Checkpoint::find_optimizer(const std::string& name) const {
-  const auto found = contents_->optimizer.find(stored_optimizer_name(*contents_, name));
-  return found == contents_->optimizer.end() ? nullptr : &found->second;
+  return find_in(contents_->optimizer, stored_optimizer_name(*contents_, name));
 }
 
 const SafetensorsFile& Checkpoint::file_of(const std::string& name, const CheckpointTensor& tensor) const {
@@ -129,10 +133,9 @@ void Checkpoint::load(const NamedTensors& into) const {
                   "", "load it into the model that it was saved from");
   }
   if (count > 0)
-    throw Error(
-        ErrorKind::UnknownName,
-        folder_ + ": " + std::to_string(count) + " tensors are missing: " + missing + (count > 10 ? ", ..." : ""), "",
-        "load it into the model that it was saved from");
+    throw Error(ErrorKind::UnknownName,
+                c10::str(folder_, ": ", count, " tensors are missing: ", missing, count > 10 ? ", ..." : ""), "",
+                "load it into the model that it was saved from");
   const at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : into) tensor.copy_(read(name));
 }

@@ -68,8 +68,8 @@ void check_files(const JsonDoc& doc, const Json& files, const fs::path& folder) 
     const InputFile file((folder / it.key()).string());
     const int64_t bytes = doc.integer(doc.at(*it, "bytes"));
     if (static_cast<uint64_t>(bytes) != file.size()) {
-      throw Error(ErrorKind::BadFile, (folder / it.key()).string() + ": has " + std::to_string(file.size()) +
-                                          " bytes, " + std::to_string(bytes) + " were written");
+      throw Error(ErrorKind::BadFile,
+                  c10::str((folder / it.key()).string(), ": has ", file.size(), " bytes, ", bytes, " were written"));
     }
     const Json* given = find_checksum(doc, *it);
     if (!given) continue;
@@ -117,7 +117,7 @@ std::vector<int64_t> checkpoint_steps(const std::string& run_folder) {
   }
   if (error)
     throw Error(ErrorKind::BadFile, run_folder + ": cannot be read: " + error.message(), "", "name a run's folder");
-  std::sort(steps.begin(), steps.end());
+  std::ranges::sort(steps);
   return steps;
 }
 
@@ -151,10 +151,10 @@ std::map<std::string, CheckpointTensor> tensors_from_json(const JsonDoc& doc, co
   return tensors;
 }
 
-std::map<std::string, std::string> ties_from_json(const JsonDoc& doc, const Json& element) {
-  std::map<std::string, std::string> ties;
-  for (auto it = doc.object(element).begin(); it != element.end(); ++it) ties.emplace(it.key(), doc.string(*it));
-  return ties;
+std::map<std::string, std::string> texts_from_json(const JsonDoc& doc, const Json& element) {
+  std::map<std::string, std::string> texts;
+  for (auto it = doc.object(element).begin(); it != element.end(); ++it) texts.emplace(it.key(), doc.string(*it));
+  return texts;
 }
 
 std::string checkpoint_to_text(const CheckpointContents& contents, const std::map<std::string, CheckpointFile>& files) {
@@ -189,7 +189,7 @@ CheckpointContents checkpoint_from_text(const std::string& path, const std::stri
   if (root.contains("state")) contents.state = root["state"];
   contents.model = tensors_from_json(doc, doc.at(root, "model"));
   contents.optimizer = tensors_from_json(doc, doc.at(root, "optimizer"));
-  contents.ties = ties_from_json(doc, doc.at(root, "ties"));
+  contents.ties = texts_from_json(doc, doc.at(root, "ties"));
   check_ties(doc, doc.at(root, "ties"), contents);
   check_files(doc, doc.at(root, "files"), folder);
   return contents;

@@ -27,7 +27,7 @@ bool is_plain_file_name(const std::string& name, const std::string& ending);
 
 nlohmann::json tensors_to_json(const std::map<std::string, CheckpointTensor>& tensors);
 std::map<std::string, CheckpointTensor> tensors_from_json(const JsonDoc& doc, const Json& element);
-std::map<std::string, std::string> ties_from_json(const JsonDoc& doc, const Json& element);
+std::map<std::string, std::string> texts_from_json(const JsonDoc& doc, const Json& element);
 
 // A file beside the tensors: how long it is, and for a small one the checksum of its bytes.
 struct CheckpointFile {

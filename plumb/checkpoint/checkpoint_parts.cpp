@@ -54,7 +54,7 @@ void add_part(std::map<std::string, CheckpointTensor>& all, std::map<std::string
     if (!is_new && (other.checksum != tensor.checksum ||
                     std::tie(other.dtype, other.sizes) != std::tie(tensor.dtype, tensor.sizes))) {
       throw Error(ErrorKind::InvalidState,
-                  "'" + name + "' of rank " + std::to_string(rank) + " is not that of an earlier rank, bit for bit", "",
+                  c10::str("'", name, "' of rank ", rank, " is not that of an earlier rank, bit for bit"), "",
                   "give each name by one rank, or keep the ranks' copies equal");
     }
   }
@@ -67,7 +67,7 @@ std::optional<JsonDoc> read_rank_list(const std::string& folder, int rank) {
   if (!fs::exists(path, error)) return std::nullopt;
   JsonDoc doc(path.string(), read_file(path), 16);
   if (const Json* problem = doc.find(doc.root(), "problem"))
-    throw Error(ErrorKind::Communication, "rank " + std::to_string(rank) + ": " + doc.string(*problem));
+    throw Error(ErrorKind::Communication, c10::str("rank ", rank, ": ", doc.string(*problem)));
   return doc;
 }
 
@@ -178,7 +178,7 @@ CheckpointContents gather_rank_files(const std::string& folder, int world, const
     }
     add_part(contents.model, tensors_from_json(*list, list->at(list->root(), "model")), rank);
     add_part(contents.optimizer, tensors_from_json(*list, list->at(list->root(), "optimizer")), rank);
-    contents.ties.merge(ties_from_json(*list, list->at(list->root(), "ties")));
+    contents.ties.merge(texts_from_json(*list, list->at(list->root(), "ties")));
   }
   // A name that one rank ties may be another's own tensor.
   for (auto tie = contents.ties.begin(); tie != contents.ties.end();) {

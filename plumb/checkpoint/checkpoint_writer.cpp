@@ -7,7 +7,6 @@
 
 #include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <system_error>
@@ -88,13 +87,6 @@ void replace_folder(const std::string& from, const std::string& to) {
 
 }  // namespace
 
-struct CheckpointWriter::Job {
-  int64_t step;
-  CheckpointPart part;
-  nlohmann::json state;
-  double waited, copied;
-};
-
 CheckpointWriter::CheckpointWriter(std::string run_folder, int rank, int world, std::string run_id,
                                    CheckpointOptions options)
     : run_folder_(std::move(run_folder)), run_id_(std::move(run_id)), rank_(rank), world_(world), options_(options) {
@@ -102,7 +94,7 @@ CheckpointWriter::CheckpointWriter(std::string run_folder, int rank, int world, 
     throw Error(ErrorKind::InvalidArgument, "checkpoints: " + what, "", remedy);
   };
   if (world < 1 || rank < 0 || rank >= world)
-    refuse("there is no rank " + std::to_string(rank) + " of " + std::to_string(world), "give ranks from 0 on");
+    refuse(c10::str("there is no rank ", rank, " of ", world), "give ranks from 0 on");
   if (!is_run_id(run_id_)) refuse("'" + run_id_ + "' is no name of a run", "use letters, digits, '-' and '_'");
   if (options.keep_last < 0 || options.keep_every < 0 || !(options.timeout >= 0))
     refuse("keep_last, keep_every and timeout cannot be negative", "0 keeps all, and every, and does not wait");
@@ -129,12 +121,15 @@ void CheckpointWriter::save(int64_t step, const CheckpointPart& part, const nloh
   check_holdable(run_folder_, once.optimizer);
   const auto start = Clock::now();
   wait();
-  const double waited = seconds_since(start);
+  CheckpointReport report;
+  report.step = step;
+  report.waited = seconds_since(start);
   once.model = copies(once.model);
   once.optimizer = copies(once.optimizer);
-  auto job = std::make_shared<Job>(Job{step, std::move(once), state, waited, seconds_since(start) - waited});
-  running_ =
-      std::async(options_.background ? std::launch::async : std::launch::deferred, [this, job] { return write(*job); });
+  report.copied = seconds_since(start) - report.waited;
+  running_ = std::async(
+      options_.background ? std::launch::async : std::launch::deferred,
+      [this, part = std::move(once), state, report]() mutable { return write(std::move(part), state, report); });
   if (!options_.background) wait();
 }
 
@@ -159,19 +154,16 @@ std::vector<CheckpointReport> CheckpointWriter::take_reports() {
   return std::exchange(reports_, {});
 }
 
-CheckpointReport CheckpointWriter::write(Job& job) noexcept {
-  CheckpointReport report;
-  report.step = job.step;
-  report.waited = job.waited;
-  report.copied = job.copied;
+CheckpointReport CheckpointWriter::write(CheckpointPart part, const nlohmann::json& state,
+                                         CheckpointReport report) noexcept {
   const auto start = Clock::now();
-  const std::string folder = (fs::path(run_folder_) / (checkpoint_name(job.step) + ".writing-" + run_id_)).string();
+  const std::string folder = (fs::path(run_folder_) / (checkpoint_name(report.step) + ".writing-" + run_id_)).string();
   try {
     if (is_given_up(folder)) throw Error(ErrorKind::Communication, folder + ": rank 0 gave it up and says why");
     fs::create_directories(folder);
-    report.bytes = write_rank_files(folder, rank_, job.part);
-    job.part = {};
-    rank_ == 0 ? publish(job, folder, report) : await_publication(folder, report);
+    report.bytes = write_rank_files(folder, rank_, part);
+    part = {};
+    rank_ == 0 ? publish(state, folder, report) : await_publication(folder, report);
   } catch (const std::exception& e) {
     const auto* known = dynamic_cast<const Error*>(&e);
     report.problem = known ? known->message() : e.what();
@@ -185,19 +177,19 @@ CheckpointReport CheckpointWriter::write(Job& job) noexcept {
   return report;
 }
 
-void CheckpointWriter::publish(const Job& job, const std::string& folder, CheckpointReport& report) const {
+void CheckpointWriter::publish(const nlohmann::json& state, const std::string& folder, CheckpointReport& report) const {
   const auto start = Clock::now();
   CheckpointContents contents =
       gather_rank_files(folder, world_, [&] { return !abandoned_ && seconds_since(start) < options_.timeout; });
-  contents.step = job.step;
-  contents.state = job.state;
+  contents.step = report.step;
+  contents.state = state;
   finish_folder(folder, world_, std::move(contents));
-  const std::string last = (fs::path(run_folder_) / checkpoint_name(job.step)).string();
+  const std::string last = (fs::path(run_folder_) / checkpoint_name(report.step)).string();
   replace_folder(folder, last);
   sync_folder(run_folder_);
   report.folder = last;
-  remove_unfinished(job.step);
-  remove_old(job.step, report);
+  remove_unfinished(report.step);
+  remove_old(report);
 }
 
 void CheckpointWriter::await_publication(const std::string& folder, CheckpointReport& report) const {
@@ -225,10 +217,10 @@ void CheckpointWriter::remove_unfinished(std::optional<int64_t> up_to_step) cons
   for (const fs::path& path : found) fs::remove_all(path, error);
 }
 
-void CheckpointWriter::remove_old(int64_t newest, CheckpointReport& report) const {
+void CheckpointWriter::remove_old(CheckpointReport& report) const {
   std::vector<int64_t> steps = checkpoint_steps(run_folder_);
   // Those of later steps are of a run that this one went back from: they count as none.
-  std::erase_if(steps, [&](int64_t step) { return step > newest; });
+  std::erase_if(steps, [&](int64_t step) { return step > report.step; });
   if (options_.keep_last == 0) return;
   for (size_t i = 0; i + static_cast<size_t>(options_.keep_last) < steps.size(); ++i) {
     if (options_.keep_every > 0 && steps[i] % options_.keep_every == 0) continue;

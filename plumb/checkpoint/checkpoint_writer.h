@@ -75,13 +75,12 @@ class CheckpointWriter {
   std::vector<CheckpointReport> take_reports();
 
  private:
-  struct Job;
   void collect();
-  CheckpointReport write(Job& job) noexcept;
-  void publish(const Job& job, const std::string& folder, CheckpointReport& report) const;
+  CheckpointReport write(CheckpointPart part, const nlohmann::json& state, CheckpointReport report) noexcept;
+  void publish(const nlohmann::json& state, const std::string& folder, CheckpointReport& report) const;
   void await_publication(const std::string& folder, CheckpointReport& report) const;
   void remove_unfinished(std::optional<int64_t> up_to_step) const;
-  void remove_old(int64_t newest, CheckpointReport& report) const;
+  void remove_old(CheckpointReport& report) const;
 
   std::string run_folder_, run_id_;
   int rank_, world_;

@@ -13,26 +13,17 @@ namespace plumb {
 namespace {
 
 using torch::optim::Optimizer;
-using ReadState = std::function<at::Tensor(const std::string& key)>;
 
 // One line a part of a state: its name, and whether every state has it.
 template <class State, class Visit>
-void visit_adam(State& state, const Visit& visit) {
-  visit("exp_avg", state.exp_avg(), true);
-  visit("exp_avg_sq", state.exp_avg_sq(), true);
-  visit("max_exp_avg_sq", state.max_exp_avg_sq(), false);
-}
-template <class Visit>
-void visit_parts(torch::optim::AdamParamState& state, const Visit& visit) {
-  visit_adam(state, visit);
-}
-template <class Visit>
-void visit_parts(torch::optim::AdamWParamState& state, const Visit& visit) {
-  visit_adam(state, visit);
-}
-template <class Visit>
-void visit_parts(torch::optim::SGDParamState& state, const Visit& visit) {
-  visit("momentum_buffer", state.momentum_buffer(), true);
+void visit_parts(State& state, const Visit& visit) {
+  if constexpr (requires { state.exp_avg(); }) {
+    visit("exp_avg", state.exp_avg(), true);
+    visit("exp_avg_sq", state.exp_avg_sq(), true);
+    visit("max_exp_avg_sq", state.max_exp_avg_sq(), false);
+  } else {
+    visit("momentum_buffer", state.momentum_buffer(), true);
+  }
 }
 
 constexpr const char* kParts[] = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"};
@@ -106,10 +97,14 @@ NamedTensors optimizer_state(const Optimizer& optimizer, const NamedTensors& par
   return all;
 }
 
-void load_optimizer_state(Optimizer& optimizer, const NamedTensors& parameters, const Checkpoint& checkpoint) {
-  load_optimizer_state(optimizer, parameters, checkpoint.folder(), [&](const std::string& key) {
+ReadState reader_of(const Checkpoint& checkpoint) {
+  return [&](const std::string& key) {
     return checkpoint.find_optimizer(key) ? checkpoint.read_optimizer(key) : at::Tensor();
-  });
+  };
+}
+
+void load_optimizer_state(Optimizer& optimizer, const NamedTensors& parameters, const Checkpoint& checkpoint) {
+  load_optimizer_state(optimizer, parameters, checkpoint.folder(), reader_of(checkpoint));
 }
 
 void load_optimizer_state(Optimizer& optimizer, const NamedTensors& parameters, const std::string& place,

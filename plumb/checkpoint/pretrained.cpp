@@ -5,8 +5,8 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "plumb/checkpoint/checkpoint_json.h"
 #include "plumb/core/error.h"
-#include "plumb/exported/json_doc.h"
 #include "plumb/graph/parameter_tag.h"
 
 namespace plumb {
@@ -17,12 +17,6 @@ std::vector<std::string> name_list(const JsonDoc& doc, const Json& j) {
   for (const Json& name : doc.array(j)) names.push_back(doc.string(name));
   if (names.empty()) doc.fail(j, "a conversion of nothing");
   return names;
-}
-
-std::map<std::string, std::string> text_map(const JsonDoc& doc, const Json& j) {
-  std::map<std::string, std::string> texts;
-  for (auto it = doc.object(j).begin(); it != j.end(); ++it) texts.emplace(it.key(), doc.string(*it));
-  return texts;
 }
 
 std::shared_ptr<GraphModule> conversion_graph(const JsonDoc& doc, const Json& text) {
@@ -113,8 +107,8 @@ std::vector<at::Tensor> run_conversion(GraphModule& graph, const std::vector<std
     if (value.isTensor()) results.push_back(value.toTensor());
   }
   if (results.size() != to.size()) {
-    throw Error(ErrorKind::BadFile, "the conversion of '" + to[0] + "' gives " + std::to_string(results.size()) +
-                                        " tensors instead of " + std::to_string(to.size()));
+    throw Error(ErrorKind::BadFile,
+                c10::str("the conversion of '", to[0], "' gives ", results.size(), " tensors instead of ", to.size()));
   }
   return results;
 }
@@ -123,12 +117,12 @@ Pretrained Pretrained::parse(const std::string& json) {
   const JsonDoc doc("the program's record of its folder", json);
   Pretrained result;
   result.folder = doc.string(doc.at(doc.root(), "folder"));
-  result.files = text_map(doc, doc.at(doc.root(), "files"));
+  result.files = texts_from_json(doc, doc.at(doc.root(), "files"));
   for (const auto& [name, text] : result.files) {
     if (name.empty() || name[0] == '.' || name.find_first_of(std::string_view("/\0", 2)) != name.npos)
       doc.fail(doc.at(doc.root(), "files"), "'" + name + "' is no plain name of a file");
   }
-  result.names = text_map(doc, doc.at(doc.root(), "names"));
+  result.names = texts_from_json(doc, doc.at(doc.root(), "names"));
   std::vector<std::pair<std::shared_ptr<GraphModule>, std::shared_ptr<GraphModule>>> graphs;
   for (const Json& pair : doc.array(doc.at(doc.root(), "graphs")))
     graphs.emplace_back(conversion_graph(doc, doc.at(pair, "load")), conversion_graph(doc, doc.at(pair, "save")));

@@ -2,7 +2,6 @@
 // back under the folder's names.
 #pragma once
 
-#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>

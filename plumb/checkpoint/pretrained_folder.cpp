@@ -9,8 +9,8 @@
 
 #include "plumb/checkpoint/pretrained.h"
 #include "plumb/core/error.h"
+#include "plumb/core/file.h"
 #include "plumb/core/input_file.h"
-#include "plumb/core/output_file.h"
 #include "plumb/exported/json_doc.h"
 #include "plumb/graph/parameter_tag.h"
 
@@ -38,12 +38,6 @@ constexpr const char* kCopied[] = {"added_tokens.json",
                                    "vocab.txt"};
 constexpr uint64_t kMostCopied = uint64_t{1} << 28;
 
-void write_file(const fs::path& path, const std::string& text) {
-  OutputFile file(path.string());
-  file.write(text.data(), text.size());
-  file.commit();
-}
-
 // The tensors that a part writes: the stored names of plain tensors with their names in its state, and its conversions.
 struct Share {
   std::map<std::string, std::string> plain;
@@ -62,13 +56,12 @@ std::vector<Share> shares(const StateParts& parts, const Pretrained& as) {
   }
   for (const auto& conversion : as.conversions) {
     const auto has = [&](const State* state) {
-      return std::all_of(conversion.state.begin(), conversion.state.end(),
-                         [&](const std::string& name) { return state->contains(name); });
+      return std::ranges::all_of(conversion.state, [&](const std::string& name) { return state->contains(name); });
     };
-    const auto whole = std::find_if(parts.begin(), parts.end(), has);
+    const auto whole = std::ranges::find_if(parts, has);
     if (whole == parts.end()) {
-      const bool nowhere = std::none_of(parts.begin(), parts.end(),
-                                        [&](const State* state) { return state->contains(conversion.state[0]); });
+      const bool nowhere =
+          std::ranges::none_of(parts, [&](const State* state) { return state->contains(conversion.state[0]); });
       if (nowhere) continue;  // a tensor that the program does not use
       throw Error(ErrorKind::InvalidArgument,
                   "'" + conversion.state[0] + "' and what the folder has in one piece with it are in several stages",
@@ -136,7 +129,7 @@ void write_index(const fs::path& folder, const StateParts& parts, const std::vec
     }
   }
   const Json index = {{"metadata", {{"total_size", total}}}, {"weight_map", std::move(map)}};
-  write_file(folder / "model.safetensors.index.json", index.dump(2) + "\n");
+  write_file_atomically(folder / "model.safetensors.index.json", index.dump(2) + "\n");
 }
 
 }  // namespace
@@ -187,12 +180,12 @@ void finish_weights_folder(const std::string& out, const StateParts& parts, cons
   std::error_code error;
   const auto all = shares(parts, as);
   if (shard_name(all, 0) != "model.safetensors") write_index(folder, parts, all);
-  for (const auto& [name, text] : as.files) write_file(folder / name, text);
+  for (const auto& [name, text] : as.files) write_file_atomically(folder / name, text);
   // Last: whatever is wrong with one, the weights can be loaded.
   for (const char* name : kCopied) {
     const fs::path path = fs::path(source) / name;
     if (source.empty() || as.files.count(name) || !fs::is_regular_file(path, error)) continue;
-    write_file(folder / name, read_file(path, kMostCopied));
+    write_file_atomically(folder / name, read_file(path, kMostCopied));
   }
 }
 

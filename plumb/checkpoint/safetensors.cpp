@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <filesystem>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <set>
 
 #include "plumb/checkpoint/safetensors_header.h"
@@ -27,7 +27,7 @@ std::string read_header(const std::string& path, const InputFile& file) {
   uint64_t length = 0;
   for (int i = 7; i >= 0; --i) length = length << 8 | start[i];
   if (length > kLongestSafetensorsHeader)
-    bad("its header's length is " + std::to_string(length) + ", the format's limit is 100000000");
+    bad(c10::str("its header's length is ", length, ", the format's limit is 100000000"));
   if (length > file.size() - 8) bad("ends within its header");
   std::string text(length, '\0');
   file.read_at(8, text.data(), length);
@@ -37,49 +37,6 @@ std::string read_header(const std::string& path, const InputFile& file) {
 
 // As the format has them: dense, little-endian, in memory of the host.
 at::Tensor plain(const at::Tensor& tensor) { return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous(); }
-
-// Tensors in the order of their bytes: those of large elements first, so that each is aligned without gaps.
-std::vector<size_t> order_of_bytes(const NamedTensors& tensors) {
-  std::vector<size_t> order(tensors.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return tensors[a].second.element_size() > tensors[b].second.element_size();
-  });
-  return order;
-}
-
-std::string header_text(const std::string& path, const NamedTensors& tensors, const std::vector<size_t>& order,
-                        const std::map<std::string, std::string>& metadata) {
-  using nlohmann::json;
-  std::string text = "{";
-  try {
-    if (!metadata.empty()) text += "\"__metadata__\":" + json(metadata).dump() + ",";
-    uint64_t offset = 0;
-    for (const size_t i : order) {
-      const auto& [name, tensor] = tensors[i];
-      const uint64_t end = offset + tensor.nbytes();
-      text += json(name).dump() + ":" +
-              json{{"dtype", safetensors_dtype(tensor.scalar_type())},
-                   {"shape", tensor.sizes().vec()},
-                   {"data_offsets", {offset, end}}}
-                  .dump() +
-              ",";
-      offset = end;
-    }
-  } catch (const json::exception& e) {
-    throw Error(ErrorKind::InvalidArgument, path + ": metadata that is no UTF-8: " + e.what());
-  }
-  if (text.size() > 1) text.pop_back();
-  text += '}';
-  text.append((8 - text.size() % 8) % 8, ' ');
-  if (text.size() > kLongestSafetensorsHeader) {
-    throw Error(ErrorKind::InvalidArgument,
-                path + ": names and metadata of " + std::to_string(tensors.size()) +
-                    " tensors are longer than the format's limit of 100 MB",
-                "", "write several files");
-  }
-  return text;
-}
 
 }  // namespace
 
@@ -99,6 +56,40 @@ void check_holdable(const std::string& place, const NamedTensors& tensors) {
              std::string("has the dtype ") + at::toString(tensor.scalar_type()) + ", which the format lacks",
              "save it as another dtype");
   }
+}
+
+SafetensorsLayout safetensors_layout(const std::string& place, const NamedTensors& tensors,
+                                     const std::map<std::string, std::string>& metadata) {
+  using nlohmann::json;
+  check_holdable(place, tensors);
+  SafetensorsLayout made{"{", std::vector<size_t>(tensors.size()), std::vector<uint64_t>(tensors.size())};
+  std::iota(made.order.begin(), made.order.end(), 0);
+  std::ranges::stable_sort(made.order, std::greater(), [&](size_t i) { return tensors[i].second.element_size(); });
+  std::string& text = made.header;
+  try {
+    if (!metadata.empty()) text += "\"__metadata__\":" + json(metadata).dump() + ",";
+    for (const size_t i : made.order) {
+      const auto& [name, tensor] = tensors[i];
+      made.offsets[i] = made.bytes;
+      made.bytes += tensor.nbytes();
+      const json entry = {{"dtype", safetensors_dtype(tensor.scalar_type())},
+                          {"shape", tensor.sizes().vec()},
+                          {"data_offsets", {made.offsets[i], made.bytes}}};
+      text += json(name).dump() + ":" + entry.dump() + ",";
+    }
+  } catch (const json::exception& e) {
+    throw Error(ErrorKind::InvalidArgument, place + ": metadata that is no UTF-8: " + e.what());
+  }
+  if (text.size() > 1) text.pop_back();
+  text += '}';
+  text.append((8 - text.size() % 8) % 8, ' ');
+  if (text.size() > kLongestSafetensorsHeader) {
+    throw Error(ErrorKind::InvalidArgument,
+                c10::str(place, ": names and metadata of ", tensors.size(),
+                         " tensors are longer than the format's limit of 100 MB"),
+                "", "write several files");
+  }
+  return made;
 }
 
 SafetensorsFile::SafetensorsFile(std::string path) : path_(std::move(path)), file_(path_) {
@@ -145,16 +136,15 @@ void SafetensorsFile::add_to(std::string_view name, Checksum& checksum) const {
 
 std::vector<Checksum> write_safetensors(const std::string& path, const NamedTensors& tensors,
                                         const std::map<std::string, std::string>& metadata) {
-  check_holdable(path, tensors);
-  const std::vector<size_t> order = order_of_bytes(tensors);
-  const std::string header = header_text(path, tensors, order, metadata);
+  const SafetensorsLayout layout = safetensors_layout(path, tensors, metadata);
+  const std::string& header = layout.header;
   OutputFile file(path);
   std::string length;
   for (int i = 0; i < 8; ++i) length += static_cast<char>(header.size() >> (8 * i) & 0xFF);
   file.write(length.data(), length.size());
   file.write(header.data(), header.size());
   std::vector<Checksum> sums(tensors.size());
-  for (const size_t i : order) {
+  for (const size_t i : layout.order) {
     const at::Tensor tensor = plain(tensors[i].second);
     const void* bytes = tensor.numel() ? tensor.data_ptr() : "";
     file.write(bytes, tensor.nbytes());

@@ -37,81 +37,71 @@ constexpr DtypeOfFormat kDtypesOfFormat[] = {
 
 constexpr size_t kMostDimensions = 64;
 
+[[noreturn]] void refuse(const std::string& file, const std::string& what,
+                         const std::string& remedy = "get the file again; it is damaged, or was written wrongly") {
+  throw Error(ErrorKind::BadFile, file + ": " + what, "", remedy);
+}
+
 // The only texts that are headers: {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...,
 // "__metadata__": {"KEY": "VALUE", ...}}. Called by the parser, which does not recurse, piece by piece: nothing but the
 // entries is kept, and names that come twice are seen.
-class HeaderGrammar {
+class HeaderGrammar : public nlohmann::json_sax<nlohmann::json> {
  public:
-  using number_integer_t = nlohmann::json::number_integer_t;
-  using number_unsigned_t = nlohmann::json::number_unsigned_t;
-  using number_float_t = nlohmann::json::number_float_t;
-  using string_t = nlohmann::json::string_t;
-  using binary_t = nlohmann::json::binary_t;
-
   explicit HeaderGrammar(const std::string& file) : file_(file) {}
 
   SafetensorsHeader header;
 
-  bool start_object(size_t) {
+  bool start_object(size_t) override {
     if (depth_ == 2) misplaced("an object");
     ++depth_;
     return true;
   }
-  bool key(string_t& key) {
+  bool key(string_t& key) override {
     if (depth_ == 1) {
       name_ = key;
       in_metadata_ = key == "__metadata__";
       if (!names_.insert(key).second) fail("the name comes twice");
       if (!in_metadata_) header.entries.push_back({key, at::kFloat, {}});
-      has_dtype_ = has_shape_ = has_offsets_ = false;
+      fields_.clear();
     } else {
       field_ = key;
-      if (in_metadata_ && header.metadata.count(key)) fail("'" + key + "' comes twice");
+      if (!fields_.insert(key).second) fail("'" + key + "' comes twice");
     }
     return true;
   }
-  bool end_object() {
+  bool end_object() override {
     if (depth_ == 2 && !in_metadata_) {
-      if (!has_dtype_ || !has_shape_ || !has_offsets_) fail("has no dtype, shape or data_offsets");
+      if (fields_.size() < 3) fail("has no dtype, shape or data_offsets");
       check_bytes(header.entries.back());
     }
     --depth_;
     return true;
   }
-  bool string(string_t& text) {
-    if (depth_ != 2 || in_list_) misplaced("a text");
+  bool string(string_t& text) override {
+    if (depth_ != 2 || in_list_ || (!in_metadata_ && field_ != "dtype")) misplaced("a text");
     if (in_metadata_) {
       header.metadata.emplace(field_, text);
       return true;
     }
-    if (field_ != "dtype" || has_dtype_) misplaced("a text");
     const auto dtype = dtype_of_safetensors(text);
     if (!dtype)
       fail("its dtype '" + text + "' is none that torch has", "convert the file with the library that wrote it");
     header.entries.back().dtype = *dtype;
-    has_dtype_ = true;
     return true;
   }
-  bool start_array(size_t) {
-    if (depth_ != 2 || in_metadata_ || in_list_) misplaced("a list");
-    if (field_ == "shape" && !has_shape_) {
-      has_shape_ = true;
-    } else if (field_ == "data_offsets" && !has_offsets_) {
-      has_offsets_ = true;
-    } else {
-      misplaced("a list");
-    }
+  bool start_array(size_t) override {
+    const bool has_list = !in_metadata_ && (field_ == "shape" || field_ == "data_offsets");
+    if (depth_ != 2 || in_list_ || !has_list) misplaced("a list");
     in_list_ = true;
     offsets_seen_ = field_ == "shape" ? -1 : 0;
     return true;
   }
-  bool number_unsigned(number_unsigned_t value) {
+  bool number_unsigned(number_unsigned_t value) override {
     if (!in_list_) misplaced("a number");
     SafetensorsEntry& entry = header.entries.back();
     if (value > static_cast<uint64_t>(INT64_MAX)) fail("a number of it does not fit 63 bits");
     if (offsets_seen_ < 0) {
-      if (entry.sizes.size() == kMostDimensions)
-        fail("has more than " + std::to_string(kMostDimensions) + " dimensions");
+      if (entry.sizes.size() == kMostDimensions) fail(c10::str("has more than ", kMostDimensions, " dimensions"));
       entry.sizes.push_back(static_cast<int64_t>(value));
     } else if (offsets_seen_++ == 0) {
       entry.offset = value;
@@ -122,24 +112,24 @@ class HeaderGrammar {
     }
     return true;
   }
-  bool end_array() {
+  bool end_array() override {
     if (offsets_seen_ >= 0 && offsets_seen_ != 2) fail("its data_offsets are no begin and end");
     in_list_ = false;
     return true;
   }
-  bool null() { return misplaced("null"); }
-  bool boolean(bool) { return misplaced("true or false"); }
-  bool number_integer(number_integer_t) { return misplaced("a negative number"); }
-  bool number_float(number_float_t, const string_t&) { return misplaced("a fraction"); }
-  bool binary(binary_t&) { return misplaced("bytes"); }
-  bool parse_error(size_t at, const std::string&, const nlohmann::json::exception&) {
-    throw Error(ErrorKind::BadFile, file_ + ": its header is no JSON at byte " + std::to_string(8 + at), "",
-                "get the file again; it is damaged, or no safetensors file");
+  bool null() override { return misplaced("null"); }
+  bool boolean(bool) override { return misplaced("true or false"); }
+  bool number_integer(number_integer_t) override { return misplaced("a negative number"); }
+  bool number_float(number_float_t, const string_t&) override { return misplaced("a fraction"); }
+  bool binary(binary_t&) override { return misplaced("bytes"); }
+  bool parse_error(size_t at, const std::string&, const nlohmann::json::exception&) override {
+    refuse(file_, c10::str("its header is no JSON at byte ", 8 + at),
+           "get the file again; it is damaged, or no safetensors file");
   }
 
-  [[noreturn]] void fail(const std::string& what, const std::string& remedy = "") const {
-    throw Error(ErrorKind::BadFile, file_ + ": tensor '" + name_ + "': " + what, "",
-                remedy.empty() ? "get the file again; it is damaged, or was written wrongly" : remedy);
+  template <class... Remedy>
+  [[noreturn]] void fail(const std::string& what, const Remedy&... remedy) const {
+    refuse(file_, "tensor '" + name_ + "': " + what, remedy...);
   }
 
  private:
@@ -149,25 +139,22 @@ class HeaderGrammar {
   }
   void check_bytes(const SafetensorsEntry& entry) const {
     // A size of 0 does not save the others: strides are products of them.
-    int64_t most = 1, bytes = static_cast<int64_t>(at::elementSize(entry.dtype));
+    int64_t most = static_cast<int64_t>(at::elementSize(entry.dtype)), bytes = most;
     for (const int64_t size : entry.sizes) {
       if (__builtin_mul_overflow(most, std::max<int64_t>(size, 1), &most) ||
           __builtin_mul_overflow(bytes, size, &bytes))
         fail("its shape has more elements than fit 63 bits");
     }
-    if (most > INT64_MAX / static_cast<int64_t>(at::elementSize(entry.dtype)))
-      fail("its shape has more elements than fit 63 bits");
     if (static_cast<uint64_t>(bytes) != entry.bytes)
-      fail("its shape and dtype are " + std::to_string(bytes) + " bytes, its data_offsets " +
-           std::to_string(entry.bytes));
+      fail(c10::str("its shape and dtype are ", bytes, " bytes, its data_offsets ", entry.bytes));
   }
 
   const std::string& file_;
   int depth_ = 0;
   int offsets_seen_ = -1;  // of the list that is read; -1: it is a shape
-  bool in_metadata_ = false, in_list_ = false, has_dtype_ = false, has_shape_ = false, has_offsets_ = false;
+  bool in_metadata_ = false, in_list_ = false;
   std::string name_, field_;
-  std::unordered_set<std::string> names_;
+  std::unordered_set<std::string> names_, fields_;  // so far: of the header, of the entry
 };
 
 }  // namespace
@@ -190,12 +177,9 @@ SafetensorsHeader parse_safetensors_header(const std::string& file, std::string_
   HeaderGrammar grammar(file);
   nlohmann::json::sax_parse(text.begin(), text.end(), &grammar);
   auto& entries = grammar.header.entries;
-  std::sort(entries.begin(), entries.end(), [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
-    return std::tie(a.offset, a.bytes, a.name) < std::tie(b.offset, b.bytes, b.name);
-  });
+  std::ranges::sort(entries, {}, [](const SafetensorsEntry& e) { return std::tie(e.offset, e.bytes, e.name); });
   const auto bad = [&](const SafetensorsEntry& entry, const char* what) {
-    throw Error(ErrorKind::BadFile, file + ": tensor '" + entry.name + "': " + what, "",
-                "get the file again; it is damaged, or was written wrongly");
+    refuse(file, "tensor '" + entry.name + "': " + what);
   };
   uint64_t end = 0;
   for (const SafetensorsEntry& entry : entries) {
@@ -204,11 +188,7 @@ SafetensorsHeader parse_safetensors_header(const std::string& file, std::string_
     end += entry.bytes;
     if (end > data_bytes) bad(entry, "the file ends before its last byte");
   }
-  if (end != data_bytes) {
-    throw Error(ErrorKind::BadFile,
-                file + ": " + std::to_string(data_bytes - end) + " bytes at its end belong to no tensor", "",
-                "get the file again; it is damaged, or was written wrongly");
-  }
+  if (end != data_bytes) refuse(file, c10::str(data_bytes - end, " bytes at its end belong to no tensor"));
   return std::move(grammar.header);
 }
 

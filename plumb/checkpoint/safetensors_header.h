@@ -24,6 +24,18 @@ struct SafetensorsHeader {
 // messages, the file or folder they are for.
 void check_holdable(const std::string& place, const NamedTensors& tensors);
 
+// A file's bytes before its tensors' are known: the header, padded to 8 bytes, and by tensor where its bytes begin
+// behind it. Those of large elements come first, so that each is aligned without gaps. Raises as check_holdable(), and
+// Error(InvalidArgument) for metadata that is no UTF-8 and for a header beyond the format's limit.
+struct SafetensorsLayout {
+  std::string header;
+  std::vector<size_t> order;  // of the tensors by their bytes
+  std::vector<uint64_t> offsets;
+  uint64_t bytes = 0;  // of all tensors
+};
+SafetensorsLayout safetensors_layout(const std::string& place, const NamedTensors& tensors,
+                                     const std::map<std::string, std::string>& metadata = {});
+
 // Checks everything of a header that is followed by so many bytes. `file` is for messages. Raises Error(BadFile).
 SafetensorsHeader parse_safetensors_header(const std::string& file, std::string_view text, uint64_t data_bytes);
 

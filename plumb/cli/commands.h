@@ -7,16 +7,13 @@ class App;
 
 namespace plumb::cli {
 
-void add_import(CLI::App& app);
-void add_show(CLI::App& app);
-void add_opt(CLI::App& app);
-void add_run(CLI::App& app);
-void add_plan(CLI::App& app);
-void add_train(CLI::App& app);
-void add_scale(CLI::App& app);
-void add_track(CLI::App& app);
-void add_split(CLI::App& app);
-void add_eval(CLI::App& app);
-void add_sample(CLI::App& app);
+using AddCommand = void(CLI::App& app);
+AddCommand add_import, add_show, add_opt, add_run, add_plan, add_train, add_scale, add_track, add_split, add_eval,
+    add_sample;
+
+// Ends the command with this code; what failed has been said.
+struct ExitCode {
+  int code;
+};
 
 }  // namespace plumb::cli

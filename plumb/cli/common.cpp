@@ -3,6 +3,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
@@ -13,6 +14,7 @@
 #include "plumb/core/output_file.h"
 #include "plumb/core/table.h"
 #include "plumb/partition/split.h"
+#include "plumb/training/inputs.h"
 
 namespace plumb::cli {
 namespace {
@@ -23,13 +25,7 @@ std::shared_ptr<GraphModule> module_of_text(const std::string& path) {
     throw Error(ErrorKind::BadFile, path + ": is neither a .pt2 file by its name nor a graph's text", "",
                 "give a file that ends in .pt2, or a text as `plumb show` prints it");
   }
-  Graph graph = [&] {
-    try {
-      return parse_graph(text);
-    } catch (const Error& e) {
-      throw Error(e.kind(), path + ": " + e.message(), e.where(), e.remedy());
-    }
-  }();
+  Graph graph = prefixed(path + ": ", [&] { return parse_graph(text); });
   const Node* output = graph.output_node();
   if (output == nullptr) {
     throw Error(ErrorKind::BadFile, path + ": the graph has no output", "", "end it with a line output(...)");
@@ -82,6 +78,39 @@ Loaded load_with_tensors(const std::string& path) {
                      "give a .pt2 file of torch.export.save or plumb");
   }
   return load(path);
+}
+
+void add_model_options(CLI::App* sub, ModelOptions& options) {
+  sub->add_option("FILE", options.file, "A .pt2 file")->required();
+  sub->add_option("--input", options.inputs,
+                  "[NAME=]FILE.pt or FILE.npy, or a number; one an input, in order if not named")
+      ->allow_extra_args(false);
+}
+
+Model open_model(const ModelOptions& options, Progress& progress) {
+  progress.next("reading " + options.file);
+  Model model{load_with_tensors(options.file), {}};
+  model.inputs = read_inputs(model.module(), options.inputs, "--input", true);
+  return model;
+}
+
+CLI::Option* add_field(CLI::App* sub, const TrainField& field, FieldTexts& given) {
+  const std::string name = field.name == "file" ? "FILE" : "--" + field.name;
+  const auto initial = field_texts(TrainOptions(), field);
+  const auto take = [&given, &field](const std::vector<std::string>& texts) { given[field.name] = texts; };
+  if (field.is_flag()) {
+    const bool on = initial[0] == "true";
+    return sub->add_flag_callback(
+        on ? "--no-" + field.name : name, [take, on] { take({on ? "false" : "true"}); }, field.help);
+  }
+  CLI::Option* option = sub->add_option_function<std::vector<std::string>>(name, take, field.help);
+  const bool text = field.is_list() || std::holds_alternative<std::string TrainOptions::*>(field.member);
+  option->allow_extra_args(false)->type_name(!field.choices.empty() ? "" : text ? "TEXT" : "NUMBER");
+  if (!field.is_list()) option->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  if (!field.choices.empty()) option->check(CLI::IsMember(field.choices));
+  if (field.check) option->check(field.check);
+  if (!field.is_list() && !initial.empty() && !initial[0].empty()) option->default_str(initial[0]);
+  return option;
 }
 
 void write_text(const std::string& text, const std::string& path) {
@@ -141,8 +170,8 @@ std::string duration_text(double seconds) {
   if (seconds < 10) return short_number(std::round(seconds * 10) / 10) + " s";
   const auto whole = static_cast<int64_t>(std::llround(std::min(seconds, 1e15)));
   if (whole < 60) return std::to_string(whole) + " s";
-  if (whole < 3600) return std::to_string(whole / 60) + " min " + std::to_string(whole % 60) + " s";
-  return std::to_string(whole / 3600) + " h " + std::to_string(whole / 60 % 60) + " min";
+  if (whole < 3600) return c10::str(whole / 60, " min ", whole % 60, " s");
+  return c10::str(whole / 3600, " h ", whole / 60 % 60, " min");
 }
 
 void say_wrote(Progress& progress, const std::string& path) {

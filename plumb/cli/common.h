@@ -7,9 +7,17 @@
 
 #include "plumb/core/number_text.h"
 #include "plumb/exported/exported.h"
+#include "plumb/training/options.h"
 #include "plumb/training/usage.h"
 
+namespace CLI {
+class App;
+class Option;
+}  // namespace CLI
+
 namespace plumb::cli {
+
+class Progress;
 
 // A `.pt2` file, or a graph as text (every other name). A text has no tensors: its module can be shown, cut and
 // rewritten, not run.
@@ -26,6 +34,24 @@ void check_same_kind(const Loaded& loaded, const std::string& path);
 // load() for commands that need tensors: throws UsageError for a text.
 Loaded load_with_tensors(const std::string& path);
 
+// A model and what it is run on, for every command that runs one: FILE and --input.
+struct ModelOptions {
+  std::string file;
+  std::vector<std::string> inputs;
+};
+void add_model_options(CLI::App* sub, ModelOptions& options);
+
+struct Model {
+  Loaded loaded;
+  std::vector<c10::IValue> inputs;  // flat, of the dtypes and shapes the model takes
+  GraphModule& module() const { return loaded.module(); }
+};
+// Throws UsageError for a graph's text, and naming the --input that is missing, too many, or does not fit.
+Model open_model(const ModelOptions& options, Progress& progress);
+
+// The option of a training's field, or FILE: what is given goes to `given` under the field's name.
+CLI::Option* add_field(CLI::App* sub, const TrainField& field, FieldTexts& given);
+
 // Beside and renamed; "" and "-" are stdout.
 void write_text(const std::string& text, const std::string& path);
 
@@ -36,7 +62,6 @@ std::vector<std::string> output_names(const GraphModule& module);
 at::Tensor backward_start(const GraphModule& module, const std::vector<c10::IValue>& outputs);
 
 // Says on stderr where a result went; nothing for "" and "-".
-class Progress;
 void say_wrote(Progress& progress, const std::string& path);
 
 // How many columns a line of the terminal has that stdout is; none if it is no terminal.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <iostream>
-#include <sstream>
 
 #include "plumb/analysis/html_report.h"
 #include "plumb/cli/common.h"
@@ -22,25 +21,20 @@ nlohmann::ordered_json json_of(const Table& table) {
 
 void read_formats(HistoryView& view, const HistoryOptions& o) {
   auto parse = [](const std::string& option, const std::string& text, const std::string& remedy) {
-    try {
-      return FPFormat::parse(text);
-    } catch (const Error& e) {
-      throw UsageError(option + " " + text + ": " + e.message(),
-                       e.remedy().empty() ? option + " " + remedy : e.remedy());
-    }
+    return used_by(option + " " + text, [&] { return FPFormat::parse(text); }, option + " " + remedy);
   };
   view.formats = {parse("--fwd", o.fwd, "E4M3"), parse("--bwd", o.bwd, "E5M2")};
-  std::istringstream in(o.formats);
-  for (std::string name; std::getline(in, name, ',');) view.asked.push_back(parse("--formats", name, "e4m3fn,e5m2"));
+  for (const std::string& name : split_commas(o.formats)) view.asked.push_back(parse("--formats", name, "e4m3fn,e5m2"));
   if (!o.formats.empty() && view.asked.empty()) {
     throw UsageError("--formats " + o.formats + ": names no format", "--formats e4m3fn,e5m2");
   }
 }
 
 std::string layers_conclusion(const Table& layers) {
-  return "**" + layers.rows.at(0)[0] + "** is the worst of " +
-         std::to_string(std::count(layers.levels.begin(), layers.levels.end(), 0)) + " layers: " + layers.rows[0][1] +
-         " of its values and gradients lose 1 % or more. A layer shows its worst tensor; a click unfolds the others.";
+  return c10::str(
+      "**", layers.rows.at(0)[0], "** is the worst of ", std::ranges::count(layers.levels, 0),
+      " layers: ", layers.rows[0][1],
+      " of its values and gradients lose 1 % or more. A layer shows its worst tensor; a click unfolds the others.");
 }
 
 std::string history_page(const HistoryView& view, const std::string& title, const std::string& subtitle) {
@@ -56,8 +50,8 @@ std::string history_page(const HistoryView& view, const std::string& title, cons
   report.section("Scales").prose(conclusion(view)).add(view);
   if (Table events = event_table(view); !events.rows.empty()) {
     report.section("Conditions")
-        .prose("Conditions of rules held " + std::to_string(events.rows.size()) + " times, first at step " +
-               events.rows.front()[1] + ": " + events.rows.front()[2] + ".")
+        .prose(c10::str("Conditions of rules held ", events.rows.size(), " times, first at step ",
+                        events.rows.front()[1], ": ", events.rows.front()[2], "."))
         .add(events);
   }
   if (const Table losses = layer_table(view); !losses.rows.empty()) {
@@ -87,8 +81,7 @@ void show_history(const HistoryOptions& o) {
     const auto& steps = run.history.steps;
     if (!steps.empty() && o.step > steps.back().step) {
       const std::string last = std::to_string(steps.back().step);
-      throw UsageError("--step " + std::to_string(o.step) + ": " + run.name + " ends at step " + last,
-                       "--step " + last);
+      throw UsageError(c10::str("--step ", o.step, ": ", run.name, " ends at step ", last), "--step " + last);
     }
     if (run.history.torn_bytes > 0) {
       std::cerr << "plumb: " << run.name << ": a last record of " << run.history.torn_bytes

@@ -13,7 +13,6 @@
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
-#include "plumb/cli/exit_code.h"
 #include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
 #include "plumb/pipeline/environment.h"

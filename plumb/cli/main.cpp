@@ -11,7 +11,6 @@
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
-#include "plumb/cli/exit_code.h"
 #include "plumb/cli/import.h"
 #include "plumb/cli/signals.h"
 #include "plumb/core/error.h"
@@ -74,17 +73,10 @@ int run(int argc, char** argv) {
          "Let files name an operator (ns::op) that plumb does not know as tensor arithmetic; as often as wanted")
       ->type_name("NAME")
       ->trigger_on_parse();
-  plumb::cli::add_import(app);
-  plumb::cli::add_show(app);
-  plumb::cli::add_opt(app);
-  plumb::cli::add_run(app);
-  plumb::cli::add_plan(app);
-  plumb::cli::add_train(app);
-  plumb::cli::add_scale(app);
-  plumb::cli::add_track(app);
-  plumb::cli::add_split(app);
-  plumb::cli::add_eval(app);
-  plumb::cli::add_sample(app);
+  using namespace plumb::cli;
+  for (AddCommand* add : {add_import, add_show, add_opt, add_run, add_plan, add_train, add_scale, add_track, add_split,
+                          add_eval, add_sample})
+    add(app);
   if (argc > 1 && argv[1][0] != '-' &&
       app.get_subcommands([&](const CLI::App* c) { return c->get_name() == argv[1]; }).empty()) {
     throw plumb::UsageError("no command '" + std::string(argv[1]) + "'", "plumb --help");

@@ -17,14 +17,6 @@ struct OptArguments {
   bool list = false, json = false, time = false;
 };
 
-PassStep parse_step(const std::string& text) {
-  try {
-    return parse_pass_step(text);
-  } catch (const Error& e) {
-    throw UsageError("--pass=" + text + ": " + e.message(), e.remedy());
-  }
-}
-
 void list_passes(bool json) {
   auto passes = nlohmann::json::array();
   std::string text;
@@ -45,7 +37,8 @@ void opt(const OptArguments& o) {
   if (o.file.empty()) throw UsageError("FILE is missing", "plumb opt FILE --pass=NAME -o OUT, or plumb opt --list");
   if (o.passes.empty()) throw UsageError("--pass is missing", "--pass=NAME; `plumb opt --list` shows them");
   std::vector<PassStep> steps;
-  for (const std::string& text : o.passes) steps.push_back(parse_step(text));
+  for (const std::string& text : o.passes)
+    steps.push_back(used_by("--pass=" + text, [&] { return parse_pass_step(text); }));
   Progress progress(static_cast<int>(steps.size()) + 2, o.json);
   progress.next("reading " + o.file);
   const Loaded loaded = load(o.file);

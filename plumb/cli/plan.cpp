@@ -4,15 +4,12 @@
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "plumb/analysis/adapters.h"
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
-#include "plumb/cli/cut.h"
 #include "plumb/cli/import.h"
 #include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
@@ -22,6 +19,8 @@
 #include "plumb/schedule/compare.h"
 #include "plumb/schedule/generators.h"
 #include "plumb/schedule/render.h"
+#include "plumb/training/cut.h"
+#include "plumb/training/folder_weights.h"
 
 namespace plumb::cli {
 namespace {
@@ -131,15 +130,10 @@ nlohmann::json to_json(const ScheduleChoice& c) {
 
 // The file for `plumb train --schedule`.
 void write_schedule(const PlanArguments& o, const ScheduleChoice& c) {
-  std::string text = "# " + c.name + " for " + std::to_string(o.ranks) + " ranks, " + std::to_string(o.microbatches) +
-                     " microbatches, " + std::to_string(c.schedule.num_stages()) + " stages\n" +
-                     "# plumb train ... --stages " + std::to_string(o.ranks) + " --microbatches " +
-                     std::to_string(o.microbatches) + " --schedule THIS.csv\n";
+  std::string text = c10::str("# ", c.name, " for ", o.ranks, " ranks, ", o.microbatches, " microbatches, ",
+                              c.schedule.num_stages(), " stages\n", "# plumb train ... --stages ", o.ranks,
+                              " --microbatches ", o.microbatches, " --schedule THIS.csv\n");
   write_text(text + to_csv(c.schedule), o.csv);
-}
-
-bool has_values(const GraphModule& module) {
-  return std::none_of(module.state().begin(), module.state().end(), [](const Attr& a) { return a.tensor.is_meta(); });
 }
 
 void check_arguments(PlanArguments& o) {
@@ -151,7 +145,7 @@ void check_arguments(PlanArguments& o) {
     throw UsageError("--costs: three or four numbers are needed", "--costs FORWARD,INPUT,WEIGHT,MESSAGE");
   if (!o.machine.empty() && o.machine.size() != 3)
     throw UsageError("--machine: three numbers are needed", "--machine FLOPS,BYTES,NETWORK");
-  if (o.machine.size() == 3 && std::any_of(o.machine.begin(), o.machine.end(), [](double x) { return !(x > 0); }))
+  if (o.machine.size() == 3 && std::ranges::any_of(o.machine, [](double x) { return !(x > 0); }))
     throw UsageError("--machine: its numbers are above zero", "--machine 4e14,2e12,5e10");
   if (o.microbatches == 0) o.microbatches = 2 * o.ranks;
 }
@@ -172,16 +166,8 @@ void read_planned(PlanArguments& o, Planned& planned, Progress& progress) {
   }
   progress.next("reading " + file);
   planned.loaded = load_with_tensors(file);
-  o.estimate = o.estimate || !o.machine.empty() || !has_values(planned.loaded.module());
+  o.estimate = o.estimate || !o.machine.empty() || !has_values(planned.loaded.module().state());
   progress.next("comparing schedules");
-}
-
-std::vector<ScheduleChoice> compare(const PlanArguments& o, const Planned& planned) {
-  try {
-    return compare_schedules(o.ranks, o.microbatches, planned.costs, planned.options);
-  } catch (const Error& e) {
-    throw UsageError("--schedules: " + e.message(), e.remedy().empty() ? "plumb plan --help" : e.remedy());
-  }
 }
 
 void print_table(const PlanArguments& o, const std::vector<ScheduleChoice>& choices, const ScheduleChoice* taken) {
@@ -244,16 +230,15 @@ void print_ranks(const PlanArguments& o, const Planned& planned, const ScheduleC
 
 // Why this one: against the others that keep the limit.
 std::string why(const PlanArguments& o, const std::vector<ScheduleChoice>& choices, const ScheduleChoice& taken) {
-  const auto fitting = std::count_if(choices.begin(), choices.end(), [](const ScheduleChoice& c) { return c.fits; });
+  const auto fitting = std::ranges::count(choices, true, &ScheduleChoice::fits);
   std::string text = taken.name + ": ";
   if (!o.take.empty()) {
     text += "as asked for";
   } else {
-    text +=
-        "the quickest of " + std::to_string(fitting) + (o.memory.empty() ? "" : " that keep " + o.memory + " a rank");
+    text += c10::str("the quickest of ", fitting, o.memory.empty() ? "" : " that keep " + o.memory + " a rank");
   }
-  const auto other = std::find_if(choices.begin(), choices.end(),
-                                  [&](const ScheduleChoice& c) { return c.name == "1F1B" && c.problem.empty(); });
+  const auto other =
+      std::ranges::find_if(choices, [&](const ScheduleChoice& c) { return c.name == "1F1B" && c.problem.empty(); });
   if (other == choices.end() || &*other == &taken) return text;
   return text + "; its steps are " + seconds_text(taken.simulation.cost(), o.measured()) + " apart, those of 1F1B " +
          seconds_text(other->simulation.cost(), o.measured()) + (other->fits ? "" : " and more memory than there is");
@@ -263,7 +248,7 @@ std::string why(const PlanArguments& o, const std::vector<ScheduleChoice>& choic
 [[noreturn]] void refuse(const PlanArguments& o, const Planned& planned, const std::vector<ScheduleChoice>& choices) {
   const auto possible = [](const ScheduleChoice& c) { return c.problem.empty(); };
   if (!o.take.empty()) throw UsageError("--take " + o.take + ": cannot be had", "--take 1F1B");
-  if (std::none_of(choices.begin(), choices.end(), possible)) {
+  if (std::ranges::none_of(choices, possible)) {
     throw Error(ErrorKind::Partition, "no schedule can be had: " + choices.front().problem, "",
                 "fewer --ranks, or fewer --stages-per-rank");
   }
@@ -278,7 +263,7 @@ std::string why(const PlanArguments& o, const std::vector<ScheduleChoice>& choic
     const auto found = compare_schedules(ranks, std::max(ranks, o.microbatches), planned.costs, quick);
     if (found.empty() || !possible(found[0])) break;
     if (!found[0].fits) continue;
-    remedy += ", --ranks " + std::to_string(ranks) + " (1F1B: " + memory_text(found[0].peak(), o.measured()) + ")";
+    remedy += c10::str(", --ranks ", ranks, " (1F1B: ", memory_text(found[0].peak(), o.measured()), ")");
     break;
   }
   throw Error(ErrorKind::InvalidArgument,
@@ -303,9 +288,11 @@ void plan(PlanArguments o) {
   Progress progress(3, o.json);
   planned.costs = [&](int stages) { return o.measured() ? costs_of_file(o, planned, stages) : given_costs(o, stages); };
   if (o.measured()) read_planned(o, planned, progress);
-  const std::vector<ScheduleChoice> choices = compare(o, planned);
+  const std::vector<ScheduleChoice> choices = used_by(
+      "--schedules", [&] { return compare_schedules(o.ranks, o.microbatches, planned.costs, planned.options); },
+      "plumb plan --help");
   progress.finish();
-  const auto found = std::find_if(choices.begin(), choices.end(), [&](const ScheduleChoice& c) {
+  const auto found = std::ranges::find_if(choices, [&](const ScheduleChoice& c) {
     return o.take.empty() ? c.fits : c.name == o.take && c.problem.empty();
   });
   const ScheduleChoice* taken = found == choices.end() ? nullptr : &*found;

@@ -1,11 +1,11 @@
 // plumb run: one forward, and backward, of a `.pt2` file.
-#include <ATen/Parallel.h>
 
 #include <CLI/CLI.hpp>
 #include <chrono>
 
 #include "plumb/cli/commands.h"
-#include "plumb/cli/inputs.h"
+#include "plumb/cli/common.h"
+#include "plumb/cli/progress.h"
 #include "plumb/core/table.h"
 #include "plumb/exported/tensor_file.h"
 

@@ -54,7 +54,7 @@ void sample(const SampleArguments& o) {
     if (token < 256) {
       waiting += static_cast<char>(token);
     } else {
-      waiting += "<" + std::to_string(token) + ">";
+      waiting += c10::str("<", token, ">");
     }
     print(false);
     std::cout << std::flush;
@@ -64,13 +64,14 @@ void sample(const SampleArguments& o) {
 }
 
 struct EvalArguments {
-  TrainOptions options;
+  FieldTexts texts;
   bool json = false;
 };
 
 void evaluate(const EvalArguments& o) {
   Progress progress(2, o.json);
-  const Evaluation found = evaluate_file(o.options, [&](const std::string& what) { progress.next(what); });
+  const Evaluation found =
+      evaluate_file(read_options("", o.texts), [&](const std::string& what) { progress.next(what); });
   progress.finish();
   const double perplexity = std::exp(found.loss);
   if (o.json) {
@@ -82,27 +83,14 @@ void evaluate(const EvalArguments& o) {
   }
 }
 
-// Those of a training, under their names.
-void add_fields(CLI::App* sub, const std::shared_ptr<EvalArguments>& o, const std::vector<std::string>& names) {
-  for (const std::string& name : names) {
-    const TrainField& field = train_field(name);
-    CLI::Option* option = sub->add_option_function<std::string>(
-        name == "file" ? "FILE" : "--" + name,
-        [o, &field](const std::string& text) { set_field(o->options, field, {text}); }, field.help);
-    if (!field.choices.empty()) option->check(CLI::IsMember(field.choices));
-    if (field.check) option->check(field.check);
-    if (name == "file" || name == "data") option->required();
-  }
-}
-
 }  // namespace
 
 void add_eval(CLI::App& app) {
   auto o = std::make_shared<EvalArguments>();
   CLI::App* sub = app.add_subcommand("eval", "The loss and perplexity of a .pt2 file's model on data");
-  add_fields(
-      sub, o,
-      {"file", "data", "data-pattern", "token-type", "targets", "mask", "loss", "ignore-index", "batch", "threads"});
+  for (const char* name : {"file", "data"}) add_field(sub, train_field(name), o->texts)->required();
+  for (const char* name : {"data-pattern", "token-type", "targets", "mask", "loss", "ignore-index", "batch", "threads"})
+    add_field(sub, train_field(name), o->texts);
   sub->add_flag("--json", o->json, "{loss, perplexity, targets}");
   sub->footer("Example:\n  plumb eval trained.pt2 --data held.bin");
   sub->callback([o] { evaluate(*o); });

@@ -16,51 +16,41 @@ struct ShowArguments {
   bool json = false;
 };
 
-struct Row {
-  std::string node, kind, op, shape, module, source;
-  std::vector<std::string> inputs;
-};
-
-std::vector<Row> rows_of(const Graph& graph) {
-  std::vector<Row> rows;
+// A node a row: the keys of --json.
+nlohmann::json rows_of(const Graph& graph) {
+  auto rows = nlohmann::json::array();
   for (const Node* node : graph.nodes()) {
-    Row row{"", std::string(to_string(node->kind())), node->target(), "", node->meta().module_path(), "", {}};
+    std::string names, shapes, source;
     for (const Value* v : node->results()) {
-      row.node += (row.node.empty() ? "" : ", ") + v->name();
       const std::string shape = v->is_tensor() ? type_text(v->meta()) : v->type() == ValueType::Int ? "int" : "scalar";
-      row.shape += (row.shape.empty() ? "" : ", ") + shape;
+      names += (names.empty() ? "" : ", ") + v->name();
+      shapes += (shapes.empty() ? "" : ", ") + shape;
     }
-    if (node->kind() == NodeKind::Output) row.node = row.op = "output";
-    if (node->meta().source) {
-      const std::string& file = node->meta().source->file;
-      row.source = file.substr(file.rfind('/') + 1) + ":" + std::to_string(node->meta().source->line);
-    }
-    for (const Value* v : node->inputs()) row.inputs.push_back(v->name());
-    rows.push_back(std::move(row));
+    if (const auto& at = node->meta().source)
+      source = c10::str(at->file.substr(at->file.rfind('/') + 1), ":", at->line);
+    std::vector<std::string> inputs;
+    for (const Value* v : node->inputs()) inputs.push_back(v->name());
+    const bool output = node->kind() == NodeKind::Output;
+    rows.push_back({{"node", output ? "output" : names},
+                    {"kind", to_string(node->kind())},
+                    {"op", output ? "output" : node->target()},
+                    {"shape", shapes},
+                    {"module", node->meta().module_path()},
+                    {"source", source},
+                    {"inputs", inputs}});
   }
   return rows;
 }
 
 std::string table(const Graph& graph) {
   std::vector<std::vector<std::string>> cells = {{"node", "op", "shape", "module", "source"}};
-  for (const Row& r : rows_of(graph)) {
-    cells.push_back({r.node, r.kind == "get_attr" ? "get_attr " + r.op : r.op, r.shape, r.module, r.source});
+  for (const auto& row : rows_of(graph)) {
+    std::vector<std::string> line;
+    for (const std::string& key : cells[0]) line.push_back(row[key]);
+    if (row["kind"] == "get_attr") line[1] = "get_attr " + line[1];
+    cells.push_back(std::move(line));
   }
   return columns(cells);
-}
-
-std::string json(const Graph& graph) {
-  auto nodes = nlohmann::json::array();
-  for (const Row& r : rows_of(graph)) {
-    nodes.push_back({{"node", r.node},
-                     {"kind", r.kind},
-                     {"op", r.op},
-                     {"shape", r.shape},
-                     {"module", r.module},
-                     {"source", r.source},
-                     {"inputs", r.inputs}});
-  }
-  return nlohmann::json{{"nodes", nodes}}.dump(1) + "\n";
 }
 
 void show(const ShowArguments& o) {
@@ -79,7 +69,7 @@ void show(const ShowArguments& o) {
         .add(graph);
     write_text(page.html(), o.html);
   }
-  const std::string text = o.json              ? json(graph)
+  const std::string text = o.json              ? nlohmann::json{{"nodes", rows_of(graph)}}.dump(1) + "\n"
                            : o.as == "table"   ? table(graph)
                            : o.as == "picture" ? graph_svg(graph)
                            : o.as == "dot"     ? graph_dot(graph)

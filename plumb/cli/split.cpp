@@ -4,11 +4,11 @@
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
-#include "plumb/cli/cut.h"
 #include "plumb/cli/progress.h"
 #include "plumb/core/error.h"
 #include "plumb/core/join.h"
 #include "plumb/partition/describe_cut.h"
+#include "plumb/training/cut.h"
 
 namespace plumb::cli {
 namespace {
@@ -16,13 +16,14 @@ namespace {
 struct SplitArguments {
   std::string file, out;
   int stages = 0;
-  CutOptions cuts;
+  FieldTexts texts;
   bool json = false, report = false;
 };
 
 void split(const SplitArguments& o) {
-  if (o.stages == 1 && !o.cuts.at.empty()) {
-    throw UsageError("--at: one stage has no cuts", "--stages " + std::to_string(o.cuts.at.size() + 1));
+  const TrainOptions cuts = read_options("", o.texts);
+  if (o.stages == 1 && !cuts.at.empty()) {
+    throw UsageError("--at: one stage has no cuts", "--stages " + std::to_string(cuts.at.size() + 1));
   }
   if (o.out.empty() && !o.report) {
     throw UsageError("-o is missing", "-o FOLDER for the stages, or --report to look at the cut");
@@ -31,11 +32,12 @@ void split(const SplitArguments& o) {
   if (std::filesystem::exists(o.out, failed) && !std::filesystem::is_directory(o.out, failed)) {
     throw Error(ErrorKind::CannotWrite, "-o " + o.out + ": is a file", "", "give -o a folder");
   }
-  Progress progress(2 + std::max(o.stages, static_cast<int>(o.cuts.at.size()) + 1), o.json);
+  Progress progress(2 + std::max(o.stages, static_cast<int>(cuts.at.size()) + 1), o.json);
   progress.next("reading " + o.file);
   const Loaded loaded = load_with_tensors(o.file);
   progress.next("cutting " + o.file);
-  const auto pipe = cut(loaded.module(), o.stages, o.cuts, "--stages " + std::to_string(o.stages));
+  const auto pipe =
+      cut(loaded.module(), o.stages, {cuts.at, cuts.transmit, {}}, "--stages " + std::to_string(o.stages));
   if (o.report) {
     progress.finish();
     std::string text = describe_cut(*pipe).report();
@@ -58,7 +60,7 @@ void split(const SplitArguments& o) {
   std::vector<std::vector<std::string>> rows = {{"stage", "file", "operators", "parameters", "inputs", "outputs"}};
   for (int s = 0; s < pipe->num_stages(); ++s) {
     const GraphModule& stage = *pipe->stage(s);
-    const std::string name = "stage" + std::to_string(s) + ".pt2";
+    const std::string name = c10::str("stage", s, ".pt2");
     progress.next("writing " + name);
     save_pt2(stage, (folder / name).string());
     size_t operators = 0;
@@ -88,7 +90,7 @@ void add_split(CLI::App& app) {
   sub->add_option("FILE", o->file, "A .pt2 file")->required();
   sub->add_option("--stages", o->stages, "How many; without --at or marks the cuts are balanced")
       ->check(whole_number(1, 1024));
-  add_cut_options(sub, o->cuts);
+  for (const char* name : {"at", "transmit"}) add_field(sub, train_field(name), o->texts);
   sub->add_option("-o,--out", o->out, "The folder for stage0.pt2, stage1.pt2, ... and manifest.json");
   auto* json = sub->add_flag("--json", o->json, "Print the manifest");
   sub->add_flag("--report", o->report, "Show what each stage costs; without -o nothing is written")->excludes(json);

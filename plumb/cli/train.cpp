@@ -9,14 +9,11 @@
 #include <cmath>
 #include <fstream>
 #include <iostream>
-#include <map>
 
 #include "plumb/cli/commands.h"
 #include "plumb/cli/common.h"
-#include "plumb/cli/exit_code.h"
 #include "plumb/cli/progress.h"
 #include "plumb/cli/signals.h"
-#include "plumb/core/input_file.h"
 #include "plumb/core/join.h"
 #include "plumb/core/table.h"
 #include "plumb/pipeline/environment.h"
@@ -37,82 +34,53 @@ class Printer {
     if (open_) std::cout << std::endl;
     open_ = false;
   }
+  void say(std::ostream& out, const std::string& line) {
+    end_bar();
+    out << line << std::endl;
+  }
 
   void operator()(const nlohmann::json& event) {
-    if (event.contains("saved") || event.contains("checkpoint")) note_saved();
-    if (json_) {
-      std::cout << event.dump() << std::endl;
-      return;
-    }
-    if (event.contains("options")) {
-      std::cerr << event["options"].get<std::string>();
-      return;
-    }
-    if (event.contains("group")) {
-      std::cerr << "group " << event["group"].get<std::string>() << ": "
-                << join(event["parameters"].get<std::vector<std::string>>()) << "\n";
-      return;
-    }
-    if (event.contains("eval")) {
-      end_bar();
-      // JSON has no NaN: what other ranks tell comes as null.
-      const double loss = event["eval_loss"].is_number() ? event["eval_loss"].get<double>() : std::nan("");
-      std::cout << "evaluation after step " << event["eval"] << ": loss " << number(loss) << ", perplexity "
-                << short_number(std::exp(loss)) << ", " << event["eval_targets"] << " targets" << std::endl;
-      return;
-    }
-    if (event.contains("dumped")) {
-      end_bar();
-      std::cout << "dumped the step to " << event["dumped"].get<std::string>() << std::endl;
-      return;
-    }
-    if (event.contains("resumed")) {
-      std::cout << "goes on after step " << event["resumed"] << " from " << event["folder"].get<std::string>()
-                << std::endl;
-      return;
-    }
-    if (event.contains("checkpoint")) {
-      end_bar();
-      std::cout << "wrote " << event["folder"].get<std::string>() << std::endl;
-      return;
-    }
+    const auto has = [&](const char* key) { return event.contains(key); };
+    const auto text = [&](const char* key) {
+      return event[key].is_string() ? event[key].get<std::string>() : event[key].dump();
+    };
+    // JSON has no NaN: what other ranks tell comes as null.
+    const auto value = [&](const char* key) {
+      return event[key].is_number() ? event[key].get<double>() : std::nan("");
+    };
+    if (has("saved") || has("checkpoint")) note_saved();
+    if (json_) return say(std::cout, event.dump());
     for (const char* problem : {"checkpoint_problem", "problem", "why"}) {
-      if (!event.contains(problem)) continue;
-      end_bar();
-      std::cerr << "plumb: " << event[problem].get<std::string>() << std::endl;
-      return;
+      if (has(problem)) return say(std::cerr, "plumb: " + text(problem));
     }
-    if (event.contains("interrupted")) {
-      end_bar();
-      std::cout << "interrupted: step " << event["interrupted"] << "/" << event["steps"] << " was the last"
-                << std::endl;
-      return;
+    if (has("options")) {
+      std::cerr << text("options");
+    } else if (has("group")) {
+      say(std::cerr, "group " + text("group") + ": " + join(event["parameters"].get<std::vector<std::string>>()));
+    } else if (has("eval")) {
+      const double loss = value("eval_loss");
+      say(std::cout, "evaluation after step " + text("eval") + ": loss " + number(loss) + ", perplexity " +
+                         short_number(std::exp(loss)) + ", " + text("eval_targets") + " targets");
+    } else if (has("dumped")) {
+      say(std::cout, "dumped the step to " + text("dumped"));
+    } else if (has("resumed")) {
+      say(std::cout, "goes on after step " + text("resumed") + " from " + text("folder"));
+    } else if (has("checkpoint")) {
+      say(std::cout, "wrote " + text("folder"));
+    } else if (has("interrupted")) {
+      say(std::cout, "interrupted: step " + text("interrupted") + "/" + text("steps") + " was the last");
+    } else if (has("saved")) {
+      say(std::cout, "saved " + text("saved"));
+    } else if (has("drew")) {
+      say(std::cout, "drew " + text("drew") + "  bubble " + percent(event["bubble"]) + "\n" + text("conclusion"));
+    } else if (has("learning_rates")) {
+      say(std::cout, "learning rates: " + text("learning_rates"));
+    } else if (has("step")) {
+      const std::string tail = "  loss " + number(value("loss")) + "  norm " + number(value("norm")) + speed(event);
+      if (!bar_) return say(std::cout, "step " + text("step") + "/" + text("steps") + tail);
+      std::cout << "\r" << bar_text(event["step"], event["steps"]) << tail << "\x1b[K" << std::flush;
+      open_ = true;
     }
-    if (event.contains("saved")) {
-      end_bar();
-      std::cout << "saved " << event["saved"].get<std::string>() << std::endl;
-      return;
-    }
-    if (event.contains("drew")) {
-      end_bar();
-      std::cout << "drew " << event["drew"].get<std::string>() << "  bubble " << percent(event["bubble"]) << std::endl
-                << event["conclusion"].get<std::string>() << std::endl;
-      return;
-    }
-    if (event.contains("learning_rates")) {
-      std::cout << "learning rates: " << event["learning_rates"].get<std::string>() << std::endl;
-      return;
-    }
-    if (!event.contains("step")) return;
-    const int step = event["step"], steps = event["steps"];
-    const auto of = [&](const char* name) { return event[name].is_number() ? number(event[name]) : "nan"; };
-    const std::string tail = "  loss " + of("loss") + "  norm " + of("norm") + speed(event);
-    if (!bar_) {
-      std::cout << "step " << step << "/" << steps << tail << std::endl;
-      return;
-    }
-    std::cout << "\r" << bar_text(step, steps) << tail << "\x1b[K" << std::flush;
-    open_ = true;
   }
 
  private:
@@ -167,11 +135,11 @@ int end_interrupted(const TrainOptions& o, int signal) {
 }
 
 std::string how_it_failed(int rank, const ProcessEnd& end) {
-  return "rank " + std::to_string(rank) +
-         (end.was_stopped ? " was stopped by a signal for too long"
-          : end.signal != 0
-              ? " was killed by signal " + std::to_string(end.signal) + " (" + ::strsignal(end.signal) + ")"
-              : " failed with exit code " + std::to_string(end.exit_code));
+  return c10::str("rank ", rank,
+                  end.was_stopped ? " was stopped by a signal for too long"
+                  : end.signal != 0
+                      ? " was killed by signal " + std::to_string(end.signal) + " (" + ::strsignal(end.signal) + ")"
+                      : " failed with exit code " + std::to_string(end.exit_code));
 }
 
 int launch(const TrainOptions& o) {
@@ -186,7 +154,7 @@ int launch(const TrainOptions& o) {
     if (event.is_object()) {
       print(event);
     } else {
-      std::cerr << (rank < 0 ? "[spare] " : "[rank " + std::to_string(rank) + "] ") << line << std::endl;
+      std::cerr << (rank < 0 ? "[spare] " : c10::str("[rank ", rank, "] ")) << line << std::endl;
     }
   };
   const KeptSignal signal(/*others=*/true);
@@ -199,8 +167,7 @@ int launch(const TrainOptions& o) {
     print({{"restart", ++lost},
            {"of", o.max_restarts},
            {"rank", rank},
-           {"why", how_it_failed(rank, end) + ": " + instead + " (" + std::to_string(lost) + " of " +
-                       std::to_string(o.max_restarts) + ")"}});
+           {"why", c10::str(how_it_failed(rank, end), ": ", instead, " (", lost, " of ", o.max_restarts, ")")}});
   };
   if (o.recut) launch.fewer = [&](int left) { return fewer_processes(o, left); };
   const LaunchResult result = launch_local(launch);
@@ -283,11 +250,7 @@ void check_recut(const TrainOptions& o) {
   const int fewer = fewer_processes(o, o.processes() - 1);
   if (fewer == 0)
     throw UsageError("--recut: there is no layout on fewer processes", "leave --recut out, or more --stages");
-  try {
-    prepare_job(options_for(o, fewer), {}, {});
-  } catch (const Error& e) {
-    throw UsageError("--recut, on " + std::to_string(fewer) + " processes: " + e.message(), e.remedy());
-  }
+  used_by(c10::str("--recut, on ", fewer, " processes"), [&] { prepare_job(options_for(o, fewer), {}, {}); });
 }
 
 int train_command(const TrainOptions& o) {
@@ -309,53 +272,23 @@ int train_command(const TrainOptions& o) {
   return launch(o);
 }
 
-// What the command line says, on top of a file's.
-struct Given {
-  std::string config;
-  std::map<std::string, std::vector<std::string>> texts;
-
-  TrainOptions options() const {
-    TrainOptions o;
-    if (!config.empty()) read_toml(o, read_file(config), config);
-    for (const auto& [name, texts_of] : texts) set_field(o, train_field(name), texts_of);
-    return o;
-  }
-};
-
-void add_field(CLI::App* sub, const TrainField& field, const std::shared_ptr<Given>& given) {
-  const std::string name = field.name == "file" ? "FILE" : "--" + field.name;
-  const auto initial = field_texts(TrainOptions(), field);
-  if (field.is_flag()) {
-    const bool on = initial[0] == "true";
-    sub->add_flag_callback(
-        on ? "--no-" + field.name : name,
-        [given, name = field.name, on] { given->texts[name] = {on ? "false" : "true"}; }, field.help);
-    return;
-  }
-  CLI::Option* option = sub->add_option_function<std::vector<std::string>>(
-      name, [given, name = field.name](const std::vector<std::string>& texts) { given->texts[name] = texts; },
-      field.help);
-  const bool text = field.is_list() || std::holds_alternative<std::string TrainOptions::*>(field.member);
-  option->allow_extra_args(false)->type_name(!field.choices.empty() ? "" : text ? "TEXT" : "NUMBER");
-  if (!field.is_list()) option->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  if (!field.choices.empty()) option->check(CLI::IsMember(field.choices));
-  if (field.check) option->check(field.check);
-  if (!field.is_list() && !initial.empty() && !initial[0].empty()) option->default_str(initial[0]);
-}
-
 }  // namespace
 
 void add_train(CLI::App& app) {
+  struct Given {
+    std::string config;
+    FieldTexts texts;  // on top of the file's
+  };
   CLI::App* sub = app.add_subcommand("train", "Trains a .pt2 file, in one process or as a pipeline of several");
   auto given = std::make_shared<Given>();
-  for (const TrainField& field : train_fields()) add_field(sub, field, given);
+  for (const TrainField& field : train_fields()) add_field(sub, field, given->texts);
   sub->add_option("--config", given->config,
                   "A TOML file of these options by name, NAME = VALUE; what stands on the command line goes before");
   sub->footer(
       "Example:\n  plumb train gpt.pt2 --data text.bin --loss cross_entropy --lr 1e-3 --steps 200 --microbatches 4 "
       "--stages 2 --save trained.pt2");
   sub->callback([given] {
-    if (const int code = train_command(given->options()); code != 0) throw ExitCode{code};
+    if (const int code = train_command(read_options(given->config, given->texts)); code != 0) throw ExitCode{code};
   });
 }
 

@@ -1,5 +1,6 @@
 #include "plumb/recording/event_file.h"
 
+#include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -75,9 +76,8 @@ std::string host_name() {
 EventFile::EventFile(const std::string& folder, std::optional<int64_t> after) {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   const auto microseconds = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
-  path_ = (fs::path(folder) / ("events.out.tfevents." + std::to_string(microseconds) + "." + host_name() + "." +
-                               std::to_string(::getpid())))
-              .string();
+  path_ =
+      (fs::path(folder) / (c10::str("events.out.tfevents.", microseconds, ".", host_name(), ".", ::getpid()))).string();
   std::error_code failed;
   fs::create_directories(folder, failed);
   if (failed) fail(failed.value());
@@ -115,8 +115,8 @@ void EventFile::add(int64_t step, const std::vector<std::pair<std::string, doubl
     values += text(1, text(1, tag) + key(2, kFloat) + raw(static_cast<float>(value)));
   for (const Histogram& h : histograms) {
     if (h.edges.size() != h.counts.size() + 1) {
-      throw Error(ErrorKind::InvalidArgument, "the histogram '" + h.tag + "' has " + std::to_string(h.counts.size()) +
-                                                  " counts and " + std::to_string(h.edges.size()) + " edges");
+      throw Error(ErrorKind::InvalidArgument, c10::str("the histogram '", h.tag, "' has ", h.counts.size(),
+                                                       " counts and ", h.edges.size(), " edges"));
     }
     values += text(1, text(1, h.tag) + text(5, histogram_proto(h)));
   }

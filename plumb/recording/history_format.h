@@ -3,8 +3,9 @@
 
 #include <bit>
 #include <cstdint>
-#include <string>
 #include <string_view>
+
+#include "plumb/transforms/tracker.h"
 
 namespace plumb::history_format {
 
@@ -34,10 +35,17 @@ struct Row {
   uint8_t backward = 0, by_condition = 0;
   uint16_t present = 0;
   uint32_t bins = 0, zero = 0;
-  double mean_abs = 0, abs_mean = 0, std = 0, abs_max = 0, abs_min = 0;
-  int64_t numel = 0, nan_count = 0, inf_count = 0, zero_count = 0;
+  double reals[5] = {};    // kReals
+  int64_t counts[4] = {};  // kCounts
 };
 static_assert(sizeof(Row) == 88);
+
+// Of a row, in the order of StatisticKind, which begins with them.
+inline constexpr double Metrics::Data::*kReals[] = {&Metrics::Data::mean_abs, &Metrics::Data::abs_mean,
+                                                    &Metrics::Data::std, &Metrics::Data::abs_max,
+                                                    &Metrics::Data::abs_min};
+inline constexpr int64_t Metrics::Data::*kCounts[] = {&Metrics::Data::numel, &Metrics::Data::nan_count,
+                                                      &Metrics::Data::inf_count, &Metrics::Data::zero_count};
 
 // A histogram's bin: its number in the top byte, the count below.
 inline constexpr int kBinShift = 56;

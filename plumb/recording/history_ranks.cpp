@@ -50,7 +50,7 @@ Numbers join_tensors(std::vector<History>& ranks, History& out) {
     for (size_t t = 0; t < ranks[r].tensors.size(); ++t) order.emplace_back(r, t);
   }
   auto stage = [&](const auto& place) { return ranks[place.first].tensors[place.second].stage; };
-  std::stable_sort(order.begin(), order.end(), [&](const auto& a, const auto& b) { return stage(a) < stage(b); });
+  std::ranges::stable_sort(order, {}, stage);
   Numbers numbers(ranks.size());
   for (size_t r = 0; r < ranks.size(); ++r) numbers[r].resize(ranks[r].tensors.size());
   for (const auto& [r, t] : order) {
@@ -73,9 +73,7 @@ void join_steps(std::vector<History>& ranks, const Numbers& numbers, History& ou
     }
   }
   for (auto& [number, step] : steps) {
-    std::stable_sort(step.rows.begin(), step.rows.end(), [](const HistoryRow& a, const HistoryRow& b) {
-      return std::pair(a.tensor, a.backward) < std::pair(b.tensor, b.backward);
-    });
+    std::ranges::stable_sort(step.rows, {}, [](const HistoryRow& r) { return std::pair(r.tensor, r.backward); });
     out.steps.push_back(std::move(step));
   }
 }
@@ -89,17 +87,17 @@ void join_scalars(const std::vector<History>& ranks, History& out) {
   }
   auto agree = [](const auto& step) {
     const double first = step.second.begin()->second;
-    return std::all_of(step.second.begin(), step.second.end(), [&](const auto& of_rank) {
+    return std::ranges::all_of(step.second, [&](const auto& of_rank) {
       return of_rank.second == first || (std::isnan(of_rank.second) && std::isnan(first));
     });
   };
   std::map<int64_t, HistoryScalars> steps;
   for (const auto& [name, course] : told) {
-    const bool one = std::all_of(course.begin(), course.end(), agree);
+    const bool one = std::ranges::all_of(course, agree);
     for (const auto& [step, of_rank] : course) {
       auto& values = steps.try_emplace(step, HistoryScalars{step, {}}).first->second.values;
       for (const auto& [rank, value] : of_rank) {
-        values.emplace_back(one ? name : name + " (rank " + std::to_string(rank) + ")", value);
+        values.emplace_back(one ? name : c10::str(name, " (rank ", rank, ")"), value);
         if (one) break;
       }
     }
@@ -111,7 +109,7 @@ void join_events(std::vector<History>& ranks, const Numbers& numbers, History& o
   for (size_t r = 0; r < ranks.size(); ++r) {
     for (HistoryEvent& event : ranks[r].events) {
       for (auto& c : event.first) c.tensor = numbers[r][c.tensor];
-      const auto known = std::find_if(out.events.begin(), out.events.end(), [&](const HistoryEvent& e) {
+      const auto known = std::ranges::find_if(out.events, [&](const HistoryEvent& e) {
         return e.step == event.step && e.rule == event.rule && e.condition == event.condition;
       });
       if (known == out.events.end()) {
@@ -124,8 +122,7 @@ void join_events(std::vector<History>& ranks, const Numbers& numbers, History& o
       }
     }
   }
-  std::stable_sort(out.events.begin(), out.events.end(),
-                   [](const auto& a, const auto& b) { return std::pair(a.step, a.rule) < std::pair(b.step, b.rule); });
+  std::ranges::stable_sort(out.events, {}, [](const HistoryEvent& e) { return std::pair(e.step, e.rule); });
 }
 
 }  // namespace
@@ -159,10 +156,10 @@ History read_history(const fs::path& path) {
   for (size_t r = 0; r < count; ++r) {
     const fs::path file = file_of_rank(path, r);
     if (!fs::exists(file, error)) {
-      throw Error(ErrorKind::BadFile,
-                  "the history \"" + path.string() + "\" has a file of rank " + std::to_string(count - 1) +
-                      " and none of rank " + std::to_string(r),
-                  "", "put \"" + file.string() + "\" beside the others, or read one of them alone");
+      throw Error(
+          ErrorKind::BadFile,
+          c10::str("the history \"", path.string(), "\" has a file of rank ", count - 1, " and none of rank ", r), "",
+          "put \"" + file.string() + "\" beside the others, or read one of them alone");
     }
     ranks.push_back(history_of(file));
   }

@@ -67,8 +67,6 @@ class Parser {
         fail(at, std::string("holds a record that cannot be read: ") + e.what());
       } catch (const Error& e) {
         fail(at, "holds a record that cannot be read: " + e.message());
-      } catch (const std::string& what) {
-        fail(at, "holds a record that cannot be read: " + what);
       }
       at += sizeof head + payload.size();
     }
@@ -81,6 +79,8 @@ class Parser {
                 "give a file that a Recorder wrote");
   }
 
+  [[noreturn]] static void bad(const std::string& what) { throw Error(ErrorKind::BadFile, what); }
+
   static bool zeros(std::string_view bytes) { return bytes.find_first_not_of('\0') == std::string_view::npos; }
 
   History drop(size_t at) {
@@ -89,7 +89,7 @@ class Parser {
   }
 
   uint32_t tensor_index(uint64_t index) const {
-    if (index >= out_.tensors.size()) throw "no tensor has number " + std::to_string(index);
+    if (index >= out_.tensors.size()) bad("no tensor has number " + std::to_string(index));
     return static_cast<uint32_t>(index);
   }
 
@@ -130,18 +130,18 @@ class Parser {
   }
 
   void step(std::string_view payload) {
-    if (payload.size() < sizeof(format::StepHead)) throw std::string("a step is too short");
+    if (payload.size() < sizeof(format::StepHead)) bad("a step is too short");
     const auto head = take<format::StepHead>(payload);
-    if (head.rows > payload.size() / sizeof(format::Row)) throw std::string("a step ends before its rows");
+    if (head.rows > payload.size() / sizeof(format::Row)) bad("a step ends before its rows");
     HistoryStep step{head.step, {}};
     step.rows.reserve(head.rows);
     std::string_view rows = payload.substr(0, head.rows * sizeof(format::Row)), bins = payload.substr(rows.size());
     while (!rows.empty()) {
       const auto r = take<format::Row>(rows);
       HistoryRow row{tensor_index(r.tensor), r.backward != 0, r.by_condition != 0, r.present, {}};
-      row.data = {r.mean_abs, r.abs_mean,  r.std,       r.abs_max,    r.abs_min,
-                  r.numel,    r.nan_count, r.inf_count, r.zero_count, nullptr};
-      if (r.bins > bins.size() / sizeof(uint64_t)) throw std::string("a step ends before its histograms");
+      for (size_t i = 0; i < 5; ++i) row.data.*format::kReals[i] = r.reals[i];
+      for (size_t i = 0; i < 4; ++i) row.data.*format::kCounts[i] = r.counts[i];
+      if (r.bins > bins.size() / sizeof(uint64_t)) bad("a step ends before its histograms");
       if (r.present >> static_cast<unsigned>(StatisticKind::Histogram) & 1) {
         auto histogram = std::make_shared<ExponentHistogram>();
         for (uint32_t i = 0; i < r.bins; ++i) {

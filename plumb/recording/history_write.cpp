@@ -151,20 +151,14 @@ void HistoryWriter::step(const HistoryStep& step) {
   put(payload, format::StepHead{step.step, step.rows.size()});
   for (const HistoryRow& row : step.rows) {
     const Metrics::Data& d = row.data;
-    auto has = [&](StatisticKind kind) { return (row.present >> static_cast<unsigned>(kind) & 1) != 0; };
-    auto real = [&](StatisticKind kind, double value) { return has(kind) ? value : std::nan(""); };
-    auto whole = [&](StatisticKind kind, int64_t value) { return has(kind) ? value : 0; };
+    auto has = [&](size_t kind) { return (row.present >> kind & 1) != 0; };
     format::Row r;
     r.tensor = row.tensor;
     r.backward = row.backward, r.by_condition = row.by_condition;
     r.present = row.present;
-    r.mean_abs = real(StatisticKind::MeanAbs, d.mean_abs), r.abs_mean = real(StatisticKind::AbsMean, d.abs_mean);
-    r.std = real(StatisticKind::Std, d.std);
-    r.abs_max = real(StatisticKind::AbsMax, d.abs_max), r.abs_min = real(StatisticKind::AbsMin, d.abs_min);
-    r.numel = whole(StatisticKind::Numel, d.numel), r.nan_count = whole(StatisticKind::NanCount, d.nan_count);
-    r.inf_count = whole(StatisticKind::InfCount, d.inf_count);
-    r.zero_count = whole(StatisticKind::ZeroCount, d.zero_count);
-    if (has(StatisticKind::Histogram) && d.histogram) {
+    for (size_t i = 0; i < 5; ++i) r.reals[i] = has(i) ? d.*format::kReals[i] : std::nan("");
+    for (size_t i = 0; i < 4; ++i) r.counts[i] = has(5 + i) ? d.*format::kCounts[i] : 0;
+    if (has(static_cast<size_t>(StatisticKind::Histogram)) && d.histogram) {
       for (size_t bin = 0; bin < d.histogram->counts.size(); ++bin) {
         const int64_t n = d.histogram->counts[bin];
         if (n == 0) continue;

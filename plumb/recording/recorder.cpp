@@ -58,7 +58,7 @@ HistoryTensor describe(const Value* value, const State& state) {
 }
 
 bool fits(const std::vector<std::string>& patterns, std::string_view text) {
-  return std::any_of(patterns.begin(), patterns.end(), [&](const auto& p) { return matches_pattern(p, text); });
+  return std::ranges::any_of(patterns, [&](const auto& p) { return matches_pattern(p, text); });
 }
 
 bool fits(const RecordRule& rule, const HistoryTensor& t) {
@@ -70,7 +70,7 @@ bool fits(const RecordRule& rule, const HistoryTensor& t) {
 std::string some(const std::vector<HistoryTensor>& tensors, std::string HistoryTensor::*what) {
   std::vector<std::string> found;
   for (const HistoryTensor& t : tensors) {
-    if (std::find(found.begin(), found.end(), t.*what) == found.end()) found.push_back(t.*what);
+    if (std::ranges::find(found, t.*what) == found.end()) found.push_back(t.*what);
     if (found.size() == 8) break;
   }
   return join(found);
@@ -124,8 +124,7 @@ void Recorder::attach(GraphModule& module, int64_t stage) {
   for (size_t r = 0; r < rules_.rules.size(); ++r) {
     if (fitted_[r] || part_) continue;
     const RecordRule& rule = rules_.rules[r];
-    const bool any_name =
-        std::any_of(here.begin(), here.end(), [&](const HistoryTensor& t) { return fits(rule.names, t.name); });
+    const bool any_name = std::ranges::any_of(here, [&](const HistoryTensor& t) { return fits(rule.names, t.name); });
     throw Error(ErrorKind::UnknownName,
                 rule.where + ": " + (any_name ? "operator" : "name") + " = \"" +
                     (any_name ? rule.operators : rule.names).front() + "\" fits no tensor of the module",
@@ -219,7 +218,7 @@ void Recorder::find_rows(HistoryStep& step, std::vector<HistoryEvent>& events) {
     if (row.present != 0) step.rows.push_back(std::move(row));
   }
   for (auto& [r, event] : held) events.push_back(std::move(event));
-  std::sort(events.begin(), events.end(), [](const auto& a, const auto& b) { return a.rule < b.rule; });
+  std::ranges::sort(events, {}, &HistoryEvent::rule);
 }
 
 size_t Recorder::step(const Scalars& scalars) {

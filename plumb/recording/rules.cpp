@@ -39,13 +39,13 @@ class Reader {
     throw Error(ErrorKind::InvalidArgument, place(at.source().begin) + ": " + key + " " + what, "", fix);
   }
 
-  std::string place(const toml::source_position& at) const { return file_ + ":" + std::to_string(at.line); }
+  std::string place(const toml::source_position& at) const { return c10::str(file_, ":", at.line); }
 
  private:
   void check_keys(const toml::table& table, std::initializer_list<std::string_view> known,
                   const std::string& fix) const {
     for (const auto& [key, value] : table) {
-      if (std::find(known.begin(), known.end(), key.str()) == known.end()) {
+      if (std::ranges::find(known, key.str()) == known.end()) {
         throw Error(ErrorKind::UnknownName,
                     place(key.source().begin) + ": \"" + std::string(key.str()) + "\" is no key that is known here", "",
                     fix);
@@ -58,7 +58,7 @@ class Reader {
     if (node == nullptr) return otherwise;
     const auto value = node->value_exact<int64_t>();
     if (!value || *value < 1) {
-      fail(*node, key, "is no number of steps", std::string(key) + " = " + std::to_string(otherwise));
+      fail(*node, key, "is no number of steps", c10::str(key, " = ", otherwise));
     }
     return *value;
   }
@@ -170,9 +170,7 @@ bool RecordRule::histogram() const {
          (when && when->statistic.needs_histogram());
 }
 
-RecordRules RecordRules::everything(int64_t every) {
-  return parse("every = " + std::to_string(every) + "\n\n[[rule]]\n");
-}
+RecordRules RecordRules::everything(int64_t every) { return parse(c10::str("every = ", every, "\n\n[[rule]]\n")); }
 
 RecordRules RecordRules::parse(std::string_view text, const std::string& file) {
   Reader reader(file);

@@ -50,32 +50,16 @@ std::shared_ptr<Pipe> cut(const GraphModule& module, int stages, const CutOption
                        "--stages N, or --at MODULE,MODULE");
     BalanceOptions balanced;
     balanced.stages = stages;
-    try {
-      options = balance(module, estimate_cost(module), balanced).options;
-    } catch (const Error& e) {
-      throw UsageError(needed_by + ": " + e.message(), e.remedy());
-    }
+    options = used_by(needed_by, [&] { return balance(module, estimate_cost(module), balanced).options; });
     where = "balancing gives";
   }
   choose_multi_use(module, cuts.transmit, options);
   options.wire = cuts.wire;
-  try {
-    check(options.wire.formats);
-  } catch (const Error& e) {
-    throw UsageError("--wire: " + e.message(), e.remedy());
-  }
-  auto pipe = [&] {
-    try {
-      return pipeline(module, options);
-    } catch (const Error& e) {
-      if (at.empty()) throw;
-      throw Error(e.kind(), "--at: " + e.message(), e.where(), e.remedy());
-    }
-  }();
+  used_by("--wire", [&] { check(options.wire.formats); });
+  const auto pipe = prefixed(at.empty() ? "" : "--at: ", [&] { return pipeline(module, options); });
   if (stages != 0 && pipe->num_stages() != stages) {
-    throw UsageError(
-        needed_by + " needs " + std::to_string(stages) + " stages: " + where + " " + std::to_string(pipe->num_stages()),
-        "--at with " + std::to_string(stages - 1) + " module" + (stages == 2 ? "" : "s") + ", or another --stages");
+    throw UsageError(c10::str(needed_by, " needs ", stages, " stages: ", where, " ", pipe->num_stages()),
+                     c10::str("--at with ", stages - 1, " module", stages == 2 ? "" : "s", ", or another --stages"));
   }
   return pipe;
 }

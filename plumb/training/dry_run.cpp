@@ -1,8 +1,5 @@
 #include "plumb/training/dry_run.h"
 
-#include <algorithm>
-#include <numeric>
-
 #include "plumb/core/join.h"
 #include "plumb/core/table.h"
 #include "plumb/pipeline/stage_costs.h"
@@ -56,10 +53,10 @@ std::string to_text(const TrainNeeds& needs, const TrainOptions& o) {
     table.rows.push_back({std::to_string(rank), join(own.stages, [](int s) { return std::to_string(s); }),
                           std::to_string(own.parameters), mebibytes(own.resident), mebibytes(own.peak)});
   }
-  const std::string pipelines = o.replicas == 1 ? "" : ", in each of " + std::to_string(o.replicas) + " pipelines";
-  return "A step of " + std::to_string(needs.rows) + " rows takes about " + short_number(needs.seconds) + " s by " +
-         needs.schedule + " (bubble " + percent(needs.bubble) + "), " + std::to_string(o.steps) + " steps " +
-         short_number(needs.seconds * static_cast<double>(o.steps)) + " s" + pipelines + ".\n\n" + to_text(table);
+  const std::string pipelines = o.replicas == 1 ? "" : c10::str(", in each of ", o.replicas, " pipelines");
+  return c10::str("A step of ", needs.rows, " rows takes about ", short_number(needs.seconds), " s by ", needs.schedule,
+                  " (bubble ", percent(needs.bubble), "), ", o.steps, " steps ",
+                  short_number(needs.seconds * static_cast<double>(o.steps)), " s", pipelines, ".\n\n", to_text(table));
 }
 
 }  // namespace plumb

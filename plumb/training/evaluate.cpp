@@ -1,6 +1,7 @@
 #include "plumb/training/evaluate.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <numeric>
@@ -28,26 +29,6 @@ void stop_training(Graph& graph) {
   }
 }
 
-// Batch norm counts its calls: buffers of a rank's stages are put back.
-class KeptBuffers {
- public:
-  explicit KeptBuffers(const std::vector<std::shared_ptr<GraphModule>>& modules) {
-    for (const auto& module : modules) {
-      for (const Attr& attr : module->state()) {
-        if (attr.kind == AttrKind::Buffer) kept_.emplace_back(attr.tensor.detach(), attr.tensor.detach().clone());
-      }
-    }
-  }
-  ~KeptBuffers() {
-    at::NoGradGuard no_grad;
-    for (auto& [tensor, value] : kept_) tensor.copy_(value);
-  }
-  KeptBuffers(const KeptBuffers&) = delete;
-
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
-};
-
 }  // namespace
 
 std::shared_ptr<GraphModule> evaluation_graph(const GraphModule& module) {
@@ -63,9 +44,9 @@ Evaluator::Evaluator(const TrainOptions& options, const TrainJob& job, Samples& 
   units_ = options.loss == "output" ? samples.rows() / rows_ : (samples.rows() + rows_ - 1) / rows_;
   if (options.eval_batches > 0) units_ = std::min(units_, options.eval_batches * options.microbatches);
   if (units_ == 0) {
-    throw UsageError("--eval-data " + options.eval_data + ": has " + std::to_string(samples.rows()) +
-                         " rows, a microbatch " + std::to_string(rows_),
-                     "more held-out data");
+    throw UsageError(
+        c10::str("--eval-data ", options.eval_data, ": has ", samples.rows(), " rows, a microbatch ", rows_),
+        "more held-out data");
   }
   auto stages = make_stages(options, job, groups.pipeline.rank(), evaluation_graph);
   for (const auto& [index, stage] : stages) modules_.push_back(std::static_pointer_cast<GraphStage>(stage)->module());
@@ -97,7 +78,17 @@ Batch Evaluator::unit(int64_t number) const {
 }
 
 Evaluation Evaluator::run() {
-  const KeptBuffers kept(modules_);
+  // Batch norm counts its calls: buffers of this rank's stages are put back.
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept;
+  for (const auto& module : modules_) {
+    for (const Attr& attr : module->state()) {
+      if (attr.kind == AttrKind::Buffer) kept.emplace_back(attr.tensor.detach(), attr.tensor.detach().clone());
+    }
+  }
+  const auto put_back = c10::make_scope_exit([&] {
+    at::NoGradGuard no_grad;
+    for (auto& [tensor, value] : kept) tensor.copy_(value);
+  });
   const auto together = static_cast<int64_t>(job_.schedule.num_microbatches);
   const int64_t calls = (units_ + together - 1) / together;
   const int last = job_.schedule.placement.rank_of(job_.schedule.num_stages() - 1, 0);

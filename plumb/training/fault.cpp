@@ -45,15 +45,15 @@ Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule
   fault.rank = std::stoi(match[2]);
   fault.step = std::stoll(match[4]);
   if (fault.rank >= o.processes()) {
-    throw UsageError("--inject " + text + ": there are " + std::to_string(o.processes()) + " ranks",
+    throw UsageError(c10::str("--inject ", text, ": there are ", o.processes(), " ranks"),
                      "a rank from 0 to " + std::to_string(o.processes() - 1));
   }
   const auto actions = actions_of(schedule, fault.rank % static_cast<int>(o.stages));
-  const auto found = std::find(actions.begin(), actions.end(), match[3].str());
+  const auto found = std::ranges::find(actions, match[3].str());
   if (found == actions.end()) {
     std::string some;
     for (size_t i = 0; i < std::min<size_t>(actions.size(), 12); ++i) some += (i == 0 ? "" : " ") + actions[i];
-    throw UsageError("--inject " + text + ": rank " + std::to_string(fault.rank) + " has no action " + match[3].str(),
+    throw UsageError(c10::str("--inject ", text, ": rank ", fault.rank, " has no action ", match[3].str()),
                      "one of " + some + (actions.size() > 12 ? " ..." : ""));
   }
   fault.action = static_cast<size_t>(found - actions.begin());

@@ -7,17 +7,16 @@
 #include <memory>
 
 #include "plumb/checkpoint/pretrained.h"
-#include "plumb/core/error.h"
 #include "plumb/pipeline/broadcast.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
-namespace {
 
 bool has_values(const State& state) {
-  return std::none_of(state.begin(), state.end(),
-                      [](const Attr& a) { return a.tensor.defined() && a.tensor.is_meta(); });
+  return std::ranges::none_of(state, [](const Attr& a) { return a.tensor.defined() && a.tensor.is_meta(); });
 }
+
+namespace {
 
 std::string folder_of(const TrainOptions& o, const Pretrained& known) {
   return o.weights.empty() ? known.folder : o.weights;

@@ -6,6 +6,8 @@
 
 namespace plumb {
 
+// Whether every tensor has values: those of a program that was imported without weights are on the meta device.
+bool has_values(const State& state);
 // Before processes meet: throws UsageError if weights are missing (--weights), or for --save-hf of a program that does
 // not know a folder; Error for a folder that cannot be read or written.
 void check_folders(const TrainOptions& options, const TrainJob& job);

@@ -78,6 +78,12 @@ void share_numbers(const ProcessGroup& group, const std::vector<int>& owners, st
   }
 }
 
+int64_t of_rank_0(const ProcessGroup& group, int64_t number) {
+  const at::Tensor told = at::full({1}, number, at::kLong);
+  broadcast(group, told, 0);
+  return told.item<int64_t>();
+}
+
 double sum_of_squares(const at::Tensor& tensor) {
   if (!tensor.is_cpu()) return tensor.detach().to(at::kDouble).square().sum().item<double>();
   at::Tensor flat = tensor.detach().contiguous().reshape({-1});
@@ -86,23 +92,12 @@ double sum_of_squares(const at::Tensor& tensor) {
   return sum_blocks<float>(flat);
 }
 
-double GradientNorms::norm() const {
-  double sum = 0;
-  for (const double s : squares) sum += s;
-  return std::sqrt(sum);
-}
-
-int GradientNorms::first_not_finite() const {
-  const auto bad = std::find_if(squares.begin(), squares.end(), [](double s) { return !std::isfinite(s); });
-  return bad == squares.end() ? -1 : static_cast<int>(bad - squares.begin());
-}
-
-double clip_gradients(const std::vector<NamedTensor>& parameters, double norm, double max_norm) {
+double clip_gradients(const NamedTensors& parameters, double norm, double max_norm) {
   const double factor = max_norm / (norm + 1e-6);
   if (max_norm == 0 || !(factor < 1)) return 1;
   at::NoGradGuard no_grad;
-  for (const NamedTensor& p : parameters) {
-    if (p.tensor.grad().defined()) p.tensor.grad().mul_(factor);
+  for (const auto& [name, tensor] : parameters) {
+    if (tensor.grad().defined()) tensor.grad().mul_(factor);
   }
   return factor;
 }
@@ -110,7 +105,7 @@ double clip_gradients(const std::vector<NamedTensor>& parameters, double norm, d
 void PassSum::take(double weight) {
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    at::Tensor& grad = parameters_[i].tensor.mutable_grad();
+    at::Tensor& grad = parameters_[i].second.mutable_grad();
     if (!grad.defined()) continue;
     if (weight != 1) grad.mul_(weight);
     at::Tensor& sum = sums_[i];
@@ -121,7 +116,7 @@ void PassSum::take(double weight) {
 
 void PassSum::give(int64_t passes) {
   at::NoGradGuard no_grad;
-  for (auto& [i, sum] : sums_) parameters_[i].tensor.mutable_grad() = sum.div_(static_cast<double>(passes));
+  for (auto& [i, sum] : sums_) parameters_[i].second.mutable_grad() = sum.div_(static_cast<double>(passes));
   sums_.clear();
 }
 

@@ -5,10 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "plumb/checkpoint/safetensors.h"
 #include "plumb/partition/pipe.h"
 #include "plumb/pipeline/process_group.h"
-#include "plumb/pipeline/stage.h"
-#include "plumb/schedule/schedule.h"
 
 namespace plumb {
 
@@ -24,31 +23,27 @@ std::vector<ModelParameter> trained_parameters(const GraphModule& model, const P
 // Every rank's numbers: `values[i]` is that of rank `owners[i]`, on all of them. All ranks call it.
 void share_numbers(const ProcessGroup& group, const std::vector<int>& owners, std::vector<double>& values);
 
+// Rank 0's number, on all ranks. All ranks call it.
+int64_t of_rank_0(const ProcessGroup& group, int64_t number);
+
 // The sum of the squares in double, in an order that depends on the number of elements alone (not on threads).
 double sum_of_squares(const at::Tensor& tensor);
 
-// The squared norms of the gradients of these parameters, which add up to that of the whole.
-struct GradientNorms {
-  std::vector<double> squares;   // by parameter
-  double norm() const;           // of all, summed in the model's order
-  int first_not_finite() const;  // -1: none
-};
-
 // Scales gradients by max_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does. Answers
 // the factor, 1 if nothing was done.
-double clip_gradients(const std::vector<NamedTensor>& parameters, double norm, double max_norm);
+double clip_gradients(const NamedTensors& parameters, double norm, double max_norm);
 
 // The mean over several passes of a schedule: sums of gradients, each pass by its weight.
 class PassSum {
  public:
-  explicit PassSum(std::vector<NamedTensor> parameters) : parameters_(std::move(parameters)) {}
+  explicit PassSum(NamedTensors parameters) : parameters_(std::move(parameters)) {}
   // Takes the parameters' gradients of a pass away. `weight`: 1 if all passes count alike.
   void take(double weight);
   // Puts sum / passes where the gradients were.
   void give(int64_t passes);
 
  private:
-  std::vector<NamedTensor> parameters_;
+  NamedTensors parameters_;
   std::map<size_t, at::Tensor> sums_;
 };
 

@@ -63,7 +63,7 @@ class Inputs {
     } else if (value.isGenericDict()) {
       for (const auto& item : value.toGenericDict()) {
         const std::string key = item.key().isString() ? item.key().toStringRef() : "?";
-        if (std::find(beside_.begin(), beside_.end(), key) == beside_.end()) put_named(key, text, item.value());
+        if (std::ranges::find(beside_, key) == beside_.end()) put_named(key, text, item.value());
       }
     } else if (value.isTuple() || value.isList()) {
       for (const c10::IValue& leaf : flatten(value, nullptr)) put_next(text, leaf);
@@ -95,11 +95,7 @@ class Inputs {
 
   c10::IValue read_value(const std::string& text, const std::string& source) const {
     if (const auto number = constant(source, option_)) return *number;
-    try {
-      return load_tensor_file(source);
-    } catch (const Error& e) {
-      throw Error(e.kind(), option_ + " " + text + ": " + e.message(), e.where(), e.remedy());
-    }
+    return prefixed(option_ + " " + text + ": ", [&] { return load_tensor_file(source); });
   }
 
   void put(size_t i, const std::string& text, const c10::IValue& value) {

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <filesystem>
 
 #include "plumb/core/error.h"
@@ -15,8 +14,8 @@
 #include "plumb/training/folder_weights.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/optimizer.h"
+#include "plumb/training/run_log.h"
 #include "plumb/training/stages.h"
-#include "plumb/training/timeline_file.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -26,19 +25,15 @@ namespace {
 Schedule read_schedule(const TrainOptions& o) {
   const auto stages = static_cast<int>(o.stages), microbatches = static_cast<int>(o.microbatches);
   if (!o.schedule.ends_with(".csv")) {
-    try {
-      return make_schedule(schedule_traits(o.schedule).name, stages, microbatches);
-    } catch (const Error& e) {
-      throw UsageError("--schedule " + o.schedule + ": " + e.message(),
-                       e.remedy().empty() ? "--schedule 1F1B" : e.remedy());
-    }
+    return used_by(
+        "--schedule " + o.schedule,
+        [&] { return make_schedule(schedule_traits(o.schedule).name, stages, microbatches); }, "--schedule 1F1B");
   }
   Schedule schedule = read_csv(o.schedule);
   if (schedule.num_ranks() != stages || schedule.num_microbatches != microbatches) {
-    throw UsageError("--schedule " + o.schedule + ": is for " + std::to_string(schedule.num_ranks()) +
-                         " processes and " + std::to_string(schedule.num_microbatches) + " microbatches",
-                     "--stages " + std::to_string(schedule.num_ranks()) + " --microbatches " +
-                         std::to_string(schedule.num_microbatches));
+    throw UsageError(c10::str("--schedule ", o.schedule, ": is for ", schedule.num_ranks(), " processes and ",
+                              schedule.num_microbatches, " microbatches"),
+                     c10::str("--stages ", schedule.num_ranks(), " --microbatches ", schedule.num_microbatches));
   }
   return schedule;
 }
@@ -80,11 +75,10 @@ void check_outputs(const TrainOptions& o) {
 
 void check_rates(const TrainOptions& o) {
   if (o.warmup > o.steps) {
-    throw UsageError("--warmup " + std::to_string(o.warmup) + ": more than --steps " + std::to_string(o.steps),
-                     "--warmup of at most --steps");
+    throw UsageError(c10::str("--warmup ", o.warmup, ": more than --steps ", o.steps), "--warmup of at most --steps");
   }
   if (o.rate == "wsd" && o.warmup + o.decay_steps > o.steps) {
-    throw UsageError("--decay-steps " + std::to_string(o.decay_steps) + ": with --warmup more than --steps",
+    throw UsageError(c10::str("--decay-steps ", o.decay_steps, ": with --warmup more than --steps"),
                      "fewer --decay-steps");
   }
 }
@@ -132,11 +126,11 @@ void name_parameters(const TrainOptions& o, TrainJob& job) {
 }  // namespace
 
 std::string history_file(const TrainOptions& o, int rank) {
-  return o.stages > 1 ? o.history + ".rank" + std::to_string(rank) : o.history;
+  return o.stages > 1 ? c10::str(o.history, ".rank", rank) : o.history;
 }
 
 std::string history_to_go_on_with(const TrainOptions& o, int rank, int64_t after) {
-  const auto of_rank = [&](int64_t r) { return o.history + ".rank" + std::to_string(r); };
+  const auto of_rank = [&](int64_t r) { return c10::str(o.history, ".rank", r); };
   const bool whole = std::filesystem::exists(o.history), parted = std::filesystem::exists(of_rank(0));
   if (rank == 0) {
     if (whole && !parted && o.stages > 1) std::filesystem::rename(o.history, of_rank(0));
@@ -164,11 +158,8 @@ TrainJob prepare_job(const TrainOptions& o, TrainParts parts, const TrainHooks& 
   check_rates(o);
   device_of(o, 0);
   job.pipeline.gradient_groups = static_cast<int>(o.gradient_groups > 0 ? o.gradient_groups : o.replicas);
-  try {
-    check_gradient_groups(job.pipeline.gradient_groups, static_cast<int>(o.replicas), job.schedule);
-  } catch (const Error& e) {
-    throw UsageError("--gradient-groups: " + e.message(), e.remedy());
-  }
+  used_by("--gradient-groups",
+          [&] { check_gradient_groups(job.pipeline.gradient_groups, static_cast<int>(o.replicas), job.schedule); });
   check_going_on(o);
   for (const std::string& text : o.inject) job.faults.push_back(parse_fault(text, o, job.schedule));
   const std::string name = o.file.empty() ? "the model" : o.file;

@@ -51,6 +51,10 @@ struct TrainJob {
   int64_t rows = 0;  // of a step
 
   const GraphModule& module() const { return *program.module; }
+  std::string first_name(const std::string& name) const {
+    const auto found = first_names.find(name);
+    return found == first_names.end() ? name : found->second;
+  }
 };
 
 // Reads, checks and cuts: everything that can be wrong before processes meet. Throws UsageError or Error.

@@ -18,8 +18,7 @@ std::string tell(const std::string& what, const ScaleNode& node, const Metrics::
       what + " of " + (node.kind == NodeKind::CallFunction ? "%" + node.name + " (" + node.target + ")" : node.target);
   if (!node.module.empty()) text += " at " + node.module;
   if (!node.source.empty()) text += " (" + node.source + ")";
-  return text + ": " + std::to_string(data.nan_count) + " nan, " + std::to_string(data.inf_count) + " inf of " +
-         std::to_string(data.numel);
+  return c10::str(text, ": ", data.nan_count, " nan, ", data.inf_count, " inf of ", data.numel);
 }
 
 std::string first_bad(const ScalesGraph& graph) {

@@ -34,10 +34,10 @@ struct OwnRates {
 };
 
 OwnRates rates_of(const TrainOptions& o, const std::vector<ParameterGroup>& groups, bool tagged,
-                  const NamedTensor& parameter) {
+                  const std::string& name, const at::Tensor& parameter) {
   OwnRates own{o.lr, o.weight_decay.value_or(o.optimizer == "adamw" && !tagged ? 0.01 : 0)};
   for (const ParameterGroup& group : groups) {
-    if (!matches_pattern(group.pattern, parameter.name)) continue;
+    if (!matches_pattern(group.pattern, name)) continue;
     own.lr = group.lr.value_or(o.lr) * group.lr_factor.value_or(1);
     own.weight_decay = group.weight_decay.value_or(own.weight_decay);
     break;
@@ -46,29 +46,33 @@ OwnRates rates_of(const TrainOptions& o, const std::vector<ParameterGroup>& grou
   const optim::ScaledOptions others{.allow_non_unit_scaling_params = true};
   const optim::LrScale scale =
       o.optimizer == "sgd" ? optim::lr_scale_func_sgd(std::nullopt) : optim::lr_scale_func_adam;
-  const optim::Rates scaled =
-      optim::scaled_rates(parameter.tensor, parameter.name, scale, own.lr, own.weight_decay, others);
+  const optim::Rates scaled = optim::scaled_rates(parameter, name, scale, own.lr, own.weight_decay, others);
   return {scaled.lr, scaled.weight_decay};
 }
 
-template <class Options>
-Options adam_options(const TrainOptions& o, const OwnRates& own) {
-  return Options(own.lr).betas(std::make_tuple(o.beta1, o.beta2)).eps(o.eps).weight_decay(own.weight_decay);
-}
-
-torch::optim::SGDOptions sgd_options(const TrainOptions& o, const OwnRates& own) {
-  return torch::optim::SGDOptions(own.lr).momentum(o.momentum).nesterov(o.nesterov).weight_decay(own.weight_decay);
-}
-
+// `shared`: the options but for each parameter's own rates.
 template <class Base, class Options>
-std::unique_ptr<torch::optim::Optimizer> make(const std::vector<NamedTensor>& parameters,
-                                              const std::vector<OwnRates>& rates,
-                                              const std::function<Options(const OwnRates&)>& options) {
+std::unique_ptr<torch::optim::Optimizer> make(const NamedTensors& parameters, const std::vector<OwnRates>& rates,
+                                              const Options& shared) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    groups.emplace_back(std::vector<at::Tensor>{parameters[i].tensor}, std::make_unique<Options>(options(rates[i])));
+    auto own = std::make_unique<Options>(shared);
+    own->lr(rates[i].lr);
+    own->weight_decay(rates[i].weight_decay);
+    groups.emplace_back(std::vector<at::Tensor>{parameters[i].second}, std::move(own));
   }
-  return std::make_unique<Base>(std::move(groups), options(rates[0]));
+  return std::make_unique<Base>(std::move(groups), shared);
+}
+
+template <class Options>
+Options adam_options(const TrainOptions& o) {
+  return Options(o.lr).betas({o.beta1, o.beta2}).eps(o.eps);
+}
+
+std::vector<ParameterGroup> parse_groups(const TrainOptions& o) {
+  std::vector<ParameterGroup> groups;
+  for (const std::string& text : o.groups) groups.push_back(parse_group(text));
+  return groups;
 }
 
 }  // namespace
@@ -79,11 +83,8 @@ ParameterGroup parse_group(const std::string& text) {
   if (colon == std::string::npos || group.pattern.empty()) {
     throw UsageError("--group " + text + ": is no PATTERN: VALUES", kGroupExample);
   }
-  std::string rest = text.substr(colon + 1);
-  while (!rest.empty()) {
-    const size_t comma = rest.find(',');
-    const std::string part = trimmed(rest.substr(0, comma));
-    rest = comma == std::string::npos ? "" : rest.substr(comma + 1);
+  for (const std::string& each : split_commas(text.substr(colon + 1))) {
+    const std::string part = trimmed(each);
     const size_t equals = part.find('=');
     const std::string key = trimmed(part.substr(0, equals));
     bool factor = false;
@@ -99,8 +100,7 @@ ParameterGroup parse_group(const std::string& text) {
 
 std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options,
                                                      const std::vector<std::string>& names) {
-  std::vector<ParameterGroup> groups;
-  for (const std::string& text : options.groups) groups.push_back(parse_group(text));
+  const std::vector<ParameterGroup> groups = parse_groups(options);
   std::vector<std::vector<std::string>> fitting(groups.size());
   for (const std::string& name : names) {
     for (size_t g = 0; g < groups.size(); ++g) {
@@ -119,28 +119,35 @@ std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options
   return fitting;
 }
 
-Optimizer::Optimizer(const TrainOptions& o, bool tagged, const std::vector<NamedTensor>& parameters) {
+Optimizer::Optimizer(const TrainOptions& o, bool tagged, NamedTensors parameters) : parameters_(std::move(parameters)) {
   if (o.nesterov && (o.optimizer != "sgd" || o.momentum == 0)) {
     throw UsageError("--nesterov: is of --optimizer sgd with --momentum", "--optimizer sgd --momentum 0.9 --nesterov");
   }
-  std::vector<ParameterGroup> groups;
-  for (const std::string& text : o.groups) groups.push_back(parse_group(text));
+  const std::vector<ParameterGroup> groups = parse_groups(o);
   std::vector<OwnRates> rates;
-  for (const NamedTensor& parameter : parameters) {
-    rates.push_back(rates_of(o, groups, tagged, parameter));
+  for (const auto& [name, parameter] : parameters_) {
+    rates.push_back(rates_of(o, groups, tagged, name, parameter));
     peaks_.push_back(rates.back().lr);
   }
-  if (parameters.empty()) return;
+  if (parameters_.empty()) return;
+  using namespace torch::optim;
   if (o.optimizer == "sgd") {
-    optimizer_ = make<torch::optim::SGD, torch::optim::SGDOptions>(
-        parameters, rates, [&](const OwnRates& own) { return sgd_options(o, own); });
+    optimizer_ = make<SGD>(parameters_, rates, SGDOptions(o.lr).momentum(o.momentum).nesterov(o.nesterov));
   } else if (o.optimizer == "adam") {
-    optimizer_ = make<torch::optim::Adam, torch::optim::AdamOptions>(
-        parameters, rates, [&](const OwnRates& own) { return adam_options<torch::optim::AdamOptions>(o, own); });
+    optimizer_ = make<Adam>(parameters_, rates, adam_options<AdamOptions>(o));
   } else {
-    optimizer_ = make<torch::optim::AdamW, torch::optim::AdamWOptions>(
-        parameters, rates, [&](const OwnRates& own) { return adam_options<torch::optim::AdamWOptions>(o, own); });
+    optimizer_ = make<AdamW>(parameters_, rates, adam_options<AdamWOptions>(o));
   }
+}
+
+NamedTensors Optimizer::state(const std::function<bool(const std::string& name)>& of) const {
+  NamedTensors wanted = parameters_;
+  if (of) std::erase_if(wanted, [&](const auto& parameter) { return !of(parameter.first); });
+  return optimizer_ ? optimizer_state(*optimizer_, wanted) : NamedTensors();
+}
+
+void Optimizer::load_state(const std::string& place, const ReadState& read) {
+  if (optimizer_) load_optimizer_state(*optimizer_, parameters_, place, read);
 }
 
 void Optimizer::set_rate(double share) {

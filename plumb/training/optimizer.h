@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "plumb/pipeline/stage.h"
+#include "plumb/checkpoint/optimizer_state.h"
 #include "plumb/training/options.h"
 
 namespace plumb {
@@ -31,16 +31,18 @@ std::vector<std::vector<std::string>> names_by_group(const TrainOptions& options
 class Optimizer {
  public:
   // `parameters`: this rank's. With none, every call does nothing.
-  Optimizer(const TrainOptions& options, bool tagged, const std::vector<NamedTensor>& parameters);
+  Optimizer(const TrainOptions& options, bool tagged, NamedTensors parameters);
 
   // Every parameter's rate as this share of its peak.
   void set_rate(double share);
   void step();
 
-  // For its state; null if there are no parameters.
-  torch::optim::Optimizer* torch() const { return optimizer_.get(); }
+  // As checkpoint/optimizer_state.h has it; `of`: the parameters whose state is wanted.
+  NamedTensors state(const std::function<bool(const std::string& name)>& of = {}) const;
+  void load_state(const std::string& place, const ReadState& read);
 
  private:
+  NamedTensors parameters_;
   std::vector<double> peaks_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };

@@ -9,6 +9,7 @@
 #include <toml++/toml.h>
 
 #include "plumb/core/error.h"
+#include "plumb/core/input_file.h"
 #include "plumb/core/join.h"
 #include "plumb/core/number_text.h"
 #include "plumb/schedule/generators.h"
@@ -19,6 +20,23 @@ namespace {
 
 using O = TrainOptions;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+constexpr bool kSameRun = true;
+constexpr int64_t kLeast = std::numeric_limits<int64_t>::min(), kMost = std::numeric_limits<int64_t>::max();
+using Choices = std::vector<std::string>;
+const NumberCheck kAnything;
+
+TrainField field(std::string name, TrainField::Member member, std::string help, NumberCheck check,
+                 bool same_run = false) {
+  return {std::move(name), member, std::move(help), {}, std::move(check), false, same_run};
+}
+TrainField field(std::string name, TrainField::Member member, std::string help, Choices choices,
+                 bool same_run = false) {
+  return {std::move(name), member, std::move(help), std::move(choices), {}, false, same_run};
+}
+TrainField list(std::string name, TrainField::Member member, std::string help, bool same_run = false) {
+  return {std::move(name), member, std::move(help), {}, {}, true, same_run};
+}
 
 // Each part of the table keeps the order of the help.
 std::vector<TrainField> data_fields() {
@@ -31,200 +49,110 @@ std::vector<TrainField> data_fields() {
        "files; or a .pt, .npy or .safetensors of the inputs, one row a sample (several: by name, or a list or tuple). "
        "Rows, or windows of tokens, are drawn without repetition until all have been"},
       {"data-pattern", &O::data_pattern, "Of a folder's files, by their path in it: '*.py'"},
-      {"token-type", &O::token_type, "Of raw tokens: u8, u16 or i32", {"u8", "u16", "i32"}, {}, false, true},
+      field("token-type", &O::token_type, "Of raw tokens: u8, u16 or i32", Choices{"u8", "u16", "i32"}, kSameRun),
       {"targets", &O::targets,
        "A .pt, .npy or .safetensors, one row a sample (default: the tensor 'targets' of a .safetensors given as "
        "--data); tokens are their own targets"},
       {"mask", &O::mask, "As --targets, of true and false, of the targets' shape: which of them count in the loss"},
-      {"loss",
-       &O::loss,
-       "cross_entropy, mse, or output: the model returns its loss",
-       {"cross_entropy", "mse", "output"},
-       {},
-       false,
-       true},
-      {"ignore-index",
-       &O::ignore_index,
-       "With --loss cross_entropy: the target that does not count",
-       {},
-       whole_number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()),
-       false,
-       true},
-      {"shuffle",
-       &O::shuffle,
-       "Rows in an order by the seed, another one each epoch; with --no-shuffle as the data stands",
-       {},
-       {},
-       false,
-       true},
+      field("loss", &O::loss, "cross_entropy, mse, or output: the model returns its loss",
+            Choices{"cross_entropy", "mse", "output"}, kSameRun),
+      field("ignore-index", &O::ignore_index, "With --loss cross_entropy: the target that does not count",
+            whole_number(kLeast, kMost), kSameRun),
+      field("shuffle", &O::shuffle,
+            "Rows in an order by the seed, another one each epoch; with --no-shuffle as the data stands", kAnything,
+            kSameRun),
   };
 }
 
 std::vector<TrainField> optimizer_fields() {
   const auto share = number_within(0, 1), not_negative = number_within(0, kInfinity);
   return {
-      {"optimizer",
-       &O::optimizer,
-       "adamw, adam or sgd; with u-muP's learning rates for a file whose parameters are "
-       "tagged",
-       {"adamw", "adam", "sgd"},
-       {},
-       false,
-       true},
-      {"lr", &O::lr, "Learning rate", {}, positive_number, false, true},
-      {"beta1",
-       &O::beta1,
-       "Of adamw and adam: the decay of the mean of gradients",
-       {},
-       number_within(0, 0.9999999),
-       false,
-       true},
-      {"beta2",
-       &O::beta2,
-       "Of adamw and adam: the decay of the mean of their squares",
-       {},
-       number_within(0, 0.9999999),
-       false,
-       true},
-      {"eps", &O::eps, "Of adamw and adam: added to the root", {}, not_negative, false, true},
-      {"weight-decay",
-       &O::weight_decay,
-       "Not given: 0.01 for adamw, else 0; 0 for tagged files, where it does not depend on the learning rate",
-       {},
-       not_negative,
-       false,
-       true},
-      {"momentum", &O::momentum, "Of sgd", {}, share, false, true},
-      {"nesterov", &O::nesterov, "Of sgd: Nesterov's momentum", {}, {}, false, true},
-      {"group",
-       &O::groups,
-       "'PATTERN: weight_decay=0, lr=0.1x': other values for the parameters whose names fit (* and ?); x is times "
-       "--lr. As often as wanted, the first that fits counts",
-       {},
-       {},
-       false,
-       true},
-      {"clip", &O::clip, "Scale gradients down to this global norm; 0: never", {}, not_negative, false, true},
-      {"rate",
-       &O::rate,
-       "The learning rate over the steps: constant, linear or cosine (down to --final-rate), wsd (constant, then "
-       "linear in the last --decay-steps)",
-       {"constant", "linear", "cosine", "wsd"},
-       {},
-       false,
-       true},
-      {"warmup", &O::warmup, "Steps in which the rate grows from 0", {}, whole_number(0), false, true},
-      {"decay-steps", &O::decay_steps, "Of --rate wsd; 0: a fifth of the steps", {}, whole_number(0), false, true},
-      {"final-rate", &O::final_rate, "The share of --lr that the rate falls to", {}, share, false, true},
+      field("optimizer", &O::optimizer,
+            "adamw, adam or sgd; with u-muP's learning rates for a file whose parameters are tagged",
+            Choices{"adamw", "adam", "sgd"}, kSameRun),
+      field("lr", &O::lr, "Learning rate", positive_number, kSameRun),
+      field("beta1", &O::beta1, "Of adamw and adam: the decay of the mean of gradients", number_within(0, 0.9999999),
+            kSameRun),
+      field("beta2", &O::beta2, "Of adamw and adam: the decay of the mean of their squares",
+            number_within(0, 0.9999999), kSameRun),
+      field("eps", &O::eps, "Of adamw and adam: added to the root", not_negative, kSameRun),
+      field("weight-decay", &O::weight_decay,
+            "Not given: 0.01 for adamw, else 0; 0 for tagged files, where it does not depend on the learning rate",
+            not_negative, kSameRun),
+      field("momentum", &O::momentum, "Of sgd", share, kSameRun),
+      field("nesterov", &O::nesterov, "Of sgd: Nesterov's momentum", kAnything, kSameRun),
+      field("group", &O::groups,
+            "'PATTERN: weight_decay=0, lr=0.1x': other values for the parameters whose names fit (* and ?); x is times "
+            "--lr. As often as wanted, the first that fits counts",
+            kAnything, kSameRun),
+      field("clip", &O::clip, "Scale gradients down to this global norm; 0: never", not_negative, kSameRun),
+      field("rate", &O::rate,
+            "The learning rate over the steps: constant, linear or cosine (down to --final-rate), wsd (constant, then "
+            "linear in the last --decay-steps)",
+            Choices{"constant", "linear", "cosine", "wsd"}, kSameRun),
+      field("warmup", &O::warmup, "Steps in which the rate grows from 0", whole_number(0), kSameRun),
+      field("decay-steps", &O::decay_steps, "Of --rate wsd; 0: a fifth of the steps", whole_number(0), kSameRun),
+      field("final-rate", &O::final_rate, "The share of --lr that the rate falls to", share, kSameRun),
   };
 }
 
 std::vector<TrainField> step_fields() {
   return {
-      {"steps", &O::steps, "Optimiser steps", {}, whole_number(1)},
-      {"batch",
-       &O::batch,
-       "Rows of a step (0: the file's batch times the microbatches, pipelines and --accumulate)",
-       {},
-       whole_number(0, std::numeric_limits<int64_t>::max())},
-      {"microbatches",
-       &O::microbatches,
-       "Parts of a batch, each as long as the file's own batch",
-       {},
-       whole_number(1, 65536)},
-      {"accumulate",
-       &O::accumulate,
-       "Run the schedule so many times for a step of the optimiser",
-       {},
-       whole_number(1, 65536),
-       false,
-       true},
-      {"autocast",
-       &O::autocast,
-       "bf16: products and convolutions in bfloat16, forward and backward, their results cast back to float32",
-       {"none", "bf16"},
-       {},
-       false,
-       true},
-      {"seed",
-       &O::seed,
-       "Of the order of samples, and of dropout",
-       {},
-       whole_number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()),
-       false,
-       true},
+      field("steps", &O::steps, "Optimiser steps", whole_number(1)),
+      field("batch", &O::batch,
+            "Rows of a step (0: the file's batch times the microbatches, pipelines and --accumulate)",
+            whole_number(0, kMost)),
+      field("microbatches", &O::microbatches, "Parts of a batch, each as long as the file's own batch",
+            whole_number(1, 65536)),
+      field("accumulate", &O::accumulate, "Run the schedule so many times for a step of the optimiser",
+            whole_number(1, 65536), kSameRun),
+      field("autocast", &O::autocast,
+            "bf16: products and convolutions in bfloat16, forward and backward, their results cast back to float32",
+            Choices{"none", "bf16"}, kSameRun),
+      field("seed", &O::seed, "Of the order of samples, and of dropout", whole_number(kLeast, kMost), kSameRun),
       {"eval-data", &O::eval_data, "Held-out data, of the kind of --data: its loss at the end, and every --eval-every"},
       {"eval-targets", &O::eval_targets, "The targets of --eval-data"},
-      {"eval-every",
-       &O::eval_every,
-       "Evaluate each time so many steps are done; 0: at the end only",
-       {},
-       whole_number(0)},
-      {"eval-batches", &O::eval_batches, "So many batches of --eval-data each time; 0: all of it", {}, whole_number(0)},
+      field("eval-every", &O::eval_every, "Evaluate each time so many steps are done; 0: at the end only",
+            whole_number(0)),
+      field("eval-batches", &O::eval_batches, "So many batches of --eval-data each time; 0: all of it",
+            whole_number(0)),
   };
 }
 
 std::vector<TrainField> layout_fields() {
   return {
-      {"stages",
-       &O::stages,
-       "Pipeline processes; plumb starts them itself, or runs under torchrun",
-       {},
-       whole_number(1, 1024)},
-      {"at",
-       &O::at,
-       "Cut before these modules, or after NAME:end: --at layers.2,layers.4:end (default: marks, else balanced)",
-       {},
-       {},
-       true},
-      {"transmit",
-       &O::transmit,
-       "Parameters of several stages, or all of them, that the first stage which uses them sends to the others "
-       "(default: each stage has a copy)",
-       {},
-       {},
-       true},
-      {"wire",
-       &O::wire,
-       "e4m3fn,e5m2: formats of values between stages and of their gradients, none for either as it is. Both are "
-       "rounded as a part of the model and travel as codes, a byte each",
-       {},
-       {},
-       true,
-       true},
-      {"wire-exclude",
-       &O::wire_exclude,
-       "Values between stages that travel as they are, by name (* and ?)",
-       {},
-       {},
-       true,
-       true},
+      field("stages", &O::stages, "Pipeline processes; plumb starts them itself, or runs under torchrun",
+            whole_number(1, 1024)),
+      list("at", &O::at,
+           "Cut before these modules, or after NAME:end: --at layers.2,layers.4:end (default: marks, else balanced)"),
+      list("transmit", &O::transmit,
+           "Parameters of several stages, or all of them, that the first stage which uses them sends to the others "
+           "(default: each stage has a copy)"),
+      list("wire", &O::wire,
+           "e4m3fn,e5m2: formats of values between stages and of their gradients, none for either as it is. Both are "
+           "rounded as a part of the model and travel as codes, a byte each",
+           kSameRun),
+      list("wire-exclude", &O::wire_exclude, "Values between stages that travel as they are, by name (* and ?)",
+           kSameRun),
       {"schedule", &O::schedule, join(schedule_names()) + ", or a .csv table (plumb plan writes them)"},
-      {"data-parallel",
-       &O::replicas,
-       "So many pipelines beside each other, on parts of the batch of their own; gradients are summed",
-       {},
-       whole_number(1)},
-      {"gradient-groups",
-       &O::gradient_groups,
-       "The microbatches of all pipelines are so many groups, each summed in order, and the groups' sums in a binary "
-       "tree: with the same groups losses and weights are the same bits at every --data-parallel (0: those of the run "
-       "that goes on, else as many as --data-parallel)",
-       {},
-       whole_number(0, 65536)},
-      {"recompute",
-       &O::recompute,
-       "cheap: the backward computes results of gelu, norms and the like again instead of keeping them, bit for bit "
-       "the same; none: it keeps everything",
-       {"cheap", "none"}},
+      field("data-parallel", &O::replicas,
+            "So many pipelines beside each other, on parts of the batch of their own; gradients are summed",
+            whole_number(1)),
+      field("gradient-groups", &O::gradient_groups,
+            "The microbatches of all pipelines are so many groups, each summed in order, and the groups' sums in a "
+            "binary tree: with the same groups losses and weights are the same bits at every --data-parallel (0: those "
+            "of the run that goes on, else as many as --data-parallel)",
+            whole_number(0, 65536)),
+      field("recompute", &O::recompute,
+            "cheap: the backward computes results of gelu, norms and the like again instead of keeping them, bit for "
+            "bit the same; none: it keeps everything",
+            Choices{"cheap", "none"}),
       {"device", &O::device,
        "cpu, cuda, ...: where stages compute; each process of a host has the device of its own number there"},
-      {"threads",
-       &O::threads,
-       "Of each process (0: the cores shared out). With the same number losses are equal bit for bit whatever the "
-       "stages, but for weights tied across stages (gradients are summed in another order, or --transmit)",
-       {},
-       whole_number(0, 1024)},
+      field("threads", &O::threads,
+            "Of each process (0: the cores shared out). With the same number losses are equal bit for bit whatever the "
+            "stages, but for weights tied across stages (gradients are summed in another order, or --transmit)",
+            whole_number(0, 1024)),
   };
 }
 
@@ -233,29 +161,23 @@ std::vector<TrainField> checkpoint_fields() {
       {"checkpoints", &O::checkpoints,
        "A folder for checkpoints. A training that finds one there goes on from it, at any --stages and --schedule, "
        "with the losses and weights of one that was not stopped. SIGTERM: a checkpoint, then exit code 75"},
-      {"checkpoint-every",
-       &O::checkpoint_every,
-       "Steps between checkpoints; 0: at the end and when stopped only",
-       {},
-       whole_number(0)},
-      {"keep-last", &O::keep_last, "So many of the newest checkpoints are kept; 0: all", {}, whole_number(0)},
-      {"keep-every", &O::keep_every, "Those of steps that this divides are kept, too; 0: none", {}, whole_number(0)},
+      field("checkpoint-every", &O::checkpoint_every, "Steps between checkpoints; 0: at the end and when stopped only",
+            whole_number(0)),
+      field("keep-last", &O::keep_last, "So many of the newest checkpoints are kept; 0: all", whole_number(0)),
+      field("keep-every", &O::keep_every, "Those of steps that this divides are kept, too; 0: none", whole_number(0)),
       {"resume", &O::resume, "Go on from the newest checkpoint; with --no-resume begin at the first step"},
-      {"max-restarts",
-       &O::max_restarts,
-       "Where plumb starts the processes: make up for so many that are killed, hang or fail. The others keep theirs; "
-       "the state comes from memory that they hold, too, or from the last checkpoint",
-       {},
-       whole_number(0, 1000000)},
-      {"spares",
-       &O::spares,
-       "With --max-restarts: so many processes more, that have read the model and wait to take a lost one's place",
-       {},
-       whole_number(0, 1000)},
+      field("max-restarts", &O::max_restarts,
+            "Where plumb starts the processes: make up for so many that are killed, hang or fail. The others keep "
+            "theirs; the state comes from memory that they hold, too, or from the last checkpoint",
+            whole_number(0, 1000000)),
+      field("spares", &O::spares,
+            "With --max-restarts: so many processes more, that have read the model and wait to take a lost one's place",
+            whole_number(0, 1000)),
       {"recut", &O::recut,
        "With --max-restarts: when no spare is left, go on with fewer processes at another cut and schedule, instead of "
        "starting a new one"},
-      {"patience", &O::patience, "Seconds that a rank which does not answer is waited for", {}, whole_number(1, 86400)},
+      field("patience", &O::patience, "Seconds that a rank which does not answer is waited for",
+            whole_number(1, 86400)),
       {"inject", &O::inject, "A fault for drills, once: 'kill rank 2 at 1F3 of step 7'; kill, stop (SIGSTOP) or raise"},
   };
 }
@@ -277,7 +199,7 @@ std::vector<TrainField> output_fields() {
        "FILE.rank1, ..."},
       {"timeline", &O::timeline,
        "Draw the last step beside its simulations (.svg), or write it for Perfetto and chrome://tracing (.json)"},
-      {"timeline-steps", &O::timeline_steps, "So many of the last steps, in a .json time line", {}, whole_number(1)},
+      field("timeline-steps", &O::timeline_steps, "So many of the last steps, in a .json time line", whole_number(1)),
       {"csv", &O::csv,
        "A table of the steps: loss, rate, norm of the gradients, rows and tokens a second, memory of the largest rank, "
        "seconds, evaluations"},
@@ -320,7 +242,7 @@ const std::vector<TrainField>& train_fields() {
 
 const TrainField& train_field(const std::string& name) {
   std::string wanted = name;
-  std::replace(wanted.begin(), wanted.end(), '_', '-');
+  std::ranges::replace(wanted, '_', '-');
   for (const TrainField& field : train_fields()) {
     if (field.name == wanted) return field;
   }
@@ -335,15 +257,6 @@ namespace {
                    field.choices.empty() ? "plumb train --help" : join(field.choices));
 }
 
-std::vector<std::string> parted(const std::vector<std::string>& texts) {
-  std::vector<std::string> parts;
-  for (const std::string& text : texts) {
-    std::istringstream stream(text);
-    for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
-  }
-  return parts;
-}
-
 template <class T>
 std::string shortest(T value) {
   char text[64];
@@ -352,14 +265,22 @@ std::string shortest(T value) {
 
 }  // namespace
 
+std::vector<std::string> split_commas(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
+  return parts;
+}
+
 void set_field(TrainOptions& options, const TrainField& field, const std::vector<std::string>& texts) {
   if (field.is_list()) {
-    options.*std::get<std::vector<std::string> O::*>(field.member) = field.commas ? parted(texts) : texts;
+    options.*std::get<std::vector<std::string> O::*>(field.member) =
+        field.commas ? split_commas(join(texts, {}, ",")) : texts;
     return;
   }
   if (texts.size() != 1) refuse(field, "takes one value, got " + std::to_string(texts.size()));
   const std::string& text = texts[0];
-  if (!field.choices.empty() && std::find(field.choices.begin(), field.choices.end(), text) == field.choices.end()) {
+  if (!field.choices.empty() && std::ranges::find(field.choices, text) == field.choices.end()) {
     refuse(field, "'" + text + "' is not known");
   }
   if (field.check) {
@@ -387,6 +308,13 @@ std::vector<std::string> field_texts(const TrainOptions& options, const TrainFie
   return value ? std::vector<std::string>{shortest(*value)} : std::vector<std::string>();
 }
 
+TrainOptions read_options(const std::string& config, const FieldTexts& texts) {
+  TrainOptions options;
+  if (!config.empty()) read_toml(options, read_file(config), config);
+  for (const auto& [name, texts_of] : texts) set_field(options, train_field(name), texts_of);
+  return options;
+}
+
 std::string to_toml(const TrainOptions& options) {
   std::ostringstream out;
   const auto quoted = [](const std::string& text) {
@@ -402,9 +330,7 @@ std::string to_toml(const TrainOptions& options) {
     }
     out << field.name << " = ";
     if (field.is_list()) {
-      out << "[";
-      for (size_t i = 0; i < texts.size(); ++i) out << (i == 0 ? "" : ", ") << quoted(texts[i]);
-      out << "]\n";
+      out << "[" << join(texts, quoted) << "]\n";
     } else {
       const bool text = std::holds_alternative<std::string O::*>(field.member);
       out << (text ? quoted(texts[0]) : texts[0]) << "\n";
@@ -427,7 +353,7 @@ std::optional<std::string> text_of_value(const toml::node& node) {
 }  // namespace
 
 void read_toml(TrainOptions& options, const std::string& text, const std::string& file) {
-  const auto place = [&](const toml::source_region& at) { return file + ":" + std::to_string(at.begin.line) + ": "; };
+  const auto place = [&](const toml::source_region& at) { return c10::str(file, ":", at.begin.line, ": "); };
   toml::table document;
   try {
     document = toml::parse(text);
@@ -437,7 +363,7 @@ void read_toml(TrainOptions& options, const std::string& text, const std::string
   }
   for (const auto& [key, node] : document) {
     const std::string name(key.str());
-    try {
+    prefixed(place(key.source()), [&, &node = node] {
       const TrainField& field = train_field(name);
       std::vector<std::string> texts;
       if (const toml::array* list = node.as_array(); list != nullptr && field.is_list()) {
@@ -448,9 +374,7 @@ void read_toml(TrainOptions& options, const std::string& text, const std::string
         refuse(field, "is no text, number, true or false");
       }
       set_field(options, field, texts);
-    } catch (const Error& e) {
-      throw Error(e.kind(), place(key.source()) + e.message(), "", e.remedy());
-    }
+    });
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <variant>
@@ -76,11 +77,18 @@ const std::vector<TrainField>& train_fields();
 // By name, "_" and "-" alike. Throws Error(UnknownName) with near names.
 const TrainField& train_field(const std::string& name);
 
+// "a,b" is a and b.
+std::vector<std::string> split_commas(const std::string& text);
+
 // Sets a field from texts, as they stand on a command line: one, or any number for a list; "true" or "false" for a
 // flag. Throws UsageError "--steps: 0 is no whole number of 1 or more".
 void set_field(TrainOptions& options, const TrainField& field, const std::vector<std::string>& texts);
 // Its value as such texts; none for an optional one that is not set.
 std::vector<std::string> field_texts(const TrainOptions& options, const TrainField& field);
+
+// Texts of fields by their names, on top of those of a TOML file ("": none).
+using FieldTexts = std::map<std::string, std::vector<std::string>>;
+TrainOptions read_options(const std::string& config, const FieldTexts& texts);
 
 // Every option, a line each, as a TOML document that read_toml() takes: "# weight-decay: not set" for what is not.
 std::string to_toml(const TrainOptions& options);

@@ -1,18 +1,13 @@
 #include "plumb/training/run_checkpoints.h"
 
-#include <ATen/ops/full.h>
-
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <future>
 #include <random>
-#include <set>
 
 #include "plumb/checkpoint/checkpoint.h"
 #include "plumb/checkpoint/checkpoint_json.h"
-#include "plumb/checkpoint/optimizer_state.h"
-#include "plumb/pipeline/broadcast.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -21,41 +16,27 @@ namespace {
 constexpr int kVersion = 1;
 constexpr std::chrono::seconds kPatience{3};  // less than the launcher's
 
-NamedTensors as_pairs(const std::vector<NamedTensor>& parameters) {
-  NamedTensors pairs;
-  for (const NamedTensor& p : parameters) pairs.emplace_back(p.name, p.tensor);
-  return pairs;
-}
-
-std::string first_name(const TrainJob& job, const std::string& name) {
-  const auto found = job.first_names.find(name);
-  return found == job.first_names.end() ? name : found->second;
-}
-
 }  // namespace
 
 RunCheckpoints::RunCheckpoints(const TrainOptions& o, TrainJob& job, const ProcessGroup& world,
-                               const ReplicatedGroups& groups, const std::vector<NamedTensor>& parameters,
-                               Optimizer& optimizer)
-    : options_(o), job_(job), world_(world), groups_(groups), parameters_(parameters), optimizer_(optimizer) {
+                               const ReplicatedGroups& groups, Optimizer& optimizer)
+    : options_(o), job_(job), world_(world), groups_(groups), optimizer_(optimizer) {
   const int rank = groups.pipeline.rank();
+  const std::vector<int> own_stages = job.schedule.placement.stages_of(rank);
   std::set<std::string> taken;  // by first name: the first stage's rank has it
   for (int stage = 0; stage < job.pipe->num_stages(); ++stage) {
     const bool owner = job.schedule.placement.rank_of(stage, 0) == rank;
-    bool here = owner;
-    for (int m = 0; m < job.schedule.num_microbatches; ++m) {
-      here = here || job.schedule.placement.rank_of(stage, m) == rank;
-    }
+    const bool here = std::ranges::count(own_stages, stage) > 0;
     for (const Attr& attr : job.pipe->stage(stage)->state()) {
       if (attr.kind == AttrKind::Constant) continue;
-      const std::string name = first_name(job, attr.name);
+      const std::string name = job.first_name(attr.name);
       if (here) held_.emplace_back(name, attr.tensor);
       if (taken.insert(name).second && owner) part_.model.emplace_back(name, attr.tensor);
     }
   }
   for (const Attr& attr : job.module().state()) {
     if (attr.kind == AttrKind::Constant) continue;
-    const std::string name = first_name(job, attr.name);
+    const std::string name = job.first_name(attr.name);
     if (name != attr.name) part_.ties[attr.name] = name;
     if (taken.insert(name).second) {  // no stage uses it
       held_.emplace_back(name, attr.tensor);
@@ -63,16 +44,13 @@ RunCheckpoints::RunCheckpoints(const TrainOptions& o, TrainJob& job, const Proce
     }
   }
   part_.unit_scaled = is_unit_scaled();
-  for (const auto& [name, tensor] : part_.model) owned_.push_back(name);
-  std::sort(owned_.begin(), owned_.end());
-  const at::Tensor id = at::full({1}, static_cast<int64_t>(std::random_device()()), at::kLong);
-  broadcast(world, id, 0);
+  for (const auto& [name, tensor] : part_.model) owned_.insert(name);
+  const int64_t id = of_rank_0(world, std::random_device()());
   if (groups.replicas.rank() != 0) return;
   CheckpointOptions keep;
   keep.keep_last = static_cast<int>(o.keep_last);
   keep.keep_every = o.keep_every;
-  writer_ = std::make_unique<CheckpointWriter>(o.checkpoints, rank, groups.pipeline.size(),
-                                               std::to_string(id.item<int64_t>()), keep);
+  writer_ = std::make_unique<CheckpointWriter>(o.checkpoints, rank, groups.pipeline.size(), std::to_string(id), keep);
 }
 
 bool RunCheckpoints::is_unit_scaled() const { return job_.tagged && !job_.program.unit_scaled_layers; }
@@ -145,13 +123,8 @@ void RunCheckpoints::take_gradient_groups(const nlohmann::json& state, const std
 int64_t RunCheckpoints::resume(std::vector<std::string>& told) {
   if (!options_.resume) return 0;
   std::optional<Checkpoint> checkpoint;
-  const at::Tensor step = at::full({1}, -1, at::kLong);
-  if (world_.rank() == 0) {
-    checkpoint = Checkpoint::newest(options_.checkpoints, &told);
-    if (checkpoint) step.fill_(checkpoint->step());
-  }
-  broadcast(world_, step, 0);
-  const auto newest = step.item<int64_t>();
+  if (world_.rank() == 0) checkpoint = Checkpoint::newest(options_.checkpoints, &told);
+  const int64_t newest = of_rank_0(world_, checkpoint ? checkpoint->step() : -1);
   if (newest < 0) return 0;
   if (!checkpoint) {
     checkpoint = Checkpoint::open((std::filesystem::path(options_.checkpoints) / checkpoint_name(newest)).string());
@@ -160,7 +133,7 @@ int64_t RunCheckpoints::resume(std::vector<std::string>& told) {
   check_same_run(state, checkpoint->folder());
   take_gradient_groups(state, checkpoint->folder());
   checkpoint->load(held_);
-  if (optimizer_.torch() != nullptr) load_optimizer_state(*optimizer_.torch(), as_pairs(parameters_), *checkpoint);
+  optimizer_.load_state(checkpoint->folder(), reader_of(*checkpoint));
   job_.batches->load_state(state.value("data", nlohmann::json()));
   last_saved_ = newest;
   return newest;
@@ -172,13 +145,7 @@ void RunCheckpoints::save(int64_t step, bool now) {
   last_saved_ = step;
   if (!writer_) return;
   CheckpointPart part = part_;
-  if (optimizer_.torch() != nullptr) {
-    NamedTensors mine;
-    for (const NamedTensor& p : parameters_) {
-      if (std::binary_search(owned_.begin(), owned_.end(), p.name)) mine.emplace_back(p.name, p.tensor);
-    }
-    part.optimizer = optimizer_state(*optimizer_.torch(), mine);
-  }
+  part.optimizer = optimizer_.state([&](const std::string& name) { return owned_.contains(name); });
   writer_->save(step, part, state(step));
 }
 

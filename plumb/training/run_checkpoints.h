@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -16,9 +17,9 @@ namespace plumb {
 // generator to keep. Ranks of the first pipeline write, each the tensors whose first stage it holds.
 class RunCheckpoints {
  public:
-  // All ranks of `world` make it together. `parameters`: those of `optimizer`.
+  // All ranks of `world` make it together.
   RunCheckpoints(const TrainOptions& options, TrainJob& job, const ProcessGroup& world, const ReplicatedGroups& groups,
-                 const std::vector<NamedTensor>& parameters, Optimizer& optimizer);
+                 Optimizer& optimizer);
 
   // Loads the newest whole checkpoint of the folder into the stages, the optimiser and the data, takes its gradient
   // groups into job.pipeline if options give none, and answers its step; 0 if there is none, or options.resume is off.
@@ -43,11 +44,10 @@ class RunCheckpoints {
   TrainJob& job_;
   ProcessGroup world_;
   ReplicatedGroups groups_;
-  const std::vector<NamedTensor>& parameters_;
   Optimizer& optimizer_;
   NamedTensors held_;                         // parameters and buffers of this rank's stages, by their first names
   CheckpointPart part_;                       // of this rank; the optimiser's follows at each save
-  std::vector<std::string> owned_;            // names of parameters whose state this rank saves
+  std::set<std::string> owned_;               // names of parameters whose state this rank saves
   std::unique_ptr<CheckpointWriter> writer_;  // null: another pipeline's rank
   int64_t last_saved_ = -1;
 };

@@ -133,7 +133,7 @@ std::string RunLog::add(const StepNumbers& n, bool last) {
 void RunLog::write_page() const {
   const StepNumbers& now = steps_.back();
   HtmlReport report("Training", options_.file.empty() ? "a model" : options_.file);
-  std::vector<Figure> figures = {{std::to_string(now.step) + " of " + std::to_string(options_.steps), "steps", ""},
+  std::vector<Figure> figures = {{c10::str(now.step, " of ", options_.steps), "steps", ""},
                                  {short_number(now.loss), "loss", ""},
                                  now.tokens_per_second > 0
                                      ? Figure{short_number(now.tokens_per_second), "tokens a second", ""}
@@ -164,6 +164,41 @@ void RunLog::write_page() const {
   if (const auto view = recorded(options_)) report.section("Scales").prose(conclusion(*view)).add(*view);
   report.section("Options").code(to_toml(options_));
   report.write(options_.page);
+}
+
+void check_timeline(const std::string& path) {
+  if (path.empty()) return;
+  if (!path.ends_with(".svg") && !path.ends_with(".json")) {
+    throw UsageError("--timeline " + path + ": is neither .svg nor .json", "--timeline step.svg");
+  }
+  check_writable("--timeline", path);
+}
+
+MeasuredStep draw_timeline(const std::string& path, const Schedule& schedule,
+                           const std::vector<std::vector<TimelineEvent>>& steps, int last) {
+  MeasuredStep step = measured_step(schedule, steps.back());
+  if (path.ends_with(".json")) {
+    // One clock for all steps.
+    double first = INFINITY;
+    for (const auto& events : steps) {
+      for (const TimelineEvent& e : events) first = std::min(first, e.waiting);
+    }
+    std::vector<TimelineRun> runs;
+    int number = last - static_cast<int>(steps.size());
+    for (const auto& events : steps) {
+      TimelineRun run = timeline_of(events, "step " + std::to_string(++number));
+      double begin = INFINITY;
+      for (const TimelineEvent& e : events) begin = std::min(begin, e.waiting);
+      for (TimelineAction& a : run.actions) {
+        for (double* t : {&a.waiting, &a.start, &a.end}) *t += begin - first;
+      }
+      runs.push_back(std::move(run));
+    }
+    write_file_atomically(path, to_trace(runs));
+  } else {
+    write_file_atomically(path, to_svg(step.chart));
+  }
+  return step;
 }
 
 }  // namespace plumb

@@ -1,4 +1,4 @@
-// Files that a training writes while it runs: a table, TensorBoard's events, a page.
+// Files that a training writes while it runs: a table, TensorBoard's events, a page; and its time line.
 #pragma once
 
 #include <chrono>
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "plumb/analysis/adapters.h"
 #include "plumb/recording/event_file.h"
 #include "plumb/training/options.h"
 
@@ -44,5 +45,14 @@ class RunLog {
   std::vector<StepNumbers> steps_;
   std::chrono::steady_clock::time_point next_page_;
 };
+
+// Throws UsageError for a name of another kind, Error where no file can be written. "" is none.
+void check_timeline(const std::string& path);
+
+// Writes `path`: a picture of the last step beside its simulations (.svg; measured_step), or trace events of all steps
+// for chrome://tracing and Perfetto (.json). Each step's events are those of all ranks, on the clock of the ranks; the
+// last of `steps` is the step `last`.
+MeasuredStep draw_timeline(const std::string& path, const Schedule& schedule,
+                           const std::vector<std::vector<TimelineEvent>>& steps, int last);
 
 }  // namespace plumb

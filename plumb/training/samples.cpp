@@ -28,9 +28,9 @@ void check_memory(int64_t batch, double bytes_of_row) {
   const double has = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGE_SIZE));
   if (needs <= has) return;
   auto gib = [](double bytes) { return short_number(bytes / (1 << 30)) + " GiB"; };
-  throw UsageError("--batch: the inputs of a step of " + std::to_string(batch) + " rows need " + gib(needs) +
-                       ", this machine has " + gib(has),
-                   "a smaller --batch, or fewer --microbatches");
+  throw UsageError(
+      c10::str("--batch: the inputs of a step of ", batch, " rows need ", gib(needs), ", this machine has ", gib(has)),
+      "a smaller --batch, or fewer --microbatches");
 }
 
 namespace {
@@ -87,8 +87,7 @@ class TokenWindows : public Samples {
     }
     length_ = ids.sizes[1];
     if (tokens_->size() < length_ + 1) {
-      throw UsageError(data_ + ": has " + std::to_string(tokens_->size()) + " tokens, one sample needs " +
-                           std::to_string(length_ + 1),
+      throw UsageError(c10::str(data_, ": has ", tokens_->size(), " tokens, one sample needs ", length_ + 1),
                        "a longer file, or another --token-type");
     }
   }
@@ -101,9 +100,9 @@ class TokenWindows : public Samples {
     const at::Tensor all = at::stack(windows);
     const auto largest = all.max().item<int64_t>(), least = all.min().item<int64_t>();
     if (vocabulary_ && (largest >= *vocabulary_ || least < 0)) {
-      throw UsageError(data_ + ": has token " + std::to_string(least < 0 ? least : largest) +
-                           ", the model knows 0 to " + std::to_string(*vocabulary_ - 1),
-                       "another --token-type, or tokens of the model's own tokenizer");
+      throw UsageError(
+          c10::str(data_, ": has token ", least < 0 ? least : largest, ", the model knows 0 to ", *vocabulary_ - 1),
+          "another --token-type, or tokens of the model's own tokenizer");
     }
     const at::Tensor ids = all.narrow(1, 0, length_).contiguous(), next = all.narrow(1, 1, length_).contiguous();
     return with_targets_ ? Batch{{ids, next}, {}} : Batch{{ids}, {next}};
@@ -237,14 +236,12 @@ int64_t rows_of_step(const TrainOptions& o, const GraphModule& module) {
   const int64_t whole = meta.sizes[0] * parts;
   if (o.batch == 0) return whole;
   if (!is_dynamic(meta, 0) && o.batch != whole) {
-    throw UsageError("--batch " + std::to_string(o.batch) + ": the file was exported for microbatches of " +
-                         std::to_string(meta.sizes[0]) + " rows",
-                     "--batch " + std::to_string(whole) + " with --microbatches " + std::to_string(o.microbatches) +
-                         ", or export with a dynamic batch");
+    throw UsageError(
+        c10::str("--batch ", o.batch, ": the file was exported for microbatches of ", meta.sizes[0], " rows"),
+        c10::str("--batch ", whole, " with --microbatches ", o.microbatches, ", or export with a dynamic batch"));
   }
   if (o.batch < parts) {
-    throw UsageError("--batch " + std::to_string(o.batch) + ": fewer rows than microbatches",
-                     "--microbatches of at most it");
+    throw UsageError(c10::str("--batch ", o.batch, ": fewer rows than microbatches"), "--microbatches of at most it");
   }
   return o.batch;
 }

@@ -8,10 +8,7 @@
 #include <cstddef>
 #include <cstring>
 #include <iterator>
-#include <numeric>
 
-#include "plumb/checkpoint/optimizer_state.h"
-#include "plumb/checkpoint/safetensors_header.h"
 #include "plumb/core/error.h"
 #include "plumb/core/json_text.h"
 #include "plumb/pipeline/transport.h"
@@ -51,11 +48,7 @@ std::string name_of(const std::string& key) {
 NamedTensors everything(const RankState& state) {
   NamedTensors all;
   for (const auto& [name, tensor] : state.held) all.emplace_back(kModel + name, tensor);
-  if (state.optimizer->torch() == nullptr) return all;
-  NamedTensors parameters;
-  for (const NamedTensor& p : *state.parameters) parameters.emplace_back(p.name, p.tensor);
-  for (auto& [name, tensor] : optimizer_state(*state.optimizer->torch(), parameters))
-    all.emplace_back(kOptimizer + name, tensor);
+  for (auto& [name, tensor] : state.optimizer.state()) all.emplace_back(kOptimizer + name, tensor);
   return all;
 }
 
@@ -85,44 +78,11 @@ NamedTensors held_tensors(const TrainJob& job, int rank) {
   for (const int stage : job.schedule.placement.stages_of(rank)) {
     for (const Attr& attr : job.pipe->stage(stage)->state()) {
       if (attr.kind == AttrKind::Constant) continue;
-      const auto first = job.first_names.find(attr.name);
-      const std::string& name = first == job.first_names.end() ? attr.name : first->second;
+      const std::string name = job.first_name(attr.name);
       if (seen.insert(name).second) held.emplace_back(name, attr.tensor);
     }
   }
   return held;
-}
-
-void StateCopies::lay_out(const NamedTensors& tensors) {
-  const auto same = [&] {
-    if (tensors.size() != names_.size()) return false;
-    for (size_t i = 0; i < names_.size(); ++i) {
-      if (tensors[i].first != names_[i]) return false;
-    }
-    return true;
-  };
-  if (same()) return;
-  std::vector<size_t> order(tensors.size());
-  std::iota(order.begin(), order.end(), 0);
-  // Each at a multiple of its element's size.
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return tensors[a].second.element_size() > tensors[b].second.element_size();
-  });
-  check_holdable("the copy of a rank's state", tensors);
-  names_.clear();
-  for (const auto& [name, tensor] : tensors) names_.push_back(name);
-  offsets_.assign(tensors.size(), 0);
-  data_bytes_ = 0;
-  Json header = Json::object();
-  for (const size_t i : order) {
-    const at::Tensor& tensor = tensors[i].second;
-    offsets_[i] = data_bytes_;
-    data_bytes_ += static_cast<int64_t>(tensor.nbytes());
-    header[names_[i]] = {{"dtype", safetensors_dtype(tensor.scalar_type())},
-                         {"shape", tensor.sizes().vec()},
-                         {"data_offsets", {offsets_[i], data_bytes_}}};
-  }
-  header_ = header.dump();
 }
 
 void StateCopies::take(int64_t edge, const RankState& state, const Json& counted) {
@@ -131,25 +91,30 @@ void StateCopies::take(int64_t edge, const RankState& state, const Json& counted
   // All have taken the first edge of this generation.
   if (edge > first_) before_.clear();
   const NamedTensors all = everything(state);
-  lay_out(all);
-  const std::string counted_text = counted.dump();
-  const Begin begin{edge + 1, static_cast<int64_t>(header_.size()), static_cast<int64_t>(counted_text.size()),
-                    data_bytes_};
-  char* to = memory_[static_cast<size_t>(edge % 2)].grow(begin.data() + data_bytes_);
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : all) names.push_back(name);
+  if (names != names_) {
+    layout_ = safetensors_layout("the copy of a rank's state", all);
+    names_ = std::move(names);
+  }
+  const std::string &header = layout_.header, counted_text = counted.dump();
+  const Begin begin{edge + 1, static_cast<int64_t>(header.size()), static_cast<int64_t>(counted_text.size()),
+                    static_cast<int64_t>(layout_.bytes)};
+  char* to = memory_[static_cast<size_t>(edge % 2)].grow(begin.data() + begin.tensors);
   // A reader after this process is gone sees a whole copy or none.
   const std::atomic_ref<int64_t> mark(*reinterpret_cast<int64_t*>(to));
   mark.store(0, std::memory_order_seq_cst);
   std::memcpy(to + offsetof(Begin, header), &begin.header, sizeof begin - offsetof(Begin, header));
-  std::memcpy(to + sizeof begin, header_.data(), header_.size());
-  std::memcpy(to + sizeof begin + header_.size(), counted_text.data(), counted_text.size());
+  std::memcpy(to + sizeof begin, header.data(), header.size());
+  std::memcpy(to + sizeof begin + header.size(), counted_text.data(), counted_text.size());
   to += begin.data();
   for (size_t i = 0; i < all.size(); ++i) {
     const at::Tensor& tensor = all[i].second;
     if (tensor.nbytes() == 0) continue;
     if (tensor.is_cpu() && tensor.is_contiguous()) {
-      std::memcpy(to + offsets_[i], tensor.const_data_ptr(), tensor.nbytes());
+      std::memcpy(to + layout_.offsets[i], tensor.const_data_ptr(), tensor.nbytes());
     } else {
-      at::from_blob(to + offsets_[i], tensor.sizes(), at::dtype(tensor.scalar_type())).copy_(tensor.detach());
+      at::from_blob(to + layout_.offsets[i], tensor.sizes(), at::dtype(tensor.scalar_type())).copy_(tensor.detach());
     }
   }
   mark.store(begin.next_step, std::memory_order_seq_cst);
@@ -194,18 +159,16 @@ std::optional<int64_t> StateCopies::find_edge(const ProcessGroup& world, const T
   for (const SharedMemory& memory : before_) {
     if (auto copy = open(memory.bytes())) opened_.push_back(*std::move(copy));
   }
-  std::map<int64_t, std::set<std::string>> own;
-  std::map<int64_t, Json> counted;
+  Json own = Json::array();
   for (const Opened& copy : opened_) {
+    Json names = Json::array();
     for (const auto& [key, tensor] : copy.tensors) {
-      if (key.starts_with(kModel)) own[copy.edge].insert(name_of(key));
+      if (key.starts_with(kModel)) names.push_back(name_of(key));
     }
-    counted.emplace(copy.edge, copy.counted);
+    own.push_back({{"edge", copy.edge}, {"names", std::move(names)}, {"counted", copy.counted}});
   }
-  Json own_text = Json::array();
-  for (const auto& [edge, names] : own)
-    own_text.push_back({{"edge", edge}, {"names", names}, {"counted", counted.at(edge)}});
-  const auto texts = Transport(world).exchange(own_text.dump());
+  const auto texts = Transport(world).exchange(own.dump());
+  std::map<int64_t, Json> counted;
   std::map<int64_t, std::vector<std::set<std::string>>> held;  // by edge and rank
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     const Json said = parse_or_refuse(texts[rank]);
@@ -215,7 +178,7 @@ std::optional<int64_t> StateCopies::find_edge(const ProcessGroup& world, const T
         by_rank.resize(texts.size());
         const auto names = copy.at("names").get<std::vector<std::string>>();
         by_rank[rank].insert(names.begin(), names.end());
-        counted.emplace(copy.at("edge").get<int64_t>(), copy.at("counted"));
+        counted.emplace(copy.at("edge"), copy.at("counted"));
       }
     } catch (const Json::exception& e) {
       refuse(std::string("is described otherwise than expected: ") + e.what());
@@ -227,8 +190,8 @@ std::optional<int64_t> StateCopies::find_edge(const ProcessGroup& world, const T
   }
   std::optional<int64_t> found;
   for (auto it = held.rbegin(); it != held.rend() && !found; ++it) {
-    const bool all = std::all_of(wanted.begin(), wanted.end(), [&](const std::string& name) {
-      return std::any_of(it->second.begin(), it->second.end(), [&](const auto& names) { return names.contains(name); });
+    const bool all = std::ranges::all_of(wanted, [&](const std::string& name) {
+      return std::ranges::any_of(it->second, [&](const auto& names) { return names.contains(name); });
     });
     if (all) found = it->first;
   }
@@ -250,8 +213,7 @@ Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, const 
   for (int rank = 0; rank < size; ++rank) {
     for (const auto& [name, tensor] : held_tensors(job, rank % length)) {
       if (held_by_[static_cast<size_t>(rank)].contains(name)) continue;
-      const auto holder =
-          std::find_if(held_by_.begin(), held_by_.end(), [&](const auto& names) { return names.contains(name); });
+      const auto holder = std::ranges::find_if(held_by_, [&](const auto& names) { return names.contains(name); });
       const int giver = static_cast<int>(holder - held_by_.begin());
       if (giver == me) to[static_cast<size_t>(rank)].insert(name);
       if (rank == me) from.insert(giver);
@@ -295,15 +257,10 @@ Json StateCopies::restore(const ProcessGroup& world, const TrainJob& job, const 
       refuse("has no " + name + " of this shape");
     tensor.detach().copy_(found->second);
   }
-  if (state.optimizer->torch() != nullptr) {
-    NamedTensors parameters;
-    for (const NamedTensor& p : *state.parameters) parameters.emplace_back(p.name, p.tensor);
-    load_optimizer_state(*state.optimizer->torch(), parameters, "the copy of a rank's state",
-                         [&](const std::string& key) {
-                           const auto found = mine.find(kOptimizer + key);
-                           return found == mine.end() ? at::Tensor() : found->second.clone();
-                         });
-  }
+  state.optimizer.load_state("the copy of a rank's state", [&](const std::string& key) {
+    const auto found = mine.find(kOptimizer + key);
+    return found == mine.end() ? at::Tensor() : found->second.clone();
+  });
   return counted_;
 }
 

@@ -13,14 +13,13 @@
 #pragma once
 
 #include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "plumb/checkpoint/safetensors.h"
+#include "plumb/checkpoint/safetensors_header.h"
 #include "plumb/pipeline/process_group.h"
 #include "plumb/pipeline/shared_memory.h"
 #include "plumb/training/job.h"
@@ -33,9 +32,8 @@ NamedTensors held_tensors(const TrainJob& job, int rank);
 
 // A rank's state to load and to keep.
 struct RankState {
-  NamedTensors held;                           // held_tensors()
-  const std::vector<NamedTensor>* parameters;  // those of `optimizer`
-  Optimizer* optimizer = nullptr;
+  NamedTensors held;  // held_tensors()
+  Optimizer& optimizer;
 };
 
 class StateCopies {
@@ -64,16 +62,13 @@ class StateCopies {
   };
   // Nothing where no copy is, or one that its rank did not end.
   static std::optional<Opened> open(const at::Tensor& bytes);
-  void lay_out(const NamedTensors& tensors);
 
   std::vector<SharedMemory> memory_;  // of this generation: two of this rank, by edge modulo 2, then the others'
   int64_t first_ = -1;                // edge of this generation
   std::vector<SharedMemory> before_;  // of the generations before
   // How this rank's state stands in a copy.
   std::vector<std::string> names_;
-  std::vector<int64_t> offsets_;
-  std::string header_;
-  int64_t data_bytes_ = 0;
+  SafetensorsLayout layout_;
   // Between find_edge() and restore(): the copies of the edge, and by rank the names that it has of it.
   std::vector<Opened> opened_;
   std::vector<std::set<std::string>> held_by_;

@@ -33,7 +33,7 @@ std::vector<std::string> files_below(const std::string& folder, const std::strin
     if (pattern.empty() || matches_pattern(pattern, name)) names.push_back(name);
   }
   if (failed) throw Error(ErrorKind::BadFile, folder + ": cannot be read: " + failed.message());
-  std::sort(names.begin(), names.end());
+  std::ranges::sort(names);
   return names;
 }
 
@@ -111,8 +111,8 @@ void TokenFiles::check_unchanged(const File& of) {
   const Stamp now = stamp_of(of.path);
   if (now != of.stamp) {
     throw Error(ErrorKind::BadFile,
-                of.path + ": has changed since the training began: " + std::to_string(of.stamp.size) + " bytes then, " +
-                    std::to_string(now.size) + " now" + (now.size == of.stamp.size ? ", written again" : ""),
+                c10::str(of.path, ": has changed since the training began: ", of.stamp.size, " bytes then, ", now.size,
+                         " now", now.size == of.stamp.size ? ", written again" : ""),
                 "", "leave the data as it is while a training runs, or train on a copy");
   }
 }
@@ -120,7 +120,7 @@ void TokenFiles::check_unchanged(const File& of) {
 const TokenFile& TokenFiles::open(size_t file) {
   const File& of = files_[file];
   check_unchanged(of);
-  const auto found = std::find_if(open_.begin(), open_.end(), [&](const auto& entry) { return entry.first == file; });
+  const auto found = std::ranges::find_if(open_, [&](const auto& entry) { return entry.first == file; });
   if (found != open_.end()) {
     open_.splice(open_.begin(), open_, found);
   } else {
@@ -151,9 +151,9 @@ at::Tensor TokenFiles::read(int64_t start, int64_t count) {
 
 std::string TokenFiles::identity() const {
   std::string list;
-  for (const File& file : files_) list += file.name + " " + std::to_string(file.stamp.size) + "\n";
-  return std::to_string(files_.size()) + " files, " + std::to_string(size()) + " tokens, " +
-         at::toString(files_.front().dtype) + ", list " + std::to_string(crc32(list.data(), list.size()));
+  for (const File& file : files_) list += c10::str(file.name, " ", file.stamp.size, "\n");
+  return c10::str(files_.size(), " files, ", size(), " tokens, ", at::toString(files_.front().dtype), ", list ",
+                  crc32(list.data(), list.size()));
 }
 
 at::Tensor TensorTokens::read(int64_t start, int64_t count) { return tokens_.narrow(0, start, count).to(at::kLong); }

@@ -1,17 +1,15 @@
 #include "plumb/training/trainer.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/full.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <limits>
+#include <numeric>
 #include <set>
 
 #include "plumb/core/table.h"
-#include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/recording/recorder.h"
@@ -26,7 +24,6 @@
 #include "plumb/training/run_checkpoints.h"
 #include "plumb/training/run_log.h"
 #include "plumb/training/stages.h"
-#include "plumb/training/timeline_file.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -34,14 +31,6 @@ namespace {
 
 using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
-
-// Rank 0's number, on all ranks.
-int64_t of_rank_0(const ProcessGroup& world, int64_t number) {
-  if (world.size() == 1) return number;
-  const at::Tensor told = at::full({1}, number, at::kLong);
-  broadcast(world, told, 0);
-  return told.item<int64_t>();
-}
 
 // The number of threads is the caller's again afterwards.
 class ProcessSettings {
@@ -72,8 +61,8 @@ struct Trainer::State {
   // --- a step ---
   struct Numbers {
     double loss = 0, norm = 0;
-    double memory = 0;  // of this pipeline's largest rank
-    GradientNorms gradients;
+    double memory = 0;            // of this pipeline's largest rank
+    std::vector<double> squares;  // of the gradients' norms, by job.trained
   };
   // Leaves the step's gradients in the parameters.
   Numbers compute(int64_t step, const Parts& parts);
@@ -96,6 +85,7 @@ struct Trainer::State {
     if (start > 0 || (session && session->members.generation() > 0)) return start;
     return std::nullopt;
   }
+  RankState rank_state() const { return {held_tensors(job, groups.pipeline.rank()), *optimizer}; }
   bool in_first_pipeline() const { return groups.replicas.rank() == 0; }
   double seconds() const { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
@@ -110,9 +100,9 @@ struct Trainer::State {
   ReplicatedGroups groups;
   at::Device device = at::kCPU;  // where this rank's stages compute
   std::map<int, std::shared_ptr<StageFunction>> stages;
-  std::vector<NamedTensor> parameters;  // that this rank trains, each tensor once, by their first names in the model
-  std::vector<at::Tensor> measured;     // of job.trained: the tensor, on the rank that owns it
-  std::vector<int> owners;              // of job.trained, then each rank, then that of the loss
+  NamedTensors parameters;           // that this rank trains, each tensor once, by their first names in the model
+  std::vector<at::Tensor> measured;  // of job.trained: the tensor, on the rank that owns it
+  std::vector<int> owners;           // of job.trained, then each rank, then that of the loss
   std::unique_ptr<Optimizer> optimizer;
   std::unique_ptr<Pipeline> pipeline;
   std::unique_ptr<PassSum> passes;  // null: one pass a step
@@ -165,8 +155,8 @@ void Trainer::State::meet() {
   }
   world.set_timeout(std::chrono::seconds(o.patience));
   if (world.size() != o.processes()) {
-    throw UsageError("--stages " + std::to_string(o.stages) + " --data-parallel " + std::to_string(o.replicas) +
-                         ": the launcher started " + std::to_string(world.size()) + " processes",
+    throw UsageError(c10::str("--stages ", o.stages, " --data-parallel ", o.replicas, ": the launcher started ",
+                              world.size(), " processes"),
                      "--stages times --data-parallel of " + std::to_string(world.size()));
   }
   groups = divide_into_replicas(world, static_cast<int>(o.replicas));
@@ -198,8 +188,7 @@ void Trainer::State::make_stages_and_optimizer() {
   for (const auto& [index, stage] : stages) {
     for (const NamedTensor& p : stage->parameters()) {
       if (!p.tensor.requires_grad() || !seen.insert(p.tensor.unsafeGetTensorImpl()).second) continue;
-      const auto first = job.first_names.find(p.name);
-      parameters.push_back({first == job.first_names.end() ? p.name : first->second, p.tensor});
+      parameters.emplace_back(job.first_name(p.name), p.tensor);
     }
   }
   for (const ModelParameter& p : job.trained) {
@@ -215,11 +204,9 @@ void Trainer::State::make_stages_and_optimizer() {
 
 // From the others' copies, or from the newest checkpoint, if there are any.
 void Trainer::State::go_on() {
-  if (!o.checkpoints.empty())
-    checkpoints = std::make_unique<RunCheckpoints>(o, job, world, groups, parameters, *optimizer);
+  if (!o.checkpoints.empty()) checkpoints = std::make_unique<RunCheckpoints>(o, job, world, groups, *optimizer);
   if (edge) {
-    const RankState state{held_tensors(job, groups.pipeline.rank()), &parameters, optimizer.get()};
-    const Json counted = session->copies.restore(world, job, state);
+    const Json counted = session->copies.restore(world, job, rank_state());
     job.batches->load_state(counted.value("data", Json()));
     job.pipeline.gradient_groups = counted.value("gradient_groups", job.pipeline.gradient_groups);
     start = *edge;
@@ -242,10 +229,10 @@ void Trainer::State::make_recorder(int rank) {
 Trainer::State::Numbers Trainer::State::compute(int64_t step, const Parts& parts) {
   const double whole = static_cast<double>(parts.total());
   if (whole == 0) {
-    throw Error(ErrorKind::InvalidArgument, "step " + std::to_string(step) + ": no target of the batch counts", "",
+    throw Error(ErrorKind::InvalidArgument, c10::str("step ", step, ": no target of the batch counts"), "",
                 "a larger --batch, or data with fewer masked or ignored targets");
   }
-  for (const NamedTensor& p : parameters) p.tensor.mutable_grad().reset();
+  for (const auto& [name, tensor] : parameters) tensor.mutable_grad().reset();
   Numbers numbers;
   const auto of_pipeline = static_cast<size_t>(o.microbatches), of_pass = of_pipeline * static_cast<size_t>(o.replicas);
   for (int64_t pass = 0; pass < o.accumulate; ++pass) {
@@ -276,16 +263,17 @@ Trainer::State::Numbers Trainer::State::compute(int64_t step, const Parts& parts
   numbers.loss = shared.back();
   numbers.memory = *std::max_element(shared.begin() + static_cast<int64_t>(measured.size()), shared.end() - 1);
   shared.resize(measured.size());
-  numbers.gradients.squares = std::move(shared);
-  numbers.norm = numbers.gradients.norm();
+  numbers.norm = std::sqrt(std::accumulate(shared.begin(), shared.end(), 0.0));
+  numbers.squares = std::move(shared);
   return numbers;
 }
 
 void Trainer::State::fail_at(int64_t step, const Numbers& numbers, const Parts& parts) {
-  std::string what = "the loss of step " + std::to_string(step) + " is " + short_number(numbers.loss);
-  if (const int bad = numbers.gradients.first_not_finite(); std::isfinite(numbers.loss) && bad >= 0) {
-    what = "the gradient of " + job.trained[static_cast<size_t>(bad)].name + " in step " + std::to_string(step) +
-           " is not finite";
+  std::string what = c10::str("the loss of step ", step, " is ", short_number(numbers.loss));
+  const auto bad = std::ranges::find_if_not(numbers.squares, [](double s) { return std::isfinite(s); });
+  if (std::isfinite(numbers.loss) && bad != numbers.squares.end()) {
+    what = c10::str("the gradient of ", job.trained[bad - numbers.squares.begin()].name, " in step ", step,
+                    " is not finite");
   }
   gather_state(*job.pipe, job.schedule, groups.pipeline);
   std::string where, remedy = "a smaller --lr, or plumb track to see where numbers grow";
@@ -363,7 +351,7 @@ void Trainer::State::finish(int64_t stopped_by) {
     }
   }
   if (!o.timeline.empty() && first && !timelines.empty()) {
-    const DrawnTimeline drawn = draw_timeline(o.timeline, job.schedule, timelines, static_cast<int>(last_timeline));
+    const MeasuredStep drawn = draw_timeline(o.timeline, job.schedule, timelines, static_cast<int>(last_timeline));
     event({{"drew", o.timeline}, {"bubble", drawn.bubble}, {"conclusion", drawn.conclusion}});
   }
 }
@@ -392,8 +380,7 @@ void Trainer::State::fail_on_purpose(size_t done) {
 
 void Trainer::State::keep_copy(int64_t step) {
   if (!session) return;
-  const RankState state{held_tensors(job, groups.pipeline.rank()), &parameters, optimizer.get()};
-  session->copies.take(step, state,
+  session->copies.take(step, rank_state(),
                        {{"data", job.batches->state()}, {"gradient_groups", job.pipeline.gradient_groups}});
 }
 

@@ -27,11 +27,7 @@ c10::IValue load_tensor_file(const std::string& path) {
 
 void check_writable(const std::string& option, const std::string& path) {
   if (path.empty() || path == "-") return;
-  try {
-    const OutputFile probe(path);
-  } catch (const Error& e) {
-    throw Error(e.kind(), option + " " + e.message(), "", e.remedy());
-  }
+  prefixed(option + " ", [&] { const OutputFile probe(path); });
 }
 
 double memory_of_process(c10::Device device) {

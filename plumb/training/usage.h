@@ -20,6 +20,26 @@ class UsageError : public Error {
       : Error(ErrorKind::InvalidArgument, message, "", fix) {}
 };
 
+// Runs what uses an option: its errors are wrong use of it, "OPTION: MESSAGE" with their remedy or, without one, `fix`.
+template <class Function>
+auto used_by(const std::string& option, const Function& use, const std::string& fix = "") {
+  try {
+    return use();
+  } catch (const Error& e) {
+    throw UsageError(option + ": " + e.message(), e.remedy().empty() ? fix : e.remedy());
+  }
+}
+
+// Runs it; its errors begin with `prefix` then ("--at: ").
+template <class Function>
+auto prefixed(const std::string& prefix, const Function& run) {
+  try {
+    return run();
+  } catch (const Error& e) {
+    throw Error(e.kind(), prefix + e.message(), e.where(), e.remedy());
+  }
+}
+
 bool is_tensor_file(const std::string& path);  // .pt, .pth, .npy or .safetensors
 // load_tensors(), and .safetensors files: their only tensor, or a dict of all.
 c10::IValue load_tensor_file(const std::string& path);

@@ -6,7 +6,6 @@
 
 #include "errors.h"
 #include "module.h"
-#include "plumb/core/input_file.h"
 #include "plumb/core/json_text.h"
 #include "plumb/training/trainer.h"
 
@@ -42,19 +41,10 @@ struct PythonTrainer {
   std::unique_ptr<Trainer> trainer;
 };
 
-using Texts = std::map<std::string, std::vector<std::string>>;
-
-TrainOptions options_of(const std::string& config, const Texts& texts) {
-  TrainOptions options;
-  if (!config.empty()) read_toml(options, read_file(config), config);
-  for (const auto& [name, values] : texts) set_field(options, train_field(name), values);
-  return options;
-}
-
-std::unique_ptr<PythonTrainer> make_trainer(const std::string& config, const Texts& texts,
+std::unique_ptr<PythonTrainer> make_trainer(const std::string& config, const FieldTexts& texts,
                                             std::shared_ptr<GraphModule> module, py::object batches,
                                             std::function<void(const std::string&)> event) {
-  const TrainOptions options = options_of(config, texts);
+  const TrainOptions options = read_options(config, texts);
   auto made = std::make_unique<PythonTrainer>();
   TrainHooks hooks;
   // An exception of a hook (KeyboardInterrupt among them) ends the training as it is.
@@ -69,7 +59,8 @@ std::unique_ptr<PythonTrainer> make_trainer(const std::string& config, const Tex
 
 const Register training_part([](py::module_& m) {
   m.def(
-      "train_toml", [](const std::string& config, const Texts& texts) { return to_toml(options_of(config, texts)); },
+      "train_toml",
+      [](const std::string& config, const FieldTexts& texts) { return to_toml(read_options(config, texts)); },
       py::arg("config"), py::arg("texts"), "Every option as a TOML document.");
   py::class_<PythonTrainer>(m, "Trainer")
       .def(py::init(&make_trainer), py::arg("config"), py::arg("texts"), py::arg("module"), py::arg("batches"),
