@@ -18,10 +18,6 @@
 namespace plumb {
 namespace {
 
-std::optional<uint64_t> as_seed(std::optional<int64_t> seed) {
-  return seed ? std::optional<uint64_t>(uint64_t(*seed)) : std::nullopt;
-}
-
 bool leaves_alone(std::string_view format) { return format == "none"; }
 
 // A seed for the backward pass that differs from the forward's.

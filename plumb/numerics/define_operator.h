@@ -5,6 +5,8 @@
 #include <torch/library.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -51,6 +53,11 @@ auto meta_from(Result (*)(First, Second, Rest...)) {
     else
       return make(first);
   };
+}
+
+// An operator's seed, in the bits that kernels take.
+inline std::optional<uint64_t> as_seed(std::optional<int64_t> seed) {
+  return seed ? std::optional(static_cast<uint64_t>(*seed)) : std::nullopt;
 }
 
 // An Autograd kernel of operators whose results have no history.

@@ -95,9 +95,8 @@ Rounding parse_rounding(std::string_view text) {
 std::string standard_format_names() { return join(kStandard, &StandardFormat::name, " "); }
 
 FPFormat::FPFormat(int exponent_bits, int mantissa_bits, Rounding rounding, int srbits)
-    : exponent_bits(exponent_bits), mantissa_bits(mantissa_bits), rounding(rounding), srbits(srbits) {
-  check(*this);
-  if (rounding == Rounding::Stochastic && srbits == 0) this->srbits = 23 - mantissa_bits;
+    : exponent_bits(exponent_bits), mantissa_bits(mantissa_bits) {
+  *this = with_rounding(rounding, srbits);
 }
 
 FPFormat::FPFormat(int exponent_bits, int mantissa_bits, std::string_view rounding, int srbits)

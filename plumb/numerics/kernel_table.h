@@ -8,6 +8,9 @@
 #include "plumb/numerics/kernel_round.h"
 
 namespace plumb::kernel {
+
+extern const KernelTable baseline_kernels, avx2_kernels, avx512_kernels;
+
 namespace {
 
 // True if codes were asked for and fit.

@@ -2,7 +2,6 @@
 
 namespace plumb::kernel {
 
-extern const KernelTable avx2_kernels;
 const KernelTable avx2_kernels = make_table("avx2");
 
 }  // namespace plumb::kernel

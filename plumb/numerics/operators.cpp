@@ -54,10 +54,6 @@ TensorMetrics metrics_of_tensor(const at::Tensor& values) {
 
 namespace {
 
-std::optional<uint64_t> as_seed(std::optional<int64_t> seed) {
-  return seed ? std::optional<uint64_t>(uint64_t(*seed)) : std::nullopt;
-}
-
 FPFormat chosen_format(std::string_view format, std::string_view rounding, int64_t srbits) {
   const FPFormat& named = cached_format(format);
   if (rounding.empty() && srbits == 0) return named;

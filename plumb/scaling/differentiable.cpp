@@ -286,6 +286,12 @@ bool recording(const at::Tensor& tensor) {
          !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality);
 }
 
+void refuse_second_gradient(const char* op, const at::Tensor& grad, const char* instead) {
+  if (!recording(grad)) return;
+  throw Error(ErrorKind::Unsupported, std::string(op) + " has no gradient of a gradient", "",
+              std::string(instead) + " where gradients of gradients are needed");
+}
+
 at::Tensor scaled(at::Tensor fresh, double s) {
   if (s == 1 || !fresh.defined()) return fresh;
   return recording(fresh) ? at::mul(fresh, s) : fresh.mul_(s);

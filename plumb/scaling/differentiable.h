@@ -42,6 +42,9 @@ void gradient_sizes(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 // not then.
 bool recording(const at::Tensor& tensor);
 
+// Throws Error(Unsupported) where autograd watches the gradient of `op`. instead: what has a gradient of a gradient.
+void refuse_second_gradient(const char* op, const at::Tensor& grad, const char* instead = "a plain linear layer");
+
 // Declares X_backward.
 template <GradientLayout layout = GradientLayout::kAsArgument, class Kernel>
 void define_backward(torch::Library& library, const std::string& schema, Kernel kernel) {

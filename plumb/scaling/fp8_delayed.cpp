@@ -38,9 +38,7 @@ void enter(const Tensor& row, const Tensor& largest, double top) {
   scale.copy_(next);
 }
 
-Tensor multiplied(const Tensor& a, const Tensor& b, const OptionalTensor& bias = {}) {
-  return ValueProduct()(Factors::Operands, a, b, 1, bias);
-}
+Tensor multiplied(const Tensor& a, const Tensor& b) { return ValueProduct()(Factors::Operands, a, b, 1); }
 
 struct Forward {
   DelayedCodes input, weight;
@@ -54,18 +52,9 @@ Forward forward_of(const Tensor& input, const Tensor& weight, const OptionalTens
   const FPFormat& format = fp8_format(fwd);
   Forward done{cast_delayed(input, format, state, DelayedRow::Input, training),
                cast_delayed(weight, format, state, DelayedRow::Weight, training), Tensor()};
-  auto sizes = input.sizes().vec();
-  sizes.back() = weight.size(0);
-  done.result = multiplied(as_rows(done.input.values(format, input.scalar_type())),
-                           done.weight.values(format, weight.scalar_type()).t(), bias)
-                    .view(sizes);
+  done.result = linear_product(done.input.values(format, input.scalar_type()),
+                               done.weight.values(format, weight.scalar_type()), bias, {1, 1, 1, 1, 1}, ValueProduct());
   return done;
-}
-
-void refuse_second_gradient(const Tensor& grad) {
-  if (!recording(grad)) return;
-  throw Error(ErrorKind::Unsupported, "fp8_delayed_linear has no gradient of a gradient", "",
-              "a plain linear layer where gradients of gradients are needed");
 }
 
 // The products, whose gradient has been cast.
@@ -83,7 +72,7 @@ struct DelayedProducts : torch::autograd::Function<DelayedProducts> {
     const Tensor& cast = gradients[0];
     variable_list results(6);
     if (!cast.defined()) return results;
-    refuse_second_gradient(cast);
+    refuse_second_gradient("fp8_delayed_linear", cast);
     const auto saved = context->get_saved_variables();
     const FPFormat& forward = fp8_format(context->saved_data["fwd"].toStringRef());
     const Tensor rows = as_rows(cast);
@@ -113,7 +102,7 @@ struct DelayedGradient : torch::autograd::Function<DelayedGradient> {
     const Tensor& grad = gradients[0];
     variable_list results(5);
     if (!grad.defined()) return results;
-    refuse_second_gradient(grad);
+    refuse_second_gradient("fp8_delayed_linear", grad);
     const FPFormat& format = fp8_format(context->saved_data["bwd"].toStringRef());
     if (context->needs_input_grad(0)) {
       results[0] = cast_delayed(grad, format, context->saved_data["state"].toTensor(), DelayedRow::Gradient,

@@ -140,9 +140,7 @@ Tensor fp8_scaled_linear(const Tensor& input, const Tensor& weight, const Option
 std::tuple<Tensor, Tensor, Tensor> fp8_scaled_linear_backward(const Tensor& grad, const Tensor& input,
                                                               const Tensor& weight, string_view recipe, string_view fwd,
                                                               string_view bwd, std::array<bool, 3> mask) {
-  if (recording(grad))
-    throw Error(ErrorKind::Unsupported, "fp8_scaled_linear has no gradient of a gradient", "",
-                "a plain linear layer where gradients of gradients are needed");
+  refuse_second_gradient("fp8_scaled_linear", grad);
   const Fp8Recipe by = parse_fp8_recipe(recipe);
   const FPFormat &forward = fp8_format(fwd), &backward = fp8_format(bwd);
   const Tensor rows = as_rows(grad), inputs = as_rows(input);

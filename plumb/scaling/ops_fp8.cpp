@@ -51,10 +51,7 @@ void check_codes(const char* op, const Tensor& values, const Tensor& codes) {
 }
 
 Tensor gradient_codes(const char* op, const Tensor& grad, string_view bwd) {
-  if (recording(grad)) {
-    throw Error(ErrorKind::Unsupported, std::string(op) + " has no gradient of a gradient", "",
-                "use simulate_format where gradients of gradients are needed");
-  }
+  refuse_second_gradient(op, grad, "use simulate_format");
   return ops::encode(grad, bwd);
 }
 

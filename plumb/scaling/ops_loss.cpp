@@ -19,10 +19,21 @@ using at::Tensor;
 
 int64_t class_dim(const Tensor& input) { return input.dim() == 1 ? 0 : 1; }
 
+// Targets are probabilities of the classes, not their numbers.
+bool are_probabilities(const Tensor& target, const Tensor& input) {
+  return target.sizes() == input.sizes() && at::isFloatingType(target.scalar_type());
+}
+
+// A value for each class, to be multiplied with log_p.
+Tensor per_class(const Tensor& weight, const Tensor& log_p) {
+  std::vector<int64_t> sizes(static_cast<size_t>(log_p.dim()), 1);
+  sizes[static_cast<size_t>(class_dim(log_p))] = weight.size(0);
+  return weight.view(sizes);
+}
+
 void check_cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight, double smoothing) {
   if (input.dim() == 0) bad_shape("cross_entropy", "input needs a dimension of classes.");
-  const bool probabilities = target.sizes() == input.sizes() && at::isFloatingType(target.scalar_type());
-  if (!probabilities) {
+  if (!are_probabilities(target, input)) {
     auto expected = input.sizes().vec();
     expected.erase(expected.begin() + class_dim(input));
     if (target.sizes() != at::IntArrayRef(expected)) {
@@ -49,8 +60,7 @@ std::tuple<Tensor, Tensor> native_cross_entropy(const Tensor& input, const Tenso
   check_cross_entropy(input, target, weight, label_smoothing);
   auto log_p = log_probabilities(input, mult);
   // log_softmax of log-probabilities is the identity, but costs a pass: plain class targets go to nll_loss themselves.
-  const bool classes = target.sizes() != input.sizes() || !at::isFloatingType(target.scalar_type());
-  auto loss = classes && label_smoothing == 0
+  auto loss = !are_probabilities(target, input) && label_smoothing == 0
                   ? at::nll_loss_nd(log_p, target, weight, reduction, ignore_index)
                   : at::cross_entropy_loss(log_p, target, weight, reduction, ignore_index, label_smoothing);
   return {loss, log_p};
@@ -66,12 +76,8 @@ Tensor target_weights(const Tensor& log_p, const Tensor& target, const OptionalT
                       double smoothing) {
   const int64_t dim = class_dim(log_p), classes = log_p.size(dim);
   Tensor class_weight;
-  if (present(weight)) {
-    std::vector<int64_t> sizes(static_cast<size_t>(log_p.dim()), 1);
-    sizes[static_cast<size_t>(dim)] = classes;
-    class_weight = weight->to(log_p.scalar_type()).view(sizes);
-  }
-  if (target.sizes() == log_p.sizes() && at::isFloatingType(target.scalar_type())) {
+  if (present(weight)) class_weight = per_class(weight->to(log_p.scalar_type()), log_p);
+  if (are_probabilities(target, log_p)) {
     auto q = target * (1 - smoothing) + smoothing / static_cast<double>(classes);
     return class_weight.defined() ? q * class_weight : q;
   }
@@ -98,28 +104,22 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(const Tensor& grad, const Tens
   if (present(weight)) g = g / weight->to(g.scalar_type()).square().mean().sqrt();
   Tensor grad_input, grad_target;
   const bool per_row = reduction == at::Reduction::None;
-  const bool classes = target.sizes() != input.sizes() || !at::isFloatingType(target.scalar_type());
+  auto rows = per_row && input.dim() > 1 ? g.unsqueeze(dim) : g;
   if (mask[0]) {
     Tensor grad_log_p;
-    if (classes && label_smoothing == 0 && input.dim() <= 2 && !watched) {
+    if (!are_probabilities(target, input) && label_smoothing == 0 && input.dim() <= 2 && !watched) {
       auto unused = at::ones({}, input.options());
       grad_log_p = at::nll_loss_backward(g, log_p, target, weight, per_row ? at::Reduction::None : at::Reduction::Sum,
                                          ignore_index, unused);
     } else {
-      auto rows = per_row && input.dim() > 1 ? g.unsqueeze(dim) : g;
       grad_log_p = target_weights(log_p, target, weight, ignore_index, label_smoothing) * rows.neg();
     }
     grad_input = at::_log_softmax_backward_data(grad_log_p, log_p, dim, input.scalar_type());
   }
   if (mask[1]) {
     // Target probabilities: the slope of the summed loss with the loss's own weights.
-    auto rows = per_row && input.dim() > 1 ? g.unsqueeze(dim) : g;
     auto q = at::ones_like(log_p);
-    if (present(weight)) {
-      std::vector<int64_t> sizes(static_cast<size_t>(log_p.dim()), 1);
-      sizes[static_cast<size_t>(dim)] = log_p.size(dim);
-      q = q * weight->view(sizes);
-    }
+    if (present(weight)) q = q * per_class(*weight, log_p);
     grad_target = log_p * q * rows.neg() * (1 - label_smoothing);
   }
   return {grad_input, grad_target};
