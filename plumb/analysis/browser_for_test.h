@@ -9,7 +9,7 @@
 #include <iterator>
 #include <string>
 
-#include "plumb/core/file.h"
+#include "plumb/core/output_file.h"
 
 namespace plumb {
 

@@ -5,7 +5,7 @@
 #include "plumb/analysis/graph_picture.h"
 #include "plumb/analysis/page_assets.h"
 #include "plumb/analysis/svg.h"
-#include "plumb/core/file.h"
+#include "plumb/core/output_file.h"
 
 namespace plumb {
 namespace {

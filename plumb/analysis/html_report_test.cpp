@@ -12,7 +12,7 @@
 #include "plumb/analysis/graph_picture.h"
 #include "plumb/analysis/history_for_test.h"
 #include "plumb/core/error.h"
-#include "plumb/core/file.h"
+#include "plumb/core/output_file.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb {

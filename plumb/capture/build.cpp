@@ -17,6 +17,7 @@ class Builder {
       output_values.push_back(
           v.isTensor() && v.toTensor().defined() ? recorder_.look_up(v.toTensor(), "the model's output") : -1);
     }
+    bound_.resize(recorder_.values.size());
     find_used(output_values);
     inputs();
     attributes();
@@ -49,19 +50,19 @@ class Builder {
   // Which records stay: all, but unread results that are new memory or another record's values, such as
   // torch.tensor(..) leaves behind before lift_fresh.
   void find_used(const std::vector<int>& outputs) {
-    std::vector<char> used(recorder_.values.size(), 0);
+    used_.assign(recorder_.values.size(), 0);
     for (int v : outputs) {
-      if (v >= 0) used[static_cast<size_t>(v)] = 1;
+      if (v >= 0) used_[static_cast<size_t>(v)] = 1;
     }
     for (auto [attribute, v] : recorder_.write_backs) {
-      used[static_cast<size_t>(v)] = 1;
-      used[static_cast<size_t>(recorder_.attribute_values[static_cast<size_t>(attribute)])] = 1;
+      used_[static_cast<size_t>(v)] = 1;
+      used_[static_cast<size_t>(recorder_.attribute_values[static_cast<size_t>(attribute)])] = 1;
     }
     live_.assign(recorder_.records.size(), 1);
     for (size_t i = recorder_.records.size(); i-- > 0;) {
       const Record& record = recorder_.records[i];
       bool wanted = false;
-      for (int v : record.results) wanted = wanted || used[static_cast<size_t>(v)];
+      for (int v : record.results) wanted = wanted || used_[static_cast<size_t>(v)];
       const OperatorFacts& facts = operator_facts(record.op.schema().name());
       const bool scrap =
           (facts.uninitialised || facts.passes_through) && !facts.has_effects && !record.op.schema().is_mutable();
@@ -69,9 +70,8 @@ class Builder {
         live_[i] = 0;
         continue;
       }
-      for (const RecordedArg& arg : record.args) for_each_value(arg, [&](int v) { used[static_cast<size_t>(v)] = 1; });
+      for (const RecordedArg& arg : record.args) for_each_value(arg, [&](int v) { used_[static_cast<size_t>(v)] = 1; });
     }
-    used_ = std::move(used);
   }
 
   void inputs() {
@@ -97,15 +97,11 @@ class Builder {
     }
   }
 
-  void bind(int number, Value* v) {
-    if (static_cast<size_t>(number) >= bound_.size()) bound_.resize(recorder_.values.size(), nullptr);
-    bound_[static_cast<size_t>(number)] = v;
-  }
+  void bind(int number, Value* v) { bound_[static_cast<size_t>(number)] = v; }
 
   Value* value(int number) const {
-    Value* v = static_cast<size_t>(number) < bound_.size() ? bound_[static_cast<size_t>(number)] : nullptr;
-    if (!v) throw Error(ErrorKind::Internal, "capture lost track of value " + std::to_string(number));
-    return v;
+    if (Value* v = bound_[static_cast<size_t>(number)]) return v;
+    throw Error(ErrorKind::Internal, "capture lost track of value " + std::to_string(number));
   }
 
   Arg arg(const RecordedArg& recorded) const {

@@ -9,8 +9,8 @@
 
 #include "plumb/checkpoint/pretrained.h"
 #include "plumb/core/error.h"
-#include "plumb/core/file.h"
 #include "plumb/core/input_file.h"
+#include "plumb/core/output_file.h"
 #include "plumb/exported/json_doc.h"
 #include "plumb/graph/parameter_tag.h"
 

@@ -1,4 +1,3 @@
-#include "plumb/core/file.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

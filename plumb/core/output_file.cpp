@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <system_error>
 #include <utility>
 
@@ -141,6 +140,14 @@ void OutputFile::commit() {
   if (slot_ >= 0) open_files[slot_] = nullptr;
   slot_ = -1;
   temporary_.clear();
+}
+
+void write_file_atomically(const fs::path& path, std::string_view contents) {
+  std::error_code left_to_the_file;  // which names the path and the reason
+  if (path.has_parent_path()) fs::create_directories(path.parent_path(), left_to_the_file);
+  OutputFile file(path.string());
+  file.write(contents.data(), contents.size());
+  file.commit();
 }
 
 }  // namespace plumb

@@ -104,8 +104,7 @@ void GraphWriter::read_checks() {
     }
     if (node->is_op("plumb::check_input") && node->arg(0).is_value())
       constant_inputs_.emplace(node->input(0), node->arg(1).constant());
-    if (!node->is_op("plumb::check_sizes")) continue;
-    ranges_.merge(ranges_in(node->arg("spec").constant().toStringRef()));
+    if (node->is_op("plumb::check_sizes")) ranges_.merge(ranges_in(node->arg("spec").constant().toStringRef()));
   }
 }
 

@@ -18,14 +18,6 @@ constexpr int kMaxNesting = 32;
 constexpr const char* kGradRegion = "torch.ops.higher_order.wrap_with_set_grad_enabled";
 constexpr const char* kAutocastRegion = "torch.ops.higher_order.wrap_with_autocast";
 
-const char* values_of(ValueType type) {
-  switch (type) {
-    case ValueType::Int: return "sym_int_values";
-    case ValueType::Float: return "sym_float_values";
-    default: return "sym_bool_values";
-  }
-}
-
 bool is_region(const std::string& target) { return target == kGradRegion || target == kAutocastRegion; }
 
 // The graph among the inputs of a region's node; null if there is none.
@@ -226,7 +218,10 @@ void NodeReader::name_value(Value* value, const std::string& name) {
 }
 
 void NodeReader::note_expression(const Json& graph, Value* value, const std::string& file_name) {
-  const Json* values = doc_.find(graph, values_of(value->type()));
+  const char* kind = value->type() == ValueType::Int     ? "sym_int_values"
+                     : value->type() == ValueType::Float ? "sym_float_values"
+                                                         : "sym_bool_values";
+  const Json* values = doc_.find(graph, kind);
   if (!values || !values->is_object()) return;
   auto it = values->find(file_name);
   if (it == values->end()) return;

@@ -219,14 +219,7 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   m.def("check_sizes(Tensor[] inputs, str spec) -> ()", &check_sizes);
 }
 
-const char* overload(ValueType type) {
-  switch (type) {
-    case ValueType::Int: return ".int";
-    case ValueType::Float: return ".float";
-    case ValueType::Bool: return ".bool";
-    default: return "";
-  }
-}
+constexpr const char* kOverloads[] = {"", ".int", ".float", ".bool", ""};  // in the order of ValueType
 
 }  // namespace
 
@@ -256,7 +249,7 @@ std::optional<std::string> sym_operator(std::string_view python, ValueType resul
     const std::string name(python.substr(prefix.size()));
     if (names.find(" " + name + " ") == names.npos) return std::nullopt;
     // and_ and or_ on sizes are logical or bitwise; the others have one type only.
-    std::string op = "plumb::sym_" + name.substr(0, name.find('_')) + overload(result);
+    std::string op = "plumb::sym_" + name.substr(0, name.find('_')) + kOverloads[static_cast<size_t>(result)];
     return try_find_operator(op) ? std::optional(op) : std::nullopt;
   }
   return std::nullopt;

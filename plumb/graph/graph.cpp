@@ -388,10 +388,8 @@ Graph Graph::clone(std::unordered_map<const Node*, Node*>* map) const {
 }
 
 uint64_t Graph::hash() const {
-  // FNV-1a over the text: slow next to a structural hash, but it is equal exactly when the text is.
-  uint64_t h = 1469598103934665603ull;
-  for (unsigned char c : to_string(*this)) h = (h ^ c) * 1099511628211ull;
-  return h;
+  // Over the text: slow next to a structural hash, but it is equal exactly when the text is.
+  return std::hash<std::string>()(to_string(*this));
 }
 
 }  // namespace plumb

@@ -1,6 +1,7 @@
 #include "plumb/graph/meta.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/accumulate.h>
 
 namespace plumb {
 
@@ -14,11 +15,7 @@ TensorMeta TensorMeta::of(const at::Tensor& tensor) {
   return meta;
 }
 
-int64_t TensorMeta::numel() const {
-  int64_t n = 1;
-  for (int64_t s : sizes) n *= s;
-  return n;
-}
+int64_t TensorMeta::numel() const { return c10::multiply_integers(sizes); }
 
 bool TensorMeta::is_contiguous() const { return strides == contiguous_strides(sizes); }
 

@@ -1,5 +1,7 @@
 #include "plumb/graph/names.h"
 
+#include <charconv>
+
 namespace plumb {
 namespace {
 
@@ -37,13 +39,13 @@ const DtypeNames* find(T DtypeNames::*column, const T& wanted) {
 
 // A dtype that the table has not goes by its number.
 std::optional<at::ScalarType> numbered(std::string_view name) {
-  if (!name.starts_with("dtype") || name.size() > 8) return std::nullopt;
-  int number = 0;
-  for (char c : name.substr(5)) {
-    if (c < '0' || c > '9') return std::nullopt;
-    number = number * 10 + (c - '0');
-  }
-  if (name.size() == 5 || number >= static_cast<int>(at::ScalarType::NumOptions)) return std::nullopt;
+  constexpr std::string_view kPrefix = "dtype";
+  if (!name.starts_with(kPrefix)) return std::nullopt;
+  unsigned number = 0;
+  const auto [end, error] = std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), number);
+  if (error != std::errc() || end != name.data() + name.size() ||
+      number >= static_cast<unsigned>(at::ScalarType::NumOptions))
+    return std::nullopt;
   return static_cast<at::ScalarType>(number);
 }
 

@@ -22,14 +22,8 @@ bool is_off(const c10::IValue* flag) { return flag && flag->isBool() && !flag->t
 }  // namespace
 
 std::string_view to_string(NodeKind kind) {
-  switch (kind) {
-    case NodeKind::Placeholder: return "placeholder";
-    case NodeKind::GetAttr: return "get_attr";
-    case NodeKind::CallFunction: return "call_function";
-    case NodeKind::CallModule: return "call_module";
-    case NodeKind::Output: return "output";
-  }
-  return "unknown";
+  static constexpr std::string_view kNames[] = {"placeholder", "get_attr", "call_function", "call_module", "output"};
+  return kNames[static_cast<size_t>(kind)];
 }
 
 std::vector<Node*> Value::users() const {

@@ -1,5 +1,6 @@
 #include "plumb/graph/parameter_tag.h"
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -28,22 +29,15 @@ Tags& all_tags() {
   return *tags;
 }
 
-constexpr std::pair<MupType, std::string_view> kTypeNames[] = {
-    {MupType::Weight, "weight"}, {MupType::Bias, "bias"}, {MupType::Norm, "norm"}, {MupType::Output, "output"}};
+constexpr std::string_view kTypeNames[] = {"weight", "bias", "norm", "output"};  // in the order of MupType
 
 }  // namespace
 
-std::string_view to_string(MupType type) {
-  for (const auto& [value, name] : kTypeNames) {
-    if (value == type) return name;
-  }
-  return "unknown";
-}
+std::string_view to_string(MupType type) { return kTypeNames[static_cast<size_t>(type)]; }
 
 MupType mup_type_from(std::string_view name) {
-  for (const auto& [value, known] : kTypeNames) {
-    if (known == name) return value;
-  }
+  const auto known = std::ranges::find(kTypeNames, name);
+  if (known != std::end(kTypeNames)) return static_cast<MupType>(known - kTypeNames);
   throw Error(ErrorKind::UnknownName, "There is no u-muP parameter type '" + std::string(name) + "'.", "",
               "weight, bias, norm or output");
 }

@@ -7,8 +7,8 @@
 #include <sstream>
 
 #include "plumb/core/error.h"
-#include "plumb/core/file.h"
 #include "plumb/core/join.h"
+#include "plumb/core/output_file.h"
 
 namespace plumb {
 namespace {

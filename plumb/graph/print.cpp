@@ -133,7 +133,10 @@ class Printer {
     size_t next = 0;
     commas(shown, [&](size_t i) {
       const auto& argument = schema.arguments()[i];
-      if (i != next++ || argument.kwarg_only()) out_ += argument.name() + "=", next = node.args().size();
+      if (i != next++ || argument.kwarg_only()) {
+        out_ += argument.name() + "=";
+        next = node.args().size();  // and so are all that follow
+      }
       arg(node.arg(i), int_meaning(argument));
     });
     out_ += ')';

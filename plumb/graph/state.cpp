@@ -9,12 +9,8 @@
 namespace plumb {
 
 std::string_view to_string(AttrKind kind) {
-  switch (kind) {
-    case AttrKind::Parameter: return "parameter";
-    case AttrKind::Buffer: return "buffer";
-    case AttrKind::Constant: return "constant";
-  }
-  return "unknown";
+  static constexpr std::string_view kNames[] = {"parameter", "buffer", "constant"};
+  return kNames[static_cast<size_t>(kind)];
 }
 
 void State::add(Attr attr) {

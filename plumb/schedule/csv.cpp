@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "plumb/core/error.h"
-#include "plumb/core/file.h"
 #include "plumb/core/input_file.h"
+#include "plumb/core/output_file.h"
 #include "plumb/core/str.h"
 #include "plumb/schedule/schedule.h"
 

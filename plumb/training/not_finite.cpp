@@ -4,7 +4,7 @@
 
 #include <filesystem>
 
-#include "plumb/core/file.h"
+#include "plumb/core/output_file.h"
 #include "plumb/exported/tensor_file.h"
 #include "plumb/transforms/track_scales.h"
 

@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "plumb/analysis/html_report.h"
-#include "plumb/core/file.h"
+#include "plumb/core/output_file.h"
 #include "plumb/core/table.h"
 #include "plumb/training/usage.h"
 

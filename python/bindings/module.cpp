@@ -1,8 +1,8 @@
 #include "module.h"
 
-#include "plumb/core/file.h"
 #include "plumb/core/freed_memory.h"
 #include "plumb/core/input_file.h"
+#include "plumb/core/output_file.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "plumb's C++ engine";
