@@ -20,11 +20,8 @@ bool under(std::string_view name, std::string_view path) {
 }
 
 bool in_module(const Node& node, std::string_view path) {
-  if (!node.meta().modules) return false;
-  for (const ModuleFrame& frame : *node.meta().modules) {
-    if (under(frame.path, path)) return true;
-  }
-  return false;
+  const auto& modules = node.meta().modules;
+  return modules && std::ranges::any_of(*modules, [&](const ModuleFrame& frame) { return under(frame.path, path); });
 }
 
 // Positions (cut before ops[k]) where the calls of a module begin or end. Nodes without a stack belong to neither side.

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/parameter_tag.h"
@@ -16,12 +18,7 @@ bool is_device(const c10::Argument& argument) {
   return type->kind() == c10::TypeKind::DeviceObjType;
 }
 
-bool takes_tensor(const Node& node) {
-  for (const Value* v : node.inputs()) {
-    if (v->is_tensor()) return true;
-  }
-  return false;
-}
+bool takes_tensor(const Node& node) { return std::ranges::any_of(node.inputs(), &Value::is_tensor); }
 
 }  // namespace
 

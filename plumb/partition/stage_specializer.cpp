@@ -43,19 +43,14 @@ at::Tensor resized(const at::Tensor& t, const std::vector<int64_t>& sizes) {
   return at::empty_strided(out.sizes(), strides, out.options()).copy_(out).set_requires_grad(t.requires_grad());
 }
 
-bool alike(const std::optional<TensorMeta>& a, const std::optional<TensorMeta>& b) {
-  if (!a || !b) return !a && !b;
-  return a->dtype == b->dtype && a->sizes.size() == b->sizes.size();
-}
-
-bool alike(const StageInputPort& a, const StageInputPort& b, bool names) {
-  return a.source == b.source && a.type == b.type && a.written == b.written && alike(a.meta, b.meta) &&
-         (!names || a.name == b.name);
-}
-
-bool alike(const StageOutputPort& a, const StageOutputPort& b, bool names) {
-  return a.consumers == b.consumers && a.pipeline_output == b.pipeline_output && a.type == b.type &&
-         alike(a.meta, b.meta) && (!names || a.name == b.name);
+// What two cuts for different sizes have in common: no sizes, and no names where those may differ.
+template <class Port>
+Port without_sizes(Port port, bool names) {
+  if (!names) port.name.clear();
+  if (port.meta)
+    port.meta = TensorMeta{.dtype = port.meta->dtype, .sizes = std::vector<int64_t>(port.meta->sizes.size())};
+  if constexpr (requires { port.as_it_is; }) port.as_it_is.clear();
+  return port;
 }
 
 // The model's inputs that stage `index` or a stage before it in the flow of values takes.
@@ -216,7 +211,8 @@ void StageSpecializer::check(const Pipe& pipe) const {
     const StageIO &cut = table_.stages[s], &now = pipe.table().stages[s];
     const auto compare = [&](const char* side, const auto& a, const auto& b) {
       for (size_t i = 0; what.empty() && i < std::max(a.size(), b.size()); ++i) {
-        if (i < a.size() && i < b.size() && alike(a[i], b[i], same_names_)) continue;
+        if (i < a.size() && i < b.size() && without_sizes(a[i], same_names_) == without_sizes(b[i], same_names_))
+          continue;
         what = str("so that ", side, " ", i, " of stage ", s, " is ", i < b.size() ? "%" + b[i].name : "none",
                    " instead of ", i < a.size() ? "%" + a[i].name : "none");
       }

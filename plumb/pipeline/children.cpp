@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -124,12 +125,7 @@ int Children::start(const std::string& given, const std::vector<std::string>& ar
   return count() - 1;
 }
 
-bool Children::all_ended() const {
-  for (const auto& c : children_) {
-    if (!c.ended) return false;
-  }
-  return true;
-}
+bool Children::all_ended() const { return std::ranges::all_of(children_, &Child::ended); }
 
 void Children::signal(int number, int signal, bool stops) {
   auto& child = children_.at(number);

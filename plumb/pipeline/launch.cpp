@@ -2,6 +2,7 @@
 
 #include <signal.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <deque>
 #include <memory>
@@ -84,10 +85,7 @@ class Launch {
   }
 
   bool members_ended() const {
-    for (const int member : members_) {
-      if (!children_[member].ended) return false;
-    }
-    return true;
+    return std::ranges::all_of(members_, [&](int member) { return children_[member].ended; });
   }
 
   void emit(int child, bool is_stderr, const std::string& line) {

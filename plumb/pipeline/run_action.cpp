@@ -267,9 +267,8 @@ void PipelineState::run_actions(std::span<const RunAction> parts) {
       at = &part;
       if (!part.action.is_compute()) continue;
       auto& stage = stages.at(part.action.stage);
-      auto& slot = stage.slots[part.action.microbatch];
-      prepare(stage, slot);
-      receive(part, stage, slot);
+      prepare(stage, stage.slots[part.action.microbatch]);
+      receive(part, stage, stage.slots[part.action.microbatch]);
     }
     at = &run;
     if (options.record_timeline) event.start = seconds_now();
