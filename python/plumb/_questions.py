@@ -7,13 +7,13 @@ import os
 import sys
 from types import FrameType
 from typing import Any, Callable, Iterator
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from . import _C
 from ._bytecode import past_modes, running
+from ._tracing import patched
 
 # Whose frames are not the user's.
 INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
@@ -90,7 +90,7 @@ def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
         lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return answer
 
-    with mock.patch.object(torch, "is_grad_enabled", is_grad_enabled):
+    with patched(torch, is_grad_enabled=is_grad_enabled):
         yield lines
 
 
@@ -115,5 +115,5 @@ def watched_tensors(one_graph: bool) -> Iterator[None]:
     watches: dict[str, Any] = {name: _watched(getattr(Tensor, name)) for name in ("size", "numel", "nelement", "__len__")}
     watches["shape"] = property(_watched(base.shape.__get__))
     watches["requires_grad"] = property(_requires_grad(one_graph), _set_requires_grad)
-    with mock.patch.multiple(Tensor, register_hook=register_hook, tolist=_tolist, **watches):
+    with patched(Tensor, register_hook=register_hook, tolist=_tolist, **watches):
         yield

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from typing import Any, Callable, ContextManager, Iterator
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,19 @@ from torch.utils import _pytree as pytree
 
 from . import _C
 from ._errors import Error, ErrorKind
+
+
+@contextlib.contextmanager
+def patched(owner: Any, **attributes: Any) -> Iterator[None]:
+    """While it lasts, a class or module has these attributes."""
+    before = {name: owner.__dict__.get(name) for name in attributes}  # None: inherited
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            delattr(owner, name) if value is None else setattr(owner, name, value)
 
 
 def autocast_regions() -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -118,7 +130,7 @@ def opaque_functions() -> ContextManager:
         outs = tuple(next(results) if o is None else o[0] for o in others)
         return outs if many else outs[0]
 
-    return mock.patch.object(Function, "apply", classmethod(apply))
+    return patched(Function, apply=classmethod(apply))
 
 
 def higher_order_operators() -> ContextManager:
@@ -144,7 +156,7 @@ def higher_order_operators() -> ContextManager:
             "write it with plain operators: attention as scaled_dot_product_attention with a mask, loops in Python",
         )
 
-    return mock.patch.object(HigherOrderOperator, "__call__", call)
+    return patched(HigherOrderOperator, __call__=call)
 
 
 @contextlib.contextmanager
@@ -161,7 +173,7 @@ def unoptimised_scripts(module: nn.Module) -> Iterator[None]:
             self._debug_flush_compilation_cache()
         return call(self, *args, **kwargs)
 
-    with mock.patch.object(function, "__call__", flush_and_call), torch.jit.optimized_execution(False):
+    with patched(function, __call__=flush_and_call), torch.jit.optimized_execution(False):
         yield
 
 
@@ -189,4 +201,4 @@ def answer_compiling(tell: Callable[[], bool]) -> ContextManager:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         return (tell() and caller.partition(".")[0] in _LIBRARIES) or original()
 
-    return mock.patch.object(torch.compiler, "is_compiling", is_compiling)
+    return patched(torch.compiler, is_compiling=is_compiling)

@@ -13,7 +13,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ContextManager
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from .._capture import capture
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, PARAMETER
+from .._tracing import patched
 
 # Of a config that may come from anywhere:
 _MOST_LAYERS = 1024
@@ -144,7 +144,7 @@ def _parameters_on_meta() -> Iterator[None]:
         if parameter is not None and not parameter.is_meta:
             self._parameters[name] = type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    with _patch_lock, mock.patch.object(nn.Module, "register_parameter", register):
+    with _patch_lock, patched(nn.Module, register_parameter=register):
         yield
 
 
@@ -249,7 +249,7 @@ def _positions_in_order(inputs: dict) -> ContextManager:
     asks = hasattr(masks, "find_packed_sequence_indices") and not transformers().__version__.startswith("4.")
     if not asks or "position_ids" in inputs:
         return contextlib.nullcontext()
-    return mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None)
+    return patched(masks, find_packed_sequence_indices=lambda position_ids: None)
 
 
 def _grouped_products() -> ContextManager:
@@ -264,7 +264,7 @@ def _grouped_products() -> ContextManager:
             return original(a, b, scale_a, scale_b, offs, *rest, out_dtype=out_dtype, **more)
         return a.new_empty(sizes(a, b, offs, out_dtype).shape, dtype=out_dtype or a.dtype)
 
-    return mock.patch.object(shapes, "_meta_grouped_mm_common", common)
+    return patched(shapes, _meta_grouped_mm_common=common)
 
 
 @contextlib.contextmanager
