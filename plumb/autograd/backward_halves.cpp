@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <ranges>
 #include <set>
 
 #include "plumb/autograd/backward_checkpoints.h"
@@ -17,35 +18,6 @@ namespace plumb {
 namespace {
 
 using torch::autograd::AccumulateGrad;
-
-// Takes the hooks on incoming gradients off nodes for a while.
-class HooksOff {
- public:
-  explicit HooksOff(const std::vector<DeferredWeights::State::Start>& starts) {
-    for (const auto& s : starts) {
-      if (!s.hooks_done) continue;
-      Node& node = *s.edge.function;
-      if (node.tensor_pre_hooks().empty() && node.retains_grad_hooks().empty()) continue;
-      kept_.push_back({&node, std::move(node.tensor_pre_hooks()), std::move(node.retains_grad_hooks())});
-      node.tensor_pre_hooks().clear();
-      node.retains_grad_hooks().clear();
-    }
-  }
-  ~HooksOff() {
-    for (auto it = kept_.rbegin(); it != kept_.rend(); ++it) {
-      it->node->tensor_pre_hooks() = std::move(it->pre);
-      it->node->retains_grad_hooks() = std::move(it->retains);
-    }
-  }
-
- private:
-  struct Kept {
-    Node* node;
-    std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> pre;
-    std::unordered_map<size_t, std::unique_ptr<torch::autograd::FunctionPreHook>> retains;
-  };
-  std::vector<Kept> kept_;
-};
 
 // Everything in the input half, for graphs with nodes that stand no other way: what reaches the leaves is set aside.
 Tensors whole_backward_now(const BackwardRoots& roots, const BackwardGraph& graph, const std::vector<Edge>& inputs,
@@ -133,7 +105,10 @@ void run_chains(NodePtr node, at::Tensor grad, bool keep_graph) {
       return "Function " + next->name() + " returned an " + message;
     });
     for (const auto& hook : next->post_hooks()) made = (*hook)(made, grads);
-    if (!keep_graph) next->release_variables();
+    if (!keep_graph) {
+      next->release_variables();
+      drop_recipes(*next);
+    }
     for (size_t i = 0; i < made.size(); i++) {
       const Edge& edge = next->next_edge(i);
       if (edge.function && made[i].defined()) ready.emplace_back(edge.function, std::move(made[i]));
@@ -147,7 +122,8 @@ InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& in
   InputHalf half;
   half.input_grads.resize(inputs.size());
   if (roots.edges.empty()) return half;
-  auto& deferred = BackwardAccess::fresh(half.deferred);
+  half.deferred.state = std::make_shared<DeferredWeights::State>();
+  DeferredWeights::State& deferred = *half.deferred.state;
   BackwardGraph graph = walk_backward(roots.edges, inputs);
   if (graph.indivisible) {
     half.input_grads = whole_backward_now(roots, graph, inputs, keep_graph, deferred);
@@ -220,10 +196,18 @@ void run_weight_half(DeferredWeights::State& deferred, bool retain_graph) {
     edges.push_back(s.edge);
     grads.push_back(retain_graph ? s.grad : std::move(s.grad));
   }
-  HooksOff hooks(deferred.starts);
-  for (auto& cut : deferred.cuts) cut.edge = std::exchange(cut.node->next_edges()[cut.index], Edge());
-  const auto join = c10::make_scope_exit([&] {
-    for (auto& cut : deferred.cuts) cut.node->next_edges()[cut.index] = std::move(cut.edge);
+  // Hooks that have run, and edges into the input half, are away while the weight half runs.
+  const auto swap_hooks = [](DeferredWeights::State::Start& start) {
+    if (!start.hooks_done) return;
+    std::swap(start.edge.function->tensor_pre_hooks(), start.pre_hooks);
+    std::swap(start.edge.function->retains_grad_hooks(), start.retains_grad);
+  };
+  const auto swap_edge = [](auto& cut) { std::swap(cut.node->next_edges()[cut.index], cut.edge); };
+  std::ranges::for_each(deferred.starts, swap_hooks);
+  std::ranges::for_each(deferred.cuts, swap_edge);
+  const auto back = c10::make_scope_exit([&] {
+    std::ranges::for_each(std::views::reverse(deferred.starts), swap_hooks);
+    std::ranges::for_each(deferred.cuts, swap_edge);
   });
   if (deferred.chains && deferred.only.empty() && !torch::autograd::AnomalyMode::is_enabled()) {
     for (size_t i = 0; i < edges.size(); i++) run_chains(edges[i].function, std::move(grads[i]), retain_graph);

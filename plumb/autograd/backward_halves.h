@@ -21,6 +21,8 @@ struct DeferredWeights::State {
     at::Tensor grad;
     bool hooks_done;          // the node's hooks on incoming gradients have run
     NodePtr maker = nullptr;  // did all its work in the input half and made this gradient of a leaf
+    std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> pre_hooks = {};  // of the edge's node, while away
+    std::unordered_map<size_t, std::unique_ptr<torch::autograd::FunctionPreHook>> retains_grad = {};
   };
   struct Cut {
     NodePtr node;
@@ -31,25 +33,6 @@ struct DeferredWeights::State {
   std::vector<Cut> cuts;  // still to be cut, because the graph is kept whole
   edge_list only;         // the leaves whose .grad is added to; empty: all
   bool chains = false;    // see defers_chains()
-};
-
-struct BackwardAccess {
-  static const InputBoundary::State& of(const InputBoundary& b) { return *b.state_; }
-  static DeferredWeights::State& fresh(DeferredWeights& d) {
-    d.state_ = std::make_unique<DeferredWeights::State>();
-    return *d.state_;
-  }
-  static std::unique_ptr<DeferredWeights::State>& state(DeferredWeights& d) { return d.state_; }
-  // The weight half adds to the `.grad` of these tensors alone. Not empty.
-  static void restrict_to(DeferredWeights& d, const Tensors& weights) {
-    if (!d.state_) return;
-    d.state_->only.clear();
-    for (const at::Tensor& w : weights) d.state_->only.push_back(torch::autograd::impl::gradient_edge(w));
-  }
-  // Empty once the weight half has run.
-  static std::vector<DeferredWeights::State::Start> starts(const DeferredWeights& d) {
-    return d.state_ ? d.state_->starts : std::vector<DeferredWeights::State::Start>();
-  }
 };
 
 // Roots of a backward: edges and gradients of the outputs that take part.

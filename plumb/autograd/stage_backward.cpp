@@ -110,45 +110,36 @@ std::optional<GradientMeta> gradient_meta(const at::Tensor& output) {
 }
 
 InputBoundary::InputBoundary(const Tensors& values, const std::vector<bool>& wants_gradient)
-    : state_(std::make_unique<State>()) {
+    : state(std::make_shared<State>()) {
   if (wants_gradient.size() != values.size()) {
     throw Error(ErrorKind::StructureMismatch, "an input boundary of " + std::to_string(values.size()) + " values got " +
                                                   std::to_string(wants_gradient.size()) + " gradient flags");
   }
-  state_->inputs.reserve(values.size());
-  state_->edges.resize(values.size());
+  state->inputs.reserve(values.size());
+  state->edges.resize(values.size());
   for (size_t i = 0; i < values.size(); i++) {
     if (!values[i].defined()) {
-      state_->inputs.emplace_back();
+      state->inputs.emplace_back();
       continue;
     }
     // Shares memory and version counter with the value, so that a write is noticed where the value was saved.
     at::Tensor alias = values[i].tensor_data();
     if (wants_gradient[i] && can_have_gradient(values[i])) {
-      if (!state_->node) state_->node = make_node<StageInputNode>();
-      torch::autograd::create_gradient_edge(alias, state_->node);
-      state_->edges[i] = torch::autograd::impl::gradient_edge(alias);
+      if (!state->node) state->node = make_node<StageInputNode>();
+      torch::autograd::create_gradient_edge(alias, state->node);
+      state->edges[i] = torch::autograd::impl::gradient_edge(alias);
     }
-    state_->inputs.push_back(std::move(alias));
+    state->inputs.push_back(std::move(alias));
   }
 }
 
-InputBoundary::InputBoundary(InputBoundary&&) noexcept = default;
-InputBoundary& InputBoundary::operator=(InputBoundary&&) noexcept = default;
-InputBoundary::~InputBoundary() = default;
-const Tensors& InputBoundary::inputs() const { return state_->inputs; }
-void InputBoundary::release_inputs() { state_->inputs.clear(); }
+const Tensors& InputBoundary::inputs() const { return state->inputs; }
+void InputBoundary::release_inputs() { state->inputs.clear(); }
 
 std::optional<GradientMeta> InputBoundary::gradient_meta(size_t index) const {
-  if (index >= state_->edges.size() || !state_->edges[index].function) return std::nullopt;
-  return meta_of(state_->edges[index]);
+  if (index >= state->edges.size() || !state->edges[index].function) return std::nullopt;
+  return meta_of(state->edges[index]);
 }
-
-DeferredWeights::DeferredWeights() = default;
-DeferredWeights::DeferredWeights(DeferredWeights&&) noexcept = default;
-DeferredWeights& DeferredWeights::operator=(DeferredWeights&&) noexcept = default;
-DeferredWeights::~DeferredWeights() = default;
-bool DeferredWeights::pending() const { return state_ != nullptr; }
 
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs) {
   return run_described("stage backward", outputs, output_grads, inputs, [&] {
@@ -168,7 +159,7 @@ Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, cons
 
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                        const Tensors& input_seeds) {
-  const auto& boundary = BackwardAccess::of(inputs);
+  const auto& boundary = *inputs.state;
   return run_described("stage backward", outputs, output_grads, boundary.inputs, [&] {
     auto roots = collect_roots(outputs, output_grads);
     add_seeds(roots, boundary.edges, input_seeds);
@@ -194,7 +185,7 @@ InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_gra
 
 InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                                const Tensors& input_seeds, bool keep_graph) {
-  const auto& boundary = BackwardAccess::of(inputs);
+  const auto& boundary = *inputs.state;
   return run_described("input half of the stage backward", outputs, output_grads, boundary.inputs, [&] {
     auto roots = collect_roots(outputs, output_grads);
     add_seeds(roots, boundary.edges, input_seeds);
@@ -203,13 +194,13 @@ InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_gra
 }
 
 void stage_backward_weight(DeferredWeights& deferred, bool retain_graph) {
-  auto& state = BackwardAccess::state(deferred);
-  if (!state) {
+  if (!deferred.pending()) {
     throw Error(ErrorKind::InvalidState, "the weight half of this stage backward has run already", "",
                 "run stage_backward_input first, or pass retain_graph to the weight half");
   }
-  run_described("weight half of the stage backward", {}, {}, {}, [&] { run_weight_half(*state, retain_graph); });
-  if (!retain_graph) state.reset();
+  run_described("weight half of the stage backward", {}, {}, {},
+                [&] { run_weight_half(*deferred.state, retain_graph); });
+  if (!retain_graph) deferred.state.reset();
 }
 
 }  // namespace plumb

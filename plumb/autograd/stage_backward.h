@@ -28,13 +28,9 @@ struct GradientMeta {
 std::optional<GradientMeta> gradient_meta(const at::Tensor& output);
 
 // The start of a stage's autograd graph: gradients of the stage's inputs stop here.
-class InputBoundary {
- public:
+struct InputBoundary {
   // One entry per input of the stage. `wants_gradient[i]` is ignored for undefined, integer and boolean values.
   InputBoundary(const Tensors& values, const std::vector<bool>& wants_gradient);
-  InputBoundary(InputBoundary&&) noexcept;
-  InputBoundary& operator=(InputBoundary&&) noexcept;
-  ~InputBoundary();
 
   // The tensors to call the stage with: the same memory as `values`. They are no leaves, so that a stage may begin with
   // an in-place operator.
@@ -45,28 +41,16 @@ class InputBoundary {
   std::optional<GradientMeta> gradient_meta(size_t index) const;
 
   struct State;
-
- private:
-  std::unique_ptr<State> state_;
-  friend struct BackwardAccess;
+  std::shared_ptr<State> state;
 };
 
 // The pending work of the weight half. It holds the part of the graph and the gradients that it needs, nothing else.
-class DeferredWeights {
- public:
-  DeferredWeights();
-  DeferredWeights(DeferredWeights&&) noexcept;
-  DeferredWeights& operator=(DeferredWeights&&) noexcept;
-  ~DeferredWeights();
-
+struct DeferredWeights {
   // False once the weight half has run (or nothing was left to do).
-  bool pending() const;
+  bool pending() const { return state != nullptr; }
 
   struct State;
-
- private:
-  std::unique_ptr<State> state_;
-  friend struct BackwardAccess;
+  std::shared_ptr<State> state;
 };
 
 struct InputHalf {

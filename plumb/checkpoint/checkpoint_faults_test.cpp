@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "plumb/checkpoint/checkpoints_for_test.h"
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
 #include "plumb/exported/programs_for_test.h"
 #include "tests/fuzz/mutate.h"

@@ -3,8 +3,6 @@
 #include <array>
 #include <cstddef>
 
-#include "plumb/core/crc32.h"
-
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #define PLUMB_CARRYLESS __attribute__((target("pclmul,sse4.1")))

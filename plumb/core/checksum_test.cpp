@@ -4,8 +4,6 @@
 
 #include <string>
 
-#include "plumb/core/crc32.h"
-
 namespace plumb {
 namespace {
 

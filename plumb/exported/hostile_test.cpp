@@ -3,7 +3,7 @@
 
 #include <chrono>
 
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/json_doc.h"
 #include "plumb/exported/programs_for_test.h"

@@ -1,5 +1,5 @@
 #include "plumb/exported/tensor_file.h"
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 
 #include <gmock/gmock.h>
 #include <sys/resource.h>

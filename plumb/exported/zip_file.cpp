@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
 
 // libtorch_cpu carries miniz; this is its one-call inflater. Flags 0: raw deflate data, output not a ring.

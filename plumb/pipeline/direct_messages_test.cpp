@@ -6,7 +6,7 @@
 #include <iterator>
 #include <random>
 
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
 #include "plumb/numerics/format.h"
 #include "plumb/pipeline/message.h"

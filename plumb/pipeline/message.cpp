@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"

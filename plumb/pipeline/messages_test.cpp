@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
 #include "plumb/numerics/quantise.h"
 #include "plumb/pipeline/broadcast.h"

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <thread>
 
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"

@@ -2,7 +2,7 @@
 #include <cstring>
 #include <limits>
 
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 #include "plumb/core/error.h"
 #include "plumb/core/json_text.h"
 #include "plumb/recording/history.h"

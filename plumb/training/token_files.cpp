@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "plumb/checkpoint/safetensors.h"
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 #include "plumb/core/text.h"
 #include "plumb/training/usage.h"
 

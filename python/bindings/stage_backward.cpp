@@ -92,7 +92,8 @@ Register stage_backward_part([](py::module_& m) {
       // Where it starts: [(node, number of its input, gradient, node that made the gradient in the input half or None)]
       .def_property_readonly("starts", [](const DeferredWeights& deferred) {
         std::vector<py::tuple> list;
-        for (const auto& s : BackwardAccess::starts(deferred))
+        if (!deferred.pending()) return list;
+        for (const auto& s : deferred.state->starts)
           list.push_back(py::make_tuple(to_node(s.edge.function), s.edge.input_nr, s.grad, to_node(s.maker)));
         return list;
       });
@@ -108,7 +109,7 @@ Register stage_backward_part([](py::module_& m) {
   m.def(
       "stage_backward_weight",
       [](DeferredWeights& deferred, const Tensors& weights, bool retain_graph) {
-        BackwardAccess::restrict_to(deferred, weights);
+        if (deferred.pending()) deferred.state->only = torch::autograd::collect_next_edges(weights);
         stage_backward_weight(deferred, retain_graph);
       },
       py::arg("deferred"), py::arg("weights"), py::arg("retain_graph") = false, FreeGil());

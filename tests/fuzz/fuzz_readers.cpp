@@ -8,7 +8,7 @@
 #include "plumb/checkpoint/checkpoint.h"
 #include "plumb/checkpoint/checkpoint_writer.h"
 #include "plumb/checkpoint/safetensors.h"
-#include "plumb/core/crc32.h"
+#include "plumb/core/checksum.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/tensor_file.h"
