@@ -30,13 +30,13 @@ struct HistoryView {
   const FPFormat* role(bool backward) const;
 };
 
-// Throws Error(InvalidArgument) that names a run without a recorded step.
+// Throws Error(InvalidState) that names a run without a recorded step.
 void check_recorded(const HistoryView& view);
 
 // One measurement as a history of one step.
 History history_of(const ScalesGraph& graph, int64_t step = 1);
 
-// The step of the run at or before `step` (0: the last) as a picture; raises Error(InvalidArgument) for a history
+// The step of the run at or before `step` (0: the last) as a picture; throws Error(InvalidState) for a history
 // without one. Tensors that were not recorded in that step are drawn as they were recorded last before.
 ScaleChart scale_chart(const HistoryView& view, int64_t step = 0);
 

@@ -47,7 +47,7 @@ class HtmlReport {
   HtmlReport& add(const Graph& graph);
 
   std::string html() const;
-  // Whole or not at all (write_file_atomically); Error(InvalidArgument) where that fails.
+  // Writes the page whole or not at all (write_file_atomically). Throws Error(CannotWrite).
   void write(const std::filesystem::path& path) const;
 
  private:

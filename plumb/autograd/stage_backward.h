@@ -69,7 +69,8 @@ struct InputHalf {
 // input_seeds: gradients the inputs already have from elsewhere (later users of the same value), summed first. Boundary
 //   form only; empty, or one entry per input, undefined for none.
 //
-// Raises Error(InvalidArgument) that describes outputs, gradients and inputs. The graph is used up.
+// Throws Error(StructureMismatch) for other numbers of gradients, Error(TensorMismatch) for other sizes, Error(InvalidState)
+// without a graph, Error(ExecutionFailed) with autograd's reason; all describe the stage. The graph is used up.
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs);
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                        const Tensors& input_seeds = {});
@@ -91,7 +92,7 @@ InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_gra
                                const Tensors& input_seeds = {}, bool keep_graph = false);
 
 // The weight half: accumulates into the `.grad` of every leaf, or of these `weights` and no others, as backward() would
-// have. retain_graph keeps the saved tensors and `deferred` usable again. Raises Error(InvalidArgument) if `deferred` has
+// have. retain_graph keeps the saved tensors and `deferred` usable again. Throws Error(InvalidState) if `deferred` has
 // run already.
 void stage_backward_weight(DeferredWeights& deferred, bool retain_graph = false);
 void stage_backward_weight(DeferredWeights& deferred, const Tensors& weights, bool retain_graph = false);

@@ -25,8 +25,8 @@ struct SafetensorsHeader {
 void check_holdable(const std::string& place, const NamedTensors& tensors);
 
 // A file's bytes before its tensors' are known: the header, padded to 8 bytes, and by tensor where its bytes begin
-// behind it. Those of large elements come first, so that each is aligned without gaps. Raises as check_holdable(), and
-// Error(InvalidArgument) for metadata that is no UTF-8 and for a header beyond the format's limit.
+// behind it. Those of large elements come first, so that each is aligned without gaps. Made by
+// safetensors_layout(), which throws what check_holdable() throws, and for metadata that is no UTF-8 and a long header.
 struct SafetensorsLayout {
   std::string header;
   std::vector<size_t> order;  // of the tensors by their bytes

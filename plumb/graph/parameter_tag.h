@@ -11,7 +11,7 @@ namespace plumb {
 
 enum class MupType { Weight, Bias, Norm, Output };
 std::string_view to_string(MupType type);      // "weight", "bias", "norm", "output"
-MupType mup_type_from(std::string_view name);  // Error(InvalidArgument) for another name
+MupType mup_type_from(std::string_view name);  // Throws Error(UnknownName)
 
 struct ParameterData {
   MupType type = MupType::Weight;

@@ -9,13 +9,13 @@
 
 namespace plumb {
 
-// Throws Error(InvalidArgument), naming `what`, for other dtypes.
+// Returns the storage dtype of kernels. Throws Error(TensorMismatch), naming `what`, for other dtypes.
 kernel::Carrier carrier_of(at::ScalarType dtype, const char* what);
 
-// Strided, with values (not on the meta device); else Error(InvalidArgument).
+// Throws Error(TensorMismatch) for a tensor that is not strided or has no values (on the meta device).
 void check_tensor(const at::Tensor& x, const char* what);
 
-// What measure() takes; else Error(InvalidArgument).
+// Throws Error(TensorMismatch) for a tensor that measure() does not take.
 void check_measurable(const at::Tensor& x);
 
 kernel::RoundingSpec rounding_spec(const FPFormat& format, kernel::Carrier carrier);

@@ -32,7 +32,7 @@ struct TensorMetrics {
 
   double zero_share() const { return numel ? double(zero_count) / double(numel) : 0.0; }
 
-  // Shares of all elements, from the histogram (Error(InvalidArgument) without one). "What would this format do to it":
+  // Shares of all elements, from the histogram (Error(InvalidState) without one). "What would this format do to it":
   //   underflow: nonzero values that become zero;
   //   overflow:  finite values beyond the largest (for nearest: that do not round to it);
   //   subnormal: nonzero values below min_absolute_normal that do not become zero: they lose digits.

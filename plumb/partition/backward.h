@@ -40,7 +40,7 @@ struct SymbolicBackward {
   std::string to_string(const PipeTable& table) const;
 };
 
-// Stages that cannot contribute to the loss have no step. Throws Error(InvalidArgument) if the table has no loss or it
+// Stages that cannot contribute to the loss have no step. Throws Error(InvalidState) if the table has no loss or it
 // is a constant.
 SymbolicBackward make_backward(const PipeTable& table);
 
@@ -56,8 +56,8 @@ class DetachExecutor {
   // Flat inputs -> flat outputs.
   std::vector<c10::IValue> forward(std::vector<c10::IValue> inputs);
   // Runs the pipe's symbolic backward on the last forward; gives the gradients of the flat inputs (undefined: none).
-  // Throws Error(InvalidArgument) without a forward before it, or if the loss is no one-element tensor that requires
-  // grad.
+  // Throws Error(InvalidState) without a forward before it, Error(TensorMismatch) if the loss is no one-element tensor
+  // that requires grad.
   std::vector<at::Tensor> backward();
 
  private:

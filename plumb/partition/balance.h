@@ -51,7 +51,7 @@ struct Balance {
 // Dynamic programming over the places between neighbouring operators: minimises the slowest stage's forward, backward
 // and communication within the memory limits. Never cuts through memory that is written (see split.h), and through
 // values with gaps in their memory (a part of a split) only if there are too few other places. Throws
-// Error(InvalidArgument) if there are fewer places than cuts, or no cut keeps the limits (says what the least is).
+// Error(Partition) if there are fewer places than cuts, or no cut keeps the limits (says what the least is).
 Balance balance(const GraphModule& module, const GraphCost& cost, const BalanceOptions& options);
 
 }  // namespace plumb

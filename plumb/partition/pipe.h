@@ -63,7 +63,7 @@ class Pipe {
 
   // --- loss and backward ---
   bool has_loss_and_backward() const { return backward_.has_value(); }
-  // Throws Error(InvalidArgument) if the pipe has no loss.
+  // Throws Error(InvalidState) if the pipe has no loss.
   const SymbolicBackward& backward() const;
   // One microbatch: forward with stages apart (see DetachExecutor), then the symbolic backward.
   // Accumulates into the parameters' `.grad`, replicated ones included: every copy gets the sum.
@@ -74,7 +74,7 @@ class Pipe {
   // --- state ---
   const std::vector<ReplicatedParam>& replicated_params() const { return table_.replicated; }
   // The whole model's state, names and order as in the original, tied names tied, tensors shared with the stages.
-  // Throws Error(InvalidArgument) naming the parameter and stages if copies of a replicated parameter differ.
+  // Throws Error(InvalidState) naming the parameter and stages if copies of a replicated parameter differ.
   State merge_state_dict() const;
   // The undivided graph with that state.
   std::shared_ptr<GraphModule> merge() const;

@@ -68,11 +68,11 @@ struct SplitOptions {
 
 // Leaves the module as it is. The stages share its tensors, but for copies of replicated parameters.
 // Cuts before the first or after the last operator and cuts next to each other make no empty stages.
-// Throws Error(InvalidArgument): unknown module or parameter names, a policy that sends values back, memory conflicts,
-// a loss spec that fits no output.
+// Throws Error(UnknownName) for module and parameter names, Error(Partition) for a policy that sends values back and for
+// memory conflicts, Error(StructureMismatch) for a loss spec that fits no output.
 std::shared_ptr<Pipe> pipeline(const GraphModule& module, const SplitOptions& options = {});
 
-// The flat output that a loss spec marks. Throws Error(InvalidArgument) if the structures differ or none is marked.
+// The flat output that a loss spec marks. Throws Error(StructureMismatch) if the structures differ or none is marked.
 size_t find_loss_output(const TreeSpec& outputs, const c10::IValue& loss_spec);
 // The output under the key "loss", if the outputs are a dict with one.
 std::optional<size_t> find_loss_by_name(const TreeSpec& outputs);

@@ -21,8 +21,8 @@ struct StagePackage {
 };
 
 // Graph with metadata, state (names, kinds, ties, tags, gradients' wanting; not the gradients) and the table. Tensors
-// on other devices than the CPU come back on the CPU. Throws Error(InvalidArgument) for tensors that have no data or no
-// dense layout.
+// on other devices than the CPU come back on the CPU. Throws Error(InvalidArgument) for what has no tensor and
+// Error(Unsupported) for a tensor without a dense layout.
 std::string serialize_stage(const Pipe& pipe, int index);
 
 // Throws Error(BadFile) that says what is wrong; the bytes may come from anywhere.

@@ -95,7 +95,7 @@ struct PipeTable {
 };
 
 // Non-tensor values that cross between stages (symbolic sizes, flags) travel as 0-dim tensors on the CPU: int64,
-// float64 or bool. Raises Error(InvalidArgument) for a value that has no such form.
+// float64 or bool. Throws Error(Partition) for a value that has no such form.
 at::Tensor pack_value(const c10::IValue& value);
 c10::IValue unpack_value(const at::Tensor& tensor, ValueType type);
 

@@ -26,7 +26,7 @@ namespace plumb {
 using ModelSizes = std::map<size_t, std::vector<int64_t>>;
 // On their way between stages: number, dimensions and sizes, input by input.
 std::vector<int64_t> pack_sizes(const ModelSizes& sizes);
-// Throws Error(Communication) for numbers that are no such row.
+// Throws Error(StructureMismatch) for numbers that are no such row.
 ModelSizes unpack_sizes(at::IntArrayRef row);
 
 class StageSpecializer {
@@ -81,7 +81,7 @@ class StageSpecializer {
 namespace specializer_detail {
 
 std::vector<bool> modes_of(const torch::nn::Module& model);
-// Puts the modes, and on its end what they were. Throws Error(InvalidArgument) if the model has other modules now.
+// Puts the modes, and on its end what they were. Throws Error(InvalidState) if the model has other modules now.
 class WithModes {
  public:
   WithModes(torch::nn::Module& model, const std::vector<bool>& modes);

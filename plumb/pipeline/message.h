@@ -110,8 +110,8 @@ inline constexpr int kSizeClasses = 512;
 // Bytes of the whole message. `direct`: the kind of device whose values are direct.
 using DirectDevice = std::optional<c10::DeviceType>;
 std::int64_t message_bytes(const std::vector<MessageValue>& values, size_t num_sizes = 0, DirectDevice direct = {});
-// Writes the message to `to`, which has room. `prologue` is completed and sealed. Raises Error(InvalidArgument) for
-// tensors that have no plain memory (sparse, quantised), naming the value.
+// Writes the message to `to`, which has room. `prologue` is completed and sealed. The values have passed
+// check_sendable().
 void write_message(char* to, Prologue prologue, const std::vector<MessageValue>& values, at::IntArrayRef sizes = {},
                    DirectDevice direct = {});
 // The tensors that follow the message, one tensor a direct value, on `device`: dense, values or their codes.
@@ -121,6 +121,7 @@ std::vector<at::Tensor> direct_values(const std::vector<MessageValue>& values, c
 std::vector<at::Tensor> make_direct_values(const at::Tensor& buffer, c10::Device device);
 // The bytes of a dense tensor, in the order in which they lie in memory: what a backend sends or receives.
 at::Tensor bytes_of(const at::Tensor& dense);
+// Throws Error(Unsupported) naming the value, for a tensor without plain memory (sparse, quantised, nested, meta).
 void check_sendable(const MessageId& id, const std::vector<MessageValue>& values);
 
 struct Message {

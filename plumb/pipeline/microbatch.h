@@ -37,8 +37,8 @@ struct Microbatches {
 
 // Cuts tensors into `num` microbatches. If the batch does not divide, the first ones get one row more. A tensor whose
 // length is a multiple of the shortest (tokens against sequences) is cut at the same places. `specs` may be shorter
-// than `tensors`: along 0, and whole for tensors without dimensions. Undefined tensors stay undefined. Raises
-// Error(InvalidArgument) that names the tensor if it is too short, has no such dimension or does not match.
+// than `tensors`: along 0, and whole for tensors without dimensions. Undefined tensors stay undefined. Throws
+// Error(TensorMismatch) that names the tensor if it is too short, has no such dimension or does not match.
 Microbatches split_batch(const Tensors& tensors, const std::vector<TensorChunkSpec>& specs, int num);
 
 // The outputs (by microbatch) as one list. `merges` may be shorter than the outputs: concatenate along 0.

@@ -45,7 +45,7 @@ class Recorder {
   ~Recorder();
 
   // Records this graph too: the same model for other shapes, or a part of a model. `stage`: its index, if the part is
-  // a stage of a pipeline. Tensors of the same name, operator, sizes and stage are one. Throws Error(InvalidArgument)
+  // a stage of a pipeline. Tensors of the same name, operator, sizes and stage are one. Throws Error(UnknownName)
   // for a rule that fits no tensor of any module so far, with the names there are.
   void attach(GraphModule& module, int64_t stage = -1);
 

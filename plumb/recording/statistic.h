@@ -35,7 +35,7 @@ struct Statistic {
   StatisticKind kind = StatisticKind::Std;
   std::optional<FPFormat> format = {};  // of Underflow, Overflow and Subnormal
 
-  // Throws Error(InvalidArgument) that lists the names.
+  // Throws Error(UnknownName) that lists the names.
   static Statistic parse(std::string_view text);
   std::string to_string() const;
 

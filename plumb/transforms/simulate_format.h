@@ -31,7 +31,7 @@ struct SimulateFormatOptions {
   std::vector<std::string> exclude;
 };
 
-// Throws Error(InvalidArgument) for formats, operators or rounding that make no sense. Answers whether anything
+// Throws Error(UnknownName) for an operator that is no matrix product. Returns whether anything
 // changed.
 bool simulate_format(GraphModule& module, const SimulateFormatOptions& options, Report* report = nullptr);
 

@@ -26,7 +26,7 @@ std::shared_ptr<TransformedModule> track_scales(const std::shared_ptr<GraphModul
                                                 const MetricsOptions& options = {});
 
 // The module's graph as it is now, without the tracking nodes, and what was measured in the last run. Throws
-// Error(InvalidArgument) if the module is not tracked.
+// Error(InvalidState) if the module is not tracked.
 ScalesGraph scales_graph(const TransformedModule& module);
 
 }  // namespace plumb
