@@ -103,8 +103,8 @@ class UnitScalePass:
         return report
 
     def before_copy(self, module: nn.Module) -> None:
-        for name, parameter in module.named_parameters(remove_duplicate=False) if self.scaling is not None else ():
-            self.scaling.look_at(name, parameter)
+        for name, _, tensor, _ in state_of(module) if self.scaling is not None else ():
+            self.scaling.look_at(name, tensor)
 
     def values_loaded(self, names: Iterable[str]) -> None:
         """Other values are in these parameters: the first graph leaves them as they are."""
@@ -196,6 +196,8 @@ def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
             else:
                 tag_parameter(p, kind or ("norm" if isinstance(sub, _NORMS) or p.dim() > 1 else "bias"))
             proposals.append((names[full], p, kind))
+        for name, buffer in sub.named_buffers(recurse=False):  # only a graph shows which are weights
+            proposals.append((names[f"{path}.{name}" if path else name], buffer, None))
     changed = set(run.scaling.propose(proposals))
     for (first, *_), _, kind in proposals:
         if first in changed:
