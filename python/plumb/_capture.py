@@ -150,14 +150,14 @@ class Captured(NamedTuple):
     plain: list  # by output: the value of what is no tensor
     notes: list[str]
     asks_grad_mode: bool  # whether the forward may take another path under torch.no_grad()
-    guards: Guards  # of what the forward read besides its inputs
+    guards: Callable[[], Guards]  # makes those of what the forward read, when the module is as it is to be again
 
-    def as_module(self, leaves: list, training: bool) -> GraphModule:
+    def as_module(self, leaves: list, training: bool, guards: Guards) -> GraphModule:
         """`leaves`: the inputs of the capture."""
         plain_inputs = [plain_value(x) for x in leaves]
         return GraphModule(
             self.engine, self.in_spec, self.out_spec, plain_inputs, self.plain, self.notes, training=training,
-            autocast=enabled_autocast(), guards=self.guards,
+            autocast=enabled_autocast(), guards=guards,
         )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def capture_engine(
     if calls is not None:
         calls[:] = found
     asks_grad_mode = bool(request.asks_grad_mode)
-    guards = guards_of(request.observer, module, written, forward)
+    guards = functools.partial(guards_of, request.observer, module, written, forward)
     return Captured(engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards)
 
 
@@ -261,8 +261,9 @@ def capture(
         forward.prepare(args, kwargs)
     leaves, _ = flatten_inputs(args, kwargs)
     captured = capture_engine(module, args, kwargs, verify=plumb_verify)
-    captured.guards.end_with(module)
-    graph = captured.as_module(leaves, module.training)
+    guards = captured.guards()
+    guards.end_with(module)
+    graph = captured.as_module(leaves, module.training, guards)
     if is_marked(module):
         mark_state_dict(graph)
     return graph

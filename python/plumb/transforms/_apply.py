@@ -161,7 +161,7 @@ class TransformedForward:
     ) -> CapturedGraph:
         found: list = []
         replace = {k: v for p in self.passes for k, v in p.replace.items()}
-        engine, _, out_spec, plain, notes, asks_grad_mode, guards = capture_engine(
+        engine, _, out_spec, plain, notes, asks_grad_mode, make_guards = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values,
         )  # fmt: skip
@@ -182,7 +182,7 @@ class TransformedForward:
                     remedy="compute it in the forward, or keep its detach()",
                 )
         captured = CapturedGraph(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
-        captured.guards = guards
+        captured.guards = make_guards()
         _name_values(captured, found)
         for p in self.passes:
             captured.reports.append(p.run(self.module, captured))
@@ -193,7 +193,7 @@ class TransformedForward:
         for name, kind, tensor, _ in engine.state():
             if kind != CONSTANT:
                 captured.slots.append((*slot_of(self.module, name), name, tensor))
-        guards.add_state(captured.slots)
+        captured.guards.add_state(captured.slots)
         return captured
 
     def _originals(self) -> dict[int, str]:
