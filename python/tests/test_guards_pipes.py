@@ -213,10 +213,10 @@ def test_a_pipe_whose_model_is_gone_says_so(model):
     pipe = cut(small)
     del small
     assert pipe(X)[0].shape == X.shape
-    with pytest.raises(plumb.Error, match="evaluation mode, and the model it was cut from no longer exists"):
+    with pytest.raises(plumb.Error, match="cannot change to evaluation mode"):
         pipe.eval()(X)
     pipe.train()
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(plumb.Error, match="autocast is not as it was when"):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(plumb.Error, match="autocast is not as it was .* no longer exists"):
         pipe(X)
 
 

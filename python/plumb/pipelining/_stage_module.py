@@ -165,8 +165,11 @@ class StageModule(GraphModule):
         return self._run(args)
 
     def check_call(self) -> None:
-        if self._cut[1] is None:  # others follow the model
+        variants = self._cut[1]
+        if variants is None:  # others follow the model
             super().check_call()
+        elif variants.is_gone():
+            self.check_mode()
 
     def _as_cut(self, args: Any) -> bool:
         """Whether nothing says otherwise; torch.compile guards on it."""

@@ -109,10 +109,13 @@ class Variants:
     def __reduce__(self) -> tuple:
         return type(None), ()
 
+    def is_gone(self) -> bool:
+        return self._source.model() is None
+
     def _facts(self, training: bool, dtypes: Dtypes) -> Facts:
-        modes = None
-        if self.depends_on_mode:
-            modes = self._source.modes() or self.base.facts.modes
+        modes = self.base.facts.modes
+        if self.depends_on_mode and not self.is_gone():  # else the stages know by themselves
+            modes = self._source.modes()
             if training != self._training:
                 modes = (training,) * len(modes)
         return Facts(enabled_autocast() or self.base.facts.autocast, modes, tuple(sorted(dtypes.items(), key=str)))
