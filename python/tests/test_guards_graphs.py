@@ -103,3 +103,15 @@ def test_a_graph_refuses_autocast_that_it_was_not_captured_under(model):
     assert torch.equal(mixed(X), expected), "it holds the casts"
     with torch.autocast("cpu", dtype=torch.float16):
         assert torch.equal(mixed(X), expected)
+
+
+def test_a_loaded_file_refuses_autocast_unless_it_holds_casts(model, tmp_path):
+    plumb.save_pt2(plumb.capture(model, X), tmp_path / "plain.pt2")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plumb.save_pt2(plumb.capture(model, X), tmp_path / "mixed.pt2")
+        expected = model(X)
+        with pytest.raises(plumb.Error, match="without autocast and is called under autocast"):
+            plumb.load_pt2(tmp_path / "plain.pt2")(X)
+        assert torch.equal(plumb.load_pt2(tmp_path / "mixed.pt2")(X), expected)
+    assert torch.equal(plumb.load_pt2(tmp_path / "mixed.pt2")(X), expected)
+    assert torch.equal(plumb.load_pt2(tmp_path / "plain.pt2")(X), model(X))
