@@ -7,7 +7,7 @@ import math
 import os
 import random
 import re
-from typing import TYPE_CHECKING, Any, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Iterable, List, Optional, Sequence, Tuple, Union, overload
 
 from torch import Tensor, nn
 from torch.fx import Graph, Node
@@ -18,6 +18,12 @@ from .transforms import Metrics, prune_non_float_tensors, prune_same_scale_tenso
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    class OwnAxes(Axes):
+        """Axes that fill a figure of their own."""
+
+        figure: Figure
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +228,35 @@ def _draw_legend(axes: "Axes", nodes: Sequence[Node], directions: Sequence[str])
         axes.legend(handles=handles, loc="upper right")
 
 
+@overload
+def plot(
+    g: Graph,
+    title: str = ...,
+    metric: str = ...,
+    prune_same_scale: bool = ...,
+    show_arrows: bool = ...,
+    show_error_bars: bool = ...,
+    show_zero_tensors: bool = ...,
+    xmin: Optional[float] = ...,
+    xmax: Optional[float] = ...,
+    formats: Sequence[Union[str, FPFormat]] = ...,
+    ax: None = None,
+) -> "OwnAxes": ...
+@overload
+def plot(
+    g: Graph,
+    title: str = ...,
+    metric: str = ...,
+    prune_same_scale: bool = ...,
+    show_arrows: bool = ...,
+    show_error_bars: bool = ...,
+    show_zero_tensors: bool = ...,
+    xmin: Optional[float] = ...,
+    xmax: Optional[float] = ...,
+    formats: Sequence[Union[str, FPFormat]] = ...,
+    *,
+    ax: "Axes",
+) -> "Axes": ...
 def plot(
     g: Graph,
     title: str = "",
