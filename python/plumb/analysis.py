@@ -298,7 +298,8 @@ def plot(
     row = {n: i for i, n in enumerate(nodes)}
     directions = [d for d in ("fwd", "bwd") if any(getattr(n.meta["metrics"], d) is not None for n in nodes)]
     if ax is None:
-        _, ax = plt.subplots(figsize=(10, 1.5 + len(nodes) / 4))
+        # Constrained: the figure has room for all labels, however it is saved.
+        _, ax = plt.subplots(figsize=(10, 1.5 + len(nodes) / 4), layout="constrained")
     ax.set_xscale("log", base=2)
     ax.set_ylim(len(nodes), -1)
 

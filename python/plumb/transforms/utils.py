@@ -14,6 +14,7 @@ from .._fx import engine_to_fx
 from ._apply import CapturedGraph, Module, Pass, TransformedForward, apply_pass, forward_of, logger
 
 Backend = Callable[[GraphModule, List[Tensor]], Callable[..., Any]]
+"""What ``torch.compile(backend=...)`` takes: a graph and the tensors of its first inputs go in, what is called comes out."""
 
 
 class PassBackend(ABC):
