@@ -131,6 +131,7 @@ std::string bash(const CLI::App& app, const Apps& commands) {
          "  case \"$command $prev\" in\n" +
          values +
          "    \"help help\") words=\"" + names.substr(1) + "\" ;;\n"
+         "    \"completion completion\") words=\"bash zsh fish\" ;;\n"
          "    *) [[ -z $command || $cur == -* ]] && case \"$command\" in\n"
          "    \"\") words=\"" + names.substr(1) + " " + names_of(app) + "\" ;;\n" + words +
          "    esac ;;\n"

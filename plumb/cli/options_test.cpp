@@ -162,6 +162,7 @@ TEST_F(Options, ShellsCompleteEveryCommandAndOption) {
   EXPECT_EQ(completed("plumb train --microb"), "--microbatches\n");
   EXPECT_EQ(completed("plumb train --token-type u"), "u8 u16\n");
   EXPECT_EQ(completed("plumb help spl"), "split\n");
+  EXPECT_EQ(completed("plumb completion z"), "zsh\n");
   EXPECT_EQ(completed("plumb train lm"), "\n");  // the shell's own names of files
 }
 

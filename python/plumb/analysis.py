@@ -165,7 +165,10 @@ def _visible(value: Optional[float]) -> bool:
     return value is not None and math.isfinite(value) and value > 0
 
 
-def _draw_ranges(axes: "Axes", formats: Sequence[Union[str, FPFormat]], rows: int) -> None:
+def _draw_ranges(
+    axes: "Axes", formats: Sequence[Union[str, FPFormat]], rows: int, ends: Tuple[float, float]
+) -> None:
+    """Lines and names of what lies between the ends of the axis: a name beyond them would stand outside of the picture."""
     at: dict[float, list[str]] = {}
     for format in formats:
         f = format if isinstance(format, FPFormat) else FPFormat.named(format)
@@ -176,7 +179,7 @@ def _draw_ranges(axes: "Axes", formats: Sequence[Union[str, FPFormat]], rows: in
         at.setdefault(f.max_absolute_value, []).append(f"{name} max")
     level = 0
     previous = None
-    for x in sorted(at):
+    for x in sorted(x for x in at if ends[0] <= x <= ends[1]):
         axes.axvline(x, color="grey", linewidth=0.8, dashes=(3, 2), zorder=0)
         # Labels of near neighbours go below one another.
         level = (level + 1) % 3 if previous is not None and x / previous < 16 else 0
@@ -316,7 +319,7 @@ def plot(
         ax.plot([x], [row[n] + _SHIFT[d]], color=_COLOURS[d], marker=marker, markersize=5, zorder=3)
     if show_arrows:
         _draw_arrows(ax, row, directions, spots)
-    _draw_ranges(ax, formats, len(nodes))
+    _draw_ranges(ax, formats, len(nodes), (low, high))
     ax.set_xlim(low, high)
     ax.set_yticks(range(len(nodes)))
     ax.set_yticklabels([_label(n) for n in nodes])

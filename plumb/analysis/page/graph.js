@@ -38,11 +38,13 @@ for (const figure of all(".graph-view")) {
   const sources = lines.map((line, i) => d.entries[i][0] ? word(line, 0, 17, "", "muted", "start", 11) : null);
   const detail_at = texts.map(([, detail]) => detail && +detail.getAttribute("x"));
   const beside = +svg.getAttribute("width") - d.width;  // of the lanes
-  let W = d.width;
+  let W = d.width, place = 0;
   const indent = i => d.indent * (d.entries[i][1] < 0 ? 0 : d.modules[d.entries[i][1]][1] + (d.entries[i][0] ? 1 : 0));
   const middle_of = i => places[i] + (d.entries[i][0] ? d.row : d.head) / 2;
   const lay = () => {
     let y = d.top, before = -1;
+    const needed = Math.max(240, ...lines.map((_, i) => stand_in(i) === i ? 2 * indent(i) + wide_of(texts[i][0], 12) + wide_of(texts[i][1], 11) + 44 : 0));
+    W = Math.max(needed, place - beside - 2);
     const visible = [], ends = new Map();
     const titles = lines.map((_, i) => indent(i) + 14 + wide_of(texts[i][0], 12));
     const title_ends = 16 + Math.max(...titles), detail_wide = 24 + Math.max(0, ...texts.map(([, detail]) => wide_of(detail, 11)));
@@ -54,7 +56,7 @@ for (const figure of all(".graph-view")) {
       places[i] = y;
       line.setAttribute("transform", `translate(${indent(i)} ${y})`);
       line.querySelector("rect").setAttribute("width", W - 2 * indent(i) - (d.entries[i][0] ? 8 : 0));
-      const [title, detail] = texts[i], roomy = W > d.width + 80, column = Math.min(W * .36, title_ends), third = Math.min(W * .66, column + detail_wide);
+      const [title, detail] = texts[i], roomy = W > needed + 80, column = Math.min(W * .36, title_ends), third = Math.min(W * .66, column + detail_wide);
       if (detail) detail.setAttribute("x", roomy && 14 + wide_of(title, 12) < column - indent(i) ? column - indent(i) : detail_at[i]);
       if (sources[i]) {
         const room = Math.floor((W - third - indent(i) - 20) / 6.4), source = d.entries[i][3];
@@ -144,5 +146,5 @@ for (const figure of all(".graph-view")) {
     for (let m; shown().length < 4 && (m = d.modules.findIndex(([, , head], m) => folded.has(m) && !rolled(m) && stand_in(head) === head)) >= 0;) folded.delete(m);
   }
   search.oninput();
-  fitted(scroll, width => { W = Math.max(d.width, width - beside - 2); lay(); });
+  fitted(scroll, width => { place = width; lay(); });
 }
