@@ -70,7 +70,7 @@ out.wide = scroll.clientWidth - svg.clientWidth < 30 && svg.clientWidth <= scrol
 head("0 to").onclick(); out.unrolled = heads().length; out.second = heads()[2];
 head("1 ").onclick(); out.open = shown(".node").length;
 d.querySelector(".fold-all").onclick(); out.again = heads().length;
-const search = d.querySelector("input[type=search]"); search.value = "h.7"; search.oninput(); out.found = shown(".node.found").length > 0;
+const search = d.querySelector("input[type=search]"); search.value = "h.7"; search.oninput(); out.found = shown(".found").length > 0;
 )";
   std::string body = body_tag(open(
       with_script(HtmlReport("a").add(parse_graph(layers_graph(12, false))).html(), script), "--dump-dom --window-size=1400,900"));

@@ -122,7 +122,7 @@ for (const figure of all(".graph-view")) {
     const asked = words(search.value);
     found = asked.length ? d.entries.map((e, i) => i).filter(i => asked.every(w => d.entries[i][2].toLowerCase().includes(w))) : [];
     lines.forEach((line, i) => line.classList.toggle("found", found.includes(i)));
-    for (const i of found) for (const m of [...chains[i]].reverse()) if (d.modules[m][2] !== i) { unroll(m); folded.delete(m); }
+    for (const i of found) for (const m of [...chains[i]].reverse()) { unroll(m); if (d.modules[m][2] !== i) folded.delete(m); }
     lay();
     at = 0;
     count.textContent = asked.length ? "nothing" : `${d.entries.filter(e => e[0]).length} lines`;
@@ -146,5 +146,6 @@ for (const figure of all(".graph-view")) {
     for (let m; shown().length < 4 && (m = d.modules.findIndex(([, , head], m) => folded.has(m) && !rolled(m) && stand_in(head) === head)) >= 0;) folded.delete(m);
   }
   search.oninput();
-  fitted(scroll, width => { place = width; lay(); });
+  // The tools are as wide as the graph, and do not change with it.
+  fitted(figure.querySelector(".tools"), () => { place = scroll.clientWidth; lay(); });
 }
