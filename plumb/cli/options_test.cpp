@@ -44,6 +44,10 @@ TEST_F(Options, LeavesOutWhatItIsToldToPrune) {
   EXPECT_EQ(targets("").count("aten::relu"), 1u);
   EXPECT_EQ(targets("--prune aten::relu,0.weight").count("aten::relu"), 0u);
   EXPECT_EQ(targets("--prune aten::relu,0.weight").count("0.weight"), 0u);
+  const Ended unknown = plumb("track flat.pt2 --input x.pt --prune aten::relu,aten::rleu");
+  EXPECT_EQ(unknown.code, 0);
+  EXPECT_NE(unknown.err.find("--prune aten::rleu: no node is one"), std::string::npos) << unknown.err;
+  EXPECT_EQ(unknown.err.find("--prune aten::relu:"), std::string::npos) << unknown.err;
   EXPECT_EQ(targets("").count("aten::flatt"), 1u);
   EXPECT_EQ(targets("--prune-same-scale").count("aten::flatt"), 0u);
   EXPECT_EQ(targets("--prune-same-scale").count("aten::relu"), 1u);

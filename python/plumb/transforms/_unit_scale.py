@@ -221,9 +221,10 @@ def unit_scale(
     standard deviation, biases become zero, and parameters are tagged for :mod:`plumb.optim`.
 
     replace: what goes first, ``{old: new}``. A function of yours, or of torch's, is replaced wherever the module calls it;
-    an operator (``torch.ops.aten.gelu``, ``"aten::gelu"``) wherever it occurs. What a function of yours does, or an operator,
-    is left as it is, but that after the last residual add a function with a parameter `constraint` loses it. Where `new` is
-    one of torch's functions its unit-scaled equivalent is taken. A key that nothing matches is reported and logged.
+    ``operator.add`` and its like wherever their sign is written; an operator (``torch.ops.aten.gelu``, ``"aten::gelu"``)
+    wherever it occurs. What a function of yours does, or an operator, is left as it is, but that after the last residual add
+    a function with a parameter `constraint` loses it. Where `new` is one of torch's functions its unit-scaled equivalent is
+    taken. A key that nothing matches is reported and logged.
 
     Weights and biases of layers that torch knows are scaled at once; the first forward shows which operators use them, and
     a weight that something else uses, too, then gets its own values back. ``print(plumb.report(m))`` says what was done.
