@@ -198,6 +198,8 @@ Register capture_part([](py::module_& m) {
   m.def("pop_module", &pop_module);
   m.def("is_capturing", &is_capturing);
   m.def("refuse", &refuse_capture);
+  m.def("assign_data", &assign_data, FreeGil());
+  m.def("is_computed", &is_computed);
   m.def("size_depends_on_values", &size_depends_on_values);
   m.def("guard_size", &guard_size_read);
   m.def("requires_grad_as_given", &requires_grad_as_given);

@@ -19,6 +19,7 @@ from ._changed_attributes import Change, refuse_other_paths, watched
 from ._errors import Error, ErrorKind
 from ._exported import capture_dynamic
 from ._graph_module import GraphModule
+from ._left_behind import LeftBehind
 from ._module_state_guard import ModuleStateGuard, refuse_modules
 from ._questions import INSIDE, is_check, watched_grad_mode, watched_tensors
 from ._replace import replaced
@@ -86,13 +87,19 @@ class _Forward:
         self.start_from: list[Change] = []  # attributes that begin with other values
         self.out_spec: Any = None
         self.plain_outputs: list = []
+        self.left = LeftBehind([])
 
     def call(self, flat: list) -> tuple[list, str]:
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
         args, kwargs = unflatten(given, self.spec)
         output, self.out_spec = flatten_output(self.run(*args, **kwargs))
         self.plain_outputs = [None if isinstance(o, Tensor) else o for o in output]
-        return [o if isinstance(o, Tensor) else None for o in output], _spec_json(self.out_spec, len(output))
+        outputs = [o if isinstance(o, Tensor) else None for o in output]
+        self.left = LeftBehind(self.state_guard.tables)
+        if self.one_graph or not self.left.outputs:
+            return outputs, _spec_json(self.out_spec, len(output))
+        both = pytree.tree_unflatten([0] * len(output), self.out_spec), [0] * len(self.left.outputs)
+        return outputs + self.left.outputs, _spec_json(pytree.tree_flatten(both)[1], len(output) + len(both[1]))
 
     def buffers_after(self) -> list[tuple[str, Tensor]]:
         """Buffers that the forward re-assigned: (name, new). The old ones are there again afterwards."""
@@ -108,7 +115,9 @@ class _Forward:
         return changed
 
     def attributes_after(self) -> list[tuple[str, Tensor, Tensor]]:
-        return self.state_guard.tensors()
+        changed = self.state_guard.tensors()
+        self.state_guard.refuse_new_parts()
+        return changed
 
     def begin_attempt(self, tell_libraries: bool) -> None:
         self.state_guard.restore(warn=False)
@@ -146,6 +155,7 @@ class Captured(NamedTuple):
     plain: list  # by output: the value of what is no tensor
     notes: list[str]
     asks_grad_mode: bool  # whether the forward may take another path under torch.no_grad()
+    left: LeftBehind  # what the graph returns behind its outputs, if the forward was given
 
     def as_module(self, leaves: list, training: bool) -> GraphModule:
         """`leaves`: the inputs of the capture."""
@@ -185,10 +195,15 @@ def capture_engine(
         engine, notes, found = _C.capture(
             request, verify, here if calls is not None else None, guard_values, control_values
         )
+    left = request.left
+    left.forget_state(engine)
     told = [_tracing.TOLD_NOTE] if request.told_libraries else []
     if request.asks_grad_mode:
         mode, line = "on" if request.grad_mode else "off", request.asks_grad_mode[0]
         told.append(f"the forward asks torch.is_grad_enabled(): the graph takes the path for gradients {mode}, at {line}")
+    if request.one_graph and left.names:
+        names = ", ".join(f"'{name}'" for name in left.names)
+        told.append(f"the forward leaves tensors in {names}: a run of the graph does not (a transformed module does)")
     all_notes = [*notes, *request.changed, *told]
     changes, kept = request.state_guard.changes, request.state_guard.kept
     if changes or kept:
@@ -205,7 +220,7 @@ def capture_engine(
     if calls is not None:
         calls[:] = found
     asks_grad_mode = bool(request.asks_grad_mode)
-    return Captured(engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode)
+    return Captured(engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, left)
 
 
 def signature(leaves: list) -> tuple:

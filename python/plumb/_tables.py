@@ -23,6 +23,7 @@ class Table(NamedTuple):
     before: Any
     dotted: bool  # it has the attributes of a module or another object
     module: nn.Module | None = None  # whose attributes it has
+    holds_buffers: bool = False  # of a module
 
     def slot(self, key: Any) -> str:
         if key is None and not isinstance(self.live, dict):
@@ -95,7 +96,7 @@ def tables(module: nn.Module) -> list[Table]:
         table = Table(name, sub.__dict__, dict(sub.__dict__), True, sub)
         found.append(table)
         if isinstance(sub._buffers, dict):  # those of a scripted module are C++'s
-            found.append(Table(name, sub._buffers, dict(sub._buffers), True))
+            found.append(Table(name, sub._buffers, dict(sub._buffers), True, holds_buffers=True))
         for key, value in list(sub.__dict__.items()):
             if key not in _STATE and key != "forward":
                 _walk(table.slot(key), value, 1, found, seen)

@@ -22,6 +22,7 @@ from .. import _C
 from .._calls import Call, hint
 from .._capture import capture_engine, signature
 from .._errors import Error, ErrorKind
+from .._left_behind import LeftBehind
 from .._module_state_guard import random_states, refuse_modules, set_random_states
 from .._questions import as_given
 from .._state import CONSTANT, slot_of, sync_state
@@ -65,6 +66,7 @@ class CapturedGraph:
     asks_grad_mode: bool = False
     known: list[CapturedGraph] = field(default_factory=list)
     made: int = 1
+    left: LeftBehind | None = None  # what the graph returns behind its outputs
 
     def run(self, leaves: list) -> Any:
         sync_state(self.engine, self.slots)
@@ -73,6 +75,8 @@ class CapturedGraph:
             return self.unflatten(self.gm(*[state[n] for n in self.attributes], *[x for x in leaves if isinstance(x, Tensor)]))
         flat = [x if isinstance(x, Tensor) else None for x in leaves]
         out = _C.run_recorded(self.engine, flat) if _C.is_capturing() else self.engine.run(flat)
+        if self.left is not None:
+            self.left.put(out[len(self.plain) :])
         return out[0] if self.simple else self.unflatten(out)
 
     def unflatten(self, out: Any) -> Any:
@@ -164,7 +168,7 @@ class TransformedForward:
     ) -> CapturedGraph:
         found: list = []
         replace = {k: v for p in self.passes for k, v in p.replace.items()}
-        engine, _, out_spec, plain, notes, asks_grad_mode = capture_engine(
+        engine, _, out_spec, plain, notes, asks_grad_mode, left = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values,
         )  # fmt: skip
@@ -185,6 +189,7 @@ class TransformedForward:
                     remedy="compute it in the forward, or keep its detach()",
                 )
         captured = CapturedGraph(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
+        captured.left = left
         _name_values(captured, found)
         for p in self.passes:
             captured.reports.append(p.run(self.module, captured))
