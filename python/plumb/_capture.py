@@ -215,6 +215,7 @@ def capture_engine(
 
         with traced(), watched(changes) as reads:
             all_notes += refuse_other_paths(changes, kept, engine, capture_again, reads)
+        left.compare(request.left)
     for parameter in module.parameters():
         tell_engine(parameter)
     if calls is not None:

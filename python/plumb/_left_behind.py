@@ -8,6 +8,7 @@ import copy
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from . import _C
 from ._state import CONSTANT
@@ -48,7 +49,11 @@ def _template(value: Any, outputs: list[Tensor]) -> Any:
     def share(module: nn.Module, _memo: dict) -> Any:
         return _Same(module)
 
-    with patched(Tensor, __deepcopy__=take), patched(nn.Parameter, __deepcopy__=take), patched(nn.Module, __deepcopy__=share):
+    with (
+        patched(Tensor, __deepcopy__=take),
+        patched(nn.Parameter, __deepcopy__=take),
+        patched(nn.Module, __deepcopy__=share),
+    ):
         return copy.deepcopy(value)
 
 
@@ -68,7 +73,11 @@ class LeftBehind:
         self._written: list[_Written] = []
         for table in tables:
             for key, before, now in list(table.differences()):
-                if isinstance(now, (*PLAIN, nn.Module)) or callable(now) or (table.holds_buffers and isinstance(before, Tensor)):
+                if (
+                    isinstance(now, (*PLAIN, nn.Module))
+                    or callable(now)
+                    or (table.holds_buffers and isinstance(before, Tensor))
+                ):
                     continue
                 grown = key is None and isinstance(table.live, list) and same_objects(now[: len(before)], before)
                 outputs = list(self.outputs)
@@ -85,14 +94,19 @@ class LeftBehind:
     def forget_state(self, engine: Any) -> None:
         """Leaves out tensors that the graph itself keeps from call to call."""
         kept = {id(tensor) for _, kind, tensor, _ in engine.state() if kind == CONSTANT}
-        self._written = [w for w in self._written if id(w.before) not in kept]
+        self._written = [w for w in self._written if not any(id(x) in kept for x in pytree.tree_leaves(w.before))]
         self.outputs = []
+
+    def compare(self, again: LeftBehind) -> None:
+        """`again`: of a second call, which began with what this one has left. A list that it has not lengthened is made anew."""
+        grown = {w.table.slot(w.key) for w in again._written if w.grown}
+        self._written = [w._replace(grown=w.grown and w.table.slot(w.key) in grown) for w in self._written]
 
     def put(self, outputs: list[Tensor]) -> None:
         """Writes what a run has returned for `outputs`."""
         for w in self._written:
-            value = copy.deepcopy(w.template, {"outputs": outputs})
+            value, table = copy.deepcopy(w.template, {"outputs": outputs}), w.table.current()
             if w.grown:
-                w.table.live.extend(value)
+                table.live.extend(value)
             else:
-                w.table.put(w.key, value)
+                table.put(w.key, value)

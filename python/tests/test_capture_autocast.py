@@ -2,12 +2,13 @@
 
 import copy
 
-import plumb
 import pytest
 import torch
-from plumb.transforms import track_scales
 from torch import nn
 from torch.nn import functional as F
+
+import plumb
+from plumb.transforms import track_scales
 
 
 @pytest.fixture(autouse=True)

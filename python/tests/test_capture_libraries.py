@@ -4,12 +4,13 @@ in attributes, layers that set themselves up."""
 import copy
 import functools
 
-import plumb
 import pytest
 import torch
 from plumb.pipelining import ScheduleInterleaved1F1B, SplitPoint, pipeline
-from plumb.transforms import track_scales, unit_scale
 from torch import nn
+
+import plumb
+from plumb.transforms import track_scales, unit_scale
 
 
 def grads_of(module):
@@ -328,13 +329,17 @@ class Box:
 class LeavesBehind(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.aux, self.box, self.seen = nn.Linear(4, 4), None, Box(), {}
+        self.linear, self.aux, self.box, self.seen, self.losses = nn.Linear(4, 4), None, Box(), {}, []
+        self.last_two = []
 
     def forward(self, x):
         y = self.linear(x)
         self.aux = y.pow(2).mean()
         self.distribution = torch.distributions.Normal(y, y.exp(), validate_args=False)
         self.box.values.append(y.sum())
+        self.losses.append(y.mean())
+        self.last_two.clear()
+        self.last_two += [y.amax(), y.amin()]
         self.seen["last"] = (y.detach(), "label")
         return y.tanh()
 
@@ -350,6 +355,10 @@ def test_a_transformed_module_leaves_in_attributes_what_the_module_does():
         assert torch.equal(module.distribution.stddev, eager.distribution.stddev)
         assert torch.equal(module.seen["last"][0], eager.seen["last"][0]) and module.seen["last"][1] == "label"
         assert [v.item() for v in module.box.values] == [v.item() for v in eager.box.values]
+        for name in ("losses", "last_two"):
+            assert [v.item() for v in getattr(module, name)] == [v.item() for v in getattr(eager, name)]
+        if factor == 2:  # a list that somebody has replaced
+            module.losses, eager.losses = [], []
         (y.sum() + module.aux + module.distribution.mean.sum()).backward()
         (z.sum() + eager.aux + eager.distribution.mean.sum()).backward()
     same_grads(module, eager)

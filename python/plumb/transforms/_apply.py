@@ -72,9 +72,10 @@ class CapturedGraph:
         sync_state(self.engine, self.slots)
         if self.by_backend:
             state = {name: tensor for _, _, name, tensor in self.slots}
-            return self.unflatten(self.gm(*[state[n] for n in self.attributes], *[x for x in leaves if isinstance(x, Tensor)]))
-        flat = [x if isinstance(x, Tensor) else None for x in leaves]
-        out = _C.run_recorded(self.engine, flat) if _C.is_capturing() else self.engine.run(flat)
+            out = self.gm(*[state[n] for n in self.attributes], *[x for x in leaves if isinstance(x, Tensor)])
+        else:
+            flat = [x if isinstance(x, Tensor) else None for x in leaves]
+            out = _C.run_recorded(self.engine, flat) if _C.is_capturing() else self.engine.run(flat)
         if self.left is not None:
             self.left.put(out[len(self.plain) :])
         return out[0] if self.simple else self.unflatten(out)

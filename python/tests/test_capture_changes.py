@@ -2,13 +2,14 @@
 
 import copy
 
-import plumb
 import pytest
 import torch
-from plumb.pipelining import ScheduleInterleaved1F1B, SplitPoint, pipeline
-from plumb.transforms import track_scales
+from plumb.pipelining import ScheduleInterleaved1F1B, pipeline
 from torch import nn
 from torch.nn import functional as F
+
+import plumb
+from plumb.transforms import track_scales
 
 
 class ByBuffer(nn.Module):
@@ -140,78 +141,3 @@ def test_a_transformed_module_follows_a_parameter_that_is_taken_away():
     module(x)
     module.bias = None
     assert torch.equal(module(x), F.linear(x, module.weight))
-
-
-# --- what a stage computes again, and what a balanced cut measures
-
-
-class Reduction(nn.Module):
-    """SegFormer's attention: a layer norm read by a linear, then by a convolution that halves the image."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
-        self.query, self.reduce, self.key = nn.Linear(32, 32), nn.Conv2d(32, 32, 2, 2), nn.Linear(32, 32)
-
-    def forward(self, x):
-        x = self.inner(x)
-        h = self.norm(x)
-        query = self.query(h)
-        small = self.reduce(h.permute(0, 2, 1).reshape(-1, 32, 8, 8)).reshape(len(h), 32, -1).permute(0, 2, 1)
-        key = self.key(small)
-        return x + F.scaled_dot_product_attention(query, key, key)
-
-
-@pytest.mark.parametrize("recompute", ["cheap", "none"])
-def test_a_norm_read_by_a_linear_and_a_convolution_is_trained(recompute):
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Reduction(), Reduction()), torch.randn(4, 64, 32)
-    eager = copy.deepcopy(model)
-    pipe = pipeline(model, (x[:2],), split_spec={"1": SplitPoint.BEGINNING})
-    stages = [pipe.build_stage(i, torch.device("cpu"), recompute=recompute) for i in range(2)]
-    schedule = ScheduleInterleaved1F1B(stages, 2, loss_fn=lambda out, y: (out * y).sum(), scale_grads=False)
-    schedule.step(x, target=x)
-    for part in x.split(2):
-        (eager(part) * part).sum().backward()
-    for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad), name
-    if recompute == "cheap":
-        assert all("aten::native_layer_norm" in stage.recomputed for stage in stages)
-
-
-def test_a_sparse_embedding_is_balanced():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(100, 16, sparse=True), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
-    x = torch.randint(0, 100, (4, 8))
-    eager = copy.deepcopy(model)
-    pipe = pipeline(model, (x,), num_stages=2, split_policy="balanced")
-    stages = [pipe.build_stage(i, torch.device("cpu")) for i in range(2)]
-    target = torch.randn(4, 8, 16)
-    schedule = ScheduleInterleaved1F1B(stages, 1, loss_fn=lambda out, y: (out * y).sum(), scale_grads=False)
-    schedule.step(x, target=target)
-    (eager(x) * target).sum().backward()
-    for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert p.grad.is_sparse == q.grad.is_sparse and torch.equal(p.grad.to_dense(), q.grad.to_dense()), name
-
-
-def test_a_file_holds_a_gradient_computed_in_the_forward(tmp_path):
-    class Gradient(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(2, 3, 8))
-
-        def forward(self, x):
-            x = x.detach().requires_grad_()
-            y = torch.stack(x.unbind(1)).squeeze().view(4, 2, 2, 4).movedim(0, 1).reshape(2, -1)
-            energy = (y.pow(2).sum() + (x @ self.weight.mT).pow(2).sum()) / 2
-            return torch.autograd.grad(energy, x, create_graph=True)[0]
-
-    model, x = Gradient(), torch.randn(2, 4, 8)
-    graph = plumb.capture(model, x)
-    plumb.save_pt2(graph, str(tmp_path / "model.pt2"))
-    loaded = plumb.load_pt2(str(tmp_path / "model.pt2"))
-    y, z = loaded(x), model(x)
-    assert torch.equal(y, z)
-    y.pow(2).sum().backward()
-    z.pow(2).sum().backward()
-    assert torch.equal(loaded.weight.grad, model.weight.grad)
