@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <limits>
 #include <unordered_map>
 
 #include "plumb/capture/module_names.h"
@@ -168,7 +167,7 @@ class Builder {
         copy->result()->set_meta(fresh->meta());
         fresh = copy->result();
       }
-      write_back(attribute_value(attribute), fresh, places[i], order);
+      write_back(attribute_value(attribute), fresh, places[i]);
     }
   }
 
@@ -176,13 +175,11 @@ class Builder {
     return value(recorder_.attribute_values[static_cast<size_t>(attribute)]);
   }
 
-  void write_back(Value* buffer, Value* fresh, Node* place, const std::unordered_map<const Node*, size_t>& order) {
+  void write_back(Value* buffer, Value* fresh, Node* place) {
     if (buffer->has_uses()) {
       const auto users = buffer->users();
-      Node* first = *std::ranges::min_element(users, {}, [&](const Node* user) {
-        const auto it = order.find(user);
-        return it == order.end() ? std::numeric_limits<size_t>::max() : it->second;
-      });
+      Node* first = buffer->producer();
+      while (std::ranges::find(users, first) == users.end()) first = first->next();
       auto here = graph_.inserting_before(first);
       Node* copy = graph_.call("aten::clone", {buffer});
       copy->result()->set_meta(buffer->meta());

@@ -260,6 +260,12 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   if (!attempt.mode.open_composites && torch::autograd::get_current_node())
     attempt.give_up(RetryReason::NeedsComposites);
   if (is_opened(op, name)) return redispatch_below(op, keys, stack);
+  // Of a composite operator that is one call if nothing in it is cast: it reads for itself, as without autocast.
+  if (tried_ && tried_->hits == autocast_hits_ && is_value_reader(name)) {
+    tried_->reader = name;
+    c10::impl::ExcludeDispatchKeyGuard below(kKey);
+    return op.callBoxed(*stack);
+  }
   if (name == "aten::lift_fresh") return record_lift_fresh(stack);
   if (name == "aten::_reshape_alias" && is_view(*stack)) {
     torch::jit::drop(*stack, 1);
@@ -314,7 +320,16 @@ void Session::record_call(Call& call) {
     }
   }
   // With our key on: if an operator inside has a cast, the calls inside are the recording.
-  redispatch_below(call.op, call.keys, call.stack);
+  Tried tried{hits, {}};
+  {
+    const auto leave = c10::make_scope_exit([this, outer = tried_] { tried_ = outer; });
+    tried_ = &tried;
+    redispatch_below(call.op, call.keys, call.stack);
+  }
+  if (autocast_hits_ != hits && !tried.reader.empty()) {
+    recorder.refuse(call.name + " casts under autocast and, by " + tried.reader + ", takes a value out of a tensor",
+                    "call it outside of the autocast region", ErrorKind::DataDependent);
+  }
   if (call.unrecorded || autocast_hits_ != hits) return;
   // Otherwise it is the one call that the user wrote.
   recorder.drop_since(mark);

@@ -69,6 +69,12 @@ class Session {
   void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
   size_t autocast_hits_ = 0;
+  // A composite operator whose inner calls are recorded on trial: the casts before it, and what read a value inside.
+  struct Tried {
+    size_t hits;
+    std::string reader;
+  };
+  Tried* tried_ = nullptr;
   bool active_ = false;
   bool inside_torch_func_ = false;
   Session* outer_ = nullptr;

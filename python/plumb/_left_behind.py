@@ -98,9 +98,11 @@ class LeftBehind:
         self.outputs = []
 
     def compare(self, again: LeftBehind) -> None:
-        """`again`: of a second call, which began with what this one has left. A list that it has not lengthened is made anew."""
-        grown = {w.table.slot(w.key) for w in again._written if w.grown}
-        self._written = [w._replace(grown=w.grown and w.table.slot(w.key) in grown) for w in self._written]
+        """`again`: of a second call, which began with what this one has left. A list that is no longer then is made anew."""
+        lengths = {w.table.slot(w.key): len(w.template) for w in again._written if w.grown}
+        self._written = [
+            w._replace(grown=w.grown and lengths.get(w.table.slot(w.key), 0) > len(w.template)) for w in self._written
+        ]
 
     def put(self, outputs: list[Tensor]) -> None:
         """Writes what a run has returned for `outputs`."""

@@ -53,7 +53,8 @@ class Asserts(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x):
-        assert (x > -1000).all(), "too small"
+        if not (x > -1000).all():  # an assertion, which pytest rewrites
+            raise AssertionError("too small")
         y = self.linear(x)
         if torch.isnan(y).any():
             raise ValueError("not a number")
