@@ -161,8 +161,9 @@ class Builder {
     for (size_t i = 0; i < places.size(); ++i) {
       const auto [attribute, number] = recorder_.write_backs[i];
       Value* fresh = value(number);
-      if (fresh->producer()->kind() == NodeKind::GetAttr && fresh != attribute_value(attribute)) {
-        auto here = graph_.inserting_after(fresh->producer());  // before that one is written, too
+      if (fresh->producer()->kind() == NodeKind::GetAttr && fresh != attribute_value(attribute) &&
+          !aliases.is_written(aliases.memory(fresh))) {
+        auto here = graph_.inserting_after(fresh->producer());  // before that one is written back, too
         Node* copy = graph_.call("aten::clone", {fresh});
         copy->result()->set_meta(fresh->meta());
         fresh = copy->result();

@@ -106,13 +106,9 @@ Register stage_backward_part([](py::module_& m) {
         return std::make_pair(std::move(half.input_grads), std::move(half.deferred));
       },
       FreeGil());
-  m.def(
-      "stage_backward_weight",
-      [](DeferredWeights& deferred, const Tensors& weights, bool retain_graph) {
-        if (deferred.pending()) deferred.state->only = torch::autograd::collect_next_edges(weights);
-        stage_backward_weight(deferred, retain_graph);
-      },
-      py::arg("deferred"), py::arg("weights"), py::arg("retain_graph") = false, FreeGil());
+  m.def("stage_backward_weight",
+        py::overload_cast<DeferredWeights&, const Tensors&, bool>(&plumb::stage_backward_weight), py::arg("deferred"),
+        py::arg("weights"), py::arg("retain_graph") = false, FreeGil());
 });
 
 }  // namespace

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed.pipelining  # noqa: F401  (its mark)
+import torch.distributed.pipelining as torchs
 import torch.nn.functional as F
 from plumb.pipelining import (
     Balanced,
@@ -81,6 +81,28 @@ def test_split_spec_leaves_the_model_as_it_was_and_works_twice():
     with pytest.raises(RuntimeError, match="shapes"):
         pipeline(model, (torch.randn(2, 9),), split_spec={"layers.1": BEGIN})
     assert {k: set(m.__dict__) for k, m in model.named_modules()} == before
+
+
+def test_a_model_that_torchs_pipeline_has_cut_is_cut_and_left_as_it_was():
+    model, x = MLP(), torch.randn(2, 8)
+    expected = model(x)
+    torchs.pipeline(model, (x,), split_spec={"layers.1": torchs.SplitPoint.BEGINNING})
+    before = {k: dict(m.__dict__) for k, m in model.named_modules()}
+    for spec, stages in (({"layers.1": BEGIN}, 2), ({"layers.2": BEGIN}, 3)):  # its marks are still on the model
+        pipe = pipeline(model, (x,), split_spec=spec)
+        assert pipe.num_stages == stages and torch.equal(pipe(x)[0], expected) and torch.equal(model(x), expected)
+        assert {k: m.__dict__ for k, m in model.named_modules()} == before
+    marks = annotate_split_points(model, {"layers.2": BEGIN})
+    torchs.pipeline(model, (x,), split_spec={"layers.2": torchs.SplitPoint.END})
+    marks.remove()
+    assert torch.equal(model(x), expected), "somebody else's forward is around the marked one"
+
+
+def test_attributes_of_the_users_stay():
+    model = MLP()
+    model.layers[1]._orig_forward = "mine"
+    pipeline(model, (torch.randn(2, 8),), split_spec={"layers.1": BEGIN})
+    assert model.layers[1]._orig_forward == "mine"
 
 
 def test_annotations_last_until_they_are_removed():

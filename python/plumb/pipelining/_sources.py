@@ -30,7 +30,7 @@ from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
 from .._trees import children, flatten
 from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
-from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark
+from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark, unmarked_forward
 from ._utils import InvalidType, InvalidValue
 
 logger = logging.getLogger("plumb.pipelining")
@@ -139,7 +139,7 @@ def _stand_in(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
 def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) -> Source:
     """Captures one forward, with marks around the modules of `spec`; the module is as before afterwards."""
     logger.info("Tracing model ...")
-    parameters = positional_names(module.__dict__.get("_orig_forward", module))
+    parameters = positional_names(unmarked_forward(module))
     with annotate_split_points(module, spec) if spec else contextlib.nullcontext() as marks:
         captured = capture_engine(module, args, kwargs)
         if marks is not None:

@@ -25,6 +25,7 @@ from .._errors import Error, ErrorKind
 from .._left_behind import LeftBehind
 from .._module_state_guard import random_states, refuse_modules, set_random_states
 from .._questions import as_given
+from .._replace import Replacements
 from .._state import CONSTANT, slot_of, sync_state
 from .._tracing import autocast_regions
 from .._trees import flatten, hashed, unflatten
@@ -51,6 +52,7 @@ class CapturedGraph:
     reports: list[dict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     calls: dict[str, Call] = field(default_factory=dict)  # by the names of the results
+    replaced: set = field(default_factory=set)  # the functions whose calls went to others
     results: dict[str, Any] = field(default_factory=dict)  # what a pass keeps, by its name
     simple: bool = False
     # The graph as torch.fx on the state of these names and the inputs: for torch.compile, and for backends, which have
@@ -168,7 +170,7 @@ class TransformedForward:
         self, args: tuple, kwargs: dict, guard_values: bool, control_values: list[Tensor] | None
     ) -> CapturedGraph:
         found: list = []
-        replace = {k: v for p in self.passes for k, v in p.replace.items()}
+        replace = Replacements({k: v for p in self.passes for k, v in p.replace.items()})
         engine, _, out_spec, plain, notes, asks_grad_mode, left = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values,
@@ -191,6 +193,7 @@ class TransformedForward:
                 )
         captured = CapturedGraph(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
         captured.left = left
+        captured.replaced = replace.called
         _name_values(captured, found)
         for p in self.passes:
             captured.reports.append(p.run(self.module, captured))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import _C
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
-from .._replace import is_torch_function
+from .._replace import is_operator, is_torch_function
 from .._state import state_of
 from .._unit_scaled import mark, mark_state_dict
 from ..functional import torch_map
@@ -42,7 +42,7 @@ def _operator_name(target: Any) -> str | None:
         name = target._schema.name
     if name is not None:
         return str(name).removesuffix(".default")
-    if not is_torch_function(target):
+    if is_operator(target) or not is_torch_function(target):
         return None
     return f"aten::{target.__name__}" if hasattr(torch.ops.aten, getattr(target, "__name__", "")) else None
 
@@ -143,9 +143,8 @@ def _takes_constraint(function: Any) -> bool:
 
 
 def _unmatched(captured: CapturedGraph, functions: Mapping[Any, Any]) -> list[dict]:
-    called = {id(call.replaced[0]) for call in captured.calls.values() if call.replaced is not None}
-    reason = _UNMATCHED + "the forward does not call it"
-    missing = [_display_name(old) for old in functions if id(old) not in called]
+    reason = _UNMATCHED + "no call of it was found in the forward"
+    missing = [_display_name(old) for old in functions if old not in captured.replaced]
     return [{"kind": "left_alone", "node": name, "reason": reason} for name in missing]
 
 
