@@ -123,13 +123,50 @@ def refuse_holders(graph: Any, what: str) -> None:
             )
 
 
-def _refuse_computed(held: list, name: str) -> None:
-    """A graph would give the function the tensor of the capture in every run."""
-    if any(isinstance(h, Tensor) and _C.is_computed(h) for h in held):
-        _C.refuse(
-            f"the custom autograd function {name} is given a function that holds a tensor which the forward has computed",
-            "give the tensor to apply() as an argument of its own",
-        )
+def _with_tensors(value: Any, instead: dict[int, Tensor], depth: int = 0) -> Any:
+    """A function's argument that holds other tensors in place of those of these ids: closures, partial functions and containers are
+    made anew where they hold one. All else is the same object."""
+    if isinstance(value, Tensor):
+        return instead.get(id(value), value)
+    if depth > _DEEPEST:
+        return value
+
+    def of(parts: Any) -> list:
+        return [_with_tensors(part, instead, depth + 1) for part in parts]
+
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        before = [None if c == types.CellType() else c.cell_contents for c in value.__closure__]
+        now = of(before)
+        if all(x is y for x, y in zip(before, now)):
+            return value
+        cells = tuple(c if x is y else types.CellType(y) for c, x, y in zip(value.__closure__, before, now))
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        return made
+    if isinstance(value, types.MethodType):
+        return types.MethodType(_with_tensors(value.__func__, instead, depth + 1), value.__self__)
+    if isinstance(value, functools.partial):
+        return functools.partial(*of([value.func, *value.args]), **dict(zip(value.keywords, of(value.keywords.values()))))
+    if type(value) in (list, tuple):
+        return type(value)(of(value))
+    if type(value) is dict:
+        return dict(zip(value, of(value.values())))
+    return value
+
+
+def _computed_in(held: list, leaves: list, name: str) -> list[Tensor]:
+    """The tensors that the forward has computed among what a function holds. They have to be given anew in every run: raises
+    `plumb.Error` where they are in what cannot be made anew."""
+    computed = [h for h in held if isinstance(h, Tensor) and _C.is_computed(h)]
+    if computed:
+        stand_in = torch.empty(0, device="meta")
+        left = _held(_with_tensors(leaves, {id(t): stand_in for t in computed}), [], set())
+        if any(x is t for x in left for t in computed):
+            _C.refuse(
+                f"the custom autograd function {name} is given an object that holds a tensor which the forward has computed",
+                "give the tensor to apply() as an argument of its own",
+            )
+    return computed
 
 
 def opaque_functions() -> ContextManager:
@@ -166,14 +203,18 @@ def opaque_functions() -> ContextManager:
                 remedy="write it with torch operators there",
             )
         held = _held(leaves, [], set())
-        _refuse_computed(held, cls.__qualname__)
+        computed = _computed_in(held, leaves, cls.__qualname__)
+        held = [h for h in held if not any(h is t for t in computed)]
         slots = [None if isinstance(x, Tensor) else (x,) for x in leaves]
         shape: list[Any] = []
         regions = autocast_regions()
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
             it = iter(_in_place_of(inputs, held) if held else inputs)
-            a, k = pytree.tree_unflatten([next(it) if x is None else x[0] for x in slots], spec)
+            others = [next(it) if x is None else x[0] for x in slots]
+            if computed:
+                others = _with_tensors(others, {id(t): new for t, new in zip(computed, it)})
+            a, k = pytree.tree_unflatten(others, spec)
             with contextlib.ExitStack() as stack:
                 for device, enabled, dtype in regions:
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
@@ -184,9 +225,9 @@ def opaque_functions() -> ContextManager:
             return [o for o in outs if isinstance(o, Tensor)]
 
         number = _C.register_opaque(run, f"{cls.__module__}.{cls.__qualname__}")
-        if any(isinstance(h, Tensor) or next(h.parameters(), None) is not None for h in held):
+        if any(h.requires_grad if isinstance(h, Tensor) else next(h.parameters(), None) is not None for h in held):
             _holders[number] = cls.__qualname__
-        results = iter(torch.ops.plumb.python_function(number, tensors))
+        results = iter(torch.ops.plumb.python_function(number, tensors + computed))
         many, others = shape
         outs = tuple(next(results) if o is None else o[0] for o in others)
         return outs if many else outs[0]

@@ -267,18 +267,42 @@ def test_a_model_whose_functions_hold_a_module_is_not_cut(how):
         pipeline(model, (torch.randn(3, 4),), num_stages=2, split_policy="balanced")
 
 
-def test_a_function_that_holds_a_computed_tensor_is_refused():
-    class Holds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+class HoldsContext(nn.Module):
+    """As zuko's FFJORD has it: noise and context are in the closure."""
 
-        def forward(self, x):
-            context = x.sigmoid()
-            return Adjoint.apply(lambda y: y * context, self.linear(x))
+    def __init__(self, wrap):
+        super().__init__()
+        self.linear, self.wrap = nn.Linear(4, 4), wrap
 
-    with pytest.raises(plumb.Error, match="holds a tensor which the forward has computed"):
-        plumb.capture(Holds(), torch.randn(3, 4))
+    def forward(self, x):
+        context = x.sigmoid()
+        return Adjoint.apply(self.wrap(lambda y, scale: y * context * scale, x.cos()), self.linear(x))
+
+
+def test_a_closure_gets_the_tensors_of_every_run():
+    model = HoldsContext(lambda f, scale: functools.partial(f, scale=scale))
+    first, second = torch.randn(3, 4), torch.randn(3, 4)
+    for ours in (plumb.capture(model, first), track_scales(model)):
+        theirs = copy.deepcopy(model)
+        ours.zero_grad()
+        a, b, c, d = ours(first), ours(second), theirs(first), theirs(second)
+        assert torch.equal(a, c) and torch.equal(b, d)
+        (a.sum() + b.pow(2).sum()).backward()
+        (c.sum() + d.pow(2).sum()).backward()
+        same_grads(ours, theirs)
+
+
+class Scaled:
+    def __init__(self, function, scale):
+        self.function, self.scale = function, scale
+
+    def __call__(self, y):
+        return self.function(y, self.scale)
+
+
+def test_a_function_that_holds_an_object_with_a_computed_tensor_is_refused():
+    with pytest.raises(plumb.Error, match="an object that holds a tensor which the forward has computed"):
+        plumb.capture(HoldsContext(Scaled), torch.randn(3, 4))
 
 
 class Cube(torch.autograd.Function):

@@ -86,7 +86,13 @@ add("torchdiffeq odeint, rk4", "torchdiffeq", lambda m: Ode(m.odeint, method="rk
 add("torchdiffeq odeint_adjoint, rk4", "torchdiffeq", lambda m: Ode(m.odeint_adjoint, method="rk4"), floats(4))
 add("torchdiffeq odeint, dopri5", "torchdiffeq", lambda m: Ode(m.odeint), floats(4))
 add("zuko NSF", "zuko", lambda m: LogProb(m.flows.NSF(4, transforms=2, hidden_features=(16,))), floats(4))
-add("zuko MAF, context", "zuko", lambda m: LogProb(m.flows.MAF(4, 3, transforms=2, hidden_features=(16,))), floats(4), floats(3))
+add(
+    "zuko MAF, context",
+    "zuko",
+    lambda m: LogProb(m.flows.MAF(4, 3, transforms=2, hidden_features=(16,))),
+    floats(4),
+    floats(3),
+)
 add("zuko CNF", "zuko", lambda m: LogProb(m.flows.CNF(4, hidden_features=(16,))), floats(4))
 add("zuko GMM", "zuko", lambda m: LogProb(m.mixtures.GMM(4, components=3)), floats(4))
 add(
@@ -100,7 +106,8 @@ add(
     "pytorch-tabnet TabNet",
     "pytorch_tabnet.tab_network",
     lambda m: First(
-        m.TabNet(6, 3, n_d=4, n_a=4, n_steps=2, virtual_batch_size=2, group_attention_matrix=torch.eye(6)), lambda t, x: t(x)[0]
+        m.TabNet(6, 3, n_d=4, n_a=4, n_steps=2, virtual_batch_size=2, group_attention_matrix=torch.eye(6)),
+        lambda t, x: t(x)[0],
     ),
     floats(6),
 )
@@ -111,25 +118,33 @@ add(
     lambda m: m.Mamba(m.MambaConfig(d_model=8, n_layers=2, d_state=4, pscan=False)),
     floats(6, 8),
 )
-add("vector-quantize-pytorch VectorQuantize", "vector_quantize_pytorch", lambda m: m.VectorQuantize(8, 16), floats(6, 8))
+add(
+    "vector-quantize-pytorch VectorQuantize", "vector_quantize_pytorch", lambda m: m.VectorQuantize(8, 16), floats(6, 8)
+)
 add(
     "vector-quantize-pytorch ResidualVQ",
     "vector_quantize_pytorch",
     lambda m: m.ResidualVQ(dim=8, codebook_size=16, num_quantizers=2),
     floats(6, 8),
 )
-add("vector-quantize-pytorch FSQ", "vector_quantize_pytorch", lambda m: m.FSQ(levels=[8, 5, 5]), floats(6, 3))
-add("vector-quantize-pytorch LFQ", "vector_quantize_pytorch", lambda m: m.LFQ(codebook_size=16, dim=4), floats(6, 4))
 add(
-    "local-attention LocalTransformer",
-    "local_attention",
-    lambda m: m.LocalTransformer(num_tokens=20, dim=16, depth=2, max_seq_len=16, causal=True, local_attn_window_size=4, heads=2, dim_head=8),
-    words(16),
+    "vector-quantize-pytorch FSQ",
+    "vector_quantize_pytorch",
+    lambda m: nn.Sequential(nn.Linear(3, 3), m.FSQ(levels=[8, 5, 5])),
+    floats(6, 3),
+)
+add(
+    "vector-quantize-pytorch LFQ",
+    "vector_quantize_pytorch",
+    lambda m: nn.Sequential(nn.Linear(4, 4), m.LFQ(codebook_size=16, dim=4)),
+    floats(6, 4),
 )
 add(
     "linear-attention-transformer",
     "linear_attention_transformer",
-    lambda m: m.LinearAttentionTransformerLM(20, 16, 2, 16, heads=2, dim_head=8, causal=False, local_attn_window_size=4),
+    lambda m: m.LinearAttentionTransformerLM(
+        20, 16, 2, 16, heads=2, dim_head=8, causal=False, local_attn_window_size=4
+    ),
     words(16),
 )
 add(
@@ -183,8 +198,18 @@ add(
     lambda m: nn.Sequential(m.PeriodicEmbeddings(4, 8, lite=False), nn.Flatten(), nn.Linear(32, 2)),
     floats(4),
 )
-add("snntorch Leaky", "snntorch", lambda m: First(m.Leaky(beta=0.9), lambda leaky, x: leaky(x, torch.zeros_like(x))), floats(6))
-add("snntorch Leaky, hidden", "snntorch", lambda m: nn.Sequential(nn.Linear(6, 6), m.Leaky(beta=0.9, init_hidden=True)), floats(6))
+add(
+    "snntorch Leaky",
+    "snntorch",
+    lambda m: First(m.Leaky(beta=0.9), lambda leaky, x: leaky(x, torch.zeros_like(x))),
+    floats(6),
+)
+add(
+    "snntorch Leaky, hidden",
+    "snntorch",
+    lambda m: nn.Sequential(nn.Linear(6, 6), m.Leaky(beta=0.9, init_hidden=True)),
+    floats(6),
+)
 add("entmax Entmax15", "entmax", lambda m: nn.Sequential(nn.Linear(6, 6), m.Entmax15(-1), nn.Linear(6, 2)), floats(6))
 add("entmax Sparsemax", "entmax", lambda m: nn.Sequential(nn.Linear(6, 6), m.Sparsemax(-1), nn.Linear(6, 2)), floats(6))
 add(
@@ -195,7 +220,12 @@ add(
 )
 add("ncps LTC", "ncps.torch", lambda m: First(m.LTC(4, 6), lambda ltc, x: ltc(x)[0]), floats(5, 4))
 add("ncps CfC", "ncps.torch", lambda m: First(m.CfC(4, 6), lambda cfc, x: cfc(x)[0]), floats(5, 4))
-add("conformer Conformer", "conformer", lambda m: m.Conformer(16, depth=2, dim_head=8, heads=2, conv_kernel_size=5), floats(8, 16))
+add(
+    "conformer Conformer",
+    "conformer",
+    lambda m: m.Conformer(16, depth=2, dim_head=8, heads=2, conv_kernel_size=5),
+    floats(8, 16),
+)
 add("pytorch-tcn TCN", "pytorch_tcn", lambda m: m.TCN(4, [8, 8], kernel_size=3, dropout=0.0), floats(4, 12))
 add("torch-geometric GCN", "torch_geometric.nn", lambda m: OnGraph(m.GCN(6, 8, 2, 3)), floats(6))
 add("torch-geometric GAT", "torch_geometric.nn", lambda m: OnGraph(m.GAT(6, 8, 2, 3)), floats(6))
@@ -206,4 +236,16 @@ add(
     lambda m: m.ConditionalRoutedFeedForward(16, num_heavy_tokens=4),
     floats(8, 16),
 )
-add("kornia TinyViT", "kornia.contrib", lambda m: m.TinyViT(img_size=64, num_classes=5, embed_dims=(16, 16, 32, 32), depths=(1, 1, 1, 1), num_heads=(2, 2, 2, 2), window_sizes=(4, 4, 4, 2)), floats(3, 64, 64))
+add(
+    "kornia TinyViT",
+    "kornia.contrib",
+    lambda m: m.TinyViT(
+        img_size=64,
+        num_classes=5,
+        embed_dims=(16, 16, 32, 32),
+        depths=(1, 1, 1, 1),
+        num_heads=(2, 2, 2, 2),
+        window_sizes=(4, 4, 4, 2),
+    ),
+    floats(3, 64, 64),
+)
