@@ -95,6 +95,8 @@ void bind_specializer(py::module_& m) {
       m, "StageSpecializer", "Graphs of stages for other sizes than a model was cut for.")
       .def(py::init(&make_specializer), py::arg("pipe"), py::arg("example"), py::arg("cut"), py::arg("same_names"))
       .def_property_readonly("captures", &StageSpecializer::captures)
+      .def("stage", &StageSpecializer::stage, py::arg("index"), py::arg("known"), py::arg("now"), FreeGil(),
+           "a graph of a stage for these sizes of the model's inputs, with the tensors of `now`")
       // A copy is the same one. What is pickled comes without its model.
       .def("__copy__", [](const py::object& self) { return self; })
       .def("__deepcopy__", [](const py::object& self, const py::object&) { return self; })

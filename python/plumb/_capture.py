@@ -19,6 +19,7 @@ from ._changed_attributes import Change, refuse_other_paths, watched
 from ._errors import Error, ErrorKind
 from ._exported import capture_dynamic
 from ._graph_module import GraphModule
+from ._guards import Guards, Observer, enabled_autocast, guards_of, observed
 from ._left_behind import LeftBehind
 from ._module_state_guard import ModuleStateGuard, refuse_modules
 from ._questions import INSIDE, is_check, watched_grad_mode, watched_tensors
@@ -84,6 +85,7 @@ class _Forward:
         self.library_folders = _tracing.library_folders()
         self.has_libraries = _tracing.has_libraries(module)
         self.told_libraries = False
+        self.observer: Observer | None = None
         self.start_from: list[Change] = []  # attributes that begin with other values
         self.out_spec: Any = None
         self.plain_outputs: list = []
@@ -130,6 +132,8 @@ class _Forward:
         """While it lasts, torch is as a capture needs it, and the module is as before afterwards."""
         with _capture_lock, contextlib.ExitStack() as stack:
             self.state_guard = ModuleStateGuard(self.module)
+            if self.observer is None:  # the first capture's reads are those of the graph
+                self.observer = stack.enter_context(observed())
             stack.enter_context(_tracing.answer_compiling(lambda: self.told_libraries))
             stack.enter_context(_tracing.module_stack(self.module))
             stack.enter_context(_tracing.opaque_functions())
@@ -155,14 +159,16 @@ class Captured(NamedTuple):
     plain: list  # by output: the value of what is no tensor
     notes: list[str]
     asks_grad_mode: bool  # whether the forward may take another path under torch.no_grad()
+    guards: Callable[[], Guards]  # makes those of what the forward read, when the module is as it is to be again
     left: LeftBehind  # what the graph returns behind its outputs, if the forward was given
 
-    def as_module(self, leaves: list, training: bool) -> GraphModule:
+    def as_module(self, leaves: list, training: bool, guards: Guards) -> GraphModule:
         """`leaves`: the inputs of the capture."""
         plain_inputs = [plain_value(x) for x in leaves]
         return GraphModule(
-            self.engine, self.in_spec, self.out_spec, plain_inputs, self.plain, self.notes, training=training
-        )
+            self.engine, self.in_spec, self.out_spec, plain_inputs, self.plain, self.notes, training=training,
+            autocast=enabled_autocast(), guards=guards,
+        )  # fmt: skip
 
 
 def capture_engine(
@@ -197,6 +203,7 @@ def capture_engine(
         )
     left = request.left
     left.forget_state(engine)
+    written = request.state_guard.written
     told = [_tracing.TOLD_NOTE] if request.told_libraries else []
     if request.asks_grad_mode:
         mode, line = "on" if request.grad_mode else "off", request.asks_grad_mode[0]
@@ -221,7 +228,10 @@ def capture_engine(
     if calls is not None:
         calls[:] = found
     asks_grad_mode = bool(request.asks_grad_mode)
-    return Captured(engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, left)
+    guards = functools.partial(guards_of, request.observer, module, written, forward)
+    return Captured(
+        engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left
+    )
 
 
 def signature(leaves: list) -> tuple:
@@ -268,7 +278,10 @@ def capture(
     if hasattr(forward, "prepare"):  # a transformed module's own capture cannot run inside of this one
         forward.prepare(args, kwargs)
     leaves, _ = flatten_inputs(args, kwargs)
-    graph = capture_engine(module, args, kwargs, verify=plumb_verify).as_module(leaves, module.training)
+    captured = capture_engine(module, args, kwargs, verify=plumb_verify)
+    guards = captured.guards()
+    guards.end_with(module)
+    graph = captured.as_module(leaves, module.training, guards)
     if is_marked(module):
         mark_state_dict(graph)
     return graph

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ._bytecode import running
 from ._errors import Error, ErrorKind
+from ._guards import caller_of_read
 from ._state import CONSTANT
 from ._tables import Table, same_objects
 
@@ -41,7 +42,7 @@ def _watching(cls: type, keys: dict[str, str], reads: list[Read]) -> type:
 
     def watched(key: str, name: str) -> property:
         def read(self: nn.Module) -> Any:
-            frame = sys._getframe(1)
+            frame = caller_of_read(sys._getframe(1))
             found = running(frame)
             if found is None or not found[0].updates_attribute(found[1], key):
                 reads.append(Read(name, f"{frame.f_code.co_filename}:{frame.f_lineno}"))

@@ -73,6 +73,7 @@ class ModuleStateGuard:
         self.changes: list[Change] = []  # of values that are no tensors, as the last restore() found them
         self.kept: list[Change] = []  # of slots that held no tensors, as the last tensors() found them
         self.left: dict[str, Any] = {}  # by their names, the very objects
+        self.written: set[tuple[int, Any]] = set()  # all slots that the forward has written: (id of the table, key)
         self.random = random.getstate()
         self.numpy = getattr(sys.modules.get("numpy"), "random", None)
         self.numpy_state = self.numpy.get_state() if self.numpy else None
@@ -87,6 +88,7 @@ class ModuleStateGuard:
                 leaves, spec = pytree.tree_flatten(now)
                 if not any(isinstance(x, Tensor) for x in leaves):
                     continue
+                self.written.add((id(table.live), key))
                 name = table.slot(key)
                 before, before_spec = pytree.tree_flatten(old)
                 alike = spec == before_spec and all(
@@ -148,6 +150,7 @@ class ModuleStateGuard:
                     continue
                 if isinstance(before, PLAIN) and type(now) is type(before) and (now == before or now != now):
                     continue
+                self.written.add((id(table.live), key))
                 table.put(key, before)
                 name = table.slot(key)
                 self.changes.append(Change(table, key, name, before, now))
