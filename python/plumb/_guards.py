@@ -292,7 +292,8 @@ class _Resolver:
             self.value(ATTRIBUTE, owner, key, getattr(owner, key, None), name)
             return
         if isinstance(own, dict):
-            if (id(own), key) in self.written:
+            # A list that the forward lengthens or empties may be replaced: nothing of it is read again.
+            if (id(own), key) in self.written or (id(own.get(key)), None) in self.written:
                 return
             if key in own:
                 self.value(ITEM, own, key, own[key], name)
