@@ -289,7 +289,11 @@ class _Resolver:
         name = self._name(owner, key)
         own = getattr(owner, "__dict__", None)
         if isinstance(owner, type):
-            self.value(ATTRIBUTE, owner, key, getattr(owner, key, None), name)
+            value = getattr(owner, key, None)
+            if isinstance(value, types.MethodType):  # of a classmethod: another object at every read
+                self.functions_in(value)
+            else:
+                self.value(ATTRIBUTE, owner, key, value, name)
             return
         if isinstance(own, dict):
             # A list that the forward lengthens or empties may be replaced: nothing of it is read again.
