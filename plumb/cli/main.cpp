@@ -7,6 +7,7 @@
 #include <CLI/CLI.hpp>
 #include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <iostream>
 
 #include "plumb/cli/commands.h"
@@ -28,11 +29,10 @@ extern "C" void on_signal(int signal, siginfo_t* info, void*) {
   const bool from_a_process = info->si_code != SI_KERNEL;
   const bool from_launcher = !speaks && from_a_process && info->si_pid == ::getppid();
   if (plumb::cli::take_signal(signal, from_a_process, from_launcher)) return;
-  constexpr char kText[] = "\nplumb: interrupted\n", kNothing[] = "\nplumb: interrupted, nothing was saved\n";
   if (signal == SIGINT && speaks) {
-    const bool saved = plumb::cli::anything_saved();
-    [[maybe_unused]] const auto written =
-        ::write(STDERR_FILENO, saved ? kText : kNothing, (saved ? sizeof kText : sizeof kNothing) - 1);
+    for (const char* part : {"\nplumb: interrupted", plumb::cli::what_was_saved(), "\n"}) {
+      [[maybe_unused]] const auto written = ::write(STDERR_FILENO, part, std::strlen(part));
+    }
   }
   plumb::remove_temporary_files();
   plumb::cli::TemporaryFile::remove();

@@ -52,6 +52,17 @@ StepNumbers numbers_of(const std::string& line) {
   return n;
 }
 
+// TensorBoard shows all events of a folder as one run.
+void check_no_other_run(const std::string& folder) {
+  std::error_code failed;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, failed)) {
+    if (!entry.path().filename().string().starts_with("events.out.tfevents.")) continue;
+    throw Error(ErrorKind::InvalidState, "--tensorboard " + folder + ": holds the events of another run", "",
+                "a folder of its own beside it, " + (std::filesystem::path(folder) / "NAME").string() +
+                    ": TensorBoard shows each folder below its own as a run");
+  }
+}
+
 // The record so far, of all stages; nothing while it is not at hand, or on other machines.
 std::optional<HistoryView> recorded(const TrainOptions& o) {
   if (o.history.empty()) return std::nullopt;
@@ -70,6 +81,7 @@ std::optional<HistoryView> recorded(const TrainOptions& o) {
 RunLog::RunLog(const TrainOptions& options, std::optional<int64_t> after)
     : options_(options), page_(!options.page.empty()) {
   if (!options.csv.empty()) open_table(after.value_or(0));
+  if (!options.tensorboard.empty() && !after) check_no_other_run(options.tensorboard);
   if (!options.tensorboard.empty()) events_ = std::make_unique<EventFile>(options.tensorboard, after);
 }
 
@@ -136,8 +148,8 @@ void RunLog::write_page() const {
   std::vector<Figure> figures = {{c10::str(now.step, " of ", options_.steps), "steps", ""},
                                  {short_number(now.loss), "loss", ""},
                                  now.tokens_per_second > 0
-                                     ? Figure{short_number(now.tokens_per_second), "tokens a second", ""}
-                                     : Figure{short_number(now.rows_per_second), "rows a second", ""},
+                                     ? Figure{rate_text(now.tokens_per_second), "tokens a second", ""}
+                                     : Figure{rate_text(now.rows_per_second), "rows a second", ""},
                                  {short_number(now.memory / 1e9) + " GB", "memory of a rank", "the largest"}};
   LineChart losses = chart_of("loss", steps_, &StepNumbers::loss);
   Curve evaluations{"held-out data", {}, {}};

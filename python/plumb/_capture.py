@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from . import _C, _tracing
 from ._calls import here
-from ._changed_attributes import Change, refuse_other_paths, watched
+from ._changed_attributes import Change, path_of, refuse_other_paths, watched
 from ._errors import Error, ErrorKind
 from ._exported import capture_dynamic
 from ._graph_module import GraphModule
@@ -24,7 +24,7 @@ from ._left_behind import LeftBehind
 from ._module_state_guard import ModuleStateGuard, refuse_modules
 from ._questions import INSIDE, is_check, watched_grad_mode, watched_tensors
 from ._replace import replaced
-from ._state import BUFFER, state_of
+from ._state import BUFFER, CONSTANT, state_of
 from ._trees import flatten_inputs, flatten_output, hashed, plain_value, register_named_tuples, unflatten
 from ._unit_scaled import is_marked, mark_state_dict
 from .parameter import tell_engine
@@ -234,6 +234,22 @@ def capture_engine(
     )
 
 
+def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: Any) -> bool:
+    """Whether the forward of a module that asks for its mode takes the same path in the other one."""
+    modes = [(sub, sub.training) for sub in module.modules()]
+    try:
+        for sub, training in modes:
+            sub.training = not training
+        other = capture_engine(module, args, kwargs).engine
+    except Exception:  # it takes another path there at any rate
+        return False
+    finally:
+        for sub, training in modes:
+            sub.training = training
+    constants = [[tensor for _, kind, tensor, _ in e.state() if kind == CONSTANT] for e in (engine, other)]
+    return path_of(engine) == path_of(other) and all(map(torch.equal, *constants))
+
+
 def signature(leaves: list) -> tuple:
     """The facts about inputs that a graph is specialised to. A forward may ask for a layout, and an operator refuse it."""
     try:
@@ -281,6 +297,8 @@ def capture(
     captured = capture_engine(module, args, kwargs, verify=plumb_verify)
     guards = captured.guards()
     guards.end_with(module)
+    if guards.mode_line and _same_in_other_mode(module, args, kwargs, captured.engine):
+        guards.mode_line = ""
     graph = captured.as_module(leaves, module.training, guards)
     if is_marked(module):
         mark_state_dict(graph)

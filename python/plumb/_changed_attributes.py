@@ -78,8 +78,8 @@ def watched(changes: list[Change]) -> Iterator[list[Read]]:
             module.__class__ = cls
 
 
-def _text(engine: Any) -> str:
-    """The graph without the numbers of Python functions, which are new in every capture."""
+def path_of(engine: Any) -> str:
+    """The text of the graph without the numbers of Python functions, which are new in every capture."""
     return re.sub(r"plumb::python_function\(\d+", "plumb::python_function(", engine.graph.to_string(locations=False))
 
 
@@ -119,7 +119,7 @@ def refuse_other_paths(
         return [f"another call of the forward, which changes {names}, could not be tried: {error}"]
     if _reads_kept(kept, again, left):
         return [f"the forward makes {names} in its first call and keeps them: the graph makes them in every run"]
-    if changes and _text(engine) != _text(again):
+    if changes and path_of(engine) != path_of(again):
         raise Error(
             f"the forward changes the attribute {names} and takes another path in the next call, which a graph does not",
             kind=ErrorKind.DataDependent,

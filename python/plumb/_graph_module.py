@@ -119,7 +119,7 @@ class GraphModule(nn.Module):
         """Raises `plumb.Error` if what the graph was made for besides its inputs is not there: mode, autocast, what the original
         reads."""
         self.check_mode()
-        if self._autocast == () and (now := enabled_autocast()):  # else the casts are in the graph
+        if (now := enabled_autocast()) and not self._holds_casts():
             dtypes = ", ".join(f"{dtype} ({device})" for device, dtype in now)
             raise Error(
                 f"{self._made_how} without autocast and is called under autocast to {dtypes}",
@@ -133,6 +133,14 @@ class GraphModule(nn.Module):
                 remedy=f"{self._make_again}, or put it back; copy.deepcopy(graph) made before is a graph by itself, which no change"
                 " of the original concerns",
             )
+
+    def _holds_casts(self) -> bool:
+        """Whether the graph was captured under autocast; of one of unknown origin: whether it has any value of half precision."""
+        if self._autocast is None:
+            values = [value.meta for node in self.graph.nodes for value in node.results if value.is_tensor]
+            half = any(meta is not None and meta["dtype"] in (torch.bfloat16, torch.float16) for meta in values)
+            self._autocast = (("unknown", None),) if half else ()
+        return bool(self._autocast)
 
     def check_mode(self) -> None:
         """A graph is made for one training mode. Raises `plumb.Error` if the module is in the other one and that would

@@ -86,6 +86,23 @@ def test_a_graph_whose_forward_asks_for_its_mode_refuses_the_other_one(training)
         assert "test_guards_graphs.py" in caught.value.where and "self.training" in caught.value.where
 
 
+def test_a_forward_that_asks_for_its_mode_and_does_the_same_runs_in_both():
+    class Rate(AsksMode):
+        def forward(self, x):
+            rate = 0.5 if self.training else 0.5
+            return self.linear(x) * rate
+
+    graph = plumb.capture(Rate(), X)
+    assert torch.equal(graph.eval()(X), graph.train()(X))
+
+    class Constant(AsksMode):
+        def forward(self, x):
+            return self.linear(x) * torch.tensor(1.0 if self.training else 2.0)
+
+    with pytest.raises(plumb.Error, match="cannot change to"):
+        plumb.capture(Constant(), X).eval()(X)
+
+
 def test_attention_that_drops_weights_refuses_another_mode():
     module = nn.MultiheadAttention(8, 2, dropout=0.5).eval()
     graph = plumb.capture(module, X, X, X).train()
@@ -103,3 +120,15 @@ def test_a_graph_refuses_autocast_that_it_was_not_captured_under(model):
     assert torch.equal(mixed(X), expected), "it holds the casts"
     with torch.autocast("cpu", dtype=torch.float16):
         assert torch.equal(mixed(X), expected)
+
+
+def test_a_loaded_file_refuses_autocast_unless_it_holds_casts(model, tmp_path):
+    plumb.save_pt2(plumb.capture(model, X), tmp_path / "plain.pt2")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plumb.save_pt2(plumb.capture(model, X), tmp_path / "mixed.pt2")
+        expected = model(X)
+        with pytest.raises(plumb.Error, match="without autocast and is called under autocast"):
+            plumb.load_pt2(tmp_path / "plain.pt2")(X)
+        assert torch.equal(plumb.load_pt2(tmp_path / "mixed.pt2")(X), expected)
+    assert torch.equal(plumb.load_pt2(tmp_path / "mixed.pt2")(X), expected)
+    assert torch.equal(plumb.load_pt2(tmp_path / "plain.pt2")(X), model(X))

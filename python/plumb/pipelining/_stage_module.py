@@ -224,6 +224,15 @@ class StageModule(GraphModule):
         return [values[i] for i in range(len(self.input_names))]
 
     @property
+    def made_under(self) -> tuple:
+        """What bytes do not say of a stage: autocast, and the line where the model's forward asks for its mode."""
+        return self._autocast, self._mode_line
+
+    @made_under.setter
+    def made_under(self, facts: tuple) -> None:
+        self._autocast, self._mode_line = facts
+
+    @property
     def _made_how(self) -> str:
         return f"stage {self.stage_index} was cut"
 
@@ -296,9 +305,14 @@ def scatter_stages(
             raise Error(f"rank {src} has no pipe to send the stages of")
         parcels = [(pipe.info(), {}) for _ in range(size)]
         for s in range(pipe.num_stages):
-            parcels[rank_of(s) if rank_of else s % size][1][s] = pipe.serialize_stage(s)
+            facts = pipe.get_stage_module(s).made_under
+            parcels[rank_of(s) if rank_of else s % size][1][s] = pipe.serialize_stage(s), facts
         pipe._stages_here.add(-1)  # none of its own stages runs
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, parcels, src=src, group=group)
     info, stages = mine[0]
-    return {s: deserialize_stage(data)[0] for s, data in stages.items()}, info
+    received = {}
+    for s, (data, facts) in stages.items():
+        received[s] = deserialize_stage(data)[0]
+        received[s].made_under = facts
+    return received, info
