@@ -290,7 +290,7 @@ class _Resolver:
         own = getattr(owner, "__dict__", None)
         if isinstance(owner, type):
             value = getattr(owner, key, None)
-            if isinstance(value, types.MethodType):  # of a classmethod: another object at every read
+            if getattr(value, "__self__", None) is owner:  # a method of the class: another object at every read
                 self.functions_in(value)
             else:
                 self.value(ATTRIBUTE, owner, key, value, name)

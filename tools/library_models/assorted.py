@@ -1,10 +1,10 @@
 """Small models of two dozen libraries, one or two of each: name -> function that makes (model, args, kwargs).
 
     pip install --no-deps --target SITE einops einx frozendict loguru torch-einops-utils hyper-connections torchdiffeq zuko \
-        pytorch-tabnet mambapy vector-quantize-pytorch local-attention linear-attention-transformer axial-positional-embedding \
-        product-key-memory performer-pytorch nystrom-attention perceiver-pytorch tab-transformer-pytorch rtdl_revisiting_models \
+        pytorch-tabnet mambapy vector-quantize-pytorch local-attention linformer linear-attention-transformer axial-positional-embedding \
+        product-key-memory performer-pytorch nystrom-attention perceiver-pytorch rtdl_revisiting_models \
         rtdl_num_embeddings nflows snntorch entmax efficientnet_pytorch ncps conformer pytorch-tcn kornia torch-geometric normflows \
-        rotary-embedding-torch colt5-attention
+        rotary-embedding-torch colt5-attention scipy xxhash psutil aiohttp kornia_rs
     PYTHONPATH=SITE python tools/libraries_table.py assorted --check captured,tracked,transformed,cut2,saved
 """
 
@@ -168,20 +168,6 @@ add(
     ),
     floats(8, 8, 3),
 )  # fmt: skip
-add(
-    "tab-transformer-pytorch FTTransformer",
-    "tab_transformer_pytorch",
-    lambda m: m.FTTransformer(categories=(5, 4), num_continuous=3, dim=16, depth=2, heads=2),
-    words(2, high=4),
-    floats(3),
-)
-add(
-    "tab-transformer-pytorch TabTransformer",
-    "tab_transformer_pytorch",
-    lambda m: m.TabTransformer(categories=(5, 4), num_continuous=3, dim=16, depth=2, heads=2),
-    words(2, high=4),
-    floats(3),
-)
 add(
     "rtdl_revisiting_models FTTransformer",
     "rtdl_revisiting_models",
