@@ -86,6 +86,7 @@ def replaced(pairs: Replacements) -> Iterator[None]:
         for old in python:
             stack.enter_context(_calls_of(old, pairs))
         if len(python) < len(pairs):
+            stack.enter_context(torch._C._EnableTorchFunction())  # it is off while torch.compile asks for a graph
             stack.enter_context(_TorchFunctions(pairs))
         yield
 

@@ -327,6 +327,16 @@ def test_the_graphs_picture_is_torchs(make):
     assert set().union(*(g["params"] for g in groups)) <= set(params)
 
 
+def test_a_parameter_is_in_one_group():
+    a, b, c = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+    x = torch.randn(4, 8, requires_grad=True)
+    out = x @ a @ b @ c + x @ (c + a) @ b  # a and c meet in the sum, and the input's path in other places
+    x, *params = (get_gradient_edge(t).node for t in (x, a, b, c))
+    groups = get_param_groups([x], params, construct_reverse_graph([out.grad_fn]))
+    assert sorted(len(g["params"]) for g in groups) == [1, 2]
+    assert set().union(*(g["params"] for g in groups)) == set(params)
+
+
 def test_groups_made_by_hand_run_too():
     module, x, reference, ref_x = case(Block)
     out = module(x)

@@ -73,6 +73,14 @@ def test_metrics_are_made_of_tensors():
     assert Metrics.full_names()[2] == Metrics.get_full_name("std") == "standard deviation"
 
 
+def test_metrics_are_made_of_integers_and_of_nothing():
+    assert Metrics(torch.arange(3)).fwd == Metrics(torch.arange(3.0)).fwd
+    nothing = Metrics(torch.ones(0)).fwd
+    assert nothing.numel == 0 and math.isnan(nothing.mean_abs) and math.isnan(nothing.abs_max)
+    with pytest.raises(plumb.Error, match="complex"):
+        Metrics(torch.ones(2, dtype=torch.cfloat))
+
+
 def test_infinities_stay_infinities(graph):
     masked = named(graph)["masked"].meta["metrics"].fwd
     assert masked.mean_abs == math.inf and masked.abs_max == math.inf
@@ -99,6 +107,14 @@ def test_nodes_keep_arguments_and_keyword_arguments(graph):
     assert nodes["softmax"].args == (nodes["flat"], -1)
     assert nodes["gelu"].args == (nodes["both"],) and nodes["gelu"].kwargs == {"approximate": "tanh"}
     assert nodes["later"].args[1:] == (1,) and nodes["sum_1"].args == (nodes["gelu"],)
+
+
+def test_a_scales_graph_is_a_picture_of_its_time():
+    tracked = track_scales(nn.Linear(4, 4))
+    loss = tracked(torch.randn(2, 4)).sum()
+    before = named(tracked.scales_graph())["linear"].meta["metrics"]
+    loss.backward()
+    assert before.bwd is None and named(tracked.scales_graph())["linear"].meta["metrics"].bwd is not None
 
 
 def test_a_notebook_shows_the_graph_as_a_table(graph):

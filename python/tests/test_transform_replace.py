@@ -129,6 +129,19 @@ def test_an_operator_is_no_method_and_keeps_the_order_of_its_operands():
     assert [e["node"] for e in entries(model, "left_alone") if "no call of it was found" in e["reason"]] == ["add"]
 
 
+@pytest.mark.parametrize("key", [operator.add, F.gelu, own_gelu])
+def test_torch_compile_sees_the_replacements(key):
+    class Model(nn.Module):
+        def forward(self, x):
+            return own_gelu(F.gelu(x + 1))
+
+    torch._dynamo.reset()
+    model, x = unit_scale(Model(), replace={key: lambda *args: args[0] * 3}), torch.randn(4)
+    compiled = torch.compile(model, backend="eager")(x)
+    assert not [e for e in entries(model, "left_alone") if "asked" in e["reason"]]
+    assert torch.equal(compiled, model(x))
+
+
 def test_a_replacement_without_operators_was_called():
     model = unit_scale(Calls(), replace={own_gelu: lambda x: x})
     model(torch.randn(2, 32))
