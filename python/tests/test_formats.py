@@ -27,6 +27,17 @@ def test_text_there_and_back(text):
     assert FPFormat.parse(text).spec == text
 
 
+def test_what_lies_beyond_the_range_is_what_the_text_says():
+    far = torch.tensor([1e30, -1e30, 1.0])
+    for text, largest in (("e5m2-RN-inf", math.inf), ("e5m2-RN", 57344), ("fp16-RN-sat", 65504), ("fp16-RN", math.inf)):
+        format = FPFormat.parse(text)
+        assert format.spec == text and FPFormat.parse(format.spec) == format
+        assert format.quantise(far).tolist() == [largest, -largest, 1.0]
+    assert str(FPFormat.parse("e5m2-RN-inf")) == "e5m2-RN-inf" and not FPFormat.parse("e5m2-RN-inf").saturate
+    assert FPFormat.named("e5m2", "nearest", saturate=False) == FPFormat.parse("e5m2-RN-inf")
+    assert FPFormat.named("e5m2", "nearest") == FPFormat.parse("e5m2-RN-sat") != FPFormat.parse("e5m2-RN-inf")
+
+
 def test_tuples_there_and_back():
     assert format_to_tuple(tuple_to_format((4, 3))) == (4, 3) and tuple_to_format((4, 3)) == FPFormat(4, 3)
 
