@@ -73,7 +73,18 @@ def command_of(part, given, report, only=None):
     if part == "device-python":
         only = (given.python_tests / "device_suites.txt").read_text().split()
     files = [given.python_tests / f"test_{name}.py" for name in only] if only else [given.python_tests]
-    return [sys.executable, "-m", "pytest", "-q", "-n", given.jobs, "--dist", "loadfile", f"--junitxml={report}", *files]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        given.jobs,
+        "--dist",
+        "loadfile",
+        f"--junitxml={report}",
+        *files,
+    ]
 
 
 def read_report(report):

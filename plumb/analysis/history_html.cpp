@@ -125,9 +125,9 @@ json json_of(const HistoryRun& run, const std::vector<size_t>& of, const std::ve
       // None of them is below zero: -1 says that it was not measured, NaN that there is no row.
       const auto first = [&](StatisticKind kind) { return row.has({kind}) ? Statistic{kind}.of(m) : -1; };
       const bool counted = row.has({StatisticKind::NanCount}) && row.has({StatisticKind::InfCount});
-      const double firsts[kFirst] = {
-          first(StatisticKind::Std),    first(StatisticKind::MeanAbs),   first(StatisticKind::AbsMax),
-          first(StatisticKind::AbsMin), first(StatisticKind::ZeroShare), counted ? double(m.nan_count + m.inf_count) : -1};
+      const double firsts[kFirst] = {first(StatisticKind::Std),       first(StatisticKind::MeanAbs),
+                                     first(StatisticKind::AbsMax),    first(StatisticKind::AbsMin),
+                                     first(StatisticKind::ZeroShare), counted ? double(m.nan_count + m.inf_count) : -1};
       for (size_t f = 0; f < kFirst; ++f) to[f] = static_cast<float>(firsts[f]);
       const int64_t elements = c10::multiply_integers(run.history.tensors[row.tensor].sizes);
       sizes[line] = std::max(sizes[line], row.has({StatisticKind::Numel}) ? m.numel : elements);

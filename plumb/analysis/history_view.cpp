@@ -30,9 +30,9 @@ bool of_parts(const HistoryView& view) {
 }
 
 constexpr double TensorMetrics::*kReals[] = {&TensorMetrics::mean_abs, &TensorMetrics::abs_mean, &TensorMetrics::std,
-                                            &TensorMetrics::abs_max, &TensorMetrics::abs_min};
+                                             &TensorMetrics::abs_max, &TensorMetrics::abs_min};
 constexpr int64_t TensorMetrics::*kCounts[] = {&TensorMetrics::numel, &TensorMetrics::nan_count,
-                                              &TensorMetrics::inf_count, &TensorMetrics::zero_count};
+                                               &TensorMetrics::inf_count, &TensorMetrics::zero_count};
 
 struct FormatLoss {
   double under = 0, digits = 0, over = 0;

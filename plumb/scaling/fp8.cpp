@@ -163,8 +163,9 @@ bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype) {
   if (kernel == Fp8Kernel::Decoded || dtype == at::kDouble) return false;
   if (kernel == Fp8Kernel::Auto) return (device.is_cuda() || device.is_xpu()) && obstacle_of(device).empty();
   if (const std::string why = obstacle_of(device); !why.empty())
-    throw Error(ErrorKind::Unsupported, "kernel=\"scaled_mm\": torch cannot multiply FP8 on " + device.str() + ": " + why,
-                "", "take kernel=\"auto\", or a device that can (ONEDNN_MAX_CPU_ISA also limits what a CPU can)");
+    throw Error(ErrorKind::Unsupported,
+                "kernel=\"scaled_mm\": torch cannot multiply FP8 on " + device.str() + ": " + why, "",
+                "take kernel=\"auto\", or a device that can (ONEDNN_MAX_CPU_ISA also limits what a CPU can)");
   return true;
 }
 

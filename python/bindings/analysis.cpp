@@ -34,7 +34,8 @@ py::dict columns(const History& h) {
   out["tensor"] = column<int64_t>(h, [](Step, Row r) { return r.tensor; });
   out["backward"] = column<bool>(h, [](Step, Row r) { return r.backward; });
   out["by_condition"] = column<bool>(h, [](Step, Row r) { return r.by_condition; });
-  for (const char* name : {"mean_abs", "abs_mean", "std", "abs_max", "abs_min", "numel", "nan_count", "inf_count", "zero_count"})
+  for (const char* name :
+       {"mean_abs", "abs_mean", "std", "abs_max", "abs_min", "numel", "nan_count", "inf_count", "zero_count"})
     out[name] = statistic(h, name);
   return out;
 }

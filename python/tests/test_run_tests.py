@@ -68,4 +68,6 @@ def test_a_part_that_cannot_run_is_red_and_the_others_run(tmp_path):
 
 def test_a_part_that_there_is_not_is_refused():
     done, _ = run("cp")
-    assert done.returncode == 2 and "there is no part 'cp': cpp, device-cpp, python, device-python or cpus" in done.stderr
+    assert (
+        done.returncode == 2 and "there is no part 'cp': cpp, device-cpp, python, device-python or cpus" in done.stderr
+    )
