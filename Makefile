@@ -1,6 +1,8 @@
 # plumb: `make demo` sets up what it needs, builds and runs the main job; `make test` runs every test.
 #
 #   make demo TEXT=file-or-folder    train on this text instead of Python's own sources
+#   make test-cpp | test-python      a part of it; make test-device: on the test device, or on DEVICE=cuda
+#   make test-cpus                   suites that compare bits, under settings that choose other kernels and numbers of threads
 #   make wheel                       dist/plumb-VERSION+torchX.Y-....whl, for this torch's minor version
 #   make install PREFIX=/usr/local   headers, library, command and CMake package
 #   make bench | sanitize | fuzz     measurements; address + undefined sanitizers; fuzzers, FUZZ_SECONDS a reader
@@ -28,7 +30,7 @@ JOIN := $(if $(JOINED),-DPLUMB_JOINED=$(JOINED),$(if $(wildcard $(BUILD)/CMakeCa
 CONFIGURE := $(CMAKE) -S . -G Ninja -DPLUMB_PYTHON=$(CURDIR)/$(PY) $(JOIN)
 SAY := printf 'plumb: %s\n'
 
-.PHONY: all setup setup-dev configure demo test test-cpp test-python test-device test-device-python wheel bench gpu sanitize fuzz docs format lint rooms install clean
+.PHONY: all setup setup-dev configure demo test test-cpp test-python test-device test-cpus wheel bench gpu sanitize fuzz docs format lint rooms install clean
 
 all: configure
 	@$(SAY) "compiling library, command, Python package and tests ($(JOBS) at once)"
@@ -59,31 +61,27 @@ demo:
 	@$(SAY) "training a small GPT five times"
 	@$(BUILD)/bin/plumb_demo $(if $(TEXT),--text "$(TEXT)") --out demo
 
+RUN_TESTS = $(PY) tools/run_tests.py --build $(BUILD) --jobs $(JOBS)
+
 test:
 	@tools/announce.sh test $(BUILD) $(JOBS)
-	@$(MAKE) --no-print-directory test-cpp test-python
+	@$(MAKE) --no-print-directory all
+	@$(RUN_TESTS)
 
 test-cpp: all
-	@$(SAY) "running the C++ tests"
-	@.venv/bin/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
+	@$(RUN_TESTS) cpp
 
 test-python: all
-	@$(SAY) "running the Python tests"
-	@PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q -n $(JOBS) --dist loadfile python/tests
-	@$(MAKE) --no-print-directory test-device-python
+	@$(RUN_TESTS) python device-python
 
 # The suites that a device matters to, on one that is not the CPU: DEVICE=cuda on a machine with a GPU.
 DEVICE ?= testdevice
-DEVICE_TESTS = $(shell cat python/tests/device_suites.txt)
 test-device: all
-	@$(SAY) "running the C++ tests on $(DEVICE)"
-	@PLUMB_TEST_DEVICE=$(DEVICE) .venv/bin/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS) -L device
-	@$(MAKE) --no-print-directory test-device-python
+	@$(RUN_TESTS) --device $(DEVICE) device-cpp device-python
 
-test-device-python: all
-	@$(SAY) "running the Python tests on $(DEVICE)"
-	@PLUMB_TEST_DEVICE=$(DEVICE) PLUMB_BUILD_DIR=$(abspath $(BUILD)) $(PY) -m pytest -q -n $(JOBS) --dist loadfile \
-		$(DEVICE_TESTS:%=python/tests/test_%.py)
+# The suites that compare bits, on a CPU that plays others: SETTING=AVX2 for the settings with that text.
+test-cpus: all
+	@$(RUN_TESTS) cpus $(if $(SETTING),--setting "$(SETTING)")
 
 wheel:
 	@tools/bootstrap.sh wheel

@@ -10,6 +10,7 @@
 #include "plumb/analysis/history_view.h"
 #include "plumb/analysis/svg.h"
 #include "plumb/core/error.h"
+#include "plumb/recording/statistic.h"
 
 namespace plumb {
 namespace {
@@ -121,12 +122,17 @@ json json_of(const HistoryRun& run, const std::vector<size_t>& of, const std::ve
       const size_t line = of[row.tensor], at = (k * n + line) * 2 + row.backward;
       const TensorMetrics m = row.data.full();
       float* to = &numbers[at * fields];
-      const double firsts[kFirst] = {m.std,     m.mean_abs,     m.abs_max,
-                                     m.abs_min, m.zero_share(), static_cast<double>(m.nan_count + m.inf_count)};
+      // None of them is below zero: -1 says that it was not measured, NaN that there is no row.
+      const auto first = [&](StatisticKind kind) { return row.has({kind}) ? Statistic{kind}.of(m) : -1; };
+      const bool counted = row.has({StatisticKind::NanCount}) && row.has({StatisticKind::InfCount});
+      const double firsts[kFirst] = {first(StatisticKind::Std),       first(StatisticKind::MeanAbs),
+                                     first(StatisticKind::AbsMax),    first(StatisticKind::AbsMin),
+                                     first(StatisticKind::ZeroShare), counted ? double(m.nan_count + m.inf_count) : -1};
       for (size_t f = 0; f < kFirst; ++f) to[f] = static_cast<float>(firsts[f]);
-      sizes[line] = std::max(sizes[line], m.numel);
+      const int64_t elements = c10::multiply_integers(run.history.tensors[row.tensor].sizes);
+      sizes[line] = std::max(sizes[line], row.has({StatisticKind::Numel}) ? m.numel : elements);
       if (!m.histogram) continue;
-      for (size_t f = 0; f < formats.size(); ++f) {
+      for (size_t f = 0; f < formats.size() && row.has({StatisticKind::Underflow, formats[f]}); ++f) {
         float* shares_of = to + kFirst + kOfFormat * f;
         shares_of[0] = static_cast<float>(m.underflow_share(formats[f]));
         shares_of[1] = static_cast<float>(m.subnormal_share(formats[f]));

@@ -29,6 +29,11 @@ bool of_parts(const HistoryView& view) {
   });
 }
 
+constexpr double TensorMetrics::*kReals[] = {&TensorMetrics::mean_abs, &TensorMetrics::abs_mean, &TensorMetrics::std,
+                                             &TensorMetrics::abs_max, &TensorMetrics::abs_min};
+constexpr int64_t TensorMetrics::*kCounts[] = {&TensorMetrics::numel, &TensorMetrics::nan_count,
+                                               &TensorMetrics::inf_count, &TensorMetrics::zero_count};
+
 struct FormatLoss {
   double under = 0, digits = 0, over = 0;
   bool bad = false;  // NaN or infinities: worse than any loss
@@ -39,6 +44,16 @@ struct FormatLoss {
 FormatLoss loss_of(const TensorMetrics& m, const FPFormat& format) {
   return {m.underflow_share(format), m.subnormal_share(format), m.overflow_share(format),
           m.nan_count + m.inf_count > 0};
+}
+
+// What was measured; a share of the format only where all that it is computed from was.
+ScaleStats stats_of(const HistoryRow& row, const FPFormat* format) {
+  TensorMetrics m = row.data.full();
+  for (size_t i = 0; i < 5; ++i) m.*kReals[i] = row.value({static_cast<StatisticKind>(i)});
+  for (size_t i = 0; i < 4; ++i) {
+    if (!row.has({static_cast<StatisticKind>(5 + i)})) m.*kCounts[i] = 0;
+  }
+  return scale_stats(m, format && row.has({StatisticKind::Underflow, *format}) ? format : nullptr);
 }
 
 // A tensor or its gradient against its role's format.
@@ -54,9 +69,10 @@ void add_rows(std::vector<LossRow>& rows, const HistoryView& view, const History
   const auto found = rows_at(run.history, step);
   for (size_t i = 0; i < found.size(); ++i) {
     const bool backward = i % 2;
-    if (!found[i] || !found[i]->data.histogram || !view.role(backward)) continue;
+    const FPFormat* role = view.role(backward);
+    if (!found[i] || !role || !found[i]->has({StatisticKind::Underflow, *role})) continue;
     const TensorMetrics m = found[i]->data.full();
-    LossRow row{&run.name, &run.history.tensors[i / 2], backward, loss_of(m, *view.role(backward)), {}};
+    LossRow row{&run.name, &run.history.tensors[i / 2], backward, loss_of(m, *role), {}};
     for (const FPFormat& f : view.asked) row.asked.push_back(loss_of(m, f));
     rows.push_back(std::move(row));
   }
@@ -176,8 +192,8 @@ ScaleChart scale_chart(const HistoryView& view, int64_t step) {
       if (!value && !gradient) continue;
       const HistoryTensor& tensor = run.history.tensors[t];
       ScaleRow row{local_name(tensor), tensor.module, tensor.operation};
-      if (value) row.fwd = scale_stats(value->data.full(), fwd);
-      if (gradient) row.bwd = scale_stats(gradient->data.full(), bwd);
+      if (value) row.fwd = stats_of(*value, fwd);
+      if (gradient) row.bwd = stats_of(*gradient, bwd);
       variant.rows.push_back(std::move(row));
     }
     chart.variants.push_back(std::move(variant));

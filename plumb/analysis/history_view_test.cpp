@@ -42,6 +42,24 @@ TEST(HistoryView, AnswersWhatEachFormatWouldDoToAGradient) {
   EXPECT_EQ(format_table(view, 0, 3).rows.size(), 3u);
 }
 
+TEST(HistoryView, SaysNothingOfWhatWasNotMeasured) {
+  HistoryView view{"", {{"run", made(2, 20, 0, 0)}}, formats()};
+  EXPECT_FALSE(format_table(view).rows.empty());
+  for (HistoryStep& step : view.runs[0].history.steps) {
+    for (HistoryRow& row : step.rows) {
+      row.present = 1u << static_cast<unsigned>(StatisticKind::Histogram);  // as older versions recorded it alone
+      row.data.numel = 0;
+    }
+  }
+  EXPECT_TRUE(format_table(view).rows.empty());
+  EXPECT_THAT(conclusion(view), Not(HasSubstr("0 of 2")));
+  EXPECT_THAT(conclusion(view), Not(HasSubstr("lose")));
+  const ScaleChart chart = scale_chart(view);
+  EXPECT_FALSE(chart.variants[0].rows[0].bwd->underflow);
+  EXPECT_TRUE(std::isnan(chart.variants[0].rows[0].bwd->std));
+  EXPECT_THAT(to_svg(chart), Not(HasSubstr("nan")));
+}
+
 TEST(HistoryView, DrawsAStepAsAPictureForPapers) {
   HistoryView view{"scales", {{"plain", made(5, 3, 0, -8)}, {"scaled", made(6, 2, 0, 0)}}, formats()};
   const ScaleChart chart = scale_chart(view, 11);

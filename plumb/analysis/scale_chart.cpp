@@ -224,7 +224,8 @@ std::string marks_of(const Panel& p, const ScaleStats& s, double y, const std::s
 }
 
 std::string told(const ScaleStats& s, const std::optional<FormatBand>& band) {
-  auto value = [](double v) {
+  auto value = [&](double v) {
+    if (std::isnan(v) && !s.nan_count && !s.inf_count) return std::string("not measured");
     std::string out = short_number(v);
     if (v > 0 && std::isfinite(v)) {
       char power[32];

@@ -6,6 +6,9 @@
 #include <malloc.h>
 #endif
 
+// MKL's, where the process has it (torch on x86): gives back the buffers that it keeps for this thread's next products.
+extern "C" void mkl_serv_thread_free_buffers() __attribute__((weak));
+
 namespace plumb {
 
 void keep_freed_memory() {
@@ -22,6 +25,7 @@ void keep_freed_memory() {
 }
 
 void release_freed_memory() {
+  if (mkl_serv_thread_free_buffers) mkl_serv_thread_free_buffers();
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif

@@ -272,6 +272,18 @@ TEST(HostileFiles, AJsonBombIsRefusedWithoutInflatingIt) {
   EXPECT_THAT(load_error(zip).what(), HasSubstr("that a text may have"));
 }
 
+TEST(HostileFiles, ADocumentThatTakesManyTimesTheFileInMemoryIsRefused) {
+  std::string lists = "[";
+  while (lists.size() < size_t{12} << 20) lists += "[],[],[],[],";
+  lists += "0]";
+  const std::string zip = fuzz::make_zip({{"m/models/model.json", lists},
+                                          {"m/archive_format", "pt2"},
+                                          {"m/archive_version", "0"},
+                                          {"m/byteorder", "little"}},
+                                         crc32);
+  EXPECT_THAT(load_error(zip).what(), HasSubstr("bytes in memory, more than a file of"));
+}
+
 TEST(HostileFiles, NumbersThatAreNoDtypeLayoutOrMemoryFormatAreRefused) {
   auto error = [](const std::string& call) {
     return std::string(

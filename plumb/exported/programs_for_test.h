@@ -1,4 +1,4 @@
-// The programs of testdata/make_programs.py, made once by Python and kept in the build folder; and files to break.
+// The programs of testdata/make_programs.py, made by Python and kept in the build folder; and files to break.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -48,8 +48,24 @@ inline int python(const std::string& arguments, std::string* said = nullptr) {
   return status;
 }
 
-// The folder of programs; made when it is missing or the scripts have changed. Suites run side by side: the first makes
-// it, the others wait.
+// What chooses torch's kernels, and so the last bits of what Python computed: the CPU, and the environment's settings.
+inline std::string kernel_settings() {
+  std::string text;
+  for (char** entry = environ; *entry; ++entry) {
+    const std::string_view each = *entry;
+    for (const char* start : {"ATEN_", "DNNL_", "LD_PRELOAD=", "MKL_", "ONEDNN_", "TORCH_"}) {
+      if (each.starts_with(start)) text += std::string(each) + "\n";
+    }
+  }
+  std::ifstream cpu("/proc/cpuinfo");
+  for (std::string line; std::getline(cpu, line) && !line.empty();) {
+    if (line.starts_with("model name") || line.starts_with("flags")) text += line + "\n";
+  }
+  return text;
+}
+
+// The folder of programs; made when it is missing, the scripts have changed, or they ran with other kernels. Suites run
+// side by side: the first makes it, the others wait.
 inline const fs::path& programs() {
   static const fs::path folder = [] {
     const fs::path where = fs::path(PLUMB_BINARY_DIR) / "tests/programs";
@@ -57,7 +73,7 @@ inline const fs::path& programs() {
     if (!lock || ::flock(::fileno(lock.get()), LOCK_EX) != 0) throw std::runtime_error("cannot lock " + where.string());
     const fs::path stamp = where / "stamp";
     const std::string script = slurp(programs_script()) + slurp(programs_script().parent_path() / "run_programs.py") +
-                               slurp(fs::path(PLUMB_SOURCE_DIR) / "examples/gpt.py");
+                               slurp(fs::path(PLUMB_SOURCE_DIR) / "examples/gpt.py") + kernel_settings();
     if (slurp(stamp) == script) return where;
     fs::remove_all(where);
     fs::create_directories(where);

@@ -13,6 +13,7 @@ namespace plumb {
 namespace {
 
 constexpr uint32_t kEndOfDirectory = 0x06054b50, kEnd64 = 0x06064b50, kEnd64Locator = 0x07064b50;
+constexpr uint64_t kMostParsed = uint64_t{64} << 20;
 constexpr uint32_t kDirectoryEntry = 0x02014b50, kLocalHeader = 0x04034b50;
 
 uint16_t u16(const unsigned char* p) { return static_cast<uint16_t>(p[0] | p[1] << 8); }
@@ -191,7 +192,15 @@ std::string ZipFile::read_text(const ZipEntry& entry) const {
   const uint64_t most = (uint64_t{1} << 20) + 16 * file_size_;
   if (entry.size > most)
     fail("inflates to more than the " + std::to_string(most) + " bytes that a text may have", entry.name);
-  return read(entry);
+  std::string text = read(entry);
+  // Parsed, a value takes up to 64 bytes beside its own text.
+  const auto values = std::ranges::count_if(text, [](char c) { return c == ',' || c == ':' || c == '[' || c == '{'; });
+  const uint64_t parsed = text.size() + 64 * static_cast<uint64_t>(values);
+  if (parsed > kMostParsed + 32 * file_size_)
+    fail("is a document of about " + std::to_string(parsed) + " bytes in memory, more than a file of " +
+             std::to_string(file_size_) + " bytes may ask for",
+         entry.name);
+  return text;
 }
 
 void ZipFile::read_into(const ZipEntry& entry, void* into) const {

@@ -187,7 +187,9 @@ TEST(Pipeline, GivesGradientsOfInputsThatAskForThem) {
     at::mse_loss(out[0], targets[0]).backward();
     std::vector<at::Tensor> parts;
     for (auto& grads : result.input_grads) parts.push_back(grads.at(0));
-    EXPECT_TRUE(at::allclose(at::cat(parts), leaf.grad(), 1e-5, 1e-7));
+    // A product of a microbatch's rows may sum in another order than one of all rows.
+    const at::Tensor all = at::cat(parts), apart = (all - leaf.grad()).abs().max();
+    EXPECT_LT(apart.item<float>(), 1e-5f * leaf.grad().abs().max().item<float>());
     EXPECT_TRUE(pipeline.step(inputs, targets).input_grads.empty()) << "not asked for";
   }
 }

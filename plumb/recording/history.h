@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -30,14 +31,24 @@ struct HistoryTensor {
   bool operator==(const HistoryTensor&) const = default;
 };
 
-// One tensor, or its gradient, in one step. A statistic that was not asked for is NaN or 0 without a bit in `present`
-// (Statistic::bits).
+// One tensor, or its gradient, in one step. A statistic that was not asked for has no bit in `present`
+// (Statistic::bits): readers ask has() and value(), since `data` may hold anything there.
 struct HistoryRow {
   uint32_t tensor = 0;  // index into History::tensors
   bool backward = false;
   bool by_condition = false;  // no rule without a condition asked for it
   uint16_t present = 0;
   Metrics::Data data;
+
+  // Whether everything that the statistic is computed from was measured.
+  bool has(const Statistic& statistic) const { return (statistic.bits() & ~present) == 0; }
+  // NaN where it was not measured.
+  double value(const Statistic& statistic) const {
+    if (!has(statistic)) return std::numeric_limits<double>::quiet_NaN();
+    Metrics::Data needed = data;
+    if (!statistic.needs_histogram()) needed.histogram = nullptr;
+    return statistic.of(needed.full());
+  }
 };
 
 struct HistoryStep {

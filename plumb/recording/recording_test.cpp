@@ -42,6 +42,21 @@ at::Tensor train_step(GraphModule& module, const at::Tensor& x) {
   return loss;
 }
 
+TEST(Statistics, TakeAlongWhatTheyAreComputedFrom) {
+  const Statistic histogram{StatisticKind::Histogram}, lost = Statistic::parse("underflow(e5m2)");
+  EXPECT_EQ(histogram.bits() & lost.bits(), lost.bits());
+  HistoryRow row;
+  row.data.numel = 4, row.data.zero_count = 1, row.data.std = 2;
+  row.present = Statistic{StatisticKind::Std}.bits();
+  EXPECT_EQ(row.value({StatisticKind::Std}), 2);
+  for (const char* other : {"nan_count", "numel", "zero_share", "histogram", "underflow(e5m2)"}) {
+    EXPECT_FALSE(row.has(Statistic::parse(other))) << other;
+    EXPECT_TRUE(std::isnan(row.value(Statistic::parse(other)))) << other;
+  }
+  row.present |= Statistic::parse("zero_share").bits();
+  EXPECT_EQ(row.value(Statistic::parse("zero_share")), 0.25);
+}
+
 // ---- rules ----
 
 TEST(RecordRules, ReadsWhatTheDocumentationShows) {

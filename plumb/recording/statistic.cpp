@@ -44,8 +44,9 @@ bool Statistic::needs_histogram() const { return kind == StatisticKind::Histogra
 
 uint16_t Statistic::bits() const {
   if (kind == StatisticKind::ZeroShare) return bit(StatisticKind::ZeroCount) | bit(StatisticKind::Numel);
-  if (takes_format(kind)) {
-    // Shares are of all elements, and what overflows is told exactly by the largest.
+  if (needs_histogram()) {
+    // A histogram is there for what a format would do: shares are of all elements, the lowest bin holds zeros too, and
+    // what overflows is known exactly from the largest.
     return bit(StatisticKind::Histogram) | bit(StatisticKind::Numel) | bit(StatisticKind::AbsMax) |
            bit(StatisticKind::AbsMin) | bit(StatisticKind::ZeroCount) | bit(StatisticKind::NanCount) |
            bit(StatisticKind::InfCount);

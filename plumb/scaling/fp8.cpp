@@ -113,21 +113,28 @@ at::Tensor scaled_matrices(const at::Tensor& a, const FPFormat& format_a, const 
   return columns == b.size(1) ? out : out.slice(1, 0, b.size(1)).contiguous();
 }
 
-bool has_units(at::Device device) {
+// Why torch multiplies no codes on this device: no such kernel, no such units, or a library that is told to use none.
+// Empty where it does.
+std::string obstacle_of(at::Device device) {
   static std::mutex mutex;
-  static std::map<std::pair<at::DeviceType, at::DeviceIndex>, bool> known;
+  static std::map<std::pair<at::DeviceType, at::DeviceIndex>, std::string> known;
   std::lock_guard lock(mutex);
-  auto [it, fresh] = known.try_emplace({device.type(), device.index()}, false);
+  auto [it, fresh] = known.try_emplace({device.type(), device.index()});
   if (!fresh) return it->second;
+  // Nobody records or replaces this product.
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks | c10::autograd_dispatch_keyset);
   try {
     const auto codes = at::zeros({kUnit, kUnit}, at::TensorOptions(device).dtype(at::kByte));
     const auto one = at::ones({}, at::TensorOptions(device).dtype(at::kFloat));
-    const auto& format = fp8_format("e4m3fn");
-    scaled_matrices(codes, format, codes, format, one, one, at::kFloat);
-    it->second = true;
-  } catch (const std::exception&) {
-    // No such kernel, or no such units.
+    const FPFormat &e4m3 = fp8_format("e4m3fn"), &e5m2 = fp8_format("e5m2");
+    for (const auto& [left, right] : {std::pair(e4m3, e4m3), std::pair(e5m2, e4m3), std::pair(e4m3, e5m2)})
+      scaled_matrices(codes, left, codes, right, one, one, at::kFloat);
+  } catch (const c10::Error& e) {
+    it->second = e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    it->second = e.what();
   }
+  it->second = it->second.substr(0, it->second.find('\n'));
   return it->second;
 }
 
@@ -154,7 +161,12 @@ at::ScalarType fp8_dtype(const FPFormat& format) {
 
 bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype) {
   if (kernel == Fp8Kernel::Decoded || dtype == at::kDouble) return false;
-  return kernel == Fp8Kernel::ScaledMM || ((device.is_cuda() || device.is_xpu()) && has_units(device));
+  if (kernel == Fp8Kernel::Auto) return (device.is_cuda() || device.is_xpu()) && obstacle_of(device).empty();
+  if (const std::string why = obstacle_of(device); !why.empty())
+    throw Error(ErrorKind::Unsupported,
+                "kernel=\"scaled_mm\": torch cannot multiply FP8 on " + device.str() + ": " + why, "",
+                "take kernel=\"auto\", or a device that can (ONEDNN_MAX_CPU_ISA also limits what a CPU can)");
+  return true;
 }
 
 at::Tensor scaled_mm(const at::Tensor& a, const FPFormat& format_a, const at::Tensor& b, const FPFormat& format_b,

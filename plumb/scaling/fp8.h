@@ -27,7 +27,9 @@ const FPFormat& fp8_format(std::string_view text);
 // float8_e4m3fn or float8_e5m2.
 at::ScalarType fp8_dtype(const FPFormat& format);
 
-// Whether products of codes on this device, with results of `dtype`, go to _scaled_mm.
+// Whether products of codes on this device, with results of `dtype`, go to _scaled_mm. Throws Error(Unsupported) for
+// ScaledMM where torch cannot multiply codes on this device: tried once a device, with a small product of each pair of
+// formats.
 bool uses_scaled_mm(Fp8Kernel kernel, at::Device device, at::ScalarType dtype);
 
 // alpha * a @ b by _scaled_mm, of matrices of codes (uint8) or equal batches of them. Dimensions that the units do not

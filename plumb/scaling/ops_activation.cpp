@@ -225,8 +225,9 @@ std::tuple<Tensor> dropout_backward(const Tensor& grad, const Tensor& noise, std
 
 Tensor like_meta(const Tensor& input) { return at::empty_like(input); }
 
-Tensor softmax_meta(const Tensor& input, int64_t, std::optional<at::ScalarType> dtype, double, OptionalName,
+Tensor softmax_meta(const Tensor& input, int64_t dim, std::optional<at::ScalarType> dtype, double, OptionalName,
                     OptionalScales) {
+  at::maybe_wrap_dim(dim, input.dim());
   check_dtype("softmax", dtype);
   return at::empty_like(input, input.options().dtype(dtype.value_or(input.scalar_type())),
                         at::MemoryFormat::Contiguous);

@@ -6,6 +6,8 @@
 // been rounded (straight through).
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "plumb/core/error.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/scaling/fp8.h"
@@ -61,7 +63,13 @@ Tensor fp8_linear(const Tensor& input, const Tensor& weight, const OptionalTenso
   check_codes("fp8_linear", input, input_codes);
   check_codes("fp8_linear", weight, weight_codes);
   const auto s = choose_linear_scales(scales, constraint, linear_rule(input, weight, bias, scale_power));
-  return linear_product(input_codes, weight_codes, bias, s, CodeProduct(fwd, bwd, input.scalar_type(), kernel));
+  const CodeProduct product(fwd, bwd, input.scalar_type(), kernel);
+  // torch's linear adds the bias to a finished product where the input is no matrix and does not lie row by row: types
+  // of 16 bits round twice then, here as in the simulation of it.
+  const bool apart = present(bias) && scales && std::ranges::all_of(*scales, [](double each) { return each == 1; }) &&
+                     input_codes.dim() != 2 && !input_codes.is_contiguous();
+  if (apart) return linear_product(input_codes, weight_codes, std::nullopt, s, product).add_(*bias);
+  return linear_product(input_codes, weight_codes, bias, s, product);
 }
 
 std::tuple<Tensor, Tensor, Tensor> fp8_linear_backward(const Tensor& grad, const Tensor& input_codes,

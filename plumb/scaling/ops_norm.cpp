@@ -26,9 +26,22 @@ void check_normalized(const char* op, const Tensor& input, at::IntArrayRef shape
 }
 
 // What a meta kernel needs: sizes may be symbols there.
-void check_rank(const char* op, const Tensor& input, at::IntArrayRef shape) {
+// Whether the last sizes may be these: one that is not known yet may be any.
+bool may_end_in(const Tensor& t, at::IntArrayRef shape) {
+  for (size_t i = 1; i <= shape.size(); ++i) {
+    const auto size = t.sym_size(-static_cast<int64_t>(i)).maybe_as_int();
+    if (size && *size != shape[shape.size() - i]) return false;
+  }
+  return true;
+}
+
+// check_normalized() where sizes may be unknown.
+void check_known_sizes(const char* op, const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight) {
   if (shape.empty() || static_cast<int64_t>(shape.size()) > input.dim())
     bad_shape(op, "the input has fewer dimensions than the normalized shape, or that is empty.");
+  if (!may_end_in(input, shape)) bad_shape(op, "the input does not end in the normalized shape.");
+  if (present(weight) && (weight->dim() != static_cast<int64_t>(shape.size()) || !may_end_in(*weight, shape)))
+    bad_shape(op, "the weight does not have the normalized shape.");
 }
 
 double grad_scale(const Tensor& input, at::IntArrayRef shape) {
@@ -48,6 +61,7 @@ std::tuple<Tensor, Tensor, Tensor> native_layer_norm(const Tensor& input, at::In
                                                      const OptionalTensor& weight, const OptionalTensor& bias,
                                                      double eps, bool) {
   check_normalized("layer_norm", input, shape, weight);
+  check_normalized("layer_norm", input, shape, bias);
   return at::native_layer_norm(input.contiguous(), shape, weight, bias, eps);
 }
 
@@ -189,18 +203,19 @@ std::tuple<Tensor> embedding_backward(const Tensor& grad, at::IntArrayRef weight
 Tensor dense(const Tensor& t) { return at::empty_like(t, {}, at::MemoryFormat::Contiguous); }
 
 std::tuple<Tensor, Tensor, Tensor> native_layer_norm_meta(const Tensor& input, at::IntArrayRef shape,
-                                                          const OptionalTensor& weight, const OptionalTensor&, double,
-                                                          bool) {
+                                                          const OptionalTensor& weight, const OptionalTensor& bias,
+                                                          double, bool) {
   // The statistics have the parameters' type where that is wider (half values, float parameters).
-  check_rank("layer_norm", input, shape);
+  check_known_sizes("layer_norm", input, shape, weight);
+  check_known_sizes("layer_norm", input, shape, bias);
   const auto type = present(weight) ? weight->scalar_type() : input.scalar_type();
   auto statistics = [&] { return at::empty_symint(statistics_sizes(input, shape), input.options().dtype(type)); };
   return {dense(input), statistics(), statistics()};
 }
 Tensor like_rms_norm(const Tensor& input) { return at::empty_like(input, {}, input.suggest_memory_format()); }
-std::tuple<Tensor, Tensor> native_rms_norm_meta(const Tensor& input, at::IntArrayRef shape, const OptionalTensor&,
-                                                std::optional<double>) {
-  check_rank("rms_norm", input, shape);
+std::tuple<Tensor, Tensor> native_rms_norm_meta(const Tensor& input, at::IntArrayRef shape,
+                                                const OptionalTensor& weight, std::optional<double>) {
+  check_known_sizes("rms_norm", input, shape, weight);
   return {like_rms_norm(input), at::empty_symint(statistics_sizes(input, shape), input.options().dtype(wide(input)))};
 }
 Tensor embedding_meta(const Tensor& weight, const Tensor& indices, c10::SymInt, bool, bool) {

@@ -354,6 +354,9 @@ bool use_fp8(GraphModule& module, const UseFp8Options& options, Report* report) 
     Report own("use_fp8");
     return use_recipe(module, options, report ? *report : own);
   }
+  // Refused here, not in the first step.
+  for (const Attr& attr : module.state())
+    uses_scaled_mm(parse_fp8_kernel(options.kernel), attr.tensor.device(), at::kFloat);
   Report simulated("simulate_format");
   SimulateFormatOptions simulate;
   simulate.fwd = fwd, simulate.bwd = bwd;

@@ -173,9 +173,13 @@ TEST(UseFp8, TrainsTheGptWithTheBitsOfTheSimulation) {
     EXPECT_LT(expected.back(), expected.front() - 0.5f);
     UseFp8Options torchs;
     torchs.kernel = "scaled_mm";
-    const auto by_torch = train([&](const auto& m) { return use_fp8(m, torchs); });
-    // Sums in another order, fifty steps on.
-    EXPECT_NEAR(by_torch.back(), expected.back(), 0.1 * expected.back());
+    try {
+      const auto by_torch = train([&](const auto& m) { return use_fp8(m, torchs); });
+      // Sums in another order, fifty steps on.
+      EXPECT_NEAR(by_torch.back(), expected.back(), 0.1 * expected.back());
+    } catch (const Error& refused) {  // oneDNN may not use this CPU's units
+      EXPECT_THAT(refused.what(), HasSubstr("kernel=\"scaled_mm\": torch cannot multiply FP8 on"));
+    }
   }
 }
 

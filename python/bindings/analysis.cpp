@@ -21,6 +21,11 @@ py::array_t<T> column(const History& history, const Get& get) {
   return out;
 }
 
+py::array_t<double> statistic(const History& history, const std::string& name) {
+  const Statistic wanted = Statistic::parse(name);
+  return column<double>(history, [&](const HistoryStep&, const HistoryRow& row) { return row.value(wanted); });
+}
+
 py::dict columns(const History& h) {
   using Row = const HistoryRow&;
   using Step = const HistoryStep&;
@@ -29,15 +34,9 @@ py::dict columns(const History& h) {
   out["tensor"] = column<int64_t>(h, [](Step, Row r) { return r.tensor; });
   out["backward"] = column<bool>(h, [](Step, Row r) { return r.backward; });
   out["by_condition"] = column<bool>(h, [](Step, Row r) { return r.by_condition; });
-  out["mean_abs"] = column<double>(h, [](Step, Row r) { return r.data.mean_abs; });
-  out["abs_mean"] = column<double>(h, [](Step, Row r) { return r.data.abs_mean; });
-  out["std"] = column<double>(h, [](Step, Row r) { return r.data.std; });
-  out["abs_max"] = column<double>(h, [](Step, Row r) { return r.data.abs_max; });
-  out["abs_min"] = column<double>(h, [](Step, Row r) { return r.data.abs_min; });
-  out["numel"] = column<int64_t>(h, [](Step, Row r) { return r.data.numel; });
-  out["nan_count"] = column<int64_t>(h, [](Step, Row r) { return r.data.nan_count; });
-  out["inf_count"] = column<int64_t>(h, [](Step, Row r) { return r.data.inf_count; });
-  out["zero_count"] = column<int64_t>(h, [](Step, Row r) { return r.data.zero_count; });
+  for (const char* name :
+       {"mean_abs", "abs_mean", "std", "abs_max", "abs_min", "numel", "nan_count", "inf_count", "zero_count"})
+    out[name] = statistic(h, name);
   return out;
 }
 
@@ -58,14 +57,6 @@ py::array_t<int64_t> histograms(const History& history) {
     }
   }
   return out;
-}
-
-py::array_t<double> statistic(const History& history, const std::string& name) {
-  const Statistic wanted = Statistic::parse(name);
-  return column<double>(history, [&](const HistoryStep&, const HistoryRow& row) {
-    if ((wanted.bits() & row.present) != wanted.bits()) return std::nan("");
-    return wanted.of(row.data.full());
-  });
 }
 
 py::list events(const History& history) {

@@ -14,7 +14,7 @@ py::dict facts(const FPFormat& f) {
                   "block_size"_a = f.block_size, "max_absolute_value"_a = f.max_absolute_value(),
                   "min_absolute_normal"_a = f.min_absolute_normal(),
                   "min_absolute_subnormal"_a = f.min_absolute_subnormal(), "name"_a = f.name(),
-                  "text"_a = f.to_string());
+                  "saturate"_a = f.saturate, "text"_a = f.to_string());
 }
 
 Register formats_part([](py::module_& m) {

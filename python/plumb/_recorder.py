@@ -170,7 +170,7 @@ class History:
 
     - ``tensors``: a list of dicts: name, module, operator, dtype, sizes, and stage and rank, None where nobody told.
     - ``columns``: numpy arrays by name, one entry a row: step, tensor (index into `tensors`), backward, by_condition,
-      mean_abs, abs_mean, std, abs_max, abs_min, numel, nan_count, inf_count, zero_count. NaN and 0 where no rule asked.
+      mean_abs, abs_mean, std, abs_max, abs_min, numel, nan_count, inf_count, zero_count. Statistics are float64, NaN where no rule asked.
     - ``events``: where a rule's condition held: step, rule, condition, count, first.
     - ``rules``: the rules of each run that wrote to the file. ``torn_bytes``: of a last record not written whole.
     """
@@ -212,7 +212,8 @@ class History:
         return {name: (np.array(s, dtype=np.int64), np.array(v)) for name, (s, v) in found.items()}
 
     def to_dataframe(self, *statistics: str) -> Any:
-        """A pandas DataFrame, a row a tensor and step, with names instead of numbers. `statistics` are added as columns."""
+        """A pandas DataFrame, a row a tensor and step, with names instead of numbers. `statistics` are added as columns.
+        Counts are whole numbers, missing (``pandas.NA``) where no rule asked for them."""
         import pandas as pd
 
         columns = dict(self.columns)
@@ -223,6 +224,8 @@ class History:
         for key in ("stage", "rank"):
             if any(t[key] is not None for t in self.tensors):
                 named[key] = pd.array([t[key] for t in self.tensors], dtype="Int64")[place]
+        for key in ("numel", "nan_count", "inf_count", "zero_count"):
+            columns[key] = pd.array(columns[key], dtype="Int64")
         named["direction"] = np.where(columns.pop("backward"), "backward", "forward")
         return pd.DataFrame({**named, **columns, **{s: self.statistic(s) for s in statistics}})
 

@@ -28,6 +28,8 @@ class FPFormat:
         rounding: ``"stochastic"``, ``"nearest"`` (ties to the even code) or ``"toward_zero"``.
         srbits: random bits of stochastic rounding; 0 means all of them, and for the other roundings it must be 0.
         name: one of :func:`standard_format_names`, or ``""`` for the family without infinities and NaN; see :meth:`named`.
+        saturate: whether what lies beyond the largest value becomes that value (True) or infinity, NaN where the format
+            has no infinity (False). None, the default, is the format's own habit, and reads as that afterwards.
 
     Raises :class:`plumb.Error` for bits out of range.
     """
@@ -37,34 +39,40 @@ class FPFormat:
     rounding: str = "stochastic"
     srbits: int = 0
     name: str = ""
+    saturate: Optional[bool] = None
     _facts: dict = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         facts = _C.plain_format(self.exponent_bits, self.mantissa_bits, self.rounding, self.srbits)
-        if self.name:
+        if self.name or self.saturate is not None:
             suffix = facts["text"].partition("-")[2]
-            facts = _C.parse_format(f"{self.name}-{suffix}")
+            beyond = {None: "", True: "-sat", False: "-inf"}[self.saturate]
+            facts = _C.parse_format(f"{self.name or facts['name']}-{suffix}{beyond}")
             if (facts["exponent_bits"], facts["mantissa_bits"]) != (self.exponent_bits, self.mantissa_bits):
                 raise Error(
                     f"{self.name} has {facts['exponent_bits']} exponent and {facts['mantissa_bits']} mantissa bits, not "
                     f"{self.exponent_bits} and {self.mantissa_bits}",
                     remedy=f"FPFormat.named({self.name!r})",
                 )
-        self.rounding, self.srbits, self._facts = facts["rounding"], facts["srbits"], facts
+        self.rounding, self.srbits, self.saturate = facts["rounding"], facts["srbits"], facts["saturate"]
+        self._facts = facts
 
     @classmethod
-    def named(cls, name: str, rounding: str = "stochastic", srbits: int = 0) -> FPFormat:
+    def named(
+        cls, name: str, rounding: str = "stochastic", srbits: int = 0, saturate: Optional[bool] = None
+    ) -> FPFormat:
         """A standard format: ``e4m3fn`` (max 448), ``e5m2``, ``fp16``, ``bf16``, ``mxfp8``, ``nvfp4``, ... or ``E4M3`` of
         the plain family."""
         facts = _C.parse_format(name)
         plain = facts["name"].startswith("E")
-        return cls(facts["exponent_bits"], facts["mantissa_bits"], rounding, srbits, "" if plain else facts["name"])
+        return cls(facts["exponent_bits"], facts["mantissa_bits"], rounding, srbits, "" if plain else facts["name"], saturate)
 
     @classmethod
     def parse(cls, text: str) -> FPFormat:
-        """Reads ``NAME[-RN|-SR|-SRn|-RZ]``, to nearest when nothing is said: ``"e4m3fn"``, ``"E5M2-SR8"``."""
+        """Reads ``NAME[-RN|-SR|-SRn|-RZ][-sat|-inf]``, to nearest when nothing is said: ``"e4m3fn"``, ``"E5M2-SR8"``,
+        ``"e5m2-RN-inf"``."""
         facts = _C.parse_format(text)
-        return cls.named(facts["name"], facts["rounding"], facts["srbits"])
+        return cls.named(facts["name"], facts["rounding"], facts["srbits"], facts["saturate"])
 
     @property
     def spec(self) -> str:
@@ -84,7 +92,7 @@ class FPFormat:
 
     @property
     def max_absolute_value(self) -> float:
-        """The largest finite value; what lies beyond is rounded to it (half-precision formats: to infinity)."""
+        """The largest finite value; what lies beyond is rounded to it, or to infinity (see `saturate`)."""
         return self._facts["max_absolute_value"]
 
     @property
@@ -99,7 +107,8 @@ class FPFormat:
 
     def __str__(self) -> str:
         kind = {"stochastic": "SR", "nearest": "RN", "toward_zero": "RZ"}[self.rounding]
-        return f"{self._facts['name']}-{kind}"
+        ending = self._facts["text"].rpartition("-")[2]
+        return f"{self._facts['name']}-{kind}" + (f"-{ending}" if ending in ("sat", "inf") else "")
 
     def quantise(self, x: Tensor, seed: Optional[int] = None, dim: int = -1) -> Tensor:
         """`x` rounded to the format's values, in a tensor of its own dtype, outside of autograd.

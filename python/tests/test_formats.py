@@ -28,11 +28,24 @@ def test_text_there_and_back(text):
     assert FPFormat.parse(text).spec == text
 
 
+def test_what_lies_beyond_the_range_is_what_the_text_says():
+    far = torch.tensor([1e30, -1e30, 1.0])
+    for text, largest in (("e5m2-RN-inf", math.inf), ("e5m2-RN", 57344), ("fp16-RN-sat", 65504), ("fp16-RN", math.inf)):
+        format = FPFormat.parse(text)
+        assert format.spec == text and FPFormat.parse(format.spec) == format
+        assert format.quantise(far).tolist() == [largest, -largest, 1.0]
+    assert str(FPFormat.parse("e5m2-RN-inf")) == "e5m2-RN-inf" and not FPFormat.parse("e5m2-RN-inf").saturate
+    assert FPFormat.named("e5m2", "nearest", saturate=False) == FPFormat.parse("e5m2-RN-inf")
+    assert FPFormat.named("e5m2", "nearest") == FPFormat.parse("e5m2-RN-sat") != FPFormat.parse("e5m2-RN-inf")
+
+
 def test_tuples_there_and_back():
     assert format_to_tuple(tuple_to_format((4, 3))) == (4, 3) and tuple_to_format((4, 3)) == FPFormat(4, 3)
 
 
-@pytest.mark.parametrize("wrong", [(1, 3), (9, 3), (4, 24), (4, 3, "up"), (4, 3, "nearest", 3), (4, 3, "nearest", 0, "e5m2")])
+@pytest.mark.parametrize(
+    "wrong", [(1, 3), (9, 3), (4, 24), (4, 3, "up"), (4, 3, "nearest", 3), (4, 3, "nearest", 0, "e5m2")]
+)
 def test_wrong_formats_are_refused(wrong):
     with pytest.raises(plumb.Error):
         FPFormat(*wrong)
@@ -275,12 +288,20 @@ def test_visualiser_draws_a_language_model():
 def test_analyse_module_writes_scales_beside_code():
     torch.manual_seed(0)
     x = torch.randn(256, 64, requires_grad=True)
-    code = plumb.utils.analyse_module(plumb.MHSA(64, 4, is_causal=False), x.view(4, 64, 64), torch.randn(4, 64, 64), syntax_highlight=False)
+    code = plumb.utils.analyse_module(
+        plumb.MHSA(64, 4, is_causal=False), x.view(4, 64, 64), torch.randn(4, 64, 64), syntax_highlight=False
+    )
     lines = code.splitlines()
     assert lines[0].startswith("def forward(self, input : Tensor)")
     assert any("U.scaled_dot_product_attention(" in line and "(-> 1." in line for line in lines)
     assert all("(->" in line for line in lines[1:-1] if "unbind" not in line)
-    leaf = plumb.utils.analyse_module(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), torch.randn(2, 4), recurse_modules=False, syntax_highlight=False)
+    leaf = plumb.utils.analyse_module(
+        nn.Sequential(nn.Linear(4, 4)),
+        torch.randn(2, 4),
+        torch.randn(2, 4),
+        recurse_modules=False,
+        syntax_highlight=False,
+    )
     assert "weight" not in leaf
 
 

@@ -4,6 +4,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+import plumb  # noqa: F401  (its operators)
+
+
+def test_softmax_on_meta_refuses_the_dimensions_that_a_device_refuses():
+    ops = torch.ops.plumb
+    x = {device: torch.ones(4, 6, device=device) for device in ("cpu", "meta")}
+
+    calls = [
+        lambda d: ops.softmax(x[d], 2),
+        lambda d: ops.softmax(x[d], -3),
+        lambda d: ops.softmax(torch.ones((), device=d), 1),
+    ]
+    for call in calls:
+        for device in ("cpu", "meta"):
+            with pytest.raises((RuntimeError, IndexError)):
+                call(device)
+
 
 def test_operators_take_hostile_arguments():
     fuzzer = Path(__file__).with_name("hostile_arguments.py")

@@ -77,6 +77,32 @@ def test_dataframe_names_tensors_and_answers_for_any_format(model, tmp_path):
         plumb.read_history(tmp_path / "run.history").statistic("underfow(e5m2)")
 
 
+def record_only(model, statistics, path):
+    rules = path / "rules.toml"
+    rules.write_text(f"[[rule]]\nevery = 1\nstatistics = {statistics}\n".replace("'", '"'))
+    recorder = plumb.Recorder(model, rules, path / "run.history")
+    train(model, 2, lambda loss: recorder.step())
+    return plumb.read_history(path / "run.history")
+
+
+def test_a_recorded_histogram_knows_what_every_format_loses(model, tmp_path):
+    history = record_only(model, ["histogram"], tmp_path)
+    lost = history.statistic("underflow(e2m1fn)")
+    assert not np.isnan(lost).any() and lost.max() > 0.5
+    assert (history.columns["numel"] == history.histograms().sum(axis=1)).all()
+    assert np.isnan(history.columns["std"]).all()
+
+
+def test_what_was_not_counted_is_missing_and_no_zero(model, tmp_path):
+    history = record_only(model, ["std"], tmp_path)
+    frame = history.to_dataframe("underflow(e5m2)", "zero_share")
+    for count in ("numel", "nan_count", "inf_count", "zero_count"):
+        assert np.isnan(history.columns[count]).all()
+        assert frame[count].isna().all() and frame[count].dtype == "Int64"
+    assert frame["underflow(e5m2)"].isna().all() and frame["zero_share"].isna().all()
+    assert (frame["std"] >= 0).all()
+
+
 def test_rules_choose_tensors_and_a_nan_is_caught(model, tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text(

@@ -215,3 +215,43 @@ def test_fold_of_a_unit_scaled_fp8_module():
     fp8 = use_fp8(scaled)
     fp8(x), scaled(x)
     assert torch.allclose(fold(fp8)(x), fold(scaled)(x), atol=1e-6)
+
+
+def steps_of(module, x):
+    """Outputs and gradients of one step."""
+    x = x.clone().requires_grad_()
+    result = module(x)
+    result = result[0] if isinstance(result, tuple) else result
+    result.float().square().sum().backward()
+    return [result, x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_of_sixteen_bits_have_the_bits_of_the_simulation(kind, dtype, batch_first):
+    torch.manual_seed(1)
+    model = kind(16, 24, 2, batch_first=batch_first, bidirectional=True).to(dtype)
+    x = torch.randn(3, 5, 16).to(dtype)
+    ours = steps_of(use_fp8(copy.deepcopy(model)), x)
+    theirs = steps_of(simulate_format(copy.deepcopy(model), "e4m3fn-RN", "e5m2-RN"), x)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_linear_layer_of_transposed_values_has_the_bits_of_the_simulation(dtype):
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(16, 24)
+
+        def forward(self, x):
+            return self.inner(x.transpose(0, 1))
+
+    torch.manual_seed(2)
+    model = Transposed().to(dtype)
+    for x in (torch.randn(3, 5, 16), torch.randn(3, 5, 4, 16), torch.randn(16, 5)):
+        x = x.to(dtype)
+        ours = steps_of(use_fp8(copy.deepcopy(model)), x)
+        theirs = steps_of(simulate_format(copy.deepcopy(model), "e4m3fn-RN", "e5m2-RN"), x)
+        assert all(map(torch.equal, ours, theirs))

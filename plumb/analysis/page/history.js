@@ -46,12 +46,13 @@ const packed = d => {
   }
   const steps = [...new Set(d.runs.flatMap(run => run.steps))].sort((a, b) => a - b), known = new Map();
   const place = (i, dir, k) => (k * N + i) * 2 + dir;
-  // At a run's recorded step k, null where nothing was recorded then.
+  // At a run's recorded step k, null where nothing was recorded then; a field is null where it was not measured.
   const at = (r, i, dir, k, f) => {
     const run = d.runs[r], from = place(i, dir, k) * K, x = run.numbers.subarray(from, from + K);
     if (k < 0 || isNaN(x[5])) return null;
-    return {step: run.steps[k], k, std: x[0], mean_abs: x[1], abs_max: x[2], abs_min: x[3], zero: x[4], bad: x[5],
-      loss: f < 0 ? NaN : x[6 + 3 * f] + x[8 + 3 * f], shares: d.formats.map((_, g) => [...x.subarray(6 + 3 * g, 9 + 3 * g)])};
+    const [std, mean_abs, abs_max, abs_min, zero, bad] = [...x.subarray(0, 6)].map(v => v < 0 ? null : v);
+    const loss = f < 0 || isNaN(x[6 + 3 * f]) ? null : x[6 + 3 * f] + x[8 + 3 * f];
+    return {step: run.steps[k], k, std, mean_abs, abs_max, abs_min, zero, bad, loss, shares: d.formats.map((_, g) => [...x.subarray(6 + 3 * g, 9 + 3 * g)])};
   };
   // At the recorded step at or before `now`.
   const last = (r, i, dir, now, f) => {
@@ -125,7 +126,7 @@ for (const figure of all(".history-view")) {
   // What can be sorted by. NaN goes last either way.
   const best = (i, dir, get) => {
     let out = NaN;
-    for (let r = 0; r < R; ++r) { const s = row(r, i, dir); if (s) { const v = get(s); if (!(v <= out)) out = isNaN(v) ? out : v; } }
+    for (let r = 0; r < R; ++r) { const s = row(r, i, dir); if (s) { const v = get(s) ?? NaN; if (!(v <= out)) out = isNaN(v) ? out : v; } }
     return out;
   };
   const operator = i => d.runs.map(run => run.operators[i]).find(o => o) || "";
@@ -233,7 +234,7 @@ for (const figure of all(".history-view")) {
           const s = row(r, i, p.dir);
           if (!s) continue;
           marks(of, p, r, i, s, y);
-          if (p.std) word(of, p.left + p.wide + p.std - 8, y + 3.5, s.bad > 0 ? "NaN, inf" : short(+s.std.toPrecision(3)), "area", "end", 10.5);
+          if (p.std) word(of, p.left + p.wide + p.std - 8, y + 3.5, s.bad > 0 ? "NaN, inf" : short(s.std === null ? null : +s.std.toPrecision(3)), "area", "end", 10.5);
           const lost = s.bad > 0 && !p.std ? "NaN, inf" : s.loss >= 0.0005 ? share(s.loss) : "";
           if (lost) word(of, p.left + p.wide + p.std + p.loss - 8, y + 3.5, lost, "area", "end", 10.5);
         }
@@ -270,7 +271,7 @@ for (const figure of all(".history-view")) {
       const s = row(r, i, dir);
       if (!s) return;
       const what = [run.name + (run.parts[i] ? ", " + run.parts[i] : ""), dir ? "gradient" : "value"];
-      facts.push([...what, run.operators[i], s.step, short(s.std), short(s.mean_abs), short(s.abs_max), short(s.abs_min), share(s.zero), s.bad]);
+      facts.push([...what, run.operators[i], s.step, short(s.std), short(s.mean_abs), short(s.abs_max), short(s.abs_min), share(s.zero), short(s.bad)]);
       d.formats.forEach((f, g) => { if (!isNaN(s.shares[g][0])) losses.push([...what, f.name, ...s.shares[g].map(v => share(v))]); });
       const found = exponents(r, i, dir, s.k).map(([e, part]) => [e, Math.round(part * t[2])]);
       if (found.length) bars[dir].push({run: run.name, color: run.color, numel: t[2], exponents: found});
@@ -284,7 +285,7 @@ for (const figure of all(".history-view")) {
         html("div", `${key}: share of elements by power of two` + (f ? `, against ${f.name}` : ""), panel);
         histogram(panel, bars[dir], f);
       }
-      if (steps.length > 1 && d.runs.some((_, r) => row(r, i, dir))) {
+      if (steps.length > 1 && d.runs.some((_, r) => (row(r, i, dir) || {std: null}).std !== null)) {
         const panel = html("div", "", pictures);
         html("div", `${key}: standard deviation over the steps`, panel);
         course(panel, {height: 170, at: steps[+slider.value]}, (r, k) => { const s = at(r, i, dir, k, -1); return s && s.std; });
@@ -298,7 +299,7 @@ for (const figure of all(".history-view")) {
   const facts = {"std": (all, of) => Math.sqrt(all.reduce((sum, s, n) => sum + of[n] * s.std ** 2, 0) / of.reduce((a, b) => a + b, 0)),
     "largest": all => Math.max(...all.map(s => s.abs_max)), "lost by the worst": all => Math.max(...all.map(s => s.loss))};
   // Whether fact number `w` was measured of tensor i in any step.
-  const known = (i, w, dir) => d.runs.some((run, r) => run.steps.some((_, k) => { const s = at(r, i, dir, k, format(dir)); return s && isFinite(s[single[w]]); }));
+  const known = (i, w, dir) => d.runs.some((run, r) => run.steps.some((_, k) => { const s = at(r, i, dir, k, format(dir)); return s && Number.isFinite(s[single[w]]); }));
   const of_kind = n => d.tensors.map((_, i) => i).filter(i => (operator(i) === "parameter") === n > 1);
   const spread = () => {
     const groups = new Map(), n = which.selectedIndex, dir = n % 2, w = what.selectedIndex, get = facts[what.value];
@@ -312,7 +313,7 @@ for (const figure of all(".history-view")) {
       const panel = html("div", "", layers);
       html("h4", layer || "the model itself", panel);
       course(panel, {height: 130, powers: what.value !== "lost by the worst"}, (r, k) => {
-        const found = tensors.map(i => [at(r, i, dir, k, format(dir)), d.tensors[i][2]]).filter(([s]) => s && isFinite(s[single[w]]));
+        const found = tensors.map(i => [at(r, i, dir, k, format(dir)), d.tensors[i][2]]).filter(([s]) => s && Number.isFinite(s[single[w]]));
         return found.length ? get(found.map(f => f[0]), found.map(f => f[1])) : null;
       });
     });

@@ -1,0 +1,180 @@
+"""Runs every test, also after one has failed, and says in one table what did.
+
+run_tests.py PART...  cpp, python, device-cpp or device-python; default: cpp python device-python (ctest's suites are
+                      the device's, too). cpus: the suites that compare bits, under every setting of SETTINGS.
+
+Exit code 0: everything passed. 1: a test failed, or a part did not run to its end. 130: interrupted.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TITLES = {"cpp": "C++", "device-cpp": "C++ on {}", "python": "Python", "device-python": "Python on {}"}
+
+# A CPU that plays others, and numbers of threads. MKL takes kernels of its own on Intel's CPUs: elsewhere it takes them
+# if it is told that this is one.
+INTEL = "MKL as on Intel"
+SETTINGS = [
+    "",
+    "ATEN_CPU_CAPABILITY=default",
+    "ATEN_CPU_CAPABILITY=avx2",
+    "ATEN_CPU_CAPABILITY=avx512",
+    "ONEDNN_MAX_CPU_ISA=SSE41",
+    "ONEDNN_MAX_CPU_ISA=AVX2",
+    "ONEDNN_MAX_CPU_ISA=AVX512_CORE",
+    "MKL_CBWR=COMPATIBLE",
+    "MKL_CBWR=AVX2",
+    "OMP_NUM_THREADS=1",
+    "OMP_NUM_THREADS=2",
+    "OMP_NUM_THREADS=4",
+    INTEL,
+]
+BITS = {
+    "cpp": "numerics autograd scaling capture transforms recording exported partition pipeline training",
+    "python": "capture exported fold fp8_recipes freed_memory scaling strides trainer transforms transform_models "
+    "transform_modules use_fp8 pipelining_recompute pipelining_schedules pipelining_steps pipelining_transforms",
+}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="cpp, python, device-cpp, device-python, cpus")
+    parser.add_argument("--build", default="build", type=pathlib.Path, help="the build folder")
+    parser.add_argument("--python-tests", default=ROOT / "python/tests", type=pathlib.Path)
+    parser.add_argument("--jobs", default=os.cpu_count(), type=int)
+    parser.add_argument("--device", default="testdevice", help="the device of device-cpp and device-python")
+    parser.add_argument("--setting", action="append", help="with cpus: only this one; NAME=VALUE or part of its text")
+    given = parser.parse_args()
+    given.parts = given.parts or ["cpp", "python", "device-python"]
+    for part in given.parts:
+        if part not in TITLES and part != "cpus":
+            parser.error(f"there is no part '{part}': {', '.join(TITLES)} or cpus")
+    return given
+
+
+def command_of(part, given, report, only=None):
+    """The command of a part, which writes a report in JUnit's format. only: the suites, by name."""
+    if part.endswith("cpp"):
+        ctest = pathlib.Path(sys.executable).with_name("ctest")
+        command = [ctest if ctest.exists() else "ctest", "--test-dir", given.build, "--output-on-failure",
+                   "-j", given.jobs, "--output-junit", report]  # fmt: skip
+        if part == "device-cpp":
+            command += ["-L", "device"]
+        return command + (["-R", f"^({'|'.join(only)})$"] if only else [])
+    if part == "device-python":
+        only = (given.python_tests / "device_suites.txt").read_text().split()
+    files = [given.python_tests / f"test_{name}.py" for name in only] if only else [given.python_tests]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        given.jobs,
+        "--dist",
+        "loadfile",
+        f"--junitxml={report}",
+        *files,
+    ]
+
+
+def read_report(report):
+    """The number of tests in a report, and the names of those that failed: of a C++ suite, its tests."""
+    cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
+    failed = []
+    for case in cases:
+        if case.find("failure") is None and case.find("error") is None:
+            continue
+        printed = case.findtext("system-out") or ""
+        inside = dict.fromkeys(re.findall(r"^\[  FAILED  \] ([\w/]+\.[\w/]+)", printed, re.MULTILINE))
+        place = (case.get("classname") or "").rpartition(".")[2]
+        name = case.get("name") if place in ("", case.get("name")) else f"{place}::{case.get('name')}"
+        failed.append(f"{name}: {', '.join(inside)}" if inside else name)
+    return len(cases), failed
+
+
+def run(part, title, given, environment, only=None):
+    """A row of the table: title, tests, failed, seconds, what failed."""
+    print(f"plumb: running {title}", flush=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder) / "report.xml"
+        command = [str(word) for word in command_of(part, given, report, only)]
+        own = {"PLUMB_BUILD_DIR": str(given.build.resolve()), **environment}
+        if part.startswith("device"):
+            own["PLUMB_TEST_DEVICE"] = given.device
+        code = subprocess.run(command, env={**os.environ, **own}).returncode
+        try:
+            tests, failed = read_report(report)
+        except (OSError, xml.etree.ElementTree.ParseError):
+            tests, failed = 0, []
+    if tests == 0 or (code != 0 and not failed):
+        failed.append(f"exit code {code} of {shlex.join(command[:3])}")
+    return title, str(tests), str(len(failed)), f"{time.monotonic() - began:.0f}", "; ".join(failed) or "-"
+
+
+def intel_library(given):
+    """A library that tells MKL that this is a CPU of Intel's, or None without a C compiler or on such a CPU."""
+    source = "int mkl_serv_intel_cpu(void) { return 1; }\nint mkl_serv_intel_cpu_true(void) { return 1; }\n"
+    library = given.build.resolve() / "tests" / "mkl_as_on_intel.so"
+    compile_it = ["cc", "-shared", "-fPIC", "-x", "c", "-o", str(library), "-"]
+    try:
+        if "GenuineIntel" in pathlib.Path("/proc/cpuinfo").read_text():
+            return None
+        subprocess.run(compile_it, input=source, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return library
+
+
+def rows_of_settings(given):
+    for setting in SETTINGS:
+        if given.setting and not any(wanted and wanted in setting for wanted in given.setting):
+            continue
+        environment = dict([setting.split("=")]) if "=" in setting else {}
+        if setting == INTEL:
+            library = intel_library(given)
+            if not library:
+                continue
+            environment = {"LD_PRELOAD": str(library)}
+        for part, suites in BITS.items():
+            title = f"{TITLES[part]}, {setting or 'no setting'}"
+            yield run(part, title, given, environment, suites.split())
+
+
+def print_table(rows):
+    rows = [("part", "tests", "failed", "seconds", "what failed"), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    print("\nplumb: all parts")
+    for row in rows:
+        numbers = "  ".join(row[i].rjust(widths[i]) for i in (1, 2, 3))
+        print(f"  {row[0].ljust(widths[0])}  {numbers}  {row[4]}", flush=True)
+
+
+def main():
+    given = parse_arguments()
+    rows, interrupted = [], False
+    try:
+        for part in given.parts:
+            if part == "cpus":
+                for row in rows_of_settings(given):
+                    rows.append(row)
+            else:
+                rows.append(run(part, TITLES[part].format(given.device), given, {}))
+    except KeyboardInterrupt:
+        interrupted = True
+    print_table(rows)
+    return 130 if interrupted else int(not rows or any(row[2] != "0" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
