@@ -67,8 +67,8 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", "plumb " PLUMB_VERSION " (torch " TORCH_VERSION_TEXT ")");
   app.require_subcommand(1);
   app.footer(
-      "Example:\n  plumb show model.pt2 --as table\n\n`plumb COMMAND --help` shows each command's options and an "
-      "example.");
+      "Example:\n  plumb show model.pt2 --as table\n\n`plumb help COMMAND` shows each command's options and an "
+      "example; `plumb completion SHELL` makes a shell complete them.");
   app.add_option_function<std::string>(
          "--allow-operators", [](const std::string& name) { plumb::allow_operators(name); },
          "Let files name an operator (ns::op) that plumb does not know as tensor arithmetic; as often as wanted")
@@ -76,20 +76,18 @@ int run(int argc, char** argv) {
       ->trigger_on_parse();
   using namespace plumb::cli;
   for (AddCommand* add : {add_import, add_show, add_opt, add_run, add_plan, add_train, add_scale, add_track, add_split,
-                          add_eval, add_sample})
+                          add_eval, add_sample, add_completion, add_help})
     add(app);
-  if (argc > 1 && argv[1][0] != '-' &&
-      app.get_subcommands([&](const CLI::App* c) { return c->get_name() == argv[1]; }).empty()) {
-    throw plumb::UsageError("no command '" + std::string(argv[1]) + "'", "plumb --help");
-  }
+  if (argc > 1 && argv[1][0] != '-') command_named(app, argv[1]);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& e) {  // --help, --version
     return app.exit(e);
   } catch (const CLI::ParseError& e) {
     const auto chosen = app.get_subcommands();
-    std::cerr << "plumb: " << e.what() << "\n  try: plumb " << (chosen.empty() ? "" : chosen.front()->get_name() + " ")
-              << "--help\n";
+    const std::string unknown = chosen.empty() ? "" : unknown_option(*chosen.front());
+    const std::string help = "plumb " + (chosen.empty() ? "" : chosen.front()->get_name() + " ") + "--help";
+    std::cerr << "plumb: " << (unknown.empty() ? e.what() + ("\n  try: " + help) : unknown) << "\n";
     return 2;
   }
   return 0;

@@ -32,6 +32,7 @@ LineChart chart_of(const std::string& title, const std::vector<StepNumbers>& ste
   chart.title = title;
   chart.curves = {std::move(curve)};
   chart.height = 260;
+  chart.smooth = std::clamp(static_cast<int>(steps.size() / 10), 1, 100);  // one step says little
   return chart;
 }
 
@@ -136,15 +137,16 @@ std::string RunLog::add(const StepNumbers& n, bool last) {
   steps_.push_back(n);
   const auto before = std::chrono::steady_clock::now();
   if (!last && before < next_page_) return problems;
-  attempt("--page", [&] { write_page(); }, [&] { page_ = false; });
+  attempt("--page", [&] { write_page(last); }, [&] { page_ = false; });
   const auto now = std::chrono::steady_clock::now();
   next_page_ = now + std::max<std::chrono::steady_clock::duration>(kPageEvery, 20 * (now - before));
   return problems;
 }
 
-void RunLog::write_page() const {
+void RunLog::write_page(bool last) const {
   const StepNumbers& now = steps_.back();
   HtmlReport report("Training", options_.file.empty() ? "a model" : options_.file);
+  if (!last) report.reload_every(static_cast<int>(kPageEvery.count()));
   std::vector<Figure> figures = {{c10::str(now.step, " of ", options_.steps), "steps", ""},
                                  {short_number(now.loss), "loss", ""},
                                  now.tokens_per_second > 0
@@ -167,7 +169,10 @@ void RunLog::write_page() const {
     report.section(title).prose(conclusion(chart)).add(chart);
   };
   section("Losses", losses);
-  section("Learning rate", chart_of("learning rate", steps_, &StepNumbers::lr));
+  LineChart rates = chart_of("learning rate", steps_, &StepNumbers::lr);
+  rates.smooth = 1;
+  rates.peak = true;
+  section("Learning rate", rates);
   LineChart norms = chart_of("norm of the gradient", steps_, &StepNumbers::norm);
   norms.log_y = true;
   section("Norm of the gradient", norms);

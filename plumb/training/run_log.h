@@ -37,7 +37,7 @@ class RunLog {
  private:
   void open_table(int64_t start);
   void add_line(const StepNumbers& numbers);
-  void write_page() const;
+  void write_page(bool last) const;
 
   const TrainOptions& options_;
   std::ofstream table_;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -83,8 +83,12 @@ class GraphModule(nn.Module):
         self.__dict__["_simple"] = leaves if simple_in and simple_out else -1
 
     @property
-    def graph(self) -> Any:
+    def graph(self) -> _C.Graph:
         return self._engine.graph
+
+    if TYPE_CHECKING:  # submodules, parameters and buffers have the names of the model's
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -64,7 +64,7 @@ from ._split_graph import (  # noqa: F401
 from ._stage_module import StageModule, deserialize_stage, put_parameter, scatter_stages, share_copies  # noqa: F401
 from ._utils import InvalidValue, PipeInfo, Wire, wire_texts
 from ._variants import make_variants
-from .stage import PipelineStage, _PipelineStage
+from .stage import PipelineStage, _PipelineStage, _PipelineStageBase
 
 
 def _gone() -> None:
@@ -124,8 +124,8 @@ class Pipe(nn.Module):
         return self._stages()[stage_idx]
 
     def build_stage(
-        self, stage_index: int, device: torch.device, group: Any = None, *, recompute: str = "cheap"
-    ) -> Any:
+        self, stage_index: int, device: torch.device | str, group: Any = None, *, recompute: str = "cheap"
+    ) -> _PipelineStageBase:
         """The stage for a schedule to run, moved to `device` with its device arguments. `recompute`: as for
         `PipelineStage`. Raises `plumb.Error` for a graph made by hand whose stages are no chain."""
         check_chain(self.split_gm.graph)
@@ -309,8 +309,8 @@ class CutPipe(Pipe):
 
     # --- stages ---
     def build_stage(
-        self, stage_index: int, device: torch.device, group: Any = None, *, recompute: str = "cheap"
-    ) -> Any:
+        self, stage_index: int, device: torch.device | str, group: Any = None, *, recompute: str = "cheap"
+    ) -> _PipelineStageBase:
         module, stages = self.get_stage_module(stage_index), self._stages()
         if self.weights is not None:
             self.weights.read_into(module)
@@ -334,7 +334,7 @@ class CutPipe(Pipe):
         return self._engine.serialize_stage(stage_index)
 
     # --- the whole model again ---
-    def _merged(self, stage_states: list[Mapping[str, Tensor]] | None) -> None:
+    def _merged(self, stage_states: Sequence[Mapping[str, Tensor]] | None) -> None:
         """Puts states into the stages. Those of copies of one parameter stay apart until the engine has compared them."""
         elsewhere = sorted(set(range(self.num_stages)) - self._stages_here) if self._stages_here else []
         if stage_states is None and elsewhere:
@@ -351,7 +351,7 @@ class CutPipe(Pipe):
             stage.load_state_dict(state)
         self._sync()
 
-    def merge_state_dict(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> OrderedDict[str, Tensor]:
+    def merge_state_dict(self, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> OrderedDict[str, Tensor]:
         """The whole model's ``state_dict``: names and order as before the cut, tied names tied, plain tensors that share
         their memory with the stages'. `stage_states`: the stages' ``state_dict`` as trained on their ranks, loaded first;
         over several ranks ``schedule.gather_stage_states()`` answers it.
@@ -372,7 +372,7 @@ class CutPipe(Pipe):
             add_mark(merged)
         return merged
 
-    def merge(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> GraphModule:
+    def merge(self, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> GraphModule:
         """The undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""
         self._merged(stage_states)
         engine = self._engine.merge()
@@ -381,7 +381,7 @@ class CutPipe(Pipe):
         merged.notes = []
         return merged
 
-    def save_pt2(self, path: str | os.PathLike, stage_states: list[Mapping[str, Tensor]] | None = None) -> None:
+    def save_pt2(self, path: str | os.PathLike, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> None:
         """The undivided model as a ``.pt2`` file. What a file knew that it was cut from (ranges of sizes, sample
         inputs) is kept."""
         save_pt2(self.merge(stage_states), path)

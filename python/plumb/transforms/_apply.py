@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Callable, ContextManager
+from typing import Any, Callable, ContextManager, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from . import _in_graph
 from ._own_copies import keep_transforms
 
 logger = logging.getLogger("plumb.transforms")
+
+Module = TypeVar("Module", bound=nn.Module)  # a transform returns a copy of the class that it is given
 
 MAX_GRAPHS = 64  # signatures of one module; the one unused for longest goes first
 MAX_VARIANTS = 16  # graphs for one signature, which differ in what the forward read besides its inputs
@@ -438,7 +440,7 @@ def _attach(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> N
     keep_transforms(module, _attach)
 
 
-def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
+def apply_pass(module: Module, new: Pass) -> Module:
     """A deep copy of `module` whose forward applies `new` after the transforms it has already (or before those that must
     follow it)."""
     if not isinstance(module, nn.Module):

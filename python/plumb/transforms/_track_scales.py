@@ -9,7 +9,7 @@ import itertools
 import json
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Collection, Iterable, Iterator
+from typing import Any, Collection, Iterable, Iterator, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -242,7 +242,15 @@ def _function(target: str) -> Any:
         return unknown
 
 
-def track_scales(module: nn.Module, *, histogram: bool = False) -> nn.Module:
+class TrackedModule(nn.Module):
+    """The type that checkers see of what :func:`track_scales` returns. The object itself has the class of the model."""
+
+    def scales_graph(self) -> fx.Graph:
+        """The graph of the last forward, measured."""
+        raise NotImplementedError("a module is tracked by plumb.transforms.track_scales(module)")
+
+
+def track_scales(module: nn.Module, *, histogram: bool = False) -> TrackedModule:
     """A copy of `module` that measures every floating-point tensor, and its gradient, when it runs.
 
     ``module.scales_graph()`` then gives a :class:`torch.fx.Graph` whose nodes have ``node.meta["metrics"]``
@@ -252,7 +260,7 @@ def track_scales(module: nn.Module, *, histogram: bool = False) -> nn.Module:
     """
     tracked = apply_pass(module, Pass("track_scales", TrackScalesPass(histogram)))
     tracked.__dict__["scales_graph"] = functools.partial(_scales_graph_of, tracked)  # which copies and pickles go with
-    return tracked
+    return cast(TrackedModule, tracked)
 
 
 class ScaleTrackingBackend(PassBackend):

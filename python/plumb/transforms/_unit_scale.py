@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from .._state import state_of
 from .._unit_scaled import mark, mark_state_dict
 from ..functional import torch_map
 from ..parameter import tag_parameter
-from ._apply import CapturedGraph, Pass, apply_pass, logger
+from ._apply import CapturedGraph, Module, Pass, apply_pass, logger
 from ._report import rewritten
 from .utils import Backend, PassBackend
 
@@ -203,7 +203,7 @@ def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
 
 
 def unit_scale(
-    module: nn.Module,
+    module: Module,
     replace: Mapping[Callable[..., Any] | str, Callable[..., Any] | str] = {},  # noqa: B006 (never written)
     *,
     tau_attention: float = 0.01,
@@ -212,7 +212,7 @@ def unit_scale(
     residual_mult: float = 1.0,
     residual_attn_ratio: float = 1.0,
     preserve: bool = False,
-) -> nn.Module:
+) -> Module:
     """A unit-scaled copy of `module` (Unit Scaling, arXiv 2303.11257).
 
     Operators are replaced by their unit-scaled equivalents, residual adds become weighted ones (`tau_attention` for
@@ -249,7 +249,7 @@ def unit_scale(
     return scaled
 
 
-def _preserving(module: nn.Module, operators: list, functions: dict, residuals: tuple) -> GraphModule:
+def _preserving(module: Module, operators: list, functions: dict, residuals: tuple) -> Module:
     if not isinstance(module, GraphModule) or functions:
         raise Error(
             "unit_scale(preserve=True) works on a graph, whose factors are known, and replaces operators alone",
@@ -258,7 +258,7 @@ def _preserving(module: nn.Module, operators: list, functions: dict, residuals: 
         )
     scaled = rewritten(module, _C.unit_scale_preserving, operators, residuals)
     mark_state_dict(scaled)
-    return scaled
+    return cast(Module, scaled)
 
 
 def _pass(run: UnitScalePass) -> Pass:

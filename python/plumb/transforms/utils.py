@@ -11,9 +11,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
-from ._apply import CapturedGraph, Pass, TransformedForward, apply_pass, forward_of, logger
+from ._apply import CapturedGraph, Module, Pass, TransformedForward, apply_pass, forward_of, logger
 
 Backend = Callable[[GraphModule, List[Tensor]], Callable[..., Any]]
+"""What ``torch.compile(backend=...)`` takes: a graph and the tensors of its first inputs go in, what is called comes out."""
 
 
 class BackendForward(TransformedForward):
@@ -77,8 +78,8 @@ class BackendPass:
 
 
 def apply_transform(
-    module: nn.Module, backend: Backend, non_recurse_functions: List[Callable[..., Any]] = []  # noqa: B006
-) -> nn.Module:
+    module: Module, backend: Backend, non_recurse_functions: List[Callable[..., Any]] = []  # noqa: B006
+) -> Module:
     """A copy of `module` whose captured graph goes through `backend`, as it would under ``torch.compile``.
 
     backend: takes a :class:`torch.fx.GraphModule` on ``torch.ops`` (``torch.ops.aten.gelu.default``, not
