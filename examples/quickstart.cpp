@@ -1,14 +1,7 @@
 // The C++ quickstart of README.md.
-#include <torch/torch.h>
-
 #include <iostream>
 
-#include "plumb/capture/capture.h"
-#include "plumb/exported/exported.h"
-#include "plumb/scaling/optim.h"
-#include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/track_scales.h"
-#include "plumb/transforms/unit_scale.h"
+#include "plumb/plumb.h"
 
 struct NetImpl : torch::nn::Module {
   NetImpl() : up(16, 64), down(64, 4) {

@@ -119,6 +119,24 @@ torch::nn::Module& module_of(const std::shared_ptr<M>& m) {
   return *m;
 }
 
+// The class of a model that is given by itself, by its TORCH_MODULE holder or by a shared_ptr.
+template <typename M>
+struct ModelClass {
+  using type = M;
+};
+template <typename M>
+struct ModelClass<std::shared_ptr<M>> {
+  using type = M;
+};
+template <typename M>
+  requires std::is_base_of_v<torch::nn::ModuleHolder<typename M::ContainedType>, M>
+struct ModelClass<M> {
+  using type = typename M::ContainedType;
+};
+
+template <typename T>
+using AsTensor = at::Tensor;
+
 template <typename M, typename... Inputs>
 decltype(auto) call_forward(M& m, Inputs&&... inputs) {
   if constexpr (std::is_base_of_v<torch::nn::Module, M>) {
@@ -147,6 +165,39 @@ c10::IValue to_ivalue(const std::map<std::string, V>& m) {
 template <typename V>
 c10::IValue to_ivalue(const std::unordered_map<std::string, V>& m) {
   return to_ivalue(std::map<std::string, V>(m.begin(), m.end()));
+}
+
+template <typename Model, typename... Inputs>
+concept TakesTensors = requires(Model& model, AsTensor<Inputs>... inputs) { model.forward(inputs...); };
+template <typename Model, typename... Inputs>
+concept ReturnsTensors = requires(Model& model, AsTensor<Inputs>... inputs) { to_ivalue(model.forward(inputs...)); };
+
+// True if capture() can take such a model and inputs; else the compiler says what they lack.
+template <typename M, typename... Inputs>
+constexpr bool can_capture() {
+  using Model = typename ModelClass<std::remove_cv_t<M>>::type;
+  constexpr bool is_module = std::is_base_of_v<torch::nn::Module, Model>;
+  constexpr bool all_tensors = (std::is_convertible_v<const Inputs&, at::Tensor> && ...);
+  static_assert(is_module,
+                "plumb::capture: the model's class does not derive from torch::nn::Module. Derive it, or give "
+                "plumb::capture_call the module that has the parameters and a lambda to call");
+  static_assert(
+      all_tensors,
+      "plumb::capture: an input is no at::Tensor. Give tensors alone; plumb::capture_call with a lambda takes "
+      "other values along");
+  if constexpr (is_module && all_tensors) {
+    constexpr bool takes = TakesTensors<Model, Inputs...>;
+    static_assert(takes,
+                  "plumb::capture: the model's class has no public forward() that takes these inputs, an at::Tensor "
+                  "each. Give it one, or give plumb::capture_call a lambda that calls what it has");
+    if constexpr (takes) {
+      static_assert(ReturnsTensors<Model, Inputs...>,
+                    "plumb::capture: forward() returns something else than tensors, or vectors, tuples, pairs and maps "
+                    "of them. Give plumb::capture_call a lambda that returns these");
+      return ReturnsTensors<Model, Inputs...>;
+    }
+  }
+  return false;
 }
 
 }  // namespace capture_detail
@@ -182,18 +233,19 @@ std::shared_ptr<GraphModule> capture_call(torch::nn::Module& module, F&& functio
 }
 
 template <typename M, typename... Inputs>
-  requires(!std::is_same_v<M, CaptureRequest> && (std::is_convertible_v<Inputs, at::Tensor> && ...))
-std::shared_ptr<GraphModule> capture(M& model, const Inputs&... inputs) {
-  return capture_call(
-      capture_detail::module_of(model), [&](auto&&... in) { return capture_detail::call_forward(model, in...); }, {},
-      at::Tensor(inputs)...);
+std::shared_ptr<GraphModule> capture(const CaptureOptions& options, M& model, const Inputs&... inputs) {
+  if constexpr (capture_detail::can_capture<M, Inputs...>()) {
+    return capture_call(
+        capture_detail::module_of(model), [&](auto&&... in) { return capture_detail::call_forward(model, in...); },
+        options, at::Tensor(inputs)...);
+  } else {
+    return nullptr;
+  }
 }
 template <typename M, typename... Inputs>
-  requires(std::is_convertible_v<Inputs, at::Tensor> && ...)
-std::shared_ptr<GraphModule> capture(const CaptureOptions& options, M& model, const Inputs&... inputs) {
-  return capture_call(
-      capture_detail::module_of(model), [&](auto&&... in) { return capture_detail::call_forward(model, in...); },
-      options, at::Tensor(inputs)...);
+  requires(!std::is_same_v<std::remove_cv_t<M>, CaptureRequest> && !std::is_same_v<std::remove_cv_t<M>, CaptureOptions>)
+std::shared_ptr<GraphModule> capture(M& model, const Inputs&... inputs) {
+  return capture(CaptureOptions(), model, inputs...);
 }
 
 }  // namespace plumb

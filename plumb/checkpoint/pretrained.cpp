@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <tuple>
 #include <unordered_map>
 
@@ -119,8 +120,8 @@ Pretrained Pretrained::parse(const std::string& json) {
   result.folder = doc.string(doc.at(doc.root(), "folder"));
   result.files = texts_from_json(doc, doc.at(doc.root(), "files"));
   for (const auto& [name, text] : result.files) {
-    if (name.empty() || name[0] == '.' || name.find_first_of(std::string_view("/\0", 2)) != name.npos)
-      doc.fail(doc.at(doc.root(), "files"), "'" + name + "' is no plain name of a file");
+    if (std::ranges::find(kKeptFiles, name) == kKeptFiles.end())
+      doc.fail(doc.at(doc.root(), "files"), "'" + name + "' is no file that an imported program takes along");
   }
   result.names = texts_from_json(doc, doc.at(doc.root(), "names"));
   std::vector<std::pair<std::shared_ptr<GraphModule>, std::shared_ptr<GraphModule>>> graphs;
@@ -139,12 +140,15 @@ Pretrained Pretrained::parse(const std::string& json) {
   return result;
 }
 
+void refuse_unit_scaled(const TensorFolder& folder) {
+  if (!folder.is_unit_scaled()) return;
+  throw Error(ErrorKind::InvalidState,
+              folder.path() + ": the folder's weights are unit-scaled, and mean something else in a plain model", "",
+              "load them into the unit-scaled model, plumb.transforms.fold it, and save what that gives");
+}
+
 void load_weights(GraphModule& module, const Pretrained& from, const TensorFolder& folder) {
-  if (folder.is_unit_scaled()) {
-    throw Error(ErrorKind::InvalidState,
-                "the folder's weights are unit-scaled, and mean something else in this program", "",
-                "plumb.checkpoint.load into the unit-scaled model, then plumb.transforms.fold and save");
-  }
+  refuse_unit_scaled(folder);
   Reader reader(from, folder);
   std::vector<std::pair<std::string, at::Tensor>> loaded;
   std::unordered_map<const at::TensorImpl*, at::Tensor> known;  // tied ones are read once

@@ -2,6 +2,7 @@
 // back under the folder's names.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
 #include <string>
@@ -12,6 +13,9 @@
 
 namespace plumb {
 
+// Files of a folder that an imported program takes along, beside what it knows of the weights.
+inline constexpr std::array<const char*, 2> kKeptFiles = {"config.json", "generation_config.json"};
+
 // An imported program's knowledge of its folder (ExportedProgram::pretrained).
 struct Pretrained {
   // Tensors that the folder has in another form, experts one by one where the program has them stacked, say. A graph
@@ -21,7 +25,7 @@ struct Pretrained {
     std::shared_ptr<GraphModule> load, save;  // stored -> state, state -> stored; tensors in the order of the names
   };
   std::string folder;                        // where the weights were at the import; may be empty
-  std::map<std::string, std::string> files;  // written again as they were: {"config.json": its bytes}
+  std::map<std::string, std::string> files;  // of kKeptFiles, written again as they were: {"config.json": its bytes}
   std::map<std::string, std::string> names;  // of the program's tensors, to those of the folder; of tied ones each name
   std::vector<Conversion> conversions;
 
@@ -29,6 +33,9 @@ struct Pretrained {
   // "save"}]}. The text may come from anywhere: raises Error(BadFile) that names the place.
   static Pretrained parse(const std::string& json);
 };
+
+// Throws Error(InvalidState) for weights of a unit-scaled model: they mean something else in the folder's own.
+void refuse_unit_scaled(const TensorFolder& folder);
 
 // A conversion's results, in the order of `to`. Raises Error(BadFile) if its graph does not fit the tensors.
 std::vector<at::Tensor> run_conversion(GraphModule& graph, const std::vector<std::string>& from,
@@ -51,11 +58,14 @@ using StateParts = std::vector<const State*>;
 void write_weights(const std::string& out, const StateParts& parts, size_t part, const Pretrained& as,
                    const std::string& source);
 // When all parts are written: the index, the files of `as` and, from the folder `source` ("": none), what belongs to
-// the tokenizer. After it `from_pretrained` of transformers reads the folder.
+// the tokenizer. After it `from_pretrained` of transformers reads the folder. Throws Error(BadFile), after everything
+// else is written, for a file of the tokenizer that is a link out of `source`.
 void finish_weights_folder(const std::string& out, const StateParts& parts, const Pretrained& as,
                            const std::string& source);
 
 // Before work that takes long: makes the folder, and raises Error(CannotWrite) if it cannot be, or has something in it.
 void check_new_folder(const std::string& out);
+// As well: raises what finish_weights_folder() would for the files of the folder `source`.
+void check_files_to_copy(const std::string& source);
 
 }  // namespace plumb

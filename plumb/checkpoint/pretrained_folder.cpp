@@ -132,7 +132,21 @@ void write_index(const fs::path& folder, const StateParts& parts, const std::vec
   write_file_atomically(folder / "model.safetensors.index.json", index.dump(2) + "\n");
 }
 
+// Files of the tokenizer that are in the folder, with their bytes.
+template <class Function>
+void for_files_to_copy(const std::string& source, const Function& function) {
+  std::error_code error;
+  for (const char* name : kCopied) {
+    if (source.empty() || !fs::is_regular_file(fs::path(source) / name, error)) continue;
+    function(name, read_file_of_folder(source, name, kMostCopied));
+  }
+}
+
 }  // namespace
+
+void check_files_to_copy(const std::string& source) {
+  for_files_to_copy(source, [](const char*, const std::string&) {});
+}
 
 void check_new_folder(const std::string& out) {
   std::error_code error;
@@ -177,16 +191,12 @@ void write_weights(const std::string& out, const StateParts& parts, size_t part,
 void finish_weights_folder(const std::string& out, const StateParts& parts, const Pretrained& as,
                            const std::string& source) {
   const fs::path folder(out);
-  std::error_code error;
   const auto all = shares(parts, as);
   if (shard_name(all, 0) != "model.safetensors") write_index(folder, parts, all);
   for (const auto& [name, text] : as.files) write_file_atomically(folder / name, text);
   // Last: whatever is wrong with one, the weights can be loaded.
-  for (const char* name : kCopied) {
-    const fs::path path = fs::path(source) / name;
-    if (source.empty() || as.files.count(name) || !fs::is_regular_file(path, error)) continue;
-    write_file_atomically(folder / name, read_file(path, kMostCopied));
-  }
+  for_files_to_copy(source,
+                    [&](const char* name, const std::string& bytes) { write_file_atomically(folder / name, bytes); });
 }
 
 }  // namespace plumb

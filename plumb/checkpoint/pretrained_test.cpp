@@ -98,7 +98,34 @@ TEST_F(Folders, OfUnitScaledWeightsAreRefused) {
   const auto first = part({"wte"});
   EXPECT_THAT(error_of([&] { load_weights(*first, known, marked); }).message(),
               HasSubstr("the folder's weights are unit-scaled"));
+  // Or by the mark that Python's modules put into their state dicts, in whichever file it is.
+  write_safetensors((folder_ / "in/model.safetensors").string(),
+                    {{"old.wte", wte_}, {std::string("zz.") + kUnitScaledMark, at::ones({})}});
+  EXPECT_THAT(error_of([&] { load_weights(*first, known, in()); }).message(), HasSubstr("unit-scaled"));
   EXPECT_TRUE(first->state().get("wte").tensor.is_meta()) << "nothing was loaded";
+}
+
+TEST_F(Folders, TakeAlongOnlyFilesThatAnImporterWrites) {
+  for (const char* name : {"model.safetensors", "modeling_evil.py", "../config.json", "tokenizer.json", ""}) {
+    json bad = record();
+    bad["files"][name] = "evil";
+    EXPECT_THAT(error_of([&] { Pretrained::parse(bad.dump()); }).message(), HasSubstr("takes along")) << name;
+  }
+}
+
+TEST_F(Folders, GiveNoFileThatIsALinkOutOfThem) {
+  const auto known = Pretrained::parse(record().dump());
+  const auto all = part({"wte", "head", "experts"});
+  load_weights(*all, known, in());
+  spill((folder_ / "key").string(), "secret");
+  fs::create_symlink("../key", folder_ / "in/tokenizer.json");
+  write_weights(out(), {&all->state()}, 0, known, "");
+  const std::string source = (folder_ / "in").string();
+  EXPECT_THAT(error_of([&] { check_files_to_copy(source); }).message(), HasSubstr("leads out of the folder"));
+  EXPECT_THAT(error_of([&] { finish_weights_folder(out(), {&all->state()}, known, source); }).message(),
+              HasSubstr("tokenizer.json: is a symbolic link that leads out of the folder"));
+  EXPECT_FALSE(fs::exists(out() + "/tokenizer.json"));
+  EXPECT_TRUE(fs::exists(out() + "/config.json")) << "the rest is there";
 }
 
 TEST_F(Folders, PartsWriteTheFolderThatWasRead) {

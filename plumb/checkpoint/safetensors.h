@@ -68,6 +68,9 @@ std::vector<Checksum> write_safetensors(const std::string& path, const NamedTens
 // In the metadata of a file whose weights are unit-scaled: a plain model cannot take them. Other libraries pass it
 // over.
 inline constexpr const char* kUnitScaledKey = "plumb.unit_scaled";
+// A tensor that Python's unit-scaled modules put into their state dicts: the end of its name. Torch names it where a
+// plain model is given such a state dict.
+inline constexpr const char* kUnitScaledMark = "these_weights_are_unit_scaled__plumb_transforms_fold_makes_them_plain";
 
 // Tensors of a folder: of the files that `STEM.safetensors.index.json` names (as `transformers` writes it), of
 // `STEM.safetensors`, or of the only file that ends in `.safetensors`. Or `path` is such a file itself. Files are
@@ -77,11 +80,12 @@ class TensorFolder {
  public:
   explicit TensorFolder(const std::string& path, const std::string& stem = "model");
 
+  const std::string& path() const { return folder_; }
   std::vector<std::string> names() const;  // sorted
   bool contains(const std::string& name) const { return files_.count(name) > 0; }
   const SafetensorsEntry& meta(const std::string& name) const;  // reads no tensor
   at::Tensor read(const std::string& name) const;
-  bool is_unit_scaled() const;  // as its first file says
+  bool is_unit_scaled() const;  // as its first file says, or a tensor that is the mark
   // Of tensors, by read() so far. Headers are not counted.
   uint64_t bytes_read() const { return bytes_read_; }
 

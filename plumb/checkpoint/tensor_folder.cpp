@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <filesystem>
 
 #include "plumb/checkpoint/checkpoint_json.h"
@@ -89,7 +90,9 @@ const SafetensorsFile& TensorFolder::file_of(const std::string& name) const {
 const SafetensorsEntry& TensorFolder::meta(const std::string& name) const { return file_of(name).get(name); }
 
 bool TensorFolder::is_unit_scaled() const {
-  return !files_.empty() && file_of(files_.begin()->first).metadata().count(kUnitScaledKey) > 0;
+  const auto is_mark = [](const auto& entry) { return entry.first.ends_with(kUnitScaledMark); };
+  return std::ranges::any_of(files_, is_mark) ||
+         (!files_.empty() && file_of(files_.begin()->first).metadata().count(kUnitScaledKey) > 0);
 }
 
 at::Tensor TensorFolder::read(const std::string& name) const {

@@ -14,6 +14,7 @@
 #include "plumb/core/output_file.h"
 #include "plumb/core/table.h"
 #include "plumb/partition/split.h"
+#include "plumb/training/folder_weights.h"
 #include "plumb/training/inputs.h"
 
 namespace plumb::cli {
@@ -80,16 +81,35 @@ Loaded load_with_tensors(const std::string& path) {
   return load(path);
 }
 
+Loaded load_with_values(const std::string& path, const std::string& weights) {
+  Loaded loaded = load_with_tensors(path);
+  load_folder_weights(weights, loaded.program);
+  return loaded;
+}
+
+void add_weights_option(CLI::App* sub, std::string& weights) {
+  sub->add_option("--weights", weights,
+                  "Of a program that plumb import made: the folder with its safetensors (default: the folder that was "
+                  "imported)");
+}
+
+std::vector<std::string> files_of(const ModelOptions& options) {
+  std::vector<std::string> files = options.inputs;
+  files.push_back(options.file);
+  return files;
+}
+
 void add_model_options(CLI::App* sub, ModelOptions& options) {
   sub->add_option("FILE", options.file, "A .pt2 file")->required();
   sub->add_option("--input", options.inputs,
                   "[NAME=]FILE.pt or FILE.npy, or a number; one an input, in order if not named")
       ->allow_extra_args(false);
+  add_weights_option(sub, options.weights);
 }
 
 Model open_model(const ModelOptions& options, Progress& progress) {
   progress.next("reading " + options.file);
-  Model model{load_with_tensors(options.file), {}};
+  Model model{load_with_values(options.file, options.weights), {}};
   model.inputs = read_inputs(model.module(), options.inputs, "--input", true);
   return model;
 }

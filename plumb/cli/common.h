@@ -33,13 +33,19 @@ void save(const Loaded& loaded, const std::string& path);
 void check_same_kind(const Loaded& loaded, const std::string& path);
 // load() for commands that need tensors: throws UsageError for a text.
 Loaded load_with_tensors(const std::string& path);
+// For commands that need their values: an imported program gets them from --weights, or the folder it was imported
+// from.
+Loaded load_with_values(const std::string& path, const std::string& weights);
+void add_weights_option(CLI::App* sub, std::string& weights);
 
 // A model and what it is run on, for every command that runs one: FILE and --input.
 struct ModelOptions {
-  std::string file;
+  std::string file, weights;
   std::vector<std::string> inputs;
 };
 void add_model_options(CLI::App* sub, ModelOptions& options);
+// The files that these options name.
+std::vector<std::string> files_of(const ModelOptions& options);
 
 struct Model {
   Loaded loaded;

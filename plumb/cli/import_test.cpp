@@ -1,4 +1,7 @@
 // plumb import, and plumb plan of a folder.
+#include <cmath>
+#include <vector>
+
 #include "plumb/cli/command_for_test.h"
 
 namespace {
@@ -33,7 +36,34 @@ TEST_F(Importing, WritesAProgramThatSaysWhereItsWeightsAre) {
   EXPECT_EQ(plumb("run fresh.pt2 -o y.pt --input ids.pt").code, 0);
   const Ended without = plumb("import bare -o without.pt2 --batch 2 --length 12");
   ASSERT_EQ(without.code, 0);
-  EXPECT_NE(plumb("run without.pt2 -o y.pt --input ids.pt").err.find("has a shape and no values"), std::string::npos);
+  wrong("run without.pt2 -o y.pt --input ids.pt", "--weights is missing: the program has no weights");
+}
+
+TEST_F(Importing, EveryCommandThatNeedsWeightsCanBeGivenThem) {
+  ASSERT_EQ(plumb("import llama -o given.pt2 --batch 2 --length 12 --eval").code, 0);
+  fs::rename(folder() / "llama", folder() / "moved");
+  const std::string held = " --data tokens.bin --json", text = " --prompt ab --tokens 3 --seed 1 --json";
+  const std::vector<std::string> commands = {"run given.pt2 --input ids.pt", "track given.pt2 --input ids.pt",
+                                             "scale given.pt2 -o by_command.pt2", "eval given.pt2" + held,
+                                             "sample given.pt2" + text};
+  for (const std::string& command : commands) {
+    wrong(command, "--weights is missing: the program has no weights, and ");
+    wrong(command + " --weights nowhere", "--weights nowhere: is not there");
+    const Ended done = plumb(command + " --weights moved");
+    EXPECT_EQ(done.code, 0) << command << "\n" << done.err;
+  }
+  ASSERT_EQ(plumb("run given.pt2 --weights moved -o y.pt --input ids.pt").code, 0);
+  fs::rename(folder() / "moved", folder() / "llama");
+  EXPECT_EQ(plumb("run given.pt2 --input ids.pt").code, 0) << "the folder that was imported is there again";
+  wrong("run mlp.pt2 --weights llama --input x.pt", "--weights llama: the program was not imported from a folder");
+  python(
+      "import transformers\n"
+      "model = transformers.LlamaForCausalLM.from_pretrained('llama').eval()\n"
+      "want = model(torch.load('ids.pt')).logits\n"
+      "assert torch.equal(torch.load('y.pt')[0], want)\n");
+  // What is evaluated before the training is what it begins with.
+  const auto loss = Json::parse(plumb("eval given.pt2" + held).out)["loss"].get<double>();
+  EXPECT_NEAR(loss, std::log(256), 0.5);
 }
 
 TEST_F(Importing, SaysWhatIsWrong) {

@@ -51,6 +51,7 @@ void handle_signals() {
     ::sigaction(signal, &action, &before);
     if (before.sa_handler == SIG_IGN) ::signal(signal, SIG_IGN);  // as nohup and a shell's background jobs have it
   }
+  ::signal(SIGPIPE, SIG_DFL);  // ends the command without a word under `| head`; Python's programs inherit it ignored
   ::signal(SIGXFSZ, SIG_IGN);  // a file beyond its limit is an error of the write
 }
 

@@ -100,6 +100,64 @@ TEST_F(Outputs, WithoutDescriptorsAreErrorsThatSaySo) {
   EXPECT_EQ(parts(), 0u);
 }
 
+TEST_F(Outputs, AreNeverTheInputUnderWhateverName) {
+  shell(
+      "cp lm.pt2 in.pt2; ln -s in.pt2 soft.pt2; ln in.pt2 hard.pt2; cp x.pt in.pt; cp tokens.bin in.bin; mkdir -p cut; "
+      "cp lm.pt2 cut/stage0.pt2; " PLUMB_COMMAND " show lm.pt2 -o in.txt");
+  const std::string train = "train in.pt2 --data in.bin --steps 1 ";
+  const std::vector<std::string> commands = {"scale in.pt2 -o in.pt2",
+                                             "scale in.pt2 -o ./cut/../in.pt2",
+                                             "scale in.pt2 -o soft.pt2",
+                                             "scale soft.pt2 -o in.pt2",
+                                             "scale in.pt2 -o hard.pt2",
+                                             "scale in.pt2 -o new.pt2 --html in.pt2",
+                                             "opt in.pt2 --pass=dead_code -o in.pt2",
+                                             "opt in.txt --pass=dead_code -o in.txt",
+                                             "show in.txt -o in.txt",
+                                             "show in.pt2 --html in.pt2",
+                                             "run mlp.pt2 --input in.pt -o in.pt",
+                                             "run mlp.pt2 --input x=in.pt -o ./in.pt",
+                                             "track mlp.pt2 --input in.pt --svg in.pt",
+                                             "split cut/stage0.pt2 --stages 2 -o cut",
+                                             "plan in.pt2 --ranks 2 --csv in.pt2",
+                                             train + "--save in.pt2",
+                                             train + "--csv in.bin",
+                                             train + "--page hard.pt2",
+                                             train + "--eval-data tokens.bin --timeline in.svg --csv tokens.bin"};
+  const auto contents = [] {
+    std::string all;
+    for (const char* name : {"in.pt2", "hard.pt2", "in.pt", "in.bin", "in.txt", "cut/stage0.pt2", "tokens.bin"})
+      all += read(folder() / name);
+    return all;
+  };
+  const std::string before = contents();
+  for (const std::string& command : commands) {
+    wrong(command, "is the same file as the input");
+    EXPECT_EQ(contents(), before) << command;
+  }
+  EXPECT_TRUE(fs::is_symlink(folder() / "soft.pt2"));
+}
+
+TEST_F(Outputs, ThatNobodyReadsAnyMoreEndACommandQuietly) {
+  // Python's programs, the installed command among them, have what they start ignore the signal.
+  for (const char* ignored : {"", "trap '' PIPE; "}) {
+    const Ended run = shell("sh -c \"" + std::string(ignored) + PLUMB_COMMAND " show lm.pt2\" | head -c 1");
+    EXPECT_EQ(run.code, 0);
+    EXPECT_EQ(run.err.find("plumb: "), std::string::npos) << run.err;
+  }
+}
+
+TEST_F(Outputs, SayThatARunWasFinishedAndThatADeviceIsNotThere) {
+  const std::string run = "train lm.pt2 --data tokens.bin --steps 2 --checkpoints finished";
+  ASSERT_EQ(plumb(run).code, 0);
+  const Ended again = plumb(run);
+  EXPECT_EQ(again.code, 0) << again.err;
+  EXPECT_NE(again.out.find("all 2 steps were done before, in finished: nothing is trained"), std::string::npos)
+      << again.out;
+  wrong("train lm.pt2 --data tokens.bin --steps 1 --device vulkan",
+        "--device vulkan: this torch was built without VULKAN");
+}
+
 TEST_F(Outputs, AreTriedBeforeTraining) {
   for (const char* wrong : {"--timeline step.png", "--timeline no/such/step.svg", "--save no/such/a.pt2",
                             "--tensorboard mlp.pt2/tb", "--checkpoints mlp.pt2/ck", "--dump mlp.pt2/d --stages 2"}) {
@@ -125,6 +183,38 @@ TEST_F(Outputs, AreNotWeightsThatAreNoNumbers) {
     EXPECT_NE(run.err.find("the loss of step "), std::string::npos) << run.err;
     EXPECT_FALSE(fs::exists(folder() / "nan.pt2"));
   }
+}
+
+TEST_F(Outputs, AreNotOfATrainingOnTheBytesOfAnArchive) {
+  python(
+      "import gzip, io, json, numpy, os, pickle, tarfile\n"
+      "text = open('tokens.bin', 'rb').read()\n"
+      "torch.save(torch.zeros(300), 'old.bin', _use_new_zipfile_serialization=False)\n"
+      "torch.save(torch.zeros(300), 'new.bin')\n"
+      "open('gz.bin', 'wb').write(gzip.compress(os.urandom(900)))\n"
+      "open('pickle.bin', 'wb').write(pickle.dumps(text))\n"
+      "numpy.save(open('array.bin', 'wb'), numpy.zeros(300))\n"
+      "tarfile.open('tar.bin', 'w').add('tokens.bin')\n"
+      "header = json.dumps({'w': {'dtype': 'U8', 'shape': [4000], 'data_offsets': [0, 4000]}}).encode()\n"
+      "open('tensors.bin', 'wb').write(len(header).to_bytes(8, 'little') + header + text)\n"
+      "os.makedirs('corpus/sub')\n"
+      "open('corpus/a.txt', 'wb').write(text)\n"
+      "open('corpus/sub/m.pt2', 'wb').write(open('lm.pt2', 'rb').read())\n");
+  const std::pair<const char*, const char*> files[] = {{"lm.pt2", "a zip archive, as .pt2"},
+                                                       {"old.bin", "a file of torch.save"},
+                                                       {"new.bin", "a zip archive"},
+                                                       {"gz.bin", "compressed by gzip"},
+                                                       {"pickle.bin", "a pickle"},
+                                                       {"array.bin", "a NumPy array"},
+                                                       {"tar.bin", "a tar archive"},
+                                                       {"tensors.bin", "tensors, whose"},
+                                                       {"corpus", "corpus/sub/m.pt2: is no text"}};
+  for (const auto& [file, what] : files) {
+    wrong("train lm.pt2 --steps 1 --data " + std::string(file), what);
+    wrong("train lm.pt2 --steps 1 --data tokens.bin --eval-every 1 --eval-data " + std::string(file), what);
+  }
+  wrong("eval lm.pt2 --data lm.pt2", "--data lm.pt2: is no text and no tokens");
+  EXPECT_EQ(plumb("train lm.pt2 --steps 1 --data corpus --data-pattern '*.txt'").code, 0);
 }
 
 TEST_F(Outputs, NameATokenThatTheModelDoesNotKnow) {

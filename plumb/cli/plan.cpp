@@ -137,6 +137,8 @@ void write_schedule(const PlanArguments& o, const ScheduleChoice& c) {
 }
 
 void check_arguments(PlanArguments& o) {
+  check_writable("--svg", o.svg, {o.file});
+  check_writable("--csv", o.csv, {o.file});
   if (o.file.empty() == o.costs.empty()) {
     throw UsageError("a .pt2 file, a folder or --costs is needed, and not two of them",
                      "--costs 1,1,1, or the name of a file");

@@ -17,7 +17,7 @@ namespace plumb::cli {
 namespace {
 
 struct SampleArguments {
-  std::string file, prompt, prompt_file;
+  std::string file, weights, prompt, prompt_file;
   GenerateOptions options;
   bool json = false;
 };
@@ -25,7 +25,7 @@ struct SampleArguments {
 void sample(const SampleArguments& o) {
   Progress progress(1, o.json);
   progress.next("reading " + o.file);
-  const Loaded loaded = load_with_tensors(o.file);
+  const Loaded loaded = load_with_values(o.file, o.weights);
   progress.finish();
   if (!o.prompt.empty() && !o.prompt_file.empty()) {
     throw UsageError("--prompt and --prompt-file: one of them is enough", "--prompt 'text'");
@@ -89,7 +89,8 @@ void add_eval(CLI::App& app) {
   auto o = std::make_shared<EvalArguments>();
   CLI::App* sub = app.add_subcommand("eval", "The loss and perplexity of a .pt2 file's model on data");
   for (const char* name : {"file", "data"}) add_field(sub, train_field(name), o->texts)->required();
-  for (const char* name : {"data-pattern", "token-type", "targets", "mask", "loss", "ignore-index", "batch", "threads"})
+  for (const char* name :
+       {"weights", "data-pattern", "token-type", "targets", "mask", "loss", "ignore-index", "batch", "threads"})
     add_field(sub, train_field(name), o->texts);
   sub->add_flag("--json", o->json, "{loss, perplexity, targets}");
   sub->footer("Example:\n  plumb eval trained.pt2 --data held.bin");
@@ -100,6 +101,7 @@ void add_sample(CLI::App& app) {
   auto o = std::make_shared<SampleArguments>();
   CLI::App* sub = app.add_subcommand("sample", "Text that a token model's .pt2 file writes");
   sub->add_option("FILE", o->file, "A .pt2 file: ids, i64[batch, length], to logits")->required();
+  add_weights_option(sub, o->weights);
   sub->add_option("--prompt", o->prompt, "The text to go on after, as bytes");
   sub->add_option("--prompt-file", o->prompt_file, "A file of it");
   sub->add_option("--tokens", o->options.tokens, "So many")->check(whole_number(1))->capture_default_str();

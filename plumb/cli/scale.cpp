@@ -13,7 +13,7 @@ namespace plumb::cli {
 namespace {
 
 struct ScaleArguments {
-  std::string file, out, html;
+  std::string file, weights, out, html;
   bool report = false, json = false, depth = false, fold = false, preserve = false;
   UnitScaleOptions scaling;
   std::vector<std::string> replace;
@@ -38,11 +38,11 @@ Replacement replacement(const std::string& text) {
 
 void scale(const ScaleArguments& o) {
   if (!is_pt2(o.out)) throw UsageError("-o " + o.out + ": is no .pt2 name", "-o OUT.pt2");
-  check_writable("-o", o.out);
-  check_writable("--html", o.html);
+  check_writable("-o", o.out, {o.file});
+  check_writable("--html", o.html, {o.file});
   Progress progress(3, o.json);
   progress.next("reading " + o.file);
-  Loaded loaded = load_with_tensors(o.file);
+  Loaded loaded = load_with_values(o.file, o.weights);
   progress.next((o.fold ? "folding " : "scaling ") + o.file);
   UnitScaleOptions options = o.scaling;
   for (const std::string& text : o.replace) options.replace.push_back(replacement(text));
@@ -75,6 +75,7 @@ void add_scale(CLI::App& app) {
   CLI::App* sub = app.add_subcommand("scale", "Makes a .pt2 file unit-scaled: operators, residuals and weights");
   sub->add_option("FILE", o->file, "A .pt2 file")->required();
   sub->add_option("-o,--out", o->out, "The .pt2 file to write")->required();
+  add_weights_option(sub, o->weights);
   CLI::Option* depth = sub->add_flag("--depth-rule", o->depth, "Weigh residual branches by u-muP's rule for any depth");
   sub->add_flag("--fold", o->fold,
                 "The way back: FILE is unit-scaled, and OUT computes the same with torch's operators alone. Factors go "

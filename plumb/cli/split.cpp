@@ -20,6 +20,8 @@ struct SplitArguments {
   bool json = false, report = false;
 };
 
+std::string stage_file(int stage) { return c10::str("stage", stage, ".pt2"); }
+
 void split(const SplitArguments& o) {
   const TrainOptions cuts = read_options("", o.texts);
   if (o.stages == 1 && !cuts.at.empty()) {
@@ -51,7 +53,8 @@ void split(const SplitArguments& o) {
     throw Error(ErrorKind::CannotWrite, "-o " + o.out + ": cannot be made: " + failed.message(), "",
                 "give -o a folder that can be written to");
   }
-  check_writable("-o", manifest_file.string());
+  check_writable("-o", manifest_file.string(), {o.file});
+  for (int s = 0; s < pipe->num_stages(); ++s) check_writable("-o", (folder / stage_file(s)).string(), {o.file});
   // That of an earlier run does not describe the files from here on.
   std::filesystem::remove(manifest_file, failed);
   nlohmann::json manifest = {{"table", nlohmann::json::parse(pipe->table().to_json())},
@@ -60,7 +63,7 @@ void split(const SplitArguments& o) {
   std::vector<std::vector<std::string>> rows = {{"stage", "file", "operators", "parameters", "inputs", "outputs"}};
   for (int s = 0; s < pipe->num_stages(); ++s) {
     const GraphModule& stage = *pipe->stage(s);
-    const std::string name = c10::str("stage", s, ".pt2");
+    const std::string name = stage_file(s);
     progress.next("writing " + name);
     save_pt2(stage, (folder / name).string());
     size_t operators = 0;

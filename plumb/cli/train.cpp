@@ -72,7 +72,10 @@ class Printer {
     } else if (has("dumped")) {
       say(std::cout, "dumped the step to " + text("dumped"));
     } else if (has("resumed")) {
-      say(std::cout, "goes on after step " + text("resumed") + " from " + text("folder"));
+      const bool done = has("steps") && event["resumed"] == event["steps"];
+      say(std::cout, done ? "all " + text("steps") + " steps were done before, in " + text("folder") +
+                                ": nothing is trained (more --steps go on, --no-resume begins anew)"
+                          : "goes on after step " + text("resumed") + " from " + text("folder"));
     } else if (has("checkpoint")) {
       say(std::cout, "wrote " + text("folder"));
     } else if (has("interrupted")) {

@@ -63,4 +63,23 @@ std::string read_file(const std::filesystem::path& path, uint64_t most) {
   return bytes;
 }
 
+std::string read_file_of_folder(const std::filesystem::path& folder, const std::string& name, uint64_t most) {
+  namespace fs = std::filesystem;
+  std::error_code missing, ignored;
+  const fs::path real = fs::canonical(folder / name, missing), root = fs::canonical(folder, ignored);
+  const auto is_in = [&](const fs::path& top) {
+    return std::mismatch(top.begin(), top.end(), real.begin(), real.end()).first == top.end();
+  };
+  bool inside = missing || is_in(root);
+  // models--NAME/snapshots/REVISION/tokenizer.json is a link to models--NAME/blobs/HASH.
+  for (fs::path at = root; !inside && at.has_relative_path(); at = at.parent_path())
+    inside = at.parent_path().filename() == "snapshots" && is_in(at.parent_path().parent_path() / "blobs");
+  if (!inside) {
+    throw Error(ErrorKind::BadFile,
+                (folder / name).string() + ": is a symbolic link that leads out of the folder, to " + real.string(), "",
+                "a copy of that file in the folder, if it belongs there");
+  }
+  return read_file(folder / name, most);
+}
+
 }  // namespace plumb

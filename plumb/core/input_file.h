@@ -30,4 +30,8 @@ class InputFile {
 // The whole file, of at most so many bytes: texts are no larger, and a file of holes has any size.
 std::string read_file(const std::filesystem::path& path, uint64_t most = uint64_t{1} << 30);
 
+// read_file() of a file in a folder that may come from anywhere. Raises Error(BadFile) for a symbolic link that leads
+// out of the folder, unless to the `blobs` of the hub's cache that the folder is a snapshot of.
+std::string read_file_of_folder(const std::filesystem::path& folder, const std::string& name, uint64_t most);
+
 }  // namespace plumb

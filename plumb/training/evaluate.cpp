@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "plumb/pipeline/graph_stage.h"
+#include "plumb/training/folder_weights.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/stages.h"
 #include "plumb/training/usage.h"
@@ -134,6 +135,7 @@ Evaluation evaluate_file(TrainOptions options, const std::function<void(const st
   options.eval_data = options.data;
   options.eval_targets = options.targets;
   const TrainJob job = prepare_job(options, {}, {.phase = phase});
+  load_folder_weights(options, job, 0);
   const ProcessGroup alone;
   return Evaluator(options, job, *job.eval_samples, alone, divide_into_replicas(alone, 1)).run();
 }

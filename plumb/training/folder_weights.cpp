@@ -18,7 +18,8 @@ bool has_values(const State& state) {
 
 namespace {
 
-std::string folder_of(const TrainOptions& o, const Pretrained& known) {
+// The folder that a saved one's tokenizer is copied from.
+std::string source_of(const TrainOptions& o, const Pretrained& known) {
   return o.weights.empty() ? known.folder : o.weights;
 }
 
@@ -37,36 +38,49 @@ StateParts parts_of(const TrainJob& job) {
 
 }  // namespace
 
+std::string weights_folder(const std::string& weights, const ExportedProgram& program) {
+  const bool has = has_values(program.module->state());
+  if (!weights.empty() && program.pretrained.empty()) {
+    throw UsageError("--weights " + weights + ": the program was not imported from a folder",
+                     "plumb import FOLDER -o model.pt2, and that file");
+  }
+  if (!weights.empty() && has)
+    throw UsageError("--weights " + weights + ": the program has its own weights", "leave --weights out");
+  if (has || program.pretrained.empty()) return "";
+  const Pretrained known = Pretrained::parse(program.pretrained);
+  const std::string folder = weights.empty() ? known.folder : weights;
+  std::error_code error;
+  if (!std::filesystem::exists(folder, error)) {
+    throw UsageError(weights.empty() ? "--weights is missing: the program has no weights, and " + folder +
+                                           ", which it was imported from, is not there"
+                                     : "--weights " + folder + ": is not there",
+                     "--weights FOLDER");
+  }
+  const TensorFolder opened = used_by(
+      weights.empty() ? "--weights is missing: the program has no weights" : "--weights",
+      [&] { return TensorFolder(folder); }, "--weights FOLDER");
+  refuse_unit_scaled(opened);
+  for (const auto& [name, stored] : known.names) {
+    if (!opened.contains(stored))
+      throw UsageError("--weights " + folder + ": has no tensor '" + stored + "'", "the folder that was imported");
+  }
+  return folder;
+}
+
+void load_folder_weights(const std::string& weights, const ExportedProgram& program) {
+  const std::string folder = weights_folder(weights, program);
+  if (!folder.empty()) load_weights(*program.module, Pretrained::parse(program.pretrained), TensorFolder(folder));
+}
+
 void check_folders(const TrainOptions& o, const TrainJob& job) {
-  const std::string& record = job.program.pretrained;
-  if (record.empty()) {
-    for (const auto& [option, value] : {std::pair{"--weights", o.weights}, {"--save-hf", o.save_hf}}) {
-      if (!value.empty()) {
-        throw UsageError(std::string(option) + " " + value + ": the program was not imported from a folder",
-                         "plumb import FOLDER -o model.pt2, and train that");
-      }
-    }
-    return;
+  if (!o.save_hf.empty() && job.program.pretrained.empty()) {
+    throw UsageError("--save-hf " + o.save_hf + ": the program was not imported from a folder",
+                     "plumb import FOLDER -o model.pt2, and train that");
   }
-  const Pretrained known = Pretrained::parse(record);
-  if (!has_values(job.module().state())) {
-    std::error_code error;
-    const std::string folder = folder_of(o, known);
-    if (!std::filesystem::exists(folder, error)) {
-      throw UsageError(o.weights.empty() ? "--weights is missing: the program has no weights, and " + folder +
-                                               ", which it was imported from, is not there"
-                                         : "--weights " + folder + ": is not there",
-                       "--weights FOLDER");
-    }
-    const TensorFolder opened(folder);
-    for (const auto& [name, stored] : known.names) {
-      if (!opened.contains(stored))
-        throw UsageError("--weights " + folder + ": has no tensor '" + stored + "'", "the folder that was imported");
-    }
-  } else if (!o.weights.empty()) {
-    throw UsageError("--weights " + o.weights + ": the program has its own weights", "leave --weights out");
-  }
-  if (!o.save_hf.empty()) check_new_folder(o.save_hf);
+  weights_folder(o.weights, job.program);
+  if (o.save_hf.empty()) return;
+  check_new_folder(o.save_hf);
+  check_files_to_copy(source_of(o, Pretrained::parse(job.program.pretrained)));
 }
 
 void load_folder_weights(const TrainOptions& o, const TrainJob& job, int rank) {
@@ -76,7 +90,7 @@ void load_folder_weights(const TrainOptions& o, const TrainJob& job, int rank) {
   for (const int s : job.schedule.placement.stages_of(rank)) {
     GraphModule& stage = *job.pipe->stage(s);
     if (has_values(stage.state())) continue;
-    if (!folder) folder = std::make_unique<TensorFolder>(folder_of(o, known));
+    if (!folder) folder = std::make_unique<TensorFolder>(source_of(o, known));
     load_weights(stage, known, *folder);
   }
 }
@@ -90,7 +104,7 @@ void make_room_for_weights(const TrainJob& job) {
 void save_folder_weights(const TrainOptions& o, const TrainJob& job, const ProcessGroup& group) {
   const Pretrained known = Pretrained::parse(job.program.pretrained);
   const StateParts parts = parts_of(job);
-  const std::string folder = folder_of(o, known);
+  const std::string folder = source_of(o, known);
   for (const int s : job.schedule.placement.stages_of(group.rank()))
     write_weights(o.save_hf, parts, static_cast<size_t>(s), known, folder);
   if (group.rank() == 0) write_weights(o.save_hf, parts, parts.size() - 1, known, folder);

@@ -8,6 +8,12 @@ namespace plumb {
 
 // Whether every tensor has values: those of a program that was imported without weights are on the meta device.
 bool has_values(const State& state);
+// The folder that a program without weights takes them from: `weights`, what --weights says, else the one that it was
+// imported from. "" if the program has its weights. Throws UsageError that names --weights if the folder is missing, is
+// another model's, or is given in vain.
+std::string weights_folder(const std::string& weights, const ExportedProgram& program);
+// Gives a program those of weights_folder().
+void load_folder_weights(const std::string& weights, const ExportedProgram& program);
 // Before processes meet: throws UsageError if weights are missing (--weights), or for --save-hf of a program that does
 // not know a folder; Error for a folder that cannot be read or written.
 void check_folders(const TrainOptions& options, const TrainJob& job);

@@ -58,15 +58,17 @@ void check_outputs(const TrainOptions& o) {
   if (!o.save.empty() && !o.save.ends_with(".pt2")) {
     throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
   }
-  check_writable("--save", o.save);
-  check_writable("--options", o.options);
-  check_writable("--csv", o.csv);
-  check_writable("--page", o.page);
+  const std::vector<std::string> inputs = {o.file,      o.data,         o.targets,  o.mask,
+                                           o.eval_data, o.eval_targets, o.schedule, o.record};
+  check_writable("--save", o.save, inputs);
+  check_writable("--options", o.options, inputs);
+  check_writable("--csv", o.csv, inputs);
+  check_writable("--page", o.page, inputs);
   check_folder("--dump", o.dump);
   check_folder("--tensorboard", o.tensorboard);
   check_folder("--checkpoints", o.checkpoints);
-  check_timeline(o.timeline);
-  if (!o.history.empty()) check_writable("--history", history_file(o, 0));
+  check_timeline(o.timeline, inputs);
+  if (!o.history.empty()) check_writable("--history", history_file(o, 0), inputs);
   if (o.record.empty() != o.history.empty()) {
     throw UsageError(o.record.empty() ? "--history: nothing says what to record" : "--record: nothing says where to",
                      "--record RULES.toml --history FILE");

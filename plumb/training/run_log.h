@@ -47,8 +47,9 @@ class RunLog {
   std::chrono::steady_clock::time_point next_page_;
 };
 
-// Throws UsageError for a name of another kind, Error where no file can be written. "" is none.
-void check_timeline(const std::string& path);
+// Throws UsageError for a name of another kind and for a file of `inputs`, Error where no file can be written. "" is
+// none.
+void check_timeline(const std::string& path, const std::vector<std::string>& inputs = {});
 
 // Writes `path`: a picture of the last step beside its simulations (.svg; measured_step), or trace events of all steps
 // for chrome://tracing and Perfetto (.json). Each step's events are those of all ranks, on the clock of the ranks; the

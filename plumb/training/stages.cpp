@@ -55,9 +55,13 @@ std::shared_ptr<GraphModule> bf16_products(const GraphModule& module) {
 at::Device device_of(const TrainOptions& o, int local_rank) {
   try {
     at::Device device(o.device);
-    if (!device.is_cpu() && !device.has_index() && c10::impl::hasDeviceGuardImpl(device.type())) {
-      const int count = c10::impl::VirtualGuardImpl(device.type()).deviceCount();
-      if (count > 0) device.set_index(static_cast<c10::DeviceIndex>(local_rank % count));
+    if (!device.is_cpu() && !device.is_meta()) {
+      const bool known = c10::impl::hasDeviceGuardImpl(device.type());
+      const int count = known ? c10::impl::VirtualGuardImpl(device.type()).deviceCount() : 0;
+      const std::string name = c10::DeviceTypeName(device.type());
+      if (!known) throw std::runtime_error("this torch was built without " + name);
+      if (count == 0) throw std::runtime_error("torch finds no " + name + " device on this machine");
+      if (!device.has_index()) device.set_index(static_cast<c10::DeviceIndex>(local_rank % count));
     }
     if (device.is_meta()) throw std::runtime_error("it computes nothing");
     at::zeros({1}, at::device(device)).add_(1);

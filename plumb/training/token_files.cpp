@@ -59,6 +59,47 @@ std::optional<TokenPlace> find_tokens(const std::string& path) {
   return TokenPlace{entry->dtype, entry->offset, entry->sizes[0]};
 }
 
+// What a file is, if its first bytes say that it is neither text nor numbers; "" if they do not. Random numbers begin
+// as one of these once in 100 million files.
+std::string what_else_it_is(const std::string& path) {
+  using namespace std::string_view_literals;
+  static constexpr std::pair<std::string_view, const char*> kBeginnings[] = {
+      {"PK\3\4"sv, "a zip archive, as .pt2, .pt and .npz files are"},
+      {"PK\5\6"sv, "a zip archive"},
+      {"\x80\2\x8a\x0al\xfc\x9c\x46\xf9"sv, "a file of torch.save"},
+      {"\x80\4\x95"sv, "a pickle"},
+      {"\x80\5\x95"sv, "a pickle"},
+      {"\x93NUMPY"sv, "a NumPy array, whose name ends in .npy"},
+      {"\x89HDF\r\n\x1a\n"sv, "an HDF5 file"},
+      {"GGUF\2\0\0\0"sv, "a GGUF model"},
+      {"GGUF\3\0\0\0"sv, "a GGUF model"},
+      {"ARROW1\0\0"sv, "an Arrow file"},
+      {"PAR1\x15"sv, "a Parquet file"},
+      {"\x28\xb5\x2f\xfd"sv, "compressed by zstd"},
+      {"\xfd\x37zXZ\0"sv, "compressed by xz"},
+      {"BZh91AY&SY"sv, "compressed by bzip2"},
+      {"7z\xbc\xaf\x27\x1c"sv, "a 7-Zip archive"},
+  };
+  constexpr size_t kTar = 257;  // where a tar file says that it is one
+  const InputFile file(path);
+  std::string begin(std::min<uint64_t>(file.size(), 512), '\0');
+  file.read_at(0, begin.data(), begin.size());
+  for (const auto& [bytes, what] : kBeginnings) {
+    if (begin.starts_with(bytes)) return what;
+  }
+  const auto byte = [&](size_t at) { return static_cast<uint8_t>(begin[at]); };
+  const bool has_header = begin.size() >= 10;
+  if (has_header && begin.starts_with("\x1f\x8b\x08") && byte(3) < 32 && byte(8) <= 4 &&
+      (byte(9) <= 13 || byte(9) == 255))
+    return "compressed by gzip";
+  if (begin.size() >= kTar + 5 && std::string_view(begin).substr(kTar, 5) == "ustar") return "a tar archive";
+  uint64_t header = 0;
+  for (size_t i = 0; has_header && i < 8; ++i) header |= uint64_t{byte(i)} << (8 * i);
+  if (has_header && begin.substr(8, 2) == "{\"" && header <= file.size() - 8)
+    return "tensors, whose file's name ends in .safetensors";
+  return "";
+}
+
 bool is_array_file(const std::string& path) { return path.ends_with(".npy") || path.ends_with(".safetensors"); }
 
 }  // namespace
@@ -70,13 +111,13 @@ TokenFiles::TokenFiles(const std::string& path, const std::string& pattern, at::
     : dtype_(dtype) {
   std::error_code failed;
   if (fs::is_directory(path, failed)) {
-    for (const std::string& name : files_below(path, pattern)) add((fs::path(path) / name).string(), name);
+    for (const std::string& name : files_below(path, pattern)) add((fs::path(path) / name).string(), name, option);
     if (files_.empty()) {
       throw UsageError(option + " " + path + ": has no file" + (pattern.empty() ? "" : " that fits '" + pattern + "'"),
                        "a folder with files of tokens or text");
     }
   } else {
-    add(path, fs::path(path).filename().string());
+    add(path, fs::path(path).filename().string(), option);
   }
 }
 
@@ -89,8 +130,13 @@ TokenFiles::Stamp TokenFiles::stamp_of(const std::string& path) {
   return {now.st_size, now.st_mtim.tv_sec, now.st_mtim.tv_nsec, now.st_ino};
 }
 
-void TokenFiles::add(const std::string& path, const std::string& name) {
+void TokenFiles::add(const std::string& path, const std::string& name, const std::string& option) {
   const int64_t begin = size();
+  if (const std::string what = is_array_file(path) ? "" : what_else_it_is(path); !what.empty()) {
+    throw UsageError(
+        option + " " + path + ": is no text and no tokens: by its first bytes it is " + what,
+        "a file of text or of the tokens' numbers; of a folder, the files that fit --data-pattern '*.txt'");
+  }
   at::ScalarType dtype = dtype_;
   const auto file = open_new(path, dtype);  // says what is wrong with it
   files_.push_back({path, name, stamp_of(path), begin, begin + file->size(), dtype});

@@ -52,7 +52,7 @@ class TokenFiles : public Tokens {
     at::ScalarType dtype = at::kByte;
   };
   static Stamp stamp_of(const std::string& path);
-  void add(const std::string& path, const std::string& name);
+  void add(const std::string& path, const std::string& name, const std::string& option);
   // Throws Error(BadFile) if the file is not what it was at the start.
   static void check_unchanged(const File& of);
   const TokenFile& open(size_t file);

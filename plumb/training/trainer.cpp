@@ -462,7 +462,7 @@ TrainResult Trainer::State::run() {
     for (const std::string& problem : damaged) event({{"checkpoint_problem", problem}});
     // Without a checkpoint a run that lost more than its copies make up for begins anew.
     if (const auto after = goes_on_after())
-      event({{"resumed", *after}, {"folder", *after > 0 ? o.checkpoints : "the first weights"}});
+      event({{"resumed", *after}, {"steps", o.steps}, {"folder", *after > 0 ? o.checkpoints : "the first weights"}});
   }
   if (is_first()) log = std::make_unique<RunLog>(o, goes_on_after());
   begin = Clock::now();

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 
 #include "plumb/checkpoint/safetensors.h"
@@ -27,8 +28,17 @@ c10::IValue load_tensor_file(const std::string& path) {
   return all;
 }
 
-void check_writable(const std::string& option, const std::string& path) {
+void check_writable(const std::string& option, const std::string& path, const std::vector<std::string>& inputs) {
   if (path.empty() || path == "-") return;
+  std::error_code missing;
+  for (const std::string& input : inputs) {
+    for (const std::string& file : {input, input.substr(input.find('=') + 1)}) {
+      if (std::filesystem::equivalent(path, file, missing)) {
+        throw UsageError(option + " " + path + ": is the same file as the input " + file + ", which would be lost",
+                         option + " with the name of a new file");
+      }
+    }
+  }
   prefixed(option + " ", [&] { const OutputFile probe(path); });
 }
 

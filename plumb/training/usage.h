@@ -44,8 +44,9 @@ bool is_tensor_file(const std::string& path);  // .pt, .pth, .npy or .safetensor
 // load_tensors(), and .safetensors files: their only tensor, or a dict of all.
 c10::IValue load_tensor_file(const std::string& path);
 
-// Before work that takes long: throws Error naming the option if no file can be written to `path`. "" and "-" can.
-void check_writable(const std::string& option, const std::string& path);
+// Before work that takes long: throws Error naming the option if no file can be written to `path`. "" and "-" can. A
+// UsageError if the file is one of `inputs` (FILE or NAME=FILE), under whatever name: it would be replaced.
+void check_writable(const std::string& option, const std::string& path, const std::vector<std::string>& inputs = {});
 
 // "f32[2, 3]", with symbols where a dimension has one.
 std::string type_text(const std::optional<TensorMeta>& meta);

@@ -1,6 +1,7 @@
 // Folders of transformers: which tensors they have, their weights into modules, modules into folders.
 #include "plumb/checkpoint/pretrained.h"
 #include "module.h"
+#include "plumb/core/input_file.h"
 
 namespace plumb::python {
 namespace {
@@ -45,6 +46,15 @@ Register pretrained_part([](py::module_& m) {
       },
       FreeGil(), py::arg("path"), py::arg("parts"), py::arg("record"), py::arg("source"));
   m.def("check_new_folder", &check_new_folder, py::arg("path"));
+  m.def("refuse_unit_scaled", [](const std::string& path) { refuse_unit_scaled(TensorFolder(path)); }, py::arg("path"));
+  m.def("kept_files", [] { return std::vector<std::string>(kKeptFiles.begin(), kKeptFiles.end()); });
+  m.def(
+      "read_file_of_folder",
+      [](const std::string& folder, const std::string& name, uint64_t most) {
+        return py::bytes(read_file_of_folder(folder, name, most));
+      },
+      py::arg("folder"), py::arg("name"), py::arg("most"));
+  m.attr("UNIT_SCALED_MARK") = kUnitScaledMark;
 });
 
 }  // namespace

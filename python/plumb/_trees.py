@@ -251,6 +251,13 @@ def load_spec(text: str) -> Any:
                     remedy=f"import {str(context).rpartition('.')[0]}, which defines it, first",
                 )
             pytree._register_namedtuple(cls, serialized_type_name=context)
+        elif spec["type"] is not None and spec["type"] not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+            module = str(spec["type"]).rpartition(".")[0]
+            raise Error(
+                f"its inputs or outputs hold a '{spec['type']}', which this process does not know",
+                kind=ErrorKind.Unsupported,
+                remedy=f"import {module} first, which defines and registers it; it is of the package {module.partition('.')[0]}",
+            )
         elif isinstance(context, str):
             with contextlib.suppress(ValueError):
                 json.loads(context, object_hook=_check_enum)

@@ -10,10 +10,11 @@ from typing import Any, Iterator
 import torch
 from torch import nn
 
+from . import _C
 from ._errors import Error, ErrorKind
 
-# A key of the state dict: torch.nn.Module.load_state_dict names the keys that it does not expect.
-MARK = "these_weights_are_unit_scaled__plumb_transforms_fold_makes_them_plain"
+# A key of the state dict: torch.nn.Module.load_state_dict names the keys that it does not expect, and those that it misses.
+MARK: str = _C.UNIT_SCALED_MARK
 
 # Layers that compute what they are without any factor.
 _WITHOUT_FACTOR = (
@@ -31,8 +32,25 @@ def _add_mark(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_
     add_mark(state_dict, prefix)
 
 
-def _take_mark(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    state_dict.pop(prefix + MARK, None)
+def _take_mark(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing: list[str],
+    *rest: Any,
+) -> None:
+    marked = state_dict.pop(prefix + MARK, None) is not None
+    if not marked and any(key.startswith(prefix) for key in state_dict):
+        if strict:
+            raise Error(
+                f"the state dict bears no mark of unit-scaled weights ('{prefix + MARK}'), and the module is unit-scaled",
+                kind=ErrorKind.InvalidState,
+                remedy="load plain weights into the plain module, then plumb.transforms.unit_scale it (of a captured graph "
+                "preserve=True keeps what it computes); weights of a part: strict=False",
+            )
+        missing.append(prefix + MARK)
     loaded = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
     for p in getattr(module.__dict__.get("forward"), "passes", ()):
         if hasattr(p.run, "values_loaded"):

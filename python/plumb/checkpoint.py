@@ -72,6 +72,13 @@ def _tensors(model: Model) -> dict[str, Tensor]:
     return found
 
 
+def _is_unit_scaled(tensors: Mapping[str, Tensor]) -> bool | None:
+    """None if that cannot be told: parts of a model bear no mark, and weights of plumb.nn's layers have tags as well."""
+    if any(name.endswith(MARK) for name in tensors):
+        return True
+    return None if any(isinstance(t, nn.Parameter) and has_parameter_data(t) for t in tensors.values()) else False
+
+
 def _names(tensors: dict[str, Tensor]) -> dict[int, str]:
     return {id(tensor): name for name, tensor in reversed(tensors.items())}  # the first of several
 
@@ -175,12 +182,14 @@ class Writer:
         about: dict[str, Any] = {"groups": [], "values": {}}
         if optimizer is not None:
             own, about = _optimizer_part(optimizer, _names(tensors))
-        of_ranks = self._gather((list(tensors), [name for name, _ in own], about))
+        of_ranks = self._gather((list(tensors), [name for name, _ in own], about, _is_unit_scaled(tensors)))
+        scaled = {scaled for *_, scaled in of_ranks}
         others = [set().union(*(rank[i] for rank in of_ranks[: self._rank])) for i in (0, 1)]
         document = {
             "state": state,
-            "groups": [group for *_, about in of_ranks for group in about["groups"]],
-            "values": {name: value for *_, about in of_ranks for name, value in about["values"].items()},
+            "groups": [group for *_, about, _ in of_ranks for group in about["groups"]],
+            "values": {name: value for *_, about, _ in of_ranks for name, value in about["values"].items()},
+            "unit_scaled": True if True in scaled else None if None in scaled else False,
         }
         try:
             text = json.dumps(document, allow_nan=False)
@@ -313,7 +322,8 @@ def load(
     """
     checkpoint = _find(folder)
     names = set(checkpoint.names())
-    tensors = {n: t for n, t in _tensors(model).items() if n in names or not n.endswith(MARK)}
+    all_tensors = _tensors(model)
+    tensors = {n: t for n, t in all_tensors.items() if n in names or not n.endswith(MARK)}
     unexpected = sorted(names - set(tensors))
     if unexpected and (isinstance(model, (nn.Module, Mapping)) if whole is None else whole):
         raise Error(
@@ -324,9 +334,15 @@ def load(
             remedy="load it into the model that it was saved from, or say whole=False",
         )
     document = json.loads(checkpoint.state())
-    by_python = isinstance(document, dict) and set(document) == {"state", "groups", "values"}
-    scaled = isinstance(document, dict) and document.get("unit_scaled") is True
-    if scaled and isinstance(model, nn.Module) and not any(map(has_parameter_data, model.parameters())):
+    by_python = isinstance(document, dict) and set(document) - {"unit_scaled"} == {"state", "groups", "values"}
+    scaled = document.get("unit_scaled") if isinstance(document, dict) else None
+    if scaled is False and _is_unit_scaled(all_tensors):
+        raise Error(
+            f"{checkpoint.folder}: its weights are plain, and the model is unit-scaled",
+            kind=ErrorKind.InvalidState,
+            remedy="load it into the plain model, then plumb.transforms.unit_scale it (of a captured graph preserve=True keeps what it computes)",
+        )
+    if scaled is True and isinstance(model, nn.Module) and not any(map(has_parameter_data, model.parameters())):
         raise Error(
             f"{checkpoint.folder}: its weights are unit-scaled, and the model is not",
             kind=ErrorKind.InvalidState,

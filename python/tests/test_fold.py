@@ -91,6 +91,24 @@ def test_a_plain_model_names_fold_when_it_is_given_unit_scaled_weights(tmp_path)
     assert torch.equal(first_tensor(wrapped(*args)), first_tensor(scaled(*args)))
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["module", "graph"])
+def test_plain_weights_are_refused_by_a_unit_scaled_module(graph, tmp_path):
+    model, args, _ = zoo.MODELS["GPT"]()
+    scaled = unit_scale(model)
+    before = {name: tensor.clone() for name, tensor in scaled.state_dict().items()}
+    module = plumb.capture(scaled, *args) if graph else scaled
+    for one, state in ((module, model.state_dict()), (nn.Sequential(module), nn.Sequential(model).state_dict())):
+        with pytest.raises(plumb.Error, match="bears no mark of unit-scaled weights") as caught:
+            one.load_state_dict(state)
+        assert caught.value.kind is plumb.ErrorKind.InvalidState and "plain module" in caught.value.remedy
+    missing = module.load_state_dict({"head.weight": before["head.weight"]}, strict=False).missing_keys
+    assert any("unit_scaled" in key for key in missing)
+    plumb.checkpoint.save(tmp_path, model, step=1)
+    with pytest.raises(plumb.Error, match="its weights are plain, and the model is unit-scaled"):
+        plumb.checkpoint.load(tmp_path, module)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
 def test_a_captured_graph_bears_the_mark_of_its_module():
     model, args, _ = zoo.MODELS["GPT"]()
     scaled = unit_scale(model)

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import subprocess
 import sys
 import time
 
@@ -133,6 +134,19 @@ def test_a_program_without_weights_says_so_when_it_runs(tmp_path):
         assert caught.value.kind is plumb.ErrorKind.InvalidState
         assert "weights" in caught.value.remedy
     torch.export.load(tmp_path / "llama.pt2")
+
+
+def test_a_file_of_an_import_says_which_package_its_outputs_are_of(tmp_path):
+    folder_of(llama, tmp_path / "in")
+    hf.import_folder(tmp_path / "in", tmp_path / "llama.pt2", batch=2, length=8)
+    code = (
+        "import sys; sys.modules['transformers'] = None\nimport plumb\n"
+        "try: plumb.load_pt2(sys.argv[1])\n"
+        "except plumb.Error as error: print(error.kind, error.message, error.remedy)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code, tmp_path / "llama.pt2"], capture_output=True, text=True, check=True).stdout
+    assert "ErrorKind.Unsupported" in said and "llama.pt2: its inputs or outputs hold a 'transformers.modeling_outputs." in said, said
+    assert "import transformers.modeling_outputs first" in said and "the package transformers" in said
 
 
 def test_fresh_weights_are_those_of_the_class_and_the_seed(tmp_path):

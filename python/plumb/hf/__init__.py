@@ -23,11 +23,10 @@ from .._state import sync_state
 from ..pipelining import SplitPoint, pipeline
 from ..pipelining._IR import CutPipe
 from . import _model
+from ._elsewhere import only_folder
 from ._names import Names, stored_by_default
 
 __all__ = ["Weights", "import_folder", "load", "save"]
-
-_KEPT = ("config.json", "generation_config.json")  # as bytes in the program
 
 
 class Weights:
@@ -84,16 +83,30 @@ def import_folder(
     Raises `plumb.Error` naming the file, the parameter, or the operator that a graph cannot hold.
     """
     folder = os.fspath(folder)
+    _model.transformers()
+    values = _model.read_values(folder)
+    with only_folder(folder, values):
+        graph = _imported(folder, batch, length, dtype, training, fresh, inputs)
+    if path is not None:
+        save_pt2(graph, path)
+    return graph
+
+
+def _imported(
+    folder: str, batch: int, length: int | None, dtype: Any, training: bool, fresh: int | None, inputs: dict[str, Any] | None
+) -> GraphModule:
+    has_weights = fresh is None and _has_weights(folder)
+    if has_weights:
+        _C.refuse_unit_scaled(os.fsencode(folder))
     config = _model.read_config(folder)
     kind = _dtype(config, dtype)
     model = _model.build(config, kind, training)
     given = inputs or _model.example_inputs(model, batch, length)
-    has_weights = fresh is None and _has_weights(folder)
     stored = {n: torch.Size(s) for n, _, s in _C.stored_tensors(folder)} if has_weights else stored_by_default(model)
     names = Names(model, stored)
     graph = _model.captured(model, given, names.has if has_weights else None)
     _model.make(graph, model, names.made)
-    files = {name: _text(os.path.join(folder, name)) for name in _KEPT if os.path.isfile(os.path.join(folder, name))}
+    files = {name: _text(folder, name) for name in _C.kept_files() if os.path.isfile(os.path.join(folder, name))}
     files["config.json"] = _with_dtype(files["config.json"], config, kind)
     program = _C.ExportedProgram()
     record = {"folder": os.path.abspath(folder), "files": files, **names.record()}
@@ -103,8 +116,6 @@ def import_folder(
         graph.notes.append(f"{len(names.unexpected)} tensors of the folder are not the model's: {', '.join(names.unexpected[:3])}")
     if fresh is not None:
         _model.fill(graph, _model.build(config, kind, training, seed=fresh))
-    if path is not None:
-        save_pt2(graph, path)
     return graph
 
 
@@ -121,13 +132,13 @@ def _has_weights(folder: str) -> bool:
     return False
 
 
-def _text(path: str) -> str:
+def _text(folder: str, name: str) -> str:
+    path = os.path.join(folder, name)
     if os.path.getsize(path) > _model.MOST_CONFIG_BYTES:
         raise Error(f"{path}: is larger than any config", kind=ErrorKind.BadFile)
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
+        return _C.read_file_of_folder(os.fsencode(folder), name, _model.MOST_CONFIG_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
         raise Error(f"{path}: cannot be read: {error}", kind=ErrorKind.BadFile) from error
 
 

@@ -9,7 +9,6 @@ import gc
 import itertools
 import json
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ContextManager
@@ -26,12 +25,11 @@ from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, PARAMETER
 from .._tracing import patched
+from ._elsewhere import refuse_names
 
 # Of a config that may come from anywhere:
 _MOST_LAYERS = 1024
 _MOST_PARAMETERS = 1 << 17  # tensors; the most known are some 70,000, of a model with an expert each
-_MOST_COUNTED = 1 << 20
-_COUNTS = re.compile("layer|depth|label|block|stage|expert")  # what transformers makes lists of, while it reads
 MOST_CONFIG_BYTES = 1 << 24
 _patch_lock = threading.Lock()
 
@@ -56,8 +54,8 @@ def transformers() -> Any:
     return package
 
 
-def read_config(folder: str) -> Any:
-    """The config of a local folder. No code of the folder is run, and nothing is fetched."""
+def read_values(folder: str) -> Any:
+    """What stands in the config.json of a local folder, which names nothing elsewhere."""
     path = os.path.join(folder, "config.json")
     if not os.path.isfile(path):
         raise Error(
@@ -65,12 +63,17 @@ def read_config(folder: str) -> Any:
             kind=ErrorKind.BadFile,
             remedy="a folder that save_pretrained of transformers wrote, or a download of one (hf download NAME --local-dir FOLDER)",
         )
-    if os.path.getsize(path) > MOST_CONFIG_BYTES:
-        raise Error(f"{path}: is larger than any config", kind=ErrorKind.BadFile)
-    package = transformers()
+    with _told(f"{path}: plumb cannot read it", ErrorKind.BadFile, "a config.json as save_pretrained of transformers writes it"):
+        values = json.loads(_C.read_file_of_folder(os.fsencode(folder), "config.json", MOST_CONFIG_BYTES))
+    refuse_names(path, values)
+    return values
+
+
+def read_config(folder: str) -> Any:
+    """The config of a local folder."""
+    path, package = os.path.join(folder, "config.json"), transformers()
     remedy = "a model that transformers itself has; code that lies in folders is never run"
     with _told(f"{path}: transformers {package.__version__} cannot read it", ErrorKind.BadFile, remedy):
-        _check_counts(path)
         config = package.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for key in vars(config):
         if callable(getattr(type(config), key, None)):
@@ -79,27 +82,7 @@ def read_config(folder: str) -> Any:
         layers = getattr(part, "num_hidden_layers", None)
         if isinstance(layers, int) and not 0 <= layers <= _MOST_LAYERS:
             raise Error(f"{path}: has {layers} layers; {_MOST_LAYERS} are the most", kind=ErrorKind.BadFile)
-    if getattr(config, "quantization_config", None) is not None:
-        raise Error(
-            f"{path}: its weights are quantised, and cannot be trained as they are",
-            kind=ErrorKind.Unsupported,
-            remedy="the folder of the model before it was quantised",
-        )
     return config
-
-
-def _check_counts(path: str) -> None:
-    """Refuses numbers that transformers would make lists of as long."""
-    with open(path, encoding="utf-8") as file:
-        left = [("", json.load(file))]
-    while left:
-        key, value = left.pop()
-        if isinstance(value, dict):
-            left.extend(value.items())
-        elif isinstance(value, list):
-            left.extend((key, each) for each in value)
-        elif isinstance(value, int) and value > _MOST_COUNTED and _COUNTS.search(key):
-            raise Error(f"{path}: '{key}' is {str(value)[:20]}; {_MOST_COUNTED} is the most", kind=ErrorKind.BadFile)
 
 
 @contextlib.contextmanager
