@@ -103,8 +103,9 @@ sanitize: setup
 fuzz: setup
 	@JOBS=$(JOBS) tools/fuzz.sh build-fuzz $(FUZZ_SECONDS)
 
-docs: setup-dev
-	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q && echo "open build-docs/index.html"
+docs: setup-dev configure
+	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target plumb_cli
+	@PATH="$(abspath $(BUILD))/bin:$$PATH" NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q && echo "open build-docs/index.html"
 
 format: setup-dev
 	@git ls-files -co --exclude-standard '*.h' '*.cpp' | xargs -r .venv/bin/clang-format -i

@@ -16,6 +16,8 @@ import datetime
 import typing
 from typing import Any
 
+import numpy
+import numpy.typing
 import torch
 """
 
@@ -30,6 +32,23 @@ def signatures(name: str, doc: str | None) -> list[str]:
     return found
 
 
+def explanation(name: str, doc: str | None) -> str:
+    """What a docstring of pybind11's says beside the signature."""
+    lines = [line for line in inspect.cleandoc(doc or "").splitlines() if not line.startswith(f"{name}(")]
+    return "\n".join(lines).strip()
+
+
+def docstring(text: str, indent: str) -> list[str]:
+    quoted = '"""' + text.replace("\\", "\\\\") + '"""'
+    return [indent + line if line else "" for line in quoted.splitlines()] if text else []
+
+
+def declared(declaration: str, text: str) -> list[str]:
+    """A declaration that ends in "...", with a docstring if there is one."""
+    indent = " " * (len(declaration) - len(declaration.lstrip()) + 4)
+    return [declaration.removesuffix(" ..."), *docstring(text, indent), f"{indent}..."] if text else [declaration]
+
+
 def cleaned(signature: str) -> str:
     signature = re.sub(r"plumb\._C\.(\w+)", r"\1", signature)
     signature = re.sub(r"(?:std|plumb|at|c10)::[\w:]+(?:<[^()]*>)?", "Any", signature)  # a C++ type not known to Python
@@ -41,14 +60,16 @@ def function(name: str, thing: Any, indent: str, method: bool) -> list[str]:
     static = method and isinstance(thing, staticmethod)
     inner = thing.__func__ if static else thing
     found = [cleaned(s) for s in signatures(name, getattr(inner, "__doc__", None))]
+    documented = explanation(name, getattr(inner, "__doc__", None)) if len(found) == 1 else ""
     lines = []
     for signature in found:
         text = f"def {name}{signature}: ..."
         try:
             ast.parse(text)
         except SyntaxError:
-            text = f"def {name}({'self, ' if method and not static else ''}*args: Any, **kwargs: Any) -> Any: ..."
-        lines += [f"{indent}@typing.overload"] * (len(found) > 1) + [f"{indent}@staticmethod"] * static + [indent + text]
+            documented, text = "", f"def {name}({'self, ' if method and not static else ''}*args: Any, **kwargs: Any) -> Any: ..."
+        lines += [f"{indent}@typing.overload"] * (len(found) > 1) + [f"{indent}@staticmethod"] * static
+        lines += declared(indent + text, documented)
     first = "self, " if method and not static else ""
     return lines or [f"{indent}@staticmethod"] * static + [f"{indent}def {name}({first}*args: Any, **kwargs: Any) -> Any: ..."]
 
@@ -70,6 +91,8 @@ def pybind_class(name: str, cls: type) -> list[str]:
     base = next((b.__name__ for b in cls.__bases__ if b.__module__.endswith("_C")), "")
     lines = [f"class {name}({base}):" if base else f"class {name}:"]
     entries = getattr(cls, "__members__", {})
+    if not entries:  # pybind11's text of an enumeration lists its values again
+        lines += docstring(inspect.cleandoc(vars(cls).get("__doc__") or ""), "    ")
     for entry in entries:
         lines.append(f"    {entry}: typing.ClassVar[{name}]")
     for key, thing in vars(cls).items():

@@ -6,6 +6,8 @@ reference from the docstrings. Links to files outside of docs/ that are no pages
 import pathlib
 import posixpath
 import re
+import shutil
+import subprocess
 import sys
 
 import griffe
@@ -20,40 +22,30 @@ import draw_house  # noqa: E402
 # Files of the repository that are pages of the site.
 OUTSIDE = {"README.md": "index.md", "HACKING.md": "hacking.md", "CHANGELOG.md": "changelog.md"}
 
-# Modules of the Python reference, and what a page shows where that is not all.
-MODULES = {
-    "plumb": ["capture", "GraphModule", "report", "load_pt2", "save_pt2", "Recorder", "History", "read_history",
-              "Trainer", "TrainResult"],
-    "plumb.transforms": [],
-    "plumb.functional": [],
-    "plumb.nn": [],
-    "plumb.optim": [],
-    "plumb.formats": [],
-    "plumb.constraints": [],
-    "plumb.scale": [],
-    "plumb.parameter": [],
-    "plumb.core.functional": [],
-    "plumb.analysis": [],
-    "plumb.utils": [],
-    "plumb.pipelining": [],
-    "plumb.pipelining.schedules": [],
-    "plumb.pipelining.stage": [],
-    "plumb.pipelining.microbatch": [],
-}
+def _modules() -> list[str]:
+    """Public modules of the package that have more in them than other modules."""
+    package = ROOT / "python"
+    found = []
+    for file in sorted((package / "plumb").rglob("*.py")):
+        path = file.relative_to(package).with_suffix("").parts
+        path = path[:-1] if path[-1] == "__init__" else path
+        if not any(part.startswith("_") for part in path) and path != ("plumb", "core"):
+            found.append(".".join(path))
+    return sorted(found)
 
 
-_SCHEDULES = (
-    "Every row of [the list of schedules](../../pipeline.md#schedules) is a class `ScheduleNAME`. A schedule with one stage a rank is a "
-    "`PipelineScheduleSingle`, any other a `PipelineScheduleMulti`: see "
-    "[plumb.pipelining.schedules](plumb.pipelining.schedules.md).\n\n"
-)
-# Classes of the extension module, and those that are made at import, have no docstrings in a file.
-_NATIVE = {
-    "plumb.pipelining": _SCHEDULES,
-    "plumb.pipelining.schedules": _SCHEDULES,
-    "plumb": "`plumb.Graph`, its nodes and values are described in [Graph](../../design/graph.md#in-python). `plumb.Error` is the "
-    "exception of everything here: a `RuntimeError` with `kind`, `where` and `remedy`.\n\n",
-}
+MODULES = _modules()
+# What `plumb` itself imports by name; layers have their own page.
+_TOP = re.findall(r"^from \.\w[\w.]* import \w+ as (\w+)", (ROOT / "python/plumb/__init__.py").read_text(), re.M)
+_MEMBERS = {"plumb": [name for name in _TOP if name != "__version__"]}
+_EVERY_SCHEDULE = """
+## Every schedule
+
+::: plumb.pipelining._schedule_base._PipelineSchedule
+    options:
+      show_root_heading: false
+      heading_level: 3
+"""
 
 
 def _rooms() -> list[str]:
@@ -63,22 +55,39 @@ def _rooms() -> list[str]:
 def _reference() -> dict[str, str]:
     pages = {}
     python, cpp = [], []
-    for module, members in MODULES.items():
+    for module in MODULES:
         uri = f"reference/python/{module}.md"
         python.append(f"- [{module}](python/{module}.md)")
         options = "    options:\n      show_root_heading: false\n      heading_level: 2\n"
-        options += f"      members: {members}\n" if members else ""
-        pages[uri] = f"# {module}\n\n{_NATIVE.get(module, '')}::: {module}\n{options}"
+        options += f"      members: {_MEMBERS[module]}\n" if module in _MEMBERS else ""
+        more = _EVERY_SCHEDULE if module == "plumb.pipelining.schedules" else ""
+        pages[uri] = f"# {module}\n\n::: {module}\n{options}{more}"
+    pages["reference/command.md"] = _command_page()
     for room in _rooms():
         about = (ROOT / "plumb" / room / "README.md").read_text()
         about = re.sub(r"^#.*\n+", "", about)
         pages[f"reference/cpp/{room}.md"] = docs_headers.room_page(ROOT, room, _links(about, f"plumb/{room}/README.md"))
         cpp.append(f"- [plumb/{room}](cpp/{room}.md)")
     pages["reference/index.md"] = (
-        "# Reference\n\nThe Python pages come from the docstrings, the C++ pages from the comments of the headers.\n\n"
+        "# Reference\n\nThe Python pages come from the docstrings, the C++ pages from the comments of the headers, the command's page "
+        "from its help.\n\n## Command\n\n[plumb](command.md): every command and option.\n\n"
         "## Python\n\n" + "\n".join(python) + "\n\n## C++\n\nA page for each room, from the ground up.\n\n" + "\n".join(cpp) + "\n"
     )
     return pages
+
+
+def _command_page() -> str:
+    """Every command's own --help."""
+    command = shutil.which("plumb") or str(ROOT / "build" / "bin" / "plumb")
+    if not pathlib.Path(command).exists():
+        raise SystemExit("docs: the page of the command is made by the command, which is not built: make")
+
+    def help_of(*name: str) -> str:
+        return subprocess.run([command, *name, "--help"], capture_output=True, text=True, check=True).stdout
+
+    names = re.findall(r"^  (\w+)", help_of().partition("Subcommands:\n")[2].partition("\n\n")[0], re.M)
+    parts = [f"## plumb {name}\n\n```text\n{help_of(name)}```\n" for name in names]
+    return "\n".join(["# The command\n", f"```text\n{help_of()}```\n", *parts])
 
 
 def _links(text: str, source: str) -> str:
@@ -104,7 +113,7 @@ def _links(text: str, source: str) -> str:
 
 
 def on_config(config):
-    reference = [{"Overview": "reference/index.md"}]
+    reference = [{"Overview": "reference/index.md"}, {"Command": "reference/command.md"}]
     reference += [{"Python": [{m: f"reference/python/{m}.md"} for m in MODULES]}]
     reference += [{"C++": [{f"plumb/{r}": f"reference/cpp/{r}.md"} for r in _rooms()]}]
     for entry in config.nav:

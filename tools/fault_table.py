@@ -7,9 +7,11 @@ its weights, and the loss of every step, also of those that were computed twice.
 
     python tools/fault_table.py                 # 200 kills, 40 stops, 40 exceptions: about half an hour on two slow cores
     python tools/fault_table.py --kills 12 --stops 2 --raises 2 --pairs 3
+    python tools/fault_table.py --combinations 300     # every way that keeps a run alive with every kind of run
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -28,14 +30,16 @@ STAGES, MICROBATCHES, PATIENCE = 4, 4, 2
 
 
 class Model(nn.Module):
-    def __init__(self, width, layers):
+    def __init__(self, width, layers, tied=False):
         super().__init__()
         self.embedding = nn.Embedding(256, width)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
             for _ in range(layers)
         )
-        self.head = nn.Linear(width, 256)
+        self.head = nn.Linear(width, 256, bias=not tied)
+        if tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -44,21 +48,25 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def write_model(path, width, layers, rows, length):
+def write_model(path, width, layers, rows, length, tied=False):
     torch.manual_seed(0)
     tokens = torch.zeros(rows, length, dtype=torch.long)
-    torch.export.save(torch.export.export(Model(width, layers), (tokens,)), path)
+    torch.export.save(torch.export.export(Model(width, layers, tied), (tokens,)), path)
 
 
-def actions(rank):
-    return [f"{rank}{kind}{microbatch}" for kind in "FB" for microbatch in range(MICROBATCHES)]
+def actions(stage, microbatches=MICROBATCHES):
+    return [f"{stage}{kind}{microbatch}" for kind in "FB" for microbatch in range(microbatches)]
 
 
-def random_faults(kind, count, first, steps, dice):
+def random_faults(kinds, count, first, steps, dice, stages=STAGES, replicas=1):
     """Each in a step of its own, so that none of them is a loss of two neighbours at once."""
     chosen = sorted(dice.sample(range(first, steps + 1, 3), count))
-    ranks = [dice.randrange(STAGES) for _ in chosen]
-    return [f"{kind} rank {r} at {dice.choice(actions(r))} of step {s}" for r, s in zip(ranks, chosen, strict=True)]
+    faults = []
+    for step in chosen:
+        rank = dice.randrange(stages * replicas)
+        action = dice.choice(actions(rank % stages, MICROBATCHES // replicas))
+        faults.append(f"{dice.choice(kinds)} rank {rank} at {action} of step {step}")
+    return faults
 
 
 class Runs:
@@ -79,10 +87,12 @@ class Runs:
 
 
 def losses(events):
+    """By step, with those of evaluations; None where one that was computed twice is another."""
     found = {}
     for _, event in events:
-        if "loss" in event:
-            assert found.setdefault(event["step"], event["loss"]) == event["loss"], event
+        for key, step in (("loss", "step"), ("eval_loss", "eval")):
+            if key in event and found.setdefault((step, event[step]), event[key]) != event[key]:
+                return None
     return found
 
 
@@ -108,13 +118,22 @@ class Row:
         self.title, self.faults, self.seconds, self.wrong, self.again = title, 0, [], [], []
 
     def add(self, runs, kind, count, dice, whole, *more):
-        steps = max(whole)
-        faults = random_faults(kind, count, 2, steps - 1, dice)
+        steps = len(whole)
+        faults = random_faults([kind], count, 2, steps - 1, dice)
         out = runs.folder / "out.pt2"
         out.unlink(missing_ok=True)
         options = [word for fault in faults for word in ("--inject", fault)]
         events, code, errors = runs.train(
-            "small.pt2", steps, "--save", "out.pt2", "--max-restarts", "1000", "--patience", str(PATIENCE), *more, *options
+            "small.pt2",
+            steps,
+            "--save",
+            "out.pt2",
+            "--max-restarts",
+            "1000",
+            "--patience",
+            str(PATIENCE),
+            *more,
+            *options,
         )
         happened = [event["injected"] for _, event in events if "injected" in event]
         self.faults += len(happened)
@@ -133,6 +152,117 @@ class Row:
             f"| {self.title} | {self.faults} | {len(self.wrong)} | {statistics.median(self.seconds):.2f} s |"
             f" {max(self.seconds):.2f} s | {max(self.again)} |"
         )
+
+
+KINDS = ["kill"] * 5 + ["raise", "stop"]
+MAKE_UPS = {"a new process": [], "a spare": ["--spares", "4"], "re-cut to fewer": ["--recut"]}
+WEIGHTS = {
+    "untied": ("small.pt2", []),
+    "tied, cut apart": ("tied.pt2", []),
+    "tied, transmitted": ("tied.pt2", ["--transmit", "head.weight"]),
+}
+LAYOUTS = {"4 stages": (4, 1), "2 stages x 2": (2, 2)}
+# Each is in a run or is not.
+EXTRAS = {
+    "evaluation": ["--eval-data", "held.bin", "--eval-every", "4", "--eval-batches", "1"],
+    "wire": ["--wire", "e4m3fn,e5m2"],
+    "recorder": ["--record", "rules.toml", "--history", "HISTORY"],
+    "checkpoints": ["--checkpoints", "CHECKPOINTS", "--checkpoint-every", "3"],
+}
+
+
+def recorded(history):
+    """What a history says, or None where this Python has no plumb to read it."""
+    try:
+        import plumb
+    except ImportError:
+        return None
+    frame = plumb.read_history(history).to_dataframe("std", "abs_max")
+    place = [name for name in ("step", "stage", "name", "direction", "std", "abs_max") if name in frame]
+    return sorted(map(str, frame[place].itertuples(index=False, name=None)))
+
+
+class Combination:
+    """Runs of one way of making up for lost ranks, kind of weights and layout; the extras are drawn for each run."""
+
+    def __init__(self, make_up, weights, layout):
+        self.title = f"{make_up} | {weights} | {layout}"
+        self.make_up, self.weights, self.layout = make_up, weights, layout
+        self.faults = self.runs = self.lost = self.compared = self.other = 0
+        self.wrong = []
+
+    def train(self, runs, name, steps, extras, *more):
+        for path in runs.folder.glob(f"{name}.*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        model, words = WEIGHTS[self.weights]
+        stages, replicas = LAYOUTS[self.layout]
+        words = [*words, "--stages", str(stages), "--data-parallel", str(replicas)]
+        words += ["--microbatches", str(MICROBATCHES // replicas), "--save", f"{name}.pt2"]
+        for extra in extras:
+            paths = {"HISTORY": f"{name}.history", "CHECKPOINTS": f"{name}.run"}
+            words += [paths.get(word, word) for word in EXTRAS[extra]]
+        return runs.train(model, steps, *words, *more)
+
+    def add(self, runs, dice, steps, wholes):
+        extras = tuple(extra for extra in EXTRAS if dice.random() < 0.5)
+        stages, replicas = LAYOUTS[self.layout]
+        # At another cut other values are rounded on the wire, and tied weights are summed in another order.
+        comparable = self.make_up != "re-cut to fewer" or ("wire" not in extras and self.weights != "tied, cut apart")
+        whole = f"whole-{len(wholes)}"
+        key = (self.weights, self.layout, extras)
+        if comparable and key not in wholes:
+            events, code, errors = self.train(runs, whole, steps, extras)
+            assert code == 0, errors
+            wholes[key] = (whole, losses(events))
+        # Faults are of the layout that is cut again: one of them counts.
+        count = 1 if self.make_up == "re-cut to fewer" else dice.randint(2, (steps - 2) // 3)
+        faults = random_faults(KINDS, count, 2, steps - 1, dice, stages, replicas)
+        words = [*MAKE_UPS[self.make_up], "--max-restarts", "1000", "--patience", str(PATIENCE)]
+        for fault in faults:
+            words += ["--inject", fault]
+        events, code, errors = self.train(runs, "out", steps, extras, *words)
+        happened = sum("injected" in event for _, event in events)
+        self.runs += 1
+        self.faults += happened
+        done = losses(events)
+        lost = code != 0 or done is None or len([k for k in done if k[0] == "step"]) != steps
+        other = False
+        if comparable and not lost:
+            name, expected = wholes[key]
+            self.compared += 1
+            other = done != expected or not same_weights(runs.folder / f"{name}.pt2", runs.folder / "out.pt2")
+            if "recorder" in extras and self.make_up != "re-cut to fewer":
+                other = other or recorded(runs.folder / f"{name}.history") != recorded(runs.folder / "out.history")
+        self.lost += lost
+        self.other += other
+        if lost or other:
+            self.wrong.append((self.title, extras, code, faults, errors[-3000:]))
+        print(
+            f"{self.title} | {' '.join(extras)}: {happened} faults{', LOST' * lost}{', OTHER BITS' * other}",
+            file=sys.stderr,
+        )
+
+    def text(self):
+        return f"| {self.title} | {self.runs} | {self.faults} | {self.lost} | {self.other} of {self.compared} |"
+
+
+def combinations(runs, o, dice, begin):
+    write_model(runs.folder / "tied.pt2", 16, STAGES, 2, 12, tied=True)
+    (runs.folder / "rules.toml").write_text("every = 2\n[[rule]]\n")
+    (runs.folder / "held.bin").write_bytes((runs.folder / "tokens.bin").read_bytes()[:400])
+    rows = [Combination(*names) for names in itertools.product(MAKE_UPS, WEIGHTS, LAYOUTS)]
+    wholes, steps = {}, 17
+    while sum(row.faults for row in rows) < o.combinations and time.monotonic() - begin < o.seconds:
+        row = min(rows, key=lambda row: (row.faults, dice.random()))
+        row.add(runs, dice, steps, wholes)
+    print("| what makes up for a lost rank | weights | layout | runs | faults | runs lost | runs with other bits |")
+    print("|---|---|---|---|---|---|---|")
+    print("\n".join(row.text() for row in rows))
+    wrong = [w for row in rows for w in row.wrong]
+    print(f"\n{sum(row.runs for row in rows)} runs, {sum(row.faults for row in rows)} faults, {len(wrong)} wrong.")
+    for one in wrong:
+        print(*one, sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def overhead(runs, pairs, width, layers, rows, length, steps):
@@ -164,6 +294,9 @@ def parse():
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--stops", type=int, default=40)
     parser.add_argument("--raises", type=int, default=40)
+    parser.add_argument(
+        "--combinations", type=int, default=0, help="so many faults over all combinations, and nothing else"
+    )
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="rows whose title has this")
@@ -180,6 +313,8 @@ def main():
         write_model(runs.folder / "small.pt2", 16, STAGES, 2, 12)
         noise = torch.Generator().manual_seed(1)
         (runs.folder / "tokens.bin").write_bytes(bytes(torch.randint(97, 105, (40000,), generator=noise).tolist()))
+        if o.combinations:
+            return combinations(runs, o, dice, begin)
         steps = 64
         events, code, errors = runs.train("small.pt2", steps, "--save", "whole.pt2")
         assert code == 0, errors

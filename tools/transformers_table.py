@@ -9,6 +9,7 @@ import copy
 import os
 import sys
 import warnings
+from collections import Counter
 
 sys.path[:0] = ["python/tests", "tools"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -74,6 +75,51 @@ def finite(results):
     assert all(t.isfinite().all() or not t.is_floating_point() for t in tensors[:1]), "the first output is not finite"
 
 
+NORMS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "native_layer_norm", "native_group_norm"}
+PRODUCTS = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm", "gru", "_grouped_mm", "grouped_mm_fallback",
+}  # fmt: skip
+
+
+def base(target):
+    return str(target).replace("::", ".").removeprefix("aten.").removeprefix("transformers.").split(".")[0]
+
+
+def is_spelled_norm(node):
+    """The root of a mean or a variance, however it is spelled: what every norm in Python has once."""
+    inverse = base(node.target) == "pow" and node.args[1] == -0.5
+    if base(node.target) not in ("rsqrt", "sqrt") and not inverse:
+        return False
+    while base(node.target) in ("rsqrt", "sqrt", "pow", "add", "clamp", "clamp_min", "to") and isinstance(node.args[0], torch.fx.Node):
+        node = node.args[0]
+    return base(node.target) in ("mean", "var")
+
+
+def shares(name):
+    """Norms found in the model's own graph and unit-scaled ones; matrix products likewise."""
+    model, args, kwargs = made(name)
+    if name in RUNS_FIRST:
+        run(model, args, kwargs)
+    verify = name not in NO_INPUT_GRADIENTS
+    found = [n for n in plumb.capture(model, *args, plumb_verify=verify, **kwargs).to_fx().graph.nodes if n.op == "call_function"]
+    norms = sum(base(n.target) in NORMS or is_spelled_norm(n) for n in found)
+    model, args, kwargs = made(name)
+    module = unit_scale(model)
+    run(module, args, kwargs, verify)
+    entries, _ = counts(module)
+    fused = sum(e["kind"] == "replaced" and e["to"].endswith("_norm") for e in entries)
+    products = Counter(e["kind"] for e in entries if base(e.get("from", "")) in PRODUCTS)
+    why = Counter(e["reason"] for e in entries if e["kind"] == "left_alone" and e["reason"].startswith("a norm"))
+    reasons = "".join(f"; {n} {reason}" for reason, n in why.items())
+    return f"{fused} of {norms}{reasons}", f"{products['replaced']} of {products['replaced'] + products['left_alone']}"
+
+
+def split_row(name):
+    both = tried(shares, name)
+    return [name, *(both if isinstance(both, tuple) else [both] * 2)]
+
+
 def scaled(name):
     model, args, kwargs = made(name)
     module = unit_scale(model)
@@ -106,6 +152,7 @@ def main():
     print("<!-- docs/zoo.md -->")
     print(table(["model of transformers", "captured, verified", "cut in 2"], [row(n, captured, cut) for n in names]))
     print("\n<!-- docs/transforms.md -->")
+    print(table(["model of transformers", "norms unit-scaled", "products unit-scaled"], [split_row(n) for n in names]) + "\n")
     rows = [row(n, scaled, rounded, tracked) for n in names]
     print(table(["model of transformers", "unit_scale", "products rounded", "track_scales: measured, gradients"], rows))
 

@@ -288,7 +288,8 @@ std::string graph_html(const Graph& graph) {
                          {"wires", nlohmann::json::array()}};
   auto known = [](size_t i) { return i == kNone ? -1 : static_cast<int64_t>(i); };
   for (const Entry& e : d.entries) {
-    data["entries"].push_back({e.node != nullptr, known(e.module), e.hint + "\n" + e.title});
+    data["entries"].push_back(
+        {e.node != nullptr, known(e.module), e.hint + "\n" + e.title, e.node ? e.node->meta().where() : ""});
   }
   for (const ModuleBox& m : d.modules) data["modules"].push_back({known(m.parent), m.depth, m.head, m.last});
   for (const Wire& w : d.wires) data["wires"].push_back({w.from, w.to, known(w.lane)});

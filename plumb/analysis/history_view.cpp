@@ -215,7 +215,8 @@ std::vector<LineChart> scalar_charts(const HistoryView& view) {
       }
     }
     for (auto& [name, curve] : curves) {
-      charts.try_emplace(name, LineChart{.title = name, .height = 260})
+      const LineChart empty{.title = name, .peak = name == "lr" || name == "learning_rate", .height = 260};
+      charts.try_emplace(name, empty)
           .first->second.curves.push_back(std::move(curve));
     }
   }

@@ -101,6 +101,11 @@ HtmlReport& HtmlReport::runs(const std::vector<std::string>& names) {
   return *this;
 }
 
+HtmlReport& HtmlReport::reload_every(int seconds) {
+  reload_ = seconds;
+  return *this;
+}
+
 HtmlReport& HtmlReport::add(const Table& table) {
   const size_t columns = table.num_columns();
   std::vector<const char*> kind(columns, "");
@@ -152,8 +157,9 @@ std::string HtmlReport::html() const {
   out += page_style();
   out +=
       "</style>\n<script>document.documentElement.dataset.theme = matchMedia(\"(prefers-color-scheme:dark)\").matches "
-      "? \"dark\" : \"light\";</script>\n</head>\n<body>\n<header>\n<button id=\"theme\" type=\"button\" "
-      "title=\"light or dark\">◐</button>\n<h1>" +
+      "? \"dark\" : \"light\";</script>\n</head>\n<body" +
+      (reload_ > 0 ? " data-reload=\"" + std::to_string(reload_) + "\"" : "") +
+      ">\n<header>\n<button id=\"theme\" type=\"button\" title=\"light or dark\">◐</button>\n<h1>" +
       escaped(title_) + "</h1>\n";
   if (!subtitle_.empty()) out += "<p class=\"subtitle\">" + escaped(subtitle_) + "</p>\n";
   if (sections_.size() > 1) {

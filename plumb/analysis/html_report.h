@@ -33,6 +33,8 @@ class HtmlReport {
 
   // Gives these runs their colours, in this order. Others get theirs where they first appear.
   HtmlReport& runs(const std::vector<std::string>& names);
+  // The page is being written: in a browser it loads itself again every so many seconds, unless somebody uses it.
+  HtmlReport& reload_every(int seconds);
   HtmlReport& section(std::string title);
   // Paragraphs, parted by empty lines; lines that start with "- " are a list. **bold** and `code` are marked so.
   HtmlReport& prose(std::string_view text);
@@ -54,6 +56,7 @@ class HtmlReport {
   HtmlReport& put(const std::string& html);
   std::string title_, subtitle_, body_;
   std::vector<std::string> sections_;
+  int reload_ = 0;  // 0: never
   RunColors colors_;
 };
 

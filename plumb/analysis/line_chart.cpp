@@ -117,7 +117,7 @@ std::string conclusion(const LineChart& chart) {
       continue;
     }
     double sum = 0, n = 0;
-    for (size_t i = last - std::min(last, window); i < last; ++i) {
+    for (size_t i = last; i-- > 0 && step_of(curve, i) > step_of(curve, last - 1) - static_cast<double>(window);) {
       if (std::isfinite(curve.values[i])) sum += curve.values[i], ++n;
     }
     if (n > 0) ends.push_back({&curve, sum / n});
@@ -130,6 +130,13 @@ std::string conclusion(const LineChart& chart) {
   if (ends.size() == 1) {
     const auto first = std::ranges::find_if(ends[0].curve->values, [](double v) { return std::isfinite(v); });
     out += " and began at " + short_number(*first);
+    if (chart.peak) {
+      const auto largest = std::ranges::max_element(ends[0].curve->values, [](double a, double b) {
+        return std::isfinite(b) && (!std::isfinite(a) || a < b);
+      });
+      out += "; its peak is " + short_number(*largest) + ", at " + chart.x_label + " " +
+             short_number(step_of(*ends[0].curve, static_cast<size_t>(largest - ends[0].curve->values.begin())));
+    }
   }
   for (size_t i = 1; i < ends.size(); ++i) {
     out += (i == 1 ? "; **" : ", **") + ends[i].curve->name + "** at " + short_number(ends[i].value);

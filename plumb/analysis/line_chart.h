@@ -36,8 +36,10 @@ struct LineChart {
   std::string y_label = {};
   std::vector<Curve> curves = {};
   bool log_y = false;  // values of zero and below are then left out
-  // Above 1: a line is the mean of the last `smooth` values, and the values themselves are faint behind it.
+  // Above 1: a line is a mean over about the last `smooth` steps, weighted towards the last ones, and the values
+  // themselves are faint behind it.
   int smooth = 1;
+  bool peak = false;  // conclusion() says the largest value, too: of a learning rate
   int height = 400;
 };
 
@@ -47,7 +49,8 @@ struct LineChart {
 std::string to_html(const LineChart& chart, RunColors& colors);
 
 // The curves' last values, lowest first, and which are equal or lost: "B ends lowest, at 2.08 (mean of the last 30
-// steps); A is at 2.205, 6.0 % above. C equals B at every step." No curve has a finite value: says so.
+// steps); A is at 2.205, 6.0 % above. C equals B at every step." The mean is over the values of the last `smooth` steps:
+// a curve with a value every 50 steps has its last one. No curve has a finite value: says so.
 std::string conclusion(const LineChart& chart);
 
 }  // namespace plumb

@@ -138,9 +138,12 @@ std::string header_of(const ScaleChart& chart, const std::vector<Panel>& panels,
     x += 36 + svg::text_width(name, 12.5);
   }
   out += svg::text(0, height - 6, "tensor, in graph order", {"muted", "start", 11});
+  out += svg::text(x, 15, "dot: standard deviation, stroke: mean |x|, thick line: 90 % of the elements, thin line: all",
+                   {"muted", "start", 11});
   for (const Panel& p : panels) {
     const auto& band = *p.band;
     out += svg::text(p.left, 34, p.bwd ? "Gradients (backward)" : "Values (forward)", {"text", "start", 13, true});
+    out += svg::text(p.left + kPanel, 34, "|x|, powers of two", {"muted", "end", 11});
     if (band) {
       const double a = p.at(band->min_subnormal), b = p.at(band->min_normal), c = p.at(band->max);
       auto label = [&](double from, double to, const std::string& what) {

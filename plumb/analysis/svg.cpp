@@ -14,6 +14,7 @@ namespace {
 
 constexpr std::array<std::string_view, kSeriesColors> kSeries = {"#2563eb", "#ea580c", "#16a34a", "#9333ea",
                                                                  "#0891b2", "#db2777", "#a16207", "#475569"};
+constexpr double kMargin = 18;
 constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
 
 // Length of the character at the front, 0 if XML has none such.
@@ -131,11 +132,13 @@ std::string shortened(std::string_view content, double width, double size) {
 }
 
 std::string picture(double width, double height, const std::string& body, bool standalone) {
-  const std::string w = number(width), h = number(height);
-  return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" + w + "\" height=\"" + h + "\" viewBox=\"0 0 " + w + " " +
-         h + "\" font-family=\"system-ui,-apple-system,'Segoe UI',Roboto,sans-serif\" font-size=\"12\">\n" +
+  // On a page its figure has the margins.
+  const double margin = standalone ? kMargin : 0;
+  const std::string w = number(width + 2 * margin), h = number(height + 2 * margin), corner = number(-margin);
+  return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" + w + "\" height=\"" + h + "\" viewBox=\"" + corner + " " +
+         corner + " " + w + " " + h + "\" font-family=\"system-ui,-apple-system,'Segoe UI',Roboto,sans-serif\" font-size=\"12\">\n" +
          (standalone ? "<style>\n" + std::string(picture_style()) +
-                           "</style>\n<rect class=\"ground\" width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
+                           "</style>\n<rect class=\"ground\" x=\"" + corner + "\" y=\"" + corner + "\" width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
                      : "") +
          body + "</svg>\n";
 }

@@ -50,7 +50,7 @@ double text_width(std::string_view content, double size = 12);
 // At most `width` wide, with an ellipsis at the front (the end of a module's path says more than its start).
 std::string shortened(std::string_view content, double width, double size = 12);
 
-// A whole picture: standalone, with a ground and the colours of light and dark viewers; on a page, without.
+// A whole picture: standalone, with margins, a ground and the colours of light and dark viewers; on a page, without.
 std::string picture(double width, double height, const std::string& body, bool standalone);
 
 // Round numbers that divide lo..hi in about `count` parts. lo < hi, both finite.

@@ -189,7 +189,7 @@ InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& in
   return half;
 }
 
-void run_weight_half(DeferredWeights::State& deferred, bool retain_graph) {
+void run_weight_half(DeferredWeights::State& deferred, const edge_list& only, bool retain_graph) {
   edge_list edges;
   variable_list grads;
   for (auto& s : deferred.starts) {
@@ -209,10 +209,10 @@ void run_weight_half(DeferredWeights::State& deferred, bool retain_graph) {
     std::ranges::for_each(std::views::reverse(deferred.starts), swap_hooks);
     std::ranges::for_each(deferred.cuts, swap_edge);
   });
-  if (deferred.chains && deferred.only.empty() && !torch::autograd::AnomalyMode::is_enabled()) {
+  if (deferred.chains && only.empty() && !torch::autograd::AnomalyMode::is_enabled()) {
     for (size_t i = 0; i < edges.size(); i++) run_chains(edges[i].function, std::move(grads[i]), retain_graph);
   } else if (!edges.empty()) {
-    run_engine(edges, grads, retain_graph, deferred.only, IntoGrad::Yes);
+    run_engine(edges, grads, retain_graph, only, IntoGrad::Yes);
   }
 }
 

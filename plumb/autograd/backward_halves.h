@@ -31,8 +31,7 @@ struct DeferredWeights::State {
   };
   std::vector<Start> starts;
   std::vector<Cut> cuts;  // still to be cut, because the graph is kept whole
-  edge_list only;         // the leaves whose .grad is added to; empty: all
-  bool chains = false;    // see defers_chains()
+  bool chains = false;  // see defers_chains()
 };
 
 // Roots of a backward: edges and gradients of the outputs that take part.
@@ -53,6 +52,7 @@ inline variable_list run_engine(const edge_list& roots, const variable_list& gra
 
 // The input half from these roots; `inputs` by input, an empty function where none is wanted.
 InputHalf run_input_half(const BackwardRoots& roots, const std::vector<Edge>& inputs, bool keep_graph);
-void run_weight_half(DeferredWeights::State& deferred, bool retain_graph);
+// `only`: the leaves whose .grad is added to; empty: all.
+void run_weight_half(DeferredWeights::State& deferred, const edge_list& only, bool retain_graph);
 
 }  // namespace plumb

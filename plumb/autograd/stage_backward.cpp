@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "plumb/autograd/backward_halves.h"
 #include "plumb/core/error.h"
 #include "plumb/graph/describe.h"
@@ -81,6 +83,7 @@ void add_seeds(BackwardRoots& roots, const std::vector<Edge>& input_edges, const
   }
 }
 
+// A tensor that comes twice has its gradient at the first place.
 std::vector<Edge> leaf_edges(const Tensors& inputs, bool leaves_only) {
   std::vector<Edge> edges(inputs.size());
   for (size_t i = 0; i < inputs.size(); i++) {
@@ -90,7 +93,8 @@ std::vector<Edge> leaf_edges(const Tensors& inputs, bool leaves_only) {
                   "input " + std::to_string(i) + " of the stage, " + describe(inputs[i]) + ", is not a leaf", "",
                   "detach it before the stage's forward, or use an InputBoundary");
     }
-    edges[i] = torch::autograd::impl::gradient_edge(inputs[i]);
+    Edge edge = torch::autograd::impl::gradient_edge(inputs[i]);
+    if (std::find(edges.begin(), edges.end(), edge) == edges.end()) edges[i] = std::move(edge);
   }
   return edges;
 }
@@ -193,14 +197,33 @@ InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_gra
   });
 }
 
-void stage_backward_weight(DeferredWeights& deferred, bool retain_graph) {
+namespace {
+
+// `only`: the leaves whose .grad is added to; null: all.
+void weight_half(DeferredWeights& deferred, const edge_list* only, bool retain_graph) {
   if (!deferred.pending()) {
     throw Error(ErrorKind::InvalidState, "the weight half of this stage backward has run already", "",
                 "run stage_backward_input first, or pass retain_graph to the weight half");
   }
-  run_described("weight half of the stage backward", {}, {}, {},
-                [&] { run_weight_half(*deferred.state, retain_graph); });
+  if (only == nullptr || !only->empty()) {
+    run_described("weight half of the stage backward", {}, {}, {},
+                  [&] { run_weight_half(*deferred.state, only ? *only : edge_list{}, retain_graph); });
+  }
   if (!retain_graph) deferred.state.reset();
+}
+
+}  // namespace
+
+void stage_backward_weight(DeferredWeights& deferred, bool retain_graph) {
+  weight_half(deferred, nullptr, retain_graph);
+}
+
+void stage_backward_weight(DeferredWeights& deferred, const Tensors& weights, bool retain_graph) {
+  edge_list only;
+  for (const at::Tensor& weight : weights) {
+    if (weight.defined() && weight.requires_grad()) only.push_back(torch::autograd::impl::gradient_edge(weight));
+  }
+  weight_half(deferred, &only, retain_graph);
 }
 
 }  // namespace plumb

@@ -64,7 +64,8 @@ struct InputHalf {
 // outputs: tensors that require no gradient, or are undefined, are skipped with their gradients.
 // output_grads: empty means ones for every output. An undefined entry means ones for a one-element output and is an
 //   error for any other. Sizes must be the output's.
-// inputs: leaf tensors (a `.grad` from before is part of the answer; unset afterwards) or an InputBoundary.
+// inputs: leaf tensors (a `.grad` from before is part of the answer; unset afterwards) or an InputBoundary. A tensor that
+//   comes twice has its gradient at the first place and none at the second.
 // input_seeds: gradients the inputs already have from elsewhere (later users of the same value), summed first. Boundary
 //   form only; empty, or one entry per input, undefined for none.
 //
@@ -89,8 +90,10 @@ InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_gra
 InputHalf stage_backward_input(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                                const Tensors& input_seeds = {}, bool keep_graph = false);
 
-// The weight half: accumulates into the `.grad` of every leaf, as backward() would have. retain_graph keeps the saved
-// tensors and `deferred` usable again. Raises Error(InvalidArgument) if `deferred` has run already.
+// The weight half: accumulates into the `.grad` of every leaf, or of these `weights` and no others, as backward() would
+// have. retain_graph keeps the saved tensors and `deferred` usable again. Raises Error(InvalidArgument) if `deferred` has
+// run already.
 void stage_backward_weight(DeferredWeights& deferred, bool retain_graph = false);
+void stage_backward_weight(DeferredWeights& deferred, const Tensors& weights, bool retain_graph = false);
 
 }  // namespace plumb

@@ -400,6 +400,17 @@ TEST(StageBackward, TakesLeafInputsAndUnsetsTheirGradient) {
   EXPECT_FALSE(x.grad().defined());
 }
 
+TEST(StageBackward, GivesATensorThatComesTwiceOneGradient) {
+  auto w = weight({8});
+  auto x = at::randn({8}).requires_grad_(true);
+  auto grads = stage_backward({x * w}, {at::ones({8})}, Tensors{x, x});
+  EXPECT_TRUE(at::equal(grads[0], w));
+  EXPECT_FALSE(grads[1].defined());
+  auto half = stage_backward_input({x * w}, {at::ones({8})}, Tensors{x, x});
+  EXPECT_TRUE(at::equal(half.input_grads[0], w));
+  EXPECT_FALSE(half.input_grads[1].defined());
+}
+
 TEST(StageBackward, AddsToTheGradientThatALeafHasAlready) {
   auto w = weight({8});
   auto x = at::randn({8}).requires_grad_(true);
@@ -442,6 +453,19 @@ TEST(StageBackward, DescribesAFailureOfAutograd) {
   auto message = message_of([&] { stage_backward_input(outputs, {at::ones({4})}, boundary); });
   EXPECT_THAT(message, testing::HasSubstr("input half of the stage backward failed"));
   EXPECT_THAT(message, testing::HasSubstr("outputs (float[4])"));
+}
+
+TEST(StageBackward, TheWeightHalfGivesTheseWeightsTheirGradientsAndNoOthers) {
+  auto v = weight({8}), w = weight({8}), unused = weight({8});
+  InputBoundary boundary({at::randn({8})}, {true});
+  auto half = stage_backward_input({boundary.inputs()[0] * v * w}, {at::ones({8})}, boundary, {}, /*keep_graph=*/true);
+  stage_backward_weight(half.deferred, Tensors{w, unused, at::Tensor()}, /*retain_graph=*/true);
+  EXPECT_TRUE(at::equal(w.grad(), boundary.inputs()[0] * v));
+  EXPECT_FALSE(v.grad().defined() || unused.grad().defined());
+  stage_backward_weight(half.deferred, Tensors{}, /*retain_graph=*/true);
+  EXPECT_TRUE(at::equal(w.grad(), boundary.inputs()[0] * v));
+  stage_backward_weight(half.deferred);
+  EXPECT_TRUE(at::equal(v.grad(), boundary.inputs()[0] * w));
 }
 
 TEST(StageBackward, RefusesASecondWeightHalf) {

@@ -1,5 +1,7 @@
 #include "plumb/capture/captured_model.h"
 
+#include <ATen/autocast_mode.h>
+
 #include <sstream>
 
 namespace plumb {
@@ -8,7 +10,13 @@ std::string signature_of(const torch::nn::Module& model, const std::vector<at::T
   std::ostringstream key;
   for (const at::Tensor& x : inputs)
     key << x.scalar_type() << x.sizes() << x.device() << (x.requires_grad() ? "g" : "-") << ' ';
-  for (const auto& m : model.modules()) key << m->is_training();
+  for (const auto& m : model.modules()) {
+    key << m->is_training();
+    m->pretty_print(key);  // torch's layers print their options
+  }
+  for (const at::DeviceType d : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    if (at::autocast::is_autocast_enabled(d)) key << ' ' << d << at::autocast::get_autocast_dtype(d);
+  }
   return key.str();
 }
 

@@ -1,5 +1,6 @@
 #include "plumb/capture/captured_model.h"
 
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -32,6 +33,31 @@ TEST(CapturedModel, TakesALastPartialBatchAndTrainsTheModelsOwnParameters) {
   net->eval();
   EXPECT_TRUE(at::equal(captured(torch::ones({2, 4})), net->forward(torch::ones({2, 4}))));
   EXPECT_EQ(captured.num_graphs(), 3u) << "another mode, another graph";
+}
+
+TEST(CapturedModel, FollowsOptionsOfLayersAndAutocast) {
+  torch::manual_seed(0);
+  torch::nn::Dropout drop(0.0);
+  torch::nn::LayerNorm norm(torch::nn::LayerNormOptions({4}));
+  torch::nn::Sequential net(torch::nn::Linear(4, 4), norm, drop);
+  CapturedModel captured(net);
+  const at::Tensor x = torch::randn({3, 4});
+  const auto expect_same = [&](size_t graphs) {
+    EXPECT_TRUE(at::equal(captured(x), net->forward(x)));
+    EXPECT_EQ(captured.num_graphs(), graphs);
+  };
+  expect_same(1);
+  norm->options.eps(1.0);
+  expect_same(2);
+  drop->options.p(1.0);
+  expect_same(3);
+  drop->options.p(0.0);
+  expect_same(3);
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  expect_same(4);
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  at::autocast::clear_cache();
+  expect_same(4);
 }
 
 TEST(CapturedModel, GraphsOfATransformShareTheFirstsParameters) {

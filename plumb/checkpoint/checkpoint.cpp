@@ -49,16 +49,22 @@ Checkpoint Checkpoint::open(const std::string& folder) {
   return Checkpoint(folder, checkpoint_from_text(path, folder, read_file(path)));
 }
 
-std::optional<Checkpoint> Checkpoint::newest(const std::string& run_folder, std::vector<std::string>* problems) {
+std::optional<Checkpoint> Checkpoint::newest(const std::string& run_folder, std::vector<std::string>* problems,
+                                             const std::function<std::string(const Checkpoint&)>& refuse) {
   const std::vector<int64_t> steps = checkpoint_steps(run_folder);
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    std::string why;
     try {
       Checkpoint checkpoint = open((fs::path(run_folder) / checkpoint_name(*step)).string());
-      checkpoint.verify();
-      return checkpoint;
+      if (refuse) why = refuse(checkpoint);
+      if (why.empty()) {
+        checkpoint.verify();
+        return checkpoint;
+      }
     } catch (const Error& e) {
-      if (problems) problems->push_back(checkpoint_name(*step) + " is not used: " + e.message());
+      why = e.message();
     }
+    if (problems) problems->push_back(checkpoint_name(*step) + " is not used: " + why);
   }
   return std::nullopt;
 }

@@ -8,6 +8,7 @@
 // names is stored under the first; the others are ties. Written by CheckpointWriter (checkpoint_writer.h).
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -40,8 +41,10 @@ class Checkpoint {
   // Checks checkpoint.json and the sizes of all files. Every tensor is held against its checksum when it is read.
   static Checkpoint open(const std::string& folder);
   // The newest one in a run's folder whose every byte is as it was written: reads them all. Nothing if there is none.
-  // `problems` gets a sentence for every newer one: which, and what is wrong with it.
-  static std::optional<Checkpoint> newest(const std::string& run_folder, std::vector<std::string>* problems = nullptr);
+  // `problems` gets a sentence for every newer one: which, and what is wrong with it. `refuse` returns why one that can
+  // be opened is not to be used, or "".
+  static std::optional<Checkpoint> newest(const std::string& run_folder, std::vector<std::string>* problems = nullptr,
+                                          const std::function<std::string(const Checkpoint&)>& refuse = {});
 
   const std::string& folder() const { return folder_; }
   int64_t step() const { return contents_->step; }

@@ -55,6 +55,20 @@ TEST_F(Checkpoints, ThatAreAbandonedDoNotWait) {
   EXPECT_THAT(writer.problem().value_or(""), HasSubstr("rank 1"));
 }
 
+TEST_F(Checkpoints, WithoutMemoryForACopyFailByNameAndTheRunGoesOn) {
+  CheckpointWriter writer(folder_, 0, 1, "r");
+  CheckpointPart large;
+  large.model.emplace_back("w", at::zeros({1}).expand({int64_t{1} << 46}));  // 256 TiB when it is copied
+  writer.save(1, large, {});
+  writer.wait();
+  EXPECT_THAT(writer.problem().value_or(""),
+              ::testing::AllOf(HasSubstr("step-00000001: rank 0 could not copy its part: "), HasSubstr("memory")));
+  writer.save(2, part(0), {});
+  writer.wait();
+  EXPECT_EQ(writer.problem(), std::nullopt);
+  EXPECT_EQ(Checkpoint::newest(folder_)->step(), 2);
+}
+
 // In a process of its own: a limit of files' sizes is a full disk.
 TEST_F(Checkpoints, OfAFullDiskFailAndTheNextIsTried) {
   const pid_t child = fork();

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/json_text.h"
 #include "plumb/core/system_remedy.h"
+#include "plumb/graph/describe.h"
 
 namespace plumb {
 namespace {
@@ -60,6 +62,12 @@ NamedTensors copies(const NamedTensors& tensors) {
     copied.emplace_back(name, std::move(copy));
   }
   return copied;
+}
+
+// In words where the exception has none.
+std::string reason_of(const std::exception& e) {
+  if (dynamic_cast<const std::bad_alloc*>(&e)) return "out of memory";
+  return first_line(e.what());
 }
 
 // JSON's numbers have no infinity, and its texts are UTF-8: what would come back otherwise is refused.
@@ -124,8 +132,14 @@ void CheckpointWriter::save(int64_t step, const CheckpointPart& part, const nloh
   CheckpointReport report;
   report.step = step;
   report.waited = seconds_since(start);
-  once.model = copies(once.model);
-  once.optimizer = copies(once.optimizer);
+  try {
+    once.model = copies(once.model);
+    once.optimizer = copies(once.optimizer);
+  } catch (const std::exception& e) {  // no memory for them: the other ranks are told, the run goes on
+    report.problem =
+        c10::str(run_folder_, "/", checkpoint_name(step), ": rank ", rank_, " could not copy its part: ", reason_of(e));
+    once = {};
+  }
   report.copied = seconds_since(start) - report.waited;
   running_ = std::async(
       options_.background ? std::launch::async : std::launch::deferred,
@@ -161,12 +175,14 @@ CheckpointReport CheckpointWriter::write(CheckpointPart part, const nlohmann::js
   try {
     if (is_given_up(folder)) throw Error(ErrorKind::Communication, folder + ": rank 0 gave it up and says why");
     fs::create_directories(folder);
+    if (!report.problem.empty()) throw Error(ErrorKind::ExecutionFailed, std::exchange(report.problem, {}));
     report.bytes = write_rank_files(folder, rank_, part);
     part = {};
     rank_ == 0 ? publish(state, folder, report) : await_publication(folder, report);
   } catch (const std::exception& e) {
     const auto* known = dynamic_cast<const Error*>(&e);
-    report.problem = known ? known->message() : e.what();
+    report.problem =
+        known ? known->message() : c10::str(folder, ": rank ", rank_, " could not write its part: ", reason_of(e));
     if (rank_ == 0) {
       give_up_folder(folder);
     } else if (!is_given_up(folder)) {

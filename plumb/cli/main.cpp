@@ -7,6 +7,7 @@
 #include <CLI/CLI.hpp>
 #include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <iostream>
 
 #include "plumb/cli/commands.h"
@@ -28,11 +29,10 @@ extern "C" void on_signal(int signal, siginfo_t* info, void*) {
   const bool from_a_process = info->si_code != SI_KERNEL;
   const bool from_launcher = !speaks && from_a_process && info->si_pid == ::getppid();
   if (plumb::cli::take_signal(signal, from_a_process, from_launcher)) return;
-  constexpr char kText[] = "\nplumb: interrupted\n", kNothing[] = "\nplumb: interrupted, nothing was saved\n";
   if (signal == SIGINT && speaks) {
-    const bool saved = plumb::cli::anything_saved();
-    [[maybe_unused]] const auto written =
-        ::write(STDERR_FILENO, saved ? kText : kNothing, (saved ? sizeof kText : sizeof kNothing) - 1);
+    for (const char* part : {"\nplumb: interrupted", plumb::cli::what_was_saved(), "\n"}) {
+      [[maybe_unused]] const auto written = ::write(STDERR_FILENO, part, std::strlen(part));
+    }
   }
   plumb::remove_temporary_files();
   plumb::cli::TemporaryFile::remove();
@@ -66,8 +66,8 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", "plumb " PLUMB_VERSION " (torch " TORCH_VERSION_TEXT ")");
   app.require_subcommand(1);
   app.footer(
-      "Example:\n  plumb show model.pt2 --as table\n\n`plumb COMMAND --help` shows each command's options and an "
-      "example.");
+      "Example:\n  plumb show model.pt2 --as table\n\n`plumb help COMMAND` shows each command's options and an "
+      "example; `plumb completion SHELL` makes a shell complete them.");
   app.add_option_function<std::string>(
          "--allow-operators", [](const std::string& name) { plumb::allow_operators(name); },
          "Let files name an operator (ns::op) that plumb does not know as tensor arithmetic; as often as wanted")
@@ -75,20 +75,18 @@ int run(int argc, char** argv) {
       ->trigger_on_parse();
   using namespace plumb::cli;
   for (AddCommand* add : {add_import, add_show, add_opt, add_run, add_plan, add_train, add_scale, add_track, add_split,
-                          add_eval, add_sample})
+                          add_eval, add_sample, add_completion, add_help})
     add(app);
-  if (argc > 1 && argv[1][0] != '-' &&
-      app.get_subcommands([&](const CLI::App* c) { return c->get_name() == argv[1]; }).empty()) {
-    throw plumb::UsageError("no command '" + std::string(argv[1]) + "'", "plumb --help");
-  }
+  if (argc > 1 && argv[1][0] != '-') command_named(app, argv[1]);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& e) {  // --help, --version
     return app.exit(e);
   } catch (const CLI::ParseError& e) {
     const auto chosen = app.get_subcommands();
-    std::cerr << "plumb: " << e.what() << "\n  try: plumb " << (chosen.empty() ? "" : chosen.front()->get_name() + " ")
-              << "--help\n";
+    const std::string unknown = chosen.empty() ? "" : unknown_option(*chosen.front());
+    const std::string help = "plumb " + (chosen.empty() ? "" : chosen.front()->get_name() + " ") + "--help";
+    std::cerr << "plumb: " << (unknown.empty() ? e.what() + ("\n  try: " + help) : unknown) << "\n";
     return 2;
   }
   return 0;

@@ -44,6 +44,10 @@ TEST_F(Options, LeavesOutWhatItIsToldToPrune) {
   EXPECT_EQ(targets("").count("aten::relu"), 1u);
   EXPECT_EQ(targets("--prune aten::relu,0.weight").count("aten::relu"), 0u);
   EXPECT_EQ(targets("--prune aten::relu,0.weight").count("0.weight"), 0u);
+  const Ended unknown = plumb("track flat.pt2 --input x.pt --prune aten::relu,aten::rleu");
+  EXPECT_EQ(unknown.code, 0);
+  EXPECT_NE(unknown.err.find("--prune aten::rleu: no node is one"), std::string::npos) << unknown.err;
+  EXPECT_EQ(unknown.err.find("--prune aten::relu:"), std::string::npos) << unknown.err;
   EXPECT_EQ(targets("").count("aten::flatt"), 1u);
   EXPECT_EQ(targets("--prune-same-scale").count("aten::flatt"), 0u);
   EXPECT_EQ(targets("--prune-same-scale").count("aten::relu"), 1u);
@@ -97,6 +101,73 @@ TEST_F(Options, WrongUseNamesTheOptionAndTheFix) {
   wrong("opt lm.txt --pass=dead_code --json", "--json");
   EXPECT_FALSE(fs::exists(folder() / "a.pt2"));
   EXPECT_FALSE(fs::exists(folder() / "q"));
+}
+
+// Names of options that --help of a command lists.
+std::set<std::string> options_of(const std::string& help) {
+  std::set<std::string> out;
+  std::stringstream lines(help);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with("  -")) continue;
+    std::stringstream names(line.substr(2, line.find(' ', 2) - 2));
+    for (std::string name; std::getline(names, name, ',');) out.insert(name);
+  }
+  return out;
+}
+
+TEST_F(Options, HelpOfACommandIsItsHelp) {
+  EXPECT_EQ(plumb("help").out, plumb("--help").out);
+  for (const char* command : {"train", "show", "completion"}) {
+    const std::string name = command;
+    EXPECT_EQ(plumb("help " + name).out, plumb(name + " --help").out);
+  }
+  wrong("help trian", "no command 'trian'");
+}
+
+TEST_F(Options, SaysWhichCommandOrOptionWasMeant) {
+  wrong("trian lm.pt2", "no command 'trian'\n  try: plumb train, or plumb --help");
+  wrong("xyzzy", "no command 'xyzzy'\n  try: plumb --help");
+  wrong("train lm.pt2 --data tokens.bin --stpes 3", "train has no option --stpes\n  try: --steps, or plumb train --help");
+  wrong("train lm.pt2 --micro=3", "train has no option --micro\n  try: --microbatches, or plumb train --help");
+  wrong("show lm.pt2 --xyzzy", "show has no option --xyzzy\n  try: plumb show --help");
+}
+
+TEST_F(Options, ShellsCompleteEveryCommandAndOption) {
+  std::set<std::string> commands;
+  std::stringstream lines(plumb("--help").out.substr(plumb("--help").out.find("Subcommands:\n")));
+  for (std::string line; std::getline(lines, line) && !line.empty();) {
+    if (line.starts_with("  ")) commands.insert(line.substr(2, line.find(' ', 2) - 2));
+  }
+  ASSERT_GT(commands.size(), 11u);
+  for (const char* shell_name : {"bash", "zsh", "fish"}) {
+    const Ended script = plumb(std::string("completion ") + shell_name + " > completion." + shell_name + "; cat completion." + shell_name);
+    ASSERT_EQ(script.code, 0) << script.err;
+    for (const std::string& command : commands) {
+      EXPECT_NE(script.out.find(command), std::string::npos);
+      for (const std::string& option : options_of(plumb(command + " --help").out)) {
+        const std::string bare = option.substr(option.find_first_not_of('-'));
+        const bool found = std::string(shell_name) == "fish"
+                               ? script.out.find((option.starts_with("--") ? " -l " : " -s ") + bare) != std::string::npos
+                               : script.out.find(option) != std::string::npos;
+        EXPECT_TRUE(found) << shell_name << ": " << command << " " << option;
+      }
+    }
+    if (shell("command -v " + std::string(shell_name)).code == 0) {
+      EXPECT_EQ(shell(std::string(shell_name) + " -n completion." + shell_name).code, 0);
+    }
+  }
+  wrong("completion tcsh", "SHELL");
+  const auto completed = [](const std::string& words) {
+    return shell("printf '%s\\n' 'source completion.bash' 'COMP_WORDS=(" + words +
+                 ")' 'COMP_CWORD=$((${#COMP_WORDS[@]} - 1))' _plumb 'echo \"${COMPREPLY[*]}\"' | bash")
+        .out;
+  };
+  EXPECT_EQ(completed("plumb tr"), "train track\n");
+  EXPECT_EQ(completed("plumb train --microb"), "--microbatches\n");
+  EXPECT_EQ(completed("plumb train --token-type u"), "u8 u16\n");
+  EXPECT_EQ(completed("plumb help spl"), "split\n");
+  EXPECT_EQ(completed("plumb completion z"), "zsh\n");
+  EXPECT_EQ(completed("plumb train lm"), "\n");  // the shell's own names of files
 }
 
 }  // namespace

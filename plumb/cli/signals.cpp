@@ -11,7 +11,7 @@
 namespace plumb::cli {
 namespace {
 
-std::atomic<bool> keeping = false, keeping_others = false, saved = false;
+std::atomic<bool> keeping = false, keeping_others = false, saved = false, only_tables = false;
 std::atomic<int> kept = 0, to_pass = 0;
 // A signal to a whole group of processes comes to a rank twice: as itself, and passed on by its launcher.
 std::atomic<bool> seen[2];
@@ -29,7 +29,12 @@ int KeptSignal::taken() const { return kept; }
 int KeptSignal::to_pass_on() const { return to_pass.exchange(0); }
 
 void note_saved() noexcept { saved = true; }
-bool anything_saved() noexcept { return saved || was_any_file_written(); }
+void note_nothing_to_save() noexcept { only_tables = true; }
+bool anything_saved() noexcept { return saved || (!only_tables && was_any_file_written()); }
+const char* what_was_saved() noexcept {
+  if (only_tables) return ", the trained weights were not saved";
+  return anything_saved() ? "" : ", nothing was saved";
+}
 
 void end_by_signal(int signal) {
   std::cout.flush();

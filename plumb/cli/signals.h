@@ -18,8 +18,12 @@ class KeptSignal {
 
 // Another process has said that it saved something.
 void note_saved() noexcept;
+// This is a training whose weights no option saves: tables and the like that it writes are not what it learned.
+void note_nothing_to_save() noexcept;
 // By this process or another. Safe in a signal handler.
 bool anything_saved() noexcept;
+// The end of a sentence about a command that did not end well: "" or ", nothing was saved". Safe in a signal handler.
+const char* what_was_saved() noexcept;
 
 // As the shell expects it of who was interrupted.
 [[noreturn]] void end_by_signal(int signal);

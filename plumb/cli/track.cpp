@@ -1,5 +1,6 @@
 // plumb track: the scale of every tensor and gradient in one run.
 #include <CLI/CLI.hpp>
+#include <iostream>
 
 #include "plumb/analysis/adapters.h"
 #include "plumb/analysis/html_report.h"
@@ -97,6 +98,10 @@ void track(const TrackArguments& o) {
   }
   if (!o.all) scales = prune_non_float_tensors(scales);
   if (o.same_scale) scales = prune_same_scale_tensors(scales);
+  for (const std::string& target : o.prune) {
+    if (prune_selected_nodes(scales, std::vector{target}).nodes.size() == scales.nodes.size())
+      std::cerr << "plumb: --prune " << target << ": no node is one; the column 'target' has the names" << std::endl;
+  }
   if (!o.prune.empty()) scales = prune_selected_nodes(scales, o.prune);
   std::string text = json ? scales.to_json() : scales.to_text();
   if (!view.asked.empty()) {

@@ -25,10 +25,16 @@
 namespace plumb::cli {
 namespace {
 
-// Prints events: JSON lines, a bar on a terminal, or plain lines.
+// Prints events: JSON lines, a bar on a terminal, or plain lines. A rank prints all of them, for its launcher to
+// choose.
 class Printer {
  public:
-  explicit Printer(bool json) : json_(json), bar_(!json && ::isatty(STDOUT_FILENO) == 1) {}
+  explicit Printer(const TrainOptions& o)
+      : json_(o.json),
+        quiet_(o.quiet && !started_by_plumb()),
+        bar_(!o.json && ::isatty(STDOUT_FILENO) == 1),
+        print_options_(o.options == "-"),
+        every_(o.log_every) {}
   ~Printer() { end_bar(); }
   void end_bar() {
     if (open_) std::cout << std::endl;
@@ -49,14 +55,16 @@ class Printer {
       return event[key].is_number() ? event[key].get<double>() : std::nan("");
     };
     if (has("saved") || has("checkpoint")) note_saved();
+    const char* problem = nullptr;
+    for (const char* key : {"checkpoint_problem", "problem", "why"}) problem = has(key) ? key : problem;
+    if (quiet_ && problem == nullptr) return;
     if (json_) return say(std::cout, event.dump());
-    for (const char* problem : {"checkpoint_problem", "problem", "why"}) {
-      if (has(problem)) return say(std::cerr, "plumb: " + text(problem));
-    }
+    if (problem != nullptr) return say(std::cerr, "plumb: " + text(problem));
     if (has("options")) {
-      std::cerr << text("options");
+      if (print_options_) std::cerr << text("options");
     } else if (has("group")) {
-      say(std::cerr, "group " + text("group") + ": " + join(event["parameters"].get<std::vector<std::string>>()));
+      // A comment of TOML: what is printed before the first step can be kept as a file for --config.
+      say(std::cerr, "# group " + text("group") + ": " + join(event["parameters"].get<std::vector<std::string>>()));
     } else if (has("eval")) {
       const double loss = value("eval_loss");
       say(std::cout, "evaluation after step " + text("eval") + ": loss " + number(loss) + ", perplexity " +
@@ -74,9 +82,12 @@ class Printer {
     } else if (has("drew")) {
       say(std::cout, "drew " + text("drew") + "  bubble " + percent(event["bubble"]) + "\n" + text("conclusion"));
     } else if (has("learning_rates")) {
-      say(std::cout, "learning rates: " + text("learning_rates"));
+      say(std::cout, "# learning rates: " + text("learning_rates"));
     } else if (has("step")) {
-      const std::string tail = "  loss " + number(value("loss")) + "  norm " + number(value("norm")) + speed(event);
+      const std::string tail = "  loss " + number(value("loss")) + "  norm " + short_number(value("norm")) + "  lr " +
+                               short_number(value("lr")) + speed(event);
+      const int64_t step = event["step"];
+      if (!bar_ && step % every_ != 0 && step != event["steps"].get<int64_t>()) return;
       if (!bar_) return say(std::cout, "step " + text("step") + "/" + text("steps") + tail);
       std::cout << "\r" << bar_text(event["step"], event["steps"]) << tail << "\x1b[K" << std::flush;
       open_ = true;
@@ -93,7 +104,7 @@ class Printer {
     last_step_ = step;
     const double each = step == first_step_ ? seconds : (seconds - first_seconds_) / (step - first_step_);
     std::string text = "  " + short_number(each) + " s a step";
-    if (event.contains("tokens")) text += ", " + short_number(event["tokens"].get<double>() / each) + " tokens/s";
+    if (event.contains("tokens")) text += ", " + rate_text(event["tokens"].get<double>() / each) + " tokens/s";
     if (memory > 0) text += ", " + short_number(memory / 1e9) + " GB";
     if (step < steps) text += ", " + duration_text(each * (steps - step)) + " left";
     return text;
@@ -105,7 +116,8 @@ class Printer {
     std::snprintf(text, sizeof text, "%.6f", value);
     return text;
   }
-  const bool json_, bar_;
+  const bool json_, quiet_, bar_, print_options_;
+  const int64_t every_;
   bool open_ = false;
   double first_seconds_ = 0;
   int first_step_ = 0, last_step_ = 0;
@@ -128,9 +140,11 @@ bool goes_on_later(const TrainOptions& o, int signal) {
   return (signal == SIGTERM || signal == SIGUSR1) && !o.checkpoints.empty();
 }
 
+bool saves_weights(const TrainOptions& o) { return !o.save.empty() || !o.save_hf.empty() || !o.checkpoints.empty(); }
+
 int end_interrupted(const TrainOptions& o, int signal) {
   if (goes_on_later(o, signal) && anything_saved()) return kGoesOnLater;
-  std::cerr << "\nplumb: interrupted" << (anything_saved() ? "" : ", nothing was saved") << "\n";
+  std::cerr << "\nplumb: interrupted" << what_was_saved() << "\n";
   end_by_signal(signal);
 }
 
@@ -143,14 +157,18 @@ std::string how_it_failed(int rank, const ProcessEnd& end) {
 }
 
 int launch(const TrainOptions& o) {
-  Printer print(o.json);
+  Printer print(o);
+  if (!o.options.empty() && o.options != "-") write_text(to_toml(o), o.options);
   LaunchOptions launch;
+  int interrupted_by = 0;  // a signal that came to ranks alone and ended the training
   launch.num_processes = o.processes();
   launch.arguments = own_arguments();
   if (!o.json) launch.arguments.push_back("--json");
   launch.on_line = [&](int rank, bool is_stderr, const std::string& line) {
     auto event = is_stderr ? nlohmann::json() : nlohmann::json::parse(line, nullptr, false);
     if (event.contains("options")) event["options"] = to_toml(o);  // the user's, without --json
+    if (event.contains("interrupted")) interrupted_by = event.value("signal", 0);
+    if (event.contains("resumed")) interrupted_by = 0;
     if (event.is_object()) {
       print(event);
     } else {
@@ -173,10 +191,10 @@ int launch(const TrainOptions& o) {
   const LaunchResult result = launch_local(launch);
   print.end_bar();
   if (signal.taken() != 0) return end_interrupted(o, signal.taken());
+  if (result.first_failed < 0 && interrupted_by != 0) return end_interrupted(o, interrupted_by);
   if (result.first_failed < 0) return result.exit_code();
   const ProcessEnd& end = result.processes[static_cast<size_t>(result.first_failed)];
-  std::cerr << "plumb: " << how_it_failed(result.first_failed, end) << ": training ended"
-            << (anything_saved() ? "" : ", nothing was saved") << "\n";
+  std::cerr << "plumb: " << how_it_failed(result.first_failed, end) << ": training ended" << what_was_saved() << "\n";
   if (end.signal == SIGKILL && !end.was_stopped)
     std::cerr << "  try: less memory a process: more --stages, or smaller microbatches\n";
   return result.exit_code();
@@ -205,14 +223,15 @@ class StepProgress {
 };
 
 int train_here(const TrainOptions& o) {
-  Printer print(o.json);
+  Printer print(o);
   std::optional<KeptSignal> signal;
   StepProgress steps;
-  Progress progress(2, o.json || o.processes() > 1);
+  Progress progress(2, o.json || o.quiet || o.processes() > 1);
   TrainHooks hooks{.event = std::ref(print), .phase = [&](const std::string& what) { progress.next(what); }};
-  if (!o.json) hooks.progress = std::ref(steps);
-  const std::optional<Membership> members = Membership::from_environment();
-  const bool stoppable = !o.save.empty() || !o.save_hf.empty() || !o.checkpoints.empty();
+  if (!o.json && !o.quiet) hooks.progress = std::ref(steps);
+  // Long enough for a busy host: the launcher's store is there or will never be.
+  const auto members = Membership::from_environment(std::chrono::seconds(std::max<int64_t>(o.patience, 5)));
+  const bool stoppable = saves_weights(o);
   if (stoppable) hooks.stop_signal = [&] { return signal->taken(); };
   const auto keep_signals = [&] {
     progress.finish();
@@ -253,19 +272,32 @@ void check_recut(const TrainOptions& o) {
   used_by(c10::str("--recut, on ", fewer, " processes"), [&] { prepare_job(options_for(o, fewer), {}, {}); });
 }
 
+// A machine's processes; more of them are started by torchrun or SLURM, over several.
+constexpr int kMostHere = 1024;
+
 int train_command(const TrainOptions& o) {
-  // Whoever reads what is printed may go (`| head`): the weights are not lost with it. A rank ends with its launcher.
-  ::signal(SIGPIPE, process_variable("PLUMB_STORE_SOCKET") ? SIG_DFL : SIG_IGN);
+  // Whoever reads what is printed may go (`| head`): the weights are not lost with it.
+  ::signal(SIGPIPE, SIG_IGN);
   const auto environment = discover_ranks();
   const bool alone = !environment || environment->world_size == 1;
   if (o.dry_run && alone) return dry_run(o);
+  if (alone && !started_by_plumb() && o.processes() > kMostHere) {
+    throw UsageError(c10::str("--stages ", o.stages, " --data-parallel ", o.replicas, ": are ", o.processes(),
+                              " processes on this machine, ", kMostHere, " at most"),
+                     "fewer, or torchrun or srun over several machines");
+  }
+  if (!saves_weights(o)) {
+    note_nothing_to_save();
+    if (!started_by_plumb() && (alone || environment->rank == 0))
+      std::cerr << "plumb: what is learned will be lost: no --save, --save-hf or --checkpoints" << std::endl;
+  }
   const bool lasts = o.max_restarts > 0 && !started_by_plumb();
   if (!alone && o.recut && !started_by_plumb() &&
       fewer_processes(o, environment->world_size) == environment->world_size)
     return train_here(options_for(o, environment->world_size));  // so many another launcher has
   if (!alone || (o.processes() == 1 && !lasts)) return train_here(o);
   {
-    Progress progress(2, o.json);
+    Progress progress(2, o.json || o.quiet);
     check_training(o, {.phase = [&](const std::string& what) { progress.next(what); }});  // said once, not by all
     if (o.recut) check_recut(o);
   }

@@ -217,6 +217,19 @@ TEST_F(File, AKilledWriterLeavesNothing) {
   EXPECT_EQ(files(), 1u);
 }
 
+// Process numbers repeat: in containers that share a folder every first process is 1.
+TEST_F(File, NamesThatAnotherProcessOfThisNumberMayHaveStandNeitherInTheWayNorAreTheyRemoved) {
+  std::vector<fs::path> others;
+  for (int i = 0; i < 500; ++i) {
+    others.push_back(folder_ / (".plumb." + std::to_string(::getpid()) + "." + std::to_string(i) + ".part"));
+    std::ofstream(others.back()) << "another's";
+  }
+  { const OutputFile given_up((folder_ / "x").string()); }
+  write_file_atomically(folder_ / "x", "1");
+  EXPECT_EQ(read(folder_ / "x"), "1");
+  for (const fs::path& other : others) EXPECT_EQ(read(other), "another's") << other;
+}
+
 TEST_F(File, WritersAtTheSameTimeLeaveOneWholeFile) {
   std::vector<std::thread> writers;
   for (char c = 'a'; c < 'e'; ++c) {

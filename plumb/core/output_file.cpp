@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <random>
 #include <system_error>
 #include <utility>
 
@@ -44,6 +45,26 @@ fs::path target_of(fs::path path) {
   return path;
 }
 
+// A name beside the target that no other file has: process numbers repeat (in containers every first process is 1), and
+// folders are shared. Not made of the file's name, which may be as long as names can be.
+std::string random_name(const fs::path& folder) {
+  uint64_t number = 0;
+  if (::getentropy(&number, sizeof number) != 0) number = std::random_device()();
+  char name[40];
+  std::snprintf(name, sizeof name, ".plumb.%016llx.part", static_cast<unsigned long long>(number));
+  return (folder / name).string();
+}
+
+// Calls `make` with new names as long as one is another file's.
+template <class Make>
+std::string make_named(const fs::path& folder, const Make& make) {
+  std::string name;
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    if (make(name = random_name(folder)) || errno != EEXIST) break;
+  }
+  return name;
+}
+
 // A file without a name, so that a process that is killed leaves nothing. Null where the file system has no such files
 // or where it could not be given a name later.
 std::FILE* unnamed_file(const fs::path& folder) {
@@ -77,24 +98,25 @@ OutputFile::OutputFile(std::string path) : path_(std::move(path)) {
     if (::access(target_.c_str(), W_OK) != 0) fail(errno);
     return;
   }
-  static std::atomic<unsigned> counter{0};
-  // Not made of the file's name, which may be as long as names can be.
-  const std::string name = ".plumb." + std::to_string(::getpid()) + "." + std::to_string(counter++) + ".part";
-  temporary_ = (target.parent_path() / name).string();
+  temporary_ = "a name that is made in commit()";
   file_ = unnamed_file(target.parent_path());
   unnamed_ = file_ != nullptr;
-  if (!unnamed_) file_ = std::fopen(temporary_.c_str(), "wbxe");
+  if (!unnamed_) {
+    temporary_ = make_named(target.parent_path(), [&](const std::string& tried) {
+      return (file_ = std::fopen(tried.c_str(), "wbxe")) != nullptr;
+    });
+  }
   if (!file_) {
     temporary_.clear();
     fail(errno);
   }
-  slot_ = take_slot(temporary_.c_str());
+  if (!unnamed_) slot_ = take_slot(temporary_.c_str());
   if (exists) (void)::fchmod(::fileno(file_), old.st_mode & 07777);  // file systems without permissions refuse
 }
 
 OutputFile::~OutputFile() {
   if (file_) std::fclose(file_);
-  if (!temporary_.empty()) ::unlink(temporary_.c_str());
+  if (!temporary_.empty() && !unnamed_) ::unlink(temporary_.c_str());
   if (slot_ >= 0) open_files[slot_] = nullptr;
 }
 
@@ -126,13 +148,19 @@ void OutputFile::check() const {
 void OutputFile::commit() {
   write("", 0);
   check();
-  std::FILE* file = std::exchange(file_, nullptr);
   const bool special = temporary_.empty();
+  std::FILE* file = std::exchange(file_, nullptr);
   if (std::fflush(file) != 0) error_ = errno;
   if (!error_ && !special && ::fsync(::fileno(file)) != 0 && errno != EINVAL) error_ = errno;
-  if (!error_ && unnamed_ &&
-      ::linkat(AT_FDCWD, name_of(::fileno(file)).c_str(), AT_FDCWD, temporary_.c_str(), AT_SYMLINK_FOLLOW) != 0)
-    error_ = errno;
+  if (!error_ && unnamed_) {
+    const std::string unnamed = name_of(::fileno(file));
+    temporary_ = make_named(fs::path(target_).parent_path(), [&](const std::string& tried) {
+      unnamed_ = ::linkat(AT_FDCWD, unnamed.c_str(), AT_FDCWD, tried.c_str(), AT_SYMLINK_FOLLOW) != 0;
+      return !unnamed_;
+    });
+    if (unnamed_) error_ = errno;
+    if (!unnamed_) slot_ = take_slot(temporary_.c_str());
+  }
   if (std::fclose(file) != 0 && !error_) error_ = errno;
   if (!error_ && !special && std::rename(temporary_.c_str(), target_.c_str()) != 0) error_ = errno;
   check();

@@ -11,6 +11,8 @@ namespace {
 // One attempt at a match. Patterns are a dozen nodes: recursion is as deep as the pattern.
 class Matcher {
  public:
+  explicit Matcher(bool through_casts) : through_casts_(through_casts) {}
+
   bool node(const Node* pattern, Node* candidate) {
     if (auto it = nodes_.find(pattern); it != nodes_.end()) return it->second == candidate;
     if (!candidate->is_call() || !same_operator(*pattern, *candidate)) return false;
@@ -31,8 +33,11 @@ class Matcher {
 
   std::unordered_map<const Node*, Node*> nodes_;
   std::unordered_map<std::string, Arg> bound_;
+  std::vector<Node*> inner_casts_, input_casts_;
 
  private:
+  bool is_transparent(const Node* node) const { return through_casts_ ? is_float_cast(node) : is_cast_to_same(node); }
+
   // A number beside a tensor has two spellings: mul.Tensor with a wrapped number, and mul.Scalar.
   static bool same_operator(const Node& pattern, const Node& candidate) {
     if (candidate.target() == pattern.target()) return true;
@@ -51,8 +56,13 @@ class Matcher {
     if (pattern.is_value()) {
       const Value* v = pattern.value();
       if (v->producer()->kind() == NodeKind::Placeholder) return bind(*v, candidate);
-      if (!candidate.is_value() || candidate.value()->result_index() != v->result_index()) return false;
-      return node(v->producer(), candidate.value()->producer());
+      if (!candidate.is_value()) return false;
+      Value* value = candidate.value();
+      while (is_transparent(value->producer()) && !same_operator(*v->producer(), *value->producer())) {
+        inner_casts_.push_back(value->producer());
+        value = value->producer()->input(0);
+      }
+      return value->result_index() == v->result_index() && node(v->producer(), value->producer());
     }
     if (pattern.is_list()) {
       if (!candidate.is_list() || candidate.list().size() != pattern.list().size()) return false;
@@ -68,20 +78,47 @@ class Matcher {
   static double number(const Arg& arg) { return arg.constant().toScalar().toDouble(); }
 
   bool bind(const Value& placeholder, const Arg& candidate) {
-    if (candidate.is_list() || candidate.is_none()) return false;
-    // A number fits both kinds, a value its own.
-    if (candidate.is_value() ? candidate.value()->is_tensor() != placeholder.is_tensor() : !is_number(candidate))
-      return false;
+    if (placeholder.type() == ValueType::Other) {
+      if (!candidate.is_constant()) return false;
+    } else {
+      if (candidate.is_list() || candidate.is_none()) return false;
+      // A number fits both kinds, a value its own.
+      if (candidate.is_value() ? candidate.value()->is_tensor() != placeholder.is_tensor() : !is_number(candidate))
+        return false;
+    }
     auto [it, fresh] = bound_.emplace(placeholder.producer()->target(), candidate);
-    return fresh || it->second == candidate;
+    if (fresh || it->second == candidate) return true;
+    return candidate.is_value() && it->second.is_value() && source(candidate) == source(it->second);
+  }
+
+  // What casts make this of.
+  const Value* source(const Arg& arg) {
+    const Value* value = arg.value();
+    for (Node* cast; is_transparent(cast = value->producer()); value = cast->input(0)) {
+      if (!is_cast_to_same(cast)) input_casts_.push_back(cast);
+    }
+    return value;
   }
 
   static bool is_number(const Arg& arg) {
     return arg.is_constant() && (arg.constant().isInt() || arg.constant().isDouble() || arg.constant().isBool());
   }
+
+  bool through_casts_;
 };
 
 }  // namespace
+
+bool is_float_cast(const Node* node) {
+  if (!node->is_op("aten::to") && !node->is_op("aten::type_as") && !node->is_op("aten::_to_copy")) return false;
+  if (node->num_results() != 1 || !node->args()[0].is_value()) return false;
+  const auto &from = node->args()[0].value()->meta(), &to = node->result()->meta();
+  return from && to && from->is_floating_point() && to->is_floating_point() && from->device == to->device;
+}
+
+bool is_cast_to_same(const Node* node) {
+  return is_float_cast(node) && node->args()[0].value()->meta()->dtype == node->result()->meta()->dtype;
+}
 
 const Arg& Match::at(std::string_view name) const {
   auto it = bound.find(std::string(name));
@@ -98,11 +135,13 @@ Pattern::Pattern(std::string_view text) : graph_(parse_graph(text)) {
   root_ = out->input(0)->producer();
 }
 
-std::optional<Match> Pattern::match(Node* root) const {
-  Matcher matcher;
+std::optional<Match> Pattern::match(Node* root, bool through_casts) const {
+  Matcher matcher(through_casts);
   if (!matcher.node(root_, root)) return std::nullopt;
   Match match;
   match.root = root;
+  match.nodes = std::move(matcher.inner_casts_);
+  match.casts = std::move(matcher.input_casts_);
   for (const auto& [pattern, node] : matcher.nodes_) match.nodes.push_back(node);
   std::sort(match.nodes.begin(), match.nodes.end(),
             [](const Node* a, const Node* b) { return a != b && a->is_before(b); });
@@ -131,7 +170,9 @@ bool is_private(const Match& match, size_t reach) {
     if (node->writes()) return false;
   }
   // Between first and last nothing may write, the root (an in-place sum) into its own inner value excepted.
-  for (const Node* node = match.nodes.front(); node != match.root; node = node->next()) {
+  const Node* first = match.nodes.front();
+  for (const Node* cast : match.casts) first = cast->is_before(first) ? cast : first;
+  for (const Node* node = first; node != match.root; node = node->next()) {
     if (reach-- == 0) return false;
     if (!inside.count(node) && (node->writes() || node->kind() == NodeKind::CallModule)) return false;
   }

@@ -10,9 +10,10 @@
 //   if (auto m = p.match(node)) ... m->at("x")
 //
 // A placeholder stands for anything, the same thing wherever it is used: a tensor placeholder for a tensor value or a
-// wrapped number, one of another type for a number. Constants must be equal, numbers in value (2 and 2.0). Not told
-// apart: the order of the arguments of mul and of add without alpha; mul.Tensor with a number and mul.Scalar (and the
-// like). The pattern's one output names the node where matching starts.
+// wrapped number, one of type `other` for a constant of any kind, one of another type for a number. Constants must be
+// equal, numbers in value (2 and 2.0). Not told apart: the order of the arguments of mul and of add without alpha;
+// mul.Tensor with a number and mul.Scalar (and the like); a value and what a cast to its own type makes of it. The
+// pattern's one output names the node where matching starts.
 #pragma once
 
 #include <optional>
@@ -28,10 +29,16 @@ namespace plumb {
 struct Match {
   Node* root = nullptr;
   std::vector<Node*> nodes;                    // all that the pattern's nodes stand for, the root too, in graph order
+  std::vector<Node*> casts;                    // of other types, that make one thing of two values of a placeholder
   std::unordered_map<std::string, Arg> bound;  // by the placeholder's name
   // Throws an Error if the pattern has no such placeholder.
   const Arg& at(std::string_view name) const;
 };
+
+// `to` and the like from a floating type to a floating type on the same device. False if the types are not known.
+bool is_float_cast(const Node* node);
+// One that changes nothing.
+bool is_cast_to_same(const Node* node);
 
 class Pattern {
  public:
@@ -42,7 +49,8 @@ class Pattern {
   std::string_view root_op() const { return root_->op_name(); }
 
   // Whether the nodes that lead to `root` have the pattern's form. Says nothing of what else uses or writes them.
-  std::optional<Match> match(Node* root) const;
+  // through_casts: casts between floating types may stand anywhere in between.
+  std::optional<Match> match(Node* root, bool through_casts = false) const;
 
  private:
   Graph graph_;

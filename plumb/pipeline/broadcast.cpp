@@ -9,6 +9,7 @@
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/no_sigpipe.h"
 
 namespace plumb {
 namespace {
@@ -52,6 +53,7 @@ class Broadcast {
     c10d::BroadcastOptions options;
     options.rootRank = root_;
     options.timeout = group_.timeout();
+    const NoSigpipe guard;
     connecting(str(name(group_.rank()), " lost a peer while ", name(root_), " sent a tensor to all"),
                "look at what the other ranks printed",
                [&] { return group_.state().backend->broadcast(tensors, options)->wait(); });
@@ -80,6 +82,20 @@ void broadcast(const ProcessGroup& group, const at::Tensor& tensor, int root) {
   const at::Tensor own = tensor.detach(), whole = own.cpu().contiguous();
   Broadcast(group, root)(whole);
   if (!whole.is_same(own)) own.copy_(whole);
+}
+
+std::int64_t largest_of_all(const ProcessGroup& group, std::int64_t number) {
+  if (group.size() == 1) return number;
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> tensors{at::full({1}, number, at::kLong)};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  options.timeout = group.timeout();
+  const NoSigpipe guard;
+  connecting(str("rank ", group.world_rank(group.rank()), " lost a peer while all told each other a number"),
+             "look at what the other ranks printed",
+             [&] { return group.state().backend->allreduce(tensors, options)->wait(); });
+  return tensors[0].item<std::int64_t>();
 }
 
 }  // namespace plumb

@@ -1,7 +1,9 @@
-// One rank's tensor to every rank of a group.
+// One rank's tensor to every rank of a group, and the largest of their numbers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <cstdint>
 
 #include "plumb/pipeline/process_group.h"
 
@@ -13,5 +15,9 @@ namespace plumb {
 // process, inside Gloo. Raises Error(InvalidArgument) for a root that is no rank, Error(Communication) if a peer is
 // lost, the root sends another dtype or other sizes, or what comes is damaged.
 void broadcast(const ProcessGroup& group, const at::Tensor& tensor, int root);
+
+// Returns the largest of the ranks' numbers. Every rank calls it; none returns before all have. Throws
+// Error(Communication) if a peer is lost.
+std::int64_t largest_of_all(const ProcessGroup& group, std::int64_t number);
 
 }  // namespace plumb

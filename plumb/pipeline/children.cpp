@@ -53,7 +53,7 @@ std::vector<std::string> child_environment(const std::vector<std::pair<std::stri
   }
   // Left over from a launcher around this one, these would mean something else.
   for (const char* name : {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-                           "PLUMB_PROCESS", "PLUMB_STORE_SOCKET"}) {
+                           "PLUMB_PROCESS", "PLUMB_STORE_SOCKET", "PLUMB_RUN"}) {
     values.erase(name);
   }
   for (const auto& [name, value] : variables) values[name] = value;

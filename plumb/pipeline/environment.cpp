@@ -48,6 +48,13 @@ std::optional<std::string> process_variable(const std::string& name) {
 
 bool started_by_plumb() { return process_variable("PLUMB_STORE_SOCKET") || process_variable("PLUMB_PROCESS"); }
 
+bool launched_again() {
+  for (const char* name : {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"}) {
+    if (process_variable(name).value_or("0") != "0") return true;
+  }
+  return false;
+}
+
 std::string first_slurm_host(const std::string& list) {
   const auto open = list.find('[');
   const auto comma = list.find(',');

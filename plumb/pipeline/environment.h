@@ -36,6 +36,9 @@ std::optional<RankEnvironment> discover_ranks(const Variables& variables = proce
 // Whether plumb's own launcher (launch.h) started this process.
 bool started_by_plumb();
 
+// Whether the launcher (torchrun, SLURM) has started the processes of this job before.
+bool launched_again();
+
 // The first host of a SLURM list: "node[007-010,12],gpu3" gives "node007".
 std::string first_slurm_host(const std::string& list);
 

@@ -11,6 +11,7 @@
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/listen.h"
+#include "plumb/pipeline/no_sigpipe.h"
 
 namespace plumb {
 
@@ -43,6 +44,7 @@ std::string left_key(int number, int process) { return str(left_key(number), "/"
 Generations::Generations(int processes) {
   // Each process's output, errors and connection. Without them the store would wait, or end the process.
   require_descriptors("the launcher", 3 * processes + kDescriptorsBeside + 2);
+  const NoSigpipe inherited;  // by the store's threads
   c10d::TCPStoreOptions options;
   options.isServer = true;
   options.waitWorkers = false;
@@ -67,7 +69,7 @@ int Generations::in_vain() const {
   return store_->has(kInVain) ? static_cast<int>(std::strtol(store_->get(kInVain).c_str(), nullptr, 10)) : -1;
 }
 
-std::optional<Membership> Membership::from_environment() {
+std::optional<Membership> Membership::from_environment(std::chrono::milliseconds timeout) {
   const auto process = process_variable("PLUMB_PROCESS");
   const auto env = discover_ranks();
   if (!process || !env) return std::nullopt;
@@ -79,6 +81,7 @@ std::optional<Membership> Membership::from_environment() {
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(env->master_port);
   options.waitWorkers = false;
+  options.timeout = timeout;  // the launcher has served it since before it started this process
   me.store_ =
       connecting(str("process ", *process, " cannot reach the store of its launcher at port ", env->master_port), "",
                  [&] { return std::make_shared<LauncherStore>(env->master_address, options); });

@@ -5,6 +5,7 @@
 // own.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -45,8 +46,9 @@ class Generations {
 // A process's side.
 class Membership {
  public:
-  // None if this process's launcher makes no generations. Raises Error(Communication) if its store does not answer.
-  static std::optional<Membership> from_environment();
+  // None if this process's launcher makes no generations. Raises Error(Communication) if its store does not answer in
+  // time.
+  static std::optional<Membership> from_environment(std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
   // Waits for the next generation that has a place for this process; nothing when there will be none.
   std::optional<RankEnvironment> next();

@@ -11,6 +11,7 @@
 #include "plumb/core/str.h"
 #include "plumb/core/system_remedy.h"
 #include "plumb/pipeline/group_state.h"
+#include "plumb/pipeline/no_sigpipe.h"
 
 namespace plumb {
 namespace {
@@ -72,6 +73,7 @@ void require_descriptors(const std::string& who, int count) {
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     const std::string& master_address, const GlooOptions& options) {
+  const NoSigpipe inherited;
   BatchPolicy batch(options.batch_threads);
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
   gloo->devices.push_back(make_device(master_address, options));

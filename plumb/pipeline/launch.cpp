@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <deque>
 #include <memory>
+#include <random>
 #include <set>
 
 #include "plumb/core/error.h"
@@ -67,7 +68,8 @@ class Launch {
                                        {"WORLD_SIZE", size},
                                        {"LOCAL_WORLD_SIZE", size},
                                        {"MASTER_ADDR", "127.0.0.1"},
-                                       {"MASTER_PORT", std::to_string(port_)}});
+                                       {"MASTER_PORT", std::to_string(port_)},
+                                       {"PLUMB_RUN", run_}});
     if (generations_) {
       variables.emplace_back("PLUMB_PROCESS", std::to_string(children_.count()));
     } else {
@@ -240,6 +242,7 @@ class Launch {
   LaunchResult result_;
   std::unique_ptr<Generations> generations_;  // null: the first loss is the end
   int port_ = 0;
+  const std::string run_ = std::to_string(std::random_device()());
   int in_vain_ = -1;                // the child that nobody is to replace
   int used_ = 0, used_before_ = 0;  // replacements, and those before this loss
   std::vector<int> rank_of_;        // by child; -1: a spare

@@ -58,8 +58,9 @@ struct LaunchResult {
 };
 
 // Runs `num_processes` copies with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT set (a free
-// port of loopback, held from the start; with replacements PLUMB_PROCESS, too) and waits for all of them. Children do
-// not outlive this process. Raises Error(ExecutionFailed) if the program cannot be started.
+// port of loopback, held from the start; with replacements PLUMB_PROCESS, too), and PLUMB_RUN, a random number that all
+// processes of one launch have in common, and waits for all of them. Children do not outlive this process. Raises
+// Error(ExecutionFailed) if the program cannot be started.
 LaunchResult launch_local(const LaunchOptions& options);
 
 }  // namespace plumb

@@ -13,6 +13,7 @@
 #include "plumb/graph/describe.h"
 #include "plumb/pipeline/group_state.h"
 #include "plumb/pipeline/listen.h"
+#include "plumb/pipeline/no_sigpipe.h"
 #include "plumb/pipeline/within.h"
 
 namespace plumb {
@@ -41,6 +42,7 @@ void check_timeout(std::chrono::milliseconds timeout) {
 
 // Meets the other ranks in the store of rank 0.
 std::shared_ptr<ProcessGroup::State> connected(std::shared_ptr<ProcessGroup::State> state) {
+  const NoSigpipe inherited;
   const RankEnvironment& env = state->env;
   const GlooOptions& options = state->options;
   const std::string address = str(env.master_address, ":", env.master_port);
@@ -224,6 +226,7 @@ void register_device_backend(c10::DeviceType type, MakeDeviceBackend make) {
 }
 
 void add_device_backend(ProcessGroup::State& state) {
+  const NoSigpipe inherited;
   if (!state.options.device || state.size == 1) return;
   const auto make = device_backends().find(state.options.device->type());
   if (make == device_backends().end()) return;

@@ -93,7 +93,9 @@ ReplicatedGroups divide_into_replicas(const ProcessGroup& group, int replicas);
 
 // A group that exists already, such as torch.distributed's. `store` carries error texts between ranks; null: the
 // group's own. A group with a backend for a device ("nccl", "cpu:gloo,cuda:nccl") sends that device's values through
-// it; if it has none for the CPU a Gloo group is made beside it, for which all ranks must make this call.
+// it; if it has none for the CPU a Gloo group is made beside it, for which all ranks must make this call. Threads of
+// the group given are its maker's: unless the program ignores SIGPIPE (Python does), make it while a NoSigpipe
+// (no_sigpipe.h) lives, or a lost peer ends the process by that signal. Groups that plumb makes never raise it.
 ProcessGroup use_group(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
                        std::chrono::milliseconds timeout = std::chrono::seconds(60));
 ProcessGroup use_backend(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,

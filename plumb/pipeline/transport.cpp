@@ -9,6 +9,7 @@
 #include "plumb/core/error.h"
 #include "plumb/core/str.h"
 #include "plumb/graph/describe.h"
+#include "plumb/pipeline/no_sigpipe.h"
 #include "plumb/pipeline/transport_state.h"
 
 namespace plumb {
@@ -74,6 +75,7 @@ void Transport::State::wait(const Posted& posted, bool on_device) {
 }
 
 Posted Transport::State::post_receive(at::Tensor buffer, int peer, int tag) {
+  const NoSigpipe guard;  // Gloo tells the sender that the buffer is there
   Posted p;
   p.buffer = std::move(buffer);
   std::memset(p.buffer.data_ptr(), 0, sizeof(Prologue));
@@ -83,6 +85,7 @@ Posted Transport::State::post_receive(at::Tensor buffer, int peer, int tag) {
 }
 
 Posted Transport::State::post_send(at::Tensor buffer, int peer, int tag) {
+  const NoSigpipe guard;
   Posted p;
   p.buffer = std::move(buffer);
   std::vector<at::Tensor> tensors{p.buffer};

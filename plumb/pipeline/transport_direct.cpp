@@ -240,6 +240,7 @@ void Transport::State::post_group(const std::vector<MessagePlan::End>& ends) {
   }
   if (transfers.empty()) return;
   // Both ends know from the headers how many there are, and so coalesce alike.
+  const NoSigpipe guard;
   const bool together = transfers.size() > 1 && backend.supportsCoalescing();
   if (together) backend.startCoalescing();
   std::vector<c10::intrusive_ptr<c10d::Work>> works;

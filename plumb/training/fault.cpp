@@ -61,9 +61,7 @@ Fault parse_fault(const std::string& text, const TrainOptions& o, const Schedule
 }
 
 std::vector<Fault> faults_of(const std::vector<Fault>& faults, int rank) {
-  for (const char* name : {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"}) {
-    if (process_variable(name).value_or("0") != "0") return {};
-  }
+  if (launched_again()) return {};
   std::vector<Fault> own;
   for (const Fault& fault : faults) {
     if (fault.rank == rank) own.push_back(fault);

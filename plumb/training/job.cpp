@@ -59,6 +59,7 @@ void check_outputs(const TrainOptions& o) {
     throw UsageError("--save " + o.save + ": is no .pt2 name", "--save OUT.pt2");
   }
   check_writable("--save", o.save);
+  check_writable("--options", o.options);
   check_writable("--csv", o.csv);
   check_writable("--page", o.page);
   check_folder("--dump", o.dump);

@@ -25,8 +25,8 @@ struct TrainHooks {
   std::function<void(const std::string& what)> phase = {};
   // After each action of a step on rank 0.
   std::function<void(int64_t step, size_t done, size_t total)> progress = {};
-  // Asked on rank 0 at each step's end: the number of a signal ends the training then, 0 does not. All ranks have one
-  // or none.
+  // Asked on every rank at each step's end: the number of a signal on any of them ends the training of all then, 0 on
+  // all of them does not. All ranks have one or none.
   std::function<int()> stop_signal = {};
 };
 

@@ -137,7 +137,7 @@ std::vector<TrainField> layout_fields() {
       {"schedule", &O::schedule, join(schedule_names()) + ", or a .csv table (plumb plan writes them)"},
       field("data-parallel", &O::replicas,
             "So many pipelines beside each other, on parts of the batch of their own; gradients are summed",
-            whole_number(1)),
+            whole_number(1, 65536)),
       field("gradient-groups", &O::gradient_groups,
             "The microbatches of all pipelines are so many groups, each summed in order, and the groups' sums in a "
             "binary tree: with the same groups losses and weights are the same bits at every --data-parallel (0: those "
@@ -159,13 +159,15 @@ std::vector<TrainField> layout_fields() {
 std::vector<TrainField> checkpoint_fields() {
   return {
       {"checkpoints", &O::checkpoints,
-       "A folder for checkpoints. A training that finds one there goes on from it, at any --stages and --schedule, "
-       "with the losses and weights of one that was not stopped. SIGTERM: a checkpoint, then exit code 75"},
+       "A folder for checkpoints. A training that finds one of its run there goes on from it, at any --stages and "
+       "--schedule, with the losses and weights of one that was not stopped. SIGTERM: a checkpoint, then exit code 75"},
       field("checkpoint-every", &O::checkpoint_every, "Steps between checkpoints; 0: at the end and when stopped only",
             whole_number(0)),
       field("keep-last", &O::keep_last, "So many of the newest checkpoints are kept; 0: all", whole_number(0)),
       field("keep-every", &O::keep_every, "Those of steps that this divides are kept, too; 0: none", whole_number(0)),
-      {"resume", &O::resume, "Go on from the newest checkpoint; with --no-resume begin at the first step"},
+      {"resume", &O::resume,
+       "Go on from the newest checkpoint; with --no-resume begin a new run at the first step, which later starts go on "
+       "with"},
       field("max-restarts", &O::max_restarts,
             "Where plumb starts the processes: make up for so many that are killed, hang or fail. The others keep "
             "theirs; the state comes from memory that they hold, too, or from the last checkpoint",
@@ -203,20 +205,25 @@ std::vector<TrainField> output_fields() {
       {"csv", &O::csv,
        "A table of the steps: loss, rate, norm of the gradients, rows and tokens a second, memory of the largest rank, "
        "seconds, evaluations"},
-      {"tensorboard", &O::tensorboard, "A folder for TensorBoard's event files of the same numbers"},
+      {"tensorboard", &O::tensorboard, "A folder for TensorBoard's event files of the same numbers, of this run alone"},
       {"page", &O::page,
        "An HTML page of the same, as curves, and of the scales that --record measured, written again every few seconds "
        "while it runs"},
+      {"options", &O::options, "A TOML file to write all options to, for --config; - prints them"},
+      field("log-every", &O::log_every, "Print the line of every so many steps, and the last one's", whole_number(1)),
+      {"quiet", &O::quiet, "Print problems only"},
       {"dry-run", &O::dry_run,
        "Train nothing: say how long a step takes, by stages measured once and the schedule simulated, and what each "
        "rank would hold"},
       {"json", &O::json,
-       "One JSON object a line: {options} first, {group, parameters} for each --group, {learning_rates} if they are "
+       "One JSON object a line, each step's too: {options} first, {group, parameters} for each --group, "
+       "{learning_rates} if they are "
        "each parameter's own, {step, steps, loss, lr, norm, rows, tokens, memory, seconds} after each step (loss and "
        "norm are null if they are no numbers, tokens are there for models that take some, memory is bytes of the "
        "largest rank, seconds since the start), {eval, eval_loss, eval_targets} after each evaluation, {stage, "
        "recompute} after the first step, {resumed, folder}, {checkpoint, folder, copied, written}, "
-       "{checkpoint_problem}, {problem}, {injected}, {restart, of, rank, why}, {interrupted, steps}, {dry_run, bubble, "
+       "{checkpoint_problem}, {problem}, {injected}, {restart, of, rank, why}, {interrupted, steps, signal}, {dry_run, "
+       "bubble, "
        "rows, ranks: [{stages, parameters, resident, peak}]} (seconds, bytes), {saved}, {dumped, not_finite}, {drew, "
        "bubble, conclusion}"},
   };

@@ -46,7 +46,9 @@ struct TrainOptions {
   // Files that are written.
   std::string save, save_hf, dump, record, history, timeline, csv, tensorboard, page;
   int64_t timeline_steps = 1;
-  bool dry_run = false, json = false;
+  std::string options;
+  int64_t log_every = 1;
+  bool quiet = false, dry_run = false, json = false;
 
   int processes() const { return static_cast<int>(stages * replicas); }
   bool operator==(const TrainOptions&) const = default;

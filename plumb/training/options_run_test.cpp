@@ -235,6 +235,7 @@ Checks checks_of_output() {
          std::string bytes;
          for (const auto& entry : fs::directory_iterator(t.folder / "events")) bytes += read_file(entry.path());
          EXPECT_THAT(bytes, AllOf(HasSubstr("brain.Event:2"), HasSubstr("gradient_norm")));
+         t.refuses(t.with("tensorboard", {t.path("events")}), "events: holds the events of another run");
        }},
       {"page",
        [](TrainingOptions& t) {
@@ -243,6 +244,16 @@ Checks checks_of_output() {
          t.losses(o);
          EXPECT_THAT(read_file(t.path("run.html")), AllOf(HasSubstr("Throughput"), HasSubstr("held-out data")));
        }},
+      {"options",
+       [](TrainingOptions& t) {
+         const TrainOptions o = t.with("options", {t.path("run.toml")});
+         t.losses(o);
+         TrainOptions again;
+         read_toml(again, read_file(t.path("run.toml")), "run.toml");
+         EXPECT_EQ(again, o);
+       }},
+      {"log-every", [](TrainingOptions& t) { t.keeps("log-every", "2"); }},  // the command's printing
+      {"quiet", [](TrainingOptions& t) { t.keeps("quiet", "true"); }},
       {"dry-run",
        [](TrainingOptions& t) {
          TrainOptions o = t.with("dry-run", {"true"});

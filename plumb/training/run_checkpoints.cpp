@@ -6,8 +6,14 @@
 #include <future>
 #include <random>
 
-#include "plumb/checkpoint/checkpoint.h"
 #include "plumb/checkpoint/checkpoint_json.h"
+#include "plumb/core/checksum.h"
+#include "plumb/core/input_file.h"
+#include "plumb/core/json_text.h"
+#include "plumb/core/output_file.h"
+#include "plumb/graph/describe.h"
+#include "plumb/pipeline/broadcast.h"
+#include "plumb/pipeline/environment.h"
 #include "plumb/training/usage.h"
 
 namespace plumb {
@@ -15,6 +21,44 @@ namespace {
 
 constexpr int kVersion = 1;
 constexpr std::chrono::seconds kPatience{3};  // less than the launcher's
+constexpr const char* kRunFile = "run.json";
+
+// Which run the folder is of: its number, and what all its starts have in common. Null where nothing says it.
+nlohmann::json read_run(const std::string& folder) {
+  const auto path = std::filesystem::path(folder) / kRunFile;
+  std::error_code failed;
+  if (!std::filesystem::exists(path, failed)) return {};
+  try {
+    nlohmann::json run = parse_json(read_file(path));
+    if (run.is_object() && run.value("run", nlohmann::json()).is_number_integer()) return run;
+  } catch (const std::exception&) {
+  }
+  return {};
+}
+
+// The number that plumb's launcher gave all processes of this launch; a new one without it.
+int64_t number_of_launch() {
+  const auto given = process_variable("PLUMB_RUN");
+  const int64_t number = given ? std::strtoll(given->c_str(), nullptr, 10) : std::random_device()();
+  return number > 0 ? number : 1;
+}
+
+// The operators in their order, and names, types and sizes of parameters and buffers: the same for every export of a
+// model and for every batch size, and none of the values, which the checkpoints have.
+std::string fingerprint(const GraphModule& module) {
+  std::string text;
+  for (const Node* node : module.graph().nodes()) {
+    if (node->is_call()) text += node->target() + "\n";
+  }
+  for (const Attr& attr : module.state()) {
+    if (attr.kind == AttrKind::Constant) continue;
+    const auto type = at::TensorOptions(attr.tensor.scalar_type());
+    text += attr.name + " " + describe(attr.tensor.sizes(), type) + "\n";
+  }
+  char hex[17];
+  std::snprintf(hex, sizeof hex, "%016llx", static_cast<unsigned long long>(crc64(text.data(), text.size())));
+  return hex;
+}
 
 }  // namespace
 
@@ -55,21 +99,31 @@ RunCheckpoints::RunCheckpoints(const TrainOptions& o, TrainJob& job, const Proce
 
 bool RunCheckpoints::is_unit_scaled() const { return job_.tagged && !job_.program.unit_scaled_layers; }
 
-nlohmann::json RunCheckpoints::state(int64_t step) const {
+// What another start of the run must have, too.
+nlohmann::json RunCheckpoints::same_run() const {
   nlohmann::json same;
   for (const TrainField& field : train_fields()) {
     if (field.makes_numbers) same[field.name] = field_texts(options_, field);
   }
-  return {{"trainer", kVersion},
-          {"step", step},
-          {"steps", options_.steps},
-          {"rows", job_.rows},
-          {"parts", parts_of_step(options_)},
-          {"gradient_groups", job_.pipeline.gradient_groups},
-          {"data", job_.batches->state()},
-          {"data_identity", job_.batches->identity()},
-          {"unit_scaled", is_unit_scaled()},
-          {"options", same}};
+  nlohmann::json run = {{"rows", job_.rows},
+                        {"parts", parts_of_step(options_)},
+                        {"data_identity", job_.batches->identity()},
+                        {"model", fingerprint(job_.module())},
+                        {"options", same}};
+  if (options_.rate != "constant") run["steps"] = options_.steps;
+  return run;
+}
+
+nlohmann::json RunCheckpoints::state(int64_t step) const {
+  nlohmann::json state = same_run();
+  state.update({{"trainer", kVersion},
+                {"run", run_},
+                {"step", step},
+                {"steps", options_.steps},
+                {"gradient_groups", job_.pipeline.gradient_groups},
+                {"data", job_.batches->state()},
+                {"unit_scaled", is_unit_scaled()}});
+  return state;
 }
 
 void RunCheckpoints::check_same_run(const nlohmann::json& state, const std::string& folder) const {
@@ -87,6 +141,13 @@ void RunCheckpoints::check_same_run(const nlohmann::json& state, const std::stri
   for (const auto& [name, value] : now["options"].items()) {
     const nlohmann::json was = options.is_object() ? options.value(name, nlohmann::json()) : nlohmann::json();
     if (was != value) refuse("--" + name, was.dump(), value.dump());
+  }
+  // Checkpoints of older versions do not name theirs.
+  if (state.contains("model") && state["model"] != now["model"]) {
+    throw UsageError("--resume: " + folder +
+                         " is of another model: its operators, parameters or buffers are not those of " +
+                         (options_.file.empty() ? "this one" : options_.file),
+                     "the file of that run, another --checkpoints folder, or --no-resume");
   }
   const std::vector<std::pair<const char*, const char*>> numbers = {
       {"rows", "--batch (rows of a step)"},
@@ -120,11 +181,33 @@ void RunCheckpoints::take_gradient_groups(const nlohmann::json& state, const std
   job_.pipeline.gradient_groups = static_cast<int>(groups);
 }
 
+// On rank 0.
+std::optional<Checkpoint> RunCheckpoints::find_own(std::vector<std::string>& told) {
+  const int64_t launch = number_of_launch();
+  const nlohmann::json before = read_run(options_.checkpoints);
+  const int64_t there = before.is_null() ? 0 : before["run"].get<int64_t>();
+  run_ = launch;
+  if (there != launch && !options_.resume && !launched_again()) return std::nullopt;
+  const auto number_of = [](const Checkpoint& checkpoint) -> int64_t {
+    const nlohmann::json& state = checkpoint.state();
+    const nlohmann::json number = state.is_object() ? state.value("run", nlohmann::json()) : nlohmann::json();
+    return number.is_number_integer() ? number.get<int64_t>() : 0;
+  };
+  auto newest = Checkpoint::newest(options_.checkpoints, &told, [&](const Checkpoint& checkpoint) {
+    return there == 0 || number_of(checkpoint) == there ? "" : "it is of another run than the last one of this folder";
+  });
+  begun_ = there != 0 && before.value("same", nlohmann::json()) == same_run();
+  if (newest && there == 0 && number_of(*newest) != 0) run_ = number_of(*newest);
+  if (there != 0 && (newest || begun_)) run_ = there;
+  return newest;
+}
+
 int64_t RunCheckpoints::resume(std::vector<std::string>& told) {
-  if (!options_.resume) return 0;
   std::optional<Checkpoint> checkpoint;
-  if (world_.rank() == 0) checkpoint = Checkpoint::newest(options_.checkpoints, &told);
+  if (world_.rank() == 0) checkpoint = find_own(told);
   const int64_t newest = of_rank_0(world_, checkpoint ? checkpoint->step() : -1);
+  run_ = of_rank_0(world_, run_);
+  begun_ = of_rank_0(world_, begun_ ? 1 : 0) != 0;
   if (newest < 0) return 0;
   if (!checkpoint) {
     checkpoint = Checkpoint::open((std::filesystem::path(options_.checkpoints) / checkpoint_name(newest)).string());
@@ -137,6 +220,14 @@ int64_t RunCheckpoints::resume(std::vector<std::string>& told) {
   job_.batches->load_state(state.value("data", nlohmann::json()));
   last_saved_ = newest;
   return newest;
+}
+
+void RunCheckpoints::begin() {
+  largest_of_all(world_, 0);  // a rank that cannot write its history, say, ends the run before it takes the folder
+  if (world_.rank() != 0) return;
+  const nlohmann::json run = {{"run", run_}, {"same", same_run()}};
+  if (read_run(options_.checkpoints) == run) return;
+  write_file_atomically(std::filesystem::path(options_.checkpoints) / kRunFile, run.dump(1) + "\n");
 }
 
 void RunCheckpoints::save(int64_t step, bool now) {

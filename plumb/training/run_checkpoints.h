@@ -2,10 +2,12 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "plumb/checkpoint/checkpoint.h"
 #include "plumb/checkpoint/checkpoint_writer.h"
 #include "plumb/training/job.h"
 #include "plumb/training/optimizer.h"
@@ -21,11 +23,20 @@ class RunCheckpoints {
   RunCheckpoints(const TrainOptions& options, TrainJob& job, const ProcessGroup& world, const ReplicatedGroups& groups,
                  Optimizer& optimizer);
 
-  // Loads the newest whole checkpoint of the folder into the stages, the optimiser and the data, takes its gradient
-  // groups into job.pipeline if options give none, and answers its step; 0 if there is none, or options.resume is off.
-  // `told` gets a sentence for each that is damaged, on rank 0. Throws UsageError that names an option whose other
-  // value would make another run.
+  // Loads the newest whole checkpoint of the folder's run into the stages, the optimiser and the data, takes its
+  // gradient groups into job.pipeline if options give none, and returns its step; 0 if there is none. With
+  // options.resume off the run is a new one: it goes on only from what this launch, or the attempt before of the same
+  // job, has begun. `told` gets a sentence for each that is damaged or of another run, on rank 0. Throws UsageError
+  // that names an option whose other value would make another run.
   int64_t resume(std::vector<std::string>& told);
+  // The run's number, in each of its checkpoints and in the folder's run.json: on every rank after resume() or
+  // take_run().
+  int64_t run() const { return run_; }
+  void take_run(int64_t run) { run_ = run; }
+  // Whether the folder says that this run has begun before, perhaps without having come to a checkpoint.
+  bool has_begun() const { return begun_; }
+  // Makes the folder this run's (run.json). All ranks of `world` call it once their other files are open.
+  void begin();
   // After `step`, if it is time, or `now`. Written in the background.
   void save(int64_t step, bool now);
   void wait();
@@ -36,6 +47,8 @@ class RunCheckpoints {
 
  private:
   nlohmann::json state(int64_t step) const;
+  nlohmann::json same_run() const;
+  std::optional<Checkpoint> find_own(std::vector<std::string>& told);
   void check_same_run(const nlohmann::json& state, const std::string& folder) const;
   bool is_unit_scaled() const;  // no plain model can take the weights
   void take_gradient_groups(const nlohmann::json& state, const std::string& folder);
@@ -50,6 +63,8 @@ class RunCheckpoints {
   std::set<std::string> owned_;               // names of parameters whose state this rank saves
   std::unique_ptr<CheckpointWriter> writer_;  // null: another pipeline's rank
   int64_t last_saved_ = -1;
+  int64_t run_ = 0;
+  bool begun_ = false;
 };
 
 }  // namespace plumb

@@ -32,6 +32,7 @@ LineChart chart_of(const std::string& title, const std::vector<StepNumbers>& ste
   chart.title = title;
   chart.curves = {std::move(curve)};
   chart.height = 260;
+  chart.smooth = std::clamp(static_cast<int>(steps.size() / 10), 1, 100);  // one step says little
   return chart;
 }
 
@@ -52,6 +53,17 @@ StepNumbers numbers_of(const std::string& line) {
   return n;
 }
 
+// TensorBoard shows all events of a folder as one run.
+void check_no_other_run(const std::string& folder) {
+  std::error_code failed;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, failed)) {
+    if (!entry.path().filename().string().starts_with("events.out.tfevents.")) continue;
+    throw Error(ErrorKind::InvalidState, "--tensorboard " + folder + ": holds the events of another run", "",
+                "a folder of its own beside it, " + (std::filesystem::path(folder) / "NAME").string() +
+                    ": TensorBoard shows each folder below its own as a run");
+  }
+}
+
 // The record so far, of all stages; nothing while it is not at hand, or on other machines.
 std::optional<HistoryView> recorded(const TrainOptions& o) {
   if (o.history.empty()) return std::nullopt;
@@ -70,6 +82,7 @@ std::optional<HistoryView> recorded(const TrainOptions& o) {
 RunLog::RunLog(const TrainOptions& options, std::optional<int64_t> after)
     : options_(options), page_(!options.page.empty()) {
   if (!options.csv.empty()) open_table(after.value_or(0));
+  if (!options.tensorboard.empty() && !after) check_no_other_run(options.tensorboard);
   if (!options.tensorboard.empty()) events_ = std::make_unique<EventFile>(options.tensorboard, after);
 }
 
@@ -124,20 +137,21 @@ std::string RunLog::add(const StepNumbers& n, bool last) {
   steps_.push_back(n);
   const auto before = std::chrono::steady_clock::now();
   if (!last && before < next_page_) return problems;
-  attempt("--page", [&] { write_page(); }, [&] { page_ = false; });
+  attempt("--page", [&] { write_page(last); }, [&] { page_ = false; });
   const auto now = std::chrono::steady_clock::now();
   next_page_ = now + std::max<std::chrono::steady_clock::duration>(kPageEvery, 20 * (now - before));
   return problems;
 }
 
-void RunLog::write_page() const {
+void RunLog::write_page(bool last) const {
   const StepNumbers& now = steps_.back();
   HtmlReport report("Training", options_.file.empty() ? "a model" : options_.file);
+  if (!last) report.reload_every(static_cast<int>(kPageEvery.count()));
   std::vector<Figure> figures = {{c10::str(now.step, " of ", options_.steps), "steps", ""},
                                  {short_number(now.loss), "loss", ""},
                                  now.tokens_per_second > 0
-                                     ? Figure{short_number(now.tokens_per_second), "tokens a second", ""}
-                                     : Figure{short_number(now.rows_per_second), "rows a second", ""},
+                                     ? Figure{rate_text(now.tokens_per_second), "tokens a second", ""}
+                                     : Figure{rate_text(now.rows_per_second), "rows a second", ""},
                                  {short_number(now.memory / 1e9) + " GB", "memory of a rank", "the largest"}};
   LineChart losses = chart_of("loss", steps_, &StepNumbers::loss);
   Curve evaluations{"held-out data", {}, {}};
@@ -155,7 +169,10 @@ void RunLog::write_page() const {
     report.section(title).prose(conclusion(chart)).add(chart);
   };
   section("Losses", losses);
-  section("Learning rate", chart_of("learning rate", steps_, &StepNumbers::lr));
+  LineChart rates = chart_of("learning rate", steps_, &StepNumbers::lr);
+  rates.smooth = 1;
+  rates.peak = true;
+  section("Learning rate", rates);
   LineChart norms = chart_of("norm of the gradient", steps_, &StepNumbers::norm);
   norms.log_y = true;
   section("Norm of the gradient", norms);

@@ -27,7 +27,8 @@ struct StepNumbers {
 // that there were of them go.
 class RunLog {
  public:
-  // `after`: the step that the run goes on after; none for one that begins. Throws Error(CannotWrite).
+  // `after`: the step that the run goes on after; none for one that begins. Throws Error(CannotWrite), and
+  // Error(InvalidState) for a run that begins in a TensorBoard folder with another run's events.
   RunLog(const TrainOptions& options, std::optional<int64_t> after);
   // Writes the page if the last one is some seconds old (and twenty times as long as it takes), or `last`. Answers ""
   // or what cannot be written any more: each of the files is given up when it fails, the training is not.
@@ -36,7 +37,7 @@ class RunLog {
  private:
   void open_table(int64_t start);
   void add_line(const StepNumbers& numbers);
-  void write_page() const;
+  void write_page(bool last) const;
 
   const TrainOptions& options_;
   std::ofstream table_;

@@ -93,7 +93,7 @@ void StateCopies::take(int64_t edge, const RankState& state, const Json& counted
   const NamedTensors all = everything(state);
   std::vector<std::string> names;
   for (const auto& [name, tensor] : all) names.push_back(name);
-  if (names != names_) {
+  if (names != names_ || layout_.header.empty()) {
     layout_ = safetensors_layout("the copy of a rank's state", all);
     names_ = std::move(names);
   }
@@ -126,6 +126,7 @@ void StateCopies::leave() {
   opened_.clear();
   first_ = -1;
   names_.clear();
+  layout_ = {};
 }
 
 std::optional<StateCopies::Opened> StateCopies::open(const at::Tensor& all) {

@@ -9,7 +9,9 @@
 #include <numeric>
 #include <set>
 
+#include "plumb/core/output_file.h"
 #include "plumb/core/table.h"
+#include "plumb/pipeline/broadcast.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/graph_stage.h"
 #include "plumb/recording/recorder.h"
@@ -83,6 +85,7 @@ struct Trainer::State {
   // None: the run begins.
   std::optional<int64_t> goes_on_after() const {
     if (start > 0 || (session && session->members.generation() > 0)) return start;
+    if (checkpoints && checkpoints->has_begun()) return 0;
     return std::nullopt;
   }
   RankState rank_state() const { return {held_tensors(job, groups.pipeline.rank()), *optimizer}; }
@@ -134,8 +137,9 @@ Trainer::State::State(TrainOptions options, TrainHooks hooks_, TrainParts parts,
   meet();
   watch_progress();
   make_stages_and_optimizer();
-  if (job.eval_samples) evaluator = std::make_unique<Evaluator>(o, job, *job.eval_samples, world, groups);
   go_on();
+  // Copies of one parameter are held against each other: after a newcomer has the state of the others.
+  if (job.eval_samples) evaluator = std::make_unique<Evaluator>(o, job, *job.eval_samples, world, groups);
   PipelineOptions of_run = job.pipeline;
   of_run.replicas = groups.replicas;
   pipeline = std::make_unique<Pipeline>(make_layout(job.pipe->table()), job.schedule, stages, groups.pipeline, of_run);
@@ -208,6 +212,7 @@ void Trainer::State::go_on() {
   if (edge) {
     const Json counted = session->copies.restore(world, job, rank_state());
     job.batches->load_state(counted.value("data", Json()));
+    if (checkpoints) checkpoints->take_run(counted.value("run", int64_t{0}));
     job.pipeline.gradient_groups = counted.value("gradient_groups", job.pipeline.gradient_groups);
     start = *edge;
   } else if (checkpoints) {
@@ -381,7 +386,9 @@ void Trainer::State::fail_on_purpose(size_t done) {
 void Trainer::State::keep_copy(int64_t step) {
   if (!session) return;
   session->copies.take(step, rank_state(),
-                       {{"data", job.batches->state()}, {"gradient_groups", job.pipeline.gradient_groups}});
+                       {{"data", job.batches->state()},
+                        {"gradient_groups", job.pipeline.gradient_groups},
+                        {"run", checkpoints ? checkpoints->run() : 0}});
 }
 
 void Trainer::State::train_step(int64_t step) {
@@ -418,12 +425,12 @@ void Trainer::State::run_steps() {
   if (checkpoints && edge && start > 0) checkpoints->save(start, start == o.steps);
   for (int64_t step = start + 1; step <= o.steps && stopped_by == 0; ++step) {
     train_step(step);
-    if (hooks.stop_signal) stopped_by = of_rank_0(world, is_first() ? hooks.stop_signal() : 0);
+    if (hooks.stop_signal) stopped_by = largest_of_all(world, hooks.stop_signal());
     result.steps = step;
     evaluate(step, step == o.steps || stopped_by != 0);
     if (checkpoints) checkpoints->save(step, step == o.steps || stopped_by != 0);
     tell_checkpoints();
-    if (stopped_by != 0 && is_first()) event({{"interrupted", step}, {"steps", o.steps}});
+    if (stopped_by != 0 && is_first()) event({{"interrupted", step}, {"steps", o.steps}, {"signal", stopped_by}});
     if (!o.timeline.empty() && (stopped_by != 0 || step > o.steps - o.timeline_steps)) {
       timelines.push_back(pipeline->gather_timeline());
       last_timeline = step;
@@ -448,6 +455,7 @@ TrainResult Trainer::State::run() {
   if (is_first() && edge) event({{"resumed", start}, {"folder", "copies in memory"}});
   if (is_first() && !edge) {
     event({{"options", to_toml(o)}});
+    if (!o.options.empty() && o.options != "-" && !started_by_plumb()) write_file_atomically(o.options, to_toml(o));
     for (size_t g = 0; g < job.by_group.size(); ++g) event({{"group", o.groups[g]}, {"parameters", job.by_group[g]}});
     if (job.tagged)
       event({{"learning_rates", "u-muP's, of each parameter's own, for the file's parameters are tagged"}});
@@ -459,6 +467,7 @@ TrainResult Trainer::State::run() {
   if (is_first()) log = std::make_unique<RunLog>(o, goes_on_after());
   begin = Clock::now();
   try {
+    if (checkpoints) checkpoints->begin();
     run_steps();
   } catch (...) {
     if (checkpoints) checkpoints->abandon();

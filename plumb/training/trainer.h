@@ -22,7 +22,7 @@ struct TrainResult {
   int64_t steps = 0;  // the last one that was done
   double loss = 0;    // of it, over all rows
   std::optional<double> eval_loss;
-  int stopped_by = 0;  // what TrainHooks::stop_signal answered
+  int stopped_by = 0;  // the signal of TrainHooks::stop_signal, of whichever rank
 };
 
 class Trainer {

@@ -3,10 +3,12 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <fstream>
 
 #include "plumb/checkpoint/safetensors.h"
 #include "plumb/core/output_file.h"
+#include "plumb/core/table.h"
 #include "plumb/exported/tensor_file.h"
 #include "plumb/graph/summary.h"
 
@@ -44,6 +46,13 @@ double memory_of_process(c10::Device device) {
 }
 
 std::string type_text(const std::optional<TensorMeta>& meta) { return meta ? type_text(*meta) : "?"; }
+
+std::string rate_text(double rate) {
+  if (!(rate >= 100 && rate < 1e15)) return short_number(rate);
+  std::string text = std::to_string(std::llround(rate));
+  for (size_t at = text.size(); at > 3;) text.insert(at -= 3, ",");
+  return text;
+}
 
 std::string type_text(const at::Tensor& tensor) { return type_text(TensorMeta::of(tensor)); }
 

@@ -58,16 +58,16 @@ const std::unordered_map<std::string_view, const Family*>& families() {
        "unfold unfold_copy im2col col2im std norm linalg_vector_norm linalg_norm linalg_matrix_norm frobenius_norm "
        "sort topk kthvalue msort pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d "
        "replication_pad1d replication_pad2d replication_pad3d pixel_shuffle pixel_unshuffle channel_shuffle "
-       "sum_to_size trace rot90 broadcast_to broadcast_tensors view_as_complex view_as_real real imag conj "
-       "conj_physical resolve_conj resolve_neg complex fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 "
+       "sum_to_size trace rot90 broadcast_to view_as_complex view_as_real real imag conj "
+       "conj_physical resolve_conj resolve_neg fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 "
        "fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift masked_fill "
-       "masked_fill_ embedding as_strided atleast_1d atleast_2d atleast_3d view_copy t_copy slice_copy select_copy "
-       "lift_fresh_copy diff zero_ segment_reduce"},
+       "embedding as_strided view_copy t_copy slice_copy select_copy lift_fresh_copy zero_"},
       {Common,
        "add sub subtract rsub cat concat concatenate stack hstack vstack dstack column_stack where maximum minimum "
        "fmax fmin max.other min.other copy copy_ index_put index_put_ index_add index_copy index_fill scatter "
        "scatter_add select_scatter slice_scatter diagonal_scatter masked_scatter lerp.Scalar hypot eq ne lt le gt ge "
-       "greater less greater_equal less_equal not_equal clamp clamp_min clamp_max meshgrid block_diag"},
+       "greater less greater_equal less_equal not_equal clamp clamp_min clamp_max meshgrid block_diag "
+       "broadcast_tensors atleast_1d atleast_2d atleast_3d complex diff"},
       {Product,
        "mul multiply matmul linalg_matmul mm bmm mv dot vdot inner outer einsum kron tensordot linalg_vecdot linear "
        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution "
@@ -119,7 +119,16 @@ FactorRelation of_torch(const Node* node) {
     relation.power = *n;
   }
   if (const Arg* rounding = node->try_arg("rounding_mode"); rounding && !rounding->is_none()) return {};
-  if (const Arg* mode = node->try_arg("reduce"); mode && mode->is_constant() && mode->constant() == "prod") return {};
+  if (const Arg* mode = node->try_arg("reduce"); mode && mode->is_constant() && mode->constant().isString()) {
+    const std::string& name = mode->constant().toStringRef();
+    if (name == "prod" || name == "multiply") return {};
+  }
+  // The norm of order 0 counts what is not zero.
+  for (const char* order : {"p", "ord"}) {
+    const Arg* given = relation.rule == FactorRule::First ? node->try_arg(order) : nullptr;
+    if (given && number_of(*given) == 0.0 && node->op_name().find("norm") != std::string_view::npos)
+      return {FactorRule::Ignores};
+  }
   return relation;
 }
 
@@ -347,6 +356,12 @@ bool is_number_between(const Arg* arg, double least, double most) {
 }
 
 }  // namespace
+
+std::vector<std::string_view> factor_rule_names() {
+  std::vector<std::string_view> names;
+  for (const auto& [name, family] : families()) names.push_back(name);
+  return names;
+}
 
 bool is_unit_scaled(const Node* node) { return find_unit_scaled(node); }
 

@@ -40,6 +40,9 @@ struct FactorRelation {
 // computed. Factors of random operators are those of evaluation.
 std::optional<FactorRelation> factor_relation(const Node* node, const State& state);
 
+// Of the operators of torch that have a rule, without aten::, with an overload where only that one is meant.
+std::vector<std::string_view> factor_rule_names();
+
 // The operand that a Product adds (a bias), by its argument's name; "" if there is none.
 std::string_view added_argument(const Node* node);
 

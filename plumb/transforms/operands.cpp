@@ -111,7 +111,7 @@ std::unordered_set<const Node*> differentiable_nodes(const Graph& graph, const S
 }
 
 std::unordered_map<const Node*, std::string> computed_from_parameters(const Graph& graph, const State& state) {
-  std::unordered_map<const Node*, std::string> parameter_of, computed;  // the name of a parameter
+  std::unordered_map<const Node*, std::string> tensor_of, computed;  // the name of a tensor
   std::unordered_set<const Node*> from_input;
   for (const Node* node : graph.nodes()) {
     if (node->kind() == NodeKind::Placeholder) {
@@ -120,18 +120,19 @@ std::unordered_map<const Node*, std::string> computed_from_parameters(const Grap
     }
     if (node->kind() == NodeKind::GetAttr) {
       const Attr* attr = state.find(node->target());
-      if (attr && attr->kind == AttrKind::Parameter) parameter_of.emplace(node, node->target());
+      if (attr && attr->kind != AttrKind::Constant && may_be_float(node->result(), state))
+        tensor_of.emplace(node, node->target());
       continue;
     }
     for (const Value* value : node->inputs()) {
       if (from_input.count(value->producer())) from_input.insert(node);
-      if (auto it = parameter_of.find(value->producer()); it != parameter_of.end())
-        parameter_of.emplace(node, it->second);
+      if (auto it = tensor_of.find(value->producer()); it != tensor_of.end())
+        tensor_of.emplace(node, it->second);
     }
     if (from_input.count(node)) {
-      parameter_of.erase(node);
-    } else if (auto it = parameter_of.find(node);
-               it != parameter_of.end() && node->num_results() && !source_attribute(node->result())) {
+      tensor_of.erase(node);
+    } else if (auto it = tensor_of.find(node);
+               it != tensor_of.end() && node->num_results() && !source_attribute(node->result())) {
       computed.emplace(node, it->second);
     }
   }

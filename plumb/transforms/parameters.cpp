@@ -66,7 +66,7 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
   std::map<std::string, Candidate> candidates;
   std::unordered_map<std::string, std::string> name_of;
   for (const Attr& attr : state) {
-    if (attr.kind != AttrKind::Parameter || !attr.tensor.defined() || !attr.tensor.is_floating_point()) continue;
+    if (attr.kind == AttrKind::Constant || !attr.tensor.defined() || !attr.tensor.is_floating_point()) continue;
     auto [it, fresh] = first_name.try_emplace(attr.tensor.unsafeGetTensorImpl(), attr.name);
     candidates[it->second].names.push_back(attr.name);
     name_of[attr.name] = it->second;
@@ -86,6 +86,7 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
       }
     }
   }
+  const auto is_buffer = [&](const std::string& name) { return state.find(name)->kind == AttrKind::Buffer; };
   ParameterRoles roles;
   // Operators lose their replacement one after the other until nothing is left to take back; every round takes back at
   // least one, and what an operator's other tensors were to it becomes another use of them.
@@ -122,6 +123,8 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
   for (auto& [name, c] : candidates) {
     if (!c.weight_of.empty()) {
       roles.weights[name] = {c.names, c.weight_of};
+    } else if (is_buffer(name)) {
+      continue;  // it is no bias that could start at zero, nor is its use news
     } else if (!c.bias_of.empty() && c.other.empty() && !c.norm && !c.norm_bias) {
       roles.biases[name] = {c.names, c.bias_of};
     } else if (c.norm) {
@@ -172,7 +175,7 @@ class ParameterWriter {
       }
     } else {
       values.set_requires_grad(state_.get(names[0]).tensor.requires_grad());
-      for (const auto& n : names) state_.set(n, values, AttrKind::Parameter);
+      for (const auto& n : names) state_.set(n, values, state_.get(n).kind);
     }
     changed_ = true;
     add(kind, name, from, other_names(names));
@@ -223,7 +226,9 @@ void tag_parameters(const GraphModule& module, const ParameterRoles& roles,
   for (const auto& [name, role] : roles.weights) {
     bool readout = !role.operators.empty();
     for (const Node* node : role.operators) readout = readout && node->is_op("plumb::linear_readout");
-    for (const auto& n : role.names) tags[n].type = readout ? MupType::Output : MupType::Weight;
+    for (const auto& n : role.names) {
+      if (module.state().get(n).kind == AttrKind::Parameter) tags[n].type = readout ? MupType::Output : MupType::Weight;
+    }
   }
   for (const auto& [name, role] : roles.biases) {
     for (const auto& n : role.names) tags[n].type = MupType::Bias;

@@ -160,12 +160,6 @@ ScalesGraph prune_non_float_tensors(const ScalesGraph& graph) {
 }
 
 ScalesGraph prune_same_scale_tensors(const ScalesGraph& graph, double rtol) {
-  const bool measured =
-      std::any_of(graph.nodes.begin(), graph.nodes.end(), [](const ScaleNode& n) { return n.metrics.has_value(); });
-  if (!measured) {
-    throw Error(ErrorKind::InvalidState, "nothing was measured in this graph", "",
-                "run the tracked module forward (and backward) before taking its scales_graph()");
-  }
   return prune_to_one(graph, [rtol](const std::vector<ScaleNode>& nodes, size_t i) {
     if (!nodes[i].is_float_tensor || !nodes[i].metrics) return kKeep;
     const auto floats = float_inputs(nodes, i);

@@ -47,8 +47,8 @@ class ScalesGraph {
 ScalesGraph prune_non_float_tensors(const ScalesGraph& graph);
 
 // Removes nodes with exactly one floating-point input whose scale (mean absolute value) is the same, forward and
-// backward, within rtol: reshapes and the like. Users take that input. Throws Error(InvalidArgument) if nothing was
-// measured yet.
+// backward, within rtol: reshapes and the like. Users take that input. Nodes that were not measured stay, so that of a
+// graph that has not run nothing goes.
 ScalesGraph prune_same_scale_tensors(const ScalesGraph& graph, double rtol = 0x1p-16);
 
 // Removes nodes by operator ("aten::add" stands for every overload), parameter name or input name, or as `selected`

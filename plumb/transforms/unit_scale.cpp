@@ -6,6 +6,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/operator_facts.h"
+#include "plumb/graph/passes/layouts.h"
 #include "plumb/graph/passes/tools.h"
 #include "plumb/transforms/equivalents.h"
 #include "plumb/transforms/operands.h"
@@ -27,6 +28,21 @@ bool is_attention(const Node* node) {
   if (operator_facts(name).contraction.kind == ContractionKind::Attention) return true;
   name.remove_prefix(name.rfind(':') + 1);
   return name == "softmax" || name == "_softmax" || name == "_native_multi_head_attention";
+}
+
+// The root of a mean of squares or of a variance.
+bool is_norm_spelled_out(const Node* node) {
+  const auto power = node->is_op("aten::pow") ? number_of(node->args()[1]) : std::nullopt;
+  if (!node->is_op("aten::rsqrt") && !node->is_op("aten::sqrt") && !(power && std::abs(*power) == 0.5)) return false;
+  for (const Arg* arg = &node->args()[0]; arg->is_value(); arg = &node->args()[0]) {
+    node = arg->value()->producer();
+    if (!node->is_call()) return false;
+    if (node->is_op("aten::mean") || node->is_op("aten::var")) return true;
+    if (!is_passthrough(node) && !node->is_op("aten::add") && !node->is_op("aten::clamp") &&
+        !node->is_op("aten::clamp_min"))
+      return false;
+  }
+  return false;
 }
 
 class UnitScaler {
@@ -52,6 +68,8 @@ class UnitScaler {
     replace_by_equivalents();
     replace_adds();
     unconstrain();
+    report_chain();
+    changed_ |= keep_views_working(graph_);
     if (options_.scale_parameters) changed_ |= scale_parameters(module_, roles_, report_, options_.live);
     tag();
     return changed_;
@@ -137,6 +155,9 @@ class UnitScaler {
       for (std::string_view argument : equivalent->weights) {
         const Arg* arg = node->try_arg(argument);
         if (!arg || !arg->is_value()) continue;
+        if (const Node* attr = source_attribute(arg->value()); attr && is_plain_tensor(attr))
+          return "its " + std::string(argument) + " " + attr->target() +
+                 " is a plain tensor, whose scale stays: register it as a parameter or a buffer";
         if (auto it = computed_.find(arg->value()->producer()); it != computed_.end())
           return "its " + std::string(argument) + " is computed from " + it->second + ", whose scale is not its own";
       }
@@ -144,6 +165,11 @@ class UnitScaler {
     const Value* first = node->num_results() ? node->result() : nullptr;
     if (first && !may_be_float(first, module_.state())) return "it is no floating-point computation";
     return std::nullopt;
+  }
+
+  bool is_plain_tensor(const Node* attribute) const {
+    const Attr* attr = module_.state().find(attribute->target());
+    return attr && attr->kind == AttrKind::Constant;
   }
 
   const Equivalent* becomes(const Node* node) const {
@@ -180,7 +206,10 @@ class UnitScaler {
         auto here = graph_.inserting_before(node);
         made = build_equivalent(graph_, node, *equivalent);
       }
-      report_.add(ReportKind::Replaced, node, node->target(), made->target());
+      // At the start every place is looked at alike, which hardly moves with query and key.
+      const bool attends = equivalent->scaled_by == ScaledBy::Attention;
+      report_.add(ReportKind::Replaced, node, node->target(), made->target(),
+                  attends ? "gradients of query and key start small: one factor serves them and those of value" : "");
       roles_.moved(node, made);
       replace_and_name(graph_, node, made);
       changed_ = true;
@@ -194,9 +223,39 @@ class UnitScaler {
     }
     if (!node->is_call() || node->num_results() == 0 || is_add(node) || users_choice_.count(node)) return;
     std::string_view name = node->op_name();
-    if (name.starts_with("plumb::") || is_passthrough(node) || node->result_aliases_input()) return;
+    const bool custom = name == "plumb::python_function";
+    if (!custom && (name.starts_with("plumb::") || is_passthrough(node) || node->result_aliases_input())) return;
     if (!differentiable_.count(node) || !may_be_float(node->result(), module_.state())) return;
-    report_.add(ReportKind::LeftAlone, node, node->target(), "", "no unit-scaled equivalent");
+    report_.add(ReportKind::LeftAlone, node, node->target(), "",
+                custom ? "a custom autograd function: it computes what it did"
+                : is_norm_spelled_out(node)
+                    ? "a norm in a form that has no unit-scaled equivalent (over other than the last dimensions, or with "
+                      "parts that are used elsewhere)"
+                    : "no unit-scaled equivalent");
+  }
+
+  // One line where many operators that stayed what they are come after each other with no norm in between.
+  void report_chain() {
+    constexpr size_t kLong = 64;
+    std::unordered_map<const Node*, size_t> length;
+    const Node* last = nullptr;
+    for (const Node* node : graph_.nodes()) {
+      if (!node->is_call() || node->num_results() == 0 || !may_be_float(node->result(), module_.state())) continue;
+      const std::string_view name = node->op_name();
+      if (name.ends_with("_norm") || name.ends_with("softmax")) continue;  // these have a scale of their own
+      size_t longest = 0;
+      for (const Value* value : node->inputs()) {
+        if (auto it = length.find(value->producer()); it != length.end()) longest = std::max(longest, it->second);
+      }
+      const bool scales = (name == "aten::mul" || name == "aten::div") && differentiable_now_.count(node);
+      if (longest += scales) length[node] = longest;
+      if (scales && (!last || longest > length[last])) last = node;
+    }
+    if (!last || length[last] < kLong) return;
+    report_.add(ReportKind::LeftAlone, last, last->target(), "",
+                "the last of a chain of " + std::to_string(length[last]) +
+                    " multiplications that are left alone, with no norm in between: what each changes of the scale of "
+                    "values and gradients multiplies (track_scales shows where)");
   }
 
   // How often a cell is called with these weights: one sees only one step of a sequence.

@@ -18,7 +18,8 @@
 //      add inside a residual branch keeps its constraint, any other is unconstrained: nothing goes around it;
 //   5. weights of the replaced operators are divided by their standard deviation, biases become zero. A tensor is
 //      changed once, whatever its names; views of it (packed projections) count as it. If something else uses a
-//      weight, too, then the weight is left as it is, and so are the operators that use it.
+//      weight, too, then the weight is left as it is, and so are the operators that use it. A buffer that is a weight
+//      is divided, too; an operator whose weight is a plain tensor of no state dict stays.
 //
 // In-place adds count as adds where nobody sees the difference (pass functionalise). Passes simulate_format and
 // track_scales may have been run before: the result is as if unit_scale had come first.

@@ -186,25 +186,27 @@ struct PythonControlValueLog : Entered<ControlValueLog> {
 };
 
 Register capture_part([](py::module_& m) {
-  m.def("capture", &capture_python);
-  m.def("run_recorded", &run_recorded, FreeGil());
+  m.def("capture", &capture_python, py::arg("forward"), py::arg("verify"), py::arg("describe"), py::arg("guard_values"), py::arg("control_values"));
+  m.def("run_recorded", &run_recorded, FreeGil(), py::arg("module"), py::arg("inputs"));
   using Pause = Entered<PausedCapture>;
   py::class_<Pause>(m, "PausedCapture")
       .def(py::init<>())
       .def("__enter__", &Pause::enter)
       .def("__exit__", [](Pause& pause, const py::args&) { pause.scope.reset(); });
-  m.def("rename_values", &rename_values);
-  m.def("push_module", &push_module);
+  m.def("rename_values", &rename_values, py::arg("module"), py::arg("names"));
+  m.def("push_module", &push_module, py::arg("path"), py::arg("type"));
   m.def("pop_module", &pop_module);
   m.def("is_capturing", &is_capturing);
-  m.def("refuse", &refuse_capture);
-  m.def("size_depends_on_values", &size_depends_on_values);
-  m.def("guard_size", &guard_size_read);
-  m.def("requires_grad_as_given", &requires_grad_as_given);
+  m.def("refuse", &refuse_capture, py::arg("what"), py::arg("remedy"));
+  m.def("assign_data", &assign_data, py::arg("tensor"), py::arg("value"), FreeGil());
+  m.def("is_computed", &is_computed, py::arg("tensor"));
+  m.def("size_depends_on_values", &size_depends_on_values, py::arg("tensor"));
+  m.def("guard_size", &guard_size_read, py::arg("tensor"), py::arg("exact"));
+  m.def("requires_grad_as_given", &requires_grad_as_given, py::arg("tensor"), py::arg("guarded"));
   m.def("guard_values", [](const at::Tensor& tensor) -> std::optional<at::Tensor> {
     at::Tensor copy = guard_values_read(tensor);
     return copy.defined() ? std::optional(copy) : std::nullopt;
-  });
+  }, py::arg("tensor"));
   py::class_<PythonControlValueLog>(m, "ControlValueLog")
       .def(py::init<>())
       .def("__enter__", &PythonControlValueLog::enter)
@@ -230,8 +232,8 @@ Register capture_part([](py::module_& m) {
         if (!scope || !type.is_none()) return;
         py::gil_scoped_release release;
         scope->raise();
-      });
-  m.def("register_opaque", &register_python);
+      }, py::arg("type"), py::arg("error"), py::arg("traceback"));
+  m.def("register_opaque", &register_python, py::arg("function"), py::arg("name"));
 });
 
 }  // namespace

@@ -122,14 +122,14 @@ void bind_graph(py::module_& m) {
       "operators that plumb does not know as tensor arithmetic. Allow what is safe with arguments that a file's "
       "author\n"
       "chose.");
-  m.def("depends_on_mode", &depends_on_mode);
-  m.def("summary", [](const Graph& g) { return summary(g); });
+  m.def("depends_on_mode", &depends_on_mode, py::arg("graph"), py::arg("training"));
+  m.def("summary", [](const Graph& g) { return summary(g); }, py::arg("graph"));
   // The row of an operator, as far as Python asks; None without one.
   m.def("operator_facts", [](const std::string& name) -> py::object {
     const OperatorFacts* facts = find_operator_facts(name);
     if (!facts) return py::none();
     return py::dict("refused"_a = facts->refused, "sizes_from_values"_a = facts->data_sizes == DataSizes::Always);
-  });
+  }, py::arg("name"));
   m.def("operator_table", [] {
     std::vector<std::string> names;
     for (const OperatorFacts* facts : operator_table()) names.emplace_back(facts->name);
@@ -138,7 +138,7 @@ void bind_graph(py::module_& m) {
   m.def("refused_in_files", [](const std::string& name) -> std::optional<std::string> {
     auto refusal = refused_in_files(name);
     return refusal ? std::optional(refusal->message) : std::nullopt;
-  });
+  }, py::arg("name"));
 }
 
 std::shared_ptr<GraphModule> make_module(const std::string& text, const std::vector<StateEntry>& state,
@@ -163,8 +163,8 @@ std::vector<std::tuple<std::string, bool, double, std::vector<std::string>>> run
 void bind_graph_module(py::module_& m) {
   // Not a torch.nn.Module in Python: plumb.GraphModule wraps it.
   py::class_<GraphModule, std::shared_ptr<GraphModule>>(m, "GraphModule")
-      .def(py::init(&make_module))
-      .def("run", &GraphModule::run, FreeGil())
+      .def(py::init(&make_module), py::arg("text"), py::arg("state"), py::arg("in_spec"), py::arg("out_spec"))
+      .def("run", &GraphModule::run, FreeGil(), py::arg("inputs"))
       .def("run1",
            [](GraphModule& g, const py::args& inputs) {  // tensors in, one tensor out
              auto values = inputs.cast<std::vector<c10::IValue>>();
@@ -176,7 +176,7 @@ void bind_graph_module(py::module_& m) {
       .def_property_readonly("training", [](const GraphModule& g) { return g.is_training(); })
       .def("state", [](const GraphModule& g) { return to_entries(g.state()); })
       // Many at once: the module's own tables are made again for every change. Who holds its lock may wait for Python.
-      .def("set_state", &GraphModule::set_state, FreeGil())
+      .def("set_state", &GraphModule::set_state, FreeGil(), py::arg("tensors"))
       .def("specs", [](const GraphModule& g) { return py::make_tuple(g.in_spec().to_json(), g.out_spec().to_json()); })
       .def("run_passes", &run_steps, py::arg("steps"), py::arg("dump") = "");
 }

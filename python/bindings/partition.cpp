@@ -95,6 +95,8 @@ void bind_specializer(py::module_& m) {
       m, "StageSpecializer", "Graphs of stages for other sizes than a model was cut for.")
       .def(py::init(&make_specializer), py::arg("pipe"), py::arg("example"), py::arg("cut"), py::arg("same_names"))
       .def_property_readonly("captures", &StageSpecializer::captures)
+      .def("stage", &StageSpecializer::stage, py::arg("index"), py::arg("known"), py::arg("now"), FreeGil(),
+           "a graph of a stage for these sizes of the model's inputs, with the tensors of `now`")
       // A copy is the same one. What is pickled comes without its model.
       .def("__copy__", [](const py::object& self) { return self; })
       .def("__deepcopy__", [](const py::object& self, const py::object&) { return self; })
@@ -117,7 +119,7 @@ void bind_pipe_table(py::module_& m) {
             }
             return ports;
           },
-          "name, where it comes from (stage -1: input `index` of the whole), meta, whether the stage writes it")
+          "name, where it comes from (stage -1: input `index` of the whole), meta, whether the stage writes it", py::arg("stage"))
       .def(
           "outputs",
           [](const PipeTable& t, size_t stage) {
@@ -131,7 +133,7 @@ void bind_pipe_table(py::module_& m) {
             }
             return ports;
           },
-          "name, meta, consumers (stage, input), and which output of the whole it is")
+          "name, meta, consumers (stage, input), and which output of the whole it is", py::arg("stage"))
       .def_property_readonly("outputs_of_whole",
                              [](const PipeTable& t) {
                                std::vector<std::pair<std::optional<size_t>, c10::IValue>> outputs;
@@ -151,12 +153,12 @@ void bind_pipe(py::module_& m) {
       .def_property_readonly("table", [](const Pipe& p) { return std::make_shared<PipeTable>(p.table()); })
       .def_property_readonly("notes", &Pipe::notes)
       .def_property_readonly("input_names", &Pipe::input_names)
-      .def("stage", &Pipe::stage)
-      .def("run", &Pipe::run, FreeGil())
+      .def("stage", &Pipe::stage, py::arg("index"))
+      .def("run", &Pipe::run, FreeGil(), py::arg("inputs"))
       .def(
           "run_with_backward",
           [](const Pipe& p, std::vector<c10::IValue> inputs) { return p.run_with_backward(std::move(inputs)).outputs; },
-          FreeGil())
+          FreeGil(), py::arg("inputs"))
       .def("merged_state", [](const Pipe& p) { return to_entries(p.merge_state_dict()); })
       .def("merge",
            [](const Pipe& p) {
@@ -166,10 +168,10 @@ void bind_pipe(py::module_& m) {
              }
              return module;
            })
-      .def("move_stage", &Pipe::move_stage)
+      .def("move_stage", &Pipe::move_stage, py::arg("index"), py::arg("device"))
       .def("print_readable", &Pipe::print_readable)
       .def("cost_report", [](const Pipe& p) { return describe_cut(p).report(); })
-      .def("serialize_stage", [](const Pipe& p, int index) { return py::bytes(serialize_stage(p, index)); });
+      .def("serialize_stage", [](const Pipe& p, int index) { return py::bytes(serialize_stage(p, index)); }, py::arg("index"));
 }
 
 void bind_cuts(py::module_& m) {
@@ -185,13 +187,13 @@ void bind_cuts(py::module_& m) {
   m.def("cuts_of_equal_size", &cuts_of_equal_size, py::arg("module"), py::arg("stages"));
   m.def("cuts_at_size", &cuts_at_size, py::arg("module"), py::arg("bytes"));
   m.def("rewrite_devices",
-        [](GraphModule& module, const at::Device& device) { return rewrite_devices(module.graph(), device); });
+        [](GraphModule& module, const at::Device& device) { return rewrite_devices(module.graph(), device); }, py::arg("module"), py::arg("device"));
   m.def("deserialize_stage", [](const std::string& bytes) {
     StagePackage package = deserialize_stage(bytes);
     return py::dict(
         "index"_a = package.index, "engine"_a = package.module, "training"_a = package.module->is_training(),
         "table"_a = std::make_shared<PipeTable>(std::move(package.table)), "input_names"_a = package.input_names);
-  });
+  }, py::arg("data"));
 }
 
 Register partition_part([](py::module_& m) {

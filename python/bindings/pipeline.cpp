@@ -188,8 +188,8 @@ void bind_stages(py::module_& m) {
       .def(py::init<std::shared_ptr<GraphModule>, const PipeTable&, int, std::shared_ptr<StageSpecializer>,
                     std::string>(),
            py::arg("module"), py::arg("table"), py::arg("index"), py::arg("specializer"), py::arg("remedy"))
-      .def("sizes_by_hand", &GraphStage::sizes_by_hand)
-      .def("run", &GraphStage::run_values, FreeGil())
+      .def("sizes_by_hand", &GraphStage::sizes_by_hand, py::arg("inputs"), py::arg("sizes"))
+      .def("run", &GraphStage::run_values, FreeGil(), py::arg("inputs"), py::arg("sizes"))
       .def("forget_sizes", &GraphStage::forget_sizes);
 }
 
@@ -199,7 +199,7 @@ Register pipeline_part([](py::module_& m) {
                          "The parts of actions: of the step that a pipeline runs, or of one stage by hand.")
       .def(py::init([](const PipelineLayout& layout, int index, const py::object& stage) {
         return StepDriver(layout, index, std::make_shared<PyStage>(stage));
-      }))
+      }), py::arg("layout"), py::arg("index"), py::arg("stage"))
       .def("forward", &StepDriver::forward, py::arg("stage"), py::arg("microbatch"), FreeGil())
       .def(
           "backward",
@@ -207,11 +207,11 @@ Register pipeline_part([](py::module_& m) {
             driver.backward(parse_kind(kind), stage, microbatch, loss.value_or(at::Tensor()));
           },
           py::arg("kind"), py::arg("stage"), py::arg("microbatch"), py::arg("loss") = py::none(), FreeGil())
-      .def("set_loss", &StepDriver::set_loss)
-      .def("take_outputs", &StepDriver::take_outputs)
-      .def("take_gradients", &StepDriver::take_gradients)
-      .def("take_model_inputs", &StepDriver::take_model_inputs)
-      .def("input_gradients", &StepDriver::input_gradients);
+      .def("set_loss", &StepDriver::set_loss, py::arg("microbatch"), py::arg("loss"))
+      .def("take_outputs", &StepDriver::take_outputs, py::arg("stage"), py::arg("microbatch"), py::arg("source"), py::arg("outputs"), py::arg("sizes"))
+      .def("take_gradients", &StepDriver::take_gradients, py::arg("stage"), py::arg("microbatch"), py::arg("source"), py::arg("gradients"))
+      .def("take_model_inputs", &StepDriver::take_model_inputs, py::arg("stage"), py::arg("microbatch"), py::arg("inputs"))
+      .def("input_gradients", &StepDriver::input_gradients, py::arg("stage"), py::arg("microbatch"), py::arg("to"));
   py::class_<Pipeline>(m, "Pipeline", "Runs a rank's part of a schedule over Python stages.")
       .def(py::init(&make_pipeline), py::arg("layout"), py::arg("schedule"), py::arg("stages"),
            py::arg("group") = py::none(), py::arg("timeout") = 60.0, py::arg("scale_grads") = true,
@@ -223,7 +223,7 @@ Register pipeline_part([](py::module_& m) {
           [](Pipeline& pipeline, const std::vector<Tensors>& inputs, const std::vector<int64_t>& rows, bool train) {
             train ? pipeline.step_microbatches(inputs, {}, rows) : pipeline.eval_microbatches(inputs, {}, rows);
           },
-          FreeGil())
+          FreeGil(), py::arg("inputs"), py::arg("rows"), py::arg("train"))
       .def("driver", &Pipeline::driver, py::keep_alive<0, 1>())
       // {operator: (results, bytes)} of one microbatch.
       .def("recomputed",
@@ -232,7 +232,7 @@ Register pipeline_part([](py::module_& m) {
              for (const auto& [name, entry] : pipeline.recomputed(stage).by_operator)
                operators[name] = {entry.tensors, entry.bytes};
              return operators;
-           })
+           }, py::arg("stage"))
       .def("gather_timeline", &gather_timeline, FreeGil());
   // What was recorded as a picture, and below it the table as simulated with costs in seconds, if there are any.
   m.def("timeline_svg", [](const std::vector<Event>& events, const Schedule& schedule, const py::dict& costs) {
@@ -242,10 +242,10 @@ Register pipeline_part([](py::module_& m) {
     if (!costs.empty())
       chart.runs.push_back(timeline_of(schedule, simulate_schedule(schedule, to_costs(costs)), "simulated", "s"));
     return to_svg(chart);
-  });
+  }, py::arg("events"), py::arg("table"), py::arg("costs"));
   m.def("timeline_trace",
-        [](const std::vector<Event>& events) { return to_trace({timeline_of(to_events(events), "step")}); });
-  m.def("measured_bubble", [](const std::vector<Event>& events) { return measured_bubble(to_events(events)); });
+        [](const std::vector<Event>& events) { return to_trace({timeline_of(to_events(events), "step")}); }, py::arg("events"));
+  m.def("measured_bubble", [](const std::vector<Event>& events) { return measured_bubble(to_events(events)); }, py::arg("events"));
 });
 
 }  // namespace

@@ -23,8 +23,8 @@ std::vector<std::tuple<std::string, at::ScalarType, std::vector<int64_t>>> store
 }
 
 Register pretrained_part([](py::module_& m) {
-  m.def("stored_tensors", &stored_tensors);
-  m.def("check_pretrained", [](const std::string& record) { Pretrained::parse(record); });
+  m.def("stored_tensors", &stored_tensors, py::arg("path"));
+  m.def("check_pretrained", [](const std::string& record) { Pretrained::parse(record); }, py::arg("record"));
   m.def(
       "load_weights",
       [](GraphModule& module, const std::string& record, const std::string& path) {
@@ -32,19 +32,19 @@ Register pretrained_part([](py::module_& m) {
         load_weights(module, Pretrained::parse(record), folder);
         return folder.bytes_read();
       },
-      FreeGil(), "Answers how many bytes of tensors were read.");
+      FreeGil(), "Answers how many bytes of tensors were read.", py::arg("module"), py::arg("record"), py::arg("path"));
   m.def(
       "write_weights",
       [](const std::string& out, const Modules& modules, size_t part, const std::string& record,
          const std::string& source) { write_weights(out, parts_of(modules), part, Pretrained::parse(record), source); },
-      FreeGil());
+      FreeGil(), py::arg("out"), py::arg("modules"), py::arg("part"), py::arg("record"), py::arg("source"));
   m.def(
       "finish_weights_folder",
       [](const std::string& out, const Modules& modules, const std::string& record, const std::string& source) {
         finish_weights_folder(out, parts_of(modules), Pretrained::parse(record), source);
       },
-      FreeGil());
-  m.def("check_new_folder", &check_new_folder);
+      FreeGil(), py::arg("path"), py::arg("parts"), py::arg("record"), py::arg("source"));
+  m.def("check_new_folder", &check_new_folder, py::arg("path"));
 });
 
 }  // namespace

@@ -98,21 +98,17 @@ Register stage_backward_part([](py::module_& m) {
         return list;
       });
   m.def("stage_backward", py::overload_cast<const Tensors&, const Tensors&, const Tensors&>(&plumb::stage_backward),
-        FreeGil());
+        FreeGil(), py::arg("outputs"), py::arg("grads"), py::arg("inputs"));
   m.def(
       "stage_backward_input",
       [](const Tensors& outputs, const Tensors& grads, const Tensors& inputs) {
         InputHalf half = stage_backward_input(outputs, grads, inputs);
         return std::make_pair(std::move(half.input_grads), std::move(half.deferred));
       },
-      FreeGil());
-  m.def(
-      "stage_backward_weight",
-      [](DeferredWeights& deferred, const Tensors& weights, bool retain_graph) {
-        if (deferred.pending()) deferred.state->only = torch::autograd::collect_next_edges(weights);
-        stage_backward_weight(deferred, retain_graph);
-      },
-      py::arg("deferred"), py::arg("weights"), py::arg("retain_graph") = false, FreeGil());
+      FreeGil(), py::arg("outputs"), py::arg("grads"), py::arg("inputs"));
+  m.def("stage_backward_weight",
+        py::overload_cast<DeferredWeights&, const Tensors&, bool>(&plumb::stage_backward_weight), py::arg("deferred"),
+        py::arg("weights"), py::arg("retain_graph") = false, FreeGil());
 });
 
 }  // namespace

@@ -124,6 +124,20 @@ class Code:
                 return False
         return False
 
+    def outer_reads(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Names that the code reads from outside of itself (globals, cells), each with the attributes that follow it: N of
+        ``N``, C and ("sizes", "width") of ``C.sizes.width``."""
+        found: dict[tuple[str, tuple[str, ...]], None] = {}
+        for n, i in enumerate(self.instructions):
+            if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"):
+                chain = []
+                for following in self.instructions[n + 1 :]:
+                    if following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                        break
+                    chain.append(following.argval)
+                found[i.argval, tuple(chain)] = None
+        return list(found)
+
     def asks_for_emptiness(self, n: int) -> bool:
         """Whether the size that instruction n reads is only held against zero."""
         following = self.instructions[n + 1 :][:5]
@@ -156,11 +170,16 @@ def past_modes(frame: FrameType) -> FrameType:
     return frame
 
 
+def instructions_of(code: CodeType) -> Code:
+    known = _codes.get(code)
+    if known is None:
+        known = _codes[code] = Code(code)
+    return known
+
+
 def running(frame: FrameType) -> tuple[Code, int] | None:
     """The code of a frame and the number of the instruction that runs."""
-    code = _codes.get(frame.f_code)
-    if code is None:
-        code = _codes[frame.f_code] = Code(frame.f_code)
+    code = instructions_of(frame.f_code)
     # While a Python function runs, its caller may stand in the cache entries behind the call.
     n = bisect.bisect_right(code.offsets, frame.f_lasti) - 1
     return (code, n) if n >= 0 else None

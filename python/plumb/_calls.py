@@ -36,6 +36,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _CALL_MODULE = torch.nn.modules.module.__file__
 _OPS = torch._ops.__file__
+_TENSOR = torch._tensor.__file__
 _PLUMB_FUNCTIONAL = _HERE + "functional"
 _CAPTURE = (_HERE + "_capture.py", _HERE + "_tracing.py")
 
@@ -149,6 +150,14 @@ def here() -> Call:
     if known := _library_function(frame):
         return Call(known[0], _names(known[1]), replaced=stand_in)
     return Call(_target(frame), _names(frame), replaced=stand_in)
+
+
+def written() -> Any:
+    """What the caller of torch's function mode that asks this has written: ``operator.add`` for ``+``. None if unknown."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (of_mode(frame) or frame.f_code.co_filename == _TENSOR):
+        frame = frame.f_back
+    return _target(frame)
 
 
 def hint(call: Call, operator_name: str) -> str:

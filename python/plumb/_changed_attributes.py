@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ._bytecode import running
 from ._errors import Error, ErrorKind
+from ._guards import caller_of_read
 from ._state import CONSTANT
 from ._tables import Table, same_objects
 
@@ -41,7 +42,7 @@ def _watching(cls: type, keys: dict[str, str], reads: list[Read]) -> type:
 
     def watched(key: str, name: str) -> property:
         def read(self: nn.Module) -> Any:
-            frame = sys._getframe(1)
+            frame = caller_of_read(sys._getframe(1))
             found = running(frame)
             if found is None or not found[0].updates_attribute(found[1], key):
                 reads.append(Read(name, f"{frame.f_code.co_filename}:{frame.f_lineno}"))
@@ -77,8 +78,8 @@ def watched(changes: list[Change]) -> Iterator[list[Read]]:
             module.__class__ = cls
 
 
-def _text(engine: Any) -> str:
-    """The graph without the numbers of Python functions, which are new in every capture."""
+def path_of(engine: Any) -> str:
+    """The text of the graph without the numbers of Python functions, which are new in every capture."""
     return re.sub(r"plumb::python_function\(\d+", "plumb::python_function(", engine.graph.to_string(locations=False))
 
 
@@ -118,7 +119,7 @@ def refuse_other_paths(
         return [f"another call of the forward, which changes {names}, could not be tried: {error}"]
     if _reads_kept(kept, again, left):
         return [f"the forward makes {names} in its first call and keeps them: the graph makes them in every run"]
-    if changes and _text(engine) != _text(again):
+    if changes and path_of(engine) != path_of(again):
         raise Error(
             f"the forward changes the attribute {names} and takes another path in the next call, which a graph does not",
             kind=ErrorKind.DataDependent,

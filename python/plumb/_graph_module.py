@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from . import _C
 from ._errors import Error, ErrorKind
+from ._guards import Guards, enabled_autocast
 from ._state import member, own_parameters, put_state, sync_state
 from ._tracing import refuse_holders
 from ._trees import check_plain_inputs, children, structure_error, unflatten
@@ -34,7 +35,10 @@ class GraphModule(nn.Module):
 
     ``.graph`` is the graph; ``print(m.graph)`` shows it. ``.notes`` lists what the capture noticed (constants kept,
     buffers re-assigned). It is made for the dtypes, shapes and devices of the inputs it was captured with, and for the
-    training mode: others are refused (transformed modules of :mod:`plumb.transforms` capture again by themselves).
+    training mode: others are refused (transformed modules of :mod:`plumb.transforms` capture again by themselves). So is autocast
+    that was off when it was captured; a graph that was captured under autocast holds the casts. As long as the original lives, a call is refused also when something
+    has changed there that its forward had read: an attribute, a hook, a part's forward. A copy, and what is read from a file,
+    knows nothing of the original and stays what it is.
     """
 
     def __init__(
@@ -47,8 +51,13 @@ class GraphModule(nn.Module):
         notes: list[str],
         program: Any = None,  # what the file that it came from knows besides
         training: bool = True,  # the mode that the graph was made in
+        autocast: tuple | None = None,  # the regions that it was captured in, if that is known
+        guards: Guards | None = None,  # of what the original's forward had read
     ):
         super().__init__()
+        self._autocast = autocast
+        self.__dict__["_guards"] = guards or Guards()
+        self._mode_line = self._guards.mode_line
         self.training = self._made_in_training = training
         self._has_mode: bool | None = None
         self.__dict__["_engine"] = engine
@@ -74,13 +83,17 @@ class GraphModule(nn.Module):
         self.__dict__["_simple"] = leaves if simple_in and simple_out else -1
 
     @property
-    def graph(self) -> Any:
+    def graph(self) -> _C.Graph:
         return self._engine.graph
+
+    if TYPE_CHECKING:  # submodules, parameters and buffers have the names of the model's
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._fx_forward(*args, **kwargs)
-        self.check_mode()
+        self.check_call()
         sync_state(self._engine, self._slots)
         if self._simple == len(args) and not kwargs:
             return self._engine.run1(*args)
@@ -106,19 +119,47 @@ class GraphModule(nn.Module):
 
     _made_how, _make_again = "the graph was captured", "capture again"
 
+    def check_call(self) -> None:
+        """Raises `plumb.Error` if what the graph was made for besides its inputs is not there: mode, autocast, what the original
+        reads."""
+        self.check_mode()
+        if (now := enabled_autocast()) and not self._holds_casts():
+            dtypes = ", ".join(f"{dtype} ({device})" for device, dtype in now)
+            raise Error(
+                f"{self._made_how} without autocast and is called under autocast to {dtypes}",
+                kind=ErrorKind.InvalidState,
+                remedy=f"{self._make_again} under autocast, or leave it for the call: a graph keeps the dtypes it was made with",
+            )
+        if not self._guards.hold():
+            raise Error(
+                f"'{self._guards.broken}', which the forward had read, has changed since {self._made_how}",
+                kind=ErrorKind.InvalidState,
+                remedy=f"{self._make_again}, or put it back; copy.deepcopy(graph) made before is a graph by itself, which no change"
+                " of the original concerns",
+            )
+
+    def _holds_casts(self) -> bool:
+        """Whether the graph was captured under autocast; of one of unknown origin: whether it has any value of half precision."""
+        if self._autocast is None:
+            values = [value.meta for node in self.graph.nodes for value in node.results if value.is_tensor]
+            half = any(meta is not None and meta["dtype"] in (torch.bfloat16, torch.float16) for meta in values)
+            self._autocast = (("unknown", None),) if half else ()
+        return bool(self._autocast)
+
     def check_mode(self) -> None:
         """A graph is made for one training mode. Raises `plumb.Error` if the module is in the other one and that would
-        change the arithmetic of an operator (dropout, batch norm)."""
+        change the arithmetic of an operator (dropout, batch norm), or if the forward had asked for the mode itself."""
         if self.training == self._made_in_training:
             return
         if self._has_mode is None:
-            self._has_mode = _C.depends_on_mode(self.graph, self._made_in_training)
+            self._has_mode = bool(self._mode_line) or _C.depends_on_mode(self.graph, self._made_in_training)
         if self._has_mode:
             modes = ("evaluation", "training")
             raise Error(
                 f"{self._made_how} in {modes[self._made_in_training]} mode and cannot change to "
                 f"{modes[self.training]} mode",
                 kind=ErrorKind.InvalidState,
+                where=self._mode_line and f"the forward reads self.training: {self._mode_line}",
                 remedy=f"set the model to the other mode, model.{'train' if self.training else 'eval'}(), and do it again",
             )
 
@@ -149,13 +190,14 @@ class GraphModule(nn.Module):
         """Another graph that is called like this one and knows of its file what this one does."""
         own_parameters(engine)
         call = (self._in_spec, self._out_spec, self._plain_inputs, self._plain_outputs)
-        made = GraphModule(engine, *call, self.notes, self._program, self._made_in_training)
+        made = GraphModule(engine, *call, self.notes, self._program, self._made_in_training, self._autocast)
+        made._mode_line = self._mode_line
         return made.train(self.training)
 
     # --- copies: the graph travels as text, the state as tensors ---
     def __getstate__(self) -> dict:
         refuse_holders(self.graph, "copied")
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_slots", "_fx")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_engine", "_slots", "_fx", "_guards")}
         state["_text"] = self._engine.graph.to_string()
         state["_specs"] = self._engine.specs()
         sync_state(self._engine, self._slots)
@@ -165,7 +207,7 @@ class GraphModule(nn.Module):
     def __setstate__(self, state: dict) -> None:
         text, specs, tensors = state.pop("_text"), state.pop("_specs"), state.pop("_state")
         self.__dict__.update(state)
-        self.__dict__["_fx"] = None
+        self.__dict__.update(_fx=None, _guards=Guards())
         self.__dict__["_engine"] = _C.GraphModule(text, tensors, *specs)
         self.take_state()
 

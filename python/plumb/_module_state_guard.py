@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ._changed_attributes import Change
 from ._errors import Error, ErrorKind
 from ._tables import MISSING, tables
-from ._trees import PLAIN
+from ._trees import PLAIN, holds_tensors
 
 
 def _full(name: str, key: str) -> str:
@@ -62,11 +62,18 @@ class ModuleStateGuard:
 
     def __init__(self, module: nn.Module) -> None:
         self.tables = tables(module)
+        self.parts = [  # those of a scripted module are C++'s
+            (name, what, table, dict(table))
+            for name, sub in module.named_modules()
+            for what, table in (("parameter", sub._parameters), ("module", sub._modules))
+            if isinstance(table, dict)
+        ]
         self.parameters = list(module.parameters())
         self.modes = [(sub, sub.training) for sub in module.modules()]
         self.changes: list[Change] = []  # of values that are no tensors, as the last restore() found them
         self.kept: list[Change] = []  # of slots that held no tensors, as the last tensors() found them
         self.left: dict[str, Any] = {}  # by their names, the very objects
+        self.written: set[tuple[int, Any]] = set()  # all slots that the forward has written: (id of the table, key)
         self.random = random.getstate()
         self.numpy = getattr(sys.modules.get("numpy"), "random", None)
         self.numpy_state = self.numpy.get_state() if self.numpy else None
@@ -81,6 +88,7 @@ class ModuleStateGuard:
                 leaves, spec = pytree.tree_flatten(now)
                 if not any(isinstance(x, Tensor) for x in leaves):
                     continue
+                self.written.add((id(table.live), key))
                 name = table.slot(key)
                 before, before_spec = pytree.tree_flatten(old)
                 alike = spec == before_spec and all(
@@ -100,6 +108,23 @@ class ModuleStateGuard:
                     self.kept.append(Change(table, key, name, old, plain, computed))
                 table.put(key, old)
         return changed
+
+    def refuse_new_parts(self) -> None:
+        """Raises `plumb.Error` if the forward has made or replaced parameters or modules, after it has taken them away again."""
+        found = None
+        for owner, what, now, before in self.parts:
+            changed = [key for key in {**before, **now} if now.get(key) is not before.get(key)]
+            if changed:
+                found = found or (what, _full(owner, changed[0]))
+                now.clear()
+                now.update(before)
+        if found:
+            what, name = found
+            raise Error(
+                f"the forward makes the {what} '{name}', and a graph has those that were there before",
+                kind=ErrorKind.Capture,
+                remedy="if the layer makes it on its first batch, run the model once before; else make it in the constructor",
+            )
 
     def _hang_on_inputs(self, tensors: list) -> bool:
         """Whether autograd would hand a gradient of these on to anything but the module's parameters."""
@@ -121,10 +146,11 @@ class ModuleStateGuard:
         self.changes = []
         for table in self.tables:
             for key, before, now in list(table.differences()):
-                if table.dotted and (key == "training" or not isinstance(before, PLAIN)):
+                if table.dotted and (key == "training" or not (isinstance(before, PLAIN) or holds_tensors(now))):
                     continue
                 if isinstance(before, PLAIN) and type(now) is type(before) and (now == before or now != now):
                     continue
+                self.written.add((id(table.live), key))
                 table.put(key, before)
                 name = table.slot(key)
                 self.changes.append(Change(table, key, name, before, now))

@@ -14,53 +14,80 @@ from . import _C, _calls
 from ._code_swap import calls_go_to
 
 
-def _run(old: Callable[..., Any], new: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    _calls.replacing.append((old, new))
-    try:
-        return new(*args, **kwargs)
-    finally:
-        _calls.replacing.pop()
+class Replacements(dict):
+    """Functions, and what their calls go to. `called`: those of which there were calls."""
+
+    def __init__(self, pairs: dict[Callable[..., Any], Callable[..., Any]]):
+        super().__init__(pairs)
+        self.called: set[Callable[..., Any]] = set()
+
+    def run(self, old: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        self.called.add(old)
+        _calls.replacing.append((old, self[old]))
+        try:
+            return self[old](*args, **kwargs)
+        finally:
+            _calls.replacing.pop()
 
 
-def _calls_of(old: FunctionType, new: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Calls of a Python function on this thread go to `new`, except for those that `new` makes itself."""
+def _calls_of(old: FunctionType, pairs: Replacements) -> contextlib.AbstractContextManager[None]:
+    """Calls of a Python function on this thread go elsewhere, except for those that are made there."""
     thread = threading.get_ident()
 
     def redirect(original: FunctionType, args: tuple, kwargs: dict) -> Any:
         busy = any(pair[0] is old for pair in _calls.replacing)
         if busy or threading.get_ident() != thread or not _C.is_capturing():
             return original(*args, **kwargs)
-        return _run(old, new, args, kwargs)
+        return pairs.run(old, args, kwargs)
 
     return calls_go_to(old, redirect)
 
 
-class _TorchFunctions(TorchFunctionMode):
-    """Calls of torch's own functions go to others, except for those that torch's functions make of one another."""
+def is_operator(function: Any) -> bool:
+    """One of the module operator's, which stands for ``+``, ``[]``, ``+=``, ... in a forward."""
+    return getattr(function, "__module__", None) == "_operator"
 
-    def __init__(self, pairs: dict[Any, Callable[..., Any]]):
+
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
+def _is_mirrored(operator: Any, func: Any) -> bool:
+    """Whether torch was asked for ``number - tensor``, and so got the tensor first."""
+    name = func.__name__
+    reflected = name.startswith("__r") and name != "__rshift__"
+    return reflected or name.startswith("bitwise_") or _MIRRORED.get(operator.__name__) == name
+
+
+class _TorchFunctions(TorchFunctionMode):
+    """Calls of torch's own functions and Python's operators go to others, except for those that torch's functions make of one
+    another."""
+
+    def __init__(self, pairs: Replacements):
         super().__init__()
         self.pairs = pairs
+        self.has_operators = any(map(is_operator, pairs))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        new = self.pairs.get(func)
-        if new is not None:
-            return _run(func, new, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in self.pairs:
+            return self.pairs.run(func, args, kwargs)
+        if self.has_operators:
+            written = _calls.written()  # "+" and x.add() are one function of torch's
+            if is_operator(written) and written in self.pairs:
+                return self.pairs.run(written, args[::-1] if _is_mirrored(written, func) else args, kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def replaced(pairs: dict[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
+def replaced(pairs: Replacements) -> Iterator[None]:
     """While it lasts, calls of the keys go to the values. Python functions have their code exchanged: see _code_swap.py."""
     with contextlib.ExitStack() as stack:
-        others = {}
-        for old, new in pairs.items():
-            if isinstance(old, FunctionType):
-                stack.enter_context(_calls_of(old, new))
-            else:
-                others[old] = new
-        if others:
-            stack.enter_context(_TorchFunctions(others))
+        python = [old for old in pairs if isinstance(old, FunctionType)]
+        for old in python:
+            stack.enter_context(_calls_of(old, pairs))
+        if len(python) < len(pairs):
+            stack.enter_context(torch._C._EnableTorchFunction())  # it is off while torch.compile asks for a graph
+            stack.enter_context(_TorchFunctions(pairs))
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from . import _C
 from ._errors import Error, ErrorKind
 from ._graph_module import GraphModule
 from ._plain_state import from_plain, to_plain
+from ._progress import Progress, progress
 from ._state import sync_state
 
 _METHODS = {
@@ -61,7 +63,8 @@ class Trainer:
     The other options are those of `plumb train --help`, with ``_`` for ``-``; ``config`` is a TOML file of them. The same
     options give the same bits as the command. `hooks`: an object with any of the methods ``on_start``, ``on_resume``,
     ``on_step``, ``on_eval``, ``on_checkpoint``, ``on_problem``, ``on_save``, ``on_stop``; each gets a dict, as ``--json``
-    prints it, and ``on_event`` gets those of all other kinds. An exception of a hook ends the training.
+    prints it, and ``on_event`` gets those of all other kinds. An exception of a hook ends the training. `progress`: whether
+    :meth:`run` draws a bar; None: in a terminal (on standard error) and in a notebook.
 
     Errors (:class:`plumb.Error`) name the option and say what to give instead.
     """
@@ -73,9 +76,13 @@ class Trainer:
         *,
         hooks: Any = None,
         config: str | os.PathLike | None = None,
+        progress: bool | None = None,
         **options: Any,
     ):
-        self._hooks = hooks
+        self._hooks, self._wants_progress = hooks, progress
+        self._progress: Progress | None = None
+        self._done: Mapping[str, Any] | None = None  # the last step's event
+        self._what = "a graph" if isinstance(model, GraphModule) else os.fspath(model) if model is not None else "a config's file"
         engine = None
         if isinstance(model, GraphModule):
             engine = model._engine
@@ -101,18 +108,38 @@ class Trainer:
         """Trains to the last step, once. An error of the training is a :class:`plumb.Error`."""
         if self._trainer is None:
             raise Error("this training has run", kind=ErrorKind.InvalidState, remedy="make another Trainer")
+        self._progress = progress() if self._wants_progress is None else Progress() if self._wants_progress else None
         try:
             return TrainResult(*self._trainer.run())
         finally:
             self._trainer = None  # its folder of checkpoints is free for the next
+            if self._progress is not None:
+                self._progress.close()
 
     def stop(self) -> None:
         """Ends the training with the step that runs (called by a hook, or from another thread)."""
         if self._trainer is not None:
             self._trainer.stop()
 
+    def __repr__(self) -> str:
+        return f"<Trainer of {self._what}: {self._state()}>"
+
+    def _repr_html_(self) -> str:
+        return f"<b>Trainer</b> of <code>{escape(self._what)}</code>: {escape(self._state())}<pre>{escape(self.options)}</pre>"
+
+    def _state(self) -> str:
+        if self._done is None:
+            return "not run yet" if self._trainer is not None else "ended before its first step"
+        loss = self._done.get("loss")
+        at = f"step {self._done['step']} of {self._done['steps']}" + (f", loss {loss:.4g}" if loss is not None else "")
+        return at if self._trainer is not None else f"ended at {at}"
+
     def _tell(self, text: str) -> None:
         event = json.loads(text)
+        if "step" in event and "steps" in event:
+            self._done = event
+            if self._progress is not None:
+                self._progress.step(event)
         name = next((method for key, method in _METHODS.items() if key in event), "on_event")
         method = getattr(self._hooks, name, None)
         if method is not None:

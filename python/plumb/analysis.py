@@ -7,7 +7,7 @@ import math
 import os
 import random
 import re
-from typing import TYPE_CHECKING, Any, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Iterable, List, Optional, Sequence, Tuple, Union, overload
 
 from torch import Tensor, nn
 from torch.fx import Graph, Node
@@ -18,6 +18,12 @@ from .transforms import Metrics, prune_non_float_tensors, prune_same_scale_tenso
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    class OwnAxes(Axes):
+        """Axes that fill a figure of their own."""
+
+        figure: Figure
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +165,10 @@ def _visible(value: Optional[float]) -> bool:
     return value is not None and math.isfinite(value) and value > 0
 
 
-def _draw_ranges(axes: "Axes", formats: Sequence[Union[str, FPFormat]], rows: int) -> None:
+def _draw_ranges(
+    axes: "Axes", formats: Sequence[Union[str, FPFormat]], rows: int, ends: Tuple[float, float]
+) -> None:
+    """Lines and names of what lies between the ends of the axis: a name beyond them would stand outside of the picture."""
     at: dict[float, list[str]] = {}
     for format in formats:
         f = format if isinstance(format, FPFormat) else FPFormat.named(format)
@@ -170,7 +179,7 @@ def _draw_ranges(axes: "Axes", formats: Sequence[Union[str, FPFormat]], rows: in
         at.setdefault(f.max_absolute_value, []).append(f"{name} max")
     level = 0
     previous = None
-    for x in sorted(at):
+    for x in sorted(x for x in at if ends[0] <= x <= ends[1]):
         axes.axvline(x, color="grey", linewidth=0.8, dashes=(3, 2), zorder=0)
         # Labels of near neighbours go below one another.
         level = (level + 1) % 3 if previous is not None and x / previous < 16 else 0
@@ -222,6 +231,35 @@ def _draw_legend(axes: "Axes", nodes: Sequence[Node], directions: Sequence[str])
         axes.legend(handles=handles, loc="upper right")
 
 
+@overload
+def plot(
+    g: Graph,
+    title: str = ...,
+    metric: str = ...,
+    prune_same_scale: bool = ...,
+    show_arrows: bool = ...,
+    show_error_bars: bool = ...,
+    show_zero_tensors: bool = ...,
+    xmin: Optional[float] = ...,
+    xmax: Optional[float] = ...,
+    formats: Sequence[Union[str, FPFormat]] = ...,
+    ax: None = None,
+) -> "OwnAxes": ...
+@overload
+def plot(
+    g: Graph,
+    title: str = ...,
+    metric: str = ...,
+    prune_same_scale: bool = ...,
+    show_arrows: bool = ...,
+    show_error_bars: bool = ...,
+    show_zero_tensors: bool = ...,
+    xmin: Optional[float] = ...,
+    xmax: Optional[float] = ...,
+    formats: Sequence[Union[str, FPFormat]] = ...,
+    *,
+    ax: "Axes",
+) -> "Axes": ...
 def plot(
     g: Graph,
     title: str = "",
@@ -263,7 +301,8 @@ def plot(
     row = {n: i for i, n in enumerate(nodes)}
     directions = [d for d in ("fwd", "bwd") if any(getattr(n.meta["metrics"], d) is not None for n in nodes)]
     if ax is None:
-        _, ax = plt.subplots(figsize=(10, 1.5 + len(nodes) / 4))
+        # Constrained: the figure has room for all labels, however it is saved.
+        _, ax = plt.subplots(figsize=(10, 1.5 + len(nodes) / 4), layout="constrained")
     ax.set_xscale("log", base=2)
     ax.set_ylim(len(nodes), -1)
 
@@ -280,7 +319,7 @@ def plot(
         ax.plot([x], [row[n] + _SHIFT[d]], color=_COLOURS[d], marker=marker, markersize=5, zorder=3)
     if show_arrows:
         _draw_arrows(ax, row, directions, spots)
-    _draw_ranges(ax, formats, len(nodes))
+    _draw_ranges(ax, formats, len(nodes), (low, high))
     ax.set_xlim(low, high)
     ax.set_yticks(range(len(nodes)))
     ax.set_yticklabels([_label(n) for n in nodes])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
+from ._C import Checkpoint
 from ._errors import Error, ErrorKind
 from ._unit_scaled import MARK
 from .parameter import has_parameter_data
@@ -27,7 +28,6 @@ Model = Union[nn.Module, Mapping[str, Tensor], Iterable[Any], Any]
 
 __all__ = ["Checkpoint", "Writer", "load", "newest", "save"]
 
-Checkpoint = _C.Checkpoint
 
 
 def _parts(model: Model) -> Iterator[Mapping[str, Any]]:

@@ -1,7 +1,45 @@
 """Unit-scaled modules, as ``plumb.nn.Linear`` and so on."""
 
-from . import _modules, _transformer
-from ._modules import *  # noqa: F403
-from ._transformer import *  # noqa: F403
+from ._modules import (
+    GELU,
+    Conv1d,
+    CrossEntropyLoss,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Linear,
+    LinearReadout,
+    RMSNorm,
+    SiLU,
+    Softmax,
+)
+from ._transformer import (
+    MHSA,
+    MLP,
+    DepthModuleList,
+    DepthSequential,
+    TransformerDecoder,
+    TransformerLayer,
+    TransformerStack,
+)
 
-__all__ = [*_modules.__all__, *_transformer.__all__]
+__all__ = [
+    "GELU",
+    "MHSA",
+    "MLP",
+    "Conv1d",
+    "CrossEntropyLoss",
+    "DepthModuleList",
+    "DepthSequential",
+    "Dropout",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "LinearReadout",
+    "RMSNorm",
+    "SiLU",
+    "Softmax",
+    "TransformerDecoder",
+    "TransformerLayer",
+    "TransformerStack",
+]

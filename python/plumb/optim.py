@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from . import _flat_rates
 from .parameter import ParameterData, has_parameter_data
 
 LrScale = Callable[[ParameterData], float]
@@ -98,15 +99,36 @@ def scaled_parameters(
                 if not float(param_lr):
                     raise ValueError("Independent weight decay needs a learning rate other than 0.")
                 decay = decay / float(param_lr)
+            _flat_rates.rated(param)
             result.append({"params": [param], "lr": param_lr, "weight_decay": decay, **rest})
     return result
 
 
-def _unit_scaled(base: type, rule: Callable[[dict], LrScale], doc: str) -> type:
-    """`base` on parameter groups that :func:`scaled_parameters` makes; `rule` takes its options out of the keywords."""
+class SGD(torch.optim.SGD):
+    """``torch.optim.SGD`` with u-μP's learning rates; see :func:`scaled_parameters` and, for ``readout_constraint``,
+    :func:`lr_scale_func_sgd`."""
 
     def __init__(
-        self: Any,
+        self,
+        params: ParamsT,
+        lr: Union[float, Tensor] = 1e-3,
+        *args: Any,
+        readout_constraint: Optional[str] = None,
+        weight_decay: float = 0,
+        independent_weight_decay: bool = True,
+        allow_non_unit_scaling_params: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        rule = lr_scale_func_sgd(readout_constraint)
+        how = (lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
+        super().__init__(scaled_parameters(params, rule, *how), lr, *args, **kwargs)
+
+
+class Adam(torch.optim.Adam):
+    """``torch.optim.Adam`` with u-μP's learning rates; see :func:`scaled_parameters`."""
+
+    def __init__(
+        self,
         params: ParamsT,
         lr: Union[float, Tensor] = 1e-3,
         *args: Any,
@@ -115,22 +137,25 @@ def _unit_scaled(base: type, rule: Callable[[dict], LrScale], doc: str) -> type:
         allow_non_unit_scaling_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        groups = scaled_parameters(
-            params, rule(kwargs), lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params
-        )
-        base.__init__(self, groups, lr, *args, **kwargs)
-
-    return type(base.__name__, (base,), {"__init__": __init__, "__doc__": doc, "__module__": __name__})
+        how = (lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
+        super().__init__(scaled_parameters(params, lr_scale_func_adam, *how), lr, *args, **kwargs)
 
 
-_DOC = "``torch.optim.{}`` with u-μP's learning rates; see :func:`scaled_parameters`{}."
-SGD = _unit_scaled(
-    torch.optim.SGD,
-    lambda options: lr_scale_func_sgd(options.pop("readout_constraint", None)),
-    _DOC.format("SGD", " and, for ``readout_constraint``, :func:`lr_scale_func_sgd`"),
-)
-Adam = _unit_scaled(torch.optim.Adam, lambda _: lr_scale_func_adam, _DOC.format("Adam", ""))
-AdamW = _unit_scaled(torch.optim.AdamW, lambda _: lr_scale_func_adam, _DOC.format("AdamW", ""))
+class AdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` with u-μP's learning rates; see :func:`scaled_parameters`."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Union[float, Tensor] = 1e-3,
+        *args: Any,
+        weight_decay: float = 0,
+        independent_weight_decay: bool = True,
+        allow_non_unit_scaling_params: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        how = (lr, weight_decay, independent_weight_decay, allow_non_unit_scaling_params)
+        super().__init__(scaled_parameters(params, lr_scale_func_adam, *how), lr, *args, **kwargs)
 
 
 __all__ = [

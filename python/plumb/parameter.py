@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import TypeGuard
 
-from . import _C
+from . import _C, _flat_rates
 
 MupType = Literal["weight", "bias", "norm", "output"]
 
@@ -49,6 +49,7 @@ def tag_parameter(parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth:
     parameter.__deepcopy__ = _Method(_deepcopy, parameter)
     parameter.__reduce_ex__ = _Method(_reduce_ex, parameter)
     _C.tag(parameter, mup_type, mup_scaling_depth)
+    _flat_rates.watch()
     return parameter
 
 

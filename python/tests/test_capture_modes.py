@@ -98,12 +98,3 @@ def test_is_undisturbed_by_the_callers_modes():
         assert text() == plain
     with torch.inference_mode():
         assert text() == plain
-
-
-def test_replay_ignores_the_callers_autocast():
-    model = nn.Linear(4, 4)
-    x = torch.randn(2, 4)
-    m = plumb.capture(model, x)
-    expected = model(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(m(x), expected)

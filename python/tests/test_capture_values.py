@@ -62,7 +62,7 @@ def made(name):
 
 
 def graphs(module):
-    (first,) = forward_of(module)._cache.values()
+    ((first,),) = forward_of(module)._cache.values()
     return first
 
 

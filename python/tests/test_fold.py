@@ -292,3 +292,28 @@ def test_a_graph_is_unit_scaled_and_keeps_its_function(name):
     assert all(difference(plain[n], p) < ROUNDING for n, p in before.items() if p.abs().max() > 0)
     with pytest.raises(plumb.Error, match="works on a graph"):
         unit_scale(model, preserve=True)
+
+
+@pytest.mark.parametrize("join", [
+    lambda a, b: torch.distributions.Normal(a, b.square() + 1, validate_args=False).log_prob(torch.zeros(())),
+    lambda a, b: torch.stack(torch.broadcast_tensors(a, b[:, :1])),
+    lambda a, b: torch.stack(torch.atleast_2d(a, b)),
+    lambda a, b: torch.view_as_real(torch.complex(a, b)),
+    lambda a, b: torch.diff(a, prepend=b),
+    lambda a, b: torch.linalg.vector_norm(a, 0, dim=1) + b.sum(1),
+], ids=["Normal", "broadcast_tensors", "atleast_2d", "complex", "diff", "norm of order 0"])  # fmt: skip
+def test_operators_on_several_tensors_fold_to_the_same_numbers(join):
+    class Heads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+
+        def forward(self, x):
+            return join(self.a(x), torch.nn.functional.gelu(self.b(x)))
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 8)
+    graph = plumb.capture(Heads(), x)
+    kept = plumb.transforms.unit_scale(graph, preserve=True)
+    torch.testing.assert_close(kept(x), graph(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(plumb.transforms.fold(kept)(x), graph(x), rtol=1e-4, atol=1e-4)

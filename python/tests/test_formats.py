@@ -1,6 +1,7 @@
 """plumb.formats, plumb.analysis and plumb.utils."""
 
 import math
+from collections import OrderedDict
 
 import matplotlib
 import pytest
@@ -302,3 +303,21 @@ def test_analyse_module_writes_scales_beside_code():
         syntax_highlight=False,
     )
     assert "weight" not in leaf
+
+
+@pytest.mark.parametrize("title", ["", "a title"])
+def test_a_saved_picture_holds_all_of_its_text(title, tmp_path):
+    torch.manual_seed(0)
+    names = {f"a_module_with_a_long_name_{i}": nn.Linear(8, 8) for i in range(3)}
+    model = track_scales(nn.Sequential(OrderedDict(names)))
+    model(torch.randn(16, 8)).sum().backward()
+    axes = plumb.analysis.plot(model.scales_graph(), title)
+    axes.figure.savefig(tmp_path / "scales.png")
+    low, high = axes.get_xlim()
+    marks = [t for t in axes.get_xticklabels() if low <= t.get_position()[0] <= high]
+    texts = [t for t in (*axes.get_yticklabels(), *marks, *axes.texts, axes.title, axes.xaxis.label) if t.get_text()]
+    assert len(texts) > 10
+    whole = axes.figure.bbox.padded(1)
+    for text in texts:
+        box = text.get_window_extent()
+        assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1, text

@@ -88,6 +88,7 @@ def test_version_stands_in_one_place(environment):
     for file in ("pyproject.toml", "setup.py", "python/plumb/__init__.py", "python/plumb/_version.py"):
         assert version not in (ROOT / file).read_text(), f"{file} says the version again"
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"version: {version}" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_package_has_its_licence_says_that_it_is_typed_and_asks_for_the_torch_it_was_built_with(environment):

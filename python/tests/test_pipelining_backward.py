@@ -266,6 +266,15 @@ def test_a_gradient_from_before_is_part_of_an_inputs_answer():
     assert torch.equal(found, expected) and x.grad is None
 
 
+def test_a_tensor_that_comes_twice_has_one_gradient():
+    module, x, reference, ref_x = case(Block)
+    found = stage_backward(module(x).sum(), None, [x, 3, x])
+    expected = torchs.stage_backward(reference(ref_x).sum(), None, [ref_x, 3, ref_x])
+    assert torch.equal(found[0], expected[0]) and found[1:] == expected[1:] == (None, None)
+    halves, _ = stage_backward_input([module(x).sum()], None, [x, x], module.parameters())
+    assert torch.equal(halves[0], expected[0]) and halves[1] is None and torch.equal(x.grad, expected[0])
+
+
 @pytest.mark.parametrize("make", MODULES[:-1], ids=NAMES[:-1])
 def test_the_weight_half_touches_the_given_weights_and_no_other_leaf(make):
     module, x, reference, ref_x = case(make)
@@ -316,6 +325,16 @@ def test_the_graphs_picture_is_torchs(make):
         expected = torchs.get_param_groups(inputs, params, theirs)
         assert sorted(map(key, groups)) == sorted(map(key, expected))
     assert set().union(*(g["params"] for g in groups)) <= set(params)
+
+
+def test_a_parameter_is_in_one_group():
+    a, b, c = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+    x = torch.randn(4, 8, requires_grad=True)
+    out = x @ a @ b @ c + x @ (c + a) @ b  # a and c meet in the sum, and the input's path in other places
+    x, *params = (get_gradient_edge(t).node for t in (x, a, b, c))
+    groups = get_param_groups([x], params, construct_reverse_graph([out.grad_fn]))
+    assert sorted(len(g["params"]) for g in groups) == [1, 2]
+    assert set().union(*(g["params"] for g in groups)) == set(params)
 
 
 def test_groups_made_by_hand_run_too():
@@ -377,6 +396,18 @@ def test_the_weight_halfs_start_can_be_looked_at_and_replaced():
     reference(ref_x).sum().backward()
     for ours, theirs in zip(grads(module), grads(reference)):
         torch.testing.assert_close(ours, 3 * theirs)
+
+
+def test_the_weight_halfs_start_is_read_as_a_dict_is():
+    for read in (lambda g: "params" in g, lambda g: g.get("params"), list, len, dict, lambda g: {**g}, lambda g: g.items()):
+        module, x, _, _ = case(Block)
+        _, (group,) = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+        assert read(group), "before anything else of it is read"
+        assert list(group) == ["params", "intermediates", "grads"] and dict(group) == group and group.get("other") is None
+        del group["grads"], group["intermediates"]
+        assert list(group) == ["params"]
+        stage_backward_weight(module.parameters(), [group])
+        assert all(p.grad is not None for p in module.parameters())
 
 
 def test_only_looking_at_the_weight_halfs_start_changes_nothing():

@@ -5,11 +5,12 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed.pipelining  # noqa: F401  (its mark)
+import torch.distributed.pipelining as torchs
 import torch.nn.functional as F
 from plumb.pipelining import (
     Balanced,
     Pipe,
+    ScheduleInterleaved1F1B,
     StagePolicy,
     annotate_split_points,
     pipe_split,
@@ -80,6 +81,28 @@ def test_split_spec_leaves_the_model_as_it_was_and_works_twice():
     with pytest.raises(RuntimeError, match="shapes"):
         pipeline(model, (torch.randn(2, 9),), split_spec={"layers.1": BEGIN})
     assert {k: set(m.__dict__) for k, m in model.named_modules()} == before
+
+
+def test_a_model_that_torchs_pipeline_has_cut_is_cut_and_left_as_it_was():
+    model, x = MLP(), torch.randn(2, 8)
+    expected = model(x)
+    torchs.pipeline(model, (x,), split_spec={"layers.1": torchs.SplitPoint.BEGINNING})
+    before = {k: dict(m.__dict__) for k, m in model.named_modules()}
+    for spec, stages in (({"layers.1": BEGIN}, 2), ({"layers.2": BEGIN}, 3)):  # its marks are still on the model
+        pipe = pipeline(model, (x,), split_spec=spec)
+        assert pipe.num_stages == stages and torch.equal(pipe(x)[0], expected) and torch.equal(model(x), expected)
+        assert {k: m.__dict__ for k, m in model.named_modules()} == before
+    marks = annotate_split_points(model, {"layers.2": BEGIN})
+    torchs.pipeline(model, (x,), split_spec={"layers.2": torchs.SplitPoint.END})
+    marks.remove()
+    assert torch.equal(model(x), expected), "somebody else's forward is around the marked one"
+
+
+def test_attributes_of_the_users_stay():
+    model = MLP()
+    model.layers[1]._orig_forward = "mine"
+    pipeline(model, (torch.randn(2, 8),), split_spec={"layers.1": BEGIN})
+    assert model.layers[1]._orig_forward == "mine"
 
 
 def test_annotations_last_until_they_are_removed():
@@ -327,3 +350,18 @@ def test_what_load_pt2_gives_is_cut_and_saved_with_what_the_file_knew(tmp_path):
         with pytest.raises(plumb.Error, match="64"):
             whole(torch.randn(65, 8))
     assert torch.equal(torch.export.load(tmp_path / "cut.pt2").module()(x), model(x))
+
+
+def test_a_sparse_embedding_is_balanced():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(100, 16, sparse=True), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    x = torch.randint(0, 100, (4, 8))
+    eager = copy.deepcopy(model)
+    pipe = pipeline(model, (x,), num_stages=2, split_policy="balanced")
+    stages = [pipe.build_stage(i, torch.device("cpu")) for i in range(2)]
+    target = torch.randn(4, 8, 16)
+    schedule = ScheduleInterleaved1F1B(stages, 1, loss_fn=lambda out, y: (out * y).sum(), scale_grads=False)
+    schedule.step(x, target=target)
+    (eager(x) * target).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert p.grad.is_sparse == q.grad.is_sparse and torch.equal(p.grad.to_dense(), q.grad.to_dense()), name

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pydoc
 import re
 import resource
 import signal
@@ -166,10 +167,23 @@ def test_every_schedule_of_the_engine_has_a_class_and_a_line_in_the_docs():
     for name in plumb._C.schedule_names():
         cls = getattr(plumb.pipelining, f"Schedule{name}")
         assert cls is get_schedule_class(name) and cls.__name__ in plumb.pipelining.__all__
-        assert cls.__doc__.startswith(plumb._C.schedule_traits(name)["summary"])
+        traits = plumb._C.schedule_traits(name)
+        one_stage = traits["max_stages_per_rank"] == 1 and not traits["bidirectional"]
+        assert cls.__doc__.startswith(traits["summary"]) and cls._name == name
+        assert issubclass(cls, plumb.pipelining.PipelineScheduleSingle if one_stage else PipelineScheduleMulti)
+    assert set(plumb.pipelining.schedules._CLASSES) == set(plumb._C.schedule_names())
     written = pipeline_tables.DOCUMENT.read_text()
     section = pipeline_tables.schedules()
     assert pipeline_tables.put(written, "schedules", section) == written, "run tools/pipeline_tables.py --schedules"
+
+
+@pytest.mark.parametrize("cls", [plumb.pipelining.Schedule1F1B, plumb.pipelining.ScheduleZBVZeroBubble, ScheduleTable])
+def test_help_of_a_schedule_explains_its_arguments_and_options(cls):
+    text = pydoc.plain(pydoc.render_doc(cls))
+    options = ["timeout", "record_timeline", "check_numerics", "seed", "first_step", "gradient_groups"]
+    for name in [*options, "n_microbatches", "loss_fn", "output_merge_spec", "scale_grads"]:
+        assert re.search(rf"\b{name}: \S", text), name
+    assert not [name for name in options if not hasattr(cls, name)]
 
 
 def parse(*rows):

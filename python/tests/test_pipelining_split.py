@@ -1,6 +1,7 @@
 """Models cut into stages: bit for bit the whole, under the original's names."""
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -247,6 +248,36 @@ def test_the_graph_runs_node_by_node_and_the_executor_bit_for_bit():
     assert any(g is not None and torch.equal(g, given.grad) for g in found)
 
 
+class Stray(nn.Module):
+    """Two cuts. Values cross them that the loss does not depend on; `early`: the loss is the first stage's."""
+
+    def __init__(self, early):
+        super().__init__()
+        self.a, self.b, self.c, self.early = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), early
+
+    def forward(self, x):
+        y, q = self.a(x), self.b(x)
+        loss = y.sum()
+        pipe_split()
+        z, count = self.c(y), q.sum()
+        pipe_split()
+        return q * count, loss if self.early else z.sum()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_the_executor_goes_back_from_the_loss_alone(early):
+    torch.manual_seed(0)
+    model, x = Stray(early), torch.randn(2, 4)
+    model(x)[1].backward()
+    expected = [p.grad for p in model.parameters()]
+    pipe = pipeline(model, (x,), output_loss_value_spec=(False, True))
+    assert pipe.num_stages == 3
+    for run in (pipe, DetachExecutor(pipe).run):
+        model.zero_grad()
+        run(x)
+        same([p.grad for p in model.parameters()], expected)
+
+
 def test_the_executor_starts_from_values_that_are_given():
     model, x = MLP(), torch.randn(4, 8)
     pipe = pipeline(model, (x,), split_spec={"layers.2": BEGIN})
@@ -299,6 +330,26 @@ def test_a_pipe_by_hand_runs_its_backward_and_leaves_shared_parameters_one():
     whole(x).sum().backward()
     for stage, reference in ((split.submod_0, whole[0]), (split.submod_1, whole[1])):
         same([p.grad for p in stage.parameters()], [p.grad for p in reference.parameters()])
+
+
+def test_a_stage_by_hand_may_return_one_tensor_twice():
+    class Twice(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y
+
+    torch.manual_seed(0)
+    root = nn.Module()
+    root.submod_0, root.submod_1 = Twice(4, 4), nn.Bilinear(4, 4, 1)
+    graph = fx.Graph()
+    made = graph.call_module("submod_0", (graph.placeholder("x"),))
+    loss = graph.call_module("submod_1", tuple(graph.call_function(operator.getitem, (made, i)) for i in range(2)))
+    _insert_stage_symbolic_backward(graph, loss, graph.output(loss))
+    pipe = Pipe(fx.GraphModule(root, graph), 2, True, True)
+    x, whole = torch.randn(1, 4), copy.deepcopy(root)
+    pipe(x)
+    whole.submod_1(*whole.submod_0(x)).backward()
+    same([p.grad for p in pipe.parameters()], [p.grad for p in whole.parameters()])
 
 
 def test_a_graph_that_is_none_of_stages_makes_no_pipe():
@@ -354,7 +405,7 @@ def test_cutting_is_logged(caplog):
         "Parameter embed.weight used in multiple stages: submod_pp_0, submod_pp_1.",
         "Moved parameter embed.weight to submod_pp_0",
         "Deleted unused.weight: no stage uses it",
-        "Pipeline is in inference mode, no backward pass",
+        "Pipeline is in inference mode, backward pass not generated",
         "Full pipe model:\n" + str(pipe),
         "Changing device of Node ones to meta",
     ):

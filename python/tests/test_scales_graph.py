@@ -3,6 +3,7 @@
 import copy
 import math
 import operator
+import pickle
 import random
 
 import plumb.functional as U
@@ -72,6 +73,14 @@ def test_metrics_are_made_of_tensors():
     assert Metrics.full_names()[2] == Metrics.get_full_name("std") == "standard deviation"
 
 
+def test_metrics_are_made_of_integers_and_of_nothing():
+    assert Metrics(torch.arange(3)).fwd == Metrics(torch.arange(3.0)).fwd
+    nothing = Metrics(torch.ones(0)).fwd
+    assert nothing.numel == 0 and math.isnan(nothing.mean_abs) and math.isnan(nothing.abs_max)
+    with pytest.raises(plumb.Error, match="complex"):
+        Metrics(torch.ones(2, dtype=torch.cfloat))
+
+
 def test_infinities_stay_infinities(graph):
     masked = named(graph)["masked"].meta["metrics"].fwd
     assert masked.mean_abs == math.inf and masked.abs_max == math.inf
@@ -98,6 +107,14 @@ def test_nodes_keep_arguments_and_keyword_arguments(graph):
     assert nodes["softmax"].args == (nodes["flat"], -1)
     assert nodes["gelu"].args == (nodes["both"],) and nodes["gelu"].kwargs == {"approximate": "tanh"}
     assert nodes["later"].args[1:] == (1,) and nodes["sum_1"].args == (nodes["gelu"],)
+
+
+def test_a_scales_graph_is_a_picture_of_its_time():
+    tracked = track_scales(nn.Linear(4, 4))
+    loss = tracked(torch.randn(2, 4)).sum()
+    before = named(tracked.scales_graph())["linear"].meta["metrics"]
+    loss.backward()
+    assert before.bwd is None and named(tracked.scales_graph())["linear"].meta["metrics"].bwd is not None
 
 
 def test_a_notebook_shows_the_graph_as_a_table(graph):
@@ -137,6 +154,48 @@ def test_users_take_all_inputs_of_a_selected_node(graph, caplog):
     assert nodes["sum_1"].args == tuple(named(pruned)[n.name] for n in named(graph)["both"].args)
     assert [r.getMessage() for r in caplog.records] == ["pruning node: both", "pruning node: gelu"]
     pruned.lint()
+
+
+def test_targets_are_what_the_user_knows_an_operator_by(caplog):
+    def gone(graph, target):
+        left = named(prune_selected_nodes(graph, [target]))
+        return [n.name for n in graph.nodes if n.name not in left]
+
+    class Norm(nn.Sequential):
+        pass
+
+    model = Norm(nn.LayerNorm(4), nn.Linear(4, 4))
+    plain, scaled = (track_scales(m) for m in (model, plumb.transforms.unit_scale(model)))
+    for tracked in (plain, scaled):
+        tracked(torch.randn(2, 4)).sum().backward()
+    plain, scaled = plain.scales_graph(), scaled.scales_graph()
+    for target in (F.layer_norm, nn.LayerNorm, "layer_norm"):
+        assert gone(plain, target) == gone(scaled, target) == ["layer_norm"], target
+    aten, plumbs = torch.ops.aten.layer_norm, torch.ops.plumb.layer_norm
+    for target in (aten, aten.default, "aten::layer_norm"):
+        assert gone(plain, target) == ["layer_norm"], target
+    for target in (U.layer_norm, plumbs, plumbs.default, "plumb::layer_norm"):
+        assert gone(scaled, target) == ["layer_norm"], target
+    assert gone(plain, Norm) == ["layer_norm", "linear"] and gone(plain, "0.weight") == ["_0_weight"]
+    assert not caplog.records
+    for graph, target, name in ((plain, U.gelu, "plumb.functional.gelu"), (scaled, "aten::gelu", "aten::gelu"), (plain, nn.GELU, "GELU")):
+        assert gone(graph, target) == []
+        text = caplog.records[-1].getMessage()
+        assert caplog.records[-1].levelname == "WARNING" and "nothing to prune: " in text and name in text and "layer_norm" in text
+
+
+def test_module_classes_are_known_in_torchs_own_graphs():
+    model, x = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(2, 4)
+    for graph in (fx.symbolic_trace(model).graph, torch.export.export(model, (x,)).graph):
+        left = prune_selected_nodes(graph, [nn.LayerNorm])
+        assert len(left.nodes) == len(graph.nodes) - 1 and not {"_0", "layer_norm"} & set(named(left))
+
+
+def test_graphs_are_copied_and_pickled(graph):
+    for again in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
+        assert str(again) == str(graph) and again._repr_html_().count("<tr>") == len(graph.nodes) + 1
+        metrics = [(n.name, str(n.meta.get("metrics"))) for n in again.nodes]
+        assert metrics == [(n.name, str(n.meta.get("metrics"))) for n in graph.nodes]
 
 
 def random_graph(rng):
@@ -234,6 +293,8 @@ def test_a_functions_gradient_is_written_into_a_nodes_meta():
     assert torch.equal(y, x) and meta["metrics"].fwd == Metrics.from_tensor(x) and meta["metrics"].bwd is None
     (3 * y).sum().backward()
     assert torch.equal(x.grad, torch.full((5,), 3.0)) and meta["metrics"].bwd.mean_abs == 3.0
+    for x in (torch.ones(3), torch.ones(3, requires_grad=True)):  # the answer may be written
+        assert torch.equal(ScaleTrackingAutogradFunction.apply(x, {}).mul_(2), 2 * x) and torch.equal(x, torch.ones(3))
 
 
 def test_tracking_is_a_backend():
@@ -267,16 +328,27 @@ def test_unit_scaling_is_a_backend_that_leaves_weights_alone():
         assert not any(hasattr(p, "mup_type") for p in scaled.parameters())
 
 
+def test_a_backends_answer_has_the_transformed_graph():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(3, 4)
+    run = unit_scaling_backend()(fx.symbolic_trace(model), [x])
+    before = str(run.graph)
+    assert {torch.ops.plumb.linear.default, torch.ops.plumb.gelu.default} <= {n.target for n in run.graph.nodes}
+    assert torch.equal(run(x), apply_transform(model, unit_scaling_backend())(x)) and str(run.graph) == before
+
+
 def test_a_backend_that_finds_nothing_says_so(caplog):
     def backend(gm, inputs):
         assert not [n for n in gm.graph.nodes if n.target is F.linear]
         return gm
 
-    model = apply_transform(nn.Linear(4, 4), backend)
-    model(torch.randn(2, 4))
-    (entry,) = plumb.report(model)[0]["entries"]
-    assert entry["node"] == "backend" and "changed nothing" in entry["reason"]
-    assert "aten.linear.default" in caplog.records[-1].getMessage() and caplog.records[-1].levelname == "WARNING"
+    for ends in (lambda gm: gm, lambda gm: fx.GraphModule(gm, gm.graph), copy.deepcopy):
+        caplog.clear()
+        model = apply_transform(nn.Linear(4, 4), lambda gm, inputs: ends(backend(gm, inputs)))
+        model(torch.randn(2, 4))
+        (entry,) = plumb.report(model)[0]["entries"]
+        assert "lambda" in entry["node"] and "changed nothing" in entry["reason"]
+        assert "aten.linear.default" in caplog.records[-1].getMessage() and caplog.records[-1].levelname == "WARNING"
 
 
 def test_functions_that_should_stay_nodes_are_refused():

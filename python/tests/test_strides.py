@@ -135,3 +135,24 @@ def test_a_view_behind_a_spelled_out_attention_goes_on_to_work():
     scaled = plumb.transforms.unit_scale(model)
     assert scaled(x).shape == model(x).shape
     assert "scaled_dot_product_attention" in str(plumb.report(scaled))
+
+
+class TransposedBranch(nn.Module):
+    """Rows plus a branch in another layout, which are rows, and a view of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        branch = self.fc(x).transpose(1, 2).contiguous().transpose(1, 2)
+        return torch.nn.functional.silu(x + branch).view(-1, 8)
+
+
+def test_a_view_behind_a_residual_add_of_two_layouts_goes_on_to_work():
+    torch.manual_seed(0)
+    model, x = TransposedBranch(), torch.randn(2, 5, 8, requires_grad=True)
+    scaled = plumb.transforms.unit_scale(model)
+    assert scaled(x).shape == model(x).shape
+    scaled(x).sum().backward()
+    assert "residual" in str(plumb.report(scaled))

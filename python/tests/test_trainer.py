@@ -2,12 +2,16 @@
 
 import json
 import os
+import pty
+import re
 import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from plumb._plain_state import from_plain, to_plain
+from plumb._progress import Progress
 from safetensors import safe_open
 from torch import nn
 
@@ -244,3 +248,42 @@ def test_checkpoints_of_a_unit_scaled_file_are_for_unit_scaled_models(folder):
     with pytest.raises(plumb.Error, match="unit_scaled__plumb_transforms_fold"):
         plumb.checkpoint.load(folder / "again", plain)
     assert plumb.checkpoint.load(folder / "again", scaled)[0] == 3
+
+
+def test_a_trainer_says_what_it_is_and_how_far(folder):
+    trainer = plumb.Trainer(folder / "lm.pt2", folder / "tokens.bin", **OPTIONS)
+    assert repr(trainer) == f"<Trainer of {folder / 'lm.pt2'}: not run yet>"
+    trainer.run()
+    assert re.fullmatch(r"<Trainer of .*lm.pt2: ended at step 6 of 6, loss [\d.]+>", repr(trainer))
+    trainer._what = "<b>lm</b>"
+    assert "<code>&lt;b&gt;lm&lt;/b&gt;</code>: ended at step 6 of 6" in trainer._repr_html_()
+    assert "<pre>" in trainer._repr_html_() and "steps = 6" in trainer._repr_html_()
+
+
+def test_a_checkpoint_says_what_is_in_it(folder):
+    trained(folder, checkpoints=folder / "<run>")
+    newest, _ = plumb.checkpoint.newest(folder / "<run>")
+    assert repr(newest) == f"<Checkpoint of step 6: 5 tensors, 10 of the optimiser, in {newest.folder}>"
+    assert "&lt;run&gt;" in newest._repr_html_() and "<run>" not in newest._repr_html_()
+
+
+def test_a_run_draws_its_progress_in_a_terminal(folder):
+    program = folder / "run.py"
+    program.write_text(f"import plumb\nplumb.Trainer('lm.pt2', 'tokens.bin', **{OPTIONS!r}).run()\n")
+    read, write = pty.openpty()
+    run = subprocess.run([sys.executable, program], cwd=folder, stderr=write, timeout=300)
+    said = os.read(read, 65536).decode()
+    assert run.returncode == 0 and re.search(r"\r\[ {5}#* *\] 1/6|\r\[#{5} {25}\] 1/6  loss [\d.]+", said)
+    assert re.search(r"\r\[#{30}\] 6/6  loss [\d.]+  \d+:\d\d\x1b\[K\r?\n", said)
+    quiet = subprocess.run([sys.executable, program], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert quiet.returncode == 0 and "#" not in quiet.stderr
+
+
+def test_progress_in_a_notebook_is_an_escaped_bar():
+    shown = []
+    bar = Progress(shown.append)
+    for step in (1, 2, 4):
+        bar.step({"step": step, "steps": 4, "loss": 1.5})
+    bar.close()
+    assert shown[0].startswith('<progress value="1" max="4"></progress> <code>1/4  loss 1.5')
+    assert shown[-1].startswith('<progress value="4" max="4"></progress> <code>4/4  loss 1.5')

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from plumb.transforms._apply import forward_of
+from torch import nn
 from torch.utils import _pytree as pytree
 from transform_models import MODELS
 
@@ -31,6 +33,56 @@ def run(model, args, kwargs):
 
 def nodes_of(model):
     return [n for n in forward_of(model).last.engine.graph.nodes if n.op == "call_function"]
+
+
+class Written(nn.Module):
+    """One operator of an input and a weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.w, self.function = nn.Parameter(torch.randn(4, 4)), function
+
+    def forward(self, x):
+        return self.function(x, self.w)
+
+
+SPELLINGS = {
+    "plumb::matmul": [
+        lambda x, w: x @ w, lambda x, w: x.matmul(w), torch.matmul, torch.mm, lambda x, w: torch.bmm(x[None], w[None])[0]
+    ],
+    "plumb::softmax": [lambda x, w: x.softmax(-1), lambda x, w: torch.softmax(x, -1), lambda x, w: F.softmax(x, -1)],
+    "plumb::relu": [lambda x, w: x.relu(), lambda x, w: torch.relu(x), lambda x, w: F.relu(x)],
+    "plumb::add": [
+        lambda x, w: x + w, lambda x, w: x.add(w), torch.add, lambda x, w: x.clone().add_(w), lambda x, w: torch.add(x, w, alpha=1)
+    ],
+    "plumb::linear": [lambda x, w: F.linear(x, w), lambda x, w: torch.addmm(x[0], x, w.t())],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", SPELLINGS)
+def test_an_operator_is_scaled_however_it_is_written(operator):
+    for function in SPELLINGS[operator]:
+        model = unit_scale(Written(function))
+        model(torch.randn(4, 4))
+        assert operator in [n.target for n in nodes_of(model)]
+
+
+def test_residual_layers_behind_a_sum_of_embeddings_are_found():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.place = nn.Embedding(9, 8), nn.Embedding(4, 8)
+            self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 9)
+
+        def forward(self, ids):
+            x = self.token(ids) + self.place(torch.arange(ids.shape[1]))
+            x = x + self.first(x)
+            return self.head(x + self.second(x))
+
+    model = unit_scale(Model())
+    model(torch.randint(9, (2, 4)))
+    targets = [n.target for n in nodes_of(model)]
+    assert targets.count("plumb::residual_add") == 2 and targets.count("plumb::add") == 1
 
 
 @pytest.mark.parametrize("name", MODELS)

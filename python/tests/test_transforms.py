@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -152,3 +153,14 @@ def test_every_model_of_the_zoo_takes_all_transforms(name):
     loss.backward()
     assert any(n.meta.get("metrics") for n in tracked.scales_graph().nodes)
     assert len(report(tracked)) == 3
+
+
+def test_a_report_says_in_a_line_what_was_done_and_is_a_table_in_a_notebook():
+    model, ids, targets = gpt()
+    scaled = unit_scale(model)
+    loss_of(scaled, ids, targets)
+    said = report(scaled)
+    assert re.fullmatch(r"<Report of unit_scale: \d+ replaced, .*; print\(\) shows every entry>", repr(said))
+    assert said._repr_html_().count("<tr>") == 1 + len(said[0]["entries"])
+    said[0]["entries"][0]["node"] = "<script>"
+    assert "&lt;script&gt;" in said._repr_html_() and "<script>" not in said._repr_html_()

@@ -135,7 +135,7 @@ for (const figure of all(".history-view")) {
     W = width;
     const narrow = W < 620, dirs = narrow && sides.length > 1 ? [side.selectedIndex] : sides;
     side.parentNode.hidden = !narrow || sides.length < 2;
-    NAME = narrow ? Math.min(150, W * .36) : W < 900 ? 190 : 232;
+    NAME = narrow ? Math.min(176, W * .46) : W < 900 ? 190 : 232;
     OP = W < 900 ? 0 : 118;
     const STD = narrow ? 0 : W < 900 ? 58 : 70, LOSS = 52;
     const wide = (W - NAME - OP) / dirs.length - STD - LOSS;
@@ -189,6 +189,13 @@ for (const figure of all(".history-view")) {
   };
 
   const cut = (text, n) => text.length > n ? "\u2026" + text.slice(text.length - n + 1) : text;
+  // A module's path in so many characters. The layer's number stays: "0.attn.qkv", "0\u2026qkv" for "layers.0.attn.qkv".
+  const brief = (path, n) => {
+    const layer = /(?:^|\.)(\d+)(\..*)?$/.exec(path);
+    if (path.length <= n || !layer) return cut(path, n);
+    const [, number, rest = ""] = layer;
+    return number.length + rest.length <= n ? number + rest : number + cut(rest, Math.max(1, n - number.length));
+  };
   const marks = (svg, p, r, i, s, y) => {
     const line = (a, b, width, opacity) => make("line", {class: "line", "stroke-width": width, opacity, x1: a, x2: b, y1: y, y2: y}, svg);
     const top = lg(s.abs_max), low = lg(s.abs_min), std = lg(s.std), mean = lg(s.mean_abs), bulk = middle(exponents(r, i, p.dir, s.k));
@@ -217,9 +224,9 @@ for (const figure of all(".history-view")) {
       const group = make("g", {class: "row" + (i === chosen ? " chosen" : ""), "data-tensor": i, transform: `translate(0 ${(n - first) * rowHeight})`}, picture);
       make("rect", {class: "hit", width: W, height: rowHeight, fill: "none", "pointer-events": "all"}, group);
       make("title", {}, group).textContent = (t[0] ? t[0] + "." : "") + t[1];
-      const mid = rowHeight / 2 + 4, room = Math.floor((NAME - 14) / 6.4), name = cut(t[1], Math.min(24, room));
+      const mid = rowHeight / 2 + 4, room = Math.floor((NAME - 14) / 6.4), name = cut(t[1], Math.min(24, room - Math.min(8, t[0].length + 1)));
       word(group, NAME - 10, mid, name, "text", "end", 11.5);
-      if (room - name.length > 4) word(group, 0, mid, cut(t[0], room - name.length - 1), "muted");
+      if (t[0]) word(group, 0, mid, brief(t[0], room - name.length - 1), "muted");
       if (OP) word(group, NAME, mid, cut(operator(i).replace("aten::", ""), 18), "muted");
       for (let r = 0; r < R; ++r) {
         const of = make("g", {class: "s" + d.runs[r].color}, group), y = rowHeight / 2 + 11 * (r - (R - 1) / 2);
@@ -288,13 +295,17 @@ for (const figure of all(".history-view")) {
 
   // A layer: its tensors together. A small picture each, all with the same runs.
   const layers = one(".layers"), what = one(".layer-what"), which = one(".layer-which");
-  const measuredBy = {"std": "std", "largest": "abs_max", "lost by the worst": "loss"};
+  const single = ["std", "abs_max", "loss"];  // of a tensor, what the fact of a layer is made of
   const facts = {"std": (all, of) => Math.sqrt(all.reduce((sum, s, n) => sum + of[n] * s.std ** 2, 0) / of.reduce((a, b) => a + b, 0)),
     "largest": all => Math.max(...all.map(s => s.abs_max)), "lost by the worst": all => Math.max(...all.map(s => s.loss))};
+  // Whether fact number `w` was measured of tensor i in any step.
+  const known = (i, w, dir) => d.runs.some((run, r) => run.steps.some((_, k) => { const s = at(r, i, dir, k, format(dir)); return s && isFinite(s[single[w]]); }));
+  const of_kind = n => d.tensors.map((_, i) => i).filter(i => (operator(i) === "parameter") === n > 1);
   const spread = () => {
-    const groups = new Map(), dir = which.selectedIndex % 2, weights = which.selectedIndex > 1, get = facts[what.value];
-    d.tensors.forEach((t, i) => {
-      if ((operator(i) === "parameter") !== weights || !d.runs.some((run, r) => run.steps.some((_, k) => at(r, i, dir, k, -1)))) return;
+    const groups = new Map(), n = which.selectedIndex, dir = n % 2, w = what.selectedIndex, get = facts[what.value];
+    of_kind(n).forEach(i => {
+      const t = d.tensors[i];
+      if (!known(i, w, dir)) return;
       groups.has(t[4]) ? groups.get(t[4]).push(i) : groups.set(t[4], [i]);
     });
     layers.replaceChildren();
@@ -302,7 +313,7 @@ for (const figure of all(".history-view")) {
       const panel = html("div", "", layers);
       html("h4", layer || "the model itself", panel);
       course(panel, {height: 130, powers: what.value !== "lost by the worst"}, (r, k) => {
-        const found = tensors.map(i => [at(r, i, dir, k, format(dir)), d.tensors[i][2]]).filter(([s]) => s && s[measuredBy[what.value]] !== null);
+        const found = tensors.map(i => [at(r, i, dir, k, format(dir)), d.tensors[i][2]]).filter(([s]) => s && s[single[w]] !== null && isFinite(s[single[w]]));
         return found.length ? get(found.map(f => f[0]), found.map(f => f[1])) : null;
       });
     });
@@ -317,7 +328,17 @@ for (const figure of all(".history-view")) {
   if (steps.length > 1) {
     for (const name of Object.keys(facts)) if (F || name !== "lost by the worst") html("option", name, what);
     for (const name of ["values", "gradients", "weights", "gradients of weights"]) html("option", name, which);
-    what.onchange = which.onchange = spread;
+    // What was not measured cannot be chosen; the first that was is shown.
+    const offer = () => {
+      const has = [...what.options].map((_, w) => [...which.options].map((_, n) => of_kind(n).some(i => known(i, w, n % 2))));
+      [...what.options].forEach((option, w) => { option.disabled = !has[w].some(h => h); });
+      if (what.selectedOptions[0].disabled) what.selectedIndex = Math.max(0, [...what.options].findIndex(option => !option.disabled));
+      [...which.options].forEach((option, n) => { option.disabled = !has[what.selectedIndex][n]; });
+      if (which.selectedOptions[0].disabled) which.selectedIndex = Math.max(0, [...which.options].findIndex(option => !option.disabled));
+      courses.hidden = !has.flat().some(h => h);
+    };
+    what.onchange = which.onchange = () => { offer(); spread(); };
+    offer();
     spread();
   }
   slider.max = steps.length - 1;

@@ -65,6 +65,13 @@ document.addEventListener("pointermove", e => {
 
 const root = document.documentElement, night = matchMedia("(prefers-color-scheme:dark)");
 night.addEventListener("change", () => { root.dataset.theme = night.matches ? "dark" : "light"; });
+// A page that is still being written loads itself again, where it stands, unless somebody uses it.
+const reload = +document.body.dataset.reload;
+if (reload) {
+  let used = -Infinity;
+  for (const kind of ["pointermove", "keydown", "wheel"]) document.addEventListener(kind, () => { used = performance.now(); });
+  setInterval(() => { if (!document.hidden && performance.now() - used > 1000 * reload) location.reload(); }, 1000 * reload);
+}
 document.getElementById("theme").onclick = () => { root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark"; };
 
 // Tables: a click sorts, a second one the other way round; rows under another one are folded. Of a long table only the

@@ -1,20 +1,27 @@
 // Curves over steps: smoothing, a log axis, zoom by dragging, hovering, curves switched off by their names.
+const tick_step = (low, high, count) => {
+  const rough = (high - low) / Math.max(1, count), tens = 10 ** Math.floor(Math.log10(rough));
+  return rough > 0 && isFinite(tens) && tens ? [1, 2, 5, 10].map(m => m * tens).find(s => s >= rough * 0.999) : 0;
+};
 const ticks = (low, high, count) => {
-  const rough = (high - low) / Math.max(1, count), tens = 10 ** Math.floor(Math.log10(rough)), out = [];
-  if (!(rough > 0) || !isFinite(tens) || !tens) return [low];
-  const step = [1, 2, 5, 10].map(m => m * tens).find(s => s >= rough * 0.999);
+  const step = tick_step(low, high, count), out = [];
+  if (!step) return [low];
   for (let i = 0, t = Math.ceil(low / step - 1e-9) * step; t <= high + step * 1e-9 && i < 40; ++i, t += step) out.push(Math.abs(t) < step * 1e-9 ? 0 : t);
   return out;
 };
-// The mean of the last `window` values; what is not finite breaks the line and counts in no mean.
-const smoothed = (y, window) => {
+// The mean over about the last `window` of x: weights fall off as exp(-2 d / window), which have the mean age of a plain
+// mean of that many, and are divided by their own sum, so that no step shows where the first values drop out. What is not
+// finite breaks the line and counts in no mean.
+const smoothed = (x, y, window) => {
   if (window < 2) return y;
   const out = new Float64Array(y.length);
-  let sum = 0, n = 0;
+  let sum = 0, weights = 0;
   for (let i = 0; i < y.length; ++i) {
-    if (isFinite(y[i])) { sum += y[i]; ++n; }
-    if (i >= window && isFinite(y[i - window])) { sum -= y[i - window]; --n; }
-    out[i] = isFinite(y[i]) ? sum / n : NaN;
+    const fade = i ? Math.exp(-2 * (x[i] - x[i - 1]) / window) : 0;
+    sum *= fade;
+    weights *= fade;
+    if (isFinite(y[i])) { sum += y[i]; ++weights; }
+    out[i] = isFinite(y[i]) ? sum / weights : NaN;
   }
   return out;
 };
@@ -46,7 +53,7 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
       };
     });
     const longest = Math.max(2, ...d.curves.map(curve => curve.y.length));
-    const smoother = html("label", "mean of ", bar), range = html("input", "", smoother), shown = html("output", smooth, smoother);
+    const smoother = html("label", "mean of about ", bar), range = html("input", "", smoother), shown = html("output", smooth, smoother);
     smoother.append(" " + d.x_label + "s");
     Object.assign(range, {type: "range", min: 1, max: Math.max(2, Math.min(500, longest >> 2)), value: smooth});
     smoother.hidden = longest < 8;
@@ -63,7 +70,7 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
   }
   target.append(holder);
   const position = v => log ? (v > 0 ? Math.log10(v) : NaN) : v;
-  const renew = () => { lines = d.curves.map(curve => smoothed(curve.y, smooth)); draw(); };
+  const renew = () => { lines = d.curves.map(curve => smoothed(curve.x, curve.y, smooth)); draw(); };
 
   // Of many points the least and the largest of each column of pixels, so that peaks stay.
   const path = (x, y, px, py, low, high) => {
@@ -111,23 +118,25 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
     });
     if (!(x0 < x1)) { x0 = isFinite(x0) ? x0 - 0.5 : 0; x1 = x0 + 1; }
     if (!(y0 <= y1)) { y0 = 0; y1 = 1; }
-    const margin = y1 > y0 ? (y1 - y0) * 0.04 : log || powers || y0 === 0 ? 0.5 : Math.abs(y0) * 0.5;
+    const margin = y1 > y0 ? 0 : log || powers || y0 === 0 ? 0.5 : Math.abs(y0) * 0.5;
     y0 -= margin;
     y1 += margin;
     if (!isFinite(y1 - y0)) { y0 = -1; y1 = 1; }
+    // The axis ends at marks that hold all there is.
+    const room = Math.max(2, Math.round((base - top) / (powers ? 34 : 50))), decades = [];
+    for (let e = Math.floor(y0); e <= y1 + 1; ++e) for (const m of y1 - y0 > 3 ? [1] : [1, 2, 5]) decades.push(e + Math.log10(m));
+    const below = decades.filter(m => m <= y0 + 1e-9).pop(), above = decades.find(m => m >= y1 - 1e-9);
+    const inside = decades.filter(m => m >= below && m <= above);
+    let marks = inside;
+    if (powers || !log || inside.length < 3 || inside.length > 14) {
+      let step = tick_step(y0, y1, room);
+      if (powers && step < 1 && y1 - y0 > 1) step = 1;
+      if (step) { y0 = Math.floor(y0 / step + 1e-9) * step; y1 = Math.ceil(y1 / step - 1e-9) * step; }
+      marks = step ? Array.from({length: Math.min(60, Math.round((y1 - y0) / step) + 1)}, (_, i) => y0 + i * step) : [y0];
+      marks = marks.map(m => Math.abs(m) < step * 1e-9 ? 0 : m);
+    } else { y0 = below; y1 = above; }
     const px = x => left + (x - x0) / (x1 - x0) * (right - left), py = v => base - (v - y0) / (y1 - y0) * (base - top);
     const svg = make("svg", {width, height, viewBox: `0 0 ${width} ${height}`, "font-size": 11}, holder);
-    let marks = ticks(y0, y1, Math.max(2, Math.round((base - top) / 50)));
-    if (powers) {
-      marks = ticks(y0, y1, Math.max(2, Math.round((base - top) / 34)));
-      const whole = marks.filter(Number.isInteger);
-      if (whole.length > 1) marks = whole;
-    } else if (log) {
-      const decades = [];
-      for (let e = Math.floor(y0); e <= y1; ++e) for (const m of y1 - y0 > 3 ? [1] : [1, 2, 5]) decades.push(e + Math.log10(m));
-      const inside = decades.filter(m => m >= y0 && m <= y1);
-      if (inside.length > 1 && inside.length < 15) marks = inside;
-    }
     let digits = 2;  // as many as tell marks between powers of two apart
     while (powers && digits < 7 && new Set(marks.map(m => (2 ** m).toPrecision(digits) / 1)).size < marks.length) ++digits;
     for (const m of marks) {
@@ -136,9 +145,13 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
       else if (powers) word(svg, left - 5, py(m) + 4, String(+(2 ** m).toPrecision(digits)), "muted", "end");
       else word(svg, left - 6, py(m) + 4, short(+(log ? 10 ** m : m).toPrecision(6)), "muted", "end");
     }
-    for (const x of ticks(x0, x1, Math.max(2, Math.round((right - left) / 90)))) {
+    // The first and the last step, and round ones between.
+    const ends = [from === -Infinity ? x0 : NaN, to === Infinity ? x1 : NaN].filter(x => !isNaN(x));
+    const between = ticks(x0, x1, Math.max(2, Math.round((right - left) / 90)));
+    for (const x of [...ends, ...between.filter(x => ends.every(end => Math.abs(px(x) - px(end)) > 40))]) {
+      const text = short(x), half = 3.3 * text.length;
       make("line", {class: "axis", x1: px(x), x2: px(x), y1: base, y2: base + 4}, svg);
-      word(svg, px(x), base + 16, short(x), "muted", "middle");
+      word(svg, Math.min(px(x), width - half), base + 16, text, "muted", "middle");
     }
     make("line", {class: "axis", x1: left, x2: right, y1: base, y2: base}, svg);
     if (tools) word(svg, (left + right) / 2, height - 4, d.x_label, "muted", "middle", 12);
@@ -221,7 +234,7 @@ const plot = (target, d, {tools = true, powers = false} = {}) => {
     const value = v => v === null ? "not finite" : powers ? "2^" + v.toFixed(1) : short(v), wide = Math.max(...found.map(f => value(f[0]).length));
     show(`${d.x_label} ${short(found[0][2])}\n` + found.map(f => `${value(f[0]).padStart(wide)}  ${f[1]}`).join("\n"), e.clientX, e.clientY);
   });
-  lines = d.curves.map(curve => smoothed(curve.y, smooth));
+  lines = d.curves.map(curve => smoothed(curve.x, curve.y, smooth));
   fitted(holder, now => { width = now; draw(); });
   return renew;
 };

@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <sstream>
@@ -22,21 +23,14 @@ bool has_rank(const Arg& arg, size_t rank) {
   return m && m->sizes.size() == rank;
 }
 
-// The size of the last dimension, if it cannot change.
-std::optional<int64_t> last_size(const Arg& arg) {
-  const TensorMeta* m = type_of(arg);
-  if (!m || m->sizes.empty() || (!m->symbols.empty() && !m->symbols.back().empty())) return std::nullopt;
-  return m->sizes.back();
-}
-
 // A rule for what these lines make of the placeholders, "x w eps:float", as %y.
 RaiseRule rule(const char* name, bool exact, const std::string& placeholders, const std::string& lines,
-               std::function<Node*(Graph&, const Match&)> build) {
+               std::function<Node*(Graph&, const Match&)> build, bool through_casts = false) {
   std::string text = "graph {\n";
   std::istringstream words(placeholders);
   for (std::string word; words >> word;)
     text += "%" + word + " = placeholder \"" + word.substr(0, word.find(':')) + "\"\n";
-  return {name, exact, Pattern(text + lines + " output(%y)\n}\n"), std::move(build)};
+  return {name, exact, through_casts, Pattern(text + lines + " output(%y)\n}\n"), std::move(build)};
 }
 
 // --- linear ---
@@ -119,51 +113,155 @@ void add_activations(std::vector<RaiseRule>& rules) {
 }
 
 // --- softmax, norms ---
-void add_norms(std::vector<RaiseRule>& rules) {
+void add_softmax(std::vector<RaiseRule>& rules) {
   rules.push_back(rule("softmax", false, "x", R"(
       %m = aten::amax(%x, [-1], True) %d = aten::sub.Tensor(%x, %m) %e = aten::exp(%d)
       %s = aten::sum.dim_IntList(%e, [-1], True) %y = aten::div.Tensor(%e, %s))",
                        [](Graph& g, const Match& m) { return g.call("aten::softmax.int", {m.at("x"), -1}); }));
-  auto shape = [](const Arg& x) -> std::optional<Arg> {
-    auto n = last_size(x);
-    if (!n) return std::nullopt;
-    return Arg(c10::IValue(std::vector<int64_t>{*n}));
-  };
-  auto rms = [shape](Graph& g, const Match& m) -> Node* {
-    auto n = shape(m.at("x"));
-    if (!n || !has_rank(m.at("w"), 1)) return nullptr;
-    return g.call("aten::rms_norm", {m.at("x"), *n, m.at("w"), m.at("eps")});
-  };
-  // Llama's casts to float32 and back are nodes that do nothing on float32.
-  const std::string body = R"( %q = aten::pow.Tensor_Scalar(%f, 2) %v = aten::mean.dim(%q, [-1], True)
-      %a = aten::add.Tensor(%v, %eps) %r = aten::rsqrt(%a) %n = aten::mul.Tensor(%f, %r) )";
-  auto all_f32 = [rms](Graph& g, const Match& m) -> Node* {
-    const TensorMeta *x = type_of(m.at("x")), *w = type_of(m.at("w"));
-    return x && w && x->dtype == at::kFloat && w->dtype == at::kFloat ? rms(g, m) : nullptr;
-  };
-  std::string plain = body + "%y = aten::mul.Tensor(%w, %n)";
-  for (size_t at; (at = plain.find("%f")) != std::string::npos;) plain.replace(at, 2, "%x");
-  rules.push_back(rule("rms_norm", false, "x w eps:float", plain, rms));
-  for (const char* last :
-       {"%y = aten::mul.Tensor(%w, %n)", "%o = aten::to.dtype(%n, torch.float32) %y = aten::mul.Tensor(%w, %o)"}) {
-    rules.push_back(
-        rule("rms_norm", false, "x w eps:float", "%f = aten::to.dtype(%x, torch.float32)" + body + last, all_f32));
+}
+
+// Before casts that change nothing where the match is.
+Arg before_casts(const Arg& arg) {
+  Arg at = arg;
+  while (at.is_value() && is_cast_to_same(at.value()->producer())) at = at.value()->producer()->args()[0];
+  return at;
+}
+
+Node* cast(Graph& g, Value* value, at::ScalarType type, const Node* root) {
+  Node* made = g.call("aten::to.dtype", {value, c10::IValue(static_cast<int64_t>(type))});
+  made->meta() = root->meta();
+  TensorMeta meta = *value->meta();
+  meta.dtype = type;
+  made->result()->set_meta(std::move(meta));
+  return made;
+}
+
+// The norm `op` with these arguments after x, all in the wider of the types of x and of the root, and its result in the
+// root's.
+Node* norm(Graph& g, const Match& m, const char* op, std::vector<Arg> others) {
+  Arg x = before_casts(m.at("x"));
+  const TensorMeta *type = type_of(x), *root = m.root->result()->meta() ? &*m.root->result()->meta() : type;
+  if (!type || !type->is_floating_point()) return nullptr;
+  const at::ScalarType wide = at::promote_types(type->dtype, root->dtype);
+  others.insert(others.begin(), x);
+  for (Arg& arg : others) {
+    const TensorMeta* given = type_of(arg = before_casts(arg));
+    if (given && given->dtype != wide) arg = cast(g, arg.value(), wide, m.root)->result();
   }
-  for (const char* scaled :
-       {"%s = aten::sqrt(%a) %n = aten::div.Tensor(%d, %s)", "%s = aten::rsqrt(%a) %n = aten::mul.Tensor(%d, %s)"}) {
-    rules.push_back(rule("layer_norm", false, "x w b eps:float",
-                         std::string(R"(
-      %m = aten::mean.dim(%x, [-1], True) %d = aten::sub.Tensor(%x, %m)
-      %q = aten::pow.Tensor_Scalar(%d, 2) %v = aten::mean.dim(%q, [-1], True) %a = aten::add.Tensor(%v, %eps) )") +
-                             scaled + " %g = aten::mul.Tensor(%n, %w) %y = aten::add.Tensor(%g, %b)",
-                         [shape](Graph& g, const Match& m) -> Node* {
-                           auto n = shape(m.at("x"));
-                           const Arg& eps = m.at("eps");
-                           if (!n || !has_rank(m.at("w"), 1) || !has_rank(m.at("b"), 1) || !eps.is_constant())
-                             return nullptr;
-                           return g.call("aten::layer_norm", {m.at("x"), *n, m.at("w"), m.at("b"), eps});
-                         }));
+  Node* made = g.call(op, std::move(others));
+  if (root->dtype == wide) return made;
+  made->meta() = m.root->meta();
+  TensorMeta meta = *root;
+  meta.dtype = wide;
+  made->result()->set_meta(std::move(meta));
+  return cast(g, made->result(), root->dtype, m.root);
+}
+
+// The sizes of these dimensions of x, if they are its last ones and cannot change.
+std::optional<std::vector<int64_t>> last_sizes(const Arg& x, const Arg& dims) {
+  const TensorMeta* type = type_of(x);
+  if (!type || !dims.is_constant() || !dims.constant().isIntList()) return std::nullopt;
+  const auto rank = static_cast<int64_t>(type->sizes.size());
+  std::vector<int64_t> sorted = dims.constant().toIntVector(), sizes;
+  for (int64_t& dim : sorted) dim += dim < 0 ? rank : 0;
+  std::sort(sorted.begin(), sorted.end());
+  for (size_t i = 0; i < sorted.size(); ++i) {
+    const int64_t dim = rank - static_cast<int64_t>(sorted.size() - i);
+    if (sorted[i] != dim || dim < 0) return std::nullopt;
+    const auto d = static_cast<size_t>(dim);
+    if (d < type->symbols.size() && !type->symbols[d].empty()) return std::nullopt;
+    sizes.push_back(type->sizes[d]);
   }
+  return sizes.empty() ? std::nullopt : std::optional(sizes);
+}
+
+// Whether a placeholder can be the weight or bias of a norm over these sizes: no activation.
+bool is_weight_of(const Match& m, const char* name, const std::vector<int64_t>& sizes) {
+  const TensorMeta *w = type_of(m.at(name)), *x = type_of(m.at("x"));
+  return w && x && w->sizes == sizes && (x->sizes.size() > sizes.size() || is_state(before_casts(m.at(name))));
+}
+
+bool is_weight(const Match& m, const char* name) {
+  const Arg& shape = m.at("shape");
+  return shape.constant().isIntList() && is_weight_of(m, name, shape.constant().toIntVector());
+}
+
+// Every way to divide a value by the root of %a.
+std::vector<std::string> divided_by_root(const std::string& x) {
+  const std::string multiplied = " %y = aten::mul.Tensor(" + x + ", %r)", divided = " %y = aten::div.Tensor(" + x + ", %r)";
+  return {"%r = aten::rsqrt(%a)" + multiplied,
+          "%r = aten::pow.Tensor_Scalar(%a, -0.5)" + multiplied,
+          "%s = aten::sqrt(%a) %r = aten::reciprocal(%s)" + multiplied,
+          "%s = aten::sqrt(%a) %i = aten::reciprocal(%s) %r = aten::mul.Tensor(%i, 1)" + multiplied,
+          "%r = aten::sqrt(%a)" + divided,
+          "%r = aten::pow.Tensor_Scalar(%a, 0.5)" + divided};
+}
+
+std::vector<std::string> mean_squares(const std::string& x) {
+  std::vector<std::string> all;
+  for (const std::string& square :
+       {"aten::pow.Tensor_Scalar(" + x + ", 2)", "aten::square(" + x + ")", "aten::mul.Tensor(" + x + ", " + x + ")"})
+    all.push_back("%q = " + square + " %v = aten::mean.dim(%q, %dims, True)");
+  return all;
+}
+
+// First without weight and bias; these are taken up afterwards, whatever stands between.
+void add_norms(std::vector<RaiseRule>& rules) {
+  auto add = [&](const char* name, const std::string& placeholders, const std::string& lines, auto build) {
+    rules.push_back(rule(name, false, placeholders, lines, build, /*through_casts=*/true));
+  };
+  const std::string eps = " %a = aten::add.Tensor(%v, %eps) ";
+  auto rms = [](Graph& g, const Match& m) -> Node* {
+    const auto sizes = last_sizes(m.at("x"), m.at("dims"));
+    if (!sizes || !m.at("eps").is_constant()) return nullptr;
+    Arg weight = std::nullopt;
+    if (m.bound.contains("w")) {
+      if (!is_weight_of(m, "w", *sizes)) return nullptr;
+      weight = m.at("w");
+    }
+    return norm(g, m, "aten::rms_norm", {c10::IValue(*sizes), weight, m.at("eps")});
+  };
+  for (const std::string& mean : mean_squares("%x")) {
+    for (const std::string& divided : divided_by_root("%x"))
+      add("rms_norm", "x dims:other eps:float", mean + eps + divided, rms);
+    for (const char* weighted : {"%u = aten::mul.Tensor(%w, %r) %y = aten::mul.Tensor(%u, %x)",
+                                 "%u = aten::mul.Tensor(%w, %x) %y = aten::mul.Tensor(%r, %u)"})
+      add("rms_norm", "x w dims:other eps:float", mean + eps + "%r = aten::rsqrt(%a) " + weighted, rms);
+  }
+  add("rms_norm", "x w shape:other eps:other",
+      "%n = aten::rms_norm(%x, %shape, None, %eps) %y = aten::mul.Tensor(%n, %w)",
+      [](Graph& g, const Match& m) -> Node* {
+        if (!is_weight(m, "w")) return nullptr;
+        return norm(g, m, "aten::rms_norm", {m.at("shape"), m.at("w"), m.at("eps")});
+      });
+
+  // What a variance takes off is often taken off once more.
+  const std::string mean = "%m = aten::mean.dim(%x, %dims, True) %d = aten::sub.Tensor(%x, %m) ";
+  std::vector<std::string> variances = {"%v = aten::var.correction(%x, %dims, correction=0, keepdim=True)",
+                                        "%v = aten::var.dim(%x, %dims, False, True)"};
+  for (const std::string& squares : mean_squares("%z"))
+    variances.push_back("%z = aten::sub.Tensor(%x, %m) " + squares);
+  for (const std::string& variance : variances) {
+    for (const std::string& divided : divided_by_root("%d")) {
+      add("layer_norm", "x dims:other eps:float", mean + variance + eps + divided,
+          [](Graph& g, const Match& m) -> Node* {
+            const auto sizes = last_sizes(m.at("x"), m.at("dims"));
+            if (!sizes || !m.at("eps").is_constant()) return nullptr;
+            return norm(g, m, "aten::layer_norm", {c10::IValue(*sizes), std::nullopt, std::nullopt, m.at("eps")});
+          });
+    }
+  }
+  const std::string layer = "%n = aten::layer_norm(%x, %shape, ";
+  add("layer_norm", "x w shape:other eps:float", layer + "None, None, %eps) %y = aten::mul.Tensor(%n, %w)",
+      [](Graph& g, const Match& m) -> Node* {
+        if (!is_weight(m, "w")) return nullptr;
+        return norm(g, m, "aten::layer_norm", {m.at("shape"), m.at("w"), std::nullopt, m.at("eps")});
+      });
+  add("layer_norm", "x w b shape:other eps:float", layer + "%w, None, %eps) %y = aten::add.Tensor(%n, %b)",
+      [](Graph& g, const Match& m) -> Node* {
+        if (!is_weight(m, "b")) return nullptr;
+        return norm(g, m, "aten::layer_norm", {m.at("shape"), m.at("w"), m.at("b"), m.at("eps")});
+      });
 }
 
 // --- attention ---
@@ -209,6 +307,7 @@ const std::vector<RaiseRule>& raise_rules() {
     std::vector<RaiseRule> all;
     add_linear(all);
     add_activations(all);
+    add_softmax(all);
     add_norms(all);
     add_attention(all);
     return all;

@@ -163,8 +163,9 @@ TEST(Raise, LeavesWhatRoundsDifferentlyUnlessAsked) {
   EXPECT_EQ(graph_after("raise", rms, {{"inexact", "true"}}), R"(graph {
   %x: f32[2, 3, 8] = placeholder "x"
   %w: f32[8] grad = get_attr "norm.weight"
-  %rms_norm: f32[2, 3, 8] = aten::rms_norm(%x, [8], %w, 1e-05)
-  %silu: f32[2, 3, 8] = aten::silu(%rms_norm)
+  %f: f32[2, 3, 8] = aten::to.dtype(%x, torch.float32)
+  %rms_norm_1: f32[2, 3, 8] = aten::rms_norm(%x, [8], %w, 1e-05)
+  %silu: f32[2, 3, 8] = aten::silu(%rms_norm_1)
   output(%silu)
 }
 )");
@@ -211,6 +212,99 @@ TEST(Raise, FindsActivationsNormsAndAttention) {
     %mask: f32[5, 5] = get_attr "mask" %t = aten::transpose.int(%k, -2, -1) %p = aten::matmul(%q, %t) %s = aten::div.Tensor(%p, 2.0)
     %z = aten::add.Tensor(%s, %mask) %a = aten::softmax.int(%z, -1) %y = aten::matmul(%a, %v) output(%y) })",
       "aten::scaled_dot_product_attention(%q, %k, %v, %mask, scale=0.5)");
+}
+
+// Every way to write a norm that Python has, and what is made of it.
+TEST(Raise, FindsNormsInEverySpelling) {
+  const std::string x = "graph { %x: f32[2, 3, 8] = placeholder \"x\" %w: f32[8] grad = get_attr \"w\" ";
+  const std::string v = "%v: f32[2, 3, 1] = aten::mean.dim(%q, [-1], True) %a: f32[2, 3, 1] = aten::add.Tensor(%v, 1e-5) ";
+  for (const std::string square : {"aten::pow.Tensor_Scalar(%x, 2)", "aten::square(%x)", "aten::mul.Tensor(%x, %x)"}) {
+    for (const std::string divided :
+         {"%r = aten::rsqrt(%a) %n: f32[2, 3, 8] = aten::mul.Tensor(%r, %x)",
+          "%r = aten::pow.Tensor_Scalar(%a, -0.5) %n: f32[2, 3, 8] = aten::mul.Tensor(%x, %r)",
+          "%s = aten::sqrt(%a) %n: f32[2, 3, 8] = aten::div.Tensor(%x, %s)",
+          "%s = aten::sqrt(%a) %r = aten::reciprocal(%s) %n: f32[2, 3, 8] = aten::mul.Tensor(%x, %r)"}) {
+      const std::string body = x + "%q: f32[2, 3, 8] = " + square + v + divided;
+      expect_close(body + " output(%n) }", "aten::rms_norm(%x, [8], eps=1e-05)");
+      expect_close(body + " %y: f32[2, 3, 8] = aten::mul.Tensor(%n, %w) output(%y) }", "aten::rms_norm(%x, [8], %w, 1e-05)");
+      expect_close(body + " %y: f32[2, 3, 8] = aten::mul.Tensor(%w, %n) %z = aten::add.Tensor(%x, %y) output(%z) }",
+                   "aten::rms_norm(%x, [8], %w, 1e-05)");
+      expect_close(body + " %p: f32[8] = aten::add.Tensor(%w, 1.0) %y: f32[2, 3, 8] = aten::mul.Tensor(%n, %p) output(%y) }",
+                   "aten::rms_norm(%x, [8], %p, 1e-05)");
+    }
+  }
+  const std::string centred = x + "%b: f32[8] grad = get_attr \"b\" %m: f32[2, 3, 1] = aten::mean.dim(%x, [2], True) "
+                                  "%d: f32[2, 3, 8] = aten::sub.Tensor(%x, %m) ";
+  for (const std::string variance :
+       {"%v = aten::var.correction(%x, [2], correction=0, keepdim=True)", "%v = aten::var.dim(%x, [2], False, True)",
+        "%z = aten::sub.Tensor(%x, %m) %q = aten::square(%z) %v = aten::mean.dim(%q, [2], True)",
+        "%q = aten::mul.Tensor(%d, %d) %v = aten::mean.dim(%q, [2], True)"}) {
+    const std::string body = centred + variance + " %a = aten::add.Tensor(%v, 1e-5) %r = aten::rsqrt(%a) "
+                                                  "%n: f32[2, 3, 8] = aten::mul.Tensor(%d, %r) ";
+    expect_close(body + "output(%n) }", "aten::layer_norm(%x, [8], eps=1e-05)");
+    expect_close(body + "%y: f32[2, 3, 8] = aten::mul.Tensor(%w, %n) output(%y) }", "aten::layer_norm(%x, [8], %w, eps=1e-05)");
+    expect_close(body + "%y: f32[2, 3, 8] = aten::mul.Tensor(%w, %n) %o = aten::add.Tensor(%b, %y) output(%o) }",
+                 "aten::layer_norm(%x, [8], %w, %b, eps=1e-05)");
+  }
+}
+
+TEST(Raise, FindsANormWhoseCastInputIsAResidualToo) {
+  EXPECT_EQ(graph_after("raise", R"(graph {
+  %x: bf16[2, 8] = placeholder "x"
+  %w: bf16[8] grad = get_attr "norm.weight"
+  %f: f32[2, 8] = aten::to.dtype(%x, torch.float32)
+  %q: f32[2, 8] = aten::pow.Tensor_Scalar(%f, 2)
+  %v: f32[2, 1] = aten::mean.dim(%q, [-1], True)
+  %a: f32[2, 1] = aten::add.Tensor(%v, 1e-06)
+  %r: f32[2, 1] = aten::rsqrt(%a)
+  %n: f32[2, 8] = aten::mul.Tensor(%f, %r)
+  %o: bf16[2, 8] = aten::to.dtype(%n, torch.bfloat16)
+  %y: bf16[2, 8] = aten::mul.Tensor(%w, %o)
+  %s: f32[2, 8] = aten::add.Tensor(%f, %y)
+  output(%s)
+})",
+                        {{"inexact", "true"}}),
+            R"(graph {
+  %x: bf16[2, 8] = placeholder "x"
+  %w: bf16[8] grad = get_attr "norm.weight"
+  %f: f32[2, 8] = aten::to.dtype(%x, torch.float32)
+  %to: f32[8] grad = aten::to.dtype(%w, torch.float32)
+  %rms_norm_1: f32[2, 8] = aten::rms_norm(%f, [8], %to, 1e-06)
+  %to_1: bf16[2, 8] = aten::to.dtype(%rms_norm_1, torch.bfloat16)
+  %s: f32[2, 8] = aten::add.Tensor(%f, %to_1)
+  output(%s)
+}
+)");
+}
+
+TEST(Raise, LeavesNormsAloneThatAreNotOverTheLastDimensionsOrUseAnActivationAsWeight) {
+  const std::string x = "graph { %x: f32[2, 3, 8] = placeholder \"x\" %w: f32[2, 3, 8] = placeholder \"w\" ";
+  const auto text = [&](const std::string& dims) {
+    return graph_after("raise", x + "%q = aten::square(%x) %v = aten::mean.dim(%q, " + dims +
+                                    ", True) %a = aten::add.Tensor(%v, 1e-5) %r = aten::rsqrt(%a) %n: f32[2, 3, 8] = "
+                                    "aten::mul.Tensor(%x, %r) %y: f32[2, 3, 8] = aten::mul.Tensor(%w, %n) output(%y) }",
+                       {{"inexact", "true"}});
+  };
+  EXPECT_THAT(text("[1]"), testing::Not(testing::HasSubstr("rms_norm")));
+  EXPECT_THAT(text("[-1]"), testing::HasSubstr("aten::rms_norm(%x, [8], eps=1e-05)"));
+  EXPECT_THAT(text("[1, 2]"), testing::HasSubstr("aten::rms_norm(%x, [3, 8], eps=1e-05)"));
+}
+
+TEST(Raise, MakesAViewBehindANormOfOtherStridesAReshape) {
+  const std::string text = R"(graph {
+  %x: f32[2, 4, 5, 4]{80, 4, 16, 1} = placeholder "x"
+  %q: f32[2, 4, 5, 4]{80, 4, 16, 1} = aten::square(%x)
+  %v: f32[2, 4, 5, 1] = aten::mean.dim(%q, [-1], True)
+  %a: f32[2, 4, 5, 1] = aten::add.Tensor(%v, 1e-06)
+  %r: f32[2, 4, 5, 1] = aten::rsqrt(%a)
+  %n: f32[2, 4, 5, 4]{80, 4, 16, 1} = aten::mul.Tensor(%x, %r)
+  %c: f32[2, 4, 5, 4]{80, 4, 16, 1} = aten::cos(%n)
+  %t: f32[2, 5, 4, 4] = aten::transpose.int(%c, 1, 2)
+  %y: f32[2, 5, 16] = aten::view(%t, [2, 5, 16])
+  output(%y)
+})";
+  const std::string after = graph_after("raise", text, {{"inexact", "true"}});
+  EXPECT_THAT(after, testing::HasSubstr("%y: f32[2, 5, 16] = aten::reshape(%t, [2, 5, 16])"));
 }
 
 TEST(Pattern, BindsEachPlaceholderToOneThing) {

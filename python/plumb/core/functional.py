@@ -42,6 +42,7 @@ def rms(x: Tensor, dims: Optional[Tuple[int, ...]] = None, keepdim: bool = False
 
 
 ResidualScalingFn = Callable[[int, int], float]
+"""Returns the weight tau of a residual branch, of its number and the number of all branches."""
 
 
 def transformer_residual_scaling_rule(

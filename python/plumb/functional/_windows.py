@@ -115,7 +115,36 @@ def _max_pool(dimensions: int) -> Callable[..., Tensor]:
     return _named(max_pool, name, "Largest value of each window; the standard deviation is 1, the mean is not 0.")
 
 
-conv1d, conv2d, conv3d = map(_conv, (1, 2, 3))
-conv_transpose1d, conv_transpose2d, conv_transpose3d = map(_conv_transpose, (1, 2, 3))
-avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
-max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
+conv1d = _conv(1)
+"""1-D convolution: ``(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, constraint=...)``."""
+conv2d = _conv(2)
+"""2-D convolution: ``(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, constraint=...)``."""
+conv3d = _conv(3)
+"""3-D convolution: ``(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, constraint=...)``."""
+conv_transpose1d = _conv_transpose(1)
+"""1-D transposed convolution: ``(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1,
+dilation=1, constraint=...)``."""
+conv_transpose2d = _conv_transpose(2)
+"""2-D transposed convolution: ``(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1,
+dilation=1, constraint=...)``."""
+conv_transpose3d = _conv_transpose(3)
+"""3-D transposed convolution: ``(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1,
+dilation=1, constraint=...)``."""
+avg_pool1d = _avg_pool(1)
+"""Mean over 1-D windows: ``(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True,
+constraint=...)``."""
+avg_pool2d = _avg_pool(2)
+"""Mean over 2-D windows: ``(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True,
+constraint=...)``."""
+avg_pool3d = _avg_pool(3)
+"""Mean over 3-D windows: ``(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True,
+constraint=...)``."""
+max_pool1d = _max_pool(1)
+"""Largest value of each 1-D window: ``(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False,
+constraint=...)``."""
+max_pool2d = _max_pool(2)
+"""Largest value of each 2-D window: ``(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False,
+constraint=...)``."""
+max_pool3d = _max_pool(3)
+"""Largest value of each 3-D window: ``(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False,
+constraint=...)``."""

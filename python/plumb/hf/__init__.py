@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -140,8 +140,12 @@ def _with_dtype(text: str, config: Any, dtype: torch.dtype) -> str:
     return json.dumps({**known, key: str(dtype).removeprefix("torch.")}, indent=2, ensure_ascii=False) + "\n"
 
 
+@overload
+def load(folder: str | os.PathLike[str], *, stages: None = None, **how: Any) -> GraphModule: ...
+@overload
+def load(folder: str | os.PathLike[str], *, stages: int | dict[str, SplitPoint], **how: Any) -> CutPipe: ...
 def load(
-    folder: str | os.PathLike, *, stages: int | dict[str, SplitPoint] | None = None, **how: Any
+    folder: str | os.PathLike[str], *, stages: int | dict[str, SplitPoint] | None = None, **how: Any
 ) -> GraphModule | CutPipe:
     """The model of a folder, with its weights.
 

@@ -17,7 +17,7 @@ from .. import _C
 from .._capture import GraphModule
 from .._errors import Error, ErrorKind
 from .._exported import save_pt2
-from .._state import BUFFER, PARAMETER, sync_state
+from .._state import BUFFER, CONSTANT, PARAMETER, sync_state
 from .._tracing import refuse_holders
 from .._trees import unflatten
 from .._unit_scaled import add_mark
@@ -61,9 +61,14 @@ from ._split_graph import (  # noqa: F401
     stage_calls,
     top_graph,
 )
-from ._stage_module import StageModule, deserialize_stage, make_specializer, put_parameter, scatter_stages, share_copies  # noqa: F401
+from ._stage_module import StageModule, deserialize_stage, put_parameter, scatter_stages, share_copies  # noqa: F401
 from ._utils import InvalidValue, PipeInfo, Wire, wire_texts
-from .stage import PipelineStage, _PipelineStage
+from ._variants import make_variants
+from .stage import PipelineStage, _PipelineStage, _PipelineStageBase
+
+
+def _gone() -> None:
+    """The model of what was pickled."""
 
 
 def _names(engine: Any) -> list[list[str]]:
@@ -73,7 +78,8 @@ def _names(engine: Any) -> list[list[str]]:
 
 def _put_stage(engine: Any, s: int, state: list, device: torch.device | None) -> None:
     """Gives a stage of a cut these tensors, and moves it."""
-    engine.stage(s).set_state([(name, tensor) for name, _, tensor, _ in state])
+    used = {name for name, kind, *_ in engine.stage(s).state() if kind != CONSTANT}  # constants are each graph's own
+    engine.stage(s).set_state([(name, tensor) for name, _, tensor, _ in state if name in used])
     if device is not None:
         engine.move_stage(s, device)
 
@@ -118,8 +124,8 @@ class Pipe(nn.Module):
         return self._stages()[stage_idx]
 
     def build_stage(
-        self, stage_index: int, device: torch.device, group: Any = None, *, recompute: str = "cheap"
-    ) -> Any:
+        self, stage_index: int, device: torch.device | str, group: Any = None, *, recompute: str = "cheap"
+    ) -> _PipelineStageBase:
         """The stage for a schedule to run, moved to `device` with its device arguments. `recompute`: as for
         `PipelineStage`. Raises `plumb.Error` for a graph made by hand whose stages are no chain."""
         check_chain(self.split_gm.graph)
@@ -208,20 +214,21 @@ class CutPipe(Pipe):
     weights: Any = None  # `plumb.hf.Weights`: gives a stage its tensors' values when it is built
 
     def __init__(
-        self, engine: Any, source: Source, loss_spec: Any = None, cut_arguments: dict | None = None, specializer: Any = None
+        self, engine: Any, source: Source, loss_spec: Any = None, cut_arguments: dict | None = None, variants: Any = None
     ):
         table = engine.table
-        specializer = specializer or make_specializer(engine, source, cut_arguments)
-        training = source.module._made_in_training
+        variants = variants or make_variants(engine, source, cut_arguments)
+        whole = source.module
+        training, facts = whole._made_in_training, (whole._autocast, whole._mode_line)
         stages = [
-            StageModule(engine.stage(s), s, table, source.arguments, training, specializer, source.other_sizes)
+            StageModule(engine.stage(s), s, table, source.arguments, training, variants, source.other_sizes, *facts)
             for s in range(engine.num_stages)
         ]
         has_loss = table.loss_output is not None
         graph = top_graph(engine.input_names, table, has_loss)
         super().__init__(split_module(graph, stages), engine.num_stages, has_loss, loss_spec)
         self.split_gm.__dict__["_pipe_ref"] = weakref.ref(self)
-        self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments, _specializer=specializer)
+        self.__dict__.update(_engine=engine, _source=source, _cut_arguments=cut_arguments, _variants=variants)
         self.notes: list[str] = [*source.module.notes, *engine.notes]
         self._stages_here: set[int] = set()  # that were built for a schedule over several ranks
         self._devices = [stage.device for stage in stages]
@@ -237,7 +244,7 @@ class CutPipe(Pipe):
     def _sync(self) -> None:
         """Tells the engine what happened to the stages in Python: replaced tensors, and moves to other devices."""
         for s, stage in enumerate(self._stages()):
-            stage.check_mode()
+            stage.check_call()
             sync_state(stage._engine, stage._slots)  # tensors that the Python module has got meanwhile
             if stage.device is not None and stage.device != self._devices[s]:
                 self._engine.move_stage(s, stage.device)
@@ -248,32 +255,53 @@ class CutPipe(Pipe):
         self._sync()
         return self._source.flatten(args, kwargs)
 
-    def plain_outputs(self, flat: list) -> tuple:
+    def plain_outputs(self, flat: list, source: Source | None = None) -> tuple:
         """What ``split_gm``'s graph answers, with the model's outputs that are no tensors in it."""
-        return tuple(o if p is None else p for o, p in zip(flat, self._source.module._plain_outputs))
+        return tuple(o if p is None else p for o, p in zip(flat, (source or self._source).module._plain_outputs))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple:
         flat = self.flat_inputs(args, kwargs)
-        engine = self._engine_for(flat, args, kwargs)
+        engine, source = self._engine_for(flat, args, kwargs)
         backward = self.has_loss_and_backward and torch.is_grad_enabled()
-        return self.plain_outputs(engine.run_with_backward(flat) if backward else engine.run(flat))
+        return self.plain_outputs(engine.run_with_backward(flat) if backward else engine.run(flat), source)
 
-    def _engine_for(self, flat: list, args: tuple, kwargs: dict) -> Any:
-        """A graph is made for one signature: for other sizes a live model is captured and cut again, once for each, with
+    def _engine_for(self, flat: list, args: tuple, kwargs: dict) -> tuple[Any, Source]:
+        """A graph is made for one signature: for other sizes, modes, ... a live model is captured and cut again, once for each, with
         the stages' tensors. What cannot be done so is refused by the engine itself."""
-        source, sizes = self._source, self._source.sizes(flat)
-        if source.again is None or not source.example or sizes == source.sizes(source.example):
-            return self._engine
-        others = self.__dict__.setdefault("_engines", {})
+        variants = self._variants
+        if variants is None:
+            return self._engine, self._source
+        variant = self._variant()
+        source, sizes = variant.source, variants.base.source.sizes(flat)
+        other_sizes = bool(source.example) and sizes != source.sizes(source.example)
+        if not other_sizes and variant is variants.base:
+            return self._engine, source
+        others = self.__dict__.setdefault("_engines", weakref.WeakKeyDictionary()).setdefault(variant, {})
         if sizes not in others:
-            other = source.again(args, kwargs)
-            cut = other and _C.cut(other.engine, **self._cut_arguments)
-            if not cut or _names(cut) != _names(self._engine):
-                return self._engine
+            if other_sizes:
+                cut = variants.cut_again(variant, args, kwargs)
+                if not cut or _names(cut) != _names(variant.engine):
+                    return self._engine, source
+            else:
+                cut = variants.cut(source, variant.facts)
             others[sizes] = cut
         for s, device in enumerate(self._devices):
-            _put_stage(others[sizes], s, self._engine.stage(s).state(), device)
-        return others[sizes]
+            state = self._engine.stage(s).state()
+            variants.check_names(others[sizes], s, state)
+            _put_stage(others[sizes], s, state, device)
+        return others[sizes], source
+
+    def _variant(self) -> Any:
+        """The variant that all stages are to run."""
+        stages, variants = self._stages(), self._variants
+        facts = [(stage.training if variants.depends_on_mode else self.training, stage.dtypes()) for stage in stages]
+        if any(f != facts[0] for f in facts):
+            raise Error(
+                "the stages are not alike: some were set to another training mode or dtype than the others",
+                kind=ErrorKind.InvalidState,
+                remedy="set them together: pipe.eval(), pipe.to(dtype)",
+            )
+        return variants.current(*facts[0])
 
     def unflatten(self, outputs: tuple) -> Any:
         """A call's flat outputs in the structure that the model returns."""
@@ -281,8 +309,8 @@ class CutPipe(Pipe):
 
     # --- stages ---
     def build_stage(
-        self, stage_index: int, device: torch.device, group: Any = None, *, recompute: str = "cheap"
-    ) -> Any:
+        self, stage_index: int, device: torch.device | str, group: Any = None, *, recompute: str = "cheap"
+    ) -> _PipelineStageBase:
         module, stages = self.get_stage_module(stage_index), self._stages()
         if self.weights is not None:
             self.weights.read_into(module)
@@ -306,7 +334,7 @@ class CutPipe(Pipe):
         return self._engine.serialize_stage(stage_index)
 
     # --- the whole model again ---
-    def _merged(self, stage_states: list[Mapping[str, Tensor]] | None) -> None:
+    def _merged(self, stage_states: Sequence[Mapping[str, Tensor]] | None) -> None:
         """Puts states into the stages. Those of copies of one parameter stay apart until the engine has compared them."""
         elsewhere = sorted(set(range(self.num_stages)) - self._stages_here) if self._stages_here else []
         if stage_states is None and elsewhere:
@@ -323,7 +351,7 @@ class CutPipe(Pipe):
             stage.load_state_dict(state)
         self._sync()
 
-    def merge_state_dict(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> OrderedDict[str, Tensor]:
+    def merge_state_dict(self, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> OrderedDict[str, Tensor]:
         """The whole model's ``state_dict``: names and order as before the cut, tied names tied, plain tensors that share
         their memory with the stages'. `stage_states`: the stages' ``state_dict`` as trained on their ranks, loaded first;
         over several ranks ``schedule.gather_stage_states()`` answers it.
@@ -344,7 +372,7 @@ class CutPipe(Pipe):
             add_mark(merged)
         return merged
 
-    def merge(self, stage_states: list[Mapping[str, Tensor]] | None = None) -> GraphModule:
+    def merge(self, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> GraphModule:
         """The undivided model as a `plumb.GraphModule`, with the stages' tensors and without marks."""
         self._merged(stage_states)
         engine = self._engine.merge()
@@ -353,7 +381,7 @@ class CutPipe(Pipe):
         merged.notes = []
         return merged
 
-    def save_pt2(self, path: str | os.PathLike, stage_states: list[Mapping[str, Tensor]] | None = None) -> None:
+    def save_pt2(self, path: str | os.PathLike, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> None:
         """The undivided model as a ``.pt2`` file. What a file knew that it was cut from (ranges of sizes, sample
         inputs) is kept."""
         save_pt2(self.merge(stage_states), path)
@@ -379,8 +407,8 @@ class CutPipe(Pipe):
     def __reduce_ex__(self, _protocol: Any) -> Any:
         self._sync()
         stages = [self._engine.stage(s).state() for s in range(self.num_stages)]
-        source = replace(self._source, example=None, again=None)
-        where = (stages, self._devices, self.training, self._specializer)
+        source = replace(self._source, example=None, again=None, model=_gone, guards=None)
+        where = (stages, self._devices, self.training, self._variants)
         return _rebuild, (source, self._cut_arguments, self.loss_spec, *where)
 
 def _cut(
@@ -404,13 +432,13 @@ def _cut(
 
 
 def _rebuild(
-    source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, specializer: Any
+    source: Source, arguments: dict, loss: Any, stages: list, devices: list, training: bool, variants: Any
 ) -> CutPipe:
     """A pipe's copy: cut again at the same places, with the stages' own tensors."""
     engine = _C.cut(source.engine, **arguments)
     for s, (state, device) in enumerate(zip(stages, devices)):
         _put_stage(engine, s, state, device)
-    return CutPipe(engine, source, loss, arguments, specializer).train(training)
+    return CutPipe(engine, source, loss, arguments, variants).train(training)
 
 
 def pipeline(

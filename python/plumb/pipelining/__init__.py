@@ -1,6 +1,5 @@
 """Pipeline parallelism: cuts, stages, schedules and the runtime, under the names of ``torch.distributed.pipelining``."""
 
-from . import schedules as _schedules
 from ._IR import (
     CutPipe,
     LossWrapper,
@@ -17,8 +16,26 @@ from ._IR import (
 )
 from ._sources import Balanced, StagePolicy, split_into_equal_size, split_on_size_threshold
 from .microbatch import TensorChunkSpec
-from .schedules import *  # noqa: F403  (a class for every schedule that the engine knows)
-from .schedules import _ScheduleForwardOnly  # noqa: F401  (imported from here by users of torch's)
+from .schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipe,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleTable,
+    ScheduleVHalf,
+    ScheduleVMin,
+    ScheduleZBH1,
+    ScheduleZBH2,
+    ScheduleZBVZeroBubble,
+    _ScheduleForwardOnly,  # noqa: F401  (imported from here by users of torch's)
+    get_schedule_class,
+    search_schedule,
+)
 from .stage import PipelineStage, build_stage
 
 __all__ = [
@@ -28,7 +45,22 @@ __all__ = [
     "MultiUseParameterConfig",
     "Pipe",
     "PipeSequential",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
     "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleDualPipe",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleTable",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleZBVZeroBubble",
     "SplitPoint",
     "StagePolicy",
     "TensorChunkSpec",
@@ -36,10 +68,11 @@ __all__ = [
     "annotate_split_points",
     "build_stage",
     "deserialize_stage",
+    "get_schedule_class",
     "pipe_split",
     "pipeline",
     "scatter_stages",
+    "search_schedule",
     "split_into_equal_size",
     "split_on_size_threshold",
-    *_schedules.__all__,
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -84,37 +85,51 @@ def get_param_groups(
     return groups
 
 
-class _WeightHalf(dict):
+class _WeightHalf(MutableMapping):
     """The work that the input half leaves to the weight half: one group for all weights, as one run of the engine does them.
 
-    "intermediates" (nodes of autograd's graph where the weight half starts), "grads" (for each the gradients of its
-    outputs, None where there is none) and "params" are made when they are asked for. Assigning "grads" makes the weight
-    half start from these, in the order of "intermediates"; nodes without an entry then get none.
+    "params", "intermediates" (nodes of autograd's graph where the weight half starts) and "grads" (for each the gradients of
+    its outputs, None where there is none) are made when they are first read. Assigning "grads" makes the weight half start
+    from these, in the order of "intermediates"; nodes without an entry then get none.
     """
 
     def __init__(self, deferred, weights: list[torch.Tensor]):
-        super().__init__()
         self.deferred, self.weights = deferred, weights
-        self._made: list | None = None  # the gradients that are not replaced
+        self._starts: list | None = None  # "grads" as they are unless replaced
 
-    def __missing__(self, key: str):
-        if key not in ("intermediates", "grads", "params"):
-            raise KeyError(key)
+    @functools.cached_property
+    def _entries(self) -> dict[str, Any]:
         grads: dict[Node, dict[int, torch.Tensor | None]] = {}
         for node, index, grad, maker in self.deferred.starts:
             if maker is not None:  # has run, and its own gradients are gone
                 grads.setdefault(maker, {})
             else:
                 grads.setdefault(node, {})[index] = grad
-        self._made = [tuple(of.get(i) for i in range(_num_inputs(node))) for node, of in grads.items()]
-        self.setdefault("intermediates", tuple(grads))
-        self.setdefault("grads", self._made)
-        self.setdefault("params", {_get_grad_fn_or_grad_acc(w) for w in self.weights})
-        return self[key]
+        self._starts = [tuple(of.get(i) for i in range(_num_inputs(node))) for node, of in grads.items()]
+        params = {_get_grad_fn_or_grad_acc(w) for w in self.weights}
+        return {"params": params, "intermediates": tuple(grads), "grads": self._starts}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
 
     @property
     def replaced(self) -> bool:
-        return self.get("grads") is not self._made
+        return "_entries" in self.__dict__ and self.get("grads", self._starts) is not self._starts
 
 
 def _num_inputs(node: Node) -> int:
@@ -130,11 +145,12 @@ def stage_backward_input(
     output_grads: Iterable[torch.Tensor | None] | None,
     input_values: Iterable[Any],
     weights: Iterator[torch.nn.Parameter],
-) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
+) -> tuple[tuple[torch.Tensor | None, ...], list[MutableMapping[str, Any]]]:
     """The input half: gradients of the inputs, which are also added to their ``.grad``; no weight's ``.grad`` changes.
 
-    `output_grads` None: ones. The answer's second part is for `stage_backward_weight`, which adds to the ``.grad`` of these
-    `weights` and of no other leaf. The outputs leave autograd's graph, so that what only this half needed is freed.
+    `output_grads` None: ones. The gradients have their inputs' places: None for what is no tensor or requires no gradient,
+    and for one that came before. The answer's second part is for `stage_backward_weight`, which adds to the ``.grad`` of
+    these `weights` and of no other leaf. The outputs leave autograd's graph, so that what only this half needed is freed.
     """
     outputs = _as_list(stage_outputs_or_loss)
     grads = [torch.ones_like(t) for t in outputs] if output_grads is None else _as_list(output_grads)
@@ -153,7 +169,7 @@ def stage_backward_input(
 
 
 def stage_backward_weight(
-    weights: Iterator[torch.nn.Parameter], param_groups: list[dict[str, Any]], retain_graph: bool = False
+    weights: Iterator[torch.nn.Parameter], param_groups: Sequence[MutableMapping[str, Any]], retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
     """The weight half: adds to the ``.grad`` of the weights that the input half was given what a whole backward would have;
     answers the ``.grad`` of `weights` in order."""
@@ -166,7 +182,7 @@ def stage_backward_weight(
     return tuple(weight.grad for weight in weights)
 
 
-def _group_backward(weights: list[torch.nn.Parameter], group: dict[str, Any], retain_graph: bool) -> None:
+def _group_backward(weights: list[torch.nn.Parameter], group: MutableMapping[str, Any], retain_graph: bool) -> None:
     """A group made by hand: nodes ("intermediates") with the gradients that came into each ("grads"), and weights."""
     accumulators = {_get_grad_fn_or_grad_acc(weight): weight for weight in weights}
     params = [accumulators[node] for node in group["params"]]
@@ -217,7 +233,8 @@ def stage_backward(
     stage_output, output_grads, input_values: Iterable[Any], outputs_with_grads_idxs: list[int] | None = None
 ) -> tuple[torch.Tensor | None, ...]:
     """Adds to the gradients of all leaves and answers those of the inputs, whose ``.grad`` is unset again. What an input's
-    ``.grad`` held before is part of its answer.
+    ``.grad`` held before is part of its answer. A tensor that comes twice has its gradient at the first place and None at
+    the second.
 
     Outputs and their gradients may be nested tuples, lists and dicts; a gradient may be None for a number, which then
     counts once. Raises `plumb.Error` whose ``where`` describes outputs, gradients and inputs.

@@ -81,20 +81,29 @@ def check_split_spec(mod: nn.Module | None, spec: Mapping[str, SplitPoint]) -> l
 
 
 class _Points(set):
-    """The mark of a module, and whether the module was called since."""
+    """The marks of a module, the forward that it had, and whether the module was called since."""
 
     called = False
+    forward: Any
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        if SplitPoint.BEGINNING in self:
+            pipe_split()
+        output = self.forward(*args, **kwargs)
+        if SplitPoint.END in self:
+            pipe_split()
+        return output
 
 
 def _forward_with_marks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    points = self._plumb_split_points
-    points.called = True
-    if SplitPoint.BEGINNING in points:
-        pipe_split()
-    output = self._orig_forward(*args, **kwargs)
-    if SplitPoint.END in points:
-        pipe_split()
-    return output
+    return self._plumb_split_points.run(*args, **kwargs)
+
+
+def unmarked_forward(module: nn.Module) -> Any:
+    """The forward that a module had before it was marked; the module itself if it is not."""
+    points = module.__dict__.get("_plumb_split_points")
+    return module if points is None else points.forward
 
 
 class Marks:
@@ -117,12 +126,12 @@ class Marks:
             module, point = self._added.pop()
             points = module.__dict__.get("_plumb_split_points", set())
             points.discard(point)
-            if points or "_plumb_split_points" not in module.__dict__:
-                continue
-            original = module.__dict__.pop("_orig_forward")
+            forward = module.__dict__.get("forward")
+            if points or getattr(forward, "__func__", None) is not _forward_with_marks:
+                continue  # marked by others still, or wrapped by somebody since, who calls this forward
             del module.__dict__["_plumb_split_points"], module.__dict__["forward"]
-            if getattr(original, "__func__", None) is not type(module).forward:
-                module.__dict__["forward"] = original  # it had a forward of its own before
+            if getattr(points.forward, "__func__", None) is not type(module).forward:
+                module.__dict__["forward"] = points.forward  # it had a forward of its own before
 
     def __enter__(self) -> Marks:
         return self
@@ -144,7 +153,7 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Mar
         points = module.__dict__.get("_plumb_split_points")
         if points is None:
             points = module.__dict__["_plumb_split_points"] = _Points()
-            module.__dict__["_orig_forward"] = module.forward
+            points.forward = module.forward
             module.__dict__["forward"] = MethodType(_forward_with_marks, module)
         if point not in points:
             points.add(point)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import os
 import sys
 from collections.abc import Callable, Container
@@ -25,11 +26,20 @@ _OPTIONS = ("scale_grads", "record_timeline", "check_numerics", "seed", "first_s
 class _PipelineSchedule(CustomFunctions):
     """The base class of all schedules.
 
-    `loss_fn(output, target, **loss_kwargs)` answers one number a microbatch. With `scale_grads` it is a mean over the
-    microbatch's rows: gradients become those of the mean over the batch, also where microbatches differ in size.
-    Without, they are summed. Gradients that are there before a step stay and are added to.
+    Arguments of every schedule:
+        stages: this rank's stage (`stage`), or the list of its stages if the schedule may have several on a rank.
+        n_microbatches: the number of parts that ``step()`` cuts a batch into.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` returns one number a microbatch. None: ``step()`` runs forwards
+            only.
+        args_chunk_spec, kwargs_chunk_spec: how positional and keyword arguments are cut (`TensorChunkSpec`). None: tensors
+            along dimension 0.
+        output_merge_spec: how outputs of microbatches become one. None: as inputs are cut.
+        scale_grads: the loss is a mean over the microbatch's rows: gradients become those of the mean over the batch, also
+            where microbatches differ in size. False: they are summed.
 
-    To be set before the first step:
+    Gradients that are there before a step stay and are added to.
+
+    Attributes, to be set before the first step:
         timeout: seconds (or a timedelta) to wait for another rank; None: the group's own if it was set, else 60.
         record_timeline: keep what this rank did when, for `timeline()` and `measured_bubble()`.
         check_numerics: raise at the first NaN or infinity that leaves a stage.
@@ -42,11 +52,17 @@ class _PipelineSchedule(CustomFunctions):
     """
 
     timeout: float | datetime.timedelta | None = None
-    record_timeline = False
-    check_numerics = False
+    record_timeline: bool = False
+    check_numerics: bool = False
     seed: int | None = None
-    first_step = 0
-    gradient_groups = 0
+    first_step: int = 0
+    gradient_groups: int = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Says in ``help()`` of every schedule what it shares with all."""
+        super().__init_subclass__(**kwargs)
+        shared = inspect.cleandoc(_PipelineSchedule.__doc__ or "").partition("\n\n")[2]
+        cls.__doc__ = "\n\n".join(filter(None, [inspect.cleandoc(cls.__doc__ or ""), shared]))
 
     _name: str | None = None  # of the engine's table
     _stages: list[_PipelineStageBase]
@@ -99,8 +115,14 @@ class _PipelineSchedule(CustomFunctions):
         return _schedule(compute_actions(actions, self._functions), None, self._n_microbatches, type(self).__name__)
 
     def step(
-        self, *args, target=None, losses: list | None = None, return_outputs: bool = True, loss_kwargs: dict | None = None, **kwargs
-    ):
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Runs a batch: cuts it into microbatches, and trains on it if there is a loss function.
 
         Every rank gives what its own stages need: `args` on the rank of the first stage, `target` on the rank of the
@@ -127,7 +149,7 @@ class _PipelineSchedule(CustomFunctions):
                 return merge_chunks(stage.output_chunks, self._output_merge_spec)
         return None
 
-    def eval(self, *args, target=None, losses: list | None = None, **kwargs):
+    def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """Forwards only, without autograd. Losses where a target is given."""
         has_backward, self._has_backward = self._has_backward, False
         try:
@@ -235,7 +257,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
         self,
         stage: _PipelineStageBase,
         n_microbatches: int,
-        loss_fn: Callable | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
@@ -275,7 +297,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self,
         stages: list[_PipelineStageBase],
         n_microbatches: int,
-        loss_fn: Callable | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,

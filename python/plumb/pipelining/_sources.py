@@ -9,7 +9,6 @@ import io
 import logging
 import os
 import tempfile
-import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +25,12 @@ from .._capture import GraphModule, capture_engine, positional_names
 from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
+from .._guards import Guards
 from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
 from .._trees import children, flatten
 from .._unit_scaled import is_marked
 from ..transforms._apply import forward_of
-from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark
+from ._marks import TrivialLossWrapper, annotate_split_points, check_split_spec, is_mark, unmarked_forward
 from ._utils import InvalidType, InvalidValue
 
 logger = logging.getLogger("plumb.pipelining")
@@ -50,6 +50,9 @@ class Source:
     again: Any = None  # of a live module: captures it for other inputs; answers None once the module is gone
     other_sizes: str | None = None  # of what holds one graph alone: what to do for other sizes
     unit_scaled: bool = False  # state dicts of the whole bear the mark of unit-scaled weights
+    model: Callable[[], nn.Module | None] = lambda: None  # the live module as long as it exists
+    guards: Guards | None = None  # of what its forward read
+    kinds: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict)  # of its tensors, as it was captured
 
     @property
     def engine(self) -> Any:
@@ -78,6 +81,16 @@ class Source:
             return args, kwargs
         return tuple(given[n] for n in names[:num_args]), {n: given[n] for n in keywords}
 
+    def inputs(self, flat: list) -> tuple[tuple, dict]:
+        """The arguments of a call with these flat inputs."""
+        leaves = [value if known is None else known for value, known in zip(flat, self.module._plain_inputs)]
+        return pytree.tree_unflatten(leaves, self.module._in_spec)
+
+    def modes(self) -> tuple[bool, ...] | None:
+        """The training modes of a live module's parts; None if there is none."""
+        model = self.model()
+        return None if model is None else tuple([sub.training for sub in model.modules()])
+
     def sizes(self, flat: list | None) -> tuple:
         return tuple(x.shape if isinstance(x, Tensor) else None for x in flat or [])
 
@@ -98,13 +111,20 @@ class _AsCut:
 
     def __init__(self, module: nn.Module, state: list):
         self._modes = [sub.training for sub in module.modules()]
-        self._kinds = {name: (tensor.dtype, tensor.device) for name, _, tensor, _ in state}
+        self.kinds = {name: (tensor.dtype, tensor.device) for name, _, tensor, _ in state}
 
-    def run(self, module: nn.Module, capture: Callable[[], Source]) -> Source:
-        modules = list(module.modules())
-        if len(modules) != len(self._modes):
+    def run(
+        self,
+        module: nn.Module,
+        capture: Callable[[], Source],
+        modes: Sequence[bool] | None = None,
+        dtypes: Mapping[torch.dtype, torch.dtype] = {},
+    ) -> Source:
+        """`modes`, `dtypes`: other ones than it was cut with."""
+        modules, modes = list(module.modules()), self._modes if modes is None else modes
+        if len(modules) != len(modes):
             raise Error(
-                f"the model has {len(modules)} modules, and had {len(self._modes)} when it was cut",
+                f"the model has {len(modules)} modules, and had {len(modes)} when it was cut",
                 kind=ErrorKind.InvalidState,
                 remedy="cut the model again after changing it",
             )
@@ -112,7 +132,8 @@ class _AsCut:
         stand_ins: dict[str, Tensor] = {}
         made: dict[int, Tensor] = {}
         for name, _, tensor, _ in state_of(module):
-            kind = self._kinds.get(name, (tensor.dtype, tensor.device))
+            dtype, device = self.kinds.get(name, (tensor.dtype, tensor.device))
+            kind = (dtypes.get(dtype, dtype), device)
             if kind != (tensor.dtype, tensor.device):
                 made[id(tensor)] = made[id(tensor)] if id(tensor) in made else _stand_in(tensor, *kind)
                 stand_ins[f"model.{name}"] = made[id(tensor)]
@@ -120,7 +141,7 @@ class _AsCut:
         around.model, around.forward = module, capture
         before = [sub.training for sub in modules]
         try:
-            for sub, mode in zip(modules, self._modes):
+            for sub, mode in zip(modules, modes):
                 sub.training = mode
             return torch.func.functional_call(around, stand_ins, ())
         finally:
@@ -139,25 +160,30 @@ def _stand_in(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
 def from_module(module: nn.Module, args: tuple, kwargs: dict, spec: Any = None) -> Source:
     """Captures one forward, with marks around the modules of `spec`; the module is as before afterwards."""
     logger.info("Tracing model ...")
-    parameters = positional_names(module.__dict__.get("_orig_forward", module))
+    parameters = positional_names(unmarked_forward(module))
     with annotate_split_points(module, spec) if spec else contextlib.nullcontext() as marks:
         captured = capture_engine(module, args, kwargs)
         if marks is not None:
             marks.check_called()
     leaves = flatten((args, kwargs))[0]
-    whole = captured.as_module(leaves, module.training)
+    guards = captured.guards()  # without the marks
+    whole = captured.as_module(leaves, module.training, guards)
     whole._made_how, whole._make_again = "the model was cut", "cut it with inputs like these"
-    alive, as_cut = weakref.ref(module), _AsCut(module, captured.engine.state())
+    alive = guards.end_with(module)
+    as_cut = _AsCut(module, captured.engine.state())
 
-    def again(args: tuple, kwargs: dict) -> Source | None:
+    def again(args: tuple, kwargs: dict, **other: Any) -> Source | None:
         model = alive()
         if model is None:
             return None
-        return as_cut.run(model, lambda: from_module(model, args, kwargs, spec))
+        return as_cut.run(model, lambda: from_module(model, args, kwargs, spec), **other)
 
     arguments = _argument_names(captured.in_spec, parameters)
     example = [x if isinstance(x, Tensor) else None for x in leaves]
-    return Source(whole, arguments, parameters, example, again, unit_scaled=is_marked(module))
+    return Source(
+        whole, arguments, parameters, example, again, unit_scaled=is_marked(module), model=alive, guards=guards,
+        kinds=as_cut.kinds,
+    )  # fmt: skip
 
 
 def from_graph_module(module: GraphModule, args: tuple, kwargs: dict) -> Source:

@@ -173,7 +173,7 @@ def log_cut(pipe: nn.Module, names: list[str]) -> None:
             logger.debug("Moved parameter %s to %s", name, stage)
     for name in left:
         logger.debug("Deleted %s: no stage uses it", name)
-    training = "training mode, backward pass generated" if pipe.has_loss_and_backward else "inference mode, no backward pass"
+    training = "training mode, backward pass generated" if pipe.has_loss_and_backward else "inference mode, backward pass not generated"
     logger.debug("Pipeline is in %s", training)
     logger.debug("Full pipe model:\n%s", pipe)
 
@@ -226,7 +226,13 @@ class DetachExecutor(fx.Interpreter):
     def _as_given(self, value: Any) -> Any:
         return self.value_remap.get(value, value) if isinstance(value, torch.Tensor) else value
 
-    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        if target is stage_backward:  # answers the gradients of what the stage was given
-            kwargs = {**kwargs, "input_values": [self._as_given(v) for v in kwargs["input_values"]]}
-        return super().call_function(target, args, kwargs)
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is not stage_backward:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        kwargs = {**kwargs, "input_values": [self._as_given(v) for v in kwargs["input_values"]]}  # which its answer is about
+        if (taking_part := kwargs.get("outputs_with_grads_idxs")) is not None:
+            # A gradient that the graph names and that is None here: the loss does not depend on that output.
+            named, grads = n.kwargs["output_grads"], kwargs["output_grads"]
+            kwargs["outputs_with_grads_idxs"] = [i for i in taking_part if named[i] is None or grads[i] is not None]
+        return stage_backward(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from .._capture import GraphModule
 from .._errors import Error, ErrorKind
+from .._guards import Guards
 from .._state import CONSTANT, own_parameters, sync_state
-from ._sources import Source
 from ._split_graph import top_graph
 from ._utils import PipeInfo
+from ._variants import Variant
 
 _SENT = (
     "give batches of the sizes it was cut for. Only stages of a live model follow others, in the process that cut it: this "
@@ -63,38 +65,14 @@ def at_sizes(stages: list, sizes: Sizes) -> Iterator[None]:
             stage.__dict__["_given"] = None
 
 
-def make_specializer(engine: Any, source: Source, arguments: dict | None) -> Any:
-    """The engine's `StageSpecializer` for a live model: it is captured for other flat inputs and cut at the same places. None
-    for what holds one graph alone."""
-    again, plain, spec = source.again, source.module._plain_inputs, source.module._in_spec
-    if again is None or arguments is None or not any(isinstance(x, Tensor) for x in source.example or []):
-        return None
-
-    def cut(flat: list) -> Any:
-        leaves = [value if known is None else known for value, known in zip(flat, plain)]
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        with _C.PausedCapture():  # of a transform of the stage
-            other = again(args, kwargs)
-        if other is None:
-            raise Error(
-                "the model it was cut from no longer exists",
-                kind=ErrorKind.InvalidState,
-                remedy="keep the model as long as its stages are to take other sizes than they were cut for; "
-                'model.to("meta") lets go of its memory and not of the stages\'',
-            )
-        return _C.cut(other.engine, **arguments)
-
-    by_place = any(arguments.get(how) for how in ("before_ops", "before_values", "policy"))
-    return _C.StageSpecializer(engine, [x if isinstance(x, Tensor) else None for x in source.example], cut, by_place)
-
-
 class StageModule(GraphModule):
     """Replays a stage's graph in C++, with the stage's parameters and buffers under the whole model's names.
 
     Called with the values of its input ports in order (``input_names``), or, for values that are inputs of the whole
     model, with the whole model's keyword arguments. Returns its one output, or a tuple. Numbers that cross between
     stages leave as 0-dim tensors. Stages of a live model take other sizes than they were cut for, in a schedule and when
-    one is called with what the one before returned: the model, which has to live, is captured and cut again for each.
+    one is called with what the one before returned: the model, which has to live, is captured and cut again for each. So it is for
+    another mode (``eval()``), under autocast, after ``to(dtype)``, and when what its forward reads was changed.
     ``to(device)`` moves the graph's device arguments too; copies, pickles and
     state_dicts are as of any module.
     """
@@ -103,8 +81,9 @@ class StageModule(GraphModule):
     _given: Sizes | None = None  # in a schedule: the sizes of the microbatch that runs, see `at_sizes`
 
     def __init__(
-        self, engine: Any, stage_index: int, table: Any, arguments: list, training: bool, specializer=None, remedy=None
-    ):
+        self, engine: Any, stage_index: int, table: Any, arguments: list, training: bool, variants=None, remedy=None,
+        autocast: tuple | None = None, mode_line: str = "",
+    ):  # fmt: skip
         inputs, outputs = table.inputs(stage_index), table.outputs(stage_index)
         in_spec = pytree.tree_structure(((0,) * len(inputs), {}))
         out_spec = pytree.tree_structure(0 if len(outputs) == 1 else (0,) * len(outputs))
@@ -116,34 +95,85 @@ class StageModule(GraphModule):
             output_names=[p["name"] for p in outputs],
             _arguments=[arguments[p["index"]] if p["stage"] < 0 else None for p in inputs],
             _cut_shapes=[None if m is None or m["symbols"] else tuple(m["shape"]) for m in metas],
-            _at_sizes=(table, specializer, remedy or _SENT),
+            _cut=(table, variants, remedy or _SENT),
+            _converted={},
         )
         own_parameters(engine)
-        super().__init__(engine, in_spec, out_spec, None, [None] * len(outputs), [], training=training)
+        super().__init__(engine, in_spec, out_spec, None, [None] * len(outputs), [], training=training, autocast=autocast)
+        self._mode_line = mode_line
 
     def _register(self) -> None:
         super()._register()
-        table, specializer, remedy = self._at_sizes
+        table, variants, remedy = self._cut
+        specializer = None if variants is None else variants.base.specializer
         self.__dict__["_stage"] = _C.GraphStage(self._engine, table, self.stage_index, specializer, remedy)
+        self.__dict__["_others"] = weakref.WeakKeyDictionary()  # by variant: graph, stage and slots
+        self.__dict__["_kinds"] = None
 
     def __getstate__(self) -> dict:
-        return {key: value for key, value in super().__getstate__().items() if key not in ("_stage", "_given")}
+        dropped = ("_stage", "_others", "_kinds", "_given")
+        return {key: value for key, value in super().__getstate__().items() if key not in dropped}
 
     def graph_key(self) -> tuple:
-        """A graph of it depends on this beside its inputs: the sizes of the whole model's inputs."""
-        return tuple(sorted((self._given or {}).items()))
+        """A graph of it depends on this beside its inputs: the sizes of the whole model's inputs, and the variant of the model."""
+        variant = self.variant()
+        return variant and variant.number, tuple(sorted((self._given or {}).items()))
+
+    # --- the model that it is a part of, for other modes, dtypes, ... ---
+    def variant(self) -> Variant | None:
+        """The variant of the model that it runs now; None if it holds one graph alone."""
+        variants = self._cut[1]
+        return None if variants is None else variants.current(self.training, self.dtypes())
+
+    def dtypes(self) -> dict[torch.dtype, torch.dtype]:
+        """What the stage's tensors were converted to since it was cut."""
+        if self._kinds is None or not self._kinds[0].hold():
+            guards, cut, found = Guards(), self._cut[1].base.source.kinds, {}
+            guards.add_state(self._slots)
+            for table, leaf, name, _ in self._slots:
+                old, now = cut[name][0] if name in cut else None, table[leaf].dtype
+                if old is not None and old.is_floating_point and found.setdefault(old, now) != now:
+                    raise Error(
+                        f"'{name}' of stage {self.stage_index} is {now}, and other tensors that were {old} with it are {found[old]}",
+                        kind=ErrorKind.InvalidState,
+                        remedy="convert the whole stage: stage.to(dtype)",
+                    )
+            known = {old: found.get(old, self._converted.get(old, old)) for old in self._cut[1].dtypes}
+            self.__dict__["_kinds"] = guards, {old: now for old, now in known.items() if now != old}
+        return self._kinds[1]
+
+    def _stage_now(self) -> Any:
+        sync_state(self._engine, self._slots)
+        variant = self.variant()
+        if variant is None or variant is self._cut[1].base:
+            return self._stage
+        if variant not in self._others:
+            graph = variant.specializer.stage(self.stage_index, {}, self._engine)
+            stage = _C.GraphStage(graph, variant.engine.table, self.stage_index, variant.specializer, self._cut[2])
+            names = {name for name, kind, *_ in graph.state() if kind != CONSTANT}
+            self._others[variant] = graph, stage, [slot for slot in self._slots if slot[2] in names]
+        graph, stage, slots = self._others[variant]
+        sync_state(graph, slots)
+        return stage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.input_names) or any(isinstance(a, (tuple, list, dict)) for a in args):
             args = self._take(args, kwargs)
-        self.check_mode()
+        self.check_call()
         if torch.compiler.is_compiling():
             return self._fx_forward(*args) if self._as_cut(args) else self._run_uncompiled(args)
         return self._run(args)
 
+    def check_call(self) -> None:
+        variants = self._cut[1]
+        if variants is None:  # others follow the model
+            super().check_call()
+        elif variants.is_gone():
+            self.check_mode()
+
     def _as_cut(self, args: Any) -> bool:
         """Whether nothing says otherwise; torch.compile guards on it."""
-        return not any(
+        return self.training == self._made_in_training and not any(
             isinstance(value, Tensor) and (hasattr(value, MARK) or tuple(value.shape) != shape)
             for value, shape in zip(args, self._cut_shapes)
             if shape is not None
@@ -154,10 +184,9 @@ class StageModule(GraphModule):
         return self._run(args)
 
     def _run(self, args: Any) -> Any:
-        sync_state(self._engine, self._slots)
-        args, sizes = list(args), self._given
+        stage, args, sizes = self._stage_now(), list(args), self._given
         if sizes is None:
-            sizes = self._stage.sizes_by_hand(args, sizes_of(args))
+            sizes = stage.sizes_by_hand(args, sizes_of(args))
             if sizes and _C.is_capturing():
                 raise Error(
                     f"stage {self.stage_index} is captured or transformed, and called by hand with other sizes than it was "
@@ -165,7 +194,7 @@ class StageModule(GraphModule):
                     kind=ErrorKind.Unsupported,
                     remedy="run the stages in a schedule, or cut the model for these sizes",
                 )
-        out = self._stage.run(args, sizes)
+        out = stage.run(args, sizes)
         mark(out, sizes)
         return out[0] if len(out) == 1 else tuple(out)
 
@@ -195,11 +224,22 @@ class StageModule(GraphModule):
         return [values[i] for i in range(len(self.input_names))]
 
     @property
+    def made_under(self) -> tuple:
+        """What bytes do not say of a stage: autocast, and the line where the model's forward asks for its mode."""
+        return self._autocast, self._mode_line
+
+    @made_under.setter
+    def made_under(self, facts: tuple) -> None:
+        self._autocast, self._mode_line = facts
+
+    @property
     def _made_how(self) -> str:
         return f"stage {self.stage_index} was cut"
 
     def _apply(self, fn: Any, recurse: bool = True) -> StageModule:
         super()._apply(fn, recurse)
+        for old in self._cut[1].dtypes if self._cut[1] is not None else ():
+            self._converted[old] = fn(torch.empty(0, dtype=self._converted.get(old, old))).dtype
         device = fn(torch.empty(0)).device
         for name, kind, tensor, _ in self._engine.state():
             if kind == CONSTANT and tensor.device != device:
@@ -210,7 +250,8 @@ class StageModule(GraphModule):
         for name in _C.rewrite_devices(self._engine, device):
             logger.debug("Changing device of Node %s to %s", name, device)
         self._stage.forget_sizes()
-        self.__dict__.update(_fx=None, moved_to=device)
+        self._others.clear()
+        self.__dict__.update(_fx=None, _kinds=None, moved_to=device)
         return self
 
     @property
@@ -264,9 +305,14 @@ def scatter_stages(
             raise Error(f"rank {src} has no pipe to send the stages of")
         parcels = [(pipe.info(), {}) for _ in range(size)]
         for s in range(pipe.num_stages):
-            parcels[rank_of(s) if rank_of else s % size][1][s] = pipe.serialize_stage(s)
+            facts = pipe.get_stage_module(s).made_under
+            parcels[rank_of(s) if rank_of else s % size][1][s] = pipe.serialize_stage(s), facts
         pipe._stages_here.add(-1)  # none of its own stages runs
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, parcels, src=src, group=group)
     info, stages = mine[0]
-    return {s: deserialize_stage(data)[0] for s, data in stages.items()}, info
+    received = {}
+    for s, (data, facts) in stages.items():
+        received[s] = deserialize_stage(data)[0]
+        received[s].made_under = facts
+    return received, info

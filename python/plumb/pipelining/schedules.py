@@ -1,6 +1,7 @@
 """Schedules: how a rank goes through its stages and microbatches. The tables and the runtime are C++.
 
-Every row of the engine's list of schedules (plumb/schedule/names.cpp) has a class here, `ScheduleNAME`.
+Every row of the engine's list of schedules (plumb/schedule/names.cpp) has a class here, `ScheduleNAME`. One that takes one
+stage a rank is a `PipelineScheduleSingle`, any other takes a list of stages.
 """
 
 from __future__ import annotations
@@ -22,27 +23,100 @@ from ._schedule_base import (  # noqa: F401
     compute_actions,
 )
 from ._utils import InvalidSchedule, InvalidValue
+from .microbatch import TensorChunkSpec
 from .stage import _PipelineStageBase
 
-__all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "ScheduleTable", "get_schedule_class", "search_schedule"]
+__all__ = [
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
+    "Schedule1F1B",
+    "ScheduleDualPipe",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleTable",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleZBVZeroBubble",
+    "get_schedule_class",
+    "search_schedule",
+]
 
 
 class _NamedSchedule(PipelineScheduleMulti):
     def __init__(  # torch's signature of these schedules
-        self, stages, n_microbatches, loss_fn=None, args_chunk_spec=None, kwargs_chunk_spec=None, output_merge_spec=None,
-        *args, **kwargs,
-    ):  # fmt: skip
+        self,
+        stages: list[_PipelineStageBase],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ):
         chunks = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__(stages, n_microbatches, loss_fn, *chunks, None, *args, **kwargs)
 
 
-class _LoopedBFS(_NamedSchedule):
-    def __init__(self, stages, n_microbatches, loss_fn=None, output_merge_spec=None, *args, **kwargs):  # torch's signature
+class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards (arXiv 1811.06965)."""
+
+    _name = "GPipe"
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """Forwards until the first backward can come, then one forward, one backward (arXiv 2006.09503)."""
+
+    _name = "1F1B"
+
+
+class ScheduleInterleaved1F1B(_NamedSchedule):
+    """1F1B over several stages a rank, microbatches in rounds (arXiv 2104.04473). Any number of microbatches."""
+
+    _name = "Interleaved1F1B"
+
+
+class ScheduleLoopedBFS(_NamedSchedule):
+    """All microbatches through one stage of a rank before the next stage (arXiv 2211.05953)."""
+
+    _name = "LoopedBFS"
+
+    def __init__(  # torch's signature
+        self,
+        stages: list[_PipelineStageBase],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ):
         super().__init__(stages, n_microbatches, loss_fn, None, None, output_merge_spec, *args, **kwargs)
 
 
-class _DualPipeV(_NamedSchedule):
-    """At least as many microbatches as stages (``ScheduleTable(..., table="DualPipeV")`` takes fewer)."""
+class ScheduleInterleavedZeroBubble(_NamedSchedule):
+    """Interleaved 1F1B with weight backwards where a rank would wait (arXiv 2401.10241)."""
+
+    _name = "InterleavedZeroBubble"
+
+
+class ScheduleZBVZeroBubble(_NamedSchedule):
+    """Two stages a rank in a V; no bubble if forward, input and weight backward cost the same (arXiv 2401.10241, section 6)."""
+
+    _name = "ZBVZeroBubble"
+
+
+class ScheduleDualPipeV(_NamedSchedule):
+    """Two stages a rank in a V, forwards and backwards of different microbatches in pairs (DualPipe cut in half).
+
+    At least as many microbatches as stages (``ScheduleTable(..., table="DualPipeV")`` takes fewer).
+    """
+
+    _name = "DualPipeV"
 
     def _make(self) -> None:
         super()._make()
@@ -53,27 +127,43 @@ class _DualPipeV(_NamedSchedule):
             )
 
 
-_SPECIAL = {"LoopedBFS": _LoopedBFS, "DualPipeV": _DualPipeV}
+class ScheduleZBH1(PipelineScheduleSingle):
+    """1F1B with the backward halved, in 1F1B's memory (arXiv 2401.10241)."""
 
-_BIDIRECTIONAL = """
+    _name = "ZBH1"
+
+
+class ScheduleZBH2(PipelineScheduleSingle):
+    """1F1B with the backward halved, with about twice its memory and hardly a bubble (arXiv 2401.10241)."""
+
+    _name = "ZBH2"
+
+
+class ScheduleVHalf(_NamedSchedule):
+    """Two stages a rank in a V, about half of 1F1B's memory (arXiv 2405.15362)."""
+
+    _name = "VHalf"
+
+
+class ScheduleVMin(_NamedSchedule):
+    """Two stages a rank in a V, about a third of 1F1B's memory (arXiv 2405.15362)."""
+
+    _name = "VMin"
+
+
+class ScheduleDualPipe(_NamedSchedule):
+    """Every stage on two ranks, s and p - 1 - s; half of the microbatches enter at either end (arXiv 2412.19437).
+
     The first half of a batch is given on rank 0 with its targets on the last rank, the second half the other way round:
     every rank of the two gets the whole batch and uses its share.
-"""
+    """
+
+    _name = "DualPipe"
 
 
-def _schedule_class(name: str) -> type[_PipelineSchedule]:
-    """The class of a row of the engine's list. It takes one stage where no rank has more, else a list of stages."""
-    traits = _C.schedule_traits(name)
-    one_stage = traits["max_stages_per_rank"] == 1 and not traits["bidirectional"]
-    base = _SPECIAL.get(name, PipelineScheduleSingle if one_stage else _NamedSchedule)
-    more = _BIDIRECTIONAL if traits["bidirectional"] else base.__doc__ if name in _SPECIAL else None
-    text = "\n\n    ".join(filter(None, [traits["summary"], more and more.strip()]))
-    return type(f"Schedule{name}", (base,), {"_name": name, "__doc__": text, "__module__": __name__})
-
-
-_CLASSES = {name: _schedule_class(name) for name in _C.schedule_names()}
-globals().update({cls.__name__: cls for cls in _CLASSES.values()})
-__all__ += [cls.__name__ for cls in _CLASSES.values()]
+_CLASSES: dict[str, type[_PipelineSchedule]] = {
+    name.removeprefix("Schedule"): cls for name, cls in globals().items() if name.startswith("Schedule")
+}
 
 
 class _ScheduleForwardOnly(PipelineScheduleSingle):
@@ -95,7 +185,13 @@ class ScheduleTable(_NamedSchedule):
     from `search_schedule`)."""
 
     def __init__(
-        self, stages: list[_PipelineStageBase], n_microbatches: int, loss_fn: Callable | None = None, *, table, **kwargs
+        self,
+        stages: list[_PipelineStageBase],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        table: str | os.PathLike[str] | dict[int, list[_Action | None]] | _C.Schedule,
+        **kwargs: Any,
     ):
         super().__init__(stages, n_microbatches, loss_fn, **kwargs)
         if isinstance(table, _C.Schedule):

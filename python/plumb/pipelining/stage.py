@@ -155,7 +155,8 @@ class Sharded:
 class _PipelineStageBase(ChunkSteps):
     """The base class of stages: a module, a place in the pipeline, and a process group."""
 
-    reduction = None  # of a data parallel module, while a step runs
+    submod: torch.nn.Module  # or any callable
+    reduction: Replicated | Sharded | None = None  # of a data parallel module, while a step runs
     # The sources of values, for stages cut from a graph (`_C.PipelineLayout`); None: from the stage before.
     layout = None
     wire = ("", "")

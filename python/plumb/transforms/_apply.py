@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Callable, ContextManager
+from typing import Any, Callable, ContextManager, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,12 @@ from .. import _C
 from .._calls import Call, hint
 from .._capture import capture_engine, signature
 from .._errors import Error, ErrorKind
+from .._guards import Guards, Tree, enabled_autocast, include
+from .._left_behind import LeftBehind
 from .._module_state_guard import random_states, refuse_modules, set_random_states
 from .._questions import as_given
+from .._replace import Replacements
 from .._state import CONSTANT, slot_of, sync_state
-from .._tracing import autocast_regions
 from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
 from . import _in_graph
@@ -33,7 +35,10 @@ from ._own_copies import keep_transforms
 
 logger = logging.getLogger("plumb.transforms")
 
-MAX_GRAPHS = 64  # of one module; the one unused for longest goes first
+Module = TypeVar("Module", bound=nn.Module)  # a transform returns a copy of the class that it is given
+
+MAX_GRAPHS = 64  # signatures of one module; the one unused for longest goes first
+MAX_VARIANTS = 16  # graphs for one signature, which differ in what the forward read besides its inputs
 MAX_PATHS = 16  # graphs for one signature, which differ in the values that the forward read
 MAX_CAPTURES = 256  # that are made for one signature
 MAX_TRIES = 64  # captures until a graph takes the path that it was made for
@@ -50,6 +55,7 @@ class CapturedGraph:
     reports: list[dict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     calls: dict[str, Call] = field(default_factory=dict)  # by the names of the results
+    replaced: set = field(default_factory=set)  # the functions whose calls went to others
     results: dict[str, Any] = field(default_factory=dict)  # what a pass keeps, by its name
     simple: bool = False
     # The graph as torch.fx on the state of these names and the inputs: for torch.compile, and for backends, which have
@@ -65,14 +71,19 @@ class CapturedGraph:
     asks_grad_mode: bool = False
     known: list[CapturedGraph] = field(default_factory=list)
     made: int = 1
+    guards: Guards = field(default_factory=Guards)  # of what the forward read besides its inputs
+    left: LeftBehind | None = None  # what the graph returns behind its outputs
 
     def run(self, leaves: list) -> Any:
         sync_state(self.engine, self.slots)
         if self.by_backend:
             state = {name: tensor for _, _, name, tensor in self.slots}
-            return self.unflatten(self.gm(*[state[n] for n in self.attributes], *[x for x in leaves if isinstance(x, Tensor)]))
-        flat = [x if isinstance(x, Tensor) else None for x in leaves]
-        out = _C.run_recorded(self.engine, flat) if _C.is_capturing() else self.engine.run(flat)
+            out = self.gm(*[state[n] for n in self.attributes], *[x for x in leaves if isinstance(x, Tensor)])
+        else:
+            flat = [x if isinstance(x, Tensor) else None for x in leaves]
+            out = _C.run_recorded(self.engine, flat) if _C.is_capturing() else self.engine.run(flat)
+        if self.left is not None:
+            self.left.put(out[len(self.plain) :])
         return out[0] if self.simple else self.unflatten(out)
 
     def unflatten(self, out: Any) -> Any:
@@ -101,38 +112,33 @@ def _name_values(captured: CapturedGraph, found: list) -> None:
     captured.calls = {next(renamed): call for results, _, call in found for _ in results}
 
 
-class _Tree:
-    """The modules below a module, remembered: walking over them costs more than running a small graph."""
-
-    def __init__(self, root: nn.Module):
-        self.modules = list(root.modules())
-        self.keyed = [m for m in self.modules if hasattr(type(m), "graph_key")]
-        self.tables = [m._modules for m in self.modules if isinstance(m._modules, dict)]  # a scripted module's stays
-        self.entries = [(table, key, sub) for table in self.tables for key, sub in table.items()]
-
-    def is_current(self) -> bool:
-        return sum(map(len, self.tables)) == len(self.entries) and all(t.get(k) is m for t, k, m in self.entries)
-
-    def modes(self) -> tuple:
-        modes = tuple([m.training for m in self.modules])
-        return (modes, *[m.graph_key() for m in self.keyed]) if self.keyed else modes
+def _holding(variants: list[CapturedGraph]) -> CapturedGraph | None:
+    """The graph for which everything is as it was read, now the first one; None if there is none."""
+    for place, captured in enumerate(variants):
+        if captured.guards.hold():
+            if place:
+                variants.insert(0, variants.pop(place))
+            return captured
+    return None
 
 
 class TransformedForward:
     """The ``forward`` of a transformed module.
 
     The first call with new shapes, dtypes, devices, modes or constants captures the module's own forward and applies the
-    passes in order; the graph is kept for the next call like it. `own`: the forward that was set on this module itself, as a
+    passes in order; the graph is kept for the next call like it. So does a call where something else is new that the forward
+    reads: an attribute, a hook, a part's forward (see _guards.py). `own`: the forward that was set on this module itself, as a
     function of it (`bound`) or as it is; its class's otherwise. `copied_from`: the module that this one is a copy of.
     """
 
     def __init__(self, module: nn.Module, passes: list[Pass], own: tuple | None = None, copied_from: Any = None):
         # The module may be in the making (copied, unpickled): what is made of it waits for the first call.
         self.module, self.passes, self.own, self.copied_from = module, passes, own, copied_from
-        self._cache: dict[Any, CapturedGraph] = {}
+        self._cache: dict[Any, list[CapturedGraph]] = {}  # by signature; the one used last goes first
         self._lock = threading.RLock()  # of what is known of graphs; running one needs none
-        self._tree: _Tree | None = None
+        self._tree: Tree | None = None
         self._asks_grad_mode = False
+        self._told_variants = False
         self.last: CapturedGraph | None = None
         self.handle = _in_graph.register(self)
 
@@ -163,8 +169,8 @@ class TransformedForward:
         self, args: tuple, kwargs: dict, guard_values: bool, control_values: list[Tensor] | None
     ) -> CapturedGraph:
         found: list = []
-        replace = {k: v for p in self.passes for k, v in p.replace.items()}
-        engine, _, out_spec, plain, notes, asks_grad_mode = capture_engine(
+        replace = Replacements({k: v for p in self.passes for k, v in p.replace.items()})
+        engine, _, out_spec, plain, notes, asks_grad_mode, make_guards, left = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values,
         )  # fmt: skip
@@ -185,6 +191,7 @@ class TransformedForward:
                     remedy="compute it in the forward, or keep its detach()",
                 )
         captured = CapturedGraph(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
+        captured.guards, captured.left, captured.replaced = make_guards(), left, replace.called
         _name_values(captured, found)
         for p in self.passes:
             captured.reports.append(p.run(self.module, captured))
@@ -195,6 +202,7 @@ class TransformedForward:
         for name, kind, tensor, _ in engine.state():
             if kind != CONSTANT:
                 captured.slots.append((*slot_of(self.module, name), name, tensor))
+        captured.guards.add_state(captured.slots)
         return captured
 
     def _originals(self) -> dict[int, str]:
@@ -205,8 +213,8 @@ class TransformedForward:
     def _key(self, leaves: list, spec: Any) -> Any:
         if self._tree is None or not self._tree.is_current():
             self._cache.clear()
-            self._tree = _Tree(self.module)
-        autocast = autocast_regions()
+            self._tree = Tree(self.module)
+        autocast = enabled_autocast()
         modes = self._tree.modes()
         if self._asks_grad_mode:
             modes = (modes, torch.is_grad_enabled())
@@ -223,22 +231,31 @@ class TransformedForward:
         leaves, spec = self._leaves(args, kwargs)
         with self._lock:
             key = self._key(leaves, spec)
-            captured = self._cache.pop(key, None)
+            variants = self._cache.pop(key, None) or []
+            captured = _holding(variants)
             if captured is None:
                 captured = self._capture(args, kwargs)
                 if captured.asks_grad_mode and not self._asks_grad_mode:
                     self._asks_grad_mode = True  # from now on every mode has its graphs
                     self._cache.clear()
-                    key = self._key(leaves, spec)
+                    key, variants = self._key(leaves, spec), []
                 while len(self._cache) >= MAX_GRAPHS:
                     del self._cache[next(iter(self._cache))]
-            self._cache[key] = self.last = captured
+                if len(variants) == MAX_VARIANTS:
+                    what = variants.pop().guards.broken
+                    if not self._told_variants:
+                        logger.warning("the forward reads '%s', which keeps changing: each of its values takes a capture", what)
+                    self._told_variants = True
+                variants.insert(0, captured)
+            self._cache[key], self.last = variants, captured
+            if _C.is_capturing():
+                include(captured.guards)
             return captured, leaves
 
     def known_for(self, args: tuple, kwargs: dict) -> CapturedGraph | None:
         """The graph for inputs like these, if there is one."""
         with self._lock:
-            return self._cache.get(self._key(*self._leaves(args, kwargs)))
+            return _holding(self._cache.get(self._key(*self._leaves(args, kwargs)), []))
 
     @staticmethod
     def _leaves(args: tuple, kwargs: dict) -> tuple[Any, Any]:
@@ -263,7 +280,9 @@ class TransformedForward:
     def _run_guarded(self, first: CapturedGraph, leaves: list, args: tuple, kwargs: dict) -> Any:
         """Runs the graph whose guards these values pass. Makes one if there is none."""
         if _C.is_capturing():  # a failed attempt would leave its checks in the graph that is being made
-            return self._capture(args, kwargs).run(leaves)
+            captured = self._capture(args, kwargs)
+            include(captured.guards)
+            return captured.run(leaves)
         known = first.known = first.known or [first]
         random = random_states()
         before = [(b, b.clone()) for b in self.module.buffers()]
@@ -295,6 +314,7 @@ class TransformedForward:
             self.last = captured
             return out, None
 
+        known[:] = [captured for captured in known if captured is first or captured.guards.hold()]
         for place, captured in enumerate(known):
             out, error = attempt(captured)
             if error is None:
@@ -387,7 +407,7 @@ def _extra_repr(module: nn.Module) -> str:
     own = type(module).extra_repr(module)
     if forward is None:
         return own
-    graphs = len(forward._cache)
+    graphs = sum(map(len, forward._cache.values()))
     what = f"{graphs} graph{'' if graphs == 1 else 's'}" if graphs else "no graph yet"
     mine = f"plumb: {', '.join(p.name for p in forward.passes)} ({what})"
     return f"{own}\n{mine}" if own else mine
@@ -425,7 +445,7 @@ def _attach(module: nn.Module, passes: list[Pass], copied_from: Any = None) -> N
     keep_transforms(module, _attach)
 
 
-def apply_pass(module: nn.Module, new: Pass) -> nn.Module:
+def apply_pass(module: Module, new: Pass) -> Module:
     """A deep copy of `module` whose forward applies `new` after the transforms it has already (or before those that must
     follow it)."""
     if not isinstance(module, nn.Module):

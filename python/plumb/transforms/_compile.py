@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import nn
+from ._apply import Module
 
 
-def compile(module: nn.Module, **options: Any) -> nn.Module:
+def compile(module: Module, **options: Any) -> Module:
     """A copy of `module` that compiles itself when it is called; the options are those of ``torch.compile``.
 
     A transformed module also goes through ``torch.compile`` as it is, in one graph. This one composes with the other

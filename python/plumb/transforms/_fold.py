@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any, Iterator
+from typing import Any, Iterator, cast
 
 import torch
 from torch import nn
@@ -14,14 +14,14 @@ from .._capture import GraphModule
 from .._errors import Error, ErrorKind
 from .._state import CONSTANT, slot_of, sync_state
 from .._unit_scaled import unmark
-from ._apply import CapturedGraph, TransformedForward, _copy, forward_of, logger
+from ._apply import CapturedGraph, Module, TransformedForward, _copy, forward_of, logger
 from ._own_copies import without_transforms
 from ._report import folded_reports, rewritten
 
 _SHOWN = 5  # of the factors that an error names
 
 
-def fold(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+def fold(module: Module, *args: Any, **kwargs: Any) -> Module:
     """The plain module that computes what a unit-scaled one does: its factors are in the weights.
 
     The result is a copy of the module that :func:`unit_scale` was given, without any transform, whose parameters and
@@ -40,7 +40,7 @@ def fold(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     would have to have two factors), naming them, and (InvalidState) for what was not unit-scaled.
     """
     if isinstance(module, GraphModule):
-        return rewritten(module, _C.fold)
+        return cast(Module, rewritten(module, _C.fold))
     forward = forward_of(module) if isinstance(module, nn.Module) else None
     unit_scaling = next((p.run for p in forward.passes if p.name == "unit_scale"), None) if forward else None
     if forward is None or unit_scaling is None:

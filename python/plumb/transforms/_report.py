@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections import Counter
+from html import escape
 from typing import Any, Callable
 
 from torch import nn
@@ -29,18 +31,43 @@ def rewritten(module: GraphModule, rewrite: Callable[..., tuple[Any, str]], *how
 class Report(list):
     """A list of changes that transforms made for the last forward: dicts with ``pass`` and ``entries``. Prints as text."""
 
+    def __repr__(self) -> str:
+        counts = [f"{report['pass']}: {_counts(report['entries'])}" for report in self]
+        return f"<Report of {'; '.join(counts) or 'no transform'}; print() shows every entry>"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for report in self:
+            rows.append(f'<tr><th colspan="4" style="text-align:left">{escape(report["pass"])}: {escape(_counts(report["entries"]))}</th></tr>')
+            for e in report["entries"]:
+                cells = [e["kind"], e["node"], _what(e), _where(e)]
+                rows.append("<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in cells) + "</tr>")
+        return "<table>" + "".join(rows) + "</table>"
+
     def __str__(self) -> str:
         lines = []
         for report in self:
             lines.append(f"{report['pass']}: {len(report['entries'])} entries")
             for e in report["entries"]:
-                where = " ".join(x for x in (e.get("module", ""), f"({e['source']})" if e.get("source") else "") if x)
-                what = " -> ".join(x for x in (e.get("from", ""), e.get("to", "")) if x)
-                tau = f" tau={e['tau']:g}" if e.get("tau") is not None else ""
-                reason = f": {e['reason']}" if e.get("reason") else ""
+                where = _where(e)
                 at = f"  at {where}" if where else ""
-                lines.append(f"  {e['kind']:<14} {e['node']:<24} {what}{tau}{reason}{at}")
+                lines.append(f"  {e['kind']:<14} {e['node']:<24} {_what(e)}{at}")
         return "\n".join(lines)
+
+
+def _counts(entries: list[dict]) -> str:
+    kinds = Counter(e["kind"] for e in entries)
+    return ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in kinds.items()) or "no entries"
+
+
+def _what(entry: dict) -> str:
+    what = " -> ".join(x for x in (entry.get("from", ""), entry.get("to", "")) if x)
+    tau = f" tau={entry['tau']:g}" if entry.get("tau") is not None else ""
+    return what + tau + (f": {entry['reason']}" if entry.get("reason") else "")
+
+
+def _where(entry: dict) -> str:
+    return " ".join(x for x in (entry.get("module", ""), f"({entry['source']})" if entry.get("source") else "") if x)
 
 
 def report(module: nn.Module) -> Report:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Sequence
+from typing import Sequence
 
 from torch import Tensor, nn
 
 from .. import _C
 from .._state import BUFFER
 from ..formats import FPFormat, format_text
-from ._apply import CapturedGraph, Pass, apply_pass, display_name, logger
+from ._apply import CapturedGraph, Module, Pass, apply_pass, display_name, logger
 
 
 @dataclass
@@ -33,18 +33,18 @@ class FormatPass:
                 _give_state(module, name, tensor)
         return report
 
-    def apply(self, module: nn.Module) -> nn.Module:
+    def apply(self, module: Module) -> Module:
         return apply_pass(module, Pass(self.name, self, before=("track_scales",)))
 
 
 def simulate_format(
-    module: nn.Module,
+    module: Module,
     fwd_format: FPFormat | str,
     bwd_format: FPFormat | str,
     *,
     operators: Sequence[str] = (),
     exclude: Sequence[str] = (),
-) -> nn.Module:
+) -> Module:
     """A copy of `module` in which the inputs of every matrix product are rounded to `fwd_format` and the gradient of its
     output to `bwd_format`.
 
@@ -55,9 +55,9 @@ def simulate_format(
     return FormatPass("simulate_format", (*formats, list(operators), list(exclude))).apply(module)
 
 
-def simulate_fp8(module: nn.Module, **options: Any) -> nn.Module:
+def simulate_fp8(module: Module, *, operators: Sequence[str] = (), exclude: Sequence[str] = ()) -> Module:
     """``simulate_format`` with E4M3 forward and E5M2 backward, rounded stochastically; the options are its own."""
-    return simulate_format(module, FPFormat(4, 3), FPFormat(5, 2), **options)
+    return simulate_format(module, FPFormat(4, 3), FPFormat(5, 2), operators=operators, exclude=exclude)
 
 
 _STATE = "_fp8_state"
@@ -72,7 +72,7 @@ def _give_state(module: nn.Module, name: str, state: Tensor) -> None:
 
 
 def use_fp8(
-    module: nn.Module,
+    module: Module,
     fwd_format: FPFormat | str = "e4m3fn",
     bwd_format: FPFormat | str = "e5m2",
     *,
@@ -81,7 +81,7 @@ def use_fp8(
     kernel: str = "auto",
     operators: Sequence[str] = (),
     exclude: Sequence[str] = (),
-) -> nn.Module:
+) -> Module:
     """A copy of `module` whose matrix products take FP8: what :func:`simulate_format` would round is cast to one-byte
     codes, multiplied and saved for the backward pass as such. What has no FP8 kernel stays simulated; the report says
     which and why.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import json
 from dataclasses import dataclass, field
 from html import escape
-from types import MethodType
-from typing import Any, Collection, Iterable, Iterator
+from typing import Any, Collection, Iterable, Iterator, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -147,15 +147,20 @@ def _arguments(node: Any, inputs: tuple) -> tuple[tuple, dict]:
     return tuple(args[:given]), kwargs
 
 
-def _new_graph() -> fx.Graph:
-    graph = fx.Graph()
-    graph._repr_html_ = MethodType(_table, graph)
-    return graph
+class ScalesGraph(fx.Graph):
+    """A graph that a notebook shows as a table: a row a node, with what is known of it."""
+
+    def _repr_html_(self) -> str:
+        return _table(self)
+
+    def __deepcopy__(self, memo: Any = None) -> fx.Graph:
+        copied = super().__deepcopy__(memo)  # an fx.Graph
+        copied.__class__ = type(self)
+        return copied
 
 
 def _table(graph: fx.Graph) -> str:
-    """A notebook's picture of a graph: a row a node, with what is known of it."""
-    keys = dict.fromkeys(key for node in graph.nodes for key in node.meta)
+    keys = dict.fromkeys(key for node in graph.nodes for key in node.meta if key != "nn_module_stack")
     header = ["opcode", "name", "target", "args", "kwargs", "users", "input_nodes", *keys]
     rows = [
         [n.op, n.name, n.target, n.args, n.kwargs, list(n.users), n.all_input_nodes, *(n.meta.get(k) for k in keys)]
@@ -168,13 +173,21 @@ def _table(graph: fx.Graph) -> str:
     return "<table>" + line(header, "th") + "".join(line(row, "td") for row in rows) + "</table>"
 
 
+def _module_stack(path: str, modules: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """A module and those around it, outermost first, as torch.export notes them."""
+    parts = path.split(".") if path else []
+    paths = [".".join(parts[:n]) for n in range(len(parts) + 1)]
+    return {p: (p, modules[p]) for p in paths if p in modules}
+
+
 def _scales_graph(forward: TransformedForward | None) -> fx.Graph:
-    graph, env = _new_graph(), {}
+    graph, env = ScalesGraph(), {}
     captured = forward.last if forward is not None else None
     if captured is None:
         return graph
     parameters = {name for name, _ in forward.module.named_parameters(remove_duplicate=False)}
     calls = {value.name: node for node in captured.engine.graph.nodes for value in node.results}
+    modules = {path: f"{type(m).__module__}.{type(m).__qualname__}" for path, m in forward.module.named_modules()}
     for n in _C.scales_graph(captured.engine, captured.results["track_scales"]):
         name, target = n["name"], n["target"]
         inputs = tuple(env[i] for i in n["inputs"])
@@ -201,6 +214,8 @@ def _scales_graph(forward: TransformedForward | None) -> fx.Graph:
             clean_name=clean.strip("_"), value=name, outputs_float_tensor=fwd is not None,
             requires_grad=n["requires_grad"], module=n["module"], source=n["source"],
         )  # fmt: skip
+        if node.op in ("call_function", "call_method"):
+            node.meta.update(operator=target, nn_module_stack=_module_stack(n["module"], modules))
         if fwd is not None:
             node.meta["metrics"] = Metrics(fwd, _data(n["bwd"]))
         env[name] = node
@@ -227,7 +242,15 @@ def _function(target: str) -> Any:
         return unknown
 
 
-def track_scales(module: nn.Module, *, histogram: bool = False) -> nn.Module:
+class TrackedModule(nn.Module):
+    """The type that checkers see of what :func:`track_scales` returns. The object itself has the class of the model."""
+
+    def scales_graph(self) -> fx.Graph:
+        """The graph of the last forward, measured."""
+        raise NotImplementedError("a module is tracked by plumb.transforms.track_scales(module)")
+
+
+def track_scales(module: nn.Module, *, histogram: bool = False) -> TrackedModule:
     """A copy of `module` that measures every floating-point tensor, and its gradient, when it runs.
 
     ``module.scales_graph()`` then gives a :class:`torch.fx.Graph` whose nodes have ``node.meta["metrics"]``
@@ -237,7 +260,7 @@ def track_scales(module: nn.Module, *, histogram: bool = False) -> nn.Module:
     """
     tracked = apply_pass(module, Pass("track_scales", TrackScalesPass(histogram)))
     tracked.__dict__["scales_graph"] = functools.partial(_scales_graph_of, tracked)  # which copies and pickles go with
-    return tracked
+    return cast(TrackedModule, tracked)
 
 
 class ScaleTrackingBackend(PassBackend):
@@ -260,13 +283,13 @@ class ScaleTrackingBackend(PassBackend):
 
 
 class ScaleTrackingAutogradFunction(torch.autograd.Function):
-    """``apply(tensor, node_meta)``: hands the tensor on, and writes its :class:`Metrics` and those of its gradient into
-    ``node_meta["metrics"]``."""
+    """``apply(tensor, node_meta)``: answers a copy of the tensor, which may be written, and puts its :class:`Metrics` and those
+    of its gradient into ``node_meta["metrics"]``."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, node_meta: dict[str, Any]) -> Tensor:
         ctx.metrics = node_meta["metrics"] = Metrics(t)
-        return t.view_as(t)
+        return t.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -331,7 +354,7 @@ def _pruned(graph: fx.Graph, how: str, said: str, selected: Collection[fx.Node] 
         inputs = [places[i] for i in _inputs(node)]
         rows.append((inputs, bool(_is_float(node)), node.op == "output", node in selected, *scales))
     kept = dict(_C.prune(how, rows, rtol))
-    result, made = _new_graph(), {}
+    result, made = ScalesGraph(), {}
     for i, node in enumerate(nodes):
         if i not in kept:
             logger.info(said, node)
@@ -379,12 +402,69 @@ def prune_same_scale_tensors(graph: fx.Graph, rtol: float = 2**-16) -> fx.Graph:
     return _pruned(graph, "same_scale", "pruning same-scale node: %s", rtol=rtol)
 
 
+_TORCHS: dict[Any, set[Any]] = {}  # by unit-scaled function: those that it stands for
+for _function_of_torch, _scaled in functional.torch_map.items():
+    _TORCHS.setdefault(_scaled, set()).add(_function_of_torch)
+
+
+def _module_classes(node: fx.Node) -> list[Any]:
+    """The modules in whose calls the node was made: classes, or their names as torch.export writes them."""
+    if not node.op.startswith("call"):  # torch.export notes a module for inputs
+        return []
+    classes = [of[1] for of in node.meta.get("nn_module_stack", {}).values()]
+    if node.op == "call_module" and node.graph.owning_module is not None:
+        classes.append(type(node.graph.owning_module.get_submodule(node.target)))
+    return classes
+
+
+def _known_as(node: fx.Node) -> set[Any]:
+    """What a node's call may be asked for by: functions, operators, and names of operators."""
+    known = {node.target, *_TORCHS.get(node.target, ())}
+    operator = node.meta.get("operator") or getattr(node.target, "_name", None)  # "aten::add.Tensor"
+    if node.op in ("call_function", "call_method") and isinstance(operator, str):
+        base = operator.partition(".")[0]
+        known |= {operator, base, base.partition("::")[2]}
+        with contextlib.suppress(AttributeError, ValueError):
+            overload = find_operator(operator)
+            known |= {overload, overload.overloadpacket}
+    return known
+
+
+def _is_of(classes: list[Any], wanted: type) -> bool:
+    name = f"{wanted.__module__}.{wanted.__qualname__}"
+    return any(issubclass(c, wanted) if isinstance(c, type) else c == name for c in classes)
+
+
 def prune_selected_nodes(graph: fx.Graph, targets: Iterable[Any]) -> fx.Graph:
-    """A copy without nodes of these targets (an operator without its overload stands for all of them); users take a removed
-    node's inputs, all of them. Any ``torch.fx`` graph will do."""
+    """A copy without nodes of these targets; users take a removed node's inputs, all of them. Any ``torch.fx`` graph will do.
+
+    targets: functions (``F.layer_norm``, ``operator.add``; one of torch's stands for its unit-scaled equivalent too), operators
+        and their names (``torch.ops.aten.add`` and ``"aten::add"`` for all overloads, ``"add"`` in all namespaces), module
+        classes (``nn.LayerNorm``: what its calls are made of), and names of inputs, parameters and methods. One that no node
+        is of is logged as a warning.
+    """
     _check_graph(graph)
     if isinstance(targets, str) or not isinstance(targets, Iterable):
         raise TypeError(f"targets is {targets!r}, not a list of operators, functions or names: [{targets!r}]")
     wanted = set(targets)
-    chosen = {n for n in graph.nodes if n.target in wanted or getattr(n.target, "overloadpacket", None) in wanted}
+    modules = {t for t in wanted if isinstance(t, type) and issubclass(t, nn.Module)}
+    chosen, found = set(), set()
+    for node in graph.nodes:
+        classes = _module_classes(node)
+        meant = (wanted & _known_as(node)) | {m for m in modules if _is_of(classes, m)}
+        if meant:
+            chosen.add(node)
+            found |= meant
+    for target in wanted - found:
+        calls = sorted({_target_name(n.target) for n in graph.nodes if n.op.startswith("call")})
+        logger.warning("nothing to prune: %s (the graph calls %s)", _target_name(target), ", ".join(calls) or "nothing")
     return _pruned(graph, "selected", "pruning node: %s", chosen)
+
+
+def _target_name(target: Any) -> str:
+    """As torch.fx prints it: "torch.nn.functional.gelu"."""
+    if isinstance(target, str):
+        return target
+    with contextlib.suppress(Exception):
+        return fx.node._get_qualified_name(target)
+    return str(target)

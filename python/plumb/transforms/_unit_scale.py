@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from .. import _C
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
-from .._replace import is_torch_function
+from .._replace import is_operator, is_torch_function
 from .._state import state_of
 from .._unit_scaled import mark, mark_state_dict
 from ..functional import torch_map
 from ..parameter import tag_parameter
-from ._apply import CapturedGraph, Pass, apply_pass, logger
+from ._apply import CapturedGraph, Module, Pass, apply_pass, logger
 from ._report import rewritten
 from .utils import Backend, PassBackend
 
@@ -42,7 +42,7 @@ def _operator_name(target: Any) -> str | None:
         name = target._schema.name
     if name is not None:
         return str(name).removesuffix(".default")
-    if not is_torch_function(target):
+    if is_operator(target) or not is_torch_function(target):
         return None
     return f"aten::{target.__name__}" if hasattr(torch.ops.aten, getattr(target, "__name__", "")) else None
 
@@ -103,8 +103,8 @@ class UnitScalePass:
         return report
 
     def before_copy(self, module: nn.Module) -> None:
-        for name, parameter in module.named_parameters(remove_duplicate=False) if self.scaling is not None else ():
-            self.scaling.look_at(name, parameter)
+        for name, _, tensor, _ in state_of(module) if self.scaling is not None else ():
+            self.scaling.look_at(name, tensor)
 
     def values_loaded(self, names: Iterable[str]) -> None:
         """Other values are in these parameters: the first graph leaves them as they are."""
@@ -143,9 +143,8 @@ def _takes_constraint(function: Any) -> bool:
 
 
 def _unmatched(captured: CapturedGraph, functions: Mapping[Any, Any]) -> list[dict]:
-    called = {id(call.replaced[0]) for call in captured.calls.values() if call.replaced is not None}
-    reason = _UNMATCHED + "the forward does not call it"
-    missing = [_display_name(old) for old in functions if id(old) not in called]
+    reason = _UNMATCHED + "no call of it was found in the forward"
+    missing = [_display_name(old) for old in functions if old not in captured.replaced]
     return [{"kind": "left_alone", "node": name, "reason": reason} for name in missing]
 
 
@@ -197,6 +196,8 @@ def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
             else:
                 tag_parameter(p, kind or ("norm" if isinstance(sub, _NORMS) or p.dim() > 1 else "bias"))
             proposals.append((names[full], p, kind))
+        for name, buffer in sub.named_buffers(recurse=False):  # only a graph shows which are weights
+            proposals.append((names[f"{path}.{name}" if path else name], buffer, None))
     changed = set(run.scaling.propose(proposals))
     for (first, *_), _, kind in proposals:
         if first in changed:
@@ -204,7 +205,7 @@ def _scale_parameters(module: nn.Module, run: UnitScalePass) -> None:
 
 
 def unit_scale(
-    module: nn.Module,
+    module: Module,
     replace: Mapping[Callable[..., Any] | str, Callable[..., Any] | str] = {},  # noqa: B006 (never written)
     *,
     tau_attention: float = 0.01,
@@ -213,7 +214,7 @@ def unit_scale(
     residual_mult: float = 1.0,
     residual_attn_ratio: float = 1.0,
     preserve: bool = False,
-) -> nn.Module:
+) -> Module:
     """A unit-scaled copy of `module` (Unit Scaling, arXiv 2303.11257).
 
     Operators are replaced by their unit-scaled equivalents, residual adds become weighted ones (`tau_attention` for
@@ -222,9 +223,10 @@ def unit_scale(
     standard deviation, biases become zero, and parameters are tagged for :mod:`plumb.optim`.
 
     replace: what goes first, ``{old: new}``. A function of yours, or of torch's, is replaced wherever the module calls it;
-    an operator (``torch.ops.aten.gelu``, ``"aten::gelu"``) wherever it occurs. What a function of yours does, or an operator,
-    is left as it is, but that after the last residual add a function with a parameter `constraint` loses it. Where `new` is
-    one of torch's functions its unit-scaled equivalent is taken. A key that nothing matches is reported and logged.
+    ``operator.add`` and its like wherever their sign is written; an operator (``torch.ops.aten.gelu``, ``"aten::gelu"``)
+    wherever it occurs. What a function of yours does, or an operator, is left as it is, but that after the last residual add
+    a function with a parameter `constraint` loses it. Where `new` is one of torch's functions its unit-scaled equivalent is
+    taken. A key that nothing matches is reported and logged.
 
     Weights and biases of layers that torch knows are scaled at once; the first forward shows which operators use them, and
     a weight that something else uses, too, then gets its own values back. ``print(plumb.report(m))`` says what was done.
@@ -249,7 +251,7 @@ def unit_scale(
     return scaled
 
 
-def _preserving(module: nn.Module, operators: list, functions: dict, residuals: tuple) -> GraphModule:
+def _preserving(module: Module, operators: list, functions: dict, residuals: tuple) -> Module:
     if not isinstance(module, GraphModule) or functions:
         raise Error(
             "unit_scale(preserve=True) works on a graph, whose factors are known, and replaces operators alone",
@@ -258,7 +260,7 @@ def _preserving(module: nn.Module, operators: list, functions: dict, residuals: 
         )
     scaled = rewritten(module, _C.unit_scale_preserving, operators, residuals)
     mark_state_dict(scaled)
-    return scaled
+    return cast(Module, scaled)
 
 
 def _pass(run: UnitScalePass) -> Pass:

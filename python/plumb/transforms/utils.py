@@ -11,9 +11,27 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._errors import Error, ErrorKind
 from .._fx import engine_to_fx
-from ._apply import CapturedGraph, Pass, TransformedForward, apply_pass, forward_of, logger
+from ._apply import CapturedGraph, Module, Pass, TransformedForward, apply_pass, forward_of, logger
 
 Backend = Callable[[GraphModule, List[Tensor]], Callable[..., Any]]
+"""What ``torch.compile(backend=...)`` takes: a graph and the tensors of its first inputs go in, what is called comes out."""
+
+
+class BackendForward(TransformedForward):
+    """What a backend of plumb answers: runs the graph that it was given, transformed."""
+
+    example_inputs: Optional[List[Tensor]] = None  # until it has run
+
+    @property
+    def graph(self) -> Graph:
+        """The transformed graph on ``torch.ops``: of what ran last, and before that for the example inputs."""
+        if self.last is None:
+            self.prepare(tuple(self.example_inputs or ()), {})
+        return engine_to_fx(self.last.engine, self.module.training)[0].graph
+
+    def prepare(self, args: tuple, kwargs: dict) -> Tuple[CapturedGraph, Any]:
+        self.example_inputs = None
+        return super().prepare(args, kwargs)
 
 
 class PassBackend(ABC):
@@ -25,8 +43,9 @@ class PassBackend(ABC):
     def watch(self, forward: TransformedForward) -> None:
         """Learns what runs the pass."""
 
-    def __call__(self, gm: GraphModule, example_inputs: List[Tensor]) -> TransformedForward:
-        forward = TransformedForward(gm, [self.as_pass()])
+    def __call__(self, gm: GraphModule, example_inputs: List[Tensor]) -> BackendForward:
+        forward = BackendForward(gm, [self.as_pass()])
+        forward.example_inputs = example_inputs
         self.watch(forward)
         return forward
 
@@ -47,11 +66,11 @@ class BackendPass:
             )
         state = {name: tensor for name, _, tensor, _ in captured.engine.state()}
         name = getattr(self.backend, "__name__", type(self.backend).__name__)
-        given, before = captured.gm, str(captured.gm.graph)
-        captured.gm = self.backend(given, [state[n] for n in captured.attributes])
+        graph, before = captured.gm.graph, str(captured.gm.graph)
+        captured.gm = self.backend(captured.gm, [state[n] for n in captured.attributes])
         entries = []
-        if captured.gm is given and str(given.graph) == before:
-            found = sorted({str(n.target) for n in given.graph.nodes if n.op == "call_function"})
+        if isinstance(captured.gm, GraphModule) and str(captured.gm.graph) == before:  # the given one, or one made of its graph
+            found = sorted({str(n.target) for n in graph.nodes if n.op == "call_function"})
             reason = "it changed nothing: the graph's nodes are operators of torch.ops, not functions of torch"
             logger.warning("backend %s: %s (%s)", name, reason, ", ".join(found))
             entries = [{"kind": "left_alone", "node": name, "reason": reason}]
@@ -59,8 +78,8 @@ class BackendPass:
 
 
 def apply_transform(
-    module: nn.Module, backend: Backend, non_recurse_functions: List[Callable[..., Any]] = []  # noqa: B006
-) -> nn.Module:
+    module: Module, backend: Backend, non_recurse_functions: List[Callable[..., Any]] = []  # noqa: B006
+) -> Module:
     """A copy of `module` whose captured graph goes through `backend`, as it would under ``torch.compile``.
 
     backend: takes a :class:`torch.fx.GraphModule` on ``torch.ops`` (``torch.ops.aten.gelu.default``, not

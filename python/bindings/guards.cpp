@@ -1,0 +1,134 @@
+// Checks of what a captured forward has read besides its inputs: plumb._guards makes the entries and owns them.
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "module.h"
+
+namespace plumb::python {
+namespace {
+
+// What an entry of plumb._guards, (kind, holder, key, expected, contents), says of the object that it finds.
+enum class Kind {
+  Item,       // holder[key] of a dict is this object
+  Missing,    // holder has no such key
+  Attribute,  // getattr(holder, key) is this object
+  Tensor,     // holder[key] of a dict is a tensor of this (dtype, device, shape)
+  Type,       // type(holder) is this class
+  Cell,       // the cell `holder` of a closure holds this object
+};
+
+// Whether a dict, list or set holds the very objects of `snapshot`. Keys and values of a dict follow each other.
+bool holds(PyObject* container, PyObject* snapshot) {
+  if (PyDict_Check(container)) {
+    if (2 * PyDict_GET_SIZE(container) != PyTuple_GET_SIZE(snapshot)) return false;
+    Py_ssize_t at = 0, i = 0;
+    PyObject *key = nullptr, *value = nullptr;
+    while (PyDict_Next(container, &at, &key, &value)) {
+      if (PyTuple_GET_ITEM(snapshot, i) != key || PyTuple_GET_ITEM(snapshot, i + 1) != value) return false;
+      i += 2;
+    }
+    return true;
+  }
+  if (PyList_Check(container)) {
+    const Py_ssize_t size = PyTuple_GET_SIZE(snapshot);
+    if (PyList_GET_SIZE(container) != size) return false;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      if (PyList_GET_ITEM(container, i) != PyTuple_GET_ITEM(snapshot, i)) return false;
+    }
+    return true;
+  }
+  if (PyAnySet_Check(container)) {
+    if (PySet_GET_SIZE(container) != PyTuple_GET_SIZE(snapshot)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(snapshot); ++i) {
+      if (PySet_Contains(container, PyTuple_GET_ITEM(snapshot, i)) != 1) {
+        PyErr_Clear();
+        return false;
+      }
+    }
+    return true;
+  }
+  return false;
+}
+
+bool is_like(PyObject* found, PyObject* expected) {
+  if (!THPVariable_Check(found) || !PyTuple_Check(expected)) return false;
+  const at::Tensor& tensor = THPVariable_Unpack(found);
+  PyObject* dtype = PyTuple_GET_ITEM(expected, 0);
+  PyObject* device = PyTuple_GET_ITEM(expected, 1);
+  PyObject* shape = PyTuple_GET_ITEM(expected, 2);
+  if (tensor.scalar_type() != reinterpret_cast<THPDtype*>(dtype)->scalar_type) return false;
+  if (tensor.device() != reinterpret_cast<THPDevice*>(device)->device) return false;
+  if (tensor.dim() != PyTuple_GET_SIZE(shape)) return false;
+  if (tensor.is_nested()) return true;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (PyLong_AsLongLong(PyTuple_GET_ITEM(shape, d)) != tensor.size(d)) return false;
+  }
+  return true;
+}
+
+bool is_as_expected(PyObject* entry) {
+  PyObject* holder = PyTuple_GET_ITEM(entry, 1);
+  PyObject* key = PyTuple_GET_ITEM(entry, 2);
+  PyObject* expected = PyTuple_GET_ITEM(entry, 3);
+  PyObject* contents = PyTuple_GET_ITEM(entry, 4);
+  switch (static_cast<Kind>(PyLong_AsLong(PyTuple_GET_ITEM(entry, 0)))) {
+    case Kind::Item:
+      if (PyDict_GetItemWithError(holder, key) != expected) return false;
+      break;
+    case Kind::Missing:
+      return PyDict_GetItemWithError(holder, key) == nullptr;
+    case Kind::Attribute: {
+      PyObject* found = PyObject_GetAttr(holder, key);
+      if (found == nullptr) return false;
+      Py_DECREF(found);
+      if (found != expected) return false;
+      break;
+    }
+    case Kind::Tensor: {
+      PyObject* found = PyDict_GetItemWithError(holder, key);
+      return found != nullptr && is_like(found, expected);
+    }
+    case Kind::Type:
+      return reinterpret_cast<PyObject*>(Py_TYPE(holder)) == expected;
+    case Kind::Cell:
+      if (PyCell_GET(holder) != expected) return false;
+      break;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(contents); i += 2) {
+    if (!holds(PyTuple_GET_ITEM(contents, i), PyTuple_GET_ITEM(contents, i + 1))) return false;
+  }
+  return true;
+}
+
+// The place of the first entry from `start` on that does not find the very objects it was made for, or -1.
+Py_ssize_t first_changed(const py::list& entries, Py_ssize_t start) {
+  for (Py_ssize_t i = start; i < PyList_GET_SIZE(entries.ptr()); ++i) {
+    // Held: what an attribute's own code does may change the list.
+    const auto entry = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(entries.ptr(), i));
+    const bool same = is_as_expected(entry.ptr());
+    PyErr_Clear();
+    if (!same) return i;
+  }
+  return -1;
+}
+
+// The training modes of modules, one character a module. `tables`: their __dict__s.
+py::object modes_of(const py::list& tables, const py::str& key) {
+  const Py_ssize_t size = PyList_GET_SIZE(tables.ptr());
+  std::string modes(static_cast<size_t>(size), '0');
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* mode = PyDict_GetItemWithError(PyList_GET_ITEM(tables.ptr(), i), key.ptr());
+    if (mode == nullptr) PyErr_Clear();
+    modes[static_cast<size_t>(i)] = mode == nullptr ? '-' : mode == Py_False || mode == Py_None ? '0' : '1';
+  }
+  return py::bytes(modes);
+}
+
+Register guards_part([](py::module_& m) {
+  m.def("first_changed", &first_changed, py::arg("entries"), py::arg("start") = 0);
+  m.def("modes_of", &modes_of, py::arg("tables"), py::arg("key"));
+});
+
+}  // namespace
+}  // namespace plumb::python

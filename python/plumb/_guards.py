@@ -1,0 +1,486 @@
+"""What a captured forward has read besides its inputs, parameters and buffers, and the check that it is still the same.
+
+:func:`observed` notes the attributes that are read while a forward is captured; :class:`Guards` holds them against what is there before a
+later call. docs/differences.md says what is not followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import sysconfig
+import threading
+import types
+import weakref
+from collections import deque
+from typing import Any, Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from . import _C
+from ._bytecode import instructions_of
+from ._tracing import autocast_regions, patched
+from ._trees import PLAIN, hashed
+
+# Kinds of entries, as bindings/guards.cpp counts them. An entry is (kind, holder, key, expected, contents).
+ITEM, ABSENT, ATTRIBUTE, TENSOR, TYPE, CELL = range(6)
+
+_MOST = 10_000  # entries of a container; a larger one is data, of which only the identity is held
+_DEEPEST = 4
+_MEMBERS = 200
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+_OF_TORCH = frozenset(vars(nn.Module)) - {"forward"}
+_OUR_FOLDERS = tuple(os.path.dirname(f) + os.sep for f in (torch.__file__, __file__))
+_LIBRARY_FOLDERS = tuple({os.path.realpath(p) + os.sep for p in sysconfig.get_paths().values()} | set(_OUR_FOLDERS))
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.BuiltinMethodType, functools.partial)
+_LIBRARIES = frozenset({"torch", "plumb", "numpy", "builtins"}) | (frozenset(sys.stdlib_module_names) - {"types", "argparse", "__main__"})
+
+
+class _Same:
+    """An object that only equals itself."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it: Any):
+        self.it = it
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self.it is other.it
+
+    __hash__ = None
+
+
+def _frozen(value: Any, depth: int = 0) -> Any:
+    """What tells values apart, as it is now: numbers and texts by type and value, containers by their parts, all else by identity."""
+    if isinstance(value, PLAIN) or (isinstance(value, np.ndarray) and value.size <= _MOST):
+        return hashed(value)
+    if depth >= _DEEPEST or not isinstance(value, (list, tuple, dict, set, frozenset, deque)) or len(value) > _MOST:
+        return _Same(value)
+    if isinstance(value, dict):
+        return type(value), [(_frozen(k, depth + 1), _frozen(v, depth + 1)) for k, v in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return type(value), set(value)
+    return type(value), [_frozen(v, depth + 1) for v in value]
+
+
+def _contents(value: Any, found: list, depth: int = 0) -> list:
+    """Containers in `value` that can be written, each followed by the objects in it."""
+    if depth >= _DEEPEST or not isinstance(value, (list, tuple, dict, set, deque)) or len(value) > _MOST:
+        return found
+    parts = [x for item in value.items() for x in item] if isinstance(value, dict) else list(value)
+    if not isinstance(value, tuple):
+        found += [value, tuple(parts)]
+    for part in parts:
+        _contents(part, found, depth + 1)
+    return found
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is an object of a user's or a library's class, whose attributes may be settings."""
+    cls = type(value)
+    if isinstance(value, (*PLAIN, *_FUNCTIONS, type, nn.Module, Tensor, types.ModuleType, tuple, list, dict, set, deque)):
+        return False
+    return cls.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _is_users(code: types.CodeType) -> bool:
+    return not code.co_filename.startswith(("<frozen", *_LIBRARY_FOLDERS))
+
+
+class Guards:
+    """Entries for what was read, and a name for each. Empty: nothing is held."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple] = []
+        self.names: list[str] = []
+        self._frozen: list[Any] = []
+        self._known: set[tuple] = set()
+        self.broken = ""  # the name of what the last hold() found changed
+        self.mode_line = ""  # the first line outside of torch that reads a module's `training`
+        self._module: Any = None
+
+    def add(self, kind: int, holder: Any, key: Any, expected: Any, name: str, skipped: set[int] = frozenset()) -> bool:
+        """Adds an entry. `skipped`: ids of containers whose contents are not held."""
+        if (kind, id(holder), key) in self._known:
+            return False
+        self._known.add((kind, id(holder), key))
+        follows = kind in (ITEM, ATTRIBUTE, CELL) and not (_contents_ids(expected) & skipped)
+        contents = tuple(_contents(expected, [])) if follows else ()
+        self.entries.append((kind, holder, key, expected, contents))
+        self._frozen.append(_frozen(expected) if follows else _Same(expected))
+        self.names.append(name)
+        return True
+
+    def include(self, other: Guards) -> None:
+        """Adds the entries of a graph that is called inside of this one."""
+        for entry, frozen, name in zip(other.entries, other._frozen, other.names):
+            if (known := (entry[0], id(entry[1]), entry[2])) not in self._known:
+                self._known.add(known)
+                self.entries.append(entry)
+                self._frozen.append(frozen)
+                self.names.append(name)
+        self.mode_line = self.mode_line or other.mode_line
+
+    def add_state(self, slots: list[tuple[dict, str, str, Tensor]]) -> None:
+        """Adds dtype, device and shape of parameters and buffers: (table, key, full name, tensor)."""
+        for table, key, name, _ in slots:
+            tensor = table[key] if key in table else None
+            if isinstance(table, dict) and isinstance(tensor, Tensor):
+                self.add(TENSOR, table, key, (tensor.dtype, tensor.device, tensor.shape), name)
+
+    def hold(self) -> bool:
+        """Whether everything is as it was read. Values that are equal and other objects are the same."""
+        i = _C.first_changed(self.entries)
+        while i >= 0:
+            if not self._still(i):
+                self.broken = self.names[i]
+                return False
+            i = _C.first_changed(self.entries, i + 1)
+        return True
+
+    def _still(self, i: int) -> bool:
+        kind, holder, key, _, _ = self.entries[i]
+        try:
+            if kind == ITEM:
+                now = holder[key]
+            elif kind == ATTRIBUTE:
+                now = getattr(holder, key)
+            elif kind == CELL:
+                now = holder.cell_contents
+            else:
+                return False
+        except (AttributeError, KeyError, ValueError):
+            return False
+        if isinstance(self._frozen[i], _Same) or _frozen(now) != self._frozen[i]:
+            return False
+        self.entries[i] = (kind, holder, key, now, tuple(_contents(now, [])))
+        return True
+
+    def end_with(self, module: nn.Module) -> Any:
+        """Holds as long as this module exists: the entries would keep its parts. Returns the weak reference to it."""
+        self._module = weakref.ref(module, lambda _, guards=weakref.ref(self): guards() and guards()._clear())
+        return self._module
+
+    def _clear(self) -> None:
+        self.entries, self.names, self._frozen, self._known = [], [], [], set()
+
+    def __deepcopy__(self, memo: dict) -> Guards:
+        return Guards()  # a copy of a graph holds nothing of the model it was captured from
+
+    def __reduce__(self) -> tuple:
+        return Guards, ()
+
+
+def _contents_ids(value: Any) -> set[int]:
+    return {id(c) for c in _contents(value, [])[::2]}
+
+
+class Observer:
+    """Attributes of modules and plain objects that are read while it is on."""
+
+    def __init__(self) -> None:
+        self.reads: dict[tuple[int, str], Any] = {}
+        self.mode_line = ""
+        self.inner: list[Guards] = []  # of graphs that were called
+        self._thread = threading.get_ident()
+        self._classes: dict[type, Any] = {}
+        self._seen: dict[int, Any] = {}  # objects, which stay as long as their ids are used
+
+    def reader(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def __getattribute__(owner: Any, name: str) -> Any:
+            if name in _INTERNAL or name.startswith("__") or threading.get_ident() != self._thread:
+                if name == "training" and not self.mode_line and threading.get_ident() == self._thread:
+                    self._note_mode(owner, sys._getframe(1))
+                return original(owner, name)
+            self.reads.setdefault((id(owner), name), owner)
+            value = original(owner, name)
+            self.look_at(value)
+            return value
+
+        return __getattribute__
+
+    def _note_mode(self, owner: Any, frame: types.FrameType) -> None:
+        # Operators have the modes that torch's layers give them. Attention leaves its dropout out.
+        attention = isinstance(owner, nn.MultiheadAttention) and owner.__dict__.get("dropout")
+        if attention or not frame.f_code.co_filename.startswith(_OUR_FOLDERS):
+            self.mode_line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    def look_at(self, value: Any, depth: int = 0) -> None:
+        """Lets reads of the attributes of an object be noted, and of objects in containers."""
+        if isinstance(value, (list, tuple, dict, deque)):
+            if depth < _DEEPEST and len(value) <= _MEMBERS and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                for part in value.values() if isinstance(value, dict) else value:
+                    self.look_at(part, depth + 1)
+            return
+        if isinstance(value, (*PLAIN, Tensor, nn.Module)) or id(value) in self._seen or not _is_object(value):
+            return
+        self._seen[id(value)] = value
+        cls = type(value)
+        if cls not in self._classes:
+            self._classes[cls] = cls.__dict__.get("__getattribute__")
+            with contextlib.suppress(TypeError):  # of a class in C
+                cls.__getattribute__ = self.reader(cls.__getattribute__)
+
+    def end(self) -> None:
+        for cls, before in self._classes.items():
+            with contextlib.suppress(TypeError, AttributeError):
+                if before is None:
+                    del cls.__getattribute__
+                else:
+                    cls.__getattribute__ = before
+
+
+def caller_of_read(frame: types.FrameType) -> types.FrameType:
+    """The frame, or the one whose read of an attribute it notes."""
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+_observers: list[Observer] = []
+
+
+@contextlib.contextmanager
+def observed() -> Iterator[Observer]:
+    """While it lasts, reads of attributes are noted."""
+    observer = Observer()
+    _observers.append(observer)
+    try:
+        with patched(nn.Module, __getattribute__=observer.reader(object.__getattribute__)):
+            yield observer
+    finally:
+        observer.end()
+        _observers.remove(observer)
+
+
+def include(guards: Guards) -> None:
+    """The graph that these belong to becomes a part of the one that is captured."""
+    if _observers:
+        _observers[-1].inner.append(guards)
+
+
+class _Resolver:
+    """Makes guards of reads, when the module is as before the capture."""
+
+    def __init__(self, module: nn.Module, written: set[tuple[int, Any]]):
+        self.guards = Guards()
+        self.names = {id(sub): name for name, sub in module.named_modules()}
+        self.written = written
+        self.containers = {at for at, _ in written}
+        self._codes: set[tuple] = set()
+
+    def _name(self, owner: Any, key: str) -> str:
+        if isinstance(owner, nn.Module) and (path := self.names.get(id(owner))) is not None:
+            return f"{path}.{key}" if path else key
+        return f"{owner.__name__ if isinstance(owner, type) else type(owner).__name__}.{key}"
+
+    def value(self, kind: int, holder: Any, key: Any, value: Any, name: str) -> None:
+        if self.guards.add(kind, holder, key, value, name, self.containers):
+            self.functions_in(value)
+
+    def read(self, owner: Any, key: str) -> None:
+        name = self._name(owner, key)
+        own = getattr(owner, "__dict__", None)
+        if isinstance(owner, type):
+            value = getattr(owner, key, None)
+            if getattr(value, "__self__", None) is owner:  # a method of the class: another object at every read
+                self.functions_in(value)
+            else:
+                self.value(ATTRIBUTE, owner, key, value, name)
+            return
+        if isinstance(own, dict):
+            # A list that the forward lengthens or empties may be replaced: nothing of it is read again.
+            if (id(own), key) in self.written or (id(own.get(key)), None) in self.written:
+                return
+            if key in own:
+                self.value(ITEM, own, key, own[key], name)
+                return
+        if isinstance(owner, nn.Module):
+            for table in (own.get("_parameters"), own.get("_buffers")):
+                if isinstance(table, dict) and key in table:
+                    if table[key] is None:
+                        self.value(ITEM, table, key, None, name)
+                    return
+            if key in (own.get("_modules") or ()) or key in _OF_TORCH:
+                return
+        found = inspect.getattr_static(type(owner), key, _MISSING)
+        computed = found is _MISSING or hasattr(type(found), "__set__") and not isinstance(found, property)
+        if found is _MISSING and type(owner).__getattribute__ in _PLAIN_READS and not _has_getattr(type(owner)):
+            if isinstance(own, dict):
+                self.guards.add(ABSENT, own, key, None, name)
+        elif computed:  # by code of the class, or a slot
+            with contextlib.suppress(Exception):
+                value = getattr(owner, key)
+                if isinstance(value, (*PLAIN, list, tuple, dict, set)):
+                    self.value(ATTRIBUTE, owner, key, value, name)
+        else:
+            self._of_class(owner, own, key, found, name)
+
+    def _of_class(self, owner: Any, own: Any, key: str, found: Any, name: str) -> None:
+        inside = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
+        if isinstance(inside, types.FunctionType) and inside.__code__.co_filename.startswith(_OUR_FOLDERS):
+            return
+        if isinstance(own, dict):
+            self.guards.add(ABSENT, own, key, None, name)
+        if not isinstance(found, (classmethod, types.MemberDescriptorType)):
+            self.value(ATTRIBUTE, type(owner), key, getattr(type(owner), key, None), name)
+        self.functions_in(found)
+
+    def members(self, value: Any, name: str) -> None:
+        """All attributes of a thing whose reads cannot be noted."""
+        for key, part in list(vars(value).items())[:_MEMBERS]:
+            if isinstance(part, (*PLAIN, list, tuple, dict, set)) and not key.startswith("__"):
+                if isinstance(value, type):
+                    self.value(ATTRIBUTE, value, key, part, f"{name}.{key}")
+                else:
+                    self.value(ITEM, vars(value), key, part, f"{name}.{key}")
+
+    def functions_in(self, value: Any, depth: int = 0) -> None:
+        """Follows functions to what they read outside of themselves."""
+        if isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.functions_in(part, depth)
+        elif isinstance(value, (types.MethodType, staticmethod, classmethod)):
+            self.functions_in(value.__func__, depth)
+        elif isinstance(value, property):
+            self.functions_in(value.fget, depth)
+        elif isinstance(value, types.FunctionType):
+            self.code(value, value.__code__)
+        elif isinstance(wrapped := inspect.getattr_static(value, "__wrapped__", None), types.FunctionType):  # of functools.lru_cache
+            self.functions_in(wrapped, depth)
+        elif isinstance(value, (list, tuple, dict)) and depth < _DEEPEST and len(value) <= _MEMBERS:
+            for part in value.values() if isinstance(value, dict) else value:
+                self.functions_in(part, depth + 1)
+        elif isinstance(value, types.SimpleNamespace) or (isinstance(value, type) and _is_users_class(value)):
+            self.members(value, getattr(value, "__name__", "SimpleNamespace"))
+        elif _is_object(value):
+            self.functions_in(inspect.getattr_static(type(value), "__call__", None), depth)
+
+    def code(self, function: types.FunctionType, code: types.CodeType) -> None:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+        if (code, id(function.__globals__), *map(id, cells.values())) in self._codes or not _is_users(code):
+            return
+        self._codes.add((code, id(function.__globals__), *map(id, cells.values())))
+        for name, chain in instructions_of(code).outer_reads():
+            with contextlib.suppress(ValueError):  # an empty cell
+                if name in cells:
+                    value = cells[name].cell_contents
+                    if name != "__class__":
+                        self.value(CELL, cells[name], name, value, name)
+                elif name in function.__globals__:
+                    value = function.__globals__[name]
+                    if not isinstance(value, types.ModuleType):
+                        self.value(ITEM, function.__globals__, name, value, name)
+                else:
+                    continue
+                self.chain(value, chain, name)
+        for part in code.co_consts:
+            if isinstance(part, types.CodeType):
+                self.code(function, part)
+
+    def chain(self, value: Any, chain: tuple[str, ...], name: str) -> None:
+        """Follows the attributes that are read one after the other."""
+        for key in chain:
+            name = f"{name}.{key}"
+            if isinstance(value, types.ModuleType):
+                file = getattr(value, "__file__", None)
+                if file is None or file.startswith(_LIBRARY_FOLDERS) or key not in vars(value):
+                    return
+                found = vars(value)[key]
+                if not isinstance(found, types.ModuleType):
+                    self.value(ITEM, vars(value), key, found, name)
+            elif _is_object(value) or (isinstance(value, type) and _is_users_class(value)):
+                self.read(value, key)
+                found = inspect.getattr_static(value, key, None)
+            else:
+                return
+            value = found
+        if _is_object(value) and isinstance(getattr(value, "__dict__", None), dict) and not chain:
+            self.members(value, name)
+
+    def hooks(self, module: nn.Module, with_root: bool) -> None:
+        for sub in module.modules():
+            for key in _HOOKS if sub is not module or with_root else ():
+                hooks = sub.__dict__.get(key)
+                if isinstance(hooks, dict):
+                    self.value(ITEM, sub.__dict__, key, hooks, self._name(sub, "hooks"))
+        for key in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+            self.value(ITEM, vars(nn.modules.module), key, vars(nn.modules.module)[key], "hooks of all modules")
+
+    def forward(self, sub: nn.Module, own: bool) -> None:
+        name = self._name(sub, "forward")
+        if own and "forward" in sub.__dict__:
+            self.value(ITEM, sub.__dict__, "forward", sub.__dict__["forward"], name)
+            return
+        if own:
+            self.guards.add(ABSENT, sub.__dict__, "forward", None, name)
+        if not isinstance(sub, torch.jit.ScriptModule):
+            self.value(ATTRIBUTE, type(sub), "forward", getattr(type(sub), "forward", None), name)
+
+
+_MISSING = object()
+_PLAIN_READS = (object.__getattribute__, nn.Module.__getattribute__)
+
+
+def _has_getattr(cls: type) -> bool:
+    return any("__getattr__" in vars(c) for c in cls.__mro__ if c is not nn.Module)
+
+
+def _is_users_class(cls: type) -> bool:
+    if cls.__module__.partition(".")[0] in _LIBRARIES or issubclass(cls, (nn.Module, Tensor)):
+        return False
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file is None or not file.startswith(_LIBRARY_FOLDERS)
+
+
+def guards_of(
+    observer: Observer, module: nn.Module, written: set[tuple[int, Any]], forward: Callable[..., Any] | None
+) -> Guards:
+    """The guards for what a capture of `module` has read. `written`: (id of a dict or container, key) of what the forward itself
+    changed. `forward`: was called instead of ``module(...)``."""
+    make = _Resolver(module, written)
+    make.hooks(module, with_root=forward is None)
+    for sub in module.modules():
+        make.forward(sub, own=sub is not module or forward is None)
+    if forward is not None:
+        make.functions_in(forward)
+    for (_, key), owner in observer.reads.items():
+        if key != "forward":
+            make.read(owner, key)
+    for inner in observer.inner:
+        make.guards.include(inner)
+    make.guards.mode_line = make.guards.mode_line or observer.mode_line
+    return make.guards
+
+
+def enabled_autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """The devices, of the CPU and the accelerator, for which autocast is on, and its dtypes."""
+    return tuple((device, dtype) for device, enabled, dtype in autocast_regions() if enabled)
+
+
+class Tree:
+    """The modules below a module, remembered: walking over them costs more than running a small graph."""
+
+    def __init__(self, root: nn.Module):
+        modules = list(root.modules())
+        self.keyed = [m for m in modules if hasattr(type(m), "graph_key")]
+        self._tables = [m.__dict__ for m in modules]
+        self._guards = Guards()
+        for m in modules:
+            self._guards.add(TYPE, m, None, type(m), "")
+            if isinstance(m._modules, dict):  # a scripted module's stays
+                self._guards.add(ITEM, m.__dict__, "_modules", m._modules, "")
+
+    def is_current(self) -> bool:
+        return _C.first_changed(self._guards.entries) < 0
+
+    def modes(self) -> tuple:
+        modes = _C.modes_of(self._tables, "training")
+        return (modes, *[m.graph_key() for m in self.keyed])

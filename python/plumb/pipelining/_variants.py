@@ -1,0 +1,207 @@
+"""The cuts of a live model for what its forward reads besides the sizes of its inputs: training modes, autocast, dtypes, attributes and
+hooks (see _guards.py). The model is captured and cut again for each, at the same places."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Iterator, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._errors import Error, ErrorKind
+from .._guards import enabled_autocast
+from .._state import CONSTANT
+from ._sources import Source
+
+MAX_VARIANTS = 16  # of one pipe; the one unused for longest goes first
+
+Dtypes = dict[torch.dtype, torch.dtype]  # what floating-point tensors of the model were converted to since the cut
+
+
+class Facts(NamedTuple):
+    autocast: tuple
+    modes: tuple[bool, ...] | None  # of the model's modules; None if the forward does not depend on them
+    dtypes: tuple
+
+
+@dataclass(eq=False)
+class Variant:
+    """A model as it was captured under some facts."""
+
+    facts: Facts
+    source: Source
+    engine: Any  # its cut, whose stages nobody runs
+    specializer: Any
+    number: int = field(default_factory=itertools.count().__next__)
+
+    def holds(self) -> bool:
+        return self.source.guards is None or self.source.guards.hold()
+
+
+@contextlib.contextmanager
+def _as_if_called(autocast: tuple) -> Iterator[None]:
+    """Captures for a variant are made in this, wherever it is needed first."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_C.PausedCapture())  # of a transform of the stage
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device, dtype in autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+def _make_specializer(engine: Any, source: Source, arguments: dict, facts: Facts, ready: bool) -> Any:
+    """The engine's `StageSpecializer`: the model is captured for other flat inputs and cut at the same places. `ready`: the first request
+    is for the sizes of `source`, and takes `engine`."""
+    if not any(isinstance(x, Tensor) for x in source.example):
+        return None
+    waiting = [engine] if ready else []
+
+    def cut(flat: list) -> Any:
+        if waiting:
+            return waiting.pop()
+        with _as_if_called(facts.autocast):
+            other = source.again(*source.inputs(flat))
+        if other is None:
+            raise Error(
+                "the model it was cut from no longer exists",
+                kind=ErrorKind.InvalidState,
+                remedy="keep the model as long as its stages are to take other sizes than they were cut for; "
+                'model.to("meta") lets go of its memory and not of the stages\'',
+            )
+        return _C.cut(other.engine, **arguments)
+
+    by_place = any(arguments.get(how) for how in ("before_ops", "before_values", "policy"))
+    return _C.StageSpecializer(engine, [x if isinstance(x, Tensor) else None for x in source.example], cut, by_place)
+
+
+def _flow(table: Any) -> list:
+    """What flows between the stages of a cut, without names and sizes."""
+    return [
+        ([(p["stage"], p["index"]) for p in table.inputs(s)], [(p["consumers"], p["pipeline_output"]) for p in table.outputs(s)])
+        for s in range(table.num_stages)
+    ]
+
+
+class Variants:
+    """The variants of one cut; its pipe, its stages and their copies share them."""
+
+    def __init__(self, engine: Any, source: Source, arguments: dict):
+        self._arguments, self._source = arguments, source
+        self._training = source.module._made_in_training
+        mode_line = source.guards.mode_line if source.guards else ""
+        self.depends_on_mode = bool(mode_line) or _C.depends_on_mode(source.module.graph, False)
+        facts = Facts(enabled_autocast(), source.modes() if self.depends_on_mode else None, ())
+        self.base = Variant(facts, source, engine, _make_specializer(engine, source, arguments, facts, ready=False))
+        self._known = [self.base]  # the last used first
+        self._lock = threading.RLock()
+        self.dtypes = {dtype for dtype, _ in source.kinds.values() if dtype.is_floating_point}  # of the model as it was cut
+
+    # A copy is the same one. What is pickled comes without its model.
+    def __deepcopy__(self, memo: dict) -> Variants:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+    def is_gone(self) -> bool:
+        return self._source.model() is None
+
+    def _facts(self, training: bool, dtypes: Dtypes) -> Facts:
+        modes = self.base.facts.modes
+        if self.depends_on_mode and not self.is_gone():  # else the stages know by themselves
+            modes = self._source.modes()
+            if training != self._training:
+                modes = (training,) * len(modes)
+        return Facts(enabled_autocast() or self.base.facts.autocast, modes, tuple(sorted(dtypes.items(), key=str)))
+
+    def current(self, training: bool, dtypes: Dtypes) -> Variant:
+        """The variant for what holds now. `training`: the mode of the stages. Autocast is that of the cut where none is on. Modules have the modes that the model gives them, unless the
+        stages were set to another mode than they were cut in: that is all modules' then. Raises `plumb.Error` if the model cannot be
+        captured or cut so."""
+        facts = self._facts(training, dtypes)
+        first = self._known[0]
+        if first.facts == facts and first.holds():
+            return first
+        with self._lock:
+            for place, variant in enumerate(self._known):
+                if variant.facts == facts and variant.holds():
+                    self._known.insert(0, self._known.pop(place))
+                    return variant
+            variant = self._make(facts)
+            others = [v for v in self._known if v is not self.base][: MAX_VARIANTS - 2]
+            self._known = [variant, *others, self.base]
+            return variant
+
+    def _make(self, facts: Facts) -> Variant:
+        dtypes = dict(facts.dtypes)
+        inputs = self._source.inputs([_converted(x, dtypes) for x in self._source.example])
+        with _as_if_called(facts.autocast):
+            source = self._source.again(*inputs, modes=facts.modes, dtypes=dtypes)
+        if source is None:
+            raise Error(
+                f"{self._news(facts)}, and the model it was cut from no longer exists",
+                kind=ErrorKind.InvalidState,
+                remedy="keep the model as long as its stages are to follow it, or cut it as it is to run",
+            )
+        engine = self.cut(source, facts)
+        with _as_if_called(facts.autocast):
+            specializer = _make_specializer(engine, source, self._arguments, facts, ready=True)
+        return Variant(facts, source, engine, specializer)
+
+    def cut_again(self, variant: Variant, args: tuple, kwargs: dict) -> Any:
+        """A cut of a variant for other inputs; None if the model is gone."""
+        with _as_if_called(variant.facts.autocast):
+            other = variant.source.again(args, kwargs)
+        return other and _C.cut(other.engine, **self._arguments)
+
+    def cut(self, source: Source, facts: Facts) -> Any:
+        """A cut of this capture at the places of the first one."""
+        engine, base = _C.cut(source.engine, **self._arguments), self.base
+        if _flow(engine.table) != _flow(base.engine.table) or source.module._out_spec != base.source.module._out_spec:
+            raise Error(
+                f"{self._news(facts)}, and other values cross between the stages now than when the model was cut",
+                kind=ErrorKind.InvalidState,
+                remedy="cut the model again as it is now",
+            )
+        return engine
+
+    def _news(self, facts: Facts) -> str:
+        base = self.base
+        if facts.autocast != base.facts.autocast:
+            return "autocast is not as it was when the model was cut"
+        if facts.modes != base.facts.modes:
+            modes = ("evaluation", "training")
+            return f"the model was cut in {modes[self._training]} mode and modules of it are to run in {modes[not self._training]} mode"
+        if facts.dtypes != base.facts.dtypes:
+            return "the stages were converted to " + ", ".join(sorted({str(new) for _, new in facts.dtypes}))
+        return f"'{base.source.guards.broken}', which the forward reads, is not as it was when the model was cut"
+
+    def check_names(self, engine: Any, s: int, state: list) -> None:
+        """Refuses a cut whose stage `s` uses other parameters and buffers than `state` has."""
+        known = {name for name, *_ in state}
+        missing = [name for name, kind, *_ in engine.stage(s).state() if kind != CONSTANT and name not in known]
+        if missing:
+            raise Error(
+                f"{self._news(self._known[0].facts)}, and stage {s} uses '{missing[0]}' now, which it did not use then",
+                kind=ErrorKind.Partition,
+                remedy="cut the model again as it is now",
+            )
+
+
+def _converted(x: Any, dtypes: Dtypes) -> Any:
+    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+        return x
+    return x.detach().to(dtypes[x.dtype]).requires_grad_(x.requires_grad)
+
+
+def make_variants(engine: Any, source: Source, arguments: dict | None) -> Variants | None:
+    """None for what holds one graph alone."""
+    if source.again is None or arguments is None or source.example is None:
+        return None
+    return Variants(engine, source, arguments)

@@ -1,0 +1,37 @@
+"""Optimisers that give all unit-scaled parameters one learning rate are named."""
+
+import warnings
+
+import torch
+from torch import nn
+
+import plumb
+from plumb.transforms import unit_scale
+
+
+def steps(optimizer, count=2):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(count):
+            optimizer.step()
+    return [str(w.message) for w in seen if "unit-scaled" in str(w.message)]
+
+
+def test_an_optimiser_that_gives_unit_scaled_parameters_one_rate_is_named_once_with_the_remedy():
+    scaled = unit_scale(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)))
+    scaled(torch.randn(2, 16)).sum().backward()
+    (text,) = steps(torch.optim.AdamW(scaled.parameters(), lr=1e-3))
+    assert "AdamW" in text and "plumb.optim.AdamW" in text
+    (text,) = steps(torch.optim.RMSprop(scaled.parameters(), lr=1e-3))
+    assert "plumb.optim.scaled_parameters" in text
+    rates = plumb.optim.lr_scale_func_adam
+    assert not steps(plumb.optim.AdamW(scaled.parameters(), lr=1e-3))
+    assert not steps(torch.optim.RMSprop(plumb.optim.scaled_parameters(scaled.parameters(), rates, lr=1e-3)))
+
+
+def test_nothing_is_said_of_rates_that_differ_or_of_plain_parameters():
+    scaled, plain = unit_scale(nn.Linear(16, 16)), nn.Linear(16, 16)
+    for m in (scaled, plain):
+        m(torch.randn(2, 16)).sum().backward()
+    assert not steps(torch.optim.AdamW([{"params": [scaled.weight], "lr": 1e-3}, {"params": [scaled.bias], "lr": 1e-2}]))
+    assert not steps(torch.optim.AdamW(plain.parameters(), lr=1e-3))

@@ -1,0 +1,134 @@
+"""A captured graph refuses by name what it was not made for: attributes that changed, modes that the forward asks for, autocast, dtypes."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import test_guards
+import torch
+from test_guards import CHANGES, X
+from torch import nn
+
+import plumb
+
+model = test_guards.model  # the fixture
+
+
+class AsksMode(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.training:
+            return self.linear(x) + 1
+        return self.linear(x)
+
+
+NAMES = {
+    "a_number": "'factor'", "a_flag": "'flag'", "a_list_in_place": "'sizes'", "a_list": "'sizes'", "a_dict_in_place": "'table'",
+    "a_setting_of_an_object": "'Config.scale'", "another_object": "'config'", "a_namespace": "'SimpleNamespace.shift'",
+    "the_probability_of_dropout": "'dropout.p'", "the_epsilon_of_a_norm": "'norm.eps'", "a_count_of_layers": "'count'",
+    "a_global": "'FACTOR'", "a_tensor_that_is_replaced": "'kept'", "a_hook_that_is_registered_later": "'linear.hooks'",
+    "a_pre_hook": "'norm.hooks'", "a_forward_of_a_part": "'linear.forward'", "a_forward_of_the_class": "'Mine.shifted'|'shifted'",
+    "an_attribute_that_was_not_there": "'extra'", "something_in_place_of_none": "'optional'",
+    "an_attribute_of_the_class": "'class_factor'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", NAMES)
+def test_a_graph_names_what_changed_in_the_original(change, model):
+    graph = plumb.capture(model, X)
+    by_itself = copy.deepcopy(graph)
+    before = graph(X)
+    CHANGES[change](model)
+    with pytest.raises(plumb.Error, match=f"({NAMES[change]}), which the forward had read, has changed since"):
+        graph(X)
+    assert torch.equal(by_itself(X), before)
+    assert torch.equal(pickle.loads(pickle.dumps(graph))(X), before)
+    assert torch.equal(plumb.capture(model, X)(X), model(X))
+
+
+def test_a_graph_refuses_another_dtype_by_name(model):
+    graph = plumb.capture(model, X).bfloat16()
+    with pytest.raises(plumb.Error, match="node %linear .*must have the same dtype"):
+        graph(X)
+    with pytest.raises(plumb.Error, match="input 'x' should be f32"):
+        graph(X.bfloat16())
+
+
+def test_a_graph_goes_on_when_its_original_is_gone(model):
+    graph = plumb.capture(model, X)
+    expected = model(X)
+    gone = weakref.ref(model.config)
+    model.config = None
+    with pytest.raises(plumb.Error, match="'config'"):
+        graph(X)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0))
+    graph, gone, expected = plumb.capture(module, X), weakref.ref(module), module(X)
+    del module
+    gc.collect()
+    assert gone() is None
+    assert torch.equal(graph(X), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_graph_whose_forward_asks_for_its_mode_refuses_the_other_one(training):
+    module = AsksMode().train(training)
+    graph = plumb.capture(module, X)
+    assert torch.equal(graph(X), module(X))
+    for other in (graph, copy.deepcopy(graph)):
+        other.train(not training)
+        with pytest.raises(plumb.Error, match="cannot change to") as caught:
+            other(X)
+        assert "test_guards_graphs.py" in caught.value.where and "self.training" in caught.value.where
+
+
+def test_a_forward_that_asks_for_its_mode_and_does_the_same_runs_in_both():
+    class Rate(AsksMode):
+        def forward(self, x):
+            rate = 0.5 if self.training else 0.5
+            return self.linear(x) * rate
+
+    graph = plumb.capture(Rate(), X)
+    assert torch.equal(graph.eval()(X), graph.train()(X))
+
+    class Constant(AsksMode):
+        def forward(self, x):
+            return self.linear(x) * torch.tensor(1.0 if self.training else 2.0)
+
+    with pytest.raises(plumb.Error, match="cannot change to"):
+        plumb.capture(Constant(), X).eval()(X)
+
+
+def test_attention_that_drops_weights_refuses_another_mode():
+    module = nn.MultiheadAttention(8, 2, dropout=0.5).eval()
+    graph = plumb.capture(module, X, X, X).train()
+    with pytest.raises(plumb.Error, match="cannot change to training mode"):
+        graph(X, X, X)
+
+
+def test_a_graph_refuses_autocast_that_it_was_not_captured_under(model):
+    graph = plumb.capture(model, X)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(plumb.Error, match="captured without autocast and is called under autocast to torch.bfloat16"):
+            graph(X)
+        mixed, expected = plumb.capture(model, X), model(X)
+        assert torch.equal(mixed(X), expected)
+    assert torch.equal(mixed(X), expected), "it holds the casts"
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(mixed(X), expected)
+
+
+def test_a_loaded_file_refuses_autocast_unless_it_holds_casts(model, tmp_path):
+    plumb.save_pt2(plumb.capture(model, X), tmp_path / "plain.pt2")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plumb.save_pt2(plumb.capture(model, X), tmp_path / "mixed.pt2")
+        expected = model(X)
+        with pytest.raises(plumb.Error, match="without autocast and is called under autocast"):
+            plumb.load_pt2(tmp_path / "plain.pt2")(X)
+        assert torch.equal(plumb.load_pt2(tmp_path / "mixed.pt2")(X), expected)
+    assert torch.equal(plumb.load_pt2(tmp_path / "mixed.pt2")(X), expected)
+    assert torch.equal(plumb.load_pt2(tmp_path / "plain.pt2")(X), model(X))

@@ -1,0 +1,92 @@
+"""What unit_scale makes of custom autograd functions, of weights that are no parameters, and of long chains."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import plumb
+from plumb.transforms import unit_scale
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, d):
+        return 3 * d * ctx.saved_tensors[0] ** 2
+
+
+class Cubed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Cube.apply(self.fc(x))
+
+
+def left_alone(module):
+    return {e["node"]: e["reason"] for part in plumb.report(module) for e in part["entries"] if e["kind"] == "left_alone"}
+
+
+def test_the_report_has_a_line_on_a_custom_autograd_function():
+    scaled = unit_scale(Cubed())
+    scaled(torch.randn(2, 4))
+    assert any("a custom autograd function" in reason for reason in left_alone(scaled).values())
+
+
+class FixedWeight(nn.Module):
+    """A linear layer whose weight is no parameter."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        weight = torch.randn(256, 256) * 0.07
+        if buffer:
+            self.register_buffer("w", weight)
+        else:
+            self.w = weight
+
+    def forward(self, x):
+        return F.linear(x, self.w)
+
+
+def test_a_buffer_that_is_a_weight_gets_unit_variance_and_the_report_says_so():
+    torch.manual_seed(0)
+    scaled, x = unit_scale(FixedWeight(buffer=True)), torch.randn(64, 256, requires_grad=True)
+    assert abs(scaled(x).std().item() - 1) < 0.1
+    entries = [e for part in plumb.report(scaled) for e in part["entries"]]
+    assert abs(scaled(x[:8]).std().item() - 1) < 0.1
+    assert abs(scaled.w.std().item() - 1) < 1e-3
+    assert any(e["kind"] == "weight" and e["node"] == "w" for e in entries)
+    graph = unit_scale(plumb.capture(FixedWeight(buffer=True), x))
+    assert abs(graph(x).std().item() - 1) < 0.1
+
+
+def test_an_operator_whose_weight_is_a_plain_tensor_stays_what_it_is_and_the_report_says_so():
+    torch.manual_seed(0)
+    model, x = FixedWeight(buffer=False), torch.randn(64, 256, requires_grad=True)
+    scaled = unit_scale(model)
+    assert torch.equal(scaled(x), model(x))
+    assert any("plain tensor" in reason and "register it" in reason for reason in left_alone(scaled).values())
+
+
+class Chain(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.g, self.b = nn.Parameter(torch.randn(depth, 8)), nn.Parameter(torch.randn(depth, 8))
+
+    def forward(self, x):
+        for g, b in zip(self.g, self.b, strict=True):
+            x = torch.tanh(x * g + b)
+        return x
+
+
+def test_the_report_has_a_line_on_a_long_chain_of_multiplications_that_are_left_alone():
+    for depth, told in ((300, True), (4, False)):
+        scaled = unit_scale(Chain(depth))
+        scaled(torch.randn(2, 8))
+        lines = [reason for reason in left_alone(scaled).values() if "a chain of 300 multiplications" in reason]
+        assert bool(lines) == told
