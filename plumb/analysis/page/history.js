@@ -299,7 +299,7 @@ for (const figure of all(".history-view")) {
   const facts = {"std": (all, of) => Math.sqrt(all.reduce((sum, s, n) => sum + of[n] * s.std ** 2, 0) / of.reduce((a, b) => a + b, 0)),
     "largest": all => Math.max(...all.map(s => s.abs_max)), "lost by the worst": all => Math.max(...all.map(s => s.loss))};
   // Whether fact number `w` was measured of tensor i in any step.
-  const known = (i, w, dir) => d.runs.some((run, r) => run.steps.some((_, k) => { const s = at(r, i, dir, k, format(dir)); return s && isFinite(s[single[w]]); }));
+  const known = (i, w, dir) => d.runs.some((run, r) => run.steps.some((_, k) => { const s = at(r, i, dir, k, format(dir)); return s && s[single[w]] !== null && isFinite(s[single[w]]); }));
   const of_kind = n => d.tensors.map((_, i) => i).filter(i => (operator(i) === "parameter") === n > 1);
   const spread = () => {
     const groups = new Map(), n = which.selectedIndex, dir = n % 2, w = what.selectedIndex, get = facts[what.value];
