@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from . import _C
 from ._errors import Error, ErrorKind
+from ._unit_scaled import inside_function
 
 
 @contextlib.contextmanager
@@ -114,6 +115,7 @@ def opaque_functions() -> ContextManager:
             it = iter(inputs)
             a, k = pytree.tree_unflatten([next(it) if isinstance(x, Tensor) else x for x in leaves], spec)
             with contextlib.ExitStack() as stack:
+                stack.enter_context(inside_function())
                 for device, enabled, dtype in regions:
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
                 out = bound(*a, **k)
