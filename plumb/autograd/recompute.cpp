@@ -5,6 +5,7 @@
 #include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
@@ -66,9 +67,12 @@ struct CheapRecompute::State {
   bool can_make_again(Recipe& recipe);
   bool decide_source(const Recipe& recipe, Recipe::Source& source);
   bool same_again(Recipe& recipe);
-  void drop(Recipe& recipe);
+  void drop(const std::shared_ptr<Recipe>& recipe);
+  void give_back(const std::shared_ptr<Recipe>& recipe);
 
   State* const outer = nullptr;
+  int depth = 0;  // calls that run, one inside of another: what an outer one was lent stays filled until it is over
+  std::vector<std::shared_ptr<Recipe>> given_back;  // by inner calls
   std::optional<c10::impl::IncludeDispatchKeyGuard> keys;
   // By memory. The weak references inside keep addresses from being given out again.
   std::unordered_map<const c10::StorageImpl*, std::shared_ptr<Recipe>> recipes;
@@ -150,7 +154,11 @@ void CheapRecompute::State::call(const c10::OperatorHandle& op, c10::DispatchKey
   if (!plain || most < kFewBytes) return op.redispatchBoxed(keys, stack);
   std::vector<Loan> loans;
   for (size_t i = 0; i < count; ++i) lend(i, (*stack)[first + i], loans);
-  op.redispatchBoxed(keys, stack);
+  {
+    ++depth;
+    const auto leave = c10::make_scope_exit([this] { --depth; });
+    op.redispatchBoxed(keys, stack);
+  }
   const at::ArrayRef<c10::IValue> results = torch::jit::last(*stack, op.schema().returns().size());
   const at::Tensor result = results[0].isTensor() ? results[0].toTensor() : at::Tensor();
   std::vector<RecipeUse> uses;
@@ -161,7 +169,7 @@ void CheapRecompute::State::call(const c10::OperatorHandle& op, c10::DispatchKey
     } else if (saved) {
       uses.push_back({loan.recipe, needed_by(op, loan.arg)});
     } else if (loan.recipe->decision == Recipe::Decision::Recompute) {
-      loan.recipe->empty();
+      give_back(loan.recipe);
     }
   }
   if (result.defined() && result.grad_fn() && has_plain_memory(result)) {
@@ -174,12 +182,23 @@ void CheapRecompute::State::call(const c10::OperatorHandle& op, c10::DispatchKey
       for (const RecipeUse& use : uses) {
         if (use.recipe->is_of_codes()) let_go_of_codes(use.recipe);
         if (use.recipe->decision == Recipe::Decision::Pending) undecided.push_back(use.recipe);
-        if (use.recipe->decision == Recipe::Decision::Recompute) drop(*use.recipe);
+        if (use.recipe->decision == Recipe::Decision::Recompute) drop(use.recipe);
       }
       fill_around(*result.grad_fn(), std::move(uses));
     }
   }
+  if (depth > 0) return;
   if (cheap || codes_only) decide_all();
+  for (const auto& recipe : std::exchange(given_back, {})) recipe->empty();
+}
+
+// Empties the memory of a result that is computed again, at once or when no call may read it any more.
+void CheapRecompute::State::give_back(const std::shared_ptr<Recipe>& recipe) {
+  if (depth == 0) {
+    recipe->empty();
+  } else {
+    given_back.push_back(recipe);
+  }
 }
 
 void CheapRecompute::State::retain(const at::Tensor& saved) {
@@ -300,13 +319,13 @@ bool CheapRecompute::State::same_again(Recipe& recipe) {
   return false;
 }
 
-void CheapRecompute::State::drop(Recipe& recipe) {
-  recipe.empty();
-  if (std::exchange(recipe.counted, true)) return;
-  auto& entry = report.by_operator[recipe.op.operator_name().name];
+void CheapRecompute::State::drop(const std::shared_ptr<Recipe>& recipe) {
+  give_back(recipe);
+  if (std::exchange(recipe->counted, true)) return;
+  auto& entry = report.by_operator[recipe->op.operator_name().name];
   entry.tensors++;
-  entry.bytes += static_cast<int64_t>(recipe.nbytes);
-  for (const auto& source : recipe.sources) {
+  entry.bytes += static_cast<int64_t>(recipe->nbytes);
+  for (const auto& source : recipe->sources) {
     if (source.copied) entry.bytes -= static_cast<int64_t>(source.held.nbytes());
   }
 }
@@ -319,7 +338,7 @@ void CheapRecompute::State::decide_all() {
     if (recipe == last) continue;
     last = recipe;
     if (decide(*recipe)) {
-      drop(*recipe);
+      drop(recipe);
     } else if (const at::Tensor kept = recipe->result.lock(); kept.defined()) {
       retain(kept);
     }

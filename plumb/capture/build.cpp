@@ -1,6 +1,10 @@
+#include <algorithm>
+#include <unordered_map>
+
 #include "plumb/capture/module_names.h"
 #include "plumb/capture/session.h"
 #include "plumb/core/error.h"
+#include "plumb/graph/aliases.h"
 #include "plumb/graph/operator_facts.h"
 
 namespace plumb {
@@ -24,7 +28,7 @@ class Builder {
     for (const Record& record : recorder_.records) {
       if (live_[static_cast<size_t>(&record - recorder_.records.data())]) call(record);
     }
-    for (auto [attribute, value] : recorder_.write_backs) write_back(attribute, value);
+    write_backs();
     for (size_t i = 0; i < outputs.size(); ++i) {
       if (output_values[i] >= 0) {
         results.push_back(value(output_values[i]));
@@ -132,18 +136,58 @@ class Builder {
     }
   }
 
-  // The model reads the old contents, and autograd may have saved them: they are read from a copy, and the buffer is
-  // written at the very end.
-  void write_back(int attribute, int number) {
-    Value* buffer = value(recorder_.attribute_values[static_cast<size_t>(attribute)]);
-    Value* fresh = value(number);
+  // The model reads the old contents, and autograd may have saved them: they are read from a copy. The buffer is written
+  // as soon as the new contents are there, or at the very end if they may share its memory: a model is cut between
+  // layers, and what reads and writes one memory stays together.
+  void write_backs() {
+    if (recorder_.write_backs.empty()) return;
+    const State state = [&] {
+      State all;
+      for (const Attr& attr : recorder_.attributes) all.add(attr);
+      return all;
+    }();
+    const Aliases aliases(graph_, &state);
+    std::unordered_map<const Node*, size_t> order;
+    for (const Node* node : graph_.nodes()) order.emplace(node, order.size());
+    std::vector<Node*> places;  // the last node that makes or changes the new contents; null: the end
+    for (auto [attribute, number] : recorder_.write_backs) {
+      const Value* fresh = value(number);
+      const Node* last = aliases.last_write(aliases.memory(fresh));
+      Node* place = fresh->producer();
+      const bool apart = place->is_call() && !aliases.may_alias(fresh, attribute_value(attribute));
+      if (apart && last && order.at(last) > order.at(place)) place = const_cast<Node*>(last);
+      places.push_back(apart ? place : nullptr);
+    }
+    for (size_t i = 0; i < places.size(); ++i) {
+      const auto [attribute, number] = recorder_.write_backs[i];
+      Value* fresh = value(number);
+      if (fresh->producer()->kind() == NodeKind::GetAttr && fresh != attribute_value(attribute) &&
+          !aliases.is_written(aliases.memory(fresh))) {
+        auto here = graph_.inserting_after(fresh->producer());  // before that one is written back, too
+        Node* copy = graph_.call("aten::clone", {fresh});
+        copy->result()->set_meta(fresh->meta());
+        fresh = copy->result();
+      }
+      write_back(attribute_value(attribute), fresh, places[i]);
+    }
+  }
+
+  Value* attribute_value(int attribute) const {
+    return value(recorder_.attribute_values[static_cast<size_t>(attribute)]);
+  }
+
+  void write_back(Value* buffer, Value* fresh, Node* place) {
     if (buffer->has_uses()) {
-      auto here = graph_.inserting_after(buffer->producer());
+      const auto users = buffer->users();
+      Node* first = buffer->producer();
+      while (std::ranges::find(users, first) == users.end()) first = first->next();
+      auto here = graph_.inserting_before(first);
       Node* copy = graph_.call("aten::clone", {buffer});
       copy->result()->set_meta(buffer->meta());
       graph_.replace_all_uses_with(buffer, copy->result(), copy);
       if (fresh == buffer) fresh = copy->result();
     }
+    auto here = graph_.inserting_before(place ? place->next() : nullptr);
     Node* write = graph_.call("aten::copy_", {buffer, fresh});
     write->meta().grad_enabled = false;
     write->result()->set_meta(buffer->meta());

@@ -81,6 +81,10 @@ void CallRecorder::check_tensor(const at::Tensor& t, const std::string& reader) 
 
 int CallRecorder::look_up(const at::Tensor& t, const std::string& reader) {
   check_tensor(t, reader);
+  if (stale.contains(t)) {
+    refuse(reader + " uses memory that an assignment to .data took from its tensor, or that both share since",
+           "clone() what is used later, or write with .data.copy_()");
+  }
   const ValueTable::Found found = values.find(t);
   std::string function;
   if (is_custom_function(t, function) && (found.value < 0 || values[found.value].grad_fn != t.grad_fn().get())) {
@@ -154,6 +158,7 @@ void CallRecorder::add_input(const at::Tensor& fed, const at::Tensor& given) {
   values[value].meta.requires_grad = given.requires_grad();
   values.bind(fed, value);
   input_values.push_back(value);
+  this->fed.push_back(fed);
 }
 
 RecordedArg CallRecorder::argument(const c10::IValue& v, const std::string& reader, bool& from_constants) {

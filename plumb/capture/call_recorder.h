@@ -8,6 +8,7 @@
 
 #include "plumb/capture/capture.h"
 #include "plumb/capture/module_state_guard.h"
+#include "plumb/capture/stale_memory.h"
 #include "plumb/capture/value_table.h"
 #include "plumb/core/error.h"
 
@@ -61,11 +62,13 @@ class CallRecorder {
 
   const CaptureRequest& request;
   ValueTable values;
+  StaleMemory stale;
   std::vector<Record> records;
   std::vector<Attr> attributes;                  // of the state, then constants
   size_t num_state = 0;                          // how many of them came with the request
   std::vector<int> attribute_values;             // value number of each, -1 while unused
   std::vector<int> input_values;                 // -1 for inputs that are no tensors
+  std::vector<at::Tensor> fed;                   // inputs that are tensors, as the model was called with
   std::vector<std::pair<int, int>> write_backs;  // (attribute, value) to write at the end of the graph
   std::vector<std::string> notes;
   std::vector<ModuleFrame> module_stack;

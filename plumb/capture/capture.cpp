@@ -59,6 +59,7 @@ OneCapture capture_once(const CaptureRequest& request, const CaptureOptions& opt
     // The program may have caught it.
     if (attempt.retry) throw Attempt::GivenUp();
     if (session.recorder.refusal) throw *session.recorder.refusal;
+    session.refuse_other_memory();
   } catch (...) {
     session.stop();
     attempt.retry = reason_to_retry(session);
@@ -114,6 +115,19 @@ bool is_capturing() { return Session::current() != nullptr; }
 void refuse_capture(const std::string& what, const std::string& remedy) {
   if (Session* s = Session::current()) s->recorder.refuse(what, remedy);
   throw Error(ErrorKind::Capture, what, "", remedy);
+}
+
+void assign_data(const at::Tensor& tensor, const at::Tensor& value) {
+  if (Session* s = Session::current()) return s->assign_data(tensor, value);
+  at::Tensor(tensor).set_data(value);
+}
+
+bool is_computed(const at::Tensor& tensor) {
+  Session* s = Session::current();
+  const int value = s ? s->recorder.values.find_object(tensor) : -1;
+  if (value < 0) return false;
+  const RecordedValue& known = s->recorder.values[value];
+  return known.origin != RecordedValue::Attribute && !known.from_constants;
 }
 
 bool size_depends_on_values(const at::Tensor& tensor) {

@@ -298,6 +298,41 @@ TEST(Capture, EndsCleanlyWhenTheModelThrows) {
   EXPECT_EQ(torch::ones({2}).sum().item<float>(), 2);
 }
 
+struct Moves : torch::nn::Module {
+  explicit Moves(std::function<void(Tensor&, const Tensor&)> assign) : assign(std::move(assign)) {
+    w = register_parameter("w", torch::ones({4}));
+  }
+  Tensor forward(Tensor x) {
+    const torch::NoGradGuard no_grad;
+    assign(w, w * 2);
+    const at::AutoGradMode grad(true);
+    return x * w;
+  }
+  std::function<void(Tensor&, const Tensor&)> assign;
+  Tensor w;
+};
+
+TEST(Capture, RefusesATensorThatIsGivenOtherMemoryUnseen) {
+  auto m = std::make_shared<Moves>([](Tensor& w, const Tensor& to) { w.set_data(to); });
+  try {
+    capture(m, torch::ones({4}));
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("'w' other memory"), std::string::npos) << error.what();
+  }
+  EXPECT_TRUE(at::equal(m->w, torch::ones({4})));
+}
+
+TEST(Capture, AnAssignmentOfDataIsACopyInTheGraph) {
+  auto m = std::make_shared<Moves>([](Tensor& w, const Tensor& to) { assign_data(w, to); });
+  auto g = capture(m, torch::ones({4}));
+  EXPECT_TRUE(at::equal(m->w, torch::ones({4})));
+  for (int step = 1; step <= 3; ++step) {
+    EXPECT_EQ((*g)(torch::ones({4})).sum().item<float>(), 4 << step);
+    EXPECT_EQ(m->w.sum().item<float>(), 4 << step);
+  }
+}
+
 TEST(Capture, KeepsAnOpaqueFunctionAsOneNode) {
   const int64_t id =
       register_opaque([](const std::vector<Tensor>& in) { return std::vector<Tensor>{in[0] * 2 + 1}; }, "mine");

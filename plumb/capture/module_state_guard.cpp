@@ -7,6 +7,14 @@
 #include <unordered_set>
 
 namespace plumb {
+namespace {
+
+bool has_memory_of(const at::Tensor& a, const at::Tensor& b) {
+  return a.has_storage() && b.has_storage() && a.is_alias_of(b) && a.sizes() == b.sizes() &&
+         a.strides() == b.strides() && a.storage_offset() == b.storage_offset();
+}
+
+}  // namespace
 
 ModuleStateGuard::ModuleStateGuard(const State& state, const std::vector<c10::IValue>& inputs) {
   keep_generator(at::Device(at::kCPU));
@@ -37,7 +45,14 @@ void ModuleStateGuard::keep_generator(const at::Device& device) {
 
 ModuleStateGuard::~ModuleStateGuard() {
   at::NoGradGuard no_grad;
-  for (auto& [index, kept] : contents_) kept.first.detach().copy_(kept.second);
+  for (auto& [index, kept] : contents_) {
+    try {
+      if (!has_memory_of(kept.tensor, kept.as_it_was)) kept.tensor.set_data(kept.as_it_was);
+      if (kept.contents.defined()) kept.as_it_was.copy_(kept.contents);
+    } catch (const std::exception& error) {  // nothing may leave a destructor
+      TORCH_WARN("a capture could not put a tensor of the module back: ", error.what());
+    }
+  }
   for (auto& [parameter, grad] : grads_) {
     if (!parameter.grad().is_same(grad)) parameter.mutable_grad() = grad;
   }
@@ -48,16 +63,35 @@ ModuleStateGuard::~ModuleStateGuard() {
 }
 
 void ModuleStateGuard::watch(int index, const at::Tensor& tensor) {
-  if (tensor.has_storage()) by_storage_[tensor.storage().unsafeGetStorageImpl()].emplace_back(index, tensor);
+  if (!tensor.has_storage()) return;
+  const bool subclass = tensor.key_set().has(c10::DispatchKey::Python);
+  by_storage_[tensor.storage().unsafeGetStorageImpl()].push_back(
+      {index, tensor, subclass ? at::Tensor() : tensor.tensor_data()});
 }
 
 void ModuleStateGuard::before_write(const at::Tensor& tensor) {
   auto it = by_storage_.find(tensor.storage().unsafeGetStorageImpl());
   if (it == by_storage_.end()) return;
   at::NoGradGuard no_grad;
-  for (const auto& [index, watched] : it->second) {
-    if (!was_written(index)) contents_.emplace(index, std::pair(watched, watched.detach().clone()));
+  for (const Watched& watched : it->second) {
+    if (was_written(watched.index)) continue;
+    at::Tensor as_it_was = watched.as_it_was.defined() ? watched.as_it_was : watched.tensor.detach();
+    contents_.emplace(watched.index, Kept{watched.tensor, as_it_was, as_it_was.clone()});
   }
+}
+
+int ModuleStateGuard::find_moved() {
+  int found = -1;
+  for (const auto& [storage, all] : by_storage_) {
+    for (const Watched& watched : all) {
+      if (was_written(watched.index) || !watched.as_it_was.defined() ||
+          has_memory_of(watched.tensor, watched.as_it_was))
+        continue;
+      contents_.emplace(watched.index, Kept{watched.tensor, watched.as_it_was, {}});
+      if (found < 0 || watched.index < found) found = watched.index;
+    }
+  }
+  return found;
 }
 
 }  // namespace plumb

@@ -18,7 +18,7 @@ class ModuleStateGuard {
  public:
   // Keeps gradients of the state's parameters, and the random state of the CPU and of the devices that tensors are on.
   ModuleStateGuard(const State& state, const std::vector<c10::IValue>& inputs);
-  // Puts back gradients, random state, and the contents that before_write() kept.
+  // Puts back gradients, random state, and the memory and contents that before_write() and find_moved() kept.
   ~ModuleStateGuard();
   ModuleStateGuard(const ModuleStateGuard&) = delete;
 
@@ -27,14 +27,26 @@ class ModuleStateGuard {
   void watch(int index, const at::Tensor& tensor);
   // Before this tensor's memory is written: keeps the contents of watched tensors in the same storage.
   void before_write(const at::Tensor& tensor);
+  // The first tensor, by number, that has other memory than at first and was not written, or -1. Such tensors get theirs
+  // back.
+  int find_moved();
   // Whether before_write() met the storage of tensor number `index`.
   bool was_written(int index) const { return contents_.count(index) != 0; }
 
  private:
   void keep_generator(const at::Device& device);
 
-  std::unordered_map<const void*, std::vector<std::pair<int, at::Tensor>>> by_storage_;
-  std::map<int, std::pair<at::Tensor, at::Tensor>> contents_;  // index -> the tensor, its contents before
+  struct Watched {
+    int index;
+    at::Tensor tensor;
+    at::Tensor as_it_was;  // another tensor on the memory that it had at first; undefined for subclasses
+  };
+  struct Kept {
+    at::Tensor tensor, as_it_was;
+    at::Tensor contents;  // undefined if they were not written
+  };
+  std::unordered_map<const void*, std::vector<Watched>> by_storage_;
+  std::map<int, Kept> contents_;                               // by index
   std::vector<std::pair<at::Tensor, at::Tensor>> grads_;       // a parameter, its gradient before
   std::vector<std::pair<at::Generator, at::Tensor>> generators_;
 };

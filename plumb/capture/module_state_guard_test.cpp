@@ -26,6 +26,34 @@ TEST(ModuleStateGuard, PutsBackContentsThatWereAboutToBeWritten) {
   EXPECT_TRUE(at::equal(b, at::zeros({4})));
 }
 
+TEST(ModuleStateGuard, PutsBackTheMemoryOfATensorThatWasResizedOrGivenAnother) {
+  at::Tensor w = at::ones({2}), b = at::zeros({0});
+  const void* memory = w.data_ptr();
+  {
+    ModuleStateGuard guard(state_with(w, b), {});
+    guard.before_write(b);
+    b.resize_({4}).fill_(7);
+    guard.before_write(w);
+    w.set_(at::zeros({3, 3}));
+    w.fill_(1);
+    EXPECT_EQ(guard.find_moved(), -1);
+  }
+  EXPECT_EQ(b.sizes(), (std::vector<int64_t>{0}));
+  EXPECT_EQ(w.data_ptr(), memory);
+  EXPECT_TRUE(at::equal(w, at::ones({2})));
+}
+
+TEST(ModuleStateGuard, FindsATensorThatWasGivenOtherMemoryUnseen) {
+  at::Tensor w = at::ones({2}), b = at::zeros({2});
+  {
+    ModuleStateGuard guard(state_with(w, b), {});
+    EXPECT_EQ(guard.find_moved(), -1);
+    b.set_data(at::ones({2}));
+    EXPECT_EQ(guard.find_moved(), 1);
+  }
+  EXPECT_TRUE(at::equal(b, at::zeros({2})));
+}
+
 TEST(ModuleStateGuard, LeavesAloneTensorsThatNobodyWrote) {
   const at::Tensor w = at::ones({2}), b = at::zeros({2});
   const auto version = b._version();

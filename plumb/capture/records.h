@@ -58,6 +58,8 @@ struct RecordedValue {
   bool size_guarded = false;    // a node checks them
   const void* grad_fn = nullptr;
   int attribute = -1;  // index into CallRecorder::attributes
+  // The values that its tensor object and its memory were before, -1 for none: once this one is dead, they are again.
+  int object_before = -1, memory_before = -1;
 };
 
 }  // namespace plumb

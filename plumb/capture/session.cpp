@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/TensorUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/functorch/DynamicLayer.h>
 #include <c10/core/InferenceMode.h>
@@ -18,8 +19,7 @@
 
 namespace plumb {
 
-// A mode key above autograd, autocast and the composite operators that nothing else uses: calls are seen as written.
-constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+constexpr auto kKey = kCaptureKey;
 
 namespace {
 
@@ -57,6 +57,14 @@ at::Tensor clone_as_laid_out(const at::Tensor& t) {
   const bool gaps = t.layout() == at::kStrided && !t.is_nested() && !t.is_non_overlapping_and_dense() &&
                     at::has_internal_overlap(t) != at::MemOverlap::Yes;
   return gaps ? at::empty_strided(t.sizes(), t.strides(), t.options()).copy_(t) : t.clone();
+}
+
+// Whether the arguments of _reshape_alias (self, size, stride) are those of a view: a file may hold that.
+bool is_view(const torch::jit::Stack& stack) {
+  const auto args = torch::jit::last(stack, 3);
+  const at::Tensor& self = args[0].toTensor();
+  const auto stride = at::detail::computeStride(self.sizes(), self.strides(), args[1].toDimVector());
+  return stride && *stride == args[2].toDimVector();
 }
 
 void redispatch_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -164,6 +172,7 @@ void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stac
   auto keep = [&](const at::Tensor& t) {
     if (!t.defined() || !t.has_storage()) return;
     recorder.values.mark_written(t);
+    recorder.stale.before_write(t);
     module_state_.before_write(t);
   };
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
@@ -198,8 +207,8 @@ bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
         "bilinear under autocast casts inside of its own kernel",
         "call it outside of the autocast region, or write it as torch.einsum('bi,oij,bj->bo', x, weight, y) + bias");
   }
-  // (Python functions open autocast regions of their own.)
-  composite = active && op.schema().name() != "plumb::python_function" &&
+  // (Python functions open autocast regions of their own. What hands a value to the program is answered as a whole.)
+  composite = active && op.schema().name() != "plumb::python_function" && !is_value_reader(operator_name(op)) &&
               op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   return false;
 }
@@ -251,7 +260,17 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   if (!attempt.mode.open_composites && torch::autograd::get_current_node())
     attempt.give_up(RetryReason::NeedsComposites);
   if (is_opened(op, name)) return redispatch_below(op, keys, stack);
+  // Of a composite operator that is one call if nothing in it is cast: it reads for itself, as without autocast.
+  if (tried_ && tried_->hits == autocast_hits_ && is_value_reader(name)) {
+    tried_->reader = name;
+    c10::impl::ExcludeDispatchKeyGuard below(kKey);
+    return op.callBoxed(*stack);
+  }
   if (name == "aten::lift_fresh") return record_lift_fresh(stack);
+  if (name == "aten::_reshape_alias" && is_view(*stack)) {
+    torch::jit::drop(*stack, 1);
+    return record(find_operator("aten::view"), keys, stack);
+  }
   if (name == "aten::set_.source_Storage" || name == "aten::set_.source_Storage_storage_offset")
     recorder.refuse(name + ": the model works on raw storage", "use tensors");
   Call call{op, keys, stack, std::move(name), recorder.begin(op), composite};
@@ -301,7 +320,16 @@ void Session::record_call(Call& call) {
     }
   }
   // With our key on: if an operator inside has a cast, the calls inside are the recording.
-  redispatch_below(call.op, call.keys, call.stack);
+  Tried tried{hits, {}};
+  {
+    const auto leave = c10::make_scope_exit([this, outer = tried_] { tried_ = outer; });
+    tried_ = &tried;
+    redispatch_below(call.op, call.keys, call.stack);
+  }
+  if (autocast_hits_ != hits && !tried.reader.empty()) {
+    recorder.refuse(call.name + " casts under autocast and, by " + tried.reader + ", takes a value out of a tensor",
+                    "call it outside of the autocast region", ErrorKind::DataDependent);
+  }
   if (call.unrecorded || autocast_hits_ != hits) return;
   // Otherwise it is the one call that the user wrote.
   recorder.drop_since(mark);
@@ -314,10 +342,11 @@ void Session::write_back(int attribute, const at::Tensor& value, const std::stri
   const Attr& attr = recorder.attributes[static_cast<size_t>(attribute)];
   if (value.sizes() != attr.tensor.sizes() || value.scalar_type() != attr.tensor.scalar_type()) {
     recorder.refuse("the " + what + " is re-assigned in the forward with another shape or dtype",
-                    "keep its shape and dtype, or pass the state in and out of the forward");
+                    "if the first call gives it its shape, run the model once before; else keep its shape and dtype, or "
+                    "pass the state in and out of the forward");
   }
   recorder.write_backs.emplace_back(attribute, recorder.look_up(value, "the " + what));
-  recorder.note(what + " is re-assigned in the forward: the graph writes it at its end");
+  recorder.note(what + " is re-assigned in the forward: the graph writes it");
 }
 
 void Session::write_back_attribute(const std::string& name, const at::Tensor& old, const at::Tensor& now) {

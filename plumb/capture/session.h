@@ -12,6 +12,9 @@
 
 namespace plumb {
 
+// A mode key above autograd, autocast and the composite operators that nothing else uses: calls are seen as written.
+constexpr auto kCaptureKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+
 class Session {
  public:
   Session(const CaptureRequest& request, Attempt& attempt);
@@ -35,6 +38,11 @@ class Session {
   void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
   // Writes `value` into the buffer at the end of the graph (a buffer that the model re-assigned); `what` names it.
   void write_back(int attribute, const at::Tensor& value, const std::string& what);
+  // The program assigns `value` to `tensor.data`: recorded as a copy into the tensor's memory. Refuses an assignment that
+  // is no such copy.
+  void assign_data(const at::Tensor& tensor, const at::Tensor& value);
+  // Refuses a forward that has given a tensor of the module other memory unseen.
+  void refuse_other_memory();
   // Writes `now` at the end of the graph into a tensor that the module holds as an attribute, if the graph reads `old`.
   void write_back_attribute(const std::string& name, const at::Tensor& old, const at::Tensor& now);
 
@@ -54,12 +62,19 @@ class Session {
   void record_lift_fresh(torch::jit::Stack* stack);
   void record_asked(const c10::OperatorHandle& op, torch::jit::Stack* stack);
   void record_dual(torch::jit::Stack* stack);
+  bool was_read_for_gradients(const at::Tensor& tensor) const;
   bool is_opened(const c10::OperatorHandle& op, const std::string& name) const;
   bool autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, bool& composite);
   void refuse_numpy(const Call& call, at::ArrayRef<c10::IValue> args);
   void before_write(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
   size_t autocast_hits_ = 0;
+  // A composite operator whose inner calls are recorded on trial: the casts before it, and what read a value inside.
+  struct Tried {
+    size_t hits;
+    std::string reader;
+  };
+  Tried* tried_ = nullptr;
   bool active_ = false;
   bool inside_torch_func_ = false;
   Session* outer_ = nullptr;

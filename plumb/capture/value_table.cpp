@@ -24,12 +24,16 @@ int ValueTable::add(const at::Tensor& tensor, RecordedValue::Origin origin) {
 
 void ValueTable::bind(const at::Tensor& tensor, int value) {
   const auto* impl = tensor.unsafeGetTensorImpl();
+  if (auto known = by_object_.find(impl); known != by_object_.end() && known->second.value != value)
+    (*this)[value].object_before = known->second.value;
   by_object_.insert_or_assign(
       impl,
       ObjectEntry{value, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(tensor.getIntrusivePtr())});
   if (auto memory = memory_of(tensor)) {
     auto storage = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl());
     by_storage_[storage.get()].push_back(value);
+    if (auto known = by_memory_.find(*memory); known != by_memory_.end() && known->second.value != value)
+      (*this)[value].memory_before = known->second.value;
     by_memory_.insert_or_assign(std::move(*memory),
                                 MemoryEntry{value, c10::weak_intrusive_ptr<c10::StorageImpl>(storage)});
   }
@@ -37,14 +41,20 @@ void ValueTable::bind(const at::Tensor& tensor, int value) {
 
 int ValueTable::find_object(const at::Tensor& tensor) const {
   auto it = by_object_.find(tensor.unsafeGetTensorImpl());
-  return it == by_object_.end() || (*this)[it->second.value].dead ? -1 : it->second.value;
+  return it == by_object_.end() ? -1 : living(it->second.value, &RecordedValue::object_before);
+}
+
+int ValueTable::living(int value, int RecordedValue::* before) const {
+  while (value >= 0 && (*this)[value].dead) value = (*this)[value].*before;
+  return value;
 }
 
 ValueTable::Found ValueTable::find(const at::Tensor& tensor) const {
   if (const int value = find_object(tensor); value >= 0) return {value, false};
   if (auto memory = memory_of(tensor)) {
     auto it = by_memory_.find(*memory);
-    if (it != by_memory_.end() && !(*this)[it->second.value].dead) return {it->second.value, true};
+    const int value = it == by_memory_.end() ? -1 : living(it->second.value, &RecordedValue::memory_before);
+    if (value >= 0) return {value, true};
   }
   return {};
 }

@@ -31,7 +31,7 @@ class ValueTable {
 
   // Marks the values bound to this tensor's storage as written: writing through a view can make its base require grad.
   void mark_written(const at::Tensor& tensor);
-  // Forgets the results added since `first` values were known.
+  // Forgets the results added since `first` values were known: their tensors are again what they were before.
   void drop_results(size_t first);
 
   RecordedValue& operator[](int value) { return values_[static_cast<size_t>(value)]; }
@@ -55,6 +55,8 @@ class ValueTable {
   using ObjectEntry = Entry<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>;
   using MemoryEntry = Entry<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 
+  // The value, or the first living one in the chain of those before it; -1 if there is none.
+  int living(int value, int RecordedValue::* before) const;
   static std::optional<Memory> memory_of(const at::Tensor& tensor);
 
   std::vector<RecordedValue> values_;

@@ -86,5 +86,17 @@ TEST(ValueTable, ForgetsDroppedResultsAndKeepsConstants) {
   EXPECT_EQ(table.find(c).value, constant);
 }
 
+TEST(ValueTable, ATensorIsAgainWhatItWasBeforeResultsThatWereDropped) {
+  ValueTable table;
+  const at::Tensor x = at::ones({2});
+  const int kept = add_and_bind(table, x);
+  const size_t before = table.size();
+  table.bind(x, table.add(x, RecordedValue::Result));  // as of an operator that returns its argument
+  table.bind(x, table.add(x, RecordedValue::Result));
+  table.drop_results(before);
+  EXPECT_EQ(table.find(x).value, kept);
+  EXPECT_EQ(table.find(x.detach()).value, kept);
+}
+
 }  // namespace
 }  // namespace plumb

@@ -184,7 +184,7 @@ TimedRun time_once(const Plan& plan, const std::vector<IValue>& args) {
     // A clone, because in-place operators change it; a product by one, because they may not change leaves.
     at::Tensor leaf = v.toTensor().detach().clone().set_requires_grad(v.toTensor().requires_grad());
     if (leaf.requires_grad()) wanted.push_back(leaf);
-    leaves.emplace_back(leaf.requires_grad() ? leaf.view_as(leaf).mul(1) : leaf);
+    leaves.emplace_back(leaf.requires_grad() ? leaf.mul(1) : leaf);
   }
   auto start = std::chrono::steady_clock::now();
   auto out = plan.run(std::move(leaves));

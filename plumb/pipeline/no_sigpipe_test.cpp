@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -104,9 +105,16 @@ Role sending_role("sending to the lost", [] {
   ::signal(SIGPIPE, [](int) { ::_exit(9); });
   const auto before = threads();
   const ProcessGroup world = make_group_from_environment();
-  for (const std::string& thread : threads()) {
-    if (!before.contains(thread) && !blocks_sigpipe(thread)) report("open", thread);
+  std::set<std::string> open;
+  // The thread that met the others may still be ending.
+  for (int look = 0; look < 50 && (look == 0 || !open.empty()); ++look) {
+    if (look > 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    open.clear();
+    for (const std::string& thread : threads()) {
+      if (!before.contains(thread) && !blocks_sigpipe(thread)) open.insert(thread);
+    }
   }
+  if (!open.empty()) report("open", *open.begin());
   if (blocked_here()) report("blocked", "the thread that made the group");
   std::thread end;
   if (world.rank() == 1) {

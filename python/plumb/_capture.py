@@ -20,6 +20,7 @@ from ._errors import Error, ErrorKind
 from ._exported import capture_dynamic
 from ._graph_module import GraphModule
 from ._guards import Guards, Observer, enabled_autocast, guards_of, observed
+from ._left_behind import LeftBehind
 from ._module_state_guard import ModuleStateGuard, refuse_modules
 from ._questions import INSIDE, is_check, watched_grad_mode, watched_tensors
 from ._replace import replaced
@@ -88,13 +89,19 @@ class _Forward:
         self.start_from: list[Change] = []  # attributes that begin with other values
         self.out_spec: Any = None
         self.plain_outputs: list = []
+        self.left = LeftBehind([])
 
     def call(self, flat: list) -> tuple[list, str]:
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
         args, kwargs = unflatten(given, self.spec)
         output, self.out_spec = flatten_output(self.run(*args, **kwargs))
         self.plain_outputs = [None if isinstance(o, Tensor) else o for o in output]
-        return [o if isinstance(o, Tensor) else None for o in output], _spec_json(self.out_spec, len(output))
+        outputs = [o if isinstance(o, Tensor) else None for o in output]
+        self.left = LeftBehind(self.state_guard.tables)
+        if self.one_graph or not self.left.outputs:
+            return outputs, _spec_json(self.out_spec, len(output))
+        both = pytree.tree_unflatten([0] * len(output), self.out_spec), [0] * len(self.left.outputs)
+        return outputs + self.left.outputs, _spec_json(pytree.tree_flatten(both)[1], len(output) + len(both[1]))
 
     def buffers_after(self) -> list[tuple[str, Tensor]]:
         """Buffers that the forward re-assigned: (name, new). The old ones are there again afterwards."""
@@ -110,7 +117,9 @@ class _Forward:
         return changed
 
     def attributes_after(self) -> list[tuple[str, Tensor, Tensor]]:
-        return self.state_guard.tensors()
+        changed = self.state_guard.tensors()
+        self.state_guard.refuse_new_parts()
+        return changed
 
     def begin_attempt(self, tell_libraries: bool) -> None:
         self.state_guard.restore(warn=False)
@@ -151,6 +160,7 @@ class Captured(NamedTuple):
     notes: list[str]
     asks_grad_mode: bool  # whether the forward may take another path under torch.no_grad()
     guards: Callable[[], Guards]  # makes those of what the forward read, when the module is as it is to be again
+    left: LeftBehind  # what the graph returns behind its outputs, if the forward was given
 
     def as_module(self, leaves: list, training: bool, guards: Guards) -> GraphModule:
         """`leaves`: the inputs of the capture."""
@@ -191,11 +201,16 @@ def capture_engine(
         engine, notes, found = _C.capture(
             request, verify, here if calls is not None else None, guard_values, control_values
         )
+    left = request.left
+    left.forget_state(engine)
     written = request.state_guard.written
     told = [_tracing.TOLD_NOTE] if request.told_libraries else []
     if request.asks_grad_mode:
         mode, line = "on" if request.grad_mode else "off", request.asks_grad_mode[0]
         told.append(f"the forward asks torch.is_grad_enabled(): the graph takes the path for gradients {mode}, at {line}")
+    if request.one_graph and left.names:
+        names = ", ".join(f"'{name}'" for name in left.names)
+        told.append(f"the forward leaves tensors in {names}: a run of the graph does not (a transformed module does)")
     all_notes = [*notes, *request.changed, *told]
     changes, kept = request.state_guard.changes, request.state_guard.kept
     if changes or kept:
@@ -207,13 +222,16 @@ def capture_engine(
 
         with traced(), watched(changes) as reads:
             all_notes += refuse_other_paths(changes, kept, engine, capture_again, reads)
+        left.compare(request.left)
     for parameter in module.parameters():
         tell_engine(parameter)
     if calls is not None:
         calls[:] = found
     asks_grad_mode = bool(request.asks_grad_mode)
     guards = functools.partial(guards_of, request.observer, module, written, forward)
-    return Captured(engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards)
+    return Captured(
+        engine, request.spec, request.out_spec, request.plain_outputs, all_notes, asks_grad_mode, guards, left
+    )
 
 
 def _same_in_other_mode(module: nn.Module, args: tuple, kwargs: dict, engine: Any) -> bool:

@@ -289,10 +289,15 @@ class _Resolver:
         name = self._name(owner, key)
         own = getattr(owner, "__dict__", None)
         if isinstance(owner, type):
-            self.value(ATTRIBUTE, owner, key, getattr(owner, key, None), name)
+            value = getattr(owner, key, None)
+            if getattr(value, "__self__", None) is owner:  # a method of the class: another object at every read
+                self.functions_in(value)
+            else:
+                self.value(ATTRIBUTE, owner, key, value, name)
             return
         if isinstance(own, dict):
-            if (id(own), key) in self.written:
+            # A list that the forward lengthens or empties may be replaced: nothing of it is read again.
+            if (id(own), key) in self.written or (id(own.get(key)), None) in self.written:
                 return
             if key in own:
                 self.value(ITEM, own, key, own[key], name)

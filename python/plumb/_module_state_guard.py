@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ._changed_attributes import Change
 from ._errors import Error, ErrorKind
 from ._tables import MISSING, tables
-from ._trees import PLAIN
+from ._trees import PLAIN, holds_tensors
 
 
 def _full(name: str, key: str) -> str:
@@ -62,6 +62,12 @@ class ModuleStateGuard:
 
     def __init__(self, module: nn.Module) -> None:
         self.tables = tables(module)
+        self.parts = [  # those of a scripted module are C++'s
+            (name, what, table, dict(table))
+            for name, sub in module.named_modules()
+            for what, table in (("parameter", sub._parameters), ("module", sub._modules))
+            if isinstance(table, dict)
+        ]
         self.parameters = list(module.parameters())
         self.modes = [(sub, sub.training) for sub in module.modules()]
         self.changes: list[Change] = []  # of values that are no tensors, as the last restore() found them
@@ -103,6 +109,23 @@ class ModuleStateGuard:
                 table.put(key, old)
         return changed
 
+    def refuse_new_parts(self) -> None:
+        """Raises `plumb.Error` if the forward has made or replaced parameters or modules, after it has taken them away again."""
+        found = None
+        for owner, what, now, before in self.parts:
+            changed = [key for key in {**before, **now} if now.get(key) is not before.get(key)]
+            if changed:
+                found = found or (what, _full(owner, changed[0]))
+                now.clear()
+                now.update(before)
+        if found:
+            what, name = found
+            raise Error(
+                f"the forward makes the {what} '{name}', and a graph has those that were there before",
+                kind=ErrorKind.Capture,
+                remedy="if the layer makes it on its first batch, run the model once before; else make it in the constructor",
+            )
+
     def _hang_on_inputs(self, tensors: list) -> bool:
         """Whether autograd would hand a gradient of these on to anything but the module's parameters."""
         own = {id(p) for p in self.parameters}
@@ -123,7 +146,7 @@ class ModuleStateGuard:
         self.changes = []
         for table in self.tables:
             for key, before, now in list(table.differences()):
-                if table.dotted and (key == "training" or not isinstance(before, PLAIN)):
+                if table.dotted and (key == "training" or not (isinstance(before, PLAIN) or holds_tensors(now))):
                     continue
                 if isinstance(before, PLAIN) and type(now) is type(before) and (now == before or now != now):
                     continue

@@ -72,6 +72,13 @@ def _set_requires_grad(self: Tensor, value: bool) -> None:
         torch._C.TensorBase.requires_grad.__set__(self, value)
 
 
+def _set_data(self: Tensor, value: Any) -> None:
+    if _C.is_capturing() and isinstance(value, Tensor):
+        _C.assign_data(self, value)
+    else:
+        torch._C.TensorBase.data.__set__(self, value)
+
+
 def _tolist(self: Tensor) -> Any:
     known = _C.guard_values(self)
     return torch._C.TensorBase.tolist(self if known is None else known)
@@ -96,7 +103,7 @@ def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def watched_tensors(one_graph: bool) -> Iterator[None]:
-    """While it lasts, reading a size that depends on the data, or a list of values, is noticed, and hooks on tensors are refused.
+    """While it lasts, reading a size that depends on the data, or a list of values, is noticed, as is an assignment to ``.data``, and hooks on tensors are refused.
     `one_graph`: there is no other for inputs that require gradients where these do not, so who asks for that is guarded."""
     base = torch._C.TensorBase
     if "shape" in Tensor.__dict__:  # a capture inside of another
@@ -115,5 +122,6 @@ def watched_tensors(one_graph: bool) -> Iterator[None]:
     watches: dict[str, Any] = {name: _watched(getattr(Tensor, name)) for name in ("size", "numel", "nelement", "__len__")}
     watches["shape"] = property(_watched(base.shape.__get__))
     watches["requires_grad"] = property(_requires_grad(one_graph), _set_requires_grad)
+    watches["data"] = property(base.data.__get__, _set_data)
     with patched(Tensor, register_hook=register_hook, tolist=_tolist, **watches):
         yield

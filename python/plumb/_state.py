@@ -46,6 +46,12 @@ def sync_state(engine: Any, slots: list[tuple[dict, str, str, Tensor]]) -> None:
     found = [table[leaf] if leaf in table else None for table, leaf, _, _ in slots]
     changed = [(i, n) for i, (n, slot) in enumerate(zip(found, slots)) if n is not slot[3]]
     if changed:
+        if lost := [slots[i][2] for i, now in changed if now is None]:
+            raise Error(
+                f"'{lost[0]}' is None or gone, and the graph was made with a tensor there",
+                kind=ErrorKind.InvalidState,
+                remedy="put a tensor there, or capture the model as it is now",
+            )
         engine.set_state([(slots[i][2], now) for i, now in changed])
         for i, now in changed:
             slots[i] = (*slots[i][:3], now)

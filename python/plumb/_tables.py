@@ -23,6 +23,9 @@ class Table(NamedTuple):
     before: Any
     dotted: bool  # it has the attributes of a module or another object
     module: nn.Module | None = None  # whose attributes it has
+    holds_buffers: bool = False  # of a module
+    parent: Table | None = None  # in which this one was, under `key`
+    key: Any = None
 
     def slot(self, key: Any) -> str:
         if key is None and not isinstance(self.live, dict):
@@ -30,6 +33,17 @@ class Table(NamedTuple):
         if self.dotted:
             return f"{self.name}.{key}" if self.name else str(key)
         return f"{self.name}[{key!r}]"
+
+    def current(self) -> Table:
+        """The one that is in its place now."""
+        if self.parent is None:
+            return self
+        try:
+            value = self.parent.current().live[self.key]
+        except (LookupError, TypeError):
+            return self
+        live = getattr(value, "__dict__", None) if self.dotted else value
+        return self._replace(live=live) if type(live) is type(self.live) else self
 
     def put(self, key: Any, value: Any) -> None:
         if isinstance(self.live, dict):
@@ -64,8 +78,10 @@ def same_objects(a: Any, b: Any) -> bool:
     )
 
 
-def _walk(name: str, value: Any, depth: int, found: list[Table], seen: set[int]) -> None:
-    """Adds the tables in `value` to `found`."""
+def _walk(
+    name: str, value: Any, depth: int, found: list[Table], seen: set[int], parent: Table | None = None, key: Any = None
+) -> None:
+    """Adds the tables in `value` to `found`. `value` is in `parent` under `key`."""
     if isinstance(value, tuple):
         for i, v in enumerate(value):
             _walk(f"{name}[{i}]", v, depth + 1, found, seen)
@@ -80,10 +96,10 @@ def _walk(name: str, value: Any, depth: int, found: list[Table], seen: set[int])
     if id(live) in seen or depth > _DEEPEST or len(live) > _MOST:
         return
     seen.add(id(live))
-    table = Table(name, live, dict(live) if isinstance(live, dict) else copy.copy(live), dotted)
+    table = Table(name, live, dict(live) if isinstance(live, dict) else copy.copy(live), dotted, parent=parent, key=key)
     found.append(table)
     for key, v in list(live.items() if isinstance(live, dict) else enumerate(live)):
-        _walk(table.slot(key), v, depth + 1, found, seen)
+        _walk(table.slot(key), v, depth + 1, found, seen, table, key)
 
 
 def tables(module: nn.Module) -> list[Table]:
@@ -95,8 +111,8 @@ def tables(module: nn.Module) -> list[Table]:
         table = Table(name, sub.__dict__, dict(sub.__dict__), True, sub)
         found.append(table)
         if isinstance(sub._buffers, dict):  # those of a scripted module are C++'s
-            found.append(Table(name, sub._buffers, dict(sub._buffers), True))
+            found.append(Table(name, sub._buffers, dict(sub._buffers), True, holds_buffers=True))
         for key, value in list(sub.__dict__.items()):
             if key not in _STATE and key != "forward":
-                _walk(table.slot(key), value, 1, found, seen)
+                _walk(table.slot(key), value, 1, found, seen, table, key)
     return found

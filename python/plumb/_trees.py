@@ -98,7 +98,7 @@ def hashed(x: Any) -> Any:
     return type(x), repr(x) if isinstance(x, (float, complex)) else x
 
 
-def _holds_tensors(value: Any, depth: int = 3) -> bool:
+def holds_tensors(value: Any, depth: int = 3) -> bool:
     if isinstance(value, Tensor):
         return True
     if depth == 0 or isinstance(value, (*PLAIN, type, torch.nn.Module)):
@@ -106,7 +106,7 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
     parts = value.values() if isinstance(value, collections.abc.Mapping) else getattr(value, "__dict__", {}).values()
     if isinstance(value, (list, tuple, set)):
         parts = value
-    return any(_holds_tensors(p, depth - 1) for p in parts)
+    return any(holds_tensors(p, depth - 1) for p in parts)
 
 
 _REMEDY = "tensors, tuples, lists, dicts and dataclasses, or register the class with torch.utils._pytree.register_pytree_node"
@@ -138,7 +138,7 @@ def _find_named_tuple(name: str) -> type | None:
 def flatten_inputs(args: tuple, kwargs: dict) -> tuple[list, Any]:
     leaves, spec = flatten((args, kwargs))
     for x in leaves:
-        if not isinstance(x, (Tensor, *PLAIN)) and _holds_tensors(x):
+        if not isinstance(x, (Tensor, *PLAIN)) and holds_tensors(x):
             raise Error(
                 f"an input of the model is a {_name(x)} that holds tensors, which a graph would take for constants",
                 kind=ErrorKind.Capture,

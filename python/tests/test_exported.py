@@ -266,3 +266,26 @@ def test_torch_export_takes_a_transformed_module(transform, strict, tmp_path):
     assert torch.equal(program.module()(x), expected)
     torch.export.save(program, tmp_path / "m.pt2")
     assert torch.equal(plumb.load_pt2(tmp_path / "m.pt2")(x), expected)
+
+
+def test_a_file_holds_a_gradient_computed_in_the_forward(tmp_path):
+    class Gradient(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 3, 8))
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            y = torch.stack(x.unbind(1)).squeeze().view(4, 2, 2, 4).movedim(0, 1).reshape(2, -1)
+            energy = (y.pow(2).sum() + (x @ self.weight.mT).pow(2).sum()) / 2
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    model, x = Gradient(), torch.randn(2, 4, 8)
+    graph = plumb.capture(model, x)
+    plumb.save_pt2(graph, str(tmp_path / "model.pt2"))
+    loaded = plumb.load_pt2(str(tmp_path / "model.pt2"))
+    y, z = loaded(x), model(x)
+    assert torch.equal(y, z)
+    y.pow(2).sum().backward()
+    z.pow(2).sum().backward()
+    assert torch.equal(loaded.weight.grad, model.weight.grad)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from plumb.pipelining import (
     Balanced,
     Pipe,
+    ScheduleInterleaved1F1B,
     StagePolicy,
     annotate_split_points,
     pipe_split,
@@ -349,3 +350,18 @@ def test_what_load_pt2_gives_is_cut_and_saved_with_what_the_file_knew(tmp_path):
         with pytest.raises(plumb.Error, match="64"):
             whole(torch.randn(65, 8))
     assert torch.equal(torch.export.load(tmp_path / "cut.pt2").module()(x), model(x))
+
+
+def test_a_sparse_embedding_is_balanced():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(100, 16, sparse=True), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    x = torch.randint(0, 100, (4, 8))
+    eager = copy.deepcopy(model)
+    pipe = pipeline(model, (x,), num_stages=2, split_policy="balanced")
+    stages = [pipe.build_stage(i, torch.device("cpu")) for i in range(2)]
+    target = torch.randn(4, 8, 16)
+    schedule = ScheduleInterleaved1F1B(stages, 1, loss_fn=lambda out, y: (out * y).sum(), scale_grads=False)
+    schedule.step(x, target=target)
+    (eager(x) * target).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert p.grad.is_sparse == q.grad.is_sparse and torch.equal(p.grad.to_dense(), q.grad.to_dense()), name

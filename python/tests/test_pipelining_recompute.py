@@ -52,6 +52,23 @@ class Convolutions(nn.Module):
         return x + self.conv2(torch.sigmoid(nn.functional.relu(self.norm(self.conv1(x)))) * 2)
 
 
+class Reduction(nn.Module):
+    """SegFormer's attention: a norm that a linear reads, and then a convolution of its pixels in twos."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.reduce = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Conv2d(WIDTH, WIDTH, 2, 2)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        h = self.norm(self.inner(x))
+        query = self.query(h)
+        image = h.permute(0, 2, 1).reshape(b, WIDTH, 4, 4)
+        key = self.key(self.reduce(image).reshape(b, WIDTH, -1).permute(0, 2, 1))
+        return x + nn.functional.scaled_dot_product_attention(query, key, key)
+
+
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -90,6 +107,7 @@ ZOO = {
     "llama": (Llama, torch.float32),
     "llama in bfloat16": (Llama, torch.bfloat16),
     "convolutions": (Convolutions, torch.float32),
+    "reduction": (Reduction, torch.float32),
     "checkpoint": (Checkpointed, torch.float32),
     "autocast": (UnderAutocast, torch.float32),
     "writes": (WritesItsResult, torch.float32),

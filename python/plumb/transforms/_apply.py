@@ -23,6 +23,7 @@ from .._calls import Call, hint
 from .._capture import capture_engine, signature
 from .._errors import Error, ErrorKind
 from .._guards import Guards, Tree, enabled_autocast, include
+from .._left_behind import LeftBehind
 from .._module_state_guard import random_states, refuse_modules, set_random_states
 from .._questions import as_given
 from .._replace import Replacements
@@ -71,14 +72,18 @@ class CapturedGraph:
     known: list[CapturedGraph] = field(default_factory=list)
     made: int = 1
     guards: Guards = field(default_factory=Guards)  # of what the forward read besides its inputs
+    left: LeftBehind | None = None  # what the graph returns behind its outputs
 
     def run(self, leaves: list) -> Any:
         sync_state(self.engine, self.slots)
         if self.by_backend:
             state = {name: tensor for _, _, name, tensor in self.slots}
-            return self.unflatten(self.gm(*[state[n] for n in self.attributes], *[x for x in leaves if isinstance(x, Tensor)]))
-        flat = [x if isinstance(x, Tensor) else None for x in leaves]
-        out = _C.run_recorded(self.engine, flat) if _C.is_capturing() else self.engine.run(flat)
+            out = self.gm(*[state[n] for n in self.attributes], *[x for x in leaves if isinstance(x, Tensor)])
+        else:
+            flat = [x if isinstance(x, Tensor) else None for x in leaves]
+            out = _C.run_recorded(self.engine, flat) if _C.is_capturing() else self.engine.run(flat)
+        if self.left is not None:
+            self.left.put(out[len(self.plain) :])
         return out[0] if self.simple else self.unflatten(out)
 
     def unflatten(self, out: Any) -> Any:
@@ -165,7 +170,7 @@ class TransformedForward:
     ) -> CapturedGraph:
         found: list = []
         replace = Replacements({k: v for p in self.passes for k, v in p.replace.items()})
-        engine, _, out_spec, plain, notes, asks_grad_mode, make_guards = capture_engine(
+        engine, _, out_spec, plain, notes, asks_grad_mode, make_guards, left = capture_engine(
             self.module, args, kwargs, forward=self.original, calls=found, replace=replace, guard_values=guard_values,
             control_values=control_values,
         )  # fmt: skip
@@ -186,7 +191,7 @@ class TransformedForward:
                     remedy="compute it in the forward, or keep its detach()",
                 )
         captured = CapturedGraph(engine, out_spec, plain, notes=notes, simple=out_spec.is_leaf() and plain == [None])
-        captured.guards, captured.replaced = make_guards(), replace.called
+        captured.guards, captured.left, captured.replaced = make_guards(), left, replace.called
         _name_values(captured, found)
         for p in self.passes:
             captured.reports.append(p.run(self.module, captured))

@@ -1,0 +1,143 @@
+"""Layers that change on their first batch, state that is re-assigned, and tensors that are taken away."""
+
+import copy
+
+import pytest
+import torch
+from plumb.pipelining import ScheduleInterleaved1F1B, pipeline
+from torch import nn
+from torch.nn import functional as F
+
+import plumb
+from plumb.transforms import track_scales
+
+
+class ByBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("ready", torch.tensor(0, dtype=torch.uint8))
+
+    def forward(self, x):
+        if self.ready.item() == 0:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+                self.ready.fill_(1)
+        return x * self.scale
+
+
+class ByFlag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.ready = nn.Parameter(torch.ones(8)), False
+
+    def forward(self, x):
+        if not self.ready:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+            self.ready = True
+        return x * self.scale
+
+
+class ByParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = nn.Parameter(1 / x.detach().std(0))
+        return x * self.scale
+
+
+class ByModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = None
+
+    def forward(self, x):
+        if self.head is None:
+            self.head = nn.Linear(x.shape[-1], 2)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("make", [ByBuffer, ByFlag, ByParameter, ByModule])
+@pytest.mark.parametrize("use", [plumb.capture, lambda model, x: track_scales(model)(x)])
+def test_layers_that_initialise_themselves_are_to_be_run_once_before(make, use):
+    model, x = make(), torch.randn(4, 8)
+    names = list(model.state_dict())
+    with pytest.raises(plumb.Error) as refused:
+        use(model, x)
+    assert "the model once before" in str(refused.value)
+    assert list(model.state_dict()) == names
+    model(x)
+    use(model, x)
+    assert torch.equal(plumb.capture(model, x)(x), model(x))
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x):
+        self.n = self.n + 1
+        return x + self.linear(x)
+
+
+def test_counters_in_each_layer_leave_places_to_cut():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Counts() for _ in range(4)]), torch.randn(4, 8)
+    eager = copy.deepcopy(model)
+    pipe = pipeline(model, (x[:2],), num_stages=4, split_policy="balanced")
+    stages = [pipe.build_stage(i, torch.device("cpu")) for i in range(4)]
+    schedule = ScheduleInterleaved1F1B(stages, 2, loss_fn=lambda out, y: (out * y).sum(), scale_grads=False)
+    schedule.step(x, target=x)
+    for part in x.split(2):
+        (eager(part) * part).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+    for (name, b), c in zip(model.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.equal(b, c[1]), name
+
+
+class Swaps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("a", torch.zeros(4))
+        self.register_buffer("b", torch.ones(4))
+        self.register_buffer("c", torch.ones(4))
+
+    def forward(self, x):
+        self.a, self.b = self.b, self.a
+        y = x * self.a
+        self.c = self.a * y.mean()
+        self.c.mul_(2)
+        return y + self.b + self.c
+
+
+def test_buffers_that_are_reassigned_hold_what_the_model_leaves():
+    model, x = Swaps(), torch.randn(3, 4)
+    eager, graph = copy.deepcopy(model), plumb.capture(model, x)
+    for _ in range(3):
+        assert torch.equal(graph(x), eager(x))
+        for name, buffer in graph.named_buffers():
+            assert torch.equal(buffer, eager.get_buffer(name)), name
+
+
+def test_a_parameter_that_is_taken_away_is_named():
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    graph = plumb.capture(model, x)
+    graph.bias = None
+    with pytest.raises(plumb.Error, match="'bias' is None or gone"):
+        graph(x)
+    graph.bias = nn.Parameter(torch.ones(4))
+    assert torch.equal(graph(x), F.linear(x, graph.weight, graph.bias))
+
+
+def test_a_transformed_module_follows_a_parameter_that_is_taken_away():
+    module, x = track_scales(nn.Linear(4, 4)), torch.randn(2, 4)
+    module(x)
+    module.bias = None
+    assert torch.equal(module(x), F.linear(x, module.weight))
