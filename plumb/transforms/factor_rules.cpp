@@ -60,14 +60,14 @@ const std::unordered_map<std::string_view, const Family*>& families() {
        "replication_pad1d replication_pad2d replication_pad3d pixel_shuffle pixel_unshuffle channel_shuffle "
        "sum_to_size trace rot90 broadcast_to view_as_complex view_as_real real imag conj "
        "conj_physical resolve_conj resolve_neg fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 "
-       "fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift masked_fill "
-       "embedding as_strided view_copy t_copy slice_copy select_copy lift_fresh_copy zero_"},
+       "fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift embedding "
+       "as_strided view_copy t_copy slice_copy select_copy lift_fresh_copy zero_"},
       {Common,
        "add sub subtract rsub cat concat concatenate stack hstack vstack dstack column_stack where maximum minimum "
        "fmax fmin max.other min.other copy copy_ index_put index_put_ index_add index_copy index_fill scatter "
        "scatter_add select_scatter slice_scatter diagonal_scatter masked_scatter lerp.Scalar hypot eq ne lt le gt ge "
        "greater less greater_equal less_equal not_equal clamp clamp_min clamp_max meshgrid block_diag "
-       "broadcast_tensors atleast_1d atleast_2d atleast_3d complex diff"},
+       "broadcast_tensors atleast_1d atleast_2d atleast_3d complex diff masked_fill"},
       {Product,
        "mul multiply matmul linalg_matmul mm bmm mv dot vdot inner outer einsum kron tensordot linalg_vecdot linear "
        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution "

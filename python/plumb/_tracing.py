@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from . import _C
 from ._code_swap import calls_go_to
 from ._errors import Error, ErrorKind
+from ._unit_scaled import inside_function
 
 
 @contextlib.contextmanager
@@ -216,6 +217,7 @@ def opaque_functions() -> ContextManager:
                 others = _with_tensors(others, {id(t): new for t, new in zip(computed, it)})
             a, k = pytree.tree_unflatten(others, spec)
             with contextlib.ExitStack() as stack:
+                stack.enter_context(inside_function())
                 for device, enabled, dtype in regions:
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
                 out = bound(*a, **k)

@@ -58,8 +58,12 @@ def _take_mark(
 
 
 def _refuse_alone(path: str, module: nn.Module, args: tuple) -> None:
-    if any(id(module) in known for known in getattr(_local, "captured", [])):
-        return
+    for known, by_functions in getattr(_local, "captured", []):
+        if id(module) in known:
+            # What a custom autograd function calls, and calls again in its backward, no graph shows.
+            if getattr(_local, "functions", 0):
+                by_functions[path] = module
+            return
     raise Error(
         f"'{path}' ({type(module).__name__}) was called alone, but is a part of a unit-scaled module: the factors of its "
         "operators are in the graph of the whole",
@@ -72,11 +76,33 @@ def _refuse_alone(path: str, module: nn.Module, args: tuple) -> None:
 def capturing(module: nn.Module) -> Iterator[None]:
     """While it lasts, parts of the module may be called by its forward."""
     stack = _local.__dict__.setdefault("captured", [])
-    stack.append({id(sub) for sub in module.modules()})
+    stack.append(({id(sub) for sub in module.modules()}, {}))
     try:
         yield
     finally:
         stack.pop()
+
+
+@contextlib.contextmanager
+def inside_function() -> Iterator[None]:
+    """While it lasts, a custom autograd function calls what is called."""
+    _local.functions = getattr(_local, "functions", 0) + 1
+    try:
+        yield
+    finally:
+        _local.functions -= 1
+
+
+def called_by_functions() -> dict[str, nn.Module]:
+    """By path, the parts that custom autograd functions called in the capture that goes on."""
+    stack = getattr(_local, "captured", [])
+    return stack[-1][1] if stack else {}
+
+
+def let_alone(module: nn.Module) -> None:
+    """From here on the module and its parts may be called alone."""
+    for sub in module.modules():
+        _drop(sub._forward_pre_hooks, _refuse_alone)
 
 
 def mark_state_dict(module: nn.Module) -> None:
@@ -102,14 +128,14 @@ def mark(module: nn.Module) -> None:
             sub.register_forward_pre_hook(functools.partial(_refuse_alone, path))
 
 
-def unmark(module: nn.Module) -> None:
-    def drop(hooks: dict[int, Any], ours: Any) -> None:
-        for key, hook in list(hooks.items()):
-            known = getattr(hook, "hook", None) or getattr(hook, "func", None) or hook
-            if known is ours:
-                del hooks[key]
+def _drop(hooks: dict[int, Any], ours: Any) -> None:
+    for key, hook in list(hooks.items()):
+        known = getattr(hook, "hook", None) or getattr(hook, "func", None) or hook
+        if known is ours:
+            del hooks[key]
 
-    drop(module._state_dict_hooks, _add_mark)
-    drop(module._load_state_dict_pre_hooks, _take_mark)
-    for sub in module.modules():
-        drop(sub._forward_pre_hooks, _refuse_alone)
+
+def unmark(module: nn.Module) -> None:
+    _drop(module._state_dict_hooks, _add_mark)
+    _drop(module._load_state_dict_pre_hooks, _take_mark)
+    let_alone(module)

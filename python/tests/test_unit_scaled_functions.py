@@ -1,11 +1,71 @@
 """What unit_scale makes of custom autograd functions, of weights that are no parameters, and of long chains."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import plumb
 from plumb.transforms import unit_scale
+
+
+class Reversible(torch.autograd.Function):
+    """y1 = x1 + f(x2), y2 = x2 + g(y1); the backward computes x from y."""
+
+    @staticmethod
+    def forward(ctx, x, f, g, *weights):
+        ctx.f, ctx.g = f, g
+        with torch.no_grad():
+            x1, x2 = x.chunk(2, -1)
+            y1 = x1 + f(x2)
+            y = torch.cat([y1, x2 + g(y1)], -1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, d):
+        (y,) = ctx.saved_tensors
+        (y1, y2), (d1, d2) = y.chunk(2, -1), d.chunk(2, -1)
+        with torch.enable_grad():
+            y1 = y1.detach().requires_grad_()
+            g = ctx.g(y1)
+            torch.autograd.backward(g, d2)
+            x2 = (y2 - g).detach().requires_grad_()
+            d1 = d1 + y1.grad
+            torch.autograd.backward(ctx.f(x2), d1)
+        return torch.cat([d1, d2 + x2.grad], -1), *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class ReversibleNet(nn.Module):
+    def __init__(self, gives_weights):
+        super().__init__()
+        self.gives_weights = gives_weights
+        self.into = nn.Linear(8, 8)
+        self.f = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.g = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x):
+        weights = [*self.f.parameters(), *self.g.parameters()] if self.gives_weights else []
+        return Reversible.apply(self.into(x), self.f, self.g, *weights)
+
+
+@pytest.mark.parametrize("gives_weights", [True, False])
+def test_parts_that_a_custom_function_calls_compute_what_they_did(gives_weights):
+    torch.manual_seed(0)
+    model, x = ReversibleNet(gives_weights), torch.randn(16, 8)
+    scaled = unit_scale(model)
+    for size in (16, 4):
+        y = scaled(x[:size])
+        y.square().mean().backward()
+    for part in ("f", "g"):
+        for a, b in zip(model.get_submodule(part).parameters(), scaled.get_submodule(part).parameters(), strict=True):
+            torch.testing.assert_close(a, b)  # divided and multiplied again
+    assert scaled.f[0].weight.grad is not None and scaled.into.weight.grad is not None
+    assert abs(scaled.into.weight.std().item() - 1) < 0.2
+    entries = [e for part in plumb.report(scaled) for e in part["entries"] if e["kind"] == "left_alone"]
+    assert any(e["node"] == "f.0.weight" and "custom autograd function" in e["reason"] for e in entries)
+    with pytest.raises(plumb.Error, match="'into'.*called alone"):
+        scaled.into(x)
 
 
 class Cube(torch.autograd.Function):

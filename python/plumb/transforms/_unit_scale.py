@@ -16,7 +16,7 @@ from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._replace import is_operator, is_torch_function
 from .._state import state_of
-from .._unit_scaled import mark, mark_state_dict
+from .._unit_scaled import called_by_functions, let_alone, mark, mark_state_dict
 from ..functional import torch_map
 from ..parameter import tag_parameter
 from ._apply import CapturedGraph, Module, Pass, apply_pass, logger
@@ -87,10 +87,11 @@ class UnitScalePass:
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running unit scaling backend")
         mine = _kept(captured)
+        given_back = self.give_back(module)
         keep = {name: _takes_constraint(new) for name, (_, new) in mine.items()}
         text, tags = _C.unit_scale(captured.engine, self.replace, self.residuals, self.scaling, keep)
         report = json.loads(text)
-        report["entries"] = _replacements(captured, mine) + _unmatched(captured, self.functions) + report["entries"]
+        report["entries"] = _replacements(captured, mine) + _unmatched(captured, self.functions) + given_back + report["entries"]
         parameters = dict(module.named_parameters(remove_duplicate=False))
         for name, kind, depth in tags if self.scaling is not None else ():
             if name in parameters and name not in self.users_tags:
@@ -101,6 +102,21 @@ class UnitScalePass:
             else:
                 _log(e)
         return report
+
+    def give_back(self, module: nn.Module) -> list[dict]:
+        """Their own values to the parameters of parts that custom autograd functions call: these compute what they did."""
+        if self.scaling is None:
+            return []
+        names = _names(dict(module.named_parameters(remove_duplicate=False)))
+        entries: dict[str, dict] = {}
+        for path, part in called_by_functions().items():
+            mine = {f"{path}.{name}": p for name, p in part.named_parameters()}
+            if not all([self.scaling.give_back(names[name], p) for name, p in mine.items()]):
+                continue  # another graph scales with it
+            let_alone(part)
+            reason = f"a custom autograd function calls '{path}'"
+            entries |= {name: {"kind": "left_alone", "node": name, "reason": reason} for name in mine}
+        return list(entries.values())
 
     def before_copy(self, module: nn.Module) -> None:
         for name, _, tensor, _ in state_of(module) if self.scaling is not None else ():
