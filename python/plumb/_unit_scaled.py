@@ -41,16 +41,8 @@ def _take_mark(
     missing: list[str],
     *rest: Any,
 ) -> None:
-    marked = state_dict.pop(prefix + MARK, None) is not None
-    if not marked and any(key.startswith(prefix) for key in state_dict):
-        if strict:
-            raise Error(
-                f"the state dict bears no mark of unit-scaled weights ('{prefix + MARK}'), and the module is unit-scaled",
-                kind=ErrorKind.InvalidState,
-                remedy="load plain weights into the plain module, then plumb.transforms.unit_scale it (of a captured graph "
-                "preserve=True keeps what it computes); weights of a part: strict=False",
-            )
-        missing.append(prefix + MARK)
+    if state_dict.pop(prefix + MARK, None) is None and any(key.startswith(prefix) for key in state_dict):
+        missing.append(prefix + MARK)  # torch raises, or with strict=False returns it
     loaded = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
     for p in getattr(module.__dict__.get("forward"), "passes", ()):
         if hasattr(p.run, "values_loaded"):
