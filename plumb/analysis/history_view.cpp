@@ -216,8 +216,7 @@ std::vector<LineChart> scalar_charts(const HistoryView& view) {
     }
     for (auto& [name, curve] : curves) {
       const LineChart empty{.title = name, .peak = name == "lr" || name == "learning_rate", .height = 260};
-      charts.try_emplace(name, empty)
-          .first->second.curves.push_back(std::move(curve));
+      charts.try_emplace(name, empty).first->second.curves.push_back(std::move(curve));
     }
   }
   std::vector<LineChart> out;

@@ -159,8 +159,8 @@ std::string HtmlReport::html() const {
       "</style>\n<script>document.documentElement.dataset.theme = matchMedia(\"(prefers-color-scheme:dark)\").matches "
       "? \"dark\" : \"light\";</script>\n</head>\n<body" +
       (reload_ > 0 ? " data-reload=\"" + std::to_string(reload_) + "\"" : "") +
-      ">\n<header>\n<button id=\"theme\" type=\"button\" title=\"light or dark\">◐</button>\n<h1>" +
-      escaped(title_) + "</h1>\n";
+      ">\n<header>\n<button id=\"theme\" type=\"button\" title=\"light or dark\">◐</button>\n<h1>" + escaped(title_) +
+      "</h1>\n";
   if (!subtitle_.empty()) out += "<p class=\"subtitle\">" + escaped(subtitle_) + "</p>\n";
   if (sections_.size() > 1) {
     out += "<nav>";

@@ -131,9 +131,8 @@ std::string conclusion(const LineChart& chart) {
     const auto first = std::ranges::find_if(ends[0].curve->values, [](double v) { return std::isfinite(v); });
     out += " and began at " + short_number(*first);
     if (chart.peak) {
-      const auto largest = std::ranges::max_element(ends[0].curve->values, [](double a, double b) {
-        return std::isfinite(b) && (!std::isfinite(a) || a < b);
-      });
+      const auto largest = std::ranges::max_element(
+          ends[0].curve->values, [](double a, double b) { return std::isfinite(b) && (!std::isfinite(a) || a < b); });
       out += "; its peak is " + short_number(*largest) + ", at " + chart.x_label + " " +
              short_number(step_of(*ends[0].curve, static_cast<size_t>(largest - ends[0].curve->values.begin())));
     }

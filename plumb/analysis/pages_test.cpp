@@ -14,8 +14,9 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 std::string with_script(std::string page, const std::string& script) {
-  page.insert(page.rfind("</body>"), "<script>\nconst d = document, out = d.body.dataset, all = s => [...d.querySelectorAll(s)];\n" +
-                                         script + "</script>");
+  page.insert(page.rfind("</body>"),
+              "<script>\nconst d = document, out = d.body.dataset, all = s => [...d.querySelectorAll(s)];\n" + script +
+                  "</script>");
   return page;
 }
 
@@ -32,7 +33,7 @@ const ys = [...path.matchAll(/[ML][\d.]+ ([\d.]+)/g)].map(m => +m[1]), grid = al
 out.held = Math.min(...grid) <= Math.min(...ys) + .1 && Math.max(...grid) >= Math.max(...ys) - .1;
 out.ends = all(".plot text").map(t => t.textContent).filter(t => t === "1" || t === "97").length;
 )"),
-                                    "--dump-dom"));
+                                         "--dump-dom"));
   EXPECT_THAT(body, HasSubstr("data-held=\"true\" data-ends=\"2\""));
 }
 
@@ -42,7 +43,7 @@ const ys = [...all(".curve path")[1].getAttribute("d").matchAll(/[ML][\d.]+ ([\d
 const slope = ys.slice(1).map((y, i) => y - ys[i]), bend = slope.slice(1).map((s, i) => Math.abs(s - slope[i]));
 out.points = ys.length; out.kink = Math.max(...bend.slice(22, 38)) < 0.35;
 )"),
-                                    "--dump-dom"));
+                                         "--dump-dom"));
   EXPECT_THAT(body, HasSubstr("data-points=\"120\" data-kink=\"true\""));
 }
 
@@ -72,13 +73,18 @@ head("1 ").onclick(); out.open = shown(".node").length;
 d.querySelector(".fold-all").onclick(); out.again = heads().length;
 const search = d.querySelector("input[type=search]"); search.value = "h.7"; search.oninput(); out.found = shown(".found").length > 0;
 )";
-  std::string body = body_tag(open(
-      with_script(HtmlReport("a").add(parse_graph(layers_graph(12, false))).html(), script), "--dump-dom --window-size=1400,900"));
+  std::string body =
+      body_tag(open(with_script(HtmlReport("a").add(parse_graph(layers_graph(12, false))).html(), script),
+                    "--dump-dom --window-size=1400,900"));
   EXPECT_THAT(body, Not(HasSubstr("data-error")));
-  EXPECT_THAT(body, HasSubstr("data-heads=\"\u25BE h; \u25B8 h 0 to 11: 12 \u00d7  (4 lines each)\" data-lines=\"2\" data-wide=\"all\""));
+  EXPECT_THAT(
+      body,
+      HasSubstr(
+          "data-heads=\"\u25BE h; \u25B8 h 0 to 11: 12 \u00d7  (4 lines each)\" data-lines=\"2\" data-wide=\"all\""));
   EXPECT_THAT(body, HasSubstr("data-unrolled=\"13\" data-second=\"\u25B8 1  (4 lines)\" data-open=\"6\""));
   EXPECT_THAT(body, HasSubstr("data-found=\"true\""));
-  body = body_tag(open(with_script(HtmlReport("a").add(parse_graph(layers_graph(12, true))).html(), script), "--dump-dom"));
+  body = body_tag(
+      open(with_script(HtmlReport("a").add(parse_graph(layers_graph(12, true))).html(), script), "--dump-dom"));
   EXPECT_THAT(body, HasSubstr("h 0 to 10: 11 \u00d7  (4 lines each); \u25B8 11  (4 lines)\""));
 }
 
@@ -90,8 +96,9 @@ TEST_F(Browser, LayersOverTheStepsShowWhatWasMeasured) {
 out.which = d.querySelector(".layer-which").value; out.curves = all(".layers .curve").length;
 out.off = all(".layer-which option").filter(o => o.disabled).map(o => o.textContent).join();
 )"),
-                                    "--dump-dom"));
-  EXPECT_THAT(body, HasSubstr("data-which=\"gradients\" data-curves=\"2\" data-off=\"values,weights,gradients of weights\""));
+                                         "--dump-dom"));
+  EXPECT_THAT(body,
+              HasSubstr("data-which=\"gradients\" data-curves=\"2\" data-off=\"values,weights,gradients of weights\""));
 }
 
 TEST_F(Browser, RowsOnANarrowScreenKeepTheNumberOfTheirLayer) {

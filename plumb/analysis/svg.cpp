@@ -135,10 +135,11 @@ std::string picture(double width, double height, const std::string& body, bool s
   // On a page its figure has the margins.
   const double margin = standalone ? kMargin : 0;
   const std::string w = number(width + 2 * margin), h = number(height + 2 * margin), corner = number(-margin);
-  return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" + w + "\" height=\"" + h + "\" viewBox=\"" + corner + " " +
-         corner + " " + w + " " + h + "\" font-family=\"system-ui,-apple-system,'Segoe UI',Roboto,sans-serif\" font-size=\"12\">\n" +
-         (standalone ? "<style>\n" + std::string(picture_style()) +
-                           "</style>\n<rect class=\"ground\" x=\"" + corner + "\" y=\"" + corner + "\" width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
+  return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" + w + "\" height=\"" + h + "\" viewBox=\"" + corner +
+         " " + corner + " " + w + " " + h +
+         "\" font-family=\"system-ui,-apple-system,'Segoe UI',Roboto,sans-serif\" font-size=\"12\">\n" +
+         (standalone ? "<style>\n" + std::string(picture_style()) + "</style>\n<rect class=\"ground\" x=\"" + corner +
+                           "\" y=\"" + corner + "\" width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
                      : "") +
          body + "</svg>\n";
 }

@@ -31,7 +31,7 @@ struct DeferredWeights::State {
   };
   std::vector<Start> starts;
   std::vector<Cut> cuts;  // still to be cut, because the graph is kept whole
-  bool chains = false;  // see defers_chains()
+  bool chains = false;    // see defers_chains()
 };
 
 // Roots of a backward: edges and gradients of the outputs that take part.

@@ -64,13 +64,15 @@ struct InputHalf {
 // outputs: tensors that require no gradient, or are undefined, are skipped with their gradients.
 // output_grads: empty means ones for every output. An undefined entry means ones for a one-element output and is an
 //   error for any other. Sizes must be the output's.
-// inputs: leaf tensors (a `.grad` from before is part of the answer; unset afterwards) or an InputBoundary. A tensor that
+// inputs: leaf tensors (a `.grad` from before is part of the answer; unset afterwards) or an InputBoundary. A tensor
+// that
 //   comes twice has its gradient at the first place and none at the second.
 // input_seeds: gradients the inputs already have from elsewhere (later users of the same value), summed first. Boundary
 //   form only; empty, or one entry per input, undefined for none.
 //
-// Throws Error(StructureMismatch) for other numbers of gradients, Error(TensorMismatch) for other sizes, Error(InvalidState)
-// without a graph, Error(ExecutionFailed) with autograd's reason; all describe the stage. The graph is used up.
+// Throws Error(StructureMismatch) for other numbers of gradients, Error(TensorMismatch) for other sizes,
+// Error(InvalidState) without a graph, Error(ExecutionFailed) with autograd's reason; all describe the stage. The graph
+// is used up.
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const Tensors& inputs);
 Tensors stage_backward(const Tensors& outputs, const Tensors& output_grads, const InputBoundary& inputs,
                        const Tensors& input_seeds = {});

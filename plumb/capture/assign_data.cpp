@@ -26,8 +26,8 @@ bool Session::was_read_for_gradients(const at::Tensor& tensor) const {
   const int now = recorder.values.find_object(tensor);
   for (const Record& record : recorder.records) {
     if (!record.grad_enabled || record.op.schema().name() == "aten::detach") continue;
-    const bool differentiable = std::ranges::any_of(
-        record.results, [&](int value) { return recorder.values[value].requires_grad; });
+    const bool differentiable =
+        std::ranges::any_of(record.results, [&](int value) { return recorder.values[value].requires_grad; });
     bool reads = false;
     for (const RecordedArg& arg : record.args) for_each_value(arg, [&](int value) { reads = reads || value == now; });
     if (differentiable && reads) return true;
@@ -55,9 +55,10 @@ void Session::assign_data(const at::Tensor& tensor, const at::Tensor& value) {
       recorder.refuse(assigned + name + " a tensor of another shape, dtype, device or layout",
                       "keep these, as copy_() does");
     }
-    const auto shared = std::ranges::find_if(recorder.attributes,
-                                             [&](const Attr& attr) { return share_memory(attr.tensor, value); });
-    const bool of_input = std::ranges::any_of(recorder.fed, [&](const at::Tensor& x) { return share_memory(x, value); });
+    const auto shared =
+        std::ranges::find_if(recorder.attributes, [&](const Attr& attr) { return share_memory(attr.tensor, value); });
+    const bool of_input =
+        std::ranges::any_of(recorder.fed, [&](const at::Tensor& x) { return share_memory(x, value); });
     if (shared != recorder.attributes.end() || of_input) {
       recorder.refuse(assigned + name + " the memory of " + (of_input ? "an input" : "'" + shared->name + "'") +
                           ", which both would share from then on",

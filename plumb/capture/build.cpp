@@ -136,9 +136,9 @@ class Builder {
     }
   }
 
-  // The model reads the old contents, and autograd may have saved them: they are read from a copy. The buffer is written
-  // as soon as the new contents are there, or at the very end if they may share its memory: a model is cut between
-  // layers, and what reads and writes one memory stays together.
+  // The model reads the old contents, and autograd may have saved them: they are read from a copy. The buffer is
+  // written as soon as the new contents are there, or at the very end if they may share its memory: a model is cut
+  // between layers, and what reads and writes one memory stays together.
   void write_backs() {
     if (recorder_.write_backs.empty()) return;
     const State state = [&] {

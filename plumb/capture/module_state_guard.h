@@ -27,8 +27,8 @@ class ModuleStateGuard {
   void watch(int index, const at::Tensor& tensor);
   // Before this tensor's memory is written: keeps the contents of watched tensors in the same storage.
   void before_write(const at::Tensor& tensor);
-  // The first tensor, by number, that has other memory than at first and was not written, or -1. Such tensors get theirs
-  // back.
+  // The first tensor, by number, that has other memory than at first and was not written, or -1. Such tensors get
+  // theirs back.
   int find_moved();
   // Whether before_write() met the storage of tensor number `index`.
   bool was_written(int index) const { return contents_.count(index) != 0; }
@@ -46,8 +46,8 @@ class ModuleStateGuard {
     at::Tensor contents;  // undefined if they were not written
   };
   std::unordered_map<const void*, std::vector<Watched>> by_storage_;
-  std::map<int, Kept> contents_;                               // by index
-  std::vector<std::pair<at::Tensor, at::Tensor>> grads_;       // a parameter, its gradient before
+  std::map<int, Kept> contents_;                          // by index
+  std::vector<std::pair<at::Tensor, at::Tensor>> grads_;  // a parameter, its gradient before
   std::vector<std::pair<at::Generator, at::Tensor>> generators_;
 };
 

@@ -341,9 +341,10 @@ void Session::write_back(int attribute, const at::Tensor& value, const std::stri
   c10::impl::ExcludeDispatchKeyGuard below(kKey);
   const Attr& attr = recorder.attributes[static_cast<size_t>(attribute)];
   if (value.sizes() != attr.tensor.sizes() || value.scalar_type() != attr.tensor.scalar_type()) {
-    recorder.refuse("the " + what + " is re-assigned in the forward with another shape or dtype",
-                    "if the first call gives it its shape, run the model once before; else keep its shape and dtype, or "
-                    "pass the state in and out of the forward");
+    recorder.refuse(
+        "the " + what + " is re-assigned in the forward with another shape or dtype",
+        "if the first call gives it its shape, run the model once before; else keep its shape and dtype, or "
+        "pass the state in and out of the forward");
   }
   recorder.write_backs.emplace_back(attribute, recorder.look_up(value, "the " + what));
   recorder.note(what + " is re-assigned in the forward: the graph writes it");

@@ -38,8 +38,8 @@ class Session {
   void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
   // Writes `value` into the buffer at the end of the graph (a buffer that the model re-assigned); `what` names it.
   void write_back(int attribute, const at::Tensor& value, const std::string& what);
-  // The program assigns `value` to `tensor.data`: recorded as a copy into the tensor's memory. Refuses an assignment that
-  // is no such copy.
+  // The program assigns `value` to `tensor.data`: recorded as a copy into the tensor's memory. Refuses an assignment
+  // that is no such copy.
   void assign_data(const at::Tensor& tensor, const at::Tensor& value);
   // Refuses a forward that has given a tensor of the module other memory unseen.
   void refuse_other_memory();

@@ -44,7 +44,7 @@ int ValueTable::find_object(const at::Tensor& tensor) const {
   return it == by_object_.end() ? -1 : living(it->second.value, &RecordedValue::object_before);
 }
 
-int ValueTable::living(int value, int RecordedValue::* before) const {
+int ValueTable::living(int value, int RecordedValue::*before) const {
   while (value >= 0 && (*this)[value].dead) value = (*this)[value].*before;
   return value;
 }

@@ -56,7 +56,7 @@ class ValueTable {
   using MemoryEntry = Entry<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 
   // The value, or the first living one in the chain of those before it; -1 if there is none.
-  int living(int value, int RecordedValue::* before) const;
+  int living(int value, int RecordedValue::*before) const;
   static std::optional<Memory> memory_of(const at::Tensor& tensor);
 
   std::vector<RecordedValue> values_;

@@ -15,7 +15,8 @@ AddCommand add_import, add_show, add_opt, add_run, add_plan, add_train, add_scal
 
 // Throws UsageError with the command that was meant, as far as can be told.
 CLI::App& command_named(CLI::App& app, const std::string& name);
-// What is wrong with the first option that the command did not know, and the one that was meant; empty if there is none.
+// What is wrong with the first option that the command did not know, and the one that was meant; empty if there is
+// none.
 std::string unknown_option(const CLI::App& command);
 
 // Ends the command with this code; what failed has been said.

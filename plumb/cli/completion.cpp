@@ -85,7 +85,8 @@ size_t distance(const std::string& a, const std::string& b) {
         continue;
       }
       d[i][k] = std::min({d[i - 1][k] + 1, d[i][k - 1] + 1, d[i - 1][k - 1] + (a[i - 1] != b[k - 1])});
-      if (i > 1 && k > 1 && a[i - 1] == b[k - 2] && a[i - 2] == b[k - 1]) d[i][k] = std::min(d[i][k], d[i - 2][k - 2] + 1);
+      if (i > 1 && k > 1 && a[i - 1] == b[k - 2] && a[i - 2] == b[k - 1])
+        d[i][k] = std::min(d[i][k], d[i - 2][k - 2] + 1);
     }
   }
   return d[a.size()][b.size()];
@@ -129,11 +130,12 @@ std::string bash(const CLI::App& app, const Apps& commands) {
          "  done\n"
          "  COMPREPLY=()\n"
          "  case \"$command $prev\" in\n" +
-         values +
-         "    \"help help\") words=\"" + names.substr(1) + "\" ;;\n"
+         values + "    \"help help\") words=\"" + names.substr(1) +
+         "\" ;;\n"
          "    \"completion completion\") words=\"bash zsh fish\" ;;\n"
          "    *) [[ -z $command || $cur == -* ]] && case \"$command\" in\n"
-         "    \"\") words=\"" + names.substr(1) + " " + names_of(app) + "\" ;;\n" + words +
+         "    \"\") words=\"" +
+         names.substr(1) + " " + names_of(app) + "\" ;;\n" + words +
          "    esac ;;\n"
          "  esac\n"
          "  [[ -z $words ]] || COMPREPLY=($(compgen -W \"$words\" -- \"$cur\"))\n"
@@ -146,8 +148,10 @@ std::string zsh(const CLI::App& app, const Apps& commands) {
     std::string out;
     for (const Choice& choice : options_of(of)) {
       for (const std::string& name : choice.names) {
-        out += " \\\n        '" + std::string(choice.often ? "*" : "") + name + "[" + quoted(choice.help, "[]:\\") + "]";
-        if (choice.takes_value) out += choice.values.empty() ? ":value:_files" : ":value:(" + joined(choice.values) + ")";
+        out +=
+            " \\\n        '" + std::string(choice.often ? "*" : "") + name + "[" + quoted(choice.help, "[]:\\") + "]";
+        if (choice.takes_value)
+          out += choice.values.empty() ? ":value:_files" : ":value:(" + joined(choice.values) + ")";
         out += "'";
       }
     }
@@ -158,21 +162,27 @@ std::string zsh(const CLI::App& app, const Apps& commands) {
     const std::string name = command->get_name();
     names += " " + name;
     list += "    '" + name + ":" + quoted(first_sentence(command->get_description()), ":\\") + "'\n";
-    if (name != "help") cases += "      " + name + ") _arguments" + arguments(*command) + " \\\n        '*:file:_files' ;;\n";
+    if (name != "help")
+      cases += "      " + name + ") _arguments" + arguments(*command) + " \\\n        '*:file:_files' ;;\n";
   }
   return "#compdef plumb\n"
          "# zsh completion of plumb: source <(plumb completion zsh)\n"
          "_plumb() {\n"
          "  local -a commands\n"
-         "  commands=(\n" + list + "  )\n"
+         "  commands=(\n" +
+         list +
+         "  )\n"
          "  if (( CURRENT == 2 )); then\n"
          "    _describe command commands\n"
-         "    _arguments" + arguments(app) + "\n"
+         "    _arguments" +
+         arguments(app) +
+         "\n"
          "  else\n"
          "    shift words\n"
          "    (( CURRENT-- ))\n"
          "    case $words[1] in\n"
-         "      help) _arguments '1:command:(" + names.substr(1) + ")' ;;\n" + cases +
+         "      help) _arguments '1:command:(" +
+         names.substr(1) + ")' ;;\n" + cases +
          "    esac\n"
          "  fi\n"
          "}\n"
@@ -205,7 +215,8 @@ std::string fish(const CLI::App& app, const Apps& commands) {
 }  // namespace
 
 void add_completion(CLI::App& app) {
-  CLI::App* sub = app.add_subcommand("completion", "Prints what a shell needs to complete plumb's commands and options");
+  CLI::App* sub =
+      app.add_subcommand("completion", "Prints what a shell needs to complete plumb's commands and options");
   const auto shell = std::make_shared<std::string>();
   sub->add_option("SHELL", *shell, "bash, zsh or fish")->required()->check(CLI::IsMember({"bash", "zsh", "fish"}));
   sub->footer(
@@ -246,7 +257,8 @@ std::string unknown_option(const CLI::App& command) {
     if (!word.starts_with("-") || word.size() < 2) continue;
     const std::string name = word.substr(0, word.find('='));
     std::vector<std::string> names;
-    for (const Choice& choice : options_of(command)) names.insert(names.end(), choice.names.begin(), choice.names.end());
+    for (const Choice& choice : options_of(command))
+      names.insert(names.end(), choice.names.begin(), choice.names.end());
     const std::string like = nearest_name(name, names), help = "plumb " + command.get_name() + " --help";
     return command.get_name() + " has no option " + name + "\n  try: " + (like.empty() ? "" : like + ", or ") + help;
   }

@@ -127,7 +127,8 @@ TEST_F(Options, HelpOfACommandIsItsHelp) {
 TEST_F(Options, SaysWhichCommandOrOptionWasMeant) {
   wrong("trian lm.pt2", "no command 'trian'\n  try: plumb train, or plumb --help");
   wrong("xyzzy", "no command 'xyzzy'\n  try: plumb --help");
-  wrong("train lm.pt2 --data tokens.bin --stpes 3", "train has no option --stpes\n  try: --steps, or plumb train --help");
+  wrong("train lm.pt2 --data tokens.bin --stpes 3",
+        "train has no option --stpes\n  try: --steps, or plumb train --help");
   wrong("train lm.pt2 --micro=3", "train has no option --micro\n  try: --microbatches, or plumb train --help");
   wrong("show lm.pt2 --xyzzy", "show has no option --xyzzy\n  try: plumb show --help");
 }
@@ -140,15 +141,17 @@ TEST_F(Options, ShellsCompleteEveryCommandAndOption) {
   }
   ASSERT_GT(commands.size(), 11u);
   for (const char* shell_name : {"bash", "zsh", "fish"}) {
-    const Ended script = plumb(std::string("completion ") + shell_name + " > completion." + shell_name + "; cat completion." + shell_name);
+    const Ended script = plumb(std::string("completion ") + shell_name + " > completion." + shell_name +
+                               "; cat completion." + shell_name);
     ASSERT_EQ(script.code, 0) << script.err;
     for (const std::string& command : commands) {
       EXPECT_NE(script.out.find(command), std::string::npos);
       for (const std::string& option : options_of(plumb(command + " --help").out)) {
         const std::string bare = option.substr(option.find_first_not_of('-'));
-        const bool found = std::string(shell_name) == "fish"
-                               ? script.out.find((option.starts_with("--") ? " -l " : " -s ") + bare) != std::string::npos
-                               : script.out.find(option) != std::string::npos;
+        const bool found =
+            std::string(shell_name) == "fish"
+                ? script.out.find((option.starts_with("--") ? " -l " : " -s ") + bare) != std::string::npos
+                : script.out.find(option) != std::string::npos;
         EXPECT_TRUE(found) << shell_name << ": " << command << " " << option;
       }
     }

@@ -40,8 +40,8 @@ void expect_close(double got, double expected, const char* name) {
 void expect_torch(const TensorMetrics& m, const at::Tensor& x) {
   at::Tensor wide = x.to(at::kDouble);
   expect_close(m.mean_abs, wide.abs().mean().item<double>(), "mean_abs");
-  // A mean near zero is a difference of large sums: its error is relative to what was summed. A lane adds 64 floats, each
-  // to half a last bit.
+  // A mean near zero is a difference of large sums: its error is relative to what was summed. A lane adds 64 floats,
+  // each to half a last bit.
   double mean = wide.mean().abs().item<double>();
   if (std::isfinite(mean))
     EXPECT_NEAR(m.abs_mean, mean, 64 * 0x1p-24 * wide.abs().mean().item<double>());

@@ -68,8 +68,8 @@ struct SplitOptions {
 
 // Leaves the module as it is. The stages share its tensors, but for copies of replicated parameters.
 // Cuts before the first or after the last operator and cuts next to each other make no empty stages.
-// Throws Error(UnknownName) for module and parameter names, Error(Partition) for a policy that sends values back and for
-// memory conflicts, Error(StructureMismatch) for a loss spec that fits no output.
+// Throws Error(UnknownName) for module and parameter names, Error(Partition) for a policy that sends values back and
+// for memory conflicts, Error(StructureMismatch) for a loss spec that fits no output.
 std::shared_ptr<Pipe> pipeline(const GraphModule& module, const SplitOptions& options = {});
 
 // The flat output that a loss spec marks. Throws Error(StructureMismatch) if the structures differ or none is marked.

@@ -274,7 +274,8 @@ void expect_holds(const Call& call, const std::set<std::string>& scaled, const s
     const at::Tensor a = wanted[i].toTensor(), b = got[i].toTensor();
     std::string names;
     for (const std::string& name : scaled) names += name + " ";
-    EXPECT_TRUE(a.sizes() == b.sizes() && at::allclose(a.to(at::kComplexDouble), b.to(at::kComplexDouble), 1e-4, 1e-9, /*equal_nan=*/true))
+    EXPECT_TRUE(a.sizes() == b.sizes() &&
+                at::allclose(a.to(at::kComplexDouble), b.to(at::kComplexDouble), 1e-4, 1e-9, /*equal_nan=*/true))
         << call.text << " with 4 times " << names << "\n"
         << to_string(folded->graph());
   }

@@ -217,8 +217,7 @@ LogFactor FoldEquations::relate_call(Node* node, const FactorRelation& relation)
   if (operands.empty() || relation.rule == FactorRule::Ignores) return {};
   const LogFactor first = factor(node->input(operands[0]));
   const std::optional<Epsilon> epsilon = epsilon_of(node);
-  if (epsilon && relation.rule != FactorRule::Fixed)
-    epsilons_.push_back({node, node->input(operands[0]), *epsilon});
+  if (epsilon && relation.rule != FactorRule::Fixed) epsilons_.push_back({node, node->input(operands[0]), *epsilon});
   switch (relation.rule) {
     case FactorRule::Fixed: return keep_all(node, relation.inner), LogFactor();
     case FactorRule::Ignores: return {};

@@ -126,8 +126,7 @@ std::unordered_map<const Node*, std::string> computed_from_parameters(const Grap
     }
     for (const Value* value : node->inputs()) {
       if (from_input.count(value->producer())) from_input.insert(node);
-      if (auto it = tensor_of.find(value->producer()); it != tensor_of.end())
-        tensor_of.emplace(node, it->second);
+      if (auto it = tensor_of.find(value->producer()); it != tensor_of.end()) tensor_of.emplace(node, it->second);
     }
     if (from_input.count(node)) {
       tensor_of.erase(node);

@@ -226,12 +226,13 @@ class UnitScaler {
     const bool custom = name == "plumb::python_function";
     if (!custom && (name.starts_with("plumb::") || is_passthrough(node) || node->result_aliases_input())) return;
     if (!differentiable_.count(node) || !may_be_float(node->result(), module_.state())) return;
-    report_.add(ReportKind::LeftAlone, node, node->target(), "",
-                custom ? "a custom autograd function: it computes what it did"
-                : is_norm_spelled_out(node)
-                    ? "a norm in a form that has no unit-scaled equivalent (over other than the last dimensions, or with "
-                      "parts that are used elsewhere)"
-                    : "no unit-scaled equivalent");
+    report_.add(
+        ReportKind::LeftAlone, node, node->target(), "",
+        custom ? "a custom autograd function: it computes what it did"
+        : is_norm_spelled_out(node)
+            ? "a norm in a form that has no unit-scaled equivalent (over other than the last dimensions, or with "
+              "parts that are used elsewhere)"
+            : "no unit-scaled equivalent");
   }
 
   // One line where many operators that stayed what they are come after each other with no norm in between.

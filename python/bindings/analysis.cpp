@@ -85,25 +85,33 @@ struct PythonRecorder {
 
 Register analysis_part([](py::module_& m) {
   py::class_<RecordRules>(m, "RecordRules")
-      .def_static("load", [](const std::string& path) { return RecordRules::load(path); }, py::arg("path"))
+      .def_static(
+          "load", [](const std::string& path) { return RecordRules::load(path); }, py::arg("path"))
       .def_static("everything", &RecordRules::everything, py::arg("every"))
       .def_readonly("text", &RecordRules::text);
   py::class_<PythonRecorder>(m, "Recorder")
       .def(py::init([](const RecordRules& rules, const std::string& path, bool append, bool part) {
-        const RecorderOptions options{.append = append, .part = part};
-        return std::make_unique<PythonRecorder>(std::make_unique<Recorder>(rules, path, options));
-      }), py::arg("rules"), py::arg("path"), py::arg("append"), py::arg("part"))
-      .def("attach",
-           [](PythonRecorder& r, GraphModule& module, int64_t stage) {
-             if (r.open) r.open->attach(module, stage);
-           }, py::arg("module"), py::arg("stage"))
-      .def("step", [](PythonRecorder& r, const Recorder::Scalars& scalars) { return r.get().step(scalars); }, py::arg("scalars"))
+             const RecorderOptions options{.append = append, .part = part};
+             return std::make_unique<PythonRecorder>(std::make_unique<Recorder>(rules, path, options));
+           }),
+           py::arg("rules"), py::arg("path"), py::arg("append"), py::arg("part"))
+      .def(
+          "attach",
+          [](PythonRecorder& r, GraphModule& module, int64_t stage) {
+            if (r.open) r.open->attach(module, stage);
+          },
+          py::arg("module"), py::arg("stage"))
+      .def(
+          "step", [](PythonRecorder& r, const Recorder::Scalars& scalars) { return r.get().step(scalars); },
+          py::arg("scalars"))
       .def("written", [](PythonRecorder& r) { return r.get().written(); })
       .def("current_step", [](PythonRecorder& r) { return r.get().current_step(); })
-      .def("set_enabled",
-           [](PythonRecorder& r, bool enabled) {
-             if (r.open) r.open->set_enabled(enabled);
-           }, py::arg("enabled"))
+      .def(
+          "set_enabled",
+          [](PythonRecorder& r, bool enabled) {
+            if (r.open) r.open->set_enabled(enabled);
+          },
+          py::arg("enabled"))
       .def("enabled", [](PythonRecorder& r) { return r.open && r.open->enabled(); })
       .def("close", [](PythonRecorder& r) { r.open.reset(); });
   py::class_<EventFile>(m, "EventFile")

@@ -186,7 +186,8 @@ struct PythonControlValueLog : Entered<ControlValueLog> {
 };
 
 Register capture_part([](py::module_& m) {
-  m.def("capture", &capture_python, py::arg("forward"), py::arg("verify"), py::arg("describe"), py::arg("guard_values"), py::arg("control_values"));
+  m.def("capture", &capture_python, py::arg("forward"), py::arg("verify"), py::arg("describe"), py::arg("guard_values"),
+        py::arg("control_values"));
   m.def("run_recorded", &run_recorded, FreeGil(), py::arg("module"), py::arg("inputs"));
   using Pause = Entered<PausedCapture>;
   py::class_<Pause>(m, "PausedCapture")
@@ -203,10 +204,13 @@ Register capture_part([](py::module_& m) {
   m.def("size_depends_on_values", &size_depends_on_values, py::arg("tensor"));
   m.def("guard_size", &guard_size_read, py::arg("tensor"), py::arg("exact"));
   m.def("requires_grad_as_given", &requires_grad_as_given, py::arg("tensor"), py::arg("guarded"));
-  m.def("guard_values", [](const at::Tensor& tensor) -> std::optional<at::Tensor> {
-    at::Tensor copy = guard_values_read(tensor);
-    return copy.defined() ? std::optional(copy) : std::nullopt;
-  }, py::arg("tensor"));
+  m.def(
+      "guard_values",
+      [](const at::Tensor& tensor) -> std::optional<at::Tensor> {
+        at::Tensor copy = guard_values_read(tensor);
+        return copy.defined() ? std::optional(copy) : std::nullopt;
+      },
+      py::arg("tensor"));
   py::class_<PythonControlValueLog>(m, "ControlValueLog")
       .def(py::init<>())
       .def("__enter__", &PythonControlValueLog::enter)
@@ -227,12 +231,15 @@ Register capture_part([](py::module_& m) {
       "changes nothing. Of the thread that enters it.")
       .def(py::init<>())
       .def("__enter__", &Checks::enter)
-      .def("__exit__", [](Checks& checks, const py::object& type, const py::object&, const py::object&) {
-        const auto scope = std::move(checks.scope);
-        if (!scope || !type.is_none()) return;
-        py::gil_scoped_release release;
-        scope->raise();
-      }, py::arg("type"), py::arg("error"), py::arg("traceback"));
+      .def(
+          "__exit__",
+          [](Checks& checks, const py::object& type, const py::object&, const py::object&) {
+            const auto scope = std::move(checks.scope);
+            if (!scope || !type.is_none()) return;
+            py::gil_scoped_release release;
+            scope->raise();
+          },
+          py::arg("type"), py::arg("error"), py::arg("traceback"));
   m.def("register_opaque", &register_python, py::arg("function"), py::arg("name"));
 });
 

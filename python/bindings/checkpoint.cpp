@@ -23,10 +23,13 @@ Register checkpoint_part([](py::module_& m) {
   py::class_<CheckpointWriter>(m, "CheckpointWriter")
       .def(py::init([](const std::string& folder, int rank, int world, const std::string& run_id, int keep_last,
                        int64_t keep_every, bool background, double timeout) {
-        return std::make_unique<CheckpointWriter>(folder, rank, world, run_id,
-                                                  CheckpointOptions{keep_last, keep_every, background, timeout});
-      }), py::arg("folder"), py::arg("rank"), py::arg("world"), py::arg("run_id"), py::arg("keep_last"), py::arg("keep_every"), py::arg("background"), py::arg("timeout"))
-      .def("save", &save_checkpoint, FreeGil(), py::arg("step"), py::arg("model"), py::arg("optimizer"), py::arg("state"))
+             return std::make_unique<CheckpointWriter>(folder, rank, world, run_id,
+                                                       CheckpointOptions{keep_last, keep_every, background, timeout});
+           }),
+           py::arg("folder"), py::arg("rank"), py::arg("world"), py::arg("run_id"), py::arg("keep_last"),
+           py::arg("keep_every"), py::arg("background"), py::arg("timeout"))
+      .def("save", &save_checkpoint, FreeGil(), py::arg("step"), py::arg("model"), py::arg("optimizer"),
+           py::arg("state"))
       .def("wait", &CheckpointWriter::wait, FreeGil())
       .def("problem", &CheckpointWriter::problem)
       .def("take_reports", [](CheckpointWriter& writer) {
@@ -34,11 +37,12 @@ Register checkpoint_part([](py::module_& m) {
         for (const CheckpointReport& report : writer.take_reports()) reports.append(report_dict(report));
         return reports;
       });
-  py::class_<Checkpoint>(m, "Checkpoint",
-                         "A checkpoint's folder: names, tensors and state of a step. Tensors are read when they are asked "
-                         "for. ``step``, ``folder``, ``names()`` of the model's tensors, ``optimizer_names()``, ``ties()``, "
-                         "``has(name)``, ``read(name)``, ``load(pairs)`` into tensors that are there, ``verify()`` of all "
-                         "checksums.")
+  py::class_<Checkpoint>(
+      m, "Checkpoint",
+      "A checkpoint's folder: names, tensors and state of a step. Tensors are read when they are asked "
+      "for. ``step``, ``folder``, ``names()`` of the model's tensors, ``optimizer_names()``, ``ties()``, "
+      "``has(name)``, ``read(name)``, ``load(pairs)`` into tensors that are there, ``verify()`` of all "
+      "checksums.")
       .def("__repr__",
            [](const Checkpoint& c) {
              return c10::str("<Checkpoint of step ", c.step(), ": ", c.names().size(), " tensors, ",
@@ -65,9 +69,12 @@ Register checkpoint_part([](py::module_& m) {
       .def("names", &Checkpoint::names)
       .def("optimizer_names", &Checkpoint::optimizer_names)
       .def("ties", [](const Checkpoint& c) { return c.contents().ties; })
-      .def("has", [](const Checkpoint& c, const std::string& name) { return c.find(name) != nullptr; }, py::arg("name"))
-      .def("has_optimizer",
-           [](const Checkpoint& c, const std::string& name) { return c.find_optimizer(name) != nullptr; }, py::arg("name"))
+      .def(
+          "has", [](const Checkpoint& c, const std::string& name) { return c.find(name) != nullptr; }, py::arg("name"))
+      .def(
+          "has_optimizer",
+          [](const Checkpoint& c, const std::string& name) { return c.find_optimizer(name) != nullptr; },
+          py::arg("name"))
       .def("read", &Checkpoint::read, FreeGil(), py::arg("name"))
       .def("read_optimizer", &Checkpoint::read_optimizer, FreeGil(), py::arg("name"))
       .def("load", &Checkpoint::load, FreeGil(), py::arg("tensors"))

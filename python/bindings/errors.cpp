@@ -35,10 +35,13 @@ Register errors_part([](py::module_& m) {
   PLUMB_ERROR_KINDS(PLUMB_ERROR_KIND)
 #undef PLUMB_ERROR_KIND
   m.def("error_text", &Error::text, py::arg("message"), py::arg("where"), py::arg("remedy"));
-  m.def("set_error_class", [module = py::handle(m)](py::object type) {
-    module.attr("Error") = type;
-    error_class() = std::move(type);
-  }, py::arg("cls"));
+  m.def(
+      "set_error_class",
+      [module = py::handle(m)](py::object type) {
+        module.attr("Error") = type;
+        error_class() = std::move(type);
+      },
+      py::arg("cls"));
   py::register_exception_translator(&translate);
 });
 

@@ -86,7 +86,8 @@ Register exported_part([](py::module_& m) {
       .def_property_readonly("sample_inputs", [](const ExportedProgram& p) { return py::bytes(p.sample_inputs); })
       .def(py::pickle(&to_tuple, &from_tuple));
   m.def("load_pt2", &load, py::arg("path"), py::arg("device"), FreeGil());
-  m.def("save_pt2", &save, FreeGil(), py::arg("module"), py::arg("program"), py::arg("inputs"), py::arg("outputs"), py::arg("unit_scaled_layers"), py::arg("path"));
+  m.def("save_pt2", &save, FreeGil(), py::arg("module"), py::arg("program"), py::arg("inputs"), py::arg("outputs"),
+        py::arg("unit_scaled_layers"), py::arg("path"));
 });
 
 }  // namespace

@@ -19,9 +19,12 @@ py::dict facts(const FPFormat& f) {
 
 Register formats_part([](py::module_& m) {
   m.def("parse_format", [](const std::string& text) { return facts(FPFormat::parse(text)); }, py::arg("text"));
-  m.def("plain_format", [](int exponent_bits, int mantissa_bits, const std::string& rounding, int srbits) {
-    return facts(FPFormat(exponent_bits, mantissa_bits, rounding, srbits));
-  }, py::arg("exponent_bits"), py::arg("mantissa_bits"), py::arg("rounding"), py::arg("srbits"));
+  m.def(
+      "plain_format",
+      [](int exponent_bits, int mantissa_bits, const std::string& rounding, int srbits) {
+        return facts(FPFormat(exponent_bits, mantissa_bits, rounding, srbits));
+      },
+      py::arg("exponent_bits"), py::arg("mantissa_bits"), py::arg("rounding"), py::arg("srbits"));
   m.def("standard_format_names", &standard_format_names);
   m.def(
       "noted_cuda_kernels",

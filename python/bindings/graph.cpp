@@ -125,20 +125,26 @@ void bind_graph(py::module_& m) {
   m.def("depends_on_mode", &depends_on_mode, py::arg("graph"), py::arg("training"));
   m.def("summary", [](const Graph& g) { return summary(g); }, py::arg("graph"));
   // The row of an operator, as far as Python asks; None without one.
-  m.def("operator_facts", [](const std::string& name) -> py::object {
-    const OperatorFacts* facts = find_operator_facts(name);
-    if (!facts) return py::none();
-    return py::dict("refused"_a = facts->refused, "sizes_from_values"_a = facts->data_sizes == DataSizes::Always);
-  }, py::arg("name"));
+  m.def(
+      "operator_facts",
+      [](const std::string& name) -> py::object {
+        const OperatorFacts* facts = find_operator_facts(name);
+        if (!facts) return py::none();
+        return py::dict("refused"_a = facts->refused, "sizes_from_values"_a = facts->data_sizes == DataSizes::Always);
+      },
+      py::arg("name"));
   m.def("operator_table", [] {
     std::vector<std::string> names;
     for (const OperatorFacts* facts : operator_table()) names.emplace_back(facts->name);
     return names;
   });
-  m.def("refused_in_files", [](const std::string& name) -> std::optional<std::string> {
-    auto refusal = refused_in_files(name);
-    return refusal ? std::optional(refusal->message) : std::nullopt;
-  }, py::arg("name"));
+  m.def(
+      "refused_in_files",
+      [](const std::string& name) -> std::optional<std::string> {
+        auto refusal = refused_in_files(name);
+        return refusal ? std::optional(refusal->message) : std::nullopt;
+      },
+      py::arg("name"));
 }
 
 std::shared_ptr<GraphModule> make_module(const std::string& text, const std::vector<StateEntry>& state,

@@ -76,8 +76,7 @@ bool is_as_expected(PyObject* entry) {
     case Kind::Item:
       if (PyDict_GetItemWithError(holder, key) != expected) return false;
       break;
-    case Kind::Missing:
-      return PyDict_GetItemWithError(holder, key) == nullptr;
+    case Kind::Missing: return PyDict_GetItemWithError(holder, key) == nullptr;
     case Kind::Attribute: {
       PyObject* found = PyObject_GetAttr(holder, key);
       if (found == nullptr) return false;
@@ -89,8 +88,7 @@ bool is_as_expected(PyObject* entry) {
       PyObject* found = PyDict_GetItemWithError(holder, key);
       return found != nullptr && is_like(found, expected);
     }
-    case Kind::Type:
-      return reinterpret_cast<PyObject*>(Py_TYPE(holder)) == expected;
+    case Kind::Type: return reinterpret_cast<PyObject*>(Py_TYPE(holder)) == expected;
     case Kind::Cell:
       if (PyCell_GET(holder) != expected) return false;
       break;

@@ -119,7 +119,8 @@ void bind_pipe_table(py::module_& m) {
             }
             return ports;
           },
-          "name, where it comes from (stage -1: input `index` of the whole), meta, whether the stage writes it", py::arg("stage"))
+          "name, where it comes from (stage -1: input `index` of the whole), meta, whether the stage writes it",
+          py::arg("stage"))
       .def(
           "outputs",
           [](const PipeTable& t, size_t stage) {
@@ -171,7 +172,9 @@ void bind_pipe(py::module_& m) {
       .def("move_stage", &Pipe::move_stage, py::arg("index"), py::arg("device"))
       .def("print_readable", &Pipe::print_readable)
       .def("cost_report", [](const Pipe& p) { return describe_cut(p).report(); })
-      .def("serialize_stage", [](const Pipe& p, int index) { return py::bytes(serialize_stage(p, index)); }, py::arg("index"));
+      .def(
+          "serialize_stage", [](const Pipe& p, int index) { return py::bytes(serialize_stage(p, index)); },
+          py::arg("index"));
 }
 
 void bind_cuts(py::module_& m) {
@@ -186,14 +189,19 @@ void bind_cuts(py::module_& m) {
         py::arg("memory_limits") = std::vector<int64_t>{}, py::arg("bytes_per_parameter_byte") = 4.0);
   m.def("cuts_of_equal_size", &cuts_of_equal_size, py::arg("module"), py::arg("stages"));
   m.def("cuts_at_size", &cuts_at_size, py::arg("module"), py::arg("bytes"));
-  m.def("rewrite_devices",
-        [](GraphModule& module, const at::Device& device) { return rewrite_devices(module.graph(), device); }, py::arg("module"), py::arg("device"));
-  m.def("deserialize_stage", [](const std::string& bytes) {
-    StagePackage package = deserialize_stage(bytes);
-    return py::dict(
-        "index"_a = package.index, "engine"_a = package.module, "training"_a = package.module->is_training(),
-        "table"_a = std::make_shared<PipeTable>(std::move(package.table)), "input_names"_a = package.input_names);
-  }, py::arg("data"));
+  m.def(
+      "rewrite_devices",
+      [](GraphModule& module, const at::Device& device) { return rewrite_devices(module.graph(), device); },
+      py::arg("module"), py::arg("device"));
+  m.def(
+      "deserialize_stage",
+      [](const std::string& bytes) {
+        StagePackage package = deserialize_stage(bytes);
+        return py::dict(
+            "index"_a = package.index, "engine"_a = package.module, "training"_a = package.module->is_training(),
+            "table"_a = std::make_shared<PipeTable>(std::move(package.table)), "input_names"_a = package.input_names);
+      },
+      py::arg("data"));
 }
 
 Register partition_part([](py::module_& m) {

@@ -198,8 +198,9 @@ Register pipeline_part([](py::module_& m) {
   py::class_<StepDriver>(m, "StepDriver",
                          "The parts of actions: of the step that a pipeline runs, or of one stage by hand.")
       .def(py::init([](const PipelineLayout& layout, int index, const py::object& stage) {
-        return StepDriver(layout, index, std::make_shared<PyStage>(stage));
-      }), py::arg("layout"), py::arg("index"), py::arg("stage"))
+             return StepDriver(layout, index, std::make_shared<PyStage>(stage));
+           }),
+           py::arg("layout"), py::arg("index"), py::arg("stage"))
       .def("forward", &StepDriver::forward, py::arg("stage"), py::arg("microbatch"), FreeGil())
       .def(
           "backward",
@@ -208,9 +209,12 @@ Register pipeline_part([](py::module_& m) {
           },
           py::arg("kind"), py::arg("stage"), py::arg("microbatch"), py::arg("loss") = py::none(), FreeGil())
       .def("set_loss", &StepDriver::set_loss, py::arg("microbatch"), py::arg("loss"))
-      .def("take_outputs", &StepDriver::take_outputs, py::arg("stage"), py::arg("microbatch"), py::arg("source"), py::arg("outputs"), py::arg("sizes"))
-      .def("take_gradients", &StepDriver::take_gradients, py::arg("stage"), py::arg("microbatch"), py::arg("source"), py::arg("gradients"))
-      .def("take_model_inputs", &StepDriver::take_model_inputs, py::arg("stage"), py::arg("microbatch"), py::arg("inputs"))
+      .def("take_outputs", &StepDriver::take_outputs, py::arg("stage"), py::arg("microbatch"), py::arg("source"),
+           py::arg("outputs"), py::arg("sizes"))
+      .def("take_gradients", &StepDriver::take_gradients, py::arg("stage"), py::arg("microbatch"), py::arg("source"),
+           py::arg("gradients"))
+      .def("take_model_inputs", &StepDriver::take_model_inputs, py::arg("stage"), py::arg("microbatch"),
+           py::arg("inputs"))
       .def("input_gradients", &StepDriver::input_gradients, py::arg("stage"), py::arg("microbatch"), py::arg("to"));
   py::class_<Pipeline>(m, "Pipeline", "Runs a rank's part of a schedule over Python stages.")
       .def(py::init(&make_pipeline), py::arg("layout"), py::arg("schedule"), py::arg("stages"),
@@ -226,26 +230,35 @@ Register pipeline_part([](py::module_& m) {
           FreeGil(), py::arg("inputs"), py::arg("rows"), py::arg("train"))
       .def("driver", &Pipeline::driver, py::keep_alive<0, 1>())
       // {operator: (results, bytes)} of one microbatch.
-      .def("recomputed",
-           [](const Pipeline& pipeline, int stage) {
-             std::map<std::string, std::pair<int64_t, int64_t>> operators;
-             for (const auto& [name, entry] : pipeline.recomputed(stage).by_operator)
-               operators[name] = {entry.tensors, entry.bytes};
-             return operators;
-           }, py::arg("stage"))
+      .def(
+          "recomputed",
+          [](const Pipeline& pipeline, int stage) {
+            std::map<std::string, std::pair<int64_t, int64_t>> operators;
+            for (const auto& [name, entry] : pipeline.recomputed(stage).by_operator)
+              operators[name] = {entry.tensors, entry.bytes};
+            return operators;
+          },
+          py::arg("stage"))
       .def("gather_timeline", &gather_timeline, FreeGil());
   // What was recorded as a picture, and below it the table as simulated with costs in seconds, if there are any.
-  m.def("timeline_svg", [](const std::vector<Event>& events, const Schedule& schedule, const py::dict& costs) {
-    TimelineChart chart;
-    chart.title = schedule.name;
-    chart.runs.push_back(timeline_of(to_events(events)));
-    if (!costs.empty())
-      chart.runs.push_back(timeline_of(schedule, simulate_schedule(schedule, to_costs(costs)), "simulated", "s"));
-    return to_svg(chart);
-  }, py::arg("events"), py::arg("table"), py::arg("costs"));
-  m.def("timeline_trace",
-        [](const std::vector<Event>& events) { return to_trace({timeline_of(to_events(events), "step")}); }, py::arg("events"));
-  m.def("measured_bubble", [](const std::vector<Event>& events) { return measured_bubble(to_events(events)); }, py::arg("events"));
+  m.def(
+      "timeline_svg",
+      [](const std::vector<Event>& events, const Schedule& schedule, const py::dict& costs) {
+        TimelineChart chart;
+        chart.title = schedule.name;
+        chart.runs.push_back(timeline_of(to_events(events)));
+        if (!costs.empty())
+          chart.runs.push_back(timeline_of(schedule, simulate_schedule(schedule, to_costs(costs)), "simulated", "s"));
+        return to_svg(chart);
+      },
+      py::arg("events"), py::arg("table"), py::arg("costs"));
+  m.def(
+      "timeline_trace",
+      [](const std::vector<Event>& events) { return to_trace({timeline_of(to_events(events), "step")}); },
+      py::arg("events"));
+  m.def(
+      "measured_bubble", [](const std::vector<Event>& events) { return measured_bubble(to_events(events)); },
+      py::arg("events"));
 });
 
 }  // namespace

@@ -96,56 +96,75 @@ void bind_schedule_table(py::module_& m) {
             return check_schedule(s, {}, {.forward_only = forward_only, .blocking_receives = blocking_receives}).text();
           },
           py::arg("forward_only") = false, py::arg("blocking_receives") = true)
-      .def("simulate",
-           [](const Schedule& s, const py::dict& costs) { return to_dict(simulate_schedule(s, to_costs(costs))); }, py::arg("costs"))
+      .def(
+          "simulate",
+          [](const Schedule& s, const py::dict& costs) { return to_dict(simulate_schedule(s, to_costs(costs))); },
+          py::arg("costs"))
       // When every entry runs, beside the rows: (start, end).
-      .def("spans",
-           [](const Schedule& s, const py::dict& costs) {
-             std::vector<std::vector<std::pair<double, double>>> spans;
-             for (const auto& row : simulate_schedule(s, to_costs(costs)).spans) {
-               spans.emplace_back();
-               for (const Span& span : row) spans.back().emplace_back(span.start, span.end);
-             }
-             return spans;
-           }, py::arg("costs"))
-      .def("render_svg", [](const Schedule& s, const py::dict& costs) {
-        return to_svg(TimelineChart{s.name, {timeline_of(s, simulate_schedule(s, to_costs(costs)))}});
-      }, py::arg("costs"));
+      .def(
+          "spans",
+          [](const Schedule& s, const py::dict& costs) {
+            std::vector<std::vector<std::pair<double, double>>> spans;
+            for (const auto& row : simulate_schedule(s, to_costs(costs)).spans) {
+              spans.emplace_back();
+              for (const Span& span : row) spans.back().emplace_back(span.start, span.end);
+            }
+            return spans;
+          },
+          py::arg("costs"))
+      .def(
+          "render_svg",
+          [](const Schedule& s, const py::dict& costs) {
+            return to_svg(TimelineChart{s.name, {timeline_of(s, simulate_schedule(s, to_costs(costs)))}});
+          },
+          py::arg("costs"));
 }
 
 Register schedule_part([](py::module_& m) {
   bind_schedule_table(m);
-  m.def("parse_action", [](const std::string& text) {
-    const Action action = parse_action(text);
-    if (to_string(action).find_first_of("<>") != std::string::npos) {
-      throw Error(ErrorKind::InvalidArgument, "'" + text + "' is a message to a stage that is no neighbour", "",
-                  "leave messages out of the table; the run adds them");
-    }
-    return to_tuple(action);
-  }, py::arg("text"));
+  m.def(
+      "parse_action",
+      [](const std::string& text) {
+        const Action action = parse_action(text);
+        if (to_string(action).find_first_of("<>") != std::string::npos) {
+          throw Error(ErrorKind::InvalidArgument, "'" + text + "' is a message to a stage that is no neighbour", "",
+                      "leave messages out of the table; the run adds them");
+        }
+        return to_tuple(action);
+      },
+      py::arg("text"));
   m.def("schedule_names", &schedule_names);
   m.def("make_schedule", &make_schedule, py::arg("name"), py::arg("num_ranks"), py::arg("num_microbatches"),
         py::arg("stages_per_rank") = 0);
-  m.def("schedule_traits", [](const std::string& name) {
-    const auto& t = schedule_traits(name);
-    return py::dict("name"_a = t.name, "summary"_a = t.summary, "v_shape"_a = t.v_shape,
-                    "bidirectional"_a = t.bidirectional, "min_stages_per_rank"_a = t.min_stages_per_rank,
-                    "max_stages_per_rank"_a = t.max_stages_per_rank, "splits_backward"_a = t.splits_backward);
-  }, py::arg("name"));
+  m.def(
+      "schedule_traits",
+      [](const std::string& name) {
+        const auto& t = schedule_traits(name);
+        return py::dict("name"_a = t.name, "summary"_a = t.summary, "v_shape"_a = t.v_shape,
+                        "bidirectional"_a = t.bidirectional, "min_stages_per_rank"_a = t.min_stages_per_rank,
+                        "max_stages_per_rank"_a = t.max_stages_per_rank, "splits_backward"_a = t.splits_backward);
+      },
+      py::arg("name"));
   m.def("schedule_from_rows", &from_rows, py::arg("name"), py::arg("rows"), py::arg("num_microbatches") = 0,
         py::arg("ranks") = std::vector<int>());
   m.def("parse_schedule_csv", &parse_csv, py::arg("text"), py::arg("where") = "");
-  m.def("with_surroundings", [](const py::sequence& row, int max_unsharded, bool reduce_grad) {
-    return to_list(with_surroundings(to_row(row), {.reduce_grad = reduce_grad, .max_unsharded = max_unsharded}));
-  }, py::arg("row"), py::arg("max_unsharded"), py::arg("reduce_grad"));
-  m.def("search_schedule", [](int ranks, int microbatches, const py::dict& costs, double memory_limit, double effort) {
-    SearchOptions options;
-    if (memory_limit > 0) options.memory_limit = memory_limit;
-    if (effort > 0) options.effort = effort;
-    const auto given = to_costs(costs);
-    py::gil_scoped_release free;
-    return search_schedule(ranks, microbatches, given, options).schedule;
-  }, py::arg("ranks"), py::arg("microbatches"), py::arg("costs"), py::arg("memory_limit"), py::arg("effort"));
+  m.def(
+      "with_surroundings",
+      [](const py::sequence& row, int max_unsharded, bool reduce_grad) {
+        return to_list(with_surroundings(to_row(row), {.reduce_grad = reduce_grad, .max_unsharded = max_unsharded}));
+      },
+      py::arg("row"), py::arg("max_unsharded"), py::arg("reduce_grad"));
+  m.def(
+      "search_schedule",
+      [](int ranks, int microbatches, const py::dict& costs, double memory_limit, double effort) {
+        SearchOptions options;
+        if (memory_limit > 0) options.memory_limit = memory_limit;
+        if (effort > 0) options.effort = effort;
+        const auto given = to_costs(costs);
+        py::gil_scoped_release free;
+        return search_schedule(ranks, microbatches, given, options).schedule;
+      },
+      py::arg("ranks"), py::arg("microbatches"), py::arg("costs"), py::arg("memory_limit"), py::arg("effort"));
 });
 
 }  // namespace

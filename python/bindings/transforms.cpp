@@ -138,25 +138,29 @@ void bind_parameter_scaling(py::module_& m) {
   using Proposal = std::tuple<std::vector<std::string>, at::Tensor, std::optional<std::string>>;
   py::class_<ParameterScaling>(m, "ParameterScaling")
       .def(py::init<>())
-      .def("propose",
-           [](ParameterScaling& s, const std::vector<Proposal>& given) {
-             std::vector<ParameterScaling::Proposal> proposals;
-             for (const auto& [names, parameter, kind] : given) {
-               proposals.push_back({names, parameter, {}});
-               if (kind) proposals.back().kind = *kind == "bias" ? ScaledKind::Bias : ScaledKind::Weight;
-             }
-             return s.propose(proposals);
-           }, py::arg("parameters"))
+      .def(
+          "propose",
+          [](ParameterScaling& s, const std::vector<Proposal>& given) {
+            std::vector<ParameterScaling::Proposal> proposals;
+            for (const auto& [names, parameter, kind] : given) {
+              proposals.push_back({names, parameter, {}});
+              if (kind) proposals.back().kind = *kind == "bias" ? ScaledKind::Bias : ScaledKind::Weight;
+            }
+            return s.propose(proposals);
+          },
+          py::arg("parameters"))
       .def("mark_changed", &ParameterScaling::mark_changed, py::arg("name"))
       // Whether the parameter has its own values afterwards.
-      .def("give_back",
-           [](ParameterScaling& s, const std::vector<std::string>& names, const at::Tensor& parameter) {
-             if (s.undo(names, parameter)) return true;
-             for (const auto& saved : s.scaled()) {
-               if (std::get<0>(saved) == names) return false;
-             }
-             return true;
-           }, py::arg("names"), py::arg("tensor"))
+      .def(
+          "give_back",
+          [](ParameterScaling& s, const std::vector<std::string>& names, const at::Tensor& parameter) {
+            if (s.undo(names, parameter)) return true;
+            for (const auto& saved : s.scaled()) {
+              if (std::get<0>(saved) == names) return false;
+            }
+            return true;
+          },
+          py::arg("names"), py::arg("tensor"))
       .def("look_at", &ParameterScaling::look_at, py::arg("name"), py::arg("tensor"))
       .def("__deepcopy__", [](const ParameterScaling& s, const py::dict&) { return s.for_copy(); })
       .def(py::pickle([](const ParameterScaling& s) { return py::make_tuple(s.scaled(), s.confirmed(), s.changed()); },
@@ -169,31 +173,48 @@ void bind_parameter_scaling(py::module_& m) {
 
 Register transforms_part([](py::module_& m) {
   bind_parameter_scaling(m);
-  m.def("unit_scale", &scale, py::arg("module"), py::arg("replace"), py::arg("residuals"), py::arg("scaling"), py::arg("keep"));
-  m.def("unit_scale_preserving",
-        [](const std::shared_ptr<GraphModule>& engine, const Replacements& replace, const Residuals& residuals) {
-          return with_report(unit_scale_preserving(engine, scale_options(replace, residuals)));
-        }, py::arg("module"), py::arg("replace"), py::arg("residuals"));
-  m.def("fold", [](const std::shared_ptr<GraphModule>& engine) { return with_report(fold(engine)); }, py::arg("module"));
-  m.def("tag", [](const at::Tensor& parameter, const std::string& type, std::optional<int64_t> depth) {
-    tag(parameter, {mup_type_from(type), depth});
-  }, py::arg("parameter"), py::arg("type"), py::arg("depth"));
-  m.def("tag_of", [](const at::Tensor& parameter) {
-    const auto data = parameter_data(parameter);
-    return data ? std::optional(std::pair(std::string(to_string(data->type)), data->scaling_depth)) : std::nullopt;
-  }, py::arg("parameter"));
-  m.def("simulate_format", &simulate, py::arg("module"), py::arg("fwd_format"), py::arg("bwd_format"), py::arg("operators"), py::arg("exclude"));
-  m.def("use_fp8", &fp8, py::arg("module"), py::arg("fwd_format"), py::arg("bwd_format"), py::arg("kernel"), py::arg("recipe"), py::arg("history"), py::arg("operators"), py::arg("exclude"));
-  m.def("check_fp8",
-        [](const std::string& fwd, const std::string& bwd, const std::string& kernel, const std::string& recipe,
-           int64_t history) { check(UseFp8Options{fwd, bwd, kernel, {}, {}, recipe, history}); }, py::arg("fwd_format"), py::arg("bwd_format"), py::arg("kernel"), py::arg("recipe"), py::arg("history"));
+  m.def("unit_scale", &scale, py::arg("module"), py::arg("replace"), py::arg("residuals"), py::arg("scaling"),
+        py::arg("keep"));
+  m.def(
+      "unit_scale_preserving",
+      [](const std::shared_ptr<GraphModule>& engine, const Replacements& replace, const Residuals& residuals) {
+        return with_report(unit_scale_preserving(engine, scale_options(replace, residuals)));
+      },
+      py::arg("module"), py::arg("replace"), py::arg("residuals"));
+  m.def(
+      "fold", [](const std::shared_ptr<GraphModule>& engine) { return with_report(fold(engine)); }, py::arg("module"));
+  m.def(
+      "tag",
+      [](const at::Tensor& parameter, const std::string& type, std::optional<int64_t> depth) {
+        tag(parameter, {mup_type_from(type), depth});
+      },
+      py::arg("parameter"), py::arg("type"), py::arg("depth"));
+  m.def(
+      "tag_of",
+      [](const at::Tensor& parameter) {
+        const auto data = parameter_data(parameter);
+        return data ? std::optional(std::pair(std::string(to_string(data->type)), data->scaling_depth)) : std::nullopt;
+      },
+      py::arg("parameter"));
+  m.def("simulate_format", &simulate, py::arg("module"), py::arg("fwd_format"), py::arg("bwd_format"),
+        py::arg("operators"), py::arg("exclude"));
+  m.def("use_fp8", &fp8, py::arg("module"), py::arg("fwd_format"), py::arg("bwd_format"), py::arg("kernel"),
+        py::arg("recipe"), py::arg("history"), py::arg("operators"), py::arg("exclude"));
+  m.def(
+      "check_fp8",
+      [](const std::string& fwd, const std::string& bwd, const std::string& kernel, const std::string& recipe,
+         int64_t history) { check(UseFp8Options{fwd, bwd, kernel, {}, {}, recipe, history}); },
+      py::arg("fwd_format"), py::arg("bwd_format"), py::arg("kernel"), py::arg("recipe"), py::arg("history"));
   m.def("delayed_fp8_state", &delayed_state, py::arg("history"), py::arg("device"));
   py::class_<ScaleTracker, std::shared_ptr<ScaleTracker>>(m, "ScaleTracker")
       .def(py::init([](bool histogram) { return ScaleTracker::create({.histogram = histogram}); }),
            py::arg("histogram") = false);
-  m.def("track_scales", [](GraphModule& engine, ScaleTracker& tracker) {
-    return reported("track_scales", engine, [&](Report* r) { return track_scales(engine, tracker, r); });
-  }, py::arg("module"), py::arg("tracker"));
+  m.def(
+      "track_scales",
+      [](GraphModule& engine, ScaleTracker& tracker) {
+        return reported("track_scales", engine, [&](Report* r) { return track_scales(engine, tracker, r); });
+      },
+      py::arg("module"), py::arg("tracker"));
   m.def("scales_graph", &scales, py::arg("module"), py::arg("tracker"));
   m.def("prune", &prune, py::arg("how"), py::arg("nodes"), py::arg("rtol") = 0.0);
   m.def("measure", [](const at::Tensor& x) { return data_of(Metrics::Data::of(measure(x))); }, py::arg("tensor"));

@@ -188,7 +188,8 @@ bool is_weight(const Match& m, const char* name) {
 
 // Every way to divide a value by the root of %a.
 std::vector<std::string> divided_by_root(const std::string& x) {
-  const std::string multiplied = " %y = aten::mul.Tensor(" + x + ", %r)", divided = " %y = aten::div.Tensor(" + x + ", %r)";
+  const std::string multiplied = " %y = aten::mul.Tensor(" + x + ", %r)",
+                    divided = " %y = aten::div.Tensor(" + x + ", %r)";
   return {"%r = aten::rsqrt(%a)" + multiplied,
           "%r = aten::pow.Tensor_Scalar(%a, -0.5)" + multiplied,
           "%s = aten::sqrt(%a) %r = aten::reciprocal(%s)" + multiplied,
@@ -239,8 +240,7 @@ void add_norms(std::vector<RaiseRule>& rules) {
   const std::string mean = "%m = aten::mean.dim(%x, %dims, True) %d = aten::sub.Tensor(%x, %m) ";
   std::vector<std::string> variances = {"%v = aten::var.correction(%x, %dims, correction=0, keepdim=True)",
                                         "%v = aten::var.dim(%x, %dims, False, True)"};
-  for (const std::string& squares : mean_squares("%z"))
-    variances.push_back("%z = aten::sub.Tensor(%x, %m) " + squares);
+  for (const std::string& squares : mean_squares("%z")) variances.push_back("%z = aten::sub.Tensor(%x, %m) " + squares);
   for (const std::string& variance : variances) {
     for (const std::string& divided : divided_by_root("%d")) {
       add("layer_norm", "x dims:other eps:float", mean + variance + eps + divided,

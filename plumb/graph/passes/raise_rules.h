@@ -11,7 +11,7 @@ namespace plumb {
 
 struct RaiseRule {
   std::string name;
-  bool exact;  // the same bits, gradients too
+  bool exact;          // the same bits, gradients too
   bool through_casts;  // casts between floating types may stand anywhere in between
   Pattern pattern;
   // Makes the operator at the insertion point, or answers null where the types do not fit it.

@@ -217,7 +217,8 @@ TEST(Raise, FindsActivationsNormsAndAttention) {
 // Every way to write a norm that Python has, and what is made of it.
 TEST(Raise, FindsNormsInEverySpelling) {
   const std::string x = "graph { %x: f32[2, 3, 8] = placeholder \"x\" %w: f32[8] grad = get_attr \"w\" ";
-  const std::string v = "%v: f32[2, 3, 1] = aten::mean.dim(%q, [-1], True) %a: f32[2, 3, 1] = aten::add.Tensor(%v, 1e-5) ";
+  const std::string v =
+      "%v: f32[2, 3, 1] = aten::mean.dim(%q, [-1], True) %a: f32[2, 3, 1] = aten::add.Tensor(%v, 1e-5) ";
   for (const std::string square : {"aten::pow.Tensor_Scalar(%x, 2)", "aten::square(%x)", "aten::mul.Tensor(%x, %x)"}) {
     for (const std::string divided :
          {"%r = aten::rsqrt(%a) %n: f32[2, 3, 8] = aten::mul.Tensor(%r, %x)",
@@ -226,23 +227,28 @@ TEST(Raise, FindsNormsInEverySpelling) {
           "%s = aten::sqrt(%a) %r = aten::reciprocal(%s) %n: f32[2, 3, 8] = aten::mul.Tensor(%x, %r)"}) {
       const std::string body = x + "%q: f32[2, 3, 8] = " + square + v + divided;
       expect_close(body + " output(%n) }", "aten::rms_norm(%x, [8], eps=1e-05)");
-      expect_close(body + " %y: f32[2, 3, 8] = aten::mul.Tensor(%n, %w) output(%y) }", "aten::rms_norm(%x, [8], %w, 1e-05)");
+      expect_close(body + " %y: f32[2, 3, 8] = aten::mul.Tensor(%n, %w) output(%y) }",
+                   "aten::rms_norm(%x, [8], %w, 1e-05)");
       expect_close(body + " %y: f32[2, 3, 8] = aten::mul.Tensor(%w, %n) %z = aten::add.Tensor(%x, %y) output(%z) }",
                    "aten::rms_norm(%x, [8], %w, 1e-05)");
-      expect_close(body + " %p: f32[8] = aten::add.Tensor(%w, 1.0) %y: f32[2, 3, 8] = aten::mul.Tensor(%n, %p) output(%y) }",
-                   "aten::rms_norm(%x, [8], %p, 1e-05)");
+      expect_close(
+          body + " %p: f32[8] = aten::add.Tensor(%w, 1.0) %y: f32[2, 3, 8] = aten::mul.Tensor(%n, %p) output(%y) }",
+          "aten::rms_norm(%x, [8], %p, 1e-05)");
     }
   }
-  const std::string centred = x + "%b: f32[8] grad = get_attr \"b\" %m: f32[2, 3, 1] = aten::mean.dim(%x, [2], True) "
-                                  "%d: f32[2, 3, 8] = aten::sub.Tensor(%x, %m) ";
+  const std::string centred = x +
+                              "%b: f32[8] grad = get_attr \"b\" %m: f32[2, 3, 1] = aten::mean.dim(%x, [2], True) "
+                              "%d: f32[2, 3, 8] = aten::sub.Tensor(%x, %m) ";
   for (const std::string variance :
        {"%v = aten::var.correction(%x, [2], correction=0, keepdim=True)", "%v = aten::var.dim(%x, [2], False, True)",
         "%z = aten::sub.Tensor(%x, %m) %q = aten::square(%z) %v = aten::mean.dim(%q, [2], True)",
         "%q = aten::mul.Tensor(%d, %d) %v = aten::mean.dim(%q, [2], True)"}) {
-    const std::string body = centred + variance + " %a = aten::add.Tensor(%v, 1e-5) %r = aten::rsqrt(%a) "
-                                                  "%n: f32[2, 3, 8] = aten::mul.Tensor(%d, %r) ";
+    const std::string body = centred + variance +
+                             " %a = aten::add.Tensor(%v, 1e-5) %r = aten::rsqrt(%a) "
+                             "%n: f32[2, 3, 8] = aten::mul.Tensor(%d, %r) ";
     expect_close(body + "output(%n) }", "aten::layer_norm(%x, [8], eps=1e-05)");
-    expect_close(body + "%y: f32[2, 3, 8] = aten::mul.Tensor(%w, %n) output(%y) }", "aten::layer_norm(%x, [8], %w, eps=1e-05)");
+    expect_close(body + "%y: f32[2, 3, 8] = aten::mul.Tensor(%w, %n) output(%y) }",
+                 "aten::layer_norm(%x, [8], %w, eps=1e-05)");
     expect_close(body + "%y: f32[2, 3, 8] = aten::mul.Tensor(%w, %n) %o = aten::add.Tensor(%b, %y) output(%o) }",
                  "aten::layer_norm(%x, [8], %w, %b, eps=1e-05)");
   }
@@ -280,9 +286,10 @@ TEST(Raise, FindsANormWhoseCastInputIsAResidualToo) {
 TEST(Raise, LeavesNormsAloneThatAreNotOverTheLastDimensionsOrUseAnActivationAsWeight) {
   const std::string x = "graph { %x: f32[2, 3, 8] = placeholder \"x\" %w: f32[2, 3, 8] = placeholder \"w\" ";
   const auto text = [&](const std::string& dims) {
-    return graph_after("raise", x + "%q = aten::square(%x) %v = aten::mean.dim(%q, " + dims +
-                                    ", True) %a = aten::add.Tensor(%v, 1e-5) %r = aten::rsqrt(%a) %n: f32[2, 3, 8] = "
-                                    "aten::mul.Tensor(%x, %r) %y: f32[2, 3, 8] = aten::mul.Tensor(%w, %n) output(%y) }",
+    return graph_after("raise",
+                       x + "%q = aten::square(%x) %v = aten::mean.dim(%q, " + dims +
+                           ", True) %a = aten::add.Tensor(%v, 1e-5) %r = aten::rsqrt(%a) %n: f32[2, 3, 8] = "
+                           "aten::mul.Tensor(%x, %r) %y: f32[2, 3, 8] = aten::mul.Tensor(%w, %n) output(%y) }",
                        {{"inexact", "true"}});
   };
   EXPECT_THAT(text("[1]"), testing::Not(testing::HasSubstr("rms_norm")));
