@@ -15,19 +15,9 @@ namespace {
 
 using at::Tensor;
 
-void check_normalized(const char* op, const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight) {
-  const auto sizes = input.sizes();
-  if (shape.empty() || shape.size() > sizes.size() || sizes.slice(sizes.size() - shape.size()) != shape) {
-    bad_shape(op, "input " + shape_text(input) + " does not end in the normalized shape.");
-  }
-  if (present(weight) && weight->sizes() != shape) {
-    bad_shape(op, "weight " + shape_text(*weight) + " does not have the normalized shape.");
-  }
-}
-
-// What a meta kernel needs: sizes may be symbols there.
-// Whether the last sizes may be these: one that is not known yet may be any.
+// Returns whether the last sizes are these. A size that is a symbol may be any.
 bool may_end_in(const Tensor& t, at::IntArrayRef shape) {
+  if (static_cast<int64_t>(shape.size()) > t.dim()) return false;
   for (size_t i = 1; i <= shape.size(); ++i) {
     const auto size = t.sym_size(-static_cast<int64_t>(i)).maybe_as_int();
     if (size && *size != shape[shape.size() - i]) return false;
@@ -35,13 +25,12 @@ bool may_end_in(const Tensor& t, at::IntArrayRef shape) {
   return true;
 }
 
-// check_normalized() where sizes may be unknown.
-void check_known_sizes(const char* op, const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight) {
-  if (shape.empty() || static_cast<int64_t>(shape.size()) > input.dim())
-    bad_shape(op, "the input has fewer dimensions than the normalized shape, or that is empty.");
-  if (!may_end_in(input, shape)) bad_shape(op, "the input does not end in the normalized shape.");
+// Throws what bad_shape() throws for an input that does not end in `shape` and a weight of other sizes.
+void check_normalized(const char* op, const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight) {
+  if (shape.empty() || !may_end_in(input, shape))
+    bad_shape(op, "input " + shape_text(input) + " does not end in the normalized shape.");
   if (present(weight) && (weight->dim() != static_cast<int64_t>(shape.size()) || !may_end_in(*weight, shape)))
-    bad_shape(op, "the weight does not have the normalized shape.");
+    bad_shape(op, "weight " + shape_text(*weight) + " does not have the normalized shape.");
 }
 
 double grad_scale(const Tensor& input, at::IntArrayRef shape) {
@@ -206,17 +195,27 @@ std::tuple<Tensor, Tensor, Tensor> native_layer_norm_meta(const Tensor& input, a
                                                           const OptionalTensor& weight, const OptionalTensor& bias,
                                                           double, bool) {
   // The statistics have the parameters' type where that is wider (half values, float parameters).
-  check_known_sizes("layer_norm", input, shape, weight);
-  check_known_sizes("layer_norm", input, shape, bias);
+  check_normalized("layer_norm", input, shape, weight);
+  check_normalized("layer_norm", input, shape, bias);
   const auto type = present(weight) ? weight->scalar_type() : input.scalar_type();
   auto statistics = [&] { return at::empty_symint(statistics_sizes(input, shape), input.options().dtype(type)); };
   return {dense(input), statistics(), statistics()};
 }
+Tensor layer_norm_meta(const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double, bool) {
+  check_normalized("layer_norm", input, shape, weight);
+  check_normalized("layer_norm", input, shape, bias);
+  return dense(input);
+}
 Tensor like_rms_norm(const Tensor& input) { return at::empty_like(input, {}, input.suggest_memory_format()); }
 std::tuple<Tensor, Tensor> native_rms_norm_meta(const Tensor& input, at::IntArrayRef shape,
                                                 const OptionalTensor& weight, std::optional<double>) {
-  check_known_sizes("rms_norm", input, shape, weight);
+  check_normalized("rms_norm", input, shape, weight);
   return {like_rms_norm(input), at::empty_symint(statistics_sizes(input, shape), input.options().dtype(wide(input)))};
+}
+Tensor rms_norm_meta(const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight, std::optional<double>) {
+  check_normalized("rms_norm", input, shape, weight);
+  return like_rms_norm(input);
 }
 Tensor embedding_meta(const Tensor& weight, const Tensor& indices, c10::SymInt, bool, bool) {
   auto sizes = indices.sym_sizes().vec();
@@ -230,7 +229,7 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
   const std::string layer =
       "layer_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
       "bool cudnn_enable=True) -> ";
-  define(m, layer + "Tensor", layer_norm, meta_from<dense>(layer_norm), differentiable());
+  define(m, layer + "Tensor", layer_norm, layer_norm_meta, differentiable());
   define(m, "native_" + layer + "(Tensor result, Tensor mean, Tensor rstd)", native_layer_norm, native_layer_norm_meta);
   define_backward<GradientLayout::kInOrder>(
       m,
@@ -238,7 +237,7 @@ TORCH_LIBRARY_FRAGMENT(plumb, m) {
       "Tensor mean, Tensor rstd, bool[3] mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
       layer_norm_backward);
   const std::string rms = "rms_norm(Tensor input, int[] normalized_shape, Tensor? weight=None, float? eps=None) -> ";
-  define(m, rms + "Tensor", rms_norm, meta_from<like_rms_norm>(rms_norm), differentiable());
+  define(m, rms + "Tensor", rms_norm, rms_norm_meta, differentiable());
   define(m, "native_" + rms + "(Tensor result, Tensor rstd)", native_rms_norm, native_rms_norm_meta);
   define_backward<GradientLayout::kInOrder>(
       m,

@@ -10,14 +10,24 @@ import torch
 import plumb  # noqa: F401  (its operators)
 
 
-def test_softmax_on_meta_refuses_the_dimensions_that_a_device_refuses():
+def test_meta_refuses_the_shapes_that_a_device_refuses():
     ops = torch.ops.plumb
     x = {device: torch.ones(4, 6, device=device) for device in ("cpu", "meta")}
 
+    def ones(device, *sizes):
+        return torch.ones(*sizes, device=device)
+
     calls = [
+        lambda d: ops.layer_norm(x[d], [5]),
+        lambda d: ops.layer_norm(x[d], [4, 5]),
+        lambda d: ops.layer_norm(x[d], [6], ones(d, 5)),
+        lambda d: ops.layer_norm(x[d], [6], ones(d, 6), ones(d, 4)),
+        lambda d: ops.layer_norm(x[d], [6], ones(d, 1, 6)),
+        lambda d: ops.rms_norm(x[d], [5]),
+        lambda d: ops.rms_norm(x[d], [6], ones(d, 3)),
         lambda d: ops.softmax(x[d], 2),
         lambda d: ops.softmax(x[d], -3),
-        lambda d: ops.softmax(torch.ones((), device=d), 1),
+        lambda d: ops.softmax(ones(d), 1),
     ]
     for call in calls:
         for device in ("cpu", "meta"):
