@@ -295,7 +295,7 @@ std::string conclusion(const HistoryView& view, int64_t step) {
   const auto rows = loss_rows(view, step);
   if (rows.empty()) {
     return view.formats.empty() ? "No format was asked for, so nothing is said to be lost."
-                                : "No histograms were recorded, so what formats lose is not known.";
+                                : "What formats lose was not recorded: that takes histograms.";
   }
   int64_t first = INT64_MAX, last = 0;
   for (const HistoryRun& run : view.runs) {

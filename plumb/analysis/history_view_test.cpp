@@ -52,8 +52,7 @@ TEST(HistoryView, SaysNothingOfWhatWasNotMeasured) {
     }
   }
   EXPECT_TRUE(format_table(view).rows.empty());
-  EXPECT_THAT(conclusion(view), Not(HasSubstr("0 of 2")));
-  EXPECT_THAT(conclusion(view), Not(HasSubstr("lose")));
+  EXPECT_EQ(conclusion(view), "What formats lose was not recorded: that takes histograms.");
   const ScaleChart chart = scale_chart(view);
   EXPECT_FALSE(chart.variants[0].rows[0].bwd->underflow);
   EXPECT_TRUE(std::isnan(chart.variants[0].rows[0].bwd->std));
@@ -143,7 +142,7 @@ TEST(HistoryView, ConcludesForEveryRunAtItsFirstAndLastStep) {
     for (HistoryRow& row : step.rows) row.data.histogram.reset();
   }
   view.runs.pop_back();
-  EXPECT_EQ(conclusion(view), "No histograms were recorded, so what formats lose is not known.");
+  EXPECT_EQ(conclusion(view), "What formats lose was not recorded: that takes histograms.");
 }
 
 TEST(HistoryView, RefusesWhatItCannotShow) {

@@ -93,7 +93,7 @@ void add_import(CLI::App& app) {
   sub->add_option("--dtype", o->dtype, "Of the weights: auto (the config's), float32, bfloat16 or float16")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16"}))
       ->capture_default_str();
-  sub->add_flag("--eval{false}", o->training, "For inference: without dropout and the like");
+  sub->add_flag_callback("--eval", [o] { o->training = false; }, "For inference: without dropout and the like");
   sub->add_option(
       "--fresh", o->fresh,
       "Weights as the model's class makes them anew from this seed, written into the file (default: they stay "

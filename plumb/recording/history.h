@@ -41,7 +41,9 @@ struct HistoryRow {
   Metrics::Data data;
 
   // Whether everything that the statistic is computed from was measured.
-  bool has(const Statistic& statistic) const { return (statistic.bits() & ~present) == 0; }
+  bool has(const Statistic& statistic) const {
+    return (statistic.bits() & ~present) == 0 && (data.histogram || !statistic.needs_histogram());
+  }
   // NaN where it was not measured.
   double value(const Statistic& statistic) const {
     if (!has(statistic)) return std::numeric_limits<double>::quiet_NaN();

@@ -82,7 +82,7 @@ class Trainer:
         self._hooks, self._wants_progress = hooks, progress
         self._progress: Progress | None = None
         self._done: Mapping[str, Any] | None = None  # the last step's event
-        self._what = "a graph" if isinstance(model, GraphModule) else os.fspath(model) if model is not None else "a config's file"
+        self._what = os.fspath(model) if isinstance(model, (str, os.PathLike)) else "a config's file" if model is None else "a graph"
         engine = None
         if isinstance(model, GraphModule):
             engine = model._engine

@@ -15,7 +15,7 @@ def test_meta_refuses_the_shapes_that_a_device_refuses():
     x = {device: torch.ones(4, 6, device=device) for device in ("cpu", "meta")}
 
     def ones(device, *sizes):
-        return torch.ones(*sizes, device=device)
+        return torch.ones(sizes, device=device)
 
     calls = [
         lambda d: ops.layer_norm(x[d], [5]),

@@ -212,6 +212,23 @@ void add_norms(std::vector<RaiseRule>& rules) {
     rules.push_back(rule(name, false, placeholders, lines, build, /*through_casts=*/true));
   };
   const std::string eps = " %a = aten::add.Tensor(%v, %eps) ";
+  // Before RMS norms: a centred value divided by its root mean square is one, too. What a variance takes off is often
+  // taken off once more.
+  const std::string centred = "%m = aten::mean.dim(%x, %dims, True) %d = aten::sub.Tensor(%x, %m) ";
+  std::vector<std::string> variances = {"%v = aten::var.correction(%x, %dims, correction=0, keepdim=True)",
+                                        "%v = aten::var.dim(%x, %dims, False, True)"};
+  for (const std::string& squares : mean_squares("%z")) variances.push_back("%z = aten::sub.Tensor(%x, %m) " + squares);
+  for (const std::string& variance : variances) {
+    for (const std::string& divided : divided_by_root("%d")) {
+      add("layer_norm", "x dims:other eps:float", centred + variance + eps + divided,
+          [](Graph& g, const Match& m) -> Node* {
+            const auto sizes = last_sizes(m.at("x"), m.at("dims"));
+            if (!sizes || !m.at("eps").is_constant()) return nullptr;
+            return norm(g, m, "aten::layer_norm", {c10::IValue(*sizes), std::nullopt, std::nullopt, m.at("eps")});
+          });
+    }
+  }
+
   auto rms = [](Graph& g, const Match& m) -> Node* {
     const auto sizes = last_sizes(m.at("x"), m.at("dims"));
     if (!sizes || !m.at("eps").is_constant()) return nullptr;
@@ -236,21 +253,6 @@ void add_norms(std::vector<RaiseRule>& rules) {
         return norm(g, m, "aten::rms_norm", {m.at("shape"), m.at("w"), m.at("eps")});
       });
 
-  // What a variance takes off is often taken off once more.
-  const std::string mean = "%m = aten::mean.dim(%x, %dims, True) %d = aten::sub.Tensor(%x, %m) ";
-  std::vector<std::string> variances = {"%v = aten::var.correction(%x, %dims, correction=0, keepdim=True)",
-                                        "%v = aten::var.dim(%x, %dims, False, True)"};
-  for (const std::string& squares : mean_squares("%z")) variances.push_back("%z = aten::sub.Tensor(%x, %m) " + squares);
-  for (const std::string& variance : variances) {
-    for (const std::string& divided : divided_by_root("%d")) {
-      add("layer_norm", "x dims:other eps:float", mean + variance + eps + divided,
-          [](Graph& g, const Match& m) -> Node* {
-            const auto sizes = last_sizes(m.at("x"), m.at("dims"));
-            if (!sizes || !m.at("eps").is_constant()) return nullptr;
-            return norm(g, m, "aten::layer_norm", {c10::IValue(*sizes), std::nullopt, std::nullopt, m.at("eps")});
-          });
-    }
-  }
   const std::string layer = "%n = aten::layer_norm(%x, %shape, ";
   add("layer_norm", "x w shape:other eps:float", layer + "None, None, %eps) %y = aten::mul.Tensor(%n, %w)",
       [](Graph& g, const Match& m) -> Node* {

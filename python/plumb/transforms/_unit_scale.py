@@ -83,15 +83,16 @@ class UnitScalePass:
     scaling: Any = field(default_factory=_C.ParameterScaling)
     users_tags: set[str] = field(default_factory=set)  # parameters that were tagged before
     logged: set[str] = field(default_factory=set)  # parameters
+    given_back: dict[str, dict] = field(default_factory=dict)  # by parameter, the line of every report
 
     def __call__(self, module: nn.Module, captured: CapturedGraph) -> dict:
         logger.info("running unit scaling backend")
         mine = _kept(captured)
-        given_back = self.give_back(module)
+        self.give_back(module)
         keep = {name: _takes_constraint(new) for name, (_, new) in mine.items()}
         text, tags = _C.unit_scale(captured.engine, self.replace, self.residuals, self.scaling, keep)
         report = json.loads(text)
-        report["entries"] = _replacements(captured, mine) + _unmatched(captured, self.functions) + given_back + report["entries"]
+        report["entries"] = _replacements(captured, mine) + _unmatched(captured, self.functions) + list(self.given_back.values()) + report["entries"]
         parameters = dict(module.named_parameters(remove_duplicate=False))
         for name, kind, depth in tags if self.scaling is not None else ():
             if name in parameters and name not in self.users_tags:
@@ -103,20 +104,18 @@ class UnitScalePass:
                 _log(e)
         return report
 
-    def give_back(self, module: nn.Module) -> list[dict]:
+    def give_back(self, module: nn.Module) -> None:
         """Their own values to the parameters of parts that custom autograd functions call: these compute what they did."""
         if self.scaling is None:
-            return []
+            return
         names = _names(dict(module.named_parameters(remove_duplicate=False)))
-        entries: dict[str, dict] = {}
         for path, part in called_by_functions().items():
             mine = {f"{path}.{name}": p for name, p in part.named_parameters()}
             if not all([self.scaling.give_back(names[name], p) for name, p in mine.items()]):
                 continue  # another graph scales with it
             let_alone(part)
             reason = f"a custom autograd function calls '{path}'"
-            entries |= {name: {"kind": "left_alone", "node": name, "reason": reason} for name in mine}
-        return list(entries.values())
+            self.given_back |= {name: {"kind": "left_alone", "node": name, "reason": reason} for name in mine}
 
     def before_copy(self, module: nn.Module) -> None:
         for name, _, tensor, _ in state_of(module) if self.scaling is not None else ():
