@@ -37,7 +37,13 @@ def _modules() -> list[str]:
 MODULES = _modules()
 # What `plumb` itself imports by name; layers have their own page.
 _TOP = re.findall(r"^from \.\w[\w.]* import \w+ as (\w+)", (ROOT / "python/plumb/__init__.py").read_text(), re.M)
-_MEMBERS = {"plumb": [name for name in _TOP if name != "__version__"]}
+_MEMBERS = {
+    "plumb": [name for name in _TOP if name != "__version__"],
+    # Convolutions and pools are imported; its __all__ is made when it runs.
+    "plumb.functional": re.findall(
+        r"^(?:from \._windows import \w+ as|def) ([a-z]\w*)", (ROOT / "python/plumb/functional/__init__.py").read_text(), re.M
+    ),
+}
 _EVERY_SCHEDULE = """
 ## Every schedule
 
