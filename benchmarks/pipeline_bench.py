@@ -291,7 +291,7 @@ def gpt(rounds: int, steps: int, only: list[str]) -> None:
         return max(rank[6] - rank[7] for rank in runs[0]) / 2**20
 
     def quickest(runs: list[list[list[float]]]) -> list[float]:
-        """What rank 0 measured in the quickest run."""
+        """Times that rank 0 measured in the quickest run."""
         return min(runs, key=lambda r: max(rank[0] for rank in r))[0]
 
     rows = []

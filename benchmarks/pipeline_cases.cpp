@@ -1,4 +1,4 @@
-// What pipeline_bench.py measures: the two halves of a stage's backward, the runtime's own cost, and a GPT trained over
+// Cases of pipeline_bench.py: the two halves of a stage's backward, the runtime's own cost, and a GPT trained over
 // processes. A library that the script's processes load, so that torch's own pipelining is measured in the same run.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/profiler.h>

@@ -49,7 +49,7 @@ def clocks() -> list[float]:
 
 
 def steps(rank: int, size: int, *sizes: int) -> list[list[list[float]]]:
-    """What each step took by each clock, [by wire][step][clock]."""
+    """Times of each step by each clock, [by wire][step][clock]."""
     schedules = []
     for wire in WIRES:
         model, ids = model_and_batch(*sizes)

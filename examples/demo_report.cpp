@@ -38,7 +38,7 @@ plumb::Table table_of(const DemoResult& result) {
   return table;
 }
 
-// What was trained how: nobody should have to read the program for it.
+// Returns the settings of each training, so that nobody has to read the program for them.
 plumb::Table settings_of(const DemoOptions& o, const DemoResult& result) {
   auto text = [](double v) {
     char out[32];

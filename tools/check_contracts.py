@@ -39,7 +39,7 @@ ACCESSORS = ("Node", "Graph", "Printer")
 class Use(NamedTuple):
     """A name in a function's body."""
 
-    form: str  # a call: free, scoped, member; made: a class; named: a function or table that is handed on
+    form: str  # a call: free, scoped, member; made: a class; named: a function or table passed as a value
     name: str
     count: int  # arguments; -1: any
     scope: str = ""

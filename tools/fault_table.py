@@ -172,7 +172,7 @@ EXTRAS = {
 
 
 def recorded(history):
-    """What a history says, or None where this Python has no plumb to read it."""
+    """Returns a history's values, or None if this Python has no plumb to read it."""
     try:
         import plumb
     except ImportError:

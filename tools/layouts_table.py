@@ -83,7 +83,7 @@ def convnet(folder):
 
 
 def llama(folder):
-    """Of transformers, through its folder."""
+    """Returns a model of transformers, through its folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -99,7 +99,7 @@ MODELS = {"gpt": gpt, "convnet": convnet, "llama": llama, "fp8": fp8}
 
 
 def run(arguments, folder, dies=False):
-    """What `plumb` tells as JSON."""
+    """Returns the JSON that `plumb` prints."""
     done = subprocess.run([COMMAND, *arguments], cwd=folder, text=True, capture_output=True)
     if (done.returncode != 0) != dies:
         sys.exit(f"plumb {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}")
@@ -113,7 +113,7 @@ class Run:
         self.folder, self.options = folder, options
 
     def train(self, layout, checkpoints, kill_at=None):
-        """The losses by step, as they were told; rank 0 is killed in step `kill_at`."""
+        """Returns the losses by step, as printed; rank 0 is killed in step `kill_at`."""
         layout_options = LAYOUTS[layout]
         microbatches = 2 if "--data-parallel" in layout_options else 4
         options = self.options if "--stages" in layout_options else without(self.options, "--transmit")
@@ -139,7 +139,7 @@ def without(options, name):
 
 
 def differing_bits(mine, theirs):
-    """Of dicts of arrays, or of losses by step; all bits of what one of them does not have."""
+    """Counts differing bits of dicts of arrays, or of losses by step; all bits if one of them lacks an entry."""
     bits = 0
     for name in mine.keys() | theirs.keys():
         pair = [bytes_of(each.get(name)) for each in (mine, theirs)]

@@ -17,7 +17,8 @@ namespace {
 
 using nlohmann::json;
 
-// Of a row: std, mean_abs, abs_max, abs_min, zero share, NaN and infinities (NaN: no row), then three of each format.
+// Columns of a row: std, mean_abs, abs_max, abs_min, zero share, NaN and infinities (NaN: no row), then three of each
+// format.
 constexpr size_t kFirst = 6, kOfFormat = 3;
 constexpr int kMostBins = 64;
 

@@ -51,8 +51,8 @@ Table event_table(const HistoryView& view);
 // a histogram are left out. Most lost by the role's format first; at most `most` rows, 0: all.
 Table format_table(const HistoryView& view, int64_t step = 0, size_t most = 0);
 
-// The same rolled up: a row a layer (layer_of), the one of the worst tensor first, and below it its tensors that lose
-// anything, at most `most` of each layer.
+// Returns format_table() by layers: a row a layer (layer_of), the one of the worst tensor first, and below it its
+// tensors that lose anything, at most `most` of each layer.
 Table layer_table(const HistoryView& view, int64_t step = 0, size_t most = 20);
 
 // A tensor's name below its module.
@@ -65,11 +65,11 @@ std::string layer_of(const std::string& module);
 // counts once, by its values or its gradient, each in its role's format.
 std::string conclusion(const HistoryView& view, int64_t step = 0);
 
-// For a page. A list of tensors, of which only what is in sight is drawn, so that thousands scroll and slide at once;
-// it is filtered by text, sorted by a click on a column's head; a click on a tensor shows its figures, what every
-// format would do to it, its histograms, and its course over the steps. Layers have their courses over the steps beside
-// each other, with a curve a run. Raises Error(InvalidArgument) for no or more than eight runs, and for runs without a
-// recorded step.
+// Returns the view for a page: a list of tensors, of which only the visible part is drawn, so that thousands scroll and
+// slide at once. It is filtered by text and sorted by a click on a column's head. A click on a tensor shows its
+// figures, the effect of every format on it, its histograms, and its course over the steps. Layers have their courses
+// over the steps beside each other, with a curve a run. Throws Error(InvalidArgument) for no or more than eight runs,
+// and for runs without a recorded step.
 std::string to_html(const HistoryView& view, RunColors& colors);
 
 }  // namespace plumb

@@ -112,7 +112,7 @@ HtmlReport example(int layers) {
 }
 
 TEST_F(Browser, RunsThePagesScriptsWithoutErrorAndActsOnClicks) {
-  // What a reader would do, by script; results as attributes of the body.
+  // A reader's actions, by script; results as attributes of the body.
   const std::string reader = R"(<script>
 const d = document, out = d.body.dataset, one = (s, of = d) => of.querySelector(s), all = (s, of = d) => [...of.querySelectorAll(s)];
 const layers = all("table").pop(), layerRows = () => layers.tBodies[0].rows.length;

@@ -43,9 +43,10 @@ struct LineChart {
   int height = 400;
 };
 
-// For a page, in a <figure> that its script draws: lines can be smoothed, hidden, hovered over and zoomed into, and the
-// axis made logarithmic. A line that lies on another one stands out around it. Raises Error(InvalidArgument) that names
-// the curve for steps of another number than values, or not ascending. Long curves are thinned; peaks stay.
+// Returns the chart for a page, in a <figure> that its script draws: lines can be smoothed, hidden, hovered over and
+// zoomed into, and the axis made logarithmic. A line that lies on another one stands out around it. Throws
+// Error(InvalidArgument) that names the curve if the numbers of its steps and values differ, or its steps do not
+// ascend. Long curves are thinned; peaks stay.
 std::string to_html(const LineChart& chart, RunColors& colors);
 
 // The curves' last values, lowest first, and which are equal or lost: "B ends lowest, at 2.08 (mean of the last 30

@@ -1,4 +1,4 @@
-// What a reader of a page meets: axes, means, folded graphs, what is chosen first, narrow screens.
+// The parts of a page that its reader meets: axes, means, folded graphs, the first selection, narrow screens.
 #include <gmock/gmock.h>
 
 #include "plumb/analysis/browser_for_test.h"

@@ -285,7 +285,7 @@ std::string to_trace(const std::vector<TimelineRun>& steps) {
     const Laid checked = laid(run, chart);
     double begin = INFINITY;
     for (const TimelineAction& a : run.actions) {
-      // As schedules write it: "1F0".
+      // The name in schedules: "1F0".
       const std::string what =
           std::to_string(a.stage) + a.kind + (a.microbatch < 0 ? "" : std::to_string(a.microbatch));
       nlohmann::json facts = {{"step", run.name}, {"stage", a.stage}};

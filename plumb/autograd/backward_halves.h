@@ -42,7 +42,7 @@ struct BackwardRoots {
 
 enum class IntoGrad { No, Yes };
 
-// With outputs: answers their gradients, or adds them to the `.grad` of these leaves and of no others.
+// With `outputs`: returns their gradients, or adds them to the `.grad` of these leaves and of no others.
 inline variable_list run_engine(const edge_list& roots, const variable_list& grads, bool keep_graph,
                                 const edge_list& outputs = {}, IntoGrad into = IntoGrad::No) {
   const bool accumulate = outputs.empty() || into == IntoGrad::Yes;

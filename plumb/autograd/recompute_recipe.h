@@ -83,7 +83,8 @@ class Recipe {
   // One use is over.
   void done();
   at::Tensor compute();
-  // What waits for its next use, here and in what this is made of, is let go; that use computes it once more.
+  // Releases the memory that waits for its next use, of this result and of the sources it is computed from. The next
+  // use computes it again.
   void forget();
 
  private:
@@ -103,14 +104,14 @@ class Recipe {
   bool filled_ = false;
 };
 
-// Of memory that a quantiser filled on this thread, if its codes are there (saved_codes.h).
+// Returns the recipe of memory that a quantizer filled on this thread, or null if its codes are gone (saved_codes.h).
 std::shared_ptr<Recipe> recipe_of_codes(const c10::StorageImpl* storage);
 bool knows_codes();
 // Nodes keep the recipe now, and its codes as long as they live.
 void let_go_of_codes(const std::shared_ptr<Recipe>& recipe);
 
-// For a result that its own node saved: the node keeps the storage it has, which is the answer and now lent; the result
-// gets one of its own.
+// For a result that its own node saved: returns the storage that the node keeps, which counts as lent from now on. The
+// result gets a new storage.
 c10::Storage part_from_node(const at::Tensor& result);
 
 // One use of a recipe by a node that saved its result.

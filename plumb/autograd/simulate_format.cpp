@@ -46,8 +46,8 @@ at::Tensor simulate_format_meta(const at::Tensor& x, std::string_view fwd, std::
   return at::empty_like(x);
 }
 
-// Another tensor on x's memory. It is no view to autograd, which would forbid writing to it in place; the version
-// counter is shared, so that whoever saved x learns of such a write.
+// Returns another tensor on x's memory. It is no view to autograd, which would forbid in-place writes to it. The
+// version counter is shared, so that autograd detects a write to an x that it saved.
 at::Tensor same_memory(const at::Tensor& x) {
   at::Tensor result = at::alias(x);
   if (!x.is_inference() && !result.is_inference())

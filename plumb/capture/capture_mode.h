@@ -6,8 +6,8 @@
 
 namespace plumb {
 
-// A capture begins with the cheapest mode. A forward that does not fit it gives a reason, and the capture is done again
-// in the mode that next_mode() answers.
+// How one attempt to capture works. A capture begins with the cheapest mode. A forward that does not fit it gives a
+// reason, and the capture is repeated in the mode that next_mode() returns.
 struct CaptureMode {
   // Large products are not computed: zeros take the place of their results. No value is then what it will be.
   bool skip_compute = true;

@@ -40,7 +40,7 @@ struct Result {
   at::Tensor tensor;
 };
 
-// Runs with these inputs and answers outputs, gradients of inputs and parameters, and the state afterwards. `call`
+// Runs with these inputs and returns outputs, gradients of inputs and parameters, and the state afterwards. `call`
 // may name buffers that it holds in other tensors than the state's. `as_given`: inputs require a gradient as the
 // request's do; all of floating point otherwise.
 std::vector<Result> run_with_gradients(

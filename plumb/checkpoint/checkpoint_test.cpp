@@ -73,7 +73,7 @@ TEST_F(Checkpoints, OfSeveralRanksAreOneModel) {
   EXPECT_TRUE(at::equal(c.read("head"), at::zeros({4})));
   EXPECT_TRUE(at::equal(c.read("x.2"), at::full({4}, 2)));
   EXPECT_TRUE(fs::exists(folder_ / "step-00000002/model-00002-of-00002.safetensors"));
-  // What other readers see.
+  // The names that other readers see.
   EXPECT_THAT(TensorFolder((folder_ / "step-00000002").string()).names(), ElementsAre("shared", "x.0", "x.2"));
 }
 

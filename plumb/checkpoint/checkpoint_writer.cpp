@@ -135,7 +135,7 @@ void CheckpointWriter::save(int64_t step, const CheckpointPart& part, const nloh
   try {
     once.model = copies(once.model);
     once.optimizer = copies(once.optimizer);
-  } catch (const std::exception& e) {  // no memory for them: the other ranks are told, the run goes on
+  } catch (const std::exception& e) {  // no memory for them: rank 0 gets the reason, the run goes on
     report.problem =
         c10::str(run_folder_, "/", checkpoint_name(step), ": rank ", rank_, " could not copy its part: ", reason_of(e));
     once = {};

@@ -1,4 +1,4 @@
-// What options say, take and refuse.
+// Options: what they mean, take and refuse.
 #include "plumb/cli/command_for_test.h"
 
 namespace {

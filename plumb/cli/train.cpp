@@ -279,7 +279,7 @@ void check_recut(const TrainOptions& o) {
 constexpr int kMostHere = 1024;
 
 int train_command(const TrainOptions& o) {
-  // Whoever reads what is printed may go (`| head`): the weights are not lost with it.
+  // The reader of what is printed may go (`| head`): the weights are not lost with it.
   ::signal(SIGPIPE, SIG_IGN);
   const auto environment = discover_ranks();
   const bool alone = !environment || environment->world_size == 1;

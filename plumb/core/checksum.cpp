@@ -61,7 +61,7 @@ struct Crc {
     return static_cast<long long>(factor);
   }
 
-  // What moves 16 bytes so many bits further on. The first eight of them are 64 bits further from the end; the product
+  // Factors that move 16 bytes by that many bits. The first eight bytes are 64 bits further from the end; the product
   // of two numbers with mirrored bits is one x too many.
   struct Move {
     long long first_half, second_half;

@@ -37,7 +37,7 @@ enum class ErrorKind {
 // "InvalidArgument", "BadFile", ...
 std::string_view to_string(ErrorKind kind);
 
-// Every error plumb raises. what() reads "<message>\n  at: <where>\n  try: <remedy>", parts left out when empty.
+// Every error that plumb throws. what() reads "<message>\n  at: <where>\n  try: <remedy>", parts left out when empty.
 class Error : public std::runtime_error {
  public:
   // message: one sentence that names the node, parameter or file it is about.

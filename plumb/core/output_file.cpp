@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What a signal handler may look at: one open file a slot. More files at once than slots are left out.
+// Names of open files for the signal handler, one a slot. Files beyond the number of slots are left out.
 constexpr int kSlots = 16;
 std::atomic<const char*> open_files[kSlots];
 std::atomic<bool> written = false;
@@ -34,7 +34,7 @@ int take_slot(const char* path) {
 
 std::string name_of(int file) { return "/proc/self/fd/" + std::to_string(file); }
 
-// Where links lead, also to what is not there yet.
+// Follows links, also to a file that does not exist yet.
 fs::path target_of(fs::path path) {
   std::error_code error;
   for (int links = 0; links < 40 && fs::is_symlink(path, error); ++links) {

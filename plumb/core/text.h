@@ -14,8 +14,8 @@ bool is_utf8(std::string_view text);
 // \xHH.
 std::string printable(std::string_view text);
 
-// Whether `text` fits a pattern in which * stands for any characters, also none, and ? for one. Linear in the text for
-// each star.
+// Returns whether `text` fits a pattern in which * stands for any characters, also none, and ? for one. Linear in the
+// text for each star.
 bool matches_pattern(std::string_view pattern, std::string_view text);
 
 }  // namespace plumb

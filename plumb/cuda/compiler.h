@@ -16,7 +16,7 @@ class Compiler {
   // "13.5"
   const std::string& version() const { return version_; }
   const std::string& path() const { return path_; }
-  // Whether it knows an architecture ("sm_90a": its number decides).
+  // Returns whether it knows an architecture ("sm_90a": its number decides).
   bool knows(const std::string& architecture) const;
 
   // A binary for `architecture`. Throws Error(ExecutionFailed) with the compiler's own words.

@@ -196,7 +196,7 @@ TEST_F(CudaKernels, RoundAndMeasureInOnePass) {
   EXPECT_EQ(emulator.declined, 0);
 }
 
-// What torch was warned of.
+// Warnings of torch.
 struct Warnings : c10::WarningHandler {
   std::vector<std::string> texts;
   void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }

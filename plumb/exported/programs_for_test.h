@@ -48,7 +48,8 @@ inline int python(const std::string& arguments, std::string* said = nullptr) {
   return status;
 }
 
-// What chooses torch's kernels, and so the last bits of what Python computed: the CPU, and the environment's settings.
+// Returns the settings that choose torch's kernels, and so the last bits of results: the CPU, and the environment's
+// settings.
 inline std::string kernel_settings() {
   std::string text;
   for (char** entry = environ; *entry; ++entry) {

@@ -115,7 +115,7 @@ class Pickler {
     if (!names)
       throw Error(ErrorKind::Unsupported,
                   std::string("tensors of dtype ") + at::toString(t.scalar_type()) + " cannot be saved");
-    // As newer torch does: types that have no storage class go as bytes with their dtype beside.
+    // As newer torch does: types without a storage class are written as bytes with their dtype beside.
     const bool classic = !names->storage.empty();
     global("torch._utils", classic ? "_rebuild_tensor_v2" : "_rebuild_tensor_v3");
     out_ += "((";

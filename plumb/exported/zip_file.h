@@ -42,8 +42,8 @@ class ZipFile {
   const ZipEntry* find(std::string_view name) const;
   const ZipEntry& get(std::string_view name) const;  // throws
   std::string read(const ZipEntry& entry) const;
-  // Of an entry that becomes a document many times its size: it may inflate to 1 MiB and 16 times the file at most, and
-  // its values may take 64 MiB and 32 times the file at most when they are parsed.
+  // Returns the text of an entry. Throws if it inflates beyond 1 MiB + 16 x the file's size, or if its values may take
+  // more than 64 MiB + 32 x the file's size when they are parsed.
   std::string read_text(const ZipEntry& entry) const;
   // `into` has room for entry.size bytes.
   void read_into(const ZipEntry& entry, void* into) const;

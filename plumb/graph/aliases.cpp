@@ -54,7 +54,7 @@ Memory Aliases::id(const Value* value) { return class_of(ids_, value, parent_); 
 Memory Aliases::attribute(const std::string& name) {
   const Attr* attr = state_ ? state_->find(name) : nullptr;
   if (attr && attr->tensor.defined()) {
-    // Tensors without memory (meta) are told apart by the tensor object.
+    // Tensors without memory (meta) are identified by the tensor object.
     const void* key = attr->tensor.has_storage() ? attr->tensor.storage().unsafeGetStorageImpl() : nullptr;
     return class_of(storages_, key ? key : static_cast<const void*>(attr->tensor.unsafeGetTensorImpl()), parent_);
   }

@@ -19,7 +19,7 @@ Node* copy_node(Graph& into, const Node& node, const ArgOf& map);
 // Lets all users of a value take the argument in its place, which may be a constant.
 void replace_uses(Graph& graph, const Value* gone, const Arg& with);
 
-// Replaces every call of a nested graph by the nodes of that graph, at any depth. Answers whether there was one.
+// Replaces every call of a nested graph by the nodes of that graph, at any depth. Returns whether there was one.
 bool inline_nested(Graph& graph);
 
 }  // namespace plumb

@@ -126,7 +126,7 @@ class Node {
   // CallModule: the nested graph.
   const std::shared_ptr<Graph>& subgraph() const { return subgraph_; }
 
-  // Order in the graph. O(1), amortised.
+  // Returns whether this node comes before the other in the graph. Amortized O(1).
   bool is_before(const Node* other) const;
   Node* next() const { return next_; }  // null after the last
   Node* prev() const { return prev_; }
@@ -135,7 +135,6 @@ class Node {
   // Inputs whose memory it writes (in-place and out= operators).
   std::vector<Value*> written_inputs() const;
   bool writes() const;
-  // For an in-place or out= operator: the result that is the same tensor as this input, or null.
   bool result_aliases_input() const;  // any result may share memory with an input (views and in-place)
   bool is_random() const;             // draws from a generator (dropout in training counts)
   // Must stay even if nobody uses its results: writes, random draws, no results, python_function.
@@ -264,7 +263,7 @@ class Graph {
   // A fresh, unused name made from `hint` ("linear" -> "linear_3").
   std::string unique_name(std::string_view hint);
 
-  // A counter that every edit raises: caches key on it.
+  // A counter that every edit increments: caches key on it.
   uint64_t version() const { return version_; }
   // Hash of everything that the text shows.
   uint64_t hash() const;

@@ -9,7 +9,7 @@
 
 namespace plumb {
 
-// Whether tensors like x have such kernels.
+// Returns whether tensors like x have such kernels.
 bool fuses_pointwise(const at::Tensor& x);
 
 // The program's result, on the CPU in blocks that stay in cache (float32 and float64); every step is rounded to the

@@ -395,7 +395,7 @@ TEST_F(Recording, ARuleThatFitsNothingIsRefusedWithTheNamesThereAre) {
   EXPECT_THAT(
       message_of([&] { Recorder(*module, RecordRules::parse("[[rule]]\noperator = \"linear\"", "r.toml"), file()); }),
       AllOf(HasSubstr("operator = \"linear\""), HasSubstr("aten::linear")));
-  // What they left behind is in nobody's way; a file of another kind is left alone.
+  // The files of refused recorders do not get in the way; a file of another kind is left alone.
   EXPECT_NO_THROW(Recorder(*module, RecordRules::everything(), file()));
   spill(file("other"), "mine");
   EXPECT_THAT(message_of([&] { Recorder(*module, RecordRules::everything(), file("other")); }),

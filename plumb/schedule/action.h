@@ -82,8 +82,8 @@ struct Action {
 
 std::string to_string(const Action& action);
 
-// The action a text says; surrounding blanks are ignored, an empty text is idle. Anything else that is not exactly one
-// action raises Error(InvalidArgument) that says what is wrong with it.
+// Parses the text of an action; surrounding blanks are ignored, an empty text is idle. Throws Error(InvalidArgument)
+// with the reason for text that is not exactly one action.
 Action parse_action(std::string_view text);
 
 }  // namespace plumb

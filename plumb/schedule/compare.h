@@ -46,7 +46,7 @@ struct ScheduleChoice {
 };
 
 // Quickest first; those that do not fit, and then those that cannot be had, last. Equally quick ones: least memory,
-// then fewest stages. So the first one is to be taken, if it `fits` and has no `problem`. Raises
+// then fewest stages. So the first one is to be taken, if it `fits` and has no `problem`. Throws
 // Error(InvalidArgument) for unknown names and counts below one.
 std::vector<ScheduleChoice> compare_schedules(int num_ranks, int num_microbatches, const CostsOf& costs,
                                               const CompareOptions& options = {});

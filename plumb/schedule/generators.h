@@ -1,6 +1,6 @@
 // Generators of pipeline schedules.
 //
-// All take the number of ranks p and of microbatches n, each at least 1, and raise Error(InvalidArgument) otherwise.
+// All take the number of ranks p and of microbatches n, each at least 1, and throw Error(InvalidArgument) otherwise.
 // Tables only compute; they hold no idle entries. Unless its comment says otherwise, a table adds weight gradients up
 // in microbatch order in every stage (CheckReport::weights_in_microbatch_order).
 #pragma once
@@ -68,11 +68,12 @@ struct ScheduleTraits {
 // Names as in torch, in the order of the list.
 const std::vector<std::string>& schedule_names();
 
-// Upper and lower case are alike. Raises Error(InvalidArgument) that lists the names for one that is unknown.
+// Returns the traits of a schedule; upper and lower case are alike. Throws Error(InvalidArgument) that lists the names
+// for one that is unknown.
 const ScheduleTraits& schedule_traits(std::string_view name);
 
-// The table of that name. stages_per_rank 0 takes the least the schedule can be made for (two for the interleaved
-// ones); a number it cannot be made for raises Error(InvalidArgument).
+// Returns the table of that name. stages_per_rank 0 takes the least the schedule can be made for (two for the
+// interleaved ones); a number it cannot be made for throws Error(InvalidArgument).
 Schedule make_schedule(std::string_view name, int num_ranks, int num_microbatches, int stages_per_rank = 0);
 
 }  // namespace plumb

@@ -74,7 +74,7 @@ void split_pairs(Schedule& schedule) {
   }
 }
 
-// What surrounds the computing of one rank: UNSHARD and RESHARD before an action, REDUCE_GRAD after it.
+// Actions around the computing of one rank: UNSHARD and RESHARD before an action, REDUCE_GRAD after it.
 class Surroundings {
  public:
   Surroundings(const std::vector<Action>& row, const LowerOptions& options) : row_(row), options_(options) {

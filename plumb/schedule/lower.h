@@ -21,7 +21,7 @@ struct LowerOptions {
 // at the instant its value is made), so the result runs without deadlock even where sends and receives block until both
 // ends are there and messages between two ranks may not overtake each other.
 //
-// Raises Error(Schedule) for a table that cannot run or has messages already. A table without any backward (evaluation)
+// Throws Error(Schedule) for a table that cannot run or has messages already. A table without any backward (evaluation)
 // is taken as such.
 Schedule lower_schedule(const Schedule& schedule, const StageEdges& edges = {}, const LowerOptions& options = {});
 

@@ -1,7 +1,7 @@
 // Time lines as text. Pictures and traces are drawn by plumb/analysis/timeline_chart.h.
 //
 // Takes spans beside the table's rows, simulated (Simulation::spans) or recorded by a run, in any unit of time. Spans
-// that do not fit the table raise Error(InvalidArgument).
+// that do not fit the table throw Error(InvalidArgument).
 #pragma once
 
 #include <string>

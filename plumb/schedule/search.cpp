@@ -78,7 +78,7 @@ class Player {
   double& forward_at(int rank, int m) { return forward_at_[static_cast<std::size_t>(rank) * microbatches_ + m]; }
   double& gradient_at(int rank, int m) { return gradient_at_[static_cast<std::size_t>(rank) * microbatches_ + m]; }
 
-  // What rank r does at `now`, knowing what comes to it from actions that have begun.
+  // Chooses the action of rank r at `now`, from the values that begun actions will deliver.
   void choose(int rank, double now) {
     State& state = state_[rank];
     const Habit& habit = (*habits_)[rank];

@@ -32,7 +32,7 @@ struct SearchResult {
 // the makespan. Weight gradients add up in microbatch order.
 //
 // costs.full and costs.overlap play no part; costs.held_for_weight does: what the input backward frees can hold further
-// forwards. Raises Error(InvalidArgument) for counts below one, costs that do not fit, or a limit under one microbatch.
+// forwards. Throws Error(InvalidArgument) for counts below one, costs that do not fit, or a limit under one microbatch.
 SearchResult search_schedule(int num_ranks, int num_microbatches, const Costs& costs,
                              const SearchOptions& options = {});
 

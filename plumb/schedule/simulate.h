@@ -25,8 +25,8 @@ struct Costs {
   // The share of it that is held from the input backward until the weight backward.
   double held_for_weight = 1;
 
-  // These costs with one entry a stage; raises Error(InvalidArgument) for a list of another length, or a value that is
-  // negative or not finite.
+  // Returns these costs with one entry a stage. Throws Error(InvalidArgument) for a list of another length, or a value
+  // that is negative or not finite.
   Costs for_stages(int num_stages, int num_ranks) const;
 };
 
@@ -57,8 +57,8 @@ struct Simulation {
   double max_peak_memory() const;
 };
 
-// Raises Error(Schedule) for a table that cannot run to its end (check.h tells why), Error(InvalidArgument) for bad
-// costs.
+// Throws Error(Schedule) for a table that cannot run to its end (check.h has the reason), Error(InvalidArgument) for
+// bad costs.
 Simulation simulate_schedule(const Schedule& schedule, const Costs& costs = {}, const StageEdges& edges = {});
 
 }  // namespace plumb

@@ -25,7 +25,7 @@ UnitScaleOptions scale_options(const Replacements& replace, const Residuals& res
   return options;
 }
 
-// Runs a pass, which is given a report to fill, and answers that as JSON.
+// Runs a pass that fills a report, and returns the report as JSON.
 template <typename F>
 std::string reported(const char* pass, GraphModule& engine, const F& run) {
   Report report(pass);

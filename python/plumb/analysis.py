@@ -197,7 +197,7 @@ def _draw_error_bars(axes: "Axes", row: dict[Node, int], directions: Sequence[st
 
 
 def _draw_at_the_edges(axes: "Axes", row: dict[Node, int], left_out: Iterable, ends: Tuple[float, float], zeros: bool) -> dict:
-    """Writes values that a logarithmic axis does not have at its ends; answers where each stands."""
+    """Writes values that a logarithmic axis does not have at its ends. Returns the position of each."""
     spots = {}
     for n, d, value in left_out:
         if math.isnan(value) or math.isinf(value):

@@ -73,7 +73,8 @@ def _tensors(model: Model) -> dict[str, Tensor]:
 
 
 def _is_unit_scaled(tensors: Mapping[str, Tensor]) -> bool | None:
-    """None if that cannot be told: parts of a model bear no mark, and weights of plumb.nn's layers have tags as well."""
+    """Returns None if the tensors do not tell: parts of a model bear no mark, and weights of plumb.nn's layers have
+    tags as well."""
     if any(name.endswith(MARK) for name in tensors):
         return True
     return None if any(isinstance(t, nn.Parameter) and has_parameter_data(t) for t in tensors.values()) else False
@@ -213,7 +214,8 @@ class Writer:
         return self._writer.problem()
 
     def reports(self) -> list[dict[str, Any]]:
-        """Of the saves done since the last call: step, folder, problem, bytes, and seconds waited, copied, written."""
+        """Returns the saves done since the last call: step, folder, problem, bytes, and seconds waited, copied,
+        written."""
         return self._writer.take_reports()
 
 
@@ -228,7 +230,7 @@ def save(
     group: dist.ProcessGroup | None = None,
     timeout: float = 300.0,
 ) -> str:
-    """Writes the checkpoint of a step into the run's folder and answers its own folder; see :class:`Writer`. Raises
+    """Writes the checkpoint of a step into the run's folder and returns its own folder; see :class:`Writer`. Raises
     :class:`plumb.Error` if it could not be written."""
     writer = Writer(folder, keep_last=keep_last, background=False, group=group, timeout=timeout)
     writer.save(model, optimizer, step=step, state=state)
@@ -308,7 +310,7 @@ def load(
     *,
     whole: bool | None = None,
 ) -> tuple[int, Any]:
-    """Loads a checkpoint into a model that is there, in place, and answers its step and state.
+    """Loads a checkpoint into a model that is there, in place, and returns its step and state.
 
     Args:
         folder: of one checkpoint, or of a run: then the newest that is whole.

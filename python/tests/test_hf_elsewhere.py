@@ -1,4 +1,5 @@
-"""A folder's config runs no code, fetches nothing, and names nothing that lies elsewhere. What an importer writes stays inside."""
+"""A folder's config runs no code, fetches nothing, and names nothing that lies elsewhere. An importer writes inside
+alone."""
 
 import json
 import os

@@ -15,7 +15,7 @@ struct CommonSubexpressionsOptions {
   bool differentiable = false;
 };
 
-// Answers whether anything changed.
+// Returns whether anything changed.
 bool common_subexpressions(Graph& graph, const State* state = nullptr, const CommonSubexpressionsOptions& options = {});
 
 }  // namespace plumb

@@ -15,7 +15,7 @@ struct ConstantFoldingOptions {
   int64_t limit_bytes = 1 << 20;  // of any one tensor on the way
 };
 
-// Answers whether anything changed. Folded tensors are added to the state as "folded_NAME".
+// Returns whether anything changed. Folded tensors are added to the state as "folded_NAME".
 bool constant_folding(Graph& graph, State& state, const ConstantFoldingOptions& options = {});
 
 }  // namespace plumb

@@ -128,7 +128,7 @@ const RegisterPass dead_code_pass({
 bool dead_code(Graph& graph, const State* state, const DeadCodeOptions& options) {
   bool changed = false;
   for (Graph* g : every_graph(graph)) {
-    // What went may show that something else carries no gradient: again until nothing goes.
+    // A removed node may have been the reason why another value carries a gradient: repeat until nothing is removed.
     while (Sweep(*g, state, options).run()) changed = true;
   }
   return changed;

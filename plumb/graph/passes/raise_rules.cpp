@@ -175,7 +175,7 @@ std::optional<std::vector<int64_t>> last_sizes(const Arg& x, const Arg& dims) {
   return sizes.empty() ? std::nullopt : std::optional(sizes);
 }
 
-// Whether a placeholder can be the weight or bias of a norm over these sizes: no activation.
+// Returns whether a placeholder can be the weight or bias of a norm over these sizes: no activation.
 bool is_weight_of(const Match& m, const char* name, const std::vector<int64_t>& sizes) {
   const TensorMeta *w = type_of(m.at(name)), *x = type_of(m.at("x"));
   return w && x && w->sizes == sizes && (x->sizes.size() > sizes.size() || is_state(before_casts(m.at(name))));
@@ -212,8 +212,8 @@ void add_norms(std::vector<RaiseRule>& rules) {
     rules.push_back(rule(name, false, placeholders, lines, build, /*through_casts=*/true));
   };
   const std::string eps = " %a = aten::add.Tensor(%v, %eps) ";
-  // Before RMS norms: a centred value divided by its root mean square is one, too. What a variance takes off is often
-  // taken off once more.
+  // Comes before RMS norms: a centered value divided by its root mean square is one, too. The mean subtracted in a
+  // variance is often subtracted once more.
   const std::string centred = "%m = aten::mean.dim(%x, %dims, True) %d = aten::sub.Tensor(%x, %m) ";
   std::vector<std::string> variances = {"%v = aten::var.correction(%x, %dims, correction=0, keepdim=True)",
                                         "%v = aten::var.dim(%x, %dims, False, True)"};

@@ -42,7 +42,7 @@ inline GraphModule module_of(Graph graph) {
   return GraphModule(std::move(graph), std::move(state), TreeSpec::positional_inputs(n), out);
 }
 
-// Runs a pass with every check on; a second run has to answer "unchanged".
+// Runs a pass with every check on. A second run must return "unchanged".
 inline bool run_checked(const std::string& pass, GraphModule& module, const PassOptions& options = {}) {
   const bool changed = run_pass(find_pass(pass), module, options, nullptr, true);
   EXPECT_FALSE(run_pass(find_pass(pass), module, options, nullptr, true)) << pass << " is not idempotent";

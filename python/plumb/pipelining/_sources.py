@@ -47,7 +47,7 @@ class Source:
     arguments: list[tuple[str, int]]  # per flat input: the argument it belongs to, and which leaf of it
     parameters: list[str]  # names of the forward's positional parameters
     example: list | None = None
-    again: Any = None  # of a live module: captures it for other inputs; answers None once the module is gone
+    again: Any = None  # of a live module: captures it for other inputs; returns None once the module is gone
     other_sizes: str | None = None  # of what holds one graph alone: what to do for other sizes
     unit_scaled: bool = False  # state dicts of the whole bear the mark of unit-scaled weights
     model: Callable[[], nn.Module | None] = lambda: None  # the live module as long as it exists

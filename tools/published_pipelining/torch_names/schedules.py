@@ -116,7 +116,7 @@ def _dump_chrometrace(schedule: Table, filename: str) -> None:
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-    """Starts messages and answers what to wait for. Those that all go one way are started one by one, so that none waits
+    """Starts messages and returns what to wait for. Those that all go one way are started one by one, so that none waits
     for another."""
     kinds = {op.op for op in p2p_ops}
     if kinds == {dist.isend}:
@@ -127,7 +127,7 @@ def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.
 
 
 def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work]]:
-    """The same rank by rank, in ascending order."""
+    """As `_batch_p2p`, rank by rank, in ascending order."""
     by_peer: dict[int, list[dist.P2POp]] = {}
     for op in p2p_ops:
         by_peer.setdefault(op.peer, []).append(op)
