@@ -48,8 +48,8 @@ struct CaptureRequest {
   // Called after `call`: (name, old, new) of other tensors that the module holds and re-assigned; may be empty. Puts
   // back the old ones.
   std::function<std::vector<std::tuple<std::string, at::Tensor, at::Tensor>>()> attributes_after;
-  // Called when the program converts a tensor to bool. Returns true if one of the two branches does nothing but raise
-  // an error. Such checks become nodes that check in every run. May be empty.
+  // Called when the program converts a tensor to bool. Returns true if one of the two branches does nothing but
+  // fail. Such checks become nodes that check in every run. May be empty.
   std::function<bool()> is_check;
   // Whether values that the program takes out of tensors (item, bool) may be guarded instead of refused: nodes then
   // check in every run that they are still the same, and plumb::control_value nodes note the tensors that they come

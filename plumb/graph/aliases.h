@@ -27,8 +27,7 @@ class Aliases {
   // With `state`, names of one tensor or of tensors on one storage are one memory; without, every name is its own.
   explicit Aliases(const Graph& graph, const State* state = nullptr, Inputs inputs = Inputs::MayOverlapWritten);
 
-  // Returns the memory class of a value of this graph or of a nested one. Throws Error(InvalidArgument) for any other
-  // value.
+  // Returns the memory class of a value of this graph or of a nested one. Throws Error(Internal) for any other value.
   Memory memory(const Value* value) const;
   bool may_alias(const Value* a, const Value* b) const { return memory(a) == memory(b); }
 
