@@ -22,7 +22,7 @@ plumb::TensorMeta f32(std::vector<int64_t> sizes) {
   return meta;
 }
 
-// Blocks of what real graphs have: linear layers, also spelt as t + matmul + add_, views, equal nodes, dead nodes,
+// Blocks of what real graphs have: linear layers, also spelled as t + matmul + add_, views, equal nodes, dead nodes,
 // numbers to fold.
 plumb::GraphModule large_graph(int64_t nodes) {
   using plumb::Value;

@@ -1,4 +1,4 @@
-// Quantisers and metrics beside what they are measured by: x.sum(), x.clone(), memcpy. One thread.
+// Quantizers and metrics beside what they are measured by: x.sum(), x.clone(), memcpy. One thread.
 //
 //   numerics_bench                     all cases, Google Benchmark's options
 //   numerics_bench --ratios            interleaved rounds in this process, best of each, and the ratios

@@ -263,7 +263,7 @@ def gpt(rounds: int, steps: int, only: list[str]) -> None:
     print(
         f"\nGPT over two processes ({LAYERS} layers, width {WIDTH}, {HEADS} heads, sequence {SEQUENCE}, vocabulary "
         f"{VOCABULARY}, {MICROBATCHES} microbatches of {ROWS}, AdamW), milliseconds a step, best and median of all. "
-        "Peaks are those of the rank that has most, of all tensors, weights and optimiser included; beside: without what "
+        "Peaks are those of the rank that has most, of all tensors, weights and optimizer included; beside: without what "
         "lives between steps. Bubbles are of the quickest step, simulated with its stages' mean durations."
     )
     names = [n for n in [*TORCH, *ONLY_PLUMB] if not only or n in only]

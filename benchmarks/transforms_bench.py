@@ -251,7 +251,7 @@ def models(rounds: int, only: list[str]) -> None:
                     verdict(ratio, 1.02),
                 ]
             )
-    print(f"\nSteps of optimised graphs over those of the same graphs as they were; {rounds} pairs, middle half as range.")
+    print(f"\nSteps of optimized graphs over those of the same graphs as they were; {rounds} pairs, middle half as range.")
     table(["", "graph", "ms", "nodes", "ratio", "range", "bar"], rows)
 
 

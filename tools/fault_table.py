@@ -59,7 +59,7 @@ def actions(stage, microbatches=MICROBATCHES):
 
 
 def random_faults(kinds, count, first, steps, dice, stages=STAGES, replicas=1):
-    """Each in a step of its own, so that none of them is a loss of two neighbours at once."""
+    """Each in a step of its own, so that none of them is a loss of two neighbors at once."""
     chosen = sorted(dice.sample(range(first, steps + 1, 3), count))
     faults = []
     for step in chosen:

@@ -5,7 +5,7 @@
 
 Each model is trained `STEPS` steps by `plumb train` in one process: the run that all others are held against. In each layout a rank is
 killed at a random step of a run with a checkpoint every second step; in each layout each of these runs is gone on with. A cell is how
-many bits differ in the last checkpoint's weights, in its optimiser's state, and in the losses of all steps. Run it from the repository's
+many bits differ in the last checkpoint's weights, in its optimizer's state, and in the losses of all steps. Run it from the repository's
 root.
 """
 
@@ -125,7 +125,7 @@ class Run:
         return {event["step"]: event["loss"] for event in told if "loss" in event}
 
     def last(self, checkpoints):
-        """The last checkpoint's step, weights and optimiser's state."""
+        """The last checkpoint's step, weights and optimizer's state."""
         newest = max((self.folder / checkpoints).glob("step-????????"))
         tensors = [{}, {}]
         for kind, found in zip(("model", "optimizer"), tensors):
@@ -156,7 +156,7 @@ def bytes_of(value):
 
 
 def go_on(run, losses, whole_losses, wanted, layout, checkpoints):
-    """Bits that differ in weights, in the optimiser's state and in losses from those of a run that nobody killed."""
+    """Bits that differ in weights, in the optimizer's state and in losses from those of a run that nobody killed."""
     step = run.last(checkpoints)[0]
     shutil.copytree(run.folder / checkpoints, run.folder / "again")
     rest = run.train(layout, "again")
@@ -196,7 +196,7 @@ def main():
             losses = one.train("1 x 1", "whole")
             wanted = one.last("whole")
             count = sum(a.size for a in wanted[1].values()), sum(a.size for a in wanted[2].values())
-            print(f"\n{model}: {count[0]} numbers of weights and buffers, {count[1]} of the optimiser's state, {len(losses)} losses\n")
+            print(f"\n{model}: {count[0]} numbers of weights and buffers, {count[1]} of the optimizer's state, {len(losses)} losses\n")
             print(table(["killed in", *[f"on in {layout}" for layout in LAYOUTS]], list(cells(one, losses, wanted, random_steps))), flush=True)
 
 

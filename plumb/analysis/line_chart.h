@@ -8,7 +8,7 @@
 
 namespace plumb {
 
-// Numbers runs by name, in the order in which they are first named; a page draws run N in its colour N (svg.h).
+// Numbers runs by name, in the order in which they are first named; a page draws run N in its color N (svg.h).
 class RunColors {
  public:
   size_t of(std::string_view run) {
@@ -24,7 +24,7 @@ class RunColors {
 };
 
 struct Curve {
-  std::string name;                // the run's: it has the same colour everywhere on a page
+  std::string name;                // the run's: it has the same color everywhere on a page
   std::vector<double> values;      // NaN and infinities break the line and are marked
   std::vector<double> steps = {};  // ascending; empty: 0, 1, 2, ...
   bool dashed = false;

@@ -1,5 +1,5 @@
-// Elements of the charts. Colours are set twice: as attributes, which every SVG viewer and converter understands,
-// and as classes, by which a page gives them its own (light and dark): sN the Nth series' colour, "line" drawn in it,
+// Elements of the charts. Colors are set twice: as attributes, which every SVG viewer and converter understands,
+// and as classes, by which a page gives them its own (light and dark): sN the Nth series' color, "line" drawn in it,
 // "area" filled with it, "text", "muted", "grid", "axis".
 #pragma once
 
@@ -28,7 +28,7 @@ std::string packed(const std::vector<T>& numbers) {
 }
 
 inline constexpr size_t kSeriesColors = 8;
-// The Nth series' colour on white; they repeat.
+// The Nth series' color on white; they repeat.
 std::string_view series_color(size_t i);
 // "s3"
 std::string series_class(size_t i);
@@ -50,7 +50,7 @@ double text_width(std::string_view content, double size = 12);
 // At most `width` wide, with an ellipsis at the front (the end of a module's path says more than its start).
 std::string shortened(std::string_view content, double width, double size = 12);
 
-// A whole picture: standalone, with margins, a ground and the colours of light and dark viewers; on a page, without.
+// A whole picture: standalone, with margins, a ground and the colors of light and dark viewers; on a page, without.
 std::string picture(double width, double height, const std::string& body, bool standalone);
 
 // Round numbers that divide lo..hi in about `count` parts. lo < hi, both finite.

@@ -22,7 +22,7 @@ constexpr double kRankLabel = 60, kRight = 12;
 struct Look {
   const char *name, *kind, *color;
 };
-// Pale, beside the colours of runs.
+// Pale, beside the colors of runs.
 constexpr Look kLooks[] = {{"forward", "F", "#9db8d9"},
                            {"backward of inputs", "I", "#c3b1e1"},
                            {"backward of weights", "W", "#e8cf8e"},

@@ -9,7 +9,7 @@ namespace plumb {
 
 struct TimelineAction {
   int rank = 0;
-  // "F", "I", "W", "B" have colours of their own; anything else is grey.
+  // "F", "I", "W", "B" have colors of their own; anything else is gray.
   std::string kind;
   int stage = 0, microbatch = -1;  // -1: none
   double start = 0, end = 0;

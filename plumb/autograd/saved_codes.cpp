@@ -14,7 +14,7 @@
 namespace plumb {
 namespace {
 
-constexpr size_t kKnown = 64;          // tensors remembered: a product's inputs are quantised just before it
+constexpr size_t kKnown = 64;          // tensors remembered: a product's inputs are quantized just before it
 constexpr int64_t kFewElements = 512;  // below it a hook costs more than it saves
 
 struct Known {

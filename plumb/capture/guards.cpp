@@ -141,7 +141,7 @@ bool Guards::guard_buffer(const RecordedArg& arg, const at::Tensor& tensor) {
       Error(ErrorKind::DataDependent,
             "the value of buffer '" + name + "' is taken into the program, and the forward writes the buffer",
             recorder_.where(),
-            "if the layer initialises itself on its first batch, run the model once before; else compute with the "
+            "if the layer initializes itself on its first batch, run the model once before; else compute with the "
             "buffer as "
             "a tensor (torch.where, index_copy, scatter)"));
   guard("plumb::guard_value", {arg, RecordedArg{recorder_.constant_copy(tensor)}}, {recorder_.where()},

@@ -122,7 +122,7 @@ at::Tensor Checkpoint::read(const std::string& name) const {
 
 at::Tensor Checkpoint::read_optimizer(const std::string& name) const {
   const CheckpointTensor* tensor = find_optimizer(name);
-  if (!tensor) throw Error(ErrorKind::UnknownName, folder_ + ": holds no state of an optimiser '" + name + "'");
+  if (!tensor) throw Error(ErrorKind::UnknownName, folder_ + ": holds no state of an optimizer '" + name + "'");
   return read_checked(stored_optimizer_name(*contents_, name), *tensor);
 }
 

@@ -1,4 +1,4 @@
-// The state of torch's optimisers as tensors by parameters' names.
+// The state of torch's optimizers as tensors by parameters' names.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -10,7 +10,7 @@
 
 namespace plumb {
 
-// The tensor of "exp_avg/NAME", the optimiser's from then on; undefined if there is none.
+// The tensor of "exp_avg/NAME", the optimizer's from then on; undefined if there is none.
 using ReadState = std::function<at::Tensor(const std::string& key)>;
 ReadState reader_of(const Checkpoint& checkpoint);
 

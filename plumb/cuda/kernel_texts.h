@@ -9,7 +9,7 @@ namespace plumb::cuda {
 
 struct PassKernel {
   kernel::Carrier carrier = kernel::kFloat32;
-  int pack = 1;  // neighbours moved together
+  int pack = 1;  // neighbors moved together
   kernel::RoundingSpec rounding{};
   bool writes = true;
   const kernel::CodeSpec* codes = nullptr;

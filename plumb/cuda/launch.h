@@ -25,7 +25,7 @@ std::vector<char> compiled(const Compiler& compiler, const CubinCache& cache, co
 // environment asks for it.
 void* loaded(c10::Device device, const std::string& text);
 
-// How many neighbours move together: 16 bytes of x's type, where the memory of all of these allows it.
+// How many neighbors move together: 16 bytes of x's type, where the memory of all of these allows it.
 int pack_of(const at::Tensor& x, std::initializer_list<const at::Tensor*> tensors);
 
 // Replaces the GPU, for tests; null restores it.

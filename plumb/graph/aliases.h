@@ -77,7 +77,7 @@ bool has_hidden_effects(const Node& node);
 // The values in an argument, those of a list's elements too.
 void collect_values(const Arg& arg, std::vector<Value*>& out);
 
-// True for operators whose result is not a function of their arguments: uninitialised memory.
+// True for operators whose result is not a function of their arguments: uninitialized memory.
 bool is_uninitialised(const Node& node);
 
 // Which values may carry a gradient back to an input or parameter. Floating inputs always may.

@@ -24,7 +24,7 @@ constexpr Contraction transposed(int8_t places) {
 }
 
 constexpr const char* kOneLibrary = "it belongs to one library, whose kernels take their arguments on trust";
-constexpr const char* kQuantised = "it is about quantised tensors, which no graph of plumb holds";
+constexpr const char* kQuantised = "it is about quantized tensors, which no graph of plumb holds";
 constexpr const char* kSparse = "it is about sparse tensors, whose indices nobody checks";
 constexpr const char* kForeignMemory = "it can reach memory that is not its tensors' own";
 constexpr const char* kAutograd = "it acts on autograd's graph instead of computing";

@@ -192,7 +192,7 @@ static bool takes_tensor(c10::TypePtr type) {
   return type->kind() == c10::TypeKind::TensorType;
 }
 
-// Compiles one graph. Registers are given in graph order, so a node's results are neighbours.
+// Compiles one graph. Registers are given in graph order, so a node's results are neighbors.
 class PlanCompiler {
  public:
   // `within`: of a nested graph, what seeds the node that calls it.

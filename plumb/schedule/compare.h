@@ -14,7 +14,7 @@ namespace plumb {
 // The costs of a model that is cut into so many stages.
 struct StageCosts {
   Costs costs;
-  // Memory that a stage takes whatever the schedule (parameters, gradients, optimiser), in the unit of
+  // Memory that a stage takes whatever the schedule (parameters, gradients, optimizer), in the unit of
   // costs.activation; by stage, or one entry for all; empty: none.
   std::vector<double> resident;
 };

@@ -50,7 +50,7 @@ Schedule v_min_schedule(int num_ranks, int num_microbatches);
 
 // Every stage on two ranks, s and p - 1 - s, which share its weights: the first half of the microbatches enters at rank
 // 0, the second at rank p - 1 (arXiv 2412.19437). Each copy adds up its own microbatches in order; the two sums have to
-// be added before the optimiser. p has to be even.
+// be added before the optimizer. p has to be even.
 Schedule dual_pipe_schedule(int num_ranks, int num_microbatches);
 
 // A row of the list of schedules (names.cpp). The Python class `ScheduleNAME`, the command's --schedule and the table

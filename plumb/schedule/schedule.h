@@ -41,7 +41,7 @@ struct Placement {
 
 // Stage s on rank s mod num_ranks.
 Placement loop_placement(int num_ranks, int stages_per_rank);
-// Up the ranks, down again, up again: neighbouring stages at a turn share a rank.
+// Up the ranks, down again, up again: neighboring stages at a turn share a rank.
 Placement v_placement(int num_ranks, int stages_per_rank = 2);
 
 struct Schedule {

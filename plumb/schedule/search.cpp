@@ -187,10 +187,10 @@ class Orders {
 
   struct Place {
     int rank;
-    std::size_t index;  // of the later of two neighbours in a row
+    std::size_t index;  // of the later of two neighbors in a row
   };
 
-  // Neighbours that follow each other without a pause on the way to the end of the longest rank: to change anything,
+  // Neighbors that follow each other without a pause on the way to the end of the longest rank: to change anything,
   // one such pair has to change places. Only pairs that may.
   std::vector<Place> critical_pairs() {
     std::vector<Place> pairs;
@@ -336,7 +336,7 @@ std::vector<Habit> change_some(std::vector<Habit> habits, int num_microbatches, 
   return habits;
 }
 
-// Swaps neighbours along the critical path as long as that does not make it longer; how many tables were timed.
+// Swaps neighbors along the critical path as long as that does not make it longer; how many tables were timed.
 int improve(Orders& orders, int most_tables, std::mt19937_64& random) {
   Score now = orders.time();
   int tried = 1;

@@ -46,7 +46,7 @@ struct Simulation {
   // The ranks' idle share of the makespan: 1 - mean(busy) / makespan.
   double bubble_rate() const;
   // The Zero Bubble paper's (arXiv 2401.10241, section 4): every rank may start its step when its first work comes and
-  // end with its last, as the optimiser's step needs no common instant. So steps are apart by the longest that a rank
+  // end with its last, as the optimizer's step needs no common instant. So steps are apart by the longest that a rank
   // works at one: the largest last - first.
   double cost() const;
   // 1 - mean(busy) / cost().

@@ -257,7 +257,7 @@ def test_rows_count_with_functions_too():
 
 
 class Skipping(nn.Module):
-    """A value that the first stage makes is used in all others; two stages are neighbours on one rank under a loop."""
+    """A value that the first stage makes is used in all others; two stages are neighbors on one rank under a loop."""
 
     def __init__(self):
         super().__init__()

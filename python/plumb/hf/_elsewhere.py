@@ -45,14 +45,14 @@ def _what_is_wrong(place: str, key: str, value: Any, timm: bool) -> tuple[str, s
         )
     if key == "quantization_config" and value is not None:
         return (
-            "its weights are quantised, and cannot be trained as they are",
-            "the folder of the model before it was quantised",
+            "its weights are quantized, and cannot be trained as they are",
+            "the folder of the model before it was quantized",
         )
     return None
 
 
 def refuse_names(path: str, values: Any) -> None:
-    """Refuses a config that names code, a kernel or a model elsewhere, whatever reads it, quantised weights, and numbers that
+    """Refuses a config that names code, a kernel or a model elsewhere, whatever reads it, quantized weights, and numbers that
     transformers would make lists of as long."""
     left = [("", "", values, False)]
     while left:

@@ -51,7 +51,7 @@ def _overrides(stage: Any, names: Iterable[str]) -> list[str]:
 
 def prepare_own(stages: list, arg_mbs: list, kwarg_mbs: list, train: bool) -> InvalidSchedule | None:
     """Before the first step: has stages prepare themselves that do so. Returns why a table with actions cannot be run, if
-    it cannot. Raises `InvalidSchedule` for messages to others than neighbours."""
+    it cannot. Raises `InvalidSchedule` for messages to others than neighbors."""
     refused = None
     for stage in stages:
         if _overrides(stage, ["_prepare_forward_infra"]):

@@ -378,7 +378,7 @@ def make_policy(policy: Any, num_stages: int | None) -> SplitPolicy:
 
 class MultiUseParameterConfig(Enum):
     """How a parameter of several stages is kept: the first stage owns it and sends it with every microbatch,
-    or each stage has a copy, whose gradients are summed before the optimiser's step."""
+    or each stage has a copy, whose gradients are summed before the optimizer's step."""
 
     TRANSMIT = 1
     REPLICATE = 2

@@ -326,7 +326,7 @@ class _Instead(list):
 
 
 def _with_inputs(value: Any, instead: Iterator[_Instead]) -> Any:
-    """An argument with other nodes: several where one stood become neighbours, of none None is left."""
+    """An argument with other nodes: several where one stood become neighbors, of none None is left."""
     if isinstance(value, fx.Node):
         return next(instead)
     if isinstance(value, (tuple, list)):

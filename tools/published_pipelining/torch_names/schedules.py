@@ -62,7 +62,7 @@ def _merge_bw(compute_actions: list[_Action | None]) -> list[_Action]:
 
 
 def _add_send_recv(compute_actions: Table, stage_to_rank, num_stages: int) -> Table:
-    """The table with sends and receives. Stages talk to their neighbours; `stage_to_rank(stage)` says where they are."""
+    """The table with sends and receives. Stages talk to their neighbors; `stage_to_rank(stage)` says where they are."""
     try:
         lowered = _schedule(compute_actions, _ranks(stage_to_rank, num_stages)).torch_lowering(reduce_grad=False)
     except _C.Error as error:
