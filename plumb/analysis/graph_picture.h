@@ -7,7 +7,7 @@
 
 namespace plumb {
 
-// A picture that stands alone. Parameters stand on the line of what uses them first. A wire to the next line is
+// Draws a picture that stands alone. Parameters stand on the line of their first user. A wire to the next line is
 // straight; every other one runs beside all boxes, in a lane that wires of other values leave free. Hovering shows
 // module, source and type.
 std::string graph_svg(const Graph& graph);

@@ -11,7 +11,7 @@
 namespace plumb {
 namespace {
 
-// The last row at or before `step` of each tensor and direction, in the tensors' order.
+// Returns the last row at or before `step` of each tensor and direction, in the tensors' order.
 std::vector<const HistoryRow*> rows_at(const History& history, int64_t step) {
   std::vector<const HistoryRow*> found(history.tensors.size() * 2);
   for (const HistoryStep& each : history.steps) {

@@ -33,7 +33,7 @@ class HtmlReport {
 
   // Gives these runs their colors, in this order. Others get theirs where they first appear.
   HtmlReport& runs(const std::vector<std::string>& names);
-  // The page is being written: in a browser it loads itself again every so many seconds, unless somebody uses it.
+  // For a page that is being written: a browser reloads it every `seconds`, unless somebody uses it.
   HtmlReport& reload_every(int seconds);
   HtmlReport& section(std::string title);
   // Paragraphs, parted by empty lines; lines that start with "- " are a list. **bold** and `code` are marked so.

@@ -49,8 +49,8 @@ struct LineChart {
 // ascend. Long curves are thinned; peaks stay.
 std::string to_html(const LineChart& chart, RunColors& colors);
 
-// The curves' last values, lowest first, and which are equal or lost: "B ends lowest, at 2.08 (mean of the last 30
-// steps); A is at 2.205, 6.0 % above. C equals B at every step." The mean is over the values of the last `smooth`
+// Returns the curves' last values, lowest first, and which are equal or lost: "B ends lowest, at 2.08 (mean of the last
+// 30 steps); A is at 2.205, 6.0 % above. C equals B at every step." The mean is over the values of the last `smooth`
 // steps: a curve with a value every 50 steps has its last one. No curve has a finite value: says so.
 std::string conclusion(const LineChart& chart);
 

@@ -110,8 +110,8 @@ void visit_tensors(const std::vector<c10::IValue>& values, const Visit& visit) {
   }
 }
 
-// The factors of a product, by place among the tensors that it has edges for: each is needed for the other's gradient
-// alone.
+// Returns the factors of a product, by place among the tensors that it has edges for: each is needed for the other's
+// gradient alone.
 std::optional<std::pair<int, int>> factors_of(const c10::OperatorHandle& op) {
   const std::string& name = op.operator_name().name;
   if (name == "aten::mul") return std::pair(0, 1);

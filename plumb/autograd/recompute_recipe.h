@@ -29,7 +29,7 @@ struct Part {
 
   explicit Part(const at::Tensor& t);
   bool unchanged() const { return versions.current_version() == version; }
-  // The tensor, with the version counter it had; undefined if the memory is gone.
+  // Returns the tensor, with the version counter it had; undefined if the memory is gone.
   at::Tensor lock() const;
 };
 
@@ -66,8 +66,8 @@ class Recipe {
   int64_t pending = 0;  // uses still to come
   bool counted = false;
 
-  // The memory that nodes save in place of the result's own. The first holds the result for as long as it is filled, so
-  // that the caller's tensor and what autograd saved part where the recipe is decided.
+  // Returns the memory that nodes save in place of the result's own. The first holds the result for as long as it is
+  // filled, so that the caller's tensor and what autograd saved part where the recipe is decided.
   c10::Storage lend(const c10::Storage& own);
   // This memory is lent already, see part_from_node().
   void lent(const c10::Storage& storage) {
@@ -78,7 +78,7 @@ class Recipe {
   void empty();
   bool filled() const { return filled_; }
 
-  // A tensor over the memory of the result, alive, waiting, or computed.
+  // Returns a tensor over the memory of the result, alive, waiting, or computed.
   at::Tensor memory();
   // One use is over.
   void done();
@@ -128,7 +128,7 @@ void fill_around(torch::autograd::Node& node, std::vector<RecipeUse> uses);
 // would not be the bits that ATen gives.
 at::Tensor normalise_again(const std::vector<c10::IValue>& args, const at::Tensor& mean, const at::Tensor& rstd);
 
-// A strided tensor of its own, no tracer's, on the CPU or a device whose storages point to its memory.
+// Returns whether x is strided, no tracer's, and on the CPU or a device whose storages point to its memory.
 bool has_plain_memory(const at::Tensor& x);
 
 }  // namespace plumb

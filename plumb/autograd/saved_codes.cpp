@@ -36,7 +36,7 @@ bool has_codes(const at::Tensor& x, const FPFormat& format) {
   return format.bits() <= 8 && !format.has_blocks() && has_plain_memory(x) && x.numel() >= kFewElements;
 }
 
-// All of x's memory in its order, with x's version counter.
+// Returns all of x's memory in its order, with x's version counter.
 at::Tensor memory_of(const at::Tensor& x) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const auto elements = static_cast<int64_t>(x.storage().nbytes() / x.element_size());

@@ -20,7 +20,7 @@ namespace {
 
 bool leaves_alone(std::string_view format) { return format == "none"; }
 
-// A seed for the backward pass that differs from the forward's.
+// Returns a seed for the backward pass that differs from the forward's.
 std::optional<int64_t> backward_seed(std::optional<int64_t> seed) {
   return seed ? std::optional<int64_t>(int64_t(uint64_t(*seed) ^ 0x9E3779B97F4A7C15ull)) : std::nullopt;
 }

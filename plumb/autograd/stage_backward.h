@@ -15,8 +15,8 @@ namespace plumb {
 
 using Tensors = std::vector<at::Tensor>;
 
-// A tensor without elements that stands for `output` in the functions below: it leads to the same place in autograd's
-// graph, and the output's own memory may go.
+// Returns a tensor without elements that stands for `output` in the functions below: it leads to the same place in
+// autograd's graph, and the output's own memory may go.
 at::Tensor backward_handle(const at::Tensor& output);
 
 // The sizes, dtype and device that a gradient must have.

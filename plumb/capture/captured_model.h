@@ -36,7 +36,7 @@ class CapturedModel {
   explicit CapturedModel(M model, Transform transform = {})
       : model_(std::move(model)), transform_(std::move(transform)) {}
 
-  // The graph for inputs like these: the one there is, or one captured now. Throws what capture() throws.
+  // Returns the graph for inputs like these: the one there is, or one captured now. Throws what capture() throws.
   template <typename... Tensors>
   std::shared_ptr<GraphModule> graph(const Tensors&... inputs) {
     const std::string key = signature_of(capture_detail::module_of(model_), {inputs...});

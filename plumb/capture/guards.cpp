@@ -226,7 +226,8 @@ void Guards::guard_equal(const std::vector<RecordedArg>& args, const torch::jit:
             " at capture: the graph checks that it still does");
 }
 
-// An operator that writes in place keeps the size of what it writes: only its first argument counts.
+// Returns whether sizes of its tensors may be dynamic. An operator that writes in place keeps the size of what it
+// writes: only its first argument counts.
 bool Guards::takes_dynamic(const c10::FunctionSchema& schema, const std::vector<RecordedArg>& args) const {
   bool dynamic = false;
   for (size_t i = 0; i < (schema.is_mutable() ? 1 : args.size()); ++i)

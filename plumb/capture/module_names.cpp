@@ -13,7 +13,7 @@ std::string parent_of(const std::string& path) {
   return dot == std::string::npos ? "" : path.substr(0, dot);
 }
 
-// The innermost module around both; "" is the root.
+// Returns the innermost module around both; "" is the root.
 std::string around(std::string a, std::string b) {
   while (a != b) {
     std::string& longer = a.size() < b.size() ? b : a;

@@ -103,8 +103,8 @@ std::vector<Result> run_with_gradients(
   return answer;
 }
 
-// The graph's text without what may differ although the program is the same: numbers of Python functions, and sizes
-// that depend on the data.
+// Returns the graph's text without what may differ although the program is the same: numbers of Python functions, and
+// sizes that depend on the data.
 std::string comparable(const Graph& graph) {
   std::istringstream lines(to_string(graph));
   std::string all;
@@ -121,7 +121,7 @@ std::string comparable(const Graph& graph) {
   return all;
 }
 
-// The first operator that the other graph does not have in its place, if it shows by its name or its results.
+// Returns the first operator that the other graph does not have in its place, if it shows by its name or its results.
 const Node* first_difference(const Graph& graph, const Graph& other) {
   const auto others = other.nodes();
   auto it = others.begin();

@@ -53,7 +53,7 @@ class Checkpoint {
 
   std::vector<std::string> names() const;            // of the model, sorted; ties too
   std::vector<std::string> optimizer_names() const;  // as stored, sorted: "exp_avg/NAME"
-  // Null if there is none. A tie stands for the name it is tied to, also in "exp_avg/TIE".
+  // Returns null if there is none. A tie stands for the name it is tied to, also in "exp_avg/TIE".
   const CheckpointTensor* find(const std::string& name) const;
   const CheckpointTensor* find_optimizer(const std::string& name) const;
 

@@ -35,8 +35,8 @@ struct CheckpointFile {
   std::optional<Checksum> checksum;
 };
 
-// The text of checkpoint.json. It holds a checksum of itself: of its values, not of the spaces between. Checksums are
-// "crc64" with 16 hexadecimal digits; version 1, which is read too, had "crc32" with a number.
+// Returns the text of checkpoint.json. It holds a checksum of itself: of its values, not of the spaces between.
+// Checksums are "crc64" with 16 hexadecimal digits; version 1, which is read too, had "crc32" with a number.
 std::string checkpoint_to_text(const CheckpointContents& contents, const std::map<std::string, CheckpointFile>& files);
 // Checks the text, and the files that it names in `folder`. `path` is for messages. Throws Error(BadFile).
 CheckpointContents checkpoint_from_text(const std::string& path, const std::string& folder, std::string_view text);

@@ -60,7 +60,7 @@ void add_part(std::map<std::string, CheckpointTensor>& all, std::map<std::string
   }
 }
 
-// The list of one rank, or nothing if it is not there yet.
+// Returns the list of one rank, or nothing if it is not there yet.
 std::optional<JsonDoc> read_rank_list(const std::string& folder, int rank) {
   const fs::path path = fs::path(folder) / rank_list(rank);
   std::error_code error;

@@ -69,7 +69,7 @@ class CheckpointWriter {
   void wait();
   // Ends waiting for other ranks: the save that runs fails. For runs that have lost a rank.
   void abandon() { abandoned_ = true; }
-  // The error of the last finished save, if it failed.
+  // Returns the error of the last finished save, if it failed.
   std::optional<std::string> problem();
   // Reports of the saves that have finished since the last call.
   std::vector<CheckpointReport> take_reports();

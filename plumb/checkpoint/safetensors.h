@@ -28,7 +28,7 @@ struct SafetensorsEntry {
   uint64_t offset = 0, bytes = 0;  // in the file
 };
 
-// The format's name of a dtype ("F32", "BF16", "F8_E4M3"); "" for a dtype that the format does not have.
+// Returns the format's name of a dtype ("F32", "BF16", "F8_E4M3"); "" for a dtype that the format does not have.
 std::string_view safetensors_dtype(at::ScalarType dtype);
 
 // An open file. The header is checked when it is opened: its length, its grammar, names that come twice, dtypes, shapes
@@ -45,7 +45,7 @@ class SafetensorsFile {
   const SafetensorsEntry& get(std::string_view name) const;
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
 
-  // A contiguous CPU tensor that owns its memory. `checksum` gets its bytes in the file.
+  // Returns a contiguous CPU tensor that owns its memory. `checksum` gets its bytes in the file.
   at::Tensor read(std::string_view name, Checksum* checksum = nullptr) const;
   // Gives the tensor's bytes to the checksum, read in pieces.
   void add_to(std::string_view name, Checksum& checksum) const;

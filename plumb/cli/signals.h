@@ -23,7 +23,7 @@ void note_saved() noexcept;
 void note_nothing_to_save() noexcept;
 // By this process or another. Safe in a signal handler.
 bool anything_saved() noexcept;
-// The end of a sentence about a command that did not end well: "" or ", nothing was saved". Safe in a signal handler.
+// Returns the end of a sentence about a failed command: "" or ", nothing was saved". Safe in a signal handler.
 const char* what_was_saved() noexcept;
 
 // Ends the process by this signal, as the shell expects of an interrupted program.

@@ -126,7 +126,7 @@ class Printer {
   int first_step_ = 0, last_step_ = 0;
 };
 
-// This process's own arguments.
+// Returns this process's own arguments.
 std::vector<std::string> own_arguments() {
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
   std::vector<std::string> arguments;

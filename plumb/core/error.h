@@ -45,7 +45,7 @@ class Error : public std::runtime_error {
   // remedy:  what to do about it.
   Error(ErrorKind kind, std::string message, std::string where = "", std::string remedy = "");
 
-  // The text of what().
+  // Returns the text of what().
   static std::string text(const std::string& message, const std::string& where, const std::string& remedy);
 
   ErrorKind kind() const noexcept { return kind_; }

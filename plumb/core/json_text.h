@@ -6,7 +6,7 @@
 
 namespace plumb {
 
-// How deep lists and objects of a text are nested. Brackets in strings do not count.
+// Returns the depth of nested lists and objects in a text. Brackets in strings do not count.
 int json_depth(std::string_view text);
 
 // Parses a JSON document. Time and memory are at most a constant (about 50 bytes a byte) times its length; code that

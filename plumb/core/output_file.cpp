@@ -45,8 +45,8 @@ fs::path target_of(fs::path path) {
   return path;
 }
 
-// A name beside the target that no other file has: process numbers repeat (in containers every first process is 1), and
-// folders are shared. Not made of the file's name, which may be as long as names can be.
+// Returns a name beside the target that no other file has: process numbers repeat (in containers every first process is
+// 1), and folders are shared. Not made of the file's name, which may be as long as names can be.
 std::string random_name(const fs::path& folder) {
   uint64_t number = 0;
   if (::getentropy(&number, sizeof number) != 0) number = std::random_device()();
@@ -65,8 +65,8 @@ std::string make_named(const fs::path& folder, const Make& make) {
   return name;
 }
 
-// A file without a name, so that a process that is killed leaves nothing. Null where the file system has no such files
-// or where it could not be given a name later.
+// Returns a file without a name, so that a process that is killed leaves nothing. Null where the file system has no
+// such files or where it could not be given a name later.
 std::FILE* unnamed_file(const fs::path& folder) {
   const int file = ::open(folder.empty() ? "." : folder.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0666);
   if (file < 0) return nullptr;

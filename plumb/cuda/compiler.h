@@ -19,7 +19,7 @@ class Compiler {
   // Returns whether it knows an architecture ("sm_90a": its number decides).
   bool knows(const std::string& architecture) const;
 
-  // A binary for `architecture`. Throws Error(ExecutionFailed) with the compiler's own words.
+  // Returns a binary for `architecture`. Throws Error(ExecutionFailed) with the compiler's own words.
   std::vector<char> compile(const std::string& text, const std::string& architecture) const;
 
   // Options that decide the binary, beside text and version.

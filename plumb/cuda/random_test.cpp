@@ -101,7 +101,7 @@ FPFormat random_code_format(Dice& dice) {
   return FPFormat::parse(dice.of({"e4m3fn-RN", "e5m2-RN-inf", "E4M3-SR", "e2m1fn-RN", "e3m4-RN"}));
 }
 
-// The fields but the mean, which may be all but zero: its digits are those of larger sums.
+// Returns the fields but the mean, which may be all but zero: its digits are those of larger sums.
 Tensor without_mean(const Tensor& metrics) {
   return at::cat({metrics.narrow(0, 0, 1), metrics.slice(0, 2)}).nan_to_num(-1, 1e300);
 }

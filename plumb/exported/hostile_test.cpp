@@ -34,7 +34,7 @@ struct Archive {
     }
     throw std::runtime_error("no entry " + ending);
   }
-  // The model's JSON, changed by `edit`.
+  // Returns the model's JSON, changed by `edit`.
   template <typename Edit>
   Archive& model(Edit&& edit) {
     Json j = Json::parse(entry("models/model.json"));

@@ -20,7 +20,7 @@ constexpr const char* kAutocastRegion = "torch.ops.higher_order.wrap_with_autoca
 
 bool is_region(const std::string& target) { return target == kGradRegion || target == kAutocastRegion; }
 
-// The graph among the inputs of a region's node; null if there is none.
+// Returns the graph among the inputs of a region's node; null if there is none.
 const Json* graph_of(const JsonDoc& doc, const Json& node) {
   for (const Json& input : doc.array(doc.at(node, "inputs"))) {
     const auto [tag, value] = doc.tagged(doc.at(input, "arg"));

@@ -65,8 +65,8 @@ inline std::string kernel_settings() {
   return text;
 }
 
-// The folder of programs; made when it is missing, the scripts have changed, or they ran with other kernels. Suites run
-// side by side: the first makes it, the others wait.
+// Returns the folder of programs; made when it is missing, the scripts have changed, or they ran with other kernels.
+// Suites run side by side: the first makes it, the others wait.
 inline const fs::path& programs() {
   static const fs::path folder = [] {
     const fs::path where = fs::path(PLUMB_BINARY_DIR) / "tests/programs";

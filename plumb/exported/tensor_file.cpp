@@ -20,7 +20,7 @@ namespace {
   throw Error(ErrorKind::BadFile, path + ": " + what, "", remedy);
 }
 
-// The value of a key in numpy's header, a Python dict: {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
+// Returns a key's value in numpy's header, a Python dict: {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
 std::string header_field(const std::string& path, const std::string& header, const std::string& key) {
   size_t at = header.find("'" + key + "'");
   if (at != std::string::npos) at = header.find(':', at);

@@ -35,7 +35,7 @@ class ZipFile {
 
   const std::string& path() const { return path_; }
   const std::vector<ZipEntry>& entries() const { return entries_; }
-  // The folder that every entry is in, with its slash ("model/"); "" if there is none.
+  // Returns the folder that every entry is in, with its slash ("model/"); "" if there is none.
   const std::string& top_folder() const { return top_; }
 
   // By the name below the top folder; null if there is none.

@@ -39,7 +39,7 @@ bool is_drawn_anew(const Node& node) {
   return p && p->is_constant() && p->constant().isDouble() && p->constant().toDouble() > 0;
 }
 
-// The class of a key, a new one where the map has none.
+// Returns the class of a key, a new one where the map has none.
 template <class Map>
 Memory class_of(Map& map, const typename Map::key_type& key, std::vector<Memory>& parents) {
   auto [it, fresh] = map.emplace(key, static_cast<Memory>(parents.size()));

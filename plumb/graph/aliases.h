@@ -33,10 +33,10 @@ class Aliases {
 
   // Inputs and state: the caller sees writes to it.
   bool is_external(Memory m) const { return flags_[m] & kExternal; }
-  // A value that the graph returns is in it.
+  // Returns whether a value that the graph returns is in it.
   bool is_returned(Memory m) const { return flags_[m] & kReturned; }
   bool is_written(Memory m) const { return flags_[m] & kWritten; }
-  // The last node of the (outer) graph that writes it; null if none does.
+  // Returns the last node of the (outer) graph that writes it; null if none does.
   const Node* last_write(Memory m) const;
 
   // Memory that running the node writes; memory of its inputs, and of the state that a nested graph reads. Each once.

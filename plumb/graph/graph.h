@@ -54,11 +54,11 @@ class Value {
   ValueType type() const { return type_; }
   bool is_tensor() const { return type_ == ValueType::Tensor; }
 
-  // Every use, a node as often as it uses the value. Order is deterministic for one sequence of edits, else
+  // Returns every use, a node as often as it uses the value. Order is deterministic for one sequence of edits, else
   // unspecified.
   std::span<const Use> uses() const { return uses_; }
   bool has_uses() const { return !uses_.empty(); }
-  // The nodes that use it, each once, in graph order.
+  // Returns the nodes that use it, each once, in graph order.
   std::vector<Node*> users() const;
 
   const std::optional<TensorMeta>& meta() const { return meta_; }
@@ -194,7 +194,7 @@ class NodeRange {
   Node* first_;
 };
 
-// The full name of an operator: "aten::add.Tensor", "aten::linear".
+// Returns the full name of an operator: "aten::add.Tensor", "aten::linear".
 std::string operator_name(const c10::OperatorHandle& op);
 // Finds "aten::add.Tensor" ("." and overload left out: the overload named ""; "default" is accepted for it).
 // find_ throws an Error naming near misses; try_ returns nothing.
@@ -210,7 +210,7 @@ class Graph {
   Graph(Graph&&) noexcept;
   Graph& operator=(Graph&&) noexcept;
 
-  // A deep copy (nested graphs too). `map`, if given, receives old node -> new node.
+  // Returns a deep copy (nested graphs too). `map`, if given, receives old node -> new node.
   Graph clone(std::unordered_map<const Node*, Node*>* map = nullptr) const;
 
   // --- reading ---
@@ -260,7 +260,7 @@ class Graph {
   void replace_node(Node* from, Node* to);
   // Throws if a result still has uses.
   void erase(Node* node);
-  // A fresh, unused name made from `hint` ("linear" -> "linear_3").
+  // Returns a fresh, unused name made from `hint` ("linear" -> "linear_3").
   std::string unique_name(std::string_view hint);
 
   // A counter that every edit increments: caches key on it.

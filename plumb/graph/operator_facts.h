@@ -103,12 +103,12 @@ struct OperatorFacts {
   bool recurrent_cell = false;  // one step, with the weights of one layer
 };
 
-// The row of "aten::add" or "aten::add.Tensor", else that of its namespace, else a row that says nothing but that no
-// file may name it.
+// Returns the row of "aten::add" or "aten::add.Tensor", else that of its namespace, else a row that says nothing but
+// that no file may name it.
 const OperatorFacts& operator_facts(std::string_view name);
 // Returns the operator's own row. Null if operator_facts() would fall back to a less specific one.
 const OperatorFacts* find_operator_facts(std::string_view name);
-// Every row, in the order of names.
+// Returns every row, in the order of names.
 std::span<const OperatorFacts* const> operator_table();
 
 // --- which operators a file may name ---

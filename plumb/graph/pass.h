@@ -27,7 +27,7 @@ struct Pass {
   std::function<bool(GraphModule&, const PassOptions&, std::vector<std::string>* report)> run;
 };
 
-// Every registered pass by name. find_ throws, naming near misses.
+// Returns every registered pass by name. find_pass() throws for an unknown name, with near misses.
 std::vector<const Pass*> all_passes();
 const Pass& find_pass(std::string_view name);
 

@@ -38,7 +38,7 @@ struct Match {
 
 // `to` and the like from a floating type to a floating type on the same device. False if the types are not known.
 bool is_float_cast(const Node* node);
-// One that changes nothing.
+// Returns whether the cast changes nothing.
 bool is_cast_to_same(const Node* node);
 
 class Pattern {

@@ -85,7 +85,7 @@ struct History {
   std::vector<std::string> rules;  // of every run that wrote to the file
   uint64_t torn_bytes = 0;         // of a last record that was not written whole; dropped
 
-  // The last step of anything in it; 0 if there is none.
+  // Returns the last step of anything in it; 0 if there is none.
   int64_t last_step() const;
 };
 
@@ -118,7 +118,7 @@ class HistoryWriter {
   int64_t last_step() const { return last_step_; }
 
   void rules(const std::string& text);
-  // The index of this tensor, that of an equal one if there is one. Written before the next step.
+  // Returns the index of this tensor, that of an equal one if there is one. Written before the next step.
   uint32_t tensor(const HistoryTensor& tensor);
   void step(const HistoryStep& step);
   void scalars(const HistoryScalars& scalars);

@@ -57,7 +57,7 @@ struct Action {
   static Action backward(int stage, int microbatch) {
     return {ActionKind::FullBackward, ActionKind::Idle, stage, microbatch};
   }
-  // A message of `kind` at `stage`, whose other end is `other`.
+  // Returns a message of `kind` at `stage`, whose other end is `other`.
   static Action message(ActionKind kind, int stage, int microbatch, int other) {
     return {kind, ActionKind::Idle, stage, microbatch, other};
   }

@@ -40,7 +40,7 @@ class Checker {
     }
   }
 
-  // An action of the table, as "1F2 (rank 0, position 5)".
+  // Returns an action of the table, as "1F2 (rank 0, position 5)".
   std::string named(int rank, int position) const {
     return str(to_string(schedule_.rows[rank][position]), " (rank ", rank, ", position ", position, ")");
   }

@@ -43,7 +43,7 @@ struct Event {
   bool operator==(const Event&) const = default;
 };
 
-// The rank that makes an event happen.
+// Returns the rank that makes an event happen.
 int rank_of(const Event& event, const StageGraph& graph, const Placement& placement);
 
 // ends_of() returns the stages that a message's value goes from and to in the forward. event_of() returns the event of
@@ -96,11 +96,11 @@ struct EventSimulation {
 // Returns whether it trains: an evaluation's table only goes forward.
 bool has_backward(const Schedule& schedule);
 
-// The most activations a rank's row holds, in the unit of costs.activation (a list by stage), and the entry that gets
-// there first (-1 if nothing is ever held).
+// Returns the most activations a rank's row holds, in the unit of costs.activation (a list by stage), and the entry
+// that gets there first (-1 if nothing is ever held).
 std::pair<double, int> peak_activations(const std::vector<Action>& row, const Costs& costs);
 
-// The entry at the other end of a message: of a send its receive, of a receive its send.
+// Returns the entry at the other end of a message: of a send its receive, of a receive its send.
 Action other_end(const Action& message);
 
 }  // namespace plumb::schedule_internal

@@ -34,7 +34,7 @@ struct Placement {
   int rank_of(int stage, int microbatch) const {
     return reverse_ranks.empty() || microbatch < reverse_from ? ranks[stage] : reverse_ranks[stage];
   }
-  // The stages a rank holds, ascending.
+  // Returns the stages a rank holds, ascending.
   std::vector<int> stages_of(int rank) const;
   bool operator==(const Placement&) const = default;
 };
@@ -59,7 +59,7 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// The table without idle entries.
+// Returns the table without idle entries.
 Schedule without_idle(Schedule schedule);
 // Returns the table with idle entries so that a column is a tick: every action takes one, and waits for its inputs from
 // a column before. Pairs have no length in ticks: a table with pairs is returned without idle entries. Compute-only
@@ -75,7 +75,7 @@ Schedule parse_csv(std::string_view text, const std::string& where = "");
 Schedule read_csv(const std::string& path);
 void write_csv(const Schedule& schedule, const std::string& path);
 
-// The placement that the compute actions of a table show. Stages nobody runs are on rank -1.
+// Returns the placement that the compute actions of a table show. Stages nobody runs are on rank -1.
 Placement infer_placement(const std::vector<std::vector<Action>>& rows);
 
 }  // namespace plumb

@@ -317,7 +317,7 @@ std::vector<std::vector<Habit>> grid(int num_ranks) {
 
 int pick(std::mt19937_64& random, int count) { return static_cast<int>(random() % static_cast<std::uint64_t>(count)); }
 
-// One habit of a rank, or of some that follow each other, a little different.
+// Returns one habit of a rank, or of some that follow each other, a little different.
 std::vector<Habit> change_some(std::vector<Habit> habits, int num_microbatches, std::mt19937_64& random) {
   static constexpr double kShares[] = {0, 0.25, 0.5, 0.75, 1, 1.5};
   int ranks = static_cast<int>(habits.size());

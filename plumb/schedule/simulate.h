@@ -43,7 +43,7 @@ struct Simulation {
   std::vector<double> first, last;  // by rank: start of its first and end of its last computation
   std::vector<double> peak_memory;  // by rank, in the unit of Costs::activation
 
-  // The ranks' idle share of the makespan: 1 - mean(busy) / makespan.
+  // Returns the ranks' idle share of the makespan: 1 - mean(busy) / makespan.
   double bubble_rate() const;
   // The Zero Bubble paper's (arXiv 2401.10241, section 4): every rank may start its step when its first work comes and
   // end with its last, as the optimizer's step needs no common instant. So steps are apart by the longest that a rank

@@ -68,7 +68,7 @@ std::vector<Action> row_of(const std::array<int, kPasses>& ticks, int rank, int 
   return row;
 }
 
-// The longest sum of lives over the ranks: what sets the memory.
+// Returns the longest sum of lives over the ranks: what sets the memory.
 int longest_life(const Block& block) {
   int longest = 0;
   for (const auto& ticks : block) {

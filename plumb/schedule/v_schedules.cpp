@@ -29,13 +29,13 @@ class RowWriter {
     row_.push_back(Action::overlap(Action::forward(stages_[forward_chunk], forwards_[forward_chunk]++),
                                    Action::backward(stages_[backward_chunk], backwards_[backward_chunk]++)));
   }
-  // The oldest weight backward that is due, of one chunk; false if there is none.
+  // Returns the oldest weight backward that is due, of one chunk; false if there is none.
   bool weight(int chunk) {
     if (weights_[chunk] == inputs_[chunk].size()) return false;
     row_.push_back(Action::weight(stages_[chunk], inputs_[chunk][weights_[chunk]++].microbatch));
     return true;
   }
-  // The oldest weight backward that is due, of either chunk.
+  // Returns the oldest weight backward that is due, of either chunk.
   bool weight() {
     bool due[2] = {weights_[0] < inputs_[0].size(), weights_[1] < inputs_[1].size()};
     if (!due[0] && !due[1]) return false;

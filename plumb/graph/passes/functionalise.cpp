@@ -30,7 +30,7 @@ bool has_scatter(const Node& view) {
          view.target() == "aten::diagonal";
 }
 
-// The base with `piece` where the view looks: the inverse of the view.
+// Returns the base with `piece` where the view looks: the inverse of the view.
 Node* scatter(Graph& g, const Node& view, Value* base, Value* piece) {
   if (view.target() == "aten::select.int")
     return g.call("aten::select_scatter", {base, piece, view.arg("dim"), view.arg("index")});
@@ -256,7 +256,7 @@ class Functionaliser {
     return reps_[v] = origin != origins_.end() && !origin->second.view ? representative(origin->second.parent) : v;
   }
 
-  // The views from the root to the value, in order. Bounded: survey refuses deep ones.
+  // Returns the views from the root to the value, in order. Bounded: survey refuses deep ones.
   std::vector<Node*> path(Value* v) {
     std::vector<Node*> views;
     for (v = representative(v); views.size() <= kMaxViewDepth;) {
@@ -304,7 +304,7 @@ class Functionaliser {
     return chain.back();
   }
 
-  // The path of views again, on the root's newest value; the values from the root to `rep`.
+  // Returns the path of views again, on the root's newest value; the values from the root to `rep`.
   std::vector<Value*> make_views(Area& a, Value* rep, Node* before) {
     std::vector<std::pair<Node*, size_t>> steps;
     for (Value* v = rep; v != a.root;) {

@@ -29,7 +29,7 @@ bool keeps_order_of_sums(const Match& match) {
   return true;
 }
 
-// Null, or the node that took the match's place.
+// Returns the node that took the match's place, or null.
 Node* apply(Graph& graph, const RaiseRule& rule, Node* root) {
   auto match = rule.pattern.match(root, rule.through_casts);
   if (!match || !is_private(*match) || (rule.exact && !keeps_order_of_sums(*match))) return nullptr;

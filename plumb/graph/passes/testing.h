@@ -14,8 +14,8 @@
 
 namespace plumb {
 
-// A module whose state has a tensor for every get_attr: by the value's type where it is stated (parameter when it says
-// grad, else buffer; constant when the name starts with "constant"), else ones of [4, 4].
+// Returns a module whose state has a tensor for every get_attr: by the value's type where it is stated (parameter when
+// it says grad, else buffer; constant when the name starts with "constant"), else ones of [4, 4].
 inline GraphModule module_of(Graph graph) {
   State state;
   at::manual_seed(7);

@@ -17,7 +17,7 @@ double real_option(const PassOptions& options, std::string_view name, double fal
 // Returns whether any of the node's results is used.
 bool is_used(const Node& node);
 
-// The graph and every graph nested in it, inner ones first, each once.
+// Returns the graph and every graph nested in it, inner ones first, each once.
 std::vector<Graph*> every_graph(Graph& graph);
 
 }  // namespace plumb
