@@ -6,7 +6,7 @@
 #include <cstdlib>
 
 #include "plumb/analysis/html_report.h"
-#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
 

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <random>
 
-#include "plumb/analysis/browser_for_test.h"
-#include "plumb/analysis/history_for_test.h"
+#include "plumb/analysis/browser_testing.h"
+#include "plumb/analysis/history_testing.h"
 #include "plumb/analysis/html_report.h"
 #include "plumb/core/error.h"
 

@@ -8,9 +8,9 @@
 #include <random>
 
 #include "plumb/analysis/adapters.h"
-#include "plumb/analysis/browser_for_test.h"
+#include "plumb/analysis/browser_testing.h"
 #include "plumb/analysis/graph_picture.h"
-#include "plumb/analysis/history_for_test.h"
+#include "plumb/analysis/history_testing.h"
 #include "plumb/core/error.h"
 #include "plumb/core/output_file.h"
 #include "plumb/schedule/generators.h"

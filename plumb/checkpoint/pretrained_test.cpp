@@ -6,9 +6,9 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "plumb/checkpoint/folder_for_test.h"
+#include "plumb/checkpoint/folder_testing.h"
 #include "plumb/core/error.h"
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "plumb/graph/parameter_tag.h"
 #include "tests/message_of.h"
 

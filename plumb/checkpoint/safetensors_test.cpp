@@ -5,9 +5,9 @@
 
 #include <filesystem>
 
-#include "plumb/checkpoint/folder_for_test.h"
+#include "plumb/checkpoint/folder_testing.h"
 #include "plumb/core/error.h"
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "tests/fuzz/mutate.h"
 #include "tests/message_of.h"
 

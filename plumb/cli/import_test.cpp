@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "plumb/cli/command_for_test.h"
+#include "plumb/cli/command_testing.h"
 
 namespace {
 

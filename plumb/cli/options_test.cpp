@@ -1,5 +1,5 @@
 // Options: what they mean, take and refuse.
-#include "plumb/cli/command_for_test.h"
+#include "plumb/cli/command_testing.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // Trainings of the command: options from files, layouts, printed lines.
 #include <cmath>
 
-#include "plumb/cli/training_command_for_test.h"
+#include "plumb/cli/training_command_testing.h"
 
 namespace {
 

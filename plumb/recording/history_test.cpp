@@ -9,7 +9,7 @@
 #include "plumb/core/error.h"
 #include "plumb/recording/history_format.h"
 #include "plumb/recording/recorder.h"
-#include "plumb/recording/recording_for_test.h"
+#include "plumb/recording/recording_testing.h"
 #include "tests/message_of.h"
 
 namespace plumb {

@@ -6,8 +6,8 @@
 #include <cmath>
 
 #include "plumb/core/error.h"
-#include "plumb/recording/recording_for_test.h"
-#include "plumb/transforms/test_models.h"
+#include "plumb/recording/recording_testing.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/track_scales.h"
 #include "tests/message_of.h"
 

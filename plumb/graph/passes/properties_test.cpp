@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 
-#include "plumb/graph/passes/testing.h"
+#include "plumb/graph/passes/passes_testing.h"
 #include "tests/random_graph.h"
 
 #ifdef __SANITIZE_ADDRESS__

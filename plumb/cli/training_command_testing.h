@@ -4,7 +4,7 @@
 #include <map>
 #include <vector>
 
-#include "plumb/cli/command_for_test.h"
+#include "plumb/cli/command_testing.h"
 
 namespace {
 
