@@ -12,9 +12,8 @@ import types
 import numpy as np
 import pytest
 import torch
+from capture_checks import Net, check
 from plumb.pipelining import ScheduleInterleaved1F1B, SplitPoint, pipeline
-from test_capture import check
-from test_capture_questions import Net
 from torch import nn
 
 import plumb

@@ -5,15 +5,15 @@ import gc
 import pickle
 import weakref
 
+import guarded_model
 import pytest
-import test_guards
 import torch
-from test_guards import CHANGES, X
+from guarded_model import CHANGES, X
 from torch import nn
 
 import plumb
 
-model = test_guards.model  # the fixture
+model = guarded_model.model  # the fixture
 
 
 class AsksMode(nn.Module):

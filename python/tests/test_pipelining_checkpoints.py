@@ -5,11 +5,10 @@ import functools
 
 import pytest
 import torch
+from pipelines import MSE, Square, batch, grads, same
 from plumb.pipelining import PipelineStage
 from plumb.pipelining._backward import stage_backward_input, stage_backward_weight
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_backward import Square
-from test_pipelining_run import MSE, batch, grads, same
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (

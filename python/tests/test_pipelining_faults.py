@@ -6,9 +6,9 @@ import signal
 import pytest
 import ranks
 import torch
+from pipelines import MSE, batch, blocks
 from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_run import MSE, batch, blocks
 from torch import nn
 
 TIMEOUT = 3.0  # of a rank that is stopped: nothing but the time tells

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ranks
 import torch
+from pipelines import LOOPED, MSE, SINGLE, Nested, V, accumulate, batch, blocks, grads, same, schedule_for
 from plumb.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, pipe_split, pipeline
 from plumb.pipelining._backward import map_debug_info
 from plumb.pipelining._utils import PipeliningMetadataError
@@ -21,7 +22,6 @@ from plumb.pipelining.schedules import (
     PipelineScheduleMulti,
     get_schedule_class,
 )
-from test_pipelining_run import LOOPED, MSE, SINGLE, Nested, V, accumulate, batch, blocks, grads, same, schedule_for
 from torch import nn
 from torch_names._utils import (
     extract_tensor_meta,
