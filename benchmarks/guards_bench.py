@@ -1,4 +1,4 @@
-"""What it costs to check that a transformed module's forward would read what it had read. Prints Markdown.
+"""Cost of checking that a transformed module's forward would read the same values as before. Prints Markdown.
 
 python benchmarks/guards_bench.py [ROUNDS]    pairs of steps of a small GPT, with the check and without, one after the other
 """

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "devices.md"
 BEGIN, END = "<!-- tools/device_table.py -->", "<!-- end -->"
 
-# What the kernels of plumb/cuda do, by their file. Tests compile each of them, and run their texts on the CPU.
+# The purpose of the kernels of plumb/cuda, by their file. Tests compile each of them, and run their texts on the CPU.
 KINDS = {
     "pass": "rounding, codes and metrics", "measure": "rounding, codes and metrics", "blocks": "rounding, codes and metrics",
     "pointwise": "pointwise programs", "rows": "softmax and norms", "dropout": "dropout",

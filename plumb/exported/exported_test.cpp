@@ -6,7 +6,7 @@
 #include <torch/optim/adamw.h>
 #include <torch/utils.h>
 
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "plumb/graph/parameter_tag.h"
 #include "tests/message_of.h"
 

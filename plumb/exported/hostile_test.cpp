@@ -6,7 +6,7 @@
 #include "plumb/core/checksum.h"
 #include "plumb/exported/exported.h"
 #include "plumb/exported/json_doc.h"
-#include "plumb/exported/programs_for_test.h"
+#include "plumb/exported/programs_testing.h"
 #include "plumb/exported/sym_expr.h"
 #include "plumb/exported/zip_file.h"
 #include "tests/fuzz/mutate.h"
@@ -34,7 +34,7 @@ struct Archive {
     }
     throw std::runtime_error("no entry " + ending);
   }
-  // The model's JSON, changed by `edit`.
+  // Returns the model's JSON, changed by `edit`.
   template <typename Edit>
   Archive& model(Edit&& edit) {
     Json j = Json::parse(entry("models/model.json"));

@@ -18,7 +18,7 @@ using pt2::NodeReader;
 
 constexpr int64_t kSchemaMajor = 8;
 
-// The name of the program to read: models/NAME.json.
+// Returns the name of the program to read: models/NAME.json.
 std::string choose_model(const ZipFile& zip, const std::string& wanted) {
   std::vector<std::string> names;
   const std::string prefix = zip.top_folder() + "models/";

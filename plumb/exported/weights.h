@@ -57,7 +57,7 @@ OrderedJson write_stored(const std::vector<ToStore>& tensors, const std::string&
 // Checks that a strided view lies inside `bytes` bytes of storage, without overflow.
 bool lies_inside(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t offset,
                  int64_t item_size, uint64_t bytes);
-// A tensor over the storage of `bytes` (a byte tensor). The caller has checked lies_inside.
+// Returns a tensor over the storage of `bytes` (a byte tensor). The caller has checked lies_inside.
 at::Tensor view_of_bytes(const at::Tensor& bytes, at::ScalarType dtype, int64_t offset,
                          const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 

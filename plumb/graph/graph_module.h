@@ -43,14 +43,15 @@ class GraphModule : public torch::nn::Module {
     return forward({c10::IValue(inputs)...}).toTensor();
   }
 
-  // The compiled plan, made again when graph or state changed. Whoever runs it keeps it.
+  // Returns the compiled plan, compiled again after a change of graph or state. The caller keeps it alive while it
+  // runs.
   std::shared_ptr<const Plan> plan();
 
   // Puts other tensors in the place of the state's of these names, and into the module's.
   void set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
-  // A graph is made for one training mode, is_training(). Throws Error(InvalidState) where the other one would change
-  // what an operator computes (mode.h), or where the captured forward had read the mode; eval() comes here, too.
+  // Sets the mode; eval() calls it, too. Throws Error(InvalidState) if the other mode would change what an operator
+  // computes (mode.h), or if the captured forward had read the mode, because a graph is made for one mode, is_training().
   void train(bool on = true) override;
   // Says which mode the graph was made in. The constructor tells it by the operators.
   void set_made_in_training(bool training) { Module::train(training); }

@@ -5,9 +5,9 @@
 #include "plumb/graph/operator_facts.h"
 #include "plumb/graph/parameter_tag.h"
 #include "plumb/partition/balance.h"
+#include "plumb/partition/partition_testing.h"
 #include "plumb/partition/pipe_split.h"
 #include "plumb/partition/stage_bytes.h"
-#include "plumb/partition/testing.h"
 
 namespace plumb {
 namespace {

@@ -8,7 +8,7 @@
 #include "plumb/training/batches.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/permutation.h"
-#include "plumb/training/training_for_test.h"
+#include "plumb/training/training_testing.h"
 
 namespace plumb {
 namespace {

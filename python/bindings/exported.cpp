@@ -50,7 +50,7 @@ void save(const std::shared_ptr<GraphModule>& engine, const ExportedProgram* pro
 
 using Ranges = std::map<std::string, std::pair<std::optional<int64_t>, std::optional<int64_t>>>;
 
-// What pickles hold beside `ranges` and `sample_inputs`.
+// Fields of a pickle beside `ranges` and `sample_inputs`.
 auto fields(ExportedProgram& p) {
   return std::tie(p.guards, p.symbol_spelling, p.value_expressions, p.argument_names, p.submodules, p.namedtuple_fields,
                   p.opset_versions, p.torch_version, p.schema_major, p.schema_minor, p.pretrained,

@@ -264,7 +264,7 @@ Register pipeline_part([](py::module_& m) {
           },
           py::arg("stage"))
       .def("gather_timeline", &gather_timeline, FreeGil());
-  // What was recorded as a picture, and below it the table as simulated with costs in seconds, if there are any.
+  // Draws the recorded events, and below them the table as simulated with costs in seconds, if there are any.
   m.def(
       "timeline_svg",
       [](const std::vector<Event>& events, const Schedule& schedule, const py::dict& costs) {

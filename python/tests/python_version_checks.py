@@ -176,7 +176,7 @@ def test_calls_go_to_another_function_and_back():
         before, code, name = function(*args, **kwargs), function.__code__, function.__name__
         held = [function]
         with cpython.calls_go_to(function, target):
-            for _ in range(50):  # often enough for an interpreter that specialises calls
+            for _ in range(50):  # often enough for an interpreter that specializes calls
                 assert held[0](*args, **kwargs) == ("swapped", before)
             assert function.__name__ == name
         assert calls[-1] == (args, kwargs)

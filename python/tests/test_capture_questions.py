@@ -1,4 +1,5 @@
-"""What forwards ask tensors, do to themselves and hand around: what capture answers, guards, or refuses by name."""
+"""Questions of forwards to tensors, changes of themselves and objects passed around: capture returns, guards, or
+refuses by name."""
 
 import collections
 import dataclasses

@@ -1,4 +1,5 @@
-"""What a forward asks, takes and returns besides values of tensors: whether gradients are required, arrays, sizes, nothing at all."""
+"""Everything besides values of tensors that a forward asks, takes and returns: requires_grad, arrays, sizes, nothing at
+all."""
 
 import collections
 import copy

@@ -82,7 +82,7 @@ def forward_and_back(call):
 
 CALLS = list(calls()) if device.NAME == "testdevice" else []
 
-# What a tracked graph runs in place of others (test_devices.py trains one, too).
+# Operators that only a tracked graph runs (test_devices.py trains one, too).
 TRACKED = {"track_rounded", "track_traced"}
 # Guards (read once a run or a step, test_devices.py), marks, functions of sizes, and what is a function of the user's.
 NO_VALUES = {

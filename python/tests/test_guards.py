@@ -1,4 +1,4 @@
-"""What a forward reads besides its inputs is followed: attributes, settings, hooks, forwards, globals."""
+"""Everything that a forward reads besides its inputs is followed: attributes, settings, hooks, forwards, globals."""
 
 import copy
 import gc
@@ -92,7 +92,7 @@ CHANGES = {
 
 @pytest.fixture
 def model():
-    """Of a class of its own, so that changes of the class end with the test."""
+    """Returns a module of a class of its own, so that changes of the class end with the test."""
     torch.manual_seed(0)
     globals()["FACTOR"] = 2.0
     yield type("Mine", (Model,), {"class_factor": 1.0, "shifted": Model.shifted})()

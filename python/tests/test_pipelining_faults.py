@@ -1,4 +1,4 @@
-"""What the other ranks say when one of them fails, and how soon."""
+"""Errors on the other ranks when one of them fails, and how soon they come."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ AT_ONCE = 30.0  # long before the group's time-out of 60 seconds
 
 
 class Fault(nn.Module):
-    """Works twice, then does what it was told."""
+    """Works twice, then fails in the given way."""
 
     def __init__(self, how):
         super().__init__()

@@ -102,7 +102,7 @@ def test_parts_of_a_pair_go_to_their_own_functions_and_a_pair_to_its_own():
 
 
 def by_torchs_rules(schedule, seen):
-    """Functions as torch's documentation has them: they wait, compute, and hand on to neighbours of the same rank."""
+    """Functions as in torch's documentation: they wait, compute, and pass values to neighbors of the same rank."""
     from plumb.pipelining.schedules import _wait_batch_p2p
 
     stages = {stage.stage_index: stage for stage in schedule._stages}
@@ -257,7 +257,7 @@ def test_rows_count_with_functions_too():
 
 
 class Skipping(nn.Module):
-    """A value that the first stage makes is used in all others; two stages are neighbours on one rank under a loop."""
+    """A value that the first stage makes is used in all others; two stages are neighbors on one rank under a loop."""
 
     def __init__(self):
         super().__init__()

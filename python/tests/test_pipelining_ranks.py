@@ -227,7 +227,7 @@ SKIPS = SimpleNamespace(
 
 
 class Part(nn.Module):
-    """A part of a model: its parameters have the model's names, by which copies of one are told."""
+    """A part of a model: its parameters have the model's names, by which copies are recognized."""
 
     def __init__(self, index, layer):
         super().__init__()

@@ -39,7 +39,7 @@ def batch(rows=12, width=8, seed=7):
 
 
 def accumulate(modules, x, target, microbatches, loss_fn=MSE, scale=True):
-    """What a process alone does: microbatch after microbatch, gradients of the mean over the batch."""
+    """Trains as a process alone does: microbatch after microbatch, gradients of the mean over the batch."""
     outputs, losses = [], []
     for inputs, targets in zip(x.tensor_split(microbatches), target.tensor_split(microbatches)):
         for module in modules:

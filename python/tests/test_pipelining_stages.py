@@ -1,4 +1,4 @@
-"""Stages as modules, and what becomes of a pipe with them."""
+"""Stages as modules, and the pipe that they form."""
 
 import copy
 import pickle

@@ -169,7 +169,7 @@ class Names:
 
 
 def stored_by_default(model: nn.Module) -> dict[str, torch.Size]:
-    """As save_pretrained would store the model's tensors: names and shapes."""
+    """Returns names and shapes of the model's tensors as save_pretrained would store them."""
     state, seen = {}, set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:

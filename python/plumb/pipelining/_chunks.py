@@ -241,7 +241,7 @@ class ChunkSteps:
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple, kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
-        """Runs a microbatch's forward and answers what the module returned. `args` are the first stage's; the others
+        """Runs a microbatch's forward and returns what the module returned. `args` are the first stage's; the others
         take what has arrived from the stages before."""
         self._check_chunk_id(fwd_chunk_id)
         given = [] if self.layout is None else self.model_inputs(args, kwargs or {})

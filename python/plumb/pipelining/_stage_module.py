@@ -126,7 +126,7 @@ class StageModule(GraphModule):
         return None if variants is None else variants.current(self.training, self.dtypes())
 
     def dtypes(self) -> dict[torch.dtype, torch.dtype]:
-        """What the stage's tensors were converted to since it was cut."""
+        """Returns the dtypes that the stage's tensors were converted to since it was cut."""
         if self._kinds is None or not self._kinds[0].hold():
             guards, cut, found = Guards(), self._cut[1].base.source.kinds, {}
             guards.add_state(self._slots)
@@ -183,7 +183,7 @@ class StageModule(GraphModule):
             self.check_mode()
 
     def _as_cut(self, args: Any) -> bool:
-        """Whether nothing says otherwise; torch.compile guards on it."""
+        """Returns whether nothing says otherwise; torch.compile guards on it."""
         return self.training == self._made_in_training and not any(
             isinstance(value, Tensor) and (hasattr(value, MARK) or tuple(value.shape) != shape)
             for value, shape in zip(args, self._cut_shapes)
@@ -297,7 +297,7 @@ def scatter_stages(
 ) -> tuple[dict[int, StageModule], PipeInfo]:
     """Sends every stage of rank `src`'s pipe to its rank: a collective call, `pipe` is None on the others.
 
-    `rank_of` says which rank of the group runs a stage (default: stage % group size, as schedules place loops). Answers
+    `rank_of` says which rank of the group runs a stage (default: stage % group size, as schedules place loops). Returns
     this rank's stages by number, and the picture of the pipe.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)

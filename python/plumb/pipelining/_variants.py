@@ -133,7 +133,7 @@ class _Calls:
 
 
 def _flow(table: Any) -> list:
-    """What flows between the stages of a cut, without names and sizes."""
+    """Returns the values between the stages of a cut, without names and sizes."""
     return [
         ([(p["stage"], p["index"]) for p in table.inputs(s)], [(p["consumers"], p["pipeline_output"]) for p in table.outputs(s)])
         for s in range(table.num_stages)
@@ -154,7 +154,7 @@ class Variants:
         self._lock = threading.RLock()
         self.dtypes = {dtype for dtype, _ in source.kinds.values() if dtype.is_floating_point}  # of the model as it was cut
 
-    # A copy is the same one. What is pickled comes without its model.
+    # Copying returns the same object. A pickled one comes without its model.
     def __deepcopy__(self, memo: dict) -> Variants:
         return self
 

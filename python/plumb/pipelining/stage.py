@@ -262,13 +262,13 @@ class PipelineStage(_PipelineStageBase):
         input_args, output_args: example tensors; a warning says where the first microbatch differs from them.
         output_grads, input_grads: taken for compatibility.
         group: the ranks of the pipeline; None: all of them. A process alone needs no group.
-        dw_builder: called after a stage's backward, answers a callable that does the rest of the weight gradients; it
+        dw_builder: called after a stage's backward, returns a callable that does the rest of the weight gradients; it
             runs where the schedule has the weight half.
         get_mesh: taken for compatibility.
         recompute: ``"cheap"``: the backward computes results of gelu, norms, casts and the like again instead of keeping
             them, with the same bits; ``"none"``: it keeps everything. After a step, ``recomputed`` says what one
             microbatch did not keep: ``{operator: (results, bytes)}``.
-        wire: ``("e4m3fn", "e5m2")``: formats of what this stage hands on and takes, values and gradients, the same on
+        wire: ``("e4m3fn", "e5m2")``: formats of this stage's inputs and outputs, values and gradients, the same on
             every stage; all floating-point values are rounded to them, and travel as codes between processes.
         tied: ``{"head.weight": "embedding"}``: parameters of this module that are copies of others; equal names on
             other stages tie them. Their gradients are summed over the copies after every step.

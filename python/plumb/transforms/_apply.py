@@ -93,7 +93,7 @@ class CapturedGraph:
 
 @dataclass
 class Pass:
-    """One transform: `run(module, captured)` changes the graph of `captured` in place and answers its report (a dict)."""
+    """One transform: `run(module, captured)` changes the graph of `captured` in place and returns its report (a dict)."""
 
     name: str
     run: Callable[[nn.Module, CapturedGraph], dict]
@@ -145,7 +145,7 @@ class TransformedForward:
 
     @property
     def __code__(self) -> Any:
-        """Of the module's own forward: torch.export reads the arguments' names from it."""
+        """Code of the module's own forward: torch.export reads the arguments' names from it."""
         return self.original.__code__
 
     @property
@@ -432,7 +432,7 @@ def _refuse_compiled(module: nn.Module) -> None:
 
 
 def own_forward(module: nn.Module) -> tuple | None:
-    """What was set as the forward of this very module, as TransformedForward keeps it."""
+    """Returns the forward that was set on this very module, as TransformedForward keeps it."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, TransformedForward):
         return forward.own

@@ -114,7 +114,7 @@ def _refuse_what_remains(name: str, entries: list[dict], captured: CapturedGraph
 
 
 def _same_function(entry: dict, captured: CapturedGraph) -> bool:
-    """Whether a replacement asked for is the unit-scaled form of what it replaces, by name."""
+    """Returns whether a replacement asked for is the unit-scaled form of what it replaces, by name."""
     call = captured.calls.get(entry["node"])
     new = getattr(call.replaced[1], "__module__", "") if call is not None and call.replaced else entry["to"]
     unit_scaled = new.startswith(("plumb::", "plumb.functional"))

@@ -21,7 +21,7 @@ class PassResult(NamedTuple):
 
 
 def _show_tags(module: GraphModule) -> bool:
-    """Shows the engine's tags on the parameters; answers whether there are any."""
+    """Shows the engine's tags on the parameters; returns whether there are any."""
     for parameter in module.parameters():
         tag = _C.tag_of(parameter)
         if tag is not None:
