@@ -166,6 +166,25 @@ TEST(Exported, KeepsTagsOfParameters) {
   EXPECT_EQ(tagged, 3u);
 }
 
+TEST(Exported, AFileKeepsTheModeThatItsForwardReads) {
+  ExportedProgram program = load_pt2(programs() / "linear.pt2");
+  program.module->eval();
+  program.module->train();  // nothing in it depends on the mode
+  const std::string path = programs() / "linear.mode.pt2";
+  for (const bool training : {true, false}) {
+    program.module->set_made_in_training(training);
+    program.module->set_mode_read_at("model.py:3");
+    save_pt2(program, path);
+    const auto module = load_pt2(path).module;
+    EXPECT_EQ(module->is_training(), training);
+    module->train(training);
+    const Error error = error_of([&] { module->train(!training); });
+    EXPECT_EQ(error.kind(), ErrorKind::InvalidState);
+    EXPECT_THAT(error.what(), ::testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
+    EXPECT_EQ(error_of([&] { module->deep_copy()->train(!training); }).kind(), ErrorKind::InvalidState) << "a copy, too";
+  }
+}
+
 TEST(Exported, KeepsModulePathsAndSourceLines) {
   ExportedProgram program = load_pt2(programs() / "gpt.pt2");
   size_t linears = 0;

@@ -94,6 +94,23 @@ TEST(HostileFiles, TagsOfParametersAreChecked) {
   }
 }
 
+TEST(HostileFiles, TheRecordOfTheTrainingModeIsChecked) {
+  const std::string line(8193, 'x');
+  for (const auto& [mode, says] : std::initializer_list<std::pair<std::string, std::string>>{
+           {R"({"training": 1, "read_at": "model.py:3"})", "true or false"},
+           {R"({"training": true, "read_at": 3})", "a string was expected"},
+           {R"({"training": true})", "read_at"},
+           {R"({"training": true, "read_at": ")" + line + "\"}", "8193 bytes"},
+           {"[]", "an object was expected"},
+           {"{", "plumb_training_mode.json"}}) {
+    Archive archive("linear");
+    std::string top = archive.entries[0].first;
+    top = top.substr(0, top.find('/') + 1);
+    archive.entries.emplace_back(top + "extra/plumb_training_mode.json", mode);
+    EXPECT_THAT(load_error(archive.zip()).what(), HasSubstr(says));
+  }
+}
+
 TEST(HostileFiles, OtherFilesAreToldFromPrograms) {
   EXPECT_THAT(load_error("hello").what(), HasSubstr("not a zip"));
   EXPECT_THAT(load_error(slurp(programs() / "linear.expect.pt")).what(),

@@ -16,10 +16,12 @@ namespace plumb::pt2 {
 
 // Entries of the archive that torch.export hands through as extra files: ExportedProgram::pretrained; tags of
 // parameters, for u-muP's learning rates (plumb/graph/parameter_tag.h), {"fc.weight": {"type": "weight", "depth": 4}};
-// and one that is there or not, with no content.
+// one that is there or not, with no content; and the mode that a graph was made in, if its forward reads the mode,
+// {"training": true, "read_at": "model.py:12"}.
 inline constexpr const char* kPretrained = "extra/plumb_pretrained.json";
 inline constexpr const char* kTags = "extra/plumb_parameter_tags.json";
 inline constexpr const char* kUnitScaledLayers = "extra/plumb_unit_scaled_layers";
+inline constexpr const char* kMode = "extra/plumb_training_mode.json";
 
 struct StoredTensor {
   at::Tensor tensor;

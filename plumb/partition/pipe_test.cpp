@@ -241,6 +241,20 @@ TEST(StageBytes, RefuseOperatorsThatAreNoTensorArithmetic) {
   }
 }
 
+TEST(StageBytes, StagesAndTheirBytesKeepTheModeThatTheForwardReads) {
+  auto whole = gpt(2, true, true);
+  whole->set_made_in_training(false);
+  whole->set_mode_read_at("model.py:3");
+  auto pipe = pipeline(*whole);
+  const StagePackage back = deserialize_stage(serialize_stage(*pipe, 0));
+  for (const auto& module : {pipe->stage(0), back.module, pipe->merge()}) {
+    EXPECT_FALSE(module->is_training());
+    EXPECT_THAT(message_of([&] { module->train(); }), testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
+  }
+  whole->set_mode_read_at("");
+  deserialize_stage(serialize_stage(*pipeline(*whole), 0)).module->train();
+}
+
 TEST(StageBytes, RefuseHeadersThatAreNestedDeep) {
   const std::string good = serialize_stage(*pipeline(*gpt(1, false, true)), 0);
   const std::string deep = std::string(200'000, '[') + std::string(200'000, ']');

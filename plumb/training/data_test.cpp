@@ -233,6 +233,16 @@ TEST_F(TrainingData, EvaluationIsTorchsEvalModeAndLeavesBuffersAlone) {
   EXPECT_EQ(told.losses(), run(without, mlp()).losses());
 }
 
+TEST_F(TrainingData, EvaluationRefusesAGraphWhoseForwardTakesAnotherPathInTraining) {
+  options.steps = 1;
+  auto module = lm();
+  module->set_mode_read_at("model.py:3");
+  run(options, module);
+  options.eval_data = path("held.bin");
+  EXPECT_THAT(message_of([&] { run(options, module); }),
+              ::testing::AllOf(HasSubstr("another path in evaluation"), HasSubstr("model.py:3")));
+}
+
 TEST_F(TrainingData, EvaluationDropsNothingOut) {
   options.steps = 1;
   options.lr = 1e-30;

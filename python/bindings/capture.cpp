@@ -97,7 +97,7 @@ void take_method(std::function<Call>& to, const py::object& forward, const char*
   to = forward.attr(name).cast<std::function<Call>>();
 }
 
-// forward: plumb._capture._Forward.
+// forward: plumb._capture.forward._Forward.
 CaptureRequest request_of(const py::object& forward) {
   CaptureRequest request;
   request.state = to_state(forward.attr("state").cast<std::vector<StateEntry>>());

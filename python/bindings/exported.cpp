@@ -22,6 +22,7 @@ std::shared_ptr<GraphModule> with_values(const std::shared_ptr<GraphModule>& eng
     return engine;
   auto module =
       std::make_shared<GraphModule>(engine->graph().clone(), engine->state(), engine->in_spec(), engine->out_spec());
+  module->copy_mode(*engine);
   Graph& graph = module->graph();
   const std::vector<Node*> placeholders = graph.placeholders();
   for (size_t i = 0; i < inputs.size() && i < placeholders.size(); ++i) {

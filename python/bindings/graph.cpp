@@ -179,7 +179,9 @@ void bind_graph_module(py::module_& m) {
            })
       .def_property_readonly(
           "graph", [](GraphModule& g) { return &g.graph(); }, py::return_value_policy::reference_internal)
-      .def_property_readonly("training", [](const GraphModule& g) { return g.is_training(); })
+      .def_property("training", [](const GraphModule& g) { return g.is_training(); }, &GraphModule::set_made_in_training)
+      .def_property("mode_read_at", &GraphModule::mode_read_at, &GraphModule::set_mode_read_at,
+                    "the line where the captured forward reads its training mode; empty if it does not")
       .def("state", [](const GraphModule& g) { return to_entries(g.state()); })
       // Many at once: the module's own tables are made again for every change. The holder of its lock may wait for
       // Python.

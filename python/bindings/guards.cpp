@@ -1,4 +1,4 @@
-// Checks of what a captured forward has read besides its inputs: plumb._guards makes the entries and owns them.
+// Checks of what a captured forward has read besides its inputs: plumb._capture.guards makes the entries and owns them.
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -8,7 +8,7 @@
 namespace plumb::python {
 namespace {
 
-// Kinds of an entry of plumb._guards, (kind, holder, key, expected, contents): the condition on the object that it
+// Kinds of an entry of plumb._capture.guards, (kind, holder, key, expected, contents): the condition on the object that it
 // finds.
 enum class Kind {
   Item,       // holder[key] of a dict is this object

@@ -14,7 +14,7 @@ import threading
 from types import CodeType, ModuleType
 from typing import Any, Iterator, NoReturn
 
-from .._code_swap import calls_go_to
+from .._capture.cpython import calls_go_to
 from .._errors import Error, ErrorKind
 
 _COUNTS = re.compile("layer|depth|label|block|stage|expert")  # what transformers makes lists of, while it reads

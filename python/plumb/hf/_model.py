@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 from .. import _C
-from .._capture import capture
+from .._capture.forward import capture
+from .._capture.torch_patches import patched
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, PARAMETER
-from .._tracing import patched
 from ._elsewhere import refuse_names
 
 # Limits for a config that may come from anywhere:

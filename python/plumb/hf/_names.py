@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._capture import capture
+from .._capture.forward import capture
 from .._errors import Error, ErrorKind
 from .._state import CONSTANT
 

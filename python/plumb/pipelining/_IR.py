@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import _C
-from .._capture import GraphModule
+from .._capture.custom_functions import refuse_holders
 from .._errors import Error, ErrorKind
 from .._exported import save_pt2
+from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, PARAMETER, sync_state
-from .._tracing import refuse_holders
 from .._trees import unflatten
 from .._unit_scaled import add_mark
 from ..transforms._report import Report
@@ -219,9 +219,9 @@ class CutPipe(Pipe):
         table = engine.table
         variants = variants or make_variants(engine, source, cut_arguments)
         whole = source.module
-        training, facts = whole._made_in_training, (whole._autocast, whole._mode_line)
+        training = whole._made_in_training
         stages = [
-            StageModule(engine.stage(s), s, table, source.arguments, training, variants, source.other_sizes, *facts)
+            StageModule(engine.stage(s), s, table, source.arguments, training, variants, source.other_sizes, whole._autocast)
             for s in range(engine.num_stages)
         ]
         has_loss = table.loss_output is not None
@@ -283,7 +283,7 @@ class CutPipe(Pipe):
                 if not cut or _names(cut) != _names(variant.engine):
                     return self._engine, source
             else:
-                cut = variants.cut(source, variant.facts)
+                cut = variants.cut(source, variant.facts, variant.arguments)
             others[sizes] = cut
         for s, device in enumerate(self._devices):
             state = self._engine.stage(s).state()

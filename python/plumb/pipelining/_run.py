@@ -3,6 +3,7 @@ with methods of their own."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import warnings
 import weakref
@@ -257,7 +258,7 @@ class Run:
         group = self.stages[0].group
         if group is None and self.stages[0].group_size > 1:
             group = dist.distributed_c10d._get_default_group()
-        local = {stage.stage_index: EngineStage(stage, names) for stage in self.stages}
+        local = self._engine_stages = {stage.stage_index: EngineStage(stage, names) for stage in self.stages}
         if len(local) != len(stages):
             raise Error(f"two stages of this rank have the same index: {[stage.stage_index for stage in self.stages]}")
         if group is not None and dist.get_world_size(group) == 1:
@@ -294,6 +295,9 @@ class Run:
         try:
             for stage in self.stages if train else ():
                 stage.hold_gradients()
+            for stage in self.stages if not self.has_hooks else ():
+                with contextlib.suppress(Error):  # which the forward raises in its place, so that the other ranks hear of it
+                    self._engine_stages[stage.stage_index].graph = stage.graph_alone()
             self.pipeline.run(step.model_inputs, step.rows, train)
             if train:
                 for stage in self.stages:
@@ -310,6 +314,7 @@ class Run:
             raise raised(error.message, kind=error.kind, where=error.where, remedy=error.remedy) from failure
         finally:
             for stage in self.stages:
+                self._engine_stages[stage.stage_index].graph = None
                 stage.release_gradients()
                 stage._step = None
             self.current = schedule._step = None

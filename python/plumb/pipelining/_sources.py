@@ -21,11 +21,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._capture import GraphModule, capture_engine, positional_names
+from .._capture.forward import capture_engine, positional_names
+from .._capture.guards import Guards
 from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
-from .._guards import Guards
+from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
 from .._trees import children, flatten
 from .._unit_scaled import is_marked

@@ -321,6 +321,9 @@ def build_stage(
     return _PipelineStage(stage_module, stage_index, pipe_info, device, group, recompute)
 
 
+_METHODS = {"run_values", "forward_maybe_with_nosync", "_run_function"}  # that take part in a forward
+
+
 class _PipelineStage(_PipelineStageBase):
     """A stage cut from a graph: its inputs are model inputs and outputs of any stages before it."""
 
@@ -334,6 +337,10 @@ class _PipelineStage(_PipelineStageBase):
             getattr(pipe_info, "stages_here", set()).add(stage_index)
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
+
+    def graph_alone(self) -> Any:
+        whole = type(self) is _PipelineStage and type(self.submod) is StageModule and not self._runtime_validate
+        return self.submod.graph_alone() if whole and not _METHODS & self.__dict__.keys() else None
 
     def run_values(self, values: list, sizes: Sizes) -> Any:
         """The module's output for a microbatch whose model inputs have these sizes; none: as they were cut."""

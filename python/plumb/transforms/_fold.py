@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from .. import _C
-from .._capture import GraphModule
 from .._errors import Error, ErrorKind
+from .._graph_module import GraphModule
 from .._state import CONSTANT, slot_of, sync_state
 from .._unit_scaled import unmark
 from ._apply import CapturedGraph, Module, TransformedForward, _copy, forward_of, logger

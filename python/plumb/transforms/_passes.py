@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from .. import _C
-from .._capture import GraphModule
+from .._graph_module import GraphModule
 from .._unit_scaled import mark_state_dict, unmark
 from ..parameter import has_parameter_data, tag_parameter, tell_engine, untag_parameter
 

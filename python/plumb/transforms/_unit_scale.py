@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from .._capture.replacements import is_operator, is_torch_function
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
-from .._replace import is_operator, is_torch_function
 from .._state import state_of
 from .._unit_scaled import called_by_functions, let_alone, mark, mark_state_dict
 from ..functional import torch_map
