@@ -99,7 +99,7 @@ def _named(
 
 
 def _plain(value: Any, what: str) -> Any:
-    """An option or state of an optimizer as JSON that comes back the same."""
+    """Returns an option or state of an optimizer as JSON that comes back the same."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     plain = list(value) if isinstance(value, tuple) else value
@@ -210,7 +210,7 @@ class Writer:
         self._writer.wait()
 
     def problem(self) -> str | None:
-        """The error of the last finished save, None if it succeeded. The next save is tried all the same."""
+        """Returns the error of the last finished save, None if it succeeded. The next save is tried all the same."""
         return self._writer.problem()
 
     def reports(self) -> list[dict[str, Any]]:
@@ -240,8 +240,8 @@ def save(
 
 
 def newest(folder: str | os.PathLike) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run whose every byte is as it was written, or None; and for each newer one a sentence
-    that says what is wrong with it."""
+    """Returns the newest checkpoint of a run whose every byte is as it was written, or None; and for each newer one a
+    sentence that says what is wrong with it."""
     return _C.Checkpoint.newest(os.fspath(folder))
 
 

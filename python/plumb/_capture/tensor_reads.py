@@ -16,8 +16,7 @@ from .torch_patches import INSIDE, patched
 
 
 def is_check() -> bool:
-    """Whether the truth of a tensor that the calling frame asks for only decides if it raises: one of the two ways does
-    nothing else."""
+    """Returns whether the caller branches on the tensor only to raise an exception in one of the branches."""
     found = running(past_modes(sys._getframe(1)))
     return found is not None and found[0].decides_a_raise(found[1])
 
@@ -41,8 +40,9 @@ def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _requires_grad(guarded: bool) -> Callable[[Tensor], bool]:
-    """What a tensor answers. Inputs of a capture require grad however they were given: the model's own code, which may
-    branch on it, hears of them as given. torch's code does not: its fused paths for inference have no gradients."""
+    """Makes the replacement of ``Tensor.requires_grad``. Inputs of a capture always require grad: the model's own code,
+    which may branch on it, gets the value of the given inputs. torch's code does not: its fused paths for inference
+    have no gradients."""
 
     def ask(self: Tensor) -> bool:
         known = torch._C.TensorBase.requires_grad.__get__(self)
@@ -82,8 +82,8 @@ def _tolist(self: Tensor) -> Any:
 
 @contextlib.contextmanager
 def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
-    """While it lasts, the model's own code that asks torch.is_grad_enabled() outside of its own torch.no_grad() hears `answer`, as
-    a capture always runs with gradients on. Yields the lines that ask."""
+    """Makes torch.is_grad_enabled() return `answer` to the model's own code outside of its own torch.no_grad(), as a
+    capture always runs with gradients on. Yields the lines that ask."""
     original, lines = torch.is_grad_enabled, []
 
     def is_grad_enabled() -> bool:

@@ -32,7 +32,7 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def autocast_regions() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    """Of the CPU, and of the accelerator if there is one: whether autocast is on, and to which dtype."""
+    """Returns whether autocast is on, and to which dtype, on the CPU, and on the accelerator if there is one."""
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
@@ -111,7 +111,7 @@ TOLD_NOTE = "transformers was told that a graph is being made: its data-dependen
 
 
 def library_folders() -> list[str]:
-    """The folders of such libraries that are imported."""
+    """Returns the folders of such libraries that are imported."""
     found = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
     return [os.path.dirname(file) + os.sep for file in found if file]
 
@@ -121,7 +121,7 @@ def has_libraries(module: nn.Module) -> bool:
 
 
 def answer_compiling(tell: Callable[[], bool]) -> ContextManager:
-    """``torch.compiler.is_compiling()`` answers yes to such libraries alone, while `tell` answers true."""
+    """``torch.compiler.is_compiling()`` returns yes to such libraries alone, while `tell` returns true."""
     original = torch.compiler.is_compiling
 
     def is_compiling() -> bool:

@@ -29,7 +29,7 @@ _hook_is_there = False
 
 
 def _what_is_wrong(place: str, key: str, value: Any, timm: bool) -> tuple[str, str] | None:
-    """A sentence and its remedy."""
+    """Returns a sentence and its remedy."""
     text = isinstance(value, str)
     if isinstance(value, int) and value > _MOST_COUNTED and _COUNTS.search(key):
         return f"'{key}' is {str(value)[:20]}; {_MOST_COUNTED} is the most", ""
@@ -68,7 +68,7 @@ def refuse_names(path: str, values: Any) -> None:
 
 
 def _place_of(name: str, values: Any, place: str = "") -> str:
-    """The key of a config that has this text as its value, "backbone_config.model_name"; "" if none has."""
+    """Returns the key of a config that has this text as its value, "backbone_config.model_name"; "" if none has."""
     if isinstance(values, (dict, list)):
         parts = values.items() if isinstance(values, dict) else ((place, each) for each in values)
         found = (
