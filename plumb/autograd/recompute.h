@@ -2,9 +2,9 @@
 //
 // A matrix product or convolution often saves the output of a cheap operator for its backward (gelu, silu, layer_norm,
 // a product, a cast, a copy) whose own inputs are saved anyway. While a CheapRecompute lives, it notes such operators
-// as they are called on this thread. An operator that may save such a result is given another tensor in its place, on
-// a storage of its own: who holds that afterwards has saved it. The storage is emptied, and hooks around the node that
-// saved it fill it by a recipe for the time the node runs. Values and gradients stay bit for bit the same:
+// as they are called on this thread. An operator that may save such a result gets another tensor in its place, on
+// a storage of its own: an owner of it after the call has saved it. The storage is emptied, and hooks around the node
+// that saved it fill it by a recipe for the time the node runs. Values and gradients stay bit for bit the same:
 //
 // - Only operators take part that are deterministic functions of their arguments: none that draws random numbers,
 //   writes, or looks anything up elsewhere.

@@ -62,8 +62,8 @@ struct CaptureRequest {
   // Called before each attempt to capture: whether libraries that have a way of their own for graph makers
   // (torch.compiler.is_compiling()) are to take it. May be empty.
   std::function<void(bool tell_libraries)> begin_attempt;
-  // Whether a line is of such a library. A refusal there is a reason to begin again and tell the libraries. May be
-  // empty: there are none.
+  // Returns whether a line is of such a library. A refusal there makes the capture begin again and tell the libraries.
+  // Empty: there are none.
   std::function<bool(const SourceLocation&)> in_library;
   // True if the model has modules of such a library. `begin_attempt` tells libraries whenever values are guarded.
   bool has_libraries = false;

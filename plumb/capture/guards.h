@@ -11,7 +11,7 @@
 
 namespace plumb {
 
-// Returns whether this operator (aten::item, ...) hands a value out of a tensor to the program.
+// Returns whether this operator (aten::item, ...) returns a value of a tensor to the program.
 bool is_value_reader(std::string_view name);
 
 class Guards {

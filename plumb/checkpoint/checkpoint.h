@@ -38,7 +38,7 @@ struct CheckpointContents {
 // wrong, Error(UnknownName) for a name that is not there.
 class Checkpoint {
  public:
-  // Checks checkpoint.json and the sizes of all files. Every tensor is held against its checksum when it is read.
+  // Checks checkpoint.json and the sizes of all files. Every tensor is compared with its checksum when it is read.
   static Checkpoint open(const std::string& folder);
   // The newest one in a run's folder whose every byte is as it was written: reads them all. Nothing if there is none.
   // `problems` gets a sentence for every newer one: which, and what is wrong with it. `refuse` returns why one that can

@@ -50,7 +50,7 @@ class Printer {
     const auto text = [&](const char* key) {
       return event[key].is_string() ? event[key].get<std::string>() : event[key].dump();
     };
-    // JSON has no NaN: what other ranks tell comes as null.
+    // JSON has no NaN: other ranks send null.
     const auto value = [&](const char* key) {
       return event[key].is_number() ? event[key].get<double>() : std::nan("");
     };
@@ -297,7 +297,7 @@ int train_command(const TrainOptions& o) {
   const bool lasts = o.max_restarts > 0 && !started_by_plumb();
   if (!alone && o.recut && !started_by_plumb() &&
       fewer_processes(o, environment->world_size) == environment->world_size)
-    return train_here(options_for(o, environment->world_size));  // so many another launcher has
+    return train_here(options_for(o, environment->world_size));  // as many as the other launcher has
   if (!alone || (o.processes() == 1 && !lasts)) return train_here(o);
   {
     Progress progress(2, o.json || o.quiet);

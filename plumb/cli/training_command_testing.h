@@ -1,4 +1,4 @@
-// Trainings of the real program: what they tell, and runs that are stopped and go on.
+// Trainings of the real program: their events, and runs that are stopped and go on.
 #pragma once
 
 #include <map>

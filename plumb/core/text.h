@@ -1,4 +1,4 @@
-// Text that may come from anywhere.
+// Untrusted text.
 #pragma once
 
 #include <string>
