@@ -78,9 +78,10 @@ class CheapRecompute {
 // the halves of a backward.
 void drop_recomputed(torch::autograd::Node& node);
 
-// The hooks by which a node gets what it saved. They may run in each half of a backward.
+// Returns whether the node has no hooks except those that bring its saved tensors back. These may run in each half of a
+// backward.
 bool has_no_hooks_but_recipes(torch::autograd::Node& node);
-// The node has let go of what it saved: its recipes go with it.
+// Drops the recipes of a node that has released its saved tensors.
 void drop_recipes(torch::autograd::Node& node);
 
 }  // namespace plumb

@@ -71,7 +71,7 @@ class CheckpointWriter {
   void abandon() { abandoned_ = true; }
   // Returns the error of the last finished save, if it failed.
   std::optional<std::string> problem();
-  // Reports of the saves that have finished since the last call.
+  // Returns the reports of the saves that have finished since the last call.
   std::vector<CheckpointReport> take_reports();
 
  private:

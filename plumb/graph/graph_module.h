@@ -65,7 +65,7 @@ class GraphModule : public torch::nn::Module {
 
   // Registers every parameter and buffer of the state as torch::nn::Module members.
   void sync_module();
-  // Deep copy of graph and state (aliases kept).
+  // Returns a deep copy of graph and state (aliases kept).
   std::shared_ptr<GraphModule> deep_copy() const;
   // lint(graph) and: every get_attr has an entry of the state, placeholders and output fit the specs.
   void lint() const;

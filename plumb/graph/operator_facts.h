@@ -119,7 +119,7 @@ struct OperatorRefusal {
   std::string message;  // "aten::from_file may not stand in a file: it opens files"
   std::string remedy;
 };
-// Nothing if a file may name the operator ("aten::add.Tensor").
+// Returns nullopt if a file may name the operator ("aten::add.Tensor").
 std::optional<OperatorRefusal> refused_in_files(std::string_view name);
 
 // Lets every file that this process reads from now on name an operator ("mylib::op", all its overloads) or those of a
