@@ -111,7 +111,7 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observed() -> Iterator[Observer]:
-    """While it lasts, reads of attributes are noted."""
+    """Context manager that notes reads of attributes."""
     observer = Observer()
     _observers.append(observer)
     try:

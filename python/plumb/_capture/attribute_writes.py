@@ -252,7 +252,7 @@ class ModuleStateGuard:
             )
 
     def _hang_on_inputs(self, tensors: list) -> bool:
-        """Returns whether autograd would hand a gradient of these on to anything but the module's parameters."""
+        """Returns whether autograd would pass a gradient of these to anything but the module's parameters."""
         own = {id(p) for p in self.parameters}
         nodes = [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
         seen = set(nodes)

@@ -126,7 +126,7 @@ def _computed_in(held: list, leaves: list, name: str) -> list[Tensor]:
 
 
 def opaque_functions() -> ContextManager:
-    """While it lasts, ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all, also where
+    """Context manager in which ``torch.autograd.Function.apply`` becomes one node that calls the function, backward and all, also where
     ``apply`` was taken before.
 
     The function of a re-entrant checkpoint is captured instead: it would give its parameters' gradients to the module that was

@@ -133,7 +133,7 @@ class _Forward:
 
     @contextlib.contextmanager
     def traced(self, replace: dict) -> Iterator[None]:
-        """While it lasts, torch is as a capture needs it, and the module is as before afterwards."""
+        """Context manager that makes torch as a capture needs it. The module is as before afterwards."""
         with _capture_lock, contextlib.ExitStack() as stack:
             self.state_guard = ModuleStateGuard(self.module)
             if self.observer is None:  # the first capture's reads are those of the graph

@@ -81,7 +81,7 @@ class _TorchFunctions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def replaced(pairs: Replacements) -> Iterator[None]:
-    """While it lasts, calls of the keys go to the values. Python functions have their code exchanged: see cpython.py."""
+    """Context manager that redirects calls of the keys to the values. The ``__code__`` of Python functions is swapped: see cpython.py."""
     with contextlib.ExitStack() as stack:
         python = [old for old in pairs if isinstance(old, FunctionType)]
         for old in python:

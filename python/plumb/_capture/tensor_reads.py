@@ -63,7 +63,7 @@ def as_given(x: Any) -> Any:
 
 
 def _set_requires_grad(self: Tensor, value: bool) -> None:
-    # Inputs of a capture are no leaves and require grad: who asks them to gets what he wants.
+    # Inputs of a capture are no leaves and require grad already: setting it to True changes nothing.
     if not (value and torch._C.TensorBase.requires_grad.__get__(self)):
         torch._C.TensorBase.requires_grad.__set__(self, value)
 
@@ -99,8 +99,8 @@ def watched_grad_mode(answer: bool) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def watched_tensors(one_graph: bool) -> Iterator[None]:
-    """While it lasts, reading a size that depends on the data, or a list of values, is noticed, as is an assignment to ``.data``, and hooks on tensors are refused.
-    `one_graph`: there is no other for inputs that require gradients where these do not, so who asks for that is guarded."""
+    """Context manager that notices reads of sizes that depend on the data, of lists of values, and assignments to ``.data``, and refuses
+    hooks on tensors. `one_graph`: no other graph exists for inputs whose ``requires_grad`` differs, so reads of it are guarded."""
     base = torch._C.TensorBase
     if "shape" in Tensor.__dict__:  # a capture inside of another
         yield

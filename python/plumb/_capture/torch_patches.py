@@ -20,7 +20,7 @@ INSIDE = (TORCH, PLUMB)  # folders whose frames are not the user's
 
 @contextlib.contextmanager
 def patched(owner: Any, **attributes: Any) -> Iterator[None]:
-    """While it lasts, a class or module has these attributes."""
+    """Context manager in which a class or module has these attributes."""
     before = {name: owner.__dict__.get(name) for name in attributes}  # None: inherited
     try:
         for name, value in attributes.items():
@@ -61,7 +61,7 @@ def module_stack(module: nn.Module) -> Iterator[None]:
 
 
 def higher_order_operators() -> ContextManager:
-    """While it lasts, ``torch.cond`` and ``torch.while_loop`` run as what they mean, so that their conditions are seen like any
+    """Context manager in which ``torch.cond`` and ``torch.while_loop`` run as what they mean, so that their conditions are seen like any
     other value that chooses a path; torch's other operators on functions are refused by name."""
     original = HigherOrderOperator.__call__
 
