@@ -60,7 +60,7 @@ def actions(stage, microbatches=MICROBATCHES):
 
 
 def random_faults(kinds, count, first, steps, dice, stages=STAGES, replicas=1):
-    """Each in a step of its own, so that none of them is a loss of two neighbours at once."""
+    """Returns faults, each in a step of its own, so that none of them is a loss of two neighbors at once."""
     chosen = sorted(dice.sample(range(first, steps + 1, 3), count))
     faults = []
     for step in chosen:
@@ -75,7 +75,7 @@ class Runs:
         self.command, self.folder = command, folder
 
     def train(self, model, steps, *more):
-        """The run's events, each with the time at which it came."""
+        """Returns the run's events, each with the time at which it came."""
         arguments = [self.command, "train", model, "--data", "tokens.bin", "--steps", str(steps), "--lr", "0.01"]
         arguments += ["--threads", "1", "--microbatches", str(MICROBATCHES), "--stages", str(STAGES), "--json", *more]
         events = []
@@ -173,7 +173,7 @@ EXTRAS = {
 
 
 def recorded(history):
-    """What a history says, or None where this Python has no plumb to read it."""
+    """Returns a history's values, or None if this Python has no plumb to read it."""
     try:
         import plumb
     except ImportError:

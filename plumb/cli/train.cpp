@@ -55,7 +55,7 @@ class Printer {
     const auto text = [&](const char* key) {
       return event[key].is_string() ? event[key].get<std::string>() : event[key].dump();
     };
-    // JSON has no NaN: what other ranks tell comes as null.
+    // JSON has no NaN: other ranks send null.
     const auto value = [&](const char* key) {
       return event[key].is_number() ? event[key].get<double>() : std::nan("");
     };
@@ -131,7 +131,7 @@ class Printer {
   int first_step_ = 0, last_step_ = 0;
 };
 
-// This process's own arguments.
+// Returns this process's own arguments.
 std::vector<std::string> own_arguments() {
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
   std::vector<std::string> arguments;
@@ -282,7 +282,7 @@ void check_recut(const TrainOptions& o) {
 constexpr int kMostHere = 1024;
 
 int train_command(const TrainOptions& o) {
-  // Whoever reads what is printed may go (`| head`): the weights are not lost with it. Where there is nothing to lose
+  // The reader of what is printed may go (`| head`): the weights are not lost with it. Where there is nothing to lose
   // the signal ends the training, as it ends other commands.
   if (o.saves_weights()) ::signal(SIGPIPE, SIG_IGN);
   const auto environment = discover_ranks();
@@ -301,7 +301,7 @@ int train_command(const TrainOptions& o) {
   const bool lasts = o.max_restarts > 0 && !started_by_plumb();
   if (!alone && o.recut && !started_by_plumb() &&
       fewer_processes(o, environment->world_size) == environment->world_size)
-    return train_here(options_for(o, environment->world_size));  // so many another launcher has
+    return train_here(options_for(o, environment->world_size));  // as many as the other launcher has
   if (!alone || (o.processes() == 1 && !lasts)) return train_here(o);
   {
     Progress progress(2, o.json || o.quiet);

@@ -9,7 +9,7 @@ namespace plumb::cuda {
 
 struct PassKernel {
   kernel::Carrier carrier = kernel::kFloat32;
-  int pack = 1;  // neighbours moved together
+  int pack = 1;  // neighbors moved together
   kernel::RoundingSpec rounding{};
   bool writes = true;
   const kernel::CodeSpec* codes = nullptr;
@@ -31,7 +31,7 @@ std::string rms_norm_text(kernel::Carrier carrier, kernel::Carrier weight, int p
 // "Half", as element.h has it.
 const char* type_name(kernel::Carrier carrier);
 
-// A placeholder for the codes of kernels that write none.
+// Returns a placeholder for the codes of kernels that write none.
 kernel::CodeSpec no_codes();
 
 }  // namespace plumb::cuda

@@ -20,15 +20,15 @@ constexpr int kThreadsOfBlock = 128;  // device.cuh's kThreads
 std::vector<char> compiled(const Compiler& compiler, const CubinCache& cache, const std::string& text,
                            const std::string& architecture);
 
-// The loaded kernel; null where this machine cannot: no NVRTC, an architecture it does not know, a driver that does not
-// load the kernel. That is said once, as a warning, and is so for the device from then on. PLUMB_CUDA_KERNELS=0 in the
-// environment asks for it.
+// Returns the loaded kernel; null where this machine cannot: no NVRTC, an architecture it does not know, a driver that
+// does not load the kernel. That is said once, as a warning, and is so for the device from then on.
+// PLUMB_CUDA_KERNELS=0 in the environment asks for it.
 void* loaded(c10::Device device, const std::string& text);
 
-// How many neighbours move together: 16 bytes of x's type, where the memory of all of these allows it.
+// Returns how many neighbors move together: 16 bytes of x's type, where the memory of all of these allows it.
 int pack_of(const at::Tensor& x, std::initializer_list<const at::Tensor*> tensors);
 
-// In place of the GPU, for tests: null gives it back.
+// Replaces the GPU, for tests; null restores it.
 struct Machine {
   virtual ~Machine() = default;
   virtual void* loaded(const std::string& text) = 0;

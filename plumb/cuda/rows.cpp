@@ -24,7 +24,7 @@ at::DeviceType& kind_with_rows() {
 
 bool known(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16; }
 
-// Of rows, which must allow it too.
+// Returns how many elements a thread takes at once in kernels over rows. The rows' length must allow it, too.
 int row_pack(const Tensor& x, int64_t length, std::initializer_list<const Tensor*> tensors) {
   const int n = pack_of(x, tensors);
   return length % n == 0 ? n : 1;

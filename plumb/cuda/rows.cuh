@@ -125,7 +125,7 @@ struct RmsNormArguments {
   float eps;
 };
 
-// C: the values' type; W: the weight's; N: neighbours that are moved together.
+// C: the values' type; W: the weight's; N: neighbors that are moved together.
 template <class C, class W, int N>
 inline void rms_norm(const RmsNormArguments& a) {
   PLUMB_SHARED float sums[kThreads];

@@ -8,8 +8,8 @@
 
 namespace plumb::cuda {
 
-// Whether x is of the kind and dtype that have these kernels, in C order, and has values. Nothing that autograd or a
-// mode watches may come.
+// Returns whether x is of the kind and dtype that have these kernels, in C order, and has values. Nothing that autograd
+// or a mode watches may come.
 bool takes_rows(const at::Tensor& x);
 
 // Below, tensors that are given satisfy takes_rows() and are on one device; results are undefined where this machine

@@ -33,14 +33,14 @@ _METHODS = {
 
 
 class TrainResult(NamedTuple):
-    """What :meth:`Trainer.run` answers."""
+    """The result of :meth:`Trainer.run`."""
 
     steps: int
     """The last step that was done."""
     loss: float
-    """Of that step, over all its rows."""
+    """The loss of that step, over all its rows."""
     eval_loss: float | None
-    """Of the last evaluation."""
+    """The loss of the last evaluation."""
     stopped: bool
     """:meth:`Trainer.stop` was called."""
 

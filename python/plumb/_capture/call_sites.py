@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ._bytecode import Code, of_mode, past_modes, running
+from .cpython import Code, of_mode, past_modes, running
+from .torch_patches import INSIDE, PLUMB
 
 _OPERATORS = {
     "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
@@ -32,13 +33,11 @@ _OLD_OPERATORS = {
 _COMPARISONS = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
 _UNARY = {"UNARY_NEGATIVE": operator.neg, "UNARY_INVERT": operator.invert, "UNARY_POSITIVE": operator.pos}
 _FUNCTIONAL = F.__file__
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
 _CALL_MODULE = torch.nn.modules.module.__file__
 _OPS = torch._ops.__file__
 _TENSOR = torch._tensor.__file__
-_PLUMB_FUNCTIONAL = _HERE + "functional"
-_CAPTURE = (_HERE + "_capture.py", _HERE + "_tracing.py")
+_PLUMB_FUNCTIONAL = PLUMB + "functional"
+_CAPTURE = tuple(f"{PLUMB}_capture{os.sep}{name}.py" for name in ("forward", "custom_functions", "torch_patches"))
 
 
 @dataclass
@@ -52,7 +51,7 @@ class Call:
 
 
 def _callee(code: Code, n: int, frame: FrameType) -> Any:
-    """The function that the call at instruction n calls, a method's name, or None."""
+    """Returns the function that the call at instruction n calls, a method's name, or None."""
     m = code.function_of(n)
     if m is None:
         return None
@@ -66,7 +65,7 @@ def _callee(code: Code, n: int, frame: FrameType) -> Any:
 
 
 def _value(code: Code, m: int, frame: FrameType) -> Any:
-    """A module, class or function that instruction m loads; None for anything else."""
+    """Returns a module, class or function that instruction m loads; None for anything else."""
     i = code.instructions[m]
     value = None
     if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -105,7 +104,7 @@ def _target(frame: FrameType) -> Any:
 
 
 def _names(frame: FrameType | None) -> list[str] | None:
-    """The variables of the user's that take what this frame's current instruction gives."""
+    """Returns the variables of the user's that take what this frame's current instruction gives."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file in _CAPTURE:
@@ -115,12 +114,12 @@ def _names(frame: FrameType | None) -> list[str] | None:
             where = found[0].assigned(found[1]) if found else None
             if where is not True:
                 # Variables inside torch and plumb are not the user's.
-                return None if file.startswith((_TORCH, _HERE)) else where
+                return None if file.startswith(INSIDE) else where
         frame = frame.f_back
     return None
 
 
-replacing: list[Any] = []  # (from, to), innermost last: see _replace.py
+replacing: list[Any] = []  # (from, to), innermost last: see replacements.py
 
 
 def _library_function(frame: FrameType) -> tuple[Any, FrameType] | None:
@@ -144,7 +143,7 @@ def _library_function(frame: FrameType) -> tuple[Any, FrameType] | None:
 
 
 def here() -> Call:
-    """The call in Python of the operator that is being recorded."""
+    """Returns the call in Python of the operator that is being recorded."""
     frame = past_modes(sys._getframe(1))
     stand_in = replacing[-1] if replacing else None
     if known := _library_function(frame):
@@ -153,7 +152,7 @@ def here() -> Call:
 
 
 def written() -> Any:
-    """What the caller of torch's function mode that asks this has written: ``operator.add`` for ``+``. None if unknown."""
+    """Returns what the caller of torch's function mode has written: ``operator.add`` for ``+``. None if unknown."""
     frame = sys._getframe(2)
     while frame.f_back is not None and (of_mode(frame) or frame.f_code.co_filename == _TENSOR):
         frame = frame.f_back
@@ -161,7 +160,7 @@ def written() -> Any:
 
 
 def hint(call: Call, operator_name: str) -> str:
-    """A name for a result that no variable takes."""
+    """Returns a name for a result that no variable takes."""
     target = call.target
     name = target if isinstance(target, str) else getattr(target, "__name__", None)
     if name is None:

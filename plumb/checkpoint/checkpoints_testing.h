@@ -1,17 +1,17 @@
-// Checkpoints of small tensors that tell the step.
+// Checkpoints of small tensors whose values show the step.
 #pragma once
 
 #include <ATen/ATen.h>
 
 #include "plumb/checkpoint/checkpoint.h"
 #include "plumb/checkpoint/checkpoint_writer.h"
-#include "plumb/checkpoint/folder_for_test.h"
+#include "plumb/checkpoint/folder_testing.h"
 
 namespace plumb {
 
 class Checkpoints : public FolderTest {
  protected:
-  // Tensors that tell the step.
+  // Returns tensors whose values show the step.
   static CheckpointPart part(double step, int64_t size = 4) {
     return {{{"a.weight", at::full({2, size}, step)}, {"b.weight", at::full({size}, step + 0.5)}},
             {{"exp_avg/a.weight", at::full({2, size}, -step)}}};

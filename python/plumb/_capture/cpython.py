@@ -1,15 +1,21 @@
-"""Reads the bytecode of running frames: the instruction that runs, and the ones around it.
+"""Everything that depends on the insides of CPython. If a new Python breaks plumb, look here and nowhere else.
 
-Only the standard library is used, so that tests can run this under every Python that plumb is for. Instructions that a newer
-Python joins or splits are told apart here, and nowhere else.
+- `running()` reads the bytecode of running frames: the instruction that runs, and the ones around it. Instructions that a newer Python
+  joins or splits are told apart here.
+- `calls_go_to()` swaps the ``__code__`` of a Python function. Nothing else reaches callers that hold the function itself (``from
+  torch.nn.functional import gelu``, a default argument, a closure).
+
+Only the standard library is used, so that tests can run this under every Python that plumb is for (tests/test_python_versions.py). Run
+them before a new version of Python is named in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dis
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from types import CodeType, FrameType, FunctionType
+from typing import Any, Callable, Iterator, NamedTuple
 
 _LONGEST_RAISE = 120  # instructions
 # They do nothing that a reader of the program cares about.
@@ -88,7 +94,7 @@ class Code:
         return None
 
     def only_raises(self, start: int) -> bool:
-        """Whether the instructions from here on do nothing but raise."""
+        """Returns whether the instructions from here on do nothing but raise."""
         for i in self.instructions[start : start + _LONGEST_RAISE]:
             if i.opname in ("RAISE_VARARGS", "RERAISE"):
                 return True
@@ -97,7 +103,7 @@ class Code:
         return False
 
     def decides_a_raise(self, n: int) -> bool:
-        """Whether the truth that instruction n asks for decides a branch of which one way only raises."""
+        """Returns whether instruction n decides a branch of which one way does nothing but raise an exception."""
         instructions = self.instructions
         if instructions[n].opname.startswith("CALL"):  # bool(t), or a conversion before a jump
             n += 1
@@ -112,7 +118,7 @@ class Code:
         return any(self.only_raises(start) for start in [n + 1, *targets])
 
     def updates_attribute(self, n: int, name: str) -> bool:
-        """Whether instruction n reads an attribute only for its own new value, as in ``self.calls += 1``."""
+        """Returns whether instruction n reads an attribute only for its own new value, as in ``self.calls += 1``."""
         owner = self.instructions[n - 1]
         for m in range(n + 1, len(self.instructions)):
             i = self.instructions[m]
@@ -125,8 +131,8 @@ class Code:
         return False
 
     def outer_reads(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Names that the code reads from outside of itself (globals, cells), each with the attributes that follow it: N of
-        ``N``, C and ("sizes", "width") of ``C.sizes.width``."""
+        """Returns names that the code reads from outside of itself (globals, cells), each with the attributes that
+        follow it: N of ``N``, C and ("sizes", "width") of ``C.sizes.width``."""
         found: dict[tuple[str, tuple[str, ...]], None] = {}
         for n, i in enumerate(self.instructions):
             if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"):
@@ -139,7 +145,7 @@ class Code:
         return list(found)
 
     def asks_for_emptiness(self, n: int) -> bool:
-        """Whether the size that instruction n reads is only held against zero."""
+        """Returns whether the size that instruction n reads is only held against zero."""
         following = self.instructions[n + 1 :][:5]
         if len(following) > 1 and following[0].opname == "LOAD_CONST" and following[1].is_subscript:
             following = following[2:]
@@ -164,7 +170,7 @@ def of_mode(frame: FrameType) -> bool:
 
 
 def past_modes(frame: FrameType) -> FrameType:
-    """The frame, or the one that called torch's function modes that it is part of."""
+    """Returns the frame, or the one that called torch's function modes that it is part of."""
     while of_mode(frame) and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -178,8 +184,41 @@ def instructions_of(code: CodeType) -> Code:
 
 
 def running(frame: FrameType) -> tuple[Code, int] | None:
-    """The code of a frame and the number of the instruction that runs."""
+    """Returns the code of a frame and the number of the instruction that runs."""
     code = instructions_of(frame.f_code)
     # While a Python function runs, its caller may stand in the cache entries behind the call.
     n = bisect.bisect_right(code.offsets, frame.f_lasti) - 1
     return (code, n) if n >= 0 else None
+
+
+@contextlib.contextmanager
+def calls_go_to(function: FunctionType, target: Callable[[FunctionType, tuple, dict], Any]) -> Iterator[None]:
+    """Context manager in which ``function(*args, **kwargs)`` is ``target(original, args, kwargs)``. `original` is a copy of the function
+    as it was. The swap relies on three details of CPython:
+
+    - a running interpreter reads a function's code anew at every call, so that the next call sees the swap;
+    - code with other free variables is refused, so the new code claims those of the old, which it does not read;
+    - a constant of a code object may be any object, so the new code carries its target as a constant.
+
+    The whole process sees the swap. The target therefore asks whether a call concerns it, and passes other calls to `original`.
+    """
+    code = function.__code__
+    original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    original.__kwdefaults__ = function.__kwdefaults__
+
+    def redirect(args: tuple, kwargs: dict) -> Any:
+        return target(original, args, kwargs)
+
+    def calls_a_constant(*args: Any, **kwargs: Any) -> Any:
+        return "redirect".__call__(args, kwargs)  # the constant becomes the function above
+
+    consts = tuple(redirect if c == "redirect" else c for c in calls_a_constant.__code__.co_consts)
+    defaults, kwdefaults = function.__defaults__, function.__kwdefaults__
+    function.__code__ = calls_a_constant.__code__.replace(
+        co_consts=consts, co_freevars=code.co_freevars, co_name=code.co_name
+    )
+    function.__defaults__ = function.__kwdefaults__ = None
+    try:
+        yield
+    finally:
+        function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, kwdefaults
