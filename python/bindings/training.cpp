@@ -62,6 +62,10 @@ const Register training_part([](py::module_& m) {
       "train_toml",
       [](const std::string& config, const FieldTexts& texts) { return to_toml(read_options(config, texts)); },
       py::arg("config"), py::arg("texts"), "Every option as a TOML document.");
+  m.def(
+      "train_saves_weights",
+      [](const std::string& config, const FieldTexts& texts) { return read_options(config, texts).saves_weights(); },
+      py::arg("config"), py::arg("texts"), "Whether a file will have the trained weights.");
   py::class_<PythonTrainer>(m, "Trainer")
       .def(py::init(&make_trainer), py::arg("config"), py::arg("texts"), py::arg("module"), py::arg("batches"),
            py::arg("event"))
