@@ -15,8 +15,8 @@
 namespace plumb::python {
 namespace {
 
-// A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it, and
-// its run() otherwise.
+// A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it,
+// and its run() otherwise.
 class PyStage : public StageFunction {
  public:
   explicit PyStage(const py::object& stage)
@@ -83,8 +83,7 @@ class PyStage : public StageFunction {
 };
 
 // Transports of one backend share a state: each has its own range of tags, and what failed stays failed. How many
-// ranges were handed out is kept as long as the backend lives, as ranks may let go of their pipelines at different
-// times.
+// ranges were handed out is kept as long as the backend lives: ranks may let go of their pipelines at different times.
 ProcessGroup shared_group(const py::object& group, double timeout_seconds) {
   if (group.is_none()) return {};
   auto& process_group = group.cast<c10d::ProcessGroup&>();
