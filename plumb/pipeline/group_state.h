@@ -41,7 +41,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
 // "Read error [127.0.0.1]:61108: Connection reset by peer".
 std::string what_gloo_says(const std::exception& error);
 
-// Does `work`. What it raises becomes Error(Communication): `what`, and the first line of its text.
+// Does `work`. An exception becomes Error(Communication): `what`, and the first line of its text.
 template <class Work>
 std::invoke_result_t<Work> connecting(const std::string& what, const std::string& remedy, Work work) {
   try {
@@ -53,7 +53,7 @@ std::invoke_result_t<Work> connecting(const std::string& what, const std::string
 
 // Descriptors of a group beside one for each connection to a rank: the store, listening sockets, Gloo's loop.
 inline constexpr int kDescriptorsBeside = 8;
-// Raises Error(ExecutionFailed) that begins with `who` if this process may not open `count` more files: without them,
+// Throws Error(ExecutionFailed) that begins with `who` if this process may not open `count` more files: without them,
 // Gloo's threads end the process.
 void require_descriptors(const std::string& who, int count);
 

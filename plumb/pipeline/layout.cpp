@@ -10,7 +10,7 @@
 namespace plumb {
 namespace {
 
-// Every value's users, ascending.
+// Returns every value's users, ascending.
 std::map<ValueSource, std::vector<int>> users_of_values(const PipelineLayout& layout) {
   std::map<ValueSource, std::vector<int>> users;
   for (int s = 0; s < layout.num_stages(); s++) {

@@ -57,11 +57,11 @@ struct PipelineLayout {
   // Stage s takes what stage s - 1 gives; stage 0 takes the model's one input.
   static PipelineLayout chain(int num_stages);
   static PipelineLayout dynamic_chain(int num_stages);
-  // The edges between stages, for the schedule's checker: also those on which gradients of a value with several users
-  // go from a later user to the one before it (wiring.h).
+  // Returns the edges between stages, for the schedule's checker: also those on which gradients of a value with several
+  // users go from a later user to the one before it (wiring.h).
   StageEdges edges() const;
   std::string text() const;
-  // The format of a value between stages and of its gradient; null: as it is.
+  // Returns the format of a value between stages and of its gradient; null: as it is.
   const FPFormat* value_format(const ValueSource& value) const {
     return rounds(value) ? wire_format(wire.fwd) : nullptr;
   }
@@ -71,7 +71,7 @@ struct PipelineLayout {
   bool rounds(const ValueSource& value) const {
     return wire && value.stage >= 0 && (dynamic_outputs || !stages[value.stage].as_they_are.count(value.index));
   }
-  // Raises Error(InvalidArgument) that names the stage and input.
+  // Throws Error(InvalidArgument) that names the stage and input.
   void check() const;
 };
 

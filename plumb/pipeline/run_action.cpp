@@ -52,7 +52,7 @@ void PipelineState::take_grads(LocalStage& stage, Slot& slot, int from, const st
   }
 }
 
-// The places of a bundle's values among `count`: with dynamic outputs all of them cross.
+// Returns the places of a bundle's values among `count`: with dynamic outputs all of them cross.
 std::vector<int> PipelineState::places(const StageWiring::Bundle& bundle, size_t count) const {
   if (!layout.dynamic_outputs) return bundle.indices;
   std::vector<int> all(count);
@@ -98,7 +98,7 @@ void PipelineState::prepare(LocalStage& stage, Slot& slot) const {
   }
 }
 
-// Of gradients: those of the values that went the other way.
+// Returns the agreed gradients: those of the values that went the other way.
 AgreedValues PipelineState::agreed_grads(const LocalStage& stage, const StageWiring::GradBundle& bundle,
                                          const Slot& slot) const {
   std::vector<AgreedValue> agreed;
@@ -126,7 +126,7 @@ void PipelineState::receive(const RunAction& run, LocalStage& stage, Slot& slot)
                      .values);
       continue;
     }
-    // What values are is the stage's to check, which may take many.
+    // The stage checks its values; it may take several kinds.
     AgreedValues agreed;
     if (!layout.dynamic_outputs) agreed.emplace();
     for (int k : w.values_in[i].indices) {

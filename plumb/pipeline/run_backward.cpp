@@ -83,7 +83,7 @@ void PipelineState::keep_input_grads(const LocalStage& stage, int m, const Tenso
     auto& kept = input_grads[m];
     kept.resize(layout.num_inputs);
     auto& sum = kept[sources[i].index];
-    // Where the input is: stages that use it may be on several devices.
+    // On the input's device: stages that use it may be on several devices.
     const bool known = inputs != nullptr && !inputs->empty();
     const at::Tensor grad = known ? grads[i].to((*inputs)[m][sources[i].index].device()) : grads[i];
     sum = sum.defined() ? sum + grad : grad;

@@ -52,7 +52,7 @@ void check_finite(const at::Tensor& t, const std::function<std::string()>& name)
   const auto finite = at::isfinite(t);
   const auto passed = finite.all();
   if (t.is_cpu() && passed.item<bool>()) return;
-  // Where the first one is, too, is found on the device: nothing keeps the tensor.
+  // The place of the first one is found on the device, too: nothing keeps the tensor.
   const auto at = at::argmin(finite.reshape(-1).to(at::kByte)), value = t.reshape(-1).index_select(0, at.view(1));
   check_value(passed, [at, value, sizes = t.sizes().vec(), name = name()] {
     return Error(ErrorKind::Numerics, name + ": entry " + entry_text(at.item<int64_t>(), sizes, value.item()));
@@ -155,7 +155,7 @@ void PipelineState::gather_inputs(LocalStage& stage, Slot& slot, int m, Tensors&
   slot.sources.clear();
 }
 
-// Whether a value that was handed over in memory has other users here.
+// Returns whether a value that was handed over in memory has other users here.
 bool PipelineState::shared_on_this_rank(const ValueSource& source, int m) const {
   if (by_hand || schedule.placement.rank_of(source.stage, m) != rank()) return false;
   return std::ranges::count_if(stages, [&](const auto& entry) {
@@ -164,7 +164,7 @@ bool PipelineState::shared_on_this_rank(const ValueSource& source, int m) const 
          }) > 1;
 }
 
-// Raises an Error if the stage wrote to a value that other stages of this rank use.
+// Throws an Error if the stage wrote to a value that other stages of this rank use.
 void PipelineState::check_writes(const LocalStage& stage, const Tensors& values, at::IntArrayRef versions,
                                  int m) const {
   for (size_t i = 0; !layout.dynamic_outputs && i < values.size(); i++) {

@@ -20,7 +20,8 @@ struct RunAction {
   bool completes_gradients = false;  // of its stage: no later action adds to them
   // This forward's backward is the next action and other microbatches are in flight, so recomputing would save little.
   bool backward_is_next = false;
-  // Runs in the action's place; null: none. `together` actions from this one on are one for it, `hooked` as it is told.
+  // The hook that replaces this action, or null. It covers this action and the following together - 1 and sees them as
+  // one action, `hooked`.
   const ActionHook* hook = nullptr;
   int together = 1;
   Action hooked;
@@ -31,9 +32,9 @@ struct RunPlan {
   MessagePlan messages;
 };
 
-// The plan of `rank`. Messages, idle entries and actions around use (UNSHARD and the like) without a hook are left out,
-// pairs without one are taken apart. `copy_peers[a][b]`: rank a sends the gradients of shared parameters to rank b at
-// the end; may be empty. `hooks` must outlive the plan.
+// Returns the plan of `rank`. Messages, idle entries and actions around use (UNSHARD and the like) without a hook are
+// left out, pairs without one are taken apart. `copy_peers[a][b]`: rank a sends the gradients of shared parameters to
+// rank b at the end; may be empty. `hooks` must outlive the plan.
 RunPlan plan_run(const Schedule& schedule, const std::vector<StageWiring>& wiring, int rank,
                  const std::vector<std::vector<bool>>& copy_peers, const ActionHooks& hooks = no_hooks());
 

@@ -15,7 +15,7 @@
 
 namespace plumb {
 
-// The gradients of another rank's copy, by group, are those of this rank's copy, too.
+// Returns the gradients that another rank's copy must send: by group, as this rank's copy has them.
 std::vector<AgreedValue> PipelineState::agreed_with(const CopyGroup& group) const {
   std::vector<AgreedValue> agreed;
   const auto own = std::ranges::find(group, rank(), &ParameterCopy::rank);
@@ -147,7 +147,7 @@ void PipelineState::run_row(const RunPlan& plan) {
       if (!training || !part.completes_gradients) continue;
       const int stage = part.action.stage;
       if (replicas) replicas->stage_done(stage, *stages.at(stage).gradients);
-      // Of tied parameters the sum over their copies is reduced.
+      // Tied parameters are reduced later, as the sum over their copies.
       if (!options.hooks.empty() && !shared.in_stage(stage)) reduce_by_hook(stage);
     }
     i += parts.size();

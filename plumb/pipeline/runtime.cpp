@@ -12,7 +12,7 @@
 namespace plumb {
 namespace {
 
-// An evaluation's table: forwards, and what surrounds use.
+// Returns an evaluation's table: forwards, and what surrounds use.
 Schedule without_backwards(Schedule schedule) {
   for (auto& row : schedule.rows) {
     std::erase_if(row, [](const Action& a) { return a.is_compute() && a.first_part().kind != ActionKind::Forward; });
@@ -69,7 +69,7 @@ void check_gradient_groups(int groups, int replicas, const Schedule& schedule) {
   };
   if (groups < 0 || groups % replicas != 0)
     refuse(str("there are ", replicas, " replicas"), "a number of groups that replicas divide");
-  // Of other numbers the tree over groups is not one of replicas' trees.
+  // With another number the tree over groups is not one of replicas' trees.
   const int here = groups / replicas;
   if (replicas > 1 && (here & (here - 1)) != 0)
     refuse(str("each of ", replicas, " replicas would have ", here),
@@ -97,7 +97,7 @@ Pipeline::Pipeline(PipelineLayout layout, Schedule schedule, std::map<int, std::
     check_parts(layout, schedule, stages, me, s.transport.group().size());
     check_gradient_groups(options.gradient_groups, options.replicas.size(), schedule);
   } catch (const Error& e) {
-    // The others wait for this rank: they are told why it does not come.
+    // The others wait for this rank: they get the reason why it does not come.
     try {
       s.transport.exchange("!" + e.message());
     } catch (const std::exception&) {

@@ -74,7 +74,7 @@ struct PipelineState {
   std::vector<TimelineEvent> timeline;
   bool training = false;
   bool by_hand = false;  // one stage, without steps
-  // Of the step that runs.
+  // State of the running step.
   const std::vector<Tensors>* inputs = nullptr;
   const std::vector<Tensors>* targets = nullptr;
   std::vector<double> weights;  // of microbatches' losses
@@ -115,7 +115,7 @@ struct PipelineState {
   // The CPU's, and those of the devices that stages are on.
   std::vector<at::Generator> generators() const;
   std::uint64_t seed_of_step() const;
-  // The microbatch's first row, where rows are known, else its number, among those of all replicas.
+  // Returns the microbatch's first row, where rows are known, else its number, among those of all replicas.
   std::uint64_t place_of_microbatch(int m) const;
   void seed_generator(int stage, int m) const;
   void start_recompute(LocalStage& stage, const Tensors& inputs, std::optional<CheapRecompute>& recompute) const;
@@ -129,14 +129,14 @@ struct PipelineState {
   void check_results(const LocalStage& stage, Slot& slot, int m, bool hooked);
   void keep_for_backward(const LocalStage& stage, Slot& slot) const;
 
-  // Of the groups of microbatches, those of this replica.
+  // Returns the number of this replica's groups of microbatches.
   int groups_here() const { return std::max(1, options.gradient_groups / options.replicas.size()); }
 
   // --- run_backward.cpp ---
   // Leaves the inputs' gradients in the slot.
   void run_backward(ActionKind kind, LocalStage& stage, Slot& slot, int m, const at::Tensor& loss = {});
   void check_input_grads(const LocalStage& stage, const Slot& slot, int m) const;
-  // Of the model's own inputs.
+  // Keeps the gradients of the model's own inputs.
   void keep_input_grads(const LocalStage& stage, int m, const Tensors& grads);
 
  private:
@@ -168,13 +168,13 @@ struct PipelineState {
                          Tensors& grads) const;
 };
 
-// Values that stay in this process, rounded as if they had travelled.
+// Values that stay in this process, rounded as if they had traveled.
 std::vector<MessageValue> arrived(std::vector<MessageValue> values);
 
 // "output 0 of stage 1, microbatch 2"
 std::string value_name(const char* what, size_t index, int stage, int m);
 
-// Raises Error(Numerics) for a value that is not finite; `name` gives its name.
+// Throws Error(Numerics) for a value that is not finite; `name` gives its name.
 void check_finite(const at::Tensor& t, const std::function<std::string()>& name);
 
 }  // namespace plumb

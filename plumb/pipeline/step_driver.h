@@ -16,13 +16,13 @@ namespace plumb {
 
 struct PipelineState;
 
-// Outside of a step, or for what is not there, every function raises Error(InvalidState) or Error(InvalidArgument). A
-// forward and a backward of one step may run at once, on two threads.
+// Outside of a step, or for a value that does not exist, every function throws Error(InvalidState) or
+// Error(InvalidArgument). A forward and a backward of one step may run at once, on two threads.
 class StepDriver {
  public:
-  // Of the step that a pipeline runs.
+  // Driver of the step that a pipeline runs.
   explicit StepDriver(PipelineState& step);
-  // Of one stage by hand, outside of any step: the caller gives it values and gradients, and takes them.
+  // Driver of one stage by hand, outside of any step: the caller gives it values and gradients, and takes them.
   StepDriver(PipelineLayout layout, int stage, std::shared_ptr<StageFunction> function);
   StepDriver(StepDriver&&) noexcept;
   ~StepDriver();

@@ -2,9 +2,9 @@
 //
 // All ranks know one order of the step's messages (MessagePlan::order), and each posts its ends in that order. So the
 // sends and receives of two ranks match without tags, and none waits for one that is posted behind another that waits
-// for it, even where a rank has one stream for all messages and a send completes only when its receive is posted.
-// What a receive needs to know comes ahead in the message's header; nobody waits for a header earlier than for the
-// first value that comes behind it in the order.
+// for it, even where a rank has one stream for all messages and a send completes only when its receive is posted. The
+// message's header brings in advance what a receive needs; a rank waits for a header no earlier than for the first
+// value behind it in the order.
 //
 // Messages have a stream of their own. It waits for the stream that made a value by an event, and the stream that uses
 // one waits for the backend's work, so the host waits for headers only. Tensors are held until their work is done.
@@ -61,8 +61,8 @@ const PlannedMessage& message_of(const MessagePlan& plan, const MessagePlan::End
 
 }  // namespace
 
-// Ends the backend's works once one has not met its other end in time: whoever waits for the device, in whatever call,
-// goes on, and the transport says why.
+// Ends the backend's works once one has not met its other end in time: a thread that waits for the device, in any call,
+// continues, and the transport gives the reason.
 class Watch {
  public:
   explicit Watch(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
@@ -133,7 +133,7 @@ struct DirectMessages {
     if (watch.late()) throw std::runtime_error("timed out");
   }
 
-  // What is sent: its values, and when they are made.
+  // Values to send, and the event of their making.
   struct Made {
     std::vector<at::Tensor> values;
     std::optional<c10::Event> made;
@@ -166,7 +166,7 @@ void Transport::connect_device() {
       std::vector<at::Tensor> one{at::zeros({1}, at::device(device))};
       backend->allreduce(one)->wait();
     } catch (const std::exception&) {
-      // What is wrong with a backend that has them shows at the first message.
+      // A faulty backend that has them fails at the first message.
     }
     return true;
   });
@@ -201,7 +201,7 @@ void Transport::State::submit(int index, const std::vector<MessageValue>& values
   post_direct(std::nullopt, "sending " + to_string(plan->sends[index].id));
 }
 
-// Whether the group of messages may be posted; where `wait` is, waits for the headers that are missing.
+// Returns whether the group of messages may be posted; where `wait` is, waits for the headers that are missing.
 bool Transport::State::is_ready(const std::vector<MessagePlan::End>& ends, bool wait, const std::string& action) {
   for (const auto& end : ends) {
     if (end.sends) {
@@ -282,7 +282,7 @@ void Transport::State::post_direct(std::optional<int> until, const std::string& 
   while (!d.in_flight.empty() && d.in_flight.front().work->isCompleted()) finish_first();
 }
 
-// Of the messages that are under way.
+// Finishes the first message in flight.
 void Transport::State::finish_first() {
   auto& in_flight = direct_->in_flight;
   const auto flight = std::move(in_flight.front());

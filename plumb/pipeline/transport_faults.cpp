@@ -1,4 +1,4 @@
-// What becomes of a step when a message does not come, or is not what was agreed.
+// Errors of a step when a message does not come, or is not what was agreed.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ std::vector<std::uint8_t> as_bytes(const std::string& text) { return {text.begin
 
 std::string late_key(int rank) { return str("plumb/late/", rank); }
 
-// The rank at the begin of a text that a peer wrote; `otherwise` where it is none of a group of `size`.
+// Returns the rank at the begin of a text that a peer wrote; `otherwise` where it is none of a group of `size`.
 int written_rank(std::string_view text, int size, int otherwise) {
   int rank = -1;
   std::from_chars(text.data(), text.data() + text.size(), rank);
@@ -106,7 +106,7 @@ void Transport::State::keep_buffers() {
   shared.until_closed.push_back(kept);
 }
 
-// An error message of any peer that has arrived, in a buffer posted for something else.
+// Returns an error message of any peer that has arrived, in a buffer posted for something else.
 std::optional<Cause> Transport::State::find_told() const {
   std::atomic_thread_fence(std::memory_order_acquire);
   for (const auto& in : incoming) {
@@ -128,8 +128,8 @@ std::optional<Cause> Transport::State::told_cause(const at::Tensor& buffer) cons
   return Cause{p.microbatch, std::string(text, p.total_bytes)};
 }
 
-// Nothing once the store is lost: it goes with its rank, or does not answer because that rank is stopped, and most of
-// its calls would wait for ever.
+// Returns nullopt once the store is lost: it goes with its rank, or does not respond because that rank is stopped, and
+// most of its calls would wait for ever.
 template <class Ask>
 auto Transport::State::ask_store(Ask ask) -> std::optional<std::invoke_result_t<Ask, c10d::Store&>> {
   const auto& store = group.state().store;
@@ -162,17 +162,17 @@ std::optional<Cause> Transport::State::find_stored(int suspect) {
   return Cause{written_rank(*text, group.size(), suspect), text->substr(text->find(':') + 1)};
 }
 
-// Tells the others that this rank has waited for `peer` in vain.
+// Tells the others that this rank's wait for `peer` has timed out.
 void Transport::State::store_late(int peer) {
-  // Without the store the neighbour is named.
+  // Without the store the neighbor is named.
   ask_store([key = late_key(group.rank()), peer](c10d::Store& store) {
     store.set(key, as_bytes(std::to_string(peer)));
     return true;
   });
 }
 
-// Who keeps everybody waiting: the peer, or whom that one has waited for in vain, and so on. If the store does not
-// answer, that is world rank 0, which serves it.
+// Returns the rank that keeps all others waiting: the peer, or the rank that the peer has waited for until its
+// time-out, and so on. If the store does not respond, that is world rank 0, which serves it.
 int Transport::State::last_waited_for(int peer) {
   const int last = ask_store([peer, size = group.size()](c10d::Store& store) {
                      int rank = peer;
@@ -201,7 +201,7 @@ void Transport::State::raise_lost(int peer, const std::string& waiting, const st
   if (late) store_late(peer);
   if (!late && group.world_rank(peer) == 0 && !env.launcher_serves_store && store_state == StoreState::Answers)
     store_state = StoreState::Lost;
-  // The peer may have told its reason on another way, or be about to.
+  // The peer may have given its reason on another way, or be about to.
   const auto patience = late ? std::min(group.timeout() / 2, milliseconds(2000)) : milliseconds(700);
   const auto until = Clock::now() + patience;
   auto told_by = find_told();

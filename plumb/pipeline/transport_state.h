@@ -93,7 +93,8 @@ struct Transport::State {
   bool interrupted = false;
   c10::intrusive_ptr<c10d::Work> waited_for;
   bool on_device = false;  // it is the device backend's
-  // Lost: asking again would print c10d's warnings each time. Silent: lost as it did not answer, its rank is stopped.
+  // Lost: another request would print c10d's warnings each time. Silent: lost because it did not respond, its rank is
+  // stopped.
   enum class StoreState : uint8_t { Answers, Lost, Silent } store_state = StoreState::Answers;
 
   explicit State(ProcessGroup g);
@@ -118,7 +119,7 @@ struct Transport::State {
 
   // Waits for message `index` and holds its header against the plan.
   void come(int index, const std::string& action);
-  // Whether come() would not wait for its first part.
+  // Returns whether come() would not wait for its first part.
   bool has_arrived(int index);
 
   // --- transport_direct.cpp: values that travel on their device ---
@@ -133,16 +134,17 @@ struct Transport::State {
   void make_direct(int index, const std::string& action);
   // Users of the values wait for them.
   void use_direct(const Came& c);
-  // Raises where values that are under way came to nothing.
+  // Throws if values that are under way got lost.
   void check_direct();
   void end_direct();
   void abort_direct() noexcept;
 
   // --- faults ---
   void check_usable() const;
-  // The prologue of what came in the place of `expected`. Raises if the sender has failed, or it is another message.
+  // Returns the prologue of the message in the place of `expected`. Throws if the sender has failed, or it is another
+  // message.
   wire::Prologue read_agreed(const at::Tensor& buffer, const PlannedMessage& expected, const std::string& action);
-  // The second part of a message that says it is too long for the first.
+  // Receives the second part of a message whose first part is too short for it.
   Posted receive_second(const wire::Prologue& first, size_t position, const PlannedMessage& expected,
                         const std::string& action);
   // Tells the others, and raises.
@@ -150,7 +152,7 @@ struct Transport::State {
                                 const std::string& remedy);
   [[noreturn]] void raise(const std::string& message, const std::string& remedy);
   std::optional<Cause> told_cause(const at::Tensor& buffer) const;
-  // Finds out why `peer` does not answer, tells the others, and raises.
+  // Finds out why `peer` does not respond, tells the others, and throws.
   [[noreturn]] void raise_lost(int peer, const std::string& waiting, const std::exception& e);
   // Marks the group as failed and tells every peer that waits for messages of this rank.
   void fail(int rank_at_fault, const std::string& cause, const std::string& own_text) noexcept;
