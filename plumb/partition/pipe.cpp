@@ -13,7 +13,7 @@
 namespace plumb {
 namespace {
 
-// A stage's inputs, from the flat inputs and the earlier stages' outputs.
+// Returns a stage's inputs, from the flat inputs and the earlier stages' outputs.
 std::vector<c10::IValue> gather(const StageIO& io, const std::vector<c10::IValue>& inputs,
                                 const std::vector<std::vector<c10::IValue>>& made) {
   std::vector<c10::IValue> values;

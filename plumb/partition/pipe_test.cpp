@@ -50,7 +50,7 @@ TEST(Pipe, ForwardTrainsThroughAllStages) {
 }
 
 TEST(Pipe, RunsTheWorkOfAnyCallerOfTheTable) {
-  // What a runtime does: only stages and the table.
+  // Runs stages by the table alone, as a runtime does.
   auto whole = gpt(3, false, true);
   auto pipe = pipeline(*whole);
   const PipeTable& table = pipe->table();
@@ -249,7 +249,8 @@ TEST(StageBytes, StagesAndTheirBytesKeepTheModeThatTheForwardReads) {
   const StagePackage back = deserialize_stage(serialize_stage(*pipe, 0));
   for (const auto& module : {pipe->stage(0), back.module, pipe->merge()}) {
     EXPECT_FALSE(module->is_training());
-    EXPECT_THAT(message_of([&] { module->train(); }), testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
+    EXPECT_THAT(message_of([&] { module->train(); }),
+                testing::AllOf(HasSubstr("cannot change to"), HasSubstr("model.py:3")));
   }
   whole->set_mode_read_at("");
   deserialize_stage(serialize_stage(*pipeline(*whole), 0)).module->train();

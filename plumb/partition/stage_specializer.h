@@ -47,7 +47,7 @@ class StageSpecializer {
   // why: the model is gone, does not take them, or is cut otherwise with them. Leaves the model as it is. Thread-safe.
   std::shared_ptr<GraphModule> stage(int index, const ModelSizes& known, const GraphModule& now);
 
-  // How often the model was captured.
+  // Returns how often the model was captured.
   int captures() const { return captures_; }
 
  private:
