@@ -14,7 +14,7 @@ std::string mebibytes(double bytes) { return short_number(bytes / (1 << 20)) + "
 
 TrainNeeds measure_needs(const TrainOptions& o, const TrainJob& job) {
   StageCostOptions measuring;
-  // Parameters and gradients, and what the optimiser keeps of each.
+  // Parameters and gradients, and what the optimizer keeps of each.
   measuring.bytes_per_parameter_byte = o.optimizer != "sgd" ? 4 : o.momentum > 0 ? 3 : 2;
   const StageCosts costs = measure_stages(*job.pipe, example_inputs(job.module()), measuring);
   const Simulation simulation = simulate_schedule(job.schedule, costs.costs);

@@ -11,7 +11,7 @@ namespace plumb {
 struct RankNeeds {
   std::vector<int> stages;
   int64_t parameters = 0;  // elements, of its stages
-  double resident = 0;     // bytes of parameters, gradients and the optimiser's state
+  double resident = 0;     // bytes of parameters, gradients and the optimizer's state
   double peak = 0;         // and of activations, at most
 };
 
@@ -27,9 +27,9 @@ struct TrainNeeds {
 // throws.
 TrainNeeds measure_needs(const TrainOptions& options, const TrainJob& job);
 
-// As the help of --json says.
+// Returns the JSON that the help of --json describes.
 nlohmann::json to_json(const TrainNeeds& needs);
-// A table, and a sentence before it.
+// Returns a table, and a sentence before it.
 std::string to_text(const TrainNeeds& needs, const TrainOptions& options);
 
 }  // namespace plumb

@@ -348,7 +348,7 @@ std::string to_toml(const TrainOptions& options) {
 
 namespace {
 
-// A value of a document as on a command line; none for a table, a date and the like.
+// Returns a value of a document as on a command line; none for a table, a date and the like.
 std::optional<std::string> text_of_value(const toml::node& node) {
   if (auto text = node.value_exact<std::string>()) return text;
   if (const auto flag = node.value_exact<bool>()) return *flag ? "true" : "false";
