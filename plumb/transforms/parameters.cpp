@@ -17,7 +17,7 @@ Role role_of(const Node* node, const Value* value, const std::function<const Equ
   if (!node->is_call()) return Role::Other;
   const std::string_view name = node->op_name();
   if (name.ends_with("_norm") && name.find("weight_norm") == std::string_view::npos) {
-    // Gains and shifts of any normalisation, with an equivalent or without.
+    // Gains and shifts of any normalization, with an equivalent or without.
     for (const char* argument : {"weight", "bias"}) {
       const Arg* arg = node->try_arg(argument);
       if (arg && arg->value() == value) return argument[0] == 'w' ? Role::Norm : Role::NormBias;
