@@ -116,7 +116,7 @@ Outcome outcome_of_rows(const RowCase& row_case, at::IntArrayRef sizes, at::Scal
   return outcome;
 }
 
-// The largest difference over the largest value, which unit scaling makes about one.
+// Returns the largest difference over the largest value, which unit scaling makes about one.
 double apart(const Tensor& found, const Tensor& wanted) {
   if (found.scalar_type() != wanted.scalar_type() || found.sizes() != wanted.sizes()) return 1e9;
   const auto a = found.to(at::kDouble), b = wanted.to(at::kDouble);
@@ -140,7 +140,8 @@ TEST(FusedRows, AreOneKernelForwardAndOneBackwardWithinSumsInAnotherOrder) {
           EXPECT_EQ(emulator.started - before, 2) << what;
           const Outcome wanted = outcome_of_rows(row_case, sizes, dtype);
           EXPECT_EQ(emulator.started - before, 2) << what;
-          // Of float16 and bfloat16 two last places, 2^-9 and 2^-6: of the result, and of what is made of it.
+          // float16 and bfloat16 may differ by two last places, 2^-9 and 2^-6: in the result, and in values computed
+          // from it.
           const double bound = dtype == at::kFloat ? 3e-6 : dtype == at::kHalf ? 0.002 : 0.0157;
           EXPECT_LE(apart(found.result, wanted.result), bound) << what;
           for (size_t i = 0; i < wanted.gradients.size(); ++i)

@@ -75,7 +75,7 @@ std::tuple<Tensor> gelu_backward(const Tensor& grad, const Tensor& input, std::s
 
 Tensor silu_unscaled(const Tensor& x, double mult) { return mult == 1 ? at::silu(x) : x * at::sigmoid(x * mult); }
 
-// The slope: sigma + mult x sigma (1 - sigma), sigma = sigmoid(mult x).
+// Returns the slope: sigma + mult x sigma (1 - sigma), sigma = sigmoid(mult x).
 Tensor silu_slope(const Tensor& x, double mult) {
   auto sigma = at::sigmoid(times(x, mult));
   return sigma * (1 + x * (1 - sigma) * mult);
@@ -155,7 +155,7 @@ std::vector<double> softmax_rule(const Tensor& input, int64_t dim, double mult) 
   return rules::softmax(input.size(at::maybe_wrap_dim(dim, input.dim())), mult);
 }
 
-// Whether a kernel of its own takes t along this dimension.
+// Returns whether a kernel of its own takes t along this dimension.
 bool takes_softmax(const Tensor& t, int64_t dim) {
   return plain(t) && cuda::takes_rows(t) && (t.dim() <= 1 || at::maybe_wrap_dim(dim, t.dim()) == t.dim() - 1);
 }

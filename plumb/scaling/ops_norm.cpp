@@ -37,7 +37,7 @@ double grad_scale(const Tensor& input, at::IntArrayRef shape) {
   return rules::norm_grad_weight(c10::multiply_integers(shape), input.numel());
 }
 
-// Of a norm's mean and rstd.
+// Returns the sizes of a norm's mean and rstd.
 c10::SymDimVector statistics_sizes(const Tensor& input, at::IntArrayRef shape) {
   c10::SymDimVector sizes(input.sym_sizes().begin(), input.sym_sizes().end());
   for (size_t i = 0; i < shape.size(); ++i) sizes[sizes.size() - 1 - i] = 1;
@@ -96,7 +96,7 @@ Tensor inverse_rms(const Tensor& wide_input, at::IntArrayRef shape, double eps) 
   return (at::mean(wide_input * wide_input, last_dims(shape), /*keepdim=*/true) + eps).rsqrt();
 }
 
-// Whether kernels of their own take these.
+// Returns whether kernels of their own take these.
 bool takes_norm(const Tensor& input, const OptionalTensor& other) {
   const auto takes = [&](const Tensor& t) { return plain(t) && cuda::takes_rows(t) && t.device() == input.device(); };
   return takes(input) && (!present(other) || takes(*other));
