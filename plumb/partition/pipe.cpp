@@ -195,7 +195,7 @@ State Pipe::merge_state_dict() const {
       throw Error(ErrorKind::InvalidState,
                   str("the copies of '", first_name, "' in stage ", first_stage, " and of '", name, "' in stage ", s,
                       " differ"),
-                  "", "sum the gradients of replicated_params() over their stages before every optimiser step");
+                  "", "sum the gradients of replicated_params() over their stages before every optimizer step");
     }
   }
   State merged;

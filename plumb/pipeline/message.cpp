@@ -316,7 +316,7 @@ void check_sendable(const MessageId& id, const std::vector<MessageValue>& values
     if (t.layout() != at::kStrided || t.is_quantized() || t.is_meta() || t.is_nested()) {
       throw Error(ErrorKind::Unsupported,
                   str("value ", i, " of ", to_string(id), " is ", describe(t),
-                      " without plain memory (sparse, quantised, nested or on the meta device)"),
+                      " without plain memory (sparse, quantized, nested or on the meta device)"),
                   "", "make it dense before the stage's end");
     }
   }

@@ -177,7 +177,7 @@ class CopyFinder {
       if (k.hash != first.hash) {
         throw Error(ErrorKind::InvalidState,
                     "copies of one parameter hold different values: " + where(first) + " and " + where(k), "",
-                    "initialise them alike on every rank, or load the same weights");
+                    "initialize them alike on every rank, or load the same weights");
       }
     }
   }

@@ -47,7 +47,7 @@ nlohmann::json to_json(const TrainNeeds& needs) {
 }
 
 std::string to_text(const TrainNeeds& needs, const TrainOptions& o) {
-  Table table{{"rank", "stages", "parameters", "weights and optimiser", "peak memory"}, {}};
+  Table table{{"rank", "stages", "parameters", "weights and optimizer", "peak memory"}, {}};
   for (size_t rank = 0; rank < needs.ranks.size(); ++rank) {
     const RankNeeds& own = needs.ranks[rank];
     table.rows.push_back({std::to_string(rank), join(own.stages, [](int s) { return std::to_string(s); }),

@@ -98,13 +98,13 @@ std::vector<TrainField> optimizer_fields() {
 
 std::vector<TrainField> step_fields() {
   return {
-      field("steps", &O::steps, "Optimiser steps", whole_number(1)),
+      field("steps", &O::steps, "Optimizer steps", whole_number(1)),
       field("batch", &O::batch,
             "Rows of a step (0: the file's batch times the microbatches, pipelines and --accumulate)",
             whole_number(0, kMost)),
       field("microbatches", &O::microbatches, "Parts of a batch, each as long as the file's own batch",
             whole_number(1, 65536)),
-      field("accumulate", &O::accumulate, "Run the schedule so many times for a step of the optimiser",
+      field("accumulate", &O::accumulate, "Run the schedule this many times for a step of the optimizer",
             whole_number(1, 65536), kSameRun),
       field("autocast", &O::autocast,
             "bf16: products and convolutions in bfloat16, forward and backward, their results cast back to float32",

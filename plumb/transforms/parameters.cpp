@@ -104,7 +104,7 @@ ParameterRoles plan_parameters(const Graph& graph, const State& state,
     if (c.weight_of.empty() || (c.other.empty() && c.bias_of.empty() && !c.norm && !c.norm_bias)) continue;
     const std::string other = !c.other.empty()     ? who(c.other[0])
                               : !c.bias_of.empty() ? who(c.bias_of[0]) + " as a bias"
-                                                   : "a normalisation";
+                                                   : "a normalization";
     std::vector<const Node*> taken_back;
     taken_back.swap(c.weight_of);
     for (const Node* node : taken_back) {
