@@ -33,7 +33,7 @@ def signatures(name: str, doc: str | None) -> list[str]:
 
 
 def explanation(name: str, doc: str | None) -> str:
-    """What a docstring of pybind11's says beside the signature."""
+    """Returns the text of a pybind11 docstring without the signature."""
     lines = [line for line in inspect.cleandoc(doc or "").splitlines() if not line.startswith(f"{name}(")]
     return "\n".join(lines).strip()
 
@@ -86,7 +86,7 @@ def member(name: str, thing: Any) -> list[str]:
 
 
 def pybind_class(name: str, cls: type) -> list[str]:
-    if not cls.__module__.endswith("_C"):  # Python's own, which the engine was told
+    if not cls.__module__.endswith("_C"):  # Python's own class, registered with the engine
         return [f"from {cls.__module__} import {name} as {name}"]
     base = next((b.__name__ for b in cls.__bases__ if b.__module__.endswith("_C")), "")
     lines = [f"class {name}({base}):" if base else f"class {name}:"]

@@ -113,7 +113,7 @@ def _declaration_end(mask: str, at: int) -> int:
             return i + 1
         if depth == 0 and mask[i] == "{":
             i = _closing(mask, i)
-            # A type or an initialiser goes on to its semicolon, a function's body does not.
+            # A type or an initializer goes on to its semicolon, a function's body does not.
             if not re.match(r"\s*[;,]", mask[i + 1 :]):
                 return i + 1
         i += 1

@@ -59,7 +59,7 @@ def actions(stage, microbatches=MICROBATCHES):
 
 
 def random_faults(kinds, count, first, steps, dice, stages=STAGES, replicas=1):
-    """Each in a step of its own, so that none of them is a loss of two neighbours at once."""
+    """Each in a step of its own, so that none of them is a loss of two neighbors at once."""
     chosen = sorted(dice.sample(range(first, steps + 1, 3), count))
     faults = []
     for step in chosen:
@@ -172,7 +172,7 @@ EXTRAS = {
 
 
 def recorded(history):
-    """What a history says, or None where this Python has no plumb to read it."""
+    """Returns a history's values, or None if this Python has no plumb to read it."""
     try:
         import plumb
     except ImportError:

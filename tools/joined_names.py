@@ -16,8 +16,8 @@ def _stripped(text: str) -> str:
 
 
 def _parameter_types(text: str) -> set[tuple[str, ...]]:
-    """Of a declaration from its opening parenthesis on, without namespaces and the parameters' names: all of them, and
-    those without a default, with either of which it can be called."""
+    """Returns the types of a declaration's parameters from its opening parenthesis on, without namespaces and names:
+    all of them, and those without a default. A call may give either."""
     types, required, depth, start = [], None, 0, 1
     for i, c in enumerate(text):
         depth += (c in "(<{[") - (c in ")>}]")

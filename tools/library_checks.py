@@ -1,6 +1,6 @@
-"""What is tried with a model of another library (tools/libraries_table.py): `CHECKS`, name -> function of `make`.
+"""Checks of a model of another library (tools/libraries_table.py): `CHECKS`, name -> function of `make`.
 
-`make()` answers a fresh (model, args, kwargs), the same in every call. A check answers a few words.
+`make()` returns a fresh (model, args, kwargs), the same in every call. A check returns a few words.
 """
 
 import copy

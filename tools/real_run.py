@@ -127,7 +127,7 @@ def first_part(run):
 
 
 def said(*arguments, folder):
-    """What a command prints."""
+    """Returns the output of a command."""
     return subprocess.run([COMMAND, *map(str, arguments)], cwd=folder, check=True, capture_output=True, text=True, errors="replace").stdout
 
 

@@ -20,8 +20,8 @@ import xml.etree.ElementTree
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TITLES = {"cpp": "C++", "device-cpp": "C++ on {}", "python": "Python", "device-python": "Python on {}"}
 
-# A CPU that plays others, and numbers of threads. MKL takes kernels of its own on Intel's CPUs: elsewhere it takes them
-# if it is told that this is one.
+# Settings under which a CPU acts as another, and numbers of threads. MKL takes kernels of its own on Intel's CPUs:
+# elsewhere it takes them if a setting says that this is one.
 INTEL = "MKL as on Intel"
 SETTINGS = [
     "",

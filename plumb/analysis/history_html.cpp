@@ -17,7 +17,8 @@ namespace {
 
 using nlohmann::json;
 
-// Of a row: std, mean_abs, abs_max, abs_min, zero share, NaN and infinities (NaN: no row), then three of each format.
+// Columns of a row: std, mean_abs, abs_max, abs_min, zero share, NaN and infinities (NaN: no row), then three of each
+// format.
 constexpr size_t kFirst = 6, kOfFormat = 3;
 constexpr int kMostBins = 64;
 
@@ -103,7 +104,7 @@ json json_of(const FPFormat& format) {
   return out;
 }
 
-// The numbers of one run, packed.
+// Returns the numbers of one run, packed.
 json json_of(const HistoryRun& run, const std::vector<size_t>& of, const std::vector<size_t>& kept, size_t n,
              const std::vector<FPFormat>& formats, const Bins& bins, std::vector<int64_t>& sizes) {
   const size_t fields = kFirst + kOfFormat * formats.size();

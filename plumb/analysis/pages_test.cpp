@@ -1,8 +1,8 @@
-// What a reader of a page meets: axes, means, folded graphs, what is chosen first, narrow screens.
+// The parts of a page that its reader meets: axes, means, folded graphs, the first selection, narrow screens.
 #include <gmock/gmock.h>
 
-#include "plumb/analysis/browser_for_test.h"
-#include "plumb/analysis/history_for_test.h"
+#include "plumb/analysis/browser_testing.h"
+#include "plumb/analysis/history_testing.h"
 #include "plumb/analysis/html_report.h"
 #include "plumb/analysis/svg.h"
 #include "plumb/graph/graph.h"

@@ -52,7 +52,7 @@ KeptFromCheckpoints::KeptFromCheckpoints(BackwardGraph& graph) {
   }
   found_ = find(nodes);
   if (found_.empty()) return;
-  // What a checkpoint computes again belongs to one run of the engine.
+  // A recomputed variable of a checkpoint belongs to one run of the engine.
   for (const auto& v : found_) graph.entries[graph.index.at(v.node)].by_itself = false;
   // A tensor that a C++ function saved is its own.
   for (auto& e : graph.entries) {

@@ -17,8 +17,10 @@ class LiveBytes {
  public:
   LiveBytes() : count_(std::make_shared<Count>()), guard_(c10::DebugInfoKind::PROFILER_STATE, count_) {}
 
-  int64_t live() const { return count_->live; }  // of those handed out since it was made; may be negative
-  int64_t peak() const { return count_->peak; }  // the most since it was made or told to restart
+  int64_t live() const {
+    return count_->live;
+  }  // bytes handed out since construction, less those taken back; may be < 0
+  int64_t peak() const { return count_->peak; }  // the highest live() since construction or restart_peak()
   void restart_peak() { count_->peak = count_->live.load(); }
 
  private:

@@ -11,11 +11,11 @@
 // - A result is kept if it was written since, if nobody keeps its inputs, if it is small, or if a hook of the user or a
 //   checkpoint holds it.
 // - Memory that still lives when the backward comes is used as it is.
-// - An input that was written in place since raises Error(InvalidState), as autograd does. Writes that version
+// - An input that was written in place since throws Error(InvalidState), as autograd does. Writes that version
 //   counters do not show (`.data`, raw memory) are the caller's risk, as with autograd, but for `check` below.
 // - The number of threads must be that of the forward, as for any backward.
 //
-// `grad_fn._saved_*` of such a tensor raises an error before the backward: there is nothing to see.
+// `grad_fn._saved_*` of such a tensor throws an error before the backward: there is nothing to see.
 //
 // A result that several nodes saved is computed once for all of them. It is not computed where a node's gradients do
 // not need it (a product's input, in the input half of a stage's backward).
@@ -37,7 +37,7 @@ namespace plumb {
 
 enum class Recompute { None, Cheap };
 
-// "none" or "cheap". Raises Error(InvalidArgument) for another word.
+// Parses "none" or "cheap". Throws Error(InvalidArgument) for another word.
 Recompute parse_recompute(const std::string& text);
 std::string to_string(Recompute recompute);
 

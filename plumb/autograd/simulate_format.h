@@ -27,8 +27,8 @@ struct Measuring {
   MetricsOptions options = {};
 };
 
-// The seed that both passes are given, in the forward. Where a run seeds nodes by name (graph/node_seeds.h) one is
-// drawn here for a backward that rounds stochastically: what that drew itself would depend on which nodes ran before
+// Returns the seed that both passes are given, in the forward. Where a run seeds nodes by name (graph/node_seeds.h) one
+// is drawn here for a backward that rounds stochastically: what that drew itself would depend on which nodes ran before
 // it.
 std::optional<int64_t> seed_of_passes(std::optional<int64_t> seed, std::string_view bwd);
 

@@ -39,17 +39,17 @@ struct CaptureRequest {
   State state;                      // parameters and buffers by name
   std::vector<c10::IValue> inputs;  // flat; tensors become inputs of the graph, other values are part of its signature
   TreeSpec in_spec;                 // of (args, kwargs)
-  // Runs the model on these flat inputs; answers flat outputs and sets out_spec.
+  // Runs the model on these flat inputs; returns flat outputs and sets out_spec.
   std::function<std::vector<c10::IValue>(const std::vector<c10::IValue>& inputs, TreeSpec& out_spec)> call;
-  // Answers the line of the caller's code that runs now; may be empty.
+  // Returns the line of the caller's code that runs now; may be empty.
   std::function<std::shared_ptr<const SourceLocation>()> locate;
   // Called after `call`: buffers as they are now, to find re-assigned ones; may be empty. Puts back the old ones.
   std::function<std::vector<std::pair<std::string, at::Tensor>>()> buffers_after;
   // Called after `call`: (name, old, new) of other tensors that the module holds and re-assigned; may be empty. Puts
   // back the old ones.
   std::function<std::vector<std::tuple<std::string, at::Tensor, at::Tensor>>()> attributes_after;
-  // Called when the program asks whether a tensor is true: whether one of the answers only makes it stop with an error.
-  // Such checks become nodes that check in every run. May be empty.
+  // Called when the program converts a tensor to bool. Returns true if one of the two branches does nothing but
+  // fail. Such checks become nodes that check in every run. May be empty.
   std::function<bool()> is_check;
   // Whether values that the program takes out of tensors (item, bool) may be guarded instead of refused: nodes then
   // check in every run that they are still the same, and plumb::control_value nodes note the tensors that they come
@@ -65,7 +65,7 @@ struct CaptureRequest {
   // Whether a line is of such a library. A refusal there is a reason to begin again and tell the libraries. May be
   // empty: there are none.
   std::function<bool(const SourceLocation&)> in_library;
-  // Whether the model has modules of such a library. They are told whenever values are guarded.
+  // True if the model has modules of such a library. `begin_attempt` tells libraries whenever values are guarded.
   bool has_libraries = false;
   bool training = false;
   // Class names by module path, if nothing calls push_module() and pop_module(): nodes then get their modules by the

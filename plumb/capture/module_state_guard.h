@@ -30,7 +30,7 @@ class ModuleStateGuard {
   // The first tensor, by number, that has other memory than at first and was not written, or -1. Such tensors get
   // theirs back.
   int find_moved();
-  // Whether before_write() met the storage of tensor number `index`.
+  // Returns whether before_write() met the storage of tensor number `index`.
   bool was_written(int index) const { return contents_.count(index) != 0; }
 
  private:

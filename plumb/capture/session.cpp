@@ -59,7 +59,7 @@ at::Tensor clone_as_laid_out(const at::Tensor& t) {
   return gaps ? at::empty_strided(t.sizes(), t.strides(), t.options()).copy_(t) : t.clone();
 }
 
-// Whether the arguments of _reshape_alias (self, size, stride) are those of a view: a file may hold that.
+// Returns whether the arguments of _reshape_alias (self, size, stride) are those of a view: a file may hold that.
 bool is_view(const torch::jit::Stack& stack) {
   const auto args = torch::jit::last(stack, 3);
   const at::Tensor& self = args[0].toTensor();
@@ -184,7 +184,7 @@ void Session::before_write(const c10::OperatorHandle& op, const torch::jit::Stac
   }
 }
 
-// Answers true if autocast has a kernel for the operator, which has then run: its casts and the operator on cast inputs
+// Returns true if autocast has a kernel for the operator, which has then run: its casts and the operator on cast inputs
 // were recorded as ordinary calls. `composite`: the operators that this one is made of may have such kernels.
 bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
                        bool& composite) {
@@ -207,13 +207,14 @@ bool Session::autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
         "bilinear under autocast casts inside of its own kernel",
         "call it outside of the autocast region, or write it as torch.einsum('bi,oij,bj->bo', x, weight, y) + bias");
   }
-  // (Python functions open autocast regions of their own. What hands a value to the program is answered as a whole.)
+  // Python functions open autocast regions of their own. Operators that return a value to the program are handled
+  // whole.
   composite = active && op.schema().name() != "plumb::python_function" && !is_value_reader(operator_name(op)) &&
               op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   return false;
 }
 
-// Whether the operators that this one is made of are recorded in its place.
+// Returns whether the operators that this one is made of are recorded in its place.
 bool Session::is_opened(const c10::OperatorHandle& op, const std::string& name) const {
   // Which kernel of attention runs depends on a context that a replay does not have.
   if (name == "aten::scaled_dot_product_attention" || name == "aten::_scaled_dot_product_attention_math")
@@ -260,7 +261,7 @@ void Session::record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   if (!attempt.mode.open_composites && torch::autograd::get_current_node())
     attempt.give_up(RetryReason::NeedsComposites);
   if (is_opened(op, name)) return redispatch_below(op, keys, stack);
-  // Of a composite operator that is one call if nothing in it is cast: it reads for itself, as without autocast.
+  // A composite operator that is one call if nothing in it is cast: it reads the value itself, as without autocast.
   if (tried_ && tried_->hits == autocast_hits_ && is_value_reader(name)) {
     tried_->reader = name;
     c10::impl::ExcludeDispatchKeyGuard below(kKey);

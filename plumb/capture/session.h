@@ -21,7 +21,7 @@ class Session {
   ~Session();
   Session(const Session&) = delete;
 
-  // The session of this thread, or null.
+  // Returns the session of this thread, or null.
   static Session* current();
 
   // Flat inputs to call the model with: clones, floating ones requiring grad.

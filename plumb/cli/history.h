@@ -22,13 +22,13 @@ struct HistoryOptions {
 // Sets the formats of roles and those asked for. UsageError names the option.
 void read_formats(HistoryView& view, const HistoryOptions& options);
 
-// The sentence before a layer_table() that has rows.
+// Returns the sentence before a layer_table() that has rows.
 std::string layers_conclusion(const Table& layers);
 
-// A page of everything there is to see.
+// Returns a page of everything there is to see.
 std::string history_page(const HistoryView& view, const std::string& title, const std::string& subtitle);
 
-// A table's rows as JSON objects.
+// Returns a table's rows as JSON objects.
 nlohmann::ordered_json json_of(const Table& table);
 
 // Writes what the options ask for; without --html and --svg, or with -o or --json, what each format would do.

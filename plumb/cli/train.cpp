@@ -126,7 +126,7 @@ class Printer {
   int first_step_ = 0, last_step_ = 0;
 };
 
-// This process's own arguments.
+// Returns this process's own arguments.
 std::vector<std::string> own_arguments() {
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
   std::vector<std::string> arguments;
@@ -279,7 +279,7 @@ void check_recut(const TrainOptions& o) {
 constexpr int kMostHere = 1024;
 
 int train_command(const TrainOptions& o) {
-  // Whoever reads what is printed may go (`| head`): the weights are not lost with it.
+  // The reader of what is printed may go (`| head`): the weights are not lost with it.
   ::signal(SIGPIPE, SIG_IGN);
   const auto environment = discover_ranks();
   const bool alone = !environment || environment->world_size == 1;

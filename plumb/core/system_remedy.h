@@ -1,4 +1,4 @@
-// What to do about an error of the system.
+// Remedies for errors of the operating system.
 #pragma once
 
 #include <cerrno>

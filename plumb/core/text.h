@@ -10,12 +10,12 @@ namespace plumb {
 size_t utf8_length(std::string_view text);
 bool is_utf8(std::string_view text);
 
-// The text for a terminal, a log or Python: control characters but line ends and tabs, and bytes that are no UTF-8, as
-// \xHH.
+// Returns the text for a terminal, a log or Python: control characters but line ends and tabs, and bytes that are no
+// UTF-8, as \xHH.
 std::string printable(std::string_view text);
 
-// Whether `text` fits a pattern in which * stands for any characters, also none, and ? for one. Linear in the text for
-// each star.
+// Returns whether `text` fits a pattern in which * stands for any characters, also none, and ? for one. Linear in the
+// text for each star.
 bool matches_pattern(std::string_view pattern, std::string_view text);
 
 }  // namespace plumb

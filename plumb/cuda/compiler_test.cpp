@@ -28,7 +28,7 @@ struct Folder {
   ~Folder() { fs::remove_all(path); }
 };
 
-// Where torch is, or in the environment of the tests.
+// Finds the compiler where torch is, or in the environment of the tests.
 std::optional<Compiler> compiler_if_any() {
   try {
     return Compiler::open();

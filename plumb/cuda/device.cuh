@@ -53,7 +53,7 @@ inline float narrow_to(float, float value) { return value; }
 inline Half narrow_to(Half, float value) { return narrow_one(Half{}, value); }
 inline BHalf narrow_to(BHalf, float value) { return narrow_one(BHalf{}, value); }
 
-// N neighbours, moved by one instruction where they are 16 bytes.
+// N neighbors, moved by one instruction where they are 16 bytes.
 template <class C, int N>
 struct alignas(N * sizeof(C)) Pack {
   C v[N];

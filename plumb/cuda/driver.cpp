@@ -7,7 +7,7 @@
 namespace plumb::cuda {
 namespace {
 
-// Of cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
+// Attributes of cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
 constexpr int kMajor = 75, kMinor = 76;
 
 void* opened(const char* name, int flags) {

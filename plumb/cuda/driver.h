@@ -16,11 +16,11 @@ class Driver {
   // "sm_90", of device `index`.
   std::string architecture(int index) const;
 
-  // "13000": the newest CUDA that it serves.
+  // Returns "13000": the newest CUDA that it serves.
   std::string version() const;
 
-  // A function of a binary, for device `index`; it stays loaded. Throws Error(ExecutionFailed) with the driver's
-  // reason.
+  // Returns a function of a binary, for device `index`; it stays loaded. Throws Error(ExecutionFailed) with the
+  // driver's reason.
   void* load(int index, const std::vector<char>& binary, const char* name) const;
 
   // Torch's current stream on device `index`, as the driver has it. Through the C interface that torch keeps for

@@ -29,7 +29,7 @@ std::string kernel_text(const char* header, const std::string& parameters, const
          "(" + parameters + ") {\n  " + call + ";\n}\n";
 }
 
-// An instance of a template of `header` that takes its arguments as one struct.
+// Returns an instance of a template of `header` that takes its arguments as one struct.
 std::string kernel_of(const char* header, const char* arguments, const char* name,
                       const std::vector<std::string>& instance) {
   return kernel_text(header, std::string("const __grid_constant__ ") + arguments + " a",

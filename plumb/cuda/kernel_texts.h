@@ -9,7 +9,7 @@ namespace plumb::cuda {
 
 struct PassKernel {
   kernel::Carrier carrier = kernel::kFloat32;
-  int pack = 1;  // neighbours moved together
+  int pack = 1;  // neighbors moved together
   kernel::RoundingSpec rounding{};
   bool writes = true;
   const kernel::CodeSpec* codes = nullptr;
@@ -27,7 +27,7 @@ std::string blocks_text(kernel::Carrier carrier, const kernel::BlockSpec& block,
 // "Half", as element.h has it.
 const char* type_name(kernel::Carrier carrier);
 
-// A placeholder for the codes of kernels that write none.
+// Returns a placeholder for the codes of kernels that write none.
 kernel::CodeSpec no_codes();
 
 }  // namespace plumb::cuda

@@ -32,10 +32,10 @@ bool checks_kernels();
 bool was_right(c10::Device device, const std::string& text);
 void note_right(c10::Device device, const std::string& text);
 
-// How many neighbours move together: 16 bytes of x's type, where the memory of all of these allows it.
+// Returns how many neighbors move together: 16 bytes of x's type, where the memory of all of these allows it.
 int pack_of(const at::Tensor& x, std::initializer_list<const at::Tensor*> tensors);
 
-// In place of the GPU, for tests: null gives it back.
+// Replaces the GPU, for tests; null restores it.
 struct Machine {
   virtual ~Machine() = default;
   virtual void* loaded(const std::string& text) = 0;

@@ -5,14 +5,14 @@
 
 #include <random>
 
-#include "plumb/cuda/emulate_for_test.h"
+#include "plumb/cuda/emulator_testing.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/numerics/aten_kernels.h"
 #include "plumb/numerics/blocks.h"
 #include "plumb/numerics/codes.h"
 #include "plumb/numerics/operators.h"
 #include "plumb/numerics/quantise.h"
-#include "plumb/numerics/values_for_test.h"
+#include "plumb/numerics/values_testing.h"
 #include "plumb/pointwise/parts.h"
 
 namespace plumb::cuda {
@@ -20,7 +20,7 @@ namespace {
 
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
-using values_for_test::same_bits;
+using values_testing::same_bits;
 
 struct Dice {
   std::mt19937 source;
@@ -99,7 +99,7 @@ FPFormat random_code_format(Dice& dice) {
   return FPFormat::parse(dice.of({"e4m3fn-RN", "e5m2-RN-inf", "E4M3-SR", "e2m1fn-RN", "e3m4-RN"}));
 }
 
-// The fields but the mean, which may be all but zero: its digits are those of larger sums.
+// Returns the fields but the mean, which may be all but zero: its digits are those of larger sums.
 Tensor without_mean(const Tensor& metrics) {
   return at::cat({metrics.narrow(0, 0, 1), metrics.slice(0, 2)}).nan_to_num(-1, 1e300);
 }

@@ -3,11 +3,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "plumb/cuda/emulate_for_test.h"
+#include "plumb/cuda/emulate_testing.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/cuda/self_check.h"
 #include "plumb/numerics/aten_kernels.h"
-#include "plumb/numerics/values_for_test.h"
+#include "plumb/numerics/values_testing.h"
 #include "plumb/pointwise/parts.h"
 
 namespace plumb::cuda {

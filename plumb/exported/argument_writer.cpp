@@ -50,7 +50,7 @@ Json GraphWriter::argument(const Node& node, const Arg& arg, const c10::Argument
   return constant(node, arg.constant(), &schema);
 }
 
-// A list with values in it: of tensors, optional tensors, or sizes and integers.
+// Returns a list with values in it: of tensors, optional tensors, or sizes and integers.
 Json GraphWriter::list(const Node& node, const Arg::List& items) const {
   bool none = false;
   ValueType type = ValueType::Other;
@@ -133,7 +133,7 @@ Json GraphWriter::constant(const Node& node, const c10::IValue& v, const c10::Ar
   refuse(node, "a constant of kind " + v.tagKind());
 }
 
-// The expression of a size or number: as the file that it came from had it, or worked out from the nodes that make it.
+// Returns the expression of a size or number: as in the file that it came from, or worked out from its nodes.
 SymExpr GraphWriter::expression(const Value* value) {
   if (auto known = expressions_.find(value); known != expressions_.end()) return known->second;
   std::optional<SymExpr> e;

@@ -8,7 +8,7 @@
 namespace plumb::pt2 {
 namespace {
 
-// The dtype of the first tensor among a node's results.
+// Returns the dtype of the first tensor among a node's results.
 std::optional<at::ScalarType> result_dtype(NodeReader& reader, const JsonDoc& doc, const Json& node,
                                            const Json& graph) {
   for (const Json& out : doc.array(doc.at(node, "outputs"))) {

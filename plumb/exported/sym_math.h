@@ -1,4 +1,4 @@
-// Python's integer arithmetic on 64 bits: nothing where Python would raise or the result does not fit.
+// Python's integer arithmetic on 64 bits: nullopt if Python would fail or the result does not fit.
 #pragma once
 
 #include <cstdint>

@@ -18,7 +18,7 @@ c10::IValue load_tensors(const std::string& path);
 // weights_only=True) and numpy.load read the files.
 void save_tensors(const c10::IValue& value, const std::string& path);
 
-// One tensor of a `.npy` file, C order, little endian; no objects. bfloat16 and float8 have no type there.
+// Reads one tensor of a `.npy` file, C order, little endian; no objects. bfloat16 and float8 have no type there.
 at::Tensor load_npy(const std::string& path);
 void save_npy(const at::Tensor& tensor, const std::string& path);
 
@@ -38,7 +38,7 @@ class TokenFile {
   TokenFile(std::string path, at::ScalarType dtype);
   TokenFile(std::string path, at::ScalarType dtype, uint64_t offset, int64_t count);
   int64_t size() const { return count_; }  // tokens
-  // So many tokens from `start` on, 1-d, kLong. Throws Error (BadFile) where the file has become shorter.
+  // Reads `count` tokens from `start` on, 1-d, kLong. Throws Error(BadFile) if the file has become shorter.
   at::Tensor read(int64_t start, int64_t count) const;
 
  private:

@@ -39,7 +39,7 @@ bool is_drawn_anew(const Node& node) {
   return p && p->is_constant() && p->constant().isDouble() && p->constant().toDouble() > 0;
 }
 
-// The class of a key, a new one where the map has none.
+// Returns the class of a key, a new one where the map has none.
 template <class Map>
 Memory class_of(Map& map, const typename Map::key_type& key, std::vector<Memory>& parents) {
   auto [it, fresh] = map.emplace(key, static_cast<Memory>(parents.size()));
@@ -54,7 +54,7 @@ Memory Aliases::id(const Value* value) { return class_of(ids_, value, parent_); 
 Memory Aliases::attribute(const std::string& name) {
   const Attr* attr = state_ ? state_->find(name) : nullptr;
   if (attr && attr->tensor.defined()) {
-    // Tensors without memory (meta) are told apart by the tensor object.
+    // Tensors without memory (meta) are identified by the tensor object.
     const void* key = attr->tensor.has_storage() ? attr->tensor.storage().unsafeGetStorageImpl() : nullptr;
     return class_of(storages_, key ? key : static_cast<const void*>(attr->tensor.unsafeGetTensorImpl()), parent_);
   }

@@ -43,17 +43,24 @@ class GraphModule : public torch::nn::Module {
     return forward({c10::IValue(inputs)...}).toTensor();
   }
 
-  // The compiled plan, made again when graph or state changed. Whoever runs it keeps it.
+  // Returns the compiled plan, compiled again after a change of graph or state. The caller keeps it alive while it
+  // runs.
   std::shared_ptr<const Plan> plan();
 
   // Puts other tensors in the place of the state's of these names, and into the module's.
   void set_state(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
-  // A graph is made for one training mode, is_training(). Raises Error(InvalidState) where the other one would change
-  // what an operator computes (mode.h); eval() comes here, too.
+  // Sets the mode; eval() calls it, too. Throws Error(InvalidState) if the other mode would change what an operator
+  // computes (mode.h), or if the captured forward had read the mode, because a graph is made for one mode, is_training().
   void train(bool on = true) override;
   // Says which mode the graph was made in. The constructor tells it by the operators.
   void set_made_in_training(bool training) { Module::train(training); }
+  // "file:line" where the captured forward reads its training mode, so that the graph holds one mode's path; empty if
+  // it does not, or if both modes have one path. Only a capture from Python notes it.
+  const std::string& mode_read_at() const { return mode_read_at_; }
+  void set_mode_read_at(std::string line);  // throws Error(InvalidArgument) beyond 8,192 bytes
+  // Takes over the mode that `other` was made in, and where its forward reads it.
+  void copy_mode(const GraphModule& other);
 
   // Registers every parameter and buffer of the state as torch::nn::Module members.
   void sync_module();
@@ -66,6 +73,7 @@ class GraphModule : public torch::nn::Module {
   Graph graph_;
   State state_;
   TreeSpec in_spec_, out_spec_;
+  std::string mode_read_at_;
   void register_members();
   std::unique_ptr<std::mutex> lock_ =
       std::make_unique<std::mutex>();  // of plan_, and of the state while plans are made of it

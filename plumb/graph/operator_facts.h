@@ -36,7 +36,7 @@ struct ContractedOperand {
 struct Contraction {
   ContractionKind kind = ContractionKind::None;
   ContractedOperand operands[3] = {};  // those with a name
-  // Of the result: the dimension that the gradient of the first operand sums over.
+  // dimension of the result that the gradient of the first operand sums over
   int8_t result_dim = -1;
 
   explicit operator bool() const { return kind != ContractionKind::None; }
@@ -103,12 +103,12 @@ struct OperatorFacts {
   bool recurrent_cell = false;  // one step, with the weights of one layer
 };
 
-// The row of "aten::add" or "aten::add.Tensor", else that of its namespace, else a row that says nothing but that no
-// file may name it.
+// Returns the row of "aten::add" or "aten::add.Tensor", else that of its namespace, else a row that says nothing but
+// that no file may name it.
 const OperatorFacts& operator_facts(std::string_view name);
-// Null where operator_facts() would answer a row that is not the operator's own.
+// Returns the operator's own row. Null if operator_facts() would fall back to a less specific one.
 const OperatorFacts* find_operator_facts(std::string_view name);
-// Every row, in the order of names.
+// Returns every row, in the order of names.
 std::span<const OperatorFacts* const> operator_table();
 
 // --- which operators a file may name ---

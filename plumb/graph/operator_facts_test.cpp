@@ -26,7 +26,7 @@ TORCH_LIBRARY(facts_test, m) {
   m.def("thrice(Tensor x) -> Tensor", twice);
 }
 
-// Of every operator registered here: its full name and handle.
+// Full name and handle of every operator registered here.
 using Operators = std::vector<std::pair<std::string, c10::OperatorHandle>>;
 
 const Operators& registered() {
@@ -266,7 +266,7 @@ TEST(Table, KnowsEveryNormThatKeepsRunningStatistics) {
     const c10::Argument* mean = argument(op, "running_mean");
     const bool in_training = argument(op, "training") || argument(op, "use_input_stats");
     if (!mean || !in_training || mean->alias_info() || name.find("backward") != std::string::npos) continue;
-    if (name.ends_with("_functional")) continue;  // answers the new statistics
+    if (name.ends_with("_functional")) continue;  // returns the new statistics
     EXPECT_EQ(operator_facts(name).writes[0], "running_mean") << name;
   }
 }

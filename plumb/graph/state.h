@@ -41,7 +41,7 @@ class State {
   auto end() const { return attrs_.end(); }
   // Names of Parameter entries in order; a tied tensor under each of its names.
   std::vector<std::string> names(AttrKind kind) const;
-  // A fresh name "hint", "hint_1", ... not yet taken.
+  // Returns a fresh name "hint", "hint_1", ... not yet taken.
   std::string unique_name(const std::string& hint) const;
   // Entries with copied tensors (leaves, same requires_grad and tag); aliases stay aliases.
   State deep_copy() const;

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "plumb/partition/describe_cut.h"
-#include "plumb/partition/testing.h"
+#include "plumb/partition/partition_testing.h"
 
 namespace plumb {
 namespace {

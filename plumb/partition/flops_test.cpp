@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "plumb/partition/cost.h"
-#include "plumb/partition/testing.h"
+#include "plumb/partition/partition_testing.h"
 
 namespace plumb {
 namespace {

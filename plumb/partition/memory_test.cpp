@@ -2,7 +2,7 @@
 #include <gmock/gmock.h>
 
 #include "plumb/partition/memory_sets.h"
-#include "plumb/partition/testing.h"
+#include "plumb/partition/partition_testing.h"
 
 namespace plumb {
 namespace {

@@ -208,7 +208,7 @@ State Pipe::merge_state_dict() const {
 
 std::shared_ptr<GraphModule> Pipe::merge() const {
   auto module = std::make_shared<GraphModule>(whole_->clone(), merge_state_dict(), in_spec_, out_spec_);
-  module->set_made_in_training(stages_.front()->is_training());
+  module->copy_mode(*stages_.front());
   return module;
 }
 

@@ -3,8 +3,8 @@
 #include <rapidcheck.h>
 #include <rapidcheck/gtest.h>
 
+#include "plumb/partition/partition_testing.h"
 #include "plumb/partition/pipe_split.h"
-#include "plumb/partition/testing.h"
 
 namespace plumb {
 namespace {

@@ -296,7 +296,7 @@ std::vector<std::shared_ptr<GraphModule>> Cutter::make_modules() {
     auto module =
         std::make_shared<GraphModule>(std::move(draft.graph), std::move(state),
                                       TreeSpec::positional_inputs(table_.stages[s].inputs.size()), std::move(out));
-    module->set_made_in_training(module_.is_training());
+    module->copy_mode(module_);
     modules.push_back(std::move(module));
   }
   return modules;

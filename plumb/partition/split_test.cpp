@@ -3,9 +3,9 @@
 #include <gmock/gmock.h>
 #include <torch/library.h>
 
+#include "plumb/partition/partition_testing.h"
 #include "plumb/partition/pipe_split.h"
 #include "plumb/partition/size_policy.h"
-#include "plumb/partition/testing.h"
 
 TORCH_LIBRARY_FRAGMENT(pippy, m) {
   m.def("_pipe_split() -> ()", []() {});

@@ -302,7 +302,7 @@ std::shared_ptr<GraphModule> StageSpecializer::stage(int index, const ModelSizes
   }
   auto module = std::make_shared<GraphModule>(made.graph.clone(), std::move(state), made.in_spec, made.out_spec);
   if (device) rewrite_devices(module->graph(), *device);
-  module->set_made_in_training(now.is_training());
+  module->copy_mode(now);
   return module;
 }
 

@@ -7,9 +7,9 @@
 #include <unistd.h>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/test_models.h"
 #include "plumb/pipeline/transport.h"
 #include "plumb/schedule/generators.h"
 

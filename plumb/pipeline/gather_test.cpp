@@ -3,9 +3,9 @@
 #include <torch/torch.h>
 
 #include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/runtime.h"
-#include "plumb/pipeline/test_models.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb {

@@ -10,7 +10,7 @@
 #include "plumb/graph/plan.h"
 #include "plumb/partition/split.h"
 #include "plumb/pipeline/graph_stage.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/runtime.h"
 #include "plumb/pipeline/shared_parameters.h"
 #include "plumb/schedule/generators.h"

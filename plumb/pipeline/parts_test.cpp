@@ -9,7 +9,7 @@
 #include "plumb/core/error.h"
 #include "plumb/pipeline/environment.h"
 #include "plumb/pipeline/microbatch.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/timeline.h"
 #include "plumb/pipeline/transport.h"
 #include "plumb/pipeline/wiring.h"

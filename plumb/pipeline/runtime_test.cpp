@@ -5,8 +5,8 @@
 #include <torch/torch.h>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/processes_test.h"
-#include "plumb/pipeline/test_models.h"
+#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/schedule/generators.h"
 #include "tests/message_of.h"
 

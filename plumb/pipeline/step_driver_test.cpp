@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "plumb/core/error.h"
-#include "plumb/pipeline/test_models.h"
+#include "plumb/pipeline/models_testing.h"
 #include "plumb/schedule/generators.h"
 #include "tests/message_of.h"
 

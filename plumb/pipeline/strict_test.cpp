@@ -12,9 +12,9 @@
 #include <thread>
 
 #include "plumb/pipeline/group_state.h"
-#include "plumb/pipeline/processes_test.h"
+#include "plumb/pipeline/models_testing.h"
+#include "plumb/pipeline/processes_testing.h"
 #include "plumb/pipeline/stage_costs.h"
-#include "plumb/pipeline/test_models.h"
 #include "plumb/schedule/generators.h"
 
 namespace plumb {

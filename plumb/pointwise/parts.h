@@ -26,8 +26,9 @@ at::Tensor run_whole(const PointwiseProgram& program, at::TensorList inputs);
 Tensors backward_whole(const PointwiseProgram& program, const PointwiseNeeds& needs, const at::Tensor& gradient,
                        const Tensors& inputs, Tensors steps, const std::vector<bool>& wanted);
 
-// All of a program in one kernel, for tensors of one kind of device, in C order: a room that has such kernels registers
-// them. Both answer false where they cannot; nothing is written then. `kept` and `results`: undefined where not wanted.
+// Runs all of a program in one kernel, for tensors of one kind of device, in C order. The room that has such kernels
+// registers them. Both functions return false and write nothing if they cannot run. `kept` and `results`: undefined if
+// not wanted.
 struct PointwiseKernels {
   bool (*forward)(const PointwiseProgram& program, at::TensorList inputs, const at::Tensor& result,
                   const Tensors& kept);

@@ -83,7 +83,7 @@ struct Pointwise : torch::autograd::Function<Pointwise> {
     std::vector<bool> wanted;
     for (const Tensor& x : inputs) wanted.push_back(x.requires_grad());
     Tensors results(1), saved;
-    // What a mode watches is one operator, with nothing kept on the side.
+    // For modes that watch operators this is one operator, with nothing kept on the side.
     const bool watched = at::areAnyTensorSubclassLike(inputs);
     const PointwiseNeeds needs =
         watched ? pointwise_needs(without_kept(program), wanted) : pointwise_needs(program, wanted);
@@ -175,7 +175,7 @@ Tensor pointwise_autograd(at::TensorList inputs, std::string_view text) {
   if (wanted && at::GradMode::is_enabled()) {
     const auto& program = cached_program(text);
     check_inputs(program, inputs);
-    // Where it cannot go in blocks, one by one is quickest.
+    // Tensors that cannot go in blocks are quickest one by one.
     if (!at::areAnyTensorSubclassLike(inputs) && !all_blockable(inputs)) return run_whole(program, inputs);
     return Pointwise::apply(inputs, std::string(text))[0];
   }

@@ -22,8 +22,8 @@ struct HistoryTensor {
   std::string operation;  // "aten::linear"; "parameter", "buffer", "input"
   std::string dtype;      // "float32"
   std::vector<int64_t> sizes;
-  int64_t stage = -1;  // of a pipeline; -1: not told
-  int64_t rank = -1;   // whose file it is from; -1: the file stands alone
+  int64_t stage = -1;  // of a pipeline; -1: unknown
+  int64_t rank = -1;   // rank that wrote the file; -1: the file stands alone
 
   // "stage 1, rank 0", "rank 0"; "" where neither is known.
   std::string part() const;
@@ -40,7 +40,7 @@ struct HistoryRow {
   uint16_t present = 0;
   Metrics::Data data;
 
-  // Whether everything that the statistic is computed from was measured.
+  // Returns whether everything that the statistic is computed from was measured.
   bool has(const Statistic& statistic) const {
     return (statistic.bits() & ~present) == 0 && (data.histogram || !statistic.needs_histogram());
   }
@@ -85,7 +85,7 @@ struct History {
   std::vector<std::string> rules;  // of every run that wrote to the file
   uint64_t torn_bytes = 0;         // of a last record that was not written whole; dropped
 
-  // The last step of anything in it; 0 if there is none.
+  // Returns the last step of anything in it; 0 if there is none.
   int64_t last_step() const;
 };
 
@@ -118,7 +118,7 @@ class HistoryWriter {
   int64_t last_step() const { return last_step_; }
 
   void rules(const std::string& text);
-  // The index of this tensor, that of an equal one if there is one. Written before the next step.
+  // Returns the index of this tensor, that of an equal one if there is one. Written before the next step.
   uint32_t tensor(const HistoryTensor& tensor);
   void step(const HistoryStep& step);
   void scalars(const HistoryScalars& scalars);

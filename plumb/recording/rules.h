@@ -55,7 +55,7 @@ struct RecordRules {
   std::vector<RecordRule> rules;
   std::string text;  // as it was read; kept in the history
 
-  // One rule: every tensor and gradient, with histograms, every `every` steps.
+  // Returns one rule: every tensor and gradient, with histograms, every `every` steps.
   static RecordRules everything(int64_t every = 10);
   // Strict: throws Error(InvalidArgument) that names file, line and key, and says what to write instead. `file` is for
   // messages.

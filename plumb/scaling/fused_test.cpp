@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "plumb/cuda/emulate_for_test.h"
+#include "plumb/cuda/emulator_testing.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/pointwise/parts.h"
 #include "plumb/scaling/functional.h"

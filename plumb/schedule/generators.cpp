@@ -11,7 +11,7 @@ using schedule_internal::new_table;
 
 namespace {
 
-// All microbatches through one stage of a rank before the next; `ascending`: backwards from the first microbatch on.
+// Runs all microbatches through one stage of a rank before the next; `ascending`: backwards from the first one on.
 Schedule stage_by_stage(const char* name, int num_ranks, int num_microbatches, int stages_per_rank, bool ascending) {
   Schedule schedule = new_table(name, num_ranks, num_microbatches, stages_per_rank, false);
   for (int rank = 0; rank < num_ranks; ++rank) {

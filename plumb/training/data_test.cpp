@@ -8,7 +8,7 @@
 #include "plumb/training/batches.h"
 #include "plumb/training/loss.h"
 #include "plumb/training/permutation.h"
-#include "plumb/training/training_for_test.h"
+#include "plumb/training/training_testing.h"
 
 namespace plumb {
 namespace {
@@ -231,6 +231,16 @@ TEST_F(TrainingData, EvaluationIsTorchsEvalModeAndLeavesBuffersAlone) {
   TrainOptions without = rows();
   without.steps = 3;
   EXPECT_EQ(told.losses(), run(without, mlp()).losses());
+}
+
+TEST_F(TrainingData, EvaluationRefusesAGraphWhoseForwardTakesAnotherPathInTraining) {
+  options.steps = 1;
+  auto module = lm();
+  module->set_mode_read_at("model.py:3");
+  run(options, module);
+  options.eval_data = path("held.bin");
+  EXPECT_THAT(message_of([&] { run(options, module); }),
+              ::testing::AllOf(HasSubstr("another path in evaluation"), HasSubstr("model.py:3")));
 }
 
 TEST_F(TrainingData, EvaluationDropsNothingOut) {

@@ -9,7 +9,8 @@
 namespace plumb {
 
 // A copy of the graph in which dropout and the like draw nothing and batch norm takes its running statistics; the
-// tensors are those of `module`. torch's module.eval(), for a graph.
+// tensors are those of `module`. torch's module.eval(), for a graph. Throws Error(InvalidState) for a graph that was
+// made in training mode of a forward that takes another path in evaluation.
 std::shared_ptr<GraphModule> evaluation_graph(const GraphModule& module);
 
 struct Evaluation {

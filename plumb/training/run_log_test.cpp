@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "plumb/core/input_file.h"
-#include "plumb/training/training_for_test.h"
+#include "plumb/training/training_testing.h"
 
 namespace plumb {
 namespace {

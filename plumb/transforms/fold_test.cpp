@@ -7,8 +7,8 @@
 #include "plumb/graph/pass.h"
 #include "plumb/scaling/elementwise.h"
 #include "plumb/transforms/factor_equations.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/test_models.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
 

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "plumb/transforms/optimise_for_test.h"
+#include "plumb/transforms/optimise_testing.h"
 
 namespace plumb {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "plumb/core/error.h"
 #include "plumb/graph/pass.h"
-#include "plumb/transforms/optimise_for_test.h"
+#include "plumb/transforms/optimise_testing.h"
 #include "plumb/transforms/simulate_format.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"

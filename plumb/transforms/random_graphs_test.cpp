@@ -2,9 +2,9 @@
 
 #include <map>
 
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/residual.h"
 #include "plumb/transforms/simulate_format.h"
-#include "plumb/transforms/test_models.h"
 #include "plumb/transforms/track_scales.h"
 #include "plumb/transforms/unit_scale.h"
 

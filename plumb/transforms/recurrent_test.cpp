@@ -7,7 +7,7 @@
 #include <string>
 
 #include "plumb/scaling/rules_recurrent.h"
-#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/unit_scale.h"
 
 namespace plumb {

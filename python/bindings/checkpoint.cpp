@@ -46,12 +46,12 @@ Register checkpoint_part([](py::module_& m) {
       .def("__repr__",
            [](const Checkpoint& c) {
              return c10::str("<Checkpoint of step ", c.step(), ": ", c.names().size(), " tensors, ",
-                             c.optimizer_names().size(), " of the optimiser, in ", c.folder(), ">");
+                             c.optimizer_names().size(), " of the optimizer, in ", c.folder(), ">");
            })
       .def("_repr_html_",
            [](const Checkpoint& c) {
              return c10::str("<b>Checkpoint of step ", c.step(), "</b>: ", c.names().size(), " tensors, ",
-                             c.optimizer_names().size(), " of the optimiser, in <code>", svg::escaped(c.folder()),
+                             c.optimizer_names().size(), " of the optimizer, in <code>", svg::escaped(c.folder()),
                              "</code>");
            })
       .def_static("open", &Checkpoint::open, FreeGil(), py::arg("folder"))

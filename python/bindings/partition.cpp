@@ -81,7 +81,7 @@ py::tuple balance_cuts(const GraphModule& module, int stages, const std::optiona
   return py::make_tuple(found.options.cut_before, rows, found.report());
 }
 
-// `cut` answers a Pipe for flat inputs, or None once the model is gone.
+// `cut` returns a Pipe for flat inputs, or None once the model is gone.
 std::shared_ptr<StageSpecializer> make_specializer(const Pipe& pipe, std::vector<c10::IValue> example, py::function cut,
                                                    bool same_names) {
   auto again = [cut = held(std::move(cut))](const std::vector<c10::IValue>& inputs) {
@@ -97,7 +97,7 @@ void bind_specializer(py::module_& m) {
       .def_property_readonly("captures", &StageSpecializer::captures)
       .def("stage", &StageSpecializer::stage, py::arg("index"), py::arg("known"), py::arg("now"), FreeGil(),
            "a graph of a stage for these sizes of the model's inputs, with the tensors of `now`")
-      // A copy is the same one. What is pickled comes without its model.
+      // Copying returns the same object. A pickled one comes without its model.
       .def("__copy__", [](const py::object& self) { return self; })
       .def("__deepcopy__", [](const py::object& self, const py::object&) { return self; })
       .def("__reduce__", [](const py::object&) { return py::make_tuple(py::type::of(py::none()), py::tuple()); });

@@ -15,22 +15,30 @@
 namespace plumb::python {
 namespace {
 
-// A stage whose work is done in Python: an object with run(inputs, microbatch, sizes), parameters(), and weight_work()
-// or None.
+// A stage of Python's: plumb.pipelining._chunks.EngineStage. Its forward is a GraphStage if Python has no part in it, and
+// its run() otherwise.
 class PyStage : public StageFunction {
  public:
-  explicit PyStage(const py::object& stage) : stage_(held(stage)), own_work_(!stage.attr("weight_work").is_none()) {
+  explicit PyStage(const py::object& stage)
+      : stage_(held(stage)),
+        own_work_(!stage.attr("weight_work").is_none()),
+        is_last_(stage.attr("is_last").cast<bool>()) {
     recompute = parse_recompute(py::getattr(stage, "recompute", py::str("cheap")).cast<std::string>());
   }
 
   Tensors forward(const Tensors& inputs) override { return run(inputs, {}); }
 
   Tensors run(const Tensors& inputs, const Microbatch& microbatch) override {
-    return with_gil([&] {
-      py::dict sizes;
-      for (const auto& [input, own] : microbatch.sizes) sizes[py::int_(input)] = py::tuple(py::cast(own));
-      return stage_->attr("run")(inputs, microbatch.index, sizes).cast<Tensors>();
+    const auto graph = with_gil([&] {
+      note_interrupt();
+      return stage_->attr("graph").cast<std::shared_ptr<GraphStage>>();
     });
+    if (!graph) return run_in_python(inputs, microbatch);
+    Tensors values;
+    for (const c10::IValue& v : graph->run_values({inputs.begin(), inputs.end()}, microbatch.sizes))
+      values.push_back(v.isTensor() ? v.toTensor() : at::Tensor());
+    if (!is_last_) return values;
+    return with_gil([&] { return stage_->attr("finish")(values, microbatch.index).cast<Tensors>(); });
   }
 
   std::vector<NamedTensor> parameters() const override {
@@ -54,8 +62,24 @@ class PyStage : public StageFunction {
   }
 
  private:
+  Tensors run_in_python(const Tensors& inputs, const Microbatch& microbatch) {
+    return with_gil([&] {
+      py::dict sizes;
+      for (const auto& [input, own] : microbatch.sizes) sizes[py::int_(input)] = py::tuple(py::cast(own));
+      return stage_->attr("run")(inputs, microbatch.index, sizes).cast<Tensors>();
+    });
+  }
+
+  // Python looks for signals only while its own code runs, which a graph's forward is not.
+  void note_interrupt() {
+    if (PyErr_CheckSignals() == 0) return;
+    py::error_already_set interrupt;
+    stage_->attr("note")(interrupt.value());
+    throw interrupt;
+  }
+
   std::shared_ptr<py::object> stage_;
-  bool own_work_;
+  bool own_work_, is_last_;
 };
 
 // Transports of one backend share a state: each has its own range of tags, and what failed stays failed. How many
@@ -183,8 +207,8 @@ void bind_stages(py::module_& m) {
       .def_static("of", py::overload_cast<const PipeTable&>(&plumb::make_layout), py::arg("table"))
       .def_property_readonly("num_stages", &PipelineLayout::num_stages)
       .def("__str__", &PipelineLayout::text);
-  py::class_<GraphStage>(m, "GraphStage",
-                         "A stage of a cut graph, with its graphs for other sizes than it was cut for.")
+  py::class_<GraphStage, std::shared_ptr<GraphStage>>(
+      m, "GraphStage", "A stage of a cut graph, with its graphs for other sizes than it was cut for.")
       .def(py::init<std::shared_ptr<GraphModule>, const PipeTable&, int, std::shared_ptr<StageSpecializer>,
                     std::string>(),
            py::arg("module"), py::arg("table"), py::arg("index"), py::arg("specializer"), py::arg("remedy"))
@@ -240,7 +264,7 @@ Register pipeline_part([](py::module_& m) {
           },
           py::arg("stage"))
       .def("gather_timeline", &gather_timeline, FreeGil());
-  // What was recorded as a picture, and below it the table as simulated with costs in seconds, if there are any.
+  // Draws the recorded events, and below them the table as simulated with costs in seconds, if there are any.
   m.def(
       "timeline_svg",
       [](const std::vector<Event>& events, const Schedule& schedule, const py::dict& costs) {

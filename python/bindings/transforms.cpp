@@ -25,7 +25,7 @@ UnitScaleOptions scale_options(const Replacements& replace, const Residuals& res
   return options;
 }
 
-// Runs a pass, which is given a report to fill, and answers that as JSON.
+// Runs a pass that fills a report, and returns the report as JSON.
 template <typename F>
 std::string reported(const char* pass, GraphModule& engine, const F& run) {
   Report report(pass);
@@ -37,7 +37,7 @@ std::pair<std::shared_ptr<GraphModule>, std::string> with_report(const std::shar
   return {made, made->reports.back().to_json()};
 }
 
-// The report as JSON, and for every parameter what an optimiser must know: (name, type, depth or None).
+// The report as JSON, and for every parameter what an optimizer must know: (name, type, depth or None).
 py::tuple scale(GraphModule& engine, const Replacements& replace, const Residuals& residuals, ParameterScaling* live,
                 std::map<std::string, bool> keep) {
   UnitScaleOptions options = scale_options(replace, residuals);

@@ -1,7 +1,7 @@
 """Checkpoints of a training run: :func:`save` and :func:`load`, and :class:`Writer` for saving in the background.
 
 A checkpoint is a folder ``step-00000120`` of safetensors files and one ``checkpoint.json``; there is no pickle in it. Tensors
-have the model's own names, the optimiser's state is ``exp_avg/NAME`` and the like. It is there whole or not at all, may be
+have the model's own names, the optimizer's state is ``exp_avg/NAME`` and the like. It is there whole or not at all, may be
 loaded at another cut, and is read by ``transformers``, ``safetensors`` and ``torch.distributed.checkpoint``.
 """
 
@@ -73,7 +73,8 @@ def _tensors(model: Model) -> dict[str, Tensor]:
 
 
 def _is_unit_scaled(tensors: Mapping[str, Tensor]) -> bool | None:
-    """None if that cannot be told: parts of a model bear no mark, and weights of plumb.nn's layers have tags as well."""
+    """Returns None if the tensors do not tell: parts of a model bear no mark, and weights of plumb.nn's layers have
+    tags as well."""
     if any(name.endswith(MARK) for name in tensors):
         return True
     return None if any(isinstance(t, nn.Parameter) and has_parameter_data(t) for t in tensors.values()) else False
@@ -91,14 +92,14 @@ def _named(
         unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
         if unknown:
             raise Error(
-                f"the optimiser has a parameter of shape {unknown[0]} that is none of the model's",
-                remedy="give the model whose parameters the optimiser steps",
+                f"the optimizer has a parameter of shape {unknown[0]} that is none of the model's",
+                remedy="give the model whose parameters the optimizer steps",
             )
         yield group, [(names[id(p)], p) for p in group["params"]]
 
 
 def _plain(value: Any, what: str) -> Any:
-    """An option or state of an optimiser as JSON that comes back the same."""
+    """An option or state of an optimizer as JSON that comes back the same."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     plain = list(value) if isinstance(value, tuple) else value
@@ -117,7 +118,7 @@ def _optimizer_part(optimizer: Any, names: Mapping[int, str]) -> tuple[list[tupl
     groups, values = [], {}
     for group, members in _named(optimizer, names):
         options = {
-            k: _plain(v, f"the optimiser's '{k}'") for k, v in group.items() if k not in ("params", "param_names")
+            k: _plain(v, f"the optimizer's '{k}'") for k, v in group.items() if k not in ("params", "param_names")
         }
         groups.append({"params": [name for name, _ in members], "options": options})
         for name, parameter in members:
@@ -125,7 +126,7 @@ def _optimizer_part(optimizer: Any, names: Mapping[int, str]) -> tuple[list[tupl
                 if isinstance(value, Tensor):
                     tensors.append((f"{key}/{name}", value))
                 elif value is not None:
-                    values[f"{key}/{name}"] = _plain(value, f"the optimiser's '{key}' of '{name}'")
+                    values[f"{key}/{name}"] = _plain(value, f"the optimizer's '{key}' of '{name}'")
     return tensors, {"groups": groups, "values": values}
 
 
@@ -133,7 +134,7 @@ class Writer:
     """Writes checkpoints of a run into `folder`, by default while training goes on.
 
     With a process group (`group`, or the default one if there is one) every rank makes a writer and saves its part: its
-    stages and its optimiser. A tensor that several ranks have is written by the first of them.
+    stages and its optimizer. A tensor that several ranks have is written by the first of them.
 
     Args:
         folder: the run's; all ranks see the same.
@@ -173,7 +174,7 @@ class Writer:
     def save(
         self, model: Model, optimizer: torch.optim.Optimizer | None = None, *, step: int, state: Any = None
     ) -> None:
-        """Saves the model (a module, a stage, a schedule, a dict of tensors, or a list of these), the optimiser over its
+        """Saves the model (a module, a stage, a schedule, a dict of tensors, or a list of these), the optimizer over its
         parameters, and `state`: anything that JSON holds; that of rank 0 counts. All ranks call it.
 
         What befalls files and other ranks does not raise: see :meth:`problem`."""
@@ -213,7 +214,8 @@ class Writer:
         return self._writer.problem()
 
     def reports(self) -> list[dict[str, Any]]:
-        """Of the saves done since the last call: step, folder, problem, bytes, and seconds waited, copied, written."""
+        """Returns the saves done since the last call: step, folder, problem, bytes, and seconds waited, copied,
+        written."""
         return self._writer.take_reports()
 
 
@@ -228,7 +230,7 @@ def save(
     group: dist.ProcessGroup | None = None,
     timeout: float = 300.0,
 ) -> str:
-    """Writes the checkpoint of a step into the run's folder and answers its own folder; see :class:`Writer`. Raises
+    """Writes the checkpoint of a step into the run's folder and returns its own folder; see :class:`Writer`. Raises
     :class:`plumb.Error` if it could not be written."""
     writer = Writer(folder, keep_last=keep_last, background=False, group=group, timeout=timeout)
     writer.save(model, optimizer, step=step, state=state)
@@ -266,16 +268,16 @@ def _load_optimizer(checkpoint: Checkpoint, about: Mapping[str, Any], optimizer:
         saved = [options.get(name, options.get(ties.get(name, ""))) for name, _ in members]
         if None in saved:
             raise Error(
-                f"{checkpoint.folder}: no optimiser's state of '{members[saved.index(None)][0]}' was saved",
+                f"{checkpoint.folder}: no optimizer's state of '{members[saved.index(None)][0]}' was saved",
                 kind=ErrorKind.UnknownName,
-                remedy="save with the optimiser, or load without",
+                remedy="save with the optimizer, or load without",
             )
         if any(other != saved[0] for other in saved):
             raise Error(
                 f"{checkpoint.folder}: parameters of one group, '{members[0][0]}' among them, were saved with different"
                 " options",
                 kind=ErrorKind.TensorMismatch,
-                remedy="make the optimiser's groups as they were",
+                remedy="make the optimizer's groups as they were",
             )
         for key, value in (saved[0] if saved else {}).items():
             now = group.get(key)
@@ -308,7 +310,7 @@ def load(
     *,
     whole: bool | None = None,
 ) -> tuple[int, Any]:
-    """Loads a checkpoint into a model that is there, in place, and answers its step and state.
+    """Loads a checkpoint into a model that is there, in place, and returns its step and state.
 
     Args:
         folder: of one checkpoint, or of a run: then the newest that is whole.
@@ -352,9 +354,9 @@ def load(
     if optimizer is not None:
         if not by_python:
             raise Error(
-                f"{checkpoint.folder}: was written by another trainer, which keeps the options of its optimiser itself",
+                f"{checkpoint.folder}: was written by another trainer, which keeps the options of its optimizer itself",
                 kind=ErrorKind.Unsupported,
-                remedy="load without the optimiser; its state is in read_optimizer(name)",
+                remedy="load without the optimizer; its state is in read_optimizer(name)",
             )
         _load_optimizer(checkpoint, document, optimizer, _names(tensors))
     return checkpoint.step, document["state"] if by_python else document

@@ -18,7 +18,7 @@ def gmean(*scales: float) -> float:
 
 
 def hmean(*scales: float) -> float:
-    """Harmonic mean, as in Glorot's initialisation."""
+    """Harmonic mean, as in Glorot's initialization."""
     return len(scales) / sum(1 / s for s in scales)
 
 

@@ -2,7 +2,7 @@
 
 ``FPFormat(4, 3)`` is of the family in which every code is a finite number: E4M3 reaches 240. The hardware's formats have
 names: ``FPFormat.named("e4m3fn", rounding="nearest")``. In the MX formats (``mxfp8``, ``mxfp8e5m2``, ``mxfp6``,
-``mxfp6e3m2``, ``mxfp4``) and in ``nvfp4`` neighbours along one dimension share a scale. Rounding is done by ``torch.ops.plumb.quantise`` and
+``mxfp6e3m2``, ``mxfp4``) and in ``nvfp4`` neighbors along one dimension share a scale. Rounding is done by ``torch.ops.plumb.quantise`` and
 ``torch.ops.plumb.simulate_format``, on tensors of float32, float64, float16 and bfloat16.
 """
 
@@ -86,7 +86,7 @@ class FPFormat:
 
     @property
     def block_size(self) -> int:
-        """How many neighbours share a scale; 0 where none do. Ranges below are then those of the elements: of a value
+        """How many neighbors share a scale; 0 where none do. Ranges below are then those of the elements: of a value
         divided by its block's scale."""
         return self._facts["block_size"]
 

@@ -16,7 +16,7 @@ MupType = Literal["weight", "bias", "norm", "output"]
 
 
 class ParameterData(Protocol):
-    """What :func:`Parameter` adds to a ``torch.nn.Parameter``."""
+    """Attributes that :func:`Parameter` adds to a ``torch.nn.Parameter``."""
 
     mup_type: MupType
     mup_scaling_depth: Optional[int]
@@ -24,7 +24,7 @@ class ParameterData(Protocol):
 
 
 def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:
-    """Whether the parameter is tagged."""
+    """Returns whether the parameter is tagged."""
     depth = getattr(parameter, "mup_scaling_depth", "missing")
     return getattr(parameter, "mup_type", None) in get_args(MupType) and (depth is None or isinstance(depth, int))
 

@@ -139,7 +139,7 @@ def test_errors_name_what_is_missing_unexpected_or_other(tmp_path):
     with pytest.raises(plumb.Error, match="cannot be made of a int"):
         plumb.checkpoint.save(tmp_path, 3, step=2)
     plumb.checkpoint.save(tmp_path, net, step=5)
-    with pytest.raises(plumb.Error, match="no optimiser's state of '0.weight'"):
+    with pytest.raises(plumb.Error, match="no optimizer's state of '0.weight'"):
         plumb.checkpoint.load(tmp_path, net, optimizer)
     (tmp_path / "file").write_text("")
     with pytest.raises(plumb.Error) as error:

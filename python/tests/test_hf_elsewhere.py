@@ -1,4 +1,5 @@
-"""A folder's config runs no code, fetches nothing, and names nothing that lies elsewhere. What an importer writes stays inside."""
+"""A folder's config runs no code, fetches nothing, and names nothing that lies elsewhere. An importer writes inside
+alone."""
 
 import json
 import os
@@ -144,7 +145,7 @@ def folder_of(path, **config):
         (dict(vision_config=[{"backbone_config": "/a/b"}]), "'vision_config.backbone_config' names '/a/b'"),
         (dict(backbone="hf_hub:a/b", use_timm_backbone=True), "'backbone' names 'hf_hub:a/b'"),
         (dict(detector={"trust_remote_code": True}), "'detector.trust_remote_code' is true"),
-        (dict(text_config={"quantization_config": {"quant_method": "gptq"}}), "quantised"),
+        (dict(text_config={"quantization_config": {"quant_method": "gptq"}}), "quantized"),
     ],
 )
 def test_a_config_that_names_what_lies_elsewhere_is_refused_by_the_name_of_the_key(config, says, tmp_path):

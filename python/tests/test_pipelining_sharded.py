@@ -3,9 +3,9 @@
 import pytest
 import ranks
 import torch
+from pipelines import MSE, accumulate, batch, same
 from plumb.pipelining import PipelineStage
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_run import MSE, accumulate, batch, same
 from torch import nn
 
 CASES = [  # schedule, stages a rank, how the modules are spread

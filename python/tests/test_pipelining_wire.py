@@ -6,10 +6,10 @@ import pytest
 import ranks
 import torch
 import zoo
+from pipelines import LOOPED, SINGLE, V
 from plumb.pipelining import PipelineStage, SplitPoint, pipeline
 from plumb.pipelining._IR import DetachExecutor
 from plumb.pipelining.schedules import get_schedule_class
-from test_pipelining_run import LOOPED, SINGLE, V
 from torch import nn
 
 import plumb

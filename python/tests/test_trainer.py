@@ -263,7 +263,7 @@ def test_a_trainer_says_what_it_is_and_how_far(folder):
 def test_a_checkpoint_says_what_is_in_it(folder):
     trained(folder, checkpoints=folder / "<run>")
     newest, _ = plumb.checkpoint.newest(folder / "<run>")
-    assert repr(newest) == f"<Checkpoint of step 6: 5 tensors, 15 of the optimiser, in {newest.folder}>"
+    assert repr(newest) == f"<Checkpoint of step 6: 5 tensors, 15 of the optimizer, in {newest.folder}>"
     assert "&lt;run&gt;" in newest._repr_html_() and "<run>" not in newest._repr_html_()
 
 

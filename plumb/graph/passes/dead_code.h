@@ -13,7 +13,7 @@ struct DeadCodeOptions {
   bool remove_random = false;
 };
 
-// Answers whether anything was erased.
+// Returns whether anything was erased.
 bool dead_code(GraphModule& module, const DeadCodeOptions& options = {});
 // One graph and those nested in it. Without the state, names are taken for different tensors.
 bool dead_code(Graph& graph, const State* state = nullptr, const DeadCodeOptions& options = {});

@@ -130,7 +130,7 @@ def group_norm(
     bias: Optional[Tensor] = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Group normalisation, with weight and bias gradients of unit scale."""
+    """Group normalization, with weight and bias gradients of unit scale."""
     return ops.group_norm(input, num_groups, weight, bias, eps)
 
 
@@ -144,7 +144,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Batch normalisation, with weight and bias gradients of unit scale."""
+    """Batch normalization, with weight and bias gradients of unit scale."""
     return ops.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
@@ -155,7 +155,7 @@ def layer_norm(
     bias: Optional[Tensor] = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Layer normalisation, with weight and bias gradients of unit scale."""
+    """Layer normalization, with weight and bias gradients of unit scale."""
     return ops.layer_norm(input, list(normalized_shape), weight, bias, eps)
 
 

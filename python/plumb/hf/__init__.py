@@ -182,7 +182,7 @@ def load(
 def save(model: GraphModule | CutPipe, out: str | os.PathLike, *, tokenizer: str | os.PathLike | None = None, group: Any = None) -> None:
     """Writes a folder that ``from_pretrained`` reads, from a program or pipe that was imported from one.
 
-    Of a pipe every rank writes the stages that it built, into one folder that all of them see; all ranks of `group`
+    Every rank of a pipe writes the stages that it built, into one folder that all of them see; all ranks of `group`
     (default: all there are) call this together.
 
     Args:

@@ -14,7 +14,7 @@ import threading
 from types import CodeType, ModuleType
 from typing import Any, Iterator, NoReturn
 
-from .._code_swap import calls_go_to
+from .._capture.cpython import calls_go_to
 from .._errors import Error, ErrorKind
 
 _COUNTS = re.compile("layer|depth|label|block|stage|expert")  # what transformers makes lists of, while it reads
@@ -45,14 +45,14 @@ def _what_is_wrong(place: str, key: str, value: Any, timm: bool) -> tuple[str, s
         )
     if key == "quantization_config" and value is not None:
         return (
-            "its weights are quantised, and cannot be trained as they are",
-            "the folder of the model before it was quantised",
+            "its weights are quantized, and cannot be trained as they are",
+            "the folder of the model before it was quantized",
         )
     return None
 
 
 def refuse_names(path: str, values: Any) -> None:
-    """Refuses a config that names code, a kernel or a model elsewhere, whatever reads it, quantised weights, and numbers that
+    """Refuses a config that names code, a kernel or a model elsewhere, whatever reads it, quantized weights, and numbers that
     transformers would make lists of as long."""
     left = [("", "", values, False)]
     while left:
@@ -80,7 +80,8 @@ def _place_of(name: str, values: Any, place: str = "") -> str:
 
 
 def _roots(folder: str) -> list[tuple[str, bool]]:
-    """Folders, longest names first, and whether code in them is installed. Of the same folder "not" comes first."""
+    """Returns folders, longest names first, and whether code in them is installed. For a folder that is both, False
+    comes first."""
     from huggingface_hub import constants
 
     modules = [m for name, m in list(sys.modules.items()) if "." not in name and isinstance(m, ModuleType)]
@@ -97,7 +98,7 @@ def _roots(folder: str) -> list[tuple[str, bool]]:
 
 
 class _Watch:
-    """What a thread may do while it imports a folder."""
+    """Restricts a thread while it imports a folder."""
 
     def __init__(self, folder: str, values: Any):
         self.folder, self.values, self.problem = os.path.realpath(folder), values, None

@@ -20,14 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 from .. import _C
-from .._capture import capture
+from .._capture.forward import capture
+from .._capture.torch_patches import patched
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, PARAMETER
-from .._tracing import patched
 from ._elsewhere import refuse_names
 
-# Of a config that may come from anywhere:
+# Limits for a config that may come from anywhere:
 _MOST_LAYERS = 1024
 _MOST_PARAMETERS = 1 << 17  # tensors; the most known are some 70,000, of a model with an expert each
 MOST_CONFIG_BYTES = 1 << 24
@@ -55,7 +55,7 @@ def transformers() -> Any:
 
 
 def read_values(folder: str) -> Any:
-    """What stands in the config.json of a local folder, which names nothing elsewhere."""
+    """Returns the content of the config.json of a local folder, which names nothing elsewhere."""
     path = os.path.join(folder, "config.json")
     if not os.path.isfile(path):
         raise Error(
@@ -87,7 +87,7 @@ def read_config(folder: str) -> Any:
 
 @contextlib.contextmanager
 def _told(message: str, kind: ErrorKind, remedy: str) -> Iterator[None]:
-    """What transformers and torch raise while it lasts becomes a `plumb.Error`, with the first line of what they said."""
+    """Turns errors of transformers and torch into a `plumb.Error`, with the first line of their messages."""
     try:
         yield
     except Error:

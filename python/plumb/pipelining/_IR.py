@@ -1,4 +1,4 @@
-"""`pipeline`: a model cut into stages, and `Pipe`, what comes of it."""
+"""`pipeline`, which cuts a model into stages, and its result, `Pipe`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import _C
-from .._capture import GraphModule
+from .._capture.custom_functions import refuse_holders
 from .._errors import Error, ErrorKind
 from .._exported import save_pt2
+from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, PARAMETER, sync_state
-from .._tracing import refuse_holders
 from .._trees import unflatten
 from .._unit_scaled import add_mark
 from ..transforms._report import Report
@@ -72,7 +72,7 @@ def _gone() -> None:
 
 
 def _names(engine: Any) -> list[list[str]]:
-    """Of the stages' tensors."""
+    """Returns the names of each stage's tensors."""
     return [[name for name, *_ in engine.stage(s).state()] for s in range(engine.num_stages)]
 
 
@@ -141,7 +141,7 @@ class Pipe(nn.Module):
         return PipeInfo(graph, self.num_stages, self.has_loss_and_backward)
 
     def print_readable(self) -> str:
-        """Prints the graph and every stage's; answers the text."""
+        """Prints the graph and every stage's; returns the text."""
         return self.split_gm.print_readable()
 
     def __str__(self) -> str:
@@ -219,9 +219,9 @@ class CutPipe(Pipe):
         table = engine.table
         variants = variants or make_variants(engine, source, cut_arguments)
         whole = source.module
-        training, facts = whole._made_in_training, (whole._autocast, whole._mode_line)
+        training = whole._made_in_training
         stages = [
-            StageModule(engine.stage(s), s, table, source.arguments, training, variants, source.other_sizes, *facts)
+            StageModule(engine.stage(s), s, table, source.arguments, training, variants, source.other_sizes, whole._autocast)
             for s in range(engine.num_stages)
         ]
         has_loss = table.loss_output is not None
@@ -256,7 +256,7 @@ class CutPipe(Pipe):
         return self._source.flatten(args, kwargs)
 
     def plain_outputs(self, flat: list, source: Source | None = None) -> tuple:
-        """What ``split_gm``'s graph answers, with the model's outputs that are no tensors in it."""
+        """Returns the outputs of ``split_gm``'s graph, with the model's outputs that are no tensors in it."""
         return tuple(o if p is None else p for o, p in zip(flat, (source or self._source).module._plain_outputs))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple:
@@ -266,8 +266,8 @@ class CutPipe(Pipe):
         return self.plain_outputs(engine.run_with_backward(flat) if backward else engine.run(flat), source)
 
     def _engine_for(self, flat: list, args: tuple, kwargs: dict) -> tuple[Any, Source]:
-        """A graph is made for one signature: for other sizes, modes, ... a live model is captured and cut again, once for each, with
-        the stages' tensors. What cannot be done so is refused by the engine itself."""
+        """Returns the engine for one signature. For other sizes, modes, ... a live model is captured and cut again,
+        once for each, with the stages' tensors. The engine itself refuses a call for which that is impossible."""
         variants = self._variants
         if variants is None:
             return self._engine, self._source
@@ -283,7 +283,7 @@ class CutPipe(Pipe):
                 if not cut or _names(cut) != _names(variant.engine):
                     return self._engine, source
             else:
-                cut = variants.cut(source, variant.facts)
+                cut = variants.cut(source, variant.facts, variant.arguments)
             others[sizes] = cut
         for s, device in enumerate(self._devices):
             state = self._engine.stage(s).state()
@@ -354,7 +354,7 @@ class CutPipe(Pipe):
     def merge_state_dict(self, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> OrderedDict[str, Tensor]:
         """The whole model's ``state_dict``: names and order as before the cut, tied names tied, plain tensors that share
         their memory with the stages'. `stage_states`: the stages' ``state_dict`` as trained on their ranks, loaded first;
-        over several ranks ``schedule.gather_stage_states()`` answers it.
+        over several ranks ``schedule.gather_stage_states()`` returns it.
 
         Raises `plumb.Error` naming a replicated parameter whose copies differ, or the stages that run on other ranks if
         no states are given.
@@ -382,13 +382,13 @@ class CutPipe(Pipe):
         return merged
 
     def save_pt2(self, path: str | os.PathLike, stage_states: Sequence[Mapping[str, Tensor]] | None = None) -> None:
-        """The undivided model as a ``.pt2`` file. What a file knew that it was cut from (ranges of sizes, sample
-        inputs) is kept."""
+        """Writes the undivided model as a ``.pt2`` file. Ranges of sizes and sample inputs of a file that it was cut
+        from are kept."""
         save_pt2(self.merge(stage_states), path)
 
     # --- to look at ---
     def print_readable(self, print_output: bool = True) -> str:
-        """Prints the top graph, what flows between the stages, the backward, and every stage's graph; answers the text."""
+        """Prints the top graph, what flows between the stages, the backward, and every stage's graph; returns the text."""
         self._sync()
         text = self._engine.print_readable()
         if print_output:
@@ -465,7 +465,7 @@ def pipeline(
         split_policy: a function that puts marks into the model's ``torch.fx`` graph, a policy object (`Balanced`,
             `split_into_equal_size`, `split_on_size_threshold`, `StagePolicy`), or "balanced", "estimated", "equal_size".
         num_stages: for policies by name; else checked, if given.
-        multi_use_param_spec: what becomes of a parameter that several stages use, for all or by full name. Default:
+        multi_use_param_spec: the treatment of a parameter that several stages use, for all or by full name. Default:
             REPLICATE.
         output_loss_value_spec: the outputs' structure with True for the loss and False elsewhere; "auto" for an output
             "loss". The pipe then has a backward.
@@ -474,7 +474,7 @@ def pipeline(
             between processes as codes, one byte each. Integers and values without a gradient (masks) stay as they are;
             ``wire_report()`` says what travels how.
         wire_exclude: patterns of the names of values that travel as they are, as that report names them.
-        move_cuts: whether a cut through memory that is written may move to where it is right (said in ``notes``).
+        move_cuts: whether a cut through memory that is written may move to where it is right (see ``notes``).
 
     Cuts before the first and after the last operator, and cuts next to each other, make no empty stages.
 

@@ -98,7 +98,7 @@ def _check(schedule: _C.Schedule, *how: bool) -> None:
 def _validate_schedule(
     actions: Table, pp_group_size: int, num_stages: int, num_microbatches: int, forward_only: bool = False
 ) -> dict[int, int]:
-    """Proves that a table is complete, in order and free of deadlock, and answers which rank runs which stage."""
+    """Proves that a table is complete, in order and free of deadlock. Returns which rank runs which stage."""
     if sorted(actions) != list(range(pp_group_size)):
         raise InvalidSchedule(f"the schedule has rows for ranks {sorted(actions)}, the group has {pp_group_size} ranks")
     computes: Table = {

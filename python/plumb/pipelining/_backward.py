@@ -146,10 +146,11 @@ def stage_backward_input(
     input_values: Iterable[Any],
     weights: Iterator[torch.nn.Parameter],
 ) -> tuple[tuple[torch.Tensor | None, ...], list[MutableMapping[str, Any]]]:
-    """The input half: gradients of the inputs, which are also added to their ``.grad``; no weight's ``.grad`` changes.
+    """Runs the input half: returns the inputs' gradients and adds them to their ``.grad``; no weight's ``.grad``
+    changes.
 
     `output_grads` None: ones. The gradients have their inputs' places: None for what is no tensor or requires no gradient,
-    and for one that came before. The answer's second part is for `stage_backward_weight`, which adds to the ``.grad`` of
+    and for one that came before. The second result is for `stage_backward_weight`, which adds to the ``.grad`` of
     these `weights` and of no other leaf. The outputs leave autograd's graph, so that what only this half needed is freed.
     """
     outputs = _as_list(stage_outputs_or_loss)
@@ -172,7 +173,7 @@ def stage_backward_weight(
     weights: Iterator[torch.nn.Parameter], param_groups: Sequence[MutableMapping[str, Any]], retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
     """The weight half: adds to the ``.grad`` of the weights that the input half was given what a whole backward would have;
-    answers the ``.grad`` of `weights` in order."""
+    returns the ``.grad`` of `weights` in order."""
     weights = list(weights)
     for group in param_groups:
         if isinstance(group, _WeightHalf) and not group.replaced:
@@ -209,7 +210,7 @@ def _group_backward(weights: list[torch.nn.Parameter], group: MutableMapping[str
 
 
 def _parts(value: Any) -> dict | None:
-    """Of a dict, tuple or list."""
+    """Returns the items of a dict, tuple or list by key."""
     return value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, (tuple, list)) else None
 
 
@@ -232,9 +233,9 @@ def _collect(output, grad, outputs: list, grads: list) -> None:
 def stage_backward(
     stage_output, output_grads, input_values: Iterable[Any], outputs_with_grads_idxs: list[int] | None = None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Adds to the gradients of all leaves and answers those of the inputs, whose ``.grad`` is unset again. What an input's
-    ``.grad`` held before is part of its answer. A tensor that comes twice has its gradient at the first place and None at
-    the second.
+    """Accumulates gradients into all leaves. Returns the inputs' gradients and resets their ``.grad`` to None. An
+    input's earlier ``.grad`` is added to its returned gradient. A tensor that comes twice has its gradient at the first
+    place and None at the second.
 
     Outputs and their gradients may be nested tuples, lists and dicts; a gradient may be None for a number, which then
     counts once. Raises `plumb.Error` whose ``where`` describes outputs, gradients and inputs.

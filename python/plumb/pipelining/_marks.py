@@ -33,7 +33,7 @@ class SplitPoint(Enum):
 
 
 class PipeSplitWrapper:
-    """Where `SplitPoint` used to live."""
+    """The former home of `SplitPoint`."""
 
     SplitPoint = SplitPoint
 
@@ -107,7 +107,8 @@ def unmarked_forward(module: nn.Module) -> Any:
 
 
 class Marks:
-    """What `annotate_split_points` put on a model. ``remove()``, or the end of a ``with`` block, takes it off again."""
+    """Marks that `annotate_split_points` put on a model. ``remove()``, or the end of a ``with`` block, takes them off
+    again."""
 
     def __init__(self, added: list[tuple[nn.Module, SplitPoint]], names: dict[nn.Module, str]):
         self._added, self._names = added, names
@@ -143,7 +144,7 @@ class Marks:
 def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Marks:
     """Marks cuts before or after the modules that `spec` names, at every call of them.
 
-    A mark that is there already is not put twice. The model stays marked until ``remove()`` of the answer, which may
+    A mark that is there already is not put twice. The model stays marked until ``remove()`` of the result, which may
     also be used in a ``with`` statement; `pipeline(split_spec=...)` does all this by itself. Raises `plumb.Error` (an
     AttributeError too) for a name that is no module, and changes nothing then.
     """
@@ -166,7 +167,7 @@ class PipeSequential(nn.Sequential):
 
     @staticmethod
     def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
-        """The same modules (shallow copies, shared parameters) under the same names."""
+        """Returns the same modules (shallow copies, shared parameters) under the same names."""
         marked = PipeSequential()
         for name, module in sequential_instance.named_children():
             marked.add_module(name, copy.copy(module))

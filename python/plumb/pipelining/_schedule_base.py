@@ -126,7 +126,7 @@ class _PipelineSchedule(CustomFunctions):
         """Runs a batch: cuts it into microbatches, and trains on it if there is a loss function.
 
         Every rank gives what its own stages need: `args` on the rank of the first stage, `target` on the rank of the
-        last. `losses` is filled with a loss a microbatch there, and the outputs are answered as one; elsewhere None.
+        last. `losses` is filled with a loss a microbatch there, and the outputs are returned as one; elsewhere None.
 
         Raises `plumb.Error` that names rank and action if a stage fails; every other rank raises one that names this
         rank and repeats what it said.

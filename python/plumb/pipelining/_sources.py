@@ -21,11 +21,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._capture import GraphModule, capture_engine, positional_names
+from .._capture.forward import capture_engine, positional_names
+from .._capture.guards import Guards
 from .._errors import Error, ErrorKind
 from .._exported import load_pt2
 from .._fx import attribute_targets, graph_module, to_graph
-from .._guards import Guards
+from .._graph_module import GraphModule
 from .._state import BUFFER, CONSTANT, put_state, state_of, sync_state
 from .._trees import children, flatten
 from .._unit_scaled import is_marked
@@ -47,7 +48,7 @@ class Source:
     arguments: list[tuple[str, int]]  # per flat input: the argument it belongs to, and which leaf of it
     parameters: list[str]  # names of the forward's positional parameters
     example: list | None = None
-    again: Any = None  # of a live module: captures it for other inputs; answers None once the module is gone
+    again: Any = None  # of a live module: captures it for other inputs; returns None once the module is gone
     other_sizes: str | None = None  # of what holds one graph alone: what to do for other sizes
     unit_scaled: bool = False  # state dicts of the whole bear the mark of unit-scaled weights
     model: Callable[[], nn.Module | None] = lambda: None  # the live module as long as it exists
@@ -378,7 +379,7 @@ def make_policy(policy: Any, num_stages: int | None) -> SplitPolicy:
 
 class MultiUseParameterConfig(Enum):
     """How a parameter of several stages is kept: the first stage owns it and sends it with every microbatch,
-    or each stage has a copy, whose gradients are summed before the optimiser's step."""
+    or each stage has a copy, whose gradients are summed before the optimizer's step."""
 
     TRANSMIT = 1
     REPLICATE = 2

@@ -160,7 +160,7 @@ def check_chain(graph: fx.Graph) -> None:
 
 
 def log_cut(pipe: nn.Module, names: list[str]) -> None:
-    """Says what came of the whole model's parameters and buffers, `names`."""
+    """Logs where the whole model's parameters and buffers, `names`, went."""
     for by_stage in pipe.replicated_params:
         name = next(iter(by_stage.values()))
         logger.info("Parameter %s used in multiple stages: %s.", name, ", ".join(by_stage))
@@ -179,7 +179,7 @@ def log_cut(pipe: nn.Module, names: list[str]) -> None:
 
 
 def shared_parameters(split_gm: fx.GraphModule) -> list[dict[str, str]]:
-    """Of each parameter that several stages hold, its name by stage."""
+    """Returns, for each parameter that several stages hold, its name by stage."""
     users: dict[nn.Parameter, dict[str, str]] = {}
     for stage, module in split_gm.named_children():
         for name, parameter in module.named_parameters():
@@ -230,7 +230,8 @@ class DetachExecutor(fx.Interpreter):
         if n.target is not stage_backward:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        kwargs = {**kwargs, "input_values": [self._as_given(v) for v in kwargs["input_values"]]}  # which its answer is about
+        kwargs = {**kwargs, "input_values": [self._as_given(v) for v in kwargs["input_values"]]}  # values that its
+                                                                                                  # result belongs to
         if (taking_part := kwargs.get("outputs_with_grads_idxs")) is not None:
             # A gradient that the graph names and that is None here: the loss does not depend on that output.
             named, grads = n.kwargs["output_grads"], kwargs["output_grads"]

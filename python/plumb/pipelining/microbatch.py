@@ -38,7 +38,7 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, int]) -> Any:
-        """The same by the arguments' names."""
+        """Returns the specs by the arguments' names."""
         return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
 
@@ -62,7 +62,7 @@ sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
 
 
 def _is_of(value, module: str, name: str) -> bool:
-    """Whether a value is of a class whose module takes long to import: there is none before somebody has."""
+    """Returns whether a value is of a class whose module takes long to import: there is none before somebody has."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 
@@ -85,7 +85,7 @@ def _default_spec(value):
 
 
 def _bounds(length: int, chunks: int) -> list[tuple[int, int]]:
-    """Where `chunks` parts of a length begin and end; the first ones are one longer if it does not divide."""
+    """Returns the bounds of `chunks` parts of a length; the first ones are one longer if it does not divide."""
     quotient, rest = divmod(length, chunks)
     starts = [i * quotient + min(i, rest) for i in range(chunks + 1)]
     return list(zip(starts, starts[1:]))
@@ -177,7 +177,7 @@ def split_args_kwargs_into_chunks(
         pytree.tree_map(_default_spec, values, is_leaf=_is_block_mask) if spec is None else spec
         for values, spec in zip(whole, given)
     )
-    # Dicts are told apart by their keys, not by the order in which these were written.
+    # Dicts are compared by their keys, not by the order in which these were written.
     specs = (tuple(specs[0]), {key: specs[1][key] for key in whole[1] if key in specs[1]} | dict(specs[1]))
     values, structure = pytree.tree_flatten(whole, is_leaf=_is_block_mask)
     flat_specs = pytree.tree_leaves(specs)

@@ -262,13 +262,13 @@ class PipelineStage(_PipelineStageBase):
         input_args, output_args: example tensors; a warning says where the first microbatch differs from them.
         output_grads, input_grads: taken for compatibility.
         group: the ranks of the pipeline; None: all of them. A process alone needs no group.
-        dw_builder: called after a stage's backward, answers a callable that does the rest of the weight gradients; it
+        dw_builder: called after a stage's backward, returns a callable that does the rest of the weight gradients; it
             runs where the schedule has the weight half.
         get_mesh: taken for compatibility.
         recompute: ``"cheap"``: the backward computes results of gelu, norms, casts and the like again instead of keeping
             them, with the same bits; ``"none"``: it keeps everything. After a step, ``recomputed`` says what one
             microbatch did not keep: ``{operator: (results, bytes)}``.
-        wire: ``("e4m3fn", "e5m2")``: formats of what this stage hands on and takes, values and gradients, the same on
+        wire: ``("e4m3fn", "e5m2")``: formats of this stage's inputs and outputs, values and gradients, the same on
             every stage; all floating-point values are rounded to them, and travel as codes between processes.
         tied: ``{"head.weight": "embedding"}``: parameters of this module that are copies of others; equal names on
             other stages tie them. Their gradients are summed over the copies after every step.
@@ -321,6 +321,9 @@ def build_stage(
     return _PipelineStage(stage_module, stage_index, pipe_info, device, group, recompute)
 
 
+_METHODS = {"run_values", "forward_maybe_with_nosync", "_run_function"}  # that take part in a forward
+
+
 class _PipelineStage(_PipelineStageBase):
     """A stage cut from a graph: its inputs are model inputs and outputs of any stages before it."""
 
@@ -334,6 +337,10 @@ class _PipelineStage(_PipelineStageBase):
             getattr(pipe_info, "stages_here", set()).add(stage_index)
         if isinstance(stage_module, torch.nn.Module) and not any(p.is_meta for p in stage_module.parameters()):
             stage_module.to(self.device)
+
+    def graph_alone(self) -> Any:
+        whole = type(self) is _PipelineStage and type(self.submod) is StageModule and not self._runtime_validate
+        return self.submod.graph_alone() if whole and not _METHODS & self.__dict__.keys() else None
 
     def run_values(self, values: list, sizes: Sizes) -> Any:
         """The module's output for a microbatch whose model inputs have these sizes; none: as they were cut."""

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
-from .._calls import Call, hint
-from .._capture import capture_engine, signature
+from .._capture.attribute_reads import include
+from .._capture.attribute_writes import random_states, refuse_modules, set_random_states
+from .._capture.call_sites import Call, hint
+from .._capture.forward import capture_engine, signature
+from .._capture.guards import Guards, Tree, enabled_autocast
+from .._capture.left_tensors import LeftTensors
+from .._capture.replacements import Replacements
+from .._capture.tensor_reads import as_given
 from .._errors import Error, ErrorKind
-from .._guards import Guards, Tree, enabled_autocast, include
-from .._left_behind import LeftBehind
-from .._module_state_guard import random_states, refuse_modules, set_random_states
-from .._questions import as_given
-from .._replace import Replacements
 from .._state import CONSTANT, slot_of, sync_state
 from .._trees import flatten, hashed, unflatten
 from .._unit_scaled import capturing
@@ -72,7 +73,7 @@ class CapturedGraph:
     known: list[CapturedGraph] = field(default_factory=list)
     made: int = 1
     guards: Guards = field(default_factory=Guards)  # of what the forward read besides its inputs
-    left: LeftBehind | None = None  # what the graph returns behind its outputs
+    left: LeftTensors | None = None  # what the graph returns behind its outputs
 
     def run(self, leaves: list) -> Any:
         sync_state(self.engine, self.slots)
@@ -92,7 +93,7 @@ class CapturedGraph:
 
 @dataclass
 class Pass:
-    """One transform: `run(module, captured)` changes the graph of `captured` in place and answers its report (a dict)."""
+    """One transform: `run(module, captured)` changes the graph of `captured` in place and returns its report (a dict)."""
 
     name: str
     run: Callable[[nn.Module, CapturedGraph], dict]
@@ -127,7 +128,7 @@ class TransformedForward:
 
     The first call with new shapes, dtypes, devices, modes or constants captures the module's own forward and applies the
     passes in order; the graph is kept for the next call like it. So does a call where something else is new that the forward
-    reads: an attribute, a hook, a part's forward (see _guards.py). `own`: the forward that was set on this module itself, as a
+    reads: an attribute, a hook, a part's forward (see _capture/guards.py). `own`: the forward that was set on this module itself, as a
     function of it (`bound`) or as it is; its class's otherwise. `copied_from`: the module that this one is a copy of.
     """
 
@@ -144,7 +145,7 @@ class TransformedForward:
 
     @property
     def __code__(self) -> Any:
-        """Of the module's own forward: torch.export reads the arguments' names from it."""
+        """Code of the module's own forward: torch.export reads the arguments' names from it."""
         return self.original.__code__
 
     @property
@@ -431,7 +432,7 @@ def _refuse_compiled(module: nn.Module) -> None:
 
 
 def own_forward(module: nn.Module) -> tuple | None:
-    """What was set as the forward of this very module, as TransformedForward keeps it."""
+    """Returns the forward that was set on this very module, as TransformedForward keeps it."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, TransformedForward):
         return forward.own

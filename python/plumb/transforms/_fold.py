@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from .. import _C
-from .._capture import GraphModule
 from .._errors import Error, ErrorKind
+from .._graph_module import GraphModule
 from .._state import CONSTANT, slot_of, sync_state
 from .._unit_scaled import unmark
 from ._apply import CapturedGraph, Module, TransformedForward, _copy, forward_of, logger
@@ -114,7 +114,7 @@ def _refuse_what_remains(name: str, entries: list[dict], captured: CapturedGraph
 
 
 def _same_function(entry: dict, captured: CapturedGraph) -> bool:
-    """Whether a replacement asked for is the unit-scaled form of what it replaces, by name."""
+    """Returns whether a replacement asked for is the unit-scaled form of what it replaces, by name."""
     call = captured.calls.get(entry["node"])
     new = getattr(call.replaced[1], "__module__", "") if call is not None and call.replaced else entry["to"]
     unit_scaled = new.startswith(("plumb::", "plumb.functional"))

@@ -39,7 +39,7 @@ def register(forward: Any) -> str:
 
 @contextlib.contextmanager
 def _outside_of_tracing() -> Iterator[None]:
-    """A forward runs here as if nobody traced: no fake tensors, and libraries are not told that someone compiles."""
+    """Runs a forward as if nobody traced: no fake tensors, and libraries do not see a compiler at work."""
     flag = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = False
     try:

@@ -1,4 +1,4 @@
-"""What transforms did to a module."""
+"""Reports of what transforms changed in a module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._graph_module import GraphModule
 from .._state import sync_state
 from ._apply import forward_of
 
-# Of modules that fold() and the like made, while they live.
+# Reports of modules that fold() and the like made, while they live.
 folded_reports: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
@@ -73,7 +73,7 @@ def _where(entry: dict) -> str:
 def report(module: nn.Module) -> Report:
     """The report of a transformed module: what was replaced by what, which adds are residual, what was left alone and why.
 
-    Known after its first forward. Of a module that :func:`plumb.transforms.fold` made: what was divided by what."""
+    Known after its first forward. The report of a module that :func:`plumb.transforms.fold` made: what was divided by what."""
     if module in folded_reports:
         return Report([folded_reports[module]])
     forward = forward_of(module)

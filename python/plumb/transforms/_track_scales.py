@@ -27,9 +27,9 @@ class Metrics:
 
     @dataclass
     class Data:
-        """Of one tensor. ``histogram``, if it was asked for: how many values there are by the exponent of their power of two;
-        -127 counts zeros and subnormal values, 128 infinities and NaN. Measurements of a device's tensor stay on the device
-        until one of them is read."""
+        """Measurements of one tensor. ``histogram``, if it was asked for: the number of values by the exponent of their
+        power of two; -127 counts zeros and subnormal values, 128 infinities and NaN. Measurements of a device's tensor
+        stay on the device until one of them is read."""
 
         mean_abs: float
         abs_mean: float
@@ -116,7 +116,7 @@ def _data(values: tuple | None) -> Metrics.Data | None:
     if values is None:
         return None
     data = Metrics.Data(*values)
-    # Of a tensor of one sign both are one number, which was summed up in two ways.
+    # For a tensor of one sign both are the same number, summed in two ways.
     if abs(data.mean_abs - data.abs_mean) <= 2**-23 * data.mean_abs:
         data.abs_mean = data.mean_abs
     return data
@@ -128,7 +128,7 @@ def _attribute_name(full: str, parameter: bool) -> str:
 
 
 def _arguments(node: Any, inputs: tuple) -> tuple[tuple, dict]:
-    """Of an operator's call: `inputs` stand for its values, in order; what is at its default is left out."""
+    """Returns the arguments of an operator's call: `inputs` stand for its values, in order; defaults are left out."""
     values = iter(inputs)
 
     def resolve(arg: Any) -> Any:
@@ -283,7 +283,7 @@ class ScaleTrackingBackend(PassBackend):
 
 
 class ScaleTrackingAutogradFunction(torch.autograd.Function):
-    """``apply(tensor, node_meta)``: answers a copy of the tensor, which may be written, and puts its :class:`Metrics` and those
+    """``apply(tensor, node_meta)``: returns a copy of the tensor, which may be written, and puts its :class:`Metrics` and those
     of its gradient into ``node_meta["metrics"]``."""
 
     @staticmethod
@@ -301,7 +301,8 @@ class ScaleTrackingAutogradFunction(torch.autograd.Function):
 
 
 def _is_float(node: fx.Node) -> bool | None:
-    """Whether it is a floating-point tensor: as tracked, else as torch's own tracers noted; None if nobody did."""
+    """Returns whether it is a floating-point tensor: as tracked, else as torch's own tracers noted; None if nobody
+    did."""
     if "outputs_float_tensor" in node.meta:
         return node.meta["outputs_float_tensor"]
     notes = [node.meta[key] for key in ("val", "example_value", "tensor_meta") if key in node.meta]
@@ -320,12 +321,12 @@ class _Instead(list):
     """Nodes that stand in an argument's place."""
 
     def one(self) -> Any:
-        """As one argument: a node, a tuple of several, or None."""
+        """Returns one argument: a node, a tuple of several, or None."""
         return tuple(self) if len(self) > 1 else next(iter(self), None)
 
 
 def _with_inputs(value: Any, instead: Iterator[_Instead]) -> Any:
-    """An argument with other nodes: several where one stood become neighbours, of none None is left."""
+    """An argument with other nodes: several where one stood become neighbors, of none None is left."""
     if isinstance(value, fx.Node):
         return next(instead)
     if isinstance(value, (tuple, list)):
@@ -379,9 +380,10 @@ def _check_graph(graph: Any) -> None:
 
 
 def prune_non_float_tensors(graph: fx.Graph) -> fx.Graph:
-    """A copy without nodes that are no floating-point tensors. Users take such a node's only float input, or None.
+    """Returns a copy without nodes that are no floating-point tensors. Users take such a node's only float input, or
+    None.
 
-    Of a graph that was not tracked the notes of torch's own tracers say what is one. Raises `plumb.Error` if there are none.
+    In a graph that was not tracked, the metadata of torch's own tracers tells which ones are. Raises `plumb.Error` if there are none.
     """
     _check_graph(graph)
     if len(graph.nodes) and all(_is_float(node) is None for node in graph.nodes if node.op != "output"):
@@ -418,7 +420,7 @@ def _module_classes(node: fx.Node) -> list[Any]:
 
 
 def _known_as(node: fx.Node) -> set[Any]:
-    """What a node's call may be asked for by: functions, operators, and names of operators."""
+    """Returns the keys that a node's call can be asked for by: functions, operators, and names of operators."""
     known = {node.target, *_TORCHS.get(node.target, ())}
     operator = node.meta.get("operator") or getattr(node.target, "_name", None)  # "aten::add.Tensor"
     if node.op in ("call_function", "call_method") and isinstance(operator, str):
@@ -462,7 +464,7 @@ def prune_selected_nodes(graph: fx.Graph, targets: Iterable[Any]) -> fx.Graph:
 
 
 def _target_name(target: Any) -> str:
-    """As torch.fx prints it: "torch.nn.functional.gelu"."""
+    """Returns the name that torch.fx prints: "torch.nn.functional.gelu"."""
     if isinstance(target, str):
         return target
     with contextlib.suppress(Exception):

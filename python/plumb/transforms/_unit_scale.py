@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from .._capture.replacements import is_operator, is_torch_function
 from .._errors import Error, ErrorKind
 from .._graph_module import GraphModule
-from .._replace import is_operator, is_torch_function
 from .._state import state_of
 from .._unit_scaled import called_by_functions, let_alone, mark, mark_state_dict
 from ..functional import torch_map
@@ -141,7 +141,7 @@ def _names(parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def _kept(captured: CapturedGraph) -> dict[str, tuple[Any, Any]]:
-    """Nodes made by a replacement of the user's. What torch's own function makes is scaled like any call of it."""
+    """Returns nodes made by a replacement of the user's. Torch's own functions among them are scaled like any call."""
     return {
         name: call.replaced
         for name, call in captured.calls.items()
@@ -150,7 +150,8 @@ def _kept(captured: CapturedGraph) -> dict[str, tuple[Any, Any]]:
 
 
 def _takes_constraint(function: Any) -> bool:
-    """Whether it may be called without a constraint, as unit-scaled functions are after the last residual add."""
+    """Returns whether it may be called without a constraint, as unit-scaled functions are after the last residual
+    add."""
     try:
         return "constraint" in inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -105,7 +105,7 @@ class _Body(torch.nn.Module):
 
 
 def _direct_serialization_deserialize(body: dict, nodes: _LinearNodeList) -> fx.GraphModule:
-    """A graph module of what `_direct_serialization_reduce` answered."""
+    """Rebuilds a graph module from the result of `_direct_serialization_reduce`."""
     return fx.GraphModule(_Body(body), nodes.to_graph())
 
 

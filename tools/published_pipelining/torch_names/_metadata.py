@@ -1,4 +1,4 @@
-"""What a tensor that crosses between stages looks like, and how two of them differ."""
+"""Metadata of a tensor that crosses between stages, and the difference of two."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _TensorMeta:
         return tensor.requires_grad_(self.requires_grad) if tensor.is_floating_point() else tensor
 
     def get_diff(self, other: _TensorMeta) -> list[str]:
-        """What differs, as text. Whether a gradient is required depends on the run and is not compared."""
+        """Returns the differences as text. requires_grad depends on the run and is not compared."""
         return [
             f"{what} mismatch: {getattr(self, what)} vs {getattr(other, what)}"
             for what in ("shape", "stride", "dtype")
@@ -96,7 +96,7 @@ def validate_tensors_metadata(
     raise_on_mismatch: bool = True,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """The same for a tuple, value by value; None stands for what is no tensor."""
+    """Compares a tuple value by value; None stands for a value that is no tensor."""
     if len(expected) != len(actual):
         diffs = [f"{len(actual)} values where {len(expected)} are expected"]
         return _report(desc, diffs, raise_on_mismatch, warn_on_mismatch)

@@ -16,8 +16,9 @@
 
 namespace plumb::cuda {
 
-// First a test's calls are made with nothing loaded: their texts are noted and ATen's operators answer. compile() makes
-// one library of all of them; from then on they run. A text that was not noted stays unloaded, and is counted.
+// Runs generated kernels on the CPU. A test makes its calls first with nothing loaded: their texts are noted and ATen's
+// operators run instead. compile() makes one library of all of them; from then on they run. A text that was not noted
+// stays unloaded, and is counted.
 class Emulator : public Machine {
  public:
   Emulator() {

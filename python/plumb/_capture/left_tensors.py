@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _C
-from ._state import CONSTANT
-from ._tables import Table, same_objects
-from ._tracing import patched
-from ._trees import PLAIN
+from .. import _C
+from .._state import CONSTANT
+from .._trees import PLAIN
+from .attribute_writes import Table, same_objects
+from .torch_patches import patched
 
 
 class _Slot:
@@ -65,7 +65,7 @@ class _Written(NamedTuple):
     grown: bool  # a list, by the elements of the template
 
 
-class LeftBehind:
+class LeftTensors:
     """What a forward has left in `tables`, taken while its capture runs. `outputs`: the tensors, in order."""
 
     def __init__(self, tables: list[Table]):
@@ -97,7 +97,7 @@ class LeftBehind:
         self._written = [w for w in self._written if not any(id(x) in kept for x in pytree.tree_leaves(w.before))]
         self.outputs = []
 
-    def compare(self, again: LeftBehind) -> None:
+    def compare(self, again: LeftTensors) -> None:
         """`again`: of a second call, which began with what this one has left. A list that is no longer then is made anew."""
         lengths = {w.table.slot(w.key): len(w.template) for w in again._written if w.grown}
         self._written = [

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "plumb/transforms/test_models.h"
+#include "plumb/transforms/models_testing.h"
 #include "plumb/transforms/unit_scale.h"
 
 namespace plumb::testing_unit_scale {

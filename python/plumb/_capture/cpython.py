@@ -1,15 +1,21 @@
-"""Reads the bytecode of running frames: the instruction that runs, and the ones around it.
+"""Everything that depends on the insides of CPython. If a new Python breaks plumb, look here and nowhere else.
 
-Only the standard library is used, so that tests can run this under every Python that plumb is for. Instructions that a newer
-Python joins or splits are told apart here, and nowhere else.
+- `running()` reads the bytecode of running frames: the instruction that runs, and the ones around it. Instructions that a newer Python
+  joins or splits are told apart here.
+- `calls_go_to()` swaps the ``__code__`` of a Python function. Nothing else reaches callers that hold the function itself (``from
+  torch.nn.functional import gelu``, a default argument, a closure).
+
+Only the standard library is used, so that tests can run this under every Python that plumb is for (tests/test_python_versions.py). Run
+them before a new version of Python is named in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dis
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from types import CodeType, FrameType, FunctionType
+from typing import Any, Callable, Iterator, NamedTuple
 
 _LONGEST_RAISE = 120  # instructions
 # They do nothing that a reader of the program cares about.
@@ -183,3 +189,36 @@ def running(frame: FrameType) -> tuple[Code, int] | None:
     # While a Python function runs, its caller may stand in the cache entries behind the call.
     n = bisect.bisect_right(code.offsets, frame.f_lasti) - 1
     return (code, n) if n >= 0 else None
+
+
+@contextlib.contextmanager
+def calls_go_to(function: FunctionType, target: Callable[[FunctionType, tuple, dict], Any]) -> Iterator[None]:
+    """Context manager in which ``function(*args, **kwargs)`` is ``target(original, args, kwargs)``. `original` is a copy of the function
+    as it was. The swap relies on three details of CPython:
+
+    - a running interpreter reads a function's code anew at every call, so that the next call sees the swap;
+    - code with other free variables is refused, so the new code claims those of the old, which it does not read;
+    - a constant of a code object may be any object, so the new code carries its target as a constant.
+
+    The whole process sees the swap. The target therefore asks whether a call concerns it, and passes other calls to `original`.
+    """
+    code = function.__code__
+    original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    original.__kwdefaults__ = function.__kwdefaults__
+
+    def redirect(args: tuple, kwargs: dict) -> Any:
+        return target(original, args, kwargs)
+
+    def calls_a_constant(*args: Any, **kwargs: Any) -> Any:
+        return "redirect".__call__(args, kwargs)  # the constant becomes the function above
+
+    consts = tuple(redirect if c == "redirect" else c for c in calls_a_constant.__code__.co_consts)
+    defaults, kwdefaults = function.__defaults__, function.__kwdefaults__
+    function.__code__ = calls_a_constant.__code__.replace(
+        co_consts=consts, co_freevars=code.co_freevars, co_name=code.co_name
+    )
+    function.__defaults__ = function.__kwdefaults__ = None
+    try:
+        yield
+    finally:
+        function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, kwdefaults

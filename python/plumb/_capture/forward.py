@@ -1,4 +1,4 @@
-"""A live ``torch.nn.Module`` as a graph: :func:`capture`."""
+"""One forward of a live ``torch.nn.Module`` as a graph: :func:`capture`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _C, _tracing
-from ._calls import here
-from ._changed_attributes import Change, path_of, refuse_other_paths, watched
-from ._errors import Error, ErrorKind
-from ._exported import capture_dynamic
-from ._graph_module import GraphModule
-from ._guards import Guards, Observer, enabled_autocast, guards_of, observed
-from ._left_behind import LeftBehind
-from ._module_state_guard import ModuleStateGuard, refuse_modules
-from ._questions import INSIDE, is_check, watched_grad_mode, watched_tensors
-from ._replace import replaced
-from ._state import BUFFER, CONSTANT, state_of
-from ._trees import flatten_inputs, flatten_output, hashed, plain_value, register_named_tuples, unflatten
-from ._unit_scaled import is_marked, mark_state_dict
-from .parameter import tell_engine
+from .. import _C
+from .._errors import Error, ErrorKind
+from .._exported import capture_dynamic
+from .._graph_module import GraphModule
+from .._state import BUFFER, CONSTANT, state_of
+from .._trees import flatten_inputs, flatten_output, hashed, plain_value, register_named_tuples, unflatten
+from .._unit_scaled import is_marked, mark_state_dict
+from ..parameter import tell_engine
+from . import torch_patches
+from .attribute_reads import Observer, guards_of, observed
+from .attribute_writes import Change, ModuleStateGuard, refuse_modules
+from .call_sites import here
+from .custom_functions import opaque_functions
+from .guards import Guards, enabled_autocast
+from .left_tensors import LeftTensors
+from .next_call import path_of, refuse_other_paths, watched
+from .replacements import replaced
+from .tensor_reads import is_check, watched_grad_mode, watched_tensors
+from .torch_patches import INSIDE
 
 _LEAF = {"type": None, "context": None, "children_spec": []}
 _capture_lock = threading.RLock()
@@ -82,14 +86,14 @@ class _Forward:
         self.input_names = _input_names(self.run, args, kwargs)
         self.state = state_of(module)
         self.training = module.training
-        self.library_folders = _tracing.library_folders()
-        self.has_libraries = _tracing.has_libraries(module)
+        self.library_folders = torch_patches.library_folders()
+        self.has_libraries = torch_patches.has_libraries(module)
         self.told_libraries = False
         self.observer: Observer | None = None
         self.start_from: list[Change] = []  # attributes that begin with other values
         self.out_spec: Any = None
         self.plain_outputs: list = []
-        self.left = LeftBehind([])
+        self.left = LeftTensors([])
 
     def call(self, flat: list) -> tuple[list, str]:
         given = [f if isinstance(x, Tensor) else x for f, x in zip(flat, self.leaves)]
@@ -97,7 +101,7 @@ class _Forward:
         output, self.out_spec = flatten_output(self.run(*args, **kwargs))
         self.plain_outputs = [None if isinstance(o, Tensor) else o for o in output]
         outputs = [o if isinstance(o, Tensor) else None for o in output]
-        self.left = LeftBehind(self.state_guard.tables)
+        self.left = LeftTensors(self.state_guard.tables)
         if self.one_graph or not self.left.outputs:
             return outputs, _spec_json(self.out_spec, len(output))
         both = pytree.tree_unflatten([0] * len(output), self.out_spec), [0] * len(self.left.outputs)
@@ -134,14 +138,14 @@ class _Forward:
             self.state_guard = ModuleStateGuard(self.module)
             if self.observer is None:  # the first capture's reads are those of the graph
                 self.observer = stack.enter_context(observed())
-            stack.enter_context(_tracing.answer_compiling(lambda: self.told_libraries))
-            stack.enter_context(_tracing.module_stack(self.module))
-            stack.enter_context(_tracing.opaque_functions())
-            stack.enter_context(_tracing.higher_order_operators())
+            stack.enter_context(torch_patches.answer_compiling(lambda: self.told_libraries))
+            stack.enter_context(torch_patches.module_stack(self.module))
+            stack.enter_context(opaque_functions())
+            stack.enter_context(torch_patches.higher_order_operators())
             stack.enter_context(replaced(replace))
             with contextlib.suppress(Exception):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_tracing.unoptimised_scripts(self.module))
+            stack.enter_context(torch_patches.unoptimised_scripts(self.module))
             stack.enter_context(watched_tensors(self.one_graph))
             self.asks_grad_mode = stack.enter_context(watched_grad_mode(self.grad_mode))
             try:
@@ -160,10 +164,11 @@ class Captured(NamedTuple):
     notes: list[str]
     asks_grad_mode: bool  # whether the forward may take another path under torch.no_grad()
     guards: Callable[[], Guards]  # makes those of what the forward read, when the module is as it is to be again
-    left: LeftBehind  # what the graph returns behind its outputs, if the forward was given
+    left: LeftTensors  # what the graph returns behind its outputs, if the forward was given
 
     def as_module(self, leaves: list, training: bool, guards: Guards) -> GraphModule:
         """`leaves`: the inputs of the capture."""
+        self.engine.mode_read_at = guards.mode_line.encode(errors="backslashreplace").decode()  # a file's name may be any bytes
         plain_inputs = [plain_value(x) for x in leaves]
         return GraphModule(
             self.engine, self.in_spec, self.out_spec, plain_inputs, self.plain, self.notes, training=training,
@@ -187,7 +192,7 @@ def capture_engine(
 
     Args:
         forward: is called instead of ``module(...)``.
-        calls: receives (names of results, operator, :class:`plumb._calls.Call`) for every operator that Python called.
+        calls: receives (names of results, operator, :class:`plumb._capture.call_sites.Call`) for every operator that Python called.
         replace: functions whose calls go to others.
         guard_values: values that the forward takes out of tensors may be guarded: the graph checks in every run that they
             are the same. Otherwise they are refused.
@@ -204,7 +209,7 @@ def capture_engine(
     left = request.left
     left.forget_state(engine)
     written = request.state_guard.written
-    told = [_tracing.TOLD_NOTE] if request.told_libraries else []
+    told = [torch_patches.TOLD_NOTE] if request.told_libraries else []
     if request.asks_grad_mode:
         mode, line = "on" if request.grad_mode else "off", request.asks_grad_mode[0]
         told.append(f"the forward asks torch.is_grad_enabled(): the graph takes the path for gradients {mode}, at {line}")

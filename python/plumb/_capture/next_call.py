@@ -11,25 +11,11 @@ from typing import Any, Callable, Iterator, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ._bytecode import running
-from ._errors import Error, ErrorKind
-from ._guards import caller_of_read
-from ._state import CONSTANT
-from ._tables import Table, same_objects
-
-
-class Change(NamedTuple):
-    """`key` of `table`, called `name` from the root, was `before` and is `now`. `computed`: autograd made `now` of inputs."""
-
-    table: Table
-    key: Any
-    name: str
-    before: Any
-    now: Any
-    computed: bool = False
-
-    def put(self) -> None:
-        self.table.put(self.key, self.now)
+from .._errors import Error, ErrorKind
+from .._state import CONSTANT
+from .attribute_reads import caller_of_read
+from .attribute_writes import Change, same_objects
+from .cpython import running
 
 
 class Read(NamedTuple):

@@ -4,13 +4,13 @@
 #include <map>
 #include <vector>
 
-#include "plumb/cli/command_for_test.h"
+#include "plumb/cli/command_testing.h"
 
 namespace {
 
 class Train : public Command {
  protected:
-  // The values of a key over the events of a run with --json.
+  // Returns the values of a key over the events of a run with --json.
   static std::vector<double> values(const Ended& run, const char* key = "loss") {
     EXPECT_EQ(run.code, 0) << run.err;
     std::vector<double> found;

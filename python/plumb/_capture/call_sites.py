@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ._bytecode import Code, of_mode, past_modes, running
+from .cpython import Code, of_mode, past_modes, running
+from .torch_patches import INSIDE, PLUMB
 
 _OPERATORS = {
     "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
@@ -32,13 +33,11 @@ _OLD_OPERATORS = {
 _COMPARISONS = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
 _UNARY = {"UNARY_NEGATIVE": operator.neg, "UNARY_INVERT": operator.invert, "UNARY_POSITIVE": operator.pos}
 _FUNCTIONAL = F.__file__
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
 _CALL_MODULE = torch.nn.modules.module.__file__
 _OPS = torch._ops.__file__
 _TENSOR = torch._tensor.__file__
-_PLUMB_FUNCTIONAL = _HERE + "functional"
-_CAPTURE = (_HERE + "_capture.py", _HERE + "_tracing.py")
+_PLUMB_FUNCTIONAL = PLUMB + "functional"
+_CAPTURE = tuple(f"{PLUMB}_capture{os.sep}{name}.py" for name in ("forward", "custom_functions", "torch_patches"))
 
 
 @dataclass
@@ -115,12 +114,12 @@ def _names(frame: FrameType | None) -> list[str] | None:
             where = found[0].assigned(found[1]) if found else None
             if where is not True:
                 # Variables inside torch and plumb are not the user's.
-                return None if file.startswith((_TORCH, _HERE)) else where
+                return None if file.startswith(INSIDE) else where
         frame = frame.f_back
     return None
 
 
-replacing: list[Any] = []  # (from, to), innermost last: see _replace.py
+replacing: list[Any] = []  # (from, to), innermost last: see replacements.py
 
 
 def _library_function(frame: FrameType) -> tuple[Any, FrameType] | None:

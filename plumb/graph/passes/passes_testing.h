@@ -14,8 +14,8 @@
 
 namespace plumb {
 
-// A module whose state has a tensor for every get_attr: by the value's type where it is stated (parameter when it says
-// grad, else buffer; constant when the name starts with "constant"), else ones of [4, 4].
+// Returns a module whose state has a tensor for every get_attr: by the value's type where it is stated (parameter when
+// it says grad, else buffer; constant when the name starts with "constant"), else ones of [4, 4].
 inline GraphModule module_of(Graph graph) {
   State state;
   at::manual_seed(7);
@@ -42,7 +42,7 @@ inline GraphModule module_of(Graph graph) {
   return GraphModule(std::move(graph), std::move(state), TreeSpec::positional_inputs(n), out);
 }
 
-// Runs a pass with every check on; a second run has to answer "unchanged".
+// Runs a pass with every check on. A second run must return "unchanged".
 inline bool run_checked(const std::string& pass, GraphModule& module, const PassOptions& options = {}) {
   const bool changed = run_pass(find_pass(pass), module, options, nullptr, true);
   EXPECT_FALSE(run_pass(find_pass(pass), module, options, nullptr, true)) << pass << " is not idempotent";

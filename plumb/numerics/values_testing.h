@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-namespace plumb::values_for_test {
+namespace plumb::values_testing {
 
 inline const std::vector<const char*> kFormats = {
     "E4M3-RN",     "E5M2-RN",       "E2M1-RN",   "E3M0-RN",     "E4M0-RN",     "E2M0-RN",         "E8M3-RN",
@@ -50,4 +50,4 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   return (x.view(integers) == y.view(integers)).logical_or(x.isnan().logical_and(y.isnan())).all().item<bool>();
 }
 
-}  // namespace plumb::values_for_test
+}  // namespace plumb::values_testing

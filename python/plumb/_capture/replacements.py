@@ -10,8 +10,9 @@ from typing import Any, Callable, Iterator
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import _C, _calls
-from ._code_swap import calls_go_to
+from .. import _C
+from . import call_sites
+from .cpython import calls_go_to
 
 
 class Replacements(dict):
@@ -23,11 +24,11 @@ class Replacements(dict):
 
     def run(self, old: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         self.called.add(old)
-        _calls.replacing.append((old, self[old]))
+        call_sites.replacing.append((old, self[old]))
         try:
             return self[old](*args, **kwargs)
         finally:
-            _calls.replacing.pop()
+            call_sites.replacing.pop()
 
 
 def _calls_of(old: FunctionType, pairs: Replacements) -> contextlib.AbstractContextManager[None]:
@@ -35,7 +36,7 @@ def _calls_of(old: FunctionType, pairs: Replacements) -> contextlib.AbstractCont
     thread = threading.get_ident()
 
     def redirect(original: FunctionType, args: tuple, kwargs: dict) -> Any:
-        busy = any(pair[0] is old for pair in _calls.replacing)
+        busy = any(pair[0] is old for pair in call_sites.replacing)
         if busy or threading.get_ident() != thread or not _C.is_capturing():
             return original(*args, **kwargs)
         return pairs.run(old, args, kwargs)
@@ -72,7 +73,7 @@ class _TorchFunctions(TorchFunctionMode):
         if func in self.pairs:
             return self.pairs.run(func, args, kwargs)
         if self.has_operators:
-            written = _calls.written()  # "+" and x.add() are one function of torch's
+            written = call_sites.written()  # "+" and x.add() are one function of torch's
             if is_operator(written) and written in self.pairs:
                 return self.pairs.run(written, args[::-1] if _is_mirrored(written, func) else args, kwargs)
         return func(*args, **kwargs)
@@ -80,7 +81,7 @@ class _TorchFunctions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def replaced(pairs: Replacements) -> Iterator[None]:
-    """While it lasts, calls of the keys go to the values. Python functions have their code exchanged: see _code_swap.py."""
+    """While it lasts, calls of the keys go to the values. Python functions have their code exchanged: see cpython.py."""
     with contextlib.ExitStack() as stack:
         python = [old for old in pairs if isinstance(old, FunctionType)]
         for old in python:

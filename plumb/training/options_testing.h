@@ -5,7 +5,7 @@
 #include <map>
 
 #include "plumb/checkpoint/safetensors.h"
-#include "plumb/training/training_for_test.h"
+#include "plumb/training/training_testing.h"
 
 namespace plumb::testing_training {
 

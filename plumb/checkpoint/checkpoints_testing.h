@@ -5,7 +5,7 @@
 
 #include "plumb/checkpoint/checkpoint.h"
 #include "plumb/checkpoint/checkpoint_writer.h"
-#include "plumb/checkpoint/folder_for_test.h"
+#include "plumb/checkpoint/folder_testing.h"
 
 namespace plumb {
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from types import FrameType
 from typing import Any, Callable, Iterator
@@ -11,12 +10,9 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import Tensor
 
-from . import _C
-from ._bytecode import past_modes, running
-from ._tracing import patched
-
-# Whose frames are not the user's.
-INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+from .. import _C
+from .cpython import past_modes, running
+from .torch_patches import INSIDE, patched
 
 
 def is_check() -> bool:

@@ -48,7 +48,8 @@ inline int python(const std::string& arguments, std::string* said = nullptr) {
   return status;
 }
 
-// What chooses torch's kernels, and so the last bits of what Python computed: the CPU, and the environment's settings.
+// Returns the settings that choose torch's kernels, and so the last bits of results: the CPU, and the environment's
+// settings.
 inline std::string kernel_settings() {
   std::string text;
   for (char** entry = environ; *entry; ++entry) {
@@ -64,8 +65,8 @@ inline std::string kernel_settings() {
   return text;
 }
 
-// The folder of programs; made when it is missing, the scripts have changed, or they ran with other kernels. Suites run
-// side by side: the first makes it, the others wait.
+// Returns the folder of programs; made when it is missing, the scripts have changed, or they ran with other kernels.
+// Suites run side by side: the first makes it, the others wait.
 inline const fs::path& programs() {
   static const fs::path folder = [] {
     const fs::path where = fs::path(PLUMB_BINARY_DIR) / "tests/programs";
