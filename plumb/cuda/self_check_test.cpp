@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "plumb/cuda/emulate_testing.h"
+#include "plumb/cuda/emulator_testing.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/cuda/self_check.h"
 #include "plumb/numerics/aten_kernels.h"

@@ -7,6 +7,7 @@
 #include "errors.h"
 #include "module.h"
 #include "plumb/core/json_text.h"
+#include "plumb/training/doctor.h"
 #include "plumb/training/trainer.h"
 
 namespace plumb::python {
@@ -62,6 +63,15 @@ const Register training_part([](py::module_& m) {
       "train_toml",
       [](const std::string& config, const FieldTexts& texts) { return to_toml(read_options(config, texts)); },
       py::arg("config"), py::arg("texts"), "Every option as a TOML document.");
+  m.def(
+      "doctor",
+      [] {
+        const std::vector<Finding> findings = doctor();
+        std::vector<std::tuple<std::string, std::string, std::string>> all;
+        for (const Finding& f : findings) all.emplace_back(f.topic, f.found, f.remedy);
+        return std::make_pair(all, to_text(findings));
+      },
+      FreeGil(), "What plumb finds on this machine.");
   py::class_<PythonTrainer>(m, "Trainer")
       .def(py::init(&make_trainer), py::arg("config"), py::arg("texts"), py::arg("module"), py::arg("batches"),
            py::arg("event"))
