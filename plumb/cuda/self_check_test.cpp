@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "plumb/core/error.h"
 #include "plumb/cuda/emulator_testing.h"
 #include "plumb/cuda/kernels.h"
 #include "plumb/cuda/self_check.h"
@@ -15,7 +16,7 @@ namespace {
 
 using at::Tensor;
 using ::testing::HasSubstr;
-using values_for_test::same_bits;
+using values_testing::same_bits;
 
 // CPU tensors take the CUDA kernels, run by the emulator and checked, while one lives.
 class SelfCheck : public ::testing::Test {
